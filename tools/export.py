@@ -1,0 +1,90 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Turns edits made in build/tree into patches/seams/*.patch.
+
+A patch owns the upstream files that its header's `Files:` names. Its diff is regenerated from the
+tree; its header stays as written.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from tools import udiff
+from tools.assemble import git, unexported
+from tools.pins import ROOT, BuildError
+
+DIFF = (
+    ("-c", "core.quotepath=off", "-c", "diff.noprefix=false", "diff", "--unified=0", "--full-index")
+    + ("--no-color", "--no-ext-diff", "--no-textconv", "--no-renames", "--diff-algorithm=histogram")
+    + ("--src-prefix=a/", "--dst-prefix=b/")
+)
+HEADER = """Concern: (one line)
+Why: (why this cannot be done without a patch)
+Files: {}
+"""
+
+
+def changed(tree: Path, before: str, after: str) -> set[str]:
+    return set(git(tree, "diff", "--name-only", "-z", before, after).split("\0")) - {""}
+
+
+def export(root: Path = ROOT) -> list[Path]:
+    """Rewrites the patches that differ from build/tree; returns them. Raises before any is written."""
+    tree = root / "build" / "tree"
+    if not tree.exists():
+        raise BuildError(f"{tree} is missing; run `make install` first")
+    patches = udiff.series(root / "patches" / "seams")
+    edits = set(unexported(tree))
+    upstream = set(git(tree, "ls-tree", "-r", "--name-only", "-z", "upstream").split("\0"))
+    check_edits(tree, edits, upstream)
+    owned = {file for patch in patches for file in patch.files}
+    unowned = sorted((edits | changed(tree, "upstream", "seams")) - owned)
+    unowned = [file for file in unowned if differs(tree, file)]
+    if unowned:
+        raise BuildError(
+            f"no patch owns {', '.join(unowned)}; add it to the `Files:` of a patch in "
+            f"{root / 'patches' / 'seams'}, or create NAME.patch there, listed in `series`, with\n"
+            + HEADER.format(unowned[0])
+        )
+    written = []
+    for patch in patches:
+        missing = sorted(set(patch.files) - upstream)
+        if missing:
+            raise BuildError(f"{patch.path} claims {missing[0]}, which is not upstream; correct it")
+        text = patch.header.rstrip("\n") + "\n\n" + diff(tree, patch.files)
+        if text != patch.path.read_text():
+            written.append((patch.path, text))
+    for path, text in written:
+        path.write_text(text)
+    return [path for path, _ in written]
+
+
+def check_edits(tree: Path, edits: set[str], upstream: set[str]) -> None:
+    for file in sorted(edits):
+        if file not in upstream:
+            raise BuildError(
+                f"{file} in {tree} is no upstream file; move it to the same path in the repository"
+            )
+        if not (tree / file).exists():
+            raise BuildError(
+                f"{file} was deleted in {tree}, which a seam cannot do; `git -C {tree} checkout {file}`"
+            )
+    wired = edits & changed(tree, "seams", "taps")
+    if wired:
+        raise BuildError(
+            f"{min(wired)} is wired by the codemod, its edits in {tree} cannot be told from the "
+            f"codemod's; change patches/taps, and `git -C {tree} checkout {min(wired)}`"
+        )
+
+
+def end(tree: Path, file: str) -> list[str]:
+    """Where the seams' version of `file` is: in the seams commit if wired, else in the work tree."""
+    return ["seams"] if file in changed(tree, "seams", "taps") else []
+
+
+def differs(tree: Path, file: str) -> bool:
+    return bool(git(tree, "diff", "--name-only", "upstream", *end(tree, file), "--", file))
+
+
+def diff(tree: Path, files: list[str]) -> str:
+    return "".join(git(tree, *DIFF, "upstream", *end(tree, file), "--", file) for file in files)

@@ -1,0 +1,89 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Reads upstream.toml: which wheel is pinned, for which target, under which version of ours."""
+
+from __future__ import annotations
+
+import os
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+TARGETS = ("cpu", "cuda")
+
+
+class BuildError(Exception):
+    """The build cannot go on. The message names the file and the remedy."""
+
+
+@dataclass(frozen=True)
+class Pin:
+    """One pinned upstream wheel."""
+
+    target: str
+    project: str
+    filename: str
+    sha256: str
+    torch: str
+    drop: tuple[str, ...]
+    upstream_version: str
+    ours: str
+    entry_points: Mapping[str, Mapping[str, str]]
+
+    @property
+    def version(self) -> str:
+        """Version of the built distribution. Upstream takes the CPU platform only when it has `cpu`."""
+        local = f"cpu.{self.ours}" if self.target == "cpu" else self.ours
+        return f"{self.upstream_version}+{local}"
+
+    @property
+    def tag(self) -> str:
+        """Compatibility tag: that of the pinned file name (the CPU wheel's WHEEL file lies)."""
+        return "-".join(self.filename.removesuffix(".whl").split("-")[-3:])
+
+
+def read_toml(root: Path = ROOT) -> dict[str, Any]:
+    path = root / "upstream.toml"
+    try:
+        return tomllib.loads(path.read_text())
+    except FileNotFoundError:
+        raise BuildError(
+            f"{path} is missing; restore it with `git checkout upstream.toml`"
+        ) from None
+    except tomllib.TOMLDecodeError as error:
+        raise BuildError(f"{path} is not valid TOML ({error}); correct it") from None
+
+
+def default_target() -> str:
+    """VLLM_TARGET_DEVICE, else cuda where an NVIDIA driver is loaded, else cpu."""
+    target = os.environ.get("VLLM_TARGET_DEVICE")
+    if target is None:
+        return "cuda" if Path("/proc/driver/nvidia/version").exists() else "cpu"
+    if target not in TARGETS:
+        raise BuildError(
+            f"VLLM_TARGET_DEVICE={target!r} is not supported; use one of {', '.join(TARGETS)}"
+        )
+    return target
+
+
+def load_pin(root: Path = ROOT, target: str | None = None) -> Pin:
+    """The pin of `target` (default: the environment's)."""
+    data = read_toml(root)
+    target = target or default_target()
+    try:
+        wheel = data["wheel"][target]
+        return Pin(
+            target=target,
+            project=wheel["project"],
+            filename=wheel["filename"],
+            sha256=wheel["sha256"],
+            torch=wheel["torch"],
+            drop=tuple(wheel["drop"]),
+            upstream_version=data["version"],
+            ours=data["ours"],
+            entry_points=data.get("entry_points", {}),
+        )
+    except KeyError as error:
+        raise BuildError(f"{root / 'upstream.toml'} has no {error} for {target}; add it") from None

