@@ -1,0 +1,30 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Wires the residual-stream taps into upstream's decoder layers.
+
+`codemod.wire(tree)` edits every class of `table.ROWS` that is wired; `codemod.verify(tree)` says,
+row by row, which still fit (for a rebase); `census.check(tree)` says which decoder-like classes of
+the tree the table does not mention.
+
+How a class is wired and why one can believe it:
+
+1. The table names a class, its idiom and the attribute names that the idiom needs (norms, mixers,
+   MLPs). Nothing is guessed from the tree.
+2. The idiom (`fused.py`, `unfused.py`) finds its anchor statements in `forward` and inserts whole
+   lines; a hoisted `return self.mlp(x), residual` is the only line that is ever replaced.
+   `edit.py` checks afterwards that the upstream lines are all still there, in order.
+3. `proof.py` executes the *edited* `forward` symbolically, once for every branch of every `if` and
+   for the first block (no residual) as well as the later ones. It knows what the residual stream
+   is at each moment, as a sum of symbols, and checks that each tap receives exactly that, between
+   the mixer and the MLP as hook-contract.md says, and that nothing computed from the stream before
+   a tap is used after it. A statement it cannot interpret is an error, not a guess.
+
+Classes and instances. A wired class gets a class attribute `taps = UnboundTaps(...)` *in the body
+of the class that defines `forward`*. A subclass with a `forward` of its own (draft models do this:
+`llama_eagle` and others) would inherit the attribute without having a wired `forward`. So whoever
+binds taps must find the class in the MRO that defines `forward` and require `"taps" in vars(cls)`:
+
+    owner = next(c for c in type(layer).__mro__ if "forward" in vars(c))
+    wired = "taps" in vars(owner)
+
+`census.py` checks that no class in the tree has one without the other being intended.
+"""

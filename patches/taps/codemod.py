@@ -1,0 +1,105 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Wires the taps into an upstream tree: all classes of the table, or nothing.
+
+changed = wire(tree)      # edits tree/vllm/... in place
+outcomes = verify(tree)   # one per row, nothing written; for `tools rebase`
+"""
+
+import ast
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+import libcst as cst
+
+from patches.taps import edit, fused, unfused
+from patches.taps.errors import REMEDY_SHAPE, TapsError
+from patches.taps.inherited import check_inherited
+from patches.taps.proof import prove
+from patches.taps.rows import DEFERRED, WIRED, Idiom, Row
+from patches.taps.source import Source, read
+from patches.taps.table import ROWS
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What became of one row: `error` is None where the class fits its idiom."""
+
+    row: Row
+    error: TapsError | None
+
+    @property
+    def ok(self) -> bool:
+        return self.error is None
+
+
+def wire(tree_root: Path, rows: Iterable[Row] = ROWS) -> list[Path]:
+    """Wire every row into the tree and return the changed files, sorted.
+
+    All new sources are computed and proved before the first is written. Raises TapsError for the
+    first row that does not fit; the tree is then untouched.
+    """
+    rows = tuple(rows)
+    sources = _wired_sources(tree_root, rows)
+    for row in rows:
+        _check(tree_root, row, sources)
+    changed = []
+    for file, source in sorted(sources.items()):
+        path = tree_root / file
+        path.write_text(source.text, encoding="utf-8")
+        changed.append(path)
+    return changed
+
+
+def verify(tree_root: Path, rows: Iterable[Row] = ROWS) -> list[Outcome]:
+    """Try every row on its own against an unwired tree; nothing is written."""
+    outcomes = []
+    for row in rows:
+        try:
+            sources = (
+                {row.file: wire_class(read(tree_root, row.file), row)} if row.idiom in WIRED else {}
+            )
+            _check(tree_root, row, sources)
+            outcomes.append(Outcome(row, None))
+        except TapsError as error:
+            outcomes.append(Outcome(row, error))
+    return outcomes
+
+
+def wire_class(source: Source, row: Row) -> Source:
+    """The module with one class wired (not yet proved)."""
+    module = cst.parse_module(source.text)
+    cls = edit.find_class(module, row)
+    forward = edit.find_forward(cls, row)
+    locate = fused.locate if row.idiom in DEFERRED else unfused.locate
+    new = edit.apply(module, cls, row, locate(row, forward))
+    return Source(source.root, source.file, new.code)
+
+
+def _wired_sources(tree_root: Path, rows: tuple[Row, ...]) -> dict[str, Source]:
+    sources: dict[str, Source] = {}
+    for row in rows:
+        if row.idiom in WIRED:
+            source = sources.get(row.file) or read(tree_root, row.file)
+            sources[row.file] = wire_class(source, row)
+    return sources
+
+
+def _check(tree_root: Path, row: Row, sources: dict[str, Source]) -> None:
+    """What must hold of a row once its file is wired."""
+    source = sources.get(row.file) or read(tree_root, row.file)
+    source.cls(row.cls)
+    if row.idiom in WIRED:
+        _compiles(source, row)
+        prove(row, source)
+    elif row.idiom is Idiom.INHERITED:
+        check_inherited(row, source, ROWS)
+
+
+def _compiles(source: Source, row: Row) -> None:
+    try:
+        ast.parse(source.text)
+    except SyntaxError as error:
+        raise TapsError(
+            row.file, row.cls, "valid Python after the edit", str(error), REMEDY_SHAPE
+        ) from error

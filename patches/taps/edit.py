@@ -1,0 +1,218 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Inserting whole lines into one class, and the proof that nothing else changed."""
+
+from dataclasses import dataclass, field
+
+import libcst as cst
+
+from patches.taps.errors import REMEDY_SHAPE, TapsError
+from patches.taps.rows import Row
+
+TAPS_MODULE = "vllm.model_executor.layers.residual_taps"
+IMPORT_LINE = f"from {TAPS_MODULE} import UnboundTaps"
+
+
+@dataclass
+class Edits:
+    """Statements to put before and after statements of forward(), and hoisted returns.
+
+    `before`/`after`: (anchor statement, source line); anchors are compared by identity.
+    `hoisted`: a return statement and the name its first element is assigned to before it.
+    """
+
+    before: list[tuple[cst.CSTNode, str]] = field(default_factory=list)
+    after: list[tuple[cst.CSTNode, str]] = field(default_factory=list)
+    hoisted: list[tuple[cst.CSTNode, str]] = field(default_factory=list)
+
+
+def statement(line: str) -> cst.SimpleStatementLine:
+    """A statement node from one source line."""
+    node = cst.parse_statement(line)
+    assert isinstance(node, cst.SimpleStatementLine)
+    return node
+
+
+def find_class(module: cst.Module, row: Row) -> cst.ClassDef:
+    """The top-level class of the row."""
+    for node in module.body:
+        if isinstance(node, cst.ClassDef) and node.name.value == row.cls:
+            return node
+    raise TapsError(row.file, row.cls, "a top-level class", "none", REMEDY_SHAPE)
+
+
+def find_forward(cls: cst.ClassDef, row: Row) -> cst.FunctionDef:
+    """The plain, undecorated forward() in the class body."""
+    found = [
+        n for n in cls.body.body if isinstance(n, cst.FunctionDef) and n.name.value == "forward"
+    ]
+    if len(found) != 1 or found[0].decorators or found[0].asynchronous:
+        raise TapsError(
+            row.file,
+            row.cls,
+            "one undecorated forward() in the class body",
+            f"{len(found)} (or a decorated one)",
+            REMEDY_SHAPE,
+        )
+    return found[0]
+
+
+class _Insert(cst.CSTTransformer):
+    def __init__(self, cls: cst.ClassDef, edits: Edits, points: tuple[str, ...]) -> None:
+        super().__init__()
+        self._cls = cls
+        self._edits = edits
+        self._points = points
+
+    def _around(
+        self, original: cst.CSTNode, updated: cst.BaseStatement
+    ) -> cst.BaseStatement | cst.FlattenSentinel[cst.BaseStatement]:
+        before = [statement(s) for n, s in self._edits.before if n is original]
+        after = [statement(s) for n, s in self._edits.after if n is original]
+        if not before and not after:
+            return updated
+        return cst.FlattenSentinel([*before, updated, *after])
+
+    def leave_SimpleStatementLine(
+        self, original_node: cst.SimpleStatementLine, updated_node: cst.SimpleStatementLine
+    ) -> cst.BaseStatement | cst.FlattenSentinel[cst.BaseStatement]:
+        for node, name in self._edits.hoisted:
+            if node is original_node:
+                return self._hoist(original_node, updated_node, name)
+        return self._around(original_node, updated_node)
+
+    def _hoist(
+        self,
+        original: cst.SimpleStatementLine,
+        updated: cst.SimpleStatementLine,
+        name: str,
+    ) -> cst.FlattenSentinel[cst.BaseStatement]:
+        """`return f(x), r` becomes `name = f(x)`, the inserted lines, `return name, r`."""
+        ret = updated.body[0]
+        assert isinstance(ret, cst.Return) and isinstance(ret.value, cst.Tuple)
+        first, *rest = ret.value.elements
+        lift = statement(f"{name} = {cst.Module([]).code_for_node(first.value)}")
+        lift = lift.with_changes(leading_lines=updated.leading_lines)
+        value = ret.value.with_changes(elements=[first.with_changes(value=cst.Name(name)), *rest])
+        lines = [statement(s) for n, s in self._edits.before if n is original]
+        last = updated.with_changes(body=[ret.with_changes(value=value)], leading_lines=[])
+        return cst.FlattenSentinel([lift, *lines, last])
+
+    def leave_If(
+        self, original_node: cst.If, updated_node: cst.If
+    ) -> cst.BaseStatement | cst.FlattenSentinel[cst.BaseStatement]:
+        return self._around(original_node, updated_node)
+
+    def leave_ClassDef(
+        self, original_node: cst.ClassDef, updated_node: cst.ClassDef
+    ) -> cst.ClassDef:
+        if original_node is not self._cls:
+            return updated_node
+        names = ", ".join(f'"{p}"' for p in self._points)
+        line = statement(f"taps = UnboundTaps({names})")
+        body = list(updated_node.body.body)
+        at = 1 if _is_docstring(body[0]) else 0
+        following = body[at]
+        if isinstance(following, cst.FunctionDef) and not (
+            following.leading_lines and following.leading_lines[0].comment is None
+        ):
+            blank = cst.EmptyLine(indent=False)
+            body[at] = following.with_changes(leading_lines=[blank, *following.leading_lines])
+        if at == 1:
+            line = line.with_changes(leading_lines=[cst.EmptyLine(indent=False)])
+        block = updated_node.body.with_changes(body=[*body[:at], line, *body[at:]])
+        return updated_node.with_changes(body=block)
+
+
+def _is_docstring(node: cst.CSTNode) -> bool:
+    return (
+        isinstance(node, cst.SimpleStatementLine)
+        and isinstance(node.body[0], cst.Expr)
+        and isinstance(node.body[0].value, cst.SimpleString | cst.ConcatenatedString)
+    )
+
+
+def apply(module: cst.Module, cls: cst.ClassDef, row: Row, edits: Edits) -> cst.Module:
+    """The module with the row's edits, class attribute and (once per module) import."""
+    if not isinstance(cls.body, cst.IndentedBlock):
+        raise TapsError(row.file, row.cls, "an indented class body", "one line", REMEDY_SHAPE)
+    if "taps" in {w for w in _names(cls)}:
+        raise TapsError(
+            row.file,
+            row.cls,
+            "a class that does not use the name `taps`",
+            "it does",
+            "wire a clean upstream tree; if upstream itself uses the name, ours must change",
+        )
+    before = module.code
+    new = module.visit(_Insert(cls, edits, row.points))
+    new = _with_import(new, row)
+    _only_inserts(before, new.code, row, len(edits.hoisted))
+    return new
+
+
+def _names(cls: cst.ClassDef) -> set[str]:
+    found: set[str] = set()
+
+    class Collect(cst.CSTVisitor):
+        def visit_Name(self, node: cst.Name) -> None:
+            found.add(node.value)
+
+    cls.visit(Collect())
+    return found
+
+
+def _from_module(node: cst.CSTNode) -> str | None:
+    """Dotted module of a top-level `from a.b import c`, else None."""
+    if not isinstance(node, cst.SimpleStatementLine) or len(node.body) != 1:
+        return None
+    small = node.body[0]
+    if not isinstance(small, cst.ImportFrom) or small.module is None or small.relative:
+        return None
+    return cst.Module([]).code_for_node(small.module)
+
+
+def _with_import(module: cst.Module, row: Row) -> cst.Module:
+    """Put the import where isort would, among the module's absolute `from vllm...` imports."""
+    if any(_from_module(n) == TAPS_MODULE for n in module.body):
+        return module
+    vllm = [i for i, n in enumerate(module.body) if (_from_module(n) or "").startswith("vllm.")]
+    if not vllm:
+        raise TapsError(
+            row.file, row.cls, "a top-level `from vllm...` import", "none", REMEDY_SHAPE
+        )
+    later = [i for i in vllm if (_from_module(module.body[i]) or "") > TAPS_MODULE]
+    # The first vllm import may carry the blank line of its group: never insert before that one.
+    at = next((i for i in later if i != vllm[0]), vllm[-1] + 1)
+    body = list(module.body)
+    body.insert(at, statement(IMPORT_LINE))
+    return module.with_changes(body=body)
+
+
+def _only_inserts(old: str, new: str, row: Row, hoisted: int) -> None:
+    """Every old line is still there, in order; the other lines are taps lines or blank.
+
+    A hoisted return replaces one line by two (`x = ...`, `return x, r`); nothing else may differ.
+    """
+    kept, replaced, own = 0, 0, 0
+    lines = old.splitlines()
+    for line in new.splitlines():
+        if kept < len(lines) and line == lines[kept]:
+            kept += 1
+        elif "taps" in line or not line.strip():
+            continue
+        elif replaced < hoisted and lines[kept].lstrip().startswith("return "):
+            own += 1
+            if line.lstrip().startswith("return "):
+                kept += 1
+                replaced += 1
+        else:
+            break
+    if kept != len(lines) or replaced != hoisted or own != 2 * hoisted:
+        found = lines[kept] if kept < len(lines) else "lines that are not ours at the end"
+        raise TapsError(
+            row.file,
+            row.cls,
+            "an edit that only inserts lines",
+            f"a change near {found.strip()!r}",
+            "this is a fault of patches/taps/edit.py: correct it there",
+        )

@@ -1,0 +1,31 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The one error of the codemod."""
+
+
+class TapsError(Exception):
+    """A class of the upstream tree does not fit its row of the table.
+
+    Attributes: `file` (relative to the tree), `cls` (class, may be empty), `expected`, `found`,
+    `remedy`: all text, all part of the message.
+    """
+
+    def __init__(self, file: str, cls: str, expected: str, found: str, remedy: str) -> None:
+        self.file = file
+        self.cls = cls
+        self.expected = expected
+        self.found = found
+        self.remedy = remedy
+        where = f"{file}: class {cls}" if cls else file
+        super().__init__(
+            f"{where}\n  expected: {expected}\n  found:    {found}\n  remedy:   {remedy}"
+        )
+
+
+REMEDY_SHAPE = (
+    "upstream changed this class: read its forward(), then correct its row in "
+    "patches/taps/table.py (names, idiom), or declare it PENDING with the reason"
+)
+REMEDY_PROOF = (
+    "do not ship this wiring: compare forward() with design/hook-contract.md and give the class "
+    "another idiom, or declare it PENDING in patches/taps/table.py with the reason"
+)

@@ -1,0 +1,76 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Where the taps go when a (hidden, residual) pair carries the stream and norms do the adds.
+
+h, r = self.taps.pre_attn.enter(h, r)
+if r is None: ... else: h, r = self.norm1(h, r)
+self.taps.pre_attn.read(r)
+...
+r = self.taps.post_attn.steer(r)
+h, r = self.norm2(h, r)
+self.taps.post_attn.read(r)
+...
+r = self.taps.post_block.leave(h, r)
+return h, r
+"""
+
+import libcst as cst
+
+from patches.taps.edit import Edits
+from patches.taps.rows import Row
+from patches.taps.shapes import assigned, body, code, fail, last_return, statements
+
+
+def locate(row: Row, forward: cst.FunctionDef) -> Edits:
+    """The edits for a class of a fused idiom; TapsError when an anchor is missing."""
+    h, r = row.stream, row.residual
+    edits = Edits()
+    stmts = body(forward)
+    entries = [
+        s for s in statements(stmts) if isinstance(s, cst.If) and f"{r} is None" in code(s.test)
+    ]
+    if len(entries) != 1 or entries[0] not in stmts or code(entries[0].test) != f"{r} is None":
+        raise fail(row, f"one top-level `if {r} is None:`", f"{len(entries)}")
+    entry = entries[0]
+    edits.before.append((entry, f"{h}, {r} = self.taps.pre_attn.enter({h}, {r})"))
+    edits.after.append((entry, f"self.taps.pre_attn.read({r})"))
+
+    _second_norms(row, [s for s in stmts if s is not entry], edits)
+
+    last, ret = last_return(row, forward)
+    if (
+        not isinstance(ret.value, cst.Tuple)
+        or len(ret.value.elements) != 2
+        or code(ret.value.elements[1].value) != r
+    ):
+        raise fail(row, f"`return <hidden>, {r}`", code(ret))
+    first = ret.value.elements[0].value
+    name = first.value if isinstance(first, cst.Name) else h
+    if not isinstance(first, cst.Name):
+        edits.hoisted.append((last, name))
+    edits.before.append((last, f"{r} = self.taps.post_block.leave({name}, {r})"))
+    return edits
+
+
+def _second_norms(row: Row, stmts: list[cst.BaseStatement], edits: Edits) -> None:
+    """Taps around every `h, r = self.<norm>(h, r)` after the entry, in whichever branch."""
+    r = row.residual
+    found: list[str] = []
+    for stmt in statements(stmts):
+        pair = assigned(stmt)
+        if pair is None or not isinstance(pair[1], cst.Call):
+            continue
+        call = pair[1]
+        norm = code(call.func).removeprefix("self.")
+        if norm not in row.norms or len(call.args) != 2:
+            continue
+        if not pair[0].endswith(f", {r}") or code(call.args[1]) != r:
+            raise fail(row, f"`h, {r} = self.{norm}(h, {r})`", code(stmt))
+        found.append(norm)
+        edits.before.append((stmt, f"{r} = self.taps.post_attn.steer({r})"))
+        edits.after.append((stmt, f"self.taps.post_attn.read({r})"))
+    if sorted(found) != sorted(row.norms[1:]):
+        raise fail(
+            row,
+            f"each of {list(row.norms[1:])} called once on the pair after the entry",
+            f"{found}",
+        )

@@ -1,0 +1,292 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What norms, branches and taps mean to the proof, and what must hold at each of them."""
+
+import ast
+
+from patches.taps.errors import REMEDY_PROOF, TapsError
+from patches.taps.norms import two_argument_norms
+from patches.taps.rows import DEFERRED, Idiom, NormCall, Row
+from patches.taps.source import Source
+from patches.taps.values import (
+    STALE,
+    Atom,
+    Nothing,
+    Plain,
+    Several,
+    State,
+    Tensor,
+    Value,
+    minus,
+    same,
+)
+
+# Functions that keep a branch's value what it is, seen from the stream: shape, device, reduction.
+HARMLESS = frozenset(
+    {
+        "torch.nn.functional.pad",
+        "tensor_model_parallel_all_reduce",
+        "tensor_model_parallel_all_gather",
+        "tensor_model_parallel_reduce_scatter",
+    }
+)
+BUFFERS = frozenset({"torch.empty_like", "torch.zeros_like"})
+NO_READ = frozenset({"isinstance", "len", "get_tensor_model_parallel_world_size"})
+
+
+class Meaning:
+    """The rules for one row. All methods raise TapsError when the wiring would be wrong."""
+
+    def __init__(self, row: Row, source: Source) -> None:
+        self.row = row
+        self.modules = {n: "norm" for n in (*row.norms, *row.branch_norms)}
+        self.modules |= {n: "mixer" for n in row.mixers} | {n: "mlp" for n in row.mlps}
+        self.adding = two_argument_norms(row, source)
+
+    def wrong(self, node: ast.AST, expected: str, found: str) -> TapsError:
+        """The error at a statement or expression of forward()."""
+        line = getattr(node, "lineno", None)
+        where = f" (line {line} of the wired file)" if line else ""
+        return TapsError(self.row.file, self.row.cls, expected, found + where, REMEDY_PROOF)
+
+    def readable(self, node: ast.AST, name: str, value: Value, state: State) -> None:
+        """A variable may be read if nothing in it dates from before the last tap."""
+        for part in _tensors(value):
+            for atom in part.terms:
+                fresh = atom.src <= {state.version} if atom.computed else False
+                if atom in state.stream or atom is state.pending or fresh:
+                    continue
+                last = state.events[-1] if state.events else "entry"
+                why = (
+                    "is the unused residual argument"
+                    if atom.what == STALE
+                    else (f"dates from before {last}")
+                )
+                raise self.wrong(node, "only values of the current stream", f"`{name}` {why}")
+
+    def computed(
+        self, node: ast.AST, values: list[Value], state: State, stage: str = "", call: str = ""
+    ) -> Value:
+        """Something computed from `values`: a new symbol if the stream went into it."""
+        tensors = [t for v in values for t in _tensors(v)]
+        if not tensors:
+            return Plain()
+        if state.pending is not None:
+            raise self.wrong(node, "the fused norm right after post_attn.steer", ast.unparse(node))
+        src, whole = set[int](), True
+        stages, calls = {stage} - {""}, {call} - {""}
+        for tensor in tensors:
+            if same(tensor.terms, state.stream):
+                src.add(state.version)
+                continue
+            for atom in tensor.terms:
+                part = not atom.computed or atom in state.stream
+                src |= {state.version} if part else atom.src
+                whole = whole and not part and atom.whole
+                stages |= atom.stages
+                calls |= atom.calls
+        label = ast.unparse(node).replace("\n", " ")[:60]
+        return Tensor((Atom(label, frozenset(src), whole, frozenset(stages), frozenset(calls)),))
+
+    def call(
+        self, node: ast.Call, args: list[Value], kwargs: dict[str, Value], state: State
+    ) -> Value:
+        """The value of a call."""
+        func = ast.unparse(node.func)
+        if func.startswith("self.taps."):
+            return self.tap(node, func.removeprefix("self.taps."), args, state)
+        name = func.removeprefix("self.")
+        values = [*args, *kwargs.values()]
+        kind = self.modules.get(name, "")
+        if kind:
+            state.used |= {name}
+        if kind == "norm" and len(args) == 2:
+            return self.norm_pair(node, name, args, state)
+        if kind:
+            return self.computed(node, values, state, "" if kind == "norm" else kind, name)
+        if func in BUFFERS:
+            value = self.computed(node, values, state)
+            if isinstance(value, Tensor):
+                old = value.terms[0]
+                return Tensor((Atom(old.what, old.src, old.whole, buffer=True),))
+            return value
+        if func in NO_READ or not any(_tensors(v) for v in values):
+            return Plain()
+        if func in HARMLESS:
+            return self.computed(node, values, state)
+        raise self.wrong(
+            node, f"a callable that the row declares ({sorted(self.modules)})", f"`{func}`"
+        )
+
+    def discarded(
+        self, node: ast.Call, args: list[Value], kwargs: dict[str, Value], state: State
+    ) -> None:
+        """A call for its effect: `read` of a tap, or a mixer that fills a buffer."""
+        func = ast.unparse(node.func)
+        if func.startswith("self.taps."):
+            self.tap(node, func.removeprefix("self.taps."), args, state)
+            return
+        result = self.call(node, args, kwargs, state)
+        if not isinstance(result, Tensor):
+            return
+        filled = [
+            v
+            for v in (*args, *kwargs.values())
+            if isinstance(v, Tensor) and len(v.terms) == 1 and v.terms[0].buffer
+        ]
+        if len(filled) != 1:
+            raise self.wrong(node, "one output buffer among the arguments", ast.unparse(node))
+        for name, value in state.env.items():
+            if isinstance(value, Tensor) and value.storage == filled[0].storage:
+                state.env[name] = Tensor(result.terms, value.storage)
+
+    def norm_pair(self, node: ast.Call, name: str, args: list[Value], state: State) -> Value:
+        """`norm(h, r)`: the deferred add, or Cohere's pass-through."""
+        h, r = args
+        if not isinstance(h, Tensor) or not isinstance(r, Tensor):
+            raise self.wrong(node, "two tensors of the stream", ast.unparse(node))
+        if self.row.norm_call is NormCall.PASSES:
+            return Several((self.computed(node, [h], state, call=name), r))
+        if name not in self.adding:
+            raise self.wrong(node, "a norm known to add its second argument", f"self.{name}")
+        total = h.terms + r.terms
+        if state.pending is not None:
+            if r.terms != (state.pending,):
+                raise self.wrong(node, "the residual that was just steered", r.text())
+            self.branch(node, h.terms, state, "mixer")
+            state.pending = None
+            self.advance(state, total)
+        elif not same(total, state.stream):
+            raise self.wrong(node, "h + r to be the stream here", Tensor(total).text())
+        summed = Tensor(total)
+        normed = self.computed(node, [summed], state, call=name)
+        return Several((normed, summed))
+
+    def branch(self, node: ast.AST, terms: tuple[Atom, ...], state: State, *stages: str) -> None:
+        """`terms` is what a block's branch adds: computed from the whole current stream only."""
+        seen: set[str] = set()
+        for atom in terms:
+            if not atom.computed or atom.src != {state.version} or not atom.whole:
+                raise self.wrong(
+                    node, "a branch computed from the whole stream at the last tap", atom.what
+                )
+            if atom.buffer:
+                raise self.wrong(node, "a branch, not an unfilled buffer", atom.what)
+            seen |= atom.stages
+        if seen != set(stages):
+            raise self.wrong(
+                node, f"a branch through {' and '.join(stages)}", f"through {sorted(seen)}"
+            )
+
+    def added(self, node: ast.AST, terms: tuple[Atom, ...], state: State, *stages: str) -> None:
+        """`terms` is the stream plus a branch (or a branch alone, if the skip may be normed)."""
+        rest = minus(terms, state.stream)
+        if rest is None and self.row.normed_skip and len(terms) > 1:
+            rest = terms
+        if rest is None or not rest:
+            raise self.wrong(node, "stream + branch at this tap", Tensor(terms).text())
+        self.branch(node, rest, state, *stages)
+
+    def advance(self, state: State, stream: tuple[Atom, ...]) -> None:
+        """A new stream: values computed from the old one are no longer readable."""
+        state.stream = stream
+        state.version += 1
+
+    def last_stages(self) -> tuple[str, ...]:
+        """The branches between the last tap and the end of the block."""
+        if self.row.idiom is Idiom.PARALLEL:
+            return ("mixer", "mlp")
+        return ("mixer",) if self.row.idiom is Idiom.FUSED_SINGLE else ("mlp",)
+
+    def tap(self, node: ast.Call, name: str, args: list[Value], state: State) -> Value:
+        """One call of a tap."""
+        point = name.partition(".")[0]
+        expected = self.order()[len(state.events) : len(state.events) + 1]
+        if expected != (name,):
+            raise self.wrong(node, f"taps in the order {self.order()}", f"{name}, early or twice")
+        state.events += (name,)
+        tensors = [a for a in args if isinstance(a, Tensor)]
+        if name == "pre_attn.enter":
+            return self.enter(node, args, state)
+        if name.endswith(".read"):
+            if not same(tensors[0].terms, state.stream):
+                raise self.wrong(node, "the complete stream", tensors[0].text())
+            return Plain()
+        if name == "post_attn.steer":
+            self.is_stream(node, tensors[0], state)
+            state.pending = Atom("steered residual")
+            return Tensor((state.pending,))
+        new = Atom(f"stream after {point}")
+        if name == "post_block.leave":
+            h, r = tensors
+            self.is_stream(node, r, state)
+            self.branch(node, h.terms, state, *self.last_stages())
+            self.advance(state, (*h.terms, new))
+            return Tensor((new,))
+        value = tensors[0]
+        if point == "pre_attn":
+            self.is_stream(node, value, state)
+        else:
+            stages = ("mixer",) if point == "post_attn" else self.last_stages()
+            self.added(node, value.terms, state, *stages)
+        self.advance(state, (new,))
+        return Tensor((new,))
+
+    def enter(self, node: ast.Call, args: list[Value], state: State) -> Value:
+        """`pre_attn.enter(h, r)`: steers r, or h when there is no r yet."""
+        h, r = args
+        new = Atom("stream at entry")
+        if not isinstance(h, Tensor):
+            raise self.wrong(node, "the stream as first argument", ast.unparse(node))
+        halves = h.terms + (r.terms if isinstance(r, Tensor) else ())
+        if not same(halves, state.stream):
+            raise self.wrong(node, "the stream at entry", Tensor(halves).text())
+        if isinstance(r, Nothing):
+            self.advance(state, (new,))
+            return Several((Tensor((new,)), r))
+        self.advance(state, (*h.terms, new))
+        return Several((h, Tensor((new,))))
+
+    def is_stream(self, node: ast.AST, value: Tensor, state: State) -> None:
+        if not same(value.terms, state.stream):
+            raise self.wrong(node, "the complete stream at this tap", value.text())
+
+    def order(self) -> tuple[str, ...]:
+        """The taps of the idiom, in the order in which each path must call them."""
+        if self.row.idiom not in DEFERRED:
+            return self.row.points
+        middle = ("post_attn.steer", "post_attn.read") if "post_attn" in self.row.points else ()
+        return ("pre_attn.enter", "pre_attn.read", *middle, "post_block.leave")
+
+    def returned(self, node: ast.AST, value: Value, state: State) -> None:
+        """What the block hands on must be the stream as the last tap left it."""
+        if state.events != self.order():
+            raise self.wrong(node, f"all taps {self.order()}", f"{state.events} on a path")
+        deferred = self.row.idiom in DEFERRED
+        parts = value.items if isinstance(value, Several) else (value,)
+        if len(parts) != (2 if deferred else 1) or not all(isinstance(p, Tensor) for p in parts):
+            raise self.wrong(node, "a pair" if deferred else "one tensor", str(len(parts)))
+        terms = tuple(a for p in _tensors(value) for a in p.terms)
+        if not same(terms, state.stream):
+            raise self.wrong(node, "the stream after post_block", Tensor(terms).text())
+
+    def all_used(self, used: set[str]) -> None:
+        """Every name of the row occurs on some path."""
+        missing = sorted(self.modules.keys() - used)
+        if missing:
+            raise TapsError(
+                self.row.file,
+                self.row.cls,
+                "every norm, mixer and MLP of the row called in forward()",
+                f"never called: {missing}",
+                REMEDY_PROOF,
+            )
+
+
+def _tensors(value: Value) -> tuple[Tensor, ...]:
+    if isinstance(value, Tensor):
+        return (value,)
+    if isinstance(value, Plain):
+        return value.parts
+    if isinstance(value, Several):
+        return tuple(t for item in value.items for t in _tensors(item))
+    return ()

@@ -1,0 +1,295 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Symbolic execution of an edited forward(): statements, expressions, branches.
+
+What the taps and norms mean, and what must hold there, is in `meaning.py`. Every `if` is followed
+both ways unless its test is known (`residual is None`, a value fixed earlier on the path, one the
+row assumes). Anything that is not listed here ends the proof with an error.
+"""
+
+import ast
+
+from patches.taps.errors import REMEDY_PROOF, TapsError
+from patches.taps.meaning import Meaning
+from patches.taps.rows import DEFERRED, Row, Second
+from patches.taps.source import Source, method
+from patches.taps.values import STALE, Atom, Nothing, Plain, Several, State, Tensor, Value
+
+MAX_PATHS = 2048
+ALIASES = frozenset({"clone", "contiguous"})
+METADATA = frozenset({"device", "dtype", "ndim", "shape"})
+
+
+def prove(row: Row, source: Source) -> None:
+    """Check the wiring of the row's class in the edited module; TapsError if it is not proved."""
+    forward = method(source.cls(row.cls), "forward")
+    if forward is None:
+        raise TapsError(row.file, row.cls, "its own forward()", "none", REMEDY_PROOF)
+    run = _Run(row, source)
+    used: set[str] = set()
+    for start in _starts(row, forward):
+        for end in run.finish(forward, start):
+            used |= end.used
+    run.meaning.all_used(used)
+
+
+def _starts(row: Row, forward: ast.FunctionDef) -> list[State]:
+    """What forward() may be called with: the first block, and (fused) the later ones."""
+    args = forward.args
+    env: dict[str, Value] = {
+        a.arg: Plain() for a in [*args.posonlyargs, *args.args, *args.kwonlyargs]
+    }
+    if args.kwarg:
+        env[args.kwarg.arg] = Plain()
+    wanted = {row.stream} | ({row.residual} if row.idiom in DEFERRED else set())
+    if not wanted <= env.keys():
+        raise TapsError(
+            row.file, row.cls, f"parameters {sorted(wanted)}", str(list(env)), REMEDY_PROOF
+        )
+    whole = Tensor((Atom("x"),))
+    env[row.stream] = whole
+    if row.idiom not in DEFERRED:
+        if row.residual in env:
+            env[row.residual] = Tensor((Atom(STALE),))
+        return [State(env, whole.terms)]
+    h, r = Tensor((Atom("h"),)), Tensor((Atom("r"),))
+    return [
+        State(env | {row.residual: Nothing()}, whole.terms),
+        State(env | {row.stream: h, row.residual: r}, h.terms + r.terms),
+    ]
+
+
+class _Run:
+    def __init__(self, row: Row, source: Source) -> None:
+        self.row = row
+        self.meaning = Meaning(row, source)
+        self.done: list[State] = []
+
+    def finish(self, forward: ast.FunctionDef, start: State) -> list[State]:
+        """All paths of one call, each ended by a return."""
+        self.done = []
+        for state in self.block(forward.body, [start]):
+            raise self.meaning.wrong(forward, "a return on every path", str(state.decided))
+        return self.done
+
+    def block(self, stmts: list[ast.stmt], states: list[State]) -> list[State]:
+        for stmt in stmts:
+            states = [after for state in states for after in self.stmt(stmt, state)]
+            if len(states) + len(self.done) > MAX_PATHS:
+                raise self.meaning.wrong(stmt, f"at most {MAX_PATHS} paths", "more")
+        return states
+
+    def stmt(self, stmt: ast.stmt, state: State) -> list[State]:
+        match stmt:
+            case ast.Assign(targets=[target], value=value):
+                self.bind(target, self.value(value, state), state)
+            case ast.AnnAssign(target=target, value=ast.expr() as value):
+                self.bind(target, self.value(value, state), state)
+            case ast.AugAssign(target=ast.Name(id=name), op=op, value=value):
+                self.in_place(name, ast.BinOp(ast.Name(name, ast.Load()), op, value), stmt, state)
+            case ast.If(test=test, body=body, orelse=orelse):
+                return self.branch(test, body, orelse, state)
+            case ast.Return(value=value):
+                self.meaning.returned(stmt, self.returned(value, stmt, state), state)
+                self.done.append(state)
+                return []
+            case ast.Expr(value=ast.Constant()):
+                pass
+            case ast.Expr(value=ast.Call() as call) if not self.holders(call.func, state):
+                self.meaning.discarded(call, *self.arguments(call, state), state)
+            case ast.Delete(targets=targets):
+                for target in targets:
+                    state.env.pop(ast.unparse(target), None)
+            case ast.Assert(test=test):
+                self.value(test, state)
+            case ast.Raise():
+                return []
+            case ast.Pass():
+                pass
+            case _:
+                raise self.meaning.wrong(stmt, "a statement the proof understands", _text(stmt))
+        return [state]
+
+    def returned(self, value: ast.expr | None, stmt: ast.stmt, state: State) -> Value:
+        """The returned value; a stale second element is checked by form and not read."""
+        if value is None:
+            return Nothing()
+        if isinstance(value, ast.Tuple) and self.row.second is not Second.ABSENT:
+            second = _text(value.elts[1])
+            wanted = "None" if self.row.second is Second.NONE else self.row.residual
+            if len(value.elts) != 2 or second != wanted:
+                raise self.meaning.wrong(stmt, f"{wanted} as second element", second)
+            return self.value(value.elts[0], state)
+        return self.value(value, state)
+
+    def branch(
+        self, test: ast.expr, body: list[ast.stmt], orelse: list[ast.stmt], state: State
+    ) -> list[State]:
+        known = self.truth(test, state)
+        if isinstance(known, bool):
+            return self.block(body if known else orelse, [state])
+        other = state.fork()
+        state.decided[known] = True
+        other.decided[known] = False
+        return self.branch(test, body, orelse, state) + self.branch(test, body, orelse, other)
+
+    def truth(self, test: ast.expr, state: State) -> bool | str:
+        """The value of a test on this path, or the text of the part that decides it."""
+        match test:
+            case ast.Constant(value=bool() as value):
+                return value
+            case ast.UnaryOp(op=ast.Not(), operand=operand):
+                inner = self.truth(operand, state)
+                return inner if isinstance(inner, str) else not inner
+            case ast.BoolOp(op=op, values=values):
+                stop = isinstance(op, ast.Or)
+                for part in values:
+                    inner = self.truth(part, state)
+                    if isinstance(inner, str) or inner is stop:
+                        return inner
+                return not stop
+            case ast.Compare(left=ast.Name(id=name), ops=[ast.Is() | ast.IsNot() as op]):
+                local = state.env.get(name)
+                if isinstance(local, Nothing | Tensor):
+                    return isinstance(local, Nothing) is isinstance(op, ast.Is)
+            case ast.Name(id=name):
+                local = state.env.get(name)
+                if isinstance(local, Plain) and local.known is not None:
+                    return local.known
+        text = _text(test)
+        negated = text.replace(" is not ", " is ") if " is not " in text else ""
+        if negated in state.decided:
+            return not state.decided[negated]
+        return state.decided.get(text, dict(self.row.assume).get(text, text))
+
+    def bind(self, target: ast.expr, value: Value, state: State) -> None:
+        match target:
+            case ast.Name(id=name):
+                state.env[name] = value
+                state.forget(name)
+            case ast.Tuple(elts=elts):
+                if isinstance(value, Tensor):  # a module that returns (output, something)
+                    value = Several((value,) * len(elts))
+                if not isinstance(value, Several) or len(value.items) != len(elts):
+                    raise self.meaning.wrong(target, f"{len(elts)} values", type(value).__name__)
+                for part, item in zip(elts, value.items, strict=True):
+                    self.bind(part, item, state)
+            case ast.Subscript(value=ast.Name(id=name)) if isinstance(state.env.get(name), Plain):
+                state.env[name] = Plain((*_parts(state.env[name]), *_parts(value)))
+            case _:
+                raise self.meaning.wrong(target, "assignment to a name", _text(target))
+
+    def in_place(self, name: str, sum_: ast.BinOp, stmt: ast.stmt, state: State) -> None:
+        """`name op= value`: every variable that shares the storage changes with it."""
+        old = state.env.get(name)
+        new = self.value(ast.copy_location(sum_, stmt), state)
+        if not isinstance(old, Tensor):
+            state.env[name] = new
+            return
+        if not isinstance(new, Tensor):
+            raise self.meaning.wrong(stmt, "a tensor", _text(stmt))
+        for other, value in state.env.items():
+            if isinstance(value, Tensor) and value.storage == old.storage:
+                state.env[other] = Tensor(new.terms, old.storage)
+
+    def value(self, node: ast.expr, state: State) -> Value:
+        match node:
+            case ast.Name(id=name):
+                value = state.env.get(name, Plain())
+                self.meaning.readable(node, name, value, state)
+                return value
+            case ast.Constant(value=None):
+                return Nothing()
+            case ast.Constant():
+                return Plain()
+            case ast.Attribute(value=base, attr=attr):
+                if not self.holders(base, state) or attr in METADATA:
+                    return Plain()
+                raise self.meaning.wrong(node, f"an attribute among {sorted(METADATA)}", attr)
+            case ast.Tuple(elts=elts) | ast.List(elts=elts):
+                return Several(tuple(self.value(e, state) for e in elts))
+            case ast.Dict(values=values):
+                return Plain(tuple(p for v in values for p in _parts(self.value(v, state))))
+            case ast.BinOp(left=left, op=op, right=right):
+                return self.binary(
+                    node, op, self.value(left, state), self.value(right, state), state
+                )
+            case ast.UnaryOp(op=ast.Not()) | ast.BoolOp() | ast.Compare():
+                self.scan(node, state)
+                known = self.truth(node, state)
+                return Plain(known=known if isinstance(known, bool) else None)
+            case ast.UnaryOp(operand=operand):
+                return self.meaning.computed(node, [self.value(operand, state)], state)
+            case ast.Subscript(value=base, slice=index):
+                names = [self.value(n, state) for n in ast.walk(index) if isinstance(n, ast.Name)]
+                return self.meaning.computed(node, [self.value(base, state), *names], state)
+            case ast.JoinedStr():
+                return Plain()
+            case ast.Call():
+                return self.called(node, state)
+            case _:
+                raise self.meaning.wrong(node, "an expression the proof understands", _text(node))
+
+    def called(self, node: ast.Call, state: State) -> Value:
+        """A call: of a method of a tensor, or of something the row declares."""
+        positional, keyword = self.arguments(node, state)
+        if not self.holders(node.func, state):
+            return self.meaning.call(node, positional, keyword, state)
+        if not isinstance(node.func, ast.Attribute) or node.func.attr.endswith("_"):
+            raise self.meaning.wrong(node, "no in-place method on a tensor", _text(node))
+        base = self.value(node.func.value, state)
+        if node.func.attr in ALIASES and isinstance(base, Tensor):
+            return Tensor(base.terms)
+        return self.meaning.computed(node, [base, *positional, *keyword.values()], state)
+
+    def holders(self, node: ast.expr, state: State) -> bool:
+        """Whether the expression before a dot mentions a variable that holds tensors, or calls."""
+        return any(
+            isinstance(n, ast.Call) or (isinstance(n, ast.Name) and _parts(state.env.get(n.id)))
+            for n in ast.walk(node)
+        )
+
+    def binary(
+        self, node: ast.expr, op: ast.operator, left: Value, right: Value, state: State
+    ) -> Value:
+        if isinstance(op, ast.Add) and isinstance(left, Tensor) and isinstance(right, Tensor):
+            return Tensor(left.terms + right.terms)
+        return self.meaning.computed(node, [left, right], state)
+
+    def scan(self, node: ast.expr, state: State) -> None:
+        """Check the tensors whose contents a test reads (metadata and `is None` are not)."""
+        match node:
+            case ast.BoolOp(values=values):
+                for part in values:
+                    self.scan(part, state)
+            case ast.UnaryOp(operand=operand):
+                self.scan(operand, state)
+            case ast.Compare(left=left, ops=ops, comparators=comparators):
+                if not all(isinstance(o, ast.Is | ast.IsNot) for o in ops):
+                    for part in (left, *comparators):
+                        self.value(part, state)
+            case _:
+                self.value(node, state)
+
+    def arguments(self, call: ast.Call, state: State) -> tuple[list[Value], dict[str, Value]]:
+        """Positional and keyword values; `**name` passes the tensors of that dict."""
+        positional = [
+            self.value(a.value if isinstance(a, ast.Starred) else a, state) for a in call.args
+        ]
+        keyword = {
+            k.arg or f"**{_text(k.value)}": self.value(k.value, state) for k in call.keywords
+        }
+        return positional, keyword
+
+
+def _text(node: ast.AST) -> str:
+    return ast.unparse(node)
+
+
+def _parts(value: Value | None) -> tuple[Tensor, ...]:
+    if isinstance(value, Tensor):
+        return (value,)
+    if isinstance(value, Plain):
+        return value.parts
+    if isinstance(value, Several):
+        return tuple(p for item in value.items for p in _parts(item))
+    return ()

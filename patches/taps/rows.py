@@ -1,0 +1,87 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The vocabulary of the table: what one row may say about one decoder class."""
+
+from dataclasses import dataclass
+from enum import Enum
+
+MODELS = "vllm/model_executor/models/"
+FAMILIES = "vllm/models/"
+
+
+class Idiom(Enum):
+    """How a decoder block carries the stream (hook-contract.md, study R1 to R8)."""
+
+    FUSED = "fused"  # (hidden, residual) pair, norms that add; R1
+    FUSED_SINGLE = "fused-single-mixer"  # the same with one mixer and no second norm; R2
+    UNFUSED = "unfused"  # explicit sums, one complete stream; R3
+    SANDWICH_FUSED = "sandwich-fused"  # FUSED with a norm on each branch's output; R4
+    SANDWICH_UNFUSED = "sandwich-unfused"  # UNFUSED with a norm on each branch's output; R5
+    PARALLEL = "parallel"  # mixer and MLP from the same input, one sum; R6
+    INHERITED = "inherited"  # forward() comes from a wired class; R7
+    EXCLUDED = "excluded"  # never wired, and why; R8
+    PENDING = "pending"  # not wired yet, and why: refused at run time
+
+
+DEFERRED = frozenset({Idiom.FUSED, Idiom.FUSED_SINGLE, Idiom.SANDWICH_FUSED})
+SUMMED = frozenset({Idiom.UNFUSED, Idiom.SANDWICH_UNFUSED, Idiom.PARALLEL})
+WIRED = DEFERRED | SUMMED
+
+
+class NormCall(Enum):
+    """What a norm called with two arguments does."""
+
+    ADDS = "norm(h, r) -> (N(h + r), h + r)"
+    PASSES = "norm(h, r) -> (N(h), r)"  # Cohere
+
+
+class Second(Enum):
+    """What forward() returns after the stream, in the idioms that return a complete stream."""
+
+    ABSENT = "return h"
+    NONE = "return h, None"
+    STALE = "return h, residual, where residual is old and no reader uses it"
+
+
+@dataclass(frozen=True)
+class Row:
+    """One decoder class.
+
+    `norms`: attributes of the norms that read the stream, in order. In the fused idioms the first
+    is the one of `if residual is None`, the others are the ones that take the deferred sum before
+    the MLP. `branch_norms`: norms applied to a branch's output. `mixers`, `mlps`: the callables of
+    the two branches, as written after `self.`. `stream`, `residual`, `skip`: names of variables in
+    forward(). `assume`: tests (source text) whose value the wiring relies on; the engine must
+    refuse a model for which one differs. `normed_skip`: the skip may carry the normed value
+    (Bloom, ChatGLM variants). `parent`: "file:Class", for INHERITED. `reason`: EXCLUDED, PENDING.
+    """
+
+    file: str
+    cls: str
+    idiom: Idiom
+    norms: tuple[str, ...] = ("input_layernorm", "post_attention_layernorm")
+    branch_norms: tuple[str, ...] = ()
+    mixers: tuple[str, ...] = ("self_attn",)
+    mlps: tuple[str, ...] = ("mlp",)
+    stream: str = "hidden_states"
+    residual: str = "residual"
+    skip: str = "residual"
+    norm_call: NormCall = NormCall.ADDS
+    second: Second = Second.ABSENT
+    assume: tuple[tuple[str, bool], ...] = ()
+    normed_skip: bool = False
+    parent: str = ""
+    reason: str = ""
+
+    @property
+    def points(self) -> tuple[str, ...]:
+        """The points this class has, in stream order."""
+        if self.idiom in (Idiom.EXCLUDED, Idiom.PENDING, Idiom.INHERITED):
+            return ()
+        if self.idiom in (Idiom.PARALLEL, Idiom.FUSED_SINGLE):
+            return ("pre_attn", "post_block")
+        return ("pre_attn", "post_attn", "post_block")
+
+    @property
+    def key(self) -> str:
+        """`file:Class`, unique in the table."""
+        return f"{self.file}:{self.cls}"

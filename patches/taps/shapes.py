@@ -1,0 +1,78 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Small questions about libcst statements, shared by the idioms."""
+
+from collections.abc import Iterator
+
+import libcst as cst
+
+from patches.taps.errors import REMEDY_SHAPE, TapsError
+from patches.taps.rows import Row
+
+_EMPTY = cst.Module([])
+
+
+def code(node: cst.CSTNode) -> str:
+    """Source text of a node, without surrounding whitespace."""
+    return _EMPTY.code_for_node(node).strip()
+
+
+def fail(row: Row, expected: str, found: str) -> TapsError:
+    """The error of an idiom whose anchor is missing."""
+    return TapsError(row.file, row.cls, f"{row.idiom.value} idiom: {expected}", found, REMEDY_SHAPE)
+
+
+def body(forward: cst.FunctionDef) -> list[cst.BaseStatement]:
+    """Top-level statements of a function."""
+    assert isinstance(forward.body, cst.IndentedBlock)
+    return list(forward.body.body)
+
+
+def statements(nodes: list[cst.BaseStatement]) -> Iterator[cst.BaseStatement]:
+    """All statements, those inside `if` blocks too, in source order."""
+    for node in nodes:
+        yield node
+        while isinstance(node, cst.If):
+            yield from statements(_block(node.body))
+            orelse = node.orelse
+            if isinstance(orelse, cst.Else):
+                yield from statements(_block(orelse.body))
+            if not isinstance(orelse, cst.If):
+                break
+            node = orelse
+
+
+def _block(suite: cst.BaseSuite) -> list[cst.BaseStatement]:
+    return list(suite.body) if isinstance(suite, cst.IndentedBlock) else []
+
+
+def only(node: cst.CSTNode) -> cst.BaseSmallStatement | None:
+    """The small statement of a line that holds exactly one."""
+    if isinstance(node, cst.SimpleStatementLine) and len(node.body) == 1:
+        return node.body[0]
+    return None
+
+
+def last_return(row: Row, forward: cst.FunctionDef) -> tuple[cst.BaseStatement, cst.Return]:
+    """The only return of forward(), which must be its last statement."""
+    stmts = body(forward)
+    returns = [s for s in statements(stmts) if isinstance(only(s), cst.Return)]
+    if len(returns) != 1 or returns[0] is not stmts[-1]:
+        raise fail(row, "one return, at the end of forward()", f"{len(returns)} returns")
+    ret = only(returns[0])
+    assert isinstance(ret, cst.Return)
+    return returns[0], ret
+
+
+def assigned(node: cst.CSTNode) -> tuple[str, cst.BaseExpression] | None:
+    """(target text, value) of `target = value`."""
+    small = only(node)
+    if isinstance(small, cst.Assign) and len(small.targets) == 1:
+        return code(small.targets[0].target), small.value
+    return None
+
+
+def summands(value: cst.BaseExpression) -> list[str]:
+    """`a + b + c` as its operands' texts; one element when it is not a sum."""
+    if isinstance(value, cst.BinaryOperation) and isinstance(value.operator, cst.Add):
+        return summands(value.left) + summands(value.right)
+    return [code(value)]

@@ -1,0 +1,173 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Reading the upstream tree: modules, classes, and where a norm's class comes from."""
+
+import ast
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+from patches.taps.errors import REMEDY_SHAPE, TapsError
+
+
+@dataclass(frozen=True)
+class Source:
+    """One module of the tree: `file` is relative to `root`, `text` its content (edited or not)."""
+
+    root: Path
+    file: str
+    text: str
+
+    @cached_property
+    def tree(self) -> ast.Module:
+        return ast.parse(self.text, filename=self.file)
+
+    def cls(self, name: str) -> ast.ClassDef:
+        """The only top-level class of that name; TapsError when there is none, or several."""
+        found = [n for n in self.tree.body if isinstance(n, ast.ClassDef) and n.name == name]
+        if len(found) != 1:
+            raise TapsError(
+                self.file,
+                name,
+                "one top-level class of this name",
+                f"{len(found)} of them",
+                REMEDY_SHAPE,
+            )
+        return found[0]
+
+    def module_name(self) -> str:
+        """Dotted name, e.g. `vllm.model_executor.models.llama`."""
+        return self.file.removesuffix(".py").replace("/", ".")
+
+    def import_of(self, name: str) -> tuple[str, str] | None:
+        """(absolute module, original name) behind `name`, if it is imported with `from`."""
+        package = self.module_name().split(".")
+        for node in self.tree.body:
+            if not isinstance(node, ast.ImportFrom):
+                continue
+            for alias in node.names:
+                if (alias.asname or alias.name) == name:
+                    base = package[: len(package) - node.level] if node.level else []
+                    module = ".".join(base + ([node.module] if node.module else []))
+                    return module, alias.name
+        return None
+
+
+def read(root: Path, file: str) -> Source:
+    """The module at `root / file`; TapsError when it is missing."""
+    path = root / file
+    if not path.is_file():
+        raise TapsError(
+            file,
+            "",
+            "this file in the upstream tree",
+            "no such file",
+            "it moved or went away: correct or remove its rows in patches/taps/table.py",
+        )
+    return Source(root, file, path.read_text(encoding="utf-8"))
+
+
+def method(cls: ast.ClassDef, name: str) -> ast.FunctionDef | None:
+    """The function `name` in the body of `cls` itself."""
+    for node in cls.body:
+        if isinstance(node, ast.FunctionDef) and node.name == name:
+            return node
+    return None
+
+
+def resolve(source: Source, name: str) -> str:
+    """Qualified name of the class or function `name` of that module, through re-imports."""
+    imported = source.import_of(name)
+    if imported is None:
+        return f"{source.module_name()}.{name}"
+    module, original = imported
+    file = module.replace(".", "/") + ".py"
+    if not module.startswith("vllm.") or not (source.root / file).is_file():
+        return f"{module}.{original}"
+    return resolve(read(source.root, file), original)
+
+
+def find_class(source: Source, qualified: str) -> tuple[Source, ast.ClassDef]:
+    """The module and the class behind a qualified name of the tree."""
+    module, _, name = qualified.rpartition(".")
+    file = module.replace(".", "/") + ".py"
+    home = source if file == source.file else read(source.root, file)
+    return home, home.cls(name)
+
+
+def bases(source: Source, cls: ast.ClassDef) -> list[str]:
+    """Qualified names of the plain-name bases of `cls` (others, like nn.Module, as written)."""
+    return [resolve(source, b.id) if isinstance(b, ast.Name) else ast.unparse(b) for b in cls.bases]
+
+
+def attribute_classes(source: Source, cls: ast.ClassDef, attr: str) -> set[str]:
+    """Qualified names of what `__init__` assigns to `self.<attr>`, own or inherited.
+
+    Understands `self.a = C(...)`, `... if c else None`, a class chosen by a conditional, and one
+    returned by a function of the module (alone or as the first of a tuple). Anything else is
+    returned as its source text, which then matches no known class.
+    """
+    init = method(cls, "__init__")
+    found: set[str] = set()
+    if init is not None:
+        for node in ast.walk(init):
+            if isinstance(node, ast.Assign):
+                targets, value = node.targets, node.value
+            elif isinstance(node, ast.AnnAssign) and node.value is not None:
+                targets, value = [node.target], node.value
+            else:
+                continue
+            for target in targets:
+                if ast.unparse(target) == f"self.{attr}":
+                    found |= _constructed(source, init, value)
+    if found:
+        return found
+    for base in bases(source, cls):
+        if base.startswith("vllm."):
+            home, parent = find_class(source, base)
+            found |= attribute_classes(home, parent, attr)
+    return found
+
+
+def _constructed(source: Source, scope: ast.FunctionDef, value: ast.expr) -> set[str]:
+    if isinstance(value, ast.IfExp):
+        return _constructed(source, scope, value.body) | _constructed(source, scope, value.orelse)
+    if isinstance(value, ast.Constant) and value.value is None:
+        return set()
+    if isinstance(value, ast.Call) and isinstance(value.func, ast.Name):
+        return _classes_named(source, scope, value.func.id)
+    if isinstance(value, ast.Call):
+        return {ast.unparse(value.func)}
+    return {ast.unparse(value)}
+
+
+def _classes_named(source: Source, scope: ast.FunctionDef, name: str) -> set[str]:
+    """What a local or module-level name may stand for."""
+    for node in ast.walk(scope):
+        if not isinstance(node, ast.Assign):
+            continue
+        target = node.targets[0]
+        first = target.elts[0] if isinstance(target, ast.Tuple) else target
+        if not (isinstance(first, ast.Name) and first.id == name):
+            continue
+        if isinstance(node.value, ast.IfExp):
+            choices = (node.value.body, node.value.orelse)
+            return {resolve(source, c.id) for c in choices if isinstance(c, ast.Name)}
+        if isinstance(node.value, ast.Call) and isinstance(node.value.func, ast.Name):
+            return _classes_returned(source, node.value.func.id)
+        return {ast.unparse(node.value)}
+    return {resolve(source, name)}
+
+
+def _classes_returned(source: Source, function: str) -> set[str]:
+    found: set[str] = set()
+    for node in source.tree.body:
+        if isinstance(node, ast.FunctionDef) and node.name == function:
+            for ret in ast.walk(node):
+                if isinstance(ret, ast.Return) and ret.value is not None:
+                    value = ret.value
+                    first = value.elts[0] if isinstance(value, ast.Tuple) else value
+                    if isinstance(first, ast.Name):
+                        found.add(resolve(source, first.id))
+                    else:
+                        found.add(ast.unparse(first))
+    return found

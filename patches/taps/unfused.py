@@ -1,0 +1,66 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Where the taps go when sums are written out and one tensor carries the complete stream.
+
+h = self.taps.pre_attn(h)        # first statement: norm, branch and skip read the steered value
+...
+h = skip + branch
+h = self.taps.post_attn(h)       # not in a parallel block, which has one sum only
+...
+h = skip + branch
+h = self.taps.post_block(h)      # before the return
+return h
+"""
+
+import libcst as cst
+
+from patches.taps.edit import Edits
+from patches.taps.rows import Idiom, Row, Second
+from patches.taps.shapes import assigned, body, code, fail, last_return, only, summands
+
+
+def locate(row: Row, forward: cst.FunctionDef) -> Edits:
+    """The edits for a class of an unfused or parallel idiom; TapsError without the anchors."""
+    edits = Edits()
+    stmts = body(forward)
+    wanted = 1 if row.idiom is Idiom.PARALLEL else 2
+    sums = [(s, t) for s in stmts if (t := _sum_target(row, s)) is not None]
+    if len(sums) != wanted:
+        raise fail(
+            row,
+            f"{wanted} top-level sums with `{row.skip}`",
+            f"{len(sums)}: {[code(s) for s, _ in sums]}",
+        )
+    first = stmts[0]
+    edits.before.append((first, f"{row.stream} = self.taps.pre_attn({row.stream})"))
+    if row.idiom is not Idiom.PARALLEL:
+        stmt, name = sums[0]
+        edits.after.append((stmt, f"{name} = self.taps.post_attn({name})"))
+    last, ret = last_return(row, forward)
+    name = _returned(row, ret)
+    edits.before.append((last, f"{name} = self.taps.post_block({name})"))
+    return edits
+
+
+def _sum_target(row: Row, stmt: cst.BaseStatement) -> str | None:
+    """The name that a sum with the skip connection is assigned to, if `stmt` is one."""
+    pair = assigned(stmt)
+    if pair is not None:
+        operands = summands(pair[1])
+        return pair[0] if len(operands) > 1 and row.skip in operands else None
+    small = only(stmt)
+    if isinstance(small, cst.AugAssign) and isinstance(small.operator, cst.AddAssign):
+        target = code(small.target)
+        return target if row.skip in (target, code(small.value)) else None
+    return None
+
+
+def _returned(row: Row, ret: cst.Return) -> str:
+    value = ret.value
+    second = ""
+    if isinstance(value, cst.Tuple) and len(value.elements) == 2:
+        second = code(value.elements[1].value)
+        value = value.elements[0].value
+    wanted = {Second.ABSENT: "", Second.NONE: "None", Second.STALE: row.residual}[row.second]
+    if not isinstance(value, cst.Name) or second != wanted:
+        raise fail(row, f"`{row.second.value}`", code(ret))
+    return value.value
