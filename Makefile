@@ -1,13 +1,43 @@
 # SPDX-License-Identifier: Apache-2.0
 PYTHON ?= python3.11
 RUN := .venv/bin/python
+OURS := vllm tools patches tests demo
 
-.PHONY: help install test lint demo tree diffstat wheel clean
+.PHONY: help install test lint format demo tree diffstat wheel clean
 .DEFAULT_GOAL := help
 
 help: ## this list
-	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 12
+	@echo 'On a GPU host: see CONTRIBUTING.md, "Run on a GPU host".'
 
-install: ## make .venv, with our files live in it; nothing to do, nothing done
-	@command -v $(PYTHON) >/dev/null || { echo "error: $(PYTHON) not found; install CPython 3.11, or make $@ PYTHON=/path/to/it" >&2; exit 1; }
+install: ## make .venv with our files live in it (does nothing when nothing changed)
+	@command -v $(PYTHON) >/dev/null || { echo "error: $(PYTHON) not found: install CPython 3.11, or make install PYTHON=/path/to/it" >&2; exit 1; }
 	@$(PYTHON) -m tools.install
+
+test: install lint ## install, lint, all tests (ARGS='-k name' for some)
+	$(RUN) -m pytest $(ARGS)
+
+lint: install ## ruff, mypy on our files, and that the patches are small
+	$(RUN) -m ruff check $(wildcard $(OURS))
+	$(RUN) -m ruff format --check $(wildcard $(OURS))
+	$(RUN) -m tools.typecheck
+	$(RUN) -m tools check
+
+format: install ## let ruff format our files
+	$(RUN) -m ruff check --fix $(wildcard $(OURS))
+	$(RUN) -m ruff format $(wildcard $(OURS))
+
+demo: install ## train a small model, find a direction in it, steer along it (MODEL=/path: your own)
+	$(RUN) -m demo $(if $(MODEL),--model $(MODEL))
+
+tree: install ## leave build/tree, the fork as four git commits, for reading
+	@git -C build/tree log --oneline --stat=1 --format='%h %s' | grep -v '|'
+
+diffstat: install ## how little the fork changes
+	@$(RUN) -m tools diffstat
+
+wheel: install ## the distributable wheel, in dist/
+	$(RUN) -m pip wheel . --no-deps --wheel-dir dist
+
+clean: ## delete .venv and build/
+	rm -rf .venv build dist .mypy_cache .pytest_cache .ruff_cache

@@ -1,32 +1,78 @@
 # SPDX-License-Identifier: Apache-2.0
-"""python -m tools VERB: see `python -m tools --help`."""
+"""The fork's build tools. `make help` lists what most people need."""
 
 from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Iterable
+from pathlib import Path
 
-from tools.assemble import assemble
+from tools.assemble import assemble, git
+from tools.check import check
 from tools.export import export
+from tools.into import assemble_into
 from tools.pins import ROOT, BuildError, load_pin
+from tools.rebase import finish, rebase
 
 
-def main() -> None:
+def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m tools", description=__doc__)
     verbs = parser.add_subparsers(dest="verb", required=True)
-    verb = verbs.add_parser("assemble", help="make build/tree, or assemble INTO an unpacked tree")
-    verb.add_argument("--discard-edits", action="store_true", help="drop edits not yet exported")
+    verb = verbs.add_parser("assemble", help="make build/tree (of four commits), or TREE in place")
+    choice = verb.add_mutually_exclusive_group()
+    choice.add_argument("--discard-edits", action="store_true", help="drop edits not yet exported")
+    choice.add_argument("--into", metavar="TREE", type=Path, help="an unpacked wheel; offline")
     verbs.add_parser("export", help="write the edits made in build/tree to patches/seams")
-    options = parser.parse_args()
-    try:
-        if options.verb == "assemble":
-            print(assemble(load_pin(), discard_edits=options.discard_edits))
-        elif options.verb == "export":
-            written = [str(path.relative_to(ROOT)) for path in export()]
-            print("\n".join(written) or "nothing to export")
-    except BuildError as error:
-        sys.exit(f"error: {error}")
+    verbs.add_parser("check", help="are the patches small, is all else upstream's?")
+    verb = verbs.add_parser("rebase", help="merge the seams into another upstream version")
+    choice = verb.add_mutually_exclusive_group(required=True)
+    choice.add_argument("wheel", nargs="?", metavar="WHEEL", type=Path)
+    choice.add_argument("--finish", action="store_true", help="write build/rebase to patches/seams")
+    verbs.add_parser("diffstat", help="how little the fork is")
+    return parser.parse_args()
+
+
+def listing(paths: Iterable[Path | str], empty: str) -> str:
+    return "\n".join(map(str, paths)) or empty
+
+
+def diffstat() -> str:
+    """Lines against upstream: in upstream's files (seams, taps), and ours."""
+    tree = ROOT / "build" / "tree"
+    rows = [
+        (layer, git(tree, "diff", "--shortstat", before, layer).strip() or "nothing")
+        for before, layer in (("upstream", "seams"), ("seams", "taps"), ("taps", "overlay"))
+    ]
+    seams = git(tree, "diff", "--stat=100", "upstream", "seams")
+    return seams + "\n".join(f"{layer:8} {text}" for layer, text in rows)
+
+
+def run(options: argparse.Namespace) -> str:
+    """Does it; what to print."""
+    match options.verb:
+        case "assemble" if options.into:
+            return listing(assemble_into(options.into.resolve()), "nothing to do")
+        case "assemble":
+            return str(assemble(load_pin(), discard_edits=options.discard_edits))
+        case "export":
+            return listing(export(), "nothing to export")
+        case "check":
+            if wrong := check():
+                raise BuildError("\n".join(wrong))
+            return "patches and tree are as they should be"
+        case "rebase" if options.finish:
+            return listing(finish(), "no patch changed")
+        case "rebase":
+            if not rebase(options.wheel):
+                raise BuildError("not all of it fits, see the report")
+            return "all of it fits"
+        case _:
+            return diffstat()
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        print(run(arguments()))
+    except BuildError as error:
+        sys.exit(f"error: {error}")

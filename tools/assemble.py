@@ -19,6 +19,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import ModuleType
 
 from tools import udiff, wheels
 from tools.pins import ROOT, BuildError, Pin
@@ -41,23 +42,28 @@ def apply_seams(tree: Path, root: Path) -> None:
             file = tree / diff.path
             if not file.exists():
                 raise BuildError(
-                    f"{diff.path}, which {patch.path} patches, is not in {tree}; take the pinned wheel"
+                    f"{diff.path}, which {patch.path} patches, is not upstream; "
+                    f"take the pinned wheel"
                 )
             file.write_bytes(udiff.apply(patch.path, diff, file.read_bytes()))
 
 
-def wire_taps(tree: Path, root: Path) -> list[str]:
-    """Runs the codemod of patches/taps on `tree`; the paths that it changed."""
+def codemod(root: Path) -> ModuleType:
+    """patches/taps/codemod.py of `root`."""
+    if not (root / "patches" / "taps" / "codemod.py").exists():
+        raise BuildError(f"{root}/patches/taps/codemod.py is missing; `git checkout patches/taps`")
     if str(root) not in sys.path:
         sys.path.insert(0, str(root))
-    if not (root / "patches" / "taps" / "codemod.py").exists():
-        return []
-    codemod = importlib.import_module("patches.taps.codemod")
+    return importlib.import_module("patches.taps.codemod")
+
+
+def wire_taps(tree: Path, root: Path) -> None:
+    """Runs the codemod on `tree`."""
+    taps = codemod(root)
     try:
-        changed = codemod.wire(tree)
-    except codemod.TapsError as error:
+        taps.wire(tree)
+    except taps.TapsError as error:
         raise BuildError(str(error)) from error
-    return sorted(str((tree / path).relative_to(tree)) for path in changed)
 
 
 def lay_overlay(tree: Path, root: Path) -> None:
@@ -155,7 +161,7 @@ def locked(build: Path) -> Iterator[None]:
 
 
 def unexported(tree: Path) -> dict[str, bytes | None]:
-    """Upstream files edited in build/tree since it was assembled: path -> contents, None if deleted."""
+    """Files edited in build/tree since it was assembled: path -> contents, None if deleted."""
     status = git(tree, "status", "--porcelain", "-z", "--no-renames", "--untracked-files=all")
     names = [entry[3:] for entry in status.split("\0") if entry]
     # An editor may have replaced one of our links by a file.

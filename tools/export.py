@@ -7,17 +7,15 @@ tree; its header stays as written.
 
 from __future__ import annotations
 
+from collections.abc import Set
 from pathlib import Path
 
 from tools import udiff
 from tools.assemble import git, unexported
 from tools.pins import ROOT, BuildError
 
-DIFF = (
-    ("-c", "core.quotepath=off", "-c", "diff.noprefix=false", "diff", "--unified=0", "--full-index")
-    + ("--no-color", "--no-ext-diff", "--no-textconv", "--no-renames", "--diff-algorithm=histogram")
-    + ("--src-prefix=a/", "--dst-prefix=b/")
-)
+DIFF = ["diff", "--unified=0", "--full-index", "--no-color", "--no-ext-diff", "--no-textconv"]
+DIFF += ["--no-renames", "--diff-algorithm=histogram", "--src-prefix=a/", "--dst-prefix=b/"]
 HEADER = """Concern: (one line)
 Why: (why this cannot be done without a patch)
 Files: {}
@@ -29,17 +27,18 @@ def changed(tree: Path, before: str, after: str) -> set[str]:
 
 
 def export(root: Path = ROOT) -> list[Path]:
-    """Rewrites the patches that differ from build/tree; returns them. Raises before any is written."""
+    """Rewrites the patches that differ from build/tree; returns them. All or nothing."""
     tree = root / "build" / "tree"
     if not tree.exists():
         raise BuildError(f"{tree} is missing; run `make install` first")
     patches = udiff.series(root / "patches" / "seams")
     edits = set(unexported(tree))
     upstream = set(git(tree, "ls-tree", "-r", "--name-only", "-z", "upstream").split("\0"))
-    check_edits(tree, edits, upstream)
+    wired = changed(tree, "seams", "taps")
+    check_edits(tree, edits, upstream, wired)
     owned = {file for patch in patches for file in patch.files}
     unowned = sorted((edits | changed(tree, "upstream", "seams")) - owned)
-    unowned = [file for file in unowned if differs(tree, file)]
+    unowned = [file for file in unowned if unified(tree, [file], wired)]
     if unowned:
         raise BuildError(
             f"no patch owns {', '.join(unowned)}; add it to the `Files:` of a patch in "
@@ -51,7 +50,7 @@ def export(root: Path = ROOT) -> list[Path]:
         missing = sorted(set(patch.files) - upstream)
         if missing:
             raise BuildError(f"{patch.path} claims {missing[0]}, which is not upstream; correct it")
-        text = patch.header.rstrip("\n") + "\n\n" + diff(tree, patch.files)
+        text = patch.header.rstrip("\n") + "\n\n" + unified(tree, patch.files, wired)
         if text != patch.path.read_text():
             written.append((patch.path, text))
     for path, text in written:
@@ -59,7 +58,7 @@ def export(root: Path = ROOT) -> list[Path]:
     return [path for path, _ in written]
 
 
-def check_edits(tree: Path, edits: set[str], upstream: set[str]) -> None:
+def check_edits(tree: Path, edits: set[str], upstream: set[str], wired: set[str]) -> None:
     for file in sorted(edits):
         if file not in upstream:
             raise BuildError(
@@ -67,24 +66,19 @@ def check_edits(tree: Path, edits: set[str], upstream: set[str]) -> None:
             )
         if not (tree / file).exists():
             raise BuildError(
-                f"{file} was deleted in {tree}, which a seam cannot do; `git -C {tree} checkout {file}`"
+                f"{file} was deleted in {tree}, a seam cannot do that; "
+                f"`git -C {tree} checkout {file}`"
             )
-    wired = edits & changed(tree, "seams", "taps")
-    if wired:
+    for file in sorted(edits & wired):
         raise BuildError(
-            f"{min(wired)} is wired by the codemod, its edits in {tree} cannot be told from the "
-            f"codemod's; change patches/taps, and `git -C {tree} checkout {min(wired)}`"
+            f"{file} is wired by the codemod, its edits in {tree} cannot be told from the "
+            f"codemod's; change patches/taps, and `git -C {tree} checkout {file}`"
         )
 
 
-def end(tree: Path, file: str) -> list[str]:
-    """Where the seams' version of `file` is: in the seams commit if wired, else in the work tree."""
-    return ["seams"] if file in changed(tree, "seams", "taps") else []
-
-
-def differs(tree: Path, file: str) -> bool:
-    return bool(git(tree, "diff", "--name-only", "upstream", *end(tree, file), "--", file))
-
-
-def diff(tree: Path, files: list[str]) -> str:
-    return "".join(git(tree, *DIFF, "upstream", *end(tree, file), "--", file) for file in files)
+def unified(tree: Path, files: list[str], wired: Set[str] = frozenset()) -> str:
+    """The seams in `files`: upstream against the work tree, or the seams commit if `wired`."""
+    return "".join(
+        git(tree, *DIFF, "upstream", *(["seams"] if file in wired else []), "--", file)
+        for file in files
+    )

@@ -34,7 +34,7 @@ class Pin:
 
     @property
     def version(self) -> str:
-        """Version of the built distribution. Upstream takes the CPU platform only when it has `cpu`."""
+        """Of the built distribution. Upstream takes the CPU platform only when it has `cpu`."""
         local = f"cpu.{self.ours}" if self.target == "cpu" else self.ours
         return f"{self.upstream_version}+{local}"
 

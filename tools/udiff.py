@@ -110,10 +110,10 @@ def parse(path: Path) -> Patch:
 
 
 def apply(patch: Path, diff: FileDiff, old: bytes) -> bytes:
-    """`old` with `diff` applied. Raises unless `old` is exactly the file that the patch was made for."""
+    """`old` with `diff` applied. Raises unless `old` is exactly the file that it was made for."""
     remedy = (
-        f"{diff.path} is not the file that {patch} was made for; take the pinned wheel, or move the "
-        f"patches with `python -m tools rebase`"
+        f"{diff.path} is not the file that {patch} was made for; take the pinned wheel, or move "
+        f"the patches with `python -m tools rebase`"
     )
     if blob(old) != diff.before:
         raise BuildError(remedy)
@@ -134,7 +134,7 @@ def apply(patch: Path, diff: FileDiff, old: bytes) -> bytes:
 
 
 def series(seams: Path) -> list[Patch]:
-    """The patches of `seams`/series, in order. Raises when a listed file is missing or one is not listed."""
+    """The patches of `seams`/series, in order. Raises when listing and files disagree."""
     listing = seams / "series"
     if not listing.exists():
         raise BuildError(f"{listing} is missing; restore it, it lists the patches in order")

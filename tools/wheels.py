@@ -69,8 +69,8 @@ def download(pin: Pin, folder: Path) -> None:
     print(f"downloading {pin.filename}", file=sys.stderr)
     if subprocess.run(command, env=environment, check=False).returncode:
         raise BuildError(
-            f"pip could not download {pin.filename}; check the connection and pip's index settings, "
-            f"or put the file into {cache_dir()} yourself"
+            f"pip could not download {pin.filename}; check the connection and pip's index "
+            f"settings, or put the file into {cache_dir()} yourself"
         )
 
 

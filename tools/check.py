@@ -1,0 +1,83 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Keeps the fork small: what a seam may be, and that nothing else differs from upstream."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from tools import udiff, wheels
+from tools.assemble import overlay_files, unexported
+from tools.export import changed
+from tools.pins import ROOT, Pin, load_pin
+
+MAX_HUNK = 6
+
+
+def check_patch(patch: udiff.Patch) -> list[str]:
+    """What is wrong with one patch, each with its remedy."""
+    wrong = []
+    for key in ("Concern", "Why", "Files"):
+        if patch.fields.get(key, "").strip("( )") == "" or patch.fields[key].startswith("("):
+            wrong.append(f"the header has no `{key}:`; write it")
+    for diff in patch.diffs:
+        if diff.path not in patch.files:
+            wrong.append(f"it touches {diff.path}, which its `Files:` does not list; list it")
+        for hunk in diff.hunks:
+            where = f"{diff.path}:{hunk.start}:"
+            if hunk.context:
+                wrong.append(f"{where} context lines; write patches with `python -m tools export`")
+            if len(hunk.added) > MAX_HUNK:
+                wrong.append(
+                    f"{where} {len(hunk.added)} lines, at most {MAX_HUNK}; move them to a module "
+                    f"of vllm/ and call it"
+                )
+            if len(hunk.removed) > len(hunk.added):
+                wrong.append(f"{where} lines are removed; a seam inserts, or changes a line")
+            if hunk.removed and not patch.fields.get("Changes"):
+                wrong.append(f"{where} a line changes; insert, or say why under `Changes:`")
+    idle = set(patch.files) - {diff.path for diff in patch.diffs}
+    wrong += [f"`Files:` lists {file}, which it does not touch; remove it" for file in sorted(idle)]
+    return [f"{patch.path}: {message}" for message in wrong]
+
+
+def check_tree(tree: Path, upstream: Path, root: Path) -> list[str]:
+    """Files of build/tree that are neither upstream's bytes, nor patched, nor wired, nor ours."""
+    wrong = [
+        f"{name}: edited in {tree} and not exported; run `python -m tools export`"
+        for name in unexported(tree)
+    ]
+    record = wheels.record(upstream)
+    ours = set(overlay_files(root))
+    seams = {
+        diff.path: diff
+        for patch in udiff.series(root / "patches" / "seams")
+        for diff in patch.diffs
+    }
+    wired = changed(tree, "seams", "taps")
+    remedy = "run `python -m tools assemble --discard-edits`"
+    present = {
+        str(path.relative_to(tree))
+        for path in (tree / "vllm").rglob("*")
+        if path.is_file() and "__pycache__" not in path.parts
+    }
+    wrong += [f"{name} is missing in {tree}; {remedy}" for name in sorted(set(record) - present)]
+    wrong += [
+        f"{name} in {tree} is neither upstream's nor ours; delete it, or move it to the repository"
+        for name in sorted(present - set(record) - ours)
+    ]
+    for name in sorted(present & set(record) - wired):
+        data = (tree / name).read_bytes()
+        same = udiff.blob(data) == seams[name].after if name in seams else False
+        if not same and (name in seams or wheels.record_hash(data) != record[name]):
+            wrong.append(f"{name} in {tree} is not upstream's; {remedy}")
+    return wrong
+
+
+def check(root: Path = ROOT, pin: Pin | None = None) -> list[str]:
+    """All that is wrong; empty when nothing is."""
+    pin = pin or load_pin(root)
+    wrong = [line for p in udiff.series(root / "patches" / "seams") for line in check_patch(p)]
+    if (root / "vllm" / "__init__.py").exists():
+        wrong.append("vllm/__init__.py: it would hide the built package; delete it")
+    build = root / "build"
+    return wrong + check_tree(build / "tree", wheels.upstream_folder(pin, build), root)
