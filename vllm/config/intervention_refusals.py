@@ -1,0 +1,53 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Combinations in which rows would not be whole or not be where the contract says: refused."""
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+
+def refuse_unsupported(config: "VllmConfig") -> None:
+    """Check a finished config at start-up.
+
+    Raises:
+        ValueError: steering or capture is on together with something it does not support.
+    """
+    steering = config.steering_config.enable_steering
+    capture = config.capture_config.enabled
+    if not (steering or capture):
+        return
+    feature = " and ".join(
+        name for name, on in (("steering", steering), ("capture", capture)) if on
+    )
+    model, parallel = config.model_config, config.parallel_config
+    speculative, passes = config.speculative_config, config.compilation_config.pass_config
+    refused = {
+        "pooling models (--runner pooling)": model.runner_type != "generate",
+        "encoder-decoder models": model.is_encoder_decoder,
+        "diffusion language models": model.is_diffusion,
+        "the sequence-parallelism compile pass (pass_config.enable_sp)": bool(passes.enable_sp),
+        "sequence-parallel MoE rows": parallel.use_sequence_parallel_moe,
+        "decode context parallelism": parallel.decode_context_parallel_size > 1,
+        "prefill context parallelism": parallel.prefill_context_parallel_size > 1,
+        "micro-batching (--enable-dbo, --ubatch-size)": parallel.use_ubatching,
+        "elastic expert parallelism (--enable-elastic-ep)": parallel.enable_elastic_ep,
+        "--kv-sharing-fast-prefill": config.cache_config.kv_sharing_fast_prefill,
+        "sleep mode (--enable-sleep-mode)": model.enable_sleep_mode,
+        "adaptive verification (speculative_config.enable_adaptive_verification)": (
+            speculative is not None and speculative.enable_adaptive_verification
+        ),
+    }
+    if capture:
+        refused["pipeline parallelism together with capture"] = (
+            parallel.pipeline_parallel_size > 1
+        )
+        refused["KV connectors (--kv-transfer-config) together with capture"] = (
+            config.kv_transfer_config is not None
+        )
+    for what, present in refused.items():
+        if present:
+            raise ValueError(
+                f"{feature} cannot be combined with {what}: rows would be incomplete or in "
+                f"the wrong place. Turn one of them off."
+            )

@@ -1,0 +1,39 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Steering and capture among the engine arguments and on the command line."""
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from vllm.config.capture import CaptureConfig
+from vllm.config.steering import SteeringConfig
+
+if TYPE_CHECKING:
+    from argparse import ArgumentParser
+
+    from vllm.engine.arg_utils import EngineArgs
+
+
+def steering_config_of(args: "EngineArgs") -> SteeringConfig:
+    return SteeringConfig(
+        enable_steering=args.enable_steering,
+        max_steering_configs=args.max_steering_configs,
+        steering_points=args.steering_points,
+    )
+
+
+def capture_config_of(args: "EngineArgs") -> CaptureConfig:
+    return CaptureConfig(
+        capture_consumers=args.capture_consumers,
+        capture_buffer_bytes=args.capture_buffer_bytes,
+        capture_inline_max_bytes=args.capture_inline_max_bytes,
+    )
+
+
+def add_intervention_args(
+    parser: "ArgumentParser", get_kwargs: Callable[[type[Any]], dict[str, dict[str, Any]]]
+) -> None:
+    """One flag per field of the two configs, in groups of their own."""
+    for config in (SteeringConfig, CaptureConfig):
+        group = parser.add_argument_group(title=config.__name__, description=config.__doc__)
+        for name, kwargs in get_kwargs(config).items():
+            group.add_argument(f"--{name.replace('_', '-')}", **kwargs)

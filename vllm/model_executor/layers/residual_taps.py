@@ -1,0 +1,191 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Taps: where a decoder layer's residual stream is read and written.
+
+The codemod (patches/taps) gives every wired decoder layer class a class attribute
+`taps = UnboundTaps(...)` and calls to its methods. After the target model is loaded, the worker
+replaces `layer.taps` on each *instance* (`BoundTaps`), so draft models that reuse a target's layer
+class keep taps that do nothing.
+
+A tap's code is traced by torch.compile and recorded in CUDA graphs, therefore it
+
+* holds only tensors that live as long as the engine and are changed in place, and
+* mentions no layer number: a Python int would make every layer compile separately.
+
+Shapes: `h`, `r` are [tokens, hidden], rows of one step; `tokens` may be padded.
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+from vllm.config.steering import POINTS
+from vllm.platforms import current_platform
+from vllm.triton_utils import HAS_TRITON
+from vllm.utils.torch_utils import direct_register_custom_op
+
+class PassTap:
+    """A tap that does nothing and traces to nothing."""
+
+    def __call__(self, h: torch.Tensor) -> torch.Tensor:
+        return h
+
+    def enter(
+        self, h: torch.Tensor, r: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        return h, r
+
+    def steer(self, h: torch.Tensor) -> torch.Tensor:
+        return h
+
+    def read(self, h: torch.Tensor) -> None:
+        return None
+
+    def leave(self, h: torch.Tensor, r: torch.Tensor) -> torch.Tensor:
+        return r
+
+
+class UnboundTaps:
+    """Class-level default of a wired decoder layer class.
+
+    Args:
+        points: the points this class's `forward` calls, a subset of `POINTS`.
+    """
+
+    pre_attn = PassTap()
+    post_attn = PassTap()
+    post_block = PassTap()
+
+    def __init__(self, *points: str) -> None:
+        unknown = sorted(set(points) - set(POINTS))
+        if unknown:
+            raise ValueError(f"UnboundTaps: unknown points {unknown}, allowed are {POINTS}")
+        self.points = tuple(p for p in POINTS if p in points)
+
+
+class SiteTap:
+    """One point of one layer, reading and writing for this step's requests.
+
+    Args:
+        table: [slots, hidden] in the model's dtype, row 0 zeros; None when this point is not
+            steered by this engine.
+        slots: int32 [max tokens], the table row of each token; shared by all sites.
+        arena: [rows, hidden] in the model's dtype, where captured rows go, shared by all sites;
+            None when the engine captures nothing.
+        dest: int32 [max tokens], the arena row of each token at this site, -1 for none.
+    """
+
+    def __init__(
+        self,
+        table: torch.Tensor | None,
+        slots: torch.Tensor,
+        arena: torch.Tensor | None,
+        dest: torch.Tensor | None,
+    ) -> None:
+        self.table = table
+        self.slots = slots
+        self.arena = arena
+        self.dest = dest
+
+    def __call__(self, h: torch.Tensor) -> torch.Tensor:
+        """Steer and then capture a stream that is whole in `h`."""
+        h = self.steer(h)
+        self.read(h)
+        return h
+
+    def enter(
+        self, h: torch.Tensor, r: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Steer a stream deferred as `h + r` before the norm that adds them; captures nothing.
+
+        `r` takes the vector because `h` may be a tensor-parallel partial sum. The first block
+        has no `r` yet: its stream is `h`.
+        """
+        if r is None:
+            return self.steer(h), None
+        return h, self.steer(r)
+
+    def steer(self, h: torch.Tensor) -> torch.Tensor:
+        # Plain aten ops: Inductor fuses them into the neighbouring add and norm.
+        if self.table is None:
+            return h
+        return h + self.table[self.slots[: h.shape[0]]]
+
+    def read(self, h: torch.Tensor) -> None:
+        """Capture rows of a stream that is whole in `h`."""
+        if self.arena is not None:
+            torch.ops.vllm.capture_rows(h, self.arena, self.dest)
+
+    def leave(self, h: torch.Tensor, r: torch.Tensor) -> torch.Tensor:
+        """Steer a block's deferred output `h + r`, capture the sum, return the new `r`."""
+        r = self.steer(r)
+        if self.arena is not None:
+            self.read(h + r)
+        return r
+
+
+@dataclass
+class BoundTaps:
+    """The taps of one layer instance of the target model."""
+
+    pre_attn: PassTap | SiteTap
+    post_attn: PassTap | SiteTap
+    post_block: PassTap | SiteTap
+
+
+def capture_rows(h: torch.Tensor, arena: torch.Tensor, dest: torch.Tensor) -> None:
+    """arena[dest[i]] = h[i] for every token i with dest[i] >= 0.
+
+    Args:
+        h: [tokens, hidden].
+        arena: [rows, hidden], changed in place.
+        dest: int32 [>= tokens], distinct where not negative.
+    """
+    if HAS_TRITON and h.is_cuda:
+        _capture_rows_triton(h, arena, dest)
+        return
+    wanted = dest[: h.shape[0]]
+    tokens = (wanted >= 0).nonzero().squeeze(1)
+    if tokens.numel():
+        arena[wanted[tokens].long()] = h[tokens].to(arena.dtype)
+
+
+def _capture_rows_fake(h: torch.Tensor, arena: torch.Tensor, dest: torch.Tensor) -> None:
+    return None
+
+
+if HAS_TRITON:
+    from vllm.triton_utils import tl, triton
+
+    @triton.jit
+    def _capture_rows_kernel(
+        h, arena, dest, h_stride, arena_stride, hidden, BLOCK: tl.constexpr
+    ):  # type: ignore[no-untyped-def]
+        token = tl.program_id(0).to(tl.int64)
+        row = tl.load(dest + token).to(tl.int64)
+        if row < 0:
+            return
+        for start in range(0, hidden, BLOCK):
+            cols = start + tl.arange(0, BLOCK)
+            mask = cols < hidden
+            value = tl.load(h + token * h_stride + cols, mask=mask)
+            tl.store(arena + row * arena_stride + cols, value, mask=mask)
+
+    def _capture_rows_triton(
+        h: torch.Tensor, arena: torch.Tensor, dest: torch.Tensor
+    ) -> None:
+        if h.stride(1) != 1:
+            h = h.contiguous()
+        hidden = h.shape[1]
+        block = min(2048, triton.next_power_of_2(hidden))
+        _capture_rows_kernel[(h.shape[0],)](
+            h, arena, dest, h.stride(0), arena.stride(0), hidden, BLOCK=block
+        )
+
+
+direct_register_custom_op(
+    op_name="capture_rows",
+    op_func=capture_rows,
+    mutates_args=["arena"],
+    fake_impl=_capture_rows_fake,
+    dispatch_key=current_platform.dispatch_key,
+)

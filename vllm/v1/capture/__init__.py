@@ -1,0 +1,6 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Activation capture: read the residual stream of requests while they are served."""
+
+from vllm.v1.capture.results import CapturedRows, CaptureResult, stack
+
+__all__ = ["CapturedRows", "CaptureResult", "stack"]

@@ -1,0 +1,86 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Sets of token positions as sorted, disjoint runs."""
+
+from collections.abc import Iterable
+
+import numpy as np
+
+Run = tuple[int, int]
+
+
+class Positions:
+    """An immutable set of positions >= 0.
+
+    Runs rather than single numbers, because "all generated" of a long request is one run and
+    the set is sent with every request.
+    """
+
+    def __init__(self, runs: Iterable[Run] = ()) -> None:
+        merged: list[list[int]] = []
+        for start, stop in sorted(runs):
+            if start >= stop:
+                continue
+            if merged and start <= merged[-1][1]:
+                merged[-1][1] = max(merged[-1][1], stop)
+            else:
+                merged.append([start, stop])
+        self._starts = np.array([r[0] for r in merged], dtype=np.int64)
+        self._stops = np.array([r[1] for r in merged], dtype=np.int64)
+
+    @classmethod
+    def of(cls, positions: Iterable[int]) -> "Positions":
+        return cls((p, p + 1) for p in positions)
+
+    @classmethod
+    def from_flat(cls, flat: list[int]) -> "Positions":
+        return cls(zip(flat[::2], flat[1::2], strict=True))
+
+    def flat(self) -> list[int]:
+        """start, stop, start, stop, ... for sending."""
+        return [int(x) for run in zip(self._starts, self._stops, strict=True) for x in run]
+
+    def runs(self) -> list[Run]:
+        return [(int(a), int(b)) for a, b in zip(self._starts, self._stops, strict=True)]
+
+    def __or__(self, other: "Positions") -> "Positions":
+        return Positions(self.runs() + other.runs())
+
+    def __len__(self) -> int:
+        return int((self._stops - self._starts).sum())
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Positions) and self.runs() == other.runs()
+
+    def __hash__(self) -> int:
+        return hash(tuple(self.runs()))
+
+    def __repr__(self) -> str:
+        return f"Positions({self.runs()})"
+
+    @property
+    def stop(self) -> int:
+        """One past the last position; 0 for the empty set."""
+        return int(self._stops[-1]) if len(self._stops) else 0
+
+    def mask(self, positions: np.ndarray) -> np.ndarray:
+        """bool [n]: which of int [n] `positions` are in the set."""
+        if not len(self._starts):
+            return np.zeros(len(positions), dtype=bool)
+        run = np.searchsorted(self._starts, positions, side="right") - 1
+        return (run >= 0) & (positions < self._stops[np.maximum(run, 0)])
+
+    def first_from(self, position: int) -> int | None:
+        """The lowest member >= position."""
+        run = int(np.searchsorted(self._stops, position, side="right"))
+        if run == len(self._stops):
+            return None
+        return max(position, int(self._starts[run]))
+
+    def below(self, stop: int) -> "Positions":
+        """The members < stop."""
+        return Positions((a, min(b, stop)) for a, b in self.runs())
+
+    def array(self) -> np.ndarray:
+        """int64 [len(self)]."""
+        parts = [np.arange(a, b, dtype=np.int64) for a, b in self.runs()]
+        return np.concatenate(parts) if parts else np.zeros(0, dtype=np.int64)

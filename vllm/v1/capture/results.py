@@ -1,0 +1,134 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a user gets back: `CaptureResult` per consumer, `CapturedRows` per site."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+import torch
+
+if TYPE_CHECKING:
+    from vllm.outputs import CompletionOutput, RequestOutput
+
+CaptureStatus = Literal["ok", "partial_error", "error"]
+
+
+@dataclass
+class CaptureResult:
+    """The result of one consumer for one completion."""
+
+    status: CaptureStatus
+    error: str | None
+    payload: Any
+    """What the consumer returns; `inline`: dict (point, layer) -> `CapturedRows`."""
+
+
+@dataclass
+class CapturedRows:
+    """The rows of one site, in position order."""
+
+    positions: np.ndarray
+    """int64 [n]: row i has read the token at `positions[i]` and predicts the next one."""
+    token_ids: np.ndarray
+    """int64 [n]: the token each row has read."""
+    values: torch.Tensor
+    """[n, hidden] on the CPU in the model's dtype."""
+
+    def __len__(self) -> int:
+        return len(self.positions)
+
+    def numpy(self) -> np.ndarray:
+        """[n, hidden]; bfloat16, which numpy lacks, becomes float32."""
+        values = self.values
+        return (values.float() if values.dtype == torch.bfloat16 else values).numpy()
+
+    def at(self, position: int) -> torch.Tensor:
+        """[hidden], the row of one absolute position.
+
+        Raises:
+            KeyError: that position was not captured.
+        """
+        found = np.flatnonzero(self.positions == position)
+        if not len(found):
+            raise KeyError(f"position {position} was not captured, these were: {self.positions}")
+        return self.values[int(found[0])]
+
+
+def stack(
+    outputs: "Sequence[RequestOutput | CompletionOutput]",
+    point: str,
+    layers: Sequence[int],
+    position: int = -1,
+    consumer: str = "inline",
+) -> torch.Tensor:
+    """Rows of many outputs as one tensor, where every probe starts.
+
+    Args:
+        outputs: of `LLM.generate`, or completions.
+        point: of the rows.
+        layers: in the order wanted.
+        position: an absolute position, or negative: counted from the end of the rows captured
+            (-1 is the last captured row).
+
+    Returns:
+        [outputs, layers, hidden] in the model's dtype.
+
+    Raises:
+        ValueError: an output lacks the rows, or did not finish its capture.
+    """
+    if not outputs:
+        raise ValueError("stack: no outputs")
+    per_output = []
+    for i, output in enumerate(outputs):
+        result = (output.capture_results or {}).get(consumer)
+        if result is None or result.status == "error":
+            reason = result.error if result is not None else f"no {consumer!r} capture"
+            raise ValueError(f"stack: output {i} has no rows: {reason}")
+        rows = []
+        for layer in layers:
+            site = result.payload.get((point, layer))
+            if site is None:
+                raise ValueError(f"stack: output {i} captured no {point} at layer {layer}")
+            if position >= 0:
+                rows.append(site.at(position))
+            elif len(site) >= -position:
+                rows.append(site.values[position])
+            else:
+                raise ValueError(f"stack: output {i} has {len(site)} rows, asked for {position}")
+        per_output.append(torch.stack(rows))
+    return torch.stack(per_output)
+
+
+def merged(
+    old: dict[str, CaptureResult] | None, new: dict[str, CaptureResult] | None
+) -> dict[str, CaptureResult] | None:
+    """Two successive deltas of one completion as one: rows of `new` follow those of `old`."""
+    if old is None or new is None:
+        return new if old is None else old
+    return {name: _merged_result(old[name], result) for name, result in new.items()}
+
+
+def _merged_result(old: CaptureResult, new: CaptureResult) -> CaptureResult:
+    payload = {
+        site: CapturedRows(
+            np.concatenate([old.payload[site].positions, rows.positions]),
+            np.concatenate([old.payload[site].token_ids, rows.token_ids]),
+            torch.cat([old.payload[site].values, rows.values]),
+        )
+        for site, rows in new.payload.items()
+    }
+    return CaptureResult(new.status, new.error, payload)
+
+
+def of_single(outputs: "Sequence[CompletionOutput]") -> dict[str, CaptureResult] | None:
+    """`RequestOutput.capture_results`.
+
+    Raises:
+        ValueError: there are several completions, each with results of its own.
+    """
+    if len(outputs) > 1:
+        raise ValueError(
+            f"this request has {len(outputs)} completions: use .outputs[i].capture_results"
+        )
+    return outputs[0].capture_results if outputs else None

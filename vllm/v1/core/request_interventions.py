@@ -1,0 +1,91 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the engine core remembers of one request's plan."""
+
+import sys
+
+import numpy as np
+
+from vllm.sampling_params import SamplingParams
+from vllm.v1.capture.positions import Positions
+from vllm.v1.interventions import UNSTEERED, CapturedChunk, Plan
+
+
+class RequestInterventions:
+    """Cache identity, capture cursor and undelivered rows of one request.
+
+    Args:
+        plan: None for a plain request.
+        num_prompt_tokens: where the phase changes; a property of positions, not of steps.
+        params: must not carry raw vectors: a request built around the input processor would be
+            served unsteered.
+    """
+
+    def __init__(
+        self, plan: Plan | None, num_prompt_tokens: int, params: SamplingParams | None
+    ) -> None:
+        if params is not None and (
+            params.steering_vectors is not None
+            or params.prefill_steering_vectors is not None
+            or params.decode_steering_vectors is not None
+            or params.capture is not None
+        ):
+            raise ValueError(
+                "sampling_params carries steering or capture fields that did not pass the input "
+                "processor; send the prompt through LLM.generate or AsyncLLM.generate"
+            )
+        self.plan = plan or Plan()
+        self.wanted = Positions.from_flat(self.plan.capture.runs if self.plan.capture else [])
+        self._segments = [(0, self.plan.prefill)]
+        if self.plan.decode != self.plan.prefill:
+            self._segments.append((num_prompt_tokens, self.plan.decode))
+        self._steers = bool(self.plan.contents)
+        self._next_row = 0
+        self._undelivered: list[CapturedChunk] = []
+
+    def block_keys(self, start: int, stop: int) -> list[tuple[str, str]]:
+        """Extra keys of the prefix-cache block of positions [start, stop).
+
+        A pure function of the plan's segments and the range. Empty while nothing in the block is
+        steered: then the parent's hash, which is chained in, says all there is to say. KV events
+        publish only the second item of a key, hence one string.
+        """
+        if not self._steers:
+            return []
+        ends = [first for first, _ in self._segments[1:]] + [sys.maxsize]
+        inside = [
+            (max(first, start) - start, digest)
+            for (first, digest), end in zip(self._segments, ends, strict=True)
+            if first < stop and end > start
+        ]
+        if all(digest == UNSTEERED for _, digest in inside):
+            return []
+        return [("steer", f"{offset}:{digest}") for offset, digest in inside]
+
+    def cache_hit_limit(self) -> int:
+        """Most tokens that may come from the prefix cache: cached positions are not computed, so
+        the lowest selected position not yet delivered must lie behind them."""
+        first = self.wanted.first_from(self._next_row)
+        return sys.maxsize if first is None else first
+
+    def accept(self, chunk: CapturedChunk, num_tokens: int) -> None:
+        """Take the rows of a step, each position once.
+
+        Args:
+            chunk: may hold positions that were captured before (recomputed after a preemption),
+                are not wanted (reserved in advance for drafts) or belong to rejected drafts.
+            num_tokens: accepted tokens of the request, this step's included; the last of them has
+                not been fed back, so rows end before it.
+        """
+        positions = chunk.positions
+        keep = self.wanted.mask(positions)
+        keep &= (positions >= self._next_row) & (positions < num_tokens - 1)
+        kept = np.flatnonzero(keep)
+        if not len(kept):
+            return
+        self._undelivered.append(CapturedChunk(positions[kept], chunk.values[:, kept].clone()))
+        self._next_row = int(positions[kept[-1]]) + 1
+
+    def take(self) -> list[CapturedChunk] | None:
+        """Rows for the request's next output; rows of partial prefills have waited here."""
+        taken, self._undelivered = self._undelivered, []
+        return taken or None

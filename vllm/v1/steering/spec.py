@@ -1,0 +1,91 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a request may say about steering: parsed and checked, nothing composed."""
+
+import math
+from typing import Any
+
+import numpy as np
+import torch
+
+from vllm.v1.interventions import Site, TapShape
+from vllm.v1.sites import need_layers, need_mapping, need_point, reject, show
+
+Vectors = dict[Site, np.ndarray]
+"""site -> float64 [hidden], scale applied."""
+
+MAX_SCALE = 1e30
+"""Products stay far inside float64; the sum is checked again in the model's dtype."""
+
+
+def parse_vectors(value: Any, path: str, shape: TapShape) -> Vectors:
+    """Parse one tier: `{point: {layers: vector or {"vector": ..., "scale": ...}}}`.
+
+    Args:
+        value: the user's mapping, as in `SamplingParams.steering_vectors`.
+        path: the field's name, for errors.
+        shape: what the model offers.
+
+    Raises:
+        ValueError: unknown point, a point or layer the model does not have, a layer named twice,
+            wrong width, not finite, not a number, an unknown key.
+    """
+    vectors: Vectors = {}
+    for point_key, entries in need_mapping(value, path).items():
+        point = need_point(point_key, f"{path}.{show_key(point_key)}", shape)
+        for layer_key, entry in need_mapping(entries, f"{path}.{point}").items():
+            entry_path = f"{path}.{point}.{show_key(layer_key)}"
+            vector = _scaled(entry, entry_path, shape.hidden_size)
+            for layer in need_layers(layer_key, point, entry_path, shape):
+                if (point, layer) in vectors:
+                    reject(entry_path, f"layer {layer} is already given by another entry")
+                vectors[point, layer] = vector
+    return vectors
+
+
+def show_key(key: Any) -> str:
+    return str(key)[:40] if isinstance(key, str | int) else show(key)
+
+
+def _scaled(entry: Any, path: str, hidden_size: int) -> np.ndarray:
+    if not isinstance(entry, dict):
+        return _vector(entry, path, hidden_size)
+    unknown = sorted(str(k) for k in entry.keys() - {"vector", "scale"})
+    if unknown:
+        reject(path, f"unknown keys {unknown}, allowed are 'vector' and 'scale'")
+    if "vector" not in entry:
+        reject(path, "'vector' is missing")
+    scale = entry.get("scale", 1.0)
+    if not isinstance(scale, int | float) or isinstance(scale, bool):
+        reject(f"{path}.scale", f"must be a number, got {show(scale)}")
+    if not math.isfinite(scale) or abs(scale) > MAX_SCALE:
+        reject(f"{path}.scale", f"must be finite and at most {MAX_SCALE:g}, got {scale}")
+    return _vector(entry["vector"], f"{path}.vector", hidden_size) * float(scale)
+
+
+def _vector(value: Any, path: str, hidden_size: int) -> np.ndarray:
+    """float64 [hidden_size] from a list of floats, a 1-D array or a 1-D tensor."""
+    if isinstance(value, torch.Tensor):
+        if not value.is_floating_point():
+            reject(path, f"must be of a float dtype, got {value.dtype}")
+        array = value.detach().to("cpu", torch.float64).numpy()
+    elif isinstance(value, np.ndarray):
+        if value.dtype.kind != "f":
+            reject(path, f"must be of a float dtype, got {value.dtype}")
+        array = value.astype(np.float64)
+    elif isinstance(value, list):
+        # A list of lists would reach numpy's own errors; a bool is an int to Python.
+        if len(value) != hidden_size:
+            reject(path, f"has {len(value)} values, the model's hidden size is {hidden_size}")
+        for i, x in enumerate(value):
+            if not isinstance(x, int | float) or isinstance(x, bool):
+                reject(f"{path}[{i}]", f"must be a number, got {show(x)}")
+            if isinstance(x, int) and abs(x) > MAX_SCALE:
+                reject(f"{path}[{i}]", "is not finite")
+        array = np.array(value, dtype=np.float64)
+    else:
+        reject(path, f"must be a list, a numpy array or a torch tensor, got {show(value)}")
+    if array.ndim != 1 or len(array) != hidden_size:
+        reject(path, f"has shape {list(array.shape)}, the model needs [{hidden_size}]")
+    if not np.isfinite(array).all():
+        reject(path, f"is not finite at index {int(np.argmin(np.isfinite(array)))}")
+    return array
