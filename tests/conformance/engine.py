@@ -1,0 +1,102 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Starts a small engine in this process, on either of vLLM's model runners.
+
+vLLM and Triton read their environment when they are imported, so `prepare_environment` comes before
+the first `import vllm`, and one process serves one runner: `pytest` is V1, `pytest --runner v2` V2.
+"""
+
+from __future__ import annotations
+
+import gc
+import importlib
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+if TYPE_CHECKING:
+    from vllm import LLM
+
+Runner = Literal["v1", "v2"]
+
+MAX_MODEL_LEN = 96
+MAX_BATCHED_TOKENS = 256
+
+_TRITON_CPU = Path(__file__).parent / "triton_cpu"
+
+_ENVIRONMENT = {
+    # In this process: starts in seconds, and an exception arrives with its own traceback.
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_LOGGING_LEVEL": "ERROR",
+    "VLLM_NO_USAGE_STATS": "1",
+    "HF_HUB_OFFLINE": "1",
+    # Models this small lose time to threads; unbound, two test processes use two cores.
+    "OMP_NUM_THREADS": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "TOKENIZERS_PARALLELISM": "false",
+}
+
+
+def prepare_environment(runner: Runner) -> None:
+    """Set this process up for one model runner. Variables that are set already are kept.
+
+    Raises:
+        RuntimeError: vllm or triton is imported already, so that the settings would come too late.
+    """
+    if late := sorted({"vllm", "triton"} & set(sys.modules)):
+        raise RuntimeError(
+            f"{' and '.join(late)} imported before prepare_environment({runner!r}); call it first"
+        )
+    for name, value in _ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
+    os.environ["VLLM_USE_V2_MODEL_RUNNER"] = str(int(runner == "v2"))
+    if runner == "v2":
+        os.environ["TRITON_INTERPRET"] = "1"
+        # Inductor asks Triton's driver for a target to compile for, and the interpreter has none.
+        os.environ["TORCHDYNAMO_DISABLE"] = "1"
+        inherited = os.environ.get("PYTHONPATH", "")
+        os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(_TRITON_CPU), inherited]))
+        importlib.import_module(".triton_cpu.sitecustomize", __package__)
+
+
+@contextmanager
+def engine(model: Path, **options: Any) -> Iterator[LLM]:
+    """An eager float32 engine on a tiny model, shut down at the end.
+
+    Args:
+        model: a directory written by `models.save`.
+        options: engine options that override or extend the defaults here.
+    """
+    llm = make_llm(model, **options)
+    try:
+        yield llm
+    finally:
+        shut_down(llm)
+
+
+def make_llm(model: Path, **options: Any) -> LLM:
+    """Start the engine; the caller ends it with `shut_down`. See `engine`."""
+    from vllm import LLM
+
+    settings: dict[str, Any] = {
+        "enforce_eager": True,
+        "dtype": "float32",
+        "max_model_len": MAX_MODEL_LEN,
+        "max_num_seqs": 16,
+        "max_num_batched_tokens": MAX_BATCHED_TOKENS,
+        "kv_cache_memory_bytes": 16 << 20,
+        "block_size": 32,
+        "skip_tokenizer_init": True,
+        "max_logprobs": -1,
+        "disable_log_stats": True,
+        "seed": 0,
+    }
+    return LLM(model=str(model), **{**settings, **options})
+
+
+def shut_down(llm: LLM) -> None:
+    """End the engine core and free what it holds."""
+    llm.llm_engine.engine_core.shutdown()
+    gc.collect()

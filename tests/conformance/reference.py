@@ -1,0 +1,183 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The reference: residual-stream values and steered logits of a Hugging Face model, by plain hooks.
+
+Nothing here knows our engine. An `Adapter` says where a transformers model keeps its blocks and
+which module's output is the attention branch as it enters the sum; everything else is the
+definition of the three points in docs: `pre_attn[l]` is the input of block `l`, `post_attn[l]` that
+input plus the branch, `post_block[l]` the output of the block.
+
+All functions take one sequence of token ids, run it without a cache, and speak float32.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+Site = tuple[str, int]
+"""(point, global decoder layer index from 0)."""
+
+Hooked = torch.Tensor | tuple[Any, ...]
+"""What a transformers module returns: the tensor, or a tuple that starts with it."""
+
+
+@dataclass(frozen=True)
+class Adapter:
+    """Where one transformers architecture keeps what the hook contract names."""
+
+    blocks: str
+    """Dotted path from the causal LM to the `ModuleList` of decoder blocks."""
+    branch: str | None
+    """Dotted path from a block to the module whose output is the attention branch as it enters the
+    sum. None for a parallel block, which has no `post_attn`."""
+    branch_multiplier: str | None = None
+    """Name of the config field that multiplies the branch between that module and the sum."""
+
+    @property
+    def points(self) -> tuple[str, ...]:
+        """The points this architecture has, in the order of the stream."""
+        if self.branch is None:
+            return ("pre_attn", "post_block")
+        return ("pre_attn", "post_attn", "post_block")
+
+
+@dataclass(frozen=True)
+class Forward:
+    """One forward pass of the reference."""
+
+    logits: torch.Tensor
+    """float32 [n, vocab]."""
+    rows: dict[Site, torch.Tensor]
+    """(point, layer) -> float32 [n, hidden], after that site's own steering."""
+
+
+class _Hooks:
+    """Hooks on one block: add the site's delta, then record the value."""
+
+    def __init__(
+        self,
+        layer: int,
+        branch_multiplier: float,
+        deltas: Mapping[Site, torch.Tensor],
+        rows: dict[Site, torch.Tensor],
+    ) -> None:
+        self.layer = layer
+        self.branch_multiplier = branch_multiplier
+        self.deltas = deltas
+        self.rows = rows
+
+    def before_block(
+        self, _block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        # transformers feeds some blocks by keyword; a hook that looks at args only misses those.
+        stream = args[0] if args else kwargs["hidden_states"]
+        stream = self._steer("pre_attn", stream)
+        self._record("pre_attn", stream)
+        if args:
+            return (stream, *args[1:]), kwargs
+        return args, {**kwargs, "hidden_states": stream}
+
+    def after_branch(self, _module: nn.Module, _args: tuple[Any, ...], output: Hooked) -> Hooked:
+        branch = _first(output)
+        # The stream gets multiplier * branch, so a vector v on the stream is v / multiplier here.
+        branch = self._steer("post_attn", branch, 1.0 / self.branch_multiplier)
+        stream = self.rows[("pre_attn", self.layer)] + self.branch_multiplier * branch[0]
+        self._record("post_attn", stream[None])
+        return _replace_first(output, branch)
+
+    def after_block(self, _block: nn.Module, _args: tuple[Any, ...], output: Hooked) -> Hooked:
+        stream = self._steer("post_block", _first(output))
+        self._record("post_block", stream)
+        return _replace_first(output, stream)
+
+    def _steer(self, point: str, value: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
+        delta = self.deltas.get((point, self.layer))
+        return value if delta is None else value + scale * delta
+
+    def _record(self, point: str, value: torch.Tensor) -> None:
+        self.rows[(point, self.layer)] = value[0].detach().clone()
+
+
+def _first(output: Hooked) -> torch.Tensor:
+    return output if isinstance(output, torch.Tensor) else output[0]
+
+
+def _replace_first(output: Hooked, value: torch.Tensor) -> Hooked:
+    return value if isinstance(output, torch.Tensor) else (value, *output[1:])
+
+
+@torch.inference_mode()
+def run(
+    model: nn.Module,
+    adapter: Adapter,
+    token_ids: Sequence[int],
+    deltas: Mapping[Site, torch.Tensor] | None = None,
+) -> Forward:
+    """Run the model over one sequence, adding `deltas` to the stream, and record every site.
+
+    Args:
+        model: a transformers causal LM on the CPU, eager attention, in eval mode.
+        token_ids: n token ids.
+        deltas: (point, layer) -> float32 [n, hidden], added at every position of that site.
+
+    Raises:
+        KeyError: a delta at a site the model does not have.
+    """
+    deltas = dict(deltas or {})
+    blocks = list(model.get_submodule(adapter.blocks).children())
+    sites = {(point, layer) for point in adapter.points for layer in range(len(blocks))}
+    if unknown := set(deltas) - sites:
+        raise KeyError(f"no such site in the reference model: {sorted(unknown)}")
+    multiplier = (
+        float(getattr(model.config, adapter.branch_multiplier))
+        if adapter.branch_multiplier is not None
+        else 1.0
+    )
+    rows: dict[Site, torch.Tensor] = {}
+    with ExitStack() as stack:
+        for layer, block in enumerate(blocks):
+            hooks = _Hooks(layer, multiplier, deltas, rows)
+            handles = [
+                block.register_forward_pre_hook(hooks.before_block, with_kwargs=True),
+                block.register_forward_hook(hooks.after_block),
+            ]
+            if adapter.branch is not None:
+                branch = block.get_submodule(adapter.branch)
+                handles.append(branch.register_forward_hook(hooks.after_branch))
+            for handle in handles:
+                stack.callback(handle.remove)
+        output = model(input_ids=torch.tensor([list(token_ids)]), use_cache=False)
+    if missing := sites - set(rows):
+        raise RuntimeError(
+            f"hooks of the reference never ran for {sorted(missing)}: "
+            f"the adapter {adapter} does not describe {type(model).__name__}"
+        )
+    return Forward(logits=output.logits[0].float(), rows=rows)
+
+
+def read(model: nn.Module, adapter: Adapter, token_ids: Sequence[int]) -> dict[Site, torch.Tensor]:
+    """The unsteered residual stream: (point, layer) -> float32 [n, hidden]."""
+    return run(model, adapter, token_ids).rows
+
+
+def write(
+    model: nn.Module,
+    adapter: Adapter,
+    token_ids: Sequence[int],
+    site: Site,
+    vector: torch.Tensor,
+    positions: torch.Tensor,
+) -> Forward:
+    """Steer one site and return what the model then computes.
+
+    Args:
+        vector: float32 [hidden], added to the stream at `site`.
+        positions: bool [n], the positions that get it.
+    """
+    delta = positions[:, None].to(vector.dtype) * vector[None, :]
+    return run(model, adapter, token_ids, {site: delta})

@@ -1,0 +1,258 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Compares an engine with the reference: plain, reading, writing, and reading while writing.
+
+Every comparison is teacher-forced on the engine's own tokens: the engine generates, the reference
+then runs once over prompt + generated - 1 tokens, and the rows are compared. Logits are compared as
+full-vocabulary log-probabilities, which the engine reports for each position (`prompt_logprobs=-1`
+and `logprobs=-1`, with `max_logprobs=-1` at start-up). Used by the tests and by the demo.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+from vllm import SamplingParams
+
+from . import reference as ref
+from .models import VOCAB, TinyModel
+from .reference import Forward, Site
+
+READ_TOLERANCE = 1e-4
+WRITE_TOLERANCE = 1e-3
+LEAST_MOVE = 0.05
+GENERATED = 6
+
+TIERS = {
+    "all": "steering_vectors",
+    "prompt": "prefill_steering_vectors",
+    "generated": "decode_steering_vectors",
+}
+"""Phase of the sequence -> the field of SamplingParams that steers it."""
+
+
+class Engine(Protocol):
+    """The part of `vllm.LLM` that is used here."""
+
+    def generate(
+        self, prompts: Any, sampling_params: Any = None, *, use_tqdm: bool = True
+    ) -> list[Any]: ...
+
+
+@dataclass(frozen=True)
+class Reference:
+    """One architecture and its model as transformers runs it."""
+
+    row: TinyModel
+    model: nn.Module
+
+    def run(
+        self, token_ids: Sequence[int], deltas: Mapping[Site, torch.Tensor] | None = None
+    ) -> Forward:
+        return ref.run(self.model, self.row.adapter, token_ids, deltas)
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """One comparison with the reference; errors are relative L2 of the worst row."""
+
+    architecture: str
+    check: str
+    """plain, read, write or steered read."""
+    point: str
+    layer: int
+    """-1 where the check is of the whole model."""
+    phase: str
+    """Which positions were steered: all, prompt, generated, or none."""
+    error: float
+    moved: float | None = None
+    """Relative L2 by which the steering moved the log-probabilities of the steered rows."""
+
+
+@dataclass(frozen=True)
+class Completion:
+    """What the engine returned for one prompt, as tensors with one row per token that was fed."""
+
+    token_ids: list[int]
+    """n = prompt + generated - 1 ids: the last generated token is never fed back."""
+    num_prompt: int
+    log_probs: torch.Tensor | None
+    """float32 [n, vocab], or None when they were not asked for."""
+    rows: dict[Site, torch.Tensor]
+    """(point, layer) -> float32 [n, hidden]; empty when nothing was captured."""
+
+    def mask(self, phase: str) -> torch.Tensor:
+        """bool [n]: the positions that belong to a phase of `TIERS`."""
+        is_prompt = torch.arange(len(self.token_ids)) < self.num_prompt
+        return {"all": torch.ones_like(is_prompt), "prompt": is_prompt, "generated": ~is_prompt}[
+            phase
+        ]
+
+
+def prompts(seed: int = 1, lengths: Sequence[int] = (41, 17, 5)) -> list[list[int]]:
+    """Random prompts: longer than a block and a sliding window, and shorter than either."""
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randint(0, VOCAB, (n,), generator=generator).tolist() for n in lengths]
+
+
+def complete(
+    llm: Engine,
+    cases: Sequence[tuple[list[int], Mapping[str, Any]]],
+    *,
+    log_probs: bool = True,
+    capture: Mapping[str, Any] | None = None,
+) -> list[Completion]:
+    """Greedy generation of (prompt, extra sampling parameters) cases, in one batch.
+
+    Args:
+        log_probs: ask for full-vocabulary log-probabilities of every position.
+        capture: an inline capture request made of every case.
+    """
+    fields: dict[str, Any] = {
+        "max_tokens": GENERATED,
+        "temperature": 0.0,
+        "ignore_eos": True,
+        "detokenize": False,
+    }
+    if log_probs:
+        fields |= {"logprobs": -1, "prompt_logprobs": -1}
+    if capture is not None:
+        fields["capture"] = {"inline": dict(capture)}
+    params = [SamplingParams(**fields, **extra) for _, extra in cases]
+    outputs = llm.generate(
+        [{"prompt_token_ids": prompt} for prompt, _ in cases], params, use_tqdm=False
+    )
+    return [
+        _completion(prompt, output, log_probs, capture is not None)
+        for (prompt, _), output in zip(cases, outputs, strict=True)
+    ]
+
+
+def _completion(prompt: list[int], output: Any, log_probs: bool, captured: bool) -> Completion:
+    sample = output.outputs[0]
+    token_ids = [*prompt, *sample.token_ids[:-1]]
+    table = None
+    if log_probs:
+        # Entry i of prompt_logprobs is the distribution that position i - 1 gave token i.
+        entries = [*output.prompt_logprobs[1:], *sample.logprobs]
+        table = torch.tensor([[e[i].logprob for i in range(len(e))] for e in entries])
+    rows = _captured_rows(output, token_ids) if captured else {}
+    return Completion(token_ids, len(prompt), table, rows)
+
+
+def _captured_rows(output: Any, token_ids: list[int]) -> dict[Site, torch.Tensor]:
+    result = output.capture_results["inline"]
+    if result.status != "ok":
+        raise AssertionError(f"capture status {result.status}: {result.error}")
+    rows = {}
+    for site, captured in result.payload.items():
+        positions = torch.as_tensor(captured.positions).tolist()
+        if positions != list(range(len(token_ids))):
+            raise AssertionError(f"{site}: captured positions {positions}, of {len(token_ids)}")
+        if torch.as_tensor(captured.token_ids).tolist() != token_ids:
+            raise AssertionError(f"{site}: token ids of the rows are not those of the sequence")
+        rows[site] = captured.values.float()
+    return rows
+
+
+def worst_row(got: torch.Tensor, want: torch.Tensor) -> float:
+    """Largest relative L2 error of a row; both [n, width]. Not-a-number counts as infinite.
+
+    Raises:
+        AssertionError: the shapes differ.
+    """
+    if got.shape != want.shape:
+        raise AssertionError(f"shape {tuple(got.shape)}, expected {tuple(want.shape)}")
+    errors = (got - want).norm(dim=-1) / want.norm(dim=-1)
+    return float(errors.nan_to_num(nan=torch.inf).max())
+
+
+def plain_errors(
+    llm: Engine, reference: Reference, token_prompts: Sequence[list[int]]
+) -> list[Measurement]:
+    """How far the engine is from the reference with nothing steered or captured."""
+    worst = max(
+        worst_row(_log_probs(c), reference.run(c.token_ids).logits.log_softmax(-1))
+        for c in complete(llm, [(prompt, {}) for prompt in token_prompts])
+    )
+    return [Measurement(reference.row.name, "plain", "logits", -1, "none", worst)]
+
+
+def read_errors(
+    llm: Engine, reference: Reference, token_prompts: Sequence[list[int]]
+) -> list[Measurement]:
+    """Every point of every layer at every position, captured without steering."""
+    cases: list[tuple[list[int], Mapping[str, Any]]] = [(prompt, {}) for prompt in token_prompts]
+    completions = complete(llm, cases, log_probs=False, capture=everything(reference.row))
+    worst: dict[Site, float] = {}
+    for completion in completions:
+        expected = reference.run(completion.token_ids).rows
+        for site, error in _row_errors(completion, expected).items():
+            worst[site] = max(error, worst.get(site, 0.0))
+    name = reference.row.name
+    return [Measurement(name, "read", *site, "none", error) for site, error in worst.items()]
+
+
+def write_errors(
+    llm: Engine,
+    reference: Reference,
+    token_prompts: Sequence[list[int]],
+    *,
+    capture: bool = False,
+) -> list[Measurement]:
+    """One vector at one site: each point at the first, a middle and the last layer, and each point
+    of the middle layer for each phase. All cases are neighbours in one batch.
+
+    Args:
+        capture: also capture everything and compare the rows ("steered read").
+    """
+    row, generator = reference.row, torch.Generator().manual_seed(7)
+    layers = len({layer for _, layer in reference.run(token_prompts[0]).rows})
+    middle = layers // 2
+    plan = [((point, layer), "all") for point in row.points for layer in (0, middle, layers - 1)]
+    plan += [((point, middle), phase) for point in row.points for phase in ("prompt", "generated")]
+    cases: list[tuple[list[int], Mapping[str, Any]]] = []
+    vectors = []
+    for index, ((point, layer), phase) in enumerate(plan):
+        prompt = token_prompts[index % len(token_prompts)]
+        stream = reference.run(prompt).rows[(point, layer)]
+        vector = torch.randn(stream.shape[1], generator=generator)
+        vector *= stream.norm(dim=-1).mean() / vector.norm()
+        vectors.append(vector)
+        cases.append((prompt, {TIERS[phase]: {point: {layer: vector}}}))
+    completions = complete(llm, cases, capture=everything(row) if capture else None)
+    results = []
+    for (site, phase), vector, completion in zip(plan, vectors, completions, strict=True):
+        mask = completion.mask(phase)
+        steered = ref.write(reference.model, row.adapter, completion.token_ids, site, vector, mask)
+        want = steered.logits.log_softmax(-1)
+        plain = reference.run(completion.token_ids).logits.log_softmax(-1)
+        moved = ((want - plain)[mask].norm() / plain[mask].norm()).item()
+        error = worst_row(_log_probs(completion), want)
+        results.append(Measurement(row.name, "write", *site, phase, error, moved))
+        if capture:
+            error = max(_row_errors(completion, steered.rows).values())
+            results.append(Measurement(row.name, "steered read", *site, phase, error))
+    return results
+
+
+def everything(row: TinyModel) -> dict[str, Any]:
+    """A capture request for all positions of all layers at every point the architecture has."""
+    return {"hooks": {point: "all" for point in row.points}, "positions": "all"}
+
+
+def _log_probs(completion: Completion) -> torch.Tensor:
+    if completion.log_probs is None:
+        raise AssertionError("the completion was asked for without log-probabilities")
+    return completion.log_probs
+
+
+def _row_errors(completion: Completion, expected: Mapping[Site, torch.Tensor]) -> dict[Site, float]:
+    if set(completion.rows) != set(expected):
+        differing = sorted(set(completion.rows) ^ set(expected))
+        raise AssertionError(f"captured sites are not those of the model; differing: {differing}")
+    return {site: worst_row(completion.rows[site], rows) for site, rows in expected.items()}

@@ -1,0 +1,70 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Settings every test shares. `pytest` runs V1; `pytest --runner v2` runs the tests marked `v2`
+again under vLLM's V2 model runner, which needs a process of its own (conformance/engine.py says
+why).
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+from tests.conformance.engine import Runner, prepare_environment
+
+if TYPE_CHECKING:
+    from tests.conformance.models import TinyModel
+
+_CACHE = Path(__file__).parents[1] / "build" / "tiny-models"
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """`--runner`."""
+    parser.addoption(
+        "--runner", choices=("v1", "v2"), default="v1", help="the vLLM model runner under test"
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Set the environment before any test module imports vLLM."""
+    config.addinivalue_line("markers", "v2: also run with --runner v2")
+    prepare_environment(config.getoption("--runner"))
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Under V2 keep the tests marked for it."""
+    if config.getoption("--runner") != "v2":
+        return
+    rest = [item for item in items if item.get_closest_marker("v2") is None]
+    config.hook.pytest_deselected(items=rest)
+    items[:] = [item for item in items if item.get_closest_marker("v2") is not None]
+
+
+@pytest.fixture(scope="session")
+def runner(pytestconfig: pytest.Config) -> Runner:
+    """Which model runner this process tests."""
+    value: Runner = pytestconfig.getoption("--runner")
+    return value
+
+
+class TinyModels:
+    """Paths of tiny random models, made once and kept in build/tiny-models."""
+
+    def path(self, name: str) -> Path:
+        """The saved model of a row of `tests.conformance.models`, e.g. "llama"."""
+        from tests.conformance import models
+
+        return models.save(self.row(name), _CACHE)
+
+    def row(self, name: str) -> TinyModel:
+        """That row."""
+        from tests.conformance import models
+
+        return models.MODELS[name]
+
+
+@pytest.fixture(scope="session")
+def tiny_models() -> TinyModels:
+    """`tiny_models.path("llama")` is a model directory for `LLM(model=...)`."""
+    return TinyModels()

@@ -1,0 +1,126 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The comparison itself: a faithful engine passes, and each known way to be wrong is caught.
+
+The engine here is the reference model behind the interface of `LLM.generate`, with a fault that a
+real implementation could have.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from tests.conformance import models
+from tests.conformance import runner as check
+from tests.conformance.reference import Forward, Site
+from vllm import SamplingParams
+
+PROMPTS = check.prompts(lengths=(17, 5))
+
+
+class ReferenceEngine:
+    """Answers like our engine, computed by the reference, with one named fault or none."""
+
+    def __init__(self, reference: check.Reference, fault: str = "") -> None:
+        self.reference = reference
+        self.fault = fault
+
+    def generate(
+        self, prompts: Any, sampling_params: Any = None, *, use_tqdm: bool = True
+    ) -> list[Any]:
+        pairs = zip(prompts, sampling_params, strict=True)
+        return [self._answer(prompt["prompt_token_ids"], params) for prompt, params in pairs]
+
+    def _answer(self, prompt: list[int], params: SamplingParams) -> Any:
+        token_ids = list(prompt)
+        for _ in range(params.max_tokens or 0):
+            forward = self._forward(token_ids, len(prompt), params)
+            token_ids.append(int(forward.logits[-1].argmax()))
+        fed = token_ids[:-1]
+        table = [
+            {i: SimpleNamespace(logprob=value) for i, value in enumerate(row.tolist())}
+            for row in forward.logits.log_softmax(-1)
+        ]
+        split = len(prompt) - 1
+        payload = {
+            site: SimpleNamespace(
+                positions=torch.arange(len(fed)),
+                token_ids=torch.tensor(fed),
+                values=self._rows(forward, site),
+            )
+            for site in forward.rows
+        }
+        return SimpleNamespace(
+            prompt_logprobs=[None, *table[:split]],
+            outputs=[SimpleNamespace(token_ids=token_ids[len(prompt) :], logprobs=table[split:])],
+            capture_results={"inline": SimpleNamespace(status="ok", error=None, payload=payload)},
+        )
+
+    def _forward(self, token_ids: list[int], num_prompt: int, params: SamplingParams) -> Forward:
+        is_prompt = torch.arange(len(token_ids)) < num_prompt
+        deltas: dict[Site, torch.Tensor] = {}
+        for phase, field in check.TIERS.items():
+            mask = {"prompt": is_prompt, "generated": ~is_prompt}.get(phase, is_prompt | True)
+            if self.fault == "phase ignored":
+                mask = is_prompt | True
+            for point, by_layer in (getattr(params, field) or {}).items():
+                for layer, vector in by_layer.items():
+                    deltas[self._site(point, layer)] = mask[:, None] * vector
+        return self.reference.run(token_ids, deltas)
+
+    def _site(self, point: str, layer: int) -> Site:
+        if self.fault == "post_attn acts as post_block" and point == "post_attn":
+            return "post_block", layer
+        if self.fault == "pre_attn misses attention" and point == "pre_attn":
+            return "post_attn", layer
+        if self.fault == "layer off by one":
+            return point, (layer + 1) % models.LAYERS
+        return point, layer
+
+    def _rows(self, forward: Forward, site: Site) -> torch.Tensor:
+        rows = forward.rows[site]
+        if self.fault == "branch without residual" and site[0] == "post_attn":
+            return rows - forward.rows[("pre_attn", site[1])]
+        if self.fault == "one row broadcast":
+            return rows[-1].expand_as(rows)
+        return rows
+
+
+@pytest.fixture(scope="module")
+def reference() -> Iterator[check.Reference]:
+    row = models.MODELS["llama"]
+    yield check.Reference(row, models.build(row))
+
+
+def test_faithful_engine_passes(reference: check.Reference) -> None:
+    engine = ReferenceEngine(reference)
+    results = check.plain_errors(engine, reference, PROMPTS)
+    results += check.read_errors(engine, reference, PROMPTS)
+    results += check.write_errors(engine, reference, PROMPTS, capture=True)
+    assert {r.check for r in results} == {"plain", "read", "write", "steered read"}
+    assert all(r.error < 1e-5 for r in results)
+    assert all(r.moved > check.LEAST_MOVE for r in results if r.moved is not None)
+
+
+@pytest.mark.parametrize("fault", ["branch without residual", "one row broadcast"])
+def test_wrong_reads_are_caught(reference: check.Reference, fault: str) -> None:
+    results = check.read_errors(ReferenceEngine(reference, fault), reference, PROMPTS)
+    assert max(r.error for r in results) > 100 * check.READ_TOLERANCE
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [
+        "post_attn acts as post_block",
+        "pre_attn misses attention",
+        "layer off by one",
+        "phase ignored",
+    ],
+)
+def test_wrong_writes_are_caught(reference: check.Reference, fault: str) -> None:
+    results = check.write_errors(ReferenceEngine(reference, fault), reference, PROMPTS)
+    assert max(r.error for r in results) > 10 * check.WRITE_TOLERANCE
