@@ -24,8 +24,6 @@ from types import ModuleType
 from tools import udiff, wheels
 from tools.pins import ROOT, BuildError, Pin
 
-LAYERS = ("upstream", "seams", "taps", "overlay")
-
 
 def overlay_files(root: Path = ROOT) -> list[str]:
     """Our own files, as paths in the tree: everything under vllm/ of this repository."""
@@ -57,13 +55,35 @@ def codemod(root: Path) -> ModuleType:
     return importlib.import_module("patches.taps.codemod")
 
 
-def wire_taps(tree: Path, root: Path) -> None:
-    """Runs the codemod on `tree`."""
+def wire_taps(tree: Path, root: Path, cache: Path | None) -> None:
+    """Runs the codemod on `tree`, or takes what it made of the same models from `cache`."""
+    kept = cache / codemod_digest(tree, root) if cache else None
+    if kept and kept.exists():
+        shutil.copytree(kept, tree, dirs_exist_ok=True)
+        return
     taps = codemod(root)
     try:
-        taps.wire(tree)
+        changed = taps.wire(tree)
     except taps.TapsError as error:
         raise BuildError(str(error)) from error
+    if cache and kept:
+        shutil.rmtree(cache, ignore_errors=True)
+        for file in changed:
+            copy = kept.with_suffix(".partial") / file.relative_to(tree)
+            copy.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(file, copy)
+        kept.with_suffix(".partial").rename(kept)
+
+
+def codemod_digest(tree: Path, root: Path) -> str:
+    """Hash of all that the codemod reads: itself, and the models with their seams."""
+    taps = sorted((root / "patches" / "taps").rglob("*.py"))
+    models = (tree / "vllm" / "model_executor", tree / "vllm" / "models")
+    sources = taps + sorted(file for folder in models for file in folder.rglob("*.py"))
+    digest = hashlib.sha256()
+    for file in sources:
+        digest.update(f"{file.name} {wheels.sha256(file)}\n".encode())
+    return digest.hexdigest()
 
 
 def lay_overlay(tree: Path, root: Path) -> None:
@@ -77,12 +97,12 @@ def lay_overlay(tree: Path, root: Path) -> None:
         shutil.copyfile(root / name, target)
 
 
-def layers(tree: Path, root: Path, done: Callable[[str], None]) -> None:
-    """Turns upstream's `tree` into the fork's; `done` is called after each of LAYERS."""
+def layers(tree: Path, root: Path, done: Callable[[str], None], cache: Path | None = None) -> None:
+    """Turns upstream's `tree` into the fork's; `done` is called with each layer's name after it."""
     done("upstream")
     apply_seams(tree, root)
     done("seams")
-    wire_taps(tree, root)
+    wire_taps(tree, root, cache)
     done("taps")
     lay_overlay(tree, root)
     done("overlay")
@@ -100,7 +120,7 @@ def git(tree: Path, *arguments: str, stdin: str | None = None) -> str:
         env=environment,
         input=stdin,
         capture_output=True,
-        text=True,
+        encoding="utf-8",
         check=False,
     )
     if result.returncode:
@@ -140,67 +160,94 @@ def copy_or_link(source: str, target: str) -> None:
         shutil.copy2(source, target)
 
 
+INPUTS = ("patches/**/*.py", "patches/seams/*", "tools/assemble.py", "tools/udiff.py")
+
+
 def inputs_digest(root: Path, pin: Pin) -> str:
     """Hash of all that build/tree is made from. Our live files count by name only."""
     digest = hashlib.sha256(f"{pin}\n".encode())
-    for folder, pattern in ((root / "patches", "*"), (root / "tools", "*.py")):
-        for path in sorted(folder.rglob(pattern)):
-            if path.is_file() and "__pycache__" not in path.parts:
-                digest.update(f"{path.relative_to(root)} {wheels.sha256(path)}\n".encode())
+    for path in sorted(path for pattern in INPUTS for path in root.glob(pattern)):
+        digest.update(f"{path.relative_to(root)} {wheels.sha256(path)}\n".encode())
     digest.update("\n".join(overlay_files(root)).encode())
     return digest.hexdigest()
 
 
 @contextlib.contextmanager
 def locked(build: Path) -> Iterator[None]:
-    """One build at a time; the lock dies with its process."""
+    """One build at a time; the lock dies with its process. Clears what a killed build left."""
     build.mkdir(parents=True, exist_ok=True)
     with (build / ".lock").open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
+        for leftover in build.glob("partial-*"):
+            shutil.rmtree(leftover)
         yield
 
 
-def unexported(tree: Path) -> dict[str, bytes | None]:
-    """Files edited in build/tree since it was assembled: path -> contents, None if deleted."""
+@contextlib.contextmanager
+def partial(build: Path) -> Iterator[Path]:
+    """A temporary folder on the file system of `build`, deleted unless renamed."""
+    folder = Path(tempfile.mkdtemp(prefix="partial-", dir=build))
+    folder.chmod(0o755)
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def edited(tree: Path) -> list[str]:
+    """Files edited, added or deleted in build/tree since it was assembled."""
     status = git(tree, "status", "--porcelain", "-z", "--no-renames", "--untracked-files=all")
     names = [entry[3:] for entry in status.split("\0") if entry]
     # An editor may have replaced one of our links by a file.
     ours = git(tree, "diff", "--name-only", "-z", "taps", "overlay").split("\0")
     names += [name for name in ours if (tree / name).is_file() and not (tree / name).is_symlink()]
-    return {name: (tree / name).read_bytes() if (tree / name).exists() else None for name in names}
+    return sorted(names)
+
+
+def contents(file: Path) -> bytes | None:
+    return file.read_bytes() if file.is_file() else None
+
+
+def carry_edits(old: Path, new: Path) -> None:
+    """Copies the edits in `old` to `new`, where they are not in the patches yet."""
+    for name in edited(old):
+        wanted, found = contents(old / name), contents(new / name)
+        if wanted == found:
+            continue
+        base = git(old, "ls-tree", "--object-only", "overlay", "--", name).strip()
+        if base != (udiff.blob(found) if found is not None else ""):
+            raise BuildError(
+                f"{old / name} has edits that are not in patches/seams, and what it is made from "
+                f"changed; run `python -m tools export` first, or drop the edits with "
+                f"`python -m tools assemble --discard-edits`"
+            )
+        if wanted is None:
+            (new / name).unlink()
+        else:
+            (new / name).parent.mkdir(parents=True, exist_ok=True)
+            (new / name).write_bytes(wanted)
 
 
 def assemble(pin: Pin, root: Path = ROOT, *, discard_edits: bool = False) -> Path:
     """Leaves build/tree. All or nothing; nothing to do when its inputs did not change.
 
-    Edits in build/tree that are not in the patches yet stop it, unless `discard_edits`.
+    Edits in build/tree that are not exported yet survive, unless `discard_edits`.
     """
     build = root / "build"
     tree = build / "tree"
     stamp = tree / ".git" / "assembled-from"
-    with locked(build):
-        for leftover in build.glob("partial-*"):
-            shutil.rmtree(leftover)
+    with locked(build), partial(build) as new, partial(build) as old:
         digest = inputs_digest(root, pin)
         if stamp.exists() and stamp.read_text() == digest and not discard_edits:
             return tree
-        edits = unexported(tree) if stamp.exists() and not discard_edits else {}
-        partial = Path(tempfile.mkdtemp(prefix="partial-", dir=build))
         upstream = wheels.upstream_folder(pin, build)
-        shutil.copytree(upstream / "vllm", partial / "vllm", copy_function=copy_or_link)
-        layers(partial, root, lambda name: commit(partial, name))
-        for name, data in edits.items():
-            new = partial / name
-            if (new.read_bytes() if new.exists() else None) != data:
-                raise BuildError(
-                    f"{tree / name} has edits that are not in patches/seams; run `python -m tools "
-                    f"export` first, or drop them with `python -m tools assemble --discard-edits`"
-                )
-        link_overlay(partial, root, tree)
-        (partial / ".git" / "assembled-from").write_text(digest)
+        shutil.copytree(upstream / "vllm", new / "vllm", copy_function=copy_or_link)
+        layers(new, root, lambda layer: commit(new, layer), build / "wired")
+        link_overlay(new, root, tree)
+        if stamp.exists() and not discard_edits:
+            carry_edits(tree, new)
+        (new / ".git" / "assembled-from").write_text(digest)
         if tree.exists():
-            tree.rename(Path(tempfile.mkdtemp(prefix="partial-", dir=build)) / "old")
-        partial.rename(tree)
-        for leftover in build.glob("partial-*"):
-            shutil.rmtree(leftover)
+            tree.rename(old / "tree")
+        new.rename(tree)
     return tree

@@ -98,6 +98,19 @@ def quoted(name: str) -> str:
     return f'"{name}"' if "," in name or '"' in name else name
 
 
+def prepare_metadata_for_build_wheel(
+    metadata_directory: str, config_settings: Settings = None
+) -> str:
+    """PEP 517: what the wheel depends on, without building it."""
+    pin = load_pin()
+    with assemble.locked(ROOT / "build"):
+        upstream = wheels.upstream_folder(pin, ROOT / "build")
+    return write_dist_info(wheels.dist_info(upstream), Path(metadata_directory), pin).name
+
+
+prepare_metadata_for_build_editable = prepare_metadata_for_build_wheel
+
+
 def build_wheel(
     wheel_directory: str, config_settings: Settings = None, metadata_directory: str | None = None
 ) -> str:

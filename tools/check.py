@@ -6,7 +6,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from tools import udiff, wheels
-from tools.assemble import overlay_files, unexported
+from tools.assemble import edited, locked, overlay_files
 from tools.export import changed
 from tools.pins import ROOT, Pin, load_pin
 
@@ -42,9 +42,10 @@ def check_patch(patch: udiff.Patch) -> list[str]:
 
 def check_tree(tree: Path, upstream: Path, root: Path) -> list[str]:
     """Files of build/tree that are neither upstream's bytes, nor patched, nor wired, nor ours."""
+    edits = set(edited(tree))
     wrong = [
-        f"{name}: edited in {tree} and not exported; run `python -m tools export`"
-        for name in unexported(tree)
+        f"{name} is edited in {tree} and not exported; run `python -m tools export`"
+        for name in sorted(edits)
     ]
     record = wheels.record(upstream)
     ours = set(overlay_files(root))
@@ -60,12 +61,14 @@ def check_tree(tree: Path, upstream: Path, root: Path) -> list[str]:
         for path in (tree / "vllm").rglob("*")
         if path.is_file() and "__pycache__" not in path.parts
     }
-    wrong += [f"{name} is missing in {tree}; {remedy}" for name in sorted(set(record) - present)]
+    wrong += [
+        f"{name} is missing in {tree}; {remedy}" for name in sorted(set(record) - present - edits)
+    ]
     wrong += [
         f"{name} in {tree} is neither upstream's nor ours; delete it, or move it to the repository"
-        for name in sorted(present - set(record) - ours)
+        for name in sorted(present - set(record) - ours - edits)
     ]
-    for name in sorted(present & set(record) - wired):
+    for name in sorted(present & set(record) - wired - edits):
         data = (tree / name).read_bytes()
         same = udiff.blob(data) == seams[name].after if name in seams else False
         if not same and (name in seams or wheels.record_hash(data) != record[name]):
@@ -80,4 +83,6 @@ def check(root: Path = ROOT, pin: Pin | None = None) -> list[str]:
     if (root / "vllm" / "__init__.py").exists():
         wrong.append("vllm/__init__.py: it would hide the built package; delete it")
     build = root / "build"
-    return wrong + check_tree(build / "tree", wheels.upstream_folder(pin, build), root)
+    with locked(build):
+        upstream = wheels.upstream_folder(pin, build)
+    return wrong + check_tree(build / "tree", upstream, root)

@@ -11,7 +11,7 @@ from collections.abc import Set
 from pathlib import Path
 
 from tools import udiff
-from tools.assemble import git, unexported
+from tools.assemble import edited, git
 from tools.pins import ROOT, BuildError
 
 DIFF = ["diff", "--unified=0", "--full-index", "--no-color", "--no-ext-diff", "--no-textconv"]
@@ -32,7 +32,7 @@ def export(root: Path = ROOT) -> list[Path]:
     if not tree.exists():
         raise BuildError(f"{tree} is missing; run `make install` first")
     patches = udiff.series(root / "patches" / "seams")
-    edits = set(unexported(tree))
+    edits = set(edited(tree))
     upstream = set(git(tree, "ls-tree", "-r", "--name-only", "-z", "upstream").split("\0"))
     wired = changed(tree, "seams", "taps")
     check_edits(tree, edits, upstream, wired)

@@ -84,18 +84,16 @@ def unpack(wheel: Path, folder: Path) -> None:
 
 
 def upstream_folder(pin: Pin, build: Path) -> Path:
-    """The pinned wheel unpacked, once, under `build`; read-only by convention."""
+    """The pinned wheel unpacked, once, under `build` (locked by the caller)."""
     folder = build / f"upstream-{pin.target}-{pin.sha256[:12]}"
     if not folder.exists():
         wheel = fetch(pin)
-        build.mkdir(parents=True, exist_ok=True)
         partial = Path(tempfile.mkdtemp(prefix="partial-", dir=build))
         try:
             unpack(wheel, partial)
             partial.rename(folder)
-        except BaseException:
+        finally:
             shutil.rmtree(partial, ignore_errors=True)
-            raise
     return folder
 
 
