@@ -72,8 +72,8 @@ def wire_class(source: Source, row: Row) -> Source:
     cls = edit.find_class(module, row)
     forward = edit.find_forward(cls, row)
     locate = fused.locate if row.idiom in DEFERRED else unfused.locate
-    new = edit.apply(module, cls, row, locate(row, forward))
-    return Source(source.root, source.file, new.code)
+    new = edit.apply(module, source.text, row, cls, locate(row, forward))
+    return Source(source.root, source.file, new)
 
 
 def _wired_sources(tree_root: Path, rows: tuple[Row, ...]) -> dict[str, Source]:

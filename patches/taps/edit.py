@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Inserting whole lines into one class, and the proof that nothing else changed."""
 
+import re
 from dataclasses import dataclass, field
 
 import libcst as cst
@@ -131,11 +132,11 @@ def _is_docstring(node: cst.CSTNode) -> bool:
     )
 
 
-def apply(module: cst.Module, cls: cst.ClassDef, row: Row, edits: Edits) -> cst.Module:
-    """The module with the row's edits, class attribute and (once per module) import."""
+def apply(module: cst.Module, text: str, row: Row, cls: cst.ClassDef, edits: Edits) -> str:
+    """The module's source (`text` before) with the row's edits, class attribute and import."""
     if not isinstance(cls.body, cst.IndentedBlock):
         raise TapsError(row.file, row.cls, "an indented class body", "one line", REMEDY_SHAPE)
-    if "taps" in {w for w in _names(cls)}:
+    if re.search(r"\btaps\b", module.code_for_node(cls)):
         raise TapsError(
             row.file,
             row.cls,
@@ -143,22 +144,11 @@ def apply(module: cst.Module, cls: cst.ClassDef, row: Row, edits: Edits) -> cst.
             "it does",
             "wire a clean upstream tree; if upstream itself uses the name, ours must change",
         )
-    before = module.code
-    new = module.visit(_Insert(cls, edits, row.points))
-    new = _with_import(new, row)
-    _only_inserts(before, new.code, row, len(edits.hoisted))
+    wired = cls.visit(_Insert(cls, edits, row.points))
+    body = [wired if node is cls else node for node in module.body]
+    new = _with_import(module.with_changes(body=body), row).code
+    _only_inserts(text, new, row, len(edits.hoisted))
     return new
-
-
-def _names(cls: cst.ClassDef) -> set[str]:
-    found: set[str] = set()
-
-    class Collect(cst.CSTVisitor):
-        def visit_Name(self, node: cst.Name) -> None:
-            found.add(node.value)
-
-    cls.visit(Collect())
-    return found
 
 
 def _from_module(node: cst.CSTNode) -> str | None:

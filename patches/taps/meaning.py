@@ -20,15 +20,7 @@ from patches.taps.values import (
     same,
 )
 
-# Functions that keep a branch's value what it is, seen from the stream: shape, device, reduction.
-HARMLESS = frozenset(
-    {
-        "torch.nn.functional.pad",
-        "tensor_model_parallel_all_reduce",
-        "tensor_model_parallel_all_gather",
-        "tensor_model_parallel_reduce_scatter",
-    }
-)
+BRANCHES = frozenset({"mixer", "mlp"})
 BUFFERS = frozenset({"torch.empty_like", "torch.zeros_like"})
 NO_READ = frozenset({"isinstance", "len", "get_tensor_model_parallel_world_size"})
 
@@ -40,6 +32,7 @@ class Meaning:
         self.row = row
         self.modules = {n: "norm" for n in (*row.norms, *row.branch_norms)}
         self.modules |= {n: "mixer" for n in row.mixers} | {n: "mlp" for n in row.mlps}
+        self.modules |= {n: "function" for n in row.functions}
         self.adding = two_argument_norms(row, source)
 
     def wrong(self, node: ast.AST, expected: str, found: str) -> TapsError:
@@ -73,7 +66,7 @@ class Meaning:
         if state.pending is not None:
             raise self.wrong(node, "the fused norm right after post_attn.steer", ast.unparse(node))
         src, whole = set[int](), True
-        stages, calls = {stage} - {""}, {call} - {""}
+        stages, calls = {stage} & BRANCHES, {call} - {""}
         for tensor in tensors:
             if same(tensor.terms, state.stream):
                 src.add(state.version)
@@ -102,7 +95,7 @@ class Meaning:
         if kind == "norm" and len(args) == 2:
             return self.norm_pair(node, name, args, state)
         if kind:
-            return self.computed(node, values, state, "" if kind == "norm" else kind, name)
+            return self.computed(node, values, state, kind, name)
         if func in BUFFERS:
             value = self.computed(node, values, state)
             if isinstance(value, Tensor):
@@ -111,8 +104,6 @@ class Meaning:
             return value
         if func in NO_READ or not any(_tensors(v) for v in values):
             return Plain()
-        if func in HARMLESS:
-            return self.computed(node, values, state)
         raise self.wrong(
             node, f"a callable that the row declares ({sorted(self.modules)})", f"`{func}`"
         )
@@ -164,6 +155,7 @@ class Meaning:
     def branch(self, node: ast.AST, terms: tuple[Atom, ...], state: State, *stages: str) -> None:
         """`terms` is what a block's branch adds: computed from the whole current stream only."""
         seen: set[str] = set()
+        norms = {*self.row.norms, *self.row.branch_norms}
         for atom in terms:
             if not atom.computed or atom.src != {state.version} or not atom.whole:
                 raise self.wrong(
@@ -171,7 +163,11 @@ class Meaning:
                 )
             if atom.buffer:
                 raise self.wrong(node, "a branch, not an unfilled buffer", atom.what)
+            if not atom.calls & norms:
+                raise self.wrong(node, f"a branch with a norm of {sorted(norms)}", atom.what)
             seen |= atom.stages
+        if not seen and stages == ("mlp",) and self.row.mlp_optional:
+            return
         if seen != set(stages):
             raise self.wrong(
                 node, f"a branch through {' and '.join(stages)}", f"through {sorted(seen)}"
@@ -204,9 +200,12 @@ class Meaning:
         if expected != (name,):
             raise self.wrong(node, f"taps in the order {self.order()}", f"{name}, early or twice")
         state.events += (name,)
-        tensors = [a for a in args if isinstance(a, Tensor)]
         if name == "pre_attn.enter":
             return self.enter(node, args, state)
+        tensors = [a for a in args if isinstance(a, Tensor)]
+        wanted = 2 if name == "post_block.leave" else 1
+        if len(args) != wanted or len(tensors) != wanted:
+            raise self.wrong(node, f"{wanted} tensors of the stream", ast.unparse(node))
         if name.endswith(".read"):
             if not same(tensors[0].terms, state.stream):
                 raise self.wrong(node, "the complete stream", tensors[0].text())
@@ -233,8 +232,8 @@ class Meaning:
 
     def enter(self, node: ast.Call, args: list[Value], state: State) -> Value:
         """`pre_attn.enter(h, r)`: steers r, or h when there is no r yet."""
-        h, r = args
         new = Atom("stream at entry")
+        h, r = args if len(args) == 2 else (Nothing(), Nothing())
         if not isinstance(h, Tensor):
             raise self.wrong(node, "the stream as first argument", ast.unparse(node))
         halves = h.terms + (r.terms if isinstance(r, Tensor) else ())
@@ -276,7 +275,7 @@ class Meaning:
             raise TapsError(
                 self.row.file,
                 self.row.cls,
-                "every norm, mixer and MLP of the row called in forward()",
+                "everything the row declares called in forward()",
                 f"never called: {missing}",
                 REMEDY_PROOF,
             )

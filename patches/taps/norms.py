@@ -13,6 +13,7 @@ ADDING = frozenset(
     {
         _LAYERS + "RMSNorm",
         _LAYERS + "GemmaRMSNorm",
+        "vllm.model_executor.models.k2_horizon.K2HorizonRMSNorm",
         "vllm.model_executor.models.nemotron.NemotronLayerNorm1P",
     }
 )

@@ -114,7 +114,7 @@ class _Run:
         if value is None:
             return Nothing()
         if isinstance(value, ast.Tuple) and self.row.second is not Second.ABSENT:
-            second = _text(value.elts[1])
+            second = _text(value.elts[-1])
             wanted = "None" if self.row.second is Second.NONE else self.row.residual
             if len(value.elts) != 2 or second != wanted:
                 raise self.meaning.wrong(stmt, f"{wanted} as second element", second)

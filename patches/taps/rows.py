@@ -49,10 +49,12 @@ class Row:
     `norms`: attributes of the norms that read the stream, in order. In the fused idioms the first
     is the one of `if residual is None`, the others are the ones that take the deferred sum before
     the MLP. `branch_norms`: norms applied to a branch's output. `mixers`, `mlps`: the callables of
-    the two branches, as written after `self.`. `stream`, `residual`, `skip`: names of variables in
+    the two branches, as written after `self.`. `functions`: what else a branch passes through
+    (reductions over ranks, say): all must occur, and nothing undeclared may. `stream`, `residual`, `skip`: names of variables in
     forward(). `assume`: tests (source text) whose value the wiring relies on; the engine must
     refuse a model for which one differs. `normed_skip`: the skip may carry the normed value
-    (Bloom, ChatGLM variants). `parent`: "file:Class", for INHERITED. `reason`: EXCLUDED, PENDING.
+    (Bloom, ChatGLM variants). `mlp_optional`: some configuration has no MLP at all. `parent`:
+    "file:Class", for INHERITED. `reason`: for EXCLUDED and PENDING.
     """
 
     file: str
@@ -62,6 +64,7 @@ class Row:
     branch_norms: tuple[str, ...] = ()
     mixers: tuple[str, ...] = ("self_attn",)
     mlps: tuple[str, ...] = ("mlp",)
+    functions: tuple[str, ...] = ()
     stream: str = "hidden_states"
     residual: str = "residual"
     skip: str = "residual"
@@ -69,6 +72,7 @@ class Row:
     second: Second = Second.ABSENT
     assume: tuple[tuple[str, bool], ...] = ()
     normed_skip: bool = False
+    mlp_optional: bool = False
     parent: str = ""
     reason: str = ""
 

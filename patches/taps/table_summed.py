@@ -1,0 +1,124 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The classes with written-out sums: unfused, sandwich-unfused, parallel."""
+
+from patches.taps.rows import MODELS as M
+from patches.taps.rows import Idiom, NormCall, Row, Second
+
+U = Idiom.UNFUSED
+HYBRID = M + "granitemoehybrid.py"
+
+UNFUSED: tuple[Row, ...] = (
+    Row(M + "bloom.py", "BloomBlock", U, mixers=("self_attention",), normed_skip=True),
+    Row(M + "chatglm.py", "GLMBlock", U, mixers=("self_attention",), normed_skip=True),
+    Row(M + "gpt2.py", "GPT2Block", U, norms=("ln_1", "ln_2"), mixers=("attn",)),
+    Row(M + "granite.py", "GraniteDecoderLayer", U),
+    Row(M + "granitemoe.py", "GraniteMoeDecoderLayer", U, mlps=("block_sparse_moe",)),
+    *(
+        Row(
+            HYBRID,
+            cls,
+            U,
+            mixers=(mixer,),
+            mlps=("block_sparse_moe", "shared_mlp"),
+            second=Second.STALE,
+            mlp_optional=True,
+        )
+        for cls, mixer in (
+            ("GraniteMoeHybridMambaDecoderLayer", "mamba"),
+            ("GraniteMoeHybridAttentionDecoderLayer", "self_attn"),
+        )
+    ),
+    Row(
+        M + "granitemoeshared.py",
+        "GraniteMoeSharedDecoderLayer",
+        U,
+        mlps=("block_sparse_moe", "shared_mlp"),
+    ),
+    Row(M + "minicpm.py", "MiniCPMDecoderLayer", U, second=Second.NONE),
+    Row(M + "orion.py", "OrionDecoderLayer", U),
+    Row(
+        M + "phimoe.py",
+        "PhiMoEDecoderLayer",
+        U,
+        mlps=("block_sparse_moe",),
+        second=Second.STALE,
+    ),
+    Row(M + "stablelm.py", "StablelmDecoderLayer", U, second=Second.STALE),
+    Row(M + "step3p5.py", "Step3p5DecoderLayer", U, mlps=("mlp", "moe")),
+)
+
+SANDWICH_UNFUSED: tuple[Row, ...] = (
+    Row(
+        M + "exaone4.py",
+        "Exaone4DecoderLayer",
+        Idiom.SANDWICH_UNFUSED,
+        norms=(),
+        branch_norms=("post_attention_layernorm", "post_feedforward_layernorm"),
+        second=Second.STALE,
+    ),
+    Row(
+        M + "hyperclovax.py",
+        "HyperCLOVAXDecoderLayer",
+        Idiom.SANDWICH_UNFUSED,
+        branch_norms=("post_norm1", "post_norm2"),
+        second=Second.STALE,
+    ),
+    *(
+        Row(
+            M + file,
+            cls,
+            Idiom.SANDWICH_UNFUSED,
+            norms=(),
+            branch_norms=("input_layernorm", "post_attention_layernorm"),
+            second=Second.STALE,
+        )
+        for file, cls in (
+            ("molmo.py", "MolmoDecoderNormAfterLayer"),
+            ("molmo2.py", "Molmo2DecoderNormAfterLayer"),
+        )
+    ),
+    Row(
+        M + "muse_glimmer.py",
+        "MuseGlimmerDecoderLayer",
+        Idiom.SANDWICH_UNFUSED,
+        norms=("input_layernorm", "pre_feedforward_layernorm"),
+        branch_norms=("post_attention_layernorm", "post_feedforward_layernorm"),
+        second=Second.STALE,
+    ),
+)
+
+PARALLEL: tuple[Row, ...] = (
+    Row(
+        M + "commandr.py",
+        "CohereDecoderLayer",
+        Idiom.PARALLEL,
+        norms=("input_layernorm",),
+        functions=("tensor_model_parallel_all_reduce",),
+        norm_call=NormCall.PASSES,
+        second=Second.STALE,
+    ),
+    *(
+        # Cohere's norm hands its second argument back, so what it returns there is the skip.
+        Row(
+            M + file,
+            cls,
+            Idiom.PARALLEL,
+            norms=("input_layernorm",),
+            norm_call=NormCall.PASSES,
+            second=Second.STALE,
+        )
+        for file, cls in (
+            ("cohere2_moe.py", "Cohere2MoeDecoderLayer"),
+            ("cohere_compass.py", "CohereCompassDecoderLayer"),
+        )
+    ),
+    Row(M + "gpt_j.py", "GPTJBlock", Idiom.PARALLEL, norms=("ln_1",), mixers=("attn",)),
+    Row(
+        M + "moondream3.py",
+        "Moondream3DecoderLayer",
+        Idiom.PARALLEL,
+        norms=("ln",),
+        mixers=("attn",),
+        skip="hidden_states",
+    ),
+)
