@@ -21,12 +21,11 @@ def refuse_unsupported(config: "VllmConfig") -> None:
         name for name, on in (("steering", steering), ("capture", capture)) if on
     )
     model, parallel = config.model_config, config.parallel_config
-    speculative, passes = config.speculative_config, config.compilation_config.pass_config
+    speculative = config.speculative_config
     refused = {
         "pooling models (--runner pooling)": model.runner_type != "generate",
         "encoder-decoder models": model.is_encoder_decoder,
         "diffusion language models": model.is_diffusion,
-        "the sequence-parallelism compile pass (pass_config.enable_sp)": bool(passes.enable_sp),
         "sequence-parallel MoE rows": parallel.use_sequence_parallel_moe,
         "decode context parallelism": parallel.decode_context_parallel_size > 1,
         "prefill context parallelism": parallel.prefill_context_parallel_size > 1,

@@ -102,51 +102,35 @@ class Interventions:
         dest = None if self.dest is None else self.dest[self.sites[site]]
         return SiteTap(self.table.get(site), self.slots, self.arena, dest)
 
-    @property
-    def num_probes(self) -> int:
-        """Sites that one dummy forward can check: a slot, a row and a token each."""
-        limits = [self._config.scheduler_config.max_num_batched_tokens, 64]
-        if self.table:
-            limits.append(self._config.steering_config.max_steering_configs)
-        if self.captures_here:
-            assert self.arena is not None
-            limits.append(self.arena.shape[0])
-        return min(limits)
-
     @contextmanager
-    def probing(self, sites: list[Site], vectors: torch.Tensor | None) -> Iterator[None]:
-        """Within, a dummy forward steers token i with vectors[i] at sites[i] and captures it there.
+    def probing(self, site: Site, vector: torch.Tensor | None) -> Iterator[None]:
+        """Within, dummy forwards steer their first token at `site` and capture it into row 0.
 
         Args:
-            sites: at most `num_probes`.
-            vectors: [len(sites), hidden] or None to steer nothing.
+            vector: [hidden], or None to steer nothing.
         """
-        if vectors is not None:
-            for i, site in enumerate(sites):
-                if site in self.table:
-                    self.table[site][i + 1].copy_(vectors[i])
+        if vector is not None:
+            self.table[site][1].copy_(vector)
         if self.captures_here:
             assert self.arena is not None
-            self.arena[: len(sites)].fill_(float("nan"))
-        self._probe = lambda: self._map_probes(sites, steer=vectors is not None)
+            self.arena[0].fill_(float("nan"))
+        self._probe = lambda: self._map_probe(site, steer=vector is not None)
         try:
             yield
         finally:
             self._probe = None
             self.map_dummy()
-            for table in self.table.values():
-                table.zero_()
+            if vector is not None:
+                self.table[site][1].zero_()
 
-    def _map_probes(self, sites: list[Site], steer: bool) -> None:
-        tokens = torch.arange(len(sites), dtype=torch.int32, device=self._device)
+    def _map_probe(self, site: Site, steer: bool) -> None:
         if steer:
-            self.slots[: len(sites)] = tokens + 1
-            self._steered_tokens = len(sites)
+            self.slots[0] = 1
+            self._steered_tokens = 1
         if self.captures_here:
             assert self.dest is not None
-            for i, site in enumerate(sites):
-                self.dest[self.sites[site], i] = i
-            self._captured_tokens = len(sites)
+            self.dest[self.sites[site], 0] = 0
+            self._captured_tokens = 1
 
     # -- per step ---------------------------------------------------------------------------
 

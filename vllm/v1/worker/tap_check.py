@@ -43,17 +43,15 @@ def check_worker(worker: Any) -> TapShape | None:
     interventions: Interventions = runner.interventions
     if interventions.shape is not None:
         with torch.inference_mode():
-            check_sites(interventions, runner._dummy_run)
+            # V1 leaves out attention by default, and its output buffer uninitialised. V2 never does.
+            check_sites(interventions, lambda n: runner._dummy_run(n, force_attention=True))
     return interventions.shape
 
 
 def check_sites(interventions: "Interventions", dummy_run: DummyRun) -> None:
     """Raises RuntimeError naming the sites that do not act."""
-    sites = list(interventions.sites)
-    width = interventions.num_probes
-    silent = []
-    for start in range(0, len(sites), width):
-        silent += _silent(interventions, sites[start : start + width], dummy_run)
+    # One site at a time: attention would carry one token's vector into another's row.
+    silent = [site for site in interventions.sites if not _acts(interventions, site, dummy_run)]
     if silent:
         raise RuntimeError(
             f"these taps do not act although they are bound: {silent}. The compiled code does not "
@@ -62,47 +60,36 @@ def check_sites(interventions: "Interventions", dummy_run: DummyRun) -> None:
         )
 
 
-def _silent(
-    interventions: "Interventions", probed: list[Site], dummy_run: DummyRun
-) -> list[Site]:
-    before = _run(interventions, probed, None, dummy_run)
+def _acts(interventions: "Interventions", site: Site, dummy_run: DummyRun) -> bool:
+    before = _run(interventions, site, None, dummy_run)
     if before is None:
         logger.warning_once(
             "This pipeline stage captures nothing and returns no hidden states from a dummy run: "
             "its steering taps are not checked at start-up."
         )
-        return []
-    size = before.float().square().mean(dim=1).sqrt().clamp(min=1.0)
+        return True
+    if interventions.captures_here and not torch.isfinite(before).all():
+        return False  # the poison is still there: nothing was captured
+    if site not in interventions.table:
+        return True
     # Signs, not a constant: a norm would remove a constant shift.
-    signs = torch.ones_like(before)
-    signs[:, ::2] = -1
-    vectors = (signs * size.unsqueeze(1).to(before.dtype)).contiguous()
-    after = _run(interventions, probed, vectors, dummy_run)
+    vector = torch.full_like(before, float(before.float().square().mean().sqrt().clamp(min=1.0)))
+    vector[::2] *= -1
+    after = _run(interventions, site, vector, dummy_run)
     assert after is not None
-    silent = []
-    for i, site in enumerate(probed):
-        old, new, vector = before[i].float(), after[i].float(), vectors[i].float()
-        if interventions.captures_here and not (torch.isfinite(old).all()):
-            silent.append(site)  # the poison is still there: nothing was captured
-        elif site in interventions.table:
-            moved = new - old
-            along = float(moved @ vector / (vector @ vector))
-            acts = along > 0.5 if interventions.captures_here else bool(moved.any())
-            if not acts:
-                silent.append(site)
-    return silent
+    moved = after.float() - before.float()
+    if not interventions.captures_here:
+        return bool(moved.any())  # seen through the layers above
+    return bool((moved - vector.float()).norm() <= 0.1 * vector.float().norm())
 
 
 def _run(
-    interventions: "Interventions",
-    probed: list[Site],
-    vectors: torch.Tensor | None,
-    dummy_run: DummyRun,
+    interventions: "Interventions", site: Site, vector: torch.Tensor | None, dummy_run: DummyRun
 ) -> torch.Tensor | None:
-    """One row a probed site, [len(probed), hidden]: token i is steered by vectors[i] there."""
-    with interventions.probing(probed, vectors):
-        hidden = dummy_run(len(probed))[0]
+    """[hidden], the row of one dummy token at `site`, or of the model's output."""
+    with interventions.probing(site, vector):
+        hidden = dummy_run(1)[0]
         if interventions.captures_here:
             assert interventions.arena is not None
-            return interventions.arena[: len(probed)].clone()
-        return hidden[: len(probed)].clone() if isinstance(hidden, torch.Tensor) else None
+            return interventions.arena[0].clone()
+        return hidden[0].clone() if isinstance(hidden, torch.Tensor) else None
