@@ -112,6 +112,7 @@ def git(tree: Path, *arguments: str, stdin: str | None = None) -> str:
     """Runs git in `tree`, deaf to the user's and the machine's settings."""
     environment = {k: v for k, v in os.environ.items() if not k.startswith("GIT_")}
     environment |= {"GIT_CONFIG_GLOBAL": os.devnull, "GIT_CONFIG_NOSYSTEM": "1"}
+    environment["GIT_OPTIONAL_LOCKS"] = "0"  # `status` is not to write
     for who in ("AUTHOR", "COMMITTER"):
         environment |= {f"GIT_{who}_NAME": "assemble", f"GIT_{who}_EMAIL": "assemble@localhost"}
         environment[f"GIT_{who}_DATE"] = "2000-01-01T00:00:00Z"

@@ -26,9 +26,10 @@ def check_patch(patch: udiff.Patch) -> list[str]:
             where = f"{diff.path}:{hunk.start}:"
             if hunk.context:
                 wrong.append(f"{where} context lines; write patches with `python -m tools export`")
-            if len(hunk.added) > MAX_HUNK:
+            lines = sum(bool(line.strip()) for line in hunk.added)
+            if lines > MAX_HUNK:
                 wrong.append(
-                    f"{where} {len(hunk.added)} lines, at most {MAX_HUNK}; move them to a module "
+                    f"{where} {lines} lines, at most {MAX_HUNK}; move them to a module "
                     f"of vllm/ and call it"
                 )
             if len(hunk.removed) > len(hunk.added):

@@ -78,7 +78,13 @@ def check_edits(tree: Path, edits: set[str], upstream: set[str], wired: set[str]
 
 def unified(tree: Path, files: list[str], wired: Set[str] = frozenset()) -> str:
     """The seams in `files`: upstream against the work tree, or the seams commit if `wired`."""
-    return "".join(
-        git(tree, *DIFF, "upstream", *(["seams"] if file in wired else []), "--", file)
-        for file in files
-    )
+    text = ""
+    for file in files:
+        end = ["seams"] if file in wired else []
+        diff = git(tree, *DIFF, "upstream", *end, "--", file)
+        if "\n\\ No newline" in diff:
+            raise BuildError(
+                f"{file} would end without a newline; put its seam before the last line"
+            )
+        text += diff
+    return text

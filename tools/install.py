@@ -19,7 +19,7 @@ from tools.pins import ROOT, BuildError, Pin, load_pin, read_toml
 
 VENV = ROOT / ".venv"
 PYTHON = VENV / "bin" / "python"
-HOST_FILES = ("upstream.toml", "pyproject.toml", "tools/backend.py", "tools/pins.py")
+DIST_INPUTS = ("upstream.toml", "pyproject.toml", "tools/backend.py", "tools/pins.py")
 
 
 def check_platform() -> None:
@@ -66,18 +66,20 @@ def install() -> None:
         stamp, wanted = VENV / "requirements.stamp", f"{pin.target} {digest(*files)}"
         if not stamp.exists() or stamp.read_text() != wanted:
             print(f"making {VENV} (a minute or two)", file=sys.stderr)
+            for old in (stamp, VENV / "vllm.stamp"):
+                old.unlink(missing_ok=True)
             run(sys.executable, "-m", "venv", "--clear", VENV)
             pip_flags = [flag for path in files for flag in ("-r", path)]
             run(PYTHON, "-m", "pip", "install", "-qq", *pip_flags)
             stamp.write_text(wanted)
-        stamp, wanted = VENV / "vllm.stamp", digest(*(ROOT / name for name in HOST_FILES))
+        run(PYTHON, "-m", "tools", "assemble")
+        stamp, wanted = VENV / "vllm.stamp", digest(*(ROOT / name for name in DIST_INPUTS))
         if not stamp.exists() or stamp.read_text() != wanted:
             stamp.unlink(missing_ok=True)
             flags = ["-qq", "--no-build-isolation", "--force-reinstall"]
             flags += ["--no-deps"] if pin.target == "cpu" else []
             run(PYTHON, "-m", "pip", "install", *flags, "-e", ROOT)
             stamp.write_text(wanted)
-        run(PYTHON, "-m", "tools", "assemble")
 
 
 if __name__ == "__main__":

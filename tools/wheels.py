@@ -61,7 +61,8 @@ def fetch(pin: Pin) -> Path:
 def download(pin: Pin, folder: Path) -> None:
     """pip is the transport, so that its index, mirror and certificate settings hold."""
     abi, platform = pin.tag.split("-")[1:]
-    command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", folder]
+    command = [sys.executable, "-m", "pip", "download", "-qq", "--no-deps"]
+    command += ["--dest", str(folder)]
     command += ["--only-binary=:all:", "--implementation", "cp", "--abi", abi]
     command += ["--platform", platform, f"{pin.project}=={pin.upstream_version}"]
     # Inside pip's build isolation PYTHONPATH hides the environment's own pip.
