@@ -1,0 +1,242 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One engine mode on a GPU: steering and capture against Hugging Face, and bit-identity in graphs.
+
+    python -m tests.gpu.mode --name full_and_piecewise --model DIR --engine '{"..." : ...}'
+
+Prints one JSON object a check. `tests/gpu/run.py` starts one process a mode. bfloat16 weights; the
+reference computes in float32 on the CPU from the same weights, so errors are the engine's own
+rounding. The unsteered read error is that noise, measured first; a steered one may be twice it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+
+from tests.conformance import reference as ref
+
+POINTS = ("pre_attn", "post_attn", "post_block")
+LLAMA = ref.Adapter(blocks="model.layers", branch="self_attn")
+LAYERS, HIDDEN, VOCAB = 8, 512, 2048
+GENERATED = 8
+NOISE_LIMIT = 0.03
+"""Most relative L2 error of a row that bfloat16 may cause; what was seen is printed."""
+LEAST_MOVE = 0.05
+
+
+def save_model(path: Path) -> None:
+    """A random Llama with activations of order one."""
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=VOCAB,
+        hidden_size=HIDDEN,
+        intermediate_size=1024,
+        num_hidden_layers=LAYERS,
+        num_attention_heads=8,
+        num_key_value_heads=4,
+        head_dim=64,
+        max_position_embeddings=2048,
+        tie_word_embeddings=False,
+        bos_token_id=None,
+        eos_token_id=None,
+    )
+    model = LlamaForCausalLM(config)
+    for parameter in model.parameters():
+        if parameter.dim() > 1:
+            torch.nn.init.normal_(parameter, std=parameter.shape[1] ** -0.5)
+        else:
+            torch.nn.init.uniform_(parameter, 0.5, 1.5)
+    torch.nn.init.normal_(model.model.embed_tokens.weight, std=1.0)
+    model.to(torch.bfloat16).save_pretrained(path)
+
+
+def prompts(count: int, seed: int = 1) -> list[list[int]]:
+    generator = torch.Generator().manual_seed(seed)
+    lengths = torch.randint(5, 90, (count,), generator=generator).tolist()
+    return [torch.randint(0, VOCAB, (n,), generator=generator).tolist() for n in lengths]
+
+
+def worst_row(got: torch.Tensor, want: torch.Tensor) -> float:
+    return float(((got.float() - want).norm(dim=-1) / want.norm(dim=-1)).nan_to_num(9e9).max())
+
+
+class Mode:
+    def __init__(self, model: Path, options: Mapping[str, Any]) -> None:
+        from vllm import LLM
+
+        settings: dict[str, Any] = {
+            "dtype": "bfloat16",
+            "skip_tokenizer_init": True,
+            "max_model_len": 256,
+            "max_num_seqs": 32,
+            "kv_cache_memory_bytes": 1 << 30,
+            "enable_steering": True,
+            "capture_consumers": ["inline"],
+            "disable_log_stats": True,
+            "seed": 0,
+        }
+        self.llm = LLM(model=str(model), **{**settings, **options})
+        self.hf = AutoModelForCausalLM.from_pretrained(
+            model, dtype=torch.float32, attn_implementation="eager"
+        ).eval()
+
+    def run(
+        self, tokens: Sequence[list[int]], steer: Sequence[Mapping[str, Any]], hooks: Any = None
+    ) -> list[tuple[list[int], dict[ref.Site, torch.Tensor]]]:
+        """(prompt and generated tokens but the last, captured rows) of each request of one batch."""
+        from vllm import SamplingParams
+
+        capture = {"inline": {"hooks": hooks or dict.fromkeys(POINTS, "all"), "positions": "all"}}
+        params = [
+            SamplingParams(
+                max_tokens=GENERATED,
+                temperature=0.0,
+                ignore_eos=True,
+                detokenize=False,
+                capture=capture,
+                **fields,
+            )
+            for fields in steer
+        ]
+        outputs = self.llm.generate(
+            [{"prompt_token_ids": t} for t in tokens], params, use_tqdm=False
+        )
+        results = []
+        for prompt, output in zip(tokens, outputs, strict=True):
+            ids = [*prompt, *output.outputs[0].token_ids][:-1]
+            result = output.capture_results["inline"]
+            if result.status != "ok":
+                raise AssertionError(f"capture: {result}")
+            for rows in result.payload.values():
+                if rows.positions.tolist() != list(range(len(ids))):
+                    raise AssertionError(f"positions {rows.positions}, expected 0-{len(ids) - 1}")
+            results.append((ids, {site: rows.values for site, rows in result.payload.items()}))
+        return results
+
+    def read(self) -> dict[str, Any]:
+        tokens = prompts(13)
+        worst = 0.0
+        for ids, rows in self.run(tokens, [{}] * 13):
+            want = ref.run(self.hf, LLAMA, ids).rows
+            worst = max(worst, *(worst_row(rows[site], want[site]) for site in want))
+        self.noise = worst
+        return {"error": worst, "limit": NOISE_LIMIT, "ok": worst <= NOISE_LIMIT}
+
+    def write(self) -> dict[str, Any]:
+        sites = [(point, layer) for point in POINTS for layer in (0, LAYERS // 2, LAYERS - 1)]
+        tokens = prompts(len(sites), seed=2)
+        generator = torch.Generator().manual_seed(3)
+        vectors = []
+        for (point, layer), ids in zip(sites, tokens, strict=True):
+            stream = ref.run(self.hf, LLAMA, ids).rows[(point, layer)]
+            vector = torch.randn(HIDDEN, generator=generator)
+            vectors.append(vector * stream.norm(dim=-1).mean() / vector.norm())
+        steer = [
+            {"steering_vectors": {p: {n: v}}}
+            for (p, n), v in zip(sites, vectors, strict=True)
+        ]
+        worst, least_move = 0.0, 9e9
+        last = ("post_block", LAYERS - 1)
+        for site, vector, (ids, rows) in zip(sites, vectors, self.run(tokens, steer), strict=True):
+            every = torch.ones(len(ids), dtype=torch.bool)
+            want = ref.write(self.hf, LLAMA, ids, site, vector, every).rows
+            plain = ref.run(self.hf, LLAMA, ids).rows[last]
+            worst = max(worst, *(worst_row(rows[s], want[s]) for s in want))
+            least_move = min(least_move, float((want[last] - plain).norm() / plain.norm()))
+        limit = max(2 * self.noise, 0.01)
+        ok = worst <= limit and least_move >= LEAST_MOVE
+        return {"error": worst, "limit": limit, "least_move": least_move, "ok": ok}
+
+    def bystanders(self, plain: int, steered: int) -> dict[str, Any]:
+        """Plain rows are bit-identical whether or not their neighbours are steered."""
+        tokens = prompts(plain + steered, seed=plain)
+        vector = torch.randn(HIDDEN, generator=torch.Generator().manual_seed(4)) * 2
+        everywhere = {"steering_vectors": {point: {"all": vector} for point in POINTS}}
+        before = self.run(tokens, [{}] * (plain + steered))
+        after = self.run(tokens, [{}] * plain + [everywhere] * steered)
+        same = all(
+            b[0] == a[0] and all(torch.equal(b[1][site], a[1][site]) for site in b[1])
+            for b, a in zip(before[:plain], after[:plain], strict=True)
+        )
+        prompt = len(tokens[-1])
+        last = ("post_block", LAYERS - 1)
+        moved = worst_row(after[-1][1][last][:prompt], before[-1][1][last][:prompt].float())
+        return {"identical": same, "steered_moved": moved, "ok": same and moved > 0.05}
+
+    def zero_sum(self) -> dict[str, Any]:
+        """A vector plus its negative is bit-identical to nothing."""
+        tokens = prompts(8, seed=5)
+        vector = torch.randn(HIDDEN, generator=torch.Generator().manual_seed(6))
+        minus = {p: {"all": -vector} for p in POINTS}
+        null = {
+            "steering_vectors": {p: {"all": vector} for p in POINTS},
+            "prefill_steering_vectors": minus,
+            "decode_steering_vectors": minus,
+        }
+        before, after = self.run(tokens, [{}] * 8), self.run(tokens, [null] * 8)
+        same = all(
+            b[0] == a[0] and all(torch.equal(b[1][s], a[1][s]) for s in b[1])
+            for b, a in zip(before, after, strict=True)
+        )
+        return {"identical": same, "ok": same}
+
+
+def count_graphs(llm: Any) -> Counter[str] | None:
+    """Counts V2's graph replays by kind from here on; None where the runner is not in reach."""
+    executor = getattr(llm.llm_engine, "model_executor", None)
+    worker = getattr(executor, "driver_worker", None)
+    manager = getattr(worker and worker.worker.model_runner, "cudagraph_manager", None)
+    if manager is None:
+        return None
+    counts: Counter[str] = Counter()
+
+    def counted(name: str) -> Any:
+        method = getattr(manager, name)
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            counts[name] += 1
+            return method(*args, **kwargs)
+
+        return call
+
+    for name in ("run_fullgraph", "run_pw_graph"):
+        setattr(manager, name, counted(name))
+    return counts
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--name", required=True)
+    parser.add_argument("--model", type=Path, required=True)
+    parser.add_argument("--engine", type=json.loads, default={})
+    args = parser.parse_args()
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    mode = Mode(args.model, args.engine)
+    counts = count_graphs(mode.llm)
+    checks = {
+        "read": mode.read,
+        "write": mode.write,
+        "bystanders 13 of 16": lambda: mode.bystanders(13, 3),
+        "bystanders 5 of 9": lambda: mode.bystanders(5, 4),
+        "zero sum": mode.zero_sum,
+    }
+    for name, check in checks.items():
+        try:
+            result = check()
+        except Exception as error:
+            result = {"ok": False, "exception": f"{type(error).__name__}: {error}"}
+        print(json.dumps({"mode": args.name, "check": name, **result}), flush=True)
+    if counts is not None:
+        print(json.dumps({"mode": args.name, "check": "graph replays", **counts, "ok": True}))
+
+
+if __name__ == "__main__":
+    main()

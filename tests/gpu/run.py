@@ -1,0 +1,104 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Steering and capture in every graph mode of a GPU host: a table, exit status 1 on any failure.
+
+    python -m tests.gpu.run [--tp 2] [--only NAME ...] [--jobs 3]
+
+Needs the fork on sys.path (CONTRIBUTING.md, "On a GPU host"). One process a mode, `--jobs` at a
+time: correctness does not mind sharing the GPU. The engine is in-process but for tensor parallelism.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from tests.gpu.mode import save_model
+
+MODES: dict[str, dict[str, Any]] = {
+    "full_and_piecewise": {},
+    "piecewise": {"compilation_config": {"cudagraph_mode": "PIECEWISE"}},
+    "full_decode_only": {"compilation_config": {"cudagraph_mode": "FULL_DECODE_ONLY"}},
+    "eager": {"enforce_eager": True},
+    "sync_chunked": {
+        "async_scheduling": False,
+        "max_num_batched_tokens": 64,
+        "capture_buffer_bytes": 8 * 3 * 512 * 2 * 40,
+    },
+    "ngram": {
+        "speculative_config": {
+            "method": "ngram",
+            "num_speculative_tokens": 3,
+            "prompt_lookup_max": 3,
+            "prompt_lookup_min": 1,
+        }
+    },
+    "v1": {},
+}
+
+
+def run_mode(name: str, options: dict[str, Any], model: Path, timeout: float) -> list[Any]:
+    env = {
+        **os.environ,
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        "VLLM_USE_FLASHINFER_SAMPLER": "0",
+        "VLLM_USE_V2_MODEL_RUNNER": str(int(name != "v1")),
+        "VLLM_LOGGING_LEVEL": "ERROR",
+    }
+    command = [sys.executable, "-m", "tests.gpu.mode", "--name", name, "--model", str(model)]
+    started = time.monotonic()
+    try:
+        done = subprocess.run(
+            [*command, "--engine", json.dumps(options)],
+            env=env,
+            capture_output=True,
+            text=True,
+            timeout=timeout,
+        )
+        output, errors = done.stdout, done.stderr
+    except subprocess.TimeoutExpired as late:
+        output = late.stdout.decode() if isinstance(late.stdout, bytes) else ""
+        errors = f"stopped after {timeout} s"
+    rows = [json.loads(line) for line in output.splitlines() if line.startswith('{"mode"')]
+    if not any(row["check"] == "zero sum" for row in rows):
+        rows.append({"mode": name, "check": "start", "ok": False, "log": errors[-3000:]})
+    rows.append({"mode": name, "check": "seconds", "value": time.monotonic() - started, "ok": True})
+    return rows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--tp", type=int, default=1)
+    parser.add_argument("--only", nargs="*", default=list(MODES))
+    parser.add_argument("--jobs", type=int, default=3)
+    parser.add_argument("--timeout", type=float, default=400)
+    args = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        model = Path(folder) / "model"
+        save_model(model)
+        with ThreadPoolExecutor(args.jobs) as pool:
+            futures = []
+            for name in args.only:
+                options = {**MODES[name], "tensor_parallel_size": args.tp}
+                futures.append(pool.submit(run_mode, name, options, model, args.timeout))
+            rows = [row for future in futures for row in future.result()]
+    for row in rows:
+        values = {k: v for k, v in row.items() if k not in ("mode", "check", "ok", "log")}
+        shown = ", ".join(
+            f"{k}={v:.4g}" if isinstance(v, float) else f"{k}={v}" for k, v in values.items()
+        )
+        print(f"{'ok  ' if row['ok'] else 'FAIL'} {row['mode']:20} {row['check']:22} {shown}")
+        if row.get("log"):
+            print(row["log"])
+    sys.exit(0 if all(row["ok"] for row in rows) else 1)
+
+
+if __name__ == "__main__":
+    main()
