@@ -18,13 +18,16 @@ How a class is wired and why one can believe it:
    the mixer and the MLP as hook-contract.md says, and that nothing computed from the stream before
    a tap is used after it. A statement it cannot interpret is an error, not a guess.
 
-Classes and instances. A wired class gets a class attribute `taps = UnboundTaps(...)` *in the body
-of the class that defines `forward`*. A subclass with a `forward` of its own (draft models do this:
-`llama_eagle` and others) would inherit the attribute without having a wired `forward`. So whoever
-binds taps must find the class in the MRO that defines `forward` and require `"taps" in vars(cls)`:
+Classes and instances. A wired class gets a class attribute `taps = UnboundTaps(...)` in the body of
+the class that defines `forward`. A subclass with a `forward` of its own (draft models do this, for
+instance qwen3_eagle3) inherits the attribute without having a wired `forward`. Whoever binds taps
+must find the class in the MRO that defines `forward` and require `"taps" in vars(cls)`:
 
     owner = next(c for c in type(layer).__mro__ if "forward" in vars(c))
     wired = "taps" in vars(owner)
 
-`census.py` checks that no class in the tree has one without the other being intended.
+`census.overridden(tree)` lists the classes for which this matters.
+
+What a row assumes (`Row.assume`) must be refused by the engine where it does not hold; today that
+is sequence-parallel MoE, which is refused at start-up for every model.
 """

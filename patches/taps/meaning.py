@@ -5,7 +5,7 @@ import ast
 
 from patches.taps.errors import REMEDY_PROOF, TapsError
 from patches.taps.norms import two_argument_norms
-from patches.taps.rows import DEFERRED, Idiom, NormCall, Row
+from patches.taps.rows import DEFERRED, Allow, Idiom, NormCall, Row
 from patches.taps.source import Source
 from patches.taps.values import (
     STALE,
@@ -20,6 +20,9 @@ from patches.taps.values import (
     same,
 )
 
+# A sum that no tap has seen may be computed with; the stream itself may be gone at a tap.
+UNTAPPED = frozenset({Allow.POST_NORM, Allow.TAIL, Allow.UNTAPPED_SUM})
+REPLACES_STREAM = frozenset({Allow.NORMED_SKIP, Allow.POST_NORM, Allow.TAIL})
 BRANCHES = frozenset({"mixer", "mlp"})
 BUFFERS = frozenset({"torch.empty_like", "torch.zeros_like"})
 NO_READ = frozenset({"isinstance", "len", "get_tensor_model_parallel_world_size"})
@@ -68,9 +71,10 @@ class Meaning:
         src, whole = set[int](), True
         stages, calls = {stage} & BRANCHES, {call} - {""}
         for tensor in tensors:
-            if same(tensor.terms, state.stream):
+            extra = minus(tensor.terms, state.stream)
+            if extra is not None and (not extra or self.row.allow & UNTAPPED):
                 src.add(state.version)
-                continue
+                tensor = Tensor(extra)
             for atom in tensor.terms:
                 part = not atom.computed or atom in state.stream
                 src |= {state.version} if part else atom.src
@@ -163,10 +167,10 @@ class Meaning:
                 )
             if atom.buffer:
                 raise self.wrong(node, "a branch, not an unfilled buffer", atom.what)
-            if not atom.calls & norms:
+            if not atom.calls & norms and Allow.POST_NORM not in self.row.allow:
                 raise self.wrong(node, f"a branch with a norm of {sorted(norms)}", atom.what)
             seen |= atom.stages
-        if not seen and stages == ("mlp",) and self.row.mlp_optional:
+        if not seen and stages == ("mlp",) and Allow.NO_MLP in self.row.allow:
             return
         if seen != set(stages):
             raise self.wrong(
@@ -174,11 +178,11 @@ class Meaning:
             )
 
     def added(self, node: ast.AST, terms: tuple[Atom, ...], state: State, *stages: str) -> None:
-        """`terms` is the stream plus a branch (or a branch alone, if the skip may be normed)."""
+        """`terms` is the stream plus a branch, or what the row allows in its place."""
         rest = minus(terms, state.stream)
-        if rest is None and self.row.normed_skip and len(terms) > 1:
+        if rest is None and self.row.allow & REPLACES_STREAM:
             rest = terms
-        if rest is None or not rest:
+        if not rest:
             raise self.wrong(node, "stream + branch at this tap", Tensor(terms).text())
         self.branch(node, rest, state, *stages)
 

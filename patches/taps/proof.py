@@ -58,25 +58,53 @@ def _starts(row: Row, forward: ast.FunctionDef) -> list[State]:
     ]
 
 
+class _Unbound(Exception):
+    """A local variable that this path has not assigned: forward() itself would raise here."""
+
+
 class _Run:
     def __init__(self, row: Row, source: Source) -> None:
         self.row = row
+        self.source = source
         self.meaning = Meaning(row, source)
         self.done: list[State] = []
+        self.locals: set[str] = set()
+        self.given = {name: self.definition(name, text) for name, text in row.given}
 
     def finish(self, forward: ast.FunctionDef, start: State) -> list[State]:
         """All paths of one call, each ended by a return."""
         self.done = []
+        names = (n for n in ast.walk(forward) if isinstance(n, ast.Name))
+        self.locals = {n.id for n in names if isinstance(n.ctx, ast.Store)}
         for state in self.block(forward.body, [start]):
             raise self.meaning.wrong(forward, "a return on every path", str(state.decided))
         return self.done
 
     def block(self, stmts: list[ast.stmt], states: list[State]) -> list[State]:
         for stmt in stmts:
-            states = [after for state in states for after in self.stmt(stmt, state)]
+            states = [after for state in states for after in self.step(stmt, state)]
             if len(states) + len(self.done) > MAX_PATHS:
                 raise self.meaning.wrong(stmt, f"at most {MAX_PATHS} paths", "more")
         return states
+
+    def definition(self, name: str, text: str) -> ast.expr:
+        """A definition the row relies on, after checking that `__init__` has it, and no other."""
+        init = method(self.source.cls(self.row.cls), "__init__")
+        found = [
+            _text(n.value).replace("config.", "self.config.")
+            for n in ast.walk(init or ast.Pass())
+            if isinstance(n, ast.Assign) and _text(n.targets[0]) == name
+        ]
+        if found != [text]:
+            raise self.meaning.wrong(ast.Pass(), f"{name} = {text} in __init__", f"{found}")
+        return ast.parse(text, mode="eval").body
+
+    def step(self, stmt: ast.stmt, state: State) -> list[State]:
+        """The states after a statement: none where it returns or raises."""
+        try:
+            return self.stmt(stmt, state)
+        except _Unbound:
+            return []
 
     def stmt(self, stmt: ast.stmt, state: State) -> list[State]:
         match stmt:
@@ -156,6 +184,8 @@ class _Run:
                 if isinstance(local, Plain) and local.known is not None:
                     return local.known
         text = _text(test)
+        if text in self.given:
+            return self.truth(self.given[text], state)
         negated = text.replace(" is not ", " is ") if " is not " in text else ""
         if negated in state.decided:
             return not state.decided[negated]
@@ -195,6 +225,8 @@ class _Run:
         match node:
             case ast.Name(id=name):
                 value = state.env.get(name, Plain())
+                if name in self.locals and name not in state.env:
+                    raise _Unbound(name)
                 self.meaning.readable(node, name, value, state)
                 return value
             case ast.Constant(value=None):

@@ -42,6 +42,16 @@ class Second(Enum):
     STALE = "return h, residual, where residual is old and no reader uses it"
 
 
+class Allow(Enum):
+    """What a class does beyond its idiom that leaves the points' meaning as it is."""
+
+    NO_MLP = "some configuration has no MLP"
+    NORMED_SKIP = "some configuration lets the skip carry the normed value"
+    POST_NORM = "some configuration norms the sums instead of the branches"
+    TAIL = "the block ends with operations on the whole stream; post_block is what they leave"
+    UNTAPPED_SUM = "some configuration sums in the middle too, where the class has no point"
+
+
 @dataclass(frozen=True)
 class Row:
     """One decoder class.
@@ -50,11 +60,12 @@ class Row:
     is the one of `if residual is None`, the others are the ones that take the deferred sum before
     the MLP. `branch_norms`: norms applied to a branch's output. `mixers`, `mlps`: the callables of
     the two branches, as written after `self.`. `functions`: what else a branch passes through
-    (reductions over ranks, say): all must occur, and nothing undeclared may. `stream`, `residual`, `skip`: names of variables in
-    forward(). `assume`: tests (source text) whose value the wiring relies on; the engine must
-    refuse a model for which one differs. `normed_skip`: the skip may carry the normed value
-    (Bloom, ChatGLM variants). `mlp_optional`: some configuration has no MLP at all. `parent`:
-    "file:Class", for INHERITED. `reason`: for EXCLUDED and PENDING.
+    (reductions over ranks, say): all must occur, and nothing undeclared may.
+    `stream`, `residual`, `skip`: names of variables in forward(). `assume`: tests (source text)
+    whose value the wiring relies on; the engine must refuse a model for which one differs.
+    `given`: (attribute, definition in `__init__`) that tests depend on, with `self.config` for
+    `config`. `allow`: see Allow. `parent`: "file:Class", for INHERITED. `reason`: for
+    EXCLUDED and PENDING.
     """
 
     file: str
@@ -71,8 +82,8 @@ class Row:
     norm_call: NormCall = NormCall.ADDS
     second: Second = Second.ABSENT
     assume: tuple[tuple[str, bool], ...] = ()
-    normed_skip: bool = False
-    mlp_optional: bool = False
+    given: tuple[tuple[str, str], ...] = ()
+    allow: frozenset[Allow] = frozenset()
     parent: str = ""
     reason: str = ""
 

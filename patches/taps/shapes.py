@@ -27,18 +27,20 @@ def body(forward: cst.FunctionDef) -> list[cst.BaseStatement]:
     return list(forward.body.body)
 
 
-def statements(nodes: list[cst.BaseStatement]) -> Iterator[cst.BaseStatement]:
-    """All statements, those inside `if` blocks too, in source order."""
+def blocks(nodes: list[cst.BaseStatement]) -> Iterator[list[cst.BaseStatement]]:
+    """This block of statements and those of the `if` statements in it, outer first."""
+    yield nodes
     for node in nodes:
-        yield node
-        while isinstance(node, cst.If):
-            yield from statements(_block(node.body))
-            orelse = node.orelse
-            if isinstance(orelse, cst.Else):
-                yield from statements(_block(orelse.body))
-            if not isinstance(orelse, cst.If):
-                break
-            node = orelse
+        suite: cst.If | cst.Else | None = node if isinstance(node, cst.If) else None
+        while suite is not None:
+            yield from blocks(_block(suite.body))
+            suite = suite.orelse if isinstance(suite, cst.If) else None
+
+
+def statements(nodes: list[cst.BaseStatement]) -> Iterator[cst.BaseStatement]:
+    """All statements, those inside `if` blocks too."""
+    for block in blocks(nodes):
+        yield from block
 
 
 def _block(suite: cst.BaseSuite) -> list[cst.BaseStatement]:

@@ -123,6 +123,16 @@ SINGLE_MIXER: tuple[Row, ...] = tuple(
         (NEMOTRON_H, "NemotronHAttentionDecoderLayer"),
     )
 )
+SINGLE_MIXER += (
+    Row(
+        M + "cosmos3_edge.py",
+        "Cosmos3EdgeAttentionDecoderLayer",
+        Idiom.FUSED_SINGLE,
+        norms=("norm",),
+        mixers=("mixer.forward_with_positions",),
+        mlps=(),
+    ),
+)
 
 _GEMMA_NORMS = ("input_layernorm", "pre_feedforward_layernorm")
 _GEMMA_BRANCH_NORMS = ("post_attention_layernorm", "post_feedforward_layernorm")

@@ -2,14 +2,23 @@
 """The classes with written-out sums: unfused, sandwich-unfused, parallel."""
 
 from patches.taps.rows import MODELS as M
-from patches.taps.rows import Idiom, NormCall, Row, Second
+from patches.taps.rows import Allow, Idiom, NormCall, Row, Second
 
 U = Idiom.UNFUSED
+NORMED_SKIP = frozenset({Allow.NORMED_SKIP})
 HYBRID = M + "granitemoehybrid.py"
 
 UNFUSED: tuple[Row, ...] = (
-    Row(M + "bloom.py", "BloomBlock", U, mixers=("self_attention",), normed_skip=True),
-    Row(M + "chatglm.py", "GLMBlock", U, mixers=("self_attention",), normed_skip=True),
+    Row(M + "bloom.py", "BloomBlock", U, mixers=("self_attention",), allow=NORMED_SKIP),
+    Row(M + "chatglm.py", "GLMBlock", U, mixers=("self_attention",), allow=NORMED_SKIP),
+    Row(
+        M + "falcon_h1.py",
+        "FalconH1ParallelHybrid",
+        U,
+        norms=("input_layernorm", "pre_ff_layernorm"),
+        mixers=("self_attn", "mamba"),
+        mlps=("feed_forward",),
+    ),
     Row(M + "gpt2.py", "GPT2Block", U, norms=("ln_1", "ln_2"), mixers=("attn",)),
     Row(M + "granite.py", "GraniteDecoderLayer", U),
     Row(M + "granitemoe.py", "GraniteMoeDecoderLayer", U, mlps=("block_sparse_moe",)),
@@ -21,7 +30,7 @@ UNFUSED: tuple[Row, ...] = (
             mixers=(mixer,),
             mlps=("block_sparse_moe", "shared_mlp"),
             second=Second.STALE,
-            mlp_optional=True,
+            allow=frozenset({Allow.NO_MLP}),
         )
         for cls, mixer in (
             ("GraniteMoeHybridMambaDecoderLayer", "mamba"),
@@ -35,6 +44,21 @@ UNFUSED: tuple[Row, ...] = (
         mlps=("block_sparse_moe", "shared_mlp"),
     ),
     Row(M + "minicpm.py", "MiniCPMDecoderLayer", U, second=Second.NONE),
+    Row(
+        M + "olmo_hybrid.py",
+        "OlmoHybridDecoderLayer",
+        U,
+        branch_norms=("post_feedforward_layernorm",),
+        mixers=("self_attn", "linear_attn"),
+    ),
+    Row(
+        M + "opt.py",
+        "OPTDecoderLayer",
+        U,
+        norms=("self_attn_layer_norm", "final_layer_norm"),
+        mlps=("fc1", "activation_fn", "fc2"),
+        allow=frozenset({Allow.POST_NORM}),
+    ),
     Row(M + "orion.py", "OrionDecoderLayer", U),
     Row(
         M + "phimoe.py",
@@ -55,6 +79,23 @@ SANDWICH_UNFUSED: tuple[Row, ...] = (
         norms=(),
         branch_norms=("post_attention_layernorm", "post_feedforward_layernorm"),
         second=Second.STALE,
+    ),
+    Row(
+        M + "gemma4.py",
+        "Gemma4DecoderLayer",
+        Idiom.SANDWICH_UNFUSED,
+        norms=("input_layernorm", "pre_feedforward_layernorm", "pre_feedforward_layernorm_2"),
+        branch_norms=(
+            "post_attention_layernorm",
+            "post_feedforward_layernorm",
+            "post_feedforward_layernorm_1",
+            "post_feedforward_layernorm_2",
+            "post_per_layer_input_norm",
+        ),
+        mlps=("mlp", "router", "experts", "per_layer_input_gate", "per_layer_projection"),
+        functions=("torch.nn.functional.gelu",),
+        second=Second.NONE,
+        allow=frozenset({Allow.TAIL}),
     ),
     Row(
         M + "hyperclovax.py",
@@ -111,6 +152,22 @@ PARALLEL: tuple[Row, ...] = (
             ("cohere2_moe.py", "Cohere2MoeDecoderLayer"),
             ("cohere_compass.py", "CohereCompassDecoderLayer"),
         )
+    ),
+    Row(
+        # Models with a sequential block use this class too; they lack its post_attn.
+        M + "falcon.py",
+        "FalconDecoderLayer",
+        Idiom.PARALLEL,
+        norms=("ln_attn", "ln_mlp", "input_layernorm", "post_attention_layernorm"),
+        mixers=("self_attention",),
+        functions=("tensor_model_parallel_all_reduce",),
+        given=(
+            (
+                "self.reduce_row_parallel_results",
+                "not (self.config.new_decoder_architecture or self.config.parallel_attn)",
+            ),
+        ),
+        allow=frozenset({Allow.UNTAPPED_SUM}),
     ),
     Row(M + "gpt_j.py", "GPTJBlock", Idiom.PARALLEL, norms=("ln_1",), mixers=("attn",)),
     Row(

@@ -15,7 +15,7 @@ import libcst as cst
 
 from patches.taps.edit import Edits
 from patches.taps.rows import Idiom, Row, Second
-from patches.taps.shapes import assigned, body, code, fail, last_return, only, summands
+from patches.taps.shapes import assigned, blocks, body, code, fail, last_return, only, summands
 
 
 def locate(row: Row, forward: cst.FunctionDef) -> Edits:
@@ -23,22 +23,30 @@ def locate(row: Row, forward: cst.FunctionDef) -> Edits:
     edits = Edits()
     stmts = body(forward)
     wanted = 1 if row.idiom is Idiom.PARALLEL else 2
-    sums = [(s, t) for s in stmts if (t := _sum_target(row, s)) is not None]
-    if len(sums) != wanted:
+    sums = [[(s, t) for s in block if (t := _sum_target(row, s))] for block in blocks(stmts)]
+    sums = [found for found in sums if found]
+    if not sums or any(len(found) != wanted for found in sums):
         raise fail(
             row,
-            f"{wanted} top-level sums with `{row.skip}`",
-            f"{len(sums)}: {[code(s) for s, _ in sums]}",
+            f"{wanted} sums with `{row.skip}`, all in one block of statements",
+            f"{[[code(s) for s, _ in found] for found in sums]}",
         )
-    first = stmts[0]
-    edits.before.append((first, f"{row.stream} = self.taps.pre_attn({row.stream})"))
+    edits.before.append((_first(stmts), f"{row.stream} = self.taps.pre_attn({row.stream})"))
     if row.idiom is not Idiom.PARALLEL:
-        stmt, name = sums[0]
-        edits.after.append((stmt, f"{name} = self.taps.post_attn({name})"))
+        for found in sums:
+            stmt, name = found[0]
+            edits.after.append((stmt, f"{name} = self.taps.post_attn({name})"))
     last, ret = last_return(row, forward)
     name = _returned(row, ret)
     edits.before.append((last, f"{name} = self.taps.post_block({name})"))
     return edits
+
+
+def _first(stmts: list[cst.BaseStatement]) -> cst.BaseStatement:
+    """The first statement that is not the docstring."""
+    small = only(stmts[0])
+    is_text = isinstance(small, cst.Expr) and isinstance(small.value, cst.SimpleString)
+    return stmts[1] if is_text else stmts[0]
 
 
 def _sum_target(row: Row, stmt: cst.BaseStatement) -> str | None:

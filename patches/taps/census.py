@@ -1,0 +1,111 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Does the table know every decoder-like class of the tree?
+
+    for finding in check(tree): ...      # empty when the two agree
+
+A class counts when its name looks like a block (`NAMED`), or when a model builds its layers from
+it (`make_layers(..., lambda prefix: Cls(...))`). A class that is new upstream must be wired or
+declared in the table; until then it is refused at run time, and this says so at a rebase.
+"""
+
+import ast
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+from patches.taps.rows import FAMILIES, MODELS, WIRED, Idiom, Row
+from patches.taps.source import Source, bases, method, read, resolve
+from patches.taps.table import ROWS
+
+NAMED = re.compile(r"(Layers?|Block)$|DecoderLayer|ParallelHybrid$")
+
+
+@dataclass(frozen=True)
+class Finding:
+    """A class on which the table and the tree disagree."""
+
+    key: str
+    problem: str
+
+
+def check(tree_root: Path, rows: Iterable[Row] = ROWS) -> list[Finding]:
+    """Classes missing from the table, and rows without a class; empty when all is well."""
+    rows = tuple(rows)
+    known = {row.key for row in rows}
+    found = decoder_like(tree_root)
+    missing = [
+        Finding(key, "in the tree, not in patches/taps/table*.py: wire it, or declare it there")
+        for key in sorted(found - known)
+    ]
+    gone = [
+        Finding(row.key, "in the table, not in the tree: remove or correct its row")
+        for row in rows
+        if not _exists(tree_root, row)
+    ]
+    return missing + gone
+
+
+def decoder_like(tree_root: Path) -> set[str]:
+    """`file:Class` of every class that looks like a block, in both model trees."""
+    found: set[str] = set()
+    for folder in (MODELS, FAMILIES):
+        for path in sorted((tree_root / folder).rglob("*.py")):
+            source = read(tree_root, str(path.relative_to(tree_root)))
+            for node in source.tree.body:
+                if isinstance(node, ast.ClassDef) and NAMED.search(node.name):
+                    found.add(f"{source.file}:{node.name}")
+            found |= _built_by_make_layers(source)
+    return found
+
+
+def overridden(tree_root: Path, rows: Iterable[Row] = ROWS) -> list[str]:
+    """Subclasses of wired classes with a forward() of their own and no row that wires them.
+
+    They inherit the attribute `taps` and must not be bound: the binder has to look at the class
+    that defines forward() (see the package's docstring). Mostly draft models.
+    """
+    rows = tuple(rows)
+    carry = WIRED | {Idiom.INHERITED}
+    have = {_qualified(r.key) for r in rows if r.idiom in carry}
+    found = []
+    for folder in (MODELS, FAMILIES):
+        for path in sorted((tree_root / folder).rglob("*.py")):
+            source = read(tree_root, str(path.relative_to(tree_root)))
+            for node in source.tree.body:
+                if not isinstance(node, ast.ClassDef):
+                    continue
+                key = f"{source.file}:{node.name}"
+                inherits = any(base in have for base in bases(source, node))
+                if inherits and method(node, "forward") and _qualified(key) not in have:
+                    found.append(key)
+    return found
+
+
+def _qualified(key: str) -> str:
+    file, _, cls = key.partition(":")
+    return f"{file.removesuffix('.py').replace('/', '.')}.{cls}"
+
+
+def _built_by_make_layers(source: Source) -> set[str]:
+    """Classes called inside the arguments of make_layers()."""
+    found: set[str] = set()
+    for call in ast.walk(source.tree):
+        if not isinstance(call, ast.Call) or ast.unparse(call.func) != "make_layers":
+            continue
+        for node in ast.walk(call):
+            if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Name):
+                continue
+            qualified = resolve(source, node.func.id)
+            module, _, cls = qualified.rpartition(".")
+            file = module.replace(".", "/") + ".py"
+            if cls[:1].isupper() and (source.root / file).is_file():
+                found.add(f"{file}:{cls}")
+    return found
+
+
+def _exists(tree_root: Path, row: Row) -> bool:
+    if not (tree_root / row.file).is_file():
+        return False
+    tree = read(tree_root, row.file).tree
+    return any(isinstance(n, ast.ClassDef) and n.name == row.cls for n in tree.body)

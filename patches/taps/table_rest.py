@@ -1,0 +1,79 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The classes that need no edit (they inherit a wired forward()), and those not wired yet."""
+
+from patches.taps.rows import FAMILIES as F
+from patches.taps.rows import MODELS as M
+from patches.taps.rows import Idiom, Row
+
+INHERITED: tuple[Row, ...] = tuple(
+    Row(M + file, cls, Idiom.INHERITED, parent=M + parent)
+    for file, cls, parent in (
+        ("aria.py", "AriaTextDecoderLayer", "llama.py:LlamaDecoderLayer"),
+        ("minicpm3.py", "MiniCPM3DecoderLayer", "minicpm.py:MiniCPMDecoderLayer"),
+        (
+            "openai_privacy_filter.py",
+            "OpenAIPrivacyFilterDecoderLayer",
+            "gpt_oss.py:TransformerBlock",
+        ),
+        ("qwen3_5.py", "Qwen3_5DecoderLayer", "qwen3_next.py:Qwen3NextDecoderLayer"),
+        ("qwen3_vl.py", "Qwen3VLDecoderLayer", "qwen3.py:Qwen3DecoderLayer"),
+        ("qwen3_vl_moe.py", "Qwen3VLMoeDecoderLayer", "qwen3_moe.py:Qwen3MoeDecoderLayer"),
+    )
+)
+
+_FP16 = "scales the whole stream in fp16: needs a refusal of that dtype at run time"
+_MULTI = "several streams (hyper-connections): needs a contract of its own"
+_PARTIAL = "hands on a tensor-parallel partial sum: h + r is not the stream there"
+_LOOPED = "one layer object runs several times per token: a layer number names several values"
+_SHARED = "block spread over several classes: needs taps in the outer class only"
+
+PENDING: tuple[Row, ...] = tuple(
+    Row(file, cls, Idiom.PENDING, reason=reason)
+    for file, cls, reason in (
+        (M + "AXK1.py", "AXK1DecoderLayer", _FP16),
+        (M + "dbrx.py", "DbrxBlock", _SHARED),
+        (M + "deepseek_v2.py", "DeepseekV2DecoderLayer", _FP16),
+        (
+            M + "embedding_gemma2.py",
+            "EmbeddingGemma2DecoderLayer",
+            "pooling model, nested sums in one expression",
+        ),
+        (M + "gemma3n.py", "Gemma3nDecoderLayer", "four streams (AltUp): own contract"),
+        (M + "hrm_text.py", "HrmTextDecoderLayer", _LOOPED),
+        (M + "iquest_loopcoder.py", "LoopCoderDecoderLayer", _LOOPED),
+        (
+            M + "longcat_flash.py",
+            "FlashDecoderLayer",
+            "two attentions and two MLPs in a block: post_attn is ambiguous",
+        ),
+        (
+            M + "nemotron_nas.py",
+            "DeciLMDecoderLayer",
+            "blocks without attention or MLP: the points differ between layers",
+        ),
+        (M + "openpangu.py", "OpenPanguDecoderLayer", _FP16),
+        (M + "zamba2.py", "Zamba2AttentionDecoderLayer", _SHARED),
+        (M + "zamba2.py", "Zamba2HybridLayer", _SHARED),
+        (M + "zamba2.py", "Zamba2MambaDecoderLayer", _SHARED),
+        (F + "deepseek_v32/amd/model.py", "DeepseekV32DecoderLayer", _PARTIAL),
+        (F + "deepseek_v32/nvidia/model.py", "DeepseekV32DecoderLayer", _PARTIAL),
+        (F + "deepseek_v4/amd/model.py", "DeepseekV4DecoderLayer", _MULTI),
+        (F + "deepseek_v4/cpu/model.py", "DeepseekV4DecoderLayer", _MULTI),
+        (F + "deepseek_v4/nvidia/model.py", "DeepseekV4DecoderLayer", _MULTI),
+        (F + "deepseek_v4/xpu/model.py", "DeepseekV4DecoderLayer", _MULTI),
+        (F + "deepseek_v41/amd/model.py", "DeepseekV4DecoderLayer", _MULTI),
+        (F + "deepseek_v41/nvidia/model.py", "DeepseekV4DecoderLayer", _MULTI),
+        (F + "dots3_note/nvidia/model.py", "Dots3NoteDecoderLayer", _PARTIAL),
+        (F + "glm5next/common/model.py", "Glm5NextDecoderLayer", "not read closely yet"),
+        (F + "hy_v4/amd/model.py", "HYV4DecoderLayer", _MULTI),
+        (F + "hy_v4/nvidia/model.py", "HYV4DecoderLayer", _MULTI),
+        (F + "inkling/amd/model.py", "InklingDecoderLayer", "fused function for sum and norm"),
+        (F + "inkling/nvidia/model.py", "InklingDecoderLayer", _PARTIAL),
+        (F + "kimi_k3/amd/linear.py", "KimiDecoderLayer", "several returns and stream forms"),
+        (F + "kimi_k3/nvidia/model.py", "KimiDecoderLayer", "several returns and stream forms"),
+        (F + "minimax_m3/amd/model.py", "MiniMaxM3DecoderLayer", _PARTIAL),
+        (F + "minimax_m3/nvidia/model.py", "MiniMaxM3DecoderLayer", _PARTIAL),
+        (F + "qwen4_exp/amd/model.py", "Qwen4ExpDecoderLayer", _MULTI),
+        (F + "qwen4_exp/nvidia/model.py", "Qwen4ExpDecoderLayer", _MULTI),
+    )
+)
