@@ -38,9 +38,7 @@ def refuse_unsupported(config: "VllmConfig") -> None:
         ),
     }
     if capture:
-        refused["pipeline parallelism together with capture"] = (
-            parallel.pipeline_parallel_size > 1
-        )
+        refused["pipeline parallelism together with capture"] = parallel.pipeline_parallel_size > 1
         refused["KV connectors (--kv-transfer-config) together with capture"] = (
             config.kv_transfer_config is not None
         )

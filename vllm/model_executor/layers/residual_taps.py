@@ -23,6 +23,7 @@ from vllm.platforms import current_platform
 from vllm.triton_utils import HAS_TRITON
 from vllm.utils.torch_utils import direct_register_custom_op
 
+
 class PassTap:
     """A tap that does nothing and traces to nothing."""
 
@@ -157,9 +158,7 @@ if HAS_TRITON:
     from vllm.triton_utils import tl, triton
 
     @triton.jit
-    def _capture_rows_kernel(
-        h, arena, dest, h_stride, arena_stride, hidden, BLOCK: tl.constexpr
-    ):  # type: ignore[no-untyped-def]
+    def _capture_rows_kernel(h, arena, dest, h_stride, arena_stride, hidden, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
         token = tl.program_id(0).to(tl.int64)
         row = tl.load(dest + token).to(tl.int64)
         if row < 0:
@@ -170,9 +169,7 @@ if HAS_TRITON:
             value = tl.load(h + token * h_stride + cols, mask=mask)
             tl.store(arena + row * arena_stride + cols, value, mask=mask)
 
-    def _capture_rows_triton(
-        h: torch.Tensor, arena: torch.Tensor, dest: torch.Tensor
-    ) -> None:
+    def _capture_rows_triton(h: torch.Tensor, arena: torch.Tensor, dest: torch.Tensor) -> None:
         if h.stride(1) != 1:
             h = h.contiguous()
         hidden = h.shape[1]

@@ -3,4 +3,4 @@
 
 from vllm.v1.capture.results import CapturedRows, CaptureResult, stack
 
-__all__ = ["CapturedRows", "CaptureResult", "stack"]
+__all__ = ["CaptureResult", "CapturedRows", "stack"]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Frontend: from `SamplingParams` to a `Plan`, once per request. All user errors are raised here."""
+"""Frontend: from `SamplingParams` to a `Plan`, once per request. It raises all user errors."""
 
 import copy
 from typing import TYPE_CHECKING

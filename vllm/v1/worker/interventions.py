@@ -69,30 +69,32 @@ class Interventions:
         )
         sites = [(p, n) for n in sorted(layers) for p in self.shape.points[n]]
         self.sites = {site: i for i, site in enumerate(sites)}
-        self._allocate()
+        self._allocate(self.shape)
         for index, layer in layers.items():
-            layer.taps = BoundTaps(*(self._tap(point, index) for point in POINTS))
+            taps = BoundTaps(*(self._tap(point, index) for point in POINTS))
+            layer.taps = taps  # type: ignore[assignment]
 
-    def _allocate(self) -> None:
+    def _allocate(self, shape: TapShape) -> None:
         max_tokens = self._config.scheduler_config.max_num_batched_tokens
-        hidden, dtype = self.shape.hidden_size, self.shape.torch_dtype
-        on = {"device": self._device}
-        self.slots = torch.zeros(max_tokens, dtype=torch.int32, **on)
+        hidden, dtype, device = shape.hidden_size, shape.torch_dtype, self._device
+        self.slots = torch.zeros(max_tokens, dtype=torch.int32, device=device)
         if self._steering:
             num_slots = self._config.steering_config.max_steering_configs + 1
             for site in self.sites:
                 if site[0] in self._config.steering_config.steering_points:
-                    self.table[site] = torch.zeros(num_slots, hidden, dtype=dtype, **on)
+                    self.table[site] = torch.zeros(num_slots, hidden, dtype=dtype, device=device)
         self.arena: torch.Tensor | None = None
         self.dest: torch.Tensor | None = None
         if self._capture:
-            rows = self._config.capture_config.capture_buffer_bytes // self.shape.row_bytes
+            rows = self._config.capture_config.capture_buffer_bytes // shape.row_bytes
             # The stream is the same on every tensor-parallel rank: the first one captures.
             self.captures_here = get_tensor_model_parallel_rank() == 0
             self.arena = torch.zeros(
-                rows if self.captures_here else 1, hidden, dtype=dtype, **on
+                rows if self.captures_here else 1, hidden, dtype=dtype, device=device
             )
-            self.dest = torch.full((len(self.sites), max_tokens), -1, dtype=torch.int32, **on)
+            self.dest = torch.full(
+                (len(self.sites), max_tokens), -1, dtype=torch.int32, device=device
+            )
             self._dest_host = np.full(tuple(self.dest.shape), -1, dtype=np.int32)
 
     def _tap(self, point: str, layer: int) -> PassTap | SiteTap:
@@ -146,6 +148,7 @@ class Interventions:
                 self._write(slot, content)
 
     def _write(self, slot: int, content: Content) -> None:
+        assert self.shape is not None
         rows = rows_of(content, self.shape)
         if self._device.type == "cuda":
             rows = rows.pin_memory()
@@ -165,9 +168,7 @@ class Interventions:
             if self._probe is not None:
                 self._probe()
 
-    def map_rows(
-        self, req_ids: list[str], num_tokens: np.ndarray, positions: torch.Tensor
-    ) -> None:
+    def map_rows(self, req_ids: list[str], num_tokens: np.ndarray, positions: torch.Tensor) -> None:
         """Before a forward: which slot and which arena rows this step's tokens get.
 
         Args:
@@ -326,7 +327,7 @@ class StepRows:
 
 def unbound_taps(layer: nn.Module) -> UnboundTaps:
     """The class-level taps of a wired layer."""
-    taps = type(layer).taps
+    taps = type(layer).taps  # type: ignore[attr-defined]
     assert isinstance(taps, UnboundTaps)
     return taps
 

@@ -43,7 +43,7 @@ def check_worker(worker: Any) -> TapShape | None:
     interventions: Interventions = runner.interventions
     if interventions.shape is not None:
         with torch.inference_mode():
-            # V1 leaves out attention by default, and its output buffer uninitialised. V2 never does.
+            # V1 leaves out attention by default, and its output buffer uninitialised; V2 never.
             check_sites(interventions, lambda n: runner._dummy_run(n, force_attention=True))
     return interventions.shape
 
