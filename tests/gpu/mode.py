@@ -91,7 +91,7 @@ class Mode:
     def run(
         self, tokens: Sequence[list[int]], steer: Sequence[Mapping[str, Any]], hooks: Any = None
     ) -> list[tuple[list[int], dict[ref.Site, torch.Tensor]]]:
-        """(prompt and generated tokens but the last, captured rows) of each request of one batch."""
+        """(prompt and generated tokens but the last, captured rows) of each request."""
         from vllm import SamplingParams
 
         capture = {"inline": {"hooks": hooks or dict.fromkeys(POINTS, "all"), "positions": "all"}}
@@ -140,8 +140,7 @@ class Mode:
             vector = torch.randn(HIDDEN, generator=generator)
             vectors.append(vector * stream.norm(dim=-1).mean() / vector.norm())
         steer = [
-            {"steering_vectors": {p: {n: v}}}
-            for (p, n), v in zip(sites, vectors, strict=True)
+            {"steering_vectors": {p: {n: v}}} for (p, n), v in zip(sites, vectors, strict=True)
         ]
         worst, least_move = 0.0, 9e9
         last = ("post_block", LAYERS - 1)

@@ -3,8 +3,8 @@
 
     python -m tests.gpu.run [--tp 2] [--only NAME ...] [--jobs 3]
 
-Needs the fork on sys.path (CONTRIBUTING.md, "On a GPU host"). One process a mode, `--jobs` at a
-time: correctness does not mind sharing the GPU. The engine is in-process but for tensor parallelism.
+Needs the fork on sys.path (CONTRIBUTING.md). One process a mode, `--jobs` at a time: correctness
+does not mind sharing the GPU.
 """
 
 from __future__ import annotations
