@@ -70,7 +70,7 @@ def install() -> None:
                 old.unlink(missing_ok=True)
             run(sys.executable, "-m", "venv", "--clear", VENV)
             pip_flags = [flag for path in files for flag in ("-r", path)]
-            run(PYTHON, "-m", "pip", "install", "-qq", *pip_flags)
+            run(PYTHON, "-m", "pip", "install", "-qq", "--no-compile", *pip_flags)
             stamp.write_text(wanted)
         run(PYTHON, "-m", "tools", "assemble")
         stamp, wanted = VENV / "vllm.stamp", digest(*(ROOT / name for name in DIST_INPUTS))
