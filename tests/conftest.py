@@ -6,9 +6,11 @@ why).
 
 from __future__ import annotations
 
+import gc
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import hypothesis
 import pytest
 
 from tests.conformance.engine import Runner, prepare_environment
@@ -30,6 +32,11 @@ def pytest_configure(config: pytest.Config) -> None:
     """Set the environment before any test module imports vLLM."""
     config.addinivalue_line("markers", "v2: also run with --runner v2")
     prepare_environment(config.getoption("--runner"))
+    # Wall-clock limits say nothing on a machine that does other work, too.
+    hypothesis.settings.register_profile(
+        "shared", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
+    )
+    hypothesis.settings.load_profile("shared")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -39,6 +46,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     rest = [item for item in items if item.get_closest_marker("v2") is None]
     config.hook.pytest_deselected(items=rest)
     items[:] = [item for item in items if item.get_closest_marker("v2") is not None]
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Take what is imported by now out of garbage collection: an engine collects several times as
+    it starts, half a second each when it has to walk all of torch, transformers and vLLM."""
+    gc.freeze()
 
 
 @pytest.fixture(scope="session")

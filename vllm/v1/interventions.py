@@ -16,6 +16,13 @@ UNSTEERED = ""
 """The digest of "nothing is added"."""
 
 
+def dtype_of(name: str) -> torch.dtype:
+    """torch's dtype of that name, "bfloat16"."""
+    dtype = getattr(torch, name)
+    assert isinstance(dtype, torch.dtype)
+    return dtype
+
+
 class TapShape(msgspec.Struct, frozen=True):
     """What the loaded model offers, reported by the workers at start-up."""
 
@@ -27,9 +34,7 @@ class TapShape(msgspec.Struct, frozen=True):
 
     @property
     def torch_dtype(self) -> torch.dtype:
-        dtype = getattr(torch, self.dtype)
-        assert isinstance(dtype, torch.dtype)
-        return dtype
+        return dtype_of(self.dtype)
 
     @property
     def row_bytes(self) -> int:
@@ -64,6 +69,14 @@ class CapturePlan(msgspec.Struct, frozen=True):
     sites: list[Site]
     runs: list[int]
     consumers: dict[str, Selection]
+    hidden_size: int
+    dtype: str
+    """Of the rows, also when there are none."""
+
+    @property
+    def no_rows(self) -> torch.Tensor:
+        """[sites, 0, hidden] in the model's dtype."""
+        return torch.zeros(len(self.sites), 0, self.hidden_size, dtype=dtype_of(self.dtype))
 
 
 class Plan(msgspec.Struct, frozen=True):

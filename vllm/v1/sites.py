@@ -30,10 +30,18 @@ def reject(path: str, message: str) -> NoReturn:
 
 def show(value: Any) -> str:
     """`value` for an error message, bounded: client input may be huge."""
-    text = repr(value) if isinstance(value, str | int | float | bool | None) else ""
-    if not text:
+    if not isinstance(value, str | int | float | bool | None):
         return type(value).__name__
+    if isinstance(value, int) and value.bit_length() > 128:
+        # Python refuses to print very long ones.
+        return f"an int of {value.bit_length()} bits"
+    text = repr(value)
     return text if len(text) <= 60 else text[:57] + "..."
+
+
+def show_key(key: Any) -> str:
+    """A mapping's key as a part of a path."""
+    return key[:40] if isinstance(key, str) else show(key)
 
 
 def need_mapping(value: Any, path: str) -> Mapping[Any, Any]:
@@ -62,14 +70,19 @@ def need_layers(value: Any, point: str, path: str, shape: TapShape) -> list[int]
         layers = [
             layer
             for i, entry in enumerate(value)
-            for layer in need_layers(entry, point, f"{path}[{i}]", shape)
+            for layer in _layers_of(entry, point, f"{path}[{i}]", shape)
         ]
         if len(set(layers)) != len(layers):
             reject(path, "names a layer twice")
         if not layers:
             reject(path, "names no layer")
         return layers
-    if value == "all":
+    return _layers_of(value, point, path, shape)
+
+
+def _layers_of(value: Any, point: str, path: str, shape: TapShape) -> list[int]:
+    """The layers of an int, digits, a range or "all"."""
+    if isinstance(value, str) and value == "all":
         return [layer for layer, points in sorted(shape.points.items()) if point in points]
     if isinstance(value, int) and not isinstance(value, bool):
         first = last = value
@@ -84,15 +97,24 @@ def need_layers(value: Any, point: str, path: str, shape: TapShape) -> list[int]
             path,
             f"{show(value)} is not a layer: use an int, a range like '4-11', 'all' or a list",
         )
-    for layer in {first, last}:
+    # The ends first: between them a client may put any number of layers.
+    for layer in (first, last, *(range(first, last + 1) if last in shape.points else ())):
         if layer not in shape.points:
-            reject(path, f"layer {layer} is out of range, the model has 0-{max(shape.points)}")
+            reject(path, f"layer {show(layer)} is out of range, the model has {_has(shape)}")
     layers = list(range(first, last + 1))
     for layer in layers:
         if point not in shape.points[layer]:
             has = ", ".join(shape.points[layer])
             reject(path, f"layer {layer} has no point {point!r}; it has {has}")
     return layers
+
+
+def _has(shape: TapShape) -> str:
+    """The layers that have taps; not every decoder layer of every model has."""
+    layers = sorted(shape.points)
+    if layers == list(range(layers[-1] + 1)):
+        return f"0-{layers[-1]}"
+    return ", ".join(map(str, layers))
 
 
 def site_order(site: Site) -> tuple[int, int]:

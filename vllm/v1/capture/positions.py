@@ -16,16 +16,13 @@ class Positions:
     """
 
     def __init__(self, runs: Iterable[Run] = ()) -> None:
-        merged: list[list[int]] = []
-        for start, stop in sorted(runs):
-            if start >= stop:
-                continue
-            if merged and start <= merged[-1][1]:
-                merged[-1][1] = max(merged[-1][1], stop)
-            else:
-                merged.append([start, stop])
-        self._starts = np.array([r[0] for r in merged], dtype=np.int64)
-        self._stops = np.array([r[1] for r in merged], dtype=np.int64)
+        pairs = np.array([run for run in runs if run[0] < run[1]], dtype=np.int64).reshape(-1, 2)
+        pairs = pairs[np.argsort(pairs[:, 0], kind="stable")]
+        starts, reached = pairs[:, 0], np.maximum.accumulate(pairs[:, 1])
+        # A run ends where the next one starts beyond all that was reached before.
+        apart = np.append(starts[1:] > reached[:-1], True)[: len(pairs)]
+        self._stops = reached[apart]
+        self._starts = starts[np.roll(apart, 1)]
 
     @classmethod
     def of(cls, positions: Iterable[int]) -> "Positions":
@@ -37,10 +34,11 @@ class Positions:
 
     def flat(self) -> list[int]:
         """start, stop, start, stop, ... for sending."""
-        return [int(x) for run in zip(self._starts, self._stops, strict=True) for x in run]
+        flat: list[int] = np.stack([self._starts, self._stops], axis=1).ravel().tolist()
+        return flat
 
     def runs(self) -> list[Run]:
-        return [(int(a), int(b)) for a, b in zip(self._starts, self._stops, strict=True)]
+        return list(zip(self._starts.tolist(), self._stops.tolist(), strict=True))
 
     def __or__(self, other: "Positions") -> "Positions":
         return Positions(self.runs() + other.runs())

@@ -4,10 +4,9 @@
 from collections.abc import Mapping
 from typing import Any
 
-from vllm.v1.capture.positions import Positions
+from vllm.v1.capture.positions import Positions, Run
 from vllm.v1.interventions import CapturePlan, Selection, Site, TapShape
-from vllm.v1.sites import need_layers, need_mapping, need_point, reject, show, site_order
-from vllm.v1.steering.spec import show_key
+from vllm.v1.sites import need_layers, need_mapping, need_point, reject, show, show_key, site_order
 
 NAMED_SELECTORS = (
     "last_prompt",
@@ -18,7 +17,8 @@ NAMED_SELECTORS = (
     "all",
 )
 MAX_POSITION_ENTRIES = 100_000
-"""Entries of one `positions` list; a client could otherwise send a list of any length."""
+"""Entries of one `positions` value, and separate runs it may come to: a client could otherwise
+send, or make of a few bytes, a list of any length."""
 
 
 def parse_capture(
@@ -46,14 +46,20 @@ def parse_capture(
     rows = Positions()
     for selection in consumers.values():
         rows = rows | Positions.from_flat(selection.runs)
-    return CapturePlan(sites=sites, runs=rows.flat(), consumers=consumers)
+    return CapturePlan(
+        sites=sites,
+        runs=rows.flat(),
+        consumers=consumers,
+        hidden_size=shape.hidden_size,
+        dtype=shape.dtype,
+    )
 
 
 def _selection(
     spec: Any, path: str, shape: TapShape, num_prompt_tokens: int, max_tokens: int
 ) -> Selection:
     spec = need_mapping(spec, path)
-    unknown = sorted(str(k) for k in spec.keys() - {"hooks", "positions"})
+    unknown = sorted(show_key(k) for k in spec.keys() - {"hooks", "positions"})
     if unknown:
         reject(path, f"unknown keys {unknown[:8]}, allowed are 'hooks' and 'positions'")
     if "hooks" not in spec:
@@ -91,7 +97,7 @@ class _Selector:
     def __init__(self, num_prompt_tokens: int, max_tokens: int) -> None:
         self.prompt = num_prompt_tokens
         self.end = num_prompt_tokens + max_tokens - 1
-        self.named = Positions()
+        self._named: list[Run] = []
         self.wants_last_generated = False
         self.wants_other_generated = False
 
@@ -99,51 +105,54 @@ class _Selector:
     def only_last_generated(self) -> bool:
         return self.wants_last_generated and not self.wants_other_generated
 
+    @property
+    def named(self) -> Positions:
+        """What was said outright."""
+        return Positions(self._named)
+
     def resolve(self, value: Any, path: str) -> Positions:
+        if not isinstance(value, list | tuple | range):
+            return Positions(self._entry(value, path))
+        if not value:
+            reject(path, "is empty")
+        # A slice, because a `range` may be longer than len() can say.
+        if len(value[: MAX_POSITION_ENTRIES + 1]) > MAX_POSITION_ENTRIES:
+            reject(path, f"has too many entries, at most {MAX_POSITION_ENTRIES} are read")
+        runs: list[Run] = []
+        for i, entry in enumerate(value):
+            if isinstance(entry, list | tuple | range):
+                reject(f"{path}[{i}]", "is a list inside a list")
+            if isinstance(entry, int) and not isinstance(entry, bool):
+                position = self._one(entry, f"{path}[{i}]")
+                runs += self._outright([(position, position + 1)])
+            else:
+                runs += self._entry(entry, f"{path}[{i}]")
+            self._need_few(len(runs), path)
+        return Positions(runs)
+
+    def _entry(self, value: Any, path: str) -> list[Run]:
         if isinstance(value, str):
             return self._by_name(value, path)
         if isinstance(value, Mapping):
-            return self._named(self._range(value, path))
-        if isinstance(value, list | tuple | range):
-            if len(value) > MAX_POSITION_ENTRIES:
-                reject(path, f"has {len(value)} entries, at most {MAX_POSITION_ENTRIES} are read")
-            if not value:
-                reject(path, "is empty")
-            numbers = [x for x in value if isinstance(x, int) and not isinstance(x, bool)]
-            if len(numbers) == len(value):
-                return self._named(
-                    Positions.of(self._one(x, f"{path}[{i}]") for i, x in enumerate(value))
-                )
-            union = Positions()
-            for i, entry in enumerate(value):
-                if isinstance(entry, int) and not isinstance(entry, bool):
-                    part = self._named(Positions.of([self._one(entry, f"{path}[{i}]")]))
-                elif isinstance(entry, list | tuple):
-                    reject(f"{path}[{i}]", "is a list inside a list")
-                else:
-                    part = self.resolve(entry, f"{path}[{i}]")
-                union = union | part
-            return union
+            return self._outright(self._range(value, path))
         reject(path, f"unknown selector {show(value)}; {self._allowed()}")
 
-    def _by_name(self, name: str, path: str) -> Positions:
+    def _by_name(self, name: str, path: str) -> list[Run]:
         if name not in NAMED_SELECTORS:
             reject(path, f"unknown selector {show(name)}; {self._allowed()}")
         if name == "last_generated":
             self.wants_last_generated = True
         elif name in ("all_generated", "predicting", "all"):
             self.wants_other_generated = True
-        generated = (self.prompt, self.end)
-        return Positions(
-            {
-                "last_prompt": [(self.prompt - 1, self.prompt)],
-                "all_prompt": [(0, self.prompt)],
-                "all_generated": [generated],
-                "last_generated": [generated],
-                "predicting": [(self.prompt - 1, self.end)],
-                "all": [(0, self.end)],
-            }[name]
-        )
+        run = {
+            "last_prompt": (self.prompt - 1, self.prompt),
+            "all_prompt": (0, self.prompt),
+            "all_generated": (self.prompt, self.end),
+            "last_generated": (self.prompt, self.end),
+            "predicting": (self.prompt - 1, self.end),
+            "all": (0, self.end),
+        }[name]
+        return [run]
 
     def _one(self, position: int, path: str) -> int:
         """An absolute position; negative counts from the prompt's end."""
@@ -151,13 +160,13 @@ class _Selector:
         if not 0 <= absolute < self.end:
             reject(
                 path,
-                f"position {position} is out of reach: the prompt has {self.prompt} tokens and "
-                f"the last row is at {self.end - 1}",
+                f"position {show(position)} is out of reach: the prompt has {self.prompt} tokens "
+                f"and the last row is at {self.end - 1}",
             )
         return absolute
 
-    def _range(self, value: Mapping[Any, Any], path: str) -> Positions:
-        unknown = sorted(str(k) for k in value.keys() - {"start", "stop", "step"})
+    def _range(self, value: Mapping[Any, Any], path: str) -> list[Run]:
+        unknown = sorted(show_key(k) for k in value.keys() - {"start", "stop", "step"})
         if unknown:
             reject(path, f"unknown selector with keys {unknown[:8]}; {self._allowed()}")
         numbers = {"start": 0, "stop": self.end, "step": 1}
@@ -166,23 +175,30 @@ class _Selector:
                 reject(f"{path}.{key}", f"must be an int, got {show(number)}")
             numbers[key] = number
         if numbers["step"] < 1:
-            reject(f"{path}.step", f"must be at least 1, got {numbers['step']}")
+            reject(f"{path}.step", f"must be at least 1, got {show(numbers['step'])}")
         start = self._one(numbers["start"], f"{path}.start")
         last = numbers["stop"] if numbers["stop"] >= 0 else numbers["stop"] + self.prompt
         if not start < last <= self.end:
             reject(
                 f"{path}.stop",
-                f"{numbers['stop']} must be after start and at most {self.end}, "
+                f"{show(numbers['stop'])} must be after start and at most {self.end}, "
                 "one past the last row",
             )
         if numbers["step"] == 1:
-            return Positions([(start, last)])
-        return Positions.of(range(start, last, numbers["step"]))
+            return [(start, last)]
+        positions = range(start, last, numbers["step"])
+        self._need_few(len(positions), path)
+        return [(p, p + 1) for p in positions]
 
-    def _named(self, positions: Positions) -> Positions:
-        self.named = self.named | positions
-        self.wants_other_generated |= positions.stop > self.prompt
-        return positions
+    def _outright(self, runs: list[Run]) -> list[Run]:
+        self._named += runs
+        self.wants_other_generated |= any(stop > self.prompt for _, stop in runs)
+        return runs
+
+    @staticmethod
+    def _need_few(num_runs: int, path: str) -> None:
+        if num_runs > MAX_POSITION_ENTRIES:
+            reject(path, f"come to more than {MAX_POSITION_ENTRIES} separate runs of positions")
 
     @staticmethod
     def _allowed() -> str:

@@ -9,7 +9,7 @@ from vllm.sampling_params import SamplingParams
 from vllm.v1.capture.positions import Positions
 from vllm.v1.capture.spec import parse_capture
 from vllm.v1.interventions import UNSTEERED, CapturePlan, Content, Plan, TapShape
-from vllm.v1.sites import need_mapping, reject, show
+from vllm.v1.sites import need_mapping, reject, show, show_key
 from vllm.v1.steering.plan import compose
 from vllm.v1.steering.spec import Vectors, parse_vectors
 
@@ -54,7 +54,7 @@ def resolve(
     steers = any(getattr(params, field) is not None for field in STEERING_FIELDS)
     if not steers and params.capture is None:
         return None
-    field = "steering_vectors" if steers else "capture"
+    field = next(f for f in (*STEERING_FIELDS, "capture") if getattr(params, f) is not None)
     if resumable:
         reject(field, "is not supported for streaming input sessions; send the whole prompt")
     if prompt_token_ids is None:
@@ -66,7 +66,7 @@ def resolve(
     if steers:
         if not config.steering_config.enable_steering or shape is None:
             reject(
-                "steering_vectors",
+                field,
                 "steering is not enabled; start the engine with enable_steering=True "
                 "(--enable-steering)",
             )
@@ -131,14 +131,18 @@ def _capture(
     known = config.capture_config.capture_consumers
     for name in need_mapping(params.capture, "capture"):
         if name not in known:
-            reject(f"capture.{str(name)[:40]}", f"unknown consumer {show(name)}; known are {known}")
+            reject(f"capture.{show_key(name)}", f"unknown consumer {show(name)}; known are {known}")
     plan = parse_capture(params.capture, "capture", shape, num_prompt_tokens, max_tokens)
-    position_bytes = len(plan.sites) * shape.row_bytes
-    if position_bytes > config.capture_config.capture_buffer_bytes:
+    at_once = 1
+    if config.speculative_config is not None and plan.runs[-1] > num_prompt_tokens:
+        # The scheduler takes all of a request's draft rows into one step, or none.
+        at_once += config.speculative_config.num_speculative_tokens
+    needed = at_once * len(plan.sites) * shape.row_bytes
+    if needed > config.capture_config.capture_buffer_bytes:
         reject(
             "capture",
-            f"one position needs {position_bytes} bytes, the engine has capture_buffer_bytes="
-            f"{config.capture_config.capture_buffer_bytes}",
+            f"{at_once} position{'s' if at_once > 1 else ''} at once need {needed} bytes, the "
+            f"engine has capture_buffer_bytes={config.capture_config.capture_buffer_bytes}",
         )
     inline = plan.consumers.get("inline")
     if inline is not None:

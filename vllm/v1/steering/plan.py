@@ -21,9 +21,10 @@ def compose(tiers: list[Vectors], path: str, shape: TapShape) -> Content | None:
         ValueError: the sum overflows the model's dtype.
     """
     total: Vectors = {}
-    for tier in tiers:
-        for site, vector in tier.items():
-            total[site] = total[site] + vector if site in total else vector
+    with np.errstate(over="ignore", invalid="ignore"):  # looked at below
+        for tier in tiers:
+            for site, vector in tier.items():
+                total[site] = total[site] + vector if site in total else vector
     if not total:
         return None
     sites = sorted(total, key=site_order)

@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a request may say about steering: parsed and checked, nothing composed."""
 
-import math
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 
 from vllm.v1.interventions import Site, TapShape
-from vllm.v1.sites import need_layers, need_mapping, need_point, reject, show
+from vllm.v1.sites import need_layers, need_mapping, need_point, reject, show, show_key
 
 Vectors = dict[Site, np.ndarray]
 """site -> float64 [hidden], scale applied."""
@@ -42,24 +42,21 @@ def parse_vectors(value: Any, path: str, shape: TapShape) -> Vectors:
     return vectors
 
 
-def show_key(key: Any) -> str:
-    return str(key)[:40] if isinstance(key, str | int) else show(key)
-
-
 def _scaled(entry: Any, path: str, hidden_size: int) -> np.ndarray:
-    if not isinstance(entry, dict):
+    if not isinstance(entry, Mapping):
         return _vector(entry, path, hidden_size)
-    unknown = sorted(str(k) for k in entry.keys() - {"vector", "scale"})
+    unknown = sorted(show_key(k) for k in entry.keys() - {"vector", "scale"})
     if unknown:
-        reject(path, f"unknown keys {unknown}, allowed are 'vector' and 'scale'")
+        reject(path, f"unknown keys {unknown[:8]}, allowed are 'vector' and 'scale'")
     if "vector" not in entry:
         reject(path, "'vector' is missing")
     scale = entry.get("scale", 1.0)
     if not isinstance(scale, int | float) or isinstance(scale, bool):
         reject(f"{path}.scale", f"must be a number, got {show(scale)}")
-    if not math.isfinite(scale) or abs(scale) > MAX_SCALE:
-        reject(f"{path}.scale", f"must be finite and at most {MAX_SCALE:g}, got {scale}")
-    return _vector(entry["vector"], f"{path}.vector", hidden_size) * float(scale)
+    if not abs(scale) <= MAX_SCALE:  # so that NaN is refused, too
+        reject(f"{path}.scale", f"must be finite and at most {MAX_SCALE:g}, got {show(scale)}")
+    with np.errstate(over="ignore"):  # `compose` looks at the sum
+        return _vector(entry["vector"], f"{path}.vector", hidden_size) * float(scale)
 
 
 def _vector(value: Any, path: str, hidden_size: int) -> np.ndarray:
@@ -67,10 +64,14 @@ def _vector(value: Any, path: str, hidden_size: int) -> np.ndarray:
     if isinstance(value, torch.Tensor):
         if not value.is_floating_point():
             reject(path, f"must be of a float dtype, got {value.dtype}")
+        if value.layout != torch.strided or value.is_meta:
+            reject(path, f"must be a dense tensor, got {value.layout} on {value.device}")
+        _need_shape(value.shape, path, hidden_size)
         array = value.detach().to("cpu", torch.float64).numpy()
     elif isinstance(value, np.ndarray):
         if value.dtype.kind != "f":
             reject(path, f"must be of a float dtype, got {value.dtype}")
+        _need_shape(value.shape, path, hidden_size)
         array = value.astype(np.float64)
     elif isinstance(value, list):
         # A list of lists would reach numpy's own errors; a bool is an int to Python.
@@ -84,8 +85,11 @@ def _vector(value: Any, path: str, hidden_size: int) -> np.ndarray:
         array = np.array(value, dtype=np.float64)
     else:
         reject(path, f"must be a list, a numpy array or a torch tensor, got {show(value)}")
-    if array.ndim != 1 or len(array) != hidden_size:
-        reject(path, f"has shape {list(array.shape)}, the model needs [{hidden_size}]")
     if not np.isfinite(array).all():
         reject(path, f"is not finite at index {int(np.argmin(np.isfinite(array)))}")
     return array
+
+
+def _need_shape(given: Sequence[int], path: str, hidden_size: int) -> None:
+    if list(given) != [hidden_size]:
+        reject(path, f"has shape {list(given)}, the model needs [{hidden_size}]")
