@@ -16,6 +16,7 @@ import torch
 
 from tests.conformance import models
 from tests.conformance import runner as check
+from tests.conformance.cases import TIERS, SteeringCase
 from tests.conformance.reference import Forward, Site
 from vllm import SamplingParams
 
@@ -61,16 +62,20 @@ class ReferenceEngine:
         )
 
     def _forward(self, token_ids: list[int], num_prompt: int, params: SamplingParams) -> Forward:
-        is_prompt = torch.arange(len(token_ids)) < num_prompt
-        deltas: dict[Site, torch.Tensor] = {}
-        for phase, field in check.TIERS.items():
-            mask = {"prompt": is_prompt, "generated": ~is_prompt}.get(phase, is_prompt | True)
-            if self.fault == "phase ignored":
-                mask = is_prompt | True
+        vectors: dict[tuple[str, Site], torch.Tensor] = {}
+        for phase, field in TIERS.items():
             for point, by_layer in (getattr(params, field) or {}).items():
-                for layer, vector in by_layer.items():
-                    deltas[self._site(point, layer)] = mask[:, None] * vector
+                for layer, entry in by_layer.items():
+                    seen = "all" if self.fault == "phase ignored" else phase
+                    vectors[seen, self._site(point, layer)] = self._vector(entry)
+        deltas = SteeringCase("", 0, "", vectors).deltas(len(token_ids), num_prompt)
         return self.reference.run(token_ids, deltas)
+
+    def _vector(self, entry: torch.Tensor | dict[str, Any]) -> torch.Tensor:
+        if isinstance(entry, torch.Tensor):
+            return entry
+        vector: torch.Tensor = entry["vector"]
+        return vector if self.fault == "scale ignored" else entry["scale"] * vector
 
     def _site(self, point: str, layer: int) -> Site:
         if self.fault == "post_attn acts as post_block" and point == "post_attn":
@@ -100,7 +105,8 @@ def test_faithful_engine_passes(reference: check.Reference) -> None:
     engine = ReferenceEngine(reference)
     results = check.plain_errors(engine, reference, PROMPTS)
     results += check.read_errors(engine, reference, PROMPTS)
-    results += check.write_errors(engine, reference, PROMPTS, capture=True)
+    results += check.write_errors(engine, reference, PROMPTS)
+    results += check.steered_read_errors(engine, reference, PROMPTS)
     assert {r.check for r in results} == {"plain", "read", "write", "steered read"}
     assert all(r.error < 1e-5 for r in results)
     assert all(r.moved > check.LEAST_MOVE for r in results if r.moved is not None)
@@ -119,6 +125,7 @@ def test_wrong_reads_are_caught(reference: check.Reference, fault: str) -> None:
         "pre_attn misses attention",
         "layer off by one",
         "phase ignored",
+        "scale ignored",
     ],
 )
 def test_wrong_writes_are_caught(reference: check.Reference, fault: str) -> None:

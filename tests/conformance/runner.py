@@ -19,6 +19,7 @@ from torch import nn
 from vllm import SamplingParams
 
 from . import reference as ref
+from .cases import SteeringCase, phase_mask, steering_cases
 from .models import VOCAB, TinyModel
 from .reference import Forward, Site
 
@@ -26,13 +27,6 @@ READ_TOLERANCE = 1e-4
 WRITE_TOLERANCE = 1e-3
 LEAST_MOVE = 0.05
 GENERATED = 6
-
-TIERS = {
-    "all": "steering_vectors",
-    "prompt": "prefill_steering_vectors",
-    "generated": "decode_steering_vectors",
-}
-"""Phase of the sequence -> the field of SamplingParams that steers it."""
 
 
 class Engine(Protocol):
@@ -64,8 +58,9 @@ class Measurement:
     check: str
     """plain, read, write or steered read."""
     point: str
+    """A point, `logits` where nothing is read or written, or `every` for all sites at once."""
     layer: int
-    """-1 where the check is of the whole model."""
+    """-1 where it is not one layer."""
     phase: str
     """Which positions were steered: all, prompt, generated, or none."""
     error: float
@@ -84,13 +79,6 @@ class Completion:
     """float32 [n, vocab], or None when they were not asked for."""
     rows: dict[Site, torch.Tensor]
     """(point, layer) -> float32 [n, hidden]; empty when nothing was captured."""
-
-    def mask(self, phase: str) -> torch.Tensor:
-        """bool [n]: the positions that belong to a phase of `TIERS`."""
-        is_prompt = torch.arange(len(self.token_ids)) < self.num_prompt
-        return {"all": torch.ones_like(is_prompt), "prompt": is_prompt, "generated": ~is_prompt}[
-            phase
-        ]
 
 
 def prompts(seed: int = 1, lengths: Sequence[int] = (41, 17, 5)) -> list[list[int]]:
@@ -198,46 +186,56 @@ def read_errors(
 
 
 def write_errors(
-    llm: Engine,
-    reference: Reference,
-    token_prompts: Sequence[list[int]],
-    *,
-    capture: bool = False,
+    llm: Engine, reference: Reference, token_prompts: Sequence[list[int]]
 ) -> list[Measurement]:
-    """One vector at one site: each point at the first, a middle and the last layer, and each point
-    of the middle layer for each phase. All cases are neighbours in one batch.
-
-    Args:
-        capture: also capture everything and compare the rows ("steered read").
-    """
-    row, generator = reference.row, torch.Generator().manual_seed(7)
-    layers = len({layer for _, layer in reference.run(token_prompts[0]).rows})
-    middle = layers // 2
-    plan = [((point, layer), "all") for point in row.points for layer in (0, middle, layers - 1)]
-    plan += [((point, middle), phase) for point in row.points for phase in ("prompt", "generated")]
-    cases: list[tuple[list[int], Mapping[str, Any]]] = []
-    vectors = []
-    for index, ((point, layer), phase) in enumerate(plan):
-        prompt = token_prompts[index % len(token_prompts)]
-        stream = reference.run(prompt).rows[(point, layer)]
-        vector = torch.randn(stream.shape[1], generator=generator)
-        vector *= stream.norm(dim=-1).mean() / vector.norm()
-        vectors.append(vector)
-        cases.append((prompt, {TIERS[phase]: {point: {layer: vector}}}))
-    completions = complete(llm, cases, capture=everything(row) if capture else None)
+    """The logits of every case of `steering_cases`; all cases are neighbours in one batch."""
+    cases = _dealt(reference, token_prompts)
+    completions = complete(llm, [(prompt, case.fields) for prompt, case in cases])
     results = []
-    for (site, phase), vector, completion in zip(plan, vectors, completions, strict=True):
-        mask = completion.mask(phase)
-        steered = ref.write(reference.model, row.adapter, completion.token_ids, site, vector, mask)
+    for (_, case), completion in zip(cases, completions, strict=True):
+        size = len(completion.token_ids), completion.num_prompt
+        steered = reference.run(completion.token_ids, case.deltas(*size))
         want = steered.logits.log_softmax(-1)
         plain = reference.run(completion.token_ids).logits.log_softmax(-1)
-        moved = ((want - plain)[mask].norm() / plain[mask].norm()).item()
+        mask = phase_mask(case.phase, *size)
+        moved = float((want - plain)[mask].norm() / plain[mask].norm())
         error = worst_row(_log_probs(completion), want)
-        results.append(Measurement(row.name, "write", *site, phase, error, moved))
-        if capture:
-            error = max(_row_errors(completion, steered.rows).values())
-            results.append(Measurement(row.name, "steered read", *site, phase, error))
+        results.append(_measurement(reference, "write", case, error, moved))
     return results
+
+
+def steered_read_errors(
+    llm: Engine, reference: Reference, token_prompts: Sequence[list[int]]
+) -> list[Measurement]:
+    """The rows of every site while the cases of `steering_cases` act, the worst of them a case."""
+    cases = _dealt(reference, token_prompts)
+    completions = complete(
+        llm,
+        [(prompt, case.fields) for prompt, case in cases],
+        log_probs=False,
+        capture=everything(reference.row),
+    )
+    results = []
+    for (_, case), completion in zip(cases, completions, strict=True):
+        deltas = case.deltas(len(completion.token_ids), completion.num_prompt)
+        expected = reference.run(completion.token_ids, deltas).rows
+        error = max(_row_errors(completion, expected).values())
+        results.append(_measurement(reference, "steered read", case, error))
+    return results
+
+
+def _dealt(
+    reference: Reference, token_prompts: Sequence[list[int]]
+) -> list[tuple[list[int], SteeringCase]]:
+    cases = steering_cases(reference.run(token_prompts[0]), reference.row.points)
+    return [(token_prompts[i % len(token_prompts)], case) for i, case in enumerate(cases)]
+
+
+def _measurement(
+    reference: Reference, check: str, case: SteeringCase, error: float, moved: float | None = None
+) -> Measurement:
+    name = reference.row.name
+    return Measurement(name, check, case.point, case.layer, case.phase, error, moved)
 
 
 def everything(row: TinyModel) -> dict[str, Any]:

@@ -1,0 +1,88 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is steered in a write check: one site at a time, and all sites in all tiers at once."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from .reference import Forward, Site
+
+TIERS = {
+    "all": "steering_vectors",
+    "prompt": "prefill_steering_vectors",
+    "generated": "decode_steering_vectors",
+}
+"""Phase of the sequence -> the field of SamplingParams that steers it."""
+
+Phase = str
+"""A key of `TIERS`."""
+
+
+def phase_mask(phase: Phase, length: int, num_prompt: int) -> torch.Tensor:
+    """bool [length]: the positions that a phase means."""
+    is_prompt = torch.arange(length) < num_prompt
+    return {"all": torch.ones_like(is_prompt), "prompt": is_prompt, "generated": ~is_prompt}[phase]
+
+
+@dataclass(frozen=True)
+class SteeringCase:
+    """One request's steering, as our engine takes it and as the reference does."""
+
+    point: str
+    layer: int
+    phase: Phase
+    vectors: dict[tuple[Phase, Site], torch.Tensor]
+    """(phase, site) -> float32 [hidden]."""
+    scale: float = 1.0
+    """Given beside each vector when it is not 1."""
+
+    @property
+    def fields(self) -> dict[str, Any]:
+        """The fields of SamplingParams."""
+        fields: dict[str, Any] = {}
+        for (phase, (point, layer)), vector in self.vectors.items():
+            entry = vector if self.scale == 1.0 else {"vector": vector, "scale": self.scale}
+            fields.setdefault(TIERS[phase], {}).setdefault(point, {})[layer] = entry
+        return fields
+
+    def deltas(self, length: int, num_prompt: int) -> dict[Site, torch.Tensor]:
+        """What the reference adds: site -> float32 [length, hidden]."""
+        deltas: dict[Site, torch.Tensor] = {}
+        for (phase, site), vector in self.vectors.items():
+            added = phase_mask(phase, length, num_prompt)[:, None] * (self.scale * vector)
+            deltas[site] = deltas[site] + added if site in deltas else added
+        return deltas
+
+
+def steering_cases(forward: Forward, points: Sequence[str]) -> list[SteeringCase]:
+    """Each point at the first, a middle and the last layer; each point of the middle layer for each
+    phase; and every site in every tier at once, scaled.
+
+    Args:
+        forward: an unsteered run of the reference; vectors are as long as its stream is at the
+            site, on average.
+        points: the points the architecture has.
+    """
+    generator = torch.Generator().manual_seed(7)
+    layers = 1 + max(layer for _, layer in forward.rows)
+    middle = layers // 2
+
+    def vector(site: Site) -> torch.Tensor:
+        stream = forward.rows[site]
+        direction = torch.randn(stream.shape[1], generator=generator)
+        length = float(stream.norm(dim=-1).mean())
+        return direction.mul(length / float(direction.norm()))
+
+    plan: list[tuple[Site, Phase]] = [
+        ((point, layer), "all") for point in points for layer in (0, middle, layers - 1)
+    ]
+    plan += [((point, middle), phase) for point in points for phase in ("prompt", "generated")]
+    cases = [SteeringCase(*site, phase, {(phase, site): vector(site)}) for site, phase in plan]
+    sites = [(point, layer) for layer in range(layers) for point in points]
+    together = {(phase, site): vector(site) for site in sites for phase in TIERS}
+    # Many vectors add up: a smaller share of each keeps the sum comparable to the stream.
+    return [*cases, SteeringCase("every", -1, "all", together, scale=-0.2)]
