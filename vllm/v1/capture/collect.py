@@ -9,7 +9,7 @@ import torch
 
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.capture.positions import Positions
-from vllm.v1.capture.results import CapturedRows, CaptureResult
+from vllm.v1.capture.results import CapturedRows, CaptureResult, CaptureStatus
 from vllm.v1.engine import EngineCoreRequest, FinishReason
 from vllm.v1.interventions import CapturedChunk, CapturePlan, Selection
 
@@ -35,7 +35,7 @@ def results_of(
     return state.rows.results(
         state.detokenizer.output_token_ids,
         finished=finish_reason is not None,
-        aborted=finish_reason == FinishReason.ABORT,
+        aborted=finish_reason in (FinishReason.ABORT, FinishReason.ERROR),
         only_new=state.output_kind == RequestOutputKind.DELTA,
     )
 
@@ -51,11 +51,14 @@ class RowCollector:
         self._plan = plan
         self._prompt_token_ids = prompt_token_ids
         self._prompt = len(prompt_token_ids)
-        self._chunks: list[CapturedChunk] = []
+        self._chunks = [CapturedChunk(np.zeros(0, np.int64), plan.no_rows)]
+        self._arrived: list[np.ndarray] = []
         self._delivered = 0
 
     def add(self, chunks: list[CapturedChunk] | None) -> None:
-        self._chunks += chunks or ()
+        for chunk in chunks or ():
+            self._chunks.append(chunk)
+            self._arrived.append(chunk.positions)
 
     def results(
         self, output_token_ids: Sequence[int], *, finished: bool, aborted: bool, only_new: bool
@@ -68,44 +71,48 @@ class RowCollector:
             aborted: whether the request was cut off, so that rows may be missing.
             only_new: leave out rows that an earlier call returned (streaming of deltas).
         """
-        token_ids = [*self._prompt_token_ids, *output_token_ids]
-        num_rows = len(token_ids) - 1
-        positions, values = self._merged()
-        if only_new:
-            # `last_generated` is not known before the end, so it comes with the end.
-            keep = positions >= self._delivered
-            positions, values = positions[keep], values[:, torch.from_numpy(keep)]
-            self._delivered = max(self._delivered, num_rows)
-        return {
-            name: self._result(name, positions, values, token_ids, finished, aborted, only_new)
-            for name in self._plan.consumers
+        token_ids = np.array([*self._prompt_token_ids, *output_token_ids], dtype=np.int64)
+        merged = self._merged()
+        results = {
+            name: self._result(selection, merged, token_ids, finished, aborted, only_new)
+            for name, selection in self._plan.consumers.items()
         }
+        if only_new:
+            self._delivered = len(token_ids) - 1
+            # The last row may be wanted once more: as the last generated one, when none follows.
+            rest = merged.positions >= self._delivered - 1
+            self._chunks = [
+                CapturedChunk(merged.positions[rest], merged.values[:, torch.from_numpy(rest)])
+            ]
+        return results
 
     def _result(
         self,
-        name: str,
-        positions: np.ndarray,
-        values: torch.Tensor,
-        token_ids: Sequence[int],
+        selection: Selection,
+        merged: CapturedChunk,
+        token_ids: np.ndarray,
         finished: bool,
         aborted: bool,
         only_new: bool,
     ) -> CaptureResult:
-        selection = self._plan.consumers[name]
-        num_rows = len(token_ids) - 1
+        # The prompt's rows are owed even when the request ends before its first token.
+        num_rows = max(len(token_ids) - 1, self._prompt)
         wanted = self._wanted(selection, num_rows, finished)
-        keep = np.flatnonzero(wanted.mask(positions))
-        kept = positions[keep]
-        ids = np.asarray(token_ids, dtype=np.int64)[kept]
-        index = torch.from_numpy(keep)
+        since = self._delivered if only_new else 0
+        if selection.last_generated:
+            # Which one it is is not known before the end, so no generated row was delivered.
+            since = min(since, self._prompt)
+        keep = wanted.mask(merged.positions) & (merged.positions >= since)
+        kept = merged.positions[keep]
+        ids, index = token_ids[kept], torch.from_numpy(np.flatnonzero(keep))
         payload = {
-            site: CapturedRows(kept, ids, values[self._plan.sites.index(site)][index])
+            site: CapturedRows(kept, ids, merged.values[self._plan.sites.index(site)][index])
             for site in selection.sites
         }
-        status, error = "ok", None
-        if finished:
-            status, error = self._verdict(selection, wanted, kept, num_rows, aborted, only_new)
-        return CaptureResult(status=status, error=error, payload=payload)  # type: ignore[arg-type]
+        if not finished:
+            return CaptureResult(status="ok", error=None, payload=payload)
+        status, error = self._verdict(selection, wanted, num_rows, aborted)
+        return CaptureResult(status=status, error=error, payload=payload)
 
     def _wanted(self, selection: Selection, num_rows: int, finished: bool) -> Positions:
         wanted = Positions.from_flat(selection.runs).below(num_rows)
@@ -117,32 +124,25 @@ class RowCollector:
         return prompt
 
     def _verdict(
-        self,
-        selection: Selection,
-        wanted: Positions,
-        kept: np.ndarray,
-        num_rows: int,
-        aborted: bool,
-        only_new: bool,
-    ) -> tuple[str, str | None]:
-        if not only_new and len(kept) < len(wanted):
-            missing = np.setdiff1d(wanted.array(), kept)
+        self, selection: Selection, wanted: Positions, num_rows: int, aborted: bool
+    ) -> tuple[CaptureStatus, str | None]:
+        arrived = np.concatenate([np.zeros(0, np.int64), *self._arrived])
+        missing = np.setdiff1d(wanted.array(), arrived)
+        if len(missing):
             where = f"{len(missing)} of {len(wanted)} rows, first at position {missing[0]}"
             if aborted:
                 return "partial_error", f"the request was aborted before {where} were computed"
             return "error", f"{where} are missing although they were computed; this is a bug"
-        unreached = [p for p in Positions.from_flat(selection.named).array() if p >= num_rows]
-        if unreached:
+        unreached = Positions.from_flat(selection.named).first_from(num_rows)
+        if unreached is not None:
             return "partial_error", (
-                f"the request ended with {num_rows} rows, before position {unreached[0]}"
+                f"the request ended with {num_rows} rows, before position {unreached}"
             )
         return "ok", None
 
-    def _merged(self) -> tuple[np.ndarray, torch.Tensor]:
+    def _merged(self) -> CapturedChunk:
         if len(self._chunks) > 1:
             positions = np.concatenate([c.positions for c in self._chunks])
             values = torch.cat([c.values for c in self._chunks], dim=1)
             self._chunks = [CapturedChunk(positions, values)]
-        if self._chunks:
-            return self._chunks[0].positions, self._chunks[0].values
-        return np.zeros(0, np.int64), torch.zeros(len(self._plan.sites), 0, 0)
+        return self._chunks[0]

@@ -77,8 +77,8 @@ def stack(
     Raises:
         ValueError: an output lacks the rows, or did not finish its capture.
     """
-    if not outputs:
-        raise ValueError("stack: no outputs")
+    if not outputs or not layers:
+        raise ValueError(f"stack: no {'layers' if outputs else 'outputs'}")
     per_output = []
     for i, output in enumerate(outputs):
         result = (output.capture_results or {}).get(consumer)
@@ -91,6 +91,8 @@ def stack(
             if site is None:
                 raise ValueError(f"stack: output {i} captured no {point} at layer {layer}")
             if position >= 0:
+                if position not in site.positions:
+                    raise ValueError(f"stack: output {i} did not capture position {position}")
                 rows.append(site.at(position))
             elif len(site) >= -position:
                 rows.append(site.values[position])
