@@ -225,14 +225,28 @@ class Steps:
 
     outputs: list[Any] = field(default_factory=list)
 
+    @property
+    def ids(self) -> list[str]:
+        """Request ids in the order in which `LLM.generate` was given the prompts."""
+        scheduled = {i for o in self.outputs for i in o.num_scheduled_tokens}
+        return sorted(scheduled, key=lambda i: int(i.split("-")[0]))
+
     def chunks(self, request: int) -> list[int]:
-        """Scheduled tokens per step of the request that was the `request`-th to start."""
-        ids = list(dict.fromkeys(i for o in self.outputs for i in o.num_scheduled_tokens))
-        return [
-            o.num_scheduled_tokens[ids[request]]
-            for o in self.outputs
-            if ids[request] in o.num_scheduled_tokens
-        ]
+        """Scheduled tokens per step of the `request`-th prompt."""
+        name = self.ids[request]
+        return [n for o in self.outputs if (n := o.num_scheduled_tokens.get(name))]
+
+    @property
+    def recomputed(self) -> list[int]:
+        """Which prompts came back from a preemption with generated tokens to compute again."""
+        found = set()
+        for output in self.outputs:
+            cached = output.scheduled_cached_reqs
+            for i, name in enumerate(cached.req_ids):
+                if name in cached.resumed_req_ids and output.num_scheduled_tokens[name] > 1:
+                    if cached.num_output_tokens[i] > 1:
+                        found.add(self.ids.index(name))
+        return sorted(found)
 
     @property
     def preempted(self) -> list[str]:
