@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from patches.taps.rows import FAMILIES, MODELS, WIRED, Idiom, Row
-from patches.taps.source import Source, bases, method, read, resolve
+from patches.taps.source import Source, Tree, bases, method, resolve
 from patches.taps.table import ROWS
 
 NAMED = re.compile(r"(Layers?|Block)$|DecoderLayer|ParallelHybrid$")
@@ -31,31 +31,29 @@ class Finding:
 
 def check(tree_root: Path, rows: Iterable[Row] = ROWS) -> list[Finding]:
     """Classes missing from the table, and rows without a class; empty when all is well."""
-    rows = tuple(rows)
+    rows, tree = tuple(rows), Tree(tree_root)
     known = {row.key for row in rows}
-    found = decoder_like(tree_root)
     missing = [
         Finding(key, "in the tree, not in patches/taps/table*.py: wire it, or declare it there")
-        for key in sorted(found - known)
+        for key in sorted(decoder_like(tree) - known)
     ]
     gone = [
         Finding(row.key, "in the table, not in the tree: remove or correct its row")
         for row in rows
-        if not _exists(tree_root, row)
+        if not _exists(tree, row)
     ]
     return missing + gone
 
 
-def decoder_like(tree_root: Path) -> set[str]:
+def decoder_like(tree: Tree) -> set[str]:
     """`file:Class` of every class that looks like a block, in both model trees."""
     found: set[str] = set()
     for folder in (MODELS, FAMILIES):
-        for path in sorted((tree_root / folder).rglob("*.py")):
-            source = read(tree_root, str(path.relative_to(tree_root)))
-            for node in source.tree.body:
-                if isinstance(node, ast.ClassDef) and NAMED.search(node.name):
-                    found.add(f"{source.file}:{node.name}")
-            found |= _built_by_make_layers(source)
+        for source in tree.modules(folder):
+            names = re.findall(r"^class (\w+)", source.text, re.MULTILINE)
+            found |= {f"{source.file}:{name}" for name in names if NAMED.search(name)}
+            if "make_layers(" in source.text:
+                found |= _built_by_make_layers(source)
     return found
 
 
@@ -65,13 +63,15 @@ def overridden(tree_root: Path, rows: Iterable[Row] = ROWS) -> list[str]:
     They inherit the attribute `taps` and must not be bound: the binder has to look at the class
     that defines forward() (see the package's docstring). Mostly draft models.
     """
-    rows = tuple(rows)
+    tree = Tree(tree_root)
     carry = WIRED | {Idiom.INHERITED}
     have = {_qualified(r.key) for r in rows if r.idiom in carry}
+    short = {name.rpartition(".")[2] for name in have}
     found = []
     for folder in (MODELS, FAMILIES):
-        for path in sorted((tree_root / folder).rglob("*.py")):
-            source = read(tree_root, str(path.relative_to(tree_root)))
+        for source in tree.modules(folder):
+            if short.isdisjoint(re.findall(r"\w+", source.text)):
+                continue  # names none of them, so there is nothing to parse
             for node in source.tree.body:
                 if not isinstance(node, ast.ClassDef):
                     continue
@@ -99,13 +99,11 @@ def _built_by_make_layers(source: Source) -> set[str]:
             qualified = resolve(source, node.func.id)
             module, _, cls = qualified.rpartition(".")
             file = module.replace(".", "/") + ".py"
-            if cls[:1].isupper() and (source.root / file).is_file():
+            if cls[:1].isupper() and source.home.has(file):
                 found.add(f"{file}:{cls}")
     return found
 
 
-def _exists(tree_root: Path, row: Row) -> bool:
-    if not (tree_root / row.file).is_file():
-        return False
-    tree = read(tree_root, row.file).tree
-    return any(isinstance(n, ast.ClassDef) and n.name == row.cls for n in tree.body)
+def _exists(tree: Tree, row: Row) -> bool:
+    body = tree.read(row.file).tree.body if tree.has(row.file) else []
+    return any(isinstance(n, ast.ClassDef) and n.name == row.cls for n in body)

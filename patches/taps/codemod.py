@@ -17,7 +17,7 @@ from patches.taps.errors import REMEDY_SHAPE, TapsError
 from patches.taps.inherited import check_inherited
 from patches.taps.proof import prove
 from patches.taps.rows import DEFERRED, WIRED, Idiom, Row
-from patches.taps.source import Source, read
+from patches.taps.source import Source, Tree
 from patches.taps.table import ROWS
 
 
@@ -39,10 +39,10 @@ def wire(tree_root: Path, rows: Iterable[Row] = ROWS) -> list[Path]:
     All new sources are computed and proved before the first is written. Raises TapsError for the
     first row that does not fit; the tree is then untouched.
     """
-    rows = tuple(rows)
-    sources = _wired_sources(tree_root, rows)
+    rows, tree = tuple(rows), Tree(tree_root)
+    sources = _wired_sources(tree, rows)
     for row in rows:
-        _check(tree_root, row, sources)
+        _check(tree, row, sources)
     changed = []
     for file, source in sorted(sources.items()):
         path = tree_root / file
@@ -53,13 +53,11 @@ def wire(tree_root: Path, rows: Iterable[Row] = ROWS) -> list[Path]:
 
 def verify(tree_root: Path, rows: Iterable[Row] = ROWS) -> list[Outcome]:
     """Try every row on its own against an unwired tree; nothing is written."""
-    outcomes = []
+    outcomes, tree = [], Tree(tree_root)
     for row in rows:
         try:
-            sources = (
-                {row.file: wire_class(read(tree_root, row.file), row)} if row.idiom in WIRED else {}
-            )
-            _check(tree_root, row, sources)
+            sources = {row.file: wire_class(tree.read(row.file), row)} if row.idiom in WIRED else {}
+            _check(tree, row, sources)
             outcomes.append(Outcome(row, None))
         except TapsError as error:
             outcomes.append(Outcome(row, error))
@@ -73,21 +71,21 @@ def wire_class(source: Source, row: Row) -> Source:
     forward = edit.find_forward(cls, row)
     locate = fused.locate if row.idiom in DEFERRED else unfused.locate
     new = edit.apply(module, source.text, row, cls, locate(row, forward))
-    return Source(source.root, source.file, new)
+    return Source(source.home, source.file, new)
 
 
-def _wired_sources(tree_root: Path, rows: tuple[Row, ...]) -> dict[str, Source]:
+def _wired_sources(tree: Tree, rows: tuple[Row, ...]) -> dict[str, Source]:
     sources: dict[str, Source] = {}
     for row in rows:
         if row.idiom in WIRED:
-            source = sources.get(row.file) or read(tree_root, row.file)
+            source = sources.get(row.file) or tree.read(row.file)
             sources[row.file] = wire_class(source, row)
     return sources
 
 
-def _check(tree_root: Path, row: Row, sources: dict[str, Source]) -> None:
+def _check(tree: Tree, row: Row, sources: dict[str, Source]) -> None:
     """What must hold of a row once its file is wired."""
-    source = sources.get(row.file) or read(tree_root, row.file)
+    source = sources.get(row.file) or tree.read(row.file)
     source.cls(row.cls)
     if row.idiom in WIRED:
         _compiles(source, row)

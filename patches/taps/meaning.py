@@ -98,6 +98,10 @@ class Meaning:
             state.used |= {name}
         if kind == "norm" and len(args) == 2:
             return self.norm_pair(node, name, args, state)
+        due = self.order()[len(state.events) : len(state.events) + 1]
+        early = not state.events or (due and due[0].endswith(".read"))
+        if kind in BRANCHES and early:
+            raise self.wrong(node, f"{due[0]} before the next branch", ast.unparse(node))
         if kind:
             return self.computed(node, values, state, kind, name)
         if func in BUFFERS:

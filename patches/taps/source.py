@@ -2,6 +2,7 @@
 """Reading the upstream tree: modules, classes, and where a norm's class comes from."""
 
 import ast
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -9,11 +10,42 @@ from pathlib import Path
 from patches.taps.errors import REMEDY_SHAPE, TapsError
 
 
+class Tree:
+    """An upstream tree; each module is read and parsed once."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self._sources: dict[str, Source] = {}
+
+    def has(self, file: str) -> bool:
+        return (self.root / file).is_file()
+
+    def read(self, file: str) -> "Source":
+        """The module at `file`; TapsError when it is missing."""
+        if not self.has(file):
+            raise TapsError(
+                file,
+                "",
+                "this file in the upstream tree",
+                "no such file",
+                "it moved or went away: correct or remove its rows in patches/taps/table.py",
+            )
+        if file not in self._sources:
+            text = (self.root / file).read_text(encoding="utf-8")
+            self._sources[file] = Source(self, file, text)
+        return self._sources[file]
+
+    def modules(self, folder: str) -> "Iterator[Source]":
+        """All modules under a folder, sorted."""
+        for path in sorted((self.root / folder).rglob("*.py")):
+            yield self.read(str(path.relative_to(self.root)))
+
+
 @dataclass(frozen=True)
 class Source:
-    """One module of the tree: `file` is relative to `root`, `text` its content (edited or not)."""
+    """One module: `file` is relative to the tree's root, `text` its content (edited or not)."""
 
-    root: Path
+    home: Tree
     file: str
     text: str
 
@@ -38,32 +70,19 @@ class Source:
         """Dotted name, e.g. `vllm.model_executor.models.llama`."""
         return self.file.removesuffix(".py").replace("/", ".")
 
-    def import_of(self, name: str) -> tuple[str, str] | None:
-        """(absolute module, original name) behind `name`, if it is imported with `from`."""
+    @cached_property
+    def imports(self) -> dict[str, tuple[str, str]]:
+        """name -> (absolute module, original name), of the top-level `from` imports."""
         package = self.module_name().split(".")
+        found = {}
         for node in self.tree.body:
             if not isinstance(node, ast.ImportFrom):
                 continue
+            base = package[: len(package) - node.level] if node.level else []
+            module = ".".join(base + ([node.module] if node.module else []))
             for alias in node.names:
-                if (alias.asname or alias.name) == name:
-                    base = package[: len(package) - node.level] if node.level else []
-                    module = ".".join(base + ([node.module] if node.module else []))
-                    return module, alias.name
-        return None
-
-
-def read(root: Path, file: str) -> Source:
-    """The module at `root / file`; TapsError when it is missing."""
-    path = root / file
-    if not path.is_file():
-        raise TapsError(
-            file,
-            "",
-            "this file in the upstream tree",
-            "no such file",
-            "it moved or went away: correct or remove its rows in patches/taps/table.py",
-        )
-    return Source(root, file, path.read_text(encoding="utf-8"))
+                found[alias.asname or alias.name] = (module, alias.name)
+        return found
 
 
 def method(cls: ast.ClassDef, name: str) -> ast.FunctionDef | None:
@@ -76,21 +95,21 @@ def method(cls: ast.ClassDef, name: str) -> ast.FunctionDef | None:
 
 def resolve(source: Source, name: str) -> str:
     """Qualified name of the class or function `name` of that module, through re-imports."""
-    imported = source.import_of(name)
+    imported = source.imports.get(name)
     if imported is None:
         return f"{source.module_name()}.{name}"
     module, original = imported
     file = module.replace(".", "/") + ".py"
-    if not module.startswith("vllm.") or not (source.root / file).is_file():
+    if not module.startswith("vllm.") or not source.home.has(file):
         return f"{module}.{original}"
-    return resolve(read(source.root, file), original)
+    return resolve(source.home.read(file), original)
 
 
 def find_class(source: Source, qualified: str) -> tuple[Source, ast.ClassDef]:
     """The module and the class behind a qualified name of the tree."""
     module, _, name = qualified.rpartition(".")
     file = module.replace(".", "/") + ".py"
-    home = source if file == source.file else read(source.root, file)
+    home = source if file == source.file else source.home.read(file)
     return home, home.cls(name)
 
 

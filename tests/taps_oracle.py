@@ -1,0 +1,341 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Runs a wired forward() for real, on stub modules, and checks the hook contract by numbers.
+
+Independent of patches/taps/proof.py: nothing is known about streams here. The function is taken out
+of the edited module and executed in float64 with random branches and norms (the fused norm writes
+in place, as upstream's kernel may). What is checked, per point:
+
+* the edit is inert: with no vector, the outputs equal those of upstream's own forward();
+* capture and steering meet: adding d moves the captured value by d;
+* the point is a cut: two different inputs whose captured values are made equal by steering give
+  equal outputs, so everything later depends on the captured value alone;
+* mixers run after pre_attn and before post_attn, MLPs after post_attn and before post_block, and
+  what they read moves when the point before them is steered;
+* pre_attn is the block's input and post_block its output.
+"""
+
+from __future__ import annotations
+
+import ast
+import builtins
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from patches.taps.rows import DEFERRED, NormCall, Row, Second
+from patches.taps.source import Source, method
+
+TOKENS, WIDTH = 3, 8
+
+
+@dataclass
+class Log:
+    """What one run did: captures by point, inputs of branches, and the order of both."""
+
+    captured: dict[str, torch.Tensor] = field(default_factory=dict)
+    order: list[tuple[str, str]] = field(default_factory=list)
+    read_by: dict[str, list[torch.Tensor]] = field(default_factory=dict)
+
+
+class Tap:
+    """A bound tap as the contract describes it: adds `delta`, records what it reads."""
+
+    def __init__(self, point: str, delta: torch.Tensor | None, log: Log) -> None:
+        self.point, self.delta, self.log = point, delta, log
+
+    def steer(self, h: torch.Tensor) -> torch.Tensor:
+        return h if self.delta is None else h + self.delta
+
+    def read(self, h: torch.Tensor) -> None:
+        assert self.point not in self.log.captured, f"{self.point} read twice"
+        self.log.captured[self.point] = h.clone()
+        self.log.order.append(("tap", self.point))
+
+    def enter(
+        self, h: torch.Tensor, r: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        return (self.steer(h), None) if r is None else (h, self.steer(r))
+
+    def leave(self, h: torch.Tensor, r: torch.Tensor) -> torch.Tensor:
+        r = self.steer(r)
+        self.read(h + r)
+        return r
+
+    def __call__(self, h: torch.Tensor) -> torch.Tensor:
+        h = self.steer(h)
+        self.read(h)
+        return h
+
+
+def _weight(name: str) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(sum(map(ord, name)) % 10_007)
+    return torch.randn(WIDTH, WIDTH, generator=generator, dtype=torch.float64) / 2
+
+
+class Norm:
+    """An RMS norm with random weights; with two arguments it adds in place, or passes."""
+
+    def __init__(self, name: str, call: NormCall) -> None:
+        self.weight, self.call = 1 + _weight(name)[0], call
+
+    def __call__(self, x: torch.Tensor, r: torch.Tensor | None = None) -> Any:
+        if r is None:
+            return self.normed(x)
+        if self.call is NormCall.PASSES:
+            return self.normed(x), r
+        r.add_(x)
+        x.copy_(self.normed(r))
+        return x, r
+
+    def normed(self, x: torch.Tensor) -> torch.Tensor:
+        return x / x.square().mean(-1, keepdim=True).add(1e-6).sqrt() * self.weight
+
+
+class Branch:
+    """A mixer or MLP: tanh(x W), written into a NaN buffer when it is given one."""
+
+    def __init__(self, kind: str, name: str, pair: bool, log: Log) -> None:
+        self.kind, self.name, self.pair, self.log = kind, name, pair, log
+        self.weight = _weight(name)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        kwargs.pop("residual", None)
+        values = [*args, *kwargs.values()]
+        rows = [v for v in values if isinstance(v, torch.Tensor) and v.shape == (TOKENS, WIDTH)]
+        buffers = [v for v in rows if v.isnan().all()]
+        inputs = [v for v in rows if not v.isnan().all()]
+        assert inputs, f"{self.name} got no rows"
+        self.log.order.append((self.kind, self.name))
+        self.log.read_by.setdefault(self.kind, []).append(inputs[0].clone())
+        out = torch.tanh(torch.stack(inputs).sum(0) @ self.weight)
+        for buffer in buffers:
+            buffer.copy_(out)
+        return (out, None) if self.pair else out
+
+
+class _Holder:
+    """Attributes by dotted name: `self.mixer.forward_with_positions`, `self.config.x`."""
+
+    def put(self, dotted: str, value: Any) -> None:
+        head, _, rest = dotted.partition(".")
+        if rest:
+            if not isinstance(getattr(self, head, None), _Holder):
+                setattr(self, head, _Holder())
+            getattr(self, head).put(rest, value)
+        else:
+            setattr(self, head, value)
+
+
+class Subject:
+    """One class of the tree, ready to run: `wired` or as upstream has it."""
+
+    def __init__(self, row: Row, source: Source, settings: Mapping[str, Any]) -> None:
+        self.row, self.settings = row, dict(settings)
+        forward = method(source.cls(row.cls), "forward")
+        assert forward is not None
+        self.pairs = {
+            ast.unparse(n.value.func).removeprefix("self.")
+            for n in ast.walk(forward)
+            if isinstance(n, ast.Assign)
+            and isinstance(n.targets[0], ast.Tuple)
+            and isinstance(n.value, ast.Call)
+        }
+        for node in ast.walk(forward):
+            if isinstance(node, ast.arg):
+                node.annotation = None
+        forward.returns = None
+        self.parameters = [a.arg for a in forward.args.args[1:]]
+        module = ast.Module([forward], [])
+        space: dict[str, Any] = {
+            n.id: type(n.id, (), {})
+            for n in ast.walk(forward)
+            if isinstance(n, ast.Name) and not hasattr(builtins, n.id)
+        }
+        space |= {"torch": _torch(), "math": math}
+        space["tensor_model_parallel_all_reduce"] = lambda x: x.clone()
+        exec(compile(ast.fix_missing_locations(module), source.file, "exec"), space)
+        self.function: Callable[..., Any] = space["forward"]
+
+    def run(
+        self,
+        x: torch.Tensor,
+        r: torch.Tensor | None,
+        deltas: Mapping[str, torch.Tensor] | None = None,
+    ) -> tuple[torch.Tensor, Log]:
+        """(the stream after the block, the log); `deltas` are vectors added at points."""
+        row, log = self.row, Log()
+        block = _Holder()
+        params: dict[str, Any] = dict.fromkeys(self.parameters)
+        params |= {p: torch.arange(TOKENS) for p in ("positions", "position_ids") if p in params}
+        for kind, names in (("mixer", row.mixers), ("mlp", row.mlps)):
+            for name in names:
+                stub = Branch(kind, name, name in self.pairs, log)
+                if "[" in name:
+                    params[name.partition("[")[0]] = [stub] * 4
+                else:
+                    block.put(name, stub)
+        for name in (*row.norms, *row.branch_norms):
+            block.put(name, Norm(name, row.norm_call))
+        for name, value in self.settings.items():
+            if name in params:
+                params[name] = value
+            else:
+                block.put(name, value)
+        found = deltas or {}
+        for point in row.points:
+            block.put(f"taps.{point}", Tap(point, found.get(point), log))
+        params[row.stream] = x.clone()
+        if row.residual in params:
+            junk = torch.full_like(x, torch.nan)  # a stale argument that nobody may read
+            fused = row.idiom in DEFERRED
+            params[row.residual] = (None if r is None else r.clone()) if fused else junk
+        out = self.function(block, **params)
+        if row.idiom in DEFERRED:
+            return out[0] + out[1], log
+        return out if row.second is Second.ABSENT else out[0], log
+
+
+def _torch() -> SimpleNamespace:
+    """The few functions of torch that forwards use, with buffers that start as NaN."""
+
+    def buffer(x: torch.Tensor) -> torch.Tensor:
+        return torch.full_like(x, torch.nan)
+
+    return SimpleNamespace(empty_like=buffer, zeros_like=buffer, nn=torch.nn, float16=torch.float16)
+
+
+def check(row: Row, before: Source, after: Source, settings: Mapping[str, Any]) -> None:
+    """AssertionError when the wired class breaks the contract under these settings."""
+    upstream, wired = Subject(row, before, settings), Subject(row, after, settings)
+    generator = torch.Generator().manual_seed(0)
+
+    def rows() -> torch.Tensor:
+        return torch.randn(TOKENS, WIDTH, generator=generator, dtype=torch.float64)
+
+    later = row.idiom in DEFERRED
+    for r1, r2 in ((None, None), (rows(), rows())) if later else ((None, None),):
+        x1, x2 = rows(), rows()
+        out1, log1 = wired.run(x1, r1)
+        out2, log2 = wired.run(x2, r2)
+        plain, _ = upstream.run(x1, r1)
+        assert torch.equal(out1, plain), "the edit changes the outputs"
+        assert tuple(log1.captured) == row.points, f"captured {tuple(log1.captured)}"
+        _close(log1.captured["pre_attn"], x1 if r1 is None else x1 + r1, "pre_attn is the input")
+        _close(log1.captured["post_block"], out1, "post_block is the output")
+        _order(row, log1)
+        for point in row.points:
+            delta = log1.captured[point] - log2.captured[point]
+            out, log = wired.run(x2, r2, {point: delta})
+            _close(log.captured[point], log1.captured[point], f"{point}: capture moves by d")
+            _close(out, out1, f"{point}: outputs depend on the captured value alone")
+            assert not torch.allclose(out, out2), f"{point}: the vector moved nothing"
+            _readers(row, point, log2, log)
+
+
+def _close(a: torch.Tensor, b: torch.Tensor, what: str) -> None:
+    assert torch.allclose(a, b, rtol=1e-9, atol=1e-9), what
+
+
+def _order(row: Row, log: Log) -> None:
+    at = {name: i for i, (kind, name) in enumerate(log.order) if kind == "tap"}
+    middle = at.get("post_attn", at["post_block"])
+    for i, (kind, name) in enumerate(log.order):
+        if kind == "mixer":
+            assert at["pre_attn"] < i < middle, f"{name} outside pre_attn..post_attn"
+        if kind == "mlp":
+            start = at.get("post_attn", at["pre_attn"])
+            assert start < i < at["post_block"], f"{name} outside post_attn..post_block"
+
+
+def _readers(row: Row, point: str, without: Log, steered: Log) -> None:
+    """Whose inputs moved: mixers and MLPs for pre_attn, MLPs for post_attn, none at the end."""
+    for kind in ("mixer", "mlp"):
+        pairs = zip(without.read_by.get(kind, []), steered.read_by.get(kind, []), strict=True)
+        moved = [not torch.allclose(a, b) for a, b in pairs]
+        wanted = point == "pre_attn" or (point == "post_attn" and kind == "mlp")
+        assert all(m is wanted for m in moved), f"{point}: {kind} inputs moved: {moved}"
+
+
+def settings_of(row: Row) -> list[dict[str, Any]]:
+    """The configurations to try for a class: every value of what its forward() tests."""
+    return SETTINGS.get(row.cls, [{}])
+
+
+_SCALE = torch.full((1, WIDTH), 0.3, dtype=torch.float64)
+_LAYER_TYPES = [
+    {
+        "layer_type": kind,
+        "layer_scale": scale,
+        "attn_layer_scale": _SCALE,
+        "ffn_layer_scale": _SCALE,
+        "use_attn_reduce_scatter_for_moe": False,
+        "layer_idx": 1,
+        "num_blocks": 2,
+    }
+    for kind in ("linear_attention", "full_attention")
+    for scale in (False, True)
+]
+_MULTIPLIER: dict[str, Any] = {"residual_multiplier": 0.4}
+_HYBRID = [
+    _MULTIPLIER,
+    _MULTIPLIER | {"shared_mlp": None},
+    _MULTIPLIER | {"block_sparse_moe": None},
+]
+_SKIPS = [{"apply_residual_connection_post_layernorm": value} for value in (False, True)]
+_FALCON = [
+    {
+        "config.parallel_attn": parallel,
+        "config.new_decoder_architecture": new,
+        "config.num_ln_in_parallel_attn": norms,
+        "reduce_row_parallel_results": not (new or parallel),
+    }
+    for parallel, new, norms in (
+        (True, False, None),
+        (True, True, 2),
+        (True, True, 1),
+        (False, False, None),
+    )
+]
+
+SETTINGS: dict[str, list[dict[str, Any]]] = {
+    "BailingMoeV25DecoderLayer": [{"attention_type": 0}, {"attention_type": 1}],
+    "BailingMoeV3DecoderLayer": [{"is_kda_layer": value} for value in (False, True)],
+    "BloomBlock": _SKIPS,
+    "CohereDecoderLayer": [{"tp_size": 1}, {"tp_size": 2}],
+    "FalconDecoderLayer": _FALCON,
+    "FalconH1ParallelHybrid": [
+        {
+            "attention_in_multiplier": 0.5,
+            "ssm_in_multiplier": 0.6,
+            "attn_out_multiplier": 0.7,
+            "ssm_out_multiplier": 0.8,
+        }
+    ],
+    "GLMBlock": _SKIPS,
+    "Gemma4DecoderLayer": [
+        {"layer_scalar": 0.5, "enable_moe_block": moe, "per_layer_input": extra}
+        for moe in (False, True)
+        for extra in (None, _SCALE)
+    ],
+    "GraniteDecoderLayer": [_MULTIPLIER],
+    "GraniteMoeDecoderLayer": [_MULTIPLIER],
+    "GraniteMoeHybridAttentionDecoderLayer": _HYBRID,
+    "GraniteMoeHybridMambaDecoderLayer": _HYBRID,
+    "GraniteMoeSharedDecoderLayer": [_MULTIPLIER, _MULTIPLIER | {"shared_mlp": None}],
+    "HyperCLOVAXDecoderLayer": [_MULTIPLIER | {"use_post_norm": v} for v in (False, True)],
+    "InternS2MobiusDecoderLayer": _LAYER_TYPES,
+    "MiniCPMDecoderLayer": [{"config.scale_depth": 1.4, "config.num_hidden_layers": 4}],
+    "MistralDecoderLayer": [
+        {"ada_rms_norm_t_cond": None},
+        {"ada_rms_norm_t_cond": lambda t: t, "t_cond": _SCALE},
+    ],
+    "OPTDecoderLayer": [{"do_layer_norm_before": value} for value in (False, True)],
+    "OlmoHybridDecoderLayer": _LAYER_TYPES,
+    "Qwen3NextDecoderLayer": _LAYER_TYPES,
+    "Step3TextDecoderLayer": [{"use_moe": value} for value in (False, True)],
+    "Step3p5DecoderLayer": [{"use_moe": value} for value in (False, True)],
+}

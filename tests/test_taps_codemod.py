@@ -1,0 +1,312 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The taps codemod against the pinned upstream tree: what it edits, and what it refuses."""
+
+from __future__ import annotations
+
+import difflib
+import py_compile
+import shutil
+from pathlib import Path
+
+import pytest
+
+from patches.taps import census
+from patches.taps.codemod import verify, wire, wire_class
+from patches.taps.errors import TapsError
+from patches.taps.proof import prove
+from patches.taps.rows import FAMILIES, MODELS, WIRED, Idiom, Row
+from patches.taps.source import Source, Tree, method
+from patches.taps.table import ROWS
+from tests import taps_oracle
+from tools.pins import ROOT, load_pin
+from tools.wheels import upstream_folder
+
+BY_CLASS = {row.cls: row for row in ROWS if row.idiom in WIRED}
+CASES = [
+    pytest.param(row, settings, id=f"{row.cls}-{i}")
+    for row in BY_CLASS.values()
+    for i, settings in enumerate(taps_oracle.settings_of(row))
+]
+
+
+@pytest.fixture(scope="session")
+def upstream() -> Path:
+    """The pinned wheel, unpacked; nobody writes to it."""
+    return upstream_folder(load_pin(ROOT, "cpu"), ROOT / "build")
+
+
+@pytest.fixture(scope="session")
+def pristine(upstream: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The Python files of the two model trees alone."""
+    root = tmp_path_factory.mktemp("pristine")
+    for folder in (MODELS, FAMILIES):
+        shutil.copytree(upstream / folder, root / folder, ignore=_not_python)
+    return root
+
+
+@pytest.fixture
+def tree(pristine: Path, tmp_path: Path) -> Path:
+    """A copy of them to edit."""
+    return Path(shutil.copytree(pristine, tmp_path / "tree"))
+
+
+def _not_python(folder: str, names: list[str]) -> set[str]:
+    return {n for n in names if not n.endswith(".py") and not (Path(folder) / n).is_dir()}
+
+
+def edit(tree: Path, row: Row, old: str, new: str) -> None:
+    """Change upstream's code inside one class of the copy."""
+    path = tree / row.file
+    head, mark, tail = path.read_text().partition(f"class {row.cls}(")
+    assert mark and old in tail, f"{row.key} has no {old!r}"
+    path.write_text(head + mark + tail.replace(old, new, 1))
+
+
+def forward_text(source: Source, row: Row) -> list[str]:
+    """Body of forward(), without indentation of the class, comments and blank lines."""
+    node = method(source.cls(row.cls), "forward")
+    assert node is not None and node.end_lineno is not None
+    lines = source.text.splitlines()[node.body[0].lineno - 1 : node.end_lineno]
+    return [line[8:] for line in lines if line.strip() and not line.strip().startswith("#")]
+
+
+def test_every_row_fits(upstream: Path) -> None:
+    failed = [str(outcome.error) for outcome in verify(upstream) if not outcome.ok]
+    assert not failed, "\n".join(failed)
+
+
+def test_wire_only_inserts_lines(upstream: Path, tree: Path) -> None:
+    changed = wire(tree)
+    assert {str(p.relative_to(tree)) for p in changed} == {r.file for r in BY_CLASS.values()}
+    removed: list[str] = []
+    for path in changed:
+        py_compile.compile(str(path), cfile=str(tree / "out.pyc"), doraise=True)
+        old = (upstream / path.relative_to(tree)).read_text().splitlines()
+        diff = list(difflib.unified_diff(old, path.read_text().splitlines(), n=0, lineterm=""))
+        removed += [line for line in diff[2:] if line.startswith("-")]
+        added = [line for line in diff[2:] if line.startswith("+") and line.strip("+ ")]
+        odd = [line for line in added if "taps" not in line]
+        hoisted = ["hidden_states = self.feed_forward(hidden_states)"] if odd else []
+        assert [line.strip("+ ") for line in odd][: len(hoisted)] == hoisted
+    assert removed == ["-        return self.feed_forward(hidden_states), residual"] * 2
+    with pytest.raises(TapsError, match="clean upstream tree"):
+        wire(tree)
+
+
+GOLDEN = {
+    "LlamaDecoderLayer": """\
+hidden_states, residual = self.taps.pre_attn.enter(hidden_states, residual)
+if residual is None:
+    residual = hidden_states
+    hidden_states = self.input_layernorm(hidden_states)
+else:
+    hidden_states, residual = self.input_layernorm(hidden_states, residual)
+self.taps.pre_attn.read(residual)
+hidden_states = self.self_attn(positions=positions, hidden_states=hidden_states)
+residual = self.taps.post_attn.steer(residual)
+hidden_states, residual = self.post_attention_layernorm(hidden_states, residual)
+self.taps.post_attn.read(residual)
+hidden_states = self.mlp(hidden_states)
+residual = self.taps.post_block.leave(hidden_states, residual)
+return hidden_states, residual""",
+    "Gemma2DecoderLayer": """\
+hidden_states, residual = self.taps.pre_attn.enter(hidden_states, residual)
+if residual is None:
+    residual = hidden_states
+    hidden_states = self.input_layernorm(hidden_states)
+else:
+    hidden_states, residual = self.input_layernorm(hidden_states, residual)
+self.taps.pre_attn.read(residual)
+hidden_states = self.self_attn(
+    positions=positions,
+    hidden_states=hidden_states,
+)
+hidden_states = self.post_attention_layernorm(hidden_states)
+residual = self.taps.post_attn.steer(residual)
+hidden_states, residual = self.pre_feedforward_layernorm(
+    hidden_states, residual
+)
+self.taps.post_attn.read(residual)
+hidden_states = self.mlp(hidden_states)
+hidden_states = self.post_feedforward_layernorm(hidden_states)
+residual = self.taps.post_block.leave(hidden_states, residual)
+return hidden_states, residual""",
+}
+
+
+@pytest.mark.parametrize("cls", GOLDEN)
+def test_golden_forward(upstream: Path, cls: str) -> None:
+    row = BY_CLASS[cls]
+    wired = wire_class(Tree(upstream).read(row.file), row)
+    assert "\n".join(forward_text(wired, row)) == GOLDEN[cls]
+    points = ", ".join(f'"{p}"' for p in row.points)
+    assert f"class {cls}(nn.Module):\n    taps = UnboundTaps({points})\n\n" in wired.text
+
+
+ADD = "hidden_states = attn_output + residual\n"
+CHANGES = [
+    # (class, upstream's text, changed text)
+    ("LlamaDecoderLayer", "self.post_attention_layernorm(h", "self.norm_2(h"),
+    ("LlamaDecoderLayer", "= self.mlp(hidden_states)", "= self.moe(hidden_states)"),
+    (
+        "LlamaDecoderLayer",
+        "return hidden_states, residual",
+        "return hidden_states + residual, None",
+    ),
+    ("LlamaDecoderLayer", "return hidden_states, residual", "return residual, residual"),
+    (
+        "LlamaDecoderLayer",
+        "        hidden_states = self.mlp(hidden_states)\n",
+        "        hidden_states = self.mlp(hidden_states)\n        residual = residual * 0.5\n",
+    ),
+    (
+        "LlamaDecoderLayer",
+        "        hidden_states = self.mlp(hidden_states)\n",
+        "        hidden_states = self.mlp(hidden_states)\n        residual.mul_(0.5)\n",
+    ),
+    (
+        "LlamaDecoderLayer",
+        "        # Fully Connected\n",
+        "        residual = residual + hidden_states\n",
+    ),
+    (
+        "LlamaDecoderLayer",
+        "        # Self Attention\n",
+        "        first = self.mlp(hidden_states)\n",
+    ),
+    ("LlamaDecoderLayer", "self.input_layernorm = RMSNorm(", "self.input_layernorm = PlainNorm("),
+    (
+        "Qwen3DecoderLayer",
+        "        if residual is None:\n",
+        "        if residual is None and True:\n",
+    ),
+    (
+        "Gemma2DecoderLayer",
+        "        hidden_states = self.post_attention_layernorm(hidden_states)\n",
+        "        residual = self.post_attention_layernorm(hidden_states)\n",
+    ),
+    ("GPT2Block", ADD, "hidden_states = attn_output + hidden_states\n"),
+    ("GPT2Block", ADD, ADD + "        attn_output = hidden_states + residual\n"),
+    ("GPT2Block", "self.ln_2(hidden_states)", "self.ln_2(attn_output)"),
+    ("GPTJBlock", "attn_output + mlp_output + residual", "attn_output + residual"),
+    ("GPTJBlock", "self.mlp(hidden_states)", "self.mlp(residual + attn_output)"),
+    ("CohereDecoderLayer", "return hidden_states, residual", "return hidden_states"),
+    ("CohereDecoderLayer", "self.tp_size > 1", "False"),
+    (
+        "CohereDecoderLayer",
+        "        residual = hidden_states\n",
+        "        residual = hidden_states if residual is None else residual\n",
+    ),
+    ("MambaDecoderLayer", "self.mixer(hidden_states, output)", "self.mixer(residual, residual)"),
+]
+
+
+@pytest.mark.parametrize(("cls", "old", "new"), CHANGES)
+def test_changed_upstream_is_refused(tree: Path, cls: str, old: str, new: str) -> None:
+    row = BY_CLASS[cls]
+    edit(tree, row, old, new)
+    before = {p: p.read_bytes() for p in tree.rglob("*.py")}
+    with pytest.raises(TapsError) as refused:
+        wire(tree, [BY_CLASS["GraniteDecoderLayer"], row])
+    assert (refused.value.file, refused.value.cls) == (row.file, row.cls)
+    assert row.file in str(refused.value) and "remedy" in str(refused.value)
+    assert {p: p.read_bytes() for p in tree.rglob("*.py")} == before, "wrote before all fitted"
+
+
+def test_cohere_norm_that_adds_is_refused(tree: Path) -> None:
+    path = tree / MODELS / "commandr.py"
+    old = "        return hidden_states, residuals\n"
+    path.write_text(path.read_text().replace(old, old.replace("residuals", "residuals + 0")))
+    with pytest.raises(TapsError, match="CohereDecoderLayer"):
+        wire(tree, [BY_CLASS["CohereDecoderLayer"]])
+
+
+def lines(*code: str) -> str:
+    """Statements as they stand in a method's body."""
+    return "".join(f"        {line}\n" for line in code)
+
+
+SKIP = "residual = hidden_states"
+PRE = "hidden_states = self.taps.pre_attn(hidden_states)"
+POST = "hidden_states = self.taps.post_attn(hidden_states)"
+END = "hidden_states = self.taps.post_block(hidden_states)"
+LN_1 = "hidden_states = self.ln_1(hidden_states)"
+LN_2 = "hidden_states = self.ln_2(hidden_states)"
+BAD_WIRING = [
+    # (class, wired text, wrong text): the codemod never writes these; both checks must see them.
+    ("LlamaDecoderLayer", "enter(hidden_states, residual)", "enter(residual, hidden_states)"),
+    ("LlamaDecoderLayer", "pre_attn.read(residual)", "pre_attn.read(hidden_states)"),
+    ("LlamaDecoderLayer", "residual = self.taps.post_attn.steer(residual)", "pass"),
+    (
+        "LlamaDecoderLayer",
+        "residual = self.taps.post_block.leave",
+        "_ = self.taps.post_block.leave",
+    ),
+    ("LlamaDecoderLayer", "leave(hidden_states, residual)", "leave(residual, residual)"),
+    ("GPT2Block", lines(PRE, SKIP), lines(SKIP, PRE)),
+    ("GPT2Block", POST, "attn_output = self.taps.post_attn(hidden_states)"),
+    ("GPT2Block", lines(POST) + "\n" + lines(SKIP, LN_2), lines(SKIP, LN_2, POST)),
+    ("GPTJBlock", lines(LN_1), lines(LN_1, PRE)),
+    ("CohereDecoderLayer", END, "residual = self.taps.post_block(residual)"),
+]
+
+
+@pytest.mark.parametrize(("cls", "old", "new"), BAD_WIRING)
+def test_wrong_wiring_is_seen(upstream: Path, cls: str, old: str, new: str) -> None:
+    row = BY_CLASS[cls]
+    before = Tree(upstream).read(row.file)
+    good = wire_class(before, row)
+    head, mark, tail = good.text.partition(f"class {cls}(")
+    assert old in tail
+    bad = Source(good.home, good.file, head + mark + tail.replace(old, new, 1))
+    with pytest.raises(TapsError, match=cls):
+        prove(row, bad)
+    with pytest.raises((AssertionError, AttributeError, TypeError)):
+        taps_oracle.check(row, before, bad, taps_oracle.settings_of(row)[0])
+
+
+@pytest.mark.parametrize(("row", "settings"), CASES)
+def test_contract_by_numbers(upstream: Path, row: Row, settings: dict[str, object]) -> None:
+    before = Tree(upstream).read(row.file)
+    taps_oracle.check(row, before, wire_class(before, row), settings)
+
+
+def test_inherited_class_with_its_own_forward_is_refused(tree: Path) -> None:
+    row = next(r for r in ROWS if r.cls == "Qwen3VLDecoderLayer")
+    assert row.idiom is Idiom.INHERITED
+    edit(
+        tree,
+        row,
+        "    def __init__(",
+        "    def forward(self, x):\n        return x\n\n    def __init__(",
+    )
+    with pytest.raises(TapsError, match="Qwen3VLDecoderLayer"):
+        wire(tree, [BY_CLASS["Qwen3DecoderLayer"], row])
+
+
+def test_table_and_tree_agree(upstream: Path) -> None:
+    assert census.check(upstream) == []
+
+
+def test_census_notices_new_and_gone_classes(tree: Path) -> None:
+    path = tree / MODELS / "llama.py"
+    text = path.read_text().replace("class LlamaDecoderLayer(", "class LlamaFancyDecoderLayer(")
+    path.write_text(text)
+    found = {f.key for f in census.check(tree)}
+    assert {
+        MODELS + "llama.py:LlamaFancyDecoderLayer",
+        MODELS + "llama.py:LlamaDecoderLayer",
+    } <= found
+
+
+def test_subclasses_that_override_forward_are_drafts(upstream: Path) -> None:
+    excluded = {row.key for row in ROWS if row.idiom is Idiom.EXCLUDED}
+    overridden = census.overridden(upstream)
+    assert MODELS + "qwen3_eagle3.py:Qwen3Eagle3DecoderLayer" in overridden
+    assert set(overridden) <= excluded
+
+
+def test_rows_are_unique_and_reasoned() -> None:
+    assert len({row.key for row in ROWS}) == len(ROWS)
+    for row in ROWS:
+        assert bool(row.reason) is (row.idiom in (Idiom.EXCLUDED, Idiom.PENDING)), row.key
