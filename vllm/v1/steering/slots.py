@@ -40,7 +40,8 @@ class SlotTable:
         new = [c for c in contents if not self._users.get(c.digest)]
         fits = len(new) <= self.size - self.in_use
         size = sum(len(c.data) for c in new if c.digest not in self._slot)
-        fits = fits and (not self._uploads or self._upload_bytes + size <= MAX_STEP_BYTES)
+        if size and self._uploads:
+            fits = fits and self._upload_bytes + size <= MAX_STEP_BYTES
         starved = next((r for r, skips in self._skips.items() if skips > MAX_SKIPS), None)
         if starved is not None and starved != request_id:
             # Sharers too: a content that keeps finding new users never frees its slot.
