@@ -73,11 +73,6 @@ class CapturePlan(msgspec.Struct, frozen=True):
     dtype: str
     """Of the rows, also when there are none."""
 
-    @property
-    def no_rows(self) -> torch.Tensor:
-        """[sites, 0, hidden] in the model's dtype."""
-        return torch.zeros(len(self.sites), 0, self.hidden_size, dtype=dtype_of(self.dtype))
-
 
 class Plan(msgspec.Struct, frozen=True):
     contents: list[Content] = []

@@ -11,7 +11,7 @@ from vllm.sampling_params import RequestOutputKind
 from vllm.v1.capture.positions import Positions
 from vllm.v1.capture.results import CapturedRows, CaptureResult, CaptureStatus
 from vllm.v1.engine import EngineCoreRequest, FinishReason
-from vllm.v1.interventions import CapturedChunk, CapturePlan, Selection
+from vllm.v1.interventions import CapturedChunk, CapturePlan, Selection, dtype_of
 
 if TYPE_CHECKING:
     from vllm.v1.engine.output_processor import RequestState
@@ -51,13 +51,13 @@ class RowCollector:
         self._plan = plan
         self._prompt_token_ids = prompt_token_ids
         self._prompt = len(prompt_token_ids)
-        self._chunks = [CapturedChunk(np.zeros(0, np.int64), plan.no_rows)]
+        self._rows = RowBuffer(plan)
         self._arrived: list[np.ndarray] = []
         self._delivered = 0
 
     def add(self, chunks: list[CapturedChunk] | None) -> None:
         for chunk in chunks or ():
-            self._chunks.append(chunk)
+            self._rows.append(chunk)
             self._arrived.append(chunk.positions)
 
     def results(
@@ -72,7 +72,7 @@ class RowCollector:
             only_new: leave out rows that an earlier call returned (streaming of deltas).
         """
         token_ids = np.array([*self._prompt_token_ids, *output_token_ids], dtype=np.int64)
-        merged = self._merged()
+        merged = self._rows.view()
         results = {
             name: self._result(selection, merged, token_ids, finished, aborted, only_new)
             for name, selection in self._plan.consumers.items()
@@ -81,9 +81,7 @@ class RowCollector:
             self._delivered = len(token_ids) - 1
             # The last row may be wanted once more: as the last generated one, when none follows.
             rest = merged.positions >= self._delivered - 1
-            self._chunks = [
-                CapturedChunk(merged.positions[rest], merged.values[:, torch.from_numpy(rest)])
-            ]
+            self._rows.keep(rest)
         return results
 
     def _result(
@@ -104,6 +102,7 @@ class RowCollector:
             since = min(since, self._prompt)
         keep = wanted.mask(merged.positions) & (merged.positions >= since)
         kept = merged.positions[keep]
+        # `kept` and what is indexed are copies: the buffer may go on growing.
         ids, index = token_ids[kept], torch.from_numpy(np.flatnonzero(keep))
         payload = {
             site: CapturedRows(kept, ids, merged.values[self._plan.sites.index(site)][index])
@@ -140,9 +139,42 @@ class RowCollector:
             )
         return "ok", None
 
-    def _merged(self) -> CapturedChunk:
-        if len(self._chunks) > 1:
-            positions = np.concatenate([c.positions for c in self._chunks])
-            values = torch.cat([c.values for c in self._chunks], dim=1)
-            self._chunks = [CapturedChunk(positions, values)]
-        return self._chunks[0]
+
+class RowBuffer:
+    """Rows of one request in memory of its own, which doubles as they come.
+
+    Chunks may be views of a whole step's rows, so they are copied on arrival.
+    """
+
+    def __init__(self, plan: CapturePlan) -> None:
+        self._positions = np.zeros(0, np.int64)
+        shape = (len(plan.sites), 0, plan.hidden_size)
+        self._values = torch.empty(shape, dtype=dtype_of(plan.dtype))
+        self._count = 0
+
+    def append(self, chunk: CapturedChunk) -> None:
+        stop = self._count + len(chunk.positions)
+        if stop > len(self._positions):
+            self._grow(max(stop, 2 * len(self._positions)))
+        self._positions[self._count : stop] = chunk.positions
+        self._values[:, self._count : stop].copy_(chunk.values)
+        self._count = stop
+
+    def _grow(self, capacity: int) -> None:
+        rows = self.view()
+        self._positions = np.zeros(capacity, np.int64)
+        self._positions[: self._count] = rows.positions
+        num_sites, _, hidden_size = self._values.shape
+        self._values = self._values.new_empty(num_sites, capacity, hidden_size)
+        self._values[:, : self._count].copy_(rows.values)
+
+    def view(self) -> CapturedChunk:
+        """All rows: positions [n], values [sites, n, hidden]. Valid until the next change."""
+        return CapturedChunk(self._positions[: self._count], self._values[:, : self._count])
+
+    def keep(self, mask: np.ndarray) -> None:
+        """Forget the rows where bool [n] `mask` is False."""
+        rows = self.view()
+        self._positions = rows.positions[mask]
+        self._values = rows.values[:, torch.from_numpy(mask)]
+        self._count = len(self._positions)

@@ -14,6 +14,9 @@ if TYPE_CHECKING:
     from vllm.v1.worker.interventions import StepRows
 
 
+FIRST_TOKEN = np.zeros(1, dtype=np.int32)
+
+
 class SchedulerInterventions:
     """All decisions about steering and capture; the workers only copy.
 
@@ -32,6 +35,7 @@ class SchedulerInterventions:
         self._admitted: dict[str, WorkerRequest] = {}
         self._offsets: dict[str, np.ndarray] = {}
         self._rows: dict[str, int] = {}
+        self._rows_taken = 0
 
     def can_admit(self, request: "Request") -> bool:
         """Whether a waiting request may start now: all slots it will ever need are free."""
@@ -60,27 +64,40 @@ class SchedulerInterventions:
         capture = request.interventions.plan.capture
         if capture is None or num_tokens <= 0:
             return num_tokens
+        self.withdraw(request)
+        room = self._row_capacity - self._rows_taken
+        if num_tokens == 1 and not self._speculates:
+            # Decoding, the common case, without numpy.
+            if first not in request.interventions.wanted:
+                return 1
+            if len(capture.sites) > room:
+                return 0
+            self._take_rows(request, FIRST_TOKEN, len(capture.sites))
+            return 1
         positions = np.arange(first, first + num_tokens)
         wanted = request.interventions.wanted.mask(positions)
         if self._speculates and request.interventions.wanted.stop > request.num_prompt_tokens:
             # With drafts in flight the true positions may lie before these: reserve every row
             # past the prompt; the true positions come back with the rows.
             wanted |= positions >= request.num_prompt_tokens
-        self.withdraw(request)
-        room = self._row_capacity - sum(self._rows.values())
         rows = np.cumsum(wanted) * len(capture.sites)
         fits = int(np.searchsorted(rows, room, side="right"))
         if fits < num_tokens and self._speculates and first >= request.num_prompt_tokens:
             return 0  # the sampler counts on all of a request's draft rows or none
         if fits:
-            self._offsets[request.request_id] = np.flatnonzero(wanted[:fits]).astype(np.int32)
-            self._rows[request.request_id] = int(rows[fits - 1])
+            offsets = np.flatnonzero(wanted[:fits]).astype(np.int32)
+            self._take_rows(request, offsets, int(rows[fits - 1]))
         return fits
+
+    def _take_rows(self, request: "Request", offsets: np.ndarray, rows: int) -> None:
+        self._offsets[request.request_id] = offsets
+        self._rows[request.request_id] = rows
+        self._rows_taken += rows
 
     def withdraw(self, request: "Request") -> None:
         """The request is not part of this step after all."""
         self._offsets.pop(request.request_id, None)
-        self._rows.pop(request.request_id, None)
+        self._rows_taken -= self._rows.pop(request.request_id, 0)
 
     def finish(self, request: "Request") -> None:
         self.slots.release(request.request_id, request.interventions.plan.contents)
@@ -97,7 +114,7 @@ class SchedulerInterventions:
         step = StepInterventions(
             contents=self.slots.take_uploads(), admitted=self._admitted, rows=rows
         )
-        self._admitted, self._offsets, self._rows = {}, {}, {}
+        self._admitted, self._offsets, self._rows, self._rows_taken = {}, {}, {}, 0
         return step if step.contents or step.admitted or step.rows else None
 
     def accept(self, request: "Request", captured: "StepRows | None") -> None:

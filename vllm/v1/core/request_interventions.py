@@ -77,12 +77,20 @@ class RequestInterventions:
                 not been fed back, so rows end before it.
         """
         positions = chunk.positions
+        if len(positions) == 1:
+            # Decoding, the common case, without numpy.
+            position = int(positions[0])
+            if self._next_row <= position < num_tokens - 1 and position in self.wanted:
+                self._undelivered.append(chunk)
+                self._next_row = position + 1
+            return
         keep = self.wanted.mask(positions)
         keep &= (positions >= self._next_row) & (positions < num_tokens - 1)
         kept = np.flatnonzero(keep)
         if not len(kept):
             return
-        self._undelivered.append(CapturedChunk(positions[kept], chunk.values[:, kept].clone()))
+        values = chunk.values if keep.all() else chunk.values[:, kept]
+        self._undelivered.append(CapturedChunk(positions[kept], values))
         self._next_row = int(positions[kept[-1]]) + 1
 
     def take(self) -> list[CapturedChunk] | None:

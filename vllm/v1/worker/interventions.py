@@ -312,17 +312,23 @@ class StepRows:
                 for req_id, tokens in members:
                     columns = slice(column, column + len(tokens))
                     at = positions[seen + columns.start : seen + columns.stop]
-                    # Copies: a slice would ship the whole step's storage when pickled.
-                    self._chunks[req_id] = CapturedChunk(at.copy(), block[:, columns].clone())
+                    self._chunks[req_id] = CapturedChunk(at, block[:, columns])
                     column = columns.stop
                 seen += count
         return self._chunks
 
     def of(self, request_id: str) -> CapturedChunk | None:
+        """Views of the step's rows, good until the step's last reader has copied its own."""
         return self._resolve().get(request_id)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"_chunks": self._resolve()}
+        # Copies: a slice would ship the whole step's storage.
+        return {
+            "_chunks": {
+                req_id: CapturedChunk(chunk.positions.copy(), chunk.values.clone())
+                for req_id, chunk in self._resolve().items()
+            }
+        }
 
 
 def unbound_taps(layer: nn.Module) -> UnboundTaps:
