@@ -87,7 +87,7 @@ def assemble_into(tree: Path, root: Path = ROOT) -> list[str]:
             (stage / name).replace(tree / name)
         for name in before - ours:
             (tree / name).unlink(missing_ok=True)
-        for old in tree.glob("*.dist-info"):
+        for old in tree.glob("vllm-*.dist-info"):
             shutil.rmtree(old)
         write_dist_info(info, stage, pin).rename(tree / f"vllm-{pin.version}.dist-info")
         added.write_text("\n".join(sorted(ours)))

@@ -6,6 +6,7 @@ from __future__ import annotations
 import base64
 import csv
 import hashlib
+import re
 import os
 import shutil
 import subprocess
@@ -99,11 +100,11 @@ def upstream_folder(pin: Pin, build: Path) -> Path:
 
 
 def dist_info(folder: Path) -> Path:
-    """The *.dist-info folder of an unpacked wheel."""
-    found = sorted(folder.glob("*.dist-info"))
+    """vLLM's *.dist-info folder, where its wheel was unpacked, alone or among its dependencies."""
+    found = sorted(p for p in folder.glob("*.dist-info") if re.match(r"vllm(_cpu)?-", p.name))
     if len(found) != 1:
         raise BuildError(
-            f"{folder} has {len(found)} *.dist-info folders, one is needed; unpack anew"
+            f"{folder} has {len(found)} vllm-*.dist-info folders, one is needed; unpack anew"
         )
     return found[0]
 
