@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import ast
 import builtins
+import copy
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -137,6 +138,7 @@ class Subject:
         self.row, self.settings = row, dict(settings)
         forward = method(source.cls(row.cls), "forward")
         assert forward is not None
+        forward = copy.deepcopy(forward)
         self.pairs = {
             ast.unparse(n.value.func).removeprefix("self.")
             for n in ast.walk(forward)

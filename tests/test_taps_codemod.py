@@ -35,6 +35,27 @@ def upstream() -> Path:
     return upstream_folder(load_pin(ROOT, "cpu"), ROOT / "build")
 
 
+class Wired:
+    """Each class of the pinned tree before and after wiring, made once."""
+
+    def __init__(self, root: Path) -> None:
+        self._tree = Tree(root)
+        self._done: dict[str, Source] = {}
+
+    def before(self, row: Row) -> Source:
+        return self._tree.read(row.file)
+
+    def after(self, row: Row) -> Source:
+        if row.key not in self._done:
+            self._done[row.key] = wire_class(self.before(row), row)
+        return self._done[row.key]
+
+
+@pytest.fixture(scope="session")
+def wired(upstream: Path) -> Wired:
+    return Wired(upstream)
+
+
 @pytest.fixture(scope="session")
 def pristine(upstream: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The Python files of the two model trees alone."""
@@ -135,12 +156,12 @@ return hidden_states, residual""",
 
 
 @pytest.mark.parametrize("cls", GOLDEN)
-def test_golden_forward(upstream: Path, cls: str) -> None:
+def test_golden_forward(wired: Wired, cls: str) -> None:
     row = BY_CLASS[cls]
-    wired = wire_class(Tree(upstream).read(row.file), row)
-    assert "\n".join(forward_text(wired, row)) == GOLDEN[cls]
+    after = wired.after(row)
+    assert "\n".join(forward_text(after, row)) == GOLDEN[cls]
     points = ", ".join(f'"{p}"' for p in row.points)
-    assert f"class {cls}(nn.Module):\n    taps = UnboundTaps({points})\n\n" in wired.text
+    assert f"class {cls}(nn.Module):\n    taps = UnboundTaps({points})\n\n" in after.text
 
 
 ADD = "hidden_states = attn_output + residual\n"
@@ -174,6 +195,7 @@ CHANGES = [
         "        # Self Attention\n",
         "        first = self.mlp(hidden_states)\n",
     ),
+    ("LlamaDecoderLayer", "self.mlp = LlamaMLP(", "self.mlp = LlamaMLP(reduce_results=False, "),
     ("LlamaDecoderLayer", "self.input_layernorm = RMSNorm(", "self.input_layernorm = PlainNorm("),
     (
         "Qwen3DecoderLayer",
@@ -252,23 +274,21 @@ BAD_WIRING = [
 
 
 @pytest.mark.parametrize(("cls", "old", "new"), BAD_WIRING)
-def test_wrong_wiring_is_seen(upstream: Path, cls: str, old: str, new: str) -> None:
+def test_wrong_wiring_is_seen(wired: Wired, cls: str, old: str, new: str) -> None:
     row = BY_CLASS[cls]
-    before = Tree(upstream).read(row.file)
-    good = wire_class(before, row)
+    good = wired.after(row)
     head, mark, tail = good.text.partition(f"class {cls}(")
     assert old in tail
     bad = Source(good.home, good.file, head + mark + tail.replace(old, new, 1))
     with pytest.raises(TapsError, match=cls):
         prove(row, bad)
     with pytest.raises((AssertionError, AttributeError, TypeError)):
-        taps_oracle.check(row, before, bad, taps_oracle.settings_of(row)[0])
+        taps_oracle.check(row, wired.before(row), bad, taps_oracle.settings_of(row)[0])
 
 
 @pytest.mark.parametrize(("row", "settings"), CASES)
-def test_contract_by_numbers(upstream: Path, row: Row, settings: dict[str, object]) -> None:
-    before = Tree(upstream).read(row.file)
-    taps_oracle.check(row, before, wire_class(before, row), settings)
+def test_contract_by_numbers(wired: Wired, row: Row, settings: dict[str, object]) -> None:
+    taps_oracle.check(row, wired.before(row), wired.after(row), settings)
 
 
 def test_inherited_class_with_its_own_forward_is_refused(tree: Path) -> None:

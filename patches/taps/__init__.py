@@ -17,6 +17,8 @@ How a class is wired and why one can believe it:
    is at each moment, as a sum of symbols, and checks that each tap receives exactly that, between
    the mixer and the MLP as hook-contract.md says, and that nothing computed from the stream before
    a tap is used after it. A statement it cannot interpret is an error, not a guess.
+4. What forward() does not show is read from constructors: `norms.py` (a fused norm's class is one
+   known to add), `reduced.py` (no branch leaves its all-reduce to others).
 
 Classes and instances. A wired class gets a class attribute `taps = UnboundTaps(...)` in the body of
 the class that defines `forward`. A subclass with a `forward` of its own (draft models do this, for

@@ -16,6 +16,7 @@ from patches.taps import edit, fused, unfused
 from patches.taps.errors import REMEDY_SHAPE, TapsError
 from patches.taps.inherited import check_inherited
 from patches.taps.proof import prove
+from patches.taps.reduced import check_reduced
 from patches.taps.rows import DEFERRED, WIRED, Idiom, Row
 from patches.taps.source import Source, Tree
 from patches.taps.table import ROWS
@@ -90,6 +91,7 @@ def _check(tree: Tree, row: Row, sources: dict[str, Source]) -> None:
     if row.idiom in WIRED:
         _compiles(source, row)
         prove(row, source)
+        check_reduced(row, source)
     elif row.idiom is Idiom.INHERITED:
         check_inherited(row, source, ROWS)
 
