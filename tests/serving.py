@@ -224,6 +224,9 @@ class Steps:
     """What the scheduler decided, step by step."""
 
     outputs: list[Any] = field(default_factory=list)
+    resumed: set[str] = field(default_factory=set)
+    """Ids of requests of which a step computed several tokens at once, generated ones among them,
+    though they were no drafts."""
 
     @property
     def ids(self) -> list[str]:
@@ -239,14 +242,7 @@ class Steps:
     @property
     def recomputed(self) -> list[int]:
         """Which prompts came back from a preemption with generated tokens to compute again."""
-        found = set()
-        for output in self.outputs:
-            cached = output.scheduled_cached_reqs
-            for i, name in enumerate(cached.req_ids):
-                if name in cached.resumed_req_ids and output.num_scheduled_tokens[name] > 1:
-                    if cached.num_output_tokens[i] > 1:
-                        found.add(self.ids.index(name))
-        return sorted(found)
+        return sorted(self.ids.index(name) for name in self.resumed)
 
     @property
     def preempted(self) -> list[str]:
@@ -282,6 +278,11 @@ def watching(llm: LLM) -> Iterator[Steps]:
         output = schedule(*args, **kwargs)
         if output.num_scheduled_tokens:
             steps.outputs.append(output)
+        for name, count in output.num_scheduled_tokens.items():
+            request = scheduler.requests[name]
+            past_prompt = request.num_computed_tokens - request.num_prompt_tokens
+            if count > 1 and past_prompt > 1 and not output.scheduled_spec_decode_tokens:
+                steps.resumed.add(name)
         return output
 
     scheduler.schedule = recorded
