@@ -31,7 +31,7 @@ demo: install ## train a small model, find a direction in it, steer along it (MO
 	$(RUN) -m demo $(if $(MODEL),--model $(MODEL))
 
 tree: install ## leave build/tree, the fork as four git commits, for reading
-	@git -C build/tree log --oneline --stat=1 --format='%h %s' | grep -v '|'
+	@git -C build/tree log --oneline --stat=1 --format='%h %s' | grep -vE '[|]|^$$'
 
 diffstat: install ## how little the fork changes
 	@$(RUN) -m tools diffstat
