@@ -6,8 +6,8 @@ from __future__ import annotations
 import base64
 import csv
 import hashlib
-import re
 import os
+import re
 import shutil
 import subprocess
 import sys

@@ -252,12 +252,14 @@ def test_into_an_unpacked_tree(miniature: Fork, tmp_path: Path) -> None:
     tree = tmp_path / "site"
     wheels.unpack(wheels.fetch(miniature.pin), tree)
     (tree / "vllm/_C.abi3.so").unlink()  # a bundle brings extensions apart
+    (tree / "numpy-2.3.5.dist-info").mkdir()  # a GPU host has the dependencies beside it
     upstream = (tree / ENGINE).read_bytes()
     changed = assemble_into(tree, miniature.root)
     assert changed == [ENGINE, MODEL, "vllm/v1/steer.py"]
-    assert [path.name for path in tree.glob("*.dist-info")] == [
-        "vllm-0.32.0+cpu.pilot.0.1.0.dist-info"
-    ]
+    assert {path.name for path in tree.glob("*.dist-info")} == {
+        "numpy-2.3.5.dist-info",
+        "vllm-0.32.0+cpu.pilot.0.1.0.dist-info",
+    }
     assert not (tree / "vllm/v1/steer.py").is_symlink()
     assert assemble_into(tree, miniature.root) == []
     miniature.patch.write_text(fork.SEAM)
