@@ -3,7 +3,7 @@
 
 `codemod.wire(tree)` edits every class of `table.ROWS` that is wired; `codemod.verify(tree)` says,
 row by row, which still fit (for a rebase); `census.check(tree)` says which decoder-like classes of
-the tree the table does not mention.
+the tree the table does not mention; `python -m patches.taps.report TREE` prints both.
 
 How a class is wired and why one can believe it:
 
@@ -29,6 +29,13 @@ must find the class in the MRO that defines `forward` and require `"taps" in var
     wired = "taps" in vars(owner)
 
 `census.overridden(tree)` lists the classes for which this matters.
+
+To wire a class: read its `forward` and the norms' classes; add a row to `table_fused.py` or
+`table_summed.py` (most need only names), take it out of PENDING, and run
+`pytest tests/test_taps_codemod.py`. If `forward` tests attributes, list their values in
+`tests/taps_oracle.py:SETTINGS`. What the proof refuses is not to be forced with `Allow`: each
+member says what it permits, and the class must mean just that. Then add the architecture to the
+conformance table: only that makes it supported.
 
 What a row assumes (`Row.assume`) must be refused by the engine where it does not hold; today that
 is sequence-parallel MoE, which is refused at start-up for every model.
