@@ -55,7 +55,7 @@ def save_model(path: Path) -> None:
         else:
             torch.nn.init.uniform_(parameter, 0.5, 1.5)
     torch.nn.init.normal_(model.model.embed_tokens.weight, std=1.0)
-    model.to(torch.bfloat16).save_pretrained(path)
+    model.bfloat16().save_pretrained(path)
 
 
 def prompts(count: int, seed: int = 1) -> list[list[int]]:
@@ -106,12 +106,12 @@ class Mode:
             )
             for fields in steer
         ]
-        outputs = self.llm.generate(
-            [{"prompt_token_ids": t} for t in tokens], params, use_tqdm=False
-        )
+        fed: Any = [{"prompt_token_ids": t} for t in tokens]
+        outputs = self.llm.generate(fed, params, use_tqdm=False)
         results = []
         for prompt, output in zip(tokens, outputs, strict=True):
             ids = [*prompt, *output.outputs[0].token_ids][:-1]
+            assert output.capture_results is not None
             result = output.capture_results["inline"]
             if result.status != "ok":
                 raise AssertionError(f"capture: {result}")
