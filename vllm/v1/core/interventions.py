@@ -82,8 +82,10 @@ class SchedulerInterventions:
             wanted |= positions >= request.num_prompt_tokens
         rows = np.cumsum(wanted) * len(capture.sites)
         fits = int(np.searchsorted(rows, room, side="right"))
-        if fits < num_tokens and self._speculates and first >= request.num_prompt_tokens:
-            return 0  # the sampler counts on all of a request's draft rows or none
+        if fits < num_tokens and self._speculates and first + num_tokens > request.num_tokens:
+            # The sampler counts on all of a request's draft rows or none, those that upstream
+            # pads a prompt's last token with included. Recomputed tokens are no drafts.
+            return 0
         if fits:
             offsets = np.flatnonzero(wanted[:fits]).astype(np.int32)
             self._take_rows(request, offsets, int(rows[fits - 1]))
