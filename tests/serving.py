@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import count
 from typing import Any
 
 import numpy as np
@@ -269,19 +270,25 @@ class Steps:
 
 
 @contextmanager
-def watching(llm: LLM) -> Iterator[Steps]:
-    """Record every non-empty step of an in-process engine."""
+def watching(llm: LLM, most: int = 1000) -> Iterator[Steps]:
+    """Record every non-empty step of an in-process engine.
+
+    Raises:
+        AssertionError: after `most` steps, empty ones included: somebody waits for ever.
+    """
     scheduler, steps = scheduler_of(llm), Steps()
-    schedule = scheduler.schedule
+    schedule, calls = scheduler.schedule, count()
 
     def recorded(*args: Any, **kwargs: Any) -> Any:
+        assert next(calls) < most, f"not done after {most} steps"
         output = schedule(*args, **kwargs)
         if output.num_scheduled_tokens:
             steps.outputs.append(output)
-        for name, count in output.num_scheduled_tokens.items():
+        for name, tokens in output.num_scheduled_tokens.items():
             request = scheduler.requests[name]
             past_prompt = request.num_computed_tokens - request.num_prompt_tokens
-            if count > 1 and past_prompt > 1 and not output.scheduled_spec_decode_tokens:
+            drafts = output.scheduled_spec_decode_tokens.get(name, ())
+            if tokens > 1 + len(drafts) and past_prompt > 1 + len(drafts):
                 steps.resumed.add(name)
         return output
 

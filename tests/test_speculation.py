@@ -5,6 +5,7 @@ leave. Upstream's ngram drafter does not run under the Triton interpreter, so th
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -22,6 +23,8 @@ if TYPE_CHECKING:
 DRAFTS = 3
 ALL_SITES = len(serving.POINTS) * models.LAYERS
 ROW_BYTES = models.HIDDEN * 4
+TIGHT = 6
+"""Positions whose rows fit into the small buffer: more than 1 + DRAFTS, less than twice that."""
 LIMIT = {"max_tokens": 24}
 
 # The same few tokens again and again, so that the drafter has something to propose.
@@ -30,6 +33,7 @@ PROMPT = PATTERN * 5
 OTHER = prompt_of(3, 101) * 4
 
 
+@cache
 def keep_engines_startable() -> None:
     """Upstream's CPU worker looks for kernels among the attributes of all imported modules, with
     `vars(x).get`. llvmlite, which the ngram drafter imports, has an object that makes up any
@@ -112,18 +116,56 @@ def test_speculation(pair: tuple[LLM, Judge]) -> None:
         judge.check(ask, output)
 
 
-def test_tight_row_budget(tiny_models: TinyModels) -> None:
-    """Rows of a request's drafts are all in a step or none; the smallest buffer that can do it."""
-    llm, judge = start(tiny_models, capture_buffer_bytes=(DRAFTS + 1) * ALL_SITES * ROW_BYTES)
-    try:
-        for batch in (asks(), asks()):  # the second time with a warm prefix cache
-            with serving.watching(llm) as steps:
-                outputs = serve(llm, batch)
-            assert steps.largest_row_count <= (DRAFTS + 1) * ALL_SITES
-            for ask, output in zip(batch, outputs, strict=True):
-                judge.check(ask, output)
-    finally:
-        shut_down(llm)
+@pytest.fixture(scope="module")
+def tight(tiny_models: TinyModels) -> Iterator[tuple[LLM, Judge]]:
+    """Rows for one request's drafts and half of another's, and too few KV blocks."""
+    llm, judge = start(
+        tiny_models,
+        capture_buffer_bytes=TIGHT * ALL_SITES * ROW_BYTES,
+        num_gpu_blocks_override=9,
+        enable_prefix_caching=True,
+    )
+    yield llm, judge
+    shut_down(llm)
+
+
+def test_tight_row_budget(tight: tuple[LLM, Judge]) -> None:
+    """Rows of a request's drafts are all in a step or none."""
+    llm, judge = tight
+    with serving.watching(llm) as steps:
+        outputs = serve(llm, asks())
+    assert steps.largest_row_count <= TIGHT * ALL_SITES
+    for ask, output in zip(asks(), outputs, strict=True):
+        judge.check(ask, output)
+
+
+def test_prompt_padded_with_drafts(tight: tuple[LLM, Judge]) -> None:
+    """Upstream pads a prompt of which one token is left to draft size: not to be cut either."""
+    llm, judge = tight
+    prompt = (PATTERN * 9)[:33]
+    serve(llm, [Ask(prompt)])
+    batch = [Ask(prompt, capture("predicting"))] * 3
+    with serving.watching(llm) as steps:
+        outputs = serve(llm, batch)
+    for ask, output in zip(batch, outputs, strict=True):
+        judge.check(ask, output)
+        assert output.num_cached_tokens == 32
+    assert [steps.chunks(i)[0] for i in range(3)] == [DRAFTS + 1] * 3
+
+
+def test_recomputed_tokens_are_no_drafts(tight: tuple[LLM, Judge]) -> None:
+    """What a preemption threw away is more than the buffer holds at once: cut, not for ever 0."""
+    llm, judge = tight
+    decode = {"decode_steering_vectors": {"post_block": {1: vector(103)}}}
+    batch = [
+        Ask(prompt_of(32, 110 + i), {"max_tokens": 60, **decode, **capture("all_generated")})
+        for i in range(4)
+    ]
+    with serving.watching(llm) as steps:
+        outputs = serve(llm, batch)
+    assert steps.recomputed, "nothing was preempted"
+    for ask, output in zip(batch, outputs, strict=True):
+        judge.check(ask, output)
 
 
 def test_buffer_too_small_for_the_drafts_is_refused(tiny_models: TinyModels) -> None:
