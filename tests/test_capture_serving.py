@@ -157,7 +157,7 @@ def test_max_tokens_one(llm: LLM, judge: Judge) -> None:
     for ask, output in zip(asks, serve(llm, asks), strict=True):
         judge.check(ask, output)
     for selector in ("all_generated", "last_generated", [len(PROMPT)]):
-        with pytest.raises(ValueError, match="max_tokens=1|out of reach"):
+        with pytest.raises(ValueError, match=r"max_tokens=1|out of reach"):
             serve(llm, [Ask(PROMPT, {"max_tokens": 1, **capture(selector)})])
 
 

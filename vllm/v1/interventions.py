@@ -60,7 +60,7 @@ class Selection(msgspec.Struct, frozen=True):
     named: list[int] = []
     """The part of `runs` the user named outright: reported if the request ends before it."""
     last_generated: bool = False
-    """Of the generated positions keep only the last (known when the request ends)."""
+    """Of the generated positions keep only those in `named` and the last (known at the end)."""
 
 
 class CapturePlan(msgspec.Struct, frozen=True):

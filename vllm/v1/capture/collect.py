@@ -95,12 +95,12 @@ class RowCollector:
     ) -> CaptureResult:
         # The prompt's rows are owed even when the request ends before its first token.
         num_rows = max(len(token_ids) - 1, self._prompt)
-        wanted = self._wanted(selection, num_rows, finished)
+        known = self._known(selection, num_rows)
+        generated = selection.last_generated and finished and num_rows > self._prompt
+        last = Positions.of([num_rows - 1] if generated and num_rows - 1 not in known else [])
         since = self._delivered if only_new else 0
-        if selection.last_generated:
-            # Which one it is is not known before the end, so no generated row was delivered.
-            since = min(since, self._prompt)
-        keep = wanted.mask(merged.positions) & (merged.positions >= since)
+        keep = known.mask(merged.positions) & (merged.positions >= since)
+        keep |= last.mask(merged.positions)  # not known before the end, so never delivered
         kept = merged.positions[keep]
         # `kept` and what is indexed are copies: the buffer may go on growing.
         ids, index = token_ids[kept], torch.from_numpy(np.flatnonzero(keep))
@@ -110,17 +110,15 @@ class RowCollector:
         }
         if not finished:
             return CaptureResult(status="ok", error=None, payload=payload)
-        status, error = self._verdict(selection, wanted, num_rows, aborted)
+        status, error = self._verdict(selection, known | last, num_rows, aborted)
         return CaptureResult(status=status, error=error, payload=payload)
 
-    def _wanted(self, selection: Selection, num_rows: int, finished: bool) -> Positions:
-        wanted = Positions.from_flat(selection.runs).below(num_rows)
-        if not selection.last_generated:
-            return wanted
-        prompt = wanted.below(self._prompt)
-        if finished and num_rows > self._prompt:
-            return prompt | Positions.of([num_rows - 1])
-        return prompt
+    def _known(self, selection: Selection, num_rows: int) -> Positions:
+        """The selected positions below `num_rows` that do not depend on where the request ends."""
+        wanted = Positions.from_flat(selection.runs)
+        if selection.last_generated:
+            wanted = wanted.below(self._prompt) | Positions.from_flat(selection.named)
+        return wanted.below(num_rows)
 
     def _verdict(
         self, selection: Selection, wanted: Positions, num_rows: int, aborted: bool

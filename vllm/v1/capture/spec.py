@@ -99,11 +99,11 @@ class _Selector:
         self.end = num_prompt_tokens + max_tokens - 1
         self._named: list[Run] = []
         self.wants_last_generated = False
-        self.wants_other_generated = False
+        self.wants_all_generated = False
 
     @property
     def only_last_generated(self) -> bool:
-        return self.wants_last_generated and not self.wants_other_generated
+        return self.wants_last_generated and not self.wants_all_generated
 
     @property
     def named(self) -> Positions:
@@ -143,7 +143,7 @@ class _Selector:
         if name == "last_generated":
             self.wants_last_generated = True
         elif name in ("all_generated", "predicting", "all"):
-            self.wants_other_generated = True
+            self.wants_all_generated = True
         run = {
             "last_prompt": (self.prompt - 1, self.prompt),
             "all_prompt": (0, self.prompt),
@@ -168,7 +168,7 @@ class _Selector:
     def _range(self, value: Mapping[Any, Any], path: str) -> list[Run]:
         unknown = sorted(show_key(k) for k in value.keys() - {"start", "stop", "step"})
         if unknown:
-            reject(path, f"unknown selector with keys {unknown[:8]}; {self._allowed()}")
+            reject(path, f"no selector has the keys {unknown[:8]}; {self._allowed()}")
         numbers = {"start": 0, "stop": self.end, "step": 1}
         for key, number in value.items():
             if not isinstance(number, int) or isinstance(number, bool):
@@ -192,7 +192,6 @@ class _Selector:
 
     def _outright(self, runs: list[Run]) -> list[Run]:
         self._named += runs
-        self.wants_other_generated |= any(stop > self.prompt for _, stop in runs)
         return runs
 
     @staticmethod

@@ -109,16 +109,21 @@ def _contents(
             "decode_steering_vectors",
             "can act on no position: with max_tokens=1 no generated token is fed back",
         )
-    prefill = compose([base, only_prefill], "steering_vectors + prefill_steering_vectors", shape)
-    decode = compose([base, only_decode], "steering_vectors + decode_steering_vectors", shape)
+    prefill = compose([base, only_prefill], _given(params, *STEERING_FIELDS[:2]), shape)
+    decode = compose([base, only_decode], _given(params, *STEERING_FIELDS[::2]), shape)
     needed = len({c.digest for c in (prefill, decode) if c is not None})
     if needed > config.steering_config.max_steering_configs:
         reject(
-            "steering_vectors",
+            _given(params, *STEERING_FIELDS),
             f"the request needs {needed} slots, the engine has max_steering_configs="
             f"{config.steering_config.max_steering_configs}",
         )
     return prefill, decode
+
+
+def _given(params: SamplingParams, *fields: str) -> str:
+    """A path for what several fields say together."""
+    return " + ".join(field for field in fields if getattr(params, field) is not None)
 
 
 def _capture(
@@ -148,8 +153,8 @@ def _capture(
     if inline is not None:
         rows = len(Positions.from_flat(inline.runs)) * len(inline.sites)
         if inline.last_generated:
-            rows = len(Positions.from_flat(inline.runs).below(num_prompt_tokens)) + 1
-            rows *= len(inline.sites)
+            prompt = Positions.from_flat(inline.runs).below(num_prompt_tokens)
+            rows = (len(prompt | Positions.from_flat(inline.named)) + 1) * len(inline.sites)
         limit = config.capture_config.capture_inline_max_bytes
         if rows * shape.row_bytes > limit:
             reject(
