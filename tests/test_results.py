@@ -15,7 +15,7 @@ from tests.plans import HIDDEN, SHAPE
 from vllm.outputs import CompletionOutput, RequestOutput
 from vllm.v1.capture import CapturedRows, CaptureResult, stack
 from vllm.v1.capture.collect import RowCollector
-from vllm.v1.capture.results import merged, of_single
+from vllm.v1.capture.results import CaptureStatus, merged, of_single
 from vllm.v1.capture.spec import parse_capture
 from vllm.v1.interventions import CapturedChunk, CapturePlan, TapShape
 
@@ -379,9 +379,11 @@ def test_merged_with_nothing() -> None:
 
 
 def test_request_outputs_merge_their_rows() -> None:
+    parts: list[tuple[CaptureStatus, CapturedRows]]
+    parts = [("ok", rows([1])), ("partial_error", rows([2, 3]))]
     first, second = (
         output(completion(results={"inline": CaptureResult(status, None, {("pre_attn", 0): part})}))
-        for status, part in (("ok", rows([1])), ("partial_error", rows([2, 3])))
+        for status, part in parts
     )
     first.add(second, aggregate=True)
     assert first.capture_results is not None

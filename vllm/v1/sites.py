@@ -6,6 +6,7 @@ was given and what is allowed. Offline it is a `ValueError`, over HTTP a 400.
 """
 
 import re
+from collections import Counter
 from collections.abc import Mapping
 from typing import Any, NoReturn
 
@@ -72,8 +73,9 @@ def need_layers(value: Any, point: str, path: str, shape: TapShape) -> list[int]
             for i, entry in enumerate(value)
             for layer in _layers_of(entry, point, f"{path}[{i}]", shape)
         ]
-        if len(set(layers)) != len(layers):
-            reject(path, "names a layer twice")
+        repeated = [layer for layer, times in Counter(layers).items() if times > 1]
+        if repeated:
+            reject(path, f"names layer {repeated[0]} twice")
         if not layers:
             reject(path, "names no layer")
         return layers

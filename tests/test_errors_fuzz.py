@@ -1,0 +1,172 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Whatever stands in the fields of a request: a plan or an `InterventionError`, and soon."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.plans import HIDDEN, VECTOR, config_of, plan_of
+from vllm.v1.capture.spec import NAMED_SELECTORS
+from vllm.v1.interventions import Plan
+from vllm.v1.sites import InterventionError
+
+CONFIG = config_of(max_steering_configs=1, steering_points=["pre_attn", "post_block"])
+SECONDS = 2.0
+"""Of processor time, for a request of a few kilobytes."""
+
+NUMBERS = st.one_of(
+    st.integers(-6, 12),
+    st.integers(),
+    st.sampled_from([10**400, -(10**400), 2**63, True]),
+    st.floats(),
+)
+# fmt: off
+WORDS = st.sampled_from([
+    "pre_attn", "post_block", "all", "0", "0-3", "3-1", "0-999999999", "", "vector", "scale",
+    "hooks", "positions", "start", "stop", "step", "inline", *NAMED_SELECTORS,
+])
+# fmt: on
+SCALARS = st.one_of(st.none(), NUMBERS, WORDS, st.text(max_size=8))
+JUNK = st.recursive(
+    SCALARS,
+    lambda inner: st.one_of(
+        st.lists(inner, max_size=5),
+        st.dictionaries(SCALARS, inner, max_size=4),
+        st.tuples(inner),
+    ),
+    max_leaves=12,
+)
+
+
+def mostly(good: st.SearchStrategy[Any], junk: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
+    """One piece of junk in a request that is well formed elsewhere reaches the deepest checks."""
+    return st.integers(0, 15).flatmap(lambda n: junk if n == 15 else good)
+
+
+def mapping(
+    keys: st.SearchStrategy[Any], values: st.SearchStrategy[Any]
+) -> st.SearchStrategy[dict[Any, Any]]:
+    return st.dictionaries(keys, values, min_size=1, max_size=2)
+
+
+def some(values: st.SearchStrategy[Any]) -> st.SearchStrategy[list[Any]]:
+    return st.lists(values, min_size=1, max_size=3)
+
+
+ROWS = st.lists(mostly(st.floats(-9, 9), SCALARS), min_size=HIDDEN, max_size=HIDDEN)
+SCALED = st.fixed_dictionaries({"vector": ROWS}, optional={"scale": mostly(NUMBERS, JUNK)})
+LAYERS = mostly(st.sampled_from([0, 1, 3, "0", "1-3", "all"]), SCALARS)
+POINTS = mostly(st.sampled_from(["pre_attn", "pre_attn", "post_block", "post_attn"]), SCALARS)
+BY_LAYER = mostly(mapping(LAYERS, mostly(st.one_of(ROWS, SCALED), JUNK)), JUNK)
+STEERING = mostly(mapping(POINTS, BY_LAYER), JUNK)
+
+BOUNDS = mostly(st.integers(-5, 9), SCALARS)
+RANGES = st.fixed_dictionaries({}, optional={"start": BOUNDS, "stop": BOUNDS, "step": BOUNDS})
+ENTRIES = mostly(st.one_of(st.integers(-3, 5), st.sampled_from(NAMED_SELECTORS), RANGES), JUNK)
+HOOKS = mostly(mapping(POINTS, mostly(st.one_of(LAYERS, some(LAYERS)), JUNK)), JUNK)
+ASKS = st.fixed_dictionaries(
+    {"hooks": HOOKS}, optional={"positions": mostly(st.one_of(ENTRIES, some(ENTRIES)), JUNK)}
+)
+CAPTURE = mostly(st.fixed_dictionaries({"inline": mostly(ASKS, JUNK)}), JUNK)
+FIELDS = st.one_of(
+    st.fixed_dictionaries({"steering_vectors": STEERING}),
+    st.fixed_dictionaries({"capture": CAPTURE}),
+    st.fixed_dictionaries(
+        {"prefill_steering_vectors": STEERING},
+        optional={"decode_steering_vectors": STEERING, "capture": CAPTURE},
+    ),
+)
+
+
+def outcome(fields: dict[str, Any], prompt: int = 5, max_tokens: int = 4) -> Plan | str | None:
+    """The plan, or the error's text. Any other exception, or a long wait, fails the test."""
+    began = time.process_time()
+    try:
+        result: Plan | str | None = plan_of(
+            config=CONFIG, prompt=prompt, max_tokens=max_tokens, **fields
+        )
+    except InterventionError as error:
+        result = str(error)
+        named = result.partition(":")[0]
+        assert any(named.startswith(field) for field in fields)
+        assert error.parameter is not None
+        assert len(result) < 1000
+    assert time.process_time() - began < SECONDS
+    return result
+
+
+@settings(max_examples=300)
+@given(FIELDS, st.integers(1, 7), st.integers(1, 5))
+def test_a_plan_or_a_named_error(fields: dict[str, Any], prompt: int, max_tokens: int) -> None:
+    result = outcome(fields, prompt, max_tokens)
+    asked = any(value is not None for value in fields.values())
+    assert (result is None) == (not asked)
+    if isinstance(result, Plan):
+        # What is accepted can be sent, and says the same where it arrives.
+        sent = msgspec.msgpack.decode(msgspec.msgpack.encode(result), type=Plan)
+        assert sent == result
+        assert {result.prefill, result.decode} - {""} == {c.digest for c in result.contents}
+
+
+def nested(depth: int, wrap: Any) -> Any:
+    value: Any = 0
+    for _ in range(depth):
+        value = wrap(value)
+    return value
+
+
+DEEP = [nested(100_000, lambda v: [v]), nested(100_000, lambda v: {"inline": v})]
+
+
+@pytest.mark.parametrize("deep", DEEP, ids=["lists", "mappings"])
+@pytest.mark.parametrize(
+    "place",
+    [
+        lambda v: {"steering_vectors": v},
+        lambda v: {"steering_vectors": {"pre_attn": v}},
+        lambda v: {"steering_vectors": {"pre_attn": {0: v}}},
+        lambda v: {"steering_vectors": {"pre_attn": {0: [v] * HIDDEN}}},
+        lambda v: {"capture": v},
+        lambda v: {"capture": {"inline": v}},
+        lambda v: {"capture": {"inline": {"hooks": v}}},
+        lambda v: {"capture": {"inline": {"hooks": {"pre_attn": v}}}},
+        lambda v: {"capture": {"inline": {"hooks": {"pre_attn": [0]}, "positions": v}}},
+        lambda v: {"capture": {"inline": {"hooks": {"pre_attn": [0]}, "positions": [v]}}},
+    ],
+)
+def test_depth_is_refused(place: Any, deep: Any) -> None:
+    assert isinstance(outcome(place(deep)), str)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"steering_vectors": {"pre_attn": {0: [0.5] * 10**6}}},
+        {"steering_vectors": {"x" * 10**6: {}}},
+        {"steering_vectors": {"pre_attn": {"9" * 10**6: VECTOR}}},
+        {"steering_vectors": {"pre_attn": {0: {str(i): 0 for i in range(10**5)}}}},
+        {"capture": {"inline": {"hooks": {"pre_attn": ["0-3"] * 10**5}}}},
+        {"capture": {"inline": {"hooks": {"pre_attn": [0]}, "positions": "x" * 10**6}}},
+        {"capture": {"inline": {"hooks": {"pre_attn": [0]}, "positions": ["all"] * 10**6}}},
+        {"capture": {"inline": {str(i): 0 for i in range(10**5)}}},
+        {"capture": {str(i): 0 for i in range(10**5)}},
+    ],
+    ids=lambda fields: next(iter(fields)),
+)
+def test_length_is_refused(fields: dict[str, Any]) -> None:
+    assert isinstance(outcome(fields), str)
+
+
+def test_the_same_shapes_in_order_are_a_plan() -> None:
+    fields = {
+        "steering_vectors": {"pre_attn": {"0-3": {"vector": VECTOR, "scale": 2}}},
+        "capture": {"inline": {"hooks": {"pre_attn": ["0-3"]}, "positions": ["all", -1]}},
+    }
+    assert isinstance(outcome(fields), Plan)
+    assert outcome({}) is None
