@@ -105,5 +105,4 @@ def _built_by_make_layers(source: Source) -> set[str]:
 
 
 def _exists(tree: Tree, row: Row) -> bool:
-    body = tree.read(row.file).tree.body if tree.has(row.file) else []
-    return any(isinstance(n, ast.ClassDef) and n.name == row.cls for n in body)
+    return tree.has(row.file) and tree.read(row.file).defines(row.cls)

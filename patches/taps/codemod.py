@@ -5,12 +5,9 @@ changed = wire(tree)      # edits tree/vllm/... in place
 outcomes = verify(tree)   # one per row, nothing written; for `tools rebase`
 """
 
-import ast
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-
-import libcst as cst
 
 from patches.taps import edit, fused, unfused
 from patches.taps.errors import REMEDY_SHAPE, TapsError
@@ -67,12 +64,8 @@ def verify(tree_root: Path, rows: Iterable[Row] = ROWS) -> list[Outcome]:
 
 def wire_class(source: Source, row: Row) -> Source:
     """The module with one class wired (not yet proved)."""
-    module = cst.parse_module(source.text)
-    cls = edit.find_class(module, row)
-    forward = edit.find_forward(cls, row)
     locate = fused.locate if row.idiom in DEFERRED else unfused.locate
-    new = edit.apply(module, source.text, row, cls, locate(row, forward))
-    return Source(source.home, source.file, new)
+    return Source(source.home, source.file, edit.apply(source, row, locate))
 
 
 def _wired_sources(tree: Tree, rows: tuple[Row, ...]) -> dict[str, Source]:
@@ -87,18 +80,19 @@ def _wired_sources(tree: Tree, rows: tuple[Row, ...]) -> dict[str, Source]:
 def _check(tree: Tree, row: Row, sources: dict[str, Source]) -> None:
     """What must hold of a row once its file is wired."""
     source = sources.get(row.file) or tree.read(row.file)
-    source.cls(row.cls)
     if row.idiom in WIRED:
         _compiles(source, row)
         prove(row, source)
         check_reduced(row, source)
     elif row.idiom is Idiom.INHERITED:
         check_inherited(row, source, ROWS)
+    elif not source.defines(row.cls):
+        raise TapsError(row.file, row.cls, "this class", "it is gone", "remove its row")
 
 
 def _compiles(source: Source, row: Row) -> None:
     try:
-        ast.parse(source.text)
+        _ = source.tree
     except SyntaxError as error:
         raise TapsError(
             row.file, row.cls, "valid Python after the edit", str(error), REMEDY_SHAPE

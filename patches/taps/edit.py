@@ -1,13 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """Inserting whole lines into one class, and the proof that nothing else changed."""
 
+import ast
 import re
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import libcst as cst
 
 from patches.taps.errors import REMEDY_SHAPE, TapsError
 from patches.taps.rows import Row
+from patches.taps.source import Source
 
 TAPS_MODULE = "vllm.model_executor.layers.residual_taps"
 IMPORT_LINE = f"from {TAPS_MODULE} import UnboundTaps"
@@ -132,11 +135,16 @@ def _is_docstring(node: cst.CSTNode) -> bool:
     )
 
 
-def apply(module: cst.Module, text: str, row: Row, cls: cst.ClassDef, edits: Edits) -> str:
-    """The module's source (`text` before) with the row's edits, class attribute and import."""
-    if not isinstance(cls.body, cst.IndentedBlock):
-        raise TapsError(row.file, row.cls, "an indented class body", "one line", REMEDY_SHAPE)
-    if re.search(r"\btaps\b", module.code_for_node(cls)):
+def apply(source: Source, row: Row, locate: Callable[[Row, cst.FunctionDef], Edits]) -> str:
+    """The module's text with the row's edits, class attribute and import.
+
+    Only the class itself goes through libcst; `locate` is the idiom.
+    """
+    node = source.cls(row.cls)
+    first = min([node.lineno, *(d.lineno for d in node.decorator_list)])
+    lines = source.text.splitlines(keepends=True)
+    segment = "".join(lines[first - 1 : node.end_lineno])
+    if re.search(r"\btaps\b", segment):
         raise TapsError(
             row.file,
             row.cls,
@@ -144,38 +152,37 @@ def apply(module: cst.Module, text: str, row: Row, cls: cst.ClassDef, edits: Edi
             "it does",
             "wire a clean upstream tree; if upstream itself uses the name, ours must change",
         )
+    module = cst.parse_module(segment)
+    cls = find_class(module, row)
+    if not isinstance(cls.body, cst.IndentedBlock):
+        raise TapsError(row.file, row.cls, "an indented class body", "one line", REMEDY_SHAPE)
+    edits = locate(row, find_forward(cls, row))
     wired = cls.visit(_Insert(cls, edits, row.points))
-    body = [wired if node is cls else node for node in module.body]
-    new = _with_import(module.with_changes(body=body), row).code
-    _only_inserts(text, new, row, len(edits.hoisted))
+    body = [wired if part is cls else part for part in module.body]
+    lines[first - 1 : node.end_lineno] = [module.with_changes(body=body).code]
+    if "UnboundTaps" not in source.imports:
+        lines.insert(_import_line(source, row), IMPORT_LINE + "\n")
+    new = "".join(lines)
+    _only_inserts(source.text, new, row, len(edits.hoisted))
     return new
 
 
-def _from_module(node: cst.CSTNode) -> str | None:
-    """Dotted module of a top-level `from a.b import c`, else None."""
-    if not isinstance(node, cst.SimpleStatementLine) or len(node.body) != 1:
-        return None
-    small = node.body[0]
-    if not isinstance(small, cst.ImportFrom) or small.module is None or small.relative:
-        return None
-    return cst.Module([]).code_for_node(small.module)
-
-
-def _with_import(module: cst.Module, row: Row) -> cst.Module:
-    """Put the import where isort would, among the module's absolute `from vllm...` imports."""
-    if any(_from_module(n) == TAPS_MODULE for n in module.body):
-        return module
-    vllm = [i for i, n in enumerate(module.body) if (_from_module(n) or "").startswith("vllm.")]
-    if not vllm:
+def _import_line(source: Source, row: Row) -> int:
+    """The index of the line where isort would put ours, among the absolute `from vllm...` ones."""
+    found = [
+        node
+        for node in source.tree.body
+        if isinstance(node, ast.ImportFrom) and node.level == 0 and node.module is not None
+    ]
+    found = [node for node in found if (node.module or "").startswith("vllm.")]
+    if not found:
         raise TapsError(
             row.file, row.cls, "a top-level `from vllm...` import", "none", REMEDY_SHAPE
         )
-    later = [i for i in vllm if (_from_module(module.body[i]) or "") > TAPS_MODULE]
-    # The first vllm import may carry the blank line of its group: never insert before that one.
-    at = next((i for i in later if i != vllm[0]), vllm[-1] + 1)
-    body = list(module.body)
-    body.insert(at, statement(IMPORT_LINE))
-    return module.with_changes(body=body)
+    for node in found:
+        if (node.module or "") > TAPS_MODULE:
+            return node.lineno - 1
+    return found[-1].end_lineno or found[-1].lineno
 
 
 def _only_inserts(old: str, new: str, row: Row, hoisted: int) -> None:

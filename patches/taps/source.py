@@ -2,6 +2,7 @@
 """Reading the upstream tree: modules, classes, and where a norm's class comes from."""
 
 import ast
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
@@ -52,6 +53,10 @@ class Source:
     @cached_property
     def tree(self) -> ast.Module:
         return ast.parse(self.text, filename=self.file)
+
+    def defines(self, name: str) -> bool:
+        """Whether there is a top-level class of that name, without parsing the module."""
+        return re.search(rf"^class {re.escape(name)}\b", self.text, re.MULTILINE) is not None
 
     def cls(self, name: str) -> ast.ClassDef:
         """The only top-level class of that name; TapsError when there is none, or several."""
