@@ -72,6 +72,14 @@ def tree(pristine: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(pristine, tmp_path / "tree"))
 
 
+def part(upstream: Path, target: Path, *rows: Row) -> Path:
+    """A tree of the files of these rows alone, to edit."""
+    for row in rows:
+        (target / row.file).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(upstream / row.file, target / row.file)
+    return target
+
+
 def _not_python(folder: str, names: list[str]) -> set[str]:
     return {n for n in names if not n.endswith(".py") and not (Path(folder) / n).is_dir()}
 
@@ -98,8 +106,9 @@ def test_every_row_fits_and_none_is_missing(upstream: Path) -> None:
     assert f"{len(BY_CLASS) + 6} classes with taps" in text
 
 
-def test_verify_says_which_rows_do_not_fit(tree: Path) -> None:
+def test_verify_says_which_rows_do_not_fit(upstream: Path, tmp_path: Path) -> None:
     row = BY_CLASS["GPT2Block"]
+    tree = part(upstream, tmp_path, BY_CLASS["LlamaDecoderLayer"], row)
     edit(tree, row, "self.ln_2(hidden_states)", "self.ln_2(attn_output)")
     good, bad = verify(tree, [BY_CLASS["LlamaDecoderLayer"], row])
     assert good.ok and not bad.ok and bad.error is not None and bad.error.cls == "GPT2Block"
@@ -233,8 +242,11 @@ CHANGES = [
 
 
 @pytest.mark.parametrize(("cls", "old", "new"), CHANGES)
-def test_changed_upstream_is_refused(tree: Path, cls: str, old: str, new: str) -> None:
+def test_changed_upstream_is_refused(
+    upstream: Path, tmp_path: Path, cls: str, old: str, new: str
+) -> None:
     row = BY_CLASS[cls]
+    tree = part(upstream, tmp_path, BY_CLASS["GraniteDecoderLayer"], row)
     edit(tree, row, old, new)
     before = {p: p.read_bytes() for p in tree.rglob("*.py")}
     with pytest.raises(TapsError) as refused:
@@ -244,7 +256,8 @@ def test_changed_upstream_is_refused(tree: Path, cls: str, old: str, new: str) -
     assert {p: p.read_bytes() for p in tree.rglob("*.py")} == before, "wrote before all fitted"
 
 
-def test_cohere_norm_that_adds_is_refused(tree: Path) -> None:
+def test_cohere_norm_that_adds_is_refused(upstream: Path, tmp_path: Path) -> None:
+    tree = part(upstream, tmp_path, BY_CLASS["CohereDecoderLayer"])
     path = tree / MODELS / "commandr.py"
     old = "        return hidden_states, residuals\n"
     path.write_text(path.read_text().replace(old, old.replace("residuals", "residuals + 0")))
@@ -300,9 +313,10 @@ def test_contract_by_numbers(wired: Wired, row: Row, settings: dict[str, object]
     taps_oracle.check(row, wired.before(row), wired.after(row), settings)
 
 
-def test_inherited_class_with_its_own_forward_is_refused(tree: Path) -> None:
+def test_inherited_class_with_its_own_forward_is_refused(upstream: Path, tmp_path: Path) -> None:
     row = next(r for r in ROWS if r.cls == "Qwen3VLDecoderLayer")
     assert row.idiom is Idiom.INHERITED
+    tree = part(upstream, tmp_path, BY_CLASS["Qwen3DecoderLayer"], row)
     edit(
         tree,
         row,
