@@ -17,7 +17,7 @@ from vllm.config import VllmConfig
 from vllm.v1.core.interventions import SchedulerInterventions
 from vllm.v1.interventions import WorkerRequest
 from vllm.v1.request import Request
-from vllm.v1.worker.interventions import StepRows
+from vllm.v1.worker.step_rows import StepRows
 
 ROW = 4 * HIDDEN
 PROMPT = 8

@@ -11,7 +11,7 @@ from vllm.v1.steering.slots import SlotTable
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.request import Request
-    from vllm.v1.worker.interventions import StepRows
+    from vllm.v1.worker.step_rows import StepRows
 
 
 FIRST_TOKEN = np.zeros(1, dtype=np.int32)

@@ -7,7 +7,7 @@ Per step: `apply_updates` (also when no token is scheduled, else an update would
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -16,10 +16,11 @@ from torch import nn
 from vllm.config import VllmConfig
 from vllm.config.steering import POINTS
 from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
-from vllm.model_executor.layers.residual_taps import BoundTaps, PassTap, SiteTap, UnboundTaps
-from vllm.model_executor.models.utils import extract_layer_index
-from vllm.v1.interventions import CapturedChunk, Content, Site, TapShape, WorkerRequest
+from vllm.model_executor.layers.residual_taps import BoundTaps, PassTap, SiteTap
+from vllm.v1.interventions import Content, Site, TapShape, WorkerRequest
 from vllm.v1.steering.plan import rows_of
+from vllm.v1.worker.step_rows import StepRows
+from vllm.v1.worker.tap_layers import find_layers, unbound_taps
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
@@ -251,114 +252,10 @@ class Interventions:
         # A fresh pinned tensor each time: the previous step's copy may still be reading its own.
         return host.pin_memory().to(self._device, non_blocking=True)
 
-    def collect(self) -> "StepRows | None":
+    def collect(self) -> StepRows | None:
         """After the forward: this step's rows, on their way to the host."""
         pending, self._pending = self._pending, None
         if pending is not None:
             assert self.arena is not None
             pending.take_rows(self.arena)
         return pending
-
-
-class StepRows:
-    """The rows of one step, for `ModelRunnerOutput`.
-
-    On a GPU the copy to pinned memory is in flight when this object is handed on; reading or
-    pickling it waits for the copy.
-    """
-
-    def __init__(self) -> None:
-        self._blocks: list[tuple[int, list[tuple[str, np.ndarray]], int]] = []
-        self._chunks: dict[str, CapturedChunk] | None = None
-        self._event: torch.cuda.Event | None = None
-
-    def add_block(self, num_sites: int, members: list[tuple[str, np.ndarray]], row: int) -> None:
-        """`members`' tokens at `num_sites` sites, arena rows from `row`: site, then token."""
-        self._blocks.append((num_sites, members, row))
-
-    def token_index(self) -> np.ndarray:
-        """int [n]: this step's captured tokens, in block order."""
-        return np.concatenate([t for _, members, _ in self._blocks for _, t in members])
-
-    def take_positions(self, positions: torch.Tensor, token_index: torch.Tensor) -> None:
-        self._positions = positions[token_index.long()].long()
-
-    def take_rows(self, arena: torch.Tensor) -> None:
-        num_rows = max(
-            row + num_sites * sum(len(t) for _, t in members)
-            for num_sites, members, row in self._blocks
-        )
-        if arena.is_cuda:
-            # On the main stream: the next step cannot overwrite rows before they are copied.
-            self._rows = arena[:num_rows].to("cpu", non_blocking=True)
-            self._positions = self._positions.to("cpu", non_blocking=True)
-            self._event = torch.cuda.Event()
-            self._event.record()
-        else:
-            self._rows = arena[:num_rows].clone()
-
-    def _resolve(self) -> dict[str, CapturedChunk]:
-        if self._chunks is None:
-            if self._event is not None:
-                self._event.synchronize()
-            self._chunks = {}
-            positions = self._positions.numpy()
-            seen = 0
-            for num_sites, members, row in self._blocks:
-                count = sum(len(tokens) for _, tokens in members)
-                block = self._rows[row : row + num_sites * count]
-                block = block.view(num_sites, count, -1)
-                column = 0
-                for req_id, tokens in members:
-                    columns = slice(column, column + len(tokens))
-                    at = positions[seen + columns.start : seen + columns.stop]
-                    self._chunks[req_id] = CapturedChunk(at, block[:, columns])
-                    column = columns.stop
-                seen += count
-        return self._chunks
-
-    def of(self, request_id: str) -> CapturedChunk | None:
-        """Views of the step's rows, good until the step's last reader has copied its own."""
-        return self._resolve().get(request_id)
-
-    def __getstate__(self) -> dict[str, Any]:
-        # Copies: a slice would ship the whole step's storage.
-        return {
-            "_chunks": {
-                req_id: CapturedChunk(chunk.positions.copy(), chunk.values.clone())
-                for req_id, chunk in self._resolve().items()
-            }
-        }
-
-
-def unbound_taps(layer: nn.Module) -> UnboundTaps:
-    """The class-level taps of a wired layer."""
-    taps = type(layer).taps  # type: ignore[attr-defined]
-    assert isinstance(taps, UnboundTaps)
-    return taps
-
-
-def find_layers(model: nn.Module) -> dict[int, nn.Module]:
-    """Wired decoder layers by global layer index.
-
-    A class counts if the class that defines its `forward` was wired: a subclass that overrides
-    `forward` inherits the attribute but not the calls.
-
-    Raises:
-        ValueError: a layer's class overrides `forward` of a wired one, or two layers share an
-            index.
-    """
-    layers: dict[int, nn.Module] = {}
-    for name, module in model.named_modules():
-        owner = next(cls for cls in type(module).__mro__ if "forward" in vars(cls))
-        if "taps" in vars(owner):
-            index = extract_layer_index(name)
-            if index in layers:
-                raise ValueError(f"two decoder layers have index {index}, the second is {name}")
-            layers[index] = module
-        elif any("taps" in vars(cls) for cls in type(module).__mro__):
-            raise ValueError(
-                f"{name}: {type(module).__name__} overrides the forward of a wired decoder layer; "
-                "wire it in patches/taps/table.py or start without steering and capture"
-            )
-    return layers

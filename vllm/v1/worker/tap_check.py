@@ -28,12 +28,17 @@ def start_taps(executor: "Executor") -> TapShape | None:
     """Check the taps of all workers and merge what they offer (pipeline stages own layers).
 
     Raises:
-        RuntimeError: a site does not move its row.
+        RuntimeError: a site does not move its row, or a layer is not wired.
     """
     shapes = [s for s in executor.collective_rpc(check_worker) if s is not None]
     if not shapes:
         return None
     points = {layer: p for shape in shapes for layer, p in shape.points.items()}
+    if missing := sorted(set(range(max(points))) - set(points)):
+        raise RuntimeError(
+            f"decoder layers {missing} are of a class that is not wired for steering or capture; "
+            "start without enable_steering and capture_consumers, or wire it in patches/taps"
+        )
     return TapShape(shapes[0].hidden_size, shapes[0].dtype, dict(sorted(points.items())))
 
 
