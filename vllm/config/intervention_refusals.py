@@ -37,14 +37,19 @@ def refuse_unsupported(config: "VllmConfig") -> None:
             speculative is not None and speculative.enable_adaptive_verification
         ),
     }
+    _refuse(feature, refused)
     if capture:
-        refused["pipeline parallelism together with capture"] = parallel.pipeline_parallel_size > 1
-        refused["KV connectors (--kv-transfer-config) together with capture"] = (
-            config.kv_transfer_config is not None
-        )
+        refused = {
+            "pipeline parallelism": parallel.pipeline_parallel_size > 1,
+            "KV connectors (--kv-transfer-config)": config.kv_transfer_config is not None,
+        }
+        _refuse("capture", refused)
+
+
+def _refuse(feature: str, refused: dict[str, bool]) -> None:
     for what, present in refused.items():
         if present:
             raise ValueError(
                 f"{feature} cannot be combined with {what}: rows would be incomplete or in "
-                f"the wrong place. Turn one of them off."
+                "the wrong place. Turn one of them off."
             )
