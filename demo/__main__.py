@@ -1,0 +1,140 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`python -m demo`: train a small model (once), find a direction in it, steer along it, and check
+every claim. `--model PATH` examines a model of your own instead."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from rich.console import Console
+from rich.rule import Rule
+
+from demo.environment import prepare_environment
+
+BUILD = Path(__file__).parents[1] / "build"
+MOST_LAYERS = 8
+
+
+def main() -> int:
+    """0 when everything claimed was measured to hold, else 1."""
+    parser = argparse.ArgumentParser(prog="demo", description=__doc__)
+    parser.add_argument("--model", type=Path, help="a directory in Hugging Face format")
+    parser.add_argument(
+        "--out", type=Path, default=BUILD / "demo", help="where the picture and the numbers go"
+    )
+    arguments = parser.parse_args()
+    if arguments.model is not None and not (arguments.model / "config.json").is_file():
+        parser.error(
+            f"--model {arguments.model}: no config.json there; give a directory in Hugging Face "
+            "format, for instance one that `save_pretrained` wrote"
+        )
+    prepare_environment()
+    console = Console(width=None if sys.stdout.isatty() else 120)
+    start = time.monotonic()
+    with _quiet():
+        held = run(console, arguments.model, arguments.out)
+    seconds = time.monotonic() - start
+    verdict = "[green]Everything above holds.[/]" if held else "[bold red]Some checks failed.[/]"
+    console.print(f"{verdict} {seconds:.0f} s in all.")
+    return 0 if held else 1
+
+
+def run(console: Console, model: Path | None, out: Path) -> bool:
+    """The whole demo; True when every check held."""
+    from transformers.utils.logging import disable_progress_bar
+
+    from demo import checks, experiment, picture, proof, show, subject
+    from demo.engine import Bench
+
+    disable_progress_bar()
+    own = model is not None
+    chosen = subject.own_subject() if own else subject.grammar_subject()
+    if model is None:
+        from demo.train import Recipe, cached_model
+
+        console.print(Rule("A small language model"))
+        with _timed(console):
+            model = cached_model(BUILD / "demo-model", Recipe(), console)
+    console.print(Rule("A direction, found by capture"))
+    with _timed(console):
+        bench = Bench(model, "auto" if own else "float32", chosen.temperature, chosen.answer_tokens)
+        found = experiment.find_directions(bench, chosen)
+        show.directions(console, found)
+    layers = some_layers(bench.layers)
+    console.print(Rule("Steering: layers and scales"))
+    with _timed(console):
+        sweep = experiment.sweep_layers(bench, chosen, found, layers)
+        choice = experiment.choose(bench, chosen, found, sweep, layers)
+        show.sweep(console, chosen, layers, sweep, choice)
+    console.print(Rule("Held-out prompts"))
+    with _timed(console):
+        result = experiment.held_out(bench, chosen, found, choice)
+        show.side_by_side(console, chosen, result, choice)
+        show.coloured(console, bench, chosen, found, choice)
+        show.effects(console, chosen, result)
+        made = checks.examine(chosen.scales, choice, result)
+        show.checks(console, chosen, result, made)
+    held = all(check.held for check in made)
+    proofs = []
+    if not own:
+        console.print(Rule("Proof on your machine"))
+        with _timed(console):
+            proofs = proof.prove(BUILD / "tiny-models")
+            proof.show(console, proofs)
+        held = held and all(p.held for p in proofs)
+    bench.close()
+    name = model.name if own else "the demo's model"
+    picture.draw(out / "steering.png", name, chosen, layers, sweep, choice, result)
+    numbers = {
+        "layer": choice.layer,
+        "scale": choice.scale,
+        "unit": chosen.measure.unit,
+        "layers": layers,
+        "scales": chosen.scales,
+        "sweep_effect": sweep.effect.tolist(),
+        "held_out_effect": result.effect,
+        "random_effect": result.random,
+        "perplexity": {
+            "minus": result.perplexity[0],
+            "plus": result.perplexity[1],
+            "unsteered": result.unsteered_perplexity,
+        },
+        "checks": {check.claim: check.held for check in made},
+        "proof": {f"{p.architecture} {p.point}": [p.read, p.write, p.moved] for p in proofs},
+    }
+    (out / "numbers.json").write_text(json.dumps(numbers, indent=1))
+    console.print(f"\nPicture: [bold]{out / 'steering.png'}[/]  numbers: {out / 'numbers.json'}")
+    return held
+
+
+def some_layers(count: int) -> list[int]:
+    """All layers, or `MOST_LAYERS` of them evenly spread, first and last included."""
+    if count <= MOST_LAYERS:
+        return list(range(count))
+    return sorted({round(i * (count - 1) / (MOST_LAYERS - 1)) for i in range(MOST_LAYERS)})
+
+
+@contextmanager
+def _timed(console: Console) -> Iterator[None]:
+    start = time.monotonic()
+    yield
+    console.print(f"[dim]{time.monotonic() - start:.0f} s[/]")
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Without the warnings of libraries: they say nothing about this run."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
+
+
+if __name__ == "__main__":
+    sys.exit(main())

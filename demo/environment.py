@@ -1,0 +1,21 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Settings that torch and vLLM read when they are imported, so this module imports neither."""
+
+from __future__ import annotations
+
+import os
+
+
+def prepare_environment() -> None:
+    """The engine in this process, quiet, and no network. Variables that are set are kept."""
+    for name, value in {
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        "VLLM_LOGGING_LEVEL": "ERROR",
+        "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        "HF_HUB_OFFLINE": "1",
+        "TOKENIZERS_PARALLELISM": "false",
+        "TORCH_CPP_LOG_LEVEL": "ERROR",
+        "TRANSFORMERS_VERBOSITY": "error",
+    }.items():
+        os.environ.setdefault(name, value)
