@@ -182,9 +182,7 @@ def test_params_are_reusable(llm: LLM, judge: Judge) -> None:
     assert pickle.dumps(twin) != before
 
 
-def test_two_engines_in_one_process(
-    pair: tuple[LLM, Judge], other: tuple[LLM, Judge]
-) -> None:
+def test_two_engines_in_one_process(pair: tuple[LLM, Judge], other: tuple[LLM, Judge]) -> None:
     """Both alive, used in turns, of different architectures: no state is shared."""
     asks = mixed_batch()
     for llm, judge in (other, pair, other, pair):
