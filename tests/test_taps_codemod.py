@@ -291,6 +291,7 @@ BAD_WIRING = [
     ("GPT2Block", POST, "attn_output = self.taps.post_attn(hidden_states)"),
     ("GPT2Block", lines(POST) + "\n" + lines(SKIP, LN_2), lines(SKIP, LN_2, POST)),
     ("GPTJBlock", lines(LN_1), lines(LN_1, PRE)),
+    ("GLMBlock", "self.taps.post_attn(layernorm_input)", "self.taps.post_attn(attention_output)"),
     ("CohereDecoderLayer", END, "residual = self.taps.post_block(residual)"),
 ]
 

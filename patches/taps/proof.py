@@ -109,6 +109,7 @@ class _Run:
     def stmt(self, stmt: ast.stmt, state: State) -> list[State]:
         match stmt:
             case ast.Assign(targets=[target], value=value):
+                self.inert(target, value)
                 self.bind(target, self.value(value, state), state)
             case ast.AnnAssign(target=target, value=ast.expr() as value):
                 self.bind(target, self.value(value, state), state)
@@ -136,6 +137,15 @@ class _Run:
             case _:
                 raise self.meaning.wrong(stmt, "a statement the proof understands", _text(stmt))
         return [state]
+
+    def inert(self, target: ast.expr, value: ast.expr) -> None:
+        """A tap's result goes where its argument came from, so an unbound tap changes nothing."""
+        if not isinstance(value, ast.Call) or not _text(value.func).startswith("self.taps."):
+            return
+        args = value.args[-1:] if _text(value.func).endswith(".leave") else value.args
+        wanted = ", ".join(map(_text, args))
+        if _text(target).strip("()") != wanted:
+            raise self.meaning.wrong(target, f"{wanted} = {_text(value)}", _text(target))
 
     def returned(self, value: ast.expr | None, stmt: ast.stmt, state: State) -> Value:
         """The returned value; a stale second element is checked by form and not read."""
