@@ -160,7 +160,7 @@ def run(program: str, model: Path, folder: Path, *, multiprocess: bool) -> str:
     assert program.count(MODEL_LINE) == 1, f"the reader replaces one line, {MODEL_LINE}"
     script = folder / "program.py"
     script.write_text(program.replace("/path/to/model", str(model)))
-    # Only what a small shared machine needs; nothing here changes what the engine does.
+    # VLLM_CPU_KVCACHE_SPACE is what the README says to set. Nothing here changes the engine's work.
     environment = os.environ | {
         "VLLM_ENABLE_V1_MULTIPROCESSING": str(int(multiprocess)),
         "VLLM_CPU_KVCACHE_SPACE": "1",
