@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from pydantic import ValidationError
 
-from tests.test_errors import PATTERNS
+from tests.error_page import PATTERNS
 from vllm.config import VllmConfig
 from vllm.config.capture import CaptureConfig
 from vllm.config.intervention_refusals import refuse_unsupported

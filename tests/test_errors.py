@@ -7,11 +7,10 @@ what is allowed, where the page has a place for them.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, field
-from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -20,6 +19,7 @@ import torch
 from pydantic import ValidationError
 from torch import nn
 
+from tests.error_page import MESSAGES, PATTERNS
 from tests.plans import GAPS, HIDDEN, PARALLEL_ONLY, VECTOR, config_of, plan_of
 from tests.test_results import PROMPT_IDS, captured, chunk, collect, completion, output, plan_for
 from vllm import SamplingParams
@@ -33,27 +33,8 @@ from vllm.v1.capture.spec import MAX_POSITION_ENTRIES
 from vllm.v1.core.request_interventions import RequestInterventions
 from vllm.v1.sites import InterventionError
 from vllm.v1.worker.interventions import Interventions
-from vllm.v1.worker.tap_check import check_sites
+from vllm.v1.worker.tap_check import check_sites, start_taps
 from vllm.v1.worker.tap_layers import find_layers
-
-PAGE = Path(__file__).parents[1] / "docs" / "errors.md"
-_ROW = re.compile(r"^\| `(.+?)` \|", re.MULTILINE)
-_PLACE = re.compile(r"\\\{([a-z]+)\\\}")
-
-MESSAGES = _ROW.findall(PAGE.read_text())
-
-
-def pattern(message: str) -> re.Pattern[str]:
-    """`{name}` becomes a group of that name; a path has no colon."""
-    return re.compile(
-        _PLACE.sub(
-            lambda m: f"(?P<{m[1]}>{'[^:]+' if m[1] == 'path' else '.+'})", re.escape(message)
-        ),
-        re.DOTALL,
-    )
-
-
-PATTERNS = {message: pattern(message) for message in MESSAGES}
 
 
 @dataclass
@@ -348,6 +329,10 @@ OTHERS = [
     Case(
         {"path": "layers.0", "given": "Overriding"},
         do=lambda: find_layers(nn.ModuleDict({"layers": nn.ModuleList([Overriding()])})),
+    ),
+    Case(
+        {"given": "[1, 3, 4]"},
+        do=lambda: start_taps(SimpleNamespace(collective_rpc=lambda check: [None, GAPS])),  # type: ignore[arg-type]
     ),
     Case({"given": "0", "path": "others.0"}, do=lambda: find_layers(Stacks())),
     Case(

@@ -26,9 +26,6 @@ SITES = [("pre_attn", 1), ("post_block", 0)]
 HOOKS = {"pre_attn": [1], "post_block": [0]}
 
 
-# -- rows ---------------------------------------------------------------------------------------
-
-
 def rows(positions: list[int], values: torch.Tensor | None = None) -> CapturedRows:
     if values is None:
         values = torch.tensor([[p + i / 10 for i in range(HIDDEN)] for p in positions])
@@ -62,9 +59,6 @@ def test_other_dtypes_stay(dtype: torch.dtype) -> None:
     numpy = rows([0, 1, 2], values).numpy()
     assert torch.from_numpy(numpy).dtype == dtype
     assert torch.equal(torch.from_numpy(numpy), values)
-
-
-# -- stack --------------------------------------------------------------------------------------
 
 
 def completion(index: int = 0, results: dict[str, CaptureResult] | None = None) -> CompletionOutput:
