@@ -29,24 +29,27 @@ def main() -> int:
     parser.add_argument(
         "--out", type=Path, default=BUILD / "demo", help="where the picture and the numbers go"
     )
+    parser.add_argument(
+        "--quick", action="store_true", help="fewer prompts and random directions: rougher numbers"
+    )
     arguments = parser.parse_args()
     if arguments.model is not None and not (arguments.model / "config.json").is_file():
         parser.error(
             f"--model {arguments.model}: no config.json there; give a directory in Hugging Face "
             "format, for instance one that `save_pretrained` wrote"
         )
-    prepare_environment()
+    prepare_environment(small_model=arguments.model is None)
     console = Console(width=None if sys.stdout.isatty() else 120)
     start = time.monotonic()
     with _quiet():
-        held = run(console, arguments.model, arguments.out)
+        held = run(console, arguments.model, arguments.out, arguments.quick)
     seconds = time.monotonic() - start
     verdict = "[green]Everything above holds.[/]" if held else "[bold red]Some checks failed.[/]"
     console.print(f"{verdict} {seconds:.0f} s in all.")
     return 0 if held else 1
 
 
-def run(console: Console, model: Path | None, out: Path) -> bool:
+def run(console: Console, model: Path | None, out: Path, quick: bool) -> bool:
     """The whole demo; True when every check held."""
     from transformers.utils.logging import disable_progress_bar
 
@@ -55,7 +58,7 @@ def run(console: Console, model: Path | None, out: Path) -> bool:
 
     disable_progress_bar()
     own = model is not None
-    chosen = subject.own_subject() if own else subject.grammar_subject()
+    chosen = subject.own_subject(quick) if own else subject.grammar_subject(quick)
     if model is None:
         from demo.train import Recipe, cached_model
 

@@ -5,10 +5,18 @@ from __future__ import annotations
 
 import os
 
+SMALL_MODEL_THREADS = 4
+"""More threads make a model of a million parameters slower."""
 
-def prepare_environment() -> None:
+
+def prepare_environment(small_model: bool) -> None:
     """The engine in this process, quiet, and no network. Variables that are set are kept."""
+    if small_model:
+        threads = min(SMALL_MODEL_THREADS, len(os.sched_getaffinity(0)))
+        os.environ.setdefault("OMP_NUM_THREADS", str(threads))
     for name, value in {
+        # Threads that wait by spinning crawl when the machine has other work to do.
+        "OMP_WAIT_POLICY": "PASSIVE",
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
         "VLLM_LOGGING_LEVEL": "ERROR",
         "VLLM_NO_USAGE_STATS": "1",

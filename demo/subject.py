@@ -27,12 +27,13 @@ class Subject:
     measure: Measure
     temperature: float
     answer_tokens: int
-    random_directions: int = 8
+    random_directions: int
 
 
-def grammar_subject(pairs: int = 128, repeats: int = 2, random_directions: int = 8) -> Subject:
-    """The demo's own model. Openings are used `repeats` times, each time with other seeds."""
-    cheerful, gloomy = contrast_prompts(pairs, seed=1)
+def grammar_subject(quick: bool) -> Subject:
+    """The demo's own model. Unless `quick`, openings are used twice, with different seeds."""
+    cheerful, gloomy = contrast_prompts(64 if quick else 128, seed=1)
+    repeats = 1 if quick else 2
     return Subject(
         cheerful=tuple(cheerful),
         gloomy=tuple(gloomy),
@@ -42,11 +43,11 @@ def grammar_subject(pairs: int = 128, repeats: int = 2, random_directions: int =
         measure=GrammarMood(),
         temperature=1.0,
         answer_tokens=40,
-        random_directions=random_directions,
+        random_directions=4 if quick else 8,
     )
 
 
-def own_subject() -> Subject:
+def own_subject(quick: bool) -> Subject:
     """Anyone's model of English text."""
     return Subject(
         cheerful=prompts.CHEERFUL,
@@ -57,4 +58,5 @@ def own_subject() -> Subject:
         measure=ContinuationOdds(prompts.CHEERFUL_ENDINGS, prompts.GLOOMY_ENDINGS),
         temperature=0.0,
         answer_tokens=24,
+        random_directions=2 if quick else 8,
     )
