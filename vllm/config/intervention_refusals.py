@@ -23,7 +23,7 @@ def refuse_unsupported(config: "VllmConfig") -> None:
     model, parallel = config.model_config, config.parallel_config
     speculative = config.speculative_config
     refused = {
-        "pooling models (--runner pooling)": model.runner_type != "generate",
+        "pooling models (--runner pooling)": model.runner_type == "pooling",
         "encoder-decoder models": model.is_encoder_decoder,
         "diffusion language models": model.is_diffusion,
         "sequence-parallel MoE rows": parallel.use_sequence_parallel_moe,
