@@ -145,17 +145,6 @@ def test_second_turn(ask: Any, fields: Fields, following: Fields, cached: int) -
     assert ask({**following, **capture([-1, -3])}, [*history, 7, 8, 9]) == cached
 
 
-def test_phase_boundary_is_part_of_a_block(ask: Any) -> None:
-    """Equal tokens in a block, steered from different offsets: not shared, each right."""
-    assert ask({**DECODE, "max_tokens": 35}, PROMPT[: BLOCK + 8]) == 0
-    history = ask.tokens[-1]
-    # The same tokens with the boundary two positions later: block 2 differs in two positions.
-    shifted = history[: BLOCK + 10]
-    assert ask({**DECODE, "max_tokens": 33}, shifted) == BLOCK
-    assert ask({**DECODE, "max_tokens": 35}, PROMPT[: BLOCK + 8]) == BLOCK
-    assert ask.tokens[-1] == history
-
-
 def test_one_batch(pair: tuple[LLM, Judge]) -> None:
     """Requests of one prompt and different contents, at once, with a warm cache for two of them."""
     llm, judge = pair

@@ -39,7 +39,9 @@ def pair(tiny_models: TinyModels) -> Iterator[tuple[LLM, Judge]]:
 
 
 def content(seed: int) -> dict[str, Any]:
-    return {"steering_vectors": {"post_block": {1: vector(70 + seed)}}}
+    """At sites that differ from seed to seed: a slot used again must forget the old ones."""
+    point = serving.POINTS[seed % len(serving.POINTS)]
+    return {"steering_vectors": {point: {seed % models.LAYERS: vector(70 + seed)}}}
 
 
 def slots_in_use(llm: LLM) -> int:

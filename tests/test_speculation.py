@@ -122,7 +122,7 @@ def tight(tiny_models: TinyModels) -> Iterator[tuple[LLM, Judge]]:
     llm, judge = start(
         tiny_models,
         capture_buffer_bytes=TIGHT * ALL_SITES * ROW_BYTES,
-        num_gpu_blocks_override=9,
+        num_gpu_blocks_override=8,
         enable_prefix_caching=True,
     )
     yield llm, judge
@@ -159,7 +159,7 @@ def test_recomputed_tokens_are_no_drafts(tight: tuple[LLM, Judge]) -> None:
     decode = {"decode_steering_vectors": {"post_block": {1: vector(103)}}}
     batch = [
         Ask(prompt_of(32, 110 + i), {"max_tokens": 60, **decode, **capture("all_generated")})
-        for i in range(4)
+        for i in range(3)
     ]
     with serving.watching(llm) as steps:
         outputs = serve(llm, batch)
