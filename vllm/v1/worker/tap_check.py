@@ -34,7 +34,8 @@ def start_taps(executor: "Executor") -> TapShape | None:
     if not shapes:
         return None
     points = {layer: p for shape in shapes for layer, p in shape.points.items()}
-    if missing := sorted(set(range(max(points))) - set(points)):
+    num_layers = executor.vllm_config.model_config.get_total_num_hidden_layers()
+    if missing := sorted(set(range(num_layers)) - set(points)):
         raise RuntimeError(
             f"decoder layers {missing} are of a class that is not wired for steering or capture; "
             "start without enable_steering and capture_consumers, or wire it in patches/taps"
@@ -93,7 +94,8 @@ def _run(
 ) -> torch.Tensor | None:
     """[hidden], the row of one dummy token at `site`, or of the model's output."""
     with interventions.probing(site, vector):
-        hidden = dummy_run(1)[0]
+        # Two tokens: should this be the first forward, one would be compiled as a constant.
+        hidden = dummy_run(2)[0]
         if interventions.captures_here:
             assert interventions.arena is not None
             return interventions.arena[0].clone()
