@@ -26,6 +26,6 @@ REMEDY_SHAPE = (
     "patches/taps/table.py (names, idiom), or declare it PENDING with the reason"
 )
 REMEDY_PROOF = (
-    "do not ship this wiring: compare forward() with design/hook-contract.md and give the class "
+    "do not ship this wiring: compare forward() with docs/hook-contract.md and give the class "
     "another idiom, or declare it PENDING in patches/taps/table.py with the reason"
 )

@@ -9,7 +9,7 @@ FAMILIES = "vllm/models/"
 
 
 class Idiom(Enum):
-    """How a decoder block carries the stream (hook-contract.md, study R1 to R8)."""
+    """How a decoder block carries the stream (docs/hook-contract.md)."""
 
     FUSED = "fused"  # (hidden, residual) pair, norms that add; R1
     FUSED_SINGLE = "fused-single-mixer"  # the same with one mixer and no second norm; R2
