@@ -15,8 +15,8 @@ How a class is wired and why one can believe it:
 3. `proof.py` executes the *edited* `forward` symbolically, once for every branch of every `if` and
    for the first block (no residual) as well as the later ones. It knows what the residual stream
    is at each moment, as a sum of symbols, and checks that each tap receives exactly that, between
-   the mixer and the MLP as docs/hook-contract.md says, and that nothing computed from the stream before
-   a tap is used after it. A statement it cannot interpret is an error, not a guess.
+   the mixer and the MLP as docs/hook-contract.md says, and that nothing computed from the stream
+   before a tap is used after it. A statement it cannot interpret is an error, not a guess.
 4. What forward() does not show is read from constructors: `norms.py` (a fused norm's class is one
    known to add), `reduced.py` (no branch leaves its all-reduce to others).
 
