@@ -22,6 +22,8 @@ from tests.conformance.models import HIDDEN, VOCAB
 from tests.conformance.reference import Site
 from tests.conformance.runner import LEAST_MOVE, READ_TOLERANCE, WRITE_TOLERANCE, Reference
 from vllm import LLM, SamplingParams
+from vllm.inputs import TokensPrompt
+from vllm.v1.engine.core_client import InprocClient
 
 GENERATED = 6
 POINTS = ("pre_attn", "post_attn", "post_block")
@@ -84,7 +86,7 @@ def capture(
 def serve(llm: LLM, asks: Sequence[Ask], log_probs: bool = True) -> list[Any]:
     """Run all of `asks` as one `generate` call."""
     return llm.generate(
-        [{"prompt_token_ids": ask.prompt} for ask in asks],
+        [TokensPrompt(prompt_token_ids=ask.prompt) for ask in asks],
         [ask.params(log_probs) for ask in asks],
         use_tqdm=False,
     )
@@ -215,9 +217,16 @@ def same_completion(one: Any, other: Any) -> bool:
     return rows.keys() == others.keys() and all(torch.equal(rows[s], others[s]) for s in rows)
 
 
+def core_of(llm: LLM) -> Any:
+    """The engine core of an engine in this process."""
+    client = llm.llm_engine.engine_core
+    assert isinstance(client, InprocClient)
+    return client.engine_core
+
+
 def scheduler_of(llm: LLM) -> Any:
-    """The scheduler of an in-process engine."""
-    return llm.llm_engine.engine_core.engine_core.scheduler
+    """The scheduler of an engine in this process."""
+    return core_of(llm).scheduler
 
 
 @dataclass

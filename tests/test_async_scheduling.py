@@ -39,7 +39,7 @@ def start(tiny_models: TinyModels, **options: Any) -> tuple[LLM, Judge]:
     from vllm.platforms.cpu import CpuPlatform
     from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 
-    original = CpuPlatform.check_and_update_config.__func__
+    original = vars(CpuPlatform)["check_and_update_config"].__func__
 
     def keep(cls: type[CpuPlatform], config: Any) -> None:
         original(cls, config)
@@ -52,7 +52,7 @@ def start(tiny_models: TinyModels, **options: Any) -> tuple[LLM, Judge]:
             path, enable_steering=True, capture_consumers=["inline"], max_num_seqs=8, **options
         )
     assert isinstance(serving.scheduler_of(llm), AsyncScheduler)
-    assert llm.llm_engine.engine_core.engine_core.batch_queue is not None
+    assert serving.core_of(llm).batch_queue is not None
     return llm, Judge(Reference(row, models.load(row, path)))
 
 

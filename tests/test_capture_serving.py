@@ -174,8 +174,8 @@ def third_token(llm: LLM, fields: dict[str, Any]) -> int:
 def test_stopping_early(llm: LLM, judge: Judge, how: str, fields: dict[str, Any]) -> None:
     """Rows end before the last token, whoever found the stop; the twin runs to the end."""
     token = third_token(llm, fields)
-    stop = {"stop_token_ids": [token]} if how == "token" else {"stop": [f"t{token}"]}
-    stop |= {"detokenize": True}
+    stop: dict[str, Any] = {"detokenize": True}
+    stop |= {"stop_token_ids": [token]} if how == "token" else {"stop": [f"t{token}"]}
     selectors: list[Any] = ["all", "all_generated", "last_generated", "predicting"]
     asks = [Ask(PROMPT, {**fields, **stop, **capture(s)}) for s in selectors]
     for ask, output in zip(asks, serve(llm, asks), strict=True):

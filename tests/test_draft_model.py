@@ -60,7 +60,7 @@ def test_draft_model(tiny_models: TinyModels, asynchronous: bool) -> None:
         for ask, output in zip(asks, outputs, strict=True):
             judge.check(ask, output)
         plain, steered = len(steps.chunks(0)), len(steps.chunks(2))
-        assert plain <= 10, f"24 tokens took {plain} steps: the drafts for a plain request are wrong"
+        assert plain <= 10, f"24 tokens took {plain} steps: a plain request's drafts are wrong"
         assert steered > plain, "the drafts for a steered request are all right: is it steered?"
     finally:
         shut_down(llm)

@@ -16,6 +16,7 @@ from tests.conformance.engine import make_llm, shut_down
 from tests.conformance.runner import LEAST_MOVE, WRITE_TOLERANCE, Reference
 from tests.serving import Ask, Judge, capture, prompt_of, serve, vector
 from vllm import LLM
+from vllm.inputs import TokensPrompt
 from vllm.sampling_params import RequestOutputKind
 
 if TYPE_CHECKING:
@@ -170,7 +171,7 @@ def test_params_are_reusable(llm: LLM, judge: Judge) -> None:
     before, entry = pickle.dumps(params), params.steering_vectors["post_block"][1]
     for _ in range(2):
         outputs = llm.generate(
-            [{"prompt_token_ids": p} for p in (SHORT, LONG)], params, use_tqdm=False
+            [TokensPrompt(prompt_token_ids=p) for p in (SHORT, LONG)], params, use_tqdm=False
         )
         for prompt, output in zip((SHORT, LONG), outputs, strict=True):
             judge.check(Ask(prompt, ask.fields), output)
