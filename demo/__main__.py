@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import logging
 import sys
 import time
 import warnings
@@ -134,6 +135,8 @@ def _timed(console: Console) -> Iterator[None]:
 @contextmanager
 def _quiet() -> Iterator[None]:
     """Without the warnings of libraries: they say nothing about this run."""
+    # vLLM configures its logger after its first message.
+    logging.getLogger("vllm").setLevel(logging.ERROR)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield

@@ -16,7 +16,7 @@ from demo.subject import Subject
 PERPLEXITY_BOUND = 1.5
 """Steered text may be this many times as surprising to the unsteered model as its own."""
 
-ENOUGH = 0.9
+ENOUGH = 0.8
 """The smallest scale with this share of the strongest effect is chosen."""
 
 

@@ -181,11 +181,13 @@ def test_demo_end_to_end(tmp_path: Path) -> None:
 
 
 def test_demo_on_a_model_of_your_own(tmp_path: Path) -> None:
-    """The path of `make demo MODEL=`, on an untrained model: it runs, and the checks fail on it."""
+    """The path of `make demo MODEL=`, on an untrained model, which need not pass the checks: the
+    exit status says whether it did."""
     model = cached_model(tmp_path / "model", TINY, Console(quiet=True))
     done = run_demo(tmp_path / "out", "--model", str(model))
-    assert done.returncode == 1, done.stdout + done.stderr
+    assert done.returncode in (0, 1), done.stdout + done.stderr
     numbers = json.loads((tmp_path / "out" / "numbers.json").read_text())
+    assert done.returncode == (0 if all(numbers["checks"].values()) else 1)
     assert [held for claim, held in numbers["checks"].items() if "exactly" in claim] == [True]
     assert not numbers["proof"]
 
