@@ -137,10 +137,11 @@ def effects(console: Console, subject: Subject, result: Result) -> None:
 
 
 def _tint(value: float) -> str:
-    """Text colour for -1 (blue) to +1 (red)."""
+    """Text colour, legible on dark and on light: blue for -1, grey for 0, red for +1."""
     strength = min(abs(value), 1.0)
-    fade = int(170 * (1 - strength))
-    return f"rgb(230,{fade},{fade})" if value > 0 else f"rgb({fade},{fade},255)"
+    fade = int(150 - 70 * strength)
+    bright = int(150 + 90 * strength)
+    return f"rgb({bright},{fade},{fade})" if value > 0 else f"rgb({fade},{fade + 10},{bright})"
 
 
 def _background(value: float) -> str:
