@@ -31,10 +31,20 @@ from vllm.v1.capture import CaptureResult, stack
 from vllm.v1.capture.collect import RowCollector
 from vllm.v1.capture.spec import MAX_POSITION_ENTRIES
 from vllm.v1.core.request_interventions import RequestInterventions
+from vllm.v1.interventions import TapShape
 from vllm.v1.sites import InterventionError
 from vllm.v1.worker.interventions import Interventions
 from vllm.v1.worker.tap_check import check_sites, start_taps
 from vllm.v1.worker.tap_layers import find_layers
+
+
+def executor_of(num_layers: int, shapes: list[TapShape | None]) -> Any:
+    """An executor whose workers report `shapes` of a model with `num_layers` decoder layers."""
+    model_config = SimpleNamespace(get_total_num_hidden_layers=lambda: num_layers)
+    return SimpleNamespace(
+        collective_rpc=lambda check: shapes,
+        vllm_config=SimpleNamespace(model_config=model_config),
+    )
 
 
 @dataclass
@@ -332,7 +342,7 @@ OTHERS = [
     ),
     Case(
         {"given": "[1, 3, 4]"},
-        do=lambda: start_taps(SimpleNamespace(collective_rpc=lambda check: [None, GAPS])),  # type: ignore[arg-type]
+        do=lambda: start_taps(executor_of(num_layers=6, shapes=[None, GAPS])),
     ),
     Case({"given": "0", "path": "others.0"}, do=lambda: find_layers(Stacks())),
     Case(

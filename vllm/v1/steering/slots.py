@@ -55,7 +55,9 @@ class SlotTable:
         self._skips.pop(request_id, None)
         for content in contents:
             self._users.setdefault(content.digest, set()).add(request_id)
+            # All of them first: placing one must not evict another, to be sent again.
             self._idle.pop(content.digest, None)
+        for content in contents:
             if content.digest not in self._slot:
                 self._place(content)
 
