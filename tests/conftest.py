@@ -7,6 +7,7 @@ why).
 from __future__ import annotations
 
 import gc
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -33,8 +34,12 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "v2: also run with --runner v2")
     prepare_environment(config.getoption("--runner"))
     # Wall-clock limits say nothing on a machine that does other work, too.
+    # In CI the examples are the same each time: it says whether this change broke something.
     hypothesis.settings.register_profile(
-        "shared", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
+        "shared",
+        deadline=None,
+        suppress_health_check=[hypothesis.HealthCheck.too_slow],
+        derandomize="CI" in os.environ,
     )
     hypothesis.settings.load_profile("shared")
 

@@ -254,3 +254,15 @@ def test_an_aborted_request_blocks_nobody() -> None:
     assert not admit(table, "two", D)
     table.release("patient", [B, C])
     assert admit(table, "two", D)
+
+
+def test_a_request_does_not_evict_its_own_idle_content() -> None:
+    table, idle, other, new = SlotTable(2), content("idle"), content("other"), content("new")
+    for one in (idle, other):
+        table.reserve(one.digest, [one])
+        table.release(one.digest, [one])
+    table.take_uploads()
+    assert table.can_reserve("both", [new, idle])
+    table.reserve("both", [new, idle])
+    assert [c.digest for _, c in table.take_uploads()] == ["new"]
+    assert not table.can_reserve("evicted", [other])
