@@ -15,8 +15,8 @@ def prepare_environment(small_model: bool) -> None:
         threads = min(SMALL_MODEL_THREADS, len(os.sched_getaffinity(0)))
         os.environ.setdefault("OMP_NUM_THREADS", str(threads))
     for name, value in {
-        # Threads that wait for each other spin briefly (libgomp's default is long, which crawls when
-        # the machine has other work), but do spin: sleeping at once costs small steps two thirds.
+        # Threads that wait spin briefly: libgomp's default crawls when the machine has other work
+        # to do, and not to spin at all makes small steps two thirds slower.
         "GOMP_SPINCOUNT": "20000",
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
         "VLLM_LOGGING_LEVEL": "ERROR",
