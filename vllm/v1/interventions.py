@@ -12,6 +12,10 @@ import torch
 Site = tuple[str, int]
 """(point, layer): layer is the global decoder layer index from 0."""
 
+STEERING_FIELDS = ("steering_vectors", "prefill_steering_vectors", "decode_steering_vectors")
+PLAN_FIELDS = (*STEERING_FIELDS, "capture")
+"""The fields of `SamplingParams` that a plan carries in their place."""
+
 UNSTEERED = ""
 """The digest of "nothing is added"."""
 

@@ -7,7 +7,10 @@ import numpy as np
 
 from vllm.sampling_params import SamplingParams
 from vllm.v1.capture.positions import Positions
-from vllm.v1.interventions import UNSTEERED, CapturedChunk, Plan
+from vllm.v1.interventions import PLAN_FIELDS, UNSTEERED, CapturedChunk, Plan
+
+NO_PLAN, NO_POSITIONS = Plan(), Positions()
+"""Of plain requests, which should not pay for making them."""
 
 
 class RequestInterventions:
@@ -23,18 +26,14 @@ class RequestInterventions:
     def __init__(
         self, plan: Plan | None, num_prompt_tokens: int, params: SamplingParams | None
     ) -> None:
-        if params is not None and (
-            params.steering_vectors is not None
-            or params.prefill_steering_vectors is not None
-            or params.decode_steering_vectors is not None
-            or params.capture is not None
-        ):
+        if params is not None and any(getattr(params, f) is not None for f in PLAN_FIELDS):
             raise ValueError(
                 "sampling_params carries steering or capture fields that did not pass the input "
                 "processor; send the prompt through LLM.generate or AsyncLLM.generate"
             )
-        self.plan = plan or Plan()
-        self.wanted = Positions.from_flat(self.plan.capture.runs if self.plan.capture else [])
+        self.plan = plan or NO_PLAN
+        capture = self.plan.capture
+        self.wanted = Positions.from_flat(capture.runs) if capture else NO_POSITIONS
         self._segments = [(0, self.plan.prefill)]
         if self.plan.decode != self.plan.prefill:
             self._segments.append((num_prompt_tokens, self.plan.decode))

@@ -8,15 +8,21 @@ from vllm.pooling_params import PoolingParams
 from vllm.sampling_params import SamplingParams
 from vllm.v1.capture.positions import Positions
 from vllm.v1.capture.spec import parse_capture
-from vllm.v1.interventions import UNSTEERED, CapturePlan, Content, Plan, TapShape
+from vllm.v1.interventions import (
+    PLAN_FIELDS,
+    STEERING_FIELDS,
+    UNSTEERED,
+    CapturePlan,
+    Content,
+    Plan,
+    TapShape,
+)
 from vllm.v1.sites import need_mapping, reject, show, show_key
 from vllm.v1.steering.plan import compose
 from vllm.v1.steering.spec import Vectors, parse_vectors
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
-
-STEERING_FIELDS = ("steering_vectors", "prefill_steering_vectors", "decode_steering_vectors")
 
 
 def strip(params: SamplingParams) -> SamplingParams:
@@ -25,7 +31,7 @@ def strip(params: SamplingParams) -> SamplingParams:
     The caller's object is not changed.
     """
     stripped = copy.copy(params)
-    for field in (*STEERING_FIELDS, "capture"):
+    for field in PLAN_FIELDS:
         setattr(stripped, field, None)
     return stripped
 
@@ -54,7 +60,7 @@ def resolve(
     steers = any(getattr(params, field) is not None for field in STEERING_FIELDS)
     if not steers and params.capture is None:
         return None
-    field = next(f for f in (*STEERING_FIELDS, "capture") if getattr(params, f) is not None)
+    field = next(f for f in PLAN_FIELDS if getattr(params, f) is not None)
     if resumable:
         reject(field, "is not supported for streaming input sessions; send the whole prompt")
     if prompt_token_ids is None:

@@ -33,7 +33,7 @@ class SlotTable:
 
     @property
     def in_use(self) -> int:
-        return sum(bool(users) for users in self._users.values())
+        return len(self._users)
 
     def can_reserve(self, request_id: str, contents: list[Content]) -> bool:
         """Whether all of `contents` fit now. A refusal is remembered, for fairness."""
