@@ -44,22 +44,27 @@ def parse_vectors(value: Any, path: str, shape: TapShape) -> Vectors:
 
 def _scaled(entry: Any, path: str, hidden_size: int) -> np.ndarray:
     if not isinstance(entry, Mapping):
-        return _vector(entry, path, hidden_size)
+        return need_vector(entry, path, hidden_size)
     unknown = sorted(show_key(k) for k in entry.keys() - {"vector", "scale"})
     if unknown:
         reject(path, f"unknown keys {unknown[:8]}, allowed are 'vector' and 'scale'")
     if "vector" not in entry:
         reject(path, "'vector' is missing")
-    scale = entry.get("scale", 1.0)
-    if not isinstance(scale, int | float) or isinstance(scale, bool):
-        reject(f"{path}.scale", f"must be a number, got {show(scale)}")
-    if not abs(scale) <= MAX_SCALE:  # so that NaN is refused, too
-        reject(f"{path}.scale", f"must be finite and at most {MAX_SCALE:g}, got {show(scale)}")
+    scale = need_number(entry.get("scale", 1.0), f"{path}.scale")
     with np.errstate(over="ignore"):  # `compose` looks at the sum
-        return _vector(entry["vector"], f"{path}.vector", hidden_size) * float(scale)
+        return need_vector(entry["vector"], f"{path}.vector", hidden_size) * scale
 
 
-def _vector(value: Any, path: str, hidden_size: int) -> np.ndarray:
+def need_number(value: Any, path: str) -> float:
+    """A finite number from a request, at most `MAX_SCALE` in size."""
+    if not isinstance(value, int | float) or isinstance(value, bool):
+        reject(path, f"must be a number, got {show(value)}")
+    if not abs(value) <= MAX_SCALE:  # so that NaN is refused, too
+        reject(path, f"must be finite and at most {MAX_SCALE:g}, got {show(value)}")
+    return float(value)
+
+
+def need_vector(value: Any, path: str, hidden_size: int) -> np.ndarray:
     """float64 [hidden_size] from a list of floats, a 1-D array or a 1-D tensor."""
     if isinstance(value, torch.Tensor):
         if not value.is_floating_point():
