@@ -9,15 +9,23 @@ import msgspec
 import numpy as np
 import torch
 
+from vllm.v1.steering.terms import Term
+
 Site = tuple[str, int]
 """(point, layer): layer is the global decoder layer index from 0."""
 
-STEERING_FIELDS = ("steering_vectors", "prefill_steering_vectors", "decode_steering_vectors")
-PLAN_FIELDS = (*STEERING_FIELDS, "capture")
+TIERS = ("base", "prefill", "decode")
+"""base acts at all positions, prefill at those of the prompt, decode at generated ones."""
+
+VECTOR_FIELDS = ("steering_vectors", "prefill_steering_vectors", "decode_steering_vectors")
+"""The fields of `SamplingParams` that hold a tier's vectors, in the order of `TIERS`."""
+
+STEERING_FIELDS = (*VECTOR_FIELDS, "steering_modules", "steering")
+PLAN_FIELDS = (*STEERING_FIELDS, "steering_inherit_global", "capture")
 """The fields of `SamplingParams` that a plan carries in their place."""
 
 UNSTEERED = ""
-"""The digest of "nothing is added"."""
+"""The digest of "nothing happens"."""
 
 
 def dtype_of(name: str) -> torch.dtype:
@@ -45,14 +53,58 @@ class TapShape(msgspec.Struct, frozen=True):
         return self.hidden_size * self.torch_dtype.itemsize
 
 
-class Content(msgspec.Struct, frozen=True):
-    """What one slot of the steering table holds: a vector at each of some sites."""
+class Part(msgspec.Struct, frozen=True):
+    """Vectors at some sites that are only ever used together."""
 
     digest: str
-    """Hex SHA-256 over dtype, hidden size, sites and data."""
+    """Hex SHA-256 over hidden size, sites and data."""
     sites: list[Site]
     data: bytes
-    """[sites, hidden] in the model's dtype, C order, native endian."""
+    """float32 [sites, hidden], C order, native endian."""
+
+
+class Content(msgspec.Struct, frozen=True):
+    """What one slot of the steering table holds, the global tiers aside: a sum of parts."""
+
+    digest: str
+    """Hex SHA-256 over `parts`."""
+    parts: list[tuple[str, float]]
+    """(digest of the part, scale)."""
+
+
+class Program(msgspec.Struct, frozen=True):
+    """The ops that act on a position, each op at the same place of the list in all programs of a
+    request."""
+
+    digest: str
+    """Hex SHA-256 over the other fields."""
+    sites: list[Site]
+    terms: list[list[str]]
+    """Of each site: digests of terms in the order they act, "" for an op that does not act here."""
+    decides: bool
+    """Whether gates that are decided once are decided here, at the last prompt token."""
+
+
+class Segment(msgspec.Struct, frozen=True, array_like=True):
+    """What acts from position `first` to the next segment's."""
+
+    first: int
+    content: str
+    program: str
+
+
+class SteeringPlan(msgspec.Struct, frozen=True):
+    """A request's steering, position by position."""
+
+    segments: list[Segment]
+    """Sorted; the first starts at 0, the last has no end, one starts where the prompt ends."""
+    inherit: bool
+    """Whether the global tiers are added."""
+    contents: list[Content] = []
+    parts: list[Part] = []
+    """Those of `contents`, but for the parts of modules, which the engine core has."""
+    programs: list[Program] = []
+    terms: list[Term] = []
 
 
 class Selection(msgspec.Struct, frozen=True):
@@ -79,11 +131,7 @@ class CapturePlan(msgspec.Struct, frozen=True):
 
 
 class Plan(msgspec.Struct, frozen=True):
-    contents: list[Content] = []
-    prefill: str = UNSTEERED
-    """Digest of what prompt positions get."""
-    decode: str = UNSTEERED
-    """Digest of what generated positions get."""
+    steering: SteeringPlan | None = None
     capture: CapturePlan | None = None
 
 
@@ -94,22 +142,83 @@ class CapturedChunk(msgspec.Struct, array_like=True):
     """int64 [n]."""
     values: torch.Tensor
     """[sites of the capture plan, n, hidden], model dtype, CPU."""
+    version: int
+    """Of the global steering that the step ran under."""
+
+
+class GlobalTiers(msgspec.Struct, frozen=True):
+    """The vectors that act on every request that does not opt out."""
+
+    version: int
+    """Counts the changes."""
+    tiers: dict[str, Part]
+    """tier -> its vectors; a tier without any is left out."""
+
+    @property
+    def active(self) -> bool:
+        return bool(self.tiers)
 
 
 class WorkerRequest(msgspec.Struct, frozen=True):
     """What a worker keeps of a request from its admission to its end."""
 
-    prefill_slot: int
-    decode_slot: int
-    num_prompt_tokens: int
+    firsts: np.ndarray
+    """int64 [segments]: the first position of each."""
+    table_rows: np.ndarray
+    """int32 [segments]: the row of the steering table."""
+    programs: np.ndarray
+    """int32 [segments]: the row of the program table, 0 for no ops."""
     capture_sites: tuple[Site, ...]
 
 
-class StepInterventions(msgspec.Struct):
-    """The scheduler's decisions for one step."""
+class PlacedProgram(msgspec.Struct, frozen=True):
+    """A program and the rows it refers to."""
 
-    contents: list[tuple[int, Content]]
-    """(slot, content) to write into the table before this step's forward."""
-    admitted: dict[str, WorkerRequest]
-    rows: dict[str, np.ndarray]
+    row: int
+    home: int
+    """The row of the program that decides this one's gates; its own where it decides itself."""
+    sites: list[Site]
+    terms: list[list[int]]
+    """Of each site: rows of terms, 0 for none."""
+
+
+class PlacedTerm(msgspec.Struct, frozen=True):
+    row: int
+    probe_row: int
+    """0 for no gate."""
+    term: Term
+
+
+class StepInterventions(msgspec.Struct):
+    """The scheduler's decisions for one step. A worker applies them in the order of the fields."""
+
+    version: int
+    """Of the global steering."""
+    reset: bool = False
+    """The device's tables were lost (sleep mode): start from empty ones."""
+    new_parts: list[Part] = []
+    tiers: GlobalTiers | None = None
+    """Changed global tiers."""
+    contents: list[tuple[int, Content, bool]] = []
+    """(slot, content, inherit) to write into the table before this step's forward."""
+    dropped_parts: list[str] = []
+    terms: list[PlacedTerm] = []
+    programs: list[PlacedProgram] = []
+    admitted: dict[str, WorkerRequest] = {}
+    rows: dict[str, np.ndarray] = {}
     """Request id -> int32 offsets into the request's tokens of this step whose rows to capture."""
+
+    @property
+    def empty(self) -> bool:
+        """Whether a worker that is not told does the same."""
+        return not (
+            self.reset
+            or self.new_parts
+            or self.tiers
+            or self.contents
+            or self.dropped_parts
+            or self.terms
+            or self.programs
+            or self.admitted
+            or self.rows
+        )

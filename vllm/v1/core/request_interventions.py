@@ -6,8 +6,9 @@ import sys
 import numpy as np
 
 from vllm.sampling_params import SamplingParams
-from vllm.v1.capture.positions import Positions
-from vllm.v1.interventions import PLAN_FIELDS, UNSTEERED, CapturedChunk, Plan
+from vllm.v1.core.block_identity import BlockIdentity
+from vllm.v1.interventions import PLAN_FIELDS, CapturedChunk, Plan
+from vllm.v1.positions import Positions
 
 NO_PLAN, NO_POSITIONS = Plan(), Positions()
 """Of plain requests, which should not pay for making them."""
@@ -34,31 +35,9 @@ class RequestInterventions:
         self.plan = plan or NO_PLAN
         capture = self.plan.capture
         self.wanted = Positions.from_flat(capture.runs) if capture else NO_POSITIONS
-        self._segments = [(0, self.plan.prefill)]
-        if self.plan.decode != self.plan.prefill:
-            self._segments.append((num_prompt_tokens, self.plan.decode))
-        self._steers = bool(self.plan.contents)
+        self.blocks = BlockIdentity(self.plan.steering, num_prompt_tokens)
         self._next_row = 0
         self._undelivered: list[CapturedChunk] = []
-
-    def block_keys(self, start: int, stop: int) -> list[tuple[str, str]]:
-        """Extra keys of the prefix-cache block of positions [start, stop).
-
-        A pure function of the plan's segments and the range. Empty while nothing in the block is
-        steered: then the parent's hash, which is chained in, says all there is to say. KV events
-        publish only the second item of a key, hence one string.
-        """
-        if not self._steers:
-            return []
-        ends = [first for first, _ in self._segments[1:]] + [sys.maxsize]
-        inside = [
-            (max(first, start) - start, digest)
-            for (first, digest), end in zip(self._segments, ends, strict=True)
-            if first < stop and end > start
-        ]
-        if all(digest == UNSTEERED for _, digest in inside):
-            return []
-        return [("steer", f"{offset}:{digest}") for offset, digest in inside]
 
     def cache_hit_limit(self) -> int:
         """Most tokens that may come from the prefix cache: cached positions are not computed, so
@@ -89,7 +68,7 @@ class RequestInterventions:
         if not len(kept):
             return
         values = chunk.values if keep.all() else chunk.values[:, kept]
-        self._undelivered.append(CapturedChunk(positions[kept], values))
+        self._undelivered.append(CapturedChunk(positions[kept], values, chunk.version))
         self._next_row = int(positions[kept[-1]]) + 1
 
     def take(self) -> list[CapturedChunk] | None:

@@ -1,50 +1,259 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compose a request's tiers into what the steering table holds."""
+"""From what a request asks for to segments: which sum and which ops act on which positions."""
 
 import hashlib
+from collections.abc import Iterable
+from dataclasses import dataclass
 
 import numpy as np
 import torch
 
-from vllm.v1.interventions import Content, TapShape
+from vllm.v1.interventions import (
+    UNSTEERED,
+    Content,
+    Part,
+    Program,
+    Segment,
+    Site,
+    SteeringPlan,
+    TapShape,
+)
+from vllm.v1.positions import Positions
 from vllm.v1.sites import reject, site_order
-from vllm.v1.steering.spec import Vectors
+from vllm.v1.steering.ops import Op
+from vllm.v1.steering.terms import Term
+
+END = 1 << 40
+"""Past every position."""
+
+ALL = Positions([(0, END)])
+
+MAX_SEGMENTS = 16384
+"""A client could otherwise make of a few bytes a list of any length."""
+
+Vectors = dict[Site, np.ndarray]
+"""site -> float64 [hidden], scale applied."""
 
 
-def compose(tiers: list[Vectors], path: str, shape: TapShape) -> Content | None:
-    """Sum `tiers` site by site in float64 and cast once to the model's dtype.
-
-    Returns None if no tier says anything. A sum that happens to be zero is a content all the
-    same: it takes a slot and runs through the same code as any other.
-
-    Raises:
-        ValueError: the sum overflows the model's dtype.
-    """
-    total: Vectors = {}
-    with np.errstate(over="ignore", invalid="ignore"):  # looked at below
-        for tier in tiers:
-            for site, vector in tier.items():
-                total[site] = total[site] + vector if site in total else vector
-    if not total:
-        return None
-    sites = sorted(total, key=site_order)
-    rows = torch.from_numpy(np.stack([total[site] for site in sites])).to(shape.torch_dtype)
-    finite = torch.isfinite(rows).all(dim=1)
-    if not finite.all():
-        point, layer = sites[int(finite.int().argmin())]
-        reject(path, f"the sum of all tiers at {point} layer {layer} overflows {shape.dtype}")
-    data = rows.contiguous().view(torch.uint8).numpy().tobytes()
-    return Content(digest=_digest(sites, data, shape), sites=sites, data=data)
-
-
-def rows_of(content: Content, shape: TapShape) -> torch.Tensor:
-    """[sites, hidden] in the model's dtype, a copy."""
-    flat = torch.frombuffer(bytearray(content.data), dtype=shape.torch_dtype)
-    return flat.view(len(content.sites), shape.hidden_size)
-
-
-def _digest(sites: list[tuple[str, int]], data: bytes, shape: TapShape) -> str:
-    # The header has no free text, so no two contents share canonical bytes.
+def part_of(vectors: Vectors, hidden_size: int) -> Part:
+    """`vectors` rounded once to float32."""
+    sites = sorted(vectors, key=site_order)
+    data = np.stack([vectors[site] for site in sites]).astype(np.float32).tobytes()
     names = ",".join(f"{point}.{layer}" for point, layer in sites)
-    header = f"{shape.dtype};{shape.hidden_size};{names};".encode()
-    return hashlib.sha256(header + data).hexdigest()
+    return Part(digest=_digest(f"{hidden_size};{names};", data), sites=sites, data=data)
+
+
+def rows_of(part: Part) -> np.ndarray:
+    """float32 [sites, hidden], a view."""
+    return np.frombuffer(part.data, np.float32).reshape(len(part.sites), -1)
+
+
+def add_up(tiers: Iterable[Vectors]) -> Vectors:
+    """The sum, site by site, in float64."""
+    total: Vectors = {}
+    for tier in tiers:
+        for site, vector in tier.items():
+            total[site] = total[site] + vector if site in total else vector
+    return total
+
+
+def largest_sum(shape: TapShape) -> float:
+    """What a request's vectors may add up to at one place, and the global tiers as well: half the
+    largest number of the model's dtype, so that together they never overflow."""
+    return float(torch.finfo(shape.torch_dtype).max) / 2
+
+
+def need_finite_sum(vectors: Vectors, path: str, shape: TapShape) -> None:
+    """Raises ValueError if a sum of vectors is too large for the model's dtype."""
+    for (point, layer), vector in vectors.items():
+        if not np.abs(vector).max() <= largest_sum(shape):  # so that NaN is refused, too
+            reject(
+                path,
+                f"the sum of all vectors at {point} layer {layer} overflows half of {shape.dtype}",
+            )
+
+
+@dataclass(frozen=True)
+class _Addition:
+    vectors: Vectors
+    positions: Positions
+
+
+@dataclass(frozen=True)
+class _Shared:
+    """A part that the engine core has: of a module, in one phase."""
+
+    part: Part
+    scale: float
+    positions: Positions
+
+
+class Layout:
+    """Collects what acts where; `plan` cuts the positions into segments.
+
+    Args:
+        shape: of the model.
+        num_prompt_tokens: where the prompt ends and the generated positions begin.
+    """
+
+    def __init__(self, shape: TapShape, num_prompt_tokens: int) -> None:
+        self._shape = shape
+        self._prompt = num_prompt_tokens
+        self._additions: list[_Addition] = []
+        self._shared: list[_Shared] = []
+        self._ops: list[Op] = []
+
+    @property
+    def phases(self) -> dict[str, Positions]:
+        """tier -> the positions it acts on."""
+        return {
+            "base": ALL,
+            "prefill": Positions([(0, self._prompt)]),
+            "decode": Positions([(self._prompt, END)]),
+        }
+
+    def add(self, vectors: Vectors, positions: Positions) -> None:
+        if vectors:
+            self._additions.append(_Addition(vectors, positions))
+
+    def add_shared(self, part: Part, scale: float, positions: Positions) -> None:
+        self._shared.append(_Shared(part, scale, positions))
+
+    def operate(self, ops: list[Op]) -> None:
+        """Append ops. Plain additions that no other op comes before need no ops table."""
+        for op in ops:
+            if op.name == "add" and not op.gated and not self._ops:
+                vector = np.frombuffer(op.terms[0].vector, np.float32).astype(np.float64)
+                vector = vector * op.terms[0].scalars.constant
+                self.add({site: vector for site in op.sites}, op.positions or ALL)
+            else:
+                self._ops.append(op)
+
+    def most_ops(self) -> int:
+        """The longest list of ops at one site."""
+        sites = [site for op in self._ops for site in op.sites]
+        return max((sites.count(site) for site in set(sites)), default=0)
+
+    def plan(self, path: str, inherit: bool) -> SteeringPlan:
+        """
+        Raises:
+            ValueError: the sum of all vectors overflows, or there are too many segments.
+        """
+        where = [x.positions for x in (*self._additions, *self._shared)]
+        where += [op.positions or ALL for op in self._ops]
+        decider = self._prompt - 1 if any(op.frozen for op in self._ops) else 0
+        edges = {0, self._prompt, decider, decider + 1 if decider else 0}
+        edges |= {edge for positions in where for edge in positions.flat() if edge < END}
+        firsts = np.array(sorted(edges), dtype=np.int64)
+        if len(firsts) > MAX_SEGMENTS:
+            reject(path, f"come to more than {MAX_SEGMENTS} separate runs of positions")
+        acts = np.stack([p.mask(firsts) for p in where]) if where else np.zeros((0, len(firsts)))
+        split = len(self._additions) + len(self._shared)
+        makers = _Contents(self._additions, self._shared, path, self._shape)
+        programs = _Programs(self._ops)
+        segments: list[Segment] = []
+        for i, first in enumerate(firsts.tolist()):
+            content = makers.content(acts[:split, i].astype(bool))
+            program = programs.program(
+                first, acts[split:, i].astype(bool), bool(decider) and first == decider
+            )
+            same = segments and (segments[-1].content, segments[-1].program) == (content, program)
+            if not same or first == self._prompt:
+                segments.append(Segment(first, content, program))
+        return SteeringPlan(
+            segments=segments,
+            inherit=inherit,
+            contents=list(makers.contents.values()),
+            parts=list(makers.parts.values()),
+            programs=list(programs.programs.values()),
+            terms=list(programs.terms.values()),
+        )
+
+
+class _Contents:
+    """The distinct sums of a request."""
+
+    def __init__(
+        self, additions: list[_Addition], shared: list[_Shared], path: str, shape: TapShape
+    ) -> None:
+        self._additions = additions
+        self._shared = shared
+        self._path = path
+        self._shape = shape
+        self._made: dict[bytes, str] = {}
+        self.contents: dict[str, Content] = {}
+        self.parts: dict[str, Part] = {}
+
+    def content(self, acts: np.ndarray) -> str:
+        """The digest of the content where bool [additions + shared] `acts` is true."""
+        key = acts.tobytes()
+        if key not in self._made:
+            self._made[key] = self._make(acts)
+        return self._made[key]
+
+    def _make(self, acts: np.ndarray) -> str:
+        own = acts[: len(self._additions)]
+        with np.errstate(over="ignore", invalid="ignore"):  # looked at below
+            inline = add_up(a.vectors for a, on in zip(self._additions, own, strict=True) if on)
+        shared = [s for s, on in zip(self._shared, acts[len(own) :], strict=True) if on]
+        with np.errstate(over="ignore", invalid="ignore"):
+            tiers = [inline, *(_scaled(s) for s in shared)] if shared else [inline]
+            need_finite_sum(add_up(tiers), self._path, self._shape)
+        scaled = [(s.part.digest, s.scale) for s in shared]
+        if inline:
+            part = part_of(inline, self._shape.hidden_size)
+            self.parts[part.digest] = part
+            scaled.append((part.digest, 1.0))
+        if not scaled:
+            return UNSTEERED
+        scaled.sort()
+        text = ";".join(f"{digest}*{scale.hex()}" for digest, scale in scaled)
+        content = Content(digest=_digest(text), parts=scaled)
+        self.contents[content.digest] = content
+        return content.digest
+
+
+def _scaled(shared: _Shared) -> Vectors:
+    rows = rows_of(shared.part).astype(np.float64) * shared.scale
+    return dict(zip(shared.part.sites, rows, strict=True))
+
+
+class _Programs:
+    """The distinct lists of ops of a request."""
+
+    def __init__(self, ops: list[Op]) -> None:
+        self._ops = ops
+        self.sites = sorted({site for op in ops for site in op.sites}, key=site_order)
+        self.programs: dict[str, Program] = {}
+        self.terms: dict[str, Term] = {}
+
+    def program(self, first: int, acts: np.ndarray, decides: bool) -> str:
+        """The digest of the program at position `first`, where bool [ops] `acts` is true."""
+        chosen: list[Term | None] = []
+        for op, on in zip(self._ops, acts, strict=True):
+            if on:
+                chosen.append(op.term_at(first))
+            else:
+                chosen.append(op.terms[0].deciding() if op.frozen and decides else None)
+        if not any(chosen):
+            return UNSTEERED
+        self.terms |= {t.digest: t for t in chosen if t is not None}
+        # An op keeps its place in the list of its site: frozen gates are kept by place.
+        terms = [
+            [
+                t.digest if t is not None else UNSTEERED
+                for op, t in zip(self._ops, chosen, strict=True)
+                if site in op.sites
+            ]
+            for site in self.sites
+        ]
+        names = ",".join(f"{point}.{layer}" for point, layer in self.sites)
+        listed = ";".join(",".join(at_site) for at_site in terms)
+        digest = _digest(f"{names};{decides};{listed}")
+        self.programs[digest] = Program(digest, self.sites, terms, decides)
+        return digest
+
+
+def _digest(text: str, data: bytes = b"") -> str:
+    # No free text, so no two things share canonical bytes.
+    return hashlib.sha256(text.encode() + data).hexdigest()
