@@ -8,7 +8,8 @@ in place, as upstream's kernel may). What is checked, per point:
 * the edit is inert: with no vector, the outputs equal those of upstream's own forward();
 * capture and steering meet: adding d moves the captured value by d;
 * the point is a cut: two different inputs whose captured values are made equal by steering give
-  equal outputs, so everything later depends on the captured value alone;
+  equal outputs, so everything later depends on the captured value alone, also when the tap of a
+  deferred stream moves all of it into one half and leaves zeros in the other;
 * mixers run after pre_attn and before post_attn, MLPs after post_attn and before post_block, and
   what they read moves when the point before them is steered;
 * pre_attn is the block's input and post_block its output.
@@ -43,10 +44,13 @@ class Log:
 
 
 class Tap:
-    """A bound tap as the contract describes it: adds `delta`, records what it reads."""
+    """A bound tap as the contract describes it: adds `delta`, records what it reads.
 
-    def __init__(self, point: str, delta: torch.Tensor | None, log: Log) -> None:
-        self.point, self.delta, self.log = point, delta, log
+    `whole`: as for an operation that needs all of a deferred stream, it hands on (zeros, sum).
+    """
+
+    def __init__(self, point: str, delta: torch.Tensor | None, whole: bool, log: Log) -> None:
+        self.point, self.delta, self.whole, self.log = point, delta, whole, log
 
     def steer(self, h: torch.Tensor) -> torch.Tensor:
         return h if self.delta is None else h + self.delta
@@ -59,12 +63,17 @@ class Tap:
     def enter(
         self, h: torch.Tensor, r: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        return (self.steer(h), None) if r is None else (h, self.steer(r))
+        if r is None:
+            return self.steer(h), None
+        if self.whole:
+            return torch.zeros_like(h), self.steer(h + r)
+        return h, self.steer(r)
 
-    def leave(self, h: torch.Tensor, r: torch.Tensor) -> torch.Tensor:
-        r = self.steer(r)
-        self.read(h + r)
-        return r
+    def leave(self, h: torch.Tensor, r: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        h, after = self.enter(h, r)
+        assert after is not None
+        self.read(h + after)
+        return h, after
 
     def __call__(self, h: torch.Tensor) -> torch.Tensor:
         h = self.steer(h)
@@ -167,6 +176,7 @@ class Subject:
         x: torch.Tensor,
         r: torch.Tensor | None,
         deltas: Mapping[str, torch.Tensor] | None = None,
+        whole: bool = False,
     ) -> tuple[torch.Tensor, Log]:
         """(the stream after the block, the log); `deltas` are vectors added at points."""
         row, log = self.row, Log()
@@ -189,7 +199,7 @@ class Subject:
                 block.put(name, value)
         found = deltas or {}
         for point in row.points:
-            block.put(f"taps.{point}", Tap(point, found.get(point), log))
+            block.put(f"taps.{point}", Tap(point, found.get(point), whole, log))
         params[row.stream] = x.clone()
         if row.residual in params:
             junk = torch.full_like(x, torch.nan)  # a stale argument that nobody may read
@@ -231,11 +241,12 @@ def check(row: Row, before: Source, after: Source, settings: Mapping[str, Any]) 
         _order(row, log1)
         for point in row.points:
             delta = log1.captured[point] - log2.captured[point]
-            out, log = wired.run(x2, r2, {point: delta})
-            _close(log.captured[point], log1.captured[point], f"{point}: capture moves by d")
-            _close(out, out1, f"{point}: outputs depend on the captured value alone")
-            assert not torch.allclose(out, out2), f"{point}: the vector moved nothing"
-            _readers(row, point, log2, log)
+            for whole in (False, True) if later else (False,):
+                out, log = wired.run(x2, r2, {point: delta}, whole)
+                _close(log.captured[point], log1.captured[point], f"{point}: capture moves by d")
+                _close(out, out1, f"{point}: outputs depend on the captured value alone")
+                assert not torch.allclose(out, out2), f"{point}: the vector moved nothing"
+                _readers(row, point, log2, log)
 
 
 def _close(a: torch.Tensor, b: torch.Tensor, what: str) -> None:

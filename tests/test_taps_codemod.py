@@ -142,11 +142,11 @@ else:
     hidden_states, residual = self.input_layernorm(hidden_states, residual)
 self.taps.pre_attn.read(residual)
 hidden_states = self.self_attn(positions=positions, hidden_states=hidden_states)
-residual = self.taps.post_attn.steer(residual)
+hidden_states, residual = self.taps.post_attn.enter(hidden_states, residual)
 hidden_states, residual = self.post_attention_layernorm(hidden_states, residual)
 self.taps.post_attn.read(residual)
 hidden_states = self.mlp(hidden_states)
-residual = self.taps.post_block.leave(hidden_states, residual)
+hidden_states, residual = self.taps.post_block.leave(hidden_states, residual)
 return hidden_states, residual""",
     "Gemma2DecoderLayer": """\
 hidden_states, residual = self.taps.pre_attn.enter(hidden_states, residual)
@@ -161,14 +161,14 @@ hidden_states = self.self_attn(
     hidden_states=hidden_states,
 )
 hidden_states = self.post_attention_layernorm(hidden_states)
-residual = self.taps.post_attn.steer(residual)
+hidden_states, residual = self.taps.post_attn.enter(hidden_states, residual)
 hidden_states, residual = self.pre_feedforward_layernorm(
     hidden_states, residual
 )
 self.taps.post_attn.read(residual)
 hidden_states = self.mlp(hidden_states)
 hidden_states = self.post_feedforward_layernorm(hidden_states)
-residual = self.taps.post_block.leave(hidden_states, residual)
+hidden_states, residual = self.taps.post_block.leave(hidden_states, residual)
 return hidden_states, residual""",
 }
 
@@ -276,15 +276,34 @@ POST = "hidden_states = self.taps.post_attn(hidden_states)"
 END = "hidden_states = self.taps.post_block(hidden_states)"
 LN_1 = "hidden_states = self.ln_1(hidden_states)"
 LN_2 = "hidden_states = self.ln_2(hidden_states)"
+ENTER = "hidden_states, residual = self.taps.post_attn.enter(hidden_states, residual)"
+LEAVE = "hidden_states, residual = self.taps.post_block.leave(hidden_states, residual)"
 BAD_WIRING = [
     # (class, wired text, wrong text): the codemod never writes these; both checks must see them.
     ("LlamaDecoderLayer", "enter(hidden_states, residual)", "enter(residual, hidden_states)"),
     ("LlamaDecoderLayer", "pre_attn.read(residual)", "pre_attn.read(hidden_states)"),
-    ("LlamaDecoderLayer", "residual = self.taps.post_attn.steer(residual)", "pass"),
+    ("LlamaDecoderLayer", ENTER, "pass"),
     (
         "LlamaDecoderLayer",
-        "residual = self.taps.post_block.leave",
-        "_ = self.taps.post_block.leave",
+        ENTER,
+        "_, residual = self.taps.post_attn.enter(hidden_states, residual)",
+    ),
+    (
+        "LlamaDecoderLayer",
+        ENTER,
+        "hidden_states, _ = self.taps.post_attn.enter(hidden_states, residual)",
+    ),
+    # A name that holds half of the stream from before the tap is wrong once a tap empties it.
+    ("LlamaDecoderLayer", lines(ENTER), lines("old = hidden_states", ENTER, "hidden_states = old")),
+    ("LlamaDecoderLayer", lines(ENTER), lines("old = residual", ENTER, "residual = old")),
+    ("LlamaDecoderLayer", lines(LEAVE), lines("old = hidden_states", LEAVE, "hidden_states = old")),
+    # Nor may a half be changed between the tap and the norm that adds both.
+    ("LlamaDecoderLayer", lines(ENTER), lines(ENTER, "hidden_states = hidden_states * 2")),
+    ("LlamaDecoderLayer", lines(ENTER), lines("hidden_states = hidden_states + residual", ENTER)),
+    (
+        "LlamaDecoderLayer",
+        LEAVE,
+        "_, residual = self.taps.post_block.leave(hidden_states, residual)",
     ),
     ("LlamaDecoderLayer", "leave(hidden_states, residual)", "leave(residual, residual)"),
     ("GPT2Block", lines(PRE, SKIP), lines(SKIP, PRE)),

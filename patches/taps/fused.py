@@ -5,12 +5,15 @@ h, r = self.taps.pre_attn.enter(h, r)
 if r is None: ... else: h, r = self.norm1(h, r)
 self.taps.pre_attn.read(r)
 ...
-r = self.taps.post_attn.steer(r)
+h, r = self.taps.post_attn.enter(h, r)
 h, r = self.norm2(h, r)
 self.taps.post_attn.read(r)
 ...
-r = self.taps.post_block.leave(h, r)
+h, r = self.taps.post_block.leave(h, r)
 return h, r
+
+Every tap that writes gets and returns both halves: an operation that needs the whole stream s
+hands on (zeros, f(s)).
 """
 
 import libcst as cst
@@ -47,7 +50,7 @@ def locate(row: Row, forward: cst.FunctionDef) -> Edits:
     name = first.value if isinstance(first, cst.Name) else h
     if not isinstance(first, cst.Name):
         edits.hoisted.append((last, name))
-    edits.before.append((last, f"{r} = self.taps.post_block.leave({name}, {r})"))
+    edits.before.append((last, f"{name}, {r} = self.taps.post_block.leave({name}, {r})"))
     return edits
 
 
@@ -63,10 +66,11 @@ def _second_norms(row: Row, stmts: list[cst.BaseStatement], edits: Edits) -> Non
         norm = code(call.func).removeprefix("self.")
         if norm not in row.norms or len(call.args) != 2:
             continue
-        if not pair[0].endswith(f", {r}") or code(call.args[1]) != r:
+        h = call.args[0].value
+        if not isinstance(h, cst.Name) or not pair[0].endswith(f", {r}") or code(call.args[1]) != r:
             raise fail(row, f"`h, {r} = self.{norm}(h, {r})`", code(stmt))
         found.append(norm)
-        edits.before.append((stmt, f"{r} = self.taps.post_attn.steer({r})"))
+        edits.before.append((stmt, f"{h.value}, {r} = self.taps.post_attn.enter({h.value}, {r})"))
         edits.after.append((stmt, f"self.taps.post_attn.read({r})"))
     if sorted(found) != sorted(row.norms[1:]):
         raise fail(

@@ -49,7 +49,7 @@ class Meaning:
         for part in _tensors(value):
             for atom in part.terms:
                 fresh = atom.src <= {state.version} if atom.computed else False
-                if atom in state.stream or atom is state.pending or fresh:
+                if atom in state.stream or fresh:
                     continue
                 last = state.events[-1] if state.events else "entry"
                 why = (
@@ -66,8 +66,6 @@ class Meaning:
         tensors = [t for v in values for t in _tensors(v)]
         if not tensors:
             return Plain()
-        if state.pending is not None:
-            raise self.wrong(node, "the fused norm right after post_attn.steer", ast.unparse(node))
         src, whole = set[int](), True
         stages, calls = {stage} & BRANCHES, {call} - {""}
         for tensor in tensors:
@@ -148,13 +146,7 @@ class Meaning:
         if name not in self.adding:
             raise self.wrong(node, "a norm known to add its second argument", f"self.{name}")
         total = h.terms + r.terms
-        if state.pending is not None:
-            if r.terms != (state.pending,):
-                raise self.wrong(node, "the residual that was just steered", r.text())
-            self.branch(node, h.terms, state, "mixer")
-            state.pending = None
-            self.advance(state, total)
-        elif not same(total, state.stream):
+        if not same(total, state.stream):
             raise self.wrong(node, "h + r to be the stream here", Tensor(total).text())
         summed = Tensor(total)
         normed = self.computed(node, [summed], state, call=name)
@@ -208,28 +200,16 @@ class Meaning:
         if expected != (name,):
             raise self.wrong(node, f"taps in the order {self.order()}", f"{name}, early or twice")
         state.events += (name,)
-        if name == "pre_attn.enter":
-            return self.enter(node, args, state)
-        tensors = [a for a in args if isinstance(a, Tensor)]
-        wanted = 2 if name == "post_block.leave" else 1
-        if len(args) != wanted or len(tensors) != wanted:
-            raise self.wrong(node, f"{wanted} tensors of the stream", ast.unparse(node))
+        if name.endswith((".enter", ".leave")):
+            return self.pair(node, point, args, state)
+        if len(args) != 1 or not isinstance(args[0], Tensor):
+            raise self.wrong(node, "one tensor of the stream", ast.unparse(node))
+        value = args[0]
         if name.endswith(".read"):
-            if not same(tensors[0].terms, state.stream):
-                raise self.wrong(node, "the complete stream", tensors[0].text())
+            if not same(value.terms, state.stream):
+                raise self.wrong(node, "the complete stream", value.text())
             return Plain()
-        if name == "post_attn.steer":
-            self.is_stream(node, tensors[0], state)
-            state.pending = Atom("steered residual")
-            return Tensor((state.pending,))
         new = Atom(f"stream after {point}")
-        if name == "post_block.leave":
-            h, r = tensors
-            self.is_stream(node, r, state)
-            self.branch(node, h.terms, state, *self.last_stages())
-            self.advance(state, (*h.terms, new))
-            return Tensor((new,))
-        value = tensors[0]
         if point == "pre_attn":
             self.is_stream(node, value, state)
         else:
@@ -238,20 +218,31 @@ class Meaning:
         self.advance(state, (new,))
         return Tensor((new,))
 
-    def enter(self, node: ast.Call, args: list[Value], state: State) -> Value:
-        """`pre_attn.enter(h, r)`: steers r, or h when there is no r yet."""
-        new = Atom("stream at entry")
+    def pair(self, node: ast.Call, point: str, args: list[Value], state: State) -> Value:
+        """`enter(h, r)` and `leave(h, r)`: both halves are new, and no old one may be read again.
+
+        The tap may hand on (zeros, f(h + r)), so only the sum of what it returns has a meaning.
+        """
         h, r = args if len(args) == 2 else (Nothing(), Nothing())
-        if not isinstance(h, Tensor):
-            raise self.wrong(node, "the stream as first argument", ast.unparse(node))
-        halves = h.terms + (r.terms if isinstance(r, Tensor) else ())
-        if not same(halves, state.stream):
-            raise self.wrong(node, "the stream at entry", Tensor(halves).text())
-        if isinstance(r, Nothing):
-            self.advance(state, (new,))
-            return Several((Tensor((new,)), r))
-        self.advance(state, (*h.terms, new))
-        return Several((h, Tensor((new,))))
+        if not isinstance(h, Tensor) or not isinstance(r, Tensor | Nothing):
+            raise self.wrong(node, "the two halves of the stream", ast.unparse(node))
+        whole = Atom(f"stream after {point}")
+        if point == "pre_attn":
+            halves = h.terms + (r.terms if isinstance(r, Tensor) else ())
+            if not same(halves, state.stream):
+                raise self.wrong(node, "the stream at entry", Tensor(halves).text())
+            if isinstance(r, Nothing):
+                self.advance(state, (whole,))
+                return Several((Tensor((whole,)), r))
+        elif isinstance(r, Nothing):
+            raise self.wrong(node, "two tensors", ast.unparse(node))
+        else:
+            self.is_stream(node, r, state)
+            stages = ("mixer",) if point == "post_attn" else self.last_stages()
+            self.branch(node, h.terms, state, *stages)
+        halves = (Atom(f"hidden after {point}"), Atom(f"residual after {point}"))
+        self.advance(state, halves)
+        return Several((Tensor(halves[:1]), Tensor(halves[1:])))
 
     def is_stream(self, node: ast.AST, value: Tensor, state: State) -> None:
         if not same(value.terms, state.stream):
@@ -261,7 +252,7 @@ class Meaning:
         """The taps of the idiom, in the order in which each path must call them."""
         if self.row.idiom not in DEFERRED:
             return self.row.points
-        middle = ("post_attn.steer", "post_attn.read") if "post_attn" in self.row.points else ()
+        middle = ("post_attn.enter", "post_attn.read") if "post_attn" in self.row.points else ()
         return ("pre_attn.enter", "pre_attn.read", *middle, "post_block.leave")
 
     def returned(self, node: ast.AST, value: Value, state: State) -> None:

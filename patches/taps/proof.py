@@ -142,8 +142,7 @@ class _Run:
         """A tap's result goes where its argument came from, so an unbound tap changes nothing."""
         if not isinstance(value, ast.Call) or not _text(value.func).startswith("self.taps."):
             return
-        args = value.args[-1:] if _text(value.func).endswith(".leave") else value.args
-        wanted = ", ".join(map(_text, args))
+        wanted = ", ".join(map(_text, value.args))
         if _text(target).strip("()") != wanted:
             raise self.meaning.wrong(target, f"{wanted} = {_text(value)}", _text(target))
 

@@ -89,7 +89,6 @@ class State:
     """One path through forward(): variables, and what the stream is at this moment.
 
     `stream`: the terms of the complete stream; `version` counts the taps that made it.
-    `pending`: the steered residual half between `post_attn.steer` and the fused norm.
     `events`: taps called. `used`: declared callables called. `decided`: tests whose value this
     path has fixed.
     """
@@ -97,7 +96,6 @@ class State:
     env: dict[str, Value]
     stream: tuple[Atom, ...]
     version: int = 0
-    pending: Atom | None = None
     events: tuple[str, ...] = ()
     used: frozenset[str] = frozenset()
     decided: dict[str, bool] = field(default_factory=dict)
@@ -108,7 +106,6 @@ class State:
             dict(self.env),
             self.stream,
             self.version,
-            self.pending,
             self.events,
             self.used,
             dict(self.decided),

@@ -35,14 +35,11 @@ class PassTap:
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         return h, r
 
-    def steer(self, h: torch.Tensor) -> torch.Tensor:
-        return h
-
     def read(self, h: torch.Tensor) -> None:
         return None
 
-    def leave(self, h: torch.Tensor, r: torch.Tensor) -> torch.Tensor:
-        return r
+    def leave(self, h: torch.Tensor, r: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return h, r
 
 
 class UnboundTaps:
@@ -116,12 +113,12 @@ class SiteTap:
         if self.arena is not None:
             torch.ops.vllm.capture_rows(h, self.arena, self.dest)
 
-    def leave(self, h: torch.Tensor, r: torch.Tensor) -> torch.Tensor:
-        """Steer a block's deferred output `h + r`, capture the sum, return the new `r`."""
+    def leave(self, h: torch.Tensor, r: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Steer a block's deferred output `h + r` and capture the sum; the new halves."""
         r = self.steer(r)
         if self.arena is not None:
             self.read(h + r)
-        return r
+        return h, r
 
 
 @dataclass

@@ -1,0 +1,339 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The general update of a residual stream: one opaque op a site, `torch.ops.vllm.steer_rows`.
+
+`vllm/v1/steering/terms.py` has the formula, `vllm/v1/steering/reference.py` its meaning in float64.
+A token's *program* is a row of `programs`: the terms that act on it at this site, in order. On CUDA
+a Triton kernel does the work, elsewhere torch; both compute in float32 and cast once.
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+from vllm.platforms import current_platform
+from vllm.triton_utils import HAS_TRITON
+from vllm.utils.torch_utils import direct_register_custom_op
+from vllm.v1.steering.terms import Scalars
+
+_COLUMN = {name: column for column, name in enumerate(Scalars._fields)}
+
+
+@dataclass(frozen=True)
+class TermTables:
+    """What the terms of one site read. Live as long as the engine, changed in place.
+
+    R rows in the pool, P programs, T terms at most at one site. Row 0 of the pool is no term,
+    program 0 has no terms. All but `programs` and `gates` are shared by the sites.
+    """
+
+    program: torch.Tensor
+    """int32 [max tokens], the program of each token of this step."""
+    programs: torch.Tensor
+    """int32 [P, T], term rows in order, 0 for none, also between others."""
+    vectors: torch.Tensor
+    """float32 [R, hidden], row 0 zeros; vectors of terms and probes of gates."""
+    scalars: torch.Tensor
+    """float32 [R, len(Scalars)]."""
+    probes: torch.Tensor
+    """int32 [R], the row in `vectors` of the term's probe, 0 for no gate."""
+    homes: torch.Tensor
+    """int32 [P]. A program p with frozen gates: p itself on the last prompt row, which decides and
+    stores gates[p]; elsewhere the program whose decision it reads, column by column."""
+    gates: torch.Tensor
+    """float32 [P, T], this site's own tensor: the op changes it, and no view of what another site's
+    op changes. [1, 1] and shared if `gated` is False."""
+    norms: bool
+    """Whether the engine has norm_match or normalize."""
+    gated: bool
+    """Whether the engine has gates."""
+
+
+def steer_terms(
+    h: torch.Tensor, table: torch.Tensor, slots: torch.Tensor, terms: TermTables
+) -> None:
+    """Steer `h` in place: the additive table first, then each token's terms.
+
+    Args:
+        h: [tokens, hidden] in the model's dtype, rows contiguous; `h + r` or a clone.
+        table: [slots, hidden] in the model's dtype, row 0 zeros.
+        slots: int32 [>= tokens], the table row of each token.
+    """
+    torch.ops.vllm.steer_rows(
+        h,
+        table,
+        slots,
+        terms.program,
+        terms.programs,
+        terms.vectors,
+        terms.scalars,
+        terms.probes,
+        terms.homes,
+        terms.gates,
+        terms.norms,
+        terms.gated,
+    )
+
+
+def steer_rows(
+    h: torch.Tensor,
+    table: torch.Tensor,
+    slots: torch.Tensor,
+    program: torch.Tensor,
+    programs: torch.Tensor,
+    vectors: torch.Tensor,
+    scalars: torch.Tensor,
+    probes: torch.Tensor,
+    homes: torch.Tensor,
+    gates: torch.Tensor,
+    norms: bool,
+    gated: bool,
+) -> None:
+    """`steer_terms`, as an op. A token of slot 0 and program 0 is not touched."""
+    terms = TermTables(program, programs, vectors, scalars, probes, homes, gates, norms, gated)
+    if HAS_TRITON and h.is_cuda:
+        steer_rows_triton(h, table, slots, terms)
+    else:
+        steer_rows_torch(h, table, slots, terms)
+
+
+def _steer_rows_fake(
+    h: torch.Tensor,
+    table: torch.Tensor,
+    slots: torch.Tensor,
+    program: torch.Tensor,
+    programs: torch.Tensor,
+    vectors: torch.Tensor,
+    scalars: torch.Tensor,
+    probes: torch.Tensor,
+    homes: torch.Tensor,
+    gates: torch.Tensor,
+    norms: bool,
+    gated: bool,
+) -> None:
+    return None
+
+
+def steer_rows_torch(
+    h: torch.Tensor, table: torch.Tensor, slots: torch.Tensor, terms: TermTables
+) -> None:
+    """The op in torch; waits for the device where there is one."""
+    count = h.shape[0]
+    slots, program = slots[:count], terms.program[:count].long()
+    touched = (slots > 0) | (program > 0)
+    if not terms.gated:
+        _steer_tokens(h, table, slots, program, touched, terms)
+        return
+    # A row may read what another row of this step decides.
+    deciding = (program > 0) & (terms.homes[program] == program)
+    _steer_tokens(h, table, slots, program, touched & deciding, terms)
+    _steer_tokens(h, table, slots, program, touched & ~deciding, terms)
+
+
+def _steer_tokens(
+    h: torch.Tensor,
+    table: torch.Tensor,
+    slots: torch.Tensor,
+    program: torch.Tensor,
+    chosen: torch.Tensor,
+    terms: TermTables,
+) -> None:
+    tokens = chosen.nonzero().squeeze(1)
+    if not tokens.numel():
+        return
+    arrived = h[tokens].float()
+    rows = arrived + table[slots[tokens].long()].float()
+    program = program[tokens]
+    norm = arrived.norm(dim=1) if terms.norms else None
+    for column, term in enumerate(terms.programs[program].long().unbind(1)):
+        acting = (term > 0).nonzero().squeeze(1)
+        if acting.numel():
+            kept = None if norm is None else norm[acting]
+            rows[acting] = _apply_term(
+                rows[acting], kept, term[acting], program[acting], column, terms
+            )
+    h[tokens] = rows.to(h.dtype)
+
+
+def _apply_term(
+    h: torch.Tensor,
+    arrived_norm: torch.Tensor | None,
+    term: torch.Tensor,
+    program: torch.Tensor,
+    column: int,
+    terms: TermTables,
+) -> torch.Tensor:
+    """float32 [n, hidden] after one term of each row; `arrived_norm`, `term`, `program` are [n]."""
+    numbers = terms.scalars[term]
+    at = {name: numbers[:, i] for name, i in _COLUMN.items()}
+    v = terms.vectors[term]
+    along = (h * v).sum(dim=1)
+    change = torch.clamp(along, at["lo"], at["hi"]) - along
+    # A factor of 0 leaves its part out, also where a huge row makes that part infinite.
+    amount = at["constant"] + torch.where(at["strength"] != 0, at["strength"] * change, 0.0)
+    gate = _gates(h, term, program, column, at, terms) if terms.gated else torch.ones_like(along)
+    keep = 1.0 - gate * (at["replace"] + at["renorm"])
+    if arrived_norm is not None:
+        norm = h.norm(dim=1)
+        amount = amount + torch.where(at["norm"] != 0, at["norm"] * norm, 0.0)
+        restored = torch.where(norm > 0, arrived_norm / norm, 1.0)
+        keep = keep + torch.where(at["renorm"] != 0, gate * at["renorm"] * restored, 0.0)
+    kept = torch.where(keep[:, None] != 0, keep[:, None] * h, 0.0)
+    return kept + (gate * amount)[:, None] * v
+
+
+def _gates(
+    h: torch.Tensor,
+    term: torch.Tensor,
+    program: torch.Tensor,
+    column: int,
+    at: dict[str, torch.Tensor],
+    terms: TermTables,
+) -> torch.Tensor:
+    """float32 [n]; stores what is decided here."""
+    probe = terms.probes[term].long()
+    value = torch.sigmoid(
+        at["sharpness"] * ((h * terms.vectors[probe]).sum(dim=1) - at["threshold"])
+    )
+    frozen = (probe > 0) & (at["frozen"] != 0)
+    home = terms.homes[program].long()
+    decides = (frozen & (home == program)).nonzero().squeeze(1)
+    terms.gates[program[decides], column] = value[decides]
+    value = torch.where(frozen, terms.gates[home, column], value)
+    return torch.where(probe > 0, value, 1.0)
+
+
+if HAS_TRITON:
+    from vllm.triton_utils import tl, triton
+
+    # A kernel may read globals of this kind only.
+    _CONSTANT = tl.constexpr(_COLUMN["constant"])
+    _NORM = tl.constexpr(_COLUMN["norm"])
+    _STRENGTH = tl.constexpr(_COLUMN["strength"])
+    _LO = tl.constexpr(_COLUMN["lo"])
+    _HI = tl.constexpr(_COLUMN["hi"])
+    _REPLACE = tl.constexpr(_COLUMN["replace"])
+    _RENORM = tl.constexpr(_COLUMN["renorm"])
+    _THRESHOLD = tl.constexpr(_COLUMN["threshold"])
+    _SHARPNESS = tl.constexpr(_COLUMN["sharpness"])
+    _FROZEN = tl.constexpr(_COLUMN["frozen"])
+
+    @triton.jit
+    def _steer_rows_kernel(  # type: ignore[no-untyped-def]
+        h,
+        table,
+        slots,
+        program,
+        programs,
+        vectors,
+        scalars,
+        probes,
+        homes,
+        gates,
+        h_stride,
+        table_stride,
+        programs_stride,
+        vectors_stride,
+        scalars_stride,
+        gates_stride,
+        num_terms,
+        hidden,
+        BLOCK: tl.constexpr,
+        NORMS: tl.constexpr,
+        GATED: tl.constexpr,
+        DECIDING: tl.constexpr,
+    ):
+        """One token: the whole row is in registers."""
+        token = tl.program_id(0).to(tl.int64)
+        slot = tl.load(slots + token).to(tl.int64)
+        mine = tl.load(program + token).to(tl.int64)
+        skipped = (slot <= 0) & (mine <= 0)
+        if GATED:
+            home = tl.load(homes + mine).to(tl.int64)
+            skipped = skipped | (((mine > 0) & (home == mine)) != DECIDING)
+        if skipped:
+            return
+        cols = tl.arange(0, BLOCK)
+        mask = cols < hidden
+        row = tl.load(h + token * h_stride + cols, mask=mask, other=0.0).to(tl.float32)
+        if NORMS:
+            arrived = tl.sqrt(tl.sum(row * row))
+        row += tl.load(table + slot * table_stride + cols, mask=mask, other=0.0).to(tl.float32)
+        for column in range(num_terms):
+            term = tl.load(programs + mine * programs_stride + column).to(tl.int64)
+            if term > 0:
+                at = scalars + term * scalars_stride
+                v = tl.load(vectors + term * vectors_stride + cols, mask=mask, other=0.0)
+                along = tl.sum(row * v)
+                clipped = tl.minimum(tl.maximum(along, tl.load(at + _LO)), tl.load(at + _HI))
+                strength = tl.load(at + _STRENGTH)
+                # A factor of 0 leaves its part out, also where that part is infinite.
+                amount = tl.load(at + _CONSTANT)
+                amount += tl.where(strength != 0, strength * (clipped - along), 0.0)
+                gate = tl.full((), 1.0, tl.float32)
+                if GATED:
+                    probe = tl.load(probes + term).to(tl.int64)
+                    if probe > 0:
+                        p = tl.load(vectors + probe * vectors_stride + cols, mask=mask, other=0.0)
+                        score = tl.sum(row * p) - tl.load(at + _THRESHOLD)
+                        gate = tl.sigmoid(tl.load(at + _SHARPNESS) * score)
+                        if tl.load(at + _FROZEN) != 0:
+                            if DECIDING:
+                                tl.store(gates + mine * gates_stride + column, gate)
+                            else:
+                                gate = tl.load(gates + home * gates_stride + column)
+                renorm = tl.load(at + _RENORM)
+                keep = 1.0 - gate * (tl.load(at + _REPLACE) + renorm)
+                if NORMS:
+                    norm = tl.sqrt(tl.sum(row * row))
+                    factor = tl.load(at + _NORM)
+                    amount += tl.where(factor != 0, factor * norm, 0.0)
+                    restored = tl.where(norm > 0, arrived / norm, 1.0)
+                    keep += tl.where(renorm != 0, gate * renorm * restored, 0.0)
+                row = tl.where(keep != 0, keep * row, 0.0) + (gate * amount) * v
+        tl.store(h + token * h_stride + cols, row.to(h.dtype.element_ty), mask=mask)
+
+    def steer_rows_triton(
+        h: torch.Tensor, table: torch.Tensor, slots: torch.Tensor, terms: TermTables
+    ) -> None:
+        """The op as a Triton kernel: a token a program, two launches if rows read what others of
+        the same step decide."""
+        count, hidden = h.shape
+        if not count:
+            return
+        block = triton.next_power_of_2(hidden)
+        for deciding in (True, False) if terms.gated else (False,):
+            _steer_rows_kernel[(count,)](
+                h,
+                table,
+                slots,
+                terms.program,
+                terms.programs,
+                terms.vectors,
+                terms.scalars,
+                terms.probes,
+                terms.homes,
+                terms.gates,
+                h.stride(0),
+                table.stride(0),
+                terms.programs.stride(0),
+                terms.vectors.stride(0),
+                terms.scalars.stride(0),
+                terms.gates.stride(0),
+                terms.programs.shape[1],
+                hidden,
+                BLOCK=block,
+                NORMS=terms.norms,
+                GATED=terms.gated,
+                DECIDING=deciding,
+                # 16 numbers of each row vector a thread, up to the hardware's 32 warps.
+                num_warps=max(4, min(32, block // 512)),
+            )
+
+
+direct_register_custom_op(
+    op_name="steer_rows",
+    op_func=steer_rows,
+    mutates_args=["h", "gates"],
+    fake_impl=_steer_rows_fake,
+    dispatch_key=current_platform.dispatch_key,
+)

@@ -1,0 +1,125 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the operations mean, in float64 and one row at a time. The fast code is tested against this.
+
+An operation is the mapping a request gives, its `positions` resolved to ascending ints (left out:
+all). Rows and vectors are float64 [hidden].
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+Row = np.ndarray
+
+
+def unit(direction: Row) -> Row:
+    return direction / np.linalg.norm(direction)
+
+
+def add(h: Row, vector: Row, scale: float = 1.0) -> Row:
+    return h + scale * vector
+
+
+def norm_match(h: Row, direction: Row, scale: float) -> Row:
+    return h + scale * np.linalg.norm(h) * unit(direction)
+
+
+def ablate(h: Row, direction: Row, strength: float = 1.0) -> Row:
+    u = unit(direction)
+    return h - strength * (h @ u) * u
+
+
+def clamp(h: Row, direction: Row, lo: float = -np.inf, hi: float = np.inf) -> Row:
+    u = unit(direction)
+    return h + (np.clip(h @ u, lo, hi) - h @ u) * u
+
+
+def pin(h: Row, direction: Row, value: float) -> Row:
+    u = unit(direction)
+    return h + (value - h @ u) * u
+
+
+def replace(h: Row, values: Row, alpha: float = 1.0) -> Row:
+    """`values` is the row of this position."""
+    return (1 - alpha) * h + alpha * values
+
+
+def normalize(h: Row, norm: float) -> Row:
+    """`norm` is that of the row as it arrived at the point. A zero row has no direction to keep."""
+    return h if not h.any() else norm / np.linalg.norm(h) * h
+
+
+def gate(h: Row, probe: Row, threshold: float, sharpness: float) -> float:
+    # 1 / (1 + exp(-x)), written so that exp cannot overflow.
+    return float(0.5 * (1 + np.tanh(0.5 * sharpness * (h @ probe - threshold))))
+
+
+def apply_point(
+    h: Row,
+    additive: Row,
+    ops: Sequence[Mapping[str, Any]],
+    position: int = 0,
+    num_prompt: int = 1,
+    decided: dict[int, float] | None = None,
+) -> Row:
+    """One row through one point.
+
+    Args:
+        h: as it arrives.
+        additive: the sum of the additive tiers at this position.
+        ops: those of this point and layer, in order.
+        position: of the row.
+        num_prompt: tokens of the prompt; the last of them decides `last_prompt` gates.
+        decided: index of the op -> what it decided. Written at the last prompt row, read later.
+    """
+    arrived, h = h, h + additive
+    decided = {} if decided is None else decided
+    for index, op in enumerate(ops):
+        g = 1.0
+        if "gate" in op:
+            asked = op["gate"]
+            g = gate(h, *(asked[name] for name in ("probe", "threshold", "sharpness")))
+            if asked.get("when", "row") == "last_prompt":
+                if position == num_prompt - 1:
+                    decided[index] = g
+                g = decided.get(index, 0.0)
+        positions = op.get("positions")
+        if positions is None or position in positions:
+            h = h + g * (_changed(h, arrived, op, position) - h)
+    return h
+
+
+def _changed(h: Row, arrived: Row, op: Mapping[str, Any], position: int) -> Row:
+    skipped = ("op", "point", "layers", "positions", "gate")
+    given = {name: value for name, value in op.items() if name not in skipped}
+    match op["op"]:
+        case "replace":
+            values = given.pop("values")[list(op["positions"]).index(position)]
+            return replace(h, values, **given)
+        case "normalize":
+            return normalize(h, float(np.linalg.norm(arrived)))
+        case "add":
+            return add(h, **given)
+        case "norm_match":
+            return norm_match(h, **given)
+        case "ablate":
+            return ablate(h, **given)
+        case "clamp":
+            return clamp(h, **given)
+        case "pin":
+            return pin(h, **given)
+    raise ValueError(op["op"])
+
+
+def apply_site(
+    rows: np.ndarray, additive: np.ndarray, ops: Sequence[Mapping[str, Any]], num_prompt: int
+) -> np.ndarray:
+    """All rows of a sequence, [positions, hidden], through one point of one layer."""
+    decided: dict[int, float] = {}
+    return np.stack(
+        [
+            apply_point(h, added, ops, position, num_prompt, decided)
+            for position, (h, added) in enumerate(zip(rows, additive, strict=True))
+        ]
+    )

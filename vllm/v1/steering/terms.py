@@ -1,0 +1,74 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A term: one operation at one site, as the workers' tables hold it.
+
+All operations are one formula (decision 14), with `h` the row as the term finds it, `h0` the row as
+it arrived at the point, `v` the term's vector and `g` its gate (1 without one):
+
+    h <- (1 - g (replace + renorm) + g renorm |h0| / |h|) h
+         + g (constant + norm |h| + strength (clip(h.v, lo, hi) - h.v)) v
+
+    add         constant = scale              v as given
+    norm_match  norm = scale                  v of length 1
+    ablate      strength, lo = hi = 0         v of length 1
+    clamp       strength = 1, lo, hi          v of length 1
+    pin         strength = 1, lo = hi = value v of length 1
+    replace     replace = constant = alpha    v the new row
+    normalize   renorm = 1                    v zeros
+
+    g = sigmoid(sharpness (h.probe - threshold))
+"""
+
+import hashlib
+import struct
+from typing import NamedTuple
+
+import msgspec
+
+OPS = ("add", "norm_match", "ablate", "clamp", "pin", "replace", "normalize")
+FAMILIES = (*OPS, "gate")
+"""What an engine can be started with: the operations, and gates on them."""
+
+INF = float("inf")
+
+
+class Scalars(NamedTuple):
+    """The numbers of a term, in the order of the columns of the workers' table."""
+
+    constant: float = 0.0
+    norm: float = 0.0
+    strength: float = 0.0
+    lo: float = -INF
+    hi: float = INF
+    replace: float = 0.0
+    renorm: float = 0.0
+    threshold: float = 0.0
+    sharpness: float = 0.0
+    frozen: float = 0.0
+    """1 if the gate is decided at the last prompt row and kept."""
+
+
+class Term(msgspec.Struct, frozen=True):
+    """One operation on a row. Two terms of one digest do the same."""
+
+    digest: str
+    """Hex SHA-256 over scalars, vector and probe."""
+    vector: bytes
+    """float32 [hidden], native endian."""
+    probe: bytes
+    """float32 [hidden], native endian; empty without a gate."""
+    scalars: Scalars
+
+    def deciding(self) -> "Term":
+        """The same gate on no change: for a last prompt row that only decides."""
+        gate = self.scalars._asdict()
+        kept = {name: gate[name] for name in ("threshold", "sharpness", "frozen")}
+        return make_term(Scalars(**kept), bytes(len(self.vector)), self.probe)
+
+
+def make_term(scalars: Scalars, vector: bytes, probe: bytes = b"") -> Term:
+    """The term, with its digest."""
+    # As float32: that is what acts.
+    numbers = struct.pack(f"={len(scalars)}f", *scalars)
+    header = f"{len(vector)};{len(probe)};".encode()
+    digest = hashlib.sha256(header + numbers + vector + probe).hexdigest()
+    return Term(digest=digest, vector=vector, probe=probe, scalars=scalars)
