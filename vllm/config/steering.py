@@ -5,10 +5,13 @@ from pydantic import Field
 
 from vllm.config.utils import config
 
+FAMILIES = ("add", "norm_match", "ablate", "clamp", "pin", "replace", "normalize", "gate")
+"""What an engine can be started with: the operations, and gates on them."""
+
 POINTS = ("pre_attn", "post_attn", "post_block")
 """The points of a decoder block, in the order the stream passes them."""
 
-SCHEMA = 1
+SCHEMA = 2
 """Part of the compile-cache key: raise it when traced tap code or an op's meaning changes."""
 
 
@@ -20,17 +23,42 @@ class SteeringConfig:
     """Accept `steering_vectors` and its kin in requests."""
 
     max_steering_configs: int = Field(default=32, ge=1, le=65536)
-    """Distinct contents (what prompt or generated positions of a request get) in use at once.
-    Further requests wait for a slot. Costs one row per point and layer each."""
+    """Distinct sums of vectors (what prompt or generated positions of a request get) in use at
+    once. Further requests wait for a slot. Costs two rows per point and layer each."""
 
     steering_points: list[str] = Field(default_factory=lambda: list(POINTS), min_length=1)
     """The points that can be steered, of pre_attn, post_attn and post_block. Fewer cost less.
     Does not limit capture."""
 
+    steering_families: list[str] = Field(default_factory=lambda: ["add"], min_length=1)
+    """What requests may do beside adding vectors, of add, norm_match, ablate, clamp, pin, replace,
+    normalize, and gate (any of these times a sigmoid of a probe). More than add puts an op at every
+    steered site."""
+
+    max_steering_rows: int = Field(default=1024, ge=1, le=1 << 20)
+    """Rows in use at once for the vectors of ops: one per op, per replaced position and per gate's
+    probe. Further requests wait. Costs nothing unless there are families beside add."""
+
+    max_steering_ops: int = Field(default=4, ge=1, le=64)
+    """Most ops of one request at one point of one layer."""
+
+    steering_modules: list[str] = Field(default_factory=list)
+    """Named vectors to load at start-up, as `name=path` (.safetensors, .gguf or .npz)."""
+
     def __post_init__(self) -> None:
         unknown = sorted(set(self.steering_points) - set(POINTS))
         if unknown:
             raise ValueError(f"steering_points: unknown {unknown}, allowed are {list(POINTS)}")
+        unknown = sorted(set(self.steering_families) - set(FAMILIES))
+        if unknown:
+            raise ValueError(f"steering_families: unknown {unknown}, allowed are {list(FAMILIES)}")
+        if self.steering_modules and not self.enable_steering:
+            raise ValueError("steering_modules: needs enable_steering (--enable-steering)")
+
+    @property
+    def has_ops(self) -> bool:
+        """Whether there is more than addition."""
+        return set(self.steering_families) != {"add"}
 
     def compute_hash(self) -> str:
         """Everything that changes the traced code or the shapes in it."""
@@ -43,5 +71,8 @@ class SteeringConfig:
                 "schema": SCHEMA,
                 "slots": self.max_steering_configs,
                 "points": sorted(self.steering_points),
+                "families": sorted(set(self.steering_families)),
+                "rows": self.max_steering_rows if self.has_ops else 0,
+                "ops": self.max_steering_ops if self.has_ops else 0,
             }
         )

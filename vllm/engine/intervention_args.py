@@ -18,6 +18,10 @@ def steering_config_of(args: "EngineArgs") -> SteeringConfig:
         enable_steering=args.enable_steering,
         max_steering_configs=args.max_steering_configs,
         steering_points=args.steering_points,
+        steering_families=args.steering_families,
+        max_steering_rows=args.max_steering_rows,
+        max_steering_ops=args.max_steering_ops,
+        steering_modules=args.steering_modules,
     )
 
 

@@ -21,7 +21,8 @@ VECTOR_FIELDS = ("steering_vectors", "prefill_steering_vectors", "decode_steerin
 """The fields of `SamplingParams` that hold a tier's vectors, in the order of `TIERS`."""
 
 STEERING_FIELDS = (*VECTOR_FIELDS, "steering_modules", "steering")
-PLAN_FIELDS = (*STEERING_FIELDS, "steering_inherit_global", "capture")
+INHERIT = "steering_inherit_global"
+PLAN_FIELDS = (*STEERING_FIELDS, INHERIT, "capture")
 """The fields of `SamplingParams` that a plan carries in their place."""
 
 UNSTEERED = ""

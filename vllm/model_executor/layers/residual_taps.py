@@ -19,6 +19,7 @@ from dataclasses import dataclass
 import torch
 
 from vllm.config.steering import POINTS
+from vllm.model_executor.layers.steering_terms import TermTables, steer_terms
 from vllm.platforms import current_platform
 from vllm.triton_utils import HAS_TRITON
 from vllm.utils.torch_utils import direct_register_custom_op
@@ -64,8 +65,9 @@ class SiteTap:
     """One point of one layer, reading and writing for this step's requests.
 
     Args:
-        table: [slots, hidden] in the model's dtype, row 0 zeros; None when this point is not
+        table: [rows, hidden] in the model's dtype, row 0 zeros; None when this point is not
             steered by this engine.
+        terms: what ops other than addition read; None when the engine has none of them.
         slots: int32 [max tokens], the table row of each token; shared by all sites.
         arena: [rows, hidden] in the model's dtype, where captured rows go, shared by all sites;
             None when the engine captures nothing.
@@ -75,11 +77,13 @@ class SiteTap:
     def __init__(
         self,
         table: torch.Tensor | None,
+        terms: TermTables | None,
         slots: torch.Tensor,
         arena: torch.Tensor | None,
         dest: torch.Tensor | None,
     ) -> None:
         self.table = table
+        self.terms = terms
         self.slots = slots
         self.arena = arena
         self.dest = dest
@@ -95,17 +99,28 @@ class SiteTap:
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Steer a stream deferred as `h + r` before the norm that adds them; captures nothing.
 
-        `r` takes the vector because `h` may be a tensor-parallel partial sum. The first block
-        has no `r` yet: its stream is `h`.
+        The first block has no `r` yet: its stream is `h`.
         """
         if r is None:
             return self.steer(h), None
-        return h, self.steer(r)
+        return self._steer_sum(h, r)
+
+    def _steer_sum(self, h: torch.Tensor, r: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Two new halves whose sum is the steered stream."""
+        if self.terms is None:
+            # `h` may be a tensor-parallel partial sum, `r` is whole.
+            return h, self.steer(r)
+        # An op reads the whole stream, and its result is exact in one piece only.
+        return torch.zeros_like(h), self.steer(h + r)
 
     def steer(self, h: torch.Tensor) -> torch.Tensor:
-        # Plain aten ops: Inductor fuses them into the neighbouring add and norm.
         if self.table is None:
             return h
+        if self.terms is not None:
+            h = h.clone()  # the op works in place; the caller may keep the tensor it gave
+            steer_terms(h, self.table, self.slots, self.terms)
+            return h
+        # Plain aten ops: Inductor fuses them into the neighbouring add and norm.
         return h + self.table[self.slots[: h.shape[0]]]
 
     def read(self, h: torch.Tensor) -> None:
@@ -115,7 +130,7 @@ class SiteTap:
 
     def leave(self, h: torch.Tensor, r: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Steer a block's deferred output `h + r` and capture the sum; the new halves."""
-        r = self.steer(r)
+        h, r = self._steer_sum(h, r)
         if self.arena is not None:
             self.read(h + r)
         return h, r

@@ -2,16 +2,16 @@
 """Frontend side of inline capture: rows arrive step by step, results leave with the outputs."""
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
 
 from vllm.sampling_params import RequestOutputKind
-from vllm.v1.capture.positions import Positions
 from vllm.v1.capture.results import CapturedRows, CaptureResult, CaptureStatus
 from vllm.v1.engine import EngineCoreRequest, FinishReason
 from vllm.v1.interventions import CapturedChunk, CapturePlan, Selection, dtype_of
+from vllm.v1.positions import Positions
 
 if TYPE_CHECKING:
     from vllm.v1.engine.output_processor import RequestState
@@ -38,6 +38,17 @@ def results_of(
         aborted=finish_reason in (FinishReason.ABORT, FinishReason.ERROR),
         only_new=state.output_kind == RequestOutputKind.DELTA,
     )
+
+
+class Rows(NamedTuple):
+    """Rows of all sites, in position order."""
+
+    positions: np.ndarray
+    """int64 [n]."""
+    versions: np.ndarray
+    """int64 [n], of the global steering."""
+    values: torch.Tensor
+    """[sites, n, hidden]."""
 
 
 class RowCollector:
@@ -87,7 +98,7 @@ class RowCollector:
     def _result(
         self,
         selection: Selection,
-        merged: CapturedChunk,
+        merged: Rows,
         token_ids: np.ndarray,
         finished: bool,
         aborted: bool,
@@ -105,7 +116,12 @@ class RowCollector:
         # `kept` and what is indexed are copies: the buffer may go on growing.
         ids, index = token_ids[kept], torch.from_numpy(np.flatnonzero(keep))
         payload = {
-            site: CapturedRows(kept, ids, merged.values[self._plan.sites.index(site)][index])
+            site: CapturedRows(
+                kept,
+                ids,
+                merged.values[self._plan.sites.index(site)][index],
+                merged.versions[keep],
+            )
             for site in selection.sites
         }
         if not finished:
@@ -145,34 +161,41 @@ class RowBuffer:
     """
 
     def __init__(self, plan: CapturePlan) -> None:
-        self._positions = np.zeros(0, np.int64)
         shape = (len(plan.sites), 0, plan.hidden_size)
-        self._values = torch.empty(shape, dtype=dtype_of(plan.dtype))
+        empty = np.zeros(0, np.int64)
+        self._rows = Rows(empty, empty, torch.empty(shape, dtype=dtype_of(plan.dtype)))
         self._count = 0
 
     def append(self, chunk: CapturedChunk) -> None:
         stop = self._count + len(chunk.positions)
-        if stop > len(self._positions):
-            self._grow(max(stop, 2 * len(self._positions)))
-        self._positions[self._count : stop] = chunk.positions
-        self._values[:, self._count : stop].copy_(chunk.values)
+        if stop > len(self._rows.positions):
+            self._grow(max(stop, 2 * len(self._rows.positions)))
+        new = slice(self._count, stop)
+        self._rows.positions[new] = chunk.positions
+        self._rows.versions[new] = chunk.version
+        self._rows.values[:, new].copy_(chunk.values)
         self._count = stop
 
     def _grow(self, capacity: int) -> None:
-        rows = self.view()
-        self._positions = np.zeros(capacity, np.int64)
-        self._positions[: self._count] = rows.positions
-        num_sites, _, hidden_size = self._values.shape
-        self._values = self._values.new_empty(num_sites, capacity, hidden_size)
-        self._values[:, : self._count].copy_(rows.values)
+        old = self.view()
+        num_sites, _, hidden_size = old.values.shape
+        self._rows = Rows(
+            np.zeros(capacity, np.int64),
+            np.zeros(capacity, np.int64),
+            old.values.new_empty(num_sites, capacity, hidden_size),
+        )
+        for mine, theirs in zip(self._rows[:2], old[:2], strict=True):
+            mine[: self._count] = theirs
+        self._rows.values[:, : self._count].copy_(old.values)
 
-    def view(self) -> CapturedChunk:
-        """All rows: positions [n], values [sites, n, hidden]. Valid until the next change."""
-        return CapturedChunk(self._positions[: self._count], self._values[:, : self._count])
+    def view(self) -> Rows:
+        """All rows. Valid until the next change."""
+        positions, versions, values = self._rows
+        return Rows(positions[: self._count], versions[: self._count], values[:, : self._count])
 
     def keep(self, mask: np.ndarray) -> None:
         """Forget the rows where bool [n] `mask` is False."""
-        rows = self.view()
-        self._positions = rows.positions[mask]
-        self._values = rows.values[:, torch.from_numpy(mask)]
-        self._count = len(self._positions)
+        positions, versions, values = self.view()
+        kept = values[:, torch.from_numpy(mask)]
+        self._rows = Rows(positions[mask], versions[mask], kept)
+        self._count = len(self._rows.positions)

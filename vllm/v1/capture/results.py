@@ -34,6 +34,8 @@ class CapturedRows:
     """int64 [n]: the token each row has read."""
     values: torch.Tensor
     """[n, hidden] on the CPU in the model's dtype."""
+    versions: np.ndarray
+    """int64 [n]: the version of the global steering each row ran under, see `llm.steering`."""
 
     def __len__(self) -> int:
         return len(self.positions)
@@ -117,6 +119,7 @@ def _merged_result(old: CaptureResult, new: CaptureResult) -> CaptureResult:
             np.concatenate([old.payload[site].positions, rows.positions]),
             np.concatenate([old.payload[site].token_ids, rows.token_ids]),
             torch.cat([old.payload[site].values, rows.values]),
+            np.concatenate([old.payload[site].versions, rows.versions]),
         )
         for site, rows in new.payload.items()
     }

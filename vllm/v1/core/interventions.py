@@ -1,128 +1,204 @@
 # SPDX-License-Identifier: Apache-2.0
 """Scheduler side: who gets which slot, which rows a step captures, what is sent to the workers."""
 
+from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from vllm.v1.interventions import StepInterventions, WorkerRequest
+from vllm.v1.core.changes import Changes
+from vllm.v1.core.row_budget import RowBudget
+from vllm.v1.core.tiers import GlobalState, ModuleStore
+from vllm.v1.engine.module_catalog import startup_modules
+from vllm.v1.interventions import (
+    UNSTEERED,
+    GlobalTiers,
+    Segment,
+    SteeringPlan,
+    StepInterventions,
+    TapShape,
+    WorkerRequest,
+)
+from vllm.v1.request import Request, RequestStatus
+from vllm.v1.steering.pool import TermPool
 from vllm.v1.steering.slots import SlotTable
+from vllm.v1.steering.table import table_row
+from vllm.v1.steering.turns import Turns
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
-    from vllm.v1.request import Request
     from vllm.v1.worker.step_rows import StepRows
 
-
-FIRST_TOKEN = np.zeros(1, dtype=np.int32)
+NO_SHAPE = TapShape(hidden_size=0, dtype="float32", points={})
+"""Of an engine with neither steering nor capture."""
 
 
 class SchedulerInterventions:
     """All decisions about steering and capture; the workers only copy.
 
-    A step's order: `cap_tokens` and `can_admit` while requests are chosen, `admit` for each that
-    joins, `withdraw` for each that is preempted, `message` when the step is complete.
+    A request's life: `arrive`, `admit` each time it joins the running ones, `preempt`, `finish`.
+    A step's order: `rows.cap_tokens` and `can_admit` while requests are chosen, `admit`,
+    `preempt`, `message` when the step is complete.
     """
 
-    def __init__(self, config: "VllmConfig") -> None:
-        self.slots = SlotTable(config.steering_config.max_steering_configs)
+    def __init__(self, config: "VllmConfig", hash_block_size: int) -> None:
+        steering, shape = config.steering_config, config.tap_shape or NO_SHAPE
+        self.slots = SlotTable(steering.max_steering_configs)
+        self.pool = TermPool(steering.max_steering_rows if steering.has_ops else 0)
+        self.rows = RowBudget(config)
+        self.tiers = GlobalState(shape)
+        self.modules = ModuleStore()
+        if steering.steering_modules:
+            for name, module in startup_modules(config).items():
+                self.modules.put(name, module)
+        self.changes = Changes(self)
+        self._hash_block_size = hash_block_size
         self._speculates = config.speculative_config is not None
-        self._row_capacity = 0
-        if config.tap_shape is not None:
-            self._row_capacity = (
-                config.capture_config.capture_buffer_bytes // config.tap_shape.row_bytes
-            )
+        self._turns = Turns()
+        self._reserved: set[str] = set()
         self._admitted: dict[str, WorkerRequest] = {}
-        self._offsets: dict[str, np.ndarray] = {}
-        self._rows: dict[str, int] = {}
-        self._rows_taken = 0
+        self._changed_tiers: GlobalTiers | None = None
+        self._reset = False
 
-    def can_admit(self, request: "Request") -> bool:
-        """Whether a waiting request may start now: all slots it will ever need are free."""
-        contents = request.interventions.plan.contents
-        return not contents or self.slots.can_reserve(request.request_id, contents)
+    # -- a request's life -------------------------------------------------------------------
 
-    def admit(self, request: "Request") -> None:
+    def arrive(self, request: Request) -> None:
+        """A new request: its blocks were hashed before it was known what global tiers are set."""
+        if request.interventions.blocks.restart(self.tiers.era(0)):
+            _rehash(request, 0)
+
+    def can_admit(self, request: Request) -> bool:
+        """Whether a waiting request may start now: all slots and rows it will ever need are free."""
+        plan = request.interventions.plan.steering
+        if plan is None or request.request_id in self._reserved:
+            return True
+        if not plan.contents and not plan.programs:
+            return True
+        fits = self.slots.fits(plan) and self.pool.fits(plan)
+        return self._turns.grant(request.request_id, fits)
+
+    def admit(self, request: Request) -> None:
         """A request joins the running ones, for the first time or after a preemption."""
         plan = request.interventions.plan
-        if not plan.contents and plan.capture is None:
-            return
-        self.slots.reserve(request.request_id, plan.contents)
-        self._admitted[request.request_id] = WorkerRequest(
-            prefill_slot=self.slots.slot(plan.prefill),
-            decode_slot=self.slots.slot(plan.decode),
-            num_prompt_tokens=request.num_prompt_tokens,
+        if plan.steering is not None and request.request_id not in self._reserved:
+            self._reserved.add(request.request_id)
+            self._turns.leave(request.request_id)
+            self.slots.reserve(request.request_id, plan.steering)
+            self.pool.reserve(request.request_id, plan.steering)
+        if plan.steering is not None or plan.capture is not None or self.tiers.current.active:
+            self._admitted[request.request_id] = self._worker_request(request)
+
+    def _worker_request(self, request: Request) -> WorkerRequest:
+        plan = request.interventions.plan
+        prompt = request.num_prompt_tokens
+        steering = plan.steering or _plain_plan(prompt, inherit=True)
+        inherit = steering.inherit and self.tiers.current.active
+        return WorkerRequest(
+            firsts=np.array([s.first for s in steering.segments], dtype=np.int64),
+            table_rows=np.array(
+                [
+                    table_row(
+                        self.slots.slot(s.content, steering.inherit) if s.content or inherit else 0,
+                        generated=s.first >= prompt,
+                    )
+                    for s in steering.segments
+                ],
+                dtype=np.int32,
+            ),
+            programs=np.array(
+                [self.pool.program(request.request_id, s.program) for s in steering.segments],
+                dtype=np.int32,
+            ),
             capture_sites=tuple(plan.capture.sites) if plan.capture else (),
         )
 
-    def cap_tokens(self, request: "Request", first: int, num_tokens: int) -> int:
-        """How many of the `num_tokens` positions from `first` this step's rows have room for.
+    def preempt(self, request: Request) -> None:
+        """The request is not part of this step after all, and will be computed from its start."""
+        self.rows.withdraw(request)
+        if request.interventions.blocks.restart(self.tiers.era(0)):
+            _rehash(request, 0)
 
-        0 means: not in this step. Never 0 for a request that is first in a step (the frontend
-        refused what can never fit).
-        """
-        capture = request.interventions.plan.capture
-        if capture is None or num_tokens <= 0:
-            return num_tokens
-        self.withdraw(request)
-        room = self._row_capacity - self._rows_taken
-        if num_tokens == 1 and not self._speculates:
-            # Decoding, the common case, without numpy.
-            if first not in request.interventions.wanted:
-                return 1
-            if len(capture.sites) > room:
-                return 0
-            self._take_rows(request, FIRST_TOKEN, len(capture.sites))
-            return 1
-        positions = np.arange(first, first + num_tokens)
-        wanted = request.interventions.wanted.mask(positions)
-        if self._speculates and request.interventions.wanted.stop > request.num_prompt_tokens:
-            # With drafts in flight the true positions may lie before these: reserve every row
-            # past the prompt; the true positions come back with the rows.
-            wanted |= positions >= request.num_prompt_tokens
-        rows = np.cumsum(wanted) * len(capture.sites)
-        fits = int(np.searchsorted(rows, room, side="right"))
-        if fits < num_tokens and self._speculates and first + num_tokens > request.num_tokens:
-            # The sampler counts on all of a request's draft rows or none, those that upstream
-            # pads a prompt's last token with included. Recomputed tokens are no drafts.
-            return 0
-        if fits:
-            offsets = np.flatnonzero(wanted[:fits]).astype(np.int32)
-            self._take_rows(request, offsets, int(rows[fits - 1]))
-        return fits
-
-    def _take_rows(self, request: "Request", offsets: np.ndarray, rows: int) -> None:
-        self._offsets[request.request_id] = offsets
-        self._rows[request.request_id] = rows
-        self._rows_taken += rows
-
-    def withdraw(self, request: "Request") -> None:
-        """The request is not part of this step after all."""
-        self._offsets.pop(request.request_id, None)
-        self._rows_taken -= self._rows.pop(request.request_id, 0)
-
-    def finish(self, request: "Request") -> None:
-        self.slots.release(request.request_id, request.interventions.plan.contents)
+    def finish(self, request: Request) -> None:
+        self._turns.leave(request.request_id)
+        self._reserved.discard(request.request_id)
+        self.slots.release(request.request_id)
+        self.pool.release(request.request_id)
         self._admitted.pop(request.request_id, None)
+
+    # -- changes from outside ---------------------------------------------------------------
+
+    def set_tiers(self, state: GlobalState, requests: Iterable[Request]) -> None:
+        """New global tiers, from the next scheduled step on.
+
+        Positions computed before keep their identity; blocks of later ones get another, so no
+        block computed under one state is found under another. Nothing is reset or preempted.
+
+        Args:
+            requests: all of the scheduler's.
+        """
+        self.tiers = state
+        self._changed_tiers = state.current
+        for request in requests:
+            blocks = request.interventions.blocks
+            computed = request.num_computed_tokens
+            if not computed:
+                if blocks.restart(state.era(0)):
+                    _rehash(request, 0)
+                continue
+            eras = [state.era(computed)]
+            if self._speculates and request.num_in_flight_tokens:
+                # Drafts in flight may be rejected, and their positions computed again after the
+                # change: which ones is not known yet.
+                first = max(computed - request.num_in_flight_tokens, 0)
+                nonce = f"{request.request_id}@{state.current.version}"
+                eras = [state.era(first, nonce), *eras]
+            if blocks.change(eras):
+                _rehash(request, eras[0].first // self._hash_block_size)
+            if request.status == RequestStatus.RUNNING:
+                self._admitted[request.request_id] = self._worker_request(request)
+
+    def restore(self) -> None:
+        """The workers' tables may be lost, after sleep: send everything again."""
+        self._reset = True
+        self._changed_tiers = self.tiers.current
+        self.slots.restore()
+        self.pool.restore()
+
+    # -- a step -----------------------------------------------------------------------------
 
     def message(self, num_scheduled_tokens: dict[str, int]) -> StepInterventions | None:
         """This step's decisions, or None if there are none; starts the next step."""
-        rows = {
-            req_id: kept
-            for req_id, offsets in self._offsets.items()
-            if req_id in num_scheduled_tokens
-            and len(kept := offsets[offsets < num_scheduled_tokens[req_id]])
-        }
+        new_parts, contents, dropped_parts = self.slots.take_uploads()
+        terms, programs = self.pool.take_uploads()
         step = StepInterventions(
-            contents=self.slots.take_uploads(), admitted=self._admitted, rows=rows
+            version=self.tiers.current.version,
+            reset=self._reset,
+            new_parts=new_parts,
+            tiers=self._changed_tiers,
+            contents=contents,
+            dropped_parts=dropped_parts,
+            terms=terms,
+            programs=programs,
+            admitted=self._admitted,
+            rows=self.rows.take(num_scheduled_tokens),
         )
-        self._admitted, self._offsets, self._rows, self._rows_taken = {}, {}, {}, 0
-        return step if step.contents or step.admitted or step.rows else None
+        self._reset, self._changed_tiers, self._admitted = False, None, {}
+        return None if step.empty else step
 
-    def accept(self, request: "Request", captured: "StepRows | None") -> None:
+    def accept(self, request: Request, captured: "StepRows | None") -> None:
         """Hand a request the rows of a step whose tokens it has just been given."""
         if captured is None or request.interventions.plan.capture is None:
             return
         chunk = captured.of(request.request_id)
         if chunk is not None:
             request.interventions.accept(chunk, request.num_tokens)
+
+
+def _plain_plan(num_prompt_tokens: int, inherit: bool) -> SteeringPlan:
+    firsts = (0, num_prompt_tokens)
+    return SteeringPlan([Segment(first, UNSTEERED, UNSTEERED) for first in firsts], inherit)
+
+
+def _rehash(request: Request, first_block: int) -> None:
+    del request.block_hashes[first_block:]
+    request.update_block_hashes()

@@ -122,7 +122,7 @@ class Layout:
     def operate(self, ops: list[Op]) -> None:
         """Append ops. Plain additions that no other op comes before need no ops table."""
         for op in ops:
-            if op.name == "add" and not op.gated and not self._ops:
+            if op.name == "add" and not op.terms[0].probe and not self._ops:
                 vector = np.frombuffer(op.terms[0].vector, np.float32).astype(np.float64)
                 vector = vector * op.terms[0].scalars.constant
                 self.add({site: vector for site in op.sites}, op.positions or ALL)
@@ -144,6 +144,9 @@ class Layout:
         decider = self._prompt - 1 if any(op.frozen for op in self._ops) else 0
         edges = {0, self._prompt, decider, decider + 1 if decider else 0}
         edges |= {edge for positions in where for edge in positions.flat() if edge < END}
+        for op in self._ops:
+            if len(op.terms) > 1 and op.positions is not None:
+                edges |= set(op.positions.array().tolist())
         firsts = np.array(sorted(edges), dtype=np.int64)
         if len(firsts) > MAX_SEGMENTS:
             reject(path, f"come to more than {MAX_SEGMENTS} separate runs of positions")
@@ -232,7 +235,7 @@ class _Programs:
         chosen: list[Term | None] = []
         for op, on in zip(self._ops, acts, strict=True):
             if on:
-                chosen.append(op.term_at(first))
+                chosen.append(_term_at(op, first))
             else:
                 chosen.append(op.terms[0].deciding() if op.frozen and decides else None)
         if not any(chosen):
@@ -252,6 +255,13 @@ class _Programs:
         digest = _digest(f"{names};{decides};{listed}")
         self.programs[digest] = Program(digest, self.sites, terms, decides)
         return digest
+
+
+def _term_at(op: Op, position: int) -> Term:
+    if len(op.terms) == 1:
+        return op.terms[0]
+    assert op.positions is not None
+    return op.terms[len(op.positions.below(position))]
 
 
 def _digest(text: str, data: bytes = b"") -> str:

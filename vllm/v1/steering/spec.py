@@ -1,58 +1,82 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a request may say about steering: parsed and checked, nothing composed."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 
 from vllm.v1.interventions import Site, TapShape
+from vllm.v1.positions import Positions
 from vllm.v1.sites import need_layers, need_mapping, need_point, reject, show, show_key
 
 Vectors = dict[Site, np.ndarray]
 """site -> float64 [hidden], scale applied."""
 
+Select = Callable[[Any, str], Positions]
+
 MAX_SCALE = 1e30
 """Products stay far inside float64; the sum is checked again in the model's dtype."""
 
 
-def parse_vectors(value: Any, path: str, shape: TapShape) -> Vectors:
-    """Parse one tier: `{point: {layers: vector or {"vector": ..., "scale": ...}}}`.
+def parse_vectors(
+    value: Any, path: str, shape: TapShape, select: Select
+) -> list[tuple[Vectors, Positions | None]]:
+    """Parse one tier: `{point: {layers: vector or {"vector", "scale"?, "positions"?}}}`.
 
     Args:
         value: the user's mapping, as in `SamplingParams.steering_vectors`.
         path: the field's name, for errors.
         shape: what the model offers.
+        select: resolves a value of `positions`, given with its path.
+
+    Returns:
+        Vectors that act together, and where; None is everywhere in the tier.
 
     Raises:
         ValueError: unknown point, a point or layer the model does not have, a layer named twice,
-            wrong width, not finite, not a number, an unknown key.
+            wrong width, not finite, not a number, an unknown key, a wrong selector.
     """
-    vectors: Vectors = {}
+    everywhere: Vectors = {}
+    limited: list[tuple[Vectors, Positions | None]] = []
+    seen: set[Site] = set()
     for point_key, entries in need_mapping(value, path).items():
         point = need_point(point_key, f"{path}.{show_key(point_key)}", shape)
         for layer_key, entry in need_mapping(entries, f"{path}.{point}").items():
             entry_path = f"{path}.{point}.{show_key(layer_key)}"
-            vector = _scaled(entry, entry_path, shape.hidden_size)
-            for layer in need_layers(layer_key, point, entry_path, shape):
-                if (point, layer) in vectors:
+            vector, positions = _entry(entry, entry_path, shape.hidden_size, select)
+            layers = need_layers(layer_key, point, entry_path, shape)
+            for layer in layers:
+                if (point, layer) in seen:
                     reject(entry_path, f"layer {layer} is already given by another entry")
-                vectors[point, layer] = vector
-    return vectors
+                seen.add((point, layer))
+            vectors = {(point, layer): vector for layer in layers}
+            if positions is None:
+                everywhere |= vectors
+            else:
+                limited.append((vectors, positions))
+    return [(everywhere, None), *limited]
 
 
-def _scaled(entry: Any, path: str, hidden_size: int) -> np.ndarray:
+def _entry(
+    entry: Any, path: str, hidden_size: int, select: Select
+) -> tuple[np.ndarray, Positions | None]:
     if not isinstance(entry, Mapping):
-        return need_vector(entry, path, hidden_size)
-    unknown = sorted(show_key(k) for k in entry.keys() - {"vector", "scale"})
+        return need_vector(entry, path, hidden_size), None
+    unknown = sorted(show_key(k) for k in entry.keys() - {"vector", "scale", "positions"})
     if unknown:
-        reject(path, f"unknown keys {unknown[:8]}, allowed are 'vector' and 'scale'")
+        reject(
+            path, f"unknown keys {unknown[:8]}, allowed are 'vector', 'scale' and 'positions'"
+        )
     if "vector" not in entry:
         reject(path, "'vector' is missing")
     scale = need_number(entry.get("scale", 1.0), f"{path}.scale")
-    with np.errstate(over="ignore"):  # `compose` looks at the sum
-        return need_vector(entry["vector"], f"{path}.vector", hidden_size) * scale
+    positions = None
+    if "positions" in entry:
+        positions = select(entry["positions"], f"{path}.positions")
+    with np.errstate(over="ignore"):  # the sum is looked at
+        return need_vector(entry["vector"], f"{path}.vector", hidden_size) * scale, positions
 
 
 def need_number(value: Any, path: str) -> float:

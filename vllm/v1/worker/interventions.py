@@ -17,13 +17,19 @@ from vllm.config import VllmConfig
 from vllm.config.steering import POINTS
 from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
 from vllm.model_executor.layers.residual_taps import BoundTaps, PassTap, SiteTap
-from vllm.v1.interventions import Content, Site, TapShape, WorkerRequest
-from vllm.v1.steering.plan import rows_of
+from vllm.v1.interventions import Site, TapShape
+from vllm.v1.steering.slots import num_table_rows
+from vllm.v1.steering.table import SteeringTable
+from vllm.v1.steering.term_table import TermTable
 from vllm.v1.worker.step_rows import StepRows
 from vllm.v1.worker.tap_layers import find_layers, unbound_taps
+from vllm.v1.worker.token_map import TokenMap, to_device
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
+
+_PROBE_ROW = 1
+"""A row of the steering table that no request uses."""
 
 
 class Interventions:
@@ -34,11 +40,12 @@ class Interventions:
         self._device = device
         self._steering = config.steering_config.enable_steering
         self._capture = config.capture_config.enabled
-        self._requests: dict[str, WorkerRequest] = {}
+        self._capture_sites: dict[str, tuple[Site, ...]] = {}
         self._wanted: dict[str, np.ndarray] = {}
+        self._version = 0
         self.sites: dict[Site, int] = {}
-        self.table: dict[Site, torch.Tensor] = {}
-        self._steered_tokens = 0
+        self.table: SteeringTable | None = None
+        self._terms: TermTable | None = None
         self._captured_tokens = 0
         self._pending: StepRows | None = None
         self.captures_here = False
@@ -78,12 +85,14 @@ class Interventions:
     def _allocate(self, shape: TapShape) -> None:
         max_tokens = self._config.scheduler_config.max_num_batched_tokens
         hidden, dtype, device = shape.hidden_size, shape.torch_dtype, self._device
-        self.slots = torch.zeros(max_tokens, dtype=torch.int32, device=device)
+        self.tokens = TokenMap(max_tokens, device)
         if self._steering:
-            num_slots = self._config.steering_config.max_steering_configs + 1
-            for site in self.sites:
-                if site[0] in self._config.steering_config.steering_points:
-                    self.table[site] = torch.zeros(num_slots, hidden, dtype=dtype, device=device)
+            config = self._config.steering_config
+            steered = [site for site in self.sites if site[0] in config.steering_points]
+            num_rows = num_table_rows(config.max_steering_configs)
+            self.table = SteeringTable(steered, num_rows, hidden, dtype, device)
+            if config.has_ops:
+                self._terms = TermTable(steered, config, hidden, self.tokens.program)
         self.arena: torch.Tensor | None = None
         self.dest: torch.Tensor | None = None
         if self._capture:
@@ -103,7 +112,9 @@ class Interventions:
         if site not in self.sites:
             return PassTap()
         dest = None if self.dest is None else self.dest[self.sites[site]]
-        return SiteTap(self.table.get(site), self.slots, self.arena, dest)
+        table = None if self.table is None else self.table.at.get(site)
+        terms = None if self._terms is None else self._terms.at.get(site)
+        return SiteTap(table, terms, self.tokens.slots, self.arena, dest)
 
     @contextmanager
     def probing(self, site: Site, vector: torch.Tensor | None) -> Iterator[None]:
@@ -112,8 +123,11 @@ class Interventions:
         Args:
             vector: [hidden], or None to steer nothing.
         """
+        row = None
         if vector is not None:
-            self.table[site][1].copy_(vector)
+            assert self.table is not None
+            row = self.table.at[site][_PROBE_ROW]
+            row.copy_(vector)
         if self.captures_here:
             assert self.arena is not None
             self.arena[0].fill_(float("nan"))
@@ -123,13 +137,12 @@ class Interventions:
         finally:
             self._probe = None
             self.map_dummy()
-            if vector is not None:
-                self.table[site][1].zero_()
+            if row is not None:
+                row.zero_()
 
     def _map_probe(self, site: Site, steer: bool) -> None:
         if steer:
-            self.slots[0] = 1
-            self._steered_tokens = 1
+            self.tokens.probe(_PROBE_ROW)
         if self.captures_here:
             assert self.dest is not None
             self.dest[self.sites[site], 0] = 0
@@ -139,32 +152,34 @@ class Interventions:
 
     def apply_updates(self, scheduler_output: "SchedulerOutput") -> None:
         """Take over what the scheduler decided. Everything was validated: this cannot fail."""
-        for req_id in scheduler_output.finished_req_ids:
-            self._requests.pop(req_id, None)
+        if not self.sites:
+            return
         step = scheduler_output.interventions
+        self.tokens.update(scheduler_output.finished_req_ids, step.admitted if step else {})
+        for req_id in scheduler_output.finished_req_ids:
+            self._capture_sites.pop(req_id, None)
         self._wanted = step.rows if step is not None else {}
-        if step is not None:
-            self._requests.update(step.admitted)
-            for slot, content in step.contents:
-                self._write(slot, content)
+        if step is None:
+            return
+        self._version = step.version
+        if step.reset:
+            self._reset()
+        self._capture_sites |= {r: w.capture_sites for r, w in step.admitted.items()}
+        if self.table is not None:
+            self.table.apply(step)
+        if self._terms is not None:
+            self._terms.apply(step)
 
-    def _write(self, slot: int, content: Content) -> None:
-        assert self.shape is not None
-        rows = rows_of(content, self.shape)
-        if self._device.type == "cuda":
-            rows = rows.pin_memory()
-        rows = rows.to(self._device, non_blocking=True)
-        index = {site: i for i, site in enumerate(content.sites)}
-        for site, table in self.table.items():
-            if site in index:
-                table[slot].copy_(rows[index[site]])
-            else:
-                table[slot].zero_()
+    def _reset(self) -> None:
+        """The device's memory was lost in sleep."""
+        self.tokens.reset()
+        if self.dest is not None:
+            self.dest.fill_(-1)
 
     def map_dummy(self) -> None:
         """Before a dummy forward: no token is steered or captured, but by the start-up check."""
         if self.sites:
-            self._clear_slots(0)
+            self.tokens.clear(0)
             self._clear_dest()
             if self._probe is not None:
                 self._probe()
@@ -180,34 +195,8 @@ class Interventions:
         """
         if not self.sites:
             return
-        self._map_slots(req_ids, num_tokens, positions)
+        self.tokens.map(req_ids, num_tokens[: len(req_ids)], positions)
         self._map_dest(req_ids, num_tokens, positions)
-
-    def _map_slots(
-        self, req_ids: list[str], num_tokens: np.ndarray, positions: torch.Tensor
-    ) -> None:
-        known = [self._requests.get(req_id) for req_id in req_ids]
-        if not any(r is not None and (r.prefill_slot or r.decode_slot) for r in known):
-            self._clear_slots(0)
-            return
-        per_request = np.array(
-            [
-                (r.prefill_slot, r.decode_slot, r.num_prompt_tokens) if r is not None else (0, 0, 0)
-                for r in known
-            ],
-            dtype=np.int32,
-        )
-        per_token = self._upload(np.repeat(per_request, num_tokens[: len(known)], axis=0))
-        total = len(per_token)
-        in_prompt = positions[:total] < per_token[:, 2]
-        self.slots[:total] = torch.where(in_prompt, per_token[:, 0], per_token[:, 1])
-        self._clear_slots(total)
-
-    def _clear_slots(self, total: int) -> None:
-        # Graphs replay with more tokens than the step has: the tail must be slot 0.
-        if self._steered_tokens > total:
-            self.slots[total : self._steered_tokens].zero_()
-        self._steered_tokens = total
 
     def _map_dest(
         self, req_ids: list[str], num_tokens: np.ndarray, positions: torch.Tensor
@@ -222,9 +211,9 @@ class Interventions:
         for req_id, start in zip(req_ids, starts, strict=True):
             offsets = self._wanted.get(req_id)
             if offsets is not None:
-                sites = self._requests[req_id].capture_sites
+                sites = self._capture_sites[req_id]
                 blocks.setdefault(sites, []).append((req_id, start + offsets))
-        pending = StepRows()
+        pending = StepRows(self._version)
         num_rows = 0
         for sites, members in blocks.items():
             tokens = np.concatenate([t for _, t in members])
@@ -234,9 +223,9 @@ class Interventions:
             pending.add_block(len(sites), members, num_rows)
             num_rows += len(rows)
         total = int(num_tokens[: len(req_ids)].sum())
-        self.dest[:, :total] = self._upload(self._dest_host[:, :total])
+        self.dest[:, :total] = to_device(self._dest_host[:, :total], self._device)
         self._captured_tokens = total
-        pending.take_positions(positions, self._upload(pending.token_index()))
+        pending.take_positions(positions, to_device(pending.token_index(), self._device))
         self._pending = pending
 
     def _clear_dest(self) -> None:
@@ -244,13 +233,6 @@ class Interventions:
             self.dest[:, : self._captured_tokens].fill_(-1)
             self._dest_host[:, : self._captured_tokens] = -1
         self._captured_tokens = 0
-
-    def _upload(self, array: np.ndarray) -> torch.Tensor:
-        host = torch.from_numpy(np.ascontiguousarray(array))
-        if self._device.type == "cpu":
-            return host.clone()
-        # A fresh pinned tensor each time: the previous step's copy may still be reading its own.
-        return host.pin_memory().to(self._device, non_blocking=True)
 
     def collect(self) -> StepRows | None:
         """After the forward: this step's rows, on their way to the host."""

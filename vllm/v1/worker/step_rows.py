@@ -14,9 +14,13 @@ class StepRows:
 
     On a GPU the copy to pinned memory is in flight when this object is handed on; reading or
     pickling it waits for the copy.
+
+    Args:
+        version: of the global steering that the step runs under.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, version: int) -> None:
+        self._version = version
         self._blocks: list[tuple[int, list[tuple[str, np.ndarray]], int]] = []
         self._chunks: dict[str, CapturedChunk] | None = None
         self._event: torch.cuda.Event | None = None
@@ -61,7 +65,9 @@ class StepRows:
                 for req_id, tokens in members:
                     columns = slice(column, column + len(tokens))
                     at = positions[seen + columns.start : seen + columns.stop]
-                    self._chunks[req_id] = CapturedChunk(at, block[:, columns])
+                    self._chunks[req_id] = CapturedChunk(
+                        at, block[:, columns], self._version
+                    )
                     column = columns.stop
                 seen += count
         return self._chunks
@@ -74,7 +80,9 @@ class StepRows:
         # Copies: a slice would ship the whole step's storage.
         return {
             "_chunks": {
-                req_id: CapturedChunk(chunk.positions.copy(), chunk.values.clone())
+                req_id: CapturedChunk(
+                    chunk.positions.copy(), chunk.values.clone(), chunk.version
+                )
                 for req_id, chunk in self._resolve().items()
             }
         }

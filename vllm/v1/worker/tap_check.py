@@ -76,7 +76,7 @@ def _acts(interventions: "Interventions", site: Site, dummy_run: DummyRun) -> bo
         return True
     if interventions.captures_here and not torch.isfinite(before).all():
         return False  # the poison is still there: nothing was captured
-    if site not in interventions.table:
+    if interventions.table is None or site not in interventions.table.at:
         return True
     # Signs, not a constant: a norm would remove a constant shift.
     vector = torch.full_like(before, float(before.float().square().mean().sqrt().clamp(min=1.0)))
