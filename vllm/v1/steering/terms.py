@@ -25,9 +25,6 @@ from typing import NamedTuple
 import msgspec
 
 OPS = ("add", "norm_match", "ablate", "clamp", "pin", "replace", "normalize")
-FAMILIES = (*OPS, "gate")
-"""What an engine can be started with: the operations, and gates on them."""
-
 INF = float("inf")
 
 
