@@ -8,6 +8,7 @@ a real one, and steps rows through them in chunks.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -123,18 +124,18 @@ class Site:
         home = next((p for p, (_, decides) in enumerate(programs) if decides), 0)
         homes = torch.full((len(programs),), home, dtype=torch.int32)
         homes[0] = 0
-        on = {"device": self.device}
-        return TermTables(
-            program=torch.zeros(len(self.of_position), dtype=torch.int32, **on),
-            programs=torch.tensor([terms for terms, _ in programs], dtype=torch.int32, **on),
-            vectors=torch.stack(self._rows).to(**on),
-            scalars=scalars.to(**on),
-            probes=probes.to(**on),
-            homes=homes.to(**on),
-            gates=torch.full((len(programs), MAX_TERMS), float("nan"), **on),
+        tables = TermTables(
+            program=torch.zeros(len(self.of_position), dtype=torch.int32),
+            programs=torch.tensor([terms for terms, _ in programs], dtype=torch.int32),
+            vectors=torch.stack(self._rows),
+            scalars=scalars,
+            probes=probes,
+            homes=homes,
+            gates=torch.full((len(programs), MAX_TERMS), float("nan")),
             norms=True,
             gated=gated,
         )
+        return on_device(tables, self.device)
 
     def step(
         self,
@@ -160,6 +161,16 @@ class Site:
             rows.double().numpy(), added.double().numpy(), ops, self.num_prompt
         )
         return torch.from_numpy(result)
+
+
+def on_device(tables: TermTables, device: str) -> TermTables:
+    """A copy there."""
+    moved: dict[str, Any] = {
+        name: value.to(device)
+        for name, value in vars(tables).items()
+        if isinstance(value, torch.Tensor)
+    }
+    return replace(tables, **moved)
 
 
 def plain(asked: Mapping[str, Any], op: Op) -> dict[str, Any]:
