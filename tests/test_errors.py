@@ -35,7 +35,7 @@ from vllm.v1.interventions import TapShape
 from vllm.v1.sites import InterventionError
 from vllm.v1.worker.interventions import Interventions
 from vllm.v1.worker.tap_check import check_sites, start_taps
-from vllm.v1.worker.tap_layers import find_layers
+from vllm.v1.worker.tap_layers import find_layers, refuse_layers
 
 
 def executor_of(num_layers: int, shapes: list[TapShape | None]) -> Any:
@@ -286,6 +286,12 @@ class Overriding(Wired):
         return x
 
 
+class Refused(nn.Module):
+    """A layer of a class that cannot have taps."""
+
+    taps = UnboundTaps(refused="it has two streams")
+
+
 class Stacks(nn.Module):
     """Two stacks of layers."""
 
@@ -339,6 +345,10 @@ OTHERS = [
     Case(
         {"path": "layers.0", "given": "Overriding"},
         do=lambda: find_layers(nn.ModuleDict({"layers": nn.ModuleList([Overriding()])})),
+    ),
+    Case(
+        {"given": "Refused", "reason": "it has two streams"},
+        do=lambda: refuse_layers({0: Refused()}, torch.bfloat16),
     ),
     Case(
         {"given": "[1, 3, 4]"},

@@ -20,7 +20,7 @@ from vllm.model_executor.layers.residual_taps import BoundTaps, PassTap, SiteTap
 from vllm.v1.interventions import Content, Site, TapShape, WorkerRequest
 from vllm.v1.steering.plan import rows_of
 from vllm.v1.worker.step_rows import StepRows
-from vllm.v1.worker.tap_layers import find_layers, unbound_taps
+from vllm.v1.worker.tap_layers import find_layers, refuse_layers, unbound_taps
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
@@ -63,6 +63,7 @@ class Interventions:
                 "enable_steering and capture_consumers"
             )
         model_config = self._config.model_config
+        refuse_layers(layers, model_config.dtype)
         self.shape = TapShape(
             hidden_size=model_config.get_hidden_size(),
             dtype=str(model_config.dtype).removeprefix("torch."),
