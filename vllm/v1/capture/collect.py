@@ -8,10 +8,10 @@ import numpy as np
 import torch
 
 from vllm.sampling_params import RequestOutputKind
-from vllm.v1.capture.positions import Positions
 from vllm.v1.capture.results import CapturedRows, CaptureResult, CaptureStatus
 from vllm.v1.engine import EngineCoreRequest, FinishReason
 from vllm.v1.interventions import CapturedChunk, CapturePlan, Selection, dtype_of
+from vllm.v1.positions import Positions
 
 if TYPE_CHECKING:
     from vllm.v1.engine.output_processor import RequestState

@@ -6,8 +6,8 @@ import sys
 import numpy as np
 
 from vllm.sampling_params import SamplingParams
-from vllm.v1.capture.positions import Positions
 from vllm.v1.interventions import PLAN_FIELDS, UNSTEERED, CapturedChunk, Plan
+from vllm.v1.positions import Positions
 
 NO_PLAN, NO_POSITIONS = Plan(), Positions()
 """Of plain requests, which should not pay for making them."""

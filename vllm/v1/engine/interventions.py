@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from vllm.pooling_params import PoolingParams
 from vllm.sampling_params import SamplingParams
-from vllm.v1.capture.positions import Positions
+from vllm.tokenizers import TokenizerLike
 from vllm.v1.capture.spec import parse_capture
 from vllm.v1.interventions import (
     PLAN_FIELDS,
@@ -17,6 +17,8 @@ from vllm.v1.interventions import (
     Plan,
     TapShape,
 )
+from vllm.v1.positions import Positions
+from vllm.v1.selectors import Prompt
 from vllm.v1.sites import need_mapping, reject, show, show_key
 from vllm.v1.steering.plan import compose
 from vllm.v1.steering.spec import Vectors, parse_vectors
@@ -42,6 +44,7 @@ def resolve(
     prompt_token_ids: list[int] | None,
     resumable: bool,
     config: "VllmConfig",
+    tokenizer: TokenizerLike | None,
 ) -> Plan | None:
     """What `params` asks for, checked and composed; None if it asks for nothing.
 
@@ -51,6 +54,7 @@ def resolve(
         prompt_token_ids: None if the prompt is given as embeddings only.
         resumable: whether the prompt is a session that grows.
         config: of the engine; `tap_shape` says what the model offers.
+        tokenizer: None with `skip_tokenizer_init`.
 
     Raises:
         ValueError: with the path of the field, see docs/errors.md.
@@ -66,7 +70,7 @@ def resolve(
     if prompt_token_ids is None:
         reject(field, "is not supported for prompts given as embeddings; send tokens or text")
     assert final_params is not None and final_params.max_tokens is not None
-    num_prompt_tokens, max_tokens = len(prompt_token_ids), final_params.max_tokens
+    prompt = Prompt(prompt_token_ids, final_params.max_tokens, tokenizer)
     shape = config.tap_shape
     prefill = decode = None
     if steers:
@@ -76,7 +80,7 @@ def resolve(
                 "steering is not enabled; start the engine with enable_steering=True "
                 "(--enable-steering)",
             )
-        prefill, decode = _contents(params, max_tokens, config, shape)
+        prefill, decode = _contents(params, prompt.max_tokens, config, shape)
     capture = None
     if params.capture is not None:
         if not config.capture_config.enabled or shape is None:
@@ -85,7 +89,7 @@ def resolve(
                 "capture is not enabled; start the engine with capture_consumers=['inline'] "
                 "(--capture-consumers inline)",
             )
-        capture = _capture(params, num_prompt_tokens, max_tokens, config, shape)
+        capture = _capture(params, prompt, config, shape)
     contents = {c.digest: c for c in (prefill, decode) if c is not None}
     return Plan(
         contents=list(contents.values()),
@@ -133,17 +137,14 @@ def _given(params: SamplingParams, *fields: str) -> str:
 
 
 def _capture(
-    params: SamplingParams,
-    num_prompt_tokens: int,
-    max_tokens: int,
-    config: "VllmConfig",
-    shape: TapShape,
+    params: SamplingParams, prompt: Prompt, config: "VllmConfig", shape: TapShape
 ) -> CapturePlan:
     known = config.capture_config.capture_consumers
     for name in need_mapping(params.capture, "capture"):
         if name not in known:
             reject(f"capture.{show_key(name)}", f"unknown consumer {show(name)}; known are {known}")
-    plan = parse_capture(params.capture, "capture", shape, num_prompt_tokens, max_tokens)
+    plan = parse_capture(params.capture, "capture", shape, prompt)
+    num_prompt_tokens = len(prompt.token_ids)
     at_once = 1
     if config.speculative_config is not None and plan.runs[-1] > num_prompt_tokens:
         # The scheduler takes all of a request's draft rows into one step, or none.
@@ -159,8 +160,8 @@ def _capture(
     if inline is not None:
         rows = len(Positions.from_flat(inline.runs)) * len(inline.sites)
         if inline.last_generated:
-            prompt = Positions.from_flat(inline.runs).below(num_prompt_tokens)
-            rows = (len(prompt | Positions.from_flat(inline.named)) + 1) * len(inline.sites)
+            of_prompt = Positions.from_flat(inline.runs).below(num_prompt_tokens)
+            rows = (len(of_prompt | Positions.from_flat(inline.named)) + 1) * len(inline.sites)
         limit = config.capture_config.capture_inline_max_bytes
         if rows * shape.row_bytes > limit:
             reject(

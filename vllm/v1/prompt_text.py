@@ -1,0 +1,138 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A prompt as text, with the characters of each token: for selectors that say a text."""
+
+from collections.abc import Hashable, Sequence
+
+import numpy as np
+
+from vllm.tokenizers import TokenizerLike
+
+BROKEN = "\ufffd"
+"""What decoders write for bytes that are no character (yet)."""
+
+_MOST_PENDING = 16
+_MOST_TOKENS_OF_A_CHARACTER = 4
+
+
+class PromptText:
+    """The prompt decoded, special tokens included.
+
+    Found with nothing but `decode`, which every tokenizer has, and in linear time: token by token,
+    behind the few tokens before it, since many decoders treat the first token in another way.
+
+    text: what the prompt says.
+    starts, ends: int64 [tokens], the characters of each token. A character that is spread over
+        several tokens is of all of them. A token without text has none.
+    """
+
+    def __init__(self, token_ids: list[int], tokenizer: TokenizerLike) -> None:
+        special = set(tokenizer.all_special_ids)
+        decoder = _Decoder(tokenizer)
+        for token_id in token_ids:
+            decoder.add(token_id, token_id in special)
+        self.text = decoder.finish()
+        self.starts = np.clip(np.array(decoder.starts, dtype=np.int64), 0, len(self.text))
+        self.ends = np.clip(np.array(decoder.ends, dtype=np.int64), 0, len(self.text))
+        self._inside_special = np.zeros(len(self.text) + 1, dtype=bool)
+        for token_id, start, end in zip(token_ids, self.starts, self.ends, strict=True):
+            if token_id in special:
+                self._inside_special[start + 1 : end] = True
+
+    def find(self, text: str) -> np.ndarray:
+        """int64 [n]: where `text` begins, matches that overlap included.
+
+        A special token is one thing: no match begins or ends inside. Otherwise "text" would be
+        found in "<|begin_of_text|>".
+        """
+        found = np.array(occurrences(self.text, text), dtype=np.int64)
+        return found[~(self._inside_special[found] | self._inside_special[found + len(text)])]
+
+    def tokens_of(self, found: np.ndarray, length: int) -> np.ndarray:
+        """int64 [n]: the tokens with a character in one of the matches that begin at `found`."""
+        edges = np.zeros(len(self.text) + 1, dtype=np.int64)
+        np.add.at(edges, found, 1)
+        np.add.at(edges, found + length, -1)
+        matched = np.concatenate([[0], np.cumsum(np.cumsum(edges) > 0)])
+        return np.flatnonzero(matched[self.ends] > matched[self.starts])
+
+
+def occurrences(text: Sequence[Hashable], part: Sequence[Hashable]) -> list[int]:
+    """Where `part`, not empty, begins in `text`, matches that overlap included.
+
+    In linear time (Knuth, Morris, Pratt): both may be a client's, and made to be slow.
+    """
+    borders = [0]  # [i]: length of the longest proper beginning of part[: i + 1] that also ends it
+    length = 0
+    for item in part[1:]:
+        while length and item != part[length]:
+            length = borders[length - 1]
+        length += item == part[length]
+        borders.append(length)
+    found: list[int] = []
+    length = 0
+    for end, item in enumerate(text, start=1):
+        while length and item != part[length]:
+            length = borders[length - 1]
+        if item == part[length]:
+            length += 1
+            if length == len(part):
+                found.append(end - length)
+                length = borders[-1]
+    return found
+
+
+class _Decoder:
+    """Takes one token after the other."""
+
+    def __init__(self, tokenizer: TokenizerLike) -> None:
+        self._tokenizer = tokenizer
+        self.starts: list[int] = []
+        self.ends: list[int] = []
+        self._text: list[str] = []
+        self._length = 0  # of what is in _text
+        self._context: list[int] = []  # the last tokens before the pending ones that had text
+        self._known = 0  # characters of the context alone
+        self._pending: list[int] = []
+        self._decoded = ""  # of context and pending
+
+    def add(self, token_id: int, special: bool) -> None:
+        before = self._decoded
+        self._pending.append(token_id)
+        decoded = self._decoded = self._decode(self._context + self._pending)
+        shift = self._length - self._known
+        # The last character may have been a part of one that this token goes on with.
+        goes_on = before.endswith(BROKEN) and not special
+        self.starts.append(shift + len(before) - goes_on)
+        self.ends.append(shift + len(decoded))
+        shrank = len(decoded) < len(before)
+        if shrank:
+            # A byte fallback writes BROKEN for each byte of the run until it is complete.
+            for i in range(1, len(self._pending) + 1):
+                self.starts[-i], self.ends[-i] = self._length, shift + len(decoded)
+        if shrank or not decoded.endswith(BROKEN):
+            self._settle(len(self._pending))
+        elif len(self._pending) == _MOST_PENDING:
+            # Bytes that are no text, or text with BROKEN in it: no need to wait.
+            self._settle(_MOST_PENDING - _MOST_TOKENS_OF_A_CHARACTER)
+
+    def finish(self) -> str:
+        self._settle(len(self._pending))
+        return "".join(self._text)
+
+    def _settle(self, count: int) -> None:
+        """The first `count` pending tokens become text, and the context of those to come."""
+        done, self._pending = self._pending[:count], self._pending[count:]
+        if self._pending:
+            self._decoded = self._decode(self._context + done)
+        text = self._decoded[self._known :]
+        self._text.append(text)
+        self._length += len(text)
+        if text:
+            self._context = done
+        self._decoded = self._decode(self._context)
+        self._known = len(self._decoded)
+        if self._pending:
+            self._decoded = self._decode(self._context + self._pending)
+
+    def _decode(self, token_ids: list[int]) -> str:
+        return self._tokenizer.decode(token_ids, skip_special_tokens=False) if token_ids else ""
