@@ -11,6 +11,7 @@ from vllm import SamplingParams
 from vllm.config import VllmConfig
 from vllm.config.capture import CaptureConfig
 from vllm.config.steering import SteeringConfig
+from vllm.tokenizers import TokenizerLike
 from vllm.v1.engine.interventions import resolve, strip
 from vllm.v1.interventions import Content, Plan, TapShape
 
@@ -64,6 +65,7 @@ def plan_of(
     prompt: int | None = 5,
     max_tokens: int = 4,
     resumable: bool = False,
+    tokenizer: TokenizerLike | None = None,
     **fields: Any,
 ) -> Plan | None:
     """`resolve` as the input processor calls it.
@@ -74,7 +76,7 @@ def plan_of(
     """
     params = SamplingParams(max_tokens=max_tokens, **fields)
     token_ids = None if prompt is None else list(range(100, 100 + prompt))
-    return resolve(params, strip(params), token_ids, resumable, config or config_of())
+    return resolve(params, strip(params), token_ids, resumable, config or config_of(), tokenizer)
 
 
 def content(name: str, num_bytes: int = 16) -> Content:

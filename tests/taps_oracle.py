@@ -315,10 +315,18 @@ _FALCON = [
 ]
 
 SETTINGS: dict[str, list[dict[str, Any]]] = {
+    "AXK1DecoderLayer": [
+        {"use_mha": mha, "is_layer_sparse": sparse}
+        for mha in (False, True)
+        for sparse in (False, True)
+    ],
     "BailingMoeV25DecoderLayer": [{"attention_type": 0}, {"attention_type": 1}],
     "BailingMoeV3DecoderLayer": [{"is_kda_layer": value} for value in (False, True)],
     "BloomBlock": _SKIPS,
     "CohereDecoderLayer": [{"tp_size": 1}, {"tp_size": 2}],
+    "DeepseekV2DecoderLayer": [
+        {"use_mha": value, "use_sequence_parallel_moe": False} for value in (False, True)
+    ],
     "FalconDecoderLayer": _FALCON,
     "FalconH1ParallelHybrid": [
         {
@@ -348,6 +356,9 @@ SETTINGS: dict[str, list[dict[str, Any]]] = {
     ],
     "OPTDecoderLayer": [{"do_layer_norm_before": value} for value in (False, True)],
     "OlmoHybridDecoderLayer": _LAYER_TYPES,
+    "OpenPanguDecoderLayer": [
+        {"sandwich_norm": value, "routed_scaling_factor": 2.5} for value in (False, True)
+    ],
     "Qwen3NextDecoderLayer": _LAYER_TYPES,
     "Step3TextDecoderLayer": [{"use_moe": value} for value in (False, True)],
     "Step3p5DecoderLayer": [{"use_moe": value} for value in (False, True)],

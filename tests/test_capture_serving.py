@@ -105,6 +105,35 @@ def test_selectors(llm: LLM, judge: Judge, fields: dict[str, Any]) -> None:
         judge.check(ask, output)
 
 
+SEARCHES: list[tuple[Any, list[int]]] = [
+    ({"text": "t9"}, [3, 5]),
+    ({"text": "t9", "which": "first"}, [3]),
+    ({"text": "t8 t9", "which": "last"}, [4, 5]),
+    ({"token_ids": [3, 1, 2]}, [6, 7, 8]),
+    ([{"text": "t12", "which": "last"}, {"token_ids": [7]}, 0], [0, 2, 9]),
+]
+"""For the chat below: t1 t2 t7 t9 t8 t9 t3 t1 t2 t12 t3."""
+
+
+@pytest.mark.parametrize(("positions", "expected"), SEARCHES)
+def test_texts_and_token_ids_of_a_chat(
+    llm: LLM, judge: Judge, positions: Any, expected: list[int]
+) -> None:
+    """They are looked for in what the chat template made."""
+    messages: list[Any] = [
+        {"role": "user", "content": "t7 t9 t8 t9"},
+        {"role": "user", "content": "t12"},
+    ]
+    template = "{% for m in messages %}t1 t2 {{ m.content }} t3 {% endfor %}"
+    params = Ask([], capture(positions)).params()
+    (output,) = llm.chat(messages, params, chat_template=template, use_tqdm=False)
+    assert output.prompt_token_ids == [1, 2, 7, 9, 8, 9, 3, 1, 2, 12, 3]
+    reference = judge.reference.run(output.prompt_token_ids).rows
+    for site, rows in inline(output.outputs[0]).payload.items():
+        assert rows.positions.tolist() == expected
+        assert serving.worst_row(rows.values, reference[site][expected]) <= READ_TOLERANCE
+
+
 def test_rows_are_copies(llm: LLM) -> None:
     """A result keeps its rows while the engine reuses the memory they came from."""
     ask = Ask(PROMPT, capture("all"))

@@ -29,13 +29,13 @@ from vllm.entrypoints.serve.unserved_fields import refuse_unserved
 from vllm.model_executor.layers.residual_taps import UnboundTaps
 from vllm.v1.capture import CaptureResult, stack
 from vllm.v1.capture.collect import RowCollector
-from vllm.v1.capture.spec import MAX_POSITION_ENTRIES
 from vllm.v1.core.request_interventions import RequestInterventions
 from vllm.v1.interventions import TapShape
+from vllm.v1.selectors import MAX_POSITION_ENTRIES, MAX_SEARCHED
 from vllm.v1.sites import InterventionError
 from vllm.v1.worker.interventions import Interventions
 from vllm.v1.worker.tap_check import check_sites, start_taps
-from vllm.v1.worker.tap_layers import find_layers
+from vllm.v1.worker.tap_layers import find_layers, refuse_layers
 
 
 def executor_of(num_layers: int, shapes: list[TapShape | None]) -> Any:
@@ -104,10 +104,16 @@ THREE = "pre_attn, post_attn, post_block"
 V1 = "steering_vectors.post_block.1"
 SELECTORS = (
     "last_prompt, all_prompt, all_generated, last_generated, predicting, all, "
-    "a list of positions, {'start', 'stop', 'step'} or a list of these"
+    "a list of positions, {'start', 'stop', 'step'}, {'text', 'which'}, {'token_ids', 'which'} "
+    "or a list of these"
 )
 POSITIONS = "capture.inline.positions"
 HOOKS = "capture.inline.hooks"
+ABC = SimpleNamespace(
+    all_special_ids=[],
+    decode=lambda ids, skip_special_tokens: "".join("abcde"[i - 100] for i in ids),
+)
+"""A tokenizer for the prompt of `plan_of`: "abcde"."""
 MANY = str(MAX_POSITION_ENTRIES)
 HUGE_INT = 10**5000
 
@@ -210,8 +216,27 @@ REQUESTS = [
     Case(path(POSITIONS, "None", SELECTORS), capture(None)),
     Case(path(f"{POSITIONS}[1]", "True", SELECTORS), capture([0, True])),
     Case(path(f"{POSITIONS}[0]", "1.0", SELECTORS), capture([1.0])),
-    Case(path(POSITIONS, "['end']", SELECTORS), capture({"start": 0, "end": 2})),
-    Case(path(POSITIONS, "['text']", SELECTORS), capture({"text": "Paris"})),
+    Case(path(POSITIONS, "['end', 'start']", SELECTORS), capture({"start": 0, "end": 2})),
+    Case(path(POSITIONS, "['start', 'text']", SELECTORS), capture({"text": "a", "start": 0})),
+    Case(path(f"{POSITIONS}[1].which", "1"), capture([0, {"text": "a", "which": 1}])),
+    Case(path(f"{POSITIONS}.which", "list"), capture({"token_ids": [1], "which": ["first"]})),
+    Case(path(f"{POSITIONS}.text", "7"), capture({"text": 7}, tokenizer=ABC)),
+    Case(path(f"{POSITIONS}.text"), capture({"text": ""}, tokenizer=ABC)),
+    Case(path(f"{POSITIONS}.text"), capture({"text": "a\ufffd"}, tokenizer=ABC)),
+    Case(path(f"{POSITIONS}.text"), capture({"text": "a"})),
+    Case(path(f"{POSITIONS}.text", "'ca'", prompt="5"), capture({"text": "ca"}, tokenizer=ABC)),
+    Case(path(f"{POSITIONS}.token_ids", "'1'"), capture({"token_ids": "1"})),
+    Case(path(f"{POSITIONS}.token_ids"), capture({"token_ids": []})),
+    Case(path(f"{POSITIONS}.token_ids", "6", prompt="5"), capture({"token_ids": [100] * 6})),
+    Case(path(f"{POSITIONS}.token_ids[1]", "True"), capture({"token_ids": [1, True]})),
+    Case(
+        path(f"{POSITIONS}.token_ids", "[101, 100]", prompt="5"),
+        capture({"token_ids": [101, 100]}),
+    ),
+    Case(
+        path(f"{POSITIONS}[40].token_ids", allowed=str(MAX_SEARCHED)),
+        capture([{"token_ids": [100]}] * 50, prompt=MAX_SEARCHED // 40),
+    ),
     Case(path(f"{POSITIONS}.start", "'0'"), capture({"start": "0"})),
     Case(path(f"{POSITIONS}[0].stop", "None"), capture([{"stop": None}])),
     Case(path(f"{POSITIONS}.step", "0"), capture({"step": 0})),
@@ -286,6 +311,12 @@ class Overriding(Wired):
         return x
 
 
+class Refused(nn.Module):
+    """A layer of a class that cannot have taps."""
+
+    taps = UnboundTaps(refused="it has two streams")
+
+
 class Stacks(nn.Module):
     """Two stacks of layers."""
 
@@ -339,6 +370,10 @@ OTHERS = [
     Case(
         {"path": "layers.0", "given": "Overriding"},
         do=lambda: find_layers(nn.ModuleDict({"layers": nn.ModuleList([Overriding()])})),
+    ),
+    Case(
+        {"given": "Refused", "reason": "it has two streams"},
+        do=lambda: refuse_layers({0: Refused()}, torch.bfloat16),
     ),
     Case(
         {"given": "[1, 3, 4]"},

@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.plans import HIDDEN, VECTOR, config_of, plan_of
-from vllm.v1.capture.spec import NAMED_SELECTORS
 from vllm.v1.interventions import Plan
+from vllm.v1.selectors import NAMED_SELECTORS
 from vllm.v1.sites import InterventionError
 
 CONFIG = config_of(max_steering_configs=1, steering_points=["pre_attn", "post_block"])
@@ -29,7 +29,8 @@ NUMBERS = st.one_of(
 # fmt: off
 WORDS = st.sampled_from([
     "pre_attn", "post_block", "all", "0", "0-3", "3-1", "0-999999999", "", "vector", "scale",
-    "hooks", "positions", "start", "stop", "step", "inline", *NAMED_SELECTORS,
+    "hooks", "positions", "start", "stop", "step", "inline", "text", "token_ids",
+    "which", *NAMED_SELECTORS,
 ])
 # fmt: on
 SCALARS = st.one_of(st.none(), NUMBERS, WORDS, st.text(max_size=8))
@@ -68,7 +69,14 @@ STEERING = mostly(mapping(POINTS, BY_LAYER), JUNK)
 
 BOUNDS = mostly(st.integers(-5, 9), SCALARS)
 RANGES = st.fixed_dictionaries({}, optional={"start": BOUNDS, "stop": BOUNDS, "step": BOUNDS})
-ENTRIES = mostly(st.one_of(st.integers(-3, 5), st.sampled_from(NAMED_SELECTORS), RANGES), JUNK)
+WHICH = st.fixed_dictionaries({}, optional={"which": mostly(st.just("last"), SCALARS)})
+SEARCHES = st.one_of(
+    st.fixed_dictionaries({"token_ids": mostly(some(st.integers(99, 105)), JUNK)}),
+    st.fixed_dictionaries({"text": SCALARS}),
+)
+FOUND = st.tuples(SEARCHES, WHICH).map(lambda t: t[0] | t[1])
+NAMES = st.sampled_from(NAMED_SELECTORS)
+ENTRIES = mostly(st.one_of(st.integers(-3, 5), NAMES, RANGES, FOUND), JUNK)
 HOOKS = mostly(mapping(POINTS, mostly(st.one_of(LAYERS, some(LAYERS)), JUNK)), JUNK)
 ASKS = st.fixed_dictionaries(
     {"hooks": HOOKS}, optional={"positions": mostly(st.one_of(ENTRIES, some(ENTRIES)), JUNK)}
@@ -144,6 +152,9 @@ def test_depth_is_refused(place: Any, deep: Any) -> None:
     assert isinstance(outcome(place(deep)), str)
 
 
+LONG = [100] * 10**6
+
+
 @pytest.mark.parametrize(
     "fields",
     [
@@ -154,6 +165,12 @@ def test_depth_is_refused(place: Any, deep: Any) -> None:
         {"capture": {"inline": {"hooks": {"pre_attn": ["0-3"] * 10**5}}}},
         {"capture": {"inline": {"hooks": {"pre_attn": [0]}, "positions": "x" * 10**6}}},
         {"capture": {"inline": {"hooks": {"pre_attn": [0]}, "positions": ["all"] * 10**6}}},
+        {"capture": {"inline": {"hooks": {"pre_attn": [0]}, "positions": {"text": "x" * 10**6}}}},
+        {
+            "capture": {
+                "inline": {"hooks": {"pre_attn": [0]}, "positions": {"token_ids": [1] * 10**6}}
+            }
+        },
         {"capture": {"inline": {str(i): 0 for i in range(10**5)}}},
         {"capture": {str(i): 0 for i in range(10**5)}},
     ],

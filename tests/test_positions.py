@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vllm.v1.capture.positions import Positions, Run
+from vllm.v1.positions import Positions, Run
 
 END = 40
 RUNS = st.lists(st.tuples(st.integers(0, END), st.integers(0, END)), max_size=8)

@@ -18,6 +18,7 @@ from vllm.v1.capture.collect import RowCollector
 from vllm.v1.capture.results import CaptureStatus, merged, of_single
 from vllm.v1.capture.spec import parse_capture
 from vllm.v1.interventions import CapturedChunk, CapturePlan, TapShape
+from vllm.v1.selectors import Prompt
 
 PROMPT_IDS = [100, 101, 102, 103, 104]
 PROMPT = len(PROMPT_IDS)
@@ -149,7 +150,7 @@ def test_results_of_several_completions_are_their_own() -> None:
 def plan_for(positions: Any, shape: TapShape = SHAPE, **more: Any) -> CapturePlan:
     consumers = {"inline": {"hooks": HOOKS, "positions": positions}}
     consumers |= {name: {"hooks": HOOKS, "positions": p} for name, p in more.items()}
-    return parse_capture(consumers, "capture", shape, PROMPT, MAX_TOKENS)
+    return parse_capture(consumers, "capture", shape, Prompt([0] * PROMPT, MAX_TOKENS, None))
 
 
 def chunk(positions: list[int], dtype: torch.dtype = torch.float32) -> CapturedChunk:

@@ -31,12 +31,12 @@ must find the class in the MRO that defines `forward` and require `"taps" in var
 `census.overridden(tree)` lists the classes for which this matters.
 
 To wire a class: read its `forward` and the norms' classes; add a row to `table_fused.py` or
-`table_summed.py` (most need only names), take it out of PENDING, and run
+`table_summed.py` (most need only names), take it out of REFUSED, and run
 `pytest tests/test_taps_codemod.py`. If `forward` tests attributes, list their values in
 `tests/taps_oracle.py:SETTINGS`. What the proof refuses is not to be forced with `Allow`: each
 member says what it permits, and the class must mean just that. Then add the architecture to the
 conformance table: only that makes it supported.
 
-What a row assumes (`Row.assume`) must be refused by the engine where it does not hold; today that
-is sequence-parallel MoE, which is refused at start-up for every model.
+What a row assumes away (`Row.assume`) goes into the class attribute, as does the reason of a
+refused class; `vllm/v1/worker/tap_layers.py:refuse_layers` checks both at start-up.
 """

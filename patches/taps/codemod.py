@@ -14,9 +14,12 @@ from patches.taps.errors import REMEDY_SHAPE, TapsError
 from patches.taps.inherited import check_inherited
 from patches.taps.proof import prove
 from patches.taps.reduced import check_reduced
-from patches.taps.rows import DEFERRED, WIRED, Idiom, Row
+from patches.taps.rows import DEFERRED, SUMMED, WIRED, Idiom, Row
 from patches.taps.source import Source, Tree
 from patches.taps.table import ROWS
+
+LOCATE = dict.fromkeys(DEFERRED, fused.locate) | dict.fromkeys(SUMMED, unfused.locate)
+"""How to find the anchors of an idiom. A refused class has none, only the reason."""
 
 
 @dataclass(frozen=True)
@@ -54,7 +57,8 @@ def verify(tree_root: Path, rows: Iterable[Row] = ROWS) -> list[Outcome]:
     outcomes, tree = [], Tree(tree_root)
     for row in rows:
         try:
-            sources = {row.file: wire_class(tree.read(row.file), row)} if row.idiom in WIRED else {}
+            edited = row.idiom in WIRED or row.idiom is Idiom.REFUSED
+            sources = {row.file: wire_class(tree.read(row.file), row)} if edited else {}
             _check(tree, row, sources)
             outcomes.append(Outcome(row, None))
         except TapsError as error:
@@ -64,14 +68,13 @@ def verify(tree_root: Path, rows: Iterable[Row] = ROWS) -> list[Outcome]:
 
 def wire_class(source: Source, row: Row) -> Source:
     """The module with one class wired (not yet proved)."""
-    locate = fused.locate if row.idiom in DEFERRED else unfused.locate
-    return Source(source.home, source.file, edit.apply(source, row, locate))
+    return Source(source.home, source.file, edit.apply(source, row, LOCATE.get(row.idiom)))
 
 
 def _wired_sources(tree: Tree, rows: tuple[Row, ...]) -> dict[str, Source]:
     sources: dict[str, Source] = {}
     for row in rows:
-        if row.idiom in WIRED:
+        if row.idiom in WIRED or row.idiom is Idiom.REFUSED:
             source = sources.get(row.file) or tree.read(row.file)
             sources[row.file] = wire_class(source, row)
     return sources

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import libcst as cst
 
 from patches.taps.errors import REMEDY_SHAPE, TapsError
-from patches.taps.rows import Row
+from patches.taps.rows import Idiom, Row
 from patches.taps.source import Source
 
 TAPS_MODULE = "vllm.model_executor.layers.residual_taps"
@@ -61,11 +61,11 @@ def find_forward(cls: cst.ClassDef, row: Row) -> cst.FunctionDef:
 
 
 class _Insert(cst.CSTTransformer):
-    def __init__(self, cls: cst.ClassDef, edits: Edits, points: tuple[str, ...]) -> None:
+    def __init__(self, cls: cst.ClassDef, edits: Edits, row: Row) -> None:
         super().__init__()
         self._cls = cls
         self._edits = edits
-        self._points = points
+        self._row = row
 
     def _around(
         self, original: cst.CSTNode, updated: cst.BaseStatement
@@ -111,8 +111,7 @@ class _Insert(cst.CSTTransformer):
     ) -> cst.ClassDef:
         if original_node is not self._cls:
             return updated_node
-        names = ", ".join(f'"{p}"' for p in self._points)
-        line = statement(f"taps = UnboundTaps({names})")
+        line = statement(f"taps = UnboundTaps({_arguments(self._row)})")
         body = list(updated_node.body.body)
         at = 1 if _is_docstring(body[0]) else 0
         following = body[at]
@@ -127,6 +126,15 @@ class _Insert(cst.CSTTransformer):
         return updated_node.with_changes(body=block)
 
 
+def _arguments(row: Row) -> str:
+    names = [f'"{p}"' for p in row.points]
+    if row.idiom is Idiom.REFUSED:
+        names.append(f"refused={row.reason!r}")
+    if row.unless:
+        names.append(f"unless={row.unless!r}")
+    return ", ".join(names)
+
+
 def _is_docstring(node: cst.CSTNode) -> bool:
     return (
         isinstance(node, cst.SimpleStatementLine)
@@ -135,10 +143,10 @@ def _is_docstring(node: cst.CSTNode) -> bool:
     )
 
 
-def apply(source: Source, row: Row, locate: Callable[[Row, cst.FunctionDef], Edits]) -> str:
+def apply(source: Source, row: Row, locate: Callable[[Row, cst.FunctionDef], Edits] | None) -> str:
     """The module's text with the row's edits, class attribute and import.
 
-    Only the class itself goes through libcst; `locate` is the idiom.
+    Only the class itself goes through libcst; `locate` is the idiom, None for a refused class.
     """
     node = source.cls(row.cls)
     first = min([node.lineno, *(d.lineno for d in node.decorator_list)])
@@ -156,8 +164,8 @@ def apply(source: Source, row: Row, locate: Callable[[Row, cst.FunctionDef], Edi
     cls = find_class(module, row)
     if not isinstance(cls.body, cst.IndentedBlock):
         raise TapsError(row.file, row.cls, "an indented class body", "one line", REMEDY_SHAPE)
-    edits = locate(row, find_forward(cls, row))
-    wired = cls.visit(_Insert(cls, edits, row.points))
+    edits = locate(row, find_forward(cls, row)) if locate else Edits()
+    wired = cls.visit(_Insert(cls, edits, row))
     body = [wired if part is cls else part for part in module.body]
     lines[first - 1 : node.end_lineno] = [module.with_changes(body=body).code]
     if "UnboundTaps" not in source.imports:

@@ -23,9 +23,9 @@ class TapsError(Exception):
 
 REMEDY_SHAPE = (
     "upstream changed this class: read its forward(), then correct its row in "
-    "patches/taps/table.py (names, idiom), or declare it PENDING with the reason"
+    "patches/taps/table.py (names, idiom), or declare it REFUSED with the reason"
 )
 REMEDY_PROOF = (
     "do not ship this wiring: compare forward() with docs/hook-contract.md and give the class "
-    "another idiom, or declare it PENDING in patches/taps/table.py with the reason"
+    "another idiom, or declare it REFUSED in patches/taps/table.py with the reason"
 )

@@ -198,7 +198,7 @@ class _Run:
         negated = text.replace(" is not ", " is ") if " is not " in text else ""
         if negated in state.decided:
             return not state.decided[negated]
-        return state.decided.get(text, dict(self.row.assume).get(text, text))
+        return state.decided.get(text, False if text in self.row.assume else text)
 
     def bind(self, target: ast.expr, value: Value, state: State) -> None:
         match target:

@@ -88,9 +88,8 @@ def _true(value: ast.expr | None, row: Row) -> bool:
     """Whether the value is true, given what the row assumes; None means nothing was said."""
     if value is None or (isinstance(value, ast.Constant) and value.value is True):
         return True
-    assumed = dict(row.assume)
     return (
         isinstance(value, ast.UnaryOp)
         and isinstance(value.op, ast.Not)
-        and assumed.get(ast.unparse(value.operand)) is False
+        and ast.unparse(value.operand) in row.assume
     )

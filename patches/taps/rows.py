@@ -4,6 +4,7 @@
 from dataclasses import dataclass
 from enum import Enum
 
+FLOAT16 = "hidden_states.dtype == torch.float16"
 MODELS = "vllm/model_executor/models/"
 FAMILIES = "vllm/models/"
 
@@ -19,7 +20,7 @@ class Idiom(Enum):
     PARALLEL = "parallel"  # mixer and MLP from the same input, one sum; R6
     INHERITED = "inherited"  # forward() comes from a wired class; R7
     EXCLUDED = "excluded"  # never wired, and why; R8
-    PENDING = "pending"  # not wired yet, and why: refused at run time
+    REFUSED = "refused"  # not wired, and why: the class says so at run time
 
 
 DEFERRED = frozenset({Idiom.FUSED, Idiom.FUSED_SINGLE, Idiom.SANDWICH_FUSED})
@@ -62,10 +63,11 @@ class Row:
     the two branches, as written after `self.`. `functions`: what else a branch passes through
     (reductions over ranks, say): all must occur, and nothing undeclared may.
     `stream`, `residual`, `skip`: names of variables in forward(). `assume`: tests (source text)
-    whose value the wiring relies on; the engine must refuse a model for which one differs.
+    that must be false for the wiring to be right: `self.<attribute>`, or FLOAT16. They go into the
+    class attribute, and the binder refuses a layer for which one is true.
     `given`: (attribute, definition in `__init__`) that tests depend on, with `self.config` for
     `config`. `allow`: see Allow. `parent`: "file:Class", for INHERITED. `reason`: for
-    EXCLUDED and PENDING.
+    EXCLUDED and REFUSED.
     """
 
     file: str
@@ -81,7 +83,7 @@ class Row:
     skip: str = "residual"
     norm_call: NormCall = NormCall.ADDS
     second: Second = Second.ABSENT
-    assume: tuple[tuple[str, bool], ...] = ()
+    assume: tuple[str, ...] = ()
     given: tuple[tuple[str, str], ...] = ()
     allow: frozenset[Allow] = frozenset()
     parent: str = ""
@@ -90,11 +92,16 @@ class Row:
     @property
     def points(self) -> tuple[str, ...]:
         """The points this class has, in stream order."""
-        if self.idiom in (Idiom.EXCLUDED, Idiom.PENDING, Idiom.INHERITED):
+        if self.idiom in (Idiom.EXCLUDED, Idiom.REFUSED, Idiom.INHERITED):
             return ()
         if self.idiom in (Idiom.PARALLEL, Idiom.FUSED_SINGLE):
             return ("pre_attn", "post_block")
         return ("pre_attn", "post_attn", "post_block")
+
+    @property
+    def unless(self) -> tuple[str, ...]:
+        """`assume` as the binder knows it: attributes of the layer, and "float16"."""
+        return tuple("float16" if a == FLOAT16 else a.removeprefix("self.") for a in self.assume)
 
     @property
     def key(self) -> str:

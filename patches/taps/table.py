@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Every decoder-like class of the two model trees, and what becomes of it.
 
-The rows are in `table_fused.py`, `table_summed.py` (wired), `table_rest.py` (inherited, pending)
-and `table_excluded.py`. A class that is not wired or inherited is refused at run time.
+The rows are in `table_fused.py`, `table_summed.py` (wired), `table_rest.py` (inherited, refused)
+and `table_excluded.py`. A refused class says why at start-up.
 """
 
 from patches.taps.rows import Row
 from patches.taps.table_excluded import EXCLUDED
 from patches.taps.table_fused import FUSED, SANDWICH_FUSED, SINGLE_MIXER
-from patches.taps.table_rest import INHERITED, PENDING
+from patches.taps.table_rest import INHERITED, REFUSED
 from patches.taps.table_summed import PARALLEL, SANDWICH_UNFUSED, UNFUSED
 
 ROWS: tuple[Row, ...] = (
@@ -19,6 +19,6 @@ ROWS: tuple[Row, ...] = (
     *SANDWICH_UNFUSED,
     *PARALLEL,
     *INHERITED,
-    *PENDING,
+    *REFUSED,
     *EXCLUDED,
 )

@@ -1,15 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
 """The classes whose stream is a (hidden, residual) pair: fused, single-mixer, sandwich-fused."""
 
+from patches.taps.rows import FLOAT16, Idiom, Row
 from patches.taps.rows import MODELS as M
-from patches.taps.rows import Idiom, Row
 
 F = Idiom.FUSED
 NEMOTRON_H = M + "nemotron_h.py"
-# The engine refuses sequence-parallel MoE rows at start-up, and this attribute needs them on.
-NO_SP_MOE = (("self.use_attn_reduce_scatter_for_moe", False),)
+# The engine refuses sequence-parallel MoE rows at start-up, and these attributes need them on.
+NO_SP_MOE = ("self.use_attn_reduce_scatter_for_moe",)
 
 FUSED: tuple[Row, ...] = (
+    Row(
+        M + "AXK1.py",
+        "AXK1DecoderLayer",
+        F,
+        branch_norms=("post_mlp_layernorm",),
+        assume=(FLOAT16,),
+    ),
     Row(
         M + "apertus.py",
         "ApertusDecoderLayer",
@@ -19,6 +26,12 @@ FUSED: tuple[Row, ...] = (
     Row(M + "bailing_moe.py", "BailingMoeBlock", F, mixers=("attention",)),
     Row(M + "bailing_moe_linear.py", "BailingMoeV25DecoderLayer", F),
     Row(M + "bailing_moe_v3.py", "BailingMoeV3DecoderLayer", F),
+    Row(
+        M + "deepseek_v2.py",
+        "DeepseekV2DecoderLayer",
+        F,
+        assume=("self.use_sequence_parallel_moe", FLOAT16),
+    ),
     Row(M + "ernie45_moe.py", "Ernie4_5_MoeDecoderLayer", F),
     Row(M + "ernie45_vl_moe.py", "Ernie4_5_VLMoeDecoderLayer", F),
     Row(M + "exaone.py", "ExaoneDecoderLayer", F, norms=("ln_1", "ln_2"), mixers=("attn",)),
@@ -165,6 +178,15 @@ SANDWICH_FUSED: tuple[Row, ...] = (
         Idiom.SANDWICH_FUSED,
         norms=("input_layernorm", "post_attention_layernorm"),
         branch_norms=("post_self_attn_layernorm", "post_mlp_layernorm"),
+    ),
+    Row(
+        # Without `sandwich_norm` the post-attention norm takes the sum; with it, the branch.
+        M + "openpangu.py",
+        "OpenPanguDecoderLayer",
+        Idiom.SANDWICH_FUSED,
+        norms=("input_layernorm", "pre_mlp_layernorm", "post_attention_layernorm"),
+        branch_norms=("post_mlp_layernorm",),
+        assume=(FLOAT16,),
     ),
     Row(
         M + "plamo3.py",

@@ -61,22 +61,23 @@ def occurrences(text: Sequence[Hashable], part: Sequence[Hashable]) -> list[int]
 
     In linear time (Knuth, Morris, Pratt): both may be a client's, and made to be slow.
     """
-    # borders[i]: length of the longest proper start of part[: i + 1] that is also its end.
-    borders = [0] * len(part)
-    found: list[int] = []
+    borders = [0]  # [i]: length of the longest proper beginning of part[: i + 1] that also ends it
     length = 0
-    for i in range(1, len(part)):
-        while length and part[i] != part[length]:
-            length = borders[length - 1]
-        length += part[i] == part[length]
-        borders[i] = length
-    length = 0
-    for i, item in enumerate(text):
-        while length and (length == len(part) or item != part[length]):
+    for item in part[1:]:
+        while length and item != part[length]:
             length = borders[length - 1]
         length += item == part[length]
-        if length == len(part):
-            found.append(i + 1 - length)
+        borders.append(length)
+    found: list[int] = []
+    length = 0
+    for end, item in enumerate(text, start=1):
+        while length and item != part[length]:
+            length = borders[length - 1]
+        if item == part[length]:
+            length += 1
+            if length == len(part):
+                found.append(end - length)
+                length = borders[-1]
     return found
 
 
@@ -103,7 +104,7 @@ class _Decoder:
         goes_on = before.endswith(BROKEN) and not special
         self.starts.append(shift + len(before) - goes_on)
         self.ends.append(shift + len(decoded))
-        shrank = False
+        shrank = len(decoded) < len(before)
         if shrank:
             # A byte fallback writes BROKEN for each byte of the run until it is complete.
             for i in range(1, len(self._pending) + 1):

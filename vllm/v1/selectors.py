@@ -24,8 +24,8 @@ WHICH = ("first", "last", "all")
 MAX_POSITION_ENTRIES = 100_000
 """Entries of one `positions` value, and separate runs it may come to: a client could otherwise
 send, or make of a few bytes, a list of any length."""
-MAX_SEARCHED = 2**24
-"""Characters or tokens that the searches of one request may come to: about two seconds."""
+MAX_SEARCHED = 2**23
+"""Characters or tokens that the searches of one request may come to: a second or two of work."""
 
 
 class Prompt:

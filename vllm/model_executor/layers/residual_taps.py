@@ -48,17 +48,22 @@ class UnboundTaps:
 
     Args:
         points: the points this class's `forward` calls, a subset of `POINTS`.
+        unless: what the wiring assumes away: attributes of the layer that must be false, and
+            "float16", the model's dtype.
+        refused: why layers of this class cannot have taps, empty when they can.
     """
 
     pre_attn = PassTap()
     post_attn = PassTap()
     post_block = PassTap()
 
-    def __init__(self, *points: str) -> None:
+    def __init__(self, *points: str, unless: tuple[str, ...] = (), refused: str = "") -> None:
         unknown = sorted(set(points) - set(POINTS))
         if unknown:
             raise ValueError(f"UnboundTaps: unknown points {unknown}, allowed are {POINTS}")
         self.points = tuple(p for p in POINTS if p in points)
+        self.unless = unless
+        self.refused = refused
 
 
 class SiteTap:

@@ -4,13 +4,14 @@
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
 import torch
 
-from vllm.v1.positions import Positions
 from vllm.v1.interventions import Site, TapShape
+from vllm.v1.positions import Positions
 from vllm.v1.sites import need_layers, need_mapping, need_point, reject, show, show_key
 from vllm.v1.steering.spec import need_number, need_vector
 from vllm.v1.steering.terms import OPS, Scalars, Term, make_term
@@ -47,6 +48,21 @@ class Op:
     frozen: bool
     """Whether its gate is decided at the last prompt row: it acts from there on, and where it does
     not act on that row itself, the row needs `terms[0].deciding()`."""
+
+    @property
+    def gated(self) -> bool:
+        return bool(self.terms[0].probe)
+
+    def term_at(self, position: int) -> Term | None:
+        """What acts there."""
+        if self.positions is not None and position not in self.positions:
+            return None
+        return self.terms[0] if len(self.terms) == 1 else self.terms[self._rank[position]]
+
+    @cached_property
+    def _rank(self) -> dict[int, int]:
+        assert self.positions is not None
+        return {position: i for i, position in enumerate(self.positions.array().tolist())}
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which modules of a loaded model are wired decoder layers."""
 
+from collections.abc import Mapping
+
+import torch
 from torch import nn
 
 from vllm.model_executor.layers.residual_taps import UnboundTaps
@@ -38,3 +41,25 @@ def find_layers(model: nn.Module) -> dict[int, nn.Module]:
                 "wire it in patches/taps/table.py or start without steering and capture"
             )
     return layers
+
+
+def refuse_layers(layers: Mapping[int, nn.Module], dtype: torch.dtype) -> None:
+    """Check that these layers may have taps, configured as they are.
+
+    Args:
+        dtype: the model's.
+
+    Raises:
+        ValueError: a layer's class is refused, or something its wiring assumes away is on.
+    """
+    for layer in layers.values():
+        taps = unbound_taps(layer)
+        reasons = [taps.refused] if taps.refused else []
+        for what in taps.unless:
+            if dtype == torch.float16 if what == "float16" else bool(getattr(layer, what)):
+                reasons.append(f"its rows are not the whole stream in its own units with {what}")
+        if reasons:
+            raise ValueError(
+                f"{type(layer).__name__} cannot be steered or captured: {reasons[0]}; "
+                "start without enable_steering and capture_consumers"
+            )

@@ -1,0 +1,58 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Layers that may not have taps are refused when they are bound, by name and with the reason."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from vllm.model_executor.layers.residual_taps import UnboundTaps
+from vllm.v1.worker.tap_layers import find_layers, refuse_layers
+
+
+class Scaled(nn.Module):
+    """A layer whose wiring assumes two things away."""
+
+    taps = UnboundTaps("pre_attn", unless=("float16", "splits_rows"))
+
+    def __init__(self, splits_rows: bool = False) -> None:
+        super().__init__()
+        self.splits_rows = splits_rows
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Not called."""
+        return x
+
+
+class Several(nn.Module):
+    """A layer of a class that is refused."""
+
+    taps = UnboundTaps(refused="it has several streams")
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Not called."""
+        return x
+
+
+def model_of(*layers: nn.Module) -> dict[int, nn.Module]:
+    return find_layers(nn.ModuleDict({"layers": nn.ModuleList(layers)}))
+
+
+def test_layers_within_the_assumptions_pass() -> None:
+    layers = model_of(Scaled(), Scaled())
+    assert set(layers) == {0, 1}
+    refuse_layers(layers, torch.bfloat16)
+
+
+@pytest.mark.parametrize(
+    ("layers", "dtype", "says"),
+    [
+        ((Scaled(),), torch.float16, "Scaled .* with float16"),
+        ((Scaled(), Scaled(splits_rows=True)), torch.bfloat16, "Scaled .* with splits_rows"),
+        ((Several(),), torch.bfloat16, "Several .* several streams"),
+    ],
+)
+def test_others_are_refused(layers: tuple[nn.Module, ...], dtype: torch.dtype, says: str) -> None:
+    with pytest.raises(ValueError, match=says):
+        refuse_layers(model_of(*layers), dtype)
