@@ -3,6 +3,8 @@
 
 from typing import TYPE_CHECKING
 
+from vllm import envs
+
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
@@ -32,7 +34,7 @@ def refuse_unsupported(config: "VllmConfig") -> None:
         "micro-batching (--enable-dbo, --ubatch-size)": parallel.use_ubatching,
         "elastic expert parallelism (--enable-elastic-ep)": parallel.enable_elastic_ep,
         "--kv-sharing-fast-prefill": config.cache_config.kv_sharing_fast_prefill,
-        "sleep mode (--enable-sleep-mode)": model.enable_sleep_mode,
+        "the Rust front end (VLLM_USE_RUST_FRONTEND=1)": envs.VLLM_USE_RUST_FRONTEND,
         "adaptive verification (speculative_config.enable_adaptive_verification)": (
             speculative is not None and speculative.enable_adaptive_verification
         ),

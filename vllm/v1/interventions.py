@@ -195,8 +195,6 @@ class StepInterventions(msgspec.Struct):
 
     version: int
     """Of the global steering."""
-    reset: bool = False
-    """The device's tables were lost (sleep mode): start from empty ones."""
     new_parts: list[Part] = []
     tiers: GlobalTiers | None = None
     """Changed global tiers."""
@@ -213,8 +211,7 @@ class StepInterventions(msgspec.Struct):
     def empty(self) -> bool:
         """Whether a worker that is not told does the same."""
         return not (
-            self.reset
-            or self.new_parts
+            self.new_parts
             or self.tiers
             or self.contents
             or self.dropped_parts

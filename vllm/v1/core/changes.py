@@ -106,10 +106,14 @@ class Changes:
                 if (part := current.tiers.get(tier)) is not None
             },
             "modules": {name: describe(module) for name, module in sorted(modules.items())},
-            "slots": {"in_use": self._interventions.slots.in_use,
-                      "size": self._interventions.slots.size},
-            "rows": {"in_use": self._interventions.pool.in_use,
-                     "size": self._interventions.pool.size},
+            "slots": {
+                "in_use": self._interventions.slots.in_use,
+                "size": self._interventions.slots.size,
+            },
+            "rows": {
+                "in_use": self._interventions.pool.in_use,
+                "size": self._interventions.pool.size,
+            },
         }
 
 

@@ -58,7 +58,6 @@ class SchedulerInterventions:
         self._reserved: set[str] = set()
         self._admitted: dict[str, WorkerRequest] = {}
         self._changed_tiers: GlobalTiers | None = None
-        self._reset = False
 
     # -- a request's life -------------------------------------------------------------------
 
@@ -158,8 +157,7 @@ class SchedulerInterventions:
                 self._admitted[request.request_id] = self._worker_request(request)
 
     def restore(self) -> None:
-        """The workers' tables may be lost, after sleep: send everything again."""
-        self._reset = True
+        """The workers' tables were lost in sleep: send everything again."""
         self._changed_tiers = self.tiers.current
         self.slots.restore()
         self.pool.restore()
@@ -172,7 +170,6 @@ class SchedulerInterventions:
         terms, programs = self.pool.take_uploads()
         step = StepInterventions(
             version=self.tiers.current.version,
-            reset=self._reset,
             new_parts=new_parts,
             tiers=self._changed_tiers,
             contents=contents,
@@ -182,7 +179,7 @@ class SchedulerInterventions:
             admitted=self._admitted,
             rows=self.rows.take(num_scheduled_tokens),
         )
-        self._reset, self._changed_tiers, self._admitted = False, None, {}
+        self._changed_tiers, self._admitted = None, {}
         return None if step.empty else step
 
     def accept(self, request: Request, captured: "StepRows | None") -> None:

@@ -77,6 +77,5 @@ class RowBudget:
         return {
             req_id: kept
             for req_id, at in offsets.items()
-            if req_id in num_scheduled_tokens
-            and len(kept := at[at < num_scheduled_tokens[req_id]])
+            if req_id in num_scheduled_tokens and len(kept := at[at < num_scheduled_tokens[req_id]])
         }

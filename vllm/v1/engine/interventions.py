@@ -5,7 +5,7 @@ import copy
 from typing import TYPE_CHECKING
 
 from vllm.pooling_params import PoolingParams
-from vllm.sampling_params import SamplingParams
+from vllm.sampling_params import BeamSearchParams, SamplingParams
 from vllm.tokenizers import TokenizerLike
 from vllm.v1.capture.spec import parse_capture
 from vllm.v1.engine.module_catalog import ModuleCatalog
@@ -35,6 +35,16 @@ def strip(params: SamplingParams) -> SamplingParams:
     for field in PLAN_FIELDS:
         setattr(stripped, field, None)
     return stripped
+
+
+def refuse_beam_search(params: SamplingParams | BeamSearchParams, config: "VllmConfig") -> None:
+    """Raises ValueError: a beam is sent anew at each of its tokens, its generated ones as prompt."""
+    if isinstance(params, BeamSearchParams) and config.steering_config.enable_steering:
+        reject(
+            "beam_search",
+            "is not supported by an engine with steering: global tiers would take generated "
+            "positions for the prompt's. Start without enable_steering",
+        )
 
 
 def resolve(

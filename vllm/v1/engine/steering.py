@@ -198,9 +198,7 @@ class AsyncSteering:
     """Global steering of an `AsyncLLM`: the methods of `Steering` as coroutines. With several
     data-parallel engines all make a change or none does."""
 
-    def __init__(
-        self, config: "VllmConfig", catalog: ModuleCatalog, core: "AsyncMPClient"
-    ) -> None:
+    def __init__(self, config: "VllmConfig", catalog: ModuleCatalog, core: "AsyncMPClient") -> None:
         self._changes = _Changes(config, catalog)
         self._core = core
 

@@ -153,9 +153,7 @@ def _first_outside(positions: Positions, phase: Positions) -> int | None:
     return first if first is not None and first < start else positions.first_from(stop)
 
 
-def need_steered_points(
-    sites: Iterable[Site], path: str, config: SteeringConfig
-) -> None:
+def need_steered_points(sites: Iterable[Site], path: str, config: SteeringConfig) -> None:
     """Raises ValueError if a site's point was left out at start-up."""
     for point, _ in sites:
         if point not in config.steering_points:

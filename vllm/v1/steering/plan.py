@@ -122,7 +122,7 @@ class Layout:
     def operate(self, ops: list[Op]) -> None:
         """Append ops. Plain additions that no other op comes before need no ops table."""
         for op in ops:
-            if op.name == "add" and not op.terms[0].probe and not self._ops:
+            if op.name == "add" and not op.gated and not self._ops:
                 vector = np.frombuffer(op.terms[0].vector, np.float32).astype(np.float64)
                 vector = vector * op.terms[0].scalars.constant
                 self.add({site: vector for site in op.sites}, op.positions or ALL)
@@ -139,10 +139,14 @@ class Layout:
         Raises:
             ValueError: the sum of all vectors overflows, or there are too many segments.
         """
-        where = [x.positions for x in (*self._additions, *self._shared)]
+        where = [addition.positions for addition in self._additions]
+        where += [shared.positions for shared in self._shared]
         where += [op.positions or ALL for op in self._ops]
-        decider = self._prompt - 1 if any(op.frozen for op in self._ops) else 0
-        edges = {0, self._prompt, decider, decider + 1 if decider else 0}
+        edges = {0, self._prompt}
+        decider = None
+        if any(op.frozen for op in self._ops):
+            decider = self._prompt - 1
+            edges.add(decider)
         edges |= {edge for positions in where for edge in positions.flat() if edge < END}
         for op in self._ops:
             if len(op.terms) > 1 and op.positions is not None:
@@ -158,7 +162,7 @@ class Layout:
         for i, first in enumerate(firsts.tolist()):
             content = makers.content(acts[:split, i].astype(bool))
             program = programs.program(
-                first, acts[split:, i].astype(bool), bool(decider) and first == decider
+                first, acts[split:, i].astype(bool), decides=first == decider
             )
             same = segments and (segments[-1].content, segments[-1].program) == (content, program)
             if not same or first == self._prompt:
@@ -200,7 +204,7 @@ class _Contents:
             inline = add_up(a.vectors for a, on in zip(self._additions, own, strict=True) if on)
         shared = [s for s, on in zip(self._shared, acts[len(own) :], strict=True) if on]
         with np.errstate(over="ignore", invalid="ignore"):
-            tiers = [inline, *(_scaled(s) for s in shared)] if shared else [inline]
+            tiers = [inline, *(_scaled(s) for s in shared)]
             need_finite_sum(add_up(tiers), self._path, self._shape)
         scaled = [(s.part.digest, s.scale) for s in shared]
         if inline:
@@ -235,7 +239,7 @@ class _Programs:
         chosen: list[Term | None] = []
         for op, on in zip(self._ops, acts, strict=True):
             if on:
-                chosen.append(_term_at(op, first))
+                chosen.append(op.term_at(first))
             else:
                 chosen.append(op.terms[0].deciding() if op.frozen and decides else None)
         if not any(chosen):
@@ -255,13 +259,6 @@ class _Programs:
         digest = _digest(f"{names};{decides};{listed}")
         self.programs[digest] = Program(digest, self.sites, terms, decides)
         return digest
-
-
-def _term_at(op: Op, position: int) -> Term:
-    if len(op.terms) == 1:
-        return op.terms[0]
-    assert op.positions is not None
-    return op.terms[len(op.positions.below(position))]
 
 
 def _digest(text: str, data: bytes = b"") -> str:

@@ -39,11 +39,6 @@ class SteeringTable:
 
     def apply(self, step: StepInterventions) -> None:
         """Take over new parts, contents and global tiers."""
-        if step.reset:
-            self._rows.zero_()
-            self._parts.clear()
-            self._slots.clear()
-            self._tiers.clear()
         for part in step.new_parts:
             self._parts[part.digest] = self._own(part)
         changed = {slot: (content, inherit) for slot, content, inherit in step.contents}
@@ -56,6 +51,13 @@ class SteeringTable:
             self._write(slot, content, inherit)
         for digest in step.dropped_parts:
             del self._parts[digest]
+
+    def forget(self) -> None:
+        """The device's memory was lost."""
+        self._rows.zero_()
+        self._parts.clear()
+        self._tiers.clear()
+        self._slots.clear()
 
     def _own(self, part: Part) -> tuple[torch.Tensor, torch.Tensor]:
         """(index of its sites here [n], float32 [n, hidden]): other stages have the others."""

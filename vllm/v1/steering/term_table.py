@@ -57,9 +57,6 @@ class TermTable:
 
     def apply(self, step: StepInterventions) -> None:
         """Take over new terms and programs."""
-        if step.reset:
-            for table in (self._vectors, self._scalars, self._probes, self._homes, self._programs):
-                table.zero_()
         if step.terms:
             self._put_terms(step.terms)
         if step.programs:
@@ -74,6 +71,11 @@ class TermTable:
             self._programs.index_copy_(1, rows, self._on_device(listed))
             homes = np.array([p.home for p in step.programs], dtype=np.int32)
             self._homes.index_copy_(0, rows, self._on_device(homes))
+
+    def forget(self) -> None:
+        """The device's memory was lost."""
+        for table in (self._vectors, self._scalars, self._probes, self._homes, self._programs):
+            table.zero_()
 
     def _put_terms(self, placed: list[PlacedTerm]) -> None:
         rows = self._on_device(np.array([p.row for p in placed], dtype=np.int64))

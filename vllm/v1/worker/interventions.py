@@ -70,12 +70,12 @@ class Interventions:
                 "enable_steering and capture_consumers"
             )
         model_config = self._config.model_config
-        refuse_layers(layers, model_config.dtype)
         self.shape = TapShape(
             hidden_size=model_config.get_hidden_size(),
             dtype=str(model_config.dtype).removeprefix("torch."),
             points={index: unbound_taps(layer).points for index, layer in layers.items()},
         )
+        refuse_layers(layers, self.shape.torch_dtype)
         sites = [(p, n) for n in sorted(layers) for p in self.shape.points[n]]
         self.sites = {site: i for i, site in enumerate(sites)}
         self._allocate(self.shape)
@@ -163,19 +163,23 @@ class Interventions:
         if step is None:
             return
         self._version = step.version
-        if step.reset:
-            self._reset()
         self._capture_sites |= {r: w.capture_sites for r, w in step.admitted.items()}
         if self.table is not None:
             self.table.apply(step)
         if self._terms is not None:
             self._terms.apply(step)
 
-    def _reset(self) -> None:
-        """The device's memory was lost in sleep."""
-        self.tokens.reset()
+    def forget(self) -> None:
+        """After sleep the device's memory holds anything: the scheduler sends all of it again."""
+        if not self.sites:
+            return
+        self.tokens.forget()
         if self.dest is not None:
             self.dest.fill_(-1)
+        if self.table is not None:
+            self.table.forget()
+        if self._terms is not None:
+            self._terms.forget()
 
     def map_dummy(self) -> None:
         """Before a dummy forward: no token is steered or captured, but by the start-up check."""

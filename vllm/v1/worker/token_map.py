@@ -56,7 +56,7 @@ class TokenMap:
         self.clear(total)
 
     def _uploaded(self, req_ids: list[str], num_tokens: np.ndarray) -> list[torch.Tensor]:
-        """(request of each token << 40, (request << 40) + first of each segment, rows, programs)."""
+        """[request of a token << 40, (request << 40) + first of each segment, rows, programs]."""
         batch = self._batch
         # While nothing but positions changes, as in steady decoding, nothing is sent.
         if batch is not None and batch[0] == req_ids and np.array_equal(batch[1], num_tokens):
@@ -89,7 +89,7 @@ class TokenMap:
             self.program[total : self._mapped].zero_()
         self._mapped = total
 
-    def reset(self) -> None:
+    def forget(self) -> None:
         """The device's memory was lost."""
         self.slots.zero_()
         self.program.zero_()
