@@ -50,7 +50,7 @@ class BlockIdentity:
         return self._set([era])
 
     def change(self, eras: list[Era]) -> bool:
-        """Positions from the first of `eras` on run under those. Returns whether anything changed."""
+        """Positions from the first of `eras` on run under those. Returns whether that is new."""
         return self._set([e for e in self._eras if e.first < eras[0].first] + eras)
 
     def _set(self, eras: list[Era]) -> bool:

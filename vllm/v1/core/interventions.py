@@ -67,7 +67,7 @@ class SchedulerInterventions:
             _rehash(request, 0)
 
     def can_admit(self, request: Request) -> bool:
-        """Whether a waiting request may start now: all slots and rows it will ever need are free."""
+        """Whether a waiting request may start now: all it will ever need is free."""
         plan = request.interventions.plan.steering
         if plan is None or request.request_id in self._reserved:
             return True

@@ -38,7 +38,7 @@ def strip(params: SamplingParams) -> SamplingParams:
 
 
 def refuse_beam_search(params: SamplingParams | BeamSearchParams, config: "VllmConfig") -> None:
-    """Raises ValueError: a beam is sent anew at each of its tokens, its generated ones as prompt."""
+    """Raises ValueError: a beam is sent anew at each token, its generated ones as prompt."""
     if isinstance(params, BeamSearchParams) and config.steering_config.enable_steering:
         reject(
             "beam_search",
