@@ -21,6 +21,8 @@ import torch
 from tests.conformance.models import HIDDEN, VOCAB
 from tests.conformance.reference import Site
 from tests.conformance.runner import LEAST_MOVE, READ_TOLERANCE, WRITE_TOLERANCE, Reference
+from tests.op_deltas import with_ops
+from tests.selected import expected_positions
 from vllm import LLM, SamplingParams
 from vllm.inputs import TokensPrompt
 from vllm.v1.engine.core_client import InprocClient
@@ -45,7 +47,7 @@ class Ask:
 
     @property
     def steered(self) -> bool:
-        return bool(_TIERS.keys() & self.fields.keys())
+        return bool({*_TIERS, "steering"} & self.fields.keys())
 
     def params(self, log_probs: bool = True) -> SamplingParams:
         """Greedy, full-vocabulary log-probabilities of the generated tokens, changed by `fields`.
@@ -103,28 +105,6 @@ def row_tensors(completion: Any) -> dict[Site, torch.Tensor]:
     return {site: rows.values for site, rows in payload.items()}
 
 
-def expected_positions(selector: Any, prompt: int, generated: int) -> list[int]:
-    """The positions a selector means once a request has ended."""
-    rows = prompt + generated - 1
-    if isinstance(selector, list):
-        parts = [expected_positions(s, prompt, generated) for s in selector]
-        return sorted({p for part in parts for p in part})
-    if isinstance(selector, int):
-        absolute = selector if selector >= 0 else prompt + selector
-        return [absolute] if absolute < rows else []
-    if isinstance(selector, dict):
-        start, stop = selector.get("start", 0), selector.get("stop", rows)
-        return list(range(start, min(stop, rows), selector.get("step", 1)))
-    return {
-        "last_prompt": [prompt - 1],
-        "all_prompt": list(range(prompt)),
-        "all_generated": list(range(prompt, rows)),
-        "last_generated": [rows - 1] if generated > 1 else [],
-        "predicting": list(range(prompt - 1, rows)),
-        "all": list(range(rows)),
-    }[selector]
-
-
 def deltas_of(ask: Ask, length: int) -> dict[Site, torch.Tensor]:
     """(point, layer) -> float32 [length, HIDDEN]: what is added where, tiers summed."""
     in_prompt = torch.arange(length) < len(ask.prompt)
@@ -146,6 +126,14 @@ class Judge:
 
     def __init__(self, reference: Reference) -> None:
         self.reference = reference
+
+    def deltas(self, ask: Ask, sequence: list[int]) -> dict[Site, torch.Tensor]:
+        """(point, layer) -> float32 [len(sequence), HIDDEN]: what tiers add and ops change."""
+        added = deltas_of(ask, len(sequence))
+        ops = ask.fields.get("steering")
+        if ops is None:
+            return added
+        return with_ops(self.reference, ops, added, sequence, len(ask.prompt))
 
     def check(self, ask: Ask, output: Any, sample: int = 0) -> None:
         """All that can be said about one completion: its rows and its log-probabilities.
@@ -172,7 +160,7 @@ class Judge:
         positions = expected_positions(
             spec["positions"], len(ask.prompt), len(completion.token_ids)
         )
-        expected = self.reference.run(sequence, deltas_of(ask, len(sequence))).rows
+        expected = self.reference.run(sequence, self.deltas(ask, sequence)).rows
         assert result.payload, "no site was captured"
         for site, rows in result.payload.items():
             assert rows.positions.tolist() == positions, site
@@ -185,7 +173,7 @@ class Judge:
         log-probabilities."""
         sequence = [*ask.prompt, *completion.token_ids][:-1]
         first = len(ask.prompt) - 1
-        steered = self.reference.run(sequence, deltas_of(ask, len(sequence)))
+        steered = self.reference.run(sequence, self.deltas(ask, sequence))
         want = steered.logits[first:].log_softmax(-1)
         plain = self.reference.run(sequence).logits[first:].log_softmax(-1)
         return worst_row(log_probs(completion), want), relative(want, plain)

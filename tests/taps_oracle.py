@@ -23,6 +23,7 @@ import copy
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -69,11 +70,18 @@ class Tap:
             return torch.zeros_like(h), self.steer(h + r)
         return h, self.steer(r)
 
-    def leave(self, h: torch.Tensor, r: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        h, after = self.enter(h, r)
-        assert after is not None
-        self.read(h + after)
-        return h, after
+    def leave(
+        self, h: torch.Tensor, r: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        h, r = self.enter(h, r)
+        self.read(h if r is None else h + r)
+        return h, r
+
+    def renorm(
+        self, n: torch.Tensor, s: torch.Tensor, norm: Callable[[torch.Tensor], torch.Tensor]
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        s = self(s)
+        return norm(s), s
 
     def __call__(self, h: torch.Tensor) -> torch.Tensor:
         h = self.steer(h)
@@ -128,11 +136,19 @@ class Branch:
 
 
 class _Holder:
-    """Attributes by dotted name: `self.mixer.forward_with_positions`, `self.config.x`."""
+    """Attributes by dotted name: `self.mixer.forward_with_positions`, `self.mlps[0]`."""
+
+    forward: Callable[..., Any]
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.forward(self, *args, **kwargs)
 
     def put(self, dotted: str, value: Any) -> None:
         head, _, rest = dotted.partition(".")
-        if rest:
+        if head.endswith("]"):
+            name, _, index = head.removesuffix("]").partition("[")
+            vars(self).setdefault(name, {})[int(index)] = value
+        elif rest:
             if not isinstance(getattr(self, head, None), _Holder):
                 setattr(self, head, _Holder())
             getattr(self, head).put(rest, value)
@@ -145,9 +161,9 @@ class Subject:
 
     def __init__(self, row: Row, source: Source, settings: Mapping[str, Any]) -> None:
         self.row, self.settings = row, dict(settings)
-        forward = method(source.cls(row.cls), "forward")
-        assert forward is not None
-        forward = copy.deepcopy(forward)
+        self.later_only = self.settings.pop("later_only", False)
+        cls = source.cls(row.cls)
+        self.function, forward = self.compiled(source, cls, "forward")
         self.pairs = {
             ast.unparse(n.value.func).removeprefix("self.")
             for n in ast.walk(forward)
@@ -155,11 +171,26 @@ class Subject:
             and isinstance(n.targets[0], ast.Tuple)
             and isinstance(n.value, ast.Call)
         }
+        self.parameters = [a.arg for a in forward.args.args[1:]]
+        self.sublayers, self.methods = {}, {}
+        for name in row.inline:
+            if name in SUBLAYERS:
+                sub = source.cls(SUBLAYERS[name])
+                self.sublayers[name], _ = self.compiled(source, sub, "forward")
+            else:
+                self.methods[name], _ = self.compiled(source, cls, name)
+
+    def compiled(
+        self, source: Source, cls: ast.ClassDef, name: str
+    ) -> tuple[Callable[..., Any], ast.FunctionDef]:
+        """A function of a class, to be called with its `self`, and its code."""
+        forward = method(cls, name)
+        assert forward is not None
+        forward = copy.deepcopy(forward)
         for node in ast.walk(forward):
             if isinstance(node, ast.arg):
                 node.annotation = None
         forward.returns = None
-        self.parameters = [a.arg for a in forward.args.args[1:]]
         module = ast.Module([forward], [])
         space: dict[str, Any] = {
             n.id: type(n.id, (), {})
@@ -169,7 +200,7 @@ class Subject:
         space |= {"torch": _torch(), "math": math}
         space["tensor_model_parallel_all_reduce"] = lambda x: x.clone()
         exec(compile(ast.fix_missing_locations(module), source.file, "exec"), space)
-        self.function: Callable[..., Any] = space["forward"]
+        return space[name], forward
 
     def run(
         self,
@@ -183,10 +214,16 @@ class Subject:
         block = _Holder()
         params: dict[str, Any] = dict.fromkeys(self.parameters)
         params |= {p: torch.arange(TOKENS) for p in ("positions", "position_ids") if p in params}
+        for name, function in self.methods.items():
+            block.put(name, partial(function, block))
+        for name, function in self.sublayers.items():
+            block.put(f"{name}.forward", function)
+            for point in row.points:  # a sublayer that is a wired class keeps taps that do nothing
+                block.put(f"{name}.taps.{point}", Tap(point, None, False, Log()))
         for kind, names in (("mixer", row.mixers), ("mlp", row.mlps)):
             for name in names:
                 stub = Branch(kind, name, name in self.pairs, log)
-                if "[" in name:
+                if name.partition("[")[0] in params:
                     params[name.partition("[")[0]] = [stub] * 4
                 else:
                     block.put(name, stub)
@@ -207,7 +244,7 @@ class Subject:
             params[row.residual] = (None if r is None else r.clone()) if fused else junk
         out = self.function(block, **params)
         if row.idiom in DEFERRED:
-            return out[0] + out[1], log
+            return out[0] + out[-1], log
         return out if row.second is Second.ABSENT else out[0], log
 
 
@@ -229,7 +266,8 @@ def check(row: Row, before: Source, after: Source, settings: Mapping[str, Any]) 
         return torch.randn(TOKENS, WIDTH, generator=generator, dtype=torch.float64)
 
     later = row.idiom in DEFERRED
-    for r1, r2 in ((None, None), (rows(), rows())) if later else ((None, None),):
+    starts = [(rows(), rows())] if later else []
+    for r1, r2 in starts if wired.later_only else [(None, None), *starts]:
         x1, x2 = rows(), rows()
         out1, log1 = wired.run(x1, r1)
         out2, log2 = wired.run(x2, r2)
@@ -314,6 +352,12 @@ _FALCON = [
     )
 ]
 
+SUBLAYERS = {
+    "mamba_decoder": "Zamba2MambaDecoderLayer",
+    "norm_attn_norm": "DbrxFusedNormAttention",
+}
+
+# `later_only`: upstream's own forward() cannot be the first block.
 SETTINGS: dict[str, list[dict[str, Any]]] = {
     "AXK1DecoderLayer": [
         {"use_mha": mha, "is_layer_sparse": sparse}
@@ -324,6 +368,11 @@ SETTINGS: dict[str, list[dict[str, Any]]] = {
     "BailingMoeV3DecoderLayer": [{"is_kda_layer": value} for value in (False, True)],
     "BloomBlock": _SKIPS,
     "CohereDecoderLayer": [{"tp_size": 1}, {"tp_size": 2}],
+    "DeciLMDecoderLayer": [
+        {"_is_no_op_attention": attention, "_is_no_op_ffn": ffn, "later_only": attention}
+        for attention in (False, True)
+        for ffn in (False, True)
+    ],
     "DeepseekV2DecoderLayer": [
         {"use_mha": value, "use_sequence_parallel_moe": False} for value in (False, True)
     ],
@@ -349,6 +398,9 @@ SETTINGS: dict[str, list[dict[str, Any]]] = {
     "GraniteMoeSharedDecoderLayer": [_MULTIPLIER, _MULTIPLIER | {"shared_mlp": None}],
     "HyperCLOVAXDecoderLayer": [_MULTIPLIER | {"use_post_norm": v} for v in (False, True)],
     "InternS2MobiusDecoderLayer": _LAYER_TYPES,
+    "KimiDecoderLayer": [
+        {"use_attn_residuals": False, "use_attn_res": False, "use_sequence_parallel": False}
+    ],
     "MiniCPMDecoderLayer": [{"config.scale_depth": 1.4, "config.num_hidden_layers": 4}],
     "MistralDecoderLayer": [
         {"ada_rms_norm_t_cond": None},
@@ -362,4 +414,11 @@ SETTINGS: dict[str, list[dict[str, Any]]] = {
     "Qwen3NextDecoderLayer": _LAYER_TYPES,
     "Step3TextDecoderLayer": [{"use_moe": value} for value in (False, True)],
     "Step3p5DecoderLayer": [{"use_moe": value} for value in (False, True)],
+    "Zamba2HybridLayer": [
+        {
+            "block_idx": 0,
+            "shared_transformer": lambda x, **_: torch.tanh(x),
+            "linear": lambda x: (x @ _weight("linear"), None),
+        }
+    ],
 }

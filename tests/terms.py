@@ -23,6 +23,8 @@ from vllm.v1.steering.terms import OPS, Scalars, Term
 
 POINT, LAYER = "post_block", 1
 MAX_TERMS = 8
+LENGTH = 9
+"""Rows of a made-up request."""
 FAMILIES = frozenset({*OPS, "gate"})
 
 Steer = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, TermTables], None]
@@ -51,6 +53,56 @@ def selecting(num_prompt: int, end: int) -> Callable[[Any, str], Positions]:
 def entry(op: str, **fields: Any) -> dict[str, Any]:
     """An operation at the one site, as a user writes it."""
     return {"op": op, "point": POINT, "layers": LAYER, **fields}
+
+
+class Maker:
+    """Random operations whose numbers fit rows of norm about `size`."""
+
+    def __init__(self, seed: int, hidden: int, size: float) -> None:
+        self.rng = np.random.default_rng(seed)
+        self.hidden, self.size = hidden, size
+
+    def rows(self, count: int = LENGTH) -> torch.Tensor:
+        """float32 [count, hidden]."""
+        rows = self.rng.standard_normal((count, self.hidden)) * self.size / self.hidden**0.5
+        return torch.from_numpy(rows).float()
+
+    def direction(self) -> torch.Tensor:
+        return torch.from_numpy(self.rng.standard_normal(self.hidden))
+
+    def number(self) -> float:
+        return float(self.rng.uniform(-2, 2))
+
+    def gate(self, when: str = "row") -> dict[str, Any]:
+        """One that is neither shut nor open on rows of this size."""
+        probe = self.direction() / self.size
+        return {
+            "probe": probe,
+            "threshold": self.number() / 4,
+            "sharpness": self.number(),
+            "when": when,
+        }
+
+    def op(self, name: str, **more: Any) -> dict[str, Any]:
+        lo = self.number() * self.size / 4
+        fields: dict[str, Callable[[], dict[str, Any]]] = {
+            "add": lambda: {"vector": self.rows(1)[0], "scale": self.number()},
+            "norm_match": lambda: {"direction": self.direction(), "scale": self.number()},
+            "ablate": lambda: {"direction": self.direction(), "strength": self.number()},
+            "clamp": lambda: {
+                "direction": self.direction(),
+                "lo": lo,
+                "hi": lo + abs(self.number()) * self.size / 8,
+            },
+            "pin": lambda: {"direction": self.direction(), "value": lo},
+            "replace": lambda: {
+                "values": self.rows(3),
+                "positions": self.rng.permutation(LENGTH)[:3].tolist(),
+                "alpha": abs(self.number()) / 2,
+            },
+            "normalize": lambda: {},
+        }
+        return entry(name, **(fields[name]() | more))
 
 
 class Site:
@@ -188,3 +240,9 @@ def _array(value: Any) -> Any:
     if isinstance(value, torch.Tensor):
         return value.double().numpy()
     return np.array(value, dtype=np.float64) if isinstance(value, list) else value
+
+
+def worst(got: torch.Tensor, want: torch.Tensor, *passed: torch.Tensor) -> float:
+    """The worst row's, relative to the largest row among `want` and `passed`."""
+    largest = max(float(t.norm(dim=-1).max()) for t in (want, *passed))
+    return float((got.double() - want).norm(dim=-1).max()) / largest

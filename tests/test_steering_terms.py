@@ -7,7 +7,6 @@ Under V1 the torch version is tested, under V2 the Triton kernel, which Triton i
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -17,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.conformance.engine import Runner
-from tests.terms import FAMILIES, Site, Steer, entry
+from tests.terms import FAMILIES, LENGTH, Maker, Site, Steer, entry, worst
 from vllm.model_executor.layers import steering_terms
 from vllm.v1.steering import reference
 from vllm.v1.steering.terms import OPS
@@ -26,7 +25,7 @@ pytestmark = pytest.mark.v2
 
 TOLERANCE = 2e-6
 """Of float32 against float64, relative to the largest row a case passes through."""
-LENGTH, NUM_PROMPT = 9, 5
+NUM_PROMPT = 5
 SEEDS = st.integers(0, 2**32 - 1)
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 """Then a token takes milliseconds, and bfloat16 is truncated where the GPU rounds."""
@@ -41,56 +40,6 @@ def steer(runner: Runner) -> Steer:
     return steering_terms.steer_rows_torch
 
 
-class Maker:
-    """Random operations whose numbers fit rows of norm about `size`."""
-
-    def __init__(self, seed: int, hidden: int, size: float) -> None:
-        self.rng = np.random.default_rng(seed)
-        self.hidden, self.size = hidden, size
-
-    def rows(self, count: int = LENGTH) -> torch.Tensor:
-        """float32 [count, hidden]."""
-        rows = self.rng.standard_normal((count, self.hidden)) * self.size / self.hidden**0.5
-        return torch.from_numpy(rows).float()
-
-    def direction(self) -> torch.Tensor:
-        return torch.from_numpy(self.rng.standard_normal(self.hidden))
-
-    def number(self) -> float:
-        return float(self.rng.uniform(-2, 2))
-
-    def gate(self, when: str = "row") -> dict[str, Any]:
-        """One that is neither shut nor open on rows of this size."""
-        probe = self.direction() / self.size
-        return {
-            "probe": probe,
-            "threshold": self.number() / 4,
-            "sharpness": self.number(),
-            "when": when,
-        }
-
-    def op(self, name: str, **more: Any) -> dict[str, Any]:
-        lo = self.number() * self.size / 4
-        fields: dict[str, Callable[[], dict[str, Any]]] = {
-            "add": lambda: {"vector": self.rows(1)[0], "scale": self.number()},
-            "norm_match": lambda: {"direction": self.direction(), "scale": self.number()},
-            "ablate": lambda: {"direction": self.direction(), "strength": self.number()},
-            "clamp": lambda: {
-                "direction": self.direction(),
-                "lo": lo,
-                "hi": lo + abs(self.number()) * self.size / 8,
-            },
-            "pin": lambda: {"direction": self.direction(), "value": lo},
-            "replace": lambda: {
-                "values": self.rows(3),
-                "positions": self.rng.permutation(LENGTH)[:3].tolist(),
-                "alpha": abs(self.number()) / 2,
-            },
-            "normalize": lambda: {},
-        }
-        return entry(name, **(fields[name]() | more))
-
-
 @st.composite
 def makers(draw: st.DrawFn) -> Maker:
     hidden = draw(st.sampled_from([8, 33, 64, 130]))
@@ -99,12 +48,6 @@ def makers(draw: st.DrawFn) -> Maker:
 
 def whole(steer: Steer, site: Site, rows: torch.Tensor) -> torch.Tensor:
     return site.step(steer, rows, range(LENGTH))
-
-
-def error(got: torch.Tensor, want: torch.Tensor, *passed: torch.Tensor) -> float:
-    """The worst row's, relative to the largest row among `want` and `passed`."""
-    largest = max(float(t.norm(dim=-1).max()) for t in (want, *passed))
-    return float((got.double() - want).norm(dim=-1).max()) / largest
 
 
 @pytest.mark.parametrize("gated", [False, True])
@@ -121,8 +64,8 @@ def test_each_operation_is_what_the_reference_says(
     site = Site([*first, maker.op(name, **more)], maker.hidden, LENGTH)
     want = site.expected(rows)
     got = whole(steer, site, rows)
-    assert error(got, want, rows) < TOLERANCE
-    assert error(rows, want, rows) > 100 * TOLERANCE
+    assert worst(got, want, rows) < TOLERANCE
+    assert worst(rows, want, rows) > 100 * TOLERANCE
 
 
 @MANY
@@ -152,7 +95,7 @@ def test_several_operations_with_additive_tiers_and_positions(
     sizes = [site.expected(rows, vectors[slots.long()])]
     for stop in range(1, len(asked)):
         sizes.append(Site(asked[:stop], maker.hidden, LENGTH).expected(rows, vectors[slots.long()]))
-    assert error(got, want, rows, *sizes) < 5 * TOLERANCE
+    assert worst(got, want, rows, *sizes) < 5 * TOLERANCE
 
 
 def only(steer: Steer, rows: torch.Tensor, *asked: dict[str, Any]) -> torch.Tensor:
@@ -166,11 +109,11 @@ def test_ablate_is_idempotent(steer: Steer, maker: Maker) -> None:
     rows, direction = maker.rows(), maker.direction()
     ablate = entry("ablate", direction=direction)
     once, twice = only(steer, rows, ablate), only(steer, rows, ablate, ablate)
-    assert error(twice, once.double(), rows) < TOLERANCE
+    assert worst(twice, once.double(), rows) < TOLERANCE
     along = once.double() @ (direction / direction.norm())
     assert float(along.abs().max()) < TOLERANCE * float(rows.norm(dim=1).max())
     half = entry("ablate", direction=direction, strength=0.5)
-    assert error(only(steer, rows, half, half), only(steer, rows, half).double(), rows) > 1e-4
+    assert worst(only(steer, rows, half, half), only(steer, rows, half).double(), rows) > 1e-4
 
 
 @MANY
@@ -290,8 +233,8 @@ def test_order_matters(steer: Steer, maker: Maker) -> None:
     add, ablate = entry("add", vector=vector, scale=2.0), entry("ablate", direction=vector)
     there, back = Site([add, ablate], maker.hidden, 9), Site([ablate, add], maker.hidden, 9)
     for site in (there, back):
-        assert error(whole(steer, site, rows), site.expected(rows), rows) < 5 * TOLERANCE
-    assert error(whole(steer, there, rows), back.expected(rows), rows) > 0.1
+        assert worst(whole(steer, site, rows), site.expected(rows), rows) < 5 * TOLERANCE
+    assert worst(whole(steer, there, rows), back.expected(rows), rows) > 0.1
 
 
 @pytest.mark.parametrize("steps", [[9], [3, 6], [5, 4], [4, 1, 1, 1, 1, 1]])
@@ -314,10 +257,10 @@ def test_a_gate_decided_at_the_last_prompt_row_is_kept(
         got.append(site.step(steer, rows[at].flip(0), at[::-1]).flip(0))
         start += tokens
     want = site.expected(rows)
-    assert error(torch.cat(got), want, rows) < 5 * TOLERANCE
+    assert worst(torch.cat(got), want, rows) < 5 * TOLERANCE
     unfrozen = [op | {"gate": op["gate"] | {"when": "row"}} if "gate" in op else op for op in asked]
     other = Site(unfrozen, maker.hidden, LENGTH, NUM_PROMPT).expected(rows)
-    assert error(other[NUM_PROMPT:], want[NUM_PROMPT:], rows) > 1e-4
+    assert worst(other[NUM_PROMPT:], want[NUM_PROMPT:], rows) > 1e-4
 
 
 def test_a_row_that_only_decides_is_not_changed(steer: Steer) -> None:

@@ -21,11 +21,12 @@ from tests import taps_oracle
 from tools.pins import ROOT, load_pin
 from tools.wheels import upstream_folder
 
-BY_CLASS = {row.cls: row for row in ROWS if row.idiom in WIRED}
+WIRED_ROWS = [row for row in ROWS if row.idiom in WIRED]
+BY_CLASS = {row.cls: row for row in WIRED_ROWS}
 EDITED = [row for row in ROWS if row.idiom in WIRED or row.idiom is Idiom.REFUSED]
 CASES = [
-    pytest.param(row, settings, id=f"{row.cls}-{i}")
-    for row in BY_CLASS.values()
+    pytest.param(row, settings, id=f"{Path(row.file).parts[-3]}-{row.cls}-{i}")
+    for row in WIRED_ROWS
     for i, settings in enumerate(taps_oracle.settings_of(row))
 ]
 
@@ -103,7 +104,7 @@ def forward_text(source: Source, row: Row) -> list[str]:
 def test_every_row_fits_and_none_is_missing(upstream: Path) -> None:
     text, fits = report(upstream)
     assert fits, text
-    assert f"{len(BY_CLASS) + 6} classes with taps" in text
+    assert f"{len(WIRED_ROWS) + 6} classes with taps" in text
 
 
 def test_verify_says_which_rows_do_not_fit(upstream: Path, tmp_path: Path) -> None:
@@ -247,6 +248,13 @@ CHANGES = [
         "        residual = hidden_states if residual is None else residual\n",
     ),
     ("MambaDecoderLayer", "self.mixer(hidden_states, output)", "self.mixer(residual, residual)"),
+    (
+        "KimiDecoderLayer",
+        "return hidden_states, prefix_sum, residual",
+        "return hidden_states, residual, prefix_sum",
+    ),
+    ("FlashDecoderLayer", "hidden_states + moe_hidden_states", "moe_hidden_states + residual"),
+    ("DeciLMDecoderLayer", "self.mlp(hidden_states)", "self.mlp(residual)"),
 ]
 
 
@@ -321,6 +329,14 @@ BAD_WIRING = [
     ("GPTJBlock", lines(LN_1), lines(LN_1, PRE)),
     ("GLMBlock", "self.taps.post_attn(layernorm_input)", "self.taps.post_attn(attention_output)"),
     ("CohereDecoderLayer", END, "residual = self.taps.post_block(residual)"),
+    ("DbrxBlock", "self.norm_attn_norm.norm_2)", "self.norm_attn_norm.norm_1)"),
+    ("DbrxBlock", "hidden_states, residual = self.taps.post", "_, residual = self.taps.post"),
+    ("DeciLMDecoderLayer", ENTER.replace("enter", "leave"), "pass"),
+    (
+        "Zamba2HybridLayer",
+        "self.taps.post_block(layer_outputs)",
+        "self.taps.post_block(hidden_states)",
+    ),
 ]
 
 

@@ -45,6 +45,14 @@ def test_layers_within_the_assumptions_pass() -> None:
     refuse_layers(layers, torch.bfloat16)
 
 
+def test_a_wired_block_inside_another_is_a_part_of_it() -> None:
+    outer, after = Scaled(), Scaled()
+    outer.add_module("inner", Scaled(splits_rows=True))
+    layers = model_of(outer, after)
+    assert layers == {0: outer, 1: after}
+    refuse_layers(layers, torch.bfloat16)
+
+
 @pytest.mark.parametrize(
     ("layers", "dtype", "says"),
     [

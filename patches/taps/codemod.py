@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from patches.taps import edit, fused, unfused
+from patches.taps import edit, fused, normed, paired, unfused
 from patches.taps.errors import REMEDY_SHAPE, TapsError
 from patches.taps.inherited import check_inherited
 from patches.taps.proof import prove
@@ -18,7 +18,11 @@ from patches.taps.rows import DEFERRED, SUMMED, WIRED, Idiom, Row
 from patches.taps.source import Source, Tree
 from patches.taps.table import ROWS
 
-LOCATE = dict.fromkeys(DEFERRED, fused.locate) | dict.fromkeys(SUMMED, unfused.locate)
+LOCATE = (
+    dict.fromkeys(DEFERRED, fused.locate)
+    | dict.fromkeys(SUMMED, unfused.locate)
+    | {Idiom.PAIRED: paired.locate, Idiom.NORMED: normed.locate}
+)
 """How to find the anchors of an idiom. A refused class has none, only the reason."""
 
 

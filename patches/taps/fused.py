@@ -37,7 +37,8 @@ def locate(row: Row, forward: cst.FunctionDef) -> Edits:
     edits.before.append((entry, f"{h}, {r} = self.taps.pre_attn.enter({h}, {r})"))
     edits.after.append((entry, f"self.taps.pre_attn.read({r})"))
 
-    _second_norms(row, [s for s in stmts if s is not entry], edits)
+    if "post_attn" in row.points:
+        _second_norms(row, [s for s in stmts if s is not entry], edits)
 
     last, ret = last_return(row, forward)
     if (

@@ -2,6 +2,7 @@
 """What norms, branches and taps mean to the proof, and what must hold at each of them."""
 
 import ast
+from dataclasses import replace
 
 from patches.taps.errors import REMEDY_PROOF, TapsError
 from patches.taps.norms import two_argument_norms
@@ -10,6 +11,7 @@ from patches.taps.source import Source
 from patches.taps.values import (
     STALE,
     Atom,
+    Impossible,
     Nothing,
     Plain,
     Several,
@@ -100,6 +102,8 @@ class Meaning:
         early = not state.events or (due and due[0].endswith(".read"))
         if kind in BRANCHES and early:
             raise self.wrong(node, f"{due[0]} before the next branch", ast.unparse(node))
+        if kind == "norm" and len(values) == 1 and isinstance(values[0], Tensor):
+            return self.normed(node, name, values[0], state)
         if kind:
             return self.computed(node, values, state, kind, name)
         if func in BUFFERS:
@@ -136,9 +140,17 @@ class Meaning:
             if isinstance(value, Tensor) and value.storage == filled[0].storage:
                 state.env[name] = Tensor(result.terms, value.storage)
 
+    def normed(self, node: ast.AST, name: str, value: Tensor, state: State) -> Value:
+        """The value of `norm(s)`."""
+        result = self.computed(node, [value], state, call=name)
+        assert isinstance(result, Tensor)
+        return Tensor((replace(result.terms[0], normed=(name, _ids(value))),))
+
     def norm_pair(self, node: ast.Call, name: str, args: list[Value], state: State) -> Value:
         """`norm(h, r)`: the deferred add, or Cohere's pass-through."""
         h, r = args
+        if isinstance(r, Nothing) and Allow.NO_MIXER in self.row.allow:
+            raise Impossible("the first block has a mixer")
         if not isinstance(h, Tensor) or not isinstance(r, Tensor):
             raise self.wrong(node, "two tensors of the stream", ast.unparse(node))
         if self.row.norm_call is NormCall.PASSES:
@@ -146,7 +158,8 @@ class Meaning:
         if name not in self.adding:
             raise self.wrong(node, "a norm known to add its second argument", f"self.{name}")
         total = h.terms + r.terms
-        if not same(total, state.stream):
+        untapped = Allow.UNTAPPED_SUM in self.row.allow and minus(total, state.stream)
+        if not same(total, state.stream) and not untapped:
             raise self.wrong(node, "h + r to be the stream here", Tensor(total).text())
         summed = Tensor(total)
         normed = self.computed(node, [summed], state, call=name)
@@ -189,8 +202,10 @@ class Meaning:
 
     def last_stages(self) -> tuple[str, ...]:
         """The branches between the last tap and the end of the block."""
-        if self.row.idiom is Idiom.PARALLEL:
+        if self.row.points == ("pre_attn", "post_block") and self.row.mlps:
             return ("mixer", "mlp")
+        if self.row.idiom is Idiom.PARALLEL:
+            return ("mixer",)
         return ("mixer",) if self.row.idiom is Idiom.FUSED_SINGLE else ("mlp",)
 
     def tap(self, node: ast.Call, name: str, args: list[Value], state: State) -> Value:
@@ -202,6 +217,8 @@ class Meaning:
         state.events += (name,)
         if name.endswith((".enter", ".leave")):
             return self.pair(node, point, args, state)
+        if name.endswith(".renorm"):
+            return self.renorm(node, point, args, state)
         if len(args) != 1 or not isinstance(args[0], Tensor):
             raise self.wrong(node, "one tensor of the stream", ast.unparse(node))
         value = args[0]
@@ -227,22 +244,42 @@ class Meaning:
         if not isinstance(h, Tensor) or not isinstance(r, Tensor | Nothing):
             raise self.wrong(node, "the two halves of the stream", ast.unparse(node))
         whole = Atom(f"stream after {point}")
-        if point == "pre_attn":
-            halves = h.terms + (r.terms if isinstance(r, Tensor) else ())
-            if not same(halves, state.stream):
-                raise self.wrong(node, "the stream at entry", Tensor(halves).text())
+        total = h.terms + (r.terms if isinstance(r, Tensor) else ())
+        stages = ("mixer",) if point == "post_attn" else self.last_stages()
+        if same(total, state.stream):
+            if point != "pre_attn" and not self.may_lack(stages):
+                raise self.wrong(node, "stream + branch at this tap", Tensor(total).text())
             if isinstance(r, Nothing):
                 self.advance(state, (whole,))
                 return Several((Tensor((whole,)), r))
-        elif isinstance(r, Nothing):
-            raise self.wrong(node, "two tensors", ast.unparse(node))
+        elif point == "pre_attn" or isinstance(r, Nothing):
+            raise self.wrong(node, "the stream at this tap", Tensor(total).text())
+        elif self.row.idiom is Idiom.PAIRED or Allow.UNTAPPED_SUM in self.row.allow:
+            self.added(node, total, state, *stages)
         else:
             self.is_stream(node, r, state)
-            stages = ("mixer",) if point == "post_attn" else self.last_stages()
             self.branch(node, h.terms, state, *stages)
         halves = (Atom(f"hidden after {point}"), Atom(f"residual after {point}"))
         self.advance(state, halves)
         return Several((Tensor(halves[:1]), Tensor(halves[1:])))
+
+    def may_lack(self, stages: tuple[str, ...]) -> bool:
+        """Whether the row allows a layer without these branches."""
+        lacking = {"mixer": Allow.NO_MIXER, "mlp": Allow.NO_MLP}
+        return self.row.idiom is Idiom.PAIRED and {lacking[s] for s in stages} <= self.row.allow
+
+    def renorm(self, node: ast.Call, point: str, args: list[Value], state: State) -> Value:
+        """`renorm(n, s, self.norm)`: s is the stream plus a branch, and n its norm."""
+        normed, value = args[:2] if len(args) == 3 else (Nothing(), Nothing())
+        if not isinstance(normed, Tensor) or not isinstance(value, Tensor):
+            raise self.wrong(node, "(normed, stream, norm)", ast.unparse(node))
+        norm = ast.unparse(node.args[2]).removeprefix("self.")
+        if len(normed.terms) != 1 or normed.terms[0].normed != (norm, _ids(value)):
+            raise self.wrong(node, f"self.{norm} of the second argument", normed.text())
+        self.added(node, value.terms, state, "mixer")
+        whole = Tensor((Atom(f"stream after {point}"),))
+        self.advance(state, whole.terms)
+        return Several((self.normed(node, norm, whole, state), whole))
 
     def is_stream(self, node: ast.AST, value: Tensor, state: State) -> None:
         if not same(value.terms, state.stream):
@@ -251,7 +288,10 @@ class Meaning:
     def order(self) -> tuple[str, ...]:
         """The taps of the idiom, in the order in which each path must call them."""
         if self.row.idiom not in DEFERRED:
-            return self.row.points
+            kind = {"post_attn": ".renorm"} if self.row.idiom is Idiom.NORMED else {}
+            return tuple(point + kind.get(point, "") for point in self.row.points)
+        if self.row.idiom is Idiom.PAIRED:
+            return tuple(f"{point}.leave" for point in self.row.points)
         middle = ("post_attn.enter", "post_attn.read") if "post_attn" in self.row.points else ()
         return ("pre_attn.enter", "pre_attn.read", *middle, "post_block.leave")
 
@@ -261,6 +301,10 @@ class Meaning:
             raise self.wrong(node, f"all taps {self.order()}", f"{state.events} on a path")
         deferred = self.row.idiom in DEFERRED
         parts = value.items if isinstance(value, Several) else (value,)
+        if self.row.idiom is Idiom.PAIRED:  # what else it returns holds no part of the stream
+            parts = tuple(p for p in parts if _tensors(p) or isinstance(p, Nothing))
+            if len(parts) == 2 and Allow.NO_MIXER in self.row.allow:
+                parts = tuple(p if isinstance(p, Tensor) else Tensor(()) for p in parts)
         if len(parts) != (2 if deferred else 1) or not all(isinstance(p, Tensor) for p in parts):
             raise self.wrong(node, "a pair" if deferred else "one tensor", str(len(parts)))
         terms = tuple(a for p in _tensors(value) for a in p.terms)
@@ -278,6 +322,10 @@ class Meaning:
                 f"never called: {missing}",
                 REMEDY_PROOF,
             )
+
+
+def _ids(value: Tensor) -> tuple[int, ...]:
+    return tuple(sorted(map(id, value.terms)))
 
 
 def _tensors(value: Value) -> tuple[Tensor, ...]:

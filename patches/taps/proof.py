@@ -9,10 +9,21 @@ row assumes). Anything that is not listed here ends the proof with an error.
 import ast
 
 from patches.taps.errors import REMEDY_PROOF, TapsError
+from patches.taps.inlining import expand
 from patches.taps.meaning import Meaning
 from patches.taps.rows import DEFERRED, Row, Second
 from patches.taps.source import Source, method
-from patches.taps.values import STALE, Atom, Nothing, Plain, Several, State, Tensor, Value
+from patches.taps.values import (
+    STALE,
+    Atom,
+    Impossible,
+    Nothing,
+    Plain,
+    Several,
+    State,
+    Tensor,
+    Value,
+)
 
 MAX_PATHS = 2048
 ALIASES = frozenset({"clone", "contiguous"})
@@ -24,6 +35,7 @@ def prove(row: Row, source: Source) -> None:
     forward = method(source.cls(row.cls), "forward")
     if forward is None:
         raise TapsError(row.file, row.cls, "its own forward()", "none", REMEDY_PROOF)
+    forward = expand(row, source, forward)
     run = _Run(row, source)
     used: set[str] = set()
     for start in _starts(row, forward):
@@ -56,10 +68,6 @@ def _starts(row: Row, forward: ast.FunctionDef) -> list[State]:
         State(env | {row.residual: Nothing()}, whole.terms),
         State(env | {row.stream: h, row.residual: r}, h.terms + r.terms),
     ]
-
-
-class _Unbound(Exception):
-    """A local variable that this path has not assigned: forward() itself would raise here."""
 
 
 class _Run:
@@ -103,7 +111,7 @@ class _Run:
         """The states after a statement: none where it returns or raises."""
         try:
             return self.stmt(stmt, state)
-        except _Unbound:
+        except Impossible:
             return []
 
     def stmt(self, stmt: ast.stmt, state: State) -> list[State]:
@@ -142,7 +150,8 @@ class _Run:
         """A tap's result goes where its argument came from, so an unbound tap changes nothing."""
         if not isinstance(value, ast.Call) or not _text(value.func).startswith("self.taps."):
             return
-        wanted = ", ".join(map(_text, value.args))
+        args = value.args[:-1] if _text(value.func).endswith(".renorm") else value.args
+        wanted = ", ".join(map(_text, args))
         if _text(target).strip("()") != wanted:
             raise self.meaning.wrong(target, f"{wanted} = {_text(value)}", _text(target))
 
@@ -235,7 +244,7 @@ class _Run:
             case ast.Name(id=name):
                 value = state.env.get(name, Plain())
                 if name in self.locals and name not in state.env:
-                    raise _Unbound(name)
+                    raise Impossible(name)
                 self.meaning.readable(node, name, value, state)
                 return value
             case ast.Constant(value=None):

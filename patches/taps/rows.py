@@ -14,17 +14,19 @@ class Idiom(Enum):
 
     FUSED = "fused"  # (hidden, residual) pair, norms that add; R1
     FUSED_SINGLE = "fused-single-mixer"  # the same with one mixer and no second norm; R2
+    PAIRED = "paired"  # such a pair whose norms a call hides, or some layers lack
     UNFUSED = "unfused"  # explicit sums, one complete stream; R3
     SANDWICH_FUSED = "sandwich-fused"  # FUSED with a norm on each branch's output; R4
     SANDWICH_UNFUSED = "sandwich-unfused"  # UNFUSED with a norm on each branch's output; R5
-    PARALLEL = "parallel"  # mixer and MLP from the same input, one sum; R6
+    NORMED = "normed"  # UNFUSED with the first sum and the second norm inside one call
+    PARALLEL = "parallel"  # mixer and MLP from the same input, or one mixer, one sum; R6
     INHERITED = "inherited"  # forward() comes from a wired class; R7
     EXCLUDED = "excluded"  # never wired, and why; R8
     REFUSED = "refused"  # not wired, and why: the class says so at run time
 
 
-DEFERRED = frozenset({Idiom.FUSED, Idiom.FUSED_SINGLE, Idiom.SANDWICH_FUSED})
-SUMMED = frozenset({Idiom.UNFUSED, Idiom.SANDWICH_UNFUSED, Idiom.PARALLEL})
+DEFERRED = frozenset({Idiom.FUSED, Idiom.FUSED_SINGLE, Idiom.SANDWICH_FUSED, Idiom.PAIRED})
+SUMMED = frozenset({Idiom.UNFUSED, Idiom.SANDWICH_UNFUSED, Idiom.NORMED, Idiom.PARALLEL})
 WIRED = DEFERRED | SUMMED
 
 
@@ -46,6 +48,7 @@ class Second(Enum):
 class Allow(Enum):
     """What a class does beyond its idiom that leaves the points' meaning as it is."""
 
+    NO_MIXER = "some layers have no mixer: it counts as one that adds nothing"
     NO_MLP = "some configuration has no MLP"
     NORMED_SKIP = "some configuration lets the skip carry the normed value"
     POST_NORM = "some configuration norms the sums instead of the branches"
@@ -66,8 +69,10 @@ class Row:
     that must be false for the wiring to be right: `self.<attribute>`, or FLOAT16. They go into the
     class attribute, and the binder refuses a layer for which one is true.
     `given`: (attribute, definition in `__init__`) that tests depend on, with `self.config` for
-    `config`. `allow`: see Allow. `parent`: "file:Class", for INHERITED. `reason`: for
-    EXCLUDED and REFUSED.
+    `config`. `inline`: methods and sublayers, as written after `self.`, whose code belongs to the
+    block. `anchor`: the start of the statement before which PAIRED puts post_attn. `renorm`:
+    (callee, norm) of NORMED, after `self.`. `allow`: see Allow. `parent`: "file:Class", for
+    INHERITED. `reason`: for EXCLUDED and REFUSED.
     """
 
     file: str
@@ -85,6 +90,9 @@ class Row:
     second: Second = Second.ABSENT
     assume: tuple[str, ...] = ()
     given: tuple[tuple[str, str], ...] = ()
+    inline: tuple[str, ...] = ()
+    anchor: str = ""
+    renorm: tuple[str, str] = ("", "")
     allow: frozenset[Allow] = frozenset()
     parent: str = ""
     reason: str = ""
@@ -94,7 +102,8 @@ class Row:
         """The points this class has, in stream order."""
         if self.idiom in (Idiom.EXCLUDED, Idiom.REFUSED, Idiom.INHERITED):
             return ()
-        if self.idiom in (Idiom.PARALLEL, Idiom.FUSED_SINGLE):
+        whole = self.idiom is Idiom.FUSED and Allow.UNTAPPED_SUM in self.allow
+        if whole or self.idiom in (Idiom.PARALLEL, Idiom.FUSED_SINGLE):
             return ("pre_attn", "post_block")
         return ("pre_attn", "post_attn", "post_block")
 

@@ -55,9 +55,13 @@ def only(node: cst.CSTNode) -> cst.BaseSmallStatement | None:
 
 
 def last_return(row: Row, forward: cst.FunctionDef) -> tuple[cst.BaseStatement, cst.Return]:
-    """The only return of forward(), which must be its last statement."""
+    """The only return of forward(), which must be its last statement.
+
+    Branches that the row assumes away do not count.
+    """
     stmts = body(forward)
-    returns = [s for s in statements(stmts) if isinstance(only(s), cst.Return)]
+    live = [s for s in stmts if not (isinstance(s, cst.If) and code(s.test) in row.assume)]
+    returns = [s for s in statements(live) if isinstance(only(s), cst.Return)]
     if len(returns) != 1 or returns[0] is not stmts[-1]:
         raise fail(row, "one return, at the end of forward()", f"{len(returns)} returns")
     ret = only(returns[0])

@@ -126,11 +126,13 @@ def bases(source: Source, cls: ast.ClassDef) -> list[str]:
 def attribute_classes(source: Source, cls: ast.ClassDef, attr: str) -> set[str]:
     """Qualified names of what `__init__` assigns to `self.<attr>`, own or inherited.
 
-    Understands `self.a = C(...)`, `... if c else None`, a class chosen by a conditional, and one
+    Understands `self.a = C(...)`, `nn.ModuleList([C(...) for ...])` (for `a[0]`, as for `a`),
+    `... if c else None`, a class chosen by a conditional, and one
     returned by a function of the module (alone or as the first of a tuple). Anything else is
     returned as its source text, which then matches no known class.
     """
     init = method(cls, "__init__")
+    attr = attr.partition("[")[0]
     found: set[str] = set()
     if init is not None:
         for node in ast.walk(init):
@@ -159,6 +161,9 @@ def _constructed(source: Source, scope: ast.FunctionDef, value: ast.expr) -> set
         return set()
     if isinstance(value, ast.Call) and isinstance(value.func, ast.Name):
         return _classes_named(source, scope, value.func.id)
+    if isinstance(value, ast.Call) and ast.unparse(value.func) == "nn.ModuleList":
+        parts = [a.elt for a in value.args if isinstance(a, ast.ListComp)]
+        return set().union(*(_constructed(source, scope, part) for part in parts))
     if isinstance(value, ast.Call):
         return {ast.unparse(value.func)}
     return {ast.unparse(value)}

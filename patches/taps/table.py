@@ -7,16 +7,18 @@ and `table_excluded.py`. A refused class says why at start-up.
 
 from patches.taps.rows import Row
 from patches.taps.table_excluded import EXCLUDED
-from patches.taps.table_fused import FUSED, SANDWICH_FUSED, SINGLE_MIXER
+from patches.taps.table_fused import FUSED, PAIRED, SANDWICH_FUSED, SINGLE_MIXER
 from patches.taps.table_rest import INHERITED, REFUSED
-from patches.taps.table_summed import PARALLEL, SANDWICH_UNFUSED, UNFUSED
+from patches.taps.table_summed import NORMED, PARALLEL, SANDWICH_UNFUSED, UNFUSED
 
 ROWS: tuple[Row, ...] = (
     *FUSED,
     *SINGLE_MIXER,
     *SANDWICH_FUSED,
+    *PAIRED,
     *UNFUSED,
     *SANDWICH_UNFUSED,
+    *NORMED,
     *PARALLEL,
     *INHERITED,
     *REFUSED,

@@ -167,10 +167,11 @@ _ENCODER_DECODERS = (
     (M + "whisper.py", "WhisperDecoderLayer"),
 )
 
-# Attention and state-space branches inside FalconH1ParallelHybrid, which has the taps.
+# Branches inside FalconH1ParallelHybrid and Zamba2HybridLayer, which have the taps.
 _BRANCHES = (
     (M + "falcon_h1.py", "FalconH1AttentionDecoderLayer"),
     (M + "falcon_h1.py", "FalconH1SSMDecoderLayer"),
+    (M + "zamba2.py", "Zamba2AttentionDecoderLayer"),
 )
 
 EXCLUDED: tuple[Row, ...] = tuple(
@@ -180,7 +181,7 @@ EXCLUDED: tuple[Row, ...] = tuple(
         (_DRAFTS, "a draft model's layer"),
         (_PARTS, "not a block"),
         (_ENCODER_DECODERS, "encoder-decoder model, refused at start-up"),
-        (_BRANCHES, "a branch of FalconH1ParallelHybrid"),
+        (_BRANCHES, "a branch of another block, which has the taps"),
     )
     for file, cls in classes
 )

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The classes whose stream is a (hidden, residual) pair: fused, single-mixer, sandwich-fused."""
 
-from patches.taps.rows import FLOAT16, Idiom, Row
+from patches.taps.rows import FAMILIES as V
+from patches.taps.rows import FLOAT16, Allow, Idiom, Row
 from patches.taps.rows import MODELS as M
 
 F = Idiom.FUSED
@@ -94,6 +95,21 @@ FUSED: tuple[Row, ...] = (
     ),
     Row(M + "llama.py", "LlamaDecoderLayer", F),
     Row(M + "llama4.py", "Llama4DecoderLayer", F, mlps=("feed_forward",)),
+    Row(
+        # Two attentions and two MLPs, and a MoE around the second pair: no one place is post_attn.
+        M + "longcat_flash.py",
+        "FlashDecoderLayer",
+        F,
+        norms=(
+            "input_layernorm[0]",
+            "post_attention_layernorm[0]",
+            "input_layernorm[1]",
+            "post_attention_layernorm[1]",
+        ),
+        mixers=("self_attn[0]", "self_attn[1]"),
+        mlps=("mlps[0]", "mlps[1]", "mlp"),
+        allow=frozenset({Allow.UNTAPPED_SUM}),
+    ),
     Row(M + "mimo_v2.py", "MiMoV2FlashDecoderLayer", F),
     Row(M + "minimax_m2.py", "MiniMaxM2DecoderLayer", F, mlps=("block_sparse_moe",)),
     Row(M + "mistral.py", "MistralDecoderLayer", F),
@@ -122,6 +138,34 @@ FUSED: tuple[Row, ...] = (
         "Step3TextDecoderLayer",
         F,
         mlps=("mlp", "moe", "share_expert"),
+    ),
+    Row(
+        # With `use_attn_residuals` (Kimi-K3) attention reads a mixture of earlier blocks.
+        V + "kimi_k3/amd/linear.py",
+        "KimiDecoderLayer",
+        F,
+        mixers=("_run_self_attn",),
+        assume=("self.use_attn_residuals",),
+    ),
+)
+
+PAIRED: tuple[Row, ...] = (
+    Row(
+        # Pruned layers lack attention or MLP, which then adds nothing.
+        M + "nemotron_nas.py",
+        "DeciLMDecoderLayer",
+        Idiom.PAIRED,
+        anchor="if not self._is_no_op_ffn:",
+        allow=frozenset({Allow.NO_MIXER, Allow.NO_MLP}),
+    ),
+    Row(
+        V + "kimi_k3/nvidia/model.py",
+        "KimiDecoderLayer",
+        Idiom.PAIRED,
+        mixers=("_run_self_attn",),
+        assume=("self.use_attn_res", "self.use_sequence_parallel"),
+        inline=("_pre_attn_norm", "_post_attn_norm"),
+        anchor="hidden_states, prefix_sum, residual = self._post_attn_norm(",
     ),
 )
 

@@ -24,12 +24,10 @@ INHERITED: tuple[Row, ...] = tuple(
 _MULTI = "several streams (hyper-connections): needs a contract of its own"
 _PARTIAL = "hands on a tensor-parallel partial sum: h + r is not the stream there"
 _LOOPED = "one layer object runs several times per token: a layer number names several values"
-_SHARED = "block spread over several classes: needs taps in the outer class only"
 
 REFUSED: tuple[Row, ...] = tuple(
     Row(file, cls, Idiom.REFUSED, reason=reason)
     for file, cls, reason in (
-        (M + "dbrx.py", "DbrxBlock", _SHARED),
         (
             M + "embedding_gemma2.py",
             "EmbeddingGemma2DecoderLayer",
@@ -38,19 +36,6 @@ REFUSED: tuple[Row, ...] = tuple(
         (M + "gemma3n.py", "Gemma3nDecoderLayer", "four streams (AltUp): own contract"),
         (M + "hrm_text.py", "HrmTextDecoderLayer", _LOOPED),
         (M + "iquest_loopcoder.py", "LoopCoderDecoderLayer", _LOOPED),
-        (
-            M + "longcat_flash.py",
-            "FlashDecoderLayer",
-            "two attentions and two MLPs in a block: post_attn is ambiguous",
-        ),
-        (
-            M + "nemotron_nas.py",
-            "DeciLMDecoderLayer",
-            "blocks without attention or MLP: the points differ between layers",
-        ),
-        (M + "zamba2.py", "Zamba2AttentionDecoderLayer", _SHARED),
-        (M + "zamba2.py", "Zamba2HybridLayer", _SHARED),
-        (M + "zamba2.py", "Zamba2MambaDecoderLayer", _SHARED),
         (F + "deepseek_v32/amd/model.py", "DeepseekV32DecoderLayer", _PARTIAL),
         (F + "deepseek_v32/nvidia/model.py", "DeepseekV32DecoderLayer", _PARTIAL),
         (F + "deepseek_v4/amd/model.py", "DeepseekV4DecoderLayer", _MULTI),
@@ -65,8 +50,6 @@ REFUSED: tuple[Row, ...] = tuple(
         (F + "hy_v4/nvidia/model.py", "HYV4DecoderLayer", _MULTI),
         (F + "inkling/amd/model.py", "InklingDecoderLayer", "fused function for sum and norm"),
         (F + "inkling/nvidia/model.py", "InklingDecoderLayer", _PARTIAL),
-        (F + "kimi_k3/amd/linear.py", "KimiDecoderLayer", "several returns and stream forms"),
-        (F + "kimi_k3/nvidia/model.py", "KimiDecoderLayer", "several returns and stream forms"),
         (F + "minimax_m3/amd/model.py", "MiniMaxM3DecoderLayer", _PARTIAL),
         (F + "minimax_m3/nvidia/model.py", "MiniMaxM3DecoderLayer", _PARTIAL),
         (F + "qwen4_exp/amd/model.py", "Qwen4ExpDecoderLayer", _MULTI),

@@ -128,7 +128,40 @@ SANDWICH_UNFUSED: tuple[Row, ...] = (
     ),
 )
 
+NORMED: tuple[Row, ...] = (
+    Row(
+        M + "dbrx.py",
+        "DbrxBlock",
+        Idiom.NORMED,
+        norms=("norm_attn_norm.norm_1", "norm_attn_norm.norm_2"),
+        mixers=("norm_attn_norm.attn",),
+        mlps=("ffn",),
+        inline=("norm_attn_norm",),
+        renorm=("norm_attn_norm", "norm_attn_norm.norm_2"),
+    ),
+)
+
 PARALLEL: tuple[Row, ...] = (
+    Row(
+        M + "zamba2.py",
+        "Zamba2MambaDecoderLayer",
+        Idiom.PARALLEL,
+        norms=("input_layernorm",),
+        mixers=("mamba",),
+        mlps=(),
+    ),
+    Row(
+        # The shared attention and MLP change only what Mamba reads, not the stream.
+        M + "zamba2.py",
+        "Zamba2HybridLayer",
+        Idiom.PARALLEL,
+        norms=("mamba_decoder.input_layernorm",),
+        mixers=("mamba_decoder.mamba",),
+        mlps=(),
+        functions=("shared_transformer", "linear"),
+        inline=("mamba_decoder",),
+        allow=frozenset({Allow.UNTAPPED_SUM}),
+    ),
     Row(
         M + "commandr.py",
         "CohereDecoderLayer",

@@ -25,7 +25,8 @@ def locate(row: Row, forward: cst.FunctionDef) -> Edits:
     wanted = 1 if row.idiom is Idiom.PARALLEL else 2
     sums = [[(s, t) for s in block if (t := _sum_target(row, s))] for block in blocks(stmts)]
     sums = [found for found in sums if found]
-    if not sums or any(len(found) != wanted for found in sums):
+    # The sum of a block that a sublayer finishes is in the sublayer, where the proof sees it.
+    if not row.inline and (not sums or any(len(found) != wanted for found in sums)):
         raise fail(
             row,
             f"{wanted} sums with `{row.skip}`, all in one block of statements",

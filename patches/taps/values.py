@@ -16,7 +16,7 @@ class Atom:
     `what`: for messages. `src`: versions of the complete stream it was computed from (empty for a
     piece of the stream). `whole`: false when half of a deferred sum, or a sum that no tap has seen,
     went into it. `stages`: which branches it passed through ("mixer", "mlp"). `calls`: declared
-    callables it passed through.
+    callables it passed through. `normed`: (norm, the ids of the terms it was called on).
     """
 
     what: str
@@ -25,6 +25,7 @@ class Atom:
     stages: frozenset[str] = frozenset()
     calls: frozenset[str] = frozenset()
     buffer: bool = False
+    normed: tuple[str, tuple[int, ...]] | None = None
 
     @property
     def computed(self) -> bool:
@@ -64,6 +65,10 @@ class Several:
     """A tuple of known length."""
 
     items: "tuple[Value, ...]"
+
+
+class Impossible(Exception):
+    """A path on which forward() itself would raise."""
 
 
 Value = Tensor | Plain | Nothing | Several

@@ -14,6 +14,7 @@ A tap's code is traced by torch.compile and recorded in CUDA graphs, therefore i
 Shapes: `h`, `r` are [tokens, hidden], rows of one step; `tokens` may be padded.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -39,8 +40,15 @@ class PassTap:
     def read(self, h: torch.Tensor) -> None:
         return None
 
-    def leave(self, h: torch.Tensor, r: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def leave(
+        self, h: torch.Tensor, r: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
         return h, r
+
+    def renorm(
+        self, n: torch.Tensor, s: torch.Tensor, norm: Callable[[torch.Tensor], torch.Tensor]
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        return n, s
 
 
 class UnboundTaps:
@@ -133,12 +141,21 @@ class SiteTap:
         if self.arena is not None:
             torch.ops.vllm.capture_rows(h, self.arena, self.dest)
 
-    def leave(self, h: torch.Tensor, r: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Steer a block's deferred output `h + r` and capture the sum; the new halves."""
-        h, r = self._steer_sum(h, r)
+    def leave(
+        self, h: torch.Tensor, r: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Steer a stream deferred as `h + r` and capture the sum; the new halves."""
+        h, r = self.enter(h, r)
         if self.arena is not None:
-            self.read(h + r)
+            self.read(h if r is None else h + r)
         return h, r
+
+    def renorm(
+        self, n: torch.Tensor, s: torch.Tensor, norm: Callable[[torch.Tensor], torch.Tensor]
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Steer and capture a stream `s` whose norm `n` is computed already: (norm of new, new)."""
+        new = self(s)
+        return (n if new is s else norm(new)), new
 
 
 @dataclass

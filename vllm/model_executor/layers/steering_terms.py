@@ -202,6 +202,11 @@ def _gates(
     return torch.where(probe > 0, value, 1.0)
 
 
+def num_warps(block: int) -> int:
+    """16 numbers of a row a thread, up to the hardware's 32 warps: the row stays in registers."""
+    return max(4, min(32, block // 512))
+
+
 if HAS_TRITON:
     from vllm.triton_utils import tl, triton
 
@@ -325,8 +330,7 @@ if HAS_TRITON:
                 NORMS=terms.norms,
                 GATED=terms.gated,
                 DECIDING=deciding,
-                # 16 numbers of each row vector a thread, up to the hardware's 32 warps.
-                num_warps=max(4, min(32, block // 512)),
+                num_warps=num_warps(block),
             )
 
 

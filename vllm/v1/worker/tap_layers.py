@@ -21,20 +21,25 @@ def find_layers(model: nn.Module) -> dict[int, nn.Module]:
     """Wired decoder layers by global layer index.
 
     A class counts if the class that defines its `forward` was wired: a subclass that overrides
-    `forward` inherits the attribute but not the calls.
+    `forward` inherits the attribute but not the calls. A wired block inside another is a part of
+    it (Zamba2's hybrid layers hold a Mamba layer): the outer one has the points.
 
     Raises:
         ValueError: a layer's class overrides `forward` of a wired one, or two layers share an
             index.
     """
     layers: dict[int, nn.Module] = {}
-    for name, module in model.named_modules():
+    outer = "."
+    for name, module in model.named_modules():  # outer modules first
+        if name.startswith(outer):
+            continue
         owner = next(cls for cls in type(module).__mro__ if "forward" in vars(cls))
         if "taps" in vars(owner):
             index = extract_layer_index(name)
             if index in layers:
                 raise ValueError(f"two decoder layers have index {index}, the second is {name}")
             layers[index] = module
+            outer = f"{name}."
         elif any("taps" in vars(cls) for cls in type(module).__mro__):
             raise ValueError(
                 f"{name}: {type(module).__name__} overrides the forward of a wired decoder layer; "

@@ -1,0 +1,56 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The kernel of the general update compiles for a GPU that is not here, in every variant.
+
+Triton's interpreter, under which they are tested, accepts what its compiler does not.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+_PROGRAM = """
+import json
+from tests.conformance.triton_cpu.sitecustomize import register_cpu_backend
+
+register_cpu_backend()  # else vLLM turns Triton off: there is no device
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from vllm.model_executor.layers import steering_terms
+
+del triton.backends.backends["cpu"]
+kernel = steering_terms._steer_rows_kernel
+INTS = ("slots", "program", "programs", "probes", "homes")
+FLOATS = ("vectors", "scalars", "gates")
+for dtype in ("bf16", "fp16", "fp32"):
+    for block in (512, 16384):
+        for norms, gated, deciding in ((0, 0, 0), (1, 0, 0), (1, 1, 0), (1, 1, 1)):
+            constants = {"BLOCK": block, "NORMS": norms, "GATED": gated, "DECIDING": deciding}
+            types = {"h": "*" + dtype, "table": "*" + dtype}
+            types |= dict.fromkeys(INTS, "*i32") | dict.fromkeys(FLOATS, "*fp32")
+            types |= dict.fromkeys(constants, "constexpr")
+            signature = {name: types.get(name, "i32") for name in kernel.arg_names}
+            source = ASTSource(kernel, signature, constexprs=constants)
+            warps = {"num_warps": steering_terms.num_warps(block)}
+            compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=warps)
+            print(json.dumps([dtype, constants, len(compiled.asm["cubin"])]))
+"""
+
+
+def test_the_general_update_compiles_for_hopper(tmp_path: Path) -> None:
+    pytest.importorskip("triton.backends.nvidia")
+    environment = {k: v for k, v in os.environ.items() if not k.startswith("TRITON")}
+    environment |= {"TRITON_CACHE_DIR": str(tmp_path), "VLLM_LOGGING_LEVEL": "ERROR"}
+    run = subprocess.run(
+        [sys.executable, "-c", _PROGRAM], env=environment, capture_output=True, text=True
+    )
+    assert run.returncode == 0, run.stderr[-4000:]
+    variants = [json.loads(line) for line in run.stdout.splitlines() if line.startswith("[")]
+    assert len(variants) == 24
+    assert all(size > 1000 for *_, size in variants), variants
