@@ -14,7 +14,7 @@ from vllm.v1.engine.steering_request import need_steered_points
 from vllm.v1.interventions import TIERS, TapShape
 from vllm.v1.sites import reject, show
 from vllm.v1.steering.files import load
-from vllm.v1.steering.modules import Module, need_module_name, parse_module
+from vllm.v1.steering.modules import Module, need_module_name, no_positions, parse_module
 from vllm.v1.steering.plan import part_of
 from vllm.v1.steering.spec import parse_vectors
 
@@ -51,7 +51,7 @@ class _Changes:
         parts = {}
         for tier, value in tiers.items():
             _need_tier(tier)
-            [(vectors, _)] = parse_vectors(value, tier, self.shape, _no_positions)
+            [(vectors, _)] = parse_vectors(value, tier, self.shape, no_positions)
             need_steered_points(vectors, tier, self._config.steering_config)
             if vectors:
                 parts[tier] = part_of(vectors, self.shape.hidden_size)
@@ -96,10 +96,6 @@ class _Changes:
 def _need_tier(tier: Any) -> None:
     if tier not in TIERS:
         reject("tier", f"unknown tier {show(tier)}; tiers are {', '.join(TIERS)}")
-
-
-def _no_positions(value: Any, path: str) -> Any:
-    reject(path, "positions belong to a request; here vectors act at all positions of their tier")
 
 
 def _verdict(replies: Replies) -> str:

@@ -98,7 +98,10 @@ class _Request:
             for part, tier in ((module.prefill, "prefill"), (module.decode, "decode")):
                 if part is not None:
                     self._layout.add_shared(part, scale, self._layout.phases[tier])
-            self._layout.operate([op.scaled(scale, path) for op in module.ops])
+            prompt = len(self._prompt.token_ids)
+            self._layout.operate(
+                [op.for_request(scale, path, prompt, self._shape) for op in module.ops]
+            )
 
     def add_ops(self, value: Any) -> None:
         families = frozenset(self._config.steering_families)

@@ -1,1 +1,230 @@
-def load(path, shape): raise NotImplementedError
+# SPDX-License-Identifier: Apache-2.0
+"""Modules in files: safetensors and npz with a vector for each `{tier}.{point}.{layer}`, and GGUF
+control vectors as llama.cpp and repeng write them. Nothing is ever unpickled.
+"""
+
+import io
+import json
+import os
+import re
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import safetensors
+import safetensors.numpy
+import torch
+
+from vllm.v1.interventions import TIERS, Site, TapShape
+from vllm.v1.sites import need_layers, need_point, reject, show, show_key
+from vllm.v1.steering.gguf import ARCHITECTURE, read_gguf, write_gguf
+from vllm.v1.steering.modules import Module, make_module, rows_of
+from vllm.v1.steering.plan import Vectors
+from vllm.v1.steering.spec import need_vector
+
+FORMAT_VERSION = "1"
+"""Of our safetensors files; `steering_format` in the metadata."""
+
+_HEADERS = 1 << 20
+"""Bytes that a file may have beside its vectors."""
+
+_DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+}
+"""Of safetensors."""
+
+_NUMBER = re.compile(r"0|[1-9]\d{0,8}", re.ASCII)
+
+Named = dict[str, np.ndarray | torch.Tensor]
+"""name -> vector, as it stands in a file."""
+
+
+def load(path: str | Path, shape: TapShape) -> Module:
+    """The module in a file, by its suffix: .safetensors, .gguf or .npz.
+
+    In a GGUF file, `direction.{i}` is added to the output of block i, counted from 0: the base
+    tier's `post_block` of layer i.
+
+    Raises:
+        ValueError: naming the file and the tensor: another format, truncated, larger than any
+            module of this model, an unknown tier, point or layer, a vector of the wrong width or
+            not finite.
+        OSError: the file cannot be read.
+    """
+    file, suffix = str(path), Path(path).suffix.lower()
+    if suffix not in _READERS:
+        reject(file, f"is not a module: {', '.join(_READERS)} are read")
+    most = _most_bytes(shape)
+    with open(path, "rb") as opened:
+        data = opened.read(most + 1)
+    if len(data) > most:
+        reject(file, f"has more than {most} bytes, the most that a module of this model can have")
+    read, site_of = _READERS[suffix]
+    try:
+        named = read(data, shape)
+    except Exception as error:  # whatever a library makes of bytes that may be anything
+        reject(file, f"cannot be read as {suffix}: {str(error)[:200]}")
+    tiers: dict[str, Vectors] = {tier: {} for tier in TIERS}
+    for name, vector in named.items():
+        where = f"{file}[{show_key(name)}]"
+        tier, site = site_of(name, where, shape)
+        tiers[tier][site] = need_vector(vector, where, shape.hidden_size)
+    return make_module(tiers, [], file, shape)
+
+
+def save(path: str | Path, module: Module, shape: TapShape, model_hint: str = "") -> None:
+    """Write a module's vectors as safetensors; `load` gives the same module.
+
+    Args:
+        model_hint: the model's name, for readers.
+
+    Raises:
+        ValueError: the module has operations, for which files have no place.
+    """
+    _need_no_ops(path, module)
+    metadata = {
+        "steering_format": FORMAT_VERSION,
+        "hidden_size": str(shape.hidden_size),
+        "model_hint": model_hint,
+    }
+    vectors = {
+        f"{tier}.{point}.{layer}": row
+        for tier, part in module.tiers.items()
+        for (point, layer), row in zip(part.sites, rows_of(part), strict=True)
+    }
+    _write(path, safetensors.numpy.save(vectors, metadata))
+
+
+def export_gguf(path: str | Path, module: Module, model_hint: str = "") -> None:
+    """Write a control vector that repeng reads, and llama.cpp if layer 0 has none.
+
+    Raises:
+        ValueError: the module has what such a file cannot say: a tier other than base, a point
+            other than post_block, operations.
+    """
+    _need_no_ops(path, module)
+    if others := sorted(module.tiers.keys() - {"base"}):
+        reject(str(path), f"a GGUF control vector has no {others[0]} tier")
+    base = module.tiers["base"]
+    if others := sorted({point for point, _ in base.sites} - {"post_block"}):
+        reject(str(path), f"a GGUF control vector has no {others[0]}, only post_block")
+    rows = dict(zip((layer for _, layer in base.sites), rows_of(base), strict=True))
+    keys = {
+        "general.architecture": ARCHITECTURE,
+        f"{ARCHITECTURE}.model_hint": model_hint,
+        f"{ARCHITECTURE}.layer_count": len(rows),
+    }
+    _write(path, write_gguf(keys, {f"direction.{layer}": row for layer, row in rows.items()}))
+
+
+def _most_bytes(shape: TapShape) -> int:
+    """Of a file with a float64 vector for everything the model has."""
+    return _HEADERS + 8 * shape.hidden_size * len(TIERS) * sum(map(len, shape.points.values()))
+
+
+def _need_no_ops(path: str | Path, module: Module) -> None:
+    if module.ops:
+        reject(str(path), f"a file holds vectors; this module has operations: {module.ops[0].name}")
+
+
+def _write(path: str | Path, data: bytes) -> None:
+    """All of it or nothing."""
+    unfinished = Path(path).with_name(f".{Path(path).name}.{os.getpid()}")
+    try:
+        unfinished.write_bytes(data)
+        os.replace(unfinished, path)
+    finally:
+        unfinished.unlink(missing_ok=True)
+
+
+def _site_of(name: str, where: str, shape: TapShape) -> tuple[str, Site]:
+    """What `{tier}.{point}.{layer}` means."""
+    tier, *rest = name.split(".")
+    if len(rest) != 2 or not _NUMBER.fullmatch(rest[1]):
+        reject(where, "is not named {tier}.{point}.{layer}, as base.post_block.12")
+    if tier not in TIERS:
+        reject(where, f"unknown tier {show(tier)}; tiers are {', '.join(TIERS)}")
+    return tier, _site(rest[0], rest[1], where, shape)
+
+
+def _site_of_direction(name: str, where: str, shape: TapShape) -> tuple[str, Site]:
+    word, _, layer = name.partition(".")
+    if word != "direction" or not _NUMBER.fullmatch(layer):
+        reject(where, "is not named direction.{layer}")
+    return "base", _site("post_block", layer, where, shape)
+
+
+def _site(point: str, layer: str, where: str, shape: TapShape) -> Site:
+    need_point(point, where, shape)
+    [number] = need_layers(int(layer), point, where, shape)
+    return point, number
+
+
+def _read_safetensors(data: bytes, shape: TapShape) -> Named:
+    tensors = safetensors.deserialize(data)
+    header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
+    metadata = header.get("__metadata__", {})
+    version = metadata.get("steering_format", FORMAT_VERSION)
+    if version != FORMAT_VERSION:
+        raise ValueError(f"it is of format {show(version)}, {FORMAT_VERSION} is read")
+    width = metadata.get("hidden_size", str(shape.hidden_size))
+    if width != str(shape.hidden_size):
+        raise ValueError(f"it is for hidden size {show(width)}, the model has {shape.hidden_size}")
+    return {name: _tensor(name, tensor) for name, tensor in tensors}
+
+
+def _tensor(name: str, tensor: dict[str, Any]) -> torch.Tensor:
+    if tensor["dtype"] not in _DTYPES:
+        known = ", ".join(_DTYPES)
+        raise ValueError(f"{show_key(name)} is of dtype {tensor['dtype']}; {known} are read")
+    flat = torch.frombuffer(bytearray(tensor["data"]), dtype=_DTYPES[tensor["dtype"]])
+    return flat.reshape(tensor["shape"])
+
+
+def _read_npz(data: bytes, shape: TapShape) -> Named:
+    named: Named = {}
+    with zipfile.ZipFile(io.BytesIO(data)) as archive:
+        # Compressed, it may be small and hold anything.
+        if sum(member.file_size for member in archive.infolist()) > _most_bytes(shape):
+            raise ValueError(f"its arrays have more than {_most_bytes(shape)} bytes")
+        for member in archive.infolist():
+            name = member.filename.removesuffix(".npy")
+            if name in named:
+                raise ValueError(f"it has {show_key(name)} twice")
+            named[name] = _array(name, archive.read(member))
+    return named
+
+
+def _array(name: str, data: bytes) -> np.ndarray:
+    opened = io.BytesIO(data)
+    version = np.lib.format.read_magic(opened)
+    read_header = {
+        (1, 0): np.lib.format.read_array_header_1_0,
+        (2, 0): np.lib.format.read_array_header_2_0,
+    }[version]
+    sizes, _, dtype = read_header(opened)
+    if dtype.hasobject:
+        raise ValueError(f"{show_key(name)} holds pickled objects, which are never read")
+    return np.frombuffer(data, dtype, offset=opened.tell()).reshape(sizes)
+
+
+def _read_gguf(data: bytes, shape: TapShape) -> Named:
+    keys, tensors = read_gguf(data)
+    if (kind := keys.get("general.architecture")) != ARCHITECTURE:
+        raise ValueError(f"it is of architecture {show(kind)}, not {ARCHITECTURE}")
+    return dict(tensors)
+
+
+_READERS: dict[
+    str,
+    tuple[Callable[[bytes, TapShape], Named], Callable[[str, str, TapShape], tuple[str, Site]]],
+] = {
+    ".safetensors": (_read_safetensors, _site_of),
+    ".gguf": (_read_gguf, _site_of_direction),
+    ".npz": (_read_npz, _site_of),
+}

@@ -1,37 +1,198 @@
 # SPDX-License-Identifier: Apache-2.0
-"""stub"""
+"""Named vectors and operations that requests refer to: `steering_modules`."""
+
+import hashlib
+import json
+import re
+from collections.abc import Mapping
 from functools import cached_property
-from typing import Any
+from typing import Any, NoReturn
+
 import msgspec
-from vllm.v1.interventions import Part, Site, TIERS
-from vllm.v1.steering.plan import add_up, part_of, rows_of
-from vllm.v1.steering.spec import parse_vectors
-from vllm.v1.steering.terms import Term
+import numpy as np
+import torch
+
+from vllm.config.steering import SteeringConfig
+from vllm.v1.interventions import TIERS, Part, Site, TapShape
+from vllm.v1.positions import Positions
+from vllm.v1.sites import need_mapping, reject, show, show_key
+from vllm.v1.steering.ops import Op, parse_ops
+from vllm.v1.steering.plan import ALL, END, Vectors, add_up, part_of, rows_of
+from vllm.v1.steering.spec import need_number, parse_vectors
+from vllm.v1.steering.terms import Term, make_term
+
+FIELDS = ("vectors", "prefill_vectors", "decode_vectors")
+"""The keys of a module given inline that hold a tier's vectors, in the order of `TIERS`."""
+
+_SCALED = {"add": "constant", "norm_match": "norm", "ablate": "strength"}
+"""Operation -> what a module's scale multiplies."""
+
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 
 
 class ModuleOp(msgspec.Struct, frozen=True):
+    """An operation of a module: it acts at all positions, or from the last prompt token on."""
+
     name: str
     sites: list[Site]
-    terms: list[Term]
+    term: Term
+    frozen: bool
+    """Whether its gate is decided at the last prompt token."""
+
+    def for_request(self, scale: float, path: str, num_prompt_tokens: int, shape: TapShape) -> Op:
+        """The operation in a request that names its module with `scale`.
+
+        Args:
+            path: where the request names the module, for errors.
+
+        Raises:
+            ValueError: the operation has no scale, or it becomes too large.
+        """
+        term = self.term
+        if scale != 1:
+            if self.name not in _SCALED:
+                scaled = ", ".join(_SCALED)
+                reject(path, f"scale {scale:g}: its {self.name} has no scale, only {scaled} have")
+            field = _SCALED[self.name]
+            number = need_number(term.scalars._asdict()[field] * scale, path)
+            term = make_term(term.scalars._replace(**{field: number}), term.vector, term.probe)
+            largest = float(np.abs(np.frombuffer(term.vector, np.float32)).max())
+            if not largest * abs(term.scalars.constant) <= torch.finfo(shape.torch_dtype).max:
+                reject(path, f"overflows {shape.dtype}")
+        decided = Positions([(num_prompt_tokens - 1, END)])
+        return Op(self.name, self.sites, decided if self.frozen else None, [term], self.frozen)
+
 
 class Module(msgspec.Struct, frozen=True, dict=True):
+    """Vectors of up to three tiers, and operations. Two modules of one digest do the same."""
+
     digest: str
+    """Hex SHA-256 over the other fields."""
     tiers: dict[str, Part]
-    ops: list[ModuleOp] = []
-
-    def _phase(self, tier):
-        named = [dict(zip(p.sites, rows_of(p).astype("float64"))) for t in ("base", tier) if (p := self.tiers.get(t))]
-        total = add_up(named)
-        return part_of(total, len(next(iter(total.values())))) if total else None
+    """base, prefill, decode; those without vectors left out."""
+    ops: list[ModuleOp]
 
     @cached_property
-    def prefill(self): return self._phase("prefill")
-    @cached_property
-    def decode(self): return self._phase("decode")
+    def prefill(self) -> Part | None:
+        """What prompt positions get: base and prefill, summed and rounded once."""
+        return self._sum("base", "prefill")
 
-def parse_module_args(args): return dict(a.split("=", 1) for a in args)
-def need_module_name(name, path): return name
-def parse_module(value, path, shape, config):
-    [(v, _)] = parse_vectors(value, path, shape, None)
-    p = part_of(v, shape.hidden_size)
-    return Module(p.digest, {"base": p})
+    @cached_property
+    def decode(self) -> Part | None:
+        """What generated positions get."""
+        return self._sum("base", "decode")
+
+    def _sum(self, *tiers: str) -> Part | None:
+        parts = [self.tiers[tier] for tier in tiers if tier in self.tiers]
+        if len(parts) < 2:
+            return parts[0] if parts else None
+        return part_of(add_up(vectors_of(part) for part in parts), rows_of(parts[0]).shape[1])
+
+
+def vectors_of(part: Part) -> Vectors:
+    return dict(zip(part.sites, rows_of(part).astype(np.float64), strict=True))
+
+
+def make_module(
+    tiers: Mapping[str, Vectors], ops: list[ModuleOp], path: str, shape: TapShape
+) -> Module:
+    """A module of checked vectors, rounded once to float32.
+
+    Raises:
+        ValueError: there is nothing in it, or a vector or a sum of tiers overflows float32.
+    """
+    if not ops and not any(tiers.values()):
+        reject(path, "has neither vectors nor operations")
+    with np.errstate(over="ignore"):  # looked at below
+        parts = {t: part_of(tiers[t], shape.hidden_size) for t in TIERS if tiers.get(t)}
+        listed = [f"{tier}={part.digest}" for tier, part in parts.items()]
+        listed += [f"{op.name}:{op.sites}:{op.term.digest}:{op.frozen}" for op in ops]
+        module = Module(hashlib.sha256(";".join(listed).encode()).hexdigest(), parts, ops)
+        for part in (*parts.values(), module.prefill, module.decode):
+            if part is not None and not np.isfinite(rows_of(part)).all():
+                reject(path, "overflows float32")
+    return module
+
+
+def parse_module(value: Any, path: str, shape: TapShape, config: SteeringConfig) -> Module:
+    """A module given inline.
+
+    Args:
+        value: `{"vectors", "prefill_vectors", "decode_vectors", "ops"}`, each optional and as the
+            fields of `SamplingParams`, or the base tier alone, `{point: {layers: vector}}`.
+
+    Raises:
+        ValueError: as for the fields of a request; positions, which belong to a request.
+    """
+    given = need_mapping(value, path)
+    if not given.keys() & {*FIELDS, "ops"}:
+        given = {FIELDS[0]: given}
+    unknown = sorted(show_key(key) for key in given.keys() - {*FIELDS, "ops"})
+    if unknown:
+        reject(path, f"unknown keys {unknown[:8]}, a module has {', '.join(FIELDS)} and ops")
+    tiers = {}
+    for tier, field in zip(TIERS, FIELDS, strict=True):
+        if field in given:
+            # Without positions there is one group of vectors.
+            [(vectors, _)] = parse_vectors(given[field], f"{path}.{field}", shape, no_positions)
+            tiers[tier] = vectors
+    ops = _parse_ops(given["ops"], f"{path}.ops", shape, config) if "ops" in given else []
+    return make_module(tiers, ops, path, shape)
+
+
+def _parse_ops(value: Any, path: str, shape: TapShape, config: SteeringConfig) -> list[ModuleOp]:
+    for i, entry in enumerate(value if isinstance(value, list | tuple) else ()):
+        if isinstance(entry, Mapping) and ("positions" in entry or entry.get("op") == "replace"):
+            no_positions(None, f"{path}[{i}]")
+    families = frozenset(config.steering_families)
+    # Where a gate is decided is known in the request.
+    ops = parse_ops(value, path, shape, families, lambda *_: ALL, config.max_steering_ops)
+    return [ModuleOp(op.name, op.sites, op.terms[0], op.frozen) for op in ops]
+
+
+def no_positions(value: Any, path: str) -> NoReturn:
+    """In place of a selector, where there is no prompt."""
+    reject(path, "positions belong to a request; here all positions of a tier are meant")
+
+
+def need_module_name(value: Any, path: str) -> str:
+    if not isinstance(value, str) or not _NAME.fullmatch(value):
+        reject(
+            path,
+            f"{show(value)} is not a name: up to 128 letters, digits, '.', '_' and '-', the first "
+            "a letter or digit",
+        )
+    return value
+
+
+def parse_module_args(values: list[str]) -> dict[str, str]:
+    """`--steering-modules`: name -> path, of `name=path` or `{"name": ..., "path": ...}`.
+
+    Raises:
+        ValueError: another form, a name that is none, or one that is there twice.
+    """
+    paths: dict[str, str] = {}
+    for i, value in enumerate(values):
+        field = f"steering_modules[{i}]"
+        name, _, path = value.partition("=")
+        if value.lstrip().startswith("{"):
+            name, path = _from_json(value, field)
+        need_module_name(name, field)
+        if not path:
+            reject(field, f"has no path: give name=path, got {show(value)}")
+        if name in paths:
+            reject(field, f"names {name} twice")
+        paths[name] = path
+    return paths
+
+
+def _from_json(value: str, field: str) -> tuple[str, str]:
+    try:
+        given = json.loads(value)
+    except (ValueError, RecursionError):
+        given = None
+    if not isinstance(given, dict) or given.keys() != {"name", "path"}:
+        reject(field, f'must be name=path or {{"name": ..., "path": ...}}, got {show(value)}')
+    if not isinstance(given["path"], str):
+        reject(f"{field}.path", f"must be a string, got {show(given['path'])}")
+    return given["name"], given["path"]

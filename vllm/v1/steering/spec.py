@@ -66,9 +66,7 @@ def _entry(
         return need_vector(entry, path, hidden_size), None
     unknown = sorted(show_key(k) for k in entry.keys() - {"vector", "scale", "positions"})
     if unknown:
-        reject(
-            path, f"unknown keys {unknown[:8]}, allowed are 'vector', 'scale' and 'positions'"
-        )
+        reject(path, f"unknown keys {unknown[:8]}, allowed are 'vector', 'scale' and 'positions'")
     if "vector" not in entry:
         reject(path, "'vector' is missing")
     scale = need_number(entry.get("scale", 1.0), f"{path}.scale")
