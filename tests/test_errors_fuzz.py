@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.plans import HIDDEN, VECTOR, config_of, plan_of
-from vllm.v1.interventions import Plan
+from vllm.v1.interventions import UNSTEERED, Plan, SteeringPlan
 from vllm.v1.selectors import NAMED_SELECTORS
 from vllm.v1.sites import InterventionError
 
@@ -109,6 +109,20 @@ def outcome(fields: dict[str, Any], prompt: int = 5, max_tokens: int = 4) -> Pla
     return result
 
 
+def check_plan(plan: SteeringPlan, prompt: int) -> None:
+    """It says something of every position, and brings all it refers to."""
+    firsts = [segment.first for segment in plan.segments]
+    assert firsts == sorted(set(firsts))
+    assert {0, prompt} <= set(firsts)
+    named = {segment.content for segment in plan.segments} - {UNSTEERED}
+    assert named == {c.digest for c in plan.contents}
+    assert {name for c in plan.contents for name, _ in c.parts} == {p.digest for p in plan.parts}
+    programs = {segment.program for segment in plan.segments} - {UNSTEERED}
+    assert programs == {p.digest for p in plan.programs}
+    terms = {term for p in plan.programs for site in p.terms for term in site} - {UNSTEERED}
+    assert terms == {t.digest for t in plan.terms}
+
+
 @settings(max_examples=300)
 @given(FIELDS, st.integers(1, 7), st.integers(1, 5))
 def test_a_plan_or_a_named_error(fields: dict[str, Any], prompt: int, max_tokens: int) -> None:
@@ -119,7 +133,8 @@ def test_a_plan_or_a_named_error(fields: dict[str, Any], prompt: int, max_tokens
         # What is accepted can be sent, and says the same where it arrives.
         sent = msgspec.msgpack.decode(msgspec.msgpack.encode(result), type=Plan)
         assert sent == result
-        assert {result.prefill, result.decode} - {""} == {c.digest for c in result.contents}
+        if result.steering is not None:
+            check_plan(result.steering, prompt)
 
 
 def nested(depth: int, wrap: Any) -> Any:

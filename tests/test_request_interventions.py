@@ -16,21 +16,36 @@ from tests.plans import HIDDEN, VECTOR, content, plan_of
 from vllm import SamplingParams
 from vllm.v1.core.kv_cache_utils import generate_block_hash_extra_keys
 from vllm.v1.core.request_interventions import RequestInterventions
-from vllm.v1.interventions import UNSTEERED, CapturedChunk, Plan
+from vllm.v1.interventions import UNSTEERED, CapturedChunk, Plan, Segment, SteeringPlan
 from vllm.v1.request import Request
 
 BLOCK = 4
+VERSION = 3
 DIGESTS = st.sampled_from([UNSTEERED, "a", "b"])
 
 
 def steered(prompt: int, prefill: str = UNSTEERED, decode: str = UNSTEERED) -> RequestInterventions:
     """Of a plan that only names its contents."""
-    contents = [content(digest) for digest in {prefill, decode} - {UNSTEERED}]
-    return RequestInterventions(Plan(contents, prefill, decode), prompt, None)
+    steering = SteeringPlan(
+        segments=[Segment(0, prefill, UNSTEERED), Segment(prompt, decode, UNSTEERED)],
+        inherit=True,
+        contents=[content(digest) for digest in {prefill, decode} - {UNSTEERED}],
+    )
+    return RequestInterventions(Plan(steering), prompt, None)
+
+
+def text(digest: str) -> str:
+    """In a key: the content, and no ops, no global tiers, no nonce."""
+    return f"{digest}///" if digest else UNSTEERED
+
+
+def key(*segments: tuple[int, str]) -> list[tuple[str, str]]:
+    """Of a block that has these contents from these offsets on."""
+    return [("steer", f"{offset}:{text(digest)}") for offset, digest in segments]
 
 
 def keys(interventions: RequestInterventions, blocks: int = 6) -> list[list[tuple[str, str]]]:
-    return [interventions.block_keys(i * BLOCK, (i + 1) * BLOCK) for i in range(blocks)]
+    return [interventions.blocks.keys(i * BLOCK, (i + 1) * BLOCK) for i in range(blocks)]
 
 
 # -- block keys ---------------------------------------------------------------------------------
@@ -38,7 +53,7 @@ def keys(interventions: RequestInterventions, blocks: int = 6) -> list[list[tupl
 
 def digest_at(interventions: RequestInterventions, position: int) -> str:
     """What acts at one position, read off the key of the block of that position alone."""
-    found = interventions.block_keys(position, position + 1)
+    found = interventions.blocks.keys(position, position + 1)
     return found[0][1].partition(":")[2] if found else UNSTEERED
 
 
@@ -46,7 +61,7 @@ def digest_at(interventions: RequestInterventions, position: int) -> str:
 def test_the_phase_is_a_property_of_the_position(prompt: int, prefill: str, decode: str) -> None:
     interventions = steered(prompt, prefill, decode)
     acting = [digest_at(interventions, p) for p in range(24)]
-    assert acting == [prefill if p < prompt else decode for p in range(24)]
+    assert acting == [text(prefill if p < prompt else decode) for p in range(24)]
 
 
 @given(st.integers(1, 20), DIGESTS, DIGESTS, st.integers(1, 20), DIGESTS, DIGESTS)
@@ -58,8 +73,8 @@ def test_keys_are_equal_exactly_when_the_steering_of_the_block_is(
         span = range(start, start + BLOCK)
         acts_one = [prefill if p < prompt else decode for p in span]
         acts_two = [prefill2 if p < prompt2 else decode2 for p in span]
-        keys_one = one.block_keys(start, start + BLOCK)
-        keys_two = two.block_keys(start, start + BLOCK)
+        keys_one = one.blocks.keys(start, start + BLOCK)
+        keys_two = two.blocks.keys(start, start + BLOCK)
         assert (keys_one == keys_two) == (acts_one == acts_two)
         assert (keys_one == []) == all(a == UNSTEERED for a in acts_one)
 
@@ -68,7 +83,7 @@ def test_keys_are_a_pure_function() -> None:
     interventions = steered(6, "a", "b")
     first = keys(interventions)
     interventions.accept(chunk([0]), 7)
-    assert interventions.block_keys(8, 12) == first[2]
+    assert interventions.blocks.keys(8, 12) == first[2]
     assert keys(interventions) == first == keys(steered(6, "a", "b"))
     assert first != keys(steered(7, "a", "b"))
 
@@ -84,7 +99,7 @@ def test_nothing_for_the_unsteered() -> None:
 
 def test_equal_phases_are_one_segment() -> None:
     # Else a prompt and its continuation (prompt + output sent again) would never share blocks.
-    assert keys(steered(6, "a", "a")) == keys(steered(17, "a", "a")) == [[("steer", "0:a")]] * 6
+    assert keys(steered(6, "a", "a")) == keys(steered(17, "a", "a")) == [key((0, "a"))] * 6
     assert keys(steered(6, "a", "b")) != keys(steered(17, "a", "b"))
 
 
@@ -92,23 +107,23 @@ def test_decode_only_leaves_the_prompts_blocks_alone() -> None:
     assert keys(steered(10, decode="b"), 4) == [
         [],
         [],
-        [("steer", "0:"), ("steer", "2:b")],
-        [("steer", "0:b")],
+        key((0, ""), (2, "b")),
+        key((0, "b")),
     ]
 
 
 def test_prefill_only() -> None:
     assert keys(steered(10, prefill="a"), 4) == [
-        [("steer", "0:a")],
-        [("steer", "0:a")],
-        [("steer", "0:a"), ("steer", "2:")],
+        key((0, "a")),
+        key((0, "a")),
+        key((0, "a"), (2, "")),
         [],  # the parent's hash is chained in
     ]
 
 
 def test_a_prompt_that_ends_with_its_block() -> None:
     found = keys(steered(8, "a", "b"), 4)
-    assert found == [[("steer", "0:a")]] * 2 + [[("steer", "0:b")]] * 2
+    assert found == [key((0, "a"))] * 2 + [key((0, "b"))] * 2
 
 
 def request_of(prompt: int, **fields: Any) -> Request:
@@ -143,7 +158,7 @@ def capturing(positions: Any, prompt: int = 5, max_tokens: int = 8) -> RequestIn
 def chunk(positions: list[int], mark: float = 0.0) -> CapturedChunk:
     at = np.array(positions, dtype=np.int64)
     values = torch.from_numpy(at)[None, :, None].repeat(2, 1, HIDDEN) + mark
-    return CapturedChunk(at, values.float())
+    return CapturedChunk(at, values.float(), VERSION)
 
 
 def taken(interventions: RequestInterventions) -> list[int]:
@@ -153,6 +168,7 @@ def taken(interventions: RequestInterventions) -> list[int]:
     for part in chunks:
         assert part.values.shape == (2, len(part.positions), HIDDEN)
         assert torch.equal(part.values[0, :, 0], torch.from_numpy(part.positions).float())
+        assert part.version == VERSION
     return [int(p) for part in chunks for p in part.positions]
 
 
@@ -257,7 +273,15 @@ def test_a_request_without_capture_takes_any_hit() -> None:
 
 @pytest.mark.parametrize(
     "field",
-    ["steering_vectors", "prefill_steering_vectors", "decode_steering_vectors", "capture"],
+    [
+        "steering_vectors",
+        "prefill_steering_vectors",
+        "decode_steering_vectors",
+        "steering_modules",
+        "steering",
+        "steering_inherit_global",
+        "capture",
+    ],
 )
 def test_raw_fields_never_reach_the_engine_core(field: str) -> None:
     params = SamplingParams(max_tokens=4)

@@ -23,6 +23,7 @@ from vllm.v1.selectors import Prompt
 PROMPT_IDS = [100, 101, 102, 103, 104]
 PROMPT = len(PROMPT_IDS)
 MAX_TOKENS = 4
+VERSION = 7
 SITES = [("pre_attn", 1), ("post_block", 0)]
 HOOKS = {"pre_attn": [1], "post_block": [0]}
 
@@ -31,7 +32,7 @@ def rows(positions: list[int], values: torch.Tensor | None = None) -> CapturedRo
     if values is None:
         values = torch.tensor([[p + i / 10 for i in range(HIDDEN)] for p in positions])
     at = np.array(positions, dtype=np.int64)
-    return CapturedRows(at, at + 100, values)
+    return CapturedRows(at, at + 100, values, at + 10)
 
 
 def test_at_is_by_position_not_by_index() -> None:
@@ -153,13 +154,15 @@ def plan_for(positions: Any, shape: TapShape = SHAPE, **more: Any) -> CapturePla
     return parse_capture(consumers, "capture", shape, Prompt([0] * PROMPT, MAX_TOKENS, None))
 
 
-def chunk(positions: list[int], dtype: torch.dtype = torch.float32) -> CapturedChunk:
+def chunk(
+    positions: list[int], dtype: torch.dtype = torch.float32, version: int = VERSION
+) -> CapturedChunk:
     """Rows that say where they are from: site index, position, column."""
     at = np.array(positions, dtype=np.int64)
     values = torch.zeros(len(SITES), len(positions), HIDDEN, dtype=dtype)
     for i in range(len(SITES)):
         values[i] = 100 * i + torch.from_numpy(at)[:, None] + torch.arange(HIDDEN) / 8
-    return CapturedChunk(at, values)
+    return CapturedChunk(at, values, version)
 
 
 def collect(
@@ -202,6 +205,16 @@ def test_rows_of_a_finished_request() -> None:
     assert (result.status, result.error) == ("ok", None)
     assert positions_of(result) == list(range(PROMPT + 2))
     check_rows(result, 3)
+
+
+def test_rows_report_the_version_they_ran_under() -> None:
+    collector = RowCollector(plan_for("all"), PROMPT_IDS)
+    collector.add([chunk([0, 1, 2], version=0), chunk([3, 4], version=2)])
+    collector.add([chunk([5], version=3)])
+    (one, *others) = collect(collector, 2).payload.values()
+    assert one.versions.dtype == np.int64
+    assert one.versions.tolist() == [0, 0, 0, 2, 2, 3]
+    assert all(other.versions.tolist() == one.versions.tolist() for other in others)
 
 
 def test_rows_past_a_stop_string_are_trimmed() -> None:
