@@ -22,6 +22,7 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from tests.conformance import reference as ref
+from tests.gpu import steering
 
 POINTS = ("pre_attn", "post_attn", "post_block")
 LLAMA = ref.Adapter(blocks="model.layers", branch="self_attn")
@@ -225,8 +226,12 @@ def main() -> None:
         "write": mode.write,
         "bystanders 13 of 16": lambda: mode.bystanders(13, 3),
         "bystanders 5 of 9": lambda: mode.bystanders(5, 4),
+        "tiers": lambda: steering.tiers(mode, prompts(9, seed=7), HIDDEN),
+        "positions": lambda: steering.positions(mode, prompts(9, seed=8), HIDDEN),
         "zero sum": mode.zero_sum,
     }
+    if "steering_families" in args.engine:
+        checks["ops"] = lambda: steering.ops(mode, prompts(9, seed=9), HIDDEN)
     for name, check in checks.items():
         try:
             result = check()

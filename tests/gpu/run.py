@@ -20,6 +20,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+from tests.gpu import steering
 from tests.gpu.mode import save_model
 
 MODES: dict[str, dict[str, Any]] = {
@@ -40,6 +41,8 @@ MODES: dict[str, dict[str, Any]] = {
             "prompt_lookup_min": 1,
         }
     },
+    "ops": {"steering_families": steering.FAMILIES},
+    "ops_eager": {"steering_families": steering.FAMILIES, "enforce_eager": True},
     "v1": {},
 }
 
@@ -67,7 +70,7 @@ def run_mode(name: str, options: dict[str, Any], model: Path, timeout: float) ->
         output = late.stdout.decode() if isinstance(late.stdout, bytes) else ""
         errors = f"stopped after {timeout} s"
     rows = [json.loads(line) for line in output.splitlines() if line.startswith('{"mode"')]
-    if not any(row["check"] == "zero sum" for row in rows):
+    if not any(row["check"] in ("zero sum", "ops") for row in rows):
         rows.append({"mode": name, "check": "start", "ok": False, "log": errors[-3000:]})
     rows.append({"mode": name, "check": "seconds", "value": time.monotonic() - started, "ok": True})
     return rows
