@@ -7,32 +7,30 @@ what is allowed, where the page has a place for them.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from pydantic import ValidationError
 from torch import nn
 
+from tests.error_case import Case, path
 from tests.error_page import MESSAGES, PATTERNS
-from tests.plans import GAPS, HIDDEN, PARALLEL_ONLY, VECTOR, config_of, plan_of
+from tests.error_steering import STEERING
+from tests.plans import GAPS, HIDDEN, PARALLEL_ONLY, VECTOR, config_of
 from tests.test_results import PROMPT_IDS, captured, chunk, collect, completion, output, plan_for
 from vllm import SamplingParams
 from vllm.config.capture import CaptureConfig
 from vllm.config.steering import SteeringConfig
 from vllm.entrypoints.serve.unserved_fields import refuse_unserved
 from vllm.model_executor.layers.residual_taps import UnboundTaps
-from vllm.v1.capture import CaptureResult, stack
+from vllm.v1.capture import stack
 from vllm.v1.capture.collect import RowCollector
 from vllm.v1.core.request_interventions import RequestInterventions
 from vllm.v1.interventions import TapShape
 from vllm.v1.selectors import MAX_POSITION_ENTRIES, MAX_SEARCHED
-from vllm.v1.sites import InterventionError
 from vllm.v1.worker.interventions import Interventions
 from vllm.v1.worker.tap_check import check_sites, start_taps
 from vllm.v1.worker.tap_layers import find_layers, refuse_layers
@@ -45,37 +43,6 @@ def executor_of(num_layers: int, shapes: list[TapShape | None]) -> Any:
         collective_rpc=lambda check: shapes,
         vllm_config=SimpleNamespace(model_config=model_config),
     )
-
-
-@dataclass
-class Case:
-    """Something refused, and what the message says of it."""
-
-    says: dict[str, str]
-    ask: dict[str, Any] = field(default_factory=dict)
-    """Arguments of `plan_of`."""
-    do: Callable[[], object] | None = None
-    """In place of `plan_of`."""
-
-    def message(self) -> str:
-        """The error's text.
-
-        Raises:
-            AssertionError: there was no error, or a request got one of the wrong type.
-        """
-        try:
-            returned = self.do() if self.do is not None else plan_of(**self.ask)
-        except ValidationError as error:  # of the engine's options
-            return error.errors()[0]["msg"].removeprefix("Value error, ")
-        except (ValueError, KeyError, RuntimeError) as error:
-            if self.do is None:
-                assert isinstance(error, InterventionError)
-                assert error.parameter == self.says["path"]
-            return str(error)
-        if isinstance(returned, CaptureResult):
-            assert returned.error is not None
-            return returned.error
-        raise AssertionError(f"no error: {self}")
 
 
 def steer(value: Any, **more: Any) -> dict[str, Any]:
@@ -93,11 +60,6 @@ def capture(positions: Any, hooks: Any = None, **more: Any) -> dict[str, Any]:
 
 def hooks(value: Any) -> dict[str, Any]:
     return capture("last_prompt", value)
-
-
-def path(path: str, given: str = "", allowed: str = "", **more: str) -> dict[str, str]:
-    named = {"path": path, "given": given, "allowed": allowed, **more}
-    return {name: text for name, text in named.items() if text}
 
 
 THREE = "pre_attn, post_attn, post_block"
@@ -164,7 +126,7 @@ REQUESTS = [
     Case(path(f"{HOOKS}.post_block", "1.0"), hooks({"post_block": 1.0})),
     Case(path(f"{HOOKS}.post_block", "ndarray"), hooks({"post_block": np.array([1, 2])})),
     Case(path(f"{HOOKS}.post_block[0]", "list"), hooks({"post_block": [[1]]})),
-    Case(path(f"{HOOKS}.post_block", "1"), hooks({"post_block": [1, 0, "1"]})),
+    Case(path(f"{HOOKS}.post_block", "layer 1"), hooks({"post_block": [1, 0, "1"]})),
     Case(path(f"{HOOKS}.post_block"), hooks({"post_block": []})),
     # Vectors.
     Case(
@@ -259,6 +221,9 @@ REQUESTS = [
             "steering_vectors",
             "prefill_steering_vectors",
             "decode_steering_vectors",
+            "steering_modules",
+            "steering",
+            "steering_inherit_global",
         )
     ],
     Case(path("capture"), capture("all", config=config_of(capture=False))),
@@ -286,8 +251,9 @@ REQUESTS = [
         path("capture.inline", "128", "127", rows="8"),
         capture("all", config=config_of(capture_inline_max_bytes=127)),
     ),
-    Case(path("steering_vectors"), at(0, resumable=True)),
-    Case(path("capture"), capture("all", resumable=True)),
+    Case(path("steering"), at(0, resumable=True)),
+    Case(path("steering"), capture("all", resumable=True)),
+    Case(path("capture"), capture("all", resumable=True, config=config_of(steering=False))),
     Case(path("prefill_steering_vectors"), {"prefill_steering_vectors": {}, "prompt": None}),
     Case(path("capture"), capture("all", prompt=None)),
 ]
@@ -364,6 +330,15 @@ OTHERS = [
     ),
     Case({}, do=lambda: CaptureConfig(capture_consumers=["inline", "inline"])),
     Case(
+        {
+            "given": "['twist']",
+            "allowed": "['add', 'norm_match', 'ablate', 'clamp', 'pin', "
+            "'replace', 'normalize', 'gate']",
+        },
+        do=lambda: SteeringConfig(steering_families=["add", "twist"]),
+    ),
+    Case({}, do=lambda: SteeringConfig(steering_modules=["a=b"])),
+    Case(
         {"given": "Linear"},
         do=lambda: Interventions(config_of(), torch.device("cpu")).bind(nn.Linear(1, 1)),
     ),
@@ -414,7 +389,10 @@ OTHERS = [
 ]
 
 
-@pytest.mark.parametrize("case", REQUESTS + OTHERS, ids=lambda case: str(case.says)[:70])
+CASES = REQUESTS + OTHERS + STEERING
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: str(case.says)[:70])
 def test_error(case: Case) -> None:
     message = case.message()
     found = {row: match for row, p in PATTERNS.items() if (match := p.fullmatch(message))}
@@ -425,11 +403,11 @@ def test_error(case: Case) -> None:
 
 
 def test_every_documented_error_is_raised_here() -> None:
-    raised = [case.message() for case in REQUESTS + OTHERS]
+    raised = [case.message() for case in CASES]
     raised.append(
         "steering cannot be combined with sleep mode: rows would be incomplete or in the "
         "wrong place. Turn one of them off."
     )  # by test_config.py
     missing = [row for row, p in PATTERNS.items() if not any(p.fullmatch(m) for m in raised)]
     assert missing == []
-    assert len(set(MESSAGES)) == len(MESSAGES) > 60
+    assert len(set(MESSAGES)) == len(MESSAGES) > 90

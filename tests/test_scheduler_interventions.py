@@ -210,7 +210,10 @@ def test_requests_wait_for_slots_and_get_them_when_one_ends() -> None:
 
 
 def test_requests_wait_for_rows_of_ops_too() -> None:
-    options = {"steering_families": ["add", "ablate", "gate"], "max_steering_rows": 3}
+    options: dict[str, Any] = {
+        "steering_families": ["add", "ablate", "gate"],
+        "max_steering_rows": 3,
+    }
     ours, config = scheduler(**options), config_of(**options)
     gate = {"probe": VECTOR, "threshold": 0.0, "sharpness": 1.0}
     op = {"op": "ablate", "point": "post_block", "layers": [0]}

@@ -140,8 +140,8 @@ def test_zero_sum_is_bit_identical_to_nothing(llm: LLM) -> None:
     with serving.watching(llm) as steps:
         zeroed = serve(llm, [Ask(MIDDLE, {**rows, **extra}) for extra in zeros])
     admitted = steps.outputs[0].interventions.admitted.values()
-    assert len({(r.prefill_slot, r.decode_slot) for r in admitted}) == len(zeros)
-    assert all(r.prefill_slot and r.decode_slot for r in admitted), "not through a slot"
+    assert len({tuple(r.table_rows) for r in admitted}) == len(zeros)
+    assert all(r.table_rows.all() for r in admitted), "not through a slot"
     for one, other in zip(plain, zeroed, strict=True):
         assert serving.same_completion(one.outputs[0], other.outputs[0])
     half = {**zeros[0], "decode_steering_vectors": {"post_block": {1: -0.9 * v}}}

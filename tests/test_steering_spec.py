@@ -12,10 +12,24 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from tests.plans import BF16, GAPS, HIDDEN, POINTS, SHAPE, VECTOR, array, config_of, plan_of
-from vllm.v1.interventions import UNSTEERED, Content, Plan, TapShape
+from tests.plans import (
+    GAPS,
+    HIDDEN,
+    POINTS,
+    SHAPE,
+    VECTOR,
+    array,
+    config_of,
+    plan_of,
+    segment_at,
+    steering_of,
+    sum_at,
+)
+from vllm.v1.interventions import UNSTEERED, Part, TapShape
+from vllm.v1.positions import Positions
 from vllm.v1.sites import need_layers
-from vllm.v1.steering.plan import compose, rows_of
+from vllm.v1.steering.modules import no_positions
+from vllm.v1.steering.plan import Vectors, add_up, part_of, rows_of
 from vllm.v1.steering.spec import parse_vectors
 
 NUMBERS = st.floats(-1e3, 1e3)
@@ -56,6 +70,13 @@ def test_layers_without_taps_are_left_out_of_all_and_refused_in_ranges() -> None
         layers("0-2", "pre_attn", GAPS)
 
 
+def everywhere(value: Any) -> Vectors:
+    """What is parsed, all of it without positions."""
+    [(vectors, positions)] = parse_vectors(value, "steering_vectors", SHAPE, no_positions)
+    assert positions is None
+    return vectors
+
+
 @pytest.mark.parametrize(
     "value",
     [
@@ -73,7 +94,7 @@ def test_layers_without_taps_are_left_out_of_all_and_refused_in_ranges() -> None
     ],
 )
 def test_forms_of_a_vector_say_the_same(value: Any) -> None:
-    parsed = parse_vectors({"post_block": {1: value}}, "steering_vectors", SHAPE)
+    parsed = everywhere({"post_block": {1: value}})
     assert list(parsed) == [("post_block", 1)]
     assert parsed["post_block", 1].dtype == np.float64
     assert parsed["post_block", 1].tolist() == VECTOR
@@ -81,7 +102,7 @@ def test_forms_of_a_vector_say_the_same(value: Any) -> None:
 
 def test_scale_is_applied() -> None:
     entry = {"vector": VECTOR, "scale": -2.5}
-    parsed = parse_vectors({"pre_attn": {"0-1": entry}}, "steering_vectors", SHAPE)
+    parsed = everywhere({"pre_attn": {"0-1": entry}})
     assert sorted(parsed) == [("pre_attn", 0), ("pre_attn", 1)]
     assert parsed["pre_attn", 1].tolist() == [-2.5 * x for x in VECTOR]
 
@@ -96,48 +117,63 @@ def test_the_users_objects_are_left_alone() -> None:
     assert fields["post_block"][0]["scale"] == 3.0  # type: ignore[index]
 
 
-@given(st.lists(TIER, max_size=4))
-def test_composition_is_the_sum_in_the_models_dtype(tiers: list[dict[Any, np.ndarray]]) -> None:
-    composed = compose(tiers, "path", BF16)
-    total: dict[Any, np.ndarray] = {}
+def test_vectors_with_positions_are_apart() -> None:
+    asked: list[tuple[Any, str]] = []
+
+    def select(value: Any, path: str) -> Positions:
+        asked.append((value, path))
+        return Positions.of(value)
+
+    some = {"vector": VECTOR, "positions": [1, 3]}
+    value = {"pre_attn": {0: VECTOR, "1-2": some}, "post_block": {0: {**some, "scale": 2.0}}}
+    plain, first, second = parse_vectors(value, "steering_vectors", SHAPE, select)
+    assert asked == [
+        ([1, 3], "steering_vectors.pre_attn.1-2.positions"),
+        ([1, 3], "steering_vectors.post_block.0.positions"),
+    ]
+    assert (list(plain[0]), plain[1]) == ([("pre_attn", 0)], None)
+    assert (list(first[0]), first[1]) == (
+        [("pre_attn", 1), ("pre_attn", 2)],
+        Positions.of([1, 3]),
+    )
+    assert second[0]["post_block", 0].tolist() == [2 * x for x in VECTOR]
+
+
+@given(st.lists(TIER, min_size=1, max_size=4).filter(any))
+def test_a_part_is_the_sum_rounded_once(tiers: list[Vectors]) -> None:
+    part = part_of(add_up(tiers), HIDDEN)
+    total: Vectors = {}
     for tier in tiers:
         for site, row in tier.items():
             total[site] = total.get(site, np.zeros(HIDDEN)) + row
-    if not total:
-        assert composed is None
-        return
-    assert composed is not None
     # In the order of the stream, so that equal sums have equal bytes.
-    assert composed.sites == sorted(total, key=lambda site: (site[1], POINTS.index(site[0])))
-    rows = rows_of(composed, BF16)
-    assert rows.dtype == torch.bfloat16
-    expected = torch.from_numpy(np.stack([total[s] for s in composed.sites])).to(torch.bfloat16)
-    assert torch.equal(rows, expected)
+    assert part.sites == sorted(total, key=lambda site: (site[1], POINTS.index(site[0])))
+    rows = rows_of(part)
+    assert rows.dtype == np.float32
+    assert np.array_equal(rows, np.stack([total[s] for s in part.sites]).astype(np.float32))
 
 
 def test_summed_before_it_is_rounded() -> None:
     site = ("pre_attn", 0)
-    tiers = [{site: array(1.0, 0, 0, 0)}, {site: array(2.0**-9, 0, 0, 0)}]
-    composed = compose([*tiers, tiers[1], tiers[1], tiers[1]], "path", BF16)
-    assert composed is not None
-    # bfloat16 has 8 bits: each small term alone would be lost, together they are one step.
-    assert rows_of(composed, BF16)[0, 0].item() == 1.0 + 2.0**-7
+    small = {site: array(2.0**-25, 0, 0, 0)}
+    part = part_of(add_up([{site: array(1.0, 0, 0, 0)}, *[small] * 4]), HIDDEN)
+    # float32 has 24 bits: each small term alone would be lost, together they are one step.
+    assert rows_of(part)[0, 0] == 1.0 + 2.0**-23
+    assert np.float32(1.0) + np.float32(2.0**-25) == 1.0
 
 
-def _content(vector: list[float], shape: TapShape = SHAPE, site: str = "pre_attn") -> Content:
-    composed = compose([{(site, 0): np.array(vector)}], "path", shape)
-    assert composed is not None
-    return composed
+def _part(vector: list[float], site: str = "pre_attn", hidden_size: int = HIDDEN) -> Part:
+    return part_of({(site, 0): np.array(vector)}, hidden_size)
 
 
 def test_digest_is_of_everything_that_matters_and_nothing_else() -> None:
-    digest = _content(VECTOR).digest
-    assert digest == _content(list(VECTOR)).digest
+    digest = _part(VECTOR).digest
+    assert digest == _part(list(VECTOR)).digest
     others = {
-        _content([*VECTOR[:-1], VECTOR[-1] + 1e-6]).digest,
-        _content(VECTOR, site="post_attn").digest,
-        _content(VECTOR, BF16).digest,
-        _content([-x for x in VECTOR]).digest,
+        _part([*VECTOR[:-1], VECTOR[-1] + 1e-6]).digest,
+        _part(VECTOR, site="post_attn").digest,
+        _part(VECTOR, hidden_size=HIDDEN + 1).digest,
+        _part([-x for x in VECTOR]).digest,
         UNSTEERED,
     }
     assert len(others) == 5
@@ -145,47 +181,66 @@ def test_digest_is_of_everything_that_matters_and_nothing_else() -> None:
 
 
 def test_tiers_by_phase() -> None:
-    plan = plan_of(
+    plan = steering_of(
         steering_vectors={"pre_attn": {0: VECTOR}},
         prefill_steering_vectors={"pre_attn": {0: VECTOR, 1: VECTOR}},
         decode_steering_vectors={"pre_attn": {0: {"vector": VECTOR, "scale": -1.0}}},
     )
-    assert plan is not None
-    contents = {c.digest: c for c in plan.contents}
-    prefill, decode = contents[plan.prefill], contents[plan.decode]
-    assert prefill.sites == [("pre_attn", 0), ("pre_attn", 1)]
-    assert rows_of(prefill, SHAPE).tolist() == [[2 * x for x in VECTOR], VECTOR]
+    for position in (0, 4):
+        prefill = sum_at(plan, position)
+        assert prefill.keys() == {("pre_attn", 0), ("pre_attn", 1)}
+        assert prefill["pre_attn", 0].tolist() == [2 * x for x in VECTOR]
+        assert prefill["pre_attn", 1].tolist() == VECTOR
+    decode = sum_at(plan, 5)
     # v and -v: zeros through a real slot, not no steering.
-    assert decode.sites == [("pre_attn", 0)]
-    assert rows_of(decode, SHAPE).tolist() == [[0.0] * HIDDEN]
-    assert decode.digest != UNSTEERED
+    assert decode.keys() == {("pre_attn", 0)}
+    assert decode["pre_attn", 0].tolist() == [0.0] * HIDDEN
+    assert segment_at(plan, 5).content != UNSTEERED
 
 
-def digests(**fields: Any) -> tuple[Plan, int]:
-    plan = plan_of(**fields)
-    assert plan is not None
-    return plan, len(plan.contents)
+def digests(**fields: Any) -> tuple[str, str, int]:
+    """(content of the prompt, of generated positions, slots needed)."""
+    plan = steering_of(**fields)
+    prefill, decode = plan.segments
+    assert (prefill.first, decode.first) == (0, 5)
+    assert (prefill.program, decode.program) == (UNSTEERED, UNSTEERED)
+    return prefill.content, decode.content, len(plan.contents)
 
 
 def test_slots_a_request_needs() -> None:
     vectors = {"pre_attn": {0: VECTOR}}
     other = {"pre_attn": {1: VECTOR}}
-    plan, needed = digests(steering_vectors=vectors)
+    prefill, decode, needed = digests(steering_vectors=vectors)
     assert needed == 1
-    assert plan.prefill == plan.decode != UNSTEERED
-    plan, needed = digests(prefill_steering_vectors=vectors, decode_steering_vectors=vectors)
+    assert prefill == decode != UNSTEERED
+    prefill, decode, needed = digests(
+        prefill_steering_vectors=vectors, decode_steering_vectors=vectors
+    )
     assert needed == 1
-    assert plan.prefill == plan.decode
-    plan, needed = digests(prefill_steering_vectors=vectors, decode_steering_vectors=other)
+    assert prefill == decode
+    prefill, decode, needed = digests(
+        prefill_steering_vectors=vectors, decode_steering_vectors=other
+    )
     assert needed == 2
-    assert plan.prefill != plan.decode
-    plan, needed = digests(decode_steering_vectors=vectors)
-    assert (needed, plan.prefill) == (1, UNSTEERED)
-    assert plan.decode != UNSTEERED
-    plan, needed = digests(prefill_steering_vectors=vectors)
-    assert (needed, plan.decode) == (1, UNSTEERED)
-    plan, needed = digests(steering_vectors={})
-    assert (needed, plan.prefill, plan.decode) == (0, UNSTEERED, UNSTEERED)
+    assert prefill != decode
+    prefill, decode, needed = digests(decode_steering_vectors=vectors)
+    assert (needed, prefill) == (1, UNSTEERED)
+    assert decode != UNSTEERED
+    prefill, decode, needed = digests(prefill_steering_vectors=vectors)
+    assert (needed, decode) == (1, UNSTEERED)
+    assert prefill != UNSTEERED
+    assert digests(steering_vectors={}) == (UNSTEERED, UNSTEERED, 0)
+
+
+def test_inheriting_is_the_default() -> None:
+    vectors = {"pre_attn": {0: VECTOR}}
+    assert steering_of(steering_vectors=vectors).inherit
+    alone = steering_of(steering_vectors=vectors, steering_inherit_global=False)
+    assert not alone.inherit
+    assert steering_of(steering_vectors=vectors, steering_inherit_global=True).inherit
+    # A request may ask for nothing but to be left out.
+    assert steering_of(steering_inherit_global=False).contents == []
+    assert not steering_of(steering_inherit_global=False).inherit
 
 
 def test_steering_points_limit_steering_but_not_capture() -> None:

@@ -172,6 +172,7 @@ class Steering:
         return self._changes.layers()
 
     def _make(self, change: Change) -> int:
+        assert self._changes.shape
         token = uuid.uuid4().hex
         deadline = time.monotonic() + BUSY_SECONDS
         while _verdict(self._call(SteeringCall("prepare", token, change))) == "busy":
@@ -228,6 +229,7 @@ class AsyncSteering:
         return self._changes.layers()
 
     async def _make(self, change: Change) -> int:
+        assert self._changes.shape
         token = uuid.uuid4().hex
         deadline = time.monotonic() + BUSY_SECONDS
         try:

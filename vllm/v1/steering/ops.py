@@ -215,13 +215,13 @@ class _Entry:
         alpha = self.number("alpha", 1.0)
         if not 0 <= alpha <= 1:
             reject(f"{self.path}.alpha", f"must be from 0 to 1, got {show(alpha)}")
-        rows = self.rows(len(positions))
         path = f"{self.path}.positions"
         order = positions.array().tolist()
         if isinstance(given := self.given["positions"], list | tuple | range):
             order = [p for entry in given for p in select([entry], path).array().tolist()]
             if repeated := [p for p, times in Counter(order).items() if times > 1]:
                 reject(path, f"names position {repeated[0]} twice")
+        rows = self.rows(len(positions))
         scalars = Scalars(replace=alpha, constant=alpha, **gate.scalars)
         return [
             make_term(scalars, row, gate.probe)
