@@ -13,6 +13,7 @@ import pytest
 from pydantic import ValidationError
 
 from tests.error_page import PATTERNS
+from vllm import envs
 from vllm.config import VllmConfig
 from vllm.config.capture import CaptureConfig
 from vllm.config.intervention_refusals import refuse_unsupported
@@ -61,6 +62,10 @@ DEFAULTS = {
     "enable_steering": False,
     "max_steering_configs": 32,
     "steering_points": list(POINTS),
+    "steering_families": ["add"],
+    "max_steering_rows": 1024,
+    "max_steering_ops": 4,
+    "steering_modules": [],
     "capture_consumers": [],
     "capture_buffer_bytes": 256 << 20,
     "capture_inline_max_bytes": 64 << 20,
@@ -78,6 +83,10 @@ def test_flags_are_the_options(model: Path) -> None:
         "--enable-steering",
         *("--max-steering-configs", "8"),
         *("--steering-points", "post_block", "pre_attn"),
+        *("--steering-families", "add", "gate", "pin"),
+        *("--max-steering-rows", "16"),
+        *("--max-steering-ops", "2"),
+        *("--steering-modules", "calm=calm.safetensors", "m=n=o.npz"),
         *("--capture-consumers", "inline"),
         *("--capture-buffer-bytes", "4096"),
         *("--capture-inline-max-bytes", "1024"),
@@ -87,6 +96,10 @@ def test_flags_are_the_options(model: Path) -> None:
         "enable_steering": True,
         "max_steering_configs": 8,
         "steering_points": ["post_block", "pre_attn"],
+        "steering_families": ["add", "gate", "pin"],
+        "max_steering_rows": 16,
+        "max_steering_ops": 2,
+        "steering_modules": ["calm=calm.safetensors", "m=n=o.npz"],
         "capture_consumers": ["inline"],
         "capture_buffer_bytes": 4096,
         "capture_inline_max_bytes": 1024,
@@ -100,6 +113,10 @@ def test_options_reach_the_config(model: Path) -> None:
         "enable_steering": True,
         "max_steering_configs": 3,
         "steering_points": ["post_block"],
+        "steering_families": ["replace"],
+        "max_steering_rows": 5,
+        "max_steering_ops": 1,
+        "steering_modules": ["m=file.npz"],
         "capture_consumers": ["inline"],
         "capture_buffer_bytes": 8192,
         "capture_inline_max_bytes": 512,
@@ -119,6 +136,13 @@ def test_options_reach_the_config(model: Path) -> None:
         ({"max_steering_configs": 65537}, "max_steering_configs"),
         ({"steering_points": []}, "steering_points"),
         ({"steering_points": ["mlp"]}, "steering_points: unknown ['mlp']"),
+        ({"steering_families": []}, "steering_families"),
+        ({"steering_families": ["add", "twist"]}, "steering_families: unknown ['twist']"),
+        ({"max_steering_rows": 0}, "max_steering_rows"),
+        ({"max_steering_rows": (1 << 20) + 1}, "max_steering_rows"),
+        ({"max_steering_ops": 0}, "max_steering_ops"),
+        ({"max_steering_ops": 65}, "max_steering_ops"),
+        ({"steering_modules": ["a=b"]}, "steering_modules: needs enable_steering"),
         ({"capture_buffer_bytes": 0}, "capture_buffer_bytes"),
         ({"capture_inline_max_bytes": 0}, "capture_inline_max_bytes"),
         ({"capture_consumers": ["disk"]}, "capture_consumers: unknown 'disk'"),
@@ -213,10 +237,6 @@ CHANGED: list[tuple[Callable[[VllmConfig], object], str]] = [
         lambda c: setattr(c.parallel_config, "enable_elastic_ep", True),
         "elastic expert parallelism (--enable-elastic-ep)",
     ),
-    (
-        lambda c: setattr(c.model_config, "enable_sleep_mode", True),
-        "sleep mode (--enable-sleep-mode)",
-    ),
     (_speculative, "adaptive verification (speculative_config.enable_adaptive_verification)"),
 ]
 
@@ -242,12 +262,26 @@ def test_refused(
     assert any(pattern.fullmatch(message) for pattern in PATTERNS.values())
 
 
+RUST = "the Rust front end (VLLM_USE_RUST_FRONTEND=1)"
+
+
+def test_the_rust_front_end_is_refused(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    configs = [build(model, **features) for features in (BOTH, STEERING, CAPTURE)]
+    plain = build(model)
+    assert [refusal(config) for config in configs] == [None] * 3
+    monkeypatch.setattr(envs, "VLLM_USE_RUST_FRONTEND", True)
+    for config in configs:
+        assert f" cannot be combined with {RUST}: " in (refusal(config) or "")
+    assert refusal(plain) is None
+
+
 def test_what_looks_alike_is_served(model: Path) -> None:
     for change in (
         lambda c: setattr(c.parallel_config, "tensor_parallel_size", 2),
         lambda c: setattr(c.parallel_config, "data_parallel_size", 2),
         lambda c: setattr(c.parallel_config, "enable_expert_parallel", True),
         lambda c: _speculative(c, adaptive=False),
+        lambda c: setattr(c.model_config, "enable_sleep_mode", True),
     ):
         config = build(model, **BOTH)
         change(config)
@@ -257,10 +291,12 @@ def test_what_looks_alike_is_served(model: Path) -> None:
 def test_every_refusal_has_a_case() -> None:
     source = Path(refuse_unsupported.__code__.co_filename).read_text()
     written = set(re.findall(r'^\s+"(.+)": ', source, re.MULTILINE))
-    assert written == {what for _, what, _ in REAL} | {what for _, what in CHANGED}
+    assert written == {what for _, what, _ in REAL} | {what for _, what in CHANGED} | {RUST}
 
 
 # -- the key of the compile cache ---------------------------------------------------------------
+
+OPS: dict[str, Any] = {"steering_families": ["add", "pin"]}
 
 TRACED: list[dict[str, Any]] = [
     {},
@@ -268,6 +304,10 @@ TRACED: list[dict[str, Any]] = [
     STEERING | {"max_steering_configs": 31},
     STEERING | {"steering_points": ["post_block"]},
     STEERING | {"steering_points": ["pre_attn"]},
+    STEERING | OPS,
+    STEERING | {"steering_families": ["add", "pin", "gate"]},
+    STEERING | OPS | {"max_steering_rows": 1023},
+    STEERING | OPS | {"max_steering_ops": 3},
     CAPTURE,
     CAPTURE | {"capture_buffer_bytes": 4096},
     BOTH,
@@ -280,6 +320,9 @@ SAME: list[tuple[dict[str, Any], dict[str, Any]]] = [
     (CAPTURE, CAPTURE | {"capture_inline_max_bytes": 1}),
     (STEERING, STEERING | {"steering_points": list(POINTS)[::-1]}),
     (STEERING, STEERING | {"capture_inline_max_bytes": 1}),
+    (STEERING, STEERING | {"steering_modules": ["m=file.npz"]}),
+    (STEERING | OPS, STEERING | {"steering_families": ["pin", "add"]}),
+    (STEERING, STEERING | {"max_steering_rows": 5, "max_steering_ops": 1}),  # no ops, no rows
 ]
 
 
@@ -305,6 +348,6 @@ def test_a_new_meaning_of_traced_code_is_a_new_key(
     model: Path, module: str, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     before, plain = build(model, **options).compute_hash(), build(model).compute_hash()
-    monkeypatch.setattr(f"vllm.config.{module}.SCHEMA", 2)
+    monkeypatch.setattr(f"vllm.config.{module}.SCHEMA", 99)
     assert build(model, **options).compute_hash() != before
     assert build(model).compute_hash() == plain

@@ -405,7 +405,7 @@ def test_error(case: Case) -> None:
 def test_every_documented_error_is_raised_here() -> None:
     raised = [case.message() for case in CASES]
     raised.append(
-        "steering cannot be combined with sleep mode: rows would be incomplete or in the "
+        "steering cannot be combined with pooling models: rows would be incomplete or in the "
         "wrong place. Turn one of them off."
     )  # by test_config.py
     missing = [row for row, p in PATTERNS.items() if not any(p.fullmatch(m) for m in raised)]
