@@ -35,8 +35,8 @@ def directions() -> dict[int, np.ndarray]:
 
 def repeng() -> Any:
     """The package, which is written for numpy 1."""
-    np.float_ = np.float64
-    import repeng  # type: ignore[import-not-found]
+    np.float_ = np.float64  # type: ignore[attr-defined]
+    import repeng
 
     return repeng
 
