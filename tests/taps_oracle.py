@@ -29,10 +29,11 @@ from typing import Any
 
 import torch
 
-from patches.taps.rows import DEFERRED, NormCall, Row, Second
+from patches.taps.rows import DEFERRED, Idiom, NormCall, Row, Second
 from patches.taps.source import Source, method
 
 TOKENS, WIDTH = 3, 8
+PAIRS = DEFERRED | {Idiom.HAND}
 
 
 @dataclass
@@ -62,7 +63,7 @@ class Tap:
         self.log.order.append(("tap", self.point))
 
     def enter(
-        self, h: torch.Tensor, r: torch.Tensor | None
+        self, h: torch.Tensor, r: torch.Tensor | None, partial: bool = False
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         if r is None:
             return self.steer(h), None
@@ -71,11 +72,14 @@ class Tap:
         return h, self.steer(r)
 
     def leave(
-        self, h: torch.Tensor, r: torch.Tensor | None
+        self, h: torch.Tensor, r: torch.Tensor | None, partial: bool = False
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         h, r = self.enter(h, r)
         self.read(h if r is None else h + r)
         return h, r
+
+    def renew(self, n: torch.Tensor | None) -> torch.Tensor | None:
+        return None
 
     def renorm(
         self, n: torch.Tensor, s: torch.Tensor, norm: Callable[[torch.Tensor], torch.Tensor]
@@ -92,6 +96,18 @@ class Tap:
 def _weight(name: str) -> torch.Tensor:
     generator = torch.Generator().manual_seed(sum(map(ord, name)) % 10_007)
     return torch.randn(WIDTH, WIDTH, generator=generator, dtype=torch.float64) / 2
+
+
+def _sconv(delta: torch.Tensor) -> torch.Tensor:
+    """Inkling's convolution of a branch's output, here without neighbours."""
+    return 0.7 * delta
+
+
+def _sconv_add_norm(
+    delta: torch.Tensor, hidden: torch.Tensor, sconv: Any, norm: Any, positions: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    hidden = hidden + _sconv(delta)
+    return norm(hidden), hidden
 
 
 class Norm:
@@ -199,6 +215,9 @@ class Subject:
         }
         space |= {"torch": _torch(), "math": math}
         space["tensor_model_parallel_all_reduce"] = lambda x: x.clone()
+        space["fused_allreduce_rms_norm"] = lambda h, r, norm: norm(h, r)
+        space["fused_allreduce_gemma_rms_norm"] = lambda h, r, norm: norm(h, r)
+        space["_sconv_add_norm"] = _sconv_add_norm
         exec(compile(ast.fix_missing_locations(module), source.file, "exec"), space)
         return space[name], forward
 
@@ -238,12 +257,18 @@ class Subject:
         for point in row.points:
             block.put(f"taps.{point}", Tap(point, found.get(point), whole, log))
         params[row.stream] = x.clone()
-        if row.residual in params:
+        if "attn_in" in params and r is None:  # the model may norm the first block's input itself
+            params["attn_in"] = Norm(row.norms[0], row.norm_call).normed(x)
+        if row.residual == "pending":
+            params |= {"defer_mlp_add": True, "pending": None if r is None else (r, _sconv)}
+        elif row.residual in params:
             junk = torch.full_like(x, torch.nan)  # a stale argument that nobody may read
-            fused = row.idiom in DEFERRED
+            fused = row.idiom in PAIRS
             params[row.residual] = (None if r is None else r.clone()) if fused else junk
         out = self.function(block, **params)
-        if row.idiom in DEFERRED:
+        if row.residual == "pending":
+            return out[0] + _sconv(out[1][0]), log
+        if row.idiom in PAIRS:
             return out[0] + out[-1], log
         return out if row.second is Second.ABSENT else out[0], log
 
@@ -265,7 +290,7 @@ def check(row: Row, before: Source, after: Source, settings: Mapping[str, Any]) 
     def rows() -> torch.Tensor:
         return torch.randn(TOKENS, WIDTH, generator=generator, dtype=torch.float64)
 
-    later = row.idiom in DEFERRED
+    later = row.idiom in PAIRS
     starts = [(rows(), rows())] if later else []
     for r1, r2 in starts if wired.later_only else [(None, None), *starts]:
         x1, x2 = rows(), rows()
@@ -274,8 +299,10 @@ def check(row: Row, before: Source, after: Source, settings: Mapping[str, Any]) 
         plain, _ = upstream.run(x1, r1)
         assert torch.equal(out1, plain), "the edit changes the outputs"
         assert tuple(log1.captured) == row.points, f"captured {tuple(log1.captured)}"
-        _close(log1.captured["pre_attn"], x1 if r1 is None else x1 + r1, "pre_attn is the input")
-        _close(log1.captured["post_block"], out1, "post_block is the output")
+        half = 0 if r1 is None else _sconv(r1) if row.residual == "pending" else r1
+        _close(log1.captured["pre_attn"], x1 + half, "pre_attn is the input")
+        if "post_block" in row.points:
+            _close(log1.captured["post_block"], out1, "post_block is the output")
         _order(row, log1)
         for point in row.points:
             delta = log1.captured[point] - log2.captured[point]
@@ -293,13 +320,14 @@ def _close(a: torch.Tensor, b: torch.Tensor, what: str) -> None:
 
 def _order(row: Row, log: Log) -> None:
     at = {name: i for i, (kind, name) in enumerate(log.order) if kind == "tap"}
-    middle = at.get("post_attn", at["post_block"])
+    end = at.get("post_block", len(log.order))
+    middle = at.get("post_attn", end)
     for i, (kind, name) in enumerate(log.order):
         if kind == "mixer":
             assert at["pre_attn"] < i < middle, f"{name} outside pre_attn..post_attn"
         if kind == "mlp":
             start = at.get("post_attn", at["pre_attn"])
-            assert start < i < at["post_block"], f"{name} outside post_attn..post_block"
+            assert start < i < end, f"{name} outside post_attn..post_block"
 
 
 def _readers(row: Row, point: str, without: Log, steered: Log) -> None:
@@ -397,11 +425,18 @@ SETTINGS: dict[str, list[dict[str, Any]]] = {
     "GraniteMoeHybridMambaDecoderLayer": _HYBRID,
     "GraniteMoeSharedDecoderLayer": [_MULTIPLIER, _MULTIPLIER | {"shared_mlp": None}],
     "HyperCLOVAXDecoderLayer": [_MULTIPLIER | {"use_post_norm": v} for v in (False, True)],
+    "DeepseekV32DecoderLayer": [{"use_sequence_parallel": False}],
+    "InklingDecoderLayer": [{"attn_sconv": _sconv, "mlp_sconv": _sconv}],
     "InternS2MobiusDecoderLayer": _LAYER_TYPES,
     "KimiDecoderLayer": [
         {"use_attn_residuals": False, "use_attn_res": False, "use_sequence_parallel": False}
     ],
     "MiniCPMDecoderLayer": [{"config.scale_depth": 1.4, "config.num_hidden_layers": 4}],
+    "MiniMaxM3DecoderLayer": [
+        {"fuse_input_allreduce": fuse, "ffn_all_reduce_deferred": True, "is_moe_layer": moe}
+        for fuse in (False, True)
+        for moe in (False, True)
+    ],
     "MistralDecoderLayer": [
         {"ada_rms_norm_t_cond": None},
         {"ada_rms_norm_t_cond": lambda t: t, "t_cond": _SCALE},

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Our points are the residual stream of Hugging Face, read and written, per architecture.
 
-One engine serves all checks of an architecture. V1 runs all of them; V2 (`--runner v2`) one class
-of each way a block carries its stream, since the taps are the same code under both runners.
+One engine serves all checks of an architecture. Here a dozen, at least one of each way a block
+carries its stream, V2 (`--runner v2`) half of it: the taps are the same code under both runners.
+`make test-models` does all that vLLM has, into docs/models.md.
 """
 
 from __future__ import annotations
@@ -25,7 +26,21 @@ if TYPE_CHECKING:
 PROMPTS = check.prompts()
 # Log-probabilities of a whole vocabulary are slow under Triton's interpreter.
 LOGIT_PROMPTS = check.prompts(lengths=(17, 5))
-V2_MODELS = ("cohere", "gemma2", "gpt2", "gptj", "llama", "qwen3")
+CHOSEN = (
+    "cohere2",  # parallel, a norm that hands its argument back
+    "exaone4",  # sandwich, summed, no norm before a branch
+    "gemma2",  # sandwich, deferred
+    "gemma4",  # the block ends in operations on the whole stream
+    "gpt2",  # summed
+    "gptj",  # parallel
+    "granite",  # summed, with multipliers
+    "lfm2",  # attention and short convolutions
+    "llama",  # deferred
+    "minicpm3",  # a forward() that is inherited
+    "qwen2_moe",  # experts, and a layer without
+    "solar",  # the model changes the stream between blocks
+)
+V2_MODELS = ("cohere2", "gemma2", "gpt2", "gptj", "llama", "qwen2_moe")
 
 
 @dataclass(frozen=True)
@@ -37,16 +52,16 @@ class Pair:
 
 
 def each_model() -> list[Any]:
-    """The rows of `models.MODELS`, those of V2 marked."""
+    """The chosen rows of `models.MODELS`, those of V2 marked."""
     marks = {name: [pytest.mark.v2] for name in V2_MODELS}
-    return [pytest.param(name, marks=marks.get(name, [])) for name in sorted(models.MODELS)]
+    return [pytest.param(name, marks=marks.get(name, [])) for name in CHOSEN]
 
 
 @pytest.fixture(scope="module", params=each_model())
 def pair(request: pytest.FixtureRequest, tiny_models: TinyModels) -> Iterator[Pair]:
     row = tiny_models.row(request.param)
     path = tiny_models.path(row.name)
-    llm = make_llm(path, enable_steering=True, capture_consumers=["inline"])
+    llm = make_llm(path, enable_steering=True, capture_consumers=["inline"], **row.engine)
     yield Pair(llm, check.Reference(row, models.load(row, path)))
     shut_down(llm)
 

@@ -104,7 +104,7 @@ def forward_text(source: Source, row: Row) -> list[str]:
 def test_every_row_fits_and_none_is_missing(upstream: Path) -> None:
     text, fits = report(upstream)
     assert fits, text
-    assert f"{len(WIRED_ROWS) + 6} classes with taps" in text
+    assert f"{len(WIRED_ROWS) + 7} classes with taps" in text
 
 
 def test_verify_says_which_rows_do_not_fit(upstream: Path, tmp_path: Path) -> None:
@@ -253,6 +253,8 @@ CHANGES = [
         "return hidden_states, prefix_sum, residual",
         "return hidden_states, residual, prefix_sum",
     ),
+    ("DeepseekV32DecoderLayer", "self.mlp(hidden_states)", "self.mlp(residual)"),
+    ("DeepseekV32DecoderLayer", "reduce_results=False", "reduce_results=True"),
     ("FlashDecoderLayer", "hidden_states + moe_hidden_states", "moe_hidden_states + residual"),
     ("DeciLMDecoderLayer", "self.mlp(hidden_states)", "self.mlp(residual)"),
 ]

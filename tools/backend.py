@@ -42,6 +42,7 @@ def rewrite_metadata(text: str, pin: Pin) -> str:
             # An index cannot hold the local version +cpu; without it either build satisfies this.
             value = value.replace(f"torch=={pin.torch}+cpu", f"torch=={pin.torch}")
         lines.append(f"{key}: {value}")
+    lines += [f"Requires-Dist: {requirement}" for requirement in pin.requires]
     return "\n".join(lines) + "\n\n" + body
 
 

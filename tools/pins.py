@@ -30,6 +30,8 @@ class Pin:
     drop: tuple[str, ...]
     upstream_version: str
     ours: str
+    requires: tuple[str, ...]
+    """Beside upstream's dependencies."""
     entry_points: Mapping[str, Mapping[str, str]]
 
     @property
@@ -83,6 +85,7 @@ def load_pin(root: Path = ROOT, target: str | None = None) -> Pin:
             drop=tuple(wheel["drop"]),
             upstream_version=data["version"],
             ours=data["ours"],
+            requires=tuple(data["requires"]),
             entry_points=data.get("entry_points", {}),
         )
     except KeyError as error:

@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from patches.taps import edit, fused, normed, paired, unfused
+from patches.taps import edit, fused, hand, normed, paired, unfused
 from patches.taps.errors import REMEDY_SHAPE, TapsError
 from patches.taps.inherited import check_inherited
 from patches.taps.proof import prove
@@ -21,7 +21,7 @@ from patches.taps.table import ROWS
 LOCATE = (
     dict.fromkeys(DEFERRED, fused.locate)
     | dict.fromkeys(SUMMED, unfused.locate)
-    | {Idiom.PAIRED: paired.locate, Idiom.NORMED: normed.locate}
+    | {Idiom.PAIRED: paired.locate, Idiom.NORMED: normed.locate, Idiom.HAND: hand.locate}
 )
 """How to find the anchors of an idiom. A refused class has none, only the reason."""
 
@@ -89,8 +89,11 @@ def _check(tree: Tree, row: Row, sources: dict[str, Source]) -> None:
     source = sources.get(row.file) or tree.read(row.file)
     if row.idiom in WIRED:
         _compiles(source, row)
-        prove(row, source)
-        check_reduced(row, source)
+        if row.idiom is Idiom.HAND:
+            hand.check_read(row, tree.read(row.file))
+        else:
+            prove(row, source)
+            check_reduced(row, source)
     elif row.idiom is Idiom.INHERITED:
         check_inherited(row, source, ROWS)
     elif not source.defines(row.cls):

@@ -4,6 +4,7 @@
 from dataclasses import dataclass
 from enum import Enum
 
+ALL_POINTS = ("pre_attn", "post_attn", "post_block")
 FLOAT16 = "hidden_states.dtype == torch.float16"
 MODELS = "vllm/model_executor/models/"
 FAMILIES = "vllm/models/"
@@ -20,6 +21,7 @@ class Idiom(Enum):
     SANDWICH_UNFUSED = "sandwich-unfused"  # UNFUSED with a norm on each branch's output; R5
     NORMED = "normed"  # UNFUSED with the first sum and the second norm inside one call
     PARALLEL = "parallel"  # mixer and MLP from the same input, or one mixer, one sum; R6
+    HAND = "hand"  # lines and a digest of the class, for what the proof cannot read
     INHERITED = "inherited"  # forward() comes from a wired class; R7
     EXCLUDED = "excluded"  # never wired, and why; R8
     REFUSED = "refused"  # not wired, and why: the class says so at run time
@@ -27,7 +29,7 @@ class Idiom(Enum):
 
 DEFERRED = frozenset({Idiom.FUSED, Idiom.FUSED_SINGLE, Idiom.SANDWICH_FUSED, Idiom.PAIRED})
 SUMMED = frozenset({Idiom.UNFUSED, Idiom.SANDWICH_UNFUSED, Idiom.NORMED, Idiom.PARALLEL})
-WIRED = DEFERRED | SUMMED
+WIRED = DEFERRED | SUMMED | {Idiom.HAND}
 
 
 class NormCall(Enum):
@@ -71,8 +73,9 @@ class Row:
     `given`: (attribute, definition in `__init__`) that tests depend on, with `self.config` for
     `config`. `inline`: methods and sublayers, as written after `self.`, whose code belongs to the
     block. `anchor`: the start of the statement before which PAIRED puts post_attn. `renorm`:
-    (callee, norm) of NORMED, after `self.`. `allow`: see Allow. `parent`: "file:Class", for
-    INHERITED. `reason`: for EXCLUDED and REFUSED.
+    (callee, norm) of NORMED, after `self.`. `lines`, `digest`: of HAND, (before or after, text of
+    the statement, line), and hand.py's digest of upstream's class. `allow`: see Allow.
+    `parent`: "file:Class", for INHERITED. `reason`: for EXCLUDED and REFUSED.
     """
 
     file: str
@@ -93,6 +96,8 @@ class Row:
     inline: tuple[str, ...] = ()
     anchor: str = ""
     renorm: tuple[str, str] = ("", "")
+    lines: tuple[tuple[str, str, str], ...] = ()
+    digest: str = ""
     allow: frozenset[Allow] = frozenset()
     parent: str = ""
     reason: str = ""
@@ -102,10 +107,12 @@ class Row:
         """The points this class has, in stream order."""
         if self.idiom in (Idiom.EXCLUDED, Idiom.REFUSED, Idiom.INHERITED):
             return ()
+        if self.idiom is Idiom.HAND:
+            return tuple(p for p in ALL_POINTS if any(f".{p}." in line for *_, line in self.lines))
         whole = self.idiom is Idiom.FUSED and Allow.UNTAPPED_SUM in self.allow
         if whole or self.idiom in (Idiom.PARALLEL, Idiom.FUSED_SINGLE):
             return ("pre_attn", "post_block")
-        return ("pre_attn", "post_attn", "post_block")
+        return ALL_POINTS
 
     @property
     def unless(self) -> tuple[str, ...]:

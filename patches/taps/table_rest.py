@@ -20,9 +20,16 @@ INHERITED: tuple[Row, ...] = tuple(
         ("qwen3_vl_moe.py", "Qwen3VLMoeDecoderLayer", "qwen3_moe.py:Qwen3MoeDecoderLayer"),
     )
 )
+INHERITED += (
+    Row(
+        F + "dots3_note/nvidia/model.py",
+        "Dots3NoteDecoderLayer",
+        Idiom.INHERITED,
+        parent=F + "deepseek_v32/nvidia/model.py:DeepseekV32DecoderLayer",
+    ),
+)
 
 _MULTI = "several streams (hyper-connections): needs a contract of its own"
-_PARTIAL = "hands on a tensor-parallel partial sum: h + r is not the stream there"
 _LOOPED = "one layer object runs several times per token: a layer number names several values"
 
 REFUSED: tuple[Row, ...] = tuple(
@@ -36,22 +43,15 @@ REFUSED: tuple[Row, ...] = tuple(
         (M + "gemma3n.py", "Gemma3nDecoderLayer", "four streams (AltUp): own contract"),
         (M + "hrm_text.py", "HrmTextDecoderLayer", _LOOPED),
         (M + "iquest_loopcoder.py", "LoopCoderDecoderLayer", _LOOPED),
-        (F + "deepseek_v32/amd/model.py", "DeepseekV32DecoderLayer", _PARTIAL),
-        (F + "deepseek_v32/nvidia/model.py", "DeepseekV32DecoderLayer", _PARTIAL),
         (F + "deepseek_v4/amd/model.py", "DeepseekV4DecoderLayer", _MULTI),
         (F + "deepseek_v4/cpu/model.py", "DeepseekV4DecoderLayer", _MULTI),
         (F + "deepseek_v4/nvidia/model.py", "DeepseekV4DecoderLayer", _MULTI),
         (F + "deepseek_v4/xpu/model.py", "DeepseekV4DecoderLayer", _MULTI),
         (F + "deepseek_v41/amd/model.py", "DeepseekV4DecoderLayer", _MULTI),
         (F + "deepseek_v41/nvidia/model.py", "DeepseekV4DecoderLayer", _MULTI),
-        (F + "dots3_note/nvidia/model.py", "Dots3NoteDecoderLayer", _PARTIAL),
-        (F + "glm5next/common/model.py", "Glm5NextDecoderLayer", "not read closely yet"),
+        (F + "glm5next/common/model.py", "Glm5NextDecoderLayer", _MULTI),
         (F + "hy_v4/amd/model.py", "HYV4DecoderLayer", _MULTI),
         (F + "hy_v4/nvidia/model.py", "HYV4DecoderLayer", _MULTI),
-        (F + "inkling/amd/model.py", "InklingDecoderLayer", "fused function for sum and norm"),
-        (F + "inkling/nvidia/model.py", "InklingDecoderLayer", _PARTIAL),
-        (F + "minimax_m3/amd/model.py", "MiniMaxM3DecoderLayer", _PARTIAL),
-        (F + "minimax_m3/nvidia/model.py", "MiniMaxM3DecoderLayer", _PARTIAL),
         (F + "qwen4_exp/amd/model.py", "Qwen4ExpDecoderLayer", _MULTI),
         (F + "qwen4_exp/nvidia/model.py", "Qwen4ExpDecoderLayer", _MULTI),
     )

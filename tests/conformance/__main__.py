@@ -1,31 +1,130 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`python -m tests.conformance [--runner v2] [NAME ...]`: prints the table of the hook contract."""
+"""`python -m tests.conformance [NAME ...]`: every tiny model against transformers.
+
+Prints a line an architecture and writes NAME.json and NAME.log under --out. Each runs in a process
+of its own, forked from this one after the imports; exit status 1 when one is out of tolerance.
+`python -m tests.conformance.report DIR ...` makes docs/models.md of the results.
+"""
 
 from __future__ import annotations
 
 import argparse
+import multiprocessing
+import os
 import sys
+import time
+import traceback
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
-from .engine import prepare_environment
+from .engine import Device, Runner, prepare_environment
+from .proof import Result, prove
+
+BUILD = Path(__file__).parents[2] / "build"
 
 
 def main() -> int:
-    """Exit status 1 when a row is out of tolerance."""
+    """Exit status 1 when a model is out of tolerance or raised."""
     parser = argparse.ArgumentParser(prog="python -m tests.conformance", description=__doc__)
     parser.add_argument("names", nargs="*", metavar="NAME", help="tiny models; default: all")
-    parser.add_argument("--runner", choices=("v1", "v2"), default="v1")
+    parser.add_argument("--runner", choices=("v1", "v2"), help="default: v1, on CUDA v2")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
+    parser.add_argument("--compile", action="store_true", help="not eager")
+    parser.add_argument("--jobs", type=int, default=1, help="how many at a time")
+    parser.add_argument("--timeout", type=float, default=400, help="seconds for one model")
+    parser.add_argument("--out", type=Path, default=BUILD / "conformance")
+    parser.add_argument("--resume", action="store_true", help="skip what --out has a result of")
     options = parser.parse_args()
-    prepare_environment(options.runner)
+    device: Device = options.device
+    runner: Runner = options.runner or ("v1" if device == "cpu" else "v2")
+    prepare_environment(runner, device)
     from .models import MODELS
-    from .proof import markdown, prove
 
     if unknown := sorted(set(options.names) - set(MODELS)):
         parser.error(f"no tiny model {', '.join(unknown)}; there are {', '.join(MODELS)}")
-    cache = Path(__file__).parents[2] / "build" / "tiny-models"
-    rows = [row for name in options.names or MODELS for row in prove(name, cache)]
-    print(markdown(rows))
-    return 0 if all(row.ok for row in rows) else 1
+    where = f"{device} {runner} {options.dtype}{' compiled' if options.compile else ''}"
+    out: Path = options.out / where.replace(" ", "-")
+    out.mkdir(parents=True, exist_ok=True)
+    names = [
+        name
+        for name in options.names or MODELS
+        if not (options.resume and (out / f"{name}.json").exists())
+    ]
+    settings = {"dtype": options.dtype, "enforce_eager": not options.compile}
+    results = _run_all(names, out, where, settings, options.jobs, options.timeout)
+    return 1 if any(result.failures() for result in results) else 0
+
+
+def _run_all(
+    names: list[str], out: Path, where: str, settings: dict[str, Any], jobs: int, timeout: float
+) -> list[Result]:
+    import vllm.entrypoints.llm  # noqa: F401  the forked processes find it imported
+
+    context = multiprocessing.get_context("fork")
+    waiting, running, results = list(names), {}, []
+    while waiting or running:
+        while waiting and len(running) < jobs:
+            name = waiting.pop(0)
+            process = context.Process(target=_child, args=(name, out, where, settings))
+            process.start()
+            running[name] = process, time.monotonic()
+        time.sleep(0.2)
+        for name, (process, started) in list(running.items()):
+            seconds = time.monotonic() - started
+            if process.is_alive() and seconds < timeout:
+                continue
+            late = process.is_alive()
+            process.kill()
+            process.join()
+            del running[name]
+            result = _collect(name, out, where, late, process.exitcode, seconds)
+            results.append(result)
+            print(result.line(), flush=True)
+    return results
+
+
+def _collect(
+    name: str, out: Path, where: str, late: bool, exitcode: int | None, seconds: float
+) -> Result:
+    from .models import MODELS
+
+    file = out / f"{name}.json"
+    if late or not file.exists():
+        problem = "timed out" if late else f"the process ended with status {exitcode}"
+        result = Result(name, MODELS[name].architecture, where, problem=problem, seconds=seconds)
+        file.write_text(result.to_json())
+    return Result.from_json(file.read_text())
+
+
+def _child(name: str, out: Path, where: str, settings: dict[str, Any]) -> None:
+    """In the forked process: measure, and write what came of it."""
+    from vllm.model_executor.models import registry
+
+    from .models import MODELS
+
+    file = out / f"{name}.json"
+    file.unlink(missing_ok=True)
+    log = os.open(out / f"{name}.log", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    os.setpgrp()
+    # vLLM looks at a model's class in a process of its own, so as not to import it here: this one
+    # ends with the model, and starting Python and vLLM again would take longer than the rest.
+    registry._run_in_subprocess = lambda inspect: inspect()  # type: ignore[assignment]
+    started = time.monotonic()
+    try:
+        result = prove(name, BUILD / "tiny-models", **settings)
+    except BaseException as error:
+        traceback.print_exc()
+        problem = f"{type(error).__name__}: {error}".splitlines()
+        result = Result(name, MODELS[name].architecture, "", problem=" ".join(problem)[:600])
+    result = replace(result, where=where, seconds=round(time.monotonic() - started, 1))
+    file.write_text(result.to_json() + "\n")
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)
 
 
 if __name__ == "__main__":

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -31,6 +31,9 @@ def phase_mask(phase: Phase, length: int, num_prompt: int) -> torch.Tensor:
 @dataclass(frozen=True)
 class SteeringCase:
     """One request's steering, as our engine takes it and as the reference does."""
+
+    EVERY: ClassVar[str] = "every"
+    """In place of a point: all sites at once."""
 
     point: str
     layer: int
@@ -68,8 +71,7 @@ def steering_cases(forward: Forward, points: Sequence[str]) -> list[SteeringCase
         points: the points the architecture has.
     """
     generator = torch.Generator().manual_seed(7)
-    layers = 1 + max(layer for _, layer in forward.rows)
-    middle = layers // 2
+    layers = {point: sorted(layer for at, layer in forward.rows if at == point) for point in points}
 
     def vector(site: Site) -> torch.Tensor:
         stream = forward.rows[site]
@@ -77,12 +79,12 @@ def steering_cases(forward: Forward, points: Sequence[str]) -> list[SteeringCase
         length = float(stream.norm(dim=-1).mean())
         return direction.mul(length / float(direction.norm()))
 
-    plan: list[tuple[Site, Phase]] = [
-        ((point, layer), "all") for point in points for layer in (0, middle, layers - 1)
-    ]
-    plan += [((point, middle), phase) for point in points for phase in ("prompt", "generated")]
+    plan: list[tuple[Site, Phase]] = []
+    for point, at in layers.items():
+        middle = at[len(at) // 2]
+        plan += [((point, layer), "all") for layer in sorted({at[0], middle, at[-1]})]
+        plan += [((point, middle), phase) for phase in ("prompt", "generated")]
     cases = [SteeringCase(*site, phase, {(phase, site): vector(site)}) for site, phase in plan]
-    sites = [(point, layer) for layer in range(layers) for point in points]
-    together = {(phase, site): vector(site) for site in sites for phase in TIERS}
+    together = {(phase, site): vector(site) for site in forward.rows for phase in TIERS}
     # Many vectors add up: a smaller share of each keeps the sum comparable to the stream.
-    return [*cases, SteeringCase("every", -1, "all", together, scale=-0.2)]
+    return [*cases, SteeringCase(SteeringCase.EVERY, -1, "all", together, scale=-0.2)]

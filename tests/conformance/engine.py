@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from vllm import LLM
 
 Runner = Literal["v1", "v2"]
+Device = Literal["cpu", "cuda"]
+Device = Literal["cpu", "cuda"]
 
 MAX_MODEL_LEN = 96
 MAX_BATCHED_TOKENS = 256
@@ -32,14 +34,17 @@ _ENVIRONMENT = {
     "VLLM_LOGGING_LEVEL": "ERROR",
     "VLLM_NO_USAGE_STATS": "1",
     "HF_HUB_OFFLINE": "1",
+    "TOKENIZERS_PARALLELISM": "false",
     # Models this small lose time to threads; unbound, two test processes use two cores.
     "OMP_NUM_THREADS": "1",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-    "TOKENIZERS_PARALLELISM": "false",
 }
 
+# FlashInfer compiles its sampler where it runs, and a GPU host need not have a compiler.
+_CUDA_ENVIRONMENT = {"VLLM_USE_FLASHINFER_SAMPLER": "0"}
 
-def prepare_environment(runner: Runner) -> None:
+
+def prepare_environment(runner: Runner, device: Device = "cpu") -> None:
     """Set this process up for one model runner. Variables that are set already are kept.
 
     Raises:
@@ -49,10 +54,10 @@ def prepare_environment(runner: Runner) -> None:
         raise RuntimeError(
             f"{' and '.join(late)} imported before prepare_environment({runner!r}); call it first"
         )
-    for name, value in _ENVIRONMENT.items():
+    for name, value in (_ENVIRONMENT | (_CUDA_ENVIRONMENT if device == "cuda" else {})).items():
         os.environ.setdefault(name, value)
     os.environ["VLLM_USE_V2_MODEL_RUNNER"] = str(int(runner == "v2"))
-    if runner == "v2":
+    if runner == "v2" and device == "cpu":
         os.environ["TRITON_INTERPRET"] = "1"
         # Inductor asks Triton's driver for a target to compile for, and the interpreter has none.
         os.environ["TORCHDYNAMO_DISABLE"] = "1"

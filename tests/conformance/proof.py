@@ -1,100 +1,145 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The table of the hook contract: architecture x point, the worst errors of reading and writing."""
+"""One architecture against transformers: what was measured, as one JSON object."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+import json
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any
 
-from . import models
-from .engine import engine
-from .runner import (
-    LEAST_MOVE,
-    READ_TOLERANCE,
-    WRITE_TOLERANCE,
-    Measurement,
-    Reference,
-    plain_errors,
-    prompts,
-    read_errors,
-    steered_read_errors,
-    write_errors,
-)
+from .cases import SteeringCase
 
 PLAIN_TOLERANCE = 1e-4
 
 
 @dataclass(frozen=True)
-class ProofRow:
-    """One line of the table; errors are relative L2, the worst row of all layers and prompts."""
+class PointErrors:
+    """The worst of one point; errors are relative L2 of the worst row."""
 
-    architecture: str
-    point: str
-    plain_error: float
-    """Log-probabilities with nothing steered: of the whole model, the same for each point."""
-    read_error: float
-    write_error: float
+    read: float
+    """Captured rows, of all layers and positions, unsteered and while every case steers."""
+    write: float
     """Log-probabilities while steered at this point."""
-    least_moved: float
+    moved: float
     """The least that a vector of the stream's own length moved the log-probabilities."""
 
-    @property
-    def ok(self) -> bool:
-        """Within the tolerances of the hook contract."""
-        return (
-            self.plain_error <= PLAIN_TOLERANCE
-            and self.read_error <= READ_TOLERANCE
-            and self.write_error <= WRITE_TOLERANCE
-            and self.least_moved >= LEAST_MOVE
-        )
+
+@dataclass(frozen=True)
+class Result:
+    """What one run of one tiny model said."""
+
+    name: str
+    architecture: str
+    where: str
+    """Device, model runner and dtype, e.g. `cpu v1 float32`."""
+    classes: tuple[str, ...] = ()
+    """The decoder layer classes of the loaded model, `file:Class` as in patches/taps."""
+    plain: float = 0.0
+    """Log-probabilities with nothing steered or captured: upstream's own distance."""
+    points: dict[str, PointErrors] = field(default_factory=dict)
+    problem: str = ""
+    """Why there are no numbers: what was raised."""
+    seconds: float = 0.0
+
+    def failures(self) -> list[str]:
+        """What is out of the tolerances of the hook contract, in words; empty when verified."""
+        from .runner import LEAST_MOVE, READ_TOLERANCE, WRITE_TOLERANCE
+
+        if self.problem:
+            return [self.problem]
+        found = []
+        if not self.plain <= PLAIN_TOLERANCE:
+            found.append(f"upstream without us differs from transformers by {self.plain:.1e}")
+        for point, e in self.points.items():
+            if not e.read <= READ_TOLERANCE:
+                found.append(f"{point}: read error {e.read:.1e}")
+            if not e.write <= WRITE_TOLERANCE:
+                found.append(f"{point}: write error {e.write:.1e}")
+            if not e.moved >= LEAST_MOVE:
+                found.append(f"{point}: the twin moved only {e.moved:.3f}")
+        return found
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self), sort_keys=True)
+
+    @classmethod
+    def from_json(cls, text: str) -> Result:
+        fields = json.loads(text)
+        points = {point: PointErrors(**e) for point, e in fields.pop("points").items()}
+        return cls(**{**fields, "classes": tuple(fields["classes"]), "points": points})
+
+    def line(self) -> str:
+        """For a terminal."""
+        failures = self.failures()
+        verdict = "ok" if not failures else "FAILS " + "; ".join(failures)
+        if self.problem:
+            numbers = ""
+        else:
+            worst = [max(getattr(e, k) for e in self.points.values()) for k in ("read", "write")]
+            least = min(e.moved for e in self.points.values())
+            errors = f"plain {self.plain:.0e} read {worst[0]:.0e} write {worst[1]:.0e}"
+            numbers = f"{errors} moved {least:.2f} "
+        return f"{self.name:18} {self.where} {numbers}{self.seconds:.0f}s {verdict}"
 
 
-def prove(name: str, cache: Path) -> list[ProofRow]:
-    """Start an engine on one tiny model and compare it with transformers, a row for each point.
+def prove(name: str, cache: Path, **options: Any) -> Result:
+    """Start an engine on one tiny model and compare it with transformers at each point.
 
     Args:
         name: a key of `models.MODELS`.
         cache: directory for the tiny models; made when missing.
+        options: engine options.
     """
+    from . import models
+    from .engine import engine
+    from .runner import (
+        Measurement,
+        Reference,
+        plain_errors,
+        prompts,
+        read_errors,
+        steered_read_errors,
+        write_errors,
+    )
+
     row = models.MODELS[name]
     path = models.save(row, cache)
     reference, token_prompts = Reference(row, models.load(row, path)), prompts()
-    with engine(path, enable_steering=True, capture_consumers=["inline"]) as llm:
-        results = [
-            *plain_errors(llm, reference, token_prompts),
-            *read_errors(llm, reference, token_prompts),
-            *write_errors(llm, reference, token_prompts),
-            *steered_read_errors(llm, reference, token_prompts),
-        ]
-    return [_row(row.architecture, point, results) for point in row.points]
+    # Every token's log-probabilities of every case: most of the time goes there.
+    logit_prompts = prompts(lengths=(17, 5))
+    settings = {**row.engine, **options}
+    with engine(path, enable_steering=True, capture_consumers=["inline"], **settings) as llm:
+        classes = sorted(set(llm.apply_model(tapped_classes)[0]))
+        plain = plain_errors(llm, reference, token_prompts)
+        reads = read_errors(llm, reference, token_prompts)
+        reads += steered_read_errors(llm, reference, token_prompts)
+        writes = write_errors(llm, reference, logit_prompts)
 
+    def at(point: str, results: list[Measurement]) -> list[Measurement]:
+        # A case that steers every site counts against each point.
+        return [r for r in results if r.point in (point, SteeringCase.EVERY)]
 
-def _row(architecture: str, point: str, results: list[Measurement]) -> ProofRow:
-    # A case that steers every site counts against each point.
-    def of(*checks: str) -> list[Measurement]:
-        here = (point, "every", "logits")
-        return [r for r in results if r.check in checks and r.point in here]
-
-    return ProofRow(
-        architecture,
-        point,
-        plain_error=max(r.error for r in of("plain")),
-        read_error=max(r.error for r in of("read", "steered read")),
-        write_error=max(r.error for r in of("write")),
-        least_moved=min(r.moved for r in of("write") if r.moved is not None),
+    return Result(
+        name,
+        row.architecture,
+        "",
+        tuple(classes),
+        max(r.error for r in plain),
+        {
+            point: PointErrors(
+                read=max(r.error for r in at(point, reads)),
+                write=max(r.error for r in at(point, writes)),
+                moved=min(r.moved for r in at(point, writes) if r.moved is not None),
+            )
+            for point in row.points
+        },
     )
 
 
-def markdown(rows: Iterable[ProofRow]) -> str:
-    """The table for the docs."""
-    lines = [
-        "| architecture | point | plain | read | write | moved at least | |",
-        "|---|---|---|---|---|---|---|",
-    ]
-    lines += [
-        f"| {r.architecture} | {r.point} | {r.plain_error:.1e} | {r.read_error:.1e} "
-        f"| {r.write_error:.1e} | {r.least_moved:.2f} | {'ok' if r.ok else 'FAILS'} |"
-        for r in rows
-    ]
-    return "\n".join(lines)
+def tapped_classes(model: Any) -> list[str]:
+    """`file:Class` of every module whose taps are bound. Runs in a worker."""
+    from vllm.model_executor.layers.residual_taps import BoundTaps
+
+    layers = [m for m in model.modules() if isinstance(vars(m).get("taps"), BoundTaps)]
+    return [f"{type(m).__module__.replace('.', '/')}.py:{type(m).__name__}" for m in layers]

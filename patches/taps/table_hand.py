@@ -1,0 +1,101 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The classes wired by hand (`hand.py`), and why the proof cannot read them."""
+
+from patches.taps.rows import FAMILIES as V
+from patches.taps.rows import Idiom, Row
+
+PAIR = "hidden_states, residual"
+
+
+def _pair(point: str, method: str, partial: str) -> str:
+    flag = f", partial={partial}" if partial else ""
+    return f"{PAIR} = self.taps.{point}.{method}({PAIR}{flag})"
+
+
+def _fused_pair(
+    entry: str, second: str, partial: tuple[str, str, str]
+) -> tuple[tuple[str, str, str], ...]:
+    """A (hidden, residual) pair whose `hidden` a later norm reduces over tensor-parallel ranks.
+
+    `partial`: for each point, what says that `hidden` is a partial sum there; empty for never.
+    """
+    return (
+        ("before", entry, _pair("pre_attn", "enter", partial[0])),
+        ("after", entry, "self.taps.pre_attn.read(residual)"),
+        ("before", second, _pair("post_attn", "enter", partial[1])),
+        ("after", second, "self.taps.post_attn.read(residual)"),
+        ("before", "return hidden_states, residual", _pair("post_block", "leave", partial[2])),
+    )
+
+
+_ALWAYS = ("True", "True", "True")
+
+
+def _renorm(point: str, normed: str, norm: str) -> tuple[str, str, str]:
+    pair = f"{normed}, hidden_states"
+    return "after", norm, f"{pair} = self.taps.{point}.renorm({pair}, {norm})"
+
+
+_INKLING = (
+    # `pending` is the last block's branch before its convolution, which must run once; so the
+    # first place where the stream is whole is after the fused norm, which is then done again.
+    _renorm("pre_attn", "attn_in", "self.attn_norm"),
+    _renorm("post_attn", "mlp_in", "self.mlp_norm"),
+)
+
+HAND: tuple[Row, ...] = (
+    Row(
+        V + "deepseek_v32/amd/model.py",
+        "DeepseekV32DecoderLayer",
+        Idiom.HAND,
+        lines=_fused_pair("self.input_layernorm", "self.post_attention_layernorm", _ALWAYS),
+        digest="4593d140afb2bbc2",
+    ),
+    Row(
+        # The model norms the first block's input with the embedding: `attn_in` is stale there.
+        V + "deepseek_v32/nvidia/model.py",
+        "DeepseekV32DecoderLayer",
+        Idiom.HAND,
+        assume=("self.use_sequence_parallel",),
+        lines=(
+            ("before", "self.input_layernorm", "attn_in = self.taps.pre_attn.renew(attn_in)"),
+            *_fused_pair("self.input_layernorm", "self.post_attention_layernorm", _ALWAYS),
+        ),
+        digest="9b62811bf4402747",
+    ),
+    Row(
+        V + "minimax_m3/amd/model.py",
+        "MiniMaxM3DecoderLayer",
+        Idiom.HAND,
+        mlps=("block_sparse_moe", "mlp"),
+        lines=_fused_pair(
+            "self.input_layernorm", "self.post_attention_layernorm", ("", "True", "")
+        ),
+        digest="388c1698b77c4552",
+    ),
+    Row(
+        V + "minimax_m3/nvidia/model.py",
+        "MiniMaxM3DecoderLayer",
+        Idiom.HAND,
+        mlps=("block_sparse_moe", "mlp"),
+        lines=_fused_pair(
+            "self.input_layernorm",
+            "self.post_attention_layernorm",
+            ("self.fuse_input_allreduce", "True", "self.ffn_all_reduce_deferred"),
+        ),
+        digest="390b7b2a8932b5e1",
+    ),
+    *(
+        Row(
+            V + f"inkling/{vendor}/model.py",
+            "InklingDecoderLayer",
+            Idiom.HAND,
+            norms=("attn_norm", "mlp_norm"),
+            mixers=("attn",),
+            residual="pending",
+            lines=_INKLING,
+            digest=digest,
+        )
+        for vendor, digest in (("amd", "3295b0b186ad9c55"), ("nvidia", "4ff021c2661c542a"))
+    ),
+)

@@ -1,0 +1,23 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every architecture of vLLM 0.32.0: a tiny model, or the reason why there is none.
+
+A file a family. A row is as short as the architecture allows: its config, and where a transformers
+block keeps the points when that is not `model.layers` with the branch `self_attn`.
+"""
+
+from __future__ import annotations
+
+from ..tiny import TinyModel
+from .dense import DENSE
+from .hybrid import HYBRID
+from .latent import LATENT
+from .moe import MOE
+from .parallel import PARALLEL_ROWS
+from .sandwich import SANDWICH_ROWS
+from .translated import TRANSLATED
+
+MODELS: dict[str, TinyModel] = {
+    row.name: row
+    for rows in (DENSE, SANDWICH_ROWS, PARALLEL_ROWS, MOE, HYBRID, LATENT, TRANSLATED)
+    for row in rows
+}

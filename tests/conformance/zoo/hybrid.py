@@ -1,0 +1,251 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Blocks whose mixer is Mamba, a short convolution or a delta net in some or all layers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import transformers
+from transformers import PretrainedConfig
+
+from ..reference import Adapter
+from ..tiny import (
+    COMMON,
+    HIDDEN,
+    LAYERS,
+    NO_HEAD_DIM,
+    NO_SPECIAL_TOKENS,
+    TIED_STD,
+    VOCAB,
+    TinyModel,
+    sizes,
+)
+
+_DELTA: dict[str, Any] = {
+    "layer_types": ["linear_attention", "full_attention"] * (LAYERS // 2),
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 32,
+    "linear_value_head_dim": 32,
+}
+_DELTA_BRANCH = Adapter("model.layers", ("self_attn", "linear_attn"))
+_SHORT_CONV = {"layer_types": ["conv", "full_attention"] * (LAYERS // 2)}
+_EXPERTS: dict[str, Any] = {
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 64,
+}
+
+_ROTARY_IN_TORCH = {"compilation_config": {"custom_ops": ["none"]}}
+_ROTARY = "upstream's CPU kernel rotates queries [n, heads, width] wrongly: run with torch's"
+
+
+def _nemotron_h(*layers: str) -> PretrainedConfig:
+    return transformers.NemotronHConfig(
+        **sizes(num_hidden_layers=None),
+        layers_block_type=list(layers),
+        ssm_state_size=16,
+        mamba_num_heads=6,
+        mamba_head_dim=32,
+        n_groups=2,
+        chunk_size=16,
+        n_routed_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=64,
+        moe_shared_expert_intermediate_size=80,
+        routed_scaling_factor=1.6,
+    )
+
+
+HYBRID = (
+    TinyModel(
+        "mamba",
+        "MambaForCausalLM",
+        lambda: transformers.MambaConfig(
+            **NO_SPECIAL_TOKENS,
+            vocab_size=VOCAB,
+            hidden_size=HIDDEN,
+            num_hidden_layers=LAYERS,
+            state_size=16,
+            tie_word_embeddings=False,
+        ),
+        Adapter("backbone.layers", ()),
+    ),
+    TinyModel(
+        "falcon_mamba",
+        "FalconMambaForCausalLM",
+        lambda: transformers.FalconMambaConfig(
+            **NO_SPECIAL_TOKENS,
+            vocab_size=VOCAB,
+            hidden_size=HIDDEN,
+            num_hidden_layers=LAYERS,
+            state_size=16,
+            tie_word_embeddings=False,
+        ),
+        Adapter("backbone.layers", ()),
+    ),
+    TinyModel(
+        "mamba2",
+        "Mamba2ForCausalLM",
+        lambda: transformers.Mamba2Config(
+            **NO_SPECIAL_TOKENS,
+            vocab_size=VOCAB,
+            hidden_size=HIDDEN,
+            num_hidden_layers=LAYERS,
+            num_heads=6,
+            head_dim=32,
+            n_groups=2,
+            state_size=16,
+            chunk_size=16,
+        ),
+        Adapter("backbone.layers", ()),
+    ),
+    TinyModel(
+        "nemotron_h",
+        "NemotronHForCausalLM",
+        lambda: _nemotron_h("mamba", "mlp", "attention", "moe"),
+        Adapter("model.layers", ()),
+    ),
+    TinyModel(
+        "nemotron_h_dense",
+        "NemotronHForCausalLM",
+        lambda: _nemotron_h("mamba", "mlp", "attention", "mlp"),
+        Adapter("model.layers", ()),
+        note="without experts",
+    ),
+    TinyModel(
+        "jamba",
+        "JambaForCausalLM",
+        lambda: transformers.JambaConfig(
+            **NO_HEAD_DIM,
+            num_experts=4,
+            num_experts_per_tok=2,
+            expert_layer_period=2,
+            expert_layer_offset=1,
+            attn_layer_period=2,
+            attn_layer_offset=1,
+            mamba_d_state=16,
+            use_mamba_kernels=False,
+        ),
+        Adapter("model.layers", ("self_attn", "mamba")),
+    ),
+    TinyModel(
+        "granitemoehybrid",
+        "GraniteMoeHybridForCausalLM",
+        lambda: transformers.GraniteMoeHybridConfig(
+            **NO_HEAD_DIM,
+            layer_types=["mamba", "attention"] * (LAYERS // 2),
+            embedding_multiplier=1.7,
+            residual_multiplier=0.6,
+            attention_multiplier=0.2,
+            logits_scaling=1.3,
+            num_local_experts=4,
+            num_experts_per_tok=2,
+            shared_intermediate_size=80,
+            mamba_n_heads=6,
+            mamba_d_head=32,
+            mamba_d_state=16,
+            mamba_n_groups=2,
+            mamba_chunk_size=16,
+        ),
+        Adapter("model.layers", ("self_attn", "mamba"), branch_multiplier="residual_multiplier"),
+    ),
+    TinyModel(
+        "falcon_h1",
+        "FalconH1ForCausalLM",
+        lambda: transformers.FalconH1Config(
+            **COMMON,
+            mamba_d_ssm=192,
+            mamba_n_heads=6,
+            mamba_d_head=32,
+            mamba_n_groups=2,
+            mamba_d_state=16,
+            mamba_chunk_size=16,
+            embedding_multiplier=1.7,
+            lm_head_multiplier=0.8,
+            key_multiplier=0.9,
+            attention_in_multiplier=1.1,
+            attention_out_multiplier=0.7,
+            ssm_in_multiplier=1.2,
+            ssm_out_multiplier=0.6,
+            ssm_multipliers=[0.9, 1.1, 0.8, 1.2, 0.7],
+            mlp_multipliers=[0.8, 0.6],
+        ),
+        # Two mixers, each with its multiplier, make the branch.
+        Adapter("model.layers", (), second_norm="pre_ff_layernorm"),
+    ),
+    TinyModel(
+        "lfm2",
+        "Lfm2ForCausalLM",
+        lambda: transformers.Lfm2Config(**NO_HEAD_DIM, **_SHORT_CONV, block_multiple_of=32),
+        Adapter("model.layers", ("self_attn", "conv")),
+        embedding_std=TIED_STD,
+        config_json={"conv_dim": HIDDEN, "block_dim": HIDDEN},
+        engine=_ROTARY_IN_TORCH,
+        note=_ROTARY,
+    ),
+    TinyModel(
+        "lfm2_moe",
+        "Lfm2MoeForCausalLM",
+        lambda: transformers.Lfm2MoeConfig(
+            **NO_HEAD_DIM,
+            **_SHORT_CONV,
+            **_EXPERTS,
+            num_dense_layers=1,
+            routed_scaling_factor=1.6,
+        ),
+        Adapter("model.layers", ("self_attn", "conv")),
+        embedding_std=TIED_STD,
+        engine=_ROTARY_IN_TORCH,
+        note=_ROTARY,
+    ),
+    TinyModel(
+        "qwen3_next",
+        "Qwen3NextForCausalLM",
+        lambda: transformers.Qwen3NextConfig(
+            **COMMON, **_DELTA, **_EXPERTS, shared_expert_intermediate_size=80
+        ),
+        _DELTA_BRANCH,
+    ),
+    TinyModel(
+        "qwen3_5",
+        "Qwen3_5ForCausalLM",
+        lambda: transformers.Qwen3_5TextConfig(**COMMON, **_DELTA),
+        _DELTA_BRANCH,
+    ),
+    TinyModel(
+        "qwen3_5_moe",
+        "Qwen3_5MoeForCausalLM",
+        lambda: transformers.Qwen3_5MoeTextConfig(
+            **COMMON, **_DELTA, **_EXPERTS, shared_expert_intermediate_size=80
+        ),
+        _DELTA_BRANCH,
+    ),
+    TinyModel(
+        "olmo_hybrid",
+        "OlmoHybridForCausalLM",
+        lambda: transformers.OlmoHybridConfig(**NO_HEAD_DIM, **_DELTA),
+        _DELTA_BRANCH,
+    ),
+    TinyModel(
+        "kimi_linear",
+        "KimiLinearForCausalLM",
+        lambda: transformers.KimiLinearConfig(
+            **sizes(head_dim=None, num_key_value_heads=4),
+            kv_lora_rank=32,
+            qk_nope_head_dim=32,
+            qk_rope_head_dim=32,
+            v_head_dim=32,
+            moe_intermediate_size=64,
+            n_shared_experts=1,
+            num_local_experts=4,
+            num_experts_per_tok=2,
+            routed_scaling_factor=1.6,
+            mlp_layer_types=["dense"] + ["sparse"] * (LAYERS - 1),
+            layer_types=["linear_attention", "full_attention"] * (LAYERS // 2),
+            linear_head_dim=32,
+            linear_num_heads=4,
+        ),
+        _DELTA_BRANCH,
+    ),
+)

@@ -1,0 +1,75 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Multi-head latent attention (MLA): keys and values from a compressed vector."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import transformers
+
+from ..reference import Adapter
+from ..tiny import COMMON, LAYERS, TinyModel, sizes
+
+_MLA: dict[str, Any] = {
+    # The only size of the CPU kernel, 512 + 64, is that of the real models.
+    "kv_lora_rank": 512,
+    "q_lora_rank": 48,
+    "qk_nope_head_dim": 32,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 32,
+}
+_SMALL_MLA = {**_MLA, "kv_lora_rank": 32, "qk_rope_head_dim": 32}
+_SIZES = sizes(head_dim=None, num_key_value_heads=COMMON["num_attention_heads"])
+_ROUTED: dict[str, Any] = {
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "n_group": 2,
+    "topk_group": 1,
+    "moe_intermediate_size": 64,
+    "n_shared_experts": 1,
+    "routed_scaling_factor": 1.6,
+}
+
+_NO_AUX = {"topk_method": "noaux_tc", "scoring_func": "sigmoid", "moe_layer_freq": 1}
+
+LATENT = (
+    TinyModel(
+        "deepseek_v2",
+        "DeepseekV2ForCausalLM",
+        lambda: transformers.DeepseekV2Config(
+            **_SIZES, **_MLA, **_ROUTED, first_k_dense_replace=1, topk_method="group_limited_greedy"
+        ),
+    ),
+    TinyModel(
+        "deepseek_v3",
+        "DeepseekV3ForCausalLM",
+        lambda: transformers.DeepseekV3Config(
+            **_SIZES, **_MLA, **_ROUTED, first_k_dense_replace=1, num_mtp_layers=0
+        ),
+        config_json=_NO_AUX,
+    ),
+    TinyModel(
+        "glm4_moe_lite",
+        "Glm4MoeLiteForCausalLM",
+        lambda: transformers.Glm4MoeLiteConfig(
+            **_SIZES, **_MLA, **_ROUTED, mlp_layer_types=["dense"] + ["sparse"] * (LAYERS - 1)
+        ),
+        config_json={**_NO_AUX, "first_k_dense_replace": 1},
+    ),
+    TinyModel(
+        "minicpm3",
+        "MiniCPM3ForCausalLM",
+        lambda: transformers.MiniCPM3Config(
+            **_SIZES, **_SMALL_MLA, scale_emb=1.7, scale_depth=1.1, dim_model_base=48
+        ),
+        # The branch enters the sum times scale_depth / sqrt(layers).
+        Adapter("model.layers", (), second_norm="post_attention_layernorm"),
+        embedding_std=0.25,
+    ),
+    TinyModel(
+        "axk1",
+        "AXK1ForCausalLM",
+        lambda: transformers.AXK1Config(**_SIZES, **_MLA, **_ROUTED, first_k_dense_replace=1),
+        config_json=_NO_AUX,
+    ),
+)

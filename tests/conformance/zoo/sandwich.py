@@ -1,0 +1,113 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A norm on the output of each branch, before it enters the sum; with or without one before it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import transformers
+
+from ..reference import Adapter
+from ..tiny import COMMON, LAYERS, NO_HEAD_DIM, SANDWICH, TIED_STD, WINDOW, TinyModel
+
+_WINDOWED: dict[str, Any] = {
+    "sliding_window": WINDOW,
+    "layer_types": ["sliding_attention", "full_attention"] * (LAYERS // 2),
+}
+
+_GLOBAL_HEADS: dict[str, Any] = {"global_head_dim": 64}
+
+SANDWICH_ROWS = (
+    TinyModel(
+        "gemma2",
+        "Gemma2ForCausalLM",
+        lambda: transformers.Gemma2Config(
+            **COMMON,
+            **_WINDOWED,
+            attention_bias=True,
+            query_pre_attn_scalar=20,
+            attn_logit_softcapping=3.0,
+            final_logit_softcapping=4.0,
+        ),
+        SANDWICH,
+        embedding_std=TIED_STD,
+    ),
+    TinyModel(
+        "gemma3",
+        "Gemma3ForCausalLM",
+        lambda: transformers.Gemma3TextConfig(**COMMON, **_WINDOWED, query_pre_attn_scalar=20),
+        SANDWICH,
+        embedding_std=TIED_STD,
+    ),
+    TinyModel(
+        "gemma4",
+        "Gemma4ForCausalLM",
+        lambda: transformers.Gemma4TextConfig(
+            **COMMON,
+            **_WINDOWED,
+            **_GLOBAL_HEADS,
+            vocab_size_per_layer_input=COMMON["vocab_size"],
+            hidden_size_per_layer_input=16,
+        ),
+        SANDWICH,
+        embedding_std=TIED_STD,
+    ),
+    TinyModel(
+        "gemma4_moe",
+        "Gemma4ForCausalLM",
+        lambda: transformers.Gemma4TextConfig(
+            **COMMON,
+            **_WINDOWED,
+            **_GLOBAL_HEADS,
+            hidden_size_per_layer_input=0,
+            enable_moe_block=True,
+            num_experts=4,
+            top_k_experts=2,
+            moe_intermediate_size=64,
+        ),
+        SANDWICH,
+        embedding_std=TIED_STD,
+    ),
+    TinyModel(
+        "glm4",
+        "Glm4ForCausalLM",
+        lambda: transformers.Glm4Config(**COMMON, attention_bias=True),
+        Adapter("model.layers", ("post_self_attn_layernorm",)),
+    ),
+    TinyModel(
+        "exaone4",
+        "Exaone4ForCausalLM",
+        lambda: transformers.Exaone4Config(**COMMON, **_WINDOWED),
+        SANDWICH,
+    ),
+    TinyModel(
+        "hyperclovax",
+        "HyperCLOVAXForCausalLM",
+        lambda: transformers.HyperCLOVAXConfig(
+            **NO_HEAD_DIM,
+            use_post_norm=True,
+            embedding_multiplier=1.7,
+            residual_multiplier=0.6,
+            attention_multiplier=0.2,
+            logits_scaling=1.3,
+        ),
+        Adapter("model.layers", ("post_norm1",), branch_multiplier="residual_multiplier"),
+    ),
+    TinyModel(
+        "afmoe",
+        "AfmoeForCausalLM",
+        lambda: transformers.AfmoeConfig(
+            **COMMON,
+            **_WINDOWED,
+            moe_intermediate_size=64,
+            num_dense_layers=1,
+            num_experts=4,
+            num_experts_per_tok=2,
+            num_shared_experts=1,
+            route_scale=1.6,
+            mup_enabled=True,
+        ),
+        SANDWICH,
+        config_json={"score_func": "sigmoid", "route_norm": True, "n_group": 1, "topk_group": 1},
+    ),
+)

@@ -1,0 +1,427 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Architectures that transformers lacks, computed there by another one with other weight names.
+
+The reference is that other model; what vLLM loads is its weights, renamed and packed the way this
+architecture's checkpoints are, and its config with the fields this architecture reads.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import torch
+import transformers
+from torch import nn
+from transformers import PretrainedConfig
+
+from ..reference import Adapter
+from ..tiny import (
+    COMMON,
+    HEAD_DIM,
+    HIDDEN,
+    INNER,
+    LAYERS,
+    MAX_LENGTH,
+    NO_HEAD_DIM,
+    SANDWICH,
+    TIED_STD,
+    VOCAB,
+    WINDOW,
+    Tensors,
+    TinyModel,
+    sizes,
+)
+
+
+def renamed(tensors: Tensors, *rules: tuple[str, str]) -> Tensors:
+    """Names with each rule (pattern, replacement) applied in turn."""
+    result: Tensors = {}
+    for name, tensor in tensors.items():
+        for pattern, replacement in rules:
+            name = re.sub(pattern, replacement, name)
+        result[name] = tensor
+    return result
+
+
+def packed(tensors: Tensors, parts: tuple[str, ...], whole: str) -> Tensors:
+    """`parts` (each the end of a module's name), concatenated in order, as `whole`."""
+    result = dict(tensors)
+    for name in tensors:
+        stem, _, kind = name.rpartition(".")
+        if stem.endswith(f".{parts[0]}"):
+            prefix = stem.removesuffix(parts[0])
+            result[f"{prefix}{whole}.{kind}"] = torch.cat(
+                [result.pop(f"{prefix}{part}.{kind}") for part in parts]
+            )
+    return result
+
+
+_QKV = ("q_proj", "k_proj", "v_proj")
+
+
+def _internlm2(tensors: Tensors, config: PretrainedConfig) -> Tensors:
+    result = dict(tensors)
+    groups = config.num_key_value_heads
+    for layer in range(LAYERS):
+        stem = f"model.layers.{layer}.self_attn."
+        # Per key-value head: its queries, its key, its value.
+        by_group = [result.pop(f"{stem}{part}.weight").chunk(groups) for part in _QKV]
+        rows = [part for group in zip(*by_group, strict=True) for part in group]
+        result[f"model.layers.{layer}.attention.wqkv.weight"] = torch.cat(rows)
+    return renamed(
+        result,
+        (r"self_attn\.o_proj", "attention.wo"),
+        (r"mlp\.gate_proj", "feed_forward.w1"),
+        (r"mlp\.up_proj", "feed_forward.w3"),
+        (r"mlp\.down_proj", "feed_forward.w2"),
+        (r"input_layernorm", "attention_norm"),
+        (r"post_attention_layernorm", "ffn_norm"),
+        (r"embed_tokens", "tok_embeddings"),
+        (r"^lm_head", "output"),
+    )
+
+
+def _exaone(tensors: Tensors, _config: PretrainedConfig) -> Tensors:
+    return renamed(
+        tensors,
+        (r"^model\.layers", "transformer.h"),
+        (r"^model\.embed_tokens", "transformer.wte"),
+        (r"^model\.norm", "transformer.ln_f"),
+        (r"self_attn\.o_proj", "attn.attention.out_proj"),
+        (r"self_attn", "attn.attention"),
+        (r"gate_proj", "c_fc_0"),
+        (r"up_proj", "c_fc_1"),
+        (r"down_proj", "c_proj"),
+        (r"input_layernorm", "ln_1"),
+        (r"post_attention_layernorm", "ln_2"),
+    )
+
+
+def _telechat2(tensors: Tensors, config: PretrainedConfig) -> Tensors:
+    kept = {k: v for k, v in tensors.items() if not re.search(r"(q|k|v|gate|up)_proj\.bias", k)}
+    for layer in range(LAYERS):
+        stem = f"model.layers.{layer}.self_attn."
+        heads = [
+            kept.pop(f"{stem}{part}_proj.weight").chunk(config.num_attention_heads)
+            for part in ("k", "v")
+        ]
+        pairs = [part for head in zip(*heads, strict=True) for part in head]
+        kept[f"{stem}key_value.weight"] = torch.cat(pairs)
+    return renamed(
+        kept,
+        (r"^model\.layers", "transformer.h"),
+        (r"^model\.embed_tokens", "transformer.word_embeddings"),
+        (r"^model\.norm", "transformer.ln_f"),
+        (r"self_attn\.q_proj", "self_attention.query"),
+        (r"self_attn\.o_proj", "self_attention.dense"),
+        (r"self_attn", "self_attention"),
+    )
+
+
+@torch.no_grad()
+def _no_input_biases(model: nn.Module) -> None:
+    for name, parameter in model.named_parameters():
+        if re.search(r"(q|k|v|gate|up)_proj\.bias", name):
+            parameter.zero_()
+
+
+def _chatglm(tensors: Tensors, _config: PretrainedConfig) -> Tensors:
+    return renamed(
+        packed(tensors, _QKV, "query_key_value"),
+        (r"^model\.layers", "transformer.encoder.layers"),
+        (r"^model\.norm", "transformer.encoder.final_layernorm"),
+        (r"^model\.embed_tokens", "transformer.embedding.word_embeddings"),
+        (r"^lm_head", "transformer.output_layer"),
+        (r"self_attn\.o_proj", "self_attention.dense"),
+        (r"self_attn", "self_attention"),
+        (r"gate_up_proj", "dense_h_to_4h"),
+        (r"down_proj", "dense_4h_to_h"),
+    )
+
+
+def _bailing(tensors: Tensors, _config: PretrainedConfig) -> Tensors:
+    return renamed(
+        packed(tensors, _QKV, "query_key_value"),
+        (r"embed_tokens", "word_embeddings"),
+        (r"self_attn\.o_proj", "attention.dense"),
+        (r"self_attn\.q_norm", "attention.query_layernorm"),
+        (r"self_attn\.k_norm", "attention.key_layernorm"),
+        (r"self_attn", "attention"),
+        (r"e_score_correction_bias", "expert_bias"),
+    )
+
+
+def _plamo3(tensors: Tensors, _config: PretrainedConfig) -> Tensors:
+    result = packed(tensors, ("gate_proj", "up_proj"), "gate_up_proj")
+    result = renamed(
+        packed(result, _QKV, "qkv_proj"),
+        (r"model\.layers", "model.layers.layers"),
+        (r"self_attn", "mixer"),
+        (r"input_layernorm", "pre_mixer_norm"),
+        (r"post_attention_layernorm", "post_mixer_norm"),
+        (r"pre_feedforward_layernorm", "pre_mlp_norm"),
+        (r"post_feedforward_layernorm", "post_mlp_norm"),
+    )
+    for name, tensor in result.items():
+        # Both add an offset to a norm's weight; Gemma always one.
+        if "post_mixer_norm" in name:
+            result[name] = tensor + 1 - 1 / 5
+        elif "post_mlp_norm" in name:
+            result[name] = tensor + 1 - 5**-1.5
+        elif "embed_tokens" in name:
+            result[name] = tensor * HIDDEN**0.5
+    return result
+
+
+def _blended(model: nn.Module) -> None:
+    """Solar's `bskcn`: what enters layer 3 is half what entered layer 1."""
+    kept: dict[str, torch.Tensor] = {}
+
+    def keep(_block: nn.Module, args: tuple[Any, ...]) -> None:
+        kept["h"] = args[0]
+
+    def blend(_block: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        return (0.4 * kept["h"] + 0.6 * args[0], *args[1:])
+
+    layers = list(model.get_submodule("model.layers").children())
+    layers[1].register_forward_pre_hook(keep)
+    layers[3].register_forward_pre_hook(blend)
+
+
+def _unchanged(tensors: Tensors, _config: PretrainedConfig) -> Tensors:
+    return tensors
+
+
+def _llama() -> PretrainedConfig:
+    return transformers.LlamaConfig(**NO_HEAD_DIM, tie_word_embeddings=False)
+
+
+def _glm4_moe() -> PretrainedConfig:
+    return transformers.Glm4MoeConfig(
+        **COMMON,
+        n_routed_experts=4,
+        num_experts_per_tok=2,
+        n_group=2,
+        topk_group=1,
+        moe_intermediate_size=64,
+        n_shared_experts=1,
+        first_k_dense_replace=1,
+        routed_scaling_factor=1.6,
+        use_qk_norm=True,
+        num_mtp_layers=0,
+        rope_parameters={
+            "rope_type": "default",
+            "rope_theta": 10000.0,
+            "partial_rotary_factor": 1.0,
+        },
+    )
+
+
+def _sigmoid_experts(name: str, architecture: str) -> TinyModel:
+    """The family of Ling 2: Glm4Moe's routing, with its own names."""
+    return TinyModel(
+        name,
+        architecture,
+        _glm4_moe,
+        model="Glm4MoeForCausalLM",
+        checkpoint=_bailing,
+        config_json={
+            "num_experts": 4,
+            "num_shared_experts": 1,
+            "score_function": "sigmoid",
+            "moe_router_enable_expert_bias": True,
+            "router_dtype": "fp32",
+            "embedding_dropout": 0.0,
+            "use_bias": False,
+            "use_qkv_bias": False,
+            "use_rmsnorm": True,
+            "partial_rotary_factor": 1.0,
+        },
+        engine={"hf_overrides": {"rope_theta": 10000.0, "rope_scaling": None}},
+    )
+
+
+def _another_name(architecture: str, base: str, name: str = "") -> TinyModel:
+    """One of vLLM's further names for the class of a model of transformers."""
+    config = {"LlamaForCausalLM": _llama}[base]
+    return TinyModel(name or architecture.lower(), architecture, config, model=base)
+
+
+_GEMMA3: dict[str, Any] = {
+    "query_pre_attn_scalar": 20,
+    "layer_types": ["full_attention"] * LAYERS,
+    "rope_parameters": {
+        kind: {"rope_type": "default", "rope_theta": 10000.0}
+        for kind in ("full_attention", "sliding_attention")
+    },
+}
+
+TRANSLATED = (
+    _another_name("LLaMAForCausalLM", "LlamaForCausalLM", "llama_first"),
+    _another_name("InternLM3ForCausalLM", "LlamaForCausalLM", "internlm3"),
+    _another_name("IQuestCoderForCausalLM", "LlamaForCausalLM", "iquest_coder"),
+    _another_name("TeleChat3ForCausalLM", "LlamaForCausalLM", "telechat3"),
+    TinyModel(
+        "internlm2",
+        "InternLM2ForCausalLM",
+        _llama,
+        model="LlamaForCausalLM",
+        checkpoint=_internlm2,
+    ),
+    TinyModel(
+        "exaone",
+        "ExaoneForCausalLM",
+        _llama,
+        model="LlamaForCausalLM",
+        checkpoint=_exaone,
+        config_json={"activation_function": "silu", "layer_norm_epsilon": 1e-6},
+    ),
+    TinyModel(
+        "solar",
+        "SolarForCausalLM",
+        _llama,
+        model="LlamaForCausalLM",
+        checkpoint=_unchanged,
+        adjust=_blended,
+        config_json={
+            "bskcn_1": [1],
+            "bskcn_2": [],
+            "bskcn_3": [3],
+            "bskcn_4": [],
+            "bskcn_tv": [0.9, 0.4],
+        },
+        note="the model blends layers between blocks: post_block[l] is not pre_attn[l+1] there",
+    ),
+    TinyModel(
+        "orion",
+        "OrionForCausalLM",
+        lambda: transformers.StableLmConfig(
+            **NO_HEAD_DIM,
+            rope_parameters={
+                "rope_type": "default",
+                "rope_theta": 10000.0,
+                "partial_rotary_factor": 1.0,
+            },
+        ),
+        model="StableLmForCausalLM",
+        checkpoint=_unchanged,
+        config_json={"rms_norm_eps": 1e-5},
+    ),
+    TinyModel(
+        "teleflm",
+        "TeleFLMForCausalLM",
+        lambda: transformers.GraniteConfig(
+            **NO_HEAD_DIM, attention_multiplier=HEAD_DIM**-0.5, logits_scaling=1.3
+        ),
+        model="GraniteForCausalLM",
+        checkpoint=_unchanged,
+        config_json={"use_mup": True, "mup_scale_factor": 2.6, "output_mult": 2.0},
+    ),
+    TinyModel(
+        "telechat2",
+        "TeleChat2ForCausalLM",
+        lambda: transformers.LlamaConfig(
+            **{**NO_HEAD_DIM, "num_key_value_heads": 3},
+            attention_bias=True,
+            mlp_bias=True,
+            tie_word_embeddings=False,
+        ),
+        model="LlamaForCausalLM",
+        checkpoint=_telechat2,
+        adjust=_no_input_biases,
+        config_json={
+            "n_layer": LAYERS,
+            "n_head": HIDDEN // HEAD_DIM,
+            "ffn_hidden_size": INNER,
+            "layer_norm_epsilon": 1e-6,
+        },
+    ),
+    TinyModel(
+        "minicpm",
+        "MiniCPMForCausalLM",
+        lambda: transformers.GraniteConfig(
+            **NO_HEAD_DIM,
+            embedding_multiplier=1.7,
+            residual_multiplier=1.1 / LAYERS**0.5,
+            attention_multiplier=HEAD_DIM**-0.5,
+            logits_scaling=HIDDEN / 64,
+        ),
+        Adapter("model.layers", ("self_attn",), branch_multiplier="residual_multiplier"),
+        model="GraniteForCausalLM",
+        checkpoint=_unchanged,
+        config_json={"scale_emb": 1.7, "scale_depth": 1.1, "dim_model_base": 64},
+    ),
+    *(
+        TinyModel(
+            name,
+            architecture,
+            lambda: transformers.GlmConfig(
+                **{**COMMON, "num_attention_heads": 3, "num_key_value_heads": 1},
+                attention_bias=True,
+                tie_word_embeddings=False,
+            ),
+            model="GlmForCausalLM",
+            checkpoint=_chatglm,
+            config_json={
+                "model_type": "chatglm",
+                "num_layers": LAYERS,
+                "padded_vocab_size": VOCAB,
+                "ffn_hidden_size": INNER,
+                "kv_channels": HEAD_DIM,
+                "seq_length": MAX_LENGTH,
+                "rmsnorm": True,
+                "layernorm_epsilon": 1.5625e-07,
+                "multi_query_attention": True,
+                "multi_query_group_num": 1,
+                "add_bias_linear": False,
+                "add_qkv_bias": True,
+                "original_rope": True,
+                "post_layer_norm": True,
+                "apply_residual_connection_post_layernorm": False,
+                "fp32_residual_connection": False,
+                "hidden_dropout": 0.0,
+            },
+        )
+        for name, architecture in (
+            ("chatglm", "ChatGLMModel"),
+            ("chatglm_conditional", "ChatGLMForConditionalGeneration"),
+        )
+    ),
+    _sigmoid_experts("bailing_moe", "BailingMoeForCausalLM"),
+    _sigmoid_experts("bailing_moe_v2", "BailingMoeV2ForCausalLM"),
+    _sigmoid_experts("sarvam_moe", "SarvamMoEForCausalLM"),
+    _sigmoid_experts("param2moe", "Param2MoEForCausalLM"),
+    TinyModel(
+        "rnj1",
+        "Rnj1ForCausalLM",
+        lambda: transformers.Gemma3TextConfig(**COMMON, **_GEMMA3),
+        SANDWICH,
+        model="Gemma3ForCausalLM",
+        checkpoint=_unchanged,
+        embedding_std=TIED_STD,
+    ),
+    TinyModel(
+        "plamo3",
+        "Plamo3ForCausalLM",
+        lambda: transformers.Gemma3TextConfig(
+            **sizes(),
+            **{**_GEMMA3, "query_pre_attn_scalar": HEAD_DIM},
+            hidden_activation="silu",
+            tie_word_embeddings=False,
+        ),
+        SANDWICH,
+        model="Gemma3ForCausalLM",
+        checkpoint=_plamo3,
+        config_json={
+            "interleaved_sliding_window": [None] * LAYERS,
+            "window_size": WINDOW,
+        },
+    ),
+    TinyModel(
+        "mimo",
+        "MiMoForCausalLM",
+        lambda: transformers.Qwen2Config(**NO_HEAD_DIM),
+        model="Qwen2ForCausalLM",
+    ),
+)
