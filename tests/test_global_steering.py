@@ -30,8 +30,6 @@ from vllm.v1.steering.table import SteeringTable
 if TYPE_CHECKING:
     from tests.conftest import TinyModels
 
-pytestmark = pytest.mark.v2
-
 BLOCK = 32
 PROMPT = prompt_of(70, 200)
 FULL = 64
@@ -112,6 +110,7 @@ def test_summed_in_float32_and_cast_once() -> None:
     assert rounded == 256.0
 
 
+@pytest.mark.v2
 @pytest.mark.parametrize("tier", TIERS)
 def test_one_tier(line: Timeline, tier: str) -> None:
     """Acts on the positions it is for, beside what a request brings; and not on who opts out."""
@@ -183,6 +182,7 @@ def test_refused_changes_change_nothing(line: Timeline) -> None:
     line.check(line.serve(PROMPT, ROWS))
 
 
+@pytest.mark.v2
 def test_requests_in_flight(line: Timeline) -> None:
     """One that generates, one amid its prompt, one that waits, and one that comes after."""
     long = {"max_tokens": 40, **ROWS}
@@ -350,7 +350,7 @@ def test_preempted_across_changes(small_line: Timeline) -> None:
     )
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", [pytest.param(0, marks=pytest.mark.v2), 1, 2])
 def test_anything_at_any_time(small_line: Timeline, seed: int) -> None:
     """Random arrivals with shared beginnings, changes and steps; and what the KV events say."""
     line, choice = small_line, random.Random(seed)
