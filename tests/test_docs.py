@@ -134,8 +134,8 @@ def test_make_targets_exist(document: str) -> None:
     assert named <= targets
 
 
-def programs() -> list[str]:
-    return _PROGRAM.findall((ROOT / "README.md").read_text())
+def programs(document: str = "README.md") -> list[str]:
+    return _PROGRAM.findall((ROOT / document).read_text())
 
 
 @pytest.fixture(scope="module")
@@ -229,3 +229,20 @@ def test_readme_steering_program(captured: tuple[Path, str], model: Path) -> Non
     assert [scale for scale, _ in lines] == ["-2.0", "-1.0", "+0.0", "+1.0", "+2.0"]
     plain = dict(lines)["+0.0"]
     assert all(text != plain for scale, text in lines if scale in ("-2.0", "+2.0"))
+
+
+def test_steering_page(model: Path, tmp_path: Path) -> None:
+    """Its blocks are one program; each way of steering it shows has an effect."""
+    printed = run("".join(programs("docs/steering.md")), model, tmp_path, multiprocess=False)
+    said = dict(re.findall(r"^([a-z]+) (.*)$", printed, re.MULTILINE))
+    ways = {"all", "prompt", "answer", "word", "two", "late", "gated", "patched", "module"}
+    assert {way for way in ways if said[way] != said["plain"]} == ways
+    assert said["prompt"] != said["all"] != said["answer"]
+    assert said["global"] == said["answer"]  # both act on generated positions
+    before, after = map(float, said["along"].split())
+    assert abs(before) > 1
+    assert abs(after) < 0.01 * abs(before)  # rows are bfloat16
+    assert sorted(path.name for path in tmp_path.glob("happy.*")) == [
+        "happy.gguf",
+        "happy.safetensors",
+    ]

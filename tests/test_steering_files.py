@@ -84,14 +84,14 @@ def test_saved_is_loaded(tmp_path: Path, tiers: Any) -> None:
         module = module_of(tiers)
     except ValueError:
         return  # a sum of tiers overflows
-    save(tmp_path / "module.safetensors", module, SHAPE)
+    save(tmp_path / "module.safetensors", module)
     again = load(tmp_path / "module.safetensors", SHAPE)
     assert again == module
     assert same(tiers_of(again), tiers_of(module))
 
 
 def test_what_is_saved_is_what_was_given(tmp_path: Path) -> None:
-    save(tmp_path / "m.safetensors", module_of(FULL), SHAPE, "meta-llama/Llama-3.1-8B")
+    save(tmp_path / "m.safetensors", module_of(FULL), "meta-llama/Llama-3.1-8B")
     data = (tmp_path / "m.safetensors").read_bytes()
     tensors = safetensors.numpy.load(data)
     assert {k: v.tolist() for k, v in tensors.items()} == {
@@ -109,7 +109,7 @@ def test_what_is_saved_is_what_was_given(tmp_path: Path) -> None:
 
 
 def test_another_vector_is_another_module(tmp_path: Path) -> None:
-    save(tmp_path / "m.safetensors", module_of(FULL), SHAPE)
+    save(tmp_path / "m.safetensors", module_of(FULL))
     moved = {**FULL, "prefill": {("post_attn", 1): np.nextafter(rows(2)[0], np.float32(9))}}
     tiers = {**FULL, "decode": FULL["prefill"], "prefill": FULL["decode"]}
     for other in (moved, tiers):
@@ -392,7 +392,7 @@ def test_operations_are_not_saved(tmp_path: Path) -> None:
     config = SteeringConfig(enable_steering=True, steering_families=["add", "clamp"])
     module = parse_module({"ops": [CLAMP]}, "source", SHAPE, config)
     with pytest.raises(InterventionError, match="a file holds vectors; this module has operations"):
-        save(tmp_path / "m.safetensors", module, SHAPE)
+        save(tmp_path / "m.safetensors", module)
     assert not list(tmp_path.iterdir())
 
 

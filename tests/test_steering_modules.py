@@ -61,6 +61,11 @@ def test_tiers() -> None:
     assert module.ops == []
 
 
+def test_sites_are_of_vectors_and_operations() -> None:
+    value = {"decode_vectors": {"post_block": {3: VECTOR}}, "ops": [op("normalize")]}
+    assert parse(value).sites == {("post_block", 3), ("pre_attn", 0), ("pre_attn", 1)}
+
+
 def test_a_mapping_of_points_is_the_base_tier() -> None:
     module = parse(TIERS["vectors"])
     assert module == parse({"vectors": TIERS["vectors"]})

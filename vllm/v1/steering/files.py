@@ -81,7 +81,7 @@ def load(path: str | Path, shape: TapShape) -> Module:
     return make_module(tiers, [], file, shape)
 
 
-def save(path: str | Path, module: Module, shape: TapShape, model_hint: str = "") -> None:
+def save(path: str | Path, module: Module, model_hint: str = "") -> None:
     """Write a module's vectors as safetensors; `load` gives the same module.
 
     Args:
@@ -91,15 +91,15 @@ def save(path: str | Path, module: Module, shape: TapShape, model_hint: str = ""
         ValueError: the module has operations, for which files have no place.
     """
     _need_no_ops(path, module)
-    metadata = {
-        "steering_format": FORMAT_VERSION,
-        "hidden_size": str(shape.hidden_size),
-        "model_hint": model_hint,
-    }
     vectors = {
         f"{tier}.{point}.{layer}": row
         for tier, part in module.tiers.items()
         for (point, layer), row in zip(part.sites, rows_of(part), strict=True)
+    }
+    metadata = {
+        "steering_format": FORMAT_VERSION,
+        "hidden_size": str(len(next(iter(vectors.values())))),
+        "model_hint": model_hint,
     }
     _write(path, lambda unfinished: safetensors.numpy.save_file(vectors, unfinished, metadata))
 

@@ -72,6 +72,12 @@ class Module(msgspec.Struct, frozen=True, dict=True):
     """base, prefill, decode; those without vectors left out."""
     ops: list[ModuleOp]
 
+    @property
+    def sites(self) -> set[Site]:
+        """Where it acts, vectors and operations."""
+        of_parts = {site for part in self.tiers.values() for site in part.sites}
+        return of_parts | {site for op in self.ops for site in op.sites}
+
     @cached_property
     def prefill(self) -> Part | None:
         """What prompt positions get: base and prefill, summed and rounded once."""
