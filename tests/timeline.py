@@ -143,13 +143,21 @@ class Timeline:
 
     # -- what is asked ----------------------------------------------------------------------
 
-    def add(self, prompt: list[int], fields: Mapping[str, Any] | None = None) -> str:
-        """Send a request; it starts with a later step."""
+    def add(
+        self, prompt: list[int], fields: Mapping[str, Any] | None = None, **options: Any
+    ) -> str:
+        """Send a request; it starts with a later step.
+
+        Args:
+            options: of `LLMEngine.add_request`: a priority, a LoRA.
+        """
         ask = Ask(prompt, fields or {})
-        name = f"ask-{next(_ids)}"
+        name = f"{next(_ids)}-ask"
         self.asks[name] = ask
         params = ask.params()
-        internal = self.llm.llm_engine.add_request(name, {"prompt_token_ids": prompt}, params)
+        internal = self.llm.llm_engine.add_request(
+            name, {"prompt_token_ids": prompt}, params, **options
+        )
         self._internal[name] = internal or name
         return name
 
