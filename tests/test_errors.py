@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from tests.error_case import Case, path
+from tests.error_files import FILES
 from tests.error_page import MESSAGES, PATTERNS
 from tests.error_steering import STEERING
 from tests.plans import GAPS, HIDDEN, PARALLEL_ONLY, VECTOR, config_of
@@ -389,7 +390,7 @@ OTHERS = [
 ]
 
 
-CASES = REQUESTS + OTHERS + STEERING
+CASES = REQUESTS + OTHERS + STEERING + FILES
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: str(case.says)[:70])
