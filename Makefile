@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 PYTHON ?= python3.11
 RUN := .venv/bin/python
-OURS := vllm tools patches tests demo benchmarks
+OURS := vllm tools patches tests demo examples benchmarks
 
-.PHONY: help install test lint format demo tree diffstat wheel clean
+.PHONY: help install test test-models lint format demo tree diffstat wheel clean
 .DEFAULT_GOAL := help
 
 help: ## this list
@@ -18,6 +18,9 @@ install: ## make .venv with our files live in it (does nothing when nothing chan
 test: install lint ## install, lint, all tests on both model runners (ARGS='-k name' for some)
 	$(RUN) -m pytest $(ARGS)
 	$(RUN) -m pytest --runner v2 $(ARGS)$(if $(ARGS), || test $$? = 5)
+
+test-models: install ## every architecture against transformers (half an hour), into docs/models.md
+	$(RUN) -m tests.conformance --jobs 2 --out build/conformance; $(RUN) -m tests.conformance.report build/conformance
 
 lint: install ## ruff, mypy on our files, and that the patches are small
 	$(RUN) -m ruff check $(wildcard $(OURS))

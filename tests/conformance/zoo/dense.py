@@ -36,7 +36,7 @@ def _xielu_in_bfloat16(model: nn.Module) -> None:
 def _exact_gelu(model: nn.Module) -> None:
     for module in model.modules():
         if isinstance(module, BloomMLP):
-            module.gelu_impl = nn.GELU()
+            module.set_submodule("gelu_impl", nn.GELU())
 
 
 DENSE = (

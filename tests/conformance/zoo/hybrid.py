@@ -29,7 +29,7 @@ _DELTA: dict[str, Any] = {
     "linear_value_head_dim": 32,
 }
 _DELTA_BRANCH = Adapter("model.layers", ("self_attn", "linear_attn"))
-_SHORT_CONV = {"layer_types": ["conv", "full_attention"] * (LAYERS // 2)}
+_SHORT_CONV: dict[str, Any] = {"layer_types": ["conv", "full_attention"] * (LAYERS // 2)}
 _EXPERTS: dict[str, Any] = {
     "num_experts": 4,
     "num_experts_per_tok": 2,
@@ -47,7 +47,7 @@ def _nemotron_h(*layers: str) -> PretrainedConfig:
         ssm_state_size=16,
         mamba_num_heads=6,
         mamba_head_dim=32,
-        n_groups=2,
+        n_groups=1,
         chunk_size=16,
         n_routed_experts=4,
         num_experts_per_tok=2,
@@ -94,7 +94,7 @@ HYBRID = (
             num_hidden_layers=LAYERS,
             num_heads=6,
             head_dim=32,
-            n_groups=2,
+            n_groups=1,
             state_size=16,
             chunk_size=16,
         ),
@@ -145,7 +145,7 @@ HYBRID = (
             mamba_n_heads=6,
             mamba_d_head=32,
             mamba_d_state=16,
-            mamba_n_groups=2,
+            mamba_n_groups=1,
             mamba_chunk_size=16,
         ),
         Adapter("model.layers", ("self_attn", "mamba"), branch_multiplier="residual_multiplier"),
@@ -158,7 +158,7 @@ HYBRID = (
             mamba_d_ssm=192,
             mamba_n_heads=6,
             mamba_d_head=32,
-            mamba_n_groups=2,
+            mamba_n_groups=1,
             mamba_d_state=16,
             mamba_chunk_size=16,
             embedding_multiplier=1.7,

@@ -5,10 +5,12 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 import transformers
+from transformers import PretrainedConfig
 
 from ..reference import Adapter
-from ..tiny import COMMON, LAYERS, TinyModel, sizes
+from ..tiny import COMMON, LAYERS, Tensors, TinyModel, sizes
 
 _MLA: dict[str, Any] = {
     # The only size of the CPU kernel, 512 + 64, is that of the real models.
@@ -32,6 +34,17 @@ _ROUTED: dict[str, Any] = {
 
 _NO_AUX = {"topk_method": "noaux_tc", "scoring_func": "sigmoid", "moe_layer_freq": 1}
 
+# What upstream's CPU path needs: its kernel's block size, and torch's rotary embedding, since the
+# CPU kernel rotates queries [n, heads, width] wrongly.
+_ENGINE: dict[str, Any] = {"block_size": 16, "compilation_config": {"custom_ops": ["none"]}}
+_ROTARY = "upstream's CPU kernel rotates queries [n, heads, width] wrongly: run with torch's"
+
+
+def _norm_everywhere(tensors: Tensors, config: PretrainedConfig) -> Tensors:
+    """Checkpoints have this norm in dense layers too, where nothing applies it."""
+    return {**tensors, "model.layers.0.post_mlp_layernorm.weight": torch.ones(config.hidden_size)}
+
+
 LATENT = (
     TinyModel(
         "deepseek_v2",
@@ -39,6 +52,8 @@ LATENT = (
         lambda: transformers.DeepseekV2Config(
             **_SIZES, **_MLA, **_ROUTED, first_k_dense_replace=1, topk_method="group_limited_greedy"
         ),
+        engine=_ENGINE,
+        note=_ROTARY,
     ),
     TinyModel(
         "deepseek_v3",
@@ -47,6 +62,8 @@ LATENT = (
             **_SIZES, **_MLA, **_ROUTED, first_k_dense_replace=1, num_mtp_layers=0
         ),
         config_json=_NO_AUX,
+        engine=_ENGINE,
+        note=_ROTARY,
     ),
     TinyModel(
         "glm4_moe_lite",
@@ -55,6 +72,8 @@ LATENT = (
             **_SIZES, **_MLA, **_ROUTED, mlp_layer_types=["dense"] + ["sparse"] * (LAYERS - 1)
         ),
         config_json={**_NO_AUX, "first_k_dense_replace": 1},
+        engine=_ENGINE,
+        note=_ROTARY,
     ),
     TinyModel(
         "minicpm3",
@@ -71,5 +90,8 @@ LATENT = (
         "AXK1ForCausalLM",
         lambda: transformers.AXK1Config(**_SIZES, **_MLA, **_ROUTED, first_k_dense_replace=1),
         config_json=_NO_AUX,
+        checkpoint=_norm_everywhere,
+        engine=_ENGINE,
+        note=_ROTARY,
     ),
 )

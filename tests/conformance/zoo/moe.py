@@ -42,6 +42,11 @@ def _no_correction(model: nn.Module) -> None:
             value.zero_()
 
 
+@torch.no_grad()
+def _no_output_bias(model: nn.Module) -> None:
+    model.get_parameter("lm_head.bias").zero_()
+
+
 MOE = (
     TinyModel(
         "mixtral",
@@ -97,9 +102,15 @@ MOE = (
         "phimoe",
         "PhiMoEForCausalLM",
         lambda: transformers.PhimoeConfig(
-            **NO_HEAD_DIM, **_LOCAL_TOP2, sliding_window=WINDOW, lm_head_bias=True
+            **NO_HEAD_DIM,
+            **_LOCAL_TOP2,
+            sliding_window=WINDOW,
+            lm_head_bias=True,
+            attention_bias=True,
         ),
         model="PhimoeForCausalLM",
+        adjust=_no_output_bias,
+        note="upstream loads the bias of lm_head and does not add it",
     ),
     TinyModel(
         "gpt_oss",

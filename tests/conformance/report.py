@@ -1,0 +1,139 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Makes docs/models.md of what was measured: `python -m tests.conformance.report [DIR ...]`.
+
+Results of the folders given (written by `python -m tests.conformance --out DIR`) replace those of
+the same model, device, runner and dtype in `results.jsonl`, which is in the repository because no
+one machine can measure everything. The page is that file and the table of wired classes, and
+nothing else.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+
+from patches.taps.rows import WIRED, Idiom, Row
+from patches.taps.table import ROWS
+
+from .proof import Result
+from .zoo import MODELS
+from .zoo.absent import ABSENT
+
+RESULTS = Path(__file__).with_name("results.jsonl")
+PAGE = Path(__file__).parents[2] / "docs" / "models.md"
+_STREAM_ORDER = ("pre_attn", "post_attn", "post_block")
+_CARRIES = WIRED | {Idiom.INHERITED}
+
+_HEAD = """# Models
+
+Made by `make test-models`; not edited by hand. Every architecture below is a tiny random model,
+written by transformers and run by both: each point of each layer is read, and vectors are added at
+the first, a middle and the last layer (docs/hook-contract.md, "Proof, per architecture").
+Errors are relative L2 of the worst row. *plain*: log-probabilities of vLLM without us. *read*:
+captured rows, unsteered and steered, at most 1e-4. *write*: log-probabilities while steered, at
+most 1e-3. *moved*: the least that a vector moved them, at least 0.05. A class that is wired and
+not in the first table was not measured: use `vllm steering check` on your model.
+"""
+
+
+def load() -> list[Result]:
+    """The results in the repository."""
+    return [Result.from_json(line) for line in RESULTS.read_text().splitlines()]
+
+
+def merge(folders: Iterable[Path]) -> list[Result]:
+    """Those of the repository, with the folders' in place of older ones; written back."""
+    known = {(r.name, r.where): r for r in (load() if RESULTS.exists() else [])}
+    for folder in folders:
+        for file in sorted(folder.rglob("*.json")):
+            result = Result.from_json(file.read_text())
+            known[result.name, result.where] = result
+    results = [known[key] for key in sorted(known) if key[0] in MODELS]
+    RESULTS.write_text("".join(r.to_json() + "\n" for r in results))
+    return results
+
+
+def render(results: list[Result], rows: tuple[Row, ...] = ROWS) -> str:
+    """docs/models.md."""
+    by_key = {row.key: row for row in rows}
+    good = [r for r in results if not r.failures() and _wired(r, by_key)]
+    verified = {r.architecture for r in good}
+    classes = {cls for r in good for cls in r.classes}
+    wired = {row.key for row in rows if row.idiom in _CARRIES}
+    lines = [
+        _HEAD,
+        f"Verified: {len(verified)} architectures over {len(classes)} decoder layer classes; "
+        f"{len(wired)} classes are wired.",
+        "",
+        "## Verified",
+        "",
+        "| architecture | layer class | idiom | points | plain | read | write | moved | where | |",
+        "|---|---|---|---|---|---|---|---|---|---|",
+    ]
+    for result in sorted(good, key=lambda r: (r.architecture, r.name, r.where)):
+        lines.append(_verified_line(result, by_key))
+    lines += ["", "## Not verified", "", "| architecture | why |", "|---|---|"]
+    open_reasons = dict(ABSENT)
+    for result in results:
+        if result.architecture not in verified:
+            failures = "; ".join(result.failures())[:160].replace("|", "/")
+            open_reasons[result.architecture] = f"{result.where}: {failures or 'rewired since'}"
+    for architecture, why in sorted(open_reasons.items()):
+        if architecture not in verified:
+            lines.append(f"| {architecture} | {why} |")
+    lines += ["", "## Classes wired, not measured", ""]
+    for key in sorted(wired - classes):
+        lines.append(f"* `{_short(key)}` ({by_key[key].idiom.value})")
+    lines += ["", "## Classes refused", "", "| class | why |", "|---|---|"]
+    for row in rows:
+        if row.idiom not in _CARRIES and row.idiom is not Idiom.EXCLUDED:
+            lines.append(f"| `{_short(row.key)}` | {row.reason} |")
+    lines += [
+        "",
+        "Encoders, draft models and parts of blocks have no points either: "
+        "patches/taps/table_excluded.py.",
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _wired(result: Result, by_key: dict[str, Row]) -> bool:
+    """Is every class of the measured model still wired?"""
+    rows = [by_key.get(cls) for cls in result.classes]
+    return bool(rows) and all(row is not None and row.idiom in _CARRIES for row in rows)
+
+
+def _verified_line(result: Result, by_key: dict[str, Row]) -> str:
+    worst = {
+        kind: max(getattr(e, kind) for e in result.points.values()) for kind in ("read", "write")
+    }
+    cells = (
+        result.architecture,
+        ", ".join(f"`{_short(cls)}`" for cls in result.classes),
+        ", ".join(sorted({by_key[cls].idiom.value for cls in result.classes})),
+        ", ".join(sorted(result.points, key=_STREAM_ORDER.index)),
+        f"{result.plain:.0e}",
+        f"{worst['read']:.0e}",
+        f"{worst['write']:.0e}",
+        f"{min(e.moved for e in result.points.values()):.2f}",
+        result.where,
+        MODELS[result.name].note,
+    )
+    return f"| {' | '.join(cells)} |"
+
+
+def _short(key: str) -> str:
+    file, _, cls = key.partition(":")
+    return f"{file.removeprefix('vllm/').removeprefix('model_executor/models/')}:{cls}"
+
+
+def main() -> int:
+    """Exit status 0."""
+    page = render(merge(Path(folder) for folder in sys.argv[1:]))
+    PAGE.write_text(page)
+    print(next(line for line in page.splitlines() if line.startswith("Verified:")))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

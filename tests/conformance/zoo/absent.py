@@ -1,0 +1,47 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Architectures without a tiny model, and why: the table says "wired, unverified", or refused.
+
+Names are those of vLLM's registry. A class that is not wired needs no reason here: the reason is in
+patches/taps.
+"""
+
+from __future__ import annotations
+
+_NOT_THERE = "transformers lacks it, and no other model there computes the same"
+_CUDA_ONLY = "vLLM has no CPU code for it (vllm.models.*)"
+
+ABSENT: dict[str, str] = {
+    "BailingMoeV2_5ForCausalLM": _NOT_THERE,
+    "BailingMoeV3ForCausalLM": _NOT_THERE,
+    "DeciLMForCausalLM": _NOT_THERE,
+    "DeepseekForCausalLM": _NOT_THERE,
+    "DeepseekV32ForCausalLM": _CUDA_ONLY,
+    "DeepseekV4ForCausalLM": _CUDA_ONLY,
+    "ExaoneMoEForCausalLM": "another name for ExaoneMoeForCausalLM",
+    "Gemma3nForCausalLM": "several streams",
+    "Glm5NextForCausalLM": _CUDA_ONLY,
+    "GlmMoeDsaForCausalLM": _CUDA_ONLY,
+    "HCXVisionV2ForCausalLM": _NOT_THERE,
+    "HYV4ForCausalLM": _CUDA_ONLY,
+    "HrmTextForCausalLM": "one layer runs several times for a token",
+    "IQuestLoopCoderForCausalLM": "one layer runs several times for a token",
+    "InklingForCausalLM": _CUDA_ONLY,
+    "InklingForConditionalGeneration": _CUDA_ONLY,
+    "K2HorizonForCausalLM": _NOT_THERE,
+    "LongcatFlashForCausalLM": "no tiny model yet",
+    "LongcatFlashNgramForCausalLM": _NOT_THERE,
+    "MiMoV2ForCausalLM": "the class of MiMoV2FlashForCausalLM with another checkpoint",
+    "MiniMaxM3SparseForCausalLM": _CUDA_ONLY,
+    "MistralLarge3ForCausalLM": "DeepseekV3ForCausalLM with Mistral's names for weights",
+    "MuseGlimmerForCausalLM": "transformers has only the multimodal model",
+    "NemotronHPuzzleForCausalLM": "the class of NemotronHForCausalLM with another config",
+    "PanguEmbeddedForCausalLM": _NOT_THERE,
+    "PanguProMoEV2ForCausalLM": _NOT_THERE,
+    "PanguUltraMoEForCausalLM": _NOT_THERE,
+    "Qwen4ExpForCausalLM": _CUDA_ONLY,
+    "SarvamMLAForCausalLM": _NOT_THERE,
+    "Step1ForCausalLM": _NOT_THERE,
+    "Step3TextForCausalLM": _NOT_THERE,
+    "Step3p5ForCausalLM": _NOT_THERE,
+    "Zamba2ForCausalLM": "no tiny model yet",
+}
