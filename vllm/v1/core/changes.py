@@ -74,15 +74,15 @@ class Changes:
     def _prepare(self, call: SteeringCall) -> None:
         assert call.change is not None
         change, tiers = call.change, self._interventions.tiers
-        self._tiers = None
+        changed = None
         if change.action == "set":
-            self._tiers = tiers.changed(change.tiers, change.replace)
+            changed = tiers.changed(change.tiers, change.replace)
         elif change.action == "clear":
-            self._tiers = tiers.cleared(change.tier)
+            changed = tiers.cleared(change.tier)
         elif change.action == "unregister" and change.name not in self._interventions.modules:
             known = ", ".join(sorted(self._interventions.modules.items())[:20]) or "none"
             raise ValueError(f"name: unknown module {change.name!r}; registered are {known}")
-        self._token, self._change = call.token, change
+        self._token, self._change, self._tiers = call.token, change, changed
         self._expires = time.monotonic() + LEASE_SECONDS
 
     def _commit(self, requests: Iterable["Request"]) -> None:
