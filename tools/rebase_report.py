@@ -76,8 +76,8 @@ class Report:
             "run: its wheel's Python files were merged, its decoder classes wired and proved.\n",
             self.summary() + "\n",
             "* A hunk is *untouched* where the three lines on either side and the blocks around "
-            "it are as they were, *merged* where the blocks are, its neighbours still say one place, "
-            "and other lines near it changed. The merged ones are shown below, to be read.\n"
+            "it are as they were, *merged* where the blocks are, its neighbours still say one "
+            "place, and other lines near it changed. The merged ones are shown below, to be read.\n"
             "* A class is *untouched* where its text is as it was, *merged* where it changed, its "
             "row still wires it, and the proof holds.\n",
             "## By hand\n",

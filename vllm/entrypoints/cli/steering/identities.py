@@ -1,0 +1,214 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Checks that need no reference: what must hold whatever the weights are.
+
+Bits are compared only between runs of the same batch; otherwise errors are relative L2 of the worst
+row, and the tolerance is a few roundings of the model's dtype.
+"""
+
+from collections.abc import Mapping
+from itertools import pairwise
+from typing import Any
+
+import torch
+
+from vllm.entrypoints.cli.steering.findings import Finding
+from vllm.entrypoints.cli.steering.head import head_log_probs
+from vllm.entrypoints.cli.steering.probe import Answer, Probe, worst_row
+from vllm.v1.interventions import Site
+
+ROUNDINGS = 4
+BETWEEN_BLOCKS = {"SolarForCausalLM": "this model mixes earlier streams in between blocks"}
+"""Architectures whose model changes the stream between a block and the next."""
+
+Case = tuple[list[int], Mapping[str, Any]]
+
+
+def check_identities(probe: Probe) -> list[Finding]:
+    """All of them, in the order of the table."""
+    plain = probe.run([(prompt, {}) for prompt in probe.prompts])
+    return [
+        same_stream(probe, plain),
+        *head(probe, plain),
+        *nothing_added(probe, plain),
+        *neighbours(probe, plain),
+        *sites(probe, plain[0]),
+    ]
+
+
+def steer(field: str, sites: Mapping[Site, torch.Tensor], scale: float = 1.0) -> dict[str, Any]:
+    """The field of SamplingParams that adds these vectors."""
+    vectors: dict[str, dict[int, Any]] = {}
+    for (point, layer), vector in sites.items():
+        vectors.setdefault(point, {})[layer] = {"vector": vector, "scale": scale}
+    return {field: vectors}
+
+
+def length(rows: torch.Tensor) -> float:
+    return float(rows.float().norm(dim=-1).mean())
+
+
+def same_stream(probe: Probe, plain: list[Answer]) -> Finding:
+    """`post_block[l]` is `pre_attn[l + 1]`, and other layers' streams are not."""
+    name = "post_block[l] = pre_attn[l+1]"
+    if reason := BETWEEN_BLOCKS.get(probe.architecture):
+        return Finding.skipped(name, reason)
+    layers = list(probe.shape.points)
+    if len(layers) < 2:
+        return Finding.skipped(name, "the model has one layer")
+    errors = {
+        layer: max(worst_row(a.rows["post_block", layer], a.rows["pre_attn", after]) for a in plain)
+        for layer, after in pairwise(layers)
+    }
+    twin = min(
+        worst_row(a.rows["pre_attn", layer], a.rows["post_block", layer])
+        for a in plain
+        for layer in layers
+    )
+    worst = max(errors, key=lambda layer: errors[layer])
+    tolerance = ROUNDINGS * probe.rounding
+    note = f"worst after layer {worst}; a block moves its stream by {twin:.1e} or more"
+    return Finding.at_most(name, errors[worst], min(tolerance, twin / 4), note)
+
+
+def head(probe: Probe, plain: list[Answer]) -> list[Finding]:
+    """The rows of the last block are what the log-probabilities are made of."""
+    name = "log_softmax(head(norm(last))) = logprobs"
+    last = list(probe.shape.points)[-1]
+    # Logits are sums over the width: their error grows with what they are, some ten.
+    tolerance = 100 * probe.rounding
+
+    def error(answer: Answer, point: str) -> float | str:
+        args = (answer.rows[point, last], answer.next_ids)
+        for found in probe.llm.collective_rpc(head_log_probs, args=args):
+            if isinstance(found, str):
+                return found
+            if found is not None:
+                return float((torch.tensor(found) - answer.log_probs).abs().max())
+        return "no rank has logits"
+
+    errors = [error(answer, "post_block") for answer in plain]
+    twin = error(plain[0], "pre_attn")
+    if isinstance(twin, str):
+        return [Finding.skipped(name, twin)]
+    worst = max(e for e in errors if not isinstance(e, str))
+    note = f"largest difference; from the last block's input: {twin:.1e}"
+    return [Finding.at_most(name, worst, min(tolerance, twin / 4), note)]
+
+
+def nothing_added(probe: Probe, plain: list[Answer]) -> list[Finding]:
+    """A scale of 0 changes no bit."""
+    vectors = {site: probe.direction(site) for site in probe.steered}
+    fields = steer("steering_vectors", vectors, scale=0.0)
+    zero = probe.run([(prompt, fields) for prompt in probe.prompts])
+    return [_bits("scale 0 = unsteered, bit for bit", probe, zero, plain)]
+
+
+def neighbours(probe: Probe, plain: list[Answer]) -> list[Finding]:
+    """Steered neighbours in the batch change no bit of an unsteered request; they do change."""
+    vectors = {
+        site: probe.direction(site) * 0.2 * length(plain[0].rows[site]) for site in probe.steered
+    }
+    fields = steer("steering_vectors", vectors)
+    cases: list[Case] = [(probe.prompts[0], {}), *((p, fields) for p in probe.prompts[1:])]
+    mixed = probe.run(cases)
+    finding = _bits("unsteered beside steered, bit for bit", probe, mixed[:1], plain[:1])
+    last = ("post_block", list(probe.shape.points)[-1])
+    count = mixed[1].num_prompt
+    moved = worst_row(mixed[1].rows[last][:count], plain[1].rows[last][:count])
+    return [finding, Finding.at_least("steered neighbours moved", moved, 0.01)]
+
+
+def _bits(name: str, probe: Probe, got: list[Answer], want: list[Answer]) -> Finding:
+    """Rows, tokens and log-probabilities are the same, bit for bit."""
+    differing = [
+        site
+        for site in probe.sites
+        if any(not torch.equal(a.rows[site], b.rows[site]) for a, b in zip(got, want, strict=True))
+    ]
+    differ = any(
+        a.next_ids != b.next_ids or not torch.equal(a.log_probs, b.log_probs)
+        for a, b in zip(got, want, strict=True)
+    )
+    measured = f"{len(differing)} of {len(probe.sites)} sites differ"
+    note = f"first at {differing[0]}" if differing else "log-probabilities differ" if differ else ""
+    return Finding(name, not differing and not differ, measured, "none", note)
+
+
+def sites(probe: Probe, plain: Answer) -> list[Finding]:
+    """Each site on its own: the vector arrives, whole, at the positions of its phase, is seen by
+    what reads the site, and moves the output."""
+    vectors = {s: probe.direction(s) * length(plain.rows[s]) for s in probe.steered}
+    following = dict(zip(probe.sites, [*probe.sites[1:], probe.sites[-1]], strict=True))
+    findings = []
+    for phase in ("prefill", "decode"):
+        fields = f"{phase}_steering_vectors"
+        cases = [(probe.prompts[0], steer(fields, {s: v})) for s, v in vectors.items()]
+        captured = [sorted({site, following[site]}) for site in vectors]
+        answers = probe.run([(probe.prompts[0], {}), *cases], [probe.sites, *captured])
+        # In a batch of its own, so that only the vectors differ.
+        base, steered = answers[0], dict(zip(vectors, answers[1:], strict=True))
+        findings += _phase(probe, phase, base, steered, vectors, following)
+    return findings
+
+
+def _phase(
+    probe: Probe,
+    phase: str,
+    base: Answer,
+    steered: Mapping[Site, Answer],
+    vectors: Mapping[Site, torch.Tensor],
+    following: Mapping[Site, Site],
+) -> list[Finding]:
+    prompt = base.num_prompt
+    # The first generated token is chosen by a prompt position: it is the same under "decode".
+    acts = slice(0, prompt) if phase == "prefill" else slice(prompt, prompt + 1)
+    arrived, seen, moved = {}, {}, {}
+    before = 0.0
+    for site, answer in steered.items():
+        rows, plain = answer.rows[site].float(), base.rows[site].float()
+        delta, vector = rows[acts] - plain[acts], vectors[site]
+        size = torch.maximum(rows[acts].norm(dim=-1), plain[acts].norm(dim=-1))
+        arrived[site] = float(
+            ((delta - vector).norm(dim=-1) / size).nan_to_num(nan=torch.inf).max()
+        )
+        if phase == "decode":
+            before = max(before, worst_row(answer.rows[site][:prompt], base.rows[site][:prompt]))
+        after = following[site]
+        adds = not torch.equal(base.rows[after], base.rows[site])  # some layers have no mixer
+        if after[1] == site[1] and after != site and adds:
+            change = answer.rows[after][acts].float() - base.rows[after][acts].float() - vector
+            seen[site] = float(change.norm(dim=-1).max() / vector.norm())
+        end = prompt - 1 if phase == "prefill" else prompt + 1
+        start = 0 if phase == "prefill" else prompt
+        gap = (answer.log_probs - base.log_probs)[start:end].abs().max()
+        same = answer.next_ids[start:end] == base.next_ids[start:end]
+        moved[site] = float(gap) if same else max(float(gap), 1.0)
+    tolerance = ROUNDINGS * probe.rounding
+    where = "prompt" if phase == "prefill" else "generated"
+
+    def at(found: Mapping[Site, float], site: Site) -> str:
+        return f"of {len(found)} sites; {'.'.join(map(str, site))}"
+
+    worst = max(arrived, key=lambda s: arrived[s])
+    dull = min(moved, key=lambda s: moved[s])
+    noise = 20 * probe.rounding
+    findings = [
+        Finding.at_most(
+            f"steered - unsteered = vector ({where})", arrived[worst], tolerance, at(arrived, worst)
+        ),
+        Finding.at_least(
+            f"every site moves logprobs ({where})", moved[dull], noise, at(moved, dull)
+        ),
+    ]
+    if seen:
+        blind = min(seen, key=lambda s: seen[s])
+        findings.insert(
+            1,
+            Finding.at_least(
+                f"the branch reads the vector ({where})", seen[blind], noise, at(seen, blind)
+            ),
+        )
+    if phase == "decode":
+        name = "decode steering leaves the prompt alone"
+        findings.append(Finding.at_most(name, before, tolerance))
+    return findings

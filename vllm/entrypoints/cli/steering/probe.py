@@ -1,0 +1,135 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Runs the check's requests on the engine, and gives back tensors."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from vllm import LLM, SamplingParams
+from vllm.config.steering import POINTS
+from vllm.v1.interventions import Site
+
+GENERATED = 4
+LENGTHS = (23, 9, 14)
+
+
+@dataclass(frozen=True)
+class Answer:
+    """One request's completion."""
+
+    token_ids: list[int]
+    """Those that were fed: prompt + generated - 1."""
+    num_prompt: int
+    log_probs: torch.Tensor
+    """float32 [prompt - 1 + generated]: entry t is that of the token after position t."""
+    next_ids: list[int]
+    """The token after each position."""
+    rows: dict[Site, torch.Tensor]
+    """[n, hidden] in the model's dtype, of the positions asked for."""
+
+
+class Probe:
+    """The engine and what the checks need to know of its model."""
+
+    def __init__(self, llm: LLM) -> None:
+        self.llm = llm
+        config = llm.llm_engine.vllm_config
+        shape = config.tap_shape
+        assert shape is not None
+        self.shape = shape
+        self.sites: list[Site] = [(p, n) for n, points in shape.points.items() for p in points]
+        steered = config.steering_config.steering_points
+        self.steered = [site for site in self.sites if site[0] in steered]
+        self.rounding = torch.finfo(shape.torch_dtype).eps
+        self.architecture: str = config.model_config.architecture
+        self._config = config
+        self.prompts = self._prompts()
+
+    def describe(self) -> str:
+        """What was started, in a line."""
+        config = self._config
+        parallel, compilation = config.parallel_config, config.compilation_config
+        eager = config.model_config.enforce_eager
+        return (
+            f"{self.architecture}, {len(self.shape.points)} layers of {self.shape.hidden_size}, "
+            f"{self.shape.dtype}, tp {parallel.tensor_parallel_size}, "
+            f"pp {parallel.pipeline_parallel_size}, "
+            f"{'eager' if eager else compilation.mode.name.lower()}, "
+            f"graphs {'none' if eager else compilation.cudagraph_mode}, points "
+            f"{', '.join(p for p in POINTS if any(p == site[0] for site in self.sites))}"
+        )
+
+    def _prompts(self) -> list[list[int]]:
+        # Below the ids that stand for images or sound, above most special ones.
+        vocab = self._config.model_config.get_vocab_size()
+        generator = torch.Generator().manual_seed(1)
+        longest = self._config.model_config.max_model_len - GENERATED
+        sizes = [min(length, longest) for length in LENGTHS]
+        ids = [torch.randint(vocab // 20, vocab // 2, (n,), generator=generator) for n in sizes]
+        return [row.tolist() for row in ids]
+
+    def direction(self, site: Site) -> torch.Tensor:
+        """float32 [hidden], of length 1, another for each site."""
+        seed = 7 + self.sites.index(site)
+        vector = torch.randn(self.shape.hidden_size, generator=torch.Generator().manual_seed(seed))
+        return vector / vector.norm()
+
+    def run(
+        self,
+        cases: Sequence[tuple[list[int], Mapping[str, Any]]],
+        sites: Sequence[Sequence[Site]] | None = None,
+    ) -> list[Answer]:
+        """Greedy completions of (prompt, further fields of SamplingParams).
+
+        Args:
+            sites: for each case what to capture, at all positions; default: all.
+        """
+        wanted = [self.sites] * len(cases) if sites is None else sites
+        params = [
+            SamplingParams(
+                temperature=0.0,
+                max_tokens=GENERATED,
+                ignore_eos=True,
+                detokenize=False,
+                logprobs=0,
+                prompt_logprobs=0,
+                capture={"inline": {"hooks": _hooks(at), "positions": "all"}},
+                **fields,
+            )
+            for (_, fields), at in zip(cases, wanted, strict=True)
+        ]
+        prompts = [{"prompt_token_ids": prompt} for prompt, _ in cases]
+        outputs = self.llm.generate(prompts, params, use_tqdm=False)  # type: ignore[arg-type]
+        return [_answer(p, output) for (p, _), output in zip(cases, outputs, strict=True)]
+
+
+def _hooks(sites: Sequence[Site]) -> dict[str, list[int]]:
+    hooks: dict[str, list[int]] = {}
+    for point, layer in sites:
+        hooks.setdefault(point, []).append(layer)
+    return hooks
+
+
+def _answer(prompt: list[int], output: Any) -> Answer:
+    sample = output.outputs[0]
+    result = output.capture_results["inline"]
+    if result.status != "ok":
+        raise RuntimeError(f"capture ended with status {result.status}: {result.error}")
+    fed = [*prompt, *sample.token_ids[:-1]]
+    for site, rows in result.payload.items():
+        if rows.positions.tolist() != list(range(len(fed))) or rows.token_ids.tolist() != fed:
+            raise RuntimeError(f"{site}: the rows are not those of the sequence")
+    # Entry i of prompt_logprobs is what position i - 1 gave token i.
+    entries = [*output.prompt_logprobs[1:], *sample.logprobs]
+    next_ids = [*prompt[1:], *sample.token_ids]
+    log_probs = [entry[token].logprob for entry, token in zip(entries, next_ids, strict=True)]
+    rows = {site: rows.values for site, rows in result.payload.items()}
+    return Answer(fed, len(prompt), torch.tensor(log_probs), next_ids, rows)
+
+
+def worst_row(got: torch.Tensor, want: torch.Tensor) -> float:
+    """Largest relative L2 error of a row, both [n, width]; infinite where not a number."""
+    errors = (got.float() - want.float()).norm(dim=-1) / want.float().norm(dim=-1)
+    return float(errors.nan_to_num(nan=torch.inf).max())
