@@ -6,7 +6,8 @@ everything else looks right. So dummy tokens are driven through the model, compi
 as configured, each steered at one site, and each must come out moved.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,6 +17,7 @@ from vllm.v1.interventions import Site, TapShape
 
 if TYPE_CHECKING:
     from vllm.v1.executor import Executor
+    from vllm.v1.worker.block_table import BlockTable
     from vllm.v1.worker.interventions import Interventions
 
 logger = init_logger(__name__)
@@ -47,11 +49,32 @@ def check_worker(worker: Any) -> TapShape | None:
     """Runs in each worker, after warm-up and graph capture."""
     runner = worker.worker.model_runner
     interventions: Interventions = runner.interventions
-    if interventions.shape is not None:
-        with torch.inference_mode():
-            # V1 leaves out attention by default, and its output buffer uninitialised; V2 never.
-            check_sites(interventions, lambda n: runner._dummy_run(n, force_attention=True))
+    if interventions.shape is None:
+        return None
+    with torch.inference_mode():
+        if runner.vllm_config.use_v2_model_runner:
+            check_sites(interventions, lambda n: runner._dummy_run(n, valid_dummy_state_slots=True))
+        else:
+            with _lent_blocks(runner.input_batch.block_table.block_tables):
+                # V1 leaves out attention by default, and its output uninitialised.
+                check_sites(interventions, lambda n: runner._dummy_run(n, force_attention=True))
     return interventions.shape
+
+
+@contextmanager
+def _lent_blocks(block_tables: "list[BlockTable]") -> Iterator[None]:
+    """Give the dummy requests of V1 blocks of state of their own: where there is none, a mixer with
+    a state (Mamba) does nothing and leaves its output uninitialised."""
+    buffers = [table.block_table for table in block_tables]
+    # A dummy run may copy the one to the other.
+    columns = [both[:, 0] for buffer in buffers for both in (buffer.cpu, buffer.gpu)]
+    for column in columns:
+        column.copy_(torch.arange(1, len(column) + 1))
+    try:
+        yield
+    finally:
+        for column in columns:
+            column.zero_()
 
 
 def check_sites(interventions: "Interventions", dummy_run: DummyRun) -> None:
@@ -78,8 +101,10 @@ def _acts(interventions: "Interventions", site: Site, dummy_run: DummyRun) -> bo
         return False  # the poison is still there: nothing was captured
     if interventions.table is None or site not in interventions.table.at:
         return True
-    # Signs, not a constant: a norm would remove a constant shift.
-    vector = torch.full_like(before, float(before.float().square().mean().sqrt().clamp(min=1.0)))
+    # Signs, not a constant: a norm would remove a constant shift. Far larger than the stream, which
+    # differs between two dummy runs where a mixer's state has moved on.
+    size = min(100 * max(_rms(before), 1.0), torch.finfo(before.dtype).max / 8)
+    vector = torch.full_like(before, size)
     vector[::2] *= -1
     after = _run(interventions, site, vector, dummy_run)
     assert after is not None
@@ -87,6 +112,10 @@ def _acts(interventions: "Interventions", site: Site, dummy_run: DummyRun) -> bo
     if not interventions.captures_here:
         return bool(moved.any())  # seen through the layers above
     return bool((moved - vector.float()).norm() <= 0.1 * vector.float().norm())
+
+
+def _rms(row: torch.Tensor) -> float:
+    return float(row.float().square().mean().sqrt())
 
 
 def _run(
