@@ -8,6 +8,7 @@ from torch import nn
 
 from vllm.model_executor.layers.residual_taps import UnboundTaps
 from vllm.model_executor.models.utils import extract_layer_index
+from vllm.v1.worker.transformers_taps import tap_backend_layers
 
 
 def unbound_taps(layer: nn.Module) -> UnboundTaps:
@@ -28,6 +29,7 @@ def find_layers(model: nn.Module) -> dict[int, nn.Module]:
         ValueError: a layer's class overrides `forward` of a wired one, or two layers share an
             index.
     """
+    tap_backend_layers(model)
     layers: dict[int, nn.Module] = {}
     outer = "."
     for name, module in model.named_modules():  # outer modules first
