@@ -12,8 +12,10 @@ import numpy as np
 import safetensors.numpy
 
 from tests.error_case import Case, path
+from tests.error_steering import steering
 from tests.plans import SHAPE, VECTOR, config_of
 from vllm.config.steering import FAMILIES
+from vllm.v1.engine.module_catalog import startup_modules
 from vllm.v1.steering.files import export_gguf, load, save
 from vllm.v1.steering.modules import parse_module
 
@@ -68,7 +70,23 @@ def writing(write: Callable[..., None], source: Any) -> Callable[[], object]:
     return do
 
 
+ONLY_POST_BLOCK = {"steering_families": list(FAMILIES), "steering_points": ["post_block"]}
+
+
+def starting() -> object:
+    """Start with a file that has a vector at a point that cannot be steered."""
+    with tempfile.TemporaryDirectory() as folder:
+        safetensors.numpy.save_file({"base.pre_attn.1": GOOD}, Path(folder) / "m.safetensors")
+        modules = [f"calm={folder}/m.safetensors"]
+        return startup_modules(config_of(steering_modules=modules, **ONLY_POST_BLOCK))
+
+
 FILES = [
+    Case(path("steering_modules.calm.pre_attn", allowed="['post_block']"), do=starting),
+    Case(
+        path("source.pre_attn", allowed="['post_block']"),
+        do=lambda: steering(config_of(**ONLY_POST_BLOCK)).register_module("calm", {"ops": OPS}),
+    ),
     Case({"allowed": ".safetensors, .gguf, .npz"}, do=loading("m.bin", b"")),
     Case({}, do=folder),
     Case({"given": "2000000"}, do=loading("m.npz", bytes(2_000_000))),

@@ -63,7 +63,7 @@ def test_tiers() -> None:
 
 def test_sites_are_of_vectors_and_operations() -> None:
     value = {"decode_vectors": {"post_block": {3: VECTOR}}, "ops": [op("normalize")]}
-    assert parse(value).sites == {("post_block", 3), ("pre_attn", 0), ("pre_attn", 1)}
+    assert parse(value).sites == [("pre_attn", 0), ("pre_attn", 1), ("post_block", 3)]
 
 
 def test_a_mapping_of_points_is_the_base_tier() -> None:

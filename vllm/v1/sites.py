@@ -7,10 +7,10 @@ was given and what is allowed. Offline it is a `ValueError`, over HTTP a 400.
 
 import re
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, NoReturn
 
-from vllm.config.steering import POINTS
+from vllm.config.steering import POINTS, SteeringConfig
 from vllm.exceptions import VLLMValidationError
 from vllm.v1.interventions import Site, TapShape
 
@@ -80,6 +80,16 @@ def need_layers(value: Any, point: str, path: str, shape: TapShape) -> list[int]
             reject(path, "names no layer")
         return layers
     return _layers_of(value, point, path, shape)
+
+
+def need_steered_points(sites: Iterable[Site], path: str, config: SteeringConfig) -> None:
+    """Raises ValueError if a site's point was left out at start-up."""
+    for point, _ in sites:
+        if point not in config.steering_points:
+            reject(
+                f"{path}.{point}",
+                f"the engine was started with steering_points={list(config.steering_points)}",
+            )
 
 
 def _layers_of(value: Any, point: str, path: str, shape: TapShape) -> list[int]:

@@ -3,7 +3,7 @@
 
 from typing import TYPE_CHECKING, Any
 
-from vllm.v1.sites import reject, show
+from vllm.v1.sites import need_steered_points, reject, show
 from vllm.v1.steering.files import load
 from vllm.v1.steering.modules import Module, parse_module_args
 
@@ -20,8 +20,12 @@ def startup_modules(config: "VllmConfig") -> dict[str, Module]:
     """
     shape = config.tap_shape
     assert shape is not None
-    paths = parse_module_args(config.steering_config.steering_modules)
-    return {name: load(path, shape) for name, path in paths.items()}
+    steering = config.steering_config
+    paths = parse_module_args(steering.steering_modules)
+    modules = {name: load(path, shape) for name, path in paths.items()}
+    for name, module in modules.items():
+        need_steered_points(module.sites, f"steering_modules.{name}", steering)
+    return modules
 
 
 class ModuleCatalog:

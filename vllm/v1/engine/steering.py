@@ -10,9 +10,8 @@ from typing import TYPE_CHECKING, Any
 from vllm.v1.core.changes import Change, SteeringCall
 from vllm.v1.engine.core_client import InprocClient, SyncMPClient
 from vllm.v1.engine.module_catalog import ModuleCatalog
-from vllm.v1.engine.steering_request import need_steered_points
 from vllm.v1.interventions import TIERS, TapShape
-from vllm.v1.sites import reject, show
+from vllm.v1.sites import need_steered_points, reject, show
 from vllm.v1.steering.files import load
 from vllm.v1.steering.modules import Module, need_module_name, no_positions, parse_module
 from vllm.v1.steering.plan import part_of
@@ -69,8 +68,7 @@ class _Changes:
             module = load(str(source), self.shape)
         else:
             module = parse_module(source, "source", self.shape, config)
-        for part in module.tiers.values():
-            need_steered_points(part.sites, "source", config)
+        need_steered_points(module.sites, "source", config)
         return Change("register", name=name, module=module)
 
     def unregister(self, name: str) -> Change:

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Frontend: the steering fields of one request, made into segments."""
 
-from collections.abc import Iterable
 from typing import Any
 
 from vllm.config.steering import SteeringConfig
@@ -11,13 +10,12 @@ from vllm.v1.interventions import (
     STEERING_FIELDS,
     TIERS,
     VECTOR_FIELDS,
-    Site,
     SteeringPlan,
     TapShape,
 )
 from vllm.v1.positions import Positions
 from vllm.v1.selectors import Prompt, Selector
-from vllm.v1.sites import reject, show
+from vllm.v1.sites import need_steered_points, reject, show
 from vllm.v1.steering.ops import parse_ops
 from vllm.v1.steering.plan import Layout
 from vllm.v1.steering.pool import rows_needed
@@ -122,14 +120,8 @@ class _Request:
                 f"come to {self._layout.most_ops()} ops at one point of one layer, the engine has "
                 f"max_steering_ops={config.max_steering_ops}",
             )
-        plan = self._layout.plan(path, self._inherit())
-        if len(plan.contents) > config.max_steering_configs:
-            reject(
-                path,
-                f"the request needs {len(plan.contents)} slots, the engine has "
-                f"max_steering_configs={config.max_steering_configs}",
-            )
-        rows = max(rows_needed(plan.terms), len(plan.programs))
+        plan = self._layout.plan(path, self._inherit(), config)
+        rows = rows_needed(plan.terms)
         if rows > config.max_steering_rows:
             reject(
                 path,
@@ -154,13 +146,3 @@ def _first_outside(positions: Positions, phase: Positions) -> int | None:
     start, stop = phase.flat()
     first = positions.first_from(0)
     return first if first is not None and first < start else positions.first_from(stop)
-
-
-def need_steered_points(sites: Iterable[Site], path: str, config: SteeringConfig) -> None:
-    """Raises ValueError if a site's point was left out at start-up."""
-    for point, _ in sites:
-        if point not in config.steering_points:
-            reject(
-                f"{path}.{point}",
-                f"the engine was started with steering_points={list(config.steering_points)}",
-            )

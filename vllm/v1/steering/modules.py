@@ -15,7 +15,7 @@ import torch
 from vllm.config.steering import SteeringConfig
 from vllm.v1.interventions import TIERS, Part, Site, TapShape
 from vllm.v1.positions import Positions
-from vllm.v1.sites import need_mapping, reject, show, show_key
+from vllm.v1.sites import need_mapping, reject, show, show_key, site_order
 from vllm.v1.steering.ops import Op, parse_ops
 from vllm.v1.steering.plan import ALL, END, Vectors, add_up, part_of, rows_of
 from vllm.v1.steering.spec import need_number, parse_vectors
@@ -73,10 +73,10 @@ class Module(msgspec.Struct, frozen=True, dict=True):
     ops: list[ModuleOp]
 
     @property
-    def sites(self) -> set[Site]:
+    def sites(self) -> list[Site]:
         """Where it acts, vectors and operations."""
         of_parts = {site for part in self.tiers.values() for site in part.sites}
-        return of_parts | {site for op in self.ops for site in op.sites}
+        return sorted(of_parts.union(*(op.sites for op in self.ops)), key=site_order)
 
     @cached_property
     def prefill(self) -> Part | None:
