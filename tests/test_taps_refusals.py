@@ -3,11 +3,15 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch import nn
 
-from vllm.model_executor.layers.residual_taps import UnboundTaps
+from tests.plans import config_of
+from vllm.model_executor.layers.residual_taps import BoundTaps, UnboundTaps
+from vllm.v1.worker.interventions import Interventions
 from vllm.v1.worker.tap_layers import find_layers, refuse_layers
 
 
@@ -51,6 +55,25 @@ def test_a_wired_block_inside_another_is_a_part_of_it() -> None:
     layers = model_of(outer, after)
     assert layers == {0: outer, 1: after}
     refuse_layers(layers, torch.bfloat16)
+
+
+def test_drafts_in_the_same_tree_stay_unbound() -> None:
+    """Multi-token prediction modules of the target's layer class, numbered past its depth."""
+    own, draft = nn.ModuleList([Scaled(), Scaled()]), nn.ModuleDict({"2": Scaled()})
+    model = nn.ModuleDict({"layers": own, "mtp": nn.ModuleDict({"layers": draft})})
+    config = config_of()
+    config.model_config = SimpleNamespace(  # type: ignore[assignment]
+        get_hidden_size=lambda: 4,
+        get_total_num_hidden_layers=lambda: 2,
+        dtype=torch.float32,
+    )
+    interventions = Interventions(config, torch.device("cpu"))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("vllm.v1.worker.interventions.get_tensor_model_parallel_rank", lambda: 0)
+        interventions.bind(model)
+    assert all(isinstance(layer.taps, BoundTaps) for layer in own)
+    assert draft["2"].taps is Scaled.taps
+    assert interventions.shape is not None and set(interventions.shape.points) == {0, 1}
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,7 @@ from vllm.v1.steering.slots import num_table_rows
 from vllm.v1.steering.table import SteeringTable
 from vllm.v1.steering.term_table import TermTable
 from vllm.v1.worker.step_rows import StepRows
-from vllm.v1.worker.tap_layers import find_layers, refuse_layers, unbound_taps
+from vllm.v1.worker.tap_layers import find_layers, own_layers, refuse_layers, unbound_taps
 from vllm.v1.worker.token_map import TokenMap, to_device
 
 if TYPE_CHECKING:
@@ -70,6 +70,7 @@ class Interventions:
                 "enable_steering and capture_consumers"
             )
         model_config = self._config.model_config
+        layers = own_layers(layers, model_config.get_total_num_hidden_layers())
         self.shape = TapShape(
             hidden_size=model_config.get_hidden_size(),
             dtype=str(model_config.dtype).removeprefix("torch."),

@@ -50,6 +50,14 @@ def find_layers(model: nn.Module) -> dict[int, nn.Module]:
     return layers
 
 
+def own_layers(layers: Mapping[int, nn.Module], depth: int) -> dict[int, nn.Module]:
+    """The layers of the target itself: those past its `depth` are a draft's, in the same tree.
+
+    Multi-token prediction modules are built from the target's layer class and numbered on.
+    """
+    return {index: layer for index, layer in layers.items() if index < depth}
+
+
 def refuse_layers(layers: Mapping[int, nn.Module], dtype: torch.dtype) -> None:
     """Check that these layers may have taps, configured as they are.
 
