@@ -70,7 +70,10 @@ def writing(write: Callable[..., None], source: Any) -> Callable[[], object]:
     return do
 
 
-ONLY_POST_BLOCK = {"steering_families": list(FAMILIES), "steering_points": ["post_block"]}
+ONLY_POST_BLOCK: dict[str, Any] = {
+    "steering_families": list(FAMILIES),
+    "steering_points": ["post_block"],
+}
 
 
 def starting() -> object:

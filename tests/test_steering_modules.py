@@ -8,8 +8,11 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from tests.plans import HIDDEN, SHAPE, VECTOR
+from tests.test_errors_fuzz import JUNK, STEERING
 from vllm.config.steering import FAMILIES, SteeringConfig
 from vllm.v1.interventions import Part, TapShape
 from vllm.v1.positions import Positions
@@ -206,6 +209,32 @@ def test_errors(value: Any, message: str) -> None:
     with pytest.raises(InterventionError) as caught:
         parse(value)
     assert str(caught.value).startswith(message)
+
+
+FIELD_NAMES = st.sampled_from(["vectors", "prefill_vectors", "decode_vectors"])
+OPS = st.lists(
+    st.dictionaries(
+        st.sampled_from(["op", "point", "layers", "direction", "lo", "gate", "positions"]),
+        st.one_of(st.sampled_from(["clamp", "pre_attn", 1, VECTOR]), JUNK),
+        max_size=5,
+    )
+)
+MODULES = st.one_of(
+    JUNK,
+    st.dictionaries(FIELD_NAMES, STEERING, min_size=1),
+    st.fixed_dictionaries({"ops": st.one_of(JUNK, OPS)}, optional={"vectors": STEERING}),
+)
+
+
+@given(MODULES)
+def test_whatever_is_given_a_module_or_a_named_error(value: Any) -> None:
+    try:
+        module = parse(value)
+    except InterventionError as error:
+        assert str(error).startswith("source")
+        assert len(str(error)) < 1000
+    else:
+        assert module.tiers or module.ops
 
 
 def test_a_family_that_the_engine_does_not_have() -> None:
