@@ -338,3 +338,32 @@ def test_gates_far_from_their_threshold_are_shut_or_open(steer: Steer) -> None:
         gate = {"probe": probe, "threshold": threshold, "sharpness": 1e20}
         after = only(steer, rows, entry("add", vector=vector, gate=gate))
         assert torch.equal(after, rows + moved * vector)
+
+
+@pytest.mark.skipif(INTERPRETED, reason="there is no compiler under Triton's interpreter")
+def test_compiled_in_one_graph() -> None:
+    """Two sites in a graph, which reads its tables when it runs, decides gates and keeps them."""
+    maker = Maker(12, 32, 5.0)
+    gate = maker.gate("last_prompt")
+    sites = [
+        Site([maker.op("norm_match"), maker.op("add", gate=gate)], 32, LENGTH, NUM_PROMPT),
+        Site([maker.op("pin")], 32, LENGTH, NUM_PROMPT, FAMILIES - {"gate"}),
+    ]
+    table, slots = torch.zeros(1, 32), torch.zeros(LENGTH, dtype=torch.int32)
+
+    @torch.compile(fullgraph=True, backend="aot_eager")
+    def block(h: torch.Tensor, r: torch.Tensor) -> torch.Tensor:
+        whole = h + r
+        for site in sites:
+            steering_terms.steer_terms(whole, table, slots, site.tables)
+            whole = whole * 2
+        return whole
+
+    h, r = maker.rows(), maker.rows()
+    assert torch.equal(block(h, r), (h + r) * 4)
+    for site in sites:
+        site.tables.program.copy_(site.of_position)
+    want = 2 * sites[1].expected(2 * sites[0].expected(h + r))
+    assert worst(block(h, r), want, h) < 5 * TOLERANCE
+    decided = sites[0].tables.gates[sites[0].of_position[NUM_PROMPT - 1].item(), 1]
+    assert 0 < float(decided) < 1
