@@ -264,24 +264,25 @@ def test_opting_out_shares_with_plain(line: Timeline) -> None:
         line.check(name)
 
 
-@pytest.mark.parametrize("changed", [False, True], ids=["twin", "changed"])
-def test_blocks_of_a_request_across_a_change(line: Timeline, changed: bool) -> None:
+@pytest.mark.parametrize(
+    ("boundary", "shared"), [(None, 96), (79, FULL), (95, FULL), (96, 96)], ids=str
+)
+def test_blocks_of_a_request_across_a_change(
+    line: Timeline, boundary: int | None, shared: int
+) -> None:
     """What it computed before is found under the tiers of before; the block the change fell into
     and all later ones are found by nobody."""
     line.set("base", A)
     name = line.add(PROMPT, {"max_tokens": 50, **ROWS})
-    line.until(name, 10)
-    if changed:
+    if boundary is not None:
+        line.until(name, boundary - len(PROMPT) + 1)
         line.set("base", B)
     line.finish()
     line.check(name)
+    assert line.boundaries(name) == ([] if boundary is None else [boundary])
     history = line.sequence(name)
     assert len(history) == 120
-    for tiers, cached in (
-        ({"base": A}, FULL if changed else 96),
-        ({"base": B}, 0),
-        ({}, 0),
-    ):
+    for tiers, cached in (({"base": A}, shared), ({"base": B}, 0), ({}, 0)):
         line.set_tiers(tiers, replace=True)
         follower = line.serve(history, {"max_tokens": 4})
         assert line.cached(follower) == cached

@@ -122,7 +122,7 @@ class Timeline:
         """End what still runs, and leave the engine without global tiers."""
         self.finish()
         self.llm.steering.clear()
-        del self._scheduler.schedule
+        self._scheduler.schedule = self._schedule
 
     def _watched(self, *args: Any, **kwargs: Any) -> Any:
         output = self._schedule(*args, **kwargs)
