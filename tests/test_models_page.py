@@ -8,6 +8,7 @@ from dataclasses import replace
 from patches.taps.rows import Idiom
 from patches.taps.table import ROWS
 from tests.conformance import report
+from tests.conformance.proof import load_results
 from tests.conformance.zoo import MODELS
 from tests.conformance.zoo.absent import ABSENT
 from vllm.model_executor.models.registry import _TEXT_GENERATION_MODELS
@@ -15,12 +16,12 @@ from vllm.model_executor.models.registry import _TEXT_GENERATION_MODELS
 
 def test_page_is_generated() -> None:
     """After wiring a class or measuring: `python -m tests.conformance.report [DIR]`."""
-    assert report.PAGE.read_text() == report.render(report.load())
+    assert report.PAGE.read_text() == report.render(load_results())
 
 
 def test_page_follows_the_table() -> None:
     """A class that is wired, or no longer is, changes the page."""
-    results = report.load()
+    results = load_results()
     page = report.render(results)
     for key in ("llama.py:LlamaDecoderLayer", "gpt2.py:GPT2Block"):
         rows = tuple(
@@ -36,7 +37,7 @@ def test_every_architecture_is_accounted_for() -> None:
 
 
 def test_measured_out_of_tolerance_is_not_verified() -> None:
-    results = report.load()
+    results = load_results()
     page = report.render(results).split("## Not verified")[0]
     bad = {r.architecture for r in results if r.failures()}
     good = {r.architecture for r in results if not r.failures()}

@@ -21,7 +21,6 @@ if TYPE_CHECKING:
 
 Runner = Literal["v1", "v2"]
 Device = Literal["cpu", "cuda"]
-Device = Literal["cpu", "cuda"]
 
 MAX_MODEL_LEN = 96
 MAX_BATCHED_TOKENS = 256

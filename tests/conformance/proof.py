@@ -11,6 +11,7 @@ from typing import Any
 from .cases import SteeringCase
 
 PLAIN_TOLERANCE = 1e-4
+RESULTS = Path(__file__).with_name("results.jsonl")
 
 
 @dataclass(frozen=True)
@@ -83,6 +84,11 @@ class Result:
         return f"{self.name:18} {self.where} {numbers}{self.seconds:.0f}s {verdict}"
 
 
+def load_results() -> list[Result]:
+    """What was measured, as kept in the repository: a line a result."""
+    return [Result.from_json(line) for line in RESULTS.read_text().splitlines()]
+
+
 def prove(name: str, cache: Path, **options: Any) -> Result:
     """Start an engine on one tiny model and compare it with transformers at each point.
 
@@ -91,8 +97,6 @@ def prove(name: str, cache: Path, **options: Any) -> Result:
         cache: directory for the tiny models; made when missing.
         options: engine options.
     """
-    from vllm.v1.worker import tap_check
-
     from . import models
     from .engine import engine
     from .runner import (
@@ -111,8 +115,6 @@ def prove(name: str, cache: Path, **options: Any) -> Result:
     # Every token's log-probabilities of every case: most of the time goes there.
     logit_prompts = prompts(lengths=(17, 5))
     settings = {**row.engine, **options}
-    if not row.start_check:
-        tap_check.check_sites = lambda *_: None
     with engine(path, enable_steering=True, capture_consumers=["inline"], **settings) as llm:
         classes = sorted(set(llm.apply_model(tapped_classes)[0]))
         plain = plain_errors(llm, reference, token_prompts)
@@ -145,5 +147,7 @@ def tapped_classes(model: Any) -> list[str]:
     """`file:Class` of every module whose taps are bound. Runs in a worker."""
     from vllm.model_executor.layers.residual_taps import BoundTaps
 
-    layers = [m for m in model.modules() if isinstance(vars(m).get("taps"), BoundTaps)]
-    return [f"{type(m).__module__.replace('.', '/')}.py:{type(m).__name__}" for m in layers]
+    layers = [type(m) for m in model.modules() if isinstance(vars(m).get("taps"), BoundTaps)]
+    # On the Transformers backend a layer is an instance of a subclass made for its taps.
+    classes = [c.__mro__[1] if c.__name__.startswith("Tapped") else c for c in layers]
+    return [f"{c.__module__.replace('.', '/')}.py:{c.__name__}" for c in classes]

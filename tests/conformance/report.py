@@ -16,11 +16,10 @@ from pathlib import Path
 from patches.taps.rows import WIRED, Idiom, Row
 from patches.taps.table import ROWS
 
-from .proof import Result
+from .proof import RESULTS, Result, load_results
 from .zoo import MODELS
 from .zoo.absent import ABSENT
 
-RESULTS = Path(__file__).with_name("results.jsonl")
 PAGE = Path(__file__).parents[2] / "docs" / "models.md"
 _STREAM_ORDER = ("pre_attn", "post_attn", "post_block")
 _CARRIES = WIRED | {Idiom.INHERITED}
@@ -37,14 +36,9 @@ not in the first table was not measured: use `vllm steering check` on your model
 """
 
 
-def load() -> list[Result]:
-    """The results in the repository."""
-    return [Result.from_json(line) for line in RESULTS.read_text().splitlines()]
-
-
 def merge(folders: Iterable[Path]) -> list[Result]:
     """Those of the repository, with the folders' in place of older ones; written back."""
-    known = {(r.name, r.where): r for r in (load() if RESULTS.exists() else [])}
+    known = {(r.name, r.where): r for r in load_results()}
     for folder in folders:
         for file in sorted(folder.rglob("*.json")):
             result = Result.from_json(file.read_text())
@@ -59,12 +53,13 @@ def render(results: list[Result], rows: tuple[Row, ...] = ROWS) -> str:
     by_key = {row.key: row for row in rows}
     good = [r for r in results if not r.failures() and _wired(r, by_key)]
     verified = {r.architecture for r in good}
-    classes = {cls for r in good for cls in r.classes}
+    classes = {cls for r in good for cls in r.classes if cls in by_key}
+    backend = {cls for r in good for cls in r.classes} - classes
     wired = {row.key for row in rows if row.idiom in _CARRIES}
     lines = [
         _HEAD,
-        f"Verified: {len(verified)} architectures over {len(classes)} decoder layer classes; "
-        f"{len(wired)} classes are wired.",
+        f"Verified: {len(verified)} architectures over {len(classes)} decoder layer classes, "
+        f"and {len(backend)} of the Transformers backend; {len(wired)} classes are wired.",
         "",
         "## Verified",
         "",
@@ -99,8 +94,16 @@ def render(results: list[Result], rows: tuple[Row, ...] = ROWS) -> str:
 
 def _wired(result: Result, by_key: dict[str, Row]) -> bool:
     """Is every class of the measured model still wired?"""
-    rows = [by_key.get(cls) for cls in result.classes]
-    return bool(rows) and all(row is not None and row.idiom in _CARRIES for row in rows)
+    return bool(result.classes) and all(
+        _idiom(cls, by_key) != "not wired" for cls in result.classes
+    )
+
+
+def _idiom(cls: str, by_key: dict[str, Row]) -> str:
+    if cls.startswith("transformers/"):
+        return "transformers backend"
+    row = by_key.get(cls)
+    return row.idiom.value if row is not None and row.idiom in _CARRIES else "not wired"
 
 
 def _verified_line(result: Result, by_key: dict[str, Row]) -> str:
@@ -110,7 +113,7 @@ def _verified_line(result: Result, by_key: dict[str, Row]) -> str:
     cells = (
         result.architecture,
         ", ".join(f"`{_short(cls)}`" for cls in result.classes),
-        ", ".join(sorted({by_key[cls].idiom.value for cls in result.classes})),
+        ", ".join(sorted({_idiom(cls, by_key) for cls in result.classes})),
         ", ".join(sorted(result.points, key=_STREAM_ORDER.index)),
         f"{result.plain:.0e}",
         f"{worst['read']:.0e}",

@@ -91,9 +91,6 @@ class TinyModel:
     where it is set. Not used for the model that is saved."""
     engine: Mapping[str, Any] = field(default_factory=dict)
     """Engine options it needs beside those of `engine.make_llm`."""
-    start_check: bool = True
-    """False where vLLM's dummy runs leave a mixer's output uninitialised (its state would be in the
-    null block), so that the check of the taps at start-up cannot pass and is left out."""
     note: str = ""
     """For the table: what a reader must know about this row."""
 

@@ -43,5 +43,4 @@ ABSENT: dict[str, str] = {
     "Step1ForCausalLM": _NOT_THERE,
     "Step3TextForCausalLM": _NOT_THERE,
     "Step3p5ForCausalLM": _NOT_THERE,
-    "Zamba2ForCausalLM": "no tiny model yet",
 }

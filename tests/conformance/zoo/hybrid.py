@@ -36,6 +36,8 @@ _EXPERTS: dict[str, Any] = {
     "moe_intermediate_size": 64,
 }
 
+# Upstream's CPU kernel returns the states at prefix boundaries in another shape than it reads.
+_NO_PREFIXES: dict[str, Any] = {"enable_prefix_caching": False}
 _ROTARY_IN_TORCH = {"compilation_config": {"custom_ops": ["none"]}}
 _ROTARY = "upstream's CPU kernel rotates queries [n, heads, width] wrongly: run with torch's"
 
@@ -105,6 +107,7 @@ HYBRID = (
         "NemotronHForCausalLM",
         lambda: _nemotron_h("mamba", "mlp", "attention", "moe"),
         Adapter("model.layers", ()),
+        engine=_NO_PREFIXES,
     ),
     TinyModel(
         "nemotron_h_dense",
@@ -112,6 +115,7 @@ HYBRID = (
         lambda: _nemotron_h("mamba", "mlp", "attention", "mlp"),
         Adapter("model.layers", ()),
         note="without experts",
+        engine=_NO_PREFIXES,
     ),
     TinyModel(
         "jamba",
@@ -173,6 +177,7 @@ HYBRID = (
         ),
         # Two mixers, each with its multiplier, make the branch.
         Adapter("model.layers", (), second_norm="pre_ff_layernorm"),
+        engine=_NO_PREFIXES,
     ),
     TinyModel(
         "lfm2",
@@ -226,6 +231,32 @@ HYBRID = (
         "OlmoHybridForCausalLM",
         lambda: transformers.OlmoHybridConfig(**NO_HEAD_DIM, **_DELTA),
         _DELTA_BRANCH,
+    ),
+    TinyModel(
+        "zamba2",
+        "Zamba2ForCausalLM",
+        lambda: transformers.Zamba2Config(
+            **NO_SPECIAL_TOKENS,
+            vocab_size=VOCAB,
+            hidden_size=HIDDEN,
+            intermediate_size=160,
+            num_hidden_layers=LAYERS,
+            layers_block_type=["mamba", "hybrid", "mamba", "hybrid"],
+            mamba_d_state=16,
+            mamba_ngroups=1,
+            n_mamba_heads=6,
+            chunk_size=16,
+            num_attention_heads=3,
+            num_key_value_heads=3,
+            num_mem_blocks=1,
+            use_mem_rope=True,
+            adapter_rank=8,
+            max_position_embeddings=128,
+            use_mamba_kernels=False,
+        ),
+        Adapter("model.layers", ()),
+        embedding_std=TIED_STD,
+        engine=_NO_PREFIXES,
     ),
     TinyModel(
         "kimi_linear",
