@@ -21,6 +21,7 @@ from vllm.v1.engine.core_client import InprocClient
 from vllm.v1.engine.interventions import refuse_beam_search
 from vllm.v1.engine.module_catalog import ModuleCatalog
 from vllm.v1.engine.steering import Steering
+from vllm.v1.engine.steering_request import MAX_MODULES
 from vllm.v1.steering.modules import Module, parse_module, parse_module_args
 from vllm.v1.steering.plan import MAX_SEGMENTS
 
@@ -168,6 +169,7 @@ REQUESTS = [
     ),
     # Modules, and whether global tiers are added.
     Case(path("steering_modules", "'calm'"), named("calm")),
+    Case(path("steering_modules", "65", str(MAX_MODULES)), named(["m"] * 65, m=module())),
     Case(path("steering_modules[0]", "3"), named([("calm", 1.0, 2.0)])),
     Case(path("steering_modules[1]", "7"), named(["m", 7], m=module())),
     Case(path("steering_modules[0][1]", "'2'"), named([("m", "2")], m=module())),

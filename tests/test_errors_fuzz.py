@@ -7,16 +7,33 @@ import time
 from typing import Any
 
 import msgspec
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.plans import HIDDEN, VECTOR, config_of, plan_of
-from vllm.v1.interventions import UNSTEERED, Plan, SteeringPlan
+from tests.plans import HIDDEN, POINTS, SHAPE, VECTOR, config_of, plan_of
+from vllm.config.steering import FAMILIES
+from vllm.v1.interventions import UNSTEERED, Plan, SteeringPlan, TapShape
 from vllm.v1.selectors import NAMED_SELECTORS
 from vllm.v1.sites import InterventionError
+from vllm.v1.steering.modules import parse_module
+from vllm.v1.steering.terms import OPS
 
-CONFIG = config_of(max_steering_configs=1, steering_points=["pre_attn", "post_block"])
+CONFIG = config_of(
+    max_steering_configs=1,
+    steering_points=["pre_attn", "post_block"],
+    steering_families=[family for family in FAMILIES if family != "pin"],
+    max_steering_rows=4,
+    max_steering_ops=2,
+)
+MODULES = {
+    name: parse_module(value, name, SHAPE, CONFIG.steering_config)
+    for name, value in {
+        "m": {"pre_attn": {0: VECTOR}},
+        "n": {"ops": [{"op": "normalize", "point": "pre_attn", "layers": [0]}]},
+    }.items()
+}
 SECONDS = 2.0
 """Of processor time, for a request of a few kilobytes."""
 
@@ -63,9 +80,9 @@ def some(values: st.SearchStrategy[Any]) -> st.SearchStrategy[list[Any]]:
 ROWS = st.lists(mostly(st.floats(-9, 9), SCALARS), min_size=HIDDEN, max_size=HIDDEN)
 SCALED = st.fixed_dictionaries({"vector": ROWS}, optional={"scale": mostly(NUMBERS, JUNK)})
 LAYERS = mostly(st.sampled_from([0, 1, 3, "0", "1-3", "all"]), SCALARS)
-POINTS = mostly(st.sampled_from(["pre_attn", "pre_attn", "post_block", "post_attn"]), SCALARS)
+POINTS_GIVEN = mostly(st.sampled_from(["pre_attn", "pre_attn", "post_block", "post_attn"]), SCALARS)
 BY_LAYER = mostly(mapping(LAYERS, mostly(st.one_of(ROWS, SCALED), JUNK)), JUNK)
-STEERING = mostly(mapping(POINTS, BY_LAYER), JUNK)
+STEERING = mostly(mapping(POINTS_GIVEN, BY_LAYER), JUNK)
 
 BOUNDS = mostly(st.integers(-5, 9), SCALARS)
 RANGES = st.fixed_dictionaries({}, optional={"start": BOUNDS, "stop": BOUNDS, "step": BOUNDS})
@@ -77,17 +94,57 @@ SEARCHES = st.one_of(
 FOUND = st.tuples(SEARCHES, WHICH).map(lambda t: t[0] | t[1])
 NAMES = st.sampled_from(NAMED_SELECTORS)
 ENTRIES = mostly(st.one_of(st.integers(-3, 5), NAMES, RANGES, FOUND), JUNK)
-HOOKS = mostly(mapping(POINTS, mostly(st.one_of(LAYERS, some(LAYERS)), JUNK)), JUNK)
+HOOKS = mostly(mapping(POINTS_GIVEN, mostly(st.one_of(LAYERS, some(LAYERS)), JUNK)), JUNK)
 ASKS = st.fixed_dictionaries(
     {"hooks": HOOKS}, optional={"positions": mostly(st.one_of(ENTRIES, some(ENTRIES)), JUNK)}
 )
 CAPTURE = mostly(st.fixed_dictionaries({"inline": mostly(ASKS, JUNK)}), JUNK)
+GATES = st.fixed_dictionaries(
+    {"probe": mostly(ROWS, JUNK), "threshold": mostly(NUMBERS, JUNK), "sharpness": NUMBERS},
+    optional={"when": mostly(st.sampled_from(["row", "last_prompt"]), JUNK)},
+)
+OPERATION = st.fixed_dictionaries(
+    {"op": mostly(st.sampled_from(OPS), SCALARS), "point": POINTS_GIVEN, "layers": LAYERS},
+    optional={
+        "positions": mostly(st.one_of(ENTRIES, some(ENTRIES)), JUNK),
+        "gate": mostly(GATES, JUNK),
+        "direction": mostly(ROWS, JUNK),
+        "vector": mostly(ROWS, JUNK),
+        "values": mostly(some(ROWS), JUNK),
+        **{name: NUMBERS for name in ("scale", "strength", "lo", "hi", "value", "alpha")},
+    },
+)
+# fmt: off
+NEEDS = {
+    "add": ["vector"], "norm_match": ["direction", "scale"], "ablate": ["direction"],
+    "clamp": ["direction", "lo"], "pin": ["direction", "value"],
+    "replace": ["values", "positions"],
+}
+# fmt: on
+
+
+def tidied(entry: dict[str, Any]) -> dict[str, Any]:
+    """Mostly with the keys its operation has: the deeper checks come after that one."""
+    op = entry["op"]
+    if not isinstance(op, str) or op not in OPS:
+        return entry
+    has = {"op", "point", "layers", "positions", "gate", *NEEDS.get(op, ())}
+    return {key: value for key, value in entry.items() if key in has}
+
+
+OPERATIONS = mostly(some(mostly(OPERATION.map(tidied), JUNK)), JUNK)
+NAMED = st.one_of(st.sampled_from(["m", "n", "none"]), st.tuples(st.just("m"), NUMBERS))
 FIELDS = st.one_of(
     st.fixed_dictionaries({"steering_vectors": STEERING}),
     st.fixed_dictionaries({"capture": CAPTURE}),
     st.fixed_dictionaries(
         {"prefill_steering_vectors": STEERING},
         optional={"decode_steering_vectors": STEERING, "capture": CAPTURE},
+    ),
+    st.fixed_dictionaries({"steering": OPERATIONS}),
+    st.fixed_dictionaries(
+        {"steering_modules": mostly(some(mostly(NAMED, JUNK)), JUNK)},
+        optional={"steering": OPERATIONS, "steering_inherit_global": mostly(st.booleans(), JUNK)},
     ),
 )
 
@@ -97,7 +154,7 @@ def outcome(fields: dict[str, Any], prompt: int = 5, max_tokens: int = 4) -> Pla
     began = time.process_time()
     try:
         result: Plan | str | None = plan_of(
-            config=CONFIG, prompt=prompt, max_tokens=max_tokens, **fields
+            config=CONFIG, prompt=prompt, max_tokens=max_tokens, modules=MODULES, **fields
         )
     except InterventionError as error:
         result = str(error)
@@ -116,7 +173,9 @@ def check_plan(plan: SteeringPlan, prompt: int) -> None:
     assert {0, prompt} <= set(firsts)
     named = {segment.content for segment in plan.segments} - {UNSTEERED}
     assert named == {c.digest for c in plan.contents}
-    assert {name for c in plan.contents for name, _ in c.parts} == {p.digest for p in plan.parts}
+    shared = {p.digest for m in MODULES.values() for p in (m.prefill, m.decode) if p is not None}
+    parts = {name for c in plan.contents for name, _ in c.parts}
+    assert parts - shared == {p.digest for p in plan.parts} - shared
     programs = {segment.program for segment in plan.segments} - {UNSTEERED}
     assert programs == {p.digest for p in plan.programs}
     terms = {term for p in plan.programs for site in p.terms for term in site} - {UNSTEERED}
@@ -193,6 +252,49 @@ LONG = [100] * 10**6
 )
 def test_length_is_refused(fields: dict[str, Any]) -> None:
     assert isinstance(outcome(fields), str)
+
+
+WIDE = TapShape(hidden_size=1024, dtype="float32", points=dict.fromkeys(range(40), POINTS))
+STEPS = [{"step": n} for n in (2, 3, 5, 7, 11, 13, 17, 19)]
+ROW = np.ones(1024)
+
+
+@pytest.mark.parametrize(
+    ("fields", "needs"),
+    [
+        (
+            {
+                "steering_vectors": {
+                    "pre_attn": {
+                        f"{5 * i}-{5 * i + 4}": {"vector": ROW, "positions": step}
+                        for i, step in enumerate(STEPS)
+                    }
+                }
+            },
+            "slots",
+        ),
+        (
+            {
+                "steering": [
+                    {"op": "normalize", "point": point, "layers": "all", "positions": step}
+                    for point in POINTS
+                    for step in STEPS
+                ]
+            },
+            "rows for its ops",
+        ),
+    ],
+    ids=["vectors", "ops"],
+)
+def test_a_small_request_cannot_ask_for_gigabytes(fields: dict[str, Any], needs: str) -> None:
+    """Each combination of a few strides would be a sum, or a list of ops, of its own."""
+    config = config_of(
+        WIDE, steering_families=["add", "normalize"], max_steering_ops=8, max_steering_rows=32
+    )
+    began = time.process_time()
+    with pytest.raises(InterventionError, match=rf"the request needs \d{{3,}} {needs}"):
+        plan_of(config=config, prompt=9000, **fields)
+    assert time.process_time() - began < SECONDS
 
 
 def test_the_same_shapes_in_order_are_a_plan() -> None:

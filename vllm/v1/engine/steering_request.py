@@ -21,6 +21,9 @@ from vllm.v1.steering.plan import Layout
 from vllm.v1.steering.pool import rows_needed
 from vllm.v1.steering.spec import need_number, parse_vectors
 
+MAX_MODULES = 64
+"""A name is a few bytes, and what it adds for every run of positions a megabyte."""
+
 
 def steering_plan(
     params: SamplingParams,
@@ -85,6 +88,8 @@ class _Request:
     def add_modules(self, value: Any, catalog: ModuleCatalog) -> None:
         if not isinstance(value, list | tuple):
             reject("steering_modules", f"must be a list of names, got {show(value)}")
+        if len(value) > MAX_MODULES:
+            reject("steering_modules", f"has {len(value)} names, at most {MAX_MODULES} are read")
         for i, entry in enumerate(value):
             path = f"steering_modules[{i}]"
             name, scale = entry, 1.0

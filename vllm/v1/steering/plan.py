@@ -2,12 +2,15 @@
 """From what a request asks for to segments: which sum and which ops act on which positions."""
 
 import hashlib
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from typing import NoReturn, TypeVar
 
 import numpy as np
 import torch
 
+from vllm.config.steering import SteeringConfig
 from vllm.v1.interventions import (
     UNSTEERED,
     Content,
@@ -30,6 +33,8 @@ ALL = Positions([(0, END)])
 
 MAX_SEGMENTS = 16384
 """A client could otherwise make of a few bytes a list of any length."""
+
+Key = TypeVar("Key")
 
 Vectors = dict[Site, np.ndarray]
 """site -> float64 [hidden], scale applied."""
@@ -131,13 +136,13 @@ class Layout:
 
     def most_ops(self) -> int:
         """The longest list of ops at one site."""
-        sites = [site for op in self._ops for site in op.sites]
-        return max((sites.count(site) for site in set(sites)), default=0)
+        return max(Counter(site for op in self._ops for site in op.sites).values(), default=0)
 
-    def plan(self, path: str, inherit: bool) -> SteeringPlan:
+    def plan(self, path: str, inherit: bool, config: SteeringConfig) -> SteeringPlan:
         """
         Raises:
-            ValueError: the sum of all vectors overflows, or there are too many segments.
+            ValueError: the sum of all vectors overflows, there are too many segments, or more
+                different ones than the engine has room for.
         """
         where = [addition.positions for addition in self._additions]
         where += [shared.positions for shared in self._shared]
@@ -154,16 +159,42 @@ class Layout:
         firsts = np.array(sorted(edges), dtype=np.int64)
         if len(firsts) > MAX_SEGMENTS:
             reject(path, f"come to more than {MAX_SEGMENTS} separate runs of positions")
-        acts = np.stack([p.mask(firsts) for p in where]) if where else np.zeros((0, len(firsts)))
+        acts = np.zeros((len(firsts), len(where)), dtype=bool)
+        for i, positions in enumerate(where):
+            acts[:, i] = positions.mask(firsts)
         split = len(self._additions) + len(self._shared)
         makers = _Contents(self._additions, self._shared, path, self._shape)
+        content_keys = [row[:split].tobytes() for row in acts]
+        contents = _made(
+            content_keys,
+            makers.make,
+            config.max_steering_configs,
+            lambda needed: reject(
+                path,
+                f"the request needs {needed} slots, the engine has "
+                f"max_steering_configs={config.max_steering_configs}",
+            ),
+        )
         programs = _Programs(self._ops)
+        program_keys = [
+            programs.key(first, row[split:], decides=first == decider)
+            for first, row in zip(firsts.tolist(), acts, strict=True)
+        ]
+        made_programs = _made(
+            program_keys,
+            programs.make,
+            config.max_steering_rows,
+            lambda needed: reject(
+                path,
+                f"the request needs {needed} rows for its ops, the engine has "
+                f"max_steering_rows={config.max_steering_rows}",
+            ),
+        )
         segments: list[Segment] = []
-        for i, first in enumerate(firsts.tolist()):
-            content = makers.content(acts[:split, i].astype(bool))
-            program = programs.program(
-                first, acts[split:, i].astype(bool), decides=first == decider
-            )
+        for first, content_key, program_key in zip(
+            firsts.tolist(), content_keys, program_keys, strict=True
+        ):
+            content, program = contents[content_key], made_programs[program_key]
             same = segments and (segments[-1].content, segments[-1].program) == (content, program)
             if not same or first == self._prompt:
                 segments.append(Segment(first, content, program))
@@ -177,6 +208,25 @@ class Layout:
         )
 
 
+def _made(
+    keys: list[Key], make: Callable[[Key], str], most: int, refuse: Callable[[int], NoReturn]
+) -> dict[Key, str]:
+    """key -> the digest of what `make` makes of it.
+
+    Args:
+        most: how many different ones there may be; `refuse` is called before more are made, since
+            a request of a few kilobytes could ask for gigabytes of them.
+    """
+    made: dict[Key, str] = {}
+    different: set[str] = set()
+    for key in dict.fromkeys(keys):
+        made[key] = make(key)
+        different.add(made[key])
+        if len(different) - (UNSTEERED in different) > most:
+            refuse(len(set(keys)) - (UNSTEERED in different))
+    return made
+
+
 class _Contents:
     """The distinct sums of a request."""
 
@@ -187,18 +237,12 @@ class _Contents:
         self._shared = shared
         self._path = path
         self._shape = shape
-        self._made: dict[bytes, str] = {}
         self.contents: dict[str, Content] = {}
         self.parts: dict[str, Part] = {}
 
-    def content(self, acts: np.ndarray) -> str:
-        """The digest of the content where bool [additions + shared] `acts` is true."""
-        key = acts.tobytes()
-        if key not in self._made:
-            self._made[key] = self._make(acts)
-        return self._made[key]
-
-    def _make(self, acts: np.ndarray) -> str:
+    def make(self, key: bytes) -> str:
+        """The digest of the content where bool [additions + shared] `key` is true."""
+        acts = np.frombuffer(key, dtype=bool)
         own = acts[: len(self._additions)]
         with np.errstate(over="ignore", invalid="ignore"):  # looked at below
             inline = add_up(a.vectors for a, on in zip(self._additions, own, strict=True) if on)
@@ -225,39 +269,48 @@ def _scaled(shared: _Shared) -> Vectors:
     return dict(zip(shared.part.sites, rows, strict=True))
 
 
+ProgramKey = tuple[bytes, bool, int]
+"""(bool [ops] which ones act, whether gates are decided here, the position if it matters)."""
+
+
 class _Programs:
     """The distinct lists of ops of a request."""
 
     def __init__(self, ops: list[Op]) -> None:
         self._ops = ops
-        self.sites = sorted({site for op in ops for site in op.sites}, key=site_order)
+        # An op keeps its place in the list of its site: frozen gates are kept by place.
+        self._columns: dict[Site, list[int]] = {}
+        for i, op in enumerate(ops):
+            for site in op.sites:
+                self._columns.setdefault(site, []).append(i)
+        self._sites = sorted(self._columns, key=site_order)
+        self._differs = np.array([len(op.terms) > 1 for op in ops], dtype=bool)
         self.programs: dict[str, Program] = {}
         self.terms: dict[str, Term] = {}
 
-    def program(self, first: int, acts: np.ndarray, decides: bool) -> str:
-        """The digest of the program at position `first`, where bool [ops] `acts` is true."""
+    def key(self, first: int, acts: np.ndarray, decides: bool) -> ProgramKey:
+        """Of position `first`, where bool [ops] `acts` is true."""
+        differs = bool((acts & self._differs).any())
+        return acts.tobytes(), decides, first if differs else -1
+
+    def make(self, key: ProgramKey) -> str:
+        """The digest of the program."""
+        acts, decides, first = key
         chosen: list[Term | None] = []
         for op, on in zip(self._ops, acts, strict=True):
             if on:
-                chosen.append(op.term_at(first))
+                chosen.append(op.term_at(first) if len(op.terms) > 1 else op.terms[0])
             else:
                 chosen.append(op.terms[0].deciding() if op.frozen and decides else None)
         if not any(chosen):
             return UNSTEERED
         self.terms |= {t.digest: t for t in chosen if t is not None}
-        # An op keeps its place in the list of its site: frozen gates are kept by place.
-        terms = [
-            [
-                t.digest if t is not None else UNSTEERED
-                for op, t in zip(self._ops, chosen, strict=True)
-                if site in op.sites
-            ]
-            for site in self.sites
-        ]
-        names = ",".join(f"{point}.{layer}" for point, layer in self.sites)
+        digests = [t.digest if t is not None else UNSTEERED for t in chosen]
+        terms = [[digests[i] for i in self._columns[site]] for site in self._sites]
+        names = ",".join(f"{point}.{layer}" for point, layer in self._sites)
         listed = ";".join(",".join(at_site) for at_site in terms)
         digest = _digest(f"{names};{decides};{listed}")
-        self.programs[digest] = Program(digest, self.sites, terms, decides)
+        self.programs[digest] = Program(digest, self._sites, terms, decides)
         return digest
 
 
