@@ -130,7 +130,7 @@ def test_a_change_that_changes_nothing_is_told(history: History) -> None:
 
 
 def state(value: float, tier: str = "base") -> GlobalState:
-    before = GlobalState(config_of().tap_shape)  # type: ignore[arg-type]
+    before = GlobalState(config_of().tap_shape)
     part = part_of({("pre_attn", 0): array(*[value] * HIDDEN)}, HIDDEN)
     return before.changed({tier: part}, replace=False)
 

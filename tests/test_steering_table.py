@@ -45,8 +45,8 @@ def apply(into: SteeringTable, **fields: Any) -> None:
     into.apply(StepInterventions(version=0, **fields))
 
 
-def tiers(version: int = 1, **parts: Part) -> GlobalTiers:
-    return GlobalTiers(version=version, tiers=parts)
+def tiers(**parts: Part) -> GlobalTiers:
+    return GlobalTiers(version=1, tiers=parts)
 
 
 def rows(of: SteeringTable, slot: int) -> list[list[float]]:
@@ -115,12 +115,12 @@ def test_a_change_of_the_globals_reaches_slots_written_before_and_sends_no_part(
     apply(into, tiers=tiers(base=part(s0=10.0)))
     assert rows(into, ONE) == [[11.0, 0.0, 0.0]] * 2
     assert rows(into, TWO) == [[3.0, 0.0, 0.0]] * 2
-    apply(into, tiers=tiers(2, decode=part(s0=20.0)))
+    apply(into, tiers=tiers(decode=part(s0=20.0)))
     assert rows(into, ONE) == [[1.0, 0.0, 0.0], [21.0, 0.0, 0.0]]
     # And those written later, by a message of their own.
     apply(into, contents=[(THREE, made_of((p, 5.0)), True)])
     assert rows(into, THREE) == [[5.0, 0.0, 0.0], [25.0, 0.0, 0.0]]
-    apply(into, tiers=tiers(3))
+    apply(into, tiers=tiers())
     for slot, value in ((ONE, 1.0), (THREE, 5.0), (GLOBALS_ALONE, 0.0)):
         assert rows(into, slot) == [[value, 0.0, 0.0]] * 2
 

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from tests.plans import HIDDEN, config_of, plan_of
@@ -18,7 +20,7 @@ CONFIG = config_of(max_steering_configs=2)
 def request(name: str, *values: float) -> Request:
     """One that needs a slot for each of `values`, at most two."""
     fields = ("prefill_steering_vectors", "decode_steering_vectors")
-    ask = {
+    ask: dict[str, Any] = {
         field: {"pre_attn": {0: [value] * HIDDEN}}
         for field, value in zip(fields, values, strict=False)
     }
