@@ -143,7 +143,7 @@ def sites(probe: Probe, plain: Answer) -> list[Finding]:
     for phase in ("prefill", "decode"):
         fields = f"{phase}_steering_vectors"
         cases = [(probe.prompts[0], steer(fields, {s: v})) for s, v in vectors.items()]
-        captured = [sorted({site, following[site]}) for site in vectors]
+        captured = [sorted({site, following[site], probe.sites[-1]}) for site in vectors]
         answers = probe.run([(probe.prompts[0], {}), *cases], [probe.sites, *captured])
         # In a batch of its own, so that only the vectors differ.
         base, steered = answers[0], dict(zip(vectors, answers[1:], strict=True))
@@ -178,11 +178,10 @@ def _phase(
         if after[1] == site[1] and after != site and adds:
             change = answer.rows[after][acts].float() - base.rows[after][acts].float() - vector
             seen[site] = float(change.norm(dim=-1).max() / vector.norm())
-        end = prompt - 1 if phase == "prefill" else prompt + 1
-        start = 0 if phase == "prefill" else prompt
-        gap = (answer.log_probs - base.log_probs)[start:end].abs().max()
-        same = answer.next_ids[start:end] == base.next_ids[start:end]
-        moved[site] = float(gap) if same else max(float(gap), 1.0)
+        # What the head reads: a log-probability near 0 would hardly show that it moved.
+        moved[site] = worst_row(
+            answer.rows[probe.sites[-1]][acts], base.rows[probe.sites[-1]][acts]
+        )
     tolerance = ROUNDINGS * probe.rounding
     where = "prompt" if phase == "prefill" else "generated"
 
@@ -191,13 +190,13 @@ def _phase(
 
     worst = max(arrived, key=lambda s: arrived[s])
     dull = min(moved, key=lambda s: moved[s])
-    noise = 20 * probe.rounding
+    least = probe.rounding
     findings = [
         Finding.at_most(
             f"steered - unsteered = vector ({where})", arrived[worst], tolerance, at(arrived, worst)
         ),
         Finding.at_least(
-            f"every site moves logprobs ({where})", moved[dull], noise, at(moved, dull)
+            f"every site moves the output ({where})", moved[dull], least, at(moved, dull)
         ),
     ]
     if seen:
@@ -205,7 +204,7 @@ def _phase(
         findings.insert(
             1,
             Finding.at_least(
-                f"the branch reads the vector ({where})", seen[blind], noise, at(seen, blind)
+                f"the branch reads the vector ({where})", seen[blind], least, at(seen, blind)
             ),
         )
     if phase == "decode":

@@ -1,0 +1,2 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Breaks the wiring on purpose: does the comparison with transformers notice?"""
