@@ -39,8 +39,12 @@ _ENVIRONMENT = {
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
 }
 
-# FlashInfer compiles its sampler where it runs, and a GPU host need not have a compiler.
-_CUDA_ENVIRONMENT = {"VLLM_USE_FLASHINFER_SAMPLER": "0"}
+_CUDA_ENVIRONMENT = {
+    # FlashInfer compiles its sampler where it runs, and a GPU host need not have a compiler.
+    "VLLM_USE_FLASHINFER_SAMPLER": "0",
+    # Triton multiplies float32 in TF32 by default: too coarse for the tolerances.
+    "TRITON_F32_DEFAULT": "ieee",
+}
 
 
 def prepare_environment(runner: Runner, device: Device = "cpu") -> None:

@@ -8,6 +8,7 @@ block keeps the points when that is not `model.layers` with the branch `self_att
 from __future__ import annotations
 
 from ..tiny import TinyModel
+from .backend import BACKEND
 from .dense import DENSE
 from .hybrid import HYBRID
 from .latent import LATENT
@@ -18,6 +19,6 @@ from .translated import TRANSLATED
 
 MODELS: dict[str, TinyModel] = {
     row.name: row
-    for rows in (DENSE, SANDWICH_ROWS, PARALLEL_ROWS, MOE, HYBRID, LATENT, TRANSLATED)
+    for rows in (DENSE, SANDWICH_ROWS, PARALLEL_ROWS, MOE, HYBRID, LATENT, TRANSLATED, BACKEND)
     for row in rows
 }
