@@ -3,10 +3,11 @@
 
     python -m examples.causal_tracing [--model DIR --prompt ... --subject ... --answer ... ...]
 
-After Meng et al. 2022 (arXiv 2202.05262). The subject's tokens are corrupted with noise where they
-enter the first block, which costs the answer. Then, one at a time, the row of each token at each
-layer is restored to what it was in the clean run. Where that brings the answer back, the model kept
-it. All of it is `replace`: rows captured in one run put into others, in one `generate` call.
+After Meng et al. 2022 (arXiv 2202.05262), with names swapped in place of noise as Zhang and Nanda
+2023 (arXiv 2309.16042) advise. Where the subject enters the first block, the rows of another are
+put in, which costs the answer. Then, one at a time, the row of each token at each layer is restored
+to what it was in the clean run. Where that brings the answer back, the model kept it. All of it is
+`replace`: rows captured in one run put into others, in one `generate` call.
 
 Without `--model` the demo's small model is asked for a pronoun: who is "Lady Finch"?
 """
@@ -28,9 +29,6 @@ if TYPE_CHECKING:
     from vllm import LLM
 
 BUILD = Path(__file__).parents[1] / "build"
-NOISE = 3.0
-"""In standard deviations of the rows that enter the first block."""
-
 Ops = list[dict[str, Any]]
 
 
@@ -40,6 +38,8 @@ class Question:
 
     prompt: str = "After supper, Lady Finch returned to the sunny garden."
     subject: str = "Lady Finch"
+    swapped: tuple[str, ...] = ("Judge Barrow",)
+    """Others in its place, of as many tokens."""
     answer: str = " She"
     other: str = " He"
 
@@ -53,9 +53,9 @@ class Traced:
     """Positions of the subject."""
     clean: float
     corrupted: torch.Tensor
-    """[samples], one for each draw of the noise."""
+    """[swapped]."""
     restored: torch.Tensor
-    """[samples, layers, positions]."""
+    """[swapped, layers, positions]."""
 
     @property
     def recovered(self) -> torch.Tensor:
@@ -88,6 +88,7 @@ class Tracer:
 
     def __init__(self, llm: LLM, question: Question) -> None:
         self.llm = llm
+        self.question = question
         tokenizer = llm.get_tokenizer()
         self.prompt: list[int] = tokenizer.encode(question.prompt)
         self.tokens = [tokenizer.decode([token]) for token in self.prompt]
@@ -95,22 +96,26 @@ class Tracer:
             tokenizer.encode(text, add_special_tokens=False)[0]
             for text in (question.answer, question.other)
         ]
-        everything = {"hooks": {"post_block": "all"}, "positions": "all_prompt"}
-        entering = {"hooks": {"pre_attn": [0]}, "positions": {"text": question.subject}}
-        whole, subject = self._generate(
-            [{"capture": {"inline": everything}}, {"capture": {"inline": entering}}]
-        )
-        rows = whole.capture_results["inline"].payload
-        self.clean_rows = torch.stack([rows[site].values for site in sorted(rows)])
+        whole = self._capture(self.prompt, {"hooks": {"post_block": "all"}})
+        self.clean_rows = torch.stack([whole[site].values for site in sorted(whole)])
         """[layers, positions, hidden]: `post_block`."""
-        found = subject.capture_results["inline"].payload["pre_attn", 0]
-        self.subject: list[int] = found.positions.tolist()
-        self.subject_rows = found.values
-        """[subject, hidden]: what the first block is given."""
+        self.subject, self.subject_rows = self._entering(self.prompt, question.subject)
+        """The subject's positions, and [subject, hidden]: what the first block is given."""
+
+    def _capture(self, prompt: list[int], what: dict[str, Any]) -> Any:
+        request = {"inline": {"positions": "all_prompt", **what}}
+        (output,) = self._generate([prompt], [{"capture": request}])
+        return output.capture_results["inline"].payload
+
+    def _entering(self, prompt: list[int], text: str) -> tuple[list[int], torch.Tensor]:
+        where = {"hooks": {"pre_attn": [0]}, "positions": {"text": text}}
+        rows = self._capture(prompt, where)["pre_attn", 0]
+        return rows.positions.tolist(), rows.values
 
     def odds(self, changes: Sequence[Ops]) -> torch.Tensor:
         """[len(changes)]: log-odds under each list of operations, all in one call."""
-        outputs = self._generate([{"steering": ops} if ops else {} for ops in changes])
+        fields = [{"steering": ops} if ops else {} for ops in changes]
+        outputs = self._generate([self.prompt] * len(fields), fields)
         found = []
         for output in outputs:
             logprobs = output.outputs[0].logprobs[0]
@@ -118,45 +123,53 @@ class Tracer:
             found.append(answer - other)
         return torch.tensor(found)
 
-    def _generate(self, fields: Sequence[dict[str, Any]]) -> list[Any]:
+    def _generate(
+        self, prompts: Sequence[list[int]], fields: Sequence[dict[str, Any]]
+    ) -> list[Any]:
         from vllm import SamplingParams
         from vllm.inputs import TokensPrompt
 
         # With two tokens allowed, their processed log-probabilities are all there is.
         common: dict[str, Any] = {"max_tokens": 1, "logprobs": 2, "allowed_token_ids": self.choice}
         return self.llm.generate(
-            [TokensPrompt(prompt_token_ids=self.prompt)] * len(fields),
+            [TokensPrompt(prompt_token_ids=prompt) for prompt in prompts],
             [SamplingParams(**common, **more) for more in fields],
             use_tqdm=False,
         )
 
-    def corrupt(self, seed: int) -> dict[str, Any]:
-        """Noise on the subject where it enters the first block."""
-        rows = self.subject_rows.float()
-        noise = torch.randn(rows.shape, generator=torch.Generator().manual_seed(seed))
-        values = rows + NOISE * rows.std() * noise
-        return replace("pre_attn", 0, self.subject, values)
+    def corrupt(self, other: str) -> dict[str, Any]:
+        """Another subject's rows where this one's enter the first block.
+
+        Raises:
+            ValueError: it has not as many tokens.
+        """
+        text = self.question.prompt.replace(self.question.subject, other, 1)
+        positions, rows = self._entering(self.llm.get_tokenizer().encode(text), other)
+        if positions != self.subject:
+            raise ValueError(f"{other!r} has {len(positions)} tokens, not {len(self.subject)}")
+        return replace("pre_attn", 0, self.subject, rows)
 
     def restore(self, layer: int, positions: list[int]) -> dict[str, Any]:
         """The clean rows of these tokens behind block `layer`."""
         return replace("post_block", layer, positions, self.clean_rows[layer, positions])
 
-    def trace(self, samples: int) -> Traced:
-        """Every token at every layer, for each of `samples` draws of the noise."""
+    def trace(self) -> Traced:
+        """Every token at every layer, for each of the swapped subjects."""
         layers, positions = self.clean_rows.shape[:2]
         places = [(layer, [p]) for layer in range(layers) for p in range(positions)]
         changes: list[Ops] = [[]]
-        for seed in range(samples):
-            noise = self.corrupt(seed)
-            changes += [[noise], *([noise, self.restore(*place)] for place in places)]
+        swapped = self.question.swapped
+        for other in swapped:
+            wrong = self.corrupt(other)
+            changes += [[wrong], *([wrong, self.restore(*place)] for place in places)]
         clean, *rest = self.odds(changes)
-        table = torch.stack(rest).view(samples, 1 + len(places))
+        table = torch.stack(rest).view(len(swapped), 1 + len(places))
         return Traced(
             tokens=self.tokens,
             subject=self.subject,
             clean=float(clean),
             corrupted=table[:, 0],
-            restored=table[:, 1:].view(samples, layers, positions),
+            restored=table[:, 1:].view(len(swapped), layers, positions),
         )
 
 
@@ -215,11 +228,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="examples.causal_tracing", description=__doc__)
     parser.add_argument("--model", type=Path, help="a directory in Hugging Face format")
     parser.add_argument("--out", type=Path, default=BUILD / "causal-tracing")
-    parser.add_argument("--samples", type=int, default=8, help="draws of the noise")
+    parser.add_argument("--swapped", nargs="+", default=Question.swapped, help="other subjects")
     for field in ("prompt", "subject", "answer", "other"):
         parser.add_argument(f"--{field}", default=getattr(Question, field))
     given = parser.parse_args()
-    question = Question(given.prompt, given.subject, given.answer, given.other)
+    question = Question(
+        given.prompt, given.subject, tuple(given.swapped), given.answer, given.other
+    )
     prepare_environment(small_model=given.model is None)
     model = given.model
     if model is None:
@@ -229,7 +244,7 @@ def main() -> None:
 
         model = cached_model(BUILD / "demo-model", Recipe(), Console())
     llm = start(model, "float32" if given.model is None else "auto")
-    traced = Tracer(llm, question).trace(given.samples)
+    traced = Tracer(llm, question).trace()
     save(given.out, traced, question)
     print(
         f"log-odds of {question.answer!r}: clean {traced.clean:+.2f}, "

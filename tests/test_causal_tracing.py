@@ -29,7 +29,7 @@ def tracer(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Tracer]:
 
 @pytest.fixture(scope="module")
 def traced(tracer: Tracer) -> Traced:
-    return tracer.trace(samples=3)
+    return tracer.trace()
 
 
 def test_the_subject_is_found_by_its_text(tracer: Tracer) -> None:
@@ -40,16 +40,16 @@ def test_the_subject_is_found_by_its_text(tracer: Tracer) -> None:
 
 def test_restoring_brings_back_the_clean_answer(tracer: Tracer) -> None:
     """All rows behind any block, or the corrupted ones where they enter: nothing is left of the
-    noise. Rows of the corrupted run put in where they were restore nothing."""
-    noise = tracer.corrupt(0)
+    other one. Rows of the corrupted run put in where they were restore nothing."""
+    wrong = tracer.corrupt("Judge Barrow")
     layers, positions = tracer.clean_rows.shape[:2]
     every = list(range(positions))
-    wholly = [[noise, tracer.restore(layer, every)] for layer in range(layers)]
-    undone = [noise, replace("pre_attn", 0, tracer.subject, tracer.subject_rows)]
-    kept = [noise, replace("pre_attn", 0, tracer.subject, noise["values"])]
-    faint = [noise, {**tracer.restore(1, every), "alpha": 0.0}]
+    wholly = [[wrong, tracer.restore(layer, every)] for layer in range(layers)]
+    undone = [wrong, replace("pre_attn", 0, tracer.subject, tracer.subject_rows)]
+    kept = [wrong, replace("pre_attn", 0, tracer.subject, wrong["values"])]
+    faint = [wrong, {**tracer.restore(1, every), "alpha": 0.0}]
     clean, corrupted, again, null, *restored = tracer.odds(
-        [[], [noise], kept, faint, undone, *wholly]
+        [[], [wrong], kept, faint, undone, *wholly]
     )
     assert all(abs(odds - clean) < EXACT for odds in restored)
     assert abs(again - corrupted) < EXACT and abs(null - corrupted) < EXACT
@@ -69,6 +69,11 @@ def test_what_must_hold_of_any_heat_map(traced: Traced) -> None:
     # Between the two there is something to see.
     between = recovered[:-1, traced.subject[0] :]
     assert float(between.abs().max()) > 0.05
+
+
+def test_a_subject_of_another_length_is_refused(tracer: Tracer) -> None:
+    with pytest.raises(ValueError, match=r"'Mr Stone' has \d tokens, not 2"):
+        tracer.corrupt("Mr Stone")
 
 
 def test_it_is_drawn(traced: Traced, tmp_path: Path) -> None:
