@@ -365,5 +365,5 @@ def test_compiled_in_one_graph() -> None:
         site.tables.program.copy_(site.of_position)
     want = 2 * sites[1].expected(2 * sites[0].expected(h + r))
     assert worst(block(h, r), want, h) < 5 * TOLERANCE
-    decided = sites[0].tables.gates[sites[0].of_position[NUM_PROMPT - 1].item(), 1]
+    decided = sites[0].tables.gates[int(sites[0].of_position[NUM_PROMPT - 1]), 1]
     assert 0 < float(decided) < 1
