@@ -171,7 +171,12 @@ MOE = (
             router_scaling_factor=1.6,
             mlp_layer_types=_DENSE_FIRST,
         ),
-        config_json={"first_k_dense_replace": 1, "expert_hidden_dim": 64, "route_norm": True},
+        config_json={
+            "first_k_dense_replace": 1,
+            "expert_hidden_dim": 64,
+            "route_norm": True,
+            "qk_norm": True,
+        },
     ),
     TinyModel(
         "laguna",
