@@ -25,7 +25,7 @@ from tests.conformance import reference as ref
 from tests.gpu import steering
 
 POINTS = ("pre_attn", "post_attn", "post_block")
-LLAMA = ref.Adapter(blocks="model.layers", branch="self_attn")
+LLAMA = ref.Adapter(blocks="model.layers", branch=("self_attn",))
 LAYERS, HIDDEN, VOCAB = 8, 512, 2048
 GENERATED = 8
 NOISE_LIMIT = 0.03
