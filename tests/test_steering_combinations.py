@@ -15,7 +15,6 @@ import torch
 from safetensors.torch import save_file
 from tokenizers import Tokenizer, decoders, pre_tokenizers
 from tokenizers.models import BPE
-from torch import nn
 from transformers import PreTrainedTokenizerFast
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
@@ -132,11 +131,11 @@ def line(pair: tuple[LLM, Judge]) -> Iterator[Timeline]:
 
 def adapted(judge: Judge, deltas: dict[str, torch.Tensor]) -> Judge:
     """The reference with an adapter merged into its weights."""
-    row, model = judge.reference.row, judge.reference.model
+    row = judge.reference.row
+    model: Any = judge.reference.model
     merged = type(model)(model.config)
     merged.load_state_dict({k: v + deltas.get(k, 0) for k, v in model.state_dict().items()})
     merged.set_attn_implementation("eager")
-    assert isinstance(merged, nn.Module)
     merged.train(False)
     return Judge(Reference(row, merged))
 

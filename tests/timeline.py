@@ -176,7 +176,8 @@ class Timeline:
 
     def step(self, count: int = 1) -> None:
         for _ in range(count):
-            for output in self.llm.llm_engine.step():
+            outputs: list[Any] = self.llm.llm_engine.step()
+            for output in outputs:
                 self.tokens[output.request_id] = len(output.outputs[0].token_ids)
                 if output.finished:
                     self.outputs[output.request_id] = output
