@@ -12,13 +12,13 @@ from vllm.v1.worker.tap_layers import find_layers
 
 
 def head_log_probs(
-    worker: Any, rows: torch.Tensor, next_ids: list[int]
+    worker: Any, values: list[list[float]], next_ids: list[int]
 ) -> list[float] | str | None:
     """log_softmax(head(norm(rows))) of the given tokens.
 
     Args:
         worker: of vLLM, as `collective_rpc` passes it.
-        rows: [n, hidden] in the model's dtype, `post_block` of the last layer.
+        values: [n, hidden], rows of `post_block` of the last layer.
         next_ids: n token ids.
 
     Returns:
@@ -31,14 +31,15 @@ def head_log_probs(
     norm = final_norm(model)
     if isinstance(norm, str):
         return norm
-    rows = rows.to(runner.device)
+    dtype = runner.vllm_config.model_config.dtype
+    rows = torch.tensor(values, dtype=dtype, device=runner.device)
     with torch.inference_mode(), set_forward_context(None, runner.vllm_config):
         logits = model.compute_logits(norm(rows))
     if logits is None:
         return None
     table = logits.float().log_softmax(-1).cpu()
-    values: list[float] = table[torch.arange(len(next_ids)), torch.tensor(next_ids)].tolist()
-    return values
+    found: list[float] = table[torch.arange(len(next_ids)), torch.tensor(next_ids)].tolist()
+    return found
 
 
 def final_norm(model: nn.Module) -> nn.Module | str:

@@ -78,7 +78,8 @@ def head(probe: Probe, plain: list[Answer]) -> list[Finding]:
     tolerance = 100 * probe.rounding
 
     def error(answer: Answer, point: str) -> float | str:
-        args = (answer.rows[point, last], answer.next_ids)
+        # Arguments of a call by function travel untyped: a tensor would arrive as a list.
+        args = (answer.rows[point, last].tolist(), answer.next_ids)
         for found in probe.llm.collective_rpc(head_log_probs, args=args):
             if isinstance(found, str):
                 return found
