@@ -5,8 +5,8 @@
 
 Dummy weights, random prompts. TPOT = (t(8 + n tokens) - t(8 tokens)) / n, n of --tokens. "off" is
 this build with nothing enabled; ratios are against it, of medians, the spread is (max - min) /
-median of an arm's rounds. An engine a process stays loaded, and rounds go around the arms, so that drift of the
-machine hits all alike; needs memory for all of them at once (--kv-bytes each).
+median of an arm's rounds. An engine a process stays loaded, and rounds go around the arms, so that
+drift of the machine hits all alike; needs memory for all of them at once (--kv-bytes each).
 """
 
 from __future__ import annotations

@@ -24,7 +24,7 @@ ROWS = {
     "parallel": TinyModel(
         "phi",
         "PhiForCausalLM",
-        lambda: transformers.PhiConfig(**NO_HEAD_DIM, partial_rotary_factor=0.5),
+        lambda: transformers.PhiConfig(**{**NO_HEAD_DIM, "partial_rotary_factor": 0.5}),
         PARALLEL,
     ),
     "sandwich": TinyModel(
@@ -53,7 +53,7 @@ def pair(
     path = models.save(row, tmp_path_factory.mktemp("models"))
     reference = models.load(row, path)
     # The backend decorates the reference's class for torch.compile: not for this instance.
-    reference.base_model.do_not_compile = True
+    reference.base_model.do_not_compile = True  # type: ignore[assignment]
     llm = make_llm(
         path,
         enforce_eager=request.param != "compiled",
@@ -98,7 +98,7 @@ class Twice(nn.Module):
 
 def test_a_layer_with_several_streams_is_refused() -> None:
     layer = Twice()
-    layer.__class__ = tapped(Twice)
+    layer.__class__ = tapped(Twice)  # type: ignore[assignment]
     assert torch.equal(layer(hidden_states=torch.ones(1, 3, 4)), torch.ones(1, 3, 4))
     with pytest.raises(ValueError, match=r"carry \(2, 1, 3, 4\), not one stream"):
         layer(torch.ones(2, 1, 3, 4))

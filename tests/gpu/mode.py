@@ -79,6 +79,7 @@ class Mode:
             "max_model_len": 256,
             "max_num_seqs": 32,
             "kv_cache_memory_bytes": 1 << 30,
+            "gpu_memory_utilization": 0.05,  # modes share the GPU; the line above decides
             "enable_steering": True,
             "capture_consumers": ["inline"],
             "disable_log_stats": True,
