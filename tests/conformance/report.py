@@ -127,7 +127,7 @@ def _verified_line(result: Result, by_key: dict[str, Row]) -> str:
 
 def _short(key: str) -> str:
     file, _, cls = key.partition(":")
-    return f"{file.removeprefix('vllm/').removeprefix('model_executor/models/')}:{cls}"
+    return f"{file.removeprefix('vllm/').removeprefix('model_executor/models/')} {cls}"
 
 
 def main() -> int:
