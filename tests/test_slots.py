@@ -15,7 +15,7 @@ from hypothesis.stateful import (
 )
 
 from tests.plans import asking, content
-from vllm.v1.interventions import UNSTEERED, Content, SteeringPlan
+from vllm.v1.interventions import UNSTEERED, Content, Part, SteeringPlan
 from vllm.v1.steering.slots import (
     FIRST_SLOT,
     GLOBALS_ALONE,
@@ -40,6 +40,7 @@ class Worker:
     """It only writes what it is told, and keeps parts as long as it must."""
 
     def __init__(self) -> None:
+        self.got: list[Part] = []
         self.parts: dict[str, int] = {}
         self.slots: dict[int, tuple[Content, bool]] = {}
 
@@ -49,8 +50,7 @@ class Worker:
         for part in new:
             assert part.digest not in self.parts, "sent twice"
             self.parts[part.digest] = len(part.data)
-        if len(new) > 1:
-            assert sum(len(part.data) for part in new[:-1]) <= MAX_STEP_BYTES
+        self.got = new
         for slot, what, inherit in uploads:
             assert FIRST_SLOT <= slot < FIRST_SLOT + table.size
             assert all(name in self.parts for name, _ in what.parts)
@@ -75,6 +75,8 @@ class Serving(RuleBasedStateMachine):
         self.worker = Worker()
         self.asks: dict[str, SteeringPlan] = {}
         self.admitted: set[str] = set()
+        self.fresh: list[SteeringPlan] = []
+        self.restored = False
         self.count = 0
 
     @rule(target=waiting, ask=ASKS, inherit=st.booleans(), big=st.booleans())
@@ -96,6 +98,7 @@ class Serving(RuleBasedStateMachine):
         if name in self.asks and name not in self.admitted and self.table.fits(self.asks[name]):
             self.table.reserve(name, self.asks[name])
             self.admitted.add(name)
+            self.fresh.append(self.asks[name])
 
     @rule(name=seen)
     def end(self, name: str) -> None:
@@ -109,6 +112,11 @@ class Serving(RuleBasedStateMachine):
     def step(self) -> None:
         """The forward: every admitted request finds its own contents in its slots."""
         self.worker.apply(self.table)
+        sent = {part.digest for part in self.worker.got}
+        if sum(len(part.data) for part in self.worker.got) > MAX_STEP_BYTES and not self.restored:
+            # Only a plan that is larger by itself, and it goes alone.
+            assert any(sent <= {part.digest for part in plan.parts} for plan in self.fresh)
+        self.fresh, self.restored = [], False
         for name in self.admitted:
             plan = self.asks[name]
             for what in plan.contents:
@@ -119,7 +127,7 @@ class Serving(RuleBasedStateMachine):
     @rule()
     def sleep(self) -> None:
         """The worker loses everything."""
-        self.worker = Worker()
+        self.worker, self.restored = Worker(), True
         self.table.restore()
 
     @invariant()
