@@ -83,32 +83,39 @@ def check(judge: Judge, known: Globals, ask: Ask, output: Any) -> list[int]:
 
 
 def test_changes_while_answers_stream(server: Server, judge: Judge) -> None:
+    """Every row is right under the version it reports, wherever a change falls in the answer; and
+    in one of some attempts it falls there: the engine does not wait for this process."""
     steering, known = server.engine.steering, Globals()
+    known.clear(server.run(steering.clear()))
     ask = Ask(PROMPT, {"max_tokens": 50, **capture("all")})
     steered = Ask(PROMPT, {**ask.fields, "decode_steering_vectors": B})
 
-    async def changing() -> Any:
+    async def changing(name: str) -> Any:
         params = ask.params(log_probs=False)
         params.output_kind = RequestOutputKind.CUMULATIVE
         outputs: list[Any] = []
-        async for output in server.engine.generate({"prompt_token_ids": PROMPT}, params, "first"):
+        async for output in server.engine.generate({"prompt_token_ids": PROMPT}, params, name):
             outputs.append(output)
-            count = len(outputs)
-            if count == 5:
+            if len(outputs) == 1:
                 known.set(await steering.set(A), {"base": A})
-            elif count == 15:
+            elif len(outputs) == 2:
                 known.set(await steering.set(B, tier="decode"), {"decode": B})
-            elif count == 25:
-                known.clear(await steering.clear())
+        known.clear(await steering.clear())
         return outputs[-1]
 
-    async def together() -> Any:
-        return await asyncio.gather(changing(), server.stream("other", steered, FINAL))
+    async def together(attempt: int) -> Any:
+        other = server.stream(f"other-{attempt}", steered, FINAL)
+        return await asyncio.gather(changing(f"first-{attempt}"), other)
 
-    output, (other,) = server.run(together())
-    ends = check(judge, known, ask, output)
-    assert len(ends) >= 2 and ends[0] >= len(PROMPT) + 4
-    check(judge, known, steered, other)
+    for attempt in range(20):
+        output, (other,) = server.run(together(attempt))
+        ends = check(judge, known, ask, output)
+        assert all(end >= len(PROMPT) for end in ends)
+        check(judge, known, steered, other)
+        if ends:
+            break
+    else:
+        raise AssertionError("no change ever fell into an answer")
     state = server.run(steering.state())
     assert state["version"] == known.states[-1].version and not state["tiers"]
 
