@@ -79,7 +79,7 @@ def request_fields(arm: Arm, hidden: int, layers: int, index: int) -> dict[str, 
     return fields
 
 
-def serve(pipe: Any, arm: str, model: str, kv_bytes: int, dtype: str) -> None:
+def serve(pipe: Any, arm: str, args: argparse.Namespace) -> None:
     """One arm's engine: answers (batch, tokens) with seconds until told to stop."""
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
@@ -88,14 +88,15 @@ def serve(pipe: Any, arm: str, model: str, kv_bytes: int, dtype: str) -> None:
     from vllm import LLM, SamplingParams
 
     llm = LLM(
-        model=model,
+        model=args.model,
         load_format="dummy",
         skip_tokenizer_init=True,
         max_model_len=1024,
         max_num_seqs=256,
-        kv_cache_memory_bytes=kv_bytes,
+        kv_cache_memory_bytes=args.kv_bytes,
         gpu_memory_utilization=0.1,  # several engines share the GPU; the line above decides
-        dtype=dtype,
+        dtype=args.dtype,
+        enforce_eager=args.eager,
         enable_prefix_caching=False,
         disable_log_stats=True,
         **ARMS[arm].options,
@@ -135,15 +136,14 @@ def main() -> None:
     parser.add_argument("--arms", nargs="+", default=list(DEFAULT_ARMS), choices=list(ARMS))
     parser.add_argument("--tokens", type=int, default=128, help="that the difference is over")
     parser.add_argument("--dtype", default="auto")
+    parser.add_argument("--eager", action="store_true", help="no compilation, as on a CPU")
     parser.add_argument("--json")
     args = parser.parse_args()
     context = mp.get_context("spawn")
     pipes = {}
     for arm in args.arms:
         ours, theirs = context.Pipe()
-        context.Process(
-            target=serve, args=(theirs, arm, args.model, args.kv_bytes, args.dtype), daemon=True
-        ).start()
+        context.Process(target=serve, args=(theirs, arm, args), daemon=True).start()
         pipes[arm] = ours
     for pipe in pipes.values():
         pipe.recv()
