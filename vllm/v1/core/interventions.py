@@ -63,8 +63,7 @@ class SchedulerInterventions:
 
     def arrive(self, request: Request) -> None:
         """A new request: its blocks were hashed before it was known what global tiers are set."""
-        if request.interventions.blocks.restart(self.tiers.era(0)):
-            _rehash(request, 0)
+        self._restart(request)
 
     def can_admit(self, request: Request) -> bool:
         """Whether a waiting request may start now: all it will ever need is free."""
@@ -90,7 +89,7 @@ class SchedulerInterventions:
     def _worker_request(self, request: Request) -> WorkerRequest:
         plan = request.interventions.plan
         prompt = request.num_prompt_tokens
-        steering = plan.steering or _plain_plan(prompt, inherit=True)
+        steering = plan.steering or _plain_plan(prompt)
         inherit = steering.inherit and self.tiers.current.active
         return WorkerRequest(
             firsts=np.array([s.first for s in steering.segments], dtype=np.int64),
@@ -114,8 +113,7 @@ class SchedulerInterventions:
     def preempt(self, request: Request) -> None:
         """The request is not part of this step after all, and will be computed from its start."""
         self.rows.withdraw(request)
-        if request.interventions.blocks.restart(self.tiers.era(0)):
-            _rehash(request, 0)
+        self._restart(request)
 
     def finish(self, request: Request) -> None:
         self._turns.leave(request.request_id)
@@ -123,6 +121,11 @@ class SchedulerInterventions:
         self.slots.release(request.request_id)
         self.pool.release(request.request_id)
         self._admitted.pop(request.request_id, None)
+
+    def _restart(self, request: Request) -> None:
+        """Nothing of the request is computed: all of it will run under the tiers of now."""
+        if request.interventions.blocks.restart(self.tiers.era(0)):
+            _rehash(request, 0)
 
     # -- changes from outside ---------------------------------------------------------------
 
@@ -138,11 +141,9 @@ class SchedulerInterventions:
         self.tiers = state
         self._changed_tiers = state.current
         for request in requests:
-            blocks = request.interventions.blocks
             computed = request.num_computed_tokens
             if not computed:
-                if blocks.restart(state.era(0)):
-                    _rehash(request, 0)
+                self._restart(request)
                 continue
             eras = [state.era(computed)]
             if self._speculates and request.num_in_flight_tokens:
@@ -151,7 +152,7 @@ class SchedulerInterventions:
                 first = max(computed - request.num_in_flight_tokens, 0)
                 nonce = f"{request.request_id}@{state.current.version}"
                 eras = [state.era(first, nonce), *eras]
-            if blocks.change(eras):
+            if request.interventions.blocks.change(eras):
                 _rehash(request, eras[0].first // self._hash_block_size)
             if request.status == RequestStatus.RUNNING:
                 self._admitted[request.request_id] = self._worker_request(request)
@@ -191,9 +192,10 @@ class SchedulerInterventions:
             request.interventions.accept(chunk, request.num_tokens)
 
 
-def _plain_plan(num_prompt_tokens: int, inherit: bool) -> SteeringPlan:
-    firsts = (0, num_prompt_tokens)
-    return SteeringPlan([Segment(first, UNSTEERED, UNSTEERED) for first in firsts], inherit)
+def _plain_plan(num_prompt_tokens: int) -> SteeringPlan:
+    """Of a request that says nothing: the global tiers alone."""
+    segments = [Segment(first, UNSTEERED, UNSTEERED) for first in (0, num_prompt_tokens)]
+    return SteeringPlan(segments, inherit=True)
 
 
 def _rehash(request: Request, first_block: int) -> None:

@@ -68,10 +68,6 @@ class GlobalState:
         prefill, decode = (d if d != "+" else UNSTEERED for d in phases.values())
         return Era(first, prefill, decode, nonce)
 
-    def norms(self) -> dict[str, dict[str, dict[int, float]]]:
-        """tier -> point -> layer -> Euclidean norm of the vector."""
-        return {tier: norms_of(part) for tier, part in self.current.tiers.items()}
-
 
 def norms_of(part: Part) -> dict[str, dict[int, float]]:
     """point -> layer -> Euclidean norm of the vector."""
