@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.plans import GAPS, HIDDEN, SHAPE, config_of, plan_of
+from vllm.v1.capture.registry import ConsumerSpec
 from vllm.v1.capture.spec import parse_capture
 from vllm.v1.interventions import CapturePlan, Selection
 from vllm.v1.positions import Positions
@@ -21,6 +22,8 @@ PROMPT, MAX_TOKENS = 5, 4
 ROWS = PROMPT + MAX_TOKENS - 1
 """The last generated token is not fed back: the rows are at 0-7."""
 
+SPECS = {name: ConsumerSpec(name) for name in ("inline", "one", "two")}
+
 
 def prompt_of(length: int = PROMPT, max_tokens: int = MAX_TOKENS) -> Prompt:
     return Prompt(list(range(length)), max_tokens, None)
@@ -28,7 +31,9 @@ def prompt_of(length: int = PROMPT, max_tokens: int = MAX_TOKENS) -> Prompt:
 
 def select(positions: Any, prompt: int = PROMPT, max_tokens: int = MAX_TOKENS) -> Selection:
     value = {"inline": {"hooks": HOOKS, "positions": positions}}
-    return parse_capture(value, "capture", SHAPE, prompt_of(prompt, max_tokens)).consumers["inline"]
+    return parse_capture(value, "capture", SHAPE, prompt_of(prompt, max_tokens), SPECS).consumers[
+        "inline"
+    ]
 
 
 def chosen(positions: Any) -> list[int]:
@@ -74,7 +79,7 @@ def test_no_two_selectors_mean_the_same() -> None:
 
 def test_last_prompt_is_the_default() -> None:
     value = {"inline": {"hooks": HOOKS}}
-    default = parse_capture(value, "capture", SHAPE, prompt_of()).consumers["inline"]
+    default = parse_capture(value, "capture", SHAPE, prompt_of(), SPECS).consumers["inline"]
     assert default == select("last_prompt")
     assert default != select("all_prompt")
 
@@ -163,7 +168,7 @@ def test_a_plan_unites_its_consumers() -> None:
         "one": {"hooks": {"post_block": [0, 1]}, "positions": [1]},
         "two": {"hooks": {"post_block": [1], "pre_attn": [3]}, "positions": "all_generated"},
     }
-    both = parse_capture(value, "capture", SHAPE, prompt_of())
+    both = parse_capture(value, "capture", SHAPE, prompt_of(), SPECS)
     assert both.sites == [("post_block", 0), ("post_block", 1), ("pre_attn", 3)]
     assert Positions.from_flat(both.runs).array().tolist() == [1, 5, 6, 7]
     assert both.consumers["one"].sites == [("post_block", 0), ("post_block", 1)]

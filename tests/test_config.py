@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -75,7 +76,7 @@ DEFAULTS = {
 def test_defaults(model: Path) -> None:
     assert options_of(parse(model)) == DEFAULTS
     assert options_of(EngineArgs(model=str(model))) == DEFAULTS
-    assert vars(SteeringConfig()) | vars(CaptureConfig()) == DEFAULTS
+    assert asdict(SteeringConfig()) | asdict(CaptureConfig()) == DEFAULTS
 
 
 def test_flags_are_the_options(model: Path) -> None:

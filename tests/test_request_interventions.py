@@ -158,7 +158,7 @@ def capturing(positions: Any, prompt: int = 5, max_tokens: int = 8) -> RequestIn
 def chunk(positions: list[int], mark: float = 0.0) -> CapturedChunk:
     at = np.array(positions, dtype=np.int64)
     values = torch.from_numpy(at)[None, :, None].repeat(2, 1, HIDDEN) + mark
-    return CapturedChunk(at, values.float(), VERSION)
+    return CapturedChunk(at, [values.float()], VERSION)
 
 
 def taken(interventions: RequestInterventions) -> list[int]:
@@ -166,8 +166,8 @@ def taken(interventions: RequestInterventions) -> list[int]:
     if chunks is None:
         return []
     for part in chunks:
-        assert part.values.shape == (2, len(part.positions), HIDDEN)
-        assert torch.equal(part.values[0, :, 0], torch.from_numpy(part.positions).float())
+        assert part.values[0].shape == (2, len(part.positions), HIDDEN)
+        assert torch.equal(part.values[0][0, :, 0], torch.from_numpy(part.positions).float())
         assert part.version == VERSION
     return [int(p) for part in chunks for p in part.positions]
 
@@ -217,9 +217,9 @@ def test_kept_rows_do_not_hold_the_steps_storage() -> None:
     interventions.accept(step, 6)
     chunks = interventions.take()
     assert chunks is not None
-    assert chunks[0].values.untyped_storage().nbytes() == 2 * 1 * HIDDEN * 4
-    step.values.zero_()
-    assert chunks[0].values[0, 0, 0] == 4.0
+    assert chunks[0].values[0].untyped_storage().nbytes() == 2 * 1 * HIDDEN * 4
+    step.values[0].zero_()
+    assert chunks[0].values[0][0, 0, 0] == 4.0
 
 
 WANTED = st.sets(st.integers(0, 11), min_size=1)

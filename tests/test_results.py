@@ -15,6 +15,7 @@ from tests.plans import HIDDEN, SHAPE
 from vllm.outputs import CompletionOutput, RequestOutput
 from vllm.v1.capture import CapturedRows, CaptureResult, stack
 from vllm.v1.capture.collect import RowCollector
+from vllm.v1.capture.registry import ConsumerSpec
 from vllm.v1.capture.results import CaptureStatus, merged, of_single
 from vllm.v1.capture.spec import parse_capture
 from vllm.v1.interventions import CapturedChunk, CapturePlan, TapShape
@@ -148,10 +149,16 @@ def test_results_of_several_completions_are_their_own() -> None:
 # -- the collector ------------------------------------------------------------------------------
 
 
+def specs_of(*names: str) -> dict[str, ConsumerSpec]:
+    return {name: ConsumerSpec(name) for name in names}
+
+
 def plan_for(positions: Any, shape: TapShape = SHAPE, **more: Any) -> CapturePlan:
     consumers = {"inline": {"hooks": HOOKS, "positions": positions}}
     consumers |= {name: {"hooks": HOOKS, "positions": p} for name, p in more.items()}
-    return parse_capture(consumers, "capture", shape, Prompt([0] * PROMPT, MAX_TOKENS, None))
+    return parse_capture(
+        consumers, "capture", shape, Prompt([0] * PROMPT, MAX_TOKENS, None), specs_of(*consumers)
+    )
 
 
 def chunk(
@@ -162,7 +169,7 @@ def chunk(
     values = torch.zeros(len(SITES), len(positions), HIDDEN, dtype=dtype)
     for i in range(len(SITES)):
         values[i] = 100 * i + torch.from_numpy(at)[:, None] + torch.arange(HIDDEN) / 8
-    return CapturedChunk(at, values, version)
+    return CapturedChunk(at, [values], version)
 
 
 def collect(
@@ -192,7 +199,7 @@ def check_rows(result: CaptureResult, num_output: int) -> None:
         got = result.payload[site]
         assert got.positions.dtype == got.token_ids.dtype == np.int64
         assert got.token_ids.tolist() == [token_ids[p] for p in got.positions]
-        assert torch.equal(got.values, chunk(got.positions.tolist()).values[i])
+        assert torch.equal(got.values, chunk(got.positions.tolist()).values[0][i])
 
 
 def test_rows_of_a_finished_request() -> None:

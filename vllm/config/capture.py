@@ -1,12 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """Engine options of activation capture."""
 
+from functools import cached_property
+from typing import TYPE_CHECKING
+
 from pydantic import Field
 
 from vllm.config.utils import config
 
-CONSUMERS = ("inline",)
-"""The consumers an engine can be started with."""
+if TYPE_CHECKING:
+    from vllm.v1.capture.registry import ConsumerSpec
 
 SCHEMA = 1
 """Part of the compile-cache key: raise it when traced tap code or an op's meaning changes."""
@@ -31,11 +34,14 @@ class CaptureConfig:
         return bool(self.capture_consumers)
 
     def __post_init__(self) -> None:
-        for name in self.capture_consumers:
-            if name not in CONSUMERS:
-                raise ValueError(f"capture_consumers: unknown {name!r}, known are {CONSUMERS}")
-        if len(set(self.capture_consumers)) != len(self.capture_consumers):
-            raise ValueError(f"capture_consumers: {self.capture_consumers} names one twice")
+        _ = self.consumers  # a wrong spec is an error at start-up
+
+    @cached_property
+    def consumers(self) -> "dict[str, ConsumerSpec]":
+        """name -> spec, of `capture_consumers`."""
+        from vllm.v1.capture.registry import parse_consumers
+
+        return parse_consumers(self.capture_consumers)
 
     def compute_hash(self) -> str:
         """Everything that changes the traced code or the shapes in it."""

@@ -5,6 +5,8 @@ A `Plan` is made once, by the frontend (`vllm.v1.engine.interventions`), from wh
 It is a field of its own on `EngineCoreRequest`, so no client can send a ready-made one.
 """
 
+from typing import Any
+
 import msgspec
 import numpy as np
 import torch
@@ -108,6 +110,22 @@ class SteeringPlan(msgspec.Struct, frozen=True):
     terms: list[Term] = []
 
 
+class Stream(msgspec.Struct, frozen=True):
+    """Rows that leave the device together: in one form, for one process."""
+
+    sites: list[Site]
+    """A part of the plan's, in its order."""
+    runs: list[int]
+    relayed: bool
+    """Whether they go on to the frontend; else they stay in the engine core."""
+    width: int
+    """hidden_size; with a projection the number of its rows."""
+    dtype: str
+    """The model's; with a projection "float32"."""
+    projection: str = ""
+    """Digest of the matrix the rows are multiplied with on the device, "" for none."""
+
+
 class Selection(msgspec.Struct, frozen=True):
     """What one consumer gets of a request."""
 
@@ -118,17 +136,28 @@ class Selection(msgspec.Struct, frozen=True):
     """The part of `runs` the user named outright: reported if the request ends before it."""
     last_generated: bool = False
     """Of the generated positions keep only those in `named` and the last (known at the end)."""
+    stream: int = 0
+    """Which of the plan's streams has the rows, perhaps among others."""
+    fields: dict[str, Any] = {}
+    """What the consumer's class made of the fields that are its own."""
 
 
 class CapturePlan(msgspec.Struct, frozen=True):
-    """The union of the consumers' selections: the rows that leave the device."""
+    """The union of the consumers' selections: the rows that are written on the device."""
 
     sites: list[Site]
+    """In layer order, so that pipeline stages have runs of them."""
     runs: list[int]
+    streams: list[Stream]
     consumers: dict[str, Selection]
     hidden_size: int
     dtype: str
-    """Of the rows, also when there are none."""
+    """Of the model."""
+    projections: dict[str, bytes] = {}
+    """digest -> float32 [k, hidden], C order, native endian."""
+    num_samples: int = 1
+    sample: int = 0
+    """Which of the request's completions this is."""
 
 
 class Plan(msgspec.Struct, frozen=True):
@@ -140,9 +169,9 @@ class CapturedChunk(msgspec.Struct, array_like=True):
     """Rows of one request, in position order."""
 
     positions: np.ndarray
-    """int64 [n]."""
-    values: torch.Tensor
-    """[sites of the capture plan, n, hidden], model dtype, CPU."""
+    """int64 [n]; those of all streams together."""
+    values: list[torch.Tensor]
+    """Of each stream of the capture plan: [its sites, n, its width], its dtype, CPU."""
     version: int
     """Of the global steering that the step ran under."""
 

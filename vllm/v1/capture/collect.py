@@ -47,8 +47,8 @@ class Rows(NamedTuple):
     """int64 [n]."""
     versions: np.ndarray
     """int64 [n], of the global steering."""
-    values: torch.Tensor
-    """[sites, n, hidden]."""
+    values: list[torch.Tensor]
+    """Of each relayed stream: [sites, n, width]."""
 
 
 class RowCollector:
@@ -115,13 +115,9 @@ class RowCollector:
         kept = merged.positions[keep]
         # `kept` and what is indexed are copies: the buffer may go on growing.
         ids, index = token_ids[kept], torch.from_numpy(np.flatnonzero(keep))
+        values, order = merged.values[selection.stream], self._plan.streams[selection.stream].sites
         payload = {
-            site: CapturedRows(
-                kept,
-                ids,
-                merged.values[self._plan.sites.index(site)][index],
-                merged.versions[keep],
-            )
+            site: CapturedRows(kept, ids, values[order.index(site)][index], merged.versions[keep])
             for site in selection.sites
         }
         if not finished:
@@ -161,9 +157,12 @@ class RowBuffer:
     """
 
     def __init__(self, plan: CapturePlan) -> None:
-        shape = (len(plan.sites), 0, plan.hidden_size)
         empty = np.zeros(0, np.int64)
-        self._rows = Rows(empty, empty, torch.empty(shape, dtype=dtype_of(plan.dtype)))
+        values = [
+            torch.empty(len(s.sites) if s.relayed else 0, 0, s.width, dtype=dtype_of(s.dtype))
+            for s in plan.streams
+        ]
+        self._rows = Rows(empty, empty, values)
         self._count = 0
 
     def append(self, chunk: CapturedChunk) -> None:
@@ -173,29 +172,31 @@ class RowBuffer:
         new = slice(self._count, stop)
         self._rows.positions[new] = chunk.positions
         self._rows.versions[new] = chunk.version
-        self._rows.values[:, new].copy_(chunk.values)
+        for mine, theirs in zip(self._rows.values, chunk.values, strict=True):
+            mine[:, new].copy_(theirs)
         self._count = stop
 
     def _grow(self, capacity: int) -> None:
         old = self.view()
-        num_sites, _, hidden_size = old.values.shape
         self._rows = Rows(
             np.zeros(capacity, np.int64),
             np.zeros(capacity, np.int64),
-            old.values.new_empty(num_sites, capacity, hidden_size),
+            [v.new_empty(v.shape[0], capacity, v.shape[2]) for v in old.values],
         )
         for mine, theirs in zip(self._rows[:2], old[:2], strict=True):
             mine[: self._count] = theirs
-        self._rows.values[:, : self._count].copy_(old.values)
+        for values, before in zip(self._rows.values, old.values, strict=True):
+            values[:, : self._count].copy_(before)
 
     def view(self) -> Rows:
         """All rows. Valid until the next change."""
         positions, versions, values = self._rows
-        return Rows(positions[: self._count], versions[: self._count], values[:, : self._count])
+        stop = self._count
+        return Rows(positions[:stop], versions[:stop], [v[:, :stop] for v in values])
 
     def keep(self, mask: np.ndarray) -> None:
         """Forget the rows where bool [n] `mask` is False."""
         positions, versions, values = self.view()
-        kept = values[:, torch.from_numpy(mask)]
-        self._rows = Rows(positions[mask], versions[mask], kept)
+        kept = torch.from_numpy(mask)
+        self._rows = Rows(positions[mask], versions[mask], [v[:, kept] for v in values])
         self._count = len(self._rows.positions)

@@ -1,54 +1,81 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a request may say about capture: parsed, checked and resolved to positions."""
 
+from collections.abc import Iterable, Mapping
 from typing import Any
 
-from vllm.v1.interventions import CapturePlan, Selection, Site, TapShape
+import msgspec
+
+from vllm.v1.capture.consumer import CaptureConsumer
+from vllm.v1.capture.registry import ConsumerSpec
+from vllm.v1.interventions import CapturePlan, Selection, Site, Stream, TapShape
 from vllm.v1.positions import Positions
 from vllm.v1.selectors import Prompt, Selector
-from vllm.v1.sites import need_layers, need_mapping, need_point, reject, show_key, site_order
+from vllm.v1.sites import need_layers, need_mapping, need_point, reject, show, show_key, site_order
 
 
-def parse_capture(value: Any, path: str, shape: TapShape, prompt: Prompt) -> CapturePlan:
+def parse_capture(
+    value: Any, path: str, shape: TapShape, prompt: Prompt, specs: Mapping[str, ConsumerSpec]
+) -> CapturePlan:
     """Parse `SamplingParams.capture`: `{consumer: {"hooks": {point: layers}, "positions": ...}}`.
 
     Args:
-        value: the user's mapping; the consumers' names are checked by the caller.
+        value: the user's mapping.
         prompt: what `positions` are resolved on.
+        specs: the engine's consumers.
 
     Raises:
-        ValueError: unknown key, point or selector, a layer out of range, a position out of reach,
-            a selection of nothing.
+        ValueError: unknown consumer, key, point or selector, a layer out of range, a position out
+            of reach, a selection of nothing.
     """
-    consumers = {
-        name: _selection(spec, f"{path}.{show_key(name)}", shape, prompt)
-        for name, spec in need_mapping(value, path).items()
-    }
-    if not consumers:
+    asked = need_mapping(value, path)
+    if not asked:
         reject(path, "names no consumer")
-    sites = sorted({s for sel in consumers.values() for s in sel.sites}, key=site_order)
-    rows = Positions()
-    for selection in consumers.values():
-        rows = rows | Positions.from_flat(selection.runs)
+    selections: dict[str, Selection] = {}
+    for name, request in asked.items():
+        at = f"{path}.{show_key(name)}"
+        if name not in specs:
+            reject(at, f"unknown consumer {show(name)}; known are {list(specs)}")
+        selections[name] = _selection(request, at, shape, prompt, specs[name])
+    streams: list[Stream] = []
+    placed: dict[str, Selection] = {}
+    for relayed in (True, False):
+        members = {n: s for n, s in selections.items() if specs[n].in_frontend == relayed}
+        if members:
+            sites, runs = _union(members.values())
+            for name, selection in members.items():
+                placed[name] = msgspec.structs.replace(selection, stream=len(streams))
+            streams.append(Stream(sites, runs, relayed, width=shape.hidden_size, dtype=shape.dtype))
+    sites, runs = _union(streams)
     return CapturePlan(
         sites=sites,
-        runs=rows.flat(),
-        consumers=consumers,
+        runs=runs,
+        streams=streams,
+        consumers={name: placed[name] for name in selections},
         hidden_size=shape.hidden_size,
         dtype=shape.dtype,
     )
 
 
-def _selection(spec: Any, path: str, shape: TapShape, prompt: Prompt) -> Selection:
-    spec = need_mapping(spec, path)
-    unknown = sorted(show_key(k) for k in spec.keys() - {"hooks", "positions"})
-    if unknown:
-        reject(path, f"unknown keys {unknown[:8]}, allowed are 'hooks' and 'positions'")
-    if "hooks" not in spec:
+def _union(parts: Iterable[Selection | Stream]) -> tuple[list[Site], list[int]]:
+    parts = list(parts)
+    rows = Positions()
+    for part in parts:
+        rows = rows | Positions.from_flat(part.runs)
+    return sorted({s for part in parts for s in part.sites}, key=site_order), rows.flat()
+
+
+def _selection(
+    request: Any, path: str, shape: TapShape, prompt: Prompt, spec: ConsumerSpec
+) -> Selection:
+    request = need_mapping(request, path)
+    own = {key: field for key, field in request.items() if key not in ("hooks", "positions")}
+    fields = (spec.cls or CaptureConsumer).check_request(own, path)
+    if "hooks" not in request:
         reject(f"{path}.hooks", "is missing: give {point: layers}")
-    sites = _sites(spec["hooks"], f"{path}.hooks", shape)
+    sites = _sites(request["hooks"], f"{path}.hooks", shape)
     selector = Selector(prompt)
-    runs = selector.resolve(spec.get("positions", "last_prompt"), f"{path}.positions")
+    runs = selector.resolve(request.get("positions", "last_prompt"), f"{path}.positions")
     if not len(runs):
         reject(
             f"{path}.positions",
@@ -61,6 +88,7 @@ def _selection(spec: Any, path: str, shape: TapShape, prompt: Prompt) -> Selecti
         runs=runs.flat(),
         named=selector.named.flat(),
         last_generated=selector.only_last_generated,
+        fields=fields,
     )
 
 

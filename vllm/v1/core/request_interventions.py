@@ -67,7 +67,7 @@ class RequestInterventions:
         kept = np.flatnonzero(keep)
         if not len(kept):
             return
-        values = chunk.values if keep.all() else chunk.values[:, kept]
+        values = chunk.values if keep.all() else [v[:, kept] for v in chunk.values]
         self._undelivered.append(CapturedChunk(positions[kept], values, chunk.version))
         self._next_row = int(positions[kept[-1]]) + 1
 

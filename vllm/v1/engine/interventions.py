@@ -20,7 +20,7 @@ from vllm.v1.interventions import (
 )
 from vllm.v1.positions import Positions
 from vllm.v1.selectors import Prompt
-from vllm.v1.sites import need_mapping, reject, show, show_key
+from vllm.v1.sites import reject
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -111,11 +111,8 @@ def resolve(
 def _capture(
     params: SamplingParams, prompt: Prompt, config: "VllmConfig", shape: TapShape
 ) -> CapturePlan:
-    known = config.capture_config.capture_consumers
-    for name in need_mapping(params.capture, "capture"):
-        if name not in known:
-            reject(f"capture.{show_key(name)}", f"unknown consumer {show(name)}; known are {known}")
-    plan = parse_capture(params.capture, "capture", shape, prompt)
+    specs = config.capture_config.consumers
+    plan = parse_capture(params.capture, "capture", shape, prompt, specs)
     num_prompt_tokens = len(prompt.token_ids)
     at_once = 1
     if config.speculative_config is not None and plan.runs[-1] > num_prompt_tokens:

@@ -65,7 +65,7 @@ class StepRows:
                 for req_id, tokens in members:
                     columns = slice(column, column + len(tokens))
                     at = positions[seen + columns.start : seen + columns.stop]
-                    self._chunks[req_id] = CapturedChunk(at, block[:, columns], self._version)
+                    self._chunks[req_id] = CapturedChunk(at, [block[:, columns]], self._version)
                     column = columns.stop
                 seen += count
         return self._chunks
@@ -78,7 +78,9 @@ class StepRows:
         # Copies: a slice would ship the whole step's storage.
         return {
             "_chunks": {
-                req_id: CapturedChunk(chunk.positions.copy(), chunk.values.clone(), chunk.version)
+                req_id: CapturedChunk(
+                    chunk.positions.copy(), [v.clone() for v in chunk.values], chunk.version
+                )
                 for req_id, chunk in self._resolve().items()
             }
         }
