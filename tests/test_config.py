@@ -123,10 +123,10 @@ def test_options_reach_the_config(model: Path) -> None:
         "capture_inline_max_bytes": 512,
     }
     config = build(model, **asked)
-    assert vars(config.steering_config) | vars(config.capture_config) == asked
+    assert asdict(config.steering_config) | asdict(config.capture_config) == asked
     assert config.tap_shape is None  # known once the model is loaded
     plain = build(model)
-    assert vars(plain.steering_config) | vars(plain.capture_config) == DEFAULTS
+    assert asdict(plain.steering_config) | asdict(plain.capture_config) == DEFAULTS
     assert not plain.capture_config.enabled
 
 
