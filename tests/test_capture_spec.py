@@ -29,11 +29,15 @@ def prompt_of(length: int = PROMPT, max_tokens: int = MAX_TOKENS) -> Prompt:
     return Prompt(list(range(length)), max_tokens, None)
 
 
+def parse(value: Any, prompt: Prompt) -> CapturePlan:
+    plan = parse_capture(value, "capture", SHAPE, prompt, SPECS)
+    assert plan is not None
+    return plan
+
+
 def select(positions: Any, prompt: int = PROMPT, max_tokens: int = MAX_TOKENS) -> Selection:
     value = {"inline": {"hooks": HOOKS, "positions": positions}}
-    return parse_capture(value, "capture", SHAPE, prompt_of(prompt, max_tokens), SPECS).consumers[
-        "inline"
-    ]
+    return parse(value, prompt_of(prompt, max_tokens)).consumers["inline"]
 
 
 def chosen(positions: Any) -> list[int]:
@@ -79,7 +83,7 @@ def test_no_two_selectors_mean_the_same() -> None:
 
 def test_last_prompt_is_the_default() -> None:
     value = {"inline": {"hooks": HOOKS}}
-    default = parse_capture(value, "capture", SHAPE, prompt_of(), SPECS).consumers["inline"]
+    default = parse(value, prompt_of()).consumers["inline"]
     assert default == select("last_prompt")
     assert default != select("all_prompt")
 
@@ -168,7 +172,7 @@ def test_a_plan_unites_its_consumers() -> None:
         "one": {"hooks": {"post_block": [0, 1]}, "positions": [1]},
         "two": {"hooks": {"post_block": [1], "pre_attn": [3]}, "positions": "all_generated"},
     }
-    both = parse_capture(value, "capture", SHAPE, prompt_of(), SPECS)
+    both = parse(value, prompt_of())
     assert both.sites == [("post_block", 0), ("post_block", 1), ("pre_attn", 3)]
     assert Positions.from_flat(both.runs).array().tolist() == [1, 5, 6, 7]
     assert both.consumers["one"].sites == [("post_block", 0), ("post_block", 1)]

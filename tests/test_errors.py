@@ -21,7 +21,15 @@ from tests.error_files import FILES
 from tests.error_page import MESSAGES, PATTERNS
 from tests.error_steering import STEERING
 from tests.plans import GAPS, HIDDEN, PARALLEL_ONLY, VECTOR, config_of
-from tests.test_results import PROMPT_IDS, captured, chunk, collect, completion, output, plan_for
+from tests.test_results import (
+    captured,
+    chunk,
+    collect,
+    collector_for,
+    completion,
+    output,
+    plan_for,
+)
 from vllm import SamplingParams
 from vllm.config.capture import CaptureConfig
 from vllm.config.steering import SteeringConfig
@@ -307,7 +315,7 @@ class Silent:
 
 
 def collector(positions: Any, *rows: int) -> RowCollector:
-    made = RowCollector(plan_for(positions), PROMPT_IDS)
+    made = collector_for(plan_for(positions))
     made.add([chunk(list(rows))])
     return made
 

@@ -156,9 +156,15 @@ def specs_of(*names: str) -> dict[str, ConsumerSpec]:
 def plan_for(positions: Any, shape: TapShape = SHAPE, **more: Any) -> CapturePlan:
     consumers = {"inline": {"hooks": HOOKS, "positions": positions}}
     consumers |= {name: {"hooks": HOOKS, "positions": p} for name, p in more.items()}
-    return parse_capture(
+    plan = parse_capture(
         consumers, "capture", shape, Prompt([0] * PROMPT, MAX_TOKENS, None), specs_of(*consumers)
     )
+    assert plan is not None
+    return plan
+
+
+def collector_for(plan: CapturePlan) -> RowCollector:
+    return RowCollector(plan, PROMPT_IDS, plan.consumers)
 
 
 def chunk(
@@ -203,7 +209,7 @@ def check_rows(result: CaptureResult, num_output: int) -> None:
 
 
 def test_rows_of_a_finished_request() -> None:
-    collector = RowCollector(plan_for("all"), PROMPT_IDS)
+    collector = collector_for(plan_for("all"))
     collector.add([chunk([0, 1, 2]), chunk([3, 4])])
     collector.add(None)
     collector.add([chunk([5])])
@@ -215,7 +221,7 @@ def test_rows_of_a_finished_request() -> None:
 
 
 def test_rows_report_the_version_they_ran_under() -> None:
-    collector = RowCollector(plan_for("all"), PROMPT_IDS)
+    collector = collector_for(plan_for("all"))
     collector.add([chunk([0, 1, 2], version=0), chunk([3, 4], version=2)])
     collector.add([chunk([5], version=3)])
     (one, *others) = collect(collector, 2).payload.values()
@@ -225,7 +231,7 @@ def test_rows_report_the_version_they_ran_under() -> None:
 
 
 def test_rows_past_a_stop_string_are_trimmed() -> None:
-    collector = RowCollector(plan_for("all_generated"), PROMPT_IDS)
+    collector = collector_for(plan_for("all_generated"))
     collector.add([chunk([5, 6, 7])])
     result = collect(collector, 2)
     assert result.status == "ok"
@@ -234,7 +240,7 @@ def test_rows_past_a_stop_string_are_trimmed() -> None:
 
 
 def test_consumers_get_their_own_rows() -> None:
-    collector = RowCollector(plan_for("last_prompt", other="all_generated"), PROMPT_IDS)
+    collector = collector_for(plan_for("last_prompt", other="all_generated"))
     collector.add([chunk([4]), chunk([5])])
     results = collector.results([200, 201], finished=True, aborted=False, only_new=False)
     assert positions_of(results["inline"]) == [4]
@@ -243,7 +249,7 @@ def test_consumers_get_their_own_rows() -> None:
 
 @pytest.mark.parametrize("num_output", [1, 2, 4])
 def test_last_generated(num_output: int) -> None:
-    collector = RowCollector(plan_for("last_generated"), PROMPT_IDS)
+    collector = collector_for(plan_for("last_generated"))
     collector.add([chunk([5, 6, 7])])
     assert positions_of(collect(collector, num_output, end=None)) == []
     result = collect(collector, num_output)
@@ -253,7 +259,7 @@ def test_last_generated(num_output: int) -> None:
 
 
 def test_a_named_position_the_request_did_not_reach() -> None:
-    collector = RowCollector(plan_for([2, 6]), PROMPT_IDS)
+    collector = collector_for(plan_for([2, 6]))
     collector.add([chunk([2])])
     result = collect(collector, 2)
     assert result.status == "partial_error"
@@ -264,7 +270,7 @@ def test_a_named_position_the_request_did_not_reach() -> None:
 
 
 def test_a_lost_row_is_an_error() -> None:
-    collector = RowCollector(plan_for("all"), PROMPT_IDS)
+    collector = collector_for(plan_for("all"))
     collector.add([chunk([0, 1, 3, 4])])
     result = collect(collector, 1)
     assert result.status == "error"
@@ -276,7 +282,7 @@ def test_a_lost_row_is_an_error() -> None:
 @pytest.mark.parametrize("only_new", [False, True])
 @pytest.mark.parametrize("num_output", [0, 1])
 def test_an_abort_says_which_rows_are_missing(num_output: int, only_new: bool) -> None:
-    collector = RowCollector(plan_for("all_prompt"), PROMPT_IDS)
+    collector = collector_for(plan_for("all_prompt"))
     collector.add([chunk([0, 1])])
     result = collect(collector, num_output, end="abort", only_new=only_new)
     assert result.status == "partial_error"
@@ -286,20 +292,20 @@ def test_an_abort_says_which_rows_are_missing(num_output: int, only_new: bool) -
 
 
 def test_an_abort_before_the_first_row() -> None:
-    result = collect(RowCollector(plan_for("last_prompt"), PROMPT_IDS), 0, end="abort")
+    result = collect(collector_for(plan_for("last_prompt")), 0, end="abort")
     assert result.status == "partial_error"
     assert positions_of(result) == []
 
 
 def test_an_abort_that_misses_nothing_is_ok() -> None:
-    collector = RowCollector(plan_for("last_prompt"), PROMPT_IDS)
+    collector = collector_for(plan_for("last_prompt"))
     collector.add([chunk([4])])
     assert collect(collector, 1, end="abort").status == "ok"
 
 
 def test_no_rows_have_the_models_width_and_dtype() -> None:
     shape = TapShape(HIDDEN, "bfloat16", SHAPE.points)
-    collector = RowCollector(plan_for("all_generated", shape), PROMPT_IDS)
+    collector = collector_for(plan_for("all_generated", shape))
     site = collect(collector, 1).payload["pre_attn", 1]
     assert site.values.shape == (0, HIDDEN)
     assert site.values.dtype == torch.bfloat16
@@ -316,8 +322,8 @@ def stream(
 
     Rows arrive as the engine sends them: all of the prompt's, then one for each token fed back.
     """
-    every = RowCollector(plan_for(positions), PROMPT_IDS)
-    collector = RowCollector(plan_for(positions), PROMPT_IDS)
+    every = collector_for(plan_for(positions))
+    collector = collector_for(plan_for(positions))
     deltas, seen = [], 0
     for cut in [*cuts, total]:
         for step in range(seen, cut):
@@ -368,7 +374,7 @@ def test_the_last_generated_row_comes_with_an_end_that_brings_no_token() -> None
 
 
 def test_a_stream_does_not_keep_what_it_delivered() -> None:
-    collector = RowCollector(plan_for("all"), PROMPT_IDS)
+    collector = collector_for(plan_for("all"))
     collector.add([chunk([0, 1, 2, 3, 4])])
     collect(collector, 1, end=None, only_new=True)
     assert len(collector._rows.view().positions) <= 1
@@ -376,7 +382,7 @@ def test_a_stream_does_not_keep_what_it_delivered() -> None:
 
 def test_merged_in_the_models_dtype() -> None:
     shape = TapShape(HIDDEN, "bfloat16", SHAPE.points)
-    collector = RowCollector(plan_for("all_generated", shape), PROMPT_IDS)
+    collector = collector_for(plan_for("all_generated", shape))
     empty = collect(collector, 1, end=None, only_new=True)
     collector.add([chunk([5], torch.bfloat16)])
     together = merged({"inline": empty}, {"inline": collect(collector, 2, only_new=True)})

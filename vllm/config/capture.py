@@ -2,7 +2,7 @@
 """Engine options of activation capture."""
 
 from functools import cached_property
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import Field
 
@@ -19,8 +19,10 @@ SCHEMA = 1
 class CaptureConfig:
     """Activation capture: read rows of the residual stream, per request."""
 
-    capture_consumers: list[str] = Field(default_factory=list)
-    """Who may get rows: `inline` returns them with the request's output."""
+    capture_consumers: list[Any] = Field(default_factory=list)
+    """Who may get rows: `inline` returns them with the request's output, `filesystem:root=PATH`
+    writes files, `logging` logs; or an installed plug-in. As `name` or `name:key=value,key=value`,
+    in Python also dicts, functions and instances of `CaptureConsumer`. See docs/capture.md."""
 
     capture_buffer_bytes: int = Field(default=256 << 20, ge=1)
     """Device memory for the rows of one step. Prompts whose rows do not fit at once are computed
@@ -28,6 +30,10 @@ class CaptureConfig:
 
     capture_inline_max_bytes: int = Field(default=64 << 20, ge=1)
     """Most bytes of rows one request may return inline."""
+
+    capture_overload_policy: Literal["block", "drop"] = "block"
+    """What happens to a request when a consumer has no room for what it can come to
+    (`pending_bytes`): it waits (block), or that capture is an error and the request runs (drop)."""
 
     @property
     def enabled(self) -> bool:
@@ -42,6 +48,24 @@ class CaptureConfig:
         from vllm.v1.capture.registry import parse_consumers
 
         return parse_consumers(self.capture_consumers)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """For the engine core: what the user made in Python stays in the frontend."""
+        state = vars(self).copy()
+        state["consumers"] = {name: s.portable() for name, s in self.consumers.items()}
+        state["capture_consumers"] = list(self.consumers)
+        return state
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "CaptureConfig":
+        """A copy stays in this process and shares the consumers: it must not go by a pickle."""
+        copied = type(self).__new__(type(self))
+        vars(copied).update(vars(self))
+        return copied
+
+    @cached_property
+    def captures_all(self) -> bool:
+        """Whether a consumer captures of requests that do not name it."""
+        return any(spec.capture is not None for spec in self.consumers.values())
 
     def compute_hash(self) -> str:
         """Everything that changes the traced code or the shapes in it."""

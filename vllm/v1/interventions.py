@@ -158,6 +158,8 @@ class CapturePlan(msgspec.Struct, frozen=True):
     num_samples: int = 1
     sample: int = 0
     """Which of the request's completions this is."""
+    external_id: str = ""
+    """The request's id as its caller knows it."""
 
 
 class Plan(msgspec.Struct, frozen=True):

@@ -1,43 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Frontend side of inline capture: rows arrive step by step, results leave with the outputs."""
+"""Rows of one completion, gathered as they come: what `inline` returns."""
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
 
 import numpy as np
 import torch
 
-from vllm.sampling_params import RequestOutputKind
-from vllm.v1.capture.results import CapturedRows, CaptureResult, CaptureStatus
-from vllm.v1.engine import EngineCoreRequest, FinishReason
-from vllm.v1.interventions import CapturedChunk, CapturePlan, Selection, dtype_of
-from vllm.v1.positions import Positions
-
-if TYPE_CHECKING:
-    from vllm.v1.engine.output_processor import RequestState
-
-
-def collector_of(request: EngineCoreRequest) -> "RowCollector | None":
-    """The collector of a request that captures."""
-    if request.plan is None or request.plan.capture is None:
-        return None
-    assert request.prompt_token_ids is not None
-    return RowCollector(request.plan.capture, request.prompt_token_ids)
-
-
-def results_of(
-    state: "RequestState", finish_reason: FinishReason | None
-) -> dict[str, CaptureResult] | None:
-    """The capture results of the completion output that is being made."""
-    if state.rows is None:
-        return None
-    assert state.detokenizer is not None
-    return state.rows.results(
-        state.detokenizer.output_token_ids,
-        finished=finish_reason is not None,
-        aborted=finish_reason in (FinishReason.ABORT, FinishReason.ERROR),
-        only_new=state.output_kind == RequestOutputKind.DELTA,
-    )
+from vllm.v1.capture.results import CapturedRows, CaptureResult
+from vllm.v1.capture.selected import RowsLost, Selected
+from vllm.v1.interventions import CapturedChunk, CapturePlan, dtype_of
 
 
 class Rows(NamedTuple):
@@ -58,10 +30,14 @@ class RowCollector:
     the final length (stop strings are found here, after the engine sampled on) is trimmed here.
     """
 
-    def __init__(self, plan: CapturePlan, prompt_token_ids: list[int]) -> None:
+    def __init__(
+        self, plan: CapturePlan, prompt_token_ids: list[int], consumers: Iterable[str]
+    ) -> None:
         self._plan = plan
         self._prompt_token_ids = prompt_token_ids
-        self._prompt = len(prompt_token_ids)
+        self._selected = {
+            name: Selected(plan.consumers[name], len(prompt_token_ids)) for name in consumers
+        }
         self._rows = RowBuffer(plan)
         self._arrived: list[np.ndarray] = []
         self._delivered = 0
@@ -85,8 +61,8 @@ class RowCollector:
         token_ids = np.array([*self._prompt_token_ids, *output_token_ids], dtype=np.int64)
         merged = self._rows.view()
         results = {
-            name: self._result(selection, merged, token_ids, finished, aborted, only_new)
-            for name, selection in self._plan.consumers.items()
+            name: self._result(selected, merged, token_ids, finished, aborted, only_new)
+            for name, selected in self._selected.items()
         }
         if only_new:
             self._delivered = len(token_ids) - 1
@@ -97,21 +73,19 @@ class RowCollector:
 
     def _result(
         self,
-        selection: Selection,
+        selected: Selected,
         merged: Rows,
         token_ids: np.ndarray,
         finished: bool,
         aborted: bool,
         only_new: bool,
     ) -> CaptureResult:
-        # The prompt's rows are owed even when the request ends before its first token.
-        num_rows = max(len(token_ids) - 1, self._prompt)
-        known = self._known(selection, num_rows)
-        generated = selection.last_generated and finished and num_rows > self._prompt
-        last = Positions.of([num_rows - 1] if generated and num_rows - 1 not in known else [])
+        selection = selected.selection
+        num_rows = selected.rows_of(len(token_ids))
         since = self._delivered if only_new else 0
-        keep = known.mask(merged.positions) & (merged.positions >= since)
-        keep |= last.mask(merged.positions)  # not known before the end, so never delivered
+        keep = selected.known(num_rows).mask(merged.positions) & (merged.positions >= since)
+        if finished:
+            keep |= selected.last(num_rows).mask(merged.positions)  # so never delivered before
         kept = merged.positions[keep]
         # `kept` and what is indexed are copies: the buffer may go on growing.
         ids, index = token_ids[kept], torch.from_numpy(np.flatnonzero(keep))
@@ -122,32 +96,11 @@ class RowCollector:
         }
         if not finished:
             return CaptureResult(status="ok", error=None, payload=payload)
-        status, error = self._verdict(selection, known | last, num_rows, aborted)
-        return CaptureResult(status=status, error=error, payload=payload)
-
-    def _known(self, selection: Selection, num_rows: int) -> Positions:
-        """The selected positions below `num_rows` that do not depend on where the request ends."""
-        wanted = Positions.from_flat(selection.runs)
-        if selection.last_generated:
-            wanted = wanted.below(self._prompt) | Positions.from_flat(selection.named)
-        return wanted.below(num_rows)
-
-    def _verdict(
-        self, selection: Selection, wanted: Positions, num_rows: int, aborted: bool
-    ) -> tuple[CaptureStatus, str | None]:
-        arrived = np.concatenate([np.zeros(0, np.int64), *self._arrived])
-        missing = np.setdiff1d(wanted.array(), arrived)
-        if len(missing):
-            where = f"{len(missing)} of {len(wanted)} rows, first at position {missing[0]}"
-            if aborted:
-                return "partial_error", f"the request was aborted before {where} were computed"
-            return "error", f"{where} are missing although they were computed; this is a bug"
-        unreached = Positions.from_flat(selection.named).first_from(num_rows)
-        if unreached is not None:
-            return "partial_error", (
-                f"the request ended with {num_rows} rows, before position {unreached}"
-            )
-        return "ok", None
+        try:
+            error = selected.missing(num_rows, self._arrived, aborted)
+        except RowsLost as lost:
+            return CaptureResult(status="error", error=str(lost), payload=payload)
+        return CaptureResult("ok" if error is None else "partial_error", error, payload)
 
 
 class RowBuffer:

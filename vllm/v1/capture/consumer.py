@@ -167,3 +167,5 @@ class ConsumerResult(msgspec.Struct, frozen=True):
     num_bytes: int = 0
     seconds: float = 0.0
     """From the completion's end to its result."""
+    dropped: bool = False
+    """The consumer had no room for the request (overload policy "drop"): sent when it starts."""

@@ -16,11 +16,12 @@ from vllm.v1.sites import need_layers, need_mapping, need_point, reject, show, s
 
 def parse_capture(
     value: Any, path: str, shape: TapShape, prompt: Prompt, specs: Mapping[str, ConsumerSpec]
-) -> CapturePlan:
-    """Parse `SamplingParams.capture`: `{consumer: {"hooks": {point: layers}, "positions": ...}}`.
+) -> CapturePlan | None:
+    """Parse `SamplingParams.capture`: `{consumer: {"hooks": {point: layers}, "positions": ...}}`,
+    and add what consumers capture of every request that does not name them.
 
     Args:
-        value: the user's mapping.
+        value: the user's mapping, or None.
         prompt: what `positions` are resolved on.
         specs: the engine's consumers.
 
@@ -28,15 +29,29 @@ def parse_capture(
         ValueError: unknown consumer, key, point or selector, a layer out of range, a position out
             of reach, a selection of nothing.
     """
-    asked = need_mapping(value, path)
-    if not asked:
+    asked = {} if value is None else need_mapping(value, path)
+    if value is not None and not asked:
         reject(path, "names no consumer")
     selections: dict[str, Selection] = {}
     for name, request in asked.items():
         at = f"{path}.{show_key(name)}"
         if name not in specs:
             reject(at, f"unknown consumer {show(name)}; known are {list(specs)}")
-        selections[name] = _selection(request, at, shape, prompt, specs[name])
+        selections[name] = selection = _selection(request, at, shape, prompt, specs[name])
+        if not selection.runs:
+            reject(
+                f"{at}.positions",
+                f"select nothing: the prompt has {len(prompt.token_ids)} tokens and "
+                f"max_tokens={prompt.max_tokens} gives {max(prompt.max_tokens - 1, 0)} generated "
+                "positions",
+            )
+    for name, spec in specs.items():
+        if spec.capture is not None and name not in asked:
+            of_all = _selection(spec.capture, f"{path}.{name}", shape, prompt, spec)
+            if of_all.runs:
+                selections[name] = of_all
+    if not selections:
+        return None
     streams: list[Stream] = []
     placed: dict[str, Selection] = {}
     for relayed in (True, False):
@@ -76,13 +91,6 @@ def _selection(
     sites = _sites(request["hooks"], f"{path}.hooks", shape)
     selector = Selector(prompt)
     runs = selector.resolve(request.get("positions", "last_prompt"), f"{path}.positions")
-    if not len(runs):
-        reject(
-            f"{path}.positions",
-            f"select nothing: the prompt has {len(prompt.token_ids)} tokens and "
-            f"max_tokens={prompt.max_tokens} gives {max(prompt.max_tokens - 1, 0)} generated "
-            "positions",
-        )
     return Selection(
         sites=sites,
         runs=runs.flat(),

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from vllm.v1.core.capture_sessions import CaptureSessions
 from vllm.v1.core.changes import Changes
 from vllm.v1.core.row_budget import RowBudget
 from vllm.v1.core.tiers import GlobalState, ModuleStore
@@ -46,6 +47,7 @@ class SchedulerInterventions:
         self.slots = SlotTable(steering.max_steering_configs)
         self.pool = TermPool(steering.max_steering_rows if steering.has_ops else 0)
         self.rows = RowBudget(config)
+        self.captures = CaptureSessions(config)
         self.tiers = GlobalState(shape)
         self.modules = ModuleStore()
         if steering.steering_modules:
@@ -64,25 +66,30 @@ class SchedulerInterventions:
     def arrive(self, request: Request) -> None:
         """A new request: its blocks were hashed before it was known what global tiers are set."""
         self._restart(request)
+        self.captures.arrive(request)
 
     def can_admit(self, request: Request) -> bool:
         """Whether a waiting request may start now: all it will ever need is free."""
-        plan = request.interventions.plan.steering
-        if plan is None or request.request_id in self._reserved:
+        if request.request_id in self._reserved:
             return True
-        if not plan.contents and not plan.programs:
+        steering = request.interventions.plan.steering
+        steers = steering is not None and bool(steering.contents or steering.programs)
+        if not steers and not self.captures.wants(request):
             return True
-        fits = self.slots.fits(plan) and self.pool.fits(plan)
-        return self._turns.grant(request.request_id, fits)
+        fits = steering is None or (self.slots.fits(steering) and self.pool.fits(steering))
+        return self._turns.grant(request.request_id, fits and self.captures.fits(request))
 
     def admit(self, request: Request) -> None:
         """A request joins the running ones, for the first time or after a preemption."""
         plan = request.interventions.plan
-        if plan.steering is not None and request.request_id not in self._reserved:
+        asks = plan.steering is not None or plan.capture is not None
+        if asks and request.request_id not in self._reserved:
             self._reserved.add(request.request_id)
             self._turns.leave(request.request_id)
-            self.slots.reserve(request.request_id, plan.steering)
-            self.pool.reserve(request.request_id, plan.steering)
+            if plan.steering is not None:
+                self.slots.reserve(request.request_id, plan.steering)
+                self.pool.reserve(request.request_id, plan.steering)
+            self.captures.admit(request)
         if plan.steering is not None or plan.capture is not None or self.tiers.current.active:
             self._admitted[request.request_id] = self._worker_request(request)
 
@@ -188,8 +195,9 @@ class SchedulerInterventions:
         if captured is None or request.interventions.plan.capture is None:
             return
         chunk = captured.of(request.request_id)
-        if chunk is not None:
-            request.interventions.accept(chunk, request.num_tokens)
+        accepted = chunk and request.interventions.accept(chunk, request.num_tokens)
+        if accepted:
+            self.captures.take(request, accepted)
 
 
 def _plain_plan(num_prompt_tokens: int) -> SteeringPlan:

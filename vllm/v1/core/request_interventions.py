@@ -35,6 +35,11 @@ class RequestInterventions:
         self.plan = plan or NO_PLAN
         capture = self.plan.capture
         self.wanted = Positions.from_flat(capture.runs) if capture else NO_POSITIONS
+        self._relayed = [s.relayed for s in capture.streams] if capture else []
+        self._relayed_positions = self.wanted
+        if capture is not None and not all(self._relayed):
+            runs = [s.runs for s in capture.streams if s.relayed]
+            self._relayed_positions = Positions.from_flat([n for flat in runs for n in flat])
         self.blocks = BlockIdentity(self.plan.steering, num_prompt_tokens)
         self._next_row = 0
         self._undelivered: list[CapturedChunk] = []
@@ -45,31 +50,51 @@ class RequestInterventions:
         first = self.wanted.first_from(self._next_row)
         return sys.maxsize if first is None else first
 
-    def accept(self, chunk: CapturedChunk, num_tokens: int) -> None:
-        """Take the rows of a step, each position once.
+    def accept(self, chunk: CapturedChunk, num_tokens: int) -> CapturedChunk | None:
+        """Take the rows of a step, each position once; those for the frontend wait for `take`.
 
         Args:
             chunk: may hold positions that were captured before (recomputed after a preemption),
                 are not wanted (reserved in advance for drafts) or belong to rejected drafts.
             num_tokens: accepted tokens of the request, this step's included; the last of them has
                 not been fed back, so rows end before it.
+
+        Returns:
+            What was accepted, of all streams.
         """
         positions = chunk.positions
         if len(positions) == 1:
             # Decoding, the common case, without numpy.
             position = int(positions[0])
-            if self._next_row <= position < num_tokens - 1 and position in self.wanted:
-                self._undelivered.append(chunk)
-                self._next_row = position + 1
-            return
-        keep = self.wanted.mask(positions)
-        keep &= (positions >= self._next_row) & (positions < num_tokens - 1)
-        kept = np.flatnonzero(keep)
-        if not len(kept):
-            return
-        values = chunk.values if keep.all() else [v[:, kept] for v in chunk.values]
-        self._undelivered.append(CapturedChunk(positions[kept], values, chunk.version))
-        self._next_row = int(positions[kept[-1]]) + 1
+            if not self._next_row <= position < num_tokens - 1 or position not in self.wanted:
+                return None
+            self._next_row = position + 1
+        else:
+            keep = self.wanted.mask(positions)
+            keep &= (positions >= self._next_row) & (positions < num_tokens - 1)
+            kept = np.flatnonzero(keep)
+            if not len(kept):
+                return None
+            self._next_row = int(positions[kept[-1]]) + 1
+            if not keep.all():
+                values = [v[:, kept] for v in chunk.values]
+                chunk = CapturedChunk(positions[kept], values, chunk.version)
+        if any(self._relayed):
+            self._relay(chunk)
+        return chunk
+
+    def _relay(self, chunk: CapturedChunk) -> None:
+        """Keep what the frontend needs of a chunk."""
+        if not all(self._relayed):
+            kept = np.flatnonzero(self._relayed_positions.mask(chunk.positions))
+            if not len(kept):
+                return
+            values = [
+                v[:, kept] if relayed else v[:0, kept]
+                for v, relayed in zip(chunk.values, self._relayed, strict=True)
+            ]
+            chunk = CapturedChunk(chunk.positions[kept], values, chunk.version)
+        self._undelivered.append(chunk)
 
     def take(self) -> list[CapturedChunk] | None:
         """Rows for the request's next output; rows of partial prefills have waited here."""

@@ -7,6 +7,9 @@ from typing import TYPE_CHECKING
 from vllm.pooling_params import PoolingParams
 from vllm.sampling_params import BeamSearchParams, SamplingParams
 from vllm.tokenizers import TokenizerLike
+from vllm.v1.capture.consumer import RequestInfo
+from vllm.v1.capture.feed import request_info, reserved_bytes
+from vllm.v1.capture.registry import INLINE
 from vllm.v1.capture.spec import parse_capture
 from vllm.v1.engine.module_catalog import ModuleCatalog
 from vllm.v1.engine.steering_request import steering_plan
@@ -18,7 +21,6 @@ from vllm.v1.interventions import (
     Plan,
     TapShape,
 )
-from vllm.v1.positions import Positions
 from vllm.v1.selectors import Prompt
 from vllm.v1.sites import reject
 
@@ -79,6 +81,8 @@ def resolve(
             "tiers could not act on them exactly; send the whole prompt",
         )
     field = next((f for f in PLAN_FIELDS if getattr(params, f) is not None), None)
+    if field is None and config.capture_config.captures_all:
+        field = "capture"
     if field is None:
         return None
     if resumable:
@@ -97,7 +101,7 @@ def resolve(
                 "(--enable-steering)",
             )
         steering = steering_plan(params, prompt, config.steering_config, shape, modules)
-    if params.capture is not None:
+    if params.capture is not None or config.capture_config.captures_all:
         if not config.capture_config.enabled or shape is None:
             reject(
                 "capture",
@@ -110,9 +114,11 @@ def resolve(
 
 def _capture(
     params: SamplingParams, prompt: Prompt, config: "VllmConfig", shape: TapShape
-) -> CapturePlan:
+) -> CapturePlan | None:
     specs = config.capture_config.consumers
     plan = parse_capture(params.capture, "capture", shape, prompt, specs)
+    if plan is None:
+        return None
     num_prompt_tokens = len(prompt.token_ids)
     at_once = 1
     if config.speculative_config is not None and plan.runs[-1] > num_prompt_tokens:
@@ -125,18 +131,27 @@ def _capture(
             f"{at_once} position{'s' if at_once > 1 else ''} at once need {needed} bytes, the "
             f"engine has capture_buffer_bytes={config.capture_config.capture_buffer_bytes}",
         )
-    inline = plan.consumers.get("inline")
-    if inline is not None:
-        rows = len(Positions.from_flat(inline.runs)) * len(inline.sites)
-        if inline.last_generated:
-            of_prompt = Positions.from_flat(inline.runs).below(num_prompt_tokens)
-            rows = (len(of_prompt | Positions.from_flat(inline.named)) + 1) * len(inline.sites)
-        limit = config.capture_config.capture_inline_max_bytes
-        if rows * shape.row_bytes > limit:
-            reject(
-                "capture.inline",
-                f"up to {rows} rows are {rows * shape.row_bytes} bytes, the engine allows "
-                f"capture_inline_max_bytes={limit} a request; choose fewer positions or layers, "
-                "or a lower max_tokens",
-            )
+    hold = bool(params.stop)
+    for name, spec in specs.items():
+        if name not in plan.consumers:
+            continue
+        info = request_info("", plan, name, prompt.token_ids)
+        if name == INLINE:
+            limit = config.capture_config.capture_inline_max_bytes
+            _need_room(name, info.max_bytes, info, "capture_inline_max_bytes", limit)
+            continue
+        limits = spec.limits
+        _need_room(name, info.max_bytes, info, "max_request_bytes", limits.max_request_bytes)
+        reserved = reserved_bytes(info, plan, name, hold)
+        _need_room(name, reserved, info, "pending_bytes", limits.pending_bytes)
     return plan
+
+
+def _need_room(name: str, num_bytes: int, info: RequestInfo, option: str, limit: int) -> None:
+    if num_bytes > limit:
+        rows = num_bytes // (info.width * info.dtype.itemsize)
+        reject(
+            f"capture.{name}",
+            f"up to {rows} rows are {num_bytes} bytes, the engine allows {option}={limit} a "
+            "request; choose fewer positions or layers, or a lower max_tokens",
+        )

@@ -1,0 +1,142 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From the rows of a completion, as they come, to what one consumer gets of them."""
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from vllm.v1.capture.consumer import RequestInfo, RowBatch
+from vllm.v1.capture.selected import Selected
+from vllm.v1.interventions import CapturedChunk, CapturePlan, dtype_of
+from vllm.v1.positions import Positions
+
+
+def request_info(
+    request_id: str, plan: CapturePlan, consumer: str, prompt_token_ids: list[int]
+) -> RequestInfo:
+    """What a session is told of its completion."""
+    selection = plan.consumers[consumer]
+    stream = plan.streams[selection.stream]
+    return RequestInfo(
+        request_id=request_id,
+        external_id=plan.external_id,
+        sample=plan.sample,
+        num_samples=plan.num_samples,
+        prompt_token_ids=prompt_token_ids,
+        sites=tuple(selection.sites),
+        width=stream.width,
+        dtype=dtype_of(stream.dtype),
+        projected=bool(stream.projection),
+        max_rows=Selected(selection, len(prompt_token_ids)).max_rows,
+        fields=selection.fields,
+    )
+
+
+def reserved_bytes(info: RequestInfo, plan: CapturePlan, consumer: str, hold: bool) -> int:
+    """Most bytes of rows that may wait for a consumer: those held back included."""
+    selection = plan.consumers[consumer]
+    if not (hold and selection.last_generated):
+        return info.max_bytes
+    return info.max_bytes // info.max_rows * len(Positions.from_flat(selection.runs))
+
+
+class Feed:
+    """The rows of one completion for one consumer: each selected one once, in order, and none past
+    the end of the final sequence.
+
+    Args:
+        hold: keep rows of generated positions back until the end, because it may turn out to lie
+            before them (stop strings are found by the frontend, after the engine sampled on).
+    """
+
+    def __init__(
+        self, plan: CapturePlan, consumer: str, prompt_token_ids: list[int], *, hold: bool = False
+    ) -> None:
+        selection = plan.consumers[consumer]
+        order = plan.streams[selection.stream].sites
+        self._prompt = prompt_token_ids
+        self._selected = Selected(selection, len(prompt_token_ids))
+        self._stream = selection.stream
+        self._sites = torch.tensor([order.index(site) for site in selection.sites])
+        self._all_sites = selection.sites == order
+        self._hold = hold
+        self._held: list[RowBatch] = []
+        self._last: list[RowBatch] = []
+        self._arrived: list[np.ndarray] = []
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of a site that came so far."""
+        return sum(len(positions) for positions in self._arrived)
+
+    def take(self, chunk: CapturedChunk, output_token_ids: Sequence[int]) -> RowBatch | None:
+        """The new rows that the consumer can have now.
+
+        Args:
+            output_token_ids: the generated tokens so far, at least to one past the last row.
+        """
+        num_rows = self._selected.rows_of(len(self._prompt) + len(output_token_ids))
+        positions = chunk.positions
+        keep = self._selected.known(num_rows).mask(positions)
+        if self._selected.selection.last_generated:
+            # Kept until it is known which one is the last; all of them if that may be an earlier.
+            last = np.flatnonzero((positions < num_rows) & (positions >= len(self._prompt)))
+            if len(last):
+                kept = self._batch(chunk, last if self._hold else last[-1:], output_token_ids)
+                self._last = [*(self._last if self._hold else ()), kept]
+        if not keep.any():
+            return None
+        batch = self._batch(chunk, np.flatnonzero(keep), output_token_ids)
+        self._arrived.append(batch.positions)
+        if not self._hold or batch.positions[-1] < len(self._prompt):
+            return batch
+        of_prompt = batch.positions < len(self._prompt)
+        self._held.append(_cut(batch, ~of_prompt))
+        return _cut(batch, of_prompt) if of_prompt.any() else None
+
+    def end(self, num_tokens: int, aborted: bool) -> tuple[list[RowBatch], str | None]:
+        """The completion has `num_tokens` tokens, prompt and generated.
+
+        Returns:
+            (the rows that were held back, why rows that were asked for are absent).
+
+        Raises:
+            RowsLost: they should be there.
+        """
+        num_rows = self._selected.rows_of(num_tokens)
+        rest = [_cut(batch, batch.positions < num_rows) for batch in self._held]
+        for batch in self._last:
+            rest.append(_cut(batch, self._selected.last(num_rows).mask(batch.positions)))
+            self._arrived.append(rest[-1].positions)
+        error = self._selected.missing(num_rows, self._arrived, aborted)
+        return [batch for batch in rest if len(batch.positions)], error
+
+    def _batch(
+        self, chunk: CapturedChunk, at: np.ndarray, output_token_ids: Sequence[int]
+    ) -> RowBatch:
+        """Rows `at` of a chunk, in memory of their own."""
+        positions = chunk.positions[at]
+        values = chunk.values[self._stream]
+        if not self._all_sites:
+            values = values[self._sites]
+        values = values[:, torch.from_numpy(at)]
+        known = len(self._prompt)
+        ids = [self._prompt[p] if p < known else output_token_ids[p - known] for p in positions]
+        return RowBatch(
+            positions,
+            np.array(ids, dtype=np.int64),
+            np.full(len(at), chunk.version, dtype=np.int64),
+            values,
+        )
+
+
+def _cut(batch: RowBatch, keep: np.ndarray) -> RowBatch:
+    if keep.all():
+        return batch
+    return RowBatch(
+        batch.positions[keep],
+        batch.token_ids[keep],
+        batch.versions[keep],
+        batch.values[:, torch.from_numpy(keep)],
+    )

@@ -1,0 +1,209 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Engine-core side of capture consumers: what is reserved for them, and the rows of those that run
+in this process."""
+
+import queue
+import threading
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from vllm.v1.capture.consumer import ConsumerContext, ConsumerResult, RequestEnd
+from vllm.v1.capture.feed import Feed, request_info, reserved_bytes
+from vllm.v1.capture.host import ConsumerHost
+from vllm.v1.capture.registry import INLINE
+from vllm.v1.capture.selected import RowsLost
+from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
+from vllm.v1.interventions import CapturedChunk
+from vllm.v1.request import Request
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+SHUTDOWN_SECONDS = 30.0
+"""How long consumers may take to write what is left when the engine stops."""
+
+
+class CaptureEnd(msgspec.Struct, frozen=True):
+    """The frontend's word on a completion: it alone knows where stop strings and aborts end it."""
+
+    num_tokens: int
+    """Prompt and generated tokens of the final sequence."""
+    aborted: bool
+    failed: str = ""
+    """Why the request failed, if it did: nothing of it is to be published."""
+
+
+class CaptureCall(msgspec.Struct, frozen=True):
+    """A call of the engine core. Engines that do not have the request are called too."""
+
+    request_id: str
+    end: CaptureEnd | None = None
+    released: str = ""
+    """A consumer of the frontend that has given its result."""
+
+
+class _Capture:
+    """One request that captures for consumers."""
+
+    def __init__(self, request: Request, names: Iterable[str]) -> None:
+        plan, sampling = request.interventions.plan.capture, request.sampling_params
+        assert plan is not None and sampling is not None and request.prompt_token_ids is not None
+        self.client_index = request.client_index
+        self.plan = plan
+        self.hold = bool(sampling.stop)
+        self.infos = {
+            n: request_info(request.request_id, plan, n, request.prompt_token_ids) for n in names
+        }
+        self.needs = {n: reserved_bytes(info, plan, n, self.hold) for n, info in self.infos.items()}
+        self.owed = dict.fromkeys(names, 0)
+        """consumer whose result is not in -> bytes reserved."""
+        self.feeds: dict[str, Feed] = {}
+
+
+class CaptureSessions:
+    """The consumers of this engine and the requests that capture for them."""
+
+    def __init__(self, config: "VllmConfig") -> None:
+        self.results: queue.Queue[tuple[int, EngineCoreOutputs] | bytes] = queue.Queue()
+        """Messages for the frontends: (client, results). A process of its own puts its output queue
+        in the place of this one, so that an idle engine delivers too."""
+        specs = config.capture_config.consumers
+        self._specs = {name: spec for name, spec in specs.items() if name != INLINE}
+        self._drop = config.capture_config.capture_overload_policy == "drop"
+        self._lock = threading.Lock()
+        self._free = {name: spec.limits.pending_bytes for name, spec in self._specs.items()}
+        self._starved = False
+        self._captures: dict[str, _Capture] = {}
+        self._hosts: dict[str, ConsumerHost] = {}
+        if config.tap_shape is None:
+            return
+        for name, spec in self._specs.items():
+            if not spec.in_frontend:
+                consumer = spec.make()
+                index = config.parallel_config.data_parallel_index
+                model = config.model_config.model
+                consumer.start(ConsumerContext(name, model, config.tap_shape, index))
+                self._hosts[name] = ConsumerHost(spec, consumer, self._report)
+
+    # -- a request's life -------------------------------------------------------------------
+
+    def arrive(self, request: Request) -> None:
+        plan = request.interventions.plan.capture
+        names = [n for n in plan.consumers if n in self._specs] if plan is not None else []
+        if names:
+            self._captures[request.request_id] = _Capture(request, names)
+
+    def wants(self, request: Request) -> bool:
+        """Whether the request captures for consumers other than `inline`."""
+        return request.request_id in self._captures
+
+    def fits(self, request: Request) -> bool:
+        """Whether all that the request can come to has room now."""
+        capture = self._captures.get(request.request_id)
+        if capture is None or self._drop:
+            return True
+        with self._lock:
+            fits = all(self._free[n] >= size for n, size in capture.needs.items())
+        self._starved |= not fits
+        return fits
+
+    def admit(self, request: Request) -> None:
+        """Reserve, and open the sessions; policy "drop" leaves out a consumer without room."""
+        capture = self._captures.get(request.request_id)
+        if capture is None:
+            return
+        for name, size in capture.needs.items():
+            with self._lock:
+                fits = self._free[name] >= size
+                if fits:
+                    self._free[name] -= size
+                    capture.owed[name] = size
+            if not fits:
+                self._report(request.request_id, ConsumerResult(name, "error", dropped=True))
+            elif name in self._hosts:
+                info = capture.infos[name]
+                self._hosts[name].open(info)
+                capture.feeds[name] = Feed(
+                    capture.plan, name, info.prompt_token_ids, hold=capture.hold
+                )
+
+    def take(self, request: Request, chunk: CapturedChunk) -> None:
+        """Hand rows that were accepted to the consumers of this process."""
+        capture = self._captures.get(request.request_id)
+        if capture is None:
+            return
+        for name, feed in capture.feeds.items():
+            batch = feed.take(chunk, request.output_token_ids)
+            if batch is not None:
+                self._hosts[name].rows(request.request_id, batch)
+
+    def call(self, call: CaptureCall) -> None:
+        capture = self._captures.get(call.request_id)
+        if capture is None:
+            return
+        if call.released in capture.owed:
+            self._settle(call.request_id, call.released)
+        if call.end is None:
+            return
+        feeds, capture.feeds = capture.feeds, {}
+        for name in [n for n in capture.owed if n in self._hosts]:
+            if name in feeds:
+                self._end(call.request_id, call.end, self._hosts[name], feeds[name])
+            else:
+                error = "the request ended before it started, so it has no rows"
+                self._report(call.request_id, ConsumerResult(name, "error", error))
+
+    @staticmethod
+    def _end(request_id: str, end: CaptureEnd, host: ConsumerHost, feed: Feed) -> None:
+        if end.failed:
+            host.fail(request_id, end.failed)
+            return
+        try:
+            rest, error = feed.end(end.num_tokens, end.aborted)
+        except RowsLost as lost:
+            host.fail(request_id, str(lost))
+            return
+        for batch in rest:
+            host.rows(request_id, batch)
+        host.end(request_id, RequestEnd(end.num_tokens, error), end.aborted)
+
+    def _report(self, request_id: str, result: ConsumerResult) -> None:
+        """A result for the request's frontend; from any thread."""
+        client_index = self._settle(request_id, result.consumer)
+        output = EngineCoreOutput(request_id, [], capture_results=[result])
+        self.results.put((client_index, EngineCoreOutputs(outputs=[output])))
+
+    def _settle(self, request_id: str, consumer: str) -> int:
+        """Give back what was reserved. Returns the client of the request."""
+        with self._lock:
+            capture = self._captures[request_id]
+            self._free[consumer] += capture.owed.pop(consumer)
+            if not capture.owed:
+                del self._captures[request_id]
+        return capture.client_index
+
+    # -- the engine's ------------------------------------------------------------------------
+
+    def ready(self, idle: bool) -> EngineCoreOutputs | None:
+        """Results for an engine that runs in its frontend's process.
+
+        Args:
+            idle: the engine has nothing else to do: wait for a result if there is one to come.
+        """
+        if not self._captures:
+            return None
+        waits, self._starved = self._starved, False
+        try:
+            # A request that waits for room gets it from a thread, which should get to run.
+            message = self.results.get(timeout=None if idle else 0.001 if waits else 0)
+        except queue.Empty:
+            return None
+        assert isinstance(message, tuple)
+        return message[1]
+
+    def shutdown(self) -> None:
+        """Let the consumers write what is left."""
+        for host in self._hosts.values():
+            host.shutdown(SHUTDOWN_SECONDS)
