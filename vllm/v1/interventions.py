@@ -158,6 +158,8 @@ class CapturePlan(msgspec.Struct, frozen=True):
     num_samples: int = 1
     sample: int = 0
     """Which of the request's completions this is."""
+    prompt: int | None = None
+    """Which of the prompts that were sent with the same parameters; None if there was one."""
     external_id: str = ""
     """The request's id as its caller knows it."""
 

@@ -58,6 +58,8 @@ class RequestInfo:
     """Most rows a site can come to."""
     fields: Mapping[str, Any]
     """What `CaptureConsumer.check_request` made of the request's own fields."""
+    prompt: int | None = None
+    """Which of the prompts that were sent with the same parameters; None if there was one."""
 
     @property
     def max_bytes(self) -> int:

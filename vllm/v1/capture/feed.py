@@ -23,6 +23,7 @@ def request_info(
         external_id=plan.external_id,
         sample=plan.sample,
         num_samples=plan.num_samples,
+        prompt=plan.prompt,
         prompt_token_ids=prompt_token_ids,
         sites=tuple(selection.sites),
         width=stream.width,

@@ -7,6 +7,7 @@ from typing import Any
 import msgspec
 
 from vllm.v1.capture.consumer import CaptureConsumer
+from vllm.v1.capture.numbered import NumberedCapture
 from vllm.v1.capture.registry import ConsumerSpec
 from vllm.v1.interventions import CapturePlan, Selection, Site, Stream, TapShape
 from vllm.v1.positions import Positions
@@ -69,6 +70,7 @@ def parse_capture(
         consumers={name: placed[name] for name in selections},
         hidden_size=shape.hidden_size,
         dtype=shape.dtype,
+        prompt=value.prompt if isinstance(value, NumberedCapture) else None,
     )
 
 
