@@ -19,6 +19,7 @@ from torch import nn
 from tests.error_case import Case, path
 from tests.error_files import FILES
 from tests.error_page import MESSAGES, PATTERNS
+from tests.error_project import PROJECT
 from tests.error_steering import STEERING
 from tests.plans import GAPS, HIDDEN, PARALLEL_ONLY, VECTOR, config_of
 from tests.test_results import (
@@ -398,7 +399,7 @@ OTHERS = [
 ]
 
 
-CASES = REQUESTS + OTHERS + STEERING + FILES
+CASES = REQUESTS + OTHERS + STEERING + FILES + PROJECT
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: str(case.says)[:70])

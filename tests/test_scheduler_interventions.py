@@ -18,6 +18,8 @@ from vllm.v1.core.interventions import SchedulerInterventions
 from vllm.v1.interventions import WorkerRequest
 from vllm.v1.request import Request
 from vllm.v1.steering.slots import FIRST_SLOT, ROWS_PER_SLOT
+from vllm.v1.worker.capture_layout import Layout
+from vllm.v1.worker.projection_table import ProjectionTable
 from vllm.v1.worker.step_rows import StepRows
 
 ROW = 4 * HIDDEN
@@ -240,10 +242,11 @@ def test_requests_wait_for_rows_of_ops_too() -> None:
 
 def captured(name: str, positions: list[int]) -> StepRows:
     """As a worker makes it."""
-    rows = StepRows(VERSION)
-    rows.add_block(1, [(name, np.arange(len(positions)))], 0)
+    layout = Layout(((0,), 1, (((0,), None),)))
+    rows = StepRows(VERSION, {layout: [(name, np.arange(len(positions)))]})
     rows.take_positions(torch.tensor(positions), torch.arange(len(positions)))
-    rows.take_rows(torch.tensor(positions).float()[:, None].repeat(1, HIDDEN))
+    arena = torch.tensor(positions).float()[:, None].repeat(1, HIDDEN)
+    rows.take_rows(arena, ProjectionTable(HIDDEN, torch.device("cpu")))
     return rows
 
 

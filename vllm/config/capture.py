@@ -11,6 +11,10 @@ from vllm.config.utils import config
 if TYPE_CHECKING:
     from vllm.v1.capture.registry import ConsumerSpec
 
+PROJECTION_ROWS = 1024
+"""Rows of all `project` matrices in use at once; a matrix that requests share counts once. A
+request waits until its own have room."""
+
 SCHEMA = 1
 """Part of the compile-cache key: raise it when traced tap code or an op's meaning changes."""
 

@@ -125,6 +125,10 @@ class Stream(msgspec.Struct, frozen=True):
     projection: str = ""
     """Digest of the matrix the rows are multiplied with on the device, "" for none."""
 
+    @property
+    def row_bytes(self) -> int:
+        return self.width * dtype_of(self.dtype).itemsize
+
 
 class Selection(msgspec.Struct, frozen=True):
     """What one consumer gets of a request."""
@@ -193,6 +197,16 @@ class GlobalTiers(msgspec.Struct, frozen=True):
         return bool(self.tiers)
 
 
+class WorkerStream(msgspec.Struct, frozen=True, array_like=True):
+    """A `Stream` as workers know it."""
+
+    sites: tuple[int, ...]
+    """Which of the request's `capture_sites`."""
+    projection: tuple[int, int] | None = None
+    """(first row, number of rows) of its matrix in the table of projections; None for rows as they
+    are."""
+
+
 class WorkerRequest(msgspec.Struct, frozen=True):
     """What a worker keeps of a request from its admission to its end."""
 
@@ -202,7 +216,8 @@ class WorkerRequest(msgspec.Struct, frozen=True):
     """int32 [segments]: the row of the steering table."""
     programs: np.ndarray
     """int32 [segments]: the row of the program table, 0 for no ops."""
-    capture_sites: tuple[Site, ...]
+    capture_sites: tuple[Site, ...] = ()
+    capture_streams: tuple[WorkerStream, ...] = ()
 
 
 class PlacedProgram(msgspec.Struct, frozen=True):
@@ -236,6 +251,8 @@ class StepInterventions(msgspec.Struct):
     dropped_parts: list[str] = []
     terms: list[PlacedTerm] = []
     programs: list[PlacedProgram] = []
+    projections: list[tuple[int, bytes]] = []
+    """(first row in the table of projections, float32 [k, hidden], C order, native endian)."""
     admitted: dict[str, WorkerRequest] = {}
     rows: dict[str, np.ndarray] = {}
     """Request id -> int32 offsets into the request's tokens of this step whose rows to capture."""
@@ -250,6 +267,7 @@ class StepInterventions(msgspec.Struct):
             or self.dropped_parts
             or self.terms
             or self.programs
+            or self.projections
             or self.admitted
             or self.rows
         )

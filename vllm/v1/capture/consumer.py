@@ -143,7 +143,7 @@ class CaptureConsumer(ABC):
             from vllm.v1.sites import reject, show_key
 
             unknown = sorted(show_key(key) for key in fields)[:8]
-            reject(path, f"unknown keys {unknown}, allowed are 'hooks' and 'positions'")
+            reject(path, f"unknown keys {unknown}, allowed are 'hooks', 'positions' and 'project'")
         return {}
 
     def start(self, context: ConsumerContext) -> None:  # noqa: B027

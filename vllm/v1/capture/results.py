@@ -33,7 +33,8 @@ class CapturedRows:
     token_ids: np.ndarray
     """int64 [n]: the token each row has read."""
     values: torch.Tensor
-    """[n, hidden] on the CPU in the model's dtype."""
+    """[n, hidden] on the CPU in the model's dtype; with `project` float32 [n, k], the scores of
+    each row."""
     versions: np.ndarray
     """int64 [n]: the version of the global steering each row ran under, see `llm.steering`."""
 
@@ -41,12 +42,12 @@ class CapturedRows:
         return len(self.positions)
 
     def numpy(self) -> np.ndarray:
-        """[n, hidden]; bfloat16, which numpy lacks, becomes float32."""
+        """[n, width]; bfloat16, which numpy lacks, becomes float32."""
         values = self.values
         return (values.float() if values.dtype == torch.bfloat16 else values).numpy()
 
     def at(self, position: int) -> torch.Tensor:
-        """[hidden], the row of one absolute position.
+        """[width], the row of one absolute position.
 
         Raises:
             KeyError: that position was not captured.
@@ -74,7 +75,7 @@ def stack(
             (-1 is the last captured row).
 
     Returns:
-        [outputs, layers, hidden] in the model's dtype.
+        [outputs, layers, hidden] in the model's dtype; [outputs, layers, k] of scores.
 
     Raises:
         ValueError: an output lacks the rows, or did not finish its capture.

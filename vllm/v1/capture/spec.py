@@ -1,11 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a request may say about capture: parsed, checked and resolved to positions."""
 
+import hashlib
 from collections.abc import Iterable, Mapping
 from typing import Any
 
 import msgspec
+import numpy as np
+import torch
 
+from vllm.config.capture import PROJECTION_ROWS
 from vllm.v1.capture.consumer import CaptureConsumer
 from vllm.v1.capture.numbered import NumberedCapture
 from vllm.v1.capture.registry import ConsumerSpec
@@ -13,12 +17,17 @@ from vllm.v1.interventions import CapturePlan, Selection, Site, Stream, TapShape
 from vllm.v1.positions import Positions
 from vllm.v1.selectors import Prompt, Selector
 from vllm.v1.sites import need_layers, need_mapping, need_point, reject, show, show_key, site_order
+from vllm.v1.steering.spec import need_vector
+
+SHARED_FIELDS = ("hooks", "positions", "project")
+"""What a request may say to every consumer."""
 
 
 def parse_capture(
     value: Any, path: str, shape: TapShape, prompt: Prompt, specs: Mapping[str, ConsumerSpec]
 ) -> CapturePlan | None:
-    """Parse `SamplingParams.capture`: `{consumer: {"hooks": {point: layers}, "positions": ...}}`,
+    """Parse `SamplingParams.capture`:
+    `{consumer: {"hooks": {point: layers}, "positions": ..., "project": ...}}`,
     and add what consumers capture of every request that does not name them.
 
     Args:
@@ -28,7 +37,7 @@ def parse_capture(
 
     Raises:
         ValueError: unknown consumer, key, point or selector, a layer out of range, a position out
-            of reach, a selection of nothing.
+            of reach, a selection of nothing, a matrix that is none or does not pay.
     """
     asked = {} if value is None else need_mapping(value, path)
     if value is not None and not asked:
@@ -53,25 +62,78 @@ def parse_capture(
                 selections[name] = of_all
     if not selections:
         return None
-    streams: list[Stream] = []
-    placed: dict[str, Selection] = {}
-    for relayed in (True, False):
-        members = {n: s for n, s in selections.items() if specs[n].in_frontend == relayed}
-        if members:
-            sites, runs = _union(members.values())
-            for name, selection in members.items():
-                placed[name] = msgspec.structs.replace(selection, stream=len(streams))
-            streams.append(Stream(sites, runs, relayed, width=shape.hidden_size, dtype=shape.dtype))
-    sites, runs = _union(streams)
+    projections: dict[str, bytes] = {}
+    streams: dict[tuple[bool, str], list[str]] = {}
+    for name in selections:
+        asks = asked.get(name, specs[name].capture)
+        digest = ""
+        if asks.get("project") is not None:
+            data = _matrix(asks["project"], f"{path}.{name}.project", shape)
+            digest = hashlib.sha256(b"%d:" % shape.hidden_size + data).hexdigest()
+            projections[digest] = data
+        streams.setdefault((specs[name].in_frontend, digest), []).append(name)
+    num_rows = sum(map(len, projections.values())) // (4 * shape.hidden_size)
+    if num_rows > PROJECTION_ROWS:
+        reject(
+            path,
+            f"its matrices ('project') have {num_rows} rows together, the engine holds "
+            f"{PROJECTION_ROWS}",
+        )
+    for index, names in enumerate(streams.values()):
+        for name in names:
+            selections[name] = msgspec.structs.replace(selections[name], stream=index)
+    placed = [
+        _stream([selections[name] for name in names], relayed, digest, projections, shape)
+        for (relayed, digest), names in streams.items()
+    ]
+    sites, runs = _union(placed)
     return CapturePlan(
         sites=sites,
         runs=runs,
-        streams=streams,
-        consumers={name: placed[name] for name in selections},
+        streams=placed,
+        consumers=selections,
         hidden_size=shape.hidden_size,
         dtype=shape.dtype,
         prompt=value.prompt if isinstance(value, NumberedCapture) else None,
+        projections=projections,
     )
+
+
+def _stream(
+    members: list[Selection],
+    relayed: bool,
+    digest: str,
+    projections: dict[str, bytes],
+    shape: TapShape,
+) -> Stream:
+    sites, runs = _union(members)
+    if not digest:
+        return Stream(sites, runs, relayed, width=shape.hidden_size, dtype=shape.dtype)
+    width = len(projections[digest]) // (4 * shape.hidden_size)
+    return Stream(sites, runs, relayed, width=width, dtype="float32", projection=digest)
+
+
+def _matrix(value: Any, path: str, shape: TapShape) -> bytes:
+    """float32 [k, hidden] from a list of vectors, a 2-D array or a 2-D tensor."""
+    if isinstance(value, np.ndarray | torch.Tensor):
+        if value.ndim != 2:
+            reject(path, f"has shape {list(value.shape)}, the model needs [k, {shape.hidden_size}]")
+    elif not isinstance(value, list):
+        reject(path, f"must be a list of lists, a numpy array or a torch tensor, got {show(value)}")
+    k, most = len(value), shape.row_bytes // 4
+    if not 1 <= k <= min(most, PROJECTION_ROWS):
+        reject(
+            path,
+            f"has {k} rows, allowed are 1-{min(most, PROJECTION_ROWS)}: scores may take no more "
+            f"bytes than the row they are made of, and the engine holds {PROJECTION_ROWS} rows of "
+            "matrices",
+        )
+    rows = [need_vector(row, f"{path}[{i}]", shape.hidden_size) for i, row in enumerate(value)]
+    with np.errstate(over="ignore"):
+        matrix = np.stack(rows).astype(np.float32)
+    if not np.isfinite(matrix).all():
+        reject(path, "overflows float32")
+    return matrix.tobytes()
 
 
 def _union(parts: Iterable[Selection | Stream]) -> tuple[list[Site], list[int]]:
@@ -86,7 +148,7 @@ def _selection(
     request: Any, path: str, shape: TapShape, prompt: Prompt, spec: ConsumerSpec
 ) -> Selection:
     request = need_mapping(request, path)
-    own = {key: field for key, field in request.items() if key not in ("hooks", "positions")}
+    own = {key: field for key, field in request.items() if key not in SHARED_FIELDS}
     fields = (spec.cls or CaptureConsumer).check_request(own, path)
     if "hooks" not in request:
         reject(f"{path}.hooks", "is missing: give {point: layers}")

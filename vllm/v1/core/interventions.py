@@ -6,8 +6,10 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from vllm.config.capture import PROJECTION_ROWS
 from vllm.v1.core.capture_sessions import CaptureSessions
 from vllm.v1.core.changes import Changes
+from vllm.v1.core.projections import ProjectionPool
 from vllm.v1.core.row_budget import RowBudget
 from vllm.v1.core.tiers import GlobalState, ModuleStore
 from vllm.v1.engine.module_catalog import startup_modules
@@ -47,6 +49,7 @@ class SchedulerInterventions:
         self.slots = SlotTable(steering.max_steering_configs)
         self.pool = TermPool(steering.max_steering_rows if steering.has_ops else 0)
         self.rows = RowBudget(config)
+        self.projections = ProjectionPool(PROJECTION_ROWS)
         self.captures = CaptureSessions(config)
         self.tiers = GlobalState(shape)
         self.modules = ModuleStore()
@@ -72,11 +75,13 @@ class SchedulerInterventions:
         """Whether a waiting request may start now: all it will ever need is free."""
         if request.request_id in self._reserved:
             return True
-        steering = request.interventions.plan.steering
+        steering, capture = request.interventions.plan.steering, request.interventions.plan.capture
         steers = steering is not None and bool(steering.contents or steering.programs)
-        if not steers and not self.captures.wants(request):
+        projects = capture is not None and bool(capture.projections)
+        if not (steers or projects or self.captures.wants(request)):
             return True
         fits = steering is None or (self.slots.fits(steering) and self.pool.fits(steering))
+        fits = fits and (capture is None or self.projections.fits(capture))
         return self._turns.grant(request.request_id, fits and self.captures.fits(request))
 
     def admit(self, request: Request) -> None:
@@ -89,6 +94,8 @@ class SchedulerInterventions:
             if plan.steering is not None:
                 self.slots.reserve(request.request_id, plan.steering)
                 self.pool.reserve(request.request_id, plan.steering)
+            if plan.capture is not None:
+                self.projections.reserve(request.request_id, plan.capture)
             self.captures.admit(request)
         if plan.steering is not None or plan.capture is not None or self.tiers.current.active:
             self._admitted[request.request_id] = self._worker_request(request)
@@ -115,6 +122,7 @@ class SchedulerInterventions:
                 dtype=np.int32,
             ),
             capture_sites=tuple(plan.capture.sites) if plan.capture else (),
+            capture_streams=self.projections.streams(plan.capture) if plan.capture else (),
         )
 
     def preempt(self, request: Request) -> None:
@@ -127,6 +135,7 @@ class SchedulerInterventions:
         self._reserved.discard(request.request_id)
         self.slots.release(request.request_id)
         self.pool.release(request.request_id)
+        self.projections.release(request.request_id)
         self._admitted.pop(request.request_id, None)
 
     def _restart(self, request: Request) -> None:
@@ -169,6 +178,7 @@ class SchedulerInterventions:
         self._changed_tiers = self.tiers.current
         self.slots.restore()
         self.pool.restore()
+        self.projections.restore()
 
     # -- a step -----------------------------------------------------------------------------
 
@@ -184,6 +194,7 @@ class SchedulerInterventions:
             dropped_parts=dropped_parts,
             terms=terms,
             programs=programs,
+            projections=self.projections.take_uploads(),
             admitted=self._admitted,
             rows=self.rows.take(num_scheduled_tokens),
         )

@@ -21,7 +21,9 @@ from vllm.v1.interventions import Site, TapShape
 from vllm.v1.steering.slots import num_table_rows
 from vllm.v1.steering.table import SteeringTable
 from vllm.v1.steering.term_table import TermTable
-from vllm.v1.worker.step_rows import StepRows
+from vllm.v1.worker.capture_layout import Layout, Layouts
+from vllm.v1.worker.projection_table import ProjectionTable
+from vllm.v1.worker.step_rows import Members, StepRows
 from vllm.v1.worker.tap_layers import find_layers, own_layers, refuse_layers, unbound_taps
 from vllm.v1.worker.token_map import TokenMap, to_device
 
@@ -40,12 +42,14 @@ class Interventions:
         self._device = device
         self._steering = config.steering_config.enable_steering
         self._capture = config.capture_config.enabled
-        self._capture_sites: dict[str, tuple[Site, ...]] = {}
+        self._layouts = Layouts({})
+        self._captures: dict[str, Layout] = {}
         self._wanted: dict[str, np.ndarray] = {}
         self._version = 0
         self.sites: dict[Site, int] = {}
         self.table: SteeringTable | None = None
         self._terms: TermTable | None = None
+        self._projections: ProjectionTable | None = None
         self._captured_tokens = 0
         self._pending: StepRows | None = None
         self.captures_here = False
@@ -79,6 +83,7 @@ class Interventions:
         refuse_layers(layers, self.shape.torch_dtype)
         sites = [(p, n) for n in sorted(layers) for p in self.shape.points[n]]
         self.sites = {site: i for i, site in enumerate(sites)}
+        self._layouts = Layouts(self.sites)
         self._allocate(self.shape)
         for index, layer in layers.items():
             taps = BoundTaps(*(self._tap(point, index) for point in POINTS))
@@ -104,6 +109,8 @@ class Interventions:
             self.arena = torch.zeros(
                 rows if self.captures_here else 1, hidden, dtype=dtype, device=device
             )
+            if self.captures_here:
+                self._projections = ProjectionTable(hidden, device)
             self.dest = torch.full(
                 (len(self.sites), max_tokens), -1, dtype=torch.int32, device=device
             )
@@ -159,12 +166,15 @@ class Interventions:
         step = scheduler_output.interventions
         self.tokens.update(scheduler_output.finished_req_ids, step.admitted if step else {})
         for req_id in scheduler_output.finished_req_ids:
-            self._capture_sites.pop(req_id, None)
+            self._captures.pop(req_id, None)
         self._wanted = step.rows if step is not None else {}
         if step is None:
             return
         self._version = step.version
-        self._capture_sites |= {r: w.capture_sites for r, w in step.admitted.items()}
+        if self._projections is not None:
+            self._projections.apply(step.projections)
+            layouts = {r: self._layouts.of(w) for r, w in step.admitted.items()}
+            self._captures |= {r: layout for r, layout in layouts.items() if layout is not None}
         if self.table is not None:
             self.table.apply(step)
         if self._terms is not None:
@@ -181,6 +191,8 @@ class Interventions:
             self.table.forget()
         if self._terms is not None:
             self._terms.forget()
+        if self._projections is not None:
+            self._projections.forget()
 
     def map_dummy(self) -> None:
         """Before a dummy forward: no token is steered or captured, but by the start-up check."""
@@ -212,26 +224,22 @@ class Interventions:
             return
         assert self.dest is not None and self.arena is not None
         starts = np.cumsum(num_tokens[: len(req_ids)]) - num_tokens[: len(req_ids)]
-        # Requests that want the same sites share one dense block of the arena.
-        blocks: dict[tuple[Site, ...], list[tuple[str, np.ndarray]]] = {}
+        # Requests that want the same share one dense block of the arena.
+        groups: dict[Layout, Members] = {}
         for req_id, start in zip(req_ids, starts, strict=True):
-            offsets = self._wanted.get(req_id)
-            if offsets is not None:
-                sites = self._capture_sites[req_id]
-                blocks.setdefault(sites, []).append((req_id, start + offsets))
-        pending = StepRows(self._version)
-        num_rows = 0
-        for sites, members in blocks.items():
-            tokens = np.concatenate([t for _, t in members])
-            index = [self.sites[site] for site in sites]
-            rows = np.arange(num_rows, num_rows + len(sites) * len(tokens), dtype=np.int32)
-            self._dest_host[np.ix_(index, tokens)] = rows.reshape(len(sites), len(tokens))
-            pending.add_block(len(sites), members, num_rows)
-            num_rows += len(rows)
+            offsets, layout = self._wanted.get(req_id), self._captures.get(req_id)
+            if offsets is not None and layout is not None:
+                groups.setdefault(layout, []).append((req_id, start + offsets))
+        if not groups:
+            return  # all of it at other pipeline stages
+        pending = StepRows(self._version, groups)
+        of_block = [np.concatenate([t for _, t in members]) for members in groups.values()]
+        for block, tokens in zip(pending.blocks, of_block, strict=True):
+            self._dest_host[np.ix_(block.layout.sites, tokens)] = block.rows()
         total = int(num_tokens[: len(req_ids)].sum())
         self.dest[:, :total] = to_device(self._dest_host[:, :total], self._device)
         self._captured_tokens = total
-        pending.take_positions(positions, to_device(pending.token_index(), self._device))
+        pending.take_positions(positions, to_device(np.concatenate(of_block), self._device))
         self._pending = pending
 
     def _clear_dest(self) -> None:
@@ -244,6 +252,6 @@ class Interventions:
         """After the forward: this step's rows, on their way to the host."""
         pending, self._pending = self._pending, None
         if pending is not None:
-            assert self.arena is not None
-            pending.take_rows(self.arena)
+            assert self.arena is not None and self._projections is not None
+            pending.take_rows(self.arena, self._projections)
         return pending

@@ -7,6 +7,39 @@ import numpy as np
 import torch
 
 from vllm.v1.interventions import CapturedChunk
+from vllm.v1.worker.capture_layout import Layout, LocalStream
+from vllm.v1.worker.projection_table import ProjectionTable
+
+Members = list[tuple[str, np.ndarray]]
+"""(request id, int [n]: where in the batch its captured tokens are)."""
+
+
+class Block:
+    """The rows of all requests of one layout: site, then token.
+
+    In the arena they lie in two parts, from `raw` on those of the sites that leave the device as
+    they are, from `rest` on the others.
+    """
+
+    def __init__(self, layout: Layout, members: Members) -> None:
+        self.layout = layout
+        self.members = [(req_id, len(tokens)) for req_id, tokens in members]
+        self.count = sum(count for _, count in self.members)
+        self.num_raw = layout.num_raw * self.count
+        self.num_rest = len(layout.sites) * self.count - self.num_raw
+        self.raw = self.rest = 0
+
+    def rows(self) -> np.ndarray:
+        """int32 [sites, count]: the arena row of each."""
+        rows = np.arange(self.num_raw + self.num_rest, dtype=np.int32)
+        rows[: self.num_raw] += self.raw
+        rows[self.num_raw :] += self.rest - self.num_raw
+        return rows.reshape(-1, self.count)
+
+    def start(self, place: int) -> int:
+        """The first arena row of a site."""
+        base = self.raw if place < self.layout.num_raw else self.rest - self.num_raw
+        return base + place * self.count
 
 
 class StepRows:
@@ -17,70 +50,95 @@ class StepRows:
 
     Args:
         version: of the global steering that the step runs under.
+        groups: the requests of each layout; a request is in one.
     """
 
-    def __init__(self, version: int) -> None:
+    def __init__(self, version: int, groups: dict[Layout, Members]) -> None:
         self._version = version
-        self._blocks: list[tuple[int, list[tuple[str, np.ndarray]], int]] = []
+        self.blocks = [Block(layout, members) for layout, members in groups.items()]
+        row = 0
+        for block in self.blocks:
+            block.raw, row = row, row + block.num_raw
+        self._num_raw = row
+        for block in self.blocks:
+            block.rest, row = row, row + block.num_rest
         self._chunks: dict[str, CapturedChunk] | None = None
         self._event: torch.cuda.Event | None = None
 
-    def add_block(self, num_sites: int, members: list[tuple[str, np.ndarray]], row: int) -> None:
-        """`members`' tokens at `num_sites` sites, arena rows from `row`: site, then token."""
-        self._blocks.append((num_sites, members, row))
-
-    def token_index(self) -> np.ndarray:
-        """int [n]: this step's captured tokens, in block order."""
-        return np.concatenate([t for _, members, _ in self._blocks for _, t in members])
-
     def take_positions(self, positions: torch.Tensor, token_index: torch.Tensor) -> None:
+        """Keep the positions of the captured tokens: int [n], in block order."""
         self._positions = positions[token_index.long()].long()
 
-    def take_rows(self, arena: torch.Tensor) -> None:
-        num_rows = max(
-            row + num_sites * sum(len(t) for _, t in members)
-            for num_sites, members, row in self._blocks
-        )
+    def take_rows(self, arena: torch.Tensor, projections: ProjectionTable) -> None:
+        self._scores = [
+            [self._scores_of(block, stream, arena, projections) for stream in block.layout.streams]
+            for block in self.blocks
+        ]
         if arena.is_cuda:
             # On the main stream: the next step cannot overwrite rows before they are copied.
-            self._rows = arena[:num_rows].to("cpu", non_blocking=True)
+            self._rows = arena[: self._num_raw].to("cpu", non_blocking=True)
             self._positions = self._positions.to("cpu", non_blocking=True)
             self._event = torch.cuda.Event()
             self._event.record()
         else:
-            self._rows = arena[:num_rows].clone()
+            self._rows = arena[: self._num_raw].clone()
+
+    def _scores_of(
+        self, block: Block, stream: LocalStream, arena: torch.Tensor, projections: ProjectionTable
+    ) -> torch.Tensor | None:
+        """float32 [sites, count, k] on the host; None for rows as they are."""
+        if stream.projection is None:
+            return None
+        shape = (len(stream.places), block.count, stream.projection[1])
+        scores = torch.empty(shape, pin_memory=arena.is_cuda)
+        done = 0
+        for place, number in stream.runs:
+            rows = arena[block.start(place) :][: number * block.count]
+            out = scores[done : done + number].flatten(0, 1)
+            projections.scores(rows, stream.projection, out)
+            done += number
+        return scores
 
     def _resolve(self) -> dict[str, CapturedChunk]:
         if self._chunks is None:
-            if self._event is not None:
-                self._event.synchronize()
+            self._wait()
             self._chunks = {}
-            positions = self._positions.numpy()
-            seen = 0
-            for num_sites, members, row in self._blocks:
-                count = sum(len(tokens) for _, tokens in members)
-                block = self._rows[row : row + num_sites * count]
-                block = block.view(num_sites, count, -1)
+            positions, seen = self._positions.numpy(), 0
+            for block, scores in zip(self.blocks, self._scores, strict=True):
+                rows = self._rows[block.raw : block.raw + block.num_raw]
+                rows = rows.view(block.layout.num_raw, block.count, self._rows.shape[1])
+                streams = [
+                    _raw(rows, stream) if of is None else of
+                    for stream, of in zip(block.layout.streams, scores, strict=True)
+                ]
                 column = 0
-                for req_id, tokens in members:
-                    columns = slice(column, column + len(tokens))
-                    at = positions[seen + columns.start : seen + columns.stop]
-                    self._chunks[req_id] = CapturedChunk(at, [block[:, columns]], self._version)
-                    column = columns.stop
-                seen += count
+                for req_id, count in block.members:
+                    mine = slice(column, column := column + count)
+                    self._chunks[req_id] = CapturedChunk(
+                        positions[seen : (seen := seen + count)],
+                        [values[:, mine] for values in streams],
+                        self._version,
+                    )
         return self._chunks
 
     def of(self, request_id: str) -> CapturedChunk | None:
-        """Views of the step's rows, good until the step's last reader has copied its own."""
+        """Views of the step's rows, which keep all of them in memory."""
         return self._resolve().get(request_id)
 
+    def _wait(self) -> None:
+        if self._event is not None:
+            self._event.synchronize()
+            self._event = None
+
     def __getstate__(self) -> dict[str, Any]:
-        # Copies: a slice would ship the whole step's storage.
-        return {
-            "_chunks": {
-                req_id: CapturedChunk(
-                    chunk.positions.copy(), [v.clone() for v in chunk.values], chunk.version
-                )
-                for req_id, chunk in self._resolve().items()
-            }
-        }
+        # The step's tensors whole, without a copy; the receiver cuts them.
+        self._wait()
+        return {**self.__dict__, "_chunks": None}
+
+
+def _raw(rows: torch.Tensor, stream: LocalStream) -> torch.Tensor:
+    """The stream's part of [sites, count, hidden]; a view where its sites are neighbours."""
+    if len(stream.runs) == 1:
+        [(first, number)] = stream.runs
+        return rows[first : first + number]
+    return rows[list(stream.places)]
