@@ -70,6 +70,7 @@ DEFAULTS = {
     "capture_consumers": [],
     "capture_buffer_bytes": 256 << 20,
     "capture_inline_max_bytes": 64 << 20,
+    "capture_overload_policy": "block",
 }
 
 
@@ -88,9 +89,11 @@ def test_flags_are_the_options(model: Path) -> None:
         *("--max-steering-rows", "16"),
         *("--max-steering-ops", "2"),
         *("--steering-modules", "calm=calm.safetensors", "m=n=o.npz"),
-        *("--capture-consumers", "inline"),
+        *("--capture-consumers", "inline", "logging"),
+        *("--capture-consumers", "logging:instance_name=log,timeout=3"),
         *("--capture-buffer-bytes", "4096"),
         *("--capture-inline-max-bytes", "1024"),
+        *("--capture-overload-policy", "drop"),
     ]
     asked = options_of(parse(model, *flags))
     assert asked == {
@@ -101,9 +104,10 @@ def test_flags_are_the_options(model: Path) -> None:
         "max_steering_rows": 16,
         "max_steering_ops": 2,
         "steering_modules": ["calm=calm.safetensors", "m=n=o.npz"],
-        "capture_consumers": ["inline"],
+        "capture_consumers": ["inline", "logging", "logging:instance_name=log,timeout=3"],
         "capture_buffer_bytes": 4096,
         "capture_inline_max_bytes": 1024,
+        "capture_overload_policy": "drop",
     }
     # Every option has a flag, and every flag was told apart from its default.
     assert all(asked[name] != default for name, default in DEFAULTS.items())
@@ -121,6 +125,7 @@ def test_options_reach_the_config(model: Path) -> None:
         "capture_consumers": ["inline"],
         "capture_buffer_bytes": 8192,
         "capture_inline_max_bytes": 512,
+        "capture_overload_policy": "drop",
     }
     config = build(model, **asked)
     assert asdict(config.steering_config) | asdict(config.capture_config) == asked
@@ -147,7 +152,8 @@ def test_options_reach_the_config(model: Path) -> None:
         ({"capture_buffer_bytes": 0}, "capture_buffer_bytes"),
         ({"capture_inline_max_bytes": 0}, "capture_inline_max_bytes"),
         ({"capture_consumers": ["disk"]}, "capture_consumers: unknown 'disk'"),
-        ({"capture_consumers": ["inline"] * 2}, "capture_consumers: ['inline', 'inline'] names"),
+        ({"capture_consumers": ["inline"] * 2}, "capture_consumers: two are named 'inline'"),
+        ({"capture_overload_policy": "wait"}, "capture_overload_policy"),
     ],
 )
 def test_an_option_out_of_range_is_named(model: Path, options: dict[str, Any], names: str) -> None:
@@ -319,6 +325,8 @@ TRACED: list[dict[str, Any]] = [
 SAME: list[tuple[dict[str, Any], dict[str, Any]]] = [
     ({}, {"max_steering_configs": 31, "capture_buffer_bytes": 4096}),  # nothing is on
     (CAPTURE, CAPTURE | {"capture_inline_max_bytes": 1}),
+    (CAPTURE, CAPTURE | {"capture_overload_policy": "drop"}),
+    (CAPTURE, {"capture_consumers": ["logging", print]}),
     (STEERING, STEERING | {"steering_points": list(POINTS)[::-1]}),
     (STEERING, STEERING | {"capture_inline_max_bytes": 1}),
     (STEERING, STEERING | {"steering_modules": ["m=file.npz"]}),

@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from tests.error_case import Case, path
+from tests.error_consumers import CONSUMERS
 from tests.error_files import FILES
 from tests.error_page import MESSAGES, PATTERNS
 from tests.error_project import PROJECT
@@ -32,7 +33,6 @@ from tests.test_results import (
     plan_for,
 )
 from vllm import SamplingParams
-from vllm.config.capture import CaptureConfig
 from vllm.config.steering import SteeringConfig
 from vllm.entrypoints.serve.unserved_fields import refuse_unserved
 from vllm.model_executor.layers.residual_taps import UnboundTaps
@@ -335,11 +335,6 @@ OTHERS = [
         do=lambda: SteeringConfig(steering_points=["mlp", "pre_attn"]),
     ),
     Case(
-        {"given": "'disk'", "allowed": "('inline',)"},
-        do=lambda: CaptureConfig(capture_consumers=["disk"]),
-    ),
-    Case({}, do=lambda: CaptureConfig(capture_consumers=["inline", "inline"])),
-    Case(
         {
             "given": "['twist']",
             "allowed": "['add', 'norm_match', 'ablate', 'clamp', 'pin', "
@@ -399,7 +394,7 @@ OTHERS = [
 ]
 
 
-CASES = REQUESTS + OTHERS + STEERING + FILES + PROJECT
+CASES = REQUESTS + OTHERS + STEERING + FILES + CONSUMERS + PROJECT
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: str(case.says)[:70])

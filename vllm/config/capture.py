@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Engine options of activation capture."""
 
+from copy import copy
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -17,6 +18,8 @@ request waits until its own have room."""
 
 SCHEMA = 1
 """Part of the compile-cache key: raise it when traced tap code or an op's meaning changes."""
+
+OverloadPolicy = Literal["block", "drop"]
 
 
 @config
@@ -35,7 +38,7 @@ class CaptureConfig:
     capture_inline_max_bytes: int = Field(default=64 << 20, ge=1)
     """Most bytes of rows one request may return inline."""
 
-    capture_overload_policy: Literal["block", "drop"] = "block"
+    capture_overload_policy: OverloadPolicy = "block"
     """What happens to a request when a consumer has no room for what it can come to
     (`pending_bytes`): it waits (block), or that capture is an error and the request runs (drop)."""
 
@@ -60,11 +63,14 @@ class CaptureConfig:
         state["capture_consumers"] = list(self.consumers)
         return state
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> "CaptureConfig":
+    def __copy__(self) -> "CaptureConfig":
         """A copy stays in this process and shares the consumers: it must not go by a pickle."""
         copied = type(self).__new__(type(self))
         vars(copied).update(vars(self))
         return copied
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "CaptureConfig":
+        return copy(self)
 
     @cached_property
     def captures_all(self) -> bool:

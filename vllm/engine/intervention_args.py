@@ -30,6 +30,7 @@ def capture_config_of(args: "EngineArgs") -> CaptureConfig:
         capture_consumers=args.capture_consumers,
         capture_buffer_bytes=args.capture_buffer_bytes,
         capture_inline_max_bytes=args.capture_inline_max_bytes,
+        capture_overload_policy=args.capture_overload_policy,
     )
 
 
@@ -40,4 +41,7 @@ def add_intervention_args(
     for config in (SteeringConfig, CaptureConfig):
         group = parser.add_argument_group(title=config.__name__, description=config.__doc__)
         for name, kwargs in get_kwargs(config).items():
+            if name == "capture_consumers":
+                # Specs are text here; the flag may be repeated or take several.
+                kwargs |= {"type": str, "nargs": "+", "action": "extend"}
             group.add_argument(f"--{name.replace('_', '-')}", **kwargs)

@@ -96,10 +96,8 @@ class ConsumerHost:
         self._pending = 0
         self._workers: set[_Worker] = set()
         self._stuck: set[_Worker] = set()
-        self._clock_sleeps = False
-        """The clock waits without a deadline."""
-        self._closing = False
-        self._stopping = False
+        self._clock_sleeps = False  # it waits without a deadline
+        self._closing = self._stopping = False
         with self._lock:
             for _ in range(spec.limits.threads):
                 self._add_worker()
@@ -129,7 +127,7 @@ class ConsumerHost:
             if len(self._stuck) >= self._spec.limits.threads:
                 actor.failure = (
                     f"consumer {self._spec.name!r} takes no requests: {len(self._stuck)} of its "
-                    f"calls have not returned for more than {self._spec.limits.timeout:g} s"
+                    f"calls have not returned for {self._spec.limits.timeout:g} s"
                 )
             else:
                 self._call(actor, self._do_open)
@@ -193,10 +191,10 @@ class ConsumerHost:
             self._stopping = True
             self._work.notify_all()
             self._tick.notify_all()
-            threads = [self._clock, *(worker.thread for worker in self._workers)]
+            threads = [worker.thread for worker in self._workers]
         for thread in threads:
-            # The clock has results to report, which takes no time.
-            thread.join(max(1.0 if thread is self._clock else 0.0, deadline - time.monotonic()))
+            thread.join(max(0.0, deadline - time.monotonic()))
+        self._clock.join(max(1.0, deadline - time.monotonic()))  # it has results to report
 
     # -- under the lock -------------------------------------------------------------------------
 
@@ -284,17 +282,20 @@ class ConsumerHost:
                 self._settled.notify_all()
 
     def _expire(self, now: float) -> float | None:
-        """Fail what is over time; returns the next deadline."""
-        timeout = self._spec.limits.timeout
-        name = self._spec.name
+        """Fail what is over time and replace the threads that hang in it; the next deadline."""
+        name, timeout = self._spec.name, self._spec.limits.timeout
+        late = set()
         while self._waiting:
             actor = next(iter(self._waiting.values()))
             if actor.ended_at + timeout > now:
                 break
-            logger.error("capture consumer %r timed out: %s", name, actor.request.request_id)
+            logger.error("capture consumer %r: %s timed out", name, actor.request.request_id)
             self._fail(actor, f"consumer {name!r} gave no result within {timeout:g} s")
+            late.add(actor)
         for worker in list(self._workers):
-            if worker.actor is None or worker.since + timeout > now:
+            if worker.actor is None:
+                continue
+            if worker.since + timeout > now and worker.actor not in late:
                 continue
             logger.error("a call of capture consumer %r does not return", name)
             self._fail(worker.actor, f"a call of consumer {name!r} took more than {timeout:g} s")
@@ -346,8 +347,8 @@ class ConsumerHost:
             known = actor.failure is not None
             self._fail(actor, reason)
         if not known:
-            what = (self._spec.name, actor.request.request_id, reason)
-            logger.error("capture consumer %r: request %s: %s", *what, exc_info=error)
+            who = (self._spec.name, actor.request.request_id)
+            logger.error("capture consumer %r: request %s: %s", *who, reason, exc_info=error)
 
     def _do_open(self, actor: _Actor) -> None:
         actor.session = self._consumer.open(actor.request)
@@ -370,9 +371,9 @@ class ConsumerHost:
     def _on_future(self, actor: _Actor) -> None:
         with self._lock:
             if not actor.closed:
-                self._call(actor, self._do_settle)
+                self._call(actor, self._do_take)
 
-    def _do_settle(self, actor: _Actor) -> None:
+    def _do_take(self, actor: _Actor) -> None:
         assert actor.future is not None and actor.end is not None
         self._finish(actor, actor.end, actor.future.result())
 

@@ -1,14 +1,34 @@
 # SPDX-License-Identifier: Apache-2.0
 """The consumers an engine is started with: from `capture_consumers` to `ConsumerSpec`s."""
 
+import importlib
+import inspect
+import json
+import re
+import shlex
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass, field, replace
+from importlib.metadata import entry_points
+from typing import Any, NoReturn, get_args
 
-from vllm.v1.capture.consumer import CaptureConsumer
+from vllm.v1.capture.consumer import CaptureConsumer, Location
+from vllm.v1.sites import show
 
 INLINE = "inline"
 """Returns rows with the request's output. It has no class, as it needs no session."""
+
+GROUP = "vllm.capture_consumers"
+"""Entry points of plug-ins: name -> a subclass of `CaptureConsumer`."""
+
+BUILT_IN = {
+    "callback": "vllm.v1.capture.consumers.callback:CallbackConsumer",
+    "filesystem": "vllm.v1.capture.consumers.filesystem:FilesystemConsumer",
+    "logging": "vllm.v1.capture.consumers.logging:LoggingConsumer",
+}
+"""They are entry points of our distribution too, but this also works without one installed."""
+
+_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,63}")
+_LIMITS = {"pending_bytes": int, "max_request_bytes": int, "timeout": float, "threads": int}
 
 
 @dataclass(frozen=True)
@@ -21,7 +41,8 @@ class HostLimits:
     max_request_bytes: int = 1 << 30
     """Most bytes of rows of one completion."""
     timeout: float = 60.0
-    """Seconds from a completion's end to its result before that is an error."""
+    """Seconds from a completion's end to its result, or of one call of the consumer, before that is
+    an error."""
     threads: int = 4
 
 
@@ -32,7 +53,7 @@ class ConsumerSpec:
     name: str
     """How requests name it."""
     cls: type[CaptureConsumer] | None = None
-    """None for `inline`."""
+    """None for `inline`, and for what runs in another process."""
     options: Mapping[str, Any] = field(default_factory=dict)
     """Keywords of the constructor."""
     instance: CaptureConsumer | None = None
@@ -45,18 +66,212 @@ class ConsumerSpec:
     def in_frontend(self) -> bool:
         return self.cls is None or self.instance is not None or self.cls.location == "frontend"
 
+    def make(self) -> CaptureConsumer:
+        """The consumer.
+
+        Raises:
+            ValueError: its constructor refuses the options, or fails.
+        """
+        if self.instance is not None:
+            return self.instance
+        assert self.cls is not None
+        try:
+            return self.cls(**self.options)
+        except Exception as error:
+            raise ValueError(
+                f"capture_consumers: {self.name!r} cannot be made: {type(error).__name__}: {error}"
+            ) from error
+
+    def portable(self) -> "ConsumerSpec":
+        """What the engine core needs to know. A consumer of the frontend stays there: its class may
+        be of a script, its options functions, and the user's instance is one."""
+        if not self.in_frontend:
+            return self
+        return replace(self, cls=None, options={}, instance=None)
+
 
 def parse_consumers(values: Sequence[Any]) -> dict[str, ConsumerSpec]:
     """name -> spec, in the order given.
 
+    Args:
+        values: of each consumer one of
+            "name" or "name:key=value,key=value": options of the consumer, and of `HostLimits`; a
+                value with a comma in it is put in quotes;
+            {"name": ..., "instance_name"?: ..., "capture"?: {...}, options}, or as JSON text;
+            an instance of `CaptureConsumer`, or a subclass;
+            a function, called with `(request, rows)` as `CallbackConsumer` says.
+            In a dict the last two go under "consumer" in place of "name".
+
     Raises:
-        ValueError: unknown consumer, two of one name.
+        ValueError: names the consumer and what to do.
     """
     specs: dict[str, ConsumerSpec] = {}
     for value in values:
-        if value != INLINE:
-            raise ValueError(f"capture_consumers: unknown {value!r}, known are {(INLINE,)}")
-        if value in specs:
-            raise ValueError(f"capture_consumers: {list(values)} names one twice")
-        specs[value] = ConsumerSpec(value)
+        spec = _parse(value)
+        if spec.name in specs:
+            _refuse(f"two are named {spec.name!r}; give one of them an instance_name")
+        specs[spec.name] = spec
     return specs
+
+
+def _refuse(message: str) -> NoReturn:
+    raise ValueError(f"capture_consumers: {message}")
+
+
+def _parse(value: Any) -> ConsumerSpec:
+    if isinstance(value, str):
+        fields = _fields_of(value)
+    elif isinstance(value, Mapping):
+        fields = dict(value)
+    else:
+        fields = {"consumer": value}
+    if ("name" in fields) == ("consumer" in fields):
+        _refuse(f"{show(value)} needs a 'name', or in its place a 'consumer' made in Python")
+    if not all(isinstance(key, str) for key in fields):
+        _refuse(f"the keys of {fields.get('name')!r} must be strings")
+    given = fields.pop("name", None)
+    found = _lookup(given) if given is not None else fields.pop("consumer")
+    name = fields.pop("instance_name", given if given is not None else _own_name(found))
+    if not isinstance(name, str) or not _NAME.fullmatch(name):
+        _refuse(
+            f"{show(name)} cannot be a consumer's name: letters, digits, '_', '.' and '-', at most "
+            "64; give an instance_name"
+        )
+    if name == INLINE and found is not None:
+        _refuse(f"the name {INLINE!r} is taken; give another instance_name")
+    capture = fields.pop("capture", None)
+    if capture is not None and not isinstance(capture, Mapping):
+        _refuse(f"{name!r}: capture must be a capture request, {{'hooks': ...}}")
+    limits = _limits(name, fields)
+    if found is None or isinstance(found, CaptureConsumer):
+        if fields:
+            what = ": an instance is made already, got options"
+            if found is None:
+                what = " takes no options, got"
+            _refuse(f"{name!r}{what} {sorted(fields)}")
+        if found is None:
+            return ConsumerSpec(name, capture=capture, limits=limits)
+        own = capture if capture is not None else found.capture
+        return ConsumerSpec(name, cls=type(found), instance=found, capture=own, limits=limits)
+    if not isinstance(found, type) and callable(found):
+        fields, found = {"function": found, **fields}, _load("callback", BUILT_IN["callback"])
+    cls = _need_class(name, found)
+    _need_options(name, cls, fields)
+    own = capture if capture is not None else cls.capture
+    return ConsumerSpec(name, cls=cls, options=fields, capture=own, limits=limits)
+
+
+def _fields_of(text: str) -> dict[str, Any]:
+    """The fields of "name:key=value,key=value", or of JSON."""
+    if text.startswith("{"):
+        try:
+            fields = json.loads(text)
+        except ValueError as error:
+            _refuse(f"{show(text)} is not JSON: {error}")
+        assert isinstance(fields, dict)
+        return fields
+    name, _, options = text.partition(":")
+    lexer = shlex.shlex(options, posix=True)
+    lexer.whitespace, lexer.whitespace_split = ",", True
+    lexer.escape = lexer.commenters = ""
+    try:
+        items = list(lexer)
+    except ValueError:
+        _refuse(f"{show(text)} has a quote that is not closed")
+    fields = {"name": name}
+    for item in items:
+        key, equals, value = item.partition("=")
+        if not equals or not key.isidentifier():
+            _refuse(
+                f"{show(item)} in {show(text)} is not key=value; a value with a comma in it is put "
+                "in quotes"
+            )
+        if key == "consumer" or key == "capture":
+            _refuse(f"{show(text)}: {key!r} cannot be given in this form; use a dict or JSON")
+        if key in fields:
+            _refuse(f"{show(text)} gives {key!r} twice")
+        fields[key] = value
+    return fields
+
+
+def _own_name(found: Any) -> str:
+    """The name of a consumer made in Python."""
+    if isinstance(found, CaptureConsumer):
+        return type(found).__name__
+    return str(getattr(found, "__name__", type(found).__name__))
+
+
+def _lookup(name: Any) -> Any:
+    """What is registered under `name`; None for `inline`."""
+    if not isinstance(name, str):
+        _refuse(f"the name {show(name)} must be a string")
+    if name == INLINE:
+        return None
+    if name in BUILT_IN:
+        return _load(name, BUILT_IN[name])
+    targets = sorted({point.value for point in entry_points(group=GROUP, name=name)})
+    if len(targets) > 1:
+        _refuse(f"{name!r} is in several distributions: {targets}; uninstall all but one")
+    if targets:
+        return _load(name, targets[0])
+    known = {INLINE, *BUILT_IN, *(point.name for point in entry_points(group=GROUP))}
+    _refuse(
+        f"unknown {show(name)}, known are {sorted(known)}; a plug-in must be installed and have an "
+        f"entry point in the group {GROUP!r}"
+    )
+
+
+def _load(name: str, target: str) -> Any:
+    """The object of an entry point, "module:Class"."""
+    module, _, attribute = target.partition(":")
+    try:
+        found: Any = importlib.import_module(module.strip())
+        for part in attribute.strip().split("."):
+            found = getattr(found, part)
+    except Exception as error:
+        raise ValueError(
+            f"capture_consumers: {name!r} ({target}) cannot be imported: "
+            f"{type(error).__name__}: {error}"
+        ) from error
+    return found
+
+
+def _need_class(name: str, found: Any) -> type[CaptureConsumer]:
+    if not isinstance(found, type) or not issubclass(found, CaptureConsumer):
+        _refuse(
+            f"{name!r} is {show(found)}, not a subclass of vllm.v1.capture.consumer.CaptureConsumer"
+        )
+    if inspect.isabstract(found):
+        _refuse(f"{name!r}: {found.__name__} lacks {sorted(found.__abstractmethods__)}")
+    if found.location not in get_args(Location):
+        _refuse(f"{name!r}: location {show(found.location)} is not one of {get_args(Location)}")
+    return found
+
+
+def _need_options(name: str, cls: type[CaptureConsumer], options: Mapping[str, Any]) -> None:
+    """The constructor runs later, maybe in another process: a wrong name is an error now."""
+    signature = inspect.signature(cls)
+    try:
+        signature.bind(**options)
+    except TypeError as error:
+        _refuse(f"{name!r}: {error}; options are {[*signature.parameters, *_LIMITS]}")
+
+
+def _limits(name: str, fields: dict[str, Any]) -> HostLimits:
+    """Takes those of `HostLimits` out of `fields`."""
+    given: dict[str, Any] = {}
+    for key, number in _LIMITS.items():
+        if key not in fields:
+            continue
+        value = fields.pop(key)
+        try:
+            given[key] = number(value)
+            wrong = given[key] <= 0 or given[key] == float("inf") or isinstance(value, bool)
+        except (TypeError, ValueError, OverflowError):
+            wrong = True
+        if wrong or given[key] != given[key]:
+            _refuse(f"{name!r}: {key} must be a number above 0, got {show(value)}")
+    pending = given.get("pending_bytes", HostLimits.pending_bytes)
+    if given.setdefault("max_request_bytes", min(pending, HostLimits.max_request_bytes)) > pending:
+        _refuse(f"{name!r}: max_request_bytes is more than pending_bytes={pending}")
+    return HostLimits(**given)
