@@ -10,6 +10,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from tests.plans import plan_of
+from vllm.exceptions import VLLMValidationError
 from vllm.v1.capture import CaptureResult
 from vllm.v1.sites import InterventionError
 
@@ -34,7 +35,9 @@ class Case:
             returned = self.do() if self.do is not None else plan_of(**self.ask)
         except ValidationError as error:  # of the engine's options
             return error.errors()[0]["msg"].removeprefix("Value error, ")
-        except (ValueError, KeyError, RuntimeError, TimeoutError) as error:
+        except (
+            ValueError, KeyError, RuntimeError, TimeoutError, VLLMValidationError
+        ) as error:  # fmt: skip
             if self.do is None:
                 assert isinstance(error, InterventionError)
                 assert error.parameter == self.says["path"]

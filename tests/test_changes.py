@@ -5,12 +5,15 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
 import pytest
 
 from tests.plans import HIDDEN, SHAPE, VECTOR, array, config_of, plan_of
 from vllm.v1.core import changes as changes_module
 from vllm.v1.core.changes import LEASE_SECONDS, Change, SteeringCall
 from vllm.v1.core.interventions import SchedulerInterventions
+from vllm.v1.core.tiers import KEPT_SECONDS
+from vllm.v1.engine.module_catalog import ModuleCatalog
 from vllm.v1.interventions import Part
 from vllm.v1.steering.modules import Module, parse_module
 from vllm.v1.steering.plan import part_of
@@ -185,11 +188,50 @@ def test_a_request_on_its_way_has_what_its_module_meant_or_an_error(engine: Engi
     engine.make(Change("register", name="m", module=module(2.0)))
     assert engine.core.modules.fill(plan) == filled, "the same content under another name"
     engine.make(Change("unregister", name="n"))
+    assert engine.core.modules.fill(plan) == filled, "kept for a while"
+    # Later, at the next change.
+    engine.now += KEPT_SECONDS + 1
+    engine.make(Change("unregister", name="m"))
     with pytest.raises(ValueError, match="unregistered or registered anew"):
         engine.core.modules.fill(plan)
     plain = plan_of(steering_vectors={"pre_attn": {0: VECTOR}})
     assert engine.core.modules.fill(plain) is plain
     assert engine.core.modules.fill(None) is None
+
+
+def test_what_another_engine_has_made_already_is_here_from_the_preparation_on(
+    engine: Engine,
+) -> None:
+    plan = plan_of(modules={"m": module(1.0)}, steering_modules=["m"])
+    with pytest.raises(ValueError, match="unregistered or registered anew"):
+        engine.core.modules.fill(plan)
+    engine.prepare("a", Change("register", name="m", module=module(1.0)))
+    filled = engine.core.modules.fill(plan)
+    assert filled is not None
+    assert filled.steering is not None
+    assert [p.digest for p in filled.steering.parts] == [part(1.0).digest]
+    assert engine.state()["modules"] == {}
+
+
+def test_a_frontend_learns_what_another_registered(engine: Engine) -> None:
+    catalog = ModuleCatalog(config_of())
+
+    def learn() -> dict[str, list[str]]:
+        known = {name: m.digest for name, m in catalog.modules.items()}
+        news = engine.core.changes.call(SteeringCall("modules", known=known), [])
+        news = msgspec.msgpack.decode(msgspec.msgpack.encode(news))  # it is plain data
+        catalog.learn(news)
+        return {name: sorted(news["new"]) for name in catalog.modules}
+
+    assert learn() == {}
+    engine.make(Change("register", name="m", module=module(1.0)))
+    engine.make(Change("register", name="n", module=module(2.0)))
+    assert learn() == {"m": ["m", "n"], "n": ["m", "n"]}
+    assert catalog.get("m", "path") == module(1.0)
+    engine.make(Change("register", name="n", module=module(3.0)))
+    engine.make(Change("unregister", name="m"))
+    assert learn() == {"n": ["n"]}, "only what is new is sent"
+    assert catalog.get("n", "path") == module(3.0)
 
 
 def test_any_number_of_modules_takes_no_slot(engine: Engine) -> None:

@@ -19,6 +19,7 @@ from torch import nn
 from tests.error_case import Case, path
 from tests.error_consumers import CONSUMERS
 from tests.error_files import FILES
+from tests.error_http import HTTP
 from tests.error_page import MESSAGES, PATTERNS
 from tests.error_project import PROJECT
 from tests.error_steering import STEERING
@@ -34,7 +35,6 @@ from tests.test_results import (
 )
 from vllm import SamplingParams
 from vllm.config.steering import SteeringConfig
-from vllm.entrypoints.serve.unserved_fields import refuse_unserved
 from vllm.model_executor.layers.residual_taps import UnboundTaps
 from vllm.v1.capture import stack
 from vllm.v1.capture.collect import RowCollector
@@ -326,8 +326,7 @@ def raw_params() -> SamplingParams:
 
 
 OTHERS = [
-    Case(path("capture"), do=lambda: refuse_unserved({"prompt", "capture"})),
-    Case(path("steering"), do=lambda: refuse_unserved({"steering", "steering_vectors"})),
+    *HTTP,
     Case({}, do=lambda: RequestInterventions(None, 5, raw_params())),
     # Start-up; the refused combinations are in test_config.py.
     Case(

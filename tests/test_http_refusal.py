@@ -1,31 +1,83 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Bodies that ask for what HTTP does not serve yet are refused, not answered unsteered."""
+"""Bodies of endpoints that neither steer nor capture are refused, not answered unsteered."""
 
+from __future__ import annotations
+
+import io
+from collections.abc import Callable
 from typing import Any
 
 import pytest
+from fastapi import UploadFile
 
-from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
+from vllm.entrypoints.anthropic.protocol import AnthropicMessagesRequest
+from vllm.entrypoints.openai.chat_completion.protocol import (
+    BatchChatCompletionRequest,
+    ChatCompletionRequest,
+)
 from vllm.entrypoints.openai.completion.protocol import CompletionRequest
-from vllm.entrypoints.serve.unserved_fields import UNSERVED
+from vllm.entrypoints.openai.responses.protocol import ResponsesRequest
+from vllm.entrypoints.pooling.embed.protocol import (
+    CohereEmbedRequest,
+    EmbeddingChatRequest,
+    EmbeddingCompletionRequest,
+)
+from vllm.entrypoints.scale_out.token_in_token_out.protocol import GenerateRequest
+from vllm.entrypoints.serve.steering.body import UnservedField, asked_fields
+from vllm.entrypoints.serve.tokenize.protocol import TokenizeCompletionRequest
+from vllm.entrypoints.speech_to_text.transcription.protocol import TranscriptionRequest
+from vllm.v1.interventions import PLAN_FIELDS
 
-BODIES = [
+SAID = [{"role": "user", "content": "x"}]
+SERVED = [
     (CompletionRequest, {"model": "m", "prompt": "x"}),
-    (ChatCompletionRequest, {"model": "m", "messages": [{"role": "user", "content": "x"}]}),
+    (ChatCompletionRequest, {"model": "m", "messages": SAID}),
+]
+OTHERS: list[tuple[Callable[..., Any], dict[str, Any]]] = [
+    (ResponsesRequest, {"model": "m", "input": "x"}),
+    (BatchChatCompletionRequest, {"model": "m", "messages": [SAID]}),
+    (AnthropicMessagesRequest, {"model": "m", "messages": SAID, "max_tokens": 1}),
+    (EmbeddingCompletionRequest, {"model": "m", "input": "x"}),
+    (EmbeddingChatRequest, {"model": "m", "messages": SAID}),
+    (CohereEmbedRequest, {"model": "m", "texts": ["x"]}),
+    (TokenizeCompletionRequest, {"model": "m", "prompt": "x"}),
+    (TranscriptionRequest, {"model": "m", "file": UploadFile(io.BytesIO())}),
+    (GenerateRequest, {"token_ids": [1], "sampling_params": {"max_tokens": 1}}),
 ]
 
 
-@pytest.mark.parametrize("field", sorted(UNSERVED))
-@pytest.mark.parametrize(("request_type", "body"), BODIES)
+@pytest.mark.parametrize("field", PLAN_FIELDS)
+@pytest.mark.parametrize(("request_type", "body"), OTHERS)
 def test_unserved_field_is_refused_by_name(
-    request_type: type, body: dict[str, Any], field: str
+    request_type: Callable[..., Any], body: dict[str, Any], field: str
 ) -> None:
-    with pytest.raises(ValueError, match=f"{field}: steering and capture are not served"):
+    with pytest.raises(UnservedField, match=f"^{field}: this endpoint does not take") as raised:
         request_type(**body, **{field: {}})
+    assert raised.value.parameter == field
 
 
-@pytest.mark.parametrize(("request_type", "body"), BODIES)
+@pytest.mark.parametrize("field", [*PLAN_FIELDS, "plan"])
+def test_tokens_in_tokens_out_takes_no_plan(field: str) -> None:
+    """Not among its sampling parameters, either, and no ready-made one at all."""
+    body = {"token_ids": [1], "sampling_params": {"max_tokens": 1, field: {}}}
+    if field == "plan":
+        assert not hasattr(GenerateRequest(**body).sampling_params, "plan")  # type: ignore[arg-type]
+        return
+    with pytest.raises(UnservedField, match=f"^sampling_params.{field}: ") as raised:
+        GenerateRequest(**body)  # type: ignore[arg-type]
+    assert raised.value.parameter == f"sampling_params.{field}"
+
+
+@pytest.mark.parametrize(("request_type", "body"), SERVED)
+def test_served_fields_are_kept_as_they_came(
+    request_type: Callable[..., Any], body: dict[str, Any]
+) -> None:
+    request = request_type(**body, capture={"inline": 1}, steering=None, other=2)
+    assert asked_fields(request) == {"capture": {"inline": 1}}
+
+
+@pytest.mark.parametrize(("request_type", "body"), [*SERVED, *OTHERS[:2]])
 def test_other_unknown_fields_are_ignored_as_upstream_does(
-    request_type: type, body: dict[str, Any]
+    request_type: Callable[..., Any], body: dict[str, Any]
 ) -> None:
     assert request_type(**body, some_other_field=1).model == "m"

@@ -8,6 +8,7 @@ import asyncio
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
+import msgspec
 import pytest
 
 from tests import serving
@@ -175,7 +176,8 @@ def test_many_callers(server: Server) -> None:
 
 
 def test_modules(server: Server, judge: Judge, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A request on its way when its module goes is an error of that request alone."""
+    """A request on its way keeps what its module meant when it came; much later it is an error of
+    that request alone."""
     steering, core = server.engine.steering, server.engine.engine_core
     ask = Ask(PROMPT, {"steering_modules": [("mood", 0.5)], **capture("all")})
     meant = {
@@ -214,9 +216,21 @@ def test_modules(server: Server, judge: Judge, monkeypatch: pytest.MonkeyPatch) 
 
     with monkeypatch.context() as patch:
         patch.setattr(core, "add_request_async", too_late)
+        (gone,) = server.run(server.stream("gone", ask, FINAL))
+    check_meaning(gone, "b")
+
+    async def unheard_of(request: Any) -> None:
+        shared = request.plan.steering
+        contents = [msgspec.structs.replace(c, parts=[("0" * 64, 1.0)]) for c in shared.contents]
+        shared = msgspec.structs.replace(shared, contents=contents)
+        request.plan = msgspec.structs.replace(request.plan, steering=shared)
+        await send(request)
+
+    server.run(steering.register_module("mood", A))
+    with monkeypatch.context() as patch:
+        patch.setattr(core, "add_request_async", unheard_of)
         outcome = server.run(outcome_of(server, ask))
     assert "error" in outcome.lower(), outcome
-    server.run(steering.register_module("mood", A))
     (after,) = server.run(server.stream("after", ask, FINAL))
     check_meaning(after, "a")
 

@@ -9,6 +9,7 @@ import msgspec
 
 from vllm.v1.core.tiers import GlobalState, norms_of
 from vllm.v1.interventions import TIERS, Part
+from vllm.v1.sites import InterventionError, reject
 from vllm.v1.steering.modules import Module
 
 if TYPE_CHECKING:
@@ -36,10 +37,12 @@ class Change(msgspec.Struct, frozen=True):
 class SteeringCall(msgspec.Struct, frozen=True):
     """A call of the engine core. Reading needs no phases."""
 
-    phase: Literal["state", "prepare", "commit", "cancel"]
+    phase: Literal["state", "modules", "prepare", "commit", "cancel"]
     token: str = ""
     """Names a change from its preparation to its end."""
     change: Change | None = None
+    known: dict[str, str] = {}
+    """modules: name -> digest of those the frontend has."""
 
 
 class Changes:
@@ -55,13 +58,15 @@ class Changes:
     def call(self, call: SteeringCall, requests: Iterable["Request"]) -> dict[str, Any]:
         """Returns the state; with "error" if the change cannot be made, "busy" if it must wait."""
         match call.phase:
+            case "modules":
+                return self._news(call.known)
             case "prepare":
                 if self._token not in ("", call.token) and time.monotonic() < self._expires:
                     return {"busy": True}
                 try:
                     self._prepare(call)
-                except ValueError as error:
-                    return {"error": str(error)}
+                except InterventionError as error:
+                    return {"error": str(error), "parameter": error.parameter}
             case "commit":
                 if self._token != call.token:
                     return {"error": f"the change was not decided within {LEASE_SECONDS:g} s"}
@@ -81,7 +86,10 @@ class Changes:
             changed = tiers.cleared(change.tier)
         elif change.action == "unregister" and change.name not in self._interventions.modules:
             known = ", ".join(sorted(self._interventions.modules.items())[:20]) or "none"
-            raise ValueError(f"name: unknown module {change.name!r}; registered are {known}")
+            reject("name", f"unknown module {change.name!r}; registered are {known}")
+        elif change.module is not None:
+            # Another engine may have the change made, and a request here, before the commit comes.
+            self._interventions.modules.keep(change.module)
         self._token, self._change, self._tiers = call.token, change, changed
         self._expires = time.monotonic() + LEASE_SECONDS
 
@@ -94,6 +102,18 @@ class Changes:
         else:
             self._interventions.modules.remove(self._change.name)
         self._token = ""
+
+    def _news(self, known: dict[str, str]) -> dict[str, Any]:
+        """The names there are, and the modules a frontend lacks; as bytes, which it can decode."""
+        modules = self._interventions.modules.items()
+        return {
+            "names": list(modules),
+            "new": {
+                name: msgspec.msgpack.encode(module)
+                for name, module in modules.items()
+                if known.get(name) != module.digest
+            },
+        }
 
     def _state(self) -> dict[str, Any]:
         current = self._interventions.tiers.current

@@ -2,6 +2,8 @@
 """The global tiers and the named modules of one engine. Owned by the engine core, where all
 frontends share them."""
 
+import time
+
 import msgspec
 import numpy as np
 
@@ -77,24 +79,37 @@ def norms_of(part: Part) -> dict[str, dict[int, float]]:
     return norms
 
 
+KEPT_SECONDS = 60.0
+"""How long the parts of a module outlive its name, for requests that were on their way."""
+
+
 class ModuleStore:
     """Named modules. Requests refer to their parts by digest."""
 
     def __init__(self) -> None:
         self._modules: dict[str, Module] = {}
+        self._kept: list[tuple[float, Module]] = []
         self._parts: dict[str, Part] = {}
 
     def put(self, name: str, module: Module) -> None:
+        if name in self._modules:
+            self.keep(self._modules[name])
         self._modules[name] = module
         self._index()
 
     def remove(self, name: str) -> None:
-        del self._modules[name]
+        self.keep(self._modules.pop(name))
+
+    def keep(self, module: Module) -> None:
+        """Have the parts of a module that has no name any more, or on this engine not yet."""
+        now = time.monotonic()
+        self._kept = [entry for entry in self._kept if entry[0] > now]
+        self._kept.append((now + KEPT_SECONDS, module))
         self._index()
 
     def _index(self) -> None:
         # Built aside and swapped: `fill` reads it in another thread.
-        modules = self._modules.values()
+        modules = [*self._modules.values(), *(module for _, module in self._kept)]
         self._parts = {p.digest: p for m in modules for p in (m.prefill, m.decode) if p is not None}
 
     def __contains__(self, name: str) -> bool:
@@ -108,7 +123,7 @@ class ModuleStore:
         whatever becomes of the name.
 
         Raises:
-            ValueError: a module was unregistered, or registered anew, meanwhile.
+            ValueError: a module was unregistered, or registered anew, long before.
         """
         if plan is None or plan.steering is None:
             return plan

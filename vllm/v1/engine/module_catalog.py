@@ -3,6 +3,8 @@
 
 from typing import TYPE_CHECKING, Any
 
+import msgspec
+
 from vllm.v1.sites import need_steered_points, reject, show
 from vllm.v1.steering.files import load
 from vllm.v1.steering.modules import Module, parse_module_args
@@ -50,6 +52,11 @@ class ModuleCatalog:
             known = ", ".join(sorted(self.modules)[:20]) or "none"
             reject(path, f"unknown module {show(name)}; registered are {known}")
         return self.modules[name]
+
+    def learn(self, news: dict[str, Any]) -> None:
+        """Take over what the engine core has and this frontend lacks: `Changes.call("modules")`."""
+        new = {n: msgspec.msgpack.decode(data, type=Module) for n, data in news["new"].items()}
+        self._modules = {name: new.get(name) or self.modules[name] for name in news["names"]}
 
     def replace(self, modules: dict[str, Module]) -> None:
         self._modules = modules

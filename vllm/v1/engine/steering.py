@@ -4,6 +4,7 @@
 import asyncio
 import time
 import uuid
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -11,8 +12,8 @@ from vllm.v1.core.changes import Change, SteeringCall
 from vllm.v1.engine.core_client import InprocClient, SyncMPClient
 from vllm.v1.engine.module_catalog import ModuleCatalog
 from vllm.v1.interventions import TIERS, TapShape
-from vllm.v1.sites import need_steered_points, reject, show
-from vllm.v1.steering.files import load
+from vllm.v1.sites import InterventionError, need_steered_points, reject, show
+from vllm.v1.steering.files import load, parse_safetensors
 from vllm.v1.steering.modules import Module, need_module_name, no_positions, parse_module
 from vllm.v1.steering.plan import part_of
 from vllm.v1.steering.spec import parse_vectors
@@ -46,12 +47,19 @@ class _Changes:
             )
         return shape
 
-    def set(self, tiers: dict[str, Any], replace: bool) -> Change:
+    def set(
+        self, tiers: dict[str, Any], replace: bool, fields: Mapping[str, str] | None = None
+    ) -> Change:
+        """
+        Args:
+            fields: what errors call a tier; its name.
+        """
         parts = {}
         for tier, value in tiers.items():
             _need_tier(tier)
-            [(vectors, _)] = parse_vectors(value, tier, self.shape, no_positions)
-            need_steered_points(vectors, tier, self._config.steering_config)
+            path = (fields or {}).get(tier, tier)
+            [(vectors, _)] = parse_vectors(value, path, self.shape, no_positions)
+            need_steered_points(vectors, path, self._config.steering_config)
             if vectors:
                 parts[tier] = part_of(vectors, self.shape.hidden_size)
         return Change("set", tiers=parts, replace=replace)
@@ -71,6 +79,17 @@ class _Changes:
         need_steered_points(module.sites, "source", config)
         return Change("register", name=name, module=module)
 
+    def register_content(self, name: Any, content: Mapping[str, Any] | bytes) -> Change:
+        """As `register`, but what came over a network: no path is opened."""
+        name = need_module_name(name, "name")
+        config = self._config.steering_config
+        if isinstance(content, bytes):
+            module = parse_safetensors(content, "safetensors", self.shape)
+        else:
+            module = parse_module(content, "", self.shape, config)
+        need_steered_points(module.sites, "module", config)
+        return Change("register", name=name, module=module)
+
     def unregister(self, name: str) -> Change:
         return Change("unregister", name=name)
 
@@ -82,6 +101,16 @@ class _Changes:
             if change.module is not None:
                 modules[change.name] = change.module
             self._catalog.replace(modules)
+
+    @property
+    def enabled(self) -> bool:
+        return self._config.steering_config.enable_steering
+
+    def known(self) -> dict[str, str]:
+        return {name: module.digest for name, module in self._catalog.modules.items()}
+
+    def learn(self, news: dict[str, Any]) -> None:
+        self._catalog.learn(news)
 
     def module(self, name: str) -> Module:
         return self._catalog.get(name, "name")
@@ -100,7 +129,7 @@ def _verdict(replies: Replies) -> str:
     """ "ok", "busy", or raises."""
     for reply in replies:
         if "error" in reply:
-            raise ValueError(reply["error"])
+            raise InterventionError(reply["error"], parameter=reply.get("parameter"))
     return "busy" if any("busy" in reply for reply in replies) else "ok"
 
 
@@ -200,8 +229,18 @@ class AsyncSteering:
     async def set(self, vectors: Any, tier: str = "base", replace: bool = False) -> int:
         return await self.set_tiers({tier: vectors}, replace)
 
-    async def set_tiers(self, tiers: dict[str, Any], replace: bool = False) -> int:
-        return await self._make(self._changes.set(tiers, replace))
+    async def set_tiers(
+        self,
+        tiers: dict[str, Any],
+        replace: bool = False,
+        fields: Mapping[str, str] | None = None,
+    ) -> int:
+        """
+        Args:
+            fields: tier -> what errors call it, if not its name.
+        """
+        change = await asyncio.to_thread(self._changes.set, tiers, replace, fields)
+        return await self._make(change)
 
     async def clear(self, tier: str | None = None) -> int:
         return await self._make(self._changes.clear(tier))
@@ -209,8 +248,26 @@ class AsyncSteering:
     async def register_module(self, name: str, source: Any) -> None:
         await self._make(await asyncio.to_thread(self._changes.register, name, source))
 
+    async def register_content(self, name: str, content: Mapping[str, Any] | bytes) -> str:
+        """As `register_module`, for what came over a network; the digest.
+
+        Args:
+            content: the fields of a module, or the content of a safetensors file; never a path.
+        """
+        change = await asyncio.to_thread(self._changes.register_content, name, content)
+        await self._make(change)
+        assert change.module is not None
+        return change.module.digest
+
     async def unregister_module(self, name: str) -> None:
         await self._make(self._changes.unregister(name))
+
+    async def refresh(self) -> None:
+        """Learn of the modules that other API servers of these engines have registered."""
+        if self._core.client_count > 1 and self._changes.enabled:
+            known = self._changes.known()
+            call = SteeringCall("modules", known=known)
+            self._changes.learn(await self._core.call_utility_async("steering", call))
 
     async def modules(self) -> dict[str, Any]:
         modules: dict[str, Any] = (await self.state())["modules"]
@@ -220,8 +277,12 @@ class AsyncSteering:
         return self._changes.module(name)
 
     async def state(self) -> dict[str, Any]:
+        return (await self.states())[0]
+
+    async def states(self) -> Replies:
+        """`state` of each engine: they differ in slots and rows in use."""
         assert self._changes.shape
-        return (await self._call(SteeringCall("state")))[0]
+        return await self._call(SteeringCall("state"))
 
     def layers(self) -> dict[int, tuple[str, ...]]:
         return self._changes.layers()

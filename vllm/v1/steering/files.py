@@ -44,6 +44,9 @@ _NUMBER = re.compile(r"0|[1-9]\d{0,8}", re.ASCII)
 Named = dict[str, np.ndarray | torch.Tensor]
 """name -> vector, as it stands in a file."""
 
+SiteOf = Callable[[str, str, TapShape], tuple[str, Site]]
+"""(name, where it stands, shape) -> tier and site."""
+
 
 def load(path: str | Path, shape: TapShape) -> Module:
     """The module in a file, by its suffix: .safetensors, .gguf or .npz.
@@ -73,12 +76,34 @@ def load(path: str | Path, shape: TapShape) -> Module:
         named = read(Path(path), shape)
     except Exception as error:  # whatever a library makes of bytes that may be anything
         reject(file, f"cannot be read as {suffix}: {str(error)[:200]}")
+    return _module(named, site_of, file, shape)
+
+
+def _module(named: Named, site_of: SiteOf, file: str, shape: TapShape) -> Module:
     tiers: dict[str, Vectors] = {tier: {} for tier in TIERS}
     for name, vector in named.items():
         where = f"{file}[{show_key(name)}]"
         tier, site = site_of(name, where, shape)
         tiers[tier][site] = need_vector(vector, where, shape.hidden_size)
     return make_module(tiers, [], file, shape)
+
+
+def parse_safetensors(data: bytes, where: str, shape: TapShape) -> Module:
+    """The module in the content of a safetensors file, as `load`.
+
+    Args:
+        where: what errors call it.
+    """
+    if len(data) > _most_bytes(shape):
+        reject(
+            where,
+            f"has {len(data)} bytes, a module of this model has at most {_most_bytes(shape)}",
+        )
+    try:
+        named = _safetensors(data, shape)
+    except Exception as error:  # whatever a library makes of bytes that may be anything
+        reject(where, f"cannot be read: {str(error)[:200]}")
+    return _module(named, _site_of, where, shape)
 
 
 def save(path: str | Path, module: Module, model_hint: str = "") -> None:
@@ -165,7 +190,10 @@ def _site(point: str, layer: str, where: str, shape: TapShape) -> Site:
 
 
 def _read_safetensors(path: Path, shape: TapShape) -> Named:
-    data = path.read_bytes()
+    return _safetensors(path.read_bytes(), shape)
+
+
+def _safetensors(data: bytes, shape: TapShape) -> Named:
     tensors = safetensors.deserialize(data)
     header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
     metadata = header.get("__metadata__", {})
@@ -219,7 +247,7 @@ def _read_gguf(path: Path, shape: TapShape) -> Named:
 
 _READERS: dict[
     str,
-    tuple[Callable[[Path, TapShape], Named], Callable[[str, str, TapShape], tuple[str, Site]]],
+    tuple[Callable[[Path, TapShape], Named], SiteOf],
 ] = {
     ".safetensors": (_read_safetensors, _site_of),
     ".gguf": (_read_gguf, _site_of_direction),

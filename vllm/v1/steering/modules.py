@@ -126,6 +126,7 @@ def parse_module(value: Any, path: str, shape: TapShape, config: SteeringConfig)
     Args:
         value: `{"vectors", "prefill_vectors", "decode_vectors", "ops"}`, each optional and as the
             fields of `SamplingParams`, or the base tier alone, `{point: {layers: vector}}`.
+        path: where it stands, for errors; "" if the fields have no name above them.
 
     Raises:
         ValueError: as for the fields of a request; positions, which belong to a request.
@@ -134,15 +135,16 @@ def parse_module(value: Any, path: str, shape: TapShape, config: SteeringConfig)
     if not given.keys() & {*FIELDS, "ops"}:
         given = {FIELDS[0]: given}
     unknown = sorted(show_key(key) for key in given.keys() - {*FIELDS, "ops"})
+    path, below = path or "module", f"{path}." if path else ""
     if unknown:
         reject(path, f"unknown keys {unknown[:8]}, a module has {', '.join(FIELDS)} and ops")
     tiers = {}
     for tier, field in zip(TIERS, FIELDS, strict=True):
         if field in given:
             # Without positions there is one group of vectors.
-            [(vectors, _)] = parse_vectors(given[field], f"{path}.{field}", shape, no_positions)
+            [(vectors, _)] = parse_vectors(given[field], f"{below}{field}", shape, no_positions)
             tiers[tier] = vectors
-    ops = _parse_ops(given["ops"], f"{path}.ops", shape, config) if "ops" in given else []
+    ops = _parse_ops(given["ops"], f"{below}ops", shape, config) if "ops" in given else []
     return make_module(tiers, ops, path, shape)
 
 

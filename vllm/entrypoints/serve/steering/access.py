@@ -1,0 +1,58 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Who may change global steering over HTTP."""
+
+import hashlib
+import os
+import secrets
+from http import HTTPStatus
+from typing import NoReturn
+
+from fastapi import HTTPException, Request
+
+from vllm import envs
+
+HEADER = "X-Steering-Key"
+VARIABLE = "VLLM_STEERING_API_KEY"
+
+
+class SteeringAccess:
+    """Lets a request through that shows a key, or any request in development mode."""
+
+    def __init__(self, keys: list[str] | None, bearer: bool) -> None:
+        """
+        Args:
+            keys: of `--steering-api-key`; None for the environment's.
+            bearer: whether a key may come as bearer token: the server has no key of its own.
+        """
+        given = keys or [os.environ.get(VARIABLE, "")]
+        self._digests = [_digest(key) for key in given if key]
+        self._bearer = bearer
+
+    def need(self, request: Request) -> None:
+        """Raises HTTPException, a 403 with the reason."""
+        if envs.VLLM_SERVER_DEV_MODE:
+            return
+        if not self._digests:
+            _forbid(
+                "this server lets nobody change steering; start it with --steering-api-key "
+                f"({VARIABLE}), or with VLLM_SERVER_DEV_MODE=1"
+            )
+        shown = request.headers.get(HEADER)
+        if shown is None and self._bearer:
+            scheme, _, token = request.headers.get("Authorization", "").partition(" ")
+            shown = token if scheme.lower() == "bearer" else None
+        if shown is None:
+            how = f"{HEADER}, or as bearer token" if self._bearer else HEADER
+            _forbid(f"changing steering needs a key, sent as {how}")
+        digest = _digest(shown)
+        # All of them, so that the time does not say which one was nearly right.
+        if not any([secrets.compare_digest(digest, known) for known in self._digests]):
+            _forbid("the key is none of those that may change steering")
+
+
+def _digest(key: str) -> bytes:
+    return hashlib.sha256(key.encode("utf-8", errors="surrogateescape")).digest()
+
+
+def _forbid(reason: str) -> NoReturn:
+    raise HTTPException(status_code=HTTPStatus.FORBIDDEN.value, detail=f"Forbidden: {reason}")

@@ -1,0 +1,132 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`/v1/steering`: global tiers and named modules of the engine. docs/http.md describes it.
+
+Reading is open as the rest of `/v1` is. Changing needs a key, see `SteeringAccess`.
+"""
+
+import asyncio
+from http import HTTPStatus
+from typing import Any, cast
+
+from fastapi import APIRouter, FastAPI, HTTPException, Request
+
+from vllm import envs
+from vllm.v1.engine.async_llm import AsyncLLM
+from vllm.v1.sites import reject
+from vllm.v1.steering.modules import FIELDS, need_module_name
+
+from .access import SteeringAccess
+from .protocol import SET_FIELDS, flag_of, module_of, read_body, tiers_of
+
+router = APIRouter(prefix="/v1/steering", tags=["steering"])
+
+
+def _engine(request: Request) -> AsyncLLM:
+    return cast(AsyncLLM, request.app.state.engine_client)
+
+
+def _may_change(request: Request) -> None:
+    cast(SteeringAccess, request.app.state.steering_access).need(request)
+
+
+async def _made(change: Any) -> Any:
+    try:
+        return await change
+    except TimeoutError as error:
+        raise HTTPException(HTTPStatus.SERVICE_UNAVAILABLE.value, detail=str(error)) from error
+
+
+@router.get("")
+async def state(request: Request) -> dict[str, Any]:
+    """Version, norms and digests of the global tiers, modules, slots in use; not values."""
+    engine = _engine(request)
+    if not engine.vllm_config.steering_config.enable_steering:
+        return {"enabled": False}
+    states = await engine.steering.states()
+    used = {
+        what: {key: sum(state[what][key] for state in states) for key in ("in_use", "size")}
+        for what in ("slots", "rows")
+    }
+    return {"enabled": True, **states[0], **used, "engines": len(states)}
+
+
+@router.get("/layers")
+async def layers(request: Request) -> dict[str, Any]:
+    """What the model offers: the points each layer has, and which of them can be steered."""
+    config = _engine(request).vllm_config
+    if (shape := config.tap_shape) is None:
+        reject(
+            "steering",
+            "neither steering nor capture is enabled; start the server with --enable-steering "
+            "or --capture-consumers",
+        )
+    steering = config.steering_config
+    return {
+        "hidden_size": shape.hidden_size,
+        "dtype": shape.dtype,
+        "num_layers": len(shape.points),
+        "layers": {str(layer): list(points) for layer, points in sorted(shape.points.items())},
+        "steering_points": list(steering.steering_points) if steering.enable_steering else [],
+        "steering_families": list(steering.steering_families) if steering.enable_steering else [],
+    }
+
+
+@router.post("/set")
+async def set_tiers(request: Request) -> dict[str, Any]:
+    """Set global vectors, on all engines or none."""
+    _may_change(request)
+    fields = (*SET_FIELDS.values(), "replace")
+    body = await read_body(request, fields)
+    steering = _engine(request).steering
+    tiers = await asyncio.to_thread(tiers_of, body)
+    replace = flag_of(body, "replace")
+    if not tiers and not replace:
+        reject("vectors", f"is missing; this endpoint takes {', '.join(fields)}")
+    return {"version": await _made(steering.set_tiers(tiers, replace, SET_FIELDS))}
+
+
+@router.post("/clear")
+async def clear(request: Request) -> dict[str, Any]:
+    """Clear one tier, or all."""
+    _may_change(request)
+    body = await read_body(request, ("tier",))
+    return {"version": await _made(_engine(request).steering.clear(body.get("tier")))}
+
+
+@router.get("/modules")
+async def modules(request: Request) -> dict[str, Any]:
+    """name -> digest, norms of the vectors, names of the operations."""
+    engine = _engine(request)
+    if not engine.vllm_config.steering_config.enable_steering:
+        return {"modules": {}}
+    return {"modules": await engine.steering.modules()}
+
+
+@router.post("/modules")
+async def register(request: Request) -> dict[str, Any]:
+    """Name vectors and operations. A path on the server cannot be given."""
+    _may_change(request)
+    fields = ("name", *FIELDS, "ops", "safetensors")
+    body = await read_body(request, fields)
+    if "name" not in body:
+        reject("name", f"is missing; this endpoint takes {', '.join(fields)}")
+    steering = _engine(request).steering
+    source = await asyncio.to_thread(module_of, body)
+    digest = await _made(steering.register_content(body["name"], source))
+    return {"name": body["name"], "digest": digest}
+
+
+@router.delete("/modules/{name}")
+async def unregister(request: Request, name: str) -> dict[str, Any]:
+    """Later requests cannot use the name; running ones are not changed."""
+    _may_change(request)
+    name = need_module_name(name, "name")
+    await _made(_engine(request).steering.unregister_module(name))
+    return {"name": name}
+
+
+def attach_router(app: FastAPI) -> None:
+    args = app.state.args
+    has_api_key = any(args.api_key or [envs.VLLM_API_KEY])
+    app.state.steering_access = SteeringAccess(args.steering_api_key, bearer=not has_api_key)
+    app.include_router(router)

@@ -1,0 +1,191 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Arrays in JSON: `{"dtype", "shape", "data"}` with base64 of little-endian values, in place of a
+list of numbers, and one for all layers of a point. Whatever a client sends is checked first.
+"""
+
+import base64
+import binascii
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+
+from vllm.v1.sites import need_mapping, reject, show, show_key
+from vllm.v1.steering.spec import need_number
+
+DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32}
+
+MAX_ARRAY_BYTES = 256 << 20
+"""More than the vectors of one point of any model."""
+
+_KEYS = ("dtype", "shape", "data")
+
+
+def pack(values: torch.Tensor) -> dict[str, Any]:
+    """`{"dtype", "shape", "data"}` of a CPU tensor, bit for bit."""
+    raw = values.contiguous().view(torch.uint8).numpy().tobytes()
+    return {
+        "dtype": str(values.dtype).removeprefix("torch."),
+        "shape": list(values.shape),
+        "data": base64.b64encode(raw).decode(),
+    }
+
+
+def unpack(value: Any, path: str, *, extra: tuple[str, ...] = ()) -> torch.Tensor:
+    """The tensor of a packed array, on the CPU, of the dtype it was sent in.
+
+    Args:
+        extra: keys it may have beside `dtype`, `shape` and `data`.
+
+    Raises:
+        ValueError: a key is missing or unknown, the dtype is none of `DTYPES`, the shape is not a
+            list of one or two positive ints, it is too large, `data` is not base64 of just as many
+            bytes, a value is not finite.
+    """
+    given = need_mapping(value, path)
+    missing = [key for key in _KEYS if key not in given]
+    if missing:
+        reject(path, f"a packed array needs {missing[0]!r}")
+    unknown = sorted(show_key(key) for key in given.keys() - {*_KEYS, *extra})
+    if unknown:
+        known = ", ".join((*_KEYS, *extra))
+        reject(path, f"unknown keys {unknown[:8]}, a packed array has {known}")
+    name = given["dtype"]
+    if not isinstance(name, str) or name not in DTYPES:
+        reject(f"{path}.dtype", f"unknown dtype {show(name)}; use {', '.join(DTYPES)}")
+    shape = _shape(given["shape"], f"{path}.shape")
+    dtype = DTYPES[name]
+    expected = math.prod(shape) * dtype.itemsize
+    if expected > MAX_ARRAY_BYTES:
+        reject(
+            f"{path}.shape", f"{show(expected)} bytes are more than the {MAX_ARRAY_BYTES} allowed"
+        )
+    raw = _bytes(given["data"], expected, f"{path}.data")
+    # numpy does the byte order, and has no bfloat16.
+    words = np.frombuffer(raw, f"<i{dtype.itemsize}").astype(f"=i{dtype.itemsize}")
+    values = torch.from_numpy(words).view(dtype).reshape(shape)
+    if not torch.isfinite(values).all():
+        reject(f"{path}.data", "is not finite")
+    return values
+
+
+def _shape(value: Any, path: str) -> list[int]:
+    if not isinstance(value, list) or len(value) not in (1, 2):
+        reject(path, "must be a list of one or two ints")
+    for i, size in enumerate(value):
+        if not isinstance(size, int) or isinstance(size, bool) or size < 1:
+            reject(f"{path}[{i}]", f"must be an int of at least 1, got {show(size)}")
+    return value
+
+
+def _bytes(value: Any, expected: int, path: str) -> bytes:
+    if not isinstance(value, str):
+        reject(path, f"must be a string, base64, got {show(value)}")
+    characters = 4 * -(-expected // 3)
+    if len(value) != characters:
+        reject(
+            path,
+            f"has {len(value)} characters; the {expected} bytes of this shape and dtype are "
+            f"{characters} in base64",
+        )
+    try:
+        raw = base64.b64decode(value, validate=True)
+    except (binascii.Error, ValueError):
+        reject(path, "is not base64")
+    if len(raw) != expected:
+        reject(path, f"has {len(raw)} bytes, shape and dtype make {expected}")
+    return raw
+
+
+def is_packed(value: Any) -> bool:
+    """Whether a mapping is meant as a packed array. No layer or key of an entry has such a name."""
+    return isinstance(value, Mapping) and any(key in value for key in _KEYS)
+
+
+def read_array(value: Any, path: str) -> Any:
+    """The tensor of a packed array; anything else as it is, to be checked where it is used."""
+    return unpack(value, path) if is_packed(value) else value
+
+
+def read_vectors(value: Any, path: str) -> Any:
+    """`{point: {layers: vector}}` with its packed arrays read: vectors, and whole points."""
+    if not isinstance(value, Mapping):
+        return value
+    return {point: _read_point(e, f"{path}.{show_key(point)}") for point, e in value.items()}
+
+
+def _read_point(entries: Any, path: str) -> Any:
+    if is_packed(entries):
+        return _by_layer(entries, path)
+    if not isinstance(entries, Mapping):
+        return entries
+    return {layer: _read_entry(e, f"{path}.{show_key(layer)}") for layer, e in entries.items()}
+
+
+def _read_entry(entry: Any, path: str) -> Any:
+    if isinstance(entry, Mapping) and "vector" in entry:
+        return {**entry, "vector": read_array(entry["vector"], f"{path}.vector")}
+    return read_array(entry, path)
+
+
+def _by_layer(value: Any, path: str) -> dict[int, Any]:
+    """`{layer: {"vector", "scale"}}` of the vectors of a point, packed together."""
+    if "layers" not in value:
+        reject(path, "packed vectors need 'layers'")
+    vectors = unpack(value, path, extra=("layers", "scales"))
+    if vectors.ndim != 2:
+        reject(f"{path}.shape", "must be [layers, hidden size]")
+    layers = _list(value["layers"], len(vectors), f"{path}.layers")
+    scales = _list(value.get("scales", [1.0] * len(vectors)), len(vectors), f"{path}.scales")
+    entries: dict[int, Any] = {}
+    for i, (layer, scale, vector) in enumerate(zip(layers, scales, vectors, strict=True)):
+        if not isinstance(layer, int) or isinstance(layer, bool) or layer < 0:
+            reject(f"{path}.layers[{i}]", f"must be an int of at least 0, got {show(layer)}")
+        if layer in entries:
+            reject(f"{path}.layers", f"names layer {show(layer)} twice")
+        entries[layer] = {
+            "vector": vector,
+            "scale": need_number(scale, f"{path}.scales[{i}]"),
+        }
+    return entries
+
+
+def _list(value: Any, count: int, path: str) -> list[Any]:
+    if not isinstance(value, list) or len(value) != count:
+        got = f"{len(value)} entries" if isinstance(value, list) else show(value)
+        reject(path, f"must be a list with an entry for each of the {count} rows, got {got}")
+    return value
+
+
+def read_ops(value: Any, path: str) -> Any:
+    """A list of operations with its packed arrays read."""
+    if not isinstance(value, list):
+        return value
+    return [_read_op(entry, f"{path}[{i}]") for i, entry in enumerate(value)]
+
+
+def _read_op(entry: Any, path: str) -> Any:
+    if not isinstance(entry, Mapping):
+        return entry
+    read = dict(entry)
+    for key in ("vector", "direction", "values"):
+        if key in read:
+            read[key] = read_array(read[key], f"{path}.{key}")
+    gate = read.get("gate")
+    if isinstance(gate, Mapping) and "probe" in gate:
+        read["gate"] = {**gate, "probe": read_array(gate["probe"], f"{path}.gate.probe")}
+    return read
+
+
+def read_capture(value: Any, path: str) -> Any:
+    """`{consumer: {...}}` with packed projections read."""
+    if not isinstance(value, Mapping):
+        return value
+    return {
+        name: {**asked, "project": read_array(asked["project"], f"{path}.{show_key(name)}.project")}
+        if isinstance(asked, Mapping) and "project" in asked
+        else asked
+        for name, asked in value.items()
+    }

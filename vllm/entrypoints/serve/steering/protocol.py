@@ -1,0 +1,101 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The bodies of `/v1/steering`: read with a bound, checked by name."""
+
+import base64
+import binascii
+import json
+from collections.abc import Mapping
+from http import HTTPStatus
+from typing import Any
+
+from fastapi import HTTPException, Request
+
+from vllm.v1.interventions import TIERS
+from vllm.v1.sites import reject, show, show_key
+from vllm.v1.steering.modules import FIELDS
+
+from .packed import read_ops, read_vectors
+
+MAX_BODY_BYTES = 512 << 20
+"""Of a change. Vectors for all that a model of 100 layers of 8192 has are a quarter of it."""
+
+
+async def read_body(request: Request, allowed: tuple[str, ...]) -> dict[str, Any]:
+    """The JSON object of a body.
+
+    Raises:
+        HTTPException: it is larger than `MAX_BODY_BYTES`.
+        ValueError: it is not a JSON object, names a key twice, or has a key that is not `allowed`.
+    """
+    raw = bytearray()
+    async for chunk in request.stream():
+        raw += chunk
+        if len(raw) > MAX_BODY_BYTES:
+            raise HTTPException(
+                status_code=HTTPStatus.REQUEST_ENTITY_TOO_LARGE.value,
+                detail=f"the body has more than {MAX_BODY_BYTES} bytes",
+            )
+    try:
+        body = json.loads(bytes(raw) or b"{}", object_pairs_hook=_once)
+    except (ValueError, RecursionError) as error:
+        reject("body", f"is not JSON: {str(error)[:200]}")
+    if not isinstance(body, dict):
+        reject("body", f"must be a JSON object, got {show(body)}")
+    unknown = sorted(show_key(key) for key in body.keys() - set(allowed))
+    if unknown:
+        reject(unknown[0], f"is not a field of this endpoint; it has {', '.join(allowed)}")
+    return body
+
+
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Of a key that is there twice the first value would be ignored."""
+    made = dict(pairs)
+    if len(made) < len(pairs):
+        seen: set[str] = set()
+        for key, _ in pairs:
+            if key in seen:
+                raise ValueError(f"the key {show(key)} is there twice")
+            seen.add(key)
+    return made
+
+
+SET_FIELDS = dict(zip(TIERS, FIELDS, strict=True))
+"""tier -> the field of `POST /v1/steering/set` with its vectors."""
+
+
+def tiers_of(body: Mapping[str, Any]) -> dict[str, Any]:
+    """tier -> vectors, as `AsyncSteering.set_tiers` takes them."""
+    return {
+        tier: read_vectors(body[field], field)
+        for tier, field in SET_FIELDS.items()
+        if body.get(field) is not None
+    }
+
+
+def flag_of(body: Mapping[str, Any], field: str) -> bool:
+    value = body.get(field)
+    if value is not None and not isinstance(value, bool):
+        reject(field, f"must be true or false, got {show(value)}")
+    return bool(value)
+
+
+def module_of(body: Mapping[str, Any]) -> dict[str, Any] | bytes:
+    """What a module is made of: its fields, or the content of a safetensors file."""
+    given = {key: body[key] for key in (*FIELDS, "ops") if body.get(key) is not None}
+    packed = body.get("safetensors")
+    if packed is None:
+        if not given:
+            fields = ", ".join((*FIELDS, "ops", "safetensors"))
+            reject("vectors", f"is missing; this endpoint takes {fields}")
+        return {
+            key: read_ops(value, key) if key == "ops" else read_vectors(value, key)
+            for key, value in given.items()
+        }
+    if given:
+        reject("safetensors", f"stands alone, {next(iter(given))} is given too")
+    if not isinstance(packed, str):
+        reject("safetensors", f"must be a string, base64, got {show(packed)}")
+    try:
+        return base64.b64decode(packed, validate=True)
+    except (binascii.Error, ValueError):
+        reject("safetensors", "is not base64")

@@ -1,0 +1,113 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Capture results in the choices of a response."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import fields, is_dataclass
+from math import isfinite
+from pathlib import PurePath
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+import numpy as np
+import torch
+
+from vllm.v1.capture.results import CapturedRows, CaptureResult
+
+from .packed import pack
+
+if TYPE_CHECKING:
+    from pydantic import BaseModel
+
+    from vllm.outputs import CompletionOutput
+
+
+def add_capture_results(choice: "BaseModel", output: "CompletionOutput") -> None:
+    """Give a choice its `capture_results`; one that captured nothing stays as it is.
+
+    A choice that is not finished gets rows only, the status when there is one is null.
+    """
+    if output.capture_results is None:
+        return
+    finished = output.finish_reason is not None
+    shown = {
+        name: _result(result, finished)
+        for name, result in output.capture_results.items()
+        if finished or _rows_of(result.payload)
+    }
+    if shown:
+        # The models of choices keep extra fields, so nothing is added where nothing is captured.
+        assert choice.model_extra is not None
+        choice.model_extra["capture_results"] = shown
+
+
+def has_rows(output: "CompletionOutput") -> bool:
+    """Whether a chunk must be sent for the rows in it, though there is no text to send."""
+    return any(_rows_of(result.payload) for result in (output.capture_results or {}).values())
+
+
+def _result(result: CaptureResult, finished: bool) -> dict[str, Any]:
+    payload = result.payload
+    if isinstance(payload, Mapping) and all(isinstance(r, CapturedRows) for r in payload.values()):
+        shown: Any = [
+            _rows(point, layer, rows)
+            for (point, layer), rows in payload.items()
+            if finished or len(rows)
+        ]
+    else:
+        shown = plain(payload)
+    return {
+        "status": result.status if finished else None,
+        "error": result.error if finished else None,
+        "payload": shown,
+    }
+
+
+def _rows_of(payload: Any) -> int:
+    """How many rows a payload brings."""
+    if not isinstance(payload, Mapping):
+        return 0
+    return sum(len(rows) for rows in payload.values() if isinstance(rows, CapturedRows))
+
+
+def _rows(point: str, layer: int, rows: CapturedRows) -> dict[str, Any]:
+    shown = {
+        "point": point,
+        "layer": layer,
+        "positions": rows.positions.tolist(),
+        "token_ids": rows.token_ids.tolist(),
+    }
+    if rows.versions.any():
+        shown["versions"] = rows.versions.tolist()
+    return shown | pack(rows.values)
+
+
+def plain(value: Any) -> Any:
+    """What a consumer made, as JSON has it: arrays packed, numbers that are not finite null."""
+    if value is None or isinstance(value, bool | int | str):
+        return value
+    if isinstance(value, float):
+        return value if isfinite(value) else None
+    if isinstance(value, torch.Tensor):
+        return pack(value.detach().cpu())
+    if isinstance(value, np.generic):
+        return plain(value.item())
+    if isinstance(value, np.ndarray):
+        return pack(torch.from_numpy(np.ascontiguousarray(value)))
+    if isinstance(value, PurePath):
+        return str(value)
+    if isinstance(value, bytes | bytearray):
+        return pack(torch.frombuffer(bytearray(value), dtype=torch.uint8)) if value else ""
+    if isinstance(value, msgspec.Struct):
+        return plain(msgspec.structs.asdict(value))
+    if is_dataclass(value) and not isinstance(value, type):
+        return {field.name: plain(getattr(value, field.name)) for field in fields(value)}
+    if isinstance(value, Mapping):
+        return {_key(key): plain(entry) for key, entry in value.items()}
+    if isinstance(value, Sequence | set | frozenset):
+        return [plain(entry) for entry in value]
+    return str(value)
+
+
+def _key(key: Any) -> str:
+    """A site as `post_block.12`."""
+    return ".".join(map(str, key)) if isinstance(key, tuple) else str(key)

@@ -1,0 +1,76 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What completions and chat completions do about steering and capture before they generate."""
+
+from typing import TYPE_CHECKING, cast
+
+import numpy as np
+
+from vllm.logger import init_logger
+from vllm.sampling_params import BeamSearchParams, SamplingParams
+from vllm.v1.engine.interventions import resolve
+from vllm.v1.interventions import Plan
+from vllm.v1.steering.plan import rows_of
+
+from .body import asked_fields, refuse_beams, set_plan_fields
+
+if TYPE_CHECKING:
+    from vllm.entrypoints.generate.base.serving import GenerateBaseServing
+    from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
+    from vllm.entrypoints.openai.completion.protocol import CompletionRequest
+    from vllm.inputs import EngineInput
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+logger = init_logger(__name__)
+
+
+async def intervene(
+    serving: "GenerateBaseServing",
+    request: "CompletionRequest | ChatCompletionRequest",
+    request_id: str,
+    params: SamplingParams | BeamSearchParams,
+    prompt: "EngineInput",
+) -> None:
+    """Take what a body asks for into `params`.
+
+    Raises:
+        ValueError: with the path of the field; also where the response would be streamed, and an
+            error of the engine come after a 200.
+    """
+    asked = asked_fields(request)
+    if not asked:
+        return
+    if isinstance(params, BeamSearchParams):
+        refuse_beams(asked)
+    set_plan_fields(params, asked)
+    engine = cast("AsyncLLM", serving.engine_client)
+    if params.steering_modules is not None:
+        await engine.steering.refresh()
+    if request.stream or serving.request_logger is not None:
+        processor = engine.input_processor
+        token_ids = serving._extract_prompt_components(prompt).token_ids
+        plan = resolve(
+            params, params, token_ids, False, engine.vllm_config, processor.tokenizer,
+            processor.modules,
+        )  # fmt: skip
+        if serving.request_logger is not None and plan is not None:
+            logger.info("Request %s: %s", request_id, described(plan))
+
+
+def described(plan: Plan) -> str:
+    """A plan for the log: digests, norms and counts, never values."""
+    said = []
+    if (steering := plan.steering) is not None:
+        vectors = [
+            f"{part.digest[:12]} ({len(part.sites)} vectors, largest norm "
+            f"{np.linalg.norm(rows_of(part).astype(np.float64), axis=1).max():.4g})"
+            for part in steering.parts
+        ]
+        named = {d for c in steering.contents for d, _ in c.parts} - {
+            part.digest for part in steering.parts
+        }
+        said += vectors + [f"{digest[:12]} (of a module)" for digest in sorted(named)]
+        said += [f"{program.digest[:12]} (operations)" for program in steering.programs]
+        said = [f"steering {', '.join(said) or 'without the global tiers'}"]
+    if (capture := plan.capture) is not None:
+        said.append(f"capture for {', '.join(capture.consumers)} at {len(capture.sites)} sites")
+    return "; ".join(said)
