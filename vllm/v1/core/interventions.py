@@ -136,6 +136,7 @@ class SchedulerInterventions:
         self.slots.release(request.request_id)
         self.pool.release(request.request_id)
         self.projections.release(request.request_id)
+        self.rows.withdraw(request)
         self._admitted.pop(request.request_id, None)
 
     def _restart(self, request: Request) -> None:

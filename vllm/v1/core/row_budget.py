@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Scheduler side of capture: which rows of a step leave the device, and that they fit."""
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
@@ -12,8 +12,22 @@ if TYPE_CHECKING:
 FIRST_TOKEN = np.zeros(1, dtype=np.int32)
 
 
+class Claim(NamedTuple):
+    """Of a request that was refused rows."""
+
+    since: int
+    """The step of its first refusal."""
+    rows: int
+    """The fewest it can run with."""
+
+
 class RowBudget:
-    """The rows of the step that is being scheduled, by request."""
+    """The rows of the step that is being scheduled, by request.
+
+    A request that was refused rows has first claim in the next step, so that no prompt which
+    captures everything keeps the others waiting. Claims are served in the order of the first
+    refusal. They last one step: a request that cannot run now keeps nobody else from running.
+    """
 
     def __init__(self, config: "VllmConfig") -> None:
         self._speculates = config.speculative_config is not None
@@ -24,25 +38,30 @@ class RowBudget:
         self._offsets: dict[str, np.ndarray] = {}
         self._counts: dict[str, int] = {}
         self._taken = 0
+        self._step = 0
+        self._claims: dict[str, Claim] = {}
+        """Of requests refused in the step before that have not asked again."""
+        self._refused: dict[str, Claim] = {}
+        """Of this step."""
 
     def cap_tokens(self, request: "Request", first: int, num_tokens: int) -> int:
         """How many of the `num_tokens` positions from `first` this step's rows have room for.
 
-        0 means: not in this step. Never 0 for a request that is first in a step (the frontend
-        refused what can never fit).
+        0 means: not in this step. Where nobody has a claim, the first request of a step gets some
+        (the frontend refused what can never fit).
         """
         capture = request.interventions.plan.capture
         if capture is None or num_tokens <= 0:
             return num_tokens
-        self.withdraw(request)
-        room = self._capacity - self._taken
+        self._give_back(request)
+        num_sites = len(capture.sites)
         if num_tokens == 1 and not self._speculates:
             # Decoding, the common case, without numpy.
             if first not in request.interventions.wanted:
                 return 1
-            if len(capture.sites) > room:
-                return 0
-            self._take(request, FIRST_TOKEN, len(capture.sites))
+            if num_sites > self._room(request):
+                return self._refuse(request, num_sites)
+            self._take(request, FIRST_TOKEN, num_sites)
             return 1
         positions = np.arange(first, first + num_tokens)
         wanted = request.interventions.wanted.mask(positions)
@@ -50,30 +69,58 @@ class RowBudget:
             # With drafts in flight the true positions may lie before these: reserve every row
             # past the prompt; the true positions come back with the rows.
             wanted |= positions >= request.num_prompt_tokens
-        rows = np.cumsum(wanted) * len(capture.sites)
-        fits = int(np.searchsorted(rows, room, side="right"))
+        rows = np.cumsum(wanted) * num_sites
+        fits = int(np.searchsorted(rows, self._room(request), side="right"))
         if fits < num_tokens and self._speculates and first + num_tokens > request.num_tokens:
             # The sampler counts on all of a request's draft rows or none, those that upstream
             # pads a prompt's last token with included. Recomputed tokens are no drafts.
-            return 0
-        if fits:
-            offsets = np.flatnonzero(wanted[:fits]).astype(np.int32)
-            self._take(request, offsets, int(rows[fits - 1]))
+            return self._refuse(request, int(rows[-1]))
+        if not fits:
+            return self._refuse(request, num_sites)
+        offsets = np.flatnonzero(wanted[:fits]).astype(np.int32)
+        self._take(request, offsets, int(rows[fits - 1]))
         return fits
 
+    def _room(self, request: "Request") -> int:
+        """Rows the request may take: what nobody else has a claim on, or its own claim."""
+        free = self._capacity - self._taken
+        others = [claim for name, claim in self._claims.items() if name != request.request_id]
+        room = free - sum(claim.rows for claim in others)
+        mine = self._claims.get(request.request_id)
+        if mine is not None:
+            older = sum(claim.rows for claim in others if claim.since < mine.since)
+            if older + mine.rows <= free:
+                room = max(room, mine.rows)
+        return max(room, 0)
+
+    def _refuse(self, request: "Request", needed: int) -> int:
+        # What was kept for it did not do, so others may have it.
+        claim = self._claims.pop(request.request_id, None)
+        since = self._step if claim is None else claim.since
+        self._refused[request.request_id] = Claim(since, needed)
+        return 0
+
     def _take(self, request: "Request", offsets: np.ndarray, rows: int) -> None:
+        self._claims.pop(request.request_id, None)
+        self._refused.pop(request.request_id, None)
         self._offsets[request.request_id] = offsets
         self._counts[request.request_id] = rows
         self._taken += rows
 
-    def withdraw(self, request: "Request") -> None:
-        """The request is not part of this step after all."""
+    def _give_back(self, request: "Request") -> None:
         self._offsets.pop(request.request_id, None)
         self._taken -= self._counts.pop(request.request_id, 0)
+
+    def withdraw(self, request: "Request") -> None:
+        """The request is not part of this step after all, or has ended."""
+        self._give_back(request)
+        self._claims.pop(request.request_id, None)
+        self._refused.pop(request.request_id, None)
 
     def take(self, num_scheduled_tokens: dict[str, int]) -> dict[str, np.ndarray]:
         """Request id -> int32 offsets into its tokens of this step; starts the next step."""
         offsets, self._offsets, self._counts, self._taken = self._offsets, {}, {}, 0
+        self._claims, self._refused, self._step = self._refused, {}, self._step + 1
         return {
             req_id: kept
             for req_id, at in offsets.items()
