@@ -41,7 +41,9 @@ def parse(shape: TapShape = SHAPE, **consumers: dict[str, Any]) -> CapturePlan:
         name: {"hooks": {"post_block": [1]}, "positions": "all", **request}
         for name, request in consumers.items()
     }
-    return parse_capture(asked, "capture", shape, Prompt([1, 2, 3], 4, None), SPECS)
+    plan = parse_capture(asked, "capture", shape, Prompt([1, 2, 3], 4, None), SPECS)
+    assert plan is not None
+    return plan
 
 
 # -- what a request may say -------------------------------------------------------------------
