@@ -3,7 +3,7 @@ PYTHON ?= python3.11
 RUN := .venv/bin/python
 OURS := vllm tools patches tests demo examples benchmarks
 
-.PHONY: help install test test-models lint format mutations demo tree diffstat wheel clean
+.PHONY: help install test test-models workloads lint format mutations demo tree diffstat wheel clean
 .DEFAULT_GOAL := help
 
 help: ## this list
@@ -24,6 +24,10 @@ test-models: install ## every architecture against transformers (half an hour), 
 
 mutations: install ## break the wiring on purpose: is it noticed? (docs/mutations.md)
 	$(RUN) -m tests.mutations
+
+# Seeds of another day each time; the tests of `make test` have the same ones always.
+workloads: install ## capture under random workloads, for ten minutes or so (WORKLOADS=300 of an engine)
+	WORKLOADS=$(or $(WORKLOADS),100) WORKLOADS_FROM=$$(date +%s) $(RUN) -m pytest -s tests/test_capture_workloads.py
 
 lint: install ## ruff, mypy on our files, and that the patches are small
 	$(RUN) -m ruff check $(wildcard $(OURS))

@@ -7,6 +7,7 @@ The CPU platform switches it off whatever is asked, so the fixture puts it back.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -30,14 +31,10 @@ PREFILL = {"prefill_steering_vectors": {"post_attn": {1: vector(80)}}}
 DECODE = {"decode_steering_vectors": {"post_block": {1: vector(80)}}}
 
 
-def start(tiny_models: TinyModels, **options: Any) -> tuple[LLM, Judge]:
-    """An engine that schedules asynchronously.
-
-    Raises:
-        AssertionError: it does not.
-    """
+@contextmanager
+def asynchronous() -> Iterator[None]:
+    """Engines started within schedule asynchronously."""
     from vllm.platforms.cpu import CpuPlatform
-    from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 
     original = vars(CpuPlatform)["check_and_update_config"].__func__
 
@@ -45,15 +42,32 @@ def start(tiny_models: TinyModels, **options: Any) -> tuple[LLM, Judge]:
         original(cls, config)
         config.scheduler_config.async_scheduling = True
 
-    path, row = tiny_models.path("llama"), tiny_models.row("llama")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(CpuPlatform, "check_and_update_config", classmethod(keep))
+        yield
+
+
+def start(tiny_models: TinyModels, **options: Any) -> tuple[LLM, Judge]:
+    """An engine that schedules asynchronously.
+
+    Raises:
+        AssertionError: it does not.
+    """
+    path, row = tiny_models.path("llama"), tiny_models.row("llama")
+    with asynchronous():
         llm = make_llm(
             path, enable_steering=True, capture_consumers=["inline"], max_num_seqs=8, **options
         )
+    need_asynchronous(llm)
+    return llm, Judge(Reference(row, models.load(row, path)))
+
+
+def need_asynchronous(llm: LLM) -> None:
+    """Raises AssertionError: the engine does not schedule asynchronously."""
+    from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+
     assert isinstance(serving.scheduler_of(llm), AsyncScheduler)
     assert serving.core_of(llm).batch_queue is not None
-    return llm, Judge(Reference(row, models.load(row, path)))
 
 
 @pytest.fixture(scope="module")
