@@ -1,0 +1,71 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A completion's rows on their way to a file."""
+
+from dataclasses import dataclass, replace
+from typing import Any, Literal, get_args
+
+import torch
+
+from vllm.v1.capture.consumers.filesystem import names
+from vllm.v1.capture.files import LABELS, SUFFIX, Layout, Record, encode, tensor_name
+
+OnCollision = Literal["error", "overwrite", "suffix"]
+ON_COLLISION: tuple[OnCollision, ...] = get_args(OnCollision)
+
+
+class CollisionError(FileExistsError):
+    """A request of that name was published before."""
+
+    def __init__(self, record: Record) -> None:
+        super().__init__(
+            f"{record.tag}/{record.request_id} exists already: choose another request_id or tag, "
+            "or start the consumer with on_collision=suffix or overwrite"
+        )
+
+
+@dataclass(frozen=True)
+class Publication:
+    """All rows of one completion."""
+
+    record: Record
+    tensors: dict[str, torch.Tensor]
+    """The three of `LABELS`, and of each site."""
+    named: bool
+    """Whether the client chose the name; else it is unique by itself."""
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(tensor.nbytes for tensor in self.tensors.values())
+
+    def renamed(self) -> "Publication":
+        """Under a name that is free."""
+        free = names.another(self.record.request_id)
+        return replace(self, record=replace(self.record, request_id=free))
+
+    @property
+    def folder(self) -> str:
+        return f"{self.record.tag}/{self.record.request_id}"
+
+    def packed(self) -> list[Any]:
+        return encode(self.tensors, self.record.to_strings())
+
+    def per_file(self) -> dict[str, list[Any]]:
+        """file name -> its content."""
+        labels = {name: self.tensors[name] for name in LABELS}
+        files = {}
+        for site in self.record.sites:
+            name = tensor_name(site)
+            metadata = self.record.to_strings() | {"point": site[0], "layer": str(site[1])}
+            files[name + SUFFIX] = encode(labels | {name: self.tensors[name]}, metadata)
+        return files
+
+    def result(self, layout: Layout, paths: list[str]) -> dict[str, Any]:
+        """The payload of the result: plain data, and no path of the server's."""
+        return {
+            "layout": layout,
+            "tag": self.record.tag,
+            "request_id": self.record.request_id,
+            "paths": paths,
+            "rows": self.record.rows * len(self.record.sites),
+            "bytes": self.num_bytes,
+        }

@@ -1,0 +1,266 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Files that are there whole or not at all, and durable when `put` returns.
+
+Paths are relative to the root. No lock is held while the store works: it may hang.
+"""
+
+import contextlib
+import errno
+import os
+import shutil
+import threading
+import uuid
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import fsspec.core
+from fsspec import AbstractFileSystem
+from fsspec.implementations.local import LocalFileSystem
+
+from vllm.v1.capture.files import Buffer
+
+Pieces = Sequence[Buffer]
+"""A file's content."""
+
+
+class Store(ABC):
+    """
+    Raises of all methods:
+        OSError: the store's. `FileExistsError` where `replace` is false and the path is taken.
+    """
+
+    def __init__(self, fs: AbstractFileSystem, root: str) -> None:
+        self.fs = fs
+        self.root = root.rstrip("/")
+
+    def full(self, path: str) -> str:
+        """As `fs` takes it."""
+        return f"{self.root}/{path}"
+
+    def prepare(self) -> None:  # noqa: B027
+        """Called once, before anything is written: find out what cannot work."""
+
+    @abstractmethod
+    def put(self, path: str, pieces: Pieces, replace: bool) -> None: ...
+
+    @abstractmethod
+    def put_folder(self, path: str, files: Mapping[str, Pieces], replace: bool) -> None:
+        """Several files at once, and nothing else in their folder.
+
+        Locally the folder appears at once; in an object store its files do one by one, and a second
+        `put_folder` of this process to the same path meanwhile raises FileExistsError. Those of two
+        processes could mix: the reader tells.
+        """
+
+    @abstractmethod
+    def remove(self, path: str) -> None:
+        """A file or folder; one that is not there is no error."""
+
+    def names(self, folder: str) -> list[str]:
+        """Of the files in a folder, sorted; none if there is no folder."""
+        path = self.full(folder)
+        self.fs.invalidate_cache(path)
+        try:
+            found = self.fs.ls(path, detail=False)
+        except FileNotFoundError:
+            return []
+        return sorted(str(name).rsplit("/", 1)[-1] for name in found)
+
+
+def open_store(root: str, storage_options: Mapping[str, Any]) -> Store:
+    """
+    Raises:
+        ValueError: no such protocol, its library is not installed, unknown options.
+    """
+    try:
+        fs, path = fsspec.core.url_to_fs(root, **storage_options)
+    except (ImportError, TypeError, ValueError) as error:
+        raise ValueError(f"root: {root!r} cannot be opened: {error}") from error
+    if isinstance(fs, LocalFileSystem):
+        return LocalStore(fs, os.path.abspath(path))
+    return ObjectStore(fs, path)
+
+
+class LocalStore(Store):
+    """Written under a temporary name, synced, renamed, and the rename synced."""
+
+    def __init__(self, fs: AbstractFileSystem, root: str) -> None:
+        super().__init__(fs, root)
+        self._durable: set[Path] = set()
+        """Folders whose entry in their parent was synced."""
+
+    def prepare(self) -> None:
+        folder = Path(self.root)
+        self._make_folder(folder)
+        one, other = _temporary(folder), _temporary(folder)
+        try:
+            one.touch()
+            try:
+                os.link(one, other)
+            except OSError as error:
+                raise OSError(
+                    error.errno,
+                    f"root: {self.root} is on a file system without hard links ({error.strerror}), "
+                    "which files are published with so that none is overwritten; name an object "
+                    "store by its URL, such as s3://, not by the path it is mounted at",
+                ) from error
+        finally:
+            one.unlink(missing_ok=True)
+            other.unlink(missing_ok=True)
+
+    def put(self, path: str, pieces: Pieces, replace: bool) -> None:
+        final = Path(self.full(path))
+        with self._unfinished(final.parent) as unfinished:
+            _write(unfinished, pieces)
+            if replace:
+                os.replace(unfinished, final)
+            else:
+                # Unlike a rename it fails where there is a file.
+                os.link(unfinished, final)
+                unfinished.unlink()
+            self._sync_or_remove(final)
+
+    def put_folder(self, path: str, files: Mapping[str, Pieces], replace: bool) -> None:
+        final = Path(self.full(path))
+        with self._unfinished(final.parent) as unfinished:
+            unfinished.mkdir()
+            for name, pieces in files.items():
+                _write(unfinished / name, pieces)
+            _sync(unfinished)
+            while not _move_folder(unfinished, final):
+                if not replace:
+                    raise FileExistsError(str(final))
+                with self._unfinished(final.parent) as old, contextlib.suppress(FileNotFoundError):
+                    os.rename(final, old)
+            self._sync_or_remove(final)
+
+    def remove(self, path: str) -> None:
+        final = Path(self.full(path))
+        if final.is_dir():
+            # Its name first: what is left of a folder must not look like a request.
+            with self._unfinished(final.parent) as unfinished:
+                os.rename(final, unfinished)
+        else:
+            final.unlink(missing_ok=True)
+
+    @contextlib.contextmanager
+    def _unfinished(self, folder: Path) -> Iterator[Path]:
+        """A temporary path in a folder that is there. What is at it at the end is removed."""
+        self._make_folder(folder)
+        path = _temporary(folder)
+        try:
+            yield path
+        finally:
+            if path.is_dir():
+                shutil.rmtree(path)
+            else:
+                path.unlink(missing_ok=True)
+
+    def _make_folder(self, folder: Path) -> None:
+        """Its entry is durable, too. Somebody may have removed it since it was made."""
+        if folder in self._durable and folder.is_dir():
+            return
+        if not folder.parent.is_dir():
+            self._make_folder(folder.parent)
+        folder.mkdir(exist_ok=True)
+        _sync(folder.parent)
+        self._durable.add(folder)
+
+    def _sync_or_remove(self, final: Path) -> None:
+        try:
+            _sync(final.parent)
+        except OSError:
+            self.remove(os.path.relpath(final, self.root))
+            raise
+
+
+def _move_folder(source: Path, target: Path) -> bool:
+    """Whether `target` was free."""
+    try:
+        os.rename(source, target)
+    except OSError as error:
+        if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
+            raise
+        return False
+    return True
+
+
+def _temporary(folder: Path) -> Path:
+    return folder / f".{uuid.uuid4().hex}.tmp"
+
+
+def _write(path: Path, pieces: Pieces) -> None:
+    # A small piece is copied to the buffer, a large one goes to the file as it is.
+    with open(path, "xb", buffering=1 << 20) as file:
+        for piece in pieces:
+            file.write(piece)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _sync(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+class ObjectStore(Store):
+    """One put a file, which a store does whole or not at all.
+
+    Where nothing may be replaced the store is asked to refuse (S3's If-None-Match, and what fsspec
+    makes of it elsewhere; a file system of fsspec that has no such thing looks first). Threads of
+    this process are told apart here in any case.
+    """
+
+    def __init__(self, fs: AbstractFileSystem, root: str) -> None:
+        super().__init__(fs, root)
+        self._lock = threading.Lock()
+        self._claimed: set[str] = set()
+
+    def put(self, path: str, pieces: Pieces, replace: bool) -> None:
+        with contextlib.nullcontext() if replace else self._claim(path):
+            self._put(path, pieces, replace)
+
+    def put_folder(self, path: str, files: Mapping[str, Pieces], replace: bool) -> None:
+        # Also where it replaces: two at once would mix their files.
+        with self._claim(path):
+            old = self.names(path)
+            if old and not replace:
+                raise FileExistsError(path)
+            written = []
+            try:
+                for name, pieces in files.items():
+                    self._put(f"{path}/{name}", pieces, replace)
+                    written.append(name)
+            except BaseException:
+                for name in written:
+                    with contextlib.suppress(Exception):
+                        self.remove(f"{path}/{name}")
+                raise
+            for name in set(old) - files.keys():
+                self.remove(f"{path}/{name}")
+
+    def remove(self, path: str) -> None:
+        with contextlib.suppress(FileNotFoundError):
+            self.fs.rm(self.full(path), recursive=True)
+
+    def _put(self, path: str, pieces: Pieces, replace: bool) -> None:
+        # bytes.join lets go of the GIL.
+        data = b"".join(pieces)
+        self.fs.pipe_file(self.full(path), data, mode="overwrite" if replace else "create")
+
+    @contextlib.contextmanager
+    def _claim(self, path: str) -> Iterator[None]:
+        with self._lock:
+            if path in self._claimed:
+                raise FileExistsError(f"{path} is being written by another request")
+            self._claimed.add(path)
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._claimed.discard(path)
