@@ -15,7 +15,7 @@ from vllm.v1.capture.numbered import NumberedCapture
 from vllm.v1.capture.registry import ConsumerSpec
 from vllm.v1.interventions import CapturePlan, Selection, Site, Stream, TapShape
 from vllm.v1.positions import Positions
-from vllm.v1.selectors import Prompt, Selector
+from vllm.v1.selectors import NAMED_SELECTORS, Prompt, Selector
 from vllm.v1.sites import need_layers, need_mapping, need_point, reject, show, show_key, site_order
 from vllm.v1.steering.spec import need_vector
 
@@ -97,6 +97,24 @@ def parse_capture(
         prompt=value.prompt if isinstance(value, NumberedCapture) else None,
         projections=projections,
     )
+
+
+def check_global(specs: Mapping[str, ConsumerSpec], shape: TapShape) -> None:
+    """Check, at start-up, what consumers capture of every request.
+
+    Raises:
+        ValueError: what is said of points and layers is wrong; or the positions are not those of
+            every request, so that requests that say nothing of capture would be refused.
+    """
+    for name, spec in specs.items():
+        if spec.capture is None:
+            continue
+        path = f"capture_consumers.{name}.capture"
+        positions = spec.capture.get("positions", "last_prompt")
+        for selector in positions if isinstance(positions, list | tuple) else [positions]:
+            if not isinstance(selector, str) or selector not in NAMED_SELECTORS:
+                reject(f"{path}.positions", f"must be of {', '.join(NAMED_SELECTORS)}")
+        _selection(spec.capture, path, shape, Prompt([0], 2, None), spec)
 
 
 def _stream(

@@ -6,6 +6,7 @@
 `OutputHold` between a request with consumers and whoever waits for its outputs.
 """
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
@@ -21,9 +22,11 @@ from vllm.v1.capture.host import ConsumerHost
 from vllm.v1.capture.registry import INLINE
 from vllm.v1.capture.results import CaptureResult
 from vllm.v1.capture.selected import RowsLost, Selected
+from vllm.v1.capture.spec import check_global
 from vllm.v1.core.capture_sessions import SHUTDOWN_SECONDS, CaptureCall, CaptureEnd
 from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest, FinishReason
 from vllm.v1.interventions import CapturedChunk, CapturePlan, Plan
+from vllm.v1.metrics.capture import CaptureStats
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -91,7 +94,8 @@ class CompletionCapture:
         }
         self._open: set[str] = set()
         self._dropped: set[str] = set()
-        self._due = [name for name in plan.consumers if name != INLINE]
+        self.due = [name for name in plan.consumers if name != INLINE]
+        """Consumers whose results are still to come."""
         self._results: dict[str, CaptureResult] = {}
         self.hold = hold
         self.ended = False
@@ -99,7 +103,7 @@ class CompletionCapture:
     @property
     def waits(self) -> bool:
         """Whether results are still to come."""
-        return bool(self._due)
+        return bool(self.due)
 
     def add(self, chunks: list[CapturedChunk] | None, output_token_ids: Sequence[int]) -> None:
         """Rows that came with an output.
@@ -140,9 +144,9 @@ class CompletionCapture:
 
     def _end(self, num_tokens: int, reason: FinishReason | None, aborted: bool) -> None:
         if INLINE in self._results:
-            self._outputs.finished.append(_inline_result(self._results[INLINE]))
+            self._outputs.finished.add([_inline_result(self._results[INLINE])])
         failed = "the engine failed the request" if reason == FinishReason.ERROR else ""
-        if self._due:
+        if self.due:
             end = CaptureEnd(num_tokens, aborted, failed)
             self._outputs.link.send(CaptureCall(self._request_id, end))
         for name, feed in self._feeds.items():
@@ -152,9 +156,9 @@ class CompletionCapture:
             self._settle(self._dropped_result(name, num_tokens))
         if failed:
             # The engine may never have had the request, so its word is not waited for.
-            for name in list(self._due):
+            for name in list(self.due):
                 self._settle(ConsumerResult(name, "error", failed))
-        if not self._due:
+        if not self.due:
             self._outputs.close(self._request_id)
 
     def _end_feed(self, name: str, feed: Feed, num_tokens: int, aborted: bool, failed: str) -> None:
@@ -185,14 +189,14 @@ class CompletionCapture:
         """A result has come, or word that there will be none."""
         if result.dropped and not self.ended:
             self._dropped.add(result.consumer)
-        elif result.consumer in self._due:
+        elif result.consumer in self.due:
             self._settle(result)
-            if not self._due:
+            if not self.due:
                 self._outputs.close(self._request_id)
 
     def _settle(self, result: ConsumerResult) -> None:
-        self._due.remove(result.consumer)
-        self._outputs.finished.append(result)
+        self.due.remove(result.consumer)
+        self._outputs.finished.add([result])
         self._results[result.consumer] = CaptureResult(result.status, result.error, result.payload)
 
 
@@ -216,7 +220,9 @@ class CaptureOutputs:
     def __init__(self, config: "VllmConfig", link: "CaptureLink") -> None:
         self.link = link
         self.hosts: dict[str, ConsumerHost] = {}
-        self.finished: list[ConsumerResult] = []
+        self._counts = False
+        """Whether anybody takes statistics."""
+        self.finished = CaptureStats()
         """Results since the statistics were last taken."""
         self._open: dict[str, CompletionCapture] = {}
         """Those with consumers whose results are not all in."""
@@ -224,7 +230,9 @@ class CaptureOutputs:
         self._holds: WeakKeyDictionary[ParentRequest, OutputHold] = WeakKeyDictionary()
         if config.tap_shape is None:
             return
-        for name, spec in config.capture_config.consumers.items():
+        specs = config.capture_config.consumers
+        check_global(specs, config.tap_shape)
+        for name, spec in specs.items():
             if name != INLINE and spec.in_frontend:
                 consumer = spec.make()
                 model = config.model_config.model
@@ -244,6 +252,7 @@ class CaptureOutputs:
         )
         request.plan = Plan(request.plan.steering, plan)
         hold = self._hold(state)
+        self._counts = state.stats is not None
         state.capture = capture = CompletionCapture(self, request, plan, hold)
         if capture.waits:
             hold.captures[state.request_index] = capture
@@ -292,8 +301,13 @@ class CaptureOutputs:
 
     def take_ready(self, stats: "IterationStats | None") -> list[RequestOutput]:
         """Outputs that nobody's queue takes, complete by now."""
-        del stats
-        self.finished.clear()
+        if stats is not None:
+            stats.capture.results += self.finished.results
+            stats.capture.pending = Counter(
+                name for capture in self._open.values() if capture.ended for name in capture.due
+            )
+        if stats is not None or not self._counts:
+            self.finished = CaptureStats()
         ready, self._ready = self._ready, []
         return ready
 
