@@ -22,6 +22,7 @@ from vllm.v1.interventions import (
     TapShape,
     WorkerRequest,
 )
+from vllm.v1.metrics.steering import SteeringStats
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.steering.pool import TermPool
 from vllm.v1.steering.slots import SlotTable
@@ -180,6 +181,9 @@ class SchedulerInterventions:
         self.slots.restore()
         self.pool.restore()
         self.projections.restore()
+
+    def stats(self) -> SteeringStats:
+        return SteeringStats(self.slots.in_use, self.pool.in_use, self.tiers.current.version)
 
     # -- a step -----------------------------------------------------------------------------
 

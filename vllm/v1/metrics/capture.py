@@ -1,0 +1,138 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Capture in vLLM's statistics: what consumers took, how long it lasted, what went wrong."""
+
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from vllm.logger import init_logger
+from vllm.v1.capture.consumer import ConsumerResult
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.metrics.loggers import PrometheusStatLogger
+
+logger = init_logger(__name__)
+
+STATUSES = ("ok", "partial_error", "error")
+SECONDS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0)
+"""Buckets of the time from a completion's end to a consumer's result."""
+
+
+@dataclass(frozen=True)
+class ResultStats:
+    """One `ConsumerResult`, without its payload."""
+
+    consumer: str
+    status: str
+    rows: int
+    num_bytes: int
+    seconds: float
+
+
+@dataclass
+class CaptureStats:
+    """Of one iteration; `IterationStats.capture`."""
+
+    results: list[ResultStats] = field(default_factory=list)
+    pending: Counter[str] | None = None
+    """consumer -> completions that have ended and wait for its result; None: not known."""
+
+    def add(self, results: Iterable[ConsumerResult]) -> None:
+        self.results += [
+            ResultStats(r.consumer, r.status, r.rows, r.num_bytes, r.seconds) for r in results
+        ]
+
+
+class CaptureProm:
+    """Capture in Prometheus, for each consumer of each engine. No series without capture."""
+
+    def __init__(
+        self, owner: "PrometheusStatLogger", config: "VllmConfig", labelnames: list[str]
+    ) -> None:
+        self._labels = owner.per_engine_labelvalues
+        self._consumers = list(config.capture_config.consumers)
+        if not self._consumers:
+            return
+        names = [*labelnames, "consumer"]
+        # The classes are the owner's, so that Ray's take their place where it runs the engine.
+        self._rows = owner._counter_cls(
+            name="vllm:capture_rows",
+            documentation="Captured rows (position x layer x point) that a consumer took.",
+            labelnames=names,
+        )
+        self._bytes = owner._counter_cls(
+            name="vllm:capture_bytes",
+            documentation="Bytes of the captured rows that a consumer took.",
+            labelnames=names,
+        )
+        self._results = owner._counter_cls(
+            name="vllm:capture_results",
+            documentation="Completions that a consumer gave a result for, by its status.",
+            labelnames=[*names, "status"],
+        )
+        self._seconds = owner._histogram_cls(
+            name="vllm:capture_publish_seconds",
+            documentation="Seconds from the end of a completion to a consumer's result.",
+            buckets=SECONDS,
+            labelnames=names,
+        )
+        self._pending = owner._gauge_cls(
+            name="vllm:capture_pending",
+            documentation="Completions that have ended and wait for a consumer's result.",
+            # Each API server holds completions of its own.
+            multiprocess_mode="livesum",
+            labelnames=names,
+        )
+        for values in self._labels.values():
+            for consumer in self._consumers:
+                labels = [*values, consumer]
+                for metric in (self._rows, self._bytes, self._seconds):
+                    metric.labels(*labels)
+                for status in STATUSES:
+                    self._results.labels(*labels, status)
+                self._pending.labels(*labels).set(0)
+
+    def observe(self, stats: CaptureStats, engine: int) -> None:
+        values = self._labels[engine]
+        for result in stats.results:
+            labels = [*values, result.consumer]
+            self._rows.labels(*labels).inc(result.rows)
+            self._bytes.labels(*labels).inc(result.num_bytes)
+            self._results.labels(*labels, result.status).inc()
+            self._seconds.labels(*labels).observe(result.seconds)
+        if stats.pending is not None:
+            for consumer in self._consumers:
+                self._pending.labels(*values, consumer).set(stats.pending[consumer])
+
+
+class CaptureLogging:
+    """A line for each consumer that gave results since the last."""
+
+    def __init__(self) -> None:
+        self._results: dict[str, list[ResultStats]] = {}
+        self._pending: Counter[str] = Counter()
+
+    def observe(self, stats: CaptureStats) -> None:
+        for result in stats.results:
+            self._results.setdefault(result.consumer, []).append(result)
+        if stats.pending is not None:
+            self._pending = stats.pending
+
+    def log(self, prefix: str) -> None:
+        """Consumers are heard of when the engine is idle, too."""
+        taken, self._results = self._results, {}
+        for consumer, results in taken.items():
+            logger.info(
+                "%sCapture %s: %d results, %d with an error, %d rows, %.1f MiB, "
+                "slowest result after %.2f s, %d pending",
+                prefix,
+                consumer,
+                len(results),
+                sum(result.status != "ok" for result in results),
+                sum(result.rows for result in results),
+                sum(result.num_bytes for result in results) / 2**20,
+                max(result.seconds for result in results),
+                self._pending[consumer],
+            )

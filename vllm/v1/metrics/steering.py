@@ -1,0 +1,54 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Steering in vLLM's statistics: what running requests hold."""
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.metrics.loggers import PrometheusStatLogger
+
+
+@dataclass
+class SteeringStats:
+    """`SchedulerStats.steering`: what is held now."""
+
+    slots_in_use: int
+    """Slots of the steering table that requests hold, of `max_steering_configs`."""
+    rows_in_use: int
+    """Rows of ops that requests hold, of `max_steering_rows`."""
+    version: int
+    """Of the global steering."""
+
+
+class SteeringProm:
+    """The same in Prometheus. No series where steering is off."""
+
+    def __init__(
+        self, owner: "PrometheusStatLogger", config: "VllmConfig", labelnames: list[str]
+    ) -> None:
+        self._labels = owner.per_engine_labelvalues
+        self._on = config.steering_config.enable_steering
+        if not self._on:
+            return
+
+        def gauge(name: str, documentation: str) -> Any:
+            # The class is the owner's, so that Ray's takes its place where it runs the engine.
+            return owner._gauge_cls(
+                name=f"vllm:steering_{name}",
+                documentation=documentation,
+                multiprocess_mode="mostrecent",
+                labelnames=labelnames,
+            )
+
+        self._slots = gauge("slots_in_use", "Slots of the steering table that requests hold.")
+        self._rows = gauge("rows_in_use", "Rows of steering ops that requests hold.")
+        self._version = gauge("version", "Version of the global steering: counts its changes.")
+
+    def observe(self, stats: SteeringStats | None, engine: int) -> None:
+        if not self._on or stats is None:
+            return
+        values = self._labels[engine]
+        self._slots.labels(*values).set(stats.slots_in_use)
+        self._rows.labels(*values).set(stats.rows_in_use)
+        self._version.labels(*values).set(stats.version)
