@@ -20,7 +20,9 @@ from vllm.config.capture import PROJECTION_ROWS
 from vllm.v1.capture.registry import ConsumerSpec
 from vllm.v1.capture.spec import parse_capture
 from vllm.v1.core.projections import ProjectionPool
+from vllm.v1.executor.stage_rows import StageRows
 from vllm.v1.interventions import CapturePlan, Site, TapShape, WorkerRequest, WorkerStream
+from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.selectors import Prompt
 from vllm.v1.steering.slots import MAX_STEP_BYTES
 from vllm.v1.worker.capture_layout import Layout, Layouts
@@ -259,6 +261,35 @@ def test_streams(asked: list[tuple[WorkerRequest, int]], data: st.DataObject) ->
                 assert values.dtype == torch.float32
                 torch.testing.assert_close(values, scores)
     assert rows is None or rows.of("nobody") is None
+
+
+@given(st.lists(worker_requests(), min_size=1, max_size=4), st.integers(1, len(SITES) - 1))
+def test_stages_join(requests: list[WorkerRequest], cut: int) -> None:
+    """What two pipeline stages captured, put together, is what one worker would have."""
+    tokens = [2] * len(requests)
+    stream = torch.randn(len(SITES), sum(tokens), HIDDEN)
+    whole, *stages = (
+        captured({s: i for i, s in enumerate(part)}, requests, tokens, stream)
+        for part in (SITES, SITES[:cut], SITES[cut:])
+    )
+    outputs = [ModelRunnerOutput([], {}, captured=rows) for rows in stages]
+    joined = StageRows().aggregate([*outputs], output_rank=1)
+    assert joined is outputs[1] and joined is not None and joined.captured is not None
+    assert whole is not None
+    for i in range(len(requests)):
+        want, got = whole.of(str(i)), joined.captured.of(str(i))
+        assert want is not None and got is not None
+        assert want.positions.tolist() == got.positions.tolist()
+        for one, other in zip(want.values, got.values, strict=True):
+            torch.testing.assert_close(one, other)
+
+
+def test_a_step_without_output_stays_one() -> None:
+    """`execute_model` returns None at all stages; a step may capture nothing."""
+    assert StageRows().aggregate([None, None], output_rank=1) is None
+    last = ModelRunnerOutput([], {})
+    assert StageRows().aggregate([ModelRunnerOutput([], {}), last], output_rank=1) is last
+    assert last.captured is None
 
 
 def test_equal_requests_share_a_block() -> None:

@@ -42,7 +42,11 @@ def refuse_unsupported(config: "VllmConfig") -> None:
     _refuse(feature, refused)
     if capture:
         refused = {
-            "pipeline parallelism": parallel.pipeline_parallel_size > 1,
+            "pipeline parallelism under Ray or an external launcher (use "
+            "--distributed-executor-backend mp)": (
+                parallel.pipeline_parallel_size > 1
+                and parallel.distributed_executor_backend != "mp"
+            ),
             "KV connectors (--kv-transfer-config)": config.kv_transfer_config is not None,
         }
         _refuse("capture", refused)

@@ -18,6 +18,7 @@ from vllm.config.steering import POINTS
 from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
 from vllm.model_executor.layers.residual_taps import BoundTaps, PassTap, SiteTap
 from vllm.v1.interventions import Site, TapShape
+from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.steering.slots import num_table_rows
 from vllm.v1.steering.table import SteeringTable
 from vllm.v1.steering.term_table import TermTable
@@ -255,3 +256,10 @@ class Interventions:
             assert self.arena is not None and self._projections is not None
             pending.take_rows(self.arena, self._projections)
         return pending
+
+    def rows_alone(self) -> ModelRunnerOutput | None:
+        """This step's rows where a worker has nothing else to return: not the last stage."""
+        captured = self.collect()
+        if captured is None:
+            return None
+        return ModelRunnerOutput(req_ids=[], req_id_to_index={}, captured=captured)

@@ -63,6 +63,7 @@ class StepRows:
         for block in self.blocks:
             block.rest, row = row, row + block.num_rest
         self._chunks: dict[str, CapturedChunk] | None = None
+        self._later: list[StepRows] = []
         self._event: torch.cuda.Event | None = None
 
     def take_positions(self, positions: torch.Tensor, token_index: torch.Tensor) -> None:
@@ -121,9 +122,23 @@ class StepRows:
                     )
         return self._chunks
 
+    def join(self, later: "StepRows") -> None:
+        """Add the same step's rows of a later pipeline stage, whose sites follow in each stream."""
+        self._later.append(later)
+
     def of(self, request_id: str) -> CapturedChunk | None:
-        """Views of the step's rows, which keep all of them in memory."""
-        return self._resolve().get(request_id)
+        """Views of the step's rows, which keep all of them in memory; copies where the rows of
+        several stages were joined."""
+        chunk = self._resolve().get(request_id)
+        for later in self._later:
+            more = later.of(request_id)
+            if chunk is not None and more is not None:
+                assert np.array_equal(chunk.positions, more.positions)
+                pairs = zip(chunk.values, more.values, strict=True)
+                values = [torch.cat(pair) for pair in pairs]
+                chunk = CapturedChunk(chunk.positions, values, chunk.version)
+            chunk = chunk or more
+        return chunk
 
     def _wait(self) -> None:
         if self._event is not None:

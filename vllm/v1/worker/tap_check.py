@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from vllm.logger import init_logger
+from vllm.v1.executor.stage_rows import collect_stages
 from vllm.v1.interventions import Site, TapShape
 
 if TYPE_CHECKING:
@@ -27,7 +28,8 @@ DummyRun = Callable[[int], Sequence[Any]]
 
 
 def start_taps(executor: "Executor") -> TapShape | None:
-    """Check the taps of all workers and merge what they offer (pipeline stages own layers).
+    """Check the taps of all workers, merge what they offer (pipeline stages own layers), and have
+    the rows of all stages arrive.
 
     Raises:
         RuntimeError: a site does not move its row, or a layer is not wired.
@@ -42,6 +44,7 @@ def start_taps(executor: "Executor") -> TapShape | None:
             f"decoder layers {missing} are of a class that is not wired for steering or capture; "
             "start without enable_steering and capture_consumers, or wire it in patches/taps"
         )
+    collect_stages(executor)
     return TapShape(shapes[0].hidden_size, shapes[0].dtype, dict(sorted(points.items())))
 
 
