@@ -171,18 +171,18 @@ class CaptureSessions:
 
     def _report(self, request_id: str, result: ConsumerResult) -> None:
         """A result for the request's frontend; from any thread."""
-        client_index = self._settle(request_id, result.consumer)
         output = EngineCoreOutput(request_id, [], capture_results=[result])
-        self.results.put((client_index, EngineCoreOutputs(outputs=[output])))
+        message = EngineCoreOutputs(outputs=[output])
+        self.results.put((self._captures[request_id].client_index, message))
+        self._settle(request_id, result.consumer)
 
-    def _settle(self, request_id: str, consumer: str) -> int:
-        """Give back what was reserved. Returns the client of the request."""
+    def _settle(self, request_id: str, consumer: str) -> None:
+        """Give back what was reserved."""
         with self._lock:
             capture = self._captures[request_id]
             self._free[consumer] += capture.owed.pop(consumer)
             if not capture.owed:
                 del self._captures[request_id]
-        return capture.client_index
 
     # -- the engine's ------------------------------------------------------------------------
 
@@ -192,7 +192,7 @@ class CaptureSessions:
         Args:
             idle: the engine has nothing else to do: wait for a result if there is one to come.
         """
-        if not self._captures:
+        if not self._captures and self.results.empty():
             return None
         waits, self._starved = self._starved, False
         try:
