@@ -3,7 +3,7 @@ PYTHON ?= python3.11
 RUN := .venv/bin/python
 OURS := vllm tools patches tests demo examples benchmarks
 
-.PHONY: help install test test-models workloads lint format mutations demo tree diffstat wheel clean
+.PHONY: help install test test-models workloads lint format fuzz mutations demo tree diffstat wheel clean
 .DEFAULT_GOAL := help
 
 help: ## this list
@@ -21,6 +21,9 @@ test: install lint ## install, lint, all tests on both model runners (ARGS='-k n
 
 test-models: install ## every architecture against transformers (half an hour), into docs/models.md
 	$(RUN) -m tests.conformance --jobs 2 --out build/conformance; $(RUN) -m tests.conformance.report build/conformance
+
+fuzz: install ## malformed HTTP bodies: is each refused by name? (N=20000)
+	$(RUN) -m tests.http_fuzz $(or $(N),20000)
 
 mutations: install ## break the wiring on purpose: is it noticed? (docs/mutations.md)
 	$(RUN) -m tests.mutations
