@@ -22,7 +22,7 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from tests.conformance import reference as ref
-from tests.gpu import steering
+from tests.gpu import capture, steering
 
 POINTS = ("pre_attn", "post_attn", "post_block")
 LLAMA = ref.Adapter(blocks="model.layers", branch=("self_attn",))
@@ -91,19 +91,25 @@ class Mode:
         ).eval()
 
     def run(
-        self, tokens: Sequence[list[int]], steer: Sequence[Mapping[str, Any]], hooks: Any = None
+        self,
+        tokens: Sequence[list[int]],
+        steer: Sequence[Mapping[str, Any]],
+        hooks: Any = None,
+        project: torch.Tensor | None = None,
     ) -> list[tuple[list[int], dict[ref.Site, torch.Tensor]]]:
-        """(prompt and generated tokens but the last, captured rows) of each request."""
+        """(prompt and generated tokens but the last, captured rows or scores) of each request."""
         from vllm import SamplingParams
 
-        capture = {"inline": {"hooks": hooks or dict.fromkeys(POINTS, "all"), "positions": "all"}}
+        inline = {"hooks": hooks or dict.fromkeys(POINTS, "all"), "positions": "all"}
+        if project is not None:
+            inline["project"] = project
         params = [
             SamplingParams(
                 max_tokens=GENERATED,
                 temperature=0.0,
                 ignore_eos=True,
                 detokenize=False,
-                capture=capture,
+                capture={"inline": inline},
                 **fields,
             )
             for fields in steer
@@ -230,6 +236,8 @@ def main() -> None:
         "tiers": lambda: steering.tiers(mode, prompts(9, seed=7), HIDDEN),
         "positions": lambda: steering.positions(mode, prompts(9, seed=8), HIDDEN),
         "zero sum": mode.zero_sum,
+        "projections": lambda: capture.projections(mode, prompts(9, seed=10), HIDDEN),
+        "large step": lambda: capture.large_step(mode, VOCAB, HIDDEN),
     }
     if "steering_families" in args.engine:
         checks["ops"] = lambda: steering.ops(mode, prompts(9, seed=9), HIDDEN)

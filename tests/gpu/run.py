@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Steering and capture in every graph mode of a GPU host: a table, exit status 1 on any failure.
 
-    python -m tests.gpu.run [--tp 2] [--only NAME ...] [--jobs 3]
+    python -m tests.gpu.run [--tp 2] [--pp 2] [--only NAME ...] [--jobs 3]
 
 Needs the fork on sys.path (CONTRIBUTING.md). One process a mode, `--jobs` at a time: correctness
 does not mind sharing the GPU.
@@ -79,6 +79,7 @@ def run_mode(name: str, options: dict[str, Any], model: Path, timeout: float) ->
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--tp", type=int, default=1)
+    parser.add_argument("--pp", type=int, default=1)
     parser.add_argument("--only", nargs="*", default=list(MODES))
     parser.add_argument("--jobs", type=int, default=3)
     parser.add_argument("--timeout", type=float, default=400)
@@ -89,7 +90,8 @@ def main() -> None:
         with ThreadPoolExecutor(args.jobs) as pool:
             futures = []
             for name in args.only:
-                options = {**MODES[name], "tensor_parallel_size": args.tp}
+                split = {"tensor_parallel_size": args.tp, "pipeline_parallel_size": args.pp}
+                options = {**MODES[name], **split}
                 futures.append(pool.submit(run_mode, name, options, model, args.timeout))
             rows = [row for future in futures for row in future.result()]
     for row in rows:

@@ -1,0 +1,48 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Checks of capture on a GPU beyond reading rows, for `tests.gpu.mode`."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+if TYPE_CHECKING:
+    from tests.gpu.mode import Mode
+
+FLOAT32 = 1e-4
+"""Most error of a score, relative to the norms it is made of: TF32 would be above it."""
+
+
+def projections(mode: Mode, tokens: list[list[int]], hidden: int) -> dict[str, Any]:
+    """Scores are the rows' of the same batch, in float32; another matrix gives others."""
+    rows = mode.run(tokens, [{}] * len(tokens))
+    worst, least_other, same_tokens = 0.0, 9e9, True
+    for k in (1, 7, hidden // 2):
+        project = torch.randn(k, hidden, generator=torch.Generator().manual_seed(k))
+        other = project.flip(1)
+        made = mode.run(tokens, [{}] * len(tokens), project=project)
+        for (ids, values), (again, scores) in zip(rows, made, strict=True):
+            same_tokens &= ids == again
+            for site, row in values.items():
+                size = row.double().norm(dim=-1).max() * project.double().norm(dim=-1).max()
+                want = row.double() @ project.double().T
+                wrong = row.double() @ other.double().T
+                worst = max(worst, float((scores[site].double() - want).abs().max() / size))
+                moved = float((scores[site].double() - wrong).abs().max() / size)
+                least_other = min(least_other, moved)
+    ok = same_tokens and worst <= FLOAT32 and least_other > 10 * FLOAT32
+    return {"error": worst, "limit": FLOAT32, "least_other": least_other, "ok": ok}
+
+
+def large_step(mode: Mode, vocabulary: int, hidden: int) -> dict[str, Any]:
+    """Many long prompts at once: megabytes of rows a step arrive whole, and again the same."""
+    generator = torch.Generator().manual_seed(17)
+    tokens = [torch.randint(0, vocabulary, (240,), generator=generator).tolist() for _ in range(16)]
+    one, two = (mode.run(tokens, [{}] * len(tokens)) for _ in range(2))
+    size = sum(v.numel() * v.element_size() for _, values in one for v in values.values())
+    same = all(
+        a[0] == b[0] and all(torch.equal(a[1][site], b[1][site]) for site in a[1])
+        for a, b in zip(one, two, strict=True)
+    )
+    return {"megabytes": size / 2**20, "identical": same, "ok": same and size > 48 << 20}
