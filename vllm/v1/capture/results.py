@@ -111,7 +111,11 @@ def merged(
     """Two successive deltas of one completion as one: rows of `new` follow those of `old`."""
     if old is None or new is None:
         return new if old is None else old
-    return {name: _merged_result(old[name], result) for name, result in new.items()}
+    # A consumer's result comes once, with the last delta; inline rows come with each.
+    return {
+        name: _merged_result(old[name], result) if name in old else result
+        for name, result in new.items()
+    }
 
 
 def _merged_result(old: CaptureResult, new: CaptureResult) -> CaptureResult:
