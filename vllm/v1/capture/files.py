@@ -48,6 +48,7 @@ DTYPES = {
 }
 """Of safetensors."""
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
+_DTYPE_NAMES = {str(dtype).removeprefix("torch.") for dtype in _NAMES}
 
 _MAX_HEADER = 100_000_000
 """Bytes; what the safetensors library allows."""
@@ -121,6 +122,8 @@ class Record:
                     fields[name] = {"true": True, "false": False}[text]
                 else:
                     fields[name] = kind(text)
+            if fields["dtype"] not in _DTYPE_NAMES:
+                raise ValueError(f"unknown dtype {fields['dtype'][:20]!r}")
         except (KeyError, ValueError) as error:
             raise CaptureFileError(f"{where}: its metadata is damaged: {error!r}") from error
         return cls(**fields)

@@ -227,6 +227,8 @@ class StoredRequest:
         if site not in self._files:
             raise CaptureFileError(f"{self.path}: the file of {tensor_name(site)} is missing")
         header, record = self._header(self._files[site]), self.record
+        if self.layout == "per_file" and header.record() != record:
+            raise CaptureFileError(f"{header.path}: is of another request than its neighbours")
         values = self._tensor(
             header, tensor_name(site), dtype_of(record.dtype), (record.rows, record.width)
         )
