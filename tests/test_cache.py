@@ -7,6 +7,7 @@ that a request of that prompt can have.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -159,3 +160,62 @@ def test_one_batch(pair: tuple[LLM, Judge]) -> None:
         judge.check(request, output)
     assert [o.num_cached_tokens for o in outputs] == [FULL, FULL, 0, FULL, FULL, 0]
     assert not serving.same_completion(outputs[0].outputs[0], outputs[1].outputs[0])
+
+
+LONG = prompt_of(100, 12)
+"""Three full blocks."""
+
+
+@pytest.mark.parametrize("fields", [PLAIN, BASE, DECODE], ids=["plain", "base", "decode"])
+@pytest.mark.parametrize(
+    ("positions", "start", "computed", "resumed"),
+    [
+        pytest.param(None, 96, 104, 96, id="no capture"),
+        pytest.param("last_prompt", 96, 96, 96, id="last prompt position"),
+        pytest.param([50, 80], 32, 72, 64, id="the first delivered, the second not"),
+        pytest.param([0, -1], 0, 40, 96, id="further than it had computed"),
+        pytest.param("all_prompt", 0, 40, 32, id="all, one chunk"),
+        pytest.param("all_prompt", 0, 80, 64, id="all, two chunks"),
+        pytest.param("all", 0, 104, 96, id="all, generating"),
+    ],
+)
+def test_resumed(
+    pair: tuple[LLM, Judge],
+    monkeypatch: pytest.MonkeyPatch,
+    fields: Fields,
+    positions: Any,
+    start: int,
+    computed: int,
+    resumed: int,
+) -> None:
+    """Thrown out once it has computed so much: what is not delivered is computed, and no more."""
+    llm, judge = pair
+    engine, scheduler = llm.llm_engine, serving.scheduler_of(llm)
+    assert llm.reset_prefix_cache()
+    serve(llm, [Ask(LONG, fields)])
+    monkeypatch.setattr(scheduler, "max_num_scheduled_tokens", 40)
+    wanted = {} if positions is None else capture(positions)
+    ask = Ask(LONG, {**fields, **wanted, "max_tokens": 12})
+    name = engine.add_request("resumed", {"prompt_token_ids": LONG}, ask.params())
+    outputs: list[Any] = []
+    hits: list[int] = []
+
+    def step() -> None:
+        waits = request.num_computed_tokens == 0
+        outputs.extend(engine.step())
+        if waits:
+            last = steps.outputs[-1].num_scheduled_tokens[name]
+            hits.append(request.num_computed_tokens - last)
+
+    request = scheduler.requests[name]
+    with serving.watching(llm) as steps:
+        while request.num_computed_tokens < computed:
+            step()
+        scheduler.running.remove(request)
+        scheduler._preempt_request(request, time.monotonic())
+        scheduler.prev_step_scheduled_req_ids.clear()
+        while engine.has_unfinished_requests():
+            step()
+    assert hits == [start, resumed]
+    judge.check(ask, outputs[-1])
+    assert outputs[-1].num_cached_tokens == start
