@@ -16,6 +16,7 @@ from tests.conformance.engine import make_llm, shut_down
 from tests.conformance.runner import READ_TOLERANCE, Reference
 from tests.selected import expected_positions
 from tests.serving import Ask, Judge, prompt_of, serve, vector
+from tests.test_capture_consumers import Keep, KeepHere
 from vllm import LLM, RequestOutput, SamplingParams
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.capture import stack
@@ -50,7 +51,11 @@ def pair(tiny_models: TinyModels) -> Iterator[tuple[LLM, Judge]]:
     llm = make_llm(
         path,
         enable_steering=True,
-        capture_consumers=["inline"],
+        capture_consumers=[
+            "inline",
+            {"consumer": Keep, "instance_name": "core"},
+            {"consumer": KeepHere(), "instance_name": "here"},
+        ],
         enable_prefix_caching=False,
         num_gpu_blocks_override=8,
         long_prefill_token_threshold=7,
@@ -121,6 +126,44 @@ def test_rows_and_scores_agree(pair: tuple[LLM, Judge]) -> None:
     assert stacked.shape == (1, 2, 4)
     last = serving.row_tensors(made.outputs[0])["post_block", 2][-1]
     assert torch.equal(stacked[0, 1], last)
+
+
+def test_each_consumer_has_its_own_matrix(pair: tuple[LLM, Judge]) -> None:
+    """In the engine core and in the frontend, beside one that takes the rows."""
+    llm, judge = pair
+    everywhere = {"hooks": {"post_block": "all"}, "positions": "all"}
+    asked = {
+        "inline": {"hooks": dict.fromkeys(serving.POINTS, "all"), "positions": "all"},
+        "core": {**everywhere, "project": matrix(2, seed=5)},
+        "here": {**everywhere, "project": matrix(3, seed=6), "positions": "predicting"},
+    }
+    swapped = {
+        **asked,
+        "inline": {**asked["inline"], "project": matrix(1, seed=7)},
+        "core": {**everywhere, "project": matrix(3, seed=6)},
+        "here": {**everywhere, "hooks": {"pre_attn": [1]}},
+    }
+    asks = [Ask(prompt_of(20, 83), {**STEERED, "capture": c}) for c in (asked, swapped)]
+    one, two = serve(llm, asks)
+    judge.check_rows(asks[0], one.outputs[0])
+    rows = serving.row_tensors(one.outputs[0])
+    layers = range(models.LAYERS)
+    wanted = [
+        (one, "core", [("post_block", n) for n in layers], matrix(2, seed=5), 0),
+        (one, "here", [("post_block", n) for n in layers], matrix(3, seed=6), 19),
+        (two, "core", [("post_block", n) for n in layers], matrix(3, seed=6), 0),
+        (two, "here", [("pre_attn", 1)], torch.eye(models.HIDDEN), 0),
+    ]
+    for output, name, sites, project, first in wanted:
+        result = output.capture_results[name]
+        assert result.status == "ok", result.error
+        assert [tuple(site) for site in result.payload["sites"]] == sites
+        got = torch.tensor(result.payload["values"])
+        want = torch.stack([rows[site][first:] @ project.T for site in sites])
+        torch.testing.assert_close(got, want, atol=1e-3, rtol=1e-4)
+    for site, values in serving.row_tensors(two.outputs[0]).items():
+        want = rows[site] @ matrix(1, seed=7).T
+        torch.testing.assert_close(values, want, atol=1e-3, rtol=1e-4)
 
 
 def test_scores_stream(pair: tuple[LLM, Judge]) -> None:
