@@ -182,6 +182,7 @@ def test_the_view_shows_the_projections(viewed: tuple[LLM, View]) -> None:
     read = {"inline": {"hooks": {"post_block": [1]}, "positions": "all"}}
     params = SamplingParams(max_tokens=10, temperature=0.8, seed=1, capture=read)
     (again,) = llm.generate([prompt], params, use_tqdm=False)
+    assert again.capture_results is not None
     rows = again.capture_results["inline"].payload["post_block", 1]
     want = rows.values @ directions.T
     torch.testing.assert_close(torch.stack(view.scores), want, atol=1e-4, rtol=1e-4)

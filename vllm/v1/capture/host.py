@@ -21,13 +21,10 @@ from vllm.v1.capture.consumer import (
     RequestInfo,
     RowBatch,
 )
-from vllm.v1.capture.registry import ConsumerSpec
+from vllm.v1.capture.registry import ConsumerSpec, describe
 from vllm.v1.capture.results import CaptureStatus
 
 logger = init_logger(__name__)
-
-_MAX_ERROR = 500
-"""Characters of an exception's text in a result."""
 
 _Call = Callable[["_Actor"], None]
 
@@ -97,7 +94,7 @@ class ConsumerHost:
         self._workers: set[_Worker] = set()
         self._stuck: set[_Worker] = set()
         self._clock_sleeps = False  # it waits without a deadline
-        self._closing = self._stopping = False
+        self._closing = self._stopping = self._stopped = False
         with self._lock:
             for _ in range(spec.limits.threads):
                 self._add_worker()
@@ -179,22 +176,20 @@ class ConsumerHost:
             self._settled.wait_for(self._idle, timeout)
             for actor in list(self._actors.values()):
                 self._fail(actor, "the engine shut down before the result was there", final=True)
-        name = self._spec.name
-        last = threading.Thread(
-            target=self._guarded, args=(self._consumer.shutdown, "shutdown()"), daemon=True
-        )
-        last.start()
-        last.join(max(0.0, deadline - time.monotonic()))
-        if last.is_alive():
-            logger.error("capture consumer %r did not shut down within %g s", name, timeout)
-        with self._lock:
             self._stopping = True
             self._work.notify_all()
-            self._tick.notify_all()
             threads = [worker.thread for worker in self._workers]
         for thread in threads:
             thread.join(max(0.0, deadline - time.monotonic()))
-        self._clock.join(max(1.0, deadline - time.monotonic()))  # it has results to report
+        with self._lock:
+            self._stopped = True
+            self._tick.notify_all()
+        # It has results to report, and the consumer's shutdown is called there: no thread can be
+        # started at the end of a program.
+        self._clock.join(max(1.0, deadline - time.monotonic()))
+        if self._clock.is_alive():
+            name = self._spec.name
+            logger.error("capture consumer %r did not shut down within %g s", name, timeout)
 
     # -- under the lock -------------------------------------------------------------------------
 
@@ -265,8 +260,8 @@ class ConsumerHost:
             with self._lock:
                 deadline = self._expire(time.monotonic())
                 if not self._results:
-                    if self._stopping:
-                        return
+                    if self._stopped:
+                        break
                     self._clock_sleeps = deadline is None
                     wait = None if deadline is None else max(0.0, deadline - time.monotonic())
                     self._tick.wait(wait)
@@ -280,6 +275,7 @@ class ConsumerHost:
             with self._lock:
                 self._pending -= 1
                 self._settled.notify_all()
+        self._guarded(self._consumer.shutdown, "shutdown()")
 
     def _expire(self, now: float) -> float | None:
         """Fail what is over time and replace the threads that hang in it; the next deadline."""
@@ -402,12 +398,3 @@ class ConsumerHost:
             call()
         except BaseException:
             logger.exception("capture consumer %r: %s failed", self._spec.name, what)
-
-
-def describe(error: BaseException) -> str:
-    """Type and message, bounded."""
-    try:
-        text = f"{type(error).__name__}: {error}"
-    except Exception:
-        text = type(error).__name__
-    return text if len(text) <= _MAX_ERROR else text[: _MAX_ERROR - 3] + "..."

@@ -27,6 +27,7 @@ BUILT_IN = {
 }
 """They are entry points of our distribution too, but this also works without one installed."""
 
+_MAX_ERROR = 500
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,63}")
 _LIMITS = {"pending_bytes": int, "max_request_bytes": int, "timeout": float, "threads": int}
 
@@ -79,7 +80,7 @@ class ConsumerSpec:
             return self.cls(**self.options)
         except Exception as error:
             raise ValueError(
-                f"capture_consumers: {self.name!r} cannot be made: {type(error).__name__}: {error}"
+                f"capture_consumers: {self.name!r} cannot be made: {describe(error)}"
             ) from error
 
     def portable(self) -> "ConsumerSpec":
@@ -230,8 +231,7 @@ def _load(name: str, target: str) -> Any:
             found = getattr(found, part)
     except Exception as error:
         raise ValueError(
-            f"capture_consumers: {name!r} ({target}) cannot be imported: "
-            f"{type(error).__name__}: {error}"
+            f"capture_consumers: {name!r} ({target}) cannot be imported: {describe(error)}"
         ) from error
     return found
 
@@ -275,3 +275,12 @@ def _limits(name: str, fields: dict[str, Any]) -> HostLimits:
     if given.setdefault("max_request_bytes", min(pending, HostLimits.max_request_bytes)) > pending:
         _refuse(f"{name!r}: max_request_bytes is more than pending_bytes={pending}")
     return HostLimits(**given)
+
+
+def describe(error: BaseException) -> str:
+    """Type and message, bounded."""
+    try:
+        text = f"{type(error).__name__}: {error}"
+    except Exception:
+        text = type(error).__name__
+    return text if len(text) <= _MAX_ERROR else text[: _MAX_ERROR - 3] + "..."

@@ -6,10 +6,10 @@
 `OutputHold` between a request with consumers and whoever waits for its outputs.
 """
 
+import weakref
 from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
-from weakref import WeakKeyDictionary
 
 import msgspec
 
@@ -220,6 +220,8 @@ class CaptureOutputs:
     def __init__(self, config: "VllmConfig", link: "CaptureLink") -> None:
         self.link = link
         self.hosts: dict[str, ConsumerHost] = {}
+        # When the engine is collected or the program ends: hosts hold nothing that holds this.
+        self._finalizer = weakref.finalize(self, _shut_down, self.hosts)
         self._counts = False
         """Whether anybody takes statistics."""
         self.finished = CaptureStats()
@@ -227,7 +229,9 @@ class CaptureOutputs:
         self._open: dict[str, CompletionCapture] = {}
         """Those with consumers whose results are not all in."""
         self._ready: list[RequestOutput] = []
-        self._holds: WeakKeyDictionary[ParentRequest, OutputHold] = WeakKeyDictionary()
+        self._holds: weakref.WeakKeyDictionary[ParentRequest, OutputHold] = (
+            weakref.WeakKeyDictionary()
+        )
         if config.tap_shape is None:
             return
         specs = config.capture_config.consumers
@@ -237,7 +241,7 @@ class CaptureOutputs:
                 consumer = spec.make()
                 model = config.model_config.model
                 consumer.start(ConsumerContext(name, model, config.tap_shape, engine_index=0))
-                self.hosts[name] = ConsumerHost(spec, consumer, link.post)
+                self.hosts[name] = ConsumerHost(spec, consumer, _weakly(link.post))
 
     def open(self, state: "RequestState", request: EngineCoreRequest) -> None:
         """A completion is about to start."""
@@ -319,8 +323,24 @@ class CaptureOutputs:
 
     def shutdown(self) -> None:
         """Let the consumers of this process finish what they have."""
-        for host in self.hosts.values():
-            host.shutdown(SHUTDOWN_SECONDS)
+        self._finalizer()
+
+
+def _shut_down(hosts: dict[str, ConsumerHost]) -> None:
+    for host in hosts.values():
+        host.shutdown(SHUTDOWN_SECONDS)
+
+
+def _weakly(report: Callable[[str, ConsumerResult], None]) -> Callable[[str, ConsumerResult], None]:
+    """The threads of a host must not keep the engine alive."""
+    method = weakref.WeakMethod(report)
+
+    def call(request_id: str, result: ConsumerResult) -> None:
+        bound = method()
+        if bound is not None:
+            bound(request_id, result)
+
+    return call
 
 
 def capture_results(
