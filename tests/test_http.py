@@ -368,6 +368,32 @@ def test_layers(client: SteeringClient) -> None:
     assert offered["layers"]["0"] == ["pre_attn", "post_attn", "post_block"]
 
 
+def test_capture_counters(server: Server, client: SteeringClient) -> None:
+    def counters() -> dict[str, int]:
+        state = server.get("/v1/capture").json()
+        assert state["enabled"]
+        assert state["consumers"].keys() == {"inline"}
+        counted: dict[str, int] = state["consumers"]["inline"]["counters"]
+        return counted
+
+    before = counters()
+    client.complete(PROMPT, **greedy(capture=READ, max_tokens=1))
+    deadline = time.monotonic() + 30
+    while counters() == before and time.monotonic() < deadline:
+        time.sleep(0.05)
+    after = counters()
+    rows = 2 * len(PROMPT)
+    moved = {name: after[name] - before[name] for name in after}
+    assert moved == {
+        "rows": rows,
+        "bytes": rows * HIDDEN * 4,
+        "pending": 0,
+        "ok": 1,
+        "partial_error": 0,
+        "error": 0,
+    }
+
+
 def test_async_client(server: Server, reference: Reference) -> None:
     async def use() -> None:
         async with AsyncSteeringClient(server.url, steering_key=KEY, model=NAME) as made:

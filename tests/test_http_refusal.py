@@ -8,9 +8,10 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from fastapi import UploadFile
+from fastapi import HTTPException, Request, UploadFile
 
 from vllm.entrypoints.anthropic.protocol import AnthropicMessagesRequest
+from vllm.entrypoints.launchers.cli_args import make_arg_parser
 from vllm.entrypoints.openai.chat_completion.protocol import (
     BatchChatCompletionRequest,
     ChatCompletionRequest,
@@ -23,9 +24,12 @@ from vllm.entrypoints.pooling.embed.protocol import (
     EmbeddingCompletionRequest,
 )
 from vllm.entrypoints.scale_out.token_in_token_out.protocol import GenerateRequest
+from vllm.entrypoints.serve.steering.access import SteeringAccess
 from vllm.entrypoints.serve.steering.body import UnservedField, asked_fields
 from vllm.entrypoints.serve.tokenize.protocol import TokenizeCompletionRequest
+from vllm.entrypoints.serve.utils.api_utils import redact_sensitive_args
 from vllm.entrypoints.speech_to_text.transcription.protocol import TranscriptionRequest
+from vllm.utils.argparse_utils import FlexibleArgumentParser
 from vllm.v1.interventions import PLAN_FIELDS
 
 SAID = [{"role": "user", "content": "x"}]
@@ -81,3 +85,33 @@ def test_other_unknown_fields_are_ignored_as_upstream_does(
     request_type: Callable[..., Any], body: dict[str, Any]
 ) -> None:
     assert request_type(**body, some_other_field=1).model == "m"
+
+
+def test_flags_stand_in_groups_of_their_own() -> None:
+    parser = make_arg_parser(FlexibleArgumentParser())
+    flags = {
+        group.title: {flag for action in group._group_actions for flag in action.option_strings}
+        for group in parser._action_groups
+    }
+    assert {"--enable-steering", "--steering-modules"} <= flags["SteeringConfig"]
+    assert {"--capture-consumers", "--capture-overload-policy"} <= flags["CaptureConfig"]
+    assert "--steering-api-key" in flags["Frontend"]
+
+
+def test_the_log_of_options_has_no_keys() -> None:
+    shown = redact_sensitive_args({"steering_api_key": ["secret"], "model": "m"})
+    assert shown == {"steering_api_key": "***", "model": "m"}
+
+
+def test_several_keys() -> None:
+    access = SteeringAccess(["one", "two"], bearer=False)
+    for key in ("one", "two"):
+        access.need(Request({"type": "http", "headers": [(b"x-steering-key", key.encode())]}))
+
+
+def test_development_mode_needs_no_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    request = Request({"type": "http", "headers": []})
+    with pytest.raises(HTTPException):
+        SteeringAccess(None, bearer=True).need(request)
+    monkeypatch.setenv("VLLM_SERVER_DEV_MODE", "1")
+    SteeringAccess(None, bearer=True).need(request)

@@ -16,6 +16,7 @@ from vllm.v1.sites import reject
 from vllm.v1.steering.modules import FIELDS, need_module_name
 
 from .access import SteeringAccess
+from .capture_router import router as capture_router
 from .protocol import SET_FIELDS, flag_of, module_of, read_body, tiers_of
 
 router = APIRouter(prefix="/v1/steering", tags=["steering"])
@@ -130,3 +131,4 @@ def attach_router(app: FastAPI) -> None:
     has_api_key = any(args.api_key or [envs.VLLM_API_KEY])
     app.state.steering_access = SteeringAccess(args.steering_api_key, bearer=not has_api_key)
     app.include_router(router)
+    app.include_router(capture_router)

@@ -1,0 +1,63 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`GET /v1/capture`: the consumers of the server and what they have done."""
+
+import asyncio
+from typing import Any, cast
+
+from fastapi import APIRouter, Request
+
+from vllm.v1.capture.registry import ConsumerSpec
+from vllm.v1.engine.async_llm import AsyncLLM
+from vllm.v1.metrics.prometheus import get_prometheus_registry
+
+router = APIRouter(prefix="/v1/capture", tags=["capture"])
+
+_PREFIX = "vllm:capture_"
+_COUNTERS = {"rows_total": "rows", "bytes_total": "bytes", "pending": "pending"}
+"""Name of a metric without the prefix -> what it is called here."""
+
+Counters = dict[str, dict[str, int]]
+"""consumer -> name -> count."""
+
+
+@router.get("")
+async def state(request: Request) -> dict[str, Any]:
+    """Consumers, their limits and counters since the start, of all engines and API servers."""
+    engine = cast(AsyncLLM, request.app.state.engine_client)
+    config = engine.vllm_config.capture_config
+    counters: Counters | None = None
+    if engine.log_stats:
+        counters = await asyncio.to_thread(_counters, list(config.consumers))
+    return {
+        "enabled": config.enabled,
+        "overload_policy": config.capture_overload_policy,
+        "inline_max_bytes": config.capture_inline_max_bytes,
+        "consumers": {
+            name: _described(spec) | {"counters": counters[name] if counters is not None else None}
+            for name, spec in config.consumers.items()
+        },
+    }
+
+
+def _described(spec: ConsumerSpec) -> dict[str, Any]:
+    """Without its options, which may be credentials."""
+    return {
+        "location": "frontend" if spec.in_frontend else "engine",
+        "captures_all": spec.capture is not None,
+        "pending_bytes": spec.limits.pending_bytes,
+        "max_request_bytes": spec.limits.max_request_bytes,
+        "timeout": spec.limits.timeout,
+    }
+
+
+def _counters(consumers: list[str]) -> Counters:
+    names = (*_COUNTERS.values(), "ok", "partial_error", "error")
+    found = {consumer: dict.fromkeys(names, 0) for consumer in consumers}
+    for metric in get_prometheus_registry().collect():
+        for sample in metric.samples if metric.name.startswith(_PREFIX) else ():
+            counters = found.get(sample.labels.get("consumer", ""))
+            kind = sample.name.removeprefix(_PREFIX)
+            name = sample.labels["status"] if kind == "results_total" else _COUNTERS.get(kind)
+            if counters is not None and name is not None:
+                counters[name] += int(sample.value)
+    return found
