@@ -222,6 +222,19 @@ def test_kept_rows_do_not_hold_the_steps_storage() -> None:
     assert chunks[0].values[0][0, 0, 0] == 4.0
 
 
+@pytest.mark.parametrize(("first", "waits"), [(0, True), (4, False)])
+def test_rows_that_wait_do_not_hold_the_steps_storage(first: int, waits: bool) -> None:
+    """Those of a partial prefill; what leaves with this step's output is not copied for that."""
+    interventions = capturing("all")
+    values = torch.zeros(2, 100, HIDDEN)
+    at = np.array([first], dtype=np.int64)
+    interventions.accept(CapturedChunk(at, [values[:, :1]], VERSION), 6)
+    chunks = interventions.take()
+    assert chunks is not None
+    size = chunks[0].values[0].untyped_storage().nbytes()
+    assert size == (2 * HIDDEN * 4 if waits else values.nbytes)
+
+
 WANTED = st.sets(st.integers(0, 11), min_size=1)
 
 

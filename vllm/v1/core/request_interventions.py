@@ -80,11 +80,16 @@ class RequestInterventions:
                 values = [v[:, kept] for v in chunk.values]
                 chunk = CapturedChunk(positions[kept], values, chunk.version)
         if any(self._relayed):
-            self._relay(chunk)
+            self._relay(chunk, waits=int(chunk.positions[-1]) != num_tokens - 2)
         return chunk
 
-    def _relay(self, chunk: CapturedChunk) -> None:
-        """Keep what the frontend needs of a chunk."""
+    def _relay(self, chunk: CapturedChunk, waits: bool) -> None:
+        """Keep what the frontend needs of a chunk.
+
+        Args:
+            waits: for a later step's output; a chunk is a view of the rows of all requests, and a
+                long prompt has many steps.
+        """
         if not all(self._relayed):
             kept = np.flatnonzero(self._relayed_positions.mask(chunk.positions))
             if not len(kept):
@@ -94,6 +99,9 @@ class RequestInterventions:
                 for v, relayed in zip(chunk.values, self._relayed, strict=True)
             ]
             chunk = CapturedChunk(chunk.positions[kept], values, chunk.version)
+        elif waits:
+            values = [v.clone() for v in chunk.values]
+            chunk = CapturedChunk(chunk.positions, values, chunk.version)
         self._undelivered.append(chunk)
 
     def take(self) -> list[CapturedChunk] | None:
