@@ -129,7 +129,9 @@ def _selector(rng: np.random.Generator, prompt: list[int], most: int) -> Any:
     which = str(rng.choice(["first", "last", "all"]))
     kind = rng.integers(8)
     if kind == 0:
-        return sorted({int(p) for p in rng.integers(end, size=4)})
+        edges = [p for p in (31, 32, 63, 64) if p < end]  # of blocks
+        some = rng.integers(end, size=3).tolist()
+        return sorted({*some[: rng.integers(1, 4)], *edges[: rng.integers(3)]})
     if kind == 1:
         return [-1, -int(rng.integers(1, length + 1))]
     if kind == 2:
