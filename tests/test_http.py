@@ -166,7 +166,8 @@ def test_without_our_fields_the_answer_is_upstreams(server: Server) -> None:
 def test_a_stream_brings_the_rows_as_they_appear(
     client: SteeringClient, reference: Reference, prompt: Any
 ) -> None:
-    asked = greedy(capture=READ, steering_vectors=STEER)
+    # Many tokens: a server that falls behind merges chunks.
+    asked = greedy(capture=READ, steering_vectors=STEER, max_tokens=60)
     chunks = list(client.stream(prompt, **asked))
     whole = client.complete(prompt, **asked).choices[0]
     check_rows(joined(chunks), reference, {LAYER: VECTOR})
@@ -174,7 +175,7 @@ def test_a_stream_brings_the_rows_as_they_appear(
     for site, rows in whole.rows.items():
         np.testing.assert_array_equal(joined(chunks).rows[site].values, rows.values)
     with_rows = [chunk for chunk in chunks if chunk.rows]
-    assert len(with_rows) >= 5, "not all at the end"
+    assert len(with_rows) >= 2, "not all at the end"
     assert [chunk.capture_status for chunk in with_rows[:-1]] == [{"inline": None}] * (
         len(with_rows) - 1
     )
@@ -279,7 +280,7 @@ def test_openai_client(server: Server, reference: Reference) -> None:
             check_rows(Choice(rows=rows, capture_results=results), reference, {LAYER: VECTOR})
         streamed = made.completions.create(prompt=PROMPT, extra_body=fields, stream=True, **asked)
         extras = [c.choices[0].model_extra for c in streamed]
-        assert sum("capture_results" in (extra or {}) for extra in extras) >= 3
+        assert any("capture_results" in (extra or {}) for extra in extras)
         with pytest.raises(openai.BadRequestError) as raised:
             made.completions.create(prompt=PROMPT, extra_body={"capture": {"x": 1}}, **asked)
         assert raised.value.param == "capture.x"
