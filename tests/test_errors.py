@@ -19,6 +19,7 @@ from torch import nn
 from tests.error_case import Case, path
 from tests.error_consumers import CONSUMERS
 from tests.error_files import FILES
+from tests.error_filesystem import FILESYSTEM
 from tests.error_http import HTTP
 from tests.error_page import MESSAGES, PATTERNS
 from tests.error_project import PROJECT
@@ -393,7 +394,7 @@ OTHERS = [
 ]
 
 
-CASES = REQUESTS + OTHERS + STEERING + FILES + CONSUMERS + PROJECT
+CASES = REQUESTS + OTHERS + STEERING + FILES + CONSUMERS + PROJECT + FILESYSTEM
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: str(case.says)[:70])

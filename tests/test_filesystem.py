@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import threading
 import uuid
 from collections.abc import Callable, Iterator
@@ -420,6 +421,20 @@ def spread(check: Callable[[dict[str, Any], str], dict[str, Any]], **fields: Any
     return check(fields, "capture.filesystem")
 
 
+def test_the_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """docs/capture-files.md reads files as it says."""
+    page = (Path(__file__).parents[1] / "docs" / "capture-files.md").read_text()
+    [program] = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    with started(str(tmp_path)) as consumer:
+        publish(consumer, request(request_id="probe_0001"))
+        publish(consumer, request(request_id="short"), error="it stopped")
+    exec(program, {"ROOT": str(tmp_path)})
+    said = capsys.readouterr().out
+    assert "lacks rows: short it stopped" in said
+    assert "default probe_0001 post_block 12 [0 1 2] torch.Size([3, 8])" in said
+    assert "found <packed default/probe_0001> 9 some/model" in said
+
+
 def test_wrong_requests() -> None:
     check = FilesystemConsumer.check_request
     assert spread(check, request_id=None, tag="T".lower()) == {"tag": "t"}
@@ -438,7 +453,7 @@ def test_wrong_requests() -> None:
         ({"layout": ["packed"]}, "capture.filesystem.layout: unknown layout list"),
         (
             {"prompt": 1},
-            "capture.filesystem: unknown keys ['prompt'], allowed are hooks, positions",
+            "capture.filesystem: unknown keys ['prompt']; filesystem takes hooks, positions",
         ),
     ):
         with pytest.raises(ValueError) as raised:

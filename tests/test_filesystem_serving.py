@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -43,13 +44,14 @@ def llm(tiny_models: TinyModels, root: str) -> Iterator[LLM]:
 
 
 def params(positions: Any = "all", settings: Any = (), **fields: Any) -> SamplingParams:
+    base: dict[str, Any] = {"max_tokens": 6, "temperature": 0.0, "detokenize": False}
     return SamplingParams(
         capture={
             "inline": {"hooks": HOOKS, "positions": positions},
             "filesystem": FilesystemCaptureRequest(hooks=HOOKS, positions=positions, **fields),
         },
         output_kind=RequestOutputKind.FINAL_ONLY,
-        **({"max_tokens": 6, "temperature": 0.0, "detokenize": False} | dict(settings)),
+        **(base | dict(settings)),
     )
 
 
@@ -143,8 +145,6 @@ def test_an_abort_publishes_what_there_is(llm: LLM, root: str, layout: str) -> N
 
 
 def eventually(root: str, name: str) -> reader.StoredRequest:
-    import time
-
     deadline = time.monotonic() + 60
     while True:
         try:

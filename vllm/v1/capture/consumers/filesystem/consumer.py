@@ -84,7 +84,7 @@ class FilesystemConsumer(CaptureConsumer):
         unknown = sorted(show_key(key) for key in fields if key not in _FIELDS)[:8]
         if unknown:
             allowed = ("hooks", "positions", "project", *_FIELDS)
-            reject(path, f"unknown keys {unknown}, allowed are {', '.join(allowed)}")
+            reject(path, f"unknown keys {unknown}; filesystem takes {', '.join(allowed)}")
         given = {key: value for key, value in fields.items() if value is not None}
         if "request_id" in given:
             names.need_request_id(given["request_id"], f"{path}.request_id")
