@@ -246,3 +246,28 @@ def test_steering_page(model: Path, tmp_path: Path) -> None:
         "happy.gguf",
         "happy.safetensors",
     ]
+
+
+def test_capture_page(model: Path, tmp_path: Path) -> None:
+    """Its blocks but the last are one program; the last is one of its own."""
+    *guide, consumer = programs("docs/capture.md")
+    printed = run("".join(guide), model, tmp_path, multiprocess=False)
+    said = dict(re.findall(r"^([a-z0-9]+) (.*)$", printed, re.MULTILINE))
+    prompt, layers, hidden = len("Today I went"), models.LAYERS, models.HIDDEN
+    assert said["status"] == "ok None"
+    assert said["rows"].endswith(f"torch.Size([{prompt + 4}, {hidden}]) torch.bfloat16")
+    assert said["float32"] == f"float32 torch.Size([{hidden}])"
+    assert said["predicting"] == "[ 6 11 12 13 14]"
+    assert said["looked"].startswith("5 [(")
+    assert said["stacked"] == f"torch.Size([3, 2, {hidden}])"
+    assert said["projected"] == f"torch.Size([{prompt + 4}, 2])"
+    assert said["logged"].startswith(f"{prompt + 4} rows of post_block 0 |h|=")
+    assert said["read"] == f"torch.Size([{prompt + 4}, {hidden}])"
+    written = ast.literal_eval(said["written"])
+    assert all((tmp_path / "captures" / name).is_file() for name in written)
+
+    printed = run(consumer, model, tmp_path, multiprocess=True)
+    norms = [ast.literal_eval(found) for found in re.findall(r"^norms (.*)$", printed, re.M)]
+    assert [len(found) for found in norms] == [prompt - 2, len("home") - 2]
+    assert float(printed.split("greatest ")[1]) == max(map(max, norms)) > 0
+    assert layers > 1

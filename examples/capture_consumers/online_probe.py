@@ -86,7 +86,9 @@ async def rows_of(
     async def serve() -> None:
         for index, (text, label) in remaining:
             async for output in engine.generate(text, params, f"probe-{index}"):
-                result = output.outputs[0].capture_results["inline"]
+                results = output.outputs[0].capture_results
+                assert results is not None  # it was asked for
+                result = results["inline"]
                 if result.status != "ok":
                     raise RuntimeError(result.error)
                 rows = result.payload[POINT, layer].values
