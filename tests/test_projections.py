@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from tests.plans import BF16, HIDDEN, SHAPE
 from vllm.config.capture import PROJECTION_ROWS
 from vllm.v1.capture.registry import ConsumerSpec
-from vllm.v1.capture.spec import parse_capture
+from vllm.v1.capture.spec import check_global, parse_capture
 from vllm.v1.core.projections import ProjectionPool
 from vllm.v1.executor.stage_rows import StageRows
 from vllm.v1.interventions import CapturePlan, Site, TapShape, WorkerRequest, WorkerStream
@@ -328,3 +328,15 @@ def test_scores_come_in_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_error_names_the_field() -> None:
     with pytest.raises(ValueError, match=re.escape("capture.one.project[1][0]: must be a number")):
         parse(inline={}, one={"project": [[0.0] * HIDDEN, [None, 0.0, 0.0, 0.0]]})
+
+
+def test_a_matrix_for_every_request_is_checked_at_start_up() -> None:
+    asked = {"hooks": {"post_block": [1]}, "project": matrix(2)}
+    check_global({"all": ConsumerSpec("all", capture=asked)}, SHAPE)
+    wrong = {"all": ConsumerSpec("all", capture={**asked, "project": matrix(HIDDEN + 1)})}
+    with pytest.raises(ValueError, match=r"capture_consumers\.all\.capture\.project: has 5 rows"):
+        check_global(wrong, SHAPE)
+    plan = parse_capture(
+        None, "capture", SHAPE, Prompt([1], 2, None), {"all": ConsumerSpec("all", capture=asked)}
+    )
+    assert plan is not None and plan.streams[0].width == 2

@@ -72,7 +72,7 @@ def test_nothing_is_copied_to_be_sent() -> None:
     )
     pickler.dispatch_table = {**copyreg.dispatch_table, torch.Tensor: _reduce_tensor}
     pickler.dump(rows)
-    sent = {np.frombuffer(b, np.uint8).ctypes.data: len(b.raw()) for b in buffers}
+    sent = {np.frombuffer(b.raw(), np.uint8).ctypes.data: len(b.raw()) for b in buffers}
     of_rows = rows._rows.numel() * rows._rows.element_size()
     assert sent[rows._rows.data_ptr()] == of_rows
     # Beside them the scores, the positions, and little else.

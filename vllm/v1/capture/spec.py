@@ -103,8 +103,8 @@ def check_global(specs: Mapping[str, ConsumerSpec], shape: TapShape) -> None:
     """Check, at start-up, what consumers capture of every request.
 
     Raises:
-        ValueError: what is said of points and layers is wrong; or the positions are not those of
-            every request, so that requests that say nothing of capture would be refused.
+        ValueError: what is said of points, layers or `project` is wrong; or the positions are not
+            those of every request, so that requests that say nothing of capture would be refused.
     """
     for name, spec in specs.items():
         if spec.capture is None:
@@ -115,6 +115,8 @@ def check_global(specs: Mapping[str, ConsumerSpec], shape: TapShape) -> None:
             if not isinstance(selector, str) or selector not in NAMED_SELECTORS:
                 reject(f"{path}.positions", f"must be of {', '.join(NAMED_SELECTORS)}")
         _selection(spec.capture, path, shape, Prompt([0], 2, None), spec)
+        if spec.capture.get("project") is not None:
+            _matrix(spec.capture["project"], f"{path}.project", shape)
 
 
 def _stream(
