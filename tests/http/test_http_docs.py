@@ -14,11 +14,8 @@ import pytest
 
 from tests.conformance.models import HIDDEN
 from tests.http_server import KEY, Server
-from tests.test_http import model, server
 
-__all__ = ["model", "server"]
-
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 PLACE = "http://localhost:8000"
 LINES = 'curl() { command curl "$@"; echo; }\n'
 

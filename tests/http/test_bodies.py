@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A real `vllm serve`: steering and capture in completions and chats, and /v1/steering."""
+"""A real `vllm serve`: steering and capture in completions and chats, and the clients."""
 
 from __future__ import annotations
 
@@ -9,22 +9,15 @@ import subprocess
 import sys
 import textwrap
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import httpx
 import numpy as np
 import openai
 import pytest
-import safetensors.numpy
-import torch
-import transformers
 
-from tests.conformance.models import HIDDEN, LAYERS
-from tests.conformance.runner import LEAST_MOVE, READ_TOLERANCE, WRITE_TOLERANCE
-from tests.http_server import KEY, NAME, Server, greedy, save_model, serve
-from tests.serving import relative, vector
+from tests.conformance.models import HIDDEN
+from tests.http_server import KEY, NAME, Server, greedy
 from vllm.entrypoints.serve.steering import client as client_module
 from vllm.entrypoints.serve.steering.client import (
     AsyncSteeringClient,
@@ -37,86 +30,9 @@ from vllm.entrypoints.serve.steering.client import (
 )
 
 if TYPE_CHECKING:
-    from tests.conftest import TinyModels
+    pass
 
-PROMPT = "Today I went"
-SAID = [{"role": "user", "content": PROMPT}]
-LAYER = 1
-VECTOR = vector(1).numpy()
-READ = {"inline": {"hooks": {"post_block": [LAYER, 3]}, "positions": "all"}}
-STEER = {"post_block": {LAYER: VECTOR}}
-DEV = {"X-Steering-Key": KEY}
-
-
-@pytest.fixture(scope="module")
-def model(tiny_models: TinyModels, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_model(tiny_models, tmp_path_factory.mktemp("http") / "model")
-
-
-@pytest.fixture(scope="module")
-def server(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    log = tmp_path_factory.mktemp("http-log") / "server.log"
-    with serve(model, log, "--enable-log-requests") as started:
-        yield started
-
-
-@pytest.fixture
-def client(server: Server) -> Iterator[SteeringClient]:
-    with SteeringClient(server.url, steering_key=KEY, model=NAME) as made:
-        yield made
-        made.clear()
-        for name in made.modules():
-            made.unregister_module(name)
-
-
-class Reference:
-    """transformers, with vectors added to outputs of blocks."""
-
-    def __init__(self, model: Path) -> None:
-        self.model = transformers.LlamaForCausalLM.from_pretrained(model, dtype=torch.float32)
-        self.tokenizer = transformers.AutoTokenizer.from_pretrained(model)
-
-    def rows(self, token_ids: list[int], deltas: dict[int, np.ndarray]) -> dict[int, torch.Tensor]:
-        """layer -> [n, hidden] of the output of that block, `deltas` added at all positions."""
-        found: dict[int, torch.Tensor] = {}
-
-        def hook(layer: int) -> Any:
-            def add(module: Any, inputs: Any, output: Any) -> Any:
-                hidden = output[0] if isinstance(output, tuple) else output
-                if layer in deltas:
-                    hidden = hidden + torch.from_numpy(deltas[layer])
-                found[layer] = hidden[0]
-                return (hidden, *output[1:]) if isinstance(output, tuple) else hidden
-
-            return add
-
-        blocks = self.model.model.layers
-        handles = [block.register_forward_hook(hook(n)) for n, block in enumerate(blocks)]
-        with torch.no_grad():
-            self.model(torch.tensor([token_ids]))
-        for handle in handles:
-            handle.remove()
-        return found
-
-
-@pytest.fixture(scope="module")
-def reference(model: Path) -> Reference:
-    return Reference(model)
-
-
-def check_rows(choice: Choice, reference: Reference, deltas: dict[int, np.ndarray]) -> list[int]:
-    """Every row is the reference's, and would not be without `deltas`; the tokens read."""
-    rows = choice.rows["post_block", 3]
-    read = rows.token_ids.tolist()
-    assert rows.positions.tolist() == list(range(len(read)))
-    assert choice.capture_status == {"inline": "ok"}
-    want, plain = reference.rows(read, deltas), reference.rows(read, {})
-    for layer in (LAYER, 3):
-        values = torch.from_numpy(choice.rows["post_block", layer].values.copy())
-        assert relative(values, want[layer]) <= READ_TOLERANCE + WRITE_TOLERANCE
-        if deltas:
-            assert relative(values, plain[layer]) >= LEAST_MOVE
-    return read
+from tests.http.checks import LAYER, PROMPT, READ, SAID, STEER, VECTOR, Reference, check_rows
 
 
 @pytest.mark.parametrize(
@@ -284,115 +200,6 @@ def test_openai_client(server: Server, reference: Reference) -> None:
         with pytest.raises(openai.BadRequestError) as raised:
             made.completions.create(prompt=PROMPT, extra_body={"capture": {"x": 1}}, **asked)
         assert raised.value.param == "capture.x"
-
-
-def test_global_tiers(client: SteeringClient, reference: Reference) -> None:
-    assert client.state()["enabled"]
-    before = client.state()["version"]
-    version = client.set(STEER)
-    assert version == before + 1
-    state = client.state()
-    assert state["tiers"]["base"]["norms"]["post_block"] == {
-        str(LAYER): pytest.approx(float(np.linalg.norm(VECTOR)), rel=1e-5)
-    }
-    assert str(float(VECTOR[0])) not in json.dumps(state)
-    steered = client.complete(PROMPT, **greedy(capture=READ))
-    check_rows(steered.choices[0], reference, {LAYER: VECTOR})
-    assert set(steered.rows["post_block", LAYER].versions.tolist()) == {version}
-    alone = client.complete(PROMPT, **greedy(capture=READ, steering_inherit_global=False))
-    check_rows(alone.choices[0], reference, {})
-    with pytest.raises(SteeringError, match=r"decode_vectors\.post_block\.1: has") as raised:
-        client.set({"post_block": {2: VECTOR}}, decode_vectors={"post_block": {1: [0.0]}})
-    assert (raised.value.status, raised.value.param) == (400, "decode_vectors.post_block.1")
-    assert client.state()["version"] == version, "nothing of it was done"
-    client.set(prefill_vectors={"post_block": pack_layers({0: VECTOR})}, replace=True)
-    assert client.state()["tiers"].keys() == {"prefill"}
-    with pytest.raises(SteeringError, match="tier: unknown tier 'both'"):
-        client.clear("both")
-    client.clear("prefill")
-    assert client.state()["tiers"] == {}
-
-
-def test_modules(client: SteeringClient, reference: Reference, tmp_path: Path) -> None:
-    digest = client.register_module("happy", STEER)
-    assert client.modules()["happy"]["digest"] == digest
-    steered = client.complete(PROMPT, **greedy(capture=READ, steering_modules=[["happy", 0.5]]))
-    check_rows(steered.choices[0], reference, {LAYER: 0.5 * VECTOR})
-    file = tmp_path / "happy.safetensors"
-    safetensors.numpy.save_file({f"base.post_block.{LAYER}": VECTOR}, file)
-    assert client.register_module("file", file) == digest
-    unit = VECTOR / np.linalg.norm(VECTOR)
-    op = {"op": "ablate", "point": "post_block", "layers": [3], "direction": unit}
-    client.register_module("flat", {"ops": [op]})
-    flat = client.complete(PROMPT, **greedy(capture=READ, steering_modules=["flat"]))
-    along = flat.rows["post_block", 3].values @ unit
-    assert np.abs(along).max() < 1e-3
-    for body, param in (
-        ({"name": "../x", "vectors": {}}, "name"),
-        ({"name": "x", "path": "/etc/passwd"}, "path"),
-        ({"name": "x", "source": str(file)}, "source"),
-        ({"name": "x", "vectors": str(file)}, "vectors"),
-        ({"name": "x", "safetensors": str(file)}, "safetensors"),
-        ({"name": "x", "ops": [{**op, "direction": unit.tolist(), "positions": [0]}]}, "ops[0]"),
-        ({"name": "x", "vectors": {"post_block": {"9": [0]}}}, "vectors.post_block.9"),
-    ):
-        with pytest.raises(SteeringError) as raised:
-            client._call(client_module._Call("POST", "/modules", body))
-        assert (raised.value.status, raised.value.param) == (400, param)
-    client.unregister_module("happy")
-    with pytest.raises(SteeringError, match="unknown module 'happy'") as raised:
-        client.complete(PROMPT, **greedy(steering_modules=["happy"]))
-    assert raised.value.param == "steering_modules[0]"
-    with pytest.raises(SteeringError, match="unknown module 'happy'"):
-        client.unregister_module("happy")
-
-
-def test_changes_need_a_key(server: Server) -> None:
-    body = {"vectors": {"post_block": {str(LAYER): VECTOR.tolist()}}}
-    bearer = {"Authorization": f"Bearer {KEY}"}
-    before = server.get("/v1/steering").json()["version"]
-    for path in ("set", "clear", "modules"):
-        for headers in ({}, {"X-Steering-Key": "wrong"}, {"Authorization": "Bearer wrong"}):
-            answer = server.post(f"/v1/steering/{path}", body, **headers)
-            assert answer.status_code == 403
-            assert answer.json()["error"]["message"].startswith("Forbidden: ")
-    assert httpx.delete(f"{server.url}/v1/steering/modules/x").status_code == 403
-    assert server.get("/v1/steering").json()["version"] == before
-    assert server.post("/v1/steering/clear", {}, **bearer).status_code == 200
-    assert server.get("/v1/steering").json()["version"] == before + 1
-
-
-def test_layers(client: SteeringClient) -> None:
-    offered = client.layers()
-    assert (offered["hidden_size"], offered["dtype"]) == (HIDDEN, "float32")
-    assert offered["num_layers"] == LAYERS
-    assert offered["layers"]["0"] == ["pre_attn", "post_attn", "post_block"]
-
-
-def test_capture_counters(server: Server, client: SteeringClient) -> None:
-    def counters() -> dict[str, int]:
-        state = server.get("/v1/capture").json()
-        assert state["enabled"]
-        assert state["consumers"].keys() == {"inline"}
-        counted: dict[str, int] = state["consumers"]["inline"]["counters"]
-        return counted
-
-    before = counters()
-    client.complete(PROMPT, **greedy(capture=READ, max_tokens=1))
-    deadline = time.monotonic() + 30
-    while counters() == before and time.monotonic() < deadline:
-        time.sleep(0.05)
-    after = counters()
-    rows = 2 * len(PROMPT)
-    moved = {name: after[name] - before[name] for name in after}
-    assert moved == {
-        "rows": rows,
-        "bytes": rows * HIDDEN * 4,
-        "pending": 0,
-        "ok": 1,
-        "partial_error": 0,
-        "error": 0,
-    }
 
 
 def test_async_client(server: Server, reference: Reference) -> None:

@@ -1,0 +1,55 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The server, its client and the reference.
+
+vLLM is imported in the fixtures: pytest reads this file before it sets the environment up.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+if TYPE_CHECKING:
+    from tests.conftest import TinyModels
+    from tests.http.checks import Reference
+    from tests.http_server import Server
+    from vllm.entrypoints.serve.steering.client import SteeringClient
+
+
+@pytest.fixture(scope="package")
+def model(tiny_models: TinyModels, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    from tests.http_server import save_model
+
+    return save_model(tiny_models, tmp_path_factory.mktemp("http") / "model")
+
+
+@pytest.fixture(scope="package")
+def server(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    from tests.http_server import serve
+
+    log = tmp_path_factory.mktemp("http-log") / "server.log"
+    with serve(model, log, "--enable-log-requests") as started:
+        yield started
+
+
+@pytest.fixture
+def client(server: Server) -> Iterator[SteeringClient]:
+    """Leaves no global steering behind."""
+    from tests.http_server import KEY, NAME
+    from vllm.entrypoints.serve.steering.client import SteeringClient
+
+    with SteeringClient(server.url, steering_key=KEY, model=NAME) as made:
+        yield made
+        made.clear()
+        for name in made.modules():
+            made.unregister_module(name)
+
+
+@pytest.fixture(scope="package")
+def reference(model: Path) -> Reference:
+    from tests.http.checks import Reference
+
+    return Reference(model)

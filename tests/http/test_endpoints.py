@@ -1,0 +1,137 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A real `vllm serve`: /v1/steering and /v1/capture."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import httpx
+import numpy as np
+import pytest
+import safetensors.numpy
+
+from tests.conformance.models import HIDDEN, LAYERS
+from tests.http_server import KEY, Server, greedy
+from vllm.entrypoints.serve.steering import client as client_module
+from vllm.entrypoints.serve.steering.client import (
+    SteeringClient,
+    SteeringError,
+    pack_layers,
+)
+
+if TYPE_CHECKING:
+    pass
+
+from tests.http.checks import LAYER, PROMPT, READ, STEER, VECTOR, Reference, check_rows
+
+
+def test_global_tiers(client: SteeringClient, reference: Reference) -> None:
+    assert client.state()["enabled"]
+    before = client.state()["version"]
+    version = client.set(STEER)
+    assert version == before + 1
+    state = client.state()
+    assert state["tiers"]["base"]["norms"]["post_block"] == {
+        str(LAYER): pytest.approx(float(np.linalg.norm(VECTOR)), rel=1e-5)
+    }
+    assert str(float(VECTOR[0])) not in json.dumps(state)
+    steered = client.complete(PROMPT, **greedy(capture=READ))
+    check_rows(steered.choices[0], reference, {LAYER: VECTOR})
+    assert set(steered.rows["post_block", LAYER].versions.tolist()) == {version}
+    alone = client.complete(PROMPT, **greedy(capture=READ, steering_inherit_global=False))
+    check_rows(alone.choices[0], reference, {})
+    with pytest.raises(SteeringError, match=r"decode_vectors\.post_block\.1: has") as raised:
+        client.set({"post_block": {2: VECTOR}}, decode_vectors={"post_block": {1: [0.0]}})
+    assert (raised.value.status, raised.value.param) == (400, "decode_vectors.post_block.1")
+    assert client.state()["version"] == version, "nothing of it was done"
+    client.set(prefill_vectors={"post_block": pack_layers({0: VECTOR})}, replace=True)
+    assert client.state()["tiers"].keys() == {"prefill"}
+    with pytest.raises(SteeringError, match="tier: unknown tier 'both'"):
+        client.clear("both")
+    client.clear("prefill")
+    assert client.state()["tiers"] == {}
+
+
+def test_modules(client: SteeringClient, reference: Reference, tmp_path: Path) -> None:
+    digest = client.register_module("happy", STEER)
+    assert client.modules()["happy"]["digest"] == digest
+    steered = client.complete(PROMPT, **greedy(capture=READ, steering_modules=[["happy", 0.5]]))
+    check_rows(steered.choices[0], reference, {LAYER: 0.5 * VECTOR})
+    file = tmp_path / "happy.safetensors"
+    safetensors.numpy.save_file({f"base.post_block.{LAYER}": VECTOR}, file)
+    assert client.register_module("file", file) == digest
+    unit = VECTOR / np.linalg.norm(VECTOR)
+    op = {"op": "ablate", "point": "post_block", "layers": [3], "direction": unit}
+    client.register_module("flat", {"ops": [op]})
+    flat = client.complete(PROMPT, **greedy(capture=READ, steering_modules=["flat"]))
+    along = flat.rows["post_block", 3].values @ unit
+    assert np.abs(along).max() < 1e-3
+    for body, param in (
+        ({"name": "../x", "vectors": {}}, "name"),
+        ({"name": "x", "path": "/etc/passwd"}, "path"),
+        ({"name": "x", "source": str(file)}, "source"),
+        ({"name": "x", "vectors": str(file)}, "vectors"),
+        ({"name": "x", "safetensors": str(file)}, "safetensors"),
+        ({"name": "x", "ops": [{**op, "direction": unit.tolist(), "positions": [0]}]}, "ops[0]"),
+        ({"name": "x", "vectors": {"post_block": {"9": [0]}}}, "vectors.post_block.9"),
+    ):
+        with pytest.raises(SteeringError) as raised:
+            client._call(client_module._Call("POST", "/modules", body))
+        assert (raised.value.status, raised.value.param) == (400, param)
+    client.unregister_module("happy")
+    with pytest.raises(SteeringError, match="unknown module 'happy'") as raised:
+        client.complete(PROMPT, **greedy(steering_modules=["happy"]))
+    assert raised.value.param == "steering_modules[0]"
+    with pytest.raises(SteeringError, match="unknown module 'happy'"):
+        client.unregister_module("happy")
+
+
+def test_changes_need_a_key(server: Server) -> None:
+    body = {"vectors": {"post_block": {str(LAYER): VECTOR.tolist()}}}
+    bearer = {"Authorization": f"Bearer {KEY}"}
+    before = server.get("/v1/steering").json()["version"]
+    for path in ("set", "clear", "modules"):
+        for headers in ({}, {"X-Steering-Key": "wrong"}, {"Authorization": "Bearer wrong"}):
+            answer = server.post(f"/v1/steering/{path}", body, **headers)
+            assert answer.status_code == 403
+            assert answer.json()["error"]["message"].startswith("Forbidden: ")
+    assert httpx.delete(f"{server.url}/v1/steering/modules/x").status_code == 403
+    assert server.get("/v1/steering").json()["version"] == before
+    assert server.post("/v1/steering/clear", {}, **bearer).status_code == 200
+    assert server.get("/v1/steering").json()["version"] == before + 1
+
+
+def test_layers(client: SteeringClient) -> None:
+    offered = client.layers()
+    assert (offered["hidden_size"], offered["dtype"]) == (HIDDEN, "float32")
+    assert offered["num_layers"] == LAYERS
+    assert offered["layers"]["0"] == ["pre_attn", "post_attn", "post_block"]
+
+
+def test_capture_counters(server: Server, client: SteeringClient) -> None:
+    def counters() -> dict[str, int]:
+        state = server.get("/v1/capture").json()
+        assert state["enabled"]
+        assert state["consumers"].keys() == {"inline"}
+        counted: dict[str, int] = state["consumers"]["inline"]["counters"]
+        return counted
+
+    before = counters()
+    client.complete(PROMPT, **greedy(capture=READ, max_tokens=1))
+    deadline = time.monotonic() + 30
+    while counters() == before and time.monotonic() < deadline:
+        time.sleep(0.05)
+    after = counters()
+    rows = 2 * len(PROMPT)
+    moved = {name: after[name] - before[name] for name in after}
+    assert moved == {
+        "rows": rows,
+        "bytes": rows * HIDDEN * 4,
+        "pending": 0,
+        "ok": 1,
+        "partial_error": 0,
+        "error": 0,
+    }
