@@ -308,6 +308,7 @@ class Silent:
 
     sites = {("pre_attn", 0): 0}  # noqa: RUF012
     captures_here = True
+    table = None
     arena = torch.zeros(1, HIDDEN)
 
     def probing(self, site: Any, vector: Any) -> Any:

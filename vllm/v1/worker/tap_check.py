@@ -94,27 +94,40 @@ def check_sites(interventions: "Interventions", dummy_run: DummyRun) -> None:
 
 def _acts(interventions: "Interventions", site: Site, dummy_run: DummyRun) -> bool:
     before = _run(interventions, site, None, dummy_run)
-    if before is None:
+    if interventions.table is None or site not in interventions.table.at:
+        return not interventions.captures_here or _arrived(before)
+    # Forwards are collective: all ranks run as many, whatever each of them sees.
+    vector = _far(interventions, before)
+    after = _run(interventions, site, vector, dummy_run)
+    if before is None or after is None:
         logger.warning_once(
-            "This pipeline stage captures nothing and returns no hidden states from a dummy run: "
-            "its steering taps are not checked at start-up."
+            "This worker captures nothing and gets no hidden states from a dummy run of its "
+            "pipeline stage: its steering taps are not checked at start-up."
         )
         return True
-    if interventions.captures_here and not torch.isfinite(before).all():
-        return False  # the poison is still there: nothing was captured
-    if interventions.table is None or site not in interventions.table.at:
-        return True
-    # Signs, not a constant: a norm would remove a constant shift. Far larger than the stream, which
-    # differs between two dummy runs where a mixer's state has moved on.
-    size = min(100 * max(_rms(before), 1.0), torch.finfo(before.dtype).max / 8)
-    vector = torch.full_like(before, size)
-    vector[::2] *= -1
-    after = _run(interventions, site, vector, dummy_run)
-    assert after is not None
+    if interventions.captures_here and not _arrived(before):
+        return False
     moved = after.float() - before.float()
     if not interventions.captures_here:
         return bool(moved.any())  # seen through the layers above
     return bool((moved - vector.float()).norm() <= 0.1 * vector.float().norm())
+
+
+def _arrived(row: torch.Tensor | None) -> bool:
+    """Whether something was captured: the poison is gone."""
+    return row is not None and bool(torch.isfinite(row).all())
+
+
+def _far(interventions: "Interventions", row: torch.Tensor | None) -> torch.Tensor:
+    """[hidden], to steer with. Signs, not a constant: a norm would remove a constant shift. Far
+    larger than the stream, which differs between two dummy runs where a mixer's state moved on."""
+    shape = interventions.shape
+    assert shape is not None
+    rms = _rms(row) if row is not None and _arrived(row) else 1.0
+    size = min(100 * max(rms, 1.0), torch.finfo(shape.torch_dtype).max / 8)
+    vector = torch.full((shape.hidden_size,), size, dtype=shape.torch_dtype)
+    vector[::2] *= -1
+    return vector.to(interventions.tokens.slots.device)
 
 
 def _rms(row: torch.Tensor) -> float:
