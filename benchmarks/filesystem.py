@@ -43,7 +43,7 @@ _PIECE, _FILE = 16 << 20, 256 << 20
 def disk(folder: Path, data: torch.Tensor) -> float:
     """Seconds to write `data` in files of 256 MiB, each synced."""
     started = time.perf_counter()
-    left = memoryview(data.view(torch.uint8).numpy().reshape(-1))
+    left = data.view(torch.uint8).reshape(-1).numpy().data
     while left:
         with open(folder / f"plain{len(left)}", "xb", buffering=0) as file:
             part, left = left[:_FILE], left[_FILE:]
