@@ -206,14 +206,7 @@ def test_block(tiny_models: TinyModels, name: str) -> None:
         assert drive.most_rss - before < HALF
 
 
-ROWS_FIRST = pytest.mark.xfail(
-    strict=True,
-    reason="in one process the rows of the step that admits a request come before word that the "
-    "consumer gets none; its session keeps them and is never ended (engine/capture.py)",
-)
-
-
-@pytest.mark.parametrize("name", ["core", pytest.param("here", marks=ROWS_FIRST)])
+@pytest.mark.parametrize("name", NAMES)
 def test_drop(tiny_models: TinyModels, name: str) -> None:
     """Nobody waits; who has no room gets an error that counts the rows; others are right."""
     with started(tiny_models, "drop") as (llm, consumers):

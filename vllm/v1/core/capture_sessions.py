@@ -186,20 +186,34 @@ class CaptureSessions:
 
     # -- the engine's ------------------------------------------------------------------------
 
-    def ready(self, idle: bool) -> EngineCoreOutputs | None:
-        """Results for an engine that runs in its frontend's process.
-
-        Args:
-            idle: the engine has nothing else to do: wait for a result if there is one to come.
-        """
+    def wait(self) -> EngineCoreOutputs | None:
+        """For an engine without a process of its own that has nothing else to do: the next result,
+        None if there is none to come."""
         if not self._captures and self.results.empty():
             return None
+        return self._outputs_of(self.results.get())
+
+    def join(self, outputs: dict[int, EngineCoreOutputs] | None) -> dict[int, EngineCoreOutputs]:
+        """For the same: a step's outputs behind the results that are in. In that order, because
+        word that a consumer has no room for a request must come before its rows."""
         waits, self._starved = self._starved, False
+        results: list[EngineCoreOutput] = []
         try:
             # A request that waits for room gets it from a thread, which should get to run.
-            message = self.results.get(timeout=None if idle else 0.001 if waits else 0)
+            message = self.results.get(timeout=0.001) if waits else self.results.get_nowait()
+            while True:
+                results += self._outputs_of(message).outputs
+                message = self.results.get_nowait()
         except queue.Empty:
-            return None
+            pass
+        outputs = outputs or {}
+        if results:
+            step = outputs.setdefault(0, EngineCoreOutputs())
+            step.outputs = results + step.outputs
+        return outputs
+
+    @staticmethod
+    def _outputs_of(message: tuple[int, EngineCoreOutputs] | bytes) -> EngineCoreOutputs:
         assert isinstance(message, tuple)
         return message[1]
 
