@@ -20,6 +20,7 @@ from tests.serving import prompt_of
 from tests.test_capture_consumers import Keep, KeepHere, assert_same_rows
 from vllm import SamplingParams
 from vllm.engine.arg_utils import AsyncEngineArgs
+from vllm.inputs import TokensPrompt
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.async_llm import AsyncLLM
 
@@ -46,7 +47,7 @@ class Server:
         return self.loop.run_until_complete(asyncio.wait_for(coroutine, 90))
 
     async def stream(self, name: str, params: SamplingParams) -> list[Any]:
-        prompt = {"prompt_token_ids": PROMPT}
+        prompt = TokensPrompt(prompt_token_ids=PROMPT)
         return [output async for output in self.engine.generate(prompt, params, name)]
 
     async def until_held(self) -> None:
@@ -173,7 +174,8 @@ def test_an_abort_of_a_held_output_gives_one_output(server: Server) -> None:
 def test_a_client_that_goes_away(server: Server) -> None:
     async def run() -> None:
         params = asking("core", "here", kind=DELTA, max_tokens=23)
-        async for _ in server.engine.generate({"prompt_token_ids": PROMPT}, params, "gone"):
+        prompt = TokensPrompt(prompt_token_ids=PROMPT)
+        async for _ in server.engine.generate(prompt, params, "gone"):
             break
         # All that it held is free again, or this one could not start.
         await server.stream("next", asking("core", "here", kind=FINAL, max_tokens=23))

@@ -7,7 +7,7 @@ from __future__ import annotations
 import shutil
 import threading
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 import pytest
@@ -24,6 +24,7 @@ from vllm.sampling_params import RequestOutputKind
 from vllm.v1.capture.consumer import (
     CaptureConsumer,
     CaptureSession,
+    Location,
     RequestEnd,
     RequestInfo,
     RowBatch,
@@ -43,7 +44,7 @@ PROMPT = prompt_of(17, 60)
 class Keep(CaptureConsumer):
     """Returns the rows it got, as plain data; waits before that while it is told to."""
 
-    location = "engine"
+    location: ClassVar[Location] = "engine"
 
     def __init__(self) -> None:
         self.gate = threading.Event()
@@ -65,7 +66,7 @@ class Keep(CaptureConsumer):
 
 
 class KeepHere(Keep):
-    location = "frontend"
+    location: ClassVar[Location] = "frontend"
 
 
 class Kept(CaptureSession):

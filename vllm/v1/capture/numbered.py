@@ -27,7 +27,7 @@ def numbered(params: _P, count: int) -> list[_P]:
     """`params` for each of `count` prompts."""
     if not isinstance(params, SamplingParams) or not isinstance(params.capture, Mapping):
         return [params] * count
-    copies = [copy.copy(params) for _ in range(count)]
+    copies: list[Any] = [copy.copy(params) for _ in range(count)]
     for i, each in enumerate(copies):
         each.capture = NumberedCapture(params.capture, i)
     return copies
