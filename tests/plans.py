@@ -64,9 +64,8 @@ def config_of(
     steers = {k: v for k, v in options.items() if k in SteeringConfig.__dataclass_fields__}
     captures = {k: v for k, v in options.items() if k not in steers}
     config.steering_config = SteeringConfig(enable_steering=steering, **steers)
-    config.capture_config = CaptureConfig(
-        capture_consumers=["inline"] if capture else [], **captures
-    )
+    captures.setdefault("capture_consumers", ["inline"] if capture else [])
+    config.capture_config = CaptureConfig(**captures)
     config.tap_shape = shape
     return config
 

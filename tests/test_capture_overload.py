@@ -167,7 +167,7 @@ class Drive:
 
     def _stuck(self, scheduler: Any) -> bool:
         waiting = list(scheduler.waiting)
-        return not any(captures_of(self.llm).fits(request) for request in waiting)
+        return not any(captures_of(self.llm).can_admit(request) for request in waiting)
 
     def finish(self) -> None:
         while self.engine.has_unfinished_requests():

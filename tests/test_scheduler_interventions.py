@@ -12,12 +12,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.plans import HIDDEN, VECTOR, config_of, plan_of
+from tests.test_capture_consumers import KeepHere
 from vllm import SamplingParams
 from vllm.config import VllmConfig
+from vllm.v1.core.capture_sessions import CaptureCall
 from vllm.v1.core.interventions import SchedulerInterventions
 from vllm.v1.interventions import WorkerRequest
 from vllm.v1.request import Request
 from vllm.v1.steering.slots import FIRST_SLOT, ROWS_PER_SLOT
+from vllm.v1.steering.turns import MAX_SKIPS
 from vllm.v1.worker.capture_layout import Layout
 from vllm.v1.worker.projection_table import ProjectionTable
 from vllm.v1.worker.step_rows import StepRows
@@ -263,3 +266,38 @@ def test_rows_are_handed_to_their_request() -> None:
     assert chunks[0].values[0][0, :, 0].tolist() == [0.0, 1.0, 2.0]
     assert chunks[0].version == VERSION
     assert other.interventions.take() is None
+
+
+def test_who_waits_for_a_slow_consumer_holds_up_nobody_else() -> None:
+    """Neither those that steer nor those that capture for another consumer; but later ones of its
+    own kind, once it has waited long."""
+    room = {"pending_bytes": PROMPT * ROW, "max_request_bytes": PROMPT * ROW}
+    names = ("slow", "other")
+    consumers = [{"consumer": KeepHere(), "instance_name": n, **room} for n in names]
+    config = config_of(capture_consumers=consumers)
+    ours = SchedulerInterventions(config, hash_block_size=4)
+
+    def asking_for(name: str, consumer: str, positions: str) -> Request:
+        capture = {consumer: {"hooks": {"post_block": [0]}, "positions": positions}}
+        plan = plan_of(prompt=PROMPT, max_tokens=8, capture=capture, config=config)
+        asks = Request(name, list(range(PROMPT)), SamplingParams(max_tokens=8), None, plan=plan)
+        ours.arrive(asks)
+        return asks
+
+    part = asking_for("part", "slow", "last_prompt")
+    assert ours.can_admit(part)
+    ours.admit(part)
+    whole, late = asking_for("whole", "slow", "all_prompt"), asking_for("l", "slow", "last_prompt")
+    for _ in range(MAX_SKIPS + 1):
+        assert not ours.can_admit(whole)
+    assert not ours.can_admit(late)
+    assert ours.can_admit(asking_for("elsewhere", "other", "all_prompt"))
+    assert ours.can_admit(request("steers", steering_vectors={"post_block": {0: VECTOR}}))
+    assert ours.can_admit(request("inline", "all"))
+    ours.captures.call(CaptureCall("part", released="slow"))
+    assert not ours.can_admit(late)
+    assert ours.can_admit(whole)
+    ours.admit(whole)
+    ours.finish(whole)
+    ours.captures.call(CaptureCall("whole", released="slow"))
+    assert ours.can_admit(late)

@@ -17,6 +17,7 @@ from vllm.v1.capture.selected import RowsLost
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
 from vllm.v1.interventions import CapturedChunk
 from vllm.v1.request import Request
+from vllm.v1.steering.turns import Turns
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -74,6 +75,7 @@ class CaptureSessions:
         self._drop = config.capture_config.capture_overload_policy == "drop"
         self._lock = threading.Lock()
         self._free = {name: spec.limits.pending_bytes for name, spec in self._specs.items()}
+        self._turns = {name: Turns() for name in self._specs}
         self._starved = False
         self._captures: dict[str, _Capture] = {}
         self._hosts: dict[str, ConsumerHost] = {}
@@ -95,25 +97,24 @@ class CaptureSessions:
         if names:
             self._captures[request.request_id] = _Capture(request, names)
 
-    def wants(self, request: Request) -> bool:
-        """Whether the request captures for consumers other than `inline`."""
-        return request.request_id in self._captures
-
-    def fits(self, request: Request) -> bool:
-        """Whether all that the request can come to has room now."""
+    def can_admit(self, request: Request) -> bool:
+        """Whether all that a waiting request can come to has room now. Who has waited long for a
+        consumer goes before later ones; those that do not need it are not held up."""
         capture = self._captures.get(request.request_id)
         if capture is None or self._drop:
             return True
         with self._lock:
-            fits = all(self._free[n] >= size for n, size in capture.needs.items())
-        self._starved |= not fits
-        return fits
+            fits = {name: self._free[name] >= size for name, size in capture.needs.items()}
+        granted = [self._turns[n].grant(request.request_id, fit) for n, fit in fits.items()]
+        self._starved |= not all(granted)
+        return all(granted)
 
     def admit(self, request: Request) -> None:
         """Reserve, and open the sessions; policy "drop" leaves out a consumer without room."""
         capture = self._captures.get(request.request_id)
         if capture is None:
             return
+        self.leave(request)
         for name, size in capture.needs.items():
             with self._lock:
                 fits = self._free[name] >= size
@@ -128,6 +129,11 @@ class CaptureSessions:
                 capture.feeds[name] = Feed(
                     capture.plan, name, info.prompt_token_ids, hold=capture.hold
                 )
+
+    def leave(self, request: Request) -> None:
+        """The request started, or ended: it waits no more."""
+        for turns in self._turns.values():
+            turns.leave(request.request_id)
 
     def take(self, request: Request, chunk: CapturedChunk) -> None:
         """Hand rows that were accepted to the consumers of this process."""

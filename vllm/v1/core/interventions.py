@@ -79,11 +79,12 @@ class SchedulerInterventions:
         steering, capture = request.interventions.plan.steering, request.interventions.plan.capture
         steers = steering is not None and bool(steering.contents or steering.programs)
         projects = capture is not None and bool(capture.projections)
-        if not (steers or projects or self.captures.wants(request)):
-            return True
-        fits = steering is None or (self.slots.fits(steering) and self.pool.fits(steering))
-        fits = fits and (capture is None or self.projections.fits(capture))
-        return self._turns.grant(request.request_id, fits and self.captures.fits(request))
+        if steers or projects:
+            fits = steering is None or (self.slots.fits(steering) and self.pool.fits(steering))
+            fits = fits and (capture is None or self.projections.fits(capture))
+            if not self._turns.grant(request.request_id, fits):
+                return False
+        return self.captures.can_admit(request)
 
     def admit(self, request: Request) -> None:
         """A request joins the running ones, for the first time or after a preemption."""
@@ -133,6 +134,7 @@ class SchedulerInterventions:
 
     def finish(self, request: Request) -> None:
         self._turns.leave(request.request_id)
+        self.captures.leave(request)
         self._reserved.discard(request.request_id)
         self.slots.release(request.request_id)
         self.pool.release(request.request_id)
