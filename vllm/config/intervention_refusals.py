@@ -42,8 +42,7 @@ def refuse_unsupported(config: "VllmConfig") -> None:
     _refuse(feature, refused)
     if capture:
         refused = {
-            "pipeline parallelism under Ray or an external launcher (use "
-            "--distributed-executor-backend mp)": (
+            "pipeline parallelism under Ray or an external launcher": (
                 parallel.pipeline_parallel_size > 1
                 and parallel.distributed_executor_backend != "mp"
             ),
