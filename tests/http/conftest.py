@@ -27,11 +27,30 @@ def model(tiny_models: TinyModels, tmp_path_factory: pytest.TempPathFactory) -> 
 
 
 @pytest.fixture(scope="package")
-def server(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where the server's filesystem consumer writes."""
+    return tmp_path_factory.mktemp("acts")
+
+
+@pytest.fixture(scope="package")
+def options(root: Path) -> tuple[str, ...]:
+    """Of the server, beside those of `tests.http_server`."""
+    return (
+        "--enable-log-requests",
+        f"--capture-consumers=filesystem:root={root}",
+        "--enable-auto-tool-choice",
+        "--tool-call-parser=pythonic",
+    )
+
+
+@pytest.fixture(scope="package")
+def server(
+    model: Path, options: tuple[str, ...], tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Server]:
     from tests.http_server import serve
 
     log = tmp_path_factory.mktemp("http-log") / "server.log"
-    with serve(model, log, "--enable-log-requests") as started:
+    with serve(model, log, *options) as started:
         yield started
 
 

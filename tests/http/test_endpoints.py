@@ -115,7 +115,7 @@ def test_capture_counters(server: Server, client: SteeringClient) -> None:
     def counters() -> dict[str, int]:
         state = server.get("/v1/capture").json()
         assert state["enabled"]
-        assert state["consumers"].keys() == {"inline"}
+        assert state["consumers"].keys() == {"inline", "filesystem"}
         counted: dict[str, int] = state["consumers"]["inline"]["counters"]
         return counted
 

@@ -1,12 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """What completions and chat completions do about steering and capture before they generate."""
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, cast
 
 import numpy as np
 
 from vllm.logger import init_logger
 from vllm.sampling_params import BeamSearchParams, SamplingParams
+from vllm.v1.capture.numbered import NumberedCapture
 from vllm.v1.engine.interventions import resolve
 from vllm.v1.interventions import Plan
 from vllm.v1.steering.plan import rows_of
@@ -29,8 +31,13 @@ async def intervene(
     request_id: str,
     params: SamplingParams | BeamSearchParams,
     prompt: "EngineInput",
+    number: int | None = None,
 ) -> None:
     """Take what a body asks for into `params`.
+
+    Args:
+        number: which prompt of a body with several, so that what is written of them has names of
+            its own.
 
     Raises:
         ValueError: with the path of the field; also where the response would be streamed, and an
@@ -42,6 +49,8 @@ async def intervene(
     if isinstance(params, BeamSearchParams):
         refuse_beams(asked)
     set_plan_fields(params, asked)
+    if number is not None and isinstance(params.capture, Mapping):
+        params.capture = NumberedCapture(params.capture, number)
     engine = cast("AsyncLLM", serving.engine_client)
     if params.steering_modules is not None:
         await engine.steering.refresh()

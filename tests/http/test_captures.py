@@ -1,0 +1,108 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A real `vllm serve`: scores, tool calls, and a server that was started anew."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.conformance.models import HIDDEN
+from tests.http.checks import LAYER, PROMPT, READ, SAID, STEER, VECTOR, Reference, check_rows
+from tests.http_server import KEY, NAME, greedy, serve
+from tests.serving import vector
+from vllm.entrypoints.serve.steering.client import SteeringClient, SteeringError, joined
+
+MATRIX = np.stack([vector(n, norm=1.0).numpy() for n in range(2)])
+
+
+@pytest.mark.parametrize("prompt", [PROMPT, SAID], ids=["completion", "chat"])
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("matrix", [MATRIX.tolist(), MATRIX], ids=["plain", "packed"])
+def test_scores(
+    client: SteeringClient, reference: Reference, prompt: Any, stream: bool, matrix: Any
+) -> None:
+    scored = {"inline": {**READ["inline"], "project": matrix}}
+    asked = greedy(capture=scored, steering_vectors=STEER)
+    if stream:
+        choice = joined(list(client.stream(prompt, **asked)))
+    else:
+        choice = client.complete(prompt, **asked).choices[0]
+    assert choice.capture_status == {"inline": "ok"}
+    for (_, layer), scores in choice.rows.items():
+        read = scores.token_ids.tolist()
+        steered, plain = (
+            reference.rows(read, deltas)[layer].numpy() @ MATRIX.T
+            for deltas in ({LAYER: VECTOR}, {})
+        )
+        assert scores.values.dtype == np.float32 and scores.values.shape == (len(read), 2)
+        np.testing.assert_allclose(scores.values, steered, atol=1e-3)
+        assert np.abs(scores.values - plain).max() > 1, "without steering they differ"
+
+
+@pytest.mark.parametrize(
+    ("matrix", "path"),
+    [
+        ([[0.0] * 3], "capture.inline.project"),
+        ({"dtype": "float32", "shape": [1, HIDDEN], "data": "AAAA"}, "capture.inline.project.data"),
+    ],
+)
+def test_wrong_matrices_are_refused(client: SteeringClient, matrix: Any, path: str) -> None:
+    with pytest.raises(SteeringError) as raised:
+        client.complete(PROMPT, **greedy(capture={"inline": {**READ["inline"], "project": matrix}}))
+    assert raised.value.status == 400
+    assert (raised.value.param or "").startswith(path)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_tool_call_has_its_rows(
+    client: SteeringClient, reference: Reference, stream: bool
+) -> None:
+    """The tiny tokenizer has no braces, so the function's argument is a bare number."""
+    function = {"name": "count", "parameters": {"type": "integer"}}
+    asked = greedy(
+        tools=[{"type": "function", "function": function}],
+        tool_choice={"type": "function", "function": {"name": "count"}},
+        capture=READ,
+        steering_vectors=STEER,
+        ignore_eos=False,
+    )
+    if stream:
+        choice = joined(list(client.stream(SAID, **asked)))
+    else:
+        answer = client.complete(SAID, **asked)
+        choice = answer.choices[0]
+        [call] = answer.raw["choices"][0]["message"]["tool_calls"]
+        assert call["function"]["name"] == "count"
+        assert call["function"]["arguments"].isdigit()
+    check_rows(choice, reference, {LAYER: VECTOR})
+
+
+def test_a_server_started_anew_knows_no_module(
+    client: SteeringClient,
+    reference: Reference,
+    model: Path,
+    options: tuple[str, ...],
+    tmp_path: Path,
+) -> None:
+    """The same command again: nothing of the first server's steering is kept anywhere."""
+    client.register_module("lost", STEER)
+    client.set(STEER)
+    client.complete(PROMPT, **greedy(steering_modules=["lost"]))
+    assert client.state()["tiers"]
+    with (
+        serve(model, tmp_path / "server.log", *options) as anew,
+        SteeringClient(anew.url, steering_key=KEY, model=NAME) as other,
+    ):
+        assert (other.state()["tiers"], other.modules()) == ({}, {})
+        for prompt, stream in ((PROMPT, False), (SAID, True)):
+            asked = greedy(steering_modules=["lost"])
+            with pytest.raises(SteeringError, match="unknown module 'lost'") as raised:
+                list(other.stream(prompt, **asked)) if stream else other.complete(prompt, **asked)
+            assert (raised.value.status, raised.value.param) == (400, "steering_modules[0]")
+        plain = other.complete(PROMPT, **greedy(capture=READ))
+    steered = client.complete(PROMPT, **greedy(capture=READ))
+    check_rows(plain.choices[0], reference, {})
+    check_rows(steered.choices[0], reference, {LAYER: VECTOR})
