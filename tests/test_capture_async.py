@@ -126,6 +126,35 @@ def test_results_come_with_the_last_output(server: Server, kind: RequestOutputKi
         assert torch.equal(torch.tensor(payload["values"])[at], torch.cat(parts))
 
 
+@pytest.mark.parametrize("inline", [False, True])
+def test_a_reader_that_falls_behind(server: Server, inline: bool) -> None:
+    """What waits becomes one output. The first ones, that nobody has read, know of no result."""
+    server.here.gate.clear()
+    params = asking("here", kind=DELTA, max_tokens=20)
+    if not inline:
+        params.capture = {n: r for n, r in params.capture.items() if n != "inline"}
+
+    async def run() -> list[Any]:
+        prompt = TokensPrompt(prompt_token_ids=PROMPT)
+        stream = server.engine.generate(prompt, params, f"behind {inline}")
+        outputs = [await anext(stream)]
+        await server.until_held()
+        server.here.gate.set()
+        while server.engine.output_processor.captures.num_held:
+            await asyncio.sleep(0.01)
+        assert "here" not in outputs[0].outputs[0].capture_results
+        return outputs + [output async for output in stream]
+
+    outputs = server.run(run())
+    assert len(outputs) == 2
+    assert sum(len(o.outputs[0].token_ids) for o in outputs) == 20
+    results = outputs[-1].capture_results
+    assert results["here"].status == "ok"
+    if inline:
+        rows = [o.capture_results["inline"].payload["post_block", 1].positions for o in outputs]
+        assert sum(map(len, rows)) == len(PROMPT) + 19
+
+
 def test_every_completion_of_a_stream_ends(server: Server) -> None:
     params = asking("core", "here", kind=DELTA, n=3, temperature=1.0, seed=5)
     params.capture = {n: r for n, r in params.capture.items() if n != "inline"}

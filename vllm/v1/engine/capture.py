@@ -133,11 +133,16 @@ class CompletionCapture:
         consumers' results join the same mapping, and `waits` turns false."""
         finished = finish_reason is not None
         aborted = finish_reason in (FinishReason.ABORT, FinishReason.ERROR)
+        inline: dict[str, CaptureResult] = {}
         if self._collector is not None:
-            self._results = self._collector.results(
+            inline = self._collector.results(
                 output_token_ids, finished=finished, aborted=aborted, only_new=only_new
             )
-        if finished and not self.ended:
+        if not finished:
+            # A mapping of its own: this output may still be in a queue when results are there.
+            return inline
+        self._results = self._results | inline
+        if not self.ended:
             self.ended = True
             self._end(len(self._prompt) + len(output_token_ids), finish_reason, aborted)
         return self._results
