@@ -383,8 +383,13 @@ def main() -> int:
             server = stack.enter_context(serve(model, folder / "server.log", more))
             lines = soak(server.url, KEY, asks, root, jobs, args.clients, server.process.pid)
         last = ""
-        for last in lines:
-            print(last, flush=True)
+        try:
+            for last in lines:
+                print(last, flush=True)
+        except httpx.TransportError:
+            for log in folder.glob("server.log"):
+                print(f"the server is gone:\n{log.read_text()[-20000:]}", file=sys.stderr)
+            raise
         if not last:
             print("every answer was checked, no disagreement")
     return int(bool(last))
