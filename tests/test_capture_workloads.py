@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 pytestmark = pytest.mark.v2
 
-COUNT = int(os.environ.get("WORKLOADS", "12"))
+COUNT = int(os.environ.get("WORKLOADS", "6"))
 """Workloads of an engine, but for slow ones."""
 FROM = int(os.environ.get("WORKLOADS_FROM", "0"))
 DRAFTS = 3

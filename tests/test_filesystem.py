@@ -20,6 +20,7 @@ import safetensors
 import safetensors.torch
 import torch
 
+from tests.s3_server import s3_server
 from tests.stored import (
     LAYOUTS,
     SITES,
@@ -44,15 +45,8 @@ Store = tuple[str, dict[str, Any]]
 @pytest.fixture(scope="module")
 def s3() -> Iterator[Store]:
     """A bucket of a server that speaks S3, with moto behind it."""
-    from moto.server import ThreadedMotoServer
-
-    server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
-    server.start()
-    host, port = server.get_host_and_port()
-    options = {"endpoint_url": f"http://{host}:{port}", "key": "a", "secret": "b"}
-    fsspec.filesystem("s3", **options).mkdir("captures")
-    yield "s3://captures", options
-    server.stop()
+    with s3_server("captures") as server:
+        yield "s3://captures", server.options
 
 
 @pytest.fixture(params=["local", "memory", "s3"])

@@ -24,6 +24,7 @@ import numpy as np
 import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 
+from tests.s3_server import s3_server
 from tests.stored import (
     LAYOUTS,
     SITES,
@@ -48,7 +49,7 @@ PATIENCE = 60.0
 
 # -- kill -9 ------------------------------------------------------------------------------------
 
-KILLS = 15
+KILLS = 6
 
 
 def write_forever(root: str, layout: str, acknowledged: Connection) -> None:
@@ -325,6 +326,7 @@ def test_a_store_hangs(odd: str, layout: str, monkeypatch: pytest.MonkeyPatch) -
         assert result.status == "error"
         assert "0.5 s" in str(result.error)
         back.set()
+        eventually(lambda: not consumer.host._stuck)
         # What came late is taken away, and then the tag works as any.
         fs, root = fsspec.core.url_to_fs(odd)
         eventually(lambda: not fs.exists(f"{root}/slow") or not fs.find(f"{root}/slow"))
@@ -361,28 +363,17 @@ def test_those_who_share_a_shard_with_one_given_up(
 
 def test_a_server_goes_away_and_comes_back() -> None:
     """A real one that speaks S3; moto keeps what it has."""
-    from moto.server import ThreadedMotoServer
-
-    server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
-    server.start()
-    host, port = server.get_host_and_port()
-    options = {
-        "endpoint_url": f"http://{host}:{port}",
-        "key": "a",
-        "secret": "b",
-        "config_kwargs": {"retries": {"max_attempts": 1}, "connect_timeout": 1},
-    }
-    fsspec.filesystem("s3", **options).mkdir("faults")
-    with running(root="s3://faults/x", storage_options=options) as consumer:
-        assert consumer.ask("before").status == "ok"
-        server.stop()
-        result = consumer.ask("during")
-        assert (result.status, result.payload) == ("error", None)
-        server = ThreadedMotoServer(ip_address="127.0.0.1", port=port, verbose=False)
-        server.start()
-        assert consumer.ask("during").status == "ok"
-    names = sorted(r.name for r in reader.open("s3://faults/x", options))
-    server.stop()
+    impatient = {"config_kwargs": {"retries": {"max_attempts": 1}, "connect_timeout": 1}}
+    with s3_server("faults") as server:
+        options = server.options | impatient
+        with running(root="s3://faults/x", storage_options=options) as consumer:
+            assert consumer.ask("before").status == "ok"
+            server.stop()
+            result = consumer.ask("during")
+            assert (result.status, result.payload) == ("error", None)
+            server.start()
+            assert consumer.ask("during").status == "ok"
+        names = sorted(r.name for r in reader.open("s3://faults/x", options))
     assert names == ["before", "during"]
 
 
