@@ -3,7 +3,7 @@ PYTHON ?= python3.11
 RUN := .venv/bin/python
 OURS := vllm tools patches tests demo examples benchmarks
 
-.PHONY: help install test test-models workloads lint format fuzz mutations demo tree diffstat wheel clean
+.PHONY: help install test test-long test-models workloads lint format fuzz mutations demo tree diffstat wheel clean
 .DEFAULT_GOAL := help
 
 help: ## this list
@@ -29,6 +29,9 @@ mutations: install ## break the wiring on purpose: is it noticed? (docs/mutation
 	$(RUN) -m tests.mutations
 
 # Seeds of another day each time; the tests of `make test` have the same ones always.
+test-long: install ## the tests that take minutes each: several servers and engines at once
+	$(RUN) -m pytest --long
+
 workloads: install ## capture under random workloads, for ten minutes or so (WORKLOADS=300 of an engine)
 	WORKLOADS=$(or $(WORKLOADS),100) WORKLOADS_FROM=$$(date +%s) $(RUN) -m pytest -s tests/test_capture_workloads.py
 

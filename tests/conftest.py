@@ -23,15 +23,17 @@ _CACHE = Path(__file__).parents[1] / "build" / "tiny-models"
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """`--runner`."""
+    """`--runner` and `--long`."""
     parser.addoption(
         "--runner", choices=("v1", "v2"), default="v1", help="the vLLM model runner under test"
     )
+    parser.addoption("--long", action="store_true", help="run the tests marked `long` instead")
 
 
 def pytest_configure(config: pytest.Config) -> None:
     """Set the environment before any test module imports vLLM."""
     config.addinivalue_line("markers", "v2: also run with --runner v2")
+    config.addinivalue_line("markers", "long: minutes; run with --long only (make test-long)")
     prepare_environment(config.getoption("--runner"))
     # Wall-clock limits say nothing on a machine that does other work, too.
     # In CI the examples are the same each time: it says whether this change broke something.
@@ -45,12 +47,16 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Under V2 keep the tests marked for it."""
-    if config.getoption("--runner") != "v2":
-        return
-    rest = [item for item in items if item.get_closest_marker("v2") is None]
-    config.hook.pytest_deselected(items=rest)
-    items[:] = [item for item in items if item.get_closest_marker("v2") is not None]
+    """Under V2 keep the tests marked for it; keep those marked `long`, or all others."""
+    v2, long = config.getoption("--runner") == "v2", config.getoption("--long")
+
+    def chosen(item: pytest.Item) -> bool:
+        if (item.get_closest_marker("long") is not None) != long:
+            return False
+        return not v2 or item.get_closest_marker("v2") is not None
+
+    config.hook.pytest_deselected(items=[item for item in items if not chosen(item)])
+    items[:] = [item for item in items if chosen(item)]
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:

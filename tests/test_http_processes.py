@@ -21,6 +21,8 @@ from vllm.entrypoints.serve.steering.client import pack_layers, read_rows
 if TYPE_CHECKING:
     from tests.conftest import TinyModels
 
+pytestmark = pytest.mark.long
+
 PROMPT = "Today I went"
 READ = {"inline": {"hooks": {"post_block": [1]}, "positions": [0]}}
 PER_CHANGE = 12
