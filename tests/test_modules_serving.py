@@ -154,17 +154,31 @@ def test_unknown_names(line: Timeline) -> None:
 
 
 def test_unregistered_on_the_way(line: Timeline, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Another frontend may take a module away after this one has resolved the name."""
+    """Another frontend may take a module away after this one has resolved the name: the request
+    keeps what it meant. Long after, it is refused."""
     core = serving.core_of(line.llm)
     steering, preprocess = line.llm.steering, core.preprocess_add_request
+    modules = core.scheduler.interventions.modules
     steering.register_module("calm", CALM)
 
     def late(request: Any) -> Any:
-        core.scheduler.interventions.modules.remove("calm")
+        modules.remove("calm")
+        return preprocess(request)
+
+    def too_late(request: Any) -> Any:
+        modules.remove("calm")
+        modules._kept.clear()
+        modules._index()
         return preprocess(request)
 
     with monkeypatch.context() as patch:
         patch.setattr(core, "preprocess_add_request", late)
+        name = line.add(PROMPT, {"steering_modules": ["calm"], **ROWS})
+    line.finish()
+    line.check(name, adds(CALM))
+    steering.register_module("calm", CALM)
+    with monkeypatch.context() as patch:
+        patch.setattr(core, "preprocess_add_request", too_late)
         with pytest.raises(ValueError, match=r"steering_modules: .* send it again"):
             line.add(PROMPT, {"steering_modules": ["calm"]})
     line.llm.llm_engine.abort_request([list(line.asks)[-1]])
