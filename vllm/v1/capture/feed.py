@@ -6,8 +6,9 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from vllm.v1.capture.consumer import RequestInfo, RowBatch
-from vllm.v1.capture.selected import Selected
+from vllm.v1.capture.consumer import RequestEnd, RequestInfo, RowBatch
+from vllm.v1.capture.host import ConsumerHost
+from vllm.v1.capture.selected import RowsLost, Selected
 from vllm.v1.interventions import CapturedChunk, CapturePlan, dtype_of
 from vllm.v1.positions import Positions
 
@@ -66,11 +67,6 @@ class Feed:
         self._last: list[RowBatch] = []
         self._arrived: list[np.ndarray] = []
 
-    @property
-    def num_rows(self) -> int:
-        """Rows of a site that came so far."""
-        return sum(len(positions) for positions in self._arrived)
-
     def take(self, chunk: CapturedChunk, output_token_ids: Sequence[int]) -> RowBatch | None:
         """The new rows that the consumer can have now.
 
@@ -112,6 +108,22 @@ class Feed:
             self._arrived.append(rest[-1].positions)
         error = self._selected.missing(num_rows, self._arrived, aborted)
         return [batch for batch in rest if len(batch.positions)], error
+
+    def finish(
+        self, host: ConsumerHost, request_id: str, num_tokens: int, aborted: bool, failed: str
+    ) -> None:
+        """`end`, and tell the consumer's host; `failed`: why the request did, if it did."""
+        if failed:
+            host.fail(request_id, failed)
+            return
+        try:
+            rest, error = self.end(num_tokens, aborted)
+        except RowsLost as lost:
+            host.fail(request_id, str(lost))
+            return
+        for batch in rest:
+            host.rows(request_id, batch)
+        host.end(request_id, RequestEnd(num_tokens, error), aborted)
 
     def _batch(
         self, chunk: CapturedChunk, at: np.ndarray, output_token_ids: Sequence[int]

@@ -9,11 +9,10 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from vllm.v1.capture.consumer import ConsumerContext, ConsumerResult, RequestEnd
+from vllm.v1.capture.consumer import ConsumerContext, ConsumerResult
 from vllm.v1.capture.feed import Feed, request_info, reserved_bytes
 from vllm.v1.capture.host import ConsumerHost
 from vllm.v1.capture.registry import INLINE
-from vllm.v1.capture.selected import RowsLost
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
 from vllm.v1.interventions import CapturedChunk
 from vllm.v1.request import Request
@@ -156,24 +155,11 @@ class CaptureSessions:
         feeds, capture.feeds = capture.feeds, {}
         for name in [n for n in capture.owed if n in self._hosts]:
             if name in feeds:
-                self._end(call.request_id, call.end, self._hosts[name], feeds[name])
+                end, host = call.end, self._hosts[name]
+                feeds[name].finish(host, call.request_id, end.num_tokens, end.aborted, end.failed)
             else:
                 error = "the request ended before it started, so it has no rows"
                 self._report(call.request_id, ConsumerResult(name, "error", error))
-
-    @staticmethod
-    def _end(request_id: str, end: CaptureEnd, host: ConsumerHost, feed: Feed) -> None:
-        if end.failed:
-            host.fail(request_id, end.failed)
-            return
-        try:
-            rest, error = feed.end(end.num_tokens, end.aborted)
-        except RowsLost as lost:
-            host.fail(request_id, str(lost))
-            return
-        for batch in rest:
-            host.rows(request_id, batch)
-        host.end(request_id, RequestEnd(end.num_tokens, error), end.aborted)
 
     def _report(self, request_id: str, result: ConsumerResult) -> None:
         """A result for the request's frontend; from any thread."""

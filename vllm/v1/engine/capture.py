@@ -16,12 +16,12 @@ import msgspec
 from vllm.outputs import RequestOutput
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.capture.collect import RowCollector
-from vllm.v1.capture.consumer import ConsumerContext, ConsumerResult, RequestEnd
+from vllm.v1.capture.consumer import ConsumerContext, ConsumerResult
 from vllm.v1.capture.feed import Feed, request_info
 from vllm.v1.capture.host import ConsumerHost
 from vllm.v1.capture.registry import INLINE
 from vllm.v1.capture.results import CaptureResult
-from vllm.v1.capture.selected import RowsLost, Selected
+from vllm.v1.capture.selected import Selected
 from vllm.v1.capture.spec import check_global
 from vllm.v1.core.capture_sessions import SHUTDOWN_SECONDS, CaptureCall, CaptureEnd
 from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest, FinishReason
@@ -156,7 +156,7 @@ class CompletionCapture:
             self._outputs.link.send(CaptureCall(self._request_id, end))
         for name, feed in self._feeds.items():
             if name not in self._dropped:
-                self._end_feed(name, feed, num_tokens, aborted, failed)
+                feed.finish(self._session(name), self._request_id, num_tokens, aborted, failed)
         for name in self._dropped:
             self._settle(self._dropped_result(name, num_tokens))
         if failed:
@@ -165,19 +165,6 @@ class CompletionCapture:
                 self._settle(ConsumerResult(name, "error", failed))
         if not self.due:
             self._outputs.close(self._request_id)
-
-    def _end_feed(self, name: str, feed: Feed, num_tokens: int, aborted: bool, failed: str) -> None:
-        host = self._session(name)
-        try:
-            rest, error = feed.end(num_tokens, aborted)
-        except RowsLost as lost:
-            rest, failed = [], failed or str(lost)
-        if failed:
-            host.fail(self._request_id, failed)
-            return
-        for batch in rest:
-            host.rows(self._request_id, batch)
-        host.end(self._request_id, RequestEnd(num_tokens, error), aborted)
 
     def _dropped_result(self, name: str, num_tokens: int) -> ConsumerResult:
         selected = Selected(self._plan.consumers[name], len(self._prompt))
