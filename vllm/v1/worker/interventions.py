@@ -5,9 +5,9 @@ Per step: `apply_updates` (also when no token is scheduled, else an update would
 `map_rows` before the forward or `map_dummy` before a dummy one, `collect` after it.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -27,6 +27,7 @@ from vllm.v1.worker.projection_table import ProjectionTable
 from vllm.v1.worker.step_rows import Members, StepRows
 from vllm.v1.worker.tap_layers import find_layers, own_layers, refuse_layers, unbound_taps
 from vllm.v1.worker.token_map import TokenMap, to_device
+from vllm.v1.worker.variants import Variants
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
@@ -55,6 +56,7 @@ class Interventions:
         self._pending: StepRows | None = None
         self.captures_here = False
         self.shape: TapShape | None = None
+        self._variants: Variants | None = None
         self._probe: Callable[[], None] | None = None
 
     # -- start-up ---------------------------------------------------------------------------
@@ -86,9 +88,11 @@ class Interventions:
         self.sites = {site: i for i, site in enumerate(sites)}
         self._layouts = Layouts(self.sites)
         self._allocate(self.shape)
-        for index, layer in layers.items():
-            taps = BoundTaps(*(self._tap(point, index) for point in POINTS))
-            layer.taps = taps  # type: ignore[assignment]
+        taps = {
+            layer: BoundTaps(*(self._tap(point, index) for point in POINTS))
+            for index, layer in layers.items()
+        }
+        self._variants = Variants(self._config, model, taps)
 
     def _allocate(self, shape: TapShape) -> None:
         max_tokens = self._config.scheduler_config.max_num_batched_tokens
@@ -126,6 +130,18 @@ class Interventions:
         terms = None if self._terms is None else self._terms.at.get(site)
         return SiteTap(table, terms, self.tokens.slots, self.arena, dest)
 
+    @property
+    def num_variants(self) -> int:
+        return self._variants.count if self._variants is not None else 1
+
+    def each_variant(self, items: Iterable[Any] = (None,), holder: Any = None) -> Iterable[Any]:
+        """While the engine starts: what is to be compiled or captured, in each form of the model.
+
+        Args:
+            holder: upstream's object that keeps the CUDA graphs which are captured meanwhile.
+        """
+        return self._variants.each(items, holder) if self._variants is not None else items
+
     @contextmanager
     def probing(self, site: Site, vector: torch.Tensor | None) -> Iterator[None]:
         """Within, dummy forwards steer their first token at `site` and capture it into row 0.
@@ -133,6 +149,8 @@ class Interventions:
         Args:
             vector: [hidden], or None to steer nothing.
         """
+        assert self._variants is not None
+        self._variants.choose(tapped=True)
         row = None
         if vector is not None:
             assert self.table is not None
@@ -212,8 +230,11 @@ class Interventions:
             positions: int [>= total tokens] on the device, the *true* position of each token; the
                 host's are only optimistic under speculation.
         """
-        if not self.sites:
+        if self._variants is None:
             return
+        captures = not self._wanted.keys().isdisjoint(req_ids)
+        if not self._variants.choose(tapped=captures or self.tokens.steers(req_ids)):
+            return  # what was mapped for an earlier step stays, unread, until the next is mapped
         self.tokens.map(req_ids, num_tokens[: len(req_ids)], positions)
         self._map_dest(req_ids, num_tokens, positions)
 

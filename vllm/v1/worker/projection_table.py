@@ -32,11 +32,12 @@ class ProjectionTable:
         """`rows` times the transposed matrix, in float32.
 
         Args:
-            rows: [n, hidden] in the model's dtype, on the device.
+            rows: [n, ..., hidden] in the model's dtype, on the device.
             projection: where the matrix lies.
-            out: float32 [n, k] on the host; on a GPU the copy is in flight when this returns.
+            out: float32 [n, ..., k], there too.
         """
         first, size = projection
         matrix = self._rows[first : first + size].T
-        for chunk, into in zip(rows.split(self._chunk), out.split(self._chunk), strict=True):
-            into.copy_(chunk.float() @ matrix, non_blocking=True)
+        number = max(self._chunk // rows.shape[1:-1].numel(), 1)
+        for chunk, into in zip(rows.split(number), out.split(number), strict=True):
+            into.copy_(chunk.float() @ matrix)

@@ -15,10 +15,10 @@ Members = list[tuple[str, np.ndarray]]
 
 
 class Block:
-    """The rows of all requests of one layout: site, then token.
+    """The rows of all requests of one layout, so that those of a request are neighbours.
 
-    In the arena they lie in two parts, from `raw` on those of the sites that leave the device as
-    they are, from `rest` on the others.
+    In the arena they lie in two parts, each token by token: from `raw` on those of the sites that
+    leave the device as they are, from `rest` on the others.
     """
 
     def __init__(self, layout: Layout, members: Members) -> None:
@@ -31,15 +31,18 @@ class Block:
 
     def rows(self) -> np.ndarray:
         """int32 [sites, count]: the arena row of each."""
-        rows = np.arange(self.num_raw + self.num_rest, dtype=np.int32)
-        rows[: self.num_raw] += self.raw
-        rows[self.num_raw :] += self.rest - self.num_raw
-        return rows.reshape(-1, self.count)
+        raw = np.arange(self.num_raw, dtype=np.int32) + self.raw
+        rest = np.arange(self.num_rest, dtype=np.int32) + self.rest
+        return np.concatenate([raw.reshape(self.count, -1).T, rest.reshape(self.count, -1).T])
 
-    def start(self, place: int) -> int:
-        """The first arena row of a site."""
-        base = self.raw if place < self.layout.num_raw else self.rest - self.num_raw
-        return base + place * self.count
+    def of(self, arena: torch.Tensor, first: int, number: int) -> torch.Tensor:
+        """[count, number, hidden], a view: neighbouring sites, all of them raw or none."""
+        at, num_sites = self.raw, self.layout.num_raw
+        if first >= num_sites:
+            first -= num_sites
+            at, num_sites = self.rest, len(self.layout.sites) - num_sites
+        rows = arena[at : at + self.count * num_sites]
+        return rows.view(self.count, num_sites, -1)[:, first : first + number]
 
 
 class StepRows:
@@ -87,18 +90,17 @@ class StepRows:
     def _scores_of(
         self, block: Block, stream: LocalStream, arena: torch.Tensor, projections: ProjectionTable
     ) -> torch.Tensor | None:
-        """float32 [sites, count, k] on the host; None for rows as they are."""
+        """float32 [count, sites, k] on the host; None for rows as they are."""
         if stream.projection is None:
             return None
-        shape = (len(stream.places), block.count, stream.projection[1])
-        scores = torch.empty(shape, pin_memory=arena.is_cuda)
+        shape = (block.count, len(stream.places), stream.projection[1])
+        scores = torch.empty(shape, device=arena.device)
         done = 0
-        for place, number in stream.runs:
-            rows = arena[block.start(place) :][: number * block.count]
-            out = scores[done : done + number].flatten(0, 1)
-            projections.scores(rows, stream.projection, out)
+        for first, number in stream.runs:
+            out = scores[:, done : done + number]
+            projections.scores(block.of(arena, first, number), stream.projection, out)
             done += number
-        return scores
+        return scores.to("cpu", non_blocking=True)
 
     def _resolve(self) -> dict[str, CapturedChunk]:
         if self._chunks is None:
@@ -106,20 +108,15 @@ class StepRows:
             self._chunks = {}
             positions, seen = self._positions.numpy(), 0
             for block, scores in zip(self.blocks, self._scores, strict=True):
-                rows = self._rows[block.raw : block.raw + block.num_raw]
-                rows = rows.view(block.layout.num_raw, block.count, self._rows.shape[1])
-                streams = [
-                    _raw(rows, stream) if of is None else of
+                counts = [count for _, count in block.members]
+                # Views of all requests at once: of each by itself takes several times longer.
+                parts = [
+                    (_raw(block, self._rows, stream) if of is None else of).split(counts)
                     for stream, of in zip(block.layout.streams, scores, strict=True)
                 ]
-                column = 0
-                for req_id, count in block.members:
-                    mine = slice(column, column := column + count)
-                    self._chunks[req_id] = CapturedChunk(
-                        positions[seen : (seen := seen + count)],
-                        [values[:, mine] for values in streams],
-                        self._version,
-                    )
+                for (req_id, count), *values in zip(block.members, *parts, strict=True):
+                    at = positions[seen : (seen := seen + count)]
+                    self._chunks[req_id] = CapturedChunk(at, values, self._version)
         return self._chunks
 
     def join(self, later: "StepRows") -> None:
@@ -135,7 +132,7 @@ class StepRows:
             if chunk is not None and more is not None:
                 assert np.array_equal(chunk.positions, more.positions)
                 pairs = zip(chunk.values, more.values, strict=True)
-                values = [torch.cat(pair) for pair in pairs]
+                values = [torch.cat(pair, dim=1) for pair in pairs]
                 chunk = CapturedChunk(chunk.positions, values, chunk.version)
             chunk = chunk or more
         return chunk
@@ -151,9 +148,10 @@ class StepRows:
         return {**self.__dict__, "_chunks": None}
 
 
-def _raw(rows: torch.Tensor, stream: LocalStream) -> torch.Tensor:
-    """The stream's part of [sites, count, hidden]; a view where its sites are neighbours."""
+def _raw(block: Block, rows: torch.Tensor, stream: LocalStream) -> torch.Tensor:
+    """[count, sites, hidden], the stream's; a view where its sites are neighbours."""
     if len(stream.runs) == 1:
         [(first, number)] = stream.runs
-        return rows[first : first + number]
-    return rows[list(stream.places)]
+        return block.of(rows, first, number)
+    sites = [block.of(rows, place, 1) for place in stream.places]
+    return torch.cat(sites, dim=1) if sites else rows.view(block.count, 0, -1)

@@ -37,6 +37,10 @@ class TokenMap:
             else:
                 self._requests.pop(req_id, None)
 
+    def steers(self, req_ids: list[str]) -> bool:
+        """Whether any of these requests is steered at any position."""
+        return not self._requests.keys().isdisjoint(req_ids)
+
     def map(self, req_ids: list[str], num_tokens: np.ndarray, positions: torch.Tensor) -> None:
         """Set `slots` and `program` for a batch.
 
@@ -45,7 +49,7 @@ class TokenMap:
             num_tokens: int [len(req_ids)], scheduled tokens of each.
             positions: int [>= total tokens] on the device.
         """
-        if not any(req_id in self._requests for req_id in req_ids):
+        if not self.steers(req_ids):
             self.clear(0)
             return
         base, keys, table_rows, programs = self._uploaded(req_ids, num_tokens)

@@ -1,0 +1,160 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The two forms of the target model: with taps, and plain as upstream compiles it.
+
+A step that steers and captures nothing runs the plain form, so that an engine pays for its taps
+only while they are used. Both forms share weights, input and output buffers; each has its own
+compiled code and its own CUDA graphs of the same sizes, so whatever picks a graph need not know
+which form is in use. The plain form is compiled under the configuration of an engine without
+steering and capture: their artifacts in the compile cache are the same.
+"""
+
+import copy
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, TypeVar
+from weakref import WeakKeyDictionary, ref
+
+from torch import nn
+
+import vllm.envs as envs
+from vllm.compilation.cuda_graph import CUDAGraphWrapper
+from vllm.compilation.wrapper import TorchCompileWithNoGuardsWrapper
+from vllm.config import CompilationMode, VllmConfig, set_current_vllm_config
+from vllm.config.capture import CaptureConfig
+from vllm.config.steering import SteeringConfig
+from vllm.model_executor.layers.residual_taps import BoundTaps
+from vllm.v1.worker.gpu.cudagraph_utils import CudaGraphManager
+
+_Item = TypeVar("_Item")
+
+_COMPILED = (
+    "vllm_config",
+    "compiled",
+    "first_compile",
+    "aot_compiled_fn",
+    "was_aot_compile_fn_loaded_from_disk",
+    "_aot_compilation_path",
+    "_aot_cache_dir",
+    "_compiled_callable",
+    "_compiled_bytecode",
+    "_bytecode_hook_handle",
+)
+"""What upstream keeps of a module's compilation on the module."""
+
+
+class _Form:
+    """What makes one form, kept here while the other is in use."""
+
+    def __init__(self, taps: Mapping[nn.Module, BoundTaps | None]) -> None:
+        self.taps = taps
+        """None for the class's own, which do nothing."""
+        self.compiled: dict[nn.Module, dict[str, Any]] = {}
+        self.graphs: WeakKeyDictionary[Any, dict[Any, Any]] = WeakKeyDictionary()
+        """Of each of upstream's objects that hold graphs, those it replaces while starting go."""
+
+
+class Variants:
+    """Which form of the model runs.
+
+    Args:
+        model: loaded, its taps not bound.
+        taps: those of each layer, bound.
+    """
+
+    def __init__(
+        self, config: VllmConfig, model: nn.Module, taps: Mapping[nn.Module, BoundTaps]
+    ) -> None:
+        self._compilation = config.compilation_config
+        self._cache_dir = self._compilation.cache_dir
+        self._holder: Callable[[], Any] = lambda: None
+        self._modules = _compiled_modules(model, taps)
+        self._tapped = self._current = _Form(taps)
+        self._forms = [self._tapped]
+        self._set_taps(self._tapped)
+        if _can_switch(config):
+            self._plain = _Form(dict.fromkeys(taps))
+            self._forms = [self._plain, self._tapped]
+            plain_config = copy.copy(config)
+            plain_config.steering_config = SteeringConfig()
+            plain_config.capture_config = CaptureConfig()
+            self._use(self._plain)
+            for module in self._modules:
+                with set_current_vllm_config(plain_config):
+                    TorchCompileWithNoGuardsWrapper.__init__(module, compile_prefix="plain")
+                vars(module)["was_aot_compile_fn_loaded_from_disk"] = False
+            self._use(self._tapped)
+
+    @property
+    def count(self) -> int:
+        return len(self._forms)
+
+    def each(self, items: Iterable[_Item], holder: Any = None) -> Iterator[_Item]:
+        """All items once in each form; afterwards the one with taps is in use.
+
+        Args:
+            holder: upstream's object that keeps the CUDA graphs which are captured meanwhile.
+        """
+        items = list(items)
+        if holder is not None:
+            self._holder = ref(holder)
+        for form in self._forms:
+            self._use(form)
+            yield from items
+
+    def choose(self, tapped: bool) -> bool:
+        """Take the form with taps where they are needed; whether it is in use now."""
+        form = self._tapped if tapped or self.count == 1 else self._plain
+        if form is not self._current:
+            self._use(form)
+        return form is self._tapped
+
+    def _use(self, form: _Form) -> None:
+        for module in self._modules:
+            state = vars(module)
+            self._current.compiled[module] = {n: state.pop(n) for n in _COMPILED if n in state}
+            state.update(form.compiled.get(module, {}))
+        # Else the second form to be compiled would lie in the first one's directory.
+        self._compilation.cache_dir = self._cache_dir
+        holder = self._holder()
+        if (name := _graphs_of(holder)) is not None:
+            self._current.graphs[holder] = getattr(holder, name)
+            setattr(holder, name, form.graphs.setdefault(holder, {}))
+        self._set_taps(form)
+        self._current = form
+
+    def _set_taps(self, form: _Form) -> None:
+        for layer, taps in form.taps.items():
+            if taps is None:
+                vars(layer).pop("taps", None)
+            else:
+                vars(layer)["taps"] = taps
+
+
+def _compiled_modules(model: nn.Module, layers: Iterable[nn.Module]) -> list[Any]:
+    """The modules whose compiled code has calls of these layers' taps in it."""
+    tapped = set(layers)
+    return [
+        module
+        for module in model.modules()
+        if isinstance(module, TorchCompileWithNoGuardsWrapper)
+        and not module.do_not_compile
+        and not tapped.isdisjoint(module.modules())
+    ]
+
+
+def _can_switch(config: VllmConfig) -> bool:
+    """Whether there is to be a plain form beside the other."""
+    # Results must not depend on what other requests do: rounding may differ between the forms.
+    # Breakable graphs, and torch.compile with guards, are kept where they cannot be exchanged.
+    return not (
+        envs.VLLM_BATCH_INVARIANT
+        or envs.VLLM_USE_BREAKABLE_CUDAGRAPH
+        or config.compilation_config.mode == CompilationMode.STOCK_TORCH_COMPILE
+    )
+
+
+def _graphs_of(holder: Any) -> str | None:
+    """The attribute in which a holder keeps the graphs of whole forwards. Those of pieces hang off
+    the compiled code."""
+    if isinstance(holder, CUDAGraphWrapper):
+        return "concrete_cudagraph_entries"
+    return "graphs" if isinstance(holder, CudaGraphManager) else None
