@@ -4,8 +4,9 @@
     rows = [Row("off", "TPOT", "ms", values, {"batch": 32}), Row("idle", ...)]
     publish(Run("tpot", setup(args), rows, baselines=("stock", "off")), args.json)
 
-A file holds one run of one script: `benchmark`, `setup` (where, with what, when), and `rows`. Rows of
-the same `at` and quantity are compared with those of the run's baselines among them. A row has
+A file holds one run of one script: `benchmark`, `setup` (where, with what, when), and `rows`. Rows
+of the same `at` and quantity are compared with those of the run's baselines among them, and with
+those of the cases that they name in `beside`. A row has
 
     case, at, quantity, unit     what was measured, e.g. "idle", {"batch": 32}, "TPOT", "ms"
     values                       one of each round, in their order
@@ -39,7 +40,11 @@ At = Mapping[str, int | str]
 
 @dataclass(frozen=True)
 class Row:
-    """What one case came to in each round. `at`: what it is compared at, e.g. the batch size."""
+    """What one case came to in each round.
+
+    `at`: what it is compared at, e.g. the batch size. `beside`: cases that it is compared with
+    beside the run's baselines.
+    """
 
     case: str
     quantity: str
@@ -47,6 +52,7 @@ class Row:
     values: Sequence[float]
     at: At = field(default_factory=dict)
     facts: Mapping[str, float | int | str | bool] = field(default_factory=dict)
+    beside: Sequence[str] = ()
 
     @property
     def median(self) -> float:
@@ -75,7 +81,8 @@ class Run:
         """Of each baseline that `row` can be compared with, the ratio to it."""
         found: dict[str, dict[str, float]] = {}
         for other in self.rows:
-            if other is row or other.case not in self.baselines or not row.like(other):
+            known = other.case in self.baselines or other.case in row.beside
+            if other is row or not known or not row.like(other):
                 continue
             if self.paired:
                 ratios = [a / b for a, b in zip(row.values, other.values, strict=True)]

@@ -1,178 +1,176 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Time per output token: nothing enabled, idle, steered, captured. One process an arm.
+"""Time per output token: upstream, nothing enabled, idle, steered, captured, bystanders.
 
-    python -m benchmarks.tpot --model CONFIG_DIR [--batch 1 32 256] [--rounds 5] [--json FILE]
+    python -m benchmarks.tpot --model CONFIG_DIR [--stock DIR] [--batch 1 32 256] [--json FILE]
 
-Dummy weights, random prompts. TPOT = (t(8 + n tokens) - t(8 tokens)) / n, n of --tokens. "off" is
-this build with nothing enabled; ratios are against it, of medians, the spread is (max - min) /
-median of an arm's rounds. An engine a process stays loaded, and rounds go around the arms, so that
-drift of the machine hits all alike; needs memory for all of them at once (--kv-bytes each).
+TPOT = (t(8 + n tokens) - t(8 tokens)) / n, n of --tokens; of a batch that is sent at once. Engines
+stay loaded and rounds go around the cases, forth and back, so that drift of the machine hits all
+alike. "stock" is upstream's own tree, "off" this build with nothing enabled. Five engines share the
+device: for an 8B model about 120 GiB.
+
+"idle" has steering and capture enabled and no request that asks for either. Steered requests are
+steered at every position, at 3 points of all layers, each with vectors of its own ("one content":
+all with the same). Bystanders: one request of eight is steered at all points and captures one
+layer, and the time is that of the others, until the last of them is complete.
+
+On a CPU, in a minute: VLLM_USE_V2_MODEL_RUNNER=0 VLLM_CPU_OMP_THREADS_BIND=nobind python -m
+benchmarks.tpot --model TINY --dtype float32 --eager --kv-bytes 16777216 --rounds 2 --tokens 16
+--prompt 16 --batch 1 16 --stock build/upstream-cpu-*
 """
 
 from __future__ import annotations
 
 import argparse
-import json
-import multiprocessing as mp
-import os
-import statistics
-import time
-from dataclasses import dataclass, field
-from typing import Any
+from collections import defaultdict
+from dataclasses import dataclass, replace
 
-FAMILIES = ("add", "norm_match", "ablate", "clamp", "pin", "replace", "normalize", "gate")
-POINTS = ("pre_attn", "post_attn", "post_block")
+from benchmarks import results
+from benchmarks.engines import (
+    NOTHING,
+    Answer,
+    Asks,
+    Batch,
+    Engine,
+    Engines,
+    add_arguments,
+    model_shape,
+)
+from benchmarks.results import Row, Run
 
-STEERING = {"enable_steering": True, "max_steering_configs": 256}
-CAPTURE = {"capture_consumers": ["inline"], "capture_inline_max_bytes": 1 << 34}
+SHORT = 8
+EVERY = 8
+"""In a batch with bystanders, one request of so many asks for something."""
+
+ONE_CONTENT = "steer, one content"
 
 
 @dataclass(frozen=True)
-class Arm:
-    """What one engine is started with, and what its requests ask for.
+class Case:
+    """Whom to ask, for what; `own`: every steered request has a content of its own."""
 
-    `steer`: layers, `distinct`: contents among the requests of a batch; `capture`: layers.
-    """
-
-    options: dict[str, Any] = field(default_factory=dict)
-    steer: str = ""
-    distinct: int = 32
-    capture: str = ""
+    engine: str
+    asks: Asks = NOTHING
+    own: bool = False
+    least: int = 1
+    """The smallest batch with which this means something."""
 
 
-ARMS = {
-    "off": Arm(),
-    "idle": Arm({"enable_steering": True, "capture_consumers": ["inline"]}),
-    "steer 1 layer": Arm({"enable_steering": True}, steer="middle"),
-    "steer 3 points x all layers": Arm({"enable_steering": True}, steer="all"),
-    "steer all, 1 distinct": Arm(STEERING, steer="all", distinct=1),
-    "steer all, 8 distinct": Arm(STEERING, steer="all", distinct=8),
-    "steer all, 64 distinct": Arm(STEERING, steer="all", distinct=64),
-    "steer all, 256 distinct": Arm(STEERING, steer="all", distinct=256),
-    "idle, all families": Arm(
-        {"enable_steering": True, "steering_families": [*FAMILIES]},
-    ),
-    "capture 1 layer": Arm(CAPTURE, capture="middle"),
-    "capture all layers": Arm(CAPTURE, capture="all"),
+CASES = {
+    "stock": Case("stock"),
+    "off": Case("off"),
+    "idle": Case("both"),
+    "idle, steering only": Case("steering"),
+    "idle, capture only": Case("capture"),
+    "steer": Case("steering", own=True),
+    ONE_CONTENT: Case("steering", Asks(distinct=1), least=2),
+    "capture 1 layer": Case("capture", Asks(capture="middle")),
+    "capture all layers": Case("capture", Asks(capture="all")),
+    "bystanders": Case("both", Asks(capture="middle", every=EVERY), own=True, least=EVERY),
 }
-DEFAULT_ARMS = (
-    "off",
-    "idle",
-    "steer 3 points x all layers",
-    "capture 1 layer",
-    "capture all layers",
-)
 
 
-def request_fields(arm: Arm, hidden: int, layers: int, index: int) -> dict[str, Any]:
-    import torch
-
-    fields: dict[str, Any] = {}
-    if arm.steer:
-        seed = torch.Generator().manual_seed(index % arm.distinct)
-        vector = torch.randn(hidden, generator=seed) * 0.1
-        where = {"all": vector} if arm.steer == "all" else {layers // 2: vector}
-        fields["steering_vectors"] = {point: where for point in POINTS}
-    if arm.capture:
-        hooks = {"post_block": "all" if arm.capture == "all" else layers // 2}
-        fields["capture"] = {"inline": {"hooks": hooks, "positions": "all_generated"}}
-    return fields
+def engines_of(largest: int) -> dict[str, Engine]:
+    """The engines by name, for batches of up to `largest` requests."""
+    steering = {"enable_steering": True, "max_steering_configs": largest}
+    capture = {"capture_consumers": ["inline"], "capture_inline_max_bytes": 1 << 34}
+    return {
+        "stock": Engine(stock=True),
+        "off": Engine(),
+        "both": Engine({**steering, **capture}, modules=-(-largest // EVERY)),
+        "steering": Engine(steering, modules=largest),
+        "capture": Engine(capture),
+    }
 
 
-def serve(pipe: Any, arm: str, args: argparse.Namespace) -> None:
-    """One arm's engine: answers (batch, tokens) with seconds until told to stop."""
-    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
-    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
-    import torch
+class Measured:
+    """Seconds a token of each case in each round, at one batch size."""
 
-    from vllm import LLM, SamplingParams
+    def __init__(self, args: argparse.Namespace, engines: Engines, requests: int) -> None:
+        self._args = args
+        self._engines = engines
+        self._requests = requests
+        self._cases = {n: CASES[n] for n in args.cases if CASES[n].least <= requests}
+        self._all: dict[str, list[float]] = defaultdict(list)
+        self._others: dict[str, list[float]] = defaultdict(list)
+        self._last: dict[str, Answer] = {}
 
-    llm = LLM(
-        model=args.model,
-        load_format="dummy",
-        skip_tokenizer_init=True,
-        max_model_len=1024,
-        max_num_seqs=256,
-        kv_cache_memory_bytes=args.kv_bytes,
-        gpu_memory_utilization=0.1,  # several engines share the GPU; the line above decides
-        dtype=args.dtype,
-        enforce_eager=args.eager,
-        enable_prefix_caching=False,
-        disable_log_stats=True,
-        **ARMS[arm].options,
-    )
-    config = llm.llm_engine.model_config
-    hidden, layers = config.get_hidden_size(), config.hf_config.num_hidden_layers
-    vocabulary = config.get_vocab_size()
-    pipe.send("ready")
-    while (work := pipe.recv()) is not None:
-        batch, tokens = work
-        generator = torch.Generator().manual_seed(batch)
-        prompts = [
-            {"prompt_token_ids": torch.randint(0, vocabulary, (32,), generator=generator).tolist()}
-            for _ in range(batch)
-        ]
-        params = [
-            SamplingParams(
-                max_tokens=tokens,
-                temperature=0.0,
-                ignore_eos=True,
-                detokenize=False,
-                **request_fields(ARMS[arm], hidden, layers, i),
-            )
-            for i in range(batch)
-        ]
-        started = time.perf_counter()
-        llm.generate(prompts, params, use_tqdm=False)
-        pipe.send(time.perf_counter() - started)
+    def _ask(self, name: str, tokens: int) -> Answer:
+        case = self._cases[name]
+        asks = case.asks
+        if case.own:
+            asks = replace(asks, distinct=-(-self._requests // asks.every))
+        batch = Batch(self._requests, self._args.prompt, tokens, asks)
+        return self._engines.ask(case.engine, batch)
+
+    def rounds(self) -> None:
+        for name in self._cases:  # warms up
+            self._ask(name, SHORT)
+        for number in range(self._args.rounds):
+            for name in [*self._cases] if number % 2 else [*reversed(self._cases)]:
+                short = self._ask(name, SHORT)
+                long = self._last[name] = self._ask(name, SHORT + self._args.tokens)
+                took = [b - a for a, b in zip(ends(short), ends(long), strict=True)]
+                self._all[name].append(took[0] / self._args.tokens * 1e3)
+                self._others[name].append(took[1] / self._args.tokens * 1e3)
+
+    def rows(self) -> list[Row]:
+        at = {"batch": self._requests}
+        found = []
+        for name, values in self._all.items():
+            answer = self._last[name]
+            facts: dict[str, float] = {}
+            if "off" in self._last and name != "off":
+                facts["answered as off"] = answer.same_tokens(self._last["off"])
+            if answer.captured:
+                facts["captured GB"] = answer.captured / 1e9
+            beside = (ONE_CONTENT,) if name == "steer" else ()
+            if not self._cases[name].asks.every > 1:
+                found.append(Row(name, "TPOT", "ms", values, at, facts, beside))
+        if "bystanders" in self._cases:
+            for name in ("stock", "off", "bystanders"):
+                if name in self._others:
+                    found.append(Row(name, "TPOT of 7 in 8", "ms", self._others[name], at))
+        return found
+
+
+def ends(answer: Answer) -> tuple[float, float]:
+    """When all requests were complete, and when those were that ask for nothing among others."""
+    others = [t for i, t in enumerate(answer.finished) if i % EVERY]
+    return max(answer.finished), max(others, default=0.0)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--model", required=True)
+    parser = argparse.ArgumentParser(description=__doc__)
+    add_arguments(parser, kv_bytes=6 << 30)
+    results.add_arguments(parser)
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 32, 256])
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--kv-bytes", type=int, default=6 << 30)
-    parser.add_argument("--arms", nargs="+", default=list(DEFAULT_ARMS), choices=list(ARMS))
+    parser.add_argument("--cases", nargs="+", default=[*CASES], choices=[*CASES])
     parser.add_argument("--tokens", type=int, default=128, help="that the difference is over")
-    parser.add_argument("--dtype", default="auto")
-    parser.add_argument("--eager", action="store_true", help="no compilation, as on a CPU")
-    parser.add_argument("--json")
+    parser.add_argument("--prompt", type=int, default=32, help="tokens of each prompt")
     args = parser.parse_args()
-    context = mp.get_context("spawn")
-    pipes = {}
-    for arm in args.arms:
-        ours, theirs = context.Pipe()
-        context.Process(target=serve, args=(theirs, arm, args), daemon=True).start()
-        pipes[arm] = ours
-    for pipe in pipes.values():
-        pipe.recv()
-    seen: dict[tuple[int, str], list[float]] = {}
-    for batch in args.batch:
-        for round_number in range(args.rounds + 1):
-            for arm, pipe in pipes.items():
-                times = []
-                for tokens in (8, 8 + args.tokens):
-                    pipe.send((batch, tokens))
-                    times.append(pipe.recv())
-                if round_number:  # the first round warms up
-                    seen.setdefault((batch, arm), []).append(
-                        (times[1] - times[0]) / args.tokens * 1e3
-                    )
-    for pipe in pipes.values():
-        pipe.send(None)
-    rows = []
-    for (batch, arm), values in seen.items():
-        median = statistics.median(values)
-        ratio = median / statistics.median(seen[batch, args.arms[0]])
-        spread = (max(values) - min(values)) / median
-        rows.append(
-            {"batch": batch, "arm": arm, "tpot_ms": median, "ratio": ratio, "spread": spread}
-        )
-        print(f"batch {batch:4} {arm:30} {median:8.3f} ms  {ratio:6.3f}  spread {spread:.1%}")
-    if args.json:
-        with open(args.json, "w") as file:
-            json.dump(rows, file, indent=1)
+    if args.stock is None:
+        args.cases = [name for name in args.cases if name != "stock"]
+    largest = max(args.batch)
+    used = {CASES[name].engine for name in args.cases}
+    started = {name: e for name, e in engines_of(largest).items() if name in used}
+    common = {
+        "max_model_len": args.prompt + SHORT + args.tokens,
+        "max_num_seqs": largest,
+        "max_num_batched_tokens": max(8192, largest * args.prompt),
+    }
+    if not args.eager:
+        # The graphs that are used, so that five engines start soon.
+        common["compilation_config"] = {"cudagraph_capture_sizes": sorted(args.batch)}
+    with Engines(started, args, **common) as engines:
+        setup = results.setup(args, model=model_shape(args.model), engines=engines.versions)
+        rows: list[Row] = []
+        for requests in args.batch:
+            measured = Measured(args, engines, requests)
+            measured.rounds()
+            rows += measured.rows()
+            # After each, so that what is there is kept if time runs out.
+            results.publish(Run("tpot", setup, rows), args.json)
 
 
 if __name__ == "__main__":

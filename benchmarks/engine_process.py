@@ -1,0 +1,187 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The process of one engine that `benchmarks.engines` started: works until the pipe ends.
+
+The engine runs in this process. Weights are random (`benchmarks.random_weights`), prompts are
+random tokens, the same in each engine. Imports nothing that only our tree has, as upstream's own
+may be what is here.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import sys
+import time
+import traceback
+import zlib
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+from benchmarks.engines import Answer, Asks, Batch, CopyToHost, Start
+
+QUIET = {
+    "VLLM_LOGGING_LEVEL": "ERROR",
+    "TQDM_DISABLE": "1",
+    "VLLM_USE_FLASHINFER_SAMPLER": "0",  # compiles where it runs; the host may have no compiler
+}
+POINTS = ("pre_attn", "post_attn", "post_block")
+STRENGTH = 0.1
+"""Of steering vectors, a component; those of the stream are of order one."""
+
+
+class Served:
+    """The engine, and what it answers batches with."""
+
+    def __init__(self, start: Start) -> None:
+        from benchmarks import random_weights
+        from vllm import LLM
+
+        random_weights.register()
+        self._llm = LLM(model=start.model, **start.options)
+        config = self._llm.llm_engine.model_config
+        self._hidden = config.get_hidden_size()
+        self._layers = config.hf_config.num_hidden_layers
+        self._vocabulary = config.get_vocab_size()
+        for index in range(start.modules):
+            self._register(index)
+
+    def _register(self, index: int) -> None:
+        """A module with a vector of its own for each point of each layer."""
+        import torch
+
+        seed = torch.Generator().manual_seed(1000 + index)
+        values = torch.randn(len(POINTS), self._layers, self._hidden, generator=seed) * STRENGTH
+        vectors = {p: dict(enumerate(rows)) for p, rows in zip(POINTS, values, strict=True)}
+        llm: Any = self._llm
+        llm.steering.register_module(f"module-{index}", {"vectors": vectors})
+
+    def answer(self, batch: Batch) -> Answer:
+        prompts, params = self._requests(batch)
+        engine: Any = self._llm.llm_engine
+        outputs = []
+        finished: dict[int, float] = {}
+        gc.collect()
+        started = time.perf_counter()
+        # What `LLM.generate` does, with a look at the clock whenever a request is complete.
+        self._llm.enqueue(prompts, params, use_tqdm=False)
+        while engine.has_unfinished_requests():
+            for output in engine.step():
+                if output.finished:
+                    finished[int(output.request_id)] = time.perf_counter() - started
+                    outputs.append(output)
+        outputs.sort(key=lambda output: int(output.request_id))
+        tokens = [output.outputs[0].token_ids for output in outputs]
+        assert [len(ids) for ids in tokens] == [batch.tokens] * batch.requests
+        return Answer(
+            finished=tuple(finished[number] for number in sorted(finished)),
+            digests=tuple(zlib.crc32(repr(list(ids)).encode()) for ids in tokens),
+            captured=self._captured(batch, outputs) if batch.asks.capture else 0,
+        )
+
+    def _requests(self, batch: Batch) -> tuple[list[Any], list[Any]]:
+        import torch
+
+        from vllm import SamplingParams
+
+        seed = torch.Generator().manual_seed(batch.requests)
+        shape = (batch.requests, batch.prompt)
+        prompts = torch.randint(0, self._vocabulary, shape, generator=seed).tolist()
+        params = [
+            SamplingParams(
+                max_tokens=batch.tokens,
+                temperature=0.0,
+                ignore_eos=True,
+                detokenize=False,
+                **(self._fields(batch.asks, i) if i % batch.asks.every == 0 else {}),
+            )
+            for i in range(batch.requests)
+        ]
+        return [{"prompt_token_ids": ids} for ids in prompts], params
+
+    def _fields(self, asks: Asks, index: int) -> dict[str, Any]:
+        fields: dict[str, Any] = {}
+        if asks.distinct:
+            number = index // asks.every % asks.distinct
+            fields["steering_modules"] = [f"module-{number}"]
+        if asks.capture:
+            hooks = {"post_block": self._captured_layers(asks)}
+            fields["capture"] = {"inline": {"hooks": hooks, "positions": asks.positions}}
+        return fields
+
+    def _captured_layers(self, asks: Asks) -> list[int]:
+        return [*range(self._layers)] if asks.capture == "all" else [self._layers // 2]
+
+    def _captured(self, batch: Batch, outputs: list[Any]) -> int:
+        """Bytes of all rows, which are all that were asked for."""
+        size = 0
+        rows = {
+            "all_generated": batch.tokens - 1,  # the last one is not fed back
+            "all_prompt": batch.prompt,
+            "last_prompt": 1,
+        }[batch.asks.positions]
+        for output in outputs[:: batch.asks.every]:
+            result = output.capture_results["inline"]
+            assert result.status == "ok", result.error
+            assert len(result.payload) == len(self._captured_layers(batch.asks))
+            for site in result.payload.values():
+                assert tuple(site.values.shape) == (rows, self._hidden)
+                size += site.values.nbytes
+        return size
+
+
+def copy_rate(work: CopyToHost) -> float:
+    """Bytes a second from the device into pinned memory; on a CPU, from memory to memory."""
+    import torch
+
+    on_gpu = torch.cuda.is_available()
+    source = torch.ones(work.size, dtype=torch.uint8, device="cuda" if on_gpu else "cpu")
+    target = torch.empty(work.size, dtype=torch.uint8, pin_memory=on_gpu)
+    target.copy_(source)
+    started = time.perf_counter()
+    for _ in range(work.repeats):
+        target.copy_(source, non_blocking=True)
+    if on_gpu:
+        torch.cuda.synchronize()
+    return work.size * work.repeats / (time.perf_counter() - started)
+
+
+def check_origin(stock: str) -> None:
+    """Upstream's engine must be upstream's in every module."""
+    root = Path(stock).resolve()
+    loaded = {name: m for name, m in sys.modules.items() if name.split(".")[0] == "vllm"}
+    files = {name: getattr(module, "__file__", None) for name, module in loaded.items()}
+    foreign = [name for name, file in files.items() if file and not _inside(file, root)]
+    if foreign:
+        raise RuntimeError(f"not from {root}: {[(name, files[name]) for name in foreign[:5]]}")
+
+
+def _inside(file: str, root: Path) -> bool:
+    return Path(file).resolve().is_relative_to(root)
+
+
+def main() -> None:
+    pipe = Connection(int(sys.argv[1]))
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    for name, value in QUIET.items():
+        os.environ.setdefault(name, value)
+    try:
+        start: Start = pipe.recv()
+        served = Served(start)
+        if start.stock:
+            check_origin(start.stock)
+        import vllm
+
+        pipe.send(f"{vllm.__version__} from {Path(vllm.__file__).parent}")
+        while True:
+            work = pipe.recv()
+            answer = copy_rate(work) if isinstance(work, CopyToHost) else served.answer(work)
+            pipe.send(answer)
+    except EOFError:
+        pass
+    except Exception:
+        pipe.send(RuntimeError(traceback.format_exc()))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,206 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Engines to measure, each in a process of its own (`benchmarks.engine_process`), kept loaded.
+
+    with Engines({"stock": Engine(stock=True), "off": Engine()}, args) as engines:
+        answer = engines.ask("off", Batch(requests=32, prompt=32, tokens=8))
+
+All start at once and are then asked one at a time. With `--stock DIR` the engines marked so import
+upstream's own tree from DIR, and refuse to start when anything of vLLM comes from elsewhere. The
+rest of their packages comes from where ours does.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any, Self
+
+ROOT = Path(__file__).parents[1]
+
+
+@dataclass(frozen=True)
+class Engine:
+    """What one engine is started with, beside what all have in common (`common_options`).
+
+    `modules`: how many distinct steering contents (a vector for every point of every layer) it
+    knows by name.
+    """
+
+    options: Mapping[str, Any] = field(default_factory=dict)
+    modules: int = 0
+    stock: bool = False
+
+
+@dataclass(frozen=True)
+class Asks:
+    """What the requests of a batch ask for.
+
+    Args:
+        distinct: contents among the requests that steer (all points of all layers); 0: none steers.
+        capture: layers whose `post_block` is captured, "middle" or "all"; "": none captures.
+        positions: of the capture.
+        every: one request of so many asks for this, the others are bystanders.
+    """
+
+    distinct: int = 0
+    capture: str = ""
+    positions: str = "all_generated"
+    every: int = 1
+
+
+NOTHING = Asks()
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Requests with random prompts of `prompt` tokens, sent at once; each generates `tokens`."""
+
+    requests: int
+    prompt: int
+    tokens: int
+    asks: Asks = NOTHING
+
+
+@dataclass(frozen=True)
+class Answer:
+    """When each request was complete, in seconds from before the first was sent.
+
+    `digests`: of the tokens of each, so that answers of two engines can be compared.
+    `captured`: bytes of rows that the outputs held, in host memory.
+    """
+
+    finished: tuple[float, ...]
+    digests: tuple[int, ...]
+    captured: int
+
+    def same_tokens(self, other: Answer) -> float:
+        """The share of the requests that were answered as in `other`."""
+        same = [a == b for a, b in zip(self.digests, other.digests, strict=True)]
+        return sum(same) / len(same)
+
+
+@dataclass(frozen=True)
+class CopyToHost:
+    """Ask for the rate of copies from the device into pinned memory, in bytes a second."""
+
+    size: int
+    repeats: int = 8
+
+
+@dataclass(frozen=True)
+class Start:
+    """The first message to an engine's process."""
+
+    model: str
+    options: Mapping[str, Any]
+    modules: int
+    stock: str
+
+
+def add_arguments(parser: argparse.ArgumentParser, kv_bytes: int) -> None:
+    parser.add_argument("--model", type=Path, required=True, help="a folder with config.json")
+    parser.add_argument(
+        "--stock", type=Path, help="upstream's own tree, to be measured beside ours"
+    )
+    parser.add_argument("--kv-bytes", type=int, default=kv_bytes, help="KV cache of each engine")
+    parser.add_argument("--dtype", default="auto")
+    parser.add_argument("--eager", action="store_true", help="no compilation, as on a CPU")
+
+
+def model_shape(model: Path) -> dict[str, Any]:
+    """What the results say of the model."""
+    config = json.loads((model / "config.json").read_text())
+    names = ("hidden_size", "num_hidden_layers", "intermediate_size", "vocab_size")
+    return {"architecture": config["architectures"][0], **{name: config[name] for name in names}}
+
+
+class Engines:
+    """The engines' processes. Leaving the `with` block ends them."""
+
+    def __init__(self, engines: Mapping[str, Engine], args: argparse.Namespace, **common: Any):
+        """
+        Args:
+            common: engine options of all of them, over those that every benchmark has.
+        """
+        options = {
+            "load_format": "benchmark",
+            "skip_tokenizer_init": True,
+            "kv_cache_memory_bytes": args.kv_bytes,
+            "gpu_memory_utilization": 0.05,  # several share the GPU; the line above decides
+            "dtype": args.dtype,
+            "enforce_eager": args.eager,
+            "enable_prefix_caching": False,
+            "disable_log_stats": True,
+            **common,
+        }
+        self._processes: dict[str, subprocess.Popen[bytes]] = {}
+        self._pipes: dict[str, Connection] = {}
+        self.versions: dict[str, str] = {}
+        for name, engine in engines.items():
+            stock = str(args.stock.resolve()) if engine.stock else ""
+            model = str(args.model.resolve())
+            self._launch(name, Start(model, {**options, **engine.options}, engine.modules, stock))
+
+    def _launch(self, name: str, start: Start) -> None:
+        ours, theirs = Pipe()
+        environment = dict(os.environ)
+        path = [start.stock, os.environ.get("PYTHONPATH", ""), str(ROOT)]
+        environment["PYTHONPATH"] = os.pathsep.join(filter(None, path))
+        if start.stock:
+            # Neither tree may find what the other compiled.
+            cache = os.environ.get("VLLM_CACHE_ROOT", str(Path.home() / ".cache" / "vllm"))
+            environment["VLLM_CACHE_ROOT"] = f"{cache}-stock"
+        self._processes[name] = subprocess.Popen(
+            [sys.executable, "-m", "benchmarks.engine_process", str(theirs.fileno())],
+            pass_fds=[theirs.fileno()],
+            cwd=ROOT,
+            env=environment,
+        )
+        theirs.close()
+        ours.send(start)
+        self._pipes[name] = ours
+
+    def __enter__(self) -> Self:
+        try:
+            self.versions = {name: self._answer(name) for name in self._pipes}
+        except BaseException:
+            self.__exit__()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for pipe in self._pipes.values():
+            pipe.close()
+        for process in self._processes.values():
+            try:
+                process.wait(60)
+            except subprocess.TimeoutExpired:
+                process.kill()
+
+    def ask(self, name: str, batch: Batch) -> Answer:
+        self._pipes[name].send(batch)
+        answer: Answer = self._answer(name)
+        return answer
+
+    def copy_rate(self, name: str, size: int) -> float:
+        """Bytes a second that this engine's process copies from its device."""
+        self._pipes[name].send(CopyToHost(size))
+        return float(self._answer(name))
+
+    def _answer(self, name: str) -> Any:
+        try:
+            answer = self._pipes[name].recv()
+        except EOFError:
+            code = self._processes[name].wait()
+            raise SystemExit(f"engine {name!r} ended with status {code}") from None
+        if isinstance(answer, Exception):
+            raise SystemExit(f"engine {name!r}: {answer}")
+        return answer

@@ -1,0 +1,165 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Prompt tokens a second: upstream, nothing enabled, idle, steered, every prompt token captured.
+
+    python -m benchmarks.prefill --model CONFIG_DIR [--stock DIR] [--json FILE]
+
+--requests prompts of --prompt random tokens are sent at once and each generates one token; prefix
+caching is off. Also requests a second with short prompts of which the last token is captured at all
+layers, and, in the same rounds, the rate of copies from the device into pinned memory, which bounds
+capture. Engines, rounds and "stock" are as in `benchmarks.tpot`.
+
+"capture all prompt" captures `post_block` of all layers at every prompt token; the clock stops when
+all rows are in host memory and the requests' outputs hold them.
+
+On a CPU, in a minute: VLLM_USE_V2_MODEL_RUNNER=0 VLLM_CPU_OMP_THREADS_BIND=nobind python -m
+benchmarks.prefill --model TINY --dtype float32 --eager --kv-bytes 16777216 --rounds 2 --requests 4
+--prompt 100 --last-requests 8 --last-prompt 20 --step-tokens 256 --stock build/upstream-cpu-*
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+from benchmarks import results
+from benchmarks.engines import NOTHING, Asks, Batch, Engine, Engines, add_arguments, model_shape
+from benchmarks.results import Row, Run
+
+COPIED = 256 << 20
+"""Bytes of a copy whose rate is measured."""
+
+
+@dataclass(frozen=True)
+class Load:
+    """Requests of a kind, what some of them ask for, and how the result is told."""
+
+    quantity: str
+    unit: str
+    each: int
+    """What a request counts."""
+    batch: Batch
+    cases: dict[str, tuple[str, Asks]]
+    """name -> the engine, and what its requests ask for."""
+
+
+def engines_of(args: argparse.Namespace) -> dict[str, Engine]:
+    model = model_shape(args.model)
+    steering = {"enable_steering": True, "max_steering_configs": max(32, args.requests)}
+    capture = {"capture_consumers": ["inline"], "capture_inline_max_bytes": 1 << 34}
+    # All rows of a step fit, so that capture need not make steps smaller.
+    row_bytes = model["hidden_size"] * (4 if args.dtype == "float32" else 2)
+    buffer = args.step_tokens * model["num_hidden_layers"] * row_bytes
+    return {
+        **({"stock": Engine(stock=True)} if args.stock else {}),
+        "off": Engine(),
+        "both": Engine({**steering, **capture}),
+        "steering": Engine(steering, modules=args.requests),
+        "capture": Engine({**capture, "capture_buffer_bytes": buffer}),
+    }
+
+
+def loads_of(args: argparse.Namespace) -> list[Load]:
+    plain = {**({"stock": ("stock", NOTHING)} if args.stock else {}), "off": ("off", NOTHING)}
+    all_prompt = Asks(capture="all", positions="all_prompt")
+    last_prompt = Asks(capture="all", positions="last_prompt")
+    return [
+        Load(
+            "prefill",
+            "tok/s",
+            args.prompt,
+            Batch(args.requests, args.prompt, 1),
+            {
+                **plain,
+                "idle": ("both", NOTHING),
+                "steer": ("steering", Asks(distinct=args.requests)),
+                "capture all prompt": ("capture", all_prompt),
+            },
+        ),
+        Load(
+            "requests",
+            "requests/s",
+            1,
+            Batch(args.last_requests, args.last_prompt, 1),
+            {
+                **plain,
+                "idle": ("both", NOTHING),
+                "capture last prompt": ("capture", last_prompt),
+            },
+        ),
+    ]
+
+
+class Measured:
+    """Rates of each case of each load in each round."""
+
+    def __init__(self, engines: Engines, loads: list[Load]) -> None:
+        self._engines = engines
+        self._loads = loads
+        self._rates: dict[tuple[str, str], list[float]] = defaultdict(list)
+        self._captured: dict[tuple[str, str], list[float]] = defaultdict(list)
+        self._copies: list[float] = []
+
+    def round(self, number: int) -> None:
+        """Round 0 warms up, and is not kept."""
+        copied = self._engines.copy_rate("off", COPIED) / 1e9
+        if number:
+            self._copies.append(copied)
+        for load in self._loads:
+            for name in [*load.cases] if number % 2 else [*reversed(load.cases)]:
+                engine, asks = load.cases[name]
+                answer = self._engines.ask(engine, replace(load.batch, asks=asks))
+                seconds = max(answer.finished)
+                if number:
+                    rate = load.each * load.batch.requests / seconds
+                    self._rates[load.quantity, name].append(rate)
+                    self._captured[load.quantity, name].append(answer.captured / seconds / 1e9)
+
+    def rows(self) -> Iterator[Row]:
+        for load in self._loads:
+            at = {"prompt": load.batch.prompt}
+            for name in load.cases:
+                facts: dict[str, Any] = {}
+                captured = self._captured[load.quantity, name]
+                if any(captured):
+                    shares = [a / b for a, b in zip(captured, self._copies, strict=True)]
+                    facts["captured GB/s"] = statistics.median(captured)
+                    facts["of the copy rate"] = statistics.median(shares)
+                yield Row(
+                    name, load.quantity, load.unit, self._rates[load.quantity, name], at, facts
+                )
+        yield Row("copy to pinned memory", "copy", "GB/s", self._copies)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    add_arguments(parser, kv_bytes=5 << 30)
+    results.add_arguments(parser)
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--requests", type=int, default=16)
+    parser.add_argument("--prompt", type=int, default=2048, help="tokens of each prompt")
+    parser.add_argument("--last-requests", type=int, default=256)
+    parser.add_argument("--last-prompt", type=int, default=128, help="tokens of each of these")
+    parser.add_argument("--step-tokens", type=int, default=8192, help="at most, of one step")
+    args = parser.parse_args()
+    common: dict[str, Any] = {
+        "max_model_len": max(args.prompt, args.last_prompt) + 1,
+        "max_num_seqs": max(args.requests, args.last_requests),
+        "max_num_batched_tokens": args.step_tokens,
+    }
+    if not args.eager:
+        # Prefill uses no graphs; to make them is most of an engine's start.
+        common["compilation_config"] = {"cudagraph_capture_sizes": [1]}
+    with Engines(engines_of(args), args, **common) as engines:
+        setup = results.setup(args, model=model_shape(args.model), engines=engines.versions)
+        measured = Measured(engines, loads_of(args))
+        for number in range(args.rounds + 1):
+            measured.round(number)
+    results.publish(Run("prefill", setup, [*measured.rows()]), args.json)
+
+
+if __name__ == "__main__":
+    main()
