@@ -1,0 +1,125 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Starts vLLM, ours or upstream's, in the same way for every peer that runs in it."""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from benchmarks.peers.workloads import Answer, Shape, prompts
+
+if TYPE_CHECKING:
+    from vllm import LLM
+
+
+def prepare() -> None:
+    """Before the first import of vllm."""
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+
+
+def need_stock(tree: Path) -> None:
+    """This process must run upstream's files, and they must be upstream's."""
+    import vllm
+
+    found = Path(vllm.__file__).resolve().parent
+    if found != (tree / "vllm").resolve():
+        raise SystemExit(f"vllm is {found}, not {tree}/vllm: put {tree} first in PYTHONPATH")
+    if (found / "v1/worker/interventions.py").exists():
+        raise SystemExit(f"{found} is patched: it has v1/worker/interventions.py")
+
+
+def start(args: argparse.Namespace, **options: Any) -> LLM:
+    from benchmarks import random_weights
+    from vllm import LLM
+
+    random_weights.register()
+    return LLM(
+        model=str(args.model),
+        load_format="benchmark",
+        skip_tokenizer_init=True,
+        dtype="bfloat16",
+        max_model_len=max(args.prompt + args.generated, args.extract_prompt + 1) + 16,
+        max_num_seqs=max(args.requests, args.extract_requests),
+        max_num_batched_tokens=args.step_tokens,
+        kv_cache_memory_bytes=args.kv_bytes,
+        gpu_memory_utilization=0.1,  # of no use but to refuse; the line above decides
+        enforce_eager=args.eager,
+        enable_prefix_caching=False,  # every round has the same prompts
+        disable_log_stats=True,
+        **options,
+    )
+
+
+def stop(llm: LLM) -> None:
+    llm.llm_engine.engine_core.shutdown()
+    gc.collect()
+
+
+def describe(answer: Answer, llm: LLM, **more: str) -> None:
+    """What else decides how fast an engine is."""
+    import vllm
+
+    config = llm.llm_engine.vllm_config
+    answer.versions |= {"vllm": vllm.__version__, "torch": torch.__version__}
+    answer.settings |= {
+        "model runner": "V2" if config.use_v2_model_runner else "V1",
+        "CUDA graphs": str(config.compilation_config.cudagraph_mode),
+        "engine": "in the asking process",
+        "asynchronous scheduling": str(config.scheduler_config.async_scheduling),
+        "prefix cache": "off",
+        **more,
+    }
+
+
+class Asks:
+    """The requests of both workloads, for an `LLM`."""
+
+    def __init__(self, args: argparse.Namespace) -> None:
+        self._args = args
+        self.shape = Shape.of(args.model)
+        self._generate = self._prompts(args.requests, args.prompt)
+        self._extract = self._prompts(args.extract_requests, args.extract_prompt)
+
+    def generate(self, llm: LLM, fields: list[dict[str, Any]] | None = None) -> list[Any]:
+        """The outputs. `fields`: what each request says beside its prompt."""
+        return self._run(llm, self._generate, self._args.generated, fields)
+
+    def extract(self, llm: LLM, fields: dict[str, Any] | None = None) -> list[Any]:
+        """The outputs. `fields`: what every request says beside its prompt."""
+        each = None if fields is None else [fields] * len(self._extract)
+        return self._run(llm, self._extract, 1, each)
+
+    def _prompts(self, requests: int, length: int) -> list[Any]:
+        return [{"prompt_token_ids": p} for p in prompts(self.shape, requests, length)]
+
+    def _run(
+        self,
+        llm: LLM,
+        asked: list[Any],
+        tokens: int,
+        fields: list[dict[str, Any]] | None,
+    ) -> list[Any]:
+        from vllm import SamplingParams
+
+        params = [
+            SamplingParams(
+                max_tokens=tokens,
+                temperature=0.0,
+                ignore_eos=True,
+                detokenize=False,
+                **(fields[i] if fields else {}),
+            )
+            for i in range(len(asked))
+        ]
+        outputs = llm.generate(asked, params, use_tqdm=False)
+        for output in outputs:
+            if len(output.outputs[0].token_ids) != tokens:
+                raise SystemExit(f"{len(output.outputs[0].token_ids)} tokens, not {tokens}")
+        return outputs

@@ -1,0 +1,138 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Peer: upstream's own `extract_hidden_states`, in the tree --stock.
+
+PYTHONPATH=STOCK:. python -m benchmarks.peers.extract_hidden_states --model DIR --stock STOCK
+
+It takes the place of a speculative method and of a KV connector, for a list of layers given at
+start-up, and every request is extracted: an engine for the few layers, another one for all. It
+writes a file a request; "memory" is its own `load_hidden_states` on these files, in eight
+threads, as there is no other way to the rows. It needs a GPU: the connector pins memory.
+"""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from itertools import pairwise
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from benchmarks.peers.engine import Asks, describe, need_stock, prepare, start, stop
+from benchmarks.peers.workloads import Answer, Timer, arguments
+
+if TYPE_CHECKING:
+    from vllm import LLM
+
+READERS = 8
+
+
+def options(layers: list[int], root: Path) -> dict[str, Any]:
+    """Engine options for the streams after `layers`."""
+    ids = [layer + 1 for layer in layers]  # 1 is after the first block
+    return {
+        "speculative_config": {
+            "method": "extract_hidden_states",
+            "num_speculative_tokens": 1,
+            "draft_model_config": {"hf_config": {"eagle_aux_hidden_state_layer_ids": ids}},
+        },
+        "kv_transfer_config": {
+            "kv_connector": "ExampleHiddenStatesConnector",
+            "kv_role": "kv_producer",
+            "kv_connector_extra_config": {"shared_storage_path": str(root)},
+        },
+    }
+
+
+class Extraction:
+    def __init__(self, args: argparse.Namespace, answer: Answer) -> None:
+        self._args, self._answer = args, answer
+        self._asks, self._timer = Asks(args), Timer(args, answer)
+        self._root = args.files / "benchmark-extract-hidden-states"
+        self._readers = ThreadPoolExecutor(READERS)
+
+    def run(self) -> None:
+        shape = self._asks.shape
+        few = shape.few(self._args.few)
+        for name, layers in {
+            f"{len(few)} layers": few,
+            "all layers": list(range(shape.layers)),
+        }.items():
+            llm = start(self._args, **options(layers, self._root))
+            where = f"one a request, in {self._args.files}"
+            describe(self._answer, llm, files=where, readers=str(READERS))
+            self._measure(llm, name, layers)
+            stop(llm)
+            del llm
+
+    def _measure(self, llm: LLM, name: str, layers: list[int]) -> None:
+        case, timer, hidden = "extract_hidden_states", self._timer, self._asks.shape.hidden
+        self._clean()
+        outputs = self._asks.generate(llm)
+        timer.generation(
+            f"{case}, {name} of the prompt",
+            partial(self._asks.generate, llm),
+            **{"tokens like the one before": _repeated(outputs)},
+        )
+        facts: dict[str, Any] = {"row bytes": len(layers) * hidden * 2}
+        write, load = partial(self._written, llm), partial(self._loaded, llm, layers)
+        timer.extraction(f"{case}, {name}", write, self._clean, delivered="files", **facts)
+        facts["mean |row|"] = load()
+        self._clean()
+        timer.extraction(f"{case}, {name}, loaded", load, self._clean, delivered="memory", **facts)
+
+    def _paths(self, llm: LLM) -> list[str]:
+        outputs = self._asks.extract(llm)
+        return [output.kv_transfer_params["hidden_states_path"] for output in outputs]
+
+    def _written(self, llm: LLM) -> None:
+        """Ends when every file is complete: its writer then releases a lock."""
+        import fcntl
+
+        for path in self._paths(llm):
+            with open(path + ".lock") as lock:
+                fcntl.flock(lock, fcntl.LOCK_SH)
+
+    def _loaded(self, llm: LLM, layers: list[int]) -> float:
+        """All rows in memory. The mean size of the first request's of the last layer."""
+        from vllm.distributed.kv_transfer.kv_connector.v1.example_hidden_states_connector import (
+            load_hidden_states,
+        )
+
+        args = self._args
+        shape = (args.extract_prompt, len(layers), self._asks.shape.hidden)
+        found = [
+            d["hidden_states"] for d in self._readers.map(load_hidden_states, self._paths(llm))
+        ]
+        for rows in found:
+            if rows.shape != shape:
+                raise SystemExit(f"hidden states {tuple(rows.shape)}, not {shape}")
+        return found[0][:, -1].float().abs().mean().item()
+
+    def _clean(self) -> None:
+        """The files of generation were written, too, but nobody waited for them."""
+        shutil.rmtree(self._root, ignore_errors=True)
+
+
+def _repeated(outputs: list[Any]) -> float:
+    """The share of generated tokens that are like the one before: its drafts, so accepted."""
+    same = total = 0
+    for output in outputs:
+        ids = output.outputs[0].token_ids
+        same += sum(a == b for a, b in pairwise(ids))
+        total += len(ids) - 1
+    return same / total if total else 0.0
+
+
+def main() -> None:
+    args = arguments(__doc__).parse_args()
+    answer = Answer("extract_hidden_states")
+    prepare()
+    need_stock(args.stock)
+    Extraction(args, answer).run()
+    answer.print()
+
+
+if __name__ == "__main__":
+    main()
