@@ -14,55 +14,22 @@ import argparse
 import json
 import os
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM
 
 from tests.conformance import reference as ref
-from tests.gpu import capture, steering
+from tests.gpu import capture, steering, workload
+from tests.gpu.model import HIDDEN, LAYERS, POINTS, VOCAB, prompts
 
-POINTS = ("pre_attn", "post_attn", "post_block")
 LLAMA = ref.Adapter(blocks="model.layers", branch=("self_attn",))
-LAYERS, HIDDEN, VOCAB = 8, 512, 2048
 GENERATED = 8
 NOISE_LIMIT = 0.03
 """Most relative L2 error of a row that bfloat16 may cause; what was seen is printed."""
 LEAST_MOVE = 0.05
-
-
-def save_model(path: Path) -> None:
-    """A random Llama with activations of order one."""
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=VOCAB,
-        hidden_size=HIDDEN,
-        intermediate_size=1024,
-        num_hidden_layers=LAYERS,
-        num_attention_heads=8,
-        num_key_value_heads=4,
-        head_dim=64,
-        max_position_embeddings=2048,
-        tie_word_embeddings=False,
-        bos_token_id=None,
-        eos_token_id=None,
-    )
-    model = LlamaForCausalLM(config)
-    for parameter in model.parameters():
-        if parameter.dim() > 1:
-            torch.nn.init.normal_(parameter, std=parameter.shape[1] ** -0.5)
-        else:
-            torch.nn.init.uniform_(parameter, 0.5, 1.5)
-    torch.nn.init.normal_(model.model.embed_tokens.weight, std=1.0)
-    model.bfloat16().save_pretrained(path)
-
-
-def prompts(count: int, seed: int = 1) -> list[list[int]]:
-    generator = torch.Generator().manual_seed(seed)
-    lengths = torch.randint(5, 90, (count,), generator=generator).tolist()
-    return [torch.randint(0, VOCAB, (n,), generator=generator).tolist() for n in lengths]
 
 
 def worst_row(got: torch.Tensor, want: torch.Tensor) -> float:
@@ -70,6 +37,9 @@ def worst_row(got: torch.Tensor, want: torch.Tensor) -> float:
 
 
 class Mode:
+    hidden, adapter, noise_limit = HIDDEN, LLAMA, NOISE_LIMIT
+    worst_row = staticmethod(worst_row)
+
     def __init__(self, model: Path, options: Mapping[str, Any]) -> None:
         from vllm import LLM
 
@@ -96,8 +66,16 @@ class Mode:
         steer: Sequence[Mapping[str, Any]],
         hooks: Any = None,
         project: torch.Tensor | None = None,
+        max_tokens: int = GENERATED,
+        between: Callable[[], None] | None = None,
+        versions: bool = False,
     ) -> list[tuple[list[int], dict[ref.Site, torch.Tensor]]]:
-        """(prompt and generated tokens but the last, captured rows or scores) of each request."""
+        """(prompt and generated tokens but the last, captured rows or scores) of each request.
+
+        Args:
+            between: called after each step of the engine.
+            versions: have the rows' versions too, at ("version", 0).
+        """
         from vllm import SamplingParams
 
         inline = {"hooks": hooks or dict.fromkeys(POINTS, "all"), "positions": "all"}
@@ -105,7 +83,7 @@ class Mode:
             inline["project"] = project
         params = [
             SamplingParams(
-                max_tokens=GENERATED,
+                max_tokens=max_tokens,
                 temperature=0.0,
                 ignore_eos=True,
                 detokenize=False,
@@ -115,7 +93,7 @@ class Mode:
             for fields in steer
         ]
         fed: Any = [{"prompt_token_ids": t} for t in tokens]
-        outputs = self.llm.generate(fed, params, use_tqdm=False)
+        outputs = self._generate(fed, params, between)
         results = []
         for prompt, output in zip(tokens, outputs, strict=True):
             ids = [*prompt, *output.outputs[0].token_ids][:-1]
@@ -126,16 +104,69 @@ class Mode:
             for rows in result.payload.values():
                 if rows.positions.tolist() != list(range(len(ids))):
                     raise AssertionError(f"positions {rows.positions}, expected 0-{len(ids) - 1}")
-            results.append((ids, {site: rows.values for site, rows in result.payload.items()}))
+            found = {site: rows.values for site, rows in result.payload.items()}
+            if versions:
+                found["version", 0] = torch.from_numpy(rows.versions)
+            results.append((ids, found))
         return results
 
-    def read(self) -> dict[str, Any]:
-        tokens = prompts(13)
+    def _generate(self, fed: Any, params: Any, between: Callable[[], None] | None) -> list[Any]:
+        engine = self.llm.llm_engine
+        if between is None:
+            return self.llm.generate(fed, params, use_tqdm=False)
+        step = engine.step
+
+        def stepped() -> Any:
+            outputs = step()
+            between()
+            return outputs
+
+        engine.step = stepped
+        try:
+            return self.llm.generate(fed, params, use_tqdm=False)
+        finally:
+            del engine.step
+
+    def logprobs(
+        self, tokens: Sequence[list[int]], steer: Sequence[Mapping[str, Any]]
+    ) -> list[torch.Tensor]:
+        """float [n], of each request's prompt tokens but the first; nothing is captured."""
+        from vllm import SamplingParams
+
+        params = [
+            SamplingParams(
+                max_tokens=GENERATED,
+                temperature=0.0,
+                ignore_eos=True,
+                detokenize=False,
+                prompt_logprobs=0,
+                **fields,
+            )
+            for fields in steer
+        ]
+        fed: Any = [{"prompt_token_ids": t} for t in tokens]
+        outputs = self.llm.generate(fed, params, use_tqdm=False)
+        return [
+            torch.tensor([next(iter(at.values())).logprob for at in o.prompt_logprobs[1:]])
+            for o in outputs
+        ]
+
+    def runner(self) -> Any:
+        """The model runner; None where it is in another process."""
+        executor = getattr(self.llm.llm_engine, "model_executor", None)
+        worker = getattr(executor, "driver_worker", None)
+        return worker and worker.worker.model_runner
+
+    def read_error(self, results: Any) -> float:
+        """The worst row's error of a plain run."""
         worst = 0.0
-        for ids, rows in self.run(tokens, [{}] * 13):
+        for ids, rows in results:
             want = ref.run(self.hf, LLAMA, ids).rows
             worst = max(worst, *(worst_row(rows[site], want[site]) for site in want))
-        self.noise = worst
+        return worst
+
+    def read(self) -> dict[str, Any]:
+        self.noise = worst = self.read_error(self.run(prompts(13), [{}] * 13))
         return {"error": worst, "limit": NOISE_LIMIT, "ok": worst <= NOISE_LIMIT}
 
     def write(self) -> dict[str, Any]:
@@ -196,11 +227,9 @@ class Mode:
         return {"identical": same, "ok": same}
 
 
-def count_graphs(llm: Any) -> Counter[str] | None:
+def count_graphs(runner: Any) -> Counter[str] | None:
     """Counts V2's graph replays by kind from here on; None where the runner is not in reach."""
-    executor = getattr(llm.llm_engine, "model_executor", None)
-    worker = getattr(executor, "driver_worker", None)
-    manager = getattr(worker and worker.worker.model_runner, "cudagraph_manager", None)
+    manager = getattr(runner, "cudagraph_manager", None)
     if manager is None:
         return None
     counts: Counter[str] = Counter()
@@ -227,7 +256,7 @@ def main() -> None:
     args = parser.parse_args()
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     mode = Mode(args.model, args.engine)
-    counts = count_graphs(mode.llm)
+    counts = count_graphs(mode.runner())
     checks = {
         "read": mode.read,
         "write": mode.write,
@@ -237,8 +266,13 @@ def main() -> None:
         "positions": lambda: steering.positions(mode, prompts(9, seed=8), HIDDEN),
         "zero sum": mode.zero_sum,
         "projections": lambda: capture.projections(mode, prompts(9, seed=10), HIDDEN),
+        "forms": lambda: workload.forms(mode, prompts(9, seed=11)),
+        "prefix cache": lambda: workload.prefix_cache(mode, prompts(9, seed=12)),
+        "tiers under way": lambda: workload.tiers_under_way(mode, prompts(9, seed=13)),
         "large step": lambda: capture.large_step(mode, VOCAB, HIDDEN),
     }
+    if args.name == "preempt":
+        checks = {"preemption": lambda: workload.preemption(mode, prompts(13, seed=14))}
     if "steering_families" in args.engine:
         checks["ops"] = lambda: steering.ops(mode, prompts(9, seed=9), HIDDEN)
     for name, check in checks.items():

@@ -10,6 +10,7 @@ does not mind sharing the GPU.
 from __future__ import annotations
 
 import argparse
+import copy
 import json
 import os
 import subprocess
@@ -21,7 +22,8 @@ from pathlib import Path
 from typing import Any
 
 from tests.gpu import steering
-from tests.gpu.mode import save_model
+from tests.gpu.drafts import save_eagle
+from tests.gpu.model import save_model
 
 MODES: dict[str, dict[str, Any]] = {
     "full_and_piecewise": {},
@@ -41,10 +43,23 @@ MODES: dict[str, dict[str, Any]] = {
             "prompt_lookup_min": 1,
         }
     },
+    "eagle": {"speculative_config": {"method": "eagle", "num_speculative_tokens": 2}},
+    "draft_model": {
+        "speculative_config": {
+            "method": "draft_model",
+            "num_speculative_tokens": 3,
+            "max_model_len": 256,
+        }
+    },
+    "preempt": {"kv_cache_memory_bytes": 6 << 20},
     "ops": {"steering_families": steering.FAMILIES},
     "ops_eager": {"steering_families": steering.FAMILIES, "enforce_eager": True},
     "v1": {},
 }
+
+
+DRAFTS = {"eagle": "eagle", "draft_model": "model"}
+"""Which of the folders made here the mode drafts with; the target itself is nearly always right."""
 
 
 def run_mode(name: str, options: dict[str, Any], model: Path, timeout: float) -> list[Any]:
@@ -70,7 +85,7 @@ def run_mode(name: str, options: dict[str, Any], model: Path, timeout: float) ->
         output = late.stdout.decode() if isinstance(late.stdout, bytes) else ""
         errors = f"stopped after {timeout} s"
     rows = [json.loads(line) for line in output.splitlines() if line.startswith('{"mode"')]
-    if not any(row["check"] in ("zero sum", "ops") for row in rows):
+    if not any(row["check"] in ("zero sum", "ops", "preemption") for row in rows):
         rows.append({"mode": name, "check": "start", "ok": False, "log": errors[-3000:]})
     rows.append({"mode": name, "check": "seconds", "value": time.monotonic() - started, "ok": True})
     return rows
@@ -87,11 +102,14 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         model = Path(folder) / "model"
         save_model(model)
+        save_eagle(model, Path(folder) / "eagle")
         with ThreadPoolExecutor(args.jobs) as pool:
             futures = []
             for name in args.only:
                 split = {"tensor_parallel_size": args.tp, "pipeline_parallel_size": args.pp}
-                options = {**MODES[name], **split}
+                options = {**copy.deepcopy(MODES[name]), **split}
+                if name in DRAFTS:
+                    options["speculative_config"]["model"] = str(Path(folder) / DRAFTS[name])
                 futures.append(pool.submit(run_mode, name, options, model, args.timeout))
             rows = [row for future in futures for row in future.result()]
     for row in rows:

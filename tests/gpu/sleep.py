@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from tests.gpu.mode import HIDDEN, VOCAB, save_model
+from tests.gpu.model import HIDDEN, VOCAB, save_model
 from tests.gpu.steering import FAMILIES
 
 Rows = dict[tuple[str, int], torch.Tensor]

@@ -1,0 +1,150 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The model's two forms: which steps run the one without taps, and that it is upstream's."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from torch import nn
+
+from tests.conformance.engine import engine
+from tests.serving import Ask, capture, prompt_of, same_completion, serve, vector
+from vllm import LLM
+from vllm.config import VllmConfig
+from vllm.model_executor.layers.residual_taps import BoundTaps, PassTap, UnboundTaps
+from vllm.v1.worker.gpu.cudagraph_utils import CudaGraphManager
+from vllm.v1.worker.interventions import Interventions
+from vllm.v1.worker.variants import Variants
+
+if TYPE_CHECKING:
+    from tests.conftest import TinyModels
+
+pytestmark = pytest.mark.v2
+
+PLAIN, TAPPED = False, True
+STEERED = {"steering_vectors": {"post_attn": {1: vector(150)}}}
+
+
+@contextmanager
+def watching_forms(llm: LLM) -> Iterator[list[bool]]:
+    """Whether each step ran the form with taps."""
+    interventions: Interventions = (
+        llm.llm_engine.model_executor.driver_worker.worker.model_runner.interventions
+    )
+    variants = interventions._variants
+    assert variants is not None
+    chosen, choose = list[bool](), variants.choose
+
+    def recorded(tapped: bool) -> bool:
+        chosen.append(used := choose(tapped))
+        return used
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(variants, "choose", recorded)
+        yield chosen
+
+
+def test_the_form_follows_the_requests(tiny_models: TinyModels) -> None:
+    """A step has taps while a request in it steers or captures, and global vectors steer all."""
+    prompt = prompt_of(9, 150)
+    with engine(
+        tiny_models.path("llama"), enable_steering=True, capture_consumers=["inline"]
+    ) as llm:
+        with watching_forms(llm) as alone:
+            [plain] = serve(llm, [Ask(prompt, {"max_tokens": 6})])
+        assert set(alone) == {PLAIN}
+        for fields in (STEERED, capture("all")):
+            with watching_forms(llm) as beside:
+                among, _ = serve(
+                    llm, [Ask(prompt, {"max_tokens": 6}), Ask(prompt, {"max_tokens": 3, **fields})]
+                )
+            assert beside == [TAPPED] * 3 + [PLAIN] * 3
+            assert same_completion(among.outputs[0], plain.outputs[0])
+        llm.steering.set(STEERED["steering_vectors"])
+        with watching_forms(llm) as under_global:
+            [steered] = serve(llm, [Ask(prompt, {"max_tokens": 6})])
+        assert set(under_global) == {TAPPED}
+        assert not same_completion(steered.outputs[0], plain.outputs[0])
+        llm.steering.clear()
+        with watching_forms(llm) as cleared:
+            serve(llm, [Ask(prompt, {"max_tokens": 6})])
+        assert set(cleared) == {PLAIN}
+
+
+def test_plain_is_what_upstream_runs(tiny_models: TinyModels) -> None:
+    """The same bits as an engine that was started without steering and capture."""
+    asks = [Ask(prompt_of(7 + 5 * i, 151 + i), {"max_tokens": 8, "logprobs": 5}) for i in range(4)]
+    path = tiny_models.path("llama")
+    with engine(path) as llm:
+        without = serve(llm, asks)
+    with engine(path, enable_steering=True, capture_consumers=["inline"]) as llm:
+        idle = serve(llm, asks)
+        steered = serve(llm, [Ask(a.prompt, {**a.fields, **STEERED}) for a in asks])
+    for off, on, moved in zip(without, idle, steered, strict=True):
+        assert _logprobs(off) == _logprobs(on)
+        assert _logprobs(off) != _logprobs(moved)
+
+
+def _logprobs(output: Any) -> list[dict[int, float]]:
+    return [{t: lp.logprob for t, lp in at.items()} for at in output.outputs[0].logprobs]
+
+
+class Layer(nn.Module):
+    taps = UnboundTaps("pre_attn")
+
+
+def _variants() -> tuple[Variants, Layer]:
+    layer = Layer()
+    bound = BoundTaps(PassTap(), PassTap(), PassTap())
+    return Variants(VllmConfig(), nn.Sequential(layer), {layer: bound}), layer
+
+
+def test_each_form_has_taps_of_its_own() -> None:
+    variants, layer = _variants()
+    assert isinstance(layer.taps, BoundTaps)
+    assert not variants.choose(tapped=False)
+    assert layer.taps is Layer.taps
+    assert variants.choose(tapped=True)
+    assert isinstance(layer.taps, BoundTaps)
+
+
+def test_each_form_has_graphs_of_its_own() -> None:
+    """And those of a holder that upstream replaces, as after profiling, are let go."""
+    variants, layer = _variants()
+    taken: Counter[str] = Counter()
+    for round_number in range(2):
+        manager = CudaGraphManager.__new__(CudaGraphManager)
+        manager.graphs = {}
+        for size in variants.each((8, 4), manager):
+            form = "tapped" if isinstance(layer.taps, BoundTaps) else "plain"
+            taken[form] += 1
+            assert size not in manager.graphs
+            manager.graphs[size] = nn.Linear(1, 1)  # type: ignore[index, assignment]
+        tapped = dict(manager.graphs)
+        variants.choose(tapped=False)
+        plain = dict(manager.graphs)
+        assert set(plain) == set(tapped) == {8, 4}
+        assert all(plain[size] is not tapped[size] for size in plain)
+        variants.choose(tapped=True)
+        assert manager.graphs == tapped
+        assert taken == {"plain": 2 * (round_number + 1), "tapped": 2 * (round_number + 1)}
+        graph = weakref.ref(plain[8])
+        del plain, tapped, manager
+        gc.collect()
+        assert graph() is None
+
+
+def test_batch_invariance_has_one_form(monkeypatch: pytest.MonkeyPatch) -> None:
+    """There results must not depend on what other requests ask for, not even by rounding."""
+    monkeypatch.setattr("vllm.envs.VLLM_BATCH_INVARIANT", True)
+    variants, layer = _variants()
+    assert variants.count == 1
+    assert variants.choose(tapped=False)
+    assert isinstance(layer.taps, BoundTaps)
+    assert list(variants.each((1, 2))) == [1, 2]
