@@ -8,12 +8,13 @@
 // Measured by benchmarks/kernels.py against the separate steps. Nothing calls it: decoders call
 // their norm themselves, between two calls of the tap.
 #include <cuda_runtime.h>
-#include <torch/csrc/inductor/aoti_torch/c/shim.h>
 #include <torch/csrc/stable/accelerator.h>
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/tensor.h>
 #include <torch/headeronly/core/ScalarType.h>
 #include <torch/headeronly/util/BFloat16.h>
+
+#include "shim.h"
 
 namespace {
 
@@ -126,7 +127,7 @@ void steered_norm(
   const int32_t device = hidden.get_device_index();
   const torch::stable::accelerator::DeviceGuard guard(device);
   void* stream;
-  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_cuda_stream(device, &stream));
+  must(aoti_torch_get_current_cuda_stream(device, &stream));
   const int64_t wanted = (columns + 31) / 32 * 32;
   norm_kernel<<<
       static_cast<unsigned>(tokens),

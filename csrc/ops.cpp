@@ -1,6 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
 // The ops of namespace `pilot`, on torch's stable ABI: checks arguments, picks type and device.
-#include <torch/csrc/inductor/aoti_torch/c/shim.h>
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/ops.h>
 #include <torch/csrc/stable/tensor.h>
@@ -11,6 +10,7 @@
 #include <optional>
 
 #include "rows.h"
+#include "shim.h"
 
 namespace {
 
@@ -116,10 +116,10 @@ Tensor empty_rows(const Tensor& like) {
   const int64_t sizes[] = {like.size(0), like.size(1)};
   const int64_t strides[] = {like.size(1), 1};
   int32_t dtype, device_type;
-  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_dtype(like.get(), &dtype));
-  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_type(like.get(), &device_type));
+  must(aoti_torch_get_dtype(like.get(), &dtype));
+  must(aoti_torch_get_device_type(like.get(), &device_type));
   AtenTensorHandle handle;
-  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(
+  must(aoti_torch_empty_strided(
       2, sizes, strides, dtype, device_type, like.get_device_index(), &handle));
   return Tensor(handle);
 }

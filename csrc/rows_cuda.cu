@@ -1,7 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // rows.h on CUDA: 16 bytes a thread and access where all rows are aligned, else one element.
 #include <cuda_runtime.h>
-#include <torch/csrc/inductor/aoti_torch/c/shim.h>
 #include <torch/csrc/stable/accelerator.h>
 #include <torch/headeronly/util/BFloat16.h>
 #include <torch/headeronly/util/Half.h>
@@ -9,6 +8,7 @@
 #include <algorithm>
 
 #include "rows.h"
+#include "shim.h"
 
 namespace {
 
@@ -126,7 +126,7 @@ template <class T>
 void run_on_cuda(const Rows<T>& rows, int32_t device) {
   const torch::stable::accelerator::DeviceGuard guard(device);
   void* stream;
-  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_cuda_stream(device, &stream));
+  must(aoti_torch_get_current_cuda_stream(device, &stream));
   constexpr int V = VECTOR_BYTES / sizeof(T);
   // A missing tensor is null with stride 0, and so aligned.
   const bool vectors = rows.hidden % V == 0 && aligned(rows.stream, rows.stream_stride) &&

@@ -42,10 +42,11 @@ def build(into: Path) -> Path:
     generator = ["-G", "Ninja"] if shutil.which("ninja") else []
     into.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=into) as work:
-        for command in (
+        commands: list[list[str | Path]] = [
             ["cmake", "-S", SOURCE, "-B", work, *generator, f"-DTORCH={Path(torch.origin).parent}"],
             ["cmake", "--build", work, "--parallel"],
-        ):
+        ]
+        for command in commands:
             done = subprocess.run(command, capture_output=True, text=True, check=False)
             if done.returncode:
                 raise NativeBuildError(f"{done.stdout}\n{done.stderr}")
