@@ -157,7 +157,7 @@ def capturing(positions: Any, prompt: int = 5, max_tokens: int = 8) -> RequestIn
 
 def chunk(positions: list[int], mark: float = 0.0) -> CapturedChunk:
     at = np.array(positions, dtype=np.int64)
-    values = torch.from_numpy(at)[None, :, None].repeat(2, 1, HIDDEN) + mark
+    values = torch.from_numpy(at)[:, None, None].repeat(1, 2, HIDDEN) + mark
     return CapturedChunk(at, [values.float()], VERSION)
 
 
@@ -166,8 +166,8 @@ def taken(interventions: RequestInterventions) -> list[int]:
     if chunks is None:
         return []
     for part in chunks:
-        assert part.values[0].shape == (2, len(part.positions), HIDDEN)
-        assert torch.equal(part.values[0][0, :, 0], torch.from_numpy(part.positions).float())
+        assert part.values[0].shape == (len(part.positions), 2, HIDDEN)
+        assert torch.equal(part.values[0][:, 0, 0], torch.from_numpy(part.positions).float())
         assert part.version == VERSION
     return [int(p) for part in chunks for p in part.positions]
 
@@ -226,9 +226,9 @@ def test_kept_rows_do_not_hold_the_steps_storage() -> None:
 def test_rows_that_wait_do_not_hold_the_steps_storage(first: int, waits: bool) -> None:
     """Those of a partial prefill; what leaves with this step's output is not copied for that."""
     interventions = capturing("all")
-    values = torch.zeros(2, 100, HIDDEN)
+    values = torch.zeros(100, 2, HIDDEN)
     at = np.array([first], dtype=np.int64)
-    interventions.accept(CapturedChunk(at, [values[:, :1]], VERSION), 6)
+    interventions.accept(CapturedChunk(at, [values[:1]], VERSION), 6)
     chunks = interventions.take()
     assert chunks is not None
     size = chunks[0].values[0].untyped_storage().nbytes()

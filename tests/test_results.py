@@ -19,6 +19,7 @@ from vllm.v1.capture.registry import ConsumerSpec
 from vllm.v1.capture.results import CaptureStatus, merged, of_single
 from vllm.v1.capture.spec import parse_capture
 from vllm.v1.interventions import CapturedChunk, CapturePlan, TapShape
+from vllm.v1.positions import Positions
 from vllm.v1.selectors import Prompt
 
 PROMPT_IDS = [100, 101, 102, 103, 104]
@@ -172,9 +173,9 @@ def chunk(
 ) -> CapturedChunk:
     """Rows that say where they are from: site index, position, column."""
     at = np.array(positions, dtype=np.int64)
-    values = torch.zeros(len(SITES), len(positions), HIDDEN, dtype=dtype)
+    values = torch.zeros(len(positions), len(SITES), HIDDEN, dtype=dtype)
     for i in range(len(SITES)):
-        values[i] = 100 * i + torch.from_numpy(at)[:, None] + torch.arange(HIDDEN) / 8
+        values[:, i] = 100 * i + torch.from_numpy(at)[:, None] + torch.arange(HIDDEN) / 8
     return CapturedChunk(at, [values], version)
 
 
@@ -205,13 +206,12 @@ def check_rows(result: CaptureResult, num_output: int) -> None:
         got = result.payload[site]
         assert got.positions.dtype == got.token_ids.dtype == np.int64
         assert got.token_ids.tolist() == [token_ids[p] for p in got.positions]
-        assert torch.equal(got.values, chunk(got.positions.tolist()).values[0][i])
+        assert torch.equal(got.values, chunk(got.positions.tolist()).values[0][:, i])
 
 
 def test_rows_of_a_finished_request() -> None:
     collector = collector_for(plan_for("all"))
     collector.add([chunk([0, 1, 2]), chunk([3, 4])])
-    collector.add(None)
     collector.add([chunk([5])])
     collector.add([chunk([6])])
     result = collect(collector, 3)
@@ -320,14 +320,16 @@ def stream(
 ) -> tuple[list[CaptureResult], CaptureResult]:
     """Deltas after each of `cuts` output tokens, and what one final output would have said.
 
-    Rows arrive as the engine sends them: all of the prompt's, then one for each token fed back.
+    Rows arrive as the engine sends them: those wanted of the prompt, then of each token fed back.
     """
-    every = collector_for(plan_for(positions))
-    collector = collector_for(plan_for(positions))
+    plan = plan_for(positions)
+    wanted = Positions.from_flat(plan.runs)
+    every, collector = collector_for(plan), collector_for(plan)
     deltas, seen = [], 0
     for cut in [*cuts, total]:
         for step in range(seen, cut):
-            new = [chunk([0, 1]), chunk([2, 3, 4])] if step == 0 else [chunk([PROMPT + step - 1])]
+            parts = [[0, 1], [2, 3, 4]] if step == 0 else [[PROMPT + step - 1]]
+            new = [chunk(at) for part in parts if (at := [p for p in part if p in wanted])]
             collector.add(new)
             every.add(new)
         seen = cut

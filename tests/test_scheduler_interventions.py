@@ -263,7 +263,7 @@ def test_rows_are_handed_to_their_request() -> None:
     chunks = asks.interventions.take()
     assert chunks is not None
     assert [c.positions.tolist() for c in chunks] == [[0, 1, 2]]
-    assert chunks[0].values[0][0, :, 0].tolist() == [0.0, 1.0, 2.0]
+    assert chunks[0].values[0][:, 0, 0].tolist() == [0.0, 1.0, 2.0]
     assert chunks[0].version == VERSION
     assert other.interventions.take() is None
 

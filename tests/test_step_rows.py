@@ -52,14 +52,14 @@ def test_a_step_of_any_size_arrives_whole(size: int) -> None:
         got = pool.submit(reader.dequeue, timeout=60)
         writer.enqueue(("success", ModelRunnerOutput(["a"], {"a": 0}, captured=sent)))
         _, output = got.result(timeout=60)
-    block = arena[: 2 * SITES * count].view(SITES, 2 * count, WIDTH)
-    for name, part in (("a", block[:, :count]), ("b", block[:, count:])):
+    block = arena[: 2 * SITES * count].view(2 * count, SITES, WIDTH)
+    for name, part in (("a", block[:count]), ("b", block[count:])):
         chunk = output.captured.of(name)
         assert chunk.version == 7 and torch.equal(chunk.values[0], part)
     assert output.captured.of("b").positions.tolist() == list(range(count, 2 * count))
-    scored = arena[2 * SITES * count :].view(SITES, count, WIDTH)[..., :3]
+    scored = arena[2 * SITES * count :].view(count, SITES, WIDTH)[..., :3]
     assert torch.equal(output.captured.of("c").values[0], scored)
-    assert not torch.equal(output.captured.of("a").values[0], block[:, count:])
+    assert not torch.equal(output.captured.of("a").values[0], block[count:])
 
 
 def test_nothing_is_copied_to_be_sent() -> None:

@@ -179,7 +179,7 @@ class CapturedChunk(msgspec.Struct, array_like=True):
     positions: np.ndarray
     """int64 [n]; those of all streams together."""
     values: list[torch.Tensor]
-    """Of each stream of the capture plan: [its sites, n, its width], its dtype, CPU."""
+    """Of each stream of the capture plan: [n, its sites, its width], its dtype, CPU."""
     version: int
     """Of the global steering that the step ran under."""
 

@@ -17,16 +17,18 @@ class Positions:
     """
 
     def __init__(self, runs: Iterable[Run] = ()) -> None:
-        pairs = np.array([run for run in runs if run[0] < run[1]], dtype=np.int64).reshape(-1, 2)
-        pairs = pairs[np.argsort(pairs[:, 0], kind="stable")]
-        starts, reached = pairs[:, 0], np.maximum.accumulate(pairs[:, 1])
-        # A run ends where the next one starts beyond all that was reached before.
-        apart = np.append(starts[1:] > reached[:-1], True)[: len(pairs)]
-        self._stops = reached[apart]
-        self._starts = starts[np.roll(apart, 1)]
-        # Single look-ups happen per request and step: bisect is several times faster there.
-        self._start_list: list[int] = self._starts.tolist()
-        self._stop_list: list[int] = self._stops.tolist()
+        # In lists, because single look-ups happen per request and step: bisect is several times
+        # faster there, and so are sets of few runs.
+        self._start_list: list[int] = []
+        self._stop_list: list[int] = []
+        for start, stop in sorted((int(a), int(b)) for a, b in runs if a < b):
+            if self._stop_list and start <= self._stop_list[-1]:
+                self._stop_list[-1] = max(self._stop_list[-1], stop)
+            else:
+                self._start_list.append(start)
+                self._stop_list.append(stop)
+        self._starts = np.array(self._start_list, dtype=np.int64)
+        self._stops = np.array(self._stop_list, dtype=np.int64)
 
     @classmethod
     def of(cls, positions: Iterable[int]) -> "Positions":
@@ -38,11 +40,10 @@ class Positions:
 
     def flat(self) -> list[int]:
         """start, stop, start, stop, ... for sending."""
-        flat: list[int] = np.stack([self._starts, self._stops], axis=1).ravel().tolist()
-        return flat
+        return [n for run in self.runs() for n in run]
 
     def runs(self) -> list[Run]:
-        return list(zip(self._starts.tolist(), self._stops.tolist(), strict=True))
+        return list(zip(self._start_list, self._stop_list, strict=True))
 
     def __or__(self, other: "Positions") -> "Positions":
         return Positions(self.runs() + other.runs())

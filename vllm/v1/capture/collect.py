@@ -10,6 +10,7 @@ import torch
 from vllm.v1.capture.results import CapturedRows, CaptureResult
 from vllm.v1.capture.selected import RowsLost, Selected
 from vllm.v1.interventions import CapturedChunk, CapturePlan, dtype_of
+from vllm.v1.positions import Positions
 
 
 class Rows(NamedTuple):
@@ -20,7 +21,7 @@ class Rows(NamedTuple):
     versions: np.ndarray
     """int64 [n], of the global steering."""
     values: list[torch.Tensor]
-    """Of each relayed stream: [sites, n, width]."""
+    """Of each relayed stream: [n, sites, width]."""
 
 
 class RowCollector:
@@ -39,13 +40,26 @@ class RowCollector:
             name: Selected(plan.consumers[name], len(prompt_token_ids)) for name in consumers
         }
         self._rows = RowBuffer(plan)
-        self._arrived: list[np.ndarray] = []
+        self._order = [{site: i for i, site in enumerate(s.sites)} for s in plan.streams]
+        self.row_bytes = sum(len(s.sites) * s.row_bytes for s in plan.streams if s.relayed)
+        """Of a row at all sites."""
+        self._new: list[CapturedChunk] = []
         self._delivered = 0
 
-    def add(self, chunks: list[CapturedChunk] | None) -> None:
-        for chunk in chunks or ():
-            self._rows.append(chunk)
-            self._arrived.append(chunk.positions)
+    def add(self, chunks: list[CapturedChunk]) -> None:
+        """Take rows; they may be views of all rows of a step, see `take_new`."""
+        self._new += chunks
+
+    def take_new(self) -> list[CapturedChunk]:
+        """Rows that were added and not copied: the caller has `copy` do it, in this order, and ends
+        that before the next call of anything else. Until it is done, they keep the memory of their
+        steps, with the rows of all requests."""
+        new, self._new = self._new, []
+        return new
+
+    def copy(self, chunks: list[CapturedChunk]) -> None:
+        """Copy rows to memory of this completion's own; from any thread."""
+        self._rows.append(chunks)
 
     def results(
         self, output_token_ids: Sequence[int], *, finished: bool, aborted: bool, only_new: bool
@@ -59,6 +73,7 @@ class RowCollector:
             only_new: leave out rows that an earlier call returned (streaming of deltas).
         """
         token_ids = np.array([*self._prompt_token_ids, *output_token_ids], dtype=np.int64)
+        self.copy(self.take_new())
         merged = self._rows.view()
         results = {
             name: self._result(selected, merged, token_ids, finished, aborted, only_new)
@@ -67,8 +82,7 @@ class RowCollector:
         if only_new:
             self._delivered = len(token_ids) - 1
             # The last row may be wanted once more: as the last generated one, when none follows.
-            rest = merged.positions >= self._delivered - 1
-            self._rows.keep(rest)
+            self._rows.forget(self._delivered - 1)
         return results
 
     def _result(
@@ -86,70 +100,88 @@ class RowCollector:
         keep = selected.known(num_rows).mask(merged.positions) & (merged.positions >= since)
         if finished:
             keep |= selected.last(num_rows).mask(merged.positions)  # so never delivered before
-        kept = merged.positions[keep]
-        # `kept` and what is indexed are copies: the buffer may go on growing.
-        ids, index = token_ids[kept], torch.from_numpy(np.flatnonzero(keep))
-        values, order = merged.values[selection.stream], self._plan.streams[selection.stream].sites
+        at = np.flatnonzero(keep)
+        kept = merged.positions[at]
+        ids, versions = token_ids[kept], merged.versions[at]
+        of_sites = self._values_of(merged.values[selection.stream], at, only_new).unbind(1)
+        order = self._order[selection.stream]
         payload = {
-            site: CapturedRows(kept, ids, values[order.index(site)][index], merged.versions[keep])
+            site: CapturedRows(kept, ids, of_sites[order[site]], versions)
             for site in selection.sites
         }
         if not finished:
             return CaptureResult(status="ok", error=None, payload=payload)
         try:
-            error = selected.missing(num_rows, self._arrived, aborted)
+            error = selected.missing(num_rows, [self._rows.arrived], aborted)
         except RowsLost as lost:
             return CaptureResult(status="error", error=str(lost), payload=payload)
         return CaptureResult("ok" if error is None else "partial_error", error, payload)
 
+    @staticmethod
+    def _values_of(values: torch.Tensor, at: np.ndarray, only_new: bool) -> torch.Tensor:
+        """Rows `at`: a view if they are neighbours and stay where they are."""
+        first, last = (int(at[0]), int(at[-1]) + 1) if len(at) else (0, 0)
+        if only_new or last - first > len(at):
+            return values[torch.from_numpy(at)]
+        return values[first:last]
+
 
 class RowBuffer:
-    """Rows of one request in memory of its own, which doubles as they come.
+    """Rows of one completion in memory of its own.
 
-    Chunks may be views of a whole step's rows, so they are copied on arrival.
+    That is reserved whole, for the most rows that can come (the plan says so, and
+    `capture_inline_max_bytes` bounds it): so a row is written once. The kernel gives memory to it
+    page by page, as rows are written.
     """
 
     def __init__(self, plan: CapturePlan) -> None:
-        empty = np.zeros(0, np.int64)
-        values = [
-            torch.empty(len(s.sites) if s.relayed else 0, 0, s.width, dtype=dtype_of(s.dtype))
-            for s in plan.streams
-        ]
-        self._rows = Rows(empty, empty, values)
+        runs = [n for s in plan.streams if s.relayed for n in s.runs]
+        self._capacity = len(Positions.from_flat(runs))
+        self._streams = plan.streams
+        self._rows = self._reserve(0)
         self._count = 0
+        self._first = 0
 
-    def append(self, chunk: CapturedChunk) -> None:
-        stop = self._count + len(chunk.positions)
-        if stop > len(self._rows.positions):
-            self._grow(max(stop, 2 * len(self._rows.positions)))
-        new = slice(self._count, stop)
-        self._rows.positions[new] = chunk.positions
-        self._rows.versions[new] = chunk.version
-        for mine, theirs in zip(self._rows.values, chunk.values, strict=True):
-            mine[:, new].copy_(theirs)
+    def _reserve(self, capacity: int) -> Rows:
+        values = []
+        for stream in self._streams:
+            shape = (capacity, len(stream.sites) if stream.relayed else 0, stream.width)
+            dtype = dtype_of(stream.dtype)
+            # By numpy, which asks for huge pages: they come several times faster than small ones.
+            memory = np.empty(shape, dtype=f"i{dtype.itemsize}")
+            values.append(torch.from_numpy(memory).view(dtype))
+        return Rows(np.empty(capacity, np.int64), np.empty(capacity, np.int64), values)
+
+    def append(self, chunks: list[CapturedChunk]) -> None:
+        if not chunks:
+            return
+        if not self._count:
+            self._rows = self._reserve(self._capacity)
+        start = self._count
+        counts = [len(chunk.positions) for chunk in chunks]
+        stop = start + sum(counts)
+        np.concatenate([c.positions for c in chunks], out=self._rows.positions[start:stop])
+        self._rows.versions[start:stop] = np.repeat([c.version for c in chunks], counts)
+        for i, values in enumerate(self._rows.values):
+            into = values[start - self._first : stop - self._first]
+            torch.cat([chunk.values[i] for chunk in chunks], out=into)
         self._count = stop
 
-    def _grow(self, capacity: int) -> None:
-        old = self.view()
-        self._rows = Rows(
-            np.zeros(capacity, np.int64),
-            np.zeros(capacity, np.int64),
-            [v.new_empty(v.shape[0], capacity, v.shape[2]) for v in old.values],
-        )
-        for mine, theirs in zip(self._rows[:2], old[:2], strict=True):
-            mine[: self._count] = theirs
-        for values, before in zip(self._rows.values, old.values, strict=True):
-            values[:, : self._count].copy_(before)
+    @property
+    def arrived(self) -> np.ndarray:
+        """int64: the positions of all rows there ever were."""
+        return self._rows.positions[: self._count]
 
     def view(self) -> Rows:
-        """All rows. Valid until the next change."""
-        positions, versions, values = self._rows
-        stop = self._count
-        return Rows(positions[:stop], versions[:stop], [v[:, :stop] for v in values])
+        """All rows. They stay as they are until `forget`."""
+        rows = slice(self._first, self._count)
+        values = [v[: self._count - self._first] for v in self._rows.values]
+        return Rows(self._rows.positions[rows], self._rows.versions[rows], values)
 
-    def keep(self, mask: np.ndarray) -> None:
-        """Forget the rows where bool [n] `mask` is False."""
-        positions, versions, values = self.view()
-        kept = torch.from_numpy(mask)
-        self._rows = Rows(positions[mask], versions[mask], [v[:, kept] for v in values])
-        self._count = len(self._rows.positions)
+    def forget(self, position: int) -> None:
+        """The values of rows before this position; their memory is used again."""
+        first = int(np.searchsorted(self.arrived, position))
+        for values in self._rows.values:
+            rest = values[first - self._first : self._count - self._first]
+            values[: len(rest)] = rest.clone()
+        self._first = first

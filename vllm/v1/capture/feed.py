@@ -132,8 +132,8 @@ class Feed:
         positions = chunk.positions[at]
         values = chunk.values[self._stream]
         if not self._all_sites:
-            values = values[self._sites]
-        values = values[:, torch.from_numpy(at)]
+            values = values[:, self._sites]
+        values = values[torch.from_numpy(at)].transpose(0, 1).contiguous()
         known = len(self._prompt)
         ids = [self._prompt[p] if p < known else output_token_ids[p - known] for p in positions]
         return RowBatch(

@@ -41,6 +41,10 @@ class CapturedRows:
     def __len__(self) -> int:
         return len(self.positions)
 
+    def __getstate__(self) -> dict[str, Any]:
+        # All sites share memory, and a pickled view is a pickle of all of it.
+        return {**self.__dict__, "values": self.values.clone(memory_format=torch.contiguous_format)}
+
     def numpy(self) -> np.ndarray:
         """[n, width]; bfloat16, which numpy lacks, becomes float32."""
         values = self.values

@@ -77,7 +77,7 @@ class RequestInterventions:
                 return None
             self._next_row = int(positions[kept[-1]]) + 1
             if not keep.all():
-                values = [v[:, kept] for v in chunk.values]
+                values = [v[kept] for v in chunk.values]
                 chunk = CapturedChunk(positions[kept], values, chunk.version)
         if any(self._relayed):
             self._relay(chunk, waits=int(chunk.positions[-1]) != num_tokens - 2)
@@ -95,7 +95,7 @@ class RequestInterventions:
             if not len(kept):
                 return
             values = [
-                v[:, kept] if relayed else v[:0, kept]
+                v[kept] if relayed else v[kept, :0]
                 for v, relayed in zip(chunk.values, self._relayed, strict=True)
             ]
             chunk = CapturedChunk(chunk.positions[kept], values, chunk.version)

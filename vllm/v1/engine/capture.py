@@ -17,6 +17,7 @@ from vllm.outputs import RequestOutput
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.capture.collect import RowCollector
 from vllm.v1.capture.consumer import ConsumerContext, ConsumerResult
+from vllm.v1.capture.copier import RowCopier
 from vllm.v1.capture.feed import Feed, request_info
 from vllm.v1.capture.host import ConsumerHost
 from vllm.v1.capture.registry import INLINE
@@ -111,9 +112,11 @@ class CompletionCapture:
         Args:
             output_token_ids: the generated tokens, those past a stop string removed.
         """
+        if chunks is None:
+            return
         if self._collector is not None:
-            self._collector.add(chunks)
-        for chunk in chunks or ():
+            self._outputs.copier.add(self._collector, chunks)
+        for chunk in chunks if self._feeds else ():
             for name, feed in self._feeds.items():
                 batch = feed.take(chunk, output_token_ids)
                 if batch is not None and name not in self._dropped:
@@ -135,6 +138,7 @@ class CompletionCapture:
         aborted = finish_reason in (FinishReason.ABORT, FinishReason.ERROR)
         inline: dict[str, CaptureResult] = {}
         if self._collector is not None:
+            self._outputs.copier.settle(self._collector)
             inline = self._collector.results(
                 output_token_ids, finished=finished, aborted=aborted, only_new=only_new
             )
@@ -218,6 +222,7 @@ class CaptureOutputs:
         """Whether anybody takes statistics."""
         self.finished = CaptureStats()
         """Results since the statistics were last taken."""
+        self.copier = RowCopier()
         self._open: dict[str, CompletionCapture] = {}
         """Those with consumers whose results are not all in."""
         self._ready: list[RequestOutput] = []
@@ -296,7 +301,8 @@ class CaptureOutputs:
         return sum(capture.ended for capture in self._open.values())
 
     def take_ready(self, stats: "IterationStats | None") -> list[RequestOutput]:
-        """Outputs that nobody's queue takes, complete by now."""
+        """After a step's outputs: those that nobody's queue takes, complete by now."""
+        self.copier.step()
         if stats is not None:
             stats.capture.results += self.finished.results
             stats.capture.pending = Counter(

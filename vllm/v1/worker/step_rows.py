@@ -150,8 +150,7 @@ class StepRows:
 
 def _raw(block: Block, rows: torch.Tensor, stream: LocalStream) -> torch.Tensor:
     """[count, sites, hidden], the stream's; a view where its sites are neighbours."""
-    if len(stream.runs) == 1:
-        [(first, number)] = stream.runs
-        return block.of(rows, first, number)
-    sites = [block.of(rows, place, 1) for place in stream.places]
-    return torch.cat(sites, dim=1) if sites else rows.view(block.count, 0, -1)
+    parts = [block.of(rows, *run) for run in stream.runs]
+    if len(parts) == 1:
+        return parts[0]
+    return torch.cat([rows.new_empty(block.count, 0, rows.shape[1]), *parts], dim=1)

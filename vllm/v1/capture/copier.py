@@ -1,0 +1,67 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Copies rows that came with outputs to their completions' memory, beside the engine's loop."""
+
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+
+from vllm.v1.capture.collect import RowCollector
+from vllm.v1.interventions import CapturedChunk
+
+THREADS = 4
+BYTES = 64 << 20
+STEPS = 8
+
+_Job = tuple[RowCollector, list[CapturedChunk]]
+
+
+class RowCopier:
+    """The collectors of one frontend.
+
+    Rows of a step are views of the memory of all its rows, which stays until all were copied. So
+    they are copied soon: when there are `BYTES` of them, or those of `STEPS` steps. At most as much
+    again gathers while the threads are busy; then the caller waits for them.
+    """
+
+    def __init__(self) -> None:
+        self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="capture-rows")
+        self._new: dict[RowCollector, None] = {}
+        self._bytes = self._steps = 0
+        self._copying: set[RowCollector] = set()
+        self._running: list[Future[None]] = []
+
+    def add(self, collector: RowCollector, chunks: list[CapturedChunk]) -> None:
+        """Rows that came with an output."""
+        collector.add(chunks)
+        self._new[collector] = None
+        self._bytes += sum(len(chunk.positions) for chunk in chunks) * collector.row_bytes
+
+    def settle(self, collector: RowCollector) -> None:
+        """Return when no thread copies rows of this one."""
+        if collector in self._copying:
+            self._wait()
+
+    def step(self) -> None:
+        """All outputs of a step were taken."""
+        if not self._new:
+            return
+        self._steps += 1
+        due = max(self._bytes / BYTES, self._steps / STEPS)
+        if due < 1 or (due < 2 and not all(future.done() for future in self._running)):
+            return
+        self._wait()
+        jobs = [(c, new) for c in self._new if (new := c.take_new())]
+        self._copying = {collector for collector, _ in jobs}
+        self._running = [self._threads.submit(_copy, jobs[i::THREADS]) for i in range(THREADS)]
+        self._new.clear()
+        self._bytes = self._steps = 0
+
+    def _wait(self) -> None:
+        wait(self._running)
+        for future in self._running:
+            future.result()
+        self._running, self._copying = [], set()
+
+
+def _copy(jobs: list[_Job]) -> None:
+    while jobs:
+        collector, chunks = jobs.pop()
+        collector.copy(chunks)
