@@ -11,10 +11,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.native_rows import cases, unnoticed, wrong
+from tests.native_rows import cases, equal, unnoticed, wrong
 from tools import native
 from vllm.model_executor.layers import native_rows
-from vllm.model_executor.layers.native_rows import load
+from vllm.model_executor.layers.native_rows import NativeTap, load
+from vllm.model_executor.layers.residual_taps import SiteTap
 
 
 @pytest.fixture(scope="module")
@@ -33,6 +34,47 @@ def test_native_ops_have_the_bits_of_torch(library: Path) -> None:
         assert unnoticed(case) == [], name
         count += 1
     assert count == 144
+
+
+def run_tap(tap: SiteTap, h: torch.Tensor, r: torch.Tensor) -> list[torch.Tensor]:
+    """What a decoder's calls of a tap come to, captured rows included."""
+    arena = tap.arena if tap.arena is not None else torch.empty(0)
+    found: list[torch.Tensor] = []
+    for call in (
+        lambda: tap(h),
+        lambda: tap.enter(h, r)[1],
+        lambda: tap.enter(h, None)[0],
+        lambda: tap.leave(h, r)[1],
+        lambda: tap.leave(h, None)[0],
+        lambda: tap.read(h),
+    ):
+        arena.zero_()
+        out = call()
+        found += [arena.clone()] if out is None else [out.clone(), arena.clone()]
+    return found
+
+
+@pytest.mark.parametrize("steered", [False, True])
+@pytest.mark.parametrize("captured", [False, True])
+@pytest.mark.parametrize("wide", [False, True], ids=["same dtype", "float32 stream"])
+def test_a_native_tap_is_a_tap(library: Path, steered: bool, captured: bool, wide: bool) -> None:
+    _, case = next(item for item in cases("cpu") if "bfloat16 33 x" in item[0])
+    h = torch.randn(33, 1000, dtype=torch.float32 if wide else torch.bfloat16)
+    r = torch.randn_like(h)
+
+    def made(kind: type[SiteTap], table: torch.Tensor) -> SiteTap:
+        arena = torch.empty_like(case.arena)
+        places = (arena, case.dest) if captured else (None, None)
+        return kind(table if steered else None, None, case.slots, *places)
+
+    want = run_tap(made(SiteTap, case.table), h, r)
+    got = run_tap(made(NativeTap, case.table), h, r)
+    assert all(equal(g, w) for g, w in zip(got, want, strict=True))
+    if steered:
+        twin = run_tap(made(NativeTap, 2 * case.table), h, r)
+        assert not any(equal(g, w) for g, w in zip(got[:-1:2], twin[:-1:2], strict=True))
+    if captured:
+        assert all(rows.any() for rows in (*got[1:2], *got[7:10:2], got[-1]))
 
 
 def test_what_the_ops_do_not_take_is_an_error(library: Path) -> None:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Loads the native ops of the taps (csrc/, `torch.ops.pilot`), where somebody built them.
+"""Taps for a model that runs without torch.compile, on the ops of csrc/ where somebody built them.
 
 `python -m tools.native VLLM_PACKAGE_DIRECTORY` builds `_pilot.so`. Without it, or where it has no
-kernels for this platform, taps use torch and Triton, with the same results.
+kernels for this platform, taps use torch and Triton, with the same results bit for bit.
 """
 
 from pathlib import Path
@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 
 from vllm.logger import init_logger
+from vllm.model_executor.layers.residual_taps import SiteTap, whole
 from vllm.platforms import current_platform
 
 logger = init_logger(__name__)
@@ -31,3 +32,45 @@ def load(library: Path, key: str) -> bool:
 
 
 NATIVE_ROWS = load(Path(__file__).parents[2] / "_pilot.so", current_platform.dispatch_key)
+
+
+class NativeTap(SiteTap):
+    """One launch where `SiteTap` has up to five. Traced code wants `SiteTap`: Inductor fuses it."""
+
+    def _adds(self, *rows: torch.Tensor) -> bool:
+        """Is this tap's steering an addition in the model's dtype, here, to all of `rows`?"""
+        table = self.table
+        return (
+            table is not None and self.terms is None and all(r.dtype is table.dtype for r in rows)
+        )
+
+    def __call__(self, h: torch.Tensor) -> torch.Tensor:
+        if self.arena is None or not self._adds(h):
+            return super().__call__(h)
+        return torch.ops.pilot.steer_and_capture_rows(
+            h, None, self.table, self.slots, self.arena, self.dest
+        )
+
+    def steer(self, h: torch.Tensor) -> torch.Tensor:
+        if not self._adds(h):
+            return super().steer(h)
+        return torch.ops.pilot.steer_rows(h, self.table, self.slots)
+
+    def read(self, h: torch.Tensor) -> None:
+        if self.arena is None or h.dtype is not self.arena.dtype:
+            return super().read(h)
+        torch.ops.pilot.capture_rows(h, None, self.arena, self.dest)
+
+    def leave(
+        self, h: torch.Tensor, r: torch.Tensor | None, partial: bool = False
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        if self.arena is None or r is None:
+            return super().leave(h, r, partial)
+        if self._adds(h, r):
+            return h, torch.ops.pilot.steer_and_capture_rows(
+                r, whole(h, partial), self.table, self.slots, self.arena, self.dest
+            )
+        if self.table is None and h.dtype is r.dtype is self.arena.dtype:
+            torch.ops.pilot.capture_rows(r, whole(h, partial), self.arena, self.dest)
+            return h, r
+        return super().leave(h, r, partial)
