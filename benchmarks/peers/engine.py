@@ -19,7 +19,8 @@ if TYPE_CHECKING:
 
 def prepare() -> None:
     """Before the first import of vllm."""
-    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "1")
+    os.environ.setdefault("VLLM_ALLOW_INSECURE_SERIALIZATION", "1")  # `redraw` goes to the worker
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
 
@@ -36,13 +37,11 @@ def need_stock(tree: Path) -> None:
 
 
 def start(args: argparse.Namespace, **options: Any) -> LLM:
-    from benchmarks import random_weights
     from vllm import LLM
 
-    random_weights.register()
-    return LLM(
+    llm = LLM(
         model=str(args.model),
-        load_format="benchmark",
+        load_format="dummy",
         skip_tokenizer_init=True,
         dtype="bfloat16",
         max_model_len=max(args.prompt + args.generated, args.extract_prompt + 1) + 16,
@@ -55,6 +54,17 @@ def start(args: argparse.Namespace, **options: Any) -> LLM:
         disable_log_stats=True,
         **options,
     )
+    llm.apply_model(redraw)
+    return llm
+
+
+def redraw(model: torch.nn.Module) -> None:
+    """By name, as `benchmarks.random_weights` does, but in a worker that has loaded already: it may
+    be in a process that knows no load format of ours."""
+    from benchmarks.random_weights import fill
+
+    for name, parameter in model.named_parameters():
+        fill(name, parameter.data)
 
 
 def stop(llm: LLM) -> None:
@@ -67,11 +77,12 @@ def describe(answer: Answer, llm: LLM, **more: str) -> None:
     import vllm
 
     config = llm.llm_engine.vllm_config
+    apart = os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] == "1"
     answer.versions |= {"vllm": vllm.__version__, "torch": torch.__version__}
     answer.settings |= {
         "model runner": "V2" if config.use_v2_model_runner else "V1",
         "CUDA graphs": str(config.compilation_config.cudagraph_mode),
-        "engine": "in the asking process",
+        "engine": "a process of its own" if apart else "in the asking process",
         "asynchronous scheduling": str(config.scheduler_config.async_scheduling),
         "prefix cache": "off",
         **more,

@@ -12,6 +12,8 @@ threads, as there is no other way to the rows. It needs a GPU: the connector pin
 from __future__ import annotations
 
 import argparse
+import fcntl
+import os
 import shutil
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -88,8 +90,6 @@ class Extraction:
 
     def _written(self, llm: LLM) -> None:
         """Ends when every file is complete: its writer then releases a lock."""
-        import fcntl
-
         for path in self._paths(llm):
             with open(path + ".lock") as lock:
                 fcntl.flock(lock, fcntl.LOCK_SH)
@@ -128,6 +128,9 @@ def _repeated(outputs: list[Any]) -> float:
 def main() -> None:
     args = arguments(__doc__).parse_args()
     answer = Answer("extract_hidden_states")
+    # In the asking process the engine would take its last step when the last request ends, and it
+    # writes files in the step after that.
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "1"
     prepare()
     need_stock(args.stock)
     Extraction(args, answer).run()

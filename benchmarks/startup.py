@@ -1,0 +1,181 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How long an engine takes to start and what memory it then has: off, enabled, and upstream's.
+
+    python -m benchmarks.startup --models DIR ... --stock DIR [--warm 2] [--json FILE]
+
+For each model and arm: a start with empty compile caches, then --warm starts with what the first
+one left there; each is a process of its own (one_start.py), one after the other. The key-value
+cache has the same bytes in all arms, so that what differs in memory is the arm's. A start is from
+the call of `LLM(...)` to the first token; imports are apart. Phases are what the engine's log says.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from benchmarks.one_start import ARMS, Start, arguments
+from benchmarks.results import Row, Run, add_arguments, publish, setup
+
+SUMMED = {
+    "compilation": r"torch\.compile took ([\d.]+) s in total",
+    "Dynamo": r"Dynamo bytecode transform time: ([\d.]+) s",
+    "loading weights": r"Model loading took [\d.]+ GiB memory and ([\d.]+) seconds",
+    "graph capture": r"Graph capturing finished in ([\d.]+) secs",
+    "graphs, GiB": r"Graph capturing finished in [\d.]+ secs, took (-?[\d.]+) GiB",
+}
+"""Phases in the engine's log: the sum of what the lines say, in seconds but where it says GiB."""
+
+COUNTED = {
+    "compilations": r"torch\.compile took",
+    "graphs of the compiler loaded": r"Directly load (?:the compiled graph|AOT compilation)",
+}
+
+FROM_MEMORY = {
+    "peak allocated": "peak device memory, allocated",
+    "peak reserved": "peak device memory, reserved",
+    "device memory": "device memory, as its driver says",
+    "peak host memory": "peak host memory",
+}
+"""What of a start's memory has a row; the rest are facts."""
+
+Phases = dict[str, float]
+
+
+def phases(log: str) -> Phases:
+    found: Phases = {}
+    for name, pattern in SUMMED.items():
+        if values := re.findall(pattern, log):
+            found[name] = sum(float(value) for value in values)
+    for name, pattern in COUNTED.items():
+        if count := len(re.findall(pattern, log)):
+            found[name] = count
+    return found
+
+
+class Starts:
+    """The starts of one arm on one model."""
+
+    def __init__(self, args: argparse.Namespace, model: Path, arm: str) -> None:
+        self._args, self._model, self._arm = args, model, arm
+        self.done: list[tuple[Start, Phases]] = []
+        self.failed = ""
+
+    def run(self) -> None:
+        caches = Path(tempfile.mkdtemp(prefix="startup-", dir=self._args.caches))
+        try:
+            for number in range(1 + self._args.warm):
+                self._start(caches, number)
+                if self.failed:
+                    return
+        finally:
+            shutil.rmtree(caches, ignore_errors=True)
+
+    def _start(self, caches: Path, number: int) -> None:
+        args = self._args
+        path = [os.environ.get("PYTHONPATH", ""), os.getcwd()]
+        if ARMS[self._arm].tree == "stock":
+            path.insert(0, str(args.stock.resolve()))
+        environment = {
+            **os.environ,
+            "PYTHONPATH": os.pathsep.join(filter(None, path)),
+            "VLLM_CACHE_ROOT": str(caches / "vllm"),
+            "TORCHINDUCTOR_CACHE_DIR": str(caches / "inductor"),
+            "TRITON_CACHE_DIR": str(caches / "triton"),
+        }
+        command = [sys.executable, "-m", "benchmarks.one_start", "--model", str(self._model)]
+        command += ["--arm", self._arm, "--kv-bytes", str(args.kv_bytes)]
+        command += ["--max-model-len", str(args.max_model_len), *["--eager"] * args.eager]
+        ended = subprocess.run(
+            command,
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            check=False,
+        )
+        if args.logs:
+            args.logs.mkdir(parents=True, exist_ok=True)
+            name = f"{self._model.name}-{self._arm.replace(' ', '')}-{number}.log"
+            (args.logs / name).write_text(ended.stdout)
+        found = Start.find(ended.stdout)
+        if found is None:
+            print(ended.stdout[-6000:], file=sys.stderr)
+            last = (ended.stdout.strip().splitlines() or ["nothing printed"])[-1]
+            self.failed = f"exit status {ended.returncode}: {last}"
+            return
+        self.done.append((found, phases(ended.stdout)))
+        seconds = " ".join(f"{name} {value:.1f}" for name, value in found.seconds.items())
+        print(f"{self._model.name}, {self._arm}, start {number}: {seconds}", flush=True)
+
+    def rows(self) -> list[Row]:
+        at = {"model": self._model.name}
+        rows = []
+        first, warm = self.done[:1], self.done[1:]
+        for quantity, starts in (("first start", first), ("warm start", warm)):
+            if starts:
+                times = [s.seconds["engine"] + s.seconds["first token"] for s, _ in starts]
+                facts = _medians([{**s.seconds, **phase} for s, phase in starts])
+                rows.append(Row(self._arm, quantity, "s", times, at, facts))
+        memory = _medians([start.memory for start, _ in self.done])
+        facts = {name: size for name, size in memory.items() if name not in FROM_MEMORY}
+        for name, quantity in FROM_MEMORY.items():
+            if name in memory:
+                sizes = [start.memory[name] for start, _ in self.done]
+                rows.append(Row(self._arm, quantity, "GiB", sizes, at, facts))
+                facts = {}
+        return rows
+
+
+def _medians(found: list[Phases]) -> Phases:
+    """Of each name that all have."""
+    names = [name for name in found[0] if all(name in other for other in found)]
+    return {name: statistics.median(other[name] for other in found) for name in names}
+
+
+def added(rows: list[Row], baseline: str) -> list[Row]:
+    """The same rows, and how much each is over the baseline's, in its own unit."""
+    out = []
+    for row in rows:
+        facts = dict(row.facts)
+        for other in rows:
+            if other.case == baseline and row.case != baseline and row.like(other):
+                facts[f"over {baseline}"] = row.median - other.median
+        out.append(Row(row.case, row.quantity, row.unit, row.values, row.at, facts))
+    return out
+
+
+def main() -> None:
+    parser = arguments(__doc__)
+    parser.add_argument("--models", type=Path, nargs="+", required=True)
+    parser.add_argument("--stock", type=Path, required=True, help="upstream's tree, unpatched")
+    parser.add_argument("--arms", nargs="+", default=list(ARMS), choices=list(ARMS))
+    parser.add_argument("--warm", type=int, default=2, help="starts after the first one")
+    parser.add_argument("--caches", type=Path, help="a folder for compile caches (default: /tmp)")
+    parser.add_argument("--logs", type=Path, help="a folder to leave the engines' logs in")
+    add_arguments(parser)
+    args = parser.parse_args()
+    rows, failed = [], {}
+    for model in args.models:
+        for arm in args.arms:
+            starts = Starts(args, model, arm)
+            starts.run()
+            if starts.failed:
+                failed[f"{model.name}, {arm}"] = starts.failed
+            if starts.done:
+                rows += starts.rows()
+    models = {model.name: (model / "config.json").read_text().strip() for model in args.models}
+    told = setup(args, dtype="bfloat16", failed=failed) | {"models": models}
+    told["options"]["models"] = list(models)
+    publish(Run("startup", told, added(rows, "stock"), paired=False), args.json)
+
+
+if __name__ == "__main__":
+    main()
