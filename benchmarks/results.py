@@ -147,7 +147,8 @@ def publish(run: Run, file: Path | None) -> None:
     for name, value in run.setup.items():
         print(f"{name}: {value}")
     print()
-    width = max((len(row.case) for row in run.rows), default=0)
+    wide = max((len(row.case) for row in run.rows), default=0)
+    long = max((len(row.quantity) for row in run.rows), default=0)
     for row in run.rows:
         at = " ".join(f"{name} {value}" for name, value in row.at.items())
         ratios = "".join(
@@ -157,9 +158,14 @@ def publish(run: Run, file: Path | None) -> None:
         )
         facts = "".join(f"  {name}: {_short(value)}" for name, value in row.facts.items())
         print(
-            f"{at:12} {row.case:{width}} {row.quantity} {row.median:10.3f} {row.unit}"
+            f"{at:12} {row.case:{wide}} {row.quantity:{long}} {row.median:10.3f} {row.unit}"
             f"  spread {row.spread:.1%} of {len(row.values)}{ratios}{facts}"
         )
+    write(run, file)
+
+
+def write(run: Run, file: Path | None) -> None:
+    """To `file`, if there is one; also before all is measured, so that what there is is kept."""
     if file:
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(json.dumps(run.as_json(), indent=1) + "\n")
