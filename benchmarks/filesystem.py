@@ -1,21 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
 """How fast the filesystem consumer writes, against what the disk does by itself.
 
-    python -m benchmarks.filesystem --root DIR [--sites 32] [--rows 16] [--hidden 4096]
+    python -m benchmarks.filesystem --root DIR [--sites 32] [--rows 16] [--json FILE]
 
 In one run, taking turns: the disk's rate (the same bytes in files as large as a shard, each written
 in pieces of 16 MiB and synced), and the consumer's in each layout, driven through its host as an
-engine does it. Both end when all bytes are durable. Prints the setup, and of each the median, the
-least and the most.
+engine does it. Both end when all bytes are durable.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
-import platform
 import shutil
-import statistics
 import threading
 import time
 from collections.abc import Callable
@@ -24,6 +21,8 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from benchmarks import results
+from benchmarks.results import Row, Run
 from vllm.v1.capture.consumer import (
     ConsumerContext,
     ConsumerResult,
@@ -107,6 +106,7 @@ def consumer(folder: Path, layout: str, data: torch.Tensor) -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
+    results.add_arguments(parser)
     parser.add_argument("--root", type=Path, required=True, help="a folder on the disk to measure")
     parser.add_argument("--sites", type=int, default=32)
     parser.add_argument("--rows", type=int, default=16)
@@ -121,12 +121,6 @@ def main() -> None:
     # All of it different: disks may find what is alike.
     shape = (requests, args.sites, args.rows, args.hidden)
     data = torch.randint(-(1 << 15), 1 << 15, shape, dtype=torch.int16).view(torch.bfloat16)
-    print(
-        f"{platform.processor() or platform.machine()}, {os.cpu_count()} CPUs, "
-        f"load {os.getloadavg()[0]:.1f}, {args.root}: {requests} requests of {args.sites} sites x "
-        f"{args.rows} rows x {args.hidden} bf16, {request_bytes / 2**20:.1f} MiB each, "
-        f"{args.repeats} repeats"
-    )
 
     def writes(layout: str) -> Callable[[], float]:
         return lambda: consumer(folder / layout, layout, data)
@@ -142,16 +136,19 @@ def main() -> None:
                 rates[name].append(total / measure() / 1e6)
             finally:
                 shutil.rmtree(folder)
-    plain = rates["disk"]
-    for name, values_of in rates.items():
-        # Neighbours in time are compared: the disk is not the same all the time.
-        ratio = statistics.median(r / d for r, d in zip(values_of, plain, strict=True))
-        files = {"disk": 0, "per_file": args.sites, "packed": 1, "sharded": 0}[name] * requests
-        print(
-            f"{name:9} {statistics.median(values_of):7.0f} MB/s "
-            f"({min(values_of):.0f}-{max(values_of):.0f}), {ratio:5.2f} of the disk"
-            + (f", {files} files" if files else "")
-        )
+    files = {"disk": 0, "per_file": args.sites * requests, "packed": requests, "sharded": 0}
+    rows = [
+        Row(name, "write", "MB/s", values, facts={"files": files[name]} if files[name] else {})
+        for name, values in rates.items()
+    ]
+    setup = results.setup(
+        args,
+        workload=f"{requests} requests of {request_bytes / 2**20:.1f} MiB: "
+        f"{args.sites} sites x {args.rows} rows x {args.hidden} bf16",
+        load=round(os.getloadavg()[0], 1),
+    )
+    # Neighbours in time are compared: the disk is not the same all the time.
+    results.publish(Run("filesystem", setup, rows, baselines=("disk",)), args.json)
 
 
 if __name__ == "__main__":
