@@ -7,15 +7,25 @@ tests/gpu/native.py does the same with the CUDA build.
 from __future__ import annotations
 
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 import torch
+from torch.profiler import profile
 
+from tests.conformance import models
+from tests.conformance.engine import engine
+from tests.conformance.runner import Reference
 from tests.native_rows import cases, equal, unnoticed, wrong
+from tests.serving import POINTS, Ask, Judge, capture, prompt_of, serve, vector
 from tools import native
 from vllm.model_executor.layers import native_rows
 from vllm.model_executor.layers.native_rows import NativeTap, load
 from vllm.model_executor.layers.residual_taps import SiteTap
+from vllm.v1.worker import interventions
+
+if TYPE_CHECKING:
+    from tests.conftest import TinyModels
 
 
 @pytest.fixture(scope="module")
@@ -75,6 +85,30 @@ def test_a_native_tap_is_a_tap(library: Path, steered: bool, captured: bool, wid
         assert not any(equal(g, w) for g, w in zip(got[:-1:2], twin[:-1:2], strict=True))
     if captured:
         assert all(rows.any() for rows in (*got[1:2], *got[7:10:2], got[-1]))
+
+
+def test_an_eager_engine_uses_native_taps(
+    library: Path, tiny_models: TinyModels, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The stream deferred (llama) and whole (gpt2): every point read and written, against
+    transformers."""
+    monkeypatch.setattr(interventions, "NATIVE_ROWS", True)
+    asks = [
+        Ask(prompt_of(19, 7), {"steering_vectors": {point: {1: vector(9)}}, **capture("all")})
+        for point in POINTS
+    ]
+    asks += [Ask(prompt_of(11, 8), capture("all")), Ask(prompt_of(7, 9))]
+    for model in ("llama", "gpt2"):
+        path, row = tiny_models.path(model), tiny_models.row(model)
+        judge = Judge(Reference(row, models.load(row, path)))
+        options = {"enable_steering": True, "capture_consumers": ["inline"]}
+        with engine(path, **options) as llm, profile() as seen:
+            answers = serve(llm, asks)
+        ops = {event.name for event in seen.events()}
+        assert "pilot::steer_and_capture_rows" in ops
+        assert "vllm::capture_rows" not in ops
+        for ask, answer in zip(asks, answers, strict=True):
+            judge.check(ask, answer)
 
 
 def test_what_the_ops_do_not_take_is_an_error(library: Path) -> None:

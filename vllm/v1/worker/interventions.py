@@ -13,9 +13,10 @@ import numpy as np
 import torch
 from torch import nn
 
-from vllm.config import VllmConfig
+from vllm.config import CompilationMode, VllmConfig
 from vllm.config.steering import POINTS
 from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
+from vllm.model_executor.layers.native_rows import NATIVE_ROWS, NativeTap
 from vllm.model_executor.layers.residual_taps import BoundTaps, PassTap, SiteTap
 from vllm.v1.interventions import Site, TapShape
 from vllm.v1.outputs import ModelRunnerOutput
@@ -128,7 +129,9 @@ class Interventions:
         dest = None if self.dest is None else self.dest[self.sites[site]]
         table = None if self.table is None else self.table.at.get(site)
         terms = None if self._terms is None else self._terms.at.get(site)
-        return SiteTap(table, terms, self.tokens.slots, self.arena, dest)
+        traced = self._config.compilation_config.mode != CompilationMode.NONE
+        kind = NativeTap if NATIVE_ROWS and not traced else SiteTap
+        return kind(table, terms, self.tokens.slots, self.arena, dest)
 
     @property
     def num_variants(self) -> int:
