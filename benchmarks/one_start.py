@@ -109,6 +109,7 @@ def start(args: argparse.Namespace) -> Start:
     from vllm import LLM, SamplingParams
 
     found.seconds["imports"] = clock.lap()
+    need_tree(ARMS[args.arm].tree)
     before = device_used()
     layers = json.loads((args.model / "config.json").read_text())["num_hidden_layers"]
     with tempfile.TemporaryDirectory() as folder:
@@ -146,6 +147,14 @@ def start(args: argparse.Namespace) -> Start:
     cache = llm.llm_engine.vllm_config.cache_config
     found.memory["KV cache tokens"] = (cache.num_gpu_blocks or 0) * cache.block_size
     return found
+
+
+def need_tree(tree: str) -> None:
+    import vllm
+
+    at = Path(vllm.__file__).parent
+    if (at / "v1/worker/interventions.py").exists() != (tree == "ours"):
+        raise SystemExit(f"vllm is {at}, which is not {tree}: see PYTHONPATH")
 
 
 def arenas(llm: Any) -> float:

@@ -19,6 +19,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
 
 from benchmarks.one_start import ARMS, Start, arguments
@@ -27,15 +28,18 @@ from benchmarks.results import Row, Run, add_arguments, publish, setup
 SUMMED = {
     "compilation": r"torch\.compile took ([\d.]+) s in total",
     "Dynamo": r"Dynamo bytecode transform time: ([\d.]+) s",
+    "first runs": r"Initial profiling/warmup run took ([\d.]+) s",
     "loading weights": r"Model loading took [\d.]+ GiB memory and ([\d.]+) seconds",
     "graph capture": r"Graph capturing finished in ([\d.]+) secs",
+    "after loading": r"init engine \(.*?\) took ([\d.]+) s",
     "graphs, GiB": r"Graph capturing finished in [\d.]+ secs, took (-?[\d.]+) GiB",
 }
 """Phases in the engine's log: the sum of what the lines say, in seconds but where it says GiB."""
 
 COUNTED = {
     "compilations": r"torch\.compile took",
-    "graphs of the compiler loaded": r"Directly load (?:the compiled graph|AOT compilation)",
+    "loaded from the cache": r"Directly load (?:the compiled graph|AOT compilation)",
+    "not loaded from the cache": r"Compiling model again due to a load failure",
 }
 
 FROM_MEMORY = {
@@ -63,8 +67,8 @@ def phases(log: str) -> Phases:
 class Starts:
     """The starts of one arm on one model."""
 
-    def __init__(self, args: argparse.Namespace, model: Path, arm: str) -> None:
-        self._args, self._model, self._arm = args, model, arm
+    def __init__(self, args: argparse.Namespace, model: Path, arm: str, until: float) -> None:
+        self._args, self._model, self._arm, self._until = args, model, arm, until
         self.done: list[tuple[Start, Phases]] = []
         self.failed = ""
 
@@ -93,14 +97,19 @@ class Starts:
         command = [sys.executable, "-m", "benchmarks.one_start", "--model", str(self._model)]
         command += ["--arm", self._arm, "--kv-bytes", str(args.kv_bytes)]
         command += ["--max-model-len", str(args.max_model_len), *["--eager"] * args.eager]
-        ended = subprocess.run(
-            command,
-            env=environment,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            check=False,
-        )
+        try:
+            ended = subprocess.run(
+                command,
+                env=environment,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+                timeout=max(self._until - time.monotonic(), 1),
+                check=False,
+            )
+        except subprocess.TimeoutExpired:
+            self.failed = f"start {number}: no time left"
+            return
         if args.logs:
             args.logs.mkdir(parents=True, exist_ok=True)
             name = f"{self._model.name}-{self._arm.replace(' ', '')}-{number}.log"
@@ -158,14 +167,16 @@ def main() -> None:
     parser.add_argument("--stock", type=Path, required=True, help="upstream's tree, unpatched")
     parser.add_argument("--arms", nargs="+", default=list(ARMS), choices=list(ARMS))
     parser.add_argument("--warm", type=int, default=2, help="starts after the first one")
+    parser.add_argument("--budget", type=float, default=570, help="seconds, of all")
     parser.add_argument("--caches", type=Path, help="a folder for compile caches (default: /tmp)")
     parser.add_argument("--logs", type=Path, help="a folder to leave the engines' logs in")
     add_arguments(parser)
     args = parser.parse_args()
+    until = time.monotonic() + args.budget
     rows, failed = [], {}
     for model in args.models:
         for arm in args.arms:
-            starts = Starts(args, model, arm)
+            starts = Starts(args, model, arm, until)
             starts.run()
             if starts.failed:
                 failed[f"{model.name}, {arm}"] = starts.failed

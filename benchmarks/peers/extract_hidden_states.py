@@ -62,7 +62,7 @@ class Extraction:
             "all layers": list(range(shape.layers)),
         }.items():
             llm = start(self._args, **options(layers, self._root))
-            where = f"one a request, in {self._args.files}"
+            where = f"one a request, not synced, in {self._args.files}"
             describe(self._answer, llm, files=where, readers=str(READERS))
             self._measure(llm, name, layers)
             stop(llm)

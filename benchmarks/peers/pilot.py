@@ -63,7 +63,12 @@ class Pilot:
 
     def run(self) -> None:
         llm = self._start({})
-        describe(self._answer, llm, captured="post_block", files=f"packed, in {self._root.parent}")
+        describe(
+            self._answer,
+            llm,
+            captured="post_block",
+            files=f"packed, synced, in {self._root.parent}",
+        )
         self._generate(llm)
         self._extract(llm, "ours", few=True)
         stop(llm)
