@@ -222,11 +222,13 @@ def profile_engine(args: argparse.Namespace) -> None:
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     import torch
 
+    from benchmarks import random_weights
     from vllm import LLM, SamplingParams
 
+    random_weights.register()
     llm = LLM(
         model=args.profile_engine,
-        load_format="dummy",
+        load_format="benchmark",
         skip_tokenizer_init=True,
         max_model_len=1024,
         max_num_seqs=args.batch,

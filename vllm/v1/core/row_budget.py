@@ -124,5 +124,9 @@ class RowBudget:
         return {
             req_id: kept
             for req_id, at in offsets.items()
-            if req_id in num_scheduled_tokens and len(kept := at[at < num_scheduled_tokens[req_id]])
+            if len(kept := _below(at, num_scheduled_tokens.get(req_id, 0)))
         }
+
+
+def _below(offsets: np.ndarray, stop: int) -> np.ndarray:
+    return offsets if not len(offsets) or offsets[-1] < stop else offsets[offsets < stop]

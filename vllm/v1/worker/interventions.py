@@ -5,9 +5,9 @@ Per step: `apply_updates` (also when no token is scheduled, else an update would
 `map_rows` before the forward or `map_dummy` before a dummy one, `collect` after it.
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, KeysView
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -25,7 +25,7 @@ from vllm.v1.steering.table import SteeringTable
 from vllm.v1.steering.term_table import TermTable
 from vllm.v1.worker.capture_layout import Layout, Layouts
 from vllm.v1.worker.projection_table import ProjectionTable
-from vllm.v1.worker.step_rows import Members, StepRows
+from vllm.v1.worker.step_rows import Members, Outbox, StepRows
 from vllm.v1.worker.tap_layers import find_layers, own_layers, refuse_layers, unbound_taps
 from vllm.v1.worker.token_map import TokenMap, to_device
 from vllm.v1.worker.variants import Variants
@@ -35,6 +35,15 @@ if TYPE_CHECKING:
 
 _PROBE_ROW = 1
 """A row of the steering table that no request uses."""
+
+
+class Decoding(NamedTuple):
+    """What `dest` was written for, where each request has one token."""
+
+    req_ids: list[str]
+    wanted: KeysView[str]
+    groups: dict[Layout, Members]
+    token_index: torch.Tensor
 
 
 class Interventions:
@@ -53,7 +62,9 @@ class Interventions:
         self.table: SteeringTable | None = None
         self._terms: TermTable | None = None
         self._projections: ProjectionTable | None = None
+        self._outbox: Outbox | None = None
         self._captured_tokens = 0
+        self._decoding: Decoding | None = None
         self._pending: StepRows | None = None
         self.captures_here = False
         self.shape: TapShape | None = None
@@ -117,6 +128,7 @@ class Interventions:
             )
             if self.captures_here:
                 self._projections = ProjectionTable(hidden, device)
+                self._outbox = Outbox(self.arena) if device.type == "cuda" else None
             self.dest = torch.full(
                 (len(self.sites), max_tokens), -1, dtype=torch.int32, device=device
             )
@@ -195,6 +207,8 @@ class Interventions:
         self._version = step.version
         if self._projections is not None:
             self._projections.apply(step.projections)
+            if step.admitted:
+                self._decoding = None
             layouts = {r: self._layouts.of(w) for r, w in step.admitted.items()}
             self._captures |= {r: layout for r, layout in layouts.items() if layout is not None}
         if self.table is not None:
@@ -209,6 +223,7 @@ class Interventions:
         self.tokens.forget()
         if self.dest is not None:
             self.dest.fill_(-1)
+            self._decoding = None
         if self.table is not None:
             self.table.forget()
         if self._terms is not None:
@@ -244,11 +259,19 @@ class Interventions:
     def _map_dest(
         self, req_ids: list[str], num_tokens: np.ndarray, positions: torch.Tensor
     ) -> None:
-        self._clear_dest()
         if not self._wanted or not self.captures_here:
+            self._clear_dest()
             return
-        assert self.dest is not None and self.arena is not None
+        assert self.dest is not None
         starts = np.cumsum(num_tokens[: len(req_ids)]) - num_tokens[: len(req_ids)]
+        total = int(num_tokens[: len(req_ids)].sum())
+        last, wanted = self._decoding, self._wanted.keys()
+        if last and len(req_ids) == total and (last.req_ids, last.wanted) == (req_ids, wanted):
+            # As in the step before: nothing is sent.
+            self._pending = StepRows(self._version, last.groups)
+            self._pending.take_positions(positions, last.token_index)
+            return
+        self._clear_dest()
         # Requests that want the same share one dense block of the arena.
         groups: dict[Layout, Members] = {}
         for req_id, start in zip(req_ids, starts, strict=True):
@@ -261,24 +284,27 @@ class Interventions:
         of_block = [np.concatenate([t for _, t in members]) for members in groups.values()]
         for block, tokens in zip(pending.blocks, of_block, strict=True):
             self._dest_host[np.ix_(block.layout.sites, tokens)] = block.rows()
-        total = int(num_tokens[: len(req_ids)].sum())
         self.dest[:, :total] = to_device(self._dest_host[:, :total], self._device)
         self._captured_tokens = total
-        pending.take_positions(positions, to_device(np.concatenate(of_block), self._device))
+        token_index = to_device(np.concatenate(of_block), self._device)
+        pending.take_positions(positions, token_index)
         self._pending = pending
+        if total == len(req_ids):
+            self._decoding = Decoding(list(req_ids), wanted, groups, token_index)
 
     def _clear_dest(self) -> None:
         if self._captured_tokens and self.dest is not None:
             self.dest[:, : self._captured_tokens].fill_(-1)
             self._dest_host[:, : self._captured_tokens] = -1
         self._captured_tokens = 0
+        self._decoding = None
 
     def collect(self) -> StepRows | None:
         """After the forward: this step's rows, on their way to the host."""
         pending, self._pending = self._pending, None
         if pending is not None:
             assert self.arena is not None and self._projections is not None
-            pending.take_rows(self.arena, self._projections)
+            pending.take_rows(self.arena, self._projections, self._outbox)
         return pending
 
     def rows_alone(self) -> ModelRunnerOutput | None:

@@ -45,6 +45,38 @@ class Block:
         return rows.view(self.count, num_sites, -1)[:, first : first + number]
 
 
+class Outbox:
+    """Copies a step's rows to the host on a stream of its own, while the next steps run.
+
+    They leave from a second buffer, because the next step writes to the arena: on the device they
+    are moved there in no time.
+    """
+
+    def __init__(self, arena: torch.Tensor) -> None:
+        self._rows = torch.empty_like(arena)
+        self._stream = torch.cuda.Stream(arena.device)
+        self._sent: torch.cuda.Event | None = None
+
+    def send(
+        self, rows: torch.Tensor, *others: torch.Tensor
+    ) -> tuple[list[torch.Tensor], torch.cuda.Event]:
+        """On the host when the event has happened: `rows` of the arena, and tensors that are used
+        no more."""
+        main = torch.cuda.current_stream()
+        if self._sent is not None:
+            main.wait_event(self._sent)
+        leaving = self._rows[: len(rows)]
+        leaving.copy_(rows)
+        self._stream.wait_stream(main)
+        with torch.cuda.stream(self._stream):
+            host = [tensor.to("cpu", non_blocking=True) for tensor in (leaving, *others)]
+            for tensor in others:
+                tensor.record_stream(self._stream)
+            self._sent = torch.cuda.Event()
+            self._sent.record()
+        return host, self._sent
+
+
 class StepRows:
     """The rows of one step, for `ModelRunnerOutput`.
 
@@ -73,26 +105,31 @@ class StepRows:
         """Keep the positions of the captured tokens: int [n], in block order."""
         self._positions = positions[token_index.long()].long()
 
-    def take_rows(self, arena: torch.Tensor, projections: ProjectionTable) -> None:
+    def take_rows(
+        self, arena: torch.Tensor, projections: ProjectionTable, outbox: Outbox | None = None
+    ) -> None:
+        """
+        Args:
+            outbox: of a GPU.
+        """
         self._scores = [
-            [self._scores_of(block, stream, arena, projections) for stream in block.layout.streams]
+            self._scores_of(block, stream, arena, projections)
             for block in self.blocks
+            for stream in block.layout.streams
+            if stream.projection is not None
         ]
-        if arena.is_cuda:
-            # On the main stream: the next step cannot overwrite rows before they are copied.
-            self._rows = arena[: self._num_raw].to("cpu", non_blocking=True)
-            self._positions = self._positions.to("cpu", non_blocking=True)
-            self._event = torch.cuda.Event()
-            self._event.record()
-        else:
-            self._rows = arena[: self._num_raw].clone()
+        self._rows = arena[: self._num_raw]
+        if outbox is None:
+            self._rows = self._rows.clone()
+            return
+        sent, self._event = outbox.send(self._rows, self._positions, *self._scores)
+        self._rows, self._positions, *self._scores = sent
 
     def _scores_of(
         self, block: Block, stream: LocalStream, arena: torch.Tensor, projections: ProjectionTable
-    ) -> torch.Tensor | None:
-        """float32 [count, sites, k] on the host; None for rows as they are."""
-        if stream.projection is None:
-            return None
+    ) -> torch.Tensor:
+        """float32 [count, sites, k] on the device."""
+        assert stream.projection is not None
         shape = (block.count, len(stream.places), stream.projection[1])
         scores = torch.empty(shape, device=arena.device)
         done = 0
@@ -100,19 +137,22 @@ class StepRows:
             out = scores[:, done : done + number]
             projections.scores(block.of(arena, first, number), stream.projection, out)
             done += number
-        return scores.to("cpu", non_blocking=True)
+        return scores
 
     def _resolve(self) -> dict[str, CapturedChunk]:
         if self._chunks is None:
             self._wait()
             self._chunks = {}
             positions, seen = self._positions.numpy(), 0
-            for block, scores in zip(self.blocks, self._scores, strict=True):
+            scores = iter(self._scores)
+            for block in self.blocks:
                 counts = [count for _, count in block.members]
                 # Views of all requests at once: of each by itself takes several times longer.
                 parts = [
-                    (_raw(block, self._rows, stream) if of is None else of).split(counts)
-                    for stream, of in zip(block.layout.streams, scores, strict=True)
+                    (_raw(block, self._rows, s) if s.projection is None else next(scores)).split(
+                        counts
+                    )
+                    for s in block.layout.streams
                 ]
                 for (req_id, count), *values in zip(block.members, *parts, strict=True):
                     at = positions[seen : (seen := seen + count)]
