@@ -4,6 +4,8 @@
 #include <torch/headeronly/util/BFloat16.h>
 #include <torch/headeronly/util/Half.h>
 
+#include <algorithm>
+
 #include "rows.h"
 
 namespace {
@@ -31,9 +33,13 @@ void one_row(const Rows<T>& rows, int64_t token) {
     return;
   }
   T* place = rows.arena + rows.dest[token] * rows.arena_stride;
-  const T* addend = rows.addend ? rows.addend + token * rows.addend_stride : nullptr;
+  if (!rows.addend) {
+    std::copy_n(value, rows.hidden, place);
+    return;
+  }
+  const T* addend = rows.addend + token * rows.addend_stride;
   for (int64_t i = 0; i < rows.hidden; ++i) {
-    place[i] = addend ? sum(addend[i], value[i]) : value[i];
+    place[i] = sum(addend[i], value[i]);
   }
 }
 
