@@ -1,0 +1,139 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Inline rows on their way to the memory of their completions: each is copied once, soon, by
+threads; and what a result holds."""
+
+from __future__ import annotations
+
+import gc
+import pickle
+import weakref
+from concurrent.futures import Future
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from vllm.v1.capture import copier as module
+from vllm.v1.capture.collect import RowCollector
+from vllm.v1.capture.copier import RowCopier
+from vllm.v1.interventions import CapturedChunk, CapturePlan, Selection, Stream
+
+SITES, WIDTH, REQUESTS = 3, 16, 4
+ROW_BYTES = SITES * WIDTH * 4
+
+
+def collector_for(num_rows: int) -> RowCollector:
+    sites, runs = [("post_block", i) for i in range(SITES)], [0, num_rows]
+    plan = CapturePlan(
+        sites=sites,
+        runs=runs,
+        streams=[Stream(sites, runs, True, WIDTH, "float32")],
+        consumers={"inline": Selection(sites, runs)},
+        hidden_size=WIDTH,
+        dtype="float32",
+    )
+    return RowCollector(plan, [0], plan.consumers)
+
+
+class Steps:
+    """Steps in which each of some requests captures one row; `alive`: whose memory there still is."""
+
+    def __init__(self) -> None:
+        self._blocks: list[weakref.ref[Any]] = []
+
+    def step(self, copier: RowCopier, collectors: list[RowCollector]) -> None:
+        at = len(self._blocks)
+        # A numpy array, because storages have no weak references.
+        memory = np.full((REQUESTS, SITES, WIDTH), float(at), dtype=np.float32)
+        self._blocks.append(weakref.ref(memory))
+        rows = torch.from_numpy(memory)
+        for i, collector in enumerate(collectors):
+            chunk = CapturedChunk(np.array([at]), [rows[i : i + 1]], 1)
+            copier.add(collector, [chunk])
+        del memory, rows, chunk
+        copier.step()
+
+    @property
+    def alive(self) -> int:
+        gc.collect()
+        return sum(block() is not None for block in self._blocks)
+
+
+def check(collector: RowCollector, num_rows: int) -> dict[Any, Any]:
+    result = collector.results([0] * num_rows, finished=True, aborted=False, only_new=False)
+    assert result["inline"].status == "ok", result["inline"].error
+    payload: dict[Any, Any] = result["inline"].payload
+    for rows in payload.values():
+        assert rows.positions.tolist() == list(range(num_rows))
+        assert torch.equal(rows.values[:, 0], torch.arange(float(num_rows)))
+    return payload
+
+
+def test_the_steps_memory_goes_soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However long a request runs: its rows keep those of others for a few steps. Without the
+    threads' copies they would keep all, which is what this test can see."""
+    num_steps = 20 * module.STEPS
+    for copies in (True, False):
+        copier, steps = RowCopier(), Steps()
+        if not copies:
+            monkeypatch.setattr(copier, "step", lambda: None)
+        collectors = [collector_for(num_steps) for _ in range(REQUESTS)]
+        for at in range(num_steps):
+            steps.step(copier, collectors if at < 2 else collectors[:1])  # a straggler
+        assert steps.alive <= 4 * module.STEPS if copies else steps.alive == num_steps
+        copier.settle(collectors[0])
+        check(collectors[0], num_steps)
+
+
+def test_who_gathers_more_than_the_threads_can_copy_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "BYTES", 2 * ROW_BYTES * REQUESTS)
+    copier, steps = RowCopier(), Steps()
+    stuck: Future[None] = Future()
+    monkeypatch.setattr(copier._threads, "submit", lambda *_: stuck)
+    collectors = [collector_for(8) for _ in range(REQUESTS)]
+    for _ in range(5):
+        steps.step(copier, collectors)  # the threads have the first two
+    waits: list[object] = []
+    monkeypatch.setattr(module, "wait", lambda futures: waits.append(stuck.set_result(None)))
+    steps.step(copier, collectors)
+    assert len(waits) == 1
+
+
+def test_a_thread_that_fails_is_no_lost_row() -> None:
+    """The error comes out, where a result would be made of rows that are not there."""
+    copier, collector = RowCopier(), collector_for(2)
+    copier.add(collector, [CapturedChunk(np.arange(3), [torch.zeros(3, SITES, WIDTH)], 1)])
+    for _ in range(module.STEPS):
+        copier.step()
+    with pytest.raises(ValueError, match="wrong shape"):
+        copier.settle(collector)
+
+
+def test_a_pickled_site_has_its_own_rows_only() -> None:
+    """In memory all sites are views of one block, and a pickled view is a pickle of all of it."""
+    collector = collector_for(1000)
+    values = torch.arange(1000.0)[:, None, None].repeat(1, SITES, WIDTH)
+    collector.add([CapturedChunk(np.arange(1000), [values], 1)])
+    rows = check(collector, 1000)["post_block", 1]
+    assert rows.values.untyped_storage().nbytes() >= 1000 * ROW_BYTES
+    again = pickle.loads(pickle.dumps(rows))
+    assert again.values.untyped_storage().nbytes() == 1000 * WIDTH * 4
+    assert torch.equal(again.values, rows.values)
+    assert not torch.equal(again.values, rows.values + 1)
+
+
+def test_what_is_reserved_and_not_written_takes_no_memory() -> None:
+    def resident() -> int:
+        with open("/proc/self/statm") as file:
+            return int(file.read().split()[1]) * 4096
+
+    size = 256 << 20
+    collector = collector_for(size // ROW_BYTES)
+    before = resident()
+    collector.add([CapturedChunk(np.array([0]), [torch.zeros(1, SITES, WIDTH)], 1)])
+    check(collector, 1)
+    assert resident() - before < size // 8
+    written = np.ones(size, dtype=np.uint8)  # and this would be seen
+    assert resident() - before > size // 2
+    del written
