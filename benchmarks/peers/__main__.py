@@ -15,7 +15,6 @@ import os
 import subprocess
 import sys
 import time
-from dataclasses import asdict
 from pathlib import Path
 
 from benchmarks.peers.workloads import Answer, arguments
@@ -26,6 +25,7 @@ PEERS = {
     "pilot": "ours",
     "extract_hidden_states": "stock",
     "hf_hooks": "ours",
+    "nnsight_hf": "ours",
 }
 """Which tree is first in the path of each."""
 
@@ -39,7 +39,7 @@ NOT_RUN = {
     "one layer -10.8 %, all 28 layers -23.8 %, 3 vectors x 28 layers -74 % output rate",
     "DMI": "made for vLLM 0.27.1, V1 model runner; its docs, Qwen3-4B, one A100, batch 32: -2.7 % "
     "prompt rate, with a setting that by the same docs turns payload copies off",
-    "nnsight 0.7": "its vLLM backend forces eager mode; no package of it on this machine",
+    "nnsight on vLLM": "its backend forces eager mode; it was run on transformers only",
     "TransformerLens": "no package of it on this machine",
 }
 """Peers that bring or need another vLLM, or a network; figures are the projects' own claims, on
@@ -93,7 +93,7 @@ def main() -> None:
     for name in args.peers:
         answers.append(ask(name, options, args.stock, max(until - time.monotonic(), 1)))
         print(f"{name}: {answers[-1].status}", flush=True)
-    peers = {a.peer: {k: v for k, v in asdict(a).items() if k != "rows"} for a in answers}
+    peers = {answer.peer: answer.summary for answer in answers}
     rows = [Row(**row) for answer in answers for row in answer.rows]
     told = setup(args, model=(args.model / "config.json").read_text().strip(), peers=peers)
     run = Run("peers", {**told, "not run": NOT_RUN}, rows, baselines=(BASELINE,), paired=False)

@@ -57,32 +57,53 @@ def hooked(model: PreTrainedModel, point: str, layer: int, edit: Edit) -> Iterat
         handle.remove()
 
 
+def load(args: argparse.Namespace, answer: Answer) -> PreTrainedModel:
+    """The model with the same weights as elsewhere, where there is a GPU on it."""
+    from transformers import AutoConfig, AutoModelForCausalLM, __version__
+
+    config = AutoConfig.from_pretrained(args.model)
+    with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
+        model = AutoModelForCausalLM.from_config(
+            config, dtype=torch.bfloat16, attn_implementation="sdpa"
+        ).eval()
+    for name, parameter in model.named_parameters():
+        fill(name, parameter.data)
+    model.generation_config.eos_token_id = None
+    model.generation_config.pad_token_id = 0
+    answer.versions |= {"transformers": __version__, "torch": torch.__version__}
+    answer.settings |= {
+        "attention": model.config._attn_implementation,
+        "cache": "dynamic, no compilation",
+        "batch": "static, all requests",
+    }
+    return model
+
+
+def wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+
+
+def ids(shape: Shape, requests: int, length: int, device: torch.device) -> torch.Tensor:
+    return torch.tensor(prompts(shape, requests, length), device=device)
+
+
+def host_rows(layers: int, asked: torch.Tensor, hidden: int) -> torch.Tensor:
+    """Where rows are copied to, layer by layer."""
+    pinned = asked.device.type == "cuda"
+    return torch.empty(layers, *asked.shape, hidden, dtype=torch.bfloat16, pin_memory=pinned)
+
+
 class Hooks:
     def __init__(self, args: argparse.Namespace, answer: Answer) -> None:
-        from transformers import AutoConfig, AutoModelForCausalLM, __version__
-
         self._args, self._timer, self._shape = args, Timer(args, answer), Shape.of(args.model)
-        self._device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        config = AutoConfig.from_pretrained(args.model)
-        with self._device:
-            self._model = AutoModelForCausalLM.from_config(
-                config, dtype=torch.bfloat16, attn_implementation="sdpa"
-            ).eval()
-        for name, parameter in self._model.named_parameters():
-            fill(name, parameter.data)
-        self._model.generation_config.eos_token_id = None
-        self._model.generation_config.pad_token_id = 0
-        answer.versions |= {"transformers": __version__, "torch": torch.__version__}
-        answer.settings |= {
-            "attention": self._model.config._attn_implementation,
-            "cache": "dynamic, no compilation",
-            "batch": f"static, {args.requests} and {args.extract_requests}",
-        }
+        self._model: Any = load(args, answer)
+        self._device = self._model.device
 
     @torch.inference_mode()
     def run(self) -> None:
         args, timer = self._args, self._timer
-        asked = self._ids(args.requests, args.prompt)
+        asked = ids(self._shape, args.requests, args.prompt, self._device)
         timer.generation(CASE, partial(self._generate, asked))
         with ExitStack() as hooks:
             for n, point in enumerate(("pre_attn", "post_attn", "post_block")):
@@ -94,7 +115,7 @@ class Hooks:
                 steered=f"3 points x {self._shape.layers} layers",
                 distinct=args.requests,
             )
-        asked = self._ids(args.extract_requests, args.extract_prompt)
+        asked = ids(self._shape, args.extract_requests, args.extract_prompt, self._device)
         timer.extraction(CASE, partial(self._prefill, asked), delivered="nothing")
         few = self._shape.few(args.few)
         for name, layers in {
@@ -104,9 +125,7 @@ class Hooks:
             self._read(asked, name, layers)
 
     def _read(self, asked: torch.Tensor, name: str, layers: list[int]) -> None:
-        shape = (len(layers), *asked.shape, self._shape.hidden)
-        pinned = self._device.type == "cuda"
-        rows = torch.empty(shape, dtype=torch.bfloat16, pin_memory=pinned)
+        rows = host_rows(len(layers), asked, self._shape.hidden)
 
         def into(place: torch.Tensor, found: torch.Tensor) -> None:
             place.copy_(found, non_blocking=True)
@@ -128,9 +147,6 @@ class Hooks:
         vectors = torch.randn(self._args.requests, 1, self._shape.hidden, generator=seed) * SCALE
         return vectors.to(self._device, torch.bfloat16).__add__
 
-    def _ids(self, requests: int, length: int) -> torch.Tensor:
-        return torch.tensor(prompts(self._shape, requests, length), device=self._device)
-
     def _generate(self, asked: torch.Tensor) -> None:
         tokens = self._args.generated
         out = self._model.generate(
@@ -141,17 +157,13 @@ class Hooks:
             do_sample=False,
             use_cache=True,
         )
-        self._wait()
+        wait(self._device)
         if out.shape[1] != asked.shape[1] + tokens:
             raise SystemExit(f"{out.shape[1] - asked.shape[1]} tokens, not {tokens}")
 
     def _prefill(self, asked: torch.Tensor) -> None:
         self._model(asked, use_cache=False, logits_to_keep=1)
-        self._wait()
-
-    def _wait(self) -> None:
-        if self._device.type == "cuda":
-            torch.cuda.synchronize()
+        wait(self._device)
 
 
 def main() -> None:

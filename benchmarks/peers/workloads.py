@@ -43,6 +43,12 @@ class Answer:
     def print(self) -> None:
         print("\n" + json.dumps(asdict(self)), flush=True)
 
+    @property
+    def summary(self) -> str:
+        """All but the rows."""
+        said = {**self.versions, **self.settings}
+        return ", ".join([self.status, *(f"{name}: {value}" for name, value in said.items())])
+
     @classmethod
     def find(cls, printed: str) -> Answer | None:
         """The answer in all that a script printed."""
