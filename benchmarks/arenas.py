@@ -4,8 +4,12 @@
     python -m benchmarks.arenas [--tokens 8192] [--json FILE]
 
 Computed here from the options, and checked: a worker's `Interventions` allocates the same, and
-`check` (on a GPU also torch's count of allocated bytes) says how much that came to. A difference
-above 1 % ends the script with status 1. Capture's map of tokens is kept on the host a second time.
+`check` (on a GPU also torch's count of allocated bytes) says how much that came to. A
+difference above 1 % ends the script with status 1. On a GPU rows leave from a second capture
+buffer. Capture's map of tokens is kept on the host a second time.
+
+The cases of upstream's `extract_hidden_states` are computed alone (`benchmarks.startup` measures
+them): it stages a step's hidden states, and keeps those of all tokens in the key-value cache.
 """
 
 from __future__ import annotations
@@ -31,8 +35,13 @@ from vllm.v1.worker.interventions import Interventions
 MIB, WORD, DTYPE = 1 << 20, 4, torch.bfloat16
 _NAME = str(DTYPE).removeprefix("torch.")
 
+Facts = dict[str, float | int | str | bool]
+
 SHAPES = {"1B": (16, 2048), "8B": (32, 4096), "70B": (80, 8192)}
 """(layers, hidden size) of Llama 3."""
+
+KV_WIDTH = {"1B": 8 * 64, "8B": 8 * 128, "70B": 8 * 128}
+"""Of keys, and of values, of a layer: heads x their size."""
 
 
 @dataclass(frozen=True)
@@ -75,7 +84,7 @@ def configs(options: Options) -> tuple[SteeringConfig, CaptureConfig]:
     return steering, CaptureConfig(**(options.capture or {}))
 
 
-def computed(options: Options, layers: int, hidden: int, tokens: int) -> Parts:
+def computed(options: Options, layers: int, hidden: int, tokens: int, gpu: bool) -> Parts:
     """What the options come to, `tokens` being max_num_batched_tokens."""
     steering, capture = configs(options)
     parts = Parts({"row of each token": 2 * tokens * WORD})
@@ -91,9 +100,23 @@ def computed(options: Options, layers: int, hidden: int, tokens: int) -> Parts:
     if capture.enabled:
         row = hidden * DTYPE.itemsize
         parts.of["capture buffer"] = capture.capture_buffer_bytes // row * row
+        if gpu:
+            parts.of["rows on their way to the host"] = parts.of["capture buffer"]
         parts.of["map of captured tokens"] = layers * len(POINTS) * tokens * WORD
         parts.of["projections"] = PROJECTION_ROWS * hidden * WORD
     return parts
+
+
+def upstream(
+    layers: int, extracted: int, hidden: int, kv_width: int, tokens: int
+) -> tuple[float, Facts]:
+    """MiB on the device, and what else is to be known, of `extracted` layers."""
+    row = extracted * hidden * DTYPE.itemsize
+    kv = layers * 2 * kv_width * DTYPE.itemsize
+    return tokens * row / MIB, {
+        "key-value cache, KiB a token": (kv + row) / 1024,
+        "without it": kv / 1024,
+    }
 
 
 def allocated(
@@ -157,14 +180,18 @@ def main() -> None:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     rows, wrong = [], 0
     for name, (layers, hidden) in SHAPES.items():
+        at = {"model": f"{name}, {layers} x {hidden}"}
         for case, options in CASES.items():
-            parts = computed(options, layers, hidden, args.tokens)
+            parts = computed(options, layers, hidden, args.tokens, device.type == "cuda")
             check = allocated(options, layers, hidden, args.tokens, device)
             wrong += any(abs(n - parts.total) > 0.01 * parts.total for n in check.values())
-            facts = {part: size / MIB for part, size in parts.of.items()}
+            facts: Facts = {part: size / MIB for part, size in parts.of.items()}
             facts |= {f"check, {by}": size / MIB for by, size in check.items()}
-            at = {"model": f"{name}, {layers} x {hidden}"}
             rows.append(Row(case, "device memory", "MiB", [parts.total / MIB], at, facts))
+        for extracted in (4, layers):
+            case = f"extract_hidden_states, {extracted} layers"
+            size, facts = upstream(layers, extracted, hidden, KV_WIDTH[name], args.tokens)
+            rows.append(Row(case, "device memory", "MiB", [size], at, facts))
     told = setup(args, dtype=str(DTYPE), device=str(device))
     publish(Run("arenas", told, rows, baselines=(), paired=False), args.json)
     if wrong:
