@@ -112,6 +112,7 @@ def run(args: argparse.Namespace, num_sites: int) -> dict[str, float]:
     """Seconds of each stage, over all steps."""
     import torch
 
+    from vllm.v1.capture.message import pack
     from vllm.v1.core.request_interventions import RequestInterventions
     from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, FinishReason
     from vllm.v1.engine.capture import CaptureOutputs
@@ -186,10 +187,14 @@ def run(args: argparse.Namespace, num_sites: int) -> dict[str, float]:
         mark.append(time.perf_counter())
         outputs = [EngineCoreOutput(n, [1], captured=core[n].take()) for n in names]
         if args.messages:
-            sent = encoder.encode(EngineCoreOutputs(outputs=outputs))
+            message = EngineCoreOutputs(outputs=outputs)
+            pack({0: message})
+            sent = encoder.encode(message)
             outputs = decoder.decode([bytes(sent[0]), *sent[1:]]).outputs
         mark.append(time.perf_counter())
         for output in outputs:
+            if frontend.take(output):
+                continue
             states[output.request_id].capture.add(output.captured, tokens)
         frontend.take_ready(None)
         del rows, outputs, chunk

@@ -182,6 +182,8 @@ class CapturedChunk(msgspec.Struct, array_like=True):
     """Of each stream of the capture plan: [n, its sites, its width], its dtype, CPU."""
     version: int
     """Of the global steering that the step ran under."""
+    owners: list[tuple[str, int]] = []
+    """In a message that has the rows of several requests as one: (request id, number of rows)."""
 
 
 class GlobalTiers(msgspec.Struct, frozen=True):

@@ -36,8 +36,9 @@ class RequestInterventions:
         capture = self.plan.capture
         self.wanted = Positions.from_flat(capture.runs) if capture else NO_POSITIONS
         self._relayed = [s.relayed for s in capture.streams] if capture else []
+        self._relays_all, self._relays_any = all(self._relayed), any(self._relayed)
         self._relayed_positions = self.wanted
-        if capture is not None and not all(self._relayed):
+        if capture is not None and not self._relays_all:
             runs = [s.runs for s in capture.streams if s.relayed]
             self._relayed_positions = Positions.from_flat([n for flat in runs for n in flat])
         self.blocks = BlockIdentity(self.plan.steering, num_prompt_tokens)
@@ -79,7 +80,7 @@ class RequestInterventions:
             if not keep.all():
                 values = [v[kept] for v in chunk.values]
                 chunk = CapturedChunk(positions[kept], values, chunk.version)
-        if any(self._relayed):
+        if self._relays_any:
             self._relay(chunk, waits=int(chunk.positions[-1]) != num_tokens - 2)
         return chunk
 
@@ -90,7 +91,7 @@ class RequestInterventions:
             waits: for a later step's output; a chunk is a view of the rows of all requests, and a
                 long prompt has many steps.
         """
-        if not all(self._relayed):
+        if not self._relays_all:
             kept = np.flatnonzero(self._relayed_positions.mask(chunk.positions))
             if not len(kept):
                 return

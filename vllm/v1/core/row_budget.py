@@ -84,6 +84,8 @@ class RowBudget:
     def _room(self, request: "Request") -> int:
         """Rows the request may take: what nobody else has a claim on, or its own claim."""
         free = self._capacity - self._taken
+        if not self._claims:
+            return free
         others = [claim for name, claim in self._claims.items() if name != request.request_id]
         room = free - sum(claim.rows for claim in others)
         mine = self._claims.get(request.request_id)

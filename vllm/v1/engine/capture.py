@@ -20,6 +20,7 @@ from vllm.v1.capture.consumer import ConsumerContext, ConsumerResult
 from vllm.v1.capture.copier import RowCopier
 from vllm.v1.capture.feed import Feed, request_info
 from vllm.v1.capture.host import ConsumerHost
+from vllm.v1.capture.message import unpack
 from vllm.v1.capture.registry import INLINE
 from vllm.v1.capture.results import CaptureResult
 from vllm.v1.capture.selected import Selected
@@ -107,11 +108,12 @@ class CompletionCapture:
         return bool(self.due)
 
     def add(self, chunks: list[CapturedChunk] | None, output_token_ids: Sequence[int]) -> None:
-        """Rows that came with an output.
+        """Rows that came with an output, or ahead of it in the same message.
 
         Args:
             output_token_ids: the generated tokens, those past a stop string removed.
         """
+        chunks = self._outputs.ahead.pop(self._request_id, chunks)
         if chunks is None:
             return
         if self._collector is not None:
@@ -223,6 +225,8 @@ class CaptureOutputs:
         self.finished = CaptureStats()
         """Results since the statistics were last taken."""
         self.copier = RowCopier()
+        self.ahead: dict[str, list[CapturedChunk]] = {}
+        """Rows of requests whose outputs follow in the same message."""
         self._open: dict[str, CompletionCapture] = {}
         """Those with consumers whose results are not all in."""
         self._ready: list[RequestOutput] = []
@@ -277,7 +281,10 @@ class CaptureOutputs:
             self._ready.append(output)
 
     def take(self, output: EngineCoreOutput) -> bool:
-        """Whether `output` is a message of consumers' results, and nothing else."""
+        """Whether `output` is nothing but results of consumers, or rows of several requests."""
+        if output.captured and output.captured[0].owners:
+            self.ahead = unpack(output.captured)
+            return True
         if output.capture_results is None:
             return False
         for result in output.capture_results:
