@@ -16,6 +16,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from multiprocessing import Pipe
@@ -112,6 +113,9 @@ def add_arguments(parser: argparse.ArgumentParser, kv_bytes: int) -> None:
     )
     parser.add_argument("--kv-bytes", type=int, default=kv_bytes, help="KV cache of each engine")
     parser.add_argument("--dtype", default="auto")
+    parser.add_argument(
+        "--budget", type=float, default=540, help="seconds after which no round is begun"
+    )
     parser.add_argument("--eager", action="store_true", help="no compilation, as on a CPU")
 
 
@@ -144,6 +148,7 @@ class Engines:
         self._processes: dict[str, subprocess.Popen[bytes]] = {}
         self._pipes: dict[str, Connection] = {}
         self.versions: dict[str, str] = {}
+        self._begun, self._budget = time.monotonic(), args.budget
         for name, engine in engines.items():
             stock = str(args.stock.resolve()) if engine.stock else ""
             model = str(args.model.resolve())
@@ -184,6 +189,10 @@ class Engines:
                 process.wait(60)
             except subprocess.TimeoutExpired:
                 process.kill()
+
+    @property
+    def time_is_up(self) -> bool:
+        return time.monotonic() - self._begun > self._budget
 
     def ask(self, name: str, batch: Batch) -> Answer:
         self._pipes[name].send(batch)

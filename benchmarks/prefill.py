@@ -33,22 +33,37 @@ COPIED = 256 << 20
 """Bytes of a copy whose rate is measured."""
 
 
+CONTENTS = 16
+"""Distinct ones among steered requests."""
+
+PLAIN = {"stock": ("stock", NOTHING), "off": ("off", NOTHING), "idle": ("both", NOTHING)}
+CASES: dict[str, dict[str, tuple[str, Asks]]] = {
+    "prefill": {
+        **PLAIN,
+        "steer": ("steering", Asks(distinct=CONTENTS)),
+        "capture all prompt": ("capture", Asks(capture="all", positions="all_prompt")),
+    },
+    "requests": {
+        **PLAIN,
+        "capture last prompt": ("capture", Asks(capture="all", positions="last_prompt")),
+    },
+}
+"""quantity -> case -> the engine, and what its requests ask for."""
+
+
 @dataclass(frozen=True)
 class Load:
-    """Requests of a kind, what some of them ask for, and how the result is told."""
+    """Requests of a kind, and how their rate is told."""
 
-    quantity: str
     unit: str
     each: int
     """What a request counts."""
     batch: Batch
-    cases: dict[str, tuple[str, Asks]]
-    """name -> the engine, and what its requests ask for."""
 
 
 def engines_of(args: argparse.Namespace) -> dict[str, Engine]:
     model = model_shape(args.model)
-    steering = {"enable_steering": True, "max_steering_configs": max(32, args.requests)}
+    steering = {"enable_steering": True}
     capture = {"capture_consumers": ["inline"], "capture_inline_max_bytes": 1 << 34}
     # All rows of a step fit, so that capture need not make steps smaller.
     row_bytes = model["hidden_size"] * (4 if args.dtype == "float32" else 2)
@@ -57,48 +72,29 @@ def engines_of(args: argparse.Namespace) -> dict[str, Engine]:
         **({"stock": Engine(stock=True)} if args.stock else {}),
         "off": Engine(),
         "both": Engine({**steering, **capture}),
-        "steering": Engine(steering, modules=args.requests),
+        "steering": Engine(steering, modules=CONTENTS),
         "capture": Engine({**capture, "capture_buffer_bytes": buffer}),
     }
 
 
-def loads_of(args: argparse.Namespace) -> list[Load]:
-    plain = {**({"stock": ("stock", NOTHING)} if args.stock else {}), "off": ("off", NOTHING)}
-    all_prompt = Asks(capture="all", positions="all_prompt")
-    last_prompt = Asks(capture="all", positions="last_prompt")
-    return [
-        Load(
-            "prefill",
-            "tok/s",
-            args.prompt,
-            Batch(args.requests, args.prompt, 1),
-            {
-                **plain,
-                "idle": ("both", NOTHING),
-                "steer": ("steering", Asks(distinct=args.requests)),
-                "capture all prompt": ("capture", all_prompt),
-            },
-        ),
-        Load(
-            "requests",
-            "requests/s",
-            1,
-            Batch(args.last_requests, args.last_prompt, 1),
-            {
-                **plain,
-                "idle": ("both", NOTHING),
-                "capture last prompt": ("capture", last_prompt),
-            },
-        ),
-    ]
+def loads_of(args: argparse.Namespace) -> dict[str, Load]:
+    """quantity -> how it is measured."""
+    return {
+        "prefill": Load("tok/s", args.prompt, Batch(args.requests, args.prompt, 1)),
+        "requests": Load("requests/s", 1, Batch(args.last_requests, args.last_prompt, 1)),
+    }
 
 
 class Measured:
     """Rates of each case of each load in each round."""
 
-    def __init__(self, engines: Engines, loads: list[Load]) -> None:
+    def __init__(self, engines: Engines, args: argparse.Namespace) -> None:
         self._engines = engines
-        self._loads = loads
+        self._loads = loads_of(args)
+        self._cases = {
+            quantity: {n: case for n, case in cases.items() if args.stock or n != "stock"}
+            for quantity, cases in CASES.items()
+        }
         self._rates: dict[tuple[str, str], list[float]] = defaultdict(list)
         self._captured: dict[tuple[str, str], list[float]] = defaultdict(list)
         self._copies: list[float] = []
@@ -108,29 +104,28 @@ class Measured:
         copied = self._engines.copy_rate("off", COPIED) / 1e9
         if number:
             self._copies.append(copied)
-        for load in self._loads:
-            for name in [*load.cases] if number % 2 else [*reversed(load.cases)]:
-                engine, asks = load.cases[name]
+        for quantity, load in self._loads.items():
+            cases = self._cases[quantity]
+            for name in [*cases] if number % 2 else [*reversed(cases)]:
+                engine, asks = cases[name]
                 answer = self._engines.ask(engine, replace(load.batch, asks=asks))
                 seconds = max(answer.finished)
                 if number:
                     rate = load.each * load.batch.requests / seconds
-                    self._rates[load.quantity, name].append(rate)
-                    self._captured[load.quantity, name].append(answer.captured / seconds / 1e9)
+                    self._rates[quantity, name].append(rate)
+                    self._captured[quantity, name].append(answer.captured / seconds / 1e9)
 
     def rows(self) -> Iterator[Row]:
-        for load in self._loads:
+        for quantity, load in self._loads.items():
             at = {"prompt": load.batch.prompt}
-            for name in load.cases:
+            for name in self._cases[quantity]:
                 facts: dict[str, Any] = {}
-                captured = self._captured[load.quantity, name]
+                captured = self._captured[quantity, name]
                 if any(captured):
                     shares = [a / b for a, b in zip(captured, self._copies, strict=True)]
                     facts["captured GB/s"] = statistics.median(captured)
                     facts["of the copy rate"] = statistics.median(shares)
-                yield Row(
-                    name, load.quantity, load.unit, self._rates[load.quantity, name], at, facts
-                )
+                yield Row(name, quantity, load.unit, self._rates[quantity, name], at, facts)
         yield Row("copy to pinned memory", "copy", "GB/s", self._copies)
 
 
@@ -155,9 +150,13 @@ def main() -> None:
         common["compilation_config"] = {"cudagraph_capture_sizes": [1]}
     with Engines(engines_of(args), args, **common) as engines:
         setup = results.setup(args, model=model_shape(args.model), engines=engines.versions)
-        measured = Measured(engines, loads_of(args))
+        measured = Measured(engines, args)
         for number in range(args.rounds + 1):
+            if number > 1 and engines.time_is_up:
+                break
             measured.round(number)
+            if number:
+                results.write(Run("prefill", setup, [*measured.rows()]), args.json)
     results.publish(Run("prefill", setup, [*measured.rows()]), args.json)
 
 
