@@ -16,7 +16,7 @@ import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from benchmarks import show, targets
+from benchmarks import show, show_kernels, targets
 from benchmarks.show import Json
 
 ROOT = Path(__file__).parents[1]
@@ -25,6 +25,8 @@ MEASUREMENTS = ROOT / "docs" / "measurements"
 TEMPLATE = Path(__file__).with_name("performance.in.md")
 
 PLOTTED = ("tpot", "prefill", "filesystem", "peers", "startup")
+TABLES = {"csrc": show_kernels.tables}
+"""Of runs whose rows have a form of their own."""
 _PLACE = re.compile(r"^{{(\w+)}}$", re.MULTILINE)
 
 
@@ -69,7 +71,7 @@ def section(name: str, run: Json, titled: bool) -> Iterator[str]:
     if run["benchmark"] in PLOTTED:
         yield f"![{run['benchmark']}]({figure(name)})"
         yield ""
-    yield from show.tables(run)
+    yield from TABLES.get(run["benchmark"], show.tables)(run)
     yield "<details><summary>Setup</summary>"
     yield ""
     yield from show.setup(run)

@@ -22,7 +22,6 @@ from __future__ import annotations
 
 import argparse
 from collections import defaultdict
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from benchmarks import results
@@ -104,20 +103,17 @@ class Measured:
         batch = Batch(self._requests, self._args.prompt, tokens, asks)
         return self._engines.ask(case.engine, batch)
 
-    def rounds(self) -> Iterator[int]:
-        """Measures one round after the other."""
-        for name in self._cases:  # warms up
+    def warm_up(self) -> None:
+        for name in self._cases:
             self._ask(name, SHORT)
-        for number in range(self._args.rounds):
-            if number and self._engines.time_is_up:
-                return
-            for name in [*self._cases] if number % 2 else [*reversed(self._cases)]:
-                short = self._ask(name, SHORT)
-                long = self._last[name] = self._ask(name, SHORT + self._args.tokens)
-                took = [b - a for a, b in zip(ends(short), ends(long), strict=True)]
-                self._all[name].append(took[0] / self._args.tokens * 1e3)
-                self._others[name].append(took[1] / self._args.tokens * 1e3)
-            yield number
+
+    def round(self, number: int) -> None:
+        for name in [*self._cases] if number % 2 else [*reversed(self._cases)]:
+            short = self._ask(name, SHORT)
+            long = self._last[name] = self._ask(name, SHORT + self._args.tokens)
+            took = [b - a for a, b in zip(ends(short), ends(long), strict=True)]
+            self._all[name].append(took[0] / self._args.tokens * 1e3)
+            self._others[name].append(took[1] / self._args.tokens * 1e3)
 
     def rows(self) -> list[Row]:
         at = {"batch": self._requests}
@@ -171,14 +167,18 @@ def main() -> None:
     name = "tpot-eager" if args.eager else "tpot"
     with Engines(started, args, **common) as engines:
         setup = results.setup(args, model=model_shape(args.model), engines=engines.versions)
-        rows: list[Row] = []
-        for requests in args.batch:
-            measured, before = Measured(args, engines, requests), rows
-            for _ in measured.rounds():
-                rows = before + measured.rows()
-                # Each time, so that what is there is kept if the machine is taken away.
-                results.write(Run(name, setup, rows), args.json)
-    results.publish(Run(name, setup, rows), args.json)
+        batches = [Measured(args, engines, requests) for requests in args.batch]
+        for measured in batches:
+            measured.warm_up()
+        for number in range(args.rounds):
+            if number and engines.time_is_up:
+                break
+            for measured in batches:
+                measured.round(number)
+            run = Run(name, setup, [row for measured in batches for row in measured.rows()])
+            # Each time, so that what is there is kept if the machine is taken away.
+            results.write(run, args.json)
+    results.publish(run, args.json)
 
 
 if __name__ == "__main__":
