@@ -122,6 +122,7 @@ def start(args: argparse.Namespace) -> Start:
             dtype="bfloat16",
             max_model_len=args.max_model_len,
             kv_cache_memory_bytes=args.kv_bytes,
+            gpu_memory_utilization=0.1,  # others may start beside it; the line above decides
             enforce_eager=args.eager,
             enable_prefix_caching=False,
             disable_log_stats=True,

@@ -4,9 +4,11 @@
     python -m benchmarks.startup --models DIR ... --stock DIR [--warm 2] [--json FILE]
 
 For each model and arm: a start with empty compile caches, then --warm starts with what the first
-one left there; each is a process of its own (one_start.py), one after the other. The key-value
-cache has the same bytes in all arms, so that what differs in memory is the arm's. A start is from
-the call of `LLM(...)` to the first token; imports are apart. Phases are what the engine's log says.
+one left there. Each is a process of its own (one_start.py), one after the other; with --at-once the
+first starts of a model's arms run side by side, and share the processors. The key-value cache has
+the same bytes in all arms, so that what differs in memory is the arm's. A start is from the call of
+`LLM(...)` to the first token; imports are apart. Phases are what the engine's log says. Run it
+where both trees' files have been read before: reading them from a disk is not what is measured.
 """
 
 from __future__ import annotations
@@ -20,6 +22,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from benchmarks.one_start import ARMS, Start, arguments
@@ -69,21 +72,38 @@ class Starts:
 
     def __init__(self, args: argparse.Namespace, model: Path, arm: str, until: float) -> None:
         self._args, self._model, self._arm, self._until = args, model, arm, until
+        self._caches = Path(tempfile.mkdtemp(prefix="startup-", dir=args.caches))
         self.done: list[tuple[Start, Phases]] = []
         self.failed = ""
 
-    def run(self) -> None:
-        caches = Path(tempfile.mkdtemp(prefix="startup-", dir=self._args.caches))
-        try:
-            for number in range(1 + self._args.warm):
-                self._start(caches, number)
-                if self.failed:
-                    return
-        finally:
-            shutil.rmtree(caches, ignore_errors=True)
+    def start(self, number: int) -> None:
+        """Start number 0 finds empty caches."""
+        if self.failed:
+            return
+        ended = self._process()
+        if ended is None:
+            self.failed = f"start {number}: no time left"
+            return
+        if logs := self._args.logs:
+            logs.mkdir(parents=True, exist_ok=True)
+            name = f"{self._model.name}-{self._arm.replace(' ', '')}-{number}.log"
+            (logs / name).write_text(ended.stdout)
+        found = Start.find(ended.stdout)
+        if found is None:
+            print(ended.stdout[-6000:], file=sys.stderr)
+            last = (ended.stdout.strip().splitlines() or ["nothing printed"])[-1]
+            self.failed = f"start {number}: exit status {ended.returncode}: {last}"
+            return
+        self.done.append((found, phases(ended.stdout)))
+        seconds = " ".join(f"{name} {value:.1f}" for name, value in found.seconds.items())
+        print(f"{self._model.name}, {self._arm}, start {number}: {seconds}", flush=True)
 
-    def _start(self, caches: Path, number: int) -> None:
-        args = self._args
+    def clean(self) -> None:
+        shutil.rmtree(self._caches, ignore_errors=True)
+
+    def _process(self) -> subprocess.CompletedProcess[str] | None:
+        """To its end, or None if there was no time for that."""
+        args, caches = self._args, self._caches
         path = [os.environ.get("PYTHONPATH", ""), os.getcwd()]
         if ARMS[self._arm].tree == "stock":
             path.insert(0, str(args.stock.resolve()))
@@ -98,7 +118,7 @@ class Starts:
         command += ["--arm", self._arm, "--kv-bytes", str(args.kv_bytes)]
         command += ["--max-model-len", str(args.max_model_len), *["--eager"] * args.eager]
         try:
-            ended = subprocess.run(
+            return subprocess.run(
                 command,
                 env=environment,
                 stdout=subprocess.PIPE,
@@ -108,27 +128,18 @@ class Starts:
                 check=False,
             )
         except subprocess.TimeoutExpired:
-            self.failed = f"start {number}: no time left"
-            return
-        if args.logs:
-            args.logs.mkdir(parents=True, exist_ok=True)
-            name = f"{self._model.name}-{self._arm.replace(' ', '')}-{number}.log"
-            (args.logs / name).write_text(ended.stdout)
-        found = Start.find(ended.stdout)
-        if found is None:
-            print(ended.stdout[-6000:], file=sys.stderr)
-            last = (ended.stdout.strip().splitlines() or ["nothing printed"])[-1]
-            self.failed = f"exit status {ended.returncode}: {last}"
-            return
-        self.done.append((found, phases(ended.stdout)))
-        seconds = " ".join(f"{name} {value:.1f}" for name, value in found.seconds.items())
-        print(f"{self._model.name}, {self._arm}, start {number}: {seconds}", flush=True)
+            return None
 
-    def rows(self) -> list[Row]:
+    def rows(self, alone: bool) -> list[Row]:
+        """
+        Args:
+            alone: was every start alone on the device?
+        """
         at = {"model": self._model.name}
         rows = []
         first, warm = self.done[:1], self.done[1:]
-        for quantity, starts in (("first start", first), ("warm start", warm)):
+        cold = "first start" if alone else "first start, side by side"
+        for quantity, starts in ((cold, first), ("warm start", warm)):
             if starts:
                 times = [s.seconds["engine"] + s.seconds["first token"] for s, _ in starts]
                 facts = _medians([{**s.seconds, **phase} for s, phase in starts])
@@ -137,7 +148,10 @@ class Starts:
         facts = {name: size for name, size in memory.items() if name not in FROM_MEMORY}
         for name, quantity in FROM_MEMORY.items():
             if name in memory:
-                sizes = [start.memory[name] for start, _ in self.done]
+                measured = self.done if alone or name != "device memory" else warm
+                sizes = [start.memory[name] for start, _ in measured]
+                if not sizes:
+                    continue
                 rows.append(Row(self._arm, quantity, "GiB", sizes, at, facts))
                 facts = {}
         return rows
@@ -167,6 +181,7 @@ def main() -> None:
     parser.add_argument("--stock", type=Path, required=True, help="upstream's tree, unpatched")
     parser.add_argument("--arms", nargs="+", default=list(ARMS), choices=list(ARMS))
     parser.add_argument("--warm", type=int, default=2, help="starts after the first one")
+    parser.add_argument("--at-once", action="store_true", help="first starts side by side")
     parser.add_argument("--budget", type=float, default=570, help="seconds, of all")
     parser.add_argument("--caches", type=Path, help="a folder for compile caches (default: /tmp)")
     parser.add_argument("--logs", type=Path, help="a folder to leave the engines' logs in")
@@ -175,13 +190,18 @@ def main() -> None:
     until = time.monotonic() + args.budget
     rows, failed = [], {}
     for model in args.models:
-        for arm in args.arms:
-            starts = Starts(args, model, arm, until)
-            starts.run()
+        arms = {arm: Starts(args, model, arm, until) for arm in args.arms}
+        with ThreadPoolExecutor(len(arms) if args.at_once else 1) as pool:
+            list(pool.map(lambda starts: starts.start(0), arms.values()))
+        for number in range(1, 1 + args.warm):
+            for starts in arms.values():
+                starts.start(number)
+        for arm, starts in arms.items():
+            starts.clean()
             if starts.failed:
                 failed[f"{model.name}, {arm}"] = starts.failed
             if starts.done:
-                rows += starts.rows()
+                rows += starts.rows(alone=not args.at_once)
     models = {model.name: (model / "config.json").read_text().strip() for model in args.models}
     told = setup(args, dtype="bfloat16", failed=failed) | {"models": models}
     told["options"]["models"] = list(models)
