@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Taps without torch.compile: today's ops, the native ones (csrc/), and one pass with the norm.
+"""Taps without torch.compile: torch and Triton, and the native ops of csrc/.
 
     python -m benchmarks.kernels [--library FILE] [--tokens 1 32] [--hidden 4096] [--json FILE]
 
@@ -8,10 +8,8 @@ Builds csrc/ unless given its library. For each size and each operation:
     capture none / all    rows wanted by no / every token
     steer                 every token on a row of its own choice of 33
     leave none / all      steer a deferred stream, capture its sum
-    norm                  add, steer, RMSNorm, capture all: what a decoder does between two GEMMs
 
-"present" is what taps do now (torch's ops and the Triton kernel), "native" the same with ops of
-csrc/, "one pass" a kernel with the norm in it. Two quantities:
+"present" is what taps do without csrc/ (torch's ops and the Triton kernel). Two quantities:
 
     device    us of a call in a replayed CUDA graph: what the GPU does
     eager     us of a call in a loop, synchronized at its end: what Python, dispatcher and GPU do
@@ -36,7 +34,6 @@ import torch
 
 from benchmarks.results import Row, Run, add_arguments, publish, setup
 from tools import native
-from vllm._custom_ops import fused_add_rms_norm
 from vllm.model_executor.layers.native_rows import load
 from vllm.model_executor.layers.residual_taps import capture_rows  # registers the op
 
@@ -47,7 +44,6 @@ STREAMS = 4
 CALLS = 20
 """Calls recorded in one graph."""
 WARM_UP = 3
-EPSILON = 1e-6
 
 
 @dataclass(frozen=True)
@@ -73,7 +69,6 @@ class Site:
         self.r = [rows(tokens) for _ in range(STREAMS)]
         self.table = rows(TABLE_ROWS)
         self.slots = torch.randint(TABLE_ROWS, (tokens,), device=device).int()
-        self.weight = torch.ones(hidden, device=device, dtype=dtype)
         self.arena = rows(tokens)
         self.wanted = {
             "none": torch.full((tokens,), -1, device=device, dtype=torch.int32),
@@ -82,7 +77,7 @@ class Site:
         self.copied = rows(2 * tokens), rows(2 * tokens)
 
     def copy(self, count: int) -> Call:
-        """Reads and writes `count` times the stream's bytes in all, for even and odd `count`."""
+        """Reads and writes `count` times the stream's bytes in all; `count` is 2 or 4."""
         source, target = (flat.flatten()[: count * flat.numel() // 4] for flat in self.copied)
         return lambda _: target.copy_(source)
 
@@ -128,48 +123,12 @@ class Site:
             yield Timed(name, "native", one, total)
             yield Timed(name, "copy", self.copy(moved), total)
 
-    def norms(self) -> Iterator[Timed]:
-        norm, pilot, dest = fused_add_rms_norm, torch.ops.pilot, self.wanted["all"]
-
-        def present(i: int) -> None:
-            steered = self.steer(self.r[i])
-            norm(self.h[i], steered, self.weight, EPSILON)
-            torch.ops.vllm.capture_rows(steered, self.arena, dest)
-
-        def separate(i: int) -> None:
-            steered = pilot.steer_rows(self.r[i], self.table, self.slots)
-            norm(self.h[i], steered, self.weight, EPSILON)
-            pilot.capture_rows(steered, None, self.arena, dest)
-
-        def one(i: int) -> None:
-            pilot.steered_norm(
-                self.h[i],
-                self.r[i],
-                self.table,
-                self.slots,
-                self.weight,
-                EPSILON,
-                self.arena,
-                dest,
-            )
-
-        def plain(i: int) -> None:
-            norm(self.h[i], self.r[i], self.weight, EPSILON)
-
-        total = 5 * self.row_bytes
-        yield Timed("norm", "present", present, total)
-        yield Timed("norm", "native", separate, total)
-        yield Timed("norm", "one pass", one, total)
-        yield Timed("norm", "norm alone", plain, 4 * self.row_bytes)
-        yield Timed("norm", "copy", self.copy(5), total)
-
     def all(self) -> list[Timed]:
-        found = [*self.captures(), *self.steers(), *self.leaves()]
-        return [*found, *self.norms()] if self.h[0].is_cuda else found
+        return [*self.captures(), *self.steers(), *self.leaves()]
 
     def check(self) -> None:
         """The ways agree here, so that what is timed is the same work."""
-        dest, bound = self.wanted["all"], 2.0**-6
+        dest = self.wanted["all"]
         steered = self.steer(self.r[0])
         assert torch.equal(steered, torch.ops.pilot.steer_rows(self.r[0], self.table, self.slots))
         capture_rows(self.h[0] + steered, self.arena, dest)
@@ -178,17 +137,6 @@ class Site:
             self.r[0], self.h[0], self.table, self.slots, arena, dest
         )
         assert torch.equal(arena, self.arena)
-        if not steered.is_cuda:
-            return
-        h, r = self.h[0].clone(), self.r[0].clone()
-        want = self.h[0].clone()
-        fused_add_rms_norm(want, steered, self.weight, EPSILON)
-        arena.zero_()
-        torch.ops.pilot.steered_norm(
-            h, r, self.table, self.slots, self.weight, EPSILON, arena, dest
-        )
-        assert torch.equal(r, steered) and torch.equal(arena, self.arena)
-        torch.testing.assert_close(h, want, rtol=bound, atol=bound)
 
 
 def record(call: Call) -> torch.cuda.CUDAGraph:
@@ -238,7 +186,7 @@ def copy_gbps(cuda: bool) -> float:
     return 2 * source.numel() / best / 1e3
 
 
-def measure(site: Site, rounds: int, calls: int, cuda: bool, peak: float) -> Iterator[Row]:
+def measure(site: Site, rounds: int, calls: int, cuda: bool) -> Iterator[Row]:
     """Rows of one size."""
     synchronize = torch.cuda.synchronize if cuda else lambda: None
     work = site.all()
@@ -257,7 +205,7 @@ def measure(site: Site, rounds: int, calls: int, cuda: bool, peak: float) -> Ite
         for quantity, values in (("device", device[index]), ("eager", eager[index])):
             if values:
                 rate = timed.bytes / statistics.median(values) / 1e3
-                facts = {"GB/s": rate, "of copy bandwidth": rate / peak} if timed.bytes else {}
+                facts = {"GB/s": rate} if timed.bytes else {}
                 yield Row(timed.case, quantity, "us", values, at, facts)
 
 
@@ -286,7 +234,7 @@ def main() -> None:
                 for tokens in args.tokens:
                     site = Site(tokens, hidden, device, torch.bfloat16)
                     site.check()
-                    rows += measure(site, args.rounds, args.calls, cuda, peak)
+                    rows += measure(site, args.rounds, args.calls, cuda)
         where = setup(args, device=device, copy_bandwidth=f"{peak:.0f} GB/s, read and written")
         publish(Run("csrc", where, rows, baselines=("present", "copy")), args.json)
 
