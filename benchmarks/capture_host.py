@@ -20,6 +20,7 @@ Each step hands every request `--tokens` rows of `--sites` sites. Stages of a st
 
 profiles a whole engine in this process instead: an LLM of that config with dummy weights decodes
 with `inline` capture of all generated tokens, and the functions that took longest are printed.
+With `--processes --top 0` as users run it, in two processes; only the times are printed.
 """
 
 from __future__ import annotations
@@ -51,7 +52,8 @@ def main() -> None:
     parser.add_argument("--pause", type=float, default=0.0, help="ms between steps, as on a GPU")
     parser.add_argument("--profile-engine", metavar="MODEL")
     parser.add_argument("--batch", type=int, default=256)
-    parser.add_argument("--top", type=int, default=40)
+    parser.add_argument("--top", type=int, default=40, help="functions to print; 0: no profile")
+    parser.add_argument("--processes", action="store_true", help="the engine core in its own")
     parser.add_argument("--eager", action="store_true")
     add_arguments(parser)
     args = parser.parse_args()
@@ -224,16 +226,16 @@ def profile_engine(args: argparse.Namespace) -> None:
     import cProfile
     import pstats
 
-    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = str(int(args.processes))
     import torch
 
     from benchmarks import random_weights
     from vllm import LLM, SamplingParams
 
-    random_weights.register()
+    random_weights.register()  # in this process only
     llm = LLM(
         model=args.profile_engine,
-        load_format="benchmark",
+        load_format="dummy" if args.processes else "benchmark",
         skip_tokenizer_init=True,
         max_model_len=1024,
         max_num_seqs=args.batch,
@@ -274,6 +276,8 @@ def profile_engine(args: argparse.Namespace) -> None:
         ]
         case = f"capture of {sites} layers" if sites else "off"
         rows.append(Row(case, "TPOT", "ms", values, {"batch": args.batch}))
+        if not args.top:
+            continue
         profile = cProfile.Profile()
         profile.enable()
         seconds(sites, 8 + args.steps)

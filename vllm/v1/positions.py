@@ -80,7 +80,8 @@ class Positions:
         return max(position, self._start_list[run])
 
     def __contains__(self, position: int) -> bool:
-        return self.first_from(position) == position
+        run = bisect_right(self._stop_list, position)
+        return run < len(self._stop_list) and self._start_list[run] <= position
 
     def below(self, stop: int) -> "Positions":
         """The members < stop."""

@@ -24,6 +24,21 @@ class Rows(NamedTuple):
     """Of each relayed stream: [n, sites, width]."""
 
 
+Copies = tuple[list[torch.Tensor], list[torch.Tensor]]
+"""(where to, what)."""
+
+
+def copy(copies: Iterable[Copies]) -> None:
+    """In one call, so that a thread which does it leaves the others to run."""
+    into: list[torch.Tensor] = []
+    rows: list[torch.Tensor] = []
+    for some_into, some_rows in copies:
+        into += some_into
+        rows += some_rows
+    if into:
+        torch._foreach_copy_(into, rows)
+
+
 class RowCollector:
     """The rows of one completion.
 
@@ -51,15 +66,15 @@ class RowCollector:
         self._new += chunks
 
     def take_new(self) -> list[CapturedChunk]:
-        """Rows that were added and not copied: the caller has `copy` do it, in this order, and ends
-        that before the next call of anything else. Until it is done, they keep the memory of their
-        steps, with the rows of all requests."""
+        """Rows that were added and not copied: the caller does it (`place`, `copy`), in this order,
+        and ends that before the next call of anything else. Until it is done, they keep the memory
+        of their steps, with the rows of all requests."""
         new, self._new = self._new, []
         return new
 
-    def copy(self, chunks: list[CapturedChunk]) -> None:
-        """Copy rows to memory of this completion's own; from any thread."""
-        self._rows.append(chunks)
+    def place(self, chunks: list[CapturedChunk]) -> Copies:
+        """Where rows go in memory of this completion's own; from any thread."""
+        return self._rows.place(chunks)
 
     def results(
         self, output_token_ids: Sequence[int], *, finished: bool, aborted: bool, only_new: bool
@@ -73,7 +88,7 @@ class RowCollector:
             only_new: leave out rows that an earlier call returned (streaming of deltas).
         """
         token_ids = np.array([*self._prompt_token_ids, *output_token_ids], dtype=np.int64)
-        self.copy(self.take_new())
+        copy([self.place(self.take_new())])
         merged = self._rows.view()
         results = {
             name: self._result(selected, merged, token_ids, finished, aborted, only_new)
@@ -152,20 +167,23 @@ class RowBuffer:
             values.append(torch.from_numpy(memory).view(dtype))
         return Rows(np.empty(capacity, np.int64), np.empty(capacity, np.int64), values)
 
-    def append(self, chunks: list[CapturedChunk]) -> None:
+    def place(self, chunks: list[CapturedChunk]) -> Copies:
+        """Add rows whose values are still to be copied."""
+        into: list[torch.Tensor] = []
         if not chunks:
-            return
+            return into, []
         if not self._count:
             self._rows = self._reserve(self._capacity)
         start = self._count
         counts = [len(chunk.positions) for chunk in chunks]
         stop = start + sum(counts)
         np.concatenate([c.positions for c in chunks], out=self._rows.positions[start:stop])
-        self._rows.versions[start:stop] = np.repeat([c.version for c in chunks], counts)
-        for i, values in enumerate(self._rows.values):
-            into = values[start - self._first : stop - self._first]
-            torch.cat([chunk.values[i] for chunk in chunks], out=into)
+        for values in self._rows.values:
+            into += values[start - self._first : stop - self._first].split(counts)
+        versions = np.array([chunk.version for chunk in chunks])
+        self._rows.versions[start:stop] = versions.repeat(counts)
         self._count = stop
+        return into, [c.values[i] for i in range(len(self._rows.values)) for c in chunks]
 
     @property
     def arrived(self) -> np.ndarray:

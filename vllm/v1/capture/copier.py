@@ -3,12 +3,12 @@
 
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 
-from vllm.v1.capture.collect import RowCollector
+from vllm.v1.capture.collect import RowCollector, copy
 from vllm.v1.interventions import CapturedChunk
 
 THREADS = 4
-BYTES = 64 << 20
-STEPS = 8
+BYTES = 192 << 20
+STEPS = 32
 
 _Job = tuple[RowCollector, list[CapturedChunk]]
 
@@ -17,22 +17,26 @@ class RowCopier:
     """The collectors of one frontend.
 
     Rows of a step are views of the memory of all its rows, which stays until all were copied. So
-    they are copied soon: when there are `BYTES` of them, or those of `STEPS` steps. At most as much
+    they are copied soon: when they keep `BYTES` of memory, or are of `STEPS` steps. At most as much
     again gathers while the threads are busy; then the caller waits for them.
     """
 
     def __init__(self) -> None:
         self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="capture-rows")
         self._new: dict[RowCollector, None] = {}
-        self._bytes = self._steps = 0
+        self._bytes = self._kept = self._steps = 0
+        self._last: CapturedChunk | None = None
         self._copying: set[RowCollector] = set()
         self._running: list[Future[None]] = []
 
     def add(self, collector: RowCollector, chunks: list[CapturedChunk]) -> None:
         """Rows that came with an output."""
         collector.add(chunks)
-        self._new[collector] = None
-        self._bytes += sum(len(chunk.positions) for chunk in chunks) * collector.row_bytes
+        if collector not in self._new:
+            self._new[collector] = None
+        for chunk in chunks:
+            self._bytes += len(chunk.positions) * collector.row_bytes
+        self._last = chunks[-1]
 
     def settle(self, collector: RowCollector) -> None:
         """Return when no thread copies rows of this one."""
@@ -44,7 +48,11 @@ class RowCopier:
         if not self._new:
             return
         self._steps += 1
-        due = max(self._bytes / BYTES, self._steps / STEPS)
+        if self._last is not None:
+            # One request may keep all rows of a step, others' included.
+            self._kept += sum(values.untyped_storage().nbytes() for values in self._last.values)
+            self._last = None
+        due = max(self._bytes / BYTES, self._kept / BYTES, self._steps / STEPS)
         if due < 1 or (due < 2 and not all(future.done() for future in self._running)):
             return
         self._wait()
@@ -52,7 +60,7 @@ class RowCopier:
         self._copying = {collector for collector, _ in jobs}
         self._running = [self._threads.submit(_copy, jobs[i::THREADS]) for i in range(THREADS)]
         self._new.clear()
-        self._bytes = self._steps = 0
+        self._bytes = self._kept = self._steps = 0
 
     def _wait(self) -> None:
         wait(self._running)
@@ -62,6 +70,5 @@ class RowCopier:
 
 
 def _copy(jobs: list[_Job]) -> None:
-    while jobs:
-        collector, chunks = jobs.pop()
-        collector.copy(chunks)
+    copy(collector.place(chunks) for collector, chunks in jobs)
+    jobs.clear()

@@ -70,6 +70,9 @@ class RequestInterventions:
             if not self._next_row <= position < num_tokens - 1 or position not in self.wanted:
                 return None
             self._next_row = position + 1
+            if self._relays_all and position == num_tokens - 2:
+                self._undelivered.append(chunk)
+                return chunk
         else:
             keep = self.wanted.mask(positions)
             keep &= (positions >= self._next_row) & (positions < num_tokens - 1)

@@ -53,7 +53,8 @@ class RowBudget:
         capture = request.interventions.plan.capture
         if capture is None or num_tokens <= 0:
             return num_tokens
-        self._give_back(request)
+        if request.request_id in self._offsets:
+            self._give_back(request)
         num_sites = len(capture.sites)
         if num_tokens == 1 and not self._speculates:
             # Decoding, the common case, without numpy.
@@ -103,8 +104,9 @@ class RowBudget:
         return 0
 
     def _take(self, request: "Request", offsets: np.ndarray, rows: int) -> None:
-        self._claims.pop(request.request_id, None)
-        self._refused.pop(request.request_id, None)
+        if self._claims or self._refused:
+            self._claims.pop(request.request_id, None)
+            self._refused.pop(request.request_id, None)
         self._offsets[request.request_id] = offsets
         self._counts[request.request_id] = rows
         self._taken += rows
@@ -126,9 +128,9 @@ class RowBudget:
         return {
             req_id: kept
             for req_id, at in offsets.items()
-            if len(kept := _below(at, num_scheduled_tokens.get(req_id, 0)))
+            if (size := num_scheduled_tokens.get(req_id)) and len(kept := _below(at, size))
         }
 
 
 def _below(offsets: np.ndarray, stop: int) -> np.ndarray:
-    return offsets if not len(offsets) or offsets[-1] < stop else offsets[offsets < stop]
+    return offsets if offsets is FIRST_TOKEN else offsets[offsets < stop]

@@ -166,7 +166,8 @@ class StepRows:
     def of(self, request_id: str) -> CapturedChunk | None:
         """Views of the step's rows, which keep all of them in memory; copies where the rows of
         several stages were joined."""
-        chunk = self._resolve().get(request_id)
+        chunks = self._resolve() if self._chunks is None else self._chunks
+        chunk = chunks.get(request_id)
         for later in self._later:
             more = later.of(request_id)
             if chunk is not None and more is not None:
