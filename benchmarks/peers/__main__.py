@@ -4,7 +4,8 @@
     python -m benchmarks.peers --model DIR --stock DIR [--peers NAME ...] [--json FILE]
 
 The model is a config.json: weights are random, and prompts are token ids (workloads.py says what is
-asked). Peers whose vLLM is upstream's get --stock in front of PYTHONPATH. A peer that is not
+asked). Only one peer measures at a time; with --at-once they load side by side, if all fit into
+memory. Peers whose vLLM is upstream's get --stock in front of PYTHONPATH. A peer that is not
 installed or that fails has no rows, and the setup says so.
 """
 
@@ -12,22 +13,25 @@ from __future__ import annotations
 
 import argparse
 import os
+import signal
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
-from benchmarks.peers.workloads import Answer, arguments
+from benchmarks.peers.workloads import READY, Answer, arguments
 from benchmarks.results import Row, Run, add_arguments, publish, setup
 
 PEERS = {
-    "plain_vllm": "stock",
-    "pilot": "ours",
-    "extract_hidden_states": "stock",
-    "hf_hooks": "ours",
-    "nnsight_hf": "ours",
+    "plain_vllm": ("plain_vllm", "stock", []),
+    "pilot": ("pilot", "ours", []),
+    "extract_hidden_states": ("extract_hidden_states", "stock", ["--layers", "all"]),
+    "hf_hooks": ("hf_hooks", "ours", []),
+    "extract_hidden_states_few": ("extract_hidden_states", "stock", ["--layers", "few"]),
+    "nnsight_hf": ("nnsight_hf", "ours", []),
 }
-"""Which tree is first in the path of each."""
+"""Of each its script, which tree is first in its path, and its own options."""
 
 BASELINE = "plain vLLM"
 
@@ -46,39 +50,60 @@ NOT_RUN = {
 their machines, and comparable with no row of ours."""
 
 
-def ask(name: str, options: list[str], stock: Path, limit: float) -> Answer:
-    """Run one peer to its end."""
-    path = os.environ.get("PYTHONPATH", "")
-    if PEERS[name] == "stock":
-        path = os.pathsep.join(filter(None, [str(stock.resolve()), path]))
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, [path, os.getcwd()]))}
-    started = time.monotonic()
-    try:
-        ended = subprocess.run(
-            [sys.executable, "-m", f"benchmarks.peers.{name}", *options],
-            env=environment,
-            stdout=subprocess.PIPE,
+class Peer:
+    """A peer's process. It loads when this is made, and measures when it is told to."""
+
+    def __init__(self, name: str, options: list[str], stock: Path) -> None:
+        self.name = name
+        script, tree, own = PEERS[name]
+        path = [os.environ.get("PYTHONPATH", ""), os.getcwd()]
+        if tree == "stock":
+            path.insert(0, str(stock.resolve()))
+        # Not a pipe: nobody reads while others are waited for.
+        self._printed = tempfile.NamedTemporaryFile("w+", prefix=f"{name}-")  # noqa: SIM115
+        self._started = time.monotonic()
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", f"benchmarks.peers.{script}", *options, *own, "--wait"],
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, path))},
+            stdin=subprocess.PIPE,
+            stdout=self._printed,
             stderr=subprocess.STDOUT,
             text=True,
-            timeout=limit,
-            check=False,
+            start_new_session=True,
         )
-    except subprocess.TimeoutExpired:
-        return Answer(name, status="failed: no time left")
-    answer = Answer.find(ended.stdout)
-    seconds = time.monotonic() - started
-    if answer is None:
-        print(ended.stdout[-8000:], file=sys.stderr)
-        last = (ended.stdout.strip().splitlines() or ["nothing printed"])[-1]
-        return Answer(name, status=f"failed, exit status {ended.returncode}: {last}")
-    answer.settings["process"] = f"{seconds:.0f} s"
-    return answer
+
+    def wait_ready(self, until: float) -> None:
+        while time.monotonic() < until and self._process.poll() is None:
+            if f"\n{READY}\n" in Path(self._printed.name).read_text():
+                return
+            time.sleep(0.5)
+
+    def measure(self, until: float) -> Answer:
+        """What it has, if it is not done by then."""
+        late = False
+        try:
+            self._process.communicate("go\n", timeout=max(until - time.monotonic(), 0.1))
+        except subprocess.TimeoutExpired:
+            late = True
+            os.killpg(self._process.pid, signal.SIGKILL)
+            self._process.wait()
+        printed = Path(self._printed.name).read_text()
+        answer = Answer.find(printed) or Answer(self.name)
+        if late:
+            answer.status = f"no time left after {len(answer.rows)} rows"
+        elif self._process.returncode:
+            print(printed[-8000:], file=sys.stderr)
+            last = printed.strip().splitlines()[-1:]
+            answer.status = f"failed, exit status {self._process.returncode}: {' '.join(last)}"
+        answer.peer = self.name
+        return answer
 
 
 def main() -> None:
     parser = arguments(__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("--peers", nargs="+", default=list(PEERS), choices=list(PEERS))
+    parser.add_argument("--at-once", action="store_true", help="all load at once, and then wait")
     parser.add_argument("--budget", type=float, default=570, help="seconds, of all")
     add_arguments(parser)
     args = parser.parse_args()
@@ -89,10 +114,16 @@ def main() -> None:
             options += [option] * value
         else:
             options += [option, str(value)]
-    answers, until = [], time.monotonic() + args.budget
-    for name in args.peers:
-        answers.append(ask(name, options, args.stock, max(until - time.monotonic(), 1)))
-        print(f"{name}: {answers[-1].status}", flush=True)
+    until = time.monotonic() + args.budget
+    answers = []
+    for group in [args.peers] if args.at_once else [[name] for name in args.peers]:
+        loading = [Peer(name, options, args.stock) for name in group]
+        for peer in loading:
+            peer.wait_ready(until)
+        print(f"loaded, {until - time.monotonic():.0f} s left", flush=True)
+        for peer in loading:
+            answers.append(peer.measure(until))
+            print(f"{peer.name}: {answers[-1].status}", flush=True)
     peers = {answer.peer: answer.summary for answer in answers}
     rows = [Row(**row) for answer in answers for row in answer.rows]
     told = setup(args, model=(args.model / "config.json").read_text().strip(), peers=peers)

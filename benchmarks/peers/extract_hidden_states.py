@@ -4,7 +4,7 @@
 PYTHONPATH=STOCK:. python -m benchmarks.peers.extract_hidden_states --model DIR --stock STOCK
 
 It takes the place of a speculative method and of a KV connector, for a list of layers given at
-start-up, and every request is extracted: an engine for the few layers, another one for all. It
+start-up (--layers few or all), and every request is extracted. It
 writes a file a request; "memory" is its own `load_hidden_states` on these files, in eight
 threads, as there is no other way to the rows. It needs a GPU: the connector pins memory.
 """
@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from benchmarks.peers.engine import Asks, describe, need_stock, prepare, start, stop
-from benchmarks.peers.workloads import Answer, Timer, arguments
+from benchmarks.peers.workloads import Answer, Timer, arguments, ready
 
 if TYPE_CHECKING:
     from vllm import LLM
@@ -51,22 +51,19 @@ class Extraction:
     def __init__(self, args: argparse.Namespace, answer: Answer) -> None:
         self._args, self._answer = args, answer
         self._asks, self._timer = Asks(args), Timer(args, answer)
-        self._root = args.files / "benchmark-extract-hidden-states"
+        self._root = args.files / f"benchmark-extract-hidden-states-{args.layers}"
         self._readers = ThreadPoolExecutor(READERS)
 
     def run(self) -> None:
-        shape = self._asks.shape
-        few = shape.few(self._args.few)
-        for name, layers in {
-            f"{len(few)} layers": few,
-            "all layers": list(range(shape.layers)),
-        }.items():
-            llm = start(self._args, **options(layers, self._root))
-            where = f"one a request, not synced, in {self._args.files}"
-            describe(self._answer, llm, files=where, readers=str(READERS))
-            self._measure(llm, name, layers)
-            stop(llm)
-            del llm
+        args, shape = self._args, self._asks.shape
+        layers = shape.few(args.few) if args.layers == "few" else list(range(shape.layers))
+        name = f"{len(layers)} layers" if args.layers == "few" else "all layers"
+        llm = start(args, **options(layers, self._root))
+        files = f"one a request, not synced, in {args.files}"
+        describe(self._answer, llm, files=files, readers=str(READERS))
+        ready(args)
+        self._measure(llm, name, layers)
+        stop(llm)
 
     def _measure(self, llm: LLM, name: str, layers: list[int]) -> None:
         case, timer, hidden = "extract_hidden_states", self._timer, self._asks.shape.hidden
@@ -75,11 +72,12 @@ class Extraction:
         timer.generation(
             f"{case}, {name} of the prompt",
             partial(self._asks.generate, llm),
+            self._clean,
             **{"tokens like the one before": _repeated(outputs)},
         )
         facts: dict[str, Any] = {"row bytes": len(layers) * hidden * 2}
         write, load = partial(self._written, llm), partial(self._loaded, llm, layers)
-        timer.extraction(f"{case}, {name}", write, self._clean, delivered="files", **facts)
+        timer.extraction(f"{case}, {name}, files", write, self._clean, delivered="files", **facts)
         facts["mean |row|"] = load()
         self._clean()
         timer.extraction(f"{case}, {name}, loaded", load, self._clean, delivered="memory", **facts)
@@ -126,7 +124,9 @@ def _repeated(outputs: list[Any]) -> float:
 
 
 def main() -> None:
-    args = arguments(__doc__).parse_args()
+    parser = arguments(__doc__)
+    parser.add_argument("--layers", choices=("few", "all"), default="all")
+    args = parser.parse_args()
     answer = Answer("extract_hidden_states")
     # In the asking process the engine would take its last step when the last request ends, and it
     # writes files in the step after that.

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from benchmarks.peers.workloads import Answer, Shape, Timer, arguments, installed, prompts
+from benchmarks.peers.workloads import Answer, Shape, Timer, arguments, installed, prompts, ready
 from benchmarks.random_weights import fill
 
 if TYPE_CHECKING:
@@ -103,6 +103,7 @@ class Hooks:
     @torch.inference_mode()
     def run(self) -> None:
         args, timer = self._args, self._timer
+        ready(args)
         asked = ids(self._shape, args.requests, args.prompt, self._device)
         timer.generation(CASE, partial(self._generate, asked))
         with ExitStack() as hooks:

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from benchmarks.peers.hf_hooks import host_rows, ids, load, wait
-from benchmarks.peers.workloads import Answer, Shape, Timer, arguments, installed
+from benchmarks.peers.workloads import Answer, Shape, Timer, arguments, installed, ready
 
 
 def measure(args: argparse.Namespace, answer: Answer) -> None:
@@ -26,6 +26,7 @@ def measure(args: argparse.Namespace, answer: Answer) -> None:
     answer.versions["nnsight"] = nnsight.__version__
     traced = nnsight.NNsight(model)
     asked = ids(shape, args.extract_requests, args.extract_prompt, model.device)
+    ready(args)
     few = shape.few(args.few)
     for name, layers in {
         f"{len(few)} layers": few,

@@ -3,8 +3,8 @@
 
 python -m benchmarks.peers.pilot --model DIR --stock STOCK
 
-Two engines: with the options as they are by default, and with a capture buffer that holds a whole
-step's rows of all layers. The cases of the second are those with "large buffer" in their names.
+The capture buffer holds a whole step's rows of all layers, as upstream's extraction has room for;
+with the default of 256 MiB such prompts are computed in smaller steps.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from benchmarks.peers.engine import Asks, describe, prepare, start, stop
-from benchmarks.peers.workloads import Answer, Shape, Timer, arguments
+from benchmarks.peers.workloads import Answer, Shape, Timer, arguments, ready
 
 if TYPE_CHECKING:
     from vllm import LLM
@@ -62,31 +62,27 @@ class Pilot:
         self._root = args.files / "benchmark-pilot"
 
     def run(self) -> None:
-        llm = self._start({})
+        args, shape = self._args, self._shape
+        step = args.step_tokens * shape.layers * shape.hidden * 2
+        folder = {"name": "filesystem", "root": str(self._root), "pending_bytes": ROOM}
+        llm = start(
+            args,
+            enable_steering=True,
+            capture_consumers=["inline", folder],
+            capture_inline_max_bytes=ROOM,
+            capture_buffer_bytes=step,
+        )
         describe(
             self._answer,
             llm,
             captured="post_block",
-            files=f"packed, synced, in {self._root.parent}",
+            files=f"packed, synced, in {args.files}",
+            buffer=f"{step >> 20} MiB",
         )
+        ready(args)
         self._generate(llm)
-        self._extract(llm, "ours", few=True)
+        self._extract(llm)
         stop(llm)
-        del llm
-        step = self._args.step_tokens * self._shape.layers * self._shape.hidden * 2
-        llm = self._start({"capture_buffer_bytes": step})
-        self._extract(llm, "ours, large buffer", few=False)
-        stop(llm)
-
-    def _start(self, options: dict[str, Any]) -> LLM:
-        folder = {"name": "filesystem", "root": str(self._root), "pending_bytes": ROOM}
-        return start(
-            self._args,
-            enable_steering=True,
-            capture_consumers=["inline", folder],
-            capture_inline_max_bytes=ROOM,
-            **options,
-        )
 
     def _generate(self, llm: LLM) -> None:
         args, asks, timer = self._args, self._asks, self._timer
@@ -98,7 +94,7 @@ class Pilot:
             steered=f"{len(POINTS)} points x {self._shape.layers} layers",
             distinct=args.requests,
         )
-        for name, layers in self._layers(few=True).items():
+        for name, layers in self._layers().items():
             fields = [asked("inline", layers, "all_generated")] * args.requests
             # The last generated token is never fed back.
             rows, ask = args.generated - 1, partial(asks.generate, llm, fields)
@@ -106,25 +102,23 @@ class Pilot:
             work = partial(self._check, ask, layers, rows)
             timer.generation(f"ours, capturing generated tokens, {name}", work, **facts)
 
-    def _extract(self, llm: LLM, who: str, few: bool) -> None:
+    def _extract(self, llm: LLM) -> None:
         asks, timer, rows = self._asks, self._timer, self._args.extract_prompt
-        if few:
-            timer.extraction("ours, idle", partial(asks.extract, llm), delivered="nothing")
-        for name, layers in self._layers(few).items():
+        timer.extraction("ours, idle", partial(asks.extract, llm), delivered="nothing")
+        for name, layers in self._layers().items():
             ask = partial(asks.extract, llm, asked("inline", layers, "all_prompt"))
             facts = self._facts(layers) | {"mean |row|": self._check(ask, layers, rows)}
             work = partial(self._check, ask, layers, rows)
-            timer.extraction(f"{who}, {name}, inline", work, delivered="memory", **facts)
+            timer.extraction(f"ours, {name}, inline", work, delivered="memory", **facts)
 
             ask = partial(asks.extract, llm, asked("filesystem", layers, "all_prompt"))
             write = partial(_need_written, ask)
             facts = self._facts(layers)
-            timer.extraction(f"{who}, {name}", write, self._clean, delivered="files", **facts)
+            timer.extraction(f"ours, {name}, files", write, self._clean, delivered="files", **facts)
 
-    def _layers(self, few: bool) -> dict[str, list[int]]:
-        chosen = self._shape.few(self._args.few)
-        both = {f"{len(chosen)} layers": chosen} if few else {}
-        return {**both, "all layers": list(range(self._shape.layers))}
+    def _layers(self) -> dict[str, list[int]]:
+        few = self._shape.few(self._args.few)
+        return {f"{len(few)} layers": few, "all layers": list(range(self._shape.layers))}
 
     def _check(self, ask: Callable[[], list[Any]], layers: list[int], rows: int) -> float:
         """Every row must be there. The mean size of the first request's of the last layer."""

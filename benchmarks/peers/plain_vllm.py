@@ -10,7 +10,7 @@ import argparse
 from functools import partial
 
 from benchmarks.peers.engine import Asks, describe, need_stock, prepare, start, stop
-from benchmarks.peers.workloads import Answer, Timer, arguments
+from benchmarks.peers.workloads import Answer, Timer, arguments, ready
 
 CASE = "plain vLLM"
 
@@ -21,6 +21,7 @@ def measure(args: argparse.Namespace, answer: Answer) -> None:
     asks, timer = Asks(args), Timer(args, answer)
     llm = start(args)
     describe(answer, llm)
+    ready(args)
     timer.generation(CASE, partial(asks.generate, llm))
     timer.extraction(CASE, partial(asks.extract, llm), delivered="nothing")
     stop(llm)

@@ -17,6 +17,7 @@ import importlib.util
 import json
 import random
 import statistics
+import sys
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
@@ -73,8 +74,19 @@ def arguments(description: str | None) -> argparse.ArgumentParser:
     parser.add_argument("--step-tokens", type=int, default=8192, help="max_num_batched_tokens")
     parser.add_argument("--rounds", type=int, default=5, help="after one that warms up")
     parser.add_argument("--kv-bytes", type=int, default=16 << 30)
+    parser.add_argument("--wait", action="store_true", help="measure when stdin says so")
     parser.add_argument("--eager", action="store_true", help="no compilation, as on a CPU")
     return parser
+
+
+READY = "ready"
+
+
+def ready(args: argparse.Namespace) -> None:
+    """All is loaded: measure when it is this peer's turn."""
+    if args.wait:
+        print(f"\n{READY}", flush=True)
+        sys.stdin.readline()
 
 
 def installed(answer: Answer, *packages: str) -> bool:
@@ -113,10 +125,16 @@ class Timer:
     def __init__(self, args: argparse.Namespace, answer: Answer) -> None:
         self._args, self._answer = args, answer
 
-    def generation(self, case: str, work: Callable[[], object], **facts: Fact) -> None:
+    def generation(
+        self,
+        case: str,
+        work: Callable[[], object],
+        clean: Callable[[], None] | None = None,
+        **facts: Fact,
+    ) -> None:
         a = self._args
         at = {"requests": a.requests, "prompt": a.prompt, "generated": a.generated}
-        self._add(case, OUTPUT, a.requests * a.generated, at, work, None, facts)
+        self._add(case, OUTPUT, a.requests * a.generated, at, work, clean, facts)
 
     def extraction(
         self,
@@ -153,3 +171,4 @@ class Timer:
             moved = float(facts["row bytes"]) * statistics.median(rates) / 1e9
             facts = {**facts, "rows GB/s": moved}
         self._answer.rows.append(asdict(Row(case, quantity, "tok/s", rates, at, facts)))
+        self._answer.print()  # so far, if the time should not do
