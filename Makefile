@@ -3,7 +3,7 @@ PYTHON ?= python3.11
 RUN := .venv/bin/python
 OURS := vllm tools patches tests demo examples benchmarks
 
-.PHONY: help install test test-long test-models workloads lint format fuzz mutations demo tree diffstat wheel clean
+.PHONY: help install test test-long test-models workloads lint format fuzz mutations demo tree diffstat native wheel clean
 .DEFAULT_GOAL := help
 
 help: ## this list
@@ -53,6 +53,10 @@ tree: install ## leave build/tree, the fork as four git commits, for reading
 
 diffstat: install ## how little the fork changes
 	@$(RUN) -m tools diffstat
+
+# The ops are found by engines without torch.compile; without them taps use torch and Triton.
+native: install ## build csrc/ into the live tree (optional; needs CMake and a C++ compiler, for GPUs nvcc)
+	$(RUN) -m tools.native build/tree/vllm
 
 wheel: install ## the distributable wheel, in dist/
 	$(RUN) -m pip wheel . --no-deps --wheel-dir dist

@@ -109,7 +109,7 @@ def main() -> None:
             rows.append(Row(name, "TPOT", "ms", values, {"batch": requests}, facts, beside))
         # After each size, as time may be up.
         where = setup(args, model=model_shape(args.model), taps=len(taps))
-        publish(Run("eager taps", where, rows, baselines=("plain",)), args.json)
+        publish(Run("eager", where, rows, baselines=("plain",)), args.json)
 
 
 if __name__ == "__main__":
