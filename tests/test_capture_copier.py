@@ -82,7 +82,7 @@ def test_the_steps_memory_goes_soon(monkeypatch: pytest.MonkeyPatch) -> None:
         for at in range(num_steps):
             steps.step(copier, collectors if at < 2 else collectors[:1])  # a straggler
         assert steps.alive <= 4 * module.STEPS if copies else steps.alive == num_steps
-        copier.settle(collectors[0])
+        copier.finish(collectors[0])
         check(collectors[0], num_steps)
 
 
@@ -100,6 +100,25 @@ def test_who_gathers_more_than_the_threads_can_copy_waits(monkeypatch: pytest.Mo
     assert stuck.done()
 
 
+@pytest.mark.parametrize("shared", [1, 1 << 30])
+def test_the_rest_is_copied_at_the_end(shared: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By all threads if it is much, and then, too, each row to its place."""
+    monkeypatch.setattr(module, "SHARED_BYTES", shared)
+    copier, collector, at = RowCopier(), collector_for(23), 0
+    by_threads: list[int] = []
+    submit = copier._threads.submit
+    monkeypatch.setattr(
+        copier._threads, "submit", lambda *work: by_threads.append(1) or submit(*work)
+    )
+    for count in (1, 9, 13):
+        values = torch.arange(float(at), at + count)[:, None, None].repeat(1, SITES, WIDTH)
+        copier.add(collector, [CapturedChunk(np.arange(at, at + count), [values], 1)])
+        at += count
+    copier.finish(collector)
+    check(collector, 23)
+    assert bool(by_threads) == (shared == 1)
+
+
 def test_a_thread_that_fails_is_no_lost_row() -> None:
     """The error comes out, where a result would be made of rows that are not there."""
     copier, collector = RowCopier(), collector_for(2)
@@ -107,7 +126,7 @@ def test_a_thread_that_fails_is_no_lost_row() -> None:
     for _ in range(module.STEPS):
         copier.step()
     with pytest.raises(ValueError, match="wrong shape"):
-        copier.settle(collector)
+        copier.finish(collector)
 
 
 def test_a_pickled_site_has_its_own_rows_only() -> None:

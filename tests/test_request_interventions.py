@@ -235,6 +235,19 @@ def test_rows_that_wait_do_not_hold_the_steps_storage(first: int, waits: bool) -
     assert size == (2 * HIDDEN * 4 if waits else values.nbytes)
 
 
+@pytest.mark.parametrize(("rows", "copied"), [(3, True), (5, False)])
+def test_what_waits_holds_at_most_twice_its_size(rows: int, copied: bool) -> None:
+    """Most of a step's rows need no copy: they are what is kept anyway."""
+    interventions = capturing("all", prompt=12)
+    values = torch.zeros(10, 2, HIDDEN)
+    interventions.accept(CapturedChunk(np.arange(rows), [values[:rows]], VERSION), 13)
+    chunks = interventions.take()
+    assert chunks is not None
+    held = chunks[0].values[0].untyped_storage()
+    assert held.nbytes() <= 2 * rows * 2 * HIDDEN * 4
+    assert (held.data_ptr() != values.untyped_storage().data_ptr()) == copied
+
+
 WANTED = st.sets(st.integers(0, 11), min_size=1)
 
 

@@ -2,6 +2,9 @@
 """Copies rows that came with outputs to their completions' memory, beside the engine's loop."""
 
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from itertools import chain
+
+import torch
 
 from vllm.v1.capture.collect import RowCollector, copy
 from vllm.v1.interventions import CapturedChunk
@@ -9,6 +12,8 @@ from vllm.v1.interventions import CapturedChunk
 THREADS = 4
 BYTES = 192 << 20
 STEPS = 32
+SHARED_BYTES = 16 << 20
+"""What is more than this is copied by all threads."""
 
 _Job = tuple[RowCollector, list[CapturedChunk]]
 
@@ -38,10 +43,16 @@ class RowCopier:
             self._bytes += len(chunk.positions) * collector.row_bytes
         self._last = chunks[-1]
 
-    def settle(self, collector: RowCollector) -> None:
-        """Return when no thread copies rows of this one."""
+    def finish(self, collector: RowCollector) -> None:
+        """Return when all rows of this one are copied; if they are many, all threads do it."""
         if collector in self._copying:
             self._wait()
+        into, rows = collector.place(collector.take_new())
+        if sum(values.nbytes for values in rows) < SHARED_BYTES:
+            copy([(into, rows)])
+            return
+        pieces = [i.chunk(THREADS) for i in into], [r.chunk(THREADS) for r in rows]
+        list(self._threads.map(torch.Tensor.copy_, *map(chain.from_iterable, pieces)))
 
     def step(self) -> None:
         """All outputs of a step were taken."""

@@ -51,7 +51,9 @@ class Selected:
             RowsLost: they were computed, so they should be there.
         """
         wanted = self.all(num_rows)
-        absent = np.setdiff1d(wanted.array(), np.concatenate([np.zeros(0, np.int64), *arrived]))
+        needed, there = wanted.array(), np.concatenate([np.zeros(0, np.int64), *arrived])
+        # As a rule all came, and nothing else; and that is seen in less time.
+        absent = needed[:0] if np.array_equal(needed, there) else np.setdiff1d(needed, there)
         if len(absent):
             where = f"{len(absent)} of {len(wanted)} rows, first at position {absent[0]}"
             if aborted:

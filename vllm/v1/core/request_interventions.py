@@ -91,8 +91,8 @@ class RequestInterventions:
         """Keep what the frontend needs of a chunk.
 
         Args:
-            waits: for a later step's output; a chunk is a view of the rows of all requests, and a
-                long prompt has many steps.
+            waits: for a later step's output. A chunk is a view of the rows of all requests, and a
+                long prompt has many steps: what is not most of its step's rows is copied.
         """
         if not self._relays_all:
             kept = np.flatnonzero(self._relayed_positions.mask(chunk.positions))
@@ -104,7 +104,10 @@ class RequestInterventions:
             ]
             chunk = CapturedChunk(chunk.positions[kept], values, chunk.version)
         elif waits:
-            values = [v.clone() for v in chunk.values]
+            values = [
+                v.clone() if 2 * v.nbytes < v.untyped_storage().nbytes() else v
+                for v in chunk.values
+            ]
             chunk = CapturedChunk(chunk.positions, values, chunk.version)
         self._undelivered.append(chunk)
 

@@ -140,7 +140,7 @@ class CompletionCapture:
         aborted = finish_reason in (FinishReason.ABORT, FinishReason.ERROR)
         inline: dict[str, CaptureResult] = {}
         if self._collector is not None:
-            self._outputs.copier.settle(self._collector)
+            self._outputs.copier.finish(self._collector)
             inline = self._collector.results(
                 output_token_ids, finished=finished, aborted=aborted, only_new=only_new
             )
