@@ -93,7 +93,8 @@ class Peer:
             answer.status = f"no time left after {len(answer.rows)} rows"
         elif self._process.returncode:
             print(printed[-8000:], file=sys.stderr)
-            last = printed.strip().splitlines()[-1:]
+            lines = printed.strip().splitlines()
+            last = [line for line in lines if "Error" in line][-1:] or lines[-1:]
             answer.status = f"failed, exit status {self._process.returncode}: {' '.join(last)}"
         answer.peer = self.name
         return answer
