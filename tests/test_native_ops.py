@@ -90,25 +90,23 @@ def test_a_native_tap_is_a_tap(library: Path, steered: bool, captured: bool, wid
 def test_an_eager_engine_uses_native_taps(
     library: Path, tiny_models: TinyModels, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The stream deferred (llama) and whole (gpt2): every point read and written, against
-    transformers."""
+    """Every point read and written, against transformers."""
     monkeypatch.setattr(interventions, "NATIVE_ROWS", True)
+    path, row = tiny_models.path("llama"), tiny_models.row("llama")
+    judge = Judge(Reference(row, models.load(row, path)))
     asks = [
         Ask(prompt_of(19, 7), {"steering_vectors": {point: {1: vector(9)}}, **capture("all")})
         for point in POINTS
     ]
     asks += [Ask(prompt_of(11, 8), capture("all")), Ask(prompt_of(7, 9))]
-    for model in ("llama", "gpt2"):
-        path, row = tiny_models.path(model), tiny_models.row(model)
-        judge = Judge(Reference(row, models.load(row, path)))
-        options = {"enable_steering": True, "capture_consumers": ["inline"]}
-        with engine(path, **options) as llm, profile() as seen:
-            answers = serve(llm, asks)
-        ops = {event.name for event in seen.events()}
-        assert "pilot::steer_and_capture_rows" in ops
-        assert "vllm::capture_rows" not in ops
-        for ask, answer in zip(asks, answers, strict=True):
-            judge.check(ask, answer)
+    options = {"enable_steering": True, "capture_consumers": ["inline"]}
+    with engine(path, **options) as llm, profile() as seen:
+        answers = serve(llm, asks)
+    ops = {event.name for event in seen.events()}
+    assert "pilot::steer_and_capture_rows" in ops
+    assert "vllm::capture_rows" not in ops
+    for ask, answer in zip(asks, answers, strict=True):
+        judge.check(ask, answer)
 
 
 def test_what_the_ops_do_not_take_is_an_error(library: Path) -> None:
