@@ -12,7 +12,7 @@ import matplotlib
 matplotlib.use("Agg")
 from matplotlib import pyplot as plt
 
-from benchmarks.show import Json, number, place
+from benchmarks.show import Json, number, place, title
 
 FURTHEST = (0.85, 1.15)
 """Ratios outside are drawn at the edge, with their value."""
@@ -41,8 +41,8 @@ def draw(run: Json, file: Path) -> None:
         squeeze=False,
         layout="constrained",
     )
-    for axes, (name, rows) in zip(panels[:, 0], shown.items(), strict=True):
-        axes.set_title(name, loc="left")
+    for axes, rows in zip(panels[:, 0], shown.values(), strict=True):
+        axes.set_title(title(rows), loc="left")
         if baseline:
             _points(axes, rows, baseline, places)
         else:
@@ -93,7 +93,8 @@ def _points(axes: Any, rows: Sequence[Json], baseline: str, places: Sequence[str
 
 def _bars(axes: Any, rows: Sequence[Json]) -> None:
     """A bar a row, its range as a line."""
-    names = [", ".join(filter(None, (row["case"], place(row["at"])))) for row in rows]
+    one = len({place(row["at"]) for row in rows}) == 1
+    names = [row["case"] if one else f"{row['case']}, {place(row['at'])}" for row in rows]
     for line, row in enumerate(rows):
         axes.barh(line, row["median"], color=COLOURS[0], height=0.6)
         axes.plot([row["min"], row["max"]], [line, line], color="black", lw=1)

@@ -49,17 +49,25 @@ def tables(run: Json) -> Iterator[str]:
     quantities = dict.fromkeys((row["quantity"], row["unit"]) for row in run["rows"])
     for quantity, unit in quantities:
         rows = [r for r in run["rows"] if (r["quantity"], r["unit"]) == (quantity, unit)]
-        yield f"**{quantity}, {unit}**"
+        yield f"**{title(rows)}**"
         yield ""
         yield from _wide(rows) if len(rows) > MOST_ROWS else _long(rows)
         yield ""
+
+
+def title(rows: Sequence[Json]) -> str:
+    """Of rows of one quantity, with their place if it is the same for all."""
+    places = {place(row["at"]) for row in rows}
+    only = f" ({next(iter(places))})" if len(places) == 1 and "" not in places else ""
+    return f"{rows[0]['quantity']}, {rows[0]['unit']}{only}"
 
 
 def _long(rows: Sequence[Json]) -> Iterator[str]:
     """A line a row: at, case, numbers, ratios, facts; columns that say nothing are left out."""
     cases = list(dict.fromkeys(row["case"] for row in rows))
     baselines = sorted({name for row in rows for name in row["against"]}, key=cases.index)
-    with_at, with_facts = any(r["at"] for r in rows), any(r["facts"] for r in rows)
+    with_at = len({place(row["at"]) for row in rows}) > 1
+    with_facts = any(row["facts"] for row in rows)
     repeated = any(r["rounds"] > 1 for r in rows)
     head = (["at"] if with_at else []) + ["case", "median"]
     head += ["min to max", "spread"] if repeated else []
@@ -101,8 +109,13 @@ def setup(run: Json) -> Iterator[str]:
     """Where and with what a run was made, as a list."""
     for name, value in run["setup"].items():
         if isinstance(value, dict):
-            value = "; ".join(f"{key} {_plain(v)}" for key, v in value.items())
-        if value not in ("", None):
+            told = [f"{key} {_plain(v)}" for key, v in value.items()]
+            if name != "options" and any(len(part) > 60 for part in told):
+                yield f"* {name}:"
+                yield from (f"  * {part}" for part in told)
+            elif told:
+                yield f"* {name}: {'; '.join(told)}"
+        elif value not in ("", None):
             yield f"* {name}: {_plain(value)}"
 
 
