@@ -13,11 +13,12 @@ import argparse
 import copy
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
 import time
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any
 
@@ -72,23 +73,36 @@ def run_mode(name: str, options: dict[str, Any], model: Path, timeout: float) ->
     }
     command = [sys.executable, "-m", "tests.gpu.mode", "--name", name, "--model", str(model)]
     started = time.monotonic()
+    process = subprocess.Popen(
+        [*command, "--engine", json.dumps(options)],
+        env=env,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
     try:
-        done = subprocess.run(
-            [*command, "--engine", json.dumps(options)],
-            env=env,
-            capture_output=True,
-            text=True,
-            timeout=timeout,
-        )
-        output, errors = done.stdout, done.stderr
-    except subprocess.TimeoutExpired as late:
-        output = late.stdout.decode() if isinstance(late.stdout, bytes) else ""
-        errors = f"stopped after {timeout} s"
+        output, errors = process.communicate(timeout=timeout)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)  # its workers hold the pipes, too
+        output, errors = process.communicate()
+        errors += f"\nstopped after {timeout} s"
     rows = [json.loads(line) for line in output.splitlines() if line.startswith('{"mode"')]
     if not any(row["check"] in ("zero sum", "ops", "preemption") for row in rows):
         rows.append({"mode": name, "check": "start", "ok": False, "log": errors[-3000:]})
     rows.append({"mode": name, "check": "seconds", "value": time.monotonic() - started, "ok": True})
     return rows
+
+
+def show(row: dict[str, Any]) -> bool:
+    """Print a check's outcome; whether it is good."""
+    values = {k: v for k, v in row.items() if k not in ("mode", "check", "ok", "log")}
+    shown = ", ".join(
+        f"{k}={v:.4g}" if isinstance(v, float) else f"{k}={v}" for k, v in values.items()
+    )
+    print(f"{'ok  ' if row['ok'] else 'FAIL'} {row['mode']:20} {row['check']:22} {shown}")
+    print(row.get("log", ""), end="", flush=True)
+    return bool(row["ok"])
 
 
 def main() -> None:
@@ -111,16 +125,8 @@ def main() -> None:
                 if name in DRAFTS:
                     options["speculative_config"]["model"] = str(Path(folder) / DRAFTS[name])
                 futures.append(pool.submit(run_mode, name, options, model, args.timeout))
-            rows = [row for future in futures for row in future.result()]
-    for row in rows:
-        values = {k: v for k, v in row.items() if k not in ("mode", "check", "ok", "log")}
-        shown = ", ".join(
-            f"{k}={v:.4g}" if isinstance(v, float) else f"{k}={v}" for k, v in values.items()
-        )
-        print(f"{'ok  ' if row['ok'] else 'FAIL'} {row['mode']:20} {row['check']:22} {shown}")
-        if row.get("log"):
-            print(row["log"])
-    sys.exit(0 if all(row["ok"] for row in rows) else 1)
+            good = [show(row) for done in as_completed(futures) for row in done.result()]
+    sys.exit(0 if all(good) else 1)
 
 
 if __name__ == "__main__":
