@@ -106,7 +106,7 @@ class Starts:
         args, caches = self._args, self._caches
         path = [os.environ.get("PYTHONPATH", ""), os.getcwd()]
         if ARMS[self._arm].tree == "stock":
-            path.insert(0, str(args.stock.resolve()))
+            path.insert(0, str(args.stock.absolute()))
         environment = {
             **os.environ,
             "PYTHONPATH": os.pathsep.join(filter(None, path)),

@@ -58,7 +58,7 @@ class Peer:
         script, tree, own = PEERS[name]
         path = [os.environ.get("PYTHONPATH", ""), os.getcwd()]
         if tree == "stock":
-            path.insert(0, str(stock.resolve()))
+            path.insert(0, str(stock.absolute()))
         # Not a pipe: nobody reads while others are waited for.
         self._printed = tempfile.NamedTemporaryFile("w+", prefix=f"{name}-")  # noqa: SIM115
         self._started = time.monotonic()

@@ -29,8 +29,9 @@ def need_stock(tree: Path) -> None:
     """This process must run upstream's files, and they must be upstream's."""
     import vllm
 
-    found = Path(vllm.__file__).resolve().parent
-    if found != (tree / "vllm").resolve():
+    # Not resolved: the tree may be made of links.
+    found = Path(vllm.__file__).parent.absolute()
+    if found != tree.absolute() / "vllm":
         raise SystemExit(f"vllm is {found}, not {tree}/vllm: put {tree} first in PYTHONPATH")
     if (found / "v1/worker/interventions.py").exists():
         raise SystemExit(f"{found} is patched: it has v1/worker/interventions.py")
