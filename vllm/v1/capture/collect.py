@@ -112,7 +112,7 @@ class RowCollector:
         selection = selected.selection
         num_rows = selected.rows_of(len(token_ids))
         since = self._delivered if only_new else 0
-        keep = selected.known(num_rows).mask(merged.positions) & (merged.positions >= since)
+        keep = selected.mask(merged.positions, num_rows) & (merged.positions >= since)
         if finished:
             keep |= selected.last(num_rows).mask(merged.positions)  # so never delivered before
         at = np.flatnonzero(keep)

@@ -75,7 +75,7 @@ class Feed:
         """
         num_rows = self._selected.rows_of(len(self._prompt) + len(output_token_ids))
         positions = chunk.positions
-        keep = self._selected.known(num_rows).mask(positions)
+        keep = self._selected.mask(positions, num_rows)
         if self._selected.selection.last_generated:
             # Kept until it is known which one is the last; all of them if that may be an earlier.
             last = np.flatnonzero((positions < num_rows) & (positions >= len(self._prompt)))
@@ -133,7 +133,9 @@ class Feed:
         values = chunk.values[self._stream]
         if not self._all_sites:
             values = values[:, self._sites]
-        values = values[torch.from_numpy(at)].transpose(0, 1).contiguous()
+        if len(at) < len(chunk.positions):
+            values = values[torch.from_numpy(at)]
+        values = values.transpose(0, 1).clone(memory_format=torch.contiguous_format)
         known = len(self._prompt)
         ids = [self._prompt[p] if p < known else output_token_ids[p - known] for p in positions]
         return RowBatch(

@@ -34,6 +34,10 @@ class Selected:
         """The selected positions below `num_rows` that do not depend on where the request ends."""
         return self._runs.below(num_rows)
 
+    def mask(self, positions: np.ndarray, num_rows: int) -> np.ndarray:
+        """bool [n]: which of int [n] `positions` are `known`."""
+        return self._runs.mask(positions) & (positions < num_rows)
+
     def last(self, num_rows: int) -> Positions:
         """The last generated position of a completion of `num_rows` rows, if it is wanted only
         because it is the last: it is not known before the end."""
