@@ -105,11 +105,14 @@ def test_the_rest_is_copied_at_the_end(shared: int, monkeypatch: pytest.MonkeyPa
     """By all threads if it is much, and then, too, each row to its place."""
     monkeypatch.setattr(module, "SHARED_BYTES", shared)
     copier, collector, at = RowCopier(), collector_for(23), 0
-    by_threads: list[int] = []
+    by_threads: list[object] = []
     submit = copier._threads.submit
-    monkeypatch.setattr(
-        copier._threads, "submit", lambda *work: by_threads.append(1) or submit(*work)
-    )
+
+    def noted(*work: Any) -> Future[Any]:
+        by_threads.append(work)
+        return submit(*work)
+
+    monkeypatch.setattr(copier._threads, "submit", noted)
     for count in (1, 9, 13):
         values = torch.arange(float(at), at + count)[:, None, None].repeat(1, SITES, WIDTH)
         copier.add(collector, [CapturedChunk(np.arange(at, at + count), [values], 1)])

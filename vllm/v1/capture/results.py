@@ -34,8 +34,8 @@ class CapturedRows:
     """int64 [n]: the token each row has read."""
     values: torch.Tensor
     """[n, hidden] on the CPU in the model's dtype; with `project` float32 [n, k], the scores of
-    each row. Where there are several sites not contiguous: they share memory, which is kept while one
-    of them is; clone() what is to stay alone."""
+    each row. Several sites share memory, so they are not contiguous, and one that is kept keeps
+    all: clone() what is to stay alone."""
     versions: np.ndarray
     """int64 [n]: the version of the global steering each row ran under, see `llm.steering`."""
 
