@@ -105,13 +105,18 @@ def _variants() -> tuple[Variants, Layer]:
     return Variants(VllmConfig(), nn.Sequential(layer), {layer: bound}), layer
 
 
+def tapped(layer: Layer) -> bool:
+    taps: object = layer.taps
+    return isinstance(taps, BoundTaps)
+
+
 def test_each_form_has_taps_of_its_own() -> None:
     variants, layer = _variants()
-    assert isinstance(layer.taps, BoundTaps)
+    assert tapped(layer)
     assert not variants.choose(tapped=False)
     assert layer.taps is Layer.taps
     assert variants.choose(tapped=True)
-    assert isinstance(layer.taps, BoundTaps)
+    assert tapped(layer)
 
 
 def test_each_form_has_graphs_of_its_own() -> None:
@@ -119,23 +124,23 @@ def test_each_form_has_graphs_of_its_own() -> None:
     variants, layer = _variants()
     taken: Counter[str] = Counter()
     for round_number in range(2):
-        manager = CudaGraphManager.__new__(CudaGraphManager)
+        manager: Any = CudaGraphManager.__new__(CudaGraphManager)
         manager.graphs = {}
         for size in variants.each((8, 4), manager):
-            form = "tapped" if isinstance(layer.taps, BoundTaps) else "plain"
+            form = "tapped" if tapped(layer) else "plain"
             taken[form] += 1
             assert size not in manager.graphs
-            manager.graphs[size] = nn.Linear(1, 1)  # type: ignore[index, assignment]
-        tapped = dict(manager.graphs)
+            manager.graphs[size] = nn.Linear(1, 1)
+        with_taps = dict(manager.graphs)
         variants.choose(tapped=False)
         plain = dict(manager.graphs)
-        assert set(plain) == set(tapped) == {8, 4}
-        assert all(plain[size] is not tapped[size] for size in plain)
+        assert set(plain) == set(with_taps) == {8, 4}
+        assert all(plain[size] is not with_taps[size] for size in plain)
         variants.choose(tapped=True)
-        assert manager.graphs == tapped
+        assert manager.graphs == with_taps
         assert taken == {"plain": 2 * (round_number + 1), "tapped": 2 * (round_number + 1)}
         graph = weakref.ref(plain[8])
-        del plain, tapped, manager
+        del plain, with_taps, manager
         gc.collect()
         assert graph() is None
 
@@ -146,5 +151,5 @@ def test_batch_invariance_has_one_form(monkeypatch: pytest.MonkeyPatch) -> None:
     variants, layer = _variants()
     assert variants.count == 1
     assert variants.choose(tapped=False)
-    assert isinstance(layer.taps, BoundTaps)
+    assert tapped(layer)
     assert list(variants.each((1, 2))) == [1, 2]

@@ -111,7 +111,7 @@ class Mode:
         return results
 
     def _generate(self, fed: Any, params: Any, between: Callable[[], None] | None) -> list[Any]:
-        engine = self.llm.llm_engine
+        engine: Any = self.llm.llm_engine
         if between is None:
             return self.llm.generate(fed, params, use_tqdm=False)
         step = engine.step
@@ -145,7 +145,7 @@ class Mode:
             for fields in steer
         ]
         fed: Any = [{"prompt_token_ids": t} for t in tokens]
-        outputs = self.llm.generate(fed, params, use_tqdm=False)
+        outputs: list[Any] = self.llm.generate(fed, params, use_tqdm=False)
         return [
             torch.tensor([next(iter(at.values())).logprob for at in o.prompt_logprobs[1:]])
             for o in outputs

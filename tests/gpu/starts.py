@@ -78,7 +78,8 @@ def serve(model: Path, options: dict[str, Any], steer: bool) -> dict[str, Any]:
     digest = hashlib.sha256()
     for batch in BATCHES:
         fed: Any = [{"prompt_token_ids": t} for t in prompts(batch, seed=batch)]
-        for output in llm.generate(fed, params, use_tqdm=False):
+        outputs: list[Any] = llm.generate(fed, params, use_tqdm=False)
+        for output in outputs:
             [completion] = output.outputs
             at = [*output.prompt_logprobs[1:], *completion.logprobs]
             said = [(token, lp.logprob) for where in at for token, lp in where.items()]

@@ -27,7 +27,8 @@ def prefix_cache(mode: Mode, tokens: list[list[int]]) -> dict[str, Any]:
     steered = {"steering_vectors": {"post_attn": {1: vector}}}
     hooks = {"post_block": "all"}
     cached, rows = [], []
-    for fields in ({}, {}, steered):
+    asked: list[dict[str, Any]] = [{}, {}, steered]
+    for fields in asked:
         params = SamplingParams(
             max_tokens=8,
             temperature=0.0,
@@ -37,7 +38,7 @@ def prefix_cache(mode: Mode, tokens: list[list[int]]) -> dict[str, Any]:
             **fields,
         )
         prompts: Any = [{"prompt_token_ids": [*t, 7]} for t in tokens]
-        outputs = mode.llm.generate(prompts, params, use_tqdm=False)
+        outputs: list[Any] = mode.llm.generate(prompts, params, use_tqdm=False)
         cached.append(sum(output.num_cached_tokens or 0 for output in outputs))
         rows.append([o.capture_results["inline"].payload["post_block", 5] for o in outputs])
     near = max(
@@ -50,7 +51,8 @@ def prefix_cache(mode: Mode, tokens: list[list[int]]) -> dict[str, Any]:
 
 def preemption(mode: Mode, tokens: list[list[int]]) -> dict[str, Any]:
     """More requests than the cache holds: rows of preempted ones are those of the reference."""
-    scheduler = mode.llm.llm_engine.engine_core.engine_core.scheduler
+    client: Any = mode.llm.llm_engine.engine_core
+    scheduler = client.engine_core.scheduler
     preempt, count = scheduler._preempt_request, Counter[str]()
 
     def counted(*args: Any, **kwargs: Any) -> Any:
