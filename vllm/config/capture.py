@@ -32,8 +32,9 @@ class CaptureConfig:
     in Python also dicts, functions and instances of `CaptureConsumer`. See docs/capture.md."""
 
     capture_buffer_bytes: int = Field(default=256 << 20, ge=1)
-    """Device memory for the rows of one step. Prompts whose rows do not fit at once are computed
-    in more, smaller steps."""
+    """Device memory for the rows of one step; a GPU takes as much again, from which they leave
+    while the next step runs. Prompts whose rows do not fit at once are computed in more, smaller
+    steps."""
 
     capture_inline_max_bytes: int = Field(default=64 << 20, ge=1)
     """Most bytes of rows one request may return inline."""
