@@ -56,7 +56,7 @@ DEFECTS: dict[str, list[str]] = {
         "test_taps_codemod.py",
     ],
     "an op on an input nobody reads is removed by the compiler: rows of zeros": [
-        "test_compiled.py::test_taps_are_in_the_compiled_code",
+        "test_compiled.py::test_taps_are_in_the_code_of_one_form",
         "test_compiled.py::test_read_and_write",
     ],
     "a point the model or the layer does not have is accepted and does nothing": [
