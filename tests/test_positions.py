@@ -65,6 +65,13 @@ def test_mask(runs: list[Run], asked: list[int]) -> None:
     assert mask.tolist() == [p in members(runs) for p in asked]
 
 
+@given(RUNS, ANYWHERE, ANYWHERE)
+def test_between(runs: list[Run], first: int, stop: int) -> None:
+    between = Positions(runs).between(first, stop)
+    assert between.dtype == np.int64
+    assert between.tolist() == sorted(p for p in members(runs) if first <= p < stop)
+
+
 @given(RUNS, ANYWHERE)
 def test_first_from(runs: list[Run], position: int) -> None:
     later = [p for p in members(runs) if p >= position]

@@ -3,6 +3,7 @@
 
 from bisect import bisect_right
 from collections.abc import Iterable
+from functools import cached_property
 
 import numpy as np
 
@@ -18,7 +19,7 @@ class Positions:
 
     def __init__(self, runs: Iterable[Run] = ()) -> None:
         # In lists, because single look-ups happen per request and step: bisect is several times
-        # faster there, and so are sets of few runs.
+        # faster there, and so are sets of few runs, the common case.
         self._start_list: list[int] = []
         self._stop_list: list[int] = []
         for start, stop in sorted((int(a), int(b)) for a, b in runs if a < b):
@@ -27,8 +28,11 @@ class Positions:
             else:
                 self._start_list.append(start)
                 self._stop_list.append(stop)
-        self._starts = np.array(self._start_list, dtype=np.int64)
-        self._stops = np.array(self._stop_list, dtype=np.int64)
+
+    @cached_property
+    def _arrays(self) -> tuple[np.ndarray, np.ndarray]:
+        """(starts, stops), int64."""
+        return np.array(self._start_list, np.int64), np.array(self._stop_list, np.int64)
 
     @classmethod
     def of(cls, positions: Iterable[int]) -> "Positions":
@@ -46,10 +50,12 @@ class Positions:
         return list(zip(self._start_list, self._stop_list, strict=True))
 
     def __or__(self, other: "Positions") -> "Positions":
+        if not (self._stop_list and other._stop_list):
+            return self if self._stop_list else other
         return Positions(self.runs() + other.runs())
 
     def __len__(self) -> int:
-        return int((self._stops - self._starts).sum())
+        return sum(self._stop_list) - sum(self._start_list)
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Positions) and self.runs() == other.runs()
@@ -67,10 +73,12 @@ class Positions:
 
     def mask(self, positions: np.ndarray) -> np.ndarray:
         """bool [n]: which of int [n] `positions` are in the set."""
-        if not len(self._starts):
-            return np.zeros(len(positions), dtype=bool)
-        run = np.searchsorted(self._starts, positions, side="right") - 1
-        return (run >= 0) & (positions < self._stops[np.maximum(run, 0)])
+        if len(self._stop_list) <= 1:
+            start, stop = self.runs()[0] if self._stop_list else (0, 0)
+            return (positions >= start) & (positions < stop)
+        starts, stops = self._arrays
+        run = np.searchsorted(starts, positions, side="right") - 1
+        return (run >= 0) & (positions < stops[np.maximum(run, 0)])
 
     def first_from(self, position: int) -> int | None:
         """The lowest member >= position."""
@@ -85,9 +93,19 @@ class Positions:
 
     def below(self, stop: int) -> "Positions":
         """The members < stop."""
+        if self.stop <= stop:
+            return self
         return Positions((a, min(b, stop)) for a, b in self.runs())
 
     def array(self) -> np.ndarray:
         """int64 [len(self)]."""
         parts = [np.arange(a, b, dtype=np.int64) for a, b in self.runs()]
         return np.concatenate(parts) if parts else np.zeros(0, dtype=np.int64)
+
+    def between(self, first: int, stop: int) -> np.ndarray:
+        """int64: the members >= first and < stop, where that is a piece of a request."""
+        if len(self._stop_list) == 1:
+            first, stop = max(first, self._start_list[0]), min(stop, self._stop_list[0])
+            return np.arange(first, stop, dtype=np.int64)
+        piece = np.arange(first, stop, dtype=np.int64)
+        return piece[self.mask(piece)]
