@@ -18,6 +18,8 @@ from tests.conformance.runner import READ_TOLERANCE, Reference
 from tests.serving import Ask, Judge, capture, prompt_of, serve, vector
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.sampling_params import RequestOutputKind
+from vllm.v1.capture import shared_rows
+from vllm.v1.engine import core_client
 from vllm.v1.engine.async_llm import AsyncLLM
 
 if TYPE_CHECKING:
@@ -214,15 +216,28 @@ def test_errors_reach_the_caller_and_nobody_else(server: Server, judge: Judge) -
 
 
 def test_offline(tiny_models: TinyModels, judge: Judge, monkeypatch: pytest.MonkeyPatch) -> None:
-    """`LLM` with its engine core in another process, as it starts by default."""
+    """`LLM` with its engine core in another process, as it starts by default. The rows of a
+    step with many prompts come by shared memory."""
     monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "1")
-    llm = make_llm(tiny_models.path("llama"), enable_steering=True, capture_consumers=["inline"])
+    shared: list[int] = []
+
+    class Counted(shared_rows.RowsOfOthers):
+        def __call__(self, dtype: str, shape: tuple[int, ...], meta: dict[str, Any]) -> Any:
+            tensor = super().__call__(dtype, shape, meta)
+            shared.append(tensor.nbytes)
+            return tensor
+
+    monkeypatch.setattr(core_client, "RowsOfOthers", Counted)
+    options = {"enable_steering": True, "capture_consumers": ["inline"]}
+    llm = make_llm(tiny_models.path("llama"), max_num_batched_tokens=1024, **options)
     assert not hasattr(llm.llm_engine.engine_core, "engine_core"), "in this process"
     try:
         fields = [{**STEERED, **capture("all")}, {}, {**DECODE, **capture("predicting")}]
         asks = [Ask(LONG, f) for f in fields] + [Ask(PROMPT, capture("all"))]
+        asks += [Ask(prompt_of(60, i), capture("all")) for i in range(12)]
         for ask, output in zip(asks, serve(llm, asks), strict=True):
             judge.check(ask, output)
+        assert shared and min(shared) >= shared_rows.LEAST_BYTES
     finally:
         llm.llm_engine.engine_core.shutdown()
         gc.collect()

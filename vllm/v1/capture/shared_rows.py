@@ -1,0 +1,134 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Large tensors of an engine core's messages, in memory that it shares with its frontends.
+
+A socket copies what it is given twice, in one thread of each process; rows of all layers of a full
+batch are more than that can carry. So the engine core copies them once, with several threads, into
+a ring of anonymous memory, and the message says where they are. The frontend's tensors are views:
+when the last one of a message's tensor is gone, its place is free again. What finds no place goes
+by the socket, as if there were no ring.
+"""
+
+import mmap
+import os
+import weakref
+from collections import deque
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import IO, Any, NamedTuple
+
+import numpy as np
+import torch
+
+from vllm.config.capture import CaptureConfig
+from vllm.v1.interventions import dtype_of
+from vllm.v1.serial_utils import OOBTensorConsumer
+
+LEAST_BYTES = 1 << 20
+"""Of a tensor that is worth a place."""
+RING_BYTES = 1 << 30
+"""Twice what a frontend keeps before it copies rows (`copier.BYTES`), and more; the kernel gives
+memory as it is first used, and the ring is used from its start when it is empty."""
+PLACES = 4096
+"""At the start of the memory: a byte for each place, 1 while it is taken."""
+THREADS = 4
+
+
+class _Taken(NamedTuple):
+    place: int
+    first: int
+    end: int
+
+
+def share_rows(config: CaptureConfig, output_paths: Sequence[str]) -> "SharedRows | None":
+    """For the encoder of an engine core; None where nothing is captured, or where a frontend may be
+    on another host."""
+    local = all(path.startswith("ipc://") for path in output_paths)
+    return SharedRows() if config.enabled and local else None
+
+
+class SharedRows(OOBTensorConsumer):
+    """The engine core's side. It alone takes places, in order; frontends give them back.
+
+    Args:
+        size: bytes of the ring.
+    """
+
+    def __init__(self, size: int = RING_BYTES) -> None:
+        self._size = size
+        self._taken: deque[_Taken] = deque()
+        self._next_place = 0
+        self._file: IO[bytes] | None = None
+
+    def new_message(self) -> None:
+        """Tensors need not know their message."""
+
+    def __call__(self, tensor: torch.Tensor) -> dict[str, Any] | None:
+        """Where `tensor` was copied to, or None if it goes by the socket."""
+        if tensor.nbytes < LEAST_BYTES or not tensor.is_cpu:
+            return None
+        if self._file is None:
+            self._file = self._open()
+        taken = self._take(tensor.nbytes)
+        if taken is None:
+            return None
+        into = self._memory[taken.first : taken.first + tensor.nbytes].view(tensor.dtype)
+        pieces = into.view(tensor.shape).chunk(THREADS), tensor.chunk(THREADS)
+        list(self._threads.map(torch.Tensor.copy_, *pieces))
+        self._flags[taken.place] = 1
+        return {
+            "pid": os.getpid(),
+            "fd": self._file.fileno(),
+            "place": taken.place,
+            "first": taken.first,
+        }
+
+    def _open(self) -> IO[bytes]:
+        file = os.fdopen(os.memfd_create("vllm-captured-rows"), "r+b")
+        file.truncate(PLACES + self._size)
+        memory = np.frombuffer(mmap.mmap(file.fileno(), 0), np.uint8)
+        self._flags = memory[:PLACES]
+        self._memory = torch.from_numpy(memory[PLACES:])
+        self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="shared-rows")
+        return file
+
+    def _take(self, size: int) -> _Taken | None:
+        """A place of at least `size` bytes behind the last one, or at the start of the ring."""
+        while self._taken and not self._flags[self._taken[0].place]:
+            self._taken.popleft()
+        size = -(-size // 64) * 64
+        first, room = 0, self._size
+        if self._taken:
+            oldest, first = self._taken[0].first, self._taken[-1].end
+            if first <= oldest:
+                room = oldest - first
+            elif (room := self._size - first) < size:
+                first, room = 0, oldest
+        if room < size or len(self._taken) == PLACES:
+            return None
+        self._taken.append(_Taken(self._next_place, first, first + size))
+        self._next_place = (self._next_place + 1) % PLACES
+        return self._taken[-1]
+
+
+class RowsOfOthers:
+    """A frontend's side, for its decoder."""
+
+    def __init__(self) -> None:
+        self._rings: dict[tuple[int, int], np.ndarray] = {}
+
+    def __call__(self, dtype: str, shape: tuple[int, ...], meta: dict[str, Any]) -> torch.Tensor:
+        """A view of the tensor, whose place is free when nobody has a view of it any more."""
+        ring = self._ring(meta["pid"], meta["fd"])
+        of = dtype_of(dtype)
+        first = PLACES + meta["first"]
+        # An array of its own, which the views of it keep alive, and nobody else.
+        values = ring[first : first + of.itemsize * int(np.prod(shape))]
+        weakref.finalize(values, ring.__setitem__, meta["place"], 0).atexit = False
+        return torch.from_numpy(values).view(of).view(shape)
+
+    def _ring(self, pid: int, fd: int) -> np.ndarray:
+        """The memory has no name: it is gone with the processes that use it."""
+        if (pid, fd) not in self._rings:
+            with open(f"/proc/{pid}/fd/{fd}", "r+b") as file:
+                self._rings[pid, fd] = np.frombuffer(mmap.mmap(file.fileno(), 0), np.uint8)
+        return self._rings[pid, fd]
