@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Copies rows that came with outputs to their completions' memory, beside the engine's loop."""
 
+import os
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from itertools import chain
 
@@ -9,7 +10,8 @@ import torch
 from vllm.v1.capture.collect import RowCollector, copy
 from vllm.v1.interventions import CapturedChunk
 
-THREADS = 4
+THREADS = min(8, max(1, len(os.sched_getaffinity(0)) // 2))
+"""Fresh memory costs a core more time than the copy, so several are needed to keep up with a GPU."""
 BYTES = 192 << 20
 STEPS = 32
 SHARED_BYTES = 16 << 20

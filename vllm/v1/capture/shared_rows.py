@@ -20,6 +20,7 @@ import numpy as np
 import torch
 
 from vllm.config.capture import CaptureConfig
+from vllm.v1.capture.copier import THREADS
 from vllm.v1.interventions import dtype_of
 from vllm.v1.serial_utils import OOBTensorConsumer
 
@@ -30,7 +31,6 @@ RING_BYTES = 1 << 30
 memory as it is first used, and the ring is used from its start when it is empty."""
 PLACES = 4096
 """At the start of the memory: a byte for each place, 1 while it is taken."""
-THREADS = 4
 
 
 class _Taken(NamedTuple):
