@@ -11,7 +11,7 @@ from vllm.v1.capture.collect import RowCollector, copy
 from vllm.v1.interventions import CapturedChunk
 
 THREADS = min(8, max(1, len(os.sched_getaffinity(0)) // 2))
-"""Fresh memory costs a core more time than the copy, so several are needed to keep up with a GPU."""
+"""Fresh memory costs a core more time than the copy: it takes several to keep up with a GPU."""
 BYTES = 192 << 20
 STEPS = 32
 SHARED_BYTES = 16 << 20
