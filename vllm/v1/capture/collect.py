@@ -55,7 +55,6 @@ class RowCollector:
             name: Selected(plan.consumers[name], len(prompt_token_ids)) for name in consumers
         }
         self._rows = RowBuffer(plan)
-        self._order = [{site: i for i, site in enumerate(s.sites)} for s in plan.streams]
         self.row_bytes = sum(len(s.sites) * s.row_bytes for s in plan.streams if s.relayed)
         """Of a row at all sites."""
         self._new: list[CapturedChunk] = []
@@ -87,8 +86,9 @@ class RowCollector:
             aborted: whether the request was cut off, so that rows may be missing.
             only_new: leave out rows that an earlier call returned (streaming of deltas).
         """
-        token_ids = np.array([*self._prompt_token_ids, *output_token_ids], dtype=np.int64)
-        copy([self.place(self.take_new())])
+        token_ids = [*self._prompt_token_ids, *output_token_ids]
+        if self._new:
+            copy([self.place(self.take_new())])
         merged = self._rows.view()
         results = {
             name: self._result(selected, merged, token_ids, finished, aborted, only_new)
@@ -104,26 +104,29 @@ class RowCollector:
         self,
         selected: Selected,
         merged: Rows,
-        token_ids: np.ndarray,
+        token_ids: list[int],
         finished: bool,
         aborted: bool,
         only_new: bool,
     ) -> CaptureResult:
         selection = selected.selection
         num_rows = selected.rows_of(len(token_ids))
-        since = self._delivered if only_new else 0
-        keep = selected.mask(merged.positions, num_rows) & (merged.positions >= since)
-        if finished:
+        keep = selected.mask(merged.positions, num_rows)
+        if only_new:
+            keep &= merged.positions >= self._delivered
+        if finished and selection.last_generated:
             keep |= selected.last(num_rows).mask(merged.positions)  # so never delivered before
         at = np.flatnonzero(keep)
-        kept = merged.positions[at]
-        ids, versions = token_ids[kept], merged.versions[at]
+        kept, versions = merged.positions[at], merged.versions[at]
+        ids = np.array([token_ids[position] for position in kept.tolist()], dtype=np.int64)
         of_sites = self._values_of(merged.values[selection.stream], at, only_new).unbind(1)
-        order = self._order[selection.stream]
+        sites = self._plan.streams[selection.stream].sites
         payload = {
-            site: CapturedRows(kept, ids, of_sites[order[site]], versions)
-            for site in selection.sites
+            site: CapturedRows(kept, ids, values, versions)
+            for site, values in zip(sites, of_sites, strict=True)
         }
+        if sites != selection.sites:
+            payload = {site: payload[site] for site in selection.sites}
         if not finished:
             return CaptureResult(status="ok", error=None, payload=payload)
         try:

@@ -55,7 +55,8 @@ class Selected:
             RowsLost: they were computed, so they should be there.
         """
         wanted = self.all(num_rows)
-        needed, there = wanted.array(), np.concatenate([np.zeros(0, np.int64), *arrived])
+        needed = wanted.array()
+        there = arrived[0] if len(arrived) == 1 else np.concatenate([needed[:0], *arrived])
         # As a rule all came, and nothing else; and that is seen in less time.
         absent = needed[:0] if np.array_equal(needed, there) else np.setdiff1d(needed, there)
         if len(absent):

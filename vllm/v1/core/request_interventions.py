@@ -34,6 +34,8 @@ class RequestInterventions:
             )
         self.plan = plan or NO_PLAN
         capture = self.plan.capture
+        self.num_sites = len(capture.sites) if capture else 0
+        """At which it captures."""
         self.wanted = Positions.from_flat(capture.runs) if capture else NO_POSITIONS
         self._relayed = [s.relayed for s in capture.streams] if capture else []
         self._relays_all, self._relays_any = all(self._relayed), any(self._relayed)

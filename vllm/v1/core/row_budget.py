@@ -36,7 +36,6 @@ class RowBudget:
             buffer_bytes = config.capture_config.capture_buffer_bytes
             self._capacity = buffer_bytes // config.tap_shape.row_bytes
         self._offsets: dict[str, np.ndarray] = {}
-        self._counts: dict[str, int] = {}
         self._taken = 0
         self._step = 0
         self._claims: dict[str, Claim] = {}
@@ -50,37 +49,39 @@ class RowBudget:
         0 means: not in this step. Where nobody has a claim, the first request of a step gets some
         (the frontend refused what can never fit).
         """
-        capture = request.interventions.plan.capture
-        if capture is None or num_tokens <= 0:
+        ours, name = request.interventions, request.request_id
+        num_sites = ours.num_sites
+        if not num_sites or num_tokens <= 0:
             return num_tokens
-        if request.request_id in self._offsets:
+        if name in self._offsets:
             self._give_back(request)
-        num_sites = len(capture.sites)
         if num_tokens == 1 and not self._speculates:
             # Decoding, the common case, without numpy.
-            if first not in request.interventions.wanted:
+            if first not in ours.wanted:
                 return 1
             if num_sites > self._room(request):
                 return self._refuse(request, num_sites)
             self._take(request, FIRST_TOKEN, num_sites)
             return 1
-        positions = np.arange(first, first + num_tokens)
-        wanted = request.interventions.wanted.mask(positions)
-        if self._speculates and request.interventions.wanted.stop > request.num_prompt_tokens:
+        stop, prompt = first + num_tokens, request.num_prompt_tokens
+        wanted = ours.wanted.between(first, stop)
+        if self._speculates and ours.wanted.stop > prompt:
             # With drafts in flight the true positions may lie before these: reserve every row
             # past the prompt; the true positions come back with the rows.
-            wanted |= positions >= request.num_prompt_tokens
-        rows = np.cumsum(wanted) * num_sites
-        fits = int(np.searchsorted(rows, self._room(request), side="right"))
-        if fits < num_tokens and self._speculates and first + num_tokens > request.num_tokens:
-            # The sampler counts on all of a request's draft rows or none, those that upstream
-            # pads a prompt's last token with included. Recomputed tokens are no drafts.
-            return self._refuse(request, int(rows[-1]))
-        if not fits:
-            return self._refuse(request, num_sites)
-        offsets = np.flatnonzero(wanted[:fits]).astype(np.int32)
-        self._take(request, offsets, int(rows[fits - 1]))
-        return fits
+            generated = np.arange(max(prompt, first), stop)
+            wanted = np.concatenate([wanted[wanted < prompt], generated])
+        room = self._room(request) // num_sites
+        if len(wanted) > room:
+            if self._speculates and stop > request.num_tokens:
+                # The sampler counts on all of a request's draft rows or none, those that upstream
+                # pads a prompt's last token with included. Recomputed tokens are no drafts.
+                return self._refuse(request, len(wanted) * num_sites)
+            num_tokens = int(wanted[room]) - first
+            if not num_tokens:
+                return self._refuse(request, num_sites)
+            wanted = wanted[:room]
+        self._take(request, (wanted - first).astype(np.int32), len(wanted) * num_sites)
+        return num_tokens
 
     def _room(self, request: "Request") -> int:
         """Rows the request may take: what nobody else has a claim on, or its own claim."""
@@ -108,12 +109,12 @@ class RowBudget:
             self._claims.pop(request.request_id, None)
             self._refused.pop(request.request_id, None)
         self._offsets[request.request_id] = offsets
-        self._counts[request.request_id] = rows
         self._taken += rows
 
     def _give_back(self, request: "Request") -> None:
-        self._offsets.pop(request.request_id, None)
-        self._taken -= self._counts.pop(request.request_id, 0)
+        offsets = self._offsets.pop(request.request_id, None)
+        if offsets is not None:
+            self._taken -= len(offsets) * request.interventions.num_sites
 
     def withdraw(self, request: "Request") -> None:
         """The request is not part of this step after all, or has ended."""
@@ -123,14 +124,11 @@ class RowBudget:
 
     def take(self, num_scheduled_tokens: dict[str, int]) -> dict[str, np.ndarray]:
         """Request id -> int32 offsets into its tokens of this step; starts the next step."""
-        offsets, self._offsets, self._counts, self._taken = self._offsets, {}, {}, 0
+        offsets, self._offsets, self._taken = self._offsets, {}, 0
         self._claims, self._refused, self._step = self._refused, {}, self._step + 1
         return {
             req_id: kept
             for req_id, at in offsets.items()
-            if (size := num_scheduled_tokens.get(req_id)) and len(kept := _below(at, size))
+            if (size := num_scheduled_tokens.get(req_id))
+            and len(kept := at if at is FIRST_TOKEN else at[at < size])
         }
-
-
-def _below(offsets: np.ndarray, stop: int) -> np.ndarray:
-    return offsets if offsets is FIRST_TOKEN else offsets[offsets < stop]

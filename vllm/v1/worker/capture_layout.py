@@ -7,8 +7,9 @@ from weakref import WeakValueDictionary
 
 import numpy as np
 
-from vllm.v1.interventions import Site, WorkerRequest
+from vllm.v1.interventions import Site, WorkerRequest, WorkerStream
 
+_Asked = tuple[tuple[Site, ...], tuple[WorkerStream, ...]]
 _Key = tuple[tuple[int, ...], int, tuple[tuple[tuple[int, ...], tuple[int, int] | None], ...]]
 
 
@@ -48,23 +49,27 @@ class Layouts:
 
     def __init__(self, sites: dict[Site, int]) -> None:
         self._sites = sites
-        self._layouts: WeakValueDictionary[_Key, Layout] = WeakValueDictionary()
+        self._layouts: WeakValueDictionary[_Asked, Layout] = WeakValueDictionary()
 
     def of(self, request: WorkerRequest) -> Layout | None:
         """None where the request captures nothing here."""
+        streams = request.capture_streams
+        layout = self._layouts.get((request.capture_sites, streams))
+        if layout is not None:
+            return layout
         own = [i for i, site in enumerate(request.capture_sites) if site in self._sites]
         if not own:
             return None
-        streams = request.capture_streams
         raw = {i for stream in streams if stream.projection is None for i in stream.sites}
         own.sort(key=lambda i: i not in raw)
         place = {i: n for n, i in enumerate(own)}
-        key: _Key = (
-            tuple(self._sites[request.capture_sites[i]] for i in own),
-            len(raw & place.keys()),
-            tuple((tuple(place[i] for i in s.sites if i in place), s.projection) for s in streams),
+        layout = self._layouts[request.capture_sites, streams] = Layout(
+            (
+                tuple(self._sites[request.capture_sites[i]] for i in own),
+                len(raw & place.keys()),
+                tuple(
+                    (tuple(place[i] for i in s.sites if i in place), s.projection) for s in streams
+                ),
+            )
         )
-        layout = self._layouts.get(key)
-        if layout is None:
-            layout = self._layouts[key] = Layout(key)
         return layout
