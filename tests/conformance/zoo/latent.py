@@ -13,14 +13,15 @@ from ..reference import Adapter
 from ..tiny import COMMON, LAYERS, Tensors, TinyModel, sizes
 
 _MLA: dict[str, Any] = {
-    # The only size of the CPU kernel, 512 + 64, is that of the real models.
+    # The only size of the CPU kernel, 512 + 64, is that of the real models; the others are the
+    # least that FlashAttention has kernels for.
     "kv_lora_rank": 512,
     "q_lora_rank": 48,
-    "qk_nope_head_dim": 32,
+    "qk_nope_head_dim": 64,
     "qk_rope_head_dim": 64,
-    "v_head_dim": 32,
+    "v_head_dim": 128,
 }
-_SMALL_MLA = {**_MLA, "kv_lora_rank": 32, "qk_rope_head_dim": 32}
+_SMALL_MLA: dict[str, Any] = {name: 32 for name in _MLA} | {"q_lora_rank": 48}
 _SIZES = sizes(head_dim=None, num_key_value_heads=COMMON["num_attention_heads"])
 _ROUTED: dict[str, Any] = {
     "n_routed_experts": 4,
