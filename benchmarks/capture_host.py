@@ -18,7 +18,7 @@ Each step hands every request `--tokens` rows of `--sites` sites. Stages of a st
 
     python -m benchmarks.capture_host --profile-engine MODEL [--sites 1 32] [--batch 256]
 
-profiles a whole engine in this process instead: an LLM of that config with dummy weights decodes
+profiles a whole engine in this process instead: an LLM of that config with random weights decodes
 with `inline` capture of all generated tokens, and the functions that took longest are printed.
 With `--processes --top 0` as users run it, in two processes; only the times are printed.
 """
@@ -229,13 +229,13 @@ def profile_engine(args: argparse.Namespace) -> None:
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = str(int(args.processes))
     import torch
 
-    from benchmarks import random_weights
+    from benchmarks.engine_process import WORKER
     from vllm import LLM, SamplingParams
 
-    random_weights.register()  # in this process only
     llm = LLM(
         model=args.profile_engine,
-        load_format="dummy" if args.processes else "benchmark",
+        load_format="benchmark",
+        worker_extension_cls=WORKER,
         skip_tokenizer_init=True,
         max_model_len=1024,
         max_num_seqs=args.batch,

@@ -78,7 +78,7 @@ def main() -> None:
             taps.append(self)
 
     interventions.SiteTap = Kept  # type: ignore[misc]
-    served = Served(Start(str(args.model.resolve()), options, CONTENTS, ""))
+    served = Served(Start(str(args.model.resolve()), options, CONTENTS, "", False))
 
     def tpot(asks: Asks, kind: type[SiteTap], requests: int) -> tuple[float, tuple[int, ...]]:
         for tap in taps:

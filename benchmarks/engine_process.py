@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The process of one engine that `benchmarks.engines` started: works until the pipe ends.
 
-The engine runs in this process. Weights are random (`benchmarks.random_weights`), prompts are
-random tokens, the same in each engine. Imports nothing that only our tree has, as upstream's own
-may be what is here.
+The engine core runs in this process, or in one that vLLM starts from here. Weights are random
+(`benchmarks.random_weights`), prompts are random tokens, the same in each engine. Imports nothing
+that only our tree has, as upstream's own may be what is here.
 """
 
 from __future__ import annotations
@@ -25,6 +25,8 @@ QUIET = {
     "TQDM_DISABLE": "1",
     "VLLM_USE_FLASHINFER_SAMPLER": "0",  # compiles where it runs; the host may have no compiler
 }
+WORKER = "benchmarks.engine_worker.EngineWorker"
+"""Named, not imported: nothing but vLLM itself prepares the process that it may fork."""
 POINTS = ("pre_attn", "post_attn", "post_block")
 STRENGTH = 0.1
 """Of steering vectors, a component; those of the stream are of order one."""
@@ -34,11 +36,11 @@ class Served:
     """The engine, and what it answers batches with."""
 
     def __init__(self, start: Start) -> None:
-        from benchmarks import random_weights
         from vllm import LLM
 
-        random_weights.register()
-        self._llm = LLM(model=start.model, **start.options)
+        self._llm = LLM(model=start.model, worker_extension_cls=WORKER, **start.options)
+        if (self._worker("process_id") != os.getpid()) != start.processes:
+            raise RuntimeError("the engine core is not in the process where it was wanted")
         config = self._llm.llm_engine.model_config
         self._hidden = config.get_hidden_size()
         self._layers = config.hf_config.num_hidden_layers
@@ -129,52 +131,54 @@ class Served:
                 size += site.values.nbytes
         return size
 
+    def copy_rate(self, work: CopyToHost) -> float:
+        return float(self._worker("copy_rate", work.size, work.repeats))
 
-def copy_rate(work: CopyToHost) -> float:
-    """Bytes a second from the device into pinned memory; on a CPU, from memory to memory."""
-    import torch
+    def check_origin(self, stock: str) -> None:
+        """Upstream's engine must be upstream's in every module, and not be patched."""
+        from benchmarks.engine_worker import modules_not_from
 
-    on_gpu = torch.cuda.is_available()
-    source = torch.ones(work.size, dtype=torch.uint8, device="cuda" if on_gpu else "cpu")
-    target = torch.empty(work.size, dtype=torch.uint8, pin_memory=on_gpu)
-    target.copy_(source)
-    started = time.perf_counter()
-    for _ in range(work.repeats):
-        target.copy_(source, non_blocking=True)
-    if on_gpu:
-        torch.cuda.synchronize()
-    return work.size * work.repeats / (time.perf_counter() - started)
+        if (Path(stock) / "vllm/v1/interventions.py").exists():
+            raise RuntimeError(f"{stock} is patched, it is not upstream's own tree")
+        foreign = [*modules_not_from(stock), *self._worker("modules_not_from", stock)]
+        if foreign:
+            raise RuntimeError(f"not from {stock}: {foreign[:5]}")
+
+    def shut_down(self) -> None:
+        """Else this process waits for that of its engine core, at its end."""
+        self._llm.llm_engine.engine_core.shutdown()
+
+    def _worker(self, method: str, *args: Any) -> Any:
+        """What the one worker answers."""
+        [answer] = self._llm.collective_rpc(method, args=args)
+        return answer
 
 
-def check_origin(stock: str) -> None:
-    """Upstream's engine must be upstream's in every module, and not be patched."""
-    root = Path(stock)
-    if (root / "vllm/v1/interventions.py").exists():
-        raise RuntimeError(f"{root} is patched, it is not upstream's own tree")
-    loaded = {name: m for name, m in sys.modules.items() if name.split(".")[0] == "vllm"}
-    files = {name: getattr(module, "__file__", None) for name, module in loaded.items()}
-    foreign = [n for n, file in files.items() if file and not Path(file).is_relative_to(root)]
-    if foreign:
-        raise RuntimeError(f"not from {root}: {[(name, files[name]) for name in foreign[:5]]}")
+def serve(pipe: Connection, start: Start, served: Served) -> None:
+    """Until the pipe ends: `EOFError`."""
+    import vllm
+
+    if start.stock:
+        served.check_origin(start.stock)
+    pipe.send(f"{vllm.__version__} from {Path(vllm.__file__).parent}")
+    while True:
+        work = pipe.recv()
+        answer = served.copy_rate(work) if isinstance(work, CopyToHost) else served.answer(work)
+        pipe.send(answer)
 
 
 def main() -> None:
     pipe = Connection(int(sys.argv[1]))
-    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     for name, value in QUIET.items():
         os.environ.setdefault(name, value)
     try:
         start: Start = pipe.recv()
+        os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = str(int(start.processes))
         served = Served(start)
-        if start.stock:
-            check_origin(start.stock)
-        import vllm
-
-        pipe.send(f"{vllm.__version__} from {Path(vllm.__file__).parent}")
-        while True:
-            work = pipe.recv()
-            answer = copy_rate(work) if isinstance(work, CopyToHost) else served.answer(work)
-            pipe.send(answer)
+        try:
+            serve(pipe, start, served)
+        finally:
+            served.shut_down()
     except EOFError:
         pass
     except Exception:

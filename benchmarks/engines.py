@@ -6,7 +6,11 @@
 
 All start at once and are then asked one at a time. With `--stock DIR` the engines marked so import
 upstream's own tree from DIR, and refuse to start when anything of vLLM comes from elsewhere. The
-rest of their packages comes from where ours does.
+rest of their packages comes from where ours does. With `--processes` each has its engine core in a
+process of its own, as users run it: then two processes an engine.
+
+Whatever ends this process but SIGKILL, no process of an engine is left, as it would hold memory of
+the GPU.
 """
 
 from __future__ import annotations
@@ -14,10 +18,12 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
@@ -104,6 +110,7 @@ class Start:
     options: Mapping[str, Any]
     modules: int
     stock: str
+    processes: bool
 
 
 def add_arguments(parser: argparse.ArgumentParser, kv_bytes: int) -> None:
@@ -117,6 +124,15 @@ def add_arguments(parser: argparse.ArgumentParser, kv_bytes: int) -> None:
         "--budget", type=float, default=540, help="seconds after which no round is begun"
     )
     parser.add_argument("--eager", action="store_true", help="no compilation, as on a CPU")
+    parser.add_argument(
+        "--processes", action="store_true", help="each engine core in a process of its own"
+    )
+
+
+def run_name(benchmark: str, args: argparse.Namespace) -> str:
+    """What the results are called: runs of one name are shown together."""
+    parts = [benchmark, "eager" if args.eager else "", "processes" if args.processes else ""]
+    return "-".join(filter(None, parts))
 
 
 def model_shape(model: Path) -> dict[str, Any]:
@@ -149,10 +165,17 @@ class Engines:
         self._pipes: dict[str, Connection] = {}
         self.versions: dict[str, str] = {}
         self._begun, self._budget = time.monotonic(), args.budget
-        for name, engine in engines.items():
-            stock = str(args.stock.resolve()) if engine.stock else ""
-            model = str(args.model.resolve())
-            self._launch(name, Start(model, {**options, **engine.options}, engine.modules, stock))
+        model = str(args.model.resolve())
+        self._starts = {
+            name: Start(
+                model,
+                {**options, **engine.options},
+                engine.modules,
+                str(args.stock.resolve()) if engine.stock else "",
+                args.processes,
+            )
+            for name, engine in engines.items()
+        }
 
     def _launch(self, name: str, start: Start) -> None:
         ours, theirs = Pipe()
@@ -168,27 +191,37 @@ class Engines:
             pass_fds=[theirs.fileno()],
             cwd=ROOT,
             env=environment,
+            start_new_session=True,
         )
         theirs.close()
         ours.send(start)
         self._pipes[name] = ours
 
     def __enter__(self) -> Self:
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
         try:
+            for name, start in self._starts.items():
+                self._launch(name, start)
             self.versions = {name: self._answer(name) for name in self._pipes}
         except BaseException:
-            self.__exit__()
+            self._end(patience=0)
             raise
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        self._end(patience=60 if kind is None else 0)
+
+    def _end(self, patience: float) -> None:
+        """`patience`: seconds in which an engine may end by itself."""
         for pipe in self._pipes.values():
             pipe.close()
         for process in self._processes.values():
-            try:
-                process.wait(60)
-            except subprocess.TimeoutExpired:
-                process.kill()
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(patience)
+            # The engine core too, which may outlive the process that started it.
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
 
     @property
     def time_is_up(self) -> bool:

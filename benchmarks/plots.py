@@ -14,6 +14,9 @@ from matplotlib import pyplot as plt
 
 from benchmarks.show import Json, number, place, title
 
+COMPARED = ("tpot", "tpot-processes", "prefill", "prefill-processes")
+"""Benchmarks whose ratios are drawn."""
+
 FURTHEST = (0.85, 1.15)
 """Ratios outside are drawn at the edge, with their value."""
 
@@ -57,7 +60,7 @@ def _lines(rows: Sequence[Json], baseline: str) -> int:
 
 def _baseline(run: Json) -> str:
     """The one that ratios are shown to; none: rates are shown."""
-    if run["benchmark"] not in ("tpot", "prefill"):
+    if run["benchmark"] not in COMPARED:
         return ""
     known = {name for row in run["rows"] for name in row["against"]}
     return next((name for name in ("stock", "off") if name in known), "")

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Prompt tokens a second: upstream, nothing enabled, idle, steered, every prompt token captured.
 
-    python -m benchmarks.prefill --model CONFIG_DIR [--stock DIR] [--json FILE]
+    python -m benchmarks.prefill --model CONFIG_DIR [--stock DIR] [--json FILE] [--processes]
 
 --requests prompts of --prompt random tokens are sent at once and each generates one token; prefix
 caching is off. Also requests a second with short prompts of which the last token is captured at all
@@ -26,7 +26,16 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from benchmarks import results
-from benchmarks.engines import NOTHING, Asks, Batch, Engine, Engines, add_arguments, model_shape
+from benchmarks.engines import (
+    NOTHING,
+    Asks,
+    Batch,
+    Engine,
+    Engines,
+    add_arguments,
+    model_shape,
+    run_name,
+)
 from benchmarks.results import Row, Run
 
 COPIED = 256 << 20
@@ -148,6 +157,7 @@ def main() -> None:
     if not args.eager:
         # Prefill uses no graphs; to make them is most of an engine's start.
         common["compilation_config"] = {"cudagraph_capture_sizes": [1]}
+    name = run_name("prefill", args)
     with Engines(engines_of(args), args, **common) as engines:
         setup = results.setup(args, model=model_shape(args.model), engines=engines.versions)
         measured = Measured(engines, args)
@@ -156,8 +166,8 @@ def main() -> None:
                 break
             measured.round(number)
             if number:
-                results.write(Run("prefill", setup, [*measured.rows()]), args.json)
-    results.publish(Run("prefill", setup, [*measured.rows()]), args.json)
+                results.write(Run(name, setup, [*measured.rows()]), args.json)
+    results.publish(Run(name, setup, [*measured.rows()]), args.json)
 
 
 if __name__ == "__main__":

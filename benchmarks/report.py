@@ -16,7 +16,7 @@ import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from benchmarks import show, show_kernels, targets
+from benchmarks import plots, show, show_kernels, targets
 from benchmarks.show import Json
 
 ROOT = Path(__file__).parents[1]
@@ -24,10 +24,10 @@ PAGE = ROOT / "docs" / "performance.md"
 MEASUREMENTS = ROOT / "docs" / "measurements"
 TEMPLATE = Path(__file__).with_name("performance.in.md")
 
-PLOTTED = ("tpot", "prefill", "filesystem", "peers", "startup")
+PLOTTED = (*plots.COMPARED, "filesystem", "peers", "startup")
 TABLES = {"csrc": show_kernels.tables}
 """Of runs whose rows have a form of their own."""
-_PLACE = re.compile(r"^{{(\w+)}}$", re.MULTILINE)
+_PLACE = re.compile(r"^{{([\w-]+)}}$", re.MULTILINE)
 
 
 def load(folder: Path) -> dict[str, Json]:
@@ -81,8 +81,6 @@ def section(name: str, run: Json, titled: bool) -> Iterator[str]:
 
 def draw(runs: dict[str, Json], page: Path) -> Sequence[Path]:
     """Write the plots that the page shows; those of runs that are gone are removed."""
-    from benchmarks import plots
-
     folder = page.parent / "figures"
     folder.mkdir(exist_ok=True)
     for old in folder.glob("*.svg"):

@@ -2,11 +2,12 @@
 """Time per output token: upstream, nothing enabled, idle, steered, captured, bystanders.
 
     python -m benchmarks.tpot --model CONFIG_DIR [--stock DIR] [--batch 1 32 256] [--json FILE]
+        [--processes]
 
 TPOT = (t(8 + n tokens) - t(8 tokens)) / n, n of --tokens; of a batch that is sent at once. Engines
 stay loaded and rounds go around the cases, forth and back, so that drift of the machine hits all
 alike. "stock" is upstream's own tree, "off" this build with nothing enabled. Five engines share the
-device: for an 8B model about 120 GiB.
+device: for an 8B model about 120 GiB. `--processes`: their engine cores in processes of their own.
 
 "idle" has steering and capture enabled and no request that asks for either. Steered requests are
 steered at every position, at 3 points of all layers, each with vectors of its own ("one content":
@@ -15,7 +16,7 @@ layer, and the time is that of the others, until the last of them is complete.
 
 On a CPU, in a minute: VLLM_USE_V2_MODEL_RUNNER=0 VLLM_CPU_OMP_THREADS_BIND=nobind python -m
 benchmarks.tpot --model TINY --dtype float32 --eager --kv-bytes 16777216 --rounds 2 --tokens 16
---prompt 16 --batch 1 16 --stock build/upstream-cpu-*
+--prompt 16 --batch 1 16 --stock build/upstream-cpu-* (with --processes OMP_NUM_THREADS=1, and four)
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ from benchmarks.engines import (
     Engines,
     add_arguments,
     model_shape,
+    run_name,
 )
 from benchmarks.results import Row, Run
 
@@ -164,7 +166,7 @@ def main() -> None:
     if not args.eager:
         # The graphs that are used, so that five engines start soon.
         common["compilation_config"] = {"cudagraph_capture_sizes": sorted(args.batch)}
-    name = "tpot-eager" if args.eager else "tpot"
+    name = run_name("tpot", args)
     with Engines(started, args, **common) as engines:
         setup = results.setup(args, model=model_shape(args.model), engines=engines.versions)
         batches = [Measured(args, engines, requests) for requests in args.batch]

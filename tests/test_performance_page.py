@@ -52,6 +52,14 @@ def test_runs_that_the_words_do_not_name_are_shown() -> None:
     assert "### of another helper" in report.render({"a.json": run}, TEMPLATE)
 
 
+def test_engines_in_processes_of_their_own_are_shown_apart() -> None:
+    """In the place that the words have for them, and not against the targets of the others."""
+    page = report.render({"a.json": made(idle=10.0) | {"benchmark": "tpot-processes"}}, TEMPLATE)
+    before, after = page.split("## Time per output token, engine in a process of its own")
+    assert "a.json" in after.split("\n## ")[0] and "a.json" not in before
+    assert "### tpot-processes" not in page
+
+
 @pytest.mark.parametrize(
     ("idle", "said"),
     [(10.0, "yes"), (10.02, "yes"), (10.5, "no, by 4.7 %"), (20.0, "no, by 99.7 %")],
