@@ -4,7 +4,8 @@
     python -m tests.gpu.run [--tp 2] [--pp 2] [--only NAME ...] [--jobs 3]
 
 Needs the fork on sys.path (CONTRIBUTING.md). One process a mode, `--jobs` at a time: correctness
-does not mind sharing the GPU.
+does not mind sharing the GPU. A mode that takes too long, and all modes when this is ended by
+SIGTERM or Ctrl-C, are killed with their workers, which would hold memory of the GPU.
 """
 
 from __future__ import annotations
@@ -17,8 +18,10 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor, as_completed
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -63,7 +66,55 @@ DRAFTS = {"eagle": "eagle", "draft_model": "model"}
 """Which of the folders made here the mode drafts with; the target itself is nearly always right."""
 
 
-def run_mode(name: str, options: dict[str, Any], model: Path, timeout: float) -> list[Any]:
+class Processes:
+    """The modes' processes that run now, each the leader of a session in which its workers are."""
+
+    def __init__(self) -> None:
+        self._running: set[subprocess.Popen[str]] = set()
+        self._lock = threading.Lock()
+        self._ended = False
+
+    def run(self, command: list[str], env: dict[str, str], timeout: float) -> tuple[str, str]:
+        """What it prints, and to stderr. All of its session is gone afterwards."""
+        with self._lock:
+            if self._ended:
+                raise RuntimeError("no mode is to start any more")
+            process = subprocess.Popen(
+                command,
+                env=env,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+                start_new_session=True,
+            )
+            self._running.add(process)
+        try:
+            return process.communicate(timeout=timeout)
+        except subprocess.TimeoutExpired:
+            kill(process)  # the workers too, which hold the pipes
+            output, errors = process.communicate()
+            return output, f"{errors}\nstopped after {timeout} s"
+        finally:
+            kill(process)
+            with self._lock:
+                self._running.remove(process)
+
+    def end(self) -> None:
+        """Kill all; none starts afterwards."""
+        with self._lock:
+            self._ended = True
+            for process in self._running:
+                kill(process)
+
+
+def kill(process: subprocess.Popen[str]) -> None:
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+
+
+def run_mode(
+    processes: Processes, name: str, options: dict[str, Any], model: Path, timeout: float
+) -> list[Any]:
     env = {
         **os.environ,
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
@@ -73,20 +124,7 @@ def run_mode(name: str, options: dict[str, Any], model: Path, timeout: float) ->
     }
     command = [sys.executable, "-m", "tests.gpu.mode", "--name", name, "--model", str(model)]
     started = time.monotonic()
-    process = subprocess.Popen(
-        [*command, "--engine", json.dumps(options)],
-        env=env,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    )
-    try:
-        output, errors = process.communicate(timeout=timeout)
-    except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)  # its workers hold the pipes, too
-        output, errors = process.communicate()
-        errors += f"\nstopped after {timeout} s"
+    output, errors = processes.run([*command, "--engine", json.dumps(options)], env, timeout)
     rows = [json.loads(line) for line in output.splitlines() if line.startswith('{"mode"')]
     if not any(row["check"] in ("zero sum", "ops", "preemption") for row in rows):
         rows.append({"mode": name, "check": "start", "ok": False, "log": errors[-3000:]})
@@ -113,19 +151,27 @@ def main() -> None:
     parser.add_argument("--jobs", type=int, default=3)
     parser.add_argument("--timeout", type=float, default=400)
     args = parser.parse_args()
+    processes = Processes()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     with tempfile.TemporaryDirectory() as folder:
         model = Path(folder) / "model"
         save_model(model)
         save_eagle(model, Path(folder) / "eagle")
         with ThreadPoolExecutor(args.jobs) as pool:
-            futures = []
-            for name in args.only:
-                split = {"tensor_parallel_size": args.tp, "pipeline_parallel_size": args.pp}
-                options = {**copy.deepcopy(MODES[name]), **split}
-                if name in DRAFTS:
-                    options["speculative_config"]["model"] = str(Path(folder) / DRAFTS[name])
-                futures.append(pool.submit(run_mode, name, options, model, args.timeout))
-            good = [show(row) for done in as_completed(futures) for row in done.result()]
+            try:
+                futures = []
+                for name in args.only:
+                    split = {"tensor_parallel_size": args.tp, "pipeline_parallel_size": args.pp}
+                    options = {**copy.deepcopy(MODES[name]), **split}
+                    if name in DRAFTS:
+                        options["speculative_config"]["model"] = str(Path(folder) / DRAFTS[name])
+                    asked = (processes, name, options, model, args.timeout)
+                    futures.append(pool.submit(run_mode, *asked))
+                good = [show(row) for done in as_completed(futures) for row in done.result()]
+            except BaseException:
+                pool.shutdown(wait=False, cancel_futures=True)
+                processes.end()
+                raise
     sys.exit(0 if all(good) else 1)
 
 
