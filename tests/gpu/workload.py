@@ -102,8 +102,8 @@ def forms(mode: Mode, tokens: list[list[int]]) -> dict[str, Any]:
     runner = mode.runner()
     if runner is None:
         return {"out of reach": True, "ok": True}
-    variants, count = runner.interventions._variants, Counter[bool]()
-    choose = variants.choose
+    used_forms, count = runner.interventions._forms, Counter[bool]()
+    choose = used_forms.choose
 
     def counted(tapped: bool) -> bool:
         count[used := choose(tapped)] += 1
@@ -111,14 +111,14 @@ def forms(mode: Mode, tokens: list[list[int]]) -> dict[str, Any]:
 
     vector = torch.randn(mode.hidden, generator=torch.Generator().manual_seed(23)) * 2
     steered = {"steering_vectors": {p: {"all": vector} for p in ("pre_attn", "post_block")}}
-    variants.choose = counted
+    used_forms.choose = counted
     try:
         alone = mode.logprobs(tokens, [{}] * len(tokens))
         plain_steps = dict(count)
         count.clear()
         among = mode.logprobs(tokens, [*[{}] * (len(tokens) - 1), steered])
     finally:
-        del variants.choose
+        del used_forms.choose
     pairs = list(zip(alone, among, strict=True))
     noise = max(float((a - b).abs().max()) for a, b in pairs[:-1])
     moved = float((pairs[-1][0] - pairs[-1][1]).abs().max())

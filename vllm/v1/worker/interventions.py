@@ -24,11 +24,11 @@ from vllm.v1.steering.slots import num_table_rows
 from vllm.v1.steering.table import SteeringTable
 from vllm.v1.steering.term_table import TermTable
 from vllm.v1.worker.capture_layout import Layout, Layouts
+from vllm.v1.worker.forms import Forms
 from vllm.v1.worker.projection_table import ProjectionTable
 from vllm.v1.worker.step_rows import Members, Outbox, StepRows
 from vllm.v1.worker.tap_layers import find_layers, own_layers, refuse_layers, unbound_taps
 from vllm.v1.worker.token_map import TokenMap, to_device
-from vllm.v1.worker.variants import Variants
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
@@ -68,7 +68,7 @@ class Interventions:
         self._pending: StepRows | None = None
         self.captures_here = False
         self.shape: TapShape | None = None
-        self._variants: Variants | None = None
+        self._forms: Forms | None = None
         self._probe: Callable[[], None] | None = None
 
     # -- start-up ---------------------------------------------------------------------------
@@ -104,7 +104,7 @@ class Interventions:
             layer: BoundTaps(*(self._tap(point, index) for point in POINTS))
             for index, layer in layers.items()
         }
-        self._variants = Variants(self._config, model, taps)
+        self._forms = Forms(self._config, model, taps)
 
     def _allocate(self, shape: TapShape) -> None:
         max_tokens = self._config.scheduler_config.max_num_batched_tokens
@@ -146,16 +146,16 @@ class Interventions:
         return kind(table, terms, self.tokens.slots, self.arena, dest)
 
     @property
-    def num_variants(self) -> int:
-        return self._variants.count if self._variants is not None else 1
+    def num_forms(self) -> int:
+        return self._forms.count if self._forms is not None else 1
 
-    def each_variant(self, items: Iterable[Any] = (None,), holder: Any = None) -> Iterable[Any]:
+    def each_form(self, items: Iterable[Any] = (None,), holder: Any = None) -> Iterable[Any]:
         """While the engine starts: what is to be compiled or captured, in each form of the model.
 
         Args:
             holder: upstream's object that keeps the CUDA graphs which are captured meanwhile.
         """
-        return self._variants.each(items, holder) if self._variants is not None else items
+        return self._forms.each(items, holder) if self._forms is not None else items
 
     @contextmanager
     def probing(self, site: Site, vector: torch.Tensor | None) -> Iterator[None]:
@@ -164,8 +164,8 @@ class Interventions:
         Args:
             vector: [hidden], or None to steer nothing.
         """
-        assert self._variants is not None
-        self._variants.choose(tapped=True)
+        assert self._forms is not None
+        self._forms.choose(tapped=True)
         row = None
         if vector is not None:
             assert self.table is not None
@@ -248,10 +248,10 @@ class Interventions:
             positions: int [>= total tokens] on the device, the *true* position of each token; the
                 host's are only optimistic under speculation.
         """
-        if self._variants is None:
+        if self._forms is None:
             return
         captures = not self._wanted.keys().isdisjoint(req_ids)
-        if not self._variants.choose(tapped=captures or self.tokens.steers(req_ids)):
+        if not self._forms.choose(tapped=captures or self.tokens.steers(req_ids)):
             return  # what was mapped for an earlier step stays, unread, until the next is mapped
         self.tokens.map(req_ids, num_tokens[: len(req_ids)], positions)
         self._map_dest(req_ids, num_tokens, positions)

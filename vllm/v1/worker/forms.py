@@ -52,7 +52,7 @@ class _Form:
         """Of each of upstream's objects that hold graphs, those it replaces while starting go."""
 
 
-class Variants:
+class Forms:
     """Which form of the model runs.
 
     Args:
@@ -98,6 +98,8 @@ class Variants:
             self._holder = ref(holder)
         for form in self._forms:
             self._use(form)
+            # Else what this form compiles would lie in the directory of the one before it.
+            self._compilation.cache_dir = self._cache_dir
             yield from items
 
     def choose(self, tapped: bool) -> bool:
@@ -112,8 +114,6 @@ class Variants:
             state = vars(module)
             self._current.compiled[module] = {n: state.pop(n) for n in _COMPILED if n in state}
             state.update(form.compiled.get(module, {}))
-        # Else the second form to be compiled would lie in the first one's directory.
-        self._compilation.cache_dir = self._cache_dir
         holder = self._holder()
         if (name := _graphs_of(holder)) is not None:
             self._current.graphs[holder] = getattr(holder, name)

@@ -18,9 +18,9 @@ from tests.serving import Ask, capture, prompt_of, same_completion, serve, vecto
 from vllm import LLM
 from vllm.config import VllmConfig
 from vllm.model_executor.layers.residual_taps import BoundTaps, PassTap, UnboundTaps
+from vllm.v1.worker.forms import Forms
 from vllm.v1.worker.gpu.cudagraph_utils import CudaGraphManager
 from vllm.v1.worker.interventions import Interventions
-from vllm.v1.worker.variants import Variants
 
 if TYPE_CHECKING:
     from tests.conftest import TinyModels
@@ -37,16 +37,16 @@ def watching_forms(llm: LLM) -> Iterator[list[bool]]:
     interventions: Interventions = (
         llm.llm_engine.model_executor.driver_worker.worker.model_runner.interventions
     )
-    variants = interventions._variants
-    assert variants is not None
-    chosen, choose = list[bool](), variants.choose
+    forms = interventions._forms
+    assert forms is not None
+    chosen, choose = list[bool](), forms.choose
 
     def recorded(tapped: bool) -> bool:
         chosen.append(used := choose(tapped))
         return used
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(variants, "choose", recorded)
+        patch.setattr(forms, "choose", recorded)
         yield chosen
 
 
@@ -99,10 +99,10 @@ class Layer(nn.Module):
     taps = UnboundTaps("pre_attn")
 
 
-def _variants() -> tuple[Variants, Layer]:
+def made() -> tuple[Forms, Layer]:
     layer = Layer()
     bound = BoundTaps(PassTap(), PassTap(), PassTap())
-    return Variants(VllmConfig(), nn.Sequential(layer), {layer: bound}), layer
+    return Forms(VllmConfig(), nn.Sequential(layer), {layer: bound}), layer
 
 
 def tapped(layer: Layer) -> bool:
@@ -111,32 +111,32 @@ def tapped(layer: Layer) -> bool:
 
 
 def test_each_form_has_taps_of_its_own() -> None:
-    variants, layer = _variants()
+    forms, layer = made()
     assert tapped(layer)
-    assert not variants.choose(tapped=False)
+    assert not forms.choose(tapped=False)
     assert layer.taps is Layer.taps
-    assert variants.choose(tapped=True)
+    assert forms.choose(tapped=True)
     assert tapped(layer)
 
 
 def test_each_form_has_graphs_of_its_own() -> None:
     """And those of a holder that upstream replaces, as after profiling, are let go."""
-    variants, layer = _variants()
+    forms, layer = made()
     taken: Counter[str] = Counter()
     for round_number in range(2):
         manager: Any = CudaGraphManager.__new__(CudaGraphManager)
         manager.graphs = {}
-        for size in variants.each((8, 4), manager):
+        for size in forms.each((8, 4), manager):
             form = "tapped" if tapped(layer) else "plain"
             taken[form] += 1
             assert size not in manager.graphs
             manager.graphs[size] = nn.Linear(1, 1)
         with_taps = dict(manager.graphs)
-        variants.choose(tapped=False)
+        forms.choose(tapped=False)
         plain = dict(manager.graphs)
         assert set(plain) == set(with_taps) == {8, 4}
         assert all(plain[size] is not with_taps[size] for size in plain)
-        variants.choose(tapped=True)
+        forms.choose(tapped=True)
         assert manager.graphs == with_taps
         assert taken == {"plain": 2 * (round_number + 1), "tapped": 2 * (round_number + 1)}
         graph = weakref.ref(plain[8])
@@ -148,8 +148,8 @@ def test_each_form_has_graphs_of_its_own() -> None:
 def test_batch_invariance_has_one_form(monkeypatch: pytest.MonkeyPatch) -> None:
     """There results must not depend on what other requests ask for, not even by rounding."""
     monkeypatch.setattr("vllm.envs.VLLM_BATCH_INVARIANT", True)
-    variants, layer = _variants()
-    assert variants.count == 1
-    assert variants.choose(tapped=False)
+    forms, layer = made()
+    assert forms.count == 1
+    assert forms.choose(tapped=False)
     assert tapped(layer)
-    assert list(variants.each((1, 2))) == [1, 2]
+    assert list(forms.each((1, 2))) == [1, 2]
