@@ -19,6 +19,7 @@ from tests.consumers import PATIENCE
 from tests.serving import prompt_of
 from tests.test_capture_serving import add_tokenizer
 from vllm import LLM, SamplingParams
+from vllm.config.capture import CaptureConfig
 from vllm.inputs import TokensPrompt
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.capture.consumer import (
@@ -29,7 +30,6 @@ from vllm.v1.capture.consumer import (
     RequestInfo,
     RowBatch,
 )
-from vllm.v1.capture.registry import parse_consumers
 from vllm.v1.capture.spec import check_global
 
 if TYPE_CHECKING:
@@ -328,4 +328,14 @@ def test_a_wrong_global_capture_is_an_error_at_start_up(
 ) -> None:
     specs = [{"consumer": Keep, "instance_name": "every", "capture": request_}]
     with pytest.raises(ValueError, match=message):
-        check_global(parse_consumers(specs), plans.SHAPE)
+        check_global(CaptureConfig(capture_consumers=specs), plans.SHAPE)
+
+
+def test_a_global_capture_keeps_to_the_points_of_the_engine() -> None:
+    request = {"hooks": {"post_block": [0]}}
+    specs = [{"consumer": Keep, "instance_name": "every", "capture": request}]
+    check_global(CaptureConfig(specs, capture_points=["post_block"]), plans.SHAPE)
+    with pytest.raises(
+        ValueError, match=r"^capture_consumers\.every\.capture\.hooks\.post_block: "
+    ):
+        check_global(CaptureConfig(specs, capture_points=["pre_attn"]), plans.SHAPE)

@@ -35,6 +35,7 @@ from tests.test_results import (
     plan_for,
 )
 from vllm import SamplingParams
+from vllm.config.capture import CaptureConfig
 from vllm.config.steering import SteeringConfig
 from vllm.model_executor.layers.residual_taps import UnboundTaps
 from vllm.v1.capture import stack
@@ -243,6 +244,11 @@ REQUESTS = [
         at(0, point="pre_attn", config=config_of(steering_points=["post_attn", "post_block"])),
     ),
     Case(
+        path(f"{HOOKS}.pre_attn", allowed="['post_block']"),
+        hooks({"post_block": [0], "pre_attn": [0]})
+        | {"config": config_of(capture_points=["post_block"])},
+    ),
+    Case(
         path("decode_steering_vectors"),
         {"decode_steering_vectors": {"pre_attn": {0: VECTOR}}, "max_tokens": 1},
     ),
@@ -306,10 +312,12 @@ class Stacks(nn.Module):
 class Silent:
     """A worker's taps of which none acts, as `check_sites` sees them."""
 
-    sites = {("pre_attn", 0): 0}  # noqa: RUF012
-    captures_here = True
+    sites = (("pre_attn", 0),)
     table = None
     arena = torch.zeros(1, HIDDEN)
+
+    def captures(self, site: Any) -> bool:
+        return True
 
     def probing(self, site: Any, vector: Any) -> Any:
         """The poison stays in the arena."""
@@ -334,6 +342,10 @@ OTHERS = [
     Case(
         {"given": "['mlp']", "allowed": "['pre_attn', 'post_attn', 'post_block']"},
         do=lambda: SteeringConfig(steering_points=["mlp", "pre_attn"]),
+    ),
+    Case(
+        {"given": "['mlp']", "allowed": "['pre_attn', 'post_attn', 'post_block']"},
+        do=lambda: CaptureConfig(capture_points=["mlp", "pre_attn"]),
     ),
     Case(
         {

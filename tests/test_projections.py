@@ -16,7 +16,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.plans import BF16, HIDDEN, SHAPE
-from vllm.config.capture import PROJECTION_ROWS
+from vllm.config.capture import PROJECTION_ROWS, CaptureConfig
+from vllm.v1.capture.consumers.logging import LoggingConsumer
 from vllm.v1.capture.registry import ConsumerSpec
 from vllm.v1.capture.spec import check_global, parse_capture
 from vllm.v1.core.projections import ProjectionPool
@@ -333,8 +334,13 @@ def test_error_names_the_field() -> None:
 
 def test_a_matrix_for_every_request_is_checked_at_start_up() -> None:
     asked = {"hooks": {"post_block": [1]}, "project": matrix(2)}
-    check_global({"all": ConsumerSpec("all", capture=asked)}, SHAPE)
-    wrong = {"all": ConsumerSpec("all", capture={**asked, "project": matrix(HIDDEN + 1)})}
+
+    def config_of(request: dict[str, Any]) -> CaptureConfig:
+        spec = {"consumer": LoggingConsumer, "instance_name": "all", "capture": request}
+        return CaptureConfig(capture_consumers=[spec])
+
+    check_global(config_of(asked), SHAPE)
+    wrong = config_of({**asked, "project": matrix(HIDDEN + 1)})
     with pytest.raises(ValueError, match=r"capture_consumers\.all\.capture\.project: has 5 rows"):
         check_global(wrong, SHAPE)
     plan = parse_capture(

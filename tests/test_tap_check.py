@@ -25,8 +25,8 @@ class Rank:
     tokens = SimpleNamespace(slots=torch.zeros(1))
 
     def __init__(self, *, captures: bool, steers: bool = True, acts: bool = True) -> None:
-        self.sites = {SITE: 0}
-        self.captures_here = captures
+        self.sites = [SITE]
+        self.captures = lambda site: captures
         self.table = SimpleNamespace(at={SITE: None}) if steers else None
         self.arena = torch.full((1, HIDDEN), float("nan"))
         self.acts = acts

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import Field
 
+from vllm.config.steering import POINTS
 from vllm.config.utils import config
 
 if TYPE_CHECKING:
@@ -31,6 +32,10 @@ class CaptureConfig:
     writes files, `logging` logs; or an installed plug-in. As `name` or `name:key=value,key=value`,
     in Python also dicts, functions and instances of `CaptureConsumer`. See docs/capture.md."""
 
+    capture_points: list[str] = Field(default_factory=lambda: list(POINTS), min_length=1)
+    """The points that can be captured, of pre_attn, post_attn and post_block. Fewer cost less.
+    Does not limit steering."""
+
     capture_buffer_bytes: int = Field(default=256 << 20, ge=1)
     """Device memory for the rows of one step; a GPU takes as much again, from which they leave
     while the next step runs. Prompts whose rows do not fit at once are computed in more, smaller
@@ -48,6 +53,9 @@ class CaptureConfig:
         return bool(self.capture_consumers)
 
     def __post_init__(self) -> None:
+        unknown = sorted(set(self.capture_points) - set(POINTS))
+        if unknown:
+            raise ValueError(f"capture_points: unknown {unknown}, allowed are {list(POINTS)}")
         _ = self.consumers  # a wrong spec is an error at start-up
 
     @cached_property
@@ -84,4 +92,10 @@ class CaptureConfig:
 
         if not self.enabled:
             return "off"
-        return hash_factors({"schema": SCHEMA, "buffer_bytes": self.capture_buffer_bytes})
+        return hash_factors(
+            {
+                "schema": SCHEMA,
+                "points": sorted(self.capture_points),
+                "buffer_bytes": self.capture_buffer_bytes,
+            }
+        )

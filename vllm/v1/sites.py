@@ -7,9 +7,10 @@ was given and what is allowed. Offline it is a `ValueError`, over HTTP a 400.
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NoReturn
 
+from vllm.config.capture import CaptureConfig
 from vllm.config.steering import POINTS, SteeringConfig
 from vllm.exceptions import VLLMValidationError
 from vllm.v1.interventions import Site, TapShape
@@ -84,12 +85,18 @@ def need_layers(value: Any, point: str, path: str, shape: TapShape) -> list[int]
 
 def need_steered_points(sites: Iterable[Site], path: str, config: SteeringConfig) -> None:
     """Raises ValueError if a site's point was left out at start-up."""
+    _need_points(sites, path, "steering_points", config.steering_points)
+
+
+def need_captured_points(sites: Iterable[Site], path: str, config: CaptureConfig) -> None:
+    """Raises ValueError if a site's point was left out at start-up."""
+    _need_points(sites, path, "capture_points", config.capture_points)
+
+
+def _need_points(sites: Iterable[Site], path: str, option: str, points: Sequence[str]) -> None:
     for point, _ in sites:
-        if point not in config.steering_points:
-            reject(
-                f"{path}.{point}",
-                f"the engine was started with steering_points={list(config.steering_points)}",
-            )
+        if point not in points:
+            reject(f"{path}.{point}", f"the engine was started with {option}={list(points)}")
 
 
 def _layers_of(value: Any, point: str, path: str, shape: TapShape) -> list[int]:

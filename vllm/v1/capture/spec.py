@@ -10,14 +10,23 @@ import msgspec
 import numpy as np
 import torch
 
-from vllm.config.capture import PROJECTION_ROWS
+from vllm.config.capture import PROJECTION_ROWS, CaptureConfig
 from vllm.v1.capture.consumer import CaptureConsumer
 from vllm.v1.capture.numbered import NumberedCapture
 from vllm.v1.capture.registry import ConsumerSpec
 from vllm.v1.interventions import CapturePlan, Selection, Site, Stream, TapShape
 from vllm.v1.positions import Positions
 from vllm.v1.selectors import NAMED_SELECTORS, Prompt, Selector
-from vllm.v1.sites import need_layers, need_mapping, need_point, reject, show, show_key, site_order
+from vllm.v1.sites import (
+    need_captured_points,
+    need_layers,
+    need_mapping,
+    need_point,
+    reject,
+    show,
+    show_key,
+    site_order,
+)
 from vllm.v1.steering.spec import need_vector
 
 SHARED_FIELDS = ("hooks", "positions", "project")
@@ -100,14 +109,14 @@ def parse_capture(
     )
 
 
-def check_global(specs: Mapping[str, ConsumerSpec], shape: TapShape) -> None:
+def check_global(config: CaptureConfig, shape: TapShape) -> None:
     """Check, at start-up, what consumers capture of every request.
 
     Raises:
         ValueError: what is said of points, layers or `project` is wrong; or the positions are not
             those of every request, so that requests that say nothing of capture would be refused.
     """
-    for name, spec in specs.items():
+    for name, spec in config.consumers.items():
         if spec.capture is None:
             continue
         path = f"capture_consumers.{name}.capture"
@@ -115,7 +124,8 @@ def check_global(specs: Mapping[str, ConsumerSpec], shape: TapShape) -> None:
         for selector in positions if isinstance(positions, list | tuple) else [positions]:
             if not isinstance(selector, str) or selector not in NAMED_SELECTORS:
                 reject(f"{path}.positions", f"must be of {', '.join(NAMED_SELECTORS)}")
-        _selection(spec.capture, path, shape, Prompt([0], 2, None), spec)
+        selection = _selection(spec.capture, path, shape, Prompt([0], 2, None), spec)
+        need_captured_points(selection.sites, f"{path}.hooks", config)
         if spec.capture.get("project") is not None:
             _matrix(spec.capture["project"], f"{path}.project", shape)
 

@@ -236,7 +236,7 @@ class CaptureOutputs:
         if config.tap_shape is None:
             return
         specs = config.capture_config.consumers
-        check_global(specs, config.tap_shape)
+        check_global(config.capture_config, config.tap_shape)
         for name, spec in specs.items():
             if name != INLINE and spec.in_frontend:
                 consumer = spec.make()

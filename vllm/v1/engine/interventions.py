@@ -22,7 +22,7 @@ from vllm.v1.interventions import (
     TapShape,
 )
 from vllm.v1.selectors import Prompt
-from vllm.v1.sites import reject
+from vllm.v1.sites import need_captured_points, reject
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -119,6 +119,8 @@ def _capture(
     plan = parse_capture(params.capture, "capture", shape, prompt, specs)
     if plan is None:
         return None
+    for name, selection in plan.consumers.items():
+        need_captured_points(selection.sites, f"capture.{name}.hooks", config.capture_config)
     num_prompt_tokens = len(prompt.token_ids)
     at_once = 1
     if config.speculative_config is not None and plan.runs[-1] > num_prompt_tokens:

@@ -58,7 +58,8 @@ class Interventions:
         self._captures: dict[str, Layout] = {}
         self._wanted: dict[str, np.ndarray] = {}
         self._version = 0
-        self.sites: dict[Site, int] = {}
+        self.sites: list[Site] = []
+        self._dest_rows: dict[Site, int] = {}
         self.table: SteeringTable | None = None
         self._terms: TermTable | None = None
         self._projections: ProjectionTable | None = None
@@ -97,8 +98,11 @@ class Interventions:
         )
         refuse_layers(layers, self.shape.torch_dtype)
         sites = [(p, n) for n in sorted(layers) for p in self.shape.points[n]]
-        self.sites = {site: i for i, site in enumerate(sites)}
-        self._layouts = Layouts(self.sites)
+        self.sites = sites
+        if self._capture:
+            points = self._config.capture_config.capture_points
+            self._dest_rows = {s: i for i, s in enumerate(s for s in sites if s[0] in points)}
+        self._layouts = Layouts(self._dest_rows)
         self._allocate(self.shape)
         taps = {
             layer: BoundTaps(*(self._tap(point, index) for point in POINTS))
@@ -130,20 +134,22 @@ class Interventions:
                 self._projections = ProjectionTable(hidden, device)
                 self._outbox = Outbox(self.arena) if device.type == "cuda" else None
             self.dest = torch.full(
-                (len(self.sites), max_tokens), -1, dtype=torch.int32, device=device
+                (len(self._dest_rows), max_tokens), -1, dtype=torch.int32, device=device
             )
             self._dest_host = np.full(tuple(self.dest.shape), -1, dtype=np.int32)
 
     def _tap(self, point: str, layer: int) -> PassTap | SiteTap:
         site = (point, layer)
-        if site not in self.sites:
-            return PassTap()
-        dest = None if self.dest is None else self.dest[self.sites[site]]
+        arena = dest = None
+        if self.dest is not None and site in self._dest_rows:
+            arena, dest = self.arena, self.dest[self._dest_rows[site]]
         table = None if self.table is None else self.table.at.get(site)
         terms = None if self._terms is None else self._terms.at.get(site)
+        if dest is None and table is None:
+            return PassTap()
         traced = self._config.compilation_config.mode != CompilationMode.NONE
         kind = NativeTap if NATIVE_ROWS and not traced else SiteTap
-        return kind(table, terms, self.tokens.slots, self.arena, dest)
+        return kind(table, terms, self.tokens.slots, arena, dest)
 
     @property
     def num_forms(self) -> int:
@@ -156,6 +162,10 @@ class Interventions:
             holder: upstream's object that keeps the CUDA graphs which are captured meanwhile.
         """
         return self._forms.each(items, holder) if self._forms is not None else items
+
+    def captures(self, site: Site) -> bool:
+        """Whether this worker can capture there."""
+        return self.captures_here and site in self._dest_rows
 
     @contextmanager
     def probing(self, site: Site, vector: torch.Tensor | None) -> Iterator[None]:
@@ -171,7 +181,7 @@ class Interventions:
             assert self.table is not None
             row = self.table.at[site][_PROBE_ROW]
             row.copy_(vector)
-        if self.captures_here:
+        if self.captures(site):
             assert self.arena is not None
             self.arena[0].fill_(float("nan"))
         self._probe = lambda: self._map_probe(site, steer=vector is not None)
@@ -186,9 +196,9 @@ class Interventions:
     def _map_probe(self, site: Site, steer: bool) -> None:
         if steer:
             self.tokens.probe(_PROBE_ROW)
-        if self.captures_here:
+        if self.captures(site):
             assert self.dest is not None
-            self.dest[self.sites[site], 0] = 0
+            self.dest[self._dest_rows[site], 0] = 0
             self._captured_tokens = 1
 
     # -- per step ---------------------------------------------------------------------------

@@ -95,20 +95,20 @@ def check_sites(interventions: "Interventions", dummy_run: DummyRun) -> None:
 def _acts(interventions: "Interventions", site: Site, dummy_run: DummyRun) -> bool:
     before = _run(interventions, site, None, dummy_run)
     if interventions.table is None or site not in interventions.table.at:
-        return not interventions.captures_here or _arrived(before)
+        return not interventions.captures(site) or _arrived(before)
     # Forwards are collective: all ranks run as many, whatever each of them sees.
     vector = _far(interventions, before)
     after = _run(interventions, site, vector, dummy_run)
     if before is None or after is None:
         logger.warning_once(
-            "This worker captures nothing and gets no hidden states from a dummy run of its "
-            "pipeline stage: its steering taps are not checked at start-up."
+            "This worker does not capture where it steers and gets no hidden states from a dummy "
+            "run of its pipeline stage: those steering taps are not checked at start-up."
         )
         return True
-    if interventions.captures_here and not _arrived(before):
+    if interventions.captures(site) and not _arrived(before):
         return False
     moved = after.float() - before.float()
-    if not interventions.captures_here:
+    if not interventions.captures(site):
         return bool(moved.any())  # seen through the layers above
     return bool((moved - vector.float()).norm() <= 0.1 * vector.float().norm())
 
@@ -141,7 +141,7 @@ def _run(
     with interventions.probing(site, vector):
         # Two tokens: should this be the first forward, one would be compiled as a constant.
         hidden = dummy_run(2)[0]
-        if interventions.captures_here:
+        if interventions.captures(site):
             assert interventions.arena is not None
             return interventions.arena[0].clone()
         return hidden[0].clone() if isinstance(hidden, torch.Tensor) else None

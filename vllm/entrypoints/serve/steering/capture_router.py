@@ -30,6 +30,7 @@ async def state(request: Request) -> dict[str, Any]:
         counters = await asyncio.to_thread(_counters, list(config.consumers))
     return {
         "enabled": config.enabled,
+        "points": list(config.capture_points) if config.enabled else [],
         "overload_policy": config.capture_overload_policy,
         "inline_max_bytes": config.capture_inline_max_bytes,
         "consumers": {
