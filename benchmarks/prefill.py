@@ -74,6 +74,7 @@ def engines_of(args: argparse.Namespace) -> dict[str, Engine]:
     model = model_shape(args.model)
     steering = {"enable_steering": True}
     capture = {"capture_consumers": ["inline"], "capture_inline_max_bytes": 1 << 34}
+    points = {"capture_points": ["post_block"]}
     # All rows of a step fit, so that capture need not make steps smaller.
     row_bytes = model["hidden_size"] * (4 if args.dtype == "float32" else 2)
     buffer = args.step_tokens * model["num_hidden_layers"] * row_bytes
@@ -82,7 +83,7 @@ def engines_of(args: argparse.Namespace) -> dict[str, Engine]:
         "off": Engine(),
         "both": Engine({**steering, **capture}),
         "steering": Engine(steering, modules=CONTENTS),
-        "capture": Engine({**capture, "capture_buffer_bytes": buffer}),
+        "capture": Engine({**capture, **points, "capture_buffer_bytes": buffer}),
     }
 
 
