@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from benchmarks.peers.engine import Asks, describe, need_stock, prepare, start, stop
-from benchmarks.peers.workloads import Answer, Timer, arguments, ready
+from benchmarks.peers.workloads import OUTPUT, PROMPT, Answer, Timer, arguments, ready
 
 if TYPE_CHECKING:
     from vllm import LLM
@@ -69,7 +69,8 @@ class Extraction:
         case, timer, hidden = "extract_hidden_states", self._timer, self._asks.shape.hidden
         self._clean()
         outputs = self._asks.generate(llm)
-        timer.generation(
+        timer.time(
+            OUTPUT,
             f"{case}, {name} of the prompt",
             partial(self._asks.generate, llm),
             self._clean,
@@ -77,10 +78,12 @@ class Extraction:
         )
         facts: dict[str, Any] = {"row bytes": len(layers) * hidden * 2}
         write, load = partial(self._written, llm), partial(self._loaded, llm, layers)
-        timer.extraction(f"{case}, {name}, files", write, self._clean, delivered="files", **facts)
+        timer.time(PROMPT, f"{case}, {name}, files", write, self._clean, delivered="files", **facts)
         facts["mean |row|"] = load()
         self._clean()
-        timer.extraction(f"{case}, {name}, loaded", load, self._clean, delivered="memory", **facts)
+        timer.time(
+            PROMPT, f"{case}, {name}, loaded", load, self._clean, delivered="memory", **facts
+        )
 
     def _paths(self, llm: LLM) -> list[str]:
         outputs = self._asks.extract(llm)

@@ -19,7 +19,17 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from benchmarks.peers.workloads import Answer, Shape, Timer, arguments, installed, prompts, ready
+from benchmarks.peers.workloads import (
+    OUTPUT,
+    PROMPT,
+    Answer,
+    Shape,
+    Timer,
+    arguments,
+    installed,
+    prompts,
+    ready,
+)
 from benchmarks.random_weights import fill
 
 if TYPE_CHECKING:
@@ -105,19 +115,20 @@ class Hooks:
         args, timer = self._args, self._timer
         ready(args)
         asked = ids(self._shape, args.requests, args.prompt, self._device)
-        timer.generation(CASE, partial(self._generate, asked))
+        timer.time(OUTPUT, CASE, partial(self._generate, asked))
         with ExitStack() as hooks:
             for n, point in enumerate(("pre_attn", "post_attn", "post_block")):
                 for layer in range(self._shape.layers):
                     hooks.enter_context(hooked(self._model, point, layer, self._adds(n, layer)))
-            timer.generation(
+            timer.time(
+                OUTPUT,
                 f"{CASE} + hooks, steering",
                 partial(self._generate, asked),
                 steered=f"3 points x {self._shape.layers} layers",
                 distinct=args.requests,
             )
         asked = ids(self._shape, args.extract_requests, args.extract_prompt, self._device)
-        timer.extraction(CASE, partial(self._prefill, asked), delivered="nothing")
+        timer.time(PROMPT, CASE, partial(self._prefill, asked), delivered="nothing")
         few = self._shape.few(args.few)
         for name, layers in {
             f"{len(few)} layers": few,
@@ -141,7 +152,7 @@ class Hooks:
             row_bytes = len(layers) * self._shape.hidden * 2
             facts: dict[str, Any] = {"row bytes": row_bytes, "mean |row|": size}
             timer, case = self._timer, f"{CASE} + hooks, {name}"
-            timer.extraction(case, work, delivered="memory", **facts)
+            timer.time(PROMPT, case, work, delivered="memory", **facts)
 
     def _adds(self, point: int, layer: int) -> Edit:
         seed = torch.Generator().manual_seed(point * self._shape.layers + layer)

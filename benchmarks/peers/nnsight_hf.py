@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from benchmarks.peers.hf_hooks import host_rows, ids, load, wait
-from benchmarks.peers.workloads import Answer, Shape, Timer, arguments, installed, ready
+from benchmarks.peers.workloads import PROMPT, Answer, Shape, Timer, arguments, installed, ready
 
 
 def measure(args: argparse.Namespace, answer: Answer) -> None:
@@ -37,7 +37,7 @@ def measure(args: argparse.Namespace, answer: Answer) -> None:
         work()
         facts: dict[str, Any] = {"row bytes": len(layers) * shape.hidden * 2}
         facts["mean |row|"] = rows[-1, 0].float().abs().mean().item()
-        timer.extraction(f"nnsight, {name}", work, delivered="memory", **facts)
+        timer.time(PROMPT, f"nnsight, {name}", work, delivered="memory", **facts)
 
 
 @torch.inference_mode()

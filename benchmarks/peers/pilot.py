@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from benchmarks.peers.engine import Asks, describe, prepare, start, stop
-from benchmarks.peers.workloads import Answer, Shape, Timer, arguments, ready
+from benchmarks.peers.workloads import OUTPUT, PROMPT, Answer, Shape, Timer, arguments, ready
 
 if TYPE_CHECKING:
     from vllm import LLM
@@ -87,8 +87,9 @@ class Pilot:
     def _generate(self, llm: LLM) -> None:
         args, asks, timer = self._args, self._asks, self._timer
         vectors = steering(self._shape, args.requests)
-        timer.generation("ours, idle", partial(asks.generate, llm))
-        timer.generation(
+        timer.time(OUTPUT, "ours, idle", partial(asks.generate, llm))
+        timer.time(
+            OUTPUT,
             "ours, steering",
             partial(asks.generate, llm, vectors),
             steered=f"{len(POINTS)} points x {self._shape.layers} layers",
@@ -100,21 +101,23 @@ class Pilot:
             rows, ask = args.generated - 1, partial(asks.generate, llm, fields)
             facts = self._facts(layers) | {"mean |row|": self._check(ask, layers, rows)}
             work = partial(self._check, ask, layers, rows)
-            timer.generation(f"ours, capturing generated tokens, {name}", work, **facts)
+            timer.time(OUTPUT, f"ours, capturing generated tokens, {name}", work, **facts)
 
     def _extract(self, llm: LLM) -> None:
         asks, timer, rows = self._asks, self._timer, self._args.extract_prompt
-        timer.extraction("ours, idle", partial(asks.extract, llm), delivered="nothing")
+        timer.time(PROMPT, "ours, idle", partial(asks.extract, llm), delivered="nothing")
         for name, layers in self._layers().items():
             ask = partial(asks.extract, llm, asked("inline", layers, "all_prompt"))
             facts = self._facts(layers) | {"mean |row|": self._check(ask, layers, rows)}
             work = partial(self._check, ask, layers, rows)
-            timer.extraction(f"ours, {name}, inline", work, delivered="memory", **facts)
+            timer.time(PROMPT, f"ours, {name}, inline", work, delivered="memory", **facts)
 
             ask = partial(asks.extract, llm, asked("filesystem", layers, "all_prompt"))
             write = partial(_need_written, ask)
             facts = self._facts(layers)
-            timer.extraction(f"ours, {name}, files", write, self._clean, delivered="files", **facts)
+            timer.time(
+                PROMPT, f"ours, {name}, files", write, self._clean, delivered="files", **facts
+            )
 
     def _layers(self) -> dict[str, list[int]]:
         few = self._shape.few(self._args.few)

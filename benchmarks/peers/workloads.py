@@ -19,7 +19,7 @@ import random
 import statistics
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -29,6 +29,7 @@ from benchmarks.results import Row
 Fact = float | int | str | bool
 
 OUTPUT, PROMPT = "output rate", "prompt rate"
+"""What generation and extraction are measured in."""
 
 
 @dataclass
@@ -123,43 +124,30 @@ class Timer:
     """Times work and adds its rows to an answer."""
 
     def __init__(self, args: argparse.Namespace, answer: Answer) -> None:
-        self._args, self._answer = args, answer
+        self._rounds, self._answer = args.rounds, answer
+        # Of each quantity the tokens that count, and what they are compared at.
+        requests, prompt, generated = args.requests, args.prompt, args.generated
+        at = {"requests": requests, "prompt": prompt, "generated": generated}
+        self._workloads = {OUTPUT: (requests * generated, at)}
+        requests, prompt = args.extract_requests, args.extract_prompt
+        self._workloads[PROMPT] = (requests * prompt, {"requests": requests, "prompt": prompt})
 
-    def generation(
+    def time(
         self,
-        case: str,
-        work: Callable[[], object],
-        clean: Callable[[], None] | None = None,
-        **facts: Fact,
-    ) -> None:
-        a = self._args
-        at = {"requests": a.requests, "prompt": a.prompt, "generated": a.generated}
-        self._add(case, OUTPUT, a.requests * a.generated, at, work, clean, facts)
-
-    def extraction(
-        self,
-        case: str,
-        work: Callable[[], object],
-        clean: Callable[[], None] | None = None,
-        **facts: Fact,
-    ) -> None:
-        a = self._args
-        at = {"requests": a.extract_requests, "prompt": a.extract_prompt}
-        tokens = a.extract_requests * a.extract_prompt
-        self._add(case, PROMPT, tokens, at, work, clean, facts)
-
-    def _add(
-        self,
-        case: str,
         quantity: str,
-        tokens: int,
-        at: Mapping[str, int],
+        case: str,
         work: Callable[[], object],
-        clean: Callable[[], None] | None,
-        facts: Mapping[str, Fact],
+        clean: Callable[[], None] | None = None,
+        **facts: Fact,
     ) -> None:
+        """
+        Args:
+            work: all requests of the workload that has this quantity.
+            clean: what is to be done after each round, untimed.
+        """
+        tokens, at = self._workloads[quantity]
         rates = []
-        for number in range(self._args.rounds + 1):
+        for number in range(self._rounds + 1):
             started = time.perf_counter()
             work()
             seconds = time.perf_counter() - started
