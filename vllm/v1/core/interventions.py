@@ -210,10 +210,11 @@ class SchedulerInterventions:
 
     def accept(self, request: Request, captured: "StepRows | None") -> None:
         """Hand a request the rows of a step whose tokens it has just been given."""
-        if captured is None or request.interventions.plan.capture is None:
+        ours = request.interventions
+        if captured is None or not ours.num_sites:
             return
         chunk = captured.of(request.request_id)
-        accepted = chunk and request.interventions.accept(chunk, request.num_tokens)
+        accepted = chunk and ours.accept(chunk, request.num_tokens)
         if accepted:
             self.captures.take(request, accepted)
 

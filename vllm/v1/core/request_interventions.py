@@ -68,7 +68,7 @@ class RequestInterventions:
         positions = chunk.positions
         if len(positions) == 1:
             # Decoding, the common case, without numpy.
-            position = int(positions[0])
+            position = positions.item()
             if not self._next_row <= position < num_tokens - 1 or position not in self.wanted:
                 return None
             self._next_row = position + 1

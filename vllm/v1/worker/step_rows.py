@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The captured rows of one step on their way from the arena to their requests."""
 
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -23,8 +24,10 @@ class Block:
 
     def __init__(self, layout: Layout, members: Members) -> None:
         self.layout = layout
-        self.members = [(req_id, len(tokens)) for req_id, tokens in members]
-        self.count = sum(count for _, count in self.members)
+        self.req_ids = [req_id for req_id, _ in members]
+        self.counts = [len(tokens) for _, tokens in members]
+        """Rows of each at a site."""
+        self.count = sum(self.counts)
         self.num_raw = layout.num_raw * self.count
         self.num_rest = len(layout.sites) * self.count - self.num_raw
         self.raw = self.rest = 0
@@ -143,20 +146,24 @@ class StepRows:
         if self._chunks is None:
             self._wait()
             self._chunks = {}
-            positions, seen = self._positions.numpy(), 0
+            positions = self._positions.numpy()
             scores = iter(self._scores)
             for block in self.blocks:
-                counts = [count for _, count in block.members]
+                own, positions = positions[: block.count], positions[block.count :]
+                if block.count == len(block.counts):
+                    at = list(own[:, None])  # one of each: decoding, in less time
+                else:
+                    stops = accumulate(block.counts)
+                    at = [own[b - n : b] for n, b in zip(block.counts, stops, strict=True)]
                 # Views of all requests at once: of each by itself takes several times longer.
                 parts = [
                     (_raw(block, self._rows, s) if s.projection is None else next(scores)).split(
-                        counts
+                        block.counts
                     )
                     for s in block.layout.streams
                 ]
-                for (req_id, count), *values in zip(block.members, *parts, strict=True):
-                    at = positions[seen : (seen := seen + count)]
-                    self._chunks[req_id] = CapturedChunk(at, values, self._version)
+                for req_id, here, *values in zip(block.req_ids, at, *parts, strict=True):
+                    self._chunks[req_id] = CapturedChunk(here, values, self._version)
         return self._chunks
 
     def join(self, later: "StepRows") -> None:
