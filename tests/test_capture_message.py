@@ -98,3 +98,15 @@ def test_nothing_captured_is_nothing_more_to_send() -> None:
     outputs = [EngineCoreOutput(str(i), [1]) for i in range(3)]
     assert len(sent(outputs)[0]) == 3
     assert pack(None) is None
+
+
+def test_neighbours_in_different_memory_are_not_joined() -> None:
+    """Two allocations may happen to touch; a view of one must not reach into the other."""
+    memory = np.arange(4 * SITES * WIDTH, dtype=np.float32)
+    halves = [torch.from_numpy(half.reshape(2, SITES, WIDTH)) for half in np.split(memory, 2)]
+    assert halves[0].data_ptr() + halves[0].nbytes == halves[1].data_ptr()
+    chunks = {str(i): CapturedChunk(np.array([i, 9]), [half], 1) for i, half in enumerate(halves)}
+    outputs = [EngineCoreOutput(name, [1], captured=[chunk]) for name, chunk in chunks.items()]
+    got = received(sent(outputs)[0])
+    assert all(same(got[name][0], chunk) for name, chunk in chunks.items())
+    assert not same(got["0"][0], chunks["1"])

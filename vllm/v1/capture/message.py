@@ -8,18 +8,17 @@ the same are neighbours in the memory of their step, so they are sent as they li
 from typing import NamedTuple
 
 import numpy as np
+import torch
 
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
 from vllm.v1.interventions import CapturedChunk
 
 
 class _Part(NamedTuple):
-    place: tuple[int, ...]
-    """Of each stream's values: the address of their memory, where in it they start."""
-    end: tuple[int, ...]
-    """The place right behind."""
-    output: EngineCoreOutput
+    places: list[int]
+    """The address of each stream's values."""
     chunk: CapturedChunk
+    output: EngineCoreOutput
 
 
 def pack(outputs: dict[int, EngineCoreOutputs] | None) -> dict[int, EngineCoreOutputs] | None:
@@ -27,15 +26,18 @@ def pack(outputs: dict[int, EngineCoreOutputs] | None) -> dict[int, EngineCoreOu
     inverse."""
     for client in (outputs or {}).values():
         # Who has several chunks keeps them: they are rare, and must stay in order.
-        single = [o for o in client.outputs if o.captured is not None and len(o.captured) == 1]
-        if len(single) < 2:
+        parts = [
+            _Part([values.data_ptr() for values in chunks[0].values], chunks[0], output)
+            for output in client.outputs
+            if (chunks := output.captured) is not None and len(chunks) == 1
+        ]
+        if len(parts) < 2:
             continue
-        runs = _runs(sorted(map(_part, single), key=lambda part: part.place))
-        for run in runs:
-            for part in run:
-                part.output.captured = None
-        packed = EngineCoreOutput("", [], captured=[_joined(run) for run in runs])
-        client.outputs.insert(0, packed)
+        parts.sort(key=lambda part: part.places)
+        packed = [chunk for run in _runs(parts) for chunk in _joined(run)]
+        for part in parts:
+            part.output.captured = None
+        client.outputs.insert(0, EngineCoreOutput("", [], captured=packed))
     return outputs
 
 
@@ -51,43 +53,38 @@ def unpack(chunks: list[CapturedChunk]) -> dict[str, list[CapturedChunk]]:
     return rows
 
 
-def _part(output: EngineCoreOutput) -> _Part:
-    assert output.captured is not None
-    [chunk] = output.captured
-    start: list[int] = []
-    end: list[int] = []
-    for values in chunk.values:
-        memory = values.untyped_storage().data_ptr()
-        first = int(values.storage_offset())
-        start += [memory, first]
-        end += [memory, first + values.numel() if values.is_contiguous() else -1]
-    return _Part(tuple(start), tuple(end), output, chunk)
-
-
 def _runs(parts: list[_Part]) -> list[list[_Part]]:
     """Neighbours that differ in nothing but their number of rows."""
     runs: list[list[_Part]] = []
+    version, behind, shapes = -1, [0], [torch.Size()]
     for part in parts:
-        last = runs[-1][-1] if runs else None
-        if last is not None and last.end == part.place and _like(last.chunk, part.chunk):
+        values = part.chunk.values
+        like = [v.shape[1:] for v in values]
+        if part.places == behind and part.chunk.version == version and like == shapes:
             runs[-1].append(part)
         else:
             runs.append([part])
+            version, shapes = part.chunk.version, like
+        behind = [
+            place + v.nbytes if v.is_contiguous() else -1
+            for place, v in zip(part.places, values, strict=True)
+        ]
     return runs
 
 
-def _like(one: CapturedChunk, other: CapturedChunk) -> bool:
-    return one.version == other.version and all(
-        a.shape[1:] == b.shape[1:] for a, b in zip(one.values, other.values, strict=True)
-    )
-
-
-def _joined(run: list[_Part]) -> CapturedChunk:
+def _joined(run: list[_Part]) -> list[CapturedChunk]:
+    """One chunk, or those of all parts if different memory happens to be neighbours."""
     counts = [len(part.chunk.positions) for part in run]
-    total = sum(counts)
-    return CapturedChunk(
-        np.concatenate([part.chunk.positions for part in run]),
-        [v.as_strided((total, *v.shape[1:]), v.stride()) for v in run[0].chunk.values],
-        run[0].chunk.version,
-        [(part.output.request_id, count) for part, count in zip(run, counts, strict=True)],
-    )
+    first, total = run[0].chunk, sum(counts)
+    ends = [v.storage_offset() + total * v[:1].numel() for v in first.values]
+    sizes = [v.untyped_storage().nbytes() // v.itemsize for v in first.values]
+    if len(run) > 1 and any(end > size for end, size in zip(ends, sizes, strict=True)):
+        return [chunk for part in run for chunk in _joined([part])]
+    return [
+        CapturedChunk(
+            np.concatenate([part.chunk.positions for part in run]),
+            [v.as_strided((total, *v.shape[1:]), v.stride()) for v in first.values],
+            first.version,
+            [(part.output.request_id, count) for part, count in zip(run, counts, strict=True)],
+        )
+    ]
