@@ -6,7 +6,6 @@ why).
 
 from __future__ import annotations
 
-import gc
 import os
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -57,12 +56,6 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
     config.hook.pytest_deselected(items=[item for item in items if not chosen(item)])
     items[:] = [item for item in items if chosen(item)]
-
-
-def pytest_collection_finish(session: pytest.Session) -> None:
-    """Take what is imported by now out of garbage collection: an engine collects several times as
-    it starts, half a second each when it has to walk all of torch, transformers and vLLM."""
-    gc.freeze()
 
 
 @pytest.fixture(scope="session")

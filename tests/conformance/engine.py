@@ -88,6 +88,10 @@ def make_llm(model: Path, **options: Any) -> LLM:
     """Start the engine; the caller ends it with `shut_down`. See `engine`."""
     from vllm import LLM
 
+    # An engine collects garbage five times as it starts, each time through all of torch,
+    # transformers and vLLM: half its start. Its shutdown unfreezes, so this is done for each.
+    gc.collect()
+    gc.freeze()
     settings: dict[str, Any] = {
         "enforce_eager": True,
         "dtype": "float32",
@@ -105,6 +109,5 @@ def make_llm(model: Path, **options: Any) -> LLM:
 
 
 def shut_down(llm: LLM) -> None:
-    """End the engine core and free what it holds."""
+    """End the engine core and free what it holds: it collects garbage itself."""
     llm.llm_engine.engine_core.shutdown()
-    gc.collect()
