@@ -125,11 +125,19 @@ def test_the_rest_is_copied_at_the_end(shared: int, monkeypatch: pytest.MonkeyPa
 def test_a_thread_that_fails_is_no_lost_row() -> None:
     """The error comes out, where a result would be made of rows that are not there."""
     copier, collector = RowCopier(), collector_for(2)
-    copier.add(collector, [CapturedChunk(np.arange(3), [torch.zeros(3, SITES, WIDTH)], 1)])
+    copier.add(collector, [CapturedChunk(np.arange(2), [torch.zeros(2, SITES, WIDTH + 1)], 1)])
     for _ in range(module.STEPS):
         copier.step()
-    with pytest.raises(ValueError, match="wrong shape"):
+    with pytest.raises(RuntimeError, match="must match the size"):
         copier.finish(collector)
+
+
+def test_more_rows_than_the_plan_has_room_for_are_an_error() -> None:
+    copier, collector = RowCopier(), collector_for(2)
+    copier.add(collector, [CapturedChunk(np.arange(3), [torch.zeros(3, SITES, WIDTH)], 1)])
+    with pytest.raises(ValueError, match="wrong shape"):
+        for _ in range(module.STEPS):
+            copier.step()
 
 
 def test_a_pickled_site_has_its_own_rows_only() -> None:

@@ -77,6 +77,8 @@ def _frontend(pipe: Connection) -> None:
 def test_through_messages_to_another_process(monkeypatch: pytest.MonkeyPatch) -> None:
     """Small ones and those that are no neighbours in memory too; with few buffers."""
     monkeypatch.setattr(module, "LEAST_BYTES", KB)
+    monkeypatch.setattr(module, "PIECE_BYTES", 300 * KB)  # by several threads, and by none
+    monkeypatch.setattr(module, "THREADS", 3)
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
     process = context.Process(target=_frontend, args=(theirs,), daemon=True)

@@ -28,15 +28,18 @@ Copies = tuple[list[torch.Tensor], list[torch.Tensor]]
 """(where to, what)."""
 
 
-def copy(copies: Iterable[Copies]) -> None:
-    """In one call, so that a thread which does it leaves the others to run."""
+def joined(copies: Iterable[Copies]) -> Copies:
     into: list[torch.Tensor] = []
     rows: list[torch.Tensor] = []
     for some_into, some_rows in copies:
         into += some_into
         rows += some_rows
-    if into:
-        torch._foreach_copy_(into, rows)
+    return into, rows
+
+
+def copy(copies: Copies) -> None:
+    if copies[0]:
+        torch._foreach_copy_(*copies)
 
 
 class RowCollector:
@@ -88,7 +91,7 @@ class RowCollector:
         """
         token_ids = [*self._prompt_token_ids, *output_token_ids]
         if self._new:
-            copy([self.place(self.take_new())])
+            copy(self.place(self.take_new()))
         merged = self._rows.view()
         results = {
             name: self._result(selected, merged, token_ids, finished, aborted, only_new)

@@ -7,7 +7,7 @@ from itertools import chain
 
 import torch
 
-from vllm.v1.capture.collect import RowCollector, copy
+from vllm.v1.capture.collect import Copies, RowCollector, copy, joined
 from vllm.v1.interventions import CapturedChunk
 
 THREADS = min(8, max(1, len(os.sched_getaffinity(0)) // 2))
@@ -15,9 +15,7 @@ THREADS = min(8, max(1, len(os.sched_getaffinity(0)) // 2))
 BYTES = 192 << 20
 STEPS = 32
 SHARED_BYTES = 16 << 20
-"""What is more than this is copied by all threads."""
-
-_Job = tuple[RowCollector, list[CapturedChunk]]
+"""A thread is woken for so much."""
 
 
 class RowCopier:
@@ -25,7 +23,8 @@ class RowCopier:
 
     Rows of a step are views of the memory of all its rows, which stays until all were copied. So
     they are copied soon: when they keep `BYTES` of memory, or are of `STEPS` steps. At most as much
-    again gathers while the threads are busy; then the caller waits for them.
+    again gathers while the threads are busy; then the caller waits for them. A thread's work is one
+    call that lets go of the interpreter, so that the engine's loop need not wait its turn.
     """
 
     def __init__(self) -> None:
@@ -34,6 +33,7 @@ class RowCopier:
         self._bytes = self._kept = self._steps = 0
         self._last: CapturedChunk | None = None
         self._copying: set[RowCollector] = set()
+        self._copies: list[Copies] = []
         self._running: list[Future[None]] = []
 
     def add(self, collector: RowCollector, chunks: list[CapturedChunk]) -> None:
@@ -51,7 +51,7 @@ class RowCopier:
             self._wait()
         into, rows = collector.place(collector.take_new())
         if sum(values.nbytes for values in rows) < SHARED_BYTES:
-            copy([(into, rows)])
+            copy((into, rows))
             return
         pieces = [i.chunk(THREADS) for i in into], [r.chunk(THREADS) for r in rows]
         list(self._threads.map(torch.Tensor.copy_, *map(chain.from_iterable, pieces)))
@@ -69,9 +69,11 @@ class RowCopier:
         if due < 1 or (due < 2 and not all(future.done() for future in self._running)):
             return
         self._wait()
-        jobs = [(c, new) for c in self._new if (new := c.take_new())]
-        self._copying = {collector for collector, _ in jobs}
-        self._running = [self._threads.submit(_copy, jobs[i::THREADS]) for i in range(THREADS)]
+        self._copying = set(self._new)
+        copies = [collector.place(collector.take_new()) for collector in self._new]
+        number = min(THREADS, 1 + self._bytes // SHARED_BYTES, len(copies))
+        self._copies = [joined(copies[i::number]) for i in range(number)]
+        self._running = [self._threads.submit(copy, c) for c in self._copies]
         self._new.clear()
         self._bytes = self._kept = self._steps = 0
 
@@ -79,9 +81,4 @@ class RowCopier:
         wait(self._running)
         for future in self._running:
             future.result()
-        self._running, self._copying = [], set()
-
-
-def _copy(jobs: list[_Job]) -> None:
-    copy(collector.place(chunks) for collector, chunks in jobs)
-    jobs.clear()
+        self._running, self._copying, self._copies = [], set(), []

@@ -2,10 +2,10 @@
 """Large tensors of an engine core's messages, in memory that it shares with its frontends.
 
 A socket copies what it is given twice, in one thread of each process; rows of all layers of a full
-batch are more than that can carry. So the engine core copies them once, with several threads, into
-a ring of anonymous memory, and the message says where they are. The frontend's tensors are views:
-when the last one of a message's tensor is gone, its place is free again. What finds no place goes
-by the socket, as if there were no ring.
+batch are more than that can carry. So the engine core copies them once into a ring of anonymous
+memory, and the message says where they are. The frontend's tensors are views: when the last one of
+a message's tensor is gone, its place is free again. What finds no place goes by the socket, as if
+there were no ring.
 """
 
 import mmap
@@ -27,8 +27,12 @@ from vllm.v1.serial_utils import OOBTensorConsumer
 LEAST_BYTES = 1 << 20
 """Of a tensor that is worth a place."""
 RING_BYTES = 1 << 30
-"""Twice what a frontend keeps before it copies rows (`copier.BYTES`), and more; the kernel gives
-memory as it is first used, and the ring is used from its start when it is empty."""
+"""At least: more than what a frontend keeps before it copies rows (`copier.BYTES`) and while it
+does. The kernel gives memory as it is first used, and the ring begins anew when it is empty."""
+STEPS = 3
+"""The rows of so many steps fit, too, however many they are."""
+PIECE_BYTES = 128 << 20
+"""What is more is copied by several threads; waking them costs more than the copy of less."""
 PLACES = 4096
 """At the start of the memory: a byte for each place, 1 while it is taken."""
 
@@ -43,7 +47,9 @@ def share_rows(config: CaptureConfig, output_paths: Sequence[str]) -> "SharedRow
     """For the encoder of an engine core; None where nothing is captured, or where a frontend may be
     on another host."""
     local = all(path.startswith("ipc://") for path in output_paths)
-    return SharedRows() if config.enabled and local else None
+    if not config.enabled or not local:
+        return None
+    return SharedRows(max(RING_BYTES, STEPS * config.capture_buffer_bytes))
 
 
 class SharedRows(OOBTensorConsumer):
@@ -53,7 +59,7 @@ class SharedRows(OOBTensorConsumer):
         size: bytes of the ring.
     """
 
-    def __init__(self, size: int = RING_BYTES) -> None:
+    def __init__(self, size: int) -> None:
         self._size = size
         self._taken: deque[_Taken] = deque()
         self._next_place = 0
@@ -72,8 +78,9 @@ class SharedRows(OOBTensorConsumer):
         if taken is None:
             return None
         into = self._memory[taken.first : taken.first + tensor.nbytes].view(tensor.dtype)
-        pieces = into.view(tensor.shape).chunk(THREADS), tensor.chunk(THREADS)
-        list(self._threads.map(torch.Tensor.copy_, *pieces))
+        number = min(THREADS, -(-tensor.nbytes // PIECE_BYTES))
+        pieces = into.view(tensor.shape).chunk(number), tensor.chunk(number)
+        list((map if number == 1 else self._threads.map)(torch.Tensor.copy_, *pieces))
         self._flags[taken.place] = 1
         return {
             "pid": os.getpid(),
