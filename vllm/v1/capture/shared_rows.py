@@ -4,12 +4,13 @@
 A socket copies what it is given twice, in one thread of each process; rows of all layers of a full
 batch are more than that can carry. So the engine core copies them once into a ring of anonymous
 memory, and the message says where they are. The frontend's tensors are views: when the last one of
-a message's tensor is gone, its place is free again. What finds no place goes by the socket, as if
-there were no ring.
+a message's tensor is gone, its place is free again. What finds no place in time goes by the socket,
+as if there were no ring.
 """
 
 import mmap
 import os
+import time
 import weakref
 from collections import deque
 from collections.abc import Sequence
@@ -31,6 +32,8 @@ RING_BYTES = 1 << 30
 does. The kernel gives memory as it is first used, and the ring begins anew when it is empty."""
 STEPS = 3
 """The rows of so many steps fit, too, however many they are."""
+SOCKET_BYTES_A_SECOND = 1 << 30
+"""About what a socket carries (`python -m benchmarks.transport`)."""
 PIECE_BYTES = 128 << 20
 """What is more is copied by several threads; waking them costs more than the copy of less."""
 PLACES = 4096
@@ -74,7 +77,7 @@ class SharedRows(OOBTensorConsumer):
             return None
         if self._file is None:
             self._file = self._open()
-        taken = self._take(tensor.nbytes)
+        taken = self._wait_for(tensor.nbytes)
         if taken is None:
             return None
         into = self._memory[taken.first : taken.first + tensor.nbytes].view(tensor.dtype)
@@ -97,6 +100,13 @@ class SharedRows(OOBTensorConsumer):
         self._memory = torch.from_numpy(memory[PLACES:])
         self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="shared-rows")
         return file
+
+    def _wait_for(self, size: int) -> _Taken | None:
+        """A place, if there is one before the socket would have carried as much."""
+        until = time.monotonic() + size / SOCKET_BYTES_A_SECOND
+        while (taken := self._take(size)) is None and time.monotonic() < until:
+            time.sleep(0.001)
+        return taken
 
     def _take(self, size: int) -> _Taken | None:
         """A place of at least `size` bytes behind the last one, or at the start of the ring."""
