@@ -131,7 +131,6 @@ def allocated(
     )
     before = torch.cuda.memory_allocated() if device.type == "cuda" else 0
     made = Interventions(config, device)
-    made.sites = {(p, n): len(POINTS) * n + i for n in range(layers) for i, p in enumerate(POINTS)}
     shape = TapShape(hidden, _NAME, dict.fromkeys(range(layers), POINTS))
     with patch("vllm.v1.worker.interventions.get_tensor_model_parallel_rank", lambda: 0):
         made._allocate(shape)

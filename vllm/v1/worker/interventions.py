@@ -97,12 +97,6 @@ class Interventions:
             points={index: unbound_taps(layer).points for index, layer in layers.items()},
         )
         refuse_layers(layers, self.shape.torch_dtype)
-        sites = [(p, n) for n in sorted(layers) for p in self.shape.points[n]]
-        self.sites = sites
-        if self._capture:
-            points = self._config.capture_config.capture_points
-            self._dest_rows = {s: i for i, s in enumerate(s for s in sites if s[0] in points)}
-        self._layouts = Layouts(self._dest_rows)
         self._allocate(self.shape)
         taps = {
             layer: BoundTaps(*(self._tap(point, index) for point in POINTS))
@@ -113,6 +107,7 @@ class Interventions:
     def _allocate(self, shape: TapShape) -> None:
         max_tokens = self._config.scheduler_config.max_num_batched_tokens
         hidden, dtype, device = shape.hidden_size, shape.torch_dtype, self._device
+        self.sites = [(p, n) for n in sorted(shape.points) for p in shape.points[n]]
         self.tokens = TokenMap(max_tokens, device)
         if self._steering:
             config = self._config.steering_config
@@ -125,6 +120,10 @@ class Interventions:
         self.dest: torch.Tensor | None = None
         if self._capture:
             rows = self._config.capture_config.capture_buffer_bytes // shape.row_bytes
+            points = self._config.capture_config.capture_points
+            captured = [site for site in self.sites if site[0] in points]
+            self._dest_rows = {site: i for i, site in enumerate(captured)}
+            self._layouts = Layouts(self._dest_rows)
             # The stream is the same on every tensor-parallel rank: the first one captures.
             self.captures_here = get_tensor_model_parallel_rank() == 0
             self.arena = torch.zeros(
