@@ -34,6 +34,7 @@ class RowCopier:
         self._last: CapturedChunk | None = None
         self._copying: set[RowCollector] = set()
         self._copies: list[Copies] = []
+        """Views that are being copied, so that they are freed here and not in a thread."""
         self._running: list[Future[None]] = []
 
     def add(self, collector: RowCollector, chunks: list[CapturedChunk]) -> None:
@@ -69,8 +70,9 @@ class RowCopier:
         if due < 1 or (due < 2 and not all(future.done() for future in self._running)):
             return
         self._wait()
-        self._copying = set(self._new)
-        copies = [collector.place(collector.take_new()) for collector in self._new]
+        new = {collector: rows for collector in self._new if (rows := collector.take_new())}
+        self._copying = set(new)
+        copies = [collector.place(rows) for collector, rows in new.items()]
         number = min(THREADS, 1 + self._bytes // SHARED_BYTES, len(copies))
         self._copies = [joined(copies[i::number]) for i in range(number)]
         self._running = [self._threads.submit(copy, c) for c in self._copies]

@@ -104,7 +104,7 @@ class SharedRows(OOBTensorConsumer):
     def _wait_for(self, size: int) -> _Taken | None:
         """A place, if there is one before the socket would have carried as much."""
         until = time.monotonic() + size / SOCKET_BYTES_A_SECOND
-        while (taken := self._take(size)) is None and time.monotonic() < until:
+        while (taken := self._take(size)) is None and self._taken and time.monotonic() < until:
             time.sleep(0.001)
         return taken
 
