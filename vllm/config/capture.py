@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import Field
 
-from vllm.config.steering import POINTS
+from vllm.config.steering import POINTS, refuse_unknown
 from vllm.config.utils import config
 
 if TYPE_CHECKING:
@@ -53,9 +53,7 @@ class CaptureConfig:
         return bool(self.capture_consumers)
 
     def __post_init__(self) -> None:
-        unknown = sorted(set(self.capture_points) - set(POINTS))
-        if unknown:
-            raise ValueError(f"capture_points: unknown {unknown}, allowed are {list(POINTS)}")
+        refuse_unknown("capture_points", self.capture_points, POINTS)
         _ = self.consumers  # a wrong spec is an error at start-up
 
     @cached_property

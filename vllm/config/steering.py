@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Engine options of activation steering."""
 
+from collections.abc import Iterable, Sequence
+
 from pydantic import Field
 
 from vllm.config.utils import config
@@ -13,6 +15,12 @@ POINTS = ("pre_attn", "post_attn", "post_block")
 
 SCHEMA = 2
 """Part of the compile-cache key: raise it when traced tap code or an op's meaning changes."""
+
+
+def refuse_unknown(option: str, given: Iterable[str], allowed: Sequence[str]) -> None:
+    """Raise a ValueError for entries of the list `option` that are not allowed."""
+    if unknown := sorted(set(given) - set(allowed)):
+        raise ValueError(f"{option}: unknown {unknown}, allowed are {list(allowed)}")
 
 
 @config
@@ -46,12 +54,8 @@ class SteeringConfig:
     """Named vectors to load at start-up, as `name=path` (.safetensors, .gguf or .npz)."""
 
     def __post_init__(self) -> None:
-        unknown = sorted(set(self.steering_points) - set(POINTS))
-        if unknown:
-            raise ValueError(f"steering_points: unknown {unknown}, allowed are {list(POINTS)}")
-        unknown = sorted(set(self.steering_families) - set(FAMILIES))
-        if unknown:
-            raise ValueError(f"steering_families: unknown {unknown}, allowed are {list(FAMILIES)}")
+        refuse_unknown("steering_points", self.steering_points, POINTS)
+        refuse_unknown("steering_families", self.steering_families, FAMILIES)
         if self.steering_modules and not self.enable_steering:
             raise ValueError("steering_modules: needs enable_steering (--enable-steering)")
 
