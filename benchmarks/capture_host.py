@@ -192,7 +192,7 @@ def run(args: argparse.Namespace, num_sites: int) -> dict[str, float]:
             message = EngineCoreOutputs(outputs=outputs)
             pack({0: message})
             sent = encoder.encode(message)
-            outputs = decoder.decode([bytes(sent[0]), *sent[1:]]).outputs
+            outputs = decoder.decode([bytes(sent[0]), *sent[1:]]).outputs  # type: ignore[arg-type]
         mark.append(time.perf_counter())
         for output in outputs:
             if frontend.take(output):
@@ -231,7 +231,9 @@ def profile_engine(args: argparse.Namespace) -> None:
 
     from benchmarks.engine_process import WORKER
     from vllm import LLM, SamplingParams
+    from vllm.inputs import TokensPrompt
 
+    room: dict[str, Any] = {} if torch.cuda.is_available() else {"kv_cache_memory_bytes": 1 << 30}
     llm = LLM(
         model=args.profile_engine,
         load_format="benchmark",
@@ -243,13 +245,15 @@ def profile_engine(args: argparse.Namespace) -> None:
         enable_prefix_caching=False,
         disable_log_stats=True,
         capture_consumers=["inline"],
-        **({"kv_cache_memory_bytes": 1 << 30} if not torch.cuda.is_available() else {}),
+        **room,
     )
     config = llm.llm_engine.model_config
     layers, vocabulary = config.hf_config.num_hidden_layers, config.get_vocab_size()
     generator = torch.Generator().manual_seed(0)
     prompts = [
-        {"prompt_token_ids": torch.randint(0, vocabulary, (32,), generator=generator).tolist()}
+        TokensPrompt(
+            prompt_token_ids=torch.randint(0, vocabulary, (32,), generator=generator).tolist()
+        )
         for _ in range(args.batch)
     ]
 

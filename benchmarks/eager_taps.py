@@ -77,7 +77,7 @@ def main() -> None:
             super().__init__(*tensors)
             taps.append(self)
 
-    interventions.SiteTap = Kept  # type: ignore[misc]
+    interventions.SiteTap = Kept  # type: ignore[assignment,misc]
     served = Served(Start(str(args.model.resolve()), options, CONTENTS, "", False))
 
     def tpot(asks: Asks, kind: type[SiteTap], requests: int) -> tuple[float, tuple[int, ...]]:

@@ -27,6 +27,7 @@ def main() -> None:
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 
     from vllm import LLM, SamplingParams
+    from vllm.inputs import TokensPrompt
 
     llm = LLM(
         model=args.model,
@@ -49,7 +50,7 @@ def main() -> None:
     rng = random.Random(0)
     shared = [rng.randrange(1, 200) for _ in range(args.prefix)]
     prompts = [
-        {"prompt_token_ids": shared + [rng.randrange(1, 200) for _ in range(args.own)]}
+        TokensPrompt(prompt_token_ids=shared + [rng.randrange(1, 200) for _ in range(args.own)])
         for _ in range(args.requests)
     ]
     captures: dict[str, Any] = {

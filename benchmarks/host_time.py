@@ -40,6 +40,7 @@ def main() -> None:
     import torch
 
     from vllm import LLM, SamplingParams
+    from vllm.inputs import TokensPrompt
 
     llm = LLM(
         model=args.model,
@@ -70,7 +71,7 @@ def main() -> None:
         )
         for _ in range(args.requests)
     ]
-    prompts = [{"prompt_token_ids": [i % 200 + 1] * 16} for i in range(args.requests)]
+    prompts = [TokensPrompt(prompt_token_ids=[i % 200 + 1] * 16) for i in range(args.requests)]
     llm.generate(prompts, params, use_tqdm=False)
     print(f"{args.requests} requests, {len(interventions.sites)} sites, hidden size {hidden}")
     for name, values in seconds.items():

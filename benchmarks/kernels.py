@@ -32,7 +32,7 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.results import Row, Run, add_arguments, publish, setup
+from benchmarks.results import At, Row, Run, add_arguments, publish, setup
 from tools import native
 from vllm.model_executor.layers.native_rows import load
 from vllm.model_executor.layers.residual_taps import capture_rows  # registers the op
@@ -88,11 +88,16 @@ class Site:
         vllm, pilot, h, arena = torch.ops.vllm, torch.ops.pilot, self.h, self.arena
         for wanted, dest in self.wanted.items():
             name, moved = f"capture {wanted}", 2 if wanted == "all" else 0
+
+            def present(i: int, dest: torch.Tensor = dest) -> object:
+                return vllm.capture_rows(h[i], arena, dest)
+
+            def one(i: int, dest: torch.Tensor = dest) -> object:
+                return pilot.capture_rows(h[i], None, arena, dest)
+
             total = moved * self.row_bytes
-            yield Timed(name, "present", lambda i, d=dest: vllm.capture_rows(h[i], arena, d), total)
-            yield Timed(
-                name, "native", lambda i, d=dest: pilot.capture_rows(h[i], None, arena, d), total
-            )
+            yield Timed(name, "present", present, total)
+            yield Timed(name, "native", one, total)
             if moved:
                 yield Timed(name, "copy", self.copy(moved), total)
 
@@ -201,7 +206,7 @@ def measure(site: Site, rounds: int, calls: int, cuda: bool) -> Iterator[Row]:
                 device[index].append(device_us(graphs[index]))
             eager[index].append(eager_us(timed.call, calls, synchronize))
     for index, timed in enumerate(work):
-        at = {"operation": timed.operation, "tokens": site.tokens, "hidden": site.hidden}
+        at: At = {"operation": timed.operation, "tokens": site.tokens, "hidden": site.hidden}
         for quantity, values in (("device", device[index]), ("eager", eager[index])):
             if values:
                 rate = timed.bytes / statistics.median(values) / 1e3
