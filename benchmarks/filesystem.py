@@ -31,6 +31,7 @@ from vllm.v1.capture.consumer import (
     RowBatch,
 )
 from vllm.v1.capture.consumers.filesystem import FilesystemConsumer
+from vllm.v1.capture.copies import CopyThreads, empty
 from vllm.v1.capture.files import LAYOUTS
 from vllm.v1.capture.host import ConsumerHost
 from vllm.v1.capture.registry import ConsumerSpec, HostLimits
@@ -74,7 +75,7 @@ def consumer(folder: Path, layout: str, data: torch.Tensor) -> float:
             finished.set()
 
     spec = ConsumerSpec("filesystem", cls=FilesystemConsumer, limits=HostLimits(timeout=3600))
-    host = ConsumerHost(spec, made, take)
+    host, threads = ConsumerHost(spec, made, take), CopyThreads("benchmark")
     started = time.perf_counter()
     for i in range(requests):
         request_id = f"request-{i}"
@@ -94,7 +95,9 @@ def consumer(folder: Path, layout: str, data: torch.Tensor) -> float:
             )
         )
         # As rows come from a step, in memory of their own.
-        host.rows(request_id, RowBatch(at, at, at, data[i].clone()))
+        values = empty(data[i].shape, data.dtype)
+        copies = threads.follow(([values], [data[i]]))
+        host.rows(request_id, RowBatch(at, at, at, values), copies)
         host.end(request_id, RequestEnd(rows))
     finished.wait()
     seconds = time.perf_counter() - started

@@ -50,6 +50,7 @@ def rate(by_ring: bool, num_bytes: int, steps: int) -> float:
     import torch
     import zmq
 
+    from vllm.v1.capture.copies import CopyThreads
     from vllm.v1.capture.shared_rows import RowsOfOthers
     from vllm.v1.engine import EngineCoreOutputs
     from vllm.v1.serial_utils import MsgpackDecoder
@@ -57,6 +58,7 @@ def rate(by_ring: bool, num_bytes: int, steps: int) -> float:
     warm = 1 + (WARM << 20) // num_bytes
     decoder = MsgpackDecoder(EngineCoreOutputs, oob_tensor_provider=RowsOfOthers())
     into = torch.empty(num_bytes // 8192, 1, 4096, dtype=torch.bfloat16)
+    threads = CopyThreads("benchmark")
     with tempfile.TemporaryDirectory() as folder, zmq.Context() as context:
         path = f"ipc://{Path(folder) / 'rows'}"
         socket = context.socket(zmq.PULL)
@@ -68,7 +70,7 @@ def rate(by_ring: bool, num_bytes: int, steps: int) -> float:
             if step == warm:
                 started = time.perf_counter()
             outputs = decoder.decode(socket.recv_multipart(copy=False)).outputs
-            into.copy_(outputs[0].captured[0].values[0])
+            threads.run(([into], [outputs[0].captured[0].values[0]]))
             del outputs  # and with it the place in the ring
         seconds = time.perf_counter() - started
         process.join()

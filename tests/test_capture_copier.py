@@ -5,9 +5,10 @@ threads; and what a result holds."""
 from __future__ import annotations
 
 import gc
+import os
 import pickle
 import weakref
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -15,21 +16,27 @@ import pytest
 import torch
 
 from vllm.v1.capture import copier as module
+from vllm.v1.capture import copies
 from vllm.v1.capture.collect import RowCollector
 from vllm.v1.capture.copier import RowCopier
+from vllm.v1.capture.copies import THREADS, Copies, CopyThreads, finished
 from vllm.v1.interventions import CapturedChunk, CapturePlan, Selection, Stream
 
 SITES, WIDTH, REQUESTS = 3, 16, 4
 ROW_BYTES = SITES * WIDTH * 4
 
 
-def collector_for(num_rows: int) -> RowCollector:
+def collector_for(num_rows: int, selected: list[int] | None = None) -> RowCollector:
+    """
+    Args:
+        selected: runs; all rows if it is None.
+    """
     sites, runs = [("post_block", i) for i in range(SITES)], [0, num_rows]
     plan = CapturePlan(
         sites=sites,
         runs=runs,
         streams=[Stream(sites, runs, True, WIDTH, "float32")],
-        consumers={"inline": Selection(sites, runs)},
+        consumers={"inline": Selection(sites, selected or runs)},
         hidden_size=WIDTH,
         dtype="float32",
     )
@@ -60,8 +67,15 @@ class Steps:
         return sum(block() is not None for block in self._blocks)
 
 
+def finish(copier: RowCopier, collector: RowCollector) -> None:
+    copier.finish(collector)
+    copier.settle()
+
+
 def check(collector: RowCollector, num_rows: int) -> dict[Any, Any]:
-    result = collector.results([0] * num_rows, finished=True, aborted=False, only_new=False)
+    result = collector.results(
+        [0] * num_rows, finished=True, aborted=False, only_new=False, settle=lambda: None
+    )
     assert result["inline"].status == "ok", result["inline"].error
     payload: dict[Any, Any] = result["inline"].payload
     for rows in payload.values():
@@ -74,57 +88,117 @@ def test_the_steps_memory_goes_soon(monkeypatch: pytest.MonkeyPatch) -> None:
     """However long a request runs: its rows keep those of others for a few steps. Without the
     threads' copies they would keep all, which is what this test can see."""
     num_steps = 20 * module.STEPS
-    for copies in (True, False):
-        copier, steps = RowCopier(), Steps()
-        if not copies:
+    for copied in (True, False):
+        copier, steps = RowCopier(CopyThreads("test")), Steps()
+        if not copied:
             monkeypatch.setattr(copier, "step", lambda: None)
         collectors = [collector_for(num_steps) for _ in range(REQUESTS)]
         for at in range(num_steps):
             steps.step(copier, collectors if at < 2 else collectors[:1])  # a straggler
-        assert steps.alive <= 4 * module.STEPS if copies else steps.alive == num_steps
-        copier.finish(collectors[0])
+        assert steps.alive <= 4 * module.STEPS if copied else steps.alive == num_steps
+        finish(copier, collectors[0])
         check(collectors[0], num_steps)
 
 
 def test_who_gathers_more_than_the_threads_can_copy_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "BYTES", 2 * ROW_BYTES * REQUESTS)
-    copier, steps = RowCopier(), Steps()
+    copier, steps = RowCopier(CopyThreads("test")), Steps()
     stuck: Future[None] = Future()
-    monkeypatch.setattr(copier._threads, "submit", lambda *_: stuck)
+    monkeypatch.setattr(copier._threads, "start", lambda _: [stuck])
     collectors = [collector_for(8) for _ in range(REQUESTS)]
     for _ in range(5):
         steps.step(copier, collectors)  # the threads have the first two
     assert not stuck.done()
-    monkeypatch.setattr(module, "wait", lambda futures: stuck.set_result(None))
+    monkeypatch.setattr(module, "finished", lambda futures: stuck.set_result(None))
     steps.step(copier, collectors)
     assert stuck.done()
 
 
-@pytest.mark.parametrize("shared", [1, 1 << 30])
-def test_the_rest_is_copied_at_the_end(shared: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By all threads if it is much, and then, too, each row to its place."""
-    monkeypatch.setattr(module, "SHARED_BYTES", shared)
-    copier, collector, at = RowCopier(), collector_for(23), 0
-    by_threads: list[object] = []
-    submit = copier._threads.submit
+@pytest.mark.parametrize("least", [1, 1 << 30])
+def test_the_rest_is_copied_at_the_end(least: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of all requests at once; by threads if it is much, and then, too, each row to its place."""
+    monkeypatch.setattr(copies, "DIRECT_BYTES", least)
+    monkeypatch.setattr(copies, "PIECE_BYTES", 5 * ROW_BYTES)
+    monkeypatch.setattr(copies, "THREADS", 3)
+    copier = RowCopier(CopyThreads("test"))
+    started: list[object] = []
+    start = copier._threads.start
 
-    def noted(*work: Any) -> Future[Any]:
-        by_threads.append(work)
-        return submit(*work)
+    def noted(work: Copies) -> list[Future[None]]:
+        started.append(work)
+        return start(work)
 
-    monkeypatch.setattr(copier._threads, "submit", noted)
-    for count in (1, 9, 13):
-        values = torch.arange(float(at), at + count)[:, None, None].repeat(1, SITES, WIDTH)
-        copier.add(collector, [CapturedChunk(np.arange(at, at + count), [values], 1)])
-        at += count
-    copier.finish(collector)
-    check(collector, 23)
-    assert bool(by_threads) == (shared == 1)
+    monkeypatch.setattr(copier._threads, "start", noted)
+    collectors = [collector_for(23) for _ in range(2)]
+    for collector in collectors:
+        at = 0
+        for count in (1, 9, 13):
+            values = torch.arange(float(at), at + count)[:, None, None].repeat(1, SITES, WIDTH)
+            copier.add(collector, [CapturedChunk(np.arange(at, at + count), [values], 1)])
+            at += count
+        copier.finish(collector)
+        for values in collector._rows.view().values:
+            values.fill_(-1)
+    copier.step()
+    for collector in collectors:
+        check(collector, 23)
+    assert len(started) == (least == 1)
+
+
+def test_a_result_that_is_no_view_waits_for_its_rows() -> None:
+    """Rows with gaps between them, and what is streamed, are copied out of where rows are put."""
+    for only_new, runs in ((False, [0, 1, 2, 5]), (True, [0, 5])):
+        copier, collector = RowCopier(CopyThreads("test")), collector_for(5, runs)
+        values = torch.arange(5.0)[:, None, None].repeat(1, SITES, WIDTH)
+        copier.add(collector, [CapturedChunk(np.arange(5), [values], 1)])
+        copier.finish(collector)
+        results = collector.results(
+            [0] * 5, finished=True, aborted=False, only_new=only_new, settle=copier.settle
+        )
+        rows = results["inline"].payload["post_block", 0]
+        assert rows.positions.tolist() == ([0, 2, 3, 4] if not only_new else [0, 1, 2, 3, 4])
+        assert rows.values[:, 0].tolist() == rows.positions.tolist()
+
+
+def test_a_thread_of_ours_has_no_threads_of_its_own() -> None:
+    """Each would keep a team as large as the processor, which spins between copies."""
+    number = torch.get_num_threads()
+    torch.set_num_threads(4)
+    try:
+        rows = [torch.ones(64, 4096) for _ in range(6)]
+        into = [torch.zeros(64, 4096) for _ in rows]
+        before = len(os.listdir("/proc/self/task"))
+        threads = CopyThreads("test")
+        finished(threads.start((into, rows)))
+        mine = len(os.listdir("/proc/self/task")) - before
+        assert 0 < mine <= THREADS and torch.get_num_threads() == 4
+        assert all(bool((values == 1).all()) for values in into)
+        with ThreadPoolExecutor(1) as plain:  # and such a team would be seen
+            plain.submit(torch.Tensor.copy_, into[0], rows[0]).result()
+            assert len(os.listdir("/proc/self/task")) - before - mine == 4
+    finally:
+        torch.set_num_threads(number)
+
+
+def test_who_does_not_wait_is_not_far_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(copies, "DIRECT_BYTES", 4096)
+    monkeypatch.setattr(copies, "UNDERWAY_BYTES", 8192)
+    threads, stuck = CopyThreads("test"), Future[None]()
+    monkeypatch.setattr(threads, "start", lambda _: [stuck])
+    work = [torch.zeros(1024)], [torch.ones(1024)]
+    for _ in range(3):
+        assert threads.follow(work) == [stuck]
+    waited: list[int] = []
+    monkeypatch.setattr(copies, "wait", lambda futures: waited.append(len(futures)))
+    threads.follow(work)
+    assert waited == [3]
+    small = [torch.zeros(8)], [torch.ones(8)]
+    assert threads.follow(small) == [] and torch.equal(*map(torch.stack, small))
 
 
 def test_a_thread_that_fails_is_no_lost_row() -> None:
     """The error comes out, where a result would be made of rows that are not there."""
-    copier, collector = RowCopier(), collector_for(2)
+    copier, collector = RowCopier(CopyThreads("test")), collector_for(2)
     copier.add(collector, [CapturedChunk(np.arange(2), [torch.zeros(2, SITES, WIDTH + 1)], 1)])
     for _ in range(module.STEPS):
         copier.step()
@@ -133,7 +207,7 @@ def test_a_thread_that_fails_is_no_lost_row() -> None:
 
 
 def test_more_rows_than_the_plan_has_room_for_are_an_error() -> None:
-    copier, collector = RowCopier(), collector_for(2)
+    copier, collector = RowCopier(CopyThreads("test")), collector_for(2)
     copier.add(collector, [CapturedChunk(np.arange(3), [torch.zeros(3, SITES, WIDTH)], 1)])
     with pytest.raises(ValueError, match="wrong shape"):
         for _ in range(module.STEPS):
@@ -144,7 +218,9 @@ def test_a_pickled_site_has_its_own_rows_only() -> None:
     """In memory all sites are views of one block, and a pickled view is a pickle of all of it."""
     collector = collector_for(1000)
     values = torch.arange(1000.0)[:, None, None].repeat(1, SITES, WIDTH)
-    collector.add([CapturedChunk(np.arange(1000), [values], 1)])
+    copier = RowCopier(CopyThreads("test"))
+    copier.add(collector, [CapturedChunk(np.arange(1000), [values], 1)])
+    finish(copier, collector)
     rows = check(collector, 1000)["post_block", 1]
     assert rows.values.untyped_storage().nbytes() >= 1000 * ROW_BYTES
     again = pickle.loads(pickle.dumps(rows))
@@ -161,7 +237,9 @@ def test_what_is_reserved_and_not_written_takes_no_memory() -> None:
     size = 256 << 20
     collector = collector_for(size // ROW_BYTES)
     before = resident()
-    collector.add([CapturedChunk(np.array([0]), [torch.zeros(1, SITES, WIDTH)], 1)])
+    copier = RowCopier(CopyThreads("test"))
+    copier.add(collector, [CapturedChunk(np.array([0]), [torch.zeros(1, SITES, WIDTH)], 1)])
+    finish(copier, collector)
     check(collector, 1)
     assert resident() - before < size // 8
     written = np.ones(size, dtype=np.uint8)  # and this would be seen

@@ -15,6 +15,7 @@ from tests.plans import HIDDEN, SHAPE
 from vllm.outputs import CompletionOutput, RequestOutput
 from vllm.v1.capture import CapturedRows, CaptureResult, stack
 from vllm.v1.capture.collect import RowCollector
+from vllm.v1.capture.copies import copy
 from vllm.v1.capture.registry import ConsumerSpec
 from vllm.v1.capture.results import CaptureStatus, merged, of_single
 from vllm.v1.capture.spec import parse_capture
@@ -179,16 +180,23 @@ def chunk(
     return CapturedChunk(at, [values], version)
 
 
-def collect(
+def results_of(
     collector: RowCollector, num_output: int, *, end: str | None = "stop", only_new: bool = False
-) -> CaptureResult:
-    results = collector.results(
+) -> dict[str, CaptureResult]:
+    copy(collector.place(collector.take_new()))
+    return collector.results(
         list(range(200, 200 + num_output)),
         finished=end is not None,
         aborted=end == "abort",
         only_new=only_new,
+        settle=lambda: None,
     )
-    return results["inline"]
+
+
+def collect(
+    collector: RowCollector, num_output: int, *, end: str | None = "stop", only_new: bool = False
+) -> CaptureResult:
+    return results_of(collector, num_output, end=end, only_new=only_new)["inline"]
 
 
 def positions_of(result: CaptureResult) -> list[int]:
@@ -242,7 +250,7 @@ def test_rows_past_a_stop_string_are_trimmed() -> None:
 def test_consumers_get_their_own_rows() -> None:
     collector = collector_for(plan_for("last_prompt", other="all_generated"))
     collector.add([chunk([4]), chunk([5])])
-    results = collector.results([200, 201], finished=True, aborted=False, only_new=False)
+    results = results_of(collector, 2)
     assert positions_of(results["inline"]) == [4]
     assert positions_of(results["other"]) == [5]
 

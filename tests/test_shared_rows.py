@@ -15,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from vllm.config.capture import CaptureConfig
+from vllm.v1.capture import copies
 from vllm.v1.capture import shared_rows as module
 from vllm.v1.capture.shared_rows import RowsOfOthers, SharedRows, share_rows
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
@@ -77,8 +78,9 @@ def _frontend(pipe: Connection) -> None:
 def test_through_messages_to_another_process(monkeypatch: pytest.MonkeyPatch) -> None:
     """Small ones and those that are no neighbours in memory too; with few buffers."""
     monkeypatch.setattr(module, "LEAST_BYTES", KB)
-    monkeypatch.setattr(module, "PIECE_BYTES", 300 * KB)  # by several threads, and by none
-    monkeypatch.setattr(module, "THREADS", 3)
+    monkeypatch.setattr(copies, "DIRECT_BYTES", 300 * KB)  # by several threads, and by none
+    monkeypatch.setattr(copies, "PIECE_BYTES", 100 * KB)
+    monkeypatch.setattr(copies, "THREADS", 3)
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
     process = context.Process(target=_frontend, args=(theirs,), daemon=True)

@@ -3,8 +3,8 @@
 
 python -m benchmarks.peers.pilot --model DIR --stock STOCK
 
-The capture buffer holds a whole step's rows of all layers, as upstream's extraction has room for;
-with the default of 256 MiB such prompts are computed in smaller steps.
+The capture buffer is the default one, 256 MiB: prompts whose rows of a step would be more are
+computed in smaller steps, and rows of one leave while the next one runs.
 """
 
 from __future__ import annotations
@@ -26,6 +26,9 @@ if TYPE_CHECKING:
 POINTS = ("pre_attn", "post_attn", "post_block")
 SCALE = 0.1
 """Of the entries of steering vectors; those of the stream are of order one."""
+
+WRITERS = 16
+"""Threads of the filesystem consumer; upstream's extraction has 32."""
 
 ROOM = 1 << 34
 """For consumers to hold: no request waits for another's files."""
@@ -62,22 +65,25 @@ class Pilot:
         self._root = args.files / "benchmark-pilot"
 
     def run(self) -> None:
-        args, shape = self._args, self._shape
-        step = args.step_tokens * shape.layers * shape.hidden * 2
-        folder = {"name": "filesystem", "root": str(self._root), "pending_bytes": ROOM}
+        args = self._args
+        folder = {
+            "name": "filesystem",
+            "root": str(self._root),
+            "pending_bytes": ROOM,
+            "threads": WRITERS,
+        }
         llm = start(
             args,
             enable_steering=True,
             capture_consumers=["inline", folder],
             capture_inline_max_bytes=ROOM,
-            capture_buffer_bytes=step,
         )
         describe(
             self._answer,
             llm,
             captured="post_block",
             files=f"packed, synced, in {args.files}",
-            buffer=f"{step >> 20} MiB",
+            writers=str(WRITERS),
         )
         ready(args)
         self._generate(llm)

@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Rows of one completion, gathered as they come: what `inline` returns."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 import numpy as np
 import torch
 
+from vllm.v1.capture.copies import Copies, empty
 from vllm.v1.capture.results import CapturedRows, CaptureResult
 from vllm.v1.capture.selected import RowsLost, Selected
 from vllm.v1.interventions import CapturedChunk, CapturePlan, dtype_of
@@ -22,24 +23,6 @@ class Rows(NamedTuple):
     """int64 [n], of the global steering."""
     values: list[torch.Tensor]
     """Of each relayed stream: [n, sites, width]."""
-
-
-Copies = tuple[list[torch.Tensor], list[torch.Tensor]]
-"""(where to, what)."""
-
-
-def joined(copies: Iterable[Copies]) -> Copies:
-    into: list[torch.Tensor] = []
-    rows: list[torch.Tensor] = []
-    for some_into, some_rows in copies:
-        into += some_into
-        rows += some_rows
-    return into, rows
-
-
-def copy(copies: Copies) -> None:
-    if copies[0]:
-        torch._foreach_copy_(*copies)
 
 
 class RowCollector:
@@ -79,22 +62,29 @@ class RowCollector:
         return self._rows.place(chunks)
 
     def results(
-        self, output_token_ids: Sequence[int], *, finished: bool, aborted: bool, only_new: bool
+        self,
+        output_token_ids: Sequence[int],
+        *,
+        finished: bool,
+        aborted: bool,
+        only_new: bool,
+        settle: Callable[[], None],
     ) -> dict[str, CaptureResult]:
-        """The results so far.
+        """The results so far. Where they are views, rows may still be on their way into them.
 
         Args:
             output_token_ids: the generated tokens so far.
             finished: whether these are all there will be.
             aborted: whether the request was cut off, so that rows may be missing.
             only_new: leave out rows that an earlier call returned (streaming of deltas).
+            settle: returns when all rows that were placed are copied.
         """
         token_ids = [*self._prompt_token_ids, *output_token_ids]
-        if self._new:
-            copy(self.place(self.take_new()))
+        if only_new:
+            settle()
         merged = self._rows.view()
         results = {
-            name: self._result(selected, merged, token_ids, finished, aborted, only_new)
+            name: self._result(selected, merged, token_ids, finished, aborted, only_new, settle)
             for name, selected in self._selected.items()
         }
         if only_new:
@@ -111,6 +101,7 @@ class RowCollector:
         finished: bool,
         aborted: bool,
         only_new: bool,
+        settle: Callable[[], None],
     ) -> CaptureResult:
         selection = selected.selection
         num_rows = selected.rows_of(len(token_ids))
@@ -122,7 +113,14 @@ class RowCollector:
         at = np.flatnonzero(keep)
         kept, versions = merged.positions[at], merged.versions[at]
         ids = np.array([token_ids[position] for position in kept.tolist()], dtype=np.int64)
-        of_sites = self._values_of(merged.values[selection.stream], at, only_new).unbind(1)
+        values = merged.values[selection.stream]
+        first, last = (int(at[0]), int(at[-1]) + 1) if len(at) else (0, 0)
+        if only_new or last - first > len(at):
+            settle()
+            values = values[torch.from_numpy(at)]
+        else:
+            values = values[first:last]  # neighbours, which stay where they are
+        of_sites = values.unbind(1)
         sites = self._plan.streams[selection.stream].sites
         payload = {
             site: CapturedRows(kept, ids, values, versions)
@@ -137,14 +135,6 @@ class RowCollector:
         except RowsLost as lost:
             return CaptureResult(status="error", error=str(lost), payload=payload)
         return CaptureResult("ok" if error is None else "partial_error", error, payload)
-
-    @staticmethod
-    def _values_of(values: torch.Tensor, at: np.ndarray, only_new: bool) -> torch.Tensor:
-        """Rows `at`: a view if they are neighbours and stay where they are."""
-        first, last = (int(at[0]), int(at[-1]) + 1) if len(at) else (0, 0)
-        if only_new or last - first > len(at):
-            return values[torch.from_numpy(at)]
-        return values[first:last]
 
 
 class RowBuffer:
@@ -167,10 +157,7 @@ class RowBuffer:
         values = []
         for stream in self._streams:
             shape = (capacity, len(stream.sites) if stream.relayed else 0, stream.width)
-            dtype = dtype_of(stream.dtype)
-            # By numpy, which asks for huge pages: they come several times faster than small ones.
-            memory = np.empty(shape, dtype=f"i{dtype.itemsize}")
-            values.append(torch.from_numpy(memory).view(dtype))
+            values.append(empty(shape, dtype_of(stream.dtype)))
         return Rows(np.empty(capacity, np.int64), np.empty(capacity, np.int64), values)
 
     def place(self, chunks: list[CapturedChunk]) -> Copies:

@@ -2,11 +2,14 @@
 """From the rows of a completion, as they come, to what one consumer gets of them."""
 
 from collections.abc import Sequence
+from concurrent.futures import Future
+from typing import NamedTuple
 
 import numpy as np
 import torch
 
 from vllm.v1.capture.consumer import RequestEnd, RequestInfo, RowBatch
+from vllm.v1.capture.copies import Copies, CopyThreads, empty
 from vllm.v1.capture.host import ConsumerHost
 from vllm.v1.capture.selected import RowsLost, Selected
 from vllm.v1.interventions import CapturedChunk, CapturePlan, dtype_of
@@ -43,21 +46,35 @@ def reserved_bytes(info: RequestInfo, plan: CapturePlan, consumer: str, hold: bo
     return info.max_bytes // info.max_rows * len(Positions.from_flat(selection.runs))
 
 
+class Delivery(NamedTuple):
+    batch: RowBatch
+    copies: list[Future[None]]
+    """That fill its values."""
+
+
 class Feed:
     """The rows of one completion for one consumer: each selected one once, in order, and none past
     the end of the final sequence.
 
     Args:
+        threads: copy what is large; who calls does not wait for them.
         hold: keep rows of generated positions back until the end, because it may turn out to lie
             before them (stop strings are found by the frontend, after the engine sampled on).
     """
 
     def __init__(
-        self, plan: CapturePlan, consumer: str, prompt_token_ids: list[int], *, hold: bool = False
+        self,
+        plan: CapturePlan,
+        consumer: str,
+        prompt_token_ids: list[int],
+        threads: CopyThreads,
+        *,
+        hold: bool = False,
     ) -> None:
         selection = plan.consumers[consumer]
         order = plan.streams[selection.stream].sites
         self._prompt = prompt_token_ids
+        self._threads = threads
         self._selected = Selected(selection, len(prompt_token_ids))
         self._stream = selection.stream
         self._sites = torch.tensor([order.index(site) for site in selection.sites])
@@ -67,7 +84,7 @@ class Feed:
         self._last: list[RowBatch] = []
         self._arrived: list[np.ndarray] = []
 
-    def take(self, chunk: CapturedChunk, output_token_ids: Sequence[int]) -> RowBatch | None:
+    def take(self, chunk: CapturedChunk, output_token_ids: Sequence[int]) -> Delivery | None:
         """The new rows that the consumer can have now.
 
         Args:
@@ -75,22 +92,25 @@ class Feed:
         """
         num_rows = self._selected.rows_of(len(self._prompt) + len(output_token_ids))
         positions = chunk.positions
-        keep = self._selected.mask(positions, num_rows)
         if self._selected.selection.last_generated:
             # Kept until it is known which one is the last; all of them if that may be an earlier.
             last = np.flatnonzero((positions < num_rows) & (positions >= len(self._prompt)))
             if len(last):
-                kept = self._batch(chunk, last if self._hold else last[-1:], output_token_ids)
+                kept = self._keep(chunk, last if self._hold else last[-1:], output_token_ids)
                 self._last = [*(self._last if self._hold else ()), kept]
-        if not keep.any():
+        at = np.flatnonzero(self._selected.mask(positions, num_rows))
+        if not len(at):
             return None
-        batch = self._batch(chunk, np.flatnonzero(keep), output_token_ids)
-        self._arrived.append(batch.positions)
-        if not self._hold or batch.positions[-1] < len(self._prompt):
-            return batch
-        of_prompt = batch.positions < len(self._prompt)
-        self._held.append(_cut(batch, ~of_prompt))
-        return _cut(batch, of_prompt) if of_prompt.any() else None
+        self._arrived.append(positions[at])
+        if self._hold:
+            generated = positions[at] >= len(self._prompt)
+            if generated.any():
+                self._held.append(self._keep(chunk, at[generated], output_token_ids))
+                at = at[~generated]
+        if not len(at):
+            return None
+        batch, copies = self._batch(chunk, at, output_token_ids)
+        return Delivery(batch, self._threads.follow(copies))
 
     def end(self, num_tokens: int, aborted: bool) -> tuple[list[RowBatch], str | None]:
         """The completion has `num_tokens` tokens, prompt and generated.
@@ -125,25 +145,30 @@ class Feed:
             host.rows(request_id, batch)
         host.end(request_id, RequestEnd(num_tokens, error), aborted)
 
-    def _batch(
+    def _keep(
         self, chunk: CapturedChunk, at: np.ndarray, output_token_ids: Sequence[int]
     ) -> RowBatch:
-        """Rows `at` of a chunk, in memory of their own."""
+        batch, copies = self._batch(chunk, at, output_token_ids)
+        self._threads.run(copies)
+        return batch
+
+    def _batch(
+        self, chunk: CapturedChunk, at: np.ndarray, output_token_ids: Sequence[int]
+    ) -> tuple[RowBatch, Copies]:
+        """Rows `at` of a chunk, in memory of their own, and how they get there."""
         positions = chunk.positions[at]
         values = chunk.values[self._stream]
         if not self._all_sites:
             values = values[:, self._sites]
         if len(at) < len(chunk.positions):
             values = values[torch.from_numpy(at)]
-        values = values.transpose(0, 1).clone(memory_format=torch.contiguous_format)
+        values = values.transpose(0, 1)
+        into = empty(values.shape, values.dtype)
         known = len(self._prompt)
         ids = [self._prompt[p] if p < known else output_token_ids[p - known] for p in positions]
-        return RowBatch(
-            positions,
-            np.array(ids, dtype=np.int64),
-            np.full(len(at), chunk.version, dtype=np.int64),
-            values,
-        )
+        versions = np.full(len(at), chunk.version, dtype=np.int64)
+        batch = RowBatch(positions, np.array(ids, dtype=np.int64), versions, into)
+        return batch, ([into], [values])
 
 
 def _cut(batch: RowBatch, keep: np.ndarray) -> RowBatch:

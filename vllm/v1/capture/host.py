@@ -4,7 +4,7 @@
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from itertools import islice
@@ -21,6 +21,7 @@ from vllm.v1.capture.consumer import (
     RequestInfo,
     RowBatch,
 )
+from vllm.v1.capture.copies import finished
 from vllm.v1.capture.registry import ConsumerSpec, describe
 from vllm.v1.capture.results import CaptureStatus
 
@@ -129,12 +130,16 @@ class ConsumerHost:
             else:
                 self._call(actor, self._do_open)
 
-    def rows(self, request_id: str, batch: RowBatch) -> None:
-        """Rows of a completion that is not open, or has failed, are dropped."""
+    def rows(self, request_id: str, batch: RowBatch, copies: Sequence[Future[None]] = ()) -> None:
+        """Rows of a completion that is not open, or has failed, are dropped.
+
+        Args:
+            copies: that fill the values; the session gets them when these are done.
+        """
         with self._lock:
             actor = self._actors.get(request_id)
             if actor is not None and actor.failure is None and actor.end is None:
-                self._call(actor, lambda actor: self._do_rows(actor, batch))
+                self._call(actor, lambda actor: self._do_rows(actor, batch, copies))
 
     def end(self, request_id: str, end: RequestEnd, aborted: bool = False) -> None:
         """All rows were handed over. A second end is ignored, and that of one that is not open."""
@@ -349,8 +354,9 @@ class ConsumerHost:
     def _do_open(self, actor: _Actor) -> None:
         actor.session = self._consumer.open(actor.request)
 
-    def _do_rows(self, actor: _Actor, batch: RowBatch) -> None:
+    def _do_rows(self, actor: _Actor, batch: RowBatch, copies: Sequence[Future[None]]) -> None:
         assert actor.session is not None
+        finished(copies)
         actor.session.rows(batch)
         actor.rows += batch.values.shape[0] * batch.values.shape[1]
         actor.num_bytes += batch.values.numel() * batch.values.itemsize

@@ -14,14 +14,13 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import IO, Any, NamedTuple
 
 import numpy as np
 import torch
 
 from vllm.config.capture import CaptureConfig
-from vllm.v1.capture.copier import THREADS
+from vllm.v1.capture.copies import CopyThreads
 from vllm.v1.interventions import dtype_of
 from vllm.v1.serial_utils import OOBTensorConsumer
 
@@ -34,8 +33,6 @@ STEPS = 3
 """The rows of so many steps fit, too, however many they are."""
 SOCKET_BYTES_A_SECOND = 1 << 30
 """About what a socket carries (`python -m benchmarks.transport`)."""
-PIECE_BYTES = 128 << 20
-"""What is more is copied by several threads; waking them costs more than the copy of less."""
 PLACES = 4096
 """At the start of the memory: a byte for each place, 1 while it is taken."""
 
@@ -81,9 +78,7 @@ class SharedRows(OOBTensorConsumer):
         if taken is None:
             return None
         into = self._memory[taken.first : taken.first + tensor.nbytes].view(tensor.dtype)
-        number = min(THREADS, -(-tensor.nbytes // PIECE_BYTES))
-        pieces = into.view(tensor.shape).chunk(number), tensor.chunk(number)
-        list((map if number == 1 else self._threads.map)(torch.Tensor.copy_, *pieces))
+        self._threads.run(([into.view(tensor.shape)], [tensor]))
         self._flags[taken.place] = 1
         return {
             "pid": os.getpid(),
@@ -98,7 +93,7 @@ class SharedRows(OOBTensorConsumer):
         memory = np.frombuffer(mmap.mmap(file.fileno(), 0), np.uint8)
         self._flags = memory[:PLACES]
         self._memory = torch.from_numpy(memory[PLACES:])
-        self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="shared-rows")
+        self._threads = CopyThreads("shared-rows")
         return file
 
     def _wait_for(self, size: int) -> _Taken | None:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from vllm.v1.capture.consumer import ConsumerContext, ConsumerResult
+from vllm.v1.capture.copies import CopyThreads
 from vllm.v1.capture.feed import Feed, request_info, reserved_bytes
 from vllm.v1.capture.host import ConsumerHost
 from vllm.v1.capture.registry import INLINE
@@ -78,6 +79,7 @@ class CaptureSessions:
         self._starved = False
         self._captures: dict[str, _Capture] = {}
         self._hosts: dict[str, ConsumerHost] = {}
+        self._threads = CopyThreads("capture-feed")
         if config.tap_shape is None:
             return
         for name, spec in self._specs.items():
@@ -126,7 +128,7 @@ class CaptureSessions:
                 info = capture.infos[name]
                 self._hosts[name].open(info)
                 capture.feeds[name] = Feed(
-                    capture.plan, name, info.prompt_token_ids, hold=capture.hold
+                    capture.plan, name, info.prompt_token_ids, self._threads, hold=capture.hold
                 )
 
     def leave(self, request: Request) -> None:
@@ -140,9 +142,9 @@ class CaptureSessions:
         if capture is None:
             return
         for name, feed in capture.feeds.items():
-            batch = feed.take(chunk, request.output_token_ids)
-            if batch is not None:
-                self._hosts[name].rows(request.request_id, batch)
+            delivery = feed.take(chunk, request.output_token_ids)
+            if delivery is not None:
+                self._hosts[name].rows(request.request_id, *delivery)
 
     def call(self, call: CaptureCall) -> None:
         capture = self._captures.get(call.request_id)

@@ -18,6 +18,7 @@ from vllm.sampling_params import RequestOutputKind
 from vllm.v1.capture.collect import RowCollector
 from vllm.v1.capture.consumer import ConsumerContext, ConsumerResult
 from vllm.v1.capture.copier import RowCopier
+from vllm.v1.capture.copies import CopyThreads
 from vllm.v1.capture.feed import Feed, request_info
 from vllm.v1.capture.host import ConsumerHost
 from vllm.v1.capture.message import unpack
@@ -92,7 +93,9 @@ class CompletionCapture:
         inline = [name for name in plan.consumers if name == INLINE]
         self._collector = RowCollector(plan, self._prompt, inline) if inline else None
         self._feeds = {
-            name: Feed(plan, name, self._prompt) for name in plan.consumers if name in outputs.hosts
+            name: Feed(plan, name, self._prompt, outputs.threads)
+            for name in plan.consumers
+            if name in outputs.hosts
         }
         self._open: set[str] = set()
         self._dropped: set[str] = set()
@@ -120,9 +123,9 @@ class CompletionCapture:
             self._outputs.copier.add(self._collector, chunks)
         for chunk in chunks if self._feeds else ():
             for name, feed in self._feeds.items():
-                batch = feed.take(chunk, output_token_ids)
-                if batch is not None and name not in self._dropped:
-                    self._session(name).rows(self._request_id, batch)
+                delivery = feed.take(chunk, output_token_ids)
+                if delivery is not None and name not in self._dropped:
+                    self._session(name).rows(self._request_id, *delivery)
 
     def _session(self, name: str) -> ConsumerHost:
         host = self._outputs.hosts[name]
@@ -140,9 +143,16 @@ class CompletionCapture:
         aborted = finish_reason in (FinishReason.ABORT, FinishReason.ERROR)
         inline: dict[str, CaptureResult] = {}
         if self._collector is not None:
-            self._outputs.copier.finish(self._collector)
+            copier = self._outputs.copier
+            copier.finish(self._collector)
+            if aborted:
+                copier.settle()  # maybe outside a step
             inline = self._collector.results(
-                output_token_ids, finished=finished, aborted=aborted, only_new=only_new
+                output_token_ids,
+                finished=finished,
+                aborted=aborted,
+                only_new=only_new,
+                settle=copier.settle,
             )
         if not finished:
             # A mapping of its own: this output may still be in a queue when results are there.
@@ -199,12 +209,10 @@ class CompletionCapture:
 
 
 def _inline_result(result: CaptureResult) -> ConsumerResult:
-    rows = result.payload.values()
+    # Every site has the same rows.
+    number, site = len(result.payload), next(iter(result.payload.values()))
     return ConsumerResult(
-        INLINE,
-        result.status,
-        rows=sum(len(site) for site in rows),
-        num_bytes=sum(site.values.nbytes for site in rows),
+        INLINE, result.status, rows=number * len(site), num_bytes=number * site.values.nbytes
     )
 
 
@@ -224,7 +232,8 @@ class CaptureOutputs:
         """Whether anybody takes statistics."""
         self.finished = CaptureStats()
         """Results since the statistics were last taken."""
-        self.copier = RowCopier()
+        self.threads = CopyThreads("capture-rows")
+        self.copier = RowCopier(self.threads)
         self.ahead: dict[str, list[CapturedChunk]] = {}
         """Rows of requests whose outputs follow in the same message."""
         self._open: dict[str, CompletionCapture] = {}
