@@ -46,17 +46,17 @@ class Served:
         self._layers = config.hf_config.num_hidden_layers
         self._vocabulary = config.get_vocab_size()
         for index in range(start.modules):
-            self._register(index)
+            self.register(f"module-{index}", index)
 
-    def _register(self, index: int) -> None:
+    def register(self, name: str, index: int, strength: float = STRENGTH) -> None:
         """A module with a vector of its own for each point of each layer."""
         import torch
 
         seed = torch.Generator().manual_seed(1000 + index)
-        values = torch.randn(len(POINTS), self._layers, self._hidden, generator=seed) * STRENGTH
+        values = torch.randn(len(POINTS), self._layers, self._hidden, generator=seed) * strength
         vectors = {p: dict(enumerate(rows)) for p, rows in zip(POINTS, values, strict=True)}
         llm: Any = self._llm
-        llm.steering.register_module(f"module-{index}", {"vectors": vectors})
+        llm.steering.register_module(name, {"vectors": vectors})
 
     def answer(self, batch: Batch) -> Answer:
         prompts, params = self._requests(batch)
@@ -105,7 +105,7 @@ class Served:
         fields: dict[str, Any] = {}
         if asks.distinct:
             number = index // asks.every % asks.distinct
-            fields["steering_modules"] = [f"module-{number}"]
+            fields["steering_modules"] = [f"{asks.modules}-{number}"]
         if asks.capture:
             hooks = {"post_block": self._captured_layers(asks)}
             fields["capture"] = {"inline": {"hooks": hooks, "positions": asks.positions}}

@@ -55,12 +55,14 @@ class Asks:
         capture: layers whose `post_block` is captured, "middle" or "all"; "": none captures.
         positions: of the capture.
         every: one request of so many asks for this, the others are bystanders.
+        modules: what the names of the modules that steer begin with.
     """
 
     distinct: int = 0
     capture: str = ""
     positions: str = "all_generated"
     every: int = 1
+    modules: str = "module"
 
 
 NOTHING = Asks()
@@ -142,6 +144,20 @@ def model_shape(model: Path) -> dict[str, Any]:
     return {"architecture": config["architectures"][0], **{name: config[name] for name in names}}
 
 
+def common_options(args: argparse.Namespace) -> dict[str, Any]:
+    """Of every engine that is measured."""
+    return {
+        "load_format": "benchmark",
+        "skip_tokenizer_init": True,
+        "kv_cache_memory_bytes": args.kv_bytes,
+        "gpu_memory_utilization": 0.05,  # several share the GPU; the line above decides
+        "dtype": args.dtype,
+        "enforce_eager": args.eager,
+        "enable_prefix_caching": False,
+        "disable_log_stats": True,
+    }
+
+
 class Engines:
     """The engines' processes. Leaving the `with` block ends them."""
 
@@ -150,17 +166,7 @@ class Engines:
         Args:
             common: engine options of all of them, over those that every benchmark has.
         """
-        options = {
-            "load_format": "benchmark",
-            "skip_tokenizer_init": True,
-            "kv_cache_memory_bytes": args.kv_bytes,
-            "gpu_memory_utilization": 0.05,  # several share the GPU; the line above decides
-            "dtype": args.dtype,
-            "enforce_eager": args.eager,
-            "enable_prefix_caching": False,
-            "disable_log_stats": True,
-            **common,
-        }
+        options = {**common_options(args), **common}
         self._processes: dict[str, subprocess.Popen[bytes]] = {}
         self._pipes: dict[str, Connection] = {}
         self.versions: dict[str, str] = {}

@@ -70,20 +70,26 @@ class Load:
     batch: Batch
 
 
-def engines_of(args: argparse.Namespace) -> dict[str, Engine]:
+CAPTURE: dict[str, Any] = {"capture_consumers": ["inline"], "capture_inline_max_bytes": 1 << 34}
+
+
+def post_block_options(args: argparse.Namespace) -> dict[str, Any]:
+    """Of an engine that captures `post_block` of every token of a step."""
     model = model_shape(args.model)
-    steering = {"enable_steering": True}
-    capture = {"capture_consumers": ["inline"], "capture_inline_max_bytes": 1 << 34}
-    points = {"capture_points": ["post_block"]}
     # All rows of a step fit, so that capture need not make steps smaller.
     row_bytes = model["hidden_size"] * (4 if args.dtype == "float32" else 2)
     buffer = args.step_tokens * model["num_hidden_layers"] * row_bytes
+    return {**CAPTURE, "capture_points": ["post_block"], "capture_buffer_bytes": buffer}
+
+
+def engines_of(args: argparse.Namespace) -> dict[str, Engine]:
+    steering = {"enable_steering": True}
     return {
         **({"stock": Engine(stock=True)} if args.stock else {}),
         "off": Engine(),
-        "both": Engine({**steering, **capture}),
+        "both": Engine({**steering, **CAPTURE}),
         "steering": Engine(steering, modules=CONTENTS),
-        "capture": Engine({**capture, **points, "capture_buffer_bytes": buffer}),
+        "capture": Engine(post_block_options(args)),
     }
 
 
