@@ -185,7 +185,7 @@ def run(args: argparse.Namespace, num_sites: int) -> dict[str, float]:
         for name in names:
             chunk = rows.of(name)
             assert chunk is not None
-            core[name].accept(chunk, reached)
+            core[name].accept(chunk, reached, frontend.threads)
         mark.append(time.perf_counter())
         outputs = [EngineCoreOutput(n, [1], captured=core[n].take()) for n in names]
         if args.messages:

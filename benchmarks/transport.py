@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How fast a step's captured rows reach the frontend's process: by the ring of shared memory, and
+"""How fast a step's captured rows reach the frontend's process: by shared memory, and
 by the socket alone. No model and no GPU: one process sends messages as an engine core does, this
 one decodes them and copies the rows out.
 
@@ -17,16 +17,16 @@ from pathlib import Path
 from benchmarks.results import Row, Run, add_arguments, publish, setup
 
 WARM = 1200
-"""Megabytes until the ring has come around, so that its memory is not fresh."""
+"""Megabytes sent before, so that the memory is not fresh."""
 
 
-def send(path: str, by_ring: bool, num_bytes: int, steps: int) -> None:
+def send(path: str, shared: bool, num_bytes: int, steps: int) -> None:
     """In a process of its own: what the output thread of an engine core does."""
     import numpy as np
     import torch
     import zmq
 
-    from vllm.v1.capture.shared_rows import RING_BYTES, SharedRows
+    from vllm.v1.capture.shared_rows import SHARED_BYTES, SharedRows
     from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
     from vllm.v1.interventions import CapturedChunk
     from vllm.v1.serial_utils import MsgpackEncoder
@@ -35,7 +35,7 @@ def send(path: str, by_ring: bool, num_bytes: int, steps: int) -> None:
     context = zmq.Context()
     socket = context.socket(zmq.PUSH)
     socket.connect(path)
-    encoder = MsgpackEncoder(oob_tensor_consumer=SharedRows(RING_BYTES) if by_ring else None)
+    encoder = MsgpackEncoder(oob_tensor_consumer=SharedRows(SHARED_BYTES) if shared else None)
     rows = torch.randn(num_bytes // 8192, 1, 4096).bfloat16()
     chunk = CapturedChunk(np.arange(len(rows)), [rows], 0, [("all", len(rows))])
     for _ in range(steps):
@@ -45,7 +45,7 @@ def send(path: str, by_ring: bool, num_bytes: int, steps: int) -> None:
     context.term()
 
 
-def rate(by_ring: bool, num_bytes: int, steps: int) -> float:
+def rate(shared: bool, num_bytes: int, steps: int) -> float:
     """GB/s."""
     import torch
     import zmq
@@ -64,14 +64,14 @@ def rate(by_ring: bool, num_bytes: int, steps: int) -> float:
         socket = context.socket(zmq.PULL)
         socket.bind(path)
         spawn = multiprocessing.get_context("spawn")
-        process = spawn.Process(target=send, args=(path, by_ring, num_bytes, warm + steps))
+        process = spawn.Process(target=send, args=(path, shared, num_bytes, warm + steps))
         process.start()
         for step in range(warm + steps):
             if step == warm:
                 started = time.perf_counter()
             outputs = decoder.decode(socket.recv_multipart(copy=False)).outputs
             threads.run(([into], [outputs[0].captured[0].values[0]]))
-            del outputs  # and with it the place in the ring
+            del outputs  # and with it the place
         seconds = time.perf_counter() - started
         process.join()
         socket.close()
@@ -87,10 +87,10 @@ def main() -> None:
     args = parser.parse_args()
     rows = []
     for megabytes in args.megabytes:
-        found: dict[str, list[float]] = {"socket": [], "ring": []}
+        found: dict[str, list[float]] = {"socket": [], "shared memory": []}
         for _ in range(args.rounds):
             for case, values in found.items():
-                values.append(rate(case == "ring", megabytes << 20, args.steps))
+                values.append(rate(case == "shared memory", megabytes << 20, args.steps))
         at = {"MB": megabytes}
         rows += [Row(case, "rows", "GB/s", values, at) for case, values in found.items()]
     publish(Run("transport", setup(args), rows), args.json)

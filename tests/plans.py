@@ -126,7 +126,7 @@ def sum_at(plan: SteeringPlan, position: int) -> dict[Site, np.ndarray]:
 
 def part(name: str, num_bytes: int = 4 * HIDDEN) -> Part:
     """A part told apart by its digest."""
-    return Part(digest=name, sites=[("pre_attn", 0)], data=bytes(num_bytes))
+    return Part(digest=name, sites=[("pre_attn", 0)], data=bytes(num_bytes), largest=0.0)
 
 
 def asking(*contents: Content, size: int = 4 * HIDDEN, inherit: bool = True) -> SteeringPlan:

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from tests.plans import HIDDEN, VECTOR, content, plan_of
 from vllm import SamplingParams
+from vllm.v1.capture.copies import CopyThreads
 from vllm.v1.core.kv_cache_utils import generate_block_hash_extra_keys
 from vllm.v1.core.request_interventions import RequestInterventions
 from vllm.v1.interventions import UNSTEERED, CapturedChunk, Plan, Segment, SteeringPlan
@@ -22,6 +23,9 @@ from vllm.v1.request import Request
 BLOCK = 4
 VERSION = 3
 DIGESTS = st.sampled_from([UNSTEERED, "a", "b"])
+
+
+THREADS = CopyThreads("test")
 
 
 def steered(prompt: int, prefill: str = UNSTEERED, decode: str = UNSTEERED) -> RequestInterventions:
@@ -82,7 +86,7 @@ def test_keys_are_equal_exactly_when_the_steering_of_the_block_is(
 def test_keys_are_a_pure_function() -> None:
     interventions = steered(6, "a", "b")
     first = keys(interventions)
-    interventions.accept(chunk([0]), 7)
+    interventions.accept(chunk([0]), 7, THREADS)
     assert interventions.blocks.keys(8, 12) == first[2]
     assert keys(interventions) == first == keys(steered(6, "a", "b"))
     assert first != keys(steered(7, "a", "b"))
@@ -174,47 +178,47 @@ def taken(interventions: RequestInterventions) -> list[int]:
 
 def test_rows_wait_for_an_output() -> None:
     interventions = capturing("all")
-    interventions.accept(chunk([0, 1]), 5)
-    interventions.accept(chunk([2, 3]), 5)
-    interventions.accept(chunk([4]), 6)
+    interventions.accept(chunk([0, 1]), 5, THREADS)
+    interventions.accept(chunk([2, 3]), 5, THREADS)
+    interventions.accept(chunk([4]), 6, THREADS)
     assert taken(interventions) == [0, 1, 2, 3, 4]
     assert interventions.take() is None
 
 
 def test_only_wanted_rows_are_kept() -> None:
     interventions = capturing([1, 3, 6])
-    interventions.accept(chunk([0, 1, 2, 3, 4]), 6)
-    interventions.accept(chunk([5]), 7)
+    interventions.accept(chunk([0, 1, 2, 3, 4]), 6, THREADS)
+    interventions.accept(chunk([5]), 7, THREADS)
     assert taken(interventions) == [1, 3]
-    interventions.accept(chunk([6]), 8)
+    interventions.accept(chunk([6]), 8, THREADS)
     assert taken(interventions) == [6]
 
 
 def test_rows_computed_again_are_not_taken_again() -> None:
     interventions = capturing("all")
-    interventions.accept(chunk([0, 1, 2, 3, 4]), 6)
-    interventions.accept(chunk([5]), 7)
+    interventions.accept(chunk([0, 1, 2, 3, 4]), 6, THREADS)
+    interventions.accept(chunk([5]), 7, THREADS)
     assert taken(interventions) == [0, 1, 2, 3, 4, 5]
     # A preemption: the whole request is computed again, in other pieces.
-    interventions.accept(chunk([0, 1, 2]), 7)
-    interventions.accept(chunk([3, 4, 5, 6]), 8)
+    interventions.accept(chunk([0, 1, 2]), 7, THREADS)
+    interventions.accept(chunk([3, 4, 5, 6]), 8, THREADS)
     assert taken(interventions) == [6]
 
 
 def test_rows_of_rejected_drafts_are_dropped() -> None:
     interventions = capturing("all")
-    interventions.accept(chunk([0, 1, 2, 3, 4]), 6)
+    interventions.accept(chunk([0, 1, 2, 3, 4]), 6, THREADS)
     # Drafts at 6-8; one was accepted, so tokens 5-7 are known and token 7 was not fed back.
-    interventions.accept(chunk([5, 6, 7, 8]), 8)
+    interventions.accept(chunk([5, 6, 7, 8]), 8, THREADS)
     assert taken(interventions) == [0, 1, 2, 3, 4, 5, 6]
-    interventions.accept(chunk([7, 8]), 10)
+    interventions.accept(chunk([7, 8]), 10, THREADS)
     assert taken(interventions) == [7, 8]
 
 
 def test_kept_rows_do_not_hold_the_steps_storage() -> None:
     interventions = capturing("last_prompt")
     step = chunk(list(range(5)))
-    interventions.accept(step, 6)
+    interventions.accept(step, 6, THREADS)
     chunks = interventions.take()
     assert chunks is not None
     assert chunks[0].values[0].untyped_storage().nbytes() == 2 * 1 * HIDDEN * 4
@@ -228,7 +232,7 @@ def test_rows_that_wait_do_not_hold_the_steps_storage(first: int, waits: bool) -
     interventions = capturing("all")
     values = torch.zeros(100, 2, HIDDEN)
     at = np.array([first], dtype=np.int64)
-    interventions.accept(CapturedChunk(at, [values[:1]], VERSION), 6)
+    interventions.accept(CapturedChunk(at, [values[:1]], VERSION), 6, THREADS)
     chunks = interventions.take()
     assert chunks is not None
     size = chunks[0].values[0].untyped_storage().nbytes()
@@ -240,7 +244,7 @@ def test_what_waits_holds_at_most_twice_its_size(rows: int, copied: bool) -> Non
     """Most of a step's rows need no copy: they are what is kept anyway."""
     interventions = capturing("all", prompt=12)
     values = torch.zeros(10, 2, HIDDEN)
-    interventions.accept(CapturedChunk(np.arange(rows), [values[:rows]], VERSION), 13)
+    interventions.accept(CapturedChunk(np.arange(rows), [values[:rows]], VERSION), 13, THREADS)
     chunks = interventions.take()
     assert chunks is not None
     held = chunks[0].values[0].untyped_storage()
@@ -270,7 +274,7 @@ def test_each_wanted_row_once_whatever_the_steps(
         at, computed = list(range(computed, stop)), stop
         sampled = computed == tokens
         tokens += sampled
-        interventions.accept(chunk(at), tokens)
+        interventions.accept(chunk(at), tokens, THREADS)
         if sampled:
             got += taken(interventions)
     assert tokens == 13
@@ -281,7 +285,7 @@ def test_each_wanted_row_once_whatever_the_steps(
 def test_cache_hits_end_before_the_next_wanted_row(wanted: set[int], done: int) -> None:
     interventions = capturing(sorted(wanted))
     if done:
-        interventions.accept(chunk(list(range(done))), 14)
+        interventions.accept(chunk(list(range(done))), 14, THREADS)
     delivered = {p for p in wanted if p < done}
     rest = wanted - delivered
     assert interventions.cache_hit_limit() == min(rest, default=sys.maxsize)

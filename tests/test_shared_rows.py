@@ -38,10 +38,10 @@ def test_what_is_read_is_what_was_sent(sizes: list[int], random: Random, places:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(module, "LEAST_BYTES", KB)
         patch.setattr(module, "PLACES", places)
-        ring, others = SharedRows(100 * KB), RowsOfOthers()
+        memory, others = SharedRows(100 * KB), RowsOfOthers()
         kept: dict[int, torch.Tensor] = {}
         for number, size in enumerate(sizes):
-            meta = ring(rows(number, size))
+            meta = memory(rows(number, size))
             if meta is not None:
                 # Of a slice: what keeps the place is the memory, not one tensor.
                 kept[number] = others("bfloat16", (size, 2, 256), meta)[:, :1]
@@ -50,21 +50,20 @@ def test_what_is_read_is_what_was_sent(sizes: list[int], random: Random, places:
         assert all(bool((tensor == number).all()) for number, tensor in kept.items())
         kept.clear()
         gc.collect()
-        assert ring(rows(0, 40)) is not None
+        assert memory(rows(0, 40)) is not None
 
 
 def test_no_place_is_refused_until_one_is_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "LEAST_BYTES", KB)
-    ring, others = SharedRows(100 * KB), RowsOfOthers()
-    metas = [ring(rows(i, 40)) for i in range(2)]
+    memory, others = SharedRows(100 * KB), RowsOfOthers()
+    metas = [memory(rows(i, 40)) for i in range(2)]
     kept = [others("bfloat16", (40, 2, 256), meta) for meta in metas if meta is not None]
-    assert len(kept) == 2 and ring(rows(2, 40)) is None
+    assert len(kept) == 2 and memory(rows(2, 40)) is None
     del kept[1]
-    assert ring(rows(2, 40)) is None  # in order: the oldest is still read
-    del kept[0]
-    assert ring(rows(2, 40)) is not None
-    assert ring(rows(3, 101)) is None
-    assert ring(rows(3, 1)[:0]) is None
+    again = memory(rows(2, 40))
+    assert again is not None and metas[1] is not None and again["first"] == metas[1]["first"]
+    assert memory(rows(3, 101)) is None
+    assert memory(rows(3, 1)[:0]) is None
 
 
 def _frontend(pipe: Connection) -> None:
@@ -85,8 +84,8 @@ def test_through_messages_to_another_process(monkeypatch: pytest.MonkeyPatch) ->
     ours, theirs = context.Pipe()
     process = context.Process(target=_frontend, args=(theirs,), daemon=True)
     process.start()
-    ring = SharedRows(8 << 20)
-    encoder = MsgpackEncoder(oob_tensor_consumer=ring)
+    memory = SharedRows(8 << 20)
+    encoder = MsgpackEncoder(oob_tensor_consumer=memory)
     for number in range(3):
         large = torch.randn(300, 3, 128) + number
         sent = [large, large[:, 1:], torch.randn(2, 2), torch.randn(7, 40).double()]

@@ -64,6 +64,8 @@ class Part(msgspec.Struct, frozen=True):
     sites: list[Site]
     data: bytes
     """float32 [sites, hidden], C order, native endian."""
+    largest: float
+    """The largest absolute value in `data`; NaN if there is one."""
 
 
 class Content(msgspec.Struct, frozen=True):

@@ -70,6 +70,12 @@ class CopyThreads:
         else:
             finished(self.start(copies))
 
+    def copied(self, values: torch.Tensor) -> torch.Tensor:
+        """In memory of its own."""
+        into = empty(values.shape, values.dtype)
+        self.run(([into], [values]))
+        return into
+
     def follow(self, copies: Copies) -> list[Future[None]]:
         """Copy without waiting, as long as no more than `UNDERWAY_BYTES` were left to do; what is
         little is done when this returns."""

@@ -17,7 +17,7 @@ A name that starts with a dot is temporary.
 """
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal, get_args
 
@@ -151,7 +151,11 @@ def site_of(name: str) -> Site:
     return point, int(layer)
 
 
-def encode(tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str]) -> list[Buffer]:
+Pieces = Sequence[torch.Tensor]
+"""A tensor, cut along its first dimension; at least one piece."""
+
+
+def encode(tensors: Mapping[str, Pieces], metadata: Mapping[str, str]) -> list[Buffer]:
     """A safetensors file, in pieces that share the tensors' memory.
 
     The library's own writers copy, and hold the GIL for a third of a second on 256 MiB, which
@@ -161,14 +165,14 @@ def encode(tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str]) -> 
         tensors: contiguous, on the CPU.
     """
     # The widest first: all are aligned then.
-    ordered = sorted(tensors.items(), key=lambda item: -item[1].itemsize)
+    ordered = sorted(tensors.items(), key=lambda item: -item[1][0].itemsize)
     header: dict[str, Any] = {"__metadata__": dict(metadata)}
     at = 0
-    for name, tensor in ordered:
-        end = at + tensor.nbytes
+    for name, pieces in ordered:
+        end = at + sum(piece.nbytes for piece in pieces)
         header[name] = {
-            "dtype": _NAMES[tensor.dtype],
-            "shape": list(tensor.shape),
+            "dtype": _NAMES[pieces[0].dtype],
+            "shape": [sum(map(len, pieces)), *pieces[0].shape[1:]],
             "data_offsets": [at, end],
         }
         at = end
@@ -176,7 +180,8 @@ def encode(tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str]) -> 
     text += b" " * (-len(text) % 8)
     if len(text) > _MAX_HEADER:
         raise ValueError(f"a file of {len(tensors)} tensors needs a header of {len(text)} bytes")
-    return [len(text).to_bytes(8, "little"), text, *(_bytes_of(tensor) for _, tensor in ordered)]
+    data = [_bytes_of(piece) for _, pieces in ordered for piece in pieces]
+    return [len(text).to_bytes(8, "little"), text, *data]
 
 
 def _bytes_of(tensor: torch.Tensor) -> Buffer:

@@ -2,17 +2,17 @@
 """Large tensors of an engine core's messages, in memory that it shares with its frontends.
 
 A socket copies what it is given twice, in one thread of each process; rows of all layers of a full
-batch are more than that can carry. So the engine core copies them once into a ring of anonymous
-memory, and the message says where they are. The frontend's tensors are views: when the last one of
-a message's tensor is gone, its place is free again. What finds no place in time goes by the socket,
-as if there were no ring.
+batch are more than that can carry. So the engine core copies them once into anonymous memory that
+both processes have, and the message says where they are. The frontend's tensors are views: when the
+last one of a message's tensor is gone, its place is free again. What finds no place in time goes by
+the socket, as if there were no such memory.
 """
 
 import mmap
 import os
 import time
 import weakref
-from collections import deque
+from bisect import insort
 from collections.abc import Sequence
 from typing import IO, Any, NamedTuple
 
@@ -26,9 +26,9 @@ from vllm.v1.serial_utils import OOBTensorConsumer
 
 LEAST_BYTES = 1 << 20
 """Of a tensor that is worth a place."""
-RING_BYTES = 1 << 30
+SHARED_BYTES = 1 << 30
 """At least: more than what a frontend keeps before it copies rows (`copier.BYTES`) and while it
-does. The kernel gives memory as it is first used, and the ring begins anew when it is empty."""
+does. The kernel gives memory as it is first used, so the lowest place that is free is taken."""
 STEPS = 3
 """The rows of so many steps fit, too, however many they are."""
 SOCKET_BYTES_A_SECOND = 1 << 30
@@ -49,20 +49,20 @@ def share_rows(config: CaptureConfig, output_paths: Sequence[str]) -> "SharedRow
     local = all(path.startswith("ipc://") for path in output_paths)
     if not config.enabled or not local:
         return None
-    return SharedRows(max(RING_BYTES, STEPS * config.capture_buffer_bytes))
+    return SharedRows(max(SHARED_BYTES, STEPS * config.capture_buffer_bytes))
 
 
 class SharedRows(OOBTensorConsumer):
-    """The engine core's side. It alone takes places, in order; frontends give them back.
+    """The engine core's side. It alone takes places; frontends give them back.
 
     Args:
-        size: bytes of the ring.
+        size: bytes for tensors.
     """
 
     def __init__(self, size: int) -> None:
         self._size = size
-        self._taken: deque[_Taken] = deque()
-        self._next_place = 0
+        self._taken: list[_Taken] = []
+        """By `first`; some may have been given back."""
         self._file: IO[bytes] | None = None
 
     def new_message(self) -> None:
@@ -79,7 +79,6 @@ class SharedRows(OOBTensorConsumer):
             return None
         into = self._memory[taken.first : taken.first + tensor.nbytes].view(tensor.dtype)
         self._threads.run(([into.view(tensor.shape)], [tensor]))
-        self._flags[taken.place] = 1
         return {
             "pid": os.getpid(),
             "fd": self._file.fileno(),
@@ -104,43 +103,42 @@ class SharedRows(OOBTensorConsumer):
         return taken
 
     def _take(self, size: int) -> _Taken | None:
-        """A place of at least `size` bytes behind the last one, or at the start of the ring."""
-        while self._taken and not self._flags[self._taken[0].place]:
-            self._taken.popleft()
+        """The lowest place of at least `size` bytes."""
+        self._taken = [taken for taken in self._taken if self._flags[taken.place]]
         size = -(-size // 64) * 64
-        first, room = 0, self._size
-        if self._taken:
-            oldest, first = self._taken[0].first, self._taken[-1].end
-            if first <= oldest:
-                room = oldest - first
-            elif (room := self._size - first) < size:
-                first, room = 0, oldest
-        if room < size or len(self._taken) == PLACES:
+        first = 0
+        for taken in self._taken:
+            if taken.first - first >= size:
+                break
+            first = taken.end
+        if first + size > self._size or len(self._taken) == PLACES:
             return None
-        self._taken.append(_Taken(self._next_place, first, first + size))
-        self._next_place = (self._next_place + 1) % PLACES
-        return self._taken[-1]
+        place = int(self._flags.argmin())
+        self._flags[place] = 1
+        taken = _Taken(place, first, first + size)
+        insort(self._taken, taken, key=lambda taken: taken.first)
+        return taken
 
 
 class RowsOfOthers:
     """A frontend's side, for its decoder."""
 
     def __init__(self) -> None:
-        self._rings: dict[tuple[int, int], np.ndarray] = {}
+        self._memory: dict[tuple[int, int], np.ndarray] = {}
 
     def __call__(self, dtype: str, shape: tuple[int, ...], meta: dict[str, Any]) -> torch.Tensor:
         """A view of the tensor, whose place is free when nobody has a view of it any more."""
-        ring = self._ring(meta["pid"], meta["fd"])
+        memory = self._memory_of(meta["pid"], meta["fd"])
         of = dtype_of(dtype)
         first = PLACES + meta["first"]
         # An array of its own, which the views of it keep alive, and nobody else.
-        values = ring[first : first + of.itemsize * int(np.prod(shape))]
-        weakref.finalize(values, ring.__setitem__, meta["place"], 0).atexit = False
+        values = memory[first : first + of.itemsize * int(np.prod(shape))]
+        weakref.finalize(values, memory.__setitem__, meta["place"], 0).atexit = False
         return torch.from_numpy(values).view(of).view(shape)
 
-    def _ring(self, pid: int, fd: int) -> np.ndarray:
+    def _memory_of(self, pid: int, fd: int) -> np.ndarray:
         """The memory has no name: it is gone with the processes that use it."""
-        if (pid, fd) not in self._rings:
+        if (pid, fd) not in self._memory:
             with open(f"/proc/{pid}/fd/{fd}", "r+b") as file:
-                self._rings[pid, fd] = np.frombuffer(mmap.mmap(file.fileno(), 0), np.uint8)
-        return self._rings[pid, fd]
+                self._memory[pid, fd] = np.frombuffer(mmap.mmap(file.fileno(), 0), np.uint8)
+        return self._memory[pid, fd]

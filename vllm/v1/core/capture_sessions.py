@@ -79,7 +79,8 @@ class CaptureSessions:
         self._starved = False
         self._captures: dict[str, _Capture] = {}
         self._hosts: dict[str, ConsumerHost] = {}
-        self._threads = CopyThreads("capture-feed")
+        self.threads = CopyThreads("capture")
+        """Of the engine core."""
         if config.tap_shape is None:
             return
         for name, spec in self._specs.items():
@@ -128,7 +129,7 @@ class CaptureSessions:
                 info = capture.infos[name]
                 self._hosts[name].open(info)
                 capture.feeds[name] = Feed(
-                    capture.plan, name, info.prompt_token_ids, self._threads, hold=capture.hold
+                    capture.plan, name, info.prompt_token_ids, self.threads, hold=capture.hold
                 )
 
     def leave(self, request: Request) -> None:

@@ -214,7 +214,7 @@ class SchedulerInterventions:
         if captured is None or not ours.num_sites:
             return
         chunk = captured.of(request.request_id)
-        accepted = chunk and ours.accept(chunk, request.num_tokens)
+        accepted = chunk and ours.accept(chunk, request.num_tokens, self.captures.threads)
         if accepted:
             self.captures.take(request, accepted)
 

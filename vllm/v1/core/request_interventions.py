@@ -6,6 +6,7 @@ import sys
 import numpy as np
 
 from vllm.sampling_params import SamplingParams
+from vllm.v1.capture.copies import CopyThreads
 from vllm.v1.core.block_identity import BlockIdentity
 from vllm.v1.interventions import PLAN_FIELDS, CapturedChunk, Plan
 from vllm.v1.positions import Positions
@@ -53,7 +54,9 @@ class RequestInterventions:
         first = self.wanted.first_from(self._next_row)
         return sys.maxsize if first is None else first
 
-    def accept(self, chunk: CapturedChunk, num_tokens: int) -> CapturedChunk | None:
+    def accept(
+        self, chunk: CapturedChunk, num_tokens: int, threads: CopyThreads
+    ) -> CapturedChunk | None:
         """Take the rows of a step, each position once; those for the frontend wait for `take`.
 
         Args:
@@ -61,6 +64,7 @@ class RequestInterventions:
                 are not wanted (reserved in advance for drafts) or belong to rejected drafts.
             num_tokens: accepted tokens of the request, this step's included; the last of them has
                 not been fed back, so rows end before it.
+            threads: copy what is to wait.
 
         Returns:
             What was accepted, of all streams.
@@ -86,10 +90,10 @@ class RequestInterventions:
                 values = [v[kept] for v in chunk.values]
                 chunk = CapturedChunk(positions[kept], values, chunk.version)
         if self._relays_any:
-            self._relay(chunk, waits=int(chunk.positions[-1]) != num_tokens - 2)
+            self._relay(chunk, int(chunk.positions[-1]) != num_tokens - 2, threads)
         return chunk
 
-    def _relay(self, chunk: CapturedChunk, waits: bool) -> None:
+    def _relay(self, chunk: CapturedChunk, waits: bool, threads: CopyThreads) -> None:
         """Keep what the frontend needs of a chunk.
 
         Args:
@@ -107,7 +111,7 @@ class RequestInterventions:
             chunk = CapturedChunk(chunk.positions[kept], values, chunk.version)
         elif waits:
             values = [
-                v.clone() if 2 * v.nbytes < v.untyped_storage().nbytes() else v
+                threads.copied(v) if 2 * v.nbytes < v.untyped_storage().nbytes() else v
                 for v in chunk.values
             ]
             chunk = CapturedChunk(chunk.positions, values, chunk.version)

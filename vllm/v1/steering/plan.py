@@ -43,9 +43,10 @@ Vectors = dict[Site, np.ndarray]
 def part_of(vectors: Vectors, hidden_size: int) -> Part:
     """`vectors` rounded once to float32."""
     sites = sorted(vectors, key=site_order)
-    data = np.stack([vectors[site] for site in sites]).astype(np.float32).tobytes()
+    rows = np.stack([vectors[site] for site in sites]).astype(np.float32)
+    data, largest = rows.tobytes(), float(max(rows.max(), -rows.min()))
     names = ",".join(f"{point}.{layer}" for point, layer in sites)
-    return Part(digest=_digest(f"{hidden_size};{names};", data), sites=sites, data=data)
+    return Part(_digest(f"{hidden_size};{names};", data), sites, data, largest)
 
 
 def rows_of(part: Part) -> np.ndarray:
@@ -248,11 +249,15 @@ class _Contents:
             inline = add_up(a.vectors for a, on in zip(self._additions, own, strict=True) if on)
         shared = [s for s, on in zip(self._shared, acts[len(own) :], strict=True) if on]
         with np.errstate(over="ignore", invalid="ignore"):
-            tiers = [inline, *(_scaled(s) for s in shared)]
-            need_finite_sum(add_up(tiers), self._path, self._shape)
+            part = part_of(inline, self._shape.hidden_size) if inline else None
+            bound = sum(abs(s.scale) * s.part.largest for s in shared)
+            bound += part.largest if part is not None else 0.0
+            if not bound <= largest_sum(self._shape):
+                # Then the sums themselves are looked at, which takes a millisecond.
+                tiers = [inline, *(_scaled(s) for s in shared)]
+                need_finite_sum(add_up(tiers), self._path, self._shape)
         scaled = [(s.part.digest, s.scale) for s in shared]
-        if inline:
-            part = part_of(inline, self._shape.hidden_size)
+        if part is not None:
             self.parts[part.digest] = part
             scaled.append((part.digest, 1.0))
         if not scaled:

@@ -28,9 +28,12 @@ from vllm.v1.capture.consumers.filesystem.publication import (
 )
 from vllm.v1.capture.consumers.filesystem.shards import Entry, Shards
 from vllm.v1.capture.consumers.filesystem.store import open_store
-from vllm.v1.capture.files import LABELS, LAYOUTS, SUFFIX, Layout, Record, tensor_name
+from vllm.v1.capture.files import LABELS, LAYOUTS, SUFFIX, Layout, Pieces, Record, tensor_name
 
 _T = TypeVar("_T", bound=str)
+
+PIECE_BYTES = 64 << 10
+"""On average, of the pieces of a tensor; smaller ones are joined."""
 
 _FIELDS = ("request_id", "tag", "layout")
 
@@ -234,18 +237,19 @@ class _Session(CaptureSession):
         return payload
 
 
-def _tensors(request: RequestInfo, batches: Sequence[RowBatch]) -> dict[str, torch.Tensor]:
-    """The rows of all batches."""
-    tensors = {}
+def _tensors(request: RequestInfo, batches: Sequence[RowBatch]) -> dict[str, Pieces]:
+    """The rows of all batches; in pieces where these are large, as of a prompt."""
+    tensors: dict[str, Pieces] = {}
     for name in LABELS:
         parts = [np.empty(0, np.int64), *(vars(batch)[name] for batch in batches)]
-        tensors[name] = torch.from_numpy(np.concatenate(parts))
+        tensors[name] = [torch.from_numpy(np.concatenate(parts))]
     for i, site in enumerate(request.sites):
         rows = [batch.values[i] for batch in batches]
         empty = torch.empty(0, request.width, dtype=request.dtype)
-        # One batch, as of a prompt, needs no copy.
-        single = len(rows) == 1
-        tensors[tensor_name(site)] = rows[0].contiguous() if single else torch.cat([empty, *rows])
+        if rows and sum(values.nbytes for values in rows) >= len(rows) * PIECE_BYTES:
+            tensors[tensor_name(site)] = [values.contiguous() for values in rows]
+        else:
+            tensors[tensor_name(site)] = [torch.cat([empty, *rows])]
     return tensors
 
 

@@ -4,10 +4,8 @@
 from dataclasses import dataclass, replace
 from typing import Any, Literal, get_args
 
-import torch
-
 from vllm.v1.capture.consumers.filesystem import names
-from vllm.v1.capture.files import LABELS, SUFFIX, Layout, Record, encode, tensor_name
+from vllm.v1.capture.files import LABELS, SUFFIX, Layout, Pieces, Record, encode, tensor_name
 
 OnCollision = Literal["error", "overwrite", "suffix"]
 ON_COLLISION: tuple[OnCollision, ...] = get_args(OnCollision)
@@ -28,14 +26,14 @@ class Publication:
     """All rows of one completion."""
 
     record: Record
-    tensors: dict[str, torch.Tensor]
+    tensors: dict[str, Pieces]
     """The three of `LABELS`, and of each site."""
     named: bool
     """Whether the client chose the name; else it is unique by itself."""
 
     @property
     def num_bytes(self) -> int:
-        return sum(tensor.nbytes for tensor in self.tensors.values())
+        return sum(piece.nbytes for pieces in self.tensors.values() for piece in pieces)
 
     def renamed(self) -> "Publication":
         """Under a name that is free."""

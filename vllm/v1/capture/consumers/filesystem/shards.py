@@ -14,15 +14,13 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
-
 from vllm.v1.capture.consumers.filesystem.publication import (
     CollisionError,
     OnCollision,
     Publication,
 )
 from vllm.v1.capture.consumers.filesystem.store import Store
-from vllm.v1.capture.files import SHARDS, SUFFIX, encode, read_header, shard_metadata
+from vllm.v1.capture.files import SHARDS, SUFFIX, Pieces, encode, read_header, shard_metadata
 
 _THREADS = 4
 """That write shards: while one waits for the store to sync, others copy; a hung one is no end."""
@@ -237,8 +235,8 @@ class Shards:
 def _encode(publications: list[Publication]) -> list[Any]:
     # Of one name in a batch the last counts: the others are overwritten.
     publications = list({p.record.request_id: p for p in publications}.values())
-    tensors: dict[str, torch.Tensor] = {}
+    tensors: dict[str, Pieces] = {}
     for publication in publications:
         prefix = publication.record.request_id
-        tensors |= {f"{prefix}/{name}": tensor for name, tensor in publication.tensors.items()}
+        tensors |= {f"{prefix}/{name}": pieces for name, pieces in publication.tensors.items()}
     return encode(tensors, shard_metadata(p.record for p in publications))
