@@ -120,8 +120,10 @@ def _parts(copies: Copies, number: int) -> list[Copies]:
     into: list[torch.Tensor] = []
     rows: list[torch.Tensor] = []
     for one_into, one_rows in zip(*copies, strict=True):
-        # A tensor that is larger than a part goes to several.
-        pieces = min(number, 1 + one_rows.nbytes // PIECE_BYTES)
-        into += one_into.chunk(pieces)
-        rows += one_rows.chunk(pieces)
+        if one_rows.nbytes < PIECE_BYTES:
+            into.append(one_into)
+            rows.append(one_rows)
+        else:
+            into += one_into.chunk(number)
+            rows += one_rows.chunk(number)
     return [(into[i::number], rows[i::number]) for i in range(min(number, len(into)))]
