@@ -35,6 +35,7 @@ class Target:
 
 
 _STEER = "every token steered at 3 points x all layers, each request with vectors of its own"
+_OWN = "engine in a process of its own, as users run it"
 
 TARGETS = (
     Target("nothing enabled: TPOT", "tpot", "off", "TPOT", 1.003),
@@ -65,6 +66,11 @@ TARGETS = (
         "bystanders, where others steer and capture: TPOT",
         *("tpot", "bystanders", OTHERS, 1.01),
     ),
+    Target(
+        f"{_OWN}: capture of every generated token, 1 layer",
+        *("tpot-processes", "capture 1 layer", "TPOT", 1.01),
+    ),
+    Target("the same, all layers", "tpot-processes", "capture all layers", "TPOT", 1.03),
     Target(
         "filesystem consumer, sharded: bytes/s",
         *("filesystem", "sharded", "write", 0.9),

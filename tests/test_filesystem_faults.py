@@ -40,11 +40,37 @@ from tests.stored import (
 from vllm.v1.capture import reader
 from vllm.v1.capture.consumer import ConsumerResult, RequestEnd, RequestInfo
 from vllm.v1.capture.consumers.filesystem import FilesystemConsumer
+from vllm.v1.capture.consumers.filesystem import store as module
 from vllm.v1.capture.host import ConsumerHost
 from vllm.v1.capture.registry import ConsumerSpec, HostLimits
 
 PATIENCE = 60.0
 """Seconds until a test gives up waiting."""
+
+
+# -- writing -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("most", [1, 7, 1 << 20])
+def test_a_write_that_is_cut_short_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, most: int
+) -> None:
+    """A system call may write a part of what it is given, and takes so many pieces at most."""
+    calls = 0
+
+    def some(descriptor: int, pieces: list[memoryview]) -> int:
+        nonlocal calls
+        calls += 1
+        assert len(pieces) <= 3
+        return os.write(descriptor, b"".join(pieces)[:most])
+
+    monkeypatch.setattr(os, "writev", some)
+    monkeypatch.setattr(module, "_MOST_PIECES", 3)
+    values = np.arange(50, dtype=np.uint8)
+    pieces = [b"head", values[:20].data, b"", values[20:21].data, values[21:].data, b""]
+    module._write(tmp_path / "file", pieces)
+    assert (tmp_path / "file").read_bytes() == b"".join(pieces)
+    assert calls >= {1: 54, 7: 8, 1 << 20: 2}[most]
 
 
 # -- kill -9 ------------------------------------------------------------------------------------

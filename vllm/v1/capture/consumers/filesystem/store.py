@@ -23,6 +23,8 @@ from vllm.v1.capture.files import Buffer
 
 Pieces = Sequence[Buffer]
 """A file's content."""
+_MOST_PIECES = os.sysconf("SC_IOV_MAX")
+"""Of one call."""
 
 
 class Store(ABC):
@@ -192,11 +194,17 @@ def _temporary(folder: Path) -> Path:
 
 
 def _write(path: Path, pieces: Pieces) -> None:
-    # A small piece is copied to the buffer, a large one goes to the file as it is.
-    with open(path, "xb", buffering=1 << 20) as file:
-        for piece in pieces:
-            file.write(piece)
-        file.flush()
+    """In few calls, which let go of the interpreter and copy nothing to a buffer of their own."""
+    left = [memoryview(piece) for piece in pieces]
+    with open(path, "xb", buffering=0) as file:
+        at = 0
+        while at < len(left):
+            written = os.writev(file.fileno(), left[at : at + _MOST_PIECES])
+            while at < len(left) and written >= len(left[at]):
+                written -= len(left[at])
+                at += 1
+            if written:  # a part of the next one
+                left[at] = left[at][written:]
         os.fsync(file.fileno())
 
 
