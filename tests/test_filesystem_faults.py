@@ -67,7 +67,7 @@ def test_a_write_that_is_cut_short_goes_on(
     monkeypatch.setattr(os, "writev", some)
     monkeypatch.setattr(module, "_MOST_PIECES", 3)
     values = np.arange(50, dtype=np.uint8)
-    pieces = [b"head", values[:20].data, b"", values[20:21].data, values[21:].data, b""]
+    pieces: list[Any] = [b"head", values[:20].data, b"", values[20:21].data, values[21:].data, b""]
     module._write(tmp_path / "file", pieces)
     assert (tmp_path / "file").read_bytes() == b"".join(pieces)
     assert calls >= {1: 54, 7: 8, 1 << 20: 2}[most]
