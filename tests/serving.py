@@ -16,6 +16,7 @@ from itertools import count
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 
 from tests.conformance.models import HIDDEN, VOCAB
@@ -25,6 +26,7 @@ from tests.op_deltas import with_ops
 from tests.selected import expected_positions
 from vllm import LLM, SamplingParams
 from vllm.inputs import TokensPrompt
+from vllm.v1.capture import copies
 from vllm.v1.engine.core_client import InprocClient
 
 GENERATED = 6
@@ -36,6 +38,17 @@ _TIERS = {
     "decode_steering_vectors": (False, True),
 }
 """Field of SamplingParams -> whether it acts on (prompt, generated) positions."""
+
+
+@contextmanager
+def by_threads() -> Iterator[None]:
+    """Threads copy captured rows, in small pieces, however few there are."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(copies, "DIRECT_BYTES", 1)
+        patch.setattr(copies, "PIECE_BYTES", 256)
+        patch.setattr(copies, "UNDERWAY_BYTES", 4096)
+        patch.setattr(copies, "THREADS", 4)
+        yield
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,7 @@ from __future__ import annotations
 import gc
 import random
 import threading
+import time
 import weakref
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -41,6 +42,30 @@ def test_rows_come_in_order_and_the_payload_is_the_result() -> None:
     assert result.rows == 5 * len(SITES)
     assert result.num_bytes == 5 * len(SITES) * WIDTH * 4
     assert 0 <= result.seconds < PATIENCE
+
+
+def test_rows_come_when_they_are_copied() -> None:
+    copied: Future[None] = Future()
+    consumer = Recorder()
+    with Running(consumer, threads=1) as running:
+        running.host.open(request_of("a"))
+        running.host.rows("a", batch_of(0), [copied])
+        running.host.end("a", END)
+        time.sleep(0.05)
+        assert consumer.calls.get("a", []) == [] and not running.reports
+        copied.set_result(None)
+        assert running.result("a").payload == [[0], "done"]
+
+
+def test_a_copy_that_fails_is_the_result() -> None:
+    copied: Future[None] = Future()
+    copied.set_exception(RuntimeError("no memory"))
+    with Running(Recorder()) as running:
+        running.host.open(request_of("a"))
+        running.host.rows("a", batch_of(0), [copied])
+        running.host.end("a", END)
+        result = running.result("a")
+    assert (result.status, result.error) == ("error", "RuntimeError: no memory")
 
 
 def test_rows_that_are_absent_make_it_partial() -> None:

@@ -23,7 +23,7 @@ from tests import workloads
 from tests.conformance import models
 from tests.conformance.engine import MAX_MODEL_LEN, Runner, make_llm, shut_down
 from tests.conformance.runner import Reference
-from tests.serving import Judge
+from tests.serving import Judge, by_threads
 from tests.test_async_scheduling import asynchronous, need_asynchronous
 from tests.test_capture_serving import add_tokenizer
 from tests.test_speculation import ALL_SITES, ROW_BYTES, keep_engines_startable
@@ -104,7 +104,9 @@ def engine(request: pytest.FixtureRequest, model: Path, runner: Runner) -> Itera
         )
     if name.startswith("async"):
         need_asynchronous(llm)
-    yield llm
+    # Some copy all rows by threads, however few they are.
+    with by_threads() if name.startswith("async") else nullcontext():
+        yield llm
     shut_down(llm)
 
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from tests.conformance.engine import make_llm, shut_down
-from tests.serving import prompt_of
+from tests.serving import by_threads, prompt_of
 from tests.stored import LAYOUTS, same
 from vllm import LLM, SamplingParams
 from vllm.inputs import TokensPrompt
@@ -39,7 +39,8 @@ def llm(tiny_models: TinyModels, root: str) -> Iterator[LLM]:
         dtype="bfloat16",
         capture_consumers=["inline", f"filesystem:root={root},flush_seconds=0.02"],
     )
-    yield llm
+    with by_threads():
+        yield llm
     shut_down(llm)
 
 
