@@ -5,10 +5,11 @@ threads; and what a result holds."""
 from __future__ import annotations
 
 import gc
-import os
 import pickle
+import subprocess
+import sys
 import weakref
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from typing import Any
 
 import numpy as np
@@ -19,7 +20,7 @@ from vllm.v1.capture import copier as module
 from vllm.v1.capture import copies
 from vllm.v1.capture.collect import RowCollector
 from vllm.v1.capture.copier import RowCopier
-from vllm.v1.capture.copies import THREADS, Copies, CopyThreads, finished
+from vllm.v1.capture.copies import THREADS, Copies, CopyThreads
 from vllm.v1.interventions import CapturedChunk, CapturePlan, Selection, Stream
 
 SITES, WIDTH, REQUESTS = 3, 16, 4
@@ -160,24 +161,39 @@ def test_a_result_that_is_no_view_waits_for_its_rows() -> None:
         assert rows.values[:, 0].tolist() == rows.positions.tolist()
 
 
+COUNT_THREADS = """
+import os
+from concurrent.futures import ThreadPoolExecutor
+import torch
+from vllm.v1.capture.copies import CopyThreads, finished
+
+def number():
+    return len(os.listdir("/proc/self/task"))
+
+torch.set_num_threads(4)
+rows = [torch.ones(64, 4096) for _ in range(6)]
+into = [torch.zeros(64, 4096) for _ in rows]
+threads = CopyThreads("test")
+counts = [number()]
+finished(threads.start((into, rows)))
+counts.append(number())
+assert all(bool((values == 1).all()) for values in into)
+counts.append(number())
+with ThreadPoolExecutor(1) as plain:
+    plain.submit(torch.Tensor.copy_, into[0], rows[0]).result()
+    counts.append(number())
+print(*counts, torch.get_num_threads())
+"""
+"""Apart, because an engine on a CPU ends what `torch.set_num_threads` does in its process."""
+
+
 def test_a_thread_of_ours_has_no_threads_of_its_own() -> None:
     """Each would keep a team as large as the processor, which spins between copies."""
-    number = torch.get_num_threads()
-    torch.set_num_threads(4)
-    try:
-        rows = [torch.ones(64, 4096) for _ in range(6)]
-        into = [torch.zeros(64, 4096) for _ in rows]
-        before = len(os.listdir("/proc/self/task"))
-        threads = CopyThreads("test")
-        finished(threads.start((into, rows)))
-        mine = len(os.listdir("/proc/self/task")) - before
-        assert 0 < mine <= THREADS and torch.get_num_threads() == 4
-        assert all(bool((values == 1).all()) for values in into)
-        with ThreadPoolExecutor(1) as plain:  # and such a team would be seen
-            plain.submit(torch.Tensor.copy_, into[0], rows[0]).result()
-            assert len(os.listdir("/proc/self/task")) - before - mine == 4
-    finally:
-        torch.set_num_threads(number)
+    command = [sys.executable, "-c", COUNT_THREADS]
+    done = subprocess.run(command, check=True, capture_output=True, text=True, timeout=120)
+    first, copied, before, plain, number = map(int, done.stdout.splitlines()[-1].split())
+    assert 0 < copied - first <= THREADS and number == 4
+    assert plain - before == 4  # and such a team is seen
 
 
 def test_who_does_not_wait_is_not_far_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
