@@ -17,10 +17,13 @@ import traceback
 from dataclasses import replace
 from multiprocessing.context import ForkProcess
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from .engine import Device, Runner, prepare_environment
 from .proof import Result, load_results, prove
+
+if TYPE_CHECKING:
+    from .tiny import TinyModel
 
 _NAMES = "tiny models; default: all, on CUDA those that are verified nowhere yet"
 BUILD = Path(__file__).parents[2] / "build"
@@ -34,6 +37,11 @@ def main() -> int:
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
     parser.add_argument("--compile", action="store_true", help="not eager")
+    parser.add_argument(
+        "--every-expert",
+        action="store_true",
+        help="route to all experts, for bfloat16: a near tie between two is then no difference",
+    )
     parser.add_argument("--jobs", type=int, default=1, help="how many at a time")
     parser.add_argument("--timeout", type=float, default=400, help="seconds for one model")
     parser.add_argument("--out", type=Path, default=BUILD / "conformance")
@@ -42,19 +50,22 @@ def main() -> int:
     device: Device = options.device
     runner: Runner = options.runner or ("v1" if device == "cpu" else "v2")
     prepare_environment(runner, device)
-    from .models import MODELS
+    from .models import MODELS, every_expert
 
     if unknown := sorted(set(options.names) - set(MODELS)):
         parser.error(f"no tiny model {', '.join(unknown)}; there are {', '.join(MODELS)}")
     where = f"{device} {runner} {options.dtype}{' compiled' if options.compile else ''}"
+    where += " every expert" if options.every_expert else ""
     out: Path = options.out / where.replace(" ", "-")
     out.mkdir(parents=True, exist_ok=True)
     default = _unverified(list(MODELS)) if device == "cuda" else list(MODELS)
-    names = [
-        name
+    rows = [
+        MODELS[name]
         for name in options.names or default
         if not (options.resume and (out / f"{name}.json").exists())
     ]
+    if options.every_expert:
+        rows = [every_expert(row) for row in rows]
     settings: dict[str, Any] = {"dtype": options.dtype, "enforce_eager": not options.compile}
     if device == "cuda":  # the sizes of engine.py are those of CPU kernels
         # Several models share the GPU: what counts is `kv_cache_memory_bytes`.
@@ -65,7 +76,7 @@ def main() -> int:
         }
     if options.compile and device == "cuda":  # recorded twice, and most sizes say nothing new
         settings["compilation_config"] = {"cudagraph_capture_sizes": [1, 2, 4, 8, 16, 64, 256]}
-    results = _run_all(names, out, where, settings, options.jobs, options.timeout)
+    results = _run_all(rows, out, where, settings, options.jobs, options.timeout)
     return 1 if any(result.failures() for result in results) else 0
 
 
@@ -76,56 +87,57 @@ def _unverified(names: list[str]) -> list[str]:
 
 
 def _run_all(
-    names: list[str], out: Path, where: str, settings: dict[str, Any], jobs: int, timeout: float
+    rows: list[TinyModel],
+    out: Path,
+    where: str,
+    settings: dict[str, Any],
+    jobs: int,
+    timeout: float,
 ) -> list[Result]:
     import vllm.entrypoints.llm  # noqa: F401  the forked processes find it imported
 
     context = multiprocessing.get_context("fork")
-    waiting, results = list(names), list[Result]()
-    running: dict[str, tuple[ForkProcess, float]] = {}
+    waiting, results = list(rows), list[Result]()
+    running: dict[str, tuple[TinyModel, ForkProcess, float]] = {}
     while waiting or running:
         while waiting and len(running) < jobs:
-            name = waiting.pop(0)
-            process = context.Process(target=_child, args=(name, out, where, settings))
+            row = waiting.pop(0)
+            process = context.Process(target=_child, args=(row, out, where, settings))
             process.start()
-            running[name] = process, time.monotonic()
+            running[row.name] = row, process, time.monotonic()
         time.sleep(0.2)
-        for name, (process, started) in list(running.items()):
+        for row, process, started in list(running.values()):
             seconds = time.monotonic() - started
             if process.is_alive() and seconds < timeout:
                 continue
             late = process.is_alive()
             process.kill()
             process.join()
-            del running[name]
-            result = _collect(name, out, where, late, process.exitcode, seconds)
+            del running[row.name]
+            result = _collect(row, out, where, late, process.exitcode, seconds)
             results.append(result)
             print(result.line(), flush=True)
     return results
 
 
 def _collect(
-    name: str, out: Path, where: str, late: bool, exitcode: int | None, seconds: float
+    row: TinyModel, out: Path, where: str, late: bool, exitcode: int | None, seconds: float
 ) -> Result:
-    from .models import MODELS
-
-    file = out / f"{name}.json"
+    file = out / f"{row.name}.json"
     if late or not file.exists():
         problem = "timed out" if late else f"the process ended with status {exitcode}"
-        result = Result(name, MODELS[name].architecture, where, problem=problem, seconds=seconds)
+        result = Result(row.name, row.architecture, where, problem=problem, seconds=seconds)
         file.write_text(result.to_json())
     return Result.from_json(file.read_text())
 
 
-def _child(name: str, out: Path, where: str, settings: dict[str, Any]) -> None:
+def _child(row: TinyModel, out: Path, where: str, settings: dict[str, Any]) -> None:
     """In the forked process: measure, and write what came of it."""
     from vllm.model_executor.models import registry
 
-    from .models import MODELS
-
-    file = out / f"{name}.json"
+    file = out / f"{row.name}.json"
     file.unlink(missing_ok=True)
-    log = os.open(out / f"{name}.log", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    log = os.open(out / f"{row.name}.log", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     os.dup2(log, 1)
     os.dup2(log, 2)
     os.setpgrp()
@@ -134,11 +146,11 @@ def _child(name: str, out: Path, where: str, settings: dict[str, Any]) -> None:
     registry._run_in_subprocess = lambda inspect: inspect()  # type: ignore[assignment]
     started = time.monotonic()
     try:
-        result = prove(name, BUILD / "tiny-models", **settings)
+        result = prove(row, BUILD / "tiny-models", **settings)
     except BaseException as error:
         traceback.print_exc()
         problem = f"{type(error).__name__}: {error}".splitlines()
-        result = Result(name, MODELS[name].architecture, "", problem=" ".join(problem)[:600])
+        result = Result(row.name, row.architecture, "", problem=" ".join(problem)[:600])
     result = replace(result, where=where, seconds=round(time.monotonic() - started, 1))
     file.write_text(result.to_json() + "\n")
     sys.stdout.flush()

@@ -12,13 +12,14 @@ import inspect
 import json
 import shutil
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 
 import safetensors.torch
 import torch
 import transformers
 from torch import nn
-from transformers import PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from . import tiny
@@ -47,6 +48,7 @@ __all__ = [
     "WINDOW",
     "TinyModel",
     "build",
+    "every_expert",
     "load",
     "save",
 ]
@@ -100,6 +102,22 @@ def build(row: TinyModel, seed: int = 0) -> PreTrainedModel:
         row.adjust(model)
     model.train(False)
     return model
+
+
+def every_expert(row: TinyModel) -> TinyModel:
+    """`row`, of DeepSeek's kind, with each token routed to all experts.
+
+    In bfloat16 two implementations may choose otherwise where two experts are nearly even, which
+    says nothing about either; here no rounding decides.
+    """
+
+    def config() -> PretrainedConfig:
+        config = row.config()
+        experts = config.to_dict()["n_routed_experts"]
+        config.update({"num_experts_per_tok": experts, "n_group": 1, "topk_group": 1})
+        return config
+
+    return replace(row, config=config)
 
 
 def _key(row: TinyModel) -> str:

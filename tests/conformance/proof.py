@@ -6,9 +6,12 @@ from __future__ import annotations
 import json
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from .cases import SteeringCase
+
+if TYPE_CHECKING:
+    from .tiny import TinyModel
 
 PLAIN_TOLERANCE = 1e-4
 BF16_TOLERANCE = 0.05
@@ -95,11 +98,10 @@ def load_results() -> list[Result]:
     return [Result.from_json(line) for line in RESULTS.read_text().splitlines()]
 
 
-def prove(name: str, cache: Path, **options: Any) -> Result:
+def prove(row: TinyModel, cache: Path, **options: Any) -> Result:
     """Start an engine on one tiny model and compare it with transformers at each point.
 
     Args:
-        name: a key of `models.MODELS`.
         cache: directory for the tiny models; made when missing.
         options: engine options.
     """
@@ -115,7 +117,6 @@ def prove(name: str, cache: Path, **options: Any) -> Result:
         write_errors,
     )
 
-    row = models.MODELS[name]
     path = models.save(row, cache)
     reference, token_prompts = Reference(row, models.load(row, path)), prompts()
     # Every token's log-probabilities of every case: most of the time goes there.
@@ -133,7 +134,7 @@ def prove(name: str, cache: Path, **options: Any) -> Result:
         return [r for r in results if r.point in (point, SteeringCase.EVERY)]
 
     return Result(
-        name,
+        row.name,
         row.architecture,
         "",
         tuple(classes),

@@ -127,18 +127,20 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         model, cache = Path(folder) / "model", Path(folder) / "cache"
         save_model(model)
+        if args.stock:  # first: it is what the others are compared with
+            found = start(model, Path(folder) / "stock", {}, tree=args.stock)
+            print(f"stock upstream: {found}", flush=True)
+            assert found["tree"].startswith(args.stock), found
+            digests["stock upstream"] = found["digest"]
         for name, options, expected in STARTS:
             found = start(model, cache, options)
             made = found.get("compiled"), found.get("loaded")
             digests[name] = found["digest"]
             ok = made == expected and bool(found["digest"])
             good &= ok
-            print(f"{'ok  ' if ok else 'FAIL'} {name:22} compiled, loaded = {made}", flush=True)
+            seen = f"compiled, loaded = {made}, bits {found['digest']}"
+            print(f"{'ok  ' if ok else 'FAIL'} {name:22} {seen}", flush=True)
             print(found.get("log", ""), end="")
-        if args.stock:
-            found = start(model, cache, {}, tree=args.stock)
-            assert found["tree"].startswith(args.stock), found
-            digests["stock upstream"] = found["digest"]
         steered = start(model, cache, ENABLED, steer=True)
     same = len(set(digests.values())) == 1
     differs = steered["digest"] not in digests.values()
