@@ -8,9 +8,10 @@ from typing import Any
 import torch
 import transformers
 from torch import nn
+from transformers import PretrainedConfig
 
 from ..reference import Adapter
-from ..tiny import COMMON, LAYERS, NO_HEAD_DIM, WINDOW, TinyModel, sizes
+from ..tiny import COMMON, LAYERS, NO_HEAD_DIM, WINDOW, Tensors, TinyModel, sizes
 
 _TOP2: dict[str, Any] = {"num_experts": 4, "num_experts_per_tok": 2}
 _LOCAL_TOP2: dict[str, Any] = {"num_local_experts": 4, "num_experts_per_tok": 2}
@@ -45,6 +46,10 @@ def _no_correction(model: nn.Module) -> None:
 @torch.no_grad()
 def _no_output_bias(model: nn.Module) -> None:
     model.get_parameter("lm_head.bias").zero_()
+
+
+def _routed_experts(tensors: Tensors, _config: PretrainedConfig) -> Tensors:
+    return {name.replace(".experts.", ".experts.routed_experts."): t for name, t in tensors.items()}
 
 
 MOE = (
@@ -191,6 +196,8 @@ MOE = (
             num_attention_heads_per_layer=[4, 4, 2, 4],
             mlp_layer_types=_DENSE_FIRST,
         ),
+        adjust=_no_correction,
+        note="without the router's correction bias, which upstream does not load",
     ),
     TinyModel(
         "llama4",
@@ -267,5 +274,7 @@ MOE = (
             ffn_config={"ffn_hidden_size": 64, "moe_num_experts": 4, "moe_top_k": 2},
         ),
         Adapter("transformer.blocks", ("norm_attn_norm.attn",)),
+        checkpoint=_routed_experts,
+        note="upstream does not find the experts of a DBRX checkpoint: loaded by its own names",
     ),
 )
