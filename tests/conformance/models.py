@@ -105,7 +105,7 @@ def build(row: TinyModel, seed: int = 0) -> PreTrainedModel:
 
 
 def every_expert(row: TinyModel) -> TinyModel:
-    """`row`, of DeepSeek's kind, with each token routed to all experts.
+    """`row` with each token routed to all experts, if it has any.
 
     In bfloat16 two implementations may choose otherwise where two experts are nearly even, which
     says nothing about either; here no rounding decides.
@@ -113,8 +113,10 @@ def every_expert(row: TinyModel) -> TinyModel:
 
     def config() -> PretrainedConfig:
         config = row.config()
-        experts = config.to_dict()["n_routed_experts"]
-        config.update({"num_experts_per_tok": experts, "n_group": 1, "topk_group": 1})
+        fields = config.to_dict()
+        counts = [fields[name] for name in ("n_routed_experts", "num_experts") if name in fields]
+        if counts:
+            config.update({"num_experts_per_tok": counts[0], "n_group": 1, "topk_group": 1})
         return config
 
     return replace(row, config=config)

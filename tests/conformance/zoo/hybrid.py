@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 import transformers
 from transformers import PretrainedConfig
 
@@ -17,6 +18,7 @@ from ..tiny import (
     NO_SPECIAL_TOKENS,
     TIED_STD,
     VOCAB,
+    Tensors,
     TinyModel,
     sizes,
 )
@@ -25,9 +27,14 @@ _DELTA: dict[str, Any] = {
     "layer_types": ["linear_attention", "full_attention"] * (LAYERS // 2),
     "linear_num_key_heads": 2,
     "linear_num_value_heads": 4,
-    "linear_key_head_dim": 32,
-    "linear_value_head_dim": 32,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
 }
+# On Hopper upstream otherwise takes FlashInfer's kernel, which is compiled where it runs. No kernel
+# of CUDA for the delta rule takes float32.
+_DELTA_ENGINE: dict[str, Any] = {"gdn_prefill_backend": "triton"}
+_DELTA_STD = 2.0
+"""Spread of the embedding, for bfloat16: the larger the stream, the less a branch's rounding is."""
 _DELTA_BRANCH = Adapter("model.layers", ("self_attn", "linear_attn"))
 _SHORT_CONV: dict[str, Any] = {"layer_types": ["conv", "full_attention"] * (LAYERS // 2)}
 _EXPERTS: dict[str, Any] = {
@@ -57,6 +64,25 @@ def _nemotron_h(*layers: str) -> PretrainedConfig:
         moe_shared_expert_intermediate_size=80,
         routed_scaling_factor=1.6,
     )
+
+
+def _olmo_hybrid(tensors: Tensors, config: PretrainedConfig) -> Tensors:
+    """By the names that transformers has in memory; it saves other ones, and a convolution in even
+    parts where keys and values differ in width."""
+    keys = config.linear_key_head_dim * config.linear_num_key_heads
+    values = config.linear_value_head_dim * config.linear_num_value_heads
+    parts = ("q", "k", "v")
+    result: Tensors = {}
+    for name, tensor in tensors.items():
+        if name.endswith("q_conv1d.weight"):
+            stem = name.removesuffix("q_conv1d.weight")
+            whole = torch.cat([tensors[f"{stem}{part}_conv1d.weight"] for part in parts])
+            for part, rows in zip(parts, whole.split([keys, keys, values]), strict=True):
+                result[f"{stem}{part}_conv1d.weight"] = rows
+        elif "_conv1d" not in name:
+            name = name.replace("attention_layer_norm", "input_layernorm")
+            result[name.replace("feedforward_layer_norm", "post_attention_layernorm")] = tensor
+    return result
 
 
 HYBRID = (
@@ -211,12 +237,16 @@ HYBRID = (
             **COMMON, **_DELTA, **_EXPERTS, shared_expert_intermediate_size=80
         ),
         _DELTA_BRANCH,
+        embedding_std=_DELTA_STD,
+        engine=_DELTA_ENGINE,
     ),
     TinyModel(
         "qwen3_5",
         "Qwen3_5ForCausalLM",
         lambda: transformers.Qwen3_5TextConfig(**COMMON, **_DELTA),
         _DELTA_BRANCH,
+        embedding_std=_DELTA_STD,
+        engine=_DELTA_ENGINE,
     ),
     TinyModel(
         "qwen3_5_moe",
@@ -225,12 +255,16 @@ HYBRID = (
             **COMMON, **_DELTA, **_EXPERTS, shared_expert_intermediate_size=80
         ),
         _DELTA_BRANCH,
+        embedding_std=_DELTA_STD,
+        engine=_DELTA_ENGINE,
     ),
     TinyModel(
         "olmo_hybrid",
         "OlmoHybridForCausalLM",
         lambda: transformers.OlmoHybridConfig(**NO_HEAD_DIM, **_DELTA),
-        _DELTA_BRANCH,
+        Adapter("model.layers", ("linear_attn", "post_attention_layernorm")),
+        embedding_std=_DELTA_STD,
+        checkpoint=_olmo_hybrid,
     ),
     TinyModel(
         "zamba2",
