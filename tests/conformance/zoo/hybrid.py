@@ -22,6 +22,7 @@ from ..tiny import (
     TinyModel,
     sizes,
 )
+from .translated import packed, renamed
 
 _DELTA: dict[str, Any] = {
     "layer_types": ["linear_attention", "full_attention"] * (LAYERS // 2),
@@ -35,6 +36,10 @@ _DELTA: dict[str, Any] = {
 _DELTA_ENGINE: dict[str, Any] = {"gdn_prefill_backend": "triton"}
 _DELTA_STD = 2.0
 """Spread of the embedding, for bfloat16: the larger the stream, the less a branch's rounding is."""
+_OLMO_ENGINE: dict[str, Any] = {
+    "load_format": "sharded_state",
+    "model_loader_extra_config": {"pattern": "model.safetensors"},
+}
 _DELTA_BRANCH = Adapter("model.layers", ("self_attn", "linear_attn"))
 _SHORT_CONV: dict[str, Any] = {"layer_types": ["conv", "full_attention"] * (LAYERS // 2)}
 _EXPERTS: dict[str, Any] = {
@@ -67,21 +72,25 @@ def _nemotron_h(*layers: str) -> PretrainedConfig:
 
 
 def _olmo_hybrid(tensors: Tensors, config: PretrainedConfig) -> Tensors:
-    """By the names that transformers has in memory; it saves other ones, and a convolution in even
-    parts where keys and values differ in width."""
-    keys = config.linear_key_head_dim * config.linear_num_key_heads
-    values = config.linear_value_head_dim * config.linear_num_value_heads
-    parts = ("q", "k", "v")
-    result: Tensors = {}
-    for name, tensor in tensors.items():
-        if name.endswith("q_conv1d.weight"):
-            stem = name.removesuffix("q_conv1d.weight")
-            whole = torch.cat([tensors[f"{stem}{part}_conv1d.weight"] for part in parts])
-            for part, rows in zip(parts, whole.split([keys, keys, values]), strict=True):
-                result[f"{stem}{part}_conv1d.weight"] = rows
-        elif "_conv1d" not in name:
-            name = name.replace("attention_layer_norm", "input_layernorm")
-            result[name.replace("feedforward_layer_norm", "post_attention_layernorm")] = tensor
+    """vLLM's own state, for `_OLMO_ENGINE`."""
+    result = renamed(
+        tensors,
+        # What transformers has in memory; it saves other names.
+        (r"attention_layer_norm", "input_layernorm"),
+        (r"feedforward_layer_norm", "post_attention_layernorm"),
+    )
+    for module, parts, whole in (
+        ("linear_attn", ("q_proj", "k_proj", "v_proj", "g_proj"), "in_proj_qkvg"),
+        ("linear_attn", ("q_conv1d", "k_conv1d", "v_conv1d"), "conv1d"),
+        ("self_attn", ("q_proj", "k_proj", "v_proj"), "qkv_proj"),
+        ("mlp", ("gate_proj", "up_proj"), "gate_up_proj"),
+    ):
+        siblings = tuple(f"{module}.{part}" for part in parts)
+        result = packed(result, siblings, f"{module}.{whole}")
+    for layer, kind in enumerate(config.layer_types):
+        if kind == "full_attention":
+            for scale in ("_q_scale", "_k_scale", "_v_scale", "_prob_scale"):  # of an fp8 cache
+                result[f"model.layers.{layer}.self_attn.attn.{scale}"] = torch.tensor(1.0)
     return result
 
 
@@ -265,6 +274,8 @@ HYBRID = (
         Adapter("model.layers", ("linear_attn", "post_attention_layernorm")),
         embedding_std=_DELTA_STD,
         checkpoint=_olmo_hybrid,
+        engine=_OLMO_ENGINE,
+        note="upstream fails to load the convolutions of any checkpoint: loaded as its own state",
     ),
     TinyModel(
         "zamba2",
