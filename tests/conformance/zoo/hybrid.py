@@ -94,6 +94,11 @@ def _olmo_hybrid(tensors: Tensors, config: PretrainedConfig) -> Tensors:
     return result
 
 
+def _kimi_linear(tensors: Tensors, _config: PretrainedConfig) -> Tensors:
+    """transformers saves a dense layer's MLP by the name of the others' experts."""
+    return renamed(tensors, (r"block_sparse_moe\.(gate|up|down)_proj", r"mlp.\1_proj"))
+
+
 HYBRID = (
     TinyModel(
         "mamba",
@@ -308,10 +313,11 @@ HYBRID = (
         "KimiLinearForCausalLM",
         lambda: transformers.KimiLinearConfig(
             **sizes(head_dim=None, num_key_value_heads=4),
-            kv_lora_rank=32,
-            qk_nope_head_dim=32,
-            qk_rope_head_dim=32,
-            v_head_dim=32,
+            # The widths of heads that upstream's kernels are written for.
+            kv_lora_rank=512,
+            qk_nope_head_dim=128,
+            qk_rope_head_dim=64,
+            v_head_dim=128,
             moe_intermediate_size=64,
             n_shared_experts=1,
             num_local_experts=4,
@@ -319,9 +325,23 @@ HYBRID = (
             routed_scaling_factor=1.6,
             mlp_layer_types=["dense"] + ["sparse"] * (LAYERS - 1),
             layer_types=["linear_attention", "full_attention"] * (LAYERS // 2),
-            linear_head_dim=32,
+            linear_head_dim=128,
             linear_num_heads=4,
         ),
         _DELTA_BRANCH,
+        embedding_std=_DELTA_STD,
+        checkpoint=_kimi_linear,
+        config_json={
+            "first_k_dense_replace": 1,
+            "mla_use_nope": True,
+            "linear_attn_config": {
+                "kda_layers": [1, 3],
+                "full_attn_layers": [2, 4],
+                "head_dim": 128,
+                "num_heads": 4,
+                "short_conv_kernel_size": 4,
+            },
+        },
+        note="on CUDA with VLLM_KIMI_K3_GEMM_AR=0 where there is no CUTLASS for Python",
     ),
 )
