@@ -70,6 +70,7 @@ def main() -> None:
         size = sites * args.requests * args.tokens * args.hidden * 2
         for round_number in range(args.rounds + 1):
             gc.collect()
+            gc.freeze()  # as an engine does when it has started
             times = run(args, sites)
             for stage in STAGES if round_number else ():  # the first round warms up
                 seen[stage].append(times[stage] / args.steps * 1e3)
@@ -114,8 +115,10 @@ def run(args: argparse.Namespace, num_sites: int) -> dict[str, float]:
     """Seconds of each stage, over all steps."""
     import torch
 
-    from vllm.v1.capture.message import pack
+    from vllm.config import VllmConfig
+    from vllm.v1.core.capture_sessions import CaptureSessions
     from vllm.v1.core.request_interventions import RequestInterventions
+    from vllm.v1.core.row_relay import RowRelay
     from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, FinishReason
     from vllm.v1.engine.capture import CaptureOutputs
     from vllm.v1.interventions import (
@@ -129,7 +132,7 @@ def run(args: argparse.Namespace, num_sites: int) -> dict[str, float]:
     from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
     from vllm.v1.worker.capture_layout import Layouts
     from vllm.v1.worker.projection_table import ProjectionTable
-    from vllm.v1.worker.step_rows import StepRows
+    from vllm.v1.worker.step_rows import Blocks, StepRows
 
     sites = [("post_block", layer) for layer in range(num_sites)]
     num_rows = args.tokens * args.steps
@@ -163,17 +166,27 @@ def run(args: argparse.Namespace, num_sites: int) -> dict[str, float]:
         )
         request = SimpleNamespace(request_id=name, plan=plan, prompt_token_ids=prompt)
         frontend.open(states[name], request)  # type: ignore[arg-type]
-    core = {name: RequestInterventions(plan, len(prompt), None) for name in names}
+    relay = RowRelay(CaptureSessions(VllmConfig()))
+    core = [
+        SimpleNamespace(
+            request_id=name,
+            client_index=0,
+            num_tokens=0,
+            interventions=RequestInterventions(plan, len(prompt), None),
+        )
+        for name in names
+    ]
     total = args.requests * args.tokens
     arena = torch.randn(total * num_sites, args.hidden).bfloat16()
     projections = ProjectionTable(args.hidden, torch.device("cpu"))
     members = [(n, np.arange(i * args.tokens, (i + 1) * args.tokens)) for i, n in enumerate(names)]
+    blocks = Blocks({layout: members})
     encoder, decoder = MsgpackEncoder(), MsgpackDecoder(EngineCoreOutputs)
     times = dict.fromkeys(STAGES, 0.0)
     tokens: list[int] = []
     for step in range(args.steps):
         first = step * args.tokens
-        rows = StepRows(1, {layout: members})
+        rows = StepRows(1, blocks)
         positions = torch.arange(first, first + args.tokens).repeat(args.requests)
         rows.take_positions(positions, torch.arange(total))
         rows.take_rows(arena, projections)  # on a GPU the copy engine does this
@@ -182,15 +195,16 @@ def run(args: argparse.Namespace, num_sites: int) -> dict[str, float]:
         tokens += [1] * (args.tokens if args.tokens == 1 else 0)
         mark = [time.perf_counter()]
         own, every = time.thread_time(), time.process_time()
-        for name in names:
-            chunk = rows.of(name)
-            assert chunk is not None
-            core[name].accept(chunk, reached, frontend.threads)
+        for request in core:
+            request.num_tokens = reached
+            relay.accept(request, rows, emits=True)  # type: ignore[arg-type]
         mark.append(time.perf_counter())
-        outputs = [EngineCoreOutput(n, [1], captured=core[n].take()) for n in names]
+        outputs = [
+            EngineCoreOutput(r.request_id, [1], captured=r.interventions.take()) for r in core
+        ]
+        message = EngineCoreOutputs(outputs=outputs)
+        relay.join({0: message})
         if args.messages:
-            message = EngineCoreOutputs(outputs=outputs)
-            pack({0: message})
             sent = encoder.encode(message)
             outputs = decoder.decode([bytes(sent[0]), *sent[1:]]).outputs  # type: ignore[arg-type]
         mark.append(time.perf_counter())
@@ -199,7 +213,7 @@ def run(args: argparse.Namespace, num_sites: int) -> dict[str, float]:
                 continue
             states[output.request_id].capture.add(output.captured, tokens)
         frontend.take_ready(None)
-        del rows, outputs, chunk
+        del rows, outputs, message
         mark.append(time.perf_counter())
         times["cpu, own"] += time.thread_time() - own
         times["cpu, all"] += time.process_time() - every

@@ -45,9 +45,14 @@ def collector_for(num_rows: int, selected: list[int] | None = None) -> RowCollec
 
 
 class Steps:
-    """Steps in which some requests capture a row each; `alive`: of how many there is memory."""
+    """Steps in which some requests capture a row each; `alive`: of how many there is memory.
 
-    def __init__(self) -> None:
+    Args:
+        shared: their rows come as one chunk.
+    """
+
+    def __init__(self, shared: bool = False) -> None:
+        self._shared = shared
         self._blocks: list[weakref.ref[Any]] = []
 
     def step(self, copier: RowCopier, collectors: list[RowCollector]) -> None:
@@ -56,7 +61,14 @@ class Steps:
         memory = np.full((REQUESTS, SITES, WIDTH), float(at), dtype=np.float32)
         self._blocks.append(weakref.ref(memory))
         rows = torch.from_numpy(memory)
-        for i, collector in enumerate(collectors):
+        if self._shared:
+            owners = [(str(id(collector)), 1) for collector in collectors]
+            for (name, _), collector in zip(owners, collectors, strict=True):
+                copier.open(name, collector)
+            number = len(owners)
+            chunk = CapturedChunk(np.full(number, at), [rows[:number]], 1, owners)
+            copier.share(chunk)
+        for i, collector in enumerate(collectors if not self._shared else ()):
             chunk = CapturedChunk(np.array([at]), [rows[i : i + 1]], 1)
             copier.add(collector, [chunk])
         del memory, rows, chunk
@@ -85,12 +97,13 @@ def check(collector: RowCollector, num_rows: int) -> dict[Any, Any]:
     return payload
 
 
-def test_the_steps_memory_goes_soon(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("shared", [False, True])
+def test_the_steps_memory_goes_soon(shared: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """However long a request runs: its rows keep those of others for a few steps. Without the
     threads' copies they would keep all, which is what this test can see."""
     num_steps = 20 * module.STEPS
     for copied in (True, False):
-        copier, steps = RowCopier(CopyThreads("test")), Steps()
+        copier, steps = RowCopier(CopyThreads("test")), Steps(shared)
         if not copied:
             monkeypatch.setattr(copier, "step", lambda: None)
         collectors = [collector_for(num_steps) for _ in range(REQUESTS)]
@@ -99,6 +112,39 @@ def test_the_steps_memory_goes_soon(monkeypatch: pytest.MonkeyPatch) -> None:
         assert steps.alive <= 4 * module.STEPS if copied else steps.alive == num_steps
         finish(copier, collectors[0])
         check(collectors[0], num_steps)
+
+
+def test_shared_rows_and_others_stay_in_order() -> None:
+    """A request's rows may come with those of others in one step and alone in the next; those of
+    who has ended, or wants none, are nobody's."""
+    copier, one, two = RowCopier(CopyThreads("test")), collector_for(6), collector_for(3)
+    copier.open("one", one)
+    copier.open("two", two)
+    copier.open("ended", collector_for(3))
+    gc.collect()
+
+    def values(*positions: int) -> list[torch.Tensor]:
+        return [torch.tensor(positions).float()[:, None, None].repeat(1, SITES, WIDTH)]
+
+    def share(at: int, *names: str) -> None:
+        owners = [(name, 1) for name in names]
+        rows = [at] * len(names)
+        copier.share(CapturedChunk(np.array(rows), values(*rows), 1, owners))
+
+    share(0, "ended", "one", "two")
+    copier.add(one, [CapturedChunk(np.array([1]), values(1), 1)])
+    share(1, "two")
+    share(2, "two", "one")
+    copier.step()
+    copier.add(one, [CapturedChunk(np.array([3, 4]), values(3, 4), 1)])
+    share(3, "nobody")
+    share(5, "one", "ended")
+    finish(copier, two)
+    check(two, 3)
+    finish(copier, one)
+    check(one, 6)
+    share(0, "nobody")
+    assert not copier._shared
 
 
 def test_who_gathers_more_than_the_threads_can_copy_waits(monkeypatch: pytest.MonkeyPatch) -> None:

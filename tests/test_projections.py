@@ -28,7 +28,7 @@ from vllm.v1.selectors import Prompt
 from vllm.v1.steering.slots import MAX_STEP_BYTES
 from vllm.v1.worker.capture_layout import Layout, Layouts
 from vllm.v1.worker.projection_table import ProjectionTable
-from vllm.v1.worker.step_rows import Members, StepRows
+from vllm.v1.worker.step_rows import Blocks, Members, StepRows
 
 SPECS = {name: ConsumerSpec(name) for name in ("inline", "one", "two")}
 CPU = torch.device("cpu")
@@ -214,10 +214,12 @@ def captured(
         first += count
     if not groups:
         return None
-    rows = StepRows(7, groups)
-    arena = torch.full((sum(b.num_raw + b.num_rest for b in rows.blocks) + 1, HIDDEN), torch.nan)
+    rows = StepRows(7, Blocks(groups))
+    arena = torch.full(
+        (sum(b.num_raw + b.num_rest for b in rows.blocks.all) + 1, HIDDEN), torch.nan
+    )
     own = [SITES.index(site) for site in sites]
-    for block, members in zip(rows.blocks, groups.values(), strict=True):
+    for block, members in zip(rows.blocks.all, groups.values(), strict=True):
         at = np.concatenate([t for _, t in members])
         for site, into in zip(block.layout.sites, block.rows(), strict=True):
             assert arena[into].isnan().all(), "two rows in one place"
@@ -229,7 +231,7 @@ def captured(
     table.apply([(row, m.numpy().tobytes()) for (row, _), m in MATRICES.items()])
     rows.take_rows(arena, table)
     arena.fill_(torch.nan)
-    needed = sum(b.num_raw for b in rows.blocks)
+    needed = sum(b.num_raw for b in rows.blocks.all)
     assert rows._rows.shape[0] == needed, "rows left the device that nobody wants as they are"
     return rows
 
@@ -305,7 +307,7 @@ def test_equal_requests_share_a_block() -> None:
         capture_streams=(WorkerStream(tuple(range(len(SITES)))),),
     )
     rows = captured(sites, [every] * 3, [2, 1, 4], torch.randn(len(SITES), 7, HIDDEN))
-    assert rows is not None and len(rows.blocks) == 1
+    assert rows is not None and len(rows.blocks.all) == 1
     storages = {rows.of(str(i)).values[0].untyped_storage().data_ptr() for i in range(3)}  # type: ignore[union-attr]
     assert storages == {rows._rows.untyped_storage().data_ptr()}
 

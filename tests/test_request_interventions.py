@@ -86,7 +86,7 @@ def test_keys_are_equal_exactly_when_the_steering_of_the_block_is(
 def test_keys_are_a_pure_function() -> None:
     interventions = steered(6, "a", "b")
     first = keys(interventions)
-    interventions.accept(chunk([0]), 7, THREADS)
+    accept(interventions, chunk([0]), 7)
     assert interventions.blocks.keys(8, 12) == first[2]
     assert keys(interventions) == first == keys(steered(6, "a", "b"))
     assert first != keys(steered(7, "a", "b"))
@@ -165,6 +165,13 @@ def chunk(positions: list[int], mark: float = 0.0) -> CapturedChunk:
     return CapturedChunk(at, [values.float()], VERSION)
 
 
+def accept(interventions: RequestInterventions, rows: CapturedChunk, num_tokens: int) -> None:
+    """As the scheduler does, where an output leaves if the last token's row is there."""
+    accepted = interventions.accept(rows, num_tokens)
+    if accepted is not None:
+        interventions.keep(accepted, int(accepted.positions[-1]) != num_tokens - 2, THREADS)
+
+
 def taken(interventions: RequestInterventions) -> list[int]:
     chunks = interventions.take()
     if chunks is None:
@@ -178,47 +185,47 @@ def taken(interventions: RequestInterventions) -> list[int]:
 
 def test_rows_wait_for_an_output() -> None:
     interventions = capturing("all")
-    interventions.accept(chunk([0, 1]), 5, THREADS)
-    interventions.accept(chunk([2, 3]), 5, THREADS)
-    interventions.accept(chunk([4]), 6, THREADS)
+    accept(interventions, chunk([0, 1]), 5)
+    accept(interventions, chunk([2, 3]), 5)
+    accept(interventions, chunk([4]), 6)
     assert taken(interventions) == [0, 1, 2, 3, 4]
     assert interventions.take() is None
 
 
 def test_only_wanted_rows_are_kept() -> None:
     interventions = capturing([1, 3, 6])
-    interventions.accept(chunk([0, 1, 2, 3, 4]), 6, THREADS)
-    interventions.accept(chunk([5]), 7, THREADS)
+    accept(interventions, chunk([0, 1, 2, 3, 4]), 6)
+    accept(interventions, chunk([5]), 7)
     assert taken(interventions) == [1, 3]
-    interventions.accept(chunk([6]), 8, THREADS)
+    accept(interventions, chunk([6]), 8)
     assert taken(interventions) == [6]
 
 
 def test_rows_computed_again_are_not_taken_again() -> None:
     interventions = capturing("all")
-    interventions.accept(chunk([0, 1, 2, 3, 4]), 6, THREADS)
-    interventions.accept(chunk([5]), 7, THREADS)
+    accept(interventions, chunk([0, 1, 2, 3, 4]), 6)
+    accept(interventions, chunk([5]), 7)
     assert taken(interventions) == [0, 1, 2, 3, 4, 5]
     # A preemption: the whole request is computed again, in other pieces.
-    interventions.accept(chunk([0, 1, 2]), 7, THREADS)
-    interventions.accept(chunk([3, 4, 5, 6]), 8, THREADS)
+    accept(interventions, chunk([0, 1, 2]), 7)
+    accept(interventions, chunk([3, 4, 5, 6]), 8)
     assert taken(interventions) == [6]
 
 
 def test_rows_of_rejected_drafts_are_dropped() -> None:
     interventions = capturing("all")
-    interventions.accept(chunk([0, 1, 2, 3, 4]), 6, THREADS)
+    accept(interventions, chunk([0, 1, 2, 3, 4]), 6)
     # Drafts at 6-8; one was accepted, so tokens 5-7 are known and token 7 was not fed back.
-    interventions.accept(chunk([5, 6, 7, 8]), 8, THREADS)
+    accept(interventions, chunk([5, 6, 7, 8]), 8)
     assert taken(interventions) == [0, 1, 2, 3, 4, 5, 6]
-    interventions.accept(chunk([7, 8]), 10, THREADS)
+    accept(interventions, chunk([7, 8]), 10)
     assert taken(interventions) == [7, 8]
 
 
 def test_kept_rows_do_not_hold_the_steps_storage() -> None:
     interventions = capturing("last_prompt")
     step = chunk(list(range(5)))
-    interventions.accept(step, 6, THREADS)
+    accept(interventions, step, 6)
     chunks = interventions.take()
     assert chunks is not None
     assert chunks[0].values[0].untyped_storage().nbytes() == 2 * 1 * HIDDEN * 4
@@ -232,7 +239,7 @@ def test_rows_that_wait_do_not_hold_the_steps_storage(first: int, waits: bool) -
     interventions = capturing("all")
     values = torch.zeros(100, 2, HIDDEN)
     at = np.array([first], dtype=np.int64)
-    interventions.accept(CapturedChunk(at, [values[:1]], VERSION), 6, THREADS)
+    accept(interventions, CapturedChunk(at, [values[:1]], VERSION), 6)
     chunks = interventions.take()
     assert chunks is not None
     size = chunks[0].values[0].untyped_storage().nbytes()
@@ -244,7 +251,7 @@ def test_what_waits_holds_at_most_twice_its_size(rows: int, copied: bool) -> Non
     """Most of a step's rows need no copy: they are what is kept anyway."""
     interventions = capturing("all", prompt=12)
     values = torch.zeros(10, 2, HIDDEN)
-    interventions.accept(CapturedChunk(np.arange(rows), [values[:rows]], VERSION), 13, THREADS)
+    accept(interventions, CapturedChunk(np.arange(rows), [values[:rows]], VERSION), 13)
     chunks = interventions.take()
     assert chunks is not None
     held = chunks[0].values[0].untyped_storage()
@@ -274,7 +281,7 @@ def test_each_wanted_row_once_whatever_the_steps(
         at, computed = list(range(computed, stop)), stop
         sampled = computed == tokens
         tokens += sampled
-        interventions.accept(chunk(at), tokens, THREADS)
+        accept(interventions, chunk(at), tokens)
         if sampled:
             got += taken(interventions)
     assert tokens == 13
@@ -285,7 +292,7 @@ def test_each_wanted_row_once_whatever_the_steps(
 def test_cache_hits_end_before_the_next_wanted_row(wanted: set[int], done: int) -> None:
     interventions = capturing(sorted(wanted))
     if done:
-        interventions.accept(chunk(list(range(done))), 14, THREADS)
+        accept(interventions, chunk(list(range(done))), 14)
     delivered = {p for p in wanted if p < done}
     rest = wanted - delivered
     assert interventions.cache_hit_limit() == min(rest, default=sys.maxsize)

@@ -23,7 +23,7 @@ from vllm.v1.steering.slots import FIRST_SLOT, ROWS_PER_SLOT
 from vllm.v1.steering.turns import MAX_SKIPS
 from vllm.v1.worker.capture_layout import Layout
 from vllm.v1.worker.projection_table import ProjectionTable
-from vllm.v1.worker.step_rows import StepRows
+from vllm.v1.worker.step_rows import Blocks, StepRows
 
 ROW = 4 * HIDDEN
 PROMPT = 8
@@ -246,7 +246,7 @@ def test_requests_wait_for_rows_of_ops_too() -> None:
 def captured(name: str, positions: list[int]) -> StepRows:
     """As a worker makes it."""
     layout = Layout(((0,), 1, (((0,), None),)))
-    rows = StepRows(VERSION, {layout: [(name, np.arange(len(positions)))]})
+    rows = StepRows(VERSION, Blocks({layout: [(name, np.arange(len(positions)))]}))
     rows.take_positions(torch.tensor(positions), torch.arange(len(positions)))
     arena = torch.tensor(positions).float()[:, None].repeat(1, HIDDEN)
     rows.take_rows(arena, ProjectionTable(HIDDEN, torch.device("cpu")))
@@ -257,9 +257,9 @@ def test_rows_are_handed_to_their_request() -> None:
     ours, asks, other = scheduler(), request("r", "all_prompt"), request("other", "all_prompt")
     asks.append_output_token_ids(7)
     for one in (asks, other):
-        ours.accept(one, captured("r", [0, 1, 2]))
-    ours.accept(asks, None)
-    ours.accept(request("plain"), captured("plain", [0]))
+        ours.relay.accept(one, captured("r", [0, 1, 2]), emits=False)
+    ours.relay.accept(asks, None, emits=True)
+    ours.relay.accept(request("plain"), captured("plain", [0]), emits=True)
     chunks = asks.interventions.take()
     assert chunks is not None
     assert [c.positions.tolist() for c in chunks] == [[0, 1, 2]]

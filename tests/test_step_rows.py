@@ -17,7 +17,7 @@ from vllm.distributed.device_communicators.shm_broadcast import MessageQueue, _r
 from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.worker.capture_layout import Layout
 from vllm.v1.worker.projection_table import ProjectionTable
-from vllm.v1.worker.step_rows import StepRows
+from vllm.v1.worker.step_rows import Blocks, StepRows
 
 SITES, WIDTH, RING = 8, 64, 16 << 20
 """RING: bytes of a message that leaves the shared-memory ring."""
@@ -30,7 +30,7 @@ def rows_of(count: int) -> tuple[StepRows, torch.Tensor]:
     them scores; and the arena they came from."""
     tokens = [np.arange(i * count, (i + 1) * count) for i in range(3)]
     groups = {RAW: [("a", tokens[0]), ("b", tokens[1])], SCORES: [("c", tokens[2])]}
-    rows = StepRows(7, groups)
+    rows = StepRows(7, Blocks(groups))
     arena = torch.randn(3 * SITES * count, WIDTH)
     rows.take_positions(torch.arange(3 * count), torch.arange(3 * count))
     table = ProjectionTable(WIDTH, torch.device("cpu"))

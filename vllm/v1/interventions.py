@@ -175,7 +175,7 @@ class Plan(msgspec.Struct, frozen=True):
     capture: CapturePlan | None = None
 
 
-class CapturedChunk(msgspec.Struct, array_like=True):
+class CapturedChunk(msgspec.Struct, array_like=True, gc=False):
     """Rows of one request, in position order."""
 
     positions: np.ndarray

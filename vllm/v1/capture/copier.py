@@ -2,9 +2,11 @@
 """Copies rows that came with outputs to their completions' memory, beside the engine's loop."""
 
 from concurrent.futures import Future
+from weakref import WeakValueDictionary
 
 from vllm.v1.capture.collect import RowCollector
 from vllm.v1.capture.copies import Copies, CopyThreads, finished, joined
+from vllm.v1.capture.message import unpack
 from vllm.v1.interventions import CapturedChunk
 
 BYTES = 192 << 20
@@ -21,6 +23,10 @@ class RowCopier:
 
     def __init__(self, threads: CopyThreads) -> None:
         self._threads = threads
+        self._collectors: WeakValueDictionary[str, RowCollector] = WeakValueDictionary()
+        self._shared: list[CapturedChunk] = []
+        """Rows of several requests that were not cut yet: later is cheaper than step by step, where
+        the cut ones would be thousands of objects that live for many steps."""
         self._new: dict[RowCollector, None] = {}
         self._bytes = self._kept = self._steps = 0
         self._last: CapturedChunk | None = None
@@ -31,18 +37,44 @@ class RowCopier:
         """Views that are being copied, so that they are freed here and not in a thread."""
         self._running: list[Future[None]] = []
 
+    def open(self, request_id: str, collector: RowCollector) -> None:
+        """Have it get what `share` brings for the request, for as long as it is in use."""
+        self._collectors[request_id] = collector
+
+    def share(self, chunk: CapturedChunk) -> None:
+        """Rows of several requests, its `owners`, some of which may have no collector."""
+        if not any(name in self._collectors for name, _ in chunk.owners):
+            return
+        self._shared.append(chunk)
+        self._bytes += sum(values.nbytes for values in chunk.values)
+        self._last = chunk
+
     def add(self, collector: RowCollector, chunks: list[CapturedChunk]) -> None:
         """Rows that came with an output."""
-        collector.add(chunks)
-        if collector not in self._new:
-            self._new[collector] = None
+        self._cut()
+        self._take(collector, chunks)
         for chunk in chunks:
             self._bytes += len(chunk.positions) * collector.row_bytes
         self._last = chunks[-1]
 
+    def _take(self, collector: RowCollector, chunks: list[CapturedChunk]) -> None:
+        collector.add(chunks)
+        if collector not in self._new:
+            self._new[collector] = None
+
+    def _cut(self) -> None:
+        """Give the shared rows to their collectors; they come before any others of these."""
+        if self._shared:
+            for request_id, chunks in unpack(self._shared).items():
+                collector = self._collectors.get(request_id)
+                if collector is not None:
+                    self._take(collector, chunks)
+            self._shared.clear()
+
     def finish(self, collector: RowCollector) -> None:
         """Place all rows of this one; they are copied when `settle` or `step` returns, those of all
         requests that end in a step at once."""
+        self._cut()
         if collector in self._copying:
             self._wait()
         self._due.append(collector.place(collector.take_new()))
@@ -55,7 +87,7 @@ class RowCopier:
     def step(self) -> None:
         """All outputs of a step were taken."""
         self.settle()
-        if not self._new:
+        if not (self._new or self._shared):
             return
         self._steps += 1
         if self._last is not None:
@@ -66,6 +98,7 @@ class RowCopier:
         if due < 1 or (due < 2 and not all(future.done() for future in self._running)):
             return
         self._wait()
+        self._cut()
         new = {collector: rows for collector in self._new if (rows := collector.take_new())}
         self._copying = set(new)
         self._copies = joined(collector.place(rows) for collector, rows in new.items())

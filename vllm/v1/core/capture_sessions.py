@@ -137,6 +137,11 @@ class CaptureSessions:
         for turns in self._turns.values():
             turns.leave(request.request_id)
 
+    def feeds(self, request_id: str) -> bool:
+        """Whether consumers of this process want rows of the request."""
+        capture = self._captures.get(request_id)
+        return capture is not None and bool(capture.feeds)
+
     def take(self, request: Request, chunk: CapturedChunk) -> None:
         """Hand rows that were accepted to the consumers of this process."""
         capture = self._captures.get(request.request_id)

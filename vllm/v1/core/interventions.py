@@ -11,6 +11,7 @@ from vllm.v1.core.capture_sessions import CaptureSessions
 from vllm.v1.core.changes import Changes
 from vllm.v1.core.projections import ProjectionPool
 from vllm.v1.core.row_budget import RowBudget
+from vllm.v1.core.row_relay import RowRelay
 from vllm.v1.core.tiers import GlobalState, ModuleStore
 from vllm.v1.engine.module_catalog import startup_modules
 from vllm.v1.interventions import (
@@ -31,7 +32,6 @@ from vllm.v1.steering.turns import Turns
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
-    from vllm.v1.worker.step_rows import StepRows
 
 NO_SHAPE = TapShape(hidden_size=0, dtype="float32", points={})
 """Of an engine with neither steering nor capture."""
@@ -42,7 +42,8 @@ class SchedulerInterventions:
 
     A request's life: `arrive`, `admit` each time it joins the running ones, `preempt`, `finish`.
     A step's order: `rows.cap_tokens` and `can_admit` while requests are chosen, `admit`,
-    `preempt`, `message` when the step is complete.
+    `preempt`, `message` when the step is complete. When its results are there: `relay.accept` of
+    each request, `relay.join`.
     """
 
     def __init__(self, config: "VllmConfig", hash_block_size: int) -> None:
@@ -52,6 +53,7 @@ class SchedulerInterventions:
         self.rows = RowBudget(config)
         self.projections = ProjectionPool(PROJECTION_ROWS)
         self.captures = CaptureSessions(config)
+        self.relay = RowRelay(self.captures)
         self.tiers = GlobalState(shape)
         self.modules = ModuleStore()
         if steering.steering_modules:
@@ -207,16 +209,6 @@ class SchedulerInterventions:
         )
         self._changed_tiers, self._admitted = None, {}
         return None if step.empty else step
-
-    def accept(self, request: Request, captured: "StepRows | None") -> None:
-        """Hand a request the rows of a step whose tokens it has just been given."""
-        ours = request.interventions
-        if captured is None or not ours.num_sites:
-            return
-        chunk = captured.of(request.request_id)
-        accepted = chunk and ours.accept(chunk, request.num_tokens, self.captures.threads)
-        if accepted:
-            self.captures.take(request, accepted)
 
 
 def _plain_plan(num_prompt_tokens: int) -> SteeringPlan:

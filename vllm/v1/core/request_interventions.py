@@ -54,52 +54,58 @@ class RequestInterventions:
         first = self.wanted.first_from(self._next_row)
         return sys.maxsize if first is None else first
 
-    def accept(
-        self, chunk: CapturedChunk, num_tokens: int, threads: CopyThreads
-    ) -> CapturedChunk | None:
-        """Take the rows of a step, each position once; those for the frontend wait for `take`.
+    @property
+    def direct(self) -> bool:
+        """Whether rows may go to the frontend as they lie in a step's memory: all of them do, and
+        none waits that must go before."""
+        return self._relays_all and not self._undelivered
+
+    def accept_one(self, position: int, num_tokens: int) -> bool:
+        """`accept` of the only row of a step, if it is the one that the step's token came from: the
+        common case, without a chunk."""
+        if not self._next_row <= position == num_tokens - 2 or position not in self.wanted:
+            return False
+        self._next_row = num_tokens - 1
+        return True
+
+    def accept(self, chunk: CapturedChunk, num_tokens: int) -> CapturedChunk | None:
+        """Take the rows of a step, each position once.
 
         Args:
             chunk: may hold positions that were captured before (recomputed after a preemption),
                 are not wanted (reserved in advance for drafts) or belong to rejected drafts.
             num_tokens: accepted tokens of the request, this step's included; the last of them has
                 not been fed back, so rows end before it.
-            threads: copy what is to wait.
 
         Returns:
-            What was accepted, of all streams.
+            What was accepted, of all streams; `chunk` itself if all was.
         """
         positions = chunk.positions
-        if len(positions) == 1:
-            # Decoding, the common case, without numpy.
+        if len(positions) == 1:  # decoding, without numpy
             position = positions.item()
             if not self._next_row <= position < num_tokens - 1 or position not in self.wanted:
                 return None
             self._next_row = position + 1
-            if self._relays_all and position == num_tokens - 2:
-                self._undelivered.append(chunk)
-                return chunk
-        else:
-            keep = self.wanted.mask(positions)
-            keep &= (positions >= self._next_row) & (positions < num_tokens - 1)
-            kept = np.flatnonzero(keep)
-            if not len(kept):
-                return None
-            self._next_row = int(positions[kept[-1]]) + 1
-            if not keep.all():
-                values = [v[kept] for v in chunk.values]
-                chunk = CapturedChunk(positions[kept], values, chunk.version)
-        if self._relays_any:
-            self._relay(chunk, int(chunk.positions[-1]) != num_tokens - 2, threads)
-        return chunk
+            return chunk
+        keep = self.wanted.mask(positions)
+        keep &= (positions >= self._next_row) & (positions < num_tokens - 1)
+        kept = np.flatnonzero(keep)
+        if not len(kept):
+            return None
+        self._next_row = int(positions[kept[-1]]) + 1
+        if keep.all():
+            return chunk
+        return CapturedChunk(positions[kept], [v[kept] for v in chunk.values], chunk.version)
 
-    def _relay(self, chunk: CapturedChunk, waits: bool, threads: CopyThreads) -> None:
-        """Keep what the frontend needs of a chunk.
+    def keep(self, chunk: CapturedChunk, waits: bool, threads: CopyThreads) -> None:
+        """Keep what the frontend needs of accepted rows until `take`.
 
         Args:
             waits: for a later step's output. A chunk is a view of the rows of all requests, and a
                 long prompt has many steps: what is not most of its step's rows is copied.
         """
+        if not self._relays_any:
+            return
         if not self._relays_all:
             kept = np.flatnonzero(self._relayed_positions.mask(chunk.positions))
             if not len(kept):

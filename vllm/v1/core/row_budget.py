@@ -56,12 +56,17 @@ class RowBudget:
         if name in self._offsets:
             self._give_back(request)
         if num_tokens == 1 and not self._speculates:
-            # Decoding, the common case, without numpy.
+            # Decoding, the common case, without numpy and with few calls.
             if first not in ours.wanted:
                 return 1
-            if num_sites > self._room(request):
+            room = self._room(request) if self._claims else self._capacity - self._taken
+            if num_sites > room:
                 return self._refuse(request, num_sites)
-            self._take(request, FIRST_TOKEN, num_sites)
+            if self._claims or self._refused:
+                self._take(request, FIRST_TOKEN, num_sites)
+            else:
+                self._offsets[name] = FIRST_TOKEN
+                self._taken += num_sites
             return 1
         stop, prompt = first + num_tokens, request.num_prompt_tokens
         wanted = ours.wanted.between(first, stop)

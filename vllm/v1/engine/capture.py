@@ -92,6 +92,8 @@ class CompletionCapture:
         self._prompt = request.prompt_token_ids
         inline = [name for name in plan.consumers if name == INLINE]
         self._collector = RowCollector(plan, self._prompt, inline) if inline else None
+        if self._collector is not None:
+            outputs.copier.open(self._request_id, self._collector)
         self._feeds = {
             name: Feed(plan, name, self._prompt, outputs.threads)
             for name in plan.consumers
@@ -116,12 +118,11 @@ class CompletionCapture:
         Args:
             output_token_ids: the generated tokens, those past a stop string removed.
         """
-        chunks = self._outputs.ahead.pop(self._request_id, chunks)
-        if chunks is None:
-            return
-        if self._collector is not None:
+        if chunks is not None and self._collector is not None:
             self._outputs.copier.add(self._collector, chunks)
-        for chunk in chunks if self._feeds else ():
+        if not self._feeds:
+            return
+        for chunk in self._outputs.ahead.pop(self._request_id, chunks) or ():
             for name, feed in self._feeds.items():
                 delivery = feed.take(chunk, output_token_ids)
                 if delivery is not None and name not in self._dropped:
@@ -235,7 +236,7 @@ class CaptureOutputs:
         self.threads = CopyThreads("capture-rows")
         self.copier = RowCopier(self.threads)
         self.ahead: dict[str, list[CapturedChunk]] = {}
-        """Rows of requests whose outputs follow in the same message."""
+        """For consumers of this process: rows of requests whose outputs follow in the message."""
         self._open: dict[str, CompletionCapture] = {}
         """Those with consumers whose results are not all in."""
         self._ready: list[RequestOutput] = []
@@ -292,7 +293,10 @@ class CaptureOutputs:
     def take(self, output: EngineCoreOutput) -> bool:
         """Whether `output` is nothing but results of consumers, or rows of several requests."""
         if output.captured and output.captured[0].owners:
-            self.ahead = unpack(output.captured)
+            for chunk in output.captured:
+                self.copier.share(chunk)
+            if self.hosts:
+                self.ahead = unpack(output.captured)
             return True
         if output.capture_results is None:
             return False

@@ -26,7 +26,7 @@ from vllm.v1.steering.term_table import TermTable
 from vllm.v1.worker.capture_layout import Layout, Layouts
 from vllm.v1.worker.forms import Forms
 from vllm.v1.worker.projection_table import ProjectionTable
-from vllm.v1.worker.step_rows import Members, Outbox, StepRows
+from vllm.v1.worker.step_rows import Blocks, Members, Outbox, StepRows
 from vllm.v1.worker.tap_layers import find_layers, own_layers, refuse_layers, unbound_taps
 from vllm.v1.worker.token_map import TokenMap, to_device
 
@@ -42,7 +42,7 @@ class Decoding(NamedTuple):
 
     req_ids: list[str]
     wanted: KeysView[str]
-    groups: dict[Layout, Members]
+    blocks: Blocks
     token_index: torch.Tensor
 
 
@@ -277,7 +277,7 @@ class Interventions:
         last, wanted = self._decoding, self._wanted.keys()
         if last and len(req_ids) == total and (last.req_ids, last.wanted) == (req_ids, wanted):
             # As in the step before: nothing is sent.
-            self._pending = StepRows(self._version, last.groups)
+            self._pending = StepRows(self._version, last.blocks)
             self._pending.take_positions(positions, last.token_index)
             return
         self._clear_dest()
@@ -289,17 +289,17 @@ class Interventions:
                 groups.setdefault(layout, []).append((req_id, start + offsets))
         if not groups:
             return  # all of it at other pipeline stages
-        pending = StepRows(self._version, groups)
+        blocks = Blocks(groups)
         of_block = [np.concatenate([t for _, t in members]) for members in groups.values()]
-        for block, tokens in zip(pending.blocks, of_block, strict=True):
+        for block, tokens in zip(blocks.all, of_block, strict=True):
             self._dest_host[np.ix_(block.layout.sites, tokens)] = block.rows()
         self.dest[:, :total] = to_device(self._dest_host[:, :total], self._device)
         self._captured_tokens = total
         token_index = to_device(np.concatenate(of_block), self._device)
-        pending.take_positions(positions, token_index)
-        self._pending = pending
+        self._pending = StepRows(self._version, blocks)
+        self._pending.take_positions(positions, token_index)
         if total == len(req_ids):
-            self._decoding = Decoding(list(req_ids), wanted, groups, token_index)
+            self._decoding = Decoding(list(req_ids), wanted, blocks, token_index)
 
     def _clear_dest(self) -> None:
         if self._captured_tokens and self.dest is not None:

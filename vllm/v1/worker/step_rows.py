@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The captured rows of one step on their way from the arena to their requests."""
 
-from itertools import accumulate
+from collections.abc import Collection
+from itertools import accumulate, groupby
 from typing import Any
 
 import numpy as np
@@ -27,6 +28,7 @@ class Block:
         self.req_ids = [req_id for req_id, _ in members]
         self.counts = [len(tokens) for _, tokens in members]
         """Rows of each at a site."""
+        self.owners = list(zip(self.req_ids, self.counts, strict=True))
         self.count = sum(self.counts)
         self.num_raw = layout.num_raw * self.count
         self.num_rest = len(layout.sites) * self.count - self.num_raw
@@ -46,6 +48,24 @@ class Block:
             at, num_sites = self.rest, len(self.layout.sites) - num_sites
         rows = arena[at : at + self.count * num_sites]
         return rows.view(self.count, num_sites, -1)[:, first : first + number]
+
+
+class Blocks:
+    """The layout of the arena in a step; of all steps, while nothing but positions changes.
+
+    Args:
+        groups: the requests of each layout; a request is in one.
+    """
+
+    def __init__(self, groups: dict[Layout, Members]) -> None:
+        self.all = [Block(layout, members) for layout, members in groups.items()]
+        row = 0
+        for block in self.all:
+            block.raw, row = row, row + block.num_raw
+        self.num_raw = row
+        for block in self.all:
+            block.rest, row = row, row + block.num_rest
+        self.num_requests = sum(len(block.owners) for block in self.all)
 
 
 class Outbox:
@@ -88,18 +108,13 @@ class StepRows:
 
     Args:
         version: of the global steering that the step runs under.
-        groups: the requests of each layout; a request is in one.
     """
 
-    def __init__(self, version: int, groups: dict[Layout, Members]) -> None:
+    def __init__(self, version: int, blocks: Blocks) -> None:
         self._version = version
-        self.blocks = [Block(layout, members) for layout, members in groups.items()]
-        row = 0
-        for block in self.blocks:
-            block.raw, row = row, row + block.num_raw
-        self._num_raw = row
-        for block in self.blocks:
-            block.rest, row = row, row + block.num_rest
+        self.blocks = blocks
+        self._parts: list[tuple[np.ndarray, list[torch.Tensor]]] | None = None
+        self._singles: dict[str, int] | None = None
         self._chunks: dict[str, CapturedChunk] | None = None
         self._later: list[StepRows] = []
         self._event: torch.cuda.Event | None = None
@@ -117,11 +132,11 @@ class StepRows:
         """
         self._scores = [
             self._scores_of(block, stream, arena, projections)
-            for block in self.blocks
+            for block in self.blocks.all
             for stream in block.layout.streams
             if stream.projection is not None
         ]
-        self._rows = arena[: self._num_raw]
+        self._rows = arena[: self.blocks.num_raw]
         if outbox is None:
             self._rows = self._rows.clone()
             return
@@ -142,29 +157,70 @@ class StepRows:
             done += number
         return scores
 
-    def _resolve(self) -> dict[str, CapturedChunk]:
-        if self._chunks is None:
+    def _whole(self) -> list[tuple[np.ndarray, list[torch.Tensor]]]:
+        """Of each block: int64 [count] positions, and each stream's rows [count, sites, width]."""
+        if self._parts is None:
             self._wait()
-            self._chunks = {}
-            positions = self._positions.numpy()
-            scores = iter(self._scores)
-            for block in self.blocks:
+            self._parts, positions, scores = [], self._positions.numpy(), iter(self._scores)
+            for block in self.blocks.all:
                 own, positions = positions[: block.count], positions[block.count :]
-                if block.count == len(block.counts):
-                    at = list(own[:, None])  # one of each: decoding, in less time
-                else:
-                    stops = accumulate(block.counts)
-                    at = [own[b - n : b] for n, b in zip(block.counts, stops, strict=True)]
-                # Views of all requests at once: of each by itself takes several times longer.
-                parts = [
-                    (_raw(block, self._rows, s) if s.projection is None else next(scores)).split(
-                        block.counts
-                    )
+                values = [
+                    _raw(block, self._rows, s) if s.projection is None else next(scores)
                     for s in block.layout.streams
                 ]
-                for req_id, here, *values in zip(block.req_ids, at, *parts, strict=True):
-                    self._chunks[req_id] = CapturedChunk(here, values, self._version)
+                self._parts.append((own, values))
+        return self._parts
+
+    def _resolve(self) -> dict[str, CapturedChunk]:
+        if self._chunks is None:
+            self._chunks = {}
+            for block, (positions, values) in zip(self.blocks.all, self._whole(), strict=True):
+                stops = accumulate(block.counts)
+                at = [positions[b - n : b] for n, b in zip(block.counts, stops, strict=True)]
+                # Views of all requests at once: of each by itself takes several times longer.
+                parts = [v.split(block.counts) for v in values]
+                for req_id, here, *mine in zip(block.req_ids, at, *parts, strict=True):
+                    self._chunks[req_id] = CapturedChunk(here, mine, self._version)
         return self._chunks
+
+    @property
+    def packs(self) -> bool:
+        """Whether `packed` will do: where several stages have a part of each row, it will not."""
+        return not self._later
+
+    def position(self, request_id: str) -> int | None:
+        """Of a request's only row, as in decoding; None if there are more, or `packs` is false."""
+        if self._singles is None:
+            self._singles = {}
+            if not self.packs:
+                return None
+            for block, (positions, _) in zip(self.blocks.all, self._whole(), strict=True):
+                if block.count == len(block.counts):
+                    self._singles.update(zip(block.req_ids, positions.tolist(), strict=True))
+                    continue
+                for (name, count), stop in zip(block.owners, accumulate(block.counts), strict=True):
+                    if count == 1:
+                        self._singles[name] = int(positions[stop - 1])
+        return self._singles.get(request_id)
+
+    def packed(self, request_ids: Collection[str]) -> list[CapturedChunk]:
+        """All rows of some requests as they lie here, neighbours as one chunk with its `owners`:
+        nothing is cut that is to be sent together."""
+        wanted = set(request_ids)
+        chunks = []
+        for block, (positions, values) in zip(self.blocks.all, self._whole(), strict=True):
+            if len(wanted) == self.blocks.num_requests:
+                chunks.append(CapturedChunk(positions, values, self._version, block.owners))
+                continue
+            start = 0
+            for goes, run in groupby(block.owners, lambda owner: owner[0] in wanted):
+                owners = list(run)
+                stop = start + sum(count for _, count in owners)
+                if goes:
+                    cut = [v[start:stop] for v in values]
+                    chunks.append(CapturedChunk(positions[start:stop], cut, self._version, owners))
+                start = stop
+        return chunks
 
     def join(self, later: "StepRows") -> None:
         """Add the same step's rows of a later pipeline stage, whose sites follow in each stream."""
@@ -193,7 +249,7 @@ class StepRows:
     def __getstate__(self) -> dict[str, Any]:
         # The step's tensors whole, without a copy; the receiver cuts them.
         self._wait()
-        return {**self.__dict__, "_chunks": None}
+        return {**self.__dict__, "_parts": None, "_singles": None, "_chunks": None}
 
 
 def _raw(block: Block, rows: torch.Tensor, stream: LocalStream) -> torch.Tensor:
