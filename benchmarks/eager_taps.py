@@ -62,6 +62,7 @@ def main() -> None:
         "kv_cache_memory_bytes": args.kv_bytes,
         "gpu_memory_utilization": 0.05,  # the line above decides
         "dtype": args.dtype,
+        "max_model_len": 2 * (args.prompt + SHORT + args.tokens),
         "enforce_eager": True,
         "enable_prefix_caching": False,
         "disable_log_stats": True,

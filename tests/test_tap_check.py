@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from tests.plans import SHAPE
-from vllm.v1.worker.tap_check import check_sites
+from vllm.v1.worker.tap_check import NUM_TOKENS, _lent_blocks, _lent_by, check_sites
 
 HIDDEN = SHAPE.hidden_size
 SITE = ("pre_attn", 0)
@@ -62,3 +62,24 @@ def test_also_where_a_tap_is_silent() -> None:
     with pytest.raises(RuntimeError, match="do not act"):
         silent.run(hidden=True)
     assert silent.forwards == 2
+
+
+def test_no_two_groups_of_a_hybrid_get_the_same_blocks() -> None:
+    """Their memory is one: attention would read as keys what a mixer left there, which need not be
+    numbers. And what was lent is given back."""
+
+    def numbers(tables: Any) -> list[int]:
+        return [int(block) for table in tables for block in table[:NUM_TOKENS, 0]]
+
+    own = [SimpleNamespace(cpu=torch.zeros(5, 3), gpu=torch.zeros(5, 3)) for _ in range(3)]
+    with _lent_blocks([SimpleNamespace(block_table=buffers) for buffers in own]):  # type: ignore[misc]
+        assert numbers(b.cpu for b in own) == numbers(b.gpu for b in own) == [1, 2, 3, 4, 5, 6]
+    assert not any(tensor.any() for buffers in own for tensor in (buffers.cpu, buffers.gpu))
+
+    tables = [torch.zeros(5, 3) for _ in range(3)]
+    provider: Any = SimpleNamespace(
+        get_dummy_block_tables=lambda n: tuple(table[:n].zero_() for table in tables)
+    )
+    with _lent_by(provider):
+        assert numbers(provider.get_dummy_block_tables(2)) == [1, 2, 3, 4, 5, 6]
+    assert not any(numbers(provider.get_dummy_block_tables(2)))

@@ -35,12 +35,12 @@ def main() -> int:
     parser.add_argument("names", nargs="*", metavar="NAME", help=_NAMES)
     parser.add_argument("--runner", choices=("v1", "v2"), help="default: v1, on CUDA v2")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
-    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
+    parser.add_argument("--dtype", choices=("float32", "float16", "bfloat16"), default="float32")
     parser.add_argument("--compile", action="store_true", help="not eager")
     parser.add_argument(
         "--every-expert",
         action="store_true",
-        help="route to all experts, for bfloat16: a near tie between two is then no difference",
+        help="for 16 bits: route to all experts, so that a near tie between two is no difference",
     )
     parser.add_argument("--jobs", type=int, default=1, help="how many at a time")
     parser.add_argument("--timeout", type=float, default=400, help="seconds for one model")

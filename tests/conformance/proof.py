@@ -14,8 +14,8 @@ if TYPE_CHECKING:
     from .tiny import TinyModel
 
 PLAIN_TOLERANCE = 1e-4
-BF16_TOLERANCE = 0.05
-"""Of all three in bfloat16, for kernels that have nothing else: it keeps 8 bits of a number."""
+HALF_TOLERANCES = {"float16": 0.02, "bfloat16": 0.05}
+"""Of all three, for kernels that have nothing else: these keep 11 and 8 bits of a number."""
 RESULTS = Path(__file__).with_name("results.jsonl")
 
 
@@ -55,8 +55,8 @@ class Result:
         if self.problem:
             return [self.problem]
         limits = PLAIN_TOLERANCE, READ_TOLERANCE, WRITE_TOLERANCE
-        if "bfloat16" in self.where:
-            limits = (BF16_TOLERANCE,) * 3
+        for dtype in HALF_TOLERANCES.keys() & self.where.split():
+            limits = (HALF_TOLERANCES[dtype],) * 3
         most_plain, most_read, most_written = limits
         found = []
         if not self.plain <= most_plain:

@@ -19,9 +19,13 @@ from vllm.v1.interventions import Site, TapShape
 if TYPE_CHECKING:
     from vllm.v1.executor import Executor
     from vllm.v1.worker.block_table import BlockTable
+    from vllm.v1.worker.gpu.block_table import BlockTables
     from vllm.v1.worker.interventions import Interventions
 
 logger = init_logger(__name__)
+
+NUM_TOKENS = 2
+"""Of a dummy run: should one be the first forward, 1 would be compiled as a constant."""
 
 DummyRun = Callable[[int], Sequence[Any]]
 """Runs n dummy tokens; its first result is the last stage's hidden states [>= n, hidden]."""
@@ -56,7 +60,8 @@ def check_worker(worker: Any) -> TapShape | None:
         return None
     with torch.inference_mode():
         if runner.vllm_config.use_v2_model_runner:
-            check_sites(interventions, lambda n: runner._dummy_run(n, valid_dummy_state_slots=True))
+            with _lent_by(runner.block_tables):
+                check_sites(interventions, runner._dummy_run)
         else:
             with _lent_blocks(runner.input_batch.block_table.block_tables):
                 # V1 leaves out attention by default, and its output uninitialised.
@@ -64,20 +69,50 @@ def check_worker(worker: Any) -> TapShape | None:
     return interventions.shape
 
 
+def _lend(tables: Sequence[torch.Tensor]) -> None:
+    """Give dummy requests blocks of their own: where there is none, a mixer with a state (Mamba)
+    does nothing and leaves its output uninitialised. Each group others than the next: groups share
+    memory, and attention would read a mixer's state as keys.
+
+    Args:
+        tables: of each group, [requests, blocks].
+    """
+    for group, table in enumerate(tables):
+        first = table[:NUM_TOKENS, 0]
+        first.copy_(torch.arange(1, len(first) + 1) + group * NUM_TOKENS)
+
+
 @contextmanager
 def _lent_blocks(block_tables: "list[BlockTable]") -> Iterator[None]:
-    """Give the dummy requests of V1 blocks of state of their own: where there is none, a mixer with
-    a state (Mamba) does nothing and leaves its output uninitialised."""
+    """Within, the dummy requests of V1 have blocks."""
     buffers = [table.block_table for table in block_tables]
     # A dummy run may copy the one to the other.
-    columns = [both[:, 0] for buffer in buffers for both in (buffer.cpu, buffer.gpu)]
-    for column in columns:
-        column.copy_(torch.arange(1, len(column) + 1))
+    both = [buffer.cpu for buffer in buffers], [buffer.gpu for buffer in buffers]
+    for tables in both:
+        _lend(tables)
     try:
         yield
     finally:
-        for column in columns:
-            column.zero_()
+        for table in (*both[0], *both[1]):
+            table[:NUM_TOKENS, 0].zero_()
+
+
+@contextmanager
+def _lent_by(block_tables: "BlockTables") -> Iterator[None]:
+    """Within, the dummy requests of V2 have blocks, which it takes from here for each run. (Its own
+    way to give them some gives all groups the same.)"""
+    take = block_tables.get_dummy_block_tables
+
+    def lent(num_reqs: int) -> tuple[torch.Tensor, ...]:
+        tables = take(num_reqs)
+        _lend(tables)
+        return tables
+
+    block_tables.get_dummy_block_tables = lent  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        block_tables.get_dummy_block_tables = take  # type: ignore[method-assign]
 
 
 def check_sites(interventions: "Interventions", dummy_run: DummyRun) -> None:
@@ -139,8 +174,7 @@ def _run(
 ) -> torch.Tensor | None:
     """[hidden], the row of one dummy token at `site`, or of the model's output."""
     with interventions.probing(site, vector):
-        # Two tokens: should this be the first forward, one would be compiled as a constant.
-        hidden = dummy_run(2)[0]
+        hidden = dummy_run(NUM_TOKENS)[0]
         if interventions.captures(site):
             assert interventions.arena is not None
             return interventions.arena[0].clone()
