@@ -58,6 +58,10 @@ NO_HEAD_DIM: dict[str, Any] = {
 TIED_STD = 0.25
 """Tied embeddings are also the output matrix: a smaller spread keeps logits of order one."""
 
+HALF_STD = 2.0
+"""Of embeddings, for models that GPUs run in 16 bits only: the wider the stream, the less is what
+the branches round off."""
+
 LLAMA_LIKE = Adapter(blocks="model.layers", branch=("self_attn",))
 SANDWICH = Adapter(blocks="model.layers", branch=("post_attention_layernorm",))
 PARALLEL = Adapter(blocks="model.layers", branch=())

@@ -12,6 +12,7 @@ from transformers import PretrainedConfig
 from ..reference import Adapter
 from ..tiny import (
     COMMON,
+    HALF_STD,
     HIDDEN,
     LAYERS,
     NO_HEAD_DIM,
@@ -34,8 +35,6 @@ _DELTA: dict[str, Any] = {
 # On Hopper upstream otherwise takes FlashInfer's kernel, which is compiled where it runs. No kernel
 # of CUDA for the delta rule takes float32.
 _DELTA_ENGINE: dict[str, Any] = {"gdn_prefill_backend": "triton"}
-_DELTA_STD = 2.0
-"""Spread of the embedding, for bfloat16: the larger the stream, the less a branch's rounding is."""
 _OLMO_ENGINE: dict[str, Any] = {
     "load_format": "sharded_state",
     "model_loader_extra_config": {"pattern": "model.safetensors"},
@@ -251,7 +250,7 @@ HYBRID = (
             **COMMON, **_DELTA, **_EXPERTS, shared_expert_intermediate_size=80
         ),
         _DELTA_BRANCH,
-        embedding_std=_DELTA_STD,
+        embedding_std=HALF_STD,
         engine=_DELTA_ENGINE,
     ),
     TinyModel(
@@ -259,7 +258,7 @@ HYBRID = (
         "Qwen3_5ForCausalLM",
         lambda: transformers.Qwen3_5TextConfig(**COMMON, **_DELTA),
         _DELTA_BRANCH,
-        embedding_std=_DELTA_STD,
+        embedding_std=HALF_STD,
         engine=_DELTA_ENGINE,
     ),
     TinyModel(
@@ -269,7 +268,7 @@ HYBRID = (
             **COMMON, **_DELTA, **_EXPERTS, shared_expert_intermediate_size=80
         ),
         _DELTA_BRANCH,
-        embedding_std=_DELTA_STD,
+        embedding_std=HALF_STD,
         engine=_DELTA_ENGINE,
     ),
     TinyModel(
@@ -277,7 +276,7 @@ HYBRID = (
         "OlmoHybridForCausalLM",
         lambda: transformers.OlmoHybridConfig(**NO_HEAD_DIM, **_DELTA),
         Adapter("model.layers", ("linear_attn", "post_attention_layernorm")),
-        embedding_std=_DELTA_STD,
+        embedding_std=HALF_STD,
         checkpoint=_olmo_hybrid,
         engine=_OLMO_ENGINE,
         note="upstream fails to load the convolutions of any checkpoint: loaded as its own state",
@@ -329,7 +328,7 @@ HYBRID = (
             linear_num_heads=4,
         ),
         _DELTA_BRANCH,
-        embedding_std=_DELTA_STD,
+        embedding_std=HALF_STD,
         checkpoint=_kimi_linear,
         config_json={
             "first_k_dense_replace": 1,

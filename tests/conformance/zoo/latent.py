@@ -10,7 +10,7 @@ import transformers
 from transformers import PretrainedConfig
 
 from ..reference import Adapter
-from ..tiny import COMMON, LAYERS, Tensors, TinyModel, sizes
+from ..tiny import COMMON, HALF_STD, LAYERS, Tensors, TinyModel, sizes
 
 _MLA: dict[str, Any] = {
     # The only size of the CPU kernel, 512 + 64, is that of the real models; the others are the
@@ -53,6 +53,7 @@ LATENT = (
         lambda: transformers.DeepseekV2Config(
             **_SIZES, **_MLA, **_ROUTED, first_k_dense_replace=1, topk_method="group_limited_greedy"
         ),
+        embedding_std=HALF_STD,
         engine=_ENGINE,
         note=_ROTARY,
     ),
@@ -63,6 +64,7 @@ LATENT = (
             **_SIZES, **_MLA, **_ROUTED, first_k_dense_replace=1, num_mtp_layers=0
         ),
         config_json=_NO_AUX,
+        embedding_std=HALF_STD,
         engine=_ENGINE,
         note=_ROTARY,
     ),
@@ -73,6 +75,7 @@ LATENT = (
             **_SIZES, **_MLA, **_ROUTED, mlp_layer_types=["dense"] + ["sparse"] * (LAYERS - 1)
         ),
         config_json={**_NO_AUX, "first_k_dense_replace": 1},
+        embedding_std=HALF_STD,
         engine=_ENGINE,
         note=_ROTARY,
     ),
