@@ -85,10 +85,12 @@ def device_used() -> float:
 
     if not torch.cuda.is_available():
         return 0.0
+    from vllm.platforms import current_platform
     from vllm.third_party import pynvml
 
     pynvml.nvmlInit()
-    handle = pynvml.nvmlDeviceGetHandleByIndex(0)
+    index = current_platform.visible_device_id_to_physical_device_id(0)
+    handle = pynvml.nvmlDeviceGetHandleByIndex(index)
     return pynvml.nvmlDeviceGetMemoryInfo(handle).used / GIB
 
 

@@ -3,7 +3,7 @@
 by the socket alone. No model and no GPU: one process sends messages as an engine core does, this
 one decodes them and copies the rows out.
 
-    python -m benchmarks.transport [--megabytes 64 256] [--steps 60] [--rounds 3] [--json FILE]
+    python -m benchmarks.transport [--megabytes 64 256] [--steps 20] [--rounds 3] [--json FILE]
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ def rate(shared: bool, num_bytes: int, steps: int) -> float:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--megabytes", type=int, nargs="+", default=[64, 256], help="of a step")
-    parser.add_argument("--steps", type=int, default=60)
+    parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--rounds", type=int, default=3)
     add_arguments(parser)
     args = parser.parse_args()

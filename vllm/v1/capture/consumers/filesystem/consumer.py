@@ -32,8 +32,8 @@ from vllm.v1.capture.files import LABELS, LAYOUTS, SUFFIX, Layout, Pieces, Recor
 
 _T = TypeVar("_T", bound=str)
 
-PIECE_BYTES = 64 << 10
-"""On average, of the pieces of a tensor; smaller ones are joined."""
+APART_BYTES = 64 << 10
+"""Batches of a tensor are written one by one if they have so much on average; else joined."""
 
 _FIELDS = ("request_id", "tag", "layout")
 
@@ -246,7 +246,7 @@ def _tensors(request: RequestInfo, batches: Sequence[RowBatch]) -> dict[str, Pie
     for i, site in enumerate(request.sites):
         rows = [batch.values[i] for batch in batches]
         empty = torch.empty(0, request.width, dtype=request.dtype)
-        if rows and sum(values.nbytes for values in rows) >= len(rows) * PIECE_BYTES:
+        if rows and sum(values.nbytes for values in rows) >= len(rows) * APART_BYTES:
             tensors[tensor_name(site)] = [values.contiguous() for values in rows]
         else:
             tensors[tensor_name(site)] = [torch.cat([empty, *rows])]
