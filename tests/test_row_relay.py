@@ -135,9 +135,15 @@ REQUEST = st.tuples(
 )
 
 
-@given(st.lists(REQUEST, min_size=1, max_size=4), st.lists(st.integers(0, 6), max_size=60))
-def test_each_gets_its_own_once_and_in_order(asked: list[Any], most: list[int]) -> None:
-    """Whatever the steps, with prompts in pieces, rows that nobody wants and two frontends."""
+@given(
+    st.lists(REQUEST, min_size=1, max_size=4),
+    st.lists(st.tuples(st.integers(0, 6), st.booleans()), max_size=60),
+)
+def test_each_gets_its_own_once_and_in_order(
+    asked: list[Any], most: list[tuple[int, bool]]
+) -> None:
+    """Whatever the steps, with prompts in pieces, preemptions, rows that nobody wants and two
+    frontends."""
     everybody = [
         Asks(i, layers, sorted(wanted), loose, client)
         for i, (layers, wanted, loose, client) in enumerate(asked)
@@ -147,7 +153,12 @@ def test_each_gets_its_own_once_and_in_order(asked: list[Any], most: list[int]) 
         left = [a for a in everybody if a.request.num_output_tokens < MOST]
         if not left:
             break
-        part = {a: n for a in left if (n := a.next(next(sizes, 6)))}
+        part = {}
+        for one in left:
+            size, preempted = next(sizes, (PROMPT + MOST, False))
+            one.computed = 0 if preempted else one.computed
+            if positions := one.next(size):
+                part[one] = positions
         if part:
             step(relay, part)
     for one in everybody:
