@@ -41,6 +41,7 @@ from vllm.v1.capture import reader
 from vllm.v1.capture.consumer import ConsumerResult, RequestEnd, RequestInfo
 from vllm.v1.capture.consumers.filesystem import FilesystemConsumer
 from vllm.v1.capture.consumers.filesystem import store as module
+from vllm.v1.capture.consumers.filesystem.shards import Entry, Shards
 from vllm.v1.capture.host import ConsumerHost
 from vllm.v1.capture.registry import ConsumerSpec, HostLimits
 
@@ -334,13 +335,19 @@ def test_a_store_fails_and_recovers(odd: str, layout: str, monkeypatch: pytest.M
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_store_hangs(odd: str, layout: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """That is an error in time; others are not affected, and nothing appears when it comes back."""
-    hanging, back = threading.Event(), threading.Event()
+    hanging, back, dropped = threading.Event(), threading.Event(), threading.Event()
+    drop = Shards.drop
 
     def hang(path: str) -> None:
         if "/slow/" in path:
             hanging.set()
             assert back.wait(PATIENCE)
 
+    def noted(shards: Shards, entry: Entry) -> None:
+        drop(shards, entry)
+        dropped.set()
+
+    monkeypatch.setattr(Shards, "drop", noted)
     monkeypatch.setattr(OddStore, "trouble", staticmethod(hang))
     with running(root=odd, layout=layout, timeout=0.5) as consumer:
         slow = request("id.slow", request_id="s", tag="slow")
@@ -351,6 +358,8 @@ def test_a_store_hangs(odd: str, layout: str, monkeypatch: pytest.MonkeyPatch) -
         result = consumer.result(slow)
         assert result.status == "error"
         assert "0.5 s" in str(result.error)
+        # A shard's writer learns of it a moment after the result is out.
+        assert layout != "sharded" or dropped.wait(PATIENCE)
         back.set()
         eventually(lambda: not consumer.host._stuck)
         # What came late is taken away, and then the tag works as any.
