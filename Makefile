@@ -17,7 +17,7 @@ install: ## make .venv with our files live in it (does nothing when nothing chan
 # Each model runner is set up before vLLM is imported, so each has a pytest process of its own. They
 # run side by side: neither uses more than a core for long. V1 has most tests; some of its files
 # wait until V2 has ended, so that both cores are done at about the same time.
-LATER := tests/test_conformance.py tests/test_docs.py
+LATER := tests/conformance/test_conformance.py tests/docs/test_docs.py
 
 test: install lint ## install, lint, all tests on both model runners (ARGS='-k name' for some)
 	@{ $(RUN) -m pytest --runner v2 $(ARGS) || { test $$? = 5 && test -n "$(ARGS)"; }; v2=$$?; \
@@ -29,7 +29,7 @@ test-models: install ## every architecture against transformers (half an hour), 
 	$(RUN) -m tests.conformance --jobs 2 --out build/conformance; $(RUN) -m tests.conformance.report build/conformance
 
 fuzz: install ## malformed HTTP bodies: is each refused by name? (N=20000)
-	$(RUN) -m tests.http_fuzz $(or $(N),20000)
+	$(RUN) -m tests.http.fuzz $(or $(N),20000)
 
 mutations: install ## break the wiring on purpose: is it noticed? (docs/mutations.md)
 	$(RUN) -m tests.mutations
@@ -39,7 +39,7 @@ test-long: install ## the tests that take minutes each: several servers and engi
 	$(RUN) -m pytest --long
 
 workloads: install ## capture under random workloads, for ten minutes or so (WORKLOADS=300 of an engine)
-	WORKLOADS=$(or $(WORKLOADS),100) WORKLOADS_FROM=$$(date +%s) $(RUN) -m pytest -s tests/test_capture_workloads.py
+	WORKLOADS=$(or $(WORKLOADS),100) WORKLOADS_FROM=$$(date +%s) $(RUN) -m pytest -s tests/serving/test_capture_workloads.py
 
 lint: install ## ruff, mypy on our files, and that the patches are small
 	$(RUN) -m ruff check $(wildcard $(OURS))

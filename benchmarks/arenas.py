@@ -27,10 +27,10 @@ import torch
 from benchmarks.results import Row, Run, add_arguments, publish, setup
 from vllm.config.capture import PROJECTION_ROWS, CaptureConfig
 from vllm.config.steering import FAMILIES, POINTS, SteeringConfig
-from vllm.v1.interventions import TapShape
-from vllm.v1.steering.slots import num_table_rows
-from vllm.v1.steering.terms import Scalars
-from vllm.v1.worker.interventions import Interventions
+from vllm.v1.interventions.plan import TapShape
+from vllm.v1.interventions.scheduler.slots import num_table_rows
+from vllm.v1.interventions.terms import Scalars
+from vllm.v1.interventions.worker.runner import Interventions
 
 MIB, WORD, DTYPE = 1 << 20, 4, torch.bfloat16
 _NAME = str(DTYPE).removeprefix("torch.")
@@ -132,7 +132,7 @@ def allocated(
     before = torch.cuda.memory_allocated() if device.type == "cuda" else 0
     made = Interventions(config, device)
     shape = TapShape(hidden, _NAME, dict.fromkeys(range(layers), POINTS))
-    with patch("vllm.v1.worker.interventions.get_tensor_model_parallel_rank", lambda: 0):
+    with patch("vllm.v1.interventions.worker.runner.get_tensor_model_parallel_rank", lambda: 0):
         made._allocate(shape)
     found = {"tensors": tensor_bytes(made, device)}
     if device.type == "cuda":

@@ -116,12 +116,10 @@ def run(args: argparse.Namespace, num_sites: int) -> dict[str, float]:
     import torch
 
     from vllm.config import VllmConfig
-    from vllm.v1.core.capture_sessions import CaptureSessions
-    from vllm.v1.core.request_interventions import RequestInterventions
-    from vllm.v1.core.row_relay import RowRelay
     from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, FinishReason
-    from vllm.v1.engine.capture import CaptureOutputs
-    from vllm.v1.interventions import (
+    from vllm.v1.interventions.capture_groups import Layouts
+    from vllm.v1.interventions.frontend.capture_outputs import CaptureOutputs
+    from vllm.v1.interventions.plan import (
         CapturePlan,
         Plan,
         Selection,
@@ -129,10 +127,12 @@ def run(args: argparse.Namespace, num_sites: int) -> dict[str, float]:
         WorkerRequest,
         WorkerStream,
     )
+    from vllm.v1.interventions.scheduler.capture_sessions import CaptureSessions
+    from vllm.v1.interventions.scheduler.request_state import RequestInterventions
+    from vllm.v1.interventions.scheduler.row_relay import RowRelay
+    from vllm.v1.interventions.step_rows import Blocks, StepRows
+    from vllm.v1.interventions.worker.projection_table import ProjectionTable
     from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
-    from vllm.v1.worker.capture_layout import Layouts
-    from vllm.v1.worker.projection_table import ProjectionTable
-    from vllm.v1.worker.step_rows import Blocks, StepRows
 
     sites = [("post_block", layer) for layer in range(num_sites)]
     num_rows = args.tokens * args.steps

@@ -24,6 +24,7 @@ import torch
 from benchmarks.engine_process import QUIET, Served
 from benchmarks.engines import NOTHING, Asks, Batch, Start, model_shape
 from benchmarks.results import Row, Run, add_arguments, publish, setup
+from vllm.v1.interventions.worker import runner
 
 SHORT = 8
 CONTENTS = 32
@@ -52,7 +53,6 @@ def main() -> None:
 
     from vllm.model_executor.layers.native_rows import NativeTap, load
     from vllm.model_executor.layers.residual_taps import SiteTap
-    from vllm.v1.worker import interventions
 
     if not load(args.library, "CUDA" if torch.cuda.is_available() else "CPU"):
         raise SystemExit(f"{args.library} has no kernels for this device")
@@ -78,7 +78,7 @@ def main() -> None:
             super().__init__(*tensors)
             taps.append(self)
 
-    interventions.SiteTap = Kept  # type: ignore[assignment,misc]
+    runner.SiteTap = Kept  # type: ignore[assignment,misc]
     served = Served(Start(str(args.model.resolve()), options, CONTENTS, "", False))
 
     def tpot(asks: Asks, kind: type[SiteTap], requests: int) -> tuple[float, tuple[int, ...]]:

@@ -138,7 +138,7 @@ class Served:
         """Upstream's engine must be upstream's in every module, and not be patched."""
         from benchmarks.engine_worker import modules_not_from
 
-        if (Path(stock) / "vllm/v1/interventions.py").exists():
+        if (Path(stock) / "vllm/v1/interventions/plan.py").exists():
             raise RuntimeError(f"{stock} is patched, it is not upstream's own tree")
         foreign = [*modules_not_from(stock), *self._worker("modules_not_from", stock)]
         if foreign:

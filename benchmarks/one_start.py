@@ -156,7 +156,7 @@ def need_tree(tree: str) -> None:
     import vllm
 
     at = Path(vllm.__file__).parent
-    if (at / "v1/worker/interventions.py").exists() != (tree == "ours"):
+    if (at / "v1/interventions/worker/runner.py").exists() != (tree == "ours"):
         raise SystemExit(f"vllm is {at}, which is not {tree}: see PYTHONPATH")
 
 

@@ -366,7 +366,7 @@ def main() -> int:
 
     prepare_environment("v1")
     from tests.conftest import TinyModels
-    from tests.http_server import KEY, save_model, serve
+    from tests.http.server import KEY, save_model, serve
 
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="serve-soak-")))

@@ -26,9 +26,9 @@ def send(path: str, shared: bool, num_bytes: int, steps: int) -> None:
     import torch
     import zmq
 
-    from vllm.v1.capture.shared_rows import SHARED_BYTES, SharedRows
+    from vllm.v1.capture.transport.shared_rows import SHARED_BYTES, SharedRows
     from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
-    from vllm.v1.interventions import CapturedChunk
+    from vllm.v1.interventions.plan import CapturedChunk
     from vllm.v1.serial_utils import MsgpackEncoder
 
     torch.set_num_threads(1)  # as in an engine
@@ -50,8 +50,8 @@ def rate(shared: bool, num_bytes: int, steps: int) -> float:
     import torch
     import zmq
 
-    from vllm.v1.capture.copies import CopyThreads
-    from vllm.v1.capture.shared_rows import RowsOfOthers
+    from vllm.v1.capture.transport.copies import CopyThreads
+    from vllm.v1.capture.transport.shared_rows import RowsOfOthers
     from vllm.v1.engine import EngineCoreOutputs
     from vllm.v1.serial_utils import MsgpackDecoder
 

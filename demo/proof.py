@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Proof on your machine: what the engine reads and writes, against Hugging Face.
 
-The same comparison as `tests/test_conformance.py`, on three architectures that carry the residual
-stream in three different ways.
+The same comparison as `tests/conformance/test_conformance.py`, on three architectures that carry
+the residual stream in three different ways.
 """
 
 from __future__ import annotations

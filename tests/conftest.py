@@ -13,12 +13,13 @@ from typing import TYPE_CHECKING
 import hypothesis
 import pytest
 
+from tests import ROOT
 from tests.conformance.engine import Runner, prepare_environment
 
 if TYPE_CHECKING:
     from tests.conformance.models import TinyModel
 
-_CACHE = Path(__file__).parents[1] / "build" / "tiny-models"
+_CACHE = ROOT / "build" / "tiny-models"
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -33,8 +33,8 @@ def need_stock(tree: Path) -> None:
     found = Path(vllm.__file__).parent.absolute()
     if found != tree.absolute() / "vllm":
         raise SystemExit(f"vllm is {found}, not {tree}/vllm: put {tree} first in PYTHONPATH")
-    if (found / "v1/worker/interventions.py").exists():
-        raise SystemExit(f"{found} is patched: it has v1/worker/interventions.py")
+    if (found / "v1/interventions/worker/runner.py").exists():
+        raise SystemExit(f"{found} is patched: it has v1/interventions/worker/runner.py")
 
 
 def start(args: argparse.Namespace, **options: Any) -> LLM:

@@ -32,11 +32,11 @@ must find the class in the MRO that defines `forward` and require `"taps" in var
 
 To wire a class: read its `forward` and the norms' classes; add a row to `table_fused.py` or
 `table_summed.py` (most need only names), take it out of REFUSED, and run
-`pytest tests/test_taps_codemod.py`. If `forward` tests attributes, list their values in
-`tests/taps_oracle.py:SETTINGS`. What the proof refuses is not to be forced with `Allow`: each
-member says what it permits, and the class must mean just that. Then add the architecture to the
-conformance table: only that makes it supported.
+`pytest tests/taps/test_taps_codemod.py`. If `forward` tests attributes, list their values in
+`tests/support/taps_oracle.py:SETTINGS`. What the proof refuses is not to be forced with `Allow`:
+each member says what it permits, and the class must mean just that. Then add the architecture to
+the conformance table: only that makes it supported.
 
 What a row assumes away (`Row.assume`) goes into the class attribute, as does the reason of a
-refused class; `vllm/v1/worker/tap_layers.py:refuse_layers` checks both at start-up.
+refused class; `vllm/v1/interventions/worker/tap_layers.py:refuse_layers` checks both at start-up.
 """

@@ -19,6 +19,8 @@ from multiprocessing.context import ForkProcess
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from tests import ROOT
+
 from .engine import Device, Runner, prepare_environment
 from .proof import Result, load_results, prove
 
@@ -26,7 +28,7 @@ if TYPE_CHECKING:
     from .tiny import TinyModel
 
 _NAMES = "tiny models; default: all, on CUDA those that are verified nowhere yet"
-BUILD = Path(__file__).parents[2] / "build"
+BUILD = ROOT / "build"
 
 
 def main() -> int:

@@ -15,12 +15,13 @@ from pathlib import Path
 
 from patches.taps.rows import WIRED, Idiom, Row
 from patches.taps.table import ROWS
+from tests import ROOT
 
 from .proof import RESULTS, Result, load_results
 from .zoo import MODELS
 from .zoo.absent import ABSENT
 
-PAGE = Path(__file__).parents[2] / "docs" / "models.md"
+PAGE = ROOT / "docs" / "models.md"
 _STREAM_ORDER = ("pre_attn", "post_attn", "post_block")
 _CARRIES = WIRED | {Idiom.INHERITED}
 

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import torch
 
-from tests.native_rows import Case, cases, equal, unnoticed, wrong
+from tests.support.native_rows import Case, cases, equal, unnoticed, wrong
 from tools import native
 from vllm.model_executor.layers.native_rows import load
 

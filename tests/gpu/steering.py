@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from vllm.v1.steering.reference import apply_site
+from tests.support.op_reference import apply_site
 
 if TYPE_CHECKING:
     from tests.gpu.mode import Mode

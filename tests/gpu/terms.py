@@ -16,14 +16,14 @@ from typing import Any
 
 import torch
 
-from tests.terms import FAMILIES, LENGTH, Maker, Site, entry, worst
+from tests.support.terms import FAMILIES, LENGTH, Maker, Site, entry, worst
 from vllm.model_executor.layers.steering_terms import (
     TermTables,
     steer_rows_torch,
     steer_rows_triton,
     steer_terms,
 )
-from vllm.v1.steering.terms import OPS
+from vllm.v1.interventions.terms import OPS
 
 NUM_PROMPT = 5
 TOLERANCE = {torch.float32: 5e-6, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}

@@ -11,7 +11,7 @@ import torch
 import transformers
 
 from tests.conformance.runner import LEAST_MOVE, READ_TOLERANCE, WRITE_TOLERANCE
-from tests.serving import relative, vector
+from tests.support.serving import relative, vector
 from vllm.entrypoints.serve.steering.client import (
     Choice,
 )

@@ -15,13 +15,13 @@ import pytest
 if TYPE_CHECKING:
     from tests.conftest import TinyModels
     from tests.http.checks import Reference
-    from tests.http_server import Server
+    from tests.http.server import Server
     from vllm.entrypoints.serve.steering.client import SteeringClient
 
 
 @pytest.fixture(scope="package")
 def model(tiny_models: TinyModels, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    from tests.http_server import save_model
+    from tests.http.server import save_model
 
     return save_model(tiny_models, tmp_path_factory.mktemp("http") / "model")
 
@@ -34,7 +34,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="package")
 def options(root: Path) -> tuple[str, ...]:
-    """Of the server, beside those of `tests.http_server`."""
+    """Of the server, beside those of `tests.http.server`."""
     return (
         "--enable-log-requests",
         f"--capture-consumers=filesystem:root={root}",
@@ -47,7 +47,7 @@ def options(root: Path) -> tuple[str, ...]:
 def server(
     model: Path, options: tuple[str, ...], tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Server]:
-    from tests.http_server import serve
+    from tests.http.server import serve
 
     log = tmp_path_factory.mktemp("http-log") / "server.log"
     with serve(model, log, *options) as started:
@@ -57,7 +57,7 @@ def server(
 @pytest.fixture
 def client(server: Server) -> Iterator[SteeringClient]:
     """Leaves no global steering behind."""
-    from tests.http_server import KEY, NAME
+    from tests.http.server import KEY, NAME
     from vllm.entrypoints.serve.steering.client import SteeringClient
 
     with SteeringClient(server.url, steering_key=KEY, model=NAME) as made:

@@ -17,7 +17,7 @@ import openai
 import pytest
 
 from tests.conformance.models import HIDDEN
-from tests.http_server import KEY, NAME, Server, greedy
+from tests.http.server import KEY, NAME, Server, greedy
 from vllm.entrypoints.serve.steering import client as client_module
 from vllm.entrypoints.serve.steering.client import (
     AsyncSteeringClient,

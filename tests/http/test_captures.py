@@ -11,8 +11,8 @@ import pytest
 
 from tests.conformance.models import HIDDEN
 from tests.http.checks import LAYER, PROMPT, READ, SAID, STEER, VECTOR, Reference, check_rows
-from tests.http_server import KEY, NAME, greedy, serve
-from tests.serving import vector
+from tests.http.server import KEY, NAME, greedy, serve
+from tests.support.serving import vector
 from vllm.entrypoints.serve.steering.client import SteeringClient, SteeringError, joined
 
 MATRIX = np.stack([vector(n, norm=1.0).numpy() for n in range(2)])

@@ -14,7 +14,7 @@ import pytest
 import safetensors.numpy
 
 from tests.conformance.models import HIDDEN, LAYERS
-from tests.http_server import KEY, Server, greedy
+from tests.http.server import KEY, Server, greedy
 from vllm.entrypoints.serve.steering import client as client_module
 from vllm.entrypoints.serve.steering.client import (
     SteeringClient,

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from tests.http.checks import LAYER, PROMPT, SAID, STEER, Reference, check_rows
-from tests.http_server import Server, greedy
+from tests.http.server import Server, greedy
 from vllm.entrypoints.serve.steering.client import Choice, SteeringClient, joined
 from vllm.v1.capture import reader
 

@@ -8,14 +8,13 @@ import os
 import re
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
+from tests import ROOT
 from tests.conformance.models import HIDDEN
-from tests.http_server import KEY, Server
+from tests.http.server import KEY, Server
 
-ROOT = Path(__file__).parents[2]
 PLACE = "http://localhost:8000"
 LINES = 'curl() { command curl "$@"; echo; }\n'
 

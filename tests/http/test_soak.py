@@ -10,7 +10,7 @@ import pytest
 
 from benchmarks import serve_soak
 from benchmarks.soak_asks import Asks
-from tests.http_server import KEY, Server
+from tests.http.server import KEY, Server
 
 
 @pytest.fixture(scope="module")

@@ -6,15 +6,14 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING
 
+from tests import ROOT
 from tests.conformance.engine import prepare_environment
 
 if TYPE_CHECKING:
     from tests.mutations.run import Verdict
 
-ROOT = Path(__file__).parents[2]
 NAMES = ("llama", "gemma2", "gpt2", "exaone4", "cohere", "gptj")
 
 

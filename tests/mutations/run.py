@@ -8,7 +8,6 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from torch import nn
@@ -18,14 +17,15 @@ from patches.taps.proof import prove
 from patches.taps.rows import WIRED, Row
 from patches.taps.source import Source, Tree
 from patches.taps.table import ROWS
+from tests import ROOT
 from tests.conformance import models
 from tests.conformance import runner as check
 from tests.conformance.engine import engine
 from tests.mutations.source import source_mutants
 from tests.mutations.taps import BOUND, bound_taps
-from vllm.v1.worker.tap_layers import find_layers
+from vllm.v1.interventions.worker.tap_layers import find_layers
 
-BUILD = Path(__file__).parents[2] / "build"
+BUILD = ROOT / "build"
 TREE = BUILD / "tree"
 PROMPTS = check.prompts(lengths=(17, 5))
 BY_KEY = {row.key: row for row in ROWS}

@@ -2,8 +2,9 @@
 """What a capture consumer is: a class that gets the rows of requests and returns a result for each.
 
 A consumer is found by name (entry-point group `vllm.capture_consumers`) or given as an instance to
-`LLM(capture_consumers=[...])`. `vllm.v1.capture.host` runs it: in threads of its own, each session
-by one thread at a time, so a slow consumer delays nothing but the last output of its own requests.
+`LLM(capture_consumers=[...])`. `vllm.v1.capture.transport.host` runs it: in threads of its own,
+each session by one thread at a time, so a slow consumer delays nothing but the last output of its
+own requests.
 """
 
 from abc import ABC, abstractmethod
@@ -15,7 +16,7 @@ import msgspec
 import numpy as np
 import torch
 
-from vllm.v1.interventions import Site, TapShape
+from vllm.v1.interventions.plan import Site, TapShape
 
 Location = Literal["engine", "frontend"]
 """The process a consumer runs in. "engine": the engine core, which rows reach without leaving their
@@ -137,10 +138,10 @@ class CaptureConsumer(ABC):
             Plain data, `RequestInfo.fields`.
 
         Raises:
-            ValueError: by `vllm.v1.sites.reject`, naming the field below `path`.
+            ValueError: by `vllm.v1.interventions.sites.reject`, naming the field below `path`.
         """
         if fields:
-            from vllm.v1.sites import reject, show_key
+            from vllm.v1.interventions.sites import reject, show_key
 
             unknown = sorted(show_key(key) for key in fields)[:8]
             reject(path, f"unknown keys {unknown}, allowed are 'hooks', 'positions' and 'project'")

@@ -6,7 +6,7 @@
     for request in reader.open("/data/acts"):        # or "s3://bucket/acts"
         rows = request.rows("post_block", 12)        # memory-mapped where the files are local
 
-`vllm.v1.capture.files` says what the files are; any safetensors library reads them, too.
+`vllm.v1.capture.file_format` says what the files are; any safetensors library reads them, too.
 """
 
 import contextlib
@@ -20,7 +20,7 @@ import torch
 from fsspec import AbstractFileSystem
 from fsspec.implementations.local import LocalFileSystem
 
-from vllm.v1.capture.files import (
+from vllm.v1.capture.file_format import (
     LABELS,
     SHARDS,
     SUFFIX,
@@ -33,7 +33,7 @@ from vllm.v1.capture.files import (
     tensor_name,
 )
 from vllm.v1.capture.results import CapturedRows
-from vllm.v1.interventions import Site, dtype_of
+from vllm.v1.interventions.plan import Site, dtype_of
 
 __all__ = ["CaptureFileError", "Captures", "StoredRequest", "open"]
 

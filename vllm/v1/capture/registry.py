@@ -12,7 +12,7 @@ from importlib.metadata import entry_points
 from typing import Any, NoReturn, get_args
 
 from vllm.v1.capture.consumer import CaptureConsumer, Location
-from vllm.v1.sites import show
+from vllm.v1.interventions.sites import show
 
 INLINE = "inline"
 """Returns rows with the request's output. It has no class, as it needs no session."""

@@ -18,12 +18,12 @@ import safetensors
 import safetensors.numpy
 import torch
 
-from vllm.v1.interventions import TIERS, Site, TapShape
-from vllm.v1.sites import need_layers, need_point, reject, show, show_key
+from vllm.v1.interventions.frontend.segments import Vectors
+from vllm.v1.interventions.plan import TIERS, Site, TapShape
+from vllm.v1.interventions.sites import need_layers, need_point, reject, show, show_key
+from vllm.v1.interventions.vectors import need_vector
 from vllm.v1.steering.gguf import read_gguf, write_gguf
 from vllm.v1.steering.modules import Module, make_module, rows_of
-from vllm.v1.steering.plan import Vectors
-from vllm.v1.steering.spec import need_vector
 
 FORMAT_VERSION = "1"
 """Of our safetensors files; `steering_format` in the metadata."""

@@ -13,13 +13,13 @@ import numpy as np
 import torch
 
 from vllm.config.steering import SteeringConfig
-from vllm.v1.interventions import TIERS, Part, Site, TapShape
-from vllm.v1.positions import Positions
-from vllm.v1.sites import need_mapping, reject, show, show_key, site_order
-from vllm.v1.steering.ops import Op, parse_ops
-from vllm.v1.steering.plan import ALL, END, Vectors, add_up, part_of, rows_of
-from vllm.v1.steering.spec import need_number, parse_vectors
-from vllm.v1.steering.terms import Term, make_term
+from vllm.v1.interventions.frontend.segments import ALL, END, Vectors, add_up, part_of, rows_of
+from vllm.v1.interventions.ops import Op, parse_ops
+from vllm.v1.interventions.plan import TIERS, Part, Site, TapShape
+from vllm.v1.interventions.positions import Positions
+from vllm.v1.interventions.sites import need_mapping, reject, show, show_key, site_order
+from vllm.v1.interventions.terms import Term, make_term
+from vllm.v1.interventions.vectors import need_number, parse_vectors
 
 FIELDS = ("vectors", "prefill_vectors", "decode_vectors")
 """The keys of a module given inline that hold a tier's vectors, in the order of `TIERS`."""

@@ -20,7 +20,7 @@ from vllm import LLM
 from vllm.entrypoints.cli.steering.findings import Finding
 from vllm.entrypoints.cli.steering.identities import steer
 from vllm.entrypoints.cli.steering.probe import Answer, Probe, worst_row
-from vllm.v1.interventions import Site
+from vllm.v1.interventions.plan import Site
 
 NOISES = 4
 """How many times the reference's own rounding noise is allowed."""

@@ -14,7 +14,7 @@ import torch
 from vllm.entrypoints.cli.steering.findings import Finding
 from vllm.entrypoints.cli.steering.head import head_log_probs
 from vllm.entrypoints.cli.steering.probe import Answer, Probe, worst_row
-from vllm.v1.interventions import Site
+from vllm.v1.interventions.plan import Site
 
 ROUNDINGS = 4
 BETWEEN_BLOCKS = {"SolarForCausalLM": "this model mixes earlier streams in between blocks"}

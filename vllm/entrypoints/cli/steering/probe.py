@@ -9,7 +9,7 @@ import torch
 
 from vllm import LLM, SamplingParams
 from vllm.config.steering import POINTS
-from vllm.v1.interventions import Site
+from vllm.v1.interventions.plan import Site
 
 GENERATED = 4
 LENGTHS = (23, 9, 14)

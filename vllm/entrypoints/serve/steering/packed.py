@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from vllm.v1.sites import need_mapping, reject, show, show_key
-from vllm.v1.steering.spec import need_number
+from vllm.v1.interventions.sites import need_mapping, reject, show, show_key
+from vllm.v1.interventions.vectors import need_number
 
 DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32}
 

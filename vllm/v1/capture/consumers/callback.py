@@ -13,7 +13,7 @@ from vllm.v1.capture.consumer import (
     RowBatch,
 )
 from vllm.v1.capture.results import CapturedRows
-from vllm.v1.interventions import Site
+from vllm.v1.interventions.plan import Site
 
 Callback = Callable[[RequestInfo, Mapping[Site, CapturedRows]], Any]
 """Called with new rows, by site. Those of one request come in position order, one call at a time;

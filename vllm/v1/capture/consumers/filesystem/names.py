@@ -53,7 +53,7 @@ def another(name: str) -> str:
 
 
 def _need(value: Any, path: str, wrong: str) -> str:
-    from vllm.v1.sites import reject, show
+    from vllm.v1.interventions.sites import reject, show
 
     if wrong:
         reject(path, f"{show(value)} {wrong}")

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal, get_args
 
 from vllm.v1.capture.consumers.filesystem import names
-from vllm.v1.capture.files import LABELS, SUFFIX, Layout, Pieces, Record, encode, tensor_name
+from vllm.v1.capture.file_format import LABELS, SUFFIX, Layout, Pieces, Record, encode, tensor_name
 
 OnCollision = Literal["error", "overwrite", "suffix"]
 ON_COLLISION: tuple[OnCollision, ...] = get_args(OnCollision)

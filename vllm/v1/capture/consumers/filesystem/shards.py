@@ -20,7 +20,7 @@ from vllm.v1.capture.consumers.filesystem.publication import (
     Publication,
 )
 from vllm.v1.capture.consumers.filesystem.store import Store
-from vllm.v1.capture.files import SHARDS, SUFFIX, Pieces, encode, read_header, shard_metadata
+from vllm.v1.capture.file_format import SHARDS, SUFFIX, Pieces, encode, read_header, shard_metadata
 
 _THREADS = 4
 """That write shards: while one waits for the store to sync, others copy; a hung one is no end."""

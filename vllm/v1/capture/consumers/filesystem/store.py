@@ -19,7 +19,7 @@ import fsspec.core
 from fsspec import AbstractFileSystem
 from fsspec.implementations.local import LocalFileSystem
 
-from vllm.v1.capture.files import Buffer
+from vllm.v1.capture.file_format import Buffer
 
 Pieces = Sequence[Buffer]
 """A file's content."""

@@ -1,0 +1,27 @@
+# SPDX-License-Identifier: Apache-2.0
+"""docs/errors.md as patterns: the first column of its tables."""
+
+from __future__ import annotations
+
+import re
+
+from tests import ROOT
+
+PAGE = ROOT / "docs" / "errors.md"
+_ROW = re.compile(r"^\| `(.+?)` \|", re.MULTILINE)
+_PLACE = re.compile(r"\\\{([a-z]+)\\\}")
+
+MESSAGES = _ROW.findall(PAGE.read_text())
+
+
+def pattern(message: str) -> re.Pattern[str]:
+    """`{name}` becomes a group of that name; a path has no colon."""
+    return re.compile(
+        _PLACE.sub(
+            lambda m: f"(?P<{m[1]}>{'[^:]+' if m[1] == 'path' else '.+'})", re.escape(message)
+        ),
+        re.DOTALL,
+    )
+
+
+PATTERNS = {message: pattern(message) for message in MESSAGES}

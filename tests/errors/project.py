@@ -1,0 +1,51 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is refused of `project`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+
+from tests.errors.case import Case, path
+from tests.support.plans import BF16, HIDDEN, SHAPE, VECTOR, config_of
+from vllm.config.capture import PROJECTION_ROWS
+from vllm.v1.capture.registry import ConsumerSpec
+from vllm.v1.interventions.frontend.capture_request import parse_capture
+from vllm.v1.interventions.frontend.selectors import Prompt
+from vllm.v1.interventions.plan import TapShape
+
+
+def project(value: Any, **more: Any) -> dict[str, Any]:
+    asked = {"hooks": {"post_block": [1]}, "project": value}
+    return {"capture": {"inline": asked}, **more}
+
+
+def two_large_ones() -> object:
+    """Two consumers whose matrices fit one by one."""
+    shape = TapShape(hidden_size=PROJECTION_ROWS, dtype="float32", points=SHAPE.points)
+    asked = {
+        name: {"hooks": {"post_block": [1]}, "project": np.full((1000, PROJECTION_ROWS), size)}
+        for name, size in (("one", 1.0), ("two", 2.0))
+    }
+    specs = {name: ConsumerSpec(name) for name in asked}
+    return parse_capture(asked, "capture", shape, Prompt([1], 2, None), specs)
+
+
+AT = "capture.inline.project"
+PROJECT = [
+    Case(path(AT, "5"), project(5)),
+    Case(path(AT, "dict"), project({})),
+    Case(path(AT, "0", f"1-{HIDDEN}", rows=str(PROJECTION_ROWS)), project([])),
+    Case(path(AT, "5", f"1-{HIDDEN}"), project([VECTOR] * 5)),
+    Case(path(AT, "3", f"1-{HIDDEN // 2}"), project([VECTOR] * 3, config=config_of(BF16))),
+    Case(path(AT, "[4]", f"[k, {HIDDEN}]"), project(np.ones(HIDDEN))),
+    Case(path(f"{AT}[0]", "[3]", f"[{HIDDEN}]"), project(torch.ones(2, 3))),
+    Case(path(f"{AT}[1]", "1", str(HIDDEN)), project([VECTOR, [1.0]])),
+    Case(path(f"{AT}[0][2]", "'x'"), project([[1.0, 2.0, "x", 4.0]])),
+    Case(path(f"{AT}[0]"), project(np.full((1, HIDDEN), np.nan))),
+    Case(path(f"{AT}[0]", "int64"), project(np.ones((1, HIDDEN), np.int64))),
+    Case(path(AT, allowed="float32"), project(np.full((1, HIDDEN), 1e39))),
+    Case(path("capture", "2000", str(PROJECTION_ROWS)), do=two_large_ones),
+]

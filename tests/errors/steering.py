@@ -1,0 +1,279 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is refused of operations, modules, positions of vectors and global tiers."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import torch
+
+from tests.errors.case import Case, path
+from tests.support.plans import BF16, HIDDEN, SHAPE, VECTOR, config_of, plan_of
+from vllm.config import VllmConfig
+from vllm.config.steering import FAMILIES
+from vllm.sampling_params import BeamSearchParams
+from vllm.v1.engine.core_client import InprocClient
+from vllm.v1.interventions.frontend import global_steering as engine_steering
+from vllm.v1.interventions.frontend.global_steering import Steering
+from vllm.v1.interventions.frontend.module_catalog import ModuleCatalog
+from vllm.v1.interventions.frontend.resolve import refuse_beam_search
+from vllm.v1.interventions.frontend.segments import MAX_SEGMENTS
+from vllm.v1.interventions.frontend.steering_request import MAX_MODULES
+from vllm.v1.interventions.scheduler.changes import Change, Changes, SteeringCall
+from vllm.v1.interventions.scheduler.decisions import SchedulerInterventions
+from vllm.v1.steering.modules import Module, parse_module, parse_module_args
+
+ALL_FAMILIES: dict[str, Any] = {"steering_families": list(FAMILIES)}
+EVERYWHERE = {"pre_attn": {0: VECTOR}}
+CONFIG = config_of(**ALL_FAMILIES)
+GATE = {"probe": VECTOR, "threshold": 0.0, "sharpness": 1.0}
+
+
+def op(name: str = "ablate", config: VllmConfig = CONFIG, **fields: Any) -> dict[str, Any]:
+    """A request for one operation; a field given as None is left out."""
+    given = {"op": name, "point": "post_block", "layers": [1], "direction": VECTOR, **fields}
+    entry = {key: value for key, value in given.items() if value is not None}
+    return {"steering": [entry], "config": config}
+
+
+def without_direction(name: str, **fields: Any) -> dict[str, Any]:
+    return op(name, direction=None, **fields)
+
+
+def replace(**fields: Any) -> dict[str, Any]:
+    return without_direction("replace", **{"positions": [1], "values": [VECTOR], **fields})
+
+
+def gated(**fields: Any) -> dict[str, Any]:
+    return op(gate={**GATE, **fields})
+
+
+def limited(positions: Any, field: str = "steering_vectors", **more: Any) -> dict[str, Any]:
+    return {field: {"pre_attn": {0: {"vector": VECTOR, "positions": positions}}}, **more}
+
+
+def module(value: Any = None, config: VllmConfig = CONFIG) -> Module:
+    return parse_module(value or EVERYWHERE, "source", SHAPE, config.steering_config)
+
+
+def named(names: Any, **modules: Module) -> dict[str, Any]:
+    return {"steering_modules": names, "modules": modules, "config": CONFIG}
+
+
+PIN = {"op": "pin", "point": "pre_attn", "layers": [0], "direction": VECTOR, "value": 1.0}
+OP = "steering[0]"
+AT = "steering_vectors.pre_attn.0.positions"
+
+REQUESTS = [
+    # Operations.
+    Case(path("steering", "dict"), {"steering": PIN, "config": CONFIG}),
+    Case(path(OP, "'add'"), {"steering": ["add"], "config": CONFIG}),
+    Case(path(f"{OP}.op", "'twist'", ", ".join(FAMILIES[:-1])), op("twist")),
+    Case(path(f"{OP}.op", "list"), op(["add"])),  # type: ignore[arg-type]
+    Case(path(f"{OP}.op", allowed="['add']"), op(config=config_of())),
+    Case(
+        path(f"{OP}.gate", allowed="['ablate', 'add']"),
+        op(gate=GATE, config=config_of(steering_families=["add", "ablate"])),
+    ),
+    Case(path(OP, "['depth']", op="ablate"), op(depth=1)),
+    Case(path(OP, allowed="direction", op="ablate"), without_direction("ablate")),
+    Case(path(OP, allowed="layers", op="ablate"), op(layers=None)),
+    Case(path(f"{OP}.gate", "['when_ever']", op="a gate"), gated(when_ever=1)),
+    Case(
+        path(f"{OP}.gate", allowed="probe", op="a gate"), op(gate={"threshold": 0, "sharpness": 1})
+    ),
+    Case(path(OP, allowed="lo' or 'hi", op="clamp"), op("clamp")),
+    Case(path(f"{OP}.lo", "2", "1"), op("clamp", lo=2.0, hi=1.0)),
+    Case(path(f"{OP}.direction"), op(direction=[0.0] * HIDDEN)),
+    Case(path(f"{OP}.direction", "3", "4"), op(direction=VECTOR[:3])),
+    Case(path(f"{OP}.strength", "'1'"), op(strength="1")),
+    Case(path(f"{OP}.value", "nan", "1e+30"), op("pin", value=float("nan"))),
+    Case(path(f"{OP}.gate.when", "'now'"), gated(when="now")),
+    Case(
+        path(f"{OP}.positions", "1"),
+        op(gate={**GATE, "when": "last_prompt"}, positions=[1, 6]),
+    ),
+    Case(path(f"{OP}.positions"), op(positions="last_generated")),
+    Case(
+        path(f"{OP}.positions", "1", "0", prompt="5"),
+        op(positions="all_generated") | {"max_tokens": 1},
+    ),
+    Case(path(f"{OP}.alpha", "1.5"), replace(alpha=1.5)),
+    Case(
+        path(f"{OP}.positions", "position 1"), replace(positions=[1, -4], values=[VECTOR, VECTOR])
+    ),
+    Case(path(f"{OP}.values", "1", "2"), replace(positions=[1, 2])),
+    Case(path(f"{OP}.values", "[1, 3]", "[n, 4]"), replace(values=np.ones((1, 3)))),
+    Case(path(f"{OP}.values", "'abc'"), replace(values="abc")),
+    Case(
+        path(f"{OP}.values", "torch.sparse_coo on cpu"),
+        replace(values=torch.ones(1, HIDDEN).to_sparse()),
+    ),
+    Case(path(f"{OP}.values[0]", "3", "4"), replace(values=[VECTOR[:3]])),
+    Case(
+        path(f"{OP}.values[0]", allowed="bfloat16"),
+        replace(values=[[3.4e38] * HIDDEN], config=config_of(BF16, **ALL_FAMILIES)),
+    ),
+    Case(
+        path(f"{OP}.vector", allowed="float32"),
+        without_direction("add", vector=[1e39] * HIDDEN),
+    ),
+    Case(
+        path(f"{OP}", allowed="bfloat16"),
+        without_direction(
+            "add", vector=[1e30] * HIDDEN, scale=1e9, config=config_of(BF16, **ALL_FAMILIES)
+        ),
+    ),
+    Case(
+        path("steering[1]", "post_block 1", "1"),
+        {
+            "steering": op()["steering"] * 2,
+            "config": config_of(max_steering_ops=1, **ALL_FAMILIES),
+        },
+    ),
+    Case(
+        path("steering_modules + steering", "2", "1"),
+        {
+            **named(["m"], m=module({"ops": [PIN]})),
+            "steering": [PIN],
+            "config": config_of(max_steering_ops=1, **ALL_FAMILIES),
+        },
+    ),
+    Case(
+        path("steering", "4", "3"),
+        {
+            "steering": [PIN | {"gate": GATE}, PIN | {"gate": GATE, "value": 2.0}],
+            "config": config_of(max_steering_rows=3, **ALL_FAMILIES),
+        },
+    ),
+    Case(
+        path(f"{OP}.post_block", allowed="['pre_attn']"),
+        op(config=config_of(steering_points=["pre_attn"], **ALL_FAMILIES)),
+    ),
+    # Positions of vectors.
+    Case(path(AT), limited("last_generated")),
+    Case(path(AT, "1", "0", prompt="5"), limited("all_generated", max_tokens=1)),
+    Case(
+        path("prefill_steering_vectors.pre_attn.0.positions", "5", tier="prefill"),
+        limited([1, 5], "prefill_steering_vectors"),
+    ),
+    Case(
+        path("decode_steering_vectors.pre_attn.0.positions", "4", tier="decode"),
+        limited([4, 5], "decode_steering_vectors"),
+    ),
+    Case(
+        path("steering_vectors", allowed=str(MAX_SEGMENTS)),
+        limited({"step": 2}, prompt=MAX_SEGMENTS + 2),
+    ),
+    # Modules, and whether global tiers are added.
+    Case(path("steering_modules", "'calm'"), named("calm")),
+    Case(path("steering_modules", "65", str(MAX_MODULES)), named(["m"] * 65, m=module())),
+    Case(path("steering_modules[0]", "3"), named([("calm", 1.0, 2.0)])),
+    Case(path("steering_modules[1]", "7"), named(["m", 7], m=module())),
+    Case(path("steering_modules[0][1]", "'2'"), named([("m", "2")], m=module())),
+    Case(
+        path("steering_modules[1]", "'calm'", "m, n"), named(["m", "calm"], m=module(), n=module())
+    ),
+    Case(path("steering_modules[0]", "'calm'", "none"), named(["calm"])),
+    Case(
+        path("steering_modules[0]", "2", "add, norm_match, ablate", op="pin"),
+        named([("m", 2)], m=module({"ops": [PIN]})),
+    ),
+    Case(path("steering_inherit_global", "1"), {"steering_inherit_global": 1}),
+]
+
+
+def steering(config: VllmConfig = CONFIG, core: Any = None) -> Steering:
+    """`llm.steering` of an engine whose core answers as `core` does."""
+    return Steering(config, ModuleCatalog(config), core)
+
+
+def answering(reply: dict[str, Any]) -> Any:
+    """An engine core that always says this."""
+    client = object.__new__(InprocClient)
+    client.engine_core = SimpleNamespace(steering=lambda call: reply)  # type: ignore[assignment]
+    return client
+
+
+def impatient() -> object:
+    """A change while another frontend's never ends."""
+    patience, engine_steering.BUSY_SECONDS = engine_steering.BUSY_SECONDS, 0.0
+    try:
+        return steering(core=answering({"busy": True})).clear()
+    finally:
+        engine_steering.BUSY_SECONDS = patience
+
+
+def scheduler() -> SchedulerInterventions:
+    return SchedulerInterventions(CONFIG, hash_block_size=4)
+
+
+def call(changes: Changes, phase: Any, change: Change | None = None) -> None:
+    reply = changes.call(SteeringCall(phase, "token", change), [])
+    if "error" in reply:
+        raise ValueError(reply["error"])
+
+
+def overlapping() -> None:
+    """Two tiers of which each fits and the sum does not."""
+    changes, vector = scheduler().changes, {"pre_attn": {0: [1.5e38] * HIDDEN}}
+    for tier in ("base", "prefill"):
+        change = engine_steering._Changes(CONFIG, ModuleCatalog(CONFIG)).set({tier: vector}, False)
+        call(changes, "prepare", change)
+        call(changes, "commit")
+
+
+def forgotten() -> object:
+    """A request on its way when its module goes."""
+    plan = plan_of(**named(["m"], m=module()))
+    return scheduler().modules.fill(plan)
+
+
+CALLS = [
+    Case(path("steering"), do=lambda: steering(config_of(steering=False)).clear()),
+    Case(
+        path("tier", "'both'", "base, prefill, decode"),
+        do=lambda: steering().set({}, tier="both"),
+    ),
+    Case(path("base.mlp", "'mlp'"), do=lambda: steering().set({"mlp": {}})),
+    Case(
+        path("base.pre_attn.0.positions"),
+        do=lambda: steering().set(limited([0])["steering_vectors"]),
+    ),
+    Case(
+        path("base.pre_attn", allowed="['post_block']"),
+        do=lambda: steering(config_of(steering_points=["post_block"])).set(
+            {"pre_attn": {0: VECTOR}}
+        ),
+    ),
+    Case(path("name", "'../m'"), do=lambda: steering().register_module("../m", {})),
+    Case(path("source"), do=lambda: steering().register_module("m", {})),
+    Case(
+        path("source", "['vector']", op="a module"),
+        do=lambda: steering().register_module("m", {"ops": [], "vector": {}}),
+    ),
+    Case(path("source", allowed="float32"), do=lambda: module({"pre_attn": {0: [1e39] * HIDDEN}})),
+    Case(path("source.ops[0]"), do=lambda: module({"ops": [{**PIN, "positions": "all"}]})),
+    Case(
+        path("name", "'m'", "none"),
+        do=lambda: call(scheduler().changes, "prepare", Change("unregister", name="m")),
+    ),
+    Case({"given": "30"}, do=lambda: call(scheduler().changes, "commit")),
+    Case({}, do=impatient),
+    Case(
+        path("the global tiers at prefill positions", "pre_attn layer 0", "float32"), do=overlapping
+    ),
+    Case({}, do=forgotten),
+    Case(path("beam_search"), do=lambda: refuse_beam_search(BeamSearchParams(2, 4), CONFIG)),
+    Case(path("steering_modules[0]", "'calm'"), do=lambda: parse_module_args(["calm"])),
+    Case(path("steering_modules[1]", "m"), do=lambda: parse_module_args(["m=a", "m=b"])),
+    Case(path("steering_modules[0]", "'{\"a\": 1}'"), do=lambda: parse_module_args(['{"a": 1}'])),
+    Case(
+        path("steering_modules[0].path", "1"),
+        do=lambda: parse_module_args(['{"name": "m", "path": 1}']),
+    ),
+]
+
+STEERING = REQUESTS + CALLS

@@ -1,0 +1,431 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every error of docs/errors.md is raised here, and every error raised here is in docs/errors.md.
+
+A case says what is asked and what the message must name: the path of the field, what was given and
+what is allowed, where the page has a place for them.
+"""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from tests.errors.case import Case, path
+from tests.errors.consumers import CONSUMERS
+from tests.errors.files import FILES
+from tests.errors.filesystem import FILESYSTEM
+from tests.errors.http import HTTP
+from tests.errors.page import MESSAGES, PATTERNS
+from tests.errors.project import PROJECT
+from tests.errors.steering import STEERING
+from tests.interventions.frontend.test_results import (
+    captured,
+    chunk,
+    collect,
+    collector_for,
+    completion,
+    output,
+    plan_for,
+)
+from tests.support.plans import GAPS, HIDDEN, PARALLEL_ONLY, VECTOR, config_of
+from vllm import SamplingParams
+from vllm.config.capture import CaptureConfig
+from vllm.config.steering import SteeringConfig
+from vllm.model_executor.layers.residual_taps import UnboundTaps
+from vllm.v1.capture import stack
+from vllm.v1.interventions.frontend.row_collector import RowCollector
+from vllm.v1.interventions.frontend.selectors import MAX_POSITION_ENTRIES, MAX_SEARCHED
+from vllm.v1.interventions.plan import TapShape
+from vllm.v1.interventions.scheduler.request_state import RequestInterventions
+from vllm.v1.interventions.worker.runner import Interventions
+from vllm.v1.interventions.worker.tap_check import check_sites, start_taps
+from vllm.v1.interventions.worker.tap_layers import find_layers, refuse_layers
+
+
+def executor_of(num_layers: int, shapes: list[TapShape | None]) -> Any:
+    """An executor whose workers report `shapes` of a model with `num_layers` decoder layers."""
+    model_config = SimpleNamespace(get_total_num_hidden_layers=lambda: num_layers)
+    return SimpleNamespace(
+        collective_rpc=lambda check: shapes,
+        vllm_config=SimpleNamespace(model_config=model_config),
+    )
+
+
+def steer(value: Any, **more: Any) -> dict[str, Any]:
+    return {"steering_vectors": value, **more}
+
+
+def at(layers: Any, entry: Any = VECTOR, point: str = "post_block", **more: Any) -> dict[str, Any]:
+    return steer({point: {layers: entry}}, **more)
+
+
+def capture(positions: Any, hooks: Any = None, **more: Any) -> dict[str, Any]:
+    hooks = {"post_block": [1]} if hooks is None else hooks
+    return {"capture": {"inline": {"hooks": hooks, "positions": positions}}, **more}
+
+
+def hooks(value: Any) -> dict[str, Any]:
+    return capture("last_prompt", value)
+
+
+THREE = "pre_attn, post_attn, post_block"
+V1 = "steering_vectors.post_block.1"
+SELECTORS = (
+    "last_prompt, all_prompt, all_generated, last_generated, predicting, all, "
+    "a list of positions, {'start', 'stop', 'step'}, {'text', 'which'}, {'token_ids', 'which'} "
+    "or a list of these"
+)
+POSITIONS = "capture.inline.positions"
+HOOKS = "capture.inline.hooks"
+ABC = SimpleNamespace(
+    all_special_ids=[],
+    decode=lambda ids, skip_special_tokens: "".join("abcde"[i - 100] for i in ids),
+)
+"""A tokenizer for the prompt of `plan_of`: "abcde"."""
+MANY = str(MAX_POSITION_ENTRIES)
+HUGE_INT = 10**5000
+
+REQUESTS = [
+    # Points and layers.
+    Case(path("steering_vectors", "list"), steer([VECTOR])),
+    Case(path("steering_vectors.post_block", "list"), steer({"post_block": [VECTOR]})),
+    Case(path("capture", "'inline'"), {"capture": "inline"}),
+    Case(path("capture.inline", "None"), {"capture": {"inline": None}}),
+    Case(path(HOOKS, "'post_block'"), hooks("post_block")),
+    Case(path("steering_vectors.mlp", "'mlp'", THREE), at(1, point="mlp")),
+    Case(path("steering_vectors.7", "7", THREE), steer({7: {1: VECTOR}})),
+    Case(path("decode_steering_vectors.x", "'x'", THREE), {"decode_steering_vectors": {"x": {}}}),
+    Case(path(f"{HOOKS}.resid", "'resid'", THREE), hooks({"resid": [1]})),
+    Case(
+        path("steering_vectors.post_attn", "'post_attn'", "pre_attn, post_block"),
+        at("all", point="post_attn", config=config_of(PARALLEL_ONLY)),
+    ),
+    Case(path("steering_vectors.post_block.-1", "-1", "0-3"), at(-1)),
+    Case(path("steering_vectors.post_block.4", "4", "0-3"), at(4)),
+    Case(path("steering_vectors.post_block.2-9", "9", "0-3"), at("2-9")),
+    Case(path("steering_vectors.post_block.0-999999999", "999999999", "0-3"), at("0-999999999")),
+    Case(
+        path("steering_vectors.pre_attn.1", "1", "0, 2, 5"),
+        at(1, point="pre_attn", config=config_of(GAPS)),
+    ),
+    Case(
+        path("steering_vectors.pre_attn.0-5", "1", "0, 2, 5"),
+        at("0-5", point="pre_attn", config=config_of(GAPS)),
+    ),
+    Case(
+        path("steering_vectors.post_block.an int of 16610 bits", "an int of 16610 bits", "0-3"),
+        at(HUGE_INT),
+    ),
+    Case(path(f"{HOOKS}.post_block[1]", "7", "0-3"), hooks({"post_block": [0, 7]})),
+    Case(
+        path("steering_vectors.post_attn.2", "'post_attn'", "pre_attn, post_block", layer="2"),
+        at(2, point="post_attn"),
+    ),
+    Case(
+        path(f"{HOOKS}.post_attn", "'post_attn'", "pre_attn, post_block", layer="2"),
+        hooks({"post_attn": "1-3"}),
+    ),
+    Case(path("steering_vectors.post_block.3-1", "'3-1'"), at("3-1")),
+    Case(path("steering_vectors.post_block.last", "'last'"), at("last")),
+    Case(path("steering_vectors.post_block.True", "True"), at(True)),
+    Case(path("steering_vectors.post_block.-1", "'-1'"), at("-1")),
+    Case(path(f"{HOOKS}.post_block", "1.0"), hooks({"post_block": 1.0})),
+    Case(path(f"{HOOKS}.post_block", "ndarray"), hooks({"post_block": np.array([1, 2])})),
+    Case(path(f"{HOOKS}.post_block[0]", "list"), hooks({"post_block": [[1]]})),
+    Case(path(f"{HOOKS}.post_block", "layer 1"), hooks({"post_block": [1, 0, "1"]})),
+    Case(path(f"{HOOKS}.post_block"), hooks({"post_block": []})),
+    # Vectors.
+    Case(
+        path("steering_vectors.post_block.01", "1"),
+        steer({"post_block": {1: VECTOR, "01": VECTOR}}),
+    ),
+    Case(
+        path("steering_vectors.post_block.1", "1"),
+        steer({"post_block": {"0-2": VECTOR, 1: VECTOR}}),
+    ),
+    Case(path(V1, "'abc'"), at(1, "abc")),
+    Case(path(V1, "None"), at(1, None)),
+    Case(path(V1, "int64"), at(1, np.arange(HIDDEN))),
+    Case(path(V1, "torch.bool"), at(1, torch.ones(HIDDEN, dtype=torch.bool))),
+    Case(path(V1, "torch.sparse_coo on cpu"), at(1, torch.ones(HIDDEN).to_sparse())),
+    Case(path(V1, "torch.strided on meta"), at(1, torch.ones(HIDDEN, device="meta"))),
+    Case(path(V1, "3", "4"), at(1, VECTOR[:3])),
+    Case(path(f"{V1}.vector", "5", "4"), at(1, {"vector": [*VECTOR, 0.0]})),
+    Case(path(V1, "[1, 4]", "[4]"), at(1, torch.ones(1, HIDDEN))),
+    Case(path(V1, "[5]", "[4]"), at(1, np.ones(5))),
+    Case(path(f"{V1}[2]", "'0.5'"), at(1, [1.0, 2.0, "0.5", 3.0])),
+    Case(path(f"{V1}[0]", "True"), at(1, [True, 1.0, 1.0, 1.0])),
+    Case(path(f"{V1}[3]", "list"), at(1, [1.0, 1.0, 1.0, [1.0]])),
+    Case(path(f"{V1}.scale", "'2'"), at(1, {"vector": VECTOR, "scale": "2"})),
+    Case(path(V1, "2"), at(1, [1.0, 1.0, float("nan"), 1.0])),
+    Case(path(f"{V1}.vector", "0"), at(1, {"vector": torch.full((HIDDEN,), float("inf"))})),
+    Case(path(f"{V1}[1]"), at(1, [1.0, HUGE_INT, 1.0, 1.0])),
+    Case(path(f"{V1}.scale", "nan", "1e+30"), at(1, {"vector": VECTOR, "scale": float("nan")})),
+    Case(path(f"{V1}.scale", "-1e+31", "1e+30"), at(1, {"vector": VECTOR, "scale": -1e31})),
+    Case(path(f"{V1}.scale", "an int of 16610 bits"), at(1, {"vector": VECTOR, "scale": HUGE_INT})),
+    Case(path(V1, "['factor']"), at(1, {"vector": VECTOR, "factor": 2.0})),
+    Case(path(V1), at(1, {"scale": 2.0})),
+    Case(
+        path("steering_vectors + decode_steering_vectors", "post_block layer 1", "float32"),
+        at(
+            1,
+            {"vector": VECTOR, "scale": 1e30},
+            decode_steering_vectors={"post_block": {1: {"vector": [1e9] * 4, "scale": 1e30}}},
+        ),
+    ),
+    # What is captured.
+    Case(path("capture"), {"capture": {}}),
+    Case(path("capture.disk", "'disk'", "['inline']"), {"capture": {"disk": {}}}),
+    Case(path("capture.inline", "['layers']"), {"capture": {"inline": {"layers": [1]}}}),
+    Case(path(HOOKS), {"capture": {"inline": {"positions": "all"}}}),
+    Case(path(HOOKS), hooks({})),
+    Case(path(POSITIONS, "'first'", SELECTORS), capture("first")),
+    Case(path(POSITIONS, "3", SELECTORS), capture(3)),
+    Case(path(POSITIONS, "None", SELECTORS), capture(None)),
+    Case(path(f"{POSITIONS}[1]", "True", SELECTORS), capture([0, True])),
+    Case(path(f"{POSITIONS}[0]", "1.0", SELECTORS), capture([1.0])),
+    Case(path(POSITIONS, "['end', 'start']", SELECTORS), capture({"start": 0, "end": 2})),
+    Case(path(POSITIONS, "['start', 'text']", SELECTORS), capture({"text": "a", "start": 0})),
+    Case(path(f"{POSITIONS}[1].which", "1"), capture([0, {"text": "a", "which": 1}])),
+    Case(path(f"{POSITIONS}.which", "list"), capture({"token_ids": [1], "which": ["first"]})),
+    Case(path(f"{POSITIONS}.text", "7"), capture({"text": 7}, tokenizer=ABC)),
+    Case(path(f"{POSITIONS}.text"), capture({"text": ""}, tokenizer=ABC)),
+    Case(path(f"{POSITIONS}.text"), capture({"text": "a\ufffd"}, tokenizer=ABC)),
+    Case(path(f"{POSITIONS}.text"), capture({"text": "a"})),
+    Case(path(f"{POSITIONS}.text", "'ca'", prompt="5"), capture({"text": "ca"}, tokenizer=ABC)),
+    Case(path(f"{POSITIONS}.token_ids", "'1'"), capture({"token_ids": "1"})),
+    Case(path(f"{POSITIONS}.token_ids"), capture({"token_ids": []})),
+    Case(path(f"{POSITIONS}.token_ids", "6", prompt="5"), capture({"token_ids": [100] * 6})),
+    Case(path(f"{POSITIONS}.token_ids[1]", "True"), capture({"token_ids": [1, True]})),
+    Case(
+        path(f"{POSITIONS}.token_ids", "[101, 100]", prompt="5"),
+        capture({"token_ids": [101, 100]}),
+    ),
+    Case(
+        path(f"{POSITIONS}[40].token_ids", allowed=str(MAX_SEARCHED)),
+        capture([{"token_ids": [100]}] * 50, prompt=MAX_SEARCHED // 40),
+    ),
+    Case(path(f"{POSITIONS}.start", "'0'"), capture({"start": "0"})),
+    Case(path(f"{POSITIONS}[0].stop", "None"), capture([{"stop": None}])),
+    Case(path(f"{POSITIONS}.step", "0"), capture({"step": 0})),
+    Case(path(f"{POSITIONS}.stop", "2", "8"), capture({"start": 2, "stop": 2})),
+    Case(path(f"{POSITIONS}.stop", "9", "8"), capture({"stop": 9})),
+    Case(path(f"{POSITIONS}[1]", "8", "7", prompt="5"), capture([0, 8])),
+    Case(path(f"{POSITIONS}[0]", "-6", "7", prompt="5"), capture([-6])),
+    Case(path(f"{POSITIONS}.start", "8", "7", prompt="5"), capture({"start": 8})),
+    Case(path(f"{POSITIONS}[0]", "an int of 16610 bits", "7"), capture([HUGE_INT])),
+    Case(path(POSITIONS), capture([])),
+    Case(path(f"{POSITIONS}[0]"), capture([[0, 1]])),
+    Case(path(POSITIONS, allowed=MANY), capture(range(10**30))),
+    Case(path(POSITIONS, allowed=MANY), capture({"step": 2}, prompt=2 * int(MANY))),
+    Case(path(POSITIONS, "1", "0", prompt="5"), capture("all_generated", max_tokens=1)),
+    Case(path(POSITIONS, "1", "0", prompt="5"), capture("last_generated", max_tokens=1)),
+    # What the engine can do.
+    *[
+        Case(path(name), {name: {"pre_attn": {0: VECTOR}}, "config": config_of(steering=False)})
+        for name in (
+            "steering_vectors",
+            "prefill_steering_vectors",
+            "decode_steering_vectors",
+            "steering_modules",
+            "steering",
+            "steering_inherit_global",
+        )
+    ],
+    Case(path("capture"), capture("all", config=config_of(capture=False))),
+    Case(
+        path("steering_vectors.pre_attn", allowed="['post_attn', 'post_block']"),
+        at(0, point="pre_attn", config=config_of(steering_points=["post_attn", "post_block"])),
+    ),
+    Case(
+        path(f"{HOOKS}.pre_attn", allowed="['post_block']"),
+        hooks({"post_block": [0], "pre_attn": [0]})
+        | {"config": config_of(capture_points=["post_block"])},
+    ),
+    Case(
+        path("decode_steering_vectors"),
+        {"decode_steering_vectors": {"pre_attn": {0: VECTOR}}, "max_tokens": 1},
+    ),
+    Case(
+        path("steering_vectors + decode_steering_vectors", "2", "1"),
+        at(
+            0,
+            decode_steering_vectors={"pre_attn": {0: VECTOR}},
+            config=config_of(max_steering_configs=1),
+        ),
+    ),
+    Case(
+        path("capture", "64", "63", positions="1 position"),
+        hooks({"pre_attn": "all"}) | {"config": config_of(capture_buffer_bytes=63)},
+    ),
+    Case(
+        path("capture.inline", "128", "127", rows="8"),
+        capture("all", config=config_of(capture_inline_max_bytes=127)),
+    ),
+    Case(path("steering"), at(0, resumable=True)),
+    Case(path("steering"), capture("all", resumable=True)),
+    Case(path("capture"), capture("all", resumable=True, config=config_of(steering=False))),
+    Case(path("prefill_steering_vectors"), {"prefill_steering_vectors": {}, "prompt": None}),
+    Case(path("capture"), capture("all", prompt=None)),
+]
+
+
+class Wired(nn.Module):
+    """A decoder layer whose own forward has taps."""
+
+    taps = UnboundTaps("pre_attn")
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Not called."""
+        return x
+
+
+class Overriding(Wired):
+    """One that inherits the taps but not the calls."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Not called."""
+        return x
+
+
+class Refused(nn.Module):
+    """A layer of a class that cannot have taps."""
+
+    taps = UnboundTaps(refused="it has two streams")
+
+
+class Stacks(nn.Module):
+    """Two stacks of layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([Wired()])
+        self.others = nn.ModuleList([Wired()])
+
+
+class Silent:
+    """A worker's taps of which none acts, as `check_sites` sees them."""
+
+    sites = (("pre_attn", 0),)
+    table = None
+    arena = torch.zeros(1, HIDDEN)
+
+    def captures(self, site: Any) -> bool:
+        return True
+
+    def probing(self, site: Any, vector: Any) -> Any:
+        """The poison stays in the arena."""
+        self.arena.fill_(float("nan"))
+        return nullcontext()
+
+
+def collector(positions: Any, *rows: int) -> RowCollector:
+    made = collector_for(plan_for(positions))
+    made.add([chunk(list(rows))])
+    return made
+
+
+def raw_params() -> SamplingParams:
+    return SamplingParams(steering_vectors={})
+
+
+OTHERS = [
+    *HTTP,
+    Case({}, do=lambda: RequestInterventions(None, 5, raw_params())),
+    # Start-up; the refused combinations are in tests/config/test_config.py.
+    Case(
+        {"given": "['mlp']", "allowed": "['pre_attn', 'post_attn', 'post_block']"},
+        do=lambda: SteeringConfig(steering_points=["mlp", "pre_attn"]),
+    ),
+    Case(
+        {"given": "['mlp']", "allowed": "['pre_attn', 'post_attn', 'post_block']"},
+        do=lambda: CaptureConfig(capture_points=["mlp", "pre_attn"]),
+    ),
+    Case(
+        {
+            "given": "['twist']",
+            "allowed": "['add', 'norm_match', 'ablate', 'clamp', 'pin', "
+            "'replace', 'normalize', 'gate']",
+        },
+        do=lambda: SteeringConfig(steering_families=["add", "twist"]),
+    ),
+    Case({}, do=lambda: SteeringConfig(steering_modules=["a=b"])),
+    Case(
+        {"given": "Linear"},
+        do=lambda: Interventions(config_of(), torch.device("cpu")).bind(nn.Linear(1, 1)),
+    ),
+    Case(
+        {"path": "layers.0", "given": "Overriding"},
+        do=lambda: find_layers(nn.ModuleDict({"layers": nn.ModuleList([Overriding()])})),
+    ),
+    Case(
+        {"given": "Refused", "reason": "it has two streams"},
+        do=lambda: refuse_layers({0: Refused()}, torch.bfloat16),
+    ),
+    Case(
+        {"given": "[1, 3, 4]"},
+        do=lambda: start_taps(executor_of(num_layers=6, shapes=[None, GAPS])),
+    ),
+    Case({"given": "0", "path": "others.0"}, do=lambda: find_layers(Stacks())),
+    Case(
+        {"given": "[('pre_attn', 0)]"},
+        do=lambda: check_sites(Silent(), lambda n: [torch.zeros(n, HIDDEN)]),  # type: ignore[arg-type]
+    ),
+    # Results.
+    Case({"rows": "6", "given": "6"}, do=lambda: collect(collector([2, 6], 2), 2)),
+    Case(
+        {"missing": "3", "rows": "5", "given": "2"},
+        do=lambda: collect(collector("all_prompt", 0, 1), 0, end="abort"),
+    ),
+    Case(
+        {"missing": "2", "rows": "5", "given": "3"},
+        do=lambda: collect(collector("all_prompt", 0, 1, 2), 1),
+    ),
+    Case({"given": "2"}, do=lambda: output(completion(0), completion(1)).capture_results),
+    Case(
+        {"given": "9", "allowed": "[2 3 4]"},
+        do=lambda: captured(0).capture_results["inline"].payload["post_block", 0].at(9),  # type: ignore[index]
+    ),
+    Case({"given": "outputs"}, do=lambda: stack([], "post_block", [0])),
+    Case({"given": "layers"}, do=lambda: stack([captured(0)], "post_block", [])),
+    Case(
+        {"output": "0", "given": "lost"},
+        do=lambda: stack([captured(0, "error", "lost")], "post_block", [0]),
+    ),
+    Case(
+        {"output": "0", "point": "pre_attn", "given": "0"},
+        do=lambda: stack([captured(0)], "pre_attn", [0]),
+    ),
+    Case({"rows": "3", "given": "-4"}, do=lambda: stack([captured(0)], "post_block", [0], -4)),
+    Case({"output": "0", "given": "1"}, do=lambda: stack([captured(0)], "post_block", [0], 1)),
+]
+
+
+CASES = REQUESTS + OTHERS + STEERING + FILES + CONSUMERS + PROJECT + FILESYSTEM
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: str(case.says)[:70])
+def test_error(case: Case) -> None:
+    message = case.message()
+    found = {row: match for row, p in PATTERNS.items() if (match := p.fullmatch(message))}
+    assert len(found) == 1, f"{message!r} is described by {list(found)}"
+    match = next(iter(found.values()))
+    assert case.says.items() <= match.groupdict().items()
+    assert len(message) < 400
+
+
+def test_every_documented_error_is_raised_here() -> None:
+    raised = [case.message() for case in CASES]
+    raised.append(
+        "steering cannot be combined with pooling models: rows would be incomplete or in the "
+        "wrong place. Turn one of them off."
+    )  # by tests/config/test_config.py
+    missing = [row for row, p in PATTERNS.items() if not any(p.fullmatch(m) for m in raised)]
+    assert missing == []
+    assert len(set(MESSAGES)) == len(MESSAGES) > 90

@@ -1,0 +1,108 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Two API server processes over two data-parallel engines: all know a change when its call returns.
+
+Each request has a connection of its own, so that the kernel spreads them over the processes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING, Any
+
+import httpx
+import numpy as np
+import pytest
+
+from tests.http.server import KEY, Server, greedy, save_model, serve
+from tests.support.serving import vector
+from vllm.entrypoints.serve.steering.client import pack_layers, read_rows
+
+if TYPE_CHECKING:
+    from tests.conftest import TinyModels
+
+pytestmark = pytest.mark.long
+
+PROMPT = "Today I went"
+READ = {"inline": {"hooks": {"post_block": [1]}, "positions": [0]}}
+PER_CHANGE = 12
+
+
+@pytest.fixture(scope="module")
+def server(tiny_models: TinyModels, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    folder = tmp_path_factory.mktemp("processes")
+    model = save_model(tiny_models, folder / "model")
+    options = ("--api-server-count=2", "--data-parallel-size=2", "--enable-log-requests")
+    with serve(model, folder / "server.log", *options) as started:
+        yield started
+
+
+def vectors(seed: int) -> dict[str, Any]:
+    return {"post_block": pack_layers({1: vector(seed).numpy()})}
+
+
+def first_rows(server: Server, **fields: Any) -> list[np.ndarray]:
+    """The row of the first position, asked for many times at once."""
+
+    def ask(_: int) -> np.ndarray:
+        body = greedy(prompt=PROMPT, max_tokens=1, capture=READ, **fields)
+        answer = server.post("/v1/completions", body)
+        assert answer.status_code == 200, answer.text
+        payload = answer.json()["choices"][0]["capture_results"]["inline"]["payload"]
+        return read_rows(payload)["post_block", 1].values[0]
+
+    with ThreadPoolExecutor(4) as pool:
+        return list(pool.map(ask, range(PER_CHANGE)))
+
+
+def moved_by(rows: list[np.ndarray], plain: np.ndarray) -> list[np.ndarray]:
+    return [row - plain for row in rows]
+
+
+def test_all_processes_and_engines_follow(server: Server) -> None:
+    plain, *others = first_rows(server)
+    assert all(np.array_equal(plain, other) for other in others)
+    for seed in (1, 2):
+        # Registered anew under one name: nobody may go on with what it meant before.
+        body = {"name": "m", "vectors": vectors(seed)}
+        assert server.change("/v1/steering/modules", body).status_code == 200
+        for delta in moved_by(first_rows(server, steering_modules=["m"]), plain):
+            np.testing.assert_allclose(delta, vector(seed).numpy(), atol=1e-4)
+    version = server.change("/v1/steering/set", {"vectors": vectors(3)}).json()["version"]
+    for delta in moved_by(first_rows(server), plain):
+        np.testing.assert_allclose(delta, vector(3).numpy(), atol=1e-4)
+    states = [server.get("/v1/steering").json() for _ in range(8)]
+    assert {state["version"] for state in states} == {version}
+    assert {state["engines"] for state in states} == {2}
+    assert server.change("/v1/steering/clear", {}).status_code == 200
+    assert all(np.array_equal(plain, row) for row in first_rows(server))
+
+
+def test_changes_at_once_are_all_made_or_refused(server: Server) -> None:
+    before = server.get("/v1/steering").json()["version"]
+    with ThreadPoolExecutor(4) as pool:
+        answers = list(
+            pool.map(lambda n: server.change("/v1/steering/set", {"vectors": vectors(n)}), range(8))
+        )
+    versions = sorted(answer.json()["version"] for answer in answers)
+    assert versions == list(range(before + 1, before + 9))
+    assert {server.get("/v1/steering").json()["version"] for _ in range(8)} == {before + 8}
+    server.change("/v1/steering/clear", {})
+
+
+def test_a_module_that_went_is_a_400_everywhere(server: Server) -> None:
+    body = {"name": "gone", "vectors": vectors(1)}
+    assert server.change("/v1/steering/modules", body).status_code == 200
+    first_rows(server, steering_modules=["gone"])
+    url = f"{server.url}/v1/steering/modules/gone"
+    assert httpx.delete(url, headers={"X-Steering-Key": KEY}).status_code == 200
+    for _ in range(PER_CHANGE):
+        answer = server.post("/v1/completions", greedy(prompt=PROMPT, steering_modules=["gone"]))
+        assert answer.status_code == 400
+        assert answer.json()["error"]["param"] == "steering_modules[0]"
+
+
+def test_both_processes_served(server: Server) -> None:
+    log = server.log.read_text()
+    for name in ("ApiServer_0", "ApiServer_1"):
+        assert any(name in line and "Received request" in line for line in log.splitlines())

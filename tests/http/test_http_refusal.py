@@ -1,0 +1,117 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Bodies of endpoints that neither steer nor capture are refused, not answered unsteered."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from fastapi import HTTPException, Request, UploadFile
+
+from vllm.entrypoints.anthropic.protocol import AnthropicMessagesRequest
+from vllm.entrypoints.launchers.cli_args import make_arg_parser
+from vllm.entrypoints.openai.chat_completion.protocol import (
+    BatchChatCompletionRequest,
+    ChatCompletionRequest,
+)
+from vllm.entrypoints.openai.completion.protocol import CompletionRequest
+from vllm.entrypoints.openai.responses.protocol import ResponsesRequest
+from vllm.entrypoints.pooling.embed.protocol import (
+    CohereEmbedRequest,
+    EmbeddingChatRequest,
+    EmbeddingCompletionRequest,
+)
+from vllm.entrypoints.scale_out.token_in_token_out.protocol import GenerateRequest
+from vllm.entrypoints.serve.steering.access import SteeringAccess
+from vllm.entrypoints.serve.steering.body import UnservedField, asked_fields
+from vllm.entrypoints.serve.tokenize.protocol import TokenizeCompletionRequest
+from vllm.entrypoints.serve.utils.api_utils import redact_sensitive_args
+from vllm.entrypoints.speech_to_text.transcription.protocol import TranscriptionRequest
+from vllm.utils.argparse_utils import FlexibleArgumentParser
+from vllm.v1.interventions.plan import PLAN_FIELDS
+
+SAID = [{"role": "user", "content": "x"}]
+SERVED = [
+    (CompletionRequest, {"model": "m", "prompt": "x"}),
+    (ChatCompletionRequest, {"model": "m", "messages": SAID}),
+]
+OTHERS: list[tuple[Callable[..., Any], dict[str, Any]]] = [
+    (ResponsesRequest, {"model": "m", "input": "x"}),
+    (BatchChatCompletionRequest, {"model": "m", "messages": [SAID]}),
+    (AnthropicMessagesRequest, {"model": "m", "messages": SAID, "max_tokens": 1}),
+    (EmbeddingCompletionRequest, {"model": "m", "input": "x"}),
+    (EmbeddingChatRequest, {"model": "m", "messages": SAID}),
+    (CohereEmbedRequest, {"model": "m", "texts": ["x"]}),
+    (TokenizeCompletionRequest, {"model": "m", "prompt": "x"}),
+    (TranscriptionRequest, {"model": "m", "file": UploadFile(io.BytesIO())}),
+    (GenerateRequest, {"token_ids": [1], "sampling_params": {"max_tokens": 1}}),
+]
+
+
+@pytest.mark.parametrize("field", PLAN_FIELDS)
+@pytest.mark.parametrize(("request_type", "body"), OTHERS)
+def test_unserved_field_is_refused_by_name(
+    request_type: Callable[..., Any], body: dict[str, Any], field: str
+) -> None:
+    with pytest.raises(UnservedField, match=f"^{field}: this endpoint does not take") as raised:
+        request_type(**body, **{field: {}})
+    assert raised.value.parameter == field
+
+
+@pytest.mark.parametrize("field", [*PLAN_FIELDS, "plan"])
+def test_tokens_in_tokens_out_takes_no_plan(field: str) -> None:
+    """Not among its sampling parameters, either, and no ready-made one at all."""
+    body = {"token_ids": [1], "sampling_params": {"max_tokens": 1, field: {}}}
+    if field == "plan":
+        assert not hasattr(GenerateRequest(**body).sampling_params, "plan")  # type: ignore[arg-type]
+        return
+    with pytest.raises(UnservedField, match=f"^sampling_params.{field}: ") as raised:
+        GenerateRequest(**body)  # type: ignore[arg-type]
+    assert raised.value.parameter == f"sampling_params.{field}"
+
+
+@pytest.mark.parametrize(("request_type", "body"), SERVED)
+def test_served_fields_are_kept_as_they_came(
+    request_type: Callable[..., Any], body: dict[str, Any]
+) -> None:
+    request = request_type(**body, capture={"inline": 1}, steering=None, other=2)
+    assert asked_fields(request) == {"capture": {"inline": 1}}
+
+
+@pytest.mark.parametrize(("request_type", "body"), [*SERVED, *OTHERS[:2]])
+def test_other_unknown_fields_are_ignored_as_upstream_does(
+    request_type: Callable[..., Any], body: dict[str, Any]
+) -> None:
+    assert request_type(**body, some_other_field=1).model == "m"
+
+
+def test_flags_stand_in_groups_of_their_own() -> None:
+    parser = make_arg_parser(FlexibleArgumentParser())
+    flags = {
+        group.title: {flag for action in group._group_actions for flag in action.option_strings}
+        for group in parser._action_groups
+    }
+    assert {"--enable-steering", "--steering-modules"} <= flags["SteeringConfig"]
+    assert {"--capture-consumers", "--capture-overload-policy"} <= flags["CaptureConfig"]
+    assert "--steering-api-key" in flags["Frontend"]
+
+
+def test_the_log_of_options_has_no_keys() -> None:
+    shown = redact_sensitive_args({"steering_api_key": ["secret"], "model": "m"})
+    assert shown == {"steering_api_key": "***", "model": "m"}
+
+
+def test_several_keys() -> None:
+    access = SteeringAccess(["one", "two"], bearer=False)
+    for key in ("one", "two"):
+        access.need(Request({"type": "http", "headers": [(b"x-steering-key", key.encode())]}))
+
+
+def test_development_mode_needs_no_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    request = Request({"type": "http", "headers": []})
+    with pytest.raises(HTTPException):
+        SteeringAccess(None, bearer=True).need(request)
+    monkeypatch.setenv("VLLM_SERVER_DEV_MODE", "1")
+    SteeringAccess(None, bearer=True).need(request)

@@ -1,0 +1,342 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Slots, parts, rows and programs over thousands of requests that come, go and come back.
+
+A worker that replays the messages must find for every running request what the request asked for,
+and a model that only counts must agree on who may start.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.support.plans import HIDDEN, config_of, plan_of
+from vllm import SamplingParams
+from vllm.v1.interventions.frontend.segments import part_of
+from vllm.v1.interventions.plan import (
+    UNSTEERED,
+    Content,
+    Plan,
+    SteeringPlan,
+    StepInterventions,
+    WorkerRequest,
+)
+from vllm.v1.interventions.scheduler import fairness
+from vllm.v1.interventions.scheduler.decisions import SchedulerInterventions
+from vllm.v1.interventions.scheduler.slots import FIRST_SLOT, GLOBALS_ALONE, ROWS_PER_SLOT
+from vllm.v1.interventions.scheduler.term_pool import rows_needed
+from vllm.v1.request import Request, RequestStatus
+
+SLOTS, ROWS, PROMPT = 5, 9, 6
+FAMILIES = ["add", "ablate", "pin", "replace", "gate"]
+CONFIG = config_of(max_steering_configs=SLOTS, max_steering_rows=ROWS, steering_families=FAMILIES)
+
+
+def axis(i: int) -> list[float]:
+    return [float(i % HIDDEN == j) * (1 + i) for j in range(HIDDEN)]
+
+
+def plans() -> list[Plan | None]:
+    """Kinds of requests, few enough that many ask for the same."""
+    at = [{"pre_attn": {0: axis(i)}} for i in range(10)]
+    ops = [
+        {"op": "pin", "point": "post_block", "layers": [1], "direction": axis(i), "value": 1.0}
+        for i in range(6)
+    ]
+    gates = [{"probe": axis(i), "threshold": 0.0, "sharpness": 1.0} for i in range(2)]
+    swap = {"op": "replace", "point": "pre_attn", "layers": [3]}
+    asks: list[dict[str, Any]] = [{}, {"capture": {"inline": {"hooks": {"pre_attn": [0]}}}}]
+    asks += [{"steering_vectors": v} for v in at]
+    asks += [{"steering_vectors": v, "steering_inherit_global": False} for v in at[:2]]
+    asks += [{"prefill_steering_vectors": v, "decode_steering_vectors": w} for v, w in pairwise(at)]
+    asks += [{"decode_steering_vectors": v} for v in at[:2]]
+    asks += [
+        {"steering_vectors": {"pre_attn": {0: {"vector": axis(i), "positions": [2, 4]}}}}
+        for i in range(3)
+    ]
+    asks += [{"steering": [op]} for op in ops]
+    asks += [{"steering": [{**op, "gate": g}]} for op in ops[:2] for g in gates]
+    asks += [
+        {"steering": [ops[i], {**ops[3], "gate": {**gates[0], "when": "last_prompt"}}]}
+        for i in range(3)
+    ]
+    asks += [
+        {"steering": [{**swap, "positions": [1, 3], "values": [axis(i), axis(3)]}]}
+        for i in range(3)
+    ]
+    asks += [{"steering": [ops[i]], "prefill_steering_vectors": at[i]} for i in range(3)]
+    asks += [{"steering_inherit_global": False}]
+    return [plan_of(config=CONFIG, prompt=PROMPT, max_tokens=8, **ask) for ask in asks]
+
+
+EVERYTHING = plan_of(
+    config=CONFIG,
+    prompt=12,
+    max_tokens=8,
+    steering_vectors={
+        "pre_attn": {n: {"vector": axis(n), "positions": [n]} for n in (0, 1, 2, 3)},
+        "post_block": {0: {"vector": axis(0), "positions": [5]}},
+    },
+    steering=[
+        {
+            "op": "replace",
+            "point": "post_block",
+            "layers": [2],
+            "positions": list(range(ROWS)),
+            "values": [[float(i)] * HIDDEN for i in range(ROWS)],
+        }
+    ],
+)
+
+
+def steering_of(request: Request) -> SteeringPlan | None:
+    return request.interventions.plan.steering
+
+
+@dataclass
+class Worker:
+    """It only writes what it is told."""
+
+    parts: set[str] = field(default_factory=set)
+    slots: dict[int, tuple[Content, bool]] = field(default_factory=dict)
+    globals: tuple[str, ...] = ()
+    terms: dict[int, str] = field(default_factory=dict)
+    probes: dict[int, str] = field(default_factory=dict)
+    """Row -> the term whose probe it holds."""
+    programs: dict[int, Any] = field(default_factory=dict)
+    requests: dict[str, WorkerRequest] = field(default_factory=dict)
+
+    def apply(self, finished: set[str], step: StepInterventions | None) -> None:
+        for name in finished:
+            self.requests.pop(name, None)
+        if step is None:
+            return
+        assert not self.parts & {p.digest for p in step.new_parts}, "sent twice"
+        self.parts |= {p.digest for p in step.new_parts}
+        if step.tiers is not None:
+            self.globals = tuple(sorted(p.digest for p in step.tiers.tiers.values()))
+        for slot, content, inherit in step.contents:
+            assert FIRST_SLOT <= slot < FIRST_SLOT + SLOTS
+            self.slots[slot] = content, inherit
+        assert self.parts >= set(step.dropped_parts)
+        self.parts -= set(step.dropped_parts)
+        # Also of idle slots: a change of the global tiers makes them anew.
+        assert self.parts == {name for c, _ in self.slots.values() for name, _ in c.parts}
+        for placed in step.terms:
+            assert 1 <= placed.row <= ROWS
+            assert bool(placed.probe_row) == bool(placed.term.probe)
+            self.terms[placed.row] = placed.term.digest
+            self.probes.pop(placed.row, None)
+            if placed.probe_row:
+                assert 1 <= placed.probe_row <= ROWS
+                self.probes[placed.probe_row] = placed.term.digest
+                self.terms.pop(placed.probe_row, None)
+        for program in step.programs:
+            assert 1 <= program.row <= ROWS
+            self.programs[program.row] = program
+        self.requests |= step.admitted
+
+    def check(self, request: Request) -> None:
+        """The forward finds what `request` asked for."""
+        mine, plan = self.requests.get(request.request_id), steering_of(request)
+        inherits = plan is None or plan.inherit
+        if mine is None:
+            assert plan is None and not self.globals
+            return
+        if plan is None:
+            rows = [ROWS_PER_SLOT * GLOBALS_ALONE, ROWS_PER_SLOT * GLOBALS_ALONE + 1]
+            assert mine.firsts.tolist() == [0, PROMPT]
+            assert mine.table_rows.tolist() == (rows if self.globals else [0, 0])
+            assert not mine.programs.any()
+            return
+        contents = {c.digest: c for c in plan.contents}
+        programs = {p.digest: p for p in plan.programs}
+        assert mine.firsts.tolist() == [s.first for s in plan.segments]
+        told = zip(plan.segments, mine.table_rows, mine.programs, strict=True)
+        for segment, row, program in told:
+            slot, generated = divmod(int(row), ROWS_PER_SLOT)
+            if segment.content != UNSTEERED:
+                assert self.slots[slot] == (contents[segment.content], inherits)
+            else:
+                assert slot == (GLOBALS_ALONE if inherits and self.globals else 0)
+            assert bool(generated) == (segment.first >= PROMPT and slot > 0)
+            if segment.program == UNSTEERED:
+                assert program == 0
+                continue
+            placed, asked = self.programs[int(program)], programs[segment.program]
+            assert placed.sites == asked.sites
+            for rows, digests in zip(placed.terms, asked.terms, strict=True):
+                assert [self.terms.get(row, UNSTEERED) if row else UNSTEERED for row in rows] == (
+                    digests
+                )
+            deciders = [i for i, s in enumerate(plan.segments) if self.decides(programs, s.program)]
+            assert placed.home == (int(mine.programs[deciders[0]]) if deciders else 0)
+
+    @staticmethod
+    def decides(programs: dict[str, Any], digest: str) -> bool:
+        return digest != UNSTEERED and programs[digest].decides
+
+    def check_apart(self) -> None:
+        """Programs belong to one request each: gates that are decided once are kept by row."""
+        owned = [set(r.programs.tolist()) - {0} for r in self.requests.values()]
+        assert sum(map(len, owned)) == len(set().union(*owned))
+
+
+class Counts:
+    """What is needed by those who hold it."""
+
+    def __init__(self, holders: list[SteeringPlan]) -> None:
+        self.keys = {(c.digest, p.inherit) for p in holders for c in p.contents}
+        self.terms = {t.digest: t for p in holders for t in p.terms}
+        self.programs = sum(len(p.programs) for p in holders)
+
+    @property
+    def rows(self) -> int:
+        return rows_needed(list(self.terms.values()))
+
+    def fits(self) -> bool:
+        return len(self.keys) <= SLOTS and self.rows <= ROWS and self.programs <= ROWS
+
+
+class Simulation:
+    """A scheduler of our own around the real decisions."""
+
+    def __init__(self, seed: int) -> None:
+        self.random = random.Random(seed)
+        self.ours = SchedulerInterventions(CONFIG, hash_block_size=4)
+        self.worker = Worker()
+        self.waiting: list[Request] = []
+        self.running: list[Request] = []
+        self.ends: dict[str, int] = {}
+        self.finished: set[str] = set()
+        self.holders: dict[str, SteeringPlan] = {}
+        self.step_number = 0
+        self.refused: dict[str, int] = {}
+        self.seen: Counter[str] = Counter()
+
+    def arrive(self, plan: Plan | None, name: str) -> None:
+        request = Request(name, list(range(PROMPT)), SamplingParams(max_tokens=8), None, plan=plan)
+        self.ours.arrive(request)
+        self.waiting.append(request)
+
+    def end(self, request: Request) -> None:
+        self.ours.finish(request)
+        self.holders.pop(request.request_id, None)
+        self.refused.pop(request.request_id, None)
+        self.finished.add(request.request_id)
+        for queue in (self.waiting, self.running):
+            if request in queue:
+                queue.remove(request)
+
+    def preempt(self, request: Request) -> None:
+        self.seen["preempted"] += 1
+        request.status = RequestStatus.PREEMPTED
+        request.num_computed_tokens = 0
+        self.ours.preempt(request)
+        self.running.remove(request)
+        self.waiting.insert(0, request)
+
+    def may_start(self, request: Request) -> bool:
+        """What the real decision is, judged by the model."""
+        plan, name = steering_of(request), request.request_id
+        can = self.ours.can_admit(request)
+        if plan is None or name in self.holders or not (plan.contents or plan.programs):
+            assert can
+            return True
+        fits = Counts([*self.holders.values(), plan]).fits()
+        starved = next((r for r, n in self.refused.items() if n > fairness.MAX_SKIPS), None)
+        assert can == (fits and starved in (None, name))
+        if not can:
+            self.refused[name] = self.refused.get(name, 0) + 1
+            self.seen["refused"] += 1
+            self.seen["passed over"] += fits
+        return can
+
+    def admit(self, request: Request) -> None:
+        self.ours.admit(request)
+        self.waiting.remove(request)
+        self.running.append(request)
+        request.status = RequestStatus.RUNNING
+        plan = steering_of(request)
+        if plan is not None:
+            self.holders[request.request_id] = plan
+        self.refused.pop(request.request_id, None)
+        self.ends.setdefault(request.request_id, self.step_number + self.random.randint(1, 12))
+
+    def step(self) -> None:
+        self.step_number += 1
+        chance = self.random.random
+        for request in [r for r in self.running if self.ends[r.request_id] <= self.step_number]:
+            self.end(request)
+        for request in [*self.waiting, *self.running]:
+            if chance() < 0.01:
+                self.seen["aborted"] += 1
+                self.end(request)
+        for request in list(self.running):
+            if chance() < 0.03:
+                self.preempt(request)
+        if chance() < 0.02:
+            self.change_globals()
+        if chance() < 0.01:
+            self.sleep()
+        for request in list(self.waiting):
+            # A request that may start does not always: there may be no KV blocks for it.
+            if len(self.running) < 10 and self.may_start(request) and chance() < 0.9:
+                self.admit(request)
+        step = self.ours.message({r.request_id: 1 for r in self.running})
+        self.worker.apply(self.finished, step)
+        self.seen["sent"] += len(step.new_parts) if step is not None else 0
+        self.finished = set()
+        for request in self.running:
+            request.num_computed_tokens += 1
+            self.worker.check(request)
+        self.worker.check_apart()
+        held = Counts(list(self.holders.values()))
+        assert self.ours.slots.in_use == len(held.keys)
+        assert self.ours.pool.in_use == held.rows
+
+    def change_globals(self) -> None:
+        self.seen["changed globals"] += 1
+        state = self.ours.tiers
+        if self.random.random() < 0.4:
+            state = state.cleared(None)
+        else:
+            part = part_of({("pre_attn", 1): np.array(axis(self.random.randrange(4)))}, HIDDEN)
+            state = state.changed({self.random.choice(["base", "decode"]): part}, replace=False)
+        self.ours.set_tiers(state, [*self.waiting, *self.running])
+
+    def sleep(self) -> None:
+        self.seen["slept"] += 1
+        self.ours.restore()
+        self.worker = Worker(requests=self.worker.requests)
+
+
+@pytest.mark.parametrize("skips", [fairness.MAX_SKIPS, 5])
+def test_ten_thousand_requests(skips: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fairness, "MAX_SKIPS", skips)
+    kinds, world = plans(), Simulation(seed=skips)
+    arrivals = 0
+    while arrivals < 5_000:
+        for _ in range(world.random.randint(0, 3) if len(world.waiting) < 12 else 0):
+            world.arrive(world.random.choice(kinds), f"r{arrivals}")
+            arrivals += 1
+        world.step()
+    while world.waiting or world.running:
+        world.step()
+    for what in ("preempted", "aborted", "changed globals", "slept", "refused", "sent"):
+        assert world.seen[what] > 20, f"the test tried too little: {world.seen}"
+    assert (world.seen["passed over"] > 20) == (skips == 5)
+    assert world.ours.slots.in_use == world.ours.pool.in_use == 0
+    assert world.seen["sent"] < arrivals / 2, "equal contents were not shared"
+    # Nothing leaked: one request can have everything there is.
+    world.arrive(EVERYTHING, "last")
+    assert world.may_start(world.waiting[0])
+    world.admit(world.waiting[0])
+    world.step()
+    assert (world.ours.slots.in_use, world.ours.pool.in_use) == (SLOTS, ROWS)

@@ -1,0 +1,245 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Changes of global tiers and modules in two phases: all of one change, or nothing of it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import pytest
+
+from tests.support.plans import HIDDEN, SHAPE, VECTOR, array, config_of, plan_of
+from vllm.v1.interventions.frontend.module_catalog import ModuleCatalog
+from vllm.v1.interventions.frontend.segments import part_of
+from vllm.v1.interventions.plan import Part
+from vllm.v1.interventions.scheduler import changes as changes_module
+from vllm.v1.interventions.scheduler.changes import LEASE_SECONDS, Change, SteeringCall
+from vllm.v1.interventions.scheduler.decisions import SchedulerInterventions
+from vllm.v1.interventions.scheduler.tiers import KEPT_SECONDS
+from vllm.v1.steering.modules import Module, parse_module
+
+SITE = ("pre_attn", 0)
+
+
+def part(value: float) -> Part:
+    return part_of({SITE: array(*[value] * HIDDEN)}, HIDDEN)
+
+
+def module(value: float) -> Module:
+    config = config_of().steering_config
+    return parse_module({"pre_attn": {0: [value] * HIDDEN}}, "source", SHAPE, config)
+
+
+def setting(value: float, tier: str = "base") -> Change:
+    return Change("set", tiers={tier: part(value)})
+
+
+class Engine:
+    """The engine core's side, and a clock."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.core = SchedulerInterventions(config_of(), hash_block_size=4)
+        self.now = 1000.0
+        monkeypatch.setattr(changes_module.time, "monotonic", lambda: self.now)
+
+    def prepare(self, token: str, change: Change) -> dict[str, Any]:
+        return self.core.changes.call(SteeringCall("prepare", token, change), [])
+
+    def commit(self, token: str) -> dict[str, Any]:
+        return self.core.changes.call(SteeringCall("commit", token), [])
+
+    def cancel(self, token: str) -> dict[str, Any]:
+        return self.core.changes.call(SteeringCall("cancel", token), [])
+
+    def make(self, change: Change) -> dict[str, Any]:
+        assert "version" in self.prepare("now", change)
+        return self.commit("now")
+
+    def state(self) -> dict[str, Any]:
+        return self.core.changes.call(SteeringCall("state"), [])
+
+    @property
+    def norms(self) -> dict[str, float]:
+        """tier -> norm at SITE."""
+        return {t: d["norms"]["pre_attn"][0] for t, d in self.state()["tiers"].items()}
+
+
+@pytest.fixture
+def engine(monkeypatch: pytest.MonkeyPatch) -> Engine:
+    return Engine(monkeypatch)
+
+
+def test_set_replace_clear(engine: Engine) -> None:
+    assert engine.make(setting(1.0))["version"] == 1
+    assert engine.make(setting(2.0, "decode"))["version"] == 2
+    assert engine.norms == {"base": 2.0, "decode": 4.0}
+    engine.make(Change("set", tiers={"prefill": part(3.0)}, replace=True))
+    assert engine.norms == {"prefill": 6.0}
+    engine.make(setting(1.0))
+    engine.make(Change("clear", tier="prefill"))
+    assert engine.norms == {"base": 2.0}
+    assert engine.make(Change("clear"))["version"] == 6
+    assert engine.norms == {}
+
+
+def test_the_same_vectors_are_the_same_state_again(engine: Engine) -> None:
+    engine.make(setting(1.0))
+    first = engine.core.tiers.era(0)
+    engine.make(setting(2.0))
+    assert engine.core.tiers.era(0) != first
+    engine.make(setting(1.0))
+    assert engine.core.tiers.era(0) == first
+    assert engine.state()["version"] == 3
+
+
+def test_what_is_prepared_acts_only_when_it_is_committed(engine: Engine) -> None:
+    reply = engine.prepare("a", setting(1.0))
+    assert reply["version"] == 0
+    assert engine.norms == {}
+    assert engine.core.message({}) is None
+    engine.commit("a")
+    assert engine.norms == {"base": 2.0}
+    step = engine.core.message({})
+    assert step is not None
+    assert step.tiers is not None
+    assert step.version == step.tiers.version == 1
+
+
+def test_one_change_at_a_time(engine: Engine) -> None:
+    engine.prepare("a", setting(1.0))
+    assert engine.prepare("b", setting(2.0)) == {"busy": True}
+    assert "version" in engine.prepare("a", setting(1.0)), "its own again is no conflict"
+    assert "error" in engine.commit("b")
+    assert engine.norms == {}
+    engine.cancel("b")  # of another: changes nothing
+    assert engine.commit("a")["version"] == 1
+    assert engine.norms == {"base": 2.0}
+    assert "error" in engine.commit("a"), "committed twice"
+    engine.make(setting(2.0))
+    assert engine.norms == {"base": 4.0}
+
+
+def test_a_cancelled_change_is_gone(engine: Engine) -> None:
+    engine.prepare("a", setting(1.0))
+    engine.cancel("a")
+    assert "error" in engine.commit("a")
+    assert "version" in engine.prepare("b", setting(2.0))
+    engine.commit("b")
+    assert engine.norms == {"base": 4.0}
+
+
+def test_a_change_whose_frontend_died_gives_way(engine: Engine) -> None:
+    engine.prepare("dead", setting(1.0))
+    engine.now += LEASE_SECONDS - 1
+    assert engine.prepare("b", setting(2.0)) == {"busy": True}
+    engine.now += 2
+    assert "version" in engine.prepare("b", setting(2.0))
+    assert "error" in engine.commit("dead")  # it was not dead after all
+    assert engine.commit("b")["version"] == 1
+    assert engine.norms == {"base": 4.0}
+
+
+def test_a_late_commit_that_nobody_replaced_is_made(engine: Engine) -> None:
+    engine.prepare("slow", setting(1.0))
+    engine.now += 10 * LEASE_SECONDS
+    assert engine.commit("slow")["version"] == 1
+    assert engine.norms == {"base": 2.0}
+
+
+def test_a_refused_change_leaves_the_prepared_one_alone(engine: Engine) -> None:
+    engine.prepare("slow", setting(1.0))
+    engine.now += LEASE_SECONDS + 1
+    assert "unknown module 'm'" in engine.prepare("b", Change("unregister", name="m"))["error"]
+    assert engine.commit("slow")["version"] == 1
+    assert engine.norms == {"base": 2.0}
+
+
+def test_a_refused_change_is_not_prepared(engine: Engine) -> None:
+    engine.make(setting(1.5e38))
+    reply = engine.prepare("a", setting(1.5e38, "prefill"))
+    assert reply["error"].startswith("the global tiers at prefill positions: ")
+    assert "error" in engine.commit("a")
+    assert "version" in engine.prepare("b", setting(2.0, "prefill"))
+
+
+def test_modules(engine: Engine) -> None:
+    engine.make(Change("register", name="m", module=module(1.0)))
+    one = engine.state()["modules"]["m"]
+    assert one["tiers"]["base"] == {"pre_attn": {0: 2.0}}
+    engine.make(Change("register", name="m", module=module(2.0)))
+    assert engine.state()["modules"]["m"]["digest"] != one["digest"]
+    engine.make(Change("unregister", name="m"))
+    assert engine.state()["modules"] == {}
+    assert "error" in engine.prepare("a", Change("unregister", name="m"))
+    assert engine.state()["version"] == 0, "modules are no global state"
+
+
+def test_a_request_on_its_way_has_what_its_module_meant_or_an_error(engine: Engine) -> None:
+    engine.make(Change("register", name="m", module=module(1.0)))
+    plan = plan_of(modules={"m": module(1.0)}, steering_modules=[("m", 3.0)])
+    assert plan is not None
+    assert plan.steering is not None
+    assert plan.steering.parts == [], "the engine core has it"
+    filled = engine.core.modules.fill(plan)
+    assert filled is not None
+    assert filled.steering is not None
+    assert [p.digest for p in filled.steering.parts] == [part(1.0).digest]
+    engine.make(Change("register", name="n", module=module(1.0)))
+    engine.make(Change("register", name="m", module=module(2.0)))
+    assert engine.core.modules.fill(plan) == filled, "the same content under another name"
+    engine.make(Change("unregister", name="n"))
+    assert engine.core.modules.fill(plan) == filled, "kept for a while"
+    # Later, at the next change.
+    engine.now += KEPT_SECONDS + 1
+    engine.make(Change("unregister", name="m"))
+    with pytest.raises(ValueError, match="unregistered or registered anew"):
+        engine.core.modules.fill(plan)
+    plain = plan_of(steering_vectors={"pre_attn": {0: VECTOR}})
+    assert engine.core.modules.fill(plain) is plain
+    assert engine.core.modules.fill(None) is None
+
+
+def test_what_another_engine_has_made_already_is_here_from_the_preparation_on(
+    engine: Engine,
+) -> None:
+    plan = plan_of(modules={"m": module(1.0)}, steering_modules=["m"])
+    with pytest.raises(ValueError, match="unregistered or registered anew"):
+        engine.core.modules.fill(plan)
+    engine.prepare("a", Change("register", name="m", module=module(1.0)))
+    filled = engine.core.modules.fill(plan)
+    assert filled is not None
+    assert filled.steering is not None
+    assert [p.digest for p in filled.steering.parts] == [part(1.0).digest]
+    assert engine.state()["modules"] == {}
+
+
+def test_a_frontend_learns_what_another_registered(engine: Engine) -> None:
+    catalog = ModuleCatalog(config_of())
+
+    def learn() -> dict[str, list[str]]:
+        known = {name: m.digest for name, m in catalog.modules.items()}
+        news = engine.core.changes.call(SteeringCall("modules", known=known), [])
+        news = msgspec.msgpack.decode(msgspec.msgpack.encode(news))  # it is plain data
+        catalog.learn(news)
+        return {name: sorted(news["new"]) for name in catalog.modules}
+
+    assert learn() == {}
+    engine.make(Change("register", name="m", module=module(1.0)))
+    engine.make(Change("register", name="n", module=module(2.0)))
+    assert learn() == {"m": ["m", "n"], "n": ["m", "n"]}
+    assert catalog.get("m", "path") == module(1.0)
+    engine.make(Change("register", name="n", module=module(3.0)))
+    engine.make(Change("unregister", name="m"))
+    assert learn() == {"n": ["n"]}, "only what is new is sent"
+    assert catalog.get("n", "path") == module(3.0)
+
+
+def test_any_number_of_modules_takes_no_slot(engine: Engine) -> None:
+    small = SchedulerInterventions(config_of(max_steering_configs=1), hash_block_size=4)
+    for i in range(50):
+        small.modules.put(f"m{i}", module(float(i + 1)))
+    assert small.slots.in_use == 0
+    plan = small.modules.fill(plan_of(modules={"m7": module(8.0)}, steering_modules=["m7"]))
+    assert plan is not None
+    assert plan.steering is not None
+    assert small.slots.fits(plan.steering)

@@ -1,0 +1,196 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The rows of steps on their way to frontends: each request gets its own, once and in order, in few
+buffers. Real rows, messages and requests; no model."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.support.plans import HIDDEN, config_of, plan_of
+from vllm import SamplingParams
+from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
+from vllm.v1.interventions.capture_groups import Layout
+from vllm.v1.interventions.frontend.packed_rows import unpack
+from vllm.v1.interventions.plan import CapturedChunk
+from vllm.v1.interventions.scheduler.capture_sessions import CaptureSessions
+from vllm.v1.interventions.scheduler.row_relay import RowRelay
+from vllm.v1.interventions.step_rows import Blocks, Members, StepRows
+from vllm.v1.interventions.worker.projection_table import ProjectionTable
+from vllm.v1.request import Request
+from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
+
+PROMPT, MOST = 5, 8
+SITES = {1: Layout(((0,), 1, (((0,), None),))), 2: Layout(((0, 1), 2, (((0, 1), None),)))}
+"""How many layers are captured -> how a worker lays them out."""
+
+
+@dataclass(eq=False)
+class Asks:
+    """A request, and what of it has come to its frontend."""
+
+    number: int
+    layers: int
+    wanted: list[int]
+    loose: bool
+    """Whether the worker also captures what is not wanted, as for drafts."""
+    client: int = 0
+    computed: int = 0
+    came: list[CapturedChunk] = field(default_factory=list)
+    request: Request = field(init=False)
+
+    def __post_init__(self) -> None:
+        hooks = {"post_block": list(range(self.layers))}
+        capture = {"inline": {"hooks": hooks, "positions": self.wanted}}
+        plan = plan_of(prompt=PROMPT, max_tokens=MOST, capture=capture)
+        params = SamplingParams(max_tokens=MOST)
+        self.request = Request(
+            str(self.number), [0] * PROMPT, params, None, plan=plan, client_index=self.client
+        )
+
+    def next(self, most: int) -> list[int]:
+        """The positions of the next step."""
+        return list(range(self.computed, min(self.computed + most, self.request.num_tokens)))
+
+    def values(self, positions: list[int]) -> torch.Tensor:
+        """[n, layers, hidden], unlike all others."""
+        at = torch.tensor(positions).float()[:, None] + 100 * self.number
+        return (at + 0.25 * torch.arange(self.layers))[..., None].repeat(1, 1, HIDDEN)
+
+
+def captured(asks: dict[Asks, list[int]]) -> StepRows:
+    """As a worker makes it, of the positions of each."""
+    groups: dict[Layout, Members] = {}
+    at, first = dict[str, torch.Tensor](), 0
+    index: dict[Layout, list[int]] = {}
+    for one, positions in asks.items():
+        layout, n = SITES[one.layers], len(positions)
+        groups.setdefault(layout, []).append((one.request.request_id, np.arange(first, first + n)))
+        index.setdefault(layout, []).extend(positions)
+        at[one.request.request_id] = one.values(positions)
+        first += n
+    rows = StepRows(1, Blocks(groups))
+    positions_of = torch.tensor([p for part in index.values() for p in part])
+    rows.take_positions(positions_of, torch.arange(first))
+    arena = [at[name].flatten(0, 1) for members in groups.values() for name, _ in members]
+    rows.take_rows(torch.cat(arena), ProjectionTable(HIDDEN, torch.device("cpu")))
+    return rows
+
+
+def sent(outputs: EngineCoreOutputs) -> tuple[list[EngineCoreOutput], int]:
+    """What arrives, and in how many buffers."""
+    parts = MsgpackEncoder(size_threshold=0).encode(outputs)
+    got = MsgpackDecoder(EngineCoreOutputs).decode([memoryview(p) for p in parts])  # type: ignore[arg-type]
+    return got.outputs, len(parts)
+
+
+def step(relay: RowRelay, asks: dict[Asks, list[int]]) -> int:
+    """All of a step that computes these positions, to the frontends; returns the buffers."""
+    takes = {
+        one: [p for p in positions if one.loose or p in one.wanted]
+        for one, positions in asks.items()
+    }
+    some = {one: positions for one, positions in takes.items() if positions}
+    rows = captured(some) if some else None
+    outputs: dict[int, list[EngineCoreOutput]] = {}
+    for one, positions in asks.items():
+        one.computed = positions[-1] + 1
+        emits = one.computed == one.request.num_tokens
+        if emits:
+            one.request.append_output_token_ids(7)
+        relay.accept(one.request, rows, emits)
+        if emits:
+            chunks = one.request.interventions.take()
+            output = EngineCoreOutput(one.request.request_id, [7], captured=chunks)
+            outputs.setdefault(one.client, []).append(output)
+    messages = {client: EngineCoreOutputs(outputs=outs) for client, outs in outputs.items()}
+    relay.join(messages)
+    buffers = 0
+    for client, message in messages.items():
+        got, number = sent(message)
+        buffers += number
+        ahead = unpack(got.pop(0).captured or []) if got[0].request_id == "" else {}
+        for output in got:
+            [one] = [a for a in asks if a.request.request_id == output.request_id]
+            assert one.client == client
+            one.came += ahead.pop(output.request_id, []) or output.captured or []
+        assert not ahead
+    return buffers
+
+
+def a_relay() -> RowRelay:
+    return RowRelay(CaptureSessions(config_of()))
+
+
+REQUEST = st.tuples(
+    st.sampled_from([1, 2]),
+    st.sets(st.integers(0, PROMPT + MOST - 2), min_size=1),
+    st.booleans(),
+    st.integers(0, 1),
+)
+
+
+@given(
+    st.lists(REQUEST, min_size=1, max_size=4),
+    st.lists(st.tuples(st.integers(0, 6), st.booleans()), max_size=60),
+)
+def test_each_gets_its_own_once_and_in_order(
+    asked: list[Any], most: list[tuple[int, bool]]
+) -> None:
+    """Whatever the steps, with prompts in pieces, preemptions, rows that nobody wants and two
+    frontends."""
+    everybody = [
+        Asks(i, layers, sorted(wanted), loose, client)
+        for i, (layers, wanted, loose, client) in enumerate(asked)
+    ]
+    relay, sizes = a_relay(), iter(most)
+    while True:
+        left = [a for a in everybody if a.request.num_output_tokens < MOST]
+        if not left:
+            break
+        part = {}
+        for one in left:
+            size, preempted = next(sizes, (PROMPT + MOST, False))
+            one.computed = 0 if preempted else one.computed
+            if positions := one.next(size):
+                part[one] = positions
+        if part:
+            step(relay, part)
+    for one in everybody:
+        positions = [p for chunk in one.came for p in chunk.positions.tolist()]
+        assert positions == one.wanted
+        values = torch.cat([chunk.values[0] for chunk in one.came])
+        assert torch.equal(values, one.values(positions))
+        assert not torch.equal(values, one.values([p + 1 for p in positions]))
+        assert all(chunk.version == 1 for chunk in one.came)
+
+
+def test_a_step_is_few_buffers_however_many_requests() -> None:
+    """One of rows; that of many is what it is where rows waited for their output."""
+    at_once, in_pieces = (
+        [Asks(i, 1, list(range(7)), loose=False) for i in range(40)] for _ in range(2)
+    )
+    relay = a_relay()
+    for positions in ([0, 1, 2, 3, 4], [5], [6]):
+        assert 1 < step(relay, dict.fromkeys(at_once, positions)) <= 4
+    assert step(relay, {one: [0, 1, 2] for one in in_pieces}) == 0
+    assert step(relay, {one: [3, 4] for one in in_pieces}) > 40
+    for one in at_once:
+        assert [p for c in one.came for p in c.positions.tolist()] == one.wanted
+
+
+def test_who_does_not_take_all_is_left_out() -> None:
+    """The others' rows go as they lie, in as many pieces as they are neighbours."""
+    everybody = [Asks(i, 1, [0, 1, 2, 3, 4, 5], loose=True) for i in range(5)]
+    everybody[2] = Asks(2, 1, [0, 1, 2, 3, 4], loose=True)
+    relay = a_relay()
+    for positions in ([0, 1, 2, 3, 4], [5]):
+        step(relay, dict.fromkeys(everybody, positions))
+    rows = [c.values[0] for one in everybody for c in one.came[1:]]
+    assert len(everybody[2].came) == 1 and len(rows) == 4
+    assert [r.untyped_storage().nbytes() // r.nbytes for r in rows] == [2, 2, 2, 2]

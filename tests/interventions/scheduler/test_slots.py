@@ -1,0 +1,306 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The slot table: what a worker that replays the uploads finds in each request's slots."""
+
+from __future__ import annotations
+
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    Bundle,
+    RuleBasedStateMachine,
+    consumes,
+    initialize,
+    invariant,
+    rule,
+)
+
+from tests.support.plans import asking, content
+from vllm.v1.interventions.plan import UNSTEERED, Content, Part, SteeringPlan
+from vllm.v1.interventions.scheduler.slots import (
+    FIRST_SLOT,
+    GLOBALS_ALONE,
+    MAX_STEP_BYTES,
+    NOTHING,
+    SlotTable,
+)
+
+BIG = MAX_STEP_BYTES // 2 + 1
+"""Two parts of this size are more than a step may send."""
+
+CATALOGUE = {
+    **{name: content(name) for name in "abc"},
+    "d": content("d", "a", "b"),
+    "e": content("e", "c", "shared"),
+    "f": content("f", "shared"),
+}
+ASKS = st.lists(st.sampled_from(sorted(CATALOGUE)), min_size=1, max_size=2, unique=True)
+
+
+class Worker:
+    """It only writes what it is told, and keeps parts as long as it must."""
+
+    def __init__(self) -> None:
+        self.got: list[Part] = []
+        self.parts: dict[str, int] = {}
+        self.slots: dict[int, tuple[Content, bool]] = {}
+
+    def apply(self, table: SlotTable) -> list[tuple[int, str, bool]]:
+        """(slot, digest, inherit) of what was written."""
+        new, uploads, dropped = table.take_uploads()
+        for part in new:
+            assert part.digest not in self.parts, "sent twice"
+            self.parts[part.digest] = len(part.data)
+        self.got = new
+        for slot, what, inherit in uploads:
+            assert FIRST_SLOT <= slot < FIRST_SLOT + table.size
+            assert all(name in self.parts for name, _ in what.parts)
+            self.slots[slot] = what, inherit
+        for name in dropped:
+            del self.parts[name]
+        # A part is kept as long as a slot is made of it: a change of the global tiers needs it.
+        made_of = {name for what, _ in self.slots.values() for name, _ in what.parts}
+        assert made_of == self.parts.keys()
+        return [(slot, what.digest, inherit) for slot, what, inherit in uploads]
+
+
+class Serving(RuleBasedStateMachine):
+    """A scheduler at work, and a worker."""
+
+    waiting: Bundle[str] = Bundle("waiting")
+    seen: Bundle[str] = Bundle("seen")
+
+    @initialize(size=st.integers(2, 4))
+    def start(self, size: int) -> None:
+        self.table = SlotTable(size)
+        self.worker = Worker()
+        self.asks: dict[str, SteeringPlan] = {}
+        self.admitted: set[str] = set()
+        self.fresh: list[SteeringPlan] = []
+        self.restored = False
+        self.count = 0
+
+    @rule(target=waiting, ask=ASKS, inherit=st.booleans(), big=st.booleans())
+    def arrive(self, ask: list[str], inherit: bool, big: bool) -> str:
+        self.count += 1
+        name = f"r{self.count}"
+        contents = [CATALOGUE[digest] for digest in ask]
+        self.asks[name] = asking(*contents, size=BIG if big else 16, inherit=inherit)
+        return name
+
+    @rule(target=seen, name=consumes(waiting))
+    def try_to_admit(self, name: str) -> str:
+        """Admitted or not, it may be asked about again."""
+        self.try_again(name)
+        return name
+
+    @rule(name=seen)
+    def try_again(self, name: str) -> None:
+        if name in self.asks and name not in self.admitted and self.table.fits(self.asks[name]):
+            self.table.reserve(name, self.asks[name])
+            self.admitted.add(name)
+            self.fresh.append(self.asks[name])
+
+    @rule(name=seen)
+    def end(self, name: str) -> None:
+        """Finished, or aborted while it waited."""
+        if name in self.asks:
+            del self.asks[name]
+            self.table.release(name)
+            self.admitted.discard(name)
+
+    @rule()
+    def step(self) -> None:
+        """The forward: every admitted request finds its own contents in its slots."""
+        self.worker.apply(self.table)
+        sent = {part.digest for part in self.worker.got}
+        if sum(len(part.data) for part in self.worker.got) > MAX_STEP_BYTES and not self.restored:
+            # Only a plan that is larger by itself, and it goes alone.
+            assert any(sent <= {part.digest for part in plan.parts} for plan in self.fresh)
+        self.fresh, self.restored = [], False
+        for name in self.admitted:
+            plan = self.asks[name]
+            for what in plan.contents:
+                slot = self.table.slot(what.digest, plan.inherit)
+                assert self.worker.slots[slot] == (what, plan.inherit)
+        assert self.table.take_uploads() == ([], [], [])
+
+    @rule()
+    def sleep(self) -> None:
+        """The worker loses everything."""
+        self.worker, self.restored = Worker(), True
+        self.table.restore()
+
+    @invariant()
+    def never_more_than_there_is(self) -> None:
+        if not hasattr(self, "table"):
+            return
+        plans = [self.asks[name] for name in self.admitted]
+        needed = {(c.digest, plan.inherit) for plan in plans for c in plan.contents}
+        assert self.table.in_use == len(needed) <= self.table.size
+        slots = {self.table.slot(*key) for key in needed}
+        assert len(slots) == len(needed)
+        assert not slots & {NOTHING, GLOBALS_ALONE}
+
+
+TestServing = Serving.TestCase
+TestServing.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+
+
+def admit(table: SlotTable, name: str, *ask: Content, size: int = 16, inherit: bool = True) -> bool:
+    plan = asking(*ask, size=size, inherit=inherit)
+    fits = table.fits(plan)
+    if fits:
+        table.reserve(name, plan)
+    return fits
+
+
+def written(table: SlotTable) -> list[str]:
+    """What the next step writes into the table."""
+    return [c.digest for _, c, _ in table.take_uploads()[1]]
+
+
+A, B, C, D = (content(name) for name in "abcd")
+
+
+def test_two_slots_belong_to_nobody() -> None:
+    table = SlotTable(2)
+    assert table.slot(UNSTEERED, inherit=False) == NOTHING
+    assert table.slot(UNSTEERED, inherit=True) == GLOBALS_ALONE
+
+
+def test_equal_contents_share_a_slot_and_are_sent_once() -> None:
+    table = SlotTable(2)
+    assert admit(table, "one", A, B)
+    assert admit(table, "two", A)
+    assert table.in_use == 2
+    assert written(table) == ["a", "b"]
+    table.release("one")
+    assert not admit(table, "three", C, D)
+    assert admit(table, "four", C)  # b is idle, a is still in use by "two"
+    assert table.slot("a", True) != table.slot("c", True)
+
+
+def test_with_and_without_the_globals_are_two_slots_of_the_same_parts() -> None:
+    table = SlotTable(2)
+    assert admit(table, "one", A)
+    assert admit(table, "two", A, inherit=False)
+    assert table.slot("a", True) != table.slot("a", False)
+    new, uploads, _ = table.take_uploads()
+    assert [p.digest for p in new] == ["a"]
+    assert [inherit for _, _, inherit in uploads] == [True, False]
+    assert not admit(table, "three", B)
+
+
+def test_all_of_a_requests_contents_or_none() -> None:
+    table = SlotTable(2)
+    assert admit(table, "one", A)
+    assert not admit(table, "two", B, C)
+    assert table.in_use == 1
+    assert admit(table, "three", A, B)
+
+
+def test_a_content_used_again_soon_is_not_sent_again() -> None:
+    table = SlotTable(2)
+    admit(table, "one", A)
+    assert written(table) == ["a"]
+    table.release("one")
+    assert table.in_use == 0
+    assert admit(table, "two", A)
+    assert table.take_uploads() == ([], [], [])
+
+
+def test_the_longest_idle_content_goes_first() -> None:
+    table = SlotTable(2)
+    admit(table, "one", A)
+    admit(table, "two", B)
+    table.release("two")
+    table.release("one")
+    old = table.slot("b", True)
+    table.take_uploads()
+    admit(table, "three", C)
+    new, uploads, dropped = table.take_uploads()
+    assert uploads == [(old, C, True)]
+    assert ([p.digest for p in new], dropped) == (["c"], ["b"])
+    assert admit(table, "four", A)
+    assert table.take_uploads() == ([], [], [])
+
+
+def test_a_part_stays_while_another_content_is_made_of_it() -> None:
+    table, both = SlotTable(1), content("both", "a", "b")
+    admit(table, "one", A)
+    table.take_uploads()
+    table.release("one")
+    admit(table, "two", both)
+    new, _, dropped = table.take_uploads()
+    assert ([p.digest for p in new], dropped) == (["b"], [])
+    table.release("two")
+    admit(table, "three", B)
+    new, _, dropped = table.take_uploads()
+    assert ([p.digest for p in new], dropped) == ([], ["a"])
+
+
+def test_what_was_never_sent_is_not_taken_back() -> None:
+    table = SlotTable(1)
+    admit(table, "one", A)
+    table.release("one")
+    admit(table, "two", B)
+    new, uploads, dropped = table.take_uploads()
+    assert ([p.digest for p in new], dropped) == (["b"], [])
+    assert [c.digest for _, c, _ in uploads] == ["b"]
+
+
+def test_releasing_a_request_that_never_ran_takes_nothing_from_others() -> None:
+    table = SlotTable(1)
+    admit(table, "one", A)
+    table.release("two")
+    assert table.in_use == 1
+    assert not admit(table, "four", B)
+
+
+def test_a_step_sends_a_bounded_number_of_bytes() -> None:
+    table = SlotTable(4)
+    assert admit(table, "one", A, size=BIG)
+    assert not admit(table, "two", B, size=BIG)
+    table.take_uploads()
+    assert admit(table, "two", B, size=BIG)
+    assert table.take_uploads()[1] == [(table.slot("b", True), B, True)]
+
+
+def test_a_single_larger_content_goes_alone() -> None:
+    table = SlotTable(4)
+    huge = content("huge")
+    assert admit(table, "one", A)
+    assert not admit(table, "two", huge, size=MAX_STEP_BYTES + 1)
+    table.take_uploads()
+    assert admit(table, "two", huge, size=MAX_STEP_BYTES + 1)
+    assert not admit(table, "three", B)
+    # What sends nothing need not wait for a step of its own.
+    assert admit(table, "four", A)
+    table.take_uploads()
+    assert admit(table, "three", B)
+
+
+def test_a_request_does_not_evict_its_own_idle_content() -> None:
+    table, idle, other, new = SlotTable(2), content("idle"), content("other"), content("new")
+    for one in (idle, other):
+        assert admit(table, one.digest, one)
+        table.release(one.digest)
+    table.take_uploads()
+    assert admit(table, "both", new, idle)
+    assert written(table) == ["new"]
+    assert not admit(table, "evicted", other)
+
+
+def test_after_sleep_everything_is_sent_again_and_idle_contents_still_count() -> None:
+    table = SlotTable(3)
+    admit(table, "one", A)
+    admit(table, "two", B, inherit=False)
+    table.release("two")
+    table.take_uploads()
+    table.restore()
+    new, uploads, dropped = table.take_uploads()
+    assert sorted(p.digest for p in new) == ["a", "b"]
+    assert sorted((c.digest, inherit) for _, c, inherit in uploads) == [("a", True), ("b", False)]
+    assert dropped == []
+    assert admit(table, "three", B, inherit=False)
+    assert table.take_uploads() == ([], [], [])

@@ -1,0 +1,279 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From what a user writes in `steering` to operations."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from tests.support.plans import GAPS, SHAPE, VECTOR
+from tests.support.terms import FAMILIES, selecting
+from vllm.v1.interventions.ops import Op, parse_ops
+from vllm.v1.interventions.positions import Positions
+from vllm.v1.interventions.sites import InterventionError
+from vllm.v1.interventions.terms import INF, OPS, Scalars, make_term
+
+PROMPT, END = 5, 9
+UNIT = [x / np.linalg.norm(VECTOR) for x in VECTOR]
+GATE = {"probe": VECTOR, "threshold": 0.5, "sharpness": 2.0}
+
+
+def parse(
+    *entries: Any,
+    families: frozenset[str] = FAMILIES,
+    max_terms: int = 4,
+    shape: Any = SHAPE,
+) -> list[Op]:
+    select = selecting(PROMPT, END)
+    return parse_ops(list(entries), "steering", shape, families, select, max_terms)
+
+
+def entry(op: str, **fields: Any) -> dict[str, Any]:
+    return {"op": op, "point": "post_block", "layers": 1, **fields}
+
+
+def floats(data: bytes) -> list[float]:
+    return np.frombuffer(data, np.float32).tolist()
+
+
+@pytest.mark.parametrize(
+    ("asked", "scalars", "vector"),
+    [
+        (entry("add", vector=VECTOR), Scalars(constant=1.0), VECTOR),
+        (entry("add", vector=VECTOR, scale=-2), Scalars(constant=-2.0), VECTOR),
+        (entry("norm_match", direction=VECTOR, scale=0.3), Scalars(norm=0.3), UNIT),
+        (entry("ablate", direction=VECTOR), Scalars(strength=1.0, lo=0.0, hi=0.0), UNIT),
+        (entry("ablate", direction=VECTOR, strength=2), Scalars(strength=2, lo=0, hi=0), UNIT),
+        (entry("clamp", direction=VECTOR, lo=-1, hi=2.5), Scalars(strength=1, lo=-1, hi=2.5), UNIT),
+        (entry("clamp", direction=VECTOR, hi=3), Scalars(strength=1, lo=-INF, hi=3), UNIT),
+        (entry("clamp", direction=VECTOR, lo=3), Scalars(strength=1, lo=3, hi=INF), UNIT),
+        (entry("pin", direction=VECTOR, value=7), Scalars(strength=1, lo=7, hi=7), UNIT),
+        (entry("normalize"), Scalars(renorm=1.0), [0.0] * 4),
+    ],
+)
+def test_each_operation(asked: dict[str, Any], scalars: Scalars, vector: list[float]) -> None:
+    (op,) = parse(asked)
+    assert (op.name, op.sites, op.positions) == (asked["op"], [("post_block", 1)], None)
+    assert (op.frozen, op.gated) == (False, False)
+    (term,) = op.terms
+    assert term.scalars == scalars
+    assert floats(term.vector) == pytest.approx(vector, rel=1e-7)
+    assert term.probe == b""
+    assert op.term_at(0) is term and op.term_at(1000) is term
+
+
+@pytest.mark.parametrize("tiny", [1e-200, 1e200])
+def test_a_direction_of_any_length_is_a_direction(tiny: float) -> None:
+    direction = np.array(VECTOR) * tiny
+    (op,) = parse(entry("ablate", direction=direction))
+    assert floats(op.terms[0].vector) == pytest.approx(UNIT, rel=1e-7)
+    assert direction.tolist() == (np.array(VECTOR) * tiny).tolist()
+
+
+def test_layers_and_positions() -> None:
+    (op,) = parse(entry("normalize", layers="0-2", positions=[7, 2]))
+    assert op.sites == [("post_block", n) for n in (0, 1, 2)]
+    assert op.positions == Positions.of([2, 7])
+    assert [op.term_at(p) is not None for p in range(9)] == [p in (2, 7) for p in range(9)]
+    (op,) = parse(entry("normalize", point="post_attn", layers="all"))
+    assert op.sites == [("post_attn", n) for n in (0, 1, 3)]
+    (op,) = parse(entry("normalize", point="pre_attn", layers=[2, 0]), shape=GAPS)
+    assert op.sites == [("pre_attn", 2), ("pre_attn", 0)]
+
+
+ROWS = np.arange(12, dtype=np.float32).reshape(3, 4)
+
+
+@pytest.mark.parametrize(
+    "values",
+    [ROWS, ROWS.tolist(), torch.from_numpy(ROWS).bfloat16(), [*torch.from_numpy(ROWS).half()]],
+)
+@pytest.mark.parametrize(
+    ("positions", "order"),
+    [
+        ([1, 4, 6], [1, 4, 6]),
+        ([6, 1, 4], [6, 1, 4]),
+        ((6, 4, 1), [6, 4, 1]),
+        (range(8, 2, -2), [8, 6, 4]),
+    ],
+)
+def test_replace_has_a_term_for_each_position(values: Any, positions: Any, order: Any) -> None:
+    (op,) = parse(entry("replace", values=values, positions=positions, alpha=0.25))
+    assert op.positions == Positions.of(order)
+    for position in range(END):
+        term = op.term_at(position)
+        if position not in order:
+            assert term is None
+            continue
+        assert term is not None
+        assert floats(term.vector) == ROWS[order.index(position)].tolist()
+        assert term.scalars == Scalars(replace=0.25, constant=0.25)
+
+
+def test_replace_by_name_takes_rows_in_the_order_of_the_positions() -> None:
+    values = np.arange(16.0).reshape(4, 4)
+    (op,) = parse(entry("replace", values=values, positions="all_generated"))
+    terms = [op.term_at(p) for p in range(PROMPT, END)]
+    assert [floats(term.vector) for term in terms if term] == values.tolist()
+
+
+def test_gates() -> None:
+    row, last, after = parse(
+        entry("add", vector=VECTOR, gate=GATE),
+        entry("add", vector=VECTOR, gate=GATE | {"when": "last_prompt"}),
+        entry("add", vector=VECTOR, gate=GATE | {"when": "last_prompt"}, positions="all_generated"),
+    )
+    assert row.terms[0].scalars == Scalars(constant=1.0, threshold=0.5, sharpness=2.0)
+    assert floats(row.terms[0].probe) == VECTOR  # not normalised
+    assert (row.gated, row.frozen, row.positions) == (True, False, None)
+    assert last.terms[0].scalars == row.terms[0].scalars._replace(frozen=1.0)
+    assert (last.gated, last.frozen) == (True, True)
+    assert last.positions == Positions([(PROMPT - 1, END)])
+    assert after.positions == Positions([(PROMPT, END)])
+    deciding = after.terms[0].deciding()
+    assert deciding.scalars == Scalars(threshold=0.5, sharpness=2.0, frozen=1.0)
+    assert deciding.probe == after.terms[0].probe
+    assert deciding.digest != after.terms[0].digest
+
+
+def test_digest_is_of_all_that_acts() -> None:
+    vector, probe = bytes(range(16)), bytes(range(16, 32))
+    terms = [
+        make_term(Scalars(), vector),
+        make_term(Scalars(), vector, probe),
+        make_term(Scalars(), vector[::-1]),
+        make_term(Scalars(), vector, vector),
+        make_term(Scalars(), vector + probe),
+        make_term(Scalars(), b"", vector + probe),
+        *(make_term(Scalars()._replace(**{name: 2.0}), vector) for name in Scalars._fields),
+    ]
+    digests = [term.digest for term in terms]
+    assert len(set(digests)) == len(digests)
+    assert make_term(Scalars(), vector).digest == digests[0]
+
+
+def test_operations_at_one_site_are_counted() -> None:
+    ops = [entry("normalize", layers=layer) for layer in ("all", 1, [1, 2], 1)]
+    assert len(parse(*ops)) == 4
+    with pytest.raises(InterventionError, match=r"steering\[4\]: is one operation more than 4 at"):
+        parse(*ops, entry("normalize", layers="0-1"))
+    assert len(parse(*ops, entry("normalize", layers=0))) == 5
+
+
+def test_each_family_is_asked_for_by_name() -> None:
+    asked = {
+        "add": entry("add", vector=VECTOR),
+        "norm_match": entry("norm_match", direction=VECTOR, scale=1),
+        "ablate": entry("ablate", direction=VECTOR),
+        "clamp": entry("clamp", direction=VECTOR, lo=0),
+        "pin": entry("pin", direction=VECTOR, value=0),
+        "replace": entry("replace", values=ROWS, positions=[0, 1, 2]),
+        "normalize": entry("normalize"),
+        "gate": entry("add", vector=VECTOR, gate=GATE),
+    }
+    assert asked.keys() == FAMILIES
+    for family, op in asked.items():
+        path = r"steering\[0\]\.gate" if family == "gate" else r"steering\[0\]\.op"
+        rest = FAMILIES - {family}
+        assert len(parse(op, families=frozenset({op["op"], family}))) == 1
+        with pytest.raises(InterventionError, match=f"{path}: .*steering_families=.*") as error:
+            parse(op, families=rest)
+        assert family not in str(error.value).split("steering_families=")[1].split("'")
+    assert set(OPS) < FAMILIES
+
+
+def replace_with(values: Any, positions: Any = (1, 2, 3), **more: Any) -> dict[str, Any]:
+    return entry("replace", values=values, positions=positions, **more)
+
+
+@pytest.mark.parametrize(
+    ("asked", "message"),
+    [
+        (5, "steering[0]: must be a mapping, got 5"),
+        ({}, "steering[0].op: unknown operation None; operations are add, norm_match"),
+        (entry("subtract"), "steering[0].op: unknown operation 'subtract'"),
+        (entry("add"), "steering[0]: add needs 'vector'"),
+        ({"op": "normalize", "layers": 1}, "steering[0]: normalize needs 'point'"),
+        ({"op": "normalize", "point": "pre_attn"}, "steering[0]: normalize needs 'layers'"),
+        (entry("pin", direction=VECTOR), "steering[0]: pin needs 'value'"),
+        (entry("normalize", scale=1), "steering[0]: unknown keys ['scale'], normalize has op"),
+        (entry("add", vector=VECTOR, lo=1), "steering[0]: unknown keys ['lo'], add has"),
+        (entry("normalize", point="mid"), "steering[0].point: unknown point 'mid'"),
+        (entry("normalize", layers=4), "steering[0].layers: layer 4 is out of range"),
+        (entry("normalize", layers=[1, "1"]), "steering[0].layers: names layer 1 twice"),
+        (entry("normalize", point="post_attn", layers=2), "steering[0].layers: layer 2 has no"),
+        (entry("add", vector=[1.0]), "steering[0].vector: has 1 values"),
+        (entry("add", vector=VECTOR, scale="2"), "steering[0].scale: must be a number, got '2'"),
+        (entry("add", vector=VECTOR, scale=INF), "steering[0].scale: must be finite"),
+        (entry("add", vector=VECTOR, scale=None), "steering[0].scale: must be a number, got None"),
+        (entry("add", vector=np.array([1e30] * 4), scale=1e20), "steering[0]: overflows float32"),
+        (entry("add", vector=np.array([1e39] * 4)), "steering[0].vector: overflows float32"),
+        (entry("ablate", direction=[0.0] * 4), "steering[0].direction: is zero"),
+        (entry("ablate", direction=np.full(4, np.nan)), "steering[0].direction: is not finite"),
+        (entry("ablate", direction=np.ones(3)), "steering[0].direction: has shape [3]"),
+        (entry("clamp", direction=VECTOR), "steering[0]: clamp needs 'lo' or 'hi'"),
+        (entry("clamp", direction=VECTOR, lo=2, hi=1), "steering[0].lo: 2 is greater than hi, 1"),
+        (entry("clamp", direction=VECTOR, lo=None), "steering[0].lo: must be a number"),
+        (replace_with(ROWS, alpha=1.5), "steering[0].alpha: must be from 0 to 1, got 1.5"),
+        (entry("replace", values=ROWS), "steering[0]: replace needs 'positions'"),
+        (replace_with(ROWS, [1, 2]), "steering[0].values: has 3 rows, positions select 2"),
+        (replace_with(ROWS[:, :3]), "steering[0].values: has shape [3, 3], the model needs [n, 4]"),
+        (replace_with(ROWS[0]), "steering[0].values: has shape [4], the model needs [n, 4]"),
+        (replace_with(torch.from_numpy(ROWS).to_sparse()), "steering[0].values: must be a dense"),
+        (replace_with(torch.from_numpy(ROWS).to("meta")), "steering[0].values: must be a dense"),
+        (replace_with("rows"), "steering[0].values: must be a list, a numpy array or a torch"),
+        (replace_with(ROWS.astype(int)), "steering[0].values[0]: must be of a float dtype"),
+        (replace_with([VECTOR, VECTOR, [1.0]]), "steering[0].values[2]: has 1 values"),
+        (replace_with(ROWS.astype(float) * 1e40), "steering[0].values[0]: overflows float32"),
+        (replace_with([VECTOR], [3, 3]), "steering[0].positions: names position 3 twice"),
+        (entry("normalize", gate=1), "steering[0].gate: must be a mapping, got 1"),
+        (entry("normalize", gate={}), "steering[0].gate: a gate needs 'probe'"),
+        (entry("normalize", gate=GATE | {"x": 1}), "steering[0].gate: unknown keys ['x'], a gate"),
+        (
+            entry("normalize", gate=GATE | {"when": "now"}),
+            "steering[0].gate.when: unknown 'now'; use 'row' or 'last_prompt'",
+        ),
+        (
+            entry("normalize", gate=GATE | {"when": np.ones(2)}),
+            "steering[0].gate.when: unknown ndarray; use",
+        ),
+        (
+            entry("normalize", gate=GATE | {"sharpness": True}),
+            "steering[0].gate.sharpness: must be a number, got True",
+        ),
+        (
+            entry("normalize", gate=GATE | {"when": "last_prompt"}, positions=[3, 6]),
+            "steering[0].positions: position 3 is before the last prompt token",
+        ),
+    ],
+)
+def test_errors_name_the_field(asked: Any, message: str) -> None:
+    with pytest.raises(InterventionError) as error:
+        parse(asked)
+    assert str(error.value).startswith(message)
+
+
+@pytest.mark.parametrize("value", [{"op": "normalize"}, "normalize", None, 3])
+def test_steering_must_be_a_list(value: Any) -> None:
+    with pytest.raises(InterventionError, match=r"^steering: must be a list of operations, got "):
+        parse_ops(value, "steering", SHAPE, FAMILIES, selecting(PROMPT, END), 4)
+
+
+def test_no_operations() -> None:
+    assert parse() == []
+
+
+def test_numbers_must_fit_the_models_dtype() -> None:
+    half = type(SHAPE)(hidden_size=4, dtype="float16", points=SHAPE.points)
+    parse(entry("pin", direction=VECTOR, value=6e4), shape=half)
+    for asked in (
+        entry("pin", direction=VECTOR, value=7e4),
+        entry("add", vector=VECTOR, scale=3e4),
+        replace_with(ROWS * 1e4),
+    ):
+        assert parse(asked)
+        with pytest.raises(InterventionError, match="overflows float16"):
+            parse(asked, shape=half)

@@ -1,0 +1,351 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`project` without an engine: what a request may say, where matrices lie, and what a worker makes
+of the rows in its arena for requests with any streams."""
+
+from __future__ import annotations
+
+import pickle
+import random
+import re
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.support.plans import BF16, HIDDEN, SHAPE
+from vllm.config.capture import PROJECTION_ROWS, CaptureConfig
+from vllm.v1.capture.consumers.logging import LoggingConsumer
+from vllm.v1.capture.registry import ConsumerSpec
+from vllm.v1.interventions.capture_groups import Layout, Layouts
+from vllm.v1.interventions.frontend.capture_request import check_global, parse_capture
+from vllm.v1.interventions.frontend.selectors import Prompt
+from vllm.v1.interventions.plan import CapturePlan, Site, TapShape, WorkerRequest, WorkerStream
+from vllm.v1.interventions.scheduler.projection_pool import ProjectionPool
+from vllm.v1.interventions.scheduler.slots import MAX_STEP_BYTES
+from vllm.v1.interventions.startup import StageRows
+from vllm.v1.interventions.step_rows import Blocks, Members, StepRows
+from vllm.v1.interventions.worker.projection_table import ProjectionTable
+from vllm.v1.outputs import ModelRunnerOutput
+
+SPECS = {name: ConsumerSpec(name) for name in ("inline", "one", "two")}
+CPU = torch.device("cpu")
+
+
+def matrix(k: int, seed: int = 0, hidden: int = HIDDEN) -> torch.Tensor:
+    """float32 [k, hidden]."""
+    return torch.randn(k, hidden, generator=torch.Generator().manual_seed(seed))
+
+
+def parse(shape: TapShape = SHAPE, **consumers: dict[str, Any]) -> CapturePlan:
+    asked = {
+        name: {"hooks": {"post_block": [1]}, "positions": "all", **request}
+        for name, request in consumers.items()
+    }
+    plan = parse_capture(asked, "capture", shape, Prompt([1, 2, 3], 4, None), SPECS)
+    assert plan is not None
+    return plan
+
+
+# -- what a request may say -------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("k", [1, HIDDEN])
+def test_forms_mean_the_same(k: int) -> None:
+    given_as = matrix(k, seed=1).half()
+    forms = [
+        given_as,
+        given_as.double().numpy(),
+        given_as.tolist(),
+        list(given_as.float()),
+    ]
+    plans = [parse(inline={"project": form}) for form in forms]
+    [digest] = plans[0].projections
+    assert all(plan == plans[0] for plan in plans)
+    assert plans[0].projections[digest] == given_as.float().numpy().tobytes()
+    [stream] = plans[0].streams
+    assert (stream.width, stream.dtype, stream.projection) == (k, "float32", digest)
+    other = parse(inline={"project": given_as * 2})
+    assert list(other.projections) != [digest]
+
+
+def test_one_stream_for_each_matrix() -> None:
+    one, two = matrix(2, seed=1), matrix(3, seed=2)
+    plan = parse(
+        inline={"project": one, "hooks": {"post_block": [0, 2]}, "positions": "last_prompt"},
+        one={"project": two, "hooks": {"pre_attn": [1]}, "positions": [0]},
+        two={"project": one, "hooks": {"post_block": [2, 3]}, "positions": [1]},
+    )
+    assert [s.width for s in plan.streams] == [2, 3]
+    assert [plan.consumers[name].stream for name in SPECS] == [0, 1, 0]
+    assert plan.streams[0].sites == [("post_block", n) for n in (0, 2, 3)]
+    assert plan.streams[1].sites == [("pre_attn", 1)]
+    assert plan.sites == [("post_block", 0), ("pre_attn", 1), ("post_block", 2), ("post_block", 3)]
+    assert len(plan.projections) == 2
+    raw = parse(inline={}, one={"project": one})
+    assert [s.projection == "" for s in raw.streams] == [True, False]
+    assert raw.streams[0].dtype == SHAPE.dtype
+
+
+def test_scores_never_cost_more_than_rows() -> None:
+    """Four bytes a score: half as many fit beside a bfloat16 row."""
+    assert parse(BF16, inline={"project": matrix(2)}).streams[0].row_bytes == BF16.row_bytes
+    with pytest.raises(ValueError, match=r"has 3 rows, allowed are 1-2"):
+        parse(BF16, inline={"project": matrix(3)})
+    wide = TapShape(hidden_size=PROJECTION_ROWS, dtype="float32", points=SHAPE.points)
+    most = matrix(PROJECTION_ROWS, hidden=PROJECTION_ROWS)
+    assert parse(wide, inline={"project": most}).streams[0].width == PROJECTION_ROWS
+    with pytest.raises(ValueError, match=rf"^capture: its .* {PROJECTION_ROWS + 1} rows together"):
+        parse(wide, inline={"project": most}, one={"project": most[:1]})
+
+
+# -- where matrices lie -----------------------------------------------------------------------
+
+
+def test_matrices_come_and_go() -> None:
+    """A worker that replays the messages has every matrix of every admitted request."""
+    chance = random.Random(5)
+    pool, held = ProjectionPool(9), dict[str, CapturePlan]()
+    table = torch.zeros(9, HIDDEN)
+    matrices = [matrix(1 + i % 4, seed=i) for i in range(7)]
+    refused = shared = restored = 0
+    for step in range(2000):
+        if chance.random() < 0.02:
+            table.zero_()
+            pool.restore()
+            restored += 1
+        if held and chance.random() < 0.5:
+            name = chance.choice(sorted(held))
+            del held[name]
+            pool.release(name)
+        one, two = chance.sample(matrices, 2)
+        plan = parse(inline={"project": one}, one={"project": two})
+        new = [
+            d
+            for d in plan.projections
+            if d not in {d for p in held.values() for d in p.projections}
+        ]
+        if pool.fits(plan):
+            shared += len(new) < 2
+            held[f"r{step}"] = plan
+            pool.reserve(f"r{step}", plan)
+        else:
+            refused += 1
+            assert held and new
+        for first, data in pool.take_uploads():
+            rows = torch.frombuffer(bytearray(data), dtype=torch.float32).view(-1, HIDDEN)
+            table[first : first + len(rows)] = rows
+        distinct = {d: data for p in held.values() for d, data in p.projections.items()}
+        assert pool.in_use == sum(len(data) // (4 * HIDDEN) for data in distinct.values())
+        for held_plan in held.values():
+            for stream, worker in zip(held_plan.streams, pool.streams(held_plan), strict=True):
+                assert worker.projection is not None
+                first, size = worker.projection
+                want = held_plan.projections[stream.projection]
+                assert table[first : first + size].numpy().tobytes() == want
+    assert refused > 100 and shared > 100 and restored > 10
+    pool.release("nobody")
+
+
+def test_a_step_sends_no_more_than_fits_a_message() -> None:
+    hidden = MAX_STEP_BYTES // 4 // 3
+    shape = TapShape(hidden_size=hidden, dtype="float32", points=SHAPE.points)
+    pool = ProjectionPool(16)
+    plans = [
+        parse(shape, inline={"project": np.full((k, hidden), k, np.float32)}) for k in (1, 2, 4)
+    ]
+    pool.reserve("one", plans[0])
+    assert pool.fits(plans[1])
+    pool.reserve("two", plans[1])
+    assert not pool.fits(plans[2])
+    assert len(pool.take_uploads()) == 2
+    assert pool.fits(plans[2]), "a single larger one goes alone"
+
+
+def test_what_ends_before_it_is_sent_is_not() -> None:
+    pool, plan = ProjectionPool(4), parse(inline={"project": matrix(4)})
+    pool.reserve("one", plan)
+    pool.reserve("two", plan)
+    pool.release("one")
+    assert not pool.fits(parse(inline={"project": matrix(1)}))
+    pool.release("two")
+    assert pool.take_uploads() == []
+    assert pool.fits(parse(inline={"project": matrix(1)}))
+
+
+# -- what a worker makes of the rows ------------------------------------------------------------
+
+SITES: list[Site] = [(point, n) for n in range(3) for point in ("pre_attn", "post_block")]
+MATRICES = {(0, 3): matrix(3, seed=8), (3, 1): matrix(1, seed=9)}
+
+
+@st.composite
+def worker_requests(draw: st.DrawFn) -> WorkerRequest:
+    """Streams of any sites, as they are or with one of two matrices."""
+    matrices = draw(st.lists(st.sampled_from([None, *MATRICES]), min_size=1, max_size=4))
+    parts = [
+        sorted(draw(st.sets(st.integers(0, len(SITES) - 1), min_size=1, max_size=5)))
+        for _ in matrices
+    ]
+    union = sorted({i for part in parts for i in part})
+    return WorkerRequest(
+        firsts=np.zeros(1, np.int64),
+        table_rows=np.zeros(1, np.int32),
+        programs=np.zeros(1, np.int32),
+        capture_sites=tuple(SITES[i] for i in union),
+        capture_streams=tuple(
+            WorkerStream(tuple(union.index(i) for i in part), at)
+            for part, at in zip(parts, matrices, strict=True)
+        ),
+    )
+
+
+def captured(
+    sites: dict[Site, int], requests: list[WorkerRequest], tokens: list[int], stream: torch.Tensor
+) -> StepRows | None:
+    """As a worker does it that owns `sites`; `stream` is [all sites, tokens, hidden]."""
+    layouts, groups, first = Layouts(sites), dict[Layout, Members](), 0
+    kept = [layouts.of(request) for request in requests]
+    for i, (layout, count) in enumerate(zip(kept, tokens, strict=True)):
+        if layout is not None:
+            groups.setdefault(layout, []).append((str(i), np.arange(first, first + count)))
+        first += count
+    if not groups:
+        return None
+    rows = StepRows(7, Blocks(groups))
+    arena = torch.full(
+        (sum(b.num_raw + b.num_rest for b in rows.blocks.all) + 1, HIDDEN), torch.nan
+    )
+    own = [SITES.index(site) for site in sites]
+    for block, members in zip(rows.blocks.all, groups.values(), strict=True):
+        at = np.concatenate([t for _, t in members])
+        for site, into in zip(block.layout.sites, block.rows(), strict=True):
+            assert arena[into].isnan().all(), "two rows in one place"
+            arena[into] = stream[own[site], at]
+    assert not arena[:-1].isnan().any(), "the arena has gaps"
+    index = np.concatenate([t for members in groups.values() for _, t in members])
+    rows.take_positions(torch.arange(first) + 100, torch.from_numpy(index))
+    table = ProjectionTable(HIDDEN, CPU)
+    table.apply([(row, m.numpy().tobytes()) for (row, _), m in MATRICES.items()])
+    rows.take_rows(arena, table)
+    arena.fill_(torch.nan)
+    needed = sum(b.num_raw for b in rows.blocks.all)
+    assert rows._rows.shape[0] == needed, "rows left the device that nobody wants as they are"
+    return rows
+
+
+@given(st.lists(st.tuples(worker_requests(), st.integers(1, 4)), min_size=1, max_size=5), st.data())
+def test_streams(asked: list[tuple[WorkerRequest, int]], data: st.DataObject) -> None:
+    """Each request gets its streams' values, whatever the others want, of the sites of a stage."""
+    requests, tokens = [r for r, _ in asked], [n for _, n in asked]
+    stage = data.draw(st.sampled_from([SITES, SITES[:2], SITES[3:]]))
+    stream = torch.randn(len(SITES), sum(tokens), HIDDEN)
+    rows = captured({s: i for i, s in enumerate(stage)}, requests, tokens, stream)
+    if data.draw(st.booleans()):
+        rows = pickle.loads(pickle.dumps(rows))
+    first = 0
+    for i, (request, count) in enumerate(asked):
+        chunk = rows.of(str(i)) if rows is not None else None
+        mine = slice(first, first := first + count)
+        if not set(request.capture_sites) & set(stage):
+            assert chunk is None
+            continue
+        assert chunk is not None and chunk.version == 7
+        assert chunk.positions.tolist() == [100 + n for n in range(mine.start, mine.stop)]
+        for values, wanted in zip(chunk.values, request.capture_streams, strict=True):
+            sites = [request.capture_sites[i] for i in wanted.sites]
+            want = stream[[SITES.index(site) for site in sites if site in stage], mine]
+            want = want.transpose(0, 1)
+            if wanted.projection is None:
+                assert torch.equal(values, want)
+            else:
+                scores = want @ MATRICES[wanted.projection].T
+                assert values.dtype == torch.float32
+                torch.testing.assert_close(values, scores)
+    assert rows is None or rows.of("nobody") is None
+
+
+@given(st.lists(worker_requests(), min_size=1, max_size=4), st.integers(1, len(SITES) - 1))
+def test_stages_join(requests: list[WorkerRequest], cut: int) -> None:
+    """What two pipeline stages captured, put together, is what one worker would have."""
+    tokens = [2] * len(requests)
+    stream = torch.randn(len(SITES), sum(tokens), HIDDEN)
+    whole, *stages = (
+        captured({s: i for i, s in enumerate(part)}, requests, tokens, stream)
+        for part in (SITES, SITES[:cut], SITES[cut:])
+    )
+    outputs = [ModelRunnerOutput([], {}, captured=rows) for rows in stages]
+    joined = StageRows().aggregate([*outputs], output_rank=1)
+    assert joined is outputs[1] and joined is not None and joined.captured is not None
+    assert whole is not None
+    for i in range(len(requests)):
+        want, got = whole.of(str(i)), joined.captured.of(str(i))
+        assert want is not None and got is not None
+        assert want.positions.tolist() == got.positions.tolist()
+        for one, other in zip(want.values, got.values, strict=True):
+            torch.testing.assert_close(one, other)
+
+
+def test_a_step_without_output_stays_one() -> None:
+    """`execute_model` returns None at all stages; a step may capture nothing."""
+    assert StageRows().aggregate([None, None], output_rank=1) is None
+    last = ModelRunnerOutput([], {})
+    assert StageRows().aggregate([ModelRunnerOutput([], {}), last], output_rank=1) is last
+    assert last.captured is None
+
+
+def test_equal_requests_share_a_block() -> None:
+    """One dense block, and views of it: nothing is copied for a request of all sites."""
+    sites = {site: i for i, site in enumerate(SITES)}
+    every = WorkerRequest(
+        firsts=np.zeros(1, np.int64),
+        table_rows=np.zeros(1, np.int32),
+        programs=np.zeros(1, np.int32),
+        capture_sites=tuple(SITES),
+        capture_streams=(WorkerStream(tuple(range(len(SITES)))),),
+    )
+    rows = captured(sites, [every] * 3, [2, 1, 4], torch.randn(len(SITES), 7, HIDDEN))
+    assert rows is not None and len(rows.blocks.all) == 1
+    storages = {rows.of(str(i)).values[0].untyped_storage().data_ptr() for i in range(3)}  # type: ignore[union-attr]
+    assert storages == {rows._rows.untyped_storage().data_ptr()}
+
+
+def test_scores_come_in_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows become float32 a bounded number at a time; the result is the same."""
+    monkeypatch.setattr("vllm.v1.interventions.worker.projection_table.CHUNK_BYTES", 4 * HIDDEN * 3)
+    table = ProjectionTable(HIDDEN, CPU)
+    table.apply([(2, MATRICES[0, 3].numpy().tobytes())])
+    rows, out = torch.randn(10, HIDDEN).bfloat16(), torch.zeros(10, 3)
+    seen: list[int] = []
+    split = torch.Tensor.split
+    monkeypatch.setattr(torch.Tensor, "split", lambda t, n: seen.append(n) or split(t, n))  # type: ignore[func-returns-value]
+    table.scores(rows, (2, 3), out)
+    assert seen == [3, 3]
+    torch.testing.assert_close(out, rows.float() @ MATRICES[0, 3].T)
+    table.forget()
+    table.scores(rows, (2, 3), out)
+    assert not out.any()
+
+
+def test_error_names_the_field() -> None:
+    with pytest.raises(ValueError, match=re.escape("capture.one.project[1][0]: must be a number")):
+        parse(inline={}, one={"project": [[0.0] * HIDDEN, [None, 0.0, 0.0, 0.0]]})
+
+
+def test_a_matrix_for_every_request_is_checked_at_start_up() -> None:
+    asked = {"hooks": {"post_block": [1]}, "project": matrix(2)}
+
+    def config_of(request: dict[str, Any]) -> CaptureConfig:
+        spec = {"consumer": LoggingConsumer, "instance_name": "all", "capture": request}
+        return CaptureConfig(capture_consumers=[spec])
+
+    check_global(config_of(asked), SHAPE)
+    wrong = config_of({**asked, "project": matrix(HIDDEN + 1)})
+    with pytest.raises(ValueError, match=r"capture_consumers\.all\.capture\.project: has 5 rows"):
+        check_global(wrong, SHAPE)
+    plan = parse_capture(
+        None, "capture", SHAPE, Prompt([1], 2, None), {"all": ConsumerSpec("all", capture=asked)}
+    )
+    assert plan is not None and plan.streams[0].width == 2

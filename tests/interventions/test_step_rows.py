@@ -1,0 +1,81 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A step's rows from a worker's process to the engine core's: whole, whatever their size, and
+without a copy that is not needed. Through upstream's own message queue."""
+
+from __future__ import annotations
+
+import copyreg
+import io
+import pickle
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import pytest
+import torch
+
+from vllm.distributed.device_communicators.shm_broadcast import MessageQueue, _reduce_tensor
+from vllm.v1.interventions.capture_groups import Layout
+from vllm.v1.interventions.step_rows import Blocks, StepRows
+from vllm.v1.interventions.worker.projection_table import ProjectionTable
+from vllm.v1.outputs import ModelRunnerOutput
+
+SITES, WIDTH, RING = 8, 64, 16 << 20
+"""RING: bytes of a message that leaves the shared-memory ring."""
+RAW = Layout((tuple(range(SITES)), SITES, ((tuple(range(SITES)), None),)))
+SCORES = Layout((tuple(range(SITES)), 0, ((tuple(range(SITES)), (0, 3)),)))
+
+
+def rows_of(count: int) -> tuple[StepRows, torch.Tensor]:
+    """The rows of a step in which three requests captured `count` tokens each at all sites, one of
+    them scores; and the arena they came from."""
+    tokens = [np.arange(i * count, (i + 1) * count) for i in range(3)]
+    groups = {RAW: [("a", tokens[0]), ("b", tokens[1])], SCORES: [("c", tokens[2])]}
+    rows = StepRows(7, Blocks(groups))
+    arena = torch.randn(3 * SITES * count, WIDTH)
+    rows.take_positions(torch.arange(3 * count), torch.arange(3 * count))
+    table = ProjectionTable(WIDTH, torch.device("cpu"))
+    table.apply([(0, np.eye(3, WIDTH, dtype=np.float32).tobytes())])
+    rows.take_rows(arena, table)
+    return rows, arena
+
+
+@pytest.mark.parametrize("size", [1 << 10, 3 << 20, RING, 40 << 20])
+def test_a_step_of_any_size_arrives_whole(size: int) -> None:
+    count = max(size // (2 * SITES * WIDTH * 4), 1)
+    sent, arena = rows_of(count)
+    writer = MessageQueue(n_reader=1, n_local_reader=1, max_chunk_bytes=RING)
+    reader = MessageQueue.create_from_handle(writer.export_handle(), 0)
+    with ThreadPoolExecutor(2) as pool:
+        ready = pool.submit(reader.wait_until_ready)
+        writer.wait_until_ready()
+        ready.result(timeout=60)
+        got = pool.submit(reader.dequeue, timeout=60)
+        writer.enqueue(("success", ModelRunnerOutput(["a"], {"a": 0}, captured=sent)))
+        _, output = got.result(timeout=60)
+    block = arena[: 2 * SITES * count].view(2 * count, SITES, WIDTH)
+    for name, part in (("a", block[:count]), ("b", block[count:])):
+        chunk = output.captured.of(name)
+        assert chunk.version == 7 and torch.equal(chunk.values[0], part)
+    assert output.captured.of("b").positions.tolist() == list(range(count, 2 * count))
+    scored = arena[2 * SITES * count :].view(count, SITES, WIDTH)[..., :3]
+    assert torch.equal(output.captured.of("c").values[0], scored)
+    assert not torch.equal(output.captured.of("a").values[0], block[count:])
+
+
+def test_nothing_is_copied_to_be_sent() -> None:
+    """The buffers that a message queue writes into the ring are the tensors' own."""
+    rows, _ = rows_of(200)
+    rows.of("a")  # views exist: they must not be sent, too
+    buffers: list[pickle.PickleBuffer] = []
+    pickler = pickle.Pickler(
+        stream := io.BytesIO(), pickle.HIGHEST_PROTOCOL, buffer_callback=buffers.append
+    )
+    pickler.dispatch_table = {**copyreg.dispatch_table, torch.Tensor: _reduce_tensor}
+    pickler.dump(rows)
+    sent = {np.frombuffer(b.raw(), np.uint8).ctypes.data: len(b.raw()) for b in buffers}
+    of_rows = rows._rows.numel() * rows._rows.element_size()
+    assert sent[rows._rows.data_ptr()] == of_rows
+    # Beside them the scores, the positions, and little else.
+    rest = 200 * SITES * 3 * 4 + 3 * 200 * 8
+    assert of_rows + rest <= sum(sent.values()) < of_rows + rest + 1024
+    assert len(stream.getvalue()) < 4096

@@ -1,0 +1,79 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The taps inside torch.compile: steering traced by Dynamo, capture as an opaque op, Inductor's
+code. V1 only: the interpreter that stands in for Triton under V2 has nothing to compile."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from tests.conformance import models
+from tests.conformance.engine import make_llm, shut_down
+from tests.conformance.runner import Reference
+from tests.support import serving
+from tests.support.serving import Ask, Judge, capture, prompt_of, serve, vector
+from vllm import LLM
+
+if TYPE_CHECKING:
+    from tests.conftest import TinyModels
+
+PROMPT, SHORT = prompt_of(41, 130), prompt_of(5, 131)
+
+
+@pytest.fixture(scope="module")
+def caches(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("compiled")
+
+
+@pytest.fixture(scope="module")
+def pair(tiny_models: TinyModels, caches: Path) -> Iterator[tuple[LLM, Judge]]:
+    """Compiled from nothing: an artifact of an earlier run could hide what is traced today."""
+    path, row = tiny_models.path("llama"), tiny_models.row("llama")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("VLLM_CACHE_ROOT", str(caches))
+        llm = make_llm(
+            path,
+            enforce_eager=False,
+            enable_steering=True,
+            capture_consumers=["inline"],
+            max_num_batched_tokens=24,
+        )
+        yield llm, Judge(Reference(row, models.load(row, path)))
+        shut_down(llm)
+
+
+def test_taps_are_in_the_code_of_one_form(pair: tuple[LLM, Judge], caches: Path) -> None:
+    """The artifacts of the form with taps and of the plain one lie in folders of their own."""
+    folders = list((caches / "torch_compile_cache" / "torch_aot_compile").iterdir())
+    code = ["".join(path.read_text() for path in f.rglob("*.py")) for f in folders]
+    assert all(code), "nothing was compiled"
+    assert sorted("vllm.capture_rows" in text for text in code) == [False, True]
+
+
+@pytest.mark.parametrize("point", serving.POINTS)
+def test_read_and_write(pair: tuple[LLM, Judge], point: str) -> None:
+    """Each point at the first, a middle and the last layer, chunked, beside plain neighbours."""
+    llm, judge = pair
+    fields: list[dict[str, Any]] = [
+        {"steering_vectors": {point: {0: vector(130)}}},
+        {"prefill_steering_vectors": {point: {2: vector(131)}}},
+        {"decode_steering_vectors": {point: {3: vector(132)}}},
+        {},
+    ]
+    asks = [Ask(p, {**f, **capture("all")}) for f in fields for p in (PROMPT, SHORT)]
+    asks += [Ask(PROMPT), Ask(SHORT, fields[0])]
+    for ask, output in zip(asks, serve(llm, asks), strict=True):
+        judge.check(ask, output)
+
+
+def test_neighbours_leave_plain_requests_bit_identical(pair: tuple[LLM, Judge]) -> None:
+    llm, _ = pair
+    steered = {"steering_vectors": {"post_block": {1: vector(133)}}}
+    plain = Ask(SHORT, capture("all"))
+    alone = serve(llm, [plain, Ask(SHORT)])
+    among = serve(llm, [plain, Ask(SHORT, steered)])
+    assert serving.same_completion(alone[0].outputs[0], among[0].outputs[0])
+    assert not serving.same_completion(alone[1].outputs[0], among[1].outputs[0])

@@ -1,0 +1,184 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The filesystem consumer behind a real engine: what is read back is what inline returned."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+
+from tests.conformance.engine import make_llm, shut_down
+from tests.support.serving import by_threads, prompt_of
+from tests.support.stored import LAYOUTS, same
+from vllm import LLM, SamplingParams
+from vllm.inputs import TokensPrompt
+from vllm.sampling_params import RequestOutputKind
+from vllm.v1.capture import reader
+from vllm.v1.capture.consumers.filesystem import FilesystemCaptureRequest
+
+if TYPE_CHECKING:
+    from tests.conftest import TinyModels
+
+HOOKS = {"pre_attn": [0], "post_block": "all"}
+PROMPT = prompt_of(17, 70)
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(tmp_path_factory.mktemp("acts"))
+
+
+@pytest.fixture(scope="module")
+def llm(tiny_models: TinyModels, root: str) -> Iterator[LLM]:
+    llm = make_llm(
+        tiny_models.path("llama"),
+        dtype="bfloat16",
+        capture_consumers=["inline", f"filesystem:root={root},flush_seconds=0.02"],
+    )
+    with by_threads():
+        yield llm
+    shut_down(llm)
+
+
+def params(positions: Any = "all", settings: Any = (), **fields: Any) -> SamplingParams:
+    base: dict[str, Any] = {"max_tokens": 6, "temperature": 0.0, "detokenize": False}
+    return SamplingParams(
+        capture={
+            "inline": {"hooks": HOOKS, "positions": positions},
+            "filesystem": FilesystemCaptureRequest(hooks=HOOKS, positions=positions, **fields),
+        },
+        output_kind=RequestOutputKind.FINAL_ONLY,
+        **(base | dict(settings)),
+    )
+
+
+def generate(llm: LLM, prompts: list[list[int]], given: Any) -> list[Any]:
+    return llm.generate([TokensPrompt(prompt_token_ids=p) for p in prompts], given, use_tqdm=False)
+
+
+def assert_stored(root: str, results: Any, model: str = "") -> reader.StoredRequest:
+    """What is below the root is what inline returned, bit by bit."""
+    inline, result = results["inline"], results["filesystem"]
+    assert (result.status, result.error) == (inline.status, inline.error)
+    payload = result.payload
+    for path in payload["paths"]:
+        assert Path(root, path).is_file() and not Path(path).is_absolute()
+    stored = reader.open(root).find(payload["request_id"], payload["tag"])
+    assert stored.layout == payload["layout"]
+    assert list(stored.sites) == list(inline.payload)
+    assert stored.complete == (inline.error is None)
+    for site, rows in inline.payload.items():
+        assert rows.values.dtype == torch.bfloat16
+        assert same(stored.rows(*site), rows)
+    assert payload["rows"] == sum(map(len, inline.payload.values()))
+    return stored
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("positions", ["all", "last_prompt", "last_generated"])
+def test_every_layout(llm: LLM, root: str, layout: str, positions: str) -> None:
+    tag = f"{layout}-{positions.replace('_', '.')}"
+    given = [params(positions, request_id=f"probe_{i}", tag=tag, layout=layout) for i in range(3)]
+    outputs = generate(llm, [PROMPT, PROMPT[1:], PROMPT[:5]], given)
+    stored = [assert_stored(root, output.capture_results) for output in outputs]
+    assert sorted(r.name for r in reader.open(root).of_tag(tag)) == [
+        "probe_0",
+        "probe_1",
+        "probe_2",
+    ]
+    assert stored[0].external_id == outputs[0].request_id
+    assert stored[0].record.num_tokens == len(PROMPT) + 6
+    assert stored[0].model == llm.llm_engine.model_config.model
+    one, other = (r.rows("post_block", 1).values[-1].float() for r in stored[:2])
+    assert (one - other).norm() > 0.1 * one.norm(), "another prompt's rows differ"
+
+
+def test_without_a_name(llm: LLM, root: str) -> None:
+    [output] = generate(llm, [PROMPT], params())
+    stored = assert_stored(root, output.capture_results)
+    assert (stored.tag, stored.layout) == ("default", "packed")
+    assert stored.external_id == output.request_id and stored.name.startswith(output.request_id)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_prompts_and_samples_of_one_request(llm: LLM, root: str, layout: str) -> None:
+    settings = {"n": 2, "temperature": 1.0, "seed": 1}
+    given = params("all_generated", settings, request_id="many", tag=f"n2-{layout}", layout=layout)
+    outputs = generate(llm, [PROMPT, PROMPT[3:]], given)
+    for prompt, output in enumerate(outputs):
+        assert len({tuple(c.token_ids) for c in output.outputs}) == 2
+        for completion in output.outputs:
+            stored = assert_stored(root, completion.capture_results)
+            assert stored.name == f"many-{prompt}-{completion.index}"
+            assert (stored.sample, stored.record.prompt) == (completion.index, prompt)
+
+
+def test_a_name_that_is_taken(llm: LLM, root: str) -> None:
+    [first] = generate(llm, [PROMPT], params(request_id="taken", tag="c"))
+    [second] = generate(llm, [PROMPT[2:]], params(request_id="taken", tag="c"))
+    result = second.capture_results["filesystem"]
+    assert (result.status, result.payload) == ("error", None)
+    assert "c/taken exists already" in result.error
+    assert second.capture_results["inline"].status == "ok"
+    assert_stored(root, first.capture_results)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_an_abort_publishes_what_there_is(llm: LLM, root: str, layout: str) -> None:
+    engine = llm.llm_engine
+    long = params(settings={"max_tokens": 90}, request_id=f"cut.{layout}", layout=layout)
+    internal = engine.add_request(f"cut {layout}", TokensPrompt(prompt_token_ids=PROMPT), long)
+    for _ in range(4):
+        engine.step()
+    engine.abort_request([internal], internal=True)
+    while engine.has_unfinished_requests():
+        engine.step()
+    stored = eventually(root, f"cut.{layout}")
+    assert not stored.complete and stored.error
+    rows = stored.rows("post_block", 0)
+    assert rows.positions.tolist() == list(range(len(rows)))
+    assert len(PROMPT) <= len(rows) < len(PROMPT) + 90
+    assert rows.token_ids[: len(PROMPT)].tolist() == PROMPT
+
+
+def eventually(root: str, name: str) -> reader.StoredRequest:
+    deadline = time.monotonic() + 60
+    while True:
+        try:
+            return reader.open(root).find(name, "default")
+        except (KeyError, FileNotFoundError):
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"request_id": "../x"}, r"capture.filesystem.request_id: '../x' is not a name"),
+        ({"tag": "a/b"}, r"capture.filesystem.tag: 'a/b' is not a name"),
+        ({"layout": "zip"}, r"capture.filesystem.layout: unknown layout 'zip'"),
+    ],
+)
+def test_wrong_names_are_refused_before_the_start(
+    llm: LLM, fields: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        generate(llm, [PROMPT], params(**fields))
+
+
+def test_projections_are_stored_like_rows(llm: LLM, root: str) -> None:
+    generator = torch.Generator().manual_seed(0)
+    hidden = llm.llm_engine.model_config.get_hidden_size()
+    project = torch.randn(2, hidden, generator=generator)
+    given = params(request_id="scores", tag="p", project=project)
+    given.capture["inline"]["project"] = project
+    [output] = generate(llm, [PROMPT], given)
+    inline, stored = output.capture_results["inline"], reader.open(root).find("scores", "p")
+    assert stored.record.projected and stored.record.width == 2
+    for site, rows in inline.payload.items():
+        assert rows.values.dtype == torch.float32
+        assert same(stored.rows(*site), rows)

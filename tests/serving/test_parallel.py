@@ -1,0 +1,85 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Two workers share the model: split by width (V1) or by depth (V2, which is the runner upstream
+can split by depth on a CPU). The reference is Hugging Face, as for one worker."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from tests.conformance import models
+from tests.conformance import runner as check
+from tests.conformance.engine import Runner, make_llm, shut_down
+from tests.serving.test_project_serving import check as check_scores
+from tests.serving.test_project_serving import matrix, scores
+from tests.support import serving
+from tests.support.serving import Ask, Judge, capture, prompt_of, serve, vector
+from vllm import LLM
+
+if TYPE_CHECKING:
+    from tests.conftest import TinyModels
+
+pytestmark = pytest.mark.v2
+
+PROMPTS = check.prompts(lengths=(17, 5))
+STEERED = {"steering_vectors": {"post_attn": {1: vector(70)}}}
+
+
+@pytest.fixture(scope="module")
+def pair(tiny_models: TinyModels, runner: Runner) -> Iterator[tuple[LLM, Judge]]:
+    """Chunks of at most 24."""
+    path, row = tiny_models.path("llama"), tiny_models.row("llama")
+    split = "tensor_parallel_size" if runner == "v1" else "pipeline_parallel_size"
+    options: dict[str, Any] = {split: 2, "enable_steering": True, "max_num_batched_tokens": 24}
+    with pytest.MonkeyPatch.context() as patch:
+        # A forked worker would inherit the threads of this process, but not their locks' owners.
+        patch.setenv("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
+        llm = make_llm(path, capture_consumers=["inline"], enable_prefix_caching=False, **options)
+        yield llm, Judge(check.Reference(row, models.load(row, path)))
+        shut_down(llm)
+
+
+def test_two_workers_agree_with_transformers(pair: tuple[LLM, Judge]) -> None:
+    llm, judge = pair
+    results = check.write_errors(llm, judge.reference, PROMPTS)
+    assert not [r for r in results if r.error > check.WRITE_TOLERANCE]
+    assert not [r for r in results if r.moved is not None and r.moved < check.LEAST_MOVE]
+    rows = check.read_errors(llm, judge.reference, PROMPTS)
+    assert rows and not [r for r in rows if r.error > check.READ_TOLERANCE]
+
+
+ASKS = [
+    Ask(prompt_of(41, 100), capture("all")),
+    # Of the first stage alone, of the last, of both.
+    Ask(prompt_of(30, 101), {**STEERED, **capture([3, 29], ("post_block",), [0])}),
+    Ask(prompt_of(5, 102), capture("all", ("pre_attn", "post_attn"), [models.LAYERS - 1])),
+    Ask(prompt_of(5, 103), {**STEERED, **capture("last_generated", ("post_block",), "all")}),
+]
+
+
+def test_rows_of_all_workers_arrive_as_one(pair: tuple[LLM, Judge]) -> None:
+    """Sites of one stage and of both, in one batch, a prompt in chunks."""
+    llm, judge = pair
+    with serving.watching(llm) as steps:
+        outputs = serve(llm, ASKS)
+    assert len([n for n in steps.chunks(0) if n > 1]) > 1, "the prompt was computed at once"
+    for ask, output in zip(ASKS, outputs, strict=True):
+        judge.check(ask, output)
+
+
+def test_scores_of_all_workers(pair: tuple[LLM, Judge]) -> None:
+    llm, judge = pair
+    last = {"post_block": [models.LAYERS - 1]}
+    asks = [
+        Ask(prompt_of(41, 120), {**STEERED, **scores(matrix(3))}),
+        Ask(prompt_of(5, 121), scores(matrix(1, seed=1), "predicting", {"post_block": [0]})),
+        Ask(prompt_of(5, 122), scores(matrix(7, seed=2), "all", last)),
+        Ask(prompt_of(30, 123), capture("all")),
+    ]
+    outputs = serve(llm, asks)
+    for ask, output in zip(asks[:3], outputs, strict=False):
+        k = len(ask.fields["capture"]["inline"]["project"])
+        check_scores(judge, ask, output, matrix(k, seed=9))
+    judge.check(asks[3], outputs[3])

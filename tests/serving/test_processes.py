@@ -1,0 +1,243 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The engine core in a process of its own: plans and rows cross by message, outputs stream."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+from collections.abc import Coroutine, Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from tests.conformance import models
+from tests.conformance.engine import MAX_MODEL_LEN, make_llm
+from tests.conformance.runner import READ_TOLERANCE, Reference
+from tests.support import serving
+from tests.support.serving import Ask, Judge, capture, prompt_of, serve, vector
+from vllm.engine.arg_utils import AsyncEngineArgs
+from vllm.sampling_params import RequestOutputKind
+from vllm.v1.capture.transport import shared_rows
+from vllm.v1.engine import core_client
+from vllm.v1.engine.async_llm import AsyncLLM
+
+if TYPE_CHECKING:
+    from tests.conftest import TinyModels
+
+pytestmark = pytest.mark.v2
+
+PROMPT, LONG = prompt_of(17, 120), prompt_of(41, 121)
+STEERED = {"steering_vectors": {"post_attn": {1: vector(120)}}}
+DECODE = {"decode_steering_vectors": {"post_block": {2: vector(121)}}}
+
+
+def judge_of(tiny_models: TinyModels) -> Judge:
+    row = tiny_models.row("llama")
+    return Judge(Reference(row, models.load(row, tiny_models.path("llama"))))
+
+
+@dataclass(frozen=True)
+class Server:
+    """An `AsyncLLM` and the loop it lives in."""
+
+    engine: AsyncLLM
+    loop: asyncio.AbstractEventLoop
+
+    def run(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
+        return self.loop.run_until_complete(asyncio.wait_for(coroutine, 60))
+
+    async def stream(
+        self, name: str, ask: Ask, kind: RequestOutputKind, late: bool = False
+    ) -> list[Any]:
+        """All outputs of one request; `late`: nobody reads the second before the last is there."""
+        params = ask.params()
+        params.output_kind = kind
+        outputs = []
+        async for output in self.engine.generate({"prompt_token_ids": ask.prompt}, params, name):
+            outputs.append(output)
+            # A cumulative output's list of tokens is upstream's own, which goes on growing.
+            output.outputs[0].token_ids = list(output.outputs[0].token_ids)
+            while late and self.engine.output_processor.has_unfinished_requests():
+                await asyncio.sleep(0.01)
+        return outputs
+
+
+@pytest.fixture(scope="module")
+def server(tiny_models: TinyModels) -> Iterator[Server]:
+    loop = asyncio.new_event_loop()
+
+    async def start() -> AsyncLLM:
+        return AsyncLLM.from_engine_args(
+            AsyncEngineArgs(
+                model=str(tiny_models.path("llama")),
+                enforce_eager=True,
+                dtype="float32",
+                max_model_len=MAX_MODEL_LEN,
+                max_num_seqs=8,
+                max_num_batched_tokens=24,
+                kv_cache_memory_bytes=16 << 20,
+                block_size=32,
+                skip_tokenizer_init=True,
+                max_logprobs=-1,
+                enable_steering=True,
+                max_steering_configs=2,
+                capture_consumers=["inline"],
+                disable_log_stats=True,
+            )
+        )
+
+    engine = loop.run_until_complete(start())
+    yield Server(engine, loop)
+    engine.shutdown()
+    loop.run_until_complete(asyncio.sleep(0.1))
+    loop.close()
+
+
+@pytest.fixture(scope="module")
+def judge(tiny_models: TinyModels) -> Judge:
+    return judge_of(tiny_models)
+
+
+def rows_of(output: Any) -> Any:
+    return output.outputs[0].capture_results["inline"].payload["post_block", 1]
+
+
+@pytest.mark.parametrize("late", [False, True], ids=["prompt reader", "late reader"])
+@pytest.mark.parametrize("positions", ["all", ["last_prompt", 19, "last_generated"]], ids=str)
+def test_delta(server: Server, judge: Judge, positions: Any, late: bool) -> None:
+    """Each row once, in order, with the output that makes it known; also for deltas that were
+    merged because nobody read them."""
+    ask = Ask(LONG[:17], {"max_tokens": 12, **STEERED, **capture(positions)})
+    outputs = server.run(server.stream("delta", ask, RequestOutputKind.DELTA, late))
+    assert (len(outputs) == 2) if late else (len(outputs) > 2)
+    tokens = [t for output in outputs for t in output.outputs[0].token_ids]
+    assert len(tokens) == 12
+    sequence = [*ask.prompt, *tokens][:-1]
+    got = [p for output in outputs for p in rows_of(output).positions.tolist()]
+    assert got == serving.expected_positions(positions, 17, 12)
+    expected = judge.reference.run(sequence, serving.deltas_of(ask, len(sequence))).rows
+    seen = len(ask.prompt)
+    for output in outputs:
+        seen += len(output.outputs[0].token_ids)
+        for site, rows in output.outputs[0].capture_results["inline"].payload.items():
+            at = rows.positions.tolist()
+            assert all(p < seen - 1 for p in at)
+            assert rows.token_ids.tolist() == [sequence[p] for p in at]
+            assert serving.worst_row(rows.values, expected[site][at]) <= READ_TOLERANCE
+    assert outputs[-1].outputs[0].capture_results["inline"].status == "ok"
+
+
+def test_cumulative(server: Server, judge: Judge) -> None:
+    """Every output has all rows so far, and the last is judged like any."""
+    ask = Ask(PROMPT, {**DECODE, **capture("all")})
+    outputs = server.run(server.stream("cumulative", ask, RequestOutputKind.CUMULATIVE))
+    for output in outputs:
+        known = len(PROMPT) + len(output.outputs[0].token_ids) - 1
+        assert rows_of(output).positions.tolist() == list(range(known))
+    assert len(outputs) > 1
+    judge.check(ask, outputs[-1])
+
+
+def test_many_at_once(server: Server, judge: Judge) -> None:
+    """Chunked prompts, more contents than slots, several kinds of request."""
+    fields: list[dict[str, Any]] = [
+        {**STEERED, **capture("all")},
+        {},
+        {**DECODE, **capture("predicting")},
+        {"steering_vectors": {"pre_attn": {0: vector(122)}}, **capture("last_generated")},
+        capture([0, 7, 23, 24, 40]),
+        STEERED,
+    ]
+    asks = [Ask(LONG, f) for f in fields]
+
+    async def together() -> list[Any]:
+        final = RequestOutputKind.FINAL_ONLY
+        streams = [server.stream(f"many-{i}", ask, final) for i, ask in enumerate(asks)]
+        return list(await asyncio.gather(*streams))
+
+    for ask, outputs in zip(asks, server.run(together()), strict=True):
+        assert len(outputs) == 1
+        judge.check(ask, outputs[0])
+
+
+@pytest.mark.parametrize("kind", [RequestOutputKind.DELTA, RequestOutputKind.CUMULATIVE], ids=str)
+def test_abort(server: Server, judge: Judge, kind: RequestOutputKind) -> None:
+    """The last output of an aborted request says what is there; others go on; slots are free."""
+    long = Ask(PROMPT, {"max_tokens": 70, **STEERED, **capture("all")})
+    other = Ask(LONG, {"max_tokens": 20, **DECODE, **capture("all")})
+
+    async def aborted() -> list[Any]:
+        params = long.params()
+        params.output_kind = kind
+        outputs = []
+        async for output in server.engine.generate({"prompt_token_ids": PROMPT}, params, "long"):
+            outputs.append(output)
+            if len(outputs) == 5:
+                await server.engine.abort("long")
+        return outputs
+
+    async def together() -> Any:
+        final = RequestOutputKind.FINAL_ONLY
+        return await asyncio.gather(aborted(), server.stream("other", other, final))
+
+    outputs, (finished,) = server.run(together())
+    judge.check(other, finished)
+    last = outputs[-1].outputs[0]
+    assert last.finish_reason == "abort"
+    assert last.capture_results["inline"].status == "ok"
+    if kind == RequestOutputKind.DELTA:
+        tokens = [t for output in outputs for t in output.outputs[0].token_ids]
+        got = [p for output in outputs for p in rows_of(output).positions.tolist()]
+    else:
+        tokens, got = list(last.token_ids), rows_of(outputs[-1]).positions.tolist()
+    assert 5 <= len(tokens) < 70
+    assert got == list(range(len(PROMPT) + len(tokens) - 1))
+    ask = Ask(PROMPT, {"steering_vectors": {"pre_attn": {1: vector(123)}}, **capture("all")})
+    (after,) = server.run(server.stream("after", ask, RequestOutputKind.FINAL_ONLY))
+    judge.check(ask, after)
+
+
+def test_errors_reach_the_caller_and_nobody_else(server: Server, judge: Judge) -> None:
+    """A bad request is refused before it is sent; the engine serves on."""
+    final = RequestOutputKind.FINAL_ONLY
+    for number, fields in enumerate(
+        (
+            {"steering_vectors": {"post_block": {99: vector(1)}}},
+            {"steering_vectors": {"post_block": {1: vector(1)[:-1]}}},
+            capture([200]),
+        )
+    ):
+        with pytest.raises(ValueError, match=r"^(steering_vectors|capture)\."):
+            server.run(server.stream(f"bad-{number}", Ask(PROMPT, fields), final))
+    ask = Ask(PROMPT, {**STEERED, **capture("all")})
+    (output,) = server.run(server.stream("good", ask, final))
+    judge.check(ask, output)
+
+
+def test_offline(tiny_models: TinyModels, judge: Judge, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`LLM` with its engine core in another process, as it starts by default. The rows of a
+    step with many prompts come by shared memory."""
+    monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "1")
+    shared: list[int] = []
+
+    class Counted(shared_rows.RowsOfOthers):
+        def __call__(self, dtype: str, shape: tuple[int, ...], meta: dict[str, Any]) -> Any:
+            tensor = super().__call__(dtype, shape, meta)
+            shared.append(tensor.nbytes)
+            return tensor
+
+    monkeypatch.setattr(core_client, "RowsOfOthers", Counted)
+    options = {"enable_steering": True, "capture_consumers": ["inline"]}
+    llm = make_llm(tiny_models.path("llama"), max_num_batched_tokens=1024, **options)
+    assert not hasattr(llm.llm_engine.engine_core, "engine_core"), "in this process"
+    try:
+        fields = [{**STEERED, **capture("all")}, {}, {**DECODE, **capture("predicting")}]
+        asks = [Ask(LONG, f) for f in fields] + [Ask(PROMPT, capture("all"))]
+        asks += [Ask(prompt_of(60, i), capture("all")) for i in range(12)]
+        for ask, output in zip(asks, serve(llm, asks), strict=True):
+            judge.check(ask, output)
+        assert shared and min(shared) >= shared_rows.LEAST_BYTES
+    finally:
+        llm.llm_engine.engine_core.shutdown()
+        gc.collect()

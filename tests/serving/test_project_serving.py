@@ -1,0 +1,213 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`project`: scores in place of rows, from engines that chunk, preempt and share steps. What they
+must be is computed here, from the rows of the final sequence as Hugging Face has them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+
+from tests.conformance import models
+from tests.conformance.engine import make_llm, shut_down
+from tests.conformance.runner import READ_TOLERANCE, Reference
+from tests.serving.test_capture_consumers import Keep, KeepHere
+from tests.support import serving
+from tests.support.selected import expected_positions
+from tests.support.serving import Ask, Judge, prompt_of, serve, vector
+from vllm import LLM, RequestOutput, SamplingParams
+from vllm.sampling_params import RequestOutputKind
+from vllm.v1.capture import stack
+from vllm.v1.capture.results import merged
+
+if TYPE_CHECKING:
+    from tests.conftest import TinyModels
+
+pytestmark = pytest.mark.v2
+
+GENERATED = 45
+"""With a prompt of 20: three blocks each at the end, one at the start."""
+
+STEERED = {"steering_vectors": {"post_attn": {1: vector(70)}}}
+
+
+def matrix(k: int, seed: int = 0) -> torch.Tensor:
+    """float32 [k, HIDDEN]; bounded away from one that all rows are nearly orthogonal to."""
+    return torch.randn(k, models.HIDDEN, generator=torch.Generator().manual_seed(seed))
+
+
+def scores(project: Any, positions: Any = "all", hooks: Any = None) -> dict[str, Any]:
+    """The `capture` field for inline scores."""
+    hooks = hooks or dict.fromkeys(serving.POINTS, "all")
+    return {"capture": {"inline": {"hooks": hooks, "positions": positions, "project": project}}}
+
+
+@pytest.fixture(scope="module")
+def pair(tiny_models: TinyModels) -> Iterator[tuple[LLM, Judge]]:
+    """Chunks of 7, room for the rows of five positions, and seven usable blocks of 32."""
+    path, row = tiny_models.path("llama"), tiny_models.row("llama")
+    llm = make_llm(
+        path,
+        enable_steering=True,
+        capture_consumers=[
+            "inline",
+            {"consumer": Keep, "instance_name": "core"},
+            {"consumer": KeepHere(), "instance_name": "here"},
+        ],
+        enable_prefix_caching=False,
+        num_gpu_blocks_override=8,
+        long_prefill_token_threshold=7,
+        capture_buffer_bytes=5 * len(serving.POINTS) * models.LAYERS * models.HIDDEN * 4,
+    )
+    yield llm, Judge(Reference(row, models.load(row, path)))
+    shut_down(llm)
+
+
+def check(judge: Judge, ask: Ask, output: Any, twin: torch.Tensor) -> None:
+    """The scores are those of the final sequence's rows, and not those under `twin`."""
+    completion = output.outputs[0]
+    result = completion.capture_results["inline"]
+    assert result.status == "ok", result.error
+    spec = ask.fields["capture"]["inline"]
+    positions = expected_positions(spec["positions"], len(ask.prompt), len(completion.token_ids))
+    sequence = [*ask.prompt, *completion.token_ids][:-1]
+    want = judge.reference.run(sequence, judge.deltas(ask, sequence)).rows
+    for site, rows in result.payload.items():
+        assert rows.positions.tolist() == positions
+        assert rows.values.dtype == torch.float32
+        # Relative to what the scores could be: a row may be nearly orthogonal to a vector.
+        size = want[site][positions].norm(dim=-1).max() * twin.norm(dim=-1).max()
+        error = (rows.values - want[site][positions] @ spec["project"].T).abs().max() / size
+        assert error <= READ_TOLERANCE, f"{site}: off by {error}"
+        other = (rows.values - want[site][positions] @ twin.T).abs().max() / size
+        assert other >= 0.01, f"{site}: another matrix would give the same"
+
+
+def test_scores_of_any_width(pair: tuple[LLM, Judge]) -> None:
+    """In one batch, alone and beside rows, with equal and different matrices, while requests are
+    chunked, preempted and computed again."""
+    llm, judge = pair
+    limit = {"max_tokens": GENERATED}
+    one = [models.LAYERS - 1]
+    asks = [
+        Ask(prompt_of(20, 70), {**limit, **scores(matrix(1))}),
+        Ask(prompt_of(20, 71), {**limit, **STEERED, **scores(matrix(5, seed=1))}),
+        Ask(prompt_of(20, 72), {**limit, **scores(matrix(5, seed=1), "predicting")}),
+        Ask(prompt_of(20, 73), {**limit, **scores(matrix(models.HIDDEN), "all_generated")}),
+        Ask(prompt_of(20, 74), {**limit, **STEERED, **serving.capture("all")}),
+        Ask(prompt_of(41, 75), {**limit, **scores(matrix(2), [3, -1], {"post_block": one})}),
+    ]
+    with serving.watching(llm, most=2000) as steps:
+        outputs = serve(llm, asks, log_probs=False)
+    assert steps.preempted and steps.recomputed, "nothing was preempted"
+    assert max(steps.chunks(5)) in (5, 7)
+    for ask, output in zip(asks, outputs, strict=True):
+        project = ask.fields["capture"]["inline"].get("project")
+        if project is None:
+            judge.check_rows(ask, output.outputs[0])
+        else:
+            check(judge, ask, output, matrix(len(project), seed=9))
+    assert serving.scheduler_of(llm).interventions.projections.in_use == 0
+
+
+def test_rows_and_scores_agree(pair: tuple[LLM, Judge]) -> None:
+    """The same request twice: its rows, and what the device made of them."""
+    llm, _ = pair
+    ask = prompt_of(20, 80)
+    project = matrix(4, seed=3)
+    rows, made = serve(llm, [Ask(ask, serving.capture("all")), Ask(ask, scores(project))])
+    for site, values in serving.row_tensors(rows.outputs[0]).items():
+        torch.testing.assert_close(
+            serving.row_tensors(made.outputs[0])[site], values @ project.T, atol=1e-4, rtol=1e-4
+        )
+    stacked = stack([made], "post_block", [0, 2], position=-1)
+    assert stacked.shape == (1, 2, 4)
+    last = serving.row_tensors(made.outputs[0])["post_block", 2][-1]
+    assert torch.equal(stacked[0, 1], last)
+
+
+def test_each_consumer_has_its_own_matrix(pair: tuple[LLM, Judge]) -> None:
+    """In the engine core and in the frontend, beside one that takes the rows."""
+    llm, judge = pair
+    everywhere = {"hooks": {"post_block": "all"}, "positions": "all"}
+    asked = {
+        "inline": {"hooks": dict.fromkeys(serving.POINTS, "all"), "positions": "all"},
+        "core": {**everywhere, "project": matrix(2, seed=5)},
+        "here": {**everywhere, "project": matrix(3, seed=6), "positions": "predicting"},
+    }
+    swapped = {
+        **asked,
+        "inline": {**asked["inline"], "project": matrix(1, seed=7)},
+        "core": {**everywhere, "project": matrix(3, seed=6)},
+        "here": {**everywhere, "hooks": {"pre_attn": [1]}},
+    }
+    asks = [Ask(prompt_of(20, 83), {**STEERED, "capture": c}) for c in (asked, swapped)]
+    one, two = serve(llm, asks)
+    judge.check_rows(asks[0], one.outputs[0])
+    rows = serving.row_tensors(one.outputs[0])
+    layers = range(models.LAYERS)
+    wanted = [
+        (one, "core", [("post_block", n) for n in layers], matrix(2, seed=5), 0),
+        (one, "here", [("post_block", n) for n in layers], matrix(3, seed=6), 19),
+        (two, "core", [("post_block", n) for n in layers], matrix(3, seed=6), 0),
+        (two, "here", [("pre_attn", 1)], torch.eye(models.HIDDEN), 0),
+    ]
+    for output, name, sites, project, first in wanted:
+        result = output.capture_results[name]
+        assert result.status == "ok", result.error
+        assert [tuple(site) for site in result.payload["sites"]] == sites
+        got = torch.tensor(result.payload["values"])
+        want = torch.stack([rows[site][first:] @ project.T for site in sites])
+        torch.testing.assert_close(got, want, atol=1e-3, rtol=1e-4)
+    for site, values in serving.row_tensors(two.outputs[0]).items():
+        want = rows[site] @ matrix(1, seed=7).T
+        torch.testing.assert_close(values, want, atol=1e-3, rtol=1e-4)
+
+
+def test_scores_stream(pair: tuple[LLM, Judge]) -> None:
+    """Deltas, put together, are what comes at the end."""
+    llm, _ = pair
+    ask = Ask(prompt_of(20, 81), scores(matrix(3, seed=4), "predicting"))
+    (whole,) = serve(llm, [ask])
+    params: SamplingParams = ask.params()
+    params.output_kind = RequestOutputKind.DELTA
+    llm.llm_engine.add_request("deltas", {"prompt_token_ids": ask.prompt}, params)
+    together, parts = None, 0
+    while llm.llm_engine.has_unfinished_requests():
+        for output in llm.llm_engine.step():
+            assert isinstance(output, RequestOutput)
+            new = output.outputs[0].capture_results
+            assert new is not None
+            parts += any(len(rows) for rows in new["inline"].payload.values())
+            together = merged(together, new)
+    assert parts > 3 and together is not None
+    for site, rows in together["inline"].payload.items():
+        assert torch.equal(rows.values, serving.row_tensors(whole.outputs[0])[site])
+
+
+def test_limits_count_scores(tiny_models: TinyModels) -> None:
+    """What is returned inline counts, not what it is made of; what is made counts on the device."""
+    row_bytes = models.HIDDEN * 4
+    llm = make_llm(
+        tiny_models.path("llama"),
+        capture_consumers=["inline"],
+        capture_inline_max_bytes=2 * row_bytes,
+        capture_buffer_bytes=2 * row_bytes,
+    )
+    hooks = {"post_block": [0, 1]}
+    try:
+        asks = [Ask(prompt_of(5, 82), scores(matrix(8), "all_prompt", hooks))]
+        (output,) = serve(llm, asks, log_probs=False)
+        assert len(output.outputs[0].capture_results["inline"].payload["post_block", 1]) == 5
+        with pytest.raises(ValueError, match=rf"10 rows are {10 * row_bytes} bytes"):
+            serve(
+                llm, [Ask(prompt_of(5, 82), serving.capture("all_prompt", ("post_block",), [0, 1]))]
+            )
+        with pytest.raises(ValueError, match=rf"10 rows are {10 * 4 * 52} bytes"):
+            serve(llm, [Ask(prompt_of(5, 82), scores(matrix(52), "all_prompt", hooks))])
+        with pytest.raises(ValueError, match=rf"need {3 * row_bytes} bytes"):
+            serve(llm, [Ask(prompt_of(5, 82), scores(matrix(1), [-1], {"post_block": [0, 1, 2]}))])
+    finally:
+        shut_down(llm)

@@ -1,0 +1,444 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Modules in files: what is written is read again bit by bit, and whatever else is said so."""
+
+from __future__ import annotations
+
+import io
+import json
+import pickle
+import struct
+import tempfile
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import pytest
+import safetensors.numpy
+import safetensors.torch
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from tests.support import write_repeng
+from tests.support.plans import HIDDEN, PARALLEL_ONLY, SHAPE
+from vllm.config.steering import SteeringConfig
+from vllm.v1.interventions.plan import TapShape
+from vllm.v1.interventions.sites import InterventionError
+from vllm.v1.steering.files import export_gguf, load, save
+from vllm.v1.steering.modules import Module, make_module, parse_module, vectors_of
+
+Tiers = dict[str, dict[tuple[str, int], np.ndarray]]
+REPENG_SHAPE = TapShape(
+    hidden_size=write_repeng.HIDDEN,
+    dtype="float32",
+    points={layer: ("pre_attn", "post_attn", "post_block") for layer in range(5)},
+)
+
+
+def rows(seed: int = 0, count: int = 1, width: int = HIDDEN) -> np.ndarray:
+    """float32 [count, width], with numbers that no shorter type holds."""
+    return np.random.default_rng(seed).normal(size=(count, width)).astype(np.float32)
+
+
+def tiers_of(module: Module) -> Tiers:
+    return {tier: vectors_of(part) for tier, part in module.tiers.items()}
+
+
+def same(one: Tiers, other: Tiers) -> bool:
+    """Bit by bit, -0.0 and 0.0 told apart."""
+    return [*one] == [*other] and all(
+        [*one[t]] == [*other[t]]
+        and all(one[t][s].tobytes() == other[t][s].tobytes() for s in one[t])
+        for t in one
+    )
+
+
+def module_of(tiers: dict[str, dict[tuple[str, int], Any]]) -> Module:
+    wide = {t: {s: np.asarray(v, np.float64) for s, v in d.items()} for t, d in tiers.items()}
+    return make_module(wide, [], "test", SHAPE)
+
+
+FULL = {
+    "base": {("post_block", 3): rows(1)[0], ("pre_attn", 0): np.array([-0.0, 1e-45, 3e38, 1.0])},
+    "prefill": {("post_attn", 1): rows(2)[0]},
+    "decode": {("post_attn", 1): rows(3)[0], ("post_block", 2): rows(4)[0]},
+}
+
+SITES = [(point, layer) for layer, points in SHAPE.points.items() for point in points]
+FLOATS = st.floats(width=32, allow_nan=False, allow_infinity=False)
+VECTORS = st.lists(FLOATS, min_size=HIDDEN, max_size=HIDDEN)
+TIERS = st.dictionaries(
+    st.sampled_from(["base", "prefill", "decode"]),
+    st.dictionaries(st.sampled_from(SITES), VECTORS, min_size=1, max_size=4),
+    min_size=1,
+)
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(TIERS)
+def test_saved_is_loaded(tmp_path: Path, tiers: Any) -> None:
+    try:
+        module = module_of(tiers)
+    except ValueError:
+        return  # a sum of tiers overflows
+    save(tmp_path / "module.safetensors", module)
+    again = load(tmp_path / "module.safetensors", SHAPE)
+    assert again == module
+    assert same(tiers_of(again), tiers_of(module))
+
+
+def test_what_is_saved_is_what_was_given(tmp_path: Path) -> None:
+    save(tmp_path / "m.safetensors", module_of(FULL), "meta-llama/Llama-3.1-8B")
+    data = (tmp_path / "m.safetensors").read_bytes()
+    tensors = safetensors.numpy.load(data)
+    assert {k: v.tolist() for k, v in tensors.items()} == {
+        f"{tier}.{point}.{layer}": np.asarray(vector, np.float32).tolist()
+        for tier, vectors in FULL.items()
+        for (point, layer), vector in vectors.items()
+    }
+    header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
+    assert header["__metadata__"] == {
+        "steering_format": "1",
+        "hidden_size": "4",
+        "model_hint": "meta-llama/Llama-3.1-8B",
+    }
+    assert [p.name for p in tmp_path.iterdir()] == ["m.safetensors"]
+
+
+def test_another_vector_is_another_module(tmp_path: Path) -> None:
+    save(tmp_path / "m.safetensors", module_of(FULL))
+    moved = {**FULL, "prefill": {("post_attn", 1): np.nextafter(rows(2)[0], np.float32(9))}}
+    tiers = {**FULL, "decode": FULL["prefill"], "prefill": FULL["decode"]}
+    for other in (moved, tiers):
+        assert load(tmp_path / "m.safetensors", SHAPE).digest != module_of(other).digest
+        assert load(tmp_path / "m.safetensors", SHAPE) != module_of(other)
+
+
+def named(tiers: dict[str, dict[tuple[str, int], Any]]) -> dict[str, np.ndarray]:
+    return {
+        f"{tier}.{point}.{layer}": np.asarray(vector)
+        for tier, vectors in tiers.items()
+        for (point, layer), vector in vectors.items()
+    }
+
+
+@pytest.mark.parametrize("dtype", [np.float64, np.float32, np.float16, ">f4"])
+@pytest.mark.parametrize("write", [np.savez, np.savez_compressed])
+def test_npz(tmp_path: Path, write: Callable[..., None], dtype: Any) -> None:
+    vectors = {n: v.astype(dtype) for n, v in named(FULL).items() if np.abs(v).max() < 1e4}
+    write(tmp_path / "m.npz", **vectors)
+    loaded = tiers_of(load(tmp_path / "m.npz", SHAPE))
+    got = {n: v.tolist() for n, v in named(loaded).items()}
+    assert got == {n: v.astype(np.float32).tolist() for n, v in vectors.items()}
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16])
+def test_safetensors_of_others(tmp_path: Path, dtype: torch.dtype) -> None:
+    """Without our metadata, in any float type."""
+    vector = torch.from_numpy(rows(5)[0]).to(dtype)
+    safetensors.torch.save_file({"base.post_block.2": vector}, tmp_path / "m.SafeTensors")
+    (loaded,) = tiers_of(load(tmp_path / "m.SafeTensors", SHAPE))["base"].values()
+    assert loaded.tolist() == vector.float().tolist()
+
+
+def test_a_large_file_of_small_tensors_is_read(tmp_path: Path) -> None:
+    """All that a model can have, in the widest type."""
+    full = {tier: dict.fromkeys(SITES, rows()[0].astype(np.float64)) for tier in FULL}
+    vectors: dict[str, Any] = named(full)
+    np.savez(tmp_path / "m.npz", **vectors)
+    assert same(tiers_of(load(tmp_path / "m.npz", SHAPE)), tiers_of(module_of(full)))
+
+
+# -- GGUF ---------------------------------------------------------------------------------------
+
+
+def test_a_file_that_repeng_wrote() -> None:
+    """Direction i is of the output of block i, counted from 0; write_repeng.py asserted that of
+    repeng itself when it wrote the file."""
+    module = load(write_repeng.FILE, REPENG_SHAPE)
+    expected = {("post_block", i): v for i, v in write_repeng.directions().items()}
+    assert same(tiers_of(module), {"base": {s: v.astype(np.float64) for s, v in expected.items()}})
+    assert [*tiers_of(module)["base"]] == [("post_block", 1), ("post_block", 2), ("post_block", 3)]
+
+
+def test_what_we_export_is_what_repeng_wrote(tmp_path: Path) -> None:
+    """Byte for byte: nothing is left for repeng to read in another way."""
+    export_gguf(tmp_path / "v.gguf", load(write_repeng.FILE, REPENG_SHAPE), "llama")
+    assert (tmp_path / "v.gguf").read_bytes() == write_repeng.FILE.read_bytes()
+
+
+def test_a_file_that_the_gguf_library_wrote(tmp_path: Path) -> None:
+    """As llama.cpp's generator: float32, no block 0, keys we do not read."""
+    writer = gguf.GGUFWriter(tmp_path / "v.gguf", "controlvector")
+    writer.add_string("controlvector.model_hint", "llama")
+    writer.add_uint32("controlvector.layer_count", 3)
+    writer.add_array("some.words", ["a", "bc"])
+    writer.add_array("some.numbers", [1, 2, 3])
+    writer.add_float64("some.number", 0.5)
+    writer.add_bool("some.flag", True)
+    vectors = {layer: rows(layer)[0] for layer in (1, 2, 3)}
+    for layer, vector in vectors.items():
+        kind = np.float16 if layer == 2 else np.float32
+        writer.add_tensor(f"direction.{layer}", vector.astype(kind))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    loaded = tiers_of(load(tmp_path / "v.gguf", SHAPE))["base"]
+    assert [*loaded] == [("post_block", layer) for layer in vectors]
+    assert loaded["post_block", 1].tolist() == vectors[1].tolist()
+    assert loaded["post_block", 2].tolist() == vectors[2].astype(np.float16).tolist()
+
+
+def test_the_gguf_library_reads_what_we_export(tmp_path: Path) -> None:
+    module = module_of({"base": {("post_block", 0): rows(1)[0], ("post_block", 3): rows(2)[0]}})
+    export_gguf(tmp_path / "v.gguf", module, "qwen3")
+    reader = gguf.GGUFReader(tmp_path / "v.gguf")
+    assert {t.name: t.data.tolist() for t in reader.tensors} == {
+        "direction.0": rows(1)[0].tolist(),
+        "direction.3": rows(2)[0].tolist(),
+    }
+    fields = {
+        name: reader.fields[name].contents()
+        for name in reader.fields
+        if not name.startswith("GGUF.")
+    }
+    assert fields == {
+        "general.architecture": "controlvector",
+        "controlvector.model_hint": "qwen3",
+        "controlvector.layer_count": 2,
+    }
+
+
+# -- errors -------------------------------------------------------------------------------------
+
+
+def archive(members: dict[str, bytes], **options: Any) -> bytes:
+    opened = io.BytesIO()
+    with zipfile.ZipFile(opened, "w", **options) as written:
+        for name, data in members.items():
+            written.writestr(name, data)
+    return opened.getvalue()
+
+
+def npy(array: np.ndarray, **options: Any) -> bytes:
+    opened = io.BytesIO()
+    np.lib.format.write_array(opened, array, **options)
+    return opened.getvalue()
+
+
+def tensors(*named: tuple[str, Any], **metadata: str) -> bytes:
+    return safetensors.torch.save({n: torch.as_tensor(v) for n, v in named}, metadata or None)
+
+
+def directions(*named: tuple[str, Any], kind: str = "controlvector", **keys: Any) -> bytes:
+    """A GGUF file."""
+    with tempfile.NamedTemporaryFile() as file:
+        writer = gguf.GGUFWriter(file.name, kind)
+        for key, words in keys.items():
+            writer.add_array(key, words)
+        for name, vector in named:
+            writer.add_tensor(name, np.asarray(vector))
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_tensors_to_file()
+        writer.close()
+        return Path(file.name).read_bytes()
+
+
+class Exploding:
+    """A pickle that runs code when it is read."""
+
+    def __reduce__(self) -> Any:
+        return (pytest.fail, ("unpickled",))
+
+
+GOOD = rows()[0]
+NAN = np.array([0.0, 1.0, np.nan, 0.0], np.float32)
+PICKLE = npy(np.array([Exploding()] * HIDDEN, dtype=object), allow_pickle=True)
+AT = "base.post_block.3"
+BOMB = archive({f"{AT}.npy": bytes(1 << 30)}, compression=zipfile.ZIP_DEFLATED)
+INTS = torch.ones(HIDDEN, dtype=torch.int32)
+
+HEAD = b"GGUF"
+# A key that is an array of 2**60 bytes, at the end of the file.
+ENDLESS = HEAD + struct.pack("<IQQQ1sIIQ", 3, 0, 1, 1, b"x", 9, 0, 2**60)
+
+IN_SAFETENSORS: list[tuple[str, Any, str]] = [
+    ("base.mlp.0", GOOD, "PATH: unknown point 'mlp'"),
+    ("base.post_attn.2", GOOD, "PATH: layer 2 has no point"),
+    ("base.post_block.4", GOOD, "PATH: layer 4 is out of range, the model has 0-3"),
+    ("all.post_block.3", GOOD, "PATH: unknown tier 'all'; tiers are base, prefill, decode"),
+    ("post_block.3", GOOD, "PATH: is not named {tier}.{point}.{layer}, as base.post_block.12"),
+    ("base.post_block.all", GOOD, "PATH: is not named"),
+    ("base.post_block.03", GOOD, "PATH: is not named"),
+    ("base.post_block.-1", GOOD, "PATH: is not named"),
+    ("base.post_block.3.x", GOOD, "PATH: is not named"),
+    (AT, GOOD[:3].copy(), "PATH: has shape [3], the model needs [4]"),
+    (AT, rows(0, 1), "PATH: has shape [1, 4], the model needs [4]"),
+    (AT, NAN, "PATH: is not finite at index 2"),
+    (AT, INTS, f"FILE: cannot be read as .safetensors: {AT} is of dtype I32; F64, F32, F16, BF16"),
+    (AT, np.full(HIDDEN, 1e300), "FILE: overflows float32"),
+]
+IN_NPZ: list[tuple[str, bytes, str]] = [
+    (f"{AT}.npy", npy(np.arange(HIDDEN)), "PATH: must be of a float dtype, got int64"),
+    (f"{AT}.npy", npy(np.zeros((2, 2))), "PATH: has shape [2, 2]"),
+    (f"{AT}.npy", npy(GOOD)[:-1], "FILE: cannot be read as .npz"),
+    (f"{AT}.npy", b"", "FILE: cannot be read as .npz"),
+    (f"{AT}.npy", PICKLE, f"FILE: cannot be read as .npz: {AT} holds pickled objects"),
+    ("x.npy", npy(GOOD), "FILE[x]: is not named"),
+]
+IN_GGUF: list[tuple[str, Any, str]] = [
+    ("direction.4", GOOD, "PATH: layer 4 is out of range"),
+    ("direction.-1", GOOD, "PATH: is not named direction.{layer}"),
+    ("direction.x", GOOD, "PATH: is not named direction.{layer}"),
+    ("blk.1.weight", GOOD, "PATH: is not named direction.{layer}"),
+    ("direction.1", GOOD[:3], "PATH: has shape [3], the model needs [4]"),
+    ("direction.1", NAN, "PATH: is not finite at index 2"),
+    ("direction.1", rows(0, 1), "PATH: has shape [1, 4], the model needs [4]"),
+    ("direction.1", INTS.numpy(), "direction.1 is of type I32; F32 and F16 are read"),
+]
+WHOLE: list[tuple[str, bytes, str]] = [
+    ("m.bin", b"", "FILE: is not a module: .safetensors, .gguf, .npz are read"),
+    ("m", b"", "FILE: is not a module"),
+    ("m.pt", pickle.dumps(Exploding()), "FILE: is not a module"),
+    ("m.safetensors", b"", "FILE: cannot be read as .safetensors: "),
+    ("m.safetensors", tensors((AT, GOOD))[:-1], "FILE: cannot be read as .safetensors: "),
+    ("m.safetensors", tensors((AT, GOOD), steering_format="2"), "it is of format '2', 1 is read"),
+    ("m.safetensors", tensors((AT, GOOD), hidden_size="5"), "for hidden size '5', the model has 4"),
+    ("m.safetensors", tensors(), "FILE: has neither vectors nor operations"),
+    (
+        "m.safetensors",
+        bytes(1 << 21),
+        "FILE: has 2097152 bytes, a module of this",
+    ),
+    ("m.npz", pickle.dumps(Exploding()), "FILE: cannot be read as .npz: "),
+    ("m.npz", archive({f"{AT}.npy": npy(GOOD), AT: npy(GOOD)}), f"it has {AT} twice"),
+    ("m.npz", archive({}), "FILE: has neither vectors nor operations"),
+    ("m.npz", BOMB, "its arrays have more than 10"),
+    ("m.gguf", b"GGML" + bytes(20), "FILE: cannot be read as .gguf: GGUF magic invalid"),
+    ("m.gguf", HEAD + struct.pack("<IQQ", 1, 0, 0), "FILE: cannot be read as .gguf: "),
+    ("m.gguf", HEAD + struct.pack("<IQQ", 3, 2**63, 0), "FILE: cannot be read as .gguf: "),
+    ("m.gguf", HEAD + struct.pack("<IQQ", 3, 0, 2**63), "FILE: cannot be read as .gguf: "),
+    ("m.gguf", ENDLESS, "FILE: cannot be read as .gguf: it is truncated"),
+    ("m.gguf", directions(x=[1] * 100_000), "cannot be read as .gguf: it has more than 100000 v"),
+    ("m.gguf", directions(("direction.1", GOOD))[:-17], "FILE: cannot be read as .gguf: it is tr"),
+    ("m.gguf", directions(kind="llama"), "it is of architecture llama, not controlvector"),
+    ("m.gguf", HEAD + struct.pack("<IQQ", 3, 0, 0), "it is of architecture None"),
+]
+BROKEN = [
+    *WHOLE,
+    *(
+        ("m.safetensors", tensors((name, vector)), message.replace("PATH", f"FILE[{name}]"))
+        for name, vector, message in IN_SAFETENSORS
+    ),
+    *(
+        ("m.npz", archive({name: data}), message.replace("PATH", f"FILE[{AT}]"))
+        for name, data, message in IN_NPZ
+    ),
+    *(
+        ("m.gguf", directions((name, vector)), message.replace("PATH", f"FILE[{name}]"))
+        for name, vector, message in IN_GGUF
+    ),
+]
+
+
+@pytest.mark.parametrize(("name", "data", "message"), BROKEN)
+def test_errors_name_the_file_and_the_tensor(
+    tmp_path: Path, name: str, data: bytes, message: str
+) -> None:
+    (tmp_path / name).write_bytes(data)
+    with pytest.raises(InterventionError) as caught:
+        load(tmp_path / name, SHAPE)
+    assert str(caught.value).startswith(str(tmp_path / name))
+    assert message.replace("FILE", str(tmp_path / name)) in str(caught.value)
+    assert len(str(caught.value)) < len(str(tmp_path)) + 400
+
+
+def test_a_model_without_the_point(tmp_path: Path) -> None:
+    (tmp_path / "m.safetensors").write_bytes(tensors(("base.post_attn.0", GOOD)))
+    with pytest.raises(InterventionError, match="this model has no point 'post_attn'"):
+        load(tmp_path / "m.safetensors", PARALLEL_ONLY)
+
+
+def test_a_missing_file_is_an_os_error(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match=r"calm\.safetensors"):
+        load(tmp_path / "calm.safetensors", SHAPE)
+
+
+CLAMP = {"op": "clamp", "point": "pre_attn", "layers": 0, "direction": [1.0] * HIDDEN, "lo": 0.0}
+
+
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [
+        ({"prefill_vectors": {"post_block": {1: GOOD}}}, "has no prefill tier"),
+        ({"post_block": {1: GOOD}, "pre_attn": {1: GOOD}}, "has no pre_attn, only post_block"),
+        ({"vectors": {"post_block": {1: GOOD}}, "ops": [CLAMP]}, "has operations: clamp"),
+    ],
+)
+def test_what_gguf_cannot_say_is_not_left_out(tmp_path: Path, source: Any, message: str) -> None:
+    config = SteeringConfig(enable_steering=True, steering_families=["add", "clamp"])
+    module = parse_module(source, "source", SHAPE, config)
+    with pytest.raises(InterventionError, match=message):
+        export_gguf(tmp_path / "v.gguf", module)
+    assert not list(tmp_path.iterdir())
+
+
+def test_operations_are_not_saved(tmp_path: Path) -> None:
+    config = SteeringConfig(enable_steering=True, steering_families=["add", "clamp"])
+    module = parse_module({"ops": [CLAMP]}, "source", SHAPE, config)
+    with pytest.raises(InterventionError, match="a file holds vectors; this module has operations"):
+        save(tmp_path / "m.safetensors", module)
+    assert not list(tmp_path.iterdir())
+
+
+GOOD_FILES = {
+    ".safetensors": tensors((AT, GOOD), ("decode.pre_attn.0", rows(1)[0]), hidden_size="4"),
+    ".npz": archive({"base.post_block.3.npy": npy(GOOD), "decode.pre_attn.0.npy": npy(GOOD)}),
+    ".gguf": directions(("direction.3", GOOD), ("direction.0", GOOD)),
+}
+
+
+@settings(max_examples=400, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    st.sampled_from([*GOOD_FILES]),
+    st.lists(st.tuples(st.integers(0, 2000), st.integers(0, 255)), max_size=4),
+    st.one_of(st.none(), st.integers(0, 2000)),
+    st.binary(max_size=4),
+)
+def test_whatever_the_bytes_an_error_or_a_module(
+    tmp_path: Path, suffix: str, changes: list[tuple[int, int]], end: int | None, more: bytes
+) -> None:
+    data = bytearray(GOOD_FILES[suffix])
+    for place, value in changes:
+        data[place % len(data)] = value
+    path = tmp_path / f"m{suffix}"
+    path.write_bytes(bytes(data[:end]) + more)
+    try:
+        module = load(path, SHAPE)
+    except InterventionError as error:
+        assert str(error).startswith(str(path))
+        assert len(str(error)) < len(str(path)) + 400
+    else:
+        assert module.prefill is not None or module.decode is not None
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.binary(max_size=200), st.integers(0, 3), st.integers(0, 3))
+def test_whatever_follows_the_first_bytes_of_a_gguf_file(
+    tmp_path: Path, data: bytes, num_tensors: int, num_keys: int
+) -> None:
+    path = tmp_path / "m.gguf"
+    path.write_bytes(HEAD + struct.pack("<IQQ", 3, num_tensors, num_keys) + data)
+    with pytest.raises(InterventionError):
+        load(path, SHAPE)
+
+
+def test_only_files_are_read(tmp_path: Path) -> None:
+    (tmp_path / "m.npz").mkdir()
+    with pytest.raises(InterventionError, match=r"m\.npz: is not a regular file"):
+        load(tmp_path / "m.npz", SHAPE)

@@ -1,0 +1,154 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Plans without an engine: a model's shape made up, a real config, and the real `resolve`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from vllm import SamplingParams
+from vllm.config import VllmConfig
+from vllm.config.capture import CaptureConfig
+from vllm.config.steering import SteeringConfig
+from vllm.tokenizers import TokenizerLike
+from vllm.v1.interventions.frontend.module_catalog import ModuleCatalog
+from vllm.v1.interventions.frontend.resolve import resolve, strip
+from vllm.v1.interventions.frontend.segments import rows_of
+from vllm.v1.interventions.plan import (
+    UNSTEERED,
+    Content,
+    Part,
+    Plan,
+    Segment,
+    Site,
+    SteeringPlan,
+    TapShape,
+)
+from vllm.v1.steering.modules import Module
+
+HIDDEN = 4
+POINTS = ("pre_attn", "post_attn", "post_block")
+PARALLEL = ("pre_attn", "post_block")
+
+SHAPE = TapShape(
+    hidden_size=HIDDEN,
+    dtype="float32",
+    points={0: POINTS, 1: POINTS, 2: PARALLEL, 3: POINTS},
+)
+"""Four layers, of which layer 2 is a parallel block."""
+
+BF16 = TapShape(hidden_size=HIDDEN, dtype="bfloat16", points=SHAPE.points)
+PARALLEL_ONLY = TapShape(hidden_size=HIDDEN, dtype="float32", points={0: PARALLEL, 1: PARALLEL})
+GAPS = TapShape(hidden_size=HIDDEN, dtype="float32", points={0: POINTS, 2: POINTS, 5: PARALLEL})
+"""A model some of whose layers have no tap at all."""
+
+VECTOR = [1.0, -2.0, 0.5, 3.0]
+
+
+def config_of(
+    shape: TapShape | None = SHAPE,
+    *,
+    steering: bool = True,
+    capture: bool = True,
+    speculative_tokens: int = 0,
+    **options: Any,
+) -> VllmConfig:
+    """A config as the frontend has it once the engine is up.
+
+    Args:
+        speculative_tokens: 0 for no speculation.
+        options: fields of `SteeringConfig` and `CaptureConfig`.
+    """
+    config = VllmConfig()
+    steers = {k: v for k, v in options.items() if k in SteeringConfig.__dataclass_fields__}
+    captures = {k: v for k, v in options.items() if k not in steers}
+    config.steering_config = SteeringConfig(enable_steering=steering, **steers)
+    captures.setdefault("capture_consumers", ["inline"] if capture else [])
+    config.capture_config = CaptureConfig(**captures)
+    config.tap_shape = shape
+    return config
+
+
+def plan_of(
+    *,
+    config: VllmConfig | None = None,
+    prompt: int | None = 5,
+    max_tokens: int = 4,
+    resumable: bool = False,
+    tokenizer: TokenizerLike | None = None,
+    modules: dict[str, Module] | None = None,
+    **fields: Any,
+) -> Plan | None:
+    """`resolve` as the input processor calls it.
+
+    Args:
+        prompt: tokens of the prompt; None for one of embeddings.
+        modules: the registered ones.
+        fields: of `SamplingParams`.
+    """
+    params = SamplingParams(max_tokens=max_tokens, **fields)
+    token_ids = None if prompt is None else list(range(100, 100 + prompt))
+    config = config or config_of()
+    catalog = ModuleCatalog(config)
+    if modules is not None:
+        catalog.replace(modules)
+    return resolve(params, strip(params), token_ids, resumable, config, tokenizer, catalog)
+
+
+def steering_of(**asked: Any) -> SteeringPlan:
+    """The steering of `plan_of`."""
+    plan = plan_of(**asked)
+    assert plan is not None
+    assert plan.steering is not None
+    return plan.steering
+
+
+def segment_at(plan: SteeringPlan, position: int) -> Segment:
+    """What acts there."""
+    return [s for s in plan.segments if s.first <= position][-1]
+
+
+def sum_at(plan: SteeringPlan, position: int) -> dict[Site, np.ndarray]:
+    """site -> float64 [HIDDEN]: what is added there, from the parts as they travel."""
+    digest = segment_at(plan, position).content
+    if digest == UNSTEERED:
+        return {}
+    [content] = [c for c in plan.contents if c.digest == digest]
+    parts = {p.digest: p for p in plan.parts}
+    total: dict[Site, np.ndarray] = {}
+    for name, scale in content.parts:
+        part = parts[name]
+        for site, row in zip(part.sites, rows_of(part).astype(np.float64), strict=True):
+            total[site] = total.get(site, np.zeros(HIDDEN)) + scale * row
+    return total
+
+
+def part(name: str, num_bytes: int = 4 * HIDDEN) -> Part:
+    """A part told apart by its digest."""
+    return Part(digest=name, sites=[("pre_attn", 0)], data=bytes(num_bytes), largest=0.0)
+
+
+def asking(*contents: Content, size: int = 4 * HIDDEN, inherit: bool = True) -> SteeringPlan:
+    """A plan that only names what it holds, a segment each.
+
+    Args:
+        size: bytes of each part.
+    """
+    names = dict.fromkeys(name for c in contents for name, _ in c.parts)
+    return SteeringPlan(
+        segments=[Segment(i, c.digest, UNSTEERED) for i, c in enumerate(contents)],
+        inherit=inherit,
+        contents=list(contents),
+        parts=[part(name, size) for name in names],
+    )
+
+
+def content(name: str, *parts: str) -> Content:
+    """A content told apart by its digest, of a part of the same name or of those given."""
+    return Content(digest=name, parts=[(p, 1.0) for p in parts or (name,)])
+
+
+def array(*values: float) -> np.ndarray:
+    """float64."""
+    return np.array(values, dtype=np.float64)

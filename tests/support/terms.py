@@ -1,0 +1,248 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Operations on made-up rows, through the parser and the op of the workers, without an engine.
+
+`Site` lays a request's operations out as programs of terms, as the scheduler and the workers do for
+a real one, and steps rows through them in chunks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+
+from tests.support import op_reference
+from vllm.model_executor.layers.steering_terms import TermTables
+from vllm.v1.interventions.ops import Op, parse_ops
+from vllm.v1.interventions.plan import TapShape
+from vllm.v1.interventions.positions import Positions
+from vllm.v1.interventions.terms import OPS, Scalars, Term
+
+POINT, LAYER = "post_block", 1
+MAX_TERMS = 8
+LENGTH = 9
+"""Rows of a made-up request."""
+FAMILIES = frozenset({*OPS, "gate"})
+
+Steer = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, TermTables], None]
+"""`steer_rows_torch` or `steer_rows_triton`."""
+
+
+def shape_of(hidden: int, dtype: torch.dtype = torch.float32) -> TapShape:
+    """A model with the one site."""
+    return TapShape(hidden, str(dtype).removeprefix("torch."), {LAYER: (POINT,)})
+
+
+def selecting(num_prompt: int, end: int) -> Callable[[Any, str], Positions]:
+    """A `select` that knows lists of absolute positions and three names."""
+    named = {
+        "predicting": [(num_prompt - 1, end)],
+        "all_generated": [(num_prompt, end)],
+        "all_prompt": [(0, num_prompt)],
+    }
+
+    def select(value: Any, path: str) -> Positions:
+        return Positions(named[value]) if isinstance(value, str) else Positions.of(value)
+
+    return select
+
+
+def entry(op: str, **fields: Any) -> dict[str, Any]:
+    """An operation at the one site, as a user writes it."""
+    return {"op": op, "point": POINT, "layers": LAYER, **fields}
+
+
+class Maker:
+    """Random operations whose numbers fit rows of norm about `size`."""
+
+    def __init__(self, seed: int, hidden: int, size: float) -> None:
+        self.rng = np.random.default_rng(seed)
+        self.hidden, self.size = hidden, size
+
+    def rows(self, count: int = LENGTH) -> torch.Tensor:
+        """float32 [count, hidden]."""
+        rows = self.rng.standard_normal((count, self.hidden)) * self.size / self.hidden**0.5
+        return torch.from_numpy(rows).float()
+
+    def direction(self) -> torch.Tensor:
+        return torch.from_numpy(self.rng.standard_normal(self.hidden))
+
+    def number(self) -> float:
+        return float(self.rng.uniform(-2, 2))
+
+    def gate(self, when: str = "row") -> dict[str, Any]:
+        """One that is neither shut nor open on rows of this size."""
+        probe = self.direction() / self.size
+        return {
+            "probe": probe,
+            "threshold": self.number() / 4,
+            "sharpness": self.number(),
+            "when": when,
+        }
+
+    def op(self, name: str, **more: Any) -> dict[str, Any]:
+        lo = self.number() * self.size / 4
+        fields: dict[str, Callable[[], dict[str, Any]]] = {
+            "add": lambda: {"vector": self.rows(1)[0], "scale": self.number()},
+            "norm_match": lambda: {"direction": self.direction(), "scale": self.number()},
+            "ablate": lambda: {"direction": self.direction(), "strength": self.number()},
+            "clamp": lambda: {
+                "direction": self.direction(),
+                "lo": lo,
+                "hi": lo + abs(self.number()) * self.size / 8,
+            },
+            "pin": lambda: {"direction": self.direction(), "value": lo},
+            "replace": lambda: {
+                "values": self.rows(3),
+                "positions": self.rng.permutation(LENGTH)[:3].tolist(),
+                "alpha": abs(self.number()) / 2,
+            },
+            "normalize": lambda: {},
+        }
+        return entry(name, **(fields[name]() | more))
+
+
+class Site:
+    """One request's operations at one site, and the device's side of them.
+
+    Args:
+        asked: operations as a user writes them, of this site.
+        length: rows of the request.
+        num_prompt: those of the prompt.
+        families: what the engine was started with; all if not given.
+    """
+
+    def __init__(
+        self,
+        asked: Sequence[Mapping[str, Any]],
+        hidden: int,
+        length: int,
+        num_prompt: int = 1,
+        families: frozenset[str] = FAMILIES,
+        dtype: torch.dtype = torch.float32,
+        device: str = "cpu",
+    ) -> None:
+        self.asked, self.num_prompt, self.dtype, self.device = asked, num_prompt, dtype, device
+        select = selecting(num_prompt, length)
+        shape = shape_of(hidden, dtype)
+        self.ops = parse_ops(list(asked), "steering", shape, families, select, MAX_TERMS)
+        self._rows: list[torch.Tensor] = [torch.zeros(hidden)]
+        self._terms: dict[str, int] = {}
+        self._scalars: dict[int, Scalars] = {}
+        self._probes: dict[int, int] = {}
+        programs: dict[tuple[tuple[int, ...], bool], int] = {((0,) * MAX_TERMS, False): 0}
+        frozen = any(op.frozen for op in self.ops)
+        of_position = []
+        for position in range(length):
+            # A program that decides is the last prompt row's alone.
+            decides = frozen and position == num_prompt - 1
+            key = self._program(position), decides
+            of_position.append(programs.setdefault(key, len(programs)))
+        self.of_position = torch.tensor(of_position, dtype=torch.int32)
+        self.tables = self._lay_out(list(programs), "gate" in families)
+
+    def _program(self, position: int) -> tuple[int, ...]:
+        columns = [self._term(op, position) for op in self.ops]
+        return tuple(columns + [0] * (MAX_TERMS - len(columns)))
+
+    def _term(self, op: Op, position: int) -> int:
+        term = op.term_at(position)
+        if term is None and op.frozen and position == self.num_prompt - 1:
+            term = op.terms[0].deciding()
+        return 0 if term is None else self._place(term)
+
+    def _place(self, term: Term) -> int:
+        if term.digest not in self._terms:
+            self._terms[term.digest] = row = self._row(term.vector)
+            self._scalars[row] = term.scalars
+            if term.probe:
+                self._probes[row] = self._row(term.probe)
+        return self._terms[term.digest]
+
+    def _row(self, data: bytes) -> int:
+        self._rows.append(torch.frombuffer(bytearray(data), dtype=torch.float32))
+        return len(self._rows) - 1
+
+    def _lay_out(self, programs: Sequence[tuple[tuple[int, ...], bool]], gated: bool) -> TermTables:
+        rows = len(self._rows)
+        scalars = torch.zeros(rows, len(Scalars._fields))
+        probes = torch.zeros(rows, dtype=torch.int32)
+        for row, values in self._scalars.items():
+            scalars[row] = torch.tensor(values)
+            probes[row] = self._probes.get(row, 0)
+        home = next((p for p, (_, decides) in enumerate(programs) if decides), 0)
+        homes = torch.full((len(programs),), home, dtype=torch.int32)
+        homes[0] = 0
+        tables = TermTables(
+            program=torch.zeros(len(self.of_position), dtype=torch.int32),
+            programs=torch.tensor([terms for terms, _ in programs], dtype=torch.int32),
+            vectors=torch.stack(self._rows),
+            scalars=scalars,
+            probes=probes,
+            homes=homes,
+            gates=torch.full((len(programs), MAX_TERMS), float("nan")),
+            norms=True,
+            gated=gated,
+        )
+        return on_device(tables, self.device)
+
+    def step(
+        self,
+        steer: Steer,
+        rows: torch.Tensor,
+        positions: Sequence[int],
+        table: torch.Tensor | None = None,
+        slots: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """[tokens, hidden] after one step over rows of these positions, in this order."""
+        h = rows.to(self.device, self.dtype, copy=True)
+        if table is None or slots is None:
+            table, slots = torch.zeros_like(h[:1]), torch.zeros(len(h), dtype=torch.int32)
+        self.tables.program[: len(h)] = self.of_position[list(positions)].to(self.device)
+        steer(h, table.to(self.device, self.dtype), slots.to(self.device), self.tables)
+        return h.cpu()
+
+    def expected(self, rows: torch.Tensor, additive: torch.Tensor | None = None) -> torch.Tensor:
+        """float64 [length, hidden]: all rows of the request, by the reference."""
+        added = torch.zeros_like(rows) if additive is None else additive
+        ops = [plain(asked, op) for asked, op in zip(self.asked, self.ops, strict=True)]
+        result = op_reference.apply_site(
+            rows.double().numpy(), added.double().numpy(), ops, self.num_prompt
+        )
+        return torch.from_numpy(result)
+
+
+def on_device(tables: TermTables, device: str) -> TermTables:
+    """A copy there."""
+    moved: dict[str, Any] = {
+        name: value.to(device)
+        for name, value in vars(tables).items()
+        if isinstance(value, torch.Tensor)
+    }
+    return replace(tables, **moved)
+
+
+def plain(asked: Mapping[str, Any], op: Op) -> dict[str, Any]:
+    """The operation as the reference takes it: positions resolved, arrays float64."""
+    fields = {key: _array(value) for key, value in asked.items() if key != "positions"}
+    given = asked.get("positions")
+    if op.positions is not None:
+        fields["positions"] = given if isinstance(given, list) else op.positions.array().tolist()
+    if "gate" in fields:
+        fields["gate"] = {key: _array(value) for key, value in asked["gate"].items()}
+    return fields
+
+
+def _array(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return value.double().numpy()
+    return np.array(value, dtype=np.float64) if isinstance(value, list) else value
+
+
+def worst(got: torch.Tensor, want: torch.Tensor, *passed: torch.Tensor) -> float:
+    """The worst row's, relative to the largest row among `want` and `passed`."""
+    largest = max(float(t.norm(dim=-1).max()) for t in (want, *passed))
+    return float((got.double() - want).norm(dim=-1).max()) / largest

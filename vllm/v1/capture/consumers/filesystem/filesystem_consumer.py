@@ -1,0 +1,270 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The filesystem consumer: gathers a completion's rows in memory, which the engine has reserved,
+and writes them when it ends."""
+
+import uuid
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any, ClassVar, TypeVar
+
+import numpy as np
+import torch
+
+from vllm.v1.capture.consumer import (
+    CaptureConsumer,
+    CaptureSession,
+    ConsumerContext,
+    Location,
+    RequestEnd,
+    RequestInfo,
+    RowBatch,
+)
+from vllm.v1.capture.consumers.filesystem import names
+from vllm.v1.capture.consumers.filesystem.publication import (
+    ON_COLLISION,
+    CollisionError,
+    OnCollision,
+    Publication,
+)
+from vllm.v1.capture.consumers.filesystem.shards import Entry, Shards
+from vllm.v1.capture.consumers.filesystem.store import open_store
+from vllm.v1.capture.file_format import LABELS, LAYOUTS, SUFFIX, Layout, Pieces, Record, tensor_name
+
+_T = TypeVar("_T", bound=str)
+
+APART_BYTES = 64 << 10
+"""Batches of a tensor are written one by one if they have so much on average; else joined."""
+
+_FIELDS = ("request_id", "tag", "layout")
+
+
+class FilesystemConsumer(CaptureConsumer):
+    """Writes each completion's rows as safetensors below `root`; `vllm.v1.capture.reader` reads."""
+
+    location: ClassVar[Location] = "engine"
+
+    def __init__(
+        self,
+        root: str,
+        layout: str = "packed",
+        on_collision: str = "error",
+        shard_max_bytes: int | str = 256 << 20,
+        flush_seconds: float | str = 0.2,
+        storage_options: Mapping[str, Any] | None = None,
+    ) -> None:
+        """
+        Args:
+            root: a path, or a URL that fsspec knows: s3://bucket/folder, gs://, memory://.
+            layout: of requests that do not choose theirs. "packed", one file a request, is a file
+                that one `safetensors.torch.load_file` reads, under a name known beforehand.
+                "sharded" is for many small requests; "per_file" has one file for each site.
+            on_collision: what becomes of a request whose name is taken: "error", "overwrite", or
+                "suffix": published under the name with `--` and a random end.
+            shard_max_bytes: a shard is closed when it has as many.
+            flush_seconds: a shard is closed that long after its first request.
+            storage_options: keywords of the fsspec file system.
+
+        Raises:
+            ValueError: naming the option.
+        """
+        if not isinstance(root, str) or not root:
+            raise ValueError(f"root: must be a path or URL, got {root!r}")
+        self._layout: Layout = _one_of("layout", layout, LAYOUTS)
+        self._on_collision: OnCollision = _one_of("on_collision", on_collision, ON_COLLISION)
+        self._shard_max_bytes = int(_number("shard_max_bytes", shard_max_bytes, 1, 1 << 40))
+        self._flush_seconds = _number("flush_seconds", flush_seconds, 0, 3600)
+        if not isinstance(storage_options, Mapping | None):
+            raise ValueError(f"storage_options: must be a dict, got {storage_options!r}")
+        self._store = open_store(root, storage_options or {})
+        self._context: ConsumerContext | None = None
+        self._shards: Shards | None = None
+
+    @classmethod
+    def check_request(cls, fields: Mapping[str, Any], path: str) -> dict[str, Any]:
+        """`request_id`, `tag` and `layout`, each of which may be None."""
+        from vllm.v1.interventions.sites import reject, show, show_key
+
+        unknown = sorted(show_key(key) for key in fields if key not in _FIELDS)[:8]
+        if unknown:
+            allowed = ("hooks", "positions", "project", *_FIELDS)
+            reject(path, f"unknown keys {unknown}; filesystem takes {', '.join(allowed)}")
+        given = {key: value for key, value in fields.items() if value is not None}
+        if "request_id" in given:
+            names.need_request_id(given["request_id"], f"{path}.request_id")
+        if "tag" in given:
+            names.need_tag(given["tag"], f"{path}.tag")
+        if "layout" in given and given["layout"] not in LAYOUTS:
+            reject(
+                f"{path}.layout",
+                f"unknown layout {show(given['layout'])}; layouts are {', '.join(LAYOUTS)}",
+            )
+        return given
+
+    def start(self, context: ConsumerContext) -> None:
+        self._context = context
+        self._store.prepare()
+        self._shards = Shards(
+            self._store,
+            f"engine{context.engine_index}",
+            self._shard_max_bytes,
+            self._flush_seconds,
+            self._on_collision,
+        )
+
+    def open(self, request: RequestInfo) -> CaptureSession:
+        return _Session(self, request)
+
+    def shutdown(self) -> None:
+        if self._shards is not None:
+            self._shards.close()
+
+    # -- for sessions ---------------------------------------------------------------------------
+
+    def layout_of(self, request: RequestInfo) -> Layout:
+        return request.fields.get("layout", self._layout)
+
+    def publication(
+        self, request: RequestInfo, batches: Sequence[RowBatch], end: RequestEnd, error: str | None
+    ) -> Publication:
+        assert self._context is not None
+        fields = request.fields
+        name = fields.get("request_id") or names.name_of_engine_id(request.request_id)
+        if request.num_samples > 1 or request.prompt is not None:
+            name = names.of_completion(name, request.prompt or 0, request.sample)
+        record = Record(
+            request_id=name,
+            tag=fields.get("tag", names.DEFAULT_TAG),
+            external_id=request.external_id,
+            engine_id=request.request_id,
+            sample=request.sample,
+            num_samples=request.num_samples,
+            prompt=request.prompt or 0,
+            model=self._context.model,
+            sites=request.sites,
+            dtype=str(request.dtype).removeprefix("torch."),
+            width=request.width,
+            hidden_size=self._context.shape.hidden_size,
+            projected=request.projected,
+            rows=sum(len(batch.positions) for batch in batches),
+            num_prompt_tokens=len(request.prompt_token_ids),
+            num_tokens=end.num_tokens,
+            complete=error is None,
+            error=error or "",
+            replaces=self._on_collision == "overwrite",
+            publication=uuid.uuid4().hex,
+        )
+        return Publication(record, _tensors(request, batches), named="request_id" in fields)
+
+    def publish(self, publication: Publication, layout: Layout) -> tuple[str, dict[str, Any]]:
+        """Write it now: per_file or packed.
+
+        Returns:
+            What to `withdraw`, and the payload.
+        """
+        try:
+            return self._put(publication, layout)
+        except FileExistsError as error:
+            if self._on_collision == "error":
+                raise CollisionError(publication.record) from error
+            if self._on_collision == "overwrite":
+                raise
+        return self._put(publication.renamed(), layout)
+
+    def _put(self, publication: Publication, layout: Layout) -> tuple[str, dict[str, Any]]:
+        overwrite = self._on_collision == "overwrite"
+        if layout == "packed":
+            path = publication.folder + SUFFIX
+            self._store.put(path, publication.packed(), overwrite)
+            return path, publication.result(layout, [path])
+        files = publication.per_file()
+        self._store.put_folder(publication.folder, files, overwrite)
+        paths = [f"{publication.folder}/{name}" for name in files]
+        return publication.folder, publication.result(layout, paths)
+
+    def withdraw(self, path: str) -> None:
+        self._store.remove(path)
+
+    @property
+    def shards(self) -> Shards:
+        assert self._shards is not None
+        return self._shards
+
+
+class _Session(CaptureSession):
+    def __init__(self, consumer: FilesystemConsumer, request: RequestInfo) -> None:
+        self._consumer = consumer
+        self._request = request
+        self._batches: list[RowBatch] = []
+        self._path: str | None = None
+        """What was written for it alone."""
+        self._entry: Entry | None = None
+        """Its part of a shard."""
+
+    def rows(self, batch: RowBatch) -> None:
+        expected = (len(self._request.sites), len(batch.positions), self._request.width)
+        if batch.values.shape != expected or batch.values.dtype != self._request.dtype:
+            found = f"{batch.values.dtype}{list(batch.values.shape)}"
+            raise ValueError(f"rows are {found}, expected {self._request.dtype}{list(expected)}")
+        if batch.values.untyped_storage().nbytes() > batch.values.nbytes:
+            # A view of a whole step's rows, which must not be kept for the few that are ours.
+            batch = replace(batch, values=batch.values.clone())
+        self._batches.append(batch)
+
+    def done(self, end: RequestEnd) -> Any:
+        return self._publish(end, end.error)
+
+    def aborted(self, end: RequestEnd) -> Any:
+        if not self._batches:
+            # No rows: no file.
+            return None
+        return self._publish(end, end.error or "the request was aborted")
+
+    def failed(self, reason: str) -> None:
+        self._batches.clear()
+        if self._entry is not None:
+            self._consumer.shards.drop(self._entry)
+        if self._path is not None:
+            self._consumer.withdraw(self._path)
+
+    def _publish(self, end: RequestEnd, error: str | None) -> Any:
+        publication = self._consumer.publication(self._request, self._batches, end, error)
+        self._batches.clear()
+        layout = self._consumer.layout_of(self._request)
+        if layout == "sharded":
+            self._entry = self._consumer.shards.add(publication)
+            return self._entry.future
+        self._path, payload = self._consumer.publish(publication, layout)
+        return payload
+
+
+def _tensors(request: RequestInfo, batches: Sequence[RowBatch]) -> dict[str, Pieces]:
+    """The rows of all batches; in pieces where these are large, as of a prompt."""
+    tensors: dict[str, Pieces] = {}
+    for name in LABELS:
+        parts = [np.empty(0, np.int64), *(vars(batch)[name] for batch in batches)]
+        tensors[name] = [torch.from_numpy(np.concatenate(parts))]
+    for i, site in enumerate(request.sites):
+        rows = [batch.values[i] for batch in batches]
+        empty = torch.empty(0, request.width, dtype=request.dtype)
+        if rows and sum(values.nbytes for values in rows) >= len(rows) * APART_BYTES:
+            tensors[tensor_name(site)] = [values.contiguous() for values in rows]
+        else:
+            tensors[tensor_name(site)] = [torch.cat([empty, *rows])]
+    return tensors
+
+
+def _one_of(option: str, value: Any, allowed: Sequence[_T]) -> _T:
+    for known in allowed:
+        if value == known:
+            return known
+    raise ValueError(f"{option}: must be one of {', '.join(allowed)}, got {value!r}")
+
+
+def _number(option: str, value: Any, least: float, most: float) -> float:
+    try:
+        number = float(value)
+    except (TypeError, ValueError):
+        number = float("nan")
+    if isinstance(value, bool) or not least <= number <= most:
+        raise ValueError(f"{option}: must be a number from {least} to {most}, got {value!r}")
+    return number

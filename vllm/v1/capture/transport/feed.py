@@ -1,0 +1,182 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From the rows of a completion, as they come, to what one consumer gets of them."""
+
+from collections.abc import Sequence
+from concurrent.futures import Future
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from vllm.v1.capture.consumer import RequestEnd, RequestInfo, RowBatch
+from vllm.v1.capture.transport.copies import Copies, CopyThreads, empty
+from vllm.v1.capture.transport.host import ConsumerHost
+from vllm.v1.capture.transport.selected import RowsLost, Selected
+from vllm.v1.interventions.plan import CapturedChunk, CapturePlan, dtype_of
+from vllm.v1.interventions.positions import Positions
+
+
+def request_info(
+    request_id: str, plan: CapturePlan, consumer: str, prompt_token_ids: list[int]
+) -> RequestInfo:
+    """What a session is told of its completion."""
+    selection = plan.consumers[consumer]
+    stream = plan.streams[selection.stream]
+    return RequestInfo(
+        request_id=request_id,
+        external_id=plan.external_id,
+        sample=plan.sample,
+        num_samples=plan.num_samples,
+        prompt=plan.prompt,
+        prompt_token_ids=prompt_token_ids,
+        sites=tuple(selection.sites),
+        width=stream.width,
+        dtype=dtype_of(stream.dtype),
+        projected=bool(stream.projection),
+        max_rows=Selected(selection, len(prompt_token_ids)).max_rows,
+        fields=selection.fields,
+    )
+
+
+def reserved_bytes(info: RequestInfo, plan: CapturePlan, consumer: str, hold: bool) -> int:
+    """Most bytes of rows that may wait for a consumer: those held back included."""
+    selection = plan.consumers[consumer]
+    if not (hold and selection.last_generated):
+        return info.max_bytes
+    return info.max_bytes // info.max_rows * len(Positions.from_flat(selection.runs))
+
+
+class Delivery(NamedTuple):
+    batch: RowBatch
+    copies: list[Future[None]]
+    """That fill its values."""
+
+
+class Feed:
+    """The rows of one completion for one consumer: each selected one once, in order, and none past
+    the end of the final sequence.
+
+    Args:
+        threads: copy what is large; who calls does not wait for them.
+        hold: keep rows of generated positions back until the end, because it may turn out to lie
+            before them (stop strings are found by the frontend, after the engine sampled on).
+    """
+
+    def __init__(
+        self,
+        plan: CapturePlan,
+        consumer: str,
+        prompt_token_ids: list[int],
+        threads: CopyThreads,
+        *,
+        hold: bool = False,
+    ) -> None:
+        selection = plan.consumers[consumer]
+        order = plan.streams[selection.stream].sites
+        self._prompt = prompt_token_ids
+        self._threads = threads
+        self._selected = Selected(selection, len(prompt_token_ids))
+        self._stream = selection.stream
+        self._sites = torch.tensor([order.index(site) for site in selection.sites])
+        self._all_sites = selection.sites == order
+        self._hold = hold
+        self._held: list[RowBatch] = []
+        self._last: list[RowBatch] = []
+        self._arrived: list[np.ndarray] = []
+
+    def take(self, chunk: CapturedChunk, output_token_ids: Sequence[int]) -> Delivery | None:
+        """The new rows that the consumer can have now.
+
+        Args:
+            output_token_ids: the generated tokens so far, at least to one past the last row.
+        """
+        num_rows = self._selected.rows_of(len(self._prompt) + len(output_token_ids))
+        positions = chunk.positions
+        if self._selected.selection.last_generated:
+            # Kept until it is known which one is the last; all of them if that may be an earlier.
+            last = np.flatnonzero((positions < num_rows) & (positions >= len(self._prompt)))
+            if len(last):
+                kept = self._keep(chunk, last if self._hold else last[-1:], output_token_ids)
+                self._last = [*(self._last if self._hold else ()), kept]
+        at = np.flatnonzero(self._selected.mask(positions, num_rows))
+        if not len(at):
+            return None
+        self._arrived.append(positions[at])
+        if self._hold:
+            generated = positions[at] >= len(self._prompt)
+            if generated.any():
+                self._held.append(self._keep(chunk, at[generated], output_token_ids))
+                at = at[~generated]
+        if not len(at):
+            return None
+        batch, copies = self._batch(chunk, at, output_token_ids)
+        return Delivery(batch, self._threads.follow(copies))
+
+    def end(self, num_tokens: int, aborted: bool) -> tuple[list[RowBatch], str | None]:
+        """The completion has `num_tokens` tokens, prompt and generated.
+
+        Returns:
+            (the rows that were held back, why rows that were asked for are absent).
+
+        Raises:
+            RowsLost: they should be there.
+        """
+        num_rows = self._selected.rows_of(num_tokens)
+        rest = [_cut(batch, batch.positions < num_rows) for batch in self._held]
+        for batch in self._last:
+            rest.append(_cut(batch, self._selected.last(num_rows).mask(batch.positions)))
+            self._arrived.append(rest[-1].positions)
+        error = self._selected.missing(num_rows, self._arrived, aborted)
+        return [batch for batch in rest if len(batch.positions)], error
+
+    def finish(
+        self, host: ConsumerHost, request_id: str, num_tokens: int, aborted: bool, failed: str
+    ) -> None:
+        """`end`, and tell the consumer's host; `failed`: why the request did, if it did."""
+        if failed:
+            host.fail(request_id, failed)
+            return
+        try:
+            rest, error = self.end(num_tokens, aborted)
+        except RowsLost as lost:
+            host.fail(request_id, str(lost))
+            return
+        for batch in rest:
+            host.rows(request_id, batch)
+        host.end(request_id, RequestEnd(num_tokens, error), aborted)
+
+    def _keep(
+        self, chunk: CapturedChunk, at: np.ndarray, output_token_ids: Sequence[int]
+    ) -> RowBatch:
+        batch, copies = self._batch(chunk, at, output_token_ids)
+        self._threads.run(copies)
+        return batch
+
+    def _batch(
+        self, chunk: CapturedChunk, at: np.ndarray, output_token_ids: Sequence[int]
+    ) -> tuple[RowBatch, Copies]:
+        """Rows `at` of a chunk, in memory of their own, and how they get there."""
+        positions = chunk.positions[at]
+        values = chunk.values[self._stream]
+        if not self._all_sites:
+            values = values[:, self._sites]
+        if len(at) < len(chunk.positions):
+            values = values[torch.from_numpy(at)]
+        values = values.transpose(0, 1)
+        into = empty(values.shape, values.dtype)
+        known = len(self._prompt)
+        ids = [self._prompt[p] if p < known else output_token_ids[p - known] for p in positions]
+        versions = np.full(len(at), chunk.version, dtype=np.int64)
+        batch = RowBatch(positions, np.array(ids, dtype=np.int64), versions, into)
+        return batch, ([into], [values])
+
+
+def _cut(batch: RowBatch, keep: np.ndarray) -> RowBatch:
+    if keep.all():
+        return batch
+    return RowBatch(
+        batch.positions[keep],
+        batch.token_ids[keep],
+        batch.versions[keep],
+        batch.values[:, torch.from_numpy(keep)],
+    )

@@ -1,0 +1,406 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Runs one capture consumer in threads of its own."""
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from itertools import islice
+from typing import Any
+
+import msgspec
+
+from vllm.logger import init_logger
+from vllm.v1.capture.consumer import (
+    CaptureConsumer,
+    CaptureSession,
+    ConsumerResult,
+    RequestEnd,
+    RequestInfo,
+    RowBatch,
+)
+from vllm.v1.capture.registry import ConsumerSpec, describe
+from vllm.v1.capture.results import CaptureStatus
+from vllm.v1.capture.transport.copies import finished
+
+logger = init_logger(__name__)
+
+_Call = Callable[["_Actor"], None]
+
+
+@dataclass(eq=False)
+class _Actor:
+    """One completion. All but `session`, `future` and the counts is guarded by the host's lock."""
+
+    request: RequestInfo
+    calls: deque[_Call] = field(default_factory=deque)
+    scheduled: bool = False
+    """In the queue of ready actors, or in a thread's hands."""
+    failure: str | None = None
+    end: RequestEnd | None = None
+    ended_at: float = 0.0
+    closed: bool = False
+    """Its result is decided."""
+    session: CaptureSession | None = None
+    future: Future[Any] | None = None
+    rows: int = 0
+    num_bytes: int = 0
+
+
+class _Worker:
+    """A thread, and what it is doing."""
+
+    def __init__(self, name: str, work: Callable[["_Worker"], None]) -> None:
+        self.thread = threading.Thread(target=work, args=(self,), name=name, daemon=True)
+        self.actor: _Actor | None = None
+        self.since = 0.0
+        """When its present call began."""
+
+
+class ConsumerHost:
+    """Feeds the completions that a consumer captures to its sessions.
+
+    Each session's calls are made in order, by one thread at a time; sessions run in parallel. Rows
+    wait in memory until their session takes them: whoever calls bounds that, by reservation.
+    No method but `shutdown` blocks, and each may be called from any thread.
+    """
+
+    def __init__(
+        self,
+        spec: ConsumerSpec,
+        consumer: CaptureConsumer,
+        report: Callable[[str, ConsumerResult], None],
+    ) -> None:
+        """
+        Args:
+            consumer: started.
+            report: called with (request id, result) once for each opened completion, after its
+                `end` or `fail` or at shutdown; by a thread of the host, one call at a time.
+        """
+        self._spec = spec
+        self._consumer = consumer
+        self._report = report
+        self._lock = threading.RLock()
+        self._work = threading.Condition(self._lock)
+        self._tick = threading.Condition(self._lock)
+        self._settled = threading.Condition(self._lock)
+        self._actors: dict[str, _Actor] = {}
+        self._waiting: dict[str, _Actor] = {}
+        """Those that have ended, in the order of their deadlines."""
+        self._ready: deque[_Actor] = deque()
+        self._results: deque[tuple[str, ConsumerResult]] = deque()
+        self._pending = 0
+        self._workers: set[_Worker] = set()
+        self._stuck: set[_Worker] = set()
+        self._clock_sleeps = False  # it waits without a deadline
+        self._closing = self._stopping = self._stopped = False
+        with self._lock:
+            for _ in range(spec.limits.threads):
+                self._add_worker()
+        name = f"capture-{spec.name}-clock"
+        self._clock = threading.Thread(target=self._keep_time, name=name, daemon=True)
+        self._clock.start()
+
+    @property
+    def pending(self) -> int:
+        """Completions that have ended and whose result is not reported yet."""
+        with self._lock:
+            return self._pending
+
+    # -- from outside ---------------------------------------------------------------------------
+
+    def open(self, request: RequestInfo) -> None:
+        """
+        Raises:
+            RuntimeError: the host is shut down, or has that completion open.
+        """
+        with self._lock:
+            if self._closing:
+                raise RuntimeError(f"capture consumer {self._spec.name!r} is shut down")
+            if request.request_id in self._actors:
+                raise RuntimeError(f"request {request.request_id!r} is open already")
+            actor = self._actors[request.request_id] = _Actor(request)
+            if len(self._stuck) >= self._spec.limits.threads:
+                actor.failure = (
+                    f"consumer {self._spec.name!r} takes no requests: {len(self._stuck)} of its "
+                    f"calls have not returned for {self._spec.limits.timeout:g} s"
+                )
+            else:
+                self._call(actor, self._do_open)
+
+    def rows(self, request_id: str, batch: RowBatch, copies: Sequence[Future[None]] = ()) -> None:
+        """Rows of a completion that is not open, or has failed, are dropped.
+
+        Args:
+            copies: that fill the values; the session gets them when these are done.
+        """
+        with self._lock:
+            actor = self._actors.get(request_id)
+            if actor is not None and actor.failure is None and actor.end is None:
+                self._call(actor, lambda actor: self._do_rows(actor, batch, copies))
+
+    def end(self, request_id: str, end: RequestEnd, aborted: bool = False) -> None:
+        """All rows were handed over. A second end is ignored, and that of one that is not open."""
+        with self._lock:
+            actor = self._actors.get(request_id)
+            if actor is None or actor.end is not None:
+                return
+            actor.end, actor.ended_at = end, time.monotonic()
+            self._pending += 1
+            if actor.failure is not None:
+                self._close(actor, "error", actor.failure)
+                return
+            self._waiting[request_id] = actor
+            self._call(actor, lambda actor: self._do_end(actor, end, aborted))
+            self._wake_clock()
+
+    def fail(self, request_id: str, reason: str) -> None:
+        """In place of `end`: the result is an error, and what was made of the rows is dropped."""
+        with self._lock:
+            actor = self._actors.get(request_id)
+            if actor is not None:
+                self._fail(actor, reason, final=True)
+
+    def shutdown(self, timeout: float) -> None:
+        """Finish what has ended, fail what has not, then shut the consumer down.
+
+        Args:
+            timeout: seconds for all of it. What is not done by then is reported as an error, and
+                threads that are stuck are left behind.
+        """
+        deadline = time.monotonic() + timeout
+        with self._lock:
+            if self._closing:
+                return
+            self._closing = True
+            for actor in list(self._actors.values()):
+                if actor.end is None:
+                    self._fail(actor, "the engine shut down before the request ended", final=True)
+            self._settled.wait_for(self._idle, timeout)
+            for actor in list(self._actors.values()):
+                self._fail(actor, "the engine shut down before the result was there", final=True)
+            self._stopping = True
+            self._work.notify_all()
+            threads = [worker.thread for worker in self._workers]
+        for thread in threads:
+            thread.join(max(0.0, deadline - time.monotonic()))
+        with self._lock:
+            self._stopped = True
+            self._tick.notify_all()
+        # It has results to report, and the consumer's shutdown is called there: no thread can be
+        # started at the end of a program.
+        self._clock.join(max(1.0, deadline - time.monotonic()))
+        if self._clock.is_alive():
+            name = self._spec.name
+            logger.error("capture consumer %r did not shut down within %g s", name, timeout)
+
+    # -- under the lock -------------------------------------------------------------------------
+
+    def _idle(self) -> bool:
+        busy = any(worker.actor is not None for worker in self._workers)
+        return not (self._pending or self._ready or busy)
+
+    def _call(self, actor: _Actor, call: _Call) -> None:
+        """Have a thread make this call after the actor's earlier ones."""
+        actor.calls.append(call)
+        if not actor.scheduled:
+            actor.scheduled = True
+            self._ready.append(actor)
+            self._work.notify()
+
+    def _fail(self, actor: _Actor, reason: str, final: bool = False) -> None:
+        """
+        Args:
+            final: report it now, also if the completion has not ended.
+        """
+        if actor.closed:
+            return
+        if actor.failure is None:
+            actor.failure = reason
+            # What it waits for makes no difference any more, rows are let go.
+            actor.calls.clear()
+            self._call(actor, lambda actor: self._do_failed(actor, reason))
+        if actor.end is not None or final:
+            if actor.end is None:
+                self._pending += 1
+            self._close(actor, "error", actor.failure)
+
+    def _close(
+        self, actor: _Actor, status: CaptureStatus, error: str | None, payload: Any = None
+    ) -> None:
+        """Decide the result. Nothing of the actor is kept but a call of `failed`."""
+        result = ConsumerResult(
+            consumer=self._spec.name,
+            status=status,
+            error=error,
+            payload=payload,
+            rows=actor.rows,
+            num_bytes=actor.num_bytes,
+            seconds=time.monotonic() - actor.ended_at if actor.end is not None else 0.0,
+        )
+        actor.closed = True
+        request_id = actor.request.request_id
+        del self._actors[request_id]
+        self._waiting.pop(request_id, None)
+        self._results.append((request_id, result))
+        self._tick.notify()
+
+    def _add_worker(self) -> None:
+        worker = _Worker(f"capture-{self._spec.name}", self._work_on)
+        self._workers.add(worker)
+        worker.thread.start()
+
+    # -- the clock: deadlines and reports -------------------------------------------------------
+
+    def _wake_clock(self) -> None:
+        # Deadlines come in order, so one that the clock waits for is never later than a new one.
+        if self._clock_sleeps:
+            self._clock_sleeps = False
+            self._tick.notify()
+
+    def _keep_time(self) -> None:
+        while True:
+            with self._lock:
+                deadline = self._expire(time.monotonic())
+                if not self._results:
+                    if self._stopped:
+                        break
+                    self._clock_sleeps = deadline is None
+                    wait = None if deadline is None else max(0.0, deadline - time.monotonic())
+                    self._tick.wait(wait)
+                    continue
+                request_id, result = self._results.popleft()
+            try:
+                self._report(request_id, result)
+            except Exception:
+                logger.exception("the result of request %s was not taken", request_id)
+            del result
+            with self._lock:
+                self._pending -= 1
+                self._settled.notify_all()
+        self._guarded(self._consumer.shutdown, "shutdown()")
+
+    def _expire(self, now: float) -> float | None:
+        """Fail what is over time and replace the threads that hang in it; the next deadline."""
+        name, timeout = self._spec.name, self._spec.limits.timeout
+        late = set()
+        while self._waiting:
+            actor = next(iter(self._waiting.values()))
+            if actor.ended_at + timeout > now:
+                break
+            logger.error("capture consumer %r: %s timed out", name, actor.request.request_id)
+            self._fail(actor, f"consumer {name!r} gave no result within {timeout:g} s")
+            late.add(actor)
+        for worker in list(self._workers):
+            if worker.actor is None:
+                continue
+            if worker.since + timeout > now and worker.actor not in late:
+                continue
+            logger.error("a call of capture consumer %r does not return", name)
+            self._fail(worker.actor, f"a call of consumer {name!r} took more than {timeout:g} s")
+            self._workers.remove(worker)
+            self._stuck.add(worker)
+            if len(self._stuck) <= self._spec.limits.threads:
+                self._add_worker()
+            self._settled.notify_all()
+        starts = [worker.since for worker in self._workers if worker.actor is not None]
+        starts += [actor.ended_at for actor in islice(self._waiting.values(), 1)]
+        return min(starts) + timeout if starts else None
+
+    # -- the threads ----------------------------------------------------------------------------
+
+    def _work_on(self, worker: _Worker) -> None:
+        while True:
+            with self._lock:
+                while not self._ready:
+                    if self._stopping:
+                        return
+                    self._work.wait()
+                actor = self._ready.popleft()
+                call = actor.calls.popleft()
+                worker.actor, worker.since = actor, time.monotonic()
+                self._wake_clock()
+            try:
+                call(actor)
+            # Whatever a consumer raises, SystemExit too, ends its session only.
+            except BaseException as error:
+                self._raised(actor, error)
+            del call
+            with self._lock:
+                worker.actor = None
+                actor.scheduled = bool(actor.calls)
+                if actor.scheduled:
+                    self._ready.append(actor)
+                    self._work.notify()
+                del actor
+                self._settled.notify_all()
+                if worker in self._stuck:
+                    self._stuck.remove(worker)
+                    if len(self._workers) >= self._spec.limits.threads:
+                        return  # it was replaced
+                    self._workers.add(worker)
+
+    def _raised(self, actor: _Actor, error: BaseException) -> None:
+        reason = describe(error)
+        with self._lock:
+            known = actor.failure is not None
+            self._fail(actor, reason)
+        if not known:
+            who = (self._spec.name, actor.request.request_id)
+            logger.error("capture consumer %r: request %s: %s", *who, reason, exc_info=error)
+
+    def _do_open(self, actor: _Actor) -> None:
+        actor.session = self._consumer.open(actor.request)
+
+    def _do_rows(self, actor: _Actor, batch: RowBatch, copies: Sequence[Future[None]]) -> None:
+        assert actor.session is not None
+        finished(copies)
+        actor.session.rows(batch)
+        actor.rows += batch.values.shape[0] * batch.values.shape[1]
+        actor.num_bytes += batch.values.numel() * batch.values.itemsize
+
+    def _do_end(self, actor: _Actor, end: RequestEnd, aborted: bool) -> None:
+        assert actor.session is not None
+        payload = actor.session.aborted(end) if aborted else actor.session.done(end)
+        if isinstance(payload, Future):
+            actor.future = payload
+            payload.add_done_callback(lambda _: self._on_future(actor))
+        else:
+            self._finish(actor, end, payload)
+
+    def _on_future(self, actor: _Actor) -> None:
+        with self._lock:
+            if not actor.closed:
+                self._call(actor, self._do_take)
+
+    def _do_take(self, actor: _Actor) -> None:
+        assert actor.future is not None and actor.end is not None
+        self._finish(actor, actor.end, actor.future.result())
+
+    def _finish(self, actor: _Actor, end: RequestEnd, payload: Any) -> None:
+        if not self._spec.in_frontend:
+            try:
+                msgspec.msgpack.encode(payload)
+            except Exception as error:
+                raise TypeError(f"the result is not plain data: {describe(error)}") from error
+        with self._lock:
+            if not actor.closed:
+                actor.session = actor.future = None
+                status: CaptureStatus = "ok" if end.error is None else "partial_error"
+                self._close(actor, status, end.error, payload)
+
+    def _do_failed(self, actor: _Actor, reason: str) -> None:
+        session, future = actor.session, actor.future
+        actor.session = actor.future = None
+        if future is not None:
+            future.cancel()
+        if session is not None:
+            self._guarded(lambda: session.failed(reason), "failed()")
+
+    def _guarded(self, call: Callable[[], None], what: str) -> None:
+        try:
+            call()
+        except BaseException:
+            logger.exception("capture consumer %r: %s failed", self._spec.name, what)

@@ -1,0 +1,74 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which rows of a completion a selection means, and whether they came."""
+
+import numpy as np
+
+from vllm.v1.interventions.plan import Selection
+from vllm.v1.interventions.positions import Positions
+
+
+class Selected:
+    """A selection on a prompt of `num_prompt_tokens`.
+
+    A completion of `n` tokens has `rows_of(n)` rows: the last generated token is never fed back.
+    """
+
+    def __init__(self, selection: Selection, num_prompt_tokens: int) -> None:
+        self.selection = selection
+        self._prompt = num_prompt_tokens
+        self._runs = Positions.from_flat(selection.runs)
+        self._named = Positions.from_flat(selection.named)
+        if selection.last_generated:
+            self._runs = self._runs.below(num_prompt_tokens) | self._named
+
+    @property
+    def max_rows(self) -> int:
+        """Most rows a site can come to."""
+        return len(self._runs) + self.selection.last_generated
+
+    def rows_of(self, num_tokens: int) -> int:
+        """The prompt's rows are owed even when the request ends before its first token."""
+        return max(num_tokens - 1, self._prompt)
+
+    def known(self, num_rows: int) -> Positions:
+        """The selected positions below `num_rows` that do not depend on where the request ends."""
+        return self._runs.below(num_rows)
+
+    def mask(self, positions: np.ndarray, num_rows: int) -> np.ndarray:
+        """bool [n]: which of int [n] `positions` are `known`."""
+        return self._runs.mask(positions) & (positions < num_rows)
+
+    def last(self, num_rows: int) -> Positions:
+        """The last generated position of a completion of `num_rows` rows, if it is wanted only
+        because it is the last: it is not known before the end."""
+        wanted = self.selection.last_generated and num_rows > self._prompt
+        return Positions.of([num_rows - 1] if wanted and num_rows - 1 not in self._runs else [])
+
+    def all(self, num_rows: int) -> Positions:
+        """The selected positions of a completion of `num_rows` rows."""
+        return self.known(num_rows) | self.last(num_rows)
+
+    def missing(self, num_rows: int, arrived: list[np.ndarray], aborted: bool) -> str | None:
+        """Why selected rows are absent, given the positions that arrived; None if none are.
+
+        Raises:
+            RowsLost: they were computed, so they should be there.
+        """
+        wanted = self.all(num_rows)
+        needed = wanted.array()
+        there = arrived[0] if len(arrived) == 1 else np.concatenate([needed[:0], *arrived])
+        # As a rule all came, and nothing else; and that is seen in less time.
+        absent = needed[:0] if np.array_equal(needed, there) else np.setdiff1d(needed, there)
+        if len(absent):
+            where = f"{len(absent)} of {len(wanted)} rows, first at position {absent[0]}"
+            if aborted:
+                return f"the request was aborted before {where} were computed"
+            raise RowsLost(f"{where} are missing although they were computed; this is a bug")
+        unreached = self._named.first_from(num_rows)
+        if unreached is not None:
+            return f"the request ended with {num_rows} rows, before position {unreached}"
+        return None
+
+
+class RowsLost(Exception):
+    """Rows that were computed did not arrive."""

@@ -1,0 +1,75 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a worker captures of a request: the sites it owns, and the streams their rows leave in."""
+
+from itertools import groupby
+from typing import NamedTuple
+from weakref import WeakValueDictionary
+
+import numpy as np
+
+from vllm.v1.interventions.plan import Site, WorkerRequest, WorkerStream
+
+_Asked = tuple[tuple[Site, ...], tuple[WorkerStream, ...]]
+_Key = tuple[tuple[int, ...], int, tuple[tuple[tuple[int, ...], tuple[int, int] | None], ...]]
+
+
+class LocalStream(NamedTuple):
+    """A stream's part on this worker."""
+
+    places: tuple[int, ...]
+    """Which of the layout's sites; those of other pipeline stages are left out."""
+    runs: list[tuple[int, int]]
+    """The same as (first place, number) of neighbours in the arena."""
+    projection: tuple[int, int] | None
+    """(first row, number of rows) in the table of projections."""
+
+
+class Layout:
+    """Shared by all requests that capture the same: their rows lie in one dense block."""
+
+    def __init__(self, key: _Key) -> None:
+        sites, self.num_raw, streams = key
+        self.sites = np.array(sites, dtype=np.int64)
+        """The worker's index of each site; the first `num_raw` are those that leave the device as
+        they are, of the others only scores do."""
+        self.streams = [LocalStream(at, self._runs(at), matrix) for at, matrix in streams]
+
+    def _runs(self, places: tuple[int, ...]) -> list[tuple[int, int]]:
+        groups = groupby(enumerate(places), lambda p: (p[1] - p[0], p[1] < self.num_raw))
+        runs = [[place for _, place in group] for _, group in groups]
+        return [(run[0], len(run)) for run in runs]
+
+
+class Layouts:
+    """Equal requests get one and the same `Layout`, so that a step compares no lists of sites.
+
+    Args:
+        sites: those of this worker.
+    """
+
+    def __init__(self, sites: dict[Site, int]) -> None:
+        self._sites = sites
+        self._layouts: WeakValueDictionary[_Asked, Layout] = WeakValueDictionary()
+
+    def of(self, request: WorkerRequest) -> Layout | None:
+        """None where the request captures nothing here."""
+        streams = request.capture_streams
+        layout = self._layouts.get((request.capture_sites, streams))
+        if layout is not None:
+            return layout
+        own = [i for i, site in enumerate(request.capture_sites) if site in self._sites]
+        if not own:
+            return None
+        raw = {i for stream in streams if stream.projection is None for i in stream.sites}
+        own.sort(key=lambda i: i not in raw)
+        place = {i: n for n, i in enumerate(own)}
+        layout = self._layouts[request.capture_sites, streams] = Layout(
+            (
+                tuple(self._sites[request.capture_sites[i]] for i in own),
+                len(raw & place.keys()),
+                tuple(
+                    (tuple(place[i] for i in s.sites if i in place), s.projection) for s in streams
+                ),
+            )
+        )
+        return layout

@@ -1,0 +1,97 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How a frontend's captures reach the engine core, and results from threads the frontend's loop."""
+
+import asyncio
+import uuid
+from abc import ABC, abstractmethod
+from concurrent.futures import Future
+from typing import TYPE_CHECKING, Any
+
+from vllm.v1.capture.consumer import ConsumerResult
+from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequestType
+from vllm.v1.engine.core_client import AsyncMPClient, InprocClient, SyncMPClient
+from vllm.v1.interventions.scheduler.capture_sessions import CaptureCall
+
+if TYPE_CHECKING:
+    from vllm.v1.engine.core_client import EngineCoreClient
+
+
+class CaptureLink(ABC):
+    """Neither `send` nor `post` waits for anything."""
+
+    def opened(self) -> None:  # noqa: B027
+        """A request with consumers came; called where its outputs will be awaited."""
+
+    @abstractmethod
+    def send(self, call: CaptureCall) -> None:
+        """Tell the engine core; after all that was sent to it before."""
+
+    @abstractmethod
+    def _put(self, outputs: EngineCoreOutputs) -> None:
+        """Among the outputs that come from the engine core; from any thread."""
+
+    def post(self, request_id: str, result: ConsumerResult) -> None:
+        """A consumer of this process has a result."""
+        output = EngineCoreOutput(request_id, [], capture_results=[result])
+        self._put(EngineCoreOutputs(outputs=[output]))
+
+
+class _InprocLink(CaptureLink):
+    def __init__(self, client: InprocClient) -> None:
+        self._client = client
+
+    def send(self, call: CaptureCall) -> None:
+        self._client.engine_core.capture(call)
+
+    def _put(self, outputs: EngineCoreOutputs) -> None:
+        scheduler: Any = self._client.engine_core.scheduler
+        scheduler.interventions.captures.results.put((0, outputs))
+
+
+class _SyncLink(CaptureLink):
+    def __init__(self, client: SyncMPClient) -> None:
+        self._client = client
+
+    def send(self, call: CaptureCall) -> None:
+        # A utility call whose answer nobody waits for.
+        call_id = uuid.uuid1().int >> 64
+        self._client.utility_results[call_id] = Future()
+        message = (0, call_id, "capture", (call,))
+        self._client._send_input(EngineCoreRequestType.UTILITY, message)
+
+    def _put(self, outputs: EngineCoreOutputs) -> None:
+        self._client.outputs_queue.put_nowait(outputs)
+
+
+class _AsyncLink(CaptureLink):
+    def __init__(self, client: AsyncMPClient) -> None:
+        self._client = client
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._tasks: set[asyncio.Task[object]] = set()
+
+    def opened(self) -> None:
+        self._loop = asyncio.get_running_loop()
+
+    def send(self, call: CaptureCall) -> None:
+        task = asyncio.ensure_future(self._client.call_utility_all_async("capture", call))
+        self._tasks.add(task)
+        task.add_done_callback(self._sent)
+
+    def _sent(self, task: "asyncio.Task[object]") -> None:
+        self._tasks.discard(task)
+        if not task.cancelled():
+            task.exception()  # an engine that is gone is reported to all requests elsewhere
+
+    def _put(self, outputs: EngineCoreOutputs) -> None:
+        assert self._loop is not None
+        if not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(self._client.outputs_queue.put_nowait, outputs)
+
+
+def capture_link(client: "EngineCoreClient") -> CaptureLink:
+    if isinstance(client, InprocClient):
+        return _InprocLink(client)
+    if isinstance(client, SyncMPClient):
+        return _SyncLink(client)
+    assert isinstance(client, AsyncMPClient)
+    return _AsyncLink(client)

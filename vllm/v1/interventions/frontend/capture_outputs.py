@@ -1,0 +1,376 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Frontend side of capture: rows become results, and a last output waits for all of them.
+
+`OutputProcessor.captures` is a `CaptureOutputs`. It gives every request that captures a
+`CompletionCapture`, which gathers inline rows and feeds the consumers of this process, and puts an
+`OutputHold` between a request with consumers and whoever waits for its outputs.
+"""
+
+import weakref
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from vllm.outputs import RequestOutput
+from vllm.sampling_params import RequestOutputKind
+from vllm.v1.capture.consumer import ConsumerContext, ConsumerResult
+from vllm.v1.capture.registry import INLINE
+from vllm.v1.capture.results import CaptureResult
+from vllm.v1.capture.transport.copies import CopyThreads
+from vllm.v1.capture.transport.feed import Feed, request_info
+from vllm.v1.capture.transport.host import ConsumerHost
+from vllm.v1.capture.transport.selected import Selected
+from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest, FinishReason
+from vllm.v1.interventions.frontend.capture_request import check_global
+from vllm.v1.interventions.frontend.packed_rows import unpack
+from vllm.v1.interventions.frontend.row_collector import RowCollector
+from vllm.v1.interventions.frontend.row_copier import RowCopier
+from vllm.v1.interventions.plan import CapturedChunk, CapturePlan, Plan
+from vllm.v1.interventions.scheduler.capture_sessions import (
+    SHUTDOWN_SECONDS,
+    CaptureCall,
+    CaptureEnd,
+)
+from vllm.v1.metrics.capture_stats import CaptureStats
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.engine.output_processor import RequestState
+    from vllm.v1.engine.parallel_sampling import ParentRequest
+    from vllm.v1.interventions.frontend.capture_link import CaptureLink
+    from vllm.v1.metrics.stats import IterationStats
+
+Deliver = Callable[[Any], None]
+"""Takes a `RequestOutput`, or an exception that ends the request."""
+
+
+class OutputHold:
+    """Holds outputs of one request back until the captures of the completions that end in them are
+    complete. It stands where the request's queue would.
+
+    Args:
+        deliver: where complete outputs go.
+    """
+
+    def __init__(self, deliver: Deliver) -> None:
+        self._deliver = deliver
+        self._held: list[RequestOutput] = []
+        self.captures: dict[int, CompletionCapture] = {}
+        """Index of the completion -> its capture."""
+
+    def put(self, output: Any) -> None:
+        if isinstance(output, RequestOutput):
+            self._held.append(output)
+            self.release()
+        else:
+            self._deliver(output)
+
+    def release(self) -> None:
+        """Deliver what is complete; the request's last output after all others."""
+        waiting: list[RequestOutput] = []
+        for output in self._held:
+            ended = [self.captures[c.index] for c in output.outputs if c.finished()]
+            if any(capture.waits for capture in ended) or (output.finished and waiting):
+                waiting.append(output)
+            else:
+                self._deliver(output)
+        self._held = waiting
+
+
+class CompletionCapture:
+    """The capture of one completion, from its first rows to its last result."""
+
+    def __init__(
+        self,
+        outputs: "CaptureOutputs",
+        request: EngineCoreRequest,
+        plan: CapturePlan,
+        hold: OutputHold,
+    ) -> None:
+        assert request.prompt_token_ids is not None
+        self._outputs = outputs
+        self._request_id = request.request_id
+        self._plan = plan
+        self._prompt = request.prompt_token_ids
+        inline = [name for name in plan.consumers if name == INLINE]
+        self._collector = RowCollector(plan, self._prompt, inline) if inline else None
+        if self._collector is not None:
+            outputs.copier.open(self._request_id, self._collector)
+        self._feeds = {
+            name: Feed(plan, name, self._prompt, outputs.threads)
+            for name in plan.consumers
+            if name in outputs.hosts
+        }
+        self._open: set[str] = set()
+        self._dropped: set[str] = set()
+        self.due = [name for name in plan.consumers if name != INLINE]
+        """Consumers whose results are still to come."""
+        self._results: dict[str, CaptureResult] = {}
+        self.hold = hold
+        self.ended = False
+
+    @property
+    def waits(self) -> bool:
+        """Whether results are still to come."""
+        return bool(self.due)
+
+    def add(self, chunks: list[CapturedChunk] | None, output_token_ids: Sequence[int]) -> None:
+        """Rows that came with an output, or ahead of it in the same message.
+
+        Args:
+            output_token_ids: the generated tokens, those past a stop string removed.
+        """
+        if chunks is not None and self._collector is not None:
+            self._outputs.copier.add(self._collector, chunks)
+        if not self._feeds:
+            return
+        for chunk in self._outputs.ahead.pop(self._request_id, chunks) or ():
+            for name, feed in self._feeds.items():
+                delivery = feed.take(chunk, output_token_ids)
+                if delivery is not None and name not in self._dropped:
+                    self._session(name).rows(self._request_id, *delivery)
+
+    def _session(self, name: str) -> ConsumerHost:
+        host = self._outputs.hosts[name]
+        if name not in self._open:
+            self._open.add(name)
+            host.open(request_info(self._request_id, self._plan, name, self._prompt))
+        return host
+
+    def results(
+        self, output_token_ids: Sequence[int], finish_reason: FinishReason | None, only_new: bool
+    ) -> dict[str, CaptureResult]:
+        """What the completion output that is being made says. When it is the last one, the other
+        consumers' results join the same mapping, and `waits` turns false."""
+        finished = finish_reason is not None
+        aborted = finish_reason in (FinishReason.ABORT, FinishReason.ERROR)
+        inline: dict[str, CaptureResult] = {}
+        if self._collector is not None:
+            copier = self._outputs.copier
+            copier.finish(self._collector)
+            if aborted:
+                copier.settle()  # maybe outside a step
+            inline = self._collector.results(
+                output_token_ids,
+                finished=finished,
+                aborted=aborted,
+                only_new=only_new,
+                settle=copier.settle,
+            )
+        if not finished:
+            # A mapping of its own: this output may still be in a queue when results are there.
+            return inline
+        self._results = self._results | inline
+        if not self.ended:
+            self.ended = True
+            self._end(len(self._prompt) + len(output_token_ids), finish_reason, aborted)
+        return self._results
+
+    def _end(self, num_tokens: int, reason: FinishReason | None, aborted: bool) -> None:
+        if INLINE in self._results:
+            self._outputs.finished.add([_inline_result(self._results[INLINE])])
+        failed = "the engine failed the request" if reason == FinishReason.ERROR else ""
+        if self.due:
+            end = CaptureEnd(num_tokens, aborted, failed)
+            self._outputs.link.send(CaptureCall(self._request_id, end))
+        for name, feed in self._feeds.items():
+            if name not in self._dropped:
+                feed.finish(self._session(name), self._request_id, num_tokens, aborted, failed)
+        for name in self._dropped:
+            self._settle(self._dropped_result(name, num_tokens))
+        if failed:
+            # The engine may never have had the request, so its word is not waited for.
+            for name in list(self.due):
+                self._settle(ConsumerResult(name, "error", failed))
+        if not self.due:
+            self._outputs.close(self._request_id)
+
+    def _dropped_result(self, name: str, num_tokens: int) -> ConsumerResult:
+        selected = Selected(self._plan.consumers[name], len(self._prompt))
+        rows = len(selected.all(selected.rows_of(num_tokens)))
+        rows *= len(self._plan.consumers[name].sites)
+        return ConsumerResult(
+            name,
+            "error",
+            f"{rows} rows were dropped: other requests held all of the consumer's pending_bytes "
+            "when this one started (capture_overload_policy=drop)",
+        )
+
+    def take(self, result: ConsumerResult) -> None:
+        """A result has come, or word that there will be none."""
+        if result.dropped and not self.ended:
+            self._dropped.add(result.consumer)
+        elif result.consumer in self.due:
+            self._settle(result)
+            if not self.due:
+                self._outputs.close(self._request_id)
+
+    def _settle(self, result: ConsumerResult) -> None:
+        self.due.remove(result.consumer)
+        self._outputs.finished.add([result])
+        self._results[result.consumer] = CaptureResult(result.status, result.error, result.payload)
+
+
+def _inline_result(result: CaptureResult) -> ConsumerResult:
+    # Every site has the same rows.
+    number, site = len(result.payload), next(iter(result.payload.values()))
+    return ConsumerResult(
+        INLINE, result.status, rows=number * len(site), num_bytes=number * site.values.nbytes
+    )
+
+
+class CaptureOutputs:
+    """All captures of one frontend.
+
+    Args:
+        link: to the engine core, and back into this frontend's stream of outputs.
+    """
+
+    def __init__(self, config: "VllmConfig", link: "CaptureLink") -> None:
+        self.link = link
+        self.hosts: dict[str, ConsumerHost] = {}
+        # When the engine is collected or the program ends: hosts hold nothing that holds this.
+        self._finalizer = weakref.finalize(self, _shut_down, self.hosts)
+        self._counts = False
+        """Whether anybody takes statistics."""
+        self.finished = CaptureStats()
+        """Results since the statistics were last taken."""
+        self.threads = CopyThreads("capture-rows")
+        self.copier = RowCopier(self.threads)
+        self.ahead: dict[str, list[CapturedChunk]] = {}
+        """For consumers of this process: rows of requests whose outputs follow in the message."""
+        self._open: dict[str, CompletionCapture] = {}
+        """Those with consumers whose results are not all in."""
+        self._ready: list[RequestOutput] = []
+        self._holds: weakref.WeakKeyDictionary[ParentRequest, OutputHold] = (
+            weakref.WeakKeyDictionary()
+        )
+        if config.tap_shape is None:
+            return
+        specs = config.capture_config.consumers
+        check_global(config.capture_config, config.tap_shape)
+        for name, spec in specs.items():
+            if name != INLINE and spec.in_frontend:
+                consumer = spec.make()
+                model = config.model_config.model
+                consumer.start(ConsumerContext(name, model, config.tap_shape, engine_index=0))
+                self.hosts[name] = ConsumerHost(spec, consumer, _weakly(link.post))
+
+    def open(self, state: "RequestState", request: EngineCoreRequest) -> None:
+        """A completion is about to start."""
+        if request.plan is None or request.plan.capture is None:
+            return
+        parent = state.parent_req
+        plan = msgspec.structs.replace(
+            request.plan.capture,
+            num_samples=parent.n if parent is not None else 1,
+            sample=state.request_index,
+            external_id=parent.external_req_id if parent is not None else state.external_req_id,
+        )
+        request.plan = Plan(request.plan.steering, plan)
+        hold = self._hold(state)
+        self._counts = state.stats is not None
+        state.capture = capture = CompletionCapture(self, request, plan, hold)
+        if capture.waits:
+            hold.captures[state.request_index] = capture
+            self._open[request.request_id] = capture
+            self.link.opened()
+            state.queue = hold  # type: ignore[assignment]
+
+    def _hold(self, state: "RequestState") -> OutputHold:
+        """One for all completions of a request: its very last output waits for all of them."""
+        parent, queue = state.parent_req, state.queue
+        if parent is not None and parent in self._holds:
+            return self._holds[parent]
+        hold = OutputHold(self._ready_unless_aborted if queue is None else queue.put)
+        if parent is not None:
+            self._holds[parent] = hold
+        return hold
+
+    def _ready_unless_aborted(self, output: RequestOutput) -> None:
+        """Without queues, who aborts a request is not told of it."""
+        if not any(c.finish_reason == str(FinishReason.ABORT) for c in output.outputs):
+            self._ready.append(output)
+
+    def take(self, output: EngineCoreOutput) -> bool:
+        """Whether `output` is nothing but results of consumers, or rows of several requests."""
+        if output.captured and output.captured[0].owners:
+            for chunk in output.captured:
+                self.copier.share(chunk)
+            if self.hosts:
+                self.ahead = unpack(output.captured)
+            return True
+        if output.capture_results is None:
+            return False
+        for result in output.capture_results:
+            capture = self._open.get(output.request_id)
+            if capture is not None:
+                capture.take(result)
+            if result.consumer in self.hosts and not result.dropped:
+                call = CaptureCall(output.request_id, released=result.consumer)
+                self.link.send(call)
+        return True
+
+    def close(self, request_id: str) -> None:
+        """A completion's results are all there."""
+        capture = self._open.pop(request_id, None)
+        if capture is not None:
+            capture.hold.release()
+
+    @property
+    def num_held(self) -> int:
+        """Completions that have ended and wait for results."""
+        return sum(capture.ended for capture in self._open.values())
+
+    def take_ready(self, stats: "IterationStats | None") -> list[RequestOutput]:
+        """After a step's outputs: those that nobody's queue takes, complete by now."""
+        self.copier.step()
+        if stats is not None:
+            stats.capture.results += self.finished.results
+            stats.capture.pending = Counter(
+                name for capture in self._open.values() if capture.ended for name in capture.due
+            )
+        if stats is not None or not self._counts:
+            self.finished = CaptureStats()
+        ready, self._ready = self._ready, []
+        return ready
+
+    def fail(self, error: Exception) -> None:
+        """The engine is gone: tell those who wait for held outputs."""
+        for capture in self._open.values():
+            if capture.ended:
+                capture.hold.put(error)
+
+    def shutdown(self) -> None:
+        """Let the consumers of this process finish what they have."""
+        self._finalizer()
+
+
+def _shut_down(hosts: dict[str, ConsumerHost]) -> None:
+    for host in hosts.values():
+        host.shutdown(SHUTDOWN_SECONDS)
+
+
+def _weakly(report: Callable[[str, ConsumerResult], None]) -> Callable[[str, ConsumerResult], None]:
+    """The threads of a host must not keep the engine alive."""
+    method = weakref.WeakMethod(report)
+
+    def call(request_id: str, result: ConsumerResult) -> None:
+        bound = method()
+        if bound is not None:
+            bound(request_id, result)
+
+    return call
+
+
+def capture_results(
+    state: "RequestState", finish_reason: FinishReason | None
+) -> dict[str, CaptureResult] | None:
+    """The capture results of the completion output that is being made."""
+    if state.capture is None:
+        return None
+    assert state.detokenizer is not None
+    only_new = state.output_kind == RequestOutputKind.DELTA
+    return state.capture.results(state.detokenizer.output_token_ids, finish_reason, only_new)

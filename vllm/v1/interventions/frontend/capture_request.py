@@ -1,0 +1,216 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a request may say about capture: parsed, checked and resolved to positions."""
+
+import hashlib
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import chain
+from typing import Any
+
+import msgspec
+import numpy as np
+import torch
+
+from vllm.config.capture import PROJECTION_ROWS, CaptureConfig
+from vllm.v1.capture.consumer import CaptureConsumer
+from vllm.v1.capture.registry import ConsumerSpec
+from vllm.v1.interventions.frontend.numbered import NumberedCapture
+from vllm.v1.interventions.frontend.selectors import NAMED_SELECTORS, Prompt, Selector
+from vllm.v1.interventions.plan import CapturePlan, Selection, Site, Stream, TapShape
+from vllm.v1.interventions.positions import Positions
+from vllm.v1.interventions.sites import (
+    need_captured_points,
+    need_layers,
+    need_mapping,
+    need_point,
+    reject,
+    show,
+    show_key,
+    site_order,
+)
+from vllm.v1.interventions.vectors import need_vector
+
+SHARED_FIELDS = ("hooks", "positions", "project")
+"""What a request may say to every consumer."""
+
+
+def parse_capture(
+    value: Any, path: str, shape: TapShape, prompt: Prompt, specs: Mapping[str, ConsumerSpec]
+) -> CapturePlan | None:
+    """Parse `SamplingParams.capture`:
+    `{consumer: {"hooks": {point: layers}, "positions": ..., "project": ...}}`,
+    and add what consumers capture of every request that does not name them.
+
+    Args:
+        value: the user's mapping, or None.
+        prompt: what `positions` are resolved on.
+        specs: the engine's consumers.
+
+    Raises:
+        ValueError: unknown consumer, key, point or selector, a layer out of range, a position out
+            of reach, a selection of nothing, a matrix that is none or does not pay.
+    """
+    asked = {} if value is None else need_mapping(value, path)
+    if value is not None and not asked:
+        reject(path, "names no consumer")
+    selections: dict[str, Selection] = {}
+    for name, request in asked.items():
+        at = f"{path}.{show_key(name)}"
+        if name not in specs:
+            reject(at, f"unknown consumer {show(name)}; known are {list(specs)}")
+        selections[name] = selection = _selection(request, at, shape, prompt, specs[name])
+        if not selection.runs:
+            reject(
+                f"{at}.positions",
+                f"select nothing: the prompt has {len(prompt.token_ids)} tokens and "
+                f"max_tokens={prompt.max_tokens} gives {max(prompt.max_tokens - 1, 0)} generated "
+                "positions",
+            )
+    for name, spec in specs.items():
+        if spec.capture is not None and name not in asked:
+            of_all = _selection(spec.capture, f"{path}.{name}", shape, prompt, spec)
+            if of_all.runs:
+                selections[name] = of_all
+    if not selections:
+        return None
+    projections: dict[str, bytes] = {}
+    streams: dict[tuple[bool, str], list[str]] = {}
+    for name in selections:
+        asks = asked.get(name, specs[name].capture)
+        digest = ""
+        if asks.get("project") is not None:
+            data = _matrix(asks["project"], f"{path}.{name}.project", shape)
+            digest = hashlib.sha256(b"%d:" % shape.hidden_size + data).hexdigest()
+            projections[digest] = data
+        streams.setdefault((specs[name].in_frontend, digest), []).append(name)
+    num_rows = sum(map(len, projections.values())) // (4 * shape.hidden_size)
+    if num_rows > PROJECTION_ROWS:
+        reject(
+            path,
+            f"its matrices ('project') have {num_rows} rows together, the engine holds "
+            f"{PROJECTION_ROWS}",
+        )
+    for index, names in enumerate(streams.values()):
+        for name in names if index else ():
+            selections[name] = msgspec.structs.replace(selections[name], stream=index)
+    placed = [
+        _stream([selections[name] for name in names], relayed, digest, projections, shape)
+        for (relayed, digest), names in streams.items()
+    ]
+    sites, runs = _union(placed)
+    return CapturePlan(
+        sites=sites,
+        runs=runs,
+        streams=placed,
+        consumers=selections,
+        hidden_size=shape.hidden_size,
+        dtype=shape.dtype,
+        prompt=value.prompt if isinstance(value, NumberedCapture) else None,
+        projections=projections,
+    )
+
+
+def check_global(config: CaptureConfig, shape: TapShape) -> None:
+    """Check, at start-up, what consumers capture of every request.
+
+    Raises:
+        ValueError: what is said of points, layers or `project` is wrong; or the positions are not
+            those of every request, so that requests that say nothing of capture would be refused.
+    """
+    for name, spec in config.consumers.items():
+        if spec.capture is None:
+            continue
+        path = f"capture_consumers.{name}.capture"
+        positions = spec.capture.get("positions", "last_prompt")
+        for selector in positions if isinstance(positions, list | tuple) else [positions]:
+            if not isinstance(selector, str) or selector not in NAMED_SELECTORS:
+                reject(f"{path}.positions", f"must be of {', '.join(NAMED_SELECTORS)}")
+        selection = _selection(spec.capture, path, shape, Prompt([0], 2, None), spec)
+        need_captured_points(selection.sites, f"{path}.hooks", config)
+        if spec.capture.get("project") is not None:
+            _matrix(spec.capture["project"], f"{path}.project", shape)
+
+
+def _stream(
+    members: list[Selection],
+    relayed: bool,
+    digest: str,
+    projections: dict[str, bytes],
+    shape: TapShape,
+) -> Stream:
+    sites, runs = _union(members)
+    if not digest:
+        return Stream(sites, runs, relayed, width=shape.hidden_size, dtype=shape.dtype)
+    width = len(projections[digest]) // (4 * shape.hidden_size)
+    return Stream(sites, runs, relayed, width=width, dtype="float32", projection=digest)
+
+
+def _matrix(value: Any, path: str, shape: TapShape) -> bytes:
+    """float32 [k, hidden] from a list of vectors, a 2-D array or a 2-D tensor."""
+    if isinstance(value, np.ndarray | torch.Tensor):
+        if value.ndim != 2:
+            reject(path, f"has shape {list(value.shape)}, the model needs [k, {shape.hidden_size}]")
+    elif not isinstance(value, list):
+        reject(path, f"must be a list of lists, a numpy array or a torch tensor, got {show(value)}")
+    k, most = len(value), shape.row_bytes // 4
+    if not 1 <= k <= min(most, PROJECTION_ROWS):
+        reject(
+            path,
+            f"has {k} rows, allowed are 1-{min(most, PROJECTION_ROWS)}: scores may take no more "
+            f"bytes than the row they are made of, and the engine holds {PROJECTION_ROWS} rows of "
+            "matrices",
+        )
+    rows = [need_vector(row, f"{path}[{i}]", shape.hidden_size) for i, row in enumerate(value)]
+    with np.errstate(over="ignore"):
+        matrix = np.stack(rows).astype(np.float32)
+    if not np.isfinite(matrix).all():
+        reject(path, "overflows float32")
+    return matrix.tobytes()
+
+
+def _union(parts: Sequence[Selection | Stream]) -> tuple[list[Site], list[int]]:
+    if len(parts) == 1:
+        return parts[0].sites, parts[0].runs
+    rows = Positions()
+    for part in parts:
+        rows = rows | Positions.from_flat(part.runs)
+    return sorted({s for part in parts for s in part.sites}, key=site_order), rows.flat()
+
+
+def _selection(
+    request: Any, path: str, shape: TapShape, prompt: Prompt, spec: ConsumerSpec
+) -> Selection:
+    request = need_mapping(request, path)
+    own = {key: field for key, field in request.items() if key not in SHARED_FIELDS}
+    fields = (spec.cls or CaptureConsumer).check_request(own, path)
+    if "hooks" not in request:
+        reject(f"{path}.hooks", "is missing: give {point: layers}")
+    sites = _sites(request["hooks"], f"{path}.hooks", shape)
+    selector = Selector(prompt)
+    runs = selector.resolve(request.get("positions", "last_prompt"), f"{path}.positions")
+    return Selection(
+        sites=sites,
+        runs=runs.flat(),
+        named=selector.named.flat(),
+        last_generated=selector.only_last_generated,
+        fields=fields,
+    )
+
+
+def _sites(hooks: Any, path: str, shape: TapShape) -> list[Site]:
+    points: list[list[Site]] = []
+    for key, value in need_mapping(hooks, path).items():
+        point = need_point(key, f"{path}.{show_key(key)}", shape)
+        layers = _layers(value, point, f"{path}.{point}", shape)
+        points.append([(point, layer) for layer in sorted(layers)])
+    if not points:
+        reject(path, "name no layer")
+    return points[0] if len(points) == 1 else sorted(chain(*points), key=site_order)
+
+
+def _layers(value: Any, point: str, path: str, shape: TapShape) -> Iterable[int]:
+    """`need_layers`, in less time where a list of ints is given, as mostly."""
+    if type(value) is list:
+        known = {n for n in value if type(n) is int and point in shape.points.get(n, ())}
+        if known and len(known) == len(value):
+            return known
+    return need_layers(value, point, path, shape)

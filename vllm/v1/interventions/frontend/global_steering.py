@@ -1,0 +1,310 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`llm.steering` and `engine.steering`: global tiers and named modules, at run time."""
+
+import asyncio
+import time
+import uuid
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from vllm.v1.engine.core_client import InprocClient, SyncMPClient
+from vllm.v1.interventions.frontend.module_catalog import ModuleCatalog
+from vllm.v1.interventions.frontend.segments import part_of
+from vllm.v1.interventions.plan import TIERS, TapShape
+from vllm.v1.interventions.scheduler.changes import Change, SteeringCall
+from vllm.v1.interventions.sites import InterventionError, need_steered_points, reject, show
+from vllm.v1.interventions.vectors import parse_vectors
+from vllm.v1.steering.files import load, parse_safetensors
+from vllm.v1.steering.modules import Module, need_module_name, no_positions, parse_module
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.engine.core_client import AsyncMPClient, EngineCoreClient
+
+BUSY_SECONDS = 60.0
+"""How long to wait for another frontend's change before giving up."""
+
+Replies = list[dict[str, Any]]
+"""One of each engine."""
+
+
+class _Changes:
+    """Makes and checks changes; knows nothing of how they get to the engines."""
+
+    def __init__(self, config: "VllmConfig", catalog: ModuleCatalog) -> None:
+        self._config = config
+        self._catalog = catalog
+
+    @property
+    def shape(self) -> TapShape:
+        shape = self._config.tap_shape
+        if not self._config.steering_config.enable_steering or shape is None:
+            reject(
+                "steering",
+                "steering is not enabled; start the engine with enable_steering=True "
+                "(--enable-steering)",
+            )
+        return shape
+
+    def set(
+        self, tiers: dict[str, Any], replace: bool, fields: Mapping[str, str] | None = None
+    ) -> Change:
+        """
+        Args:
+            fields: what errors call a tier; its name.
+        """
+        parts = {}
+        for tier, value in tiers.items():
+            _need_tier(tier)
+            path = (fields or {}).get(tier, tier)
+            [(vectors, _)] = parse_vectors(value, path, self.shape, no_positions)
+            need_steered_points(vectors, path, self._config.steering_config)
+            if vectors:
+                parts[tier] = part_of(vectors, self.shape.hidden_size)
+        return Change("set", tiers=parts, replace=replace)
+
+    def clear(self, tier: str | None) -> Change:
+        if tier is not None:
+            _need_tier(tier)
+        return Change("clear", tier=tier)
+
+    def register(self, name: Any, source: Any) -> Change:
+        name = need_module_name(name, "name")
+        config = self._config.steering_config
+        if isinstance(source, str | Path):
+            module = load(str(source), self.shape)
+        else:
+            module = parse_module(source, "source", self.shape, config)
+        need_steered_points(module.sites, "source", config)
+        return Change("register", name=name, module=module)
+
+    def register_content(self, name: Any, content: Mapping[str, Any] | bytes) -> Change:
+        """As `register`, but what came over a network: no path is opened."""
+        name = need_module_name(name, "name")
+        config = self._config.steering_config
+        if isinstance(content, bytes):
+            module = parse_safetensors(content, "safetensors", self.shape)
+        else:
+            module = parse_module(content, "", self.shape, config)
+        need_steered_points(module.sites, "module", config)
+        return Change("register", name=name, module=module)
+
+    def unregister(self, name: str) -> Change:
+        return Change("unregister", name=name)
+
+    def made(self, change: Change) -> None:
+        """The engines have made it."""
+        if change.action in ("register", "unregister"):
+            modules = dict(self._catalog.modules)
+            modules.pop(change.name, None)
+            if change.module is not None:
+                modules[change.name] = change.module
+            self._catalog.replace(modules)
+
+    @property
+    def enabled(self) -> bool:
+        return self._config.steering_config.enable_steering
+
+    def known(self) -> dict[str, str]:
+        return {name: module.digest for name, module in self._catalog.modules.items()}
+
+    def learn(self, news: dict[str, Any]) -> None:
+        self._catalog.learn(news)
+
+    def module(self, name: str) -> Module:
+        return self._catalog.get(name, "name")
+
+    def layers(self) -> dict[int, tuple[str, ...]]:
+        points = self._config.steering_config.steering_points
+        return {n: tuple(p for p in has if p in points) for n, has in self.shape.points.items()}
+
+
+def _need_tier(tier: Any) -> None:
+    if tier not in TIERS:
+        reject("tier", f"unknown tier {show(tier)}; tiers are {', '.join(TIERS)}")
+
+
+def _verdict(replies: Replies) -> str:
+    """ "ok", "busy", or raises."""
+    for reply in replies:
+        if "error" in reply:
+            raise InterventionError(reply["error"], parameter=reply.get("parameter"))
+    return "busy" if any("busy" in reply for reply in replies) else "ok"
+
+
+class Steering:
+    """Global steering of an `LLM`. Every method raises ValueError for what cannot be done exactly.
+
+    A change acts from the next scheduled step on, on all ranks at once, also on running requests.
+    """
+
+    def __init__(
+        self, config: "VllmConfig", catalog: ModuleCatalog, core: "EngineCoreClient"
+    ) -> None:
+        self._changes = _Changes(config, catalog)
+        self._core = core
+
+    def set(self, vectors: Any, tier: str = "base", replace: bool = False) -> int:
+        """Set global vectors: `{point: {layers: vector}}`, as in `SamplingParams.steering_vectors`.
+
+        Args:
+            vectors: each overwrites the one at its tier, point and layer.
+            tier: base (all positions), prefill (of the prompt) or decode (generated).
+            replace: whether all that is not named is cleared, in all tiers.
+
+        Returns:
+            The version, which captured rows report.
+        """
+        return self.set_tiers({tier: vectors}, replace)
+
+    def set_tiers(self, tiers: dict[str, Any], replace: bool = False) -> int:
+        """Set several tiers at once: `{tier: vectors}`."""
+        return self._make(self._changes.set(tiers, replace))
+
+    def clear(self, tier: str | None = None) -> int:
+        """Clear one tier, or all. Returns the version."""
+        return self._make(self._changes.clear(tier))
+
+    def register_module(self, name: str, source: Any) -> None:
+        """Name vectors and ops, for `SamplingParams.steering_modules`.
+
+        Running requests keep what the name meant when they came; later ones get the new meaning.
+
+        Args:
+            source: a path (.safetensors, .gguf, .npz); `{point: {layers: vector}}`; or a mapping
+                with "vectors", "prefill_vectors", "decode_vectors" and "ops".
+        """
+        self._make(self._changes.register(name, source))
+
+    def unregister_module(self, name: str) -> None:
+        self._make(self._changes.unregister(name))
+
+    def modules(self) -> dict[str, Any]:
+        """name -> digest, norms of its vectors, names of its ops."""
+        modules: dict[str, Any] = self.state()["modules"]
+        return modules
+
+    def module(self, name: str) -> Module:
+        """What is registered under a name, to save or export (vllm.v1.steering.files)."""
+        return self._changes.module(name)
+
+    def state(self) -> dict[str, Any]:
+        """Version, norms and digests of the global tiers, modules, slots and rows in use."""
+        assert self._changes.shape
+        return self._call(SteeringCall("state"))[0]
+
+    def layers(self) -> dict[int, tuple[str, ...]]:
+        """layer -> the points at which it can be steered."""
+        return self._changes.layers()
+
+    def _make(self, change: Change) -> int:
+        assert self._changes.shape
+        token = uuid.uuid4().hex
+        deadline = time.monotonic() + BUSY_SECONDS
+        while _verdict(self._call(SteeringCall("prepare", token, change))) == "busy":
+            if time.monotonic() > deadline:
+                raise TimeoutError("another change of global steering is under way")
+            time.sleep(0.05)
+        replies = self._call(SteeringCall("commit", token))
+        _verdict(replies)
+        self._changes.made(change)
+        return int(replies[0]["version"])
+
+    def _call(self, call: SteeringCall) -> Replies:
+        if isinstance(self._core, InprocClient):
+            return [self._core.engine_core.steering(call)]
+        assert isinstance(self._core, SyncMPClient)
+        return [self._core.call_utility("steering", call)]
+
+
+class AsyncSteering:
+    """Global steering of an `AsyncLLM`: the methods of `Steering` as coroutines. With several
+    data-parallel engines all make a change or none does."""
+
+    def __init__(self, config: "VllmConfig", catalog: ModuleCatalog, core: "AsyncMPClient") -> None:
+        self._changes = _Changes(config, catalog)
+        self._core = core
+
+    async def set(self, vectors: Any, tier: str = "base", replace: bool = False) -> int:
+        return await self.set_tiers({tier: vectors}, replace)
+
+    async def set_tiers(
+        self,
+        tiers: dict[str, Any],
+        replace: bool = False,
+        fields: Mapping[str, str] | None = None,
+    ) -> int:
+        """
+        Args:
+            fields: tier -> what errors call it, if not its name.
+        """
+        change = await asyncio.to_thread(self._changes.set, tiers, replace, fields)
+        return await self._make(change)
+
+    async def clear(self, tier: str | None = None) -> int:
+        return await self._make(self._changes.clear(tier))
+
+    async def register_module(self, name: str, source: Any) -> None:
+        await self._make(await asyncio.to_thread(self._changes.register, name, source))
+
+    async def register_content(self, name: str, content: Mapping[str, Any] | bytes) -> str:
+        """As `register_module`, for what came over a network; the digest.
+
+        Args:
+            content: the fields of a module, or the content of a safetensors file; never a path.
+        """
+        change = await asyncio.to_thread(self._changes.register_content, name, content)
+        await self._make(change)
+        assert change.module is not None
+        return change.module.digest
+
+    async def unregister_module(self, name: str) -> None:
+        await self._make(self._changes.unregister(name))
+
+    async def refresh(self) -> None:
+        """Learn of the modules that other API servers of these engines have registered."""
+        if self._core.client_count > 1 and self._changes.enabled:
+            known = self._changes.known()
+            call = SteeringCall("modules", known=known)
+            self._changes.learn(await self._core.call_utility_async("steering", call))
+
+    async def modules(self) -> dict[str, Any]:
+        modules: dict[str, Any] = (await self.state())["modules"]
+        return modules
+
+    def module(self, name: str) -> Module:
+        return self._changes.module(name)
+
+    async def state(self) -> dict[str, Any]:
+        return (await self.states())[0]
+
+    async def states(self) -> Replies:
+        """`state` of each engine: they differ in slots and rows in use."""
+        assert self._changes.shape
+        return await self._call(SteeringCall("state"))
+
+    def layers(self) -> dict[int, tuple[str, ...]]:
+        return self._changes.layers()
+
+    async def _make(self, change: Change) -> int:
+        assert self._changes.shape
+        token = uuid.uuid4().hex
+        deadline = time.monotonic() + BUSY_SECONDS
+        try:
+            while _verdict(await self._call(SteeringCall("prepare", token, change))) == "busy":
+                await self._call(SteeringCall("cancel", token))  # others may have said yes
+                if time.monotonic() > deadline:
+                    raise TimeoutError("another change of global steering is under way")
+                await asyncio.sleep(0.05)
+        except BaseException:
+            await self._call(SteeringCall("cancel", token))
+            raise
+        # Nothing between the phases may cut them apart: a caller that goes away, for one.
+        replies = await asyncio.shield(self._call(SteeringCall("commit", token)))
+        _verdict(replies)
+        self._changes.made(change)
+        return int(replies[0]["version"])
+
+    async def _call(self, call: SteeringCall) -> Replies:
+        return await self._core.call_utility_all_async("steering", call)

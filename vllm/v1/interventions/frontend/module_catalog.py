@@ -1,0 +1,62 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Frontend: what the names in `steering_modules` mean at this moment."""
+
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from vllm.v1.interventions.sites import need_steered_points, reject, show
+from vllm.v1.steering.files import load
+from vllm.v1.steering.modules import Module, parse_module_args
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+
+def startup_modules(config: "VllmConfig") -> dict[str, Module]:
+    """Those of `--steering-modules`, read from their files.
+
+    Raises:
+        ValueError: naming the file and the tensor.
+        OSError: a file cannot be read.
+    """
+    shape = config.tap_shape
+    assert shape is not None
+    steering = config.steering_config
+    paths = parse_module_args(steering.steering_modules)
+    modules = {name: load(path, shape) for name, path in paths.items()}
+    for name, module in modules.items():
+        need_steered_points(module.sites, f"steering_modules.{name}", steering)
+    return modules
+
+
+class ModuleCatalog:
+    """Named modules as this frontend knows them; the engine core has the same, by digest."""
+
+    def __init__(self, config: "VllmConfig") -> None:
+        self._config = config
+        self._modules: dict[str, Module] | None = None
+
+    @property
+    def modules(self) -> dict[str, Module]:
+        if self._modules is None:
+            # Not before: the model's shape comes with the engine's ready message.
+            self._modules = startup_modules(self._config)
+        return self._modules
+
+    def get(self, name: Any, path: str) -> Module:
+        """Raises ValueError if there is no such module."""
+        if not isinstance(name, str):
+            reject(path, f"must be a name or (name, scale), got {show(name)}")
+        if name not in self.modules:
+            known = ", ".join(sorted(self.modules)[:20]) or "none"
+            reject(path, f"unknown module {show(name)}; registered are {known}")
+        return self.modules[name]
+
+    def learn(self, news: dict[str, Any]) -> None:
+        """Take over what the engine core has and this frontend lacks: `Changes.call("modules")`."""
+        new = {n: msgspec.msgpack.decode(data, type=Module) for n, data in news["new"].items()}
+        self._modules = {name: new.get(name) or self.modules[name] for name in news["names"]}
+
+    def replace(self, modules: dict[str, Module]) -> None:
+        self._modules = modules

@@ -1,0 +1,159 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Frontend: from `SamplingParams` to a `Plan`, once per request. It raises all user errors."""
+
+import copy
+from typing import TYPE_CHECKING
+
+from vllm.pooling_params import PoolingParams
+from vllm.sampling_params import BeamSearchParams, SamplingParams
+from vllm.tokenizers import TokenizerLike
+from vllm.v1.capture.consumer import RequestInfo
+from vllm.v1.capture.registry import INLINE
+from vllm.v1.capture.transport.feed import request_info, reserved_bytes
+from vllm.v1.interventions.frontend.capture_request import parse_capture
+from vllm.v1.interventions.frontend.module_catalog import ModuleCatalog
+from vllm.v1.interventions.frontend.selectors import Prompt
+from vllm.v1.interventions.frontend.steering_request import steering_plan
+from vllm.v1.interventions.plan import (
+    INHERIT,
+    PLAN_FIELDS,
+    STEERING_FIELDS,
+    CapturePlan,
+    Plan,
+    TapShape,
+)
+from vllm.v1.interventions.sites import need_captured_points, reject
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+
+def strip(params: SamplingParams) -> SamplingParams:
+    """`params` without what a plan carries, so that it is neither copied nor sent twice.
+
+    The caller's object is not changed.
+    """
+    stripped = copy.copy(params)
+    for field in PLAN_FIELDS:
+        setattr(stripped, field, None)
+    return stripped
+
+
+def refuse_beam_search(params: SamplingParams | BeamSearchParams, config: "VllmConfig") -> None:
+    """Raises ValueError: a beam is sent anew at each token, its generated ones as prompt."""
+    if isinstance(params, BeamSearchParams) and config.steering_config.enable_steering:
+        reject(
+            "beam_search",
+            "is not supported by an engine with steering: global tiers would take generated "
+            "positions for the prompt's. Start without enable_steering",
+        )
+
+
+def resolve(
+    params: SamplingParams | PoolingParams,
+    final_params: SamplingParams | None,
+    prompt_token_ids: list[int] | None,
+    resumable: bool,
+    config: "VllmConfig",
+    tokenizer: TokenizerLike | None,
+    modules: ModuleCatalog,
+) -> Plan | None:
+    """What `params` asks for, checked and composed; None if it asks for nothing.
+
+    Args:
+        params: as the user gave them.
+        final_params: the engine's copy, `max_tokens` resolved.
+        prompt_token_ids: None if the prompt is given as embeddings only.
+        resumable: whether the prompt is a session that grows.
+        config: of the engine; `tap_shape` says what the model offers.
+        tokenizer: None with `skip_tokenizer_init`.
+        modules: what the names in `steering_modules` mean now.
+
+    Raises:
+        ValueError: with the path of the field, see docs/errors.md.
+    """
+    if not isinstance(params, SamplingParams):
+        return None
+    if resumable and config.steering_config.enable_steering:
+        reject(
+            "steering",
+            "an engine started with enable_steering takes no streaming input sessions: its global "
+            "tiers could not act on them exactly; send the whole prompt",
+        )
+    field = next((f for f in PLAN_FIELDS if getattr(params, f) is not None), None)
+    if field is None and config.capture_config.captures_all:
+        field = "capture"
+    if field is None:
+        return None
+    if resumable:
+        reject(field, "is not supported for streaming input sessions; send the whole prompt")
+    if prompt_token_ids is None:
+        reject(field, "is not supported for prompts given as embeddings; send tokens or text")
+    assert final_params is not None and final_params.max_tokens is not None
+    prompt = Prompt(prompt_token_ids, final_params.max_tokens, tokenizer)
+    shape = config.tap_shape
+    steering = capture = None
+    if any(getattr(params, name) is not None for name in (*STEERING_FIELDS, INHERIT)):
+        if not config.steering_config.enable_steering or shape is None:
+            reject(
+                field,
+                "steering is not enabled; start the engine with enable_steering=True "
+                "(--enable-steering)",
+            )
+        steering = steering_plan(params, prompt, config.steering_config, shape, modules)
+    if params.capture is not None or config.capture_config.captures_all:
+        if not config.capture_config.enabled or shape is None:
+            reject(
+                "capture",
+                "capture is not enabled; start the engine with capture_consumers=['inline'] "
+                "(--capture-consumers inline)",
+            )
+        capture = _capture(params, prompt, config, shape)
+    return Plan(steering=steering, capture=capture)
+
+
+def _capture(
+    params: SamplingParams, prompt: Prompt, config: "VllmConfig", shape: TapShape
+) -> CapturePlan | None:
+    specs = config.capture_config.consumers
+    plan = parse_capture(params.capture, "capture", shape, prompt, specs)
+    if plan is None:
+        return None
+    for name, selection in plan.consumers.items():
+        need_captured_points(selection.sites, f"capture.{name}.hooks", config.capture_config)
+    num_prompt_tokens = len(prompt.token_ids)
+    at_once = 1
+    if config.speculative_config is not None and plan.runs[-1] > num_prompt_tokens:
+        # The scheduler takes all of a request's draft rows into one step, or none.
+        at_once += config.speculative_config.num_speculative_tokens
+    needed = at_once * len(plan.sites) * shape.row_bytes
+    if needed > config.capture_config.capture_buffer_bytes:
+        reject(
+            "capture",
+            f"{at_once} position{'s' if at_once > 1 else ''} at once need {needed} bytes, the "
+            f"engine has capture_buffer_bytes={config.capture_config.capture_buffer_bytes}",
+        )
+    hold = bool(params.stop)
+    for name, spec in specs.items():
+        if name not in plan.consumers:
+            continue
+        info = request_info("", plan, name, prompt.token_ids)
+        if name == INLINE:
+            limit = config.capture_config.capture_inline_max_bytes
+            _need_room(name, info.max_bytes, info, "capture_inline_max_bytes", limit)
+            continue
+        limits = spec.limits
+        _need_room(name, info.max_bytes, info, "max_request_bytes", limits.max_request_bytes)
+        reserved = reserved_bytes(info, plan, name, hold)
+        _need_room(name, reserved, info, "pending_bytes", limits.pending_bytes)
+    return plan
+
+
+def _need_room(name: str, num_bytes: int, info: RequestInfo, option: str, limit: int) -> None:
+    if num_bytes > limit:
+        rows = num_bytes // (info.width * info.dtype.itemsize)
+        reject(
+            f"capture.{name}",
+            f"up to {rows} rows are {num_bytes} bytes, the engine allows {option}={limit} a "
+            "request; choose fewer positions or layers, or a lower max_tokens",
+        )

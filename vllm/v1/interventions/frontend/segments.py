@@ -1,0 +1,324 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From what a request asks for to segments: which sum and which ops act on which positions."""
+
+import hashlib
+from collections import Counter
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import NoReturn, TypeVar
+
+import numpy as np
+import torch
+
+from vllm.config.steering import SteeringConfig
+from vllm.v1.interventions.ops import Op
+from vllm.v1.interventions.plan import (
+    UNSTEERED,
+    Content,
+    Part,
+    Program,
+    Segment,
+    Site,
+    SteeringPlan,
+    TapShape,
+)
+from vllm.v1.interventions.positions import Positions
+from vllm.v1.interventions.sites import reject, site_order
+from vllm.v1.interventions.terms import Term
+
+END = 1 << 40
+"""Past every position."""
+
+ALL = Positions([(0, END)])
+
+MAX_SEGMENTS = 16384
+"""A client could otherwise make of a few bytes a list of any length."""
+
+Key = TypeVar("Key")
+
+Vectors = dict[Site, np.ndarray]
+"""site -> float64 [hidden], scale applied."""
+
+
+def part_of(vectors: Vectors, hidden_size: int) -> Part:
+    """`vectors` rounded once to float32."""
+    sites = sorted(vectors, key=site_order)
+    rows = np.stack([vectors[site] for site in sites]).astype(np.float32)
+    data, largest = rows.tobytes(), float(max(rows.max(), -rows.min()))
+    names = ",".join(f"{point}.{layer}" for point, layer in sites)
+    return Part(_digest(f"{hidden_size};{names};", data), sites, data, largest)
+
+
+def rows_of(part: Part) -> np.ndarray:
+    """float32 [sites, hidden], a view."""
+    return np.frombuffer(part.data, np.float32).reshape(len(part.sites), -1)
+
+
+def add_up(tiers: Iterable[Vectors]) -> Vectors:
+    """The sum, site by site, in float64."""
+    total: Vectors = {}
+    for tier in tiers:
+        for site, vector in tier.items():
+            total[site] = total[site] + vector if site in total else vector
+    return total
+
+
+def largest_sum(shape: TapShape) -> float:
+    """What a request's vectors may add up to at one place, and the global tiers as well: half the
+    largest number of the model's dtype, so that together they never overflow."""
+    return float(torch.finfo(shape.torch_dtype).max) / 2
+
+
+def need_finite_sum(vectors: Vectors, path: str, shape: TapShape) -> None:
+    """Raises ValueError if a sum of vectors is too large for the model's dtype."""
+    for (point, layer), vector in vectors.items():
+        if not np.abs(vector).max() <= largest_sum(shape):  # so that NaN is refused, too
+            reject(
+                path,
+                f"the sum of all vectors at {point} layer {layer} overflows half of {shape.dtype}",
+            )
+
+
+@dataclass(frozen=True)
+class _Addition:
+    vectors: Vectors
+    positions: Positions
+
+
+@dataclass(frozen=True)
+class _Shared:
+    """A part that the engine core has: of a module, in one phase."""
+
+    part: Part
+    scale: float
+    positions: Positions
+
+
+class Layout:
+    """Collects what acts where; `plan` cuts the positions into segments.
+
+    Args:
+        shape: of the model.
+        num_prompt_tokens: where the prompt ends and the generated positions begin.
+    """
+
+    def __init__(self, shape: TapShape, num_prompt_tokens: int) -> None:
+        self._shape = shape
+        self._prompt = num_prompt_tokens
+        self._additions: list[_Addition] = []
+        self._shared: list[_Shared] = []
+        self._ops: list[Op] = []
+
+    @property
+    def phases(self) -> dict[str, Positions]:
+        """tier -> the positions it acts on."""
+        return {
+            "base": ALL,
+            "prefill": Positions([(0, self._prompt)]),
+            "decode": Positions([(self._prompt, END)]),
+        }
+
+    def add(self, vectors: Vectors, positions: Positions) -> None:
+        if vectors:
+            self._additions.append(_Addition(vectors, positions))
+
+    def add_shared(self, part: Part, scale: float, positions: Positions) -> None:
+        self._shared.append(_Shared(part, scale, positions))
+
+    def operate(self, ops: list[Op]) -> None:
+        """Append ops. Plain additions that no other op comes before need no ops table."""
+        for op in ops:
+            if op.name == "add" and not op.gated and not self._ops:
+                vector = np.frombuffer(op.terms[0].vector, np.float32).astype(np.float64)
+                vector = vector * op.terms[0].scalars.constant
+                self.add({site: vector for site in op.sites}, op.positions or ALL)
+            else:
+                self._ops.append(op)
+
+    def most_ops(self) -> int:
+        """The longest list of ops at one site."""
+        return max(Counter(site for op in self._ops for site in op.sites).values(), default=0)
+
+    def plan(self, path: str, inherit: bool, config: SteeringConfig) -> SteeringPlan:
+        """
+        Raises:
+            ValueError: the sum of all vectors overflows, there are too many segments, or more
+                different ones than the engine has room for.
+        """
+        where = [addition.positions for addition in self._additions]
+        where += [shared.positions for shared in self._shared]
+        where += [op.positions or ALL for op in self._ops]
+        edges = {0, self._prompt}
+        decider = None
+        if any(op.frozen for op in self._ops):
+            decider = self._prompt - 1
+            edges.add(decider)
+        edges |= {edge for positions in where for edge in positions.flat() if edge < END}
+        for op in self._ops:
+            if len(op.terms) > 1 and op.positions is not None:
+                edges |= set(op.positions.array().tolist())
+        firsts = np.array(sorted(edges), dtype=np.int64)
+        if len(firsts) > MAX_SEGMENTS:
+            reject(path, f"come to more than {MAX_SEGMENTS} separate runs of positions")
+        acts = np.zeros((len(firsts), len(where)), dtype=bool)
+        for i, positions in enumerate(where):
+            acts[:, i] = positions.mask(firsts)
+        split = len(self._additions) + len(self._shared)
+        makers = _Contents(self._additions, self._shared, path, self._shape)
+        content_keys = [row[:split].tobytes() for row in acts]
+        contents = _made(
+            content_keys,
+            makers.make,
+            config.max_steering_configs,
+            lambda needed: reject(
+                path,
+                f"the request needs {needed} slots, the engine has "
+                f"max_steering_configs={config.max_steering_configs}",
+            ),
+        )
+        programs = _Programs(self._ops)
+        program_keys = [
+            programs.key(first, row[split:], decides=first == decider)
+            for first, row in zip(firsts.tolist(), acts, strict=True)
+        ]
+        made_programs = _made(
+            program_keys,
+            programs.make,
+            config.max_steering_rows,
+            lambda needed: reject(
+                path,
+                f"the request needs {needed} rows for its ops, the engine has "
+                f"max_steering_rows={config.max_steering_rows}",
+            ),
+        )
+        segments: list[Segment] = []
+        for first, content_key, program_key in zip(
+            firsts.tolist(), content_keys, program_keys, strict=True
+        ):
+            content, program = contents[content_key], made_programs[program_key]
+            same = segments and (segments[-1].content, segments[-1].program) == (content, program)
+            if not same or first == self._prompt:
+                segments.append(Segment(first, content, program))
+        return SteeringPlan(
+            segments=segments,
+            inherit=inherit,
+            contents=list(makers.contents.values()),
+            parts=list(makers.parts.values()),
+            programs=list(programs.programs.values()),
+            terms=list(programs.terms.values()),
+        )
+
+
+def _made(
+    keys: list[Key], make: Callable[[Key], str], most: int, refuse: Callable[[int], NoReturn]
+) -> dict[Key, str]:
+    """key -> the digest of what `make` makes of it.
+
+    Args:
+        most: how many different ones there may be; `refuse` is called before more are made, since
+            a request of a few kilobytes could ask for gigabytes of them.
+    """
+    made: dict[Key, str] = {}
+    different: set[str] = set()
+    for key in dict.fromkeys(keys):
+        made[key] = make(key)
+        different.add(made[key])
+        if len(different) - (UNSTEERED in different) > most:
+            refuse(len(set(keys)) - (UNSTEERED in different))
+    return made
+
+
+class _Contents:
+    """The distinct sums of a request."""
+
+    def __init__(
+        self, additions: list[_Addition], shared: list[_Shared], path: str, shape: TapShape
+    ) -> None:
+        self._additions = additions
+        self._shared = shared
+        self._path = path
+        self._shape = shape
+        self.contents: dict[str, Content] = {}
+        self.parts: dict[str, Part] = {}
+
+    def make(self, key: bytes) -> str:
+        """The digest of the content where bool [additions + shared] `key` is true."""
+        acts = np.frombuffer(key, dtype=bool)
+        own = acts[: len(self._additions)]
+        with np.errstate(over="ignore", invalid="ignore"):  # looked at below
+            inline = add_up(a.vectors for a, on in zip(self._additions, own, strict=True) if on)
+        shared = [s for s, on in zip(self._shared, acts[len(own) :], strict=True) if on]
+        with np.errstate(over="ignore", invalid="ignore"):
+            part = part_of(inline, self._shape.hidden_size) if inline else None
+            bound = sum(abs(s.scale) * s.part.largest for s in shared)
+            bound += part.largest if part is not None else 0.0
+            if not bound <= largest_sum(self._shape):
+                # Then the sums themselves are looked at, which takes a millisecond.
+                tiers = [inline, *(_scaled(s) for s in shared)]
+                need_finite_sum(add_up(tiers), self._path, self._shape)
+        scaled = [(s.part.digest, s.scale) for s in shared]
+        if part is not None:
+            self.parts[part.digest] = part
+            scaled.append((part.digest, 1.0))
+        if not scaled:
+            return UNSTEERED
+        scaled.sort()
+        text = ";".join(f"{digest}*{scale.hex()}" for digest, scale in scaled)
+        content = Content(digest=_digest(text), parts=scaled)
+        self.contents[content.digest] = content
+        return content.digest
+
+
+def _scaled(shared: _Shared) -> Vectors:
+    rows = rows_of(shared.part).astype(np.float64) * shared.scale
+    return dict(zip(shared.part.sites, rows, strict=True))
+
+
+ProgramKey = tuple[bytes, bool, int]
+"""(bool [ops] which ones act, whether gates are decided here, the position if it matters)."""
+
+
+class _Programs:
+    """The distinct lists of ops of a request."""
+
+    def __init__(self, ops: list[Op]) -> None:
+        self._ops = ops
+        # An op keeps its place in the list of its site: frozen gates are kept by place.
+        self._columns: dict[Site, list[int]] = {}
+        for i, op in enumerate(ops):
+            for site in op.sites:
+                self._columns.setdefault(site, []).append(i)
+        self._sites = sorted(self._columns, key=site_order)
+        self._differs = np.array([len(op.terms) > 1 for op in ops], dtype=bool)
+        self.programs: dict[str, Program] = {}
+        self.terms: dict[str, Term] = {}
+
+    def key(self, first: int, acts: np.ndarray, decides: bool) -> ProgramKey:
+        """Of position `first`, where bool [ops] `acts` is true."""
+        differs = bool((acts & self._differs).any())
+        return acts.tobytes(), decides, first if differs else -1
+
+    def make(self, key: ProgramKey) -> str:
+        """The digest of the program."""
+        acts, decides, first = key
+        chosen: list[Term | None] = []
+        for op, on in zip(self._ops, acts, strict=True):
+            if on:
+                chosen.append(op.term_at(first) if len(op.terms) > 1 else op.terms[0])
+            else:
+                chosen.append(op.terms[0].deciding() if op.frozen and decides else None)
+        if not any(chosen):
+            return UNSTEERED
+        self.terms |= {t.digest: t for t in chosen if t is not None}
+        digests = [t.digest if t is not None else UNSTEERED for t in chosen]
+        terms = [[digests[i] for i in self._columns[site]] for site in self._sites]
+        names = ",".join(f"{point}.{layer}" for point, layer in self._sites)
+        listed = ";".join(",".join(at_site) for at_site in terms)
+        digest = _digest(f"{names};{decides};{listed}")
+        self.programs[digest] = Program(digest, self._sites, terms, decides)
+        return digest
+
+
+def _digest(text: str, data: bytes = b"") -> str:
+    # No free text, so no two things share canonical bytes.
+    return hashlib.sha256(text.encode() + data).hexdigest()

@@ -1,0 +1,262 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a request may say about positions: checked and resolved on its prompt."""
+
+from collections.abc import Mapping
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+
+from vllm.tokenizers import TokenizerLike
+from vllm.v1.interventions.frontend.prompt_text import BROKEN, PromptText, occurrences
+from vllm.v1.interventions.positions import Positions, Run
+from vllm.v1.interventions.sites import reject, show, show_key
+
+NAMED_SELECTORS = (
+    "last_prompt",
+    "all_prompt",
+    "all_generated",
+    "last_generated",
+    "predicting",
+    "all",
+)
+WHICH = ("first", "last", "all")
+MAX_POSITION_ENTRIES = 100_000
+"""Entries of one `positions` value, and separate runs it may come to: a client could otherwise
+send, or make of a few bytes, a list of any length."""
+MAX_SEARCHED = 2**23
+"""Characters or tokens that the searches of one request may come to: a second or two of work."""
+
+
+class Prompt:
+    """What selectors of one request are resolved on. Make one per request: its text is kept.
+
+    Args:
+        token_ids: of the prompt, as the model gets it.
+        max_tokens: upper bound of the generated tokens. The last one is never fed back, so the
+            request has at most `len(token_ids) + max_tokens - 1` rows.
+        tokenizer: None if the engine has none.
+    """
+
+    def __init__(
+        self, token_ids: list[int], max_tokens: int, tokenizer: TokenizerLike | None
+    ) -> None:
+        self.token_ids = token_ids
+        self.max_tokens = max_tokens
+        self.tokenizer = tokenizer
+        self._searched = 0
+
+    @cached_property
+    def text(self) -> PromptText:
+        """Decoded when a selector first asks."""
+        assert self.tokenizer is not None
+        return PromptText(self.token_ids, self.tokenizer)
+
+    def count_search(self, length: int, path: str) -> None:
+        self._searched += length
+        if self._searched > MAX_SEARCHED:
+            reject(
+                path,
+                f"is one search too many: together they would go through more than {MAX_SEARCHED} "
+                "characters or tokens of the prompt",
+            )
+
+
+class Selector:
+    """Resolves one `positions` value and remembers what it said outright."""
+
+    def __init__(self, prompt: Prompt) -> None:
+        self._prompt = prompt
+        self._length = len(prompt.token_ids)
+        self._end = self._length + prompt.max_tokens - 1
+        self._named: list[Run] = []
+        self.wants_last_generated = False
+        """Which position that is, is known only when the request has ended."""
+        self.wants_all_generated = False
+
+    @property
+    def only_last_generated(self) -> bool:
+        """Whether the last generated position is wanted and not all of them."""
+        return self.wants_last_generated and not self.wants_all_generated
+
+    @property
+    def named(self) -> Positions:
+        """What was said outright."""
+        return Positions(self._named)
+
+    def resolve(self, value: Any, path: str) -> Positions:
+        """The positions, possibly none: "all_generated" of a request that generates one token.
+
+        Args:
+            value: the name of a selector, a list of positions, a mapping with "start", "stop" and
+                "step", with "text" or with "token_ids", or a list of these, which is their union.
+
+        Raises:
+            ValueError: none of these, a position out of reach, a text that is not in the prompt.
+        """
+        if not isinstance(value, list | tuple | range):
+            runs = self._entry(value, path)
+            self._need_few(len(runs), path)
+            return Positions(runs)
+        if not value:
+            reject(path, "is empty")
+        # A slice, because a `range` may be longer than len() can say.
+        if len(value[: MAX_POSITION_ENTRIES + 1]) > MAX_POSITION_ENTRIES:
+            reject(path, f"has too many entries, at most {MAX_POSITION_ENTRIES} are read")
+        runs = []
+        for i, entry in enumerate(value):
+            if isinstance(entry, list | tuple | range):
+                reject(f"{path}[{i}]", "is a list inside a list")
+            if isinstance(entry, int) and not isinstance(entry, bool):
+                position = self._one(entry, f"{path}[{i}]")
+                runs += self._outright([(position, position + 1)])
+            else:
+                runs += self._entry(entry, f"{path}[{i}]")
+            self._need_few(len(runs), path)
+        return Positions(runs)
+
+    def _entry(self, value: Any, path: str) -> list[Run]:
+        if isinstance(value, str):
+            return self._by_name(value, path)
+        if isinstance(value, Mapping):
+            keys = set(value)
+            if "text" in keys and keys <= {"text", "which"}:
+                return self._outright(self._by_text(value, path))
+            if "token_ids" in keys and keys <= {"token_ids", "which"}:
+                return self._outright(self._by_token_ids(value, path))
+            if keys <= {"start", "stop", "step"}:
+                return self._outright(self._range(value, path))
+            given = sorted(show_key(key) for key in keys)
+            reject(path, f"no selector has the keys {given[:8]}; {self._allowed()}")
+        reject(path, f"unknown selector {show(value)}; {self._allowed()}")
+
+    def _by_name(self, name: str, path: str) -> list[Run]:
+        if name not in NAMED_SELECTORS:
+            reject(path, f"unknown selector {show(name)}; {self._allowed()}")
+        if name == "last_generated":
+            self.wants_last_generated = True
+        elif name in ("all_generated", "predicting", "all"):
+            self.wants_all_generated = True
+        run = {
+            "last_prompt": (self._length - 1, self._length),
+            "all_prompt": (0, self._length),
+            "all_generated": (self._length, self._end),
+            "last_generated": (self._length, self._end),
+            "predicting": (self._length - 1, self._end),
+            "all": (0, self._end),
+        }[name]
+        return [run]
+
+    def _one(self, position: int, path: str) -> int:
+        """An absolute position; negative counts from the prompt's end."""
+        absolute = position + self._length if position < 0 else position
+        if not 0 <= absolute < self._end:
+            reject(
+                path,
+                f"position {show(position)} is out of reach: the prompt has {self._length} tokens "
+                f"and the last row is at {self._end - 1}",
+            )
+        return absolute
+
+    def _range(self, value: Mapping[Any, Any], path: str) -> list[Run]:
+        numbers = {"start": 0, "stop": self._end, "step": 1}
+        for key, number in value.items():
+            numbers[key] = _need_int(number, f"{path}.{key}")
+        if numbers["step"] < 1:
+            reject(f"{path}.step", f"must be at least 1, got {show(numbers['step'])}")
+        start = self._one(numbers["start"], f"{path}.start")
+        last = numbers["stop"] if numbers["stop"] >= 0 else numbers["stop"] + self._length
+        if not start < last <= self._end:
+            reject(
+                f"{path}.stop",
+                f"{show(numbers['stop'])} must be after start and at most {self._end}, "
+                "one past the last row",
+            )
+        if numbers["step"] == 1:
+            return [(start, last)]
+        positions = range(start, last, numbers["step"])
+        self._need_few(len(positions), path)
+        return [(p, p + 1) for p in positions]
+
+    def _by_text(self, value: Mapping[Any, Any], path: str) -> list[Run]:
+        """All tokens that have a character of a match."""
+        text, which = value["text"], _need_which(value, path)
+        path += ".text"
+        if not isinstance(text, str):
+            reject(path, f"must be a string, got {show(text)}")
+        if not text:
+            reject(path, "is empty")
+        if BROKEN in text:
+            reject(path, "has U+FFFD, which decoded text has in place of broken characters")
+        if self._prompt.tokenizer is None:
+            reject(
+                path,
+                "needs a tokenizer, and the engine was started with skip_tokenizer_init; "
+                "start it without, or use token_ids",
+            )
+        prompt = self._prompt.text
+        self._prompt.count_search(len(prompt.text), path)
+        found = prompt.find(text)
+        if not len(found):
+            reject(path, f"{show(text)} is not in the prompt, which has {self._length} tokens")
+        return _runs(prompt.tokens_of(found[_chosen(which)], len(text)), 1)
+
+    def _by_token_ids(self, value: Mapping[Any, Any], path: str) -> list[Run]:
+        token_ids, which = value["token_ids"], _need_which(value, path)
+        path += ".token_ids"
+        if not isinstance(token_ids, list | tuple):
+            reject(path, f"must be a list of token ids, got {show(token_ids)}")
+        if not token_ids:
+            reject(path, "is empty")
+        if len(token_ids) > self._length:
+            reject(path, f"has {len(token_ids)} tokens, the prompt has {self._length}")
+        for i, token_id in enumerate(token_ids):
+            _need_int(token_id, f"{path}[{i}]")
+        self._prompt.count_search(self._length, path)
+        found = occurrences(self._prompt.token_ids, token_ids)
+        if not found:
+            given = ", ".join([show(t) for t in token_ids[:8]] + ["..."][: len(token_ids) > 8])
+            reject(path, f"[{given}] is not in the prompt, which has {self._length} tokens")
+        return _runs(found[_chosen(which)], len(token_ids))
+
+    def _outright(self, runs: list[Run]) -> list[Run]:
+        self._named += runs
+        return runs
+
+    @staticmethod
+    def _need_few(num_runs: int, path: str) -> None:
+        if num_runs > MAX_POSITION_ENTRIES:
+            reject(path, f"come to more than {MAX_POSITION_ENTRIES} separate runs of positions")
+
+    @staticmethod
+    def _allowed() -> str:
+        return (
+            f"use {', '.join(NAMED_SELECTORS)}, a list of positions, {{'start', 'stop', 'step'}}, "
+            "{'text', 'which'}, {'token_ids', 'which'} or a list of these"
+        )
+
+
+def _need_int(value: Any, path: str) -> int:
+    if not isinstance(value, int) or isinstance(value, bool):
+        reject(path, f"must be an int, got {show(value)}")
+    return value
+
+
+def _need_which(value: Mapping[Any, Any], path: str) -> str:
+    which = value.get("which", "all")
+    if not isinstance(which, str) or which not in WHICH:
+        reject(f"{path}.which", f"must be {', '.join(WHICH)}, got {show(which)}")
+    return which
+
+
+def _chosen(which: str) -> slice:
+    """Of what was found, in order."""
+    return {"first": slice(1), "last": slice(-1, None), "all": slice(None)}[which]
+
+
+def _runs(begins: list[int] | np.ndarray, length: int) -> list[Run]:
+    """Runs of `length` from each of `begins`, sorted; those that touch made one."""
+    array = np.array(begins, dtype=np.int64)
+    first = np.insert(array[1:] > array[:-1] + length, 0, True)
+    last = np.roll(first, -1)
+    return list(zip(array[first].tolist(), (array[last] + length).tolist(), strict=True))

@@ -1,0 +1,147 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Frontend: the steering fields of one request, made into segments."""
+
+from typing import Any
+
+from vllm.config.steering import SteeringConfig
+from vllm.sampling_params import SamplingParams
+from vllm.v1.interventions.frontend.module_catalog import ModuleCatalog
+from vllm.v1.interventions.frontend.segments import Layout
+from vllm.v1.interventions.frontend.selectors import Prompt, Selector
+from vllm.v1.interventions.ops import parse_ops
+from vllm.v1.interventions.plan import STEERING_FIELDS, TIERS, VECTOR_FIELDS, SteeringPlan, TapShape
+from vllm.v1.interventions.positions import Positions
+from vllm.v1.interventions.scheduler.term_pool import rows_needed
+from vllm.v1.interventions.sites import need_steered_points, reject, show
+from vllm.v1.interventions.vectors import need_number, parse_vectors
+
+MAX_MODULES = 64
+"""A name is a few bytes, and what it adds for every run of positions a megabyte."""
+
+
+def steering_plan(
+    params: SamplingParams,
+    prompt: Prompt,
+    config: SteeringConfig,
+    shape: TapShape,
+    catalog: ModuleCatalog,
+) -> SteeringPlan:
+    """
+    Raises:
+        ValueError: with the path of the field, see docs/errors.md.
+    """
+    request = _Request(params, prompt, config, shape)
+    for tier, field in zip(TIERS, VECTOR_FIELDS, strict=True):
+        if getattr(params, field) is not None:
+            request.add_vectors(tier, field)
+    if params.steering_modules is not None:
+        request.add_modules(params.steering_modules, catalog)
+    if params.steering is not None:
+        request.add_ops(params.steering)
+    return request.plan()
+
+
+class _Request:
+    def __init__(
+        self, params: SamplingParams, prompt: Prompt, config: SteeringConfig, shape: TapShape
+    ) -> None:
+        self._params = params
+        self._prompt = prompt
+        self._config = config
+        self._shape = shape
+        self._layout = Layout(shape, len(prompt.token_ids))
+
+    def _select(self, value: Any, path: str) -> Positions:
+        selector = Selector(self._prompt)
+        positions = selector.resolve(value, path)
+        if selector.wants_last_generated:
+            reject(path, "which position is the last generated one is known only when it is over")
+        if not len(positions):
+            reject(
+                path,
+                f"selects nothing: the prompt has {len(self._prompt.token_ids)} tokens and "
+                f"max_tokens={self._prompt.max_tokens} gives "
+                f"{max(self._prompt.max_tokens - 1, 0)} generated positions",
+            )
+        return positions
+
+    def add_vectors(self, tier: str, field: str) -> None:
+        phase = self._layout.phases[tier]
+        parsed = parse_vectors(getattr(self._params, field), field, self._shape, self._select)
+        for vectors, positions in parsed:
+            need_steered_points(vectors, field, self._config)
+            outside = None if positions is None else _first_outside(positions, phase)
+            if outside is not None:
+                point, layer = next(iter(vectors))
+                reject(
+                    f"{field}.{point}.{layer}.positions",
+                    f"position {outside} is not among the {tier} positions, where {field} act",
+                )
+            self._layout.add(vectors, phase if positions is None else positions)
+
+    def add_modules(self, value: Any, catalog: ModuleCatalog) -> None:
+        if not isinstance(value, list | tuple):
+            reject("steering_modules", f"must be a list of names, got {show(value)}")
+        if len(value) > MAX_MODULES:
+            reject("steering_modules", f"has {len(value)} names, at most {MAX_MODULES} are read")
+        for i, entry in enumerate(value):
+            path = f"steering_modules[{i}]"
+            name, scale = entry, 1.0
+            if isinstance(entry, list | tuple):
+                if len(entry) != 2:
+                    reject(path, f"must be a name or (name, scale), has {len(entry)} entries")
+                name, scale = entry[0], need_number(entry[1], f"{path}[1]")
+            module = catalog.get(name, path)
+            for part, tier in ((module.prefill, "prefill"), (module.decode, "decode")):
+                if part is not None:
+                    self._layout.add_shared(part, scale, self._layout.phases[tier])
+            prompt = len(self._prompt.token_ids)
+            self._layout.operate(
+                [op.for_request(scale, path, prompt, self._shape) for op in module.ops]
+            )
+
+    def add_ops(self, value: Any) -> None:
+        families = frozenset(self._config.steering_families)
+        ops = parse_ops(
+            value, "steering", self._shape, families, self._select, self._config.max_steering_ops
+        )
+        for i, op in enumerate(ops):
+            need_steered_points(op.sites, f"steering[{i}]", self._config)
+        self._layout.operate(ops)
+
+    def plan(self) -> SteeringPlan:
+        config = self._config
+        given = [field for field in STEERING_FIELDS if getattr(self._params, field) is not None]
+        path = " + ".join(given) or "steering_inherit_global"
+        if self._layout.most_ops() > config.max_steering_ops:
+            reject(
+                path,
+                f"come to {self._layout.most_ops()} ops at one point of one layer, the engine has "
+                f"max_steering_ops={config.max_steering_ops}",
+            )
+        plan = self._layout.plan(path, self._inherit(), config)
+        rows = rows_needed(plan.terms)
+        if rows > config.max_steering_rows:
+            reject(
+                path,
+                f"the request needs {rows} rows for its ops, the engine has "
+                f"max_steering_rows={config.max_steering_rows}",
+            )
+        end = len(self._prompt.token_ids) + self._prompt.max_tokens - 1
+        acting = [s.first for s in plan.segments if s.content or s.program]
+        if acting and acting[0] >= end:
+            reject(path, "can act on no position: with max_tokens=1 no generated token is fed back")
+        return plan
+
+    def _inherit(self) -> bool:
+        inherit = self._params.steering_inherit_global
+        if inherit is not None and not isinstance(inherit, bool):
+            reject("steering_inherit_global", f"must be true or false, got {show(inherit)}")
+        return inherit is None or inherit
+
+
+def _first_outside(positions: Positions, phase: Positions) -> int | None:
+    """The first of `positions` that is not in `phase`, which is one run."""
+    start, stop = phase.flat()
+    first = positions.first_from(0)
+    return first if first is not None and first < start else positions.first_from(stop)

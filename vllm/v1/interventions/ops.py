@@ -1,0 +1,316 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a request may say about operations (`SamplingParams.steering`): parsed and checked."""
+
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import torch
+
+from vllm.v1.interventions.plan import Site, TapShape
+from vllm.v1.interventions.positions import Positions
+from vllm.v1.interventions.sites import (
+    need_layers,
+    need_mapping,
+    need_point,
+    reject,
+    show,
+    show_key,
+)
+from vllm.v1.interventions.terms import OPS, Scalars, Term, make_term
+from vllm.v1.interventions.vectors import need_number, need_vector
+
+Select = Callable[[Any, str], Positions]
+"""(a value of `positions`, its path) -> the positions it means in this request."""
+
+_KEYS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
+    "add": (("vector",), ("scale",)),
+    "norm_match": (("direction", "scale"), ()),
+    "ablate": (("direction",), ("strength",)),
+    "clamp": (("direction",), ("lo", "hi")),
+    "pin": (("direction", "value"), ()),
+    "replace": (("values", "positions"), ("alpha",)),
+    "normalize": ((), ()),
+}
+"""Operation -> (keys it needs, keys it may have), beside those of every operation."""
+
+_GATE_KEYS = ("probe", "threshold", "sharpness")
+_WHEN = ("row", "last_prompt")
+
+
+@dataclass(frozen=True)
+class Op:
+    """One entry of `steering`."""
+
+    name: str
+    """One of `terms.OPS`."""
+    sites: list[Site]
+    positions: Positions | None
+    """Where it acts; None for everywhere."""
+    terms: list[Term]
+    """One; `replace` has one for each of `positions`, ascending."""
+    frozen: bool
+    """Whether its gate is decided at the last prompt row: it acts from there on, and where it does
+    not act on that row itself, the row needs `terms[0].deciding()`."""
+
+    @property
+    def gated(self) -> bool:
+        return bool(self.terms[0].probe)
+
+    def term_at(self, position: int) -> Term | None:
+        """What acts there."""
+        if self.positions is not None and position not in self.positions:
+            return None
+        return self.terms[0] if len(self.terms) == 1 else self.terms[self._rank[position]]
+
+    @cached_property
+    def _rank(self) -> dict[int, int]:
+        assert self.positions is not None
+        return {position: i for i, position in enumerate(self.positions.array().tolist())}
+
+
+@dataclass(frozen=True)
+class _Gate:
+    probe: bytes
+    scalars: dict[str, float]
+    """Fields of `Scalars`."""
+
+
+_UNGATED = _Gate(b"", {})
+
+
+def parse_ops(
+    value: Any,
+    path: str,
+    shape: TapShape,
+    families: frozenset[str],
+    select: Select,
+    max_terms: int,
+) -> list[Op]:
+    """Parse `SamplingParams.steering`, a list of operations, in their order.
+
+    Args:
+        value: the user's list.
+        path: the field's name, for errors.
+        shape: what the model offers.
+        families: what the engine was started with, of `terms.FAMILIES`.
+        select: resolves `positions`.
+        max_terms: most operations at one site.
+
+    Raises:
+        ValueError: an unknown operation, key, point or position, a layer the model does not have,
+            a family the engine does not have, a vector of the wrong width, zero or not finite, a
+            number out of its range, too many operations at one site.
+    """
+    if not isinstance(value, list | tuple):
+        reject(path, f"must be a list of operations, got {show(value)}")
+    ops: list[Op] = []
+    at_site: Counter[Site] = Counter()
+    for i, entry in enumerate(value):
+        op = _Entry(entry, f"{path}[{i}]", shape, families).parse(select)
+        at_site.update(op.sites)
+        for point, layer in op.sites:
+            if at_site[point, layer] > max_terms:
+                reject(f"{path}[{i}]", f"is one operation more than {max_terms} at {point} {layer}")
+        ops.append(op)
+    return ops
+
+
+class _Entry:
+    """One operation as the user wrote it."""
+
+    def __init__(self, entry: Any, path: str, shape: TapShape, families: frozenset[str]) -> None:
+        self.given = need_mapping(entry, path)
+        self.path = path
+        self.shape = shape
+        self.families = families
+
+    def parse(self, select: Select) -> Op:
+        name = self.name()
+        point = need_point(self.given["point"], f"{self.path}.point", self.shape)
+        layers = need_layers(self.given["layers"], point, f"{self.path}.layers", self.shape)
+        positions = None
+        if "positions" in self.given:
+            positions = select(self.given["positions"], f"{self.path}.positions")
+        gate = self.gate()
+        frozen = bool(gate.scalars.get("frozen"))
+        if frozen:
+            positions = self.after_decision(positions, select)
+        if name == "replace":
+            assert positions is not None
+            terms = self.replaced(positions, select, gate)
+        else:
+            terms = [self.term(name, gate)]
+        return Op(name, [(point, layer) for layer in layers], positions, terms, frozen)
+
+    def name(self) -> str:
+        """The operation, its keys checked."""
+        name = self.given.get("op")
+        if not isinstance(name, str) or name not in OPS:
+            reject(
+                f"{self.path}.op",
+                f"unknown operation {show(name)}; operations are {', '.join(OPS)}",
+            )
+        self.need_family(name, "op")
+        needed, allowed = _KEYS[name]
+        needed = ("op", "point", "layers", *needed)
+        _need_keys(self.given, self.path, name, needed, (*allowed, "positions", "gate"))
+        return name
+
+    def need_family(self, family: str, key: str) -> None:
+        if family not in self.families:
+            started = sorted(self.families)
+            reject(f"{self.path}.{key}", f"the engine was started with steering_families={started}")
+
+    def gate(self) -> _Gate:
+        if "gate" not in self.given:
+            return _UNGATED
+        self.need_family("gate", "gate")
+        path = f"{self.path}.gate"
+        gate = need_mapping(self.given["gate"], path)
+        _need_keys(gate, path, "a gate", _GATE_KEYS, ("when",))
+        when = gate.get("when", "row")
+        if not isinstance(when, str) or when not in _WHEN:
+            reject(f"{path}.when", f"unknown {show(when)}; use 'row' or 'last_prompt'")
+        probe = need_vector(gate["probe"], f"{path}.probe", self.shape.hidden_size)
+        numbers = {name: need_number(gate[name], f"{path}.{name}") for name in _GATE_KEYS[1:]}
+        frozen = {"frozen": float(when == "last_prompt")}
+        return _Gate(_float32(probe, f"{path}.probe"), numbers | frozen)
+
+    def after_decision(self, positions: Positions | None, select: Select) -> Positions:
+        """Where an operation with a frozen gate acts."""
+        path = f"{self.path}.positions"
+        decided = select("predicting", path)
+        if positions is None:
+            return decided
+        first, last_prompt = positions.first_from(0), decided.first_from(0)
+        assert last_prompt is not None
+        if first is not None and first < last_prompt:
+            reject(
+                path, f"position {first} is before the last prompt token, which decides the gate"
+            )
+        return positions
+
+    def term(self, name: str, gate: _Gate) -> Term:
+        match name:
+            case "add":
+                scalars = {"constant": self.number("scale", 1.0)}
+                vector = need_vector(self.given["vector"], f"{self.path}.vector", self.hidden)
+                packed = _float32(vector, f"{self.path}.vector")
+                with np.errstate(over="ignore"):
+                    self.need_range(vector * scalars["constant"], self.path)
+            case "norm_match":
+                scalars, packed = {"norm": self.number("scale")}, self.direction()
+            case "ablate":
+                strength = self.number("strength", 1.0)
+                scalars, packed = {"strength": strength, "lo": 0.0, "hi": 0.0}, self.direction()
+            case "clamp":
+                scalars, packed = {"strength": 1.0, **self.bounds()}, self.direction()
+            case "pin":
+                value = self.in_range("value")
+                scalars, packed = {"strength": 1.0, "lo": value, "hi": value}, self.direction()
+            case _:
+                assert name == "normalize"
+                scalars, packed = {"renorm": 1.0}, bytes(4 * self.hidden)
+        return make_term(Scalars(**scalars, **gate.scalars), packed, gate.probe)
+
+    def replaced(self, positions: Positions, select: Select, gate: _Gate) -> list[Term]:
+        """The terms of `replace`, by ascending position."""
+        alpha = self.number("alpha", 1.0)
+        if not 0 <= alpha <= 1:
+            reject(f"{self.path}.alpha", f"must be from 0 to 1, got {show(alpha)}")
+        path = f"{self.path}.positions"
+        order = positions.array().tolist()
+        if isinstance(given := self.given["positions"], list | tuple | range):
+            order = [p for entry in given for p in select([entry], path).array().tolist()]
+            if repeated := [p for p, times in Counter(order).items() if times > 1]:
+                reject(path, f"names position {repeated[0]} twice")
+        rows = self.rows(len(positions))
+        scalars = Scalars(replace=alpha, constant=alpha, **gate.scalars)
+        return [
+            make_term(scalars, row, gate.probe)
+            for _, row in sorted(zip(order, rows, strict=True), key=lambda pair: pair[0])
+        ]
+
+    def rows(self, count: int) -> list[bytes]:
+        """`values`, in the order given."""
+        path = f"{self.path}.values"
+        values = self.given["values"]
+        if isinstance(values, torch.Tensor) and (values.layout != torch.strided or values.is_meta):
+            reject(path, f"must be a dense tensor, got {values.layout} on {values.device}")
+        if isinstance(values, np.ndarray | torch.Tensor):
+            if values.ndim != 2 or values.shape[1] != self.hidden:
+                reject(path, f"has shape {list(values.shape)}, the model needs [n, {self.hidden}]")
+        elif not isinstance(values, list):
+            reject(path, f"must be a list, a numpy array or a torch tensor, got {show(values)}")
+        if len(values) != count:
+            reject(path, f"has {len(values)} rows, positions select {count}")
+        packed = []
+        for i, value in enumerate(values):
+            row = need_vector(value, f"{path}[{i}]", self.hidden)
+            self.need_range(row, f"{path}[{i}]")
+            packed.append(_float32(row, f"{path}[{i}]"))
+        return packed
+
+    @property
+    def hidden(self) -> int:
+        return self.shape.hidden_size
+
+    def number(self, key: str, default: float | None = None) -> float:
+        return need_number(self.given.get(key, default), f"{self.path}.{key}")
+
+    def in_range(self, key: str) -> float:
+        number = self.number(key)
+        self.need_range(np.array(number), f"{self.path}.{key}")
+        return number
+
+    def bounds(self) -> dict[str, float]:
+        bounds = {key: self.in_range(key) for key in ("lo", "hi") if key in self.given}
+        if not bounds:
+            reject(self.path, "clamp needs 'lo' or 'hi'")
+        if len(bounds) == 2 and bounds["lo"] > bounds["hi"]:
+            reject(f"{self.path}.lo", f"{bounds['lo']:g} is greater than hi, {bounds['hi']:g}")
+        return bounds
+
+    def direction(self) -> bytes:
+        """float32 [hidden], of length 1."""
+        path = f"{self.path}.direction"
+        direction = need_vector(self.given["direction"], path, self.hidden)
+        largest = np.abs(direction).max()
+        if largest == 0:
+            reject(path, "is zero: it has no direction")
+        # By the largest entry first: a square may overflow, or underflow to 0.
+        direction = direction / largest
+        return _float32(direction / np.linalg.norm(direction), path)
+
+    def need_range(self, values: np.ndarray, path: str) -> None:
+        """What is written into the stream must fit its dtype."""
+        if not (np.abs(values) <= torch.finfo(self.shape.torch_dtype).max).all():
+            reject(path, f"overflows {self.shape.dtype}")
+
+
+def _need_keys(
+    given: Mapping[Any, Any],
+    path: str,
+    name: str,
+    needed: tuple[str, ...],
+    allowed: tuple[str, ...],
+) -> None:
+    unknown = sorted(show_key(k) for k in given.keys() - {*needed, *allowed})
+    if unknown:
+        known = ", ".join(dict.fromkeys((*needed, *allowed)))
+        reject(path, f"unknown keys {unknown[:8]}, {name} has {known}")
+    missing = [key for key in needed if key not in given]
+    if missing:
+        reject(path, f"{name} needs {missing[0]!r}")
+
+
+def _float32(values: np.ndarray, path: str) -> bytes:
+    with np.errstate(over="ignore"):
+        packed = values.astype(np.float32)
+    if not np.isfinite(packed).all():
+        reject(path, "overflows float32")
+    return packed.tobytes()

@@ -1,0 +1,277 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What travels with a request, from the frontend to the workers and back.
+
+A `Plan` is made once, by the frontend (`vllm.v1.interventions.frontend.resolve`), from what the
+user asked. It is a field of its own on `EngineCoreRequest`, so no client can send a ready-made one.
+"""
+
+from typing import Any
+
+import msgspec
+import numpy as np
+import torch
+
+from vllm.v1.interventions.terms import Term
+
+Site = tuple[str, int]
+"""(point, layer): layer is the global decoder layer index from 0."""
+
+TIERS = ("base", "prefill", "decode")
+"""base acts at all positions, prefill at those of the prompt, decode at generated ones."""
+
+VECTOR_FIELDS = ("steering_vectors", "prefill_steering_vectors", "decode_steering_vectors")
+"""The fields of `SamplingParams` that hold a tier's vectors, in the order of `TIERS`."""
+
+STEERING_FIELDS = (*VECTOR_FIELDS, "steering_modules", "steering")
+INHERIT = "steering_inherit_global"
+PLAN_FIELDS = (*STEERING_FIELDS, INHERIT, "capture")
+"""The fields of `SamplingParams` that a plan carries in their place."""
+
+UNSTEERED = ""
+"""The digest of "nothing happens"."""
+
+
+def dtype_of(name: str) -> torch.dtype:
+    """torch's dtype of that name, "bfloat16"."""
+    dtype = getattr(torch, name)
+    assert isinstance(dtype, torch.dtype)
+    return dtype
+
+
+class TapShape(msgspec.Struct, frozen=True):
+    """What the loaded model offers, reported by the workers at start-up."""
+
+    hidden_size: int
+    dtype: str
+    """Model dtype, torch's name without the prefix: "bfloat16"."""
+    points: dict[int, tuple[str, ...]]
+    """layer -> the points it has."""
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        return dtype_of(self.dtype)
+
+    @property
+    def row_bytes(self) -> int:
+        return self.hidden_size * self.torch_dtype.itemsize
+
+
+class Part(msgspec.Struct, frozen=True):
+    """Vectors at some sites that are only ever used together."""
+
+    digest: str
+    """Hex SHA-256 over hidden size, sites and data."""
+    sites: list[Site]
+    data: bytes
+    """float32 [sites, hidden], C order, native endian."""
+    largest: float
+    """The largest absolute value in `data`; NaN if there is one."""
+
+
+class Content(msgspec.Struct, frozen=True):
+    """What one slot of the steering table holds, the global tiers aside: a sum of parts."""
+
+    digest: str
+    """Hex SHA-256 over `parts`."""
+    parts: list[tuple[str, float]]
+    """(digest of the part, scale)."""
+
+
+class Program(msgspec.Struct, frozen=True):
+    """The ops that act on a position, each op at the same place of the list in all programs of a
+    request."""
+
+    digest: str
+    """Hex SHA-256 over the other fields."""
+    sites: list[Site]
+    terms: list[list[str]]
+    """Of each site: digests of terms in the order they act, "" for an op that does not act here."""
+    decides: bool
+    """Whether gates that are decided once are decided here, at the last prompt token."""
+
+
+class Segment(msgspec.Struct, frozen=True, array_like=True):
+    """What acts from position `first` to the next segment's."""
+
+    first: int
+    content: str
+    program: str
+
+
+class SteeringPlan(msgspec.Struct, frozen=True):
+    """A request's steering, position by position."""
+
+    segments: list[Segment]
+    """Sorted; the first starts at 0, the last has no end, one starts where the prompt ends."""
+    inherit: bool
+    """Whether the global tiers are added."""
+    contents: list[Content] = []
+    parts: list[Part] = []
+    """Those of `contents`, but for the parts of modules, which the engine core has."""
+    programs: list[Program] = []
+    terms: list[Term] = []
+
+
+class Stream(msgspec.Struct, frozen=True):
+    """Rows that leave the device together: in one form, for one process."""
+
+    sites: list[Site]
+    """A part of the plan's, in its order."""
+    runs: list[int]
+    relayed: bool
+    """Whether they go on to the frontend; else they stay in the engine core."""
+    width: int
+    """hidden_size; with a projection the number of its rows."""
+    dtype: str
+    """The model's; with a projection "float32"."""
+    projection: str = ""
+    """Digest of the matrix the rows are multiplied with on the device, "" for none."""
+
+    @property
+    def row_bytes(self) -> int:
+        return self.width * dtype_of(self.dtype).itemsize
+
+
+class Selection(msgspec.Struct, frozen=True):
+    """What one consumer gets of a request."""
+
+    sites: list[Site]
+    runs: list[int]
+    """Positions: start, stop (exclusive) of each run, flattened; sorted, disjoint."""
+    named: list[int] = []
+    """The part of `runs` the user named outright: reported if the request ends before it."""
+    last_generated: bool = False
+    """Of the generated positions keep only those in `named` and the last (known at the end)."""
+    stream: int = 0
+    """Which of the plan's streams has the rows, perhaps among others."""
+    fields: dict[str, Any] = {}
+    """What the consumer's class made of the fields that are its own."""
+
+
+class CapturePlan(msgspec.Struct, frozen=True):
+    """The union of the consumers' selections: the rows that are written on the device."""
+
+    sites: list[Site]
+    """In layer order, so that pipeline stages have runs of them."""
+    runs: list[int]
+    streams: list[Stream]
+    consumers: dict[str, Selection]
+    hidden_size: int
+    dtype: str
+    """Of the model."""
+    projections: dict[str, bytes] = {}
+    """digest -> float32 [k, hidden], C order, native endian."""
+    num_samples: int = 1
+    sample: int = 0
+    """Which of the request's completions this is."""
+    prompt: int | None = None
+    """Which of the prompts that were sent with the same parameters; None if there was one."""
+    external_id: str = ""
+    """The request's id as its caller knows it."""
+
+
+class Plan(msgspec.Struct, frozen=True):
+    steering: SteeringPlan | None = None
+    capture: CapturePlan | None = None
+
+
+class CapturedChunk(msgspec.Struct, array_like=True, gc=False):
+    """Rows of one request, in position order."""
+
+    positions: np.ndarray
+    """int64 [n]; those of all streams together."""
+    values: list[torch.Tensor]
+    """Of each stream of the capture plan: [n, its sites, its width], its dtype, CPU."""
+    version: int
+    """Of the global steering that the step ran under."""
+    owners: list[tuple[str, int]] = []
+    """In a message that has the rows of several requests as one: (request id, number of rows)."""
+
+
+class GlobalTiers(msgspec.Struct, frozen=True):
+    """The vectors that act on every request that does not opt out."""
+
+    version: int
+    """Counts the changes."""
+    tiers: dict[str, Part]
+    """tier -> its vectors; a tier without any is left out."""
+
+    @property
+    def active(self) -> bool:
+        return bool(self.tiers)
+
+
+class WorkerStream(msgspec.Struct, frozen=True, array_like=True):
+    """A `Stream` as workers know it."""
+
+    sites: tuple[int, ...]
+    """Which of the request's `capture_sites`."""
+    projection: tuple[int, int] | None = None
+    """(first row, number of rows) of its matrix in the table of projections; None for rows as they
+    are."""
+
+
+class WorkerRequest(msgspec.Struct, frozen=True):
+    """What a worker keeps of a request from its admission to its end."""
+
+    firsts: np.ndarray
+    """int64 [segments]: the first position of each."""
+    table_rows: np.ndarray
+    """int32 [segments]: the row of the steering table."""
+    programs: np.ndarray
+    """int32 [segments]: the row of the program table, 0 for no ops."""
+    capture_sites: tuple[Site, ...] = ()
+    capture_streams: tuple[WorkerStream, ...] = ()
+
+
+class PlacedProgram(msgspec.Struct, frozen=True):
+    """A program and the rows it refers to."""
+
+    row: int
+    home: int
+    """The row of the program that decides this one's gates; its own where it decides itself."""
+    sites: list[Site]
+    terms: list[list[int]]
+    """Of each site: rows of terms, 0 for none."""
+
+
+class PlacedTerm(msgspec.Struct, frozen=True):
+    row: int
+    probe_row: int
+    """0 for no gate."""
+    term: Term
+
+
+class StepInterventions(msgspec.Struct):
+    """The scheduler's decisions for one step. A worker applies them in the order of the fields."""
+
+    version: int
+    """Of the global steering."""
+    new_parts: list[Part] = []
+    tiers: GlobalTiers | None = None
+    """Changed global tiers."""
+    contents: list[tuple[int, Content, bool]] = []
+    """(slot, content, inherit) to write into the table before this step's forward."""
+    dropped_parts: list[str] = []
+    terms: list[PlacedTerm] = []
+    programs: list[PlacedProgram] = []
+    projections: list[tuple[int, bytes]] = []
+    """(first row in the table of projections, float32 [k, hidden], C order, native endian)."""
+    admitted: dict[str, WorkerRequest] = {}
+    rows: dict[str, np.ndarray] = {}
+    """Request id -> int32 offsets into the request's tokens of this step whose rows to capture."""
+
+    @property
+    def empty(self) -> bool:
+        """Whether a worker that is not told does the same."""
+        return not (
+            self.new_parts
+            or self.tiers
+            or self.contents
+            or self.dropped_parts
+            or self.terms
+            or self.programs
+            or self.projections
+            or self.admitted
+            or self.rows
+        )

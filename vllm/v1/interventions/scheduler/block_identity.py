@@ -1,0 +1,100 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What steering contributes to the identity of a request's prefix-cache blocks."""
+
+import sys
+from dataclasses import dataclass
+from itertools import pairwise
+
+from vllm.v1.interventions.plan import UNSTEERED, SteeringPlan
+
+
+@dataclass(frozen=True)
+class Era:
+    """The global tiers that positions from `first` on run under."""
+
+    first: int
+    prefill: str
+    """Digest of what is added at prompt positions, "" for nothing."""
+    decode: str
+    nonce: str = ""
+    """Makes the blocks of this era the request's own, where it is not known which side of a change
+    a position is on."""
+
+
+NO_GLOBALS = Era(0, UNSTEERED, UNSTEERED)
+
+
+class BlockIdentity:
+    """(first position, digest) segments of one request, and the keys of a block made of them.
+
+    Args:
+        plan: None for a plain request.
+        num_prompt_tokens: where the phase changes; a property of positions, not of steps.
+    """
+
+    def __init__(self, plan: SteeringPlan | None, num_prompt_tokens: int) -> None:
+        self._prompt = num_prompt_tokens
+        self._own = [(0, UNSTEERED), (num_prompt_tokens, UNSTEERED)]
+        self._inherits = plan is None or plan.inherit
+        if plan is not None:
+            self._own = [(s.first, _join(s.content, s.program)) for s in plan.segments]
+        self._eras = [NO_GLOBALS]
+        self._segments = self._merged()
+
+    @property
+    def steers(self) -> bool:
+        return any(digest for _, digest in self._segments)
+
+    def restart(self, era: Era) -> bool:
+        """All positions run, or will run again, under `era`. Returns whether anything changed."""
+        return self._set([era])
+
+    def change(self, eras: list[Era]) -> bool:
+        """Positions from the first of `eras` on run under those. Returns whether that is new."""
+        return self._set([e for e in self._eras if e.first < eras[0].first] + eras)
+
+    def _set(self, eras: list[Era]) -> bool:
+        if not self._inherits:
+            return False
+        self._eras = eras
+        before, self._segments = self._segments, self._merged()
+        return before != self._segments
+
+    def _merged(self) -> list[tuple[int, str]]:
+        """Neighbours of equal digest are one: turn 2 of a steered chat finds the blocks of turn 1,
+        though its prompt ends elsewhere."""
+        merged: list[tuple[int, str]] = []
+        own_ends = [first for first, _ in self._own[1:]] + [sys.maxsize]
+        era_ends = [era.first for era in self._eras[1:]] + [sys.maxsize]
+        for (first, digest), end in zip(self._own, own_ends, strict=True):
+            for era, era_end in zip(self._eras, era_ends, strict=True):
+                start = max(first, era.first)
+                if start >= min(end, era_end):
+                    continue
+                added = era.prefill if start < self._prompt else era.decode
+                here = _join(digest, added, era.nonce)
+                if not merged or merged[-1][1] != here:
+                    merged.append((start, here))
+        return merged
+
+    def keys(self, start: int, stop: int) -> list[tuple[str, str]]:
+        """Extra keys of the block of positions [start, stop).
+
+        A pure function of the segments and the range. Empty while nothing in the block is
+        steered: then the parent's hash, which is chained in, says all there is to say. KV events
+        publish only the second item of a key, hence one string.
+        """
+        ends = [(sys.maxsize, UNSTEERED)]
+        inside = [
+            (max(first, start) - start, digest)
+            for (first, digest), (end, _) in pairwise(self._segments + ends)
+            if first < stop and end > start
+        ]
+        if all(digest == UNSTEERED for _, digest in inside):
+            return []
+        return [("steer", f"{offset}:{digest}") for offset, digest in inside]
+
+
+def _join(*digests: str) -> str:
+    """One digest for what acts together; "" if nothing does."""
+    return "/".join(digests) if any(digests) else UNSTEERED

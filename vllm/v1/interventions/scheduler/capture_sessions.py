@@ -1,0 +1,223 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Engine-core side of capture consumers: what is reserved for them, and the rows of those that run
+in this process."""
+
+import queue
+import threading
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from vllm.v1.capture.consumer import ConsumerContext, ConsumerResult
+from vllm.v1.capture.registry import INLINE
+from vllm.v1.capture.transport.copies import CopyThreads
+from vllm.v1.capture.transport.feed import Feed, request_info, reserved_bytes
+from vllm.v1.capture.transport.host import ConsumerHost
+from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
+from vllm.v1.interventions.plan import CapturedChunk
+from vllm.v1.interventions.scheduler.fairness import Turns
+from vllm.v1.request import Request
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+SHUTDOWN_SECONDS = 30.0
+"""How long consumers may take to write what is left when the engine stops."""
+
+
+class CaptureEnd(msgspec.Struct, frozen=True):
+    """The frontend's word on a completion: it alone knows where stop strings and aborts end it."""
+
+    num_tokens: int
+    """Prompt and generated tokens of the final sequence."""
+    aborted: bool
+    failed: str = ""
+    """Why the request failed, if it did: nothing of it is to be published."""
+
+
+class CaptureCall(msgspec.Struct, frozen=True):
+    """A call of the engine core. Engines that do not have the request are called too."""
+
+    request_id: str
+    end: CaptureEnd | None = None
+    released: str = ""
+    """A consumer of the frontend that has given its result."""
+
+
+class _Capture:
+    """One request that captures for consumers."""
+
+    def __init__(self, request: Request, names: Iterable[str]) -> None:
+        plan, sampling = request.interventions.plan.capture, request.sampling_params
+        assert plan is not None and sampling is not None and request.prompt_token_ids is not None
+        self.client_index = request.client_index
+        self.plan = plan
+        self.hold = bool(sampling.stop)
+        self.infos = {
+            n: request_info(request.request_id, plan, n, request.prompt_token_ids) for n in names
+        }
+        self.needs = {n: reserved_bytes(info, plan, n, self.hold) for n, info in self.infos.items()}
+        self.owed = dict.fromkeys(names, 0)
+        """consumer whose result is not in -> bytes reserved."""
+        self.feeds: dict[str, Feed] = {}
+
+
+class CaptureSessions:
+    """The consumers of this engine and the requests that capture for them."""
+
+    def __init__(self, config: "VllmConfig") -> None:
+        self.results: queue.Queue[tuple[int, EngineCoreOutputs] | bytes] = queue.Queue()
+        """Messages for the frontends: (client, results). A process of its own puts its output queue
+        in the place of this one, so that an idle engine delivers too."""
+        specs = config.capture_config.consumers
+        self._specs = {name: spec for name, spec in specs.items() if name != INLINE}
+        self._drop = config.capture_config.capture_overload_policy == "drop"
+        self._lock = threading.Lock()
+        self._free = {name: spec.limits.pending_bytes for name, spec in self._specs.items()}
+        self._turns = {name: Turns() for name in self._specs}
+        self._starved = False
+        self._captures: dict[str, _Capture] = {}
+        self._hosts: dict[str, ConsumerHost] = {}
+        self.threads = CopyThreads("capture")
+        """Of the engine core."""
+        if config.tap_shape is None:
+            return
+        for name, spec in self._specs.items():
+            if not spec.in_frontend:
+                consumer = spec.make()
+                index = config.parallel_config.data_parallel_index
+                model = config.model_config.model
+                consumer.start(ConsumerContext(name, model, config.tap_shape, index))
+                self._hosts[name] = ConsumerHost(spec, consumer, self._report)
+
+    # -- a request's life -------------------------------------------------------------------
+
+    def arrive(self, request: Request) -> None:
+        plan = request.interventions.plan.capture
+        names = [n for n in plan.consumers if n in self._specs] if plan is not None else []
+        if names:
+            self._captures[request.request_id] = _Capture(request, names)
+
+    def can_admit(self, request: Request) -> bool:
+        """Whether all that a waiting request can come to has room now. Who has waited long for a
+        consumer goes before later ones; those that do not need it are not held up."""
+        capture = self._captures.get(request.request_id)
+        if capture is None or self._drop:
+            return True
+        with self._lock:
+            fits = {name: self._free[name] >= size for name, size in capture.needs.items()}
+        granted = [self._turns[n].grant(request.request_id, fit) for n, fit in fits.items()]
+        self._starved |= not all(granted)
+        return all(granted)
+
+    def admit(self, request: Request) -> None:
+        """Reserve, and open the sessions; policy "drop" leaves out a consumer without room."""
+        capture = self._captures.get(request.request_id)
+        if capture is None:
+            return
+        self.leave(request)
+        for name, size in capture.needs.items():
+            with self._lock:
+                fits = self._free[name] >= size
+                if fits:
+                    self._free[name] -= size
+                    capture.owed[name] = size
+            if not fits:
+                self._report(request.request_id, ConsumerResult(name, "error", dropped=True))
+            elif name in self._hosts:
+                info = capture.infos[name]
+                self._hosts[name].open(info)
+                capture.feeds[name] = Feed(
+                    capture.plan, name, info.prompt_token_ids, self.threads, hold=capture.hold
+                )
+
+    def leave(self, request: Request) -> None:
+        """The request started, or ended: it waits no more."""
+        for turns in self._turns.values():
+            turns.leave(request.request_id)
+
+    def feeds(self, request_id: str) -> bool:
+        """Whether consumers of this process want rows of the request."""
+        capture = self._captures.get(request_id)
+        return capture is not None and bool(capture.feeds)
+
+    def take(self, request: Request, chunk: CapturedChunk) -> None:
+        """Hand rows that were accepted to the consumers of this process."""
+        capture = self._captures.get(request.request_id)
+        if capture is None:
+            return
+        for name, feed in capture.feeds.items():
+            delivery = feed.take(chunk, request.output_token_ids)
+            if delivery is not None:
+                self._hosts[name].rows(request.request_id, *delivery)
+
+    def call(self, call: CaptureCall) -> None:
+        capture = self._captures.get(call.request_id)
+        if capture is None:
+            return
+        if call.released in capture.owed:
+            self._settle(call.request_id, call.released)
+        if call.end is None:
+            return
+        feeds, capture.feeds = capture.feeds, {}
+        for name in [n for n in capture.owed if n in self._hosts]:
+            if name in feeds:
+                end, host = call.end, self._hosts[name]
+                feeds[name].finish(host, call.request_id, end.num_tokens, end.aborted, end.failed)
+            else:
+                error = "the request ended before it started, so it has no rows"
+                self._report(call.request_id, ConsumerResult(name, "error", error))
+
+    def _report(self, request_id: str, result: ConsumerResult) -> None:
+        """A result for the request's frontend; from any thread."""
+        output = EngineCoreOutput(request_id, [], capture_results=[result])
+        message = EngineCoreOutputs(outputs=[output])
+        self.results.put((self._captures[request_id].client_index, message))
+        self._settle(request_id, result.consumer)
+
+    def _settle(self, request_id: str, consumer: str) -> None:
+        """Give back what was reserved."""
+        with self._lock:
+            capture = self._captures[request_id]
+            self._free[consumer] += capture.owed.pop(consumer)
+            if not capture.owed:
+                del self._captures[request_id]
+
+    # -- the engine's ------------------------------------------------------------------------
+
+    def wait(self) -> EngineCoreOutputs | None:
+        """For an engine without a process of its own that has nothing else to do: the next result,
+        None if there is none to come."""
+        if not self._captures and self.results.empty():
+            return None
+        return self._outputs_of(self.results.get())
+
+    def join(self, outputs: dict[int, EngineCoreOutputs] | None) -> dict[int, EngineCoreOutputs]:
+        """For the same: a step's outputs behind the results that are in. In that order, because
+        word that a consumer has no room for a request must come before its rows."""
+        waits, self._starved = self._starved, False
+        results: list[EngineCoreOutput] = []
+        try:
+            # A request that waits for room gets it from a thread, which should get to run.
+            message = self.results.get(timeout=0.001) if waits else self.results.get_nowait()
+            while True:
+                results += self._outputs_of(message).outputs
+                message = self.results.get_nowait()
+        except queue.Empty:
+            pass
+        outputs = outputs or {}
+        if results:
+            step = outputs.setdefault(0, EngineCoreOutputs())
+            step.outputs = results + step.outputs
+        return outputs
+
+    @staticmethod
+    def _outputs_of(message: tuple[int, EngineCoreOutputs] | bytes) -> EngineCoreOutputs:
+        assert isinstance(message, tuple)
+        return message[1]
+
+    def shutdown(self) -> None:
+        """Let the consumers write what is left."""
+        for host in self._hosts.values():
+            host.shutdown(SHUTDOWN_SECONDS)

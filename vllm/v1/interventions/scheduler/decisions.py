@@ -1,0 +1,222 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Scheduler side: who gets which slot, which rows a step captures, what is sent to the workers."""
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from vllm.config.capture import PROJECTION_ROWS
+from vllm.v1.interventions.frontend.module_catalog import startup_modules
+from vllm.v1.interventions.plan import (
+    UNSTEERED,
+    GlobalTiers,
+    Segment,
+    SteeringPlan,
+    StepInterventions,
+    TapShape,
+    WorkerRequest,
+)
+from vllm.v1.interventions.scheduler.capture_sessions import CaptureSessions
+from vllm.v1.interventions.scheduler.changes import Changes
+from vllm.v1.interventions.scheduler.fairness import Turns
+from vllm.v1.interventions.scheduler.projection_pool import ProjectionPool
+from vllm.v1.interventions.scheduler.row_budget import RowBudget
+from vllm.v1.interventions.scheduler.row_relay import RowRelay
+from vllm.v1.interventions.scheduler.slots import SlotTable
+from vllm.v1.interventions.scheduler.term_pool import TermPool
+from vllm.v1.interventions.scheduler.tiers import GlobalState, ModuleStore
+from vllm.v1.interventions.worker.steering_table import table_row
+from vllm.v1.metrics.steering_stats import SteeringStats
+from vllm.v1.request import Request, RequestStatus
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+NO_SHAPE = TapShape(hidden_size=0, dtype="float32", points={})
+"""Of an engine with neither steering nor capture."""
+
+
+class SchedulerInterventions:
+    """All decisions about steering and capture; the workers only copy.
+
+    A request's life: `arrive`, `admit` each time it joins the running ones, `preempt`, `finish`.
+    A step's order: `rows.cap_tokens` and `can_admit` while requests are chosen, `admit`,
+    `preempt`, `message` when the step is complete. When its results are there: `relay.accept` of
+    each request, `relay.join`.
+    """
+
+    def __init__(self, config: "VllmConfig", hash_block_size: int) -> None:
+        steering, shape = config.steering_config, config.tap_shape or NO_SHAPE
+        self.slots = SlotTable(steering.max_steering_configs)
+        self.pool = TermPool(steering.max_steering_rows if steering.has_ops else 0)
+        self.rows = RowBudget(config)
+        self.projections = ProjectionPool(PROJECTION_ROWS)
+        self.captures = CaptureSessions(config)
+        self.relay = RowRelay(self.captures)
+        self.tiers = GlobalState(shape)
+        self.modules = ModuleStore()
+        if steering.steering_modules:
+            for name, module in startup_modules(config).items():
+                self.modules.put(name, module)
+        self.changes = Changes(self)
+        self._hash_block_size = hash_block_size
+        self._speculates = config.speculative_config is not None
+        self._turns = Turns()
+        self._reserved: set[str] = set()
+        self._admitted: dict[str, WorkerRequest] = {}
+        self._changed_tiers: GlobalTiers | None = None
+
+    # -- a request's life -------------------------------------------------------------------
+
+    def arrive(self, request: Request) -> None:
+        """A new request: its blocks were hashed before it was known what global tiers are set."""
+        self._restart(request)
+        self.captures.arrive(request)
+
+    def can_admit(self, request: Request) -> bool:
+        """Whether a waiting request may start now: all it will ever need is free."""
+        if request.request_id in self._reserved:
+            return True
+        steering, capture = request.interventions.plan.steering, request.interventions.plan.capture
+        steers = steering is not None and bool(steering.contents or steering.programs)
+        projects = capture is not None and bool(capture.projections)
+        if steers or projects:
+            fits = steering is None or (self.slots.fits(steering) and self.pool.fits(steering))
+            fits = fits and (capture is None or self.projections.fits(capture))
+            if not self._turns.grant(request.request_id, fits):
+                return False
+        return self.captures.can_admit(request)
+
+    def admit(self, request: Request) -> None:
+        """A request joins the running ones, for the first time or after a preemption."""
+        plan = request.interventions.plan
+        asks = plan.steering is not None or plan.capture is not None
+        if asks and request.request_id not in self._reserved:
+            self._reserved.add(request.request_id)
+            self._turns.leave(request.request_id)
+            if plan.steering is not None:
+                self.slots.reserve(request.request_id, plan.steering)
+                self.pool.reserve(request.request_id, plan.steering)
+            if plan.capture is not None:
+                self.projections.reserve(request.request_id, plan.capture)
+            self.captures.admit(request)
+        if plan.steering is not None or plan.capture is not None or self.tiers.current.active:
+            self._admitted[request.request_id] = self._worker_request(request)
+
+    def _worker_request(self, request: Request) -> WorkerRequest:
+        plan = request.interventions.plan
+        prompt = request.num_prompt_tokens
+        steering = plan.steering or _plain_plan(prompt)
+        inherit = steering.inherit and self.tiers.current.active
+        return WorkerRequest(
+            firsts=np.array([s.first for s in steering.segments], dtype=np.int64),
+            table_rows=np.array(
+                [
+                    table_row(
+                        self.slots.slot(s.content, steering.inherit) if s.content or inherit else 0,
+                        generated=s.first >= prompt,
+                    )
+                    for s in steering.segments
+                ],
+                dtype=np.int32,
+            ),
+            programs=np.array(
+                [self.pool.program(request.request_id, s.program) for s in steering.segments],
+                dtype=np.int32,
+            ),
+            capture_sites=tuple(plan.capture.sites) if plan.capture else (),
+            capture_streams=self.projections.streams(plan.capture) if plan.capture else (),
+        )
+
+    def preempt(self, request: Request) -> None:
+        """The request is not part of this step after all, and will be computed from its start."""
+        self.rows.withdraw(request)
+        self._restart(request)
+
+    def finish(self, request: Request) -> None:
+        self._turns.leave(request.request_id)
+        self.captures.leave(request)
+        self._reserved.discard(request.request_id)
+        self.slots.release(request.request_id)
+        self.pool.release(request.request_id)
+        self.projections.release(request.request_id)
+        self.rows.withdraw(request)
+        self._admitted.pop(request.request_id, None)
+
+    def _restart(self, request: Request) -> None:
+        """Nothing of the request is computed: all of it will run under the tiers of now."""
+        if request.interventions.blocks.restart(self.tiers.era(0)):
+            _rehash(request, 0)
+
+    # -- changes from outside ---------------------------------------------------------------
+
+    def set_tiers(self, state: GlobalState, requests: Iterable[Request]) -> None:
+        """New global tiers, from the next scheduled step on.
+
+        Positions computed before keep their identity; blocks of later ones get another, so no
+        block computed under one state is found under another. Nothing is reset or preempted.
+
+        Args:
+            requests: all of the scheduler's.
+        """
+        self.tiers = state
+        self._changed_tiers = state.current
+        for request in requests:
+            computed = request.num_computed_tokens
+            if not computed:
+                self._restart(request)
+                continue
+            eras = [state.era(computed)]
+            if self._speculates and request.num_in_flight_tokens:
+                # Drafts in flight may be rejected, and their positions computed again after the
+                # change: which ones is not known yet.
+                first = max(computed - request.num_in_flight_tokens, 0)
+                nonce = f"{request.request_id}@{state.current.version}"
+                eras = [state.era(first, nonce), *eras]
+            if request.interventions.blocks.change(eras):
+                _rehash(request, eras[0].first // self._hash_block_size)
+            if request.status == RequestStatus.RUNNING:
+                self._admitted[request.request_id] = self._worker_request(request)
+
+    def restore(self) -> None:
+        """The workers' tables were lost in sleep: send everything again."""
+        self._changed_tiers = self.tiers.current
+        self.slots.restore()
+        self.pool.restore()
+        self.projections.restore()
+
+    def stats(self) -> SteeringStats:
+        return SteeringStats(self.slots.in_use, self.pool.in_use, self.tiers.current.version)
+
+    # -- a step -----------------------------------------------------------------------------
+
+    def message(self, num_scheduled_tokens: dict[str, int]) -> StepInterventions | None:
+        """This step's decisions, or None if there are none; starts the next step."""
+        new_parts, contents, dropped_parts = self.slots.take_uploads()
+        terms, programs = self.pool.take_uploads()
+        step = StepInterventions(
+            version=self.tiers.current.version,
+            new_parts=new_parts,
+            tiers=self._changed_tiers,
+            contents=contents,
+            dropped_parts=dropped_parts,
+            terms=terms,
+            programs=programs,
+            projections=self.projections.take_uploads(),
+            admitted=self._admitted,
+            rows=self.rows.take(num_scheduled_tokens),
+        )
+        self._changed_tiers, self._admitted = None, {}
+        return None if step.empty else step
+
+
+def _plain_plan(num_prompt_tokens: int) -> SteeringPlan:
+    """Of a request that says nothing: the global tiers alone."""
+    segments = [Segment(first, UNSTEERED, UNSTEERED) for first in (0, num_prompt_tokens)]
+    return SteeringPlan(segments, inherit=True)
+
+
+def _rehash(request: Request, first_block: int) -> None:
+    del request.block_hashes[first_block:]
+    request.update_block_hashes()

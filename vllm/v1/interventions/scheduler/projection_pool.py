@@ -1,0 +1,96 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Scheduler side of `project`: where each matrix in use lies in the workers' table."""
+
+from itertools import pairwise
+
+from vllm.v1.interventions.plan import CapturePlan, WorkerStream
+from vllm.v1.interventions.scheduler.slots import MAX_STEP_BYTES
+
+
+class ProjectionPool:
+    """`size` rows of the table. A matrix lies in consecutive rows while a request uses it.
+
+    A request reserves its matrices at admission and keeps them until it ends. Requests with equal
+    matrices share them.
+    """
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self._placed: dict[str, tuple[int, int]] = {}
+        self._data: dict[str, bytes] = {}
+        self._users: dict[str, set[str]] = {}
+        self._digests: dict[str, list[str]] = {}
+        self._uploads: list[str] = []
+
+    @property
+    def in_use(self) -> int:
+        """Rows."""
+        return sum(rows for _, rows in self._placed.values())
+
+    def fits(self, plan: CapturePlan) -> bool:
+        """Whether all matrices of `plan` have rows now, and can be sent in this step."""
+        new = self._new(plan)
+        if not new:
+            return True
+        size = sum(len(plan.projections[digest]) for digest in new)
+        waiting = sum(len(self._data[digest]) for digest in self._uploads)
+        if waiting and waiting + size > MAX_STEP_BYTES:
+            return False
+        return self._places(plan, new) is not None
+
+    def reserve(self, request_id: str, plan: CapturePlan) -> None:
+        """Take the rows that `fits` promised."""
+        new = self._new(plan)
+        places = self._places(plan, new)
+        assert places is not None
+        self._placed |= places
+        self._data |= {digest: plan.projections[digest] for digest in new}
+        self._uploads += new
+        self._digests[request_id] = list(plan.projections)
+        for digest in plan.projections:
+            self._users.setdefault(digest, set()).add(request_id)
+
+    def release(self, request_id: str) -> None:
+        """The request has ended, whether or not it was ever admitted."""
+        for digest in self._digests.pop(request_id, ()):
+            self._users[digest].discard(request_id)
+            if not self._users[digest]:
+                del self._users[digest], self._placed[digest], self._data[digest]
+                if digest in self._uploads:
+                    self._uploads.remove(digest)
+
+    def streams(self, plan: CapturePlan) -> tuple[WorkerStream, ...]:
+        """What the workers are told of an admitted request."""
+        at = {site: i for i, site in enumerate(plan.sites)}
+        return tuple(
+            WorkerStream(
+                tuple(at[site] for site in stream.sites),
+                self._placed[stream.projection] if stream.projection else None,
+            )
+            for stream in plan.streams
+        )
+
+    def take_uploads(self) -> list[tuple[int, bytes]]:
+        """(first row, data) of what is new; empties the list."""
+        uploads, self._uploads = self._uploads, []
+        return [(self._placed[digest][0], self._data[digest]) for digest in uploads]
+
+    def restore(self) -> None:
+        """The workers have lost everything: send it again."""
+        self._uploads = list(self._placed)
+
+    def _new(self, plan: CapturePlan) -> list[str]:
+        return [digest for digest in plan.projections if digest not in self._placed]
+
+    def _places(self, plan: CapturePlan, new: list[str]) -> dict[str, tuple[int, int]] | None:
+        """(first row, rows) of each of `new`, or None while there is no room."""
+        places: dict[str, tuple[int, int]] = {}
+        for digest in new:
+            rows = len(plan.projections[digest]) // (4 * plan.hidden_size)
+            taken = sorted([*self._placed.values(), *places.values()])
+            ends = [(0, 0), *taken, (self.size, 0)]
+            gap = next((a + n for (a, n), (b, _) in pairwise(ends) if b - a - n >= rows), None)
+            if gap is None:
+                return None
+            places[digest] = (gap, rows)
+        return places

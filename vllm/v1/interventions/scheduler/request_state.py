@@ -1,0 +1,129 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the engine core remembers of one request's plan."""
+
+import sys
+
+import numpy as np
+
+from vllm.sampling_params import SamplingParams
+from vllm.v1.capture.transport.copies import CopyThreads
+from vllm.v1.interventions.plan import PLAN_FIELDS, CapturedChunk, Plan
+from vllm.v1.interventions.positions import Positions
+from vllm.v1.interventions.scheduler.block_identity import BlockIdentity
+
+NO_PLAN, NO_POSITIONS = Plan(), Positions()
+"""Of plain requests, which should not pay for making them."""
+
+
+class RequestInterventions:
+    """Cache identity, capture cursor and undelivered rows of one request.
+
+    Args:
+        plan: None for a plain request.
+        num_prompt_tokens: where the phase changes; a property of positions, not of steps.
+        params: must not carry raw vectors: a request built around the input processor would be
+            served unsteered.
+    """
+
+    def __init__(
+        self, plan: Plan | None, num_prompt_tokens: int, params: SamplingParams | None
+    ) -> None:
+        if params is not None and any(getattr(params, f) is not None for f in PLAN_FIELDS):
+            raise ValueError(
+                "sampling_params carries steering or capture fields that did not pass the input "
+                "processor; send the prompt through LLM.generate or AsyncLLM.generate"
+            )
+        self.plan = plan or NO_PLAN
+        capture = self.plan.capture
+        self.num_sites = len(capture.sites) if capture else 0
+        """At which it captures."""
+        self.wanted = Positions.from_flat(capture.runs) if capture else NO_POSITIONS
+        self._relayed = [s.relayed for s in capture.streams] if capture else []
+        self._relays_all, self._relays_any = all(self._relayed), any(self._relayed)
+        self._relayed_positions = self.wanted
+        if capture is not None and not self._relays_all:
+            runs = [s.runs for s in capture.streams if s.relayed]
+            self._relayed_positions = Positions.from_flat([n for flat in runs for n in flat])
+        self.blocks = BlockIdentity(self.plan.steering, num_prompt_tokens)
+        self._next_row = 0
+        self._undelivered: list[CapturedChunk] = []
+
+    def cache_hit_limit(self) -> int:
+        """Most tokens that may come from the prefix cache: cached positions are not computed, so
+        the lowest selected position not yet delivered must lie behind them."""
+        first = self.wanted.first_from(self._next_row)
+        return sys.maxsize if first is None else first
+
+    @property
+    def direct(self) -> bool:
+        """Whether rows may go to the frontend as they lie in a step's memory: all of them do, and
+        none waits that must go before."""
+        return self._relays_all and not self._undelivered
+
+    def accept_one(self, position: int, num_tokens: int) -> bool:
+        """`accept` of the only row of a step, if it is the one that the step's token came from: the
+        common case, without a chunk."""
+        if not self._next_row <= position == num_tokens - 2 or position not in self.wanted:
+            return False
+        self._next_row = num_tokens - 1
+        return True
+
+    def accept(self, chunk: CapturedChunk, num_tokens: int) -> CapturedChunk | None:
+        """Take the rows of a step, each position once.
+
+        Args:
+            chunk: may hold positions that were captured before (recomputed after a preemption),
+                are not wanted (reserved in advance for drafts) or belong to rejected drafts.
+            num_tokens: accepted tokens of the request, this step's included; the last of them has
+                not been fed back, so rows end before it.
+
+        Returns:
+            What was accepted, of all streams; `chunk` itself if all was.
+        """
+        positions = chunk.positions
+        if len(positions) == 1:  # decoding, without numpy
+            position = positions.item()
+            if not self._next_row <= position < num_tokens - 1 or position not in self.wanted:
+                return None
+            self._next_row = position + 1
+            return chunk
+        keep = self.wanted.mask(positions)
+        keep &= (positions >= self._next_row) & (positions < num_tokens - 1)
+        kept = np.flatnonzero(keep)
+        if not len(kept):
+            return None
+        self._next_row = int(positions[kept[-1]]) + 1
+        if keep.all():
+            return chunk
+        return CapturedChunk(positions[kept], [v[kept] for v in chunk.values], chunk.version)
+
+    def keep(self, chunk: CapturedChunk, waits: bool, threads: CopyThreads) -> None:
+        """Keep what the frontend needs of accepted rows until `take`.
+
+        Args:
+            waits: for a later step's output. A chunk is a view of the rows of all requests, and a
+                long prompt has many steps: what is not most of its step's rows is copied.
+        """
+        if not self._relays_any:
+            return
+        if not self._relays_all:
+            kept = np.flatnonzero(self._relayed_positions.mask(chunk.positions))
+            if not len(kept):
+                return
+            values = [
+                v[kept] if relayed else v[kept, :0]
+                for v, relayed in zip(chunk.values, self._relayed, strict=True)
+            ]
+            chunk = CapturedChunk(chunk.positions[kept], values, chunk.version)
+        elif waits:
+            values = [
+                threads.copied(v) if 2 * v.nbytes < v.untyped_storage().nbytes() else v
+                for v in chunk.values
+            ]
+            chunk = CapturedChunk(chunk.positions, values, chunk.version)
+        self._undelivered.append(chunk)
+
+    def take(self) -> list[CapturedChunk] | None:
+        """Rows for the request's next output; rows of partial prefills have waited here."""
+        taken, self._undelivered = self._undelivered, []
+        return taken or None

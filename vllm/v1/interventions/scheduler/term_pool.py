@@ -1,0 +1,105 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which rows of the workers' tables hold the terms and programs of requests with ops. Owned by the
+scheduler."""
+
+from collections import Counter
+
+from vllm.v1.interventions.plan import UNSTEERED, PlacedProgram, PlacedTerm, SteeringPlan
+from vllm.v1.interventions.scheduler.slots import MAX_STEP_BYTES
+from vllm.v1.interventions.terms import Term
+
+
+def rows_needed(terms: list[Term]) -> int:
+    """Rows of the vector table: a term has one, and one for the probe of its gate."""
+    return sum(2 if term.probe else 1 for term in terms)
+
+
+class TermPool:
+    """Rows 1..`size` of the tables of vectors and of programs; row 0 means none.
+
+    A request reserves all its rows at admission and keeps them until it ends. Requests share terms
+    of equal digest. Programs are each request's own: gates that are decided once are kept by row.
+    """
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self._free_rows = list(range(size, 0, -1))
+        self._free_programs = list(range(size, 0, -1))
+        self._uses: Counter[str] = Counter()
+        self._placed: dict[str, PlacedTerm] = {}
+        self._programs: dict[str, dict[str, PlacedProgram]] = {}
+        self._terms: dict[str, list[str]] = {}
+        self._new_terms: dict[str, PlacedTerm] = {}
+        self._new_programs: dict[int, PlacedProgram] = {}
+
+    @property
+    def in_use(self) -> int:
+        return self.size - len(self._free_rows)
+
+    def fits(self, plan: SteeringPlan) -> bool:
+        """Whether all terms and programs of `plan` have rows now, and fit in this step."""
+        new = [term for term in plan.terms if term.digest not in self._placed]
+        if rows_needed(new) > len(self._free_rows) or len(plan.programs) > len(self._free_programs):
+            return False
+        size = sum(len(t.vector) + len(t.probe) for t in new)
+        waiting = sum(len(p.term.vector) + len(p.term.probe) for p in self._new_terms.values())
+        return not (size and waiting and waiting + size > MAX_STEP_BYTES)
+
+    def reserve(self, request_id: str, plan: SteeringPlan) -> None:
+        """Take the rows that `fits` promised."""
+        if not plan.programs:
+            return
+        self._terms[request_id] = [term.digest for term in plan.terms]
+        for term in plan.terms:
+            self._uses[term.digest] += 1
+            if term.digest not in self._placed:
+                row = self._free_rows.pop()
+                probe_row = self._free_rows.pop() if term.probe else 0
+                placed = PlacedTerm(row=row, probe_row=probe_row, term=term)
+                self._placed[term.digest] = self._new_terms[term.digest] = placed
+        rows = {program.digest: self._free_programs.pop() for program in plan.programs}
+        home = next((rows[p.digest] for p in plan.programs if p.decides), 0)
+        self._programs[request_id] = {
+            program.digest: PlacedProgram(
+                row=rows[program.digest],
+                home=home,
+                sites=program.sites,
+                terms=[[self._row(digest) for digest in terms] for terms in program.terms],
+            )
+            for program in plan.programs
+        }
+        placed_programs = self._programs[request_id].values()
+        self._new_programs |= {program.row: program for program in placed_programs}
+
+    def _row(self, digest: str) -> int:
+        return self._placed[digest].row if digest != UNSTEERED else 0
+
+    def program(self, request_id: str, digest: str) -> int:
+        """The row of a request's program."""
+        return self._programs[request_id][digest].row if digest != UNSTEERED else 0
+
+    def release(self, request_id: str) -> None:
+        """The request has ended, whether or not it was ever admitted."""
+        for digest in self._terms.pop(request_id, ()):
+            self._uses[digest] -= 1
+            if not self._uses[digest]:
+                del self._uses[digest]
+                self._new_terms.pop(digest, None)
+                placed = self._placed.pop(digest)
+                self._free_rows += [row for row in (placed.row, placed.probe_row) if row]
+        for program in self._programs.pop(request_id, {}).values():
+            self._new_programs.pop(program.row, None)
+            self._free_programs.append(program.row)
+
+    def take_uploads(self) -> tuple[list[PlacedTerm], list[PlacedProgram]]:
+        """What the workers must write before the coming step; empties the lists."""
+        terms, self._new_terms = list(self._new_terms.values()), {}
+        programs, self._new_programs = list(self._new_programs.values()), {}
+        return terms, programs
+
+    def restore(self) -> None:
+        """The workers have lost everything: send it again."""
+        self._new_terms = dict(self._placed)
+        self._new_programs = {
+            program.row: program for mine in self._programs.values() for program in mine.values()
+        }

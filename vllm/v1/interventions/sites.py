@@ -1,0 +1,141 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How requests name points and layers, and the errors they get.
+
+Every error names the path of the offending field (`steering_vectors.post_block.15.scale`), what
+was given and what is allowed. Offline it is a `ValueError`, over HTTP a 400.
+"""
+
+import re
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NoReturn
+
+from vllm.config.capture import CaptureConfig
+from vllm.config.steering import POINTS, SteeringConfig
+from vllm.exceptions import VLLMValidationError
+from vllm.v1.interventions.plan import Site, TapShape
+
+_INT = re.compile(r"\d{1,9}")
+_RANGE = re.compile(r"(\d{1,9})-(\d{1,9})")
+
+
+class InterventionError(VLLMValidationError, ValueError):
+    """A request asks for steering or capture that cannot be done exactly."""
+
+    def __str__(self) -> str:
+        return str(self.args[0])
+
+
+def reject(path: str, message: str) -> NoReturn:
+    raise InterventionError(f"{path}: {message}", parameter=path)
+
+
+def show(value: Any) -> str:
+    """`value` for an error message, bounded: client input may be huge."""
+    if not isinstance(value, str | int | float | bool | None):
+        return type(value).__name__
+    if isinstance(value, int) and value.bit_length() > 128:
+        # Python refuses to print very long ones.
+        return f"an int of {value.bit_length()} bits"
+    text = repr(value)
+    return text if len(text) <= 60 else text[:57] + "..."
+
+
+def show_key(key: Any) -> str:
+    """A mapping's key as a part of a path."""
+    return key[:40] if isinstance(key, str) else show(key)
+
+
+def need_mapping(value: Any, path: str) -> Mapping[Any, Any]:
+    if not isinstance(value, Mapping):
+        reject(path, f"must be a mapping, got {show(value)}")
+    return value
+
+
+def need_point(value: Any, path: str, shape: TapShape) -> str:
+    if value not in POINTS:
+        reject(path, f"unknown point {show(value)}; points are {', '.join(POINTS)}")
+    if not any(value in points for points in shape.points.values()):
+        has = sorted({p for points in shape.points.values() for p in points}, key=POINTS.index)
+        reject(path, f"this model has no point {value!r}; it has {', '.join(has)}")
+    return str(value)
+
+
+def need_layers(value: Any, point: str, path: str, shape: TapShape) -> list[int]:
+    """The layers a user's key or entry names, each checked to have `point`.
+
+    Args:
+        value: an int >= 0, digits, an inclusive range "4-11", "all" (the layers that have the
+            point) or a list of these.
+    """
+    if isinstance(value, list | tuple):
+        layers = [
+            layer
+            for i, entry in enumerate(value)
+            for layer in _layers_of(entry, point, f"{path}[{i}]", shape)
+        ]
+        repeated = [layer for layer, times in Counter(layers).items() if times > 1]
+        if repeated:
+            reject(path, f"names layer {repeated[0]} twice")
+        if not layers:
+            reject(path, "names no layer")
+        return layers
+    return _layers_of(value, point, path, shape)
+
+
+def need_steered_points(sites: Iterable[Site], path: str, config: SteeringConfig) -> None:
+    """Raises ValueError if a site's point was left out at start-up."""
+    _need_points(sites, path, "steering_points", config.steering_points)
+
+
+def need_captured_points(sites: Iterable[Site], path: str, config: CaptureConfig) -> None:
+    """Raises ValueError if a site's point was left out at start-up."""
+    _need_points(sites, path, "capture_points", config.capture_points)
+
+
+def _need_points(sites: Iterable[Site], path: str, option: str, points: Sequence[str]) -> None:
+    for point, _ in sites:
+        if point not in points:
+            reject(f"{path}.{point}", f"the engine was started with {option}={list(points)}")
+
+
+def _layers_of(value: Any, point: str, path: str, shape: TapShape) -> list[int]:
+    """The layers of an int, digits, a range or "all"."""
+    if isinstance(value, str) and value == "all":
+        return [layer for layer, points in sorted(shape.points.items()) if point in points]
+    if isinstance(value, int) and not isinstance(value, bool):
+        first = last = value
+    elif isinstance(value, str) and _INT.fullmatch(value):
+        first = last = int(value)
+    elif isinstance(value, str) and (match := _RANGE.fullmatch(value)):
+        first, last = int(match[1]), int(match[2])
+        if first > last:
+            reject(path, f"the range {value!r} is empty")
+    else:
+        reject(
+            path,
+            f"{show(value)} is not a layer: use an int, a range like '4-11', 'all' or a list",
+        )
+    # The ends first: between them a client may put any number of layers.
+    for layer in (first, last, *(range(first, last + 1) if last in shape.points else ())):
+        if layer not in shape.points:
+            reject(path, f"layer {show(layer)} is out of range, the model has {_has(shape)}")
+    layers = list(range(first, last + 1))
+    for layer in layers:
+        if point not in shape.points[layer]:
+            has = ", ".join(shape.points[layer])
+            reject(path, f"layer {layer} has no point {point!r}; it has {has}")
+    return layers
+
+
+def _has(shape: TapShape) -> str:
+    """The layers that have taps; not every decoder layer of every model has."""
+    layers = sorted(shape.points)
+    if layers == list(range(layers[-1] + 1)):
+        return f"0-{layers[-1]}"
+    return ", ".join(map(str, layers))
+
+
+def site_order(site: Site) -> tuple[int, int]:
+    point, layer = site
+    return layer, POINTS.index(point)

@@ -1,0 +1,260 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The captured rows of one step on their way from the arena to their requests."""
+
+from collections.abc import Collection
+from itertools import accumulate, groupby
+from typing import Any
+
+import numpy as np
+import torch
+
+from vllm.v1.interventions.capture_groups import Layout, LocalStream
+from vllm.v1.interventions.plan import CapturedChunk
+from vllm.v1.interventions.worker.projection_table import ProjectionTable
+
+Members = list[tuple[str, np.ndarray]]
+"""(request id, int [n]: where in the batch its captured tokens are)."""
+
+
+class Block:
+    """The rows of all requests of one layout, so that those of a request are neighbours.
+
+    In the arena they lie in two parts, each token by token: from `raw` on those of the sites that
+    leave the device as they are, from `rest` on the others.
+    """
+
+    def __init__(self, layout: Layout, members: Members) -> None:
+        self.layout = layout
+        self.req_ids = [req_id for req_id, _ in members]
+        self.counts = [len(tokens) for _, tokens in members]
+        """Rows of each at a site."""
+        self.owners = list(zip(self.req_ids, self.counts, strict=True))
+        self.count = sum(self.counts)
+        self.num_raw = layout.num_raw * self.count
+        self.num_rest = len(layout.sites) * self.count - self.num_raw
+        self.raw = self.rest = 0
+
+    def rows(self) -> np.ndarray:
+        """int32 [sites, count]: the arena row of each."""
+        raw = np.arange(self.num_raw, dtype=np.int32) + self.raw
+        rest = np.arange(self.num_rest, dtype=np.int32) + self.rest
+        return np.concatenate([raw.reshape(self.count, -1).T, rest.reshape(self.count, -1).T])
+
+    def of(self, arena: torch.Tensor, first: int, number: int) -> torch.Tensor:
+        """[count, number, hidden], a view: neighbouring sites, all of them raw or none."""
+        at, num_sites = self.raw, self.layout.num_raw
+        if first >= num_sites:
+            first -= num_sites
+            at, num_sites = self.rest, len(self.layout.sites) - num_sites
+        rows = arena[at : at + self.count * num_sites]
+        return rows.view(self.count, num_sites, -1)[:, first : first + number]
+
+
+class Blocks:
+    """The layout of the arena in a step; of all steps, while nothing but positions changes.
+
+    Args:
+        groups: the requests of each layout; a request is in one.
+    """
+
+    def __init__(self, groups: dict[Layout, Members]) -> None:
+        self.all = [Block(layout, members) for layout, members in groups.items()]
+        row = 0
+        for block in self.all:
+            block.raw, row = row, row + block.num_raw
+        self.num_raw = row
+        for block in self.all:
+            block.rest, row = row, row + block.num_rest
+        self.num_requests = sum(len(block.owners) for block in self.all)
+
+
+class Outbox:
+    """Copies a step's rows to the host on a stream of its own, while the next steps run.
+
+    They leave from a second buffer, because the next step writes to the arena: on the device they
+    are moved there in no time.
+    """
+
+    def __init__(self, arena: torch.Tensor) -> None:
+        self._rows = torch.empty_like(arena)
+        self._stream = torch.cuda.Stream(arena.device)
+        self._sent: torch.cuda.Event | None = None
+
+    def send(
+        self, rows: torch.Tensor, *others: torch.Tensor
+    ) -> tuple[list[torch.Tensor], torch.cuda.Event]:
+        """On the host when the event has happened: `rows` of the arena, and tensors that are used
+        no more."""
+        main = torch.cuda.current_stream()
+        if self._sent is not None:
+            main.wait_event(self._sent)
+        leaving = self._rows[: len(rows)]
+        leaving.copy_(rows)
+        self._stream.wait_stream(main)
+        with torch.cuda.stream(self._stream):
+            host = [tensor.to("cpu", non_blocking=True) for tensor in (leaving, *others)]
+            for tensor in others:
+                tensor.record_stream(self._stream)
+            self._sent = torch.cuda.Event()
+            self._sent.record()
+        return host, self._sent
+
+
+class StepRows:
+    """The rows of one step, for `ModelRunnerOutput`.
+
+    On a GPU the copy to pinned memory is in flight when this object is handed on; reading or
+    pickling it waits for the copy.
+
+    Args:
+        version: of the global steering that the step runs under.
+    """
+
+    def __init__(self, version: int, blocks: Blocks) -> None:
+        self._version = version
+        self.blocks = blocks
+        self._parts: list[tuple[np.ndarray, list[torch.Tensor]]] | None = None
+        self._singles: dict[str, int] | None = None
+        self._chunks: dict[str, CapturedChunk] | None = None
+        self._later: list[StepRows] = []
+        self._event: torch.cuda.Event | None = None
+
+    def take_positions(self, positions: torch.Tensor, token_index: torch.Tensor) -> None:
+        """Keep the positions of the captured tokens: int [n], in block order."""
+        self._positions = positions[token_index.long()].long()
+
+    def take_rows(
+        self, arena: torch.Tensor, projections: ProjectionTable, outbox: Outbox | None = None
+    ) -> None:
+        """
+        Args:
+            outbox: of a GPU.
+        """
+        self._scores = [
+            self._scores_of(block, stream, arena, projections)
+            for block in self.blocks.all
+            for stream in block.layout.streams
+            if stream.projection is not None
+        ]
+        self._rows = arena[: self.blocks.num_raw]
+        if outbox is None:
+            self._rows = self._rows.clone()
+            return
+        sent, self._event = outbox.send(self._rows, self._positions, *self._scores)
+        self._rows, self._positions, *self._scores = sent
+
+    def _scores_of(
+        self, block: Block, stream: LocalStream, arena: torch.Tensor, projections: ProjectionTable
+    ) -> torch.Tensor:
+        """float32 [count, sites, k] on the device."""
+        assert stream.projection is not None
+        shape = (block.count, len(stream.places), stream.projection[1])
+        scores = torch.empty(shape, device=arena.device)
+        done = 0
+        for first, number in stream.runs:
+            out = scores[:, done : done + number]
+            projections.scores(block.of(arena, first, number), stream.projection, out)
+            done += number
+        return scores
+
+    def _whole(self) -> list[tuple[np.ndarray, list[torch.Tensor]]]:
+        """Of each block: int64 [count] positions, and each stream's rows [count, sites, width]."""
+        if self._parts is None:
+            self._wait()
+            self._parts, positions, scores = [], self._positions.numpy(), iter(self._scores)
+            for block in self.blocks.all:
+                own, positions = positions[: block.count], positions[block.count :]
+                values = [
+                    _raw(block, self._rows, s) if s.projection is None else next(scores)
+                    for s in block.layout.streams
+                ]
+                self._parts.append((own, values))
+        return self._parts
+
+    def _resolve(self) -> dict[str, CapturedChunk]:
+        if self._chunks is None:
+            self._chunks = {}
+            for block, (positions, values) in zip(self.blocks.all, self._whole(), strict=True):
+                stops = accumulate(block.counts)
+                at = [positions[b - n : b] for n, b in zip(block.counts, stops, strict=True)]
+                # Views of all requests at once: of each by itself takes several times longer.
+                parts = [v.split(block.counts) for v in values]
+                for req_id, here, *mine in zip(block.req_ids, at, *parts, strict=True):
+                    self._chunks[req_id] = CapturedChunk(here, mine, self._version)
+        return self._chunks
+
+    @property
+    def packs(self) -> bool:
+        """Whether `packed` will do: where several stages have a part of each row, it will not."""
+        return not self._later
+
+    def position(self, request_id: str) -> int | None:
+        """Of a request's only row, as in decoding; None if there are more, or `packs` is false."""
+        if self._singles is None:
+            self._singles = {}
+            if not self.packs:
+                return None
+            for block, (positions, _) in zip(self.blocks.all, self._whole(), strict=True):
+                if block.count == len(block.counts):
+                    self._singles.update(zip(block.req_ids, positions.tolist(), strict=True))
+                    continue
+                for (name, count), stop in zip(block.owners, accumulate(block.counts), strict=True):
+                    if count == 1:
+                        self._singles[name] = int(positions[stop - 1])
+        return self._singles.get(request_id)
+
+    def packed(self, request_ids: Collection[str]) -> list[CapturedChunk]:
+        """All rows of some requests as they lie here, neighbours as one chunk with its `owners`:
+        nothing is cut that is to be sent together."""
+        wanted = set(request_ids)
+        chunks = []
+        for block, (positions, values) in zip(self.blocks.all, self._whole(), strict=True):
+            if len(wanted) == self.blocks.num_requests:
+                chunks.append(CapturedChunk(positions, values, self._version, block.owners))
+                continue
+            start = 0
+            for goes, run in groupby(block.owners, lambda owner: owner[0] in wanted):
+                owners = list(run)
+                stop = start + sum(count for _, count in owners)
+                if goes:
+                    cut = [v[start:stop] for v in values]
+                    chunks.append(CapturedChunk(positions[start:stop], cut, self._version, owners))
+                start = stop
+        return chunks
+
+    def join(self, later: "StepRows") -> None:
+        """Add the same step's rows of a later pipeline stage, whose sites follow in each stream."""
+        self._later.append(later)
+
+    def of(self, request_id: str) -> CapturedChunk | None:
+        """Views of the step's rows, which keep all of them in memory; copies where the rows of
+        several stages were joined."""
+        chunks = self._resolve() if self._chunks is None else self._chunks
+        chunk = chunks.get(request_id)
+        for later in self._later:
+            more = later.of(request_id)
+            if chunk is not None and more is not None:
+                assert np.array_equal(chunk.positions, more.positions)
+                pairs = zip(chunk.values, more.values, strict=True)
+                values = [torch.cat(pair, dim=1) for pair in pairs]
+                chunk = CapturedChunk(chunk.positions, values, chunk.version)
+            chunk = chunk or more
+        return chunk
+
+    def _wait(self) -> None:
+        if self._event is not None:
+            self._event.synchronize()
+            self._event = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        # The step's tensors whole, without a copy; the receiver cuts them.
+        self._wait()
+        return {**self.__dict__, "_parts": None, "_singles": None, "_chunks": None}
+
+
+def _raw(block: Block, rows: torch.Tensor, stream: LocalStream) -> torch.Tensor:
+    """[count, sites, hidden], the stream's; a view where its sites are neighbours."""
+    parts = [block.of(rows, *run) for run in stream.runs]
+    if len(parts) == 1:
+        return parts[0]
+    return torch.cat([rows.new_empty(block.count, 0, rows.shape[1]), *parts], dim=1)

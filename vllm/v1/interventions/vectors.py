@@ -1,0 +1,129 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a request may say about steering: parsed and checked, nothing composed."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from vllm.v1.interventions.plan import Site, TapShape
+from vllm.v1.interventions.positions import Positions
+from vllm.v1.interventions.sites import (
+    need_layers,
+    need_mapping,
+    need_point,
+    reject,
+    show,
+    show_key,
+)
+
+Vectors = dict[Site, np.ndarray]
+"""site -> float64 [hidden], scale applied."""
+
+Select = Callable[[Any, str], Positions]
+
+MAX_SCALE = 1e30
+"""Products stay far inside float64; the sum is checked again in the model's dtype."""
+
+
+def parse_vectors(
+    value: Any, path: str, shape: TapShape, select: Select
+) -> list[tuple[Vectors, Positions | None]]:
+    """Parse one tier: `{point: {layers: vector or {"vector", "scale"?, "positions"?}}}`.
+
+    Args:
+        value: the user's mapping, as in `SamplingParams.steering_vectors`.
+        path: the field's name, for errors.
+        shape: what the model offers.
+        select: resolves a value of `positions`, given with its path.
+
+    Returns:
+        Vectors that act together, and where; None is everywhere in the tier.
+
+    Raises:
+        ValueError: unknown point, a point or layer the model does not have, a layer named twice,
+            wrong width, not finite, not a number, an unknown key, a wrong selector.
+    """
+    everywhere: Vectors = {}
+    limited: list[tuple[Vectors, Positions | None]] = []
+    seen: set[Site] = set()
+    for point_key, entries in need_mapping(value, path).items():
+        point = need_point(point_key, f"{path}.{show_key(point_key)}", shape)
+        for layer_key, entry in need_mapping(entries, f"{path}.{point}").items():
+            entry_path = f"{path}.{point}.{show_key(layer_key)}"
+            vector, positions = _entry(entry, entry_path, shape.hidden_size, select)
+            layers = need_layers(layer_key, point, entry_path, shape)
+            for layer in layers:
+                if (point, layer) in seen:
+                    reject(entry_path, f"layer {layer} is already given by another entry")
+                seen.add((point, layer))
+            vectors = {(point, layer): vector for layer in layers}
+            if positions is None:
+                everywhere |= vectors
+            else:
+                limited.append((vectors, positions))
+    return [(everywhere, None), *limited]
+
+
+def _entry(
+    entry: Any, path: str, hidden_size: int, select: Select
+) -> tuple[np.ndarray, Positions | None]:
+    if not isinstance(entry, Mapping):
+        return need_vector(entry, path, hidden_size), None
+    unknown = sorted(show_key(k) for k in entry.keys() - {"vector", "scale", "positions"})
+    if unknown:
+        reject(path, f"unknown keys {unknown[:8]}, allowed are 'vector', 'scale' and 'positions'")
+    if "vector" not in entry:
+        reject(path, "'vector' is missing")
+    scale = need_number(entry.get("scale", 1.0), f"{path}.scale")
+    positions = None
+    if "positions" in entry:
+        positions = select(entry["positions"], f"{path}.positions")
+    with np.errstate(over="ignore"):  # the sum is looked at
+        return need_vector(entry["vector"], f"{path}.vector", hidden_size) * scale, positions
+
+
+def need_number(value: Any, path: str) -> float:
+    """A finite number from a request, at most `MAX_SCALE` in size."""
+    if not isinstance(value, int | float) or isinstance(value, bool):
+        reject(path, f"must be a number, got {show(value)}")
+    if not abs(value) <= MAX_SCALE:  # so that NaN is refused, too
+        reject(path, f"must be finite and at most {MAX_SCALE:g}, got {show(value)}")
+    return float(value)
+
+
+def need_vector(value: Any, path: str, hidden_size: int) -> np.ndarray:
+    """float64 [hidden_size] from a list of floats, a 1-D array or a 1-D tensor."""
+    if isinstance(value, torch.Tensor):
+        if not value.is_floating_point():
+            reject(path, f"must be of a float dtype, got {value.dtype}")
+        if value.layout != torch.strided or value.is_meta:
+            reject(path, f"must be a dense tensor, got {value.layout} on {value.device}")
+        _need_shape(value.shape, path, hidden_size)
+        array = value.detach().to("cpu", torch.float64).numpy()
+    elif isinstance(value, np.ndarray):
+        if value.dtype.kind != "f":
+            reject(path, f"must be of a float dtype, got {value.dtype}")
+        _need_shape(value.shape, path, hidden_size)
+        array = value.astype(np.float64)
+    elif isinstance(value, list):
+        # A list of lists would reach numpy's own errors; a bool is an int to Python.
+        if len(value) != hidden_size:
+            reject(path, f"has {len(value)} values, the model's hidden size is {hidden_size}")
+        for i, x in enumerate(value):
+            if not isinstance(x, int | float) or isinstance(x, bool):
+                reject(f"{path}[{i}]", f"must be a number, got {show(x)}")
+            if isinstance(x, int) and abs(x) > MAX_SCALE:
+                reject(f"{path}[{i}]", "is not finite")
+        array = np.array(value, dtype=np.float64)
+    else:
+        reject(path, f"must be a list, a numpy array or a torch tensor, got {show(value)}")
+    if not np.isfinite(array).all():
+        reject(path, f"is not finite at index {int(np.argmin(np.isfinite(array)))}")
+    return array
+
+
+def _need_shape(given: Sequence[int], path: str, hidden_size: int) -> None:
+    if list(given) != [hidden_size]:
+        reject(path, f"has shape {list(given)}, the model needs [{hidden_size}]")

@@ -1,0 +1,329 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The one object both model runners call. It makes no decisions, only copies.
+
+Per step: `apply_updates` (also when no token is scheduled, else an update would be lost),
+`map_rows` before the forward or `map_dummy` before a dummy one, `collect` after it.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, KeysView
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import nn
+
+from vllm.config import CompilationMode, VllmConfig
+from vllm.config.steering import POINTS
+from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
+from vllm.model_executor.layers.native_rows import NATIVE_ROWS, NativeTap
+from vllm.model_executor.layers.residual_taps import BoundTaps, PassTap, SiteTap
+from vllm.v1.interventions.capture_groups import Layout, Layouts
+from vllm.v1.interventions.plan import Site, TapShape
+from vllm.v1.interventions.scheduler.slots import num_table_rows
+from vllm.v1.interventions.step_rows import Blocks, Members, Outbox, StepRows
+from vllm.v1.interventions.worker.model_variants import Forms
+from vllm.v1.interventions.worker.projection_table import ProjectionTable
+from vllm.v1.interventions.worker.steering_table import SteeringTable
+from vllm.v1.interventions.worker.tap_layers import (
+    find_layers,
+    own_layers,
+    refuse_layers,
+    unbound_taps,
+)
+from vllm.v1.interventions.worker.term_table import TermTable
+from vllm.v1.interventions.worker.token_map import TokenMap, to_device
+from vllm.v1.outputs import ModelRunnerOutput
+
+if TYPE_CHECKING:
+    from vllm.v1.core.sched.output import SchedulerOutput
+
+_PROBE_ROW = 1
+"""A row of the steering table that no request uses."""
+
+
+class Decoding(NamedTuple):
+    """What `dest` was written for, where each request has one token."""
+
+    req_ids: list[str]
+    wanted: KeysView[str]
+    blocks: Blocks
+    token_index: torch.Tensor
+
+
+class Interventions:
+    """Device state of steering and capture of one worker, and the map of this step's tokens."""
+
+    def __init__(self, config: VllmConfig, device: torch.device) -> None:
+        self._config = config
+        self._device = device
+        self._steering = config.steering_config.enable_steering
+        self._capture = config.capture_config.enabled
+        self._layouts = Layouts({})
+        self._captures: dict[str, Layout] = {}
+        self._wanted: dict[str, np.ndarray] = {}
+        self._version = 0
+        self.sites: list[Site] = []
+        self._dest_rows: dict[Site, int] = {}
+        self.table: SteeringTable | None = None
+        self._terms: TermTable | None = None
+        self._projections: ProjectionTable | None = None
+        self._outbox: Outbox | None = None
+        self._captured_tokens = 0
+        self._decoding: Decoding | None = None
+        self._pending: StepRows | None = None
+        self.captures_here = False
+        self.shape: TapShape | None = None
+        self._forms: Forms | None = None
+        self._probe: Callable[[], None] | None = None
+
+    # -- start-up ---------------------------------------------------------------------------
+
+    def bind(self, model: nn.Module) -> None:
+        """Give every wired decoder layer of the target model its taps.
+
+        Raises:
+            ValueError: the model has decoder layers that are not wired, or none that are.
+        """
+        if not (self._steering or self._capture):
+            return
+        layers = find_layers(model)
+        if not layers:
+            raise ValueError(
+                f"{type(model).__name__} has no decoder layer wired for steering or capture "
+                "(patches/taps/table.py lists those that are); start without "
+                "enable_steering and capture_consumers"
+            )
+        model_config = self._config.model_config
+        layers = own_layers(layers, model_config.get_total_num_hidden_layers())
+        self.shape = TapShape(
+            hidden_size=model_config.get_hidden_size(),
+            dtype=str(model_config.dtype).removeprefix("torch."),
+            points={index: unbound_taps(layer).points for index, layer in layers.items()},
+        )
+        refuse_layers(layers, self.shape.torch_dtype)
+        self._allocate(self.shape)
+        taps = {
+            layer: BoundTaps(*(self._tap(point, index) for point in POINTS))
+            for index, layer in layers.items()
+        }
+        self._forms = Forms(self._config, model, taps)
+
+    def _allocate(self, shape: TapShape) -> None:
+        max_tokens = self._config.scheduler_config.max_num_batched_tokens
+        hidden, dtype, device = shape.hidden_size, shape.torch_dtype, self._device
+        self.sites = [(p, n) for n in sorted(shape.points) for p in shape.points[n]]
+        self.tokens = TokenMap(max_tokens, device)
+        if self._steering:
+            config = self._config.steering_config
+            steered = [site for site in self.sites if site[0] in config.steering_points]
+            num_rows = num_table_rows(config.max_steering_configs)
+            self.table = SteeringTable(steered, num_rows, hidden, dtype, device)
+            if config.has_ops:
+                self._terms = TermTable(steered, config, hidden, self.tokens.program)
+        self.arena: torch.Tensor | None = None
+        self.dest: torch.Tensor | None = None
+        if self._capture:
+            rows = self._config.capture_config.capture_buffer_bytes // shape.row_bytes
+            points = self._config.capture_config.capture_points
+            captured = [site for site in self.sites if site[0] in points]
+            self._dest_rows = {site: i for i, site in enumerate(captured)}
+            self._layouts = Layouts(self._dest_rows)
+            # The stream is the same on every tensor-parallel rank: the first one captures.
+            self.captures_here = get_tensor_model_parallel_rank() == 0
+            self.arena = torch.zeros(
+                rows if self.captures_here else 1, hidden, dtype=dtype, device=device
+            )
+            if self.captures_here:
+                self._projections = ProjectionTable(hidden, device)
+                self._outbox = Outbox(self.arena) if device.type == "cuda" else None
+            self.dest = torch.full(
+                (len(self._dest_rows), max_tokens), -1, dtype=torch.int32, device=device
+            )
+            self._dest_host = np.full(tuple(self.dest.shape), -1, dtype=np.int32)
+
+    def _tap(self, point: str, layer: int) -> PassTap | SiteTap:
+        site = (point, layer)
+        arena = dest = None
+        if self.dest is not None and site in self._dest_rows:
+            arena, dest = self.arena, self.dest[self._dest_rows[site]]
+        table = None if self.table is None else self.table.at.get(site)
+        terms = None if self._terms is None else self._terms.at.get(site)
+        if dest is None and table is None:
+            return PassTap()
+        traced = self._config.compilation_config.mode != CompilationMode.NONE
+        kind = NativeTap if NATIVE_ROWS and not traced else SiteTap
+        return kind(table, terms, self.tokens.slots, arena, dest)
+
+    @property
+    def num_forms(self) -> int:
+        return self._forms.count if self._forms is not None else 1
+
+    def each_form(self, items: Iterable[Any] = (None,), holder: Any = None) -> Iterable[Any]:
+        """While the engine starts: what is to be compiled or captured, in each form of the model.
+
+        Args:
+            holder: upstream's object that keeps the CUDA graphs which are captured meanwhile.
+        """
+        return self._forms.each(items, holder) if self._forms is not None else items
+
+    def captures(self, site: Site) -> bool:
+        """Whether this worker can capture there."""
+        return self.captures_here and site in self._dest_rows
+
+    @contextmanager
+    def probing(self, site: Site, vector: torch.Tensor | None) -> Iterator[None]:
+        """Within, dummy forwards steer their first token at `site` and capture it into row 0.
+
+        Args:
+            vector: [hidden], or None to steer nothing.
+        """
+        assert self._forms is not None
+        self._forms.choose(tapped=True)
+        row = None
+        if vector is not None:
+            assert self.table is not None
+            row = self.table.at[site][_PROBE_ROW]
+            row.copy_(vector)
+        if self.captures(site):
+            assert self.arena is not None
+            self.arena[0].fill_(float("nan"))
+        self._probe = lambda: self._map_probe(site, steer=vector is not None)
+        try:
+            yield
+        finally:
+            self._probe = None
+            self.map_dummy()
+            if row is not None:
+                row.zero_()
+
+    def _map_probe(self, site: Site, steer: bool) -> None:
+        if steer:
+            self.tokens.probe(_PROBE_ROW)
+        if self.captures(site):
+            assert self.dest is not None
+            self.dest[self._dest_rows[site], 0] = 0
+            self._captured_tokens = 1
+
+    # -- per step ---------------------------------------------------------------------------
+
+    def apply_updates(self, scheduler_output: "SchedulerOutput") -> None:
+        """Take over what the scheduler decided. Everything was validated: this cannot fail."""
+        if not self.sites:
+            return
+        step = scheduler_output.interventions
+        self.tokens.update(scheduler_output.finished_req_ids, step.admitted if step else {})
+        for req_id in scheduler_output.finished_req_ids:
+            self._captures.pop(req_id, None)
+        self._wanted = step.rows if step is not None else {}
+        if step is None:
+            return
+        self._version = step.version
+        if self._projections is not None:
+            self._projections.apply(step.projections)
+            if step.admitted:
+                self._decoding = None
+            layouts = {r: self._layouts.of(w) for r, w in step.admitted.items()}
+            self._captures |= {r: layout for r, layout in layouts.items() if layout is not None}
+        if self.table is not None:
+            self.table.apply(step)
+        if self._terms is not None:
+            self._terms.apply(step)
+
+    def forget(self) -> None:
+        """After sleep the device's memory holds anything: the scheduler sends all of it again."""
+        if not self.sites:
+            return
+        self.tokens.forget()
+        if self.dest is not None:
+            self.dest.fill_(-1)
+            self._decoding = None
+        if self.table is not None:
+            self.table.forget()
+        if self._terms is not None:
+            self._terms.forget()
+        if self._projections is not None:
+            self._projections.forget()
+
+    def map_dummy(self) -> None:
+        """Before a dummy forward: no token is steered or captured, but by the start-up check."""
+        if self.sites:
+            self.tokens.clear(0)
+            self._clear_dest()
+            if self._probe is not None:
+                self._probe()
+
+    def map_rows(self, req_ids: list[str], num_tokens: np.ndarray, positions: torch.Tensor) -> None:
+        """Before a forward: which slot and which arena rows this step's tokens get.
+
+        Args:
+            req_ids: in batch order.
+            num_tokens: int [len(req_ids)], scheduled tokens of each.
+            positions: int [>= total tokens] on the device, the *true* position of each token; the
+                host's are only optimistic under speculation.
+        """
+        if self._forms is None:
+            return
+        captures = not self._wanted.keys().isdisjoint(req_ids)
+        if not self._forms.choose(tapped=captures or self.tokens.steers(req_ids)):
+            return  # what was mapped for an earlier step stays, unread, until the next is mapped
+        self.tokens.map(req_ids, num_tokens[: len(req_ids)], positions)
+        self._map_dest(req_ids, num_tokens, positions)
+
+    def _map_dest(
+        self, req_ids: list[str], num_tokens: np.ndarray, positions: torch.Tensor
+    ) -> None:
+        if not self._wanted or not self.captures_here:
+            self._clear_dest()
+            return
+        assert self.dest is not None
+        starts = np.cumsum(num_tokens[: len(req_ids)]) - num_tokens[: len(req_ids)]
+        total = int(num_tokens[: len(req_ids)].sum())
+        last, wanted = self._decoding, self._wanted.keys()
+        if last and len(req_ids) == total and (last.req_ids, last.wanted) == (req_ids, wanted):
+            # As in the step before: nothing is sent.
+            self._pending = StepRows(self._version, last.blocks)
+            self._pending.take_positions(positions, last.token_index)
+            return
+        self._clear_dest()
+        # Requests that want the same share one dense block of the arena.
+        groups: dict[Layout, Members] = {}
+        for req_id, start in zip(req_ids, starts, strict=True):
+            offsets, layout = self._wanted.get(req_id), self._captures.get(req_id)
+            if offsets is not None and layout is not None:
+                groups.setdefault(layout, []).append((req_id, start + offsets))
+        if not groups:
+            return  # all of it at other pipeline stages
+        blocks = Blocks(groups)
+        of_block = [np.concatenate([t for _, t in members]) for members in groups.values()]
+        for block, tokens in zip(blocks.all, of_block, strict=True):
+            self._dest_host[np.ix_(block.layout.sites, tokens)] = block.rows()
+        self.dest[:, :total] = to_device(self._dest_host[:, :total], self._device)
+        self._captured_tokens = total
+        token_index = to_device(np.concatenate(of_block), self._device)
+        self._pending = StepRows(self._version, blocks)
+        self._pending.take_positions(positions, token_index)
+        if total == len(req_ids):
+            self._decoding = Decoding(list(req_ids), wanted, blocks, token_index)
+
+    def _clear_dest(self) -> None:
+        if self._captured_tokens and self.dest is not None:
+            self.dest[:, : self._captured_tokens].fill_(-1)
+            self._dest_host[:, : self._captured_tokens] = -1
+        self._captured_tokens = 0
+        self._decoding = None
+
+    def collect(self) -> StepRows | None:
+        """After the forward: this step's rows, on their way to the host."""
+        pending, self._pending = self._pending, None
+        if pending is not None:
+            assert self.arena is not None and self._projections is not None
+            pending.take_rows(self.arena, self._projections, self._outbox)
+        return pending
+
+    def rows_alone(self) -> ModelRunnerOutput | None:
+        """This step's rows where a worker has nothing else to return: not the last stage."""
+        captured = self.collect()
+        if captured is None:
+            return None
+        return ModelRunnerOutput(req_ids=[], req_id_to_index={}, captured=captured)

@@ -1,0 +1,103 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Device side of additive steering: the table of summed vectors, and what its rows are made of."""
+
+import torch
+
+from vllm.v1.interventions.frontend.segments import rows_of
+from vllm.v1.interventions.plan import Content, Part, Site, StepInterventions
+from vllm.v1.interventions.scheduler.slots import FIRST_SLOT, GLOBALS_ALONE, ROWS_PER_SLOT
+
+_EMPTY = Content(digest="", parts=[])
+
+
+class SteeringTable:
+    """One row of every site for prompt positions and one for generated ones, per slot.
+
+    A row is the sum of its slot's parts and of the global tiers of its phase, in float32, cast
+    once. Parts are kept on the host, so that a change of the global tiers sends only these.
+
+    Args:
+        sites: those of this worker that may be steered.
+        num_rows: of the table.
+    """
+
+    def __init__(
+        self,
+        sites: list[Site],
+        num_rows: int,
+        hidden_size: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        self._rows = torch.zeros(len(sites), num_rows, hidden_size, dtype=dtype, device=device)
+        self.at: dict[Site, torch.Tensor] = dict(zip(sites, self._rows, strict=True))
+        """site -> [rows, hidden], a view."""
+        self._index = {site: i for i, site in enumerate(sites)}
+        self._parts: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
+        self._tiers: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
+        self._slots: dict[int, tuple[Content, bool]] = {}
+
+    def apply(self, step: StepInterventions) -> None:
+        """Take over new parts, contents and global tiers."""
+        for part in step.new_parts:
+            self._parts[part.digest] = self._own(part)
+        changed = {slot: (content, inherit) for slot, content, inherit in step.contents}
+        self._slots |= changed
+        if step.tiers is not None:
+            self._tiers = {tier: self._own(part) for tier, part in step.tiers.tiers.items()}
+            self._write(GLOBALS_ALONE, _EMPTY, inherit=True)
+            changed = {s: (c, i) for s, (c, i) in self._slots.items() if i or s in changed}
+        for slot, (content, inherit) in changed.items():
+            self._write(slot, content, inherit)
+        for digest in step.dropped_parts:
+            del self._parts[digest]
+
+    def forget(self) -> None:
+        """The device's memory was lost."""
+        self._rows.zero_()
+        self._parts.clear()
+        self._tiers.clear()
+        self._slots.clear()
+
+    def _own(self, part: Part) -> tuple[torch.Tensor, torch.Tensor]:
+        """(index of its sites here [n], float32 [n, hidden]): other stages have the others."""
+        here = [i for i, site in enumerate(part.sites) if site in self._index]
+        index = torch.tensor([self._index[part.sites[i]] for i in here], dtype=torch.int64)
+        return index, torch.from_numpy(rows_of(part)[here])
+
+    def _write(self, slot: int, content: Content, inherit: bool) -> None:
+        num_sites, _, hidden_size = self._rows.shape
+        shared = torch.zeros(num_sites, hidden_size)
+        for digest, scale in content.parts:
+            index, rows = self._parts[digest]
+            shared.index_add_(0, index, rows, alpha=scale)
+        phases = [shared, shared]
+        if inherit and self._tiers:
+            self._add_tier(shared, "base")
+            phases = [self._with_tier(shared, "prefill"), self._with_tier(shared, "decode")]
+        # Cast on the host: half the bytes to move.
+        values = torch.stack(phases, dim=1).to(self._rows.dtype)
+        if self._rows.is_cuda:
+            values = values.pin_memory()
+        first = ROWS_PER_SLOT * slot
+        self._rows[:, first : first + ROWS_PER_SLOT].copy_(values, non_blocking=True)
+
+    def _with_tier(self, rows: torch.Tensor, tier: str) -> torch.Tensor:
+        if tier not in self._tiers:
+            return rows
+        rows = rows.clone()
+        self._add_tier(rows, tier)
+        return rows
+
+    def _add_tier(self, rows: torch.Tensor, tier: str) -> None:
+        if tier in self._tiers:
+            index, vectors = self._tiers[tier]
+            rows.index_add_(0, index, vectors)
+
+
+def table_row(slot: int, generated: bool) -> int:
+    """The row of a slot; slot 0 has one, so that plain tokens are known by row 0."""
+    if slot < GLOBALS_ALONE:
+        return 0
+    assert slot >= FIRST_SLOT or slot == GLOBALS_ALONE
+    return ROWS_PER_SLOT * slot + generated

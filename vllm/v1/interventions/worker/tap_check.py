@@ -1,0 +1,181 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Start-up check: every bound site moves a row, through the code that will serve.
+
+A stale compile artifact, or a class whose forward lost its calls, makes taps silent no-ops while
+everything else looks right. So dummy tokens are driven through the model, compiled and in graphs
+as configured, each steered at one site, and each must come out moved.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from vllm.logger import init_logger
+from vllm.v1.interventions.plan import Site, TapShape
+from vllm.v1.interventions.startup import collect_stages
+
+if TYPE_CHECKING:
+    from vllm.v1.executor import Executor
+    from vllm.v1.interventions.worker.runner import Interventions
+    from vllm.v1.worker.block_table import BlockTable
+    from vllm.v1.worker.gpu.block_table import BlockTables
+
+logger = init_logger(__name__)
+
+NUM_TOKENS = 2
+"""Of a dummy run: should one be the first forward, 1 would be compiled as a constant."""
+
+DummyRun = Callable[[int], Sequence[Any]]
+"""Runs n dummy tokens; its first result is the last stage's hidden states [>= n, hidden]."""
+
+
+def start_taps(executor: "Executor") -> TapShape | None:
+    """Check the taps of all workers, merge what they offer (pipeline stages own layers), and have
+    the rows of all stages arrive.
+
+    Raises:
+        RuntimeError: a site does not move its row, or a layer is not wired.
+    """
+    shapes = [s for s in executor.collective_rpc(check_worker) if s is not None]
+    if not shapes:
+        return None
+    points = {layer: p for shape in shapes for layer, p in shape.points.items()}
+    num_layers = executor.vllm_config.model_config.get_total_num_hidden_layers()
+    if missing := sorted(set(range(num_layers)) - set(points)):
+        raise RuntimeError(
+            f"decoder layers {missing} are of a class that is not wired for steering or capture; "
+            "start without enable_steering and capture_consumers, or wire it in patches/taps"
+        )
+    collect_stages(executor)
+    return TapShape(shapes[0].hidden_size, shapes[0].dtype, dict(sorted(points.items())))
+
+
+def check_worker(worker: Any) -> TapShape | None:
+    """Runs in each worker, after warm-up and graph capture."""
+    runner = worker.worker.model_runner
+    interventions: Interventions = runner.interventions
+    if interventions.shape is None:
+        return None
+    with torch.inference_mode():
+        if runner.vllm_config.use_v2_model_runner:
+            with _lent_by(runner.block_tables):
+                check_sites(interventions, runner._dummy_run)
+        else:
+            with _lent_blocks(runner.input_batch.block_table.block_tables):
+                # V1 leaves out attention by default, and its output uninitialised.
+                check_sites(interventions, lambda n: runner._dummy_run(n, force_attention=True))
+    return interventions.shape
+
+
+def _lend(tables: Sequence[torch.Tensor]) -> None:
+    """Give dummy requests blocks of their own: where there is none, a mixer with a state (Mamba)
+    does nothing and leaves its output uninitialised. Each group others than the next: groups share
+    memory, and attention would read a mixer's state as keys.
+
+    Args:
+        tables: of each group, [requests, blocks].
+    """
+    for group, table in enumerate(tables):
+        first = table[:NUM_TOKENS, 0]
+        first.copy_(torch.arange(1, len(first) + 1) + group * NUM_TOKENS)
+
+
+@contextmanager
+def _lent_blocks(block_tables: "list[BlockTable]") -> Iterator[None]:
+    """Within, the dummy requests of V1 have blocks."""
+    buffers = [table.block_table for table in block_tables]
+    # A dummy run may copy the one to the other.
+    both = [buffer.cpu for buffer in buffers], [buffer.gpu for buffer in buffers]
+    for tables in both:
+        _lend(tables)
+    try:
+        yield
+    finally:
+        for table in (*both[0], *both[1]):
+            table[:NUM_TOKENS, 0].zero_()
+
+
+@contextmanager
+def _lent_by(block_tables: "BlockTables") -> Iterator[None]:
+    """Within, the dummy requests of V2 have blocks, which it takes from here for each run. (Its own
+    way to give them some gives all groups the same.)"""
+    take = block_tables.get_dummy_block_tables
+
+    def lent(num_reqs: int) -> tuple[torch.Tensor, ...]:
+        tables = take(num_reqs)
+        _lend(tables)
+        return tables
+
+    block_tables.get_dummy_block_tables = lent  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        block_tables.get_dummy_block_tables = take  # type: ignore[method-assign]
+
+
+def check_sites(interventions: "Interventions", dummy_run: DummyRun) -> None:
+    """Raises RuntimeError naming the sites that do not act."""
+    # One site at a time: attention would carry one token's vector into another's row.
+    silent = [site for site in interventions.sites if not _acts(interventions, site, dummy_run)]
+    if silent:
+        raise RuntimeError(
+            f"these taps do not act although they are bound: {silent}. The compiled code does not "
+            "match the wired model: clear the compile cache (VLLM_CACHE_ROOT) and start again, "
+            "or report this model"
+        )
+
+
+def _acts(interventions: "Interventions", site: Site, dummy_run: DummyRun) -> bool:
+    before = _run(interventions, site, None, dummy_run)
+    if interventions.table is None or site not in interventions.table.at:
+        return not interventions.captures(site) or _arrived(before)
+    # Forwards are collective: all ranks run as many, whatever each of them sees.
+    vector = _far(interventions, before)
+    after = _run(interventions, site, vector, dummy_run)
+    if before is None or after is None:
+        logger.warning_once(
+            "This worker does not capture where it steers and gets no hidden states from a dummy "
+            "run of its pipeline stage: those steering taps are not checked at start-up."
+        )
+        return True
+    if interventions.captures(site) and not _arrived(before):
+        return False
+    moved = after.float() - before.float()
+    if not interventions.captures(site):
+        return bool(moved.any())  # seen through the layers above
+    return bool((moved - vector.float()).norm() <= 0.1 * vector.float().norm())
+
+
+def _arrived(row: torch.Tensor | None) -> bool:
+    """Whether something was captured: the poison is gone."""
+    return row is not None and bool(torch.isfinite(row).all())
+
+
+def _far(interventions: "Interventions", row: torch.Tensor | None) -> torch.Tensor:
+    """[hidden], to steer with. Signs, not a constant: a norm would remove a constant shift. Far
+    larger than the stream, which differs between two dummy runs where a mixer's state moved on."""
+    shape = interventions.shape
+    assert shape is not None
+    rms = _rms(row) if row is not None and _arrived(row) else 1.0
+    size = min(100 * max(rms, 1.0), torch.finfo(shape.torch_dtype).max / 8)
+    vector = torch.full((shape.hidden_size,), size, dtype=shape.torch_dtype)
+    vector[::2] *= -1
+    return vector.to(interventions.tokens.slots.device)
+
+
+def _rms(row: torch.Tensor) -> float:
+    return float(row.float().square().mean().sqrt())
+
+
+def _run(
+    interventions: "Interventions", site: Site, vector: torch.Tensor | None, dummy_run: DummyRun
+) -> torch.Tensor | None:
+    """[hidden], the row of one dummy token at `site`, or of the model's output."""
+    with interventions.probing(site, vector):
+        hidden = dummy_run(NUM_TOKENS)[0]
+        if interventions.captures(site):
+            assert interventions.arena is not None
+            return interventions.arena[0].clone()
+        return hidden[0].clone() if isinstance(hidden, torch.Tensor) else None

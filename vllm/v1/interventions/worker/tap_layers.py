@@ -1,0 +1,80 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which modules of a loaded model are wired decoder layers."""
+
+from collections.abc import Mapping
+
+import torch
+from torch import nn
+
+from vllm.model_executor.layers.residual_taps import UnboundTaps
+from vllm.model_executor.models.utils import extract_layer_index
+from vllm.v1.interventions.worker.transformers_taps import tap_backend_layers
+
+
+def unbound_taps(layer: nn.Module) -> UnboundTaps:
+    """The class-level taps of a wired layer."""
+    taps = type(layer).taps  # type: ignore[attr-defined]
+    assert isinstance(taps, UnboundTaps)
+    return taps
+
+
+def find_layers(model: nn.Module) -> dict[int, nn.Module]:
+    """Wired decoder layers by global layer index.
+
+    A class counts if the class that defines its `forward` was wired: a subclass that overrides
+    `forward` inherits the attribute but not the calls. A wired block inside another is a part of
+    it (Zamba2's hybrid layers hold a Mamba layer): the outer one has the points.
+
+    Raises:
+        ValueError: a layer's class overrides `forward` of a wired one, or two layers share an
+            index.
+    """
+    tap_backend_layers(model)
+    layers: dict[int, nn.Module] = {}
+    outer = "."
+    for name, module in model.named_modules():  # outer modules first
+        if name.startswith(outer):
+            continue
+        owner = next(cls for cls in type(module).__mro__ if "forward" in vars(cls))
+        if "taps" in vars(owner):
+            index = extract_layer_index(name)
+            if index in layers:
+                raise ValueError(f"two decoder layers have index {index}, the second is {name}")
+            layers[index] = module
+            outer = f"{name}."
+        elif any("taps" in vars(cls) for cls in type(module).__mro__):
+            raise ValueError(
+                f"{name}: {type(module).__name__} overrides the forward of a wired decoder layer; "
+                "wire it in patches/taps/table.py or start without steering and capture"
+            )
+    return layers
+
+
+def own_layers(layers: Mapping[int, nn.Module], depth: int) -> dict[int, nn.Module]:
+    """The layers of the target itself: those past its `depth` are a draft's, in the same tree.
+
+    Multi-token prediction modules are built from the target's layer class and numbered on.
+    """
+    return {index: layer for index, layer in layers.items() if index < depth}
+
+
+def refuse_layers(layers: Mapping[int, nn.Module], dtype: torch.dtype) -> None:
+    """Check that these layers may have taps, configured as they are.
+
+    Args:
+        dtype: the model's.
+
+    Raises:
+        ValueError: a layer's class is refused, or something its wiring assumes away is on.
+    """
+    for layer in layers.values():
+        taps = unbound_taps(layer)
+        reasons = [taps.refused] if taps.refused else []
+        for what in taps.unless:
+            if dtype == torch.float16 if what == "float16" else bool(getattr(layer, what)):
+                reasons.append(f"its rows are not the whole stream in its own units with {what}")
+        if reasons:
+            raise ValueError(
+                f"{type(layer).__name__} cannot be steered or captured: {reasons[0]}; "
+                "start without enable_steering and capture_consumers"
+            )

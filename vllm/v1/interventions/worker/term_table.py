@@ -1,0 +1,95 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Device side of ops other than addition: terms, and the programs that list them."""
+
+import numpy as np
+import torch
+
+from vllm.config.steering import SteeringConfig
+from vllm.model_executor.layers.steering_terms import TermTables
+from vllm.v1.interventions.plan import PlacedTerm, Site, StepInterventions
+from vllm.v1.interventions.terms import Scalars
+from vllm.v1.interventions.worker.token_map import to_device
+
+
+class TermTable:
+    """The tables that `TermTables` of all sites refer to.
+
+    Args:
+        sites: those of this worker that may be steered.
+        program: int32 [max tokens], the program of each token of a step.
+    """
+
+    def __init__(
+        self,
+        sites: list[Site],
+        config: SteeringConfig,
+        hidden_size: int,
+        program: torch.Tensor,
+    ) -> None:
+        device = program.device
+        self._index = {site: i for i, site in enumerate(sites)}
+        rows, terms = config.max_steering_rows + 1, config.max_steering_ops
+        gated = "gate" in config.steering_families
+
+        def zeros(*shape: int, dtype: torch.dtype) -> torch.Tensor:
+            return torch.zeros(shape, dtype=dtype, device=device)
+
+        self._vectors = zeros(rows, hidden_size, dtype=torch.float32)
+        self._scalars = zeros(rows, len(Scalars._fields), dtype=torch.float32)
+        self._probes = zeros(rows, dtype=torch.int32)
+        self._homes = zeros(rows, dtype=torch.int32)
+        self._programs = zeros(len(sites), rows, terms, dtype=torch.int32)
+        ungated = zeros(1, 1, dtype=torch.float32)
+        self.at = {
+            site: TermTables(
+                program=program,
+                programs=self._programs[i],
+                vectors=self._vectors,
+                scalars=self._scalars,
+                probes=self._probes,
+                homes=self._homes,
+                gates=zeros(rows, terms, dtype=torch.float32) if gated else ungated,
+                norms=bool({"norm_match", "normalize"} & set(config.steering_families)),
+                gated=gated,
+            )
+            for i, site in enumerate(sites)
+        }
+
+    def apply(self, step: StepInterventions) -> None:
+        """Take over new terms and programs."""
+        if step.terms:
+            self._put_terms(step.terms)
+        if step.programs:
+            listed = np.zeros(
+                (len(self._index), len(step.programs), self._programs.shape[2]), dtype=np.int32
+            )
+            for i, program in enumerate(step.programs):
+                for site, terms in zip(program.sites, program.terms, strict=True):
+                    if site in self._index:
+                        listed[self._index[site], i, : len(terms)] = terms
+            rows = self._on_device(np.array([p.row for p in step.programs], dtype=np.int64))
+            self._programs.index_copy_(1, rows, self._on_device(listed))
+            homes = np.array([p.home for p in step.programs], dtype=np.int32)
+            self._homes.index_copy_(0, rows, self._on_device(homes))
+
+    def forget(self) -> None:
+        """The device's memory was lost."""
+        for table in (self._vectors, self._scalars, self._probes, self._homes, self._programs):
+            table.zero_()
+
+    def _put_terms(self, placed: list[PlacedTerm]) -> None:
+        rows = self._on_device(np.array([p.row for p in placed], dtype=np.int64))
+        vectors = np.stack([np.frombuffer(p.term.vector, np.float32) for p in placed])
+        self._vectors.index_copy_(0, rows, self._on_device(vectors))
+        scalars = np.array([p.term.scalars for p in placed], dtype=np.float32)
+        self._scalars.index_copy_(0, rows, self._on_device(scalars))
+        probe_rows = np.array([p.probe_row for p in placed], dtype=np.int32)
+        self._probes.index_copy_(0, rows, self._on_device(probe_rows))
+        gated = [p for p in placed if p.probe_row]
+        if gated:
+            rows = self._on_device(np.array([p.probe_row for p in gated], dtype=np.int64))
+            probes = np.stack([np.frombuffer(p.term.probe, np.float32) for p in gated])
+            self._vectors.index_copy_(0, rows, self._on_device(probes))
+
+    def _on_device(self, array: np.ndarray) -> torch.Tensor:
+        return to_device(array, self._vectors.device)
