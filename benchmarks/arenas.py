@@ -27,8 +27,8 @@ import torch
 from benchmarks.results import Row, Run, add_arguments, publish, setup
 from vllm.config.capture import PROJECTION_ROWS, CaptureConfig
 from vllm.config.steering import FAMILIES, POINTS, SteeringConfig
+from vllm.v1.interventions.messages import num_table_rows
 from vllm.v1.interventions.plan import TapShape
-from vllm.v1.interventions.scheduler.slots import num_table_rows
 from vllm.v1.interventions.terms import Scalars
 from vllm.v1.interventions.worker.runner import Interventions
 

@@ -119,18 +119,13 @@ def run(args: argparse.Namespace, num_sites: int) -> dict[str, float]:
     from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, FinishReason
     from vllm.v1.interventions.capture_groups import Layouts
     from vllm.v1.interventions.frontend.capture_outputs import CaptureOutputs
-    from vllm.v1.interventions.plan import (
-        CapturePlan,
-        Plan,
-        Selection,
-        Stream,
-        WorkerRequest,
-        WorkerStream,
-    )
+    from vllm.v1.interventions.messages import WorkerRequest, WorkerStream
+    from vllm.v1.interventions.plan import CapturePlan, Plan, Selection, Stream
     from vllm.v1.interventions.scheduler.capture_sessions import CaptureSessions
     from vllm.v1.interventions.scheduler.request_state import RequestInterventions
     from vllm.v1.interventions.scheduler.row_relay import RowRelay
     from vllm.v1.interventions.step_rows import Blocks, StepRows
+    from vllm.v1.interventions.worker.outbox import send_rows
     from vllm.v1.interventions.worker.projection_table import ProjectionTable
     from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
@@ -188,8 +183,8 @@ def run(args: argparse.Namespace, num_sites: int) -> dict[str, float]:
         first = step * args.tokens
         rows = StepRows(1, blocks)
         positions = torch.arange(first, first + args.tokens).repeat(args.requests)
-        rows.take_positions(positions, torch.arange(total))
-        rows.take_rows(arena, projections)  # on a GPU the copy engine does this
+        # On a GPU the copy engine does this.
+        send_rows(rows, arena, positions, projections, None)
         time.sleep(args.pause / 1e3)
         reached = first + args.tokens + 1
         tokens += [1] * (args.tokens if args.tokens == 1 else 0)

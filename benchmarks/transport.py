@@ -28,7 +28,7 @@ def send(path: str, shared: bool, num_bytes: int, steps: int) -> None:
 
     from vllm.v1.capture.transport.shared_rows import SHARED_BYTES, SharedRows
     from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
-    from vllm.v1.interventions.plan import CapturedChunk
+    from vllm.v1.interventions.messages import CapturedChunk
     from vllm.v1.serial_utils import MsgpackEncoder
 
     torch.set_num_threads(1)  # as in an engine

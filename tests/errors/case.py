@@ -12,7 +12,7 @@ from pydantic import ValidationError
 from tests.support.plans import plan_of
 from vllm.exceptions import VLLMValidationError
 from vllm.v1.capture import CaptureResult
-from vllm.v1.interventions.sites import InterventionError
+from vllm.v1.interventions.errors import InterventionError
 
 
 @dataclass

@@ -15,8 +15,7 @@ from tests.errors.case import Case, path
 from tests.errors.steering import steering
 from tests.support.plans import SHAPE, VECTOR, config_of
 from vllm.config.steering import FAMILIES
-from vllm.v1.interventions.frontend.module_catalog import startup_modules
-from vllm.v1.steering.files import export_gguf, load, save
+from vllm.v1.steering.files import export_gguf, load, save, startup_modules
 from vllm.v1.steering.modules import parse_module
 
 FOLDER = Path(tempfile.gettempdir())

@@ -15,13 +15,14 @@ from vllm.config import VllmConfig
 from vllm.config.steering import FAMILIES
 from vllm.sampling_params import BeamSearchParams
 from vllm.v1.engine.core_client import InprocClient
+from vllm.v1.interventions.calls import Change, SteeringCall
 from vllm.v1.interventions.frontend import global_steering as engine_steering
 from vllm.v1.interventions.frontend.global_steering import Steering
 from vllm.v1.interventions.frontend.module_catalog import ModuleCatalog
 from vllm.v1.interventions.frontend.resolve import refuse_beam_search
 from vllm.v1.interventions.frontend.segments import MAX_SEGMENTS
 from vllm.v1.interventions.frontend.steering_request import MAX_MODULES
-from vllm.v1.interventions.scheduler.changes import Change, Changes, SteeringCall
+from vllm.v1.interventions.scheduler.changes import Changes
 from vllm.v1.interventions.scheduler.decisions import SchedulerInterventions
 from vllm.v1.steering.modules import Module, parse_module, parse_module_args
 

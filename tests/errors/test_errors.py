@@ -43,8 +43,9 @@ from vllm.v1.interventions.frontend.row_collector import RowCollector
 from vllm.v1.interventions.frontend.selectors import MAX_POSITION_ENTRIES, MAX_SEARCHED
 from vllm.v1.interventions.plan import TapShape
 from vllm.v1.interventions.scheduler.request_state import RequestInterventions
+from vllm.v1.interventions.startup import start_taps
 from vllm.v1.interventions.worker.runner import Interventions
-from vllm.v1.interventions.worker.tap_check import check_sites, start_taps
+from vllm.v1.interventions.worker.tap_check import check_sites
 from vllm.v1.interventions.worker.tap_layers import find_layers, refuse_layers
 
 

@@ -11,9 +11,9 @@ import torch
 
 from tests.support.plans import GAPS, SHAPE, VECTOR
 from tests.support.terms import FAMILIES, selecting
+from vllm.v1.interventions.errors import InterventionError
 from vllm.v1.interventions.ops import Op, parse_ops
 from vllm.v1.interventions.positions import Positions
-from vllm.v1.interventions.sites import InterventionError
 from vllm.v1.interventions.terms import INF, OPS, Scalars, make_term
 
 PROMPT, END = 5, 9

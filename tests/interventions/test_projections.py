@@ -22,11 +22,13 @@ from vllm.v1.capture.registry import ConsumerSpec
 from vllm.v1.interventions.capture_groups import Layout, Layouts
 from vllm.v1.interventions.frontend.capture_request import check_global, parse_capture
 from vllm.v1.interventions.frontend.selectors import Prompt
-from vllm.v1.interventions.plan import CapturePlan, Site, TapShape, WorkerRequest, WorkerStream
+from vllm.v1.interventions.messages import StepInterventions, WorkerRequest, WorkerStream
+from vllm.v1.interventions.plan import CapturePlan, Plan, Site, TapShape
+from vllm.v1.interventions.scheduler.admission import MAX_STEP_BYTES
 from vllm.v1.interventions.scheduler.projection_pool import ProjectionPool
-from vllm.v1.interventions.scheduler.slots import MAX_STEP_BYTES
 from vllm.v1.interventions.startup import StageRows
 from vllm.v1.interventions.step_rows import Blocks, Members, StepRows
+from vllm.v1.interventions.worker.outbox import send_rows
 from vllm.v1.interventions.worker.projection_table import ProjectionTable
 from vllm.v1.outputs import ModelRunnerOutput
 
@@ -104,6 +106,13 @@ def test_scores_never_cost_more_than_rows() -> None:
 # -- where matrices lie -----------------------------------------------------------------------
 
 
+def matrices_sent(pool: ProjectionPool) -> list[tuple[int, bytes]]:
+    """(first row, data) of what the coming step's message has."""
+    step = StepInterventions(version=0)
+    pool.upload(step)
+    return step.projections
+
+
 def test_matrices_come_and_go() -> None:
     """A worker that replays the messages has every matrix of every admitted request."""
     chance = random.Random(5)
@@ -127,14 +136,14 @@ def test_matrices_come_and_go() -> None:
             for d in plan.projections
             if d not in {d for p in held.values() for d in p.projections}
         ]
-        if pool.fits(plan):
+        if pool.fits(Plan(capture=plan)):
             shared += len(new) < 2
             held[f"r{step}"] = plan
-            pool.reserve(f"r{step}", plan)
+            pool.reserve(f"r{step}", Plan(capture=plan))
         else:
             refused += 1
             assert held and new
-        for first, data in pool.take_uploads():
+        for first, data in matrices_sent(pool):
             rows = torch.frombuffer(bytearray(data), dtype=torch.float32).view(-1, HIDDEN)
             table[first : first + len(rows)] = rows
         distinct = {d: data for p in held.values() for d, data in p.projections.items()}
@@ -156,23 +165,23 @@ def test_a_step_sends_no_more_than_fits_a_message() -> None:
     plans = [
         parse(shape, inline={"project": np.full((k, hidden), k, np.float32)}) for k in (1, 2, 4)
     ]
-    pool.reserve("one", plans[0])
-    assert pool.fits(plans[1])
-    pool.reserve("two", plans[1])
-    assert not pool.fits(plans[2])
-    assert len(pool.take_uploads()) == 2
-    assert pool.fits(plans[2]), "a single larger one goes alone"
+    pool.reserve("one", Plan(capture=plans[0]))
+    assert pool.fits(Plan(capture=plans[1]))
+    pool.reserve("two", Plan(capture=plans[1]))
+    assert not pool.fits(Plan(capture=plans[2]))
+    assert len(matrices_sent(pool)) == 2
+    assert pool.fits(Plan(capture=plans[2])), "a single larger one goes alone"
 
 
 def test_what_ends_before_it_is_sent_is_not() -> None:
     pool, plan = ProjectionPool(4), parse(inline={"project": matrix(4)})
-    pool.reserve("one", plan)
-    pool.reserve("two", plan)
+    pool.reserve("one", Plan(capture=plan))
+    pool.reserve("two", Plan(capture=plan))
     pool.release("one")
-    assert not pool.fits(parse(inline={"project": matrix(1)}))
+    assert not pool.fits(Plan(capture=parse(inline={"project": matrix(1)})))
     pool.release("two")
-    assert pool.take_uploads() == []
-    assert pool.fits(parse(inline={"project": matrix(1)}))
+    assert matrices_sent(pool) == []
+    assert pool.fits(Plan(capture=parse(inline={"project": matrix(1)})))
 
 
 # -- what a worker makes of the rows ------------------------------------------------------------
@@ -226,10 +235,9 @@ def captured(
             arena[into] = stream[own[site], at]
     assert not arena[:-1].isnan().any(), "the arena has gaps"
     index = np.concatenate([t for members in groups.values() for _, t in members])
-    rows.take_positions(torch.arange(first) + 100, torch.from_numpy(index))
     table = ProjectionTable(HIDDEN, CPU)
     table.apply([(row, m.numpy().tobytes()) for (row, _), m in MATRICES.items()])
-    rows.take_rows(arena, table)
+    send_rows(rows, arena, torch.from_numpy(index) + 100, table, None)
     arena.fill_(torch.nan)
     needed = sum(b.num_raw for b in rows.blocks.all)
     assert rows._rows.shape[0] == needed, "rows left the device that nobody wants as they are"

@@ -16,6 +16,7 @@ import torch
 from vllm.distributed.device_communicators.shm_broadcast import MessageQueue, _reduce_tensor
 from vllm.v1.interventions.capture_groups import Layout
 from vllm.v1.interventions.step_rows import Blocks, StepRows
+from vllm.v1.interventions.worker.outbox import send_rows
 from vllm.v1.interventions.worker.projection_table import ProjectionTable
 from vllm.v1.outputs import ModelRunnerOutput
 
@@ -32,10 +33,9 @@ def rows_of(count: int) -> tuple[StepRows, torch.Tensor]:
     groups = {RAW: [("a", tokens[0]), ("b", tokens[1])], SCORES: [("c", tokens[2])]}
     rows = StepRows(7, Blocks(groups))
     arena = torch.randn(3 * SITES * count, WIDTH)
-    rows.take_positions(torch.arange(3 * count), torch.arange(3 * count))
     table = ProjectionTable(WIDTH, torch.device("cpu"))
     table.apply([(0, np.eye(3, WIDTH, dtype=np.float32).tobytes())])
-    rows.take_rows(arena, table)
+    send_rows(rows, arena, torch.arange(3 * count), table, None)
     return rows, arena
 
 

@@ -25,11 +25,10 @@ from tests.support.plans import (
     steering_of,
     sum_at,
 )
-from vllm.v1.interventions.frontend.segments import Vectors, add_up, part_of, rows_of
 from vllm.v1.interventions.plan import UNSTEERED, Part, TapShape
 from vllm.v1.interventions.positions import Positions
 from vllm.v1.interventions.sites import need_layers
-from vllm.v1.interventions.vectors import parse_vectors
+from vllm.v1.interventions.vectors import Vectors, add_up, parse_vectors, part_of, rows_of
 from vllm.v1.steering.modules import no_positions
 
 NUMBERS = st.floats(-1e3, 1e3)

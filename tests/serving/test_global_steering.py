@@ -22,9 +22,9 @@ from tests.support.serving import Judge, capture, prompt_of, vector
 from tests.support.timeline import Timeline, Vectors
 from vllm import LLM
 from vllm.config import KVEventsConfig
-from vllm.v1.interventions.frontend.segments import part_of
-from vllm.v1.interventions.plan import Content, GlobalTiers, StepInterventions
-from vllm.v1.interventions.scheduler.slots import FIRST_SLOT, ROWS_PER_SLOT
+from vllm.v1.interventions.messages import FIRST_SLOT, ROWS_PER_SLOT, GlobalTiers, StepInterventions
+from vllm.v1.interventions.plan import Content
+from vllm.v1.interventions.vectors import part_of
 from vllm.v1.interventions.worker.steering_table import SteeringTable
 
 if TYPE_CHECKING:

@@ -29,9 +29,9 @@ from tests.support.plans import (
 )
 from vllm import SamplingParams
 from vllm.v1.interventions.frontend.resolve import strip
-from vllm.v1.interventions.frontend.segments import part_of
 from vllm.v1.interventions.plan import Plan
 from vllm.v1.interventions.scheduler.decisions import SchedulerInterventions
+from vllm.v1.interventions.vectors import part_of
 from vllm.v1.request import Request
 from vllm.v1.steering.modules import Module, parse_module
 
@@ -122,7 +122,7 @@ DEFECTS: dict[str, list[str]] = {
         "interventions/scheduler/test_changes.py::test_any_number_of_modules_takes_no_slot",
     ],
     "requests that wait for rows starve": [
-        "interventions/scheduler/test_fairness.py::test_nobody_starves"
+        "interventions/scheduler/test_admission.py::test_nobody_starves"
     ],
     "a slot off by one is somebody else's": [
         "interventions/scheduler/test_allocation.py::test_ten_thousand_requests",

@@ -25,10 +25,11 @@ from hypothesis import strategies as st
 from tests.support import write_repeng
 from tests.support.plans import HIDDEN, PARALLEL_ONLY, SHAPE
 from vllm.config.steering import SteeringConfig
+from vllm.v1.interventions.errors import InterventionError
 from vllm.v1.interventions.plan import TapShape
-from vllm.v1.interventions.sites import InterventionError
+from vllm.v1.interventions.vectors import vectors_of
 from vllm.v1.steering.files import export_gguf, load, save
-from vllm.v1.steering.modules import Module, make_module, parse_module, vectors_of
+from vllm.v1.steering.modules import Module, make_module, parse_module
 
 Tiers = dict[str, dict[tuple[str, int], np.ndarray]]
 REPENG_SHAPE = TapShape(

@@ -14,16 +14,16 @@ from hypothesis import strategies as st
 from tests.errors.test_errors_fuzz import JUNK, STEERING
 from tests.support.plans import HIDDEN, SHAPE, VECTOR
 from vllm.config.steering import FAMILIES, SteeringConfig
+from vllm.v1.interventions.errors import InterventionError
 from vllm.v1.interventions.plan import Part, TapShape
 from vllm.v1.interventions.positions import Positions
-from vllm.v1.interventions.sites import InterventionError
+from vllm.v1.interventions.vectors import vectors_of
 from vllm.v1.steering.modules import (
     Module,
     ModuleOp,
     need_module_name,
     parse_module,
     parse_module_args,
-    vectors_of,
 )
 
 CONFIG = SteeringConfig(enable_steering=True, steering_families=list(FAMILIES))

@@ -14,7 +14,6 @@ from vllm.config.steering import SteeringConfig
 from vllm.tokenizers import TokenizerLike
 from vllm.v1.interventions.frontend.module_catalog import ModuleCatalog
 from vllm.v1.interventions.frontend.resolve import resolve, strip
-from vllm.v1.interventions.frontend.segments import rows_of
 from vllm.v1.interventions.plan import (
     UNSTEERED,
     Content,
@@ -25,6 +24,7 @@ from vllm.v1.interventions.plan import (
     SteeringPlan,
     TapShape,
 )
+from vllm.v1.interventions.vectors import rows_of
 from vllm.v1.steering.modules import Module
 
 HIDDEN = 4

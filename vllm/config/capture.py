@@ -3,15 +3,13 @@
 
 from copy import copy
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from pydantic import Field
 
 from vllm.config.steering import POINTS, refuse_unknown
 from vllm.config.utils import config
-
-if TYPE_CHECKING:
-    from vllm.v1.capture.registry import ConsumerSpec
+from vllm.v1.capture.registry import ConsumerSpec, parse_consumers
 
 PROJECTION_ROWS = 1024
 """Rows of all `project` matrices in use at once; a matrix that requests share counts once. A
@@ -57,10 +55,8 @@ class CaptureConfig:
         _ = self.consumers  # a wrong spec is an error at start-up
 
     @cached_property
-    def consumers(self) -> "dict[str, ConsumerSpec]":
+    def consumers(self) -> dict[str, ConsumerSpec]:
         """name -> spec, of `capture_consumers`."""
-        from vllm.v1.capture.registry import parse_consumers
-
         return parse_consumers(self.capture_consumers)
 
     def __getstate__(self) -> dict[str, Any]:

@@ -20,7 +20,8 @@ from vllm.v1.capture.transport.copies import copy
 from vllm.v1.interventions.frontend.capture_request import parse_capture
 from vllm.v1.interventions.frontend.row_collector import RowCollector
 from vllm.v1.interventions.frontend.selectors import Prompt
-from vllm.v1.interventions.plan import CapturedChunk, CapturePlan, TapShape
+from vllm.v1.interventions.messages import CapturedChunk
+from vllm.v1.interventions.plan import CapturePlan, TapShape
 from vllm.v1.interventions.positions import Positions
 
 PROMPT_IDS = [100, 101, 102, 103, 104]

@@ -21,7 +21,8 @@ from vllm.v1.capture.transport.copies import THREADS, Copies, CopyThreads
 from vllm.v1.interventions.frontend import row_copier as module
 from vllm.v1.interventions.frontend.row_collector import RowCollector
 from vllm.v1.interventions.frontend.row_copier import RowCopier
-from vllm.v1.interventions.plan import CapturedChunk, CapturePlan, Selection, Stream
+from vllm.v1.interventions.messages import CapturedChunk
+from vllm.v1.interventions.plan import CapturePlan, Selection, Stream
 
 SITES, WIDTH, REQUESTS = 3, 16, 4
 ROW_BYTES = SITES * WIDTH * 4

@@ -18,19 +18,18 @@ import pytest
 
 from tests.support.plans import HIDDEN, config_of, plan_of
 from vllm import SamplingParams
-from vllm.v1.interventions.frontend.segments import part_of
-from vllm.v1.interventions.plan import (
-    UNSTEERED,
-    Content,
-    Plan,
-    SteeringPlan,
+from vllm.v1.interventions.messages import (
+    FIRST_SLOT,
+    GLOBALS_ALONE,
+    ROWS_PER_SLOT,
     StepInterventions,
     WorkerRequest,
 )
-from vllm.v1.interventions.scheduler import fairness
+from vllm.v1.interventions.plan import UNSTEERED, Content, Plan, SteeringPlan
+from vllm.v1.interventions.scheduler import admission
 from vllm.v1.interventions.scheduler.decisions import SchedulerInterventions
-from vllm.v1.interventions.scheduler.slots import FIRST_SLOT, GLOBALS_ALONE, ROWS_PER_SLOT
-from vllm.v1.interventions.scheduler.term_pool import rows_needed
+from vllm.v1.interventions.terms import rows_needed
+from vllm.v1.interventions.vectors import part_of
 from vllm.v1.request import Request, RequestStatus
 
 SLOTS, ROWS, PROMPT = 5, 9, 6
@@ -250,7 +249,7 @@ class Simulation:
             assert can
             return True
         fits = Counts([*self.holders.values(), plan]).fits()
-        starved = next((r for r, n in self.refused.items() if n > fairness.MAX_SKIPS), None)
+        starved = next((r for r, n in self.refused.items() if n > admission.MAX_SKIPS), None)
         assert can == (fits and starved in (None, name))
         if not can:
             self.refused[name] = self.refused.get(name, 0) + 1
@@ -299,7 +298,7 @@ class Simulation:
         self.worker.check_apart()
         held = Counts(list(self.holders.values()))
         assert self.ours.slots.in_use == len(held.keys)
-        assert self.ours.pool.in_use == held.rows
+        assert self.ours.terms.in_use == held.rows
 
     def change_globals(self) -> None:
         self.seen["changed globals"] += 1
@@ -317,9 +316,9 @@ class Simulation:
         self.worker = Worker(requests=self.worker.requests)
 
 
-@pytest.mark.parametrize("skips", [fairness.MAX_SKIPS, 5])
+@pytest.mark.parametrize("skips", [admission.MAX_SKIPS, 5])
 def test_ten_thousand_requests(skips: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fairness, "MAX_SKIPS", skips)
+    monkeypatch.setattr(admission, "MAX_SKIPS", skips)
     kinds, world = plans(), Simulation(seed=skips)
     arrivals = 0
     while arrivals < 5_000:
@@ -332,11 +331,11 @@ def test_ten_thousand_requests(skips: int, monkeypatch: pytest.MonkeyPatch) -> N
     for what in ("preempted", "aborted", "changed globals", "slept", "refused", "sent"):
         assert world.seen[what] > 20, f"the test tried too little: {world.seen}"
     assert (world.seen["passed over"] > 20) == (skips == 5)
-    assert world.ours.slots.in_use == world.ours.pool.in_use == 0
+    assert world.ours.slots.in_use == world.ours.terms.in_use == 0
     assert world.seen["sent"] < arrivals / 2, "equal contents were not shared"
     # Nothing leaked: one request can have everything there is.
     world.arrive(EVERYTHING, "last")
     assert world.may_start(world.waiting[0])
     world.admit(world.waiting[0])
     world.step()
-    assert (world.ours.slots.in_use, world.ours.pool.in_use) == (SLOTS, ROWS)
+    assert (world.ours.slots.in_use, world.ours.terms.in_use) == (SLOTS, ROWS)

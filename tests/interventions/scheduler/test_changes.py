@@ -9,13 +9,14 @@ import msgspec
 import pytest
 
 from tests.support.plans import HIDDEN, SHAPE, VECTOR, array, config_of, plan_of
+from vllm.v1.interventions.calls import Change, SteeringCall
 from vllm.v1.interventions.frontend.module_catalog import ModuleCatalog
-from vllm.v1.interventions.frontend.segments import part_of
 from vllm.v1.interventions.plan import Part
 from vllm.v1.interventions.scheduler import changes as changes_module
-from vllm.v1.interventions.scheduler.changes import LEASE_SECONDS, Change, SteeringCall
+from vllm.v1.interventions.scheduler.changes import LEASE_SECONDS
 from vllm.v1.interventions.scheduler.decisions import SchedulerInterventions
 from vllm.v1.interventions.scheduler.tiers import KEPT_SECONDS
+from vllm.v1.interventions.vectors import part_of
 from vllm.v1.steering.modules import Module, parse_module
 
 SITE = ("pre_attn", 0)
@@ -242,4 +243,4 @@ def test_any_number_of_modules_takes_no_slot(engine: Engine) -> None:
     plan = small.modules.fill(plan_of(modules={"m7": module(8.0)}, steering_modules=["m7"]))
     assert plan is not None
     assert plan.steering is not None
-    assert small.slots.fits(plan.steering)
+    assert small.slots.fits(plan)

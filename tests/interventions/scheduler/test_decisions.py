@@ -15,13 +15,13 @@ from tests.serving.test_capture_consumers import KeepHere
 from tests.support.plans import HIDDEN, VECTOR, config_of, plan_of
 from vllm import SamplingParams
 from vllm.config import VllmConfig
+from vllm.v1.interventions.calls import CaptureCall
 from vllm.v1.interventions.capture_groups import Layout
-from vllm.v1.interventions.plan import WorkerRequest
-from vllm.v1.interventions.scheduler.capture_sessions import CaptureCall
+from vllm.v1.interventions.messages import FIRST_SLOT, ROWS_PER_SLOT, WorkerRequest
+from vllm.v1.interventions.scheduler.admission import MAX_SKIPS
 from vllm.v1.interventions.scheduler.decisions import SchedulerInterventions
-from vllm.v1.interventions.scheduler.fairness import MAX_SKIPS
-from vllm.v1.interventions.scheduler.slots import FIRST_SLOT, ROWS_PER_SLOT
 from vllm.v1.interventions.step_rows import Blocks, StepRows
+from vllm.v1.interventions.worker.outbox import send_rows
 from vllm.v1.interventions.worker.projection_table import ProjectionTable
 from vllm.v1.request import Request
 
@@ -228,7 +228,7 @@ def test_requests_wait_for_rows_of_ops_too() -> None:
     )
     ungated = request("three", steering=[{**op, "direction": VECTOR}], config=config)
     ours.admit(one)
-    assert ours.pool.in_use == 2
+    assert ours.terms.in_use == 2
     assert not ours.can_admit(two)
     assert ours.can_admit(ungated)
     ours.admit(ungated)
@@ -247,9 +247,9 @@ def captured(name: str, positions: list[int]) -> StepRows:
     """As a worker makes it."""
     layout = Layout(((0,), 1, (((0,), None),)))
     rows = StepRows(VERSION, Blocks({layout: [(name, np.arange(len(positions)))]}))
-    rows.take_positions(torch.tensor(positions), torch.arange(len(positions)))
     arena = torch.tensor(positions).float()[:, None].repeat(1, HIDDEN)
-    rows.take_rows(arena, ProjectionTable(HIDDEN, torch.device("cpu")))
+    table = ProjectionTable(HIDDEN, torch.device("cpu"))
+    send_rows(rows, arena, torch.tensor(positions), table, None)
     return rows
 
 

@@ -16,7 +16,8 @@ from tests.support.plans import HIDDEN, VECTOR, content, plan_of
 from vllm import SamplingParams
 from vllm.v1.capture.transport.copies import CopyThreads
 from vllm.v1.core.kv_cache_utils import generate_block_hash_extra_keys
-from vllm.v1.interventions.plan import UNSTEERED, CapturedChunk, Plan, Segment, SteeringPlan
+from vllm.v1.interventions.messages import CapturedChunk
+from vllm.v1.interventions.plan import UNSTEERED, Plan, Segment, SteeringPlan
 from vllm.v1.interventions.scheduler.request_state import RequestInterventions
 from vllm.v1.request import Request
 

@@ -16,11 +16,12 @@ from tests.support.plans import HIDDEN, config_of, plan_of
 from vllm import SamplingParams
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
 from vllm.v1.interventions.capture_groups import Layout
-from vllm.v1.interventions.frontend.packed_rows import unpack
-from vllm.v1.interventions.plan import CapturedChunk
+from vllm.v1.interventions.frontend.row_copier import unpack
+from vllm.v1.interventions.messages import CapturedChunk
 from vllm.v1.interventions.scheduler.capture_sessions import CaptureSessions
 from vllm.v1.interventions.scheduler.row_relay import RowRelay
 from vllm.v1.interventions.step_rows import Blocks, Members, StepRows
+from vllm.v1.interventions.worker.outbox import send_rows
 from vllm.v1.interventions.worker.projection_table import ProjectionTable
 from vllm.v1.request import Request
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
@@ -76,9 +77,9 @@ def captured(asks: dict[Asks, list[int]]) -> StepRows:
         first += n
     rows = StepRows(1, Blocks(groups))
     positions_of = torch.tensor([p for part in index.values() for p in part])
-    rows.take_positions(positions_of, torch.arange(first))
     arena = [at[name].flatten(0, 1) for members in groups.values() for name, _ in members]
-    rows.take_rows(torch.cat(arena), ProjectionTable(HIDDEN, torch.device("cpu")))
+    table = ProjectionTable(HIDDEN, torch.device("cpu"))
+    send_rows(rows, torch.cat(arena), positions_of, table, None)
     return rows
 
 

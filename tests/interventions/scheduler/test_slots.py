@@ -15,14 +15,10 @@ from hypothesis.stateful import (
 )
 
 from tests.support.plans import asking, content
-from vllm.v1.interventions.plan import UNSTEERED, Content, Part, SteeringPlan
-from vllm.v1.interventions.scheduler.slots import (
-    FIRST_SLOT,
-    GLOBALS_ALONE,
-    MAX_STEP_BYTES,
-    NOTHING,
-    SlotTable,
-)
+from vllm.v1.interventions.messages import FIRST_SLOT, GLOBALS_ALONE, NOTHING, StepInterventions
+from vllm.v1.interventions.plan import UNSTEERED, Content, Part, Plan, SteeringPlan
+from vllm.v1.interventions.scheduler.admission import MAX_STEP_BYTES
+from vllm.v1.interventions.scheduler.slots import SlotTable
 
 BIG = MAX_STEP_BYTES // 2 + 1
 """Two parts of this size are more than a step may send."""
@@ -36,6 +32,13 @@ CATALOGUE = {
 ASKS = st.lists(st.sampled_from(sorted(CATALOGUE)), min_size=1, max_size=2, unique=True)
 
 
+def uploads_of(table: SlotTable) -> tuple[list[Part], list[tuple[int, Content, bool]], list[str]]:
+    """(new parts, (slot, content, inherit) to write, dropped parts) of the coming step."""
+    step = StepInterventions(version=0)
+    table.upload(step)
+    return step.new_parts, step.contents, step.dropped_parts
+
+
 class Worker:
     """It only writes what it is told, and keeps parts as long as it must."""
 
@@ -46,7 +49,7 @@ class Worker:
 
     def apply(self, table: SlotTable) -> list[tuple[int, str, bool]]:
         """(slot, digest, inherit) of what was written."""
-        new, uploads, dropped = table.take_uploads()
+        new, uploads, dropped = uploads_of(table)
         for part in new:
             assert part.digest not in self.parts, "sent twice"
             self.parts[part.digest] = len(part.data)
@@ -95,10 +98,11 @@ class Serving(RuleBasedStateMachine):
 
     @rule(name=seen)
     def try_again(self, name: str) -> None:
-        if name in self.asks and name not in self.admitted and self.table.fits(self.asks[name]):
-            self.table.reserve(name, self.asks[name])
+        ask = self.asks.get(name)
+        if ask is not None and name not in self.admitted and self.table.fits(Plan(ask)):
+            self.table.reserve(name, Plan(ask))
             self.admitted.add(name)
-            self.fresh.append(self.asks[name])
+            self.fresh.append(ask)
 
     @rule(name=seen)
     def end(self, name: str) -> None:
@@ -122,7 +126,7 @@ class Serving(RuleBasedStateMachine):
             for what in plan.contents:
                 slot = self.table.slot(what.digest, plan.inherit)
                 assert self.worker.slots[slot] == (what, plan.inherit)
-        assert self.table.take_uploads() == ([], [], [])
+        assert uploads_of(self.table) == ([], [], [])
 
     @rule()
     def sleep(self) -> None:
@@ -148,15 +152,15 @@ TestServing.settings = settings(max_examples=60, stateful_step_count=40, deadlin
 
 def admit(table: SlotTable, name: str, *ask: Content, size: int = 16, inherit: bool = True) -> bool:
     plan = asking(*ask, size=size, inherit=inherit)
-    fits = table.fits(plan)
+    fits = table.fits(Plan(plan))
     if fits:
-        table.reserve(name, plan)
+        table.reserve(name, Plan(plan))
     return fits
 
 
 def written(table: SlotTable) -> list[str]:
     """What the next step writes into the table."""
-    return [c.digest for _, c, _ in table.take_uploads()[1]]
+    return [c.digest for _, c, _ in uploads_of(table)[1]]
 
 
 A, B, C, D = (content(name) for name in "abcd")
@@ -185,7 +189,7 @@ def test_with_and_without_the_globals_are_two_slots_of_the_same_parts() -> None:
     assert admit(table, "one", A)
     assert admit(table, "two", A, inherit=False)
     assert table.slot("a", True) != table.slot("a", False)
-    new, uploads, _ = table.take_uploads()
+    new, uploads, _ = uploads_of(table)
     assert [p.digest for p in new] == ["a"]
     assert [inherit for _, _, inherit in uploads] == [True, False]
     assert not admit(table, "three", B)
@@ -206,7 +210,7 @@ def test_a_content_used_again_soon_is_not_sent_again() -> None:
     table.release("one")
     assert table.in_use == 0
     assert admit(table, "two", A)
-    assert table.take_uploads() == ([], [], [])
+    assert uploads_of(table) == ([], [], [])
 
 
 def test_the_longest_idle_content_goes_first() -> None:
@@ -216,26 +220,26 @@ def test_the_longest_idle_content_goes_first() -> None:
     table.release("two")
     table.release("one")
     old = table.slot("b", True)
-    table.take_uploads()
+    uploads_of(table)
     admit(table, "three", C)
-    new, uploads, dropped = table.take_uploads()
+    new, uploads, dropped = uploads_of(table)
     assert uploads == [(old, C, True)]
     assert ([p.digest for p in new], dropped) == (["c"], ["b"])
     assert admit(table, "four", A)
-    assert table.take_uploads() == ([], [], [])
+    assert uploads_of(table) == ([], [], [])
 
 
 def test_a_part_stays_while_another_content_is_made_of_it() -> None:
     table, both = SlotTable(1), content("both", "a", "b")
     admit(table, "one", A)
-    table.take_uploads()
+    uploads_of(table)
     table.release("one")
     admit(table, "two", both)
-    new, _, dropped = table.take_uploads()
+    new, _, dropped = uploads_of(table)
     assert ([p.digest for p in new], dropped) == (["b"], [])
     table.release("two")
     admit(table, "three", B)
-    new, _, dropped = table.take_uploads()
+    new, _, dropped = uploads_of(table)
     assert ([p.digest for p in new], dropped) == ([], ["a"])
 
 
@@ -244,7 +248,7 @@ def test_what_was_never_sent_is_not_taken_back() -> None:
     admit(table, "one", A)
     table.release("one")
     admit(table, "two", B)
-    new, uploads, dropped = table.take_uploads()
+    new, uploads, dropped = uploads_of(table)
     assert ([p.digest for p in new], dropped) == (["b"], [])
     assert [c.digest for _, c, _ in uploads] == ["b"]
 
@@ -261,9 +265,9 @@ def test_a_step_sends_a_bounded_number_of_bytes() -> None:
     table = SlotTable(4)
     assert admit(table, "one", A, size=BIG)
     assert not admit(table, "two", B, size=BIG)
-    table.take_uploads()
+    uploads_of(table)
     assert admit(table, "two", B, size=BIG)
-    assert table.take_uploads()[1] == [(table.slot("b", True), B, True)]
+    assert uploads_of(table)[1] == [(table.slot("b", True), B, True)]
 
 
 def test_a_single_larger_content_goes_alone() -> None:
@@ -271,12 +275,12 @@ def test_a_single_larger_content_goes_alone() -> None:
     huge = content("huge")
     assert admit(table, "one", A)
     assert not admit(table, "two", huge, size=MAX_STEP_BYTES + 1)
-    table.take_uploads()
+    uploads_of(table)
     assert admit(table, "two", huge, size=MAX_STEP_BYTES + 1)
     assert not admit(table, "three", B)
     # What sends nothing need not wait for a step of its own.
     assert admit(table, "four", A)
-    table.take_uploads()
+    uploads_of(table)
     assert admit(table, "three", B)
 
 
@@ -285,7 +289,7 @@ def test_a_request_does_not_evict_its_own_idle_content() -> None:
     for one in (idle, other):
         assert admit(table, one.digest, one)
         table.release(one.digest)
-    table.take_uploads()
+    uploads_of(table)
     assert admit(table, "both", new, idle)
     assert written(table) == ["new"]
     assert not admit(table, "evicted", other)
@@ -296,11 +300,11 @@ def test_after_sleep_everything_is_sent_again_and_idle_contents_still_count() ->
     admit(table, "one", A)
     admit(table, "two", B, inherit=False)
     table.release("two")
-    table.take_uploads()
+    uploads_of(table)
     table.restore()
-    new, uploads, dropped = table.take_uploads()
+    new, uploads, dropped = uploads_of(table)
     assert sorted(p.digest for p in new) == ["a", "b"]
     assert sorted((c.digest, inherit) for _, c, inherit in uploads) == [("a", True), ("b", False)]
     assert dropped == []
     assert admit(table, "three", B, inherit=False)
-    assert table.take_uploads() == ([], [], [])
+    assert uploads_of(table) == ([], [], [])

@@ -13,10 +13,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.support.plans import HIDDEN
-from vllm.v1.interventions.frontend.segments import part_of
-from vllm.v1.interventions.plan import Content, GlobalTiers, Part, Site, StepInterventions
-from vllm.v1.interventions.scheduler.slots import FIRST_SLOT, GLOBALS_ALONE, num_table_rows
-from vllm.v1.interventions.worker.steering_table import SteeringTable, table_row
+from vllm.v1.interventions.messages import (
+    FIRST_SLOT,
+    GLOBALS_ALONE,
+    GlobalTiers,
+    StepInterventions,
+    num_table_rows,
+    table_row,
+)
+from vllm.v1.interventions.plan import Content, Part, Site
+from vllm.v1.interventions.vectors import part_of
+from vllm.v1.interventions.worker.steering_table import SteeringTable
 
 SITES: list[Site] = [("pre_attn", 0), ("post_block", 0), ("pre_attn", 1)]
 ELSEWHERE: Site = ("pre_attn", 9)

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vllm.v1.interventions.plan import WorkerRequest
+from vllm.v1.interventions.messages import WorkerRequest
 from vllm.v1.interventions.worker.token_map import TokenMap
 
 MAX_TOKENS = 64

@@ -16,6 +16,7 @@ import msgspec
 import numpy as np
 import torch
 
+from vllm.v1.interventions.errors import reject, show_key
 from vllm.v1.interventions.plan import Site, TapShape
 
 Location = Literal["engine", "frontend"]
@@ -138,11 +139,9 @@ class CaptureConsumer(ABC):
             Plain data, `RequestInfo.fields`.
 
         Raises:
-            ValueError: by `vllm.v1.interventions.sites.reject`, naming the field below `path`.
+            ValueError: by `vllm.v1.interventions.errors.reject`, naming the field below `path`.
         """
         if fields:
-            from vllm.v1.interventions.sites import reject, show_key
-
             unknown = sorted(show_key(key) for key in fields)[:8]
             reject(path, f"unknown keys {unknown}, allowed are 'hooks', 'positions' and 'project'")
         return {}

@@ -12,7 +12,7 @@ from importlib.metadata import entry_points
 from typing import Any, NoReturn, get_args
 
 from vllm.v1.capture.consumer import CaptureConsumer, Location
-from vllm.v1.interventions.sites import show
+from vllm.v1.interventions.errors import describe, show
 
 INLINE = "inline"
 """Returns rows with the request's output. It has no class, as it needs no session."""
@@ -27,7 +27,6 @@ BUILT_IN = {
 }
 """They are entry points of our distribution too, but this also works without one installed."""
 
-_MAX_ERROR = 500
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,63}")
 _LIMITS = {"pending_bytes": int, "max_request_bytes": int, "timeout": float, "threads": int}
 
@@ -275,12 +274,3 @@ def _limits(name: str, fields: dict[str, Any]) -> HostLimits:
     if given.setdefault("max_request_bytes", min(pending, HostLimits.max_request_bytes)) > pending:
         _refuse(f"{name!r}: max_request_bytes is more than pending_bytes={pending}")
     return HostLimits(**given)
-
-
-def describe(error: BaseException) -> str:
-    """Type and message, bounded."""
-    try:
-        text = f"{type(error).__name__}: {error}"
-    except Exception:
-        text = type(error).__name__
-    return text if len(text) <= _MAX_ERROR else text[: _MAX_ERROR - 3] + "..."

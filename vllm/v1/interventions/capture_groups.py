@@ -7,7 +7,8 @@ from weakref import WeakValueDictionary
 
 import numpy as np
 
-from vllm.v1.interventions.plan import Site, WorkerRequest, WorkerStream
+from vllm.v1.interventions.messages import WorkerRequest, WorkerStream
+from vllm.v1.interventions.plan import Site
 
 _Asked = tuple[tuple[Site, ...], tuple[WorkerStream, ...]]
 _Key = tuple[tuple[int, ...], int, tuple[tuple[tuple[int, ...], tuple[int, int] | None], ...]]

@@ -10,16 +10,10 @@ from typing import Any
 import numpy as np
 import torch
 
+from vllm.v1.interventions.errors import need_mapping, reject, show, show_key
 from vllm.v1.interventions.plan import Site, TapShape
 from vllm.v1.interventions.positions import Positions
-from vllm.v1.interventions.sites import (
-    need_layers,
-    need_mapping,
-    need_point,
-    reject,
-    show,
-    show_key,
-)
+from vllm.v1.interventions.sites import need_layers, need_point
 from vllm.v1.interventions.terms import OPS, Scalars, Term, make_term
 from vllm.v1.interventions.vectors import need_number, need_vector
 

@@ -109,3 +109,10 @@ class Positions:
             return np.arange(first, stop, dtype=np.int64)
         piece = np.arange(first, stop, dtype=np.int64)
         return piece[self.mask(piece)]
+
+
+END = 1 << 40
+"""Past every position."""
+
+
+ALL = Positions([(0, END)])

@@ -7,49 +7,16 @@ was given and what is allowed. Offline it is a `ValueError`, over HTTP a 400.
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, NoReturn
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 from vllm.config.capture import CaptureConfig
 from vllm.config.steering import POINTS, SteeringConfig
-from vllm.exceptions import VLLMValidationError
+from vllm.v1.interventions.errors import reject, show
 from vllm.v1.interventions.plan import Site, TapShape
 
 _INT = re.compile(r"\d{1,9}")
 _RANGE = re.compile(r"(\d{1,9})-(\d{1,9})")
-
-
-class InterventionError(VLLMValidationError, ValueError):
-    """A request asks for steering or capture that cannot be done exactly."""
-
-    def __str__(self) -> str:
-        return str(self.args[0])
-
-
-def reject(path: str, message: str) -> NoReturn:
-    raise InterventionError(f"{path}: {message}", parameter=path)
-
-
-def show(value: Any) -> str:
-    """`value` for an error message, bounded: client input may be huge."""
-    if not isinstance(value, str | int | float | bool | None):
-        return type(value).__name__
-    if isinstance(value, int) and value.bit_length() > 128:
-        # Python refuses to print very long ones.
-        return f"an int of {value.bit_length()} bits"
-    text = repr(value)
-    return text if len(text) <= 60 else text[:57] + "..."
-
-
-def show_key(key: Any) -> str:
-    """A mapping's key as a part of a path."""
-    return key[:40] if isinstance(key, str) else show(key)
-
-
-def need_mapping(value: Any, path: str) -> Mapping[Any, Any]:
-    if not isinstance(value, Mapping):
-        reject(path, f"must be a mapping, got {show(value)}")
-    return value
 
 
 def need_point(value: Any, path: str, shape: TapShape) -> str:

@@ -3,6 +3,8 @@
 
 from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
 from vllm.v1.executor import Executor
+from vllm.v1.interventions.plan import TapShape
+from vllm.v1.interventions.worker.tap_check import check_worker
 from vllm.v1.outputs import ModelRunnerOutput
 
 
@@ -36,3 +38,24 @@ def collect_stages(executor: Executor) -> None:
     config = executor.vllm_config
     if config.capture_config.enabled and config.parallel_config.pipeline_parallel_size > 1:
         executor.kv_output_aggregator = StageRows()
+
+
+def start_taps(executor: "Executor") -> TapShape | None:
+    """Check the taps of all workers, merge what they offer (pipeline stages own layers), and have
+    the rows of all stages arrive.
+
+    Raises:
+        RuntimeError: a site does not move its row, or a layer is not wired.
+    """
+    shapes = [s for s in executor.collective_rpc(check_worker) if s is not None]
+    if not shapes:
+        return None
+    points = {layer: p for shape in shapes for layer, p in shape.points.items()}
+    num_layers = executor.vllm_config.model_config.get_total_num_hidden_layers()
+    if missing := sorted(set(range(num_layers)) - set(points)):
+        raise RuntimeError(
+            f"decoder layers {missing} are of a class that is not wired for steering or capture; "
+            "start without enable_steering and capture_consumers, or wire it in patches/taps"
+        )
+    collect_stages(executor)
+    return TapShape(shapes[0].hidden_size, shapes[0].dtype, dict(sorted(points.items())))

@@ -9,8 +9,7 @@ import numpy as np
 import torch
 
 from vllm.v1.interventions.capture_groups import Layout, LocalStream
-from vllm.v1.interventions.plan import CapturedChunk
-from vllm.v1.interventions.worker.projection_table import ProjectionTable
+from vllm.v1.interventions.messages import CapturedChunk
 
 Members = list[tuple[str, np.ndarray]]
 """(request id, int [n]: where in the batch its captured tokens are)."""
@@ -68,38 +67,6 @@ class Blocks:
         self.num_requests = sum(len(block.owners) for block in self.all)
 
 
-class Outbox:
-    """Copies a step's rows to the host on a stream of its own, while the next steps run.
-
-    They leave from a second buffer, because the next step writes to the arena: on the device they
-    are moved there in no time.
-    """
-
-    def __init__(self, arena: torch.Tensor) -> None:
-        self._rows = torch.empty_like(arena)
-        self._stream = torch.cuda.Stream(arena.device)
-        self._sent: torch.cuda.Event | None = None
-
-    def send(
-        self, rows: torch.Tensor, *others: torch.Tensor
-    ) -> tuple[list[torch.Tensor], torch.cuda.Event]:
-        """On the host when the event has happened: `rows` of the arena, and tensors that are used
-        no more."""
-        main = torch.cuda.current_stream()
-        if self._sent is not None:
-            main.wait_event(self._sent)
-        leaving = self._rows[: len(rows)]
-        leaving.copy_(rows)
-        self._stream.wait_stream(main)
-        with torch.cuda.stream(self._stream):
-            host = [tensor.to("cpu", non_blocking=True) for tensor in (leaving, *others)]
-            for tensor in others:
-                tensor.record_stream(self._stream)
-            self._sent = torch.cuda.Event()
-            self._sent.record()
-        return host, self._sent
-
-
 class StepRows:
     """The rows of one step, for `ModelRunnerOutput`.
 
@@ -119,43 +86,22 @@ class StepRows:
         self._later: list[StepRows] = []
         self._event: torch.cuda.Event | None = None
 
-    def take_positions(self, positions: torch.Tensor, token_index: torch.Tensor) -> None:
-        """Keep the positions of the captured tokens: int [n], in block order."""
-        self._positions = positions[token_index.long()].long()
-
-    def take_rows(
-        self, arena: torch.Tensor, projections: ProjectionTable, outbox: Outbox | None = None
+    def fill(
+        self,
+        rows: torch.Tensor,
+        positions: torch.Tensor,
+        scores: list[torch.Tensor],
+        copied: torch.cuda.Event | None = None,
     ) -> None:
-        """
-        Args:
-            outbox: of a GPU.
-        """
-        self._scores = [
-            self._scores_of(block, stream, arena, projections)
-            for block in self.blocks.all
-            for stream in block.layout.streams
-            if stream.projection is not None
-        ]
-        self._rows = arena[: self.blocks.num_raw]
-        if outbox is None:
-            self._rows = self._rows.clone()
-            return
-        sent, self._event = outbox.send(self._rows, self._positions, *self._scores)
-        self._rows, self._positions, *self._scores = sent
+        """Take what was captured, on the host.
 
-    def _scores_of(
-        self, block: Block, stream: LocalStream, arena: torch.Tensor, projections: ProjectionTable
-    ) -> torch.Tensor:
-        """float32 [count, sites, k] on the device."""
-        assert stream.projection is not None
-        shape = (block.count, len(stream.places), stream.projection[1])
-        scores = torch.empty(shape, device=arena.device)
-        done = 0
-        for first, number in stream.runs:
-            out = scores[:, done : done + number]
-            projections.scores(block.of(arena, first, number), stream.projection, out)
-            done += number
-        return scores
+        Args:
+            rows: [blocks.num_raw, hidden], as they lay in the arena.
+            positions: int64 [n], in block order.
+            scores: float32 [count, sites, k] of each block's projected streams.
+            copied: happens when all of these have arrived; None if they have.
+        """
+        self._rows, self._positions, self._scores, self._event = rows, positions, scores, copied
 
     def _whole(self) -> list[tuple[np.ndarray, list[torch.Tensor]]]:
         """Of each block: int64 [count] positions, and each stream's rows [count, sites, width]."""

@@ -69,3 +69,8 @@ def make_term(scalars: Scalars, vector: bytes, probe: bytes = b"") -> Term:
     header = f"{len(vector)};{len(probe)};".encode()
     digest = hashlib.sha256(header + numbers + vector + probe).hexdigest()
     return Term(digest=digest, vector=vector, probe=probe, scalars=scalars)
+
+
+def rows_needed(terms: list[Term]) -> int:
+    """Rows of the vector table: a term has one, and one for the probe of its gate."""
+    return sum(2 if term.probe else 1 for term in terms)

@@ -1,22 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a request may say about steering: parsed and checked, nothing composed."""
 
-from collections.abc import Callable, Mapping, Sequence
+import hashlib
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 
-from vllm.v1.interventions.plan import Site, TapShape
+from vllm.v1.interventions.errors import need_mapping, reject, show, show_key
+from vllm.v1.interventions.plan import Part, Site, TapShape
 from vllm.v1.interventions.positions import Positions
-from vllm.v1.interventions.sites import (
-    need_layers,
-    need_mapping,
-    need_point,
-    reject,
-    show,
-    show_key,
-)
+from vllm.v1.interventions.sites import need_layers, need_point, site_order
 
 Vectors = dict[Site, np.ndarray]
 """site -> float64 [hidden], scale applied."""
@@ -127,3 +122,51 @@ def need_vector(value: Any, path: str, hidden_size: int) -> np.ndarray:
 def _need_shape(given: Sequence[int], path: str, hidden_size: int) -> None:
     if list(given) != [hidden_size]:
         reject(path, f"has shape {list(given)}, the model needs [{hidden_size}]")
+
+
+def part_of(vectors: Vectors, hidden_size: int) -> Part:
+    """`vectors` rounded once to float32."""
+    sites = sorted(vectors, key=site_order)
+    rows = np.stack([vectors[site] for site in sites]).astype(np.float32)
+    data, largest = rows.tobytes(), float(max(rows.max(), -rows.min()))
+    names = ",".join(f"{point}.{layer}" for point, layer in sites)
+    return Part(digest_of(f"{hidden_size};{names};", data), sites, data, largest)
+
+
+def rows_of(part: Part) -> np.ndarray:
+    """float32 [sites, hidden], a view."""
+    return np.frombuffer(part.data, np.float32).reshape(len(part.sites), -1)
+
+
+def add_up(tiers: Iterable[Vectors]) -> Vectors:
+    """The sum, site by site, in float64."""
+    total: Vectors = {}
+    for tier in tiers:
+        for site, vector in tier.items():
+            total[site] = total[site] + vector if site in total else vector
+    return total
+
+
+def largest_sum(shape: TapShape) -> float:
+    """What a request's vectors may add up to at one place, and the global tiers as well: half the
+    largest number of the model's dtype, so that together they never overflow."""
+    return float(torch.finfo(shape.torch_dtype).max) / 2
+
+
+def need_finite_sum(vectors: Vectors, path: str, shape: TapShape) -> None:
+    """Raises ValueError if a sum of vectors is too large for the model's dtype."""
+    for (point, layer), vector in vectors.items():
+        if not np.abs(vector).max() <= largest_sum(shape):  # so that NaN is refused, too
+            reject(
+                path,
+                f"the sum of all vectors at {point} layer {layer} overflows half of {shape.dtype}",
+            )
+
+
+def digest_of(text: str, data: bytes = b"") -> str:
+    # No free text, so no two things share canonical bytes.
+    return hashlib.sha256(text.encode() + data).hexdigest()
+
+
+def vectors_of(part: Part) -> Vectors:
+    return dict(zip(part.sites, rows_of(part).astype(np.float64), strict=True))

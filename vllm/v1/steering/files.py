@@ -11,19 +11,22 @@ import stat
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import safetensors
 import safetensors.numpy
 import torch
 
-from vllm.v1.interventions.frontend.segments import Vectors
+from vllm.v1.interventions.errors import reject, show, show_key
 from vllm.v1.interventions.plan import TIERS, Site, TapShape
-from vllm.v1.interventions.sites import need_layers, need_point, reject, show, show_key
-from vllm.v1.interventions.vectors import need_vector
+from vllm.v1.interventions.sites import need_layers, need_point, need_steered_points
+from vllm.v1.interventions.vectors import Vectors, need_vector, rows_of
 from vllm.v1.steering.gguf import read_gguf, write_gguf
-from vllm.v1.steering.modules import Module, make_module, rows_of
+from vllm.v1.steering.modules import Module, make_module, parse_module_args
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
 
 FORMAT_VERSION = "1"
 """Of our safetensors files; `steering_format` in the metadata."""
@@ -253,3 +256,20 @@ _READERS: dict[
     ".gguf": (_read_gguf, _site_of_direction),
     ".npz": (_read_npz, _site_of),
 }
+
+
+def startup_modules(config: "VllmConfig") -> dict[str, Module]:
+    """Those of `--steering-modules`, read from their files.
+
+    Raises:
+        ValueError: naming the file and the tensor.
+        OSError: a file cannot be read.
+    """
+    shape = config.tap_shape
+    assert shape is not None
+    steering = config.steering_config
+    paths = parse_module_args(steering.steering_modules)
+    modules = {name: load(path, shape) for name, path in paths.items()}
+    for name, module in modules.items():
+        need_steered_points(module.sites, f"steering_modules.{name}", steering)
+    return modules

@@ -13,13 +13,21 @@ import numpy as np
 import torch
 
 from vllm.config.steering import SteeringConfig
-from vllm.v1.interventions.frontend.segments import ALL, END, Vectors, add_up, part_of, rows_of
+from vllm.v1.interventions.errors import need_mapping, reject, show, show_key
 from vllm.v1.interventions.ops import Op, parse_ops
 from vllm.v1.interventions.plan import TIERS, Part, Site, TapShape
-from vllm.v1.interventions.positions import Positions
-from vllm.v1.interventions.sites import need_mapping, reject, show, show_key, site_order
+from vllm.v1.interventions.positions import ALL, END, Positions
+from vllm.v1.interventions.sites import site_order
 from vllm.v1.interventions.terms import Term, make_term
-from vllm.v1.interventions.vectors import need_number, parse_vectors
+from vllm.v1.interventions.vectors import (
+    Vectors,
+    add_up,
+    need_number,
+    parse_vectors,
+    part_of,
+    rows_of,
+    vectors_of,
+)
 
 FIELDS = ("vectors", "prefill_vectors", "decode_vectors")
 """The keys of a module given inline that hold a tier's vectors, in the order of `TIERS`."""
@@ -93,10 +101,6 @@ class Module(msgspec.Struct, frozen=True, dict=True):
         if len(parts) < 2:
             return parts[0] if parts else None
         return part_of(add_up(vectors_of(part) for part in parts), rows_of(parts[0]).shape[1])
-
-
-def vectors_of(part: Part) -> Vectors:
-    return dict(zip(part.sites, rows_of(part).astype(np.float64), strict=True))
 
 
 def make_module(

@@ -12,7 +12,7 @@ from fastapi import APIRouter, FastAPI, HTTPException, Request
 
 from vllm import envs
 from vllm.v1.engine.async_llm import AsyncLLM
-from vllm.v1.interventions.sites import reject
+from vllm.v1.interventions.errors import reject
 from vllm.v1.steering.modules import FIELDS, need_module_name
 
 from .access import SteeringAccess

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from pydantic import BaseModel, model_validator
 
 from vllm.exceptions import VLLMValidationError
+from vllm.v1.interventions.errors import reject
 from vllm.v1.interventions.plan import INHERIT, PLAN_FIELDS, VECTOR_FIELDS
-from vllm.v1.interventions.sites import reject
 
 from .packed import read_capture, read_ops, read_vectors
 

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from vllm.v1.interventions.sites import need_mapping, reject, show, show_key
+from vllm.v1.interventions.errors import need_mapping, reject, show, show_key
 from vllm.v1.interventions.vectors import need_number
 
 DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32}

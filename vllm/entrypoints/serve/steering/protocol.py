@@ -10,8 +10,8 @@ from typing import Any
 
 from fastapi import HTTPException, Request
 
+from vllm.v1.interventions.errors import reject, show, show_key
 from vllm.v1.interventions.plan import TIERS
-from vllm.v1.interventions.sites import reject, show, show_key
 from vllm.v1.steering.modules import FIELDS
 
 from .packed import read_ops, read_vectors

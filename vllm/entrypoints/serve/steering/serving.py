@@ -8,10 +8,10 @@ import numpy as np
 
 from vllm.logger import init_logger
 from vllm.sampling_params import BeamSearchParams, SamplingParams
-from vllm.v1.interventions.frontend.numbered import NumberedCapture
+from vllm.v1.interventions.frontend.capture_request import NumberedCapture
 from vllm.v1.interventions.frontend.resolve import resolve
-from vllm.v1.interventions.frontend.segments import rows_of
 from vllm.v1.interventions.plan import Plan
+from vllm.v1.interventions.vectors import rows_of
 
 from .body import asked_fields, refuse_beams, set_plan_fields
 

@@ -12,7 +12,8 @@ from vllm.v1.capture.consumer import RequestEnd, RequestInfo, RowBatch
 from vllm.v1.capture.transport.copies import Copies, CopyThreads, empty
 from vllm.v1.capture.transport.host import ConsumerHost
 from vllm.v1.capture.transport.selected import RowsLost, Selected
-from vllm.v1.interventions.plan import CapturedChunk, CapturePlan, dtype_of
+from vllm.v1.interventions.messages import CapturedChunk
+from vllm.v1.interventions.plan import CapturePlan, dtype_of
 from vllm.v1.interventions.positions import Positions
 
 

@@ -21,11 +21,15 @@ from vllm.v1.capture.consumer import (
     RequestInfo,
     RowBatch,
 )
-from vllm.v1.capture.registry import ConsumerSpec, describe
+from vllm.v1.capture.registry import ConsumerSpec
 from vllm.v1.capture.results import CaptureStatus
 from vllm.v1.capture.transport.copies import finished
+from vllm.v1.interventions.errors import describe
 
 logger = init_logger(__name__)
+
+SHUTDOWN_SECONDS = 30.0
+"""How long consumers may take to write what is left when the engine stops."""
 
 _Call = Callable[["_Actor"], None]
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from vllm.v1.capture.consumer import ConsumerResult
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequestType
 from vllm.v1.engine.core_client import AsyncMPClient, InprocClient, SyncMPClient
-from vllm.v1.interventions.scheduler.capture_sessions import CaptureCall
+from vllm.v1.interventions.calls import CaptureCall
 
 if TYPE_CHECKING:
     from vllm.v1.engine.core_client import EngineCoreClient

@@ -20,19 +20,15 @@ from vllm.v1.capture.registry import INLINE
 from vllm.v1.capture.results import CaptureResult
 from vllm.v1.capture.transport.copies import CopyThreads
 from vllm.v1.capture.transport.feed import Feed, request_info
-from vllm.v1.capture.transport.host import ConsumerHost
+from vllm.v1.capture.transport.host import SHUTDOWN_SECONDS, ConsumerHost
 from vllm.v1.capture.transport.selected import Selected
 from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest, FinishReason
+from vllm.v1.interventions.calls import CaptureCall, CaptureEnd
 from vllm.v1.interventions.frontend.capture_request import check_global
-from vllm.v1.interventions.frontend.packed_rows import unpack
 from vllm.v1.interventions.frontend.row_collector import RowCollector
-from vllm.v1.interventions.frontend.row_copier import RowCopier
-from vllm.v1.interventions.plan import CapturedChunk, CapturePlan, Plan
-from vllm.v1.interventions.scheduler.capture_sessions import (
-    SHUTDOWN_SECONDS,
-    CaptureCall,
-    CaptureEnd,
-)
+from vllm.v1.interventions.frontend.row_copier import RowCopier, unpack
+from vllm.v1.interventions.messages import CapturedChunk
+from vllm.v1.interventions.plan import CapturePlan, Plan
 from vllm.v1.metrics.capture_stats import CaptureStats
 
 if TYPE_CHECKING:

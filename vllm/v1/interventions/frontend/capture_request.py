@@ -1,32 +1,25 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a request may say about capture: parsed, checked and resolved to positions."""
 
+import copy
 import hashlib
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import chain
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 import numpy as np
 import torch
 
 from vllm.config.capture import PROJECTION_ROWS, CaptureConfig
+from vllm.sampling_params import SamplingParams
 from vllm.v1.capture.consumer import CaptureConsumer
 from vllm.v1.capture.registry import ConsumerSpec
-from vllm.v1.interventions.frontend.numbered import NumberedCapture
+from vllm.v1.interventions.errors import need_mapping, reject, show, show_key
 from vllm.v1.interventions.frontend.selectors import NAMED_SELECTORS, Prompt, Selector
 from vllm.v1.interventions.plan import CapturePlan, Selection, Site, Stream, TapShape
 from vllm.v1.interventions.positions import Positions
-from vllm.v1.interventions.sites import (
-    need_captured_points,
-    need_layers,
-    need_mapping,
-    need_point,
-    reject,
-    show,
-    show_key,
-    site_order,
-)
+from vllm.v1.interventions.sites import need_captured_points, need_layers, need_point, site_order
 from vllm.v1.interventions.vectors import need_vector
 
 SHARED_FIELDS = ("hooks", "positions", "project")
@@ -214,3 +207,29 @@ def _layers(value: Any, point: str, path: str, shape: TapShape) -> Iterable[int]
         if known and len(known) == len(value):
             return known
     return need_layers(value, point, path, shape)
+
+
+_P = TypeVar("_P")
+
+
+class NumberedCapture(dict[str, Any]):
+    """`SamplingParams.capture` of one of several prompts that share their parameters, so that what
+    is written of them gets names of its own.
+
+    Args:
+        prompt: which one.
+    """
+
+    def __init__(self, capture: Mapping[str, Any], prompt: int) -> None:
+        super().__init__(capture)
+        self.prompt = prompt
+
+
+def numbered(params: _P, count: int) -> list[_P]:
+    """`params` for each of `count` prompts."""
+    if not isinstance(params, SamplingParams) or not isinstance(params.capture, Mapping):
+        return [params] * count
+    copies: list[Any] = [copy.copy(params) for _ in range(count)]
+    for i, each in enumerate(copies):
+        each.capture = NumberedCapture(params.capture, i)
+    return copies

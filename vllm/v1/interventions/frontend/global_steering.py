@@ -9,12 +9,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from vllm.v1.engine.core_client import InprocClient, SyncMPClient
+from vllm.v1.interventions.calls import Change, SteeringCall
+from vllm.v1.interventions.errors import InterventionError, reject, show
 from vllm.v1.interventions.frontend.module_catalog import ModuleCatalog
-from vllm.v1.interventions.frontend.segments import part_of
 from vllm.v1.interventions.plan import TIERS, TapShape
-from vllm.v1.interventions.scheduler.changes import Change, SteeringCall
-from vllm.v1.interventions.sites import InterventionError, need_steered_points, reject, show
-from vllm.v1.interventions.vectors import parse_vectors
+from vllm.v1.interventions.sites import need_steered_points
+from vllm.v1.interventions.vectors import parse_vectors, part_of
 from vllm.v1.steering.files import load, parse_safetensors
 from vllm.v1.steering.modules import Module, need_module_name, no_positions, parse_module
 

@@ -5,29 +5,12 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from vllm.v1.interventions.sites import need_steered_points, reject, show
-from vllm.v1.steering.files import load
-from vllm.v1.steering.modules import Module, parse_module_args
+from vllm.v1.interventions.errors import reject, show
+from vllm.v1.steering.files import startup_modules
+from vllm.v1.steering.modules import Module
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
-
-
-def startup_modules(config: "VllmConfig") -> dict[str, Module]:
-    """Those of `--steering-modules`, read from their files.
-
-    Raises:
-        ValueError: naming the file and the tensor.
-        OSError: a file cannot be read.
-    """
-    shape = config.tap_shape
-    assert shape is not None
-    steering = config.steering_config
-    paths = parse_module_args(steering.steering_modules)
-    modules = {name: load(path, shape) for name, path in paths.items()}
-    for name, module in modules.items():
-        need_steered_points(module.sites, f"steering_modules.{name}", steering)
-    return modules
 
 
 class ModuleCatalog:

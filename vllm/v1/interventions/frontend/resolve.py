@@ -10,6 +10,7 @@ from vllm.tokenizers import TokenizerLike
 from vllm.v1.capture.consumer import RequestInfo
 from vllm.v1.capture.registry import INLINE
 from vllm.v1.capture.transport.feed import request_info, reserved_bytes
+from vllm.v1.interventions.errors import reject
 from vllm.v1.interventions.frontend.capture_request import parse_capture
 from vllm.v1.interventions.frontend.module_catalog import ModuleCatalog
 from vllm.v1.interventions.frontend.selectors import Prompt
@@ -22,7 +23,7 @@ from vllm.v1.interventions.plan import (
     Plan,
     TapShape,
 )
-from vllm.v1.interventions.sites import need_captured_points, reject
+from vllm.v1.interventions.sites import need_captured_points
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig

@@ -10,7 +10,8 @@ import torch
 from vllm.v1.capture.results import CapturedRows, CaptureResult
 from vllm.v1.capture.transport.copies import Copies, empty
 from vllm.v1.capture.transport.selected import RowsLost, Selected
-from vllm.v1.interventions.plan import CapturedChunk, CapturePlan, dtype_of
+from vllm.v1.interventions.messages import CapturedChunk
+from vllm.v1.interventions.plan import CapturePlan, dtype_of
 from vllm.v1.interventions.positions import Positions
 
 

@@ -2,12 +2,12 @@
 """Copies rows that came with outputs to their completions' memory, beside the engine's loop."""
 
 from concurrent.futures import Future
+from itertools import accumulate
 from weakref import WeakValueDictionary
 
 from vllm.v1.capture.transport.copies import Copies, CopyThreads, finished, joined
-from vllm.v1.interventions.frontend.packed_rows import unpack
 from vllm.v1.interventions.frontend.row_collector import RowCollector
-from vllm.v1.interventions.plan import CapturedChunk
+from vllm.v1.interventions.messages import CapturedChunk
 
 BYTES = 192 << 20
 STEPS = 32
@@ -109,3 +109,16 @@ class RowCopier:
     def _wait(self) -> None:
         finished(self._running)
         self._running, self._copying, self._copies = [], set(), ([], [])
+
+
+def unpack(chunks: list[CapturedChunk]) -> dict[str, list[CapturedChunk]]:
+    """Request id -> its rows, of chunks that have `owners`."""
+    rows: dict[str, list[CapturedChunk]] = {}
+    for chunk in chunks:
+        counts = [count for _, count in chunk.owners]
+        values = [v.split(counts) for v in chunk.values]
+        stops = accumulate(counts)
+        at = [chunk.positions[b - n : b] for n, b in zip(counts, stops, strict=True)]
+        for (name, _), here, *mine in zip(chunk.owners, at, *values, strict=True):
+            rows.setdefault(name, []).append(CapturedChunk(here, mine, chunk.version))
+    return rows

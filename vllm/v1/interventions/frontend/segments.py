@@ -1,16 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """From what a request asks for to segments: which sum and which ops act on which positions."""
 
-import hashlib
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NoReturn, TypeVar
 
 import numpy as np
-import torch
 
 from vllm.config.steering import SteeringConfig
+from vllm.v1.interventions.errors import reject
 from vllm.v1.interventions.ops import Op
 from vllm.v1.interventions.plan import (
     UNSTEERED,
@@ -22,61 +21,23 @@ from vllm.v1.interventions.plan import (
     SteeringPlan,
     TapShape,
 )
-from vllm.v1.interventions.positions import Positions
-from vllm.v1.interventions.sites import reject, site_order
+from vllm.v1.interventions.positions import ALL, END, Positions
+from vllm.v1.interventions.sites import site_order
 from vllm.v1.interventions.terms import Term
-
-END = 1 << 40
-"""Past every position."""
-
-ALL = Positions([(0, END)])
+from vllm.v1.interventions.vectors import (
+    Vectors,
+    add_up,
+    digest_of,
+    largest_sum,
+    need_finite_sum,
+    part_of,
+    rows_of,
+)
 
 MAX_SEGMENTS = 16384
 """A client could otherwise make of a few bytes a list of any length."""
 
 Key = TypeVar("Key")
-
-Vectors = dict[Site, np.ndarray]
-"""site -> float64 [hidden], scale applied."""
-
-
-def part_of(vectors: Vectors, hidden_size: int) -> Part:
-    """`vectors` rounded once to float32."""
-    sites = sorted(vectors, key=site_order)
-    rows = np.stack([vectors[site] for site in sites]).astype(np.float32)
-    data, largest = rows.tobytes(), float(max(rows.max(), -rows.min()))
-    names = ",".join(f"{point}.{layer}" for point, layer in sites)
-    return Part(_digest(f"{hidden_size};{names};", data), sites, data, largest)
-
-
-def rows_of(part: Part) -> np.ndarray:
-    """float32 [sites, hidden], a view."""
-    return np.frombuffer(part.data, np.float32).reshape(len(part.sites), -1)
-
-
-def add_up(tiers: Iterable[Vectors]) -> Vectors:
-    """The sum, site by site, in float64."""
-    total: Vectors = {}
-    for tier in tiers:
-        for site, vector in tier.items():
-            total[site] = total[site] + vector if site in total else vector
-    return total
-
-
-def largest_sum(shape: TapShape) -> float:
-    """What a request's vectors may add up to at one place, and the global tiers as well: half the
-    largest number of the model's dtype, so that together they never overflow."""
-    return float(torch.finfo(shape.torch_dtype).max) / 2
-
-
-def need_finite_sum(vectors: Vectors, path: str, shape: TapShape) -> None:
-    """Raises ValueError if a sum of vectors is too large for the model's dtype."""
-    for (point, layer), vector in vectors.items():
-        if not np.abs(vector).max() <= largest_sum(shape):  # so that NaN is refused, too
-            reject(
-                path,
-                f"the sum of all vectors at {point} layer {layer} overflows half of {shape.dtype}",
-            )
 
 
 @dataclass(frozen=True)
@@ -264,7 +225,7 @@ class _Contents:
             return UNSTEERED
         scaled.sort()
         text = ";".join(f"{digest}*{scale.hex()}" for digest, scale in scaled)
-        content = Content(digest=_digest(text), parts=scaled)
+        content = Content(digest=digest_of(text), parts=scaled)
         self.contents[content.digest] = content
         return content.digest
 
@@ -314,11 +275,6 @@ class _Programs:
         terms = [[digests[i] for i in self._columns[site]] for site in self._sites]
         names = ",".join(f"{point}.{layer}" for point, layer in self._sites)
         listed = ";".join(",".join(at_site) for at_site in terms)
-        digest = _digest(f"{names};{decides};{listed}")
+        digest = digest_of(f"{names};{decides};{listed}")
         self.programs[digest] = Program(digest, self._sites, terms, decides)
         return digest
-
-
-def _digest(text: str, data: bytes = b"") -> str:
-    # No free text, so no two things share canonical bytes.
-    return hashlib.sha256(text.encode() + data).hexdigest()

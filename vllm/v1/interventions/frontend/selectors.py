@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 
 from vllm.tokenizers import TokenizerLike
+from vllm.v1.interventions.errors import reject, show, show_key
 from vllm.v1.interventions.frontend.prompt_text import BROKEN, PromptText, occurrences
 from vllm.v1.interventions.positions import Positions, Run
-from vllm.v1.interventions.sites import reject, show, show_key
 
 NAMED_SELECTORS = (
     "last_prompt",

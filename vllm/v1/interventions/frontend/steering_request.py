@@ -5,14 +5,15 @@ from typing import Any
 
 from vllm.config.steering import SteeringConfig
 from vllm.sampling_params import SamplingParams
+from vllm.v1.interventions.errors import reject, show
 from vllm.v1.interventions.frontend.module_catalog import ModuleCatalog
 from vllm.v1.interventions.frontend.segments import Layout
 from vllm.v1.interventions.frontend.selectors import Prompt, Selector
 from vllm.v1.interventions.ops import parse_ops
 from vllm.v1.interventions.plan import STEERING_FIELDS, TIERS, VECTOR_FIELDS, SteeringPlan, TapShape
 from vllm.v1.interventions.positions import Positions
-from vllm.v1.interventions.scheduler.term_pool import rows_needed
-from vllm.v1.interventions.sites import need_steered_points, reject, show
+from vllm.v1.interventions.sites import need_steered_points
+from vllm.v1.interventions.terms import rows_needed
 from vllm.v1.interventions.vectors import need_number, parse_vectors
 
 MAX_MODULES = 64

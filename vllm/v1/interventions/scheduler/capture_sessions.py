@@ -7,42 +7,19 @@ import threading
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
-import msgspec
-
 from vllm.v1.capture.consumer import ConsumerContext, ConsumerResult
 from vllm.v1.capture.registry import INLINE
 from vllm.v1.capture.transport.copies import CopyThreads
 from vllm.v1.capture.transport.feed import Feed, request_info, reserved_bytes
-from vllm.v1.capture.transport.host import ConsumerHost
+from vllm.v1.capture.transport.host import SHUTDOWN_SECONDS, ConsumerHost
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
-from vllm.v1.interventions.plan import CapturedChunk
-from vllm.v1.interventions.scheduler.fairness import Turns
+from vllm.v1.interventions.calls import CaptureCall
+from vllm.v1.interventions.messages import CapturedChunk
+from vllm.v1.interventions.scheduler.admission import StarvationGuard
 from vllm.v1.request import Request
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
-
-SHUTDOWN_SECONDS = 30.0
-"""How long consumers may take to write what is left when the engine stops."""
-
-
-class CaptureEnd(msgspec.Struct, frozen=True):
-    """The frontend's word on a completion: it alone knows where stop strings and aborts end it."""
-
-    num_tokens: int
-    """Prompt and generated tokens of the final sequence."""
-    aborted: bool
-    failed: str = ""
-    """Why the request failed, if it did: nothing of it is to be published."""
-
-
-class CaptureCall(msgspec.Struct, frozen=True):
-    """A call of the engine core. Engines that do not have the request are called too."""
-
-    request_id: str
-    end: CaptureEnd | None = None
-    released: str = ""
-    """A consumer of the frontend that has given its result."""
 
 
 class _Capture:
@@ -75,7 +52,7 @@ class CaptureSessions:
         self._drop = config.capture_config.capture_overload_policy == "drop"
         self._lock = threading.Lock()
         self._free = {name: spec.limits.pending_bytes for name, spec in self._specs.items()}
-        self._turns = {name: Turns() for name in self._specs}
+        self._guards = {name: StarvationGuard() for name in self._specs}
         self._starved = False
         self._captures: dict[str, _Capture] = {}
         self._hosts: dict[str, ConsumerHost] = {}
@@ -107,7 +84,7 @@ class CaptureSessions:
             return True
         with self._lock:
             fits = {name: self._free[name] >= size for name, size in capture.needs.items()}
-        granted = [self._turns[n].grant(request.request_id, fit) for n, fit in fits.items()]
+        granted = [self._guards[n].try_admit(request.request_id, fit) for n, fit in fits.items()]
         self._starved |= not all(granted)
         return all(granted)
 
@@ -134,8 +111,8 @@ class CaptureSessions:
 
     def leave(self, request: Request) -> None:
         """The request started, or ended: it waits no more."""
-        for turns in self._turns.values():
-            turns.leave(request.request_id)
+        for guard in self._guards.values():
+            guard.leave(request.request_id)
 
     def feeds(self, request_id: str) -> bool:
         """Whether consumers of this process want rows of the request."""

@@ -2,54 +2,46 @@
 """Changes of global tiers and modules, in two phases, so that all engines make one or none."""
 
 import time
-from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any, Literal
+from collections.abc import Callable, Iterable, Mapping
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from vllm.v1.interventions.plan import TIERS, Part
-from vllm.v1.interventions.scheduler.tiers import GlobalState, norms_of
-from vllm.v1.interventions.sites import InterventionError, reject
+from vllm.v1.interventions.calls import Change, SteeringCall
+from vllm.v1.interventions.errors import InterventionError, reject
+from vllm.v1.interventions.plan import TIERS
+from vllm.v1.interventions.scheduler.admission import Pool
+from vllm.v1.interventions.scheduler.tiers import GlobalState, ModuleStore, norms_of
 from vllm.v1.steering.modules import Module
 
 if TYPE_CHECKING:
-    from vllm.v1.interventions.scheduler.decisions import SchedulerInterventions
     from vllm.v1.request import Request
 
 LEASE_SECONDS = 30.0
 """A change that was prepared and never decided, because its frontend died, gives way."""
 
 
-class Change(msgspec.Struct, frozen=True):
-    """What to do; checked by the frontend."""
-
-    action: Literal["set", "clear", "register", "unregister"]
-    tiers: dict[str, Part] = {}
-    """set: the vectors of each tier."""
-    replace: bool = False
-    """set: whether all that is not named goes."""
-    tier: str | None = None
-    """clear: one tier; None for all."""
-    name: str = ""
-    module: Module | None = None
-
-
-class SteeringCall(msgspec.Struct, frozen=True):
-    """A call of the engine core. Reading needs no phases."""
-
-    phase: Literal["state", "modules", "prepare", "commit", "cancel"]
-    token: str = ""
-    """Names a change from its preparation to its end."""
-    change: Change | None = None
-    known: dict[str, str] = {}
-    """modules: name -> digest of those the frontend has."""
-
-
 class Changes:
-    """The change that is being made, if any, and the state that results."""
+    """The change that is being made, if any, and the state that results.
 
-    def __init__(self, interventions: "SchedulerInterventions") -> None:
-        self._interventions = interventions
+    Args:
+        modules: what names mean; changed here.
+        usage: what the state says of pools, by name.
+        current: returns the global tiers as they are.
+        set_tiers: makes others the global tiers, for requests that are under way too.
+    """
+
+    def __init__(
+        self,
+        modules: ModuleStore,
+        usage: Mapping[str, Pool],
+        current: Callable[[], GlobalState],
+        set_tiers: Callable[[GlobalState, Iterable["Request"]], None],
+    ) -> None:
+        self._modules = modules
+        self._usage = usage
+        self._current = current
+        self._set_tiers = set_tiers
         self._token = ""
         self._change: Change | None = None
         self._tiers: GlobalState | None = None
@@ -78,34 +70,34 @@ class Changes:
 
     def _prepare(self, call: SteeringCall) -> None:
         assert call.change is not None
-        change, tiers = call.change, self._interventions.tiers
+        change, tiers = call.change, self._current()
         changed = None
         if change.action == "set":
             changed = tiers.changed(change.tiers, change.replace)
         elif change.action == "clear":
             changed = tiers.cleared(change.tier)
-        elif change.action == "unregister" and change.name not in self._interventions.modules:
-            known = ", ".join(sorted(self._interventions.modules.items())[:20]) or "none"
+        elif change.action == "unregister" and change.name not in self._modules:
+            known = ", ".join(sorted(self._modules.items())[:20]) or "none"
             reject("name", f"unknown module {change.name!r}; registered are {known}")
         elif change.module is not None:
             # Another engine may have the change made, and a request here, before the commit comes.
-            self._interventions.modules.keep(change.module)
+            self._modules.keep(change.module)
         self._token, self._change, self._tiers = call.token, change, changed
         self._expires = time.monotonic() + LEASE_SECONDS
 
     def _commit(self, requests: Iterable["Request"]) -> None:
         assert self._change is not None
         if self._tiers is not None:
-            self._interventions.set_tiers(self._tiers, requests)
+            self._set_tiers(self._tiers, requests)
         elif self._change.module is not None:
-            self._interventions.modules.put(self._change.name, self._change.module)
+            self._modules.put(self._change.name, self._change.module)
         else:
-            self._interventions.modules.remove(self._change.name)
+            self._modules.remove(self._change.name)
         self._token = ""
 
     def _news(self, known: dict[str, str]) -> dict[str, Any]:
         """The names there are, and the modules a frontend lacks; as bytes, which it can decode."""
-        modules = self._interventions.modules.items()
+        modules = self._modules.items()
         return {
             "names": list(modules),
             "new": {
@@ -116,8 +108,8 @@ class Changes:
         }
 
     def _state(self) -> dict[str, Any]:
-        current = self._interventions.tiers.current
-        modules = self._interventions.modules.items()
+        current = self._current().current
+        modules = self._modules.items()
         return {
             "version": current.version,
             "tiers": {
@@ -126,15 +118,7 @@ class Changes:
                 if (part := current.tiers.get(tier)) is not None
             },
             "modules": {name: describe(module) for name, module in sorted(modules.items())},
-            "slots": {
-                "in_use": self._interventions.slots.in_use,
-                "size": self._interventions.slots.size,
-            },
-            "rows": {
-                "in_use": self._interventions.pool.in_use,
-                "size": self._interventions.pool.size,
-            },
-        }
+        } | {name: {"in_use": p.in_use, "size": p.size} for name, p in self._usage.items()}
 
 
 def describe(module: Module) -> dict[str, Any]:

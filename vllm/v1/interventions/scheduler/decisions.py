@@ -7,28 +7,20 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from vllm.config.capture import PROJECTION_ROWS
-from vllm.v1.interventions.frontend.module_catalog import startup_modules
-from vllm.v1.interventions.plan import (
-    UNSTEERED,
-    GlobalTiers,
-    Segment,
-    SteeringPlan,
-    StepInterventions,
-    TapShape,
-    WorkerRequest,
-)
+from vllm.v1.interventions.messages import GlobalTiers, StepInterventions, WorkerRequest, table_row
+from vllm.v1.interventions.plan import UNSTEERED, Segment, SteeringPlan, TapShape
+from vllm.v1.interventions.scheduler.admission import Pool, StarvationGuard
 from vllm.v1.interventions.scheduler.capture_sessions import CaptureSessions
 from vllm.v1.interventions.scheduler.changes import Changes
-from vllm.v1.interventions.scheduler.fairness import Turns
 from vllm.v1.interventions.scheduler.projection_pool import ProjectionPool
 from vllm.v1.interventions.scheduler.row_budget import RowBudget
 from vllm.v1.interventions.scheduler.row_relay import RowRelay
 from vllm.v1.interventions.scheduler.slots import SlotTable
 from vllm.v1.interventions.scheduler.term_pool import TermPool
 from vllm.v1.interventions.scheduler.tiers import GlobalState, ModuleStore
-from vllm.v1.interventions.worker.steering_table import table_row
 from vllm.v1.metrics.steering_stats import SteeringStats
 from vllm.v1.request import Request, RequestStatus
+from vllm.v1.steering.files import startup_modules
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -49,9 +41,10 @@ class SchedulerInterventions:
     def __init__(self, config: "VllmConfig", hash_block_size: int) -> None:
         steering, shape = config.steering_config, config.tap_shape or NO_SHAPE
         self.slots = SlotTable(steering.max_steering_configs)
-        self.pool = TermPool(steering.max_steering_rows if steering.has_ops else 0)
+        self.terms = TermPool(steering.max_steering_rows if steering.has_ops else 0)
         self.rows = RowBudget(config)
         self.projections = ProjectionPool(PROJECTION_ROWS)
+        self._pools: tuple[Pool, ...] = (self.slots, self.terms, self.projections)
         self.captures = CaptureSessions(config)
         self.relay = RowRelay(self.captures)
         self.tiers = GlobalState(shape)
@@ -59,10 +52,11 @@ class SchedulerInterventions:
         if steering.steering_modules:
             for name, module in startup_modules(config).items():
                 self.modules.put(name, module)
-        self.changes = Changes(self)
+        usage: dict[str, Pool] = {"slots": self.slots, "rows": self.terms}
+        self.changes = Changes(self.modules, usage, lambda: self.tiers, self.set_tiers)
         self._hash_block_size = hash_block_size
         self._speculates = config.speculative_config is not None
-        self._turns = Turns()
+        self._guard = StarvationGuard()
         self._reserved: set[str] = set()
         self._admitted: dict[str, WorkerRequest] = {}
         self._changed_tiers: GlobalTiers | None = None
@@ -82,9 +76,8 @@ class SchedulerInterventions:
         steers = steering is not None and bool(steering.contents or steering.programs)
         projects = capture is not None and bool(capture.projections)
         if steers or projects:
-            fits = steering is None or (self.slots.fits(steering) and self.pool.fits(steering))
-            fits = fits and (capture is None or self.projections.fits(capture))
-            if not self._turns.grant(request.request_id, fits):
+            fits = all(pool.fits(request.interventions.plan) for pool in self._pools)
+            if not self._guard.try_admit(request.request_id, fits):
                 return False
         return self.captures.can_admit(request)
 
@@ -94,12 +87,9 @@ class SchedulerInterventions:
         asks = plan.steering is not None or plan.capture is not None
         if asks and request.request_id not in self._reserved:
             self._reserved.add(request.request_id)
-            self._turns.leave(request.request_id)
-            if plan.steering is not None:
-                self.slots.reserve(request.request_id, plan.steering)
-                self.pool.reserve(request.request_id, plan.steering)
-            if plan.capture is not None:
-                self.projections.reserve(request.request_id, plan.capture)
+            self._guard.leave(request.request_id)
+            for pool in self._pools:
+                pool.reserve(request.request_id, plan)
             self.captures.admit(request)
         if plan.steering is not None or plan.capture is not None or self.tiers.current.active:
             self._admitted[request.request_id] = self._worker_request(request)
@@ -122,7 +112,7 @@ class SchedulerInterventions:
                 dtype=np.int32,
             ),
             programs=np.array(
-                [self.pool.program(request.request_id, s.program) for s in steering.segments],
+                [self.terms.program(request.request_id, s.program) for s in steering.segments],
                 dtype=np.int32,
             ),
             capture_sites=tuple(plan.capture.sites) if plan.capture else (),
@@ -135,12 +125,11 @@ class SchedulerInterventions:
         self._restart(request)
 
     def finish(self, request: Request) -> None:
-        self._turns.leave(request.request_id)
+        self._guard.leave(request.request_id)
         self.captures.leave(request)
         self._reserved.discard(request.request_id)
-        self.slots.release(request.request_id)
-        self.pool.release(request.request_id)
-        self.projections.release(request.request_id)
+        for pool in self._pools:
+            pool.release(request.request_id)
         self.rows.withdraw(request)
         self._admitted.pop(request.request_id, None)
 
@@ -182,31 +171,24 @@ class SchedulerInterventions:
     def restore(self) -> None:
         """The workers' tables were lost in sleep: send everything again."""
         self._changed_tiers = self.tiers.current
-        self.slots.restore()
-        self.pool.restore()
-        self.projections.restore()
+        for pool in self._pools:
+            pool.restore()
 
     def stats(self) -> SteeringStats:
-        return SteeringStats(self.slots.in_use, self.pool.in_use, self.tiers.current.version)
+        return SteeringStats(self.slots.in_use, self.terms.in_use, self.tiers.current.version)
 
     # -- a step -----------------------------------------------------------------------------
 
     def message(self, num_scheduled_tokens: dict[str, int]) -> StepInterventions | None:
         """This step's decisions, or None if there are none; starts the next step."""
-        new_parts, contents, dropped_parts = self.slots.take_uploads()
-        terms, programs = self.pool.take_uploads()
         step = StepInterventions(
             version=self.tiers.current.version,
-            new_parts=new_parts,
             tiers=self._changed_tiers,
-            contents=contents,
-            dropped_parts=dropped_parts,
-            terms=terms,
-            programs=programs,
-            projections=self.projections.take_uploads(),
             admitted=self._admitted,
             rows=self.rows.take(num_scheduled_tokens),
         )
+        for pool in self._pools:
+            pool.upload(step)
         self._changed_tiers, self._admitted = None, {}
         return None if step.empty else step
 

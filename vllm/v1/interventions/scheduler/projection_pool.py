@@ -3,8 +3,9 @@
 
 from itertools import pairwise
 
-from vllm.v1.interventions.plan import CapturePlan, WorkerStream
-from vllm.v1.interventions.scheduler.slots import MAX_STEP_BYTES
+from vllm.v1.interventions.messages import StepInterventions, WorkerStream
+from vllm.v1.interventions.plan import CapturePlan, Plan
+from vllm.v1.interventions.scheduler.admission import MAX_STEP_BYTES
 
 
 class ProjectionPool:
@@ -27,19 +28,23 @@ class ProjectionPool:
         """Rows."""
         return sum(rows for _, rows in self._placed.values())
 
-    def fits(self, plan: CapturePlan) -> bool:
+    def fits(self, plan: Plan) -> bool:
         """Whether all matrices of `plan` have rows now, and can be sent in this step."""
-        new = self._new(plan)
-        if not new:
+        capture = plan.capture
+        if capture is None or not (new := self._new(capture)):
             return True
-        size = sum(len(plan.projections[digest]) for digest in new)
+        size = sum(len(capture.projections[digest]) for digest in new)
         waiting = sum(len(self._data[digest]) for digest in self._uploads)
         if waiting and waiting + size > MAX_STEP_BYTES:
             return False
-        return self._places(plan, new) is not None
+        return self._places(capture, new) is not None
 
-    def reserve(self, request_id: str, plan: CapturePlan) -> None:
+    def reserve(self, request_id: str, plan: Plan) -> None:
         """Take the rows that `fits` promised."""
+        if plan.capture is not None:
+            self._reserve(request_id, plan.capture)
+
+    def _reserve(self, request_id: str, plan: CapturePlan) -> None:
         new = self._new(plan)
         places = self._places(plan, new)
         assert places is not None
@@ -70,10 +75,10 @@ class ProjectionPool:
             for stream in plan.streams
         )
 
-    def take_uploads(self) -> list[tuple[int, bytes]]:
-        """(first row, data) of what is new; empties the list."""
-        uploads, self._uploads = self._uploads, []
-        return [(self._placed[digest][0], self._data[digest]) for digest in uploads]
+    def upload(self, step: StepInterventions) -> None:
+        """Put new matrices into the coming step's message."""
+        new, self._uploads = self._uploads, []
+        step.projections = [(self._placed[digest][0], self._data[digest]) for digest in new]
 
     def restore(self) -> None:
         """The workers have lost everything: send it again."""

@@ -7,7 +7,8 @@ import numpy as np
 
 from vllm.sampling_params import SamplingParams
 from vllm.v1.capture.transport.copies import CopyThreads
-from vllm.v1.interventions.plan import PLAN_FIELDS, CapturedChunk, Plan
+from vllm.v1.interventions.messages import CapturedChunk
+from vllm.v1.interventions.plan import PLAN_FIELDS, Plan
 from vllm.v1.interventions.positions import Positions
 from vllm.v1.interventions.scheduler.block_identity import BlockIdentity
 

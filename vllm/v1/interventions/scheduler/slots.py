@@ -1,29 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which content each slot of the steering table holds. Owned by the scheduler."""
 
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 
-from vllm.v1.interventions.plan import UNSTEERED, Content, Part, SteeringPlan
-from vllm.v1.interventions.scheduler.vector_sets import HeldParts
-
-MAX_STEP_BYTES = 8 << 20
-"""Vectors sent to the workers in one step: a scheduler message over 16 MB leaves the
-shared-memory ring and would stall every request of the step. A single larger plan goes alone."""
-
-NOTHING, GLOBALS_ALONE = 0, 1
-"""Slots that belong to nobody: zeros, and what plain requests get while global tiers are set."""
-
-FIRST_SLOT = 2
-
-ROWS_PER_SLOT = 2
-"""Rows of the table: for prompt positions, and for generated ones (global tiers may differ)."""
+from vllm.v1.interventions.messages import FIRST_SLOT, GLOBALS_ALONE, NOTHING, StepInterventions
+from vllm.v1.interventions.plan import UNSTEERED, Content, Part, Plan, SteeringPlan
+from vllm.v1.interventions.scheduler.admission import MAX_STEP_BYTES
 
 Key = tuple[str, bool]
 """(content's digest, whether the global tiers are added)."""
-
-
-def num_table_rows(max_steering_configs: int) -> int:
-    return ROWS_PER_SLOT * (FIRST_SLOT + max_steering_configs)
 
 
 class SlotTable:
@@ -49,8 +34,13 @@ class SlotTable:
     def in_use(self) -> int:
         return len(self._users)
 
-    def fits(self, plan: SteeringPlan) -> bool:
-        """Whether all contents of `plan` have a slot now, and its vectors fit in this step."""
+    def fits(self, plan: Plan) -> bool:
+        """Whether all sums of `plan` have a slot now, and their vectors fit in this step."""
+        if plan.steering is None:
+            return True
+        return self._fits(plan.steering)
+
+    def _fits(self, plan: SteeringPlan) -> bool:
         keys = {c.digest: (c.digest, plan.inherit) for c in plan.contents}
         if sum(not self._users.get(key) for key in keys.values()) > self.size - self.in_use:
             return False
@@ -66,8 +56,12 @@ class SlotTable:
         waiting = self._parts.new_bytes
         return not (size and waiting and waiting + size > MAX_STEP_BYTES)
 
-    def reserve(self, request_id: str, plan: SteeringPlan) -> None:
+    def reserve(self, request_id: str, plan: Plan) -> None:
         """Take the slots that `fits` promised."""
+        if plan.steering is not None:
+            self._reserve(request_id, plan.steering)
+
+    def _reserve(self, request_id: str, plan: SteeringPlan) -> None:
         parts = {p.digest: p for p in plan.parts}
         self._keys[request_id] = [(c.digest, plan.inherit) for c in plan.contents]
         for key in self._keys[request_id]:
@@ -106,11 +100,11 @@ class SlotTable:
                 del self._users[key]
                 self._idle[key] = None
 
-    def take_uploads(self) -> tuple[list[Part], list[tuple[int, Content, bool]], list[str]]:
-        """(new parts, (slot, content, inherit) to write, dropped parts); empties the lists."""
+    def upload(self, step: StepInterventions) -> None:
+        """Put new and dropped parts, and the slots to write, into the coming step's message."""
         uploads, self._uploads = self._uploads, {}
-        new, dropped = self._parts.take()
-        return new, [(slot, c, inherit) for slot, (c, inherit) in uploads.items()], dropped
+        step.contents = [(slot, c, inherit) for slot, (c, inherit) in uploads.items()]
+        step.new_parts, step.dropped_parts = self._parts.take()
 
     def restore(self) -> None:
         """The workers have lost everything: send it again."""
@@ -118,3 +112,47 @@ class SlotTable:
         self._uploads = {
             slot: (self._placed[slot], inherit) for (_, inherit), slot in self._slot.items()
         }
+
+
+class HeldParts:
+    """Counts the uses of each part: the first sends it to the workers, the last has it dropped."""
+
+    def __init__(self) -> None:
+        self._held: dict[str, Part] = {}
+        self._uses: Counter[str] = Counter()
+        self._new: dict[str, Part] = {}
+        self._dropped: dict[str, None] = {}
+
+    def __contains__(self, digest: str) -> bool:
+        return digest in self._held
+
+    @property
+    def new_bytes(self) -> int:
+        return sum(len(part.data) for part in self._new.values())
+
+    def use(self, part: Part) -> None:
+        self._uses[part.digest] += 1
+        if part.digest not in self._held:
+            self._held[part.digest] = part
+            if part.digest in self._dropped:
+                del self._dropped[part.digest]  # the workers still have it
+            else:
+                self._new[part.digest] = part
+
+    def drop(self, digest: str) -> None:
+        """One use less."""
+        self._uses[digest] -= 1
+        if not self._uses[digest]:
+            del self._uses[digest], self._held[digest]
+            if self._new.pop(digest, None) is None:
+                self._dropped[digest] = None
+
+    def take(self) -> tuple[list[Part], list[str]]:
+        """(parts the workers must get, parts they may forget); empties both."""
+        new, self._new = list(self._new.values()), {}
+        dropped, self._dropped = list(self._dropped), {}
+        return new, dropped
+
+    def restore(self) -> None:
+        """The workers have lost everything."""
+        self._new, self._dropped = dict(self._held), {}

@@ -4,14 +4,10 @@ scheduler."""
 
 from collections import Counter
 
-from vllm.v1.interventions.plan import UNSTEERED, PlacedProgram, PlacedTerm, SteeringPlan
-from vllm.v1.interventions.scheduler.slots import MAX_STEP_BYTES
-from vllm.v1.interventions.terms import Term
-
-
-def rows_needed(terms: list[Term]) -> int:
-    """Rows of the vector table: a term has one, and one for the probe of its gate."""
-    return sum(2 if term.probe else 1 for term in terms)
+from vllm.v1.interventions.messages import PlacedProgram, PlacedTerm, StepInterventions
+from vllm.v1.interventions.plan import UNSTEERED, Plan, SteeringPlan
+from vllm.v1.interventions.scheduler.admission import MAX_STEP_BYTES
+from vllm.v1.interventions.terms import rows_needed
 
 
 class TermPool:
@@ -36,8 +32,13 @@ class TermPool:
     def in_use(self) -> int:
         return self.size - len(self._free_rows)
 
-    def fits(self, plan: SteeringPlan) -> bool:
+    def fits(self, plan: Plan) -> bool:
         """Whether all terms and programs of `plan` have rows now, and fit in this step."""
+        if plan.steering is None:
+            return True
+        return self._fits(plan.steering)
+
+    def _fits(self, plan: SteeringPlan) -> bool:
         new = [term for term in plan.terms if term.digest not in self._placed]
         if rows_needed(new) > len(self._free_rows) or len(plan.programs) > len(self._free_programs):
             return False
@@ -45,10 +46,12 @@ class TermPool:
         waiting = sum(len(p.term.vector) + len(p.term.probe) for p in self._new_terms.values())
         return not (size and waiting and waiting + size > MAX_STEP_BYTES)
 
-    def reserve(self, request_id: str, plan: SteeringPlan) -> None:
+    def reserve(self, request_id: str, plan: Plan) -> None:
         """Take the rows that `fits` promised."""
-        if not plan.programs:
-            return
+        if plan.steering is not None and plan.steering.programs:
+            self._reserve(request_id, plan.steering)
+
+    def _reserve(self, request_id: str, plan: SteeringPlan) -> None:
         self._terms[request_id] = [term.digest for term in plan.terms]
         for term in plan.terms:
             self._uses[term.digest] += 1
@@ -91,11 +94,10 @@ class TermPool:
             self._new_programs.pop(program.row, None)
             self._free_programs.append(program.row)
 
-    def take_uploads(self) -> tuple[list[PlacedTerm], list[PlacedProgram]]:
-        """What the workers must write before the coming step; empties the lists."""
-        terms, self._new_terms = list(self._new_terms.values()), {}
-        programs, self._new_programs = list(self._new_programs.values()), {}
-        return terms, programs
+    def upload(self, step: StepInterventions) -> None:
+        """Put new terms and programs into the coming step's message."""
+        step.terms, self._new_terms = list(self._new_terms.values()), {}
+        step.programs, self._new_programs = list(self._new_programs.values()), {}
 
     def restore(self) -> None:
         """The workers have lost everything: send it again."""

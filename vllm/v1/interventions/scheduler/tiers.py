@@ -7,9 +7,10 @@ import time
 import msgspec
 import numpy as np
 
-from vllm.v1.interventions.frontend.segments import add_up, need_finite_sum, part_of, rows_of
-from vllm.v1.interventions.plan import TIERS, UNSTEERED, GlobalTiers, Part, Plan, Site, TapShape
+from vllm.v1.interventions.messages import GlobalTiers
+from vllm.v1.interventions.plan import TIERS, UNSTEERED, Part, Plan, Site, TapShape
 from vllm.v1.interventions.scheduler.block_identity import Era
+from vllm.v1.interventions.vectors import add_up, need_finite_sum, part_of, rows_of
 from vllm.v1.steering.modules import Module
 
 PHASE_TIERS = {"prefill": ("base", "prefill"), "decode": ("base", "decode")}

@@ -19,10 +19,11 @@ from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
 from vllm.model_executor.layers.native_rows import NATIVE_ROWS, NativeTap
 from vllm.model_executor.layers.residual_taps import BoundTaps, PassTap, SiteTap
 from vllm.v1.interventions.capture_groups import Layout, Layouts
+from vllm.v1.interventions.messages import num_table_rows
 from vllm.v1.interventions.plan import Site, TapShape
-from vllm.v1.interventions.scheduler.slots import num_table_rows
-from vllm.v1.interventions.step_rows import Blocks, Members, Outbox, StepRows
+from vllm.v1.interventions.step_rows import Blocks, Members, StepRows
 from vllm.v1.interventions.worker.model_variants import Forms
+from vllm.v1.interventions.worker.outbox import Outbox, send_rows
 from vllm.v1.interventions.worker.projection_table import ProjectionTable
 from vllm.v1.interventions.worker.steering_table import SteeringTable
 from vllm.v1.interventions.worker.tap_layers import (
@@ -71,7 +72,7 @@ class Interventions:
         self._outbox: Outbox | None = None
         self._captured_tokens = 0
         self._decoding: Decoding | None = None
-        self._pending: StepRows | None = None
+        self._pending: tuple[StepRows, torch.Tensor] | None = None
         self.captures_here = False
         self.shape: TapShape | None = None
         self._forms: Forms | None = None
@@ -282,8 +283,7 @@ class Interventions:
         last, wanted = self._decoding, self._wanted.keys()
         if last and len(req_ids) == total and (last.req_ids, last.wanted) == (req_ids, wanted):
             # As in the step before: nothing is sent.
-            self._pending = StepRows(self._version, last.blocks)
-            self._pending.take_positions(positions, last.token_index)
+            self._pending = StepRows(self._version, last.blocks), positions[last.token_index]
             return
         self._clear_dest()
         # Requests that want the same share one dense block of the arena.
@@ -301,8 +301,7 @@ class Interventions:
         self.dest[:, :total] = to_device(self._dest_host[:, :total], self._device)
         self._captured_tokens = total
         token_index = to_device(np.concatenate(of_block), self._device)
-        self._pending = StepRows(self._version, blocks)
-        self._pending.take_positions(positions, token_index)
+        self._pending = StepRows(self._version, blocks), positions[token_index]
         if total == len(req_ids):
             self._decoding = Decoding(list(req_ids), wanted, blocks, token_index)
 
@@ -315,11 +314,12 @@ class Interventions:
 
     def collect(self) -> StepRows | None:
         """After the forward: this step's rows, on their way to the host."""
-        pending, self._pending = self._pending, None
-        if pending is not None:
-            assert self.arena is not None and self._projections is not None
-            pending.take_rows(self.arena, self._projections, self._outbox)
-        return pending
+        if self._pending is None:
+            return None
+        (rows, positions), self._pending = self._pending, None
+        assert self.arena is not None and self._projections is not None
+        send_rows(rows, self.arena, positions.long(), self._projections, self._outbox)
+        return rows
 
     def rows_alone(self) -> ModelRunnerOutput | None:
         """This step's rows where a worker has nothing else to return: not the last stage."""

@@ -3,9 +3,13 @@
 
 import torch
 
-from vllm.v1.interventions.frontend.segments import rows_of
-from vllm.v1.interventions.plan import Content, Part, Site, StepInterventions
-from vllm.v1.interventions.scheduler.slots import FIRST_SLOT, GLOBALS_ALONE, ROWS_PER_SLOT
+from vllm.v1.interventions.messages import (
+    GLOBALS_ALONE,
+    ROWS_PER_SLOT,
+    StepInterventions,
+)
+from vllm.v1.interventions.plan import Content, Part, Site
+from vllm.v1.interventions.vectors import rows_of
 
 _EMPTY = Content(digest="", parts=[])
 
@@ -93,11 +97,3 @@ class SteeringTable:
         if tier in self._tiers:
             index, vectors = self._tiers[tier]
             rows.index_add_(0, index, vectors)
-
-
-def table_row(slot: int, generated: bool) -> int:
-    """The row of a slot; slot 0 has one, so that plain tokens are known by row 0."""
-    if slot < GLOBALS_ALONE:
-        return 0
-    assert slot >= FIRST_SLOT or slot == GLOBALS_ALONE
-    return ROWS_PER_SLOT * slot + generated

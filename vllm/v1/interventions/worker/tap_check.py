@@ -14,10 +14,8 @@ import torch
 
 from vllm.logger import init_logger
 from vllm.v1.interventions.plan import Site, TapShape
-from vllm.v1.interventions.startup import collect_stages
 
 if TYPE_CHECKING:
-    from vllm.v1.executor import Executor
     from vllm.v1.interventions.worker.runner import Interventions
     from vllm.v1.worker.block_table import BlockTable
     from vllm.v1.worker.gpu.block_table import BlockTables
@@ -29,27 +27,6 @@ NUM_TOKENS = 2
 
 DummyRun = Callable[[int], Sequence[Any]]
 """Runs n dummy tokens; its first result is the last stage's hidden states [>= n, hidden]."""
-
-
-def start_taps(executor: "Executor") -> TapShape | None:
-    """Check the taps of all workers, merge what they offer (pipeline stages own layers), and have
-    the rows of all stages arrive.
-
-    Raises:
-        RuntimeError: a site does not move its row, or a layer is not wired.
-    """
-    shapes = [s for s in executor.collective_rpc(check_worker) if s is not None]
-    if not shapes:
-        return None
-    points = {layer: p for shape in shapes for layer, p in shape.points.items()}
-    num_layers = executor.vllm_config.model_config.get_total_num_hidden_layers()
-    if missing := sorted(set(range(num_layers)) - set(points)):
-        raise RuntimeError(
-            f"decoder layers {missing} are of a class that is not wired for steering or capture; "
-            "start without enable_steering and capture_consumers, or wire it in patches/taps"
-        )
-    collect_stages(executor)
-    return TapShape(shapes[0].hidden_size, shapes[0].dtype, dict(sorted(points.items())))
 
 
 def check_worker(worker: Any) -> TapShape | None:

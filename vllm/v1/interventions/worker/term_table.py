@@ -6,7 +6,8 @@ import torch
 
 from vllm.config.steering import SteeringConfig
 from vllm.model_executor.layers.steering_terms import TermTables
-from vllm.v1.interventions.plan import PlacedTerm, Site, StepInterventions
+from vllm.v1.interventions.messages import PlacedTerm, StepInterventions
+from vllm.v1.interventions.plan import Site
 from vllm.v1.interventions.terms import Scalars
 from vllm.v1.interventions.worker.token_map import to_device
 

@@ -4,7 +4,7 @@
 import numpy as np
 import torch
 
-from vllm.v1.interventions.plan import WorkerRequest
+from vllm.v1.interventions.messages import WorkerRequest
 
 _SHIFT = 40
 """(request << 40) + position is one number, so one sorted search serves a whole batch."""

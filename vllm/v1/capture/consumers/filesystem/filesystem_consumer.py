@@ -29,6 +29,7 @@ from vllm.v1.capture.consumers.filesystem.publication import (
 from vllm.v1.capture.consumers.filesystem.shards import Entry, Shards
 from vllm.v1.capture.consumers.filesystem.store import open_store
 from vllm.v1.capture.file_format import LABELS, LAYOUTS, SUFFIX, Layout, Pieces, Record, tensor_name
+from vllm.v1.interventions.errors import reject, show, show_key
 
 _T = TypeVar("_T", bound=str)
 
@@ -82,8 +83,6 @@ class FilesystemConsumer(CaptureConsumer):
     @classmethod
     def check_request(cls, fields: Mapping[str, Any], path: str) -> dict[str, Any]:
         """`request_id`, `tag` and `layout`, each of which may be None."""
-        from vllm.v1.interventions.sites import reject, show, show_key
-
         unknown = sorted(show_key(key) for key in fields if key not in _FIELDS)[:8]
         if unknown:
             allowed = ("hooks", "positions", "project", *_FIELDS)

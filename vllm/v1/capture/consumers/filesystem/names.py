@@ -10,6 +10,8 @@ import re
 import uuid
 from typing import Any
 
+from vllm.v1.interventions.errors import reject, show
+
 _MAX_LENGTH = 100
 _SLUG = re.compile(rf"[a-z0-9](?:[a-z0-9._-]{{0,{_MAX_LENGTH - 2}}}[a-z0-9])?", re.ASCII)
 _RESERVED = ("--", ".safetensors")
@@ -53,8 +55,6 @@ def another(name: str) -> str:
 
 
 def _need(value: Any, path: str, wrong: str) -> str:
-    from vllm.v1.interventions.sites import reject, show
-
     if wrong:
         reject(path, f"{show(value)} {wrong}")
     assert isinstance(value, str)

@@ -9,9 +9,9 @@ import pytest
 
 from tests.support.plans import HIDDEN, config_of, plan_of
 from vllm import SamplingParams
-from vllm.v1.interventions.scheduler import fairness
+from vllm.v1.interventions.scheduler import admission
+from vllm.v1.interventions.scheduler.admission import MAX_SKIPS
 from vllm.v1.interventions.scheduler.decisions import SchedulerInterventions
-from vllm.v1.interventions.scheduler.fairness import MAX_SKIPS
 from vllm.v1.request import Request
 
 CONFIG = config_of(max_steering_configs=2)
@@ -66,7 +66,7 @@ def test_nobody_starves(sharing: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     waited = steps_until_admitted(sharing)
     assert waited is not None
     assert MAX_SKIPS < waited <= MAX_SKIPS + 4
-    monkeypatch.setattr(fairness, "MAX_SKIPS", 10**9)
+    monkeypatch.setattr(admission, "MAX_SKIPS", 10**9)
     assert steps_until_admitted(sharing) is None
 
 

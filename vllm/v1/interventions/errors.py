@@ -1,0 +1,56 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The error of a request that cannot be honoured exactly, and how its messages show client input.
+
+Every error names the path of the offending field (`steering_vectors.post_block.15.scale`), what
+was given and what is allowed. Offline it is a `ValueError`, over HTTP a 400.
+"""
+
+from collections.abc import Mapping
+from typing import Any, NoReturn
+
+from vllm.exceptions import VLLMValidationError
+
+
+class InterventionError(VLLMValidationError, ValueError):
+    """A request asks for steering or capture that cannot be done exactly."""
+
+    def __str__(self) -> str:
+        return str(self.args[0])
+
+
+def reject(path: str, message: str) -> NoReturn:
+    raise InterventionError(f"{path}: {message}", parameter=path)
+
+
+def show(value: Any) -> str:
+    """`value` for an error message, bounded: client input may be huge."""
+    if not isinstance(value, str | int | float | bool | None):
+        return type(value).__name__
+    if isinstance(value, int) and value.bit_length() > 128:
+        # Python refuses to print very long ones.
+        return f"an int of {value.bit_length()} bits"
+    text = repr(value)
+    return text if len(text) <= 60 else text[:57] + "..."
+
+
+def show_key(key: Any) -> str:
+    """A mapping's key as a part of a path."""
+    return key[:40] if isinstance(key, str) else show(key)
+
+
+def need_mapping(value: Any, path: str) -> Mapping[Any, Any]:
+    if not isinstance(value, Mapping):
+        reject(path, f"must be a mapping, got {show(value)}")
+    return value
+
+
+def describe(error: BaseException) -> str:
+    """Type and message, bounded."""
+    try:
+        text = f"{type(error).__name__}: {error}"
+    except Exception:
+        text = type(error).__name__
+    return text if len(text) <= _MAX_ERROR else text[: _MAX_ERROR - 3] + "..."
+
+
+_MAX_ERROR = 500

@@ -1,0 +1,133 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the processes tell each other in a step: decisions down to the workers, rows back up."""
+
+import msgspec
+import numpy as np
+import torch
+
+from vllm.v1.interventions.plan import Content, Part, Site
+from vllm.v1.interventions.terms import Term
+
+NOTHING, GLOBALS_ALONE = 0, 1
+"""Slots that belong to nobody: zeros, and what plain requests get while global tiers are set."""
+
+
+FIRST_SLOT = 2
+
+
+ROWS_PER_SLOT = 2
+"""Rows of the table: for prompt positions, and for generated ones (global tiers may differ)."""
+
+
+def num_table_rows(max_steering_configs: int) -> int:
+    return ROWS_PER_SLOT * (FIRST_SLOT + max_steering_configs)
+
+
+def table_row(slot: int, generated: bool) -> int:
+    """The row of a slot; slot 0 has one, so that plain tokens are known by row 0."""
+    if slot < GLOBALS_ALONE:
+        return 0
+    assert slot >= FIRST_SLOT or slot == GLOBALS_ALONE
+    return ROWS_PER_SLOT * slot + generated
+
+
+class GlobalTiers(msgspec.Struct, frozen=True):
+    """The vectors that act on every request that does not opt out."""
+
+    version: int
+    """Counts the changes."""
+    tiers: dict[str, Part]
+    """tier -> its vectors; a tier without any is left out."""
+
+    @property
+    def active(self) -> bool:
+        return bool(self.tiers)
+
+
+class WorkerStream(msgspec.Struct, frozen=True, array_like=True):
+    """A `Stream` as workers know it."""
+
+    sites: tuple[int, ...]
+    """Which of the request's `capture_sites`."""
+    projection: tuple[int, int] | None = None
+    """(first row, number of rows) of its matrix in the table of projections; None for rows as they
+    are."""
+
+
+class WorkerRequest(msgspec.Struct, frozen=True):
+    """What a worker keeps of a request from its admission to its end."""
+
+    firsts: np.ndarray
+    """int64 [segments]: the first position of each."""
+    table_rows: np.ndarray
+    """int32 [segments]: the row of the steering table."""
+    programs: np.ndarray
+    """int32 [segments]: the row of the program table, 0 for no ops."""
+    capture_sites: tuple[Site, ...] = ()
+    capture_streams: tuple[WorkerStream, ...] = ()
+
+
+class PlacedProgram(msgspec.Struct, frozen=True):
+    """A program and the rows it refers to."""
+
+    row: int
+    home: int
+    """The row of the program that decides this one's gates; its own where it decides itself."""
+    sites: list[Site]
+    terms: list[list[int]]
+    """Of each site: rows of terms, 0 for none."""
+
+
+class PlacedTerm(msgspec.Struct, frozen=True):
+    row: int
+    probe_row: int
+    """0 for no gate."""
+    term: Term
+
+
+class StepInterventions(msgspec.Struct):
+    """The scheduler's decisions for one step. A worker applies them in the order of the fields."""
+
+    version: int
+    """Of the global steering."""
+    new_parts: list[Part] = []
+    tiers: GlobalTiers | None = None
+    """Changed global tiers."""
+    contents: list[tuple[int, Content, bool]] = []
+    """(slot, content, inherit) to write into the table before this step's forward."""
+    dropped_parts: list[str] = []
+    terms: list[PlacedTerm] = []
+    programs: list[PlacedProgram] = []
+    projections: list[tuple[int, bytes]] = []
+    """(first row in the table of projections, float32 [k, hidden], C order, native endian)."""
+    admitted: dict[str, WorkerRequest] = {}
+    rows: dict[str, np.ndarray] = {}
+    """Request id -> int32 offsets into the request's tokens of this step whose rows to capture."""
+
+    @property
+    def empty(self) -> bool:
+        """Whether a worker that is not told does the same."""
+        return not (
+            self.new_parts
+            or self.tiers
+            or self.contents
+            or self.dropped_parts
+            or self.terms
+            or self.programs
+            or self.projections
+            or self.admitted
+            or self.rows
+        )
+
+
+class CapturedChunk(msgspec.Struct, array_like=True, gc=False):
+    """Rows of one request, in position order."""
+
+    positions: np.ndarray
+    """int64 [n]; those of all streams together."""
+    values: list[torch.Tensor]
+    """Of each stream of the capture plan: [n, its sites, its width], its dtype, CPU."""
+    version: int
+    """Of the global steering that the step ran under."""
+    owners: list[tuple[str, int]] = []
+    """In a message that has the rows of several requests as one: (request id, number of rows)."""
