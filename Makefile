@@ -41,10 +41,11 @@ test-long: install ## the tests that take minutes each: several servers and engi
 workloads: install ## capture under random workloads, for ten minutes or so (WORKLOADS=300 of an engine)
 	WORKLOADS=$(or $(WORKLOADS),100) WORKLOADS_FROM=$$(date +%s) $(RUN) -m pytest -s tests/serving/test_capture_workloads.py
 
-lint: install ## ruff, mypy on our files, and that the patches are small
+lint: install ## ruff, mypy, who imports whom, and that the patches are small
 	$(RUN) -m ruff check $(wildcard $(OURS))
 	$(RUN) -m ruff format --check $(wildcard $(OURS))
 	$(RUN) -m tools.typecheck
+	$(RUN) -m tools.imports
 	$(RUN) -m tools check
 
 format: install ## let ruff format our files
