@@ -30,7 +30,7 @@ from vllm.config.steering import FAMILIES, POINTS, SteeringConfig
 from vllm.v1.interventions.messages import num_table_rows
 from vllm.v1.interventions.plan import TapShape
 from vllm.v1.interventions.terms import Scalars
-from vllm.v1.interventions.worker.runner import Interventions
+from vllm.v1.interventions.worker.runner import WorkerInterventions
 
 MIB, WORD, DTYPE = 1 << 20, 4, torch.bfloat16
 _NAME = str(DTYPE).removeprefix("torch.")
@@ -130,7 +130,7 @@ def allocated(
         scheduler_config=SimpleNamespace(max_num_batched_tokens=tokens),
     )
     before = torch.cuda.memory_allocated() if device.type == "cuda" else 0
-    made = Interventions(config, device)
+    made = WorkerInterventions(config, device)
     shape = TapShape(hidden, _NAME, dict.fromkeys(range(layers), POINTS))
     with patch("vllm.v1.interventions.worker.runner.get_tensor_model_parallel_rank", lambda: 0):
         made._allocate(shape)

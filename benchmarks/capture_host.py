@@ -117,7 +117,7 @@ def run(args: argparse.Namespace, num_sites: int) -> dict[str, float]:
 
     from vllm.config import VllmConfig
     from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, FinishReason
-    from vllm.v1.interventions.capture_groups import Layouts
+    from vllm.v1.interventions.capture_groups import CaptureGroups
     from vllm.v1.interventions.frontend.capture_outputs import CaptureOutputs
     from vllm.v1.interventions.messages import WorkerRequest, WorkerStream
     from vllm.v1.interventions.plan import CapturePlan, Plan, Selection, Stream
@@ -149,7 +149,7 @@ def run(args: argparse.Namespace, num_sites: int) -> dict[str, float]:
         tuple(sites),
         (WorkerStream(tuple(range(num_sites))),),
     )
-    layout = Layouts({site: i for i, site in enumerate(sites)}).of(place)
+    layout = CaptureGroups({site: i for i, site in enumerate(sites)}).of(place)
     assert layout is not None
     names = [str(i) for i in range(args.requests)]
     prompt = [1] * (num_rows if args.tokens > 1 else 1)
@@ -195,7 +195,7 @@ def run(args: argparse.Namespace, num_sites: int) -> dict[str, float]:
             relay.accept(request, rows, emits=True)  # type: ignore[arg-type]
         mark.append(time.perf_counter())
         outputs = [
-            EngineCoreOutput(r.request_id, [1], captured=r.interventions.take()) for r in core
+            EngineCoreOutput(r.request_id, [1], captured=r.interventions.pop_rows()) for r in core
         ]
         message = EngineCoreOutputs(outputs=outputs)
         relay.join({0: message})
@@ -204,10 +204,10 @@ def run(args: argparse.Namespace, num_sites: int) -> dict[str, float]:
             outputs = decoder.decode([bytes(sent[0]), *sent[1:]]).outputs  # type: ignore[arg-type]
         mark.append(time.perf_counter())
         for output in outputs:
-            if frontend.take(output):
+            if frontend.handle_output(output):
                 continue
             states[output.request_id].capture.add(output.captured, tokens)
-        frontend.take_ready(None)
+        frontend.pop_ready(None)
         del rows, outputs, message
         mark.append(time.perf_counter())
         times["cpu, own"] += time.thread_time() - own
@@ -220,7 +220,7 @@ def run(args: argparse.Namespace, num_sites: int) -> dict[str, float]:
         states[name].capture.results([*tokens, 1], FinishReason.LENGTH, False)["inline"]
         for name in names
     ]
-    frontend.take_ready(None)
+    frontend.pop_ready(None)
     times["result"] = time.perf_counter() - mark[0]
     times["cpu, own"] += time.thread_time() - own
     times["cpu, all"] += time.process_time() - every

@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """Where the taps go when a (hidden, residual) pair carries the stream and norms do the adds.
 
-h, r = self.taps.pre_attn.enter(h, r)
+h, r = self.taps.pre_attn.steer_pair(h, r)
 if r is None: ... else: h, r = self.norm1(h, r)
 self.taps.pre_attn.read(r)
 ...
-h, r = self.taps.post_attn.enter(h, r)
+h, r = self.taps.post_attn.steer_pair(h, r)
 h, r = self.norm2(h, r)
 self.taps.post_attn.read(r)
 ...
-h, r = self.taps.post_block.leave(h, r)
+h, r = self.taps.post_block.steer_and_capture_pair(h, r)
 return h, r
 
 Every tap that writes gets and returns both halves: an operation that needs the whole stream s
@@ -34,7 +34,7 @@ def locate(row: Row, forward: cst.FunctionDef) -> Edits:
     if len(entries) != 1 or entries[0] not in stmts or code(entries[0].test) != f"{r} is None":
         raise fail(row, f"one top-level `if {r} is None:`", f"{len(entries)}")
     entry = entries[0]
-    edits.before.append((entry, f"{h}, {r} = self.taps.pre_attn.enter({h}, {r})"))
+    edits.before.append((entry, f"{h}, {r} = self.taps.pre_attn.steer_pair({h}, {r})"))
     edits.after.append((entry, f"self.taps.pre_attn.read({r})"))
 
     if "post_attn" in row.points:
@@ -51,7 +51,9 @@ def locate(row: Row, forward: cst.FunctionDef) -> Edits:
     name = first.value if isinstance(first, cst.Name) else h
     if not isinstance(first, cst.Name):
         edits.hoisted.append((last, name))
-    edits.before.append((last, f"{name}, {r} = self.taps.post_block.leave({name}, {r})"))
+    edits.before.append(
+        (last, f"{name}, {r} = self.taps.post_block.steer_and_capture_pair({name}, {r})")
+    )
     return edits
 
 
@@ -71,7 +73,9 @@ def _second_norms(row: Row, stmts: list[cst.BaseStatement], edits: Edits) -> Non
         if not isinstance(h, cst.Name) or not pair[0].endswith(f", {r}") or code(call.args[1]) != r:
             raise fail(row, f"`h, {r} = self.{norm}(h, {r})`", code(stmt))
         found.append(norm)
-        edits.before.append((stmt, f"{h.value}, {r} = self.taps.post_attn.enter({h.value}, {r})"))
+        edits.before.append(
+            (stmt, f"{h.value}, {r} = self.taps.post_attn.steer_pair({h.value}, {r})")
+        )
         edits.after.append((stmt, f"self.taps.post_attn.read({r})"))
     if sorted(found) != sorted(row.norms[1:]):
         raise fail(

@@ -215,7 +215,7 @@ class Meaning:
         if expected != (name,):
             raise self.wrong(node, f"taps in the order {self.order()}", f"{name}, early or twice")
         state.events += (name,)
-        if name.endswith((".enter", ".leave")):
+        if name.endswith((".steer_pair", ".steer_and_capture_pair")):
             return self.pair(node, point, args, state)
         if name.endswith(".renorm"):
             return self.renorm(node, point, args, state)
@@ -236,7 +236,7 @@ class Meaning:
         return Tensor((new,))
 
     def pair(self, node: ast.Call, point: str, args: list[Value], state: State) -> Value:
-        """`enter(h, r)` and `leave(h, r)`: both halves are new, and no old one may be read again.
+        """Both halves of a tapped pair are new, and no old one may be read again.
 
         The tap may hand on (zeros, f(h + r)), so only the sum of what it returns has a meaning.
         """
@@ -291,9 +291,16 @@ class Meaning:
             kind = {"post_attn": ".renorm"} if self.row.idiom is Idiom.NORMED else {}
             return tuple(point + kind.get(point, "") for point in self.row.points)
         if self.row.idiom is Idiom.PAIRED:
-            return tuple(f"{point}.leave" for point in self.row.points)
-        middle = ("post_attn.enter", "post_attn.read") if "post_attn" in self.row.points else ()
-        return ("pre_attn.enter", "pre_attn.read", *middle, "post_block.leave")
+            return tuple(f"{point}.steer_and_capture_pair" for point in self.row.points)
+        middle = (
+            ("post_attn.steer_pair", "post_attn.read") if "post_attn" in self.row.points else ()
+        )
+        return (
+            "pre_attn.steer_pair",
+            "pre_attn.read",
+            *middle,
+            "post_block.steer_and_capture_pair",
+        )
 
     def returned(self, node: ast.AST, value: Value, state: State) -> None:
         """What the block hands on must be the stream as the last tap left it."""

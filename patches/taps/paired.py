@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Where the taps go when the pair's norms are out of reach, or some layers lack one.
 
-h, r = self.taps.pre_attn.leave(h, r)
+h, r = self.taps.pre_attn.steer_and_capture_pair(h, r)
 ...
-h, r = self.taps.post_attn.leave(h, r)     # before the row's `anchor`
+h, r = self.taps.post_attn.steer_and_capture_pair(h, r)     # before the row's `anchor`
 ...
-h, r = self.taps.post_block.leave(h, r)
+h, r = self.taps.post_block.steer_and_capture_pair(h, r)
 return h, r
 
 Each tap adds the halves up itself to read them, one sum more than the other deferred idioms.
@@ -30,5 +30,5 @@ def locate(row: Row, forward: cst.FunctionDef) -> Edits:
     if not {row.stream, row.residual} <= {code(p.value) for p in parts}:
         raise fail(row, f"`return` of {pair}", code(ret))
     for stmt, point in ((stmts[0], "pre_attn"), (found[0], "post_attn"), (last, "post_block")):
-        edits.before.append((stmt, f"{pair} = self.taps.{point}.leave({pair})"))
+        edits.before.append((stmt, f"{pair} = self.taps.{point}.steer_and_capture_pair({pair})"))
     return edits

@@ -20,11 +20,15 @@ def _fused_pair(
     `partial`: for each point, what says that `hidden` is a partial sum there; empty for never.
     """
     return (
-        ("before", entry, _pair("pre_attn", "enter", partial[0])),
+        ("before", entry, _pair("pre_attn", "steer_pair", partial[0])),
         ("after", entry, "self.taps.pre_attn.read(residual)"),
-        ("before", second, _pair("post_attn", "enter", partial[1])),
+        ("before", second, _pair("post_attn", "steer_pair", partial[1])),
         ("after", second, "self.taps.post_attn.read(residual)"),
-        ("before", "return hidden_states, residual", _pair("post_block", "leave", partial[2])),
+        (
+            "before",
+            "return hidden_states, residual",
+            _pair("post_block", "steer_and_capture_pair", partial[2]),
+        ),
     )
 
 
@@ -58,7 +62,11 @@ HAND: tuple[Row, ...] = (
         Idiom.HAND,
         assume=("self.use_sequence_parallel",),
         lines=(
-            ("before", "self.input_layernorm", "attn_in = self.taps.pre_attn.renew(attn_in)"),
+            (
+                "before",
+                "self.input_layernorm",
+                "attn_in = self.taps.pre_attn.norm_if_unsteered(attn_in)",
+            ),
             *_fused_pair("self.input_layernorm", "self.post_attention_layernorm", _ALWAYS),
         ),
         digest="9b62811bf4402747",

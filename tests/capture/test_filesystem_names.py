@@ -62,7 +62,7 @@ def test_names_people_use_are_accepted() -> None:
 def published(stem: str, engine: bool, prompt: int | None, sample: int, several: int) -> str:
     name = names.name_of_engine_id(stem) if engine else stem
     return (
-        names.of_completion(name, prompt or 0, sample)
+        names.completion_name(name, prompt or 0, sample)
         if several > 1 or prompt is not None
         else name
     )

@@ -221,7 +221,9 @@ def overlapping() -> None:
     """Two tiers of which each fits and the sum does not."""
     changes, vector = scheduler().changes, {"pre_attn": {0: [1.5e38] * HIDDEN}}
     for tier in ("base", "prefill"):
-        change = engine_steering._Changes(CONFIG, ModuleCatalog(CONFIG)).set({tier: vector}, False)
+        change = engine_steering.ChangeBuilder(CONFIG, ModuleCatalog(CONFIG)).set(
+            {tier: vector}, False
+        )
         call(changes, "prepare", change)
         call(changes, "commit")
 

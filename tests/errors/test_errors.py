@@ -44,7 +44,7 @@ from vllm.v1.interventions.frontend.selectors import MAX_POSITION_ENTRIES, MAX_S
 from vllm.v1.interventions.plan import TapShape
 from vllm.v1.interventions.scheduler.request_state import RequestInterventions
 from vllm.v1.interventions.startup import start_taps
-from vllm.v1.interventions.worker.runner import Interventions
+from vllm.v1.interventions.worker.runner import WorkerInterventions
 from vllm.v1.interventions.worker.tap_check import check_sites
 from vllm.v1.interventions.worker.tap_layers import find_layers, refuse_layers
 
@@ -359,7 +359,7 @@ OTHERS = [
     Case({}, do=lambda: SteeringConfig(steering_modules=["a=b"])),
     Case(
         {"given": "Linear"},
-        do=lambda: Interventions(config_of(), torch.device("cpu")).bind(nn.Linear(1, 1)),
+        do=lambda: WorkerInterventions(config_of(), torch.device("cpu")).bind(nn.Linear(1, 1)),
     ),
     Case(
         {"path": "layers.0", "given": "Overriding"},

@@ -171,11 +171,11 @@ def check_plan(plan: SteeringPlan, prompt: int) -> None:
     firsts = [segment.first for segment in plan.segments]
     assert firsts == sorted(set(firsts))
     assert {0, prompt} <= set(firsts)
-    named = {segment.content for segment in plan.segments} - {UNSTEERED}
-    assert named == {c.digest for c in plan.contents}
+    named = {segment.vector_sum for segment in plan.segments} - {UNSTEERED}
+    assert named == {c.digest for c in plan.sums}
     shared = {p.digest for m in MODULES.values() for p in (m.prefill, m.decode) if p is not None}
-    parts = {name for c in plan.contents for name, _ in c.parts}
-    assert parts - shared == {p.digest for p in plan.parts} - shared
+    parts = {name for c in plan.sums for name, _ in c.sets}
+    assert parts - shared == {p.digest for p in plan.sets} - shared
     programs = {segment.program for segment in plan.segments} - {UNSTEERED}
     assert programs == {p.digest for p in plan.programs}
     terms = {term for p in plan.programs for site in p.terms for term in site} - {UNSTEERED}

@@ -102,7 +102,7 @@ def forms(mode: Mode, tokens: list[list[int]]) -> dict[str, Any]:
     runner = mode.runner()
     if runner is None:
         return {"out of reach": True, "ok": True}
-    used_forms, count = runner.interventions._forms, Counter[bool]()
+    used_forms, count = runner.interventions._variants, Counter[bool]()
     choose = used_forms.choose
 
     def counted(tapped: bool) -> bool:

@@ -19,7 +19,7 @@ from tests.support.plans import BF16, HIDDEN, SHAPE
 from vllm.config.capture import PROJECTION_ROWS, CaptureConfig
 from vllm.v1.capture.consumers.logging import LoggingConsumer
 from vllm.v1.capture.registry import ConsumerSpec
-from vllm.v1.interventions.capture_groups import Layout, Layouts
+from vllm.v1.interventions.capture_groups import CaptureGroup, CaptureGroups
 from vllm.v1.interventions.frontend.capture_request import check_global, parse_capture
 from vllm.v1.interventions.frontend.selectors import Prompt
 from vllm.v1.interventions.messages import StepInterventions, WorkerRequest, WorkerStream
@@ -215,7 +215,7 @@ def captured(
     sites: dict[Site, int], requests: list[WorkerRequest], tokens: list[int], stream: torch.Tensor
 ) -> StepRows | None:
     """As a worker does it that owns `sites`; `stream` is [all sites, tokens, hidden]."""
-    layouts, groups, first = Layouts(sites), dict[Layout, Members](), 0
+    layouts, groups, first = CaptureGroups(sites), dict[CaptureGroup, Members](), 0
     kept = [layouts.of(request) for request in requests]
     for i, (layout, count) in enumerate(zip(kept, tokens, strict=True)):
         if layout is not None:
@@ -230,7 +230,7 @@ def captured(
     own = [SITES.index(site) for site in sites]
     for block, members in zip(rows.blocks.all, groups.values(), strict=True):
         at = np.concatenate([t for _, t in members])
-        for site, into in zip(block.layout.sites, block.rows(), strict=True):
+        for site, into in zip(block.group.sites, block.rows(), strict=True):
             assert arena[into].isnan().all(), "two rows in one place"
             arena[into] = stream[own[site], at]
     assert not arena[:-1].isnan().any(), "the arena has gaps"

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from vllm.distributed.device_communicators.shm_broadcast import MessageQueue, _reduce_tensor
-from vllm.v1.interventions.capture_groups import Layout
+from vllm.v1.interventions.capture_groups import CaptureGroup
 from vllm.v1.interventions.step_rows import Blocks, StepRows
 from vllm.v1.interventions.worker.outbox import send_rows
 from vllm.v1.interventions.worker.projection_table import ProjectionTable
@@ -22,8 +22,8 @@ from vllm.v1.outputs import ModelRunnerOutput
 
 SITES, WIDTH, RING = 8, 64, 16 << 20
 """RING: bytes of a message that leaves the shared-memory ring."""
-RAW = Layout((tuple(range(SITES)), SITES, ((tuple(range(SITES)), None),)))
-SCORES = Layout((tuple(range(SITES)), 0, ((tuple(range(SITES)), (0, 3)),)))
+RAW = CaptureGroup((tuple(range(SITES)), SITES, ((tuple(range(SITES)), None),)))
+SCORES = CaptureGroup((tuple(range(SITES)), 0, ((tuple(range(SITES)), (0, 3)),)))
 
 
 def rows_of(count: int) -> tuple[StepRows, torch.Tensor]:

@@ -25,10 +25,10 @@ from tests.support.plans import (
     steering_of,
     sum_at,
 )
-from vllm.v1.interventions.plan import UNSTEERED, Part, TapShape
+from vllm.v1.interventions.plan import UNSTEERED, TapShape, VectorSet
 from vllm.v1.interventions.positions import Positions
 from vllm.v1.interventions.sites import need_layers
-from vllm.v1.interventions.vectors import Vectors, add_up, parse_vectors, part_of, rows_of
+from vllm.v1.interventions.vectors import Vectors, add_up, parse_vectors, vector_set_of
 from vllm.v1.steering.modules import no_positions
 
 NUMBERS = st.floats(-1e3, 1e3)
@@ -140,29 +140,29 @@ def test_vectors_with_positions_are_apart() -> None:
 
 @given(st.lists(TIER, min_size=1, max_size=4).filter(any))
 def test_a_part_is_the_sum_rounded_once(tiers: list[Vectors]) -> None:
-    part = part_of(add_up(tiers), HIDDEN)
+    vector_set = vector_set_of(add_up(tiers), HIDDEN)
     total: Vectors = {}
     for tier in tiers:
         for site, row in tier.items():
             total[site] = total.get(site, np.zeros(HIDDEN)) + row
     # In the order of the stream, so that equal sums have equal bytes.
-    assert part.sites == sorted(total, key=lambda site: (site[1], POINTS.index(site[0])))
-    rows = rows_of(part)
+    assert vector_set.sites == sorted(total, key=lambda site: (site[1], POINTS.index(site[0])))
+    rows = vector_set.rows
     assert rows.dtype == np.float32
-    assert np.array_equal(rows, np.stack([total[s] for s in part.sites]).astype(np.float32))
+    assert np.array_equal(rows, np.stack([total[s] for s in vector_set.sites]).astype(np.float32))
 
 
 def test_summed_before_it_is_rounded() -> None:
     site = ("pre_attn", 0)
     small = {site: array(2.0**-25, 0, 0, 0)}
-    part = part_of(add_up([{site: array(1.0, 0, 0, 0)}, *[small] * 4]), HIDDEN)
+    vector_set = vector_set_of(add_up([{site: array(1.0, 0, 0, 0)}, *[small] * 4]), HIDDEN)
     # float32 has 24 bits: each small term alone would be lost, together they are one step.
-    assert rows_of(part)[0, 0] == 1.0 + 2.0**-23
+    assert vector_set.rows[0, 0] == 1.0 + 2.0**-23
     assert np.float32(1.0) + np.float32(2.0**-25) == 1.0
 
 
-def _part(vector: list[float], site: str = "pre_attn", hidden_size: int = HIDDEN) -> Part:
-    return part_of({(site, 0): np.array(vector)}, hidden_size)
+def _part(vector: list[float], site: str = "pre_attn", hidden_size: int = HIDDEN) -> VectorSet:
+    return vector_set_of({(site, 0): np.array(vector)}, hidden_size)
 
 
 def test_digest_is_of_everything_that_matters_and_nothing_else() -> None:
@@ -194,16 +194,16 @@ def test_tiers_by_phase() -> None:
     # v and -v: zeros through a real slot, not no steering.
     assert decode.keys() == {("pre_attn", 0)}
     assert decode["pre_attn", 0].tolist() == [0.0] * HIDDEN
-    assert segment_at(plan, 5).content != UNSTEERED
+    assert segment_at(plan, 5).vector_sum != UNSTEERED
 
 
 def digests(**fields: Any) -> tuple[str, str, int]:
-    """(content of the prompt, of generated positions, slots needed)."""
+    """(sum of the prompt, of generated positions, slots needed)."""
     plan = steering_of(**fields)
     prefill, decode = plan.segments
     assert (prefill.first, decode.first) == (0, 5)
     assert (prefill.program, decode.program) == (UNSTEERED, UNSTEERED)
-    return prefill.content, decode.content, len(plan.contents)
+    return prefill.vector_sum, decode.vector_sum, len(plan.sums)
 
 
 def test_slots_a_request_needs() -> None:
@@ -238,7 +238,7 @@ def test_inheriting_is_the_default() -> None:
     assert not alone.inherit
     assert steering_of(steering_vectors=vectors, steering_inherit_global=True).inherit
     # A request may ask for nothing but to be left out.
-    assert steering_of(steering_inherit_global=False).contents == []
+    assert steering_of(steering_inherit_global=False).sums == []
     assert not steering_of(steering_inherit_global=False).inherit
 
 

@@ -26,7 +26,7 @@ from vllm.model_executor.layers import steering_terms
 
 del triton.backends.backends["cpu"]
 kernel = steering_terms._steer_rows_kernel
-INTS = ("slots", "program", "programs", "probes", "homes")
+INTS = ("slots", "program", "programs", "probes", "gate_owners")
 FLOATS = ("vectors", "scalars", "gates")
 for dtype in ("bf16", "fp16", "fp32"):
     for block in (512, 16384):

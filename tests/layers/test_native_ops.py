@@ -52,10 +52,10 @@ def run_tap(tap: SiteTap, h: torch.Tensor, r: torch.Tensor) -> list[torch.Tensor
     found: list[torch.Tensor] = []
     for call in (
         lambda: tap(h),
-        lambda: tap.enter(h, r)[1],
-        lambda: tap.enter(h, None)[0],
-        lambda: tap.leave(h, r)[1],
-        lambda: tap.leave(h, None)[0],
+        lambda: tap.steer_pair(h, r)[1],
+        lambda: tap.steer_pair(h, None)[0],
+        lambda: tap.steer_and_capture_pair(h, r)[1],
+        lambda: tap.steer_and_capture_pair(h, None)[0],
         lambda: tap.read(h),
     ):
         arena.zero_()

@@ -72,7 +72,7 @@ def stale_as_deferred(text: str, row: Row, point: str) -> str | None:
     if point != "post_block" or row.second is not Second.STALE or not whole:
         return None
     x, r = whole["x"], row.residual
-    line = f"{whole['i']}{x}, {r} = self.taps.post_block.leave({x}, {r})\n"
+    line = f"{whole['i']}{x}, {r} = self.taps.post_block.steer_and_capture_pair({x}, {r})\n"
     return text.replace(whole[0], line)
 
 
@@ -104,11 +104,11 @@ _PAIR = r"^(?P<i> *)(?P<h>\w+), (?P<r>\w+) = self\.taps\.{}\.{}\([^)]*\)\n"
 
 
 def _enter(text: str, point: str) -> re.Match[str] | None:
-    return re.search(_PAIR.format(point, "enter"), text, re.M)
+    return re.search(_PAIR.format(point, "steer_pair"), text, re.M)
 
 
 def _leave(text: str, point: str) -> re.Match[str] | None:
-    return re.search(_PAIR.format(point, "leave"), text, re.M)
+    return re.search(_PAIR.format(point, "steer_and_capture_pair"), text, re.M)
 
 
 def _whole(text: str, point: str) -> re.Match[str] | None:

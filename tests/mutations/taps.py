@@ -16,7 +16,7 @@ Taps = dict[int, BoundTaps]
 
 
 class _Mutant(SiteTap):
-    """`__call__`, `enter` and `leave` of a SiteTap go through `steer` and `read`."""
+    """All calls of a SiteTap go through `steer` and `read`."""
 
 
 class Negated(_Mutant):
@@ -47,9 +47,9 @@ class ReadFirst(_Mutant):
         super().read(h)
         return self.steer(h)
 
-    def enter(self, h: torch.Tensor, r: torch.Tensor | None, partial: bool = False) -> Pair:
+    def steer_pair(self, h: torch.Tensor, r: torch.Tensor | None, partial: bool = False) -> Pair:
         super().read(h if r is None else h + r)
-        return super().enter(h, r, partial)
+        return super().steer_pair(h, r, partial)
 
     def read(self, h: torch.Tensor) -> None:
         return None

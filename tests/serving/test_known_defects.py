@@ -21,17 +21,17 @@ from tests.support.plans import (
     SHAPE,
     VECTOR,
     config_of,
-    part,
     plan_of,
     segment_at,
     steering_of,
     sum_at,
+    vector_set,
 )
 from vllm import SamplingParams
-from vllm.v1.interventions.frontend.resolve import strip
+from vllm.v1.interventions.frontend.resolve import without_plan_fields
 from vllm.v1.interventions.plan import Plan
 from vllm.v1.interventions.scheduler.decisions import SchedulerInterventions
-from vllm.v1.interventions.vectors import part_of
+from vllm.v1.interventions.vectors import vector_set_of
 from vllm.v1.request import Request
 from vllm.v1.steering.modules import Module, parse_module
 
@@ -250,7 +250,7 @@ def test_each_field_alone_is_steering(field: str) -> None:
 def test_a_request_cannot_bring_a_plan() -> None:
     """Nothing a client can put into its parameters passes for a checked plan."""
     asked = SamplingParams(max_tokens=4, steering_vectors={"pre_attn": {0: VECTOR}})
-    stripped = strip(asked)
+    stripped = without_plan_fields(asked)
     assert asked.steering_vectors is not None
     assert stripped.steering_vectors is None
     assert "plan" not in SamplingParams.__struct_fields__
@@ -324,19 +324,21 @@ def test_a_module_registered_anew_is_another_content() -> None:
 
 def test_what_is_cut_elsewhere_is_another_identity() -> None:
     """The same bytes, told apart by where one thing ends and the next begins."""
-    one = part_of({("pre_attn", 1): np.ones(2), ("pre_attn", 11): np.ones(2)}, 2)
-    other = part_of({("pre_attn", 1): np.ones(4)}, 4)
+    one = vector_set_of({("pre_attn", 1): np.ones(2), ("pre_attn", 11): np.ones(2)}, 2)
+    other = vector_set_of({("pre_attn", 1): np.ones(4)}, 4)
     assert one.data == other.data
     assert one.digest != other.digest
-    moved = part_of({("pre_attn", 11): np.ones(2), ("post_attn", 1): np.ones(2)}, 2)
+    moved = vector_set_of({("pre_attn", 11): np.ones(2), ("post_attn", 1): np.ones(2)}, 2)
     assert moved.digest != one.digest
-    contents = {
-        segment_at(steering_of(modules={"m": named, "n": named}, steering_modules=names), 0).content
+    sums = {
+        segment_at(
+            steering_of(modules={"m": named, "n": named}, steering_modules=names), 0
+        ).vector_sum
         for named in [module({"pre_attn": {0: VECTOR}})]
         for names in (["m"], [("m", 2.0)], ["m", "n"], [("m", 2.0), "n"])
     }
-    assert len(contents) == 4
-    assert part("x").digest not in contents
+    assert len(sums) == 4
+    assert vector_set("x").digest not in sums
 
 
 def test_an_id_used_again_brings_nothing_along() -> None:
@@ -355,7 +357,7 @@ def test_an_id_used_again_brings_nothing_along() -> None:
     step = ours.message({"r": 5})
     assert step is not None
     assert again.interventions.plan.steering is not None
-    assert [c for _, c, _ in step.contents] == again.interventions.plan.steering.contents
+    assert [c for _, c, _ in step.sums] == again.interventions.plan.steering.sums
     ours.finish(again)
     plain = request()
     ours.admit(plain)

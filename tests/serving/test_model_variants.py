@@ -18,8 +18,8 @@ from tests.support.serving import Ask, capture, prompt_of, same_completion, serv
 from vllm import LLM
 from vllm.config import VllmConfig
 from vllm.model_executor.layers.residual_taps import BoundTaps, PassTap, UnboundTaps
-from vllm.v1.interventions.worker.model_variants import Forms
-from vllm.v1.interventions.worker.runner import Interventions
+from vllm.v1.interventions.worker.model_variants import ModelVariants
+from vllm.v1.interventions.worker.runner import WorkerInterventions
 from vllm.v1.worker.gpu.cudagraph_utils import CudaGraphManager
 
 if TYPE_CHECKING:
@@ -34,10 +34,10 @@ STEERED = {"steering_vectors": {"post_attn": {1: vector(150)}}}
 @contextmanager
 def watching_forms(llm: LLM) -> Iterator[list[bool]]:
     """Whether each step ran the form with taps."""
-    interventions: Interventions = (
+    interventions: WorkerInterventions = (
         llm.llm_engine.model_executor.driver_worker.worker.model_runner.interventions
     )
-    forms = interventions._forms
+    forms = interventions._variants
     assert forms is not None
     chosen, choose = list[bool](), forms.choose
 
@@ -99,10 +99,10 @@ class Layer(nn.Module):
     taps = UnboundTaps("pre_attn")
 
 
-def made() -> tuple[Forms, Layer]:
+def made() -> tuple[ModelVariants, Layer]:
     layer = Layer()
     bound = BoundTaps(PassTap(), PassTap(), PassTap())
-    return Forms(VllmConfig(), nn.Sequential(layer), {layer: bound}), layer
+    return ModelVariants(VllmConfig(), nn.Sequential(layer), {layer: bound}), layer
 
 
 def tapped(layer: Layer) -> bool:

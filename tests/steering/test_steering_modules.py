@@ -15,7 +15,7 @@ from tests.errors.test_errors_fuzz import JUNK, STEERING
 from tests.support.plans import HIDDEN, SHAPE, VECTOR
 from vllm.config.steering import FAMILIES, SteeringConfig
 from vllm.v1.interventions.errors import InterventionError
-from vllm.v1.interventions.plan import Part, TapShape
+from vllm.v1.interventions.plan import TapShape, VectorSet
 from vllm.v1.interventions.positions import Positions
 from vllm.v1.interventions.vectors import vectors_of
 from vllm.v1.steering.modules import (
@@ -39,9 +39,9 @@ def op(name: str, **more: Any) -> dict[str, Any]:
     return {"op": name, "point": "pre_attn", "layers": [0, 1], **more}
 
 
-def values(part: Part | None) -> dict[tuple[str, int], list[float]]:
-    assert part is not None
-    return {site: vector.tolist() for site, vector in vectors_of(part).items()}
+def values(vector_set: VectorSet | None) -> dict[tuple[str, int], list[float]]:
+    assert vector_set is not None
+    return {site: vector.tolist() for site, vector in vectors_of(vector_set).items()}
 
 
 TIERS = {

@@ -13,18 +13,17 @@ from vllm.config.capture import CaptureConfig
 from vllm.config.steering import SteeringConfig
 from vllm.tokenizers import TokenizerLike
 from vllm.v1.interventions.frontend.module_catalog import ModuleCatalog
-from vllm.v1.interventions.frontend.resolve import resolve, strip
+from vllm.v1.interventions.frontend.resolve import resolve, without_plan_fields
 from vllm.v1.interventions.plan import (
     UNSTEERED,
-    Content,
-    Part,
     Plan,
     Segment,
     Site,
     SteeringPlan,
     TapShape,
+    VectorSet,
+    VectorSum,
 )
-from vllm.v1.interventions.vectors import rows_of
 from vllm.v1.steering.modules import Module
 
 HIDDEN = 4
@@ -93,7 +92,9 @@ def plan_of(
     catalog = ModuleCatalog(config)
     if modules is not None:
         catalog.replace(modules)
-    return resolve(params, strip(params), token_ids, resumable, config, tokenizer, catalog)
+    return resolve(
+        params, without_plan_fields(params), token_ids, resumable, config, tokenizer, catalog
+    )
 
 
 def steering_of(**asked: Any) -> SteeringPlan:
@@ -110,43 +111,43 @@ def segment_at(plan: SteeringPlan, position: int) -> Segment:
 
 
 def sum_at(plan: SteeringPlan, position: int) -> dict[Site, np.ndarray]:
-    """site -> float64 [HIDDEN]: what is added there, from the parts as they travel."""
-    digest = segment_at(plan, position).content
+    """site -> float64 [HIDDEN]: what is added there, from the vector sets as they travel."""
+    digest = segment_at(plan, position).vector_sum
     if digest == UNSTEERED:
         return {}
-    [content] = [c for c in plan.contents if c.digest == digest]
-    parts = {p.digest: p for p in plan.parts}
+    [vector_sum] = [c for c in plan.sums if c.digest == digest]
+    sets = {p.digest: p for p in plan.sets}
     total: dict[Site, np.ndarray] = {}
-    for name, scale in content.parts:
-        part = parts[name]
-        for site, row in zip(part.sites, rows_of(part).astype(np.float64), strict=True):
+    for name, scale in vector_sum.sets:
+        vector_set = sets[name]
+        for site, row in zip(vector_set.sites, vector_set.rows.astype(np.float64), strict=True):
             total[site] = total.get(site, np.zeros(HIDDEN)) + scale * row
     return total
 
 
-def part(name: str, num_bytes: int = 4 * HIDDEN) -> Part:
-    """A part told apart by its digest."""
-    return Part(digest=name, sites=[("pre_attn", 0)], data=bytes(num_bytes), largest=0.0)
+def vector_set(name: str, num_bytes: int = 4 * HIDDEN) -> VectorSet:
+    """A vector set told apart by its digest."""
+    return VectorSet(digest=name, sites=[("pre_attn", 0)], data=bytes(num_bytes), largest=0.0)
 
 
-def asking(*contents: Content, size: int = 4 * HIDDEN, inherit: bool = True) -> SteeringPlan:
+def asking(*sums: VectorSum, size: int = 4 * HIDDEN, inherit: bool = True) -> SteeringPlan:
     """A plan that only names what it holds, a segment each.
 
     Args:
-        size: bytes of each part.
+        size: bytes of each vector set.
     """
-    names = dict.fromkeys(name for c in contents for name, _ in c.parts)
+    names = dict.fromkeys(name for c in sums for name, _ in c.sets)
     return SteeringPlan(
-        segments=[Segment(i, c.digest, UNSTEERED) for i, c in enumerate(contents)],
+        segments=[Segment(i, c.digest, UNSTEERED) for i, c in enumerate(sums)],
         inherit=inherit,
-        contents=list(contents),
-        parts=[part(name, size) for name in names],
+        sums=list(sums),
+        sets=[vector_set(name, size) for name in names],
     )
 
 
-def content(name: str, *parts: str) -> Content:
-    """A content told apart by its digest, of a part of the same name or of those given."""
-    return Content(digest=name, parts=[(p, 1.0) for p in parts or (name,)])
+def vector_sum(name: str, *sets: str) -> VectorSum:
+    """A sum told apart by its digest, of a vector set of the same name or of those given."""
+    return VectorSum(digest=name, sets=[(p, 1.0) for p in sets or (name,)])
 
 
 def array(*values: float) -> np.ndarray:

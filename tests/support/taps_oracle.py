@@ -62,7 +62,7 @@ class Tap:
         self.log.captured[self.point] = h.clone()
         self.log.order.append(("tap", self.point))
 
-    def enter(
+    def steer_pair(
         self, h: torch.Tensor, r: torch.Tensor | None, partial: bool = False
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         if r is None:
@@ -71,14 +71,14 @@ class Tap:
             return torch.zeros_like(h), self.steer(h + r)
         return h, self.steer(r)
 
-    def leave(
+    def steer_and_capture_pair(
         self, h: torch.Tensor, r: torch.Tensor | None, partial: bool = False
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        h, r = self.enter(h, r)
+        h, r = self.steer_pair(h, r)
         self.read(h if r is None else h + r)
         return h, r
 
-    def renew(self, n: torch.Tensor | None) -> torch.Tensor | None:
+    def norm_if_unsteered(self, n: torch.Tensor | None) -> torch.Tensor | None:
         return None
 
     def renorm(

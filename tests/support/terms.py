@@ -173,16 +173,16 @@ class Site:
         for row, values in self._scalars.items():
             scalars[row] = torch.tensor(values)
             probes[row] = self._probes.get(row, 0)
-        home = next((p for p, (_, decides) in enumerate(programs) if decides), 0)
-        homes = torch.full((len(programs),), home, dtype=torch.int32)
-        homes[0] = 0
+        owner = next((p for p, (_, decides) in enumerate(programs) if decides), 0)
+        gate_owners = torch.full((len(programs),), owner, dtype=torch.int32)
+        gate_owners[0] = 0
         tables = TermTables(
             program=torch.zeros(len(self.of_position), dtype=torch.int32),
             programs=torch.tensor([terms for terms, _ in programs], dtype=torch.int32),
             vectors=torch.stack(self._rows),
             scalars=scalars,
             probes=probes,
-            homes=homes,
+            gate_owners=gate_owners,
             gates=torch.full((len(programs), MAX_TERMS), float("nan")),
             norms=True,
             gated=gated,

@@ -144,7 +144,7 @@ def test_wire_only_inserts_lines(upstream: Path, tree: Path) -> None:
 
 GOLDEN = {
     "LlamaDecoderLayer": """\
-hidden_states, residual = self.taps.pre_attn.enter(hidden_states, residual)
+hidden_states, residual = self.taps.pre_attn.steer_pair(hidden_states, residual)
 if residual is None:
     residual = hidden_states
     hidden_states = self.input_layernorm(hidden_states)
@@ -152,14 +152,14 @@ else:
     hidden_states, residual = self.input_layernorm(hidden_states, residual)
 self.taps.pre_attn.read(residual)
 hidden_states = self.self_attn(positions=positions, hidden_states=hidden_states)
-hidden_states, residual = self.taps.post_attn.enter(hidden_states, residual)
+hidden_states, residual = self.taps.post_attn.steer_pair(hidden_states, residual)
 hidden_states, residual = self.post_attention_layernorm(hidden_states, residual)
 self.taps.post_attn.read(residual)
 hidden_states = self.mlp(hidden_states)
-hidden_states, residual = self.taps.post_block.leave(hidden_states, residual)
+hidden_states, residual = self.taps.post_block.steer_and_capture_pair(hidden_states, residual)
 return hidden_states, residual""",
     "Gemma2DecoderLayer": """\
-hidden_states, residual = self.taps.pre_attn.enter(hidden_states, residual)
+hidden_states, residual = self.taps.pre_attn.steer_pair(hidden_states, residual)
 if residual is None:
     residual = hidden_states
     hidden_states = self.input_layernorm(hidden_states)
@@ -171,14 +171,14 @@ hidden_states = self.self_attn(
     hidden_states=hidden_states,
 )
 hidden_states = self.post_attention_layernorm(hidden_states)
-hidden_states, residual = self.taps.post_attn.enter(hidden_states, residual)
+hidden_states, residual = self.taps.post_attn.steer_pair(hidden_states, residual)
 hidden_states, residual = self.pre_feedforward_layernorm(
     hidden_states, residual
 )
 self.taps.post_attn.read(residual)
 hidden_states = self.mlp(hidden_states)
 hidden_states = self.post_feedforward_layernorm(hidden_states)
-hidden_states, residual = self.taps.post_block.leave(hidden_states, residual)
+hidden_states, residual = self.taps.post_block.steer_and_capture_pair(hidden_states, residual)
 return hidden_states, residual""",
 }
 
@@ -295,22 +295,28 @@ POST = "hidden_states = self.taps.post_attn(hidden_states)"
 END = "hidden_states = self.taps.post_block(hidden_states)"
 LN_1 = "hidden_states = self.ln_1(hidden_states)"
 LN_2 = "hidden_states = self.ln_2(hidden_states)"
-ENTER = "hidden_states, residual = self.taps.post_attn.enter(hidden_states, residual)"
-LEAVE = "hidden_states, residual = self.taps.post_block.leave(hidden_states, residual)"
+ENTER = "hidden_states, residual = self.taps.post_attn.steer_pair(hidden_states, residual)"
+LEAVE = (
+    "hidden_states, residual = self.taps.post_block.steer_and_capture_pair(hidden_states, residual)"
+)
 BAD_WIRING = [
     # (class, wired text, wrong text): the codemod never writes these; both checks must see them.
-    ("LlamaDecoderLayer", "enter(hidden_states, residual)", "enter(residual, hidden_states)"),
+    (
+        "LlamaDecoderLayer",
+        "steer_pair(hidden_states, residual)",
+        "steer_pair(residual, hidden_states)",
+    ),
     ("LlamaDecoderLayer", "pre_attn.read(residual)", "pre_attn.read(hidden_states)"),
     ("LlamaDecoderLayer", ENTER, "pass"),
     (
         "LlamaDecoderLayer",
         ENTER,
-        "_, residual = self.taps.post_attn.enter(hidden_states, residual)",
+        "_, residual = self.taps.post_attn.steer_pair(hidden_states, residual)",
     ),
     (
         "LlamaDecoderLayer",
         ENTER,
-        "hidden_states, _ = self.taps.post_attn.enter(hidden_states, residual)",
+        "hidden_states, _ = self.taps.post_attn.steer_pair(hidden_states, residual)",
     ),
     # A name that holds half of the stream from before the tap is wrong once a tap empties it.
     ("LlamaDecoderLayer", lines(ENTER), lines("old = hidden_states", ENTER, "hidden_states = old")),
@@ -322,9 +328,13 @@ BAD_WIRING = [
     (
         "LlamaDecoderLayer",
         LEAVE,
-        "_, residual = self.taps.post_block.leave(hidden_states, residual)",
+        "_, residual = self.taps.post_block.steer_and_capture_pair(hidden_states, residual)",
     ),
-    ("LlamaDecoderLayer", "leave(hidden_states, residual)", "leave(residual, residual)"),
+    (
+        "LlamaDecoderLayer",
+        "steer_and_capture_pair(hidden_states, residual)",
+        "steer_and_capture_pair(residual, residual)",
+    ),
     ("GPT2Block", lines(PRE, SKIP), lines(SKIP, PRE)),
     ("GPT2Block", POST, "attn_output = self.taps.post_attn(hidden_states)"),
     ("GPT2Block", lines(POST) + "\n" + lines(SKIP, LN_2), lines(SKIP, LN_2, POST)),
@@ -333,7 +343,7 @@ BAD_WIRING = [
     ("CohereDecoderLayer", END, "residual = self.taps.post_block(residual)"),
     ("DbrxBlock", "self.norm_attn_norm.norm_2)", "self.norm_attn_norm.norm_1)"),
     ("DbrxBlock", "hidden_states, residual = self.taps.post", "_, residual = self.taps.post"),
-    ("DeciLMDecoderLayer", ENTER.replace("enter", "leave"), "pass"),
+    ("DeciLMDecoderLayer", ENTER.replace("steer_pair", "steer_and_capture_pair"), "pass"),
     (
         "Zamba2HybridLayer",
         "self.taps.post_block(layer_outputs)",

@@ -15,7 +15,7 @@ from tests.support.plans import HIDDEN, SHAPE
 from vllm.outputs import CompletionOutput, RequestOutput
 from vllm.v1.capture import CapturedRows, CaptureResult, stack
 from vllm.v1.capture.registry import ConsumerSpec
-from vllm.v1.capture.results import CaptureStatus, merged, of_single
+from vllm.v1.capture.results import CaptureStatus, merged, results_of_only_completion
 from vllm.v1.capture.transport.copies import copy
 from vllm.v1.interventions.frontend.capture_request import parse_capture
 from vllm.v1.interventions.frontend.row_collector import RowCollector
@@ -140,7 +140,7 @@ def test_results_of_a_single_completion_are_the_requests() -> None:
     single = captured(0)
     assert single.capture_results is single.outputs[0].capture_results
     assert output(completion()).capture_results is None
-    assert of_single([]) is None
+    assert results_of_only_completion([]) is None
 
 
 def test_results_of_several_completions_are_their_own() -> None:
@@ -184,7 +184,7 @@ def chunk(
 def results_of(
     collector: RowCollector, num_output: int, *, end: str | None = "stop", only_new: bool = False
 ) -> dict[str, CaptureResult]:
-    copy(collector.place(collector.take_new()))
+    copy(collector.place(collector.pop_new()))
     return collector.results(
         list(range(200, 200 + num_output)),
         finished=end is not None,

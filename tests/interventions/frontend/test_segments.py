@@ -15,13 +15,12 @@ from vllm.config.steering import FAMILIES
 from vllm.v1.interventions.plan import UNSTEERED, Plan, Site, SteeringPlan
 from vllm.v1.interventions.scheduler.tiers import ModuleStore
 from vllm.v1.interventions.terms import Scalars, Term, make_term
-from vllm.v1.interventions.vectors import rows_of
 from vllm.v1.steering.modules import Module, parse_module
 
 CONFIG = config_of(max_steering_configs=64, max_steering_ops=8, steering_families=list(FAMILIES))
 MAX_TOKENS = 6
 TOLERANCE = 1e-6
-"""Relative to the sum of the sizes of what was added: a float32 rounding of each part."""
+"""Relative to the sum of the sizes of what was added: a float32 rounding of each vector set."""
 
 SITES = st.sampled_from([(p, n) for n in (0, 1, 3) for p in POINTS])
 VECTORS = st.lists(st.floats(-100, 100, width=32), min_size=HIDDEN, max_size=HIDDEN)
@@ -148,7 +147,7 @@ def check_segments(plan: SteeringPlan, prompt: int) -> None:
     assert firsts[0] == 0
     assert prompt in firsts
     for one, other in zip(plan.segments, plan.segments[1:], strict=False):
-        different = (one.content, one.program) != (other.content, other.program)
+        different = (one.vector_sum, one.program) != (other.vector_sum, other.program)
         assert different or other.first == prompt, "a needless segment"
 
 
@@ -156,14 +155,14 @@ def test_equal_sums_are_one_content_and_different_ones_are_not() -> None:
     v, half = [1.0, 2.0, 3.0, 4.0], [0.5, 1.0, 1.5, 2.0]
     site = ("pre_attn", 0)
     whole = steering_of(steering_vectors=tier([(site, v, 1.0)]))
-    parts = steering_of(
+    sets = steering_of(
         steering_vectors=tier([(site, half, 1.0)]),
         prefill_steering_vectors=tier([(site, half, 1.0)]),
     )
-    assert whole.segments[0].content == parts.segments[0].content
-    assert whole.segments[1].content != parts.segments[1].content
+    assert whole.segments[0].vector_sum == sets.segments[0].vector_sum
+    assert whole.segments[1].vector_sum != sets.segments[1].vector_sum
     moved = steering_of(steering_vectors=tier([(("pre_attn", 1), v, 1.0)]))
-    assert moved.segments[0].content != whole.segments[0].content
+    assert moved.segments[0].vector_sum != whole.segments[0].vector_sum
 
 
 def test_the_order_of_modules_is_no_difference_and_the_scale_is() -> None:
@@ -172,12 +171,12 @@ def test_the_order_of_modules_is_no_difference_and_the_scale_is() -> None:
         for name, row in (("a", [1.0, 0, 0, 0]), ("b", [0, 1.0, 0, 0]))
     }
 
-    def content(*names: Any) -> str:
-        return steering_of(steering_modules=list(names), modules=modules).segments[0].content
+    def vector_sum(*names: Any) -> str:
+        return steering_of(steering_modules=list(names), modules=modules).segments[0].vector_sum
 
-    assert content("a", ("b", 2)) == content(("b", 2.0), ("a", 1))
-    assert content("a", ("b", 2)) != content("b", ("a", 2))
-    assert content("a", "a") != content("a") != content(("a", 2))
+    assert vector_sum("a", ("b", 2)) == vector_sum(("b", 2.0), ("a", 1))
+    assert vector_sum("a", ("b", 2)) != vector_sum("b", ("a", 2))
+    assert vector_sum("a", "a") != vector_sum("a") != vector_sum(("a", 2))
 
 
 # -- programs -----------------------------------------------------------------------------------
@@ -289,19 +288,19 @@ def test_an_addition_after_another_op_keeps_its_place() -> None:
     pin = {"op": "pin", "point": "pre_attn", "layers": [0], "direction": unit(0), "value": 1.0}
     add = {"op": "add", "point": "pre_attn", "layers": [0], "vector": unit(2)}
     first = steering_of(config=CONFIG, steering=[add, pin])
-    assert len(first.contents) == 1
+    assert len(first.sums) == 1
     assert [len(p.terms[0]) for p in first.programs] == [1]
     later = steering_of(config=CONFIG, steering=[pin, add])
-    assert later.contents == []
+    assert later.sums == []
     assert [len(p.terms[0]) for p in later.programs] == [2]
     gated = {**add, "gate": {"probe": unit(1), "threshold": 0.0, "sharpness": 1.0}}
-    assert steering_of(config=CONFIG, steering=[gated]).contents == []
+    assert steering_of(config=CONFIG, steering=[gated]).sums == []
 
 
 def test_rows_of_a_part_are_a_view_of_what_travels() -> None:
     plan = steering_of(steering_vectors=tier([(("pre_attn", 0), [1.0, 2.0, 3.0, 4.0], 2.0)]))
-    [part] = plan.parts
-    assert rows_of(part).tolist() == [[2.0, 4.0, 6.0, 8.0]]
-    assert rows_of(part).dtype == np.float32
+    [vector_set] = plan.sets
+    assert vector_set.rows.tolist() == [[2.0, 4.0, 6.0, 8.0]]
+    assert vector_set.rows.dtype == np.float32
     with pytest.raises(ValueError, match="read-only"):
-        rows_of(part)[0, 0] = 1.0
+        vector_set.rows[0, 0] = 1.0

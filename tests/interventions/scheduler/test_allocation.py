@@ -25,11 +25,11 @@ from vllm.v1.interventions.messages import (
     StepInterventions,
     WorkerRequest,
 )
-from vllm.v1.interventions.plan import UNSTEERED, Content, Plan, SteeringPlan
+from vllm.v1.interventions.plan import UNSTEERED, Plan, SteeringPlan, VectorSum
 from vllm.v1.interventions.scheduler import admission
 from vllm.v1.interventions.scheduler.decisions import SchedulerInterventions
 from vllm.v1.interventions.terms import rows_needed
-from vllm.v1.interventions.vectors import part_of
+from vllm.v1.interventions.vectors import vector_set_of
 from vllm.v1.request import Request, RequestStatus
 
 SLOTS, ROWS, PROMPT = 5, 9, 6
@@ -102,8 +102,8 @@ def steering_of(request: Request) -> SteeringPlan | None:
 class Worker:
     """It only writes what it is told."""
 
-    parts: set[str] = field(default_factory=set)
-    slots: dict[int, tuple[Content, bool]] = field(default_factory=dict)
+    sets: set[str] = field(default_factory=set)
+    slots: dict[int, tuple[VectorSum, bool]] = field(default_factory=dict)
     globals: tuple[str, ...] = ()
     terms: dict[int, str] = field(default_factory=dict)
     probes: dict[int, str] = field(default_factory=dict)
@@ -116,17 +116,17 @@ class Worker:
             self.requests.pop(name, None)
         if step is None:
             return
-        assert not self.parts & {p.digest for p in step.new_parts}, "sent twice"
-        self.parts |= {p.digest for p in step.new_parts}
+        assert not self.sets & {p.digest for p in step.new_sets}, "sent twice"
+        self.sets |= {p.digest for p in step.new_sets}
         if step.tiers is not None:
             self.globals = tuple(sorted(p.digest for p in step.tiers.tiers.values()))
-        for slot, content, inherit in step.contents:
+        for slot, vector_sum, inherit in step.sums:
             assert FIRST_SLOT <= slot < FIRST_SLOT + SLOTS
-            self.slots[slot] = content, inherit
-        assert self.parts >= set(step.dropped_parts)
-        self.parts -= set(step.dropped_parts)
+            self.slots[slot] = vector_sum, inherit
+        assert self.sets >= set(step.dropped_sets)
+        self.sets -= set(step.dropped_sets)
         # Also of idle slots: a change of the global tiers makes them anew.
-        assert self.parts == {name for c, _ in self.slots.values() for name, _ in c.parts}
+        assert self.sets == {name for c, _ in self.slots.values() for name, _ in c.sets}
         for placed in step.terms:
             assert 1 <= placed.row <= ROWS
             assert bool(placed.probe_row) == bool(placed.term.probe)
@@ -154,14 +154,14 @@ class Worker:
             assert mine.table_rows.tolist() == (rows if self.globals else [0, 0])
             assert not mine.programs.any()
             return
-        contents = {c.digest: c for c in plan.contents}
+        sums = {c.digest: c for c in plan.sums}
         programs = {p.digest: p for p in plan.programs}
         assert mine.firsts.tolist() == [s.first for s in plan.segments]
         told = zip(plan.segments, mine.table_rows, mine.programs, strict=True)
         for segment, row, program in told:
             slot, generated = divmod(int(row), ROWS_PER_SLOT)
-            if segment.content != UNSTEERED:
-                assert self.slots[slot] == (contents[segment.content], inherits)
+            if segment.vector_sum != UNSTEERED:
+                assert self.slots[slot] == (sums[segment.vector_sum], inherits)
             else:
                 assert slot == (GLOBALS_ALONE if inherits and self.globals else 0)
             assert bool(generated) == (segment.first >= PROMPT and slot > 0)
@@ -175,7 +175,7 @@ class Worker:
                     digests
                 )
             deciders = [i for i, s in enumerate(plan.segments) if self.decides(programs, s.program)]
-            assert placed.home == (int(mine.programs[deciders[0]]) if deciders else 0)
+            assert placed.gate_owner_row == (int(mine.programs[deciders[0]]) if deciders else 0)
 
     @staticmethod
     def decides(programs: dict[str, Any], digest: str) -> bool:
@@ -191,7 +191,7 @@ class Counts:
     """What is needed by those who hold it."""
 
     def __init__(self, holders: list[SteeringPlan]) -> None:
-        self.keys = {(c.digest, p.inherit) for p in holders for c in p.contents}
+        self.keys = {(c.digest, p.inherit) for p in holders for c in p.sums}
         self.terms = {t.digest: t for p in holders for t in p.terms}
         self.programs = sum(len(p.programs) for p in holders)
 
@@ -245,7 +245,7 @@ class Simulation:
         """What the real decision is, judged by the model."""
         plan, name = steering_of(request), request.request_id
         can = self.ours.can_admit(request)
-        if plan is None or name in self.holders or not (plan.contents or plan.programs):
+        if plan is None or name in self.holders or not (plan.sums or plan.programs):
             assert can
             return True
         fits = Counts([*self.holders.values(), plan]).fits()
@@ -290,7 +290,7 @@ class Simulation:
                 self.admit(request)
         step = self.ours.message({r.request_id: 1 for r in self.running})
         self.worker.apply(self.finished, step)
-        self.seen["sent"] += len(step.new_parts) if step is not None else 0
+        self.seen["sent"] += len(step.new_sets) if step is not None else 0
         self.finished = set()
         for request in self.running:
             request.num_computed_tokens += 1
@@ -306,8 +306,12 @@ class Simulation:
         if self.random.random() < 0.4:
             state = state.cleared(None)
         else:
-            part = part_of({("pre_attn", 1): np.array(axis(self.random.randrange(4)))}, HIDDEN)
-            state = state.changed({self.random.choice(["base", "decode"]): part}, replace=False)
+            vector_set = vector_set_of(
+                {("pre_attn", 1): np.array(axis(self.random.randrange(4)))}, HIDDEN
+            )
+            state = state.changed(
+                {self.random.choice(["base", "decode"]): vector_set}, replace=False
+            )
         self.ours.set_tiers(state, [*self.waiting, *self.running])
 
     def sleep(self) -> None:

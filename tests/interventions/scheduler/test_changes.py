@@ -11,19 +11,19 @@ import pytest
 from tests.support.plans import HIDDEN, SHAPE, VECTOR, array, config_of, plan_of
 from vllm.v1.interventions.calls import Change, SteeringCall
 from vllm.v1.interventions.frontend.module_catalog import ModuleCatalog
-from vllm.v1.interventions.plan import Part
+from vllm.v1.interventions.plan import VectorSet
 from vllm.v1.interventions.scheduler import changes as changes_module
 from vllm.v1.interventions.scheduler.changes import LEASE_SECONDS
 from vllm.v1.interventions.scheduler.decisions import SchedulerInterventions
 from vllm.v1.interventions.scheduler.tiers import KEPT_SECONDS
-from vllm.v1.interventions.vectors import part_of
+from vllm.v1.interventions.vectors import vector_set_of
 from vllm.v1.steering.modules import Module, parse_module
 
 SITE = ("pre_attn", 0)
 
 
-def part(value: float) -> Part:
-    return part_of({SITE: array(*[value] * HIDDEN)}, HIDDEN)
+def vector_set(value: float) -> VectorSet:
+    return vector_set_of({SITE: array(*[value] * HIDDEN)}, HIDDEN)
 
 
 def module(value: float) -> Module:
@@ -32,7 +32,7 @@ def module(value: float) -> Module:
 
 
 def setting(value: float, tier: str = "base") -> Change:
-    return Change("set", tiers={tier: part(value)})
+    return Change("set", tiers={tier: vector_set(value)})
 
 
 class Engine:
@@ -74,7 +74,7 @@ def test_set_replace_clear(engine: Engine) -> None:
     assert engine.make(setting(1.0))["version"] == 1
     assert engine.make(setting(2.0, "decode"))["version"] == 2
     assert engine.norms == {"base": 2.0, "decode": 4.0}
-    engine.make(Change("set", tiers={"prefill": part(3.0)}, replace=True))
+    engine.make(Change("set", tiers={"prefill": vector_set(3.0)}, replace=True))
     assert engine.norms == {"prefill": 6.0}
     engine.make(setting(1.0))
     engine.make(Change("clear", tier="prefill"))
@@ -180,11 +180,11 @@ def test_a_request_on_its_way_has_what_its_module_meant_or_an_error(engine: Engi
     plan = plan_of(modules={"m": module(1.0)}, steering_modules=[("m", 3.0)])
     assert plan is not None
     assert plan.steering is not None
-    assert plan.steering.parts == [], "the engine core has it"
+    assert plan.steering.sets == [], "the engine core has it"
     filled = engine.core.modules.fill(plan)
     assert filled is not None
     assert filled.steering is not None
-    assert [p.digest for p in filled.steering.parts] == [part(1.0).digest]
+    assert [p.digest for p in filled.steering.sets] == [vector_set(1.0).digest]
     engine.make(Change("register", name="n", module=module(1.0)))
     engine.make(Change("register", name="m", module=module(2.0)))
     assert engine.core.modules.fill(plan) == filled, "the same content under another name"
@@ -210,7 +210,7 @@ def test_what_another_engine_has_made_already_is_here_from_the_preparation_on(
     filled = engine.core.modules.fill(plan)
     assert filled is not None
     assert filled.steering is not None
-    assert [p.digest for p in filled.steering.parts] == [part(1.0).digest]
+    assert [p.digest for p in filled.steering.sets] == [vector_set(1.0).digest]
     assert engine.state()["modules"] == {}
 
 

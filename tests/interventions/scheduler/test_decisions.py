@@ -16,7 +16,7 @@ from tests.support.plans import HIDDEN, VECTOR, config_of, plan_of
 from vllm import SamplingParams
 from vllm.config import VllmConfig
 from vllm.v1.interventions.calls import CaptureCall
-from vllm.v1.interventions.capture_groups import Layout
+from vllm.v1.interventions.capture_groups import CaptureGroup
 from vllm.v1.interventions.messages import FIRST_SLOT, ROWS_PER_SLOT, WorkerRequest
 from vllm.v1.interventions.scheduler.admission import MAX_SKIPS
 from vllm.v1.interventions.scheduler.decisions import SchedulerInterventions
@@ -173,17 +173,17 @@ def test_an_admitted_request_is_told_to_the_workers_once() -> None:
     assert step.admitted["r"].capture_sites == (("post_block", 0),)
     plan = steers.interventions.plan.steering
     assert plan is not None
-    digests = [segment.content for segment in plan.segments]
-    assert [(slot, c.digest, inherit) for slot, c, inherit in step.contents] == [
+    digests = [segment.vector_sum for segment in plan.segments]
+    assert [(slot, c.digest, inherit) for slot, c, inherit in step.sums] == [
         (slots[0], digests[0], True),
         (slots[1], digests[1], True),
     ]
-    assert [p.digest for p in step.new_parts] == [p.digest for p in plan.parts]
+    assert [p.digest for p in step.new_sets] == [p.digest for p in plan.sets]
     assert ours.message({"r": 1}) is None
     ours.admit(steers)  # after a preemption: its slots again, nothing is sent twice
     step = ours.message({"r": 8})
     assert step is not None
-    assert (list(step.admitted), step.contents, step.new_parts) == (["r"], [], [])
+    assert (list(step.admitted), step.sums, step.new_sets) == (["r"], [], [])
 
 
 def test_an_unsteered_phase_is_row_zero() -> None:
@@ -208,8 +208,8 @@ def test_requests_wait_for_slots_and_get_them_when_one_ends() -> None:
     # Only what is in the slot now is sent: the first one never ran.
     plan = two.interventions.plan.steering
     assert plan is not None
-    assert step.contents == [(FIRST_SLOT, plan.contents[0], True)]
-    assert [p.digest for p in step.new_parts] == [p.digest for p in plan.parts]
+    assert step.sums == [(FIRST_SLOT, plan.sums[0], True)]
+    assert [p.digest for p in step.new_sets] == [p.digest for p in plan.sets]
     rows = [row(FIRST_SLOT, False), row(FIRST_SLOT, True)]
     assert told(step, "b") == ([0, PROMPT], rows, [0, 0])
 
@@ -245,7 +245,7 @@ def test_requests_wait_for_rows_of_ops_too() -> None:
 
 def captured(name: str, positions: list[int]) -> StepRows:
     """As a worker makes it."""
-    layout = Layout(((0,), 1, (((0,), None),)))
+    layout = CaptureGroup(((0,), 1, (((0,), None),)))
     rows = StepRows(VERSION, Blocks({layout: [(name, np.arange(len(positions)))]}))
     arena = torch.tensor(positions).float()[:, None].repeat(1, HIDDEN)
     table = ProjectionTable(HIDDEN, torch.device("cpu"))
@@ -260,12 +260,12 @@ def test_rows_are_handed_to_their_request() -> None:
         ours.relay.accept(one, captured("r", [0, 1, 2]), emits=False)
     ours.relay.accept(asks, None, emits=True)
     ours.relay.accept(request("plain"), captured("plain", [0]), emits=True)
-    chunks = asks.interventions.take()
+    chunks = asks.interventions.pop_rows()
     assert chunks is not None
     assert [c.positions.tolist() for c in chunks] == [[0, 1, 2]]
     assert chunks[0].values[0][:, 0, 0].tolist() == [0.0, 1.0, 2.0]
     assert chunks[0].version == VERSION
-    assert other.interventions.take() is None
+    assert other.interventions.pop_rows() is None
 
 
 def test_who_waits_for_a_slow_consumer_holds_up_nobody_else() -> None:
@@ -284,9 +284,9 @@ def test_who_waits_for_a_slow_consumer_holds_up_nobody_else() -> None:
         ours.arrive(asks)
         return asks
 
-    part = asking_for("part", "slow", "last_prompt")
-    assert ours.can_admit(part)
-    ours.admit(part)
+    vector_set = asking_for("part", "slow", "last_prompt")
+    assert ours.can_admit(vector_set)
+    ours.admit(vector_set)
     whole, late = asking_for("whole", "slow", "all_prompt"), asking_for("l", "slow", "last_prompt")
     for _ in range(MAX_SKIPS + 1):
         assert not ours.can_admit(whole)

@@ -20,7 +20,7 @@ from vllm.v1.interventions.plan import UNSTEERED, Segment, SteeringPlan
 from vllm.v1.interventions.scheduler.block_identity import BlockIdentity, Era
 from vllm.v1.interventions.scheduler.decisions import SchedulerInterventions
 from vllm.v1.interventions.scheduler.tiers import GlobalState
-from vllm.v1.interventions.vectors import part_of
+from vllm.v1.interventions.vectors import vector_set_of
 from vllm.v1.request import Request, RequestStatus
 
 LENGTH, BLOCK = 24, 4
@@ -35,7 +35,7 @@ class History:
 
     prompt: int
     own: list[tuple[str, str]]
-    """(content, program) of each position."""
+    """(sum, program) of each position."""
     inherits: bool
     state: tuple[str, str]
     nonce: str = ""
@@ -131,8 +131,8 @@ def test_a_change_that_changes_nothing_is_told(history: History) -> None:
 
 def state(value: float, tier: str = "base") -> GlobalState:
     before = GlobalState(config_of().tap_shape)
-    part = part_of({("pre_attn", 0): array(*[value] * HIDDEN)}, HIDDEN)
-    return before.changed({tier: part}, replace=False)
+    vector_set = vector_set_of({("pre_attn", 0): array(*[value] * HIDDEN)}, HIDDEN)
+    return before.changed({tier: vector_set}, replace=False)
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -12,7 +12,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.support.plans import HIDDEN, VECTOR, content, plan_of
+from tests.support.plans import HIDDEN, VECTOR, plan_of, vector_sum
 from vllm import SamplingParams
 from vllm.v1.capture.transport.copies import CopyThreads
 from vllm.v1.core.kv_cache_utils import generate_block_hash_extra_keys
@@ -30,22 +30,22 @@ THREADS = CopyThreads("test")
 
 
 def steered(prompt: int, prefill: str = UNSTEERED, decode: str = UNSTEERED) -> RequestInterventions:
-    """Of a plan that only names its contents."""
+    """Of a plan that only names its sums."""
     steering = SteeringPlan(
         segments=[Segment(0, prefill, UNSTEERED), Segment(prompt, decode, UNSTEERED)],
         inherit=True,
-        contents=[content(digest) for digest in {prefill, decode} - {UNSTEERED}],
+        sums=[vector_sum(digest) for digest in {prefill, decode} - {UNSTEERED}],
     )
     return RequestInterventions(Plan(steering), prompt, None)
 
 
 def text(digest: str) -> str:
-    """In a key: the content, and no ops, no global tiers, no nonce."""
+    """In a key: the sum, and no ops, no global tiers, no nonce."""
     return f"{digest}///" if digest else UNSTEERED
 
 
 def key(*segments: tuple[int, str]) -> list[tuple[str, str]]:
-    """Of a block that has these contents from these offsets on."""
+    """Of a block that has these sums from these offsets on."""
     return [("steer", f"{offset}:{text(digest)}") for offset, digest in segments]
 
 
@@ -174,14 +174,16 @@ def accept(interventions: RequestInterventions, rows: CapturedChunk, num_tokens:
 
 
 def taken(interventions: RequestInterventions) -> list[int]:
-    chunks = interventions.take()
+    chunks = interventions.pop_rows()
     if chunks is None:
         return []
-    for part in chunks:
-        assert part.values[0].shape == (len(part.positions), 2, HIDDEN)
-        assert torch.equal(part.values[0][:, 0, 0], torch.from_numpy(part.positions).float())
-        assert part.version == VERSION
-    return [int(p) for part in chunks for p in part.positions]
+    for vector_set in chunks:
+        assert vector_set.values[0].shape == (len(vector_set.positions), 2, HIDDEN)
+        assert torch.equal(
+            vector_set.values[0][:, 0, 0], torch.from_numpy(vector_set.positions).float()
+        )
+        assert vector_set.version == VERSION
+    return [int(p) for vector_set in chunks for p in vector_set.positions]
 
 
 def test_rows_wait_for_an_output() -> None:
@@ -190,7 +192,7 @@ def test_rows_wait_for_an_output() -> None:
     accept(interventions, chunk([2, 3]), 5)
     accept(interventions, chunk([4]), 6)
     assert taken(interventions) == [0, 1, 2, 3, 4]
-    assert interventions.take() is None
+    assert interventions.pop_rows() is None
 
 
 def test_only_wanted_rows_are_kept() -> None:
@@ -227,7 +229,7 @@ def test_kept_rows_do_not_hold_the_steps_storage() -> None:
     interventions = capturing("last_prompt")
     step = chunk(list(range(5)))
     accept(interventions, step, 6)
-    chunks = interventions.take()
+    chunks = interventions.pop_rows()
     assert chunks is not None
     assert chunks[0].values[0].untyped_storage().nbytes() == 2 * 1 * HIDDEN * 4
     step.values[0].zero_()
@@ -241,7 +243,7 @@ def test_rows_that_wait_do_not_hold_the_steps_storage(first: int, waits: bool) -
     values = torch.zeros(100, 2, HIDDEN)
     at = np.array([first], dtype=np.int64)
     accept(interventions, CapturedChunk(at, [values[:1]], VERSION), 6)
-    chunks = interventions.take()
+    chunks = interventions.pop_rows()
     assert chunks is not None
     size = chunks[0].values[0].untyped_storage().nbytes()
     assert size == (2 * HIDDEN * 4 if waits else values.nbytes)
@@ -253,7 +255,7 @@ def test_what_waits_holds_at_most_twice_its_size(rows: int, copied: bool) -> Non
     interventions = capturing("all", prompt=12)
     values = torch.zeros(10, 2, HIDDEN)
     accept(interventions, CapturedChunk(np.arange(rows), [values[:rows]], VERSION), 13)
-    chunks = interventions.take()
+    chunks = interventions.pop_rows()
     assert chunks is not None
     held = chunks[0].values[0].untyped_storage()
     assert held.nbytes() <= 2 * rows * 2 * HIDDEN * 4

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from tests.support.plans import HIDDEN, config_of, plan_of
 from vllm import SamplingParams
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
-from vllm.v1.interventions.capture_groups import Layout
+from vllm.v1.interventions.capture_groups import CaptureGroup
 from vllm.v1.interventions.frontend.row_copier import unpack
 from vllm.v1.interventions.messages import CapturedChunk
 from vllm.v1.interventions.scheduler.capture_sessions import CaptureSessions
@@ -27,7 +27,10 @@ from vllm.v1.request import Request
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
 PROMPT, MOST = 5, 8
-SITES = {1: Layout(((0,), 1, (((0,), None),))), 2: Layout(((0, 1), 2, (((0, 1), None),)))}
+SITES = {
+    1: CaptureGroup(((0,), 1, (((0,), None),))),
+    2: CaptureGroup(((0, 1), 2, (((0, 1), None),))),
+}
 """How many layers are captured -> how a worker lays them out."""
 
 
@@ -66,9 +69,9 @@ class Asks:
 
 def captured(asks: dict[Asks, list[int]]) -> StepRows:
     """As a worker makes it, of the positions of each."""
-    groups: dict[Layout, Members] = {}
+    groups: dict[CaptureGroup, Members] = {}
     at, first = dict[str, torch.Tensor](), 0
-    index: dict[Layout, list[int]] = {}
+    index: dict[CaptureGroup, list[int]] = {}
     for one, positions in asks.items():
         layout, n = SITES[one.layers], len(positions)
         groups.setdefault(layout, []).append((one.request.request_id, np.arange(first, first + n)))
@@ -106,7 +109,7 @@ def step(relay: RowRelay, asks: dict[Asks, list[int]]) -> int:
             one.request.append_output_token_ids(7)
         relay.accept(one.request, rows, emits)
         if emits:
-            chunks = one.request.interventions.take()
+            chunks = one.request.interventions.pop_rows()
             output = EngineCoreOutput(one.request.request_id, [7], captured=chunks)
             outputs.setdefault(one.client, []).append(output)
     messages = {client: EngineCoreOutputs(outputs=outs) for client, outs in outputs.items()}

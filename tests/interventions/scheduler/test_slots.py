@@ -14,55 +14,57 @@ from hypothesis.stateful import (
     rule,
 )
 
-from tests.support.plans import asking, content
+from tests.support.plans import asking, vector_sum
 from vllm.v1.interventions.messages import FIRST_SLOT, GLOBALS_ALONE, NOTHING, StepInterventions
-from vllm.v1.interventions.plan import UNSTEERED, Content, Part, Plan, SteeringPlan
+from vllm.v1.interventions.plan import UNSTEERED, Plan, SteeringPlan, VectorSet, VectorSum
 from vllm.v1.interventions.scheduler.admission import MAX_STEP_BYTES
 from vllm.v1.interventions.scheduler.slots import SlotTable
 
 BIG = MAX_STEP_BYTES // 2 + 1
-"""Two parts of this size are more than a step may send."""
+"""Two vector sets of this size are more than a step may send."""
 
 CATALOGUE = {
-    **{name: content(name) for name in "abc"},
-    "d": content("d", "a", "b"),
-    "e": content("e", "c", "shared"),
-    "f": content("f", "shared"),
+    **{name: vector_sum(name) for name in "abc"},
+    "d": vector_sum("d", "a", "b"),
+    "e": vector_sum("e", "c", "shared"),
+    "f": vector_sum("f", "shared"),
 }
 ASKS = st.lists(st.sampled_from(sorted(CATALOGUE)), min_size=1, max_size=2, unique=True)
 
 
-def uploads_of(table: SlotTable) -> tuple[list[Part], list[tuple[int, Content, bool]], list[str]]:
-    """(new parts, (slot, content, inherit) to write, dropped parts) of the coming step."""
+def uploads_of(
+    table: SlotTable,
+) -> tuple[list[VectorSet], list[tuple[int, VectorSum, bool]], list[str]]:
+    """(new vector sets, (slot, sum, inherit) to write, dropped vector sets) of the coming step."""
     step = StepInterventions(version=0)
     table.upload(step)
-    return step.new_parts, step.contents, step.dropped_parts
+    return step.new_sets, step.sums, step.dropped_sets
 
 
 class Worker:
-    """It only writes what it is told, and keeps parts as long as it must."""
+    """It only writes what it is told, and keeps vector sets as long as it must."""
 
     def __init__(self) -> None:
-        self.got: list[Part] = []
-        self.parts: dict[str, int] = {}
-        self.slots: dict[int, tuple[Content, bool]] = {}
+        self.got: list[VectorSet] = []
+        self.sets: dict[str, int] = {}
+        self.slots: dict[int, tuple[VectorSum, bool]] = {}
 
     def apply(self, table: SlotTable) -> list[tuple[int, str, bool]]:
         """(slot, digest, inherit) of what was written."""
         new, uploads, dropped = uploads_of(table)
-        for part in new:
-            assert part.digest not in self.parts, "sent twice"
-            self.parts[part.digest] = len(part.data)
+        for vector_set in new:
+            assert vector_set.digest not in self.sets, "sent twice"
+            self.sets[vector_set.digest] = len(vector_set.data)
         self.got = new
         for slot, what, inherit in uploads:
             assert FIRST_SLOT <= slot < FIRST_SLOT + table.size
-            assert all(name in self.parts for name, _ in what.parts)
+            assert all(name in self.sets for name, _ in what.sets)
             self.slots[slot] = what, inherit
         for name in dropped:
-            del self.parts[name]
-        # A part is kept as long as a slot is made of it: a change of the global tiers needs it.
-        made_of = {name for what, _ in self.slots.values() for name, _ in what.parts}
-        assert made_of == self.parts.keys()
+            del self.sets[name]
+        # A vector set is kept as long as a slot has it: a change of the global tiers needs it.
+        made_of = {name for what, _ in self.slots.values() for name, _ in what.sets}
+        assert made_of == self.sets.keys()
         return [(slot, what.digest, inherit) for slot, what, inherit in uploads]
 
 
@@ -86,8 +88,8 @@ class Serving(RuleBasedStateMachine):
     def arrive(self, ask: list[str], inherit: bool, big: bool) -> str:
         self.count += 1
         name = f"r{self.count}"
-        contents = [CATALOGUE[digest] for digest in ask]
-        self.asks[name] = asking(*contents, size=BIG if big else 16, inherit=inherit)
+        sums = [CATALOGUE[digest] for digest in ask]
+        self.asks[name] = asking(*sums, size=BIG if big else 16, inherit=inherit)
         return name
 
     @rule(target=seen, name=consumes(waiting))
@@ -114,16 +116,21 @@ class Serving(RuleBasedStateMachine):
 
     @rule()
     def step(self) -> None:
-        """The forward: every admitted request finds its own contents in its slots."""
+        """The forward: every admitted request finds its own sums in its slots."""
         self.worker.apply(self.table)
-        sent = {part.digest for part in self.worker.got}
-        if sum(len(part.data) for part in self.worker.got) > MAX_STEP_BYTES and not self.restored:
+        sent = {vector_set.digest for vector_set in self.worker.got}
+        if (
+            sum(len(vector_set.data) for vector_set in self.worker.got) > MAX_STEP_BYTES
+            and not self.restored
+        ):
             # Only a plan that is larger by itself, and it goes alone.
-            assert any(sent <= {part.digest for part in plan.parts} for plan in self.fresh)
+            assert any(
+                sent <= {vector_set.digest for vector_set in plan.sets} for plan in self.fresh
+            )
         self.fresh, self.restored = [], False
         for name in self.admitted:
             plan = self.asks[name]
-            for what in plan.contents:
+            for what in plan.sums:
                 slot = self.table.slot(what.digest, plan.inherit)
                 assert self.worker.slots[slot] == (what, plan.inherit)
         assert uploads_of(self.table) == ([], [], [])
@@ -139,7 +146,7 @@ class Serving(RuleBasedStateMachine):
         if not hasattr(self, "table"):
             return
         plans = [self.asks[name] for name in self.admitted]
-        needed = {(c.digest, plan.inherit) for plan in plans for c in plan.contents}
+        needed = {(c.digest, plan.inherit) for plan in plans for c in plan.sums}
         assert self.table.in_use == len(needed) <= self.table.size
         slots = {self.table.slot(*key) for key in needed}
         assert len(slots) == len(needed)
@@ -150,7 +157,9 @@ TestServing = Serving.TestCase
 TestServing.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
 
 
-def admit(table: SlotTable, name: str, *ask: Content, size: int = 16, inherit: bool = True) -> bool:
+def admit(
+    table: SlotTable, name: str, *ask: VectorSum, size: int = 16, inherit: bool = True
+) -> bool:
     plan = asking(*ask, size=size, inherit=inherit)
     fits = table.fits(Plan(plan))
     if fits:
@@ -163,7 +172,7 @@ def written(table: SlotTable) -> list[str]:
     return [c.digest for _, c, _ in uploads_of(table)[1]]
 
 
-A, B, C, D = (content(name) for name in "abcd")
+A, B, C, D = (vector_sum(name) for name in "abcd")
 
 
 def test_two_slots_belong_to_nobody() -> None:
@@ -230,7 +239,7 @@ def test_the_longest_idle_content_goes_first() -> None:
 
 
 def test_a_part_stays_while_another_content_is_made_of_it() -> None:
-    table, both = SlotTable(1), content("both", "a", "b")
+    table, both = SlotTable(1), vector_sum("both", "a", "b")
     admit(table, "one", A)
     uploads_of(table)
     table.release("one")
@@ -272,7 +281,7 @@ def test_a_step_sends_a_bounded_number_of_bytes() -> None:
 
 def test_a_single_larger_content_goes_alone() -> None:
     table = SlotTable(4)
-    huge = content("huge")
+    huge = vector_sum("huge")
     assert admit(table, "one", A)
     assert not admit(table, "two", huge, size=MAX_STEP_BYTES + 1)
     uploads_of(table)
@@ -285,7 +294,12 @@ def test_a_single_larger_content_goes_alone() -> None:
 
 
 def test_a_request_does_not_evict_its_own_idle_content() -> None:
-    table, idle, other, new = SlotTable(2), content("idle"), content("other"), content("new")
+    table, idle, other, new = (
+        SlotTable(2),
+        vector_sum("idle"),
+        vector_sum("other"),
+        vector_sum("new"),
+    )
     for one in (idle, other):
         assert admit(table, one.digest, one)
         table.release(one.digest)

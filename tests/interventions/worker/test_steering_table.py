@@ -21,8 +21,8 @@ from vllm.v1.interventions.messages import (
     num_table_rows,
     table_row,
 )
-from vllm.v1.interventions.plan import Content, Part, Site
-from vllm.v1.interventions.vectors import part_of
+from vllm.v1.interventions.plan import Site, VectorSet, VectorSum
+from vllm.v1.interventions.vectors import vector_set_of
 from vllm.v1.interventions.worker.steering_table import SteeringTable
 
 SITES: list[Site] = [("pre_attn", 0), ("post_block", 0), ("pre_attn", 1)]
@@ -37,23 +37,23 @@ def table(dtype: torch.dtype = torch.float32) -> SteeringTable:
     return SteeringTable(SITES, num_table_rows(SLOTS), HIDDEN, dtype, torch.device("cpu"))
 
 
-def part(**at: float) -> Part:
+def vector_set(**at: float) -> VectorSet:
     """Vectors that hold one number; `s0=...` is that of the first site, `far` one of elsewhere."""
     sites = {f"s{i}": site for i, site in enumerate(SITES)} | {"far": ELSEWHERE}
-    return part_of({sites[name]: np.full(HIDDEN, x) for name, x in at.items()}, HIDDEN)
+    return vector_set_of({sites[name]: np.full(HIDDEN, x) for name, x in at.items()}, HIDDEN)
 
 
-def made_of(*parts: tuple[Part, float]) -> Content:
-    named = [(p.digest, scale) for p, scale in parts]
-    return Content(digest=repr(named), parts=named)
+def made_of(*sets: tuple[VectorSet, float]) -> VectorSum:
+    named = [(p.digest, scale) for p, scale in sets]
+    return VectorSum(digest=repr(named), sets=named)
 
 
 def apply(into: SteeringTable, **fields: Any) -> None:
     into.apply(StepInterventions(version=0, **fields))
 
 
-def tiers(**parts: Part) -> GlobalTiers:
-    return GlobalTiers(version=1, tiers=parts)
+def tiers(**sets: VectorSet) -> GlobalTiers:
+    return GlobalTiers(version=1, tiers=sets)
 
 
 def rows(of: SteeringTable, slot: int) -> list[list[float]]:
@@ -81,30 +81,34 @@ def test_rows_of_slots() -> None:
 
 
 def test_parts_and_scales_add_up() -> None:
-    into, p, q = table(), part(s0=1.0, s1=2.0, far=50.0), part(s1=10.0, s2=20.0)
-    apply(into, new_parts=[p, q], contents=[(ONE, made_of((p, 1.0), (q, -0.5)), True)])
+    into, p, q = table(), vector_set(s0=1.0, s1=2.0, far=50.0), vector_set(s1=10.0, s2=20.0)
+    apply(into, new_sets=[p, q], sums=[(ONE, made_of((p, 1.0), (q, -0.5)), True)])
     assert rows(into, ONE) == [[1.0, -3.0, -10.0]] * 2
     for slot in (0, GLOBALS_ALONE, TWO):
         assert rows(into, slot) == [[0.0] * 3] * 2
     # A slot that is used again holds nothing of before.
-    apply(into, contents=[(ONE, made_of((p, 2.0)), True)], dropped_parts=[q.digest])
+    apply(into, sums=[(ONE, made_of((p, 2.0)), True)], dropped_sets=[q.digest])
     assert rows(into, ONE) == [[2.0, 4.0, 0.0]] * 2
 
 
 def test_the_same_part_twice_counts_twice() -> None:
-    into, p = table(), part(s0=1.0)
-    apply(into, new_parts=[p], contents=[(ONE, made_of((p, 2.0), (p, 0.5)), True)])
+    into, p = table(), vector_set(s0=1.0)
+    apply(into, new_sets=[p], sums=[(ONE, made_of((p, 2.0), (p, 0.5)), True)])
     assert rows(into, ONE) == [[2.5, 0.0, 0.0]] * 2
 
 
 def test_global_tiers_by_phase_and_inheritance() -> None:
-    into, p = table(), part(s0=1.0)
-    base, prefill, decode = part(s0=10.0, far=1.0), part(s0=100.0, s1=5.0), part(s2=1000.0)
+    into, p = table(), vector_set(s0=1.0)
+    base, prefill, decode = (
+        vector_set(s0=10.0, far=1.0),
+        vector_set(s0=100.0, s1=5.0),
+        vector_set(s2=1000.0),
+    )
     apply(
         into,
-        new_parts=[p],
+        new_sets=[p],
         tiers=tiers(base=base, prefill=prefill, decode=decode),
-        contents=[(ONE, made_of((p, 1.0)), True), (TWO, made_of((p, 1.0)), False)],
+        sums=[(ONE, made_of((p, 1.0)), True), (TWO, made_of((p, 1.0)), False)],
     )
     assert rows(into, ONE) == [[111.0, 5.0, 0.0], [11.0, 0.0, 1000.0]]
     assert rows(into, TWO) == [[1.0, 0.0, 0.0]] * 2
@@ -113,19 +117,19 @@ def test_global_tiers_by_phase_and_inheritance() -> None:
 
 
 def test_a_change_of_the_globals_reaches_slots_written_before_and_sends_no_part() -> None:
-    into, p = table(), part(s0=1.0)
+    into, p = table(), vector_set(s0=1.0)
     apply(
         into,
-        new_parts=[p],
-        contents=[(ONE, made_of((p, 1.0)), True), (TWO, made_of((p, 3.0)), False)],
+        new_sets=[p],
+        sums=[(ONE, made_of((p, 1.0)), True), (TWO, made_of((p, 3.0)), False)],
     )
-    apply(into, tiers=tiers(base=part(s0=10.0)))
+    apply(into, tiers=tiers(base=vector_set(s0=10.0)))
     assert rows(into, ONE) == [[11.0, 0.0, 0.0]] * 2
     assert rows(into, TWO) == [[3.0, 0.0, 0.0]] * 2
-    apply(into, tiers=tiers(decode=part(s0=20.0)))
+    apply(into, tiers=tiers(decode=vector_set(s0=20.0)))
     assert rows(into, ONE) == [[1.0, 0.0, 0.0], [21.0, 0.0, 0.0]]
     # And those written later, by a message of their own.
-    apply(into, contents=[(THREE, made_of((p, 5.0)), True)])
+    apply(into, sums=[(THREE, made_of((p, 5.0)), True)])
     assert rows(into, THREE) == [[5.0, 0.0, 0.0], [25.0, 0.0, 0.0]]
     apply(into, tiers=tiers())
     for slot, value in ((ONE, 1.0), (THREE, 5.0), (GLOBALS_ALONE, 0.0)):
@@ -133,62 +137,62 @@ def test_a_change_of_the_globals_reaches_slots_written_before_and_sends_no_part(
 
 
 def test_one_message_with_everything() -> None:
-    """A slot changes hands, its old part goes, a new part comes, and the globals change."""
-    into, p, q = table(), part(s0=1.0), part(s0=2.0)
-    apply(into, new_parts=[p], contents=[(ONE, made_of((p, 1.0)), True)])
+    """A slot changes hands, its old vector set goes, a new one comes, and the globals change."""
+    into, p, q = table(), vector_set(s0=1.0), vector_set(s0=2.0)
+    apply(into, new_sets=[p], sums=[(ONE, made_of((p, 1.0)), True)])
     apply(
         into,
-        new_parts=[q],
-        tiers=tiers(base=part(s0=10.0)),
-        contents=[(ONE, made_of((q, 1.0)), True), (TWO, made_of((q, 3.0)), False)],
-        dropped_parts=[p.digest],
+        new_sets=[q],
+        tiers=tiers(base=vector_set(s0=10.0)),
+        sums=[(ONE, made_of((q, 1.0)), True), (TWO, made_of((q, 3.0)), False)],
+        dropped_sets=[p.digest],
     )
     assert rows(into, ONE) == [[12.0, 0.0, 0.0]] * 2
     assert rows(into, TWO) == [[6.0, 0.0, 0.0]] * 2
     # Both directions of a slot's inheritance.
-    apply(into, contents=[(ONE, made_of((q, 1.0)), False), (TWO, made_of((q, 3.0)), True)])
+    apply(into, sums=[(ONE, made_of((q, 1.0)), False), (TWO, made_of((q, 3.0)), True)])
     assert rows(into, ONE) == [[2.0, 0.0, 0.0]] * 2
     assert rows(into, TWO) == [[16.0, 0.0, 0.0]] * 2
 
 
 def test_a_dropped_part_is_gone() -> None:
-    into, p, q = table(), part(s0=1.0), part(s0=2.0)
-    apply(into, new_parts=[p, q], contents=[(ONE, made_of((p, 1.0)), True)])
-    apply(into, dropped_parts=[q.digest])
+    into, p, q = table(), vector_set(s0=1.0), vector_set(s0=2.0)
+    apply(into, new_sets=[p, q], sums=[(ONE, made_of((p, 1.0)), True)])
+    apply(into, dropped_sets=[q.digest])
     with pytest.raises(KeyError):
-        apply(into, contents=[(TWO, made_of((q, 1.0)), True)])
+        apply(into, sums=[(TWO, made_of((q, 1.0)), True)])
     assert rows(into, ONE) == [[1.0, 0.0, 0.0]] * 2
 
 
 def test_nothing_survives_sleep() -> None:
-    into, p = table(), part(s0=1.0)
+    into, p = table(), vector_set(s0=1.0)
     apply(
         into,
-        new_parts=[p],
-        tiers=tiers(base=part(s0=10.0)),
-        contents=[(ONE, made_of((p, 1.0)), True)],
+        new_sets=[p],
+        tiers=tiers(base=vector_set(s0=10.0)),
+        sums=[(ONE, made_of((p, 1.0)), True)],
     )
     for site in SITES:
         into.at[site].fill_(float("nan"))  # what memory holds after sleep
     into.forget()
     assert rows(into, ONE) == rows(into, GLOBALS_ALONE) == [[0.0] * 3] * 2
-    # The scheduler sends all of it again, the parts included.
+    # The scheduler sends all of it again, the vector sets included.
     apply(
         into,
-        new_parts=[p],
-        tiers=tiers(base=part(s0=10.0)),
-        contents=[(ONE, made_of((p, 1.0)), True)],
+        new_sets=[p],
+        tiers=tiers(base=vector_set(s0=10.0)),
+        sums=[(ONE, made_of((p, 1.0)), True)],
     )
     assert rows(into, ONE) == [[11.0, 0.0, 0.0]] * 2
 
 
 def test_summed_in_float32_and_cast_once() -> None:
-    into, big, small = table(torch.bfloat16), part(s0=1.0), part(s0=2.0**-9)
+    into, big, small = table(torch.bfloat16), vector_set(s0=1.0), vector_set(s0=2.0**-9)
     apply(
         into,
-        new_parts=[big, small],
-        tiers=tiers(base=part(s0=2.0**-9), prefill=part(s0=2.0**-9)),
-        contents=[(ONE, made_of((big, 1.0), (small, 2.0)), True)],
+        new_sets=[big, small],
+        tiers=tiers(base=vector_set(s0=2.0**-9), prefill=vector_set(s0=2.0**-9)),
+        sums=[(ONE, made_of((big, 1.0), (small, 2.0)), True)],
     )
     # bfloat16 has 8 bits: each small term alone would be lost, four together are one step.
     assert rows(into, ONE) == [[1.0 + 2.0**-7, 0.0, 0.0], [1.0 + 2.0**-7, 0.0, 0.0]]
@@ -196,7 +200,7 @@ def test_summed_in_float32_and_cast_once() -> None:
     for _ in range(4):
         one_by_one += 2.0**-9
     assert one_by_one == 1.0
-    apply(into, contents=[(ONE, made_of((big, 1.0), (small, 1.0)), False)])
+    apply(into, sums=[(ONE, made_of((big, 1.0), (small, 1.0)), False)])
     assert rows(into, ONE) == [[1.0, 0.0, 0.0]] * 2
 
 
@@ -222,21 +226,21 @@ def test_whatever_the_messages_the_rows_are_the_sums(
     changes: list[dict[str, dict[str, float]]],
 ) -> None:
     into = table()
-    parts = [part(**p) for p in given_parts]
-    contents = [
-        (FIRST_SLOT + i, made_of(*((parts[n % len(parts)], float(s)) for n, s in chosen)), inherit)
+    sets = [vector_set(**p) for p in given_parts]
+    sums = [
+        (FIRST_SLOT + i, made_of(*((sets[n % len(sets)], float(s)) for n, s in chosen)), inherit)
         for i, (chosen, inherit) in enumerate(asked)
     ]
-    apply(into, new_parts=parts, contents=contents)
+    apply(into, new_sets=sets, sums=sums)
     for change in [*changes, None]:
         current = change or {}
-        apply(into, tiers=tiers(**{tier: part(**p) for tier, p in current.items()}))
+        apply(into, tiers=tiers(**{tier: vector_set(**p) for tier, p in current.items()}))
         for i, (chosen, inherit) in enumerate(asked):
             for generated, phase in ((False, "prefill"), (True, "decode")):
                 want = [0.0] * 3
                 for site in range(3):
                     for n, scale in chosen:
-                        want[site] += scale * given_parts[n % len(parts)].get(f"s{site}", 0.0)
+                        want[site] += scale * given_parts[n % len(sets)].get(f"s{site}", 0.0)
                     if inherit:
                         for tier in ("base", phase):
                             want[site] += current.get(tier, {}).get(f"s{site}", 0.0)

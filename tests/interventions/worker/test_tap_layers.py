@@ -11,7 +11,7 @@ from torch import nn
 
 from tests.support.plans import config_of
 from vllm.model_executor.layers.residual_taps import BoundTaps, UnboundTaps
-from vllm.v1.interventions.worker.runner import Interventions
+from vllm.v1.interventions.worker.runner import WorkerInterventions
 from vllm.v1.interventions.worker.tap_layers import find_layers, refuse_layers
 
 
@@ -67,7 +67,7 @@ def test_drafts_in_the_same_tree_stay_unbound() -> None:
         get_total_num_hidden_layers=lambda: 2,
         dtype=torch.float32,
     )
-    interventions = Interventions(config, torch.device("cpu"))
+    interventions = WorkerInterventions(config, torch.device("cpu"))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(
             "vllm.v1.interventions.worker.runner.get_tensor_model_parallel_rank", lambda: 0

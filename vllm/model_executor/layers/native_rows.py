@@ -61,11 +61,11 @@ class NativeTap(SiteTap):
             return super().read(h)
         torch.ops.pilot.capture_rows(h, None, self.arena, self.dest)
 
-    def leave(
+    def steer_and_capture_pair(
         self, h: torch.Tensor, r: torch.Tensor | None, partial: bool = False
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         if self.arena is None or r is None:
-            return super().leave(h, r, partial)
+            return super().steer_and_capture_pair(h, r, partial)
         if self._adds(h, r):
             return h, torch.ops.pilot.steer_and_capture_rows(
                 r, whole(h, partial), self.table, self.slots, self.arena, self.dest
@@ -73,4 +73,4 @@ class NativeTap(SiteTap):
         if self.table is None and h.dtype is r.dtype is self.arena.dtype:
             torch.ops.pilot.capture_rows(r, whole(h, partial), self.arena, self.dest)
             return h, r
-        return super().leave(h, r, partial)
+        return super().steer_and_capture_pair(h, r, partial)

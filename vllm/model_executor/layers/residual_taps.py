@@ -33,7 +33,7 @@ class PassTap:
     def __call__(self, h: torch.Tensor) -> torch.Tensor:
         return h
 
-    def enter(
+    def steer_pair(
         self, h: torch.Tensor, r: torch.Tensor | None, partial: bool = False
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         return h, r
@@ -41,12 +41,12 @@ class PassTap:
     def read(self, h: torch.Tensor) -> None:
         return None
 
-    def leave(
+    def steer_and_capture_pair(
         self, h: torch.Tensor, r: torch.Tensor | None, partial: bool = False
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         return h, r
 
-    def renew(self, n: torch.Tensor | None) -> torch.Tensor | None:
+    def norm_if_unsteered(self, n: torch.Tensor | None) -> torch.Tensor | None:
         return n
 
     def renorm(
@@ -111,7 +111,7 @@ class SiteTap:
         self.read(h)
         return h
 
-    def enter(
+    def steer_pair(
         self, h: torch.Tensor, r: torch.Tensor | None, partial: bool = False
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Steer a stream deferred as `h + r` before the norm that adds them; captures nothing.
@@ -141,16 +141,16 @@ class SiteTap:
         if self.arena is not None:
             torch.ops.vllm.capture_rows(h, self.arena, self.dest)
 
-    def leave(
+    def steer_and_capture_pair(
         self, h: torch.Tensor, r: torch.Tensor | None, partial: bool = False
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Steer a stream deferred as `h + r` and capture the sum; the new halves."""
-        h, r = self.enter(h, r, partial)
+        h, r = self.steer_pair(h, r, partial)
         if self.arena is not None:
             self.read(h if r is None else whole(h, partial) + r)
         return h, r
 
-    def renew(self, n: torch.Tensor | None) -> torch.Tensor | None:
+    def norm_if_unsteered(self, n: torch.Tensor | None) -> torch.Tensor | None:
         """A norm of the stream from before this point: None, to be computed again, if steered."""
         return n if self.table is None else None
 

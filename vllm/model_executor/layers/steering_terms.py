@@ -37,7 +37,7 @@ class TermTables:
     """float32 [R, len(Scalars)]."""
     probes: torch.Tensor
     """int32 [R], the row in `vectors` of the term's probe, 0 for no gate."""
-    homes: torch.Tensor
+    gate_owners: torch.Tensor
     """int32 [P]. A program p with frozen gates: p itself on the last prompt row, which decides and
     stores gates[p]; elsewhere the program whose decision it reads, column by column."""
     gates: torch.Tensor
@@ -68,7 +68,7 @@ def steer_terms(
         terms.vectors,
         terms.scalars,
         terms.probes,
-        terms.homes,
+        terms.gate_owners,
         terms.gates,
         terms.norms,
         terms.gated,
@@ -84,13 +84,15 @@ def steer_rows(
     vectors: torch.Tensor,
     scalars: torch.Tensor,
     probes: torch.Tensor,
-    homes: torch.Tensor,
+    gate_owners: torch.Tensor,
     gates: torch.Tensor,
     norms: bool,
     gated: bool,
 ) -> None:
     """`steer_terms`, as an op. A token of slot 0 and program 0 is not touched."""
-    terms = TermTables(program, programs, vectors, scalars, probes, homes, gates, norms, gated)
+    terms = TermTables(
+        program, programs, vectors, scalars, probes, gate_owners, gates, norms, gated
+    )
     if HAS_TRITON and h.is_cuda:
         steer_rows_triton(h, table, slots, terms)
     else:
@@ -106,7 +108,7 @@ def _steer_rows_fake(
     vectors: torch.Tensor,
     scalars: torch.Tensor,
     probes: torch.Tensor,
-    homes: torch.Tensor,
+    gate_owners: torch.Tensor,
     gates: torch.Tensor,
     norms: bool,
     gated: bool,
@@ -125,7 +127,7 @@ def steer_rows_torch(
         _steer_tokens(h, table, slots, program, touched, terms)
         return
     # A row may read what another row of this step decides.
-    deciding = (program > 0) & (terms.homes[program] == program)
+    deciding = (program > 0) & (terms.gate_owners[program] == program)
     _steer_tokens(h, table, slots, program, touched & deciding, terms)
     _steer_tokens(h, table, slots, program, touched & ~deciding, terms)
 
@@ -196,7 +198,7 @@ def _gates(
         at["sharpness"] * ((h * terms.vectors[probe]).sum(dim=1) - at["threshold"])
     )
     frozen = (probe > 0) & (at["frozen"] != 0)
-    home = terms.homes[program].long()
+    home = terms.gate_owners[program].long()
     decides = (frozen & (home == program)).nonzero().squeeze(1)
     terms.gates[program[decides], column] = value[decides]
     value = torch.where(frozen, terms.gates[home, column], value)
@@ -233,7 +235,7 @@ if HAS_TRITON:
         vectors,
         scalars,
         probes,
-        homes,
+        gate_owners,
         gates,
         h_stride,
         table_stride,
@@ -254,7 +256,7 @@ if HAS_TRITON:
         mine = tl.load(program + token).to(tl.int64)
         skipped = (slot <= 0) & (mine <= 0)
         if GATED:
-            home = tl.load(homes + mine).to(tl.int64)
+            home = tl.load(gate_owners + mine).to(tl.int64)
             skipped = skipped | (((mine > 0) & (home == mine)) != DECIDING)
         if skipped:
             return
@@ -317,7 +319,7 @@ if HAS_TRITON:
                 terms.vectors,
                 terms.scalars,
                 terms.probes,
-                terms.homes,
+                terms.gate_owners,
                 terms.gates,
                 h.stride(0),
                 table.stride(0),

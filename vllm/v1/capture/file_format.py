@@ -29,8 +29,8 @@ from vllm.v1.interventions.plan import Site
 FORMAT = "1"
 """`capture_format` in the metadata of each file."""
 
-Layout = Literal["per_file", "packed", "sharded"]
-LAYOUTS: tuple[Layout, ...] = get_args(Layout)
+FileLayout = Literal["per_file", "packed", "sharded"]
+LAYOUTS: tuple[FileLayout, ...] = get_args(FileLayout)
 
 SUFFIX = ".safetensors"
 SHARDS = "_shards"

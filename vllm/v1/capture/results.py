@@ -136,7 +136,9 @@ def _merged_result(old: CaptureResult, new: CaptureResult) -> CaptureResult:
     return CaptureResult(new.status, new.error, payload)
 
 
-def of_single(outputs: "Sequence[CompletionOutput]") -> dict[str, CaptureResult] | None:
+def results_of_only_completion(
+    outputs: "Sequence[CompletionOutput]",
+) -> dict[str, CaptureResult] | None:
     """`RequestOutput.capture_results`.
 
     Raises:

@@ -5,7 +5,7 @@ from typing import Literal
 
 import msgspec
 
-from vllm.v1.interventions.plan import Part
+from vllm.v1.interventions.plan import VectorSet
 from vllm.v1.steering.modules import Module
 
 
@@ -13,7 +13,7 @@ class Change(msgspec.Struct, frozen=True):
     """What to do; checked by the frontend."""
 
     action: Literal["set", "clear", "register", "unregister"]
-    tiers: dict[str, Part] = {}
+    tiers: dict[str, VectorSet] = {}
     """set: the vectors of each tier."""
     replace: bool = False
     """set: whether all that is not named goes."""

@@ -25,7 +25,7 @@ class LocalStream(NamedTuple):
     """(first row, number of rows) in the table of projections."""
 
 
-class Layout:
+class CaptureGroup:
     """Shared by all requests that capture the same: their rows lie in one dense block."""
 
     def __init__(self, key: _Key) -> None:
@@ -41,7 +41,7 @@ class Layout:
         return [(run[0], len(run)) for run in runs]
 
 
-class Layouts:
+class CaptureGroups:
     """Equal requests get one and the same `Layout`, so that a step compares no lists of sites.
 
     Args:
@@ -50,21 +50,21 @@ class Layouts:
 
     def __init__(self, sites: dict[Site, int]) -> None:
         self._sites = sites
-        self._layouts: WeakValueDictionary[_Asked, Layout] = WeakValueDictionary()
+        self._groups: WeakValueDictionary[_Asked, CaptureGroup] = WeakValueDictionary()
 
-    def of(self, request: WorkerRequest) -> Layout | None:
+    def of(self, request: WorkerRequest) -> CaptureGroup | None:
         """None where the request captures nothing here."""
         streams = request.capture_streams
-        layout = self._layouts.get((request.capture_sites, streams))
-        if layout is not None:
-            return layout
+        group = self._groups.get((request.capture_sites, streams))
+        if group is not None:
+            return group
         own = [i for i, site in enumerate(request.capture_sites) if site in self._sites]
         if not own:
             return None
         raw = {i for stream in streams if stream.projection is None for i in stream.sites}
         own.sort(key=lambda i: i not in raw)
         place = {i: n for n, i in enumerate(own)}
-        layout = self._layouts[request.capture_sites, streams] = Layout(
+        group = self._groups[request.capture_sites, streams] = CaptureGroup(
             (
                 tuple(self._sites[request.capture_sites[i]] for i in own),
                 len(raw & place.keys()),
@@ -73,4 +73,4 @@ class Layouts:
                 ),
             )
         )
-        return layout
+        return group

@@ -5,7 +5,7 @@ import msgspec
 import numpy as np
 import torch
 
-from vllm.v1.interventions.plan import Content, Part, Site
+from vllm.v1.interventions.plan import Site, VectorSet, VectorSum
 from vllm.v1.interventions.terms import Term
 
 NOTHING, GLOBALS_ALONE = 0, 1
@@ -36,7 +36,7 @@ class GlobalTiers(msgspec.Struct, frozen=True):
 
     version: int
     """Counts the changes."""
-    tiers: dict[str, Part]
+    tiers: dict[str, VectorSet]
     """tier -> its vectors; a tier without any is left out."""
 
     @property
@@ -71,7 +71,7 @@ class PlacedProgram(msgspec.Struct, frozen=True):
     """A program and the rows it refers to."""
 
     row: int
-    home: int
+    gate_owner_row: int
     """The row of the program that decides this one's gates; its own where it decides itself."""
     sites: list[Site]
     terms: list[list[int]]
@@ -90,12 +90,12 @@ class StepInterventions(msgspec.Struct):
 
     version: int
     """Of the global steering."""
-    new_parts: list[Part] = []
+    new_sets: list[VectorSet] = []
     tiers: GlobalTiers | None = None
     """Changed global tiers."""
-    contents: list[tuple[int, Content, bool]] = []
-    """(slot, content, inherit) to write into the table before this step's forward."""
-    dropped_parts: list[str] = []
+    sums: list[tuple[int, VectorSum, bool]] = []
+    """(slot, sum, inherit) to write into the table before this step's forward."""
+    dropped_sets: list[str] = []
     terms: list[PlacedTerm] = []
     programs: list[PlacedProgram] = []
     projections: list[tuple[int, bytes]] = []
@@ -108,10 +108,10 @@ class StepInterventions(msgspec.Struct):
     def empty(self) -> bool:
         """Whether a worker that is not told does the same."""
         return not (
-            self.new_parts
+            self.new_sets
             or self.tiers
-            or self.contents
-            or self.dropped_parts
+            or self.sums
+            or self.dropped_sets
             or self.terms
             or self.programs
             or self.projections

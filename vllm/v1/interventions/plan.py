@@ -8,6 +8,7 @@ user asked. It is a field of its own on `EngineCoreRequest`, so no client can se
 from typing import Any
 
 import msgspec
+import numpy as np
 import torch
 
 from vllm.v1.interventions.terms import Term
@@ -55,7 +56,7 @@ class TapShape(msgspec.Struct, frozen=True):
         return self.hidden_size * self.torch_dtype.itemsize
 
 
-class Part(msgspec.Struct, frozen=True):
+class VectorSet(msgspec.Struct, frozen=True):
     """Vectors at some sites that are only ever used together."""
 
     digest: str
@@ -66,14 +67,19 @@ class Part(msgspec.Struct, frozen=True):
     largest: float
     """The largest absolute value in `data`; NaN if there is one."""
 
+    @property
+    def rows(self) -> np.ndarray:
+        """`data` as float32 [sites, hidden], a read-only view."""
+        return np.frombuffer(self.data, np.float32).reshape(len(self.sites), -1)
 
-class Content(msgspec.Struct, frozen=True):
-    """What one slot of the steering table holds, the global tiers aside: a sum of parts."""
+
+class VectorSum(msgspec.Struct, frozen=True):
+    """What one slot of the steering table holds, the global tiers aside: a sum of vector sets."""
 
     digest: str
-    """Hex SHA-256 over `parts`."""
-    parts: list[tuple[str, float]]
-    """(digest of the part, scale)."""
+    """Hex SHA-256 over `sets`."""
+    sets: list[tuple[str, float]]
+    """(digest of the vector set, scale)."""
 
 
 class Program(msgspec.Struct, frozen=True):
@@ -93,7 +99,7 @@ class Segment(msgspec.Struct, frozen=True, array_like=True):
     """What acts from position `first` to the next segment's."""
 
     first: int
-    content: str
+    vector_sum: str
     program: str
 
 
@@ -104,9 +110,9 @@ class SteeringPlan(msgspec.Struct, frozen=True):
     """Sorted; the first starts at 0, the last has no end, one starts where the prompt ends."""
     inherit: bool
     """Whether the global tiers are added."""
-    contents: list[Content] = []
-    parts: list[Part] = []
-    """Those of `contents`, but for the parts of modules, which the engine core has."""
+    sums: list[VectorSum] = []
+    sets: list[VectorSet] = []
+    """Those of `sums`, but for the vector sets of modules, which the engine core has."""
     programs: list[Program] = []
     terms: list[Term] = []
 

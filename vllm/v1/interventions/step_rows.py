@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from vllm.v1.interventions.capture_groups import Layout, LocalStream
+from vllm.v1.interventions.capture_groups import CaptureGroup, LocalStream
 from vllm.v1.interventions.messages import CapturedChunk
 
 Members = list[tuple[str, np.ndarray]]
@@ -22,15 +22,15 @@ class Block:
     leave the device as they are, from `rest` on the others.
     """
 
-    def __init__(self, layout: Layout, members: Members) -> None:
-        self.layout = layout
+    def __init__(self, group: CaptureGroup, members: Members) -> None:
+        self.group = group
         self.req_ids = [req_id for req_id, _ in members]
         self.counts = [len(tokens) for _, tokens in members]
         """Rows of each at a site."""
         self.owners = list(zip(self.req_ids, self.counts, strict=True))
         self.count = sum(self.counts)
-        self.num_raw = layout.num_raw * self.count
-        self.num_rest = len(layout.sites) * self.count - self.num_raw
+        self.num_raw = group.num_raw * self.count
+        self.num_rest = len(group.sites) * self.count - self.num_raw
         self.raw = self.rest = 0
 
     def rows(self) -> np.ndarray:
@@ -41,10 +41,10 @@ class Block:
 
     def of(self, arena: torch.Tensor, first: int, number: int) -> torch.Tensor:
         """[count, number, hidden], a view: neighbouring sites, all of them raw or none."""
-        at, num_sites = self.raw, self.layout.num_raw
+        at, num_sites = self.raw, self.group.num_raw
         if first >= num_sites:
             first -= num_sites
-            at, num_sites = self.rest, len(self.layout.sites) - num_sites
+            at, num_sites = self.rest, len(self.group.sites) - num_sites
         rows = arena[at : at + self.count * num_sites]
         return rows.view(self.count, num_sites, -1)[:, first : first + number]
 
@@ -56,8 +56,8 @@ class Blocks:
         groups: the requests of each layout; a request is in one.
     """
 
-    def __init__(self, groups: dict[Layout, Members]) -> None:
-        self.all = [Block(layout, members) for layout, members in groups.items()]
+    def __init__(self, groups: dict[CaptureGroup, Members]) -> None:
+        self.all = [Block(group, members) for group, members in groups.items()]
         row = 0
         for block in self.all:
             block.raw, row = row, row + block.num_raw
@@ -112,7 +112,7 @@ class StepRows:
                 own, positions = positions[: block.count], positions[block.count :]
                 values = [
                     _raw(block, self._rows, s) if s.projection is None else next(scores)
-                    for s in block.layout.streams
+                    for s in block.group.streams
                 ]
                 self._parts.append((own, values))
         return self._parts

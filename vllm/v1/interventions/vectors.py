@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from vllm.v1.interventions.errors import need_mapping, reject, show, show_key
-from vllm.v1.interventions.plan import Part, Site, TapShape
+from vllm.v1.interventions.plan import Site, TapShape, VectorSet
 from vllm.v1.interventions.positions import Positions
 from vllm.v1.interventions.sites import need_layers, need_point, site_order
 
@@ -124,18 +124,13 @@ def _need_shape(given: Sequence[int], path: str, hidden_size: int) -> None:
         reject(path, f"has shape {list(given)}, the model needs [{hidden_size}]")
 
 
-def part_of(vectors: Vectors, hidden_size: int) -> Part:
+def vector_set_of(vectors: Vectors, hidden_size: int) -> VectorSet:
     """`vectors` rounded once to float32."""
     sites = sorted(vectors, key=site_order)
     rows = np.stack([vectors[site] for site in sites]).astype(np.float32)
     data, largest = rows.tobytes(), float(max(rows.max(), -rows.min()))
     names = ",".join(f"{point}.{layer}" for point, layer in sites)
-    return Part(digest_of(f"{hidden_size};{names};", data), sites, data, largest)
-
-
-def rows_of(part: Part) -> np.ndarray:
-    """float32 [sites, hidden], a view."""
-    return np.frombuffer(part.data, np.float32).reshape(len(part.sites), -1)
+    return VectorSet(digest_of(f"{hidden_size};{names};", data), sites, data, largest)
 
 
 def add_up(tiers: Iterable[Vectors]) -> Vectors:
@@ -168,5 +163,5 @@ def digest_of(text: str, data: bytes = b"") -> str:
     return hashlib.sha256(text.encode() + data).hexdigest()
 
 
-def vectors_of(part: Part) -> Vectors:
-    return dict(zip(part.sites, rows_of(part).astype(np.float64), strict=True))
+def vectors_of(vector_set: VectorSet) -> Vectors:
+    return dict(zip(vector_set.sites, vector_set.rows.astype(np.float64), strict=True))

@@ -21,7 +21,7 @@ import torch
 from vllm.v1.interventions.errors import reject, show, show_key
 from vllm.v1.interventions.plan import TIERS, Site, TapShape
 from vllm.v1.interventions.sites import need_layers, need_point, need_steered_points
-from vllm.v1.interventions.vectors import Vectors, need_vector, rows_of
+from vllm.v1.interventions.vectors import Vectors, need_vector
 from vllm.v1.steering.gguf import read_gguf, write_gguf
 from vllm.v1.steering.modules import Module, make_module, parse_module_args
 
@@ -121,8 +121,8 @@ def save(path: str | Path, module: Module, model_hint: str = "") -> None:
     _need_no_ops(path, module)
     vectors = {
         f"{tier}.{point}.{layer}": row
-        for tier, part in module.tiers.items()
-        for (point, layer), row in zip(part.sites, rows_of(part), strict=True)
+        for tier, vector_set in module.tiers.items()
+        for (point, layer), row in zip(vector_set.sites, vector_set.rows, strict=True)
     }
     metadata = {
         "steering_format": FORMAT_VERSION,
@@ -145,7 +145,7 @@ def export_gguf(path: str | Path, module: Module, model_hint: str = "") -> None:
     base = module.tiers["base"]
     if others := sorted({point for point, _ in base.sites} - {"post_block"}):
         reject(str(path), f"a GGUF control vector has no {others[0]}, only post_block")
-    rows = dict(zip((layer for _, layer in base.sites), rows_of(base), strict=True))
+    rows = dict(zip((layer for _, layer in base.sites), base.rows, strict=True))
     _write(path, lambda unfinished: write_gguf(unfinished, model_hint, rows))
 
 

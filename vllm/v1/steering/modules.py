@@ -15,7 +15,7 @@ import torch
 from vllm.config.steering import SteeringConfig
 from vllm.v1.interventions.errors import need_mapping, reject, show, show_key
 from vllm.v1.interventions.ops import Op, parse_ops
-from vllm.v1.interventions.plan import TIERS, Part, Site, TapShape
+from vllm.v1.interventions.plan import TIERS, Site, TapShape, VectorSet
 from vllm.v1.interventions.positions import ALL, END, Positions
 from vllm.v1.interventions.sites import site_order
 from vllm.v1.interventions.terms import Term, make_term
@@ -24,8 +24,7 @@ from vllm.v1.interventions.vectors import (
     add_up,
     need_number,
     parse_vectors,
-    part_of,
-    rows_of,
+    vector_set_of,
     vectors_of,
 )
 
@@ -76,31 +75,33 @@ class Module(msgspec.Struct, frozen=True, dict=True):
 
     digest: str
     """Hex SHA-256 over the other fields."""
-    tiers: dict[str, Part]
+    tiers: dict[str, VectorSet]
     """base, prefill, decode; those without vectors left out."""
     ops: list[ModuleOp]
 
     @property
     def sites(self) -> list[Site]:
         """Where it acts, vectors and operations."""
-        of_parts = {site for part in self.tiers.values() for site in part.sites}
+        of_parts = {site for vector_set in self.tiers.values() for site in vector_set.sites}
         return sorted(of_parts.union(*(op.sites for op in self.ops)), key=site_order)
 
     @cached_property
-    def prefill(self) -> Part | None:
+    def prefill(self) -> VectorSet | None:
         """What prompt positions get: base and prefill, summed and rounded once."""
         return self._sum("base", "prefill")
 
     @cached_property
-    def decode(self) -> Part | None:
+    def decode(self) -> VectorSet | None:
         """What generated positions get."""
         return self._sum("base", "decode")
 
-    def _sum(self, *tiers: str) -> Part | None:
-        parts = [self.tiers[tier] for tier in tiers if tier in self.tiers]
-        if len(parts) < 2:
-            return parts[0] if parts else None
-        return part_of(add_up(vectors_of(part) for part in parts), rows_of(parts[0]).shape[1])
+    def _sum(self, *tiers: str) -> VectorSet | None:
+        sets = [self.tiers[tier] for tier in tiers if tier in self.tiers]
+        if len(sets) < 2:
+            return sets[0] if sets else None
+        return vector_set_of(
+            add_up(vectors_of(vector_set) for vector_set in sets), sets[0].rows.shape[1]
+        )
 
 
 def make_module(
@@ -114,12 +115,12 @@ def make_module(
     if not ops and not any(tiers.values()):
         reject(path, "has neither vectors nor operations")
     with np.errstate(over="ignore"):  # looked at below
-        parts = {t: part_of(tiers[t], shape.hidden_size) for t in TIERS if tiers.get(t)}
-        listed = [f"{tier}={part.digest}" for tier, part in parts.items()]
+        sets = {t: vector_set_of(tiers[t], shape.hidden_size) for t in TIERS if tiers.get(t)}
+        listed = [f"{tier}={vector_set.digest}" for tier, vector_set in sets.items()]
         listed += [f"{op.name}:{op.sites}:{op.term.digest}:{op.frozen}" for op in ops]
-        module = Module(hashlib.sha256(";".join(listed).encode()).hexdigest(), parts, ops)
-        for part in (*parts.values(), module.prefill, module.decode):
-            if part is not None and not np.isfinite(rows_of(part)).all():
+        module = Module(hashlib.sha256(";".join(listed).encode()).hexdigest(), sets, ops)
+        for vector_set in (*sets.values(), module.prefill, module.decode):
+            if vector_set is not None and not np.isfinite(vector_set.rows).all():
                 reject(path, "overflows float32")
     return module
 

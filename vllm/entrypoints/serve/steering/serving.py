@@ -11,7 +11,6 @@ from vllm.sampling_params import BeamSearchParams, SamplingParams
 from vllm.v1.interventions.frontend.capture_request import NumberedCapture
 from vllm.v1.interventions.frontend.resolve import resolve
 from vllm.v1.interventions.plan import Plan
-from vllm.v1.interventions.vectors import rows_of
 
 from .body import asked_fields, refuse_beams, set_plan_fields
 
@@ -70,12 +69,12 @@ def described(plan: Plan) -> str:
     said = []
     if (steering := plan.steering) is not None:
         vectors = [
-            f"{part.digest[:12]} ({len(part.sites)} vectors, largest norm "
-            f"{np.linalg.norm(rows_of(part).astype(np.float64), axis=1).max():.4g})"
-            for part in steering.parts
+            f"{one.digest[:12]} ({len(one.sites)} vectors, largest norm "
+            f"{np.linalg.norm(one.rows.astype(np.float64), axis=1).max():.4g})"
+            for one in steering.sets
         ]
-        named = {d for c in steering.contents for d, _ in c.parts} - {
-            part.digest for part in steering.parts
+        named = {d for c in steering.sums for d, _ in c.sets} - {
+            one.digest for one in steering.sets
         }
         said += vectors + [f"{digest[:12]} (of a module)" for digest in sorted(named)]
         said += [f"{program.digest[:12]} (operations)" for program in steering.programs]

@@ -85,13 +85,13 @@ class Feed:
         self._last: list[RowBatch] = []
         self._arrived: list[np.ndarray] = []
 
-    def take(self, chunk: CapturedChunk, output_token_ids: Sequence[int]) -> Delivery | None:
+    def deliver(self, chunk: CapturedChunk, output_token_ids: Sequence[int]) -> Delivery | None:
         """The new rows that the consumer can have now.
 
         Args:
             output_token_ids: the generated tokens so far, at least to one past the last row.
         """
-        num_rows = self._selected.rows_of(len(self._prompt) + len(output_token_ids))
+        num_rows = self._selected.num_rows(len(self._prompt) + len(output_token_ids))
         positions = chunk.positions
         if self._selected.selection.last_generated:
             # Kept until it is known which one is the last; all of them if that may be an earlier.
@@ -122,7 +122,7 @@ class Feed:
         Raises:
             RowsLost: they should be there.
         """
-        num_rows = self._selected.rows_of(num_tokens)
+        num_rows = self._selected.num_rows(num_tokens)
         rest = [_cut(batch, batch.positions < num_rows) for batch in self._held]
         for batch in self._last:
             rest.append(_cut(batch, self._selected.last(num_rows).mask(batch.positions)))

@@ -10,7 +10,8 @@ from vllm.v1.interventions.positions import Positions
 class Selected:
     """A selection on a prompt of `num_prompt_tokens`.
 
-    A completion of `n` tokens has `rows_of(n)` rows: the last generated token is never fed back.
+    A completion of `n` tokens has `num_rows(n)` rows: the last generated token is never fed
+    back.
     """
 
     def __init__(self, selection: Selection, num_prompt_tokens: int) -> None:
@@ -26,7 +27,7 @@ class Selected:
         """Most rows a site can come to."""
         return len(self._runs) + self.selection.last_generated
 
-    def rows_of(self, num_tokens: int) -> int:
+    def num_rows(self, num_tokens: int) -> int:
         """The prompt's rows are owed even when the request ends before its first token."""
         return max(num_tokens - 1, self._prompt)
 

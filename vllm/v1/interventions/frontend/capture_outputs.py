@@ -101,7 +101,7 @@ class CompletionCapture:
         }
         self._open: set[str] = set()
         self._dropped: set[str] = set()
-        self.due = [name for name in plan.consumers if name != INLINE]
+        self.pending_consumers = [name for name in plan.consumers if name != INLINE]
         """Consumers whose results are still to come."""
         self._results: dict[str, CaptureResult] = {}
         self.hold = hold
@@ -110,7 +110,7 @@ class CompletionCapture:
     @property
     def waits(self) -> bool:
         """Whether results are still to come."""
-        return bool(self.due)
+        return bool(self.pending_consumers)
 
     def add(self, chunks: list[CapturedChunk] | None, output_token_ids: Sequence[int]) -> None:
         """Rows that came with an output, or ahead of it in the same message.
@@ -122,9 +122,9 @@ class CompletionCapture:
             self._outputs.copier.add(self._collector, chunks)
         if not self._feeds:
             return
-        for chunk in self._outputs.ahead.pop(self._request_id, chunks) or ():
+        for chunk in self._outputs.rows_before_outputs.pop(self._request_id, chunks) or ():
             for name, feed in self._feeds.items():
-                delivery = feed.take(chunk, output_token_ids)
+                delivery = feed.deliver(chunk, output_token_ids)
                 if delivery is not None and name not in self._dropped:
                     self._session(name).rows(self._request_id, *delivery)
 
@@ -168,7 +168,7 @@ class CompletionCapture:
         if INLINE in self._results:
             self._outputs.finished.add([_inline_result(self._results[INLINE])])
         failed = "the engine failed the request" if reason == FinishReason.ERROR else ""
-        if self.due:
+        if self.pending_consumers:
             end = CaptureEnd(num_tokens, aborted, failed)
             self._outputs.link.send(CaptureCall(self._request_id, end))
         for name, feed in self._feeds.items():
@@ -178,14 +178,14 @@ class CompletionCapture:
             self._settle(self._dropped_result(name, num_tokens))
         if failed:
             # The engine may never have had the request, so its word is not waited for.
-            for name in list(self.due):
+            for name in list(self.pending_consumers):
                 self._settle(ConsumerResult(name, "error", failed))
-        if not self.due:
+        if not self.pending_consumers:
             self._outputs.close(self._request_id)
 
     def _dropped_result(self, name: str, num_tokens: int) -> ConsumerResult:
         selected = Selected(self._plan.consumers[name], len(self._prompt))
-        rows = len(selected.all(selected.rows_of(num_tokens)))
+        rows = len(selected.all(selected.num_rows(num_tokens)))
         rows *= len(self._plan.consumers[name].sites)
         return ConsumerResult(
             name,
@@ -194,17 +194,17 @@ class CompletionCapture:
             "when this one started (capture_overload_policy=drop)",
         )
 
-    def take(self, result: ConsumerResult) -> None:
+    def handle_result(self, result: ConsumerResult) -> None:
         """A result has come, or word that there will be none."""
         if result.dropped and not self.ended:
             self._dropped.add(result.consumer)
-        elif result.consumer in self.due:
+        elif result.consumer in self.pending_consumers:
             self._settle(result)
-            if not self.due:
+            if not self.pending_consumers:
                 self._outputs.close(self._request_id)
 
     def _settle(self, result: ConsumerResult) -> None:
-        self.due.remove(result.consumer)
+        self.pending_consumers.remove(result.consumer)
         self._outputs.finished.add([result])
         self._results[result.consumer] = CaptureResult(result.status, result.error, result.payload)
 
@@ -235,7 +235,7 @@ class CaptureOutputs:
         """Results since the statistics were last taken."""
         self.threads = CopyThreads("capture-rows")
         self.copier = RowCopier(self.threads)
-        self.ahead: dict[str, list[CapturedChunk]] = {}
+        self.rows_before_outputs: dict[str, list[CapturedChunk]] = {}
         """For consumers of this process: rows of requests whose outputs follow in the message."""
         self._open: dict[str, CompletionCapture] = {}
         """Those with consumers whose results are not all in."""
@@ -290,20 +290,20 @@ class CaptureOutputs:
         if not any(c.finish_reason == str(FinishReason.ABORT) for c in output.outputs):
             self._ready.append(output)
 
-    def take(self, output: EngineCoreOutput) -> bool:
+    def handle_output(self, output: EngineCoreOutput) -> bool:
         """Whether `output` is nothing but results of consumers, or rows of several requests."""
         if output.captured and output.captured[0].owners:
             for chunk in output.captured:
                 self.copier.share(chunk)
             if self.hosts:
-                self.ahead = unpack(output.captured)
+                self.rows_before_outputs = unpack(output.captured)
             return True
         if output.capture_results is None:
             return False
         for result in output.capture_results:
             capture = self._open.get(output.request_id)
             if capture is not None:
-                capture.take(result)
+                capture.handle_result(result)
             if result.consumer in self.hosts and not result.dropped:
                 call = CaptureCall(output.request_id, released=result.consumer)
                 self.link.send(call)
@@ -320,13 +320,16 @@ class CaptureOutputs:
         """Completions that have ended and wait for results."""
         return sum(capture.ended for capture in self._open.values())
 
-    def take_ready(self, stats: "IterationStats | None") -> list[RequestOutput]:
+    def pop_ready(self, stats: "IterationStats | None") -> list[RequestOutput]:
         """After a step's outputs: those that nobody's queue takes, complete by now."""
         self.copier.step()
         if stats is not None:
             stats.capture.results += self.finished.results
             stats.capture.pending = Counter(
-                name for capture in self._open.values() if capture.ended for name in capture.due
+                name
+                for capture in self._open.values()
+                if capture.ended
+                for name in capture.pending_consumers
             )
         if stats is not None or not self._counts:
             self.finished = CaptureStats()

@@ -14,7 +14,7 @@ from vllm.v1.interventions.errors import InterventionError, reject, show
 from vllm.v1.interventions.frontend.module_catalog import ModuleCatalog
 from vllm.v1.interventions.plan import TIERS, TapShape
 from vllm.v1.interventions.sites import need_steered_points
-from vllm.v1.interventions.vectors import parse_vectors, part_of
+from vllm.v1.interventions.vectors import parse_vectors, vector_set_of
 from vllm.v1.steering.files import load, parse_safetensors
 from vllm.v1.steering.modules import Module, need_module_name, no_positions, parse_module
 
@@ -29,7 +29,7 @@ Replies = list[dict[str, Any]]
 """One of each engine."""
 
 
-class _Changes:
+class ChangeBuilder:
     """Makes and checks changes; knows nothing of how they get to the engines."""
 
     def __init__(self, config: "VllmConfig", catalog: ModuleCatalog) -> None:
@@ -54,15 +54,15 @@ class _Changes:
         Args:
             fields: what errors call a tier; its name.
         """
-        parts = {}
+        sets = {}
         for tier, value in tiers.items():
             _need_tier(tier)
             path = (fields or {}).get(tier, tier)
             [(vectors, _)] = parse_vectors(value, path, self.shape, no_positions)
             need_steered_points(vectors, path, self._config.steering_config)
             if vectors:
-                parts[tier] = part_of(vectors, self.shape.hidden_size)
-        return Change("set", tiers=parts, replace=replace)
+                sets[tier] = vector_set_of(vectors, self.shape.hidden_size)
+        return Change("set", tiers=sets, replace=replace)
 
     def clear(self, tier: str | None) -> Change:
         if tier is not None:
@@ -142,7 +142,7 @@ class Steering:
     def __init__(
         self, config: "VllmConfig", catalog: ModuleCatalog, core: "EngineCoreClient"
     ) -> None:
-        self._changes = _Changes(config, catalog)
+        self._changes = ChangeBuilder(config, catalog)
         self._core = core
 
     def set(self, vectors: Any, tier: str = "base", replace: bool = False) -> int:
@@ -223,7 +223,7 @@ class AsyncSteering:
     data-parallel engines all make a change or none does."""
 
     def __init__(self, config: "VllmConfig", catalog: ModuleCatalog, core: "AsyncMPClient") -> None:
-        self._changes = _Changes(config, catalog)
+        self._changes = ChangeBuilder(config, catalog)
         self._core = core
 
     async def set(self, vectors: Any, tier: str = "base", replace: bool = False) -> int:

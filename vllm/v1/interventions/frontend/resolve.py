@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
 
-def strip(params: SamplingParams) -> SamplingParams:
+def without_plan_fields(params: SamplingParams) -> SamplingParams:
     """`params` without what a plan carries, so that it is neither copied nor sent twice.
 
     The caller's object is not changed.

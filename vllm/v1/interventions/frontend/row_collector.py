@@ -51,7 +51,7 @@ class RowCollector:
         """Take rows; they may be views of all rows of a step, see `take_new`."""
         self._new += chunks
 
-    def take_new(self) -> list[CapturedChunk]:
+    def pop_new(self) -> list[CapturedChunk]:
         """Rows that were added and not copied: the caller does it (`place`, `copy`), in this order,
         and ends that before the next call of anything else. Until it is done, they keep the memory
         of their steps, with the rows of all requests."""
@@ -105,7 +105,7 @@ class RowCollector:
         settle: Callable[[], None],
     ) -> CaptureResult:
         selection = selected.selection
-        num_rows = selected.rows_of(len(token_ids))
+        num_rows = selected.num_rows(len(token_ids))
         keep = selected.mask(merged.positions, num_rows)
         if only_new:
             keep &= merged.positions >= self._delivered

@@ -52,12 +52,12 @@ class RowCopier:
     def add(self, collector: RowCollector, chunks: list[CapturedChunk]) -> None:
         """Rows that came with an output."""
         self._cut()
-        self._take(collector, chunks)
+        self._give(collector, chunks)
         for chunk in chunks:
             self._bytes += len(chunk.positions) * collector.row_bytes
         self._last = chunks[-1]
 
-    def _take(self, collector: RowCollector, chunks: list[CapturedChunk]) -> None:
+    def _give(self, collector: RowCollector, chunks: list[CapturedChunk]) -> None:
         collector.add(chunks)
         if collector not in self._new:
             self._new[collector] = None
@@ -68,7 +68,7 @@ class RowCopier:
             for request_id, chunks in unpack(self._shared).items():
                 collector = self._collectors.get(request_id)
                 if collector is not None:
-                    self._take(collector, chunks)
+                    self._give(collector, chunks)
             self._shared.clear()
 
     def finish(self, collector: RowCollector) -> None:
@@ -77,7 +77,7 @@ class RowCopier:
         self._cut()
         if collector in self._copying:
             self._wait()
-        self._due.append(collector.place(collector.take_new()))
+        self._due.append(collector.place(collector.pop_new()))
 
     def settle(self) -> None:
         """Return when all rows of those that `finish` was called for are copied."""
@@ -99,7 +99,7 @@ class RowCopier:
             return
         self._wait()
         self._cut()
-        new = {collector: rows for collector in self._new if (rows := collector.take_new())}
+        new = {collector: rows for collector in self._new if (rows := collector.pop_new())}
         self._copying = set(new)
         self._copies = joined(collector.place(rows) for collector, rows in new.items())
         self._running = self._threads.start(self._copies)

@@ -13,13 +13,13 @@ from vllm.v1.interventions.errors import reject
 from vllm.v1.interventions.ops import Op
 from vllm.v1.interventions.plan import (
     UNSTEERED,
-    Content,
-    Part,
     Program,
     Segment,
     Site,
     SteeringPlan,
     TapShape,
+    VectorSet,
+    VectorSum,
 )
 from vllm.v1.interventions.positions import ALL, END, Positions
 from vllm.v1.interventions.sites import site_order
@@ -30,8 +30,7 @@ from vllm.v1.interventions.vectors import (
     digest_of,
     largest_sum,
     need_finite_sum,
-    part_of,
-    rows_of,
+    vector_set_of,
 )
 
 MAX_SEGMENTS = 16384
@@ -48,14 +47,14 @@ class _Addition:
 
 @dataclass(frozen=True)
 class _Shared:
-    """A part that the engine core has: of a module, in one phase."""
+    """A vector set that the engine core has: of a module, in one phase."""
 
-    part: Part
+    vector_set: VectorSet
     scale: float
     positions: Positions
 
 
-class Layout:
+class SegmentBuilder:
     """Collects what acts where; `plan` cuts the positions into segments.
 
     Args:
@@ -83,8 +82,8 @@ class Layout:
         if vectors:
             self._additions.append(_Addition(vectors, positions))
 
-    def add_shared(self, part: Part, scale: float, positions: Positions) -> None:
-        self._shared.append(_Shared(part, scale, positions))
+    def add_shared(self, vector_set: VectorSet, scale: float, positions: Positions) -> None:
+        self._shared.append(_Shared(vector_set, scale, positions))
 
     def operate(self, ops: list[Op]) -> None:
         """Append ops. Plain additions that no other op comes before need no ops table."""
@@ -125,10 +124,10 @@ class Layout:
         for i, positions in enumerate(where):
             acts[:, i] = positions.mask(firsts)
         split = len(self._additions) + len(self._shared)
-        makers = _Contents(self._additions, self._shared, path, self._shape)
-        content_keys = [row[:split].tobytes() for row in acts]
-        contents = _made(
-            content_keys,
+        makers = _Sums(self._additions, self._shared, path, self._shape)
+        sum_keys = [row[:split].tobytes() for row in acts]
+        sums = _made(
+            sum_keys,
             makers.make,
             config.max_steering_configs,
             lambda needed: reject(
@@ -153,18 +152,21 @@ class Layout:
             ),
         )
         segments: list[Segment] = []
-        for first, content_key, program_key in zip(
-            firsts.tolist(), content_keys, program_keys, strict=True
+        for first, sum_key, program_key in zip(
+            firsts.tolist(), sum_keys, program_keys, strict=True
         ):
-            content, program = contents[content_key], made_programs[program_key]
-            same = segments and (segments[-1].content, segments[-1].program) == (content, program)
+            vector_sum, program = sums[sum_key], made_programs[program_key]
+            same = segments and (segments[-1].vector_sum, segments[-1].program) == (
+                vector_sum,
+                program,
+            )
             if not same or first == self._prompt:
-                segments.append(Segment(first, content, program))
+                segments.append(Segment(first, vector_sum, program))
         return SteeringPlan(
             segments=segments,
             inherit=inherit,
-            contents=list(makers.contents.values()),
-            parts=list(makers.parts.values()),
+            sums=list(makers.sums.values()),
+            sets=list(makers.sets.values()),
             programs=list(programs.programs.values()),
             terms=list(programs.terms.values()),
         )
@@ -189,7 +191,7 @@ def _made(
     return made
 
 
-class _Contents:
+class _Sums:
     """The distinct sums of a request."""
 
     def __init__(
@@ -199,40 +201,40 @@ class _Contents:
         self._shared = shared
         self._path = path
         self._shape = shape
-        self.contents: dict[str, Content] = {}
-        self.parts: dict[str, Part] = {}
+        self.sums: dict[str, VectorSum] = {}
+        self.sets: dict[str, VectorSet] = {}
 
     def make(self, key: bytes) -> str:
-        """The digest of the content where bool [additions + shared] `key` is true."""
+        """The digest of the sum where bool [additions + shared] `key` is true."""
         acts = np.frombuffer(key, dtype=bool)
         own = acts[: len(self._additions)]
         with np.errstate(over="ignore", invalid="ignore"):  # looked at below
             inline = add_up(a.vectors for a, on in zip(self._additions, own, strict=True) if on)
         shared = [s for s, on in zip(self._shared, acts[len(own) :], strict=True) if on]
         with np.errstate(over="ignore", invalid="ignore"):
-            part = part_of(inline, self._shape.hidden_size) if inline else None
-            bound = sum(abs(s.scale) * s.part.largest for s in shared)
-            bound += part.largest if part is not None else 0.0
+            vector_set = vector_set_of(inline, self._shape.hidden_size) if inline else None
+            bound = sum(abs(s.scale) * s.vector_set.largest for s in shared)
+            bound += vector_set.largest if vector_set is not None else 0.0
             if not bound <= largest_sum(self._shape):
                 # Then the sums themselves are looked at, which takes a millisecond.
                 tiers = [inline, *(_scaled(s) for s in shared)]
                 need_finite_sum(add_up(tiers), self._path, self._shape)
-        scaled = [(s.part.digest, s.scale) for s in shared]
-        if part is not None:
-            self.parts[part.digest] = part
-            scaled.append((part.digest, 1.0))
+        scaled = [(s.vector_set.digest, s.scale) for s in shared]
+        if vector_set is not None:
+            self.sets[vector_set.digest] = vector_set
+            scaled.append((vector_set.digest, 1.0))
         if not scaled:
             return UNSTEERED
         scaled.sort()
         text = ";".join(f"{digest}*{scale.hex()}" for digest, scale in scaled)
-        content = Content(digest=digest_of(text), parts=scaled)
-        self.contents[content.digest] = content
-        return content.digest
+        vector_sum = VectorSum(digest=digest_of(text), sets=scaled)
+        self.sums[vector_sum.digest] = vector_sum
+        return vector_sum.digest
 
 
 def _scaled(shared: _Shared) -> Vectors:
-    rows = rows_of(shared.part).astype(np.float64) * shared.scale
-    return dict(zip(shared.part.sites, rows, strict=True))
+    rows = shared.vector_set.rows.astype(np.float64) * shared.scale
+    return dict(zip(shared.vector_set.sites, rows, strict=True))
 
 
 ProgramKey = tuple[bytes, bool, int]

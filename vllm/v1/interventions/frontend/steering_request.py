@@ -7,7 +7,7 @@ from vllm.config.steering import SteeringConfig
 from vllm.sampling_params import SamplingParams
 from vllm.v1.interventions.errors import reject, show
 from vllm.v1.interventions.frontend.module_catalog import ModuleCatalog
-from vllm.v1.interventions.frontend.segments import Layout
+from vllm.v1.interventions.frontend.segments import SegmentBuilder
 from vllm.v1.interventions.frontend.selectors import Prompt, Selector
 from vllm.v1.interventions.ops import parse_ops
 from vllm.v1.interventions.plan import STEERING_FIELDS, TIERS, VECTOR_FIELDS, SteeringPlan, TapShape
@@ -50,7 +50,7 @@ class _Request:
         self._prompt = prompt
         self._config = config
         self._shape = shape
-        self._layout = Layout(shape, len(prompt.token_ids))
+        self._segments = SegmentBuilder(shape, len(prompt.token_ids))
 
     def _select(self, value: Any, path: str) -> Positions:
         selector = Selector(self._prompt)
@@ -67,7 +67,7 @@ class _Request:
         return positions
 
     def add_vectors(self, tier: str, field: str) -> None:
-        phase = self._layout.phases[tier]
+        phase = self._segments.phases[tier]
         parsed = parse_vectors(getattr(self._params, field), field, self._shape, self._select)
         for vectors, positions in parsed:
             need_steered_points(vectors, field, self._config)
@@ -78,7 +78,7 @@ class _Request:
                     f"{field}.{point}.{layer}.positions",
                     f"position {outside} is not among the {tier} positions, where {field} act",
                 )
-            self._layout.add(vectors, phase if positions is None else positions)
+            self._segments.add(vectors, phase if positions is None else positions)
 
     def add_modules(self, value: Any, catalog: ModuleCatalog) -> None:
         if not isinstance(value, list | tuple):
@@ -93,11 +93,11 @@ class _Request:
                     reject(path, f"must be a name or (name, scale), has {len(entry)} entries")
                 name, scale = entry[0], need_number(entry[1], f"{path}[1]")
             module = catalog.get(name, path)
-            for part, tier in ((module.prefill, "prefill"), (module.decode, "decode")):
-                if part is not None:
-                    self._layout.add_shared(part, scale, self._layout.phases[tier])
+            for vector_set, tier in ((module.prefill, "prefill"), (module.decode, "decode")):
+                if vector_set is not None:
+                    self._segments.add_shared(vector_set, scale, self._segments.phases[tier])
             prompt = len(self._prompt.token_ids)
-            self._layout.operate(
+            self._segments.operate(
                 [op.for_request(scale, path, prompt, self._shape) for op in module.ops]
             )
 
@@ -108,19 +108,19 @@ class _Request:
         )
         for i, op in enumerate(ops):
             need_steered_points(op.sites, f"steering[{i}]", self._config)
-        self._layout.operate(ops)
+        self._segments.operate(ops)
 
     def plan(self) -> SteeringPlan:
         config = self._config
         given = [field for field in STEERING_FIELDS if getattr(self._params, field) is not None]
         path = " + ".join(given) or "steering_inherit_global"
-        if self._layout.most_ops() > config.max_steering_ops:
+        if self._segments.most_ops() > config.max_steering_ops:
             reject(
                 path,
-                f"come to {self._layout.most_ops()} ops at one point of one layer, the engine has "
-                f"max_steering_ops={config.max_steering_ops}",
+                f"come to {self._segments.most_ops()} ops at one point of one layer, "
+                f"the engine has max_steering_ops={config.max_steering_ops}",
             )
-        plan = self._layout.plan(path, self._inherit(), config)
+        plan = self._segments.plan(path, self._inherit(), config)
         rows = rows_needed(plan.terms)
         if rows > config.max_steering_rows:
             reject(
@@ -129,7 +129,7 @@ class _Request:
                 f"max_steering_rows={config.max_steering_rows}",
             )
         end = len(self._prompt.token_ids) + self._prompt.max_tokens - 1
-        acting = [s.first for s in plan.segments if s.content or s.program]
+        acting = [s.first for s in plan.segments if s.vector_sum or s.program]
         if acting and acting[0] >= end:
             reject(path, "can act on no position: with max_tokens=1 no generated token is fed back")
         return plan

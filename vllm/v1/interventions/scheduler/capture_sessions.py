@@ -35,7 +35,7 @@ class _Capture:
             n: request_info(request.request_id, plan, n, request.prompt_token_ids) for n in names
         }
         self.needs = {n: reserved_bytes(info, plan, n, self.hold) for n, info in self.infos.items()}
-        self.owed = dict.fromkeys(names, 0)
+        self.reserved_bytes = dict.fromkeys(names, 0)
         """consumer whose result is not in -> bytes reserved."""
         self.feeds: dict[str, Feed] = {}
 
@@ -99,7 +99,7 @@ class CaptureSessions:
                 fits = self._free[name] >= size
                 if fits:
                     self._free[name] -= size
-                    capture.owed[name] = size
+                    capture.reserved_bytes[name] = size
             if not fits:
                 self._report(request.request_id, ConsumerResult(name, "error", dropped=True))
             elif name in self._hosts:
@@ -114,18 +114,18 @@ class CaptureSessions:
         for guard in self._guards.values():
             guard.leave(request.request_id)
 
-    def feeds(self, request_id: str) -> bool:
+    def has_local_consumers(self, request_id: str) -> bool:
         """Whether consumers of this process want rows of the request."""
         capture = self._captures.get(request_id)
         return capture is not None and bool(capture.feeds)
 
-    def take(self, request: Request, chunk: CapturedChunk) -> None:
+    def route_rows(self, request: Request, chunk: CapturedChunk) -> None:
         """Hand rows that were accepted to the consumers of this process."""
         capture = self._captures.get(request.request_id)
         if capture is None:
             return
         for name, feed in capture.feeds.items():
-            delivery = feed.take(chunk, request.output_token_ids)
+            delivery = feed.deliver(chunk, request.output_token_ids)
             if delivery is not None:
                 self._hosts[name].rows(request.request_id, *delivery)
 
@@ -133,12 +133,12 @@ class CaptureSessions:
         capture = self._captures.get(call.request_id)
         if capture is None:
             return
-        if call.released in capture.owed:
+        if call.released in capture.reserved_bytes:
             self._settle(call.request_id, call.released)
         if call.end is None:
             return
         feeds, capture.feeds = capture.feeds, {}
-        for name in [n for n in capture.owed if n in self._hosts]:
+        for name in [n for n in capture.reserved_bytes if n in self._hosts]:
             if name in feeds:
                 end, host = call.end, self._hosts[name]
                 feeds[name].finish(host, call.request_id, end.num_tokens, end.aborted, end.failed)
@@ -157,8 +157,8 @@ class CaptureSessions:
         """Give back what was reserved."""
         with self._lock:
             capture = self._captures[request_id]
-            self._free[consumer] += capture.owed.pop(consumer)
-            if not capture.owed:
+            self._free[consumer] += capture.reserved_bytes.pop(consumer)
+            if not capture.reserved_bytes:
                 del self._captures[request_id]
 
     # -- the engine's ------------------------------------------------------------------------

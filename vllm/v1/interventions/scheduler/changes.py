@@ -113,9 +113,9 @@ class Changes:
         return {
             "version": current.version,
             "tiers": {
-                tier: {"digest": part.digest, "norms": norms_of(part)}
+                tier: {"digest": vector_set.digest, "norms": norms_of(vector_set)}
                 for tier in TIERS
-                if (part := current.tiers.get(tier)) is not None
+                if (vector_set := current.tiers.get(tier)) is not None
             },
             "modules": {name: describe(module) for name, module in sorted(modules.items())},
         } | {name: {"in_use": p.in_use, "size": p.size} for name, p in self._usage.items()}
@@ -125,6 +125,6 @@ def describe(module: Module) -> dict[str, Any]:
     """Norms and names, not values."""
     return {
         "digest": module.digest,
-        "tiers": {tier: norms_of(part) for tier, part in module.tiers.items()},
+        "tiers": {tier: norms_of(vector_set) for tier, vector_set in module.tiers.items()},
         "ops": [op.name for op in module.ops],
     }

@@ -73,7 +73,7 @@ class SchedulerInterventions:
         if request.request_id in self._reserved:
             return True
         steering, capture = request.interventions.plan.steering, request.interventions.plan.capture
-        steers = steering is not None and bool(steering.contents or steering.programs)
+        steers = steering is not None and bool(steering.sums or steering.programs)
         projects = capture is not None and bool(capture.projections)
         if steers or projects:
             fits = all(pool.fits(request.interventions.plan) for pool in self._pools)
@@ -104,7 +104,9 @@ class SchedulerInterventions:
             table_rows=np.array(
                 [
                     table_row(
-                        self.slots.slot(s.content, steering.inherit) if s.content or inherit else 0,
+                        self.slots.slot(s.vector_sum, steering.inherit)
+                        if s.vector_sum or inherit
+                        else 0,
                         generated=s.first >= prompt,
                     )
                     for s in steering.segments
@@ -185,7 +187,7 @@ class SchedulerInterventions:
             version=self.tiers.current.version,
             tiers=self._changed_tiers,
             admitted=self._admitted,
-            rows=self.rows.take(num_scheduled_tokens),
+            rows=self.rows.pop_offsets(num_scheduled_tokens),
         )
         for pool in self._pools:
             pool.upload(step)

@@ -56,7 +56,7 @@ class RequestInterventions:
         return sys.maxsize if first is None else first
 
     @property
-    def direct(self) -> bool:
+    def can_send_packed(self) -> bool:
         """Whether rows may go to the frontend as they lie in a step's memory: all of them do, and
         none waits that must go before."""
         return self._relays_all and not self._undelivered
@@ -99,7 +99,7 @@ class RequestInterventions:
         return CapturedChunk(positions[kept], [v[kept] for v in chunk.values], chunk.version)
 
     def keep(self, chunk: CapturedChunk, waits: bool, threads: CopyThreads) -> None:
-        """Keep what the frontend needs of accepted rows until `take`.
+        """Keep what the frontend needs of accepted rows until `pop_rows`.
 
         Args:
             waits: for a later step's output. A chunk is a view of the rows of all requests, and a
@@ -124,7 +124,7 @@ class RequestInterventions:
             chunk = CapturedChunk(chunk.positions, values, chunk.version)
         self._undelivered.append(chunk)
 
-    def take(self) -> list[CapturedChunk] | None:
+    def pop_rows(self) -> list[CapturedChunk] | None:
         """Rows for the request's next output; rows of partial prefills have waited here."""
         taken, self._undelivered = self._undelivered, []
         return taken or None

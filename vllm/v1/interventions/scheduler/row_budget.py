@@ -63,7 +63,7 @@ class RowBudget:
             if num_sites > room:
                 return self._refuse(request, num_sites)
             if self._claims or self._refused:
-                self._take(request, FIRST_TOKEN, num_sites)
+                self._grant(request, FIRST_TOKEN, num_sites)
             else:
                 self._offsets[name] = FIRST_TOKEN
                 self._taken += num_sites
@@ -85,7 +85,7 @@ class RowBudget:
             if not num_tokens:
                 return self._refuse(request, num_sites)
             wanted = wanted[:room]
-        self._take(request, (wanted - first).astype(np.int32), len(wanted) * num_sites)
+        self._grant(request, (wanted - first).astype(np.int32), len(wanted) * num_sites)
         return num_tokens
 
     def _room(self, request: "Request") -> int:
@@ -109,7 +109,7 @@ class RowBudget:
         self._refused[request.request_id] = Claim(since, needed)
         return 0
 
-    def _take(self, request: "Request", offsets: np.ndarray, rows: int) -> None:
+    def _grant(self, request: "Request", offsets: np.ndarray, rows: int) -> None:
         if self._claims or self._refused:
             self._claims.pop(request.request_id, None)
             self._refused.pop(request.request_id, None)
@@ -127,7 +127,7 @@ class RowBudget:
         self._claims.pop(request.request_id, None)
         self._refused.pop(request.request_id, None)
 
-    def take(self, num_scheduled_tokens: dict[str, int]) -> dict[str, np.ndarray]:
+    def pop_offsets(self, num_scheduled_tokens: dict[str, int]) -> dict[str, np.ndarray]:
         """Request id -> int32 offsets into its tokens of this step; starts the next step."""
         offsets, self._offsets, self._taken = self._offsets, {}, 0
         self._claims, self._refused, self._step = self._refused, {}, self._step + 1

@@ -36,8 +36,8 @@ class RowRelay:
         if captured is None or not ours.num_sites:
             return
         name, num_tokens = request.request_id, request.num_tokens
-        direct = emits and ours.direct and not self._captures.feeds(name)
-        if direct:
+        packed = emits and ours.can_send_packed and not self._captures.has_local_consumers(name)
+        if packed:
             position = captured.position(name)
             if position is not None and ours.accept_one(position, num_tokens):
                 self._step = captured
@@ -47,12 +47,12 @@ class RowRelay:
         accepted = chunk and ours.accept(chunk, num_tokens)
         if not accepted:
             return
-        if direct and accepted is chunk and captured.packs:
+        if packed and accepted is chunk and captured.packs:
             self._step = captured
             self._whole[request.client_index].append(name)
         else:
             ours.keep(accepted, not emits, self._captures.threads)
-        self._captures.take(request, accepted)
+        self._captures.route_rows(request, accepted)
 
     def join(self, outputs: dict[int, EngineCoreOutputs]) -> None:
         """Put the step's rows ahead of the outputs of their requests."""

@@ -4,31 +4,31 @@
 from collections import Counter, OrderedDict
 
 from vllm.v1.interventions.messages import FIRST_SLOT, GLOBALS_ALONE, NOTHING, StepInterventions
-from vllm.v1.interventions.plan import UNSTEERED, Content, Part, Plan, SteeringPlan
+from vllm.v1.interventions.plan import UNSTEERED, Plan, SteeringPlan, VectorSet, VectorSum
 from vllm.v1.interventions.scheduler.admission import MAX_STEP_BYTES
 
 Key = tuple[str, bool]
-"""(content's digest, whether the global tiers are added)."""
+"""(sum's digest, whether the global tiers are added)."""
 
 
 class SlotTable:
     """`size` slots of the table.
 
-    A request reserves the slots of all its contents at admission and keeps them until it ends.
-    Requests of equal content share a slot. A released slot keeps its content until another one
-    needs the place, so a content used again soon is not sent again.
+    A request reserves the slots of all its sums at admission and keeps them until it ends.
+    Requests of equal sum share a slot. A released slot keeps its sum until another one
+    needs the place, so a sum used again soon is not sent again.
     """
 
     def __init__(self, size: int) -> None:
         self.size = size
         self._slot: dict[Key, int] = {}
-        self._placed: dict[int, Content] = {}
+        self._placed: dict[int, VectorSum] = {}
         self._users: dict[Key, set[str]] = {}
         self._keys: dict[str, list[Key]] = {}
         self._idle: OrderedDict[Key, None] = OrderedDict()
         self._free = list(range(FIRST_SLOT + size - 1, FIRST_SLOT - 1, -1))
-        self._parts = HeldParts()
-        self._uploads: dict[int, tuple[Content, bool]] = {}
+        self._sets = HeldVectorSets()
+        self._uploads: dict[int, tuple[VectorSum, bool]] = {}
 
     @property
     def in_use(self) -> int:
@@ -41,19 +41,19 @@ class SlotTable:
         return self._fits(plan.steering)
 
     def _fits(self, plan: SteeringPlan) -> bool:
-        keys = {c.digest: (c.digest, plan.inherit) for c in plan.contents}
+        keys = {c.digest: (c.digest, plan.inherit) for c in plan.sums}
         if sum(not self._users.get(key) for key in keys.values()) > self.size - self.in_use:
             return False
-        parts = {p.digest: p for p in plan.parts}
+        sets = {p.digest: p for p in plan.sets}
         needed = {
             digest
-            for content in plan.contents
-            if keys[content.digest] not in self._slot
-            for digest, _ in content.parts
-            if digest not in self._parts
+            for vector_sum in plan.sums
+            if keys[vector_sum.digest] not in self._slot
+            for digest, _ in vector_sum.sets
+            if digest not in self._sets
         }
-        size = sum(len(parts[digest].data) for digest in needed)
-        waiting = self._parts.new_bytes
+        size = sum(len(sets[digest].data) for digest in needed)
+        waiting = self._sets.new_bytes
         return not (size and waiting and waiting + size > MAX_STEP_BYTES)
 
     def reserve(self, request_id: str, plan: Plan) -> None:
@@ -62,30 +62,30 @@ class SlotTable:
             self._reserve(request_id, plan.steering)
 
     def _reserve(self, request_id: str, plan: SteeringPlan) -> None:
-        parts = {p.digest: p for p in plan.parts}
-        self._keys[request_id] = [(c.digest, plan.inherit) for c in plan.contents]
+        sets = {p.digest: p for p in plan.sets}
+        self._keys[request_id] = [(c.digest, plan.inherit) for c in plan.sums]
         for key in self._keys[request_id]:
             self._users.setdefault(key, set()).add(request_id)
             # All of them first: placing one must not evict another, to be sent again.
             self._idle.pop(key, None)
-        for content in plan.contents:
-            key = (content.digest, plan.inherit)
+        for vector_sum in plan.sums:
+            key = (vector_sum.digest, plan.inherit)
             if key not in self._slot:
-                self._place(key, content, parts)
+                self._place(key, vector_sum, sets)
 
-    def _place(self, key: Key, content: Content, parts: dict[str, Part]) -> None:
-        for digest, _ in content.parts:
-            self._parts.use(parts[digest])
+    def _place(self, key: Key, vector_sum: VectorSum, sets: dict[str, VectorSet]) -> None:
+        for digest, _ in vector_sum.sets:
+            self._sets.use(sets[digest])
         if self._free:
             slot = self._free.pop()
         else:
             evicted, _ = self._idle.popitem(last=False)
             slot = self._slot.pop(evicted)
-            for digest, _ in self._placed[slot].parts:
-                self._parts.drop(digest)
+            for digest, _ in self._placed[slot].sets:
+                self._sets.drop(digest)
         self._slot[key] = slot
-        self._placed[slot] = content
-        self._uploads[slot] = (content, key[1])
+        self._placed[slot] = vector_sum
+        self._uploads[slot] = (vector_sum, key[1])
 
     def slot(self, digest: str, inherit: bool) -> int:
         if digest == UNSTEERED:
@@ -101,26 +101,26 @@ class SlotTable:
                 self._idle[key] = None
 
     def upload(self, step: StepInterventions) -> None:
-        """Put new and dropped parts, and the slots to write, into the coming step's message."""
+        """Put vector sets that come and go, and slots to write, into the step's message."""
         uploads, self._uploads = self._uploads, {}
-        step.contents = [(slot, c, inherit) for slot, (c, inherit) in uploads.items()]
-        step.new_parts, step.dropped_parts = self._parts.take()
+        step.sums = [(slot, c, inherit) for slot, (c, inherit) in uploads.items()]
+        step.new_sets, step.dropped_sets = self._sets.pop_changes()
 
     def restore(self) -> None:
         """The workers have lost everything: send it again."""
-        self._parts.restore()
+        self._sets.restore()
         self._uploads = {
             slot: (self._placed[slot], inherit) for (_, inherit), slot in self._slot.items()
         }
 
 
-class HeldParts:
-    """Counts the uses of each part: the first sends it to the workers, the last has it dropped."""
+class HeldVectorSets:
+    """Counts the uses of each vector set: the first sends it to the workers, the last drops it."""
 
     def __init__(self) -> None:
-        self._held: dict[str, Part] = {}
+        self._held: dict[str, VectorSet] = {}
         self._uses: Counter[str] = Counter()
-        self._new: dict[str, Part] = {}
+        self._new: dict[str, VectorSet] = {}
         self._dropped: dict[str, None] = {}
 
     def __contains__(self, digest: str) -> bool:
@@ -128,16 +128,16 @@ class HeldParts:
 
     @property
     def new_bytes(self) -> int:
-        return sum(len(part.data) for part in self._new.values())
+        return sum(len(vector_set.data) for vector_set in self._new.values())
 
-    def use(self, part: Part) -> None:
-        self._uses[part.digest] += 1
-        if part.digest not in self._held:
-            self._held[part.digest] = part
-            if part.digest in self._dropped:
-                del self._dropped[part.digest]  # the workers still have it
+    def use(self, vector_set: VectorSet) -> None:
+        self._uses[vector_set.digest] += 1
+        if vector_set.digest not in self._held:
+            self._held[vector_set.digest] = vector_set
+            if vector_set.digest in self._dropped:
+                del self._dropped[vector_set.digest]  # the workers still have it
             else:
-                self._new[part.digest] = part
+                self._new[vector_set.digest] = vector_set
 
     def drop(self, digest: str) -> None:
         """One use less."""
@@ -147,8 +147,8 @@ class HeldParts:
             if self._new.pop(digest, None) is None:
                 self._dropped[digest] = None
 
-    def take(self) -> tuple[list[Part], list[str]]:
-        """(parts the workers must get, parts they may forget); empties both."""
+    def pop_changes(self) -> tuple[list[VectorSet], list[str]]:
+        """(vector sets the workers must get, vector sets they may forget); empties both."""
         new, self._new = list(self._new.values()), {}
         dropped, self._dropped = list(self._dropped), {}
         return new, dropped

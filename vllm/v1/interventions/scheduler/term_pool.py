@@ -61,11 +61,11 @@ class TermPool:
                 placed = PlacedTerm(row=row, probe_row=probe_row, term=term)
                 self._placed[term.digest] = self._new_terms[term.digest] = placed
         rows = {program.digest: self._free_programs.pop() for program in plan.programs}
-        home = next((rows[p.digest] for p in plan.programs if p.decides), 0)
+        gate_owner_row = next((rows[p.digest] for p in plan.programs if p.decides), 0)
         self._programs[request_id] = {
             program.digest: PlacedProgram(
                 row=rows[program.digest],
-                home=home,
+                gate_owner_row=gate_owner_row,
                 sites=program.sites,
                 terms=[[self._row(digest) for digest in terms] for terms in program.terms],
             )

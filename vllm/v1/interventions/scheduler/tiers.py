@@ -8,9 +8,9 @@ import msgspec
 import numpy as np
 
 from vllm.v1.interventions.messages import GlobalTiers
-from vllm.v1.interventions.plan import TIERS, UNSTEERED, Part, Plan, Site, TapShape
+from vllm.v1.interventions.plan import TIERS, UNSTEERED, Plan, Site, TapShape, VectorSet
 from vllm.v1.interventions.scheduler.block_identity import Era
-from vllm.v1.interventions.vectors import add_up, need_finite_sum, part_of, rows_of
+from vllm.v1.interventions.vectors import add_up, need_finite_sum, vector_set_of
 from vllm.v1.steering.modules import Module
 
 PHASE_TIERS = {"prefill": ("base", "prefill"), "decode": ("base", "decode")}
@@ -25,7 +25,7 @@ class GlobalState:
         self._vectors: dict[str, dict[Site, np.ndarray]] = {tier: {} for tier in TIERS}
         self.current = GlobalTiers(version=0, tiers={})
 
-    def changed(self, tiers: dict[str, Part], replace: bool) -> "GlobalState":
+    def changed(self, tiers: dict[str, VectorSet], replace: bool) -> "GlobalState":
         """The state after a change; this one stays as it is.
 
         Args:
@@ -38,8 +38,8 @@ class GlobalState:
         new = GlobalState(self._shape)
         if not replace:
             new._vectors = {tier: dict(vectors) for tier, vectors in self._vectors.items()}
-        for tier, part in tiers.items():
-            new._vectors[tier] |= dict(zip(part.sites, rows_of(part), strict=True))
+        for tier, vector_set in tiers.items():
+            new._vectors[tier] |= dict(zip(vector_set.sites, vector_set.rows, strict=True))
         return self._next(new)
 
     def cleared(self, tier: str | None) -> "GlobalState":
@@ -53,12 +53,12 @@ class GlobalState:
         for phase, names in PHASE_TIERS.items():
             total = add_up(new._vectors[tier] for tier in names)
             need_finite_sum(total, f"the global tiers at {phase} positions", self._shape)
-        parts = {
-            tier: part_of(vectors, self._shape.hidden_size)
+        sets = {
+            tier: vector_set_of(vectors, self._shape.hidden_size)
             for tier, vectors in new._vectors.items()
             if vectors
         }
-        new.current = GlobalTiers(version=self.current.version + 1, tiers=parts)
+        new.current = GlobalTiers(version=self.current.version + 1, tiers=sets)
         return new
 
     def era(self, first: int, nonce: str = "") -> Era:
@@ -72,25 +72,25 @@ class GlobalState:
         return Era(first, prefill, decode, nonce)
 
 
-def norms_of(part: Part) -> dict[str, dict[int, float]]:
+def norms_of(vector_set: VectorSet) -> dict[str, dict[int, float]]:
     """point -> layer -> Euclidean norm of the vector."""
     norms: dict[str, dict[int, float]] = {}
-    for (point, layer), row in zip(part.sites, rows_of(part), strict=True):
+    for (point, layer), row in zip(vector_set.sites, vector_set.rows, strict=True):
         norms.setdefault(point, {})[layer] = float(np.linalg.norm(row.astype(np.float64)))
     return norms
 
 
 KEPT_SECONDS = 60.0
-"""How long the parts of a module outlive its name, for requests that were on their way."""
+"""How long the vector sets of a module outlive its name, for requests that were on their way."""
 
 
 class ModuleStore:
-    """Named modules. Requests refer to their parts by digest."""
+    """Named modules. Requests refer to their vector sets by digest."""
 
     def __init__(self) -> None:
         self._modules: dict[str, Module] = {}
         self._kept: list[tuple[float, Module]] = []
-        self._parts: dict[str, Part] = {}
+        self._sets: dict[str, VectorSet] = {}
 
     def put(self, name: str, module: Module) -> None:
         if name in self._modules:
@@ -102,7 +102,7 @@ class ModuleStore:
         self.keep(self._modules.pop(name))
 
     def keep(self, module: Module) -> None:
-        """Have the parts of a module that has no name any more, or on this engine not yet."""
+        """Have the vector sets of a module that has no name any more, or on this engine not yet."""
         now = time.monotonic()
         self._kept = [entry for entry in self._kept if entry[0] > now]
         self._kept.append((now + KEPT_SECONDS, module))
@@ -111,7 +111,7 @@ class ModuleStore:
     def _index(self) -> None:
         # Built aside and swapped: `fill` reads it in another thread.
         modules = [*self._modules.values(), *(module for _, module in self._kept)]
-        self._parts = {p.digest: p for m in modules for p in (m.prefill, m.decode) if p is not None}
+        self._sets = {p.digest: p for m in modules for p in (m.prefill, m.decode) if p is not None}
 
     def __contains__(self, name: str) -> bool:
         return name in self._modules
@@ -120,24 +120,24 @@ class ModuleStore:
         return dict(self._modules)
 
     def fill(self, plan: Plan | None) -> Plan | None:
-        """`plan` with the parts of the modules it refers to: they are the request's from here on,
-        whatever becomes of the name.
+        """`plan` with the vector sets of the modules it refers to: they are the request's from
+        here on, whatever becomes of the name.
 
         Raises:
             ValueError: a module was unregistered, or registered anew, long before.
         """
         if plan is None or plan.steering is None:
             return plan
-        given = {part.digest for part in plan.steering.parts}
-        wanted = {d for content in plan.steering.contents for d, _ in content.parts} - given
+        given = {vector_set.digest for vector_set in plan.steering.sets}
+        wanted = {d for vector_sum in plan.steering.sums for d, _ in vector_sum.sets} - given
         if not wanted:
             return plan
-        parts = self._parts
-        if missing := wanted - parts.keys():
+        sets = self._sets
+        if missing := wanted - sets.keys():
             raise ValueError(
                 f"steering_modules: a module of this request was unregistered or registered anew "
                 f"while the request was on its way (digest {min(missing)[:12]}); send it again"
             )
-        parts_of = [*plan.steering.parts, *(parts[digest] for digest in sorted(wanted))]
-        steering = msgspec.structs.replace(plan.steering, parts=parts_of)
+        all_sets = [*plan.steering.sets, *(sets[digest] for digest in sorted(wanted))]
+        steering = msgspec.structs.replace(plan.steering, sets=all_sets)
         return msgspec.structs.replace(plan, steering=steering)

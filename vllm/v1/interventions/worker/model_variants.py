@@ -41,8 +41,8 @@ _COMPILED = (
 """What upstream keeps of a module's compilation on the module."""
 
 
-class _Form:
-    """What makes one form, kept here while the other is in use."""
+class _Variant:
+    """What makes one variant, kept here while the other is in use."""
 
     def __init__(self, taps: Mapping[nn.Module, BoundTaps | None]) -> None:
         self.taps = taps
@@ -52,8 +52,8 @@ class _Form:
         """Of each of upstream's objects that hold graphs, those it replaces while starting go."""
 
 
-class Forms:
-    """Which form of the model runs.
+class ModelVariants:
+    """Which variant of the model runs.
 
     Args:
         model: loaded, its taps not bound.
@@ -65,14 +65,14 @@ class Forms:
     ) -> None:
         self._compilation = config.compilation_config
         self._cache_dir = self._compilation.cache_dir
-        self._holder: Callable[[], Any] = lambda: None
+        self._graph_owner: Callable[[], Any] = lambda: None
         self._modules = _compiled_modules(model, taps)
-        self._tapped = self._current = _Form(taps)
-        self._forms = [self._tapped]
+        self._tapped = self._current = _Variant(taps)
+        self._variants = [self._tapped]
         self._set_taps(self._tapped)
         if _can_switch(config):
-            self._plain = _Form(dict.fromkeys(taps))
-            self._forms = [self._plain, self._tapped]
+            self._plain = _Variant(dict.fromkeys(taps))
+            self._variants = [self._plain, self._tapped]
             plain_config = copy.copy(config)
             plain_config.steering_config = SteeringConfig()
             plain_config.capture_config = CaptureConfig()
@@ -85,43 +85,43 @@ class Forms:
 
     @property
     def count(self) -> int:
-        return len(self._forms)
+        return len(self._variants)
 
-    def each(self, items: Iterable[_Item], holder: Any = None) -> Iterator[_Item]:
-        """All items once in each form; afterwards the one with taps is in use.
+    def each(self, items: Iterable[_Item], graph_owner: Any = None) -> Iterator[_Item]:
+        """All items once in each variant; afterwards the one with taps is in use.
 
         Args:
             holder: upstream's object that keeps the CUDA graphs which are captured meanwhile.
         """
         items = list(items)
-        if holder is not None:
-            self._holder = ref(holder)
-        for form in self._forms:
+        if graph_owner is not None:
+            self._graph_owner = ref(graph_owner)
+        for form in self._variants:
             self._use(form)
-            # Else what this form compiles would lie in the directory of the one before it.
+            # Else what this variant compiles would lie in the directory of the one before it.
             self._compilation.cache_dir = self._cache_dir
             yield from items
 
     def choose(self, tapped: bool) -> bool:
-        """Take the form with taps where they are needed; whether it is in use now."""
+        """Take the variant with taps where they are needed; whether it is in use now."""
         form = self._tapped if tapped or self.count == 1 else self._plain
         if form is not self._current:
             self._use(form)
         return form is self._tapped
 
-    def _use(self, form: _Form) -> None:
+    def _use(self, form: _Variant) -> None:
         for module in self._modules:
             state = vars(module)
             self._current.compiled[module] = {n: state.pop(n) for n in _COMPILED if n in state}
             state.update(form.compiled.get(module, {}))
-        holder = self._holder()
-        if (name := _graphs_of(holder)) is not None:
-            self._current.graphs[holder] = getattr(holder, name)
-            setattr(holder, name, form.graphs.setdefault(holder, {}))
+        graph_owner = self._graph_owner()
+        if (name := _graphs_of(graph_owner)) is not None:
+            self._current.graphs[graph_owner] = getattr(graph_owner, name)
+            setattr(graph_owner, name, form.graphs.setdefault(graph_owner, {}))
         self._set_taps(form)
         self._current = form
 
-    def _set_taps(self, form: _Form) -> None:
+    def _set_taps(self, form: _Variant) -> None:
         for layer, taps in form.taps.items():
             if taps is None:
                 vars(layer).pop("taps", None)
@@ -142,8 +142,8 @@ def _compiled_modules(model: nn.Module, layers: Iterable[nn.Module]) -> list[Any
 
 
 def _can_switch(config: VllmConfig) -> bool:
-    """Whether there is to be a plain form beside the other."""
-    # Results must not depend on what other requests do: rounding may differ between the forms.
+    """Whether there is to be a plain variant beside the other."""
+    # Results must not depend on what other requests do: rounding may differ between the variants.
     # Breakable graphs, and torch.compile with guards, are kept where they cannot be exchanged.
     return not (
         envs.VLLM_BATCH_INVARIANT
@@ -152,9 +152,9 @@ def _can_switch(config: VllmConfig) -> bool:
     )
 
 
-def _graphs_of(holder: Any) -> str | None:
+def _graphs_of(graph_owner: Any) -> str | None:
     """The attribute in which a holder keeps the graphs of whole forwards. Those of pieces hang off
     the compiled code."""
-    if isinstance(holder, CUDAGraphWrapper):
+    if isinstance(graph_owner, CUDAGraphWrapper):
         return "concrete_cudagraph_entries"
-    return "graphs" if isinstance(holder, CudaGraphManager) else None
+    return "graphs" if isinstance(graph_owner, CudaGraphManager) else None

@@ -58,7 +58,7 @@ def send_rows(
     scores = [
         _scores_of(block, stream, arena, projections)
         for block in step.blocks.all
-        for stream in block.layout.streams
+        for stream in block.group.streams
         if stream.projection is not None
     ]
     rows = arena[: step.blocks.num_raw]

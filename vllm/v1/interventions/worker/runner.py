@@ -18,11 +18,11 @@ from vllm.config.steering import POINTS
 from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
 from vllm.model_executor.layers.native_rows import NATIVE_ROWS, NativeTap
 from vllm.model_executor.layers.residual_taps import BoundTaps, PassTap, SiteTap
-from vllm.v1.interventions.capture_groups import Layout, Layouts
+from vllm.v1.interventions.capture_groups import CaptureGroup, CaptureGroups
 from vllm.v1.interventions.messages import num_table_rows
 from vllm.v1.interventions.plan import Site, TapShape
 from vllm.v1.interventions.step_rows import Blocks, Members, StepRows
-from vllm.v1.interventions.worker.model_variants import Forms
+from vllm.v1.interventions.worker.model_variants import ModelVariants
 from vllm.v1.interventions.worker.outbox import Outbox, send_rows
 from vllm.v1.interventions.worker.projection_table import ProjectionTable
 from vllm.v1.interventions.worker.steering_table import SteeringTable
@@ -52,7 +52,7 @@ class Decoding(NamedTuple):
     token_index: torch.Tensor
 
 
-class Interventions:
+class WorkerInterventions:
     """Device state of steering and capture of one worker, and the map of this step's tokens."""
 
     def __init__(self, config: VllmConfig, device: torch.device) -> None:
@@ -60,8 +60,8 @@ class Interventions:
         self._device = device
         self._steering = config.steering_config.enable_steering
         self._capture = config.capture_config.enabled
-        self._layouts = Layouts({})
-        self._captures: dict[str, Layout] = {}
+        self._groups = CaptureGroups({})
+        self._captures: dict[str, CaptureGroup] = {}
         self._wanted: dict[str, np.ndarray] = {}
         self._version = 0
         self.sites: list[Site] = []
@@ -75,7 +75,7 @@ class Interventions:
         self._pending: tuple[StepRows, torch.Tensor] | None = None
         self.captures_here = False
         self.shape: TapShape | None = None
-        self._forms: Forms | None = None
+        self._variants: ModelVariants | None = None
         self._probe: Callable[[], None] | None = None
 
     # -- start-up ---------------------------------------------------------------------------
@@ -108,7 +108,7 @@ class Interventions:
             layer: BoundTaps(*(self._tap(point, index) for point in POINTS))
             for index, layer in layers.items()
         }
-        self._forms = Forms(self._config, model, taps)
+        self._variants = ModelVariants(self._config, model, taps)
 
     def _allocate(self, shape: TapShape) -> None:
         max_tokens = self._config.scheduler_config.max_num_batched_tokens
@@ -129,7 +129,7 @@ class Interventions:
             points = self._config.capture_config.capture_points
             captured = [site for site in self.sites if site[0] in points]
             self._dest_rows = {site: i for i, site in enumerate(captured)}
-            self._layouts = Layouts(self._dest_rows)
+            self._groups = CaptureGroups(self._dest_rows)
             # The stream is the same on every tensor-parallel rank: the first one captures.
             self.captures_here = get_tensor_model_parallel_rank() == 0
             self.arena = torch.zeros(
@@ -157,16 +157,18 @@ class Interventions:
         return kind(table, terms, self.tokens.slots, arena, dest)
 
     @property
-    def num_forms(self) -> int:
-        return self._forms.count if self._forms is not None else 1
+    def num_variants(self) -> int:
+        return self._variants.count if self._variants is not None else 1
 
-    def each_form(self, items: Iterable[Any] = (None,), holder: Any = None) -> Iterable[Any]:
-        """While the engine starts: what is to be compiled or captured, in each form of the model.
+    def each_variant(
+        self, items: Iterable[Any] = (None,), graph_owner: Any = None
+    ) -> Iterable[Any]:
+        """While the engine starts: what is to be compiled or captured, in each model variant.
 
         Args:
             holder: upstream's object that keeps the CUDA graphs which are captured meanwhile.
         """
-        return self._forms.each(items, holder) if self._forms is not None else items
+        return self._variants.each(items, graph_owner) if self._variants is not None else items
 
     def captures(self, site: Site) -> bool:
         """Whether this worker can capture there."""
@@ -179,8 +181,8 @@ class Interventions:
         Args:
             vector: [hidden], or None to steer nothing.
         """
-        assert self._forms is not None
-        self._forms.choose(tapped=True)
+        assert self._variants is not None
+        self._variants.choose(tapped=True)
         row = None
         if vector is not None:
             assert self.table is not None
@@ -224,8 +226,8 @@ class Interventions:
             self._projections.apply(step.projections)
             if step.admitted:
                 self._decoding = None
-            layouts = {r: self._layouts.of(w) for r, w in step.admitted.items()}
-            self._captures |= {r: layout for r, layout in layouts.items() if layout is not None}
+            groups = {r: self._groups.of(w) for r, w in step.admitted.items()}
+            self._captures |= {r: group for r, group in groups.items() if group is not None}
         if self.table is not None:
             self.table.apply(step)
         if self._terms is not None:
@@ -263,10 +265,10 @@ class Interventions:
             positions: int [>= total tokens] on the device, the *true* position of each token; the
                 host's are only optimistic under speculation.
         """
-        if self._forms is None:
+        if self._variants is None:
             return
         captures = not self._wanted.keys().isdisjoint(req_ids)
-        if not self._forms.choose(tapped=captures or self.tokens.steers(req_ids)):
+        if not self._variants.choose(tapped=captures or self.tokens.steers(req_ids)):
             return  # what was mapped for an earlier step stays, unread, until the next is mapped
         self.tokens.map(req_ids, num_tokens[: len(req_ids)], positions)
         self._map_dest(req_ids, num_tokens, positions)
@@ -287,17 +289,17 @@ class Interventions:
             return
         self._clear_dest()
         # Requests that want the same share one dense block of the arena.
-        groups: dict[Layout, Members] = {}
+        groups: dict[CaptureGroup, Members] = {}
         for req_id, start in zip(req_ids, starts, strict=True):
-            offsets, layout = self._wanted.get(req_id), self._captures.get(req_id)
-            if offsets is not None and layout is not None:
-                groups.setdefault(layout, []).append((req_id, start + offsets))
+            offsets, group = self._wanted.get(req_id), self._captures.get(req_id)
+            if offsets is not None and group is not None:
+                groups.setdefault(group, []).append((req_id, start + offsets))
         if not groups:
             return  # all of it at other pipeline stages
         blocks = Blocks(groups)
         of_block = [np.concatenate([t for _, t in members]) for members in groups.values()]
         for block, tokens in zip(blocks.all, of_block, strict=True):
-            self._dest_host[np.ix_(block.layout.sites, tokens)] = block.rows()
+            self._dest_host[np.ix_(block.group.sites, tokens)] = block.rows()
         self.dest[:, :total] = to_device(self._dest_host[:, :total], self._device)
         self._captured_tokens = total
         token_index = to_device(np.concatenate(of_block), self._device)

@@ -8,17 +8,16 @@ from vllm.v1.interventions.messages import (
     ROWS_PER_SLOT,
     StepInterventions,
 )
-from vllm.v1.interventions.plan import Content, Part, Site
-from vllm.v1.interventions.vectors import rows_of
+from vllm.v1.interventions.plan import Site, VectorSet, VectorSum
 
-_EMPTY = Content(digest="", parts=[])
+_EMPTY = VectorSum(digest="", sets=[])
 
 
 class SteeringTable:
     """One row of every site for prompt positions and one for generated ones, per slot.
 
-    A row is the sum of its slot's parts and of the global tiers of its phase, in float32, cast
-    once. Parts are kept on the host, so that a change of the global tiers sends only these.
+    A row is the sum of its slot's vector sets and of the global tiers of its phase, in float32,
+    cast once. Vector sets are kept on the host, so a change of the global tiers sends only these.
 
     Args:
         sites: those of this worker that may be steered.
@@ -37,43 +36,45 @@ class SteeringTable:
         self.at: dict[Site, torch.Tensor] = dict(zip(sites, self._rows, strict=True))
         """site -> [rows, hidden], a view."""
         self._index = {site: i for i, site in enumerate(sites)}
-        self._parts: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
+        self._sets: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
         self._tiers: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
-        self._slots: dict[int, tuple[Content, bool]] = {}
+        self._slots: dict[int, tuple[VectorSum, bool]] = {}
 
     def apply(self, step: StepInterventions) -> None:
-        """Take over new parts, contents and global tiers."""
-        for part in step.new_parts:
-            self._parts[part.digest] = self._own(part)
-        changed = {slot: (content, inherit) for slot, content, inherit in step.contents}
+        """Take over new vector sets, sums and global tiers."""
+        for vector_set in step.new_sets:
+            self._sets[vector_set.digest] = self._own(vector_set)
+        changed = {slot: (vector_sum, inherit) for slot, vector_sum, inherit in step.sums}
         self._slots |= changed
         if step.tiers is not None:
-            self._tiers = {tier: self._own(part) for tier, part in step.tiers.tiers.items()}
+            self._tiers = {
+                tier: self._own(vector_set) for tier, vector_set in step.tiers.tiers.items()
+            }
             self._write(GLOBALS_ALONE, _EMPTY, inherit=True)
             changed = {s: (c, i) for s, (c, i) in self._slots.items() if i or s in changed}
-        for slot, (content, inherit) in changed.items():
-            self._write(slot, content, inherit)
-        for digest in step.dropped_parts:
-            del self._parts[digest]
+        for slot, (vector_sum, inherit) in changed.items():
+            self._write(slot, vector_sum, inherit)
+        for digest in step.dropped_sets:
+            del self._sets[digest]
 
     def forget(self) -> None:
         """The device's memory was lost."""
         self._rows.zero_()
-        self._parts.clear()
+        self._sets.clear()
         self._tiers.clear()
         self._slots.clear()
 
-    def _own(self, part: Part) -> tuple[torch.Tensor, torch.Tensor]:
+    def _own(self, vector_set: VectorSet) -> tuple[torch.Tensor, torch.Tensor]:
         """(index of its sites here [n], float32 [n, hidden]): other stages have the others."""
-        here = [i for i, site in enumerate(part.sites) if site in self._index]
-        index = torch.tensor([self._index[part.sites[i]] for i in here], dtype=torch.int64)
-        return index, torch.from_numpy(rows_of(part)[here])
+        here = [i for i, site in enumerate(vector_set.sites) if site in self._index]
+        index = torch.tensor([self._index[vector_set.sites[i]] for i in here], dtype=torch.int64)
+        return index, torch.from_numpy(vector_set.rows[here])
 
-    def _write(self, slot: int, content: Content, inherit: bool) -> None:
+    def _write(self, slot: int, vector_sum: VectorSum, inherit: bool) -> None:
         num_sites, _, hidden_size = self._rows.shape
         shared = torch.zeros(num_sites, hidden_size)
-        for digest, scale in content.parts:
-            index, rows = self._parts[digest]
+        for digest, scale in vector_sum.sets:
+            index, rows = self._sets[digest]
             shared.index_add_(0, index, rows, alpha=scale)
         phases = [shared, shared]
         if inherit and self._tiers:

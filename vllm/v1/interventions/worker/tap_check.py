@@ -16,7 +16,7 @@ from vllm.logger import init_logger
 from vllm.v1.interventions.plan import Site, TapShape
 
 if TYPE_CHECKING:
-    from vllm.v1.interventions.worker.runner import Interventions
+    from vllm.v1.interventions.worker.runner import WorkerInterventions
     from vllm.v1.worker.block_table import BlockTable
     from vllm.v1.worker.gpu.block_table import BlockTables
 
@@ -32,7 +32,7 @@ DummyRun = Callable[[int], Sequence[Any]]
 def check_worker(worker: Any) -> TapShape | None:
     """Runs in each worker, after warm-up and graph capture."""
     runner = worker.worker.model_runner
-    interventions: Interventions = runner.interventions
+    interventions: WorkerInterventions = runner.interventions
     if interventions.shape is None:
         return None
     with torch.inference_mode():
@@ -46,7 +46,7 @@ def check_worker(worker: Any) -> TapShape | None:
     return interventions.shape
 
 
-def _lend(tables: Sequence[torch.Tensor]) -> None:
+def assign_dummy_blocks(tables: Sequence[torch.Tensor]) -> None:
     """Give dummy requests blocks of their own: where there is none, a mixer with a state (Mamba)
     does nothing and leaves its output uninitialised. Each group others than the next: groups share
     memory, and attention would read a mixer's state as keys.
@@ -66,7 +66,7 @@ def _lent_blocks(block_tables: "list[BlockTable]") -> Iterator[None]:
     # A dummy run may copy the one to the other.
     both = [buffer.cpu for buffer in buffers], [buffer.gpu for buffer in buffers]
     for tables in both:
-        _lend(tables)
+        assign_dummy_blocks(tables)
     try:
         yield
     finally:
@@ -82,7 +82,7 @@ def _lent_by(block_tables: "BlockTables") -> Iterator[None]:
 
     def lent(num_reqs: int) -> tuple[torch.Tensor, ...]:
         tables = take(num_reqs)
-        _lend(tables)
+        assign_dummy_blocks(tables)
         return tables
 
     block_tables.get_dummy_block_tables = lent  # type: ignore[method-assign]
@@ -92,10 +92,12 @@ def _lent_by(block_tables: "BlockTables") -> Iterator[None]:
         block_tables.get_dummy_block_tables = take  # type: ignore[method-assign]
 
 
-def check_sites(interventions: "Interventions", dummy_run: DummyRun) -> None:
+def check_sites(interventions: "WorkerInterventions", dummy_run: DummyRun) -> None:
     """Raises RuntimeError naming the sites that do not act."""
     # One site at a time: attention would carry one token's vector into another's row.
-    silent = [site for site in interventions.sites if not _acts(interventions, site, dummy_run)]
+    silent = [
+        site for site in interventions.sites if not site_moves_row(interventions, site, dummy_run)
+    ]
     if silent:
         raise RuntimeError(
             f"these taps do not act although they are bound: {silent}. The compiled code does not "
@@ -104,12 +106,12 @@ def check_sites(interventions: "Interventions", dummy_run: DummyRun) -> None:
         )
 
 
-def _acts(interventions: "Interventions", site: Site, dummy_run: DummyRun) -> bool:
+def site_moves_row(interventions: "WorkerInterventions", site: Site, dummy_run: DummyRun) -> bool:
     before = _run(interventions, site, None, dummy_run)
     if interventions.table is None or site not in interventions.table.at:
         return not interventions.captures(site) or _arrived(before)
     # Forwards are collective: all ranks run as many, whatever each of them sees.
-    vector = _far(interventions, before)
+    vector = probe_vector(interventions, before)
     after = _run(interventions, site, vector, dummy_run)
     if before is None or after is None:
         logger.warning_once(
@@ -130,7 +132,7 @@ def _arrived(row: torch.Tensor | None) -> bool:
     return row is not None and bool(torch.isfinite(row).all())
 
 
-def _far(interventions: "Interventions", row: torch.Tensor | None) -> torch.Tensor:
+def probe_vector(interventions: "WorkerInterventions", row: torch.Tensor | None) -> torch.Tensor:
     """[hidden], to steer with. Signs, not a constant: a norm would remove a constant shift. Far
     larger than the stream, which differs between two dummy runs where a mixer's state moved on."""
     shape = interventions.shape
@@ -147,7 +149,10 @@ def _rms(row: torch.Tensor) -> float:
 
 
 def _run(
-    interventions: "Interventions", site: Site, vector: torch.Tensor | None, dummy_run: DummyRun
+    interventions: "WorkerInterventions",
+    site: Site,
+    vector: torch.Tensor | None,
+    dummy_run: DummyRun,
 ) -> torch.Tensor | None:
     """[hidden], the row of one dummy token at `site`, or of the model's output."""
     with interventions.probing(site, vector):

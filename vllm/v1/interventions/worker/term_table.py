@@ -38,7 +38,7 @@ class TermTable:
         self._vectors = zeros(rows, hidden_size, dtype=torch.float32)
         self._scalars = zeros(rows, len(Scalars._fields), dtype=torch.float32)
         self._probes = zeros(rows, dtype=torch.int32)
-        self._homes = zeros(rows, dtype=torch.int32)
+        self._gate_owners = zeros(rows, dtype=torch.int32)
         self._programs = zeros(len(sites), rows, terms, dtype=torch.int32)
         ungated = zeros(1, 1, dtype=torch.float32)
         self.at = {
@@ -48,7 +48,7 @@ class TermTable:
                 vectors=self._vectors,
                 scalars=self._scalars,
                 probes=self._probes,
-                homes=self._homes,
+                gate_owners=self._gate_owners,
                 gates=zeros(rows, terms, dtype=torch.float32) if gated else ungated,
                 norms=bool({"norm_match", "normalize"} & set(config.steering_families)),
                 gated=gated,
@@ -70,12 +70,18 @@ class TermTable:
                         listed[self._index[site], i, : len(terms)] = terms
             rows = self._on_device(np.array([p.row for p in step.programs], dtype=np.int64))
             self._programs.index_copy_(1, rows, self._on_device(listed))
-            homes = np.array([p.home for p in step.programs], dtype=np.int32)
-            self._homes.index_copy_(0, rows, self._on_device(homes))
+            gate_owners = np.array([p.gate_owner_row for p in step.programs], dtype=np.int32)
+            self._gate_owners.index_copy_(0, rows, self._on_device(gate_owners))
 
     def forget(self) -> None:
         """The device's memory was lost."""
-        for table in (self._vectors, self._scalars, self._probes, self._homes, self._programs):
+        for table in (
+            self._vectors,
+            self._scalars,
+            self._probes,
+            self._gate_owners,
+            self._programs,
+        ):
             table.zero_()
 
     def _put_terms(self, placed: list[PlacedTerm]) -> None:

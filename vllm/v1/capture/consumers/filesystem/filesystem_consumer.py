@@ -28,7 +28,15 @@ from vllm.v1.capture.consumers.filesystem.publication import (
 )
 from vllm.v1.capture.consumers.filesystem.shards import Entry, Shards
 from vllm.v1.capture.consumers.filesystem.store import open_store
-from vllm.v1.capture.file_format import LABELS, LAYOUTS, SUFFIX, Layout, Pieces, Record, tensor_name
+from vllm.v1.capture.file_format import (
+    LABELS,
+    LAYOUTS,
+    SUFFIX,
+    FileLayout,
+    Pieces,
+    Record,
+    tensor_name,
+)
 from vllm.v1.interventions.errors import reject, show, show_key
 
 _T = TypeVar("_T", bound=str)
@@ -70,7 +78,7 @@ class FilesystemConsumer(CaptureConsumer):
         """
         if not isinstance(root, str) or not root:
             raise ValueError(f"root: must be a path or URL, got {root!r}")
-        self._layout: Layout = _one_of("layout", layout, LAYOUTS)
+        self._layout: FileLayout = _one_of("layout", layout, LAYOUTS)
         self._on_collision: OnCollision = _one_of("on_collision", on_collision, ON_COLLISION)
         self._shard_max_bytes = int(_number("shard_max_bytes", shard_max_bytes, 1, 1 << 40))
         self._flush_seconds = _number("flush_seconds", flush_seconds, 0, 3600)
@@ -119,7 +127,7 @@ class FilesystemConsumer(CaptureConsumer):
 
     # -- for sessions ---------------------------------------------------------------------------
 
-    def layout_of(self, request: RequestInfo) -> Layout:
+    def layout_of(self, request: RequestInfo) -> FileLayout:
         return request.fields.get("layout", self._layout)
 
     def publication(
@@ -129,7 +137,7 @@ class FilesystemConsumer(CaptureConsumer):
         fields = request.fields
         name = fields.get("request_id") or names.name_of_engine_id(request.request_id)
         if request.num_samples > 1 or request.prompt is not None:
-            name = names.of_completion(name, request.prompt or 0, request.sample)
+            name = names.completion_name(name, request.prompt or 0, request.sample)
         record = Record(
             request_id=name,
             tag=fields.get("tag", names.DEFAULT_TAG),
@@ -154,7 +162,7 @@ class FilesystemConsumer(CaptureConsumer):
         )
         return Publication(record, _tensors(request, batches), named="request_id" in fields)
 
-    def publish(self, publication: Publication, layout: Layout) -> tuple[str, dict[str, Any]]:
+    def publish(self, publication: Publication, layout: FileLayout) -> tuple[str, dict[str, Any]]:
         """Write it now: per_file or packed.
 
         Returns:
@@ -169,7 +177,7 @@ class FilesystemConsumer(CaptureConsumer):
                 raise
         return self._put(publication.renamed(), layout)
 
-    def _put(self, publication: Publication, layout: Layout) -> tuple[str, dict[str, Any]]:
+    def _put(self, publication: Publication, layout: FileLayout) -> tuple[str, dict[str, Any]]:
         overwrite = self._on_collision == "overwrite"
         if layout == "packed":
             path = publication.folder + SUFFIX

@@ -44,12 +44,12 @@ def name_of_engine_id(engine_id: str) -> str:
     return f"id-{digest[:32]}"
 
 
-def of_completion(name: str, prompt: int, sample: int) -> str:
+def completion_name(name: str, prompt: int, sample: int) -> str:
     """The name of one completion of several."""
     return f"{name}-{prompt}-{sample}"
 
 
-def another(name: str) -> str:
+def unused_name(name: str) -> str:
     """To publish under when `name` is taken; no request can ask for it."""
     return f"{name}--{uuid.uuid4().hex[:12]}"
 

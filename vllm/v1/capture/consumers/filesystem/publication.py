@@ -5,7 +5,15 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal, get_args
 
 from vllm.v1.capture.consumers.filesystem import names
-from vllm.v1.capture.file_format import LABELS, SUFFIX, Layout, Pieces, Record, encode, tensor_name
+from vllm.v1.capture.file_format import (
+    LABELS,
+    SUFFIX,
+    FileLayout,
+    Pieces,
+    Record,
+    encode,
+    tensor_name,
+)
 
 OnCollision = Literal["error", "overwrite", "suffix"]
 ON_COLLISION: tuple[OnCollision, ...] = get_args(OnCollision)
@@ -37,7 +45,7 @@ class Publication:
 
     def renamed(self) -> "Publication":
         """Under a name that is free."""
-        free = names.another(self.record.request_id)
+        free = names.unused_name(self.record.request_id)
         return replace(self, record=replace(self.record, request_id=free))
 
     @property
@@ -57,7 +65,7 @@ class Publication:
             files[name + SUFFIX] = encode(labels | {name: self.tensors[name]}, metadata)
         return files
 
-    def result(self, layout: Layout, paths: list[str]) -> dict[str, Any]:
+    def result(self, layout: FileLayout, paths: list[str]) -> dict[str, Any]:
         """The payload of the result: plain data, and no path of the server's."""
         return {
             "layout": layout,

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
-from vllm.v1.capture.file_format import Layout
+from vllm.v1.capture.file_format import FileLayout
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -22,7 +22,7 @@ class FilesystemCaptureRequest(Mapping[str, Any]):
     """The folder. None: "default"."""
     project: Any = None
     """[k, hidden]: publish these projections of the rows in their place."""
-    layout: Layout | None = None
+    layout: FileLayout | None = None
     """None: the consumer's."""
 
     def __getitem__(self, key: str) -> Any:
