@@ -1,38 +1,38 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Carries the hunks of one seam file to another version of that file, each on its own.
+"""Carries the hunks of one seam file to another version of that file, by git's three-way merge.
 
-A hunk is anchored by its neighbours, or by the lines that it replaces, through upstream's own diff
-of the two versions. It is placed without a hand only where that says one thing:
+Each hunk is one line of a merge that occurs nowhere else, so that git says where it goes. It is
+placed without a hand only where that says one thing:
 
 * `untouched`: the lines around it are as they were;
 * `merged`: some of them changed, or upstream inserted lines at the same place that have nothing to
   do with ours; shown in the report;
-* `by hand`: its anchors are gone, the lines it replaces changed, the blocks, conditions or calls
-  that it stands in are others, or what upstream inserted at its place may belong before or after
+* `by hand`: the lines beside it, or those it replaces, changed; the blocks, conditions or calls
+  that it stands in are others; or what upstream inserted at its place may belong before or after
   it. The file then has conflict markers there.
 """
 
 from __future__ import annotations
 
 import ast
-import bisect
 import re
 import subprocess
 import tempfile
-from dataclasses import dataclass
-from itertools import pairwise
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from itertools import chain, takewhile
 from pathlib import Path
 
 from tools.pins import BuildError
-from tools.udiff import HUNK, Hunk
+from tools.udiff import Hunk
 
 AROUND = 3
 """Lines before and after a hunk that count as its surroundings, as in a usual patch."""
 
-DIFF = ("--unified=0", "--diff-algorithm=histogram", "--no-color", "--no-ext-diff", "--no-textconv")
+SEAMS, PINNED, MIDDLE, NEW = "<<<<<<< seams", "||||||| pinned", "=======", ">>>>>>> new"
 
-MARKERS = "<<<<<<< seams", "||||||| pinned", "=======", ">>>>>>> new"
-SEAMS, PINNED, MIDDLE, NEW = MARKERS
+WIDE = 40
+"""Git's markers while merging: no line of Python has one by chance."""
 
 
 @dataclass(frozen=True)
@@ -48,68 +48,20 @@ class Carried:
     note: str = ""
     """Why it is not untouched."""
     shown: str = ""
-    """Its place in the new file, for review; the lines of ours begin with `+`."""
-
-
-class Alignment:
-    """Which line of one text is which of another, by git's diff of them. Indices from 0."""
-
-    def __init__(self, old: list[str], new: list[str]) -> None:
-        self.size = len(old), len(new)
-        self._changes = _changes(old, new)
-        self._starts = [change[0] for change in self._changes]
-
-    def of(self, line: int) -> int | None:
-        """The new index of an old line; None where upstream changed or removed it.
-
-        The ends of the text, -1 and its length, are lines too.
-        """
-        if line == self.size[0]:
-            return self.size[1]
-        at = bisect.bisect_right(self._starts, line) - 1
-        shift = 0
-        if at >= 0:
-            start, end, _, new_end = self._changes[at]
-            if start <= line < end:
-                return None
-            shift = new_end - end
-        return line + shift
-
-
-def _changes(old: list[str], new: list[str]) -> list[tuple[int, int, int, int]]:
-    """old[a:b] became new[c:d]; (a, b, c, d), sorted."""
-    with tempfile.TemporaryDirectory() as folder:
-        for name, lines in (("old", old), ("new", new)):
-            Path(folder, name).write_text("\n".join(lines))
-        result = subprocess.run(
-            ["git", "diff", "--no-index", *DIFF, "old", "new"],
-            cwd=folder,
-            capture_output=True,
-            text=True,
-            check=False,
-        )
-    if result.returncode not in (0, 1):
-        raise BuildError(f"git diff failed: {result.stderr}; is git installed?")
-    found = []
-    for match in filter(None, map(HUNK.match, result.stdout.split("\n"))):
-        a, m, c, n = (1 if text is None else int(text) for text in match.groups())
-        start, new_start = a - (m > 0), c - (n > 0)
-        found.append((start, start + m, new_start, new_start + n))
-    return found
+    """Its place in the new file, or by hand in the pinned one; our lines begin with `+`."""
 
 
 @dataclass
-class _Placed:
+class _Place:
+    """Where one hunk goes: `lines` in place of the file's [low, high)."""
+
     hunk: Hunk
     low: int
-    """The hunk replaces the new file's lines [low, high)."""
     high: int
-    state: str
+    lines: list[str]
+    """Its own; or the conflict it is in, none where the hunk before it has that."""
+    state: str = "untouched"
     note: str = ""
-
-    @property
-    def lines(self) -> list[str]:
-        return self.hunk.added
 
 
 def carry(base: str, theirs: str, hunks: list[Hunk]) -> tuple[str, list[Carried]]:
@@ -120,31 +72,29 @@ def carry(base: str, theirs: str, hunks: list[Hunk]) -> tuple[str, list[Carried]
         theirs: the file in the new upstream.
     """
     old, new = base.split("\n"), theirs.split("\n")
-    alignment = Alignment(old, new)
-    placed = [_place(hunk, old, new, alignment) for hunk in hunks]
-    _refuse_overlaps(placed)
-    pinned, _ = _assemble(old, [_Placed(h, *_span(h), "") for h in hunks])
-    merged, starts = _assemble(new, placed)
-    where = zip(hunks, _starts(hunks), strict=True)
-    before = [_scope(pinned, start, hunk) for hunk, start in where]
-    after = [_scope(merged, start, p.hunk) for p, start in zip(placed, starts, strict=True)]
-    for one, was, now in zip(placed, before, after, strict=True):
-        if one.state == "by hand":
-            continue
-        if was != now:
-            one.state, one.note = "by hand", f"it stood in `{was}`, and would in `{now}`"
-        elif _last_field(pinned, was, one.hunk) and not _last_field(merged, now, one.hunk):
-            one.state = "merged"
-            one.note = f"{one.note or 'nothing close to it changed'}; it was its class's last field"
-    text, starts = _assemble(new, placed)
-    shown = [
-        "" if p.state == "untouched" else _show(text, start, p)
-        for p, start in zip(placed, starts, strict=True)
-    ]
-    return "\n".join(text), [
-        Carried(p.state, p.hunk.start, _named(was), p.note, view)
-        for p, was, view in zip(placed, before, shown, strict=True)
-    ]
+    made = [_Place(hunk, *_span(hunk), hunk.added) for hunk in hunks]
+    placed = list(_places(_merge(old, new, made), hunks))
+    pinned, was_at = _with_hunks(old, made)
+    merged, starts = _with_hunks(new, [one for one in placed if one.state != "by hand"])
+    is_at, carried = iter(starts), []
+    for one, origin, at in zip(placed, made, was_at, strict=True):
+        hunk, was = one.hunk, _scope(pinned, at, one.hunk)
+        shown = _show(pinned, at, hunk)
+        if one.state != "by hand":
+            to = next(is_at)
+            now = _scope(merged, to, hunk)
+            if one.state == "untouched" and _around(old, origin) != _around(new, one):
+                one.state, one.note = "merged", "upstream changed lines close to it"
+            if now != was:
+                one.state, one.note = "by hand", f"it stood in `{was}`, and would in `{now}`"
+                one.lines = _conflict(hunk.added, hunk.removed, hunk.removed)
+            elif _last_field(pinned, was, hunk) and not _last_field(merged, now, hunk):
+                why = one.note or "nothing close to it changed"
+                one.state, one.note = "merged", f"{why}; it was its class's last field"
+            if one.state != "by hand":
+                shown = _show(merged, to, hunk) if one.state == "merged" else ""
+        carried.append(Carried(one.state, hunk.start, _named(was), one.note, shown))
+    return "\n".join(_with_hunks(new, placed)[0]), carried
 
 
 def _span(hunk: Hunk) -> tuple[int, int]:
@@ -152,57 +102,85 @@ def _span(hunk: Hunk) -> tuple[int, int]:
     return first, first + len(hunk.removed)
 
 
-def _starts(hunks: list[Hunk]) -> list[int]:
-    """Index of each hunk's first line in the pinned file with all of them."""
-    return [hunk.new_start - (1 if hunk.added else 0) for hunk in hunks]
+def _around(lines: list[str], one: _Place) -> tuple[list[str], list[str]]:
+    return lines[max(0, one.low - AROUND) : one.low], lines[one.high : one.high + AROUND]
 
 
-def _place(hunk: Hunk, old: list[str], new: list[str], alignment: Alignment) -> _Placed:
-    first, last = _span(hunk)
-    before, after = alignment.of(first - 1), alignment.of(last)
+def _with_hunks(lines: list[str], placed: list[_Place]) -> tuple[list[str], list[int]]:
+    """The lines with all hunks in them, and where each hunk begins."""
+    result: list[str] = []
+    starts, done = [], 0
+    for one in placed:
+        result += lines[done : one.low]
+        starts.append(len(result))
+        result += one.lines
+        done = one.high
+    return result + lines[done:], starts
+
+
+def _token(number: int) -> str:
+    """The line that stands for a hunk while git merges."""
+    return f"\x1a hunk {number}"
+
+
+def _merge(old: list[str], new: list[str], made: list[_Place]) -> list[str]:
+    """Git's merge of `new` into `old` with a token in place of each hunk."""
+    tokens = [replace(one, lines=[_token(number)]) for number, one in enumerate(made)]
+    sides = {"ours": _with_hunks(old, tokens)[0], "old": old, "new": new}
+    command = ["git", "merge-file", "-p", "-q", "--diff3", f"--marker-size={WIDE}", *sides]
+    with tempfile.TemporaryDirectory() as folder:
+        for name, lines in sides.items():
+            Path(folder, name).write_text("\n".join(lines))
+        done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
+    if done.returncode not in range(128):  # up to there it counts conflicts
+        raise BuildError(f"git merge-file failed: {done.stderr}; is git installed?")
+    return done.stdout.split("\n")
+
+
+def _conflict(ours: list[str], pinned: list[str], theirs: list[str]) -> list[str]:
+    return [SEAMS, *ours, PINNED, *pinned, MIDDLE, *theirs, NEW]
+
+
+def _places(merged: list[str], hunks: list[Hunk]) -> Iterator[_Place]:
+    """Where git put the tokens, in their order.
+
+    Of what it calls a conflict, two insertions at one place that do not mind each other are none.
+    """
+    known = {_token(number): hunk for number, hunk in enumerate(hunks)}
+    ends = (f"{'|' * WIDE} old", "=" * WIDE, f"{'>' * WIDE} new")
+    at, rest = 0, iter(merged)
+    for line in rest:
+        if line in known:
+            low, at = at, at + len(known[line].removed)
+            yield _Place(known[line], low, at, known[line].added)
+        elif line != f"{'<' * WIDE} ours":
+            at += 1
+        else:
+            ours, pinned, theirs = (list(takewhile(end.__ne__, rest)) for end in ends)
+            low, at = at, at + len(theirs)
+            spelled = (known[line].added if line in known else [line] for line in ours)
+            lines = _conflict([*chain.from_iterable(spelled)], pinned, theirs)
+            for number, line in enumerate(ours):
+                if (hunk := known.get(line)) is None:
+                    continue
+                if pinned:
+                    note = _touched(hunk, ours[:number], ours[number + 1 :])
+                elif why := _related(hunk.added, theirs):
+                    note = f"upstream inserted lines here, {why}"
+                else:
+                    note = f"upstream inserted {len(theirs)} lines here, unrelated to ours"
+                    yield _Place(hunk, low, low, hunk.added, "merged", note)
+                    break
+                yield _Place(hunk, low, at, lines, "by hand", note)
+                lines, low = [], at
+
+
+def _touched(hunk: Hunk, ahead: list[str], behind: list[str]) -> str:
+    """Why git did not place a hunk that has these lines around it in its conflict."""
     if hunk.removed:
-        at = [alignment.of(line) for line in range(first, last)]
-        if None in at or at != list(range(at[0] or 0, (at[0] or 0) + len(at))):
-            return _by_hand(hunk, before, after, "upstream changed the lines that it replaces")
-        low, high = (at[0] or 0), (at[-1] or 0) + 1
-    elif before is None and after is None:
-        return _by_hand(hunk, _mapped(alignment, first - 1), None, "both its neighbours changed")
-    elif before is None or after is None:
-        which = "before" if before is None else "after"
-        return _by_hand(hunk, before, after, f"upstream changed the line {which} it")
-    else:
-        low = high = before + 1
-        inserted = new[low:after]
-        if inserted and (why := _related(hunk.added, inserted)):
-            return _by_hand(hunk, before, after, f"upstream inserted lines here, {why}")
-        if inserted:
-            note = f"upstream inserted {len(inserted)} lines at the same place, unrelated to ours"
-            return _Placed(hunk, low, high, "merged", note)
-    around = [*range(first - AROUND, first), *range(last, last + AROUND)]
-    around = [line for line in around if -1 <= line <= len(old)]
-    want = [low - (first - line) if line < first else high + (line - last) for line in around]
-    if [alignment.of(line) for line in around] == want:
-        return _Placed(hunk, low, high, "untouched")
-    return _Placed(hunk, low, high, "merged", "upstream changed lines close to it")
-
-
-def _by_hand(hunk: Hunk, before: int | None, after: int | None, note: str) -> _Placed:
-    at = after if after is not None else (before if before is not None else -1) + 1
-    return _Placed(hunk, at, at, "by hand", note)
-
-
-def _mapped(alignment: Alignment, line: int) -> int:
-    """The new index of the last line up to `line` that is still there."""
-    while (found := alignment.of(line)) is None:
-        line -= 1
-    return found
-
-
-def _refuse_overlaps(placed: list[_Placed]) -> None:
-    for one, other in pairwise(placed):
-        if other.low < one.high or (other.low == one.low and other.state != "by hand"):
-            other.state, other.note = "by hand", "it would land in the hunk before it"
-            other.low = other.high = max(other.low, one.high)
+        return "upstream changed the lines that it replaces, or one beside them"
+    sides = [name for name, lines in (("before", ahead), ("after", behind)) if lines]
+    return f"upstream changed the line {' and '.join(sides)} it"
 
 
 _LEAVES = re.compile(r"\s*(return|raise|break|continue)\b")
@@ -256,36 +234,16 @@ def _written(lines: list[str]) -> set[str]:
     return found - _WORDS
 
 
-def _assemble(lines: list[str], placed: list[_Placed]) -> tuple[list[str], list[int]]:
-    """The lines with all hunks in them, and where each hunk begins."""
-    result: list[str] = []
-    starts, done = [], 0
-    for one in placed:
-        result += lines[done : one.low]
-        starts.append(len(result))
-        if one.state == "by hand":
-            result += [SEAMS, *one.lines, PINNED, *one.hunk.removed, MIDDLE, NEW]
-        else:
-            result += one.lines
-        done = max(done, one.high)
-    return result + lines[done:], starts
-
-
 def _scope(text: list[str], start: int, hunk: Hunk) -> str:
     """The blocks, with their conditions, and the calls that the hunk's lines stand in."""
-    start -= sum(line in MARKERS for line in text[:start])
     try:
-        module = _parse(text)
+        module = ast.parse("\n".join(text))
     except SyntaxError:
         return "text that does not parse"
     own = [i for i, line in enumerate(hunk.added) if line.strip()]
     first = start + own[0] + 1
     last = start + own[-1] + 1
     return " > ".join(_chain(module, first, last))
-
-
-def _parse(text: list[str]) -> ast.Module:
-    return ast.parse("\n".join(line for line in text if line not in MARKERS))
 
 
 def _chain(node: ast.AST, first: int, last: int) -> list[str]:
@@ -346,19 +304,17 @@ def _last_field(text: list[str], scope: str, hunk: Hunk) -> bool:
     """
     *_, inner = scope.split(" > ")
     last = next(line for line in reversed(hunk.added) if line.strip())
-    text = [line for line in text if line not in MARKERS]
     if not inner.startswith("class ") or last not in text:
         return False
-    for node in ast.walk(_parse(text)):
+    for node in ast.walk(ast.parse("\n".join(text))):
         if isinstance(node, ast.ClassDef) and node.name == inner.removeprefix("class "):
             fields = [n.lineno for n in node.body if isinstance(n, ast.AnnAssign)]
             return bool(fields) and text[fields[-1] - 1] == last
     return False
 
 
-def _show(text: list[str], start: int, placed: _Placed) -> str:
-    lines = placed.lines
-    size = len(lines) + (4 + len(placed.hunk.removed) if placed.state == "by hand" else 0)
-    ahead, behind = text[:start][-AROUND - 1 :], text[start + size :][: AROUND + 1]
-    ours = [*(f"-{line}" for line in placed.hunk.removed), *(f"+{line}" for line in lines)]
+def _show(text: list[str], start: int, hunk: Hunk) -> str:
+    ours = [*(f"-{line}" for line in hunk.removed), *(f"+{line}" for line in hunk.added)]
+    ahead = text[:start][-AROUND - 1 :]
+    behind = text[start + len(hunk.added) :][: AROUND + 1]
     return "\n".join([*(f" {line}" for line in ahead), *ours, *(f" {line}" for line in behind)])

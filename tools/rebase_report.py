@@ -80,7 +80,7 @@ class Report:
             "place, and other lines near it changed. The merged ones are shown below, to be read.\n"
             "* A class is *untouched* where its text is as it was, *merged* where it changed, its "
             "row still wires it, and the proof holds.\n",
-            "## By hand\n",
+            f"## By hand\n\nHunks as they stand in {self.pinned}; build/rebase has both sides.\n",
             *self._hunks("by hand"),
             *(f"* {row.key}\n\n{_indented(row.error)}\n" for row in self._rows("by hand")),
             "## Merged: to be read\n",

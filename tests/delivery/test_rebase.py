@@ -146,6 +146,33 @@ def test_replaced_lines() -> None:
     assert carried.state == "by hand" and "lines that it replaces" in carried.note
 
 
+def carry_all(new: str) -> tuple[str, list[merge.Carried]]:
+    return merge.carry(BASE, new, [hunk_after(name) for name in HUNKS])
+
+
+def test_a_conflict_has_both_sides_and_spares_the_other_hunks() -> None:
+    """Upstream's side alone does not parse with ours beside it: the others are judged without."""
+    found = "        if batch.wake:\n            self.wake()\n"
+    late = "        if (\n            batch.wake\n        ):\n            self.wait()\n"
+    text, carried = carry_all(BASE.replace(found, late))
+    assert [one.state for one in carried] == ["untouched"] * 2 + ["merged", "by hand", "untouched"]
+    ours, _, rest = text.partition(merge.SEAMS)[2].partition(merge.PINNED)
+    pinned, _, rest = rest.partition(merge.MIDDLE)
+    theirs, _, rest = rest.partition(merge.NEW)
+    assert HUNKS["nested"][1] in ours and found.strip() in pinned and late.strip() in theirs
+    assert merge.SEAMS not in rest and text.count(HUNKS["nested"][1]) == 1
+
+
+def test_two_hunks_in_one_conflict() -> None:
+    found = BASE[BASE.index("(self, batch)") : BASE.index("        return")]
+    new = "(self, group):\n        if group.wake:\n            self.wait()\n"
+    text, (*_, one, two, _) = carry_all(BASE.replace(found, new))
+    assert one.state == two.state == "by hand" and text.count(merge.SEAMS) == 1
+    assert all(text.count(HUNKS[name][1]) == 1 for name in ("first", "nested"))
+    assert "before and after it" in one.note and "+        self.taps.begin()" in one.shown
+    assert "+            self.taps.wake()" in two.shown
+
+
 def test_pinned_version_gives_the_patched_file() -> None:
     """All hunks of a file at once, into the file they were made for."""
     hunks = [hunk_after(name) for name in HUNKS]
