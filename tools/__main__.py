@@ -8,6 +8,7 @@ import sys
 from collections.abc import Iterable
 from pathlib import Path
 
+from tools import areas
 from tools.assemble import assemble, git
 from tools.check import check
 from tools.export import export
@@ -38,14 +39,15 @@ def listing(paths: Iterable[Path | str], empty: str) -> str:
 
 
 def diffstat() -> str:
-    """Lines against upstream: in upstream's files (seams, taps), and ours."""
+    """Lines against upstream: in upstream's files (seams, taps), and ours; then code by area."""
     tree = ROOT / "build" / "tree"
     rows = [
         (layer, git(tree, "diff", "--shortstat", before, layer).strip() or "nothing")
         for before, layer in (("upstream", "seams"), ("seams", "taps"), ("taps", "overlay"))
     ]
     seams = git(tree, "diff", "--stat=100", "upstream", "seams")
-    return seams + "\n".join(f"{layer:8} {text}" for layer, text in rows)
+    layers = "\n".join(f"{layer:8} {text}" for layer, text in rows)
+    return f"{seams}{layers}\n\n{areas.table(ROOT)}"
 
 
 def run(options: argparse.Namespace) -> str:

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Keeps the fork small: what a seam may be, and that nothing else differs from upstream."""
+"""Keeps the fork small: what a seam may be, where files live, and that all else is upstream's."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
-from tools import udiff, wheels
+from tools import areas, udiff, wheels
 from tools.assemble import edited, locked, overlay_files
 from tools.export import changed
 from tools.pins import ROOT, Pin, load_pin
@@ -81,6 +81,7 @@ def check(root: Path = ROOT, pin: Pin | None = None) -> list[str]:
     """All that is wrong; empty when nothing is."""
     pin = pin or load_pin(root)
     wrong = [line for p in udiff.series(root / "patches" / "seams") for line in check_patch(p)]
+    wrong += areas.misplaced(root)
     if (root / "vllm" / "__init__.py").exists():
         wrong.append("vllm/__init__.py: it would hide the built package; delete it")
     build = root / "build"

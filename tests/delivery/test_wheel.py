@@ -34,12 +34,12 @@ def test_wheel(miniature: Fork, tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         assert digest == ("" if "RECORD" in member else wheels.record_hash(files.pop(member)))
     assert set(files) == {f"{info}/RECORD"}
     with zipfile.ZipFile(tmp_path / name) as archive:
-        assert set(UPSTREAM) | {"vllm/v1/steer.py"} <= set(archive.namelist())
+        assert set(UPSTREAM) | {"vllm/v1/steering/steer.py"} <= set(archive.namelist())
         assert b"seam()" in archive.read("vllm/engine.py")
-        assert b"ours = 1" in archive.read("vllm/v1/steer.py")
+        assert b"ours = 1" in archive.read("vllm/v1/steering/steer.py")
         points = archive.read(f"{info}/entry_points.txt").decode()
     assert "vllm = vllm.engine:main" in points
-    assert "[vllm.capture_consumers]\ninline = vllm.v1.steer:Inline" in points
+    assert "[vllm.capture_consumers]\ninline = vllm.v1.steering.steer:Inline" in points
 
 
 def test_metadata(miniature: Fork) -> None:

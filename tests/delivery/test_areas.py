@@ -1,0 +1,132 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every file of ours is in an area, and what counts as a line of code."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.delivery.fork import Fork
+from tools import areas
+from tools.check import check
+from tools.pins import ROOT, BuildError
+
+LEGAL = {
+    "vllm/v1/capture/consumer.py": ("capture", True),
+    "vllm/v1/capture/consumers/logging.py": ("consumers", False),
+    "vllm/v1/capture/reader.py": ("files", False),
+    "vllm/v1/capture/transport/host.py": ("capture transport", True),
+    "vllm/v1/interventions/terms.py": ("shared words", True),
+    "vllm/v1/interventions/worker/runner.py": ("worker", True),
+    "vllm/entrypoints/serve/steering/client.py": ("HTTP client", False),
+    "vllm/entrypoints/serve/steering/body.py": ("HTTP", True),
+    "vllm/pilot/sweep.py": ("toolkit", False),
+}
+
+
+@pytest.mark.parametrize("name", LEGAL)
+def test_the_longest_place_is_the_area(miniature: Fork, name: str) -> None:
+    area = areas.area_of(name)
+    assert area and (area.name, area.core) == LEGAL[name]
+    write(miniature.root / name)
+    assert areas.misplaced(miniature.root) == []
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "vllm/v1/steer.py",
+        "vllm/v1/engine/capture.py",
+        "vllm/v1/capture_more/consumer.py",
+        "vllm/config/capture.pyi",
+        "vllm/pilot.py",
+    ],
+)
+def test_a_file_in_no_area(miniature: Fork, name: str) -> None:
+    write(miniature.root / name)
+    assert areas.area_of(name) is None
+    (said,) = areas.misplaced(miniature.root)
+    assert said.startswith(f"{name} is in no area; move it to one of vllm/config/capture.py, ")
+    assert "vllm/pilot/" in said and said.endswith("in tools/areas.py:AREAS")
+
+
+@pytest.mark.parametrize(
+    "name", ["patches/foo.patch", "patches/seams/more/a.patch", "patches/taps/notes.txt"]
+)
+def test_a_patch_in_no_place(miniature: Fork, name: str) -> None:
+    assert areas.misplaced(miniature.root) == []
+    write(miniature.root / name)
+    (said,) = areas.misplaced(miniature.root)
+    assert said.startswith(f"{name} is where nothing reads it; a seam goes into patches/seams")
+
+
+def test_check_says_what_is_misplaced(miniature: Fork) -> None:
+    write(miniature.root / "vllm/v1/capture/ours.py")
+    miniature.seam()
+    miniature.assemble()
+    assert check(miniature.root, miniature.pin) == []
+    write(miniature.root / "patches/foo.patch")
+    write(miniature.root / "vllm/v1/ours.py")
+    miniature.assemble()
+    area, patch = check(miniature.root, miniature.pin)
+    assert "vllm/v1/ours.py is in no area" in area and "patches/foo.patch is where" in patch
+    (miniature.root / "patches/foo.patch").rename(miniature.root / "patches/seams/foo.patch")
+    with pytest.raises(BuildError, match=r"foo.patch is not listed in .*series; add it there"):
+        check(miniature.root, miniature.pin)
+
+
+def write(path: Path) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("")
+
+
+CODE = '''# a comment
+"""A docstring,
+of two lines."""
+
+import os  # counts
+
+
+class One:
+    """Another."""
+
+    field: int = 0
+    """Of a field."""
+
+    def method(self) -> str:
+        text = """not a docstring
+
+        so all lines count"""
+        return os.path.join(
+            text,
+
+            # a comment within
+            "x",
+        )
+'''
+
+
+def test_code_lines() -> None:
+    assert areas.code_lines(CODE) == 4 + 3 + 4
+    assert areas.code_lines(CODE.replace('"""Of a field."""', "other: int = 0")) == 12
+    assert areas.code_lines("# nothing\n\n") == 0
+
+
+def test_table(miniature: Fork) -> None:
+    miniature.seam()
+    reader = miniature.root / "vllm/v1/capture/reader.py"
+    write(reader)
+    reader.write_text("a = 1\n# not code\nb = 2\n")
+    lines = areas.table(miniature.root).splitlines()
+    got = {line[:20].strip(): line[20:].split() for line in lines[1:]}
+    assert got["steering"] == ["1"] and got["core"] == ["1", "of", "5,500"]
+    assert got["files"] == got["satellites"] == ["2"]
+    assert got["seams"] == ["1"] and "toolkit" not in got
+
+
+def test_no_place_is_listed_twice_and_files_exist() -> None:
+    places = [place for area in areas.AREAS for place in area.places]
+    assert len(places) == len(set(places))
+    gone = [place for place in places if place.endswith(".py") and not (ROOT / place).exists()]
+    assert gone == []
