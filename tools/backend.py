@@ -13,13 +13,14 @@ import os
 import re
 import shutil
 import stat
+import sys
 import tempfile
 import zipfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from tools import assemble, wheels
+from tools import assemble, native, wheels
 from tools.pins import ROOT, BuildError, Pin, load_pin
 
 Settings = Mapping[str, Any] | None
@@ -115,7 +116,8 @@ prepare_metadata_for_build_editable = prepare_metadata_for_build_wheel
 def build_wheel(
     wheel_directory: str, config_settings: Settings = None, metadata_directory: str | None = None
 ) -> str:
-    """PEP 517: the distributable wheel, made in a temporary tree."""
+    """PEP 517: the distributable wheel, made in a temporary tree, with native ops where they can be
+    built."""
     pin = load_pin()
     name = f"vllm-{pin.version}-{pin.tag}.whl"
     build = ROOT / "build"
@@ -126,7 +128,8 @@ def build_wheel(
         folder = Path(temporary)
         upstream = wheels.upstream_folder(pin, build)
         shutil.copytree(upstream / "vllm", folder / "vllm", copy_function=assemble.copy_or_link)
-        assemble.layers(folder, ROOT, lambda layer: None)
+        assemble.layers(folder, ROOT, lambda layer: None, build / "wired")
+        print(native.build_for_wheel(pin, folder / "vllm"), file=sys.stderr)
         info = write_dist_info(wheels.dist_info(upstream), folder, pin)
         partial = folder.with_suffix(".whl")
         pack(folder, info, partial)

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from tools import areas, udiff, wheels
+from tools import areas, native, udiff, wheels
 from tools.assemble import edited, locked, overlay_files
 from tools.export import changed
 from tools.pins import ROOT, Pin, load_pin
@@ -49,7 +49,7 @@ def check_tree(tree: Path, upstream: Path, root: Path) -> list[str]:
         for name in sorted(edits)
     ]
     record = wheels.record(upstream)
-    ours = set(overlay_files(root))
+    ours = {*overlay_files(root), f"vllm/{native.LIBRARY}"}  # where `make native` was run
     seams = {
         diff.path: diff
         for patch in udiff.series(root / "patches" / "seams")

@@ -7,6 +7,7 @@ import csv
 import importlib.metadata
 import io
 import re
+import runpy
 import zipfile
 from pathlib import Path
 
@@ -15,7 +16,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tests.delivery.fork import METADATA, UPSTREAM, Fork
-from tools import backend, install, udiff, wheels
+from tools import backend, install, native, udiff, wheels
 from tools.assemble import git
 from tools.export import unified
 from tools.pins import ROOT, BuildError, load_pin
@@ -25,6 +26,7 @@ def test_wheel(miniature: Fork, tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     miniature.seam()
     monkeypatch.setattr(backend, "ROOT", miniature.root)
     monkeypatch.setattr(backend, "load_pin", lambda: miniature.pin)
+    monkeypatch.setattr(native, "missing", lambda: "cmake")  # test_native_wheel.py has the ops
     name = backend.build_wheel(str(tmp_path))
     assert name == "vllm-0.32.0+cpu.pilot.0.1.0-cp38-abi3-manylinux_2_28_x86_64.whl"
     with zipfile.ZipFile(tmp_path / name) as archive:
@@ -40,6 +42,26 @@ def test_wheel(miniature: Fork, tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         points = archive.read(f"{info}/entry_points.txt").decode()
     assert "vllm = vllm.engine:main" in points
     assert "[vllm.capture_consumers]\ninline = vllm.v1.steering.steer:Inline" in points
+
+
+def test_setup_py_makes_the_wheel_and_says_what_does_the_rest(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shim = runpy.run_path(str(ROOT / "setup.py"))
+    made: list[str] = []
+
+    def build_wheel(folder: str) -> str:
+        made.append(folder)
+        return "name.whl"
+
+    monkeypatch.setitem(shim["main"].__globals__, "ROOT", tmp_path)
+    monkeypatch.setitem(shim["main"].__globals__, "build_wheel", build_wheel)
+    shim["main"](["bdist_wheel"])
+    assert made == [str(tmp_path / "dist")] and (tmp_path / "dist").is_dir()
+    for arguments in ([], ["install"], ["bdist_wheel", "--universal"]):
+        with pytest.raises(SystemExit, match=r"`bdist_wheel` and nothing else; .*`pip install \."):
+            shim["main"](arguments)
+    assert len(made) == 1
 
 
 def test_metadata(miniature: Fork) -> None:
