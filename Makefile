@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 PYTHON ?= python3.11
 RUN := .venv/bin/python
-OURS := vllm tools patches tests demo examples benchmarks
+OURS := setup.py vllm tools patches tests demo examples benchmarks
 
 .PHONY: help install test test-long test-models workloads lint format fuzz mutations demo tree diffstat native wheel clean
 .DEFAULT_GOAL := help
@@ -65,8 +65,8 @@ diffstat: install ## how little the fork changes
 native: install ## build csrc/ into the live tree (optional; needs CMake and a C++ compiler, for GPUs nvcc)
 	$(RUN) -m tools.native build/tree/vllm
 
-wheel: install ## the distributable wheel, in dist/
-	$(RUN) -m pip wheel . --no-deps --wheel-dir dist
+wheel: install ## the distributable wheel, in dist/; says whether it has native ops
+	$(RUN) setup.py bdist_wheel
 
 clean: ## delete .venv and build/
 	rm -rf .venv build dist .mypy_cache .pytest_cache .ruff_cache
