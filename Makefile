@@ -3,7 +3,7 @@ PYTHON ?= python3.11
 RUN := .venv/bin/python
 OURS := setup.py vllm tools patches tests demo examples benchmarks
 
-.PHONY: help install test test-long test-models workloads lint format fuzz mutations demo tree diffstat native wheel clean
+.PHONY: help install test test-full test-long test-models workloads lint format fuzz mutations demo tree diffstat native wheel clean
 .DEFAULT_GOAL := help
 
 help: ## this list
@@ -17,13 +17,19 @@ install: ## make .venv with our files live in it (does nothing when nothing chan
 # Each model runner is set up before vLLM is imported, so each has a pytest process of its own. They
 # run side by side: neither uses more than a core for long. V1 has most tests; some of its files
 # wait until V2 has ended, so that both cores are done at about the same time.
-LATER := tests/conformance/test_conformance.py tests/docs/test_docs.py
+LATER := tests/conformance tests/docs
+define run_tests
+@{ $(RUN) -m pytest --tier $(1) --runner v2 $(ARGS) || { test $$? = 5 && test -n "$(ARGS)"; }; v2=$$?; \
+$(if $(ARGS),true,$(RUN) -m pytest --tier $(1) $(LATER)) && exit $$v2; } >build/test-2.log 2>&1 & other=$$!; \
+$(RUN) -m pytest --tier $(1) $(if $(ARGS),$(ARGS),$(LATER:%=--ignore=%)); v1=$$?; \
+wait $$other; v2=$$?; cat build/test-2.log; test $$v1 = 0 && test $$v2 = 0
+endef
 
-test: install lint ## install, lint, all tests on both model runners (ARGS='-k name' for some)
-	@{ $(RUN) -m pytest --runner v2 $(ARGS) || { test $$? = 5 && test -n "$(ARGS)"; }; v2=$$?; \
-	$(if $(ARGS),true,$(RUN) -m pytest $(LATER)) && exit $$v2; } >build/test-2.log 2>&1 & other=$$!; \
-	$(RUN) -m pytest $(if $(ARGS),$(ARGS),$(LATER:%=--ignore=%)); v1=$$?; \
-	wait $$other; v2=$$?; cat build/test-2.log; test $$v1 = 0 && test $$v2 = 0
+test: install lint ## install, lint, the quick tests on both model runners (ARGS='-k name' for some)
+	$(call run_tests,quick)
+
+test-full: install lint ## the same with all tests but the long ones: what CI runs (40 minutes)
+	$(call run_tests,full)
 
 test-models: install ## every architecture against transformers (half an hour), into docs/models.md
 	$(RUN) -m tests.conformance --jobs 2 --out build/conformance; $(RUN) -m tests.conformance.report build/conformance
@@ -36,7 +42,7 @@ mutations: install ## break the wiring on purpose: is it noticed? (docs/mutation
 
 # Seeds of another day each time; the tests of `make test` have the same ones always.
 test-long: install ## the tests that take minutes each: several servers and engines at once
-	$(RUN) -m pytest --long
+	$(RUN) -m pytest --tier long
 
 workloads: install ## capture under random workloads, for ten minutes or so (WORKLOADS=300 of an engine)
 	WORKLOADS=$(or $(WORKLOADS),100) WORKLOADS_FROM=$$(date +%s) $(RUN) -m pytest -s tests/serving/test_capture_workloads.py

@@ -189,7 +189,7 @@ class Soak:
             for name, ask in zip(job.files(), job.asks, strict=True)
             if "filesystem" in self.asks.asks[ask].consumers
         }
-        for stored in reader.open(str(self.root)).of_tag(self.tag) if wanted else ():
+        for stored in reader.open(str(self.root)).requests(self.tag) if wanted else ():
             if stored.name not in wanted:
                 self.problems.append(f"nobody asked for {stored!r}, or it is there twice")
                 continue

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What turns the pinned upstream tree into ours: `seams/` (patches) and `taps/` (a codemod)."""
+"""Turns the pinned upstream tree into ours: `seams/` are patches, `taps/` is a codemod."""

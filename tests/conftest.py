@@ -19,21 +19,33 @@ from tests.conformance.engine import Runner, prepare_environment
 if TYPE_CHECKING:
     from tests.conformance.models import TinyModel
 
+TIERS = {
+    "quick": "make test: without an engine, or one file of an area",
+    "full": "make test-full runs these too",
+    "long": "minutes each: make test-long runs these alone",
+}
+"""Every test module is marked with one of these; a test may be marked with another."""
+
 _CACHE = ROOT / "build" / "tiny-models"
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """`--runner` and `--long`."""
+    """`--runner` and `--tier`."""
     parser.addoption(
         "--runner", choices=("v1", "v2"), default="v1", help="the vLLM model runner under test"
     )
-    parser.addoption("--long", action="store_true", help="run the tests marked `long` instead")
+    parser.addoption(
+        "--tier", choices=TIERS, default="full", help="which tests: quick, all but long ones, long"
+    )
 
 
 def pytest_configure(config: pytest.Config) -> None:
     """Set the environment before any test module imports vLLM."""
-    config.addinivalue_line("markers", "v2: also run with --runner v2")
-    config.addinivalue_line("markers", "long: minutes; run with --long only (make test-long)")
+    config.addinivalue_line(
+        "markers", "v2: also run with --runner v2; v2(tier): in that tier there"
+    )
+    for tier, meaning in TIERS.items():
+        config.addinivalue_line("markers", f"{tier}: {meaning}")
     prepare_environment(config.getoption("--runner"))
     # Wall-clock limits say nothing on a machine that does other work, too.
     # In CI the examples are the same each time: it says whether this change broke something.
@@ -47,16 +59,34 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Under V2 keep the tests marked for it; keep those marked `long`, or all others."""
-    v2, long = config.getoption("--runner") == "v2", config.getoption("--long")
+    """Keep the tests of the tier; under V2 those of them that are marked for it."""
+    v2, asked = config.getoption("--runner") == "v2", config.getoption("--tier")
+    tiers = {"quick"} if asked == "quick" else {"long"} if asked == "long" else {"quick", "full"}
 
     def chosen(item: pytest.Item) -> bool:
-        if (item.get_closest_marker("long") is not None) != long:
+        marker = item.get_closest_marker("v2")
+        if v2 and marker is None:
             return False
-        return not v2 or item.get_closest_marker("v2") is not None
+        return (marker.args[0] if v2 and marker and marker.args else tier_of(item)) in tiers
 
-    config.hook.pytest_deselected(items=[item for item in items if not chosen(item)])
-    items[:] = [item for item in items if chosen(item)]
+    chosen_items = [item for item in items if chosen(item)]
+    config.hook.pytest_deselected(items=[item for item in items if item not in set(chosen_items)])
+    items[:] = chosen_items
+
+
+def tier_of(item: pytest.Item) -> str:
+    """The tier that a test, or else its module, is marked with.
+
+    Raises:
+        pytest.UsageError: the module is marked with none.
+    """
+    module = item.getparent(pytest.Module)
+    if module is None or not any(mark.name in TIERS for mark in module.own_markers):
+        raise pytest.UsageError(
+            f"{item.location[0]} is in no tier: put `pytestmark = pytest.mark.quick` below its "
+            f"imports, or `full` if it starts engines ({', '.join(TIERS)}: see tests/conftest.py)"
+        )
+    return next(mark.name for mark in item.iter_markers() if mark.name in TIERS)
 
 
 @pytest.fixture(scope="session")

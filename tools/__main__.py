@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The fork's build tools. `make help` lists what most people need."""
+"""The command line of the fork's build tools. `make help` lists what most people need."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from tools.rebase import find_wheel, finish, rebase
 
 
 def arguments() -> argparse.Namespace:
+    """Parse the command line."""
     parser = argparse.ArgumentParser(prog="python -m tools", description=__doc__)
     verbs = parser.add_subparsers(dest="verb", required=True)
     verb = verbs.add_parser("assemble", help="make build/tree (of four commits), or TREE in place")
@@ -35,11 +36,12 @@ def arguments() -> argparse.Namespace:
 
 
 def listing(paths: Iterable[Path | str], empty: str) -> str:
+    """Return the paths, one a line, or `empty` if there are none."""
     return "\n".join(map(str, paths)) or empty
 
 
 def diffstat() -> str:
-    """Lines against upstream: in upstream's files (seams, taps), and ours; then code by area."""
+    """Count lines against upstream, in its files (seams, taps) and in ours, then code by area."""
     tree = ROOT / "build" / "tree"
     rows = [
         (layer, git(tree, "diff", "--shortstat", before, layer).strip() or "nothing")
@@ -51,7 +53,11 @@ def diffstat() -> str:
 
 
 def run(options: argparse.Namespace) -> str:
-    """Does it; what to print."""
+    """Do what the command line says, and return the text to print.
+
+    Raises:
+        BuildError: it cannot be done, or `check` found something.
+    """
     match options.verb:
         case "assemble" if options.into:
             return listing(assemble_into(options.into.resolve()), "nothing to do")

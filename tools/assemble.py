@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Upstream's tree + patches/seams + patches/taps + vllm/ = the fork's tree.
+"""Assembles the fork's tree: upstream's tree + patches/seams + patches/taps + vllm/.
 
 `layers` does it on any unpacked upstream tree with the standard library and libcst only.
 `assemble` leaves build/tree: a git repository of four commits, our own files as live links.
@@ -26,7 +26,7 @@ from tools.pins import ROOT, BuildError, Pin
 
 
 def overlay_files(root: Path = ROOT) -> list[str]:
-    """Our own files, as paths in the tree: everything under vllm/ of this repository."""
+    """List our own files, as paths in the tree: everything under vllm/ of this repository."""
     return sorted(
         str(path.relative_to(root))
         for path in (root / "vllm").rglob("*")
@@ -35,6 +35,7 @@ def overlay_files(root: Path = ROOT) -> list[str]:
 
 
 def apply_seams(tree: Path, root: Path) -> None:
+    """Apply the patches to upstream's files; raises BuildError where one does not fit exactly."""
     for patch in udiff.series(root / "patches" / "seams"):
         for diff in patch.diffs:
             file = tree / diff.path
@@ -47,7 +48,7 @@ def apply_seams(tree: Path, root: Path) -> None:
 
 
 def codemod(root: Path) -> ModuleType:
-    """patches/taps/codemod.py of `root`."""
+    """Import patches/taps/codemod.py of `root`."""
     if not (root / "patches" / "taps" / "codemod.py").exists():
         raise BuildError(f"{root}/patches/taps/codemod.py is missing; `git checkout patches/taps`")
     if str(root) not in sys.path:
@@ -56,7 +57,7 @@ def codemod(root: Path) -> ModuleType:
 
 
 def wire_taps(tree: Path, root: Path, cache: Path | None) -> None:
-    """Runs the codemod on `tree`, or takes what it made of the same models from `cache`."""
+    """Run the codemod on `tree`, or take what it made of the same models from `cache`."""
     kept = cache / codemod_digest(tree, root) if cache else None
     if kept and kept.exists():
         shutil.copytree(kept, tree, dirs_exist_ok=True)
@@ -76,7 +77,7 @@ def wire_taps(tree: Path, root: Path, cache: Path | None) -> None:
 
 
 def codemod_digest(tree: Path, root: Path) -> str:
-    """Hash of all that the codemod reads: itself, and the models with their seams."""
+    """Hash all that the codemod reads: itself, and the models with their seams."""
     taps = sorted((root / "patches" / "taps").rglob("*.py"))
     models = (tree / "vllm" / "model_executor", tree / "vllm" / "models")
     sources = taps + sorted(file for folder in models for file in folder.rglob("*.py"))
@@ -87,6 +88,7 @@ def codemod_digest(tree: Path, root: Path) -> str:
 
 
 def lay_overlay(tree: Path, root: Path) -> None:
+    """Copy our own files into the tree; raises BuildError where upstream has one of that name."""
     for name in overlay_files(root):
         target = tree / name
         if target.exists():
@@ -98,7 +100,7 @@ def lay_overlay(tree: Path, root: Path) -> None:
 
 
 def layers(tree: Path, root: Path, done: Callable[[str], None], cache: Path | None = None) -> None:
-    """Turns upstream's `tree` into the fork's; `done` is called with each layer's name after it."""
+    """Turn upstream's `tree` into the fork's; `done` is called with each layer's name after it."""
     done("upstream")
     apply_seams(tree, root)
     done("seams")
@@ -109,7 +111,7 @@ def layers(tree: Path, root: Path, done: Callable[[str], None], cache: Path | No
 
 
 def git(tree: Path, *arguments: str, stdin: str | None = None) -> str:
-    """Runs git in `tree`, deaf to the user's and the machine's settings."""
+    """Run git in `tree`, deaf to the user's and the machine's settings, and return its output."""
     environment = {k: v for k, v in os.environ.items() if not k.startswith("GIT_")}
     environment |= {"GIT_CONFIG_GLOBAL": os.devnull, "GIT_CONFIG_NOSYSTEM": "1"}
     environment["GIT_OPTIONAL_LOCKS"] = "0"  # `status` is not to write
@@ -133,6 +135,7 @@ def git(tree: Path, *arguments: str, stdin: str | None = None) -> str:
 
 
 def commit(tree: Path, name: str) -> None:
+    """Commit a layer and tag it with its name; the first, "upstream", makes the repository."""
     if name == "upstream":
         git(tree, "init", "--quiet", "--initial-branch=fork")
         # Binaries are as the wheel's RECORD says; in git they would only cost time.
@@ -143,7 +146,11 @@ def commit(tree: Path, name: str) -> None:
 
 
 def link_overlay(tree: Path, root: Path, home: Path) -> None:
-    """Our files become links to the repository: edit and rerun. `home`: where `tree` will stand."""
+    """Turn our files into links to the repository, to edit and rerun.
+
+    Args:
+        home: where `tree` will stand.
+    """
     names = overlay_files(root)
     for name in names:
         (tree / name).unlink()
@@ -154,7 +161,7 @@ def link_overlay(tree: Path, root: Path, home: Path) -> None:
 
 
 def copy_or_link(source: str, target: str) -> None:
-    """Extensions (hundreds of megabytes, never edited) are hard links into the unpacked wheel."""
+    """Copy a file, or link an extension: hundreds of megabytes that are never edited."""
     if source.endswith(".so"):
         os.link(source, target)
     else:
@@ -165,7 +172,7 @@ INPUTS = ("patches/**/*.py", "patches/seams/*", "tools/assemble.py", "tools/udif
 
 
 def inputs_digest(root: Path, pin: Pin) -> str:
-    """Hash of all that build/tree is made from. Our live files count by name only."""
+    """Hash all that build/tree is made from. Our live files count by name only."""
     digest = hashlib.sha256(f"{pin}\n".encode())
     for path in sorted(path for pattern in INPUTS for path in root.glob(pattern)):
         digest.update(f"{path.relative_to(root)} {wheels.sha256(path)}\n".encode())
@@ -175,7 +182,10 @@ def inputs_digest(root: Path, pin: Pin) -> str:
 
 @contextlib.contextmanager
 def locked(build: Path) -> Iterator[None]:
-    """One build at a time; the lock dies with its process. Clears what a killed build left."""
+    """Let one build run at a time, and clear what a killed one left.
+
+    The lock dies with its process.
+    """
     build.mkdir(parents=True, exist_ok=True)
     with (build / ".lock").open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
@@ -186,7 +196,7 @@ def locked(build: Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def partial(build: Path) -> Iterator[Path]:
-    """A temporary folder on the file system of `build`, deleted unless renamed."""
+    """Make a temporary folder on the file system of `build`, deleted at the end unless renamed."""
     folder = Path(tempfile.mkdtemp(prefix="partial-", dir=build))
     folder.chmod(0o755)
     try:
@@ -196,7 +206,7 @@ def partial(build: Path) -> Iterator[Path]:
 
 
 def edited(tree: Path) -> list[str]:
-    """Files edited, added or deleted in build/tree since it was assembled."""
+    """List the files edited, added or deleted in build/tree since it was assembled."""
     status = git(tree, "status", "--porcelain", "-z", "--no-renames", "--untracked-files=all")
     names = [entry[3:] for entry in status.split("\0") if entry]
     # An editor may have replaced one of our links by a file.
@@ -206,11 +216,12 @@ def edited(tree: Path) -> list[str]:
 
 
 def contents(file: Path) -> bytes | None:
+    """Return the contents of a file, None if there is none."""
     return file.read_bytes() if file.is_file() else None
 
 
 def carry_edits(old: Path, new: Path) -> None:
-    """Copies the edits in `old` to `new`, where they are not in the patches yet."""
+    """Copy the edits in `old` to `new`, where they are not in the patches yet."""
     for name in edited(old):
         wanted, found = contents(old / name), contents(new / name)
         if wanted == found:
@@ -230,9 +241,13 @@ def carry_edits(old: Path, new: Path) -> None:
 
 
 def assemble(pin: Pin, root: Path = ROOT, *, discard_edits: bool = False) -> Path:
-    """Leaves build/tree. All or nothing; nothing to do when its inputs did not change.
+    """Make build/tree, all of it or nothing, and return its path.
 
-    Edits in build/tree that are not exported yet survive, unless `discard_edits`.
+    Nothing is done when its inputs did not change. Edits in build/tree that are not exported yet
+    survive, unless `discard_edits`.
+
+    Raises:
+        BuildError: the layers do not fit, or edits would be lost; the message says what to do.
     """
     build = root / "build"
     tree = build / "tree"

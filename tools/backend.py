@@ -48,6 +48,7 @@ def rewrite_metadata(text: str, pin: Pin) -> str:
 
 
 def rewrite_entry_points(text: str, pin: Pin) -> str:
+    """Upstream's entry_points.txt with our entry points added."""
     parser = configparser.ConfigParser(delimiters=("=",), interpolation=None)
     parser.optionxform = str  # type: ignore[assignment,method-assign]
     parser.read_string(text)
@@ -154,4 +155,5 @@ def build_editable(
 
 
 def build_sdist(sdist_directory: str, config_settings: Settings = None) -> str:
+    """PEP 517 wants this hook; it always raises BuildError."""
     raise BuildError("there is no source distribution; build from a clone of the repository")

@@ -23,11 +23,16 @@ Files: {}
 
 
 def changed(tree: Path, before: str, after: str) -> set[str]:
+    """Return the files that differ between two commits of the tree."""
     return set(git(tree, "diff", "--name-only", "-z", before, after).split("\0")) - {""}
 
 
 def export(root: Path = ROOT) -> list[Path]:
-    """Rewrites the patches that differ from build/tree; returns them. All or nothing."""
+    """Rewrite the patches that differ from build/tree, all or nothing, and return them.
+
+    Raises:
+        BuildError: an edit cannot be a seam; the message says what to do.
+    """
     tree = root / "build" / "tree"
     if not tree.exists():
         raise BuildError(f"{tree} is missing; run `make install` first")
@@ -59,6 +64,7 @@ def export(root: Path = ROOT) -> list[Path]:
 
 
 def check_edits(tree: Path, edits: set[str], upstream: set[str], wired: set[str]) -> None:
+    """Check that edits are of upstream's files, deleted none, and are not of wired files."""
     for file in sorted(edits):
         if file not in upstream:
             raise BuildError(
@@ -77,7 +83,10 @@ def check_edits(tree: Path, edits: set[str], upstream: set[str], wired: set[str]
 
 
 def unified(tree: Path, files: list[str], wired: Set[str] = frozenset()) -> str:
-    """The seams in `files`: upstream against the work tree, or the seams commit if `wired`."""
+    """Return the diff of the seams in `files`, from upstream to the tree.
+
+    A file that is `wired` is compared as it was before the codemod.
+    """
     text = ""
     for file in files:
         end = ["seams"] if file in wired else []

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""import-linter on our files: who may import whom says `[tool.importlinter]` in pyproject.toml."""
+"""Runs import-linter on our files: pyproject.toml says who may import whom."""
 
 from __future__ import annotations
 

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`make install`: .venv with pinned requirements and the fork live in it. Standard library only.
+"""Runs `make install`: a .venv with pinned requirements and the fork live in it.
 
-Two steps, each behind a stamp that is written last and names what the step was made from:
-the environment (made from scratch when its requirements change or it was interrupted), then the
-distribution (dist-info, console script, and a .pth to build/tree). build/tree has its own stamp.
+It needs the standard library only. There are two steps, each behind a stamp that is written last
+and names what the step was made from: the environment (made from scratch when its requirements
+change or it was interrupted), then the distribution (dist-info, console script, and a .pth to
+build/tree). build/tree has its own stamp.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ DIST_INPUTS = ("upstream.toml", "pyproject.toml", "tools/backend.py", "tools/pin
 
 
 def check_platform() -> None:
+    """Raise BuildError where upstream.toml does not support this system, machine or Python."""
     supported = read_toml()["supported"]
     version = ".".join(platform.python_version_tuple()[:2])
     for what, found in (
@@ -38,12 +40,16 @@ def check_platform() -> None:
 
 
 def requirements(pin: Pin) -> list[Path]:
-    """CPU is pinned exactly; on CUDA the wheel's own ranges hold, for the driver decides."""
+    """Return the files of requirements.
+
+    CPU is pinned exactly; on CUDA the wheel's own ranges hold, for the driver decides.
+    """
     files = [ROOT / "requirements" / f"{pin.target}.txt", ROOT / "requirements" / "dev.txt"]
     return [path for path in files if path.exists()]
 
 
 def digest(*paths: Path) -> str:
+    """Hash the contents of files, with this Python and repository."""
     joined = hashlib.sha256(f"{sys.executable} {platform.python_version()} {ROOT}\n".encode())
     for path in paths:
         joined.update(path.read_bytes())
@@ -51,6 +57,7 @@ def digest(*paths: Path) -> str:
 
 
 def run(*command: str | Path) -> None:
+    """Run a command in the repository; raises BuildError where it fails."""
     if subprocess.run(command, cwd=ROOT, check=False).returncode:
         raise BuildError(
             f"`{' '.join(map(str, command))}` failed, see above; correct it and run `make install` "
@@ -59,6 +66,7 @@ def run(*command: str | Path) -> None:
 
 
 def install() -> None:
+    """Make .venv, build/tree and the distribution, as far as they are not up to date."""
     check_platform()
     pin = load_pin()
     files = requirements(pin)

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`assemble --into TREE`: the fork made in place of an unpacked upstream wheel, offline.
+"""Makes the fork in place of an unpacked upstream wheel, offline: `assemble --into TREE`.
 
-For a host without network or git (a GPU host): standard library and libcst only, our files copied.
-Run again after any change: TREE/.vllm-pilot keeps upstream's originals, each run starts from them.
+It is for a host without network or git (a GPU host): it needs the standard library and libcst
+only, and copies our files. Run it again after any change: TREE/.vllm-pilot keeps upstream's
+originals, and each run starts from them.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ STATE = ".vllm-pilot"
 
 
 def upstream_info(tree: Path) -> Path:
-    """Upstream's dist-info, moved to TREE/.vllm-pilot by the first run."""
+    """Return upstream's dist-info; the first run moves it to TREE/.vllm-pilot."""
     state = tree / STATE
     if not list(state.glob("*.dist-info")):
         if not (tree / "vllm").is_dir():
@@ -32,7 +33,7 @@ def upstream_info(tree: Path) -> Path:
 
 
 def pin_of(info: Path, root: Path) -> Pin:
-    """The pin of the wheel that `info` comes from."""
+    """Return the pin of the wheel that `info` comes from."""
     pins = [load_pin(root, target) for target in TARGETS]
     for pin in pins:
         if info.name == "-".join(pin.filename.split("-")[:2]) + ".dist-info":
@@ -44,7 +45,7 @@ def pin_of(info: Path, root: Path) -> Pin:
 
 
 def stage_upstream(tree: Path, stage: Path, record: dict[str, str]) -> None:
-    """Copies upstream's Python files, as they were before any earlier run, verified by RECORD."""
+    """Copy upstream's Python files, as they were before any earlier run, verified by RECORD."""
     originals = tree / STATE / "originals"
     for name, digest in record.items():
         source = originals / name if (originals / name).exists() else tree / name
@@ -59,7 +60,13 @@ def stage_upstream(tree: Path, stage: Path, record: dict[str, str]) -> None:
 
 
 def assemble_into(tree: Path, root: Path = ROOT) -> list[str]:
-    """Makes `tree` the fork; the paths written or removed. Nothing is written before all fits."""
+    """Make `tree` the fork, and return the paths written or removed.
+
+    Nothing is written before all fits.
+
+    Raises:
+        BuildError: the tree is not of a pinned wheel, or was changed by others.
+    """
     info = upstream_info(tree)
     pin = pin_of(info, root)
     record = wheels.record(tree / STATE)
@@ -97,4 +104,5 @@ def assemble_into(tree: Path, root: Path = ROOT) -> list[str]:
 
 
 def differ(new: Path, old: Path) -> bool:
+    """Tell whether two files differ; they do if `old` is not there."""
     return not old.exists() or new.read_bytes() != old.read_bytes()

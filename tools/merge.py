@@ -42,7 +42,7 @@ class Carried:
     state: str
     """untouched, merged or by hand."""
     line: int
-    """Of the pinned file, 1-based."""
+    """Where it begins in the pinned file, 1-based."""
     scope: str
     """The function or class it stands in, in the pinned file."""
     note: str = ""
@@ -206,7 +206,7 @@ def _code(line: str) -> str:
 
 
 def _indent(lines: list[str]) -> int:
-    """Of the first line with code: lines less indented than ours can only come after them."""
+    """Indent of the first line with code: less indented lines can only come after it."""
     return next(len(line) - len(line.lstrip()) for line in lines if _code(line))
 
 

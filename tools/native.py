@@ -101,6 +101,7 @@ def build_for_wheel(pin: Pin, package: Path) -> str:
 
 
 def main() -> None:
+    """Build the ops into the tree that the command line names, and say which there are."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("directory", type=Path)
     started = time.monotonic()

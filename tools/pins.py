@@ -15,7 +15,7 @@ TARGETS = ("cpu", "cuda")
 
 
 class BuildError(Exception):
-    """The build cannot go on. The message names the file and the remedy."""
+    """Raised when the build cannot go on. The message names the file and the remedy."""
 
 
 @dataclass(frozen=True)
@@ -31,22 +31,26 @@ class Pin:
     upstream_version: str
     ours: str
     requires: tuple[str, ...]
-    """Beside upstream's dependencies."""
+    """The requirements beside upstream's dependencies."""
     entry_points: Mapping[str, Mapping[str, str]]
 
     @property
     def version(self) -> str:
-        """Of the built distribution. Upstream takes the CPU platform only when it has `cpu`."""
+        """The version of the built distribution.
+
+        Upstream takes the CPU platform only where it has `cpu` in it.
+        """
         local = f"cpu.{self.ours}" if self.target == "cpu" else self.ours
         return f"{self.upstream_version}+{local}"
 
     @property
     def tag(self) -> str:
-        """Compatibility tag: that of the pinned file name (the CPU wheel's WHEEL file lies)."""
+        """The compatibility tag, from the pinned file name: the CPU wheel's WHEEL file lies."""
         return "-".join(self.filename.removesuffix(".whl").split("-")[-3:])
 
 
 def read_toml(root: Path = ROOT) -> dict[str, Any]:
+    """Read upstream.toml; raises BuildError where it is missing or no TOML."""
     path = root / "upstream.toml"
     try:
         return tomllib.loads(path.read_text())
@@ -59,7 +63,7 @@ def read_toml(root: Path = ROOT) -> dict[str, Any]:
 
 
 def default_target() -> str:
-    """VLLM_TARGET_DEVICE, else cuda where an NVIDIA driver is loaded, else cpu."""
+    """Return VLLM_TARGET_DEVICE, else "cuda" where an NVIDIA driver is loaded, else "cpu"."""
     target = os.environ.get("VLLM_TARGET_DEVICE")
     if target is None:
         return "cuda" if Path("/proc/driver/nvidia/version").exists() else "cpu"
@@ -71,7 +75,7 @@ def default_target() -> str:
 
 
 def load_pin(root: Path = ROOT, target: str | None = None) -> Pin:
-    """The pin of `target` (default: the environment's)."""
+    """Return the pin of `target`, by default the environment's; raises BuildError without one."""
     data = read_toml(root)
     target = target or default_target()
     try:

@@ -25,17 +25,21 @@ from tools.rebase_report import Class, File, Report
 
 @dataclass(frozen=True)
 class Wheel:
-    """The new upstream: only its Python files are used, nothing is run."""
+    """The new upstream's wheel. Only its Python files are used, and nothing is run."""
 
     path: Path
 
     @property
     def version(self) -> str:
+        """The version in the wheel's name."""
         return self.path.name.split("-")[1]
 
 
 def find_wheel(name: str, root: Path = ROOT) -> Wheel:
-    """A path to a wheel, or a version: upstream's CUDA wheel, downloaded where it is not cached."""
+    """Return the wheel of a path or a version.
+
+    Of a version it is upstream's CUDA wheel, downloaded where it is not cached.
+    """
     if name.endswith(".whl"):
         if not Path(name).exists():
             raise BuildError(f"{name} does not exist; give a version to download it")
@@ -56,7 +60,7 @@ def find_wheel(name: str, root: Path = ROOT) -> Wheel:
 
 
 def merge_file(diff: udiff.FileDiff, old: Path, tree: Path) -> File:
-    """Merges one seam file into the new upstream's `tree`."""
+    """Merge the seams of one file into the new upstream's `tree`."""
     target, base = tree / diff.path, (old / diff.path).read_text()
     if not target.exists():
         gone = [merge.Carried("by hand", h.start, "", "the file is gone") for h in diff.hunks]
@@ -67,7 +71,7 @@ def merge_file(diff: udiff.FileDiff, old: Path, tree: Path) -> File:
 
 
 def class_text(tree: Path, file: str, name: str) -> str:
-    """Source of a top-level class, "" where it is not."""
+    """Return the source of a top-level class, "" where there is none."""
     path = tree / file
     text = path.read_text() if path.exists() else ""
     for node in ast.parse(text).body:
@@ -77,14 +81,14 @@ def class_text(tree: Path, file: str, name: str) -> str:
 
 
 def new_classes(root: Path, tree: Path) -> list[str]:
-    """Decoder-like classes of the new tree that no row of the table knows."""
+    """Return the decoder-like classes of the new tree that no row of the table knows."""
     codemod(root)  # puts root on the path
     known = importlib.import_module("patches.taps.census").check(tree)
     return [finding.key for finding in known if class_text(tree, *finding.key.split(":"))]
 
 
 def classes(root: Path, old: Path, tree: Path) -> list[Class]:
-    """Every row of the table in the new tree."""
+    """Try every row of the table on the new tree."""
     found = []
     for outcome in codemod(root).verify(tree):
         row = outcome.row
@@ -96,7 +100,7 @@ def classes(root: Path, old: Path, tree: Path) -> list[Class]:
 
 
 def rebase(wheel: Wheel, root: Path = ROOT, pin: Pin | None = None) -> Report:
-    """Tries `wheel`, leaves build/rebase, writes the report to docs/ and returns it."""
+    """Try `wheel`, leave build/rebase, write the report to docs/ and return it."""
     pin = pin or load_pin(root)
     build = root / "build"
     tree = build / "rebase"
@@ -127,7 +131,11 @@ def rebase(wheel: Wheel, root: Path = ROOT, pin: Pin | None = None) -> Report:
 
 
 def finish(root: Path = ROOT) -> list[Path]:
-    """Writes the patches from build/rebase; those that changed."""
+    """Write the patches from build/rebase, and return those that changed.
+
+    Raises:
+        BuildError: something is still to be resolved by hand.
+    """
     tree = root / "build" / "rebase"
     if not tree.exists():
         raise BuildError(f"{tree} is missing; run `python -m tools rebase VERSION` first")

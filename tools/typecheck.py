@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""mypy on our files, those of vllm/ at their places among upstream's in build/tree."""
+"""Runs mypy on our files, those of vllm/ at their places among upstream's in build/tree."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from tools.pins import ROOT
 
 
 def main() -> int:
+    """Run mypy; return its exit status."""
     tree = ROOT / "build" / "tree"
     files = [name for name in overlay_files() if name.endswith(".py")]
     files.append(os.path.relpath(ROOT / "setup.py", tree))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Unified diffs without context (-U0), with a header: parse and apply, at exact positions.
+"""Parses and applies unified diffs without context (-U0), with a header, at exact positions.
 
     Concern: one line
     Why: why this cannot be done without a patch (continuation lines are indented)
@@ -27,7 +27,7 @@ HUNK = re.compile(r"^@@ -(\d+)(?:,(\d+))? \+(\d+)(?:,(\d+))? @@")
 
 @dataclass
 class Hunk:
-    """Lines old[start-1 : start-1+len(removed)] give way to `added`; start is 1-based.
+    """One change: lines old[start-1 : start-1+len(removed)] give way to `added`; start is 1-based.
 
     A pure insertion has no `removed` and goes after line `start`.
     """
@@ -41,6 +41,8 @@ class Hunk:
 
 @dataclass
 class FileDiff:
+    """The changes of one file. `before` and `after` are git's names for its contents."""
+
     path: str
     before: str = ""
     after: str = ""
@@ -49,6 +51,8 @@ class FileDiff:
 
 @dataclass
 class Patch:
+    """One patch file: its header, as text and as fields, and its diffs."""
+
     path: Path
     header: str
     fields: dict[str, str]
@@ -61,12 +65,12 @@ class Patch:
 
 
 def blob(data: bytes) -> str:
-    """Git's name for a file's contents."""
+    """Return git's name for a file's contents."""
     return hashlib.sha1(b"blob %d\0" % len(data) + data).hexdigest()
 
 
 def parse_fields(header: str) -> dict[str, str]:
-    """`Key: value` lines; indented lines continue the value before them."""
+    """Read `Key: value` lines; indented lines continue the value before them."""
     fields: dict[str, str] = {}
     key = ""
     for line in header.splitlines():
@@ -80,7 +84,7 @@ def parse_fields(header: str) -> dict[str, str]:
 
 
 def parse(path: Path) -> Patch:
-    """Reads a patch file. Raises on anything that is not the format above."""
+    """Read a patch file; raises BuildError on anything that is not the format above."""
     text = path.read_text()
     header, mark, body = text.partition("diff --git ")
     diffs: list[FileDiff] = []
@@ -110,7 +114,7 @@ def parse(path: Path) -> Patch:
 
 
 def apply(patch: Path, diff: FileDiff, old: bytes) -> bytes:
-    """`old` with `diff` applied. Raises unless `old` is exactly the file that it was made for."""
+    """Apply `diff` to `old`; raises BuildError unless that is exactly the file it was made for."""
     remedy = (
         f"{diff.path} is not the file that {patch} was made for; take the pinned wheel, or move "
         f"the patches with `python -m tools rebase`"
@@ -134,7 +138,11 @@ def apply(patch: Path, diff: FileDiff, old: bytes) -> bytes:
 
 
 def series(seams: Path) -> list[Patch]:
-    """The patches of `seams`/series, in order. Raises when listing and files disagree."""
+    """Read the patches that `seams`/series lists, in order.
+
+    Raises:
+        BuildError: listing and files disagree, or two patches claim a file.
+    """
     listing = seams / "series"
     if not listing.exists():
         raise BuildError(f"{listing} is missing; restore it, it lists the patches in order")

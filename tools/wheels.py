@@ -19,18 +19,19 @@ from tools.pins import BuildError, Pin
 
 
 def cache_dir() -> Path:
-    """VLLM_PILOT_CACHE, else ~/.cache/vllm-pilot."""
+    """Return the folder VLLM_PILOT_CACHE, else ~/.cache/vllm-pilot."""
     base = os.environ.get("VLLM_PILOT_CACHE")
     return Path(base) if base else Path.home() / ".cache" / "vllm-pilot"
 
 
 def sha256(path: Path) -> str:
+    """Hash a file, in hex."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def verify(wheel: Path, pin: Pin) -> None:
-    """Raises when `wheel` is not byte for byte the pinned one."""
+    """Raise BuildError where `wheel` is not byte for byte the pinned one."""
     found = sha256(wheel)
     if found != pin.sha256:
         raise BuildError(
@@ -40,7 +41,7 @@ def verify(wheel: Path, pin: Pin) -> None:
 
 
 def fetch(pin: Pin) -> Path:
-    """The pinned wheel in the cache; downloaded with pip where it is not there. Always verified."""
+    """Return the pinned wheel in the cache, downloaded where it is not there, and verified."""
     wheel = cache_dir() / pin.filename
     if not wheel.exists():
         wheel.parent.mkdir(parents=True, exist_ok=True)
@@ -60,7 +61,7 @@ def fetch(pin: Pin) -> Path:
 
 
 def download(pin: Pin, folder: Path) -> None:
-    """pip is the transport, so that its index, mirror and certificate settings hold."""
+    """Download a wheel with pip, so that its index, mirror and certificate settings hold."""
     abi, platform = pin.tag.split("-")[1:]
     command = [sys.executable, "-m", "pip", "download", "-qq", "--no-deps"]
     command += ["--dest", str(folder)]
@@ -77,8 +78,7 @@ def download(pin: Pin, folder: Path) -> None:
 
 
 def unpack(wheel: Path, folder: Path, only: str = "") -> None:
-    """Unpacks the files whose names end in `only`, with modes and times (bytecode is invalidated by
-    them)."""
+    """Unpack the files whose names end in `only`, with their modes."""
     with zipfile.ZipFile(wheel) as archive:
         for member in archive.infolist():
             if not member.filename.endswith(only):
@@ -89,7 +89,7 @@ def unpack(wheel: Path, folder: Path, only: str = "") -> None:
 
 
 def upstream_folder(pin: Pin, build: Path) -> Path:
-    """The pinned wheel unpacked, once, under `build` (locked by the caller)."""
+    """Return the folder of the unpacked wheel, made once under `build`, which the caller locked."""
     folder = build / f"upstream-{pin.target}-{pin.sha256[:12]}"
     if not folder.exists():
         wheel = fetch(pin)
@@ -103,7 +103,7 @@ def upstream_folder(pin: Pin, build: Path) -> Path:
 
 
 def dist_info(folder: Path) -> Path:
-    """vLLM's *.dist-info folder, where its wheel was unpacked, alone or among its dependencies."""
+    """Return vLLM's *.dist-info in a folder where its wheel was unpacked, maybe among others."""
     found = sorted(p for p in folder.glob("*.dist-info") if re.match(r"vllm(_cpu)?-", p.name))
     if len(found) != 1:
         raise BuildError(
@@ -113,13 +113,13 @@ def dist_info(folder: Path) -> Path:
 
 
 def record_hash(data: bytes) -> str:
-    """Hash of a file's contents as a wheel's RECORD writes it."""
+    """Hash a file's contents as a wheel's RECORD writes it."""
     digest = base64.urlsafe_b64encode(hashlib.sha256(data).digest()).rstrip(b"=").decode()
     return f"sha256={digest}"
 
 
 def record(folder: Path) -> dict[str, str]:
-    """Path -> RECORD hash for each file of the unpacked wheel outside *.dist-info."""
+    """Read RECORD: path -> hash for each file of the unpacked wheel outside *.dist-info."""
     with (dist_info(folder) / "RECORD").open(newline="") as file:
         rows = [row for row in csv.reader(file) if row]
     return {path: digest for path, digest, _ in rows if ".dist-info/" not in path}

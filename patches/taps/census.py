@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Does the table know every decoder-like class of the tree?
+"""The census compares the table with the decoder-like classes of a tree.
 
     for finding in check(tree): ...      # empty when the two agree
 
@@ -19,26 +19,27 @@ from patches.taps.source import Source, Tree, bases, method, resolve
 from patches.taps.table import ROWS
 
 NAMED = re.compile(r"(Layers?|Block)$|DecoderLayer|ParallelHybrid$")
+"""The names that blocks have."""
 
 
 @dataclass(frozen=True)
-class Finding:
+class Mismatch:
     """A class on which the table and the tree disagree."""
 
     key: str
     problem: str
 
 
-def check(tree_root: Path, rows: Iterable[Row] = ROWS) -> list[Finding]:
-    """Classes missing from the table, and rows without a class; empty when all is well."""
+def check(tree_root: Path, rows: Iterable[Row] = ROWS) -> list[Mismatch]:
+    """Find classes that are not in the table, and rows without a class; none when all is well."""
     rows, tree = tuple(rows), Tree(tree_root)
     known = {row.key for row in rows}
     missing = [
-        Finding(key, "in the tree, not in patches/taps/table*.py: wire it, or declare it there")
+        Mismatch(key, "in the tree, not in patches/taps/table*.py: wire it, or declare it there")
         for key in sorted(decoder_like(tree) - known)
     ]
     gone = [
-        Finding(row.key, "in the table, not in the tree: remove or correct its row")
+        Mismatch(row.key, "in the table, not in the tree: remove or correct its row")
         for row in rows
         if not _exists(tree, row)
     ]
@@ -46,7 +47,7 @@ def check(tree_root: Path, rows: Iterable[Row] = ROWS) -> list[Finding]:
 
 
 def decoder_like(tree: Tree) -> set[str]:
-    """`file:Class` of every class that looks like a block, in both model trees."""
+    """Return `file:Class` of every class that looks like a block, in both model trees."""
     found: set[str] = set()
     for folder in (MODELS, FAMILIES):
         for source in tree.modules(folder):
@@ -58,7 +59,7 @@ def decoder_like(tree: Tree) -> set[str]:
 
 
 def overridden(tree_root: Path, rows: Iterable[Row] = ROWS) -> list[str]:
-    """Subclasses of wired classes with a forward() of their own and no row that wires them.
+    """List subclasses of wired classes that have a forward() of their own and are not wired.
 
     They inherit the attribute `taps` and must not be bound: the binder has to look at the class
     that defines forward() (see the package's docstring). Mostly draft models.
@@ -83,12 +84,13 @@ def overridden(tree_root: Path, rows: Iterable[Row] = ROWS) -> list[str]:
 
 
 def _qualified(key: str) -> str:
+    """Return the qualified name of `file:Class`."""
     file, _, cls = key.partition(":")
     return f"{file.removesuffix('.py').replace('/', '.')}.{cls}"
 
 
 def _built_by_make_layers(source: Source) -> set[str]:
-    """Classes called inside the arguments of make_layers()."""
+    """Find the classes that are called in the arguments of make_layers()."""
     found: set[str] = set()
     for call in ast.walk(source.tree):
         if not isinstance(call, ast.Call) or ast.unparse(call.func) != "make_layers":

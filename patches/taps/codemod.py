@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from patches.taps import edit, fused, hand, normed, paired, unfused
+from patches.taps import edit, fused, hand, normed, unfused
 from patches.taps.errors import REMEDY_SHAPE, TapsError
 from patches.taps.inherited import check_inherited
 from patches.taps.proof import prove
@@ -21,28 +21,31 @@ from patches.taps.table import ROWS
 LOCATE = (
     dict.fromkeys(DEFERRED, fused.locate)
     | dict.fromkeys(SUMMED, unfused.locate)
-    | {Idiom.PAIRED: paired.locate, Idiom.NORMED: normed.locate, Idiom.HAND: hand.locate}
+    | {Idiom.PAIRED: fused.locate_paired, Idiom.NORMED: normed.locate, Idiom.HAND: hand.locate}
 )
-"""How to find the anchors of an idiom. A refused class has none, only the reason."""
+"""The functions that place an idiom's taps. A refused class has none, only the reason."""
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of one row: `error` is None where the class fits its idiom."""
+    """The outcome of one row: `error` is None where the class fits its idiom."""
 
     row: Row
     error: TapsError | None
 
     @property
     def ok(self) -> bool:
+        """Whether the class fits its idiom."""
         return self.error is None
 
 
 def wire(tree_root: Path, rows: Iterable[Row] = ROWS) -> list[Path]:
     """Wire every row into the tree and return the changed files, sorted.
 
-    All new sources are computed and proved before the first is written. Raises TapsError for the
-    first row that does not fit; the tree is then untouched.
+    All new sources are computed and proved before the first is written.
+
+    Raises:
+        TapsError: a row does not fit; the tree is then untouched.
     """
     rows, tree = tuple(rows), Tree(tree_root)
     sources = _wired_sources(tree, rows)
@@ -57,7 +60,7 @@ def wire(tree_root: Path, rows: Iterable[Row] = ROWS) -> list[Path]:
 
 
 def verify(tree_root: Path, rows: Iterable[Row] = ROWS) -> list[Outcome]:
-    """Try every row on its own against an unwired tree; nothing is written."""
+    """Try every row on its own against an unwired tree, and write nothing; one outcome per row."""
     outcomes, tree = [], Tree(tree_root)
     for row in rows:
         try:
@@ -71,11 +74,12 @@ def verify(tree_root: Path, rows: Iterable[Row] = ROWS) -> list[Outcome]:
 
 
 def wire_class(source: Source, row: Row) -> Source:
-    """The module with one class wired (not yet proved)."""
+    """Return the module with one class wired, which is not proved yet."""
     return Source(source.home, source.file, edit.apply(source, row, LOCATE.get(row.idiom)))
 
 
 def _wired_sources(tree: Tree, rows: tuple[Row, ...]) -> dict[str, Source]:
+    """Return the modules with all their rows wired, by file."""
     sources: dict[str, Source] = {}
     for row in rows:
         if row.idiom in WIRED or row.idiom is Idiom.REFUSED:
@@ -85,7 +89,7 @@ def _wired_sources(tree: Tree, rows: tuple[Row, ...]) -> dict[str, Source]:
 
 
 def _check(tree: Tree, row: Row, sources: dict[str, Source]) -> None:
-    """What must hold of a row once its file is wired."""
+    """Check all that must hold of a row once its file is wired."""
     source = sources.get(row.file) or tree.read(row.file)
     if row.idiom in WIRED:
         _compiles(source, row)

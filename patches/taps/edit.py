@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Inserting whole lines into one class, and the proof that nothing else changed."""
+"""Inserts whole lines into one class, and checks that nothing else changed."""
 
 import ast
 import re
@@ -14,11 +14,12 @@ from patches.taps.source import Source
 
 TAPS_MODULE = "vllm.model_executor.layers.residual_taps"
 IMPORT_LINE = f"from {TAPS_MODULE} import UnboundTaps"
+"""The line that each wired module imports the taps with."""
 
 
 @dataclass
 class Edits:
-    """Statements to put before and after statements of forward(), and hoisted returns.
+    """Lines to put before and after statements of forward(), and hoisted returns.
 
     `before`/`after`: (anchor statement, source line); anchors are compared by identity.
     `hoisted`: a return statement and the name its first element is assigned to before it.
@@ -30,14 +31,14 @@ class Edits:
 
 
 def statement(line: str) -> cst.SimpleStatementLine:
-    """A statement node from one source line."""
+    """Parse one source line as a statement."""
     node = cst.parse_statement(line)
     assert isinstance(node, cst.SimpleStatementLine)
     return node
 
 
-def find_class(module: cst.Module, row: Row) -> cst.ClassDef:
-    """The top-level class of the row."""
+def row_class(module: cst.Module, row: Row) -> cst.ClassDef:
+    """Return the top-level class of the row; raises TapsError if there is none."""
     for node in module.body:
         if isinstance(node, cst.ClassDef) and node.name.value == row.cls:
             return node
@@ -45,7 +46,7 @@ def find_class(module: cst.Module, row: Row) -> cst.ClassDef:
 
 
 def find_forward(cls: cst.ClassDef, row: Row) -> cst.FunctionDef:
-    """The plain, undecorated forward() in the class body."""
+    """Return the plain, undecorated forward() in the class body; raises TapsError without one."""
     found = [
         n for n in cls.body.body if isinstance(n, cst.FunctionDef) and n.name.value == "forward"
     ]
@@ -61,6 +62,8 @@ def find_forward(cls: cst.ClassDef, row: Row) -> cst.FunctionDef:
 
 
 class _Insert(cst.CSTTransformer):
+    """Puts the lines of `edits` and the class attribute into the row's class."""
+
     def __init__(self, cls: cst.ClassDef, edits: Edits, row: Row) -> None:
         super().__init__()
         self._cls = cls
@@ -90,7 +93,7 @@ class _Insert(cst.CSTTransformer):
         updated: cst.SimpleStatementLine,
         name: str,
     ) -> cst.FlattenSentinel[cst.BaseStatement]:
-        """`return f(x), r` becomes `name = f(x)`, the inserted lines, `return name, r`."""
+        """Make of `return f(x), r` the line `name = f(x)`, the inserted lines, `return name, r`."""
         ret = updated.body[0]
         assert isinstance(ret, cst.Return) and isinstance(ret.value, cst.Tuple)
         first, *rest = ret.value.elements
@@ -127,6 +130,7 @@ class _Insert(cst.CSTTransformer):
 
 
 def _arguments(row: Row) -> str:
+    """Return the arguments of the class attribute `UnboundTaps(...)`."""
     names = [f'"{p}"' for p in row.points]
     if row.idiom is Idiom.REFUSED:
         names.append(f"refused={row.reason!r}")
@@ -144,9 +148,15 @@ def _is_docstring(node: cst.CSTNode) -> bool:
 
 
 def apply(source: Source, row: Row, locate: Callable[[Row, cst.FunctionDef], Edits] | None) -> str:
-    """The module's text with the row's edits, class attribute and import.
+    """Return the module's text with the row's edits, class attribute and import.
 
-    Only the class itself goes through libcst; `locate` is the idiom, None for a refused class.
+    Only the class itself goes through libcst.
+
+    Args:
+        locate: the idiom's function that places the taps; None for a refused class.
+
+    Raises:
+        TapsError: the class is not as its row says, or uses the name `taps` already.
     """
     node = source.cls(row.cls)
     first = min([node.lineno, *(d.lineno for d in node.decorator_list)])
@@ -161,7 +171,7 @@ def apply(source: Source, row: Row, locate: Callable[[Row, cst.FunctionDef], Edi
             "wire a clean upstream tree; if upstream itself uses the name, ours must change",
         )
     module = cst.parse_module(segment)
-    cls = find_class(module, row)
+    cls = row_class(module, row)
     if not isinstance(cls.body, cst.IndentedBlock):
         raise TapsError(row.file, row.cls, "an indented class body", "one line", REMEDY_SHAPE)
     edits = locate(row, find_forward(cls, row)) if locate else Edits()
@@ -176,7 +186,7 @@ def apply(source: Source, row: Row, locate: Callable[[Row, cst.FunctionDef], Edi
 
 
 def _import_line(source: Source, row: Row) -> int:
-    """The index of the line where isort would put ours, among the absolute `from vllm...` ones."""
+    """Return the index of our import, where isort would put it among the `from vllm...` ones."""
     found = [
         node
         for node in source.tree.body
@@ -194,7 +204,7 @@ def _import_line(source: Source, row: Row) -> int:
 
 
 def _only_inserts(old: str, new: str, row: Row, hoisted: int) -> None:
-    """Every old line is still there, in order; the other lines are taps lines or blank.
+    """Check that every old line is still there, in order, and the others are of taps or blank.
 
     A hoisted return replaces one line by two (`x = ...`, `return x, r`); nothing else may differ.
     """

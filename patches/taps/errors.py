@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The one error of the codemod."""
+"""The codemod raises one error, and says with it what to do."""
 
 
 class TapsError(Exception):
-    """A class of the upstream tree does not fit its row of the table.
+    """Raised when a class of the upstream tree does not fit its row of the table.
 
-    Attributes: `file` (relative to the tree), `cls` (class, may be empty), `expected`, `found`,
-    `remedy`: all text, all part of the message.
+    Its attributes are all text, and all part of the message: `file` (relative to the tree), `cls`
+    (may be empty), `expected`, `found` and `remedy`.
     """
 
     def __init__(self, file: str, cls: str, expected: str, found: str, remedy: str) -> None:

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where the taps go when a (hidden, residual) pair carries the stream and norms do the adds.
+"""Places the taps where a (hidden, residual) pair carries the stream.
+
+Where norms do the adds (`locate`):
 
 h, r = self.taps.pre_attn.steer_pair(h, r)
 if r is None: ... else: h, r = self.norm1(h, r)
@@ -12,8 +14,18 @@ self.taps.post_attn.read(r)
 h, r = self.taps.post_block.steer_and_capture_pair(h, r)
 return h, r
 
-Every tap that writes gets and returns both halves: an operation that needs the whole stream s
-hands on (zeros, f(s)).
+Where the norms are out of reach, or some layers lack one (`locate_paired`):
+
+h, r = self.taps.pre_attn.steer_and_capture_pair(h, r)
+...
+h, r = self.taps.post_attn.steer_and_capture_pair(h, r)     # before the row's `anchor`
+...
+h, r = self.taps.post_block.steer_and_capture_pair(h, r)
+return h, r
+
+There each tap adds the halves up itself to read them, one sum more than above. Every tap that
+writes gets and returns both halves: an operation that needs the whole stream s hands on
+(zeros, f(s)).
 """
 
 import libcst as cst
@@ -24,7 +36,7 @@ from patches.taps.shapes import assigned, body, code, fail, last_return, stateme
 
 
 def locate(row: Row, forward: cst.FunctionDef) -> Edits:
-    """The edits for a class of a fused idiom; TapsError when an anchor is missing."""
+    """Return the edits for a fused class; raises TapsError where an anchor is missing."""
     h, r = row.stream, row.residual
     edits = Edits()
     stmts = body(forward)
@@ -58,7 +70,7 @@ def locate(row: Row, forward: cst.FunctionDef) -> Edits:
 
 
 def _second_norms(row: Row, stmts: list[cst.BaseStatement], edits: Edits) -> None:
-    """Taps around every `h, r = self.<norm>(h, r)` after the entry, in whichever branch."""
+    """Add taps around every `h, r = self.<norm>(h, r)` after the entry, in whichever branch."""
     r = row.residual
     found: list[str] = []
     for stmt in statements(stmts):
@@ -83,3 +95,19 @@ def _second_norms(row: Row, stmts: list[cst.BaseStatement], edits: Edits) -> Non
             f"each of {list(row.norms[1:])} called once on the pair after the entry",
             f"{found}",
         )
+
+
+def locate_paired(row: Row, forward: cst.FunctionDef) -> Edits:
+    """Return the edits for a paired class; raises TapsError where an anchor is missing."""
+    pair = f"{row.stream}, {row.residual}"
+    edits, stmts = Edits(), body(forward)
+    found = [s for s in stmts if code(s.with_changes(leading_lines=[])).startswith(row.anchor)]
+    if len(found) != 1:
+        raise fail(row, f"one top-level `{row.anchor}`", f"{len(found)}")
+    last, ret = last_return(row, forward)
+    parts = ret.value.elements if isinstance(ret.value, cst.Tuple) else ()
+    if not {row.stream, row.residual} <= {code(p.value) for p in parts}:
+        raise fail(row, f"`return` of {pair}", code(ret))
+    for stmt, point in ((stmts[0], "pre_attn"), (found[0], "post_attn"), (last, "post_block")):
+        edits.before.append((stmt, f"{pair} = self.taps.{point}.steer_and_capture_pair({pair})"))
+    return edits

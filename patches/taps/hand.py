@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Classes wired by hand: the row says which line goes where, and which code was read.
+"""Places the taps of classes wired by hand: the row says which line goes where in which code.
 
 The proof does not understand these (fused collectives, sums that a convolution ends). Instead the
 row holds a digest of the whole class as it was when a person compared it with
@@ -19,7 +19,11 @@ from patches.taps.source import Source
 
 
 def locate(row: Row, forward: cst.FunctionDef) -> Edits:
-    """The row's lines at its anchors, each part of exactly one top-level statement."""
+    """Return the edits that put the row's lines at its anchors.
+
+    Raises:
+        TapsError: an anchor is not part of exactly one top-level statement.
+    """
     edits, stmts = Edits(), body(forward)
     for where, anchor, line in row.lines:
         found = [s for s in stmts if anchor in code(s)]
@@ -30,7 +34,11 @@ def locate(row: Row, forward: cst.FunctionDef) -> Edits:
 
 
 def check_read(row: Row, upstream: Source) -> None:
-    """TapsError unless the class is, comments and layout aside, the one that was read."""
+    """Check that the class is, comments and layout aside, the one that was read.
+
+    Raises:
+        TapsError: its digest is another than the row's.
+    """
     found = digest(upstream.cls(row.cls))
     if found != row.digest:
         raise TapsError(
@@ -44,5 +52,5 @@ def check_read(row: Row, upstream: Source) -> None:
 
 
 def digest(cls: ast.ClassDef) -> str:
-    """Of a class of upstream, without the attribute and the calls that we insert."""
+    """Return the digest of a class of upstream, which must not be wired yet: 16 hex digits."""
     return hashlib.sha256(ast.unparse(cls).encode()).hexdigest()[:16]

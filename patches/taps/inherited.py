@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Classes that run a wired class's forward(): no edit, but the inheritance must be as declared."""
+"""Checks classes that inherit a wired forward(): they need no edit, if they inherit as declared."""
 
 from collections.abc import Iterable
 
@@ -10,9 +10,13 @@ from patches.taps.source import Source, bases, method
 
 
 def check_inherited(row: Row, source: Source, rows: Iterable[Row]) -> None:
-    """TapsError unless the class has no forward() of its own and one base, the wired parent.
+    """Check that the class has no forward() of its own and one base, the wired parent.
 
     The subclass may build other norms in its own `__init__`, so those are checked here as well.
+
+    Raises:
+        TapsError: it has a forward() or another base, its parent is not wired, or a norm is not
+            known to add.
     """
     cls = source.cls(row.cls)
     found = bases(source, cls)

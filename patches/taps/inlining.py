@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A forward() that calls code of its own block, as one function for the proof.
+"""Makes one function for the proof of a forward() that calls code of its own block.
 
 `x = self._helper(a)` and `x = self.sublayer(a)` become the statements of the helper, or of the
 sublayer's forward(), with their own names for locals. Only the proof sees the result; the wired
@@ -15,7 +15,11 @@ from patches.taps.source import Source, attribute_classes, find_class, method
 
 
 def expand(row: Row, source: Source, forward: ast.FunctionDef) -> ast.FunctionDef:
-    """forward() with every call that the row declares in `inline` replaced by what it does."""
+    """Return forward() with every call that the row names in `inline` replaced by what it does.
+
+    Raises:
+        TapsError: such a call is missing, or is not understood.
+    """
     if not row.inline:
         return forward
     expander = _Expander(row, source)
@@ -28,15 +32,19 @@ def expand(row: Row, source: Source, forward: ast.FunctionDef) -> ast.FunctionDe
 
 
 class _Expander:
+    """Replaces the calls of one row; `seen` are the names of those it found."""
+
     def __init__(self, row: Row, source: Source) -> None:
         self.row = row
         self.source = source
         self.seen: set[str] = set()
 
     def wrong(self, expected: str, found: str) -> TapsError:
+        """Make the error of a call that is not understood."""
         return TapsError(self.row.file, self.row.cls, expected, found, REMEDY_PROOF)
 
     def block(self, stmts: list[ast.stmt]) -> list[ast.stmt]:
+        """Return statements with the calls in them replaced."""
         out: list[ast.stmt] = []
         for stmt in stmts:
             if isinstance(stmt, ast.If):
@@ -52,7 +60,7 @@ class _Expander:
         return out
 
     def called(self, name: str, call: ast.Call, target: ast.expr) -> list[ast.stmt]:
-        """The statements that do what `target = self.<name>(...)` does."""
+        """Return the statements that do what `target = self.<name>(...)` does."""
         body, holder = self.callee(name)
         names = [a.arg for a in [*body.args.args[1:], *body.args.kwonlyargs]]
         given: dict[str, ast.expr] = dict(zip(names, call.args, strict=False))
@@ -81,7 +89,7 @@ class _Expander:
         return stmts
 
     def callee(self, name: str) -> tuple[ast.FunctionDef, str]:
-        """(the function, what its `self` is in forward())."""
+        """Find the function that is called, and what its `self` is in forward()."""
         cls = self.source.cls(self.row.cls)
         own = method(cls, name)
         if own is not None:
@@ -96,7 +104,7 @@ class _Expander:
         return forward, f"self.{name}"
 
     def assigned(self, stmts: list[ast.stmt], target: ast.expr) -> list[ast.stmt]:
-        """Statements in which every `return value` has become `target = value`."""
+        """Return statements in which every `return value` has become `target = value`."""
         out: list[ast.stmt] = []
         for i, stmt in enumerate(stmts):
             if isinstance(stmt, ast.Return):
@@ -114,16 +122,18 @@ class _Expander:
 
 
 class _Rename(ast.NodeTransformer):
-    """Locals get the callee's name in front; `self` becomes what it is in forward()."""
+    """Puts the callee's name before its locals, and makes `self` what it is in forward()."""
 
     def __init__(self, names: set[str], prefix: str, holder: str) -> None:
         self.names, self.prefix = names, prefix
         self.holder = ast.parse(holder, mode="eval").body
 
     def local(self, name: str) -> str:
+        """Return the new name of a local."""
         return f"{self.prefix}__{name}"
 
     def visit_Name(self, node: ast.Name) -> ast.expr:
+        """Rename a local, or `self`."""
         if node.id == "self":
             return copy.deepcopy(self.holder)
         return ast.Name(self.local(node.id), node.ctx) if node.id in self.names else node

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What norms, branches and taps mean to the proof, and what must hold at each of them."""
+"""Gives norms, branches and taps their meaning in the proof, and checks what must hold at each."""
 
 import ast
 from dataclasses import replace
@@ -22,16 +22,19 @@ from patches.taps.values import (
     same,
 )
 
-# A sum that no tap has seen may be computed with; the stream itself may be gone at a tap.
 UNTAPPED = frozenset({Allow.POST_NORM, Allow.TAIL, Allow.UNTAPPED_SUM})
+"""With these a sum that no tap has seen may be computed with."""
 REPLACES_STREAM = frozenset({Allow.NORMED_SKIP, Allow.POST_NORM, Allow.TAIL})
+"""With these a tap may get something in place of the stream plus a branch."""
 BRANCHES = frozenset({"mixer", "mlp"})
 BUFFERS = frozenset({"torch.empty_like", "torch.zeros_like"})
+"""The functions that make a buffer, which a mixer fills."""
 NO_READ = frozenset({"isinstance", "len", "get_tensor_model_parallel_world_size"})
+"""The functions that do not read the values of a tensor."""
 
 
 class Meaning:
-    """The rules for one row. All methods raise TapsError when the wiring would be wrong."""
+    """The rules of the proof for one row. All methods raise TapsError where the wiring is wrong."""
 
     def __init__(self, row: Row, source: Source) -> None:
         self.row = row
@@ -41,13 +44,13 @@ class Meaning:
         self.adding = two_argument_norms(row, source)
 
     def wrong(self, node: ast.AST, expected: str, found: str) -> TapsError:
-        """The error at a statement or expression of forward()."""
+        """Make the error at a statement or expression of forward()."""
         line = getattr(node, "lineno", None)
         where = f" (line {line} of the wired file)" if line else ""
         return TapsError(self.row.file, self.row.cls, expected, found + where, REMEDY_PROOF)
 
     def readable(self, node: ast.AST, name: str, value: Value, state: State) -> None:
-        """A variable may be read if nothing in it dates from before the last tap."""
+        """Check that a variable may be read: nothing in it dates from before the last tap."""
         for part in _tensors(value):
             for atom in part.terms:
                 fresh = atom.src <= {state.version} if atom.computed else False
@@ -64,7 +67,12 @@ class Meaning:
     def computed(
         self, node: ast.AST, values: list[Value], state: State, stage: str = "", call: str = ""
     ) -> Value:
-        """Something computed from `values`: a new symbol if the stream went into it."""
+        """Return the value of something computed: a new symbol if the stream went into it.
+
+        Args:
+            stage: "mixer" or "mlp" if this is such a branch.
+            call: the declared callable that computes it.
+        """
         tensors = [t for v in values for t in _tensors(v)]
         if not tensors:
             return Plain()
@@ -87,7 +95,7 @@ class Meaning:
     def call(
         self, node: ast.Call, args: list[Value], kwargs: dict[str, Value], state: State
     ) -> Value:
-        """The value of a call."""
+        """Return the value of a call: of a tap, or of something that the row declares."""
         func = ast.unparse(node.func)
         if func.startswith("self.taps."):
             return self.tap(node, func.removeprefix("self.taps."), args, state)
@@ -121,7 +129,7 @@ class Meaning:
     def discarded(
         self, node: ast.Call, args: list[Value], kwargs: dict[str, Value], state: State
     ) -> None:
-        """A call for its effect: `read` of a tap, or a mixer that fills a buffer."""
+        """Execute a call for its effect: `read` of a tap, or a mixer that fills a buffer."""
         func = ast.unparse(node.func)
         if func.startswith("self.taps."):
             self.tap(node, func.removeprefix("self.taps."), args, state)
@@ -141,13 +149,13 @@ class Meaning:
                 state.env[name] = Tensor(result.terms, value.storage)
 
     def normed(self, node: ast.AST, name: str, value: Tensor, state: State) -> Value:
-        """The value of `norm(s)`."""
+        """Return the value of `norm(s)`."""
         result = self.computed(node, [value], state, call=name)
         assert isinstance(result, Tensor)
         return Tensor((replace(result.terms[0], normed=(name, _ids(value))),))
 
     def norm_pair(self, node: ast.Call, name: str, args: list[Value], state: State) -> Value:
-        """`norm(h, r)`: the deferred add, or Cohere's pass-through."""
+        """Return the value of `norm(h, r)`: it adds, or (Cohere) passes r through."""
         h, r = args
         if isinstance(r, Nothing) and Allow.NO_MIXER in self.row.allow:
             raise Impossible("the first block has a mixer")
@@ -166,7 +174,11 @@ class Meaning:
         return Several((normed, summed))
 
     def branch(self, node: ast.AST, terms: tuple[Atom, ...], state: State, *stages: str) -> None:
-        """`terms` is what a block's branch adds: computed from the whole current stream only."""
+        """Check that `terms` is a branch: computed from the whole current stream only.
+
+        Args:
+            stages: the kinds of branch that it must have passed through.
+        """
         seen: set[str] = set()
         norms = {*self.row.norms, *self.row.branch_norms}
         for atom in terms:
@@ -187,7 +199,7 @@ class Meaning:
             )
 
     def added(self, node: ast.AST, terms: tuple[Atom, ...], state: State, *stages: str) -> None:
-        """`terms` is the stream plus a branch, or what the row allows in its place."""
+        """Check that `terms` is the stream plus a branch, or what the row allows in its place."""
         rest = minus(terms, state.stream)
         if rest is None and self.row.allow & REPLACES_STREAM:
             rest = terms
@@ -196,12 +208,12 @@ class Meaning:
         self.branch(node, rest, state, *stages)
 
     def advance(self, state: State, stream: tuple[Atom, ...]) -> None:
-        """A new stream: values computed from the old one are no longer readable."""
+        """Start a new stream: values computed from the old one are no longer readable."""
         state.stream = stream
         state.version += 1
 
     def last_stages(self) -> tuple[str, ...]:
-        """The branches between the last tap and the end of the block."""
+        """Return the kinds of branch between the last tap and the end of the block."""
         if self.row.points == ("pre_attn", "post_block") and self.row.mlps:
             return ("mixer", "mlp")
         if self.row.idiom is Idiom.PARALLEL:
@@ -209,7 +221,7 @@ class Meaning:
         return ("mixer",) if self.row.idiom is Idiom.FUSED_SINGLE else ("mlp",)
 
     def tap(self, node: ast.Call, name: str, args: list[Value], state: State) -> Value:
-        """One call of a tap."""
+        """Execute a call of a tap, which must be the next one in order."""
         point = name.partition(".")[0]
         expected = self.order()[len(state.events) : len(state.events) + 1]
         if expected != (name,):
@@ -236,7 +248,7 @@ class Meaning:
         return Tensor((new,))
 
     def pair(self, node: ast.Call, point: str, args: list[Value], state: State) -> Value:
-        """Both halves of a tapped pair are new, and no old one may be read again.
+        """Execute a tap of a pair: both halves are new, and no old one may be read again.
 
         The tap may hand on (zeros, f(h + r)), so only the sum of what it returns has a meaning.
         """
@@ -264,12 +276,12 @@ class Meaning:
         return Several((Tensor(halves[:1]), Tensor(halves[1:])))
 
     def may_lack(self, stages: tuple[str, ...]) -> bool:
-        """Whether the row allows a layer without these branches."""
+        """Tell whether the row allows a layer without these branches."""
         lacking = {"mixer": Allow.NO_MIXER, "mlp": Allow.NO_MLP}
         return self.row.idiom is Idiom.PAIRED and {lacking[s] for s in stages} <= self.row.allow
 
     def renorm(self, node: ast.Call, point: str, args: list[Value], state: State) -> Value:
-        """`renorm(n, s, self.norm)`: s is the stream plus a branch, and n its norm."""
+        """Execute `renorm(n, s, self.norm)`: s must be the stream plus a branch, and n its norm."""
         normed, value = args[:2] if len(args) == 3 else (Nothing(), Nothing())
         if not isinstance(normed, Tensor) or not isinstance(value, Tensor):
             raise self.wrong(node, "(normed, stream, norm)", ast.unparse(node))
@@ -282,11 +294,12 @@ class Meaning:
         return Several((self.normed(node, norm, whole, state), whole))
 
     def is_stream(self, node: ast.AST, value: Tensor, state: State) -> None:
+        """Check that a value is the complete stream."""
         if not same(value.terms, state.stream):
             raise self.wrong(node, "the complete stream at this tap", value.text())
 
     def order(self) -> tuple[str, ...]:
-        """The taps of the idiom, in the order in which each path must call them."""
+        """Return the taps of the idiom, in the order in which each path must call them."""
         if self.row.idiom not in DEFERRED:
             kind = {"post_attn": ".renorm"} if self.row.idiom is Idiom.NORMED else {}
             return tuple(point + kind.get(point, "") for point in self.row.points)
@@ -303,7 +316,7 @@ class Meaning:
         )
 
     def returned(self, node: ast.AST, value: Value, state: State) -> None:
-        """What the block hands on must be the stream as the last tap left it."""
+        """Check that the block returns the stream as the last tap left it."""
         if state.events != self.order():
             raise self.wrong(node, f"all taps {self.order()}", f"{state.events} on a path")
         deferred = self.row.idiom in DEFERRED
@@ -319,7 +332,7 @@ class Meaning:
             raise self.wrong(node, "the stream after post_block", Tensor(terms).text())
 
     def all_used(self, used: set[str]) -> None:
-        """Every name of the row occurs on some path."""
+        """Check that every name of the row is called on some path."""
         missing = sorted(self.modules.keys() - used)
         if missing:
             raise TapsError(
@@ -336,6 +349,7 @@ def _ids(value: Tensor) -> tuple[int, ...]:
 
 
 def _tensors(value: Value) -> tuple[Tensor, ...]:
+    """Return the tensors that a value holds."""
     if isinstance(value, Tensor):
         return (value,)
     if isinstance(value, Plain):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where the taps go when a callee adds up the stream and norms it: `n, s = callee(...)`.
+"""Places the taps where a callee adds up the stream and norms it: `n, s = callee(...)`.
 
 s = self.taps.pre_attn(s)
 n, s = self.sublayer(s)
@@ -17,7 +17,7 @@ from patches.taps.shapes import assigned, body, code, fail, last_return
 
 
 def locate(row: Row, forward: cst.FunctionDef) -> Edits:
-    """The edits for a class of the normed idiom; TapsError when an anchor is missing."""
+    """Return the edits for a normed class; raises TapsError where an anchor is missing."""
     edits, stmts = Edits(), body(forward)
     callee, norm = row.renorm
     found = []

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What kind of norm an attribute holds: the fused idioms stand on `norm(h, r)` adding."""
+"""Finds out which norm an attribute holds: the fused idioms need that `norm(h, r)` adds."""
 
 import ast
 
@@ -8,7 +8,6 @@ from patches.taps.rows import DEFERRED, NormCall, Row
 from patches.taps.source import Source, attribute_classes, find_class, method
 
 _LAYERS = "vllm.model_executor.layers.layernorm."
-# Classes read and found to return (N(h + r), h + r) when called with two arguments.
 ADDING = frozenset(
     {
         _LAYERS + "RMSNorm",
@@ -17,12 +16,16 @@ ADDING = frozenset(
         "vllm.model_executor.models.nemotron.NemotronLayerNorm1P",
     }
 )
+"""The classes that return (N(h + r), h + r) when called with two arguments: a person read them."""
 
 
 def two_argument_norms(row: Row, source: Source) -> frozenset[str]:
-    """The row's norms that may be called as norm(h, r), checked by the class `__init__` assigns.
+    """Return the row's norms that may be called as norm(h, r), once their classes are checked.
 
-    TapsError when a norm is built from a class whose behaviour is not known.
+    The class is the one that `__init__` assigns.
+
+    Raises:
+        TapsError: a norm is of a class that is not known to do what the row says.
     """
     if row.idiom not in DEFERRED and row.norm_call is NormCall.ADDS:
         return frozenset()  # norms take one argument there; the proof refuses two
@@ -45,7 +48,7 @@ def two_argument_norms(row: Row, source: Source) -> frozenset[str]:
 
 
 def _passes(source: Source, qualified: str) -> bool:
-    """Whether forward(h, r) of that class hands r back untouched: r occurs in the return only."""
+    """Tell whether forward(h, r) of a class hands r back untouched: r occurs in the return only."""
     if not qualified.startswith("vllm."):
         return False
     _, cls = find_class(source, qualified)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Symbolic execution of an edited forward(): statements, expressions, branches.
+"""Executes an edited forward() symbolically: statements, expressions, branches.
 
 What the taps and norms mean, and what must hold there, is in `meaning.py`. Every `if` is followed
 both ways unless its test is known (`residual is None`, a value fixed earlier on the path, one the
@@ -26,12 +26,19 @@ from patches.taps.values import (
 )
 
 MAX_PATHS = 2048
+"""The most paths through forward() that are followed."""
 ALIASES = frozenset({"clone", "contiguous"})
+"""The methods of a tensor that return the same values."""
 METADATA = frozenset({"device", "dtype", "ndim", "shape"})
+"""The attributes of a tensor that do not depend on its values."""
 
 
 def prove(row: Row, source: Source) -> None:
-    """Check the wiring of the row's class in the edited module; TapsError if it is not proved."""
+    """Prove the wiring of the row's class in the edited module.
+
+    Raises:
+        TapsError: it is wrong, or forward() is not understood.
+    """
     forward = method(source.cls(row.cls), "forward")
     if forward is None:
         raise TapsError(row.file, row.cls, "its own forward()", "none", REMEDY_PROOF)
@@ -45,7 +52,7 @@ def prove(row: Row, source: Source) -> None:
 
 
 def _starts(row: Row, forward: ast.FunctionDef) -> list[State]:
-    """What forward() may be called with: the first block, and (fused) the later ones."""
+    """Return the states in which forward() may start: the first block, and (fused) later ones."""
     args = forward.args
     env: dict[str, Value] = {
         a.arg: Plain() for a in [*args.posonlyargs, *args.args, *args.kwonlyargs]
@@ -71,6 +78,8 @@ def _starts(row: Row, forward: ast.FunctionDef) -> list[State]:
 
 
 class _Run:
+    """The execution of one row's forward()."""
+
     def __init__(self, row: Row, source: Source) -> None:
         self.row = row
         self.source = source
@@ -80,7 +89,7 @@ class _Run:
         self.given = {name: self.definition(name, text) for name, text in row.given}
 
     def finish(self, forward: ast.FunctionDef, start: State) -> list[State]:
-        """All paths of one call, each ended by a return."""
+        """Follow all paths of one call, and return their states at their returns."""
         self.done = []
         names = (n for n in ast.walk(forward) if isinstance(n, ast.Name))
         self.locals = {n.id for n in names if isinstance(n.ctx, ast.Store)}
@@ -89,6 +98,7 @@ class _Run:
         return self.done
 
     def block(self, stmts: list[ast.stmt], states: list[State]) -> list[State]:
+        """Return the states after statements; paths that return are in `done`."""
         for stmt in stmts:
             states = [after for state in states for after in self.step(stmt, state)]
             if len(states) + len(self.done) > MAX_PATHS:
@@ -96,7 +106,7 @@ class _Run:
         return states
 
     def definition(self, name: str, text: str) -> ast.expr:
-        """A definition the row relies on, after checking that `__init__` has it, and no other."""
+        """Return a definition that the row relies on, once `__init__` is seen to have it alone."""
         init = method(self.source.cls(self.row.cls), "__init__")
         found = [
             _text(n.value).replace("config.", "self.config.")
@@ -108,13 +118,14 @@ class _Run:
         return ast.parse(text, mode="eval").body
 
     def step(self, stmt: ast.stmt, state: State) -> list[State]:
-        """The states after a statement: none where it returns or raises."""
+        """Return the states after a statement: none where it returns or raises."""
         try:
             return self.stmt(stmt, state)
         except Impossible:
             return []
 
     def stmt(self, stmt: ast.stmt, state: State) -> list[State]:
+        """Execute a statement, as `step`, which also sees where forward() itself would raise."""
         match stmt:
             case ast.Assign(targets=[target], value=value):
                 self.inert(target, value)
@@ -147,7 +158,7 @@ class _Run:
         return [state]
 
     def inert(self, target: ast.expr, value: ast.expr) -> None:
-        """A tap's result goes where its argument came from, so an unbound tap changes nothing."""
+        """Check that a tap's result goes where its argument came from: unbound, it does nothing."""
         if not isinstance(value, ast.Call) or not _text(value.func).startswith("self.taps."):
             return
         args = value.args[:-1] if _text(value.func).endswith(".renorm") else value.args
@@ -156,7 +167,7 @@ class _Run:
             raise self.meaning.wrong(target, f"{wanted} = {_text(value)}", _text(target))
 
     def returned(self, value: ast.expr | None, stmt: ast.stmt, state: State) -> Value:
-        """The returned value; a stale second element is checked by form and not read."""
+        """Evaluate a returned value; a stale second element is checked by form and not read."""
         if value is None:
             return Nothing()
         if isinstance(value, ast.Tuple) and self.row.second is not Second.ABSENT:
@@ -170,6 +181,7 @@ class _Run:
     def branch(
         self, test: ast.expr, body: list[ast.stmt], orelse: list[ast.stmt], state: State
     ) -> list[State]:
+        """Follow an `if`: one way where its test is known, else both."""
         known = self.truth(test, state)
         if isinstance(known, bool):
             return self.block(body if known else orelse, [state])
@@ -179,7 +191,7 @@ class _Run:
         return self.branch(test, body, orelse, state) + self.branch(test, body, orelse, other)
 
     def truth(self, test: ast.expr, state: State) -> bool | str:
-        """The value of a test on this path, or the text of the part that decides it."""
+        """Return the value of a test on this path, or the text of the part that decides it."""
         match test:
             case ast.Constant(value=bool() as value):
                 return value
@@ -210,6 +222,7 @@ class _Run:
         return state.decided.get(text, False if text in self.row.assume else text)
 
     def bind(self, target: ast.expr, value: Value, state: State) -> None:
+        """Assign a value to a name, or to several."""
         match target:
             case ast.Name(id=name):
                 state.env[name] = value
@@ -227,7 +240,7 @@ class _Run:
                 raise self.meaning.wrong(target, "assignment to a name", _text(target))
 
     def in_place(self, name: str, sum_: ast.BinOp, stmt: ast.stmt, state: State) -> None:
-        """`name op= value`: every variable that shares the storage changes with it."""
+        """Execute `name op= value`: every variable that shares the storage changes with it."""
         old = state.env.get(name)
         new = self.value(ast.copy_location(sum_, stmt), state)
         if not isinstance(old, Tensor):
@@ -240,6 +253,7 @@ class _Run:
                 state.env[other] = Tensor(new.terms, old.storage)
 
     def value(self, node: ast.expr, state: State) -> Value:
+        """Evaluate an expression."""
         match node:
             case ast.Name(id=name):
                 value = state.env.get(name, Plain())
@@ -280,7 +294,7 @@ class _Run:
                 raise self.meaning.wrong(node, "an expression the proof understands", _text(node))
 
     def called(self, node: ast.Call, state: State) -> Value:
-        """A call: of a method of a tensor, or of something the row declares."""
+        """Evaluate a call of a method of a tensor, or of something that the row declares."""
         positional, keyword = self.arguments(node, state)
         if not self.holders(node.func, state):
             return self.meaning.call(node, positional, keyword, state)
@@ -292,7 +306,7 @@ class _Run:
         return self.meaning.computed(node, [base, *positional, *keyword.values()], state)
 
     def holders(self, node: ast.expr, state: State) -> bool:
-        """Whether the expression before a dot mentions a variable that holds tensors, or calls."""
+        """Tell whether the expression before a dot has a variable that holds tensors, or calls."""
         return any(
             isinstance(n, ast.Call) or (isinstance(n, ast.Name) and _parts(state.env.get(n.id)))
             for n in ast.walk(node)
@@ -301,6 +315,7 @@ class _Run:
     def binary(
         self, node: ast.expr, op: ast.operator, left: Value, right: Value, state: State
     ) -> Value:
+        """Evaluate a binary operation: a sum of tensors stays one, others make a new symbol."""
         if isinstance(op, ast.Add) and isinstance(left, Tensor) and isinstance(right, Tensor):
             return Tensor(left.terms + right.terms)
         return self.meaning.computed(node, [left, right], state)
@@ -321,7 +336,7 @@ class _Run:
                 self.value(node, state)
 
     def arguments(self, call: ast.Call, state: State) -> tuple[list[Value], dict[str, Value]]:
-        """Positional and keyword values; `**name` passes the tensors of that dict."""
+        """Evaluate positional and keyword arguments; `**name` passes the tensors of that dict."""
         positional = [
             self.value(a.value if isinstance(a, ast.Starred) else a, state) for a in call.args
         ]
@@ -336,6 +351,7 @@ def _text(node: ast.AST) -> str:
 
 
 def _parts(value: Value | None) -> tuple[Tensor, ...]:
+    """Return the tensors that a value holds."""
     if isinstance(value, Tensor):
         return (value,)
     if isinstance(value, Plain):

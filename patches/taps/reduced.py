@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Are the branches whole on every rank? A branch may be built to leave its all-reduce to others.
+"""Checks that branches are whole on every rank, and do not leave their all-reduce to others.
 
 The proof of forward() cannot see that: a partial sum looks like any tensor. So the constructors of
 the row's mixers and MLPs are read for `reduce_results`, vLLM's word for it.
@@ -15,9 +15,12 @@ REDUCE = "tensor_model_parallel_all_reduce"
 
 
 def check_reduced(row: Row, source: Source) -> None:
-    """TapsError when a mixer or MLP may hand on a tensor-parallel partial sum.
+    """Check that no mixer or MLP hands on a tensor-parallel partial sum.
 
     A row that declares the all-reduce among its `functions` reduces in forward() itself.
+
+    Raises:
+        TapsError: one may do so.
     """
     if REDUCE in row.functions:
         return
@@ -35,7 +38,7 @@ def check_reduced(row: Row, source: Source) -> None:
 
 
 def _constructions(source: Source, cls: ast.ClassDef, attr: str) -> list[tuple[ast.Call, Source]]:
-    """The calls whose result `__init__`, own or inherited, assigns to `self.<attr>`."""
+    """Find the calls whose result `__init__`, own or inherited, assigns to `self.<attr>`."""
     init = method(cls, "__init__")
     found = [
         (node.value, source)
@@ -54,7 +57,7 @@ def _constructions(source: Source, cls: ast.ClassDef, attr: str) -> list[tuple[a
 
 
 def _reduce_results(call: ast.Call, source: Source) -> ast.expr | None:
-    """What the call passes for `reduce_results`, or the class's default; None if it has none."""
+    """Find the value of `reduce_results` in a call, or the class's default; None if it has none."""
     for keyword in call.keywords:
         if keyword.arg == "reduce_results":
             return keyword.value
@@ -85,7 +88,7 @@ def _reduce_results(call: ast.Call, source: Source) -> ast.expr | None:
 
 
 def _true(value: ast.expr | None, row: Row) -> bool:
-    """Whether the value is true, given what the row assumes; None means nothing was said."""
+    """Tell whether a value is true, given what the row assumes; None, where nothing is said, is."""
     if value is None or (isinstance(value, ast.Constant) and value.value is True):
         return True
     return (

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the table makes of a tree, as text: `python -m patches.taps.report TREE`.
+"""Reports how the table fits a tree: `python -m patches.taps.report TREE`.
 
-Meant for a rebase: which classes still fit, which do not and why, which are new. TREE is an
+It is for a rebase: which classes still fit, which do not and why, which are new. TREE is an
 unpacked upstream wheel, not yet wired; nothing is written. Exit status 1 when a hand is needed.
 """
 
@@ -15,7 +15,11 @@ from patches.taps.rows import WIRED, Idiom
 
 
 def report(tree_root: Path) -> tuple[str, bool]:
-    """(the text, whether everything fits)."""
+    """Try the table on an unwired tree.
+
+    Returns:
+        The report as text, and whether everything fits.
+    """
     outcomes = verify(tree_root)
     findings = census.check(tree_root)
     counts = Counter(o.row.idiom for o in outcomes if o.ok)
@@ -32,6 +36,7 @@ def report(tree_root: Path) -> tuple[str, bool]:
 
 
 def main() -> int:
+    """Print the report of the tree on the command line; return the exit status."""
     if len(sys.argv) != 2:
         print(__doc__, file=sys.stderr)
         return 2

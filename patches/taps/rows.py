@@ -1,46 +1,50 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The vocabulary of the table: what one row may say about one decoder class."""
+"""The table's vocabulary: what a row may say about a decoder class."""
 
 from dataclasses import dataclass
 from enum import Enum
 
 ALL_POINTS = ("pre_attn", "post_attn", "post_block")
+"""The points that a block can have, in stream order."""
 FLOAT16 = "hidden_states.dtype == torch.float16"
+"""The test of upstream for float16, as `Row.assume` names it."""
 MODELS = "vllm/model_executor/models/"
 FAMILIES = "vllm/models/"
+"""The two folders of upstream's models."""
 
 
 class Idiom(Enum):
     """How a decoder block carries the stream (docs/hook-contract.md)."""
 
-    FUSED = "fused"  # (hidden, residual) pair, norms that add; R1
-    FUSED_SINGLE = "fused-single-mixer"  # the same with one mixer and no second norm; R2
-    PAIRED = "paired"  # such a pair whose norms a call hides, or some layers lack
-    UNFUSED = "unfused"  # explicit sums, one complete stream; R3
-    SANDWICH_FUSED = "sandwich-fused"  # FUSED with a norm on each branch's output; R4
-    SANDWICH_UNFUSED = "sandwich-unfused"  # UNFUSED with a norm on each branch's output; R5
+    FUSED = "fused"  # (hidden, residual) pair, norms that add
+    FUSED_SINGLE = "fused-single-mixer"  # FUSED with one mixer and no second norm
+    PAIRED = "paired"  # a pair whose norms a call hides, or some layers lack
+    UNFUSED = "unfused"  # explicit sums, one complete stream
+    SANDWICH_FUSED = "sandwich-fused"  # FUSED with a norm on each branch's output
+    SANDWICH_UNFUSED = "sandwich-unfused"  # UNFUSED with a norm on each branch's output
     NORMED = "normed"  # UNFUSED with the first sum and the second norm inside one call
-    PARALLEL = "parallel"  # mixer and MLP from the same input, or one mixer, one sum; R6
+    PARALLEL = "parallel"  # mixer and MLP from the same input, or one mixer, one sum
     HAND = "hand"  # lines and a digest of the class, for what the proof cannot read
-    INHERITED = "inherited"  # forward() comes from a wired class; R7
-    EXCLUDED = "excluded"  # never wired, and why; R8
+    INHERITED = "inherited"  # forward() comes from a wired class
+    EXCLUDED = "excluded"  # never wired, and why
     REFUSED = "refused"  # not wired, and why: the class says so at run time
 
 
 DEFERRED = frozenset({Idiom.FUSED, Idiom.FUSED_SINGLE, Idiom.SANDWICH_FUSED, Idiom.PAIRED})
 SUMMED = frozenset({Idiom.UNFUSED, Idiom.SANDWICH_UNFUSED, Idiom.NORMED, Idiom.PARALLEL})
 WIRED = DEFERRED | SUMMED | {Idiom.HAND}
+"""The idioms whose classes get taps. The stream is a pair of tensors in DEFERRED, one in SUMMED."""
 
 
 class NormCall(Enum):
-    """What a norm called with two arguments does."""
+    """The meaning of a norm that is called with two arguments."""
 
     ADDS = "norm(h, r) -> (N(h + r), h + r)"
     PASSES = "norm(h, r) -> (N(h), r)"  # Cohere
 
 
 class Second(Enum):
-    """What forward() returns after the stream, in the idioms that return a complete stream."""
+    """The second value that forward() returns, in the idioms that return a complete stream."""
 
     ABSENT = "return h"
     NONE = "return h, None"
@@ -48,7 +52,7 @@ class Second(Enum):
 
 
 class Allow(Enum):
-    """What a class does beyond its idiom that leaves the points' meaning as it is."""
+    """A thing that a class does beyond its idiom, and that leaves the points' meaning as it is."""
 
     NO_MIXER = "some layers have no mixer: it counts as one that adds nothing"
     NO_MLP = "some configuration has no MLP"
@@ -60,7 +64,7 @@ class Allow(Enum):
 
 @dataclass(frozen=True)
 class Row:
-    """One decoder class.
+    """One decoder class, and how it is wired.
 
     `norms`: attributes of the norms that read the stream, in order. In the fused idioms the first
     is the one of `if residual is None`, the others are the ones that take the deferred sum before
@@ -104,7 +108,7 @@ class Row:
 
     @property
     def points(self) -> tuple[str, ...]:
-        """The points this class has, in stream order."""
+        """The points of this class, in stream order."""
         if self.idiom in (Idiom.EXCLUDED, Idiom.REFUSED, Idiom.INHERITED):
             return ()
         if self.idiom is Idiom.HAND:
@@ -116,10 +120,10 @@ class Row:
 
     @property
     def unless(self) -> tuple[str, ...]:
-        """`assume` as the binder knows it: attributes of the layer, and "float16"."""
+        """The tests of `assume` as the binder knows them: attributes of the layer, or "float16"."""
         return tuple("float16" if a == FLOAT16 else a.removeprefix("self.") for a in self.assume)
 
     @property
     def key(self) -> str:
-        """`file:Class`, unique in the table."""
+        """The row's name `file:Class`, unique in the table."""
         return f"{self.file}:{self.cls}"

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Small questions about libcst statements, shared by the idioms."""
+"""Reads libcst statements, for all idioms."""
 
 from collections.abc import Iterator
 
@@ -12,23 +12,23 @@ _EMPTY = cst.Module([])
 
 
 def code(node: cst.CSTNode) -> str:
-    """Source text of a node, without surrounding whitespace."""
+    """Return the source text of a node, without surrounding whitespace."""
     return _EMPTY.code_for_node(node).strip()
 
 
 def fail(row: Row, expected: str, found: str) -> TapsError:
-    """The error of an idiom whose anchor is missing."""
+    """Make the error of an idiom whose anchor is missing."""
     return TapsError(row.file, row.cls, f"{row.idiom.value} idiom: {expected}", found, REMEDY_SHAPE)
 
 
 def body(forward: cst.FunctionDef) -> list[cst.BaseStatement]:
-    """Top-level statements of a function."""
+    """Return the top-level statements of a function."""
     assert isinstance(forward.body, cst.IndentedBlock)
     return list(forward.body.body)
 
 
 def blocks(nodes: list[cst.BaseStatement]) -> Iterator[list[cst.BaseStatement]]:
-    """This block of statements and those of the `if` statements in it, outer first."""
+    """Iterate over a block of statements and those of the `if` statements in it, outer first."""
     yield nodes
     for node in nodes:
         suite: cst.If | cst.Else | None = node if isinstance(node, cst.If) else None
@@ -38,7 +38,7 @@ def blocks(nodes: list[cst.BaseStatement]) -> Iterator[list[cst.BaseStatement]]:
 
 
 def statements(nodes: list[cst.BaseStatement]) -> Iterator[cst.BaseStatement]:
-    """All statements, those inside `if` blocks too."""
+    """Iterate over all statements, those inside `if` blocks too."""
     for block in blocks(nodes):
         yield from block
 
@@ -48,16 +48,19 @@ def _block(suite: cst.BaseSuite) -> list[cst.BaseStatement]:
 
 
 def only(node: cst.CSTNode) -> cst.BaseSmallStatement | None:
-    """The small statement of a line that holds exactly one."""
+    """Return the small statement of a line that holds exactly one, else None."""
     if isinstance(node, cst.SimpleStatementLine) and len(node.body) == 1:
         return node.body[0]
     return None
 
 
 def last_return(row: Row, forward: cst.FunctionDef) -> tuple[cst.BaseStatement, cst.Return]:
-    """The only return of forward(), which must be its last statement.
+    """Return the only `return` of forward(), which must be its last statement.
 
     Branches that the row assumes away do not count.
+
+    Raises:
+        TapsError: there is another, or none at the end.
     """
     stmts = body(forward)
     live = [s for s in stmts if not (isinstance(s, cst.If) and code(s.test) in row.assume)]
@@ -70,7 +73,7 @@ def last_return(row: Row, forward: cst.FunctionDef) -> tuple[cst.BaseStatement, 
 
 
 def assigned(node: cst.CSTNode) -> tuple[str, cst.BaseExpression] | None:
-    """(target text, value) of `target = value`."""
+    """Return the target's text and the value of `target = value`, else None."""
     small = only(node)
     if isinstance(small, cst.Assign) and len(small.targets) == 1:
         return code(small.targets[0].target), small.value
@@ -78,7 +81,7 @@ def assigned(node: cst.CSTNode) -> tuple[str, cst.BaseExpression] | None:
 
 
 def summands(value: cst.BaseExpression) -> list[str]:
-    """`a + b + c` as its operands' texts; one element when it is not a sum."""
+    """Return the texts of the operands of `a + b + c`; one text where it is not a sum."""
     if isinstance(value, cst.BinaryOperation) and isinstance(value.operator, cst.Add):
         return summands(value.left) + summands(value.right)
     return [code(value)]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reading the upstream tree: modules, classes, and where a norm's class comes from."""
+"""Reads the upstream tree: modules, classes, and where a norm's class comes from."""
 
 import ast
 import re
@@ -19,10 +19,11 @@ class Tree:
         self._sources: dict[str, Source] = {}
 
     def has(self, file: str) -> bool:
+        """Tell whether the tree has this file."""
         return (self.root / file).is_file()
 
     def read(self, file: str) -> "Source":
-        """The module at `file`; TapsError when it is missing."""
+        """Return the module at `file`; raises TapsError where it is missing."""
         if not self.has(file):
             raise TapsError(
                 file,
@@ -37,7 +38,7 @@ class Tree:
         return self._sources[file]
 
     def modules(self, folder: str) -> "Iterator[Source]":
-        """All modules under a folder, sorted."""
+        """Iterate over all modules under a folder, sorted."""
         for path in sorted((self.root / folder).rglob("*.py")):
             yield self.read(str(path.relative_to(self.root)))
 
@@ -52,14 +53,15 @@ class Source:
 
     @cached_property
     def tree(self) -> ast.Module:
+        """The module, parsed."""
         return ast.parse(self.text, filename=self.file)
 
     def defines(self, name: str) -> bool:
-        """Whether there is a top-level class of that name, without parsing the module."""
+        """Tell whether there is a top-level class of that name, without parsing the module."""
         return re.search(rf"^class {re.escape(name)}\b", self.text, re.MULTILINE) is not None
 
     def cls(self, name: str) -> ast.ClassDef:
-        """The only top-level class of that name; TapsError when there is none, or several."""
+        """Return the only top-level class of that name; raises TapsError for none, or several."""
         found = [n for n in self.tree.body if isinstance(n, ast.ClassDef) and n.name == name]
         if len(found) != 1:
             raise TapsError(
@@ -72,12 +74,12 @@ class Source:
         return found[0]
 
     def module_name(self) -> str:
-        """Dotted name, e.g. `vllm.model_executor.models.llama`."""
+        """Return the dotted name, such as `vllm.model_executor.models.llama`."""
         return self.file.removesuffix(".py").replace("/", ".")
 
     @cached_property
     def imports(self) -> dict[str, tuple[str, str]]:
-        """name -> (absolute module, original name), of the top-level `from` imports."""
+        """The names of the top-level `from` imports: name -> (absolute module, original name)."""
         package = self.module_name().split(".")
         found = {}
         for node in self.tree.body:
@@ -91,7 +93,7 @@ class Source:
 
 
 def method(cls: ast.ClassDef, name: str) -> ast.FunctionDef | None:
-    """The function `name` in the body of `cls` itself."""
+    """Return the function `name` in the body of `cls` itself, or None."""
     for node in cls.body:
         if isinstance(node, ast.FunctionDef) and node.name == name:
             return node
@@ -99,7 +101,7 @@ def method(cls: ast.ClassDef, name: str) -> ast.FunctionDef | None:
 
 
 def resolve(source: Source, name: str) -> str:
-    """Qualified name of the class or function `name` of that module, through re-imports."""
+    """Return the qualified name of the class or function `name` of a module, through re-imports."""
     imported = source.imports.get(name)
     if imported is None:
         return f"{source.module_name()}.{name}"
@@ -111,7 +113,7 @@ def resolve(source: Source, name: str) -> str:
 
 
 def find_class(source: Source, qualified: str) -> tuple[Source, ast.ClassDef]:
-    """The module and the class behind a qualified name of the tree."""
+    """Return the module and the class behind a qualified name of the tree."""
     module, _, name = qualified.rpartition(".")
     file = module.replace(".", "/") + ".py"
     home = source if file == source.file else source.home.read(file)
@@ -119,17 +121,17 @@ def find_class(source: Source, qualified: str) -> tuple[Source, ast.ClassDef]:
 
 
 def bases(source: Source, cls: ast.ClassDef) -> list[str]:
-    """Qualified names of the plain-name bases of `cls` (others, like nn.Module, as written)."""
+    """Return the bases of `cls`: plain names qualified, others, such as nn.Module, as written."""
     return [resolve(source, b.id) if isinstance(b, ast.Name) else ast.unparse(b) for b in cls.bases]
 
 
 def attribute_classes(source: Source, cls: ast.ClassDef, attr: str) -> set[str]:
-    """Qualified names of what `__init__` assigns to `self.<attr>`, own or inherited.
+    """Return the classes of what `__init__`, own or inherited, assigns to `self.<attr>`, qualified.
 
-    Understands `self.a = C(...)`, `nn.ModuleList([C(...) for ...])` (for `a[0]`, as for `a`),
-    `... if c else None`, a class chosen by a conditional, and one
-    returned by a function of the module (alone or as the first of a tuple). Anything else is
-    returned as its source text, which then matches no known class.
+    It understands `self.a = C(...)`, `nn.ModuleList([C(...) for ...])` (for `a[0]`, as for `a`),
+    `... if c else None`, a class chosen by a conditional, and one returned by a function of the
+    module (alone or as the first of a tuple). Anything else is returned as its source text, which
+    then matches no known class.
     """
     init = method(cls, "__init__")
     attr = attr.partition("[")[0]
@@ -155,6 +157,7 @@ def attribute_classes(source: Source, cls: ast.ClassDef, attr: str) -> set[str]:
 
 
 def _constructed(source: Source, scope: ast.FunctionDef, value: ast.expr) -> set[str]:
+    """Return the classes that an assigned value may be of."""
     if isinstance(value, ast.IfExp):
         return _constructed(source, scope, value.body) | _constructed(source, scope, value.orelse)
     if isinstance(value, ast.Constant) and value.value is None:
@@ -170,7 +173,7 @@ def _constructed(source: Source, scope: ast.FunctionDef, value: ast.expr) -> set
 
 
 def _classes_named(source: Source, scope: ast.FunctionDef, name: str) -> set[str]:
-    """What a local or module-level name may stand for."""
+    """Return the classes that a local or module-level name may stand for."""
     for node in ast.walk(scope):
         if not isinstance(node, ast.Assign):
             continue
@@ -188,6 +191,7 @@ def _classes_named(source: Source, scope: ast.FunctionDef, name: str) -> set[str
 
 
 def _classes_returned(source: Source, function: str) -> set[str]:
+    """Return the classes that a function of the module returns."""
     found: set[str] = set()
     for node in source.tree.body:
         if isinstance(node, ast.FunctionDef) and node.name == function:

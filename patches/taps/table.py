@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every decoder-like class of the two model trees, and what becomes of it.
+"""The table lists every decoder-like class of the two model trees, and what becomes of it.
 
 The rows are in `table_fused.py`, `table_summed.py`, `table_hand.py` (wired), `table_rest.py`
 (inherited, refused) and `table_excluded.py`. A refused class says why at start-up.
@@ -26,3 +26,4 @@ ROWS: tuple[Row, ...] = (
     *REFUSED,
     *EXCLUDED,
 )
+"""All rows of the table."""

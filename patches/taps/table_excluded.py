@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Classes that look like decoder blocks by name and are none, so that the census can be exact."""
+"""The classes that have names of decoder blocks and are none, so that the census can be exact."""
 
 from patches.taps.rows import FAMILIES as F
 from patches.taps.rows import MODELS as M

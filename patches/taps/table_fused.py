@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The classes whose stream is a (hidden, residual) pair: fused, single-mixer, sandwich-fused."""
+"""The classes whose stream is a (hidden, residual) pair: fused, paired, single-mixer, sandwich."""
 
 from patches.taps.rows import FAMILIES as V
 from patches.taps.rows import FLOAT16, Allow, Idiom, Row

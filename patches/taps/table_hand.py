@@ -8,6 +8,7 @@ PAIR = "hidden_states, residual"
 
 
 def _pair(point: str, method: str, partial: str) -> str:
+    """Return the line of a tap that steers a pair."""
     flag = f", partial={partial}" if partial else ""
     return f"{PAIR} = self.taps.{point}.{method}({PAIR}{flag})"
 
@@ -15,9 +16,12 @@ def _pair(point: str, method: str, partial: str) -> str:
 def _fused_pair(
     entry: str, second: str, partial: tuple[str, str, str]
 ) -> tuple[tuple[str, str, str], ...]:
-    """A (hidden, residual) pair whose `hidden` a later norm reduces over tensor-parallel ranks.
+    """Return the lines for a pair whose `hidden` a later norm reduces over tensor-parallel ranks.
 
-    `partial`: for each point, what says that `hidden` is a partial sum there; empty for never.
+    Args:
+        entry, second: the anchors, calls of the two norms.
+        partial: for each point the expression that says whether `hidden` is a partial sum there;
+            "" for never.
     """
     return (
         ("before", entry, _pair("pre_attn", "steer_pair", partial[0])),
@@ -36,6 +40,7 @@ _ALWAYS = ("True", "True", "True")
 
 
 def _renorm(point: str, normed: str, norm: str) -> tuple[str, str, str]:
+    """Return the row's line of a tap that norms again what it changed."""
     pair = f"{normed}, hidden_states"
     return "after", norm, f"{pair} = self.taps.{point}.renorm({pair}, {norm})"
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The classes that need no edit (they inherit a wired forward()), and those not wired yet."""
+"""The classes that need no edit, as they inherit a wired forward(), and those that are refused."""
 
 from patches.taps.rows import FAMILIES as F
 from patches.taps.rows import MODELS as M

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The classes with written-out sums: unfused, sandwich-unfused, parallel."""
+"""The classes with written-out sums: unfused, sandwich-unfused, normed, parallel."""
 
 from patches.taps.rows import MODELS as M
 from patches.taps.rows import Allow, Idiom, NormCall, Row, Second

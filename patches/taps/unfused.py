@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where the taps go when sums are written out and one tensor carries the complete stream.
+"""Places the taps where sums are written out and one tensor carries the complete stream.
 
 h = self.taps.pre_attn(h)        # first statement: norm, branch and skip read the steered value
 ...
@@ -19,7 +19,7 @@ from patches.taps.shapes import assigned, blocks, body, code, fail, last_return,
 
 
 def locate(row: Row, forward: cst.FunctionDef) -> Edits:
-    """The edits for a class of an unfused or parallel idiom; TapsError without the anchors."""
+    """Return the edits for an unfused or parallel class; raises TapsError without the anchors."""
     edits = Edits()
     stmts = body(forward)
     wanted = 1 if row.idiom is Idiom.PARALLEL else 2
@@ -44,14 +44,14 @@ def locate(row: Row, forward: cst.FunctionDef) -> Edits:
 
 
 def _first(stmts: list[cst.BaseStatement]) -> cst.BaseStatement:
-    """The first statement that is not the docstring."""
+    """Return the first statement that is not the docstring."""
     small = only(stmts[0])
     is_text = isinstance(small, cst.Expr) and isinstance(small.value, cst.SimpleString)
     return stmts[1] if is_text else stmts[0]
 
 
 def _sum_target(row: Row, stmt: cst.BaseStatement) -> str | None:
-    """The name that a sum with the skip connection is assigned to, if `stmt` is one."""
+    """Return the name that a sum with the skip connection is assigned to, if `stmt` is one."""
     pair = assigned(stmt)
     if pair is not None:
         operands = summands(pair[1])
@@ -64,6 +64,7 @@ def _sum_target(row: Row, stmt: cst.BaseStatement) -> str | None:
 
 
 def _returned(row: Row, ret: cst.Return) -> str:
+    """Return the name of the stream in the `return`, which must have the row's second value."""
     value = ret.value
     second = ""
     if isinstance(value, cst.Tuple) and len(value.elements) == 2:

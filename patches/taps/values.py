@@ -1,22 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The values of the symbolic execution in proof.py."""
+"""The values that the symbolic execution in proof.py computes with."""
 
 import itertools
 import re
 from dataclasses import dataclass, field
 
 STALE = "stale"
+"""The symbol of a residual argument that the block must not read."""
 _serial = itertools.count()
 
 
 @dataclass(frozen=True, eq=False)
 class Atom:
-    """One symbol: a piece of the stream, or something computed from it. Compared by identity.
+    """A symbol: a piece of the stream, or computed from it. Compared by identity.
 
-    `what`: for messages. `src`: versions of the complete stream it was computed from (empty for a
-    piece of the stream). `whole`: false when half of a deferred sum, or a sum that no tap has seen,
-    went into it. `stages`: which branches it passed through ("mixer", "mlp"). `calls`: declared
-    callables it passed through. `normed`: (norm, the ids of the terms it was called on).
+    `what`: its name in messages. `src`: versions of the complete stream it was computed from (empty
+    for a piece of the stream). `whole`: false when half of a deferred sum, or a sum that no tap has
+    seen, went into it. `stages`: which branches it passed through ("mixer", "mlp"). `calls`:
+    declared callables it passed through. `buffer`: whether it is memory that a call is to fill.
+    `normed`: (norm, the ids of the terms it was called on).
     """
 
     what: str
@@ -29,7 +31,7 @@ class Atom:
 
     @property
     def computed(self) -> bool:
-        """Whether this was computed from the stream rather than being a piece of it."""
+        """Whether it was computed from the stream, rather than being a piece of it."""
         return bool(self.src)
 
 
@@ -41,12 +43,13 @@ class Tensor:
     storage: int = field(default_factory=lambda: next(_serial))
 
     def text(self) -> str:
+        """Return the sum as text, for messages."""
         return " + ".join(a.what for a in self.terms)
 
 
 @dataclass(frozen=True)
 class Plain:
-    """Anything that is not a tensor of the stream.
+    """A value that is not a tensor of the stream.
 
     `parts`: the tensors it holds (dicts). `known`: its truth, where this path fixes it.
     """
@@ -57,7 +60,7 @@ class Plain:
 
 @dataclass(frozen=True)
 class Nothing:
-    """None."""
+    """The value None."""
 
 
 @dataclass(frozen=True)
@@ -68,19 +71,19 @@ class Several:
 
 
 class Impossible(Exception):
-    """A path on which forward() itself would raise."""
+    """Raised on a path on which forward() itself would raise."""
 
 
 Value = Tensor | Plain | Nothing | Several
 
 
 def same(a: tuple[Atom, ...], b: tuple[Atom, ...]) -> bool:
-    """Whether two sums have the same terms, each as often."""
+    """Tell whether two sums have the same terms, each as often."""
     return sorted(map(id, a)) == sorted(map(id, b))
 
 
 def minus(a: tuple[Atom, ...], b: tuple[Atom, ...]) -> tuple[Atom, ...] | None:
-    """The terms of `a` left when `b` is taken away once, or None if `b` is not contained."""
+    """Return the terms of `a` without those of `b`, each taken once; None if one is missing."""
     left = list(a)
     for atom in b:
         if atom not in left:
@@ -106,7 +109,7 @@ class State:
     decided: dict[str, bool] = field(default_factory=dict)
 
     def fork(self) -> "State":
-        """An independent copy."""
+        """Return an independent copy."""
         return State(
             dict(self.env),
             self.stream,
@@ -117,6 +120,6 @@ class State:
         )
 
     def forget(self, name: str) -> None:
-        """`name` was assigned: tests that mention it are open again."""
+        """Forget the tests that mention `name`, which was assigned: they are open again."""
         word = re.compile(rf"\b{re.escape(name)}\b")
         self.decided = {t: v for t, v in self.decided.items() if not word.search(t)}

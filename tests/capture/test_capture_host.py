@@ -19,6 +19,8 @@ import torch
 from tests.support.consumers import PATIENCE, SITES, WIDTH, Recorder, Running, batch_of, request_of
 from vllm.v1.capture.consumer import CaptureConsumer, RequestEnd, RowBatch
 
+pytestmark = pytest.mark.quick
+
 END = RequestEnd(num_tokens=9)
 
 

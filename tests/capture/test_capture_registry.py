@@ -31,6 +31,8 @@ from vllm.v1.capture.registry import (
     parse_consumers,
 )
 
+pytestmark = pytest.mark.quick
+
 
 class Engine(Recorder):
     """A consumer with options, that runs in the engine core."""

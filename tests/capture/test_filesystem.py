@@ -39,6 +39,8 @@ from vllm.v1.capture.consumer import RequestEnd
 from vllm.v1.capture.consumers.filesystem import FilesystemCaptureRequest, FilesystemConsumer
 from vllm.v1.capture.consumers.filesystem.publication import CollisionError
 
+pytestmark = pytest.mark.quick
+
 Store = tuple[str, dict[str, Any]]
 """Root and storage options."""
 
@@ -163,7 +165,7 @@ def test_layouts_side_by_side(store: Store) -> None:
         + ["t/r-packed.safetensors", shard, "default/unnamed.safetensors"]
     )
     captures = reader.open(root, options)
-    assert {r.layout: r.name for r in captures.of_tag("t")} == {n: f"r-{n}" for n in LAYOUTS}
+    assert {r.layout: r.name for r in captures.requests("t")} == {n: f"r-{n}" for n in LAYOUTS}
     assert captures.tags() == ["default", "t"]
 
 

@@ -19,6 +19,8 @@ from tests.support.stored import LAYOUTS, SITES, WIDTH, publish, request, same, 
 from vllm.v1.capture import reader
 from vllm.v1.capture.file_format import CaptureFileError
 
+pytestmark = pytest.mark.quick
+
 Tensors = dict[str, torch.Tensor]
 
 

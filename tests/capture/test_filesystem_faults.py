@@ -41,9 +41,11 @@ from vllm.v1.capture import reader
 from vllm.v1.capture.consumer import ConsumerResult, RequestEnd, RequestInfo
 from vllm.v1.capture.consumers.filesystem import FilesystemConsumer
 from vllm.v1.capture.consumers.filesystem import store as module
-from vllm.v1.capture.consumers.filesystem.shards import Entry, Shards
+from vllm.v1.capture.consumers.filesystem.shards import ShardEntry, Shards
 from vllm.v1.capture.registry import ConsumerSpec, HostLimits
 from vllm.v1.capture.transport.host import ConsumerHost
+
+pytestmark = pytest.mark.full
 
 PATIENCE = 60.0
 """Seconds until a test gives up waiting."""
@@ -345,7 +347,7 @@ def test_a_store_hangs(odd: str, layout: str, monkeypatch: pytest.MonkeyPatch) -
             hanging.set()
             assert back.wait(PATIENCE)
 
-    def noted(shards: Shards, entry: Entry) -> None:
+    def noted(shards: Shards, entry: ShardEntry) -> None:
         drop(shards, entry)
         dropped.set()
 

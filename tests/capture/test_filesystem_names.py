@@ -16,6 +16,8 @@ from tests.support.stored import LAYOUTS, publish, request, started
 from vllm.v1.capture import reader
 from vllm.v1.capture.consumers.filesystem import FilesystemConsumer, names
 
+pytestmark = pytest.mark.quick
+
 ANY = st.one_of(
     st.text(max_size=12),
     st.text("ab.-_/\\~0:~ A\0\n%", max_size=8),

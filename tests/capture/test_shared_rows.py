@@ -20,6 +20,8 @@ from vllm.v1.capture.transport import shared_rows as module
 from vllm.v1.capture.transport.shared_rows import RowsOfOthers, SharedRows, share_rows
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
+pytestmark = pytest.mark.full
+
 KB = 1 << 10
 
 

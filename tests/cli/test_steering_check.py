@@ -19,6 +19,8 @@ from vllm.v1.interventions.worker.tap_layers import find_layers
 if TYPE_CHECKING:
     from tests.conftest import TinyModels
 
+pytestmark = pytest.mark.quick
+
 
 @pytest.fixture(scope="module")
 def probe(tiny_models: TinyModels) -> Iterator[Probe]:

@@ -25,6 +25,8 @@ from vllm.utils.argparse_utils import FlexibleArgumentParser
 if TYPE_CHECKING:
     from tests.conftest import TinyModels
 
+pytestmark = pytest.mark.quick
+
 BOTH: dict[str, Any] = {"enable_steering": True, "capture_consumers": ["inline"]}
 STEERING: dict[str, Any] = {"enable_steering": True}
 CAPTURE: dict[str, Any] = {"capture_consumers": ["inline"]}

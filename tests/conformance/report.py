@@ -29,7 +29,7 @@ _HEAD = """# Models
 
 Made by `make test-models`; not edited by hand. Every architecture below is a tiny random model,
 written by transformers and run by both: each point of each layer is read, and vectors are added at
-the first, a middle and the last layer (docs/hook-contract.md, "Proof, per architecture").
+the first, a middle and the last layer (docs/hook-contract.md, "What proves it").
 Errors are relative L2 of the worst row. *plain*: log-probabilities of vLLM without us. *read*:
 captured rows, unsteered and steered, at most 1e-4. *write*: log-probabilities while steered, at
 most 1e-3. *moved*: the least that a vector moved them, at least 0.05. Where the kernels have no

@@ -23,6 +23,8 @@ from vllm import LLM
 if TYPE_CHECKING:
     from tests.conftest import TinyModels
 
+pytestmark = pytest.mark.full
+
 PROMPTS = check.prompts()
 # Log-probabilities of a whole vocabulary are slow under Triton's interpreter.
 LOGIT_PROMPTS = check.prompts(lengths=(17, 5))
@@ -41,6 +43,8 @@ CHOSEN = (
     "solar",  # the model changes the stream between blocks
 )
 V2_MODELS = ("cohere2", "gemma2", "gpt2", "gptj", "llama", "qwen2_moe")
+QUICK = {"v1": ("cohere2", "exaone4", "gemma2", "gpt2", "llama"), "v2": ("gpt2", "llama")}
+"""One of each way a block carries its stream, and two in V2."""
 
 
 @dataclass(frozen=True)
@@ -52,9 +56,13 @@ class Pair:
 
 
 def each_model() -> list[Any]:
-    """The chosen rows of `models.MODELS`, those of V2 marked."""
-    marks = {name: [pytest.mark.v2] for name in V2_MODELS}
-    return [pytest.param(name, marks=marks.get(name, [])) for name in CHOSEN]
+    """The chosen rows of `models.MODELS`, those of V2 and of the quick tier marked."""
+    marks: dict[str, list[pytest.MarkDecorator]] = {name: [] for name in CHOSEN}
+    for name in V2_MODELS:
+        marks[name].append(pytest.mark.v2("quick" if name in QUICK["v2"] else "full"))
+    for name in QUICK["v1"]:
+        marks[name].append(pytest.mark.quick)
+    return [pytest.param(name, marks=marks[name]) for name in CHOSEN]
 
 
 @pytest.fixture(scope="module", params=each_model())

@@ -20,6 +20,8 @@ from tests.conformance.cases import TIERS, SteeringCase
 from tests.conformance.reference import Forward, Site
 from vllm import SamplingParams
 
+pytestmark = pytest.mark.quick
+
 PROMPTS = check.prompts(lengths=(17, 5))
 
 

@@ -19,6 +19,8 @@ from tools.export import export
 from tools.into import assemble_into
 from tools.pins import BuildError, default_target, load_pin
 
+pytestmark = pytest.mark.quick
+
 ENGINE = "vllm/engine.py"
 MODEL = "vllm/model_executor/models/tiny.py"
 

@@ -25,6 +25,8 @@ from tools.pins import Pin, load_pin
 if TYPE_CHECKING:
     from tests.conftest import TinyModels
 
+pytestmark = pytest.mark.full
+
 LIBRARY = f"vllm/{native.LIBRARY}"
 ELF = b"\0GLIBC_2.2.5\0GLIBC_2.17\0"
 

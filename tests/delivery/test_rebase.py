@@ -13,6 +13,8 @@ from tools import merge, udiff
 from tools.pins import BuildError
 from tools.rebase import Wheel, finish, rebase
 
+pytestmark = pytest.mark.quick
+
 ENGINE = "vllm/engine.py"
 
 BASE = """\

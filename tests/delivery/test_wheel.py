@@ -21,6 +21,8 @@ from tools.assemble import git
 from tools.export import unified
 from tools.pins import ROOT, BuildError, load_pin
 
+pytestmark = pytest.mark.quick
+
 
 def test_wheel(miniature: Fork, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     miniature.seam()

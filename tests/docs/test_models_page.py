@@ -5,6 +5,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import pytest
+
 from patches.taps.rows import Idiom
 from patches.taps.table import ROWS
 from tests.conformance import report
@@ -12,6 +14,8 @@ from tests.conformance.proof import load_results
 from tests.conformance.zoo import MODELS
 from tests.conformance.zoo.absent import ABSENT
 from vllm.model_executor.models.registry import _TEXT_GENERATION_MODELS
+
+pytestmark = pytest.mark.quick
 
 
 def test_page_is_generated() -> None:

@@ -13,6 +13,8 @@ import pytest
 from benchmarks import prefill, report, results, show, targets, tpot
 from benchmarks.results import Row, Run
 
+pytestmark = pytest.mark.quick
+
 TEMPLATE = report.TEMPLATE.read_text()
 IDLE = next(t for t in targets.TARGETS if (t.benchmark, t.case) == ("tpot", "idle"))
 

@@ -48,6 +48,8 @@ from vllm.v1.interventions.worker.runner import WorkerInterventions
 from vllm.v1.interventions.worker.tap_check import check_sites
 from vllm.v1.interventions.worker.tap_layers import find_layers, refuse_layers
 
+pytestmark = pytest.mark.quick
+
 
 def executor_of(num_layers: int, shapes: list[TapShape | None]) -> Any:
     """An executor whose workers report `shapes` of a model with `num_layers` decoder layers."""

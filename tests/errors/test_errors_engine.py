@@ -17,6 +17,8 @@ from vllm.inputs import TokensPrompt
 if TYPE_CHECKING:
     from tests.conftest import TinyModels
 
+pytestmark = pytest.mark.full
+
 PROMPT = TokensPrompt(prompt_token_ids=[i % VOCAB for i in range(3, 12)])
 VECTOR = np.linspace(-1, 1, HIDDEN)
 HOOKS = {"post_block": [0]}

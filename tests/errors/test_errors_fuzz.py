@@ -20,6 +20,8 @@ from vllm.v1.interventions.plan import UNSTEERED, Plan, SteeringPlan, TapShape
 from vllm.v1.interventions.terms import OPS
 from vllm.v1.steering.modules import parse_module
 
+pytestmark = pytest.mark.quick
+
 CONFIG = config_of(
     max_steering_configs=1,
     steering_points=["pre_attn", "post_block"],

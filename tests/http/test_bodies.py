@@ -34,6 +34,8 @@ if TYPE_CHECKING:
 
 from tests.http.checks import LAYER, PROMPT, READ, SAID, STEER, VECTOR, Reference, check_rows
 
+pytestmark = pytest.mark.full
+
 
 @pytest.mark.parametrize(
     "given",

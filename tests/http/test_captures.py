@@ -15,6 +15,8 @@ from tests.http.server import KEY, NAME, greedy, serve
 from tests.support.serving import vector
 from vllm.entrypoints.serve.steering.client import SteeringClient, SteeringError, joined
 
+pytestmark = pytest.mark.full
+
 MATRIX = np.stack([vector(n, norm=1.0).numpy() for n in range(2)])
 
 

@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 
 from tests.http.checks import LAYER, PROMPT, READ, STEER, VECTOR, Reference, check_rows
 
+pytestmark = pytest.mark.quick
+
 
 def test_global_tiers(client: SteeringClient, reference: Reference) -> None:
     assert client.state()["enabled"]

@@ -15,6 +15,8 @@ from tests.http.server import Server, greedy
 from vllm.entrypoints.serve.steering.client import Choice, SteeringClient, joined
 from vllm.v1.capture import reader
 
+pytestmark = pytest.mark.full
+
 ROWS = {"hooks": {"post_block": [LAYER, 3]}, "positions": "all"}
 MOST = 80
 """Tokens of a stream that is cut off; the prompt leaves room for so many."""
@@ -81,7 +83,7 @@ def test_choices_have_files_of_their_own(
         prompt, sample = divmod(choice.index, n)
         stored = check_file(choice, root, f"{name}-{prompt}-{sample}")
         assert (stored.record.prompt, stored.sample) == (prompt, sample)
-    assert len([s for s in reader.open(str(root)).of_tag("http") if s.name.startswith(name)]) == (
+    assert len([s for s in reader.open(str(root)).requests("http") if s.name.startswith(name)]) == (
         prompts * n
     )
 

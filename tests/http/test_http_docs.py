@@ -15,6 +15,8 @@ from tests import ROOT
 from tests.conformance.models import HIDDEN
 from tests.http.server import KEY, Server
 
+pytestmark = pytest.mark.full
+
 PLACE = "http://localhost:8000"
 LINES = 'curl() { command curl "$@"; echo; }\n'
 

@@ -5,7 +5,11 @@ from __future__ import annotations
 
 import asyncio
 
+import pytest
+
 from tests.http import fuzz
+
+pytestmark = pytest.mark.full
 
 BODIES = 500
 

@@ -32,6 +32,8 @@ from vllm.entrypoints.speech_to_text.transcription.protocol import Transcription
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 from vllm.v1.interventions.plan import PLAN_FIELDS
 
+pytestmark = pytest.mark.quick
+
 SAID = [{"role": "user", "content": "x"}]
 SERVED = [
     (CompletionRequest, {"model": "m", "prompt": "x"}),

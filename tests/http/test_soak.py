@@ -12,6 +12,8 @@ from benchmarks import serve_soak
 from benchmarks.soak_asks import Asks
 from tests.http.server import KEY, Server
 
+pytestmark = pytest.mark.full
+
 
 @pytest.fixture(scope="module")
 def asks(model: Path) -> Asks:

@@ -16,6 +16,8 @@ from vllm.v1.interventions.ops import Op, parse_ops
 from vllm.v1.interventions.positions import Positions
 from vllm.v1.interventions.terms import INF, OPS, Scalars, make_term
 
+pytestmark = pytest.mark.quick
+
 PROMPT, END = 5, 9
 UNIT = [x / np.linalg.norm(VECTOR) for x in VECTOR]
 GATE = {"probe": VECTOR, "threshold": 0.5, "sharpness": 2.0}

@@ -12,6 +12,8 @@ from hypothesis import strategies as st
 
 from vllm.v1.interventions.positions import Positions, Run
 
+pytestmark = pytest.mark.quick
+
 END = 40
 RUNS = st.lists(st.tuples(st.integers(0, END), st.integers(0, END)), max_size=8)
 ANYWHERE = st.integers(0, END + 2)

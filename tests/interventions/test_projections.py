@@ -32,6 +32,8 @@ from vllm.v1.interventions.worker.outbox import send_rows
 from vllm.v1.interventions.worker.projection_table import ProjectionTable
 from vllm.v1.outputs import ModelRunnerOutput
 
+pytestmark = pytest.mark.quick
+
 SPECS = {name: ConsumerSpec(name) for name in ("inline", "one", "two")}
 CPU = torch.device("cpu")
 

@@ -20,6 +20,8 @@ from vllm.v1.interventions.worker.outbox import send_rows
 from vllm.v1.interventions.worker.projection_table import ProjectionTable
 from vllm.v1.outputs import ModelRunnerOutput
 
+pytestmark = pytest.mark.quick
+
 SITES, WIDTH, RING = 8, 64, 16 << 20
 """RING: bytes of a message that leaves the shared-memory ring."""
 RAW = CaptureGroup((tuple(range(SITES)), SITES, ((tuple(range(SITES)), None),)))

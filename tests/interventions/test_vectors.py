@@ -31,6 +31,8 @@ from vllm.v1.interventions.sites import need_layers
 from vllm.v1.interventions.vectors import Vectors, add_up, parse_vectors, vector_set_of
 from vllm.v1.steering.modules import no_positions
 
+pytestmark = pytest.mark.quick
+
 NUMBERS = st.floats(-1e3, 1e3)
 ROW = hnp.arrays(np.float64, HIDDEN, elements=NUMBERS)
 SITES = st.sampled_from([(p, n) for n in sorted(SHAPE.points) for p in SHAPE.points[n]])

@@ -14,6 +14,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.full
+
 _PROGRAM = """
 import json
 from tests.conformance.triton_cpu.sitecustomize import register_cpu_backend

@@ -21,7 +21,7 @@ from tests.support.terms import FAMILIES, LENGTH, Maker, Site, Steer, entry, wor
 from vllm.model_executor.layers import steering_terms
 from vllm.v1.interventions.terms import OPS
 
-pytestmark = pytest.mark.v2
+pytestmark = [pytest.mark.quick, pytest.mark.v2]
 
 TOLERANCE = 2e-6
 """Of float32 against float64, relative to the largest row a case passes through."""

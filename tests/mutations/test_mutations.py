@@ -5,7 +5,11 @@ runs all of them on six models, into docs/mutations.md.
 
 from __future__ import annotations
 
+import pytest
+
 from tests.mutations.run import UNMUTATED, run_model
+
+pytestmark = pytest.mark.full
 
 CHOSEN = {
     ("tap after the norm", "pre_attn"),

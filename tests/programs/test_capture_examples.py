@@ -27,6 +27,8 @@ from tests.conformance.engine import shut_down
 from vllm import LLM, SamplingParams
 from vllm.v1.capture.registry import parse_consumers
 
+pytestmark = pytest.mark.full
+
 PLUGIN = ROOT / "examples" / "capture_consumers" / "site_statistics"
 TINY = Recipe(hidden=64, heads=2, layers=3, intermediate=64, passages=300, steps=4)
 

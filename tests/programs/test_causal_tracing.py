@@ -14,6 +14,8 @@ from demo.train import Recipe, cached_model
 from examples.causal_tracing import Question, Traced, Tracer, replace, save, start
 from tests.conformance.engine import shut_down
 
+pytestmark = pytest.mark.full
+
 TINY = Recipe(hidden=64, heads=2, layers=3, intermediate=64, passages=300, steps=4)
 EXACT = 1e-5
 """In nats. The effects are far larger, though the model knows nothing."""

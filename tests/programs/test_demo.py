@@ -23,6 +23,8 @@ from demo.experiment import Choice, Result
 from demo.train import Recipe, cached_model
 from tests import ROOT
 
+pytestmark = pytest.mark.full
+
 TINY = Recipe(hidden=64, heads=2, layers=2, intermediate=64, passages=300, steps=4)
 
 

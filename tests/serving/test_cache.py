@@ -23,7 +23,7 @@ from vllm import LLM
 if TYPE_CHECKING:
     from tests.conftest import TinyModels
 
-pytestmark = pytest.mark.v2
+pytestmark = [pytest.mark.full, pytest.mark.v2]
 
 BLOCK = 32
 PROMPT = prompt_of(70, 10)

@@ -27,6 +27,8 @@ from vllm.v1.engine.async_llm import AsyncLLM
 if TYPE_CHECKING:
     from tests.conftest import TinyModels
 
+pytestmark = pytest.mark.full
+
 PROMPT = prompt_of(17, 70)
 HOOKS = {"pre_attn": [0], "post_block": "all"}
 NUM_SITES = 5

@@ -35,7 +35,7 @@ from vllm.v1.interventions.frontend.capture_request import check_global
 if TYPE_CHECKING:
     from tests.conftest import TinyModels
 
-pytestmark = pytest.mark.v2
+pytestmark = [pytest.mark.quick, pytest.mark.v2("full")]
 
 HOOKS = {"pre_attn": [0], "post_block": "all"}
 PROMPT = prompt_of(17, 60)

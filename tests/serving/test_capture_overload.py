@@ -38,6 +38,8 @@ from vllm.v1.capture.consumer import (
 if TYPE_CHECKING:
     from tests.conftest import TinyModels
 
+pytestmark = pytest.mark.full
+
 MIB = 1 << 20
 PROMPT, GENERATED = 90, 2
 ROWS = ALL_SITES * (PROMPT + GENERATED - 1)

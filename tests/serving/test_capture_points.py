@@ -16,7 +16,7 @@ from tests.support.serving import Ask, Judge, capture, prompt_of, serve, vector
 if TYPE_CHECKING:
     from tests.conftest import TinyModels
 
-pytestmark = pytest.mark.v2
+pytestmark = [pytest.mark.quick, pytest.mark.v2("full")]
 
 PROMPT = prompt_of(17, 140)
 STEERED = {"steering_vectors": {"pre_attn": {1: vector(140)}}}

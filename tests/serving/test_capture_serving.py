@@ -22,7 +22,7 @@ from vllm.v1.capture import stack
 if TYPE_CHECKING:
     from tests.conftest import TinyModels
 
-pytestmark = pytest.mark.v2
+pytestmark = [pytest.mark.quick, pytest.mark.v2]
 
 PROMPT, SHORT = prompt_of(17, 30), prompt_of(5, 31)
 STEERED = {"steering_vectors": {"post_attn": {1: vector(30)}}}

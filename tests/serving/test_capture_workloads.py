@@ -32,7 +32,7 @@ from vllm import LLM
 if TYPE_CHECKING:
     from tests.conftest import TinyModels
 
-pytestmark = pytest.mark.v2
+pytestmark = [pytest.mark.full, pytest.mark.v2]
 
 COUNT = int(os.environ.get("WORKLOADS", "6"))
 """Workloads of an engine, but for slow ones."""

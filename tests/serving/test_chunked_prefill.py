@@ -19,7 +19,7 @@ from vllm import LLM
 if TYPE_CHECKING:
     from tests.conftest import TinyModels
 
-pytestmark = pytest.mark.v2
+pytestmark = [pytest.mark.full, pytest.mark.v2]
 
 LONG, MIDDLE, SHORT = prompt_of(41, 40), prompt_of(17, 41), prompt_of(5, 42)
 ALL_SITES = len(serving.POINTS) * models.LAYERS

@@ -20,6 +20,8 @@ from vllm import LLM
 if TYPE_CHECKING:
     from tests.conftest import TinyModels
 
+pytestmark = pytest.mark.quick
+
 PROMPT, SHORT = prompt_of(41, 130), prompt_of(5, 131)
 
 

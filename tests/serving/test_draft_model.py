@@ -18,7 +18,7 @@ from tests.support.serving import Ask, Judge, capture, prompt_of, serve, vector
 if TYPE_CHECKING:
     from tests.conftest import TinyModels
 
-pytestmark = pytest.mark.v2
+pytestmark = [pytest.mark.full, pytest.mark.v2]
 
 LIMIT = {"max_tokens": 24}
 BASE = {"steering_vectors": {"pre_attn": {0: vector(140)}}}

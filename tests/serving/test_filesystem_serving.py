@@ -23,6 +23,8 @@ from vllm.v1.capture.consumers.filesystem import FilesystemCaptureRequest
 if TYPE_CHECKING:
     from tests.conftest import TinyModels
 
+pytestmark = pytest.mark.quick
+
 HOOKS = {"pre_attn": [0], "post_block": "all"}
 PROMPT = prompt_of(17, 70)
 
@@ -85,7 +87,7 @@ def test_every_layout(llm: LLM, root: str, layout: str, positions: str) -> None:
     given = [params(positions, request_id=f"probe_{i}", tag=tag, layout=layout) for i in range(3)]
     outputs = generate(llm, [PROMPT, PROMPT[1:], PROMPT[:5]], given)
     stored = [assert_stored(root, output.capture_results) for output in outputs]
-    assert sorted(r.name for r in reader.open(root).of_tag(tag)) == [
+    assert sorted(r.name for r in reader.open(root).requests(tag)) == [
         "probe_0",
         "probe_1",
         "probe_2",

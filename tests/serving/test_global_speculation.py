@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+import pytest
 import torch
 
 from tests.conformance import models
@@ -20,6 +21,8 @@ from tests.support.timeline import Own, Timeline, Vectors
 
 if TYPE_CHECKING:
     from tests.conftest import TinyModels
+
+pytestmark = pytest.mark.full
 
 ROWS = capture("all")
 A: Vectors = {"post_block": {1: vector(400)}}

@@ -30,6 +30,8 @@ from vllm.v1.interventions.worker.steering_table import SteeringTable
 if TYPE_CHECKING:
     from tests.conftest import TinyModels
 
+pytestmark = pytest.mark.full
+
 BLOCK = 32
 PROMPT = prompt_of(70, 200)
 FULL = 64

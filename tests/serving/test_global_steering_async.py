@@ -20,6 +20,8 @@ from vllm import LLM
 if TYPE_CHECKING:
     from tests.conftest import TinyModels
 
+pytestmark = pytest.mark.full
+
 DRAFTS = 3
 ROWS = capture("all")
 A: Vectors = {"post_block": {1: vector(300)}}

@@ -35,6 +35,8 @@ from vllm.v1.interventions.vectors import vector_set_of
 from vllm.v1.request import Request
 from vllm.v1.steering.modules import Module, parse_module
 
+pytestmark = pytest.mark.quick
+
 TESTS = ROOT / "tests"
 
 DEFECTS: dict[str, list[str]] = {

@@ -39,6 +39,8 @@ from vllm.v1.metrics.steering_stats import SteeringStats
 if TYPE_CHECKING:
     from tests.conftest import TinyModels
 
+pytestmark = pytest.mark.full
+
 RESULTS = [
     ConsumerResult("inline", "ok", payload={"much": "data"}, rows=5, num_bytes=500),
     ConsumerResult("logging", "ok", rows=3, num_bytes=300, seconds=0.02),

@@ -25,7 +25,7 @@ from vllm.v1.worker.gpu.cudagraph_utils import CudaGraphManager
 if TYPE_CHECKING:
     from tests.conftest import TinyModels
 
-pytestmark = pytest.mark.v2
+pytestmark = [pytest.mark.quick, pytest.mark.v2("full")]
 
 PLAIN, TAPPED = False, True
 STEERED = {"steering_vectors": {"post_attn": {1: vector(150)}}}

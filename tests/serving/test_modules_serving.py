@@ -23,6 +23,8 @@ from vllm.v1.steering import files
 if TYPE_CHECKING:
     from tests.conftest import TinyModels
 
+pytestmark = pytest.mark.quick
+
 PROMPT = prompt_of(70, 600)
 FULL = 64
 ROWS = capture("all")

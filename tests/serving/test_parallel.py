@@ -21,7 +21,7 @@ from vllm import LLM
 if TYPE_CHECKING:
     from tests.conftest import TinyModels
 
-pytestmark = pytest.mark.v2
+pytestmark = [pytest.mark.full, pytest.mark.v2]
 
 PROMPTS = check.prompts(lengths=(17, 5))
 STEERED = {"steering_vectors": {"post_attn": {1: vector(70)}}}

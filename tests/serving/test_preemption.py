@@ -22,7 +22,7 @@ from vllm import LLM
 if TYPE_CHECKING:
     from tests.conftest import TinyModels
 
-pytestmark = pytest.mark.v2
+pytestmark = [pytest.mark.full, pytest.mark.v2]
 
 GENERATED = 45
 """With a prompt of 20: three blocks each at the end, one at the start."""

@@ -25,7 +25,7 @@ from vllm.v1.engine.async_llm import AsyncLLM
 if TYPE_CHECKING:
     from tests.conftest import TinyModels
 
-pytestmark = pytest.mark.v2
+pytestmark = [pytest.mark.full, pytest.mark.v2]
 
 PROMPT, LONG = prompt_of(17, 120), prompt_of(41, 121)
 STEERED = {"steering_vectors": {"post_attn": {1: vector(120)}}}

@@ -21,6 +21,8 @@ from vllm.v1.interventions.scheduler.row_budget import RowBudget
 if TYPE_CHECKING:
     from tests.conftest import TinyModels
 
+pytestmark = pytest.mark.full
+
 LONG = 80
 """Tokens of a prompt that captures everything: a step takes all it can get."""
 

@@ -18,7 +18,7 @@ from vllm import LLM
 if TYPE_CHECKING:
     from tests.conftest import TinyModels
 
-pytestmark = pytest.mark.v2
+pytestmark = [pytest.mark.full, pytest.mark.v2]
 
 SLOTS = 2
 PROMPT = prompt_of(17, 70)

@@ -20,6 +20,8 @@ from vllm import LLM
 if TYPE_CHECKING:
     from tests.conftest import TinyModels
 
+pytestmark = pytest.mark.quick
+
 DRAFTS = 3
 ALL_SITES = len(serving.POINTS) * models.LAYERS
 ROW_BYTES = models.HIDDEN * 4

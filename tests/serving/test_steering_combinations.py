@@ -32,6 +32,8 @@ from vllm.sampling_params import BeamSearchParams, StructuredOutputsParams
 if TYPE_CHECKING:
     from tests.conftest import TinyModels
 
+pytestmark = pytest.mark.full
+
 PROMPT = prompt_of(41, 700)
 TEXT = list(b"It was a bright cold day in April, and the clocks were striking")
 """As tokens: of ASCII the token is the byte."""

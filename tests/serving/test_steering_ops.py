@@ -24,7 +24,7 @@ from vllm.v1.interventions.terms import OPS
 if TYPE_CHECKING:
     from tests.conftest import TinyModels
 
-pytestmark = pytest.mark.v2
+pytestmark = [pytest.mark.full, pytest.mark.v2]
 
 LONG, MIDDLE, SHORT = prompt_of(41, 70), prompt_of(17, 71), prompt_of(5, 72)
 PROMPT, BLOCK, FULL = prompt_of(70, 73), 32, 64

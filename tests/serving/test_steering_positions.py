@@ -22,6 +22,8 @@ from vllm import LLM
 if TYPE_CHECKING:
     from tests.conftest import TinyModels
 
+pytestmark = pytest.mark.quick
+
 BLOCK = 32
 PROMPT = prompt_of(41, 500)
 LONG = prompt_of(70, 501)

@@ -24,6 +24,8 @@ from vllm.v1.engine.async_llm import AsyncLLM
 if TYPE_CHECKING:
     from tests.conftest import TinyModels
 
+pytestmark = pytest.mark.full
+
 PROMPT = prompt_of(41, 800)
 A = {"post_block": {1: vector(800)}}
 B = {"pre_attn": {2: vector(801)}}

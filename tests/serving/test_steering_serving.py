@@ -22,7 +22,7 @@ from vllm.sampling_params import RequestOutputKind
 if TYPE_CHECKING:
     from tests.conftest import TinyModels
 
-pytestmark = pytest.mark.v2
+pytestmark = [pytest.mark.quick, pytest.mark.v2]
 
 LONG, SHORT, MIDDLE = prompt_of(41, 1), prompt_of(5, 2), prompt_of(17, 3)
 

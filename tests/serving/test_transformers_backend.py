@@ -17,6 +17,8 @@ from tests.conformance.tiny import NO_HEAD_DIM, PARALLEL, WINDOW, TinyModel
 from vllm import LLM
 from vllm.v1.interventions.worker.transformers_taps import tapped
 
+pytestmark = pytest.mark.full
+
 PROMPTS = check.prompts(lengths=(17, 5))
 # Architectures that only the backend has: it changes the classes of transformers for this process,
 # so those of other tests are left alone.

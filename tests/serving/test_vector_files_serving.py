@@ -21,6 +21,8 @@ from vllm import LLM
 if TYPE_CHECKING:
     from tests.conftest import TinyModels
 
+pytestmark = pytest.mark.full
+
 PROMPT = prompt_of(17, 70)
 
 

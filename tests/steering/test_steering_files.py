@@ -31,6 +31,8 @@ from vllm.v1.interventions.vectors import vectors_of
 from vllm.v1.steering.files import export_gguf, load, save
 from vllm.v1.steering.modules import Module, make_module, parse_module
 
+pytestmark = pytest.mark.quick
+
 Tiers = dict[str, dict[tuple[str, int], np.ndarray]]
 REPENG_SHAPE = TapShape(
     hidden_size=write_repeng.HIDDEN,

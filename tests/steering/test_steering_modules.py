@@ -26,6 +26,8 @@ from vllm.v1.steering.modules import (
     parse_module_args,
 )
 
+pytestmark = pytest.mark.quick
+
 CONFIG = SteeringConfig(enable_steering=True, steering_families=list(FAMILIES))
 HALF = TapShape(hidden_size=HIDDEN, dtype="float16", points=SHAPE.points)
 UNIT = [1.0, 0.0, 0.0, 0.0]

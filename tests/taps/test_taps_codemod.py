@@ -21,6 +21,8 @@ from tests.support import taps_oracle
 from tools.pins import ROOT, load_pin
 from tools.wheels import upstream_folder
 
+pytestmark = pytest.mark.quick
+
 WIRED_ROWS = [row for row in ROWS if row.idiom in WIRED]
 BY_CLASS = {row.cls: row for row in WIRED_ROWS}
 EDITED = [row for row in ROWS if row.idiom in WIRED or row.idiom is Idiom.REFUSED]

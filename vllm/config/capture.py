@@ -48,6 +48,7 @@ class CaptureConfig:
 
     @property
     def enabled(self) -> bool:
+        """Whether there are consumers."""
         return bool(self.capture_consumers)
 
     def __post_init__(self) -> None:
@@ -56,18 +57,18 @@ class CaptureConfig:
 
     @cached_property
     def consumers(self) -> dict[str, ConsumerSpec]:
-        """name -> spec, of `capture_consumers`."""
+        """Name -> spec, of `capture_consumers`."""
         return parse_consumers(self.capture_consumers)
 
     def __getstate__(self) -> dict[str, Any]:
-        """For the engine core: what the user made in Python stays in the frontend."""
+        """What goes to the engine core: what the user made in Python stays in the frontend."""
         state = vars(self).copy()
         state["consumers"] = {name: s.portable() for name, s in self.consumers.items()}
         state["capture_consumers"] = list(self.consumers)
         return state
 
     def __copy__(self) -> "CaptureConfig":
-        """A copy stays in this process and shares the consumers: it must not go by a pickle."""
+        """Copy within this process, sharing the consumers: a copy must not go by a pickle."""
         copied = type(self).__new__(type(self))
         vars(copied).update(vars(self))
         return copied
@@ -81,7 +82,7 @@ class CaptureConfig:
         return any(spec.capture is not None for spec in self.consumers.values())
 
     def compute_hash(self) -> str:
-        """Everything that changes the traced code or the shapes in it."""
+        """Hash of everything that changes the traced code or the shapes in it."""
         from vllm.config.utils import hash_factors
 
         if not self.enabled:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Combinations in which rows would not be whole or not be where the contract says: refused."""
+"""Refuses options with which rows would not be whole, or not be where the contract says."""
 
 from typing import TYPE_CHECKING
 

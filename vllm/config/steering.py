@@ -25,10 +25,10 @@ def refuse_unknown(option: str, given: Iterable[str], allowed: Sequence[str]) ->
 
 @config
 class SteeringConfig:
-    """Activation steering: add vectors to the residual stream, per request."""
+    """Activation steering: change a request's residual stream by vectors, other ops and gates."""
 
     enable_steering: bool = False
-    """Accept `steering_vectors` and its kin in requests."""
+    """Accept `steering_vectors`, `steering` and their kin in requests."""
 
     max_steering_configs: int = Field(default=32, ge=1, le=65536)
     """Distinct sums of vectors (what prompt or generated positions of a request get) in use at
@@ -39,7 +39,7 @@ class SteeringConfig:
     Does not limit capture."""
 
     steering_families: list[str] = Field(default_factory=lambda: ["add"], min_length=1)
-    """What requests may do beside adding vectors, of add, norm_match, ablate, clamp, pin, replace,
+    """What requests may ask for in `steering`, of add, norm_match, ablate, clamp, pin, replace,
     normalize, and gate (any of these times a sigmoid of a probe). More than add puts an op at every
     steered site."""
 
@@ -65,7 +65,7 @@ class SteeringConfig:
         return set(self.steering_families) != {"add"}
 
     def compute_hash(self) -> str:
-        """Everything that changes the traced code or the shapes in it."""
+        """Hash of everything that changes the traced code or the shapes in it."""
         from vllm.config.utils import hash_factors
 
         if not self.enable_steering:

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 
 
 def steering_config_of(args: "EngineArgs") -> SteeringConfig:
+    """Make the steering config of the engine arguments."""
     return SteeringConfig(
         enable_steering=args.enable_steering,
         max_steering_configs=args.max_steering_configs,
@@ -26,6 +27,7 @@ def steering_config_of(args: "EngineArgs") -> SteeringConfig:
 
 
 def capture_config_of(args: "EngineArgs") -> CaptureConfig:
+    """Make the capture config of the engine arguments."""
     return CaptureConfig(
         capture_consumers=args.capture_consumers,
         capture_points=args.capture_points,
@@ -38,7 +40,11 @@ def capture_config_of(args: "EngineArgs") -> CaptureConfig:
 def add_intervention_args(
     parser: "ArgumentParser", get_kwargs: Callable[[type[Any]], dict[str, dict[str, Any]]]
 ) -> None:
-    """One flag per field of the two configs, in groups of their own."""
+    """Add one flag per field of the two configs, in groups of their own.
+
+    Args:
+        get_kwargs: a config class -> each field's arguments for argparse.
+    """
     for config in (SteeringConfig, CaptureConfig):
         group = parser.add_argument_group(title=config.__name__, description=config.__doc__)
         for name, kwargs in get_kwargs(config).items():

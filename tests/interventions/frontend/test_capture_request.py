@@ -17,6 +17,8 @@ from vllm.v1.interventions.frontend.selectors import MAX_POSITION_ENTRIES, Promp
 from vllm.v1.interventions.plan import CapturePlan, Selection
 from vllm.v1.interventions.positions import Positions
 
+pytestmark = pytest.mark.quick
+
 HOOKS = {"post_block": [1]}
 PROMPT, MAX_TOKENS = 5, 4
 ROWS = PROMPT + MAX_TOKENS - 1

@@ -22,6 +22,8 @@ from vllm.tokenizers import TokenizerLike
 from vllm.v1.interventions.frontend.prompt_text import BROKEN, PromptText, occurrences
 from vllm.v1.interventions.frontend.selectors import Prompt, Selector
 
+pytestmark = pytest.mark.quick
+
 LETTERS = "aab é€日😀👍🏽 e\u0301 "
 """Of one to four bytes, and two that are several characters."""
 TEXTS = st.text(st.sampled_from(LETTERS), min_size=1, max_size=24)

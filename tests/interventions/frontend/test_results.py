@@ -24,6 +24,8 @@ from vllm.v1.interventions.messages import CapturedChunk
 from vllm.v1.interventions.plan import CapturePlan, TapShape
 from vllm.v1.interventions.positions import Positions
 
+pytestmark = pytest.mark.quick
+
 PROMPT_IDS = [100, 101, 102, 103, 104]
 PROMPT = len(PROMPT_IDS)
 MAX_TOKENS = 4

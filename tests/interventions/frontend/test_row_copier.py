@@ -24,6 +24,8 @@ from vllm.v1.interventions.frontend.row_copier import RowCopier
 from vllm.v1.interventions.messages import CapturedChunk
 from vllm.v1.interventions.plan import CapturePlan, Selection, Stream
 
+pytestmark = pytest.mark.quick
+
 SITES, WIDTH, REQUESTS = 3, 16, 4
 ROW_BYTES = SITES * WIDTH * 4
 

@@ -17,6 +17,8 @@ from vllm.v1.interventions.scheduler.tiers import ModuleStore
 from vllm.v1.interventions.terms import Scalars, Term, make_term
 from vllm.v1.steering.modules import Module, parse_module
 
+pytestmark = pytest.mark.quick
+
 CONFIG = config_of(max_steering_configs=64, max_steering_ops=8, steering_families=list(FAMILIES))
 MAX_TOKENS = 6
 TOLERANCE = 1e-6

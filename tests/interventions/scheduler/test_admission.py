@@ -14,6 +14,8 @@ from vllm.v1.interventions.scheduler.admission import MAX_SKIPS
 from vllm.v1.interventions.scheduler.decisions import SchedulerInterventions
 from vllm.v1.request import Request
 
+pytestmark = pytest.mark.quick
+
 CONFIG = config_of(max_steering_configs=2)
 
 

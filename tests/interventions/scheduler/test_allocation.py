@@ -32,6 +32,8 @@ from vllm.v1.interventions.terms import rows_needed
 from vllm.v1.interventions.vectors import vector_set_of
 from vllm.v1.request import Request, RequestStatus
 
+pytestmark = pytest.mark.quick
+
 SLOTS, ROWS, PROMPT = 5, 9, 6
 FAMILIES = ["add", "ablate", "pin", "replace", "gate"]
 CONFIG = config_of(max_steering_configs=SLOTS, max_steering_rows=ROWS, steering_families=FAMILIES)

@@ -19,6 +19,8 @@ from vllm.v1.interventions.scheduler.tiers import KEPT_SECONDS
 from vllm.v1.interventions.vectors import vector_set_of
 from vllm.v1.steering.modules import Module, parse_module
 
+pytestmark = pytest.mark.quick
+
 SITE = ("pre_attn", 0)
 
 

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -24,6 +25,8 @@ from vllm.v1.interventions.step_rows import Blocks, StepRows
 from vllm.v1.interventions.worker.outbox import send_rows
 from vllm.v1.interventions.worker.projection_table import ProjectionTable
 from vllm.v1.request import Request
+
+pytestmark = pytest.mark.quick
 
 ROW = 4 * HIDDEN
 PROMPT = 8

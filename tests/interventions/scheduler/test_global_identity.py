@@ -23,6 +23,8 @@ from vllm.v1.interventions.scheduler.tiers import GlobalState
 from vllm.v1.interventions.vectors import vector_set_of
 from vllm.v1.request import Request, RequestStatus
 
+pytestmark = pytest.mark.quick
+
 LENGTH, BLOCK = 24, 4
 NAMES = st.sampled_from([UNSTEERED, "a", "b"])
 STATES = st.tuples(st.sampled_from(["", "x", "y"]), st.sampled_from(["", "x", "y"]))

@@ -21,6 +21,8 @@ from vllm.v1.interventions.plan import UNSTEERED, Plan, Segment, SteeringPlan
 from vllm.v1.interventions.scheduler.request_state import RequestInterventions
 from vllm.v1.request import Request
 
+pytestmark = pytest.mark.quick
+
 BLOCK = 4
 VERSION = 3
 DIGESTS = st.sampled_from([UNSTEERED, "a", "b"])

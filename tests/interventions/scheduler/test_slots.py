@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
@@ -19,6 +20,8 @@ from vllm.v1.interventions.messages import FIRST_SLOT, GLOBALS_ALONE, NOTHING, S
 from vllm.v1.interventions.plan import UNSTEERED, Plan, SteeringPlan, VectorSet, VectorSum
 from vllm.v1.interventions.scheduler.admission import MAX_STEP_BYTES
 from vllm.v1.interventions.scheduler.slots import SlotTable
+
+pytestmark = pytest.mark.quick
 
 BIG = MAX_STEP_BYTES // 2 + 1
 """Two vector sets of this size are more than a step may send."""

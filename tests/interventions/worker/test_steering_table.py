@@ -25,6 +25,8 @@ from vllm.v1.interventions.plan import Site, VectorSet, VectorSum
 from vllm.v1.interventions.vectors import vector_set_of
 from vllm.v1.interventions.worker.steering_table import SteeringTable
 
+pytestmark = pytest.mark.quick
+
 SITES: list[Site] = [("pre_attn", 0), ("post_block", 0), ("pre_attn", 1)]
 ELSEWHERE: Site = ("pre_attn", 9)
 """Of another pipeline stage."""

@@ -14,6 +14,8 @@ import torch
 from tests.support.plans import SHAPE
 from vllm.v1.interventions.worker.tap_check import NUM_TOKENS, _lent_blocks, _lent_by, check_sites
 
+pytestmark = pytest.mark.quick
+
 HIDDEN = SHAPE.hidden_size
 SITE = ("pre_attn", 0)
 

@@ -14,6 +14,8 @@ from vllm.model_executor.layers.residual_taps import BoundTaps, UnboundTaps
 from vllm.v1.interventions.worker.runner import WorkerInterventions
 from vllm.v1.interventions.worker.tap_layers import find_layers, refuse_layers
 
+pytestmark = pytest.mark.quick
+
 
 class Scaled(nn.Module):
     """A layer whose wiring assumes two things away."""

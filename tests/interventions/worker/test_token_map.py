@@ -6,12 +6,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from vllm.v1.interventions.messages import WorkerRequest
 from vllm.v1.interventions.worker.token_map import TokenMap
+
+pytestmark = pytest.mark.quick
 
 MAX_TOKENS = 64
 CPU = torch.device("cpu")

@@ -17,7 +17,7 @@ logger = init_logger(__name__)
 
 
 def load(library: Path, key: str) -> bool:
-    """Are the ops there, with kernels for this dispatch key? Loading twice does nothing."""
+    """Load the ops; whether they have kernels for this dispatch key. Loading twice does nothing."""
     if not library.exists():
         logger.debug("%s is not built: taps use torch and Triton", library)
         return False
@@ -32,13 +32,14 @@ def load(library: Path, key: str) -> bool:
 
 
 NATIVE_ROWS = load(Path(__file__).parents[2] / "_pilot.so", current_platform.dispatch_key)
+"""Whether this process has the ops of csrc/."""
 
 
 class NativeTap(SiteTap):
     """One launch where `SiteTap` has up to five. Traced code wants `SiteTap`: Inductor fuses it."""
 
     def _adds(self, *rows: torch.Tensor) -> bool:
-        """Is this tap's steering an addition in the model's dtype, here, to all of `rows`?"""
+        """Whether this tap steers, by an addition in the dtype that all of `rows` have."""
         table = self.table
         return (
             table is not None and self.terms is None and all(r.dtype is table.dtype for r in rows)
@@ -52,11 +53,13 @@ class NativeTap(SiteTap):
         )
 
     def steer(self, h: torch.Tensor) -> torch.Tensor:
+        """Steer in one launch, where that is an addition."""
         if not self._adds(h):
             return super().steer(h)
         return torch.ops.pilot.steer_rows(h, self.table, self.slots)
 
     def read(self, h: torch.Tensor) -> None:
+        """Capture in one launch, where dtypes are equal."""
         if self.arena is None or h.dtype is not self.arena.dtype:
             return super().read(h)
         torch.ops.pilot.capture_rows(h, None, self.arena, self.dest)
@@ -64,6 +67,7 @@ class NativeTap(SiteTap):
     def steer_and_capture_pair(
         self, h: torch.Tensor, r: torch.Tensor | None, partial: bool = False
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Steer and capture both halves in one launch, where steering is an addition or none."""
         if self.arena is None or r is None:
             return super().steer_and_capture_pair(h, r, partial)
         if self._adds(h, r):

@@ -36,22 +36,27 @@ class PassTap:
     def steer_pair(
         self, h: torch.Tensor, r: torch.Tensor | None, partial: bool = False
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Hand both halves on."""
         return h, r
 
     def read(self, h: torch.Tensor) -> None:
+        """Capture nothing."""
         return None
 
     def steer_and_capture_pair(
         self, h: torch.Tensor, r: torch.Tensor | None, partial: bool = False
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Hand both halves on."""
         return h, r
 
     def norm_if_unsteered(self, n: torch.Tensor | None) -> torch.Tensor | None:
+        """Hand the norm on."""
         return n
 
     def renorm(
         self, n: torch.Tensor, s: torch.Tensor, norm: Callable[[torch.Tensor], torch.Tensor]
     ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Hand the norm and the stream on."""
         return n, s
 
 
@@ -127,6 +132,8 @@ class SiteTap:
         return torch.zeros_like(h), self.steer(whole(h, partial) + r)
 
     def steer(self, h: torch.Tensor) -> torch.Tensor:
+        """Steer a stream that is whole in `h`, which is not changed; `h` itself if this point is
+        not steered."""
         if self.table is None:
             return h
         if self.terms is not None:
@@ -144,20 +151,22 @@ class SiteTap:
     def steer_and_capture_pair(
         self, h: torch.Tensor, r: torch.Tensor | None, partial: bool = False
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Steer a stream deferred as `h + r` and capture the sum; the new halves."""
+        """Steer a stream deferred as `h + r` and capture the sum; returns the new halves."""
         h, r = self.steer_pair(h, r, partial)
         if self.arena is not None:
             self.read(h if r is None else whole(h, partial) + r)
         return h, r
 
     def norm_if_unsteered(self, n: torch.Tensor | None) -> torch.Tensor | None:
-        """A norm of the stream from before this point: None, to be computed again, if steered."""
+        """Keep `n`, a norm of the stream from before this point; None, to be computed again, if the
+        point is steered."""
         return n if self.table is None else None
 
     def renorm(
         self, n: torch.Tensor, s: torch.Tensor, norm: Callable[[torch.Tensor], torch.Tensor]
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Steer and capture a stream `s` whose norm `n` is computed already: (norm of new, new)."""
+        """Steer and capture a stream `s` whose norm `n` is computed already; returns the new norm
+        and the new stream."""
         new = self(s)
         return (n if new is s else norm(new)), new
 
@@ -178,7 +187,7 @@ class BoundTaps:
 
 
 def capture_rows(h: torch.Tensor, arena: torch.Tensor, dest: torch.Tensor) -> None:
-    """arena[dest[i]] = h[i] for every token i with dest[i] >= 0.
+    """Copy wanted rows: arena[dest[i]] = h[i] for every token i with dest[i] >= 0.
 
     Args:
         h: [tokens, hidden].

@@ -89,7 +89,8 @@ def steer_rows(
     norms: bool,
     gated: bool,
 ) -> None:
-    """`steer_terms`, as an op. A token of slot 0 and program 0 is not touched."""
+    """Steer `h` in place, as `steer_terms` does; an op, so the fields of `TermTables` come one by
+    one. A token of slot 0 and program 0 is not touched."""
     terms = TermTables(
         program, programs, vectors, scalars, probes, gate_owners, gates, norms, gated
     )
@@ -119,7 +120,7 @@ def _steer_rows_fake(
 def steer_rows_torch(
     h: torch.Tensor, table: torch.Tensor, slots: torch.Tensor, terms: TermTables
 ) -> None:
-    """The op in torch; waits for the device where there is one."""
+    """Compute the op in torch; waits for the device where there is one."""
     count = h.shape[0]
     slots, program = slots[:count], terms.program[:count].long()
     touched = (slots > 0) | (program > 0)
@@ -165,7 +166,7 @@ def _apply_term(
     column: int,
     terms: TermTables,
 ) -> torch.Tensor:
-    """float32 [n, hidden] after one term of each row; `arrived_norm`, `term`, `program` are [n]."""
+    """Rows after one term each, float32 [n, hidden]; `arrived_norm`, `term`, `program` are [n]."""
     numbers = terms.scalars[term]
     at = {name: numbers[:, i] for name, i in _COLUMN.items()}
     v = terms.vectors[term]
@@ -192,7 +193,7 @@ def _gates(
     at: dict[str, torch.Tensor],
     terms: TermTables,
 ) -> torch.Tensor:
-    """float32 [n]; stores what is decided here."""
+    """The gate of each row, float32 [n]; stores those that are decided here."""
     probe = terms.probes[term].long()
     value = torch.sigmoid(
         at["sharpness"] * ((h * terms.vectors[probe]).sum(dim=1) - at["threshold"])
@@ -206,7 +207,8 @@ def _gates(
 
 
 def num_warps(block: int) -> int:
-    """16 numbers of a row a thread, up to the hardware's 32 warps: the row stays in registers."""
+    """Warps for a row of `block` numbers: 16 of them a thread, so that the row stays in registers,
+    up to the hardware's 32 warps."""
     return max(4, min(32, block // 512))
 
 
@@ -303,8 +305,8 @@ if HAS_TRITON:
     def steer_rows_triton(
         h: torch.Tensor, table: torch.Tensor, slots: torch.Tensor, terms: TermTables
     ) -> None:
-        """The op as a Triton kernel: a token a program, two launches if rows read what others of
-        the same step decide."""
+        """Run the op as a Triton kernel: one program per token, two launches if rows read what
+        others of the same step decide."""
         count, hidden = h.shape
         if not count:
             return

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Activation capture: read the residual stream of requests while they are served."""
+"""Activation capture reads the residual stream of requests while they are served."""
 
 from vllm.v1.capture.results import CapturedRows, CaptureResult, stack
 

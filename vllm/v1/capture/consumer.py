@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a capture consumer is: a class that gets the rows of requests and returns a result for each.
+"""A capture consumer is a class that gets the rows of requests and returns a result for each.
 
 A consumer is found by name (entry-point group `vllm.capture_consumers`) or given as an instance to
 `LLM(capture_consumers=[...])`. `vllm.v1.capture.transport.host` runs it: in threads of its own,
@@ -20,22 +20,25 @@ from vllm.v1.interventions.errors import reject, show_key
 from vllm.v1.interventions.plan import Site, TapShape
 
 Location = Literal["engine", "frontend"]
-"""The process a consumer runs in. "engine": the engine core, which rows reach without leaving their
-process where there is one GPU; results must be plain data. "frontend": the process that holds the
-`LLM` or serves HTTP; rows are relayed to it."""
+"""The process a consumer runs in.
+
+"engine" is the engine core, which rows reach without leaving their process where there is one GPU;
+results must be plain data. "frontend" is the process that holds the `LLM` or serves HTTP; rows are
+relayed to it."""
 
 
 @dataclass(frozen=True)
 class ConsumerContext:
-    """Where a consumer runs."""
+    """The engine that a consumer is started for."""
 
     name: str
-    """How requests name it, and results report it."""
+    """The consumer's name in requests and results."""
     model: str
-    """Name or path of the model."""
+    """The name or path of the model."""
     shape: TapShape
+    """The model's width, dtype, and the points of its layers."""
     engine_index: int
-    """Of the data-parallel engine it runs beside; 0 in a frontend."""
+    """The number of the data-parallel engine it runs in; 0 in a frontend."""
 
 
 @dataclass(frozen=True)
@@ -43,68 +46,75 @@ class RequestInfo:
     """One completion that captures for this consumer."""
 
     request_id: str
-    """The engine's own: unique, also among the completions of a request."""
+    """The engine's own id: unique, also among the completions of a request."""
     external_id: str
-    """As the caller knows it; may be chosen by a client, so no path may be made of it as it is."""
+    """The id by which the caller knows the request. A client may have chosen it, so no path may be
+    made of it as it is."""
     sample: int
+    """The number of the completion among `num_samples` of its prompt, from 0."""
     num_samples: int
     prompt_token_ids: list[int]
     sites: tuple[Site, ...]
-    """In layer order; the first axis of `RowBatch.values`."""
+    """The sites of the rows in layer order, which is the first axis of `RowBatch.values`."""
     width: int
-    """hidden_size; with `project` the number of its rows."""
+    """The length of a row: hidden_size, or with `project` the number of scores."""
     dtype: torch.dtype
-    """Of the values: the model's; with `project` float32."""
+    """The dtype of the rows: the model's, or with `project` float32."""
     projected: bool
+    """Whether the rows are scores, made by `project`."""
     max_rows: int
-    """Most rows a site can come to."""
+    """The most rows that a site can have."""
     fields: Mapping[str, Any]
-    """What `CaptureConsumer.check_request` made of the request's own fields."""
+    """The request's own fields, as `CaptureConsumer.check_request` returned them."""
     prompt: int | None = None
-    """Which of the prompts that were sent with the same parameters; None if there was one."""
+    """The number of the prompt among those sent with the same parameters; None if there was one."""
 
     @property
     def max_bytes(self) -> int:
+        """The most bytes that the rows of all sites can have."""
         return len(self.sites) * self.max_rows * self.width * self.dtype.itemsize
 
 
 @dataclass(frozen=True)
 class RowBatch:
-    """Rows of one completion. Batches come in position order, each selected position once."""
+    """Some rows of one completion. Batches come in position order, each selected position once."""
 
     positions: np.ndarray
-    """int64 [n]."""
+    """The absolute positions of the rows, int64 [n]."""
     token_ids: np.ndarray
-    """int64 [n]: the token each row has read."""
+    """The token that each row has read, int64 [n]."""
     versions: np.ndarray
-    """int64 [n], of the global steering each row ran under."""
+    """The version of the global steering that each row ran under, int64 [n]."""
     values: torch.Tensor
-    """[sites, n, width] on the CPU; the consumer's own to keep, not to change."""
+    """The rows, [sites, n, width] on the CPU, of `RequestInfo.dtype`. The consumer may keep but not
+    change them."""
 
 
 @dataclass(frozen=True)
 class RequestEnd:
-    """All rows have been handed over."""
+    """The end of a completion, after all its rows."""
 
     num_tokens: int
-    """Prompt and generated tokens of the final sequence."""
+    """The number of prompt and generated tokens of the final sequence."""
     error: str | None = None
-    """Why rows the request asked for are absent: it stopped before them, or was aborted."""
+    """The reason why rows that were asked for are absent: the request stopped before them, or was
+    aborted. None if all are there."""
 
 
 class CaptureSession(ABC):
-    """One completion's rows. Methods are called in order, by one thread at a time.
+    """Takes one completion's rows. Methods are called in order, by one thread at a time.
 
-    What a method raises ends the session as an error with that text; `failed` follows.
+    An exception of a method ends the session: its text is the error of the result, and `failed` is
+    called.
     """
 
     @abstractmethod
     def rows(self, batch: RowBatch) -> None:
-        """Take rows."""
+        """Take some rows."""
 
     @abstractmethod
     def done(self, end: RequestEnd) -> Any:
-        """The completion is over: make the result.
+        """Make the result: the completion is over.
 
         Returns:
             The payload of the `CaptureResult`, or a `Future` of it. The result is reported when it
@@ -112,34 +122,43 @@ class CaptureSession(ABC):
         """
 
     def aborted(self, end: RequestEnd) -> Any:
-        """In place of `done` when the request was cut off by its caller."""
+        """Make the result, in place of `done`, of a request that its caller cut off."""
         return self.done(end)
 
     def failed(self, reason: str) -> None:  # noqa: B027
-        """Nothing of this session will be reported: drop what was made of it."""
+        """Drop what was made: the result of this session is an error, for this reason."""
 
 
 class CaptureConsumer(ABC):
-    """Makes sessions. Its constructor takes the options of its spec (`name:key=value`) as keywords;
-    their values are strings where they come from a command line."""
+    """Makes a session for each completion that captures for it.
+
+    Its constructor takes the options of its spec (`name:key=value`) as keywords. Their values are
+    strings where they come from a command line.
+    """
 
     location: ClassVar[Location] = "frontend"
+    """The process it runs in."""
 
     capture: Mapping[str, Any] | None = None
-    """What to capture of every request that does not name this consumer: a capture request, such as
-    `{"hooks": {"post_block": "all"}, "positions": "last_prompt"}`. None: nothing."""
+    """The capture request of every request that does not name this consumer, such as
+    `{"hooks": {"post_block": "all"}, "positions": "last_prompt"}`; None to capture nothing then."""
 
     @classmethod
     def check_request(cls, fields: Mapping[str, Any], path: str) -> dict[str, Any]:
         """Check the fields of a capture request beside `hooks`, `positions` and `project`.
 
-        Called in the frontend, before the request starts; pure.
+        Called in the frontend before the request starts, so it must not change anything.
+
+        Args:
+            fields: the fields as the request gave them.
+            path: where they stand in the request, for errors.
 
         Returns:
-            Plain data, `RequestInfo.fields`.
+            Plain data, which sessions get as `RequestInfo.fields`.
 
         Raises:
-            ValueError: by `vllm.v1.interventions.errors.reject`, naming the field below `path`.
+            ValueError: a field is wrong. It is raised by `vllm.v1.interventions.errors.reject`,
+                naming the field below `path`.
         """
         if fields:
             unknown = sorted(show_key(key) for key in fields)[:8]
@@ -147,27 +166,30 @@ class CaptureConsumer(ABC):
         return {}
 
     def start(self, context: ConsumerContext) -> None:  # noqa: B027
-        """Called once, before the first session."""
+        """Get ready. Called once, before the first session."""
 
     @abstractmethod
     def open(self, request: RequestInfo) -> CaptureSession:
-        """A completion starts. Called in a thread of the consumer."""
+        """Start the session of one completion. Called in a thread of the consumer."""
 
     def shutdown(self) -> None:  # noqa: B027
-        """Called once, after the last session: write what is left."""
+        """Write what is left. Called once, after the last session."""
 
 
 class ConsumerResult(msgspec.Struct, frozen=True):
     """The result of one consumer for one completion, on its way to the frontend."""
 
     consumer: str
+    """The consumer's name."""
     status: Literal["ok", "partial_error", "error"]
     error: str | None = None
     payload: Any = None
     rows: int = 0
-    """Rows taken, over all sites."""
+    """How many rows it took, over all sites."""
     num_bytes: int = 0
+    """The size of these rows."""
     seconds: float = 0.0
-    """From the completion's end to its result."""
+    """The time from the completion's end to its result."""
     dropped: bool = False
-    """The consumer had no room for the request (overload policy "drop"): sent when it starts."""
+    """Whether the consumer had no room for the request (overload policy "drop"). Such a result is
+    sent when the request starts."""

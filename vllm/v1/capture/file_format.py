@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The files of captured rows: what the filesystem consumer writes and the reader reads.
+"""The format of files of captured rows, which the filesystem consumer writes and the reader reads.
 
 They are safetensors files. A request has the tensors
 
@@ -27,86 +27,95 @@ from fsspec import AbstractFileSystem
 from vllm.v1.interventions.plan import Site
 
 FORMAT = "1"
-"""`capture_format` in the metadata of each file."""
+"""The version of the format, `capture_format` in the metadata of each file."""
 
 FileLayout = Literal["per_file", "packed", "sharded"]
+"""How requests are laid out in files; the module's docstring shows each layout."""
 LAYOUTS: tuple[FileLayout, ...] = get_args(FileLayout)
 
 SUFFIX = ".safetensors"
 SHARDS = "_shards"
-"""No name of a request starts with an underscore."""
+"""The folder of a tag's shards. It is no request's: no name of one starts with an underscore."""
 LABELS = ("positions", "token_ids", "versions")
-"""Tensors that all sites of a request share."""
+"""The tensors that all sites of a request share."""
 IN_SHARD = "request/"
+"""The prefix of metadata keys that hold a shard's records."""
 
-DTYPES = {
+SAFETENSORS_DTYPES = {
     "I64": torch.int64,
     "F64": torch.float64,
     "F32": torch.float32,
     "F16": torch.float16,
     "BF16": torch.bfloat16,
 }
-"""Of safetensors."""
-_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+"""The dtypes that files may have, by their names in safetensors."""
+_NAMES = {dtype: name for name, dtype in SAFETENSORS_DTYPES.items()}
 _DTYPE_NAMES = {str(dtype).removeprefix("torch.") for dtype in _NAMES}
 
 _MAX_HEADER = 100_000_000
-"""Bytes; what the safetensors library allows."""
+"""The longest header in bytes that the safetensors library allows."""
 _FIRST_READ = 1 << 16
-"""Bytes of a file that are read at once to get its header."""
+"""How many bytes of a file are read first to get its header."""
 
 Buffer = bytes | memoryview
 
 
 class CaptureFileError(ValueError):
-    """A file is not what the filesystem consumer wrote."""
+    """Raised when a file is not what the filesystem consumer wrote."""
 
 
 @dataclass(frozen=True)
 class Record:
-    """What is known of a published request beside its rows; strings in a file's metadata."""
+    """The facts about a published request beside its rows, kept as strings in a file's metadata."""
 
     request_id: str
     """The published name."""
     tag: str
     external_id: str
-    """As the caller of the engine knows the request."""
+    """The id by which the caller of the engine knows the request."""
     engine_id: str
     sample: int
     num_samples: int
     prompt: int
-    """Which of the request's prompts."""
+    """The number of the prompt among those of the request, from 0."""
     model: str
     sites: tuple[Site, ...]
     dtype: str
-    """torch's name without the prefix: "bfloat16"."""
+    """The dtype's name in torch without the prefix, such as "bfloat16"."""
     width: int
-    """Of a row: hidden_size, with `project` the number of scores."""
+    """The length of a row: hidden_size, or with `project` the number of scores."""
     hidden_size: int
-    """Of the model."""
+    """The model's own width."""
     projected: bool
     rows: int
-    """Of each site."""
+    """How many rows each site has."""
     num_prompt_tokens: int
     num_tokens: int
     """Prompt and generated tokens of the final sequence."""
     complete: bool
     error: str
-    """Why rows that were asked for are absent; "" if `complete`."""
+    """The reason why rows that were asked for are absent; "" if `complete`."""
     replaces: bool
     """Whether an earlier request of this name is no longer valid."""
     publication: str
-    """Unique: files of one publication belong together."""
+    """A unique id: files with the same one belong together."""
 
     def to_strings(self) -> dict[str, str]:
+        """Return the record as metadata of a file, with the version of the format."""
         values = asdict(self) | {"sites": " ".join(map(tensor_name, self.sites))}
         return {"capture_format": FORMAT} | {key: _string(value) for key, value in values.items()}
 
     @classmethod
     def from_strings(cls, strings: Mapping[str, str], where: str) -> "Record":
-        """
+        """Read a record back from the metadata that `to_strings` made.
+
+        Args:
+            strings: the metadata; keys that are no field are ignored.
+            where: the file, for errors.
+
         Raises:
-            CaptureFileError: naming `where`.
+            CaptureFileError: the format is another, a field is missing or its value is not of the
+                field's type. The message names `where`.
         """
         version = strings.get("capture_format")
         if version != FORMAT:
@@ -137,13 +146,15 @@ def _string(value: Any) -> str:
 
 
 def tensor_name(site: Site) -> str:
+    """Return the name of a site's tensor, `{point}.{layer}`."""
     return f"{site[0]}.{site[1]}"
 
 
 def site_of(name: str) -> Site:
-    """
+    """Return the site that a tensor of this name belongs to, the inverse of `tensor_name`.
+
     Raises:
-        ValueError: `name` is no site's.
+        ValueError: `name` is not `{point}.{layer}`.
     """
     point, dot, layer = name.rpartition(".")
     if not dot or not layer.isdecimal():
@@ -152,17 +163,24 @@ def site_of(name: str) -> Site:
 
 
 Pieces = Sequence[torch.Tensor]
-"""A tensor, cut along its first dimension; at least one piece."""
+"""A tensor cut along its first dimension, in at least one piece."""
 
 
 def encode(tensors: Mapping[str, Pieces], metadata: Mapping[str, str]) -> list[Buffer]:
-    """A safetensors file, in pieces that share the tensors' memory.
+    """Encode a safetensors file as pieces of bytes that share the tensors' memory.
 
     The library's own writers copy, and hold the GIL for a third of a second on 256 MiB, which
     would stall the model steps of the process.
 
     Args:
-        tensors: contiguous, on the CPU.
+        tensors: name -> pieces, contiguous, on the CPU, of the dtypes in `SAFETENSORS_DTYPES`.
+        metadata: the strings that go into the header.
+
+    Returns:
+        The file's content; the pieces are to be written one after the other.
+
+    Raises:
+        ValueError: the header would be longer than safetensors allows.
     """
     # The widest first: all are aligned then.
     ordered = sorted(tensors.items(), key=lambda item: -item[1][0].itemsize)
@@ -190,31 +208,38 @@ def _bytes_of(tensor: torch.Tensor) -> Buffer:
 
 
 @dataclass(frozen=True)
-class Entry:
-    """Where a tensor is in its file."""
+class StoredTensor:
+    """The place, dtype and shape of one tensor in a file."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
     start: int
-    """Byte in the file."""
+    """The offset in bytes of its first byte, from the start of the file."""
     stop: int
+    """The offset in bytes just past its last byte."""
 
 
 @dataclass(frozen=True)
 class Header:
+    """The header of one file: its metadata, and where its tensors are."""
+
     path: str
     metadata: dict[str, str]
-    tensors: dict[str, Entry]
+    tensors: dict[str, StoredTensor]
 
     def record(self) -> Record:
-        """Of a file of one request."""
+        """Return the record of a file that holds one request.
+
+        Raises:
+            CaptureFileError: the metadata is damaged, or of another format.
+        """
         return Record.from_strings(self.metadata, self.path)
 
     def records(self) -> dict[str, Record]:
-        """Of a shard: name -> record.
+        """Return the records of a shard, by the requests' names.
 
         Raises:
-            CaptureFileError: the file is no shard.
+            CaptureFileError: the file is no shard, or a record is damaged.
         """
         found = {}
         for key, text in self.metadata.items():
@@ -231,13 +256,15 @@ class Header:
 
 
 def shard_metadata(records: Iterable[Record]) -> dict[str, str]:
+    """Return the metadata of a shard that holds these requests."""
     return {"capture_format": FORMAT, "layout": "sharded"} | {
         IN_SHARD + record.request_id: json.dumps(record.to_strings()) for record in records
     }
 
 
 def read_header(fs: AbstractFileSystem, path: str) -> Header:
-    """
+    """Read a file's header, and check that its tensors fill the rest of the file exactly.
+
     Raises:
         CaptureFileError: the file is truncated or no safetensors file.
         OSError: it cannot be read.
@@ -254,8 +281,8 @@ def read_header(fs: AbstractFileSystem, path: str) -> Header:
         metadata = {str(k): str(v) for k, v in header.pop("__metadata__", {}).items()}
         base = 8 + length
         tensors = {
-            name: Entry(
-                DTYPES[tensor["dtype"]],
+            name: StoredTensor(
+                SAFETENSORS_DTYPES[tensor["dtype"]],
                 tuple(map(int, tensor["shape"])),
                 base + int(tensor["data_offsets"][0]),
                 base + int(tensor["data_offsets"][1]),
@@ -268,7 +295,7 @@ def read_header(fs: AbstractFileSystem, path: str) -> Header:
     return Header(path, metadata, tensors)
 
 
-def _check_offsets(path: str, tensors: Mapping[str, Entry], base: int, size: int) -> None:
+def _check_offsets(path: str, tensors: Mapping[str, StoredTensor], base: int, size: int) -> None:
     at = base
     for name, tensor in sorted(tensors.items(), key=lambda item: (item[1].start, item[1].stop)):
         num_bytes = tensor.dtype.itemsize

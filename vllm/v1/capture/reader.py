@@ -39,9 +39,10 @@ __all__ = ["CaptureFileError", "Captures", "StoredRequest", "open"]
 
 
 def open(root: str, storage_options: Mapping[str, Any] | None = None) -> "Captures":
-    """
+    """Open the folder that a filesystem consumer wrote to.
+
     Args:
-        root: that of the consumer.
+        root: the consumer's `root`, a path or URL.
         storage_options: keywords of the fsspec file system.
 
     Raises:
@@ -61,18 +62,25 @@ class Captures:
         self._root = root
 
     def __iter__(self) -> Iterator["StoredRequest"]:
-        """
+        """Iterate over the requests of all tags.
+
         Raises:
-            CaptureFileError: naming a damaged file.
+            CaptureFileError: a shard is damaged; the message names it.
         """
         for tag in self.tags():
-            yield from self.of_tag(tag)
+            yield from self.requests(tag)
 
     def tags(self) -> list[str]:
+        """Return the names of all tags, sorted."""
         return [name for name, is_folder in self._list("") if is_folder]
 
-    def of_tag(self, tag: str) -> Iterator["StoredRequest"]:
-        """The requests published under a tag."""
+    def requests(self, tag: str) -> Iterator["StoredRequest"]:
+        """Iterate over the requests published under a tag.
+
+        Raises:
+            FileNotFoundError: there is no such tag.
+            CaptureFileError: a shard is damaged; the message names it.
+        """
         for name, is_folder in self._list(tag):
             path = f"{self._root}/{tag}/{name}"
             if name == SHARDS:
@@ -81,17 +89,20 @@ class Captures:
                 yield StoredRequest(self._fs, path, "per_file", tag, name)
             elif name.endswith(SUFFIX):
                 yield StoredRequest(self._fs, path, "packed", tag, name.removesuffix(SUFFIX))
-        yield from self._of_shards(tag)
+        yield from self._shard_requests(tag)
 
     def find(self, name: str, tag: str | None = None) -> "StoredRequest":
-        """The request published under `name`.
+        """Return the request published under `name`.
+
+        Args:
+            tag: where to look; None for all tags.
 
         Raises:
             KeyError: there is none.
             ValueError: there are several, under different tags or in different layouts.
         """
         tags = self.tags() if tag is None else [tag]
-        found = [r for tag in tags for r in self.of_tag(tag) if r.name == name]
+        found = [r for tag in tags for r in self.requests(tag) if r.name == name]
         if not found:
             raise KeyError(f"no request {name!r} under {self._root}")
         if len(found) > 1:
@@ -99,10 +110,10 @@ class Captures:
         return found[0]
 
     def incomplete(self) -> Iterator["StoredRequest"]:
-        """Those that lack rows they asked for; each says why in `error`."""
+        """Iterate over the requests that lack rows they asked for; each says why in `error`."""
         return (request for request in self if not request.complete)
 
-    def _of_shards(self, tag: str) -> Iterator["StoredRequest"]:
+    def _shard_requests(self, tag: str) -> Iterator["StoredRequest"]:
         folder = f"{tag}/{SHARDS}"
         try:
             files = [name for name, is_folder in self._list(folder) if not is_folder]
@@ -122,7 +133,7 @@ class Captures:
             replaced |= {name for name, record in records.items() if record.replaces}
 
     def _list(self, folder: str) -> list[tuple[str, bool]]:
-        """(name, whether it is a folder), sorted, without temporary ones."""
+        """List a folder below the root, as the function `_list`."""
         path = f"{self._root}/{folder}" if folder else self._root
         return _list(self._fs, path)
 
@@ -130,8 +141,8 @@ class Captures:
 class StoredRequest:
     """One published completion.
 
-    All attributes but the first few read the file's header and raise `CaptureFileError` if it is
-    damaged.
+    `path`, `layout`, `tag` and `name` are there without reading. All other attributes read the
+    file's header, and raise `CaptureFileError` if that is damaged.
     """
 
     def __init__(
@@ -144,10 +155,11 @@ class StoredRequest:
         header: Header | None = None,
         record: Record | None = None,
     ) -> None:
-        """
+        """Note where the request is stored; nothing is read.
+
         Args:
-            path: of the file; with per_file of the folder.
-            header, record: those of a shard and of the request in it.
+            path: the file, or with per_file the folder.
+            header, record: the header of a shard, and the record of the request in it.
         """
         self._fs = fs
         self._in_shard = None if header is None or record is None else (header, record)
@@ -167,20 +179,22 @@ class StoredRequest:
 
     @property
     def sample(self) -> int:
+        """The number of the completion among those of its prompt, from 0."""
         return self.record.sample
 
     @property
     def model(self) -> str:
+        """The name or path of the model."""
         return self.record.model
 
     @property
     def num_rows(self) -> int:
-        """Of each site."""
+        """How many rows each site has."""
         return self.record.rows
 
     @property
     def sites(self) -> tuple[Site, ...]:
-        """(point, layer) of the rows, in layer order."""
+        """The sites of the rows as (point, layer), in layer order."""
         return self.record.sites
 
     @property
@@ -190,7 +204,7 @@ class StoredRequest:
 
     @property
     def error(self) -> str | None:
-        """Why it is not complete."""
+        """The reason why rows are missing; None if the request is complete."""
         if self.layout == "per_file":
             lacking = [tensor_name(site) for site in self.sites if site not in self._files]
             if lacking:
@@ -206,14 +220,14 @@ class StoredRequest:
 
     @cached_property
     def record(self) -> Record:
-        """What is known of the request beside its rows."""
+        """The facts about the request beside its rows."""
         if self._in_shard is not None:
             return self._in_shard[1]
         path = self.path if self.layout == "packed" else next(iter(self._files.values()))
         return self._header(path).record()
 
     def rows(self, point: str, layer: int) -> CapturedRows:
-        """The rows of one site, memory-mapped where the file is local.
+        """Return the rows of one site, memory-mapped where the file is local.
 
         Raises:
             KeyError: the request did not capture that site.
@@ -243,7 +257,7 @@ class StoredRequest:
 
     @cached_property
     def _files(self) -> dict[Site, str]:
-        """Where each site's rows are, if they are."""
+        """The path of each site's file, of those that are there."""
         if self.layout != "per_file":
             return dict.fromkeys(self.sites, self.path)
         files = {}
@@ -262,6 +276,7 @@ class StoredRequest:
     def _tensor(
         self, header: Header, name: str, dtype: torch.dtype, shape: tuple[int, ...]
     ) -> torch.Tensor:
+        """Return one tensor of the request, once its dtype and shape are checked."""
         key = f"{self.name}/{name}" if self.layout == "sharded" else name
         entry = header.tensors.get(key)
         if entry is None:
@@ -286,7 +301,7 @@ class StoredRequest:
 
 
 def _list(fs: AbstractFileSystem, path: str) -> list[tuple[str, bool]]:
-    """(name, whether it is a folder), sorted, without temporary ones."""
+    """List a folder as (name, whether it is a folder), sorted, without temporary names."""
     # Another process may have written since.
     fs.invalidate_cache(path)
     found = [

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The consumers an engine is started with: from `capture_consumers` to `ConsumerSpec`s."""
+"""The registry turns the option `capture_consumers` into the `ConsumerSpec`s of an engine."""
 
 import importlib
 import inspect
@@ -15,17 +15,19 @@ from vllm.v1.capture.consumer import CaptureConsumer, Location
 from vllm.v1.interventions.errors import describe, show
 
 INLINE = "inline"
-"""Returns rows with the request's output. It has no class, as it needs no session."""
+"""The name of the consumer that returns rows with the request's output. It has no class, as it
+needs no session."""
 
 GROUP = "vllm.capture_consumers"
-"""Entry points of plug-ins: name -> a subclass of `CaptureConsumer`."""
+"""The group of plug-ins' entry points: name -> a subclass of `CaptureConsumer`."""
 
 BUILT_IN = {
     "callback": "vllm.v1.capture.consumers.callback:CallbackConsumer",
     "filesystem": "vllm.v1.capture.consumers.filesystem:FilesystemConsumer",
     "logging": "vllm.v1.capture.consumers.logging:LoggingConsumer",
 }
-"""They are entry points of our distribution too, but this also works without one installed."""
+"""The consumers of our own, by name. They are entry points of our distribution too, but this also
+works without one installed."""
 
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,63}")
 _LIMITS = {"pending_bytes": int, "max_request_bytes": int, "timeout": float, "threads": int}
@@ -33,17 +35,18 @@ _LIMITS = {"pending_bytes": int, "max_request_bytes": int, "timeout": float, "th
 
 @dataclass(frozen=True)
 class HostLimits:
-    """Options every consumer has; its host keeps to them."""
+    """The options that every consumer has; its host keeps to them."""
 
     pending_bytes: int = 2 << 30
-    """Most bytes of rows that may wait for the consumer, over all requests. A request reserves what
-    it can come to when it starts, and gives it back with its result."""
+    """The most bytes of rows that may wait for the consumer, over all requests. A request reserves
+    the most it can have when it starts, and gives that back with its result."""
     max_request_bytes: int = 1 << 30
-    """Most bytes of rows of one completion."""
+    """The most bytes of rows of one completion."""
     timeout: float = 60.0
-    """Seconds from a completion's end to its result, or of one call of the consumer, before that is
-    an error."""
+    """How many seconds a result may take after its completion's end, or one call of the consumer,
+    before that is an error."""
     threads: int = 4
+    """How many threads call the consumer."""
 
 
 @dataclass(frozen=True)
@@ -51,23 +54,24 @@ class ConsumerSpec:
     """One consumer of an engine."""
 
     name: str
-    """How requests name it."""
+    """The name by which requests know it."""
     cls: type[CaptureConsumer] | None = None
-    """None for `inline`, and for what runs in another process."""
+    """The consumer's class; None for `inline`, and for a consumer that runs in another process."""
     options: Mapping[str, Any] = field(default_factory=dict)
-    """Keywords of the constructor."""
+    """The keywords of the constructor."""
     instance: CaptureConsumer | None = None
-    """Made by the user; always runs in the frontend."""
+    """The consumer itself where the user made it; it always runs in the frontend."""
     capture: Mapping[str, Any] | None = None
-    """What to capture of every request that does not name the consumer."""
+    """The capture request of every request that does not name the consumer."""
     limits: HostLimits = HostLimits()
 
     @property
     def in_frontend(self) -> bool:
+        """Whether it runs in the process that holds the `LLM` or serves HTTP."""
         return self.cls is None or self.instance is not None or self.cls.location == "frontend"
 
     def make(self) -> CaptureConsumer:
-        """The consumer.
+        """Make the consumer, or return the user's instance.
 
         Raises:
             ValueError: its constructor refuses the options, or fails.
@@ -83,18 +87,21 @@ class ConsumerSpec:
             ) from error
 
     def portable(self) -> "ConsumerSpec":
-        """What the engine core needs to know. A consumer of the frontend stays there: its class may
-        be of a script, its options functions, and the user's instance is one."""
+        """Return the spec as it is sent to the engine core.
+
+        A consumer of the frontend is sent without class, options and instance: they stay there, and
+        may be of a script, which another process cannot import.
+        """
         if not self.in_frontend:
             return self
         return replace(self, cls=None, options={}, instance=None)
 
 
 def parse_consumers(values: Sequence[Any]) -> dict[str, ConsumerSpec]:
-    """name -> spec, in the order given.
+    """Parse the option `capture_consumers`.
 
     Args:
-        values: of each consumer one of
+        values: for each consumer one of
             "name" or "name:key=value,key=value": options of the consumer, and of `HostLimits`; a
                 value with a comma in it is put in quotes;
             {"name": ..., "instance_name"?: ..., "capture"?: {...}, options}, or as JSON text;
@@ -102,8 +109,11 @@ def parse_consumers(values: Sequence[Any]) -> dict[str, ConsumerSpec]:
             a function, called with `(request, rows)` as `CallbackConsumer` says.
             In a dict the last two go under "consumer" in place of "name".
 
+    Returns:
+        The specs by name, in the order given.
+
     Raises:
-        ValueError: names the consumer and what to do.
+        ValueError: a value cannot be used; the message names the consumer and what to do.
     """
     specs: dict[str, ConsumerSpec] = {}
     for value in values:
@@ -162,7 +172,7 @@ def _parse(value: Any) -> ConsumerSpec:
 
 
 def _fields_of(text: str) -> dict[str, Any]:
-    """The fields of "name:key=value,key=value", or of JSON."""
+    """Parse the fields of "name:key=value,key=value", or of JSON."""
     if text.startswith("{"):
         try:
             fields = json.loads(text)
@@ -195,14 +205,14 @@ def _fields_of(text: str) -> dict[str, Any]:
 
 
 def _own_name(found: Any) -> str:
-    """The name of a consumer made in Python."""
+    """Return the name of a consumer made in Python that was given none."""
     if isinstance(found, CaptureConsumer):
         return type(found).__name__
     return str(getattr(found, "__name__", type(found).__name__))
 
 
 def _lookup(name: Any) -> Any:
-    """What is registered under `name`; None for `inline`."""
+    """Find the class that is registered under `name`; None for `inline`."""
     if not isinstance(name, str):
         _refuse(f"the name {show(name)} must be a string")
     if name == INLINE:
@@ -222,7 +232,7 @@ def _lookup(name: Any) -> Any:
 
 
 def _load(name: str, target: str) -> Any:
-    """The object of an entry point, "module:Class"."""
+    """Import the object of an entry point, "module:Class"."""
     module, _, attribute = target.partition(":")
     try:
         found: Any = importlib.import_module(module.strip())
@@ -236,6 +246,7 @@ def _load(name: str, target: str) -> Any:
 
 
 def _need_class(name: str, found: Any) -> type[CaptureConsumer]:
+    """Return `found` if it is a class of consumers that can be made; raise ValueError if not."""
     if not isinstance(found, type) or not issubclass(found, CaptureConsumer):
         _refuse(
             f"{name!r} is {show(found)}, not a subclass of vllm.v1.capture.consumer.CaptureConsumer"
@@ -248,7 +259,7 @@ def _need_class(name: str, found: Any) -> type[CaptureConsumer]:
 
 
 def _need_options(name: str, cls: type[CaptureConsumer], options: Mapping[str, Any]) -> None:
-    """The constructor runs later, maybe in another process: a wrong name is an error now."""
+    """Check the options' names now: the constructor runs later, maybe in another process."""
     signature = inspect.signature(cls)
     try:
         signature.bind(**options)
@@ -257,7 +268,7 @@ def _need_options(name: str, cls: type[CaptureConsumer], options: Mapping[str, A
 
 
 def _limits(name: str, fields: dict[str, Any]) -> HostLimits:
-    """Takes those of `HostLimits` out of `fields`."""
+    """Take the options of `HostLimits` out of `fields`."""
     given: dict[str, Any] = {}
     for key, number in _LIMITS.items():
         if key not in fields:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a user gets back: `CaptureResult` per consumer, `CapturedRows` per site."""
+"""The results that a user gets back: a `CaptureResult` per consumer, `CapturedRows` per site."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from vllm.outputs import CompletionOutput, RequestOutput
 
 CaptureStatus = Literal["ok", "partial_error", "error"]
+"""How a capture ended: with all rows, without some that were asked for, or without a payload."""
 
 
 @dataclass
@@ -20,8 +21,9 @@ class CaptureResult:
 
     status: CaptureStatus
     error: str | None
+    """The reason why the status is not "ok"."""
     payload: Any
-    """What the consumer returns; `inline`: dict (point, layer) -> `CapturedRows`."""
+    """The consumer's own result; that of `inline` is a dict (point, layer) -> `CapturedRows`."""
 
 
 @dataclass
@@ -29,15 +31,15 @@ class CapturedRows:
     """The rows of one site, in position order."""
 
     positions: np.ndarray
-    """int64 [n]: row i has read the token at `positions[i]` and predicts the next one."""
+    """The positions of the rows, int64 [n]. A row has read its token and predicts the next."""
     token_ids: np.ndarray
-    """int64 [n]: the token each row has read."""
+    """The token that each row has read, int64 [n]."""
     values: torch.Tensor
-    """[n, hidden] on the CPU in the model's dtype; with `project` float32 [n, k], the scores of
-    each row. Several sites share memory, so they are not contiguous, and one that is kept keeps
-    all: clone() what is to stay alone."""
+    """The rows, [n, hidden] on the CPU in the model's dtype; with `project` their scores, float32
+    [n, k]. Several sites share memory, so they are not contiguous, and one that is kept keeps all:
+    clone() what is to stay alone."""
     versions: np.ndarray
-    """int64 [n]: the version of the global steering each row ran under, see `llm.steering`."""
+    """The version of the global steering that each row ran under, int64 [n], see `llm.steering`."""
 
     def __len__(self) -> int:
         return len(self.positions)
@@ -47,12 +49,12 @@ class CapturedRows:
         return {**self.__dict__, "values": self.values.clone(memory_format=torch.contiguous_format)}
 
     def numpy(self) -> np.ndarray:
-        """[n, width]; bfloat16, which numpy lacks, becomes float32."""
+        """Return the values, [n, width]; bfloat16, which numpy lacks, becomes float32."""
         values = self.values
         return (values.float() if values.dtype == torch.bfloat16 else values).numpy()
 
     def at(self, position: int) -> torch.Tensor:
-        """[width], the row of one absolute position.
+        """Return the row of one absolute position, [width].
 
         Raises:
             KeyError: that position was not captured.
@@ -70,17 +72,18 @@ def stack(
     position: int = -1,
     consumer: str = "inline",
 ) -> torch.Tensor:
-    """Rows of many outputs as one tensor, where every probe starts.
+    """Put one row per output and layer into one tensor, as a probe is trained on.
 
     Args:
-        outputs: of `LLM.generate`, or completions.
-        point: of the rows.
-        layers: in the order wanted.
+        outputs: the outputs of `LLM.generate`, or completions.
+        point: the point of the rows.
+        layers: their layers, in the order wanted.
         position: an absolute position, or negative: counted from the end of the rows captured
             (-1 is the last captured row).
+        consumer: the consumer whose result has the rows.
 
     Returns:
-        [outputs, layers, hidden] in the model's dtype; [outputs, layers, k] of scores.
+        [outputs, layers, hidden] in the model's dtype; with `project` [outputs, layers, k].
 
     Raises:
         ValueError: an output lacks the rows, or did not finish its capture.
@@ -113,7 +116,7 @@ def stack(
 def merged(
     old: dict[str, CaptureResult] | None, new: dict[str, CaptureResult] | None
 ) -> dict[str, CaptureResult] | None:
-    """Two successive deltas of one completion as one: rows of `new` follow those of `old`."""
+    """Join the results of two successive deltas of one completion: rows of `new` follow `old`'s."""
     if old is None or new is None:
         return new if old is None else old
     # A consumer's result comes once, with the last delta; inline rows come with each.
@@ -139,7 +142,7 @@ def _merged_result(old: CaptureResult, new: CaptureResult) -> CaptureResult:
 def results_of_only_completion(
     outputs: "Sequence[CompletionOutput]",
 ) -> dict[str, CaptureResult] | None:
-    """`RequestOutput.capture_results`.
+    """Return the results of a request's only completion, `RequestOutput.capture_results`.
 
     Raises:
         ValueError: there are several completions, each with results of its own.

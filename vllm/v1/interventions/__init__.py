@@ -1,0 +1,22 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Steering and capture of requests, filed by the process in which the code runs.
+
+frontend/           checks what a request asks for, and gives it its results
+scheduler/          decides, in the engine core: who starts, which rows leave, what is sent
+worker/             carries out on the device what was decided
+startup.py          checks the taps of all workers, and joins the rows of pipeline stages
+
+The rest is shared by the three, which do not import each other:
+
+plan.py             what travels with a request from the frontend to the workers
+messages.py         what scheduler and workers tell each other in a step
+calls.py            what frontends ask of the engine core beside requests
+capture_groups.py   requests that capture the same on one worker
+step_rows.py        the captured rows of one step, from the arena to their requests
+vectors.py          steering vectors of a request: parsed and checked
+ops.py              operations and gates of a request: parsed and checked
+terms.py            the one formula behind all operations
+sites.py            how requests name points and layers
+positions.py        sets of token positions
+errors.py           the error of a request that cannot be honoured exactly
+"""

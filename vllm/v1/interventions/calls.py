@@ -10,44 +10,46 @@ from vllm.v1.steering.modules import Module
 
 
 class Change(msgspec.Struct, frozen=True):
-    """What to do; checked by the frontend."""
+    """A change of global tiers or of named modules, checked by the frontend that asks for it."""
 
     action: Literal["set", "clear", "register", "unregister"]
     tiers: dict[str, VectorSet] = {}
-    """set: the vectors of each tier."""
+    """The vectors of each tier, for "set"."""
     replace: bool = False
-    """set: whether all that is not named goes."""
+    """Whether "set" clears all that it does not name."""
     tier: str | None = None
-    """clear: one tier; None for all."""
+    """The tier to "clear"; None for all."""
     name: str = ""
+    """The module's, for "register" and "unregister"."""
     module: Module | None = None
 
 
 class SteeringCall(msgspec.Struct, frozen=True):
-    """A call of the engine core. Reading needs no phases."""
+    """A call about global steering. A change is prepared, then committed or cancelled; "state" and
+    "modules" only read."""
 
     phase: Literal["state", "modules", "prepare", "commit", "cancel"]
     token: str = ""
     """Names a change from its preparation to its end."""
     change: Change | None = None
     known: dict[str, str] = {}
-    """modules: name -> digest of those the frontend has."""
+    """Modules that the frontend has, name -> digest, for "modules"."""
 
 
 class CaptureEnd(msgspec.Struct, frozen=True):
-    """The frontend's word on a completion: it alone knows where stop strings and aborts end it."""
+    """Where a completion ended. Only the frontend knows: it finds stop strings and aborts."""
 
     num_tokens: int
     """Prompt and generated tokens of the final sequence."""
     aborted: bool
     failed: str = ""
-    """Why the request failed, if it did: nothing of it is to be published."""
+    """Why the request failed, "" if it did not: nothing of a failed one is published."""
 
 
 class CaptureCall(msgspec.Struct, frozen=True):
-    """A call of the engine core. Engines that do not have the request are called too."""
+    """A call about one request's captures. Engines that do not have the request are called too."""
 
     request_id: str
     end: CaptureEnd | None = None
     released: str = ""
-    """A consumer of the frontend that has given its result."""
+    """Name of a consumer in the frontend that has given its result."""

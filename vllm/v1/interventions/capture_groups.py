@@ -15,23 +15,23 @@ _Key = tuple[tuple[int, ...], int, tuple[tuple[tuple[int, ...], tuple[int, int] 
 
 
 class LocalStream(NamedTuple):
-    """A stream's part on this worker."""
+    """The part of a stream that this worker's pipeline stage has."""
 
     places: tuple[int, ...]
-    """Which of the layout's sites; those of other pipeline stages are left out."""
+    """Indices into the group's sites; sites of other pipeline stages are left out."""
     runs: list[tuple[int, int]]
-    """The same as (first place, number) of neighbours in the arena."""
+    """`places` as runs of neighbours in the arena: (first index, number)."""
     projection: tuple[int, int] | None
-    """(first row, number of rows) in the table of projections."""
+    """First row and number of rows in the table of projections; None for rows as they are."""
 
 
 class CaptureGroup:
-    """Shared by all requests that capture the same: their rows lie in one dense block."""
+    """What a set of requests captures alike: their rows lie in one dense block of the arena."""
 
     def __init__(self, key: _Key) -> None:
         sites, self.num_raw, streams = key
         self.sites = np.array(sites, dtype=np.int64)
-        """The worker's index of each site; the first `num_raw` are those that leave the device as
+        """int64: the worker's index of each site. Rows of the first `num_raw` leave the device as
         they are, of the others only scores do."""
         self.streams = [LocalStream(at, self._runs(at), matrix) for at, matrix in streams]
 
@@ -42,10 +42,11 @@ class CaptureGroup:
 
 
 class CaptureGroups:
-    """Equal requests get one and the same `Layout`, so that a step compares no lists of sites.
+    """The groups in use. Requests that capture the same get the same `CaptureGroup`, so that a step
+    compares no lists of sites.
 
     Args:
-        sites: those of this worker.
+        sites: the sites of this worker, with the index of each.
     """
 
     def __init__(self, sites: dict[Site, int]) -> None:
@@ -53,7 +54,7 @@ class CaptureGroups:
         self._groups: WeakValueDictionary[_Asked, CaptureGroup] = WeakValueDictionary()
 
     def of(self, request: WorkerRequest) -> CaptureGroup | None:
-        """None where the request captures nothing here."""
+        """The group of a request; None where it captures nothing on this worker."""
         streams = request.capture_streams
         group = self._groups.get((request.capture_sites, streams))
         if group is not None:

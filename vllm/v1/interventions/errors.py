@@ -19,11 +19,12 @@ class InterventionError(VLLMValidationError, ValueError):
 
 
 def reject(path: str, message: str) -> NoReturn:
+    """Raise an `InterventionError` for the field at `path`."""
     raise InterventionError(f"{path}: {message}", parameter=path)
 
 
 def show(value: Any) -> str:
-    """`value` for an error message, bounded: client input may be huge."""
+    """Show `value` in an error message, bounded: client input may be huge."""
     if not isinstance(value, str | int | float | bool | None):
         return type(value).__name__
     if isinstance(value, int) and value.bit_length() > 128:
@@ -34,18 +35,19 @@ def show(value: Any) -> str:
 
 
 def show_key(key: Any) -> str:
-    """A mapping's key as a part of a path."""
+    """Show a mapping's key as a part of a path, bounded."""
     return key[:40] if isinstance(key, str) else show(key)
 
 
 def need_mapping(value: Any, path: str) -> Mapping[Any, Any]:
+    """Return `value` if it is a mapping, else raise ValueError."""
     if not isinstance(value, Mapping):
         reject(path, f"must be a mapping, got {show(value)}")
     return value
 
 
 def describe(error: BaseException) -> str:
-    """Type and message, bounded."""
+    """Type and message of an exception, in at most `_MAX_ERROR` characters."""
     try:
         text = f"{type(error).__name__}: {error}"
     except Exception:

@@ -13,18 +13,19 @@ NOTHING, GLOBALS_ALONE = 0, 1
 
 
 FIRST_SLOT = 2
-
+"""The first slot that requests get."""
 
 ROWS_PER_SLOT = 2
-"""Rows of the table: for prompt positions, and for generated ones (global tiers may differ)."""
+"""Rows of a slot: for prompt positions, and for generated ones (global tiers may differ)."""
 
 
 def num_table_rows(max_steering_configs: int) -> int:
+    """Rows of the steering table, those of slots that belong to nobody included."""
     return ROWS_PER_SLOT * (FIRST_SLOT + max_steering_configs)
 
 
 def table_row(slot: int, generated: bool) -> int:
-    """The row of a slot; slot 0 has one, so that plain tokens are known by row 0."""
+    """The table row of a slot in one phase. Slot 0 has one row, so that plain tokens have row 0."""
     if slot < GLOBALS_ALONE:
         return 0
     assert slot >= FIRST_SLOT or slot == GLOBALS_ALONE
@@ -35,22 +36,23 @@ class GlobalTiers(msgspec.Struct, frozen=True):
     """The vectors that act on every request that does not opt out."""
 
     version: int
-    """Counts the changes."""
+    """Number of changes so far."""
     tiers: dict[str, VectorSet]
-    """tier -> its vectors; a tier without any is left out."""
+    """Tier -> its vectors; a tier without any is left out."""
 
     @property
     def active(self) -> bool:
+        """Whether any tier has vectors."""
         return bool(self.tiers)
 
 
 class WorkerStream(msgspec.Struct, frozen=True, array_like=True):
-    """A `Stream` as workers know it."""
+    """A `Stream` as workers know it: sites by index, the matrix by its place."""
 
     sites: tuple[int, ...]
-    """Which of the request's `capture_sites`."""
+    """Indices into the request's `capture_sites`."""
     projection: tuple[int, int] | None = None
-    """(first row, number of rows) of its matrix in the table of projections; None for rows as they
+    """First row and number of rows of its matrix in the table of projections; None for rows as they
     are."""
 
 
@@ -68,20 +70,22 @@ class WorkerRequest(msgspec.Struct, frozen=True):
 
 
 class PlacedProgram(msgspec.Struct, frozen=True):
-    """A program and the rows it refers to."""
+    """A program and the rows of the workers' tables that it refers to."""
 
     row: int
     gate_owner_row: int
     """The row of the program that decides this one's gates; its own where it decides itself."""
     sites: list[Site]
     terms: list[list[int]]
-    """Of each site: rows of terms, 0 for none."""
+    """Rows of terms in the order they act, a list per site; 0 for none."""
 
 
 class PlacedTerm(msgspec.Struct, frozen=True):
+    """A term and its rows in the workers' table of vectors."""
+
     row: int
     probe_row: int
-    """0 for no gate."""
+    """The row of its gate's probe; 0 for no gate."""
     term: Term
 
 
@@ -89,24 +93,24 @@ class StepInterventions(msgspec.Struct):
     """The scheduler's decisions for one step. A worker applies them in the order of the fields."""
 
     version: int
-    """Of the global steering."""
+    """Version of the global steering."""
     new_sets: list[VectorSet] = []
     tiers: GlobalTiers | None = None
-    """Changed global tiers."""
+    """The global tiers, if they changed."""
     sums: list[tuple[int, VectorSum, bool]] = []
-    """(slot, sum, inherit) to write into the table before this step's forward."""
+    """What to write into the table before this step's forward: (slot, sum, inherit)."""
     dropped_sets: list[str] = []
     terms: list[PlacedTerm] = []
     programs: list[PlacedProgram] = []
     projections: list[tuple[int, bytes]] = []
-    """(first row in the table of projections, float32 [k, hidden], C order, native endian)."""
+    """New matrices: (first row in the table, float32 [k, hidden], C order, native endian)."""
     admitted: dict[str, WorkerRequest] = {}
     rows: dict[str, np.ndarray] = {}
-    """Request id -> int32 offsets into the request's tokens of this step whose rows to capture."""
+    """Rows to capture: request id -> int32 offsets into the request's tokens of this step."""
 
     @property
     def empty(self) -> bool:
-        """Whether a worker that is not told does the same."""
+        """Whether there is nothing to tell the workers."""
         return not (
             self.new_sets
             or self.tiers
@@ -126,8 +130,8 @@ class CapturedChunk(msgspec.Struct, array_like=True, gc=False):
     positions: np.ndarray
     """int64 [n]; those of all streams together."""
     values: list[torch.Tensor]
-    """Of each stream of the capture plan: [n, its sites, its width], its dtype, CPU."""
+    """One tensor per stream of the capture plan: [n, its sites, its width], its dtype, CPU."""
     version: int
-    """Of the global steering that the step ran under."""
+    """Version of the global steering that the step ran under."""
     owners: list[tuple[str, int]] = []
-    """In a message that has the rows of several requests as one: (request id, number of rows)."""
+    """Whose rows these are, where they are of several requests: (request id, number of rows)."""

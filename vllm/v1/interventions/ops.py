@@ -18,7 +18,7 @@ from vllm.v1.interventions.terms import OPS, Scalars, Term, make_term
 from vllm.v1.interventions.vectors import need_number, need_vector
 
 Select = Callable[[Any, str], Positions]
-"""(a value of `positions`, its path) -> the positions it means in this request."""
+"""Resolves a value of `positions`, given with its path, to the positions it means."""
 
 _KEYS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "add": (("vector",), ("scale",)),
@@ -37,7 +37,7 @@ _WHEN = ("row", "last_prompt")
 
 @dataclass(frozen=True)
 class Op:
-    """One entry of `steering`."""
+    """One parsed entry of `SamplingParams.steering`."""
 
     name: str
     """One of `terms.OPS`."""
@@ -45,17 +45,18 @@ class Op:
     positions: Positions | None
     """Where it acts; None for everywhere."""
     terms: list[Term]
-    """One; `replace` has one for each of `positions`, ascending."""
+    """One term; `replace` has one for each of `positions`, ascending."""
     frozen: bool
-    """Whether its gate is decided at the last prompt row: it acts from there on, and where it does
-    not act on that row itself, the row needs `terms[0].deciding()`."""
+    """Whether its gate is decided once, at the last prompt row. It acts from there on; if not
+    on that row itself, the row needs `terms[0].deciding()`."""
 
     @property
     def gated(self) -> bool:
+        """Whether it has a gate."""
         return bool(self.terms[0].probe)
 
     def term_at(self, position: int) -> Term | None:
-        """What acts there."""
+        """The term that acts at a position; None where the operation does not act."""
         if self.positions is not None and position not in self.positions:
             return None
         return self.terms[0] if len(self.terms) == 1 else self.terms[self._rank[position]]
@@ -68,9 +69,12 @@ class Op:
 
 @dataclass(frozen=True)
 class _Gate:
+    """A parsed gate."""
+
     probe: bytes
+    """float32 [hidden], native endian; empty for no gate."""
     scalars: dict[str, float]
-    """Fields of `Scalars`."""
+    """The gate's fields of `Scalars`."""
 
 
 _UNGATED = _Gate(b"", {})
@@ -90,7 +94,7 @@ def parse_ops(
         value: the user's list.
         path: the field's name, for errors.
         shape: what the model offers.
-        families: what the engine was started with, of `terms.FAMILIES`.
+        families: what the engine was started with, of `config.steering.FAMILIES`.
         select: resolves `positions`.
         max_terms: most operations at one site.
 
@@ -160,6 +164,7 @@ class _Entry:
             reject(f"{self.path}.{key}", f"the engine was started with steering_families={started}")
 
     def gate(self) -> _Gate:
+        """The entry's gate, or `_UNGATED`."""
         if "gate" not in self.given:
             return _UNGATED
         self.need_family("gate", "gate")
@@ -175,7 +180,7 @@ class _Entry:
         return _Gate(_float32(probe, f"{path}.probe"), numbers | frozen)
 
     def after_decision(self, positions: Positions | None, select: Select) -> Positions:
-        """Where an operation with a frozen gate acts."""
+        """Where an operation with a frozen gate acts: nowhere before the gate is decided."""
         path = f"{self.path}.positions"
         decided = select("predicting", path)
         if positions is None:
@@ -189,6 +194,7 @@ class _Entry:
         return positions
 
     def term(self, name: str, gate: _Gate) -> Term:
+        """The term of any operation but `replace`."""
         match name:
             case "add":
                 scalars = {"constant": self.number("scale", 1.0)}
@@ -212,7 +218,7 @@ class _Entry:
         return make_term(Scalars(**scalars, **gate.scalars), packed, gate.probe)
 
     def replaced(self, positions: Positions, select: Select, gate: _Gate) -> list[Term]:
-        """The terms of `replace`, by ascending position."""
+        """The terms of `replace`, one per position, ascending."""
         alpha = self.number("alpha", 1.0)
         if not 0 <= alpha <= 1:
             reject(f"{self.path}.alpha", f"must be from 0 to 1, got {show(alpha)}")
@@ -230,7 +236,7 @@ class _Entry:
         ]
 
     def rows(self, count: int) -> list[bytes]:
-        """`values`, in the order given."""
+        """`values` as float32 [hidden] each, in the order given."""
         path = f"{self.path}.values"
         values = self.given["values"]
         if isinstance(values, torch.Tensor) and (values.layout != torch.strided or values.is_meta):
@@ -270,7 +276,7 @@ class _Entry:
         return bounds
 
     def direction(self) -> bytes:
-        """float32 [hidden], of length 1."""
+        """`direction` scaled to length 1, float32 [hidden]."""
         path = f"{self.path}.direction"
         direction = need_vector(self.given["direction"], path, self.hidden)
         largest = np.abs(direction).max()
@@ -281,7 +287,7 @@ class _Entry:
         return _float32(direction / np.linalg.norm(direction), path)
 
     def need_range(self, values: np.ndarray, path: str) -> None:
-        """What is written into the stream must fit its dtype."""
+        """Raise unless `values`, which are written into the stream, fit its dtype."""
         if not (np.abs(values) <= torch.finfo(self.shape.torch_dtype).max).all():
             reject(path, f"overflows {self.shape.dtype}")
 

@@ -14,10 +14,10 @@ import torch
 from vllm.v1.interventions.terms import Term
 
 Site = tuple[str, int]
-"""(point, layer): layer is the global decoder layer index from 0."""
+"""A place in the model: (point, layer), layer the global decoder layer index from 0."""
 
 TIERS = ("base", "prefill", "decode")
-"""base acts at all positions, prefill at those of the prompt, decode at generated ones."""
+"""Where vectors act: base at all positions, prefill at the prompt's, decode at generated ones."""
 
 VECTOR_FIELDS = ("steering_vectors", "prefill_steering_vectors", "decode_steering_vectors")
 """The fields of `SamplingParams` that hold a tier's vectors, in the order of `TIERS`."""
@@ -32,7 +32,7 @@ UNSTEERED = ""
 
 
 def dtype_of(name: str) -> torch.dtype:
-    """torch's dtype of that name, "bfloat16"."""
+    """The torch dtype of a name such as "bfloat16"."""
     dtype = getattr(torch, name)
     assert isinstance(dtype, torch.dtype)
     return dtype
@@ -45,14 +45,16 @@ class TapShape(msgspec.Struct, frozen=True):
     dtype: str
     """Model dtype, torch's name without the prefix: "bfloat16"."""
     points: dict[int, tuple[str, ...]]
-    """layer -> the points it has."""
+    """Layer -> the points it has."""
 
     @property
     def torch_dtype(self) -> torch.dtype:
+        """The model's dtype."""
         return dtype_of(self.dtype)
 
     @property
     def row_bytes(self) -> int:
+        """Bytes of a row at one site."""
         return self.hidden_size * self.torch_dtype.itemsize
 
 
@@ -79,7 +81,7 @@ class VectorSum(msgspec.Struct, frozen=True):
     digest: str
     """Hex SHA-256 over `sets`."""
     sets: list[tuple[str, float]]
-    """(digest of the vector set, scale)."""
+    """What is summed: (digest of the vector set, scale)."""
 
 
 class Program(msgspec.Struct, frozen=True):
@@ -90,13 +92,13 @@ class Program(msgspec.Struct, frozen=True):
     """Hex SHA-256 over the other fields."""
     sites: list[Site]
     terms: list[list[str]]
-    """Of each site: digests of terms in the order they act, "" for an op that does not act here."""
+    """Digests of terms in the order they act, a list per site; "" for an op that does not act."""
     decides: bool
     """Whether gates that are decided once are decided here, at the last prompt token."""
 
 
 class Segment(msgspec.Struct, frozen=True, array_like=True):
-    """What acts from position `first` to the next segment's."""
+    """What acts from position `first` to the next segment's: digests, `UNSTEERED` for nothing."""
 
     first: int
     vector_sum: str
@@ -112,7 +114,7 @@ class SteeringPlan(msgspec.Struct, frozen=True):
     """Whether the global tiers are added."""
     sums: list[VectorSum] = []
     sets: list[VectorSet] = []
-    """Those of `sums`, but for the vector sets of modules, which the engine core has."""
+    """The vector sets of `sums`, but for those of modules, which the engine core has."""
     programs: list[Program] = []
     terms: list[Term] = []
 
@@ -121,19 +123,21 @@ class Stream(msgspec.Struct, frozen=True):
     """Rows that leave the device together: in one form, for one process."""
 
     sites: list[Site]
-    """A part of the plan's, in its order."""
+    """A part of the plan's sites, in its order."""
     runs: list[int]
+    """Positions, as in `Selection.runs`."""
     relayed: bool
     """Whether they go on to the frontend; else they stay in the engine core."""
     width: int
     """hidden_size; with a projection the number of its rows."""
     dtype: str
-    """The model's; with a projection "float32"."""
+    """The model's dtype; with a projection "float32"."""
     projection: str = ""
     """Digest of the matrix the rows are multiplied with on the device, "" for none."""
 
     @property
     def row_bytes(self) -> int:
+        """Bytes of a row at one site."""
         return self.width * dtype_of(self.dtype).itemsize
 
 
@@ -146,9 +150,10 @@ class Selection(msgspec.Struct, frozen=True):
     named: list[int] = []
     """The part of `runs` the user named outright: reported if the request ends before it."""
     last_generated: bool = False
-    """Of the generated positions keep only those in `named` and the last (known at the end)."""
+    """Whether, of generated positions, only those in `named` and the last (known at the end) are
+    kept."""
     stream: int = 0
-    """Which of the plan's streams has the rows, perhaps among others."""
+    """Index of the plan's stream that has the rows, perhaps among others."""
     fields: dict[str, Any] = {}
     """What the consumer's class made of the fields that are its own."""
 
@@ -163,9 +168,9 @@ class CapturePlan(msgspec.Struct, frozen=True):
     consumers: dict[str, Selection]
     hidden_size: int
     dtype: str
-    """Of the model."""
+    """The model's dtype."""
     projections: dict[str, bytes] = {}
-    """digest -> float32 [k, hidden], C order, native endian."""
+    """Digest -> float32 [k, hidden], C order, native endian."""
     num_samples: int = 1
     sample: int = 0
     """Which of the request's completions this is."""
@@ -176,5 +181,7 @@ class CapturePlan(msgspec.Struct, frozen=True):
 
 
 class Plan(msgspec.Struct, frozen=True):
+    """All that a request asks for, checked and resolved; None for what it does not ask for."""
+
     steering: SteeringPlan | None = None
     capture: CapturePlan | None = None

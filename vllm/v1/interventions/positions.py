@@ -8,6 +8,7 @@ from functools import cached_property
 import numpy as np
 
 Run = tuple[int, int]
+"""Neighbouring positions: start, and stop (exclusive)."""
 
 
 class Positions:
@@ -31,22 +32,25 @@ class Positions:
 
     @cached_property
     def _arrays(self) -> tuple[np.ndarray, np.ndarray]:
-        """(starts, stops), int64."""
+        """Starts and stops of the runs, int64."""
         return np.array(self._start_list, np.int64), np.array(self._stop_list, np.int64)
 
     @classmethod
     def of(cls, positions: Iterable[int]) -> "Positions":
+        """The set of single positions, in any order."""
         return cls((p, p + 1) for p in positions)
 
     @classmethod
     def from_flat(cls, flat: list[int]) -> "Positions":
+        """The set whose `flat` this is: start, stop, start, stop, ..."""
         return cls(zip(flat[::2], flat[1::2], strict=True))
 
     def flat(self) -> list[int]:
-        """start, stop, start, stop, ... for sending."""
+        """The runs as one list, for sending: start, stop, start, stop, ..."""
         return [n for run in self.runs() for n in run]
 
     def runs(self) -> list[Run]:
+        """The runs, sorted and disjoint."""
         return list(zip(self._start_list, self._stop_list, strict=True))
 
     def __or__(self, other: "Positions") -> "Positions":
@@ -72,7 +76,7 @@ class Positions:
         return self._stop_list[-1] if self._stop_list else 0
 
     def mask(self, positions: np.ndarray) -> np.ndarray:
-        """bool [n]: which of int [n] `positions` are in the set."""
+        """Which of int [n] `positions` are in the set: bool [n]."""
         if len(self._stop_list) <= 1:
             start, stop = self.runs()[0] if self._stop_list else (0, 0)
             return (positions >= start) & (positions < stop)
@@ -81,7 +85,7 @@ class Positions:
         return (run >= 0) & (positions < stops[np.maximum(run, 0)])
 
     def first_from(self, position: int) -> int | None:
-        """The lowest member >= position."""
+        """The lowest member >= position; None if there is none."""
         run = bisect_right(self._stop_list, position)
         if run == len(self._stop_list):
             return None
@@ -98,12 +102,12 @@ class Positions:
         return Positions((a, min(b, stop)) for a, b in self.runs())
 
     def array(self) -> np.ndarray:
-        """int64 [len(self)]."""
+        """The members, ascending: int64 [len(self)]."""
         parts = [np.arange(a, b, dtype=np.int64) for a, b in self.runs()]
         return np.concatenate(parts) if parts else np.zeros(0, dtype=np.int64)
 
     def between(self, first: int, stop: int) -> np.ndarray:
-        """int64: the members >= first and < stop, where that is a piece of a request."""
+        """The members >= first and < stop, int64. Its cost grows with stop - first."""
         if len(self._stop_list) == 1:
             first, stop = max(first, self._start_list[0]), min(stop, self._stop_list[0])
             return np.arange(first, stop, dtype=np.int64)
@@ -112,7 +116,8 @@ class Positions:
 
 
 END = 1 << 40
-"""Past every position."""
+"""A number past every position."""
 
 
 ALL = Positions([(0, END)])
+"""Every position."""

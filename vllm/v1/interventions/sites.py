@@ -1,9 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How requests name points and layers, and the errors they get.
-
-Every error names the path of the offending field (`steering_vectors.post_block.15.scale`), what
-was given and what is allowed. Offline it is a `ValueError`, over HTTP a 400.
-"""
+"""How requests name points and layers: parsed and checked against what the model has."""
 
 import re
 from collections import Counter
@@ -20,6 +16,7 @@ _RANGE = re.compile(r"(\d{1,9})-(\d{1,9})")
 
 
 def need_point(value: Any, path: str, shape: TapShape) -> str:
+    """Return the point a user names; raise ValueError if no layer of the model has it."""
     if value not in POINTS:
         reject(path, f"unknown point {show(value)}; points are {', '.join(POINTS)}")
     if not any(value in points for points in shape.points.values()):
@@ -34,6 +31,9 @@ def need_layers(value: Any, point: str, path: str, shape: TapShape) -> list[int]
     Args:
         value: an int >= 0, digits, an inclusive range "4-11", "all" (the layers that have the
             point) or a list of these.
+
+    Raises:
+        ValueError: none of these, no layer, one named twice, out of range or without the point.
     """
     if isinstance(value, list | tuple):
         layers = [
@@ -51,12 +51,12 @@ def need_layers(value: Any, point: str, path: str, shape: TapShape) -> list[int]
 
 
 def need_steered_points(sites: Iterable[Site], path: str, config: SteeringConfig) -> None:
-    """Raises ValueError if a site's point was left out at start-up."""
+    """Raise ValueError if a site's point was left out of `steering_points`."""
     _need_points(sites, path, "steering_points", config.steering_points)
 
 
 def need_captured_points(sites: Iterable[Site], path: str, config: CaptureConfig) -> None:
-    """Raises ValueError if a site's point was left out at start-up."""
+    """Raise ValueError if a site's point was left out of `capture_points`."""
     _need_points(sites, path, "capture_points", config.capture_points)
 
 
@@ -104,5 +104,6 @@ def _has(shape: TapShape) -> str:
 
 
 def site_order(site: Site) -> tuple[int, int]:
+    """Sort key of sites: the order in which the stream passes them."""
     point, layer = site
     return layer, POINTS.index(point)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The captured rows of all pipeline stages as one result."""
+"""What the engine core sets up over all workers: taps checked, rows of pipeline stages joined."""
 
 from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
 from vllm.v1.executor import Executor
@@ -9,8 +9,11 @@ from vllm.v1.outputs import ModelRunnerOutput
 
 
 class StageRows(KVOutputAggregator):
-    """In the place of the aggregator of a KV connector, which capture excludes: with one, the
-    executor has all workers reply to a step, not only the last stage's first."""
+    """Joins the captured rows of all pipeline stages into one result.
+
+    It takes the place of a KV connector's aggregator, which capture excludes: with an aggregator
+    the executor has all workers reply to a step, not only the first of the last stage.
+    """
 
     def __init__(self) -> None:
         super().__init__(expected_finished_count=0)
@@ -22,6 +25,7 @@ class StageRows(KVOutputAggregator):
 
         Args:
             outputs: of all workers by rank, so in the order of the stages.
+            output_rank: whose output is returned, of the last stage.
         """
         output = outputs[output_rank]
         rows = [o.captured for o in outputs if o is not None and o.captured is not None]
@@ -34,7 +38,7 @@ class StageRows(KVOutputAggregator):
 
 
 def collect_stages(executor: Executor) -> None:
-    """Have the rows of all stages arrive, where there are several and they capture."""
+    """Install `StageRows` in an executor with several stages that capture."""
     config = executor.vllm_config
     if config.capture_config.enabled and config.parallel_config.pipeline_parallel_size > 1:
         executor.kv_output_aggregator = StageRows()
@@ -43,6 +47,9 @@ def collect_stages(executor: Executor) -> None:
 def start_taps(executor: "Executor") -> TapShape | None:
     """Check the taps of all workers, merge what they offer (pipeline stages own layers), and have
     the rows of all stages arrive.
+
+    Returns:
+        What the model offers; None where nothing is steered or captured.
 
     Raises:
         RuntimeError: a site does not move its row, or a layer is not wired.

@@ -12,21 +12,21 @@ from vllm.v1.interventions.capture_groups import CaptureGroup, LocalStream
 from vllm.v1.interventions.messages import CapturedChunk
 
 Members = list[tuple[str, np.ndarray]]
-"""(request id, int [n]: where in the batch its captured tokens are)."""
+"""The requests of a group: (request id, int [n] places of its captured tokens in the batch)."""
 
 
 class Block:
-    """The rows of all requests of one layout, so that those of a request are neighbours.
+    """The rows of all requests of one capture group, those of a request next to each other.
 
-    In the arena they lie in two parts, each token by token: from `raw` on those of the sites that
-    leave the device as they are, from `rest` on the others.
+    In the arena they lie in two parts, each token by token: from row `raw` on those of the sites
+    that leave the device as they are, from row `rest` on those of the others.
     """
 
     def __init__(self, group: CaptureGroup, members: Members) -> None:
         self.group = group
         self.req_ids = [req_id for req_id, _ in members]
         self.counts = [len(tokens) for _, tokens in members]
-        """Rows of each at a site."""
+        """Captured tokens of each request."""
         self.owners = list(zip(self.req_ids, self.counts, strict=True))
         self.count = sum(self.counts)
         self.num_raw = group.num_raw * self.count
@@ -34,13 +34,18 @@ class Block:
         self.raw = self.rest = 0
 
     def rows(self) -> np.ndarray:
-        """int32 [sites, count]: the arena row of each."""
+        """The arena row of each token at each site: int32 [sites, count]."""
         raw = np.arange(self.num_raw, dtype=np.int32) + self.raw
         rest = np.arange(self.num_rest, dtype=np.int32) + self.rest
         return np.concatenate([raw.reshape(self.count, -1).T, rest.reshape(self.count, -1).T])
 
     def of(self, arena: torch.Tensor, first: int, number: int) -> torch.Tensor:
-        """[count, number, hidden], a view: neighbouring sites, all of them raw or none."""
+        """Rows of neighbouring sites, all of them raw or none: [count, number, hidden], a view.
+
+        Args:
+            arena: [rows, hidden].
+            first: index into the group's sites of the first one.
+        """
         at, num_sites = self.raw, self.group.num_raw
         if first >= num_sites:
             first -= num_sites
@@ -50,10 +55,10 @@ class Block:
 
 
 class Blocks:
-    """The layout of the arena in a step; of all steps, while nothing but positions changes.
+    """Where the rows of a step lie in the arena; valid while nothing but positions changes.
 
     Args:
-        groups: the requests of each layout; a request is in one.
+        groups: the requests of each capture group; a request is in one.
     """
 
     def __init__(self, groups: dict[CaptureGroup, Members]) -> None:
@@ -104,7 +109,7 @@ class StepRows:
         self._rows, self._positions, self._scores, self._event = rows, positions, scores, copied
 
     def _whole(self) -> list[tuple[np.ndarray, list[torch.Tensor]]]:
-        """Of each block: int64 [count] positions, and each stream's rows [count, sites, width]."""
+        """All rows by block: int64 [count] positions, and [count, sites, width] of each stream."""
         if self._parts is None:
             self._wait()
             self._parts, positions, scores = [], self._positions.numpy(), iter(self._scores)
@@ -131,11 +136,12 @@ class StepRows:
 
     @property
     def packs(self) -> bool:
-        """Whether `packed` will do: where several stages have a part of each row, it will not."""
+        """Whether `packed` may be used: not where several stages have a part of each row."""
         return not self._later
 
     def position(self, request_id: str) -> int | None:
-        """Of a request's only row, as in decoding; None if there are more, or `packs` is false."""
+        """The position of a request's only row, as in decoding; None if there are more, or `packs`
+        is false."""
         if self._singles is None:
             self._singles = {}
             if not self.packs:
@@ -173,8 +179,8 @@ class StepRows:
         self._later.append(later)
 
     def of(self, request_id: str) -> CapturedChunk | None:
-        """Views of the step's rows, which keep all of them in memory; copies where the rows of
-        several stages were joined."""
+        """The rows of one request, None if it has none: views of the step's rows, which keep all of
+        them in memory; copies where the rows of several stages were joined."""
         chunks = self._resolve() if self._chunks is None else self._chunks
         chunk = chunks.get(request_id)
         for later in self._later:
@@ -199,7 +205,7 @@ class StepRows:
 
 
 def _raw(block: Block, rows: torch.Tensor, stream: LocalStream) -> torch.Tensor:
-    """[count, sites, hidden], the stream's; a view where its sites are neighbours."""
+    """A stream's rows as they are, [count, sites, hidden]; a view if its sites are neighbours."""
     parts = [block.of(rows, *run) for run in stream.runs]
     if len(parts) == 1:
         return parts[0]

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A term: one operation at one site, as the workers' tables hold it.
 
-All operations are one formula (decision 14), with `h` the row as the term finds it, `h0` the row as
+All operations are one formula, with `h` the row as the term finds it, `h0` the row as
 it arrived at the point, `v` the term's vector and `g` its gate (1 without one):
 
     h <- (1 - g (replace + renorm) + g renorm |h0| / |h|) h
@@ -16,6 +16,9 @@ it arrived at the point, `v` the term's vector and `g` its gate (1 without one):
     normalize   renorm = 1                    v zeros
 
     g = sigmoid(sharpness (h.probe - threshold))
+
+Where they come from: add, Turner et al. 2023 (arXiv:2308.10248); ablate with strength 1, Arditi et
+al. 2024 (arXiv:2406.11717).
 """
 
 import hashlib
@@ -25,6 +28,7 @@ from typing import NamedTuple
 import msgspec
 
 OPS = ("add", "norm_match", "ablate", "clamp", "pin", "replace", "normalize")
+"""The names of operations in requests."""
 INF = float("inf")
 
 
@@ -56,14 +60,14 @@ class Term(msgspec.Struct, frozen=True):
     scalars: Scalars
 
     def deciding(self) -> "Term":
-        """The same gate on no change: for a last prompt row that only decides."""
+        """A term with this gate and no change: for a last prompt row that only decides."""
         gate = self.scalars._asdict()
         kept = {name: gate[name] for name in ("threshold", "sharpness", "frozen")}
         return make_term(Scalars(**kept), bytes(len(self.vector)), self.probe)
 
 
 def make_term(scalars: Scalars, vector: bytes, probe: bytes = b"") -> Term:
-    """The term, with its digest."""
+    """Make a term and its digest; shapes and dtypes are those of `Term`."""
     # As float32: that is what acts.
     numbers = struct.pack(f"={len(scalars)}f", *scalars)
     header = f"{len(vector)};{len(probe)};".encode()
@@ -72,5 +76,5 @@ def make_term(scalars: Scalars, vector: bytes, probe: bytes = b"") -> Term:
 
 
 def rows_needed(terms: list[Term]) -> int:
-    """Rows of the vector table: a term has one, and one for the probe of its gate."""
+    """Rows of the vector table that terms need: one each, and one for the probe of a gate."""
     return sum(2 if term.probe else 1 for term in terms)

@@ -14,12 +14,14 @@ from vllm.v1.interventions.positions import Positions
 from vllm.v1.interventions.sites import need_layers, need_point, site_order
 
 Vectors = dict[Site, np.ndarray]
-"""site -> float64 [hidden], scale applied."""
+"""Site -> float64 [hidden], scale applied."""
 
 Select = Callable[[Any, str], Positions]
+"""Resolves a value of `positions`, given with its path, to the positions it means."""
 
 MAX_SCALE = 1e30
-"""Products stay far inside float64; the sum is checked again in the model's dtype."""
+"""Largest number in a request: products stay far inside float64, and the sum is checked again in
+the model's dtype."""
 
 
 def parse_vectors(
@@ -34,7 +36,7 @@ def parse_vectors(
         select: resolves a value of `positions`, given with its path.
 
     Returns:
-        Vectors that act together, and where; None is everywhere in the tier.
+        Pairs of vectors that act together, and where; None is everywhere in the tier.
 
     Raises:
         ValueError: unknown point, a point or layer the model does not have, a layer named twice,
@@ -80,7 +82,8 @@ def _entry(
 
 
 def need_number(value: Any, path: str) -> float:
-    """A finite number from a request, at most `MAX_SCALE` in size."""
+    """Return a request's number as float; raise ValueError if it is none, or not finite, or larger
+    than `MAX_SCALE` in size."""
     if not isinstance(value, int | float) or isinstance(value, bool):
         reject(path, f"must be a number, got {show(value)}")
     if not abs(value) <= MAX_SCALE:  # so that NaN is refused, too
@@ -89,7 +92,14 @@ def need_number(value: Any, path: str) -> float:
 
 
 def need_vector(value: Any, path: str, hidden_size: int) -> np.ndarray:
-    """float64 [hidden_size] from a list of floats, a 1-D array or a 1-D tensor."""
+    """Return a request's vector as float64 [hidden_size].
+
+    Args:
+        value: a list of numbers, or a 1-D array or tensor of a float dtype.
+
+    Raises:
+        ValueError: none of these, the wrong width, or not finite.
+    """
     if isinstance(value, torch.Tensor):
         if not value.is_floating_point():
             reject(path, f"must be of a float dtype, got {value.dtype}")
@@ -125,7 +135,7 @@ def _need_shape(given: Sequence[int], path: str, hidden_size: int) -> None:
 
 
 def vector_set_of(vectors: Vectors, hidden_size: int) -> VectorSet:
-    """`vectors` rounded once to float32."""
+    """Make a vector set of `vectors`, rounded once to float32."""
     sites = sorted(vectors, key=site_order)
     rows = np.stack([vectors[site] for site in sites]).astype(np.float32)
     data, largest = rows.tobytes(), float(max(rows.max(), -rows.min()))
@@ -134,7 +144,7 @@ def vector_set_of(vectors: Vectors, hidden_size: int) -> VectorSet:
 
 
 def add_up(tiers: Iterable[Vectors]) -> Vectors:
-    """The sum, site by site, in float64."""
+    """Sum vectors site by site, in float64."""
     total: Vectors = {}
     for tier in tiers:
         for site, vector in tier.items():
@@ -143,13 +153,13 @@ def add_up(tiers: Iterable[Vectors]) -> Vectors:
 
 
 def largest_sum(shape: TapShape) -> float:
-    """What a request's vectors may add up to at one place, and the global tiers as well: half the
-    largest number of the model's dtype, so that together they never overflow."""
+    """The largest number that the vectors of a request may add up to, and those of the global tiers
+    as well: half the largest of the model's dtype, so that together they never overflow."""
     return float(torch.finfo(shape.torch_dtype).max) / 2
 
 
 def need_finite_sum(vectors: Vectors, path: str, shape: TapShape) -> None:
-    """Raises ValueError if a sum of vectors is too large for the model's dtype."""
+    """Raise ValueError if a sum of vectors is too large for the model's dtype."""
     for (point, layer), vector in vectors.items():
         if not np.abs(vector).max() <= largest_sum(shape):  # so that NaN is refused, too
             reject(
@@ -159,9 +169,11 @@ def need_finite_sum(vectors: Vectors, path: str, shape: TapShape) -> None:
 
 
 def digest_of(text: str, data: bytes = b"") -> str:
+    """Hex SHA-256 over canonical text and bytes."""
     # No free text, so no two things share canonical bytes.
     return hashlib.sha256(text.encode() + data).hexdigest()
 
 
 def vectors_of(vector_set: VectorSet) -> Vectors:
+    """The vectors of a set as float64."""
     return dict(zip(vector_set.sites, vector_set.rows.astype(np.float64), strict=True))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Capture in vLLM's statistics: what consumers took, how long it lasted, what went wrong."""
+"""Capture's part of vLLM's statistics: what consumers took, how long it lasted, what went wrong."""
 
 from collections import Counter
 from collections.abc import Iterable
@@ -17,12 +17,12 @@ logger = init_logger(__name__)
 
 STATUSES = ("ok", "partial_error", "error")
 SECONDS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0)
-"""Buckets of the time from a completion's end to a consumer's result."""
+"""The buckets of the seconds from a completion's end to a consumer's result."""
 
 
 @dataclass(frozen=True)
 class ResultStats:
-    """One `ConsumerResult`, without its payload."""
+    """The figures of one `ConsumerResult`, without its payload."""
 
     consumer: str
     status: str
@@ -33,20 +33,22 @@ class ResultStats:
 
 @dataclass
 class CaptureStats:
-    """Of one iteration; `IterationStats.capture`."""
+    """The results of one iteration of the engine, `IterationStats.capture`."""
 
     results: list[ResultStats] = field(default_factory=list)
     pending: Counter[str] | None = None
-    """consumer -> completions that have ended and wait for its result; None: not known."""
+    """How many completions have ended and wait for a consumer's result, by consumer; None if that
+    is not known."""
 
     def add(self, results: Iterable[ConsumerResult]) -> None:
+        """Add results that came in this iteration."""
         self.results += [
             ResultStats(r.consumer, r.status, r.rows, r.num_bytes, r.seconds) for r in results
         ]
 
 
 class CaptureProm:
-    """Capture in Prometheus, for each consumer of each engine. No series without capture."""
+    """Capture's metrics in Prometheus, for each consumer of each engine; none without capture."""
 
     def __init__(
         self, owner: "PrometheusStatLogger", config: "VllmConfig", labelnames: list[str]
@@ -95,6 +97,7 @@ class CaptureProm:
                 self._pending.labels(*labels).set(0)
 
     def observe(self, stats: CaptureStats, engine: int) -> None:
+        """Count what one iteration of an engine brought."""
         values = self._labels[engine]
         for result in stats.results:
             labels = [*values, result.consumer]
@@ -108,20 +111,21 @@ class CaptureProm:
 
 
 class CaptureLogging:
-    """A line for each consumer that gave results since the last."""
+    """Logs a line for each consumer that gave results since its last line."""
 
     def __init__(self) -> None:
         self._results: dict[str, list[ResultStats]] = {}
         self._pending: Counter[str] = Counter()
 
     def observe(self, stats: CaptureStats) -> None:
+        """Keep what one iteration brought until the next `log`."""
         for result in stats.results:
             self._results.setdefault(result.consumer, []).append(result)
         if stats.pending is not None:
             self._pending = stats.pending
 
     def log(self, prefix: str) -> None:
-        """Consumers are heard of when the engine is idle, too."""
+        """Log the lines, also while the engine is idle; `prefix` is put before each."""
         taken, self._results = self._results, {}
         for consumer, results in taken.items():
             logger.info(

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Steering in vLLM's statistics: what running requests hold."""
+"""Steering's part of vLLM's statistics: what running requests hold."""
 
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -11,18 +11,18 @@ if TYPE_CHECKING:
 
 @dataclass
 class SteeringStats:
-    """`SchedulerStats.steering`: what is held now."""
+    """The slots and rows that requests hold at this moment, `SchedulerStats.steering`."""
 
     slots_in_use: int
-    """Slots of the steering table that requests hold, of `max_steering_configs`."""
+    """The number of slots of the steering table that are held, of `max_steering_configs`."""
     rows_in_use: int
-    """Rows of ops that requests hold, of `max_steering_rows`."""
+    """The number of rows of operations that are held, of `max_steering_rows`."""
     version: int
-    """Of the global steering."""
+    """The version of the global steering, which counts its changes."""
 
 
 class SteeringProm:
-    """The same in Prometheus. No series where steering is off."""
+    """Steering's metrics in Prometheus; none where steering is off."""
 
     def __init__(
         self, owner: "PrometheusStatLogger", config: "VllmConfig", labelnames: list[str]
@@ -46,6 +46,7 @@ class SteeringProm:
         self._version = gauge("version", "Version of the global steering: counts its changes.")
 
     def observe(self, stats: SteeringStats | None, engine: int) -> None:
+        """Set an engine's metrics to what its requests hold now."""
         if not self._on or stats is None:
             return
         values = self._labels[engine]

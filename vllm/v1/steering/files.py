@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Modules in files: safetensors and npz with a vector for each `{tier}.{point}.{layer}`, and GGUF
-control vectors as llama.cpp and repeng write them. Nothing is ever unpickled.
+"""Reads modules from files, and writes them.
+
+Files are safetensors and npz with a vector for each `{tier}.{point}.{layer}`, and GGUF control
+vectors as llama.cpp and repeng write them. Nothing is ever unpickled.
 """
 
 import io
@@ -29,10 +31,10 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
 FORMAT_VERSION = "1"
-"""Of our safetensors files; `steering_format` in the metadata."""
+"""The version of our safetensors files, `steering_format` in the metadata."""
 
 _HEADERS = 1 << 20
-"""Bytes that a file may have beside its vectors."""
+"""How many bytes a file may have beside its vectors."""
 
 _DTYPES = {
     "F64": torch.float64,
@@ -40,27 +42,28 @@ _DTYPES = {
     "F16": torch.float16,
     "BF16": torch.bfloat16,
 }
-"""Of safetensors."""
+"""The dtypes that vectors may have, by their names in safetensors."""
 
 _NUMBER = re.compile(r"0|[1-9]\d{0,8}", re.ASCII)
 
 Named = dict[str, np.ndarray | torch.Tensor]
-"""name -> vector, as it stands in a file."""
+"""The vectors of a file by name, as they stand in it."""
 
 SiteOf = Callable[[str, str, TapShape], tuple[str, Site]]
-"""(name, where it stands, shape) -> tier and site."""
+"""A function of a vector's name, where it stands (for errors), and the model's shape. It returns
+the tier and site that the name means."""
 
 
 def load(path: str | Path, shape: TapShape) -> Module:
-    """The module in a file, by its suffix: .safetensors, .gguf or .npz.
+    """Read the module in a file, by its suffix: .safetensors, .gguf or .npz.
 
     In a GGUF file, `direction.{i}` is added to the output of block i, counted from 0: the base
     tier's `post_block` of layer i.
 
     Raises:
-        ValueError: naming the file and the tensor: another format, truncated, larger than any
-            module of this model, an unknown tier, point or layer, a vector of the wrong width or
-            not finite.
+        ValueError: the file is of another format, truncated, or larger than any module of this
+            model; a tier, point or layer is unknown; a vector is of the wrong width or not finite.
+            The message names the file and the tensor.
         OSError: the file cannot be read.
     """
     file, suffix = str(path), Path(path).suffix.lower()
@@ -83,6 +86,7 @@ def load(path: str | Path, shape: TapShape) -> Module:
 
 
 def _module(named: Named, site_of: SiteOf, file: str, shape: TapShape) -> Module:
+    """Make a module of named vectors, once they are checked."""
     tiers: dict[str, Vectors] = {tier: {} for tier in TIERS}
     for name, vector in named.items():
         where = f"{file}[{show_key(name)}]"
@@ -92,10 +96,13 @@ def _module(named: Named, site_of: SiteOf, file: str, shape: TapShape) -> Module
 
 
 def parse_safetensors(data: bytes, where: str, shape: TapShape) -> Module:
-    """The module in the content of a safetensors file, as `load`.
+    """Read the module in the content of a safetensors file.
 
     Args:
-        where: what errors call it.
+        where: what errors call the content.
+
+    Raises:
+        ValueError: as `load`.
     """
     if len(data) > _most_bytes(shape):
         reject(
@@ -110,13 +117,14 @@ def parse_safetensors(data: bytes, where: str, shape: TapShape) -> Module:
 
 
 def save(path: str | Path, module: Module, model_hint: str = "") -> None:
-    """Write a module's vectors as safetensors; `load` gives the same module.
+    """Write a module's vectors as safetensors, float32 [hidden] each; `load` gives the same module.
 
     Args:
         model_hint: the model's name, for readers.
 
     Raises:
         ValueError: the module has operations, for which files have no place.
+        OSError: the file cannot be written.
     """
     _need_no_ops(path, module)
     vectors = {
@@ -136,8 +144,9 @@ def export_gguf(path: str | Path, module: Module, model_hint: str = "") -> None:
     """Write a control vector that repeng reads, and llama.cpp if layer 0 has none.
 
     Raises:
-        ValueError: the module has what such a file cannot say: a tier other than base, a point
+        ValueError: the module has what such a file cannot hold: a tier other than base, a point
             other than post_block, operations.
+        OSError: the file cannot be written.
     """
     _need_no_ops(path, module)
     if others := sorted(module.tiers.keys() - {"base"}):
@@ -150,7 +159,7 @@ def export_gguf(path: str | Path, module: Module, model_hint: str = "") -> None:
 
 
 def _most_bytes(shape: TapShape) -> int:
-    """Of a file with a float64 vector for everything the model has."""
+    """Return the size of a file with a float64 vector for all sites and tiers of the model."""
     return _HEADERS + 8 * shape.hidden_size * len(TIERS) * sum(map(len, shape.points.values()))
 
 
@@ -160,7 +169,7 @@ def _need_no_ops(path: str | Path, module: Module) -> None:
 
 
 def _write(path: str | Path, write: Callable[[Path], None]) -> None:
-    """All of it or nothing."""
+    """Write a file under another name first, so that it is there whole or not at all."""
     unfinished = Path(path).with_name(f".{Path(path).name}.{os.getpid()}")
     try:
         write(unfinished)
@@ -170,7 +179,7 @@ def _write(path: str | Path, write: Callable[[Path], None]) -> None:
 
 
 def _site_of(name: str, where: str, shape: TapShape) -> tuple[str, Site]:
-    """What `{tier}.{point}.{layer}` means."""
+    """Return the tier and site that the name `{tier}.{point}.{layer}` means."""
     tier, *rest = name.split(".")
     if len(rest) != 2 or not _NUMBER.fullmatch(rest[1]):
         reject(where, "is not named {tier}.{point}.{layer}, as base.post_block.12")
@@ -180,6 +189,7 @@ def _site_of(name: str, where: str, shape: TapShape) -> tuple[str, Site]:
 
 
 def _site_of_direction(name: str, where: str, shape: TapShape) -> tuple[str, Site]:
+    """Return the tier and site that the name `direction.{layer}` of a GGUF file means."""
     word, _, layer = name.partition(".")
     if word != "direction" or not _NUMBER.fullmatch(layer):
         reject(where, "is not named direction.{layer}")
@@ -197,6 +207,7 @@ def _read_safetensors(path: Path, shape: TapShape) -> Named:
 
 
 def _safetensors(data: bytes, shape: TapShape) -> Named:
+    """Return the tensors of a safetensors file, whose metadata, if any, must fit this model."""
     tensors = safetensors.deserialize(data)
     header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
     metadata = header.get("__metadata__", {})
@@ -232,6 +243,7 @@ def _read_npz(path: Path, shape: TapShape) -> Named:
 
 
 def _array(name: str, data: bytes) -> np.ndarray:
+    """Return the array in the content of an .npy file."""
     opened = io.BytesIO(data)
     version = np.lib.format.read_magic(opened)
     read_header = {
@@ -259,10 +271,11 @@ _READERS: dict[
 
 
 def startup_modules(config: "VllmConfig") -> dict[str, Module]:
-    """Those of `--steering-modules`, read from their files.
+    """Read the modules of `--steering-modules` from their files, by name.
 
     Raises:
-        ValueError: naming the file and the tensor.
+        ValueError: a file is no module of this model, or has a site that this engine cannot steer;
+            the message names the file and the tensor.
         OSError: a file cannot be read.
     """
     shape = config.tap_shape

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Control vectors in GGUF files, read and written with the library that llama.cpp keeps.
+"""Reads and writes control vectors in GGUF files, with the library that llama.cpp keeps.
 
 It is imported when a file is read or written: it takes as long as much of the engine does.
 """
@@ -14,20 +14,24 @@ ARCHITECTURE = "controlvector"
 """`general.architecture` of a control vector."""
 
 _MOST_VALUES = 100_000
-"""Values in a file, each of which costs the library an object: a vector has some ten."""
+"""The most values in a file. Each costs the library an object; a vector has some ten."""
 
 
 def read_gguf(path: Path) -> dict[str, np.ndarray]:
-    """The tensors of a control vector.
+    """Read the tensors of a control vector, by name.
 
     Raises:
-        ValueError: not such a file, truncated, or with tensors that are not float32 or float16.
-        Exception: what else the library makes of bytes that may be anything.
+        ValueError: the file is no control vector, is truncated, or has tensors that are not float32
+            or float16.
+        Exception: the library raises anything on bytes that may be anything.
     """
     from gguf import GGMLQuantizationType, GGUFReader
 
     class Reader(GGUFReader):
-        """The library's, which past the end of a file reads values of no bytes, without end."""
+        """The library's reader, with bounds.
+
+        Past the end of a file the library reads values of no bytes, without end.
+        """
 
         values = 0
 
@@ -54,9 +58,10 @@ def read_gguf(path: Path) -> dict[str, np.ndarray]:
 
 
 def write_gguf(path: Path, model_hint: str, directions: Mapping[int, np.ndarray]) -> None:
-    """A file as repeng writes it.
+    """Write a file as repeng does.
 
     Args:
+        model_hint: the model's name, for readers.
         directions: layer -> float32 [hidden].
     """
     from gguf import GGUFWriter

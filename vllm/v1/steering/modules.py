@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Named vectors and operations that requests refer to: `steering_modules`."""
+"""Modules are named vectors and operations, which requests refer to in `steering_modules`."""
 
 import hashlib
 import json
@@ -32,22 +32,23 @@ FIELDS = ("vectors", "prefill_vectors", "decode_vectors")
 """The keys of a module given inline that hold a tier's vectors, in the order of `TIERS`."""
 
 _SCALED = {"add": "constant", "norm_match": "norm", "ablate": "strength"}
-"""Operation -> what a module's scale multiplies."""
+"""The scalar that a module's scale multiplies, by operation; others cannot be scaled."""
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 
 
 class ModuleOp(msgspec.Struct, frozen=True):
-    """An operation of a module: it acts at all positions, or from the last prompt token on."""
+    """An operation of a module. It acts at all positions, or from the last prompt token on."""
 
     name: str
+    """The operation's name, such as "ablate"."""
     sites: list[Site]
     term: Term
     frozen: bool
     """Whether its gate is decided at the last prompt token."""
 
     def for_request(self, scale: float, path: str, num_prompt_tokens: int, shape: TapShape) -> Op:
-        """The operation in a request that names its module with `scale`.
+        """Return the operation of a request that names its module with `scale`.
 
         Args:
             path: where the request names the module, for errors.
@@ -71,28 +72,28 @@ class ModuleOp(msgspec.Struct, frozen=True):
 
 
 class Module(msgspec.Struct, frozen=True, dict=True):
-    """Vectors of up to three tiers, and operations. Two modules of one digest do the same."""
+    """Vectors of up to three tiers, and operations. Modules of the same digest do the same."""
 
     digest: str
-    """Hex SHA-256 over the other fields."""
+    """The SHA-256 of the other fields, in hex."""
     tiers: dict[str, VectorSet]
-    """base, prefill, decode; those without vectors left out."""
+    """The vectors of the tiers base, prefill and decode; those without vectors are left out."""
     ops: list[ModuleOp]
 
     @property
     def sites(self) -> list[Site]:
-        """Where it acts, vectors and operations."""
+        """The sites where its vectors and operations act, in stream order."""
         of_parts = {site for vector_set in self.tiers.values() for site in vector_set.sites}
         return sorted(of_parts.union(*(op.sites for op in self.ops)), key=site_order)
 
     @cached_property
     def prefill(self) -> VectorSet | None:
-        """What prompt positions get: base and prefill, summed and rounded once."""
+        """The vectors that prompt positions get: base and prefill, summed and rounded once."""
         return self._sum("base", "prefill")
 
     @cached_property
     def decode(self) -> VectorSet | None:
-        """What generated positions get."""
+        """The vectors that generated positions get: base and decode, summed and rounded once."""
         return self._sum("base", "decode")
 
     def _sum(self, *tiers: str) -> VectorSet | None:
@@ -107,7 +108,10 @@ class Module(msgspec.Struct, frozen=True, dict=True):
 def make_module(
     tiers: Mapping[str, Vectors], ops: list[ModuleOp], path: str, shape: TapShape
 ) -> Module:
-    """A module of checked vectors, rounded once to float32.
+    """Make a module of vectors that are checked, rounded once to float32.
+
+    Args:
+        path: where it comes from, for errors.
 
     Raises:
         ValueError: there is nothing in it, or a vector or a sum of tiers overflows float32.
@@ -126,7 +130,7 @@ def make_module(
 
 
 def parse_module(value: Any, path: str, shape: TapShape, config: SteeringConfig) -> Module:
-    """A module given inline.
+    """Parse a module given inline.
 
     Args:
         value: `{"vectors", "prefill_vectors", "decode_vectors", "ops"}`, each optional and as the
@@ -134,7 +138,7 @@ def parse_module(value: Any, path: str, shape: TapShape, config: SteeringConfig)
         path: where it stands, for errors; "" if the fields have no name above them.
 
     Raises:
-        ValueError: as for the fields of a request; positions, which belong to a request.
+        ValueError: as for the fields of a request; also for positions, which belong to a request.
     """
     given = need_mapping(value, path)
     if not given.keys() & {*FIELDS, "ops"}:
@@ -154,6 +158,7 @@ def parse_module(value: Any, path: str, shape: TapShape, config: SteeringConfig)
 
 
 def _parse_ops(value: Any, path: str, shape: TapShape, config: SteeringConfig) -> list[ModuleOp]:
+    """Parse the operations of a module, which may not have positions."""
     for i, entry in enumerate(value if isinstance(value, list | tuple) else ()):
         if isinstance(entry, Mapping) and ("positions" in entry or entry.get("op") == "replace"):
             no_positions(None, f"{path}[{i}]")
@@ -164,11 +169,20 @@ def _parse_ops(value: Any, path: str, shape: TapShape, config: SteeringConfig) -
 
 
 def no_positions(value: Any, path: str) -> NoReturn:
-    """In place of a selector, where there is no prompt."""
+    """Refuse positions where there is no prompt; stands in for the parser of selectors.
+
+    Raises:
+        ValueError: always.
+    """
     reject(path, "positions belong to a request; here all positions of a tier are meant")
 
 
 def need_module_name(value: Any, path: str) -> str:
+    """Return a module's name, once it is checked.
+
+    Raises:
+        ValueError: it is not a name; the message names `path`.
+    """
     if not isinstance(value, str) or not _NAME.fullmatch(value):
         reject(
             path,
@@ -179,10 +193,16 @@ def need_module_name(value: Any, path: str) -> str:
 
 
 def parse_module_args(values: list[str]) -> dict[str, str]:
-    """`--steering-modules`: name -> path, of `name=path` or `{"name": ..., "path": ...}`.
+    """Parse the values of `--steering-modules`.
+
+    Args:
+        values: each `name=path` or `{"name": ..., "path": ...}`.
+
+    Returns:
+        The paths by name.
 
     Raises:
-        ValueError: another form, a name that is none, or one that is there twice.
+        ValueError: a value is of another form, a name is not one, or is there twice.
     """
     paths: dict[str, str] = {}
     for i, value in enumerate(values):

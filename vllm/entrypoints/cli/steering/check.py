@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Starts the engine, runs the checks, prints the table and the verdict."""
+"""Starts the engine, runs the checks, and prints their table and the verdict."""
 
 import argparse
 
@@ -12,14 +12,19 @@ from vllm.entrypoints.cli.steering.identities import check_identities
 from vllm.entrypoints.cli.steering.probe import Probe
 
 INLINE_BYTES = 8 << 30
-"""Of rows a request may return: all layers of a large model at some thirty positions."""
+"""How many bytes of rows a request may return: all layers of a large model at some thirty
+positions."""
 
 
 def check_model(args: argparse.Namespace) -> bool:
-    """Whether everything that could be checked agrees; prints it.
+    """Check a model, and print what was found.
 
     Args:
-        args: of `vllm serve`, and `hf`: compare with transformers, or None to decide here.
+        args: the options of `vllm serve`, and `hf`: whether to compare with transformers, or None
+            to decide here.
+
+    Returns:
+        Whether everything that could be checked agrees.
     """
     engine_args = EngineArgs.from_cli_args(args)
     engine_args.enable_steering = True

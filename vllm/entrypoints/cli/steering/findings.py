@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One line of the check's table."""
+"""The findings of the check, and the table of them that it prints."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -7,32 +7,33 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Finding:
-    """What one check measured."""
+    """The outcome of one check, a line of the table."""
 
     check: str
     agrees: bool | None
-    """None: not checked."""
+    """Whether it holds; None if it was not checked."""
     measured: str = ""
     allowed: str = ""
     note: str = ""
 
     @classmethod
     def skipped(cls, check: str, reason: str) -> "Finding":
+        """Make the finding of a check that was not made."""
         return cls(check, None, note=reason)
 
     @classmethod
     def at_most(cls, check: str, error: float, tolerance: float, note: str = "") -> "Finding":
-        """A not-a-number disagrees."""
+        """Make a finding that agrees if `error <= tolerance`; not-a-number disagrees."""
         return cls(check, error <= tolerance, f"{error:.1e}", f"<= {tolerance:.1e}", note)
 
     @classmethod
     def at_least(cls, check: str, value: float, least: float, note: str = "") -> "Finding":
-        """A not-a-number disagrees."""
+        """Make a finding that agrees if `value >= least`; not-a-number disagrees."""
         return cls(check, value >= least, f"{value:.1e}", f">= {least:.1e}", note)
 
 
 def table(findings: Sequence[Finding]) -> str:
-    """Plain text, one line a finding."""
+    """Return the findings as plain text, one line each, with a line of headings."""
     verdicts = {True: "ok", False: "DISAGREES", None: "not checked"}
     rows = [("check", "verdict", "measured", "allowed", "note")]
     rows += [(f.check, verdicts[f.agrees], f.measured, f.allowed, f.note) for f in findings]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the model's own final norm and head make of rows. Runs in the workers."""
+"""Runs a model's own final norm and head on rows, in the workers."""
 
 from typing import Any
 
@@ -14,15 +14,15 @@ from vllm.v1.interventions.worker.tap_layers import find_layers
 def head_log_probs(
     worker: Any, values: list[list[float]], next_ids: list[int]
 ) -> list[float] | str | None:
-    """log_softmax(head(norm(rows))) of the given tokens.
+    """Compute log_softmax(head(norm(rows))) at the given tokens, one of each row.
 
     Args:
-        worker: of vLLM, as `collective_rpc` passes it.
-        values: [n, hidden], rows of `post_block` of the last layer.
+        worker: the worker of vLLM, as `collective_rpc` passes it.
+        values: rows of `post_block` of the last layer, [n, hidden].
         next_ids: n token ids.
 
     Returns:
-        n values; why it cannot be done; None on ranks that have no logits.
+        n log-probabilities; or why it cannot be done; or None on ranks that have no logits.
     """
     if not get_pp_group().is_last_rank:
         return None
@@ -43,7 +43,7 @@ def head_log_probs(
 
 
 def final_norm(model: nn.Module) -> nn.Module | str:
-    """The norm beside the list of decoder layers, or why it is not known."""
+    """Return the norm beside the list of decoder layers, or say why it is not known."""
     layers = set(map(id, find_layers(model).values()))
     for stack in model.modules():
         lists = [child for child in stack.children() if isinstance(child, nn.ModuleList)]

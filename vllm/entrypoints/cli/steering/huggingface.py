@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The same model in Hugging Face transformers, on the CPU and in the engine's dtype.
+"""Compares the engine with Hugging Face transformers, on the CPU and in the engine's dtype.
 
 Rounding alone moves the streams of two implementations apart. How far is measured: the reference
 runs again with each block's input changed by about one rounding, and several times the distance
@@ -19,13 +19,13 @@ from torch import nn
 from vllm import LLM
 from vllm.entrypoints.cli.steering.findings import Finding
 from vllm.entrypoints.cli.steering.identities import steer
-from vllm.entrypoints.cli.steering.probe import Answer, Probe, worst_row
+from vllm.entrypoints.cli.steering.probe import Completion, Probe, worst_row
 from vllm.v1.interventions.plan import Site
 
 NOISES = 4
-"""How many times the reference's own rounding noise is allowed."""
+"""How many times the reference's own rounding noise an error may be."""
 LEAST = 1e-5
-"""Allowed in any case: float32 sums in another order."""
+"""The error that is allowed in any case: float32 sums in another order."""
 
 SECOND_NORMS = (
     "pre_feedforward_layernorm",
@@ -35,15 +35,16 @@ SECOND_NORMS = (
     "ln_2",
     "norm_2",
 )
-"""Names of the norm before the MLP, whose input is the stream; the first that a block has."""
+"""The names that the norm before the MLP may have, whose input is the stream. The first that a
+block has counts."""
 
 
 class Unknown(Exception):
-    """The reference cannot be used, and why."""
+    """Raised when the reference cannot be used; its text says why."""
 
 
 def why_not(llm: LLM) -> str:
-    """Why transformers is left out; empty when its weights fit in half of the free memory."""
+    """Say why transformers is left out; "" when its weights fit in half of the free memory."""
     folder = Path(llm.llm_engine.model_config.model)
     if not folder.is_dir():
         return "MODEL is no local directory, so its size is not known: ask with --hf"
@@ -55,7 +56,7 @@ def why_not(llm: LLM) -> str:
 
 
 def compare(probe: Probe) -> list[Finding]:
-    """Reads at every site, writes at the first, a middle and the last layer."""
+    """Compare reads at every site, and writes at the first, a middle and the last layer."""
     try:
         reference = Reference(probe)
     except (Unknown, ValueError, OSError, ImportError) as error:
@@ -84,8 +85,13 @@ def compare(probe: Probe) -> list[Finding]:
     return findings + writes(probe, reference, answer, allowed)
 
 
-def writes(probe: Probe, reference: "Reference", plain: Answer, least: float) -> list[Finding]:
-    """A vector of a quarter of the stream's length, at each point of three layers."""
+def writes(probe: Probe, reference: "Reference", plain: Completion, least: float) -> list[Finding]:
+    """Compare writes of a quarter of the stream's length, at each point of three layers.
+
+    Args:
+        plain: the unsteered completion.
+        least: the error of log-probabilities that is allowed in any case.
+    """
     layers = list(probe.shape.points)
     chosen = sorted({layers[0], layers[len(layers) // 2], layers[-1]})
     sites = [s for s in probe.steered if s[1] in chosen and s in reference.sites]
@@ -143,13 +149,17 @@ class Reference:
 
     @torch.inference_mode()
     def run(
-        self, answer: Answer, vectors: Mapping[Site, torch.Tensor], noise: float = 0.0
+        self, answer: Completion, vectors: Mapping[Site, torch.Tensor], noise: float = 0.0
     ) -> tuple[dict[Site, torch.Tensor], torch.Tensor]:
-        """Rows of every site, and the log-probabilities of the answer's tokens, as in `Answer`.
+        """Run the model on a completion's tokens.
 
         Args:
             vectors: site -> float32 [hidden], added at all positions.
-            noise: relative change of each block's input, about one rounding.
+            noise: the relative change of each block's input, about one rounding.
+
+        Returns:
+            The rows of every site, [n, hidden], and the log-probabilities of the completion's
+            tokens, both as in `Completion`.
         """
         rows: dict[Site, torch.Tensor] = {}
         with self._hooks(rows, vectors, noise):
@@ -162,6 +172,8 @@ class Reference:
     def _hooks(
         self, rows: dict[Site, torch.Tensor], vectors: Mapping[Site, torch.Tensor], noise: float
     ) -> Iterator[None]:
+        """Add vectors and noise, and keep the rows of every site in `rows`, while this is open."""
+
         def changed(site: Site, stream: torch.Tensor) -> torch.Tensor:
             if site in vectors:
                 stream = (stream.float() + vectors[site]).to(stream.dtype)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checks that need no reference: what must hold whatever the weights are.
+"""Checks what must hold whatever the weights are, so that no reference is needed.
 
 Bits are compared only between runs of the same batch; otherwise errors are relative L2 of the worst
 row, and the tolerance is a few roundings of the model's dtype.
@@ -13,18 +13,20 @@ import torch
 
 from vllm.entrypoints.cli.steering.findings import Finding
 from vllm.entrypoints.cli.steering.head import head_log_probs
-from vllm.entrypoints.cli.steering.probe import Answer, Probe, worst_row
+from vllm.entrypoints.cli.steering.probe import Completion, Probe, worst_row
 from vllm.v1.interventions.plan import Site
 
 ROUNDINGS = 4
+"""How many roundings of the model's dtype a relative error may be."""
 BETWEEN_BLOCKS = {"SolarForCausalLM": "this model mixes earlier streams in between blocks"}
-"""Architectures whose model changes the stream between a block and the next."""
+"""The architectures whose model changes the stream between a block and the next, and how."""
 
 Case = tuple[list[int], Mapping[str, Any]]
+"""A prompt's token ids, and further fields of SamplingParams."""
 
 
 def check_identities(probe: Probe) -> list[Finding]:
-    """All of them, in the order of the table."""
+    """Make all checks of this module, in the order of the table."""
     plain = probe.run([(prompt, {}) for prompt in probe.prompts])
     return [
         same_stream(probe, plain),
@@ -36,7 +38,7 @@ def check_identities(probe: Probe) -> list[Finding]:
 
 
 def steer(field: str, sites: Mapping[Site, torch.Tensor], scale: float = 1.0) -> dict[str, Any]:
-    """The field of SamplingParams that adds these vectors."""
+    """Return the field of SamplingParams that adds these vectors, float32 [hidden] each."""
     vectors: dict[str, dict[int, Any]] = {}
     for (point, layer), vector in sites.items():
         vectors.setdefault(point, {})[layer] = {"vector": vector, "scale": scale}
@@ -44,11 +46,12 @@ def steer(field: str, sites: Mapping[Site, torch.Tensor], scale: float = 1.0) ->
 
 
 def length(rows: torch.Tensor) -> float:
+    """Return the mean L2 norm of rows [n, hidden]."""
     return float(rows.float().norm(dim=-1).mean())
 
 
-def same_stream(probe: Probe, plain: list[Answer]) -> Finding:
-    """`post_block[l]` is `pre_attn[l + 1]`, and other layers' streams are not."""
+def same_stream(probe: Probe, plain: list[Completion]) -> Finding:
+    """Check that `post_block[l]` is `pre_attn[l + 1]`, and is not `pre_attn[l]`."""
     name = "post_block[l] = pre_attn[l+1]"
     if reason := BETWEEN_BLOCKS.get(probe.architecture):
         return Finding.skipped(name, reason)
@@ -70,14 +73,14 @@ def same_stream(probe: Probe, plain: list[Answer]) -> Finding:
     return Finding.at_most(name, errors[worst], min(tolerance, twin / 4), note)
 
 
-def head(probe: Probe, plain: list[Answer]) -> list[Finding]:
-    """The rows of the last block are what the log-probabilities are made of."""
+def head(probe: Probe, plain: list[Completion]) -> list[Finding]:
+    """Check that the log-probabilities are made of the last block's rows."""
     name = "log_softmax(head(norm(last))) = logprobs"
     last = list(probe.shape.points)[-1]
     # Logits are sums over the width: their error grows with what they are, some ten.
     tolerance = 100 * probe.rounding
 
-    def error(answer: Answer, point: str) -> float | str:
+    def error(answer: Completion, point: str) -> float | str:
         # Arguments of a call by function travel untyped: a tensor would arrive as a list.
         args = (answer.rows[point, last].tolist(), answer.next_ids)
         for found in probe.llm.collective_rpc(head_log_probs, args=args):
@@ -96,16 +99,16 @@ def head(probe: Probe, plain: list[Answer]) -> list[Finding]:
     return [Finding.at_most(name, worst, min(tolerance, twin / 4), note)]
 
 
-def nothing_added(probe: Probe, plain: list[Answer]) -> list[Finding]:
-    """A scale of 0 changes no bit."""
+def nothing_added(probe: Probe, plain: list[Completion]) -> list[Finding]:
+    """Check that vectors with a scale of 0 change no bit."""
     vectors = {site: probe.direction(site) for site in probe.steered}
     fields = steer("steering_vectors", vectors, scale=0.0)
     zero = probe.run([(prompt, fields) for prompt in probe.prompts])
     return [_bits("scale 0 = unsteered, bit for bit", probe, zero, plain)]
 
 
-def neighbours(probe: Probe, plain: list[Answer]) -> list[Finding]:
-    """Steered neighbours in the batch change no bit of an unsteered request; they do change."""
+def neighbours(probe: Probe, plain: list[Completion]) -> list[Finding]:
+    """Check that steered neighbours in the batch move, and change no bit of an unsteered one."""
     vectors = {
         site: probe.direction(site) * 0.2 * length(plain[0].rows[site]) for site in probe.steered
     }
@@ -119,8 +122,8 @@ def neighbours(probe: Probe, plain: list[Answer]) -> list[Finding]:
     return [finding, Finding.at_least("steered neighbours moved", moved, 0.01)]
 
 
-def _bits(name: str, probe: Probe, got: list[Answer], want: list[Answer]) -> Finding:
-    """Rows, tokens and log-probabilities are the same, bit for bit."""
+def _bits(name: str, probe: Probe, got: list[Completion], want: list[Completion]) -> Finding:
+    """Check that rows, tokens and log-probabilities are the same, bit for bit."""
     differing = [
         site
         for site in probe.sites
@@ -135,9 +138,12 @@ def _bits(name: str, probe: Probe, got: list[Answer], want: list[Answer]) -> Fin
     return Finding(name, not differing and not differ, measured, "none", note)
 
 
-def sites(probe: Probe, plain: Answer) -> list[Finding]:
-    """Each site on its own: the vector arrives, whole, at the positions of its phase, is seen by
-    what reads the site, and moves the output."""
+def sites(probe: Probe, plain: Completion) -> list[Finding]:
+    """Check each site on its own.
+
+    The vector arrives, whole, at the positions of its phase. The branch that reads the site sees
+    it, and it moves the output.
+    """
     vectors = {s: probe.direction(s) * length(plain.rows[s]) for s in probe.steered}
     following = dict(zip(probe.sites, [*probe.sites[1:], probe.sites[-1]], strict=True))
     findings = []
@@ -155,11 +161,19 @@ def sites(probe: Probe, plain: Answer) -> list[Finding]:
 def _phase(
     probe: Probe,
     phase: str,
-    base: Answer,
-    steered: Mapping[Site, Answer],
+    base: Completion,
+    steered: Mapping[Site, Completion],
     vectors: Mapping[Site, torch.Tensor],
     following: Mapping[Site, Site],
 ) -> list[Finding]:
+    """Check the sites in one phase, "prefill" or "decode".
+
+    Args:
+        base: the unsteered completion.
+        steered: site -> the completion with its vector there.
+        vectors: site -> its vector, float32 [hidden].
+        following: site -> the next one in the stream; the last one is its own.
+    """
     prompt = base.num_prompt
     # The first generated token is chosen by a prompt position: it is the same under "decode".
     acts = slice(0, prompt) if phase == "prefill" else slice(prompt, prompt + 1)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`vllm steering check MODEL [serve options]`: do steering and capture hold on this model?"""
+"""The command `vllm steering check MODEL [serve options]`: do steering and capture hold there?"""
 
 import argparse
 import os
@@ -13,6 +13,7 @@ if typing.TYPE_CHECKING:
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 DISAGREES, COULD_NOT_RUN = 1, 2
+"""The exit statuses where the check disagrees, and where it could not run."""
 
 DESCRIPTION = """Start the engine as `vllm serve` would, with steering and capture, and check that
 what is read and written is the residual stream: identities that need no reference, and Hugging Face
@@ -27,6 +28,7 @@ class SteeringSubcommand(CLISubcommand):
 
     @staticmethod
     def cmd(args: argparse.Namespace) -> None:
+        """Check the model and exit with the check's status."""
         # The check sends functions to workers that this process starts itself.
         os.environ["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"
         from vllm.entrypoints.cli.steering.check import check_model
@@ -44,6 +46,7 @@ class SteeringSubcommand(CLISubcommand):
     def subparser_init(
         self, subparsers: "argparse._SubParsersAction[FlexibleArgumentParser]"
     ) -> "FlexibleArgumentParser":
+        """Add the parser of `vllm steering`."""
         from vllm.entrypoints.launchers.cli_args import make_arg_parser
 
         steering = subparsers.add_parser(
@@ -67,4 +70,5 @@ class SteeringSubcommand(CLISubcommand):
 
 
 def cmd_init() -> list[CLISubcommand]:
+    """Return the subcommands of this module, for the vLLM CLI."""
     return [SteeringSubcommand()]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs the check's requests on the engine, and gives back tensors."""
+"""Runs the check's requests on the engine, and returns tensors."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -12,22 +12,24 @@ from vllm.config.steering import POINTS
 from vllm.v1.interventions.plan import Site
 
 GENERATED = 4
+"""How many tokens each request generates."""
 LENGTHS = (23, 9, 14)
+"""How many tokens the prompts have."""
 
 
 @dataclass(frozen=True)
-class Answer:
+class Completion:
     """One request's completion."""
 
     token_ids: list[int]
-    """Those that were fed: prompt + generated - 1."""
+    """The tokens that were fed, prompt + generated - 1."""
     num_prompt: int
     log_probs: torch.Tensor
-    """float32 [prompt - 1 + generated]: entry t is that of the token after position t."""
+    """The log-probability of the token after each position, float32 [prompt - 1 + generated]."""
     next_ids: list[int]
     """The token after each position."""
     rows: dict[Site, torch.Tensor]
-    """[n, hidden] in the model's dtype, of the positions asked for."""
+    """The rows of each captured site, [n, hidden] in the model's dtype, one for each fed token."""
 
 
 class Probe:
@@ -48,7 +50,7 @@ class Probe:
         self.prompts = self._prompts()
 
     def describe(self) -> str:
-        """What was started, in a line."""
+        """Describe in a line what was started."""
         config = self._config
         parallel, compilation = config.parallel_config, config.compilation_config
         eager = config.model_config.enforce_eager
@@ -62,6 +64,7 @@ class Probe:
         )
 
     def _prompts(self) -> list[list[int]]:
+        """Make the prompts, of random tokens."""
         # Below the ids that stand for images or sound, above most special ones.
         vocab = self._config.model_config.get_vocab_size()
         generator = torch.Generator().manual_seed(1)
@@ -71,7 +74,7 @@ class Probe:
         return [row.tolist() for row in ids]
 
     def direction(self, site: Site) -> torch.Tensor:
-        """float32 [hidden], of length 1, another for each site."""
+        """Return a vector of length 1, float32 [hidden], another one for each site."""
         seed = 7 + self.sites.index(site)
         vector = torch.randn(self.shape.hidden_size, generator=torch.Generator().manual_seed(seed))
         return vector / vector.norm()
@@ -80,11 +83,15 @@ class Probe:
         self,
         cases: Sequence[tuple[list[int], Mapping[str, Any]]],
         sites: Sequence[Sequence[Site]] | None = None,
-    ) -> list[Answer]:
-        """Greedy completions of (prompt, further fields of SamplingParams).
+    ) -> list[Completion]:
+        """Complete prompts greedily, in one batch.
 
         Args:
+            cases: for each request its prompt, and further fields of SamplingParams.
             sites: for each case what to capture, at all positions; default: all.
+
+        Raises:
+            RuntimeError: the rows are not there, or not those of the sequence.
         """
         wanted = [self.sites] * len(cases) if sites is None else sites
         params = [
@@ -112,7 +119,8 @@ def _hooks(sites: Sequence[Site]) -> dict[str, list[int]]:
     return hooks
 
 
-def _answer(prompt: list[int], output: Any) -> Answer:
+def _answer(prompt: list[int], output: Any) -> Completion:
+    """Read an output of the engine, whose rows must be those of its sequence."""
     sample = output.outputs[0]
     result = output.capture_results["inline"]
     if result.status != "ok":
@@ -126,10 +134,17 @@ def _answer(prompt: list[int], output: Any) -> Answer:
     next_ids = [*prompt[1:], *sample.token_ids]
     log_probs = [entry[token].logprob for entry, token in zip(entries, next_ids, strict=True)]
     rows = {site: rows.values for site, rows in result.payload.items()}
-    return Answer(fed, len(prompt), torch.tensor(log_probs), next_ids, rows)
+    return Completion(fed, len(prompt), torch.tensor(log_probs), next_ids, rows)
 
 
 def worst_row(got: torch.Tensor, want: torch.Tensor) -> float:
-    """Largest relative L2 error of a row, both [n, width]; infinite where not a number."""
+    """Return the largest relative L2 error of a row.
+
+    Args:
+        got, want: rows, [n, width].
+
+    Returns:
+        max over rows of |got - want| / |want|; infinite where that is not a number.
+    """
     errors = (got.float() - want.float()).norm(dim=-1) / want.float().norm(dim=-1)
     return float(errors.nan_to_num(nan=torch.inf).max())

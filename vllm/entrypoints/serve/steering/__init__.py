@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Steering and capture over HTTP."""
+"""Serves steering and capture over HTTP."""

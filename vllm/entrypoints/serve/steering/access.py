@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Who may change global steering over HTTP."""
+"""Decides who may change global steering over HTTP."""
 
 import hashlib
 import os
@@ -12,24 +12,32 @@ from fastapi import HTTPException, Request
 from vllm import envs
 
 HEADER = "X-Steering-Key"
+"""The header that a key is sent in."""
 VARIABLE = "VLLM_STEERING_API_KEY"
+"""The environment variable that holds a key where `--steering-api-key` is not given."""
 
 
 class SteeringAccess:
-    """Lets a request through that shows a key, or any request in development mode."""
+    """Lets requests through that show a key, and any request in development mode."""
 
     def __init__(self, keys: list[str] | None, bearer: bool) -> None:
-        """
+        """Keep the keys, as digests.
+
         Args:
-            keys: of `--steering-api-key`; None for the environment's.
-            bearer: whether a key may come as bearer token: the server has no key of its own.
+            keys: the values of `--steering-api-key`; None for the environment's.
+            bearer: whether a key may come as bearer token, which it may where the server has no key
+                of its own.
         """
         given = keys or [os.environ.get(VARIABLE, "")]
         self._digests = [_digest(key) for key in given if key]
         self._bearer = bearer
 
     def need(self, request: Request) -> None:
-        """Raises HTTPException, a 403 with the reason."""
+        """Refuse a request that may not change steering.
+
+        Raises:
+            HTTPException: a 403 with the reason.
+        """
         if envs.VLLM_SERVER_DEV_MODE:
             return
         if not self._digests:

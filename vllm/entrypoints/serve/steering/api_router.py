@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`/v1/steering`: global tiers and named modules of the engine. docs/http.md describes it.
+"""Serves `/v1/steering`, the global tiers and named modules of the engine; see docs/http.md.
 
-Reading is open as the rest of `/v1` is. Changing needs a key, see `SteeringAccess`.
+Reading is as open as the rest of `/v1`. Changing needs a key, see `SteeringAccess`.
 """
 
 import asyncio
@@ -31,6 +31,7 @@ def _may_change(request: Request) -> None:
 
 
 async def _made(change: Any) -> Any:
+    """Wait for a change of the engines; one that times out is a 503."""
     try:
         return await change
     except TimeoutError as error:
@@ -39,7 +40,7 @@ async def _made(change: Any) -> Any:
 
 @router.get("")
 async def state(request: Request) -> dict[str, Any]:
-    """Version, norms and digests of the global tiers, modules, slots in use; not values."""
+    """Return the version, the tiers' norms and digests, the modules, and the slots in use."""
     engine = _engine(request)
     if not engine.vllm_config.steering_config.enable_steering:
         return {"enabled": False}
@@ -53,7 +54,7 @@ async def state(request: Request) -> dict[str, Any]:
 
 @router.get("/layers")
 async def layers(request: Request) -> dict[str, Any]:
-    """What the model offers: the points each layer has, and which of them can be steered."""
+    """Return the model's shape: the points that each layer has, and which can be steered."""
     config = _engine(request).vllm_config
     if (shape := config.tap_shape) is None:
         reject(
@@ -74,7 +75,7 @@ async def layers(request: Request) -> dict[str, Any]:
 
 @router.post("/set")
 async def set_tiers(request: Request) -> dict[str, Any]:
-    """Set global vectors, on all engines or none."""
+    """Set global vectors, on all engines or none; return the new version."""
     _may_change(request)
     fields = (*SET_FIELDS.values(), "replace")
     body = await read_body(request, fields)
@@ -88,7 +89,7 @@ async def set_tiers(request: Request) -> dict[str, Any]:
 
 @router.post("/clear")
 async def clear(request: Request) -> dict[str, Any]:
-    """Clear one tier, or all."""
+    """Clear one tier, or all; return the new version."""
     _may_change(request)
     body = await read_body(request, ("tier",))
     return {"version": await _made(_engine(request).steering.clear(body.get("tier")))}
@@ -96,7 +97,7 @@ async def clear(request: Request) -> dict[str, Any]:
 
 @router.get("/modules")
 async def modules(request: Request) -> dict[str, Any]:
-    """name -> digest, norms of the vectors, names of the operations."""
+    """Return each module's digest, norms of its vectors and names of its operations, by name."""
     engine = _engine(request)
     if not engine.vllm_config.steering_config.enable_steering:
         return {"modules": {}}
@@ -105,7 +106,7 @@ async def modules(request: Request) -> dict[str, Any]:
 
 @router.post("/modules")
 async def register(request: Request) -> dict[str, Any]:
-    """Name vectors and operations. A path on the server cannot be given."""
+    """Name vectors and operations; return the digest. A path on the server cannot be given."""
     _may_change(request)
     fields = ("name", *FIELDS, "ops", "safetensors")
     body = await read_body(request, fields)
@@ -119,7 +120,7 @@ async def register(request: Request) -> dict[str, Any]:
 
 @router.delete("/modules/{name}")
 async def unregister(request: Request, name: str) -> dict[str, Any]:
-    """Later requests cannot use the name; running ones are not changed."""
+    """Forget a name. Later requests cannot use it; running ones are not changed."""
     _may_change(request)
     name = need_module_name(name, "name")
     await _made(_engine(request).steering.unregister_module(name))
@@ -127,6 +128,7 @@ async def unregister(request: Request, name: str) -> dict[str, Any]:
 
 
 def attach_router(app: FastAPI) -> None:
+    """Add the endpoints of steering and capture to a server's app."""
     args = app.state.args
     has_api_key = any(args.api_key or [envs.VLLM_API_KEY])
     app.state.steering_access = SteeringAccess(args.steering_api_key, bearer=not has_api_key)

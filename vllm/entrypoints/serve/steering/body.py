@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The fields of request bodies that steer and capture: served, or refused by name.
+"""Serves the fields of request bodies that steer and capture, or refuses them by name.
 
 Upstream ignores unknown fields of a body, so every model of a request body asks here. Ignoring
 these fields would answer 200 with unsteered text.
@@ -26,22 +26,29 @@ READERS: dict[str, Callable[[Any, str], Any]] = {
     INHERIT: lambda value, path: value,
     "capture": read_capture,
 }
+"""How a field is read from JSON, by name; the functions take the value and its path."""
 assert READERS.keys() == set(PLAN_FIELDS)
 
 
 class UnservedField(VLLMValidationError):
-    """Not a ValueError, which pydantic would make a part of a report of its own."""
+    """Raised for a field that an endpoint would ignore; a 400.
+
+    It is no ValueError, which pydantic would put into a report of its own.
+    """
 
     def __str__(self) -> str:
         return str(self.args[0])
 
 
 def refuse_unserved(extra_fields: Set[str], served: bool) -> None:
-    """Raises UnservedField (a 400) naming the first field that would be ignored.
+    """Refuse a body with fields that its endpoint would ignore.
 
     Args:
-        extra_fields: of the body, those its model does not have.
+        extra_fields: the fields of the body that its model does not have.
         served: whether the model's endpoint takes the fields.
+
+    Raises:
+        UnservedField: there is such a field; the message names the first.
     """
     if not served:
         for field in PLAN_FIELDS:
@@ -58,6 +65,7 @@ def _unserved(path: str, field: str) -> NoReturn:
 
 
 def _refuse(cls: type[BaseModel], data: Any) -> Any:
+    """Refuse the fields in a body, and in the `sampling_params` in it; return the body."""
     if isinstance(data, Mapping):
         refuse_unserved(data.keys(), served=False)
         nested = data.get("sampling_params")
@@ -69,32 +77,42 @@ def _refuse(cls: type[BaseModel], data: Any) -> Any:
 
 
 no_plan_fields: Any = model_validator(mode="before")(_refuse)
-"""For the body of a model that is not an OpenAIBaseModel: `_no_plan_fields = no_plan_fields`."""
+"""The validator of a body's model that is not an OpenAIBaseModel, which sets
+`_no_plan_fields = no_plan_fields`."""
 
 
 def asked_fields(request: BaseModel) -> dict[str, Any]:
-    """The fields that a body gives, as they were sent. null is as if it was not given."""
+    """Return the fields of a body that steer or capture, as they were sent; null is left out."""
     extra = request.model_extra or {}
     return {field: extra[field] for field in PLAN_FIELDS if extra.get(field) is not None}
 
 
 def refuse_rendering(request: BaseModel) -> None:
-    """Raises UnservedField: what renders a request for another server cannot carry a plan."""
+    """Refuse a body that steers or captures and is only rendered, for another server.
+
+    Raises:
+        UnservedField: there is such a field.
+    """
     for field in asked_fields(request):
         _unserved(field, field)
 
 
 def set_plan_fields(params: "SamplingParams", asked: Mapping[str, Any]) -> None:
-    """Give `params` the fields of a body, their packed arrays read.
+    """Set the fields of a body on `params`, with their packed arrays read.
 
     Raises:
-        ValueError: with the path of the field.
+        ValueError: an array cannot be read; the message has the path of the field.
     """
     for field, value in asked.items():
         setattr(params, field, READERS[field](value, field))
 
 
 def refuse_beams(asked: Mapping[str, Any]) -> NoReturn:
+    """Refuse fields that come with beam search.
+
+    Raises:
+        ValueError: always; the message names the first field.
+    """
     reject(
         next(iter(asked)),
         "is not supported with use_beam_search: a beam is sent anew at each token, with what it "
@@ -103,7 +121,7 @@ def refuse_beams(asked: Mapping[str, Any]) -> NoReturn:
 
 
 def without_values(request: Any) -> Any:
-    """A body for the log, vectors left out."""
+    """Return a body as it is logged: the fields that steer or capture are left out."""
     asked = asked_fields(request) if isinstance(request, BaseModel) else {}
     if not asked:
         return request

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Capture results in the choices of a response."""
+"""Puts capture results into the choices of a response."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import fields, is_dataclass
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 def add_capture_results(choice: "BaseModel", output: "CompletionOutput") -> None:
     """Give a choice its `capture_results`; one that captured nothing stays as it is.
 
-    A choice that is not finished gets rows only, the status when there is one is null.
+    A choice that is not finished gets new rows only, with null as status.
     """
     if output.capture_results is None:
         return
@@ -41,7 +41,7 @@ def add_capture_results(choice: "BaseModel", output: "CompletionOutput") -> None
 
 
 def has_rows(output: "CompletionOutput") -> bool:
-    """Whether a chunk must be sent for the rows in it, though there is no text to send."""
+    """Tell whether a chunk has rows, so that it must be sent even without text."""
     return any(_rows_of(result.payload) for result in (output.capture_results or {}).values())
 
 
@@ -63,13 +63,14 @@ def _result(result: CaptureResult, finished: bool) -> dict[str, Any]:
 
 
 def _rows_of(payload: Any) -> int:
-    """How many rows a payload brings."""
+    """Count the rows of a payload, over all sites."""
     if not isinstance(payload, Mapping):
         return 0
     return sum(len(rows) for rows in payload.values() if isinstance(rows, CapturedRows))
 
 
 def _rows(point: str, layer: int, rows: CapturedRows) -> dict[str, Any]:
+    """Return the rows of one site as JSON; versions that are all 0 are left out."""
     shown = {
         "point": point,
         "layer": layer,
@@ -82,7 +83,7 @@ def _rows(point: str, layer: int, rows: CapturedRows) -> dict[str, Any]:
 
 
 def plain(value: Any) -> Any:
-    """What a consumer made, as JSON has it: arrays packed, numbers that are not finite null."""
+    """Turn a payload into JSON: arrays are packed, numbers that are not finite become null."""
     if value is None or isinstance(value, bool | int | str):
         return value
     if isinstance(value, float):
@@ -109,5 +110,5 @@ def plain(value: Any) -> Any:
 
 
 def _key(key: Any) -> str:
-    """A site as `post_block.12`."""
+    """Return a mapping's key as text, a site as `post_block.12`."""
     return ".".join(map(str, key)) if isinstance(key, tuple) else str(key)

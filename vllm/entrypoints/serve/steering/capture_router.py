@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`GET /v1/capture`: the consumers of the server and what they have done."""
+"""Serves `GET /v1/capture`, the consumers of the server and what they have done."""
 
 import asyncio
 from typing import Any, cast
@@ -14,15 +14,15 @@ router = APIRouter(prefix="/v1/capture", tags=["capture"])
 
 _PREFIX = "vllm:capture_"
 _COUNTERS = {"rows_total": "rows", "bytes_total": "bytes", "pending": "pending"}
-"""Name of a metric without the prefix -> what it is called here."""
+"""The names that metrics have here, by their names in Prometheus without the prefix."""
 
 Counters = dict[str, dict[str, int]]
-"""consumer -> name -> count."""
+"""The counts of each consumer, by consumer and name."""
 
 
 @router.get("")
 async def state(request: Request) -> dict[str, Any]:
-    """Consumers, their limits and counters since the start, of all engines and API servers."""
+    """Return the consumers, their limits, and their counters over all engines and API servers."""
     engine = cast(AsyncLLM, request.app.state.engine_client)
     config = engine.vllm_config.capture_config
     counters: Counters | None = None
@@ -41,7 +41,7 @@ async def state(request: Request) -> dict[str, Any]:
 
 
 def _described(spec: ConsumerSpec) -> dict[str, Any]:
-    """Without its options, which may be credentials."""
+    """Describe a consumer without its options, which may be credentials."""
     return {
         "location": "frontend" if spec.in_frontend else "engine",
         "captures_all": spec.capture is not None,
@@ -52,6 +52,7 @@ def _described(spec: ConsumerSpec) -> dict[str, Any]:
 
 
 def _counters(consumers: list[str]) -> Counters:
+    """Sum up the consumers' metrics since the start, as Prometheus has them."""
     names = (*_COUNTERS.values(), "ok", "partial_error", "error")
     found = {consumer: dict.fromkeys(names, 0) for consumer in consumers}
     for metric in get_prometheus_registry().collect():

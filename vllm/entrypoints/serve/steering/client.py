@@ -21,24 +21,24 @@ import httpx
 import numpy as np
 
 Site = tuple[str, int]
-"""(point, layer)."""
+"""A point and a layer, such as ("post_block", 12)."""
 
 _FLOATS = {"float16": "<f2", "float32": "<f4"}
 
 
 class SteeringError(Exception):
-    """The server refused."""
+    """Raised when the server refuses a request."""
 
     def __init__(self, status: int, message: str, param: str | None) -> None:
         super().__init__(message)
         self.status = status
-        """Of HTTP; 400 for what cannot be done, 403 for who may not."""
+        """The status of HTTP: 400 where something cannot be done, 403 where the key is wrong."""
         self.param = param
-        """Path of the field that is wrong, `steering_vectors.post_block.12`."""
+        """The path of the wrong field, `steering_vectors.post_block.12`, if there is one."""
 
 
 def pack(values: Any) -> dict[str, Any]:
-    """`{"dtype", "shape", "data"}`, which a request may have in place of numbers.
+    """Pack an array as `{"dtype", "shape", "data"}`, which a request may have in place of numbers.
 
     Args:
         values: [hidden] or [n, hidden]; float16 and float32 as they are, others as float32.
@@ -54,7 +54,7 @@ def pack(values: Any) -> dict[str, Any]:
 
 
 def unpack(packed: Mapping[str, Any]) -> np.ndarray:
-    """The array of a packed one; bfloat16, which numpy lacks, becomes float32, exactly."""
+    """Return the array of a packed one; bfloat16, which numpy lacks, becomes float32, exactly."""
     raw = base64.b64decode(packed["data"])
     if packed["dtype"] == "bfloat16":
         halves = np.frombuffer(raw, "<u2").astype(np.uint32) << 16
@@ -66,11 +66,11 @@ def unpack(packed: Mapping[str, Any]) -> np.ndarray:
 def pack_layers(
     vectors: Mapping[int, Any], scales: Mapping[int, float] | None = None
 ) -> dict[str, Any]:
-    """All vectors of a point as one packed array, in place of `{layer: vector}`.
+    """Pack all vectors of a point as one array, in place of `{layer: vector}`.
 
     Args:
         vectors: layer -> [hidden].
-        scales: layer -> scale; 1 for those not named.
+        scales: layer -> scale; 1 for layers that are not named.
     """
     layers = list(vectors)
     packed = pack(np.stack([np.asarray(vectors[layer]) for layer in layers]))
@@ -81,7 +81,7 @@ def pack_layers(
 
 
 def packed_fields(value: Any) -> Any:
-    """A request with every numpy array in it packed."""
+    """Return a request with every numpy array in it packed."""
     if isinstance(value, np.ndarray):
         return pack(value)
     if isinstance(value, np.generic):
@@ -98,16 +98,16 @@ class Rows:
     """The rows of one point of one layer, in position order."""
 
     positions: np.ndarray
-    """int64 [n]: row i has read the token at `positions[i]` and predicts the next one."""
+    """The positions of the rows, int64 [n]. A row has read its token and predicts the next."""
     token_ids: np.ndarray
-    """int64 [n]."""
+    """The token that each row has read, int64 [n]."""
     values: np.ndarray
-    """[n, hidden]; with `project` [n, k]."""
+    """The rows, [n, hidden], float16 or float32; with `project` their scores, [n, k]."""
     versions: np.ndarray
-    """int64 [n]: of the global steering each row ran under."""
+    """The version of the global steering that each row ran under, int64 [n]."""
 
     def at(self, position: int) -> np.ndarray:
-        """The row of one absolute position.
+        """Return the row of one absolute position, [hidden].
 
         Raises:
             KeyError: that position was not captured.
@@ -127,37 +127,38 @@ class Choice:
     text: str = ""
     finish_reason: str | None = None
     rows: dict[Site, Rows] = field(default_factory=dict)
-    """Of the consumer `inline`."""
+    """The rows that the consumer `inline` returned, by site."""
     capture_results: dict[str, Any] = field(default_factory=dict)
-    """consumer -> {"status", "error", "payload"} as the server sent it, `inline` too. The status is
-    None before the last chunk of a stream."""
+    """The result of each consumer as the server sent it, {"status", "error", "payload"}, by name.
+    The status is None before the last chunk of a stream."""
 
     @property
     def capture_status(self) -> dict[str, str | None]:
+        """The status of each consumer's result, by consumer."""
         return {name: result["status"] for name, result in self.capture_results.items()}
 
 
 @dataclass
 class Answer:
-    """What a request gave."""
+    """The answer to a request, with its completions."""
 
     choices: list[Choice]
     raw: dict[str, Any]
-    """The body of the answer."""
+    """The whole body of the answer."""
 
     @property
     def text(self) -> str:
-        """Of the first choice."""
+        """The text of the first choice."""
         return self.choices[0].text
 
     @property
     def rows(self) -> dict[Site, Rows]:
-        """Of the first choice."""
+        """The rows of the first choice, by site."""
         return self.choices[0].rows
 
 
 def read_rows(payload: Sequence[Mapping[str, Any]] | None) -> dict[Site, Rows]:
-    """The payload of the consumer `inline`."""
+    """Read the payload of the consumer `inline`."""
     made = {}
     for entry in payload or ():
         positions = np.array(entry["positions"], dtype=np.int64)
@@ -171,7 +172,11 @@ def read_rows(payload: Sequence[Mapping[str, Any]] | None) -> dict[Site, Rows]:
 
 
 def joined(chunks: Sequence[Choice]) -> Choice:
-    """The chunks of one choice of a stream as the choice they come to."""
+    """Join the chunks of one choice of a stream.
+
+    Raises:
+        ValueError: there are none.
+    """
     if not chunks:
         raise ValueError("no chunks")
     made = Choice(chunks[0].index, "".join(chunk.text for chunk in chunks))
@@ -192,6 +197,7 @@ def joined(chunks: Sequence[Choice]) -> Choice:
 
 
 def _choice(raw: Mapping[str, Any]) -> Choice:
+    """Read a choice of an answer, or of a chunk of a stream."""
     message = raw.get("message") or raw.get("delta") or {}
     results = raw.get("capture_results") or {}
     return Choice(
@@ -204,6 +210,7 @@ def _choice(raw: Mapping[str, Any]) -> Choice:
 
 
 def _checked(response: httpx.Response) -> dict[str, Any]:
+    """Return the body of a response, or raise SteeringError if the server refused."""
     if response.status_code >= 400:
         try:
             error = response.json()["error"]
@@ -217,7 +224,7 @@ def _checked(response: httpx.Response) -> dict[str, Any]:
 
 
 def _event(line: str) -> dict[str, Any] | None:
-    """The JSON of a line of a stream of events."""
+    """Read the JSON of a line of a stream of events; None if the line holds none."""
     data = line.removeprefix("data:").strip()
     if not line.startswith("data:") or data == "[DONE]":
         return None
@@ -229,7 +236,7 @@ def _event(line: str) -> dict[str, Any] | None:
 
 @dataclass(frozen=True)
 class _Call:
-    """A request; the two clients differ in how they send it."""
+    """A request of HTTP; the two clients differ in how they send it."""
 
     method: str
     path: str
@@ -256,7 +263,7 @@ def _register(name: str, source: Any) -> _Call:
 
 
 def _generation(prompt: Any, model: str | None, fields: Mapping[str, Any]) -> _Call:
-    """A chat if the prompt is a list of messages."""
+    """Make the request for completions; it is a chat if the prompt is a list of messages."""
     chat = isinstance(prompt, list) and bool(prompt) and isinstance(prompt[0], Mapping)
     path, name = ("/v1/chat/completions", "messages") if chat else ("/v1/completions", "prompt")
     body = {name: prompt, **fields}
@@ -266,6 +273,8 @@ def _generation(prompt: Any, model: str | None, fields: Mapping[str, Any]) -> _C
 
 
 class _Settings:
+    """The address and keys of a server, which both clients have."""
+
     def __init__(
         self,
         url: str,
@@ -275,13 +284,14 @@ class _Settings:
         model: str | None = None,
         timeout: float = 600.0,
     ) -> None:
-        """
+        """Note the settings; nothing is sent.
+
         Args:
-            url: of the server, without `/v1`.
-            api_key: of the server (`--api-key`).
-            steering_key: which may change steering (`--steering-api-key`).
-            model: name to send; a server with one model needs none.
-            timeout: seconds without an answer.
+            url: the server's address, with or without `/v1` at its end.
+            api_key: the server's key (`--api-key`).
+            steering_key: a key that may change steering (`--steering-api-key`).
+            model: the model's name to send; a server with one model needs none.
+            timeout: the seconds to wait for an answer.
         """
         self._url = url.rstrip("/").removesuffix("/v1")
         self._model = model
@@ -293,6 +303,7 @@ class _Settings:
             self._headers["X-Steering-Key"] = steering_key
 
     def _arguments(self, call: _Call) -> dict[str, Any]:
+        """Return the keywords with which httpx sends a request."""
         path = call.path if call.path.startswith("/v1") else f"/v1/steering{call.path}"
         given: dict[str, Any] = {"method": call.method, "url": self._url + path}
         if call.body is not None:
@@ -301,9 +312,21 @@ class _Settings:
 
 
 class SteeringClient(_Settings):
-    """Calls a server and waits."""
+    """Calls a server and waits for its answers.
+
+    All methods that call it raise `SteeringError` when it refuses, and httpx's errors when it
+    cannot be reached.
+    """
 
     def __init__(self, url: str, **settings: Any) -> None:
+        """Make a client.
+
+        Args:
+            url: the server's address, with or without `/v1` at its end.
+            settings: `api_key` (`--api-key`), `steering_key`, which may change steering
+                (`--steering-api-key`), `model`, the name to send, which a server with one model
+                does not need, and `timeout`, the seconds to wait for an answer (600).
+        """
         super().__init__(url, **settings)
         self._http = httpx.Client(headers=self._headers, timeout=self._timeout)
 
@@ -314,17 +337,18 @@ class SteeringClient(_Settings):
         self.close()
 
     def close(self) -> None:
+        """Close the connections."""
         self._http.close()
 
     def _call(self, call: _Call) -> dict[str, Any]:
         return _checked(self._http.request(**self._arguments(call)))
 
     def state(self) -> dict[str, Any]:
-        """Version, norms and digests of global tiers, modules, slots in use."""
+        """Return the version, the tiers' norms and digests, the modules, and the slots in use."""
         return self._call(_Call("GET", ""))
 
     def layers(self) -> dict[str, Any]:
-        """hidden_size, dtype, num_layers, the points each layer has."""
+        """Return hidden_size, dtype, num_layers, and the points that each layer has."""
         return self._call(_Call("GET", "/layers"))
 
     def set(
@@ -335,40 +359,59 @@ class SteeringClient(_Settings):
         decode_vectors: Any = None,
         replace: bool = False,
     ) -> int:
-        """Set global vectors, `{point: {layer: vector}}`; the version."""
+        """Set global vectors.
+
+        Args:
+            vectors: `{point: {layer: vector}}` for all positions.
+            prefill_vectors: such vectors for positions of prompts.
+            decode_vectors: such vectors for generated positions.
+            replace: whether tiers that are not given are cleared.
+
+        Returns:
+            The new version.
+        """
         return int(self._call(_set(vectors, prefill_vectors, decode_vectors, replace))["version"])
 
     def clear(self, tier: str | None = None) -> int:
+        """Clear a global tier, "base", "prefill" or "decode", or all; return the new version."""
         return int(self._call(_Call("POST", "/clear", {"tier": tier} if tier else {}))["version"])
 
     def modules(self) -> dict[str, Any]:
+        """Return the digest, norms and operations of each module, by name."""
         modules: dict[str, Any] = self._call(_Call("GET", "/modules"))["modules"]
         return modules
 
     def register_module(self, name: str, source: Any) -> str:
-        """Name vectors and operations; the digest.
+        """Name vectors and operations, so that requests can use them.
 
         Args:
-            source: a safetensors file here, `{point: {layer: vector}}`, or a mapping with
-                "vectors", "prefill_vectors", "decode_vectors" and "ops".
+            source: the path of a safetensors file on this machine, `{point: {layer: vector}}`, or a
+                mapping with "vectors", "prefill_vectors", "decode_vectors" and "ops".
+
+        Returns:
+            The module's digest.
         """
         return str(self._call(_register(name, source))["digest"])
 
     def unregister_module(self, name: str) -> None:
+        """Forget a name; running requests keep the module."""
         self._call(_Call("DELETE", f"/modules/{name}"))
 
     def complete(self, prompt: Any, **fields: Any) -> Answer:
-        """Generate.
+        """Generate completions.
 
         Args:
             prompt: a text, token ids, several of these, or the messages of a chat.
-            fields: of the body; steering and capture fields may have numpy arrays.
+            fields: further fields of the body; those that steer and capture may have numpy arrays.
         """
         raw = self._call(_generation(prompt, self._model, fields))
         return Answer([_choice(choice) for choice in raw["choices"]], raw)
 
     def stream(self, prompt: Any, **fields: Any) -> Generator[Choice, None, None]:
-        """As `complete`, chunk by chunk; `joined` puts those of one index together."""
+        """Generate as `complete`, and give out choices chunk by chunk as they come.
+
+        `joined` puts the chunks of one index together.
+        """
         call = _generation(prompt, self._model, {**fields, "stream": True})
         with self._http.stream(**self._arguments(call)) as response:
             if response.status_code >= 400:
@@ -380,9 +423,10 @@ class SteeringClient(_Settings):
 
 
 class AsyncSteeringClient(_Settings):
-    """The methods of `SteeringClient` as coroutines."""
+    """Has the methods of `SteeringClient` as coroutines."""
 
     def __init__(self, url: str, **settings: Any) -> None:
+        """Make a client; the arguments are those of `SteeringClient`."""
         super().__init__(url, **settings)
         self._http = httpx.AsyncClient(headers=self._headers, timeout=self._timeout)
 
@@ -393,15 +437,18 @@ class AsyncSteeringClient(_Settings):
         await self.close()
 
     async def close(self) -> None:
+        """Close the connections."""
         await self._http.aclose()
 
     async def _call(self, call: _Call) -> dict[str, Any]:
         return _checked(await self._http.request(**self._arguments(call)))
 
     async def state(self) -> dict[str, Any]:
+        """Return what `SteeringClient.state` does."""
         return await self._call(_Call("GET", ""))
 
     async def layers(self) -> dict[str, Any]:
+        """Return what `SteeringClient.layers` does."""
         return await self._call(_Call("GET", "/layers"))
 
     async def set(
@@ -412,28 +459,35 @@ class AsyncSteeringClient(_Settings):
         decode_vectors: Any = None,
         replace: bool = False,
     ) -> int:
+        """Set global vectors, as `SteeringClient.set`; return the new version."""
         call = _set(vectors, prefill_vectors, decode_vectors, replace)
         return int((await self._call(call))["version"])
 
     async def clear(self, tier: str | None = None) -> int:
+        """Clear a global tier, or all; return the new version."""
         call = _Call("POST", "/clear", {"tier": tier} if tier else {})
         return int((await self._call(call))["version"])
 
     async def modules(self) -> dict[str, Any]:
+        """Return what `SteeringClient.modules` does."""
         modules: dict[str, Any] = (await self._call(_Call("GET", "/modules")))["modules"]
         return modules
 
     async def register_module(self, name: str, source: Any) -> str:
+        """Name vectors and operations, as `SteeringClient.register_module`; return the digest."""
         return str((await self._call(_register(name, source)))["digest"])
 
     async def unregister_module(self, name: str) -> None:
+        """Forget a name; running requests keep the module."""
         await self._call(_Call("DELETE", f"/modules/{name}"))
 
     async def complete(self, prompt: Any, **fields: Any) -> Answer:
+        """Generate completions, as `SteeringClient.complete`."""
         raw = await self._call(_generation(prompt, self._model, fields))
         return Answer([_choice(choice) for choice in raw["choices"]], raw)
 
     async def stream(self, prompt: Any, **fields: Any) -> AsyncGenerator[Choice, None]:
+        """Generate chunk by chunk, as `SteeringClient.stream`."""
         call = _generation(prompt, self._model, {**fields, "stream": True})
         async with self._http.stream(**self._arguments(call)) as response:
             if response.status_code >= 400:

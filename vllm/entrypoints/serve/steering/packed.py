@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Arrays in JSON: `{"dtype", "shape", "data"}` with base64 of little-endian values, in place of a
-list of numbers, and one for all layers of a point. Whatever a client sends is checked first.
+"""Reads and writes packed arrays, which stand in JSON in place of a list of numbers.
+
+A packed array is `{"dtype", "shape", "data"}` with base64 of little-endian values. One array can
+hold the vectors of all layers of a point. Whatever a client sends is checked first.
 """
 
 import base64
@@ -15,16 +17,16 @@ import torch
 from vllm.v1.interventions.errors import need_mapping, reject, show, show_key
 from vllm.v1.interventions.vectors import need_number
 
-DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32}
+PACKED_DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32}
 
 MAX_ARRAY_BYTES = 256 << 20
-"""More than the vectors of one point of any model."""
+"""The largest array: more than the vectors of one point of any model."""
 
 _KEYS = ("dtype", "shape", "data")
 
 
 def pack(values: torch.Tensor) -> dict[str, Any]:
-    """`{"dtype", "shape", "data"}` of a CPU tensor, bit for bit."""
+    """Pack a CPU tensor, bit for bit."""
     raw = values.contiguous().view(torch.uint8).numpy().tobytes()
     return {
         "dtype": str(values.dtype).removeprefix("torch."),
@@ -34,15 +36,16 @@ def pack(values: torch.Tensor) -> dict[str, Any]:
 
 
 def unpack(value: Any, path: str, *, extra: tuple[str, ...] = ()) -> torch.Tensor:
-    """The tensor of a packed array, on the CPU, of the dtype it was sent in.
+    """Return the tensor of a packed array, on the CPU, of the dtype it was sent in.
 
     Args:
-        extra: keys it may have beside `dtype`, `shape` and `data`.
+        path: where it stands, for errors.
+        extra: the keys it may have beside `dtype`, `shape` and `data`.
 
     Raises:
-        ValueError: a key is missing or unknown, the dtype is none of `DTYPES`, the shape is not a
-            list of one or two positive ints, it is too large, `data` is not base64 of just as many
-            bytes, a value is not finite.
+        ValueError: a key is missing or unknown, the dtype is none of `PACKED_DTYPES`, the shape is
+            not a list of one or two positive ints, the array is too large, `data` is not base64 of
+            just as many bytes, or a value is not finite.
     """
     given = need_mapping(value, path)
     missing = [key for key in _KEYS if key not in given]
@@ -53,10 +56,10 @@ def unpack(value: Any, path: str, *, extra: tuple[str, ...] = ()) -> torch.Tenso
         known = ", ".join((*_KEYS, *extra))
         reject(path, f"unknown keys {unknown[:8]}, a packed array has {known}")
     name = given["dtype"]
-    if not isinstance(name, str) or name not in DTYPES:
-        reject(f"{path}.dtype", f"unknown dtype {show(name)}; use {', '.join(DTYPES)}")
+    if not isinstance(name, str) or name not in PACKED_DTYPES:
+        reject(f"{path}.dtype", f"unknown dtype {show(name)}; use {', '.join(PACKED_DTYPES)}")
     shape = _shape(given["shape"], f"{path}.shape")
-    dtype = DTYPES[name]
+    dtype = PACKED_DTYPES[name]
     expected = math.prod(shape) * dtype.itemsize
     if expected > MAX_ARRAY_BYTES:
         reject(
@@ -81,6 +84,7 @@ def _shape(value: Any, path: str) -> list[int]:
 
 
 def _bytes(value: Any, expected: int, path: str) -> bytes:
+    """Decode base64, which must be of as many bytes as expected; too many are never decoded."""
     if not isinstance(value, str):
         reject(path, f"must be a string, base64, got {show(value)}")
     characters = 4 * -(-expected // 3)
@@ -100,17 +104,24 @@ def _bytes(value: Any, expected: int, path: str) -> bytes:
 
 
 def is_packed(value: Any) -> bool:
-    """Whether a mapping is meant as a packed array. No layer or key of an entry has such a name."""
+    """Tell whether a value is meant as a packed array.
+
+    It has one of the keys, which no layer or key of an entry has as its name.
+    """
     return isinstance(value, Mapping) and any(key in value for key in _KEYS)
 
 
 def read_array(value: Any, path: str) -> Any:
-    """The tensor of a packed array; anything else as it is, to be checked where it is used."""
+    """Return the tensor of a packed array; other values as they are, to be checked later."""
     return unpack(value, path) if is_packed(value) else value
 
 
 def read_vectors(value: Any, path: str) -> Any:
-    """`{point: {layers: vector}}` with its packed arrays read: vectors, and whole points."""
+    """Read the packed arrays in `{point: {layers: vector}}`: single vectors, and whole points.
+
+    Raises:
+        ValueError: as `unpack`; other values are checked where they are used.
+    """
     if not isinstance(value, Mapping):
         return value
     return {point: _read_point(e, f"{path}.{show_key(point)}") for point, e in value.items()}
@@ -131,7 +142,7 @@ def _read_entry(entry: Any, path: str) -> Any:
 
 
 def _by_layer(value: Any, path: str) -> dict[int, Any]:
-    """`{layer: {"vector", "scale"}}` of the vectors of a point, packed together."""
+    """Return `{layer: {"vector", "scale"}}` of a point's vectors that are packed together."""
     if "layers" not in value:
         reject(path, "packed vectors need 'layers'")
     vectors = unpack(value, path, extra=("layers", "scales"))
@@ -160,7 +171,7 @@ def _list(value: Any, count: int, path: str) -> list[Any]:
 
 
 def read_ops(value: Any, path: str) -> Any:
-    """A list of operations with its packed arrays read."""
+    """Read the packed arrays in a list of operations; raises ValueError as `unpack`."""
     if not isinstance(value, list):
         return value
     return [_read_op(entry, f"{path}[{i}]") for i, entry in enumerate(value)]
@@ -180,7 +191,7 @@ def _read_op(entry: Any, path: str) -> Any:
 
 
 def read_capture(value: Any, path: str) -> Any:
-    """`{consumer: {...}}` with packed projections read."""
+    """Read the packed projections in `{consumer: {...}}`; raises ValueError as `unpack`."""
     if not isinstance(value, Mapping):
         return value
     return {

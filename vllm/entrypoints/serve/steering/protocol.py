@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The bodies of `/v1/steering`: read with a bound, checked by name."""
+"""Reads the bodies of `/v1/steering`: at most so many bytes, and only fields that it knows."""
 
 import base64
 import binascii
@@ -17,14 +17,18 @@ from vllm.v1.steering.modules import FIELDS
 from .packed import read_ops, read_vectors
 
 MAX_BODY_BYTES = 512 << 20
-"""Of a change. Vectors for all that a model of 100 layers of 8192 has are a quarter of it."""
+"""The largest body of a change. Vectors for every site of a model of 100 layers, 8192 wide, are a
+quarter of it."""
 
 
 async def read_body(request: Request, allowed: tuple[str, ...]) -> dict[str, Any]:
-    """The JSON object of a body.
+    """Read a body, which must be a JSON object.
+
+    Args:
+        allowed: the keys that it may have.
 
     Raises:
-        HTTPException: it is larger than `MAX_BODY_BYTES`.
+        HTTPException: it is larger than `MAX_BODY_BYTES`, a 413.
         ValueError: it is not a JSON object, names a key twice, or has a key that is not `allowed`.
     """
     raw = bytearray()
@@ -48,7 +52,10 @@ async def read_body(request: Request, allowed: tuple[str, ...]) -> dict[str, Any
 
 
 def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Of a key that is there twice the first value would be ignored."""
+    """Make an object of its keys and values; a key that is there twice is an error.
+
+    Else all but the last value of such a key would be ignored.
+    """
     made = dict(pairs)
     if len(made) < len(pairs):
         seen: set[str] = set()
@@ -60,11 +67,15 @@ def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 SET_FIELDS = dict(zip(TIERS, FIELDS, strict=True))
-"""tier -> the field of `POST /v1/steering/set` with its vectors."""
+"""The field of `POST /v1/steering/set` that holds a tier's vectors, by tier."""
 
 
 def tiers_of(body: Mapping[str, Any]) -> dict[str, Any]:
-    """tier -> vectors, as `AsyncSteering.set_tiers` takes them."""
+    """Return the vectors of a body by tier, as `AsyncSteering.set_tiers` takes them.
+
+    Raises:
+        ValueError: a packed array cannot be read.
+    """
     return {
         tier: read_vectors(body[field], field)
         for tier, field in SET_FIELDS.items()
@@ -73,6 +84,11 @@ def tiers_of(body: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def flag_of(body: Mapping[str, Any], field: str) -> bool:
+    """Return a field that is true or false; false where it is null or missing.
+
+    Raises:
+        ValueError: it is anything else.
+    """
     value = body.get(field)
     if value is not None and not isinstance(value, bool):
         reject(field, f"must be true or false, got {show(value)}")
@@ -80,7 +96,11 @@ def flag_of(body: Mapping[str, Any], field: str) -> bool:
 
 
 def module_of(body: Mapping[str, Any]) -> dict[str, Any] | bytes:
-    """What a module is made of: its fields, or the content of a safetensors file."""
+    """Return a module's fields, or the content of the safetensors file given in their place.
+
+    Raises:
+        ValueError: both are given, or neither; a packed array or the file's base64 cannot be read.
+    """
     given = {key: body[key] for key in (*FIELDS, "ops") if body.get(key) is not None}
     packed = body.get("safetensors")
     if packed is None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What completions and chat completions do about steering and capture before they generate."""
+"""Takes steering and capture out of the bodies of completions and chats, before they generate."""
 
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, cast
@@ -32,15 +32,17 @@ async def intervene(
     prompt: "EngineInput",
     number: int | None = None,
 ) -> None:
-    """Take what a body asks for into `params`.
+    """Put what a body asks of steering and capture into `params`.
+
+    Where the response is streamed, all of it is checked here: an error of the engine would come
+    after a 200.
 
     Args:
-        number: which prompt of a body with several, so that what is written of them has names of
-            its own.
+        number: which prompt of a body with several this is, so that what a consumer writes of each
+            gets a name of its own.
 
     Raises:
-        ValueError: with the path of the field; also where the response would be streamed, and an
-            error of the engine come after a 200.
+        ValueError: a field is wrong; the message has its path.
     """
     asked = asked_fields(request)
     if not asked:
@@ -65,7 +67,7 @@ async def intervene(
 
 
 def described(plan: Plan) -> str:
-    """A plan for the log: digests, norms and counts, never values."""
+    """Describe a plan for the log: digests, norms and counts, never values."""
     said = []
     if (steering := plan.steering) is not None:
         vectors = [

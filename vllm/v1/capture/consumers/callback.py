@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Calls a Python function with the rows of a request as they come."""
+"""The callback consumer calls a Python function with the rows of a request as they come."""
 
 from collections.abc import Callable, Mapping
 from pkgutil import resolve_name
@@ -16,20 +16,28 @@ from vllm.v1.capture.results import CapturedRows
 from vllm.v1.interventions.plan import Site
 
 Callback = Callable[[RequestInfo, Mapping[Site, CapturedRows]], Any]
-"""Called with new rows, by site. Those of one request come in position order, one call at a time;
-calls for different requests may overlap, unless the consumer has `threads=1`. What it raises makes
-that request's result an error. What it returns is ignored."""
+"""A function that is called with a request and its new rows, by site.
+
+Rows of one request come in position order, one call at a time. Calls for different requests may
+overlap, unless the consumer has `threads=1`. An exception makes that request's result an error. The
+return value is ignored."""
 
 
 class CallbackConsumer(CaptureConsumer):
-    """The payload of a result is the number of rows, over all sites."""
+    """Calls a function with rows; the payload of a result is the number of rows, over all sites."""
 
     location = "frontend"
 
     def __init__(self, function: Callback | str) -> None:
-        """
+        """Keep the function, importing it first where only its place is given.
+
         Args:
-            function: or its place, "package.module:function".
+            function: the function, or its place as "package.module:function".
+
+        Raises:
+            ValueError: it is not callable, or the place is not of that form.
+            ImportError: there is no such module.
+            AttributeError: the module has no such function.
         """
         found = resolve_name(function) if isinstance(function, str) else function
         if not callable(found):
@@ -37,6 +45,7 @@ class CallbackConsumer(CaptureConsumer):
         self._function: Callback = found
 
     def open(self, request: RequestInfo) -> CaptureSession:
+        """Start the session of one completion."""
         return _Session(self._function, request)
 
 
@@ -55,7 +64,7 @@ class _Session(CaptureSession):
 
 
 def by_site(request: RequestInfo, batch: RowBatch) -> dict[Site, CapturedRows]:
-    """The rows of each site: views of the batch."""
+    """Split a batch into the rows of each site, which are views of it."""
     return {
         site: CapturedRows(batch.positions, batch.token_ids, values, batch.versions)
         for site, values in zip(request.sites, batch.values, strict=True)

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Writes a line to vLLM's log for each completion: to see that capture works, and what it costs."""
+"""The logging consumer writes a line to vLLM's log for each completion.
+
+It shows that capture works, and what it costs.
+"""
 
 import torch
 
@@ -15,15 +18,16 @@ from vllm.v1.capture.consumer import (
 logger = init_logger(__name__)
 
 _SHOWN = 4
-"""Sites named in a line."""
+"""How many sites a line names."""
 
 
 class LoggingConsumer(CaptureConsumer):
-    """The payload of a result is the line."""
+    """Logs a line for each completion; the payload of a result is that line."""
 
     location = "engine"
 
     def open(self, request: RequestInfo) -> CaptureSession:
+        """Start the session of one completion."""
         return _Session(request)
 
 
@@ -45,6 +49,7 @@ class _Session(CaptureSession):
         self._say(f": failed: {reason}")
 
     def _say(self, how: str) -> str:
+        """Log the line of this completion and return it; `how` is put at its end."""
         request = self._request
         means = (self._norms / max(self._rows, 1)).tolist()
         sites = [

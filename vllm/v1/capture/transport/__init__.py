@@ -1,0 +1,9 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How captured rows get to consumers.
+
+selected.py      which rows of a completion a selection means, and whether they came
+feed.py          from a completion's rows, as they come, to what one consumer gets
+host.py          runs one consumer in threads of its own
+copies.py        copies of rows on the host, by several threads
+shared_rows.py   memory that an engine core shares with its frontends, for large tensors
+"""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Copies of rows on the host: by several threads where one would be too slow.
+"""Rows are copied on the host by several threads where one would be too slow.
 
 A thread that runs Python takes the interpreter from the engine's loop, so a thread's work is one
 call that lets go of it.
@@ -14,30 +14,35 @@ import numpy as np
 import torch
 
 THREADS = min(8, max(1, len(os.sched_getaffinity(0)) // 2))
-"""Fresh memory costs a core more time than the copy: it takes several to keep up with a GPU."""
+"""How many threads copy. Fresh memory costs a core more time than the copy, so it takes several to
+keep up with a GPU."""
 PIECE_BYTES = 4 << 20
-"""A thread is woken for so much."""
+"""The bytes for which another thread is woken."""
 DIRECT_BYTES = 1 << 20
-"""Less is copied at once by the caller."""
+"""The bytes below which the caller copies itself."""
 UNDERWAY_BYTES = 256 << 20
-"""Of copies that nobody waits for."""
+"""The most bytes of copies underway that nobody waits for."""
 
 Copies = tuple[list[torch.Tensor], list[torch.Tensor]]
-"""(where to, what)."""
+"""A list of tensors to copy into, and one of the tensors to copy there, in the same order."""
 
 
 def empty(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-    """Memory for rows, by numpy, which asks for huge pages: they come several times faster than
-    small ones."""
+    """Return memory for rows, of any content.
+
+    It is numpy's, which asks for huge pages: they come several times faster than small ones.
+    """
     return torch.from_numpy(np.empty(shape, dtype=f"i{dtype.itemsize}")).view(dtype)
 
 
 def copy(copies: Copies) -> None:
+    """Copy in this thread, in one call."""
     if copies[0]:
         torch._foreach_copy_(*copies)
 
 
-def joined(copies: Iterable[Copies]) -> Copies:
+def join_copies(copies: Iterable[Copies]) -> Copies:
+    """Put several copies together as one."""
     into: list[torch.Tensor] = []
     rows: list[torch.Tensor] = []
     for some_into, some_rows in copies:
@@ -47,10 +52,10 @@ def joined(copies: Iterable[Copies]) -> Copies:
 
 
 class CopyThreads:
-    """The threads of one owner.
+    """The threads that copy for one owner.
 
     Args:
-        name: of the threads.
+        name: the threads' name.
     """
 
     def __init__(self, name: str) -> None:
@@ -59,26 +64,32 @@ class CopyThreads:
         self._bytes = 0
 
     def start(self, copies: Copies) -> list[Future[None]]:
-        """Copy, in as many threads as that is worth."""
+        """Start copying in as many threads as the size is worth; return a future for each."""
         parts = _parts(copies, min(THREADS, 1 + _bytes_of(copies) // PIECE_BYTES))
         return [self._threads.submit(copy, part) for part in parts]
 
     def run(self, copies: Copies) -> None:
-        """Copy and wait."""
+        """Copy, and wait until it is done."""
         if _bytes_of(copies) < DIRECT_BYTES:
             copy(copies)
         else:
             finished(self.start(copies))
 
     def copied(self, values: torch.Tensor) -> torch.Tensor:
-        """In memory of its own."""
+        """Return a copy of `values` in memory of its own, contiguous."""
         into = empty(values.shape, values.dtype)
         self.run(([into], [values]))
         return into
 
     def follow(self, copies: Copies) -> list[Future[None]]:
-        """Copy without waiting, as long as no more than `UNDERWAY_BYTES` were left to do; what is
-        little is done when this returns."""
+        """Start copying, and do not wait for it.
+
+        A small copy is done when this returns. If more than `UNDERWAY_BYTES` are underway, these
+        are waited for first.
+
+        Returns:
+            The futures of the copies that are not done.
+        """
         num_bytes = _bytes_of(copies)
         if num_bytes < DIRECT_BYTES:
             copy(copies)
@@ -93,18 +104,21 @@ class CopyThreads:
 
 
 def finished(copies: Iterable[Future[None]]) -> None:
-    """Wait for them.
+    """Wait for copies to be done.
 
     Raises:
-        Exception: what a copy raised.
+        Exception: a copy failed with it.
     """
     for future in copies:
         future.result()
 
 
 def _without_team() -> None:
-    """Else each thread would split its copies among an OpenMP team of its own, with a member for
-    each core, that spins between copies."""
+    """Keep OpenMP from starting threads for this one.
+
+    Else each thread would split its copies among a team of its own, with a member for each core,
+    that spins between copies.
+    """
     torch.get_num_threads()  # the first call in a thread sets OpenMP's number, which we undo
     ctypes.CDLL(None).omp_set_num_threads(1)
 
@@ -114,7 +128,7 @@ def _bytes_of(copies: Copies) -> int:
 
 
 def _parts(copies: Copies, number: int) -> list[Copies]:
-    """At most `number`, of about the same size."""
+    """Split copies into at most `number` parts of about the same size."""
     if number == 1:
         return [copies]
     into: list[torch.Tensor] = []

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From the rows of a completion, as they come, to what one consumer gets of them."""
+"""A feed picks the rows of a completion that one consumer gets, as they come."""
 
 from collections.abc import Sequence
 from concurrent.futures import Future
@@ -20,7 +20,7 @@ from vllm.v1.interventions.positions import Positions
 def request_info(
     request_id: str, plan: CapturePlan, consumer: str, prompt_token_ids: list[int]
 ) -> RequestInfo:
-    """What a session is told of its completion."""
+    """Describe a completion for the session of one of its consumers."""
     selection = plan.consumers[consumer]
     stream = plan.streams[selection.stream]
     return RequestInfo(
@@ -40,7 +40,11 @@ def request_info(
 
 
 def reserved_bytes(info: RequestInfo, plan: CapturePlan, consumer: str, hold: bool) -> int:
-    """Most bytes of rows that may wait for a consumer: those held back included."""
+    """Return the most bytes of rows that may wait for a consumer, with those that are held back.
+
+    Args:
+        hold: as for `Feed`.
+    """
     selection = plan.consumers[consumer]
     if not (hold and selection.last_generated):
         return info.max_bytes
@@ -48,17 +52,20 @@ def reserved_bytes(info: RequestInfo, plan: CapturePlan, consumer: str, hold: bo
 
 
 class Delivery(NamedTuple):
+    """A batch for a consumer, whose values may still be filled."""
+
     batch: RowBatch
     copies: list[Future[None]]
-    """That fill its values."""
+    """The copies that fill its values."""
 
 
 class Feed:
-    """The rows of one completion for one consumer: each selected one once, in order, and none past
-    the end of the final sequence.
+    """Picks one consumer's rows of one completion.
+
+    Each selected row is delivered once, in order, and none past the end of the final sequence.
 
     Args:
-        threads: copy what is large; who calls does not wait for them.
+        threads: copy large rows; the caller does not wait for them.
         hold: keep rows of generated positions back until the end, because it may turn out to lie
             before them (stop strings are found by the frontend, after the engine sampled on).
     """
@@ -86,9 +93,10 @@ class Feed:
         self._arrived: list[np.ndarray] = []
 
     def deliver(self, chunk: CapturedChunk, output_token_ids: Sequence[int]) -> Delivery | None:
-        """The new rows that the consumer can have now.
+        """Return the new rows that the consumer can have now; None if there are none.
 
         Args:
+            chunk: the rows of one step.
             output_token_ids: the generated tokens so far, at least to one past the last row.
         """
         num_rows = self._selected.num_rows(len(self._prompt) + len(output_token_ids))
@@ -114,13 +122,17 @@ class Feed:
         return Delivery(batch, self._threads.follow(copies))
 
     def end(self, num_tokens: int, aborted: bool) -> tuple[list[RowBatch], str | None]:
-        """The completion has `num_tokens` tokens, prompt and generated.
+        """End the completion.
+
+        Args:
+            num_tokens: its prompt and generated tokens.
 
         Returns:
-            (the rows that were held back, why rows that were asked for are absent).
+            The rows that were held back, and why rows that were asked for are absent (None if all
+            are there).
 
         Raises:
-            RowsLost: they should be there.
+            RowsLost: rows are absent that should be there.
         """
         num_rows = self._selected.num_rows(num_tokens)
         rest = [_cut(batch, batch.positions < num_rows) for batch in self._held]
@@ -133,7 +145,11 @@ class Feed:
     def finish(
         self, host: ConsumerHost, request_id: str, num_tokens: int, aborted: bool, failed: str
     ) -> None:
-        """`end`, and tell the consumer's host; `failed`: why the request did, if it did."""
+        """End the completion, and hand what is left to the consumer's host.
+
+        Args:
+            failed: why the request failed; "" if it did not.
+        """
         if failed:
             host.fail(request_id, failed)
             return
@@ -149,6 +165,7 @@ class Feed:
     def _keep(
         self, chunk: CapturedChunk, at: np.ndarray, output_token_ids: Sequence[int]
     ) -> RowBatch:
+        """Copy rows `at` of a chunk now, to be kept until the end."""
         batch, copies = self._batch(chunk, at, output_token_ids)
         self._threads.run(copies)
         return batch
@@ -156,7 +173,7 @@ class Feed:
     def _batch(
         self, chunk: CapturedChunk, at: np.ndarray, output_token_ids: Sequence[int]
     ) -> tuple[RowBatch, Copies]:
-        """Rows `at` of a chunk, in memory of their own, and how they get there."""
+        """Make a batch for rows `at` of a chunk, and the copies that fill its values."""
         positions = chunk.positions[at]
         values = chunk.values[self._stream]
         if not self._all_sites:
@@ -173,6 +190,7 @@ class Feed:
 
 
 def _cut(batch: RowBatch, keep: np.ndarray) -> RowBatch:
+    """Return the rows of a batch where bool [n] `keep` is true."""
     if keep.all():
         return batch
     return RowBatch(

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs one capture consumer in threads of its own."""
+"""A host runs one capture consumer in threads of its own."""
 
 import threading
 import time
@@ -32,21 +32,25 @@ SHUTDOWN_SECONDS = 30.0
 """How long consumers may take to write what is left when the engine stops."""
 
 _Call = Callable[["_Actor"], None]
+"""A call of a session, to be made by a thread."""
 
 
 @dataclass(eq=False)
 class _Actor:
-    """One completion. All but `session`, `future` and the counts is guarded by the host's lock."""
+    """One completion and the calls it waits for.
+
+    All but `session`, `future` and the counts is guarded by the host's lock.
+    """
 
     request: RequestInfo
     calls: deque[_Call] = field(default_factory=deque)
     scheduled: bool = False
-    """In the queue of ready actors, or in a thread's hands."""
+    """Whether it is in the queue of ready actors, or in a thread's hands."""
     failure: str | None = None
     end: RequestEnd | None = None
     ended_at: float = 0.0
     closed: bool = False
-    """Its result is decided."""
+    """Whether its result is decided."""
     session: CaptureSession | None = None
     future: Future[Any] | None = None
     rows: int = 0
@@ -54,21 +58,21 @@ class _Actor:
 
 
 class _Worker:
-    """A thread, and what it is doing."""
+    """A thread, and the completion it works on."""
 
     def __init__(self, name: str, work: Callable[["_Worker"], None]) -> None:
         self.thread = threading.Thread(target=work, args=(self,), name=name, daemon=True)
         self.actor: _Actor | None = None
         self.since = 0.0
-        """When its present call began."""
+        """The time at which its present call began."""
 
 
 class ConsumerHost:
     """Feeds the completions that a consumer captures to its sessions.
 
     Each session's calls are made in order, by one thread at a time; sessions run in parallel. Rows
-    wait in memory until their session takes them: whoever calls bounds that, by reservation.
-    No method but `shutdown` blocks, and each may be called from any thread.
+    wait in memory until their session takes them; the callers bound that, by reservation. No method
+    but `shutdown` blocks, and each may be called from any thread.
     """
 
     def __init__(
@@ -77,9 +81,10 @@ class ConsumerHost:
         consumer: CaptureConsumer,
         report: Callable[[str, ConsumerResult], None],
     ) -> None:
-        """
+        """Start the threads.
+
         Args:
-            consumer: started.
+            consumer: the consumer, already started.
             report: called with (request id, result) once for each opened completion, after its
                 `end` or `fail` or at shutdown; by a thread of the host, one call at a time.
         """
@@ -92,7 +97,7 @@ class ConsumerHost:
         self._settled = threading.Condition(self._lock)
         self._actors: dict[str, _Actor] = {}
         self._waiting: dict[str, _Actor] = {}
-        """Those that have ended, in the order of their deadlines."""
+        """The completions that have ended and have no result, in the order of their deadlines."""
         self._ready: deque[_Actor] = deque()
         self._results: deque[tuple[str, ConsumerResult]] = deque()
         self._pending = 0
@@ -109,14 +114,15 @@ class ConsumerHost:
 
     @property
     def pending(self) -> int:
-        """Completions that have ended and whose result is not reported yet."""
+        """The number of completions that have ended and whose result is not reported yet."""
         with self._lock:
             return self._pending
 
     # -- from outside ---------------------------------------------------------------------------
 
     def open(self, request: RequestInfo) -> None:
-        """
+        """Open a session for a completion.
+
         Raises:
             RuntimeError: the host is shut down, or has that completion open.
         """
@@ -135,10 +141,10 @@ class ConsumerHost:
                 self._call(actor, self._do_open)
 
     def rows(self, request_id: str, batch: RowBatch, copies: Sequence[Future[None]] = ()) -> None:
-        """Rows of a completion that is not open, or has failed, are dropped.
+        """Hand rows to a completion's session; they are dropped if it is not open, or has failed.
 
         Args:
-            copies: that fill the values; the session gets them when these are done.
+            copies: the copies that fill the values; the session gets the rows when these are done.
         """
         with self._lock:
             actor = self._actors.get(request_id)
@@ -146,7 +152,10 @@ class ConsumerHost:
                 self._call(actor, lambda actor: self._do_rows(actor, batch, copies))
 
     def end(self, request_id: str, end: RequestEnd, aborted: bool = False) -> None:
-        """All rows were handed over. A second end is ignored, and that of one that is not open."""
+        """End a completion, whose rows were all handed over, and have its result made.
+
+        An end of a completion that is not open, or has ended, is ignored.
+        """
         with self._lock:
             actor = self._actors.get(request_id)
             if actor is None or actor.end is not None:
@@ -161,18 +170,18 @@ class ConsumerHost:
             self._wake_clock()
 
     def fail(self, request_id: str, reason: str) -> None:
-        """In place of `end`: the result is an error, and what was made of the rows is dropped."""
+        """End a completion with an error, in place of `end`; its session drops what it made."""
         with self._lock:
             actor = self._actors.get(request_id)
             if actor is not None:
                 self._fail(actor, reason, final=True)
 
     def shutdown(self, timeout: float) -> None:
-        """Finish what has ended, fail what has not, then shut the consumer down.
+        """Finish the completions that have ended, fail the others, then shut the consumer down.
 
         Args:
-            timeout: seconds for all of it. What is not done by then is reported as an error, and
-                threads that are stuck are left behind.
+            timeout: seconds for all of it. A result that is not there by then is reported as an
+                error, and threads that are stuck are left behind.
         """
         deadline = time.monotonic() + timeout
         with self._lock:
@@ -215,7 +224,8 @@ class ConsumerHost:
             self._work.notify()
 
     def _fail(self, actor: _Actor, reason: str, final: bool = False) -> None:
-        """
+        """Let a completion fail.
+
         Args:
             final: report it now, also if the completion has not ended.
         """
@@ -234,7 +244,7 @@ class ConsumerHost:
     def _close(
         self, actor: _Actor, status: CaptureStatus, error: str | None, payload: Any = None
     ) -> None:
-        """Decide the result. Nothing of the actor is kept but a call of `failed`."""
+        """Decide a completion's result. Nothing of it is kept but a call of `failed`."""
         result = ConsumerResult(
             consumer=self._spec.name,
             status=status,
@@ -265,6 +275,7 @@ class ConsumerHost:
             self._tick.notify()
 
     def _keep_time(self) -> None:
+        """Report results, and watch the deadlines; the clock's thread."""
         while True:
             with self._lock:
                 deadline = self._expire(time.monotonic())
@@ -287,7 +298,11 @@ class ConsumerHost:
         self._guarded(self._consumer.shutdown, "shutdown()")
 
     def _expire(self, now: float) -> float | None:
-        """Fail what is over time and replace the threads that hang in it; the next deadline."""
+        """Fail completions that are over time, and replace the threads that hang in them.
+
+        Returns:
+            The next deadline; None if nothing has one.
+        """
         name, timeout = self._spec.name, self._spec.limits.timeout
         late = set()
         while self._waiting:
@@ -316,6 +331,7 @@ class ConsumerHost:
     # -- the threads ----------------------------------------------------------------------------
 
     def _work_on(self, worker: _Worker) -> None:
+        """Make calls, one at a time; a worker's thread."""
         while True:
             with self._lock:
                 while not self._ready:
@@ -347,6 +363,7 @@ class ConsumerHost:
                     self._workers.add(worker)
 
     def _raised(self, actor: _Actor, error: BaseException) -> None:
+        """Let a completion fail with what its session raised."""
         reason = describe(error)
         with self._lock:
             known = actor.failure is not None
@@ -375,6 +392,7 @@ class ConsumerHost:
             self._finish(actor, end, payload)
 
     def _on_future(self, actor: _Actor) -> None:
+        """Have a thread take the result, which the session's future has now."""
         with self._lock:
             if not actor.closed:
                 self._call(actor, self._do_take)
@@ -384,6 +402,7 @@ class ConsumerHost:
         self._finish(actor, actor.end, actor.future.result())
 
     def _finish(self, actor: _Actor, end: RequestEnd, payload: Any) -> None:
+        """Report a payload; it must be plain data where it goes to another process."""
         if not self._spec.in_frontend:
             try:
                 msgspec.msgpack.encode(payload)
@@ -404,6 +423,7 @@ class ConsumerHost:
             self._guarded(lambda: session.failed(reason), "failed()")
 
     def _guarded(self, call: Callable[[], None], what: str) -> None:
+        """Make a call whose error is only logged."""
         try:
             call()
         except BaseException:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which rows of a completion a selection means, and whether they came."""
+"""Tells which rows of a completion are selected, and whether they came."""
 
 import numpy as np
 
@@ -8,7 +8,7 @@ from vllm.v1.interventions.positions import Positions
 
 
 class Selected:
-    """A selection on a prompt of `num_prompt_tokens`.
+    """A selection of rows, on a prompt of `num_prompt_tokens` tokens.
 
     A completion of `n` tokens has `num_rows(n)` rows: the last generated token is never fed
     back.
@@ -24,36 +24,45 @@ class Selected:
 
     @property
     def max_rows(self) -> int:
-        """Most rows a site can come to."""
+        """The most rows that a site can have."""
         return len(self._runs) + self.selection.last_generated
 
     def num_rows(self, num_tokens: int) -> int:
-        """The prompt's rows are owed even when the request ends before its first token."""
+        """Return how many rows a completion of `num_tokens` tokens has computed.
+
+        Rows of the whole prompt count even when the request ends before its first token.
+        """
         return max(num_tokens - 1, self._prompt)
 
     def known(self, num_rows: int) -> Positions:
-        """The selected positions below `num_rows` that do not depend on where the request ends."""
+        """Return the selected positions below `num_rows`, but not those that depend on the end."""
         return self._runs.below(num_rows)
 
     def mask(self, positions: np.ndarray, num_rows: int) -> np.ndarray:
-        """bool [n]: which of int [n] `positions` are `known`."""
+        """Tell which of int [n] `positions` are `known`, as bool [n]."""
         return self._runs.mask(positions) & (positions < num_rows)
 
     def last(self, num_rows: int) -> Positions:
-        """The last generated position of a completion of `num_rows` rows, if it is wanted only
-        because it is the last: it is not known before the end."""
+        """Return the last generated position, if it is selected only because it is the last.
+
+        Such a position is not known before the completion of `num_rows` rows has ended.
+        """
         wanted = self.selection.last_generated and num_rows > self._prompt
         return Positions.of([num_rows - 1] if wanted and num_rows - 1 not in self._runs else [])
 
     def all(self, num_rows: int) -> Positions:
-        """The selected positions of a completion of `num_rows` rows."""
+        """Return the selected positions of a completion of `num_rows` rows."""
         return self.known(num_rows) | self.last(num_rows)
 
     def missing(self, num_rows: int, arrived: list[np.ndarray], aborted: bool) -> str | None:
-        """Why selected rows are absent, given the positions that arrived; None if none are.
+        """Say why selected rows are absent; None if all are there.
+
+        Args:
+            arrived: the positions of the rows that came.
+            aborted: whether the request was cut off, so that rows may not have been computed.
 
         Raises:
-            RowsLost: they were computed, so they should be there.
+            RowsLost: absent rows were computed, so they should be there.
         """
         wanted = self.all(num_rows)
         needed = wanted.array()
@@ -72,4 +81,4 @@ class Selected:
 
 
 class RowsLost(Exception):
-    """Rows that were computed did not arrive."""
+    """Raised when rows that were computed did not arrive."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Large tensors of an engine core's messages, in memory that it shares with its frontends.
+"""Large tensors of an engine core's messages go through memory that it shares with its frontends.
 
 A socket copies what it is given twice, in one thread of each process; rows of all layers of a full
 batch are more than that can carry. So the engine core copies them once into anonymous memory that
@@ -25,27 +25,33 @@ from vllm.v1.interventions.plan import dtype_of
 from vllm.v1.serial_utils import OOBTensorConsumer
 
 LEAST_BYTES = 1 << 20
-"""Of a tensor that is worth a place."""
+"""The size of the smallest tensor that is worth a place."""
 SHARED_BYTES = 1 << 30
-"""At least: more than what a frontend keeps before it copies rows (`copier.BYTES`) and while it
-does. The kernel gives memory as it is first used, so the lowest place that is free is taken."""
+"""The least size of the memory. It is more than a frontend keeps before it copies rows
+(`vllm.v1.interventions.frontend.row_copier`) and while it does. The kernel gives memory as it is
+first used, so the lowest place that is free is taken."""
 STEPS = 3
-"""The rows of so many steps fit, too, however many they are."""
+"""The number of steps whose rows fit, however many rows they have."""
 SOCKET_BYTES_A_SECOND = 1 << 30
-"""About what a socket carries (`python -m benchmarks.transport`)."""
+"""The rate of a socket, about (`python -m benchmarks.transport` measures it)."""
 PLACES = 4096
-"""At the start of the memory: a byte for each place, 1 while it is taken."""
+"""The number of places. At the start of the memory is a byte for each, 1 while it is taken."""
 
 
 class _Taken(NamedTuple):
+    """A place in use: its number, and its first byte and end after the places' bytes."""
+
     place: int
     first: int
     end: int
 
 
 def share_rows(config: CaptureConfig, output_paths: Sequence[str]) -> "SharedRows | None":
-    """For the encoder of an engine core; None where nothing is captured, or where a frontend may be
-    on another host."""
+    """Make the shared memory for the encoder of an engine core.
+
+    Returns:
+        None where nothing is captured, or where a frontend may be on another host.
+    """
     local = all(path.startswith("ipc://") for path in output_paths)
     if not config.enabled or not local:
         return None
@@ -53,23 +59,23 @@ def share_rows(config: CaptureConfig, output_paths: Sequence[str]) -> "SharedRow
 
 
 class SharedRows(OOBTensorConsumer):
-    """The engine core's side. It alone takes places; frontends give them back.
+    """The engine core's side of the memory. It alone takes places; frontends give them back.
 
     Args:
-        size: bytes for tensors.
+        size: how many bytes there are for tensors.
     """
 
     def __init__(self, size: int) -> None:
         self._size = size
         self._taken: list[_Taken] = []
-        """By `first`; some may have been given back."""
+        """The places in use, sorted by `first`; some may have been given back."""
         self._file: IO[bytes] | None = None
 
     def new_message(self) -> None:
-        """Tensors need not know their message."""
+        """Do nothing: a tensor need not know its message."""
 
     def __call__(self, tensor: torch.Tensor) -> dict[str, Any] | None:
-        """Where `tensor` was copied to, or None if it goes by the socket."""
+        """Copy `tensor` into the memory and say where; None if it goes by the socket."""
         if tensor.nbytes < LEAST_BYTES or not tensor.is_cpu:
             return None
         if self._file is None:
@@ -87,6 +93,7 @@ class SharedRows(OOBTensorConsumer):
         }
 
     def _open(self) -> IO[bytes]:
+        """Make the memory, when the first tensor comes."""
         file = os.fdopen(os.memfd_create("vllm-captured-rows"), "r+b")
         file.truncate(PLACES + self._size)
         memory = np.frombuffer(mmap.mmap(file.fileno(), 0), np.uint8)
@@ -96,14 +103,14 @@ class SharedRows(OOBTensorConsumer):
         return file
 
     def _wait_for(self, size: int) -> _Taken | None:
-        """A place, if there is one before the socket would have carried as much."""
+        """Take a place, waiting for one only as long as the socket would need for the tensor."""
         until = time.monotonic() + size / SOCKET_BYTES_A_SECOND
         while (taken := self._take(size)) is None and self._taken and time.monotonic() < until:
             time.sleep(0.001)
         return taken
 
     def _take(self, size: int) -> _Taken | None:
-        """The lowest place of at least `size` bytes."""
+        """Take the lowest place of at least `size` bytes; None if there is none."""
         self._taken = [taken for taken in self._taken if self._flags[taken.place]]
         size = -(-size // 64) * 64
         first = 0
@@ -121,13 +128,13 @@ class SharedRows(OOBTensorConsumer):
 
 
 class RowsOfOthers:
-    """A frontend's side, for its decoder."""
+    """A frontend's side of the memory, for its decoder."""
 
     def __init__(self) -> None:
         self._memory: dict[tuple[int, int], np.ndarray] = {}
 
     def __call__(self, dtype: str, shape: tuple[int, ...], meta: dict[str, Any]) -> torch.Tensor:
-        """A view of the tensor, whose place is free when nobody has a view of it any more."""
+        """Return a view of a tensor. Its place is free when nobody has a view of it any more."""
         memory = self._memory_of(meta["pid"], meta["fd"])
         of = dtype_of(dtype)
         first = PLACES + meta["first"]
@@ -137,7 +144,7 @@ class RowsOfOthers:
         return torch.from_numpy(values).view(of).view(shape)
 
     def _memory_of(self, pid: int, fd: int) -> np.ndarray:
-        """The memory has no name: it is gone with the processes that use it."""
+        """Map an engine core's memory. It has no name, and goes when no process uses it."""
         if (pid, fd) not in self._memory:
             with open(f"/proc/{pid}/fd/{fd}", "r+b") as file:
                 self._memory[pid, fd] = np.frombuffer(mmap.mmap(file.fileno(), 0), np.uint8)

@@ -1,0 +1,16 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What runs in the frontend: requests are checked here, and every user error is raised here.
+
+resolve.py            entry: `SamplingParams` to a `Plan`
+steering_request.py   the steering fields of one request
+segments.py           cuts its positions into segments in which the same acts
+capture_request.py    the `capture` field of one request
+selectors.py          what `positions` mean on a prompt
+prompt_text.py        the prompt as text, for selectors that give a text
+module_catalog.py     what the names in `steering_modules` mean now
+global_steering.py    `llm.steering`: global tiers and named modules at run time
+capture_outputs.py    captures on their way back: one object per completion, outputs held for them
+row_collector.py      gathers the rows of one completion for `inline`
+row_copier.py         copies such rows beside the engine's loop
+capture_link.py       how captures reach the engine core
+"""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How a frontend's captures reach the engine core, and results from threads the frontend's loop."""
+"""How a frontend tells the engine core of captures, and how threads give it their results."""
 
 import asyncio
 import uuid
@@ -17,26 +17,31 @@ if TYPE_CHECKING:
 
 
 class CaptureLink(ABC):
-    """Neither `send` nor `post` waits for anything."""
+    """A frontend's way to the engine core, and into the stream of outputs that come from there.
+
+    Neither `send` nor `post` waits for anything.
+    """
 
     def opened(self) -> None:  # noqa: B027
-        """A request with consumers came; called where its outputs will be awaited."""
+        """Note that a request with consumers came; called where its outputs will be awaited."""
 
     @abstractmethod
     def send(self, call: CaptureCall) -> None:
-        """Tell the engine core; after all that was sent to it before."""
+        """Tell the engine core, after all that was sent to it before."""
 
     @abstractmethod
     def _put(self, outputs: EngineCoreOutputs) -> None:
-        """Among the outputs that come from the engine core; from any thread."""
+        """Put outputs among those that come from the engine core; from any thread."""
 
     def post(self, request_id: str, result: ConsumerResult) -> None:
-        """A consumer of this process has a result."""
+        """Report the result of a consumer of this process; from any thread."""
         output = EngineCoreOutput(request_id, [], capture_results=[result])
         self._put(EngineCoreOutputs(outputs=[output]))
 
 
 class _InprocLink(CaptureLink):
+    """Link to an engine core in this process."""
+
     def __init__(self, client: InprocClient) -> None:
         self._client = client
 
@@ -49,6 +54,8 @@ class _InprocLink(CaptureLink):
 
 
 class _SyncLink(CaptureLink):
+    """Link of an `LLM` to an engine core in a process of its own."""
+
     def __init__(self, client: SyncMPClient) -> None:
         self._client = client
 
@@ -64,6 +71,8 @@ class _SyncLink(CaptureLink):
 
 
 class _AsyncLink(CaptureLink):
+    """Link of an `AsyncLLM`."""
+
     def __init__(self, client: AsyncMPClient) -> None:
         self._client = client
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -89,6 +98,7 @@ class _AsyncLink(CaptureLink):
 
 
 def capture_link(client: "EngineCoreClient") -> CaptureLink:
+    """Make the link that fits a frontend's client."""
     if isinstance(client, InprocClient):
         return _InprocLink(client)
     if isinstance(client, SyncMPClient):

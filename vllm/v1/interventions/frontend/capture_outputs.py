@@ -57,6 +57,7 @@ class OutputHold:
         """Index of the completion -> its capture."""
 
     def put(self, output: Any) -> None:
+        """Take an output, to be delivered in its time; an exception is delivered at once."""
         if isinstance(output, RequestOutput):
             self._held.append(output)
             self.release()
@@ -113,9 +114,10 @@ class CompletionCapture:
         return bool(self.pending_consumers)
 
     def add(self, chunks: list[CapturedChunk] | None, output_token_ids: Sequence[int]) -> None:
-        """Rows that came with an output, or ahead of it in the same message.
+        """Take rows that came with an output, or ahead of it in the same message.
 
         Args:
+            chunks: those that came with it; None for none.
             output_token_ids: the generated tokens, those past a stop string removed.
         """
         if chunks is not None and self._collector is not None:
@@ -138,8 +140,16 @@ class CompletionCapture:
     def results(
         self, output_token_ids: Sequence[int], finish_reason: FinishReason | None, only_new: bool
     ) -> dict[str, CaptureResult]:
-        """What the completion output that is being made says. When it is the last one, the other
-        consumers' results join the same mapping, and `waits` turns false."""
+        """The results that go into the completion output that is being made.
+
+        With the last one it is a mapping that the other consumers' results still join, until
+        `waits` turns false.
+
+        Args:
+            output_token_ids: the generated tokens so far.
+            finish_reason: None while there are more to come.
+            only_new: leave out rows of earlier outputs.
+        """
         finished = finish_reason is not None
         aborted = finish_reason in (FinishReason.ABORT, FinishReason.ERROR)
         inline: dict[str, CaptureResult] = {}
@@ -195,7 +205,7 @@ class CompletionCapture:
         )
 
     def handle_result(self, result: ConsumerResult) -> None:
-        """A result has come, or word that there will be none."""
+        """Take a consumer's result, or word that it had no room for the request."""
         if result.dropped and not self.ended:
             self._dropped.add(result.consumer)
         elif result.consumer in self.pending_consumers:
@@ -236,9 +246,9 @@ class CaptureOutputs:
         self.threads = CopyThreads("capture-rows")
         self.copier = RowCopier(self.threads)
         self.rows_before_outputs: dict[str, list[CapturedChunk]] = {}
-        """For consumers of this process: rows of requests whose outputs follow in the message."""
+        """Rows for consumers of this process, by request, whose outputs follow in the message."""
         self._open: dict[str, CompletionCapture] = {}
-        """Those with consumers whose results are not all in."""
+        """Captures with consumers whose results are not all in, by request."""
         self._ready: list[RequestOutput] = []
         self._holds: weakref.WeakKeyDictionary[ParentRequest, OutputHold] = (
             weakref.WeakKeyDictionary()
@@ -255,7 +265,8 @@ class CaptureOutputs:
                 self.hosts[name] = ConsumerHost(spec, consumer, _weakly(link.post))
 
     def open(self, state: "RequestState", request: EngineCoreRequest) -> None:
-        """A completion is about to start."""
+        """Give a completion that is about to start its capture, if it has one; with consumers, its
+        outputs go by way of an `OutputHold`."""
         if request.plan is None or request.plan.capture is None:
             return
         parent = state.parent_req
@@ -276,7 +287,7 @@ class CaptureOutputs:
             state.queue = hold  # type: ignore[assignment]
 
     def _hold(self, state: "RequestState") -> OutputHold:
-        """One for all completions of a request: its very last output waits for all of them."""
+        """The hold that a request's completions share: its very last output waits for all."""
         parent, queue = state.parent_req, state.queue
         if parent is not None and parent in self._holds:
             return self._holds[parent]
@@ -286,12 +297,12 @@ class CaptureOutputs:
         return hold
 
     def _ready_unless_aborted(self, output: RequestOutput) -> None:
-        """Without queues, who aborts a request is not told of it."""
+        """Deliver where there are no queues: who aborts a request is not told of it."""
         if not any(c.finish_reason == str(FinishReason.ABORT) for c in output.outputs):
             self._ready.append(output)
 
     def handle_output(self, output: EngineCoreOutput) -> bool:
-        """Whether `output` is nothing but results of consumers, or rows of several requests."""
+        """Take rows of several requests, or results of consumers. Whether `output` is only that."""
         if output.captured and output.captured[0].owners:
             for chunk in output.captured:
                 self.copier.share(chunk)
@@ -310,7 +321,7 @@ class CaptureOutputs:
         return True
 
     def close(self, request_id: str) -> None:
-        """A completion's results are all there."""
+        """Release what waited for a completion: its results are all there."""
         capture = self._open.pop(request_id, None)
         if capture is not None:
             capture.hold.release()
@@ -321,7 +332,11 @@ class CaptureOutputs:
         return sum(capture.ended for capture in self._open.values())
 
     def pop_ready(self, stats: "IterationStats | None") -> list[RequestOutput]:
-        """After a step's outputs: those that nobody's queue takes, complete by now."""
+        """Outputs that nobody's queue takes and that are complete by now; after a step's outputs.
+
+        Args:
+            stats: gets what happened since the last call; None if nobody takes statistics.
+        """
         self.copier.step()
         if stats is not None:
             stats.capture.results += self.finished.results
@@ -337,7 +352,7 @@ class CaptureOutputs:
         return ready
 
     def fail(self, error: Exception) -> None:
-        """The engine is gone: tell those who wait for held outputs."""
+        """Tell those who wait for held outputs that the engine is gone."""
         for capture in self._open.values():
             if capture.ended:
                 capture.hold.put(error)
@@ -353,7 +368,7 @@ def _shut_down(hosts: dict[str, ConsumerHost]) -> None:
 
 
 def _weakly(report: Callable[[str, ConsumerResult], None]) -> Callable[[str, ConsumerResult], None]:
-    """The threads of a host must not keep the engine alive."""
+    """Wrap `report`, a method, so that threads which call it do not keep the engine alive."""
     method = weakref.WeakMethod(report)
 
     def call(request_id: str, result: ConsumerResult) -> None:
@@ -367,7 +382,7 @@ def _weakly(report: Callable[[str, ConsumerResult], None]) -> Callable[[str, Con
 def capture_results(
     state: "RequestState", finish_reason: FinishReason | None
 ) -> dict[str, CaptureResult] | None:
-    """The capture results of the completion output that is being made."""
+    """The capture results of the completion output being made; None if it captures nothing."""
     if state.capture is None:
         return None
     assert state.detokenizer is not None

@@ -35,12 +35,17 @@ def parse_capture(
 
     Args:
         value: the user's mapping, or None.
+        path: the field's name, for errors.
+        shape: what the model offers.
         prompt: what `positions` are resolved on.
         specs: the engine's consumers.
 
+    Returns:
+        What is captured; None for nothing.
+
     Raises:
         ValueError: unknown consumer, key, point or selector, a layer out of range, a position out
-            of reach, a selection of nothing, a matrix that is none or does not pay.
+            of reach, a selection of nothing, a matrix of a wrong shape or with too many rows.
     """
     asked = {} if value is None else need_mapping(value, path)
     if value is not None and not asked:
@@ -138,7 +143,7 @@ def _stream(
 
 
 def _matrix(value: Any, path: str, shape: TapShape) -> bytes:
-    """float32 [k, hidden] from a list of vectors, a 2-D array or a 2-D tensor."""
+    """Bytes of float32 [k, hidden], from a list of vectors, a 2-D array or a 2-D tensor."""
     if isinstance(value, np.ndarray | torch.Tensor):
         if value.ndim != 2:
             reject(path, f"has shape {list(value.shape)}, the model needs [k, {shape.hidden_size}]")
@@ -226,7 +231,7 @@ class NumberedCapture(dict[str, Any]):
 
 
 def numbered(params: _P, count: int) -> list[_P]:
-    """`params` for each of `count` prompts."""
+    """Copies of `params` for `count` prompts, each capture with the number of its prompt."""
     if not isinstance(params, SamplingParams) or not isinstance(params.capture, Mapping):
         return [params] * count
     copies: list[Any] = [copy.copy(params) for _ in range(count)]

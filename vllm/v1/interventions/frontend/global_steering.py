@@ -26,7 +26,7 @@ BUSY_SECONDS = 60.0
 """How long to wait for another frontend's change before giving up."""
 
 Replies = list[dict[str, Any]]
-"""One of each engine."""
+"""The replies of all engines, one each."""
 
 
 class ChangeBuilder:
@@ -38,6 +38,7 @@ class ChangeBuilder:
 
     @property
     def shape(self) -> TapShape:
+        """What the model offers; raises ValueError if steering is not enabled."""
         shape = self._config.tap_shape
         if not self._config.steering_config.enable_steering or shape is None:
             reject(
@@ -50,9 +51,15 @@ class ChangeBuilder:
     def set(
         self, tiers: dict[str, Any], replace: bool, fields: Mapping[str, str] | None = None
     ) -> Change:
-        """
+        """Make a change that sets vectors.
+
         Args:
-            fields: what errors call a tier; its name.
+            tiers: tier -> `{point: {layers: vector}}`.
+            replace: whether all that is not named is cleared.
+            fields: tier -> what errors call it, if not its name.
+
+        Raises:
+            ValueError: an unknown tier, or vectors that this engine cannot add.
         """
         sets = {}
         for tier, value in tiers.items():
@@ -65,11 +72,13 @@ class ChangeBuilder:
         return Change("set", tiers=sets, replace=replace)
 
     def clear(self, tier: str | None) -> Change:
+        """Make a change that clears one tier, or all for None."""
         if tier is not None:
             _need_tier(tier)
         return Change("clear", tier=tier)
 
     def register(self, name: Any, source: Any) -> Change:
+        """Make a change that names a module: a path to load, or a mapping."""
         name = need_module_name(name, "name")
         config = self._config.steering_config
         if isinstance(source, str | Path):
@@ -80,7 +89,7 @@ class ChangeBuilder:
         return Change("register", name=name, module=module)
 
     def register_content(self, name: Any, content: Mapping[str, Any] | bytes) -> Change:
-        """As `register`, but what came over a network: no path is opened."""
+        """Make a change like `register`, of content that came over a network: no path is opened."""
         name = need_module_name(name, "name")
         config = self._config.steering_config
         if isinstance(content, bytes):
@@ -91,10 +100,11 @@ class ChangeBuilder:
         return Change("register", name=name, module=module)
 
     def unregister(self, name: str) -> Change:
+        """Make a change that removes a name; the engines refuse one that is unknown."""
         return Change("unregister", name=name)
 
     def made(self, change: Change) -> None:
-        """The engines have made it."""
+        """Take over into the catalog a change that the engines have made."""
         if change.action in ("register", "unregister"):
             modules = dict(self._catalog.modules)
             modules.pop(change.name, None)
@@ -104,18 +114,23 @@ class ChangeBuilder:
 
     @property
     def enabled(self) -> bool:
+        """Whether the engine steers."""
         return self._config.steering_config.enable_steering
 
     def known(self) -> dict[str, str]:
+        """The modules of this frontend: name -> digest."""
         return {name: module.digest for name, module in self._catalog.modules.items()}
 
     def learn(self, news: dict[str, Any]) -> None:
+        """Take over modules that other frontends registered, see `ModuleCatalog.learn`."""
         self._catalog.learn(news)
 
     def module(self, name: str) -> Module:
+        """The module of a name; raises ValueError if there is none."""
         return self._catalog.get(name, "name")
 
     def layers(self) -> dict[int, tuple[str, ...]]:
+        """Layer -> the points at which it can be steered."""
         points = self._config.steering_config.steering_points
         return {n: tuple(p for p in has if p in points) for n, has in self.shape.points.items()}
 
@@ -126,7 +141,7 @@ def _need_tier(tier: Any) -> None:
 
 
 def _verdict(replies: Replies) -> str:
-    """ "ok", "busy", or raises."""
+    """What all engines together say, "ok" or "busy"; raises the error of one that refuses."""
     for reply in replies:
         if "error" in reply:
             raise InterventionError(reply["error"], parameter=reply.get("parameter"))
@@ -137,6 +152,7 @@ class Steering:
     """Global steering of an `LLM`. Every method raises ValueError for what cannot be done exactly.
 
     A change acts from the next scheduled step on, on all ranks at once, also on running requests.
+    It raises TimeoutError if another one is under way for longer than `BUSY_SECONDS`.
     """
 
     def __init__(
@@ -159,7 +175,7 @@ class Steering:
         return self.set_tiers({tier: vectors}, replace)
 
     def set_tiers(self, tiers: dict[str, Any], replace: bool = False) -> int:
-        """Set several tiers at once: `{tier: vectors}`."""
+        """Set several tiers at once: `{tier: vectors}`. Returns the version."""
         return self._make(self._changes.set(tiers, replace))
 
     def clear(self, tier: str | None = None) -> int:
@@ -178,10 +194,11 @@ class Steering:
         self._make(self._changes.register(name, source))
 
     def unregister_module(self, name: str) -> None:
+        """Remove a name. Requests that came before keep what it meant."""
         self._make(self._changes.unregister(name))
 
     def modules(self) -> dict[str, Any]:
-        """name -> digest, norms of its vectors, names of its ops."""
+        """Registered modules: name -> digest, norms of its vectors, names of its ops."""
         modules: dict[str, Any] = self.state()["modules"]
         return modules
 
@@ -195,7 +212,7 @@ class Steering:
         return self._call(SteeringCall("state"))[0]
 
     def layers(self) -> dict[int, tuple[str, ...]]:
-        """layer -> the points at which it can be steered."""
+        """Layer -> the points at which it can be steered."""
         return self._changes.layers()
 
     def _make(self, change: Change) -> int:
@@ -227,6 +244,7 @@ class AsyncSteering:
         self._core = core
 
     async def set(self, vectors: Any, tier: str = "base", replace: bool = False) -> int:
+        """Set global vectors of one tier, see `Steering.set`. Returns the version."""
         return await self.set_tiers({tier: vectors}, replace)
 
     async def set_tiers(
@@ -235,7 +253,8 @@ class AsyncSteering:
         replace: bool = False,
         fields: Mapping[str, str] | None = None,
     ) -> int:
-        """
+        """Set several tiers at once: `{tier: vectors}`. Returns the version.
+
         Args:
             fields: tier -> what errors call it, if not its name.
         """
@@ -243,13 +262,15 @@ class AsyncSteering:
         return await self._make(change)
 
     async def clear(self, tier: str | None = None) -> int:
+        """Clear one tier, or all. Returns the version."""
         return await self._make(self._changes.clear(tier))
 
     async def register_module(self, name: str, source: Any) -> None:
+        """Name vectors and ops, see `Steering.register_module`."""
         await self._make(await asyncio.to_thread(self._changes.register, name, source))
 
     async def register_content(self, name: str, content: Mapping[str, Any] | bytes) -> str:
-        """As `register_module`, for what came over a network; the digest.
+        """Name vectors and ops that came over a network. Returns the digest.
 
         Args:
             content: the fields of a module, or the content of a safetensors file; never a path.
@@ -260,6 +281,7 @@ class AsyncSteering:
         return change.module.digest
 
     async def unregister_module(self, name: str) -> None:
+        """Remove a name. Requests that came before keep what it meant."""
         await self._make(self._changes.unregister(name))
 
     async def refresh(self) -> None:
@@ -270,21 +292,25 @@ class AsyncSteering:
             self._changes.learn(await self._core.call_utility_async("steering", call))
 
     async def modules(self) -> dict[str, Any]:
+        """Registered modules: name -> digest, norms of its vectors, names of its ops."""
         modules: dict[str, Any] = (await self.state())["modules"]
         return modules
 
     def module(self, name: str) -> Module:
+        """What is registered under a name, to save or export (vllm.v1.steering.files)."""
         return self._changes.module(name)
 
     async def state(self) -> dict[str, Any]:
+        """State of the first engine, see `Steering.state`."""
         return (await self.states())[0]
 
     async def states(self) -> Replies:
-        """`state` of each engine: they differ in slots and rows in use."""
+        """State of each engine: they differ in slots and rows in use."""
         assert self._changes.shape
         return await self._call(SteeringCall("state"))
 
     def layers(self) -> dict[int, tuple[str, ...]]:
+        """Layer -> the points at which it can be steered."""
         return self._changes.layers()
 
     async def _make(self, change: Change) -> int:

@@ -22,13 +22,14 @@ class ModuleCatalog:
 
     @property
     def modules(self) -> dict[str, Module]:
+        """Registered modules by name; those of start-up are loaded at the first look."""
         if self._modules is None:
             # Not before: the model's shape comes with the engine's ready message.
             self._modules = startup_modules(self._config)
         return self._modules
 
     def get(self, name: Any, path: str) -> Module:
-        """Raises ValueError if there is no such module."""
+        """The module of a name. Raises ValueError if there is none, naming `path`."""
         if not isinstance(name, str):
             reject(path, f"must be a name or (name, scale), got {show(name)}")
         if name not in self.modules:
@@ -37,9 +38,14 @@ class ModuleCatalog:
         return self.modules[name]
 
     def learn(self, news: dict[str, Any]) -> None:
-        """Take over what the engine core has and this frontend lacks: `Changes.call("modules")`."""
+        """Take over what the engine core has and this frontend lacks.
+
+        Args:
+            news: the reply of `Changes.call` to "modules".
+        """
         new = {n: msgspec.msgpack.decode(data, type=Module) for n, data in news["new"].items()}
         self._modules = {name: new.get(name) or self.modules[name] for name in news["names"]}
 
     def replace(self, modules: dict[str, Module]) -> None:
+        """Make `modules` all that is registered."""
         self._modules = modules

@@ -39,7 +39,7 @@ class PromptText:
                 self._inside_special[start + 1 : end] = True
 
     def find(self, text: str) -> np.ndarray:
-        """int64 [n]: where `text` begins, matches that overlap included.
+        """Where `text` begins, matches that overlap included: int64 [n].
 
         A special token is one thing: no match begins or ends inside. Otherwise "text" would be
         found in "<|begin_of_text|>".
@@ -48,7 +48,7 @@ class PromptText:
         return found[~(self._inside_special[found] | self._inside_special[found + len(text)])]
 
     def tokens_of(self, found: np.ndarray, length: int) -> np.ndarray:
-        """int64 [n]: the tokens with a character in one of the matches that begin at `found`."""
+        """The tokens with a character in a match of `length` from one of `found`: int64 [n]."""
         edges = np.zeros(len(self.text) + 1, dtype=np.int64)
         np.add.at(edges, found, 1)
         np.add.at(edges, found + length, -1)
@@ -82,7 +82,7 @@ def occurrences(text: Sequence[Hashable], part: Sequence[Hashable]) -> list[int]
 
 
 class _Decoder:
-    """Takes one token after the other."""
+    """Decodes token by token, and notes which characters each token has."""
 
     def __init__(self, tokenizer: TokenizerLike) -> None:
         self._tokenizer = tokenizer

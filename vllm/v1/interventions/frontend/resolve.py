@@ -41,7 +41,8 @@ def without_plan_fields(params: SamplingParams) -> SamplingParams:
 
 
 def refuse_beam_search(params: SamplingParams | BeamSearchParams, config: "VllmConfig") -> None:
-    """Raises ValueError: a beam is sent anew at each token, its generated ones as prompt."""
+    """Raise ValueError for a beam search in an engine with steering: a beam is sent anew at each
+    token, its generated ones as prompt."""
     if isinstance(params, BeamSearchParams) and config.steering_config.enable_steering:
         reject(
             "beam_search",

@@ -21,9 +21,9 @@ class Rows(NamedTuple):
     positions: np.ndarray
     """int64 [n]."""
     versions: np.ndarray
-    """int64 [n], of the global steering."""
+    """int64 [n], version of the global steering."""
     values: list[torch.Tensor]
-    """Of each relayed stream: [n, sites, width]."""
+    """One tensor per stream: [n, sites, width]; no sites in one that is not relayed."""
 
 
 class RowCollector:
@@ -43,23 +43,30 @@ class RowCollector:
         }
         self._rows = RowBuffer(plan)
         self.row_bytes = sum(len(s.sites) * s.row_bytes for s in plan.streams if s.relayed)
-        """Of a row at all sites."""
+        """Bytes of a row at all sites."""
         self._new: list[CapturedChunk] = []
         self._delivered = 0
 
     def add(self, chunks: list[CapturedChunk]) -> None:
-        """Take rows; they may be views of all rows of a step, see `take_new`."""
+        """Take rows; they may be views of all rows of a step, see `pop_new`."""
         self._new += chunks
 
     def pop_new(self) -> list[CapturedChunk]:
-        """Rows that were added and not copied: the caller does it (`place`, `copy`), in this order,
-        and ends that before the next call of anything else. Until it is done, they keep the memory
-        of their steps, with the rows of all requests."""
+        """Hand out rows that were added and not copied.
+
+        The caller copies them (`place`), in this order, and ends that before the next call of
+        anything else. Until then they keep the memory of their steps, with the rows of all
+        requests.
+        """
         new, self._new = self._new, []
         return new
 
     def place(self, chunks: list[CapturedChunk]) -> Copies:
-        """Where rows go in memory of this completion's own; from any thread."""
+        """Give rows a place in memory of this completion's own; from any thread.
+
+        Returns:
+            The copies to make.
+        """
         return self._rows.place(chunks)
 
     def results(
@@ -162,7 +169,7 @@ class RowBuffer:
         return Rows(np.empty(capacity, np.int64), np.empty(capacity, np.int64), values)
 
     def place(self, chunks: list[CapturedChunk]) -> Copies:
-        """Add rows whose values are still to be copied."""
+        """Add rows whose values are still to be copied; returns the copies to make."""
         into: list[torch.Tensor] = []
         if not chunks:
             return into, []
@@ -181,7 +188,7 @@ class RowBuffer:
 
     @property
     def arrived(self) -> np.ndarray:
-        """int64: the positions of all rows there ever were."""
+        """The positions of all rows there ever were, int64."""
         return self._rows.positions[: self._count]
 
     def view(self) -> Rows:
@@ -191,7 +198,7 @@ class RowBuffer:
         return Rows(self._rows.positions[rows], self._rows.versions[rows], values)
 
     def forget(self, position: int) -> None:
-        """The values of rows before this position; their memory is used again."""
+        """Drop the values of rows before a position; their memory is used again."""
         first = int(np.searchsorted(self.arrived, position))
         for values in self._rows.values:
             rest = values[first - self._first : self._count - self._first]

@@ -5,16 +5,19 @@ from concurrent.futures import Future
 from itertools import accumulate
 from weakref import WeakValueDictionary
 
-from vllm.v1.capture.transport.copies import Copies, CopyThreads, finished, joined
+from vllm.v1.capture.transport.copies import Copies, CopyThreads, finished, join_copies
 from vllm.v1.interventions.frontend.row_collector import RowCollector
 from vllm.v1.interventions.messages import CapturedChunk
 
 BYTES = 192 << 20
+"""Memory that rows may keep before they are copied."""
+
 STEPS = 32
+"""Steps whose rows may be kept before they are copied."""
 
 
 class RowCopier:
-    """The collectors of one frontend.
+    """Has the rows of one frontend's collectors copied by threads, many in one call.
 
     Rows of a step are views of the memory of all its rows, which stays until all were copied. So
     they are copied soon: when they keep `BYTES` of memory, or are of `STEPS` steps. At most as much
@@ -31,18 +34,18 @@ class RowCopier:
         self._bytes = self._kept = self._steps = 0
         self._last: CapturedChunk | None = None
         self._due: list[Copies] = []
-        """For results that are being made."""
+        """Copies that results which are being made wait for."""
         self._copying: set[RowCollector] = set()
         self._copies: Copies = [], []
         """Views that are being copied, so that they are freed here and not in a thread."""
         self._running: list[Future[None]] = []
 
     def open(self, request_id: str, collector: RowCollector) -> None:
-        """Have it get what `share` brings for the request, for as long as it is in use."""
+        """Give a collector what `share` brings for its request, for as long as it is in use."""
         self._collectors[request_id] = collector
 
     def share(self, chunk: CapturedChunk) -> None:
-        """Rows of several requests, its `owners`, some of which may have no collector."""
+        """Take rows of several requests, the chunk's `owners`; some may have no collector."""
         if not any(name in self._collectors for name, _ in chunk.owners):
             return
         self._shared.append(chunk)
@@ -50,7 +53,7 @@ class RowCopier:
         self._last = chunk
 
     def add(self, collector: RowCollector, chunks: list[CapturedChunk]) -> None:
-        """Rows that came with an output."""
+        """Take rows that came with an output."""
         self._cut()
         self._give(collector, chunks)
         for chunk in chunks:
@@ -72,20 +75,20 @@ class RowCopier:
             self._shared.clear()
 
     def finish(self, collector: RowCollector) -> None:
-        """Place all rows of this one; they are copied when `settle` or `step` returns, those of all
-        requests that end in a step at once."""
+        """Place all rows of a collector, for its results. They are copied when `settle` or `step`
+        returns: those of all requests that end in a step at once."""
         self._cut()
         if collector in self._copying:
             self._wait()
         self._due.append(collector.place(collector.pop_new()))
 
     def settle(self) -> None:
-        """Return when all rows of those that `finish` was called for are copied."""
-        due, self._due = joined(self._due), []
+        """Return when all rows that `finish` placed are copied."""
+        due, self._due = join_copies(self._due), []
         self._threads.run(due)
 
     def step(self) -> None:
-        """All outputs of a step were taken."""
+        """Copy what is due, when all outputs of a step were taken."""
         self.settle()
         if not (self._new or self._shared):
             return
@@ -101,7 +104,7 @@ class RowCopier:
         self._cut()
         new = {collector: rows for collector in self._new if (rows := collector.pop_new())}
         self._copying = set(new)
-        self._copies = joined(collector.place(rows) for collector, rows in new.items())
+        self._copies = join_copies(collector.place(rows) for collector, rows in new.items())
         self._running = self._threads.start(self._copies)
         self._new.clear()
         self._bytes = self._kept = self._steps = 0
@@ -112,7 +115,7 @@ class RowCopier:
 
 
 def unpack(chunks: list[CapturedChunk]) -> dict[str, list[CapturedChunk]]:
-    """Request id -> its rows, of chunks that have `owners`."""
+    """Cut chunks that have `owners`: request id -> its rows, views."""
     rows: dict[str, list[CapturedChunk]] = {}
     for chunk in chunks:
         counts = [count for _, count in chunk.owners]

@@ -34,20 +34,22 @@ from vllm.v1.interventions.vectors import (
 )
 
 MAX_SEGMENTS = 16384
-"""A client could otherwise make of a few bytes a list of any length."""
+"""Most segments of a request: a client could otherwise make a list of any length of a few bytes."""
 
 Key = TypeVar("Key")
 
 
 @dataclass(frozen=True)
 class _Addition:
+    """Vectors that came with the request."""
+
     vectors: Vectors
     positions: Positions
 
 
 @dataclass(frozen=True)
 class _Shared:
-    """A vector set that the engine core has: of a module, in one phase."""
+    """A vector set that the engine core has: a module's, for one phase."""
 
     vector_set: VectorSet
     scale: float
@@ -71,7 +73,7 @@ class SegmentBuilder:
 
     @property
     def phases(self) -> dict[str, Positions]:
-        """tier -> the positions it acts on."""
+        """Tier -> the positions it acts on."""
         return {
             "base": ALL,
             "prefill": Positions([(0, self._prompt)]),
@@ -79,10 +81,12 @@ class SegmentBuilder:
         }
 
     def add(self, vectors: Vectors, positions: Positions) -> None:
+        """Add vectors at some positions."""
         if vectors:
             self._additions.append(_Addition(vectors, positions))
 
     def add_shared(self, vector_set: VectorSet, scale: float, positions: Positions) -> None:
+        """Add a vector set that the engine core has, times `scale`, at some positions."""
         self._shared.append(_Shared(vector_set, scale, positions))
 
     def operate(self, ops: list[Op]) -> None:
@@ -100,7 +104,13 @@ class SegmentBuilder:
         return max(Counter(site for op in self._ops for site in op.sites).values(), default=0)
 
     def plan(self, path: str, inherit: bool, config: SteeringConfig) -> SteeringPlan:
-        """
+        """Cut all positions into segments, in each of which the same acts.
+
+        Args:
+            path: what errors name.
+            inherit: whether the global tiers are added.
+            config: how much the engine has room for.
+
         Raises:
             ValueError: the sum of all vectors overflows, there are too many segments, or more
                 different ones than the engine has room for.
@@ -175,7 +185,7 @@ class SegmentBuilder:
 def _made(
     keys: list[Key], make: Callable[[Key], str], most: int, refuse: Callable[[int], NoReturn]
 ) -> dict[Key, str]:
-    """key -> the digest of what `make` makes of it.
+    """Make what each key stands for; returns key -> its digest.
 
     Args:
         most: how many different ones there may be; `refuse` is called before more are made, since
@@ -205,7 +215,7 @@ class _Sums:
         self.sets: dict[str, VectorSet] = {}
 
     def make(self, key: bytes) -> str:
-        """The digest of the sum where bool [additions + shared] `key` is true."""
+        """The digest of the sum where bool [additions + shared] `key` is true; keeps it."""
         acts = np.frombuffer(key, dtype=bool)
         own = acts[: len(self._additions)]
         with np.errstate(over="ignore", invalid="ignore"):  # looked at below
@@ -238,7 +248,8 @@ def _scaled(shared: _Shared) -> Vectors:
 
 
 ProgramKey = tuple[bytes, bool, int]
-"""(bool [ops] which ones act, whether gates are decided here, the position if it matters)."""
+"""What makes a program: bool [ops] which ones act, whether gates are decided here, the position if
+it matters and -1 otherwise."""
 
 
 class _Programs:
@@ -257,12 +268,12 @@ class _Programs:
         self.terms: dict[str, Term] = {}
 
     def key(self, first: int, acts: np.ndarray, decides: bool) -> ProgramKey:
-        """Of position `first`, where bool [ops] `acts` is true."""
+        """The key of the program at position `first`, where bool [ops] `acts` is true."""
         differs = bool((acts & self._differs).any())
         return acts.tobytes(), decides, first if differs else -1
 
     def make(self, key: ProgramKey) -> str:
-        """The digest of the program."""
+        """The digest of the program of a key; keeps it and its terms."""
         acts, decides, first = key
         chosen: list[Term | None] = []
         for op, on in zip(self._ops, acts, strict=True):

@@ -48,11 +48,12 @@ class Prompt:
 
     @cached_property
     def text(self) -> PromptText:
-        """Decoded when a selector first asks."""
+        """The prompt as text, decoded when a selector first asks."""
         assert self.tokenizer is not None
         return PromptText(self.token_ids, self.tokenizer)
 
     def count_search(self, length: int, path: str) -> None:
+        """Count a search through `length` characters or tokens; ValueError past `MAX_SEARCHED`."""
         self._searched += length
         if self._searched > MAX_SEARCHED:
             reject(
@@ -71,7 +72,7 @@ class Selector:
         self._end = self._length + prompt.max_tokens - 1
         self._named: list[Run] = []
         self.wants_last_generated = False
-        """Which position that is, is known only when the request has ended."""
+        """Whether it was named; which position it is, is known only when the request has ended."""
         self.wants_all_generated = False
 
     @property
@@ -81,11 +82,11 @@ class Selector:
 
     @property
     def named(self) -> Positions:
-        """What was said outright."""
+        """The positions said outright: by number, range, text or token ids."""
         return Positions(self._named)
 
     def resolve(self, value: Any, path: str) -> Positions:
-        """The positions, possibly none: "all_generated" of a request that generates one token.
+        """The positions a value means; maybe none: "all_generated" where one token is generated.
 
         Args:
             value: the name of a selector, a list of positions, a mapping with "start", "stop" and
@@ -250,7 +251,7 @@ def _need_which(value: Mapping[Any, Any], path: str) -> str:
 
 
 def _chosen(which: str) -> slice:
-    """Of what was found, in order."""
+    """Which of the matches, in order."""
     return {"first": slice(1), "last": slice(-1, None), "all": slice(None)}[which]
 
 

@@ -17,7 +17,8 @@ from vllm.v1.interventions.terms import rows_needed
 from vllm.v1.interventions.vectors import need_number, parse_vectors
 
 MAX_MODULES = 64
-"""A name is a few bytes, and what it adds for every run of positions a megabyte."""
+"""Most names in a request: a name is a few bytes, what it adds to every run of positions a
+megabyte."""
 
 
 def steering_plan(
@@ -27,7 +28,8 @@ def steering_plan(
     shape: TapShape,
     catalog: ModuleCatalog,
 ) -> SteeringPlan:
-    """
+    """Make a plan of a request's steering fields.
+
     Raises:
         ValueError: with the path of the field, see docs/errors.md.
     """
@@ -43,6 +45,8 @@ def steering_plan(
 
 
 class _Request:
+    """Adds one steering field after the other to the segments of a request."""
+
     def __init__(
         self, params: SamplingParams, prompt: Prompt, config: SteeringConfig, shape: TapShape
     ) -> None:

@@ -1,0 +1,16 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What runs beside the scheduler in the engine core: all decisions, each with one owner.
+
+decisions.py          entry: what the scheduler calls, and the message to the workers
+request_state.py      what is remembered of one request
+block_identity.py     prefix-cache keys of its blocks
+admission.py          what a request needs before it starts: the pools' protocol, fairness
+slots.py              pool: slots of the steering table
+term_pool.py          pool: rows for operations
+projection_pool.py    pool: rows for `project` matrices
+row_budget.py         which rows leave the device in a step, and that they fit
+row_relay.py          hands a step's rows to frontends and consumers
+capture_sessions.py   consumers of this process, and the memory reserved for all of them
+tiers.py              the global tiers and named modules
+changes.py            changes of these, in two phases
+"""

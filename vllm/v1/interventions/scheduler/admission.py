@@ -57,5 +57,5 @@ class StarvationGuard:
         return granted
 
     def leave(self, request_id: str) -> None:
-        """The request started, or ended."""
+        """Forget the skips of a request that started, or ended."""
         self._skips.pop(request_id, None)

@@ -16,16 +16,18 @@ class Era:
     prefill: str
     """Digest of what is added at prompt positions, "" for nothing."""
     decode: str
+    """Digest of what is added at generated positions."""
     nonce: str = ""
     """Makes the blocks of this era the request's own, where it is not known which side of a change
     a position is on."""
 
 
 NO_GLOBALS = Era(0, UNSTEERED, UNSTEERED)
+"""The era of an engine whose global tiers were never set."""
 
 
 class BlockIdentity:
-    """(first position, digest) segments of one request, and the keys of a block made of them.
+    """What acts on a request: segments of (first position, digest), and block keys made of them.
 
     Args:
         plan: None for a plain request.
@@ -43,14 +45,15 @@ class BlockIdentity:
 
     @property
     def steers(self) -> bool:
+        """Whether anything acts at any position."""
         return any(digest for _, digest in self._segments)
 
     def restart(self, era: Era) -> bool:
-        """All positions run, or will run again, under `era`. Returns whether anything changed."""
+        """Have all positions run, or run again, under `era`. Returns whether anything changed."""
         return self._set([era])
 
     def change(self, eras: list[Era]) -> bool:
-        """Positions from the first of `eras` on run under those. Returns whether that is new."""
+        """Have positions from the first of `eras` on run under those. Whether anything changed."""
         return self._set([e for e in self._eras if e.first < eras[0].first] + eras)
 
     def _set(self, eras: list[Era]) -> bool:
@@ -61,8 +64,8 @@ class BlockIdentity:
         return before != self._segments
 
     def _merged(self) -> list[tuple[int, str]]:
-        """Neighbours of equal digest are one: turn 2 of a steered chat finds the blocks of turn 1,
-        though its prompt ends elsewhere."""
+        """The segments, neighbours of equal digest made one: turn 2 of a steered chat finds the
+        blocks of turn 1, though its prompt ends elsewhere."""
         merged: list[tuple[int, str]] = []
         own_ends = [first for first, _ in self._own[1:]] + [sys.maxsize]
         era_ends = [era.first for era in self._eras[1:]] + [sys.maxsize]

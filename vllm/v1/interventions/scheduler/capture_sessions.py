@@ -36,7 +36,7 @@ class _Capture:
         }
         self.needs = {n: reserved_bytes(info, plan, n, self.hold) for n, info in self.infos.items()}
         self.reserved_bytes = dict.fromkeys(names, 0)
-        """consumer whose result is not in -> bytes reserved."""
+        """Consumer whose result is not in -> bytes reserved."""
         self.feeds: dict[str, Feed] = {}
 
 
@@ -57,7 +57,7 @@ class CaptureSessions:
         self._captures: dict[str, _Capture] = {}
         self._hosts: dict[str, ConsumerHost] = {}
         self.threads = CopyThreads("capture")
-        """Of the engine core."""
+        """Threads that copy rows in the engine core."""
         if config.tap_shape is None:
             return
         for name, spec in self._specs.items():
@@ -71,14 +71,18 @@ class CaptureSessions:
     # -- a request's life -------------------------------------------------------------------
 
     def arrive(self, request: Request) -> None:
+        """Note a new request, if it captures for consumers."""
         plan = request.interventions.plan.capture
         names = [n for n in plan.consumers if n in self._specs] if plan is not None else []
         if names:
             self._captures[request.request_id] = _Capture(request, names)
 
     def can_admit(self, request: Request) -> bool:
-        """Whether all that a waiting request can come to has room now. Who has waited long for a
-        consumer goes before later ones; those that do not need it are not held up."""
+        """Whether consumers have room now for all rows that a waiting request can come to.
+
+        Who has waited long for a consumer goes before later ones; requests that do not need it
+        are not held up.
+        """
         capture = self._captures.get(request.request_id)
         if capture is None or self._drop:
             return True
@@ -89,7 +93,7 @@ class CaptureSessions:
         return all(granted)
 
     def admit(self, request: Request) -> None:
-        """Reserve, and open the sessions; policy "drop" leaves out a consumer without room."""
+        """Reserve bytes and open sessions; policy "drop" leaves out a consumer without room."""
         capture = self._captures.get(request.request_id)
         if capture is None:
             return
@@ -110,7 +114,7 @@ class CaptureSessions:
                 )
 
     def leave(self, request: Request) -> None:
-        """The request started, or ended: it waits no more."""
+        """Note that a request started, or ended: it waits no more."""
         for guard in self._guards.values():
             guard.leave(request.request_id)
 
@@ -130,6 +134,7 @@ class CaptureSessions:
                 self._hosts[name].rows(request.request_id, *delivery)
 
     def call(self, call: CaptureCall) -> None:
+        """Take a frontend's word that its consumer is done, or where a completion ended."""
         capture = self._captures.get(call.request_id)
         if capture is None:
             return
@@ -147,14 +152,14 @@ class CaptureSessions:
                 self._report(call.request_id, ConsumerResult(name, "error", error))
 
     def _report(self, request_id: str, result: ConsumerResult) -> None:
-        """A result for the request's frontend; from any thread."""
+        """Send a result to the request's frontend; from any thread."""
         output = EngineCoreOutput(request_id, [], capture_results=[result])
         message = EngineCoreOutputs(outputs=[output])
         self.results.put((self._captures[request_id].client_index, message))
         self._settle(request_id, result.consumer)
 
     def _settle(self, request_id: str, consumer: str) -> None:
-        """Give back what was reserved."""
+        """Give back what was reserved for a consumer."""
         with self._lock:
             capture = self._captures[request_id]
             self._free[consumer] += capture.reserved_bytes.pop(consumer)
@@ -164,15 +169,16 @@ class CaptureSessions:
     # -- the engine's ------------------------------------------------------------------------
 
     def wait(self) -> EngineCoreOutputs | None:
-        """For an engine without a process of its own that has nothing else to do: the next result,
-        None if there is none to come."""
+        """Wait for the next result; None if there is none to come. An engine without a process of
+        its own calls it when it has nothing else to do."""
         if not self._captures and self.results.empty():
             return None
         return self._outputs_of(self.results.get())
 
     def join(self, outputs: dict[int, EngineCoreOutputs] | None) -> dict[int, EngineCoreOutputs]:
-        """For the same: a step's outputs behind the results that are in. In that order, because
-        word that a consumer has no room for a request must come before its rows."""
+        """Put a step's outputs behind the results that are in, for an engine without a process of
+        its own. In that order, because word that a consumer has no room for a request must come
+        before its rows."""
         waits, self._starved = self._starved, False
         results: list[EngineCoreOutput] = []
         try:

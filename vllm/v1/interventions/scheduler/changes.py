@@ -48,7 +48,15 @@ class Changes:
         self._expires = 0.0
 
     def call(self, call: SteeringCall, requests: Iterable["Request"]) -> dict[str, Any]:
-        """Returns the state; with "error" if the change cannot be made, "busy" if it must wait."""
+        """Read, or make one phase of a change.
+
+        Args:
+            requests: all of the scheduler's.
+
+        Returns:
+            What msgpack can send: the state; "error" and "parameter" if the change cannot be made;
+            "busy" if it must wait; for the phase "modules" what the frontend lacks.
+        """
         match call.phase:
             case "modules":
                 return self._news(call.known)
@@ -122,7 +130,7 @@ class Changes:
 
 
 def describe(module: Module) -> dict[str, Any]:
-    """Norms and names, not values."""
+    """What the state says of a module: digest, norms of vectors, names of ops; no values."""
     return {
         "digest": module.digest,
         "tiers": {tier: norms_of(vector_set) for tier, vector_set in module.tiers.items()},

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
 NO_SHAPE = TapShape(hidden_size=0, dtype="float32", points={})
-"""Of an engine with neither steering nor capture."""
+"""The shape in an engine with neither steering nor capture."""
 
 
 class SchedulerInterventions:
@@ -64,7 +64,7 @@ class SchedulerInterventions:
     # -- a request's life -------------------------------------------------------------------
 
     def arrive(self, request: Request) -> None:
-        """A new request: its blocks were hashed before it was known what global tiers are set."""
+        """Take in a new request: its blocks were hashed before its global tiers were known."""
         self._restart(request)
         self.captures.arrive(request)
 
@@ -82,7 +82,7 @@ class SchedulerInterventions:
         return self.captures.can_admit(request)
 
     def admit(self, request: Request) -> None:
-        """A request joins the running ones, for the first time or after a preemption."""
+        """Admit a request to the running ones, for the first time or after a preemption."""
         plan = request.interventions.plan
         asks = plan.steering is not None or plan.capture is not None
         if asks and request.request_id not in self._reserved:
@@ -122,11 +122,12 @@ class SchedulerInterventions:
         )
 
     def preempt(self, request: Request) -> None:
-        """The request is not part of this step after all, and will be computed from its start."""
+        """Take a request out of this step; it will be computed from its start."""
         self.rows.withdraw(request)
         self._restart(request)
 
     def finish(self, request: Request) -> None:
+        """Release all that an ended request holds, whether or not it was ever admitted."""
         self._guard.leave(request.request_id)
         self.captures.leave(request)
         self._reserved.discard(request.request_id)
@@ -136,14 +137,14 @@ class SchedulerInterventions:
         self._admitted.pop(request.request_id, None)
 
     def _restart(self, request: Request) -> None:
-        """Nothing of the request is computed: all of it will run under the tiers of now."""
+        """Have all of a request run under the tiers of now: nothing of it is computed."""
         if request.interventions.blocks.restart(self.tiers.era(0)):
             _rehash(request, 0)
 
     # -- changes from outside ---------------------------------------------------------------
 
     def set_tiers(self, state: GlobalState, requests: Iterable[Request]) -> None:
-        """New global tiers, from the next scheduled step on.
+        """Make `state` the global tiers, from the next scheduled step on.
 
         Positions computed before keep their identity; blocks of later ones get another, so no
         block computed under one state is found under another. Nothing is reset or preempted.
@@ -171,12 +172,13 @@ class SchedulerInterventions:
                 self._admitted[request.request_id] = self._worker_request(request)
 
     def restore(self) -> None:
-        """The workers' tables were lost in sleep: send everything again."""
+        """Send everything again: the workers' tables were lost in sleep."""
         self._changed_tiers = self.tiers.current
         for pool in self._pools:
             pool.restore()
 
     def stats(self) -> SteeringStats:
+        """Slots and rows in use, and the version of the global tiers."""
         return SteeringStats(self.slots.in_use, self.terms.in_use, self.tiers.current.version)
 
     # -- a step -----------------------------------------------------------------------------
@@ -196,7 +198,7 @@ class SchedulerInterventions:
 
 
 def _plain_plan(num_prompt_tokens: int) -> SteeringPlan:
-    """Of a request that says nothing: the global tiers alone."""
+    """The plan of a request that says nothing: the global tiers alone."""
     segments = [Segment(first, UNSTEERED, UNSTEERED) for first in (0, num_prompt_tokens)]
     return SteeringPlan(segments, inherit=True)
 

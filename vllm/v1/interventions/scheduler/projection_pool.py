@@ -9,7 +9,7 @@ from vllm.v1.interventions.scheduler.admission import MAX_STEP_BYTES
 
 
 class ProjectionPool:
-    """`size` rows of the table. A matrix lies in consecutive rows while a request uses it.
+    """Places in the table of projections, of `size` rows. A matrix lies in consecutive ones.
 
     A request reserves its matrices at admission and keeps them until it ends. Requests with equal
     matrices share them.
@@ -25,7 +25,7 @@ class ProjectionPool:
 
     @property
     def in_use(self) -> int:
-        """Rows."""
+        """Rows that hold matrices in use."""
         return sum(rows for _, rows in self._placed.values())
 
     def fits(self, plan: Plan) -> bool:
@@ -56,7 +56,7 @@ class ProjectionPool:
             self._users.setdefault(digest, set()).add(request_id)
 
     def release(self, request_id: str) -> None:
-        """The request has ended, whether or not it was ever admitted."""
+        """Give back what an ended request holds, whether or not it was ever admitted."""
         for digest in self._digests.pop(request_id, ()):
             self._users[digest].discard(request_id)
             if not self._users[digest]:
@@ -65,7 +65,7 @@ class ProjectionPool:
                     self._uploads.remove(digest)
 
     def streams(self, plan: CapturePlan) -> tuple[WorkerStream, ...]:
-        """What the workers are told of an admitted request."""
+        """The streams of an admitted request, as its workers are told."""
         at = {site: i for i, site in enumerate(plan.sites)}
         return tuple(
             WorkerStream(
@@ -81,14 +81,14 @@ class ProjectionPool:
         step.projections = [(self._placed[digest][0], self._data[digest]) for digest in new]
 
     def restore(self) -> None:
-        """The workers have lost everything: send it again."""
+        """Send all matrices again: the workers have lost them."""
         self._uploads = list(self._placed)
 
     def _new(self, plan: CapturePlan) -> list[str]:
         return [digest for digest in plan.projections if digest not in self._placed]
 
     def _places(self, plan: CapturePlan, new: list[str]) -> dict[str, tuple[int, int]] | None:
-        """(first row, rows) of each of `new`, or None while there is no room."""
+        """Digest -> (first row, rows) for each of `new`, or None while there is no room."""
         places: dict[str, tuple[int, int]] = {}
         for digest in new:
             rows = len(plan.projections[digest]) // (4 * plan.hidden_size)

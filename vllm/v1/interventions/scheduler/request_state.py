@@ -13,7 +13,7 @@ from vllm.v1.interventions.positions import Positions
 from vllm.v1.interventions.scheduler.block_identity import BlockIdentity
 
 NO_PLAN, NO_POSITIONS = Plan(), Positions()
-"""Of plain requests, which should not pay for making them."""
+"""What plain requests share: they should not pay for making it."""
 
 
 class RequestInterventions:
@@ -37,7 +37,7 @@ class RequestInterventions:
         self.plan = plan or NO_PLAN
         capture = self.plan.capture
         self.num_sites = len(capture.sites) if capture else 0
-        """At which it captures."""
+        """Number of sites at which it captures."""
         self.wanted = Positions.from_flat(capture.runs) if capture else NO_POSITIONS
         self._relayed = [s.relayed for s in capture.streams] if capture else []
         self._relays_all, self._relays_any = all(self._relayed), any(self._relayed)
@@ -62,8 +62,8 @@ class RequestInterventions:
         return self._relays_all and not self._undelivered
 
     def accept_one(self, position: int, num_tokens: int) -> bool:
-        """`accept` of the only row of a step, if it is the one that the step's token came from: the
-        common case, without a chunk."""
+        """Accept the only row of a step, if it is the one that the step's token came from; returns
+        whether it is. The common case, without a chunk."""
         if not self._next_row <= position == num_tokens - 2 or position not in self.wanted:
             return False
         self._next_row = num_tokens - 1
@@ -102,8 +102,9 @@ class RequestInterventions:
         """Keep what the frontend needs of accepted rows until `pop_rows`.
 
         Args:
-            waits: for a later step's output. A chunk is a view of the rows of all requests, and a
-                long prompt has many steps: what is not most of its step's rows is copied.
+            waits: whether they wait for a later step's output. A chunk is a view of the rows of all
+                requests, and a long prompt has many steps: what is not most of its step's rows is
+                copied.
         """
         if not self._relays_any:
             return
@@ -125,6 +126,7 @@ class RequestInterventions:
         self._undelivered.append(chunk)
 
     def pop_rows(self) -> list[CapturedChunk] | None:
-        """Rows for the request's next output; rows of partial prefills have waited here."""
+        """Take the rows for the request's next output, None for none; those of partial prefills
+        have waited here."""
         taken, self._undelivered = self._undelivered, []
         return taken or None

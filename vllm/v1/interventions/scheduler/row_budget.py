@@ -10,15 +10,16 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
 FIRST_TOKEN = np.zeros(1, dtype=np.int32)
+"""The offsets of a request that captures the one token it has in a step."""
 
 
 class Claim(NamedTuple):
-    """Of a request that was refused rows."""
+    """What a request is owed that was refused rows."""
 
     since: int
     """The step of its first refusal."""
     rows: int
-    """The fewest it can run with."""
+    """The fewest rows it can run with."""
 
 
 class RowBudget:
@@ -39,9 +40,9 @@ class RowBudget:
         self._taken = 0
         self._step = 0
         self._claims: dict[str, Claim] = {}
-        """Of requests refused in the step before that have not asked again."""
+        """Claims of requests refused in the step before that have not asked again."""
         self._refused: dict[str, Claim] = {}
-        """Of this step."""
+        """Claims of requests refused in this step."""
 
     def cap_tokens(self, request: "Request", first: int, num_tokens: int) -> int:
         """How many of the `num_tokens` positions from `first` this step's rows have room for.
@@ -122,13 +123,13 @@ class RowBudget:
             self._taken -= len(offsets) * request.interventions.num_sites
 
     def withdraw(self, request: "Request") -> None:
-        """The request is not part of this step after all, or has ended."""
+        """Drop a request that is not part of this step after all, or has ended."""
         self._give_back(request)
         self._claims.pop(request.request_id, None)
         self._refused.pop(request.request_id, None)
 
     def pop_offsets(self, num_scheduled_tokens: dict[str, int]) -> dict[str, np.ndarray]:
-        """Request id -> int32 offsets into its tokens of this step; starts the next step."""
+        """Rows to capture, and start the next step: request id -> int32 offsets into its tokens."""
         offsets, self._offsets, self._taken = self._offsets, {}, 0
         self._claims, self._refused, self._step = self._refused, {}, self._step + 1
         return {

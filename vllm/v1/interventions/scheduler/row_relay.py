@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 class RowRelay:
-    """Who gets which rows of a step, when its tokens have been given to the requests.
+    """Hands out the rows of a step, when its tokens have been given to the requests.
 
     Most requests take all they captured in the step. Those rows are not cut for each of them: they
     go to a frontend as they lie, ahead of the step's outputs. Each buffer of a message costs both
@@ -27,9 +27,10 @@ class RowRelay:
         """Client -> requests that take all their rows of `_step`."""
 
     def accept(self, request: "Request", captured: "StepRows | None", emits: bool) -> None:
-        """
+        """Accept a request's rows of a step, and pass them on.
+
         Args:
-            captured: the step's rows.
+            captured: the rows of all requests; None if nobody captured.
             emits: whether an output of the request leaves in this step.
         """
         ours = request.interventions

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which content each slot of the steering table holds. Owned by the scheduler."""
+"""Which sum of vectors each slot of the steering table holds. Owned by the scheduler."""
 
 from collections import Counter, OrderedDict
 
@@ -8,11 +8,11 @@ from vllm.v1.interventions.plan import UNSTEERED, Plan, SteeringPlan, VectorSet,
 from vllm.v1.interventions.scheduler.admission import MAX_STEP_BYTES
 
 Key = tuple[str, bool]
-"""(sum's digest, whether the global tiers are added)."""
+"""What a slot holds: (digest of the sum, whether the global tiers are added)."""
 
 
 class SlotTable:
-    """`size` slots of the table.
+    """The slots of the steering table, `size` of them for requests.
 
     A request reserves the slots of all its sums at admission and keeps them until it ends.
     Requests of equal sum share a slot. A released slot keeps its sum until another one
@@ -32,6 +32,7 @@ class SlotTable:
 
     @property
     def in_use(self) -> int:
+        """Slots that admitted requests hold."""
         return len(self._users)
 
     def fits(self, plan: Plan) -> bool:
@@ -88,12 +89,13 @@ class SlotTable:
         self._uploads[slot] = (vector_sum, key[1])
 
     def slot(self, digest: str, inherit: bool) -> int:
+        """The slot of a sum that was reserved; one of nobody's for `UNSTEERED`."""
         if digest == UNSTEERED:
             return GLOBALS_ALONE if inherit else NOTHING
         return self._slot[digest, inherit]
 
     def release(self, request_id: str) -> None:
-        """The request has ended, whether or not it was ever admitted."""
+        """Give back what an ended request holds, whether or not it was ever admitted."""
         for key in self._keys.pop(request_id, ()):
             self._users[key].discard(request_id)
             if not self._users[key]:
@@ -107,7 +109,7 @@ class SlotTable:
         step.new_sets, step.dropped_sets = self._sets.pop_changes()
 
     def restore(self) -> None:
-        """The workers have lost everything: send it again."""
+        """Send all sums and vector sets again: the workers have lost them."""
         self._sets.restore()
         self._uploads = {
             slot: (self._placed[slot], inherit) for (_, inherit), slot in self._slot.items()
@@ -128,9 +130,11 @@ class HeldVectorSets:
 
     @property
     def new_bytes(self) -> int:
+        """Bytes of the vector sets that are to be sent."""
         return sum(len(vector_set.data) for vector_set in self._new.values())
 
     def use(self, vector_set: VectorSet) -> None:
+        """Count one use more."""
         self._uses[vector_set.digest] += 1
         if vector_set.digest not in self._held:
             self._held[vector_set.digest] = vector_set
@@ -140,7 +144,7 @@ class HeldVectorSets:
                 self._new[vector_set.digest] = vector_set
 
     def drop(self, digest: str) -> None:
-        """One use less."""
+        """Count one use less."""
         self._uses[digest] -= 1
         if not self._uses[digest]:
             del self._uses[digest], self._held[digest]
@@ -148,11 +152,11 @@ class HeldVectorSets:
                 self._dropped[digest] = None
 
     def pop_changes(self) -> tuple[list[VectorSet], list[str]]:
-        """(vector sets the workers must get, vector sets they may forget); empties both."""
+        """Vector sets that the workers must get, and digests they may forget; empties both."""
         new, self._new = list(self._new.values()), {}
         dropped, self._dropped = list(self._dropped), {}
         return new, dropped
 
     def restore(self) -> None:
-        """The workers have lost everything."""
+        """Note that the workers have lost everything."""
         self._new, self._dropped = dict(self._held), {}

@@ -11,7 +11,7 @@ from vllm.v1.interventions.terms import rows_needed
 
 
 class TermPool:
-    """Rows 1..`size` of the tables of vectors and of programs; row 0 means none.
+    """Places in the tables of vectors and of programs: rows 1..`size` of each; row 0 means none.
 
     A request reserves all its rows at admission and keeps them until it ends. Requests share terms
     of equal digest. Programs are each request's own: gates that are decided once are kept by row.
@@ -30,6 +30,7 @@ class TermPool:
 
     @property
     def in_use(self) -> int:
+        """Rows of vectors that admitted requests hold."""
         return self.size - len(self._free_rows)
 
     def fits(self, plan: Plan) -> bool:
@@ -78,11 +79,11 @@ class TermPool:
         return self._placed[digest].row if digest != UNSTEERED else 0
 
     def program(self, request_id: str, digest: str) -> int:
-        """The row of a request's program."""
+        """The row of a request's program; 0 for `UNSTEERED`."""
         return self._programs[request_id][digest].row if digest != UNSTEERED else 0
 
     def release(self, request_id: str) -> None:
-        """The request has ended, whether or not it was ever admitted."""
+        """Give back what an ended request holds, whether or not it was ever admitted."""
         for digest in self._terms.pop(request_id, ()):
             self._uses[digest] -= 1
             if not self._uses[digest]:
@@ -100,7 +101,7 @@ class TermPool:
         step.programs, self._new_programs = list(self._new_programs.values()), {}
 
     def restore(self) -> None:
-        """The workers have lost everything: send it again."""
+        """Send all terms and programs again: the workers have lost them."""
         self._new_terms = dict(self._placed)
         self._new_programs = {
             program.row: program for mine in self._programs.values() for program in mine.values()

@@ -14,7 +14,7 @@ from vllm.v1.interventions.vectors import add_up, need_finite_sum, vector_set_of
 from vllm.v1.steering.modules import Module
 
 PHASE_TIERS = {"prefill": ("base", "prefill"), "decode": ("base", "decode")}
-"""phase -> the tiers that act in it."""
+"""Phase -> the tiers that act in it."""
 
 
 class GlobalState:
@@ -43,7 +43,11 @@ class GlobalState:
         return self._next(new)
 
     def cleared(self, tier: str | None) -> "GlobalState":
-        """The state without one tier, or without any."""
+        """The state without one tier, or without any for None.
+
+        Raises:
+            ValueError: see `changed`; the tier that goes may have balanced another.
+        """
         new = GlobalState(self._shape)
         if tier is not None:
             new._vectors = {t: dict(v) for t, v in self._vectors.items() if t != tier} | {tier: {}}
@@ -62,7 +66,7 @@ class GlobalState:
         return new
 
     def era(self, first: int, nonce: str = "") -> Era:
-        """What positions from `first` on run under."""
+        """The era of positions from `first` on that run under this state."""
         tiers = self.current.tiers
         phases = {
             phase: "+".join(tiers[tier].digest if tier in tiers else "" for tier in names)
@@ -73,7 +77,7 @@ class GlobalState:
 
 
 def norms_of(vector_set: VectorSet) -> dict[str, dict[int, float]]:
-    """point -> layer -> Euclidean norm of the vector."""
+    """Euclidean norms of a set's vectors: point -> layer -> norm."""
     norms: dict[str, dict[int, float]] = {}
     for (point, layer), row in zip(vector_set.sites, vector_set.rows, strict=True):
         norms.setdefault(point, {})[layer] = float(np.linalg.norm(row.astype(np.float64)))
@@ -93,16 +97,19 @@ class ModuleStore:
         self._sets: dict[str, VectorSet] = {}
 
     def put(self, name: str, module: Module) -> None:
+        """Give a module a name; the one that had it is kept."""
         if name in self._modules:
             self.keep(self._modules[name])
         self._modules[name] = module
         self._index()
 
     def remove(self, name: str) -> None:
+        """Remove a name; its module is kept."""
         self.keep(self._modules.pop(name))
 
     def keep(self, module: Module) -> None:
-        """Have the vector sets of a module that has no name any more, or on this engine not yet."""
+        """Keep for `KEPT_SECONDS` the vector sets of a module that has no name any more, or on
+        this engine not yet."""
         now = time.monotonic()
         self._kept = [entry for entry in self._kept if entry[0] > now]
         self._kept.append((now + KEPT_SECONDS, module))
@@ -117,6 +124,7 @@ class ModuleStore:
         return name in self._modules
 
     def items(self) -> dict[str, Module]:
+        """Name -> module, a copy."""
         return dict(self._modules)
 
     def fill(self, plan: Plan | None) -> Plan | None:

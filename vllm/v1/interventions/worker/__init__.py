@@ -1,0 +1,14 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What runs in a worker: it copies what was decided, and cannot fail.
+
+runner.py              entry: the one object that model runners call
+tap_layers.py          finds the wired decoder layers of a model
+transformers_taps.py   wires layers of the Transformers backend
+tap_check.py           start-up check: every site moves its row
+model_variants.py      the model with taps and without, switched by step
+token_map.py           which table row and program each token of a step gets
+steering_table.py      sums of vectors
+term_table.py          operations other than addition
+projection_table.py    `project` matrices, and scores of rows
+outbox.py              captured rows from the device to the host
+"""

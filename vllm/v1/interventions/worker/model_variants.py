@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The two forms of the target model: with taps, and plain as upstream compiles it.
+"""The two variants of the target model: with taps, and plain as upstream compiles it.
 
-A step that steers and captures nothing runs the plain form, so that an engine pays for its taps
-only while they are used. Both forms share weights, input and output buffers; each has its own
-compiled code and its own CUDA graphs of the same sizes, so whatever picks a graph need not know
-which form is in use. The plain form is compiled under the configuration of an engine without
+A step that steers and captures nothing runs the plain one, so that an engine pays for its taps
+only while they are used. Both share weights, input and output buffers; each has its own compiled
+code and its own CUDA graphs of the same sizes, so whatever picks a graph need not know which
+variant is in use. The plain one is compiled under the configuration of an engine without
 steering and capture: their artifacts in the compile cache are the same.
 """
 
@@ -46,14 +46,15 @@ class _Variant:
 
     def __init__(self, taps: Mapping[nn.Module, BoundTaps | None]) -> None:
         self.taps = taps
-        """None for the class's own, which do nothing."""
+        """Each layer's taps; None for those of its class, which do nothing."""
         self.compiled: dict[nn.Module, dict[str, Any]] = {}
+        """Module -> its attributes named in `_COMPILED`."""
         self.graphs: WeakKeyDictionary[Any, dict[Any, Any]] = WeakKeyDictionary()
-        """Of each of upstream's objects that hold graphs, those it replaces while starting go."""
+        """Graph dict per upstream owner; weak, because owners replaced during start-up drop out."""
 
 
 class ModelVariants:
-    """Which variant of the model runs.
+    """Switches the model between its variants.
 
     Args:
         model: loaded, its taps not bound.
@@ -85,44 +86,46 @@ class ModelVariants:
 
     @property
     def count(self) -> int:
+        """Number of variants: 1 where no plain one can be kept beside the other."""
         return len(self._variants)
 
     def each(self, items: Iterable[_Item], graph_owner: Any = None) -> Iterator[_Item]:
-        """All items once in each variant; afterwards the one with taps is in use.
+        """Yield all items once in each variant; afterwards the one with taps is in use.
 
         Args:
-            holder: upstream's object that keeps the CUDA graphs which are captured meanwhile.
+            graph_owner: upstream's object that keeps the CUDA graphs which are captured meanwhile.
         """
         items = list(items)
         if graph_owner is not None:
             self._graph_owner = ref(graph_owner)
-        for form in self._variants:
-            self._use(form)
+        for variant in self._variants:
+            self._use(variant)
             # Else what this variant compiles would lie in the directory of the one before it.
             self._compilation.cache_dir = self._cache_dir
             yield from items
 
     def choose(self, tapped: bool) -> bool:
-        """Take the variant with taps where they are needed; whether it is in use now."""
-        form = self._tapped if tapped or self.count == 1 else self._plain
-        if form is not self._current:
-            self._use(form)
-        return form is self._tapped
+        """Use the variant with taps where they are needed, else the plain one if there is one.
+        Returns whether the one with taps is in use."""
+        variant = self._tapped if tapped or self.count == 1 else self._plain
+        if variant is not self._current:
+            self._use(variant)
+        return variant is self._tapped
 
-    def _use(self, form: _Variant) -> None:
+    def _use(self, variant: _Variant) -> None:
         for module in self._modules:
             state = vars(module)
             self._current.compiled[module] = {n: state.pop(n) for n in _COMPILED if n in state}
-            state.update(form.compiled.get(module, {}))
+            state.update(variant.compiled.get(module, {}))
         graph_owner = self._graph_owner()
         if (name := _graphs_of(graph_owner)) is not None:
             self._current.graphs[graph_owner] = getattr(graph_owner, name)
-            setattr(graph_owner, name, form.graphs.setdefault(graph_owner, {}))
-        self._set_taps(form)
-        self._current = form
+            setattr(graph_owner, name, variant.graphs.setdefault(graph_owner, {}))
+        self._set_taps(variant)
+        self._current = variant
 
-    def _set_taps(self, form: _Variant) -> None:
-        for layer, taps in form.taps.items():
+    def _set_taps(self, variant: _Variant) -> None:
+        for layer, taps in variant.taps.items():
             if taps is None:
                 vars(layer).pop("taps", None)
             else:
@@ -153,8 +156,8 @@ def _can_switch(config: VllmConfig) -> bool:
 
 
 def _graphs_of(graph_owner: Any) -> str | None:
-    """The attribute in which a holder keeps the graphs of whole forwards. Those of pieces hang off
-    the compiled code."""
+    """The attribute in which a graph owner keeps the graphs of whole forwards; None if it keeps
+    none. Those of pieces hang off the compiled code."""
     if isinstance(graph_owner, CUDAGraphWrapper):
         return "concrete_cudagraph_entries"
     return "graphs" if isinstance(graph_owner, CudaGraphManager) else None

@@ -11,8 +11,11 @@ from vllm.v1.interventions.worker.projection_table import ProjectionTable
 class Outbox:
     """Copies a step's rows to the host on a stream of its own, while the next steps run.
 
-    They leave from a second buffer, because the next step writes to the arena: on the device they
-    are moved there in no time.
+    They leave from a second buffer, because the next step writes to the arena: a move on the
+    device takes next to no time.
+
+    Args:
+        arena: [rows, hidden], on a GPU.
     """
 
     def __init__(self, arena: torch.Tensor) -> None:
@@ -23,8 +26,11 @@ class Outbox:
     def send(
         self, rows: torch.Tensor, *others: torch.Tensor
     ) -> tuple[list[torch.Tensor], torch.cuda.Event]:
-        """On the host when the event has happened: `rows` of the arena, and tensors that are used
-        no more."""
+        """Start to copy `rows` of the arena, and `others` that are used no more, to the host.
+
+        Returns:
+            The host's tensors in this order, and the event after which they have the values.
+        """
         main = torch.cuda.current_stream()
         if self._sent is not None:
             main.wait_event(self._sent)
@@ -52,7 +58,7 @@ def send_rows(
     Args:
         step: filled here.
         arena: [rows, hidden] on the device.
-        positions: int64 [n] on the device: of the captured tokens, in block order.
+        positions: int64 [n] on the device, the captured tokens' in block order.
         outbox: None on a CPU.
     """
     scores = [

@@ -12,7 +12,7 @@ CHUNK_BYTES = 32 << 20
 
 
 class ProjectionTable:
-    """float32 [PROJECTION_ROWS, hidden]; the scheduler says where a matrix lies."""
+    """The matrices, float32 [PROJECTION_ROWS, hidden]; the scheduler says where each lies."""
 
     def __init__(self, hidden_size: int, device: torch.device) -> None:
         self._rows = torch.zeros(PROJECTION_ROWS, hidden_size, device=device)
@@ -25,11 +25,11 @@ class ProjectionTable:
             self._rows[first : first + len(matrix)] = to_device(matrix.copy(), self._rows.device)
 
     def forget(self) -> None:
-        """The device's memory was lost."""
+        """Zero the table: the device's memory was lost."""
         self._rows.zero_()
 
     def scores(self, rows: torch.Tensor, projection: tuple[int, int], out: torch.Tensor) -> None:
-        """`rows` times the transposed matrix, in float32.
+        """Write `rows` times the transposed matrix to `out`, computed in float32.
 
         Args:
             rows: [n, ..., hidden] in the model's dtype, on the device.

@@ -44,7 +44,7 @@ _PROBE_ROW = 1
 
 
 class Decoding(NamedTuple):
-    """What `dest` was written for, where each request has one token."""
+    """What `dest` was written for, if each request had one token; an equal step sends nothing."""
 
     req_ids: list[str]
     wanted: KeysView[str]
@@ -158,20 +158,21 @@ class WorkerInterventions:
 
     @property
     def num_variants(self) -> int:
+        """Number of model variants, each to be compiled and recorded."""
         return self._variants.count if self._variants is not None else 1
 
     def each_variant(
         self, items: Iterable[Any] = (None,), graph_owner: Any = None
     ) -> Iterable[Any]:
-        """While the engine starts: what is to be compiled or captured, in each model variant.
+        """Yield what is to be compiled or captured, in each model variant, while the engine starts.
 
         Args:
-            holder: upstream's object that keeps the CUDA graphs which are captured meanwhile.
+            graph_owner: upstream's object that keeps the CUDA graphs which are captured meanwhile.
         """
         return self._variants.each(items, graph_owner) if self._variants is not None else items
 
     def captures(self, site: Site) -> bool:
-        """Whether this worker can capture there."""
+        """Whether this worker can capture at a site."""
         return self.captures_here and site in self._dest_rows
 
     @contextmanager
@@ -234,7 +235,8 @@ class WorkerInterventions:
             self._terms.apply(step)
 
     def forget(self) -> None:
-        """After sleep the device's memory holds anything: the scheduler sends all of it again."""
+        """Clear all tables: after sleep the device's memory holds anything, and the scheduler sends
+        everything again."""
         if not self.sites:
             return
         self.tokens.forget()
@@ -249,7 +251,7 @@ class WorkerInterventions:
             self._projections.forget()
 
     def map_dummy(self) -> None:
-        """Before a dummy forward: no token is steered or captured, but by the start-up check."""
+        """Prepare a dummy forward: no token is steered or captured, but by the start-up check."""
         if self.sites:
             self.tokens.clear(0)
             self._clear_dest()
@@ -257,7 +259,7 @@ class WorkerInterventions:
                 self._probe()
 
     def map_rows(self, req_ids: list[str], num_tokens: np.ndarray, positions: torch.Tensor) -> None:
-        """Before a forward: which slot and which arena rows this step's tokens get.
+        """Prepare a forward: which slot and which arena rows this step's tokens get.
 
         Args:
             req_ids: in batch order.
@@ -315,7 +317,7 @@ class WorkerInterventions:
         self._decoding = None
 
     def collect(self) -> StepRows | None:
-        """After the forward: this step's rows, on their way to the host."""
+        """Send this step's rows to the host, after the forward; None if it captured none."""
         if self._pending is None:
             return None
         (rows, positions), self._pending = self._pending, None
@@ -324,7 +326,8 @@ class WorkerInterventions:
         return rows
 
     def rows_alone(self) -> ModelRunnerOutput | None:
-        """This step's rows where a worker has nothing else to return: not the last stage."""
+        """An output with this step's rows alone, for a worker not of the last stage; None without
+        rows."""
         captured = self.collect()
         if captured is None:
             return None

@@ -14,14 +14,14 @@ _EMPTY = VectorSum(digest="", sets=[])
 
 
 class SteeringTable:
-    """One row of every site for prompt positions and one for generated ones, per slot.
+    """The table, per slot one row of every site for prompt positions and one for generated ones.
 
     A row is the sum of its slot's vector sets and of the global tiers of its phase, in float32,
     cast once. Vector sets are kept on the host, so a change of the global tiers sends only these.
 
     Args:
         sites: those of this worker that may be steered.
-        num_rows: of the table.
+        num_rows: rows of the table at each site.
     """
 
     def __init__(
@@ -34,7 +34,7 @@ class SteeringTable:
     ) -> None:
         self._rows = torch.zeros(len(sites), num_rows, hidden_size, dtype=dtype, device=device)
         self.at: dict[Site, torch.Tensor] = dict(zip(sites, self._rows, strict=True))
-        """site -> [rows, hidden], a view."""
+        """Site -> [rows, hidden], a view."""
         self._index = {site: i for i, site in enumerate(sites)}
         self._sets: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
         self._tiers: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
@@ -58,14 +58,14 @@ class SteeringTable:
             del self._sets[digest]
 
     def forget(self) -> None:
-        """The device's memory was lost."""
+        """Zero the table: the device's memory was lost."""
         self._rows.zero_()
         self._sets.clear()
         self._tiers.clear()
         self._slots.clear()
 
     def _own(self, vector_set: VectorSet) -> tuple[torch.Tensor, torch.Tensor]:
-        """(index of its sites here [n], float32 [n, hidden]): other stages have the others."""
+        """Index [n] of a set's sites here, and float32 [n, hidden]; other stages have the rest."""
         here = [i for i, site in enumerate(vector_set.sites) if site in self._index]
         index = torch.tensor([self._index[vector_set.sites[i]] for i in here], dtype=torch.int64)
         return index, torch.from_numpy(vector_set.rows[here])

@@ -23,14 +23,21 @@ if TYPE_CHECKING:
 logger = init_logger(__name__)
 
 NUM_TOKENS = 2
-"""Of a dummy run: should one be the first forward, 1 would be compiled as a constant."""
+"""Tokens of a dummy run: should it be the first forward, 1 would be compiled as a constant."""
 
 DummyRun = Callable[[int], Sequence[Any]]
 """Runs n dummy tokens; its first result is the last stage's hidden states [>= n, hidden]."""
 
 
 def check_worker(worker: Any) -> TapShape | None:
-    """Runs in each worker, after warm-up and graph capture."""
+    """Check the taps of one worker, in its process, after warm-up and graph capture.
+
+    Returns:
+        What its layers offer; None if they have no taps.
+
+    Raises:
+        RuntimeError: a site does not act.
+    """
     runner = worker.worker.model_runner
     interventions: WorkerInterventions = runner.interventions
     if interventions.shape is None:
@@ -47,12 +54,13 @@ def check_worker(worker: Any) -> TapShape | None:
 
 
 def assign_dummy_blocks(tables: Sequence[torch.Tensor]) -> None:
-    """Give dummy requests blocks of their own: where there is none, a mixer with a state (Mamba)
-    does nothing and leaves its output uninitialised. Each group others than the next: groups share
-    memory, and attention would read a mixer's state as keys.
+    """Give dummy requests blocks of their own.
+
+    Without, a mixer with a state (Mamba) does nothing and leaves its output uninitialised. No two
+    groups get the same: they share memory, and attention would read a mixer's state as keys.
 
     Args:
-        tables: of each group, [requests, blocks].
+        tables: one per group, [requests, blocks], changed in place.
     """
     for group, table in enumerate(tables):
         first = table[:NUM_TOKENS, 0]
@@ -93,7 +101,7 @@ def _lent_by(block_tables: "BlockTables") -> Iterator[None]:
 
 
 def check_sites(interventions: "WorkerInterventions", dummy_run: DummyRun) -> None:
-    """Raises RuntimeError naming the sites that do not act."""
+    """Raise RuntimeError naming the sites that do not act, if there are any."""
     # One site at a time: attention would carry one token's vector into another's row.
     silent = [
         site for site in interventions.sites if not site_moves_row(interventions, site, dummy_run)
@@ -107,6 +115,8 @@ def check_sites(interventions: "WorkerInterventions", dummy_run: DummyRun) -> No
 
 
 def site_moves_row(interventions: "WorkerInterventions", site: Site, dummy_run: DummyRun) -> bool:
+    """Whether a site acts: steering there moves the row, and a row is captured, as far as this
+    worker does either."""
     before = _run(interventions, site, None, dummy_run)
     if interventions.table is None or site not in interventions.table.at:
         return not interventions.captures(site) or _arrived(before)
@@ -133,8 +143,14 @@ def _arrived(row: torch.Tensor | None) -> bool:
 
 
 def probe_vector(interventions: "WorkerInterventions", row: torch.Tensor | None) -> torch.Tensor:
-    """[hidden], to steer with. Signs, not a constant: a norm would remove a constant shift. Far
-    larger than the stream, which differs between two dummy runs where a mixer's state moved on."""
+    """A vector to steer with, [hidden] in the model's dtype, on the device.
+
+    Signs alternate: a norm would remove a constant shift. It is far larger than the stream, which
+    differs between two dummy runs where a mixer's state moved on.
+
+    Args:
+        row: [hidden], an unsteered one; None if unknown.
+    """
     shape = interventions.shape
     assert shape is not None
     rms = _rms(row) if row is not None and _arrived(row) else 1.0
@@ -154,7 +170,8 @@ def _run(
     vector: torch.Tensor | None,
     dummy_run: DummyRun,
 ) -> torch.Tensor | None:
-    """[hidden], the row of one dummy token at `site`, or of the model's output."""
+    """The row of one dummy token at `site`, or else of the model's output: [hidden], None if this
+    worker has neither."""
     with interventions.probing(site, vector):
         hidden = dummy_run(NUM_TOKENS)[0]
         if interventions.captures(site):

@@ -74,7 +74,7 @@ class TermTable:
             self._gate_owners.index_copy_(0, rows, self._on_device(gate_owners))
 
     def forget(self) -> None:
-        """The device's memory was lost."""
+        """Zero the tables: the device's memory was lost."""
         for table in (
             self._vectors,
             self._scalars,

@@ -7,7 +7,8 @@ import torch
 from vllm.v1.interventions.messages import WorkerRequest
 
 _SHIFT = 40
-"""(request << 40) + position is one number, so one sorted search serves a whole batch."""
+"""Bits of a position: (request << _SHIFT) + position is one number, so one sorted search serves a
+whole batch."""
 
 _PLAIN = (np.zeros(1, np.int64), np.zeros(1, np.int32), np.zeros(1, np.int32))
 
@@ -23,11 +24,13 @@ class TokenMap:
         self.slots = torch.zeros(max_tokens, dtype=torch.int32, device=device)
         """The table row of each token; 0 for padding and plain tokens."""
         self.program = torch.zeros(max_tokens, dtype=torch.int32, device=device)
+        """The program of each token; 0 for no ops."""
         self._requests: dict[str, WorkerRequest] = {}
         self._mapped = 0
         self._batch: tuple[list[str], np.ndarray, list[torch.Tensor]] | None = None
 
     def update(self, finished: set[str], admitted: dict[str, WorkerRequest]) -> None:
+        """Forget requests that ended, and keep those admitted ones that are steered."""
         for req_id in finished:
             self._requests.pop(req_id, None)
         for req_id, request in admitted.items():
@@ -60,7 +63,8 @@ class TokenMap:
         self.clear(total)
 
     def _uploaded(self, req_ids: list[str], num_tokens: np.ndarray) -> list[torch.Tensor]:
-        """[request of a token << 40, (request << 40) + first of each segment, rows, programs]."""
+        """The batch on the device: request << _SHIFT of each token; of each segment (request <<
+        _SHIFT) + first position, table row and program."""
         batch = self._batch
         # While nothing but positions changes, as in steady decoding, nothing is sent.
         if batch is not None and batch[0] == req_ids and np.array_equal(batch[1], num_tokens):
@@ -87,14 +91,14 @@ class TokenMap:
         return to_device(array, self.slots.device)
 
     def clear(self, total: int) -> None:
-        """No row for tokens from `total` on: graphs replay with more tokens than the step has."""
+        """Give tokens from `total` on no row: graphs replay with more tokens than the step has."""
         if self._mapped > total:
             self.slots[total : self._mapped].zero_()
             self.program[total : self._mapped].zero_()
         self._mapped = total
 
     def forget(self) -> None:
-        """The device's memory was lost."""
+        """Zero all that is on the device: its memory was lost."""
         self.slots.zero_()
         self.program.zero_()
         self._mapped, self._batch = 0, None
@@ -106,7 +110,7 @@ class TokenMap:
 
 
 def to_device(array: np.ndarray, device: torch.device) -> torch.Tensor:
-    """A copy on the device, in stream order."""
+    """Copy an array to the device, in stream order."""
     host = torch.from_numpy(np.ascontiguousarray(array))
     if device.type == "cpu":
         return host.clone()

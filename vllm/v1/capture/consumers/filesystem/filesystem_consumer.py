@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The filesystem consumer: gathers a completion's rows in memory, which the engine has reserved,
-and writes them when it ends."""
+"""The filesystem consumer gathers a completion's rows in memory and writes them when it ends.
+
+The engine has reserved that memory when the request started.
+"""
 
 import uuid
 from collections.abc import Mapping, Sequence
@@ -26,7 +28,7 @@ from vllm.v1.capture.consumers.filesystem.publication import (
     OnCollision,
     Publication,
 )
-from vllm.v1.capture.consumers.filesystem.shards import Entry, Shards
+from vllm.v1.capture.consumers.filesystem.shards import ShardEntry, Shards
 from vllm.v1.capture.consumers.filesystem.store import open_store
 from vllm.v1.capture.file_format import (
     LABELS,
@@ -42,7 +44,7 @@ from vllm.v1.interventions.errors import reject, show, show_key
 _T = TypeVar("_T", bound=str)
 
 APART_BYTES = 64 << 10
-"""Batches of a tensor are written one by one if they have so much on average; else joined."""
+"""The average size in bytes from which a tensor's batches are written one by one; else joined."""
 
 _FIELDS = ("request_id", "tag", "layout")
 
@@ -61,20 +63,22 @@ class FilesystemConsumer(CaptureConsumer):
         flush_seconds: float | str = 0.2,
         storage_options: Mapping[str, Any] | None = None,
     ) -> None:
-        """
+        """Check the options and open the store; nothing is written yet.
+
         Args:
             root: a path, or a URL that fsspec knows: s3://bucket/folder, gs://, memory://.
-            layout: of requests that do not choose theirs. "packed", one file a request, is a file
-                that one `safetensors.torch.load_file` reads, under a name known beforehand.
-                "sharded" is for many small requests; "per_file" has one file for each site.
+            layout: how requests are stored that do not choose themselves. "packed", one file a
+                request, is a file that one `safetensors.torch.load_file` reads, under a name known
+                beforehand. "sharded" is for many small requests; "per_file" has one file for each
+                site.
             on_collision: what becomes of a request whose name is taken: "error", "overwrite", or
                 "suffix": published under the name with `--` and a random end.
-            shard_max_bytes: a shard is closed when it has as many.
-            flush_seconds: a shard is closed that long after its first request.
+            shard_max_bytes: a shard is closed when it has that many bytes.
+            flush_seconds: a shard is closed that many seconds after its first request.
             storage_options: keywords of the fsspec file system.
 
         Raises:
-            ValueError: naming the option.
+            ValueError: an option is not what it must be; the message names it.
         """
         if not isinstance(root, str) or not root:
             raise ValueError(f"root: must be a path or URL, got {root!r}")
@@ -90,7 +94,14 @@ class FilesystemConsumer(CaptureConsumer):
 
     @classmethod
     def check_request(cls, fields: Mapping[str, Any], path: str) -> dict[str, Any]:
-        """`request_id`, `tag` and `layout`, each of which may be None."""
+        """Check the fields `request_id`, `tag` and `layout`, each of which may be None.
+
+        Returns:
+            The fields that are not None.
+
+        Raises:
+            ValueError: a key is unknown, or a name or layout is not allowed.
+        """
         unknown = sorted(show_key(key) for key in fields if key not in _FIELDS)[:8]
         if unknown:
             allowed = ("hooks", "positions", "project", *_FIELDS)
@@ -108,6 +119,7 @@ class FilesystemConsumer(CaptureConsumer):
         return given
 
     def start(self, context: ConsumerContext) -> None:
+        """Find out whether the store works, and start the threads that write shards."""
         self._context = context
         self._store.prepare()
         self._shards = Shards(
@@ -119,20 +131,28 @@ class FilesystemConsumer(CaptureConsumer):
         )
 
     def open(self, request: RequestInfo) -> CaptureSession:
+        """Start gathering the rows of one completion."""
         return _Session(self, request)
 
     def shutdown(self) -> None:
+        """Write the shards that are still open."""
         if self._shards is not None:
             self._shards.close()
 
     # -- for sessions ---------------------------------------------------------------------------
 
     def layout_of(self, request: RequestInfo) -> FileLayout:
+        """Return the layout that the request chose, or the consumer's."""
         return request.fields.get("layout", self._layout)
 
     def publication(
         self, request: RequestInfo, batches: Sequence[RowBatch], end: RequestEnd, error: str | None
     ) -> Publication:
+        """Name a completion and put its batches together.
+
+        Args:
+            error: why rows that were asked for are absent; None if all are there.
+        """
         assert self._context is not None
         fields = request.fields
         name = fields.get("request_id") or names.name_of_engine_id(request.request_id)
@@ -163,10 +183,14 @@ class FilesystemConsumer(CaptureConsumer):
         return Publication(record, _tensors(request, batches), named="request_id" in fields)
 
     def publish(self, publication: Publication, layout: FileLayout) -> tuple[str, dict[str, Any]]:
-        """Write it now: per_file or packed.
+        """Write a publication now, in the layout per_file or packed.
 
         Returns:
-            What to `withdraw`, and the payload.
+            The path to `withdraw` should it fail later, and the payload of the result.
+
+        Raises:
+            CollisionError: the name is taken and `on_collision` is "error".
+            OSError: the store cannot write.
         """
         try:
             return self._put(publication, layout)
@@ -189,22 +213,26 @@ class FilesystemConsumer(CaptureConsumer):
         return publication.folder, publication.result(layout, paths)
 
     def withdraw(self, path: str) -> None:
+        """Remove what `publish` wrote at this path."""
         self._store.remove(path)
 
     @property
     def shards(self) -> Shards:
+        """The shards of this engine; there from `start` on."""
         assert self._shards is not None
         return self._shards
 
 
 class _Session(CaptureSession):
+    """One completion: keeps its batches until it ends, then publishes them."""
+
     def __init__(self, consumer: FilesystemConsumer, request: RequestInfo) -> None:
         self._consumer = consumer
         self._request = request
         self._batches: list[RowBatch] = []
         self._path: str | None = None
-        """What was written for it alone."""
-        self._entry: Entry | None = None
+        """The file or folder that was written for this completion alone."""
+        self._entry: ShardEntry | None = None
         """Its part of a shard."""
 
     def rows(self, batch: RowBatch) -> None:
@@ -245,7 +273,7 @@ class _Session(CaptureSession):
 
 
 def _tensors(request: RequestInfo, batches: Sequence[RowBatch]) -> dict[str, Pieces]:
-    """The rows of all batches; in pieces where these are large, as of a prompt."""
+    """Put the rows of all batches together by tensor; large batches stay pieces of their own."""
     tensors: dict[str, Pieces] = {}
     for name in LABELS:
         parts = [np.empty(0, np.int64), *(vars(batch)[name] for batch in batches)]

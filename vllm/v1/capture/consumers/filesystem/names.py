@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Names of files.
+"""The names of files: which ones a client may choose, and which are made here.
 
 A client's name is refused or taken as it is, never rewritten, so two different names are two files:
 also in a store that does not tell upper case from lower, as there is no upper case.
@@ -21,23 +21,35 @@ DEFAULT_TAG = "default"
 
 
 def need_tag(value: Any, path: str) -> str:
-    """
+    """Return a tag that a client chose, once it is checked.
+
+    Args:
+        path: the field it was given in, for errors.
+
     Raises:
-        ValueError: naming `path`.
+        ValueError: it is not a name; the message names `path`.
     """
     return _need(value, path, _wrong_slug(value))
 
 
 def need_request_id(value: Any, path: str) -> str:
-    """
+    """Return a request's name that a client chose, once it is checked.
+
+    Args:
+        path: the field it was given in, for errors.
+
     Raises:
-        ValueError: naming `path`.
+        ValueError: it is not a name, or ends as the names of completions do; the message names
+            `path`.
     """
     return _need(value, path, _wrong_slug(value) or _wrong_ending(value))
 
 
 def name_of_engine_id(engine_id: str) -> str:
-    """The name of a request that was given none. A client may have chosen most of its id."""
+    """Make the name of a request that was given none, from its id or a hash of it.
+
+    A client may have chosen most of the id, so it is used only where it is a name.
+    """
     if not (_wrong_slug(engine_id) or _wrong_ending(engine_id)):
         return engine_id
     digest = hashlib.sha256(engine_id.encode("utf-8", "surrogatepass")).hexdigest()
@@ -45,12 +57,12 @@ def name_of_engine_id(engine_id: str) -> str:
 
 
 def completion_name(name: str, prompt: int, sample: int) -> str:
-    """The name of one completion of several."""
+    """Make the name of one completion of a request that has several."""
     return f"{name}-{prompt}-{sample}"
 
 
 def unused_name(name: str) -> str:
-    """To publish under when `name` is taken; no request can ask for it."""
+    """Make a name to publish under when `name` is taken; no request can ask for such a name."""
     return f"{name}--{uuid.uuid4().hex[:12]}"
 
 
@@ -62,6 +74,7 @@ def _need(value: Any, path: str, wrong: str) -> str:
 
 
 def _wrong_slug(value: Any) -> str:
+    """Say why the value is not a name; "" if it is one."""
     if not isinstance(value, str) or not _SLUG.fullmatch(value):
         return (
             f"is not a name: use 1 to {_MAX_LENGTH} lower-case letters, digits, '.', '_' and '-', "
@@ -72,6 +85,7 @@ def _wrong_slug(value: Any) -> str:
 
 
 def _wrong_ending(value: str) -> str:
+    """Say why a request may not have this name; "" if it may."""
     if not _COMPLETION.search(value):
         return ""
     return "may not end in -NUMBER-NUMBER, which tells the prompts and samples of a request apart"

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A completion's rows on their way to a file."""
+"""A publication is a completion's rows on their way to a file."""
 
 from dataclasses import dataclass, replace
 from typing import Any, Literal, get_args
@@ -20,7 +20,7 @@ ON_COLLISION: tuple[OnCollision, ...] = get_args(OnCollision)
 
 
 class CollisionError(FileExistsError):
-    """A request of that name was published before."""
+    """Raised when a request of that name was published before."""
 
     def __init__(self, record: Record) -> None:
         super().__init__(
@@ -31,32 +31,35 @@ class CollisionError(FileExistsError):
 
 @dataclass(frozen=True)
 class Publication:
-    """All rows of one completion."""
+    """All rows of one completion, with the record that goes beside them."""
 
     record: Record
     tensors: dict[str, Pieces]
-    """The three of `LABELS`, and of each site."""
+    """The three tensors of `LABELS`, and one for each site."""
     named: bool
     """Whether the client chose the name; else it is unique by itself."""
 
     @property
     def num_bytes(self) -> int:
+        """The size of all tensors in bytes."""
         return sum(piece.nbytes for pieces in self.tensors.values() for piece in pieces)
 
     def renamed(self) -> "Publication":
-        """Under a name that is free."""
+        """Return the same rows under a name that is free."""
         free = names.unused_name(self.record.request_id)
         return replace(self, record=replace(self.record, request_id=free))
 
     @property
     def folder(self) -> str:
+        """The path below the root, without a suffix."""
         return f"{self.record.tag}/{self.record.request_id}"
 
     def packed(self) -> list[Any]:
+        """Encode all tensors as one file."""
         return encode(self.tensors, self.record.to_strings())
 
     def per_file(self) -> dict[str, list[Any]]:
-        """file name -> its content."""
+        """Encode each site as a file of its own, by file name; each has the tensors of `LABELS`."""
         labels = {name: self.tensors[name] for name in LABELS}
         files = {}
         for site in self.record.sites:
@@ -66,7 +69,7 @@ class Publication:
         return files
 
     def result(self, layout: FileLayout, paths: list[str]) -> dict[str, Any]:
-        """The payload of the result: plain data, and no path of the server's."""
+        """Return the payload of the result: plain data, and no absolute path of the server."""
         return {
             "layout": layout,
             "tag": self.record.tag,

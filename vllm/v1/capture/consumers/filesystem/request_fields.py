@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a request asks of the filesystem consumer."""
+"""The fields of a request to the filesystem consumer, as a Python type."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields
@@ -10,20 +10,23 @@ from vllm.v1.capture.file_format import FileLayout
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class FilesystemCaptureRequest(Mapping[str, Any]):
-    """The same as a dict of the fields that are not None; checked when the request starts."""
+    """A request to the filesystem consumer, which `capture={"filesystem": ...}` takes like a dict.
+
+    It is a mapping of the fields that are not None. They are checked when the request starts.
+    """
 
     hooks: Mapping[str, Any]
-    """{point: layers}"""
+    """The layers of each point to capture, `{point: layers}`."""
     positions: Any = "last_prompt"
     request_id: str | None = None
-    """The published name. None: the engine's id of the request. A request with several prompts or
-    samples publishes `{request_id}-{prompt}-{sample}`, one for each completion."""
+    """The published name; None for the engine's id of the request. A request with several prompts
+    or samples publishes `{request_id}-{prompt}-{sample}`, one for each completion."""
     tag: str | None = None
-    """The folder. None: "default"."""
+    """The folder; None for "default"."""
     project: Any = None
-    """[k, hidden]: publish these projections of the rows in their place."""
+    """Directions, [k, hidden]: the rows' scores along them are published in the rows' place."""
     layout: FileLayout | None = None
-    """None: the consumer's."""
+    """How the request is stored; None for the consumer's layout."""
 
     def __getitem__(self, key: str) -> Any:
         try:

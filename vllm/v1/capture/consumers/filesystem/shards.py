@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Many requests a file, by group commit.
+"""Shards hold many requests in one file, written by group commit.
 
 Requests that end within `flush_seconds` share a shard, and while all threads are writing they keep
 gathering: the slower the store, the larger its shards. A shard is its own index: the header names
@@ -23,27 +23,28 @@ from vllm.v1.capture.consumers.filesystem.store import Store
 from vllm.v1.capture.file_format import SHARDS, SUFFIX, Pieces, encode, read_header, shard_metadata
 
 _THREADS = 4
-"""That write shards: while one waits for the store to sync, others copy; a hung one is no end."""
+"""How many threads write: while one waits for the store to sync, or hangs, others work."""
 _MAX_REQUESTS = 10_000
-"""A shard's, which bounds its header."""
+"""The most requests in a shard, which bounds its header."""
 
 
 @dataclass(eq=False)
-class Entry:
-    """A publication and its result. `dropped` is guarded by the lock of `Shards`."""
+class ShardEntry:
+    """A publication on its way into a shard, and its result."""
 
     publication: Publication
     future: "Future[dict[str, Any]]" = field(default_factory=Future)
     dropped: bool = False
+    """Whether it is to be left out. Guarded by the lock of `Shards`."""
 
 
 @dataclass(eq=False)
 class _Batch:
-    """What becomes one shard."""
+    """The entries that become one shard."""
 
     tag: str
     deadline: float
-    entries: list[Entry] = field(default_factory=list)
+    entries: list[ShardEntry] = field(default_factory=list)
     num_bytes: int = 0
 
 
@@ -53,7 +54,7 @@ class _Names:
     def __init__(self) -> None:
         self.taken: set[str] = set()
         self.read: set[str] = set()
-        """The shards whose names are known."""
+        """The file names of the shards whose requests are in `taken`."""
 
 
 class Shards:
@@ -67,9 +68,12 @@ class Shards:
         flush_seconds: float,
         on_collision: OnCollision,
     ) -> None:
-        """
+        """Start the threads that write.
+
         Args:
-            label: of this engine, for the files' names.
+            label: what tells this engine's files from those of others, in their names.
+            max_bytes: a shard is closed when it has that many bytes.
+            flush_seconds: a shard is closed that many seconds after its first request.
         """
         self._store = store
         self._label = label
@@ -79,7 +83,7 @@ class Shards:
         self._lock = threading.Lock()
         self._changed = threading.Condition(self._lock)
         self._open: dict[str, _Batch] = {}
-        """tag -> the batch that takes entries."""
+        """The batch that takes entries, by tag."""
         self._full: deque[_Batch] = deque()
         self._names: dict[str, _Names] = {}
         self._closing = False
@@ -90,9 +94,12 @@ class Shards:
         for thread in self._threads:
             thread.start()
 
-    def add(self, publication: Publication) -> Entry:
-        """The entry's future resolves when its shard is durable."""
-        entry = Entry(publication)
+    def add(self, publication: Publication) -> ShardEntry:
+        """Put a publication into its tag's shard.
+
+        The entry's future has the payload of the result when the shard is durable.
+        """
+        entry = ShardEntry(publication)
         entry.future.set_running_or_notify_cancel()
         tag, size = publication.record.tag, publication.num_bytes
         with self._lock:
@@ -109,8 +116,11 @@ class Shards:
             self._changed.notify()
         return entry
 
-    def drop(self, entry: Entry) -> None:
-        """Its result will not be reported: leave it out, also of a shard that is being written."""
+    def drop(self, entry: ShardEntry) -> None:
+        """Leave out an entry whose result will not be reported.
+
+        A shard that is being written is written once more without it.
+        """
         with self._lock:
             entry.dropped = True
             for batch in (*self._open.values(), *self._full):
@@ -118,7 +128,7 @@ class Shards:
                     batch.entries.remove(entry)
 
     def close(self) -> None:
-        """Write what is left."""
+        """Write what is left and end the threads."""
         with self._lock:
             self._closing = True
             self._changed.notify_all()
@@ -151,7 +161,7 @@ class Shards:
                     return None
                 self._changed.wait(None if oldest is None else oldest.deadline - now)
 
-    def _write(self, tag: str, entries: list[Entry]) -> None:
+    def _write(self, tag: str, entries: list[ShardEntry]) -> None:
         names = self._names_of(tag, entries)
         with self._lock:
             free, claimed = self._claim(names, entries)
@@ -169,8 +179,8 @@ class Shards:
         for entry in free:
             entry.future.set_result(entry.publication.result("sharded", [path]))
 
-    def _publish(self, tag: str, entries: list[Entry]) -> str:
-        """The path of a shard with those entries that are wanted still."""
+    def _publish(self, tag: str, entries: list[ShardEntry]) -> str:
+        """Write a shard with those entries that are still wanted, and return its path."""
         while True:
             now = time.time_ns()
             stamp = time.strftime("%Y%m%dt%H%M%S", time.gmtime(now // 10**9))
@@ -190,9 +200,12 @@ class Shards:
 
     # -- names ----------------------------------------------------------------------------------
 
-    def _names_of(self, tag: str, entries: list[Entry]) -> _Names:
-        """What is known of a tag's names. Shards of other engines, and of before this one started,
-        are read when a client chose a name that must not be there yet."""
+    def _names_of(self, tag: str, entries: list[ShardEntry]) -> _Names:
+        """Return the names that are taken under a tag.
+
+        Shards of other engines, and of before this one started, are read only when a client chose a
+        name that must not be there yet.
+        """
         with self._lock:
             names = self._names.setdefault(tag, _Names())
             known = set(names.read)
@@ -207,13 +220,13 @@ class Shards:
                     names.read.add(shard)
         return names
 
-    def _claim(self, names: _Names, entries: list[Entry]) -> tuple[list[Entry], set[str]]:
-        """Settle collisions, also within the batch.
+    def _claim(self, names: _Names, entries: list[ShardEntry]) -> tuple[list[ShardEntry], set[str]]:
+        """Settle collisions of names, also within the batch.
 
         Returns:
             The entries to write, and the names taken for them.
         """
-        free: list[Entry] = []
+        free: list[ShardEntry] = []
         claimed: set[str] = set()
         for entry in entries:
             name = entry.publication.record.request_id

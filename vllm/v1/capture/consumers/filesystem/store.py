@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Files that are there whole or not at all, and durable when `put` returns.
+"""A store keeps files that are there whole or not at all, and durable when `put` returns.
 
 Paths are relative to the root. No lock is held while the store works: it may hang.
 """
@@ -21,16 +21,17 @@ from fsspec.implementations.local import LocalFileSystem
 
 from vllm.v1.capture.file_format import Buffer
 
-Pieces = Sequence[Buffer]
-"""A file's content."""
+FileContent = Sequence[Buffer]
+"""The content of a file, in pieces to be written one after the other."""
 _MOST_PIECES = os.sysconf("SC_IOV_MAX")
-"""Of one call."""
+"""The most pieces that one call of `os.writev` takes."""
 
 
 class Store(ABC):
-    """
-    Raises of all methods:
-        OSError: the store's. `FileExistsError` where `replace` is false and the path is taken.
+    """A folder tree, on a disk or in an object store.
+
+    All methods raise the store's `OSError`, and `FileExistsError` where `replace` is false and the
+    path is taken.
     """
 
     def __init__(self, fs: AbstractFileSystem, root: str) -> None:
@@ -38,30 +39,36 @@ class Store(ABC):
         self.root = root.rstrip("/")
 
     def full(self, path: str) -> str:
-        """As `fs` takes it."""
+        """Return the path as `fs` takes it, with the root in front."""
         return f"{self.root}/{path}"
 
     def prepare(self) -> None:  # noqa: B027
-        """Called once, before anything is written: find out what cannot work."""
+        """Find out what cannot work. Called once, before anything is written."""
 
     @abstractmethod
-    def put(self, path: str, pieces: Pieces, replace: bool) -> None: ...
+    def put(self, path: str, pieces: FileContent, replace: bool) -> None:
+        """Write one file.
+
+        Args:
+            path: relative to the root; folders are made as needed.
+            replace: whether a file that is there is replaced.
+        """
 
     @abstractmethod
-    def put_folder(self, path: str, files: Mapping[str, Pieces], replace: bool) -> None:
-        """Several files at once, and nothing else in their folder.
+    def put_folder(self, path: str, files: Mapping[str, FileContent], replace: bool) -> None:
+        """Write several files at once, and leave nothing else in their folder.
 
-        Locally the folder appears at once; in an object store its files do one by one, and a second
-        `put_folder` of this process to the same path meanwhile raises FileExistsError. Those of two
-        processes could mix: the reader tells.
+        Locally the folder appears at once. In an object store its files appear one by one, and a
+        second `put_folder` of this process to the same path meanwhile raises FileExistsError. The
+        files of two processes could mix, which the reader notices.
         """
 
     @abstractmethod
     def remove(self, path: str) -> None:
-        """A file or folder; one that is not there is no error."""
+        """Remove a file or folder; one that is not there is no error."""
 
     def names(self, folder: str) -> list[str]:
-        """Of the files in a folder, sorted; none if there is no folder."""
+        """Return the names of the files in a folder, sorted; none if there is no folder."""
         path = self.full(folder)
         self.fs.invalidate_cache(path)
         try:
@@ -72,9 +79,14 @@ class Store(ABC):
 
 
 def open_store(root: str, storage_options: Mapping[str, Any]) -> Store:
-    """
+    """Open the store at a path or URL.
+
+    Args:
+        storage_options: keywords of the fsspec file system.
+
     Raises:
-        ValueError: no such protocol, its library is not installed, unknown options.
+        ValueError: there is no such protocol, its library is not installed, or an option is
+            unknown.
     """
     try:
         fs, path = fsspec.core.url_to_fs(root, **storage_options)
@@ -86,14 +98,18 @@ def open_store(root: str, storage_options: Mapping[str, Any]) -> Store:
 
 
 class LocalStore(Store):
-    """Written under a temporary name, synced, renamed, and the rename synced."""
+    """A folder on a local file system.
+
+    A file is written under a temporary name, synced and renamed, and the rename is synced.
+    """
 
     def __init__(self, fs: AbstractFileSystem, root: str) -> None:
         super().__init__(fs, root)
         self._durable: set[Path] = set()
-        """Folders whose entry in their parent was synced."""
+        """The folders whose entry in their parent was synced."""
 
     def prepare(self) -> None:
+        """Make the root, and try a hard link there."""
         folder = Path(self.root)
         self._make_folder(folder)
         one, other = _temporary(folder), _temporary(folder)
@@ -112,7 +128,8 @@ class LocalStore(Store):
             one.unlink(missing_ok=True)
             other.unlink(missing_ok=True)
 
-    def put(self, path: str, pieces: Pieces, replace: bool) -> None:
+    def put(self, path: str, pieces: FileContent, replace: bool) -> None:
+        """Write one file, which appears at once."""
         final = Path(self.full(path))
         with self._unfinished(final.parent) as unfinished:
             _write(unfinished, pieces)
@@ -124,7 +141,8 @@ class LocalStore(Store):
                 unfinished.unlink()
             self._sync_or_remove(final)
 
-    def put_folder(self, path: str, files: Mapping[str, Pieces], replace: bool) -> None:
+    def put_folder(self, path: str, files: Mapping[str, FileContent], replace: bool) -> None:
+        """Write several files, whose folder appears at once."""
         final = Path(self.full(path))
         with self._unfinished(final.parent) as unfinished:
             unfinished.mkdir()
@@ -139,6 +157,7 @@ class LocalStore(Store):
             self._sync_or_remove(final)
 
     def remove(self, path: str) -> None:
+        """Remove a file or folder; one that is not there is no error."""
         final = Path(self.full(path))
         if final.is_dir():
             # Its name first: what is left of a folder must not look like a request.
@@ -149,7 +168,7 @@ class LocalStore(Store):
 
     @contextlib.contextmanager
     def _unfinished(self, folder: Path) -> Iterator[Path]:
-        """A temporary path in a folder that is there. What is at it at the end is removed."""
+        """Give out a temporary path in a folder, and remove what is there at the end."""
         self._make_folder(folder)
         path = _temporary(folder)
         try:
@@ -161,7 +180,7 @@ class LocalStore(Store):
                 path.unlink(missing_ok=True)
 
     def _make_folder(self, folder: Path) -> None:
-        """Its entry is durable, too. Somebody may have removed it since it was made."""
+        """Make a folder, also if somebody removed it meanwhile; its entry is durable, too."""
         if folder in self._durable and folder.is_dir():
             return
         if not folder.parent.is_dir():
@@ -179,7 +198,7 @@ class LocalStore(Store):
 
 
 def _move_folder(source: Path, target: Path) -> bool:
-    """Whether `target` was free."""
+    """Rename a folder; return False where `target` is taken."""
     try:
         os.rename(source, target)
     except OSError as error:
@@ -193,8 +212,8 @@ def _temporary(folder: Path) -> Path:
     return folder / f".{uuid.uuid4().hex}.tmp"
 
 
-def _write(path: Path, pieces: Pieces) -> None:
-    """In few calls, which let go of the interpreter and copy nothing to a buffer of their own."""
+def _write(path: Path, pieces: FileContent) -> None:
+    """Write and sync a new file, in few calls that let go of the interpreter and buffer nothing."""
     left = [memoryview(piece) for piece in pieces]
     with open(path, "xb", buffering=0) as file:
         at = 0
@@ -217,7 +236,7 @@ def _sync(folder: Path) -> None:
 
 
 class ObjectStore(Store):
-    """One put a file, which a store does whole or not at all.
+    """A folder in an object store, which writes each file whole or not at all.
 
     Where nothing may be replaced the store is asked to refuse (S3's If-None-Match, and what fsspec
     makes of it elsewhere; a file system of fsspec that has no such thing looks first). Threads of
@@ -229,11 +248,13 @@ class ObjectStore(Store):
         self._lock = threading.Lock()
         self._claimed: set[str] = set()
 
-    def put(self, path: str, pieces: Pieces, replace: bool) -> None:
+    def put(self, path: str, pieces: FileContent, replace: bool) -> None:
+        """Write one file."""
         with contextlib.nullcontext() if replace else self._claim(path):
             self._put(path, pieces, replace)
 
-    def put_folder(self, path: str, files: Mapping[str, Pieces], replace: bool) -> None:
+    def put_folder(self, path: str, files: Mapping[str, FileContent], replace: bool) -> None:
+        """Write several files one by one, and remove what else is in their folder."""
         # Also where it replaces: two at once would mix their files.
         with self._claim(path):
             old = self.names(path)
@@ -253,16 +274,22 @@ class ObjectStore(Store):
                 self.remove(f"{path}/{name}")
 
     def remove(self, path: str) -> None:
+        """Remove a file or folder; one that is not there is no error."""
         with contextlib.suppress(FileNotFoundError):
             self.fs.rm(self.full(path), recursive=True)
 
-    def _put(self, path: str, pieces: Pieces, replace: bool) -> None:
+    def _put(self, path: str, pieces: FileContent, replace: bool) -> None:
         # bytes.join lets go of the GIL.
         data = b"".join(pieces)
         self.fs.pipe_file(self.full(path), data, mode="overwrite" if replace else "create")
 
     @contextlib.contextmanager
     def _claim(self, path: str) -> Iterator[None]:
+        """Keep other threads from writing to the path meanwhile.
+
+        Raises:
+            FileExistsError: one is writing to it now.
+        """
         with self._lock:
             if path in self._claimed:
                 raise FileExistsError(f"{path} is being written by another request")
