@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// rows.h on CUDA: 16 bytes a thread and access where all rows are aligned, else one element.
+// rows.h on CUDA: an access is of 16 bytes where all rows are aligned, else of one element.
 #include <cuda_runtime.h>
 #include <torch/csrc/stable/accelerator.h>
 #include <torch/headeronly/util/BFloat16.h>
@@ -43,7 +43,7 @@ __device__ Vec<T, V> sum(Vec<T, V> a, const Vec<T, V>& b) {
   return a;
 }
 
-// A token a block, a vector of columns a thread and turn.
+// One block per token; a thread takes one vector of columns at a time.
 template <class T, int V, bool CAPTURE>
 __global__ void steer_kernel(const Rows<T> rows) {
   const int64_t token = blockIdx.x;
@@ -65,7 +65,7 @@ __global__ void steer_kernel(const Rows<T> rows) {
   }
 }
 
-// TOKENS tokens a block: their places are read at once, as each is a wait for memory.
+// One block per TOKENS tokens: all places are read first, because each read waits for memory.
 template <class T, int V, int TOKENS>
 __global__ void capture_kernel(const Rows<T> rows) {
   const int64_t first = static_cast<int64_t>(blockIdx.x) * TOKENS;

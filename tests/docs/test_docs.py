@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The documents are true: their links lead somewhere, and the README's programs run as printed.
+"""The documents are true: their links lead somewhere, and their programs run as printed.
 
 The programs get a tiny random Llama with a tokenizer of single characters in place of MODEL, and
-nothing else is changed: engine defaults, so torch.compile is on. The first runs with the engine
+nothing else is changed: engine defaults, so torch.compile is on. The README's runs with the engine
 core in a process of its own, as it does for a user.
 """
 
@@ -14,7 +14,6 @@ import re
 import string
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -24,16 +23,15 @@ import transformers
 from tokenizers import Regex, Tokenizer, decoders, pre_tokenizers
 from tokenizers.models import WordLevel
 
-import vllm
 from tests import ROOT
 from tests.conformance import models
 from tests.conformance.runner import worst_row
+from tests.docs.links import broken_links, named
 
 if TYPE_CHECKING:
     from tests.conftest import TinyModels
 
-TREE = Path(vllm.__file__).parents[1]
-"""The assembled fork: upstream's files and ours."""
+pytestmark = pytest.mark.quick
 
 DOCUMENTS = sorted(
     path.relative_to(ROOT).as_posix()
@@ -41,58 +39,7 @@ DOCUMENTS = sorted(
 )
 MODEL_LINE = 'MODEL = "/path/to/model"'
 
-_NAME = re.compile(r"`([\w./-]+\.py):([A-Za-z_][\w.]*)`")
-_FILE = re.compile(r"`([\w.-]+(?:/[\w.-]+)*/[\w-]+\.(?:py|md|patch|toml|txt))`")
-_LINK = re.compile(r"\]\(([^)#:]+)\)")
 _PROGRAM = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
-
-
-def find(path: str) -> Path | None:
-    """A file of this repository or of the assembled fork."""
-    return next((base / path for base in (ROOT, TREE) if (base / path).is_file()), None)
-
-
-def names(body: list[ast.stmt]) -> Iterator[tuple[str, list[ast.stmt]]]:
-    """What a module's or a class's body defines: name and, for a class, its own body."""
-    for node in body:
-        if isinstance(node, ast.ClassDef):
-            yield node.name, node.body
-        elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-            yield node.name, []
-            # Attributes that a constructor sets belong to the class.
-            if node.name == "__init__":
-                for inner in ast.walk(node):
-                    if isinstance(inner, ast.Attribute) and isinstance(inner.ctx, ast.Store):
-                        yield inner.attr, []
-        elif isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
-            yield node.target.id, []
-        elif isinstance(node, ast.Assign):
-            yield from ((t.id, []) for t in node.targets if isinstance(t, ast.Name))
-        elif isinstance(node, ast.If):
-            yield from names([*node.body, *node.orelse])
-
-
-def defines(file: Path, dotted: str) -> bool:
-    """Whether `file` defines `dotted`, "function" or "Class.member"."""
-    body = ast.parse(file.read_text()).body
-    for part in dotted.split("."):
-        found = [inner for name, inner in names(body) if name == part]
-        if not found:
-            return False
-        body = found[0]
-    return True
-
-
-def broken_links(text: str, folder: Path) -> list[str]:
-    """Links of a document in `folder` that lead nowhere."""
-    broken = []
-    for path, name in _NAME.findall(text):
-        file = find(path)
-        if file is None or not defines(file, name):
-            broken.append(f"{path}:{name}")
-    broken += [path for path in _FILE.findall(text) if find(path) is None]
-    broken += [path for path in _LINK.findall(text) if not (folder / path).exists()]
-    return broken
 
 
 @pytest.mark.parametrize("document", DOCUMENTS)
@@ -107,32 +54,36 @@ def test_links_that_lead_nowhere_are_found() -> None:
         "`vllm/v1/interventions/sites.py:need_point` `vllm/v1/interventions/sites.py:need_nothing` "
         "`vllm/v1/no.py:need_point` "
         "`vllm/v1/core/sched/scheduler.py:Scheduler.schedule` "
-        "`vllm/v1/core/sched/scheduler.py:Scheduler.no_such_method` `tools/nothing.py` [a](b.md)"
+        "`vllm/v1/core/sched/scheduler.py:Scheduler.no_such_method` `tools/nothing.py` "
+        "`vllm/v1/nothing` [a](b.md) [c](README.md#no-such-heading) [d](#nor-this) [e](README.md)"
     )
     assert broken_links(text, ROOT) == [
         "vllm/v1/interventions/sites.py:need_nothing",
         "vllm/v1/no.py:need_point",
         "vllm/v1/core/sched/scheduler.py:Scheduler.no_such_method",
         "tools/nothing.py",
+        "vllm/v1/nothing",
         "b.md",
+        "README.md#no-such-heading",
+        "#nor-this",
     ]
 
 
 def test_the_tour_has_links() -> None:
     """An empty tour would have no broken ones."""
-    assert len(_NAME.findall((ROOT / "docs" / "design.md").read_text())) >= 12
+    assert len(list(named((ROOT / "docs" / "design.md").read_text()))) >= 12
 
 
 @pytest.mark.parametrize("document", DOCUMENTS)
 def test_make_targets_exist(document: str) -> None:
-    targets = set(re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
-    named = {
+    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    asked = {
         target
         for line in (ROOT / document).read_text().splitlines()
         for code in (re.findall(r"`([^`]+)`", line) or [line] * line.startswith("    "))
-        for target in re.findall(r"\bmake ([a-z]+)", code)
+        for target in re.findall(r"\bmake ([a-z-]+)", code)
     }
-    assert named <= targets
+    assert asked <= targets
 
 
 def programs(document: str = "README.md") -> list[str]:
@@ -156,11 +107,36 @@ def model(tiny_models: TinyModels, tmp_path_factory: pytest.TempPathFactory) -> 
     return folder
 
 
-def run(program: str, model: Path, folder: Path, *, multiprocess: bool) -> str:
-    """What `program` printed, run as a script in `folder`."""
+RECORDER = """
+import runpy
+
+import torch
+from vllm import LLM
+
+generate = LLM.generate
+
+
+def recording(llm, prompts, params):
+    if isinstance(params, list):
+        torch.save([one.steering_vectors for one in params], "steered_by.pt")
+    return generate(llm, prompts, params)
+
+
+if __name__ == "__main__":
+    LLM.generate = recording
+    runpy.run_path("program.py", run_name="__main__")
+"""
+"""Runs the program next to it, and keeps what its requests are steered by."""
+
+
+def run(program: str, model: Path, folder: Path, *, multiprocess: bool, started: str = "") -> str:
+    """What `program` printed, run as a script in `folder`, or by the script `started`."""
     assert program.count(MODEL_LINE) == 1, f"the reader replaces one line, {MODEL_LINE}"
     script = folder / "program.py"
     script.write_text(program.replace("/path/to/model", str(model)))
+    if started:
+        script = folder / "started.py"
+        script.write_text(started)
     # VLLM_CPU_KVCACHE_SPACE is what the README says to set. Nothing here changes the engine's work.
     environment = os.environ | {
         "VLLM_ENABLE_V1_MULTIPROCESSING": str(int(multiprocess)),
@@ -180,26 +156,58 @@ def run(program: str, model: Path, folder: Path, *, multiprocess: bool) -> str:
     return done.stdout
 
 
-def test_readme_has_two_programs() -> None:
-    assert len(programs()) == 2
+def said_by_scale(printed: str) -> dict[str, str]:
+    """Scale -> text, of the lines that the README's program prints."""
+    return dict(re.findall(r"^([+-]\d\.\d) (.+)$", printed, re.MULTILINE))
 
 
-@pytest.fixture(scope="module")
-def captured(model: Path) -> tuple[Path, str]:
-    """Where the README's first program ran, and what it printed."""
-    return model.parent, run(programs()[0], model, model.parent, multiprocess=True)
+def test_readme_has_one_program_and_its_output() -> None:
+    (program,) = programs()
+    scales = re.search(r"scales = (\[.*\])", program)
+    assert scales is not None
+    (printed,) = re.findall(r"^```text\n(.*?)^```$", (ROOT / "README.md").read_text(), re.M | re.S)
+    said = said_by_scale(printed)
+    assert list(said) == [f"{scale:+.1f}" for scale in ast.literal_eval(scales[1])]
+    assert len(said) == len(printed.splitlines()) == len(set(said.values()))
 
 
-def test_readme_capture_program(captured: tuple[Path, str], model: Path) -> None:
-    """The direction that it saves is the one that transformers finds."""
-    folder, printed = captured
-    saved = torch.load(folder / "happy.pt")
+def test_readme_is_short() -> None:
+    assert len((ROOT / "README.md").read_text().split()) < 1000
+
+
+def numbers_not_in(text: str, pages: str) -> set[str]:
+    """The numbers of more than one digit in `text` that `pages` do not print."""
+    numbers = set(re.findall(r"(?<![\w.])\d[\d.,]*\d(?!\w)", text))
+    return numbers - set(re.findall(r"(?<![\w.])\d[\d.,]*\d(?!\w)", pages))
+
+
+def test_readme_measurements_are_on_the_pages_that_it_links() -> None:
+    """Those pages are generated, so no number of the README is stale. With a twin."""
+    readme = (ROOT / "README.md").read_text()
+    measured = readme.split("## What was measured")[1].split("\n## ")[0]
+    pages = "".join((ROOT / page).read_text() for page in ("docs/models.md", "docs/performance.md"))
+    assert len(re.findall(r"\d\.\d{4}", measured)) >= 9
+    assert numbers_not_in(measured, pages) == set()
+    assert numbers_not_in(measured.replace("1.0254", "1.9999"), pages) == {"1.9999"}
+
+
+@pytest.mark.full
+def test_readme_program(model: Path) -> None:
+    """One line for each scale, and it matters; the direction is the one that transformers finds."""
+    (program,), folder = programs(), model.parent
+    printed = run(program, model, folder, multiprocess=True, started=RECORDER)
+    said = said_by_scale(printed)
+    assert list(said) == ["-1.0", "+0.0", "+1.0"]
+    assert said["-1.0"] != said["+0.0"] != said["+1.0"]
+
+    used = torch.load(folder / "steered_by.pt")
     layer = models.LAYERS // 2
-    assert saved["layer"] == layer
-    assert f"torch.Size([1, {models.HIDDEN}])" in printed
+    vectors = [one["post_block"][layer]["vector"] for one in used]
+    assert [one["post_block"][layer]["scale"] for one in used] == [-1.0, 0.0, 1.0]
+    assert all(torch.equal(vector, vectors[0]) for vector in vectors)
 
     def prompts(name: str) -> list[str]:
-        found = re.search(rf"{name} = llm\.generate\((\[.*?\]), read\)", programs()[0])
+        found = re.search(rf"{name} = mean_row\((\[.*?\])\)", program)
         assert found is not None
         texts: list[str] = ast.literal_eval(found[1])
         return texts
@@ -218,20 +226,12 @@ def test_readme_capture_program(captured: tuple[Path, str], model: Path) -> None
 
     want = mean(prompts("happy")) - mean(prompts("sad"))
     # The engine runs in bfloat16 by default, and this is a difference of close numbers.
-    assert worst_row(saved["vector"][None], want[None]) < 0.1
+    assert worst_row(vectors[0][None], want[None]) < 0.1
     other = mean(prompts("happy"))
-    assert worst_row(saved["vector"][None], other[None]) > 0.3
+    assert worst_row(vectors[0][None], other[None]) > 0.3
 
 
-def test_readme_steering_program(captured: tuple[Path, str], model: Path) -> None:
-    """One line for each scale, and the scale matters."""
-    printed = run(programs()[1], model, captured[0], multiprocess=False)
-    lines = re.findall(r"^([+-]\d\.\d) (.+)$", printed, re.MULTILINE)
-    assert [scale for scale, _ in lines] == ["-2.0", "-1.0", "+0.0", "+1.0", "+2.0"]
-    plain = dict(lines)["+0.0"]
-    assert all(text != plain for scale, text in lines if scale in ("-2.0", "+2.0"))
-
-
+@pytest.mark.full
 def test_steering_page(model: Path, tmp_path: Path) -> None:
     """Its blocks are one program; each way of steering it shows has an effect."""
     printed = run("".join(programs("docs/steering.md")), model, tmp_path, multiprocess=False)
@@ -249,6 +249,7 @@ def test_steering_page(model: Path, tmp_path: Path) -> None:
     ]
 
 
+@pytest.mark.full
 def test_capture_page(model: Path, tmp_path: Path) -> None:
     """Its blocks but the last are one program; the last is one of its own."""
     *guide, consumer = programs("docs/capture.md")

@@ -1,0 +1,408 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The drawings of docs/design.md and docs/hook-contract.md: `python -m tools.drawings`.
+
+Each is an SVG made of plain words and of names. A name says where it is defined, so a test finds
+every drawn name in the code (tests/docs/test_drawings.py), and words may not look like names.
+Standard library only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from html import escape
+from pathlib import Path
+
+from tools.pins import ROOT
+
+FIGURES = ROOT / "docs" / "figures"
+
+OURS = "vllm/v1/interventions"
+FRONTEND, SCHEDULER, WORKER = f"{OURS}/frontend", f"{OURS}/scheduler", f"{OURS}/worker"
+TRANSPORT = "vllm/v1/capture/transport"
+TAPS = "vllm/model_executor/layers/residual_taps.py"
+
+# Colours are classes, so that a browser in dark mode takes the second set. The background is drawn,
+# so that a page of the other colour does not matter.
+_STYLE = """
+text { font-family: system-ui, -apple-system, "Segoe UI", "DejaVu Sans", sans-serif;
+       font-size: 12px; fill: #1f2328; }
+.name { font-family: ui-monospace, SFMono-Regular, Menlo, "DejaVu Sans Mono", monospace;
+        font-weight: 600; }
+.place { font-family: ui-monospace, SFMono-Regular, Menlo, "DejaVu Sans Mono", monospace;
+         font-size: 10px; fill: #59636e; }
+.note { font-size: 11px; fill: #59636e; }
+.title { font-size: 14px; font-weight: 600; }
+.page { fill: #ffffff; }
+.lane { fill: #f6f8fa; stroke: #d1d9e0; }
+.box { fill: #ffffff; stroke: #8c959f; }
+.message { fill: #ddf4ff; stroke: #54aeff; }
+.point { fill: #fff8c5; stroke: #bf8700; }
+.line { fill: none; stroke: #57606a; stroke-width: 1.4; }
+.stream { fill: none; stroke: #0969da; stroke-width: 3; }
+.head { fill: #57606a; }
+.streamhead { fill: #0969da; }
+@media (prefers-color-scheme: dark) {
+  text { fill: #f0f6fc; }
+  .place, .note { fill: #9198a1; }
+  .page { fill: #0d1117; }
+  .lane { fill: #151b23; stroke: #3d444d; }
+  .box { fill: #212830; stroke: #656c76; }
+  .message { fill: #121d2f; stroke: #388bfd; }
+  .point { fill: #272115; stroke: #d29922; }
+  .line { stroke: #9198a1; }
+  .stream { stroke: #4493f8; }
+  .head { fill: #9198a1; }
+  .streamhead { fill: #4493f8; }
+}
+"""
+
+
+@dataclass(frozen=True)
+class Name:
+    """Something that is drawn by its name: `symbol` of the file `path`, both as the code has it."""
+
+    path: str
+    symbol: str
+    shown: str = ""
+    """What is drawn, if not the whole symbol: the end of it."""
+
+
+def _short(path: str) -> str:
+    """A file, as much of its path as fits into a box."""
+    path = path.removeprefix(f"{OURS}/")
+    if len(path) <= 36:
+        return path
+    return "…/" + "/".join(path.split("/")[-2:])
+
+
+@dataclass
+class Drawing:
+    """An SVG in the making. Coordinates are pixels, y grows downwards."""
+
+    title: str
+    width: int
+    height: int
+    names: list[Name] = field(default_factory=list)
+    folders: list[str] = field(default_factory=list)
+    words: list[str] = field(default_factory=list)
+    _parts: list[str] = field(default_factory=list)
+
+    def text(self, x: float, y: float, words: str, kind: str = "", anchor: str = "start") -> None:
+        """Plain words, that name nothing."""
+        self.words.append(words)
+        self._text(x, y, words, kind, anchor)
+
+    def name(self, x: float, y: float, name: Name, anchor: str = "start") -> None:
+        """A name, without its file."""
+        self.names.append(name)
+        self._text(x, y, name.shown or name.symbol, "name", anchor)
+
+    def sentence(self, x: float, y: float, *pieces: str | Name) -> None:
+        """Words and names on one line."""
+        spans = []
+        for piece in pieces:
+            if isinstance(piece, Name):
+                self.names.append(piece)
+                spans.append(f'<tspan class="name">{escape(piece.shown or piece.symbol)}</tspan>')
+            else:
+                self.words.append(piece)
+                spans.append(f'<tspan class="note">{escape(piece)}</tspan>')
+        self._parts.append(
+            f'<text x="{x:g}" y="{y:g}" xml:space="preserve">{"".join(spans)}</text>'
+        )
+
+    def lane(self, x: float, y: float, width: float, height: float, what: str, at: str) -> None:
+        """A process: its place in the drawing, and the folder of its code."""
+        self.folders.append(at)
+        self._rect(x, y, width, height, "lane", 8)
+        self.text(x + 12, y + 21, what, "title")
+        self._text(x + 12, y + 37, at, "place")
+
+    def box(
+        self, x: float, y: float, width: float, name: Name, *notes: str, kind: str = "box"
+    ) -> float:
+        """A name with its file and what it does; returns the y of the box's lower edge."""
+        height = 42 + 15 * len(notes)
+        self._rect(x, y, width, height, kind, 5)
+        self.name(x + 10, y + 19, name)
+        self._text(x + 10, y + 33, _short(name.path), "place")
+        for i, note in enumerate(notes):
+            self.text(x + 10, y + 49 + 15 * i, note, "note")
+        return y + height
+
+    def shape(self, x: float, y: float, width: float, height: float, words: str) -> None:
+        """A part of a model, centred words in a box."""
+        self._rect(x, y, width, height, "box", 5)
+        self.text(x + width / 2, y + height / 2 + 4, words, "", "middle")
+
+    def plus(self, x: float, y: float) -> None:
+        """Where a branch is added to the stream."""
+        self._parts.append(f'<circle class="box" cx="{x:g}" cy="{y:g}" r="11"/>')
+        self._parts.append(f'<path class="line" d="M{x - 6:g} {y:g} H{x + 6:g}"/>')
+        self._parts.append(f'<path class="line" d="M{x:g} {y - 6:g} V{y + 6:g}"/>')
+
+    def point(self, x: float, y: float) -> None:
+        """A tap on the stream."""
+        self._parts.append(f'<circle class="point" cx="{x:g}" cy="{y:g}" r="9" stroke-width="2"/>')
+
+    def arrow(self, *corners: tuple[float, float], kind: str = "line", head: bool = True) -> None:
+        """A line through `corners`."""
+        (x, y), *rest = corners
+        path = f"M{x:g} {y:g} " + " ".join(f"L{a:g} {b:g}" for a, b in rest)
+        self._parts.append(f'<path class="{kind}" d="{path}"/>')
+        if head:
+            (a, b), (c, d) = corners[-2:]
+            across, down = (c > a) - (c < a), (d > b) - (d < b)
+            points = f"{c:g},{d:g} " + " ".join(
+                f"{c - 8 * across + side * down * 4:g},{d - 8 * down + side * across * 4:g}"
+                for side in (-1, 1)
+            )
+            shade = "streamhead" if kind == "stream" else "head"
+            self._parts.append(f'<polygon class="{shade}" points="{points}"/>')
+
+    def svg(self) -> str:
+        """The file."""
+        size = f'width="{self.width}" height="{self.height}"'
+        return (
+            f'<svg xmlns="http://www.w3.org/2000/svg" {size} '
+            f'viewBox="0 0 {self.width} {self.height}" role="img">\n'
+            f"<title>{escape(self.title)}</title>\n<style>{_STYLE}</style>\n"
+            f'<rect class="page" {size} rx="8"/>\n' + "\n".join(self._parts) + "\n</svg>\n"
+        )
+
+    def _text(self, x: float, y: float, shown: str, kind: str, anchor: str = "start") -> None:
+        attributes = f'x="{x:g}" y="{y:g}"'
+        if kind:
+            attributes += f' class="{kind}"'
+        if anchor != "start":
+            attributes += f' text-anchor="{anchor}"'
+        self._parts.append(f"<text {attributes}>{escape(shown)}</text>")
+
+    def _rect(
+        self, x: float, y: float, width: float, height: float, kind: str, radius: float
+    ) -> None:
+        self._parts.append(
+            f'<rect class="{kind}" x="{x:g}" y="{y:g}" width="{width:g}" height="{height:g}" '
+            f'rx="{radius:g}"/>'
+        )
+
+
+def block() -> Drawing:
+    """A decoder block and its three points."""
+    d = Drawing("A decoder block and its points", 900, 300)
+    stream, branch = 168, 62
+    d.text(20, stream - 12, "x[l]")
+    d.arrow((20, stream), (880, stream), kind="stream")
+    d.text(880, stream - 12, "x[l+1]", "", "end")
+    for start, norm, mixer, end, words in (
+        (130, 160, 250, 400, "attention"),
+        (480, 510, 600, 750, "MLP"),
+    ):
+        d.arrow((start, stream), (start, branch + 18), (norm, branch + 18))
+        d.shape(norm, branch, 70, 36, "norm")
+        d.arrow((norm + 70, branch + 18), (mixer, branch + 18))
+        d.shape(mixer, branch, 110, 36, words)
+        d.arrow((mixer + 110, branch + 18), (end, branch + 18), (end, stream - 11))
+        d.plus(end, stream)
+    for x, symbol, *notes in (
+        (90, "pre_attn", "what the block reads:", "attention and all that follows"),
+        (440, "post_attn", "attention has been added:", "the MLP and all that follows"),
+        (790, "post_block", "what the next block reads,", "or the final norm"),
+    ):
+        d.point(x, stream)
+        d.name(x, stream + 34, Name(TAPS, f"BoundTaps.{symbol}", symbol), "middle")
+        for i, note in enumerate(notes):
+            d.text(x if x > 100 else 110, stream + 52 + 15 * i, note, "note", "middle")
+    d.text(20, 26, "The residual stream of decoder layer l", "title")
+    d.sentence(
+        20, 280, "At each point the stream is steered (", Name(TAPS, "SiteTap.steer"),
+        ") and then read (", Name(TAPS, "SiteTap.read"),
+        "): a captured row is what the rest of the model sees.",
+    )  # fmt: skip
+    return d
+
+
+def processes() -> Drawing:
+    """A request through the three processes."""
+    d = Drawing("A request through three processes", 960, 656)
+    d.lane(12, 12, 288, 632, "Frontend: checks", FRONTEND)
+    d.lane(336, 12, 288, 632, "Engine core: decides", SCHEDULER)
+    d.lane(660, 12, 288, 632, "Worker: copies", WORKER)
+    left, middle, right, wide = 28, 352, 676, 256
+
+    params = d.box(
+        left, 66, wide, Name("vllm/sampling_params.py", "SamplingParams"), "what the user asks"
+    )
+    d.arrow((left + 128, params), (left + 128, 146))
+    resolved = d.box(
+        left, 146, wide, Name(f"{FRONTEND}/resolve.py", "resolve"),
+        "names, layers, positions, vectors;", "every user error is raised here",
+    )  # fmt: skip
+    d.arrow((left + 128, resolved), (left + 128, 241))
+    planned = d.box(
+        left, 241, wide, Name(f"{OURS}/plan.py", "Plan"),
+        "which vectors and operations act where,", "which rows are captured for whom",
+        kind="message",
+    )  # fmt: skip
+    d.text(left + 10, planned + 20, "travels once, with the request, as", "note")
+    d.name(left + 10, planned + 36, Name("vllm/v1/engine/__init__.py", "EngineCoreRequest.plan"))
+
+    decides = d.box(
+        middle, 66, wide, Name(f"{SCHEDULER}/decisions.py", "SchedulerInterventions"),
+        "a request starts when all that it", "will ever need is free",
+    )  # fmt: skip
+    d.arrow((left + wide, 277), (318, 277), (318, 102), (middle, 102))
+    d.arrow((middle + 128, decides), (middle + 128, 152))
+    d.text(middle + 136, 148, "asks", "note")
+    pools = 152.0
+    for file, symbol, note in (
+        ("slots.py", "SlotTable", "rows of vectors"),
+        ("term_pool.py", "TermPool", "rows of operations"),
+        ("projection_pool.py", "ProjectionPool", "matrices that captures ask for"),
+        ("row_budget.py", "RowBudget", "captured rows that fit into a step"),
+        ("block_identity.py", "BlockIdentity", "keys of blocks in the prefix cache"),
+    ):
+        pools = d.box(middle, pools, wide, Name(f"{SCHEDULER}/{file}", symbol), note) + 8
+    d.arrow((middle + 128, pools - 8), (middle + 128, pools + 8))
+    pools += 8
+    d.box(
+        middle, pools, wide, Name(f"{OURS}/messages.py", "StepInterventions"),
+        "what a step changes and captures", kind="message",
+    )  # fmt: skip
+
+    takes = d.box(
+        right, 66, wide, Name(f"{WORKER}/runner.py", "WorkerInterventions"),
+        "all that a model runner calls; each", "thing it is told was checked before",
+    )  # fmt: skip
+    d.arrow((middle + wide, pools + 28), (642, pools + 28), (642, 102), (right, 102))
+    d.arrow((right + 128, takes), (right + 128, 160))
+    table = d.box(
+        right, 160, wide, Name(f"{WORKER}/steering_table.py", "SteeringTable"),
+        "sums of vectors, one row a slot and phase",
+    )  # fmt: skip
+    terms = d.box(
+        right, table + 8, wide, Name(f"{WORKER}/term_table.py", "TermTable"),
+        "operations, if the engine has them",
+    )  # fmt: skip
+    mapped = d.box(
+        right, terms + 8, wide, Name(f"{WORKER}/token_map.py", "TokenMap"),
+        "which of these rows each token gets,", "from its position, on the device",
+    )  # fmt: skip
+    d.arrow((right + 128, mapped), (right + 128, mapped + 24))
+    tap = d.box(
+        right, mapped + 24, wide, Name(TAPS, "SiteTap"),
+        "in each decoder layer: steers the stream,", "copies the wanted rows",
+    )  # fmt: skip
+
+    back = 572
+    d.arrow((right + 128, tap), (right + 128, back))
+    d.box(
+        right, back, wide, Name(f"{OURS}/step_rows.py", "StepRows"), "the rows of the step",
+        kind="message",
+    )  # fmt: skip
+    d.arrow((right, back + 28), (middle + wide, back + 28))
+    d.box(
+        middle, back, wide, Name(f"{SCHEDULER}/row_relay.py", "RowRelay"),
+        "each accepted row once",
+    )  # fmt: skip
+    d.arrow((middle, back + 28), (left + wide, back + 28))
+    d.box(
+        left, back, wide, Name("vllm/v1/capture/results.py", "CaptureResult"),
+        "what the user gets back", kind="message",
+    )  # fmt: skip
+    d.text(left + 10, back - 30, "Rows go back from the right to the left:", "note")
+    d.text(left + 10, back - 14, "the next drawing says how.", "note")
+    return d
+
+
+def rows() -> Drawing:
+    """The way of a captured row, from the layer to the user and to consumers."""
+    d = Drawing("A captured row's way back", 1008, 620)
+    wide, x = 225, (24, 269, 514, 759)
+    centre = wide / 2
+    d.lane(12, 12, 984, 142, "Worker", WORKER)
+    d.lane(12, 170, 984, 216, "Engine core", SCHEDULER)
+    d.lane(12, 402, 984, 206, "Frontend", FRONTEND)
+
+    y = 72
+    d.box(x[0], y, wide, Name(TAPS, "SiteTap.read"), "copies wanted rows of its site")
+    d.box(x[1], y, wide, Name(TAPS, "SiteTap.arena"), "one buffer, all sites, one step")
+    d.box(x[2], y, wide, Name(f"{WORKER}/outbox.py", "Outbox"), "to the host, beside the next step")
+    d.box(
+        x[3], y, wide, Name(f"{OURS}/step_rows.py", "StepRows"), "waits for the copy when read",
+        kind="message",
+    )  # fmt: skip
+    for start in x[:3]:
+        d.arrow((start + wide, y + 28), (start + wide + 20, y + 28))
+
+    y = 224
+    d.arrow((x[3] + 160, 129), (x[3] + 160, y))
+    accept = Name(f"{SCHEDULER}/row_relay.py", "RowRelay.accept")
+    d.box(x[3], y, wide, accept, "once each; drops rejected drafts")
+    d.arrow((x[3], y + 28), (x[2] + wide, y + 28))
+    join = Name(f"{SCHEDULER}/row_relay.py", "RowRelay.join")
+    d.box(x[2], y, wide, join, "all rows of a step at once, uncut,", "ahead of its outputs")
+    d.arrow((x[3] + centre, y + 57), (x[3] + centre, y + 80))
+    pop = Name(f"{SCHEDULER}/request_state.py", "RequestInterventions.pop_rows")
+    d.box(x[3], y + 80, wide, pop, "or with the request's next output")
+    d.arrow((x[3] + 60, y), (x[3] + 60, y - 18), (x[1] + centre, y - 18), (x[1] + centre, y))
+    sessions = Name(f"{SCHEDULER}/capture_sessions.py", "CaptureSessions")
+    d.box(x[1], y, wide, sessions, "rows for consumers that run here")
+    d.arrow((x[1], y + 28), (x[0] + wide, y + 28))
+    d.box(x[0], y, wide, Name(f"{TRANSPORT}/feed.py", "Feed"), "what one consumer selected")
+    d.arrow((x[0] + centre, y + 57), (x[0] + centre, y + 80))
+    d.box(
+        x[0], y + 80, wide, Name(f"{TRANSPORT}/host.py", "ConsumerHost"), "calls it in its threads"
+    )
+
+    y = 458
+    outputs = Name(f"{FRONTEND}/capture_outputs.py", "CaptureOutputs")
+    d.box(x[3], y, wide, outputs, "all captures of this frontend")
+    d.arrow((x[3] + 160, 361), (x[3] + 160, y))
+    d.arrow((x[2] + centre, 296), (x[2] + centre, 374), (x[3] + 60, 374), (x[3] + 60, y))
+    captured = Name("vllm/v1/engine/__init__.py", "EngineCoreOutput.captured")
+    d.name(x[2] + centre - 8, 368, captured, "end")
+    d.box(
+        x[2], y, wide, Name(f"{FRONTEND}/row_copier.py", "RowCopier"), "cuts and copies, in threads"
+    )
+    collector = Name(f"{FRONTEND}/row_collector.py", "RowCollector")
+    d.box(x[1], y, wide, collector, "of one completion; trims its end")
+    d.box(
+        x[0], y, wide, Name("vllm/v1/capture/results.py", "CaptureResult"), "what the user gets",
+        kind="message",
+    )  # fmt: skip
+    for start in x[:3]:
+        d.arrow((start + wide + 20, y + 28), (start + wide, y + 28))
+    d.arrow((x[0] + 205, 361), (x[0] + 205, y))
+    results = Name("vllm/v1/engine/__init__.py", "EngineCoreOutput.capture_results")
+    d.name(x[0] + 213, 440, results)
+
+    y = 538
+    d.arrow((x[3] + centre, 515), (x[3] + centre, y + 28), (x[2] + wide, y + 28))
+    d.box(x[2], y, wide, Name(f"{TRANSPORT}/feed.py", "Feed"), "for consumers that run here")
+    d.arrow((x[2], y + 28), (x[1] + wide, y + 28))
+    d.box(x[1], y, wide, Name(f"{TRANSPORT}/host.py", "ConsumerHost"), "calls it in its threads")
+    d.arrow((x[1], y + 28), (x[0] + centre, y + 28), (x[0] + centre, 515))
+    return d
+
+
+DRAWINGS: dict[str, Callable[[], Drawing]] = {
+    "block": block,
+    "processes": processes,
+    "row-way-back": rows,
+}
+"""The name of the file in docs/figures, without its end, and what draws it."""
+
+
+def main(folder: Path = FIGURES) -> int:
+    """Exit status 0."""
+    for name, draw in DRAWINGS.items():
+        path = folder / f"{name}.svg"
+        path.write_text(draw().svg())
+        print(path)
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
