@@ -10,14 +10,17 @@ import time
 import weakref
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from itertools import count
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 
 from tests.support.consumers import PATIENCE, SITES, WIDTH, Recorder, Running, batch_of, request_of
-from vllm.v1.capture.consumer import CaptureConsumer, RequestEnd, RowBatch
+from vllm.v1.capture.consumer import CaptureConsumer, ConsumerResult, RequestEnd, RowBatch
+from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
 pytestmark = pytest.mark.quick
 
@@ -30,6 +33,10 @@ def gate() -> Iterator[threading.Event]:
     event = threading.Event()
     yield event
     event.set()
+
+
+def half_a_character(_: str) -> Any:
+    raise ValueError("no luck \ud800")
 
 
 def boom(_: str) -> Any:
@@ -152,7 +159,20 @@ class InEngine(Recorder):
     location = "engine"
 
 
-@pytest.mark.parametrize("payload", [torch.zeros(1), object(), 1 << 70, {1: {"x": gc}}])
+@dataclass(frozen=True)
+class Key:
+    """A mapping when it is written, which no mapping can have as key when it is read."""
+
+    name: str
+
+
+UNREADABLE = [{Key("a"): 1}, msgspec.Raw(b"\xc1"), msgspec.msgpack.Ext(77, b"x")]
+"""Written by msgspec without a word, and an error for whoever reads it."""
+
+
+@pytest.mark.parametrize(
+    "payload", [torch.zeros(1), object(), 1 << 70, {1: {"x": gc}}, "\ud800", *UNREADABLE]
+)
 def test_results_that_cross_processes_are_plain(payload: Any) -> None:
     with Running(InEngine(done=lambda _: payload), cls=InEngine) as running:
         result = running.run("a")
@@ -163,6 +183,17 @@ def test_results_that_cross_processes_are_plain(payload: Any) -> None:
         assert running.run("a").payload is payload  # in this process anything goes
     with Running(InEngine(), cls=InEngine) as running:
         assert running.run("a", batch_of(1)).payload == [[1], "done"]
+
+
+def test_whatever_a_consumer_raises_can_be_sent() -> None:
+    """Half of a surrogate pair in a message ended the thread that sends all outputs."""
+    with Running(InEngine(done=half_a_character), cls=InEngine) as running:
+        result = running.run("a")
+    assert result.error == "ValueError: no luck \\ud800"
+    sent = MsgpackDecoder(ConsumerResult).decode(MsgpackEncoder().encode(result))
+    assert sent == result
+    with pytest.raises(UnicodeEncodeError):
+        MsgpackEncoder().encode(ConsumerResult("a", "error", "no luck \ud800"))
 
 
 def test_fail_is_an_error_at_once(gate: threading.Event) -> None:

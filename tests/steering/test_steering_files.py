@@ -8,8 +8,10 @@ import json
 import pickle
 import struct
 import tempfile
+import tracemalloc
 import zipfile
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -264,6 +266,15 @@ NAN = np.array([0.0, 1.0, np.nan, 0.0], np.float32)
 PICKLE = npy(np.array([Exploding()] * HIDDEN, dtype=object), allow_pickle=True)
 AT = "base.post_block.3"
 BOMB = archive({f"{AT}.npy": bytes(1 << 30)}, compression=zipfile.ZIP_DEFLATED)
+LIAR = archive({f"{AT}.npy": npy(GOOD) + bytes(1 << 28)}, compression=zipfile.ZIP_DEFLATED)
+LIAR = LIAR.replace(
+    struct.pack("<I", len(npy(GOOD)) + (1 << 28)), struct.pack("<I", len(npy(GOOD)))
+)
+"""Its directory says that its member has as many bytes as a vector; 256 MiB come out of it."""
+TWICE = b'{"__metadata__":{},"NAME":{"dtype":"F32","shape":[4],"data_offsets":[0,16]},'
+TWICE += TWICE[len(b'{"__metadata__":{},') : -1] + b"}"
+TWICE = TWICE.replace(b"NAME", AT.encode())
+TWICE = struct.pack("<Q", len(TWICE)) + TWICE + bytes(16)
 INTS = torch.ones(HIDDEN, dtype=torch.int32)
 
 HEAD = b"GGUF"
@@ -322,6 +333,8 @@ WHOLE: list[tuple[str, bytes, str]] = [
     ("m.npz", archive({f"{AT}.npy": npy(GOOD), AT: npy(GOOD)}), f"it has {AT} twice"),
     ("m.npz", archive({}), "FILE: has neither vectors nor operations"),
     ("m.npz", BOMB, "its arrays have more than 10"),
+    ("m.npz", LIAR, "FILE: cannot be read as .npz: Bad CRC-32"),
+    ("m.safetensors", TWICE, f"FILE: cannot be read as .safetensors: it has {AT} twice"),
     ("m.gguf", b"GGML" + bytes(20), "FILE: cannot be read as .gguf: GGUF magic invalid"),
     ("m.gguf", HEAD + struct.pack("<IQQ", 1, 0, 0), "FILE: cannot be read as .gguf: "),
     ("m.gguf", HEAD + struct.pack("<IQQ", 3, 2**63, 0), "FILE: cannot be read as .gguf: "),
@@ -359,6 +372,21 @@ def test_errors_name_the_file_and_the_tensor(
     assert str(caught.value).startswith(str(tmp_path / name))
     assert message.replace("FILE", str(tmp_path / name)) in str(caught.value)
     assert len(str(caught.value)) < len(str(tmp_path)) + 400
+
+
+@pytest.mark.parametrize(
+    ("data", "refused"), [(LIAR, True), (archive({f"{AT}.npy": npy(GOOD)}), False)]
+)
+def test_an_archive_costs_what_its_directory_says(
+    tmp_path: Path, data: bytes, refused: bool
+) -> None:
+    (tmp_path / "m.npz").write_bytes(data)
+    tracemalloc.start()
+    with pytest.raises(InterventionError) if refused else nullcontext():
+        load(tmp_path / "m.npz", SHAPE)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 4 << 20
 
 
 def test_a_model_without_the_point(tmp_path: Path) -> None:

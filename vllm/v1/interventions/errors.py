@@ -30,13 +30,21 @@ def show(value: Any) -> str:
     if isinstance(value, int) and value.bit_length() > 128:
         # Python refuses to print very long ones.
         return f"an int of {value.bit_length()} bits"
-    text = repr(value)
+    # Cut before it is written out, for that may be long too.
+    text = repr(value[:60] if isinstance(value, str) else value)
     return text if len(text) <= 60 else text[:57] + "..."
 
 
 def show_key(key: Any) -> str:
     """Show a mapping's key as a part of a path, bounded."""
-    return key[:40] if isinstance(key, str) else show(key)
+    return printable(key[:40]) if isinstance(key, str) else show(key)
+
+
+def printable(text: str) -> str:
+    """Write `text` so that any encoding and any log line can hold it: half of a surrogate pair,
+    which no UTF-8 has, and characters that would end a line are escaped."""
+    encoded = text.encode("utf-8", "backslashreplace").decode()
+    return "".join(c if c.isprintable() else repr(c)[1:-1] for c in encoded)
 
 
 def need_mapping(value: Any, path: str) -> Mapping[Any, Any]:
@@ -52,6 +60,7 @@ def describe(error: BaseException) -> str:
         text = f"{type(error).__name__}: {error}"
     except Exception:
         text = type(error).__name__
+    text = text[:_MAX_ERROR].encode("utf-8", "backslashreplace").decode()
     return text if len(text) <= _MAX_ERROR else text[: _MAX_ERROR - 3] + "..."
 
 

@@ -225,9 +225,14 @@ class _Entry:
         path = f"{self.path}.positions"
         order = positions.array().tolist()
         if isinstance(given := self.given["positions"], list | tuple | range):
-            order = [p for entry in given for p in select([entry], path).array().tolist()]
-            if repeated := [p for p, times in Counter(order).items() if times > 1]:
-                reject(path, f"names position {repeated[0]} twice")
+            # A mapping keeps the order. The first repeat ends it: an entry may mean all positions.
+            ordered: dict[int, None] = {}
+            for entry in given:
+                for position in select([entry], path).array().tolist():
+                    if position in ordered:
+                        reject(path, f"names position {position} twice")
+                    ordered[position] = None
+            order = list(ordered)
         rows = self.rows(len(positions))
         scalars = Scalars(replace=alpha, constant=alpha, **gate.scalars)
         return [

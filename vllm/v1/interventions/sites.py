@@ -2,7 +2,6 @@
 """How requests name points and layers: parsed and checked against what the model has."""
 
 import re
-from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -36,17 +35,16 @@ def need_layers(value: Any, point: str, path: str, shape: TapShape) -> list[int]
         ValueError: none of these, no layer, one named twice, out of range or without the point.
     """
     if isinstance(value, list | tuple):
-        layers = [
-            layer
-            for i, entry in enumerate(value)
-            for layer in _layers_of(entry, point, f"{path}[{i}]", shape)
-        ]
-        repeated = [layer for layer, times in Counter(layers).items() if times > 1]
-        if repeated:
-            reject(path, f"names layer {repeated[0]} twice")
+        # A mapping keeps the order. The first repeat ends it: a list of "all" may be any length.
+        layers: dict[int, None] = {}
+        for i, entry in enumerate(value):
+            for layer in _layers_of(entry, point, f"{path}[{i}]", shape):
+                if layer in layers:
+                    reject(path, f"names layer {layer} twice")
+                layers[layer] = None
         if not layers:
             reject(path, "names no layer")
-        return layers
+        return list(layers)
     return _layers_of(value, point, path, shape)
 
 

@@ -209,7 +209,8 @@ def _read_safetensors(path: Path, shape: TapShape) -> Named:
 def _safetensors(data: bytes, shape: TapShape) -> Named:
     """Return the tensors of a safetensors file, whose metadata, if any, must fit this model."""
     tensors = safetensors.deserialize(data)
-    header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
+    text = data[8 : 8 + int.from_bytes(data[:8], "little")]
+    header = json.loads(text, object_pairs_hook=_without_repeats)
     metadata = header.get("__metadata__", {})
     version = metadata.get("steering_format", FORMAT_VERSION)
     if version != FORMAT_VERSION:
@@ -218,6 +219,15 @@ def _safetensors(data: bytes, shape: TapShape) -> Named:
     if width != str(shape.hidden_size):
         raise ValueError(f"it is for hidden size {show(width)}, the model has {shape.hidden_size}")
     return {name: _tensor(name, tensor) for name, tensor in tensors}
+
+
+def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """A JSON object; the library takes the last of several members of one name, without a word."""
+    members = dict(pairs)
+    if len(members) < len(pairs):
+        repeated = next(name for i, (name, _) in enumerate(pairs) if name in dict(pairs[:i]))
+        raise ValueError(f"it has {show_key(repeated)} twice")
+    return members
 
 
 def _tensor(name: str, tensor: dict[str, Any]) -> torch.Tensor:
@@ -238,7 +248,9 @@ def _read_npz(path: Path, shape: TapShape) -> Named:
             name = member.filename.removesuffix(".npy")
             if name in named:
                 raise ValueError(f"it has {show_key(name)} twice")
-            named[name] = _array(name, archive.read(member))
+            # As many bytes as it claims to have, which were counted, however many come out of it.
+            with archive.open(member) as opened:
+                named[name] = _array(name, opened.read(member.file_size))
     return named
 
 

@@ -2,7 +2,6 @@
 """Decides who may change global steering over HTTP."""
 
 import hashlib
-import os
 import secrets
 from http import HTTPStatus
 from typing import NoReturn
@@ -28,7 +27,7 @@ class SteeringAccess:
             bearer: whether a key may come as bearer token, which it may where the server has no key
                 of its own.
         """
-        given = keys or [os.environ.get(VARIABLE, "")]
+        given = keys or [envs.VLLM_STEERING_API_KEY or ""]
         self._digests = [_digest(key) for key in given if key]
         self._bearer = bearer
 

@@ -25,6 +25,7 @@ from vllm.v1.capture.registry import ConsumerSpec
 from vllm.v1.capture.results import CaptureStatus
 from vllm.v1.capture.transport.copies import finished
 from vllm.v1.interventions.errors import describe
+from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
 logger = init_logger(__name__)
 
@@ -406,6 +407,9 @@ class ConsumerHost:
         if not self._spec.in_frontend:
             try:
                 msgspec.msgpack.encode(payload)
+                # What can be written may still be unreadable, and would end the frontend's stream.
+                message = ConsumerResult(self._spec.name, "ok", payload=payload)
+                MsgpackDecoder(ConsumerResult).decode(MsgpackEncoder().encode(message))
             except Exception as error:
                 raise TypeError(f"the result is not plain data: {describe(error)}") from error
         with self._lock:

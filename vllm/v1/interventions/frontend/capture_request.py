@@ -207,7 +207,7 @@ def _sites(hooks: Any, path: str, shape: TapShape) -> list[Site]:
 
 def _layers(value: Any, point: str, path: str, shape: TapShape) -> Iterable[int]:
     """`need_layers`, in less time where a list of ints is given, as mostly."""
-    if type(value) is list:
+    if type(value) is list and len(value) <= len(shape.points):
         known = {n for n in value if type(n) is int and point in shape.points.get(n, ())}
         if known and len(known) == len(value):
             return known

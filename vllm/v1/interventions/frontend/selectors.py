@@ -197,10 +197,11 @@ class Selector:
             )
         prompt = self._prompt.text
         self._prompt.count_search(len(prompt.text), path)
-        found = prompt.find(text)
+        # What is longer cannot be in it, and a search would first make a table of its length.
+        found = prompt.find(text) if len(text) <= len(prompt.text) else ()
         if not len(found):
             reject(path, f"{show(text)} is not in the prompt, which has {self._length} tokens")
-        return _runs(prompt.tokens_of(found[_chosen(which)], len(text)), 1)
+        return _runs(prompt.tokens_of(np.asarray(found[_chosen(which)]), len(text)), 1)
 
     def _by_token_ids(self, value: Mapping[Any, Any], path: str) -> list[Run]:
         token_ids, which = value["token_ids"], _need_which(value, path)

@@ -5,6 +5,7 @@ in this process."""
 import queue
 import threading
 from collections.abc import Iterable
+from functools import partial
 from typing import TYPE_CHECKING
 
 from vllm.v1.capture.consumer import ConsumerContext, ConsumerResult
@@ -86,11 +87,16 @@ class CaptureSessions:
         capture = self._captures.get(request.request_id)
         if capture is None or self._drop:
             return True
-        with self._lock:
-            fits = {name: self._free[name] >= size for name, size in capture.needs.items()}
-        granted = [self._guards[n].try_admit(request.request_id, fit) for n, fit in fits.items()]
+        granted = [
+            self._guards[name].try_admit(request.request_id, partial(self._has_room, name, size))
+            for name, size in capture.needs.items()
+        ]
         self._starved |= not all(granted)
         return all(granted)
+
+    def _has_room(self, consumer: str, size: int) -> bool:
+        with self._lock:
+            return self._free[consumer] >= size
 
     def admit(self, request: Request) -> None:
         """Reserve bytes and open sessions; policy "drop" leaves out a consumer without room."""

@@ -76,8 +76,10 @@ class SchedulerInterventions:
         steers = steering is not None and bool(steering.sums or steering.programs)
         projects = capture is not None and bool(capture.projections)
         if steers or projects:
-            fits = all(pool.fits(request.interventions.plan) for pool in self._pools)
-            if not self._guard.try_admit(request.request_id, fits):
+            plan = request.interventions.plan
+            if not self._guard.try_admit(
+                request.request_id, lambda: all(pool.fits(plan) for pool in self._pools)
+            ):
                 return False
         return self.captures.can_admit(request)
 

@@ -1,0 +1,106 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Small bodies that ask for much work: refused before it is done.
+
+Work is counted, not timed: calls of functions, and the most memory that was held meanwhile. Each
+costly request has a twin of the same size that is legal, so that the bounds are of no use against
+everybody.
+"""
+
+from __future__ import annotations
+
+import sys
+import tracemalloc
+from types import FrameType
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.support.plans import HIDDEN, POINTS, config_of, plan_of
+from vllm.v1.interventions.errors import InterventionError
+from vllm.v1.interventions.plan import Plan, TapShape
+
+pytestmark = pytest.mark.quick
+
+LONG = 32_768
+"""Tokens of the prompt."""
+SHAPE = TapShape(hidden_size=HIDDEN, dtype="float32", points=dict.fromkeys(range(40), POINTS))
+CONFIG = config_of(
+    SHAPE, steering_families=["add", "replace"], max_steering_rows=4096, max_steering_ops=8
+)
+
+
+class Cost:
+    """Counts while it is entered: calls of functions, then bytes (both at once would add up)."""
+
+    def __init__(self, fields: dict[str, Any], **settings: Any) -> None:
+        self.calls = self.peak = 0
+        self.plan: Plan | None = None
+        self.error = ""
+        sys.setprofile(self._called)
+        self._ask(fields, settings)
+        sys.setprofile(None)
+        tracemalloc.start()
+        self._ask(fields, settings)
+        self.peak = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+
+    def _called(self, frame: FrameType, event: str, argument: Any) -> None:
+        self.calls += event in ("call", "c_call")
+
+    def _ask(self, fields: dict[str, Any], settings: dict[str, Any]) -> None:
+        try:
+            self.plan = plan_of(config=CONFIG, **{"prompt": LONG, **settings}, **fields)
+        except InterventionError as error:
+            self.error = str(error)
+
+
+def replace(positions: list[Any], rows: int) -> dict[str, Any]:
+    values = np.ones((rows, HIDDEN), np.float32)
+    op = {"op": "replace", "point": "pre_attn", "layers": [0], "positions": positions}
+    return {"steering": [{**op, "values": values}]}
+
+
+def test_positions_of_replace_end_at_the_first_repeat() -> None:
+    hostile = Cost(replace([{}] * 2000, 1))
+    assert "steering[0].positions: names position 0 twice" in hostile.error
+    legal = Cost(replace(list(range(2000)), 2000))
+    assert legal.plan is not None
+    # One entry is expanded, and no more: 32k positions, where 2,000 entries would be 65 million.
+    assert hostile.peak < 16 << 20
+    assert hostile.calls < 5 * legal.calls + 5 * LONG
+
+
+def test_layers_end_at_the_first_repeat() -> None:
+    def capture(layers: list[Any]) -> dict[str, Any]:
+        return {"capture": {"inline": {"hooks": {"pre_attn": layers}}}}
+
+    hostile = Cost(capture(["all"] * 400_000))
+    assert "hooks.pre_attn: names layer 0 twice" in hostile.error
+    legal = Cost(capture([str(n) for n in range(40)]))
+    assert legal.plan is not None
+    assert hostile.calls < 2 * legal.calls
+    assert hostile.peak < 4 << 20
+
+
+class Letters:
+    """A tokenizer of single letters."""
+
+    all_special_ids: tuple[int, ...] = ()
+
+    def decode(self, token_ids: list[int], skip_special_tokens: bool = True) -> str:
+        return "".join(chr(97 + token % 26) for token in token_ids)
+
+
+def test_a_text_longer_than_the_prompt_is_not_looked_for() -> None:
+    def capture(text: str) -> dict[str, Any]:
+        asked = {"hooks": {"pre_attn": [0]}, "positions": {"text": text}}
+        return {"capture": {"inline": asked}}
+
+    alphabet = "".join(chr(97 + n) for n in range(26))
+    legal = Cost(capture(alphabet * 70), prompt=2000, tokenizer=Letters())
+    assert legal.plan is not None
+    hostile = Cost(capture(alphabet * 40_000), prompt=2000, tokenizer=Letters())
+    assert "is not in the prompt, which has 2000 tokens" in hostile.error
+    assert hostile.calls < 2 * legal.calls
+    assert hostile.peak < 2 * legal.peak
