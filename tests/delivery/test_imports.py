@@ -1,0 +1,52 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The contracts on imports: kept by the tree as it is, and red where somebody breaks one."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from tools import imports
+from tools.pins import ROOT
+
+pytestmark = pytest.mark.quick
+
+IN = "vllm/v1/interventions/"
+BROKEN = [
+    (f"{IN}frontend/selectors.py", "vllm.v1.interventions.scheduler.slots"),
+    (f"{IN}scheduler/slots.py", "vllm.v1.interventions.worker.token_map"),
+    (f"{IN}worker/token_map.py", "vllm.v1.interventions.frontend.segments"),
+    (f"{IN}plan.py", "vllm.v1.interventions.messages"),
+    (f"{IN}errors.py", "vllm.v1.interventions.scheduler.tiers"),
+    ("vllm/v1/capture/registry.py", "vllm.v1.interventions.frontend.capture_request"),
+    ("vllm/v1/capture/results.py", "vllm.v1.capture.reader"),
+    ("vllm/entrypoints/serve/steering/body.py", "vllm.v1.interventions.scheduler.changes"),
+    ("vllm/config/steering.py", "vllm.config.capture"),
+]
+
+
+@pytest.fixture
+def copied(tmp_path: Path) -> Path:
+    """The repository's own files and settings, to be broken."""
+    shutil.copytree(ROOT / "vllm", tmp_path / "vllm")
+    shutil.copy(ROOT / "pyproject.toml", tmp_path)
+    return tmp_path
+
+
+def test_the_tree_keeps_them(copied: Path) -> None:
+    assert imports.main(copied) == 0
+
+
+@pytest.mark.parametrize(("importer", "imported"), BROKEN)
+def test_an_import_that_is_forbidden(
+    copied: Path, importer: str, imported: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Also where it is hidden in a function."""
+    file = copied / importer
+    file.write_text(f"{file.read_text()}\n\ndef _late() -> None:\n    import {imported}\n")
+    assert imports.main(copied) == 1
+    said = " ".join(capfd.readouterr().out.split())
+    assert Path(importer).stem in said
+    assert "BROKEN" in said
