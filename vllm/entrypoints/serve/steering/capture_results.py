@@ -12,6 +12,7 @@ import numpy as np
 import torch
 
 from vllm.v1.capture.results import CapturedRows, CaptureResult
+from vllm.v1.interventions.errors import describe
 
 from .packed import pack
 
@@ -54,7 +55,11 @@ def _result(result: CaptureResult, finished: bool) -> dict[str, Any]:
             if finished or len(rows)
         ]
     else:
-        shown = plain(payload)
+        try:
+            shown = plain(payload)
+        except Exception as error:  # a consumer may have made anything; the answer is not its
+            reason = f"the payload cannot be written as JSON: {describe(error)}"
+            return {"status": "error", "error": reason, "payload": None}
     return {
         "status": result.status if finished else None,
         "error": result.error if finished else None,
@@ -84,16 +89,23 @@ def _rows(point: str, layer: int, rows: CapturedRows) -> dict[str, Any]:
 
 def plain(value: Any) -> Any:
     """Turn a payload into JSON: arrays are packed, numbers that are not finite become null."""
-    if value is None or isinstance(value, bool | int | str):
+    if value is None or isinstance(value, bool | int):
+        return value
+    if isinstance(value, str):
+        value.encode()  # half of a surrogate pair would fail when the answer is sent
         return value
     if isinstance(value, float):
         return value if isfinite(value) else None
     if isinstance(value, torch.Tensor):
-        return pack(value.detach().cpu())
+        if not value.ndim:
+            return plain(value.item())
+        return pack(value.detach().cpu().resolve_conj().resolve_neg())
     if isinstance(value, np.generic):
         return plain(value.item())
     if isinstance(value, np.ndarray):
-        return pack(torch.from_numpy(np.ascontiguousarray(value)))
+        if not value.ndim:
+            return plain(value.item())
+        return pack(torch.from_numpy(np.ascontiguousarray(value, value.dtype.newbyteorder("="))))
     if isinstance(value, PurePath):
         return str(value)
     if isinstance(value, bytes | bytearray):
@@ -111,4 +123,5 @@ def plain(value: Any) -> Any:
 
 def _key(key: Any) -> str:
     """Return a mapping's key as text, a site as `post_block.12`."""
-    return ".".join(map(str, key)) if isinstance(key, tuple) else str(key)
+    name = ".".join(map(str, key)) if isinstance(key, tuple) else str(key)
+    return str(plain(name))

@@ -1,0 +1,101 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Payloads of consumers in answers: what JSON can hold arrives, the rest is that result's error."""
+
+from __future__ import annotations
+
+import json
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from pydantic import BaseModel, ConfigDict
+
+from vllm.entrypoints.serve.steering.capture_results import add_capture_results
+from vllm.entrypoints.serve.steering.packed import unpack
+from vllm.v1.capture.results import CaptureResult
+
+pytestmark = pytest.mark.quick
+
+
+class Choice(BaseModel):
+    """As upstream's choices: extra fields are kept."""
+
+    model_config = ConfigDict(extra="allow")
+    text: str
+
+
+def sent(payload: Any) -> dict[str, Any]:
+    """The result of a consumer as a client gets it, beside text and another consumer's result."""
+    choice = Choice(text="said")
+    results = {
+        "odd": CaptureResult("ok", None, payload),
+        "other": CaptureResult("ok", None, {"rows": 3}),
+    }
+    output: Any = SimpleNamespace(capture_results=results, finish_reason="length")
+    add_capture_results(choice, output)
+    got = json.loads(choice.model_dump_json())
+    assert got["text"] == "said"
+    assert got["capture_results"]["other"] == {
+        "status": "ok",
+        "error": None,
+        "payload": {"rows": 3},
+    }
+    odd: dict[str, Any] = got["capture_results"]["odd"]
+    return odd
+
+
+@pytest.mark.parametrize(
+    ("payload", "expected"),
+    [
+        (torch.tensor([3.0, 4.0]).norm(), 5.0),
+        (torch.tensor(2, dtype=torch.int32), 2),
+        (torch.tensor(True), True),
+        (torch.tensor(0.5, dtype=torch.bfloat16), 0.5),
+        (torch.tensor(float("nan")), None),
+        (np.float64(1.5), 1.5),
+        (np.array(7), 7),
+        ({"n": np.int64(1), "x": [1.5, None, "a"]}, {"n": 1, "x": [1.5, None, "a"]}),
+        (0, 0),
+    ],
+)
+def test_numbers_are_payloads(payload: Any, expected: Any) -> None:
+    assert sent(payload) == {"status": "ok", "error": None, "payload": expected}
+
+
+@pytest.mark.parametrize(
+    "payload",
+    [
+        np.array([1.0, 2.0], dtype=">f4"),
+        np.array([1.0, 2.0], dtype="<f4"),
+        torch.tensor([-1.0, -2.0])._neg_view(),
+        torch.tensor([1.0, 2.0], requires_grad=True),
+    ],
+)
+def test_arrays_of_any_kind_arrive(payload: Any) -> None:
+    result = sent(payload)
+    assert unpack(result["payload"], "payload").tolist() == [1.0, 2.0]
+
+
+LOOP: list[Any] = []
+LOOP.append(LOOP)
+
+
+@pytest.mark.parametrize(
+    "payload",
+    [
+        torch.zeros(2, device="meta"),
+        torch.eye(2).to_sparse(),
+        np.array(["a", "b"]),
+        np.array([object()]),
+        LOOP,
+        "half \ud800",
+        {"half \ud800": 1},
+    ],
+    ids=["meta", "sparse", "strings", "objects", "loop", "text", "key"],
+)
+def test_what_json_cannot_hold_is_an_error_of_that_result(payload: Any) -> None:
+    result = sent(payload)
+    assert (result["status"], result["payload"]) == ("error", None)
+    assert result["error"].startswith("the payload cannot be written as JSON: ")
