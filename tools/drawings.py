@@ -15,7 +15,7 @@ from pathlib import Path
 
 from tools.pins import ROOT
 
-FIGURES = ROOT / "docs" / "figures"
+FOLDER = ROOT / "docs" / "drawings"
 
 OURS = "vllm/v1/interventions"
 FRONTEND, SCHEDULER, WORKER = f"{OURS}/frontend", f"{OURS}/scheduler", f"{OURS}/worker"
@@ -392,10 +392,10 @@ DRAWINGS: dict[str, Callable[[], Drawing]] = {
     "processes": processes,
     "row-way-back": rows,
 }
-"""The name of the file in docs/figures, without its end, and what draws it."""
+"""The name of the file in docs/drawings, without its end, and what draws it."""
 
 
-def main(folder: Path = FIGURES) -> int:
+def main(folder: Path = FOLDER) -> int:
     """Exit status 0."""
     for name, draw in DRAWINGS.items():
         path = folder / f"{name}.svg"

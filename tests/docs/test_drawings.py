@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The drawings in docs/figures are what `python -m tools.drawings` draws, of names in the code."""
+"""The drawings in docs/drawings are what `python -m tools.drawings` draws, of names in the code."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 from tests import ROOT
 from tests.docs.links import resolves
 from tools import drawings
-from tools.drawings import DRAWINGS, FIGURES, Drawing, Name
+from tools.drawings import DRAWINGS, FOLDER, Drawing, Name
 
 pytestmark = pytest.mark.quick
 
@@ -40,13 +40,13 @@ def test_a_drawing_shows_what_is_in_the_code(name: str) -> None:
 @pytest.mark.parametrize("name", DRAWINGS)
 def test_the_file_is_what_the_script_draws(name: str) -> None:
     """After a change: `python -m tools.drawings`."""
-    assert (FIGURES / f"{name}.svg").read_text() == DRAWINGS[name]().svg()
+    assert (FOLDER / f"{name}.svg").read_text() == DRAWINGS[name]().svg()
 
 
 def test_the_script_writes_all(tmp_path: Path) -> None:
     assert drawings.main(tmp_path) == 0
     for name in DRAWINGS:
-        assert (tmp_path / f"{name}.svg").read_text() == (FIGURES / f"{name}.svg").read_text()
+        assert (tmp_path / f"{name}.svg").read_text() == (FOLDER / f"{name}.svg").read_text()
 
 
 @pytest.mark.parametrize("name", DRAWINGS)
@@ -63,7 +63,7 @@ def test_all_that_is_drawn_is_inside(name: str) -> None:
 @pytest.mark.parametrize("name", DRAWINGS)
 def test_a_document_shows_it(name: str) -> None:
     pages = "".join(path.read_text() for path in (ROOT / "docs").glob("*.md"))
-    assert f"(figures/{name}.svg)" in pages
+    assert f"(drawings/{name}.svg)" in pages
 
 
 def test_what_is_wrong_is_reported() -> None:
