@@ -18,6 +18,7 @@ import pytest
 
 from tests.support.plans import HIDDEN, POINTS, config_of, plan_of
 from vllm.v1.interventions.errors import InterventionError
+from vllm.v1.interventions.frontend.resolve import MAX_PLANS_BYTES
 from vllm.v1.interventions.plan import Plan, TapShape
 
 pytestmark = pytest.mark.quick
@@ -56,7 +57,7 @@ class Cost:
 
 
 def replace(positions: list[Any], rows: int) -> dict[str, Any]:
-    values = np.ones((rows, HIDDEN), np.float32)
+    values = np.arange(rows * HIDDEN, dtype=np.float32).reshape(rows, HIDDEN)
     op = {"op": "replace", "point": "pre_attn", "layers": [0], "positions": positions}
     return {"steering": [{**op, "values": values}]}
 
@@ -81,6 +82,18 @@ def test_layers_end_at_the_first_repeat() -> None:
     assert legal.plan is not None
     assert hostile.calls < 2 * legal.calls
     assert hostile.peak < 4 << 20
+
+
+def test_n_multiplies_what_is_sent_and_what_comes_back() -> None:
+    """The same vectors, or rows, are legal for as many completions as they are few."""
+    values = replace(list(range(2000)), 2000)
+    most = MAX_PLANS_BYTES // (2000 * 4 * HIDDEN)
+    assert Cost({**values, "n": most}).plan is not None
+    assert "are sent for a request" in Cost({**values, "n": most + 1}).error
+    rows = {"capture": {"inline": {"hooks": {"pre_attn": [0]}, "positions": "all_prompt"}}}
+    most = (64 << 20) // (LONG * 4 * HIDDEN)
+    assert Cost({**rows, "n": most}).plan is not None
+    assert "capture_inline_max_bytes" in Cost({**rows, "n": most + 1}).error
 
 
 class Letters:

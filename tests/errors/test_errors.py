@@ -271,6 +271,27 @@ REQUESTS = [
         path("capture.inline", "128", "127", rows="8"),
         capture("all", config=config_of(capture_inline_max_bytes=127)),
     ),
+    Case(
+        path("capture.inline", "256", "255", rows="16"),
+        capture("all", n=2, config=config_of(capture_inline_max_bytes=255)),
+    ),
+    Case(
+        path("steering", "16400", str(256 << 20), n="16384", sum=str(16400 * 16384)),
+        {
+            "steering": [
+                {
+                    "op": "replace",
+                    "point": "pre_attn",
+                    "layers": [0],
+                    "positions": list(range(1025)),
+                    "values": [[float(i)] * HIDDEN for i in range(1025)],
+                }
+            ],
+            "n": 16384,
+            "prompt": 1100,
+            "config": config_of(steering_families=["replace"], max_steering_rows=2048),
+        },
+    ),
     Case(path("steering"), at(0, resumable=True)),
     Case(path("steering"), capture("all", resumable=True)),
     Case(path("capture"), capture("all", resumable=True, config=config_of(steering=False))),

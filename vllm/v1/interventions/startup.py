@@ -1,11 +1,28 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the engine core sets up over all workers: taps checked, rows of pipeline stages joined."""
 
+import multiprocessing
+import os
+import threading
+import time
+from collections.abc import Callable
+from functools import wraps
+from typing import Any
+
+import zmq
+
 from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
+from vllm.logger import init_logger
+from vllm.utils.network_utils import make_zmq_socket
 from vllm.v1.executor import Executor
 from vllm.v1.interventions.plan import TapShape
 from vllm.v1.interventions.worker.tap_check import check_worker
 from vllm.v1.outputs import ModelRunnerOutput
+
+logger = init_logger(__name__)
+
+PARENT_SECONDS = 1.0
+"""How often an engine core looks whether its frontend lives."""
 
 
 class StageRows(KVOutputAggregator):
@@ -66,3 +83,48 @@ def start_taps(executor: "Executor") -> TapShape | None:
         )
     collect_stages(executor)
     return TapShape(shapes[0].hidden_size, shapes[0].dtype, dict(sorted(points.items())))
+
+
+def end_with_parent() -> None:
+    """End this process within seconds of the one that started it, whatever that died of.
+
+    The workers of an engine core end with it: upstream has them wait on a pipe.
+    """
+    parent = multiprocessing.parent_process()
+    if parent is None:
+        return
+
+    def watch() -> None:
+        if os.getppid() != parent.pid:
+            parent.join()  # another process made this one in its name
+        # Not by its pipe: what else was forked from the parent may hold the other end open.
+        while os.getppid() == parent.pid:
+            time.sleep(PARENT_SECONDS)
+        os._exit(1)
+
+    threading.Thread(target=watch, name="end-with-parent", daemon=True).start()
+
+
+def report_death(send_outputs: Callable[..., None]) -> Callable[..., None]:
+    """Have frontends told that the engine is dead when the thread that sends them outputs fails.
+
+    Without it every later request would wait for ever, and the server would call itself healthy.
+
+    Args:
+        send_outputs: `EngineCoreProc.process_output_sockets`.
+    """
+
+    @wraps(send_outputs)
+    def send_or_report(core: Any, output_paths: list[str], *others: Any) -> None:
+        try:
+            send_outputs(core, output_paths, *others)
+        except BaseException:
+            logger.exception("outputs cannot be sent any more: the engine is dead")
+            with zmq.Context() as context:
+                for path in output_paths:
+                    socket = make_zmq_socket(context, path, zmq.PUSH, linger=4000)
+                    socket.send(core.ENGINE_CORE_DEAD)
+                    socket.close()
+            raise
+
+    return send_or_report

@@ -21,12 +21,16 @@ from vllm.v1.interventions.plan import (
     STEERING_FIELDS,
     CapturePlan,
     Plan,
+    SteeringPlan,
     TapShape,
 )
 from vllm.v1.interventions.sites import need_captured_points
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
+
+MAX_PLANS_BYTES = 256 << 20
+"""Bytes of vectors in the plans of all completions of a request."""
 
 
 def without_plan_fields(params: SamplingParams) -> SamplingParams:
@@ -103,6 +107,7 @@ def resolve(
                 "(--enable-steering)",
             )
         steering = steering_plan(params, prompt, config.steering_config, shape, modules)
+        _need_small(steering, field, params.n or 1)
     if params.capture is not None or config.capture_config.captures_all:
         if not config.capture_config.enabled or shape is None:
             reject(
@@ -112,6 +117,20 @@ def resolve(
             )
         capture = _capture(params, prompt, config, shape)
     return Plan(steering=steering, capture=capture)
+
+
+def _need_small(steering: SteeringPlan, path: str, completions: int) -> None:
+    """Raise InterventionError where the plans of a request's completions are too large together:
+    each is sent one of its own."""
+    vectors = sum(len(one.data) for one in steering.sets)
+    vectors += sum(len(term.vector) + len(term.probe) for term in steering.terms)
+    if completions > 1 and vectors * completions > MAX_PLANS_BYTES:
+        reject(
+            path,
+            f"its vectors have {vectors} bytes, and with n={completions} "
+            f"{vectors * completions}, at most {MAX_PLANS_BYTES} are sent for a request; name them "
+            "as a module, or choose a lower n",
+        )
 
 
 def _capture(
@@ -142,7 +161,8 @@ def _capture(
         info = request_info("", plan, name, prompt.token_ids)
         if name == INLINE:
             limit = config.capture_config.capture_inline_max_bytes
-            _need_room(name, info.max_bytes, info, "capture_inline_max_bytes", limit)
+            num_bytes = info.max_bytes * (params.n or 1)
+            _need_room(name, num_bytes, info, "capture_inline_max_bytes", limit)
             continue
         limits = spec.limits
         _need_room(name, info.max_bytes, info, "max_request_bytes", limits.max_request_bytes)
@@ -157,5 +177,5 @@ def _need_room(name: str, num_bytes: int, info: RequestInfo, option: str, limit:
         reject(
             f"capture.{name}",
             f"up to {rows} rows are {num_bytes} bytes, the engine allows {option}={limit} a "
-            "request; choose fewer positions or layers, or a lower max_tokens",
+            "request; choose fewer positions or layers, or a lower max_tokens or n",
         )

@@ -1,0 +1,107 @@
+# SPDX-License-Identifier: Apache-2.0
+"""An engine core in a process of its own, when its frontend is killed or it cannot send any more.
+
+Each engine lives in a program of its own, which may be killed or hang.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from tests.conformance.engine import make_llm
+from vllm import SamplingParams
+from vllm.inputs import TokensPrompt
+from vllm.v1.capture.consumer import CaptureConsumer, CaptureSession, RequestInfo
+from vllm.v1.engine.exceptions import EngineDeadError
+from vllm.v1.serial_utils import MsgpackEncoder
+
+if TYPE_CHECKING:
+    from tests.conftest import TinyModels
+
+pytestmark = pytest.mark.full
+
+ORPHAN_SECONDS = 10
+CAPTURE = {"hooks": {"post_block": [0]}}
+PROMPT = TokensPrompt(prompt_token_ids=[1, 2, 3])
+
+
+class Mute(CaptureConsumer):
+    """From its first session on its engine core cannot encode outputs."""
+
+    location = "engine"
+    capture = CAPTURE
+
+    def open(self, request: RequestInfo) -> CaptureSession:
+        def fail(*_: Any) -> Any:
+            raise TypeError("cannot be encoded")
+
+        MsgpackEncoder.encode_into = fail  # type: ignore[method-assign,assignment]
+        raise ValueError("no session")
+
+
+def wait_to_be_killed(model: str) -> None:
+    """Start an engine and say its process."""
+    llm = make_llm(Path(model))
+    resources: Any = llm.llm_engine.engine_core
+    [core] = resources.resources.engine_manager.processes
+    print(core.pid, flush=True)
+    time.sleep(600)
+
+
+def ask_a_mute_engine(model: str) -> None:
+    """Ask an engine that cannot answer, and say what becomes of it."""
+    llm = make_llm(Path(model), capture_consumers=[{"consumer": Mute}])
+    try:
+        llm.generate(PROMPT, SamplingParams(max_tokens=2, detokenize=False), use_tqdm=False)
+    except EngineDeadError as error:
+        print(type(error).__name__, flush=True)
+
+
+def program(function: str, model: Path) -> subprocess.Popen[str]:
+    code = f"import tests.serving.test_engine_death as t; t.{function}({str(model)!r})"
+    environment = {**os.environ, "VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
+    return subprocess.Popen(
+        [sys.executable, "-c", code], env=environment, stdout=subprocess.PIPE, text=True
+    )
+
+
+def lives(pid: int) -> bool:
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except FileNotFoundError:
+        return False
+    return state != "Z"
+
+
+def test_an_engine_core_ends_with_its_frontend(tiny_models: TinyModels) -> None:
+    with program("wait_to_be_killed", tiny_models.path("llama")) as frontend:
+        assert frontend.stdout is not None
+        core = int(next(line for line in frontend.stdout if line.strip().isdigit()))
+        time.sleep(3)
+        assert lives(core), "it ends though its frontend lives"
+        frontend.send_signal(signal.SIGKILL)
+        deadline = time.monotonic() + ORPHAN_SECONDS
+        while lives(core) and time.monotonic() < deadline:
+            time.sleep(0.1)
+        orphaned = lives(core)
+        if orphaned:
+            os.kill(core, signal.SIGKILL)
+    assert not orphaned
+
+
+def test_an_engine_that_cannot_send_is_dead(tiny_models: TinyModels) -> None:
+    with program("ask_a_mute_engine", tiny_models.path("llama")) as frontend:
+        try:
+            said, _ = frontend.communicate(timeout=240)
+        except subprocess.TimeoutExpired:
+            frontend.kill()
+            raise AssertionError("the request hangs") from None
+    assert said.split()[-1] == "EngineDeadError"
