@@ -106,7 +106,7 @@ def test_a_content_is_sent_once(pair: tuple[LLM, Judge]) -> None:
     with serving.watching(llm) as steps:
         serve(llm, [Ask(PROMPT, content(10))])
         serve(llm, [Ask(PROMPT, content(11))])
-    sent = [s for o in steps.outputs if o.interventions for s in o.interventions.contents]
+    sent = [s for o in steps.outputs if o.interventions for s in o.interventions.sums]
     assert len(sent) == 1
 
 

@@ -223,8 +223,8 @@ def test_modules(server: Server, judge: Judge, monkeypatch: pytest.MonkeyPatch) 
 
     async def unheard_of(request: Any) -> None:
         shared = request.plan.steering
-        contents = [msgspec.structs.replace(c, parts=[("0" * 64, 1.0)]) for c in shared.contents]
-        shared = msgspec.structs.replace(shared, contents=contents)
+        sums = [msgspec.structs.replace(c, sets=[("0" * 64, 1.0)]) for c in shared.sums]
+        shared = msgspec.structs.replace(shared, sums=sums)
         request.plan = msgspec.structs.replace(request.plan, steering=shared)
         await send(request)
 
