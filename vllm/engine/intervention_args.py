@@ -32,6 +32,7 @@ def capture_config_of(args: "EngineArgs") -> CaptureConfig:
         capture_consumers=args.capture_consumers,
         capture_points=args.capture_points,
         capture_buffer_bytes=args.capture_buffer_bytes,
+        capture_landing_bytes=args.capture_landing_bytes,
         capture_inline_max_bytes=args.capture_inline_max_bytes,
         capture_overload_policy=args.capture_overload_policy,
     )

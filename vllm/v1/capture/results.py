@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The results that a user gets back: a `CaptureResult` per consumer, `CapturedRows` per site."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -26,27 +26,46 @@ class CaptureResult:
     """The consumer's own result; that of `inline` is a dict (point, layer) -> `CapturedRows`."""
 
 
-@dataclass
 class CapturedRows:
-    """The rows of one site, in position order."""
+    """The rows of one site, in position order.
+
+    Args:
+        values: or what returns them, called when they are first read.
+    """
 
     positions: np.ndarray
     """The positions of the rows, int64 [n]. A row has read its token and predicts the next."""
     token_ids: np.ndarray
     """The token that each row has read, int64 [n]."""
-    values: torch.Tensor
-    """The rows, [n, hidden] on the CPU in the model's dtype; with `project` their scores, float32
-    [n, k]. Several sites share memory, so they are not contiguous, and one that is kept keeps all:
-    clone() what is to stay alone."""
     versions: np.ndarray
     """The version of the global steering that each row ran under, int64 [n], see `llm.steering`."""
+
+    def __init__(
+        self,
+        positions: np.ndarray,
+        token_ids: np.ndarray,
+        values: torch.Tensor | Callable[[], torch.Tensor],
+        versions: np.ndarray,
+    ) -> None:
+        self.positions, self.token_ids, self.versions = positions, token_ids, versions
+        self._values = values
+
+    @property
+    def values(self) -> torch.Tensor:
+        """The rows, [n, hidden] on the CPU in the model's dtype; with `project` their scores,
+        float32 [n, k]. They are a view of memory that they share with other sites, and as a rule
+        with other requests, and one that is kept keeps all: clone() what is to stay alone."""
+        if not isinstance(self._values, torch.Tensor):
+            self._values = self._values()
+        return self._values
 
     def __len__(self) -> int:
         return len(self.positions)
 
     def __getstate__(self) -> dict[str, Any]:
         # All sites share memory, and a pickled view is a pickle of all of it.
-        return {**self.__dict__, "values": self.values.clone(memory_format=torch.contiguous_format)}
+        own = self.values.clone(memory_format=torch.contiguous_format)
+        return {**self.__dict__, "_values": own}
 
     def numpy(self) -> np.ndarray:
         """Return the values, [n, width]; bfloat16, which numpy lacks, becomes float32."""

@@ -125,13 +125,15 @@ class StepInterventions(msgspec.Struct):
 
 
 class CapturedChunk(msgspec.Struct, array_like=True, gc=False):
-    """Rows of one request, in position order."""
+    """Rows of requests in one step, those of a request in position order next to each other."""
 
     positions: np.ndarray
     """int64 [n]; those of all streams together."""
     values: list[torch.Tensor]
-    """One tensor per stream of the capture plan: [n, its sites, its width], its dtype, CPU."""
+    """One tensor per stream of the capture plan: [n, its sites, its width], its dtype, CPU. Where
+    several pipeline stages have sites, those of the first stage, then of the next, each with the
+    sites it has."""
     version: int
     """Version of the global steering that the step ran under."""
-    owners: list[tuple[str, int]] = []
-    """Whose rows these are, where they are of several requests: (request id, number of rows)."""
+    owners: list[tuple[str, int]]
+    """Whose rows these are: (request id, number of rows)."""

@@ -3,11 +3,13 @@
 
 from collections.abc import Collection
 from itertools import accumulate, groupby
+from math import prod
 from typing import Any
 
 import numpy as np
 import torch
 
+from vllm.v1.capture.transport.landing import Places, Reference
 from vllm.v1.interventions.capture_groups import CaptureGroup, LocalStream
 from vllm.v1.interventions.messages import CapturedChunk
 
@@ -24,10 +26,9 @@ class Block:
 
     def __init__(self, group: CaptureGroup, members: Members) -> None:
         self.group = group
-        self.req_ids = [req_id for req_id, _ in members]
         self.counts = [len(tokens) for _, tokens in members]
         """Captured tokens of each request."""
-        self.owners = list(zip(self.req_ids, self.counts, strict=True))
+        self.owners = [(req_id, len(tokens)) for req_id, tokens in members]
         self.count = sum(self.counts)
         self.num_raw = group.num_raw * self.count
         self.num_rest = len(group.sites) * self.count - self.num_raw
@@ -75,48 +76,92 @@ class Blocks:
 class StepRows:
     """The rows of one step, for `ModelRunnerOutput`.
 
-    On a GPU the copy to pinned memory is in flight when this object is handed on; reading or
-    pickling it waits for the copy.
+    They lie in one piece of host memory: positions, then scores, then rows as they are. On a GPU
+    the copy there is in flight when this object is handed on; reading or pickling it waits for
+    that. What is pickled is where the memory is, if other processes of this host can read it.
 
     Args:
         version: of the global steering that the step runs under.
+        hidden_size: width of the rows that leave the device as they are.
+        dtype: theirs.
     """
 
-    def __init__(self, version: int, blocks: Blocks) -> None:
+    def __init__(self, version: int, blocks: Blocks, hidden_size: int, dtype: torch.dtype) -> None:
         self._version = version
         self.blocks = blocks
+        self._hidden_size = hidden_size
+        self._dtype = dtype
+        self._memory: torch.Tensor | Reference | None = None
+        self.places: Places | None = None
+        """What knows where the memory is; None if that is ordinary memory."""
         self._parts: list[tuple[np.ndarray, list[torch.Tensor]]] | None = None
         self._singles: dict[str, int] | None = None
         self._chunks: dict[str, CapturedChunk] | None = None
         self._later: list[StepRows] = []
         self._event: torch.cuda.Event | None = None
 
+    def _shapes(self) -> list[tuple[tuple[int, ...], torch.dtype]]:
+        """What the memory holds: int64 [n] positions in block order, float32 [count, sites, k]
+        scores of each projected stream, and [num_raw, hidden] rows as they lay in the arena."""
+        scores = [
+            ((block.count, len(stream.places), stream.projection[1]), torch.float32)
+            for block in self.blocks.all
+            for stream in block.group.streams
+            if stream.projection is not None
+        ]
+        positions = (sum(block.count for block in self.blocks.all),), torch.int64
+        return [positions, *scores, ((self.blocks.num_raw, self._hidden_size), self._dtype)]
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the memory that `fill` takes."""
+        return sum(prod(shape) * dtype.itemsize for shape, dtype in self._shapes())
+
     def fill(
-        self,
-        rows: torch.Tensor,
-        positions: torch.Tensor,
-        scores: list[torch.Tensor],
-        copied: torch.cuda.Event | None = None,
+        self, memory: torch.Tensor, places: Places | None, copied: torch.cuda.Event | None = None
     ) -> None:
-        """Take what was captured, on the host.
+        """Take the memory in which everything will be.
 
         Args:
-            rows: [blocks.num_raw, hidden], as they lay in the arena.
-            positions: int64 [n], in block order.
-            scores: float32 [count, sites, k] of each block's projected streams.
-            copied: happens when all of these have arrived; None if they have.
+            memory: uint8 [>= num_bytes] on the host.
+            places: what knows where that is; None for ordinary memory.
+            copied: happens when everything has arrived; None if it has.
         """
-        self._rows, self._positions, self._scores, self._event = rows, positions, scores, copied
+        self._memory, self.places, self._event = memory, places, copied
+
+    def tensors(self) -> list[torch.Tensor]:
+        """Positions, scores and rows, views of the memory: see `_shapes`."""
+        assert isinstance(self._memory, torch.Tensor)
+        tensors, first = [], 0
+        for shape, dtype in self._shapes():
+            stop = first + prod(shape) * dtype.itemsize
+            tensors.append(self._memory[first:stop].view(dtype).view(shape))
+            first = stop
+        return tensors
+
+    def receive(self, places: Places) -> None:
+        """Map the memory, where it came from another process of this host.
+
+        Args:
+            places: those of this process.
+        """
+        for rows in (self, *self._later):
+            if isinstance(rows._memory, Reference):
+                rows._memory, rows.places = places.borrow(rows._memory), places
 
     def _whole(self) -> list[tuple[np.ndarray, list[torch.Tensor]]]:
         """All rows by block: int64 [count] positions, and [count, sites, width] of each stream."""
         if self._parts is None:
             self._wait()
-            self._parts, positions, scores = [], self._positions.numpy(), iter(self._scores)
+            tensors = iter(self.tensors())
+            positions = next(tensors).numpy().copy()  # small, and should keep no place
+            *scores, rows = tensors
+            scores_left = iter(scores)
+            self._parts = []
             for block in self.blocks.all:
                 own, positions = positions[: block.count], positions[block.count :]
                 values = [
-                    _raw(block, self._rows, s) if s.projection is None else next(scores)
+                    _raw(block, rows, s) if s.projection is None else next(scores_left)
                     for s in block.group.streams
                 ]
                 self._parts.append((own, values))
@@ -130,8 +175,9 @@ class StepRows:
                 at = [positions[b - n : b] for n, b in zip(block.counts, stops, strict=True)]
                 # Views of all requests at once: of each by itself takes several times longer.
                 parts = [v.split(block.counts) for v in values]
-                for req_id, here, *mine in zip(block.req_ids, at, *parts, strict=True):
-                    self._chunks[req_id] = CapturedChunk(here, mine, self._version)
+                for owner, here, *mine in zip(block.owners, at, *parts, strict=True):
+                    chunk = CapturedChunk(here, mine, self._version, [owner])
+                    self._chunks[owner[0]] = chunk
         return self._chunks
 
     @property
@@ -148,7 +194,8 @@ class StepRows:
                 return None
             for block, (positions, _) in zip(self.blocks.all, self._whole(), strict=True):
                 if block.count == len(block.counts):
-                    self._singles.update(zip(block.req_ids, positions.tolist(), strict=True))
+                    names = (name for name, _ in block.owners)
+                    self._singles.update(zip(names, positions.tolist(), strict=True))
                     continue
                 for (name, count), stop in zip(block.owners, accumulate(block.counts), strict=True):
                     if count == 1:
@@ -179,17 +226,15 @@ class StepRows:
         self._later.append(later)
 
     def of(self, request_id: str) -> CapturedChunk | None:
-        """The rows of one request, None if it has none: views of the step's rows, which keep all of
-        them in memory; copies where the rows of several stages were joined."""
+        """The rows of one request, None if it has none: views of the step's rows."""
         chunks = self._resolve() if self._chunks is None else self._chunks
         chunk = chunks.get(request_id)
         for later in self._later:
             more = later.of(request_id)
             if chunk is not None and more is not None:
                 assert np.array_equal(chunk.positions, more.positions)
-                pairs = zip(chunk.values, more.values, strict=True)
-                values = [torch.cat(pair, dim=1) for pair in pairs]
-                chunk = CapturedChunk(chunk.positions, values, chunk.version)
+                values = chunk.values + more.values
+                chunk = CapturedChunk(chunk.positions, values, chunk.version, chunk.owners)
             chunk = chunk or more
         return chunk
 
@@ -199,9 +244,13 @@ class StepRows:
             self._event = None
 
     def __getstate__(self) -> dict[str, Any]:
-        # The step's tensors whole, without a copy; the receiver cuts them.
         self._wait()
-        return {**self.__dict__, "_parts": None, "_singles": None, "_chunks": None}
+        memory = self._memory
+        if self.places is not None and isinstance(memory, torch.Tensor):
+            self.places.reclaim()
+            memory = self.places.lend(memory) or memory
+        made = dict.fromkeys(("places", "_parts", "_singles", "_chunks"))
+        return {**self.__dict__, **made, "_memory": memory}
 
 
 def _raw(block: Block, rows: torch.Tensor, stream: LocalStream) -> torch.Tensor:

@@ -5,5 +5,5 @@ selected.py      which rows of a completion a selection means, and whether they 
 feed.py          from a completion's rows, as they come, to what one consumer gets
 host.py          runs one consumer in threads of its own
 copies.py        copies of rows on the host, by several threads
-shared_rows.py   memory that an engine core shares with its frontends, for large tensors
+landing.py       memory in which rows land once, and all processes of the host read them
 """

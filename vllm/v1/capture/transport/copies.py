@@ -41,16 +41,6 @@ def copy(copies: Copies) -> None:
         torch._foreach_copy_(*copies)
 
 
-def join_copies(copies: Iterable[Copies]) -> Copies:
-    """Put several copies together as one."""
-    into: list[torch.Tensor] = []
-    rows: list[torch.Tensor] = []
-    for some_into, some_rows in copies:
-        into += some_into
-        rows += some_rows
-    return into, rows
-
-
 class CopyThreads:
     """The threads that copy for one owner.
 
@@ -74,12 +64,6 @@ class CopyThreads:
             copy(copies)
         else:
             finished(self.start(copies))
-
-    def copied(self, values: torch.Tensor) -> torch.Tensor:
-        """Return a copy of `values` in memory of its own, contiguous."""
-        into = empty(values.shape, values.dtype)
-        self.run(([into], [values]))
-        return into
 
     def follow(self, copies: Copies) -> list[Future[None]]:
         """Start copying, and do not wait for it.

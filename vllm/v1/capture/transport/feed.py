@@ -84,7 +84,7 @@ class Feed:
         self._prompt = prompt_token_ids
         self._threads = threads
         self._selected = Selected(selection, len(prompt_token_ids))
-        self._stream = selection.stream
+        self._stream, self._num_streams = selection.stream, len(plan.streams)
         self._sites = torch.tensor([order.index(site) for site in selection.sites])
         self._all_sites = selection.sites == order
         self._hold = hold
@@ -175,7 +175,8 @@ class Feed:
     ) -> tuple[RowBatch, Copies]:
         """Make a batch for rows `at` of a chunk, and the copies that fill its values."""
         positions = chunk.positions[at]
-        values = chunk.values[self._stream]
+        stages = chunk.values[self._stream :: self._num_streams]
+        values = stages[0] if len(stages) == 1 else torch.cat(stages, dim=1)
         if not self._all_sites:
             values = values[:, self._sites]
         if len(at) < len(chunk.positions):

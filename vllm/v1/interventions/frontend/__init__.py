@@ -10,7 +10,8 @@ prompt_text.py        the prompt as text, for selectors that give a text
 module_catalog.py     what the names in `steering_modules` mean now
 global_steering.py    `llm.steering`: global tiers and named modules at run time
 capture_outputs.py    captures on their way back: one object per completion, outputs held for them
+row_inbox.py          rows as they come from the engine core, for each request to read
 row_collector.py      gathers the rows of one completion for `inline`
-row_copier.py         copies such rows beside the engine's loop
+row_pieces.py         where rows came to lie, and what joins them when they are read
 capture_link.py       how captures reach the engine core
 """

@@ -8,6 +8,7 @@ from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any
 
 from vllm.v1.capture.consumer import ConsumerResult
+from vllm.v1.capture.transport.landing import Places
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequestType
 from vllm.v1.engine.core_client import AsyncMPClient, InprocClient, SyncMPClient
 from vllm.v1.interventions.calls import CaptureCall
@@ -24,6 +25,11 @@ class CaptureLink(ABC):
 
     def opened(self) -> None:  # noqa: B027
         """Note that a request with consumers came; called where its outputs will be awaited."""
+
+    @property
+    @abstractmethod
+    def places(self) -> Places | None:
+        """Where rows that come from the engine core lie; None before the first in this process."""
 
     @abstractmethod
     def send(self, call: CaptureCall) -> None:
@@ -48,6 +54,11 @@ class _InprocLink(CaptureLink):
     def send(self, call: CaptureCall) -> None:
         self._client.engine_core.capture(call)
 
+    @property
+    def places(self) -> Places | None:
+        scheduler: Any = self._client.engine_core.scheduler
+        return scheduler.interventions.relay.encoder.places
+
     def _put(self, outputs: EngineCoreOutputs) -> None:
         scheduler: Any = self._client.engine_core.scheduler
         scheduler.interventions.captures.results.put((0, outputs))
@@ -58,6 +69,10 @@ class _SyncLink(CaptureLink):
 
     def __init__(self, client: SyncMPClient) -> None:
         self._client = client
+
+    @property
+    def places(self) -> Places:
+        return self._client.row_places
 
     def send(self, call: CaptureCall) -> None:
         # A utility call whose answer nobody waits for.
@@ -77,6 +92,10 @@ class _AsyncLink(CaptureLink):
         self._client = client
         self._loop: asyncio.AbstractEventLoop | None = None
         self._tasks: set[asyncio.Task[object]] = set()
+
+    @property
+    def places(self) -> Places:
+        return self._client.row_places
 
     def opened(self) -> None:
         self._loop = asyncio.get_running_loop()

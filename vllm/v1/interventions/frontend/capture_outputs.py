@@ -26,7 +26,7 @@ from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest, FinishReason
 from vllm.v1.interventions.calls import CaptureCall, CaptureEnd
 from vllm.v1.interventions.frontend.capture_request import check_global
 from vllm.v1.interventions.frontend.row_collector import RowCollector
-from vllm.v1.interventions.frontend.row_copier import RowCopier, unpack
+from vllm.v1.interventions.frontend.row_inbox import RowInbox, rows_of
 from vllm.v1.interventions.messages import CapturedChunk
 from vllm.v1.interventions.plan import CapturePlan, Plan
 from vllm.v1.metrics.capture_stats import CaptureStats
@@ -94,12 +94,14 @@ class CompletionCapture:
         inline = [name for name in plan.consumers if name == INLINE]
         self._collector = RowCollector(plan, self._prompt, inline) if inline else None
         if self._collector is not None:
-            outputs.copier.open(self._request_id, self._collector)
+            outputs.inbox.open(self._request_id, self._collector)
         self._feeds = {
             name: Feed(plan, name, self._prompt, outputs.threads)
             for name in plan.consumers
             if name in outputs.hosts
         }
+        self._rows: list[CapturedChunk] = []
+        """Rows for the feeds that came ahead of their tokens."""
         self._open: set[str] = set()
         self._dropped: set[str] = set()
         self.pending_consumers = [name for name in plan.consumers if name != INLINE]
@@ -113,18 +115,22 @@ class CompletionCapture:
         """Whether results are still to come."""
         return bool(self.pending_consumers)
 
-    def add(self, chunks: list[CapturedChunk] | None, output_token_ids: Sequence[int]) -> None:
-        """Take rows that came with an output, or ahead of it in the same message.
+    def add(self, rows: CapturedChunk) -> None:
+        """Take rows for the consumers of this process. Those of generated tokens wait for the
+        output that brings the tokens."""
+        if self._feeds:
+            self._rows.append(rows)
+            if rows.positions[-1] < len(self._prompt):
+                self.deliver(())
+
+    def deliver(self, output_token_ids: Sequence[int]) -> None:
+        """Give the consumers of this process the rows that came ahead of an output.
 
         Args:
-            chunks: those that came with it; None for none.
             output_token_ids: the generated tokens, those past a stop string removed.
         """
-        if chunks is not None and self._collector is not None:
-            self._outputs.copier.add(self._collector, chunks)
-        if not self._feeds:
-            return
-        for chunk in self._outputs.rows_before_outputs.pop(self._request_id, chunks) or ():
+        rows, self._rows = self._rows, []
+        for chunk in rows:
             for name, feed in self._feeds.items():
                 delivery = feed.deliver(chunk, output_token_ids)
                 if delivery is not None and name not in self._dropped:
@@ -154,16 +160,10 @@ class CompletionCapture:
         aborted = finish_reason in (FinishReason.ABORT, FinishReason.ERROR)
         inline: dict[str, CaptureResult] = {}
         if self._collector is not None:
-            copier = self._outputs.copier
-            copier.finish(self._collector)
-            if aborted:
-                copier.settle()  # maybe outside a step
+            if finished:
+                self._outputs.inbox.finish(self._collector)
             inline = self._collector.results(
-                output_token_ids,
-                finished=finished,
-                aborted=aborted,
-                only_new=only_new,
-                settle=copier.settle,
+                output_token_ids, finished=finished, aborted=aborted, only_new=only_new
             )
         if not finished:
             # A mapping of its own: this output may still be in a queue when results are there.
@@ -176,7 +176,7 @@ class CompletionCapture:
 
     def _end(self, num_tokens: int, reason: FinishReason | None, aborted: bool) -> None:
         if INLINE in self._results:
-            self._outputs.finished.add([_inline_result(self._results[INLINE])])
+            self._outputs.finished.add([self._inline_result()])
         failed = "the engine failed the request" if reason == FinishReason.ERROR else ""
         if self.pending_consumers:
             end = CaptureEnd(num_tokens, aborted, failed)
@@ -192,6 +192,13 @@ class CompletionCapture:
                 self._settle(ConsumerResult(name, "error", failed))
         if not self.pending_consumers:
             self._outputs.close(self._request_id)
+
+    def _inline_result(self) -> ConsumerResult:
+        result = self._results[INLINE]
+        # Every site has the same rows.
+        rows = len(result.payload) * len(next(iter(result.payload.values())))
+        row_bytes = self._plan.streams[self._plan.consumers[INLINE].stream].row_bytes
+        return ConsumerResult(INLINE, result.status, rows=rows, num_bytes=rows * row_bytes)
 
     def _dropped_result(self, name: str, num_tokens: int) -> ConsumerResult:
         selected = Selected(self._plan.consumers[name], len(self._prompt))
@@ -219,14 +226,6 @@ class CompletionCapture:
         self._results[result.consumer] = CaptureResult(result.status, result.error, result.payload)
 
 
-def _inline_result(result: CaptureResult) -> ConsumerResult:
-    # Every site has the same rows.
-    number, site = len(result.payload), next(iter(result.payload.values()))
-    return ConsumerResult(
-        INLINE, result.status, rows=number * len(site), num_bytes=number * site.values.nbytes
-    )
-
-
 class CaptureOutputs:
     """All captures of one frontend.
 
@@ -244,9 +243,8 @@ class CaptureOutputs:
         self.finished = CaptureStats()
         """Results since the statistics were last taken."""
         self.threads = CopyThreads("capture-rows")
-        self.copier = RowCopier(self.threads)
-        self.rows_before_outputs: dict[str, list[CapturedChunk]] = {}
-        """Rows for consumers of this process, by request, whose outputs follow in the message."""
+        frontends = config.parallel_config._api_process_count
+        self.inbox = RowInbox(link, self.threads, frontends)
         self._open: dict[str, CompletionCapture] = {}
         """Captures with consumers whose results are not all in, by request."""
         self._ready: list[RequestOutput] = []
@@ -303,11 +301,13 @@ class CaptureOutputs:
 
     def handle_output(self, output: EngineCoreOutput) -> bool:
         """Take rows of several requests, or results of consumers. Whether `output` is only that."""
-        if output.captured and output.captured[0].owners:
-            for chunk in output.captured:
-                self.copier.share(chunk)
-            if self.hosts:
-                self.rows_before_outputs = unpack(output.captured)
+        if output.captured:
+            self.inbox.add(output.captured)
+            for chunk in output.captured if self.hosts else ():
+                for rows in rows_of(chunk):
+                    capture = self._open.get(rows.owners[0][0])
+                    if capture is not None:
+                        capture.add(rows)
             return True
         if output.capture_results is None:
             return False
@@ -337,7 +337,7 @@ class CaptureOutputs:
         Args:
             stats: gets what happened since the last call; None if nobody takes statistics.
         """
-        self.copier.step()
+        self.inbox.step()
         if stats is not None:
             stats.capture.results += self.finished.results
             stats.capture.pending = Counter(

@@ -6,7 +6,6 @@ import sys
 import numpy as np
 
 from vllm.sampling_params import SamplingParams
-from vllm.v1.capture.transport.copies import CopyThreads
 from vllm.v1.interventions.messages import CapturedChunk
 from vllm.v1.interventions.plan import PLAN_FIELDS, Plan
 from vllm.v1.interventions.positions import Positions
@@ -17,7 +16,7 @@ NO_PLAN, NO_POSITIONS = Plan(), Positions()
 
 
 class RequestInterventions:
-    """Cache identity, capture cursor and undelivered rows of one request.
+    """Cache identity and capture cursor of one request.
 
     Args:
         plan: None for a plain request.
@@ -40,26 +39,20 @@ class RequestInterventions:
         """Number of sites at which it captures."""
         self.wanted = Positions.from_flat(capture.runs) if capture else NO_POSITIONS
         self._relayed = [s.relayed for s in capture.streams] if capture else []
-        self._relays_all, self._relays_any = all(self._relayed), any(self._relayed)
+        self.relays_all = all(self._relayed)
+        """Whether all that it captures goes on to the frontend."""
         self._relayed_positions = self.wanted
-        if capture is not None and not self._relays_all:
+        if capture is not None and not self.relays_all:
             runs = [s.runs for s in capture.streams if s.relayed]
             self._relayed_positions = Positions.from_flat([n for flat in runs for n in flat])
         self.blocks = BlockIdentity(self.plan.steering, num_prompt_tokens)
         self._next_row = 0
-        self._undelivered: list[CapturedChunk] = []
 
     def cache_hit_limit(self) -> int:
         """Most tokens that may come from the prefix cache: cached positions are not computed, so
         the lowest selected position not yet delivered must lie behind them."""
         first = self.wanted.first_from(self._next_row)
         return sys.maxsize if first is None else first
-
-    @property
-    def can_send_packed(self) -> bool:
-        """Whether rows may go to the frontend as they lie in a step's memory: all of them do, and
-        none waits that must go before."""
-        return self._relays_all and not self._undelivered
 
     def accept_one(self, position: int, num_tokens: int) -> bool:
         """Accept the only row of a step, if it is the one that the step's token came from; returns
@@ -96,37 +89,25 @@ class RequestInterventions:
         self._next_row = int(positions[kept[-1]]) + 1
         if keep.all():
             return chunk
-        return CapturedChunk(positions[kept], [v[kept] for v in chunk.values], chunk.version)
+        # Neighbours stay where they lie.
+        first, last = int(kept[0]), int(kept[-1]) + 1
+        at = slice(first, last) if last - first == len(kept) else kept
+        return _cut(chunk, at, [slice(None)] * len(chunk.values))
 
-    def keep(self, chunk: CapturedChunk, waits: bool, threads: CopyThreads) -> None:
-        """Keep what the frontend needs of accepted rows until `pop_rows`.
+    def relayed(self, chunk: CapturedChunk) -> CapturedChunk | None:
+        """What goes on to the frontend of accepted rows; None for nothing."""
+        if self.relays_all:
+            return chunk
+        kept = np.flatnonzero(self._relayed_positions.mask(chunk.positions))
+        if not len(kept):
+            return None
+        sites = [slice(None) if relayed else slice(0) for relayed in self._relayed]
+        return _cut(chunk, kept, sites * (len(chunk.values) // len(sites)))
 
-        Args:
-            waits: whether they wait for a later step's output. A chunk is a view of the rows of all
-                requests, and a long prompt has many steps: what is not most of its step's rows is
-                copied.
-        """
-        if not self._relays_any:
-            return
-        if not self._relays_all:
-            kept = np.flatnonzero(self._relayed_positions.mask(chunk.positions))
-            if not len(kept):
-                return
-            values = [
-                v[kept] if relayed else v[kept, :0]
-                for v, relayed in zip(chunk.values, self._relayed, strict=True)
-            ]
-            chunk = CapturedChunk(chunk.positions[kept], values, chunk.version)
-        elif waits:
-            values = [
-                threads.copied(v) if 2 * v.nbytes < v.untyped_storage().nbytes() else v
-                for v in chunk.values
-            ]
-            chunk = CapturedChunk(chunk.positions, values, chunk.version)
-        self._undelivered.append(chunk)
 
-    def pop_rows(self) -> list[CapturedChunk] | None:
-        """Take the rows for the request's next output, None for none; those of partial prefills
-        have waited here."""
-        taken, self._undelivered = self._undelivered, []
-        return taken or None
+def _cut(chunk: CapturedChunk, at: slice | np.ndarray, sites: list[slice]) -> CapturedChunk:
+    """Rows `at` of one request's chunk, at some sites of each of its tensors."""
+    values = [v[at, where] for v, where in zip(chunk.values, sites, strict=True)]
+    positions = chunk.positions[at]
+    [(name, _)] = chunk.owners
+    return CapturedChunk(positions, values, chunk.version, [(name, len(positions))])

@@ -4,7 +4,9 @@
 from collections import defaultdict
 from typing import TYPE_CHECKING
 
+from vllm.v1.capture.transport.landing import Places, RowEncoder
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
+from vllm.v1.interventions.messages import CapturedChunk
 from vllm.v1.interventions.scheduler.capture_sessions import CaptureSessions
 
 if TYPE_CHECKING:
@@ -22,45 +24,57 @@ class RowRelay:
 
     def __init__(self, captures: CaptureSessions) -> None:
         self._captures = captures
+        self.encoder = RowEncoder()
+        """Passes on where rows lie, to frontends that are processes of this host."""
+        self._places = Places()
+        """Where the rows of workers in processes of their own lie."""
         self._step: StepRows | None = None
         self._whole: defaultdict[int, list[str]] = defaultdict(list)
         """Client -> requests that take all their rows of `_step`."""
+        self._cut: defaultdict[int, list[CapturedChunk]] = defaultdict(list)
+        """Client -> rows of those that take some."""
 
-    def accept(self, request: "Request", captured: "StepRows | None", emits: bool) -> None:
+    def accept(self, request: "Request", captured: "StepRows | None") -> None:
         """Accept a request's rows of a step, and pass them on.
 
         Args:
             captured: the rows of all requests; None if nobody captured.
-            emits: whether an output of the request leaves in this step.
         """
         ours = request.interventions
         if captured is None or not ours.num_sites:
             return
+        if captured is not self._step:
+            captured.receive(self._places)
+            self._step = captured
+            self.encoder.places = captured.places or self.encoder.places
         name, num_tokens = request.request_id, request.num_tokens
-        packed = emits and ours.can_send_packed and not self._captures.has_local_consumers(name)
-        if packed:
+        client = request.client_index
+        local = self._captures.has_local_consumers(name)
+        if ours.relays_all and not local:
             position = captured.position(name)
             if position is not None and ours.accept_one(position, num_tokens):
-                self._step = captured
-                self._whole[request.client_index].append(name)
+                self._whole[client].append(name)
                 return
         chunk = captured.of(name)
         accepted = chunk and ours.accept(chunk, num_tokens)
         if not accepted:
             return
-        if packed and accepted is chunk and captured.packs:
-            self._step = captured
-            self._whole[request.client_index].append(name)
-        else:
-            ours.keep(accepted, not emits, self._captures.threads)
-        self._captures.route_rows(request, accepted)
+        if accepted is chunk and ours.relays_all and captured.packs:
+            self._whole[client].append(name)
+        elif relayed := ours.relayed(accepted):
+            self._cut[client].append(relayed)
+        if local:
+            self._captures.route_rows(request, accepted)
 
     def join(self, outputs: dict[int, EngineCoreOutputs]) -> None:
         """Put the step's rows ahead of the outputs of their requests."""
         if self._step is None:
             return
-        for client, names in self._whole.items():
-            rows = EngineCoreOutput("", [], captured=self._step.packed(names))
-            outputs[client].outputs.insert(0, rows)
+        for client in self._whole.keys() | self._cut.keys():
+            names = self._whole[client]
+            chunks = [*(self._step.packed(names) if names else ()), *self._cut[client]]
+            rows = EngineCoreOutput("", [], captured=chunks)
+            outputs.setdefault(client, EngineCoreOutputs()).outputs.insert(0, rows)
         self._step = None
         self._whole.clear()
+        self._cut.clear()

@@ -11,4 +11,5 @@ steering_table.py      sums of vectors
 term_table.py          operations other than addition
 projection_table.py    `project` matrices, and scores of rows
 outbox.py              captured rows from the device to the host
+pinning.py             the host memory where they land, made known to the GPU
 """

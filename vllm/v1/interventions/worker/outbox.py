@@ -1,90 +1,91 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The captured rows of a step on their way from a worker's device to its host."""
+"""The captured rows of a step on their way from a worker's device to its landing."""
 
 import torch
 
+from vllm.v1.capture.transport.landing import Landing
 from vllm.v1.interventions.capture_groups import LocalStream
 from vllm.v1.interventions.step_rows import Block, StepRows
+from vllm.v1.interventions.worker.pinning import PIECE_BYTES
 from vllm.v1.interventions.worker.projection_table import ProjectionTable
 
 
 class Outbox:
-    """Copies a step's rows to the host on a stream of its own, while the next steps run.
+    """Writes the rows of steps to a landing; on a GPU on a stream of its own, while the next steps
+    run.
 
-    They leave from a second buffer, because the next step writes to the arena: a move on the
+    There they leave from a second buffer, because the next step writes to the arena: a move on the
     device takes next to no time.
 
     Args:
-        arena: [rows, hidden], on a GPU.
+        arena: [rows, hidden] on the device.
     """
 
-    def __init__(self, arena: torch.Tensor) -> None:
-        self._rows = torch.empty_like(arena)
-        self._stream = torch.cuda.Stream(arena.device)
+    def __init__(self, arena: torch.Tensor, landing: Landing, projections: ProjectionTable) -> None:
+        self._arena, self._landing, self._projections = arena, landing, projections
+        self._cuda = arena.device.type == "cuda"
         self._sent: torch.cuda.Event | None = None
+        if self._cuda:
+            self._leaving = torch.empty_like(arena)
+            self._stream = torch.cuda.Stream(arena.device)
 
-    def send(
-        self, rows: torch.Tensor, *others: torch.Tensor
-    ) -> tuple[list[torch.Tensor], torch.cuda.Event]:
-        """Start to copy `rows` of the arena, and `others` that are used no more, to the host.
+    def send(self, step: StepRows, positions: torch.Tensor) -> None:
+        """Give a step's result the rows that its forward left in the arena.
 
-        Returns:
-            The host's tensors in this order, and the event after which they have the values.
+        Args:
+            positions: int64 [n] on the device, the captured tokens' in block order.
         """
+        scores = [
+            self._scores_of(block, stream)
+            for block in step.blocks.all
+            for stream in block.group.streams
+            if stream.projection is not None
+        ]
+        place = self._landing.take(step.num_bytes)
+        memory = place
+        if memory is None:
+            memory = torch.empty(step.num_bytes, dtype=torch.uint8, pin_memory=self._cuda)
+        places = None if place is None else self._landing
+        step.fill(memory, places)
+        *others_there, rows_there = step.tensors()
+        rows, others = self._arena[: step.blocks.num_raw], [positions, *scores]
+        if not self._cuda:
+            for there, values in zip((rows_there, *others_there), (rows, *others), strict=True):
+                there.copy_(values)
+            return
         main = torch.cuda.current_stream()
         if self._sent is not None:
             main.wait_event(self._sent)
-        leaving = self._rows[: len(rows)]
+        leaving = self._leaving[: len(rows)]
         leaving.copy_(rows)
         self._stream.wait_stream(main)
         with torch.cuda.stream(self._stream):
-            host = [tensor.to("cpu", non_blocking=True) for tensor in (leaving, *others)]
-            for tensor in others:
-                tensor.record_stream(self._stream)
+            self._copy_rows(rows_there, leaving)
+            for there, values in zip(others_there, others, strict=True):
+                there.copy_(values, non_blocking=True)
+                values.record_stream(self._stream)
             self._sent = torch.cuda.Event()
             self._sent.record()
-        return host, self._sent
+        step.fill(memory, places, self._sent)
 
+    def _copy_rows(self, there: torch.Tensor, rows: torch.Tensor) -> None:
+        """Copy rows in parts that each lie in one of the pieces that the GPU knows."""
+        there, rows = (values.view(-1).view(torch.uint8) for values in (there, rows))
+        first = there.data_ptr() - self._landing.memory.ctypes.data
+        done = 0
+        while done < len(rows):
+            stop = done + PIECE_BYTES - (first + done) % PIECE_BYTES
+            there[done:stop].copy_(rows[done:stop], non_blocking=True)
+            done = stop
 
-def send_rows(
-    step: StepRows,
-    arena: torch.Tensor,
-    positions: torch.Tensor,
-    projections: ProjectionTable,
-    outbox: Outbox | None,
-) -> None:
-    """Give a step's result the rows that its forward left in the arena.
-
-    Args:
-        step: filled here.
-        arena: [rows, hidden] on the device.
-        positions: int64 [n] on the device, the captured tokens' in block order.
-        outbox: None on a CPU.
-    """
-    scores = [
-        _scores_of(block, stream, arena, projections)
-        for block in step.blocks.all
-        for stream in block.group.streams
-        if stream.projection is not None
-    ]
-    rows = arena[: step.blocks.num_raw]
-    if outbox is None:
-        step.fill(rows.clone(), positions, scores)
-        return
-    (rows, positions, *scores), copied = outbox.send(rows, positions, *scores)
-    step.fill(rows, positions, scores, copied)
-
-
-def _scores_of(
-    block: Block, stream: LocalStream, arena: torch.Tensor, projections: ProjectionTable
-) -> torch.Tensor:
-    """The scores of a projected stream, float32 [count, sites, k] on the device."""
-    assert stream.projection is not None
-    shape = (block.count, len(stream.places), stream.projection[1])
-    scores = torch.empty(shape, device=arena.device)
-    done = 0
-    for first, number in stream.runs:
-        out = scores[:, done : done + number]
-        projections.scores(block.of(arena, first, number), stream.projection, out)
-        done += number
-    return scores
+    def _scores_of(self, block: Block, stream: LocalStream) -> torch.Tensor:
+        """The scores of a projected stream, float32 [count, sites, k] on the device."""
+        assert stream.projection is not None
+        shape = (block.count, len(stream.places), stream.projection[1])
+        scores = torch.empty(shape, device=self._arena.device)
+        done = 0
+        for first, number in stream.runs:
+            out = scores[:, done : done + number]
+            self._projections.scores(block.of(self._arena, first, number), stream.projection, out)
+            done += number
+        return scores

@@ -18,12 +18,14 @@ from vllm.config.steering import POINTS
 from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
 from vllm.model_executor.layers.native_rows import NATIVE_ROWS, NativeTap
 from vllm.model_executor.layers.residual_taps import BoundTaps, PassTap, SiteTap
+from vllm.v1.capture.transport.landing import Landing
 from vllm.v1.interventions.capture_groups import CaptureGroup, CaptureGroups
 from vllm.v1.interventions.messages import num_table_rows
 from vllm.v1.interventions.plan import Site, TapShape
 from vllm.v1.interventions.step_rows import Blocks, Members, StepRows
 from vllm.v1.interventions.worker.model_variants import ModelVariants
-from vllm.v1.interventions.worker.outbox import Outbox, send_rows
+from vllm.v1.interventions.worker.outbox import Outbox
+from vllm.v1.interventions.worker.pinning import Pinning, landing_bytes
 from vllm.v1.interventions.worker.projection_table import ProjectionTable
 from vllm.v1.interventions.worker.steering_table import SteeringTable
 from vllm.v1.interventions.worker.tap_layers import (
@@ -73,7 +75,13 @@ class WorkerInterventions:
         self._captured_tokens = 0
         self._decoding: Decoding | None = None
         self._pending: tuple[StepRows, torch.Tensor] | None = None
-        self.captures_here = False
+        # The stream is the same on every tensor-parallel rank: the first one captures.
+        self.captures_here = self._capture and get_tensor_model_parallel_rank() == 0
+        self.pinning: Pinning | None = None
+        if self.captures_here:
+            self._landing = Landing(landing_bytes(config))
+            if device.type == "cuda":
+                self.pinning = Pinning(self._landing, device)  # beside the loading of weights
         self.shape: TapShape | None = None
         self._variants: ModelVariants | None = None
         self._probe: Callable[[], None] | None = None
@@ -81,11 +89,14 @@ class WorkerInterventions:
     # -- start-up ---------------------------------------------------------------------------
 
     def bind(self, model: nn.Module) -> None:
-        """Give every wired decoder layer of the target model its taps.
+        """Give every wired decoder layer of the target model its taps. Graphs may be recorded
+        from here on, until the taps are checked.
 
         Raises:
             ValueError: the model has decoder layers that are not wired, or none that are.
         """
+        if self.pinning is not None:
+            self.pinning.pause()
         if not (self._steering or self._capture):
             return
         layers = find_layers(model)
@@ -130,14 +141,12 @@ class WorkerInterventions:
             captured = [site for site in self.sites if site[0] in points]
             self._dest_rows = {site: i for i, site in enumerate(captured)}
             self._groups = CaptureGroups(self._dest_rows)
-            # The stream is the same on every tensor-parallel rank: the first one captures.
-            self.captures_here = get_tensor_model_parallel_rank() == 0
             self.arena = torch.zeros(
                 rows if self.captures_here else 1, hidden, dtype=dtype, device=device
             )
             if self.captures_here:
                 self._projections = ProjectionTable(hidden, device)
-                self._outbox = Outbox(self.arena) if device.type == "cuda" else None
+                self._outbox = Outbox(self.arena, self._landing, self._projections)
             self.dest = torch.full(
                 (len(self._dest_rows), max_tokens), -1, dtype=torch.int32, device=device
             )
@@ -287,7 +296,7 @@ class WorkerInterventions:
         last, wanted = self._decoding, self._wanted.keys()
         if last and len(req_ids) == total and (last.req_ids, last.wanted) == (req_ids, wanted):
             # As in the step before: nothing is sent.
-            self._pending = StepRows(self._version, last.blocks), positions[last.token_index]
+            self._pending = self._step_rows(last.blocks), positions[last.token_index]
             return
         self._clear_dest()
         # Requests that want the same share one dense block of the arena.
@@ -305,9 +314,13 @@ class WorkerInterventions:
         self.dest[:, :total] = to_device(self._dest_host[:, :total], self._device)
         self._captured_tokens = total
         token_index = to_device(np.concatenate(of_block), self._device)
-        self._pending = StepRows(self._version, blocks), positions[token_index]
+        self._pending = self._step_rows(blocks), positions[token_index]
         if total == len(req_ids):
             self._decoding = Decoding(list(req_ids), wanted, blocks, token_index)
+
+    def _step_rows(self, blocks: Blocks) -> StepRows:
+        assert self.shape is not None
+        return StepRows(self._version, blocks, self.shape.hidden_size, self.shape.torch_dtype)
 
     def _clear_dest(self) -> None:
         if self._captured_tokens and self.dest is not None:
@@ -321,8 +334,8 @@ class WorkerInterventions:
         if self._pending is None:
             return None
         (rows, positions), self._pending = self._pending, None
-        assert self.arena is not None and self._projections is not None
-        send_rows(rows, self.arena, positions.long(), self._projections, self._outbox)
+        assert self._outbox is not None
+        self._outbox.send(rows, positions.long())
         return rows
 
     def rows_alone(self) -> ModelRunnerOutput | None:

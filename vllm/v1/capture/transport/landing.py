@@ -1,0 +1,220 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Captured rows land once: their worker's device writes them where every process of the host reads.
+
+A landing is anonymous shared memory of a worker. A step's rows take a place in it; what goes from
+process to process is where they are. Whoever gets that has a view of the place, and the place is
+free when nobody has one any more. A process that passes a place on keeps it until its receiver
+has given it back, which a byte that both share tells. Rows that find no place, or whose receiver is
+on another host, are ordinary memory, and go by the messages themselves.
+"""
+
+import mmap
+import os
+import weakref
+from bisect import insort
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import IO, Any, NamedTuple
+
+import numpy as np
+import torch
+
+from vllm.v1.interventions.plan import dtype_of
+from vllm.v1.serial_utils import OOBTensorConsumer
+
+LEASES = 1 << 16
+"""The most tensors that a process has passed on and not got back."""
+ALIGNMENT = 64
+"""Bytes that the beginning of a place is a multiple of."""
+
+
+class Address(NamedTuple):
+    """Bytes of shared memory, as every process of the host finds them."""
+
+    pid: int
+    fd: int
+    first: int
+    size: int
+
+
+class Reference(NamedTuple):
+    """A place that was passed on, until the byte at `lease` is 0."""
+
+    place: Address
+    lease: Address
+
+
+class Places:
+    """The places of landings that this process has views of."""
+
+    def __init__(self) -> None:
+        self._at: dict[int, Address] = {}
+        """Pointer to the first byte here -> place."""
+        self._viewed = self._dropped = self._mapped_bytes = 0
+        self._drops: deque[int] = deque()
+        """Bytes of places that were given back and are not in `_dropped` yet. A finalizer may run
+        in any thread and in the middle of anything, so it only appends."""
+        self._mapped: dict[tuple[int, int], np.ndarray] = {}
+        """Shared memory of other processes, by the process and its file."""
+        self._own_leases: tuple[IO[bytes], np.ndarray] | None = None
+        self._lent: list[tuple[int, torch.Tensor]] = []
+
+    @property
+    def held(self) -> int:
+        """The bytes of all places that this process has views of."""
+        while self._drops:
+            self._dropped += self._drops.popleft()
+        return self._viewed - self._dropped
+
+    @property
+    def size(self) -> int:
+        """The bytes of all landings that it knows."""
+        return self._mapped_bytes
+
+    def address_of(self, tensor: torch.Tensor) -> Address | None:
+        """Return the place that a tensor is a view of; None if it is ordinary memory."""
+        return self._at.get(tensor.untyped_storage().data_ptr())
+
+    def _view(
+        self, memory: np.ndarray, place: Address, give_back: Callable[[], object]
+    ) -> torch.Tensor:
+        """Return a place, uint8 [size]. `give_back` is called when no view of it is left."""
+        # An array of its own, which the views of it keep alive, and nobody else.
+        array = memory[place.first : place.first + place.size]
+        pointer = array.ctypes.data
+        self._at[pointer] = place
+        self._viewed += place.size
+        finalizer = weakref.finalize(array, self._drop, pointer, place.size, give_back)
+        finalizer.atexit = False
+        return torch.from_numpy(array)
+
+    def _drop(self, pointer: int, size: int, give_back: Callable[[], object]) -> None:
+        del self._at[pointer]  # before somebody else can have the place
+        self._drops.append(size)
+        give_back()
+
+    def lend(self, tensor: torch.Tensor) -> Reference | None:
+        """Pass a tensor's place on to one other process of this host, which calls `borrow`.
+
+        Returns:
+            None if the tensor is ordinary memory.
+        """
+        place = self.address_of(tensor)
+        if place is None or len(self._lent) == LEASES:
+            return None
+        if self._own_leases is None:
+            self._own_leases = open_memory("vllm-row-leases", LEASES)
+        file, flags = self._own_leases
+        lease = int(flags.argmin())
+        flags[lease] = 1
+        self._lent.append((lease, tensor))
+        return Reference(place, Address(os.getpid(), file.fileno(), lease, 1))
+
+    def reclaim(self) -> None:
+        """Let go of the places that their receivers have given back."""
+        if self._own_leases is not None:
+            flags = self._own_leases[1]
+            self._lent = [(lease, kept) for lease, kept in self._lent if flags[lease]]
+
+    def borrow(self, reference: Reference) -> torch.Tensor:
+        """Return a place that another process passed on, uint8 [size]."""
+        place, lease = reference
+        flags = self._map(lease)
+        return self._view(self._map(place), place, lambda: flags.__setitem__(lease.first, 0))
+
+    def _map(self, at: Address) -> np.ndarray:
+        """Map another process's memory. It has no name, and goes when no process uses it."""
+        key = at.pid, at.fd
+        if key not in self._mapped:
+            with open(f"/proc/{at.pid}/fd/{at.fd}", "r+b") as file:
+                self._mapped[key] = np.frombuffer(mmap.mmap(file.fileno(), 0), np.uint8)
+            self._mapped_bytes += len(self._mapped[key])
+        return self._mapped[key]
+
+    def __call__(self, dtype: str, shape: tuple[int, ...], meta: dict[str, Any]) -> torch.Tensor:
+        """Return a tensor that a `RowEncoder` passed on, for a message's decoder."""
+        place, lease = meta["place"], meta["lease"]
+        rows = self.borrow(Reference(Address(*place), Address(*lease))).view(dtype_of(dtype))
+        return rows.as_strided(shape, meta["stride"], meta["offset"])
+
+
+class RowEncoder(OOBTensorConsumer):
+    """Has the encoder of an engine core's messages pass places on, in place of their bytes."""
+
+    def __init__(self) -> None:
+        self.places: Places | None = None
+        """Where the rows of steps lie, once there are some."""
+
+    def new_message(self) -> None:
+        """Let go of what receivers have given back."""
+        if self.places is not None:
+            self.places.reclaim()
+
+    def __call__(self, tensor: torch.Tensor) -> dict[str, Any] | None:
+        """Return where `tensor` is; None if it has to go by the message."""
+        reference = self.places.lend(tensor) if self.places is not None else None
+        if reference is None:
+            return None
+        return {
+            "place": reference.place,
+            "lease": reference.lease,
+            "stride": tensor.stride(),
+            "offset": tensor.storage_offset(),
+        }
+
+    def for_frontends(self, output_paths: Sequence[str]) -> "RowEncoder | None":
+        """Return itself where all frontends are on this host, by the paths of their sockets."""
+        return self if all(path.startswith("ipc://") for path in output_paths) else None
+
+
+class Landing(Places):
+    """A worker's landing. It alone takes places; the lowest one that is free, so that memory which
+    was used is used again.
+
+    Args:
+        size: its bytes.
+    """
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self._file, self.memory = open_memory("vllm-captured-rows", size)
+        """All its bytes."""
+        self.ready = size
+        """How many of them can be taken, from the first one on."""
+        self._taken: list[tuple[int, int]] = []
+        """The first byte and the end of each place in use, sorted."""
+        self._free: deque[tuple[int, int]] = deque()
+        """Places given back that are in `_taken` yet."""
+
+    @property
+    def size(self) -> int:
+        """The bytes that can be taken."""
+        return self.ready
+
+    def take(self, size: int) -> torch.Tensor | None:
+        """Take a place of at least `size` bytes, of any content, uint8; None if there is none."""
+        size = -(-max(size, 1) // ALIGNMENT) * ALIGNMENT
+        while self._free:
+            self._taken.remove(self._free.popleft())
+        first = 0
+        for taken in self._taken:
+            if taken[0] - first >= size:
+                break
+            first = taken[1]
+        if first + size > self.ready:
+            return None
+        taken = first, first + size
+        insort(self._taken, taken)
+        place = Address(os.getpid(), self._file.fileno(), first, size)
+        return self._view(self.memory, place, lambda: self._free.append(taken))
+
+
+def open_memory(name: str, size: int) -> tuple[IO[bytes], np.ndarray]:
+    """Make anonymous memory that other processes can map: its file, and the bytes, all 0.
+
+    The kernel gives memory to it as it is first used.
+    """
+    file = os.fdopen(os.memfd_create(name), "r+b")
+    file.truncate(size)
+    memory = mmap.mmap(file.fileno(), 0) if size else b""
+    return file, np.frombuffer(memory, np.uint8)

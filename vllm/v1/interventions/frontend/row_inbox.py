@@ -1,0 +1,101 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Rows as they come from the engine core: those of many requests together, for each to read."""
+
+from collections.abc import Iterator
+from weakref import WeakValueDictionary
+
+import numpy as np
+import torch
+
+from vllm.v1.capture.transport.copies import CopyThreads
+from vllm.v1.interventions.frontend.capture_link import CaptureLink
+from vllm.v1.interventions.frontend.row_collector import RowCollector
+from vllm.v1.interventions.frontend.row_pieces import Run
+from vllm.v1.interventions.messages import CapturedChunk
+
+ORDINARY_BYTES = 192 << 20
+"""Rows in ordinary memory that may gather before they are copied: each keeps its whole step's."""
+LANDING_SHARE = 16
+"""What part of the landing may gather before it is copied, where results hold too much of it."""
+
+
+class RowInbox:
+    """Gives the rows of one frontend's requests to their collectors.
+
+    They stay where they landed, and results are views of them, until those hold three quarters of
+    the landing. From then on threads copy rows to memory of their request's own: of one that ends,
+    and of those that run when their steps hold much.
+
+    Args:
+        frontends: how many frontends the engine core has.
+    """
+
+    def __init__(self, link: CaptureLink, threads: CopyThreads, frontends: int) -> None:
+        self._link, self._threads, self._frontends = link, threads, frontends
+        self._collectors: WeakValueDictionary[str, RowCollector] = WeakValueDictionary()
+        self._runs: dict[tuple[tuple[str, int], ...], Run] = {}
+        """Those of the last message, by owners; the next may continue them."""
+        self._ordinary = self._landed = 0
+        """Bytes that came since rows were last copied."""
+
+    def open(self, request_id: str, collector: RowCollector) -> None:
+        """Give a collector what comes for its request, for as long as it is in use."""
+        self._collectors[request_id] = collector
+
+    def add(self, chunks: list[CapturedChunk]) -> None:
+        """Take the rows of a message; some of their owners may have no collector."""
+        before, self._runs = self._runs, {}
+        for chunk in chunks:
+            key = tuple(chunk.owners)
+            collectors = {name: c for name, _ in key if (c := self._collectors.get(name))}
+            if not collectors:
+                continue
+            run = before.get(key)
+            if run is None:
+                run = Run(chunk.owners)
+                for name, collector in collectors.items():
+                    collector.add(run, run.rows[name])
+            run.chunks.append(chunk)
+            self._runs[key] = run
+            num_bytes = sum(values.nbytes for values in chunk.values)
+            if self._lies_in_landing(chunk.values):
+                self._landed += num_bytes
+            else:
+                self._ordinary += num_bytes
+
+    def _lies_in_landing(self, values: list[torch.Tensor]) -> bool:
+        places = self._link.places
+        return places is not None and all(places.address_of(v) for v in values if v.numel())
+
+    @property
+    def _crowded(self) -> bool:
+        """Whether results hold too much of the landing for further ones to stay there."""
+        places = self._link.places
+        return places is not None and places.held > 3 * places.size // 4 // self._frontends
+
+    def finish(self, collector: RowCollector) -> None:
+        """Have the rows of an ended request copied where they cannot stay."""
+        if self._crowded or not all(map(self._lies_in_landing, collector.tensors())):
+            collector.move(self._threads)
+
+    def step(self) -> None:
+        """Have rows of running requests copied where too many gather, after a message."""
+        if not self._collectors:
+            self._runs = {}
+            self._ordinary = self._landed = 0
+        places = self._link.places
+        full = places is not None and LANDING_SHARE * self._landed > places.size
+        if self._ordinary > ORDINARY_BYTES or (full and self._crowded):
+            self._runs = {}
+            self._ordinary = self._landed = 0
+            for collector in list(self._collectors.values()):
+                collector.move(self._threads)
+
+
+def rows_of(chunk: CapturedChunk) -> Iterator[CapturedChunk]:
+    """Cut a chunk into those of its owners, views."""
+    counts = [count for _, count in chunk.owners]
+    values = [v.split(counts) for v in chunk.values]
+    positions = np.split(chunk.positions, np.cumsum(counts)[:-1])
+    for owner, here, *mine in zip(chunk.owners, positions, *values, strict=True):
+        yield CapturedChunk(here, mine, chunk.version, [owner])

@@ -1,0 +1,101 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Rows of one completion where they came to lie, in pieces that are joined when they are read."""
+
+from collections.abc import Sequence
+from concurrent.futures import Future
+from itertools import accumulate
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from vllm.v1.capture.transport.copies import finished
+from vllm.v1.interventions.messages import CapturedChunk
+
+
+class Run:
+    """Rows of the same requests in successive steps.
+
+    Args:
+        owners: (request id, number of rows in each step).
+    """
+
+    def __init__(self, owners: list[tuple[str, int]]) -> None:
+        stops = accumulate(count for _, count in owners)
+        self.rows = {n: slice(b - c, b) for (n, c), b in zip(owners, stops, strict=True)}
+        """The rows of each request in a step's."""
+        self.chunks: list[CapturedChunk] = []
+        self._table: np.ndarray | None = None
+
+    def positions(self) -> np.ndarray:
+        """The positions of all rows: int64 [steps, rows]."""
+        if self._table is None or len(self._table) < len(self.chunks):
+            self._table = np.stack([chunk.positions for chunk in self.chunks])
+        return self._table
+
+
+class Piece(NamedTuple):
+    """Rows of one completion: some of each of several steps, all of the same number."""
+
+    positions: np.ndarray
+    """int64 [n]."""
+    versions: np.ndarray
+    """int64 [n], of the global steering."""
+    steps: list[list[torch.Tensor]]
+    """The values of each step, as in `CapturedChunk`."""
+    rows: slice
+    """Which rows of each step."""
+    copies: Sequence[Future[None]] = ()
+    """The copies that fill the values."""
+
+    @classmethod
+    def of(cls, run: Run, rows: slice, first: int) -> "Piece":
+        """One request's rows of a run, from its step `first` on."""
+        chunks = run.chunks[first:]
+        versions = np.array([chunk.version for chunk in chunks], dtype=np.int64)
+        return cls(
+            run.positions()[first:, rows].ravel(),
+            versions.repeat(rows.stop - rows.start),
+            [chunk.values for chunk in chunks],
+            rows,
+        )
+
+    def parts(self, stream: int, num_streams: int) -> list[torch.Tensor]:
+        """The values of a stream: [rows, sites, width] of each step."""
+        finished(self.copies)
+        return [_of_stream(values, stream, num_streams)[self.rows] for values in self.steps]
+
+
+def _of_stream(values: list[torch.Tensor], stream: int, num_streams: int) -> torch.Tensor:
+    """All sites of a stream, of all pipeline stages."""
+    stages = values[stream::num_streams]
+    return stages[0] if len(stages) == 1 else torch.cat(stages, dim=1)
+
+
+class StreamRows:
+    """Rows of one stream of a completion, which are put together when they are first read.
+
+    Args:
+        at: indices of the rows that are wanted, int64 [n], sorted.
+    """
+
+    def __init__(self, pieces: list[Piece], stream: int, num_streams: int, at: np.ndarray) -> None:
+        self._pieces, self._stream, self._num_streams = pieces, stream, num_streams
+        self._at = at
+        self._values: torch.Tensor | None = None
+
+    def site(self, index: int) -> torch.Tensor:
+        """The rows of a site, [n, width]; from any thread."""
+        pieces, values = self._pieces, self._values
+        if values is None:
+            values = self._values = self._join(pieces)
+            self._pieces = []
+        return values[:, index]
+
+    def _join(self, pieces: list[Piece]) -> torch.Tensor:
+        parts = [p for piece in pieces for p in piece.parts(self._stream, self._num_streams)]
+        values = parts[0] if len(parts) == 1 else torch.cat(parts)
+        first, last = (int(self._at[0]), int(self._at[-1]) + 1) if len(self._at) else (0, 0)
+        if last - first > len(self._at):
+            return values[torch.from_numpy(self._at)]
+        return values[first:last]  # neighbours, which stay where they are
