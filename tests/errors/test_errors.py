@@ -34,6 +34,7 @@ from tests.interventions.frontend.test_results import (
     plan_for,
 )
 from tests.support.plans import GAPS, HIDDEN, PARALLEL_ONLY, VECTOR, config_of
+from tests.support.rows import give
 from vllm import SamplingParams
 from vllm.config.capture import CaptureConfig
 from vllm.config.steering import SteeringConfig
@@ -351,7 +352,7 @@ class Silent:
 
 def collector(positions: Any, *rows: int) -> RowCollector:
     made = collector_for(plan_for(positions))
-    made.add([chunk(list(rows))])
+    give(made, chunk(list(rows)))
     return made
 
 

@@ -5,6 +5,7 @@ without a copy that is not needed. Through upstream's own message queue."""
 from __future__ import annotations
 
 import copyreg
+import gc
 import io
 import pickle
 from concurrent.futures import ThreadPoolExecutor
@@ -13,10 +14,11 @@ import numpy as np
 import pytest
 import torch
 
+from tests.support.rows import step_rows
 from vllm.distributed.device_communicators.shm_broadcast import MessageQueue, _reduce_tensor
+from vllm.v1.capture.transport.landing import Landing, Places
 from vllm.v1.interventions.capture_groups import CaptureGroup
 from vllm.v1.interventions.step_rows import Blocks, StepRows
-from vllm.v1.interventions.worker.outbox import send_rows
 from vllm.v1.interventions.worker.projection_table import ProjectionTable
 from vllm.v1.outputs import ModelRunnerOutput
 
@@ -28,16 +30,15 @@ RAW = CaptureGroup((tuple(range(SITES)), SITES, ((tuple(range(SITES)), None),)))
 SCORES = CaptureGroup((tuple(range(SITES)), 0, ((tuple(range(SITES)), (0, 3)),)))
 
 
-def rows_of(count: int) -> tuple[StepRows, torch.Tensor]:
+def rows_of(count: int, landing: Landing | None = None) -> tuple[StepRows, torch.Tensor]:
     """The rows of a step in which three requests captured `count` tokens each at all sites, one of
     them scores; and the arena they came from."""
     tokens = [np.arange(i * count, (i + 1) * count) for i in range(3)]
     groups = {RAW: [("a", tokens[0]), ("b", tokens[1])], SCORES: [("c", tokens[2])]}
-    rows = StepRows(7, Blocks(groups))
     arena = torch.randn(3 * SITES * count, WIDTH)
     table = ProjectionTable(WIDTH, torch.device("cpu"))
     table.apply([(0, np.eye(3, WIDTH, dtype=np.float32).tobytes())])
-    send_rows(rows, arena, torch.arange(3 * count), table, None)
+    rows = step_rows(7, Blocks(groups), arena, torch.arange(3 * count), table, landing)
     return rows, arena
 
 
@@ -75,9 +76,30 @@ def test_nothing_is_copied_to_be_sent() -> None:
     pickler.dispatch_table = {**copyreg.dispatch_table, torch.Tensor: _reduce_tensor}
     pickler.dump(rows)
     sent = {np.frombuffer(b.raw(), np.uint8).ctypes.data: len(b.raw()) for b in buffers}
-    of_rows = rows._rows.numel() * rows._rows.element_size()
-    assert sent[rows._rows.data_ptr()] == of_rows
-    # Beside them the scores, the positions, and little else.
-    rest = 200 * SITES * 3 * 4 + 3 * 200 * 8
-    assert of_rows + rest <= sum(sent.values()) < of_rows + rest + 1024
+    # The rows, the scores, the positions, and little else.
+    size = 2 * 200 * SITES * WIDTH * 4 + 200 * SITES * 3 * 4 + 3 * 200 * 8
+    assert sent[rows.tensors()[0].data_ptr()] == rows.num_bytes == size
+    assert sum(sent.values()) < size + 1024
     assert len(stream.getvalue()) < 4096
+
+
+@pytest.mark.parametrize("lands", [True, False])
+def test_rows_that_landed_are_sent_as_a_place(lands: bool) -> None:
+    """However many they are; and the place is free when nobody reads it any more."""
+    landing, places = Landing(1 << 20 if lands else 0), Places()
+    sent, arena = rows_of(200, landing)
+    message = pickle.dumps(sent)
+    assert (len(message) < 4096) == lands
+    got = pickle.loads(message)
+    got.receive(places)
+    del sent
+    gc.collect()
+    chunk = got.of("b")
+    values = arena[200 * SITES : 400 * SITES].view(200, SITES, WIDTH)
+    assert torch.equal(chunk.values[0], values) and not torch.equal(chunk.values[0], values + 1)
+    assert (landing.held > 0) == (places.held > 0) == lands
+    del got, chunk
+    gc.collect()
+    landing.reclaim()
+    assert landing.held == places.held == 0
+    assert (landing.take(1 << 20) is not None) == lands

@@ -18,7 +18,7 @@ from tests.support import serving
 from tests.support.serving import Ask, Judge, capture, prompt_of, serve, vector
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.sampling_params import RequestOutputKind
-from vllm.v1.capture.transport import shared_rows
+from vllm.v1.capture.transport.landing import Places
 from vllm.v1.engine import core_client
 from vllm.v1.engine.async_llm import AsyncLLM
 
@@ -226,20 +226,24 @@ def test_errors_reach_the_caller_and_nobody_else(server: Server, judge: Judge) -
     judge.check(ask, output)
 
 
-def test_offline(tiny_models: TinyModels, judge: Judge, monkeypatch: pytest.MonkeyPatch) -> None:
-    """`LLM` with its engine core in another process, as it starts by default. The rows of a
-    step with many prompts come by shared memory."""
+@pytest.mark.parametrize("landing", [None, 100_000, 0])
+def test_offline(
+    tiny_models: TinyModels, judge: Judge, monkeypatch: pytest.MonkeyPatch, landing: int | None
+) -> None:
+    """`LLM` with its engine core in another process, as it starts by default. Rows are read where
+    they landed; those that find no place there come by the message."""
     monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "1")
     shared: list[int] = []
 
-    class Counted(shared_rows.RowsOfOthers):
+    class Counted(Places):
         def __call__(self, dtype: str, shape: tuple[int, ...], meta: dict[str, Any]) -> Any:
             tensor = super().__call__(dtype, shape, meta)
             shared.append(tensor.nbytes)
             return tensor
 
-    monkeypatch.setattr(core_client, "RowsOfOthers", Counted)
+    monkeypatch.setattr(core_client, "Places", Counted)
     options = {"enable_steering": True, "capture_consumers": ["inline"]}
+    options["capture_landing_bytes"] = landing
     llm = make_llm(tiny_models.path("llama"), max_num_batched_tokens=1024, **options)
     assert not hasattr(llm.llm_engine.engine_core, "engine_core"), "in this process"
     try:
@@ -248,7 +252,7 @@ def test_offline(tiny_models: TinyModels, judge: Judge, monkeypatch: pytest.Monk
         asks += [Ask(prompt_of(60, i), capture("all")) for i in range(12)]
         for ask, output in zip(asks, serve(llm, asks), strict=True):
             judge.check(ask, output)
-        assert shared and min(shared) >= shared_rows.LEAST_BYTES
+        assert bool(shared) == (landing != 0)
     finally:
         llm.llm_engine.engine_core.shutdown()
         gc.collect()

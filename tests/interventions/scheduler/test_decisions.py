@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from tests.serving.test_capture_consumers import KeepHere
 from tests.support.plans import HIDDEN, VECTOR, config_of, plan_of
+from tests.support.rows import step_rows
 from vllm import SamplingParams
 from vllm.config import VllmConfig
 from vllm.v1.interventions.calls import CaptureCall
@@ -22,8 +23,7 @@ from vllm.v1.interventions.messages import FIRST_SLOT, ROWS_PER_SLOT, WorkerRequ
 from vllm.v1.interventions.scheduler.admission import MAX_SKIPS
 from vllm.v1.interventions.scheduler.decisions import SchedulerInterventions
 from vllm.v1.interventions.step_rows import Blocks, StepRows
-from vllm.v1.interventions.worker.outbox import send_rows
-from vllm.v1.interventions.worker.projection_table import ProjectionTable
+from vllm.v1.engine import EngineCoreOutputs
 from vllm.v1.request import Request
 
 pytestmark = pytest.mark.quick
@@ -249,26 +249,27 @@ def test_requests_wait_for_rows_of_ops_too() -> None:
 def captured(name: str, positions: list[int]) -> StepRows:
     """As a worker makes it."""
     layout = CaptureGroup(((0,), 1, (((0,), None),)))
-    rows = StepRows(VERSION, Blocks({layout: [(name, np.arange(len(positions)))]}))
+    blocks = Blocks({layout: [(name, np.arange(len(positions)))]})
     arena = torch.tensor(positions).float()[:, None].repeat(1, HIDDEN)
-    table = ProjectionTable(HIDDEN, torch.device("cpu"))
-    send_rows(rows, arena, torch.tensor(positions), table, None)
-    return rows
+    return step_rows(VERSION, blocks, arena, torch.tensor(positions))
 
 
 def test_rows_are_handed_to_their_request() -> None:
     ours, asks, other = scheduler(), request("r", "all_prompt"), request("other", "all_prompt")
     asks.append_output_token_ids(7)
     for one in (asks, other):
-        ours.relay.accept(one, captured("r", [0, 1, 2]), emits=False)
-    ours.relay.accept(asks, None, emits=True)
-    ours.relay.accept(request("plain"), captured("plain", [0]), emits=True)
-    chunks = asks.interventions.pop_rows()
-    assert chunks is not None
+        ours.relay.accept(one, captured("r", [0, 1, 2]))
+    ours.relay.accept(asks, None)
+    message: dict[int, EngineCoreOutputs] = {}
+    ours.relay.join(message)
+    ours.relay.accept(request("plain"), captured("plain", [0]))
+    ours.relay.join({})
+    [output] = message[0].outputs
+    chunks = output.captured or []
+    assert [c.owners for c in chunks] == [[("r", 3)]]
     assert [c.positions.tolist() for c in chunks] == [[0, 1, 2]]
     assert chunks[0].values[0][:, 0, 0].tolist() == [0.0, 1.0, 2.0]
     assert chunks[0].version == VERSION
-    assert other.interventions.pop_rows() is None
 
 
 def test_who_waits_for_a_slow_consumer_holds_up_nobody_else() -> None:

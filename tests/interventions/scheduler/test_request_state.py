@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 
 from tests.support.plans import HIDDEN, VECTOR, plan_of, vector_sum
 from vllm import SamplingParams
-from vllm.v1.capture.transport.copies import CopyThreads
 from vllm.v1.core.kv_cache_utils import generate_block_hash_extra_keys
 from vllm.v1.interventions.messages import CapturedChunk
 from vllm.v1.interventions.plan import UNSTEERED, Plan, Segment, SteeringPlan
@@ -26,9 +25,6 @@ pytestmark = pytest.mark.quick
 BLOCK = 4
 VERSION = 3
 DIGESTS = st.sampled_from([UNSTEERED, "a", "b"])
-
-
-THREADS = CopyThreads("test")
 
 
 def steered(prompt: int, prefill: str = UNSTEERED, decode: str = UNSTEERED) -> RequestInterventions:
@@ -165,103 +161,52 @@ def capturing(positions: Any, prompt: int = 5, max_tokens: int = 8) -> RequestIn
 def chunk(positions: list[int], mark: float = 0.0) -> CapturedChunk:
     at = np.array(positions, dtype=np.int64)
     values = torch.from_numpy(at)[:, None, None].repeat(1, 2, HIDDEN) + mark
-    return CapturedChunk(at, [values.float()], VERSION)
+    return CapturedChunk(at, [values.float()], VERSION, [("r", len(at))])
 
 
-def accept(interventions: RequestInterventions, rows: CapturedChunk, num_tokens: int) -> None:
-    """As the scheduler does, where an output leaves if the last token's row is there."""
-    accepted = interventions.accept(rows, num_tokens)
-    if accepted is not None:
-        interventions.keep(accepted, int(accepted.positions[-1]) != num_tokens - 2, THREADS)
-
-
-def taken(interventions: RequestInterventions) -> list[int]:
-    chunks = interventions.pop_rows()
-    if chunks is None:
+def accept(interventions: RequestInterventions, rows: CapturedChunk, num_tokens: int) -> list[int]:
+    """The positions that go on to the frontend."""
+    taken = interventions.accept(rows, num_tokens)
+    taken = taken and interventions.relayed(taken)
+    if taken is None:
         return []
-    for vector_set in chunks:
-        assert vector_set.values[0].shape == (len(vector_set.positions), 2, HIDDEN)
-        assert torch.equal(
-            vector_set.values[0][:, 0, 0], torch.from_numpy(vector_set.positions).float()
-        )
-        assert vector_set.version == VERSION
-    return [int(p) for vector_set in chunks for p in vector_set.positions]
+    assert taken.owners == [("r", len(taken.positions))] and taken.version == VERSION
+    assert taken.values[0].shape == (len(taken.positions), 2, HIDDEN)
+    assert torch.equal(taken.values[0][:, 0, 0], torch.from_numpy(taken.positions).float())
+    return [int(p) for p in taken.positions]
 
 
-def test_rows_wait_for_an_output() -> None:
-    interventions = capturing("all")
-    accept(interventions, chunk([0, 1]), 5)
-    accept(interventions, chunk([2, 3]), 5)
-    accept(interventions, chunk([4]), 6)
-    assert taken(interventions) == [0, 1, 2, 3, 4]
-    assert interventions.pop_rows() is None
-
-
-def test_only_wanted_rows_are_kept() -> None:
+def test_only_wanted_rows_are_taken() -> None:
     interventions = capturing([1, 3, 6])
-    accept(interventions, chunk([0, 1, 2, 3, 4]), 6)
-    accept(interventions, chunk([5]), 7)
-    assert taken(interventions) == [1, 3]
-    accept(interventions, chunk([6]), 8)
-    assert taken(interventions) == [6]
+    assert accept(interventions, chunk([0, 1, 2, 3, 4]), 6) == [1, 3]
+    assert accept(interventions, chunk([5]), 7) == []
+    assert accept(interventions, chunk([6]), 8) == [6]
 
 
 def test_rows_computed_again_are_not_taken_again() -> None:
     interventions = capturing("all")
-    accept(interventions, chunk([0, 1, 2, 3, 4]), 6)
-    accept(interventions, chunk([5]), 7)
-    assert taken(interventions) == [0, 1, 2, 3, 4, 5]
+    assert accept(interventions, chunk([0, 1, 2, 3, 4]), 6) == [0, 1, 2, 3, 4]
+    assert accept(interventions, chunk([5]), 7) == [5]
     # A preemption: the whole request is computed again, in other pieces.
-    accept(interventions, chunk([0, 1, 2]), 7)
-    accept(interventions, chunk([3, 4, 5, 6]), 8)
-    assert taken(interventions) == [6]
+    assert accept(interventions, chunk([0, 1, 2]), 7) == []
+    assert accept(interventions, chunk([3, 4, 5, 6]), 8) == [6]
 
 
 def test_rows_of_rejected_drafts_are_dropped() -> None:
     interventions = capturing("all")
     accept(interventions, chunk([0, 1, 2, 3, 4]), 6)
     # Drafts at 6-8; one was accepted, so tokens 5-7 are known and token 7 was not fed back.
-    accept(interventions, chunk([5, 6, 7, 8]), 8)
-    assert taken(interventions) == [0, 1, 2, 3, 4, 5, 6]
-    accept(interventions, chunk([7, 8]), 10)
-    assert taken(interventions) == [7, 8]
+    assert accept(interventions, chunk([5, 6, 7, 8]), 8) == [5, 6]
+    assert accept(interventions, chunk([7, 8]), 10) == [7, 8]
 
 
-def test_kept_rows_do_not_hold_the_steps_storage() -> None:
-    interventions = capturing("last_prompt")
+@pytest.mark.parametrize(("wanted", "stays"), [([2, 3], True), ([1, 3], False)])
+def test_neighbours_stay_where_they_lie(wanted: list[int], stays: bool) -> None:
     step = chunk(list(range(5)))
-    accept(interventions, step, 6)
-    chunks = interventions.pop_rows()
-    assert chunks is not None
-    assert chunks[0].values[0].untyped_storage().nbytes() == 2 * 1 * HIDDEN * 4
+    taken = capturing(wanted).accept(step, 6)
+    assert taken is not None and taken.positions.tolist() == wanted
     step.values[0].zero_()
-    assert chunks[0].values[0][0, 0, 0] == 4.0
-
-
-@pytest.mark.parametrize(("first", "waits"), [(0, True), (4, False)])
-def test_rows_that_wait_do_not_hold_the_steps_storage(first: int, waits: bool) -> None:
-    """Those of a partial prefill; what leaves with this step's output is not copied for that."""
-    interventions = capturing("all")
-    values = torch.zeros(100, 2, HIDDEN)
-    at = np.array([first], dtype=np.int64)
-    accept(interventions, CapturedChunk(at, [values[:1]], VERSION), 6)
-    chunks = interventions.pop_rows()
-    assert chunks is not None
-    size = chunks[0].values[0].untyped_storage().nbytes()
-    assert size == (2 * HIDDEN * 4 if waits else values.nbytes)
-
-
-@pytest.mark.parametrize(("rows", "copied"), [(3, True), (5, False)])
-def test_what_waits_holds_at_most_twice_its_size(rows: int, copied: bool) -> None:
-    """Most of a step's rows need no copy: they are what is kept anyway."""
-    interventions = capturing("all", prompt=12)
-    values = torch.zeros(10, 2, HIDDEN)
-    accept(interventions, CapturedChunk(np.arange(rows), [values[:rows]], VERSION), 13)
-    chunks = interventions.pop_rows()
-    assert chunks is not None
-    held = chunks[0].values[0].untyped_storage()
-    assert held.nbytes() <= 2 * rows * 2 * HIDDEN * 4
-    assert (held.data_ptr() != values.untyped_storage().data_ptr()) == copied
+    assert bool((taken.values[0] == 0).all()) == stays
 
 
 WANTED = st.sets(st.integers(0, 11), min_size=1)
@@ -286,9 +231,7 @@ def test_each_wanted_row_once_whatever_the_steps(
         at, computed = list(range(computed, stop)), stop
         sampled = computed == tokens
         tokens += sampled
-        accept(interventions, chunk(at), tokens)
-        if sampled:
-            got += taken(interventions)
+        got += accept(interventions, chunk(at), tokens)
     assert tokens == 13
     assert got == sorted(wanted)
 

@@ -14,22 +14,23 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.support.plans import HIDDEN, config_of, plan_of
+from tests.support.rows import step_rows
 from vllm import SamplingParams
+from vllm.v1.capture.transport.landing import Landing, Places
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
 from vllm.v1.interventions.capture_groups import CaptureGroup
-from vllm.v1.interventions.frontend.row_copier import unpack
+from vllm.v1.interventions.frontend.row_inbox import rows_of
 from vllm.v1.interventions.messages import CapturedChunk
 from vllm.v1.interventions.scheduler.capture_sessions import CaptureSessions
 from vllm.v1.interventions.scheduler.row_relay import RowRelay
 from vllm.v1.interventions.step_rows import Blocks, Members, StepRows
-from vllm.v1.interventions.worker.outbox import send_rows
-from vllm.v1.interventions.worker.projection_table import ProjectionTable
 from vllm.v1.request import Request
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
 pytestmark = pytest.mark.quick
 
 PROMPT, MOST = 5, 8
+LANDING = Landing(1 << 20)
 SITES = {
     1: CaptureGroup(((0,), 1, (((0,), None),))),
     2: CaptureGroup(((0, 1), 2, (((0, 1), None),))),
@@ -81,19 +82,19 @@ def captured(asks: dict[Asks, list[int]]) -> StepRows:
         index.setdefault(layout, []).extend(positions)
         at[one.request.request_id] = one.values(positions)
         first += n
-    rows = StepRows(1, Blocks(groups))
     positions_of = torch.tensor([p for part in index.values() for p in part])
     arena = [at[name].flatten(0, 1) for members in groups.values() for name, _ in members]
-    table = ProjectionTable(HIDDEN, torch.device("cpu"))
-    send_rows(rows, torch.cat(arena), positions_of, table, None)
-    return rows
+    return step_rows(1, Blocks(groups), torch.cat(arena), positions_of, landing=LANDING)
 
 
-def sent(outputs: EngineCoreOutputs) -> tuple[list[EngineCoreOutput], int]:
-    """What arrives, and in how many buffers."""
-    parts = MsgpackEncoder(size_threshold=0).encode(outputs)
-    got = MsgpackDecoder(EngineCoreOutputs).decode([memoryview(p) for p in parts])  # type: ignore[arg-type]
-    return got.outputs, len(parts)
+def sent(relay: RowRelay, outputs: EngineCoreOutputs) -> tuple[list[EngineCoreOutput], int]:
+    """What arrives, and how many tensors and buffers it is."""
+    encoder = MsgpackEncoder(size_threshold=0, oob_tensor_consumer=relay.encoder)
+    parts = encoder.encode(outputs)
+    decoder = MsgpackDecoder(EngineCoreOutputs, oob_tensor_provider=Places())
+    got = decoder.decode([memoryview(p) for p in parts])  # type: ignore[arg-type]
+    tensors = sum(len(c.values) for o in got.outputs for c in o.captured or [])
+    return got.outputs, tensors + len(parts)
 
 
 def step(relay: RowRelay, asks: dict[Asks, list[int]]) -> int:
@@ -110,23 +111,21 @@ def step(relay: RowRelay, asks: dict[Asks, list[int]]) -> int:
         emits = one.computed == one.request.num_tokens
         if emits:
             one.request.append_output_token_ids(7)
-        relay.accept(one.request, rows, emits)
+        relay.accept(one.request, rows)
         if emits:
-            chunks = one.request.interventions.pop_rows()
-            output = EngineCoreOutput(one.request.request_id, [7], captured=chunks)
+            output = EngineCoreOutput(one.request.request_id, [7])
             outputs.setdefault(one.client, []).append(output)
     messages = {client: EngineCoreOutputs(outputs=outs) for client, outs in outputs.items()}
     relay.join(messages)
     buffers = 0
     for client, message in messages.items():
-        got, number = sent(message)
+        got, number = sent(relay, message)
         buffers += number
-        ahead = unpack(got.pop(0).captured or []) if got[0].request_id == "" else {}
-        for output in got:
-            [one] = [a for a in asks if a.request.request_id == output.request_id]
+        ahead = got[0].captured or [] if got[0].request_id == "" else []
+        for rows_here in (part for chunk in ahead for part in rows_of(chunk)):
+            [one] = [a for a in asks if a.request.request_id == rows_here.owners[0][0]]
             assert one.client == client
-            one.came += ahead.pop(output.request_id, []) or output.captured or []
-        assert not ahead
+            one.came.append(rows_here)
     return buffers
 
 
@@ -178,16 +177,13 @@ def test_each_gets_its_own_once_and_in_order(
 
 
 def test_a_step_is_few_buffers_however_many_requests() -> None:
-    """One of rows; that of many is what it is where rows waited for their output."""
-    at_once, in_pieces = (
-        [Asks(i, 1, list(range(7)), loose=False) for i in range(40)] for _ in range(2)
-    )
+    """One of rows, also where a step has no outputs; many where each takes a part of its rows."""
+    whole, parts = ([Asks(i, 1, list(range(n)), loose=True) for i in range(40)] for n in (7, 2))
     relay = a_relay()
-    for positions in ([0, 1, 2, 3, 4], [5], [6]):
-        assert 1 < step(relay, dict.fromkeys(at_once, positions)) <= 4
-    assert step(relay, {one: [0, 1, 2] for one in in_pieces}) == 0
-    assert step(relay, {one: [3, 4] for one in in_pieces}) > 40
-    for one in at_once:
+    for positions in ([0, 1, 2], [3, 4], [5], [6]):
+        assert 1 < step(relay, dict.fromkeys(whole, positions)) <= 4
+    assert step(relay, {one: [0, 1, 2] for one in parts}) > 40
+    for one in whole:
         assert [p for c in one.came for p in c.positions.tolist()] == one.wanted
 
 
@@ -200,4 +196,4 @@ def test_who_does_not_take_all_is_left_out() -> None:
         step(relay, dict.fromkeys(everybody, positions))
     rows = [c.values[0] for one in everybody for c in one.came[1:]]
     assert len(everybody[2].came) == 1 and len(rows) == 4
-    assert [r.untyped_storage().nbytes() // r.nbytes for r in rows] == [2, 2, 2, 2]
+    assert len({r.untyped_storage().data_ptr() for r in rows}) == 1

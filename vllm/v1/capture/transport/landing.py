@@ -15,6 +15,7 @@ from bisect import insort
 from collections import deque
 from collections.abc import Callable, Sequence
 from typing import IO, Any, NamedTuple
+from weakref import WeakValueDictionary
 
 import numpy as np
 import torch
@@ -48,14 +49,13 @@ class Places:
     """The places of landings that this process has views of."""
 
     def __init__(self) -> None:
-        self._at: dict[int, Address] = {}
-        """Pointer to the first byte here -> place."""
-        self._viewed = self._dropped = self._mapped_bytes = 0
+        self._viewed = self._dropped = 0
         self._drops: deque[int] = deque()
         """Bytes of places that were given back and are not in `_dropped` yet. A finalizer may run
         in any thread and in the middle of anything, so it only appends."""
         self._mapped: dict[tuple[int, int], np.ndarray] = {}
-        """Shared memory of other processes, by the process and its file."""
+        """Shared memory, by the process that made it and its file there."""
+        self._borrowed: WeakValueDictionary[Address, np.ndarray] = WeakValueDictionary()
         self._own_leases: tuple[IO[bytes], np.ndarray] | None = None
         self._lent: list[tuple[int, torch.Tensor]] = []
 
@@ -69,27 +69,26 @@ class Places:
     @property
     def size(self) -> int:
         """The bytes of all landings that it knows."""
-        return self._mapped_bytes
+        return sum(len(memory) for memory in self._mapped.copy().values())
 
     def address_of(self, tensor: torch.Tensor) -> Address | None:
         """Return the place that a tensor is a view of; None if it is ordinary memory."""
-        return self._at.get(tensor.untyped_storage().data_ptr())
+        storage = tensor.untyped_storage()
+        for (pid, fd), memory in self._mapped.copy().items():
+            first = storage.data_ptr() - memory.ctypes.data
+            if 0 <= first < len(memory):
+                return Address(pid, fd, first, storage.nbytes())
+        return None
 
-    def _view(
-        self, memory: np.ndarray, place: Address, give_back: Callable[[], object]
-    ) -> torch.Tensor:
+    def _view(self, place: Address, give_back: Callable[[], object]) -> np.ndarray:
         """Return a place, uint8 [size]. `give_back` is called when no view of it is left."""
         # An array of its own, which the views of it keep alive, and nobody else.
-        array = memory[place.first : place.first + place.size]
-        pointer = array.ctypes.data
-        self._at[pointer] = place
+        array = self._map(place)[place.first : place.first + place.size]
         self._viewed += place.size
-        finalizer = weakref.finalize(array, self._drop, pointer, place.size, give_back)
-        finalizer.atexit = False
-        return torch.from_numpy(array)
+        weakref.finalize(array, self._drop, place.size, give_back).atexit = False
+        return array
 
-    def _drop(self, pointer: int, size: int, give_back: Callable[[], object]) -> None:
-        del self._at[pointer]  # before somebody else can have the place
+    def _drop(self, size: int, give_back: Callable[[], object]) -> None:
         self._drops.append(size)
         give_back()
 
@@ -120,7 +119,13 @@ class Places:
         """Return a place that another process passed on, uint8 [size]."""
         place, lease = reference
         flags = self._map(lease)
-        return self._view(self._map(place), place, lambda: flags.__setitem__(lease.first, 0))
+        array = self._borrowed.get(place)
+        if array is None:
+            array = self._view(place, lambda: flags.__setitem__(lease.first, 0))
+            self._borrowed[place] = array
+        else:
+            flags[lease.first] = 0  # it is this process's already, as long as that is in use
+        return torch.from_numpy(array)
 
     def _map(self, at: Address) -> np.ndarray:
         """Map another process's memory. It has no name, and goes when no process uses it."""
@@ -128,7 +133,6 @@ class Places:
         if key not in self._mapped:
             with open(f"/proc/{at.pid}/fd/{at.fd}", "r+b") as file:
                 self._mapped[key] = np.frombuffer(mmap.mmap(file.fileno(), 0), np.uint8)
-            self._mapped_bytes += len(self._mapped[key])
         return self._mapped[key]
 
     def __call__(self, dtype: str, shape: tuple[int, ...], meta: dict[str, Any]) -> torch.Tensor:
@@ -179,6 +183,7 @@ class Landing(Places):
         super().__init__()
         self._file, self.memory = open_memory("vllm-captured-rows", size)
         """All its bytes."""
+        self._mapped[os.getpid(), self._file.fileno()] = self.memory
         self.ready = size
         """How many of them can be taken, from the first one on."""
         self._taken: list[tuple[int, int]] = []
@@ -206,7 +211,7 @@ class Landing(Places):
         taken = first, first + size
         insort(self._taken, taken)
         place = Address(os.getpid(), self._file.fileno(), first, size)
-        return self._view(self.memory, place, lambda: self._free.append(taken))
+        return torch.from_numpy(self._view(place, lambda: self._free.append(taken)))
 
 
 def open_memory(name: str, size: int) -> tuple[IO[bytes], np.ndarray]:

@@ -53,9 +53,10 @@ class RowCollector:
                 yield chunk.values
 
     def move(self, threads: CopyThreads) -> None:
-        """Have rows copied to memory of their own. Whoever reads them waits for that."""
+        """Have rows copied to memory of their own; none of their runs may go on. Whoever reads them
+        waits for that."""
         pieces = self._unmoved()
-        self._runs = [(run, rows, len(run.chunks)) for run, rows, _ in self._runs[-1:]]
+        self._runs = []
         if not pieces:
             return
         number, streams = len(self._plan.streams), self._plan.streams

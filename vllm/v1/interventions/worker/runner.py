@@ -15,7 +15,6 @@ from torch import nn
 
 from vllm.config import CompilationMode, VllmConfig
 from vllm.config.steering import POINTS
-from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
 from vllm.model_executor.layers.native_rows import NATIVE_ROWS, NativeTap
 from vllm.model_executor.layers.residual_taps import BoundTaps, PassTap, SiteTap
 from vllm.v1.capture.transport.landing import Landing
@@ -76,7 +75,8 @@ class WorkerInterventions:
         self._decoding: Decoding | None = None
         self._pending: tuple[StepRows, torch.Tensor] | None = None
         # The stream is the same on every tensor-parallel rank: the first one captures.
-        self.captures_here = self._capture and get_tensor_model_parallel_rank() == 0
+        parallel = config.parallel_config
+        self.captures_here = self._capture and parallel.rank % parallel.tensor_parallel_size == 0
         self.pinning: Pinning | None = None
         if self.captures_here:
             self._landing = Landing(landing_bytes(config))

@@ -1,0 +1,294 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Inline rows on their way to results: they stay where they landed, until results hold too much of
+that; then each is copied once, by threads; and what a result holds."""
+
+from __future__ import annotations
+
+import gc
+import pickle
+import subprocess
+import sys
+import weakref
+from concurrent.futures import Future
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from vllm.v1.capture.transport import copies
+from vllm.v1.capture.transport.copies import THREADS, CopyThreads
+from vllm.v1.capture.transport.landing import Landing
+from vllm.v1.interventions.frontend import row_inbox as module
+from vllm.v1.interventions.frontend.row_collector import RowCollector
+from vllm.v1.interventions.frontend.row_inbox import RowInbox
+from vllm.v1.interventions.messages import CapturedChunk
+from vllm.v1.interventions.plan import CapturePlan, Selection, Stream
+
+pytestmark = pytest.mark.quick
+
+SITES, WIDTH, REQUESTS = 3, 16, 4
+ROW_BYTES = SITES * WIDTH * 4
+STEP_BYTES = REQUESTS * ROW_BYTES
+
+
+def collector_for(num_rows: int, selected: list[int] | None = None) -> RowCollector:
+    """
+    Args:
+        selected: runs; all rows if it is None.
+    """
+    sites, runs = [("post_block", i) for i in range(SITES)], [0, num_rows]
+    plan = CapturePlan(
+        sites=sites,
+        runs=runs,
+        streams=[Stream(sites, runs, True, WIDTH, "float32")],
+        consumers={"inline": Selection(sites, selected or runs)},
+        hidden_size=WIDTH,
+        dtype="float32",
+    )
+    return RowCollector(plan, [0], plan.consumers)
+
+
+class Steps:
+    """Steps in which some requests capture a row each.
+
+    Args:
+        landing: where rows lie; without, in ordinary memory.
+    """
+
+    def __init__(self, landing: Landing | None = None) -> None:
+        self._landing = landing
+        self._number = 0
+        self._ordinary: list[weakref.ref[Any]] = []
+        link: Any = SimpleNamespace(places=landing)
+        self.inbox = RowInbox(link, CopyThreads("test"), frontends=1)
+
+    def open(self, number: int, num_rows: int) -> list[RowCollector]:
+        made = [collector_for(num_rows) for _ in range(number)]
+        for collector in made:
+            self.inbox.open(str(id(collector)), collector)
+        return made
+
+    def step(self, *collectors: RowCollector) -> None:
+        """A row of each, full of the step's number."""
+        at, self._number = self._number, self._number + 1
+        shape = REQUESTS, SITES, WIDTH
+        place = None if self._landing is None else self._landing.take(STEP_BYTES)
+        if place is None:
+            memory = np.empty(shape, dtype=np.float32)
+            self._ordinary.append(weakref.ref(memory))
+            rows = torch.from_numpy(memory)
+        else:
+            rows = place.view(torch.float32).view(shape)
+        rows.fill_(at)
+        owners = [(str(id(collector)), 1) for collector in collectors]
+        positions = np.full(len(owners), at)
+        self.inbox.add([CapturedChunk(positions, [rows[: len(owners)]], 1, owners)])
+        self.inbox.step()
+
+    @property
+    def ordinary(self) -> int:
+        """Steps in ordinary memory that somebody has views of."""
+        gc.collect()
+        return sum(block() is not None for block in self._ordinary)
+
+
+def finish(inbox: RowInbox, collector: RowCollector, num_rows: int) -> dict[Any, Any]:
+    inbox.finish(collector)
+    result = collector.results([0] * num_rows, finished=True, aborted=False, only_new=False)
+    assert result["inline"].status == "ok", result["inline"].error
+    return result["inline"].payload  # type: ignore[no-any-return]
+
+
+def check(payload: dict[Any, Any], num_rows: int) -> None:
+    for rows in payload.values():
+        assert rows.positions.tolist() == list(range(num_rows))
+        assert torch.equal(rows.values[:, 0], torch.arange(float(num_rows)))
+        assert not torch.equal(rows.values[:, 0], torch.arange(float(num_rows)) + 1)
+
+
+def test_rows_stay_where_they_landed() -> None:
+    """Until somebody reads what came in several steps; one step's are a view for ever."""
+    landing = Landing(1 << 20)
+    steps = Steps(landing)
+    collectors = steps.open(REQUESTS, 3)
+    for _ in range(3):
+        steps.step(*collectors)
+    payloads = [finish(steps.inbox, collector, 3) for collector in collectors]
+    [single] = steps.open(1, 4)
+    steps.step(single)
+    del collectors
+    steps.inbox.step()
+    gc.collect()
+    assert landing.held == 4 * STEP_BYTES
+    for payload in payloads:
+        check(payload, 3)
+    gc.collect()
+    assert landing.held == STEP_BYTES, "what was read was joined"
+    del single
+    steps.inbox.step()
+    gc.collect()
+    assert landing.held == 0
+
+
+@pytest.mark.parametrize("lands", [True, False])
+def test_results_cannot_fill_the_landing(lands: bool) -> None:
+    """However long a request runs, and however many results are kept: there is always room for
+    steps; and rows in ordinary memory keep those of others for a while only."""
+    landing = Landing(64 * STEP_BYTES) if lands else None
+    steps, kept, num_steps = Steps(landing), [], 300
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "ORDINARY_BYTES", 8 * STEP_BYTES)
+        long, *_ = everybody = steps.open(REQUESTS, num_steps)
+        for at in range(num_steps):
+            steps.step(*(everybody if at < 2 else [long]))
+        for collector in steps.open(100, 1):
+            steps._number = 0
+            steps.step(collector)
+            kept.append(finish(steps.inbox, collector, 1))
+    payload = finish(steps.inbox, long, num_steps)
+    if landing is not None:
+        assert landing.held <= 54 * STEP_BYTES and steps.ordinary == 0
+    assert steps.ordinary <= 12
+    check(payload, num_steps)
+    for one in kept:
+        check(one, 1)
+    if landing is not None:
+        assert landing.held >= 40 * STEP_BYTES, "and what could stay did"
+
+
+def test_without_copies_the_landing_fills(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the test above can see."""
+    monkeypatch.setattr(RowCollector, "move", lambda *_: None)
+    landing = Landing(64 * STEP_BYTES)
+    steps = Steps(landing)
+    [long] = steps.open(1, 100)
+    for _ in range(100):
+        steps.step(long)
+    assert landing.held == 64 * STEP_BYTES and steps.ordinary == 36
+    check(finish(steps.inbox, long, 100), 100)
+
+
+def test_a_request_alone_and_with_others() -> None:
+    """Its rows are in order whoever they come with; those of who has ended are nobody's."""
+    steps = Steps(Landing(1 << 20))
+    one, two = steps.open(2, 6)
+    steps.step(one, two)
+    steps.step(two, one)
+    steps.step(one, collector_for(6))
+    steps.step(one)
+    steps.step(one, two)
+    steps.step(one)
+    check(finish(steps.inbox, one, 6), 6)
+    steps.inbox.finish(two)
+    result = two.results([0] * 6, finished=True, aborted=True, only_new=False)["inline"]
+    assert result.status == "partial_error"
+    assert result.payload["post_block", 0].positions.tolist() == [0, 1, 4]
+    assert result.payload["post_block", 0].values[:, 0].tolist() == [0, 1, 4]
+
+
+def test_stages_of_a_pipeline_are_joined() -> None:
+    """Each stage has some of the sites."""
+    collector = collector_for(2)
+    inbox = Steps().inbox
+    inbox.open("r", collector)
+    values = torch.arange(2 * SITES * WIDTH).float().view(2, SITES, WIDTH)
+    chunk = CapturedChunk(np.arange(2), [values[:, :1], values[:, 1:]], 1, [("r", 2)])
+    inbox.add([chunk])
+    payload = finish(inbox, collector, 2)
+    for i in range(SITES):
+        assert torch.equal(payload["post_block", i].values, values[:, i])
+        assert not torch.equal(payload["post_block", i].values, values[:, i - 1])
+
+
+def test_who_reads_waits_for_the_copies(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A result is there at once; its rows when they were copied, and their error is not lost."""
+    steps = Steps()
+    first, second = steps.open(2, 1)
+    stuck: Future[None] = Future()
+    monkeypatch.setattr(steps.inbox._threads, "follow", lambda _: [stuck])
+    steps.step(first, second)
+    payload = finish(steps.inbox, first, 1)
+    assert not stuck.done()
+    stuck.set_exception(OSError("no memory"))
+    with pytest.raises(OSError, match="no memory"):
+        _ = payload["post_block", 0].values
+
+
+def test_rows_with_gaps_between_them() -> None:
+    for only_new, runs in ((False, [0, 1, 2, 5]), (True, [0, 5])):
+        inbox, collector = Steps().inbox, collector_for(5, runs)
+        inbox.open("r", collector)
+        values = torch.arange(5.0)[:, None, None].repeat(1, SITES, WIDTH)
+        inbox.add([CapturedChunk(np.arange(5), [values], 1, [("r", 5)])])
+        inbox.finish(collector)
+        results = collector.results([0] * 5, finished=True, aborted=False, only_new=only_new)
+        rows = results["inline"].payload["post_block", 0]
+        assert rows.positions.tolist() == ([0, 2, 3, 4] if not only_new else [0, 1, 2, 3, 4])
+        assert rows.values[:, 0].tolist() == rows.positions.tolist()
+
+
+COUNT_THREADS = """
+import os
+from concurrent.futures import ThreadPoolExecutor
+import torch
+from vllm.v1.capture.transport.copies import CopyThreads, finished
+
+def number():
+    return len(os.listdir("/proc/self/task"))
+
+torch.set_num_threads(4)
+rows = [torch.ones(64, 4096) for _ in range(6)]
+into = [torch.zeros(64, 4096) for _ in rows]
+threads = CopyThreads("test")
+counts = [number()]
+finished(threads.start((into, rows)))
+counts.append(number())
+assert all(bool((values == 1).all()) for values in into)
+counts.append(number())
+with ThreadPoolExecutor(1) as plain:
+    plain.submit(torch.Tensor.copy_, into[0], rows[0]).result()
+    counts.append(number())
+print(*counts, torch.get_num_threads())
+"""
+"""Apart, because an engine on a CPU ends what `torch.set_num_threads` does in its process."""
+
+
+def test_a_thread_of_ours_has_no_threads_of_its_own() -> None:
+    """Each would keep a team as large as the processor, which spins between copies."""
+    command = [sys.executable, "-c", COUNT_THREADS]
+    done = subprocess.run(command, check=True, capture_output=True, text=True, timeout=120)
+    first, copied, before, plain, number = map(int, done.stdout.splitlines()[-1].split())
+    assert 0 < copied - first <= THREADS and number == 4
+    assert plain - before == 4  # and such a team is seen
+
+
+def test_who_does_not_wait_is_not_far_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(copies, "DIRECT_BYTES", 4096)
+    monkeypatch.setattr(copies, "UNDERWAY_BYTES", 8192)
+    threads, stuck = CopyThreads("test"), Future[None]()
+    monkeypatch.setattr(threads, "start", lambda _: [stuck])
+    work = [torch.zeros(1024)], [torch.ones(1024)]
+    for _ in range(3):
+        assert threads.follow(work) == [stuck]
+    waited: list[int] = []
+    monkeypatch.setattr(copies, "wait", lambda futures: waited.append(len(futures)))
+    threads.follow(work)
+    assert waited == [3]
+    small = [torch.zeros(8)], [torch.ones(8)]
+    assert threads.follow(small) == [] and torch.equal(*map(torch.stack, small))
+
+
+def test_a_pickled_site_has_its_own_rows_only() -> None:
+    """In memory all sites are views of one block, and a pickled view is a pickle of all of it."""
+    collector, inbox = collector_for(1000), Steps().inbox
+    inbox.open("r", collector)
+    values = torch.arange(1000.0)[:, None, None].repeat(1, SITES, WIDTH)
+    inbox.add([CapturedChunk(np.arange(1000), [values], 1, [("r", 1000)])])
+    rows = finish(inbox, collector, 1000)["post_block", 1]
+    assert rows.values.untyped_storage().nbytes() >= 1000 * ROW_BYTES
+    again = pickle.loads(pickle.dumps(rows))
+    assert again.values.untyped_storage().nbytes() == 1000 * WIDTH * 4
+    assert torch.equal(again.values, rows.values)
+    assert not torch.equal(again.values, rows.values + 1)

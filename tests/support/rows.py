@@ -1,0 +1,39 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Rows as a worker makes them and as a frontend gets them, without an engine."""
+
+from __future__ import annotations
+
+import torch
+
+from vllm.v1.capture.transport.landing import Landing
+from vllm.v1.interventions.frontend.row_collector import RowCollector
+from vllm.v1.interventions.frontend.row_pieces import Run
+from vllm.v1.interventions.messages import CapturedChunk
+from vllm.v1.interventions.step_rows import Blocks, StepRows
+from vllm.v1.interventions.worker.outbox import Outbox
+from vllm.v1.interventions.worker.projection_table import ProjectionTable
+
+
+def step_rows(
+    version: int,
+    blocks: Blocks,
+    arena: torch.Tensor,
+    positions: torch.Tensor,
+    table: ProjectionTable | None = None,
+    landing: Landing | None = None,
+) -> StepRows:
+    """The rows of a step that its forward left in `arena`; in ordinary memory without a landing."""
+    hidden = arena.shape[1]
+    table = table or ProjectionTable(hidden, torch.device("cpu"))
+    rows = StepRows(version, blocks, hidden, arena.dtype)
+    Outbox(arena, landing or Landing(0), table).send(rows, positions)
+    return rows
+
+
+def give(collector: RowCollector, *chunks: CapturedChunk) -> None:
+    """Rows of steps, each of which has no rows of others."""
+    for chunk in chunks:
+        run = Run(chunk.owners)
+        [rows] = run.rows.values()
+        collector.add(run, rows)
+        run.chunks.append(chunk)
