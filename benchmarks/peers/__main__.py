@@ -23,12 +23,19 @@ from pathlib import Path
 from benchmarks.peers.workloads import READY, Answer, arguments
 from benchmarks.results import Row, Run, add_arguments, publish, setup
 
+IN_MEMORY = ["--files", "/dev/shm"]
+"""What syncs no file is at its best there, and the road to a reader is shortest."""
+
 PEERS = {
     "plain_vllm": ("plain_vllm", "stock", []),
     "pilot": ("pilot", "ours", []),
-    "extract_hidden_states": ("extract_hidden_states", "stock", ["--layers", "all"]),
+    "extract_hidden_states": ("extract_hidden_states", "stock", ["--layers", "all", *IN_MEMORY]),
     "hf_hooks": ("hf_hooks", "ours", []),
-    "extract_hidden_states_few": ("extract_hidden_states", "stock", ["--layers", "few"]),
+    "extract_hidden_states_few": (
+        "extract_hidden_states",
+        "stock",
+        ["--layers", "few", *IN_MEMORY],
+    ),
     "nnsight_hf": ("nnsight_hf", "ours", []),
 }
 """Of each its script, which tree is first in its path, and its own options."""
@@ -113,8 +120,8 @@ def main() -> None:
         option = "--" + name.replace("_", "-")
         if isinstance(value, bool):
             options += [option] * value
-        else:
-            options += [option, str(value)]
+        elif value is not None:
+            options += [option, *map(str, value if isinstance(value, list) else [value])]
     until = time.monotonic() + args.budget
     answers = []
     for group in [args.peers] if args.at_once else [[name] for name in args.peers]:
