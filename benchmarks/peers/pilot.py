@@ -21,7 +21,20 @@ import torch
 
 from benchmarks.peers.disk import Disk, filesystem_of
 from benchmarks.peers.engine import Asks, describe, prepare, start, stop
-from benchmarks.peers.workloads import Answer, Facts, Load, Shape, Timer, arguments, ready
+from benchmarks.peers.workloads import (
+    ALL_FILES,
+    ALL_INLINE,
+    DISK,
+    LAST_ROW,
+    Answer,
+    Facts,
+    Load,
+    Shape,
+    Timer,
+    arguments,
+    few_inline,
+    ready,
+)
 
 if TYPE_CHECKING:
     from vllm import LLM
@@ -35,15 +48,6 @@ WRITERS = 16
 
 ROOM = 1 << 35
 """For consumers to hold: no request waits for another's files."""
-
-ALL_INLINE, ALL_FILES = "ours, all layers, inline", "ours, all layers, files"
-LAST_ROW = "ours, last prompt row, all layers"
-DISK = "disk alone"
-
-
-def few_inline(layers: int) -> str:
-    """The case in which the rows of so many layers come inline."""
-    return f"ours, {layers} layers, inline"
 
 
 def steering(shape: Shape, requests: int) -> list[dict[str, Any]]:

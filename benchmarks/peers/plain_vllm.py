@@ -10,9 +10,7 @@ import argparse
 from functools import partial
 
 from benchmarks.peers.engine import Asks, describe, need_stock, prepare, start, stop
-from benchmarks.peers.workloads import Answer, Timer, arguments, ready
-
-CASE = "plain vLLM"
+from benchmarks.peers.workloads import PLAIN, Answer, Timer, arguments, ready
 
 
 def measure(args: argparse.Namespace, answer: Answer) -> None:
@@ -25,8 +23,8 @@ def measure(args: argparse.Namespace, answer: Answer) -> None:
     for load in args.extract:
         work = partial(asks.extract, llm, load)
         work()
-        timer.extract(load, CASE, work, facts={"delivered": "nothing"})
-    timer.generate(CASE, partial(asks.generate, llm))
+        timer.extract(load, PLAIN, work, facts={"delivered": "nothing"})
+    timer.generate(PLAIN, partial(asks.generate, llm))
     stop(llm)
 
 

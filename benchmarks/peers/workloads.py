@@ -35,6 +35,8 @@ from benchmarks.results import Row
 Fact = float | int | str | bool
 Facts = Mapping[str, Fact]
 NONE: Facts = {}
+T = TypeVar("T")
+"""What extraction returns."""
 
 OUTPUT, PROMPT = "output rate", "prompt rate"
 """What generation and extraction are measured in."""
@@ -42,7 +44,16 @@ OUTPUT, PROMPT = "output rate", "prompt rate"
 FEW = 4
 """So many layers are few, if no option says otherwise."""
 
-T = TypeVar("T")
+PLAIN = "plain vLLM"
+ALL_INLINE, ALL_FILES = "ours, all layers, inline", "ours, all layers, files"
+LAST_ROW = "ours, last prompt row, all layers"
+DISK = "disk alone"
+"""Cases that targets name."""
+
+
+def few_inline(layers: int) -> str:
+    """The case in which the rows of so many layers come inline."""
+    return f"ours, {layers} layers, inline"
 
 
 @dataclass
