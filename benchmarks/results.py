@@ -176,7 +176,9 @@ def _short(value: object) -> str:
 
 
 def _plain(value: object) -> object:
-    return str(value) if isinstance(value, Path) else value
+    if isinstance(value, list):
+        return [_plain(each) for each in value]
+    return value if value is None or isinstance(value, bool | int | float) else str(value)
 
 
 def _version(package: str) -> str:

@@ -9,7 +9,7 @@ from typing import Any
 Json = dict[str, Any]
 
 MOST_ROWS = 40
-"""A longer table has its cases as columns."""
+"""A longer table is cut by place, or has its cases as columns."""
 
 
 def number(value: object) -> str:
@@ -49,10 +49,19 @@ def tables(run: Json) -> Iterator[str]:
     quantities = dict.fromkeys((row["quantity"], row["unit"]) for row in run["rows"])
     for quantity, unit in quantities:
         rows = [r for r in run["rows"] if (r["quantity"], r["unit"]) == (quantity, unit)]
-        yield f"**{title(rows)}**"
-        yield ""
-        yield from _wide(rows) if len(rows) > MOST_ROWS else _long(rows)
-        yield ""
+        for part in _parts(rows):
+            yield f"**{title(part)}**"
+            yield ""
+            yield from _wide(part) if len(part) > MOST_ROWS else _long(part)
+            yield ""
+
+
+def _parts(rows: Sequence[Json]) -> Sequence[Sequence[Json]]:
+    """All rows; many that have facts, which a wide table leaves out, a part for each place."""
+    if len(rows) <= MOST_ROWS or not any(row["facts"] for row in rows):
+        return [rows]
+    places = dict.fromkeys(place(row["at"]) for row in rows)
+    return [[row for row in rows if place(row["at"]) == where] for where in places]
 
 
 def title(rows: Sequence[Json]) -> str:

@@ -13,7 +13,9 @@ device: for an 8B model about 120 GiB. `--processes`: their engine cores in proc
 steered at every position, at 3 points of all layers, each with vectors of its own ("one content":
 all with the same). Bystanders: one request of eight is steered at all points and captures one
 layer, and the time is that of the others, until the last of them is complete. The engine that
-captures was started for `post_block` alone; "all taps": one that can steer and capture everywhere.
+captures was started for `post_block` alone, and the one that steers captures nothing; "all taps":
+one that can do both everywhere, which idles and has the bystanders too. --cases starts those
+engines alone that its cases need.
 
 On a CPU, in a minute: VLLM_USE_V2_MODEL_RUNNER=0 VLLM_CPU_OMP_THREADS_BIND=nobind python -m
 benchmarks.tpot --model TINY --dtype float32 --eager --kv-bytes 16777216 --rounds 2 --tokens 16
@@ -69,7 +71,9 @@ CASES = {
     ONE_CONTENT: Case("steering", Asks(distinct=1), least=2),
     "capture 1 layer": Case("capture", Asks(capture="middle")),
     "capture all layers": Case("capture", Asks(capture="all")),
+    "steer, all taps": Case("both", own=True),
     "capture 1 layer, all taps": Case("both", Asks(capture="middle")),
+    "capture all layers, all taps": Case("both", Asks(capture="all")),
     "bystanders": Case("both", Asks(capture="middle", every=EVERY), own=True, least=EVERY),
 }
 
@@ -81,7 +85,7 @@ def engines_of(largest: int) -> dict[str, Engine]:
     return {
         "stock": Engine(stock=True),
         "off": Engine(),
-        "both": Engine({**steering, **capture}, modules=-(-largest // EVERY)),
+        "both": Engine({**steering, **capture}, modules=largest),
         "steering": Engine(steering, modules=largest),
         "capture": Engine({**capture, "capture_points": ["post_block"]}),
     }

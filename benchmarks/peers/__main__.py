@@ -5,8 +5,14 @@
 
 The model is a config.json: weights are random, and prompts are token ids (workloads.py says what is
 asked). Only one peer measures at a time; with --at-once they load side by side, if all fit into
-memory. Peers whose vLLM is upstream's get --stock in front of PYTHONPATH. A peer that is not
-installed or that fails has no rows, and the setup says so.
+memory. Peers whose vLLM is upstream's get --stock in front of PYTHONPATH. Files of ours go to
+--files, which is to be on a disk. A peer that is not installed or that fails has no rows, and the
+setup says so.
+
+On a CPU, for ratios in five minutes: VLLM_USE_V2_MODEL_RUNNER=0 VLLM_CPU_OMP_THREADS_BIND=nobind
+OMP_NUM_THREADS=1 python -m benchmarks.peers --model TINY --stock build/upstream-cpu-* --eager
+--peers plain_vllm pilot hf_hooks --kv-bytes 33554432 --extract 4x64 8x32 --requests 4 --prompt 16
+--generated 8 --rounds 2 --step-tokens 128
 """
 
 from __future__ import annotations
@@ -20,20 +26,25 @@ import tempfile
 import time
 from pathlib import Path
 
-from benchmarks.peers.workloads import READY, Answer, arguments
-from benchmarks.results import Row, Run, add_arguments, publish, setup
+from benchmarks.peers.workloads import PLAIN, READY, Answer, arguments
+from benchmarks.results import Row, Run, add_arguments, publish, setup, write
+
+IN_MEMORY = ["--files", "/dev/shm"]
+"""What syncs no file is at its best there, and the road to a reader is shortest."""
 
 PEERS = {
     "plain_vllm": ("plain_vllm", "stock", []),
     "pilot": ("pilot", "ours", []),
-    "extract_hidden_states": ("extract_hidden_states", "stock", ["--layers", "all"]),
+    "extract_hidden_states": ("extract_hidden_states", "stock", ["--layers", "all", *IN_MEMORY]),
     "hf_hooks": ("hf_hooks", "ours", []),
-    "extract_hidden_states_few": ("extract_hidden_states", "stock", ["--layers", "few"]),
+    "extract_hidden_states_few": (
+        "extract_hidden_states",
+        "stock",
+        ["--layers", "few", *IN_MEMORY],
+    ),
     "nnsight_hf": ("nnsight_hf", "ours", []),
 }
 """Of each its script, which tree is first in its path, and its own options."""
-
-BASELINE = "plain vLLM"
 
 NOT_RUN = {
     "vLLM-Lens 1.2.1": "a plug-in that forces eager mode and refuses the V2 model runner; its own "
@@ -113,8 +124,8 @@ def main() -> None:
         option = "--" + name.replace("_", "-")
         if isinstance(value, bool):
             options += [option] * value
-        else:
-            options += [option, str(value)]
+        elif value is not None:
+            options += [option, *map(str, value if isinstance(value, list) else [value])]
     until = time.monotonic() + args.budget
     answers = []
     for group in [args.peers] if args.at_once else [[name] for name in args.peers]:
@@ -125,11 +136,17 @@ def main() -> None:
         for peer in loading:
             answers.append(peer.measure(until))
             print(f"{peer.name}: {answers[-1].status}", flush=True)
+            # Each time, so that what is there is kept if the machine is taken away.
+            write(run_of(args, answers), args.json)
+    publish(run_of(args, answers), args.json)
+
+
+def run_of(args: argparse.Namespace, answers: list[Answer]) -> Run:
+    """What the peers have answered so far."""
     peers = {answer.peer: answer.summary for answer in answers}
     rows = [Row(**row) for answer in answers for row in answer.rows]
     told = setup(args, model=(args.model / "config.json").read_text().strip(), peers=peers)
-    run = Run("peers", {**told, "not run": NOT_RUN}, rows, baselines=(BASELINE,), paired=False)
-    publish(run, args.json)
+    return Run("peers", {**told, "not run": NOT_RUN}, rows, baselines=(PLAIN,), paired=False)
 
 
 if __name__ == "__main__":

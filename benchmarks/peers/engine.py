@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from benchmarks.peers.workloads import Answer, Shape, prompts
+from benchmarks.peers.workloads import Answer, Load, Shape, prompts
 
 if TYPE_CHECKING:
     from vllm import LLM
@@ -45,8 +45,10 @@ def start(args: argparse.Namespace, **options: Any) -> LLM:
         load_format="dummy",
         skip_tokenizer_init=True,
         dtype="bfloat16",
-        max_model_len=max(args.prompt + args.generated, args.extract_prompt + 1) + 16,
-        max_num_seqs=max(args.requests, args.extract_requests),
+        tensor_parallel_size=args.tensor_parallel_size,
+        max_model_len=max(args.prompt + args.generated, *(load.prompt + 1 for load in args.extract))
+        + 16,
+        max_num_seqs=max(args.requests, *(load.requests for load in args.extract)),
         max_num_batched_tokens=args.step_tokens,
         kv_cache_memory_bytes=args.kv_bytes,
         gpu_memory_utilization=0.1,  # of no use but to refuse; the line above decides
@@ -60,8 +62,11 @@ def start(args: argparse.Namespace, **options: Any) -> LLM:
 
 
 def redraw(model: torch.nn.Module) -> None:
-    """By name, as `benchmarks.random_weights` does, but in a worker that has loaded already: it may
-    be in a process that knows no load format of ours."""
+    """Fill parameters by name, as `benchmarks.random_weights` does, in a worker that has loaded.
+
+    It may be in a process that knows no load format of ours. With tensor parallelism the workers'
+    parts of a parameter are alike, and the model is not that of one worker.
+    """
     from benchmarks.random_weights import fill
 
     for name, parameter in model.named_parameters():
@@ -84,6 +89,7 @@ def describe(answer: Answer, llm: LLM, **more: str) -> None:
         "model runner": "V2" if config.use_v2_model_runner else "V1",
         "CUDA graphs": str(config.compilation_config.cudagraph_mode),
         "engine": "a process of its own" if apart else "in the asking process",
+        "tensor parallel": str(config.parallel_config.tensor_parallel_size),
         "asynchronous scheduling": str(config.scheduler_config.async_scheduling),
         "prefix cache": "off",
         **more,
@@ -97,16 +103,16 @@ class Asks:
         self._args = args
         self.shape = Shape.of(args.model)
         self._generate = self._prompts(args.requests, args.prompt)
-        self._extract = self._prompts(args.extract_requests, args.extract_prompt)
+        self._extract = {load: self._prompts(load.requests, load.prompt) for load in args.extract}
 
     def generate(self, llm: LLM, fields: list[dict[str, Any]] | None = None) -> list[Any]:
         """The outputs. `fields`: what each request says beside its prompt."""
         return self._run(llm, self._generate, self._args.generated, fields)
 
-    def extract(self, llm: LLM, fields: dict[str, Any] | None = None) -> list[Any]:
+    def extract(self, llm: LLM, load: Load, fields: dict[str, Any] | None = None) -> list[Any]:
         """The outputs. `fields`: what every request says beside its prompt."""
-        each = None if fields is None else [fields] * len(self._extract)
-        return self._run(llm, self._extract, 1, each)
+        each = None if fields is None else [fields] * load.requests
+        return self._run(llm, self._extract[load], 1, each)
 
     def _prompts(self, requests: int, length: int) -> list[Any]:
         return [{"prompt_token_ids": p} for p in prompts(self.shape, requests, length)]

@@ -4,9 +4,10 @@
 PYTHONPATH=STOCK:. python -m benchmarks.peers.extract_hidden_states --model DIR --stock STOCK
 
 It takes the place of a speculative method and of a KV connector, for a list of layers given at
-start-up (--layers few or all), and every request is extracted. It
-writes a file a request; "memory" is its own `load_hidden_states` on these files, in eight
-threads, as there is no other way to the rows. It needs a GPU: the connector pins memory.
+start-up (--layers few or all), and every request is extracted, so its calls are warmed up by one
+that extracts. It writes a file a request; "memory" is its own `load_hidden_states` on these files,
+in eight threads, as there is no other way to the rows. It syncs none, so it is at its best in a
+folder in memory. It needs a GPU: the connector pins memory.
 """
 
 from __future__ import annotations
@@ -21,12 +22,16 @@ from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from benchmarks.peers.disk import filesystem_of
 from benchmarks.peers.engine import Asks, describe, need_stock, prepare, start, stop
-from benchmarks.peers.workloads import OUTPUT, PROMPT, Answer, Timer, arguments, ready
+from benchmarks.peers.workloads import Answer, Facts, Load, Timer, arguments, ready
 
 if TYPE_CHECKING:
+    import torch
+
     from vllm import LLM
 
+CASE = "extract_hidden_states"
 READERS = 8
 
 
@@ -59,57 +64,71 @@ class Extraction:
         layers = shape.few(args.few) if args.layers == "few" else list(range(shape.layers))
         name = f"{len(layers)} layers" if args.layers == "few" else "all layers"
         llm = start(args, **options(layers, self._root))
-        files = f"one a request, not synced, in {args.files}"
+        files = f"one a request, not synced, in {args.files} ({filesystem_of(args.files)})"
         describe(self._answer, llm, files=files, readers=str(READERS))
         ready(args)
-        self._measure(llm, name, layers)
-        stop(llm)
-
-    def _measure(self, llm: LLM, name: str, layers: list[int]) -> None:
-        case, timer, hidden = "extract_hidden_states", self._timer, self._asks.shape.hidden
         self._clean()
+        for load in args.extract:
+            self._extract(llm, load, name, layers)
         outputs = self._asks.generate(llm)
-        timer.time(
-            OUTPUT,
-            f"{case}, {name} of the prompt",
+        self._timer.generate(
+            f"{CASE}, {name} of the prompt",
             partial(self._asks.generate, llm),
             self._clean,
-            **{"tokens like the one before": _repeated(outputs)},
+            {"tokens like the one before": _repeated(outputs)},
         )
-        facts: dict[str, Any] = {"row bytes": len(layers) * hidden * 2}
-        write, load = partial(self._written, llm), partial(self._loaded, llm, layers)
-        timer.time(PROMPT, f"{case}, {name}, files", write, self._clean, delivered="files", **facts)
-        facts["mean |row|"] = load()
+        stop(llm)
+
+    def _extract(self, llm: LLM, load: Load, name: str, layers: list[int]) -> None:
+        facts: Facts = {"row bytes": len(layers) * self._asks.shape.hidden * 2}
+        self._written(llm, load)
         self._clean()
-        timer.time(
-            PROMPT, f"{case}, {name}, loaded", load, self._clean, delivered="memory", **facts
+        self._timer.extract(
+            load,
+            f"{CASE}, {name}, files",
+            partial(self._written, llm, load),
+            clean=self._clean,
+            facts={"delivered": "files", **facts},
+        )
+        self._timer.extract(
+            load,
+            f"{CASE}, {name}, loaded",
+            partial(self._loaded, llm, load),
+            check=partial(self._check, load, len(layers)),
+            clean=self._clean,
+            facts={"delivered": "memory", **facts},
         )
 
-    def _paths(self, llm: LLM) -> list[str]:
-        outputs = self._asks.extract(llm)
+    def _paths(self, llm: LLM, load: Load) -> list[str]:
+        outputs = self._asks.extract(llm, load)
         return [output.kv_transfer_params["hidden_states_path"] for output in outputs]
 
-    def _written(self, llm: LLM) -> None:
+    def _written(self, llm: LLM, load: Load) -> list[str]:
         """Ends when every file is complete: its writer then releases a lock."""
-        for path in self._paths(llm):
+        paths = self._paths(llm, load)
+        for path in paths:
             with open(path + ".lock") as lock:
                 fcntl.flock(lock, fcntl.LOCK_SH)
+        return paths
 
-    def _loaded(self, llm: LLM, layers: list[int]) -> float:
-        """All rows in memory. The mean size of the first request's of the last layer."""
+    def _loaded(self, llm: LLM, load: Load) -> list[torch.Tensor]:
+        """The rows of each request, [tokens, layers, hidden], one number of each read."""
         from vllm.distributed.kv_transfer.kv_connector.v1.example_hidden_states_connector import (
             load_hidden_states,
         )
 
-        args = self._args
-        shape = (args.extract_prompt, len(layers), self._asks.shape.hidden)
-        found = [
-            d["hidden_states"] for d in self._readers.map(load_hidden_states, self._paths(llm))
-        ]
+        files = self._readers.map(load_hidden_states, self._paths(llm, load))
+        found = [file["hidden_states"] for file in files]
+        for rows in found:
+            rows[-1, -1, -1].item()
+        return found
+
+    def _check(self, load: Load, layers: int, found: list[torch.Tensor]) -> Facts:
+        shape = (load.prompt, layers, self._asks.shape.hidden)
         for rows in found:
             if rows.shape != shape:
                 raise SystemExit(f"hidden states {tuple(rows.shape)}, not {shape}")
-        return found[0][:, -1].float().abs().mean().item()
+        return {"mean |row|": found[0][:, -1].float().abs().mean().item()}
 
     def _clean(self) -> None:
         """The files of generation were written, too, but nobody waited for them."""

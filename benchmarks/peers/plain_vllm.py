@@ -10,9 +10,7 @@ import argparse
 from functools import partial
 
 from benchmarks.peers.engine import Asks, describe, need_stock, prepare, start, stop
-from benchmarks.peers.workloads import OUTPUT, PROMPT, Answer, Timer, arguments, ready
-
-CASE = "plain vLLM"
+from benchmarks.peers.workloads import PLAIN, Answer, Timer, arguments, ready
 
 
 def measure(args: argparse.Namespace, answer: Answer) -> None:
@@ -22,8 +20,11 @@ def measure(args: argparse.Namespace, answer: Answer) -> None:
     llm = start(args)
     describe(answer, llm)
     ready(args)
-    timer.time(OUTPUT, CASE, partial(asks.generate, llm))
-    timer.time(PROMPT, CASE, partial(asks.extract, llm), delivered="nothing")
+    for load in args.extract:
+        work = partial(asks.extract, llm, load)
+        work()
+        timer.extract(load, PLAIN, work, facts={"delivered": "nothing"})
+    timer.generate(PLAIN, partial(asks.generate, llm))
     stop(llm)
 
 
