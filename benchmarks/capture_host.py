@@ -116,6 +116,7 @@ def run(args: argparse.Namespace, num_sites: int) -> dict[str, float]:
     import torch
 
     from vllm.config import VllmConfig
+    from vllm.v1.capture.transport.landing import Landing, Places
     from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, FinishReason
     from vllm.v1.interventions.capture_groups import CaptureGroups
     from vllm.v1.interventions.frontend.capture_outputs import CaptureOutputs
@@ -125,7 +126,7 @@ def run(args: argparse.Namespace, num_sites: int) -> dict[str, float]:
     from vllm.v1.interventions.scheduler.request_state import RequestInterventions
     from vllm.v1.interventions.scheduler.row_relay import RowRelay
     from vllm.v1.interventions.step_rows import Blocks, StepRows
-    from vllm.v1.interventions.worker.outbox import send_rows
+    from vllm.v1.interventions.worker.outbox import Outbox
     from vllm.v1.interventions.worker.projection_table import ProjectionTable
     from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
@@ -153,7 +154,10 @@ def run(args: argparse.Namespace, num_sites: int) -> dict[str, float]:
     assert layout is not None
     names = [str(i) for i in range(args.requests)]
     prompt = [1] * (num_rows if args.tokens > 1 else 1)
-    frontend = CaptureOutputs(SimpleNamespace(tap_shape=None), None)  # type: ignore[arg-type]
+    landing = Landing(4 << 30)
+    places = Places() if args.messages else landing
+    config = SimpleNamespace(tap_shape=None, parallel_config=SimpleNamespace(_api_process_count=1))
+    frontend = CaptureOutputs(config, SimpleNamespace(places=places))  # type: ignore[arg-type]
     states: dict[str, Any] = {}
     for name in names:
         states[name] = SimpleNamespace(
@@ -176,15 +180,17 @@ def run(args: argparse.Namespace, num_sites: int) -> dict[str, float]:
     projections = ProjectionTable(args.hidden, torch.device("cpu"))
     members = [(n, np.arange(i * args.tokens, (i + 1) * args.tokens)) for i, n in enumerate(names)]
     blocks = Blocks({layout: members})
-    encoder, decoder = MsgpackEncoder(), MsgpackDecoder(EngineCoreOutputs)
+    outbox = Outbox(arena, landing, projections)
+    encoder = MsgpackEncoder(oob_tensor_consumer=relay.encoder)
+    decoder = MsgpackDecoder(EngineCoreOutputs, oob_tensor_provider=places)
     times = dict.fromkeys(STAGES, 0.0)
     tokens: list[int] = []
     for step in range(args.steps):
         first = step * args.tokens
-        rows = StepRows(1, blocks)
+        rows = StepRows(1, blocks, args.hidden, torch.bfloat16)
         positions = torch.arange(first, first + args.tokens).repeat(args.requests)
         # On a GPU the copy engine does this.
-        send_rows(rows, arena, positions, projections, None)
+        outbox.send(rows, positions)
         time.sleep(args.pause / 1e3)
         reached = first + args.tokens + 1
         tokens += [1] * (args.tokens if args.tokens == 1 else 0)
@@ -192,11 +198,9 @@ def run(args: argparse.Namespace, num_sites: int) -> dict[str, float]:
         own, every = time.thread_time(), time.process_time()
         for request in core:
             request.num_tokens = reached
-            relay.accept(request, rows, emits=True)  # type: ignore[arg-type]
+            relay.accept(request, rows)  # type: ignore[arg-type]
         mark.append(time.perf_counter())
-        outputs = [
-            EngineCoreOutput(r.request_id, [1], captured=r.interventions.pop_rows()) for r in core
-        ]
+        outputs = [EngineCoreOutput(r.request_id, [1]) for r in core]
         message = EngineCoreOutputs(outputs=outputs)
         relay.join({0: message})
         if args.messages:
@@ -206,7 +210,7 @@ def run(args: argparse.Namespace, num_sites: int) -> dict[str, float]:
         for output in outputs:
             if frontend.handle_output(output):
                 continue
-            states[output.request_id].capture.add(output.captured, tokens)
+            states[output.request_id].capture.deliver(tokens)
         frontend.pop_ready(None)
         del rows, outputs, message
         mark.append(time.perf_counter())

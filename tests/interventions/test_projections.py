@@ -295,8 +295,8 @@ def test_stages_join(requests: list[WorkerRequest], cut: int) -> None:
         assert want is not None and got is not None
         assert want.positions.tolist() == got.positions.tolist()
         for n, one in enumerate(want.values):
-            stages = got.values[n :: len(want.values)]
-            torch.testing.assert_close(one, torch.cat(stages, dim=1))
+            joined_sites = torch.cat(got.values[n :: len(want.values)], dim=1)
+            torch.testing.assert_close(one, joined_sites)
 
 
 def test_a_step_without_output_stays_one() -> None:

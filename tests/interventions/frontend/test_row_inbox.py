@@ -98,7 +98,8 @@ def finish(inbox: RowInbox, collector: RowCollector, num_rows: int) -> dict[Any,
     inbox.finish(collector)
     result = collector.results([0] * num_rows, finished=True, aborted=False, only_new=False)
     assert result["inline"].status == "ok", result["inline"].error
-    return result["inline"].payload  # type: ignore[no-any-return]
+    payload: dict[Any, Any] = result["inline"].payload
+    return payload
 
 
 def check(payload: dict[Any, Any], num_rows: int) -> None:

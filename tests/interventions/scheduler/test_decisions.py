@@ -17,13 +17,13 @@ from tests.support.plans import HIDDEN, VECTOR, config_of, plan_of
 from tests.support.rows import step_rows
 from vllm import SamplingParams
 from vllm.config import VllmConfig
+from vllm.v1.engine import EngineCoreOutputs
 from vllm.v1.interventions.calls import CaptureCall
 from vllm.v1.interventions.capture_groups import CaptureGroup
 from vllm.v1.interventions.messages import FIRST_SLOT, ROWS_PER_SLOT, WorkerRequest
 from vllm.v1.interventions.scheduler.admission import MAX_SKIPS
 from vllm.v1.interventions.scheduler.decisions import SchedulerInterventions
 from vllm.v1.interventions.step_rows import Blocks, StepRows
-from vllm.v1.engine import EngineCoreOutputs
 from vllm.v1.request import Request
 
 pytestmark = pytest.mark.quick

@@ -70,11 +70,7 @@ def test_drafts_in_the_same_tree_stay_unbound() -> None:
         dtype=torch.float32,
     )
     interventions = WorkerInterventions(config, torch.device("cpu"))
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(
-            "vllm.v1.interventions.worker.runner.get_tensor_model_parallel_rank", lambda: 0
-        )
-        interventions.bind(model)
+    interventions.bind(model)
     assert all(isinstance(layer.taps, BoundTaps) for layer in own)
     assert not isinstance(draft["2"].taps, BoundTaps)
     assert interventions.shape is not None and set(interventions.shape.points) == {0, 1}
