@@ -62,10 +62,13 @@ class Pinning:
         """Return when no piece is being registered, and have no other begun."""
         self._goes.clear()
         with self._piece:
-            _log(self._landing, "so far")
+            pass
 
     def resume(self) -> None:
         """Have the rest registered."""
+        if self._landing.ready < len(self._landing.memory):
+            size = self._landing.ready / 2**30
+            logger.info("Captured rows land in %.1f GiB of host memory so far", size)
         self._goes.set()
 
     def _run(self) -> None:
@@ -90,11 +93,8 @@ class Pinning:
                         )
                         return
                     seconds += time.monotonic() - started
-        _log(landing, f"registered in {seconds:.1f} s")
-
-
-def _log(landing: Landing, how: str) -> None:
-    logger.info("Captured rows land in %.1f GiB of host memory, %s", landing.ready / 2**30, how)
+        size = landing.ready / 2**30
+        logger.info("Captured rows land in %.1f GiB of host memory, known in %.1f s", size, seconds)
 
 
 def _register(landing: Landing, threads: ThreadPoolExecutor) -> None:

@@ -77,11 +77,11 @@ class WorkerInterventions:
         # The stream is the same on every tensor-parallel rank: the first one captures.
         parallel = config.parallel_config
         self.captures_here = self._capture and parallel.rank % parallel.tensor_parallel_size == 0
-        self.pinning: Pinning | None = None
+        self._pinning: Pinning | None = None
         if self.captures_here:
             self._landing = Landing(landing_bytes(config))
             if device.type == "cuda":
-                self.pinning = Pinning(self._landing, device)  # beside the loading of weights
+                self._pinning = Pinning(self._landing, device)  # beside the loading of weights
         self.shape: TapShape | None = None
         self._variants: ModelVariants | None = None
         self._probe: Callable[[], None] | None = None
@@ -89,14 +89,11 @@ class WorkerInterventions:
     # -- start-up ---------------------------------------------------------------------------
 
     def bind(self, model: nn.Module) -> None:
-        """Give every wired decoder layer of the target model its taps. Graphs may be recorded
-        from here on, until the taps are checked.
+        """Give every wired decoder layer of the target model its taps.
 
         Raises:
             ValueError: the model has decoder layers that are not wired, or none that are.
         """
-        if self.pinning is not None:
-            self.pinning.pause()
         if not (self._steering or self._capture):
             return
         layers = find_layers(model)
@@ -172,13 +169,23 @@ class WorkerInterventions:
 
     def each_variant(
         self, items: Iterable[Any] = (None,), graph_owner: Any = None
-    ) -> Iterable[Any]:
+    ) -> Iterator[Any]:
         """Yield what is to be compiled or captured, in each model variant, while the engine starts.
+        When the first call of it ends, all is compiled and graphs may be captured.
 
         Args:
             graph_owner: upstream's object that keeps the CUDA graphs which are captured meanwhile.
         """
-        return self._variants.each(items, graph_owner) if self._variants is not None else items
+        if self._pinning is not None and graph_owner is not None:
+            self._pinning.pause()
+        yield from self._variants.each(items, graph_owner) if self._variants is not None else items
+        if self._pinning is not None:
+            self._pinning.pause()
+
+    def started(self) -> None:
+        """Go on with what has to rest while graphs are captured: all of them are."""
+        if self._pinning is not None:
+            self._pinning.resume()
 
     def captures(self, site: Site) -> bool:
         """Whether this worker can capture at a site."""

@@ -50,8 +50,7 @@ def check_worker(worker: Any) -> TapShape | None:
             with _lent_blocks(runner.input_batch.block_table.block_tables):
                 # V1 leaves out attention by default, and its output uninitialised.
                 check_sites(interventions, lambda n: runner._dummy_run(n, force_attention=True))
-    if interventions.pinning is not None:
-        interventions.pinning.resume()
+    interventions.started()
     return interventions.shape
 
 
