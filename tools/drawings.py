@@ -328,7 +328,7 @@ def rows() -> Drawing:
     y = 72
     d.box(x[0], y, wide, Name(TAPS, "SiteTap.read"), "copies wanted rows of its site")
     d.box(x[1], y, wide, Name(TAPS, "SiteTap.arena"), "one buffer, all sites, one step")
-    d.box(x[2], y, wide, Name(f"{WORKER}/outbox.py", "Outbox"), "to the host, beside the next step")
+    d.box(x[2], y, wide, Name(f"{WORKER}/outbox.py", "Outbox"), "to the landing, beside the next step")
     d.box(
         x[3], y, wide, Name(f"{OURS}/step_rows.py", "StepRows"), "waits for the copy when read",
         kind="message",
@@ -343,9 +343,9 @@ def rows() -> Drawing:
     d.arrow((x[3], y + 28), (x[2] + wide, y + 28))
     join = Name(f"{SCHEDULER}/row_relay.py", "RowRelay.join")
     d.box(x[2], y, wide, join, "all rows of a step at once, uncut,", "ahead of its outputs")
-    d.arrow((x[3] + centre, y + 57), (x[3] + centre, y + 80))
-    pop = Name(f"{SCHEDULER}/request_state.py", "RequestInterventions.pop_rows")
-    d.box(x[3], y + 80, wide, pop, "or with the request's next output")
+    d.arrow((x[2] + centre, y + 72), (x[2] + centre, y + 88))
+    encoder = Name(f"{TRANSPORT}/landing.py", "RowEncoder")
+    d.box(x[2], y + 88, wide, encoder, "sends where they lie")
     d.arrow((x[3] + 60, y), (x[3] + 60, y - 18), (x[1] + centre, y - 18), (x[1] + centre, y))
     sessions = Name(f"{SCHEDULER}/capture_sessions.py", "CaptureSessions")
     d.box(x[1], y, wide, sessions, "rows for consumers that run here")
@@ -359,13 +359,10 @@ def rows() -> Drawing:
     y = 458
     outputs = Name(f"{FRONTEND}/capture_outputs.py", "CaptureOutputs")
     d.box(x[3], y, wide, outputs, "all captures of this frontend")
-    d.arrow((x[3] + 160, 361), (x[3] + 160, y))
-    d.arrow((x[2] + centre, 296), (x[2] + centre, 374), (x[3] + 60, 374), (x[3] + 60, y))
+    d.arrow((x[2] + centre, 369), (x[2] + centre, 384), (x[3] + 60, 384), (x[3] + 60, y))
     captured = Name("vllm/v1/engine/__init__.py", "EngineCoreOutput.captured")
-    d.name(x[2] + centre - 8, 368, captured, "end")
-    d.box(
-        x[2], y, wide, Name(f"{FRONTEND}/row_copier.py", "RowCopier"), "cuts and copies, in threads"
-    )
+    d.name(x[3] + 52, 440, captured, "end")
+    d.box(x[2], y, wide, Name(f"{FRONTEND}/row_inbox.py", "RowInbox"), "for each of its requests")
     collector = Name(f"{FRONTEND}/row_collector.py", "RowCollector")
     d.box(x[1], y, wide, collector, "of one completion; trims its end")
     d.box(
