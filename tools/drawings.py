@@ -328,7 +328,7 @@ def rows() -> Drawing:
     y = 72
     d.box(x[0], y, wide, Name(TAPS, "SiteTap.read"), "copies wanted rows of its site")
     d.box(x[1], y, wide, Name(TAPS, "SiteTap.arena"), "one buffer, all sites, one step")
-    d.box(x[2], y, wide, Name(f"{WORKER}/outbox.py", "Outbox"), "to the landing, beside the next step")
+    d.box(x[2], y, wide, Name(f"{WORKER}/outbox.py", "Outbox"), "to the landing, beside a step")
     d.box(
         x[3], y, wide, Name(f"{OURS}/step_rows.py", "StepRows"), "waits for the copy when read",
         kind="message",
