@@ -52,6 +52,7 @@ class Mode:
             "gpu_memory_utilization": 0.05,  # modes share the GPU; the line above decides
             "enable_steering": True,
             "capture_consumers": ["inline"],
+            "capture_landing_bytes": 1 << 30,  # several modes run at a time
             "disable_log_stats": True,
             "seed": 0,
         }

@@ -90,18 +90,18 @@ class RowBudget:
         return num_tokens
 
     def _room(self, request: "Request") -> int:
-        """Rows the request may take: what nobody else has a claim on, or its own claim."""
+        """Rows the request may take: what nobody has an older claim on. A prompt that waited with
+        others is not cut up for their sake: rows of one step are one piece."""
         free = self._capacity - self._taken
         if not self._claims:
             return free
-        others = [claim for name, claim in self._claims.items() if name != request.request_id]
-        room = free - sum(claim.rows for claim in others)
         mine = self._claims.get(request.request_id)
-        if mine is not None:
-            older = sum(claim.rows for claim in others if claim.since < mine.since)
-            if older + mine.rows <= free:
-                room = max(room, mine.rows)
-        return max(room, 0)
+        older = [
+            claim.rows
+            for name, claim in self._claims.items()
+            if name != request.request_id and (mine is None or claim.since < mine.since)
+        ]
+        return max(free - sum(older), 0)
 
     def _refuse(self, request: "Request", needed: int) -> int:
         # What was kept for it did not do, so others may have it.

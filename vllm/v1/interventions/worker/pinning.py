@@ -22,6 +22,8 @@ PIECE_BYTES = 64 << 20
 """What is registered at a time. A copy must lie in one piece."""
 MOST_BYTES = 32 << 30
 """The most that a landing has unless it is told."""
+LEFT_SHARE = 8
+"""What part of the machine's memory is left to others, however much is wanted."""
 THREADS = min(4, max(1, len(os.sched_getaffinity(0)) // 2))
 """How many threads have the kernel give memory."""
 
@@ -85,8 +87,8 @@ class Pinning:
                         _register(landing, threads)
                     except (OSError, RuntimeError) as error:
                         logger.warning(
-                            "Captured rows have %.1f GiB of host memory to land in, not %.1f: %s. "
-                            "Set capture_landing_bytes to what the machine can spare.",
+                            "Captured rows have %.1f GiB of host memory to land in, not %.1f: %s; "
+                            "capture_landing_bytes sets what is wanted",
                             landing.ready / 2**30,
                             len(landing.memory) / 2**30,
                             error,
@@ -99,6 +101,9 @@ class Pinning:
 
 def _register(landing: Landing, threads: ThreadPoolExecutor) -> None:
     """Have the kernel give the next piece's memory, and the GPU know it."""
+    memory = psutil.virtual_memory()
+    if memory.available < memory.total // LEFT_SHARE:
+        raise OSError("the machine has no more to spare")
     first = landing.memory.ctypes.data + landing.ready
     size = min(PIECE_BYTES, len(landing.memory) - landing.ready)
     part = -(-size // THREADS // 4096) * 4096
