@@ -72,6 +72,7 @@ DEFAULTS = {
     "capture_consumers": [],
     "capture_points": list(POINTS),
     "capture_buffer_bytes": 256 << 20,
+    "capture_landing_bytes": None,
     "capture_inline_max_bytes": 64 << 20,
     "capture_overload_policy": "block",
 }
@@ -96,6 +97,7 @@ def test_flags_are_the_options(model: Path) -> None:
         *("--capture-consumers", "logging:instance_name=log,timeout=3"),
         *("--capture-points", "post_block"),
         *("--capture-buffer-bytes", "4096"),
+        *("--capture-landing-bytes", "8192"),
         *("--capture-inline-max-bytes", "1024"),
         *("--capture-overload-policy", "drop"),
     ]
@@ -111,6 +113,7 @@ def test_flags_are_the_options(model: Path) -> None:
         "capture_consumers": ["inline", "logging", "logging:instance_name=log,timeout=3"],
         "capture_points": ["post_block"],
         "capture_buffer_bytes": 4096,
+        "capture_landing_bytes": 8192,
         "capture_inline_max_bytes": 1024,
         "capture_overload_policy": "drop",
     }
@@ -130,6 +133,7 @@ def test_options_reach_the_config(model: Path) -> None:
         "capture_consumers": ["inline"],
         "capture_points": ["post_attn"],
         "capture_buffer_bytes": 8192,
+        "capture_landing_bytes": 4096,
         "capture_inline_max_bytes": 512,
         "capture_overload_policy": "drop",
     }
@@ -158,6 +162,7 @@ def test_options_reach_the_config(model: Path) -> None:
         ({"capture_points": []}, "capture_points"),
         ({"capture_points": ["mlp"]}, "capture_points: unknown ['mlp']"),
         ({"capture_buffer_bytes": 0}, "capture_buffer_bytes"),
+        ({"capture_landing_bytes": -1}, "capture_landing_bytes"),
         ({"capture_inline_max_bytes": 0}, "capture_inline_max_bytes"),
         ({"capture_consumers": ["disk"]}, "capture_consumers: unknown 'disk'"),
         ({"capture_consumers": ["inline"] * 2}, "capture_consumers: two are named 'inline'"),
