@@ -99,7 +99,7 @@ HTTP = [
     Case(path("v.post_block"), do=by_layer(layers=None)),
     Case(path("v.post_block.shape"), do=by_layer(shape=[2 * HIDDEN])),
     Case(path("v.post_block.layers", "1 entries", "2"), do=by_layer(layers=[0])),
-    Case(path("v.post_block.layers[1]", "-1"), do=by_layer(layers=[0, -1])),
+    Case(path("v.post_block.layers[1]", "'1'"), do=by_layer(layers=[0, "1"])),
     # Bodies of /v1/steering.
     Case(path("body"), do=sent(b"{")),
     Case(path("body"), do=sent(b'{"name": 1, "name": 2}')),

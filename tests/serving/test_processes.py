@@ -7,6 +7,7 @@ import asyncio
 import gc
 from collections.abc import Coroutine, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -21,6 +22,7 @@ from vllm.sampling_params import RequestOutputKind
 from vllm.v1.capture.transport import shared_rows
 from vllm.v1.engine import core_client
 from vllm.v1.engine.async_llm import AsyncLLM
+from vllm.v1.engine.exceptions import EngineGenerateError
 
 if TYPE_CHECKING:
     from tests.conftest import TinyModels
@@ -223,6 +225,44 @@ def test_errors_reach_the_caller_and_nobody_else(server: Server, judge: Judge) -
             server.run(server.stream(f"bad-{number}", Ask(PROMPT, fields), final))
     ask = Ask(PROMPT, {**STEERED, **capture("all")})
     (output,) = server.run(server.stream("good", ask, final))
+    judge.check(ask, output)
+
+
+def test_a_request_that_cannot_be_sent_fails_alone(
+    tiny_models: TinyModels, judge: Judge, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Nobody waits for it, with consumers or several completions either; one that can be sent is
+    served before and after."""
+    monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "1")
+    consumers = ["inline", f"filesystem:root={tmp_path}"]
+    llm = make_llm(tiny_models.path("llama"), capture_consumers=consumers)
+    files = {"capture": {"filesystem": {"hooks": {"post_block": [0]}}}}
+    several = {"n": 2, "temperature": 1.0}
+    try:
+        for fields in ({}, several, files, several | files):
+            asks = [Ask(PROMPT, fields | {"extra_args": {"a": 1}})]
+            serve(llm, asks)
+            asks += [Ask(PROMPT, fields | {"extra_args": {"a": object()}})]
+            with pytest.raises(TypeError, match="is not serializable"):
+                serve(llm, asks)
+            processor = llm.llm_engine.output_processor
+            assert not (processor.request_states or processor.parent_requests)
+            ask = Ask(PROMPT, capture("all"))
+            judge.check(ask, serve(llm, [ask])[0])
+    finally:
+        llm.llm_engine.engine_core.shutdown()
+        gc.collect()
+
+
+def test_an_async_request_that_cannot_be_sent_fails_alone(server: Server, judge: Judge) -> None:
+    final = RequestOutputKind.FINAL_ONLY
+    for number, n in enumerate((1, 2)):
+        bad = Ask(PROMPT, {"n": n, "temperature": 1.0, "extra_args": {"a": object()}, **capture("all")})
+        with pytest.raises(EngineGenerateError):
+            server.run(server.stream(f"unsent-{number}", bad, final))
+        assert not server.engine.output_processor.has_unfinished_requests()
+    ask = Ask(PROMPT, {"extra_args": {"a": 1}, **capture("all")})
+    (output,) = server.run(server.stream("sent", ask, final))
     judge.check(ask, output)
 
 

@@ -15,6 +15,7 @@ from vllm.v1.interventions.plan import Site, TapShape
 from vllm.v1.interventions.positions import Positions
 from vllm.v1.interventions.sites import need_layers, need_point
 from vllm.v1.interventions.terms import OPS, Scalars, Term, make_term
+from vllm.v1.interventions.values import plain, plain_list
 from vllm.v1.interventions.vectors import need_number, need_vector
 
 Select = Callable[[Any, str], Positions]
@@ -146,7 +147,7 @@ class _Entry:
 
     def name(self) -> str:
         """The operation, its keys checked."""
-        name = self.given.get("op")
+        name = plain(self.given.get("op"))
         if not isinstance(name, str) or name not in OPS:
             reject(
                 f"{self.path}.op",
@@ -224,7 +225,7 @@ class _Entry:
             reject(f"{self.path}.alpha", f"must be from 0 to 1, got {show(alpha)}")
         path = f"{self.path}.positions"
         order = positions.array().tolist()
-        if isinstance(given := self.given["positions"], list | tuple | range):
+        if (given := plain_list(self.given["positions"])) is not None:
             # A mapping keeps the order. The first repeat ends it: an entry may mean all positions.
             ordered: dict[int, None] = {}
             for entry in given:

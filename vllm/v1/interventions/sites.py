@@ -9,35 +9,38 @@ from vllm.config.capture import CaptureConfig
 from vllm.config.steering import POINTS, SteeringConfig
 from vllm.v1.interventions.errors import reject, show
 from vllm.v1.interventions.plan import Site, TapShape
+from vllm.v1.interventions.values import plain, plain_list
 
-_INT = re.compile(r"\d{1,9}")
+_INT = re.compile(r"-?\d{1,9}")
 _RANGE = re.compile(r"(\d{1,9})-(\d{1,9})")
 
 
 def need_point(value: Any, path: str, shape: TapShape) -> str:
     """Return the point a user names; raise ValueError if no layer of the model has it."""
-    if value not in POINTS:
+    value = plain(value)
+    if not isinstance(value, str) or value not in POINTS:
         reject(path, f"unknown point {show(value)}; points are {', '.join(POINTS)}")
     if not any(value in points for points in shape.points.values()):
         has = sorted({p for points in shape.points.values() for p in points}, key=POINTS.index)
         reject(path, f"this model has no point {value!r}; it has {', '.join(has)}")
-    return str(value)
+    return value
 
 
 def need_layers(value: Any, point: str, path: str, shape: TapShape) -> list[int]:
     """The layers a user's key or entry names, each checked to have `point`.
 
     Args:
-        value: an int >= 0, digits, an inclusive range "4-11", "all" (the layers that have the
-            point) or a list of these.
+        value: an int, or its digits; negative counts from the end, -1 is the last layer that has
+            taps. An inclusive range "4-11", "all" (the layers that have the point) or a list of
+            these.
 
     Raises:
         ValueError: none of these, no layer, one named twice, out of range or without the point.
     """
-    if isinstance(value, list | tuple):
+    if (entries := plain_list(value)) is not None:
         # A mapping keeps the order. The first repeat ends it: a list of "all" may be any length.
         layers: dict[int, None] = {}
-        for i, entry in enumerate(value):
+        for i, entry in enumerate(entries):
             for layer in _layers_of(entry, point, f"{path}[{i}]", shape):
                 if layer in layers:
                     reject(path, f"names layer {layer} twice")
@@ -66,6 +69,7 @@ def _need_points(sites: Iterable[Site], path: str, option: str, points: Sequence
 
 def _layers_of(value: Any, point: str, path: str, shape: TapShape) -> list[int]:
     """The layers of an int, digits, a range or "all"."""
+    value = plain(value)
     if isinstance(value, str) and value == "all":
         return [layer for layer, points in sorted(shape.points.items()) if point in points]
     if isinstance(value, int) and not isinstance(value, bool):
@@ -81,6 +85,8 @@ def _layers_of(value: Any, point: str, path: str, shape: TapShape) -> list[int]:
             path,
             f"{show(value)} is not a layer: use an int, a range like '4-11', 'all' or a list",
         )
+    if -(count := max(shape.points) + 1) <= first < 0:
+        first = last = first + count
     # The ends first: between them a client may put any number of layers.
     for layer in (first, last, *(range(first, last + 1) if last in shape.points else ())):
         if layer not in shape.points:

@@ -19,6 +19,7 @@ from vllm.v1.interventions.plan import TIERS, Site, TapShape, VectorSet
 from vllm.v1.interventions.positions import ALL, END, Positions
 from vllm.v1.interventions.sites import site_order
 from vllm.v1.interventions.terms import Term, make_term
+from vllm.v1.interventions.values import plain
 from vllm.v1.interventions.vectors import (
     Vectors,
     add_up,
@@ -183,13 +184,14 @@ def need_module_name(value: Any, path: str) -> str:
     Raises:
         ValueError: it is not a name; the message names `path`.
     """
-    if not isinstance(value, str) or not _NAME.fullmatch(value):
+    name = plain(value)
+    if not isinstance(name, str) or not _NAME.fullmatch(name):
         reject(
             path,
-            f"{show(value)} is not a name: up to 128 letters, digits, '.', '_' and '-', the first "
+            f"{show(name)} is not a name: up to 128 letters, digits, '.', '_' and '-', the first "
             "a letter or digit",
         )
-    return value
+    return name
 
 
 def parse_module_args(values: list[str]) -> dict[str, str]:

@@ -13,4 +13,5 @@ capture_outputs.py    captures on their way back: one object per completion, out
 row_collector.py      gathers the rows of one completion for `inline`
 row_copier.py         copies such rows beside the engine's loop
 capture_link.py       how captures reach the engine core
+sending.py            requests on their way to the engine core
 """
