@@ -80,6 +80,9 @@ def endpoint(function: Any, body: Any) -> Any:
 HTTP = [
     Case(path("capture"), do=lambda: refuse_unserved({"prompt", "capture"}, served=False)),
     Case(
+        path("captures", "capture"), do=lambda: refuse_unserved({"captures", "model"}, served=True)
+    ),
+    Case(
         path("steering_vectors"),
         do=lambda: refuse_unserved({"steering", "steering_vectors"}, served=False),
     ),

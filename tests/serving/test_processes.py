@@ -257,7 +257,8 @@ def test_a_request_that_cannot_be_sent_fails_alone(
 def test_an_async_request_that_cannot_be_sent_fails_alone(server: Server, judge: Judge) -> None:
     final = RequestOutputKind.FINAL_ONLY
     for number, n in enumerate((1, 2)):
-        bad = Ask(PROMPT, {"n": n, "temperature": 1.0, "extra_args": {"a": object()}, **capture("all")})
+        several = {"n": n, "temperature": 1.0}
+        bad = Ask(PROMPT, {**several, "extra_args": {"a": object()}, **capture("all")})
         with pytest.raises(EngineGenerateError):
             server.run(server.stream(f"unsent-{number}", bad, final))
         assert not server.engine.output_processor.has_unfinished_requests()
