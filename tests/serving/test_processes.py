@@ -8,7 +8,7 @@ import gc
 from collections.abc import Coroutine, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import pytest
 
@@ -19,6 +19,13 @@ from tests.support import serving
 from tests.support.serving import Ask, Judge, capture, prompt_of, serve, vector
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.sampling_params import RequestOutputKind
+from vllm.v1.capture.consumer import (
+    CaptureConsumer,
+    CaptureSession,
+    ConsumerContext,
+    Location,
+    RequestInfo,
+)
 from vllm.v1.capture.transport import shared_rows
 from vllm.v1.engine import core_client
 from vllm.v1.engine.async_llm import AsyncLLM
@@ -226,6 +233,36 @@ def test_errors_reach_the_caller_and_nobody_else(server: Server, judge: Judge) -
     ask = Ask(PROMPT, {**STEERED, **capture("all")})
     (output,) = server.run(server.stream("good", ask, final))
     judge.check(ask, output)
+
+
+class Unready(CaptureConsumer):
+    location: ClassVar[Location] = "engine"
+
+    def start(self, context: ConsumerContext) -> None:
+        raise OSError("no disk for this consumer")
+
+    def open(self, request: RequestInfo) -> CaptureSession:
+        raise AssertionError("opened")
+
+
+def test_the_last_exception_says_why_the_engine_core_did_not_start(
+    tiny_models: TinyModels, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "1")
+    with pytest.raises(RuntimeError, match="failed: OSError: no disk for this consumer"):
+        make_llm(tiny_models.path("llama"), capture_consumers=[{"consumer": Unready}])
+
+
+def test_what_can_be_seen_early_is_refused_before_there_is_an_engine_core(
+    tiny_models: TinyModels, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    made: list[object] = []
+    monkeypatch.setattr(core_client.EngineCoreClient, "make_client", made.append)
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ValueError, match="'filesystem' cannot be made: FileExistsError"):
+        consumers = [f"filesystem:root={tmp_path}/file/a"]
+        make_llm(tiny_models.path("llama"), capture_consumers=consumers)
+    assert not made
 
 
 def test_a_request_that_cannot_be_sent_fails_alone(

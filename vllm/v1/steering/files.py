@@ -20,6 +20,7 @@ import safetensors
 import safetensors.numpy
 import torch
 
+from vllm.config.steering import SteeringConfig
 from vllm.v1.interventions.errors import reject, show, show_key
 from vllm.v1.interventions.plan import TIERS, Site, TapShape
 from vllm.v1.interventions.sites import need_layers, need_point, need_steered_points
@@ -67,11 +68,7 @@ def load(path: str | Path, shape: TapShape) -> Module:
         OSError: the file cannot be read.
     """
     file, suffix = str(path), Path(path).suffix.lower()
-    if suffix not in _READERS:
-        reject(file, f"is not a module: {', '.join(_READERS)} are read")
-    found = os.stat(path)
-    if not stat.S_ISREG(found.st_mode):
-        reject(file, "is not a regular file")
+    found = _need_file(path)
     if found.st_size > _most_bytes(shape):
         reject(
             file,
@@ -83,6 +80,16 @@ def load(path: str | Path, shape: TapShape) -> Module:
     except Exception as error:  # whatever a library makes of bytes that may be anything
         reject(file, f"cannot be read as {suffix}: {str(error)[:200]}")
     return _module(named, site_of, file, shape)
+
+
+def _need_file(path: str | Path) -> os.stat_result:
+    """Find out of which size a file is, once it is known to be one that is read."""
+    if Path(path).suffix.lower() not in _READERS:
+        reject(str(path), f"is not a module: {', '.join(_READERS)} are read")
+    found = os.stat(path)
+    if not stat.S_ISREG(found.st_mode):
+        reject(str(path), "is not a regular file")
+    return found
 
 
 def _module(named: Named, site_of: SiteOf, file: str, shape: TapShape) -> Module:
@@ -280,6 +287,21 @@ _READERS: dict[
     ".gguf": (_read_gguf, _site_of_direction),
     ".npz": (_read_npz, _site_of),
 }
+
+
+def need_startup_files(steering: SteeringConfig) -> None:
+    """Check that the files of `--steering-modules` are there; the model's shape is not known yet.
+
+    Raises:
+        ValueError: one is missing, cannot be opened, or is of a kind that is not read.
+    """
+    for name, path in parse_module_args(steering.steering_modules).items():
+        try:
+            _need_file(path)
+            with open(path, "rb"):
+                pass
+        except OSError as error:
+            reject(f"steering_modules.{name}", f"cannot be opened: {error}")
 
 
 def startup_modules(config: "VllmConfig") -> dict[str, Module]:

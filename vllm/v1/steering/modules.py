@@ -212,9 +212,9 @@ def parse_module_args(values: list[str]) -> dict[str, str]:
         name, _, path = value.partition("=")
         if value.lstrip().startswith("{"):
             name, path = _from_json(value, field)
-        need_module_name(name, field)
         if not path:
             reject(field, f"has no path: give name=path, got {show(value)}")
+        need_module_name(name, field)
         if name in paths:
             reject(field, f"names {name} twice")
         paths[name] = path

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What runs in the frontend: requests are checked here, and every user error is raised here.
 
+early_checks.py       what would fail once the model is loaded, refused before
 resolve.py            entry: `SamplingParams` to a `Plan`
 steering_request.py   the steering fields of one request
 segments.py           cuts its positions into segments in which the same acts

@@ -93,6 +93,16 @@ class FilesystemConsumer(CaptureConsumer):
         self._shards: Shards | None = None
 
     @classmethod
+    def check_options(cls, options: Mapping[str, Any]) -> None:
+        """Check the options, and that a local root can be written: it is made.
+
+        Raises:
+            ValueError: an option is not what it must be; the message names it.
+            OSError: the root cannot be made or written.
+        """
+        cls(**options)._store.prepare()
+
+    @classmethod
     def check_request(cls, fields: Mapping[str, Any], path: str) -> dict[str, Any]:
         """Check the fields `request_id`, `tag` and `layout`, each of which may be None.
 
