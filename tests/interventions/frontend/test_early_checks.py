@@ -40,7 +40,7 @@ def check(local_engines: int = 1, **options: Any) -> None:
 def test_a_root_that_cannot_be_written(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     bad = [f"filesystem:root={tmp_path}/file/acts"]
-    with pytest.raises(ValueError, match=r"^capture_consumers: 'filesystem' cannot be made: .*file"):
+    with pytest.raises(ValueError, match=r"^capture_consumers: 'filesystem' cannot be made: "):
         check(capture_consumers=bad)
     check(capture_consumers=bad, local_engines=0)  # written elsewhere
     check(capture_consumers=[f"filesystem:root={tmp_path}/acts"])
