@@ -67,6 +67,8 @@ AREAS = (
             "vllm/v1/capture/table.py",
             "vllm/v1/steering/files.py",
             "vllm/v1/steering/gguf.py",
+            "vllm/v1/steering/op_files.py",
+            "vllm/v1/steering/unshaped.py",
         ),
     ),
     # Doors to the core; the budget is of what is behind them.

@@ -121,7 +121,11 @@ FILES = [
     ),
     Case({"allowed": "float32"}, do=tensor("base.post_block.1", np.full(4, 1e300))),
     Case({}, do=direction("blk.1")),
-    Case(path(str(FOLDER / "m"), "normalize"), do=writing(save, {"ops": OPS})),
+    Case(path(str(FOLDER / "m"), "normalize"), do=writing(export_gguf, {"ops": OPS})),
+    Case(
+        path("source.vectors.post_block.all", "'all'"),
+        do=lambda: save(FOLDER / "m", {"post_block": {"all": VECTOR}}),
+    ),
     Case(
         path(str(FOLDER / "m"), "decode"),
         do=writing(export_gguf, {"decode_vectors": {"post_block": {1: VECTOR}}}),

@@ -20,6 +20,7 @@ from vllm.entrypoints.serve.steering.body import refuse_beams, refuse_unserved
 from vllm.entrypoints.serve.steering.packed import MAX_ARRAY_BYTES, pack, read_vectors, unpack
 from vllm.entrypoints.serve.steering.protocol import MAX_BODY_BYTES, module_of, read_body
 from vllm.v1.steering.files import parse_safetensors
+from vllm.v1.steering.unshaped import ANY_FAMILY
 
 GOOD = pack(torch.zeros(2, HIDDEN))
 
@@ -119,9 +120,12 @@ HTTP = [
     Case(path("safetensors"), do=lambda: module_of({"safetensors": "a"})),
     Case(
         path("safetensors"),
-        do=lambda: parse_safetensors(bytes(2 << 20), "safetensors", SHAPE),
+        do=lambda: parse_safetensors(bytes(2 << 20), "safetensors", SHAPE, ANY_FAMILY),
     ),
-    Case(path("safetensors"), do=lambda: parse_safetensors(b"{}", "safetensors", SHAPE)),
+    Case(
+        path("safetensors"),
+        do=lambda: parse_safetensors(b"{}", "safetensors", SHAPE, ANY_FAMILY),
+    ),
     # Who may change.
     Case({}, do=shown(None)),
     Case({"allowed": "X-Steering-Key, or as bearer token"}, do=shown(["k"])),

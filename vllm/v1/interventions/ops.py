@@ -289,8 +289,12 @@ class _Entry:
         if largest == 0:
             reject(path, "is zero: it has no direction")
         # By the largest entry first: a square may overflow, or underflow to 0.
-        direction = direction / largest
-        return _float32(direction / np.linalg.norm(direction), path)
+        scaled = direction / largest
+        norm = np.linalg.norm(scaled)
+        if abs(norm * largest - 1) > np.finfo(np.float32).eps:
+            direction = scaled / norm
+        # Else it is one that was rounded, which stays as it is: so a saved module is loaded.
+        return _float32(direction, path)
 
     def need_range(self, values: np.ndarray, path: str) -> None:
         """Raise unless `values`, which are written into the stream, fit its dtype."""

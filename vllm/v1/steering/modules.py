@@ -87,6 +87,13 @@ class Module(msgspec.Struct, frozen=True, dict=True):
         of_parts = {site for vector_set in self.tiers.values() for site in vector_set.sites}
         return sorted(of_parts.union(*(op.sites for op in self.ops)), key=site_order)
 
+    @property
+    def hidden_size(self) -> int:
+        """The width of its vectors."""
+        if self.ops:
+            return len(self.ops[0].term.vector) // 4
+        return int(next(iter(self.tiers.values())).rows.shape[1])
+
     @cached_property
     def prefill(self) -> VectorSet | None:
         """The vectors that prompt positions get: base and prefill, summed and rounded once."""
@@ -154,12 +161,14 @@ def parse_module(value: Any, path: str, shape: TapShape, config: SteeringConfig)
             # Without positions there is one group of vectors.
             [(vectors, _)] = parse_vectors(given[field], f"{below}{field}", shape, no_positions)
             tiers[tier] = vectors
-    ops = _parse_ops(given["ops"], f"{below}ops", shape, config) if "ops" in given else []
+    ops = parse_module_ops(given["ops"], f"{below}ops", shape, config) if "ops" in given else []
     return make_module(tiers, ops, path, shape)
 
 
-def _parse_ops(value: Any, path: str, shape: TapShape, config: SteeringConfig) -> list[ModuleOp]:
-    """Parse the operations of a module, which may not have positions."""
+def parse_module_ops(
+    value: Any, path: str, shape: TapShape, config: SteeringConfig
+) -> list[ModuleOp]:
+    """Parse the operations of a module, which may not have positions; raises ValueError."""
     for i, entry in enumerate(value if isinstance(value, list | tuple) else ()):
         if isinstance(entry, Mapping) and ("positions" in entry or entry.get("op") == "replace"):
             no_positions(None, f"{path}[{i}]")

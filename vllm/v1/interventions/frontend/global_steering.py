@@ -81,7 +81,7 @@ class ChangeBuilder:
         name = need_module_name(name, "name")
         config = self._config.steering_config
         if isinstance(source, str | Path):
-            module = load(str(source), self.shape)
+            module = load(str(source), self.shape, config)
         else:
             module = parse_module(source, "source", self.shape, config)
         need_steered_points(module.sites, "source", config)
@@ -92,7 +92,7 @@ class ChangeBuilder:
         name = need_module_name(name, "name")
         config = self._config.steering_config
         if isinstance(content, bytes):
-            module = parse_safetensors(content, "safetensors", self.shape)
+            module = parse_safetensors(content, "safetensors", self.shape, config)
         else:
             module = parse_module(content, "", self.shape, config)
         need_steered_points(module.sites, "module", config)
