@@ -453,20 +453,23 @@ ALL_OPS: list[dict[str, Any]] = [
     {"op": "clamp", "direction": rows(4)[0], "lo": -0.1, "hi": 1.7},
     {"op": "pin", "direction": rows(5)[0], "value": 2.3, "gate": {**GATE, "when": "last_prompt"}},
     {"op": "normalize"},
+    {"op": "normalize", "point": "all", "layers": [1, 2]},
+    {"op": "normalize", "point": ["pre_attn", "post_block"], "layers": [0, 2]},
 ]
 
 
 @pytest.mark.parametrize("seed", range(20))
 def test_operations_are_saved(tmp_path: Path, seed: int) -> None:
     """Bit by bit, so that requests with either share cached blocks; another one is another."""
-    ops = [{**op, **AT_1} for op in ALL_OPS]
+    ops = [{**AT_1, **op} for op in ALL_OPS]
     ops[0]["vector"], ops[2]["direction"] = rows(10 + seed)[0], rows(30 + seed)[0] * 1e-3
     module = parse_module({"ops": ops, "vectors": {"pre_attn": {0: GOOD}}}, "m", SHAPE, ANY_FAMILY)
     save(tmp_path / "m.safetensors", module)
     again = load(tmp_path / "m.safetensors", SHAPE)
     assert again == module and again.digest == module.digest
     ops[3]["lo"] = -0.2
-    save(tmp_path / "m.safetensors", {"ops": ops, "vectors": {"pre_attn": {0: GOOD}}})
+    other = parse_module({"ops": ops, "vectors": {"pre_attn": {0: GOOD}}}, "m", SHAPE, ANY_FAMILY)
+    save(tmp_path / "m.safetensors", other)
     assert load(tmp_path / "m.safetensors", SHAPE).digest != module.digest
 
 
@@ -501,6 +504,9 @@ def test_saving_needs_no_engine(tmp_path: Path) -> None:
         bad = {"ops": [{"op": "normalize", "point": "post_block", "layers": layers}]}
         with pytest.raises(InterventionError, match=r"^source\.ops\[0\]\.layers: only a model"):
             save(tmp_path / "n.safetensors", bad)
+    bad = {"ops": [{"op": "normalize", "point": "all", "layers": 0}]}
+    with pytest.raises(InterventionError, match=r"^source\.ops\[0\]\.point: only a model can tell"):
+        save(tmp_path / "n.safetensors", bad)
     for wrong, message in (
         ({"post_block": {"all": GOOD}}, r"^source\.vectors\.post_block\.all: only a model can"),
         ({"post_block": {0: GOOD, 1: GOOD[:3]}}, "has shape"),

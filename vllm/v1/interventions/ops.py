@@ -13,7 +13,7 @@ import torch
 from vllm.v1.interventions.errors import need_mapping, reject, show, show_key
 from vllm.v1.interventions.plan import Site, TapShape
 from vllm.v1.interventions.positions import Positions
-from vllm.v1.interventions.sites import need_layers, need_point
+from vllm.v1.interventions.sites import need_sites
 from vllm.v1.interventions.terms import OPS, Scalars, Term, make_term
 from vllm.v1.interventions.values import plain, plain_list
 from vllm.v1.interventions.vectors import need_number, need_vector
@@ -129,8 +129,7 @@ class _Entry:
 
     def parse(self, select: Select) -> Op:
         name = self.name()
-        point = need_point(self.given["point"], f"{self.path}.point", self.shape)
-        layers = need_layers(self.given["layers"], point, f"{self.path}.layers", self.shape)
+        sites = need_sites(self.given["point"], self.given["layers"], self.path, self.shape)
         positions = None
         if "positions" in self.given:
             positions = select(self.given["positions"], f"{self.path}.positions")
@@ -143,7 +142,7 @@ class _Entry:
             terms = self.replaced(positions, select, gate)
         else:
             terms = [self.term(name, gate)]
-        return Op(name, [(point, layer) for layer in layers], positions, terms, frozen)
+        return Op(name, sites, positions, terms, frozen)
 
     def name(self) -> str:
         """The operation, its keys checked."""

@@ -5,6 +5,8 @@ import re
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+import msgspec
+
 from vllm.config.capture import CaptureConfig
 from vllm.config.steering import POINTS, SteeringConfig
 from vllm.v1.interventions.errors import reject, show
@@ -49,6 +51,34 @@ def need_layers(value: Any, point: str, path: str, shape: TapShape) -> list[int]
             reject(path, "names no layer")
         return list(layers)
     return _layers_of(value, point, path, shape)
+
+
+def need_sites(points: Any, layers: Any, path: str, shape: TapShape) -> list[Site]:
+    """The sites of an entry with `point` and `layers`, in the order of the stream.
+
+    Args:
+        points: a point, a list of them, or "all": those that each of the layers has.
+        layers: as of `need_layers`.
+        path: of the entry.
+
+    Raises:
+        ValueError: as `need_point` and `need_layers`; or a point is there twice, or none.
+    """
+    if plain(points) == "all":
+        anywhere = msgspec.structs.replace(shape, points=dict.fromkeys(shape.points, ("all",)))
+        chosen = need_layers(layers, "all", f"{path}.layers", anywhere)
+        sites = [(point, layer) for layer in chosen for point in shape.points[layer]]
+    else:
+        names = [need_point(each, f"{path}.point", shape) for each in _listed(points)]
+        if not names or len(set(names)) < len(names):
+            reject(f"{path}.point", "must name a point, each once")
+        sites = [(p, n) for p in names for n in need_layers(layers, p, f"{path}.layers", shape)]
+    return sorted(sites, key=site_order)
+
+
+def _listed(value: Any) -> Sequence[Any]:
+    listed = plain_list(value)
+    return [value] if listed is None else listed
 
 
 def need_steered_points(sites: Iterable[Site], path: str, config: SteeringConfig) -> None:

@@ -171,7 +171,8 @@ def save(path: str | Path, source: Module | Mapping[str, Any], model_hint: str =
         ops, of_ops = split_ops(module.ops)
         metadata |= {"steering_format": OPS_VERSION, "ops": ops}
         vectors |= of_ops
-    metadata["hidden_size"] = str(module.hidden_size)
+    sizes = [len(row) for row in vectors.values()] or [len(module.ops[0].term.vector) // 4]
+    metadata["hidden_size"] = str(sizes[0])
     _write(path, lambda unfinished: safetensors.numpy.save_file(vectors, unfinished, metadata))
 
 

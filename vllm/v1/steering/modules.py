@@ -87,13 +87,6 @@ class Module(msgspec.Struct, frozen=True, dict=True):
         of_parts = {site for vector_set in self.tiers.values() for site in vector_set.sites}
         return sorted(of_parts.union(*(op.sites for op in self.ops)), key=site_order)
 
-    @property
-    def hidden_size(self) -> int:
-        """The width of its vectors."""
-        if self.ops:
-            return len(self.ops[0].term.vector) // 4
-        return int(next(iter(self.tiers.values())).rows.shape[1])
-
     @cached_property
     def prefill(self) -> VectorSet | None:
         """The vectors that prompt positions get: base and prefill, summed and rounded once."""

@@ -30,8 +30,14 @@ def split_ops(ops: Sequence[ModuleOp]) -> tuple[str, dict[str, np.ndarray]]:
 def _entry(op: ModuleOp) -> tuple[dict[str, Any], list[tuple[str, bytes]]]:
     """An operation as a request says it, and its vectors."""
     numbers = op.term.scalars
-    entry: dict[str, Any] = {"op": op.name, "point": op.sites[0][0]}
-    entry["layers"] = [layer for _, layer in op.sites]
+    points = list(dict.fromkeys(point for point, _ in op.sites))
+    layers = list(dict.fromkeys(layer for _, layer in op.sites))
+    # Else some layers lack a point, which only "all" passes over.
+    everywhere = len(points) * len(layers) == len(op.sites)
+    entry: dict[str, Any] = {"op": op.name, "point": points if everywhere else "all"}
+    if len(points) == 1:
+        entry["point"] = points[0]
+    entry["layers"] = layers
     key = "direction"
     match op.name:
         case "add":

@@ -31,14 +31,14 @@ def module_without_model(source: Mapping[str, Any], path: str) -> Module:
         path: what errors call it.
 
     Raises:
-        ValueError: as for a module that is registered; or layers that only a model can tell
-            ("all", negative ones).
+        ValueError: as for a module that is registered; or layers or points that only a model can
+            tell ("all", negative ones).
     """
     given = need_mapping(source, path)
     if not given.keys() & {*FIELDS, "ops"}:
         given = {FIELDS[0]: given}
     widths = [len(vector) for vector in _vectors(given, path) if _is_vector(vector)]
-    points = dict.fromkeys(range(_MOST_LAYERS), POINTS)
+    points: dict[int, tuple[str, ...]] = dict.fromkeys(range(_MOST_LAYERS), POINTS)
     return parse_module(given, path, TapShape((widths or [1])[0], "float32", points), ANY_FAMILY)
 
 
@@ -53,6 +53,7 @@ def _vectors(given: Mapping[str, Any], path: str) -> Iterator[Any]:
     for i, op in enumerate(ops if isinstance(ops, list | tuple) else ()):
         if isinstance(op, Mapping):
             _need_numbers(op.get("layers"), f"{path}.ops[{i}].layers")
+            _need_numbers(op.get("point"), f"{path}.ops[{i}].point")
             yield from (op.get("vector"), op.get("direction"))
 
 
@@ -66,10 +67,10 @@ def _is_vector(value: Any) -> bool:
     return isinstance(value, list | tuple)
 
 
-def _need_numbers(layers: Any, path: str) -> None:
-    """Raise ValueError for layers that only a model can tell."""
-    listed = plain_list(layers)
-    for entry in [layers] if listed is None else listed:
+def _need_numbers(value: Any, path: str) -> None:
+    """Raise ValueError for layers or points that only a model can tell."""
+    listed = plain_list(value)
+    for entry in [value] if listed is None else listed:
         said = plain(entry)
         if isinstance(said, int | str) and str(said).startswith(("all", "-")):
-            reject(path, f"only a model can tell which layers {show(said)} are; name their numbers")
+            reject(path, f"only a model can tell what {show(said)} is; name each by itself")
