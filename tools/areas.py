@@ -62,8 +62,13 @@ AREAS = (
         (
             "vllm/v1/capture/file_format.py",
             "vllm/v1/capture/reader.py",
+            "vllm/v1/capture/shard_index.py",
+            "vllm/v1/capture/stored_request.py",
+            "vllm/v1/capture/table.py",
             "vllm/v1/steering/files.py",
             "vllm/v1/steering/gguf.py",
+            "vllm/v1/steering/op_files.py",
+            "vllm/v1/steering/unshaped.py",
         ),
     ),
     # Doors to the core; the budget is of what is behind them.

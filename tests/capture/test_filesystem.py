@@ -108,7 +108,8 @@ def check_round_trip(store: Store, layout: str, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_the_library_alone_reads_it(tmp_path: Path, layout: str) -> None:
     with started(str(tmp_path), layout=layout) as consumer:
-        payload, batches = publish(consumer, request(request_id="probe", tag="t"))
+        info = request(request_id="probe", tag="t", metadata={"label": 1})
+        payload, batches = publish(consumer, info)
     prefix = "probe/" if layout == "sharded" else ""
     found: dict[str, torch.Tensor] = {}
     for path in payload["paths"]:
@@ -148,6 +149,8 @@ def test_the_library_alone_reads_it(tmp_path: Path, layout: str) -> None:
         "complete": "true",
         "error": "",
         "replaces": "false",
+        "given_id": "probe",
+        "metadata": '{"label": 1}',
     }
 
 
@@ -421,26 +424,29 @@ def spread(check: Callable[[dict[str, Any], str], dict[str, Any]], **fields: Any
 def test_the_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """docs/capture-files.md reads files as it says."""
     page = (ROOT / "docs" / "capture-files.md").read_text()
-    [program] = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    program = "\n".join(re.findall(r"```python\n(.*?)```", page, re.DOTALL))
     with started(str(tmp_path)) as consumer:
-        publish(consumer, request(request_id="probe_0001"))
-        publish(consumer, request(request_id="short"), error="it stopped")
+        publish(consumer, request(request_id="probe_0001", metadata={"label": 0}))
+        publish(consumer, request(request_id="short", metadata={"label": 1}), error="it stopped")
+        publish(consumer, request(request_id=17, metadata={"label": 1}))
     exec(program, {"ROOT": str(tmp_path)})
     said = capsys.readouterr().out
     assert "lacks rows: short it stopped" in said
     assert "default probe_0001 post_block 12 [0 1 2] torch.Size([3, 8])" in said
     assert "found <packed default/probe_0001> 9 some/model" in said
+    assert "table (3, 8) [1 0 1] ['17', 'probe_0001', 'short']" in said
+    assert "left {'mmlu/abstract_algebra/12': 'Today I went'}" in said
 
 
 def test_wrong_requests() -> None:
     check = FilesystemConsumer.check_request
     assert spread(check, request_id=None, tag="T".lower()) == {"tag": "t"}
     for fields, message in (
-        ({"request_id": "../x"}, "capture.filesystem.request_id: '../x' is not a name: use 1 to"),
-        ({"request_id": 3}, "capture.filesystem.request_id: 3 is not a name"),
-        ({"request_id": "a-0-1"}, "request_id: 'a-0-1' may not end in -NUMBER-NUMBER"),
-        ({"request_id": "a--b"}, "request_id: 'a--b' may not contain '--'"),
-        ({"request_id": "a.safetensors.b"}, "may not contain '.safetensors'"),
+        ({"request_id": ""}, "capture.filesystem.request_id: '' is not an id: use 1 to"),
+        ({"request_id": 3.0}, "capture.filesystem.request_id: 3.0 is not an id"),
+        ({"tag": "a--b"}, "tag: 'a--b' may not contain '--'"),
+        ({"tag": "a.safetensors.b"}, "may not contain '.safetensors'"),
+        ({"metadata": [1]}, "capture.filesystem.metadata: must be a mapping"),
         ({"tag": "Probe"}, "capture.filesystem.tag: 'Probe' is not a name"),
         ({"tag": "x" * 101}, "capture.filesystem.tag: "),
         (

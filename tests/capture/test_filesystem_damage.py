@@ -272,7 +272,7 @@ def test_what_is_not_there(tmp_path: Path) -> None:
     captures = reader.open(str(tmp_path))
     with pytest.raises(KeyError, match="no request 'other'"):
         captures.find("other")
-    with pytest.raises(FileNotFoundError):
+    with pytest.raises(KeyError, match="no request 'probe'"):
         captures.find("probe", "x")
     one_more = tmp_path / "u"
     shutil.copytree(tmp_path / "t", one_more)

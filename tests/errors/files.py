@@ -14,8 +14,14 @@ import safetensors.numpy
 from tests.errors.case import Case, path
 from tests.errors.steering import steering
 from tests.support.plans import SHAPE, VECTOR, config_of
-from vllm.config.steering import FAMILIES
-from vllm.v1.steering.files import export_gguf, load, save, startup_modules
+from vllm.config.steering import FAMILIES, SteeringConfig
+from vllm.v1.steering.files import (
+    export_gguf,
+    load,
+    need_startup_files,
+    save,
+    startup_modules,
+)
 from vllm.v1.steering.modules import parse_module
 
 FOLDER = Path(tempfile.gettempdir())
@@ -83,7 +89,17 @@ def starting() -> object:
         return startup_modules(config_of(steering_modules=modules, **ONLY_POST_BLOCK))
 
 
+def missing() -> object:
+    """Start with a file that is not there."""
+    need_startup_files(SteeringConfig(True, steering_modules=["calm=/nowhere/m.npz"]))
+    return None
+
+
 FILES = [
+    Case(
+        path("steering_modules.calm", "[Errno 2] No such file or directory: '/nowhere/m.npz'"),
+        do=missing,
+    ),
     Case(path("steering_modules.calm.pre_attn", allowed="['post_block']"), do=starting),
     Case(
         path("source.pre_attn", allowed="['post_block']"),
@@ -105,7 +121,11 @@ FILES = [
     ),
     Case({"allowed": "float32"}, do=tensor("base.post_block.1", np.full(4, 1e300))),
     Case({}, do=direction("blk.1")),
-    Case(path(str(FOLDER / "m"), "normalize"), do=writing(save, {"ops": OPS})),
+    Case(path(str(FOLDER / "m"), "normalize"), do=writing(export_gguf, {"ops": OPS})),
+    Case(
+        path("source.vectors.post_block.all", "'all'"),
+        do=lambda: save(FOLDER / "m", {"post_block": {"all": VECTOR}}),
+    ),
     Case(
         path(str(FOLDER / "m"), "decode"),
         do=writing(export_gguf, {"decode_vectors": {"post_block": {1: VECTOR}}}),

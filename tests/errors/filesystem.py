@@ -16,12 +16,16 @@ def asked(field: str, value: Any, **says: str) -> Case:
 
 
 FILESYSTEM = [
-    asked("request_id", "../x", given="'../x'"),
+    asked("request_id", "", given="''"),
+    asked("request_id", True, given="True"),
     asked("tag", "Probe", given="'Probe'"),
     asked("tag", 5, given="5"),
-    asked("request_id", "a--b", given="'a--b'", forbidden="'--'"),
+    asked("tag", "a--b", given="'a--b'", forbidden="'--'"),
     asked("tag", "a.safetensors.b", given="'a.safetensors.b'", forbidden="'.safetensors'"),
-    asked("request_id", "run-3-1", given="'run-3-1'"),
+    asked("metadata", "label", given="'label'"),
+    asked("metadata", {"at": object()}, given="it has a object"),
+    asked("metadata", {"x": float("nan")}),
+    asked("metadata", {"x": "y" * (1 << 14)}, given="16393", allowed="16384"),
     asked("layout", "zip", given="'zip'", allowed="per_file, packed, sharded"),
     Case(
         {"given": "['id']"}, do=lambda: FilesystemConsumer.check_request({"id": "x"}, "capture.f")

@@ -20,6 +20,7 @@ from vllm.entrypoints.serve.steering.body import refuse_beams, refuse_unserved
 from vllm.entrypoints.serve.steering.packed import MAX_ARRAY_BYTES, pack, read_vectors, unpack
 from vllm.entrypoints.serve.steering.protocol import MAX_BODY_BYTES, module_of, read_body
 from vllm.v1.steering.files import parse_safetensors
+from vllm.v1.steering.unshaped import ANY_FAMILY
 
 GOOD = pack(torch.zeros(2, HIDDEN))
 
@@ -80,6 +81,9 @@ def endpoint(function: Any, body: Any) -> Any:
 HTTP = [
     Case(path("capture"), do=lambda: refuse_unserved({"prompt", "capture"}, served=False)),
     Case(
+        path("captures", "capture"), do=lambda: refuse_unserved({"captures", "model"}, served=True)
+    ),
+    Case(
         path("steering_vectors"),
         do=lambda: refuse_unserved({"steering", "steering_vectors"}, served=False),
     ),
@@ -99,7 +103,7 @@ HTTP = [
     Case(path("v.post_block"), do=by_layer(layers=None)),
     Case(path("v.post_block.shape"), do=by_layer(shape=[2 * HIDDEN])),
     Case(path("v.post_block.layers", "1 entries", "2"), do=by_layer(layers=[0])),
-    Case(path("v.post_block.layers[1]", "-1"), do=by_layer(layers=[0, -1])),
+    Case(path("v.post_block.layers[1]", "'1'"), do=by_layer(layers=[0, "1"])),
     # Bodies of /v1/steering.
     Case(path("body"), do=sent(b"{")),
     Case(path("body"), do=sent(b'{"name": 1, "name": 2}')),
@@ -116,9 +120,12 @@ HTTP = [
     Case(path("safetensors"), do=lambda: module_of({"safetensors": "a"})),
     Case(
         path("safetensors"),
-        do=lambda: parse_safetensors(bytes(2 << 20), "safetensors", SHAPE),
+        do=lambda: parse_safetensors(bytes(2 << 20), "safetensors", SHAPE, ANY_FAMILY),
     ),
-    Case(path("safetensors"), do=lambda: parse_safetensors(b"{}", "safetensors", SHAPE)),
+    Case(
+        path("safetensors"),
+        do=lambda: parse_safetensors(b"{}", "safetensors", SHAPE, ANY_FAMILY),
+    ),
     # Who may change.
     Case({}, do=shown(None)),
     Case({"allowed": "X-Steering-Key, or as bearer token"}, do=shown(["k"])),

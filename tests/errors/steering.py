@@ -72,6 +72,8 @@ REQUESTS = [
     Case(path("steering", "dict"), {"steering": PIN, "config": CONFIG}),
     Case(path(OP, "'add'"), {"steering": ["add"], "config": CONFIG}),
     Case(path(f"{OP}.op", "'twist'", ", ".join(FAMILIES[:-1])), op("twist")),
+    Case(path(f"{OP}.point"), op(point=["pre_attn", "pre_attn"])),
+    Case(path(f"{OP}.point"), op(point=[])),
     Case(path(f"{OP}.op", "list"), op(["add"])),  # type: ignore[arg-type]
     Case(path(f"{OP}.op", allowed="['add']"), op(config=config_of())),
     Case(

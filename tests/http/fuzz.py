@@ -135,7 +135,7 @@ def rename(fields: dict[str, Any], rng: random.Random) -> None:
     mapping = follow(fields, rng.choice(mappings))
     key = rng.choice(list(mapping))
     value = mapping[key] if rng.random() < 0.5 else mapping.pop(key)
-    mapping[rng.choice(["nope", "", "-1", "99", "0-99", "9" * 5000, "\u00df", "__class__"])] = value
+    mapping[rng.choice(["nope", "", "-9", "99", "0-99", "9" * 5000, "\u00df", "__class__"])] = value
 
 
 def resize(fields: dict[str, Any], rng: random.Random) -> None:
@@ -169,7 +169,7 @@ def lie(fields: dict[str, Any], rng: random.Random) -> None:
             ("shape", [10**9, 10**9]), ("shape", [10**300] * 2), ("shape", [float(shape[0])]),
             ("shape", [True, shape[-1]]), ("shape", [shape[0] + 1, *shape[1:]]), ("shape", [0]),
             ("dtype", "float64"), ("dtype", "float16"), ("dtype", "O"), ("dtype", ""),
-            ("layers", [0] * 9), ("layers", [1, 1]), ("layers", [-1, 0]), ("layers", [0, 10**30]),
+            ("layers", [0] * 9), ("layers", [1, 1]), ("layers", [-99, 0]), ("layers", [0, 10**30]),
             ("layers", ["0", "1"]), ("scales", [float("nan")] * 2), ("scales", [1e300, 1.0]),
         ]
     )  # fmt: skip

@@ -26,6 +26,7 @@ from vllm.entrypoints.pooling.embed.protocol import (
 from vllm.entrypoints.scale_out.token_in_token_out.protocol import GenerateRequest
 from vllm.entrypoints.serve.steering.access import SteeringAccess
 from vllm.entrypoints.serve.steering.body import UnservedField, asked_fields
+from vllm.entrypoints.serve.steering.client import _generation
 from vllm.entrypoints.serve.tokenize.protocol import TokenizeCompletionRequest
 from vllm.entrypoints.serve.utils.api_utils import redact_sensitive_args
 from vllm.entrypoints.speech_to_text.transcription.protocol import TranscriptionRequest
@@ -82,11 +83,57 @@ def test_served_fields_are_kept_as_they_came(
     assert asked_fields(request) == {"capture": {"inline": 1}}
 
 
+@pytest.mark.parametrize(("request_type", "body"), [*SERVED, *OTHERS])
+@pytest.mark.parametrize(
+    ("field", "meant"),
+    [
+        ("steering_vector", "steering_vectors"),
+        ("captures", "capture"),
+        ("steering_module", "steering_modules"),
+        ("prefill_vectors", "prefill_steering_vectors"),
+        ("steeringVectors", "steering_vectors"),
+        ("Capture", "capture"),
+        ("steering_inherit", "steering_inherit_global"),
+    ],
+)
+def test_a_misspelt_field_is_refused_with_the_one_that_was_meant(
+    request_type: Callable[..., Any], body: dict[str, Any], field: str, meant: str
+) -> None:
+    with pytest.raises(UnservedField, match=f"^{field}: is not a field.* '{meant}' is") as raised:
+        request_type(**body, **{field: {}})
+    assert raised.value.parameter == field
+
+
+def test_a_misspelt_sampling_parameter() -> None:
+    body = {"token_ids": [1], "sampling_params": {"max_tokens": 1, "captures": {}}}
+    with pytest.raises(UnservedField, match=r"^sampling_params.captures: is not a field"):
+        GenerateRequest(**body)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("field", ["some_other_field", "streaming", "features", "caption", "x" * 9])
 @pytest.mark.parametrize(("request_type", "body"), [*SERVED, *OTHERS[:2]])
 def test_other_unknown_fields_are_ignored_as_upstream_does(
-    request_type: Callable[..., Any], body: dict[str, Any]
+    request_type: Callable[..., Any], body: dict[str, Any], field: str
 ) -> None:
-    assert request_type(**body, some_other_field=1).model == "m"
+    assert request_type(**body, **{field: 1}).model == "m"
+
+
+@pytest.mark.parametrize(
+    ("prompt", "request_type"), [("x", CompletionRequest), (SAID, ChatCompletionRequest)]
+)
+def test_the_client_takes_the_fields_of_the_endpoint_and_no_others(
+    prompt: Any, request_type: type[CompletionRequest | ChatCompletionRequest]
+) -> None:
+    names = [*request_type.model_fields, *PLAN_FIELDS]
+    names += [f.alias for f in request_type.model_fields.values() if f.alias is not None]
+    assert _generation(prompt, None, dict.fromkeys(names)).body.keys() == set(names)
+    with pytest.raises(TypeError, match=r"'max_token' is not a field .*; 'max_tokens' is one"):
+        _generation(prompt, None, {"max_token": 5})
+    with pytest.raises(TypeError, match=r"'extra_body' is not a field of /v1/[a-z/]*$"):
+        _generation(prompt, None, {"extra_body": {}})
+    other = "suffix" if prompt == SAID else "messages"
+    with pytest.raises(TypeError, match=f"'{other}' is not a field"):
+        _generation(prompt, None, {other: 1})
 
 
 def test_flags_stand_in_groups_of_their_own() -> None:

@@ -83,7 +83,23 @@ def test_layers_and_positions() -> None:
     (op,) = parse(entry("normalize", point="post_attn", layers="all"))
     assert op.sites == [("post_attn", n) for n in (0, 1, 3)]
     (op,) = parse(entry("normalize", point="pre_attn", layers=[2, 0]), shape=GAPS)
-    assert op.sites == [("pre_attn", 2), ("pre_attn", 0)]
+    assert op.sites == [("pre_attn", 0), ("pre_attn", 2)]
+
+
+def test_several_points_at_once() -> None:
+    """ "all" is what each layer has; a list is meant as it is said."""
+    (op,) = parse(entry("normalize", point="all", layers="1-2"))
+    one = [("pre_attn", 1), ("post_attn", 1), ("post_block", 1)]
+    assert op.sites == [*one, ("pre_attn", 2), ("post_block", 2)]
+    (op,) = parse(entry("normalize", point="all", layers="all"))
+    assert len(op.sites) == sum(map(len, SHAPE.points.values()))
+    (op,) = parse(entry("normalize", point=["post_block", "pre_attn"], layers=[2, 0]))
+    pairs = [(n, p) for n in (0, 2) for p in ("pre_attn", "post_block")]
+    assert op.sites == [(point, layer) for layer, point in pairs]
+    with pytest.raises(InterventionError, match="layer 2 has no point 'post_attn'"):
+        parse(entry("normalize", point=["pre_attn", "post_attn"], layers="1-2"))
+    with pytest.raises(InterventionError, match=r"layers: layer 9 is out of range"):
+        parse(entry("normalize", point="all", layers=9))
 
 
 ROWS = np.arange(12, dtype=np.float32).reshape(3, 4)

@@ -160,7 +160,7 @@ def eventually(root: str, name: str) -> reader.StoredRequest:
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"request_id": "../x"}, r"capture.filesystem.request_id: '../x' is not a name"),
+        ({"request_id": ""}, r"capture.filesystem.request_id: '' is not an id"),
         ({"tag": "a/b"}, r"capture.filesystem.tag: 'a/b' is not a name"),
         ({"layout": "zip"}, r"capture.filesystem.layout: unknown layout 'zip'"),
     ],

@@ -7,7 +7,8 @@ import asyncio
 import gc
 from collections.abc import Coroutine, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import pytest
 
@@ -18,9 +19,17 @@ from tests.support import serving
 from tests.support.serving import Ask, Judge, capture, prompt_of, serve, vector
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.sampling_params import RequestOutputKind
+from vllm.v1.capture.consumer import (
+    CaptureConsumer,
+    CaptureSession,
+    ConsumerContext,
+    Location,
+    RequestInfo,
+)
 from vllm.v1.capture.transport.landing import Places
 from vllm.v1.engine import core_client
 from vllm.v1.engine.async_llm import AsyncLLM
+from vllm.v1.engine.exceptions import EngineGenerateError
 
 if TYPE_CHECKING:
     from tests.conftest import TinyModels
@@ -223,6 +232,75 @@ def test_errors_reach_the_caller_and_nobody_else(server: Server, judge: Judge) -
             server.run(server.stream(f"bad-{number}", Ask(PROMPT, fields), final))
     ask = Ask(PROMPT, {**STEERED, **capture("all")})
     (output,) = server.run(server.stream("good", ask, final))
+    judge.check(ask, output)
+
+
+class Unready(CaptureConsumer):
+    location: ClassVar[Location] = "engine"
+
+    def start(self, context: ConsumerContext) -> None:
+        raise OSError("no disk for this consumer")
+
+    def open(self, request: RequestInfo) -> CaptureSession:
+        raise AssertionError("opened")
+
+
+def test_the_last_exception_says_why_the_engine_core_did_not_start(
+    tiny_models: TinyModels, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "1")
+    with pytest.raises(RuntimeError, match="failed: OSError: no disk for this consumer"):
+        make_llm(tiny_models.path("llama"), capture_consumers=[{"consumer": Unready}])
+
+
+def test_what_can_be_seen_early_is_refused_before_there_is_an_engine_core(
+    tiny_models: TinyModels, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    made: list[object] = []
+    monkeypatch.setattr(core_client.EngineCoreClient, "make_client", made.append)
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ValueError, match="'filesystem' cannot be made: FileExistsError"):
+        consumers = [f"filesystem:root={tmp_path}/file/a"]
+        make_llm(tiny_models.path("llama"), capture_consumers=consumers)
+    assert not made
+
+
+def test_a_request_that_cannot_be_sent_fails_alone(
+    tiny_models: TinyModels, judge: Judge, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Nobody waits for it, with consumers or several completions either; one that can be sent is
+    served before and after."""
+    monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "1")
+    consumers = ["inline", f"filesystem:root={tmp_path}"]
+    llm = make_llm(tiny_models.path("llama"), capture_consumers=consumers)
+    files = {"capture": {"filesystem": {"hooks": {"post_block": [0]}}}}
+    several = {"n": 2, "temperature": 1.0}
+    try:
+        for fields in ({}, several, files, several | files):
+            asks = [Ask(PROMPT, fields | {"extra_args": {"a": 1}})]
+            serve(llm, asks)
+            asks += [Ask(PROMPT, fields | {"extra_args": {"a": object()}})]
+            with pytest.raises(TypeError, match="is not serializable"):
+                serve(llm, asks)
+            processor = llm.llm_engine.output_processor
+            assert not (processor.request_states or processor.parent_requests)
+            ask = Ask(PROMPT, capture("all"))
+            judge.check(ask, serve(llm, [ask])[0])
+    finally:
+        llm.llm_engine.engine_core.shutdown()
+        gc.collect()
+
+
+def test_an_async_request_that_cannot_be_sent_fails_alone(server: Server, judge: Judge) -> None:
+    final = RequestOutputKind.FINAL_ONLY
+    for number, n in enumerate((1, 2)):
+        several = {"n": n, "temperature": 1.0}
+        bad = Ask(PROMPT, {**several, "extra_args": {"a": object()}, **capture("all")})
+        with pytest.raises(EngineGenerateError):
+            server.run(server.stream(f"unsent-{number}", bad, final))
+        assert not server.engine.output_processor.has_unfinished_requests()
+    ask = Ask(PROMPT, {"extra_args": {"a": 1}, **capture("all")})
+    (output,) = server.run(server.stream("sent", ask, final))
     judge.check(ask, output)
 
 

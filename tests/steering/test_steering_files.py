@@ -3,9 +3,11 @@
 
 from __future__ import annotations
 
+import importlib.util
 import io
 import json
 import pickle
+import re
 import struct
 import tempfile
 import tracemalloc
@@ -32,6 +34,7 @@ from vllm.v1.interventions.plan import TapShape
 from vllm.v1.interventions.vectors import vectors_of
 from vllm.v1.steering.files import export_gguf, load, save
 from vllm.v1.steering.modules import Module, make_module, parse_module
+from vllm.v1.steering.unshaped import ANY_FAMILY
 
 pytestmark = pytest.mark.quick
 
@@ -173,6 +176,27 @@ def test_what_we_export_is_what_repeng_wrote(tmp_path: Path) -> None:
     """Byte for byte: nothing is left for repeng to read in another way."""
     export_gguf(tmp_path / "v.gguf", load(write_repeng.FILE, REPENG_SHAPE), "llama")
     assert (tmp_path / "v.gguf").read_bytes() == write_repeng.FILE.read_bytes()
+
+
+@pytest.mark.parametrize("model_hint", ["llama", ""])
+def test_an_export_has_all_that_repeng_asks_for(tmp_path: Path, model_hint: str) -> None:
+    """The keys, by the library that repeng reads with; and repeng itself, where it is installed
+    (it pins an old numpy, so not by our requirements; write_repeng.py says how)."""
+    source = {"post_block": {2: GOOD, 3: rows(9)[0]}}
+    export_gguf(tmp_path / "v.gguf", source, model_hint)
+    reader = gguf.GGUFReader(tmp_path / "v.gguf")
+    found = reader.get_field("controlvector.model_hint")
+    assert found is not None and found.contents() == model_hint
+    kind = reader.get_field("general.architecture")
+    assert kind is not None and kind.contents() == "controlvector"
+    assert {t.name for t in reader.tensors} == {"direction.2", "direction.3"}
+    if importlib.util.find_spec("repeng") is None:
+        pytest.skip("repeng is not installed")
+    read = write_repeng.repeng().ControlVector.import_gguf(str(tmp_path / "v.gguf"))
+    assert read.model_type == model_hint
+    assert {n: v.tolist() for n, v in read.directions.items()} == {
+        layer: np.asarray(vector).tolist() for layer, vector in source["post_block"].items()
+    }
 
 
 def test_a_file_that_the_gguf_library_wrote(tmp_path: Path) -> None:
@@ -321,7 +345,7 @@ WHOLE: list[tuple[str, bytes, str]] = [
     ("m.pt", pickle.dumps(Exploding()), "FILE: is not a module"),
     ("m.safetensors", b"", "FILE: cannot be read as .safetensors: "),
     ("m.safetensors", tensors((AT, GOOD))[:-1], "FILE: cannot be read as .safetensors: "),
-    ("m.safetensors", tensors((AT, GOOD), steering_format="2"), "it is of format '2', 1 is read"),
+    ("m.safetensors", tensors((AT, GOOD), steering_format="3"), "is of format '3', 1 and 2 are"),
     ("m.safetensors", tensors((AT, GOOD), hidden_size="5"), "for hidden size '5', the model has 4"),
     ("m.safetensors", tensors(), "FILE: has neither vectors nor operations"),
     (
@@ -408,7 +432,7 @@ CLAMP = {"op": "clamp", "point": "pre_attn", "layers": 0, "direction": [1.0] * H
     [
         ({"prefill_vectors": {"post_block": {1: GOOD}}}, "has no prefill tier"),
         ({"post_block": {1: GOOD}, "pre_attn": {1: GOOD}}, "has no pre_attn, only post_block"),
-        ({"vectors": {"post_block": {1: GOOD}}, "ops": [CLAMP]}, "has operations: clamp"),
+        ({"vectors": {"post_block": {1: GOOD}}, "ops": [CLAMP]}, "has no operations, such as c"),
     ],
 )
 def test_what_gguf_cannot_say_is_not_left_out(tmp_path: Path, source: Any, message: str) -> None:
@@ -419,12 +443,79 @@ def test_what_gguf_cannot_say_is_not_left_out(tmp_path: Path, source: Any, messa
     assert not list(tmp_path.iterdir())
 
 
-def test_operations_are_not_saved(tmp_path: Path) -> None:
-    config = SteeringConfig(enable_steering=True, steering_families=["add", "clamp"])
-    module = parse_module({"ops": [CLAMP]}, "source", SHAPE, config)
-    with pytest.raises(InterventionError, match="a file holds vectors; this module has operations"):
-        save(tmp_path / "m.safetensors", module)
-    assert not list(tmp_path.iterdir())
+AT_1: dict[str, Any] = {"point": "post_block", "layers": [1, 3]}
+GATE = {"probe": rows(7)[0], "threshold": 0.1, "sharpness": 3.3}
+ALL_OPS: list[dict[str, Any]] = [
+    {"op": "add", "vector": rows(1)[0], "scale": 0.1},
+    {"op": "norm_match", "direction": rows(2)[0], "scale": 0.3},
+    {"op": "ablate", "direction": rows(3)[0], "strength": 0.7, "gate": {**GATE, "when": "row"}},
+    {"op": "clamp", "direction": rows(4)[0], "lo": -0.1},
+    {"op": "clamp", "direction": rows(4)[0], "lo": -0.1, "hi": 1.7},
+    {"op": "pin", "direction": rows(5)[0], "value": 2.3, "gate": {**GATE, "when": "last_prompt"}},
+    {"op": "normalize"},
+    {"op": "normalize", "point": "all", "layers": [1, 2]},
+    {"op": "normalize", "point": ["pre_attn", "post_block"], "layers": [0, 2]},
+]
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_operations_are_saved(tmp_path: Path, seed: int) -> None:
+    """Bit by bit, so that requests with either share cached blocks; another one is another."""
+    ops = [{**AT_1, **op} for op in ALL_OPS]
+    ops[0]["vector"], ops[2]["direction"] = rows(10 + seed)[0], rows(30 + seed)[0] * 1e-3
+    module = parse_module({"ops": ops, "vectors": {"pre_attn": {0: GOOD}}}, "m", SHAPE, ANY_FAMILY)
+    save(tmp_path / "m.safetensors", module)
+    again = load(tmp_path / "m.safetensors", SHAPE)
+    assert again == module and again.digest == module.digest
+    ops[3]["lo"] = -0.2
+    other = parse_module({"ops": ops, "vectors": {"pre_attn": {0: GOOD}}}, "m", SHAPE, ANY_FAMILY)
+    save(tmp_path / "m.safetensors", other)
+    assert load(tmp_path / "m.safetensors", SHAPE).digest != module.digest
+
+
+def test_operations_of_a_file_are_checked(tmp_path: Path) -> None:
+    path = tmp_path / "m.safetensors"
+    save(path, {"ops": [{**ALL_OPS[3], **AT_1}]})
+    only_add = SteeringConfig(enable_steering=True)
+    with pytest.raises(InterventionError, match=r"\[ops\]\[0\].op: the engine was started with"):
+        load(path, SHAPE, only_add)
+    header = {"steering_format": "2", "ops": json.dumps([{"op": "ablate", **AT_1}])}
+    for metadata, message in (
+        (header, "ablate needs 'direction'"),
+        ({**header, "ops": "{}"}, "its ops are no list of operations"),
+        ({"steering_format": "2"}, "cannot be read as .safetensors: 'ops'"),
+        ({"steering_format": "1"}, "has neither vectors nor operations"),
+    ):
+        safetensors.numpy.save_file({}, path, metadata)
+        with pytest.raises(InterventionError, match=re.escape(message)):
+            load(path, SHAPE)
+    safetensors.numpy.save_file({"ops.1.direction": GOOD}, path, {**header, "ops": "[]"})
+    with pytest.raises(InterventionError, match="is not named"):
+        load(path, SHAPE)
+
+
+def test_saving_needs_no_engine(tmp_path: Path) -> None:
+    source = {"post_block": {3: {"vector": GOOD, "scale": 2.0}, "0-1": GOOD.tolist()}}
+    save(tmp_path / "m.safetensors", source)
+    loaded = load(tmp_path / "m.safetensors", SHAPE)
+    assert loaded == parse_module(source, "source", SHAPE, ANY_FAMILY)
+    assert loaded != parse_module({"post_block": {3: GOOD}}, "source", SHAPE, ANY_FAMILY)
+    for layers in ("all", -1, "-2", [0, -1]):
+        bad = {"ops": [{"op": "normalize", "point": "post_block", "layers": layers}]}
+        with pytest.raises(InterventionError, match=r"^source\.ops\[0\]\.layers: only a model"):
+            save(tmp_path / "n.safetensors", bad)
+    bad = {"ops": [{"op": "normalize", "point": "all", "layers": 0}]}
+    with pytest.raises(InterventionError, match=r"^source\.ops\[0\]\.point: only a model can tell"):
+        save(tmp_path / "n.safetensors", bad)
+    for wrong, message in (
+        ({"post_block": {"all": GOOD}}, r"^source\.vectors\.post_block\.all: only a model can"),
+        ({"post_block": {0: GOOD, 1: GOOD[:3]}}, "has shape"),
+        ({"middle": {0: GOOD}}, "unknown point 'middle'"),
+        ({}, "has neither vectors nor operations"),
+    ):
+        with pytest.raises(InterventionError, match=message):
+            save(tmp_path / "n.safetensors", wrong)
+    assert [path.name for path in tmp_path.iterdir()] == ["m.safetensors"]
 
 
 GOOD_FILES = {

@@ -143,6 +143,19 @@ class CaptureConsumer(ABC):
     """The capture request of every request that does not name this consumer, such as
     `{"hooks": {"post_block": "all"}, "positions": "last_prompt"}`; None to capture nothing then."""
 
+    @classmethod  # noqa: B027
+    def check_options(cls, options: Mapping[str, Any]) -> None:
+        """Check what the constructor and `start` need: files, folders, other hosts.
+
+        Called in the frontend before the model is loaded, so that a mistake costs no minutes.
+
+        Args:
+            options: the keywords of the constructor.
+
+        Raises:
+            Exception: they cannot work; the engine does not start, and its error has the text.
+        """
+
     @classmethod
     def check_request(cls, fields: Mapping[str, Any], path: str) -> dict[str, Any]:
         """Check the fields of a capture request beside `hooks`, `positions` and `project`.

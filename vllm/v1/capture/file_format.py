@@ -18,7 +18,7 @@ A name that starts with a dot is temporary.
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any, Literal, get_args
 
 import torch
@@ -99,10 +99,15 @@ class Record:
     """Whether an earlier request of this name is no longer valid."""
     publication: str
     """A unique id: files with the same one belong together."""
+    given_id: str = ""
+    """The `request_id` that the request gave; "" if none."""
+    metadata: Mapping[str, Any] = field(default_factory=dict)
+    """What the request said to keep with its rows: a JSON object."""
 
     def to_strings(self) -> dict[str, str]:
         """Return the record as metadata of a file, with the version of the format."""
         values = asdict(self) | {"sites": " ".join(map(tensor_name, self.sites))}
+        values["metadata"] = json.dumps(self.metadata)
         return {"capture_format": FORMAT} | {key: _string(value) for key, value in values.items()}
 
     @classmethod
@@ -124,8 +129,12 @@ class Record:
         try:
             fields: dict[str, Any] = {}
             for name, kind in cls.__annotations__.items():
+                if name in _LATER and name not in strings:
+                    continue
                 text = strings[name]
-                if name == "sites":
+                if name == "metadata":
+                    fields[name] = _object(text)
+                elif name == "sites":
                     fields[name] = tuple(site_of(tensor) for tensor in text.split())
                 elif kind is bool:
                     fields[name] = {"true": True, "false": False}[text]
@@ -136,6 +145,18 @@ class Record:
         except (KeyError, ValueError) as error:
             raise CaptureFileError(f"{where}: its metadata is damaged: {error!r}") from error
         return cls(**fields)
+
+
+_LATER = ("given_id", "metadata")
+"""Fields that files written by earlier versions lack."""
+
+
+def _object(text: str) -> dict[str, Any]:
+    """Read a JSON object."""
+    made = json.loads(text)
+    if not isinstance(made, dict):
+        raise ValueError(f"{text[:20]!r} is no JSON object")
+    return made
 
 
 def _string(value: Any) -> str:
@@ -207,7 +228,7 @@ def _bytes_of(tensor: torch.Tensor) -> Buffer:
     return tensor.reshape(-1).view(torch.uint8).numpy().data if tensor.numel() else b""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class StoredTensor:
     """The place, dtype and shape of one tensor in a file."""
 
@@ -307,3 +328,18 @@ def _check_offsets(path: str, tensors: Mapping[str, StoredTensor], base: int, si
         at = tensor.stop
     if at != size:
         raise CaptureFileError(f"{path}: has {size} bytes, its header says {at}: truncated")
+
+
+def list_folder(fs: AbstractFileSystem, path: str) -> list[tuple[str, bool]]:
+    """List a folder as (name, whether it is a folder), sorted, without temporary names.
+
+    Raises:
+        FileNotFoundError: there is no such folder.
+    """
+    # Another process may have written since.
+    fs.invalidate_cache(path)
+    found = [
+        (str(item["name"]).rsplit("/", 1)[-1], item["type"] == "directory")
+        for item in fs.ls(path, detail=True)
+    ]
+    return sorted(item for item in found if not item[0].startswith("."))

@@ -3,39 +3,32 @@
 
     from vllm.v1.capture import reader
 
-    for request in reader.open("/data/acts"):        # or "s3://bucket/acts"
+    captures = reader.open("/data/acts")             # or "s3://bucket/acts"
+    for request in captures:
         rows = request.rows("post_block", 12)        # memory-mapped where the files are local
+    captures.table("post_block", 12, -1).numpy()     # [requests, hidden]
 
 `vllm.v1.capture.file_format` says what the files are; any safetensors library reads them, too.
 """
 
-import contextlib
 from collections.abc import Iterator, Mapping
-from functools import cached_property
 from typing import Any
 
 import fsspec.core
-import numpy as np
-import torch
 from fsspec import AbstractFileSystem
-from fsspec.implementations.local import LocalFileSystem
 
+from vllm.v1.capture.consumers.filesystem.names import completion_name, is_published, name_of
 from vllm.v1.capture.file_format import (
-    LABELS,
     SHARDS,
     SUFFIX,
     CaptureFileError,
-    FileLayout,
-    Header,
-    Record,
-    read_header,
-    site_of,
-    tensor_name,
+    list_folder,
 )
-from vllm.v1.capture.results import CapturedRows
-from vllm.v1.interventions.plan import Site, dtype_of
+from vllm.v1.capture.shard_index import ShardIndex
+from vllm.v1.capture.stored_request import StoredRequest
+from vllm.v1.capture.table import Table, read_table
 
-__all__ = ["CaptureFileError", "Captures", "StoredRequest", "open"]
+__all__ = ["CaptureFileError", "Captures", "StoredRequest", "Table", "open", "read_table"]
 
 
 def open(root: str, storage_options: Mapping[str, Any] | None = None) -> "Captures":
@@ -60,6 +53,7 @@ class Captures:
     def __init__(self, fs: AbstractFileSystem, root: str) -> None:
         self._fs = fs
         self._root = root
+        self._shards: dict[str, ShardIndex] = {}
 
     def __iter__(self) -> Iterator["StoredRequest"]:
         """Iterate over the requests of all tags.
@@ -89,223 +83,76 @@ class Captures:
                 yield StoredRequest(self._fs, path, "per_file", tag, name)
             elif name.endswith(SUFFIX):
                 yield StoredRequest(self._fs, path, "packed", tag, name.removesuffix(SUFFIX))
-        yield from self._shard_requests(tag)
+        for name, (header, record) in self._index(tag):
+            yield StoredRequest(self._fs, header.path, "sharded", tag, name, header, record)
 
-    def find(self, name: str, tag: str | None = None) -> "StoredRequest":
-        """Return the request published under `name`.
+    def find(
+        self,
+        name: str | int,
+        tag: str | None = None,
+        completion: tuple[int, int] | None = None,
+    ) -> "StoredRequest":
+        """Return one request; the time it takes does not grow with how many there are.
 
         Args:
+            name: its published name, or the `request_id` that it was given.
             tag: where to look; None for all tags.
+            completion: the numbers of prompt and sample, of a request with several.
 
         Raises:
             KeyError: there is none.
             ValueError: there are several, under different tags or in different layouts.
         """
+        names = [str(name)] if is_published(str(name)) else []
+        names += [made for made in [name_of(str(name))] if made not in names]
+        if completion is not None:
+            names = [completion_name(each, *completion) for each in names]
         tags = self.tags() if tag is None else [tag]
-        found = [r for tag in tags for r in self.requests(tag) if r.name == name]
+        found = [request for each in names for tag in tags for request in self._named(tag, each)]
         if not found:
             raise KeyError(f"no request {name!r} under {self._root}")
         if len(found) > 1:
             raise ValueError(f"several requests are named {name!r}: {found}")
         return found[0]
 
+    def table(
+        self, point: str, layer: int, position: int | None = None, tag: str | None = None
+    ) -> Table:
+        """Read rows of all requests; of some of them, `read_table` does.
+
+        Args:
+            position: one row of each request, by its position; negative counts from the last row
+                that was captured. None for all rows that were captured.
+            tag: of which; None for all tags.
+
+        Raises:
+            ValueError: there are no requests, or their rows differ in width or dtype.
+            KeyError: a request did not capture the site or the position.
+            CaptureFileError: a file is damaged.
+        """
+        return read_table(self if tag is None else self.requests(tag), point, layer, position)
+
     def incomplete(self) -> Iterator["StoredRequest"]:
         """Iterate over the requests that lack rows they asked for; each says why in `error`."""
         return (request for request in self if not request.complete)
 
-    def _shard_requests(self, tag: str) -> Iterator["StoredRequest"]:
-        folder = f"{tag}/{SHARDS}"
-        try:
-            files = [name for name, is_folder in self._list(folder) if not is_folder]
-        except FileNotFoundError:
-            return
-        replaced: set[str] = set()
-        # Their names start with the time: of a name that was overwritten the newest counts.
-        for file in sorted(files, reverse=True):
-            if not file.endswith(SUFFIX):
-                continue
-            path = f"{self._root}/{folder}/{file}"
-            header = read_header(self._fs, path)
-            records = header.records()
-            for name, record in records.items():
-                if name not in replaced:
-                    yield StoredRequest(self._fs, path, "sharded", tag, name, header, record)
-            replaced |= {name for name, record in records.items() if record.replaces}
+    def _named(self, tag: str, name: str) -> Iterator["StoredRequest"]:
+        """The requests of a tag that are published under a name."""
+        path = f"{self._root}/{tag}/{name}"
+        # Another process may have written since.
+        self._fs.invalidate_cache(f"{self._root}/{tag}")
+        if self._fs.isfile(path + SUFFIX):
+            yield StoredRequest(self._fs, path + SUFFIX, "packed", tag, name)
+        if self._fs.isdir(path):
+            yield StoredRequest(self._fs, path, "per_file", tag, name)
+        for header, record in self._index(tag).find(name):
+            yield StoredRequest(self._fs, header.path, "sharded", tag, name, header, record)
+
+    def _index(self, tag: str) -> ShardIndex:
+        if tag not in self._shards:
+            self._shards[tag] = ShardIndex(self._fs, f"{self._root}/{tag}/{SHARDS}")
+        return self._shards[tag]
 
     def _list(self, folder: str) -> list[tuple[str, bool]]:
-        """List a folder below the root, as the function `_list`."""
-        path = f"{self._root}/{folder}" if folder else self._root
-        return _list(self._fs, path)
-
-
-class StoredRequest:
-    """One published completion.
-
-    `path`, `layout`, `tag` and `name` are there without reading. All other attributes read the
-    file's header, and raise `CaptureFileError` if that is damaged.
-    """
-
-    def __init__(
-        self,
-        fs: AbstractFileSystem,
-        path: str,
-        layout: FileLayout,
-        tag: str,
-        name: str,
-        header: Header | None = None,
-        record: Record | None = None,
-    ) -> None:
-        """Note where the request is stored; nothing is read.
-
-        Args:
-            path: the file, or with per_file the folder.
-            header, record: the header of a shard, and the record of the request in it.
-        """
-        self._fs = fs
-        self._in_shard = None if header is None or record is None else (header, record)
-        self._headers = {path: header} if header is not None else {}
-        self.path = path
-        self.layout = layout
-        self.tag = tag
-        self.name = name
-
-    def __repr__(self) -> str:
-        return f"<{self.layout} {self.tag}/{self.name}>"
-
-    @property
-    def external_id(self) -> str:
-        """The id the caller of the engine gave the request."""
-        return self.record.external_id
-
-    @property
-    def sample(self) -> int:
-        """The number of the completion among those of its prompt, from 0."""
-        return self.record.sample
-
-    @property
-    def model(self) -> str:
-        """The name or path of the model."""
-        return self.record.model
-
-    @property
-    def num_rows(self) -> int:
-        """How many rows each site has."""
-        return self.record.rows
-
-    @property
-    def sites(self) -> tuple[Site, ...]:
-        """The sites of the rows as (point, layer), in layer order."""
-        return self.record.sites
-
-    @property
-    def complete(self) -> bool:
-        """Whether all rows are there that the request asked for."""
-        return not self.error
-
-    @property
-    def error(self) -> str | None:
-        """The reason why rows are missing; None if the request is complete."""
-        if self.layout == "per_file":
-            lacking = [tensor_name(site) for site in self.sites if site not in self._files]
-            if lacking:
-                return f"{self.path}: the file of {lacking[0]} is missing"
-            publications = {
-                self._header(path).record().publication for path in self._files.values()
-            }
-            if len(publications) > 1:
-                return f"{self.path}: its files are of {len(publications)} requests"
-        if not self.record.complete:
-            return self.record.error or "it is not complete"
-        return None
-
-    @cached_property
-    def record(self) -> Record:
-        """The facts about the request beside its rows."""
-        if self._in_shard is not None:
-            return self._in_shard[1]
-        path = self.path if self.layout == "packed" else next(iter(self._files.values()))
-        return self._header(path).record()
-
-    def rows(self, point: str, layer: int) -> CapturedRows:
-        """Return the rows of one site, memory-mapped where the file is local.
-
-        Raises:
-            KeyError: the request did not capture that site.
-            CaptureFileError: naming the file: it is missing, or shapes, dtypes or positions are not
-                what they must be.
-        """
-        site = (point, layer)
-        if site not in self.sites:
-            known = ", ".join(map(tensor_name, self.sites))
-            raise KeyError(f"{self!r} has no {tensor_name(site)}, it has {known}")
-        if site not in self._files:
-            raise CaptureFileError(f"{self.path}: the file of {tensor_name(site)} is missing")
-        header, record = self._header(self._files[site]), self.record
-        if self.layout == "per_file" and header.record() != record:
-            raise CaptureFileError(f"{header.path}: is of another request than its neighbours")
-        values = self._tensor(
-            header, tensor_name(site), dtype_of(record.dtype), (record.rows, record.width)
-        )
-        positions, token_ids, versions = (
-            self._tensor(header, name, torch.int64, (record.rows,)).numpy() for name in LABELS
-        )
-        if (positions[:1] < 0).any() or (np.diff(positions) <= 0).any():
-            raise CaptureFileError(f"{header.path}: positions of {self.name} are not sorted")
-        return CapturedRows(positions, token_ids, values, versions)
-
-    # -- files ----------------------------------------------------------------------------------
-
-    @cached_property
-    def _files(self) -> dict[Site, str]:
-        """The path of each site's file, of those that are there."""
-        if self.layout != "per_file":
-            return dict.fromkeys(self.sites, self.path)
-        files = {}
-        for name, _ in _list(self._fs, self.path):
-            with contextlib.suppress(ValueError):
-                files[site_of(name.removesuffix(SUFFIX))] = f"{self.path}/{name}"
-        if not files:
-            raise CaptureFileError(f"{self.path}: has no file of captured rows")
-        return files
-
-    def _header(self, path: str) -> Header:
-        if path not in self._headers:
-            self._headers[path] = read_header(self._fs, path)
-        return self._headers[path]
-
-    def _tensor(
-        self, header: Header, name: str, dtype: torch.dtype, shape: tuple[int, ...]
-    ) -> torch.Tensor:
-        """Return one tensor of the request, once its dtype and shape are checked."""
-        key = f"{self.name}/{name}" if self.layout == "sharded" else name
-        entry = header.tensors.get(key)
-        if entry is None:
-            raise CaptureFileError(f"{header.path}: has no tensor {key}")
-        if (entry.dtype, entry.shape) != (dtype, shape):
-            raise CaptureFileError(
-                f"{header.path}: {key} is {entry.dtype}{list(entry.shape)}, its request has "
-                f"{dtype}{list(shape)}"
-            )
-        if not entry.stop - entry.start:
-            return torch.empty(shape, dtype=dtype)
-        if isinstance(self._fs, LocalFileSystem):
-            # Private pages: what is written to them stays in this process.
-            data = np.memmap(
-                header.path, np.uint8, "c", entry.start, (entry.stop - entry.start,)
-            ).view(np.ndarray)
-            flat = torch.from_numpy(data)
-        else:
-            content = self._fs.cat_file(header.path, start=entry.start, end=entry.stop)
-            flat = torch.frombuffer(bytearray(content), dtype=torch.uint8)
-        return flat.view(dtype).reshape(shape)
-
-
-def _list(fs: AbstractFileSystem, path: str) -> list[tuple[str, bool]]:
-    """List a folder as (name, whether it is a folder), sorted, without temporary names."""
-    # Another process may have written since.
-    fs.invalidate_cache(path)
-    found = [
-        (str(item["name"]).rsplit("/", 1)[-1], item["type"] == "directory")
-        for item in fs.ls(path, detail=True)
-    ]
-    return sorted(item for item in found if not item[0].startswith("."))
+        """List a folder below the root, as `list_folder`."""
+        return list_folder(self._fs, f"{self._root}/{folder}" if folder else self._root)

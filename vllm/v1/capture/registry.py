@@ -6,7 +6,8 @@ import inspect
 import json
 import re
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from importlib.metadata import entry_points
 from typing import Any, NoReturn, get_args
@@ -70,6 +71,16 @@ class ConsumerSpec:
         """Whether it runs in the process that holds the `LLM` or serves HTTP."""
         return self.cls is None or self.instance is not None or self.cls.location == "frontend"
 
+    def check(self) -> None:
+        """Check the options before the model is loaded.
+
+        Raises:
+            ValueError: the consumer's class refuses them.
+        """
+        if self.cls is not None and self.instance is None:
+            with self._making():
+                self.cls.check_options(self.options)
+
     def make(self) -> CaptureConsumer:
         """Make the consumer, or return the user's instance.
 
@@ -79,8 +90,13 @@ class ConsumerSpec:
         if self.instance is not None:
             return self.instance
         assert self.cls is not None
-        try:
+        with self._making():
             return self.cls(**self.options)
+
+    @contextmanager
+    def _making(self) -> Iterator[None]:
+        try:
+            yield
         except Exception as error:
             raise ValueError(
                 f"capture_consumers: {self.name!r} cannot be made: {describe(error)}"

@@ -18,5 +18,7 @@ ops.py              operations and gates of a request: parsed and checked
 terms.py            the one formula behind all operations
 sites.py            how requests name points and layers
 positions.py        sets of token positions
+values.py           numbers, strings and lists as people have them
 errors.py           the error of a request that cannot be honoured exactly
+start_failure.py    why an engine core did not start, for its frontend
 """

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from typing import Any, NoReturn
 
 from vllm.exceptions import VLLMValidationError
+from vllm.v1.interventions.values import plain
 
 
 class InterventionError(VLLMValidationError, ValueError):
@@ -25,6 +26,7 @@ def reject(path: str, message: str) -> NoReturn:
 
 def show(value: Any) -> str:
     """Show `value` in an error message, bounded: client input may be huge."""
+    value = plain(value)
     if not isinstance(value, str | int | float | bool | None):
         return type(value).__name__
     if isinstance(value, int) and value.bit_length() > 128:

@@ -13,8 +13,9 @@ import torch
 from vllm.v1.interventions.errors import need_mapping, reject, show, show_key
 from vllm.v1.interventions.plan import Site, TapShape
 from vllm.v1.interventions.positions import Positions
-from vllm.v1.interventions.sites import need_layers, need_point
+from vllm.v1.interventions.sites import need_sites
 from vllm.v1.interventions.terms import OPS, Scalars, Term, make_term
+from vllm.v1.interventions.values import plain, plain_list
 from vllm.v1.interventions.vectors import need_number, need_vector
 
 Select = Callable[[Any, str], Positions]
@@ -128,8 +129,7 @@ class _Entry:
 
     def parse(self, select: Select) -> Op:
         name = self.name()
-        point = need_point(self.given["point"], f"{self.path}.point", self.shape)
-        layers = need_layers(self.given["layers"], point, f"{self.path}.layers", self.shape)
+        sites = need_sites(self.given["point"], self.given["layers"], self.path, self.shape)
         positions = None
         if "positions" in self.given:
             positions = select(self.given["positions"], f"{self.path}.positions")
@@ -142,11 +142,11 @@ class _Entry:
             terms = self.replaced(positions, select, gate)
         else:
             terms = [self.term(name, gate)]
-        return Op(name, [(point, layer) for layer in layers], positions, terms, frozen)
+        return Op(name, sites, positions, terms, frozen)
 
     def name(self) -> str:
         """The operation, its keys checked."""
-        name = self.given.get("op")
+        name = plain(self.given.get("op"))
         if not isinstance(name, str) or name not in OPS:
             reject(
                 f"{self.path}.op",
@@ -224,7 +224,7 @@ class _Entry:
             reject(f"{self.path}.alpha", f"must be from 0 to 1, got {show(alpha)}")
         path = f"{self.path}.positions"
         order = positions.array().tolist()
-        if isinstance(given := self.given["positions"], list | tuple | range):
+        if (given := plain_list(self.given["positions"])) is not None:
             # A mapping keeps the order. The first repeat ends it: an entry may mean all positions.
             ordered: dict[int, None] = {}
             for entry in given:
@@ -288,8 +288,12 @@ class _Entry:
         if largest == 0:
             reject(path, "is zero: it has no direction")
         # By the largest entry first: a square may overflow, or underflow to 0.
-        direction = direction / largest
-        return _float32(direction / np.linalg.norm(direction), path)
+        scaled = direction / largest
+        norm = np.linalg.norm(scaled)
+        if abs(norm * largest - 1) > np.finfo(np.float32).eps:
+            direction = scaled / norm
+        # Else it is one that was rounded, which stays as it is: so a saved module is loaded.
+        return _float32(direction, path)
 
     def need_range(self, values: np.ndarray, path: str) -> None:
         """Raise unless `values`, which are written into the stream, fit its dtype."""

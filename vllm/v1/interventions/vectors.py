@@ -12,6 +12,7 @@ from vllm.v1.interventions.errors import need_mapping, reject, show, show_key
 from vllm.v1.interventions.plan import Site, TapShape, VectorSet
 from vllm.v1.interventions.positions import Positions
 from vllm.v1.interventions.sites import need_layers, need_point, site_order
+from vllm.v1.interventions.values import plain
 
 Vectors = dict[Site, np.ndarray]
 """Site -> float64 [hidden], scale applied."""
@@ -84,6 +85,7 @@ def _entry(
 def need_number(value: Any, path: str) -> float:
     """Return a request's number as float; raise ValueError if it is none, or not finite, or larger
     than `MAX_SCALE` in size."""
+    value = plain(value)
     if not isinstance(value, int | float) or isinstance(value, bool):
         reject(path, f"must be a number, got {show(value)}")
     if not abs(value) <= MAX_SCALE:  # so that NaN is refused, too
@@ -95,7 +97,7 @@ def need_vector(value: Any, path: str, hidden_size: int) -> np.ndarray:
     """Return a request's vector as float64 [hidden_size].
 
     Args:
-        value: a list of numbers, or a 1-D array or tensor of a float dtype.
+        value: a list or tuple of numbers, or a 1-D array or tensor of a float dtype.
 
     Raises:
         ValueError: none of these, the wrong width, or not finite.
@@ -112,16 +114,14 @@ def need_vector(value: Any, path: str, hidden_size: int) -> np.ndarray:
             reject(path, f"must be of a float dtype, got {value.dtype}")
         _need_shape(value.shape, path, hidden_size)
         array = value.astype(np.float64)
-    elif isinstance(value, list):
+    elif isinstance(value, list | tuple):
         # A list of lists would reach numpy's own errors; a bool is an int to Python.
         if len(value) != hidden_size:
             reject(path, f"has {len(value)} values, the model's hidden size is {hidden_size}")
-        for i, x in enumerate(value):
-            if not isinstance(x, int | float) or isinstance(x, bool):
-                reject(f"{path}[{i}]", f"must be a number, got {show(x)}")
-            if isinstance(x, int) and abs(x) > MAX_SCALE:
-                reject(f"{path}[{i}]", "is not finite")
-        array = np.array(value, dtype=np.float64)
+        numbers = (
+            x if type(x) is float else need_number(x, f"{path}[{i}]") for i, x in enumerate(value)
+        )
+        array = np.fromiter(numbers, np.float64, hidden_size)
     else:
         reject(path, f"must be a list, a numpy array or a torch tensor, got {show(value)}")
     if not np.isfinite(array).all():

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Reads modules from files, and writes them.
 
-Files are safetensors and npz with a vector for each `{tier}.{point}.{layer}`, and GGUF control
-vectors as llama.cpp and repeng write them. Nothing is ever unpickled.
+Files are safetensors and npz with a vector for each `{tier}.{point}.{layer}`, safetensors with
+operations too, and GGUF control vectors as llama.cpp and repeng write them. Nothing is ever
+unpickled.
 """
 
 import io
@@ -11,7 +12,8 @@ import os
 import re
 import stat
 import zipfile
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,18 +22,24 @@ import safetensors
 import safetensors.numpy
 import torch
 
+from vllm.config.steering import SteeringConfig
 from vllm.v1.interventions.errors import reject, show, show_key
 from vllm.v1.interventions.plan import TIERS, Site, TapShape
 from vllm.v1.interventions.sites import need_layers, need_point, need_steered_points
 from vllm.v1.interventions.vectors import Vectors, need_vector
 from vllm.v1.steering.gguf import read_gguf, write_gguf
-from vllm.v1.steering.modules import Module, make_module, parse_module_args
+from vllm.v1.steering.modules import Module, make_module, parse_module_args, parse_module_ops
+from vllm.v1.steering.op_files import joined_ops, split_ops
+from vllm.v1.steering.unshaped import ANY_FAMILY, module_without_model
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
 FORMAT_VERSION = "1"
 """The version of our safetensors files, `steering_format` in the metadata."""
+
+OPS_VERSION = "2"
+"""The version of those that hold operations, which readers of the first would leave out."""
 
 _HEADERS = 1 << 20
 """How many bytes a file may have beside its vectors."""
@@ -49,16 +57,29 @@ _NUMBER = re.compile(r"0|[1-9]\d{0,8}", re.ASCII)
 Named = dict[str, np.ndarray | torch.Tensor]
 """The vectors of a file by name, as they stand in it."""
 
+
+@dataclass(frozen=True)
+class Content:
+    """What a file holds."""
+
+    vectors: Named
+    ops: list[Any] = field(default_factory=list)
+    """Operations as a request says them."""
+
+
 SiteOf = Callable[[str, str, TapShape], tuple[str, Site]]
 """A function of a vector's name, where it stands (for errors), and the model's shape. It returns
 the tier and site that the name means."""
 
 
-def load(path: str | Path, shape: TapShape) -> Module:
+def load(path: str | Path, shape: TapShape, config: SteeringConfig = ANY_FAMILY) -> Module:
     """Read the module in a file, by its suffix: .safetensors, .gguf or .npz.
 
     In a GGUF file, `direction.{i}` is added to the output of block i, counted from 0: the base
     tier's `post_block` of layer i.
+
+    Args:
+        config: the options of the engine that is to run it.
 
     Raises:
         ValueError: the file is of another format, truncated, or larger than any module of this
@@ -67,11 +88,7 @@ def load(path: str | Path, shape: TapShape) -> Module:
         OSError: the file cannot be read.
     """
     file, suffix = str(path), Path(path).suffix.lower()
-    if suffix not in _READERS:
-        reject(file, f"is not a module: {', '.join(_READERS)} are read")
-    found = os.stat(path)
-    if not stat.S_ISREG(found.st_mode):
-        reject(file, "is not a regular file")
+    found = _need_file(path)
     if found.st_size > _most_bytes(shape):
         reject(
             file,
@@ -79,27 +96,41 @@ def load(path: str | Path, shape: TapShape) -> Module:
         )
     read, site_of = _READERS[suffix]
     try:
-        named = read(Path(path), shape)
+        content = read(Path(path), shape)
     except Exception as error:  # whatever a library makes of bytes that may be anything
         reject(file, f"cannot be read as {suffix}: {str(error)[:200]}")
-    return _module(named, site_of, file, shape)
+    return _module(content, site_of, file, shape, config)
 
 
-def _module(named: Named, site_of: SiteOf, file: str, shape: TapShape) -> Module:
-    """Make a module of named vectors, once they are checked."""
+def _need_file(path: str | Path) -> os.stat_result:
+    """Find out of which size a file is, once it is known to be one that is read."""
+    if Path(path).suffix.lower() not in _READERS:
+        reject(str(path), f"is not a module: {', '.join(_READERS)} are read")
+    found = os.stat(path)
+    if not stat.S_ISREG(found.st_mode):
+        reject(str(path), "is not a regular file")
+    return found
+
+
+def _module(
+    content: Content, site_of: SiteOf, file: str, shape: TapShape, config: SteeringConfig
+) -> Module:
+    """Make a module of a file's content, once it is checked."""
     tiers: dict[str, Vectors] = {tier: {} for tier in TIERS}
-    for name, vector in named.items():
+    for name, vector in content.vectors.items():
         where = f"{file}[{show_key(name)}]"
         tier, site = site_of(name, where, shape)
         tiers[tier][site] = need_vector(vector, where, shape.hidden_size)
-    return make_module(tiers, [], file, shape)
+    ops = parse_module_ops(content.ops, f"{file}[ops]", shape, config)
+    return make_module(tiers, ops, file, shape)
 
 
-def parse_safetensors(data: bytes, where: str, shape: TapShape) -> Module:
+def parse_safetensors(data: bytes, where: str, shape: TapShape, config: SteeringConfig) -> Module:
     """Read the module in the content of a safetensors file.
 
     Args:
         where: what errors call the content.
+        config: the options of the engine that is to run it.
 
     Raises:
         ValueError: as `load`.
@@ -110,45 +141,56 @@ def parse_safetensors(data: bytes, where: str, shape: TapShape) -> Module:
             f"has {len(data)} bytes, a module of this model has at most {_most_bytes(shape)}",
         )
     try:
-        named = _safetensors(data, shape)
+        content = _safetensors(data, shape)
     except Exception as error:  # whatever a library makes of bytes that may be anything
         reject(where, f"cannot be read: {str(error)[:200]}")
-    return _module(named, _site_of, where, shape)
+    return _module(content, _site_of, where, shape, config)
 
 
-def save(path: str | Path, module: Module, model_hint: str = "") -> None:
-    """Write a module's vectors as safetensors, float32 [hidden] each; `load` gives the same module.
+def save(path: str | Path, source: Module | Mapping[str, Any], model_hint: str = "") -> None:
+    """Write a module as safetensors, vectors float32 [hidden]; `load` gives the same module.
 
     Args:
+        source: a module, or what `llm.steering.register_module` takes: `{point: {layer: vector}}`,
+            or a mapping with "vectors", "prefill_vectors", "decode_vectors" and "ops". No engine is
+            needed, so layers are numbers.
         model_hint: the model's name, for readers.
 
     Raises:
-        ValueError: the module has operations, for which files have no place.
+        ValueError: the source is no module; the message names the field.
         OSError: the file cannot be written.
     """
-    _need_no_ops(path, module)
+    module = _module_of(source)
     vectors = {
         f"{tier}.{point}.{layer}": row
         for tier, vector_set in module.tiers.items()
         for (point, layer), row in zip(vector_set.sites, vector_set.rows, strict=True)
     }
-    metadata = {
-        "steering_format": FORMAT_VERSION,
-        "hidden_size": str(len(next(iter(vectors.values())))),
-        "model_hint": model_hint,
-    }
+    metadata = {"steering_format": FORMAT_VERSION, "model_hint": model_hint}
+    if module.ops:
+        ops, of_ops = split_ops(module.ops)
+        metadata |= {"steering_format": OPS_VERSION, "ops": ops}
+        vectors |= of_ops
+    sizes = [len(row) for row in vectors.values()] or [len(module.ops[0].term.vector) // 4]
+    metadata["hidden_size"] = str(sizes[0])
     _write(path, lambda unfinished: safetensors.numpy.save_file(vectors, unfinished, metadata))
 
 
-def export_gguf(path: str | Path, module: Module, model_hint: str = "") -> None:
+def export_gguf(path: str | Path, source: Module | Mapping[str, Any], model_hint: str = "") -> None:
     """Write a control vector that repeng reads, and llama.cpp if layer 0 has none.
+
+    Args:
+        source: as of `save`.
+        model_hint: the model's type, such as "llama"; repeng calls it `model_type`.
 
     Raises:
         ValueError: the module has what such a file cannot hold: a tier other than base, a point
             other than post_block, operations.
         OSError: the file cannot be written.
     """
-    _need_no_ops(path, module)
+    module = _module_of(source)
+    if module.ops:
+        reject(str(path), f"a GGUF control vector has no operations, such as {module.ops[0].name}")
     if others := sorted(module.tiers.keys() - {"base"}):
         reject(str(path), f"a GGUF control vector has no {others[0]} tier")
     base = module.tiers["base"]
@@ -159,13 +201,14 @@ def export_gguf(path: str | Path, module: Module, model_hint: str = "") -> None:
 
 
 def _most_bytes(shape: TapShape) -> int:
-    """Return the size of a file with a float64 vector for all sites and tiers of the model."""
-    return _HEADERS + 8 * shape.hidden_size * len(TIERS) * sum(map(len, shape.points.values()))
+    """Return the size of a file with a float64 vector for all sites and tiers of the model, and for
+    an operation with a gate at each."""
+    vectors = (len(TIERS) + 2) * sum(map(len, shape.points.values()))
+    return _HEADERS + 8 * shape.hidden_size * vectors
 
 
-def _need_no_ops(path: str | Path, module: Module) -> None:
-    if module.ops:
-        reject(str(path), f"a file holds vectors; this module has operations: {module.ops[0].name}")
+def _module_of(source: Module | Mapping[str, Any]) -> Module:
+    return source if isinstance(source, Module) else module_without_model(source, "source")
 
 
 def _write(path: str | Path, write: Callable[[Path], None]) -> None:
@@ -202,23 +245,26 @@ def _site(point: str, layer: str, where: str, shape: TapShape) -> Site:
     return point, number
 
 
-def _read_safetensors(path: Path, shape: TapShape) -> Named:
+def _read_safetensors(path: Path, shape: TapShape) -> Content:
     return _safetensors(path.read_bytes(), shape)
 
 
-def _safetensors(data: bytes, shape: TapShape) -> Named:
+def _safetensors(data: bytes, shape: TapShape) -> Content:
     """Return the tensors of a safetensors file, whose metadata, if any, must fit this model."""
     tensors = safetensors.deserialize(data)
     text = data[8 : 8 + int.from_bytes(data[:8], "little")]
     header = json.loads(text, object_pairs_hook=_without_repeats)
     metadata = header.get("__metadata__", {})
     version = metadata.get("steering_format", FORMAT_VERSION)
-    if version != FORMAT_VERSION:
-        raise ValueError(f"it is of format {show(version)}, {FORMAT_VERSION} is read")
+    if version not in (FORMAT_VERSION, OPS_VERSION):
+        known = f"{FORMAT_VERSION} and {OPS_VERSION} are read"
+        raise ValueError(f"it is of format {show(version)}, {known}")
     width = metadata.get("hidden_size", str(shape.hidden_size))
     if width != str(shape.hidden_size):
         raise ValueError(f"it is for hidden size {show(width)}, the model has {shape.hidden_size}")
-    return {name: _tensor(name, tensor) for name, tensor in tensors}
+    named = {name: _tensor(name, tensor) for name, tensor in tensors}
+    ops = joined_ops(metadata["ops"], named) if version == OPS_VERSION else []
+    return Content(dict(named), ops)
 
 
 def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -238,7 +284,7 @@ def _tensor(name: str, tensor: dict[str, Any]) -> torch.Tensor:
     return flat.reshape(tensor["shape"])
 
 
-def _read_npz(path: Path, shape: TapShape) -> Named:
+def _read_npz(path: Path, shape: TapShape) -> Content:
     named: Named = {}
     with zipfile.ZipFile(path) as archive:
         # Compressed, it may be small and hold anything.
@@ -251,7 +297,7 @@ def _read_npz(path: Path, shape: TapShape) -> Named:
             # As many bytes as it claims to have, which were counted, however many come out of it.
             with archive.open(member) as opened:
                 named[name] = _array(name, opened.read(member.file_size))
-    return named
+    return Content(named)
 
 
 def _array(name: str, data: bytes) -> np.ndarray:
@@ -268,18 +314,33 @@ def _array(name: str, data: bytes) -> np.ndarray:
     return np.frombuffer(data, dtype, offset=opened.tell()).reshape(sizes)
 
 
-def _read_gguf(path: Path, shape: TapShape) -> Named:
-    return dict(read_gguf(path))
+def _read_gguf(path: Path, shape: TapShape) -> Content:
+    return Content(dict(read_gguf(path)))
 
 
 _READERS: dict[
     str,
-    tuple[Callable[[Path, TapShape], Named], SiteOf],
+    tuple[Callable[[Path, TapShape], Content], SiteOf],
 ] = {
     ".safetensors": (_read_safetensors, _site_of),
     ".gguf": (_read_gguf, _site_of_direction),
     ".npz": (_read_npz, _site_of),
 }
+
+
+def need_startup_files(steering: SteeringConfig) -> None:
+    """Check that the files of `--steering-modules` are there; the model's shape is not known yet.
+
+    Raises:
+        ValueError: one is missing, cannot be opened, or is of a kind that is not read.
+    """
+    for name, path in parse_module_args(steering.steering_modules).items():
+        try:
+            _need_file(path)
+            with open(path, "rb"):
+                pass
+        except OSError as error:
+            reject(f"steering_modules.{name}", f"cannot be opened: {error}")
 
 
 def startup_modules(config: "VllmConfig") -> dict[str, Module]:
@@ -294,7 +355,7 @@ def startup_modules(config: "VllmConfig") -> dict[str, Module]:
     assert shape is not None
     steering = config.steering_config
     paths = parse_module_args(steering.steering_modules)
-    modules = {name: load(path, shape) for name, path in paths.items()}
+    modules = {name: load(path, shape, steering) for name, path in paths.items()}
     for name, module in modules.items():
         need_steered_points(module.sites, f"steering_modules.{name}", steering)
     return modules

@@ -64,10 +64,11 @@ def write_gguf(path: Path, model_hint: str, directions: Mapping[int, np.ndarray]
         model_hint: the model's name, for readers.
         directions: layer -> float32 [hidden].
     """
-    from gguf import GGUFWriter
+    from gguf import GGUFValueType, GGUFWriter
 
     writer = GGUFWriter(path, ARCHITECTURE)
-    writer.add_string(f"{ARCHITECTURE}.model_hint", model_hint)
+    # Of an empty string `add_string` writes nothing, and repeng wants the key.
+    writer.add_key_value(f"{ARCHITECTURE}.model_hint", model_hint, GGUFValueType.STRING)
     writer.add_uint32(f"{ARCHITECTURE}.layer_count", len(directions))
     for layer, direction in directions.items():
         writer.add_tensor(f"direction.{layer}", direction)

@@ -19,6 +19,7 @@ from vllm.v1.interventions.plan import TIERS, Site, TapShape, VectorSet
 from vllm.v1.interventions.positions import ALL, END, Positions
 from vllm.v1.interventions.sites import site_order
 from vllm.v1.interventions.terms import Term, make_term
+from vllm.v1.interventions.values import plain
 from vllm.v1.interventions.vectors import (
     Vectors,
     add_up,
@@ -153,12 +154,14 @@ def parse_module(value: Any, path: str, shape: TapShape, config: SteeringConfig)
             # Without positions there is one group of vectors.
             [(vectors, _)] = parse_vectors(given[field], f"{below}{field}", shape, no_positions)
             tiers[tier] = vectors
-    ops = _parse_ops(given["ops"], f"{below}ops", shape, config) if "ops" in given else []
+    ops = parse_module_ops(given["ops"], f"{below}ops", shape, config) if "ops" in given else []
     return make_module(tiers, ops, path, shape)
 
 
-def _parse_ops(value: Any, path: str, shape: TapShape, config: SteeringConfig) -> list[ModuleOp]:
-    """Parse the operations of a module, which may not have positions."""
+def parse_module_ops(
+    value: Any, path: str, shape: TapShape, config: SteeringConfig
+) -> list[ModuleOp]:
+    """Parse the operations of a module, which may not have positions; raises ValueError."""
     for i, entry in enumerate(value if isinstance(value, list | tuple) else ()):
         if isinstance(entry, Mapping) and ("positions" in entry or entry.get("op") == "replace"):
             no_positions(None, f"{path}[{i}]")
@@ -183,13 +186,14 @@ def need_module_name(value: Any, path: str) -> str:
     Raises:
         ValueError: it is not a name; the message names `path`.
     """
-    if not isinstance(value, str) or not _NAME.fullmatch(value):
+    name = plain(value)
+    if not isinstance(name, str) or not _NAME.fullmatch(name):
         reject(
             path,
-            f"{show(value)} is not a name: up to 128 letters, digits, '.', '_' and '-', the first "
+            f"{show(name)} is not a name: up to 128 letters, digits, '.', '_' and '-', the first "
             "a letter or digit",
         )
-    return value
+    return name
 
 
 def parse_module_args(values: list[str]) -> dict[str, str]:
@@ -210,9 +214,9 @@ def parse_module_args(values: list[str]) -> dict[str, str]:
         name, _, path = value.partition("=")
         if value.lstrip().startswith("{"):
             name, path = _from_json(value, field)
-        need_module_name(name, field)
         if not path:
             reject(field, f"has no path: give name=path, got {show(value)}")
+        need_module_name(name, field)
         if name in paths:
             reject(field, f"names {name} twice")
         paths[name] = path

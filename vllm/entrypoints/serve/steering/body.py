@@ -6,12 +6,13 @@ these fields would answer 200 with unsteered text.
 """
 
 from collections.abc import Callable, Mapping, Set
+from difflib import get_close_matches
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from pydantic import BaseModel, model_validator
 
 from vllm.exceptions import VLLMValidationError
-from vllm.v1.interventions.errors import reject
+from vllm.v1.interventions.errors import reject, show_key
 from vllm.v1.interventions.plan import INHERIT, PLAN_FIELDS, VECTOR_FIELDS
 
 from .packed import read_capture, read_ops, read_vectors
@@ -28,6 +29,14 @@ READERS: dict[str, Callable[[Any, str], Any]] = {
 }
 """How a field is read from JSON, by name; the functions take the value and its path."""
 assert READERS.keys() == set(PLAN_FIELDS)
+
+
+ALIKE = 0.75
+"""How alike an unknown field and one of ours must be, as `difflib` measures it, to be meant for it.
+"streaming" is as like "steering" as 0.71."""
+
+MOST_UNKNOWN = 200
+"""With more unknown fields a body is no slip of a pen, and comparing takes time."""
 
 
 class UnservedField(VLLMValidationError):
@@ -48,12 +57,34 @@ def refuse_unserved(extra_fields: Set[str], served: bool) -> None:
         served: whether the model's endpoint takes the fields.
 
     Raises:
-        UnservedField: there is such a field; the message names the first.
+        UnservedField: there is such a field, or one whose name is nearly that of one; the message
+            names the first.
     """
     if not served:
         for field in PLAN_FIELDS:
             if field in extra_fields:
                 _unserved(field, field)
+    refuse_misspelt(extra_fields)
+
+
+def refuse_misspelt(extra_fields: Set[str], path: str = "") -> None:
+    """Refuse fields that nothing reads and whose names are nearly those of ours.
+
+    Args:
+        path: what stands before a field in errors.
+
+    Raises:
+        UnservedField: there is such a field; the message says which was meant.
+    """
+    unknown = sorted(extra_fields - READERS.keys())
+    for field in unknown if len(unknown) <= MOST_UNKNOWN else ():
+        meant = get_close_matches(field[:40].lower(), PLAN_FIELDS, 1, ALIKE)
+        if meant:
+            field = path + show_key(field)
+            raise UnservedField(
+                f"{field}: is not a field, and would be ignored; {meant[0]!r} is one",
+                parameter=field,
+            )
 
 
 def _unserved(path: str, field: str) -> NoReturn:
@@ -67,12 +98,13 @@ def _unserved(path: str, field: str) -> NoReturn:
 def _refuse(cls: type[BaseModel], data: Any) -> Any:
     """Refuse the fields in a body, and in the `sampling_params` in it; return the body."""
     if isinstance(data, Mapping):
-        refuse_unserved(data.keys(), served=False)
+        refuse_unserved(data.keys() - cls.model_fields.keys(), served=False)
         nested = data.get("sampling_params")
         if isinstance(nested, Mapping):
             for field in PLAN_FIELDS:
                 if field in nested:
                     _unserved(f"sampling_params.{field}", field)
+            refuse_misspelt(nested.keys(), "sampling_params.")
     return data
 
 

@@ -14,6 +14,7 @@ import base64
 import json
 from collections.abc import AsyncGenerator, Generator, Mapping, Sequence
 from dataclasses import dataclass, field
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,30 @@ Site = tuple[str, int]
 """A point and a layer, such as ("post_block", 12)."""
 
 _FLOATS = {"float16": "<f2", "float32": "<f4"}
+
+_FIELDS = {
+    "steering_vectors", "prefill_steering_vectors", "decode_steering_vectors", "steering_modules",
+    "steering", "steering_inherit_global", "capture", "add_special_tokens", "allowed_token_ids",
+    "bad_words", "cache_salt", "ec_transfer_params", "echo", "frequency_penalty", "ignore_eos",
+    "include_stop_str_in_output", "kv_transfer_params", "length_penalty", "logit_bias",
+    "logprob_token_ids", "logprobs", "max_tokens", "min_p", "min_tokens", "mm_payload", "model",
+    "n", "presence_penalty", "priority", "prompt_logprobs", "repetition_detection",
+    "repetition_penalty", "request_id", "response_format", "return_mm_kwargs", "return_token_ids",
+    "return_token_offsets", "return_tokens_as_token_ids", "routed_experts_prompt_start", "seed",
+    "session_id", "skip_special_tokens", "spaces_between_special_tokens", "stop",
+    "stop_token_ids", "stream", "stream_interval", "stream_options", "structured_outputs",
+    "temperature", "thinking_token_budget", "top_k", "top_p", "truncate_prompt_tokens",
+    "truncation_side", "use_beam_search", "user", "vllm_xargs", "watermarking",
+}  # fmt: skip
+"""The fields of completions and of chats."""
+
+_ONLY_COMPLETIONS = {"prompt", "prompt_embeds", "suffix"}
+_ONLY_CHATS = {
+    "add_generation_prompt", "chat_template", "chat_template_kwargs", "continue_final_message",
+    "documents", "include_reasoning", "max_completion_tokens", "media_io_kwargs", "messages",
+    "mm_processor_kwargs", "parallel_tool_calls", "reasoning_effort", "return_prompt_text",
+    "tool_choice", "tools", "top_logprobs",
+}  # fmt: skip
 
 
 class SteeringError(Exception):
@@ -266,6 +291,12 @@ def _generation(prompt: Any, model: str | None, fields: Mapping[str, Any]) -> _C
     """Make the request for completions; it is a chat if the prompt is a list of messages."""
     chat = isinstance(prompt, list) and bool(prompt) and isinstance(prompt[0], Mapping)
     path, name = ("/v1/chat/completions", "messages") if chat else ("/v1/completions", "prompt")
+    known = _FIELDS | (_ONLY_CHATS if chat else _ONLY_COMPLETIONS)
+    for field_name in fields.keys() - known:
+        # The server would ignore it.
+        alike = get_close_matches(field_name, known, 1)
+        hint = f"; {alike[0]!r} is one" if alike else ""
+        raise TypeError(f"{field_name!r} is not a field of {path}{hint}")
     body = {name: prompt, **fields}
     if model is not None:
         body["model"] = model
@@ -403,6 +434,9 @@ class SteeringClient(_Settings):
         Args:
             prompt: a text, token ids, several of these, or the messages of a chat.
             fields: further fields of the body; those that steer and capture may have numpy arrays.
+
+        Raises:
+            TypeError: a field is none of the endpoint's, which would ignore it.
         """
         raw = self._call(_generation(prompt, self._model, fields))
         return Answer([_choice(choice) for choice in raw["choices"]], raw)

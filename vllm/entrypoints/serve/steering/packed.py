@@ -152,8 +152,8 @@ def _by_layer(value: Any, path: str) -> dict[int, Any]:
     scales = _list(value.get("scales", [1.0] * len(vectors)), len(vectors), f"{path}.scales")
     entries: dict[int, Any] = {}
     for i, (layer, scale, vector) in enumerate(zip(layers, scales, vectors, strict=True)):
-        if not isinstance(layer, int) or isinstance(layer, bool) or layer < 0:
-            reject(f"{path}.layers[{i}]", f"must be an int of at least 0, got {show(layer)}")
+        if not isinstance(layer, int) or isinstance(layer, bool):
+            reject(f"{path}.layers[{i}]", f"must be an int, got {show(layer)}")
         if layer in entries:
             reject(f"{path}.layers", f"names layer {show(layer)} twice")
         entries[layer] = {

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What runs in the frontend: requests are checked here, and every user error is raised here.
 
+early_checks.py       what would fail once the model is loaded, refused before
 resolve.py            entry: `SamplingParams` to a `Plan`
 steering_request.py   the steering fields of one request
 segments.py           cuts its positions into segments in which the same acts
@@ -14,4 +15,5 @@ row_inbox.py          rows as they come from the engine core, for each request t
 row_collector.py      gathers the rows of one completion for `inline`
 row_pieces.py         where rows came to lie, and what joins them when they are read
 capture_link.py       how captures reach the engine core
+sending.py            requests on their way to the engine core
 """

@@ -20,6 +20,7 @@ from vllm.v1.interventions.frontend.selectors import NAMED_SELECTORS, Prompt, Se
 from vllm.v1.interventions.plan import CapturePlan, Selection, Site, Stream, TapShape
 from vllm.v1.interventions.positions import Positions
 from vllm.v1.interventions.sites import need_captured_points, need_layers, need_point, site_order
+from vllm.v1.interventions.values import plain
 from vllm.v1.interventions.vectors import need_vector
 
 SHARED_FIELDS = ("hooks", "positions", "project")
@@ -51,7 +52,8 @@ def parse_capture(
     if value is not None and not asked:
         reject(path, "names no consumer")
     selections: dict[str, Selection] = {}
-    for name, request in asked.items():
+    for key, request in asked.items():
+        name = plain(key)
         at = f"{path}.{show_key(name)}"
         if name not in specs:
             reject(at, f"unknown consumer {show(name)}; known are {list(specs)}")
@@ -178,7 +180,7 @@ def _selection(
     request: Any, path: str, shape: TapShape, prompt: Prompt, spec: ConsumerSpec
 ) -> Selection:
     request = need_mapping(request, path)
-    own = {key: field for key, field in request.items() if key not in SHARED_FIELDS}
+    own = {plain(k): plain(field) for k, field in request.items() if k not in SHARED_FIELDS}
     fields = (spec.cls or CaptureConsumer).check_request(own, path)
     if "hooks" not in request:
         reject(f"{path}.hooks", "is missing: give {point: layers}")

@@ -14,6 +14,7 @@ from vllm.v1.interventions.errors import InterventionError, reject, show
 from vllm.v1.interventions.frontend.module_catalog import ModuleCatalog
 from vllm.v1.interventions.plan import TIERS, TapShape
 from vllm.v1.interventions.sites import need_steered_points
+from vllm.v1.interventions.values import plain
 from vllm.v1.interventions.vectors import parse_vectors, vector_set_of
 from vllm.v1.steering.files import load, parse_safetensors
 from vllm.v1.steering.modules import Module, need_module_name, no_positions, parse_module
@@ -62,8 +63,8 @@ class ChangeBuilder:
             ValueError: an unknown tier, or vectors that this engine cannot add.
         """
         sets = {}
-        for tier, value in tiers.items():
-            _need_tier(tier)
+        for key, value in tiers.items():
+            tier = _need_tier(key)
             path = (fields or {}).get(tier, tier)
             [(vectors, _)] = parse_vectors(value, path, self.shape, no_positions)
             need_steered_points(vectors, path, self._config.steering_config)
@@ -73,16 +74,14 @@ class ChangeBuilder:
 
     def clear(self, tier: str | None) -> Change:
         """Make a change that clears one tier, or all for None."""
-        if tier is not None:
-            _need_tier(tier)
-        return Change("clear", tier=tier)
+        return Change("clear", tier=None if tier is None else _need_tier(tier))
 
     def register(self, name: Any, source: Any) -> Change:
         """Make a change that names a module: a path to load, or a mapping."""
         name = need_module_name(name, "name")
         config = self._config.steering_config
         if isinstance(source, str | Path):
-            module = load(str(source), self.shape)
+            module = load(str(source), self.shape, config)
         else:
             module = parse_module(source, "source", self.shape, config)
         need_steered_points(module.sites, "source", config)
@@ -93,7 +92,7 @@ class ChangeBuilder:
         name = need_module_name(name, "name")
         config = self._config.steering_config
         if isinstance(content, bytes):
-            module = parse_safetensors(content, "safetensors", self.shape)
+            module = parse_safetensors(content, "safetensors", self.shape, config)
         else:
             module = parse_module(content, "", self.shape, config)
         need_steered_points(module.sites, "module", config)
@@ -101,7 +100,7 @@ class ChangeBuilder:
 
     def unregister(self, name: str) -> Change:
         """Make a change that removes a name; the engines refuse one that is unknown."""
-        return Change("unregister", name=name)
+        return Change("unregister", name=plain(name))
 
     def made(self, change: Change) -> None:
         """Take over into the catalog a change that the engines have made."""
@@ -135,9 +134,10 @@ class ChangeBuilder:
         return {n: tuple(p for p in has if p in points) for n, has in self.shape.points.items()}
 
 
-def _need_tier(tier: Any) -> None:
-    if tier not in TIERS:
+def _need_tier(value: Any) -> str:
+    if (tier := plain(value)) not in TIERS:
         reject("tier", f"unknown tier {show(tier)}; tiers are {', '.join(TIERS)}")
+    return str(tier)
 
 
 def _verdict(replies: Replies) -> str:

@@ -11,6 +11,7 @@ from vllm.tokenizers import TokenizerLike
 from vllm.v1.interventions.errors import reject, show, show_key
 from vllm.v1.interventions.frontend.prompt_text import BROKEN, PromptText, occurrences
 from vllm.v1.interventions.positions import Positions, Run
+from vllm.v1.interventions.values import plain, plain_list
 
 NAMED_SELECTORS = (
     "last_prompt",
@@ -95,19 +96,21 @@ class Selector:
         Raises:
             ValueError: none of these, a position out of reach, a text that is not in the prompt.
         """
-        if not isinstance(value, list | tuple | range):
+        entries = plain_list(value)
+        if entries is None:
             runs = self._entry(value, path)
             self._need_few(len(runs), path)
             return Positions(runs)
-        if not value:
+        if not entries:
             reject(path, "is empty")
         # A slice, because a `range` may be longer than len() can say.
-        if len(value[: MAX_POSITION_ENTRIES + 1]) > MAX_POSITION_ENTRIES:
+        if len(entries[: MAX_POSITION_ENTRIES + 1]) > MAX_POSITION_ENTRIES:
             reject(path, f"has too many entries, at most {MAX_POSITION_ENTRIES} are read")
         runs = []
-        for i, entry in enumerate(value):
-            if isinstance(entry, list | tuple | range):
+        for i, given in enumerate(entries):
+            if plain_list(given) is not None:
                 reject(f"{path}[{i}]", "is a list inside a list")
+            entry = plain(given)
             if isinstance(entry, int) and not isinstance(entry, bool):
                 position = self._one(entry, f"{path}[{i}]")
                 runs += self._outright([(position, position + 1)])
@@ -117,8 +120,8 @@ class Selector:
         return Positions(runs)
 
     def _entry(self, value: Any, path: str) -> list[Run]:
-        if isinstance(value, str):
-            return self._by_name(value, path)
+        if isinstance(name := plain(value), str):
+            return self._by_name(name, path)
         if isinstance(value, Mapping):
             keys = set(value)
             if "text" in keys and keys <= {"text", "which"}:
@@ -204,16 +207,15 @@ class Selector:
         return _runs(prompt.tokens_of(np.asarray(found[_chosen(which)]), len(text)), 1)
 
     def _by_token_ids(self, value: Mapping[Any, Any], path: str) -> list[Run]:
-        token_ids, which = value["token_ids"], _need_which(value, path)
+        token_ids, which = plain_list(value["token_ids"]), _need_which(value, path)
         path += ".token_ids"
-        if not isinstance(token_ids, list | tuple):
-            reject(path, f"must be a list of token ids, got {show(token_ids)}")
+        if token_ids is None:
+            reject(path, f"must be a list of token ids, got {show(value['token_ids'])}")
         if not token_ids:
             reject(path, "is empty")
         if len(token_ids) > self._length:
             reject(path, f"has {len(token_ids)} tokens, the prompt has {self._length}")
-        for i, token_id in enumerate(token_ids):
-            _need_int(token_id, f"{path}[{i}]")
+        token_ids = [_need_int(token_id, f"{path}[{i}]") for i, token_id in enumerate(token_ids)]
         self._prompt.count_search(self._length, path)
         found = occurrences(self._prompt.token_ids, token_ids)
         if not found:
@@ -239,6 +241,7 @@ class Selector:
 
 
 def _need_int(value: Any, path: str) -> int:
+    value = plain(value)
     if not isinstance(value, int) or isinstance(value, bool):
         reject(path, f"must be an int, got {show(value)}")
     return value

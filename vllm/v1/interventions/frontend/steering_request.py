@@ -14,6 +14,7 @@ from vllm.v1.interventions.plan import STEERING_FIELDS, TIERS, VECTOR_FIELDS, St
 from vllm.v1.interventions.positions import Positions
 from vllm.v1.interventions.sites import need_steered_points
 from vllm.v1.interventions.terms import rows_needed
+from vllm.v1.interventions.values import plain
 from vllm.v1.interventions.vectors import need_number, parse_vectors
 
 MAX_MODULES = 64
@@ -139,7 +140,7 @@ class _Request:
         return plan
 
     def _inherit(self) -> bool:
-        inherit = self._params.steering_inherit_global
+        inherit = plain(self._params.steering_inherit_global)
         if inherit is not None and not isinstance(inherit, bool):
             reject("steering_inherit_global", f"must be true or false, got {show(inherit)}")
         return inherit is None or inherit

@@ -4,6 +4,7 @@
 The engine has reserved that memory when the request started.
 """
 
+import json
 import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -39,14 +40,24 @@ from vllm.v1.capture.file_format import (
     Record,
     tensor_name,
 )
-from vllm.v1.interventions.errors import reject, show, show_key
+from vllm.v1.interventions.errors import (
+    InterventionError,
+    need_mapping,
+    reject,
+    show,
+    show_key,
+)
+from vllm.v1.interventions.values import plain
 
 _T = TypeVar("_T", bound=str)
 
 APART_BYTES = 64 << 10
 """The average size in bytes from which a tensor's batches are written one by one; else joined."""
 
-_FIELDS = ("request_id", "tag", "layout")
+MAX_METADATA = 16 << 10
+"""The most bytes of a request's metadata, as JSON."""
+
+_FIELDS = ("request_id", "tag", "layout", "metadata")
 
 
 class FilesystemConsumer(CaptureConsumer):
@@ -93,14 +104,25 @@ class FilesystemConsumer(CaptureConsumer):
         self._shards: Shards | None = None
 
     @classmethod
+    def check_options(cls, options: Mapping[str, Any]) -> None:
+        """Check the options, and that a local root can be written: it is made.
+
+        Raises:
+            ValueError: an option is not what it must be; the message names it.
+            OSError: the root cannot be made or written.
+        """
+        cls(**options)._store.prepare()
+
+    @classmethod
     def check_request(cls, fields: Mapping[str, Any], path: str) -> dict[str, Any]:
-        """Check the fields `request_id`, `tag` and `layout`, each of which may be None.
+        """Check the fields `request_id`, `tag`, `layout` and `metadata`, each of which may be None.
 
         Returns:
             The fields that are not None.
 
         Raises:
-            ValueError: a key is unknown, or a name or layout is not allowed.
+            ValueError: a key is unknown, a name or layout is not allowed, or the metadata are no
+                JSON object or too many.
         """
         unknown = sorted(show_key(key) for key in fields if key not in _FIELDS)[:8]
         if unknown:
@@ -108,7 +130,7 @@ class FilesystemConsumer(CaptureConsumer):
             reject(path, f"unknown keys {unknown}; filesystem takes {', '.join(allowed)}")
         given = {key: value for key, value in fields.items() if value is not None}
         if "request_id" in given:
-            names.need_request_id(given["request_id"], f"{path}.request_id")
+            given["request_id"] = names.need_request_id(given["request_id"], f"{path}.request_id")
         if "tag" in given:
             names.need_tag(given["tag"], f"{path}.tag")
         if "layout" in given and given["layout"] not in LAYOUTS:
@@ -116,6 +138,8 @@ class FilesystemConsumer(CaptureConsumer):
                 f"{path}.layout",
                 f"unknown layout {show(given['layout'])}; layouts are {', '.join(LAYOUTS)}",
             )
+        if "metadata" in given:
+            given["metadata"] = _need_json(given["metadata"], f"{path}.metadata")
         return given
 
     def start(self, context: ConsumerContext) -> None:
@@ -155,7 +179,7 @@ class FilesystemConsumer(CaptureConsumer):
         """
         assert self._context is not None
         fields = request.fields
-        name = fields.get("request_id") or names.name_of_engine_id(request.request_id)
+        name = names.name_of(fields.get("request_id") or request.request_id)
         if request.num_samples > 1 or request.prompt is not None:
             name = names.completion_name(name, request.prompt or 0, request.sample)
         record = Record(
@@ -179,6 +203,8 @@ class FilesystemConsumer(CaptureConsumer):
             error=error or "",
             replaces=self._on_collision == "overwrite",
             publication=uuid.uuid4().hex,
+            given_id=fields.get("request_id", ""),
+            metadata=fields.get("metadata", {}),
         )
         return Publication(record, _tensors(request, batches), named="request_id" in fields)
 
@@ -286,6 +312,27 @@ def _tensors(request: RequestInfo, batches: Sequence[RowBatch]) -> dict[str, Pie
         else:
             tensors[tensor_name(site)] = [torch.cat([empty, *rows])]
     return tensors
+
+
+def _need_json(value: Any, path: str) -> dict[str, Any]:
+    """Return metadata as a file keeps them: a JSON object, keys made strings."""
+    try:
+        text = json.dumps(dict(need_mapping(value, path)), default=_own, allow_nan=False)
+    except (TypeError, ValueError, RecursionError) as error:
+        if isinstance(error, InterventionError):
+            raise
+        reject(path, f"cannot be kept as JSON: {str(error)[:200]}")
+    if len(text) > MAX_METADATA:
+        reject(path, f"has {len(text)} bytes as JSON, at most {MAX_METADATA} are kept")
+    made: dict[str, Any] = json.loads(text)
+    return made
+
+
+def _own(value: Any) -> Any:
+    made = plain(value)
+    if made is value:
+        raise TypeError(f"it has a {type(value).__name__}")
+    return made
 
 
 def _one_of(option: str, value: Any, allowed: Sequence[_T]) -> _T:

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The names of files: which ones a client may choose, and which are made here.
 
-A client's name is refused or taken as it is, never rewritten, so two different names are two files:
-also in a store that does not tell upper case from lower, as there is no upper case.
+An id is its own name where it is safe as one, else it is made readable and gets its digest. So two
+different ids are two files: also in a store that does not tell upper case from lower, as there is
+no upper case.
 """
 
 import hashlib
@@ -11,11 +12,16 @@ import uuid
 from typing import Any
 
 from vllm.v1.interventions.errors import reject, show
+from vllm.v1.interventions.values import plain
 
 _MAX_LENGTH = 100
 _SLUG = re.compile(rf"[a-z0-9](?:[a-z0-9._-]{{0,{_MAX_LENGTH - 2}}}[a-z0-9])?", re.ASCII)
 _RESERVED = ("--", ".safetensors")
 _COMPLETION = re.compile(r"-\d+-\d+\Z", re.ASCII)
+_PUBLISHED = re.compile(r"[a-z0-9][a-z0-9._-]*", re.ASCII)
+_NOT_READABLE = re.compile(r"[^a-z0-9_]+", re.ASCII)
+_MAX_ID = 512
+_MAX_READABLE = 60
 
 DEFAULT_TAG = "default"
 
@@ -29,31 +35,43 @@ def need_tag(value: Any, path: str) -> str:
     Raises:
         ValueError: it is not a name; the message names `path`.
     """
-    return _need(value, path, _wrong_slug(value))
+    if wrong := _wrong_slug(value):
+        reject(path, f"{show(value)} {wrong}")
+    return str(value)
 
 
 def need_request_id(value: Any, path: str) -> str:
-    """Return a request's name that a client chose, once it is checked.
+    """Return the id that a client gave a request, as text.
 
     Args:
         path: the field it was given in, for errors.
 
     Raises:
-        ValueError: it is not a name, or ends as the names of completions do; the message names
-            `path`.
+        ValueError: it is no text or int; the message names `path`.
     """
-    return _need(value, path, _wrong_slug(value) or _wrong_ending(value))
+    given = plain(value)
+    identity = str(given) if isinstance(given, str | int) and not isinstance(given, bool) else ""
+    if not 0 < len(identity) <= _MAX_ID:
+        reject(path, f"{show(value)} is not an id: use 1 to {_MAX_ID} characters, or an int")
+    return identity
 
 
-def name_of_engine_id(engine_id: str) -> str:
-    """Make the name of a request that was given none, from its id or a hash of it.
+def name_of(identity: str) -> str:
+    """Make the name of the file of a request, from the id that it was given, or the engine's.
 
-    A client may have chosen most of the id, so it is used only where it is a name.
+    An id that is no name, or ends as the names of completions do, gets `--` and a digest; no name
+    that a client can choose has that.
     """
-    if not (_wrong_slug(engine_id) or _wrong_ending(engine_id)):
-        return engine_id
-    digest = hashlib.sha256(engine_id.encode("utf-8", "surrogatepass")).hexdigest()
-    return f"id-{digest[:32]}"
+    if not (_wrong_slug(identity) or _COMPLETION.search(identity)):
+        return identity
+    digest = hashlib.sha256(identity.encode("utf-8", "surrogatepass")).hexdigest()
+    readable = _NOT_READABLE.sub("-", identity.lower())[:_MAX_READABLE].strip("-_")
+    return f"{readable or 'id'}--{digest[:32]}"
+
+
+def is_published(name: str) -> bool:
+    """Whether a file may have this name, so that it is safe as a part of a path."""
+    return bool(_PUBLISHED.fullmatch(name))
 
 
 def completion_name(name: str, prompt: int, sample: int) -> str:
@@ -66,13 +84,6 @@ def unused_name(name: str) -> str:
     return f"{name}--{uuid.uuid4().hex[:12]}"
 
 
-def _need(value: Any, path: str, wrong: str) -> str:
-    if wrong:
-        reject(path, f"{show(value)} {wrong}")
-    assert isinstance(value, str)
-    return value
-
-
 def _wrong_slug(value: Any) -> str:
     """Say why the value is not a name; "" if it is one."""
     if not isinstance(value, str) or not _SLUG.fullmatch(value):
@@ -82,10 +93,3 @@ def _wrong_slug(value: Any) -> str:
         )
     taken = [text for text in _RESERVED if text in value]
     return f"may not contain {taken[0]!r}" if taken else ""
-
-
-def _wrong_ending(value: str) -> str:
-    """Say why a request may not have this name; "" if it may."""
-    if not _COMPLETION.search(value):
-        return ""
-    return "may not end in -NUMBER-NUMBER, which tells the prompts and samples of a request apart"

@@ -18,15 +18,18 @@ class FilesystemCaptureRequest(Mapping[str, Any]):
     hooks: Mapping[str, Any]
     """The layers of each point to capture, `{point: layers}`."""
     positions: Any = "last_prompt"
-    request_id: str | None = None
-    """The published name; None for the engine's id of the request. A request with several prompts
-    or samples publishes `{request_id}-{prompt}-{sample}`, one for each completion."""
+    request_id: str | int | None = None
+    """The id to find it by; None for the engine's id of the request. Its file has it as its name if
+    it is safe as one. A request with several prompts or samples publishes
+    `{name}-{prompt}-{sample}`, one for each completion."""
     tag: str | None = None
     """The folder; None for "default"."""
     project: Any = None
     """Directions, [k, hidden]: the rows' scores along them are published in the rows' place."""
     layout: FileLayout | None = None
     """How the request is stored; None for the consumer's layout."""
+    metadata: Mapping[str, Any] | None = None
+    """A small JSON object that is kept with the rows: labels, ids of a data set."""
 
     def __getitem__(self, key: str) -> Any:
         try:

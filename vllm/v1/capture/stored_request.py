@@ -1,0 +1,199 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One request as it is stored: its record, and its rows when they are asked for."""
+
+import contextlib
+from collections.abc import Mapping
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import torch
+from fsspec import AbstractFileSystem
+from fsspec.implementations.local import LocalFileSystem
+
+from vllm.v1.capture.file_format import (
+    LABELS,
+    SUFFIX,
+    CaptureFileError,
+    FileLayout,
+    Header,
+    Record,
+    list_folder,
+    read_header,
+    site_of,
+    tensor_name,
+)
+from vllm.v1.capture.results import CapturedRows
+from vllm.v1.interventions.plan import Site, dtype_of
+
+
+class StoredRequest:
+    """One published completion.
+
+    `path`, `layout`, `tag` and `name` are there without reading. All other attributes read the
+    file's header, and raise `CaptureFileError` if that is damaged.
+    """
+
+    def __init__(
+        self,
+        fs: AbstractFileSystem,
+        path: str,
+        layout: FileLayout,
+        tag: str,
+        name: str,
+        header: Header | None = None,
+        record: Record | None = None,
+    ) -> None:
+        """Note where the request is stored; nothing is read.
+
+        Args:
+            path: the file, or with per_file the folder.
+            header, record: the header of a shard, and the record of the request in it.
+        """
+        self._fs = fs
+        self._in_shard = None if header is None or record is None else (header, record)
+        self._headers = {path: header} if header is not None else {}
+        self.path = path
+        self.layout = layout
+        self.tag = tag
+        self.name = name
+
+    def __repr__(self) -> str:
+        return f"<{self.layout} {self.tag}/{self.name}>"
+
+    @property
+    def id(self) -> str:
+        """The `request_id` that the request gave; its published name if it gave none."""
+        return self.record.given_id or self.name
+
+    @property
+    def metadata(self) -> Mapping[str, Any]:
+        """What the request said to keep with its rows."""
+        return self.record.metadata
+
+    @property
+    def external_id(self) -> str:
+        """The id the caller of the engine gave the request."""
+        return self.record.external_id
+
+    @property
+    def sample(self) -> int:
+        """The number of the completion among those of its prompt, from 0."""
+        return self.record.sample
+
+    @property
+    def model(self) -> str:
+        """The name or path of the model."""
+        return self.record.model
+
+    @property
+    def num_rows(self) -> int:
+        """How many rows each site has."""
+        return self.record.rows
+
+    @property
+    def sites(self) -> tuple[Site, ...]:
+        """The sites of the rows as (point, layer), in layer order."""
+        return self.record.sites
+
+    @property
+    def complete(self) -> bool:
+        """Whether all rows are there that the request asked for."""
+        return not self.error
+
+    @property
+    def error(self) -> str | None:
+        """The reason why rows are missing; None if the request is complete."""
+        if self.layout == "per_file":
+            lacking = [tensor_name(site) for site in self.sites if site not in self._files]
+            if lacking:
+                return f"{self.path}: the file of {lacking[0]} is missing"
+            publications = {
+                self._header(path).record().publication for path in self._files.values()
+            }
+            if len(publications) > 1:
+                return f"{self.path}: its files are of {len(publications)} requests"
+        if not self.record.complete:
+            return self.record.error or "it is not complete"
+        return None
+
+    @cached_property
+    def record(self) -> Record:
+        """The facts about the request beside its rows."""
+        if self._in_shard is not None:
+            return self._in_shard[1]
+        path = self.path if self.layout == "packed" else next(iter(self._files.values()))
+        return self._header(path).record()
+
+    def rows(self, point: str, layer: int) -> CapturedRows:
+        """Return the rows of one site, memory-mapped where the file is local.
+
+        Raises:
+            KeyError: the request did not capture that site.
+            CaptureFileError: naming the file: it is missing, or shapes, dtypes or positions are not
+                what they must be.
+        """
+        site = (point, layer)
+        if site not in self.sites:
+            known = ", ".join(map(tensor_name, self.sites))
+            raise KeyError(f"{self!r} has no {tensor_name(site)}, it has {known}")
+        if site not in self._files:
+            raise CaptureFileError(f"{self.path}: the file of {tensor_name(site)} is missing")
+        header, record = self._header(self._files[site]), self.record
+        if self.layout == "per_file" and header.record() != record:
+            raise CaptureFileError(f"{header.path}: is of another request than its neighbours")
+        values = self._tensor(
+            header, tensor_name(site), dtype_of(record.dtype), (record.rows, record.width)
+        )
+        positions, token_ids, versions = (
+            self._tensor(header, name, torch.int64, (record.rows,)).numpy() for name in LABELS
+        )
+        if (positions[:1] < 0).any() or (np.diff(positions) <= 0).any():
+            raise CaptureFileError(f"{header.path}: positions of {self.name} are not sorted")
+        return CapturedRows(positions, token_ids, values, versions)
+
+    # -- files ----------------------------------------------------------------------------------
+
+    @cached_property
+    def _files(self) -> dict[Site, str]:
+        """The path of each site's file, of those that are there."""
+        if self.layout != "per_file":
+            return dict.fromkeys(self.sites, self.path)
+        files = {}
+        for name, _ in list_folder(self._fs, self.path):
+            with contextlib.suppress(ValueError):
+                files[site_of(name.removesuffix(SUFFIX))] = f"{self.path}/{name}"
+        if not files:
+            raise CaptureFileError(f"{self.path}: has no file of captured rows")
+        return files
+
+    def _header(self, path: str) -> Header:
+        if path not in self._headers:
+            self._headers[path] = read_header(self._fs, path)
+        return self._headers[path]
+
+    def _tensor(
+        self, header: Header, name: str, dtype: torch.dtype, shape: tuple[int, ...]
+    ) -> torch.Tensor:
+        """Return one tensor of the request, once its dtype and shape are checked."""
+        key = f"{self.name}/{name}" if self.layout == "sharded" else name
+        entry = header.tensors.get(key)
+        if entry is None:
+            raise CaptureFileError(f"{header.path}: has no tensor {key}")
+        if (entry.dtype, entry.shape) != (dtype, shape):
+            raise CaptureFileError(
+                f"{header.path}: {key} is {entry.dtype}{list(entry.shape)}, its request has "
+                f"{dtype}{list(shape)}"
+            )
+        if not entry.stop - entry.start:
+            return torch.empty(shape, dtype=dtype)
+        if isinstance(self._fs, LocalFileSystem):
+            # Private pages: what is written to them stays in this process.
+            data = np.memmap(
+                header.path, np.uint8, "c", entry.start, (entry.stop - entry.start,)
+            ).view(np.ndarray)
+            flat = torch.from_numpy(data)
+        else:
+            content = self._fs.cat_file(header.path, start=entry.start, end=entry.stop)
+            flat = torch.frombuffer(bytearray(content), dtype=torch.uint8)
+        return flat.view(dtype).reshape(shape)

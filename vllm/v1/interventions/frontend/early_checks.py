@@ -1,0 +1,21 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Refuses what would fail once the model is loaded, before it is: that takes minutes."""
+
+from typing import TYPE_CHECKING
+
+from vllm.v1.steering.files import need_startup_files
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+
+def check_early(config: "VllmConfig") -> None:
+    """Check the places that the options name.
+
+    Raises:
+        ValueError: a file of a module cannot be read, or a consumer refuses its options.
+    """
+    need_startup_files(config.steering_config)
+    if config.parallel_config.data_parallel_size_local:  # engines of other hosts have other disks
+        for spec in config.capture_config.consumers.values():
+            spec.check()
