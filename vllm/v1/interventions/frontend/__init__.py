@@ -2,6 +2,7 @@
 """What runs in the frontend: requests are checked here, and every user error is raised here.
 
 resolve.py            entry: `SamplingParams` to a `Plan`
+plan_threads.py       where that is done in a server: off its event loop
 steering_request.py   the steering fields of one request
 segments.py           cuts its positions into segments in which the same acts
 capture_request.py    the `capture` field of one request
