@@ -68,6 +68,7 @@ DEFAULTS = {
     "steering_families": ["add"],
     "max_steering_rows": 1024,
     "max_steering_ops": 4,
+    "max_request_work": 1 << 23,
     "steering_modules": [],
     "capture_consumers": [],
     "capture_points": list(POINTS),
@@ -94,6 +95,7 @@ def test_flags_are_the_options(model: Path) -> None:
         *("--steering-modules", "calm=calm.safetensors", "m=n=o.npz"),
         *("--capture-consumers", "inline", "logging"),
         *("--capture-consumers", "logging:instance_name=log,timeout=3"),
+        *("--max-request-work", "4096"),
         *("--capture-points", "post_block"),
         *("--capture-buffer-bytes", "4096"),
         *("--capture-inline-max-bytes", "1024"),
@@ -107,6 +109,7 @@ def test_flags_are_the_options(model: Path) -> None:
         "steering_families": ["add", "gate", "pin"],
         "max_steering_rows": 16,
         "max_steering_ops": 2,
+        "max_request_work": 4096,
         "steering_modules": ["calm=calm.safetensors", "m=n=o.npz"],
         "capture_consumers": ["inline", "logging", "logging:instance_name=log,timeout=3"],
         "capture_points": ["post_block"],
@@ -126,6 +129,7 @@ def test_options_reach_the_config(model: Path) -> None:
         "steering_families": ["replace"],
         "max_steering_rows": 5,
         "max_steering_ops": 1,
+        "max_request_work": 2048,
         "steering_modules": ["m=file.npz"],
         "capture_consumers": ["inline"],
         "capture_points": ["post_attn"],
@@ -153,6 +157,7 @@ def test_options_reach_the_config(model: Path) -> None:
         ({"max_steering_rows": 0}, "max_steering_rows"),
         ({"max_steering_rows": (1 << 20) + 1}, "max_steering_rows"),
         ({"max_steering_ops": 0}, "max_steering_ops"),
+        ({"max_request_work": 0}, "max_request_work"),
         ({"max_steering_ops": 65}, "max_steering_ops"),
         ({"steering_modules": ["a=b"]}, "steering_modules: needs enable_steering"),
         ({"capture_points": []}, "capture_points"),
@@ -346,6 +351,7 @@ SAME: list[tuple[dict[str, Any], dict[str, Any]]] = [
     (STEERING, STEERING | {"capture_inline_max_bytes": 1}),
     (STEERING, STEERING | {"steering_modules": ["m=file.npz"]}),
     (STEERING | OPS, STEERING | {"steering_families": ["pin", "add"]}),
+    (STEERING, STEERING | {"max_request_work": 1 << 20}),
     (STEERING, STEERING | {"max_steering_rows": 5, "max_steering_ops": 1}),  # no ops, no rows
 ]
 

@@ -134,5 +134,5 @@ def test_rows_are_written_in_a_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     answer = asyncio.run(written(response, {"of": "upstream"}))
     assert packed_by and threading.get_ident() not in packed_by
     assert answer.headers["of"] == "upstream"
-    assert json.loads(answer.body) == json.loads(response.model_dump_json())
+    assert json.loads(bytes(answer.body)) == json.loads(response.model_dump_json())
     assert threading.get_ident() in packed_by
