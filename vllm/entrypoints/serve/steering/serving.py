@@ -8,6 +8,7 @@ import numpy as np
 
 from vllm.logger import init_logger
 from vllm.sampling_params import BeamSearchParams, SamplingParams
+from vllm.v1.interventions.errors import printable
 from vllm.v1.interventions.frontend.capture_request import NumberedCapture
 from vllm.v1.interventions.frontend.resolve import resolve
 from vllm.v1.interventions.plan import Plan
@@ -63,7 +64,7 @@ async def intervene(
             processor.modules,
         )  # fmt: skip
         if serving.request_logger is not None and plan is not None:
-            logger.info("Request %s: %s", request_id, described(plan))
+            logger.info("Request %s: %s", printable(request_id), described(plan))
 
 
 def described(plan: Plan) -> str:
