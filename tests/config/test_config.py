@@ -9,13 +9,15 @@ from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
+from unittest.mock import Mock
 
 import pytest
+import torch
 from pydantic import ValidationError
 
 from tests.errors.page import PATTERNS
 from vllm import envs
-from vllm.config import VllmConfig
+from vllm.config import VllmConfig, intervention_refusals
 from vllm.config.capture import CaptureConfig
 from vllm.config.intervention_refusals import refuse_unsupported
 from vllm.config.steering import POINTS, SteeringConfig
@@ -316,6 +318,38 @@ def test_every_refusal_has_a_case() -> None:
     source = Path(refuse_unsupported.__code__.co_filename).read_text()
     written = set(re.findall(r'^\s+"(.+)": ', source, re.MULTILINE))
     assert written == {what for _, what, _ in REAL} | {what for _, what in CHANGED} | {RUST}
+
+
+@pytest.mark.parametrize(
+    ("options", "dtype", "setting", "is_cuda", "said"),
+    [
+        (STEERING, torch.float32, None, True, ["steering"]),
+        (BOTH, torch.float32, "tf32", True, ["steering and capture"]),
+        (STEERING, torch.float32, "ieee", True, []),
+        (STEERING, torch.float32, None, False, []),
+        (STEERING, torch.bfloat16, None, True, []),
+        ({}, torch.float32, None, True, []),
+    ],
+)
+def test_rounding_of_float32_on_gpus_is_said(
+    model: Path,
+    options: dict[str, Any],
+    dtype: torch.dtype,
+    setting: str | None,
+    is_cuda: bool,
+    said: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    config, log = build(model, **options), Mock()
+    config.model_config.dtype = dtype
+    monkeypatch.delenv("TRITON_F32_DEFAULT", raising=False)
+    if setting is not None:
+        monkeypatch.setenv("TRITON_F32_DEFAULT", setting)
+    platform = SimpleNamespace(is_cuda=lambda: is_cuda)
+    monkeypatch.setattr(intervention_refusals, "current_platform", platform)
+    monkeypatch.setattr(intervention_refusals, "logger", log)
+    refuse_unsupported(config)
+    assert [call.args[1] for call in log.warning_once.call_args_list] == said
 
 
 # -- the key of the compile cache ---------------------------------------------------------------
