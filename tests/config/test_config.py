@@ -9,13 +9,15 @@ from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
+from unittest.mock import Mock
 
 import pytest
+import torch
 from pydantic import ValidationError
 
 from tests.errors.page import PATTERNS
 from vllm import envs
-from vllm.config import VllmConfig
+from vllm.config import VllmConfig, intervention_refusals
 from vllm.config.capture import CaptureConfig
 from vllm.config.intervention_refusals import refuse_unsupported
 from vllm.config.steering import POINTS, SteeringConfig
@@ -68,6 +70,7 @@ DEFAULTS = {
     "steering_families": ["add"],
     "max_steering_rows": 1024,
     "max_steering_ops": 4,
+    "max_request_work": 1 << 23,
     "steering_modules": [],
     "capture_consumers": [],
     "capture_points": list(POINTS),
@@ -95,6 +98,7 @@ def test_flags_are_the_options(model: Path) -> None:
         *("--steering-modules", "calm=calm.safetensors", "m=n=o.npz"),
         *("--capture-consumers", "inline", "logging"),
         *("--capture-consumers", "logging:instance_name=log,timeout=3"),
+        *("--max-request-work", "4096"),
         *("--capture-points", "post_block"),
         *("--capture-buffer-bytes", "4096"),
         *("--capture-landing-bytes", "8192"),
@@ -109,6 +113,7 @@ def test_flags_are_the_options(model: Path) -> None:
         "steering_families": ["add", "gate", "pin"],
         "max_steering_rows": 16,
         "max_steering_ops": 2,
+        "max_request_work": 4096,
         "steering_modules": ["calm=calm.safetensors", "m=n=o.npz"],
         "capture_consumers": ["inline", "logging", "logging:instance_name=log,timeout=3"],
         "capture_points": ["post_block"],
@@ -129,6 +134,7 @@ def test_options_reach_the_config(model: Path) -> None:
         "steering_families": ["replace"],
         "max_steering_rows": 5,
         "max_steering_ops": 1,
+        "max_request_work": 2048,
         "steering_modules": ["m=file.npz"],
         "capture_consumers": ["inline"],
         "capture_points": ["post_attn"],
@@ -157,6 +163,7 @@ def test_options_reach_the_config(model: Path) -> None:
         ({"max_steering_rows": 0}, "max_steering_rows"),
         ({"max_steering_rows": (1 << 20) + 1}, "max_steering_rows"),
         ({"max_steering_ops": 0}, "max_steering_ops"),
+        ({"max_request_work": 0}, "max_request_work"),
         ({"max_steering_ops": 65}, "max_steering_ops"),
         ({"steering_modules": ["a=b"]}, "steering_modules: needs enable_steering"),
         ({"capture_points": []}, "capture_points"),
@@ -318,6 +325,38 @@ def test_every_refusal_has_a_case() -> None:
     assert written == {what for _, what, _ in REAL} | {what for _, what in CHANGED} | {RUST}
 
 
+@pytest.mark.parametrize(
+    ("options", "dtype", "setting", "is_cuda", "said"),
+    [
+        (STEERING, torch.float32, None, True, ["steering"]),
+        (BOTH, torch.float32, "tf32", True, ["steering and capture"]),
+        (STEERING, torch.float32, "ieee", True, []),
+        (STEERING, torch.float32, None, False, []),
+        (STEERING, torch.bfloat16, None, True, []),
+        ({}, torch.float32, None, True, []),
+    ],
+)
+def test_rounding_of_float32_on_gpus_is_said(
+    model: Path,
+    options: dict[str, Any],
+    dtype: torch.dtype,
+    setting: str | None,
+    is_cuda: bool,
+    said: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    config, log = build(model, **options), Mock()
+    config.model_config.dtype = dtype
+    monkeypatch.delenv("TRITON_F32_DEFAULT", raising=False)
+    if setting is not None:
+        monkeypatch.setenv("TRITON_F32_DEFAULT", setting)
+    platform = SimpleNamespace(is_cuda=lambda: is_cuda)
+    monkeypatch.setattr(intervention_refusals, "current_platform", platform)
+    monkeypatch.setattr(intervention_refusals, "logger", log)
+    refuse_unsupported(config)
+    assert [call.args[1] for call in log.warning_once.call_args_list] == said
+
+
 # -- the key of the compile cache ---------------------------------------------------------------
 
 OPS: dict[str, Any] = {"steering_families": ["add", "pin"]}
@@ -351,6 +390,7 @@ SAME: list[tuple[dict[str, Any], dict[str, Any]]] = [
     (STEERING, STEERING | {"capture_inline_max_bytes": 1}),
     (STEERING, STEERING | {"steering_modules": ["m=file.npz"]}),
     (STEERING | OPS, STEERING | {"steering_families": ["pin", "add"]}),
+    (STEERING, STEERING | {"max_request_work": 1 << 20}),
     (STEERING, STEERING | {"max_steering_rows": 5, "max_steering_ops": 1}),  # no ops, no rows
 ]
 

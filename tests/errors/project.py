@@ -14,6 +14,7 @@ from vllm.config.capture import PROJECTION_ROWS
 from vllm.v1.capture.registry import ConsumerSpec
 from vllm.v1.interventions.frontend.capture_request import parse_capture
 from vllm.v1.interventions.frontend.selectors import Prompt
+from vllm.v1.interventions.frontend.work import Work
 from vllm.v1.interventions.plan import TapShape
 
 
@@ -30,7 +31,7 @@ def two_large_ones() -> object:
         for name, size in (("one", 1.0), ("two", 2.0))
     }
     specs = {name: ConsumerSpec(name) for name in asked}
-    return parse_capture(asked, "capture", shape, Prompt([1], 2, None), specs)
+    return parse_capture(asked, "capture", shape, Prompt([1], 2, None, Work(1 << 23)), specs)
 
 
 AT = "capture.inline.project"

@@ -20,7 +20,6 @@ from vllm.v1.interventions.frontend import global_steering as engine_steering
 from vllm.v1.interventions.frontend.global_steering import Steering
 from vllm.v1.interventions.frontend.module_catalog import ModuleCatalog
 from vllm.v1.interventions.frontend.resolve import refuse_beam_search
-from vllm.v1.interventions.frontend.segments import MAX_SEGMENTS
 from vllm.v1.interventions.frontend.steering_request import MAX_MODULES
 from vllm.v1.interventions.scheduler.changes import Changes
 from vllm.v1.interventions.scheduler.decisions import SchedulerInterventions
@@ -167,8 +166,8 @@ REQUESTS = [
         limited([4, 5], "decode_steering_vectors"),
     ),
     Case(
-        path("steering_vectors", allowed=str(MAX_SEGMENTS)),
-        limited({"step": 2}, prompt=MAX_SEGMENTS + 2),
+        path("steering_vectors", allowed="1000000"),
+        limited({"step": 2}, prompt=6000, config=config_of(max_request_work=1_000_000)),
     ),
     # Modules, and whether global tiers are added.
     Case(path("steering_modules", "'calm'"), named("calm")),

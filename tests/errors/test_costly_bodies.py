@@ -8,6 +8,8 @@ everybody.
 
 from __future__ import annotations
 
+import json
+import random
 import sys
 import tracemalloc
 from types import FrameType
@@ -18,7 +20,6 @@ import pytest
 
 from tests.support.plans import HIDDEN, POINTS, config_of, plan_of
 from vllm.v1.interventions.errors import InterventionError
-from vllm.v1.interventions.frontend.resolve import MAX_PLANS_BYTES
 from vllm.v1.interventions.plan import Plan, TapShape
 
 pytestmark = pytest.mark.quick
@@ -36,22 +37,23 @@ class Cost:
 
     def __init__(self, fields: dict[str, Any], **settings: Any) -> None:
         self.calls = self.peak = 0
+        self.settings = {"config": CONFIG, "prompt": LONG, **settings}
         self.plan: Plan | None = None
         self.error = ""
         sys.setprofile(self._called)
-        self._ask(fields, settings)
+        self._ask(fields)
         sys.setprofile(None)
         tracemalloc.start()
-        self._ask(fields, settings)
+        self._ask(fields)
         self.peak = tracemalloc.get_traced_memory()[1]
         tracemalloc.stop()
 
     def _called(self, frame: FrameType, event: str, argument: Any) -> None:
         self.calls += event in ("call", "c_call")
 
-    def _ask(self, fields: dict[str, Any], settings: dict[str, Any]) -> None:
+    def _ask(self, fields: dict[str, Any]) -> None:
         try:
-            self.plan = plan_of(config=CONFIG, **{"prompt": LONG, **settings}, **fields)
+            self.plan = plan_of(**self.settings, **fields)
         except InterventionError as error:
             self.error = str(error)
 
@@ -87,9 +89,8 @@ def test_layers_end_at_the_first_repeat() -> None:
 def test_n_multiplies_what_is_sent_and_what_comes_back() -> None:
     """The same vectors, or rows, are legal for as many completions as they are few."""
     values = replace(list(range(2000)), 2000)
-    most = MAX_PLANS_BYTES // (2000 * 4 * HIDDEN)
-    assert Cost({**values, "n": most}).plan is not None
-    assert "are sent for a request" in Cost({**values, "n": most + 1}).error
+    assert Cost({**values, "n": 7000}).plan is not None
+    assert "steering: takes the request past max_request_work" in Cost({**values, "n": 9000}).error
     rows = {"capture": {"inline": {"hooks": {"pre_attn": [0]}, "positions": "all_prompt"}}}
     most = (64 << 20) // (LONG * 4 * HIDDEN)
     assert Cost({**rows, "n": most}).plan is not None
@@ -117,3 +118,79 @@ def test_a_text_longer_than_the_prompt_is_not_looked_for() -> None:
     assert "is not in the prompt, which has 2000 tokens" in hostile.error
     assert hostile.calls < 2 * legal.calls
     assert hostile.peak < 2 * legal.peak
+
+
+SMALL = config_of(
+    SHAPE,
+    steering_families=["add", "replace"],
+    max_steering_rows=4096,
+    max_steering_ops=8,
+    max_steering_configs=64,
+    max_request_work=1 << 18,
+)
+"""About 26 ms a request."""
+PROMPT = 4096
+
+
+def costly(chance: random.Random) -> dict[str, Any]:
+    """Fields that make much of few bytes."""
+    times = chance.choice([1, 3, 30, 300])
+    start, step = chance.randrange(40), chance.choice([1, 2, 2, 3, 7])
+    entry: Any = chance.choice(
+        [
+            {},
+            "all",
+            start,
+            {"start": start, "step": step},
+            {"token_ids": [100 + start]},
+            {"token_ids": [100 + start, 101 + start], "which": "last"},
+            {"text": "ab" * chance.choice([1, 3, 3000])},
+        ]
+    )
+    positions = chance.choice([entry, [entry] * times, list(range(times)), range(10**9)])
+    layers = chance.choice(["all", [0], ["all"] * times, list(range(min(times, 40)))])
+    vector = {"vector": [1.0] * HIDDEN, "positions": positions}
+    match chance.randrange(4):
+        case 0:
+            hooks = {point: layers for point in POINTS[: chance.randint(1, 3)]}
+            return {"capture": {"inline": {"hooks": hooks, "positions": positions}}}
+        case 1:
+            tiers = ["steering_vectors", "prefill_steering_vectors", "decode_steering_vectors"]
+            return {
+                tier: {"pre_attn": dict.fromkeys(range(min(times, 40)), vector)} for tier in tiers
+            }
+        case 2:
+            op = {"op": "add", "point": "pre_attn", "layers": layers, **vector}
+            return {"steering": [op] * min(times, 8), "n": chance.choice([1, 100, 16_000])}
+        case _:
+            return replace(positions, times) | {"n": chance.choice([1, 16_000])}
+
+
+def size_of(fields: dict[str, Any]) -> int:
+    """Bytes of a body with these fields; an array's as they are, a range as it is written."""
+    return len(json.dumps(fields, default=lambda v: v.tolist() if hasattr(v, "tolist") else str(v)))
+
+
+def test_no_body_costs_much_more_than_its_bytes_and_the_limit() -> None:
+    chance = random.Random(0)
+    answers = {"legal": 0, "too much": 0, "wrong": 0}
+    for _ in range(150):
+        fields = costly(chance)
+        cost = Cost(fields, config=SMALL, prompt=PROMPT, tokenizer=Letters())
+        size = size_of(fields) + 4 * PROMPT  # the prompt is a part of it
+        assert cost.calls < 100_000 + 40 * size, (cost.calls, size, str(fields)[:300])
+        assert cost.peak < (16 << 20) + 100 * size, (cost.peak, size, str(fields)[:300])
+        kind = "legal" if cost.plan else "too much" if "max_request_work" in cost.error else "wrong"
+        answers[kind] += 1
+    assert min(answers.values()) > 15, answers
+
+
+def test_without_the_limit_they_would_cost_more() -> None:
+    """The twin: the same body, in an engine that allows it."""
+    steps = [{"start": n, "step": 2} for n in range(40)]
+    fields = {"capture": {"inline": {"hooks": {"pre_attn": [0]}, "positions": steps}}}
+    refused = Cost(fields, config=SMALL, prompt=PROMPT)
+    assert "capture.inline.positions[7]: takes the request past" in refused.error
+    allowed = Cost(fields, prompt=PROMPT)
+    assert allowed.plan is not None
+    assert allowed.calls > 3 * refused.calls

@@ -41,7 +41,6 @@ from vllm.config.steering import SteeringConfig
 from vllm.model_executor.layers.residual_taps import UnboundTaps
 from vllm.v1.capture import stack
 from vllm.v1.interventions.frontend.row_collector import RowCollector
-from vllm.v1.interventions.frontend.selectors import MAX_POSITION_ENTRIES, MAX_SEARCHED
 from vllm.v1.interventions.plan import TapShape
 from vllm.v1.interventions.scheduler.request_state import RequestInterventions
 from vllm.v1.interventions.startup import start_taps
@@ -92,7 +91,8 @@ ABC = SimpleNamespace(
     decode=lambda ids, skip_special_tokens: "".join("abcde"[i - 100] for i in ids),
 )
 """A tokenizer for the prompt of `plan_of`: "abcde"."""
-MANY = str(MAX_POSITION_ENTRIES)
+MOST = str(1 << 23)
+"""The default of max_request_work."""
 HUGE_INT = 10**5000
 
 REQUESTS = [
@@ -212,8 +212,8 @@ REQUESTS = [
         capture({"token_ids": [101, 100]}),
     ),
     Case(
-        path(f"{POSITIONS}[40].token_ids", allowed=str(MAX_SEARCHED)),
-        capture([{"token_ids": [100]}] * 50, prompt=MAX_SEARCHED // 40),
+        path(f"{POSITIONS}[39].token_ids", allowed=MOST),
+        capture([{"token_ids": [100]}] * 50, prompt=int(MOST) // 40),
     ),
     Case(path(f"{POSITIONS}.start", "'0'"), capture({"start": "0"})),
     Case(path(f"{POSITIONS}[0].stop", "None"), capture([{"stop": None}])),
@@ -226,8 +226,8 @@ REQUESTS = [
     Case(path(f"{POSITIONS}[0]", "an int of 16610 bits", "7"), capture([HUGE_INT])),
     Case(path(POSITIONS), capture([])),
     Case(path(f"{POSITIONS}[0]"), capture([[0, 1]])),
-    Case(path(POSITIONS, allowed=MANY), capture(range(10**30))),
-    Case(path(POSITIONS, allowed=MANY), capture({"step": 2}, prompt=2 * int(MANY))),
+    Case(path(POSITIONS, allowed=MOST), capture(range(10**30))),
+    Case(path(POSITIONS, allowed=MOST), capture({"step": 2}, prompt=int(MOST) // 4)),
     Case(path(POSITIONS, "1", "0", prompt="5"), capture("all_generated", max_tokens=1)),
     Case(path(POSITIONS, "1", "0", prompt="5"), capture("last_generated", max_tokens=1)),
     # What the engine can do.
@@ -277,7 +277,7 @@ REQUESTS = [
         capture("all", n=2, config=config_of(capture_inline_max_bytes=255)),
     ),
     Case(
-        path("steering", "16400", str(256 << 20), n="16384", sum=str(16400 * 16384)),
+        path("steering", allowed=MOST),
         {
             "steering": [
                 {

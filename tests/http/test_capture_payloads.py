@@ -3,7 +3,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import threading
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,8 +14,13 @@ import pytest
 import torch
 from pydantic import BaseModel, ConfigDict
 
-from vllm.entrypoints.serve.steering.capture_results import add_capture_results
-from vllm.entrypoints.serve.steering.packed import unpack
+from vllm.entrypoints.serve.steering import capture_results
+from vllm.entrypoints.serve.steering.capture_results import (
+    add_capture_results,
+    has_captured,
+    written,
+)
+from vllm.entrypoints.serve.steering.packed import pack, unpack
 from vllm.v1.capture.results import CaptureResult
 
 pytestmark = pytest.mark.quick
@@ -99,3 +106,33 @@ def test_what_json_cannot_hold_is_an_error_of_that_result(payload: Any) -> None:
     result = sent(payload)
     assert (result["status"], result["payload"]) == ("error", None)
     assert result["error"].startswith("the payload cannot be written as JSON: ")
+
+
+class Response(BaseModel):
+    choices: list[Choice]
+
+
+def test_rows_are_written_in_a_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not by the event loop, which packs nothing when it makes the choice. A response without
+    results stays with upstream."""
+    packed_by: list[int] = []
+
+    def packing(values: torch.Tensor) -> dict[str, Any]:
+        packed_by.append(threading.get_ident())
+        return pack(values)
+
+    monkeypatch.setattr(capture_results, "pack", packing)
+    plain, captures = Choice(text="plain"), Choice(text="captures")
+    output: Any = SimpleNamespace(
+        capture_results={"odd": CaptureResult("ok", None, torch.ones(3))}, finish_reason="length"
+    )
+    add_capture_results(captures, output)
+    response: Any = Response(choices=[plain, captures])
+    assert not packed_by
+    assert has_captured(response)
+    assert not has_captured(Response(choices=[plain]))  # type: ignore[arg-type]
+    answer = asyncio.run(written(response, {"of": "upstream"}))
+    assert packed_by and threading.get_ident() not in packed_by
+    assert answer.headers["of"] == "upstream"
+    assert json.loads(bytes(answer.body)) == json.loads(response.model_dump_json())
+    assert threading.get_ident() in packed_by

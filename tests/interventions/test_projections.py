@@ -23,6 +23,7 @@ from vllm.v1.capture.registry import ConsumerSpec
 from vllm.v1.interventions.capture_groups import CaptureGroup, CaptureGroups
 from vllm.v1.interventions.frontend.capture_request import check_global, parse_capture
 from vllm.v1.interventions.frontend.selectors import Prompt
+from vllm.v1.interventions.frontend.work import Work
 from vllm.v1.interventions.messages import StepInterventions, WorkerRequest, WorkerStream
 from vllm.v1.interventions.plan import CapturePlan, Plan, Site, TapShape
 from vllm.v1.interventions.scheduler.admission import MAX_STEP_BYTES
@@ -48,7 +49,7 @@ def parse(shape: TapShape = SHAPE, **consumers: dict[str, Any]) -> CapturePlan:
         name: {"hooks": {"post_block": [1]}, "positions": "all", **request}
         for name, request in consumers.items()
     }
-    plan = parse_capture(asked, "capture", shape, Prompt([1, 2, 3], 4, None), SPECS)
+    plan = parse_capture(asked, "capture", shape, Prompt([1, 2, 3], 4, None, Work(1 << 23)), SPECS)
     assert plan is not None
     return plan
 
@@ -357,6 +358,10 @@ def test_a_matrix_for_every_request_is_checked_at_start_up() -> None:
     with pytest.raises(ValueError, match=r"capture_consumers\.all\.capture\.project: has 5 rows"):
         check_global(wrong, SHAPE)
     plan = parse_capture(
-        None, "capture", SHAPE, Prompt([1], 2, None), {"all": ConsumerSpec("all", capture=asked)}
+        None,
+        "capture",
+        SHAPE,
+        Prompt([1], 2, None, Work(1 << 23)),
+        {"all": ConsumerSpec("all", capture=asked)},
     )
     assert plan is not None and plan.streams[0].width == 2

@@ -23,6 +23,7 @@ from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.inputs import TokensPrompt
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.async_llm import AsyncLLM
+from vllm.v1.engine.exceptions import EngineDeadError
 
 if TYPE_CHECKING:
     from tests.conftest import TinyModels
@@ -265,3 +266,22 @@ def test_policy_drop(tiny_models: TinyModels) -> None:
         assert f"{NUM_SITES * (len(PROMPT) + 19)} rows were dropped" in result.error
         assert server.here.gate.wait(PATIENCE)
         assert threading.active_count() < 200
+
+
+def test_who_waits_for_a_consumer_when_the_engine_is_shut_down_gets_an_error(
+    tiny_models: TinyModels,
+) -> None:
+    """Twin: one that was answered before keeps its answer."""
+    for server in start(tiny_models):
+        assert server.run(server.stream("before", asking("here", kind=FINAL)))[-1].finished
+        server.here.gate.clear()
+
+        async def shut_down(server: Server = server) -> None:
+            held = asyncio.create_task(server.stream("held", asking("here", kind=FINAL)))
+            await server.until_held()
+            await asyncio.get_running_loop().run_in_executor(None, server.engine.shutdown)
+            with pytest.raises(EngineDeadError):
+                await asyncio.wait_for(held, PATIENCE)
+
+        server.run(shut_down())
+        server.here.gate.set()

@@ -6,6 +6,7 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -171,3 +172,22 @@ def test_decoding_beside_a_long_prompt(
     for ask, output in zip(asks, twins, strict=True):
         judge.check(ask, output)
     assert min(ends_of(starved)[1:]) > LONG // 3
+
+
+def test_a_step_asks_about_few_of_many_that_wait_for_rows(
+    pair: tuple[LLM, Judge], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Three run in a step, and those behind them are asked about when it may be their turn."""
+    llm, judge = pair
+    scheduler = serving.scheduler_of(llm)
+    asked = Mock(wraps=scheduler.interventions.rows.cap_tokens)
+    monkeypatch.setattr(scheduler.interventions.rows, "cap_tokens", asked)
+    asks = [Ask(prompt_of(5, 100 + i), {**capture([0]), "max_tokens": 1}) for i in range(45)]
+    with serving.watching(llm) as steps:
+        outputs = serve(llm, asks)
+    for ask, output in zip(asks[:3], outputs[:3], strict=True):
+        judge.check(ask, output)
+    order = [int(name.split("-")[0]) for o in steps.outputs for name in o.num_scheduled_tokens]
+    assert order == sorted(order) and len(order) == 45
+    assert len(steps.outputs) == 15
+    assert asked.call_count == 45 + 13 * 4 + 3

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
 
 pytestmark = [pytest.mark.full, pytest.mark.v2]
 
-SLOTS = 2
+SLOTS, MANY = 2, 60
 PROMPT = prompt_of(17, 70)
 
 
@@ -149,3 +150,77 @@ def test_abort_frees_the_slots(pair: tuple[LLM, Judge]) -> None:
     assert slots_in_use(llm) == 0
     (after,) = serve(llm, [asks["waiting"]])
     judge.check(asks["waiting"], after)
+
+
+def unlike(seed: int) -> dict[str, Any]:
+    """Fields of a request whose vector nobody else has."""
+    return {"max_tokens": 2, "steering_vectors": {"post_block": {1: vector(10_000 + seed)}}}
+
+
+def add(llm: LLM, name: str, fields: dict[str, Any], priority: int = 0) -> None:
+    params = Ask(PROMPT, fields).params(log_probs=False)
+    llm.llm_engine.add_request(name, {"prompt_token_ids": PROMPT}, params, priority=priority)
+
+
+def run(llm: LLM) -> list[str]:
+    """Step until all have ended; returns ids in the order in which they ended."""
+    ended = []
+    while llm.llm_engine.has_unfinished_requests():
+        ended += [o.request_id for o in llm.llm_engine.step() if o.finished]
+    return ended
+
+
+@pytest.mark.parametrize("what", ["slots", "plain"])
+def test_a_step_asks_about_few_of_many_that_wait(
+    pair: tuple[LLM, Judge], what: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Twin: as many plain ones are asked about once each."""
+    llm, _ = pair
+    scheduler = serving.scheduler_of(llm)
+    asked = Mock(wraps=scheduler.interventions.can_admit)
+    monkeypatch.setattr(scheduler.interventions, "can_admit", asked)
+    for i in range(MANY):
+        add(llm, f"{i}", unlike(i) if what == "slots" else {"max_tokens": 2})
+    llm.llm_engine.step()
+    running, waiting = scheduler.get_request_counts()
+    assert running + waiting == MANY
+    assert (running == SLOTS) == (what == "slots")
+    assert scheduler.interventions.num_parked == (waiting if what == "slots" else 0)
+    assert [int(name.split("-")[0]) for name in run(llm)] == list(range(MANY))
+    assert asked.call_count == (2 * MANY - SLOTS if what == "slots" else MANY)
+    assert scheduler.get_request_counts() == (0, 0)
+
+
+def test_plain_requests_pass_those_that_wait_and_aborted_ones_leave(
+    pair: tuple[LLM, Judge],
+) -> None:
+    llm, _ = pair
+    scheduler = serving.scheduler_of(llm)
+    for i in range(8):
+        add(llm, f"{i}", {**unlike(i), "max_tokens": 20})
+    llm.llm_engine.step()
+    assert scheduler.interventions.num_parked == 8 - SLOTS
+    llm.llm_engine.abort_request(["2", "5"])
+    llm.llm_engine.step()
+    assert scheduler.get_request_counts() == (SLOTS, 6 - SLOTS)
+    add(llm, "plain", {"max_tokens": 2})
+    assert run(llm) == ["plain", "0", "1", "3", "4", "6", "7"]
+    assert not len(scheduler.requests) and slots_in_use(llm) == 0
+
+
+@pytest.mark.parametrize("policy", ["priority", "fcfs"])
+def test_priorities_hold_among_those_that_wait(tiny_models: TinyModels, policy: str) -> None:
+    llm = make_llm(
+        tiny_models.path("llama"),
+        enable_steering=True,
+        max_steering_configs=1,
+        scheduling_policy=policy,
+    )
+    for i, priority in enumerate([0, 5, 3, 1]):
+        add(llm, f"{i}", unlike(i), priority)
+    llm.llm_engine.step()
+    add(llm, "late", unlike(9), -1)
+    ended = run(llm)
+    shut_down(llm)
+    ranked = ["0", "late", "3", "2", "1"]
+    assert ended == (ranked if policy == "priority" else ["0", "1", "2", "3", "late"])

@@ -5,6 +5,7 @@ while answers stream, and from several callers at once."""
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -15,10 +16,12 @@ from tests.conformance.engine import MAX_MODEL_LEN
 from tests.conformance.runner import LEAST_MOVE, READ_TOLERANCE
 from tests.serving.test_processes import Server, judge_of
 from tests.support import serving
+from tests.support.consumers import PATIENCE
 from tests.support.serving import Ask, Judge, capture, deltas_of, prompt_of, vector
 from tests.support.timeline import Globals, added
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.sampling_params import RequestOutputKind
+from vllm.v1.engine import input_processor
 from vllm.v1.engine.async_llm import AsyncLLM
 
 if TYPE_CHECKING:
@@ -244,3 +247,39 @@ async def outcome_of(server: Server, ask: Ask) -> str:
     except Exception as error:
         return repr(error)
     return str(outputs[-1].outputs[0].finish_reason)
+
+
+@pytest.mark.parametrize("hostile", [{"steering_vectors": A}, capture("all")])
+def test_a_costly_request_is_worked_on_beside_the_event_loop(
+    server: Server, hostile: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its fields are not done before a plain request has its answer."""
+    answered, in_time = threading.Event(), []
+    resolve = input_processor.resolve
+
+    def slow(params: Any, *rest: Any) -> Any:
+        if params.steering_vectors is not None or params.capture is not None:
+            in_time.append(answered.wait(PATIENCE))
+        return resolve(params, *rest)
+
+    monkeypatch.setattr(input_processor, "resolve", slow)
+
+    async def ask(name: str, fields: dict[str, Any]) -> Any:
+        params = Ask(PROMPT, {"max_tokens": 2, **fields}).params(log_probs=False)
+        params.output_kind = FINAL
+        prompt: Any = {"type": "token", "prompt_token_ids": PROMPT}  # as the HTTP server has it
+        return [output async for output in server.engine.generate(prompt, params, name)][-1]
+
+    async def both() -> Any:
+        costly = asyncio.create_task(ask("costly", hostile))
+        await asyncio.sleep(0)
+        plain = await ask("plain", {})
+        answered.set()
+        return plain, await costly
+
+    plain, costly = server.run(both())
+    assert in_time == [True]
+    assert plain.finished and costly.finished
+    wrong = {"steering_vectors": {"post_block": {99: vector(800)}}}
+    with pytest.raises(ValueError, match="layer 99"):
+        server.run(ask("wrong", wrong))

@@ -1,12 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
 """Refuses options with which rows would not be whole, or not be where the contract says."""
 
+import os
 from typing import TYPE_CHECKING
 
+import torch
+
 from vllm import envs
+from vllm.logger import init_logger
+from vllm.platforms import current_platform
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
+
+logger = init_logger(__name__)
 
 
 def refuse_unsupported(config: "VllmConfig") -> None:
@@ -49,6 +56,13 @@ def refuse_unsupported(config: "VllmConfig") -> None:
             "KV connectors (--kv-transfer-config)": config.kv_transfer_config is not None,
         }
         _refuse("capture", refused)
+    rounds = os.environ.get("TRITON_F32_DEFAULT", "tf32") != "ieee"
+    if model.dtype == torch.float32 and rounds and current_platform.is_cuda():
+        logger.warning_once(
+            "%s in float32: Triton kernels round to TF32, some three digits; set "
+            "TRITON_F32_DEFAULT=ieee to have rows in full precision",
+            feature,
+        )
 
 
 def _refuse(feature: str, refused: dict[str, bool]) -> None:

@@ -50,6 +50,11 @@ class SteeringConfig:
     max_steering_ops: int = Field(default=4, ge=1, le=64)
     """Most ops of one request at one point of one layer."""
 
+    max_request_work: int = Field(default=1 << 23, ge=1 << 10)
+    """Work that the fields of one request may come to, those of capture included, in units of about
+    0.1 us: an entry of `positions` is 16, a segment 256, a searched character 1, a kilobyte of
+    vectors 32 (times `n`)."""
+
     steering_modules: list[str] = Field(default_factory=list)
     """Named vectors to load at start-up, as `name=path` (.safetensors, .gguf or .npz)."""
 

@@ -22,6 +22,7 @@ def steering_config_of(args: "EngineArgs") -> SteeringConfig:
         steering_families=args.steering_families,
         max_steering_rows=args.max_steering_rows,
         max_steering_ops=args.max_steering_ops,
+        max_request_work=args.max_request_work,
         steering_modules=args.steering_modules,
     )
 

@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from tests.support.plans import GAPS, HIDDEN, SHAPE, config_of, plan_of
 from vllm.v1.capture.registry import ConsumerSpec
 from vllm.v1.interventions.frontend.capture_request import parse_capture
-from vllm.v1.interventions.frontend.selectors import MAX_POSITION_ENTRIES, Prompt
+from vllm.v1.interventions.frontend.selectors import Prompt
+from vllm.v1.interventions.frontend.work import Unit, Work
 from vllm.v1.interventions.plan import CapturePlan, Selection
 from vllm.v1.interventions.positions import Positions
 
@@ -28,7 +29,7 @@ SPECS = {name: ConsumerSpec(name) for name in ("inline", "one", "two")}
 
 
 def prompt_of(length: int = PROMPT, max_tokens: int = MAX_TOKENS) -> Prompt:
-    return Prompt(list(range(length)), max_tokens, None)
+    return Prompt(list(range(length)), max_tokens, None, Work(1 << 23))
 
 
 def parse(value: Any, prompt: Prompt) -> CapturePlan:
@@ -218,7 +219,8 @@ def test_a_position_must_fit_the_buffer() -> None:
         plan(value, config=config_of(capture_buffer_bytes=3 * row - 1))
 
 
-HUGE = MAX_POSITION_ENTRIES + 1
+HUGE = (1 << 23) // Unit.ENTRY + 1
+"""Entries, one more than the default of max_request_work allows."""
 
 
 @pytest.mark.parametrize(
@@ -234,7 +236,7 @@ HUGE = MAX_POSITION_ENTRIES + 1
 )
 def test_a_selection_of_too_many_parts_is_refused_soon(positions: Any) -> None:
     began = time.process_time()
-    with pytest.raises(ValueError, match=f"{MAX_POSITION_ENTRIES}"):
+    with pytest.raises(ValueError, match="past max_request_work=8388608"):
         select(positions, prompt=3 * HUGE)
     assert time.process_time() - began < 5
 

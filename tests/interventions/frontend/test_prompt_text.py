@@ -21,6 +21,7 @@ from transformers.convert_slow_tokenizer import bytes_to_unicode
 from vllm.tokenizers import TokenizerLike
 from vllm.v1.interventions.frontend.prompt_text import BROKEN, PromptText, occurrences
 from vllm.v1.interventions.frontend.selectors import Prompt, Selector
+from vllm.v1.interventions.frontend.work import Unit, Work
 
 pytestmark = pytest.mark.quick
 
@@ -99,7 +100,7 @@ def touched(text: str, part: str, pieces: list[bytes], which: str) -> list[int]:
 
 
 def select(tokenizer: TokenizerLike | None, prompt: list[int], **value: Any) -> list[int]:
-    selector = Selector(Prompt(prompt, 3, tokenizer))
+    selector = Selector(Prompt(prompt, 3, tokenizer, Work(1 << 23)))
     positions = selector.resolve(value, "positions")
     assert selector.named == positions
     assert not selector.wants_last_generated
@@ -251,7 +252,7 @@ def test_all_is_the_default_and_lists_unite() -> None:
     assert select(tokenizer, token_ids, text="a") == [0, 2]
     assert select(tokenizer, token_ids, token_ids=token_ids[:1]) == [0, 2]
     entries = [{"text": "a", "which": "last"}, {"token_ids": [token_ids[1]]}, -1, "last_generated"]
-    selector = Selector(Prompt(token_ids, 3, tokenizer))
+    selector = Selector(Prompt(token_ids, 3, tokenizer, Work(1 << 23)))
     assert selector.resolve(entries, "positions").array().tolist() == [1, 2, 3, 4, 5]
     assert selector.named.array().tolist() == [1, 2, 3]
     assert selector.wants_last_generated
@@ -260,7 +261,7 @@ def test_all_is_the_default_and_lists_unite() -> None:
 def test_a_long_prompt_is_decoded_and_searched_soon() -> None:
     """Linear, also where a search is made to be slow. Of processor time, with much to spare."""
     tokenizer, token_ids = byte_level([b"a"] * 30_000 + [b"\xe2"] * 30_000 + [b"b"])
-    prompt = Prompt(token_ids, 3, tokenizer)
+    prompt = Prompt(token_ids, 3, tokenizer, Work(1 << 23))
     began = time.process_time()
     for part in ("a" * 15_000, "a" * 29_999, "b"):
         assert len(Selector(prompt).resolve({"text": part}, "p"))
@@ -269,13 +270,13 @@ def test_a_long_prompt_is_decoded_and_searched_soon() -> None:
     assert time.process_time() - began < 30
 
 
-def test_searches_of_a_request_are_counted_together(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("vllm.v1.interventions.frontend.selectors.MAX_SEARCHED", 1000)
+def test_searches_of_a_request_are_counted_together() -> None:
     token_ids = [1] * 100
     assert select(None, token_ids, token_ids=[1]) == list(range(100))
     search = {"token_ids": [1]}
-    prompt = Prompt(token_ids, 3, None)
+    each = 100 + 2 * Unit.ENTRY  # what is searched, the entry, and the run that it comes to
+    prompt = Prompt(token_ids, 3, None, Work(10 * each + 2 * Unit.ENTRY))
     Selector(prompt).resolve([search] * 7, "p")
     Selector(prompt).resolve([search] * 3, "p")
-    with pytest.raises(ValueError, match=r"p\[1\]\.token_ids: is one search too many"):
+    with pytest.raises(ValueError, match=r"p\[1\]\.token_ids: takes the request past max_req"):
         Selector(prompt).resolve([0, search], "p")

@@ -20,6 +20,7 @@ from vllm.v1.capture.results import CaptureStatus, merged, results_of_only_compl
 from vllm.v1.interventions.frontend.capture_request import parse_capture
 from vllm.v1.interventions.frontend.row_collector import RowCollector
 from vllm.v1.interventions.frontend.selectors import Prompt
+from vllm.v1.interventions.frontend.work import Work
 from vllm.v1.interventions.messages import CapturedChunk
 from vllm.v1.interventions.plan import CapturePlan, TapShape
 from vllm.v1.interventions.positions import Positions
@@ -162,7 +163,11 @@ def plan_for(positions: Any, shape: TapShape = SHAPE, **more: Any) -> CapturePla
     consumers = {"inline": {"hooks": HOOKS, "positions": positions}}
     consumers |= {name: {"hooks": HOOKS, "positions": p} for name, p in more.items()}
     plan = parse_capture(
-        consumers, "capture", shape, Prompt([0] * PROMPT, MAX_TOKENS, None), specs_of(*consumers)
+        consumers,
+        "capture",
+        shape,
+        Prompt([0] * PROMPT, MAX_TOKENS, None, Work(1 << 23)),
+        specs_of(*consumers),
     )
     assert plan is not None
     return plan

@@ -3,17 +3,15 @@
 
 from __future__ import annotations
 
-import random
 from typing import Any
-from unittest.mock import Mock
 
 import pytest
 
 from tests.support.plans import HIDDEN, config_of, plan_of
 from vllm import SamplingParams
-from vllm.v1.interventions.scheduler import admission
-from vllm.v1.interventions.scheduler.admission import MAX_SKIPS, StarvationGuard
+from vllm.v1.interventions.scheduler import turns
 from vllm.v1.interventions.scheduler.decisions import SchedulerInterventions
+from vllm.v1.interventions.scheduler.turns import MAX_SKIPS
 from vllm.v1.request import Request
 
 pytestmark = pytest.mark.quick
@@ -70,13 +68,14 @@ def test_nobody_starves(sharing: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     waited = steps_until_admitted(sharing)
     assert waited is not None
     assert MAX_SKIPS < waited <= MAX_SKIPS + 4
-    monkeypatch.setattr(admission, "MAX_SKIPS", 10**9)
+    monkeypatch.setattr(turns, "MAX_SKIPS", 10**9)
     assert steps_until_admitted(sharing) is None
 
 
 def starve(ours: SchedulerInterventions, one: Request) -> None:
     for _ in range(MAX_SKIPS + 2):
         assert not admit(ours, one)
+        ours.message({})
 
 
 def test_a_preempted_request_comes_back_past_a_starved_one() -> None:
@@ -117,42 +116,9 @@ def test_starved_requests_go_in_the_order_in_which_they_were_first_refused() -> 
     for _ in range(MAX_SKIPS + 2):
         assert not admit(ours, first)
         assert not admit(ours, second)
+        ours.message({})
     ours.finish(one)
     assert not admit(ours, second)
     assert admit(ours, first)
     ours.finish(first)
     assert admit(ours, second)
-
-
-class EveryTime:
-    """Looks through all that were refused, each time it is asked."""
-
-    def __init__(self) -> None:
-        self.skips: dict[str, int] = {}
-
-    def try_admit(self, name: str, fits: bool) -> bool:
-        starved = next((n for n, skips in self.skips.items() if skips > admission.MAX_SKIPS), None)
-        granted = fits and starved in (None, name)
-        if not granted:
-            self.skips[name] = self.skips.get(name, 0) + 1
-        return granted
-
-
-@pytest.mark.parametrize("seed", range(5))
-def test_a_guard_says_what_looking_through_all_says(
-    seed: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(admission, "MAX_SKIPS", 3)
-    chance, guard, slow = random.Random(seed), StarvationGuard(), EveryTime()
-    granted = held_up = 0
-    for _ in range(4000):
-        name, fits = f"r{chance.randrange(12)}", chance.random() < 0.3
-        has_room = Mock(return_value=fits)
-        got = guard.try_admit(name, has_room)
-        assert got == slow.try_admit(name, fits)
-        granted, held_up = granted + got, held_up + (fits and not got)
-        assert got or not (fits and has_room.called), "asked for who may not start anyway"
-        if got or chance.random() < 0.05:
-            guard.leave(name)
-            slow.skips.pop(name, None)
-    assert granted > 20 and held_up > 20

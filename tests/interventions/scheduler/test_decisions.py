@@ -21,8 +21,8 @@ from vllm.v1.engine import EngineCoreOutputs
 from vllm.v1.interventions.calls import CaptureCall
 from vllm.v1.interventions.capture_groups import CaptureGroup
 from vllm.v1.interventions.messages import FIRST_SLOT, ROWS_PER_SLOT, WorkerRequest
-from vllm.v1.interventions.scheduler.admission import MAX_SKIPS
 from vllm.v1.interventions.scheduler.decisions import SchedulerInterventions
+from vllm.v1.interventions.scheduler.turns import MAX_SKIPS
 from vllm.v1.interventions.step_rows import Blocks, StepRows
 from vllm.v1.request import Request
 
@@ -294,6 +294,7 @@ def test_who_waits_for_a_slow_consumer_holds_up_nobody_else() -> None:
     whole, late = asking_for("whole", "slow", "all_prompt"), asking_for("l", "slow", "last_prompt")
     for _ in range(MAX_SKIPS + 1):
         assert not ours.can_admit(whole)
+        ours.message({})
     assert not ours.can_admit(late)
     assert ours.can_admit(asking_for("elsewhere", "other", "all_prompt"))
     assert ours.can_admit(request("steers", steering_vectors={"post_block": {0: VECTOR}}))

@@ -10,6 +10,9 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import numpy as np
 import torch
+from fastapi.responses import JSONResponse
+from pydantic import BaseModel, PrivateAttr, model_serializer
+from starlette.concurrency import run_in_threadpool
 
 from vllm.v1.capture.results import CapturedRows, CaptureResult
 from vllm.v1.interventions.errors import describe
@@ -17,12 +20,12 @@ from vllm.v1.interventions.errors import describe
 from .packed import pack
 
 if TYPE_CHECKING:
-    from pydantic import BaseModel
-
+    from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionResponse
+    from vllm.entrypoints.openai.completion.protocol import CompletionResponse
     from vllm.outputs import CompletionOutput
 
 
-def add_capture_results(choice: "BaseModel", output: "CompletionOutput") -> None:
+def add_capture_results(choice: BaseModel, output: "CompletionOutput") -> None:
     """Give a choice its `capture_results`; one that captured nothing stays as it is.
 
     A choice that is not finished gets new rows only, with null as status.
@@ -31,14 +34,45 @@ def add_capture_results(choice: "BaseModel", output: "CompletionOutput") -> None
         return
     finished = output.finish_reason is not None
     shown = {
-        name: _result(result, finished)
+        name: result
         for name, result in output.capture_results.items()
         if finished or _rows_of(result.payload)
     }
     if shown:
         # The models of choices keep extra fields, so nothing is added where nothing is captured.
         assert choice.model_extra is not None
-        choice.model_extra["capture_results"] = shown
+        choice.model_extra["capture_results"] = ShownResults(shown, finished)
+
+
+class ShownResults(BaseModel):
+    """Results by consumer, packed when the response is written."""
+
+    def __init__(self, results: Mapping[str, CaptureResult], finished: bool) -> None:
+        super().__init__()
+        self._results = results
+        self._finished = finished
+
+    _results: Mapping[str, CaptureResult] = PrivateAttr()
+    _finished: bool = PrivateAttr()
+
+    @model_serializer
+    def shown(self) -> dict[str, Any]:
+        """Return the results as JSON."""
+        return {name: _result(result, self._finished) for name, result in self._results.items()}
+
+
+def has_captured(response: "CompletionResponse | ChatCompletionResponse") -> bool:
+    """Tell whether a choice of a response has results."""
+    return any("capture_results" in (c.model_extra or {}) for c in response.choices)
+
+
+async def written(
+    response: "CompletionResponse | ChatCompletionResponse", headers: Mapping[str, str] | None
+) -> JSONResponse:
+    """Write a response in a thread: rows of many megabytes would hold up all other requests."""
+    return await run_in_threadpool(
+        lambda: JSONResponse(content=response.model_dump(), headers=headers)
+    )
 
 
 def has_rows(output: "CompletionOutput") -> bool:

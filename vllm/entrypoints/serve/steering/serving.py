@@ -8,6 +8,7 @@ import numpy as np
 
 from vllm.logger import init_logger
 from vllm.sampling_params import BeamSearchParams, SamplingParams
+from vllm.v1.interventions.errors import printable
 from vllm.v1.interventions.frontend.capture_request import NumberedCapture
 from vllm.v1.interventions.frontend.resolve import resolve
 from vllm.v1.interventions.plan import Plan
@@ -49,21 +50,21 @@ async def intervene(
         return
     if isinstance(params, BeamSearchParams):
         refuse_beams(asked)
-    set_plan_fields(params, asked)
+    engine = cast("AsyncLLM", serving.engine_client)
+    processor = engine.input_processor
+    await processor.plan_threads.run(set_plan_fields, params, asked)
     if number is not None and isinstance(params.capture, Mapping):
         params.capture = NumberedCapture(params.capture, number)
-    engine = cast("AsyncLLM", serving.engine_client)
     if params.steering_modules is not None:
         await engine.steering.refresh()
     if request.stream or serving.request_logger is not None:
-        processor = engine.input_processor
         token_ids = serving._extract_prompt_components(prompt).token_ids
-        plan = resolve(
-            params, params, token_ids, False, engine.vllm_config, processor.tokenizer,
+        plan = await processor.plan_threads.run(
+            resolve, params, params, token_ids, False, engine.vllm_config, processor.tokenizer,
             processor.modules,
         )  # fmt: skip
         if serving.request_logger is not None and plan is not None:
-            logger.info("Request %s: %s", request_id, described(plan))
+            logger.info("Request %s: %s", printable(request_id), described(plan))
 
 
 def described(plan: Plan) -> str:

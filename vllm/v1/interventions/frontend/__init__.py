@@ -3,10 +3,12 @@
 
 early_checks.py       what would fail once the model is loaded, refused before
 resolve.py            entry: `SamplingParams` to a `Plan`
+plan_threads.py       where that is done in a server: off its event loop
 steering_request.py   the steering fields of one request
 segments.py           cuts its positions into segments in which the same acts
 capture_request.py    the `capture` field of one request
 selectors.py          what `positions` mean on a prompt
+work.py               how much work its fields are, and that it is not too much
 prompt_text.py        the prompt as text, for selectors that give a text
 module_catalog.py     what the names in `steering_modules` mean now
 global_steering.py    `llm.steering`: global tiers and named modules at run time

@@ -3,6 +3,7 @@
 
 import copy
 import hashlib
+import sys
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import chain
 from typing import Any, TypeVar
@@ -17,6 +18,7 @@ from vllm.v1.capture.consumer import CaptureConsumer
 from vllm.v1.capture.registry import ConsumerSpec
 from vllm.v1.interventions.errors import need_mapping, reject, show, show_key
 from vllm.v1.interventions.frontend.selectors import NAMED_SELECTORS, Prompt, Selector
+from vllm.v1.interventions.frontend.work import Work
 from vllm.v1.interventions.plan import CapturePlan, Selection, Site, Stream, TapShape
 from vllm.v1.interventions.positions import Positions
 from vllm.v1.interventions.sites import need_captured_points, need_layers, need_point, site_order
@@ -124,7 +126,9 @@ def check_global(config: CaptureConfig, shape: TapShape) -> None:
         for selector in positions if isinstance(positions, list | tuple) else [positions]:
             if not isinstance(selector, str) or selector not in NAMED_SELECTORS:
                 reject(f"{path}.positions", f"must be of {', '.join(NAMED_SELECTORS)}")
-        selection = _selection(spec.capture, path, shape, Prompt([0], 2, None), spec)
+        selection = _selection(
+            spec.capture, path, shape, Prompt([0], 2, None, Work(sys.maxsize)), spec
+        )
         need_captured_points(selection.sites, f"{path}.hooks", config)
         if spec.capture.get("project") is not None:
             _matrix(spec.capture["project"], f"{path}.project", shape)

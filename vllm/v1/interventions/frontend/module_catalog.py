@@ -32,10 +32,11 @@ class ModuleCatalog:
         """The module of a name. Raises ValueError if there is none, naming `path`."""
         if not isinstance(name, str):
             reject(path, f"must be a name or (name, scale), got {show(name)}")
-        if name not in self.modules:
-            known = ", ".join(sorted(self.modules)[:20]) or "none"
+        modules = self.modules  # another thread may replace them
+        if name not in modules:
+            known = ", ".join(sorted(modules)[:20]) or "none"
             reject(path, f"unknown module {show(name)}; registered are {known}")
-        return self.modules[name]
+        return modules[name]
 
     def learn(self, news: dict[str, Any]) -> None:
         """Take over what the engine core has and this frontend lacks.

@@ -15,22 +15,19 @@ from vllm.v1.interventions.frontend.capture_request import parse_capture
 from vllm.v1.interventions.frontend.module_catalog import ModuleCatalog
 from vllm.v1.interventions.frontend.selectors import Prompt
 from vllm.v1.interventions.frontend.steering_request import steering_plan
+from vllm.v1.interventions.frontend.work import Unit, Work
 from vllm.v1.interventions.plan import (
     INHERIT,
     PLAN_FIELDS,
     STEERING_FIELDS,
     CapturePlan,
     Plan,
-    SteeringPlan,
     TapShape,
 )
 from vllm.v1.interventions.sites import need_captured_points
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
-
-MAX_PLANS_BYTES = 256 << 20
-"""Bytes of vectors in the plans of all completions of a request."""
 
 
 def without_plan_fields(params: SamplingParams) -> SamplingParams:
@@ -96,7 +93,8 @@ def resolve(
     if prompt_token_ids is None:
         reject(field, "is not supported for prompts given as embeddings; send tokens or text")
     assert final_params is not None and final_params.max_tokens is not None
-    prompt = Prompt(prompt_token_ids, final_params.max_tokens, tokenizer)
+    work = Work(config.steering_config.max_request_work)
+    prompt = Prompt(prompt_token_ids, final_params.max_tokens, tokenizer, work)
     shape = config.tap_shape
     steering = capture = None
     if any(getattr(params, name) is not None for name in (*STEERING_FIELDS, INHERIT)):
@@ -107,7 +105,9 @@ def resolve(
                 "(--enable-steering)",
             )
         steering = steering_plan(params, prompt, config.steering_config, shape, modules)
-        _need_small(steering, field, params.n or 1)
+        vectors = sum(len(one.data) for one in steering.sets)
+        vectors += sum(len(term.vector) + len(term.probe) for term in steering.terms)
+        work.charge(vectors * (params.n or 1) >> 10, Unit.KILOBYTE, field)  # each is sent its own
     if params.capture is not None or config.capture_config.captures_all:
         if not config.capture_config.enabled or shape is None:
             reject(
@@ -117,20 +117,6 @@ def resolve(
             )
         capture = _capture(params, prompt, config, shape)
     return Plan(steering=steering, capture=capture)
-
-
-def _need_small(steering: SteeringPlan, path: str, completions: int) -> None:
-    """Raise InterventionError where the plans of a request's completions are too large together:
-    each is sent one of its own."""
-    vectors = sum(len(one.data) for one in steering.sets)
-    vectors += sum(len(term.vector) + len(term.probe) for term in steering.terms)
-    if completions > 1 and vectors * completions > MAX_PLANS_BYTES:
-        reject(
-            path,
-            f"its vectors have {vectors} bytes, and with n={completions} "
-            f"{vectors * completions}, at most {MAX_PLANS_BYTES} are sent for a request; name them "
-            "as a module, or choose a lower n",
-        )
 
 
 def _capture(

@@ -10,6 +10,7 @@ import numpy as np
 
 from vllm.config.steering import SteeringConfig
 from vllm.v1.interventions.errors import reject
+from vllm.v1.interventions.frontend.work import Unit, Work
 from vllm.v1.interventions.ops import Op
 from vllm.v1.interventions.plan import (
     UNSTEERED,
@@ -32,9 +33,6 @@ from vllm.v1.interventions.vectors import (
     need_finite_sum,
     vector_set_of,
 )
-
-MAX_SEGMENTS = 16384
-"""Most segments of a request: a client could otherwise make a list of any length of a few bytes."""
 
 Key = TypeVar("Key")
 
@@ -62,9 +60,11 @@ class SegmentBuilder:
     Args:
         shape: of the model.
         num_prompt_tokens: where the prompt ends and the generated positions begin.
+        work: counts what the segments cost.
     """
 
-    def __init__(self, shape: TapShape, num_prompt_tokens: int) -> None:
+    def __init__(self, shape: TapShape, num_prompt_tokens: int, work: Work) -> None:
+        self._work = work
         self._shape = shape
         self._prompt = num_prompt_tokens
         self._additions: list[_Addition] = []
@@ -112,8 +112,8 @@ class SegmentBuilder:
             config: how much the engine has room for.
 
         Raises:
-            ValueError: the sum of all vectors overflows, there are too many segments, or more
-                different ones than the engine has room for.
+            ValueError: the sum of all vectors overflows, the segments are too much work, or there
+                are more different ones than the engine has room for.
         """
         where = [addition.positions for addition in self._additions]
         where += [shared.positions for shared in self._shared]
@@ -128,8 +128,8 @@ class SegmentBuilder:
             if len(op.terms) > 1 and op.positions is not None:
                 edges |= set(op.positions.array().tolist())
         firsts = np.array(sorted(edges), dtype=np.int64)
-        if len(firsts) > MAX_SEGMENTS:
-            reject(path, f"come to more than {MAX_SEGMENTS} separate runs of positions")
+        self._work.charge(len(firsts), Unit.SEGMENT, path)
+        self._work.charge(len(firsts) * len(where), Unit.CELL, path)
         acts = np.zeros((len(firsts), len(where)), dtype=bool)
         for i, positions in enumerate(where):
             acts[:, i] = positions.mask(firsts)

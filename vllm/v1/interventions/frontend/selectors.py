@@ -10,6 +10,7 @@ import numpy as np
 from vllm.tokenizers import TokenizerLike
 from vllm.v1.interventions.errors import reject, show, show_key
 from vllm.v1.interventions.frontend.prompt_text import BROKEN, PromptText, occurrences
+from vllm.v1.interventions.frontend.work import Unit, Work
 from vllm.v1.interventions.positions import Positions, Run
 from vllm.v1.interventions.values import plain, plain_list
 
@@ -22,11 +23,6 @@ NAMED_SELECTORS = (
     "all",
 )
 WHICH = ("first", "last", "all")
-MAX_POSITION_ENTRIES = 100_000
-"""Entries of one `positions` value, and separate runs it may come to: a client could otherwise
-send, or make of a few bytes, a list of any length."""
-MAX_SEARCHED = 2**23
-"""Characters or tokens that the searches of one request may come to: a second or two of work."""
 
 
 class Prompt:
@@ -37,31 +33,22 @@ class Prompt:
         max_tokens: upper bound of the generated tokens. The last one is never fed back, so the
             request has at most `len(token_ids) + max_tokens - 1` rows.
         tokenizer: None if the engine has none.
+        work: counts what resolving them costs.
     """
 
     def __init__(
-        self, token_ids: list[int], max_tokens: int, tokenizer: TokenizerLike | None
+        self, token_ids: list[int], max_tokens: int, tokenizer: TokenizerLike | None, work: Work
     ) -> None:
         self.token_ids = token_ids
         self.max_tokens = max_tokens
         self.tokenizer = tokenizer
-        self._searched = 0
+        self.work = work
 
     @cached_property
     def text(self) -> PromptText:
         """The prompt as text, decoded when a selector first asks."""
         assert self.tokenizer is not None
         return PromptText(self.token_ids, self.tokenizer)
-
-    def count_search(self, length: int, path: str) -> None:
-        """Count a search through `length` characters or tokens; ValueError past `MAX_SEARCHED`."""
-        self._searched += length
-        if self._searched > MAX_SEARCHED:
-            reject(
-                path,
-                f"is one search too many: together they would go through more than {MAX_SEARCHED} "
-                "characters or tokens of the prompt",
-            )
 
 
 class Selector:
@@ -98,14 +85,11 @@ class Selector:
         """
         entries = plain_list(value)
         if entries is None:
-            runs = self._entry(value, path)
-            self._need_few(len(runs), path)
-            return Positions(runs)
+            return Positions(self._entry(value, path))
         if not entries:
             reject(path, "is empty")
         # A slice, because a `range` may be longer than len() can say.
-        if len(entries[: MAX_POSITION_ENTRIES + 1]) > MAX_POSITION_ENTRIES:
-            reject(path, f"has too many entries, at most {MAX_POSITION_ENTRIES} are read")
+        self._prompt.work.charge(len(entries[: self._prompt.work.limit]), Unit.ENTRY, path)
         runs = []
         for i, given in enumerate(entries):
             if plain_list(given) is not None:
@@ -116,7 +100,6 @@ class Selector:
                 runs += self._outright([(position, position + 1)])
             else:
                 runs += self._entry(entry, f"{path}[{i}]")
-            self._need_few(len(runs), path)
         return Positions(runs)
 
     def _entry(self, value: Any, path: str) -> list[Run]:
@@ -179,7 +162,7 @@ class Selector:
         if numbers["step"] == 1:
             return [(start, last)]
         positions = range(start, last, numbers["step"])
-        self._need_few(len(positions), path)
+        self._prompt.work.charge(len(positions), Unit.ENTRY, path)
         return [(p, p + 1) for p in positions]
 
     def _by_text(self, value: Mapping[Any, Any], path: str) -> list[Run]:
@@ -199,12 +182,13 @@ class Selector:
                 "start it without, or use token_ids",
             )
         prompt = self._prompt.text
-        self._prompt.count_search(len(prompt.text), path)
+        self._prompt.work.charge(len(prompt.text), Unit.SEARCHED, path)
         # What is longer cannot be in it, and a search would first make a table of its length.
         found = prompt.find(text) if len(text) <= len(prompt.text) else ()
         if not len(found):
             reject(path, f"{show(text)} is not in the prompt, which has {self._length} tokens")
-        return _runs(prompt.tokens_of(np.asarray(found[_chosen(which)]), len(text)), 1)
+        begins = prompt.tokens_of(np.asarray(found[_chosen(which)]), len(text))
+        return self._few(_runs(begins, 1), path)
 
     def _by_token_ids(self, value: Mapping[Any, Any], path: str) -> list[Run]:
         token_ids, which = plain_list(value["token_ids"]), _need_which(value, path)
@@ -216,21 +200,20 @@ class Selector:
         if len(token_ids) > self._length:
             reject(path, f"has {len(token_ids)} tokens, the prompt has {self._length}")
         token_ids = [_need_int(token_id, f"{path}[{i}]") for i, token_id in enumerate(token_ids)]
-        self._prompt.count_search(self._length, path)
+        self._prompt.work.charge(self._length, Unit.SEARCHED, path)
         found = occurrences(self._prompt.token_ids, token_ids)
         if not found:
             given = ", ".join([show(t) for t in token_ids[:8]] + ["..."][: len(token_ids) > 8])
             reject(path, f"[{given}] is not in the prompt, which has {self._length} tokens")
-        return _runs(found[_chosen(which)], len(token_ids))
+        return self._few(_runs(found[_chosen(which)], len(token_ids)), path)
 
     def _outright(self, runs: list[Run]) -> list[Run]:
         self._named += runs
         return runs
 
-    @staticmethod
-    def _need_few(num_runs: int, path: str) -> None:
-        if num_runs > MAX_POSITION_ENTRIES:
-            reject(path, f"come to more than {MAX_POSITION_ENTRIES} separate runs of positions")
+    def _few(self, runs: list[Run], path: str) -> list[Run]:
+        self._prompt.work.charge(len(runs), Unit.ENTRY, path)
+        return runs
 
     @staticmethod
     def _allowed() -> str:

@@ -55,7 +55,7 @@ class _Request:
         self._prompt = prompt
         self._config = config
         self._shape = shape
-        self._segments = SegmentBuilder(shape, len(prompt.token_ids))
+        self._segments = SegmentBuilder(shape, len(prompt.token_ids), prompt.work)
 
     def _select(self, value: Any, path: str) -> Positions:
         selector = Selector(self._prompt)

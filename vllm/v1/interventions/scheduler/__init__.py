@@ -4,7 +4,8 @@
 decisions.py          entry: what the scheduler calls, and the message to the workers
 request_state.py      what is remembered of one request
 block_identity.py     prefix-cache keys of its blocks
-admission.py          what a request needs before it starts: the pools' protocol, fairness
+admission.py          what a request needs before it starts: the pools' protocol
+turns.py              where those wait that were refused, and whose turn it is
 slots.py              pool: slots of the steering table
 term_pool.py          pool: rows for operations
 projection_pool.py    pool: rows for `project` matrices

@@ -16,7 +16,7 @@ from vllm.v1.capture.transport.host import SHUTDOWN_SECONDS, ConsumerHost
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
 from vllm.v1.interventions.calls import CaptureCall
 from vllm.v1.interventions.messages import CapturedChunk
-from vllm.v1.interventions.scheduler.admission import StarvationGuard
+from vllm.v1.interventions.scheduler.turns import Turns
 from vllm.v1.request import Request
 
 if TYPE_CHECKING:
@@ -53,8 +53,12 @@ class CaptureSessions:
         self._drop = config.capture_config.capture_overload_policy == "drop"
         self._lock = threading.Lock()
         self._free = {name: spec.limits.pending_bytes for name, spec in self._specs.items()}
-        self._guards = {name: StarvationGuard() for name in self._specs}
-        self._starved = False
+        by_priority = config.scheduler_config.policy == "priority"
+        self.turns = {
+            name: Turns(partial(self._has_room, name), partial(self._need, name), by_priority)
+            for name in self._specs
+        }
+        """Consumer -> the turns of those that wait for room for their rows."""
         self._captures: dict[str, _Capture] = {}
         self._hosts: dict[str, ConsumerHost] = {}
         self.threads = CopyThreads("capture")
@@ -87,24 +91,23 @@ class CaptureSessions:
         capture = self._captures.get(request.request_id)
         if capture is None or self._drop:
             return True
-        granted = [
-            self._guards[name].try_admit(request.request_id, partial(self._has_room, name, size))
-            for name, size in capture.needs.items()
-        ]
-        self._starved |= not all(granted)
-        return all(granted)
+        return all(self.turns[name].try_admit(request) for name in capture.needs)
 
-    def _has_room(self, consumer: str, size: int) -> bool:
+    def _need(self, consumer: str, request: Request) -> int:
+        capture = self._captures.get(request.request_id)
+        return capture.needs[consumer] if capture is not None else 0
+
+    def _has_room(self, consumer: str, request: Request) -> bool:
         with self._lock:
-            return self._free[consumer] >= size
+            return self._free[consumer] >= self._need(consumer, request)
 
     def admit(self, request: Request) -> None:
         """Reserve bytes and open sessions; policy "drop" leaves out a consumer without room."""
         capture = self._captures.get(request.request_id)
         if capture is None:
             return
-        self.leave(request)
         for name, size in capture.needs.items():
+            self.turns[name].leave(request.request_id)
             with self._lock:
                 fits = self._free[name] >= size
                 if fits:
@@ -118,11 +121,6 @@ class CaptureSessions:
                 capture.feeds[name] = Feed(
                     capture.plan, name, info.prompt_token_ids, self.threads, hold=capture.hold
                 )
-
-    def leave(self, request: Request) -> None:
-        """Note that a request started, or ended: it waits no more."""
-        for guard in self._guards.values():
-            guard.leave(request.request_id)
 
     def has_local_consumers(self, request_id: str) -> bool:
         """Whether consumers of this process want rows of the request."""
@@ -185,7 +183,7 @@ class CaptureSessions:
         """Put a step's outputs behind the results that are in, for an engine without a process of
         its own. In that order, because word that a consumer has no room for a request must come
         before its rows."""
-        waits, self._starved = self._starved, False
+        waits = any(self.turns.values())
         results: list[EngineCoreOutput] = []
         try:
             # A request that waits for room gets it from a thread, which should get to run.

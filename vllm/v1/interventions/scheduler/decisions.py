@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Scheduler side: who gets which slot, which rows a step captures, what is sent to the workers."""
 
-from collections.abc import Iterable
+from collections.abc import Hashable, Iterable
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -9,7 +9,7 @@ import numpy as np
 from vllm.config.capture import PROJECTION_ROWS
 from vllm.v1.interventions.messages import GlobalTiers, StepInterventions, WorkerRequest, table_row
 from vllm.v1.interventions.plan import UNSTEERED, Segment, SteeringPlan, TapShape
-from vllm.v1.interventions.scheduler.admission import Pool, StarvationGuard
+from vllm.v1.interventions.scheduler.admission import Pool
 from vllm.v1.interventions.scheduler.capture_sessions import CaptureSessions
 from vllm.v1.interventions.scheduler.changes import Changes
 from vllm.v1.interventions.scheduler.projection_pool import ProjectionPool
@@ -18,12 +18,14 @@ from vllm.v1.interventions.scheduler.row_relay import RowRelay
 from vllm.v1.interventions.scheduler.slots import SlotTable
 from vllm.v1.interventions.scheduler.term_pool import TermPool
 from vllm.v1.interventions.scheduler.tiers import GlobalState, ModuleStore
+from vllm.v1.interventions.scheduler.turns import Turns
 from vllm.v1.metrics.steering_stats import SteeringStats
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.steering.files import startup_modules
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
+    from vllm.v1.core.sched.request_queue import RequestQueue
 
 NO_SHAPE = TapShape(hidden_size=0, dtype="float32", points={})
 """The shape in an engine with neither steering nor capture."""
@@ -33,9 +35,9 @@ class SchedulerInterventions:
     """All decisions about steering and capture; the workers only copy.
 
     A request's life: `arrive`, `admit` each time it joins the running ones, `preempt`, `finish`.
-    A step's order: `rows.cap_tokens` and `can_admit` while requests are chosen, `admit`,
-    `preempt`, `message` when the step is complete. When its results are there: `relay.accept` of
-    each request, `relay.join`.
+    A step's order: `wake`, `rows.cap_tokens` and `can_admit` while requests are chosen, `admit`,
+    `preempt`, `park`, `message` when the step is complete. When its results are there:
+    `relay.accept` of each request, `relay.join`.
     """
 
     def __init__(self, config: "VllmConfig", hash_block_size: int) -> None:
@@ -56,7 +58,10 @@ class SchedulerInterventions:
         self.changes = Changes(self.modules, usage, lambda: self.tiers, self.set_tiers)
         self._hash_block_size = hash_block_size
         self._speculates = config.speculative_config is not None
-        self._guard = StarvationGuard()
+        by_priority = config.scheduler_config.policy == "priority"
+        self._turns = Turns(self._fits, _need, by_priority)
+        self._row_turns = Turns(lambda _: True, lambda request: request.request_id, by_priority)
+        self._waits = (self._turns, self._row_turns, *self.captures.turns.values())
         self._reserved: set[str] = set()
         self._admitted: dict[str, WorkerRequest] = {}
         self._changed_tiers: GlobalTiers | None = None
@@ -75,21 +80,46 @@ class SchedulerInterventions:
         steering, capture = request.interventions.plan.steering, request.interventions.plan.capture
         steers = steering is not None and bool(steering.sums or steering.programs)
         projects = capture is not None and bool(capture.projections)
-        if steers or projects:
-            plan = request.interventions.plan
-            if not self._guard.try_admit(
-                request.request_id, lambda: all(pool.fits(plan) for pool in self._pools)
-            ):
-                return False
+        if (steers or projects) and not self._turns.try_admit(request):
+            return False
         return self.captures.can_admit(request)
+
+    def _fits(self, request: Request) -> bool:
+        return all(pool.fits(request.interventions.plan) for pool in self._pools)
+
+    def wake(self, queue: "RequestQueue") -> None:
+        """Put parked requests that have room now in front of the waiting ones, one at a time: room
+        is taken when they are admitted."""
+        if queue and queue.peek_request().status == RequestStatus.PREEMPTED:
+            return  # it goes first, and holds all it needs but KV blocks
+        for turns in self._waits:
+            request = turns.wake()
+            if request is not None:
+                queue.prepend_request(request)
+
+    def park(self, skipped: Iterable[Request]) -> list[Request]:
+        """Keep those of a step's skipped requests that were refused here, so that the next steps
+        need not ask about each; returns the others."""
+        skipped = list(skipped)
+        for request in skipped:
+            if self.rows.has_refused(request):
+                self._row_turns.refuse(request)
+        return [r for r in skipped if not any([turns.park(r) for turns in self._waits])]
+
+    @property
+    def num_parked(self) -> int:
+        """Waiting requests that are in none of the scheduler's queues."""
+        return sum(map(len, self._waits))
 
     def admit(self, request: Request) -> None:
         """Admit a request to the running ones, for the first time or after a preemption."""
         plan = request.interventions.plan
         asks = plan.steering is not None or plan.capture is not None
+        if asks:
+            self._turns.leave(request.request_id)
+            self._row_turns.leave(request.request_id)
         if asks and request.request_id not in self._reserved:
             self._reserved.add(request.request_id)
-            self._guard.leave(request.request_id)
             for pool in self._pools:
                 pool.reserve(request.request_id, plan)
             self.captures.admit(request)
@@ -130,8 +160,8 @@ class SchedulerInterventions:
 
     def finish(self, request: Request) -> None:
         """Release all that an ended request holds, whether or not it was ever admitted."""
-        self._guard.leave(request.request_id)
-        self.captures.leave(request)
+        for turns in self._waits:
+            turns.leave(request.request_id)
         self._reserved.discard(request.request_id)
         for pool in self._pools:
             pool.release(request.request_id)
@@ -195,8 +225,22 @@ class SchedulerInterventions:
         )
         for pool in self._pools:
             pool.upload(step)
+        for turns in self._waits:
+            turns.next_step()
         self._changed_tiers, self._admitted = None, {}
         return None if step.empty else step
+
+
+def _need(request: Request) -> Hashable:
+    """What a request needs of the pools: all of equal need fit, or none does."""
+    steering, capture = request.interventions.plan.steering, request.interventions.plan.capture
+    steers = steering and (
+        steering.inherit,
+        tuple(vector_sum.digest for vector_sum in steering.sums),
+        tuple(term.digest for term in steering.terms),
+        len(steering.programs),
+    )
+    return steers, tuple(capture.projections) if capture else ()
 
 
 def _plain_plan(num_prompt_tokens: int) -> SteeringPlan:

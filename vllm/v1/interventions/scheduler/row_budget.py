@@ -110,6 +110,10 @@ class RowBudget:
         self._refused[request.request_id] = Claim(since, needed)
         return 0
 
+    def has_refused(self, request: "Request") -> bool:
+        """Whether a request was refused rows in this step."""
+        return request.request_id in self._refused
+
     def _grant(self, request: "Request", offsets: np.ndarray, rows: int) -> None:
         if self._claims or self._refused:
             self._claims.pop(request.request_id, None)

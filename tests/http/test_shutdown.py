@@ -1,0 +1,92 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What clients get when the server is told to end, and what its log says of them."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+from unittest.mock import Mock
+
+import httpx
+import pytest
+
+from tests.http.server import greedy, save_model, serve
+from vllm.entrypoints.serve.steering import serving
+from vllm.v1.interventions.plan import Plan
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from tests.conftest import TinyModels
+
+pytestmark = pytest.mark.full
+
+CLIENTS = 24
+PATIENCE = 60
+"""Seconds: they must have an answer or an error long before."""
+
+
+@pytest.mark.parametrize("captures", [True, False])
+def test_every_client_has_an_answer_or_an_error_soon_after_sigterm(
+    tiny_models: TinyModels, tmp_path: Path, captures: bool
+) -> None:
+    model = save_model(tiny_models, tmp_path / "model")
+    consumer = f"--capture-consumers=filesystem:root={tmp_path / 'acts'}"
+    capture = {"hooks": {"post_block": "all"}, "positions": "all"}
+    fields = {"capture": {"filesystem": capture}} if captures else {}
+    begun = threading.Barrier(CLIENTS + 1)
+
+    def ask(number: int) -> str:
+        """How it ended: a status, or the name of an exception."""
+        body = greedy(prompt="Today I went", max_tokens=80, **fields)
+        begun.wait(PATIENCE)
+        try:
+            while True:  # until the server ends
+                answer = httpx.post(url + "/v1/completions", json=body, timeout=PATIENCE)
+                if answer.status_code != 200 or "abort" in answer.text:
+                    return str(answer.status_code)
+        except httpx.HTTPError as error:
+            return type(error).__name__
+
+    with (
+        serve(model, tmp_path / "server.log", consumer) as server,
+        ThreadPoolExecutor(CLIENTS) as pool,
+    ):
+        url = server.url
+        asked = [pool.submit(ask, number) for number in range(CLIENTS)]
+        begun.wait(PATIENCE)
+        time.sleep(1)
+        server.process.terminate()
+        ends = [one.result(2 * PATIENCE) for one in asked]
+    assert not {"ReadTimeout", "PoolTimeout"} & set(ends), ends
+
+
+@pytest.mark.quick
+def test_a_request_id_cannot_forge_a_line_of_the_log(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class Threads:
+        async def run(self, work: Any, *args: Any) -> Any:
+            return work(*args)
+
+    log = Mock()
+    monkeypatch.setattr(serving, "logger", log)
+    monkeypatch.setattr(serving, "resolve", lambda *_: Plan())
+    processor = SimpleNamespace(plan_threads=Threads(), tokenizer=None, modules=None)
+    stub: Any = SimpleNamespace(
+        engine_client=SimpleNamespace(input_processor=processor, vllm_config=None),
+        request_logger=object(),
+        _extract_prompt_components=lambda prompt: SimpleNamespace(token_ids=[1]),
+    )
+    body: Any = SimpleNamespace(model_extra={"steering_inherit_global": True}, stream=False)
+    params: Any = SimpleNamespace(steering_modules=None, capture=None)
+    for request_id in ("cmpl-1\nINFO: forged", "cmpl-\u2028forged", "cmpl-2"):
+        asyncio.run(serving.intervene(stub, body, request_id, params, stub))
+    said = [text % tuple(values) for (text, *values), _ in log.info.call_args_list]
+    assert [len(line.splitlines()) for line in said] == [1, 1, 1]
+    assert said[0].startswith("Request cmpl-1\\nINFO: forged: ")
+    assert said[2].startswith("Request cmpl-2: ")

@@ -1,0 +1,44 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Frontend: one budget for all that the fields of a request make the server do."""
+
+from enum import IntEnum
+
+from vllm.v1.interventions.errors import reject
+
+
+class Unit(IntEnum):
+    """What is counted, in units of about 0.1 us of a processor."""
+
+    SEARCHED = 1
+    """A character or token of the prompt that a selector looks at."""
+    CELL = 8
+    """One thing that acts, or not, in one segment."""
+    ENTRY = 16
+    """An entry of `positions`, or a run of positions that it comes to."""
+    SEGMENT = 256
+    """A run of positions in which the same acts."""
+    KILOBYTE = 32
+    """1,024 bytes of vectors, in the plans of all completions."""
+
+
+class Work:
+    """Counts the work of one request, before it is done.
+
+    Args:
+        limit: the engine's `max_request_work`.
+    """
+
+    def __init__(self, limit: int) -> None:
+        self.limit = limit
+        self._spent = 0
+
+    def charge(self, number: int, unit: Unit, path: str) -> None:
+        """Count `number` of `unit`; raise InterventionError for `path` if that is too much."""
+        self._spent += number * unit
+        if self._spent > self.limit:
+            reject(
+                path,
+                f"takes the request past max_request_work={self.limit}: entries, positions, "
+                "segments, searched text and bytes of vectors of its fields cost too much "
+                "together; ask for less, or name vectors as a module",
+            )
