@@ -291,7 +291,7 @@ class ConsumerHost:
             try:
                 self._report(request_id, result)
             except Exception:
-                logger.exception("the result of request %s was not taken", request_id)
+                logger.exception("the result of request %r was not taken", request_id)
             del result
             with self._lock:
                 self._pending -= 1
@@ -310,7 +310,7 @@ class ConsumerHost:
             actor = next(iter(self._waiting.values()))
             if actor.ended_at + timeout > now:
                 break
-            logger.error("capture consumer %r: %s timed out", name, actor.request.request_id)
+            logger.error("capture consumer %r: %r timed out", name, actor.request.request_id)
             self._fail(actor, f"consumer {name!r} gave no result within {timeout:g} s")
             late.add(actor)
         for worker in list(self._workers):
@@ -371,7 +371,7 @@ class ConsumerHost:
             self._fail(actor, reason)
         if not known:
             who = (self._spec.name, actor.request.request_id)
-            logger.error("capture consumer %r: request %s: %s", *who, reason, exc_info=error)
+            logger.error("capture consumer %r: request %r: %s", *who, reason, exc_info=error)
 
     def _do_open(self, actor: _Actor) -> None:
         actor.session = self._consumer.open(actor.request)
