@@ -5,6 +5,7 @@ that; then each is copied once, by threads; and what a result holds."""
 from __future__ import annotations
 
 import gc
+import io
 import pickle
 import subprocess
 import sys
@@ -17,6 +18,7 @@ import numpy as np
 import pytest
 import torch
 
+from vllm.v1.capture import results
 from vllm.v1.capture.transport import copies
 from vllm.v1.capture.transport.copies import THREADS, CopyThreads
 from vllm.v1.capture.transport.landing import Landing
@@ -109,8 +111,9 @@ def check(payload: dict[Any, Any], num_rows: int) -> None:
         assert not torch.equal(rows.values[:, 0], torch.arange(float(num_rows)) + 1)
 
 
-def test_rows_stay_where_they_landed() -> None:
+def test_rows_stay_where_they_landed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Until somebody reads what came in several steps; one step's are a view for ever."""
+    monkeypatch.setattr(results, "SHARED_BYTES", 0)
     landing = Landing(1 << 20)
     steps = Steps(landing)
     collectors = steps.open(REQUESTS, 3)
@@ -281,8 +284,33 @@ def test_who_does_not_wait_is_not_far_ahead(monkeypatch: pytest.MonkeyPatch) -> 
     assert threads.follow(small) == [] and torch.equal(*map(torch.stack, small))
 
 
-def test_a_pickled_site_has_its_own_rows_only() -> None:
-    """In memory all sites are views of one block, and a pickled view is a pickle of all of it."""
+def saved(tensor: torch.Tensor) -> int:
+    torch.save(tensor, stream := io.BytesIO())
+    return len(stream.getvalue())
+
+
+def test_few_rows_are_their_own_when_they_are_read() -> None:
+    """What is kept or saved of them is they alone, and their step's place is free again."""
+    landing = Landing(64 * STEP_BYTES)
+    steps = Steps(landing)
+    [one] = steps.open(1, 1)
+    steps.step(one)
+    payload = finish(steps.inbox, one, 1)
+    del one
+    steps.inbox.step()
+    values = [payload["post_block", i].values for i in range(SITES)]
+    assert [v.untyped_storage().nbytes() for v in values] == [WIDTH * 4] * SITES
+    gc.collect()
+    assert landing.held == 0
+    assert np.array_equal(np.asarray(payload["post_block", 0]), values[0].numpy())
+    assert repr(payload["post_block", 0]) == "CapturedRows(1 rows, positions=[0])"
+    step = torch.zeros(1000, SITES, WIDTH)
+    assert saved(values[0]) < 4096 < saved(step[:1, 0])
+
+
+def test_a_pickled_site_has_its_own_rows_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In memory many rows are views of one block, and a pickled view is a pickle of all of it."""
+    monkeypatch.setattr(results, "SHARED_BYTES", 1000 * WIDTH * 4)
     collector, inbox = collector_for(1000), Steps().inbox
     inbox.open("r", collector)
     values = torch.arange(1000.0)[:, None, None].repeat(1, SITES, WIDTH)

@@ -11,6 +11,9 @@ import torch
 if TYPE_CHECKING:
     from vllm.outputs import CompletionOutput, RequestOutput
 
+SHARED_BYTES = 1 << 20
+"""The size from which the rows of a site are not copied when they are read."""
+
 CaptureStatus = Literal["ok", "partial_error", "error"]
 """How a capture ended: with all rows, without some that were asked for, or without a payload."""
 
@@ -53,11 +56,24 @@ class CapturedRows:
     @property
     def values(self) -> torch.Tensor:
         """The rows, [n, hidden] on the CPU in the model's dtype; with `project` their scores,
-        float32 [n, k]. They are a view of memory that they share with other sites, and as a rule
-        with other requests, and one that is kept keeps all: clone() what is to stay alone."""
+        float32 [n, k]. From `SHARED_BYTES` on they are a view of memory that they share with other
+        sites, and as a rule with other requests, and one that is kept, or saved by `torch.save`,
+        is all of it: clone() what is to stay alone."""
         if not isinstance(self._values, torch.Tensor):
-            self._values = self._values()
+            values = self._values()
+            small = values.nbytes < SHARED_BYTES
+            self._values = values.clone(memory_format=torch.contiguous_format) if small else values
         return self._values
+
+    def __repr__(self) -> str:
+        """Say how many rows these are and where, not what they hold."""
+        return f"CapturedRows({len(self)} rows, positions={self.positions})"
+
+    def __array__(
+        self, dtype: np.typing.DTypeLike | None = None, copy: bool | None = None
+    ) -> np.ndarray:
+        """Return the values for `numpy.asarray`, as `numpy` does."""
+        return np.array(self.numpy(), dtype=dtype, copy=copy)
 
     def __len__(self) -> int:
         return len(self.positions)
