@@ -137,20 +137,20 @@ def test_rows_stay_where_they_landed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("lands", [True, False])
-def test_results_cannot_fill_the_landing(lands: bool) -> None:
+def test_results_cannot_fill_the_landing(lands: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """However long a request runs, and however many results are kept: there is always room for
     steps; and rows in ordinary memory keep those of others for a while only."""
+    monkeypatch.setattr(results, "SHARED_BYTES", 0)
+    monkeypatch.setattr(module, "ORDINARY_BYTES", 8 * STEP_BYTES)
     landing = Landing(64 * STEP_BYTES) if lands else None
     steps, kept, num_steps = Steps(landing), [], 300
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(module, "ORDINARY_BYTES", 8 * STEP_BYTES)
-        long, *_ = everybody = steps.open(REQUESTS, num_steps)
-        for at in range(num_steps):
-            steps.step(*(everybody if at < 2 else [long]))
-        for collector in steps.open(100, 1):
-            steps._number = 0
-            steps.step(collector)
-            kept.append(finish(steps.inbox, collector, 1))
+    long, *_ = everybody = steps.open(REQUESTS, num_steps)
+    for at in range(num_steps):
+        steps.step(*(everybody if at < 2 else [long]))
+    for collector in steps.open(100, 1):
+        steps._number = 0
+        steps.step(collector)
+        kept.append(finish(steps.inbox, collector, 1))
     payload = finish(steps.inbox, long, num_steps)
     if landing is not None:
         assert landing.held <= 54 * STEP_BYTES and steps.ordinary == 0
