@@ -52,9 +52,19 @@ def test_claims_are_served_in_the_order_of_refusal() -> None:
     ours = scheduler(rows=2)
     long = request("long", "all")
     many = [request(f"d{i}", "all_generated", layers=(0, 1)) for i in range(3)]
-    turns = [step_of(ours, (long, 0, 8), *((d, 8, 1) for d in many)) for _ in range(5)]
+    turns = [step_of(ours, (long, 0, 8), *((d, 8, 1) for d in many)) for _ in range(6)]
     assert turns[:4] == [[2, 0, 0, 0], [0, 1, 0, 0], [0, 0, 1, 0], [0, 0, 0, 1]]
-    assert turns[4] == [1, 0, 0, 0], "its claim, the oldest again"
+    assert turns[4] == [2, 0, 0, 0], "its claim is the oldest again, so it leaves nothing to others"
+    assert turns[5] == [0, 1, 0, 0], "and then it has none"
+
+
+def test_prompts_that_waited_together_are_not_cut() -> None:
+    """Rows of a prompt that come in one step are one piece, which nobody has to put together."""
+    ours = scheduler(rows=8)
+    prompts = [request(f"p{i}", "all_prompt") for i in range(3)]
+    assert step_of(ours, *((p, 0, 8) for p in prompts)) == [8, 0, 0]
+    assert step_of(ours, *((p, 0, 8) for p in prompts[1:])) == [8, 0]
+    assert step_of(ours, (prompts[2], 0, 8)) == [8]
 
 
 @pytest.mark.parametrize("gone", ["finish", "preempt", "withdraw"])
