@@ -17,6 +17,7 @@ from vllm.outputs import CompletionOutput, RequestOutput
 from vllm.v1.capture import CapturedRows, CaptureResult, stack
 from vllm.v1.capture.registry import ConsumerSpec
 from vllm.v1.capture.results import CaptureStatus, merged, results_of_only_completion
+from vllm.v1.capture.transport.copies import CopyThreads
 from vllm.v1.interventions.frontend.capture_request import parse_capture
 from vllm.v1.interventions.frontend.row_collector import RowCollector
 from vllm.v1.interventions.frontend.selectors import Prompt
@@ -326,11 +327,17 @@ def test_no_rows_have_the_models_width_and_dtype() -> None:
     assert site.numpy().shape == (0, HIDDEN)
 
 
+THREADS = CopyThreads("test")
+
 # -- streams ------------------------------------------------------------------------------------
 
 
 def stream(
-    positions: Any, cuts: list[int], total: int, end: str = "stop"
+    positions: Any,
+    cuts: list[int],
+    total: int,
+    end: str = "stop",
+    moves: frozenset[int] = frozenset(),
 ) -> tuple[list[CaptureResult], CaptureResult]:
     """Deltas after each of `cuts` output tokens, and what one final output would have said.
 
@@ -346,6 +353,8 @@ def stream(
             new = [chunk(at) for part in parts if (at := [p for p in part if p in wanted])]
             give(collector, *new)
             give(every, *new)
+            if step in moves:
+                collector.move(THREADS)
         seen = cut
         deltas.append(collect(collector, cut, end=None, only_new=True))
     deltas.append(collect(collector, total, end=end, only_new=True))
@@ -365,9 +374,16 @@ POSITIONS = st.sampled_from(
 )
 
 
-@given(POSITIONS, st.integers(1, MAX_TOKENS), st.sets(st.integers(1, MAX_TOKENS)))
-def test_deltas_add_up(positions: Any, total: int, cuts: set[int]) -> None:
-    deltas, final = stream(positions, sorted(c for c in cuts if c < total), total)
+@given(
+    POSITIONS,
+    st.integers(1, MAX_TOKENS),
+    st.sets(st.integers(1, MAX_TOKENS)),
+    st.frozensets(st.integers(0, MAX_TOKENS - 1)),
+)
+def test_deltas_add_up(positions: Any, total: int, cuts: set[int], moves: frozenset[int]) -> None:
+    """Whichever rows were moved to memory of their own on the way."""
+    parts = sorted(c for c in cuts if c < total)
+    deltas, final = stream(positions, parts, total, moves=moves)
     together: dict[str, CaptureResult] | None = None
     for delta in deltas:
         together = merged(together, {"inline": delta})

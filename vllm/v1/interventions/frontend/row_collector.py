@@ -168,8 +168,9 @@ class RowCollector:
         kept = len(last.positions) // len(last.steps)
         self._gone += [piece.positions for piece in pieces[:-1]]
         self._gone.append(last.positions[:-kept])
-        self._moved = [last] if last in self._moved[-1:] else []
+        is_moved = len(pieces) == len(self._moved)
+        self._moved = [last] if is_moved else []
         self._runs = [
-            (run, rows, max(len(run.chunks) - (not self._moved), first))
+            (run, rows, max(len(run.chunks) - (not is_moved), first))
             for run, rows, first in self._runs[-1:]
         ]
