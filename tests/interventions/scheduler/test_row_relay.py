@@ -19,7 +19,6 @@ from vllm import SamplingParams
 from vllm.v1.capture.transport.landing import Landing, Places
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
 from vllm.v1.interventions.capture_groups import CaptureGroup
-from vllm.v1.interventions.frontend.row_inbox import rows_of
 from vllm.v1.interventions.messages import CapturedChunk
 from vllm.v1.interventions.scheduler.capture_sessions import CaptureSessions
 from vllm.v1.interventions.scheduler.row_relay import RowRelay
@@ -122,7 +121,7 @@ def step(relay: RowRelay, asks: dict[Asks, list[int]]) -> int:
         got, number = sent(relay, message)
         buffers += number
         ahead = got[0].captured or [] if got[0].request_id == "" else []
-        for rows_here in (part for chunk in ahead for part in rows_of(chunk)):
+        for rows_here in (part for chunk in ahead for part in chunk.by_owner()):
             [one] = [a for a in asks if a.request.request_id == rows_here.owners[0][0]]
             assert one.client == client
             one.came.append(rows_here)

@@ -1,6 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the processes tell each other in a step: decisions down to the workers, rows back up."""
 
+from collections.abc import Iterator
+from itertools import accumulate
+
 import msgspec
 import numpy as np
 import torch
@@ -137,3 +140,13 @@ class CapturedChunk(msgspec.Struct, array_like=True, gc=False):
     """Version of the global steering that the step ran under."""
     owners: list[tuple[str, int]]
     """Whose rows these are: (request id, number of rows)."""
+
+    def by_owner(self) -> "Iterator[CapturedChunk]":
+        """Cut into those of its owners, views."""
+        counts = [count for _, count in self.owners]
+        stops = accumulate(counts)
+        at = [self.positions[b - n : b] for n, b in zip(counts, stops, strict=True)]
+        # Views of all requests at once: of each by itself takes several times longer.
+        parts = [values.split(counts) for values in self.values]
+        for owner, here, *mine in zip(self.owners, at, *parts, strict=True):
+            yield CapturedChunk(here, mine, self.version, [owner])

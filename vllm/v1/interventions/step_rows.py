@@ -153,11 +153,9 @@ class StepRows:
         """All rows by block: int64 [count] positions, and [count, sites, width] of each stream."""
         if self._parts is None:
             self._wait()
-            tensors = iter(self.tensors())
-            positions = next(tensors).numpy().copy()  # small, and should keep no place
-            *scores, rows = tensors
-            scores_left = iter(scores)
-            self._parts = []
+            of_all, *scores, rows = self.tensors()
+            positions = of_all.numpy().copy()  # small, and should keep no place
+            scores_left, self._parts = iter(scores), []
             for block in self.blocks.all:
                 own, positions = positions[: block.count], positions[block.count :]
                 values = [
@@ -169,15 +167,11 @@ class StepRows:
 
     def _resolve(self) -> dict[str, CapturedChunk]:
         if self._chunks is None:
-            self._chunks = {}
-            for block, (positions, values) in zip(self.blocks.all, self._whole(), strict=True):
-                stops = accumulate(block.counts)
-                at = [positions[b - n : b] for n, b in zip(block.counts, stops, strict=True)]
-                # Views of all requests at once: of each by itself takes several times longer.
-                parts = [v.split(block.counts) for v in values]
-                for owner, here, *mine in zip(block.owners, at, *parts, strict=True):
-                    chunk = CapturedChunk(here, mine, self._version, [owner])
-                    self._chunks[owner[0]] = chunk
+            self._chunks = {
+                part.owners[0][0]: part
+                for block, (positions, values) in zip(self.blocks.all, self._whole(), strict=True)
+                for part in CapturedChunk(positions, values, self._version, block.owners).by_owner()
+            }
         return self._chunks
 
     @property

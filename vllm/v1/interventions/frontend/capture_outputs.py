@@ -26,7 +26,7 @@ from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest, FinishReason
 from vllm.v1.interventions.calls import CaptureCall, CaptureEnd
 from vllm.v1.interventions.frontend.capture_request import check_global
 from vllm.v1.interventions.frontend.row_collector import RowCollector
-from vllm.v1.interventions.frontend.row_inbox import RowInbox, rows_of
+from vllm.v1.interventions.frontend.row_inbox import RowInbox
 from vllm.v1.interventions.messages import CapturedChunk
 from vllm.v1.interventions.plan import CapturePlan, Plan
 from vllm.v1.metrics.capture_stats import CaptureStats
@@ -304,7 +304,7 @@ class CaptureOutputs:
         if output.captured:
             self.inbox.add(output.captured)
             for chunk in output.captured if self.hosts else ():
-                for rows in rows_of(chunk):
+                for rows in chunk.by_owner():
                     capture = self._open.get(rows.owners[0][0])
                     if capture is not None:
                         capture.add(rows)

@@ -1,10 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Rows as they come from the engine core: those of many requests together, for each to read."""
 
-from collections.abc import Iterator
 from weakref import WeakValueDictionary
 
-import numpy as np
 import torch
 
 from vllm.v1.capture.transport.copies import CopyThreads
@@ -90,12 +88,3 @@ class RowInbox:
             self._ordinary = self._landed = 0
             for collector in list(self._collectors.values()):
                 collector.move(self._threads)
-
-
-def rows_of(chunk: CapturedChunk) -> Iterator[CapturedChunk]:
-    """Cut a chunk into those of its owners, views."""
-    counts = [count for _, count in chunk.owners]
-    values = [v.split(counts) for v in chunk.values]
-    positions = np.split(chunk.positions, np.cumsum(counts)[:-1])
-    for owner, here, *mine in zip(chunk.owners, positions, *values, strict=True):
-        yield CapturedChunk(here, mine, chunk.version, [owner])

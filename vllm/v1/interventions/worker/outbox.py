@@ -41,15 +41,16 @@ class Outbox:
             for stream in block.group.streams
             if stream.projection is not None
         ]
-        place = self._landing.take(step.num_bytes)
-        memory = place
+        size = step.num_bytes
+        memory = self._landing.take(size)
+        places = None if memory is None else self._landing
         if memory is None:
-            memory = torch.empty(step.num_bytes, dtype=torch.uint8, pin_memory=self._cuda)
-        places = None if place is None else self._landing
-        step.fill(memory, places)
+            memory = torch.empty(size, dtype=torch.uint8, pin_memory=self._cuda)
+        sent = torch.cuda.Event() if self._cuda else None
+        step.fill(memory, places, sent)
         *others_there, rows_there = step.tensors()
         rows, others = self._arena[: step.blocks.num_raw], [positions, *scores]
-        if not self._cuda:
+        if sent is None:
             for there, values in zip((rows_there, *others_there), (rows, *others), strict=True):
                 there.copy_(values)
             return
@@ -64,9 +65,8 @@ class Outbox:
             for there, values in zip(others_there, others, strict=True):
                 there.copy_(values, non_blocking=True)
                 values.record_stream(self._stream)
-            self._sent = torch.cuda.Event()
-            self._sent.record()
-        step.fill(memory, places, self._sent)
+            sent.record()
+        self._sent = sent
 
     def _copy_rows(self, there: torch.Tensor, rows: torch.Tensor) -> None:
         """Copy rows in parts that each lie in one of the pieces that the GPU knows."""
