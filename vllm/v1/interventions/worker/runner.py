@@ -138,8 +138,9 @@ class WorkerInterventions:
             captured = [site for site in self.sites if site[0] in points]
             self._dest_rows = {site: i for i, site in enumerate(captured)}
             self._groups = CaptureGroups(self._dest_rows)
+            # One row more, for what nobody wants.
             self.arena = torch.zeros(
-                rows if self.captures_here else 1, hidden, dtype=dtype, device=device
+                1 + (rows if self.captures_here else 0), hidden, dtype=dtype, device=device
             )
             if self.captures_here:
                 self._projections = ProjectionTable(hidden, device)
