@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Frontend: what the names in `steering_modules` mean at this moment."""
+"""Frontend: what the names in `steering_modules` mean at this moment, and vectors without one."""
 
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from vllm.v1.interventions.errors import reject, show
+from vllm.v1.interventions.frontend.vector_memo import VectorMemo
 from vllm.v1.steering.files import startup_modules
 from vllm.v1.steering.modules import Module
 
@@ -17,6 +18,8 @@ class ModuleCatalog:
     """Named modules as this frontend knows them; the engine core has the same, by digest."""
 
     def __init__(self, config: "VllmConfig") -> None:
+        self.vectors = VectorMemo()
+        """What requests brought along, in place of a name."""
         self._config = config
         self._modules: dict[str, Module] | None = None
 

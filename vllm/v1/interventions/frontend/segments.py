@@ -43,6 +43,8 @@ class _Addition:
 
     vectors: Vectors
     positions: Positions
+    vector_set: VectorSet | None
+    """What the vectors make by themselves, if somebody made it."""
 
 
 @dataclass(frozen=True)
@@ -80,10 +82,12 @@ class SegmentBuilder:
             "decode": Positions([(self._prompt, END)]),
         }
 
-    def add(self, vectors: Vectors, positions: Positions) -> None:
+    def add(
+        self, vectors: Vectors, positions: Positions, vector_set: VectorSet | None = None
+    ) -> None:
         """Add vectors at some positions."""
         if vectors:
-            self._additions.append(_Addition(vectors, positions))
+            self._additions.append(_Addition(vectors, positions, vector_set))
 
     def add_shared(self, vector_set: VectorSet, scale: float, positions: Positions) -> None:
         """Add a vector set that the engine core has, times `scale`, at some positions."""
@@ -219,10 +223,13 @@ class _Sums:
         acts = np.frombuffer(key, dtype=bool)
         own = acts[: len(self._additions)]
         with np.errstate(over="ignore", invalid="ignore"):  # looked at below
-            inline = add_up(a.vectors for a, on in zip(self._additions, own, strict=True) if on)
+            acting = [a for a, on in zip(self._additions, own, strict=True) if on]
+            inline = add_up(a.vectors for a in acting)
         shared = [s for s, on in zip(self._shared, acts[len(own) :], strict=True) if on]
         with np.errstate(over="ignore", invalid="ignore"):
-            vector_set = vector_set_of(inline, self._shape.hidden_size) if inline else None
+            vector_set = acting[0].vector_set if len(acting) == 1 else None
+            if inline and vector_set is None:
+                vector_set = vector_set_of(inline, self._shape.hidden_size)
             bound = sum(abs(s.scale) * s.vector_set.largest for s in shared)
             bound += vector_set.largest if vector_set is not None else 0.0
             if not bound <= largest_sum(self._shape):

@@ -9,13 +9,14 @@ from vllm.v1.interventions.errors import reject, show
 from vllm.v1.interventions.frontend.module_catalog import ModuleCatalog
 from vllm.v1.interventions.frontend.segments import SegmentBuilder
 from vllm.v1.interventions.frontend.selectors import Prompt, Selector
+from vllm.v1.interventions.frontend.vector_memo import VectorMemo
 from vllm.v1.interventions.ops import parse_ops
 from vllm.v1.interventions.plan import STEERING_FIELDS, TIERS, VECTOR_FIELDS, SteeringPlan, TapShape
 from vllm.v1.interventions.positions import Positions
 from vllm.v1.interventions.sites import need_steered_points
 from vllm.v1.interventions.terms import rows_needed
 from vllm.v1.interventions.values import plain
-from vllm.v1.interventions.vectors import need_number, parse_vectors
+from vllm.v1.interventions.vectors import need_number
 
 MAX_MODULES = 64
 """Most names in a request: a name is a few bytes, what it adds to every run of positions a
@@ -37,7 +38,7 @@ def steering_plan(
     request = _Request(params, prompt, config, shape)
     for tier, field in zip(TIERS, VECTOR_FIELDS, strict=True):
         if getattr(params, field) is not None:
-            request.add_vectors(tier, field)
+            request.add_vectors(tier, field, catalog.vectors)
     if params.steering_modules is not None:
         request.add_modules(params.steering_modules, catalog)
     if params.steering is not None:
@@ -71,10 +72,10 @@ class _Request:
             )
         return positions
 
-    def add_vectors(self, tier: str, field: str) -> None:
+    def add_vectors(self, tier: str, field: str, memo: VectorMemo) -> None:
         phase = self._segments.phases[tier]
-        parsed = parse_vectors(getattr(self._params, field), field, self._shape, self._select)
-        for vectors, positions in parsed:
+        parsed = memo.parse(getattr(self._params, field), field, self._shape, self._select)
+        for vectors, positions, vector_set in parsed:
             need_steered_points(vectors, field, self._config)
             outside = None if positions is None else _first_outside(positions, phase)
             if outside is not None:
@@ -83,7 +84,7 @@ class _Request:
                     f"{field}.{point}.{layer}.positions",
                     f"position {outside} is not among the {tier} positions, where {field} act",
                 )
-            self._segments.add(vectors, phase if positions is None else positions)
+            self._segments.add(vectors, phase if positions is None else positions, vector_set)
 
     def add_modules(self, value: Any, catalog: ModuleCatalog) -> None:
         if not isinstance(value, list | tuple):
