@@ -49,8 +49,8 @@ def test_native_ops_have_the_bits_of_torch(library: Path) -> None:
 
 
 def run_tap(tap: SiteTap, h: torch.Tensor, r: torch.Tensor) -> list[torch.Tensor]:
-    """What a decoder's calls of a tap come to, captured rows included; but for the last row, where
-    each way may leave what nobody wants."""
+    """What a decoder's calls of a tap come to, captured rows included; but for the last row, which
+    nobody wants where places are -1."""
     arena = tap.arena[:-1] if tap.arena is not None else torch.empty(0)
     found: list[torch.Tensor] = []
     for call in (

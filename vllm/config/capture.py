@@ -15,7 +15,7 @@ PROJECTION_ROWS = 1024
 """Rows of all `project` matrices in use at once; a matrix that requests share counts once. A
 request waits until its own have room."""
 
-SCHEMA = 1
+SCHEMA = 2
 """Part of the compile-cache key: raise it when traced tap code or an op's meaning changes."""
 
 OverloadPolicy = Literal["block", "drop"]
@@ -34,7 +34,7 @@ class CaptureConfig:
     """The points that can be captured, of pre_attn, post_attn and post_block. Fewer cost less.
     Does not limit steering."""
 
-    capture_buffer_bytes: int = Field(default=256 << 20, ge=1)
+    capture_buffer_bytes: int = Field(default=512 << 20, ge=1)
     """Device memory for the rows of one step; a GPU takes as much again, from which they leave
     while the next step runs. Prompts whose rows do not fit at once are computed in more, smaller
     steps."""

@@ -23,6 +23,7 @@ def steering_config_of(args: "EngineArgs") -> SteeringConfig:
         max_steering_rows=args.max_steering_rows,
         max_steering_ops=args.max_steering_ops,
         max_request_work=args.max_request_work,
+        single_variant=args.single_variant,
         steering_modules=args.steering_modules,
     )
 

@@ -23,6 +23,9 @@ from vllm.config.steering import POINTS
 from vllm.distributed import tensor_model_parallel_all_reduce
 from vllm.model_executor.layers.steering_terms import TermTables, steer_terms
 
+SPARE_ROWS = 128
+"""Rows of the arena for what nobody wants: writes of many tokens to one row wait for each other."""
+
 
 class PassTap:
     """A tap that does nothing and traces to nothing."""
@@ -89,8 +92,9 @@ class SiteTap:
         terms: what ops other than addition read; None when the engine has none of them.
         slots: int32 [max tokens], the table row of each token; shared by all sites.
         arena: [rows, hidden] in the model's dtype, where captured rows go, shared by all sites;
-            the last row takes those that nobody wants. None when the engine captures nothing.
-        dest: int32 [max tokens], the arena row of each token at this site, -1 for none.
+            its last `SPARE_ROWS` take those that nobody wants. None when the engine captures
+            nothing.
+        dest: int32 [max tokens], the arena row of each token at this site.
     """
 
     def __init__(
@@ -143,8 +147,8 @@ class SiteTap:
     def read(self, h: torch.Tensor) -> None:
         """Capture rows of a stream that is whole in `h`."""
         if self.arena is not None and self.dest is not None:
-            # Plain aten ops again, so Inductor stores the row in the kernel that computes it: a tap
-            # that nobody reads costs no launch. Place -1 wraps around to the last row.
+            # Plain aten ops again, so Inductor stores the row in the kernel that computes it, and a
+            # tap that nobody reads costs no launch.
             places = self.dest[: h.shape[0]]
             self.arena.index_put_((places,), h.to(self.arena.dtype))
 
