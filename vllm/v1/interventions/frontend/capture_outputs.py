@@ -195,6 +195,7 @@ class CompletionCapture:
 
     def _inline_result(self) -> ConsumerResult:
         result = self._results[INLINE]
+        assert result.status is not None
         # Every site has the same rows.
         rows = len(result.payload) * len(next(iter(result.payload.values())))
         row_bytes = self._plan.streams[self._plan.consumers[INLINE].stream].row_bytes

@@ -129,9 +129,13 @@ class ChangeBuilder:
         return self._catalog.get(name, "name")
 
     def layers(self) -> dict[int, tuple[str, ...]]:
-        """Layer -> the points at which it can be steered."""
-        points = self._config.steering_config.steering_points
-        return {n: tuple(p for p in has if p in points) for n, has in self.shape.points.items()}
+        """Layer -> the points at which it can be steered; in an engine that only captures, read."""
+        config, shape = self._config, self._config.tap_shape
+        points = config.steering_config.steering_points
+        if not self.enabled and shape is not None:
+            points = config.capture_config.capture_points
+        shape = shape or self.shape
+        return {n: tuple(p for p in has if p in points) for n, has in shape.points.items()}
 
 
 def _need_tier(value: Any) -> str:
@@ -212,7 +216,7 @@ class Steering:
         return self._call(SteeringCall("state"))[0]
 
     def layers(self) -> dict[int, tuple[str, ...]]:
-        """Layer -> the points at which it can be steered."""
+        """Layer -> the points at which it can be steered; in an engine that only captures, read."""
         return self._changes.layers()
 
     def _make(self, change: Change) -> int:
@@ -310,7 +314,7 @@ class AsyncSteering:
         return await self._call(SteeringCall("state"))
 
     def layers(self) -> dict[int, tuple[str, ...]]:
-        """Layer -> the points at which it can be steered."""
+        """Layer -> the points at which it can be steered; in an engine that only captures, read."""
         return self._changes.layers()
 
     async def _make(self, change: Change) -> int:
