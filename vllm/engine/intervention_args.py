@@ -24,6 +24,7 @@ def steering_config_of(args: "EngineArgs") -> SteeringConfig:
         max_steering_ops=args.max_steering_ops,
         max_request_work=args.max_request_work,
         steering_modules=args.steering_modules,
+        default_steering_modules=args.default_steering_modules,
     )
 
 

@@ -66,6 +66,12 @@ class ChangeBuilder:
         for key, value in tiers.items():
             tier = _need_tier(key)
             path = (fields or {}).get(tier, tier)
+            if isinstance(value, list) or (isinstance(value, Mapping) and "ops" in value):
+                reject(
+                    path,
+                    "a tier has vectors only; operations act on all requests as a module that is "
+                    "named in default_steering_modules",
+                )
             [(vectors, _)] = parse_vectors(value, path, self.shape, no_positions)
             need_steered_points(vectors, path, self._config.steering_config)
             if vectors:
@@ -246,6 +252,7 @@ class AsyncSteering:
     def __init__(self, config: "VllmConfig", catalog: ModuleCatalog, core: "AsyncMPClient") -> None:
         self._changes = ChangeBuilder(config, catalog)
         self._core = core
+        catalog.refresh = self.refresh
 
     async def set(self, vectors: Any, tier: str = "base", replace: bool = False) -> int:
         """Set global vectors of one tier, see `Steering.set`. Returns the version."""

@@ -84,6 +84,8 @@ def resolve(
             "tiers could not act on them exactly; send the whole prompt",
         )
     field = next((f for f in PLAN_FIELDS if getattr(params, f) is not None), None)
+    if field is None and modules.defaults:
+        field = "default_steering_modules"
     if field is None and config.capture_config.captures_all:
         field = "capture"
     if field is None:
@@ -97,7 +99,8 @@ def resolve(
     prompt = Prompt(prompt_token_ids, final_params.max_tokens, tokenizer, work)
     shape = config.tap_shape
     steering = capture = None
-    if any(getattr(params, name) is not None for name in (*STEERING_FIELDS, INHERIT)):
+    asked = any(getattr(params, name) is not None for name in (*STEERING_FIELDS, INHERIT))
+    if asked or modules.defaults:
         if not config.steering_config.enable_steering or shape is None:
             reject(
                 field,
