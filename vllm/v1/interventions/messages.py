@@ -55,8 +55,8 @@ class WorkerStream(msgspec.Struct, frozen=True, array_like=True):
     sites: tuple[int, ...]
     """Indices into the request's `capture_sites`."""
     projection: tuple[tuple[int, ...], int] | None = None
-    """Of each site its matrix' first row in the table of projections, and the number of rows of
-    each matrix; None for rows as they are."""
+    """First row of each site's matrix in the table of projections, and the number of rows that each
+    has; None for rows as they are."""
 
 
 class WorkerRequest(msgspec.Struct, frozen=True):
