@@ -255,6 +255,22 @@ def test_somebody_removes_the_folder(tmp_path: Path, layout: str) -> None:
     assert [r.name for r in reader.open(str(tmp_path / "root"))] == ["b"]
 
 
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_somebody_puts_a_file_in_the_folders_place(tmp_path: Path, layout: str) -> None:
+    """That is not a name that is taken: another `request_id` would not help."""
+    root = tmp_path / "root"
+    with running(root=str(root), layout=layout) as consumer:
+        root.rename(tmp_path / "elsewhere")
+        root.write_text("")
+        result = consumer.ask("a")
+        assert result.status == "error"
+        said = str(result.error)
+        assert "is a file where a folder must be" in said or "Not a directory" in said
+        assert "request_id" not in said
+        root.unlink()
+        assert consumer.ask("a").status == "ok"
+
+
 def test_rows_that_do_not_fit_are_an_error(tmp_path: Path) -> None:
     with running(root=str(tmp_path)) as consumer:
         info = request(request_id="odd")

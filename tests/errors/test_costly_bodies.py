@@ -153,7 +153,10 @@ def costly(chance: random.Random) -> dict[str, Any]:
     match chance.randrange(4):
         case 0:
             hooks = {point: layers for point in POINTS[: chance.randint(1, 3)]}
-            return {"capture": {"inline": {"hooks": hooks, "positions": positions}}}
+            asked = {"hooks": hooks, "positions": positions}
+            by_layer = {"pre_attn": {key: [[1.0] * HIDDEN] for key in ("0-39", *layers)}}
+            several = [asked, {**asked, "project": by_layer}] * min(times, 8)
+            return {"capture": {"inline": chance.choice([asked, asked, several])}}
         case 1:
             tiers = ["steering_vectors", "prefill_steering_vectors", "decode_steering_vectors"]
             return {

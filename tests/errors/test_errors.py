@@ -417,8 +417,12 @@ OTHERS = [
         {"given": "9", "allowed": "[2 3 4]"},
         do=lambda: captured(0).capture_results["inline"].payload["post_block", 0].at(9),  # type: ignore[index]
     ),
-    Case({"given": "outputs"}, do=lambda: stack([], "post_block", [0])),
-    Case({"given": "layers"}, do=lambda: stack([captured(0)], "post_block", [])),
+    Case({}, do=lambda: stack([], "post_block", [0])),
+    Case({"output": "0"}, do=lambda: stack([captured(0)], "post_block", [])),
+    Case(
+        {"output": "1", "rows": "2", "given": "3"},
+        do=lambda: stack([captured(0), captured(0, number=2)], "post_block", position=None),
+    ),
     Case(
         {"output": "0", "given": "lost"},
         do=lambda: stack([captured(0, "error", "lost")], "post_block", [0]),

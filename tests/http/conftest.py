@@ -37,6 +37,7 @@ def options(root: Path) -> tuple[str, ...]:
     """Of the server, beside those of `tests.http.server`."""
     return (
         "--enable-log-requests",
+        "--default-steering-modules=house",
         f"--capture-consumers=filesystem:root={root}",
         "--enable-auto-tool-choice",
         "--tool-call-parser=pythonic",

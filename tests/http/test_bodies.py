@@ -194,8 +194,9 @@ def test_openai_client(server: Server, reference: Reference) -> None:
         for choice in (answer.choices[0], chat.choices[0]):
             assert choice.model_extra is not None
             results = choice.model_extra["capture_results"]
-            rows = read_rows(results["inline"]["payload"])
-            check_rows(Choice(rows=rows, capture_results=results), reference, {LAYER: VECTOR})
+            captures = {"inline": read_rows(results["inline"]["payload"])}
+            made_of_it = Choice(captures=captures, capture_results=results)
+            check_rows(made_of_it, reference, {LAYER: VECTOR})
         streamed = made.completions.create(prompt=PROMPT, extra_body=fields, stream=True, **asked)
         extras = [c.choices[0].model_extra for c in streamed]
         assert any("capture_results" in (extra or {}) for extra in extras)

@@ -17,6 +17,11 @@ SCHEMA = 2
 """Part of the compile-cache key: raise it when traced tap code or an op's meaning changes."""
 
 
+MAX_MODULES = 64
+"""Most modules that a request may name: a name is a few bytes, what it adds to every run of
+positions a megabyte."""
+
+
 def refuse_unknown(option: str, given: Iterable[str], allowed: Sequence[str]) -> None:
     """Raise a ValueError for entries of the list `option` that are not allowed."""
     if unknown := sorted(set(given) - set(allowed)):
@@ -63,11 +68,16 @@ class SteeringConfig:
     steering_modules: list[str] = Field(default_factory=list)
     """Named vectors to load at start-up, as `name=path` (.safetensors, .gguf or .npz)."""
 
+    default_steering_modules: list[str] = Field(default_factory=list, max_length=MAX_MODULES)
+    """Names of modules that act on every request while they are registered, unless it names them
+    itself or has `steering_inherit_global=False`."""
+
     def __post_init__(self) -> None:
         refuse_unknown("steering_points", self.steering_points, POINTS)
         refuse_unknown("steering_families", self.steering_families, FAMILIES)
-        if self.steering_modules and not self.enable_steering:
-            raise ValueError("steering_modules: needs enable_steering (--enable-steering)")
+        for option in ("steering_modules", "default_steering_modules"):
+            if getattr(self, option) and not self.enable_steering:
+                raise ValueError(f"{option}: needs enable_steering (--enable-steering)")
 
     @property
     def has_ops(self) -> bool:

@@ -25,6 +25,7 @@ def steering_config_of(args: "EngineArgs") -> SteeringConfig:
         max_request_work=args.max_request_work,
         single_variant=args.single_variant,
         steering_modules=args.steering_modules,
+        default_steering_modules=args.default_steering_modules,
     )
 
 

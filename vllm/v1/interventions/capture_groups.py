@@ -11,7 +11,8 @@ from vllm.v1.interventions.messages import WorkerRequest, WorkerStream
 from vllm.v1.interventions.plan import Site
 
 _Asked = tuple[tuple[Site, ...], tuple[WorkerStream, ...]]
-_Key = tuple[tuple[int, ...], int, tuple[tuple[tuple[int, ...], tuple[int, int] | None], ...]]
+_Projection = tuple[tuple[int, ...], int]
+_Key = tuple[tuple[int, ...], int, tuple[tuple[tuple[int, ...], _Projection | None], ...]]
 
 
 class LocalStream(NamedTuple):
@@ -20,9 +21,9 @@ class LocalStream(NamedTuple):
     places: tuple[int, ...]
     """Indices into the group's sites; sites of other pipeline stages are left out."""
     runs: list[tuple[int, int]]
-    """`places` as runs of neighbours in the arena: (first index, number)."""
-    projection: tuple[int, int] | None
-    """First row and number of rows in the table of projections; None for rows as they are."""
+    """`places` as runs of neighbours in the arena with one matrix: (first index, number)."""
+    projection: _Projection | None
+    """As in `WorkerStream`, of the sites in `places`."""
 
 
 class CaptureGroup:
@@ -33,10 +34,15 @@ class CaptureGroup:
         self.sites = np.array(sites, dtype=np.int64)
         """int64: the worker's index of each site. Rows of the first `num_raw` leave the device as
         they are, of the others only scores do."""
-        self.streams = [LocalStream(at, self._runs(at), matrix) for at, matrix in streams]
+        self.streams = [LocalStream(at, self._runs(at, used), used) for at, used in streams]
 
-    def _runs(self, places: tuple[int, ...]) -> list[tuple[int, int]]:
-        groups = groupby(enumerate(places), lambda p: (p[1] - p[0], p[1] < self.num_raw))
+    def _runs(
+        self, places: tuple[int, ...], projection: _Projection | None
+    ) -> list[tuple[int, int]]:
+        firsts = projection[0] if projection is not None else (0,) * len(places)
+        groups = groupby(
+            enumerate(places), lambda p: (p[1] - p[0], p[1] < self.num_raw, firsts[p[0]])
+        )
         runs = [[place for _, place in group] for _, group in groups]
         return [(run[0], len(run)) for run in runs]
 
@@ -70,8 +76,17 @@ class CaptureGroups:
                 tuple(self._sites[request.capture_sites[i]] for i in own),
                 len(raw & place.keys()),
                 tuple(
-                    (tuple(place[i] for i in s.sites if i in place), s.projection) for s in streams
+                    (tuple(place[i] for i in s.sites if i in place), _local(s, place))
+                    for s in streams
                 ),
             )
         )
         return group
+
+
+def _local(stream: WorkerStream, place: dict[int, int]) -> _Projection | None:
+    """The projection of those of a stream's sites that have a place on this worker."""
+    if stream.projection is None:
+        return None
+    firsts, size = stream.projection
+    return tuple(n for i, n in zip(stream.sites, firsts, strict=True) if i in place), size

@@ -19,4 +19,5 @@ row_collector.py      gathers the rows of one completion for `inline`
 row_pieces.py         where rows came to lie, and what joins them when they are read
 capture_link.py       how captures reach the engine core
 sending.py            requests on their way to the engine core
+progress.py           what an offline run shows beside the prompts
 """

@@ -8,7 +8,7 @@ from vllm.pooling_params import PoolingParams
 from vllm.sampling_params import BeamSearchParams, SamplingParams
 from vllm.tokenizers import TokenizerLike
 from vllm.v1.capture.consumer import RequestInfo
-from vllm.v1.capture.registry import INLINE
+from vllm.v1.capture.registry import is_inline
 from vllm.v1.capture.transport.feed import request_info, reserved_bytes
 from vllm.v1.interventions.errors import reject
 from vllm.v1.interventions.frontend.capture_request import parse_capture
@@ -84,6 +84,8 @@ def resolve(
             "tiers could not act on them exactly; send the whole prompt",
         )
     field = next((f for f in PLAN_FIELDS if getattr(params, f) is not None), None)
+    if field is None and modules.defaults:
+        field = "default_steering_modules"
     if field is None and config.capture_config.captures_all:
         field = "capture"
     if field is None:
@@ -97,7 +99,8 @@ def resolve(
     prompt = Prompt(prompt_token_ids, final_params.max_tokens, tokenizer, work)
     shape = config.tap_shape
     steering = capture = None
-    if any(getattr(params, name) is not None for name in (*STEERING_FIELDS, INHERIT)):
+    asked = any(getattr(params, name) is not None for name in (*STEERING_FIELDS, INHERIT))
+    if asked or modules.defaults:
         if not config.steering_config.enable_steering or shape is None:
             reject(
                 field,
@@ -140,17 +143,15 @@ def _capture(
             f"{at_once} position{'s' if at_once > 1 else ''} at once need {needed} bytes, the "
             f"engine has capture_buffer_bytes={config.capture_config.capture_buffer_bytes}",
         )
-    hold = bool(params.stop)
-    for name, spec in specs.items():
-        if name not in plan.consumers:
-            continue
+    hold, inline_bytes = bool(params.stop), 0
+    for name in plan.consumers:
         info = request_info("", plan, name, prompt.token_ids)
-        if name == INLINE:
+        if is_inline(name):
             limit = config.capture_config.capture_inline_max_bytes
-            num_bytes = info.max_bytes * (params.n or 1)
-            _need_room(name, num_bytes, info, "capture_inline_max_bytes", limit)
+            inline_bytes += info.max_bytes * (params.n or 1)
+            _need_room(name, inline_bytes, info, "capture_inline_max_bytes", limit)
             continue
-        limits = spec.limits
+        limits = specs[name].limits
         _need_room(name, info.max_bytes, info, "max_request_bytes", limits.max_request_bytes)
         reserved = reserved_bytes(info, plan, name, hold)
         _need_room(name, reserved, info, "pending_bytes", limits.pending_bytes)

@@ -3,7 +3,7 @@
 
 from typing import Any
 
-from vllm.config.steering import SteeringConfig
+from vllm.config.steering import MAX_MODULES, SteeringConfig
 from vllm.sampling_params import SamplingParams
 from vllm.v1.interventions.errors import reject, show
 from vllm.v1.interventions.frontend.module_catalog import ModuleCatalog
@@ -17,10 +17,7 @@ from vllm.v1.interventions.sites import need_steered_points
 from vllm.v1.interventions.terms import rows_needed
 from vllm.v1.interventions.values import plain
 from vllm.v1.interventions.vectors import need_number
-
-MAX_MODULES = 64
-"""Most names in a request: a name is a few bytes, what it adds to every run of positions a
-megabyte."""
+from vllm.v1.steering.modules import Module
 
 
 def steering_plan(
@@ -39,8 +36,7 @@ def steering_plan(
     for tier, field in zip(TIERS, VECTOR_FIELDS, strict=True):
         if getattr(params, field) is not None:
             request.add_vectors(tier, field, catalog.vectors)
-    if params.steering_modules is not None:
-        request.add_modules(params.steering_modules, catalog)
+    request.add_modules(catalog)
     if params.steering is not None:
         request.add_ops(params.steering)
     return request.plan()
@@ -57,6 +53,8 @@ class _Request:
         self._config = config
         self._shape = shape
         self._segments = SegmentBuilder(shape, len(prompt.token_ids), prompt.work)
+        self._given = [field for field in STEERING_FIELDS if getattr(params, field) is not None]
+        self._defaults: dict[str, Module] = {}
 
     def _select(self, value: Any, path: str) -> Positions:
         selector = Selector(self._prompt)
@@ -86,7 +84,26 @@ class _Request:
                 )
             self._segments.add(vectors, phase if positions is None else positions, vector_set)
 
-    def add_modules(self, value: Any, catalog: ModuleCatalog) -> None:
+    def add_modules(self, catalog: ModuleCatalog) -> None:
+        """Add the modules that act by default, then those that the request names."""
+        named = self._named_modules(catalog) if "steering_modules" in self._given else []
+        if self._inherit():
+            names = [name for _, name, _ in named]
+            self._defaults = {n: m for n, m in catalog.defaults.items() if n not in names}
+        by_default = [("default_steering_modules", name, 1.0) for name in self._defaults]
+        for path, name, scale in by_default + named:
+            module = self._defaults.get(name) or catalog.get(name, path)
+            for vector_set, tier in ((module.prefill, "prefill"), (module.decode, "decode")):
+                if vector_set is not None:
+                    self._segments.add_shared(vector_set, scale, self._segments.phases[tier])
+            prompt = len(self._prompt.token_ids)
+            self._segments.operate(
+                [op.for_request(scale, path, prompt, self._shape) for op in module.ops]
+            )
+
+    def _named_modules(self, catalog: ModuleCatalog) -> list[tuple[str, str, float]]:
+        """What the request names: (path, name, scale)."""
+        value, named = self._params.steering_modules, []
         if not isinstance(value, list | tuple):
             reject("steering_modules", f"must be a list of names, got {show(value)}")
         if len(value) > MAX_MODULES:
@@ -98,14 +115,9 @@ class _Request:
                 if len(entry) != 2:
                     reject(path, f"must be a name or (name, scale), has {len(entry)} entries")
                 name, scale = entry[0], need_number(entry[1], f"{path}[1]")
-            module = catalog.get(name, path)
-            for vector_set, tier in ((module.prefill, "prefill"), (module.decode, "decode")):
-                if vector_set is not None:
-                    self._segments.add_shared(vector_set, scale, self._segments.phases[tier])
-            prompt = len(self._prompt.token_ids)
-            self._segments.operate(
-                [op.for_request(scale, path, prompt, self._shape) for op in module.ops]
-            )
+            catalog.get(name, path)
+            named.append((path, name, scale))
+        return named
 
     def add_ops(self, value: Any) -> None:
         families = frozenset(self._config.steering_families)
@@ -118,7 +130,7 @@ class _Request:
 
     def plan(self) -> SteeringPlan:
         config = self._config
-        given = [field for field in STEERING_FIELDS if getattr(self._params, field) is not None]
+        given = self._given + ["default_steering_modules"] * bool(self._defaults)
         path = " + ".join(given) or "steering_inherit_global"
         if self._segments.most_ops() > config.max_steering_ops:
             reject(
@@ -136,7 +148,7 @@ class _Request:
             )
         end = len(self._prompt.token_ids) + self._prompt.max_tokens - 1
         acting = [s.first for s in plan.segments if s.vector_sum or s.program]
-        if acting and acting[0] >= end:
+        if self._given and acting and acting[0] >= end:
             reject(path, "can act on no position: with max_tokens=1 no generated token is fed back")
         return plan
 

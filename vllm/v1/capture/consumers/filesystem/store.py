@@ -185,7 +185,11 @@ class LocalStore(Store):
             return
         if not folder.parent.is_dir():
             self._make_folder(folder.parent)
-        folder.mkdir(exist_ok=True)
+        try:
+            folder.mkdir(exist_ok=True)
+        except FileExistsError as error:  # which would else be taken for a request's name
+            reason = "is a file where a folder must be"
+            raise NotADirectoryError(errno.ENOTDIR, reason, str(folder)) from error
         _sync(folder.parent)
         self._durable.add(folder)
 
