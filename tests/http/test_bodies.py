@@ -101,6 +101,16 @@ def test_a_stream_brings_the_rows_as_they_appear(
     assert chunks[-1].capture_status == {"inline": "ok"}
 
 
+def test_prompts_of_one_body_share_what_a_request_may_cost(server: Server) -> None:
+    body = greedy(max_tokens=1, steering_vectors={"post_block": {LAYER: VECTOR.tolist()}})
+    few = server.post("/v1/completions", {**body, "prompt": [[5, 6]] * 3})
+    assert few.status_code == 200 and len(few.json()["choices"]) == 3
+    many = server.post("/v1/completions", {**body, "prompt": [[5, 6]] * 20_000})
+    assert many.status_code == 400
+    assert many.json()["error"]["param"] == "steering_vectors"
+    assert "past max_request_work=8388608" in many.json()["error"]["message"]
+
+
 def test_choices_have_their_own_rows(client: SteeringClient) -> None:
     """Several prompts, several samples, echo, logprobs and stop strings."""
     prompts = [PROMPT, "We saw"]

@@ -57,8 +57,9 @@ class SteeringConfig:
 
     max_request_work: int = Field(default=1 << 23, ge=1 << 10)
     """Work that the fields of one request may come to, those of capture included, in units of about
-    0.1 us: an entry of `positions` is 16, a segment 256, a searched character 1, a kilobyte of
-    vectors 32 (times `n`)."""
+    0.1 us: an entry of `positions` is 16, a segment 256, a searched character 1, an entry of a list
+    of operations 8, a kilobyte of vectors that are added up 32, and one of what is sent to the
+    engine 32, times `n`. Prompts of one body share it."""
 
     single_variant: bool = False
     """Run all steps by the variant of the model with taps, of those that nobody steers or captures

@@ -3,6 +3,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import fields, is_dataclass
+from functools import partial
 from math import isfinite
 from pathlib import PurePath
 from typing import TYPE_CHECKING, Any
@@ -20,9 +21,18 @@ from vllm.v1.interventions.errors import describe
 from .packed import pack
 
 if TYPE_CHECKING:
-    from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionResponse
-    from vllm.entrypoints.openai.completion.protocol import CompletionResponse
+    from vllm.entrypoints.openai.chat_completion.protocol import (
+        ChatCompletionResponse,
+        ChatCompletionStreamResponse,
+    )
+    from vllm.entrypoints.openai.completion.protocol import (
+        CompletionResponse,
+        CompletionStreamResponse,
+    )
     from vllm.outputs import CompletionOutput
+
+    Response = CompletionResponse | ChatCompletionResponse
+    Chunk = CompletionStreamResponse | ChatCompletionStreamResponse
 
 
 def add_capture_results(choice: BaseModel, output: "CompletionOutput") -> None:
@@ -61,18 +71,22 @@ class ShownResults(BaseModel):
         return {name: _result(result, self._finished) for name, result in self._results.items()}
 
 
-def has_captured(response: "CompletionResponse | ChatCompletionResponse") -> bool:
+def has_captured(response: "Response | Chunk") -> bool:
     """Tell whether a choice of a response has results."""
     return any("capture_results" in (c.model_extra or {}) for c in response.choices)
 
 
-async def written(
-    response: "CompletionResponse | ChatCompletionResponse", headers: Mapping[str, str] | None
-) -> JSONResponse:
+async def written(response: "Response", headers: Mapping[str, str] | None) -> JSONResponse:
     """Write a response in a thread: rows of many megabytes would hold up all other requests."""
     return await run_in_threadpool(
         lambda: JSONResponse(content=response.model_dump(), headers=headers)
     )
+
+
+async def written_chunk(chunk: "Chunk") -> str:
+    """Write a chunk of a streamed response; one with results in a thread, as `written`."""
+    write = partial(chunk.model_dump_json, exclude_unset=True)
+    return await run_in_threadpool(write) if has_captured(chunk) else write()
 
 
 def has_rows(output: "CompletionOutput") -> bool:

@@ -31,16 +31,18 @@ async def intervene(
     request_id: str,
     params: SamplingParams | BeamSearchParams,
     prompt: "EngineInput",
-    number: int | None = None,
+    number: int = 0,
+    num_prompts: int = 1,
 ) -> None:
     """Put what a body asks of steering and capture into `params`.
 
     Where the response is streamed, all of it is checked here: an error of the engine would come
-    after a 200.
+    after a 200. So it is for several prompts: they have the limits of one together.
 
     Args:
         number: which prompt of a body with several this is, so that what a consumer writes of each
             gets a name of its own.
+        num_prompts: how many the body has.
 
     Raises:
         ValueError: a field is wrong; the message has its path.
@@ -53,15 +55,15 @@ async def intervene(
     engine = cast("AsyncLLM", serving.engine_client)
     processor = engine.input_processor
     await processor.plan_threads.run(set_plan_fields, params, asked)
-    if number is not None and isinstance(params.capture, Mapping):
+    if num_prompts > 1 and isinstance(params.capture, Mapping):
         params.capture = NumberedCapture(params.capture, number)
     if params.steering_modules is not None:
         await engine.steering.refresh()
-    if request.stream or serving.request_logger is not None:
+    if request.stream or num_prompts > 1 or serving.request_logger is not None:
         token_ids = serving._extract_prompt_components(prompt).token_ids
         plan = await processor.plan_threads.run(
             resolve, params, params, token_ids, False, engine.vllm_config, processor.tokenizer,
-            processor.modules,
+            processor.modules, num_prompts,
         )  # fmt: skip
         if serving.request_logger is not None and plan is not None:
             logger.info("Request %s: %s", printable(request_id), described(plan))

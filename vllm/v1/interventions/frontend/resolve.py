@@ -25,6 +25,7 @@ from vllm.v1.interventions.plan import (
     TapShape,
 )
 from vllm.v1.interventions.sites import need_captured_points
+from vllm.v1.serial_utils import MsgpackEncoder
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -60,6 +61,7 @@ def resolve(
     config: "VllmConfig",
     tokenizer: TokenizerLike | None,
     modules: ModuleCatalog,
+    num_prompts: int = 1,
 ) -> Plan | None:
     """What `params` asks for, checked and composed; None if it asks for nothing.
 
@@ -71,6 +73,7 @@ def resolve(
         config: of the engine; `tap_shape` says what the model offers.
         tokenizer: None with `skip_tokenizer_init`.
         modules: what the names in `steering_modules` mean now.
+        num_prompts: how many prompts came in the same body; limits are for all of them.
 
     Raises:
         ValueError: with the path of the field, see docs/errors.md.
@@ -95,7 +98,8 @@ def resolve(
     if prompt_token_ids is None:
         reject(field, "is not supported for prompts given as embeddings; send tokens or text")
     assert final_params is not None and final_params.max_tokens is not None
-    work = Work(config.steering_config.max_request_work)
+    n = params.n or 1
+    work = Work(config.steering_config.max_request_work, n, num_prompts)
     prompt = Prompt(prompt_token_ids, final_params.max_tokens, tokenizer, work)
     shape = config.tap_shape
     steering = capture = None
@@ -108,9 +112,6 @@ def resolve(
                 "(--enable-steering)",
             )
         steering = steering_plan(params, prompt, config.steering_config, shape, modules)
-        vectors = sum(len(one.data) for one in steering.sets)
-        vectors += sum(len(term.vector) + len(term.probe) for term in steering.terms)
-        work.charge(vectors * (params.n or 1) >> 10, Unit.KILOBYTE, field)  # each is sent its own
     if params.capture is not None or config.capture_config.captures_all:
         if not config.capture_config.enabled or shape is None:
             reject(
@@ -119,7 +120,11 @@ def resolve(
                 "(--capture-consumers inline)",
             )
         capture = _capture(params, prompt, config, shape)
-    return Plan(steering=steering, capture=capture)
+    plan = Plan(steering=steering, capture=capture)
+    # Each completion is sent its own. All that is in it counts, whichever field it is of.
+    num_bytes = n * sum(map(len, MsgpackEncoder().encode(plan)))
+    work.charge(num_bytes >> 10, Unit.KILOBYTE, field)
+    return plan
 
 
 def _capture(
@@ -148,7 +153,7 @@ def _capture(
         info = request_info("", plan, name, prompt.token_ids)
         if is_inline(name):
             limit = config.capture_config.capture_inline_max_bytes
-            inline_bytes += info.max_bytes * (params.n or 1)
+            inline_bytes += info.max_bytes * prompt.work.completions
             _need_room(name, inline_bytes, info, "capture_inline_max_bytes", limit)
             continue
         limits = specs[name].limits

@@ -10,6 +10,7 @@ from vllm.v1.interventions.frontend.module_catalog import ModuleCatalog
 from vllm.v1.interventions.frontend.segments import SegmentBuilder
 from vllm.v1.interventions.frontend.selectors import Prompt, Selector
 from vllm.v1.interventions.frontend.vector_memo import VectorMemo
+from vllm.v1.interventions.frontend.work import Unit
 from vllm.v1.interventions.ops import parse_ops
 from vllm.v1.interventions.plan import STEERING_FIELDS, TIERS, VECTOR_FIELDS, SteeringPlan, TapShape
 from vllm.v1.interventions.positions import Positions
@@ -96,6 +97,7 @@ class _Request:
             for vector_set, tier in ((module.prefill, "prefill"), (module.decode, "decode")):
                 if vector_set is not None:
                     self._segments.add_shared(vector_set, scale, self._segments.phases[tier])
+            self._prompt.work.charge(len(module.ops), Unit.SEGMENT, path)
             prompt = len(self._prompt.token_ids)
             self._segments.operate(
                 [op.for_request(scale, path, prompt, self._shape) for op in module.ops]
