@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, cast
 
 import numpy as np
 
+from vllm.entrypoints.compat.peers import refuse_peer_fields
 from vllm.logger import init_logger
 from vllm.sampling_params import BeamSearchParams, SamplingParams
 from vllm.v1.interventions.errors import printable
@@ -33,7 +34,7 @@ async def intervene(
     prompt: "EngineInput",
     number: int | None = None,
 ) -> None:
-    """Put what a body asks of steering and capture into `params`.
+    """Put what a body asks of steering and capture into `params`; refuse what it asks other tools.
 
     Where the response is streamed, all of it is checked here: an error of the engine would come
     after a 200.
@@ -45,12 +46,13 @@ async def intervene(
     Raises:
         ValueError: a field is wrong; the message has its path.
     """
+    engine = cast("AsyncLLM", serving.engine_client)
+    refuse_peer_fields(request.model_extra, request.vllm_xargs, engine.vllm_config)
     asked = asked_fields(request)
     if not asked:
         return
     if isinstance(params, BeamSearchParams):
         refuse_beams(asked)
-    engine = cast("AsyncLLM", serving.engine_client)
     processor = engine.input_processor
     await processor.plan_threads.run(set_plan_fields, params, asked)
     if number is not None and isinstance(params.capture, Mapping):

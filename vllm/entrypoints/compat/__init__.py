@@ -1,0 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Doors for the users of other tools (docs/coming-from.md).
+
+* `peers.py`: what other tools' requests say, and which of our fields does it; always on.
+"""
