@@ -60,6 +60,13 @@ def only(rows: Rows, where: Any, edit: Edit) -> Rows:
     return changed
 
 
+def placed(rows: Rows, added: Mapping[int, torch.Tensor]) -> Rows:
+    changed = rows.clone()
+    for position, delta in added.items():
+        changed[position] += delta
+    return changed
+
+
 def along(rows: Rows, direction: torch.Tensor) -> Rows:
     return (rows @ direction.double())[:, None]
 
@@ -111,11 +118,27 @@ CALLS: dict[tuple[str, str], list[Call]] = {
             },
         )
     ],
-    ("vLLM-Lens", "`position_indices`"): [
+    ("vLLM-Lens", "`activations` of three dimensions, `position_indices`"): [
         Call(
-            {"steering_vectors": at(LAYER, positions=[0, 4])},
-            {LAYER: lambda rows: only(rows, [0, 4], add(1.0))},
-        )
+            {"steering": [op("add", values=torch.stack([W, V]), positions=[4, 0], scale=0.6)]},
+            {LAYER: lambda rows: placed(rows, {4: 0.6 * W.double(), 0: 0.6 * V.double()})},
+        ),
+        Call(
+            {
+                "steering": [
+                    op("norm_match", values=torch.stack([W, V]), positions=[4, 0], scale=2.0)
+                ]
+            },
+            {
+                LAYER: lambda rows: placed(
+                    rows,
+                    {
+                        4: 2.0 * rows[4].norm() * W.double() / W.double().norm(),
+                        0: 2.0 * rows[0].norm() * V.double() / V.double().norm(),
+                    },
+                )
+            },
+        ),
     ],
     ("vLLM-Hook and MIA", "`hidden_states.layers` N (from 1), `mode: last_token`"): [
         Call(
@@ -135,6 +158,12 @@ CALLS: dict[tuple[str, str], list[Call]] = {
         Call(
             {"steering": [op("pin", direction=U, value=6.0)]},
             {LAYER: lambda rows: rows + (6.0 - along(rows, U)) * U.double()},
+        )
+    ],
+    ("vLLM-Hook and MIA", "the same with a `dir` of another length L"): [
+        Call(
+            {"steering": [op("pin", direction=V, value=6.0 / 24.0, strength=24.0 * 24.0)]},
+            {LAYER: lambda rows: rows + (6.0 - along(rows, V)) * V.double()},
         )
     ],
     (
@@ -161,6 +190,16 @@ CALLS: dict[tuple[str, str], list[Call]] = {
             {"steering": [op("pin", direction=U, value=-7.0)]},
             {LAYER: to(lambda p: torch.full_like(p, -7.0))},
         )
+    ],
+    ("RhizoNymph/vllm", "`strength` of a clamp"): [
+        Call(
+            {"steering": [op("clamp", direction=U, lo=20.0, strength=0.5)]},
+            {LAYER: to(lambda p: p + 0.5 * (p.clamp(min=20.0) - p))},
+        ),
+        Call(
+            {"steering": [op("pin", direction=U, value=-9.0, strength=1.5)]},
+            {LAYER: to(lambda p: p + 1.5 * (-9.0 - p))},
+        ),
     ],
     ("RhizoNymph/vllm", "`steering_name`, `steering_module_ref`"): [
         Call({"steering_modules": [("happy", 0.4), "happy"]}, {LAYER: add(1.4)})
@@ -189,6 +228,16 @@ CALLS: dict[tuple[str, str], list[Call]] = {
             {LAYER: lambda rows: rows - along(rows, V) * V.double() / (V.double() @ V.double())},
         )
     ],
+    ("EasySteer", "`replace`"): [
+        Call(
+            {"steering": [op("replace", values=ROW, positions="predicting")]},
+            {
+                LAYER: lambda rows: only(
+                    rows, slice(len(PROMPT) - 1, None), lambda r: ROW.double().expand_as(r)
+                )
+            },
+        )
+    ],
     ("EasySteer", "`prompt_positions`, `prompt_tokens`"): [
         Call(
             {"steering_vectors": at(LAYER, positions=[2, -1])},
@@ -207,6 +256,26 @@ CALLS: dict[tuple[str, str], list[Call]] = {
         Call(
             {"decode_steering_vectors": at(LAYER)},
             {LAYER: lambda rows: only(rows, AFTER, add(1.0))},
+        )
+    ],
+    ("EasySteer", "`generation_window`, `generation_positions`"): [
+        Call(
+            {"steering_vectors": at(LAYER, positions={"start": 0, "stop": 1, "of": "generated"})},
+            {LAYER: lambda rows: only(rows, [len(PROMPT)], add(1.0))},
+        ),
+        Call(
+            {"decode_steering_vectors": at(LAYER, positions={"at": [1], "of": "generated"})},
+            {LAYER: lambda rows: only(rows, [len(PROMPT) + 1], add(1.0))},
+        ),
+    ],
+    ("EasySteer", "`exclude_positions`"): [
+        Call(
+            {"steering_vectors": at(LAYER, positions=["all", {"except": [0, {"at": [2]}]}])},
+            {
+                LAYER: lambda rows: only(
+                    rows, [i for i in range(len(rows)) if i not in (0, 2)], add(1.0)
+                )
+            },
         )
     ],
     ("EasySteer", "`conflict: sequential`"): [

@@ -103,9 +103,8 @@ class _Request:
                 if vector_set is not None:
                     self._segments.add_shared(vector_set, scale, self._segments.phases[tier])
             prompt = len(self._prompt.token_ids)
-            self._segments.operate(
-                [op.for_request(scale, path, prompt, self._shape) for op in module.ops]
-            )
+            ops = [op.for_request(scale, path, prompt, self._shape) for op in module.ops]
+            self._segments.operate(ops, self._config)
 
     def add_ops(self, value: Any) -> None:
         families = frozenset(self._config.steering_families)
@@ -114,7 +113,7 @@ class _Request:
         )
         for i, op in enumerate(ops):
             need_steered_points(op.sites, f"steering[{i}]", self._config)
-        self._segments.operate(ops)
+        self._segments.operate(ops, self._config)
 
     def plan(self) -> SteeringPlan:
         config = self._config
