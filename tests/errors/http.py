@@ -14,7 +14,7 @@ from starlette.datastructures import Headers
 
 from tests.errors.case import Case, path
 from tests.support.plans import HIDDEN, SHAPE, config_of
-from vllm.entrypoints.compat.peers import refuse_peer_fields
+from vllm.entrypoints.compat.peers import refuse_peer_args
 from vllm.entrypoints.serve.steering.access import SteeringAccess
 from vllm.entrypoints.serve.steering.api_router import layers, register, set_tiers
 from vllm.entrypoints.serve.steering.body import refuse_beams, refuse_unserved
@@ -95,7 +95,7 @@ HTTP = [
     ),
     Case(
         path("vllm_xargs.steer", "vLLM-Hook", anchor="vllm-hook-and-mia"),
-        do=lambda: refuse_peer_fields(None, {"steer": "{}"}, config_of()),
+        do=lambda: refuse_peer_args({"steer": "{}"}, config_of(), "vllm_xargs."),
     ),
     # Packed arrays.
     Case(path("p", allowed="shape"), do=packed(shape=None)),

@@ -21,6 +21,7 @@ from tests.errors.consumers import CONSUMERS
 from tests.errors.files import FILES
 from tests.errors.filesystem import FILESYSTEM
 from tests.errors.http import HTTP
+from tests.errors.lens import LENS
 from tests.errors.page import MESSAGES, PATTERNS
 from tests.errors.project import PROJECT
 from tests.errors.steering import STEERING
@@ -442,7 +443,7 @@ OTHERS = [
 ]
 
 
-CASES = REQUESTS + OTHERS + STEERING + FILES + CONSUMERS + PROJECT + FILESYSTEM
+CASES = REQUESTS + OTHERS + STEERING + FILES + CONSUMERS + PROJECT + FILESYSTEM + LENS
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: str(case.says)[:70])

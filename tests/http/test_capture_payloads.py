@@ -14,6 +14,7 @@ import pytest
 import torch
 from pydantic import BaseModel, ConfigDict
 
+from vllm.entrypoints.openai.completion.protocol import CompletionRequest
 from vllm.entrypoints.serve.steering import capture_results
 from vllm.entrypoints.serve.steering.capture_results import (
     add_capture_results,
@@ -128,10 +129,11 @@ def test_rows_are_written_in_a_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     )
     add_capture_results(captures, output)
     response: Any = Response(choices=[plain, captures])
+    asked = CompletionRequest.model_validate({"prompt": "x"})
     assert not packed_by
     assert has_captured(response)
     assert not has_captured(Response(choices=[plain]))  # type: ignore[arg-type]
-    answer = asyncio.run(written(response, {"of": "upstream"}))
+    answer = asyncio.run(written(response, asked, {"of": "upstream"}))
     assert packed_by and threading.get_ident() not in packed_by
     assert answer.headers["of"] == "upstream"
     assert json.loads(bytes(answer.body)) == json.loads(response.model_dump_json())

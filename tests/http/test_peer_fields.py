@@ -14,7 +14,6 @@ from tests.http.server import Server, greedy
 from tests.support.plans import config_of
 from vllm.entrypoints.compat import peers
 from vllm.entrypoints.compat.peers import ARGS, FIELDS, refuse_peer_args, refuse_peer_fields
-from vllm.sampling_params import SamplingParams
 from vllm.v1.interventions.errors import InterventionError
 
 pytestmark = pytest.mark.full
@@ -74,17 +73,17 @@ def test_an_engine_without_steering_and_capture_stays_upstreams(named: str) -> N
     fields = dict(BODIES[named])
     xargs = fields.pop("vllm_xargs", None)
     plain = config_of(steering=False, capture=False)
-    refuse_peer_fields(fields, xargs, plain)
-    refuse_peer_args(SamplingParams(extra_args=xargs), plain)
+    refuse_peer_fields(fields, plain)
+    refuse_peer_args(xargs, plain)
     for config in (config_of(capture=False), config_of(steering=False)):  # the twins
         with pytest.raises(InterventionError):
-            refuse_peer_fields(fields, xargs, config)
+            refuse_peer_fields(fields, config)
+            refuse_peer_args(xargs, config)
 
 
 @pytest.mark.quick
 def test_keys_of_a_plug_in_that_is_loaded_are_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    params = SamplingParams(extra_args={"output_residual_stream": [1]})
-    hook = SamplingParams(extra_args={"steer": {}})
+    params, hook = {"output_residual_stream": [1]}, {"steer": "{}"}
     monkeypatch.setitem(peers.sys.modules, "vllm_lens._activations_plugin", peers)
     monkeypatch.delenv("VLLM_LENS_DISABLE", raising=False)
     refuse_peer_args(params, config_of())

@@ -63,6 +63,10 @@ class SteeringConfig:
     steering_modules: list[str] = Field(default_factory=list)
     """Named vectors to load at start-up, as `name=path` (.safetensors, .gguf or .npz)."""
 
+    compat: list[str] = Field(default_factory=list)
+    """Tools whose requests are answered as well, of lens (vLLM-Lens), with what they need turned
+    on. See docs/coming-from.md."""
+
     def __post_init__(self) -> None:
         refuse_unknown("steering_points", self.steering_points, POINTS)
         refuse_unknown("steering_families", self.steering_families, FAMILIES)

@@ -15,6 +15,10 @@ if TYPE_CHECKING:
 
 def steering_config_of(args: "EngineArgs") -> SteeringConfig:
     """Make the steering config of the engine arguments."""
+    if args.compat:
+        from vllm.entrypoints.compat.doors import open_doors
+
+        open_doors(args)
     return SteeringConfig(
         enable_steering=args.enable_steering,
         max_steering_configs=args.max_steering_configs,
@@ -25,6 +29,7 @@ def steering_config_of(args: "EngineArgs") -> SteeringConfig:
         max_request_work=args.max_request_work,
         single_variant=args.single_variant,
         steering_modules=args.steering_modules,
+        compat=args.compat,
     )
 
 

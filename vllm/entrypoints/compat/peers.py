@@ -10,7 +10,6 @@ import sys
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from vllm.sampling_params import SamplingParams
 from vllm.v1.interventions.errors import reject
 
 if TYPE_CHECKING:
@@ -88,35 +87,35 @@ def said(foreign: Foreign) -> str:
     )
 
 
-def refuse_peer_args(params: Any, config: "VllmConfig") -> None:
+def refuse_peer_args(
+    args: Mapping[str, Any] | None, config: "VllmConfig", path: str = "extra_args."
+) -> None:
     """Refuse keys of `SamplingParams.extra_args` that another tool would read.
 
-    An engine without steering and capture, and other parameters, are left alone.
+    An engine without steering and capture is left alone.
+
+    Args:
+        path: what stands before a key in errors.
 
     Raises:
         ValueError: there is such a key; the message names it, and ours.
     """
-    if isinstance(params, SamplingParams) and params.extra_args and _serves(config):
-        _refuse(params.extra_args, "extra_args.", ARGS)
+    if args and _serves(config):
+        _refuse(args, path, ARGS)
 
 
-def refuse_peer_fields(
-    extra: Mapping[str, Any] | None, xargs: Mapping[str, Any] | None, config: "VllmConfig"
-) -> None:
+def refuse_peer_fields(extra: Mapping[str, Any] | None, config: "VllmConfig") -> None:
     """Refuse what a body of a completion or chat says to another tool.
 
     Args:
         extra: the fields of the body that its model does not have.
-        xargs: its `vllm_xargs`.
         config: as of `refuse_peer_args`.
 
     Raises:
         ValueError: as `refuse_peer_args`.
     """
-    if not (extra or xargs) or not _serves(config):
+    if not extra or not _serves(config):
         return
-    _refuse(xargs or {}, "vllm_xargs.", ARGS)
-    extra = extra or {}
     _refuse(extra, "", FIELDS)
     if extra.get("capture_wait") is False:
         reject(
