@@ -90,7 +90,7 @@ class _Vectors:
         self._shape = shape
         self._left, self._rows_left = MAX_BYTES, MAX_ROWS
         self._sums: dict[tuple[int, bool], dict[int | None, np.ndarray]] = {}
-        """(layer, norm-matched) -> position, None for all -> float64 [hidden]."""
+        """By layer and whether norm-matched: position, None for all -> float64 [hidden]."""
         for i, each in enumerate(given):
             self._add(_mapping(each, f"{path}[{i}]"), f"{path}[{i}]")
 

@@ -21,7 +21,7 @@ class Peer(NamedTuple):
 
     name: str
     anchor: str
-    """Of its section in docs/coming-from.md."""
+    """Its section in docs/coming-from.md."""
 
 
 LENS = Peer("vLLM-Lens", "vllm-lens")
