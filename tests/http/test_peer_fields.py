@@ -57,14 +57,19 @@ def test_what_asks_for_nothing_is_answered(server: Server) -> None:
         assert server.complete(**fields)["choices"] == plain
 
 
-@pytest.mark.parametrize("path", ["/v1/responses", "/v1/messages"])
-def test_other_endpoints_refuse_them_too(server: Server, path: str) -> None:
+@pytest.mark.parametrize(
+    ("path", "fields"),
+    [
+        ("/v1/responses", {"vllm_xargs": {"steer": "{}"}}),
+        ("/v1/responses", {"steering_clamps": {}}),
+        ("/v1/messages", {"steering_clamps": {}}),
+    ],
+)
+def test_other_endpoints_refuse_them_too(server: Server, path: str, fields: dict[str, Any]) -> None:
     said = {"input": PROMPT} if "responses" in path else {"messages": SAID, "max_tokens": 1}
-    bodies: list[dict[str, Any]] = [{"vllm_xargs": {"steer": "{}"}}, {"steering_clamps": {}}]
-    for fields in bodies:
-        answer = server.post(path, {"model": "tiny", **said, **fields})
-        assert answer.status_code == 400, answer.text
-        assert "docs/coming-from.md#" in answer.text
+    answer = server.post(path, {"model": "tiny", **said, **fields})
+    assert answer.status_code == 400, answer.text
+    assert "docs/coming-from.md#" in answer.text
 
 
 @pytest.mark.quick
