@@ -14,6 +14,7 @@ import pytest
 import torch
 from pydantic import BaseModel, ConfigDict
 
+from vllm.entrypoints.openai.completion.protocol import CompletionRequest
 from vllm.entrypoints.serve.steering import capture_results
 from vllm.entrypoints.serve.steering.capture_results import (
     add_capture_results,
@@ -130,13 +131,14 @@ def test_rows_are_written_in_a_thread(streamed: bool, monkeypatch: pytest.Monkey
     )
     add_capture_results(captures, output)
     response: Any = Response(choices=[plain, captures])
+    asked = CompletionRequest.model_validate({"prompt": "x"})
     assert not packed_by
     assert has_captured(response)
     assert not has_captured(Response(choices=[plain]))  # type: ignore[arg-type]
     if streamed:
         text: str | bytes = asyncio.run(written_chunk(response))
     else:
-        answer = asyncio.run(written(response, {"of": "upstream"}))
+        answer = asyncio.run(written(response, asked, {"of": "upstream"}))
         assert answer.headers["of"] == "upstream"
         text = bytes(answer.body)
     assert len(packed_by) == 1 and threading.get_ident() not in packed_by

@@ -72,6 +72,9 @@ class SteeringConfig:
     default_steering_modules: list[str] = Field(default_factory=list, max_length=MAX_MODULES)
     """Names of modules that act on every request while they are registered, unless it names them
     itself or has `steering_inherit_global=False`."""
+    compat: list[str] = Field(default_factory=list)
+    """Tools whose requests are answered as well, of lens (vLLM-Lens), with what they need turned
+    on. See docs/coming-from.md."""
 
     def __post_init__(self) -> None:
         refuse_unknown("steering_points", self.steering_points, POINTS)

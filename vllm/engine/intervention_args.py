@@ -15,6 +15,10 @@ if TYPE_CHECKING:
 
 def steering_config_of(args: "EngineArgs") -> SteeringConfig:
     """Make the steering config of the engine arguments."""
+    if args.compat:
+        from vllm.entrypoints.compat.doors import open_doors
+
+        open_doors(args)
     return SteeringConfig(
         enable_steering=args.enable_steering,
         max_steering_configs=args.max_steering_configs,
@@ -26,6 +30,7 @@ def steering_config_of(args: "EngineArgs") -> SteeringConfig:
         single_variant=args.single_variant,
         steering_modules=args.steering_modules,
         default_steering_modules=args.default_steering_modules,
+        compat=args.compat,
     )
 
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Puts capture results into the choices of a response."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from functools import partial
 from math import isfinite
@@ -15,6 +15,7 @@ from fastapi.responses import JSONResponse
 from pydantic import BaseModel, PrivateAttr, model_serializer
 from starlette.concurrency import run_in_threadpool
 
+from vllm.entrypoints.compat import lens
 from vllm.v1.capture.results import CapturedRows, CaptureResult
 from vllm.v1.interventions.errors import describe
 
@@ -22,10 +23,12 @@ from .packed import pack
 
 if TYPE_CHECKING:
     from vllm.entrypoints.openai.chat_completion.protocol import (
+        ChatCompletionRequest,
         ChatCompletionResponse,
         ChatCompletionStreamResponse,
     )
     from vllm.entrypoints.openai.completion.protocol import (
+        CompletionRequest,
         CompletionResponse,
         CompletionStreamResponse,
     )
@@ -62,6 +65,11 @@ class ShownResults(BaseModel):
         self._results = results
         self._finished = finished
 
+    @property
+    def results(self) -> Mapping[str, CaptureResult]:
+        """The results by consumer, as they are."""
+        return self._results
+
     _results: Mapping[str, CaptureResult] = PrivateAttr()
     _finished: bool = PrivateAttr()
 
@@ -76,11 +84,34 @@ def has_captured(response: "Response | Chunk") -> bool:
     return any("capture_results" in (c.model_extra or {}) for c in response.choices)
 
 
-async def written(response: "Response", headers: Mapping[str, str] | None) -> JSONResponse:
+async def written(
+    response: "Response",
+    request: "CompletionRequest | ChatCompletionRequest",
+    headers: Mapping[str, str] | None,
+) -> JSONResponse:
     """Write a response in a thread: rows of many megabytes would hold up all other requests."""
-    return await run_in_threadpool(
-        lambda: JSONResponse(content=response.model_dump(), headers=headers)
-    )
+
+    def write() -> JSONResponse:
+        content = response.model_dump()
+        if _speaks_lens(request):
+            for choice, shown in zip(response.choices, content["choices"], strict=True):
+                results = (choice.model_extra or {}).get("capture_results")
+                if isinstance(results, ShownResults):
+                    shown["activations"] = lens.wire_of(results.results)
+            content["activations"] = content["choices"][0].get("activations")
+        return JSONResponse(content=content, headers=headers)
+
+    return await run_in_threadpool(write)
+
+
+def streamed(chunks: AsyncGenerator[str, None], request: "ChatCompletionRequest") -> Any:
+    """Return the chunks of a chat's answer, with what the tool of its request expects beside."""
+    return lens.with_activations(chunks) if _speaks_lens(request) else chunks
+
+
+def _speaks_lens(request: "CompletionRequest | ChatCompletionRequest") -> bool:
+    """Whether a request that was not refused asked as vLLM-Lens does, and so in its words."""
+    return bool((request.vllm_xargs or {}).get(lens.CAPTURE))
 
 
 async def written_chunk(chunk: "Chunk") -> str:

@@ -94,15 +94,18 @@ class SegmentBuilder:
         """Add a vector set that the engine core has, times `scale`, at some positions."""
         self.shared.append(_Shared(vector_set, scale, positions))
 
-    def operate(self, ops: list[Op]) -> None:
-        """Append ops. Plain additions that no other op comes before need no ops table."""
+    def operate(self, ops: list[Op], config: SteeringConfig) -> None:
+        """Append ops. Plain additions that no other op comes before need no ops table; where there
+        is one, it takes those with a vector for each position, which are as many sums else."""
         for op in ops:
-            if op.name == "add" and not op.gated and not self.ops:
-                vector = np.frombuffer(op.terms[0].vector, np.float32).astype(np.float64)
-                vector = vector * op.terms[0].scalars.constant
-                self.add({site: vector for site in op.sites}, op.positions or ALL)
-            else:
+            plain = op.name == "add" and not op.gated and not self.ops
+            if not plain or (len(op.terms) > 1 and config.has_ops):
                 self.ops.append(op)
+                continue
+            for term, positions in op.parts():
+                vector = np.frombuffer(term.vector, np.float32).astype(np.float64)
+                vector = vector * term.scalars.constant
+                self.add({site: vector for site in op.sites}, positions)
 
     def most_ops(self) -> int:
         """The longest list of ops at one site."""

@@ -99,9 +99,8 @@ class _Request:
                     self._segments.add_shared(vector_set, scale, self._segments.phases[tier])
             self._prompt.work.charge(len(module.ops), Unit.SEGMENT, path)
             prompt = len(self._prompt.token_ids)
-            self._segments.operate(
-                [op.for_request(scale, path, prompt, self._shape) for op in module.ops]
-            )
+            ops = [op.for_request(scale, path, prompt, self._shape) for op in module.ops]
+            self._segments.operate(ops, self._config)
 
     def _named_modules(self, catalog: ModuleCatalog) -> list[tuple[str, str, float]]:
         """What the request names: (path, name, scale)."""
@@ -128,7 +127,7 @@ class _Request:
         )
         for i, op in enumerate(ops):
             need_steered_points(op.sites, f"steering[{i}]", self._config)
-        self._segments.operate(ops)
+        self._segments.operate(ops, self._config)
 
     def plan(self) -> SteeringPlan:
         config = self._config
