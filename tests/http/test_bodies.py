@@ -102,10 +102,11 @@ def test_a_stream_brings_the_rows_as_they_appear(
 
 
 def test_prompts_of_one_body_share_what_a_request_may_cost(server: Server) -> None:
-    body = greedy(max_tokens=1, steering_vectors={"post_block": {LAYER: VECTOR.tolist()}})
-    few = server.post("/v1/completions", {**body, "prompt": [[5, 6]] * 3})
-    assert few.status_code == 200 and len(few.json()["choices"]) == 3
-    many = server.post("/v1/completions", {**body, "prompt": [[5, 6]] * 20_000})
+    vectors = {point: {"all": VECTOR.tolist()} for point in ("pre_attn", "post_attn", "post_block")}
+    body = {**greedy(max_tokens=1, steering_vectors=vectors), "temperature": 1.0, "n": 64}
+    few = server.post("/v1/completions", {**body, "prompt": [[5, 6]] * 2})
+    assert few.status_code == 200 and len(few.json()["choices"]) == 128
+    many = server.post("/v1/completions", {**body, "prompt": [[5, 6]] * 1000})
     assert many.status_code == 400
     assert many.json()["error"]["param"] == "steering_vectors"
     assert "past max_request_work=8388608" in many.json()["error"]["message"]

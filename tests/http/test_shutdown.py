@@ -16,7 +16,9 @@ import httpx
 import pytest
 
 from tests.http.server import greedy, save_model, serve
+from tests.support.plans import config_of
 from vllm.entrypoints.serve.steering import serving
+from vllm.sampling_params import SamplingParams
 from vllm.v1.interventions.plan import Plan
 
 if TYPE_CHECKING:
@@ -88,12 +90,12 @@ def test_a_request_id_cannot_forge_a_line_of_the_log(
     monkeypatch.setattr(serving, "resolve", lambda *_: Plan())
     processor = SimpleNamespace(plan_threads=Threads(), tokenizer=None, modules=None)
     stub: Any = SimpleNamespace(
-        engine_client=SimpleNamespace(input_processor=processor, vllm_config=None),
+        engine_client=SimpleNamespace(input_processor=processor, vllm_config=config_of()),
         request_logger=object(),
         _extract_prompt_components=lambda prompt: SimpleNamespace(token_ids=[1]),
     )
     body: Any = SimpleNamespace(model_extra={"steering_inherit_global": True}, stream=False)
-    params: Any = SimpleNamespace(steering_modules=None, capture=None)
+    params = SamplingParams(steering_inherit_global=True)
     for request_id in ("cmpl-1\nINFO: forged", "cmpl-\u2028forged", "cmpl-2"):
         asyncio.run(serving.intervene(stub, body, request_id, params, stub))
     said = [text % tuple(values) for (text, *values), _ in log.info.call_args_list]
