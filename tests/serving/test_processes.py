@@ -259,7 +259,7 @@ def test_what_can_be_seen_early_is_refused_before_there_is_an_engine_core(
     made: list[object] = []
     monkeypatch.setattr(core_client.EngineCoreClient, "make_client", made.append)
     (tmp_path / "file").write_text("")
-    with pytest.raises(ValueError, match="'filesystem' cannot be made: FileExistsError"):
+    with pytest.raises(ValueError, match="'filesystem' cannot be made: NotADirectoryError"):
         consumers = [f"filesystem:root={tmp_path}/file/a"]
         make_llm(tiny_models.path("llama"), capture_consumers=consumers)
     assert not made
