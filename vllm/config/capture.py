@@ -15,7 +15,7 @@ PROJECTION_ROWS = 1024
 """Rows of all `project` matrices in use at once; a matrix that requests share counts once. A
 request waits until its own have room."""
 
-SCHEMA = 2
+SCHEMA = 3
 """Part of the compile-cache key: raise it when traced tap code or an op's meaning changes."""
 
 OverloadPolicy = Literal["block", "drop"]

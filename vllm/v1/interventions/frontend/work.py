@@ -33,7 +33,7 @@ class Work:
     def __init__(self, limit: int, n: int = 1, num_prompts: int = 1) -> None:
         self.limit = limit
         self.completions = n * num_prompts
-        """Of all prompts."""
+        """How many there are, of all prompts."""
         self._num_prompts = num_prompts
         self._spent = 0
 
