@@ -9,6 +9,7 @@ import copy
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from vllm.config.steering import refuse_unknown
 from vllm.entrypoints.compat import lens
 from vllm.entrypoints.compat.peers import refuse_peer_args
 from vllm.logger import init_logger
@@ -32,8 +33,7 @@ def open_doors(args: "EngineArgs") -> None:
     Raises:
         ValueError: a door is unknown, or a package that it needs is not installed.
     """
-    if unknown := sorted(set(args.compat) - {LENS}):
-        raise ValueError(f"compat: unknown {unknown}, allowed are {[LENS]}")
+    refuse_unknown("compat", args.compat, [LENS])
     if LENS not in args.compat:
         return
     if find_spec("zstandard") is None:

@@ -89,11 +89,11 @@ class _Request:
         """Add the modules that act by default, then those that the request names."""
         named = self._named_modules(catalog) if "steering_modules" in self._given else []
         if self._inherit():
-            names = [name for _, name, _ in named]
+            names = [name for _, name, _, _ in named]
             self._defaults = {n: m for n, m in catalog.defaults.items() if n not in names}
-        by_default = [("default_steering_modules", name, 1.0) for name in self._defaults]
-        for path, name, scale in by_default + named:
-            module = self._defaults.get(name) or catalog.get(name, path)
+        option = "default_steering_modules"
+        by_default = [(option, name, module, 1.0) for name, module in self._defaults.items()]
+        for path, _, module, scale in by_default + named:
             for vector_set, tier in ((module.prefill, "prefill"), (module.decode, "decode")):
                 if vector_set is not None:
                     self._segments.add_shared(vector_set, scale, self._segments.phases[tier])
@@ -102,8 +102,8 @@ class _Request:
             ops = [op.for_request(scale, path, prompt, self._shape) for op in module.ops]
             self._segments.operate(ops, self._config)
 
-    def _named_modules(self, catalog: ModuleCatalog) -> list[tuple[str, str, float]]:
-        """What the request names: (path, name, scale)."""
+    def _named_modules(self, catalog: ModuleCatalog) -> list[tuple[str, str, Module, float]]:
+        """What the request names: (path, name, module, scale)."""
         value, named = self._params.steering_modules, []
         if not isinstance(value, list | tuple):
             reject("steering_modules", f"must be a list of names, got {show(value)}")
@@ -116,8 +116,7 @@ class _Request:
                 if len(entry) != 2:
                     reject(path, f"must be a name or (name, scale), has {len(entry)} entries")
                 name, scale = entry[0], need_number(entry[1], f"{path}[1]")
-            catalog.get(name, path)
-            named.append((path, name, scale))
+            named.append((path, name, catalog.get(name, path), scale))
         return named
 
     def add_ops(self, value: Any) -> None:
