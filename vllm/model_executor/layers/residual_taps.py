@@ -190,9 +190,10 @@ def capture_rows(h: torch.Tensor, arena: torch.Tensor, dest: torch.Tensor) -> No
     """Copy wanted rows: arena[dest[i]] = h[i] for every token i with dest[i] >= 0.
 
     Args:
-        h: [tokens, hidden].
-        arena: [rows, hidden], changed in place.
-        dest: int32 [>= tokens], distinct where not negative.
+        h: [tokens, hidden], or of another width: then a row begins where that of the arena begins,
+            and goes on in the next ones if it is wider.
+        arena: [rows, hidden], contiguous, changed in place.
+        dest: int32 [>= tokens], such that no two rows overlap, -1 for none.
     """
     if HAS_TRITON and h.is_cuda:
         _capture_rows_triton(h, arena, dest)
@@ -200,7 +201,10 @@ def capture_rows(h: torch.Tensor, arena: torch.Tensor, dest: torch.Tensor) -> No
     wanted = dest[: h.shape[0]]
     tokens = (wanted >= 0).nonzero().squeeze(1)
     if tokens.numel():
-        arena[wanted[tokens].long()] = h[tokens].to(arena.dtype)
+        rows, (size, hidden) = h[tokens].to(arena.dtype), arena.shape
+        starts = size - (rows.shape[1] - 1) // hidden
+        into = arena.as_strided((starts, rows.shape[1]), (hidden, 1))
+        into[wanted[tokens].long()] = rows
 
 
 def _capture_rows_fake(h: torch.Tensor, arena: torch.Tensor, dest: torch.Tensor) -> None:

@@ -33,7 +33,8 @@ class CapturedRows:
     """The rows of one site, in position order.
 
     Args:
-        values: or what returns them, called when they are first read.
+        values: [n, width], or what returns them, called when they are first read.
+        heads: whose rows lie one after the other in `values`.
     """
 
     positions: np.ndarray
@@ -42,6 +43,8 @@ class CapturedRows:
     """The token that each row has read, int64 [n]."""
     versions: np.ndarray
     """The version of the global steering that each row ran under, int64 [n], see `llm.steering`."""
+    heads: tuple[int, ...]
+    """The numbers of the heads, at q, k, v and z; empty at points of the residual stream."""
 
     def __init__(
         self,
@@ -49,18 +52,23 @@ class CapturedRows:
         token_ids: np.ndarray,
         values: torch.Tensor | Callable[[], torch.Tensor],
         versions: np.ndarray,
+        heads: tuple[int, ...] = (),
     ) -> None:
         self.positions, self.token_ids, self.versions = positions, token_ids, versions
-        self._values = values
+        self.heads = heads
+        self._values = self._by_head(values) if isinstance(values, torch.Tensor) else values
+
+    def _by_head(self, values: torch.Tensor) -> torch.Tensor:
+        return values.unflatten(1, (len(self.heads), -1)) if self.heads else values
 
     @property
     def values(self) -> torch.Tensor:
-        """The rows, [n, hidden] on the CPU in the model's dtype; with `project` their scores,
-        float32 [n, k]. From `SHARED_BYTES` on they are a view of memory that they share with other
-        sites, and as a rule with other requests, and one that is kept, or saved by `torch.save`,
-        is all of it: clone() what is to stay alone."""
+        """The rows, [n, hidden] on the CPU in the model's dtype, at q, k, v, z [n, heads, width];
+        with `project` their scores, float32 [n, k]. From `SHARED_BYTES` on they are a view of
+        memory that they share with other sites, and as a rule with other requests, and one that is
+        kept, or saved by `torch.save`, is all of it: clone() what is to stay alone."""
         if not isinstance(self._values, torch.Tensor):
-            values = self._values()
+            values = self._by_head(self._values())
             small = values.nbytes < SHARED_BYTES
             self._values = values.clone(memory_format=torch.contiguous_format) if small else values
         return self._values
@@ -84,12 +92,12 @@ class CapturedRows:
         return {**self.__dict__, "_values": own}
 
     def numpy(self) -> np.ndarray:
-        """Return the values, [n, width]; bfloat16, which numpy lacks, becomes float32."""
+        """Return the values, of the same shape; bfloat16, which numpy lacks, becomes float32."""
         values = self.values
         return (values.float() if values.dtype == torch.bfloat16 else values).numpy()
 
     def at(self, position: int) -> torch.Tensor:
-        """Return the row of one absolute position, [width].
+        """Return the row of one absolute position, [width] or [heads, width].
 
         Raises:
             KeyError: that position was not captured.
@@ -118,7 +126,8 @@ def stack(
         consumer: the consumer whose result has the rows.
 
     Returns:
-        [outputs, layers, hidden] in the model's dtype; with `project` [outputs, layers, k].
+        [outputs, layers, hidden] in the model's dtype; at q, k, v and z [outputs, layers, heads,
+        width]; with `project` [outputs, layers, k].
 
     Raises:
         ValueError: an output lacks the rows, or did not finish its capture.
@@ -166,8 +175,9 @@ def _merged_result(old: CaptureResult, new: CaptureResult) -> CaptureResult:
         site: CapturedRows(
             np.concatenate([old.payload[site].positions, rows.positions]),
             np.concatenate([old.payload[site].token_ids, rows.token_ids]),
-            torch.cat([old.payload[site].values, rows.values]),
+            torch.cat([old.payload[site].values, rows.values]).flatten(1),
             np.concatenate([old.payload[site].versions, rows.versions]),
+            rows.heads,
         )
         for site, rows in new.payload.items()
     }

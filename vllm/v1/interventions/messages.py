@@ -57,6 +57,10 @@ class WorkerStream(msgspec.Struct, frozen=True, array_like=True):
     projection: tuple[int, int] | None = None
     """First row and number of rows of its matrix in the table of projections; None for rows as they
     are."""
+    heads: tuple[tuple[int, ...], ...] = ()
+    """Which heads of each site; empty at points of the residual stream."""
+    width: int = 0
+    """Of heads, their widths together."""
 
 
 class WorkerRequest(msgspec.Struct, frozen=True):

@@ -4,7 +4,7 @@
 import copy
 import hashlib
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from itertools import chain
 from typing import Any, TypeVar
 
@@ -12,16 +12,28 @@ import msgspec
 import numpy as np
 import torch
 
-from vllm.config.capture import PROJECTION_ROWS, CaptureConfig
+from vllm.config.capture import (
+    CAPTURE_POINTS,
+    HEAD_POINTS,
+    PROJECTION_ROWS,
+    CaptureConfig,
+)
+from vllm.config.steering import POINTS
 from vllm.sampling_params import SamplingParams
 from vllm.v1.capture.consumer import CaptureConsumer
 from vllm.v1.capture.registry import ConsumerSpec
 from vllm.v1.interventions.errors import need_mapping, reject, show, show_key
+from vllm.v1.interventions.frontend.capture_streams import Streams, union
 from vllm.v1.interventions.frontend.selectors import NAMED_SELECTORS, Prompt, Selector
 from vllm.v1.interventions.frontend.work import Work
-from vllm.v1.interventions.plan import CapturePlan, Selection, Site, Stream, TapShape
-from vllm.v1.interventions.positions import Positions
-from vllm.v1.interventions.sites import need_captured_points, need_layers, need_point, site_order
+from vllm.v1.interventions.plan import CapturePlan, Selection, Site, TapShape
+from vllm.v1.interventions.sites import (
+    need_captured_points,
+    need_heads,
+    need_layers,
+    need_point,
+    site_order,
+)
 from vllm.v1.interventions.values import plain
 from vllm.v1.interventions.vectors import need_vector
 
@@ -75,15 +87,17 @@ def parse_capture(
     if not selections:
         return None
     projections: dict[str, bytes] = {}
-    streams: dict[tuple[bool, str], list[str]] = {}
-    for name in selections:
+    streams = Streams(shape)
+    for name, selection in selections.items():
         asks = asked.get(name, specs[name].capture)
         digest = ""
         if asks.get("project") is not None:
             data = _matrix(asks["project"], f"{path}.{name}.project", shape)
             digest = hashlib.sha256(b"%d:" % shape.hidden_size + data).hexdigest()
             projections[digest] = data
-        streams.setdefault((specs[name].in_frontend, digest), []).append(name)
+        selections[name] = streams.add(
+            name, selection, specs[name].in_frontend, digest, f"{path}.{name}"
+        )
     num_rows = sum(map(len, projections.values())) // (4 * shape.hidden_size)
     if num_rows > PROJECTION_ROWS:
         reject(
@@ -91,19 +105,14 @@ def parse_capture(
             f"its matrices ('project') have {num_rows} rows together, the engine holds "
             f"{PROJECTION_ROWS}",
         )
-    for index, names in enumerate(streams.values()):
-        for name in names if index else ():
-            selections[name] = msgspec.structs.replace(selections[name], stream=index)
-    placed = [
-        _stream([selections[name] for name in names], relayed, digest, projections, shape)
-        for (relayed, digest), names in streams.items()
-    ]
-    sites, runs = _union(placed)
+    placed = streams.placed(projections)
+    sites, runs = union(placed)
     return CapturePlan(
         sites=sites,
         runs=runs,
         streams=placed,
         consumers=selections,
+        arena_rows=sum(map(shape.arena_rows, sites)),
         hidden_size=shape.hidden_size,
         dtype=shape.dtype,
         prompt=value.prompt if isinstance(value, NumberedCapture) else None,
@@ -134,20 +143,6 @@ def check_global(config: CaptureConfig, shape: TapShape) -> None:
             _matrix(spec.capture["project"], f"{path}.project", shape)
 
 
-def _stream(
-    members: list[Selection],
-    relayed: bool,
-    digest: str,
-    projections: dict[str, bytes],
-    shape: TapShape,
-) -> Stream:
-    sites, runs = _union(members)
-    if not digest:
-        return Stream(sites, runs, relayed, width=shape.hidden_size, dtype=shape.dtype)
-    width = len(projections[digest]) // (4 * shape.hidden_size)
-    return Stream(sites, runs, relayed, width=width, dtype="float32", projection=digest)
-
-
 def _matrix(value: Any, path: str, shape: TapShape) -> bytes:
     """Bytes of float32 [k, hidden], from a list of vectors, a 2-D array or a 2-D tensor."""
     if isinstance(value, np.ndarray | torch.Tensor):
@@ -171,15 +166,6 @@ def _matrix(value: Any, path: str, shape: TapShape) -> bytes:
     return matrix.tobytes()
 
 
-def _union(parts: Sequence[Selection | Stream]) -> tuple[list[Site], list[int]]:
-    if len(parts) == 1:
-        return parts[0].sites, parts[0].runs
-    rows = Positions()
-    for part in parts:
-        rows = rows | Positions.from_flat(part.runs)
-    return sorted({s for part in parts for s in part.sites}, key=site_order), rows.flat()
-
-
 def _selection(
     request: Any, path: str, shape: TapShape, prompt: Prompt, spec: ConsumerSpec
 ) -> Selection:
@@ -188,7 +174,7 @@ def _selection(
     fields = (spec.cls or CaptureConsumer).check_request(own, path)
     if "hooks" not in request:
         reject(f"{path}.hooks", "is missing: give {point: layers}")
-    sites = _sites(request["hooks"], f"{path}.hooks", shape)
+    sites, heads = _sites(request["hooks"], f"{path}.hooks", shape)
     selector = Selector(prompt)
     runs = selector.resolve(request.get("positions", "last_prompt"), f"{path}.positions")
     return Selection(
@@ -196,19 +182,36 @@ def _selection(
         runs=runs.flat(),
         named=selector.named.flat(),
         last_generated=selector.only_last_generated,
+        heads=heads,
         fields=fields,
     )
 
 
-def _sites(hooks: Any, path: str, shape: TapShape) -> list[Site]:
+def _sites(
+    hooks: Any, path: str, shape: TapShape
+) -> tuple[list[Site], dict[Site, tuple[int, ...]]]:
+    """All sites in layer order, and which heads of those of attention."""
     points: list[list[Site]] = []
+    heads: dict[Site, tuple[int, ...]] = {}
+    offered: TapShape | None = None
     for key, value in need_mapping(hooks, path).items():
-        point = need_point(key, f"{path}.{show_key(key)}", shape)
+        if offered is None and plain(key) not in POINTS:
+            points_of = {layer: shape.offers(layer) for layer in shape.points}
+            offered = msgspec.structs.replace(shape, points=points_of)
+        point = need_point(key, f"{path}.{show_key(key)}", offered or shape, CAPTURE_POINTS)
+        if point in HEAD_POINTS:
+            assert offered is not None
+            chosen = need_heads(value, point, f"{path}.{point}", offered)
+            heads |= {(point, layer): chosen[layer] for layer in chosen}
+            points.append([(point, layer) for layer in sorted(chosen)])
+            continue
         layers = _layers(value, point, f"{path}.{point}", shape)
         points.append([(point, layer) for layer in sorted(layers)])
     if not points:
         reject(path, "name no layer")
-    return points[0] if len(points) == 1 else sorted(chain(*points), key=site_order)
+    if len(points) == 1:
+        return points[0], heads
+    return sorted(chain(*points), key=site_order), heads
 
 
 def _layers(value: Any, point: str, path: str, shape: TapShape) -> Iterable[int]:

@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING
 from vllm.pooling_params import PoolingParams
 from vllm.sampling_params import BeamSearchParams, SamplingParams
 from vllm.tokenizers import TokenizerLike
-from vllm.v1.capture.consumer import RequestInfo
 from vllm.v1.capture.registry import INLINE
 from vllm.v1.capture.transport.feed import request_info, reserved_bytes
+from vllm.v1.capture.transport.selected import Selected
 from vllm.v1.interventions.errors import reject
 from vllm.v1.interventions.frontend.capture_request import parse_capture
 from vllm.v1.interventions.frontend.module_catalog import ModuleCatalog
@@ -133,7 +133,7 @@ def _capture(
     if config.speculative_config is not None and plan.runs[-1] > num_prompt_tokens:
         # The scheduler takes all of a request's draft rows into one step, or none.
         at_once += config.speculative_config.num_speculative_tokens
-    needed = at_once * len(plan.sites) * shape.row_bytes
+    needed = at_once * plan.arena_rows * shape.row_bytes
     if needed > config.capture_config.capture_buffer_bytes:
         reject(
             "capture",
@@ -144,22 +144,24 @@ def _capture(
     for name, spec in specs.items():
         if name not in plan.consumers:
             continue
-        info = request_info("", plan, name, prompt.token_ids)
+        selection = plan.consumers[name]
+        row_bytes = plan.row_bytes(name) // len(selection.sites)  # on average
         if name == INLINE:
             limit = config.capture_config.capture_inline_max_bytes
-            num_bytes = info.max_bytes * (params.n or 1)
-            _need_room(name, num_bytes, info, "capture_inline_max_bytes", limit)
+            max_rows = Selected(selection, num_prompt_tokens).max_rows
+            num_bytes = plan.row_bytes(name) * max_rows * (params.n or 1)
+            _need_room(name, num_bytes, row_bytes, "capture_inline_max_bytes", limit)
             continue
-        limits = spec.limits
-        _need_room(name, info.max_bytes, info, "max_request_bytes", limits.max_request_bytes)
+        info, limits = request_info("", plan, name, prompt.token_ids), spec.limits
+        _need_room(name, info.max_bytes, row_bytes, "max_request_bytes", limits.max_request_bytes)
         reserved = reserved_bytes(info, plan, name, hold)
-        _need_room(name, reserved, info, "pending_bytes", limits.pending_bytes)
+        _need_room(name, reserved, row_bytes, "pending_bytes", limits.pending_bytes)
     return plan
 
 
-def _need_room(name: str, num_bytes: int, info: RequestInfo, option: str, limit: int) -> None:
+def _need_room(name: str, num_bytes: int, row_bytes: int, option: str, limit: int) -> None:
     if num_bytes > limit:
-        rows = num_bytes // (info.width * info.dtype.itemsize)
+        rows = num_bytes // row_bytes
         reject(
             f"capture.{name}",
             f"up to {rows} rows are {num_bytes} bytes, the engine allows {option}={limit} a "

@@ -71,6 +71,8 @@ class ProjectionPool:
             WorkerStream(
                 tuple(at[site] for site in stream.sites),
                 self._placed[stream.projection] if stream.projection else None,
+                tuple(stream.heads),
+                stream.width if stream.heads else 0,
             )
             for stream in plan.streams
         )
