@@ -83,7 +83,7 @@ def _heads_of(value: Any, path: str, layer: int, count: int) -> tuple[int, ...]:
     heads: set[int] = set()
     for entry in [value] if entries is None else entries:
         entry = plain(entry)
-        if entry == "all":
+        if isinstance(entry, str) and entry == "all":
             first, last = 0, count - 1
         elif isinstance(entry, int) and not isinstance(entry, bool):
             first = last = entry
