@@ -38,6 +38,7 @@ def options(root: Path) -> tuple[str, ...]:
     return (
         "--enable-log-requests",
         f"--capture-consumers=filesystem:root={root}",
+        *("--capture-points", "pre_attn", "post_attn", "post_block", "q", "z"),
         "--enable-auto-tool-choice",
         "--tool-call-parser=pythonic",
     )

@@ -145,7 +145,7 @@ def test_ranks_have_parts_of_the_heads(replicas: int, monkeypatch: pytest.Monkey
 
 
 class OwnForward(Attention):
-    def forward(self, *args: object, **kwargs: object) -> torch.Tensor:  # type: ignore[override]
+    def forward(self, *args: object, **kwargs: object) -> torch.Tensor:
         raise NotImplementedError
 
 

@@ -55,7 +55,7 @@ async def state(request: Request) -> dict[str, Any]:
 @router.get("/layers")
 async def layers(request: Request) -> dict[str, Any]:
     """Return the model's shape: the points of each layer, the heads of its attention as [number,
-    width], and which points can be captured and steered."""
+    width], and which points can be steered."""
     config = _engine(request).vllm_config
     if (shape := config.tap_shape) is None:
         reject(
@@ -63,14 +63,13 @@ async def layers(request: Request) -> dict[str, Any]:
             "neither steering nor capture is enabled; start the server with --enable-steering "
             "or --capture-consumers",
         )
-    steering, capture = config.steering_config, config.capture_config
+    steering = config.steering_config
     return {
         "hidden_size": shape.hidden_size,
         "dtype": shape.dtype,
         "num_layers": len(shape.points),
         "layers": {str(layer): list(points) for layer, points in sorted(shape.points.items())},
         "heads": {str(layer): points for layer, points in sorted(shape.heads.items())},
-        "capture_points": list(capture.capture_points) if capture.enabled else [],
         "steering_points": list(steering.steering_points) if steering.enable_steering else [],
         "steering_families": list(steering.steering_families) if steering.enable_steering else [],
     }
