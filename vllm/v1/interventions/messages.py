@@ -60,7 +60,7 @@ class WorkerStream(msgspec.Struct, frozen=True, array_like=True):
     heads: tuple[tuple[int, ...], ...] = ()
     """Which heads of each site; empty at points of the residual stream."""
     width: int = 0
-    """Of heads, their widths together."""
+    """The widths of a site's heads together."""
 
 
 class WorkerRequest(msgspec.Struct, frozen=True):

@@ -22,7 +22,7 @@ class Streams:
     def __init__(self, shape: TapShape) -> None:
         self._shape = shape
         self._members: dict[tuple[bool, str, int, str], list[Selection]] = {}
-        """(relayed, digest of a projection, width of heads, their consumer) -> who gets rows."""
+        """Who gets rows, by (relayed, digest of a projection, width of heads, their consumer)."""
 
     def add(
         self, name: str, selection: Selection, relayed: bool, digest: str, path: str
@@ -58,7 +58,7 @@ class Streams:
         return self._join(selection, list(sites.items()))
 
     def _width(self, selection: Selection, site: Site) -> int:
-        """Of the heads chosen at a site, together; 0 at a point of the residual stream."""
+        """The width of the heads chosen at a site together; 0 for the residual stream."""
         point, layer = site
         heads = selection.heads.get(site)
         return len(heads) * self._shape.heads[layer][point][1] if heads else 0

@@ -145,11 +145,12 @@ def _capture(
         if name not in plan.consumers:
             continue
         selection = plan.consumers[name]
-        row_bytes = plan.row_bytes(name) // len(selection.sites)  # on average
+        position_bytes = plan.row_bytes(name)
+        row_bytes = position_bytes // len(selection.sites)  # on average
         if name == INLINE:
             limit = config.capture_config.capture_inline_max_bytes
             max_rows = Selected(selection, num_prompt_tokens).max_rows
-            num_bytes = plan.row_bytes(name) * max_rows * (params.n or 1)
+            num_bytes = position_bytes * max_rows * (params.n or 1)
             _need_room(name, num_bytes, row_bytes, "capture_inline_max_bytes", limit)
             continue
         info, limits = request_info("", plan, name, prompt.token_ids), spec.limits

@@ -31,7 +31,7 @@ class Outbox:
         self._columns: WeakKeyDictionary[CaptureGroup, list[torch.Tensor | None]] = (
             WeakKeyDictionary()
         )
-        """Of each stream of the groups in use, on the device."""
+        """The columns of each stream of the groups in use, on the device."""
         self._sent: torch.cuda.Event | None = None
         if self._cuda:
             self._leaving = torch.empty_like(arena)
