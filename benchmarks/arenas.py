@@ -71,7 +71,7 @@ CASES = {
     "steering, 256 configs": Options({"max_steering_configs": 256}),
     "steering, 32 configs, post_block alone": Options({"steering_points": ["post_block"]}),
     "steering, 32 configs, all families": Options({"steering_families": [*FAMILIES]}),
-    "capture (default, 256 MiB)": Options(None, INLINE),
+    "capture (default, 512 MiB)": Options(None, INLINE),
     "capture, 2 GiB": Options(None, {**INLINE, "capture_buffer_bytes": 2 << 30}),
     "steering and capture (defaults)": Options({}, INLINE),
 }

@@ -35,7 +35,6 @@ import torch
 from benchmarks.results import At, Row, Run, add_arguments, publish, setup
 from tools import native
 from vllm.model_executor.layers.native_rows import load
-from vllm.model_executor.layers.residual_taps import capture_rows  # registers the op
 
 Call = Callable[[int], object]
 
@@ -85,12 +84,12 @@ class Site:
         return rows + self.table[self.slots[: rows.shape[0]]]
 
     def captures(self) -> Iterator[Timed]:
-        vllm, pilot, h, arena = torch.ops.vllm, torch.ops.pilot, self.h, self.arena
+        pilot, h, arena = torch.ops.pilot, self.h, self.arena
         for wanted, dest in self.wanted.items():
             name, moved = f"capture {wanted}", 2 if wanted == "all" else 0
 
             def present(i: int, dest: torch.Tensor = dest) -> object:
-                return vllm.capture_rows(h[i], arena, dest)
+                return arena.index_put_((dest,), h[i])
 
             def one(i: int, dest: torch.Tensor = dest) -> object:
                 return pilot.capture_rows(h[i], None, arena, dest)
@@ -116,7 +115,7 @@ class Site:
 
             def present(i: int, dest: torch.Tensor = dest) -> object:
                 steered = self.steer(self.r[i])
-                return torch.ops.vllm.capture_rows(self.h[i] + steered, self.arena, dest)
+                return self.arena.index_put_((dest,), self.h[i] + steered)
 
             def one(i: int, dest: torch.Tensor = dest) -> object:
                 return pilot.steer_and_capture_rows(
@@ -136,7 +135,7 @@ class Site:
         dest = self.wanted["all"]
         steered = self.steer(self.r[0])
         assert torch.equal(steered, torch.ops.pilot.steer_rows(self.r[0], self.table, self.slots))
-        capture_rows(self.h[0] + steered, self.arena, dest)
+        self.arena.index_put_((dest,), self.h[0] + steered)
         arena = torch.zeros_like(self.arena)
         torch.ops.pilot.steer_and_capture_rows(
             self.r[0], self.h[0], self.table, self.slots, arena, dest

@@ -47,6 +47,14 @@ ARMS = {
     "steering + capture": Arm(
         "ours", lambda layers, folder: {"enable_steering": True, "capture_consumers": ["inline"]}
     ),
+    "single variant": Arm(
+        "ours",
+        lambda layers, folder: {
+            "enable_steering": True,
+            "capture_consumers": ["inline"],
+            "single_variant": True,
+        },
+    ),
     "extract_hidden_states": Arm("stock", _extraction),
 }
 """The last one keeps the streams after all layers."""

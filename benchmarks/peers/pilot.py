@@ -3,7 +3,7 @@
 
 python -m benchmarks.peers.pilot --model DIR --stock STOCK
 
-The capture buffer is the default one, 256 MiB: prompts whose rows of a step would be more are
+The capture buffer is the default one, 512 MiB: prompts whose rows of a step would be more are
 computed in smaller steps, and rows of one leave while the next one runs. --landing-gib sets how
 much memory results may hold where the device wrote them; without it the default does.
 

@@ -89,7 +89,7 @@ async def rows_of(
                 results = output.outputs[0].capture_results
                 assert results is not None  # it was asked for
                 result = results["inline"]
-                if result.status != "ok":
+                if result.error is not None:
                     raise RuntimeError(result.error)
                 rows = result.payload[POINT, layer].values
                 if len(rows):

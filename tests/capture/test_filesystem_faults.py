@@ -9,6 +9,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import resource
+import shutil
 import subprocess
 import threading
 import time
@@ -246,13 +247,27 @@ def test_a_limit_on_files(tmp_path: Path, layout: str) -> None:
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_somebody_removes_the_folder(tmp_path: Path, layout: str) -> None:
-    import shutil
-
     with running(root=str(tmp_path / "root"), layout=layout) as consumer:
         assert consumer.ask("a").status == "ok"
         shutil.rmtree(tmp_path / "root")
         assert consumer.ask("b").status == "ok"
     assert [r.name for r in reader.open(str(tmp_path / "root"))] == ["b"]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_somebody_puts_a_file_in_the_folders_place(tmp_path: Path, layout: str) -> None:
+    """That is not a name that is taken: another `request_id` would not help."""
+    root = tmp_path / "root"
+    with running(root=str(root), layout=layout) as consumer:
+        root.rename(tmp_path / "elsewhere")
+        root.write_text("")
+        result = consumer.ask("a")
+        assert result.status == "error"
+        said = str(result.error)
+        assert "is a file where a folder must be" in said or "Not a directory" in said
+        assert "request_id" not in said
+        root.unlink()
+        assert consumer.ask("a").status == "ok"
 
 
 def test_rows_that_do_not_fit_are_an_error(tmp_path: Path) -> None:
@@ -284,6 +299,68 @@ def test_a_collision_is_an_error_result(tmp_path: Path) -> None:
     assert reader.open(str(tmp_path)).find("name").rows(*SITES[0]).positions.tolist() == [0, 1]
 
 
+# -- symbolic links -------------------------------------------------------------------------------
+
+
+def links_to(target: Path, below: Path, layout: str) -> list[Path]:
+    """Plant links at each name that a request of tag "t" and name "r" makes."""
+    tag = below / "t"
+    names = {"per_file": ["r"], "packed": ["r.safetensors"], "sharded": ["_shards"]}[layout]
+    planted = [tag] if not tag.exists() else [tag / name for name in names]
+    for link in planted:
+        link.symlink_to(target)
+    return planted
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("collision", ["error", "overwrite"])
+def test_links_that_were_planted_are_not_followed(
+    tmp_path: Path, layout: str, collision: str
+) -> None:
+    """A link to a folder elsewhere, in place of the tag's folder and of what is in it."""
+    root, elsewhere = tmp_path / "root", tmp_path / "elsewhere"
+    for kind in ("tag", "name"):
+        for folder in (root, elsewhere):
+            folder.mkdir()
+        if kind == "name":
+            (root / "t").mkdir()
+        links = links_to(elsewhere, root, layout)
+        with running(root=str(root), layout=layout, on_collision=collision) as consumer:
+            result = consumer.ask("r", tag="t")
+            assert consumer.ask("r", tag="other").status == "ok"
+        assert list(elsewhere.iterdir()) == []
+        replaced = kind == "name" and layout == "packed" and collision == "overwrite"
+        assert (result.status == "ok") == replaced, result
+        assert all(link.is_symlink() != replaced for link in links)
+        shutil.rmtree(root)
+        shutil.rmtree(elsewhere)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_links_that_are_planted_meanwhile_are_not_followed(
+    tmp_path: Path, layout: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The folder of the tag is another when its file is written, and when it gets its name."""
+    root, elsewhere = tmp_path / "root", tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    write = module._write
+    planted: list[Path] = []
+
+    def plant(path: Path, pieces: Any) -> None:
+        if not planted:
+            (root / "t").rename(root / "moved")
+            planted.extend(links_to(elsewhere, root, layout))
+        write(path, pieces)
+
+    with running(root=str(root), layout=layout) as consumer:
+        monkeypatch.setattr(module, "_write", plant)
+        consumer.ask("r", tag="t")
+        assert "Not a directory" in str(consumer.ask("r2", tag="t").error)
+    assert planted
+    assert list(elsewhere.iterdir()) == []
+    assert len(all_files(root / "moved")) == (len(SITES) if layout == "per_file" else 1)
+
+
 # -- stores that fail and hang ------------------------------------------------------------------
 
 
@@ -291,6 +368,7 @@ class OddStore(MemoryFileSystem):
     """Puts fail or hang where `trouble` says so."""
 
     protocol = "odd"
+    lie: ClassVar[str] = ""
     trouble: ClassVar[Callable[[str], None]] = staticmethod(lambda path: None)
 
     @classmethod
@@ -299,7 +377,20 @@ class OddStore(MemoryFileSystem):
 
     def pipe_file(self, path: str, value: bytes, mode: str = "overwrite", **more: Any) -> None:
         type(self).trouble(path)
+        if type(self).lie == "keeps less":
+            value = value[: -len(value) // 4]
         super().pipe_file(path, value, mode=mode, **more)
+
+    def cat_file(self, path: str, start: Any = None, end: Any = None, **more: Any) -> bytes:
+        content: bytes = super().cat_file(path, start=start, end=end, **more)
+        return content[:-1] if type(self).lie == "gives less" else content
+
+    def info(self, path: str, **more: Any) -> dict[str, Any]:
+        found: dict[str, Any] = super().info(path, **more)
+        sizes = {"too large": 8, "too small": -8}
+        if found["type"] == "file" and type(self).lie in sizes:
+            return {**found, "size": found["size"] + sizes[type(self).lie]}
+        return {**found, "size": None} if type(self).lie == "of no size" else found
 
 
 fsspec.register_implementation("odd", OddStore, clobber=True)
@@ -371,6 +462,29 @@ def test_a_store_hangs(odd: str, layout: str, monkeypatch: pytest.MonkeyPatch) -
         eventually(lambda: not fs.exists(f"{root}/slow") or not fs.find(f"{root}/slow"))
         assert consumer.ask("later", tag="slow").status == "ok"
     assert sorted(r.name for r in reader.open(odd)) == ["later", *(f"quick{i}" for i in range(5))]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(
+    "lie", ["keeps less", "gives less", "too large", "too small", "of no size"]
+)
+def test_a_store_lies(odd: str, layout: str, lie: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The reader says so and names the file; it never gives out what is not there."""
+    monkeypatch.setattr(OddStore, "lie", lie if lie == "keeps less" else "")
+    with running(root=odd, layout=layout) as consumer:
+        assert consumer.ask("a").status == "ok"
+    monkeypatch.setattr(OddStore, "lie", lie)
+
+    def read() -> None:
+        for stored in reader.open(odd):
+            for site in stored.sites:
+                assert len(stored.rows(*site)) == 2
+
+    with pytest.raises(reader.CaptureFileError, match=r"\.safetensors: "):
+        read()
+    monkeypatch.setattr(OddStore, "lie", "")
+    if lie != "keeps less":
+        read()  # the twin
 
 
 def test_those_who_share_a_shard_with_one_given_up(

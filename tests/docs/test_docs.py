@@ -262,8 +262,10 @@ def test_capture_page(model: Path, tmp_path: Path) -> None:
     assert said["float32"] == f"float32 torch.Size([{hidden}])"
     assert said["predicting"] == "[ 6 11 12 13 14]"
     assert said["looked"].startswith("5 [(")
-    assert said["stacked"] == f"torch.Size([3, 2, {hidden}])"
-    assert said["projected"] == f"torch.Size([{prompt + 4}, 2])"
+    assert said["stacked"] == f"torch.Size([3, {layers}, {hidden}])"
+    assert said["projected"] == f"torch.Size([{prompt + 4}, {layers}])"
+    assert said["several"] == "['inline[0]', 'inline[1]']"
+    assert said["whole"] == f"torch.Size([1, {layers}, {hidden}])"
     assert said["logged"].startswith(f"{prompt + 4} rows of post_block 0 |h|=")
     assert said["read"] == f"torch.Size([{prompt + 4}, {hidden}])"
     written = ast.literal_eval(said["written"])

@@ -14,6 +14,7 @@ from starlette.datastructures import Headers
 
 from tests.errors.case import Case, path
 from tests.support.plans import HIDDEN, SHAPE, config_of
+from vllm.entrypoints.compat.peers import refuse_peer_args
 from vllm.entrypoints.serve.steering.access import SteeringAccess
 from vllm.entrypoints.serve.steering.api_router import layers, register, set_tiers
 from vllm.entrypoints.serve.steering.body import refuse_beams, refuse_unserved
@@ -88,6 +89,14 @@ HTTP = [
         do=lambda: refuse_unserved({"steering", "steering_vectors"}, served=False),
     ),
     Case(path("capture"), do=lambda: refuse_beams({"capture": {}})),
+    Case(
+        path("patch", "RhizoNymph/vllm", anchor="rhizonymphvllm"),
+        do=lambda: refuse_unserved({"patch"}, served=False),
+    ),
+    Case(
+        path("vllm_xargs.steer", "vLLM-Hook", anchor="vllm-hook-and-mia"),
+        do=lambda: refuse_peer_args({"steer": "{}"}, config_of(), "vllm_xargs."),
+    ),
     # Packed arrays.
     Case(path("p", allowed="shape"), do=packed(shape=None)),
     Case(path("p", "['x']", "dtype, shape, data"), do=packed(x=1)),

@@ -34,10 +34,37 @@ def two_large_ones() -> object:
     return parse_capture(asked, "capture", shape, Prompt([1], 2, None, Work(1 << 23)), specs)
 
 
+HOOKS = {"post_block": [1]}
 AT = "capture.inline.project"
 PROJECT = [
     Case(path(AT, "5"), project(5)),
-    Case(path(AT, "dict"), project({})),
+    Case(path(AT, point="post_block", layer="1"), project({})),
+    Case(path(f"{AT}.mlp", "'mlp'"), project({"mlp": {}})),
+    Case(path(f"{AT}.post_block.0", "0"), project({"post_block": {0: [VECTOR]}})),
+    Case(path(f"{AT}.post_block.01", "1"), project({"post_block": {1: [VECTOR], "01": [VECTOR]}})),
+    Case(
+        path(f"{AT}.pre_attn.1"),
+        {
+            "capture": {
+                "inline": {
+                    "hooks": {"post_block": [1], "pre_attn": [1]},
+                    "project": {
+                        "post_block": {1: [VECTOR]},
+                        "pre_attn": {1: [VECTOR, VECTOR]},
+                    },
+                }
+            }
+        },
+    ),
+    Case(path("capture.inline", "0", "1-16"), {"capture": {"inline": []}}),
+    Case(path("capture.inline[1].hooks"), {"capture": {"inline": [{"hooks": HOOKS}, {}]}}),
+    Case(
+        path("capture.logging"),
+        {
+            "capture": {"logging": [{"hooks": {"post_block": [1]}}]},
+            "config": config_of(capture_consumers=["logging"]),
+        },
+    ),
     Case(path(AT, "0", f"1-{HIDDEN}", rows=str(PROJECTION_ROWS)), project([])),
     Case(path(AT, "5", f"1-{HIDDEN}"), project([VECTOR] * 5)),
     Case(path(AT, "3", f"1-{HIDDEN // 2}"), project([VECTOR] * 3, config=config_of(BF16))),

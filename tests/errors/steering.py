@@ -144,6 +144,23 @@ REQUESTS = [
         },
     ),
     Case(
+        path("default_steering_modules", "2", "1"),
+        {
+            "modules": {"m": module({"ops": [PIN]}), "n": module({"ops": [PIN]})},
+            "config": config_of(
+                max_steering_ops=1, default_steering_modules=["m", "n"], **ALL_FAMILIES
+            ),
+        },
+    ),
+    Case(
+        path("default_steering_modules"),
+        {
+            "modules": {"m": module()},
+            "prompt": None,
+            "config": config_of(default_steering_modules=["m"]),
+        },
+    ),
+    Case(
         path("steering", "4", "3"),
         {
             "steering": [PIN | {"gate": GATE}, PIN | {"gate": GATE, "value": 2.0}],
@@ -242,6 +259,8 @@ CALLS = [
         do=lambda: steering().set({}, tier="both"),
     ),
     Case(path("base.mlp", "'mlp'"), do=lambda: steering().set({"mlp": {}})),
+    Case(path("base"), do=lambda: steering().set({"ops": [PIN]})),
+    Case(path("decode"), do=lambda: steering().set([PIN], tier="decode")),
     Case(
         path("base.pre_attn.0.positions"),
         do=lambda: steering().set(limited([0])["steering_vectors"]),

@@ -18,9 +18,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.support.plans import HIDDEN, POINTS, config_of, plan_of
+from tests.support.plans import HIDDEN, POINTS, VECTOR, config_of, plan_of
 from vllm.v1.interventions.errors import InterventionError
-from vllm.v1.interventions.plan import Plan, TapShape
+from vllm.v1.interventions.frontend.steering_request import MAX_MODULES
+from vllm.v1.interventions.plan import INHERIT, PLAN_FIELDS, VECTOR_FIELDS, Plan, TapShape
+from vllm.v1.steering.modules import Module, parse_module
 
 pytestmark = pytest.mark.quick
 
@@ -28,8 +30,28 @@ LONG = 32_768
 """Tokens of the prompt."""
 SHAPE = TapShape(hidden_size=HIDDEN, dtype="float32", points=dict.fromkeys(range(40), POINTS))
 CONFIG = config_of(
-    SHAPE, steering_families=["add", "replace"], max_steering_rows=4096, max_steering_ops=8
+    SHAPE,
+    steering_families=["add", "ablate", "replace"],
+    max_steering_rows=4096,
+    max_steering_ops=8,
 )
+SMALL = config_of(
+    SHAPE,
+    steering_families=["add", "ablate", "replace"],
+    max_steering_rows=4096,
+    max_steering_ops=8,
+    max_steering_configs=64,
+    max_request_work=1 << 18,
+)
+"""About 26 ms a request."""
+SMALLEST = config_of(
+    SHAPE,
+    steering_families=["add", "ablate"],
+    max_steering_rows=4096,
+    max_steering_ops=8,
+    max_request_work=1 << 12,
+)
+PROMPT = 4096
 
 
 class Cost:
@@ -75,26 +97,104 @@ def test_positions_of_replace_end_at_the_first_repeat() -> None:
 
 
 def test_layers_end_at_the_first_repeat() -> None:
-    def capture(layers: list[Any]) -> dict[str, Any]:
+    def of(layers: list[Any]) -> dict[str, Any]:
         return {"capture": {"inline": {"hooks": {"pre_attn": layers}}}}
 
-    hostile = Cost(capture(["all"] * 400_000))
+    hostile = Cost(of(["all"] * 400_000))
     assert "hooks.pre_attn: names layer 0 twice" in hostile.error
-    legal = Cost(capture([str(n) for n in range(40)]))
+    legal = Cost(of([str(n) for n in range(40)]))
     assert legal.plan is not None
     assert hostile.calls < 2 * legal.calls
     assert hostile.peak < 4 << 20
 
 
 def test_n_multiplies_what_is_sent_and_what_comes_back() -> None:
-    """The same vectors, or rows, are legal for as many completions as they are few."""
-    values = replace(list(range(2000)), 2000)
-    assert Cost({**values, "n": 7000}).plan is not None
-    assert "steering: takes the request past max_request_work" in Cost({**values, "n": 9000}).error
-    rows = {"capture": {"inline": {"hooks": {"pre_attn": [0]}, "positions": "all_prompt"}}}
+    """The same vectors, or rows, are legal for as many completions as they are few; `n` of one
+    prompt, or the prompts of one body."""
+    values, rows = replace(list(range(2000)), 2000), capture("all_prompt")
     most = (64 << 20) // (LONG * 4 * HIDDEN)
-    assert Cost({**rows, "n": most}).plan is not None
-    assert "capture_inline_max_bytes" in Cost({**rows, "n": most + 1}).error
+    assert Cost({**values, "n": 100}).plan is not None
+    assert "steering: takes the request past max_request_work" in Cost({**values, "n": 400}).error
+    for times in ("n", "num_prompts"):
+        assert Cost({**rows, times: most}).plan is not None
+        assert "capture_inline_max_bytes" in Cost({**rows, times: most + 1}).error
+    one = {"steering_vectors": {"pre_attn": {0: VECTOR}}}
+    assert Cost({**one, "num_prompts": 1000}).plan is not None
+    assert "steering_vectors: takes the request past" in Cost({**one, "num_prompts": 20_000}).error
+
+
+def capture(positions: Any) -> dict[str, Any]:
+    return {"capture": {"inline": {"hooks": {"pre_attn": [0]}, "positions": positions}}}
+
+
+def ablations(kinds: int) -> list[dict[str, Any]]:
+    """Operations at all sites whose positions differ: 2 ** kinds programs, of 960 entries each."""
+    op = {"op": "ablate", "point": "all", "layers": "all"}
+    bits = [[p for p in range(2048) if p >> kind & 1] for kind in range(kinds)]
+    return [
+        {**op, "direction": [1.0, 2.0, 3.0, 4.0 + i], "positions": bits[i % kinds]}
+        for i in range(8)
+    ]
+
+
+def test_many_programs_of_many_operations_are_charged_before_they_are_made() -> None:
+    """Eight vectors make 256 programs: a plan of 9 MB, which each of `n` completions is sent."""
+    allowed = Cost({"steering": ablations(8)}, prompt=PROMPT)
+    assert allowed.plan is not None
+    assert Cost({"steering": ablations(3), "n": 100}, prompt=PROMPT).plan is not None
+    often = Cost({"steering": ablations(8), "n": 100}, prompt=PROMPT)
+    tight = Cost({"steering": ablations(8)}, prompt=PROMPT, config=SMALL)
+    for refused in (often, tight):
+        assert "steering: takes the request past max_request_work" in refused.error
+    assert 4 * tight.peak < allowed.peak
+
+
+def modules(scale: float) -> dict[str, Any]:
+    """Names whose sums have to be looked at if the scale is large: they might overflow."""
+    return {"steering_modules": [("m", scale), ("m", -scale)] * (MAX_MODULES // 2)}
+
+
+def module(largest: float = 1.0) -> Module:
+    return parse_module(
+        {point: {"0-39": [largest] * HIDDEN} for point in POINTS},
+        "m",
+        SHAPE,
+        CONFIG.steering_config,
+    )
+
+
+def test_sums_of_modules_that_may_overflow_are_charged_before_they_are_made() -> None:
+    registered = {"modules": {"m": module(1e7)}}
+    assert Cost(modules(1.0), **registered).plan is not None
+    assert Cost(modules(1e30), **registered).plan is not None  # looked at: 0.1 MB
+    tight = config_of(SHAPE, max_request_work=1 << 12)
+    assert Cost(modules(1.0), config=tight, **registered).plan is not None
+    refused = Cost(modules(1e30), config=tight, **registered).error
+    assert "steering_modules: takes the request past max_request_work" in refused
+
+
+COSTLY: dict[str, dict[str, Any]] = {
+    **{
+        field: {field: {"pre_attn": {0: {"vector": VECTOR, "positions": [at] * 20_000}}}}
+        for field, at in zip(VECTOR_FIELDS, (0, 0, PROMPT), strict=True)
+    },
+    "steering_modules": modules(1e30),
+    "steering": {"steering": ablations(8)},
+    INHERIT: {INHERIT: False, "n": 16_000, "num_prompts": 1000},
+    "capture": capture([0] * 20_000),
+}
+"""A body for each field of a request that makes the server work."""
+
+
+@pytest.mark.parametrize("field", PLAN_FIELDS)
+def test_each_field_charges_the_budget(field: str) -> None:
+    """A new field has to be in `COSTLY`. Whatever it puts into a plan is charged in any case."""
+    tight = {"config": SMALLEST, "prompt": PROMPT, "modules": {"m": module(1e7)}}
+    refused = Cost(COSTLY[field], **tight).error
+    assert "takes the request past max_request_work=" in refused
+    assert refused.startswith(field)
+    ample = {**tight, "config": CONFIG}
+    assert (Cost(COSTLY[field], **ample).plan is not None) == (field != INHERIT)
 
 
 class Letters:
@@ -107,29 +207,13 @@ class Letters:
 
 
 def test_a_text_longer_than_the_prompt_is_not_looked_for() -> None:
-    def capture(text: str) -> dict[str, Any]:
-        asked = {"hooks": {"pre_attn": [0]}, "positions": {"text": text}}
-        return {"capture": {"inline": asked}}
-
     alphabet = "".join(chr(97 + n) for n in range(26))
-    legal = Cost(capture(alphabet * 70), prompt=2000, tokenizer=Letters())
+    legal = Cost(capture({"text": alphabet * 70}), prompt=2000, tokenizer=Letters())
     assert legal.plan is not None
-    hostile = Cost(capture(alphabet * 40_000), prompt=2000, tokenizer=Letters())
+    hostile = Cost(capture({"text": alphabet * 40_000}), prompt=2000, tokenizer=Letters())
     assert "is not in the prompt, which has 2000 tokens" in hostile.error
     assert hostile.calls < 2 * legal.calls
     assert hostile.peak < 2 * legal.peak
-
-
-SMALL = config_of(
-    SHAPE,
-    steering_families=["add", "replace"],
-    max_steering_rows=4096,
-    max_steering_ops=8,
-    max_steering_configs=64,
-    max_request_work=1 << 18,
-)
-"""About 26 ms a request."""
-PROMPT = 4096
 
 
 def costly(chance: random.Random) -> dict[str, Any]:
@@ -153,7 +237,10 @@ def costly(chance: random.Random) -> dict[str, Any]:
     match chance.randrange(4):
         case 0:
             hooks = {point: layers for point in POINTS[: chance.randint(1, 3)]}
-            return {"capture": {"inline": {"hooks": hooks, "positions": positions}}}
+            asked = {"hooks": hooks, "positions": positions}
+            by_layer = {"pre_attn": {key: [[1.0] * HIDDEN] for key in ("0-39", *layers)}}
+            several = [asked, {**asked, "project": by_layer}] * min(times, 8)
+            return {"capture": {"inline": chance.choice([asked, asked, several])}}
         case 1:
             tiers = ["steering_vectors", "prefill_steering_vectors", "decode_steering_vectors"]
             return {

@@ -21,6 +21,7 @@ from tests.errors.consumers import CONSUMERS
 from tests.errors.files import FILES
 from tests.errors.filesystem import FILESYSTEM
 from tests.errors.http import HTTP
+from tests.errors.lens import LENS
 from tests.errors.page import MESSAGES, PATTERNS
 from tests.errors.project import PROJECT
 from tests.errors.steering import STEERING
@@ -86,8 +87,8 @@ HEADED_CONFIG = {"config": HEADED}
 V1 = "steering_vectors.post_block.1"
 SELECTORS = (
     "last_prompt, all_prompt, all_generated, last_generated, predicting, all, "
-    "a list of positions, {'start', 'stop', 'step'}, {'text', 'which'}, {'token_ids', 'which'} "
-    "or a list of these"
+    "a list of positions, {'start', 'stop', 'step', 'of'}, {'at', 'of'}, {'text', 'which'}, "
+    "{'token_ids', 'which'} or a list of these, with {'except'}"
 )
 POSITIONS = "capture.inline.positions"
 HOOKS = "capture.inline.hooks"
@@ -251,6 +252,16 @@ REQUESTS = [
     Case(path(f"{POSITIONS}.start", "'0'"), capture({"start": "0"})),
     Case(path(f"{POSITIONS}[0].stop", "None"), capture([{"stop": None}])),
     Case(path(f"{POSITIONS}.step", "0"), capture({"step": 0})),
+    Case(path(f"{POSITIONS}.of", "'prompt'"), capture({"start": 0, "of": "prompt"})),
+    Case(path(f"{POSITIONS}.start", "-1"), capture({"start": -1, "of": "generated"})),
+    Case(path(f"{POSITIONS}.at[1]", "-1"), capture({"at": [0, -1], "of": "generated"})),
+    Case(path(f"{POSITIONS}.at", "3"), capture({"at": 3})),
+    Case(path(f"{POSITIONS}.at[0]", "8", "7", prompt="5"), capture({"at": [3], "of": "generated"})),
+    Case(path(f"{POSITIONS}.stop", "9", "8"), capture({"stop": 4, "of": "generated"})),
+    Case(path(POSITIONS), capture(["last_generated", {"except": [1]}])),
+    Case(path(POSITIONS), capture(["all", {"except": "last_generated"}])),
+    Case(path(f"{POSITIONS}[1].except"), capture(["all", {"except": ["all", {"except": [1]}]}])),
+    Case(path(POSITIONS, "['except']", f"{SELECTORS}"), capture({"except": [1]})),
     Case(path(f"{POSITIONS}.stop", "2", "8"), capture({"start": 2, "stop": 2})),
     Case(path(f"{POSITIONS}.stop", "9", "8"), capture({"stop": 9})),
     Case(path(f"{POSITIONS}[1]", "8", "7", prompt="5"), capture([0, 8])),
@@ -451,8 +462,12 @@ OTHERS = [
         {"given": "9", "allowed": "[2 3 4]"},
         do=lambda: captured(0).capture_results["inline"].payload["post_block", 0].at(9),  # type: ignore[index]
     ),
-    Case({"given": "outputs"}, do=lambda: stack([], "post_block", [0])),
-    Case({"given": "layers"}, do=lambda: stack([captured(0)], "post_block", [])),
+    Case({}, do=lambda: stack([], "post_block", [0])),
+    Case({"output": "0"}, do=lambda: stack([captured(0)], "post_block", [])),
+    Case(
+        {"output": "1", "rows": "2", "given": "3"},
+        do=lambda: stack([captured(0), captured(0, number=2)], "post_block", position=None),
+    ),
     Case(
         {"output": "0", "given": "lost"},
         do=lambda: stack([captured(0, "error", "lost")], "post_block", [0]),
@@ -466,7 +481,7 @@ OTHERS = [
 ]
 
 
-CASES = REQUESTS + OTHERS + STEERING + FILES + CONSUMERS + PROJECT + FILESYSTEM
+CASES = REQUESTS + OTHERS + STEERING + FILES + CONSUMERS + PROJECT + FILESYSTEM + LENS
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: str(case.says)[:70])

@@ -191,7 +191,17 @@ def far(fields: dict[str, Any], rng: random.Random) -> None:
     )  # fmt: skip
 
 
-MUTATIONS = (replace, replace, replace, rename, resize, lie, far)
+def foreign(fields: dict[str, Any], rng: random.Random) -> None:
+    """A field of another tool beside those that are right."""
+    from vllm.entrypoints.compat.peers import ARGS, FIELDS
+
+    if rng.random() < 0.5:
+        fields["vllm_xargs"] = {rng.choice(list(ARGS)): rng.choice(["[1]", 1, [1, 2]])}
+    else:
+        fields[rng.choice(list(FIELDS))] = rng.choice(["happy", True, {"1": 2}, [1.0]])
+
+
+MUTATIONS = (replace, replace, replace, rename, resize, lie, far, foreign)
 
 
 @asynccontextmanager

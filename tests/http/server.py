@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 KEY = "let-me-steer"
 NAME = "tiny"
-START_SECONDS = 600.0
+START_SECONDS = 1200.0
 """A deadline, not a wait: on a busy machine its processes import for minutes."""
 
 CHAT_TEMPLATE = (

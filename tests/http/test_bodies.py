@@ -101,6 +101,16 @@ def test_a_stream_brings_the_rows_as_they_appear(
     assert chunks[-1].capture_status == {"inline": "ok"}
 
 
+def test_prompts_of_one_body_share_what_a_request_may_cost(server: Server) -> None:
+    body = greedy(max_tokens=1, steering_vectors={"post_block": {LAYER: VECTOR.tolist()}})
+    few = server.post("/v1/completions", {**body, "prompt": [[5, 6]] * 3})
+    assert few.status_code == 200 and len(few.json()["choices"]) == 3
+    many = server.post("/v1/completions", {**body, "prompt": [[5, 6]] * 20_000})
+    assert many.status_code == 400
+    assert many.json()["error"]["param"] == "steering_vectors"
+    assert "past max_request_work=8388608" in many.json()["error"]["message"]
+
+
 def test_choices_have_their_own_rows(client: SteeringClient) -> None:
     """Several prompts, several samples, echo, logprobs and stop strings."""
     prompts = [PROMPT, "We saw"]
@@ -194,8 +204,9 @@ def test_openai_client(server: Server, reference: Reference) -> None:
         for choice in (answer.choices[0], chat.choices[0]):
             assert choice.model_extra is not None
             results = choice.model_extra["capture_results"]
-            rows = read_rows(results["inline"]["payload"])
-            check_rows(Choice(rows=rows, capture_results=results), reference, {LAYER: VECTOR})
+            captures = {"inline": read_rows(results["inline"]["payload"])}
+            made_of_it = Choice(captures=captures, capture_results=results)
+            check_rows(made_of_it, reference, {LAYER: VECTOR})
         streamed = made.completions.create(prompt=PROMPT, extra_body=fields, stream=True, **asked)
         extras = [c.choices[0].model_extra for c in streamed]
         assert any("capture_results" in (extra or {}) for extra in extras)

@@ -14,11 +14,13 @@ import pytest
 import torch
 from pydantic import BaseModel, ConfigDict
 
+from vllm.entrypoints.openai.completion.protocol import CompletionRequest
 from vllm.entrypoints.serve.steering import capture_results
 from vllm.entrypoints.serve.steering.capture_results import (
     add_capture_results,
     has_captured,
     written,
+    written_chunk,
 )
 from vllm.entrypoints.serve.steering.packed import pack, unpack
 from vllm.v1.capture.results import CaptureResult
@@ -112,9 +114,10 @@ class Response(BaseModel):
     choices: list[Choice]
 
 
-def test_rows_are_written_in_a_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("streamed", [False, True])
+def test_rows_are_written_in_a_thread(streamed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Not by the event loop, which packs nothing when it makes the choice. A response without
-    results stays with upstream."""
+    results stays with upstream, or is written at once."""
     packed_by: list[int] = []
 
     def packing(values: torch.Tensor) -> dict[str, Any]:
@@ -128,11 +131,22 @@ def test_rows_are_written_in_a_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     )
     add_capture_results(captures, output)
     response: Any = Response(choices=[plain, captures])
+    asked = CompletionRequest.model_validate({"prompt": "x"})
     assert not packed_by
     assert has_captured(response)
     assert not has_captured(Response(choices=[plain]))  # type: ignore[arg-type]
-    answer = asyncio.run(written(response, {"of": "upstream"}))
-    assert packed_by and threading.get_ident() not in packed_by
-    assert answer.headers["of"] == "upstream"
-    assert json.loads(bytes(answer.body)) == json.loads(response.model_dump_json())
+    if streamed:
+        text: str | bytes = asyncio.run(written_chunk(response))
+    else:
+        answer = asyncio.run(written(response, asked, {"of": "upstream"}))
+        assert answer.headers["of"] == "upstream"
+        text = bytes(answer.body)
+    assert len(packed_by) == 1 and threading.get_ident() not in packed_by
+    assert json.loads(text) == json.loads(response.model_dump_json())
     assert threading.get_ident() in packed_by
+
+
+def test_a_chunk_without_rows_is_written_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(capture_results, "run_in_threadpool", None)
+    plain: Any = Response(choices=[Choice(text="plain")])
+    assert json.loads(asyncio.run(written_chunk(plain)))["choices"] == [{"text": "plain"}]

@@ -70,11 +70,36 @@ def test_heads(client: SteeringClient, reference: Reference, stream: bool) -> No
     assert shape["heads"]["1"]["q"] == [4, 32]
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_several_captures(client: SteeringClient, reference: Reference, stream: bool) -> None:
+    """Rows, and beside them scores with a matrix for each layer."""
+    by_layer = {"post_block": {str(LAYER): MATRIX, "3": MATRIX[:, ::-1].copy()}}
+    asked = greedy(capture={"inline": [READ["inline"], {**READ["inline"], "project": by_layer}]})
+    if stream:
+        choice = joined(list(client.stream(PROMPT, **asked)))
+    else:
+        choice = client.complete(PROMPT, **asked).choices[0]
+    assert choice.capture_status == {"inline[0]": "ok", "inline[1]": "ok"}
+    assert choice.rows == {}
+    rows, scores = choice.captures["inline[0]"], choice.captures["inline[1]"]
+    read = rows["post_block", 3].token_ids.tolist()
+    for layer, matrix in ((LAYER, MATRIX), (3, MATRIX[:, ::-1])):
+        want = reference.rows(read, {})[layer].numpy()
+        np.testing.assert_allclose(rows["post_block", layer].values, want, atol=1e-3)
+        values = scores["post_block", layer].values
+        np.testing.assert_allclose(values, want @ matrix.T, atol=1e-3)
+        assert np.abs(values - want @ matrix[:, ::-1].T).max() > 1e-2
+
+
 @pytest.mark.parametrize(
     ("matrix", "path"),
     [
         ([[0.0] * 3], "capture.inline.project"),
         ({"dtype": "float32", "shape": [1, HIDDEN], "data": "AAAA"}, "capture.inline.project.data"),
+        (
+            {"post_block": {"3": {"dtype": "float32", "shape": [1, HIDDEN], "data": "AAAA"}}},
+            "capture.inline.project.post_block.3.data",
+        ),
     ],
 )
 def test_wrong_matrices_are_refused(client: SteeringClient, matrix: Any, path: str) -> None:

@@ -91,6 +91,19 @@ def test_modules(client: SteeringClient, reference: Reference, tmp_path: Path) -
         client.unregister_module("happy")
 
 
+def test_a_default_module(client: SteeringClient, reference: Reference) -> None:
+    """It acts on requests that say nothing of steering, while it is registered."""
+    assert client.state()["default_steering_modules"] == ["house"]
+    client.register_module("house", STEER)
+    steered = client.complete(PROMPT, **greedy(capture=READ))
+    without = client.complete(PROMPT, **greedy(capture=READ, steering_inherit_global=False))
+    client.unregister_module("house")
+    after = client.complete(PROMPT, **greedy(capture=READ))
+    check_rows(steered.choices[0], reference, {LAYER: VECTOR})
+    for plain in (without, after):
+        check_rows(plain.choices[0], reference, {})
+
+
 def test_changes_need_a_key(server: Server) -> None:
     body = {"vectors": {"post_block": {str(LAYER): VECTOR.tolist()}}}
     bearer = {"Authorization": f"Bearer {KEY}"}

@@ -64,7 +64,7 @@ def test_a_file_of_a_request(
         choice = client.complete(prompt, **asked).choices[0]
     stored = check_file(choice, root, name)
     assert stored.layout == layout
-    inline = Choice(rows=choice.rows, capture_results={"inline": {"status": "ok"}})
+    inline = Choice(captures=choice.captures, capture_results={"inline": {"status": "ok"}})
     check_rows(inline, reference, {LAYER: STEER["post_block"][LAYER]})
     assert str(root) not in str(choice.capture_results)
 

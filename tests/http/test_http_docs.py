@@ -8,6 +8,7 @@ import os
 import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -26,10 +27,10 @@ def blocks(document: str, language: str) -> list[str]:
     return re.findall(rf"^```{language}\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
 
 
-def run(command: list[str], program: str, server: Server) -> str:
+def run(command: list[str], program: str, server: Server, folder: Path = ROOT) -> str:
     environment = os.environ | {"VLLM_STEERING_API_KEY": KEY}
     done = subprocess.run(
-        command, input=program.replace(PLACE, server.url), env=environment,
+        command, input=program.replace(PLACE, server.url), env=environment, cwd=folder,
         capture_output=True, text=True, timeout=120, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-3000:]
@@ -78,3 +79,9 @@ def test_programs_fail_where_the_server_refuses(server: Server) -> None:
     [command] = [c for c in curls("docs/http.md") if "capture" in c]
     refused = run(["sh"], command.replace("post_block", "mlp"), server)
     assert '"error":{' in refused
+
+
+def test_the_cookbooks_client(server: Server, tmp_path: Path) -> None:
+    program = blocks("docs/cookbook.md", "python")[-1]
+    assert run([sys.executable, "-"], program, server, tmp_path) == "rows 16\n"
+    assert (tmp_path / "cookbook-http.png").stat().st_size > 1000

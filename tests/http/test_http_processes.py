@@ -1,19 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Two API server processes over two data-parallel engines: all know a change when its call returns.
+"""Two API server processes over two data-parallel engines: all know a change when its call returns,
+every answer is its twin's under many clients, and one that stops holds nobody up.
 
 Each request has a connection of its own, so that the kernel spreads them over the processes.
 """
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import httpx
 import numpy as np
+import psutil
 import pytest
 
+from benchmarks import serve_soak
 from tests.http.server import KEY, Server, greedy, save_model, serve
 from tests.support.serving import vector
 from vllm.entrypoints.serve.steering.client import pack_layers, read_rows
@@ -25,14 +30,29 @@ pytestmark = pytest.mark.long
 
 PROMPT = "Today I went"
 READ = {"inline": {"hooks": {"post_block": [1]}, "positions": [0]}}
+ALL = {"inline": {"hooks": {"post_block": "all"}, "positions": "all"}}
+CLIENTS = 8
 PER_CHANGE = 12
 
 
+STOPPED_SECONDS = 20
+
+
 @pytest.fixture(scope="module")
-def server(tiny_models: TinyModels, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    folder = tmp_path_factory.mktemp("processes")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("processes")
+
+
+@pytest.fixture(scope="module")
+def server(tiny_models: TinyModels, folder: Path) -> Iterator[Server]:
     model = save_model(tiny_models, folder / "model")
-    options = ("--api-server-count=2", "--data-parallel-size=2", "--enable-log-requests")
+    options = (
+        "--api-server-count=2",
+        "--data-parallel-size=2",
+        "--enable-log-requests",
+        f"--capture-landing-bytes={1 << 20}",
+        f"--capture-consumers=filesystem:root={folder / 'acts'}",
+    )
     with serve(model, folder / "server.log", *options) as started:
         yield started
 
@@ -100,6 +120,57 @@ def test_a_module_that_went_is_a_400_everywhere(server: Server) -> None:
         answer = server.post("/v1/completions", greedy(prompt=PROMPT, steering_modules=["gone"]))
         assert answer.status_code == 400
         assert answer.json()["error"]["param"] == "steering_modules[0]"
+
+
+def test_every_answer_is_its_twins(server: Server, folder: Path) -> None:
+    asks = serve_soak.make_asks(folder / "model", 12, seed=2)
+    jobs = serve_soak.draw_jobs(asks, 200, seed=2)
+    assert {job.mode for job in jobs} == serve_soak.MODES.keys()
+    lines = serve_soak.soak(
+        server.url, KEY, asks, folder / "acts", jobs, clients=8, pid=server.process.pid
+    )
+    report = list(lines)
+    assert not report[-1], "\n".join(report)
+
+
+def test_an_api_server_that_stops_holds_up_only_its_own_clients(server: Server) -> None:
+    """Rows that landed for it are in memory that both engines and the other one use."""
+    (want, *_) = first_rows(server)
+    [stopped] = [
+        p for p in processes(server) if "ApiServer_1" in " ".join([p.name(), *p.cmdline()])
+    ]
+    body = greedy(prompt=PROMPT, max_tokens=40, capture=ALL)
+    begun = time.monotonic()
+    answered: list[list[float]] = [[] for _ in range(CLIENTS)]
+
+    def ask(client: int) -> None:
+        while time.monotonic() < begun + STOPPED_SECONDS:
+            answer = httpx.post(server.url + "/v1/completions", json=body, timeout=120)
+            assert answer.status_code == 200, answer.text
+            payload = answer.json()["choices"][0]["capture_results"]["inline"]["payload"]
+            assert np.array_equal(read_rows(payload)["post_block", 1].values[0], want)
+            answered[client].append(time.monotonic())
+
+    with ThreadPoolExecutor(CLIENTS) as pool:
+        asked = [pool.submit(ask, client) for client in range(CLIENTS)]
+        time.sleep(2)
+        stopped.suspend()
+        since = time.monotonic()
+        time.sleep(STOPPED_SECONDS - 2)
+        until = time.monotonic()
+        stopped.resume()
+        for one in asked:
+            one.result(180)
+    meanwhile = [sum(since < at < until for at in ats) for ats in answered]
+    print("answers of each client while one of two servers was stopped:", meanwhile)
+    # Those whose connection it had accepted wait for it; everybody else goes on.
+    assert sum(meanwhile) > 10 * CLIENTS
+    assert sum(count > 10 for count in meanwhile) >= 2
+    assert all(np.array_equal(want, row) for row in first_rows(server))
+
+
+def processes(server: Server) -> list[psutil.Process]:
+    return psutil.Process(server.process.pid).children(recursive=True)
 
 
 def test_both_processes_served(server: Server) -> None:

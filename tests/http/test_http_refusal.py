@@ -11,6 +11,7 @@ import pytest
 from fastapi import HTTPException, Request, UploadFile
 
 from vllm.entrypoints.anthropic.protocol import AnthropicMessagesRequest
+from vllm.entrypoints.compat.peers import FIELDS
 from vllm.entrypoints.launchers.cli_args import make_arg_parser
 from vllm.entrypoints.openai.chat_completion.protocol import (
     BatchChatCompletionRequest,
@@ -102,6 +103,25 @@ def test_a_misspelt_field_is_refused_with_the_one_that_was_meant(
     with pytest.raises(UnservedField, match=f"^{field}: is not a field.* '{meant}' is") as raised:
         request_type(**body, **{field: {}})
     assert raised.value.parameter == field
+
+
+@pytest.mark.parametrize("field", FIELDS)
+@pytest.mark.parametrize(("request_type", "body"), OTHERS)
+def test_a_field_of_another_tool_is_refused_where_nothing_is_served(
+    request_type: Callable[..., Any], body: dict[str, Any], field: str
+) -> None:
+    with pytest.raises(UnservedField, match=f"^{field}: is for .*coming-from") as raised:
+        request_type(**body, **{field: {}})
+    assert raised.value.parameter == field
+
+
+@pytest.mark.parametrize("field", FIELDS)
+@pytest.mark.parametrize(("request_type", "body"), SERVED)
+def test_a_field_of_another_tool_is_left_to_the_engine_where_it_is_served(
+    request_type: Callable[..., Any], body: dict[str, Any], field: str
+) -> None:
+    """An engine without steering and capture stays upstream's; `intervene` refuses in others."""
+    assert request_type(**body, **{field: {}}).model == "m"
 
 
 def test_a_misspelt_sampling_parameter() -> None:

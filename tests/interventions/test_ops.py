@@ -53,6 +53,18 @@ def floats(data: bytes) -> list[float]:
         (entry("clamp", direction=VECTOR, hi=3), Scalars(strength=1, lo=-INF, hi=3), UNIT),
         (entry("clamp", direction=VECTOR, lo=3), Scalars(strength=1, lo=3, hi=INF), UNIT),
         (entry("pin", direction=VECTOR, value=7), Scalars(strength=1, lo=7, hi=7), UNIT),
+        (entry("clamp", direction=VECTOR, lo=3, strength=0.5), Scalars(strength=0.5, lo=3), UNIT),
+        (
+            entry("pin", direction=VECTOR, value=7, strength=-2),
+            Scalars(strength=-2, lo=7, hi=7),
+            UNIT,
+        ),
+        (entry("replace", values=VECTOR), Scalars(replace=1.0, constant=1.0), VECTOR),
+        (
+            entry("replace", values=np.array(VECTOR), alpha=0.5),
+            Scalars(replace=0.5, constant=0.5),
+            VECTOR,
+        ),
         (entry("normalize"), Scalars(renorm=1.0), [0.0] * 4),
     ],
 )
@@ -129,6 +141,31 @@ def test_replace_has_a_term_for_each_position(values: Any, positions: Any, order
         assert term is not None
         assert floats(term.vector) == ROWS[order.index(position)].tolist()
         assert term.scalars == Scalars(replace=0.25, constant=0.25)
+
+
+@pytest.mark.parametrize("gated", [False, True], ids=["plain", "gated"])
+@pytest.mark.parametrize("name", ["add", "norm_match"])
+def test_additions_with_a_vector_for_each_position(name: str, gated: bool) -> None:
+    more = {"gate": GATE} if gated else {}
+    rows = ROWS + 1
+    (op,) = parse(entry(name, values=rows, positions=[6, 1, 4], scale=2.5, **more))
+    one = Scalars(constant=2.5) if name == "add" else Scalars(norm=2.5)
+    for position, row in zip([6, 1, 4], rows, strict=True):
+        term = op.term_at(position)
+        assert term is not None and bool(term.probe) == gated
+        want = row if name == "add" else row / np.linalg.norm(row)
+        assert floats(term.vector) == pytest.approx(want.tolist(), rel=1e-6)
+        assert term.scalars[:7] == one[:7]
+    assert op.term_at(0) is None
+
+
+def test_one_row_replaces_all_positions_or_those_that_are_named() -> None:
+    (everywhere,) = parse(entry("replace", values=VECTOR))
+    (some,) = parse(entry("replace", values=torch.tensor(VECTOR), positions=[1, 4]))
+    (each,) = parse(entry("replace", values=[VECTOR, VECTOR], positions=[1, 4]))
+    assert len(everywhere.terms) == len(some.terms) == 1 and len(each.terms) == 2
+    assert everywhere.positions is None and some.positions == each.positions
+    assert some.terms[0] == each.terms[0] == everywhere.terms[0]
 
 
 def test_replace_by_name_takes_rows_in_the_order_of_the_positions() -> None:
@@ -239,7 +276,27 @@ def replace_with(values: Any, positions: Any = (1, 2, 3), **more: Any) -> dict[s
         (entry("replace", values=ROWS), "steering[0]: replace needs 'positions'"),
         (replace_with(ROWS, [1, 2]), "steering[0].values: has 3 rows, positions select 2"),
         (replace_with(ROWS[:, :3]), "steering[0].values: has shape [3, 3], the model needs [n, 4]"),
-        (replace_with(ROWS[0]), "steering[0].values: has shape [4], the model needs [n, 4]"),
+        (replace_with(ROWS[0, :3]), "steering[0].values: has shape [3], the model needs [4]"),
+        (replace_with([1.0, 2.0]), "steering[0].values: has 2 values, the model's hidden size"),
+        (replace_with([]), "steering[0].values: has 0 rows, positions select 3"),
+        (
+            replace_with(ROWS[None]),
+            "steering[0].values: has shape [1, 3, 4], the model needs [n, 4]",
+        ),
+        (entry("add", values=ROWS), "steering[0]: add needs 'positions'"),
+        (
+            entry("add", values=ROWS, vector=VECTOR, positions=[1]),
+            "steering[0]: unknown keys ['vector'], add has",
+        ),
+        (
+            entry("norm_match", values=0 * ROWS, scale=1, positions=[1, 2, 3]),
+            "steering[0].values[0]: is zero: it has no direction",
+        ),
+        (
+            entry("ablate", direction=VECTOR, values=ROWS, positions=[1, 2, 3]),
+            "steering[0]: unknown keys ['values'], ablate has",
+        ),
+        (entry("pin", direction=VECTOR, value=1, strength="2"), "steering[0].strength: must be"),
         (replace_with(torch.from_numpy(ROWS).to_sparse()), "steering[0].values: must be a dense"),
         (replace_with(torch.from_numpy(ROWS).to("meta")), "steering[0].values: must be a dense"),
         (replace_with("rows"), "steering[0].values: must be a list, a numpy array or a torch"),

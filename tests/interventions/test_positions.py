@@ -56,6 +56,13 @@ def test_union(left: list[Run], right: list[Run]) -> None:
 
 
 @given(RUNS, RUNS)
+def test_difference(left: list[Run], right: list[Run]) -> None:
+    difference = Positions(left) - Positions(right)
+    assert difference.array().tolist() == sorted(members(left) - members(right))
+    assert difference == Positions.of(members(left) - members(right))
+
+
+@given(RUNS, RUNS)
 def test_equal_exactly_when_the_members_are(left: list[Run], right: list[Run]) -> None:
     assert (Positions(left) == Positions(right)) == (members(left) == members(right))
 

@@ -71,7 +71,7 @@ def test_forms_mean_the_same(k: int) -> None:
     assert all(plan == plans[0] for plan in plans)
     assert plans[0].projections[digest] == given_as.float().numpy().tobytes()
     [stream] = plans[0].streams
-    assert (stream.width, stream.dtype, stream.projection) == (k, "float32", digest)
+    assert (stream.width, stream.dtype, stream.projections) == (k, "float32", [digest])
     other = parse(inline={"project": given_as * 2})
     assert list(other.projections) != [digest]
 
@@ -90,8 +90,30 @@ def test_one_stream_for_each_matrix() -> None:
     assert plan.sites == [("post_block", 0), ("pre_attn", 1), ("post_block", 2), ("post_block", 3)]
     assert len(plan.projections) == 2
     raw = parse(inline={}, one={"project": one})
-    assert [s.projection == "" for s in raw.streams] == [True, False]
+    assert [s.projections == [] for s in raw.streams] == [True, False]
     assert raw.streams[0].dtype == SHAPE.dtype
+
+
+def test_a_matrix_for_each_layer() -> None:
+    """In the order of the sites; the same for all is the one matrix."""
+    one, two = matrix(2, seed=1), matrix(2, seed=2)
+    hooks = {"pre_attn": [3], "post_block": [0, 1, 2]}
+    by_layer = {"post_block": {"0-1": one, 2: two}, "pre_attn": {-1: two}}
+    plan = parse(inline={"project": by_layer, "hooks": hooks}, two={"project": one})
+    assert plan.streams[0].sites == [("post_block", n) for n in (0, 1, 2)] + [("pre_attn", 3)]
+    digests = {plan.projections[d]: d for d in plan.projections}
+    a, b = (digests[m.numpy().tobytes()] for m in (one, two))
+    assert plan.streams[0].projections == [a, a, b, b]
+    assert plan.streams[1].projections == [a]
+    same = {"post_block": {"0-2": one}, "pre_attn": {3: one.tolist()}}
+    [stream] = parse(inline={"project": same, "hooks": hooks}).streams
+    assert stream == parse(inline={"project": one, "hooks": hooks}).streams[0]
+    other = {"post_block": {"0-1": two, 2: one}, "pre_attn": {-1: one}}
+    both = parse(
+        inline={"project": by_layer, "hooks": hooks}, one={"project": other, "hooks": hooks}
+    )
+    assert [s.projections for s in both.streams] == [[a, a, b, b], [b, b, a, a]]
+    assert len(both.projections) == 2
 
 
 def test_scores_never_cost_more_than_rows() -> None:
@@ -122,7 +144,7 @@ def test_matrices_come_and_go() -> None:
     pool, held = ProjectionPool(9), dict[str, CapturePlan]()
     table = torch.zeros(9, HIDDEN)
     matrices = [matrix(1 + i % 4, seed=i) for i in range(7)]
-    refused = shared = restored = 0
+    refused = shared = restored = layered = 0
     for step in range(2000):
         if chance.random() < 0.02:
             table.zero_()
@@ -134,6 +156,10 @@ def test_matrices_come_and_go() -> None:
             pool.release(name)
         one, two = chance.sample(matrices, 2)
         plan = parse(inline={"project": one}, one={"project": two})
+        if len(one) == len(two):
+            by_layer = {"post_block": {0: one, "1-2": two}}
+            plan = parse(inline={"project": by_layer, "hooks": {"post_block": [0, 1, 2]}})
+            layered += 1
         new = [
             d
             for d in plan.projections
@@ -154,10 +180,12 @@ def test_matrices_come_and_go() -> None:
         for held_plan in held.values():
             for stream, worker in zip(held_plan.streams, pool.streams(held_plan), strict=True):
                 assert worker.projection is not None
-                first, size = worker.projection
-                want = held_plan.projections[stream.projection]
-                assert table[first : first + size].numpy().tobytes() == want
-    assert refused > 100 and shared > 100 and restored > 10
+                firsts, size = worker.projection
+                digests = stream.projections * (len(firsts) if len(stream.projections) == 1 else 1)
+                for first, digest in zip(firsts, digests, strict=True):
+                    want = held_plan.projections[digest]
+                    assert table[first : first + size].numpy().tobytes() == want
+    assert refused > 100 and shared > 100 and restored > 10 and layered > 100
     pool.release("nobody")
 
 
@@ -190,25 +218,32 @@ def test_what_ends_before_it_is_sent_is_not() -> None:
 # -- what a worker makes of the rows ------------------------------------------------------------
 
 SITES: list[Site] = [(point, n) for n in range(3) for point in ("pre_attn", "post_block")]
-MATRICES = {(0, 3): matrix(3, seed=8), (3, 1): matrix(1, seed=9)}
+MATRICES = {(n, k): matrix(k, seed=8 + n) for n, k in ((0, 3), (3, 1), (4, 3))}
 
 
 @st.composite
 def worker_requests(draw: st.DrawFn) -> WorkerRequest:
-    """Streams of any sites, as they are or with one of two matrices."""
+    """Streams of any sites, as they are, with one of the matrices or with one for each site."""
     matrices = draw(st.lists(st.sampled_from([None, *MATRICES]), min_size=1, max_size=4))
     parts = [
         sorted(draw(st.sets(st.integers(0, len(SITES) - 1), min_size=1, max_size=5)))
         for _ in matrices
     ]
     union = sorted({i for part in parts for i in part})
+
+    def drawn(part: list[int], at: tuple[int, int] | None) -> tuple[tuple[int, ...], int] | None:
+        if at is None:
+            return None
+        alike = st.sampled_from([n for n, k in MATRICES if k == at[1]])
+        return tuple(draw(st.just(at[0]) | alike) for _ in part), at[1]
+
     return WorkerRequest(
         firsts=np.zeros(1, np.int64),
         table_rows=np.zeros(1, np.int32),
         programs=np.zeros(1, np.int32),
         capture_sites=tuple(SITES[i] for i in union),
         capture_streams=tuple(
-            WorkerStream(tuple(union.index(i) for i in part), at)
+            WorkerStream(tuple(union.index(i) for i in part), drawn(part, at))
             for part, at in zip(parts, matrices, strict=True)
         ),
     )
@@ -272,7 +307,11 @@ def test_streams(asked: list[tuple[WorkerRequest, int]], data: st.DataObject) ->
             if wanted.projection is None:
                 assert torch.equal(values, want)
             else:
-                scores = want @ MATRICES[wanted.projection].T
+                firsts, k = wanted.projection
+                own = [n for s, n in zip(sites, firsts, strict=True) if s in stage]
+                scores = want.new_empty(count, len(own), k)
+                for at, n in enumerate(own):
+                    scores[:, at] = want[:, at] @ MATRICES[n, k].T
                 assert values.dtype == torch.float32
                 torch.testing.assert_close(values, scores)
     assert rows is None or rows.of("nobody") is None

@@ -28,7 +28,7 @@ SITES, WIDTH, RING = 8, 64, 16 << 20
 """RING: bytes of a message that leaves the shared-memory ring."""
 ALL = tuple(range(SITES))
 RAW = CaptureGroup(ALL, SITES, [LocalStream(ALL)])
-SCORES = CaptureGroup(ALL, 0, [LocalStream(ALL, (0, 3), width=3)], [1] * SITES)
+SCORES = CaptureGroup(ALL, 0, [LocalStream(ALL, ((0,) * SITES, 3), width=3)], [1] * SITES)
 
 
 def rows_of(count: int, landing: Landing | None = None) -> tuple[StepRows, torch.Tensor]:

@@ -49,8 +49,9 @@ def test_native_ops_have_the_bits_of_torch(library: Path) -> None:
 
 
 def run_tap(tap: SiteTap, h: torch.Tensor, r: torch.Tensor) -> list[torch.Tensor]:
-    """What a decoder's calls of a tap come to, captured rows included."""
-    arena = tap.arena if tap.arena is not None else torch.empty(0)
+    """What a decoder's calls of a tap come to, captured rows included; but for the last row, which
+    nobody wants where places are -1."""
+    arena = tap.arena[:-1] if tap.arena is not None else torch.empty(0)
     found: list[torch.Tensor] = []
     for call in (
         lambda: tap(h),
@@ -75,7 +76,7 @@ def test_a_native_tap_is_a_tap(library: Path, steered: bool, captured: bool, wid
     r = torch.randn_like(h)
 
     def made(kind: type[SiteTap], table: torch.Tensor) -> SiteTap:
-        arena = torch.empty_like(case.arena)
+        arena = case.arena.new_empty(len(case.arena) + 1, case.arena.shape[1])
         places = (arena, case.dest) if captured else (None, None)
         return kind(table if steered else None, None, case.slots, *places)
 
@@ -106,7 +107,7 @@ def test_an_eager_engine_uses_native_taps(
         answers = serve(llm, asks)
     ops = {event.name for event in seen.events()}
     assert "pilot::steer_and_capture_rows" in ops
-    assert "vllm::capture_rows" not in ops
+    assert "aten::index_put_" not in ops
     for ask, answer in zip(asks, answers, strict=True):
         judge.check(ask, answer)
 

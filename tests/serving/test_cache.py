@@ -119,6 +119,26 @@ def test_capture_caps_the_hit(ask: Any, positions: Any, cached: int, fields: Fie
     assert ask({**fields, **capture(positions)}) == cached
 
 
+@pytest.mark.parametrize("fields", [PLAIN, BASE, {**BASE, **capture("last_prompt")}])
+def test_a_tenant_with_a_salt_finds_no_block_of_another(
+    pair: tuple[LLM, Judge], fields: Fields
+) -> None:
+    """With the same vectors, too; and its own blocks are found again, under its own vectors only.
+    So nobody learns from what was cached what another asked for."""
+    llm, _ = pair
+    assert llm.reset_prefix_cache()
+
+    def cached(salt: str, fields: Fields) -> int | None:
+        params = Ask(PROMPT, fields).params()
+        prompt: Any = {"prompt_token_ids": PROMPT, "cache_salt": salt}
+        (output,) = llm.generate([prompt], params, use_tqdm=False)
+        return output.num_cached_tokens
+
+    assert [cached(salt, fields) for salt in ("one", "other", "one")] == [0, 0, FULL]
+    assert cached("one", OTHER) == 0
+    assert serve(llm, [Ask(PROMPT, fields)])[0].num_cached_tokens == 0
+
+
 def test_capturing_fills_the_cache(ask: Any) -> None:
     assert ask(capture("all")) == 0
     assert ask(PLAIN) == FULL

@@ -20,6 +20,7 @@ from tests.support.consumers import PATIENCE
 from tests.support.serving import prompt_of
 from vllm import SamplingParams
 from vllm.engine.arg_utils import AsyncEngineArgs
+from vllm.entrypoints.compat.peers import ARGS
 from vllm.inputs import TokensPrompt
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.async_llm import AsyncLLM
@@ -108,6 +109,15 @@ def asking(*names: str, kind: RequestOutputKind, **settings: Any) -> SamplingPar
 
 
 DELTA, FINAL = RequestOutputKind.DELTA, RequestOutputKind.FINAL_ONLY
+
+
+@pytest.mark.parametrize("key", ARGS)
+def test_a_field_of_another_tool_is_refused(server: Server, key: str) -> None:
+    """With its twin: what belongs to none is upstream's, and passes."""
+    with pytest.raises(ValueError, match=rf"^extra_args\.{key}: is for .*coming-from\.md#"):
+        server.run(server.stream("foreign", SamplingParams(extra_args={key: [1]})))
+    params = SamplingParams(max_tokens=1, detokenize=False, extra_args={"mine": [1], key: None})
+    assert server.run(server.stream("own", params))[-1].finished
 
 
 @pytest.mark.parametrize("kind", list(RequestOutputKind))

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 
+from tests.conformance import models
 from tests.conformance.engine import make_llm, shut_down
 from tests.serving.test_capture_serving import add_tokenizer
 from tests.support import plans
@@ -339,3 +340,49 @@ def test_a_global_capture_keeps_to_the_points_of_the_engine() -> None:
         ValueError, match=r"^capture_consumers\.every\.capture\.hooks\.post_block: "
     ):
         check_global(CaptureConfig(specs, capture_points=["pre_attn"]), plans.SHAPE)
+
+
+class Bar:
+    """In place of tqdm's bar: remembers what it would have drawn."""
+
+    def __init__(self, total: int, desc: str, dynamic_ncols: bool, postfix: str) -> None:
+        self.postfix, self.n, self.drawn = postfix, 0, [postfix]
+        self.format_dict = {"elapsed": 1.0}
+
+    def refresh(self) -> None:
+        self.drawn.append(self.postfix)
+
+    def update(self, n: int) -> None:
+        self.n += n
+        self.refresh()
+
+    def close(self) -> None:
+        pass
+
+
+def test_a_run_shows_its_captures_beside_the_prompts(llm: LLM, kept: dict[str, Keep]) -> None:
+    """Rows and bytes; and while it waits for a consumer, that it does."""
+    bars: list[Bar] = []
+
+    def bar(prompts: Any = None, **settings: Any) -> Any:
+        if prompts is not None:  # while they are rendered
+            return prompts
+        bars.append(Bar(**settings))
+        return bars[-1]
+
+    kept["core"].gate.clear()
+    opener = threading.Timer(0.5, kept["core"].gate.set)
+    opener.start()
+    prompts = [TokensPrompt(prompt_token_ids=PROMPT)] * 2
+    llm.generate(prompts, params("all", "core"), use_tqdm=bar)
+    opener.join()
+    llm.generate(prompts[:1], params("last_prompt"), use_tqdm=bar)
+    llm.generate(prompts[:1], SamplingParams(max_tokens=1), use_tqdm=bar)
+    waited, last, plain = (one.drawn for one in bars)
+    sites, rows = 1 + models.LAYERS, len(PROMPT) + 5
+    assert any(text.endswith("captures pending") for text in waited), waited
+    size = 2 * 2 * sites * rows * models.HIDDEN * 4 / 2**20
+    assert waited[-1].endswith(f", captured: {2 * 2 * sites * rows} rows, {size:.1f} MiB")
+    assert last[-1].endswith(f", captured: {sites} rows, 0.0 MiB"), "of this run alone"
+    assert "captur" not in "".join(plain)
+    assert all(text.count("captured") <= 1 for text in waited)

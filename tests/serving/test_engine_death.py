@@ -19,7 +19,7 @@ import pytest
 from tests.conformance.engine import make_llm
 from vllm import SamplingParams
 from vllm.inputs import TokensPrompt
-from vllm.v1.capture.consumer import CaptureConsumer, CaptureSession, RequestInfo
+from vllm.v1.capture.consumer import CaptureConsumer, CaptureSession, ConsumerContext, RequestInfo
 from vllm.v1.engine.exceptions import EngineDeadError
 from vllm.v1.serial_utils import MsgpackEncoder
 
@@ -29,6 +29,8 @@ if TYPE_CHECKING:
 pytestmark = pytest.mark.full
 
 ORPHAN_SECONDS = 10
+PATIENCE = 900
+"""Seconds until a test gives up: on a busy machine each process imports for minutes."""
 CAPTURE = {"hooks": {"post_block": [0]}}
 PROMPT = TokensPrompt(prompt_token_ids=[1, 2, 3])
 
@@ -47,6 +49,27 @@ class Mute(CaptureConsumer):
         raise ValueError("no session")
 
 
+class Exits(CaptureConsumer):
+    """Ends its engine core without a word, at its first session."""
+
+    location = "engine"
+    capture = CAPTURE
+
+    def open(self, request: RequestInfo) -> CaptureSession:
+        os._exit(0)
+
+
+class ExitsEarly(Exits):
+    """Ends it while it starts."""
+
+    def start(self, context: ConsumerContext) -> None:
+        os._exit(0)
+
+
+CONSUMERS = (Mute, Exits, ExitsEarly)
+NAMES = [consumer.__name__ for consumer in CONSUMERS]
+
+
 def wait_to_be_killed(model: str) -> None:
     """Start an engine and say its process."""
     llm = make_llm(Path(model))
@@ -56,17 +79,18 @@ def wait_to_be_killed(model: str) -> None:
     time.sleep(600)
 
 
-def ask_a_mute_engine(model: str) -> None:
-    """Ask an engine that cannot answer, and say what becomes of it."""
-    llm = make_llm(Path(model), capture_consumers=[{"consumer": Mute}])
-    try:
-        llm.generate(PROMPT, SamplingParams(max_tokens=2, detokenize=False), use_tqdm=False)
-    except EngineDeadError as error:
-        print(type(error).__name__, flush=True)
+def ask_engines(model: str) -> None:
+    """Ask engines that will not answer, and say what becomes of each."""
+    for consumer in CONSUMERS:
+        try:
+            llm = make_llm(Path(model), capture_consumers=[{"consumer": consumer}])
+            llm.generate(PROMPT, SamplingParams(max_tokens=2, detokenize=False), use_tqdm=False)
+        except (EngineDeadError, RuntimeError) as error:
+            print(f"{consumer.__name__}:{type(error).__name__}", flush=True)
 
 
-def program(function: str, model: Path) -> subprocess.Popen[str]:
-    code = f"import tests.serving.test_engine_death as t; t.{function}({str(model)!r})"
+def program(function: str, *arguments: str) -> subprocess.Popen[str]:
+    code = f"import tests.serving.test_engine_death as t; t.{function}(*{arguments!r})"
     environment = {**os.environ, "VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
     return subprocess.Popen(
         [sys.executable, "-c", code], env=environment, stdout=subprocess.PIPE, text=True
@@ -82,7 +106,7 @@ def lives(pid: int) -> bool:
 
 
 def test_an_engine_core_ends_with_its_frontend(tiny_models: TinyModels) -> None:
-    with program("wait_to_be_killed", tiny_models.path("llama")) as frontend:
+    with program("wait_to_be_killed", str(tiny_models.path("llama"))) as frontend:
         assert frontend.stdout is not None
         core = int(next(line for line in frontend.stdout if line.strip().isdigit()))
         time.sleep(3)
@@ -97,11 +121,17 @@ def test_an_engine_core_ends_with_its_frontend(tiny_models: TinyModels) -> None:
     assert not orphaned
 
 
-def test_an_engine_that_cannot_send_is_dead(tiny_models: TinyModels) -> None:
-    with program("ask_a_mute_engine", tiny_models.path("llama")) as frontend:
+def test_an_engine_that_cannot_answer_is_dead(tiny_models: TinyModels) -> None:
+    """Requests are an error, and so is a start; nobody waits for ever."""
+    with program("ask_engines", str(tiny_models.path("llama"))) as frontend:
         try:
-            said, _ = frontend.communicate(timeout=240)
+            said, _ = frontend.communicate(timeout=PATIENCE)
         except subprocess.TimeoutExpired:
             frontend.kill()
-            raise AssertionError("the request hangs") from None
-    assert said.split()[-1] == "EngineDeadError"
+            raise AssertionError("a request or a start hangs") from None
+    found = dict(word.split(":") for word in said.split() if word.partition(":")[0] in NAMES)
+    assert found == {
+        "Mute": "EngineDeadError",
+        "Exits": "EngineDeadError",
+        "ExitsEarly": "RuntimeError",
+    }

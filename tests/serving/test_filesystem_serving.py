@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -35,11 +37,23 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 @pytest.fixture(scope="module")
-def llm(tiny_models: TinyModels, root: str) -> Iterator[LLM]:
+def disk(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """A disk of 1 MiB, if this may be mounted; else a folder."""
+    disk = tmp_path_factory.mktemp("disk")
+    mount = ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(disk)]
+    mounted = not os.geteuid() and not subprocess.run(mount, capture_output=True).returncode
+    yield disk
+    if mounted:
+        subprocess.run(["umount", "-l", str(disk)], check=True)
+
+
+@pytest.fixture(scope="module")
+def llm(tiny_models: TinyModels, root: str, disk: Path) -> Iterator[LLM]:
+    small = {"name": "filesystem", "instance_name": "small", "root": str(disk / "acts")}
     llm = make_llm(
         tiny_models.path("llama"),
         dtype="bfloat16",
-        capture_consumers=["inline", f"filesystem:root={root},flush_seconds=0.02"],
+        capture_consumers=["inline", f"filesystem:root={root},flush_seconds=0.02", small],
     )
     with by_threads():
         yield llm
@@ -170,6 +184,43 @@ def test_wrong_names_are_refused_before_the_start(
 ) -> None:
     with pytest.raises(ValueError, match=message):
         generate(llm, [PROMPT], params(**fields))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_disk_is_full_or_read_only_while_it_serves(
+    llm: LLM, root: str, disk: Path, layout: str
+) -> None:
+    """Errors of that consumer's results alone; all is well again when the disk is."""
+    if not disk.is_mount():
+        pytest.skip("only root may mount a tmpfs")
+
+    def ask(name: str) -> tuple[str, str]:
+        given = params(request_id=name, tag=f"disk-{layout}", layout=layout)
+        given.capture["small"] = given.capture["filesystem"]
+        [output] = generate(llm, [PROMPT], given)
+        assert len(output.outputs[0].token_ids) == 6
+        assert_stored(root, output.capture_results)
+        result = output.capture_results["small"]
+        return result.status, str(result.error)
+
+    assert ask("before")[0] == "ok"
+    with pytest.raises(OSError, match="No space"), open(disk / "ballast", "wb", 0) as ballast:
+        while True:
+            ballast.write(bytes(4096))
+    status, error = ask("full")
+    assert status == "error" and "No space left on device" in error
+    (disk / "ballast").unlink()
+    assert ask("emptied")[0] == "ok"
+    subprocess.run(["mount", "-o", "remount,ro", str(disk)], check=True)
+    try:
+        status, error = ask("read-only")
+    finally:
+        subprocess.run(["mount", "-o", "remount,rw", str(disk)], check=True)
+    assert status == "error" and "Read-only file system" in error
+    assert ask("after")[0] == "ok"
+    found = {r.name for r in reader.open(str(disk / "acts")).requests(f"disk-{layout}")}
+    assert found == {"before", "emptied", "after"}
+    assert not list(disk.rglob("*.tmp"))
 
 
 def test_projections_are_stored_like_rows(llm: LLM, root: str) -> None:

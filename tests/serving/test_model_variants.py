@@ -50,6 +50,23 @@ def watching_forms(llm: LLM) -> Iterator[list[bool]]:
         yield chosen
 
 
+def test_a_single_variant_runs_every_step(tiny_models: TinyModels) -> None:
+    prompt = prompt_of(9, 150)
+    steered = Ask(prompt, {"max_tokens": 3, **STEERED})
+    answers = []
+    for single in (True, False):
+        options: dict[str, Any] = {"enable_steering": True, "capture_consumers": ["inline"]}
+        with engine(tiny_models.path("llama"), single_variant=single, **options) as llm:
+            with watching_forms(llm) as seen:
+                answers.append(serve(llm, [Ask(prompt, {"max_tokens": 3})]))
+                answers.append(serve(llm, [steered]))
+            assert set(seen) == ({TAPPED} if single else {PLAIN, TAPPED})
+    one, one_steered, two, two_steered = (answer[0].outputs[0] for answer in answers)
+    assert same_completion(one, two)
+    assert same_completion(one_steered, two_steered)
+    assert not same_completion(one, one_steered)
+
+
 def test_the_form_follows_the_requests(tiny_models: TinyModels) -> None:
     """A step has taps while a request in it steers or captures, and global vectors steer all."""
     prompt = prompt_of(9, 150)

@@ -49,6 +49,7 @@ def pair(tiny_models: TinyModels) -> Iterator[tuple[LLM, Judge]]:
         enable_prefix_caching=True,
         max_num_seqs=2,
         max_steering_configs=5,
+        default_steering_modules=["house"],
         max_model_len=models.MAX_LENGTH,
     )
     yield llm, Judge(Reference(row, models.load(row, path)))
@@ -224,3 +225,27 @@ def test_at_start_up(tiny_models: TinyModels, tmp_path: Path, pair: tuple[LLM, J
             steering_modules=["mood=/nowhere.safetensors"],
             enable_steering=True,
         )
+
+
+@pytest.mark.v2
+def test_a_default_module_acts_while_it_is_registered(line: Timeline) -> None:
+    """On requests that come then and say nothing, or name others; those that run keep theirs."""
+    line.llm.steering.register_module("calm", CALM)
+    running = line.add(PROMPT, {"max_tokens": 8, **ROWS})
+    line.step(2)
+    line.llm.steering.register_module("house", LOUD)
+    plain = line.add(PROMPT, ROWS)
+    line.finish()
+    line.check(running, adds({"post_block": {}}))
+    line.check(plain, adds(LOUD))
+    with pytest.raises(AssertionError, match="off by"):
+        line.check(plain, adds({"post_block": {}}))
+    named = line.serve(PROMPT, {"steering_modules": ["calm"], **ROWS})
+    weak = line.serve(PROMPT, {"steering_modules": [("house", 0.25)], **ROWS})
+    without = line.serve(PROMPT, {"steering_inherit_global": False, **ROWS})
+    calm, loud = adds(CALM), adds(LOUD)
+    line.check(named, lambda length: added(calm(length), loud(length)))
+    line.check(weak, adds(LOUD, 0.25))
+    line.check(without, adds({"post_block": {}}))
+    line.llm.steering.unregister_module("house")
+    line.check(line.serve(PROMPT, ROWS), adds({"post_block": {}}))

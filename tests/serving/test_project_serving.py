@@ -16,7 +16,7 @@ from tests.conformance.runner import READ_TOLERANCE, Reference
 from tests.serving.test_capture_consumers import Keep, KeepHere
 from tests.support import serving
 from tests.support.selected import expected_positions
-from tests.support.serving import Ask, Judge, prompt_of, serve, vector
+from tests.support.serving import Ask, Judge, prompt_of, relative, serve, vector
 from vllm import LLM, RequestOutput, SamplingParams
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.capture import stack
@@ -83,6 +83,39 @@ def check(judge: Judge, ask: Ask, output: Any, twin: torch.Tensor) -> None:
         assert error <= READ_TOLERANCE, f"{site}: off by {error}"
         other = (rows.values - want[site][positions] @ twin.T).abs().max() / size
         assert other >= 0.01, f"{site}: another matrix would give the same"
+
+
+@pytest.mark.v2
+def test_several_captures_of_a_request(pair: tuple[LLM, Judge]) -> None:
+    """Rows of some positions, and scores of others with a matrix for each layer."""
+    llm, judge = pair
+    by_layer = {n: matrix(2, seed=n) for n in (0, 1)}
+    asked = [
+        {"hooks": {"pre_attn": [0, 2]}, "positions": "last_prompt"},
+        {"hooks": {"post_block": [0, 1]}, "positions": "all", "project": {"post_block": by_layer}},
+        {"hooks": {"pre_attn": [0]}, "positions": [0, 1]},
+    ]
+    capture = {"inline": asked, "core": asked[0]}
+    ask = Ask(prompt_of(20, 80), {"max_tokens": 6, **STEERED, "capture": capture})
+    [output] = serve(llm, [ask], log_probs=False)
+    results = output.capture_results
+    assert list(results) == ["inline[0]", "inline[1]", "inline[2]", "core"]
+    assert {result.status for result in results.values()} == {"ok"}
+    sequence = [*ask.prompt, *output.outputs[0].token_ids][:-1]
+    want = judge.reference.run(sequence, judge.deltas(ask, sequence)).rows
+    for name, positions in (("inline[0]", [19]), ("inline[2]", [0, 1])):
+        for site, rows in results[name].payload.items():
+            assert rows.positions.tolist() == positions
+            assert relative(rows.values, want[site][positions]) <= READ_TOLERANCE
+    assert list(results["inline[0]"].payload) == [("pre_attn", 0), ("pre_attn", 2)]
+    for layer, project in by_layer.items():
+        rows = results["inline[1]"].payload["post_block", layer]
+        assert rows.positions.tolist() == list(range(25))
+        exact = want["post_block", layer]
+        size = exact.norm(dim=-1).max() * project.norm(dim=-1).max()
+        assert (rows.values - exact @ project.T).abs().max() / size <= READ_TOLERANCE
+        other = by_layer[1 - layer]
+        assert (rows.values - exact @ other.T).abs().max() / size >= 0.01
 
 
 def test_scores_of_any_width(pair: tuple[LLM, Judge]) -> None:

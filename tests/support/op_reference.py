@@ -30,18 +30,20 @@ def ablate(h: Row, direction: Row, strength: float = 1.0) -> Row:
     return h - strength * (h @ u) * u
 
 
-def clamp(h: Row, direction: Row, lo: float = -np.inf, hi: float = np.inf) -> Row:
+def clamp(
+    h: Row, direction: Row, lo: float = -np.inf, hi: float = np.inf, strength: float = 1.0
+) -> Row:
     u = unit(direction)
-    return h + (np.clip(h @ u, lo, hi) - h @ u) * u
+    return h + strength * (np.clip(h @ u, lo, hi) - h @ u) * u
 
 
-def pin(h: Row, direction: Row, value: float) -> Row:
+def pin(h: Row, direction: Row, value: float, strength: float = 1.0) -> Row:
     u = unit(direction)
-    return h + (value - h @ u) * u
+    return h + strength * (value - h @ u) * u
 
 
 def replace(h: Row, values: Row, alpha: float = 1.0) -> Row:
-    """`values` is the row of this position."""
+    """`values` is the row of this position, or of all."""
     return (1 - alpha) * h + alpha * values
 
 
@@ -93,10 +95,13 @@ def apply_point(
 def _changed(h: Row, arrived: Row, op: Mapping[str, Any], position: int) -> Row:
     skipped = ("op", "point", "layers", "positions", "gate")
     given = {name: value for name, value in op.items() if name not in skipped}
+    if np.ndim(given.get("values", 0.0)) == 2:
+        given["values"] = given["values"][list(op["positions"]).index(position)]
+    if op["op"] != "replace" and "values" in given:
+        given["vector" if op["op"] == "add" else "direction"] = given.pop("values")
     match op["op"]:
         case "replace":
-            values = given.pop("values")[list(op["positions"]).index(position)]
-            return replace(h, values, **given)
+            return replace(h, **given)
         case "normalize":
             return normalize(h, float(np.linalg.norm(arrived)))
         case "add":

@@ -86,6 +86,7 @@ def plan_of(
     resumable: bool = False,
     tokenizer: TokenizerLike | None = None,
     modules: dict[str, Module] | None = None,
+    num_prompts: int = 1,
     **fields: Any,
 ) -> Plan | None:
     """`resolve` as the input processor calls it.
@@ -93,6 +94,7 @@ def plan_of(
     Args:
         prompt: tokens of the prompt; None for one of embeddings.
         modules: the registered ones.
+        num_prompts: in the same body.
         fields: of `SamplingParams`.
     """
     params = SamplingParams(max_tokens=max_tokens, **fields)
@@ -102,8 +104,9 @@ def plan_of(
     if modules is not None:
         catalog.replace(modules)
     return resolve(
-        params, without_plan_fields(params), token_ids, resumable, config, tokenizer, catalog
-    )
+        params, without_plan_fields(params), token_ids, resumable, config, tokenizer, catalog,
+        num_prompts,
+    )  # fmt: skip
 
 
 def steering_of(**asked: Any) -> SteeringPlan:

@@ -71,7 +71,8 @@ class Maker:
         return torch.from_numpy(self.rng.standard_normal(self.hidden))
 
     def number(self) -> float:
-        return float(self.rng.uniform(-2, 2))
+        """Of either sign, and never so small that it would do nothing that can be seen."""
+        return float(self.rng.choice([-1, 1]) * self.rng.uniform(0.1, 2))
 
     def gate(self, when: str = "row") -> dict[str, Any]:
         """One that is neither shut nor open on rows of this size."""

@@ -21,7 +21,7 @@ HEAD_POINTS = ("q", "k", "v", "z")
 CAPTURE_POINTS = (POINTS[0], *HEAD_POINTS, *POINTS[1:])
 """All points that can be captured, in the order in which a layer computes them."""
 
-SCHEMA = 1
+SCHEMA = 3
 """Part of the compile-cache key: raise it when traced tap code or an op's meaning changes."""
 
 OverloadPolicy = Literal["block", "drop"]
@@ -40,7 +40,7 @@ class CaptureConfig:
     """The points that can be captured, of pre_attn, post_attn and post_block, and of q, k, v and z,
     the heads of attention. Fewer cost less. Does not limit steering."""
 
-    capture_buffer_bytes: int = Field(default=256 << 20, ge=1)
+    capture_buffer_bytes: int = Field(default=512 << 20, ge=1)
     """Device memory for the rows of one step; a GPU takes as much again, from which they leave
     while the next step runs. Prompts whose rows do not fit at once are computed in more, smaller
     steps."""

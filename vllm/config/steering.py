@@ -17,6 +17,11 @@ SCHEMA = 2
 """Part of the compile-cache key: raise it when traced tap code or an op's meaning changes."""
 
 
+MAX_MODULES = 64
+"""Most modules that a request may name: a name is a few bytes, what it adds to every run of
+positions a megabyte."""
+
+
 def refuse_unknown(option: str, given: Iterable[str], allowed: Sequence[str]) -> None:
     """Raise a ValueError for entries of the list `option` that are not allowed."""
     if unknown := sorted(set(given) - set(allowed)):
@@ -52,17 +57,31 @@ class SteeringConfig:
 
     max_request_work: int = Field(default=1 << 23, ge=1 << 10)
     """Work that the fields of one request may come to, those of capture included, in units of about
-    0.1 us: an entry of `positions` is 16, a segment 256, a searched character 1, a kilobyte of
-    vectors 32 (times `n`)."""
+    0.1 us: an entry of `positions` is 16, a segment 256, a searched character 1, an entry of a list
+    of operations 8, a kilobyte of vectors that are added up 32, and one of what is sent to the
+    engine 32, times `n`. Prompts of one body share it."""
+
+    single_variant: bool = False
+    """Run all steps by the variant of the model with taps, of those that nobody steers or captures
+    in, too. The engine starts about as fast as without steering and capture, and has half as many
+    CUDA graphs; an idle step costs what a steered one does, and is no longer upstream's code."""
 
     steering_modules: list[str] = Field(default_factory=list)
     """Named vectors to load at start-up, as `name=path` (.safetensors, .gguf or .npz)."""
 
+    default_steering_modules: list[str] = Field(default_factory=list, max_length=MAX_MODULES)
+    """Names of modules that act on every request while they are registered, unless it names them
+    itself or has `steering_inherit_global=False`."""
+    compat: list[str] = Field(default_factory=list)
+    """Tools whose requests are answered as well, of lens (vLLM-Lens), with what they need turned
+    on. See docs/coming-from.md."""
+
     def __post_init__(self) -> None:
         refuse_unknown("steering_points", self.steering_points, POINTS)
         refuse_unknown("steering_families", self.steering_families, FAMILIES)
-        if self.steering_modules and not self.enable_steering:
-            raise ValueError("steering_modules: needs enable_steering (--enable-steering)")
+        for option in ("steering_modules", "default_steering_modules"):
+            if getattr(self, option) and not self.enable_steering:
+                raise ValueError(f"{option}: needs enable_steering (--enable-steering)")
 
     @property
     def has_ops(self) -> bool:

@@ -15,6 +15,10 @@ if TYPE_CHECKING:
 
 def steering_config_of(args: "EngineArgs") -> SteeringConfig:
     """Make the steering config of the engine arguments."""
+    if args.compat:
+        from vllm.entrypoints.compat.doors import open_doors
+
+        open_doors(args)
     return SteeringConfig(
         enable_steering=args.enable_steering,
         max_steering_configs=args.max_steering_configs,
@@ -23,7 +27,10 @@ def steering_config_of(args: "EngineArgs") -> SteeringConfig:
         max_steering_rows=args.max_steering_rows,
         max_steering_ops=args.max_steering_ops,
         max_request_work=args.max_request_work,
+        single_variant=args.single_variant,
         steering_modules=args.steering_modules,
+        default_steering_modules=args.default_steering_modules,
+        compat=args.compat,
     )
 
 

@@ -70,6 +70,14 @@ SELECTORS: list[tuple[Any, list[int]]] = [
     (["last_prompt", 0], [0, 4]),
     ([{"start": 0, "stop": 2}, "all_generated", -1], [0, 1, 4, 5, 6, 7]),
     (["last_prompt", "all_generated"], [4, 5, 6, 7]),
+    ({"start": 0, "stop": 2, "of": "generated"}, [5, 6]),
+    ({"start": 1, "of": "generated", "step": 2}, [6]),
+    ({"of": "generated"}, [5, 6, 7]),
+    ({"at": [2, 0], "of": "generated"}, [5, 7]),
+    ({"at": [-1, 0]}, [0, 4]),
+    (["all", {"except": [0, 7]}], [1, 2, 3, 4, 5, 6]),
+    ([{"except": "all_prompt"}, "all", {"except": {"at": [1], "of": "generated"}}], [5, 7]),
+    (["all_prompt", {"except": "all_generated"}], [0, 1, 2, 3, 4]),
 ]
 
 
@@ -137,6 +145,8 @@ def test_only_the_last_generated(positions: Any, only_last: bool) -> None:
         ([6, "all_prompt"], [6]),
         ({"start": 3, "stop": 6}, [3, 4, 5]),
         ([-1, {"start": 6}], [4, 6, 7]),
+        ({"at": [1], "of": "generated"}, [6]),
+        (["all", 2, 6, {"except": [6]}], [2]),
     ],
 )
 def test_remembers_what_was_named_outright(positions: Any, named: list[int]) -> None:
@@ -231,8 +241,10 @@ HUGE = (1 << 23) // Unit.ENTRY + 1
         {"start": 0, "step": 2},
         [{"start": n, "step": 2} for n in range(1000)],
         [*range(0, HUGE, 2), "last_prompt", {"start": 1, "step": 2}],
+        {"at": range(HUGE)},
+        ["all", {"except": {"step": 2}}],
     ],
-    ids=["long list", "long range", "many runs", "many entries of many runs", "mixed"],
+    ids=["long list", "long range", "many runs", "of many runs", "mixed", "at", "except"],
 )
 def test_a_selection_of_too_many_parts_is_refused_soon(positions: Any) -> None:
     began = time.process_time()

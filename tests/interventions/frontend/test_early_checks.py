@@ -42,6 +42,9 @@ def test_a_root_that_cannot_be_written(tmp_path: Path) -> None:
     bad = [f"filesystem:root={tmp_path}/file/acts"]
     with pytest.raises(ValueError, match=r"^capture_consumers: 'filesystem' cannot be made: "):
         check(capture_consumers=bad)
+    for place in (f"{tmp_path}/file", f"{tmp_path}/file/acts"):
+        with pytest.raises(ValueError, match=f"file where a folder must be: '{tmp_path}/file'"):
+            check(capture_consumers=[f"filesystem:root={place}"])
     check(capture_consumers=bad, local_engines=0)  # written elsewhere
     check(capture_consumers=[f"filesystem:root={tmp_path}/acts"])
     assert list((tmp_path / "acts").iterdir()) == []

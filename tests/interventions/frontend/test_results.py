@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import pickle
 from typing import Any
 
 import numpy as np
@@ -16,7 +17,7 @@ from tests.support.rows import give
 from vllm.outputs import CompletionOutput, RequestOutput
 from vllm.v1.capture import CapturedRows, CaptureResult, stack
 from vllm.v1.capture.registry import ConsumerSpec
-from vllm.v1.capture.results import CaptureStatus, merged, results_of_only_completion
+from vllm.v1.capture.results import CaptureStatus, SiteRows, merged, results_of_only_completion
 from vllm.v1.capture.transport.copies import CopyThreads
 from vllm.v1.interventions.frontend.capture_request import parse_capture
 from vllm.v1.interventions.frontend.row_collector import RowCollector
@@ -86,11 +87,14 @@ def output(*completions: CompletionOutput) -> RequestOutput:
     return RequestOutput("id", None, PROMPT_IDS, None, list(completions), finished=True)
 
 
-def captured(offset: float, status: Any = "ok", error: str | None = None) -> RequestOutput:
-    payload = {}
+def captured(
+    offset: float, status: Any = "ok", error: str | None = None, number: int = 3
+) -> RequestOutput:
+    payload = SiteRows()
     for layer in (0, 1, 2):
         values = torch.arange(3 * HIDDEN, dtype=torch.float32).view(3, HIDDEN)
-        payload["post_block", layer] = rows([2, 3, 4], values + offset + 1000 * layer)
+        values = (values + offset + 1000 * layer)[:number]
+        payload["post_block", layer] = rows([2, 3, 4][:number], values)
     return output(completion(results={"inline": CaptureResult(status, error, payload)}))
 
 
@@ -113,6 +117,31 @@ def test_stack_is_outputs_by_layers_by_hidden() -> None:
         assert not torch.equal(stacked, other)
 
 
+def test_stack_of_all_layers_all_positions_and_one_output() -> None:
+    both = [captured(0), captured(0.25)]
+    assert torch.equal(stack(both, "post_block"), stack(both, "post_block", [0, 1, 2]))
+    assert torch.equal(stack(both[1], "post_block"), stack(both[1:], "post_block", "all"))
+    assert not torch.equal(stack(both[0], "post_block"), stack(both[1], "post_block"))
+    whole = stack(both, "post_block", [2, 0], position=None)
+    assert whole.shape == (2, 2, 3, HIDDEN)
+    for i, position in enumerate((2, 3, 4)):
+        assert torch.equal(whole[:, :, i], stack(both, "post_block", [2, 0], position))
+        other = stack(both, "post_block", [2, 0], 2 if i else 4)
+        assert not torch.equal(whole[:, :, i], other)
+
+
+def test_a_payload_answers_a_point_or_says_its_keys() -> None:
+    (result,) = (captured(0).capture_results or {}).values()
+    at_point = result.payload["post_block"]
+    assert list(at_point) == [0, 1, 2]
+    assert at_point[1] is result.payload["post_block", 1]
+    assert "post_block" not in result.payload and result.payload.get("post_block") is None
+    for absent in ("pre_attn", ("post_block", 3), 1):
+        with pytest.raises(KeyError, match=r"keys are \(point, layer\): .*'post_block', 2"):
+            result.payload[absent]
+    assert list(pickle.loads(pickle.dumps(result.payload))["post_block"]) == [0, 1, 2]
+
+
 def test_stack_takes_completions_and_partial_rows() -> None:
     partial = captured(0, "partial_error", "stopped early")
     assert stack(partial.outputs, "post_block", [0]).shape == (1, 1, HIDDEN)
@@ -122,16 +151,18 @@ def test_stack_takes_completions_and_partial_rows() -> None:
     ("outputs", "layers", "position", "message"),
     [
         ([], [0], -1, "stack: no outputs"),
-        ([captured(0)], [], -1, "stack: no layers"),
+        ([captured(0)], [], -1, "stack: no layers; output 0 has .*post_block"),
+        ([captured(0)], [], None, "stack: no layers"),
         ([captured(0), output(completion())], [0], -1, "output 1 has no rows: no 'inline'"),
         ([captured(0, "error", "lost")], [0], -1, "output 0 has no rows: lost"),
         ([captured(0)], [3], -1, "output 0 captured no post_block at layer 3"),
         ([captured(0)], [0], -4, "output 0 has 3 rows, asked for -4"),
-        ([captured(0)], [0], 1, "output 0 did not capture position 1"),
+        ([captured(0)], [0], 1, r"output 0 did not capture position 1, but \[2, 3, 4\]"),
+        ([captured(0), captured(0, number=2)], [0], None, "output 1 has 2 rows, output 0 3: name"),
     ],
 )
 def test_stack_says_what_is_missing(
-    outputs: list[RequestOutput], layers: list[int], position: int, message: str
+    outputs: list[RequestOutput], layers: Any, position: int | None, message: str
 ) -> None:
     with pytest.raises(ValueError, match=message):
         stack(outputs, "post_block", layers, position=position)
@@ -392,7 +423,7 @@ def test_deltas_add_up(positions: Any, total: int, cuts: set[int], moves: frozen
     assert (result.status, result.error) == (final.status, final.error)
     assert positions_of(result) == positions_of(final)
     check_rows(result, total)
-    assert [d.status for d in deltas[:-1]] == ["ok"] * (len(deltas) - 1)
+    assert [d.status for d in deltas[:-1]] == [None] * (len(deltas) - 1)
 
 
 def test_a_delta_has_only_what_is_new() -> None:

@@ -4,6 +4,7 @@ that; then each is copied once, by threads; and what a result holds."""
 
 from __future__ import annotations
 
+import copy
 import gc
 import io
 import pickle
@@ -322,3 +323,9 @@ def test_a_pickled_site_has_its_own_rows_only(monkeypatch: pytest.MonkeyPatch) -
     assert again.values.untyped_storage().nbytes() == 1000 * WIDTH * 4
     assert torch.equal(again.values, rows.values)
     assert not torch.equal(again.values, rows.values + 1)
+    plain = rows.values.as_subclass(torch.Tensor)
+    assert saved(rows.values) < 1100 * WIDTH * 4 < 1000 * ROW_BYTES < saved(plain)
+    copied = copy.deepcopy(rows.values)
+    assert torch.equal(copied, plain) and copied.untyped_storage().nbytes() == 1000 * WIDTH * 4
+    # What is computed from it is a plain tensor.
+    assert {type(t) for t in (again.values, copied, rows.values + 0, rows.at(3))} == {torch.Tensor}

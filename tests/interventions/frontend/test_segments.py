@@ -299,6 +299,30 @@ def test_an_addition_after_another_op_keeps_its_place() -> None:
     assert steering_of(config=CONFIG, steering=[gated]).sums == []
 
 
+@pytest.mark.parametrize("families", [["add"], list(FAMILIES)], ids=["sums", "rows"])
+def test_an_addition_with_a_vector_for_each_position(families: list[str]) -> None:
+    """Where there is a table of operations it takes rows of it, else a sum for each."""
+    config = config_of(steering_families=families, max_steering_rows=3, max_steering_configs=3)
+    rows = np.arange(12.0).reshape(3, HIDDEN) + 1
+    op = {"op": "add", "point": "pre_attn", "layers": [0], "scale": 2.0}
+    asked = [{**op, "values": rows, "positions": [6, 0, 3]}]
+    plan = steering_of(config=config, steering=asked)
+    terms = {term.digest: term for term in plan.terms}
+    for position in range(8):
+        found = sum_at(plan, position).get(("pre_attn", 0), np.zeros(HIDDEN))
+        program = segment_at(plan, position).program
+        if program != UNSTEERED:
+            [made] = [p for p in plan.programs if p.digest == program]
+            term = terms[made.terms[0][0]]
+            found = found + term.scalars.constant * np.frombuffer(term.vector, np.float32)
+        want = {6: 2 * rows[0], 0: 2 * rows[1], 3: 2 * rows[2]}.get(position, np.zeros(HIDDEN))
+        assert found.tolist() == want.tolist()
+    assert len(plan.sums) == (3 if families == ["add"] else 0)
+    few = config_of(steering_families=families, max_steering_rows=2, max_steering_configs=2)
+    with pytest.raises(ValueError, match=r"the request needs 3 (rows|slots)"):
+        steering_of(config=few, steering=asked)
+
+
 def test_rows_of_a_part_are_a_view_of_what_travels() -> None:
     plan = steering_of(steering_vectors=tier([(("pre_attn", 0), [1.0, 2.0, 3.0, 4.0], 2.0)]))
     [vector_set] = plan.sets

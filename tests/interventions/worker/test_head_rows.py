@@ -15,7 +15,7 @@ from tests.support.plans import HEADS, HIDDEN
 from vllm.model_executor.layers import attention_taps
 from vllm.model_executor.layers.attention.attention import Attention
 from vllm.model_executor.layers.attention_taps import HeadTap
-from vllm.model_executor.layers.residual_taps import capture_rows
+from vllm.model_executor.layers.residual_taps import SPARE_ROWS, SiteTap
 from vllm.v1.capture.transport.landing import Landing
 from vllm.v1.interventions.capture_groups import CaptureGroup, CaptureGroups
 from vllm.v1.interventions.messages import WorkerRequest, WorkerStream
@@ -40,7 +40,7 @@ def requests(draw: st.DrawFn) -> WorkerRequest:
     scored = draw(st.lists(st.sampled_from(RESIDUAL), unique=True, max_size=2))
     streams: list[tuple[list[Site], WorkerStream]] = [
         (raw, WorkerStream(())),
-        (scored, WorkerStream((), (0, len(MATRIX)))),
+        (scored, WorkerStream((), ((0,) * len(scored), len(MATRIX)))),
     ]
     for _ in range(2):
         sites = draw(st.lists(st.sampled_from(HEAD_SITES), unique=True, max_size=3))
@@ -80,15 +80,20 @@ def test_rows_of_a_step(asked: list[tuple[WorkerRequest, int]], last_stage: bool
     if not groups:
         return
     blocks = Blocks(groups)
-    dest = torch.full((len(own), total), -1, dtype=torch.int32)
+    size = sum(b.num_raw + b.num_rest for b in blocks.all)
+    spare = torch.arange(total, dtype=torch.int32) % SPARE_ROWS + size
+    dest = spare.repeat(len(own), 1)
     for block, members in zip(blocks.all, groups.values(), strict=True):
         at = np.concatenate([t for _, t in members])
         dest[np.ix_(block.group.sites, at)] = torch.from_numpy(block.rows())
     captured = sum(b.count for b in blocks.all)
-    size = sum(b.num_raw + b.num_rest for b in blocks.all)
-    arena = torch.full((size, HIDDEN), torch.nan)
+    most = max(map(HEADS.arena_rows, SITES))
+    arena = torch.full((size + SPARE_ROWS + most - 1, HIDDEN), torch.nan)
     for site, rows in given.items():
-        capture_rows(rows, arena, dest[own.index(site)])
+        places = dest[own.index(site)]
+        residual = SiteTap(None, None, places, arena, places)
+        tap = residual if site in RESIDUAL else HeadTap(arena, places, False, 1)
+        tap.read(rows)
     step = StepRows(1, blocks, HIDDEN, torch.float32)
     projections = ProjectionTable(HIDDEN, torch.device("cpu"))
     projections.apply([(0, MATRIX.numpy().tobytes())])
@@ -137,11 +142,11 @@ def test_ranks_have_parts_of_the_heads(replicas: int, monkeypatch: pytest.Monkey
         return torch.cat([part.flatten(1) for part in parts], dim=1)
 
     monkeypatch.setattr(attention_taps, "tensor_model_parallel_all_gather", gather)
-    arena, dest = torch.zeros(9, 16 // replicas), torch.tensor([-1, 4, 2], dtype=torch.int32)
+    arena, dest = torch.zeros(9, 16 // replicas), torch.tensor([8, 4, 2], dtype=torch.int32)
     HeadTap(arena, dest, True, replicas).read(parts[1])
     want = torch.arange(4 // replicas).repeat_interleave(4).float()
     assert torch.equal(arena[4], want) and torch.equal(arena[2], want)
-    assert not arena[[0, 1, 3]].any()
+    assert not arena[[0, 1, 3, 5, 6, 7]].any()
 
 
 class OwnForward(Attention):

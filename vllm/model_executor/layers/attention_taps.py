@@ -7,6 +7,7 @@ capture at one of these points. What residual_taps.py says of traced code holds 
 """
 
 import torch
+from torch.nn.functional import pad
 
 from vllm.distributed import tensor_model_parallel_all_gather
 
@@ -33,8 +34,8 @@ class HeadTap:
 
     Args:
         arena: [rows, hidden] in the model's dtype, where captured rows go; a token's heads take as
-            many neighbouring rows as they need.
-        dest: int32 [max tokens], the first arena row of each token, -1 for none.
+            many neighbouring rows as they need, the last one filled up with zeros.
+        dest: int32 [max tokens], the first arena row of each token.
         gathers: whether tensor-parallel ranks have the heads in parts.
         replicas: how many ranks in a row have the same heads.
     """
@@ -55,7 +56,13 @@ class HeadTap:
             rows = tensor_model_parallel_all_gather(rows.contiguous())
             if self.replicas > 1:
                 rows = rows.unflatten(1, (-1, self.replicas, mine))[:, :, 0].flatten(1)
-        torch.ops.vllm.capture_rows(rows, self.arena, self.dest)
+        # Plain aten ops, as in residual_taps.py, and on the arena itself: of a view of it compiled
+        # code might copy the whole.
+        (tokens, width), hidden = rows.shape, self.arena.shape[1]
+        rows = pad(rows, (0, -width % hidden)).unflatten(1, (-1, hidden))
+        each = torch.arange(rows.shape[1], dtype=self.dest.dtype, device=self.dest.device)
+        places = self.dest[:tokens, None] + each
+        self.arena.index_put_((places,), rows.to(self.arena.dtype))
 
 
 class HeadTaps(UnboundHeadTaps):

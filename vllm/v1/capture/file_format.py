@@ -301,7 +301,7 @@ def read_header(fs: AbstractFileSystem, path: str) -> Header:
         CaptureFileError: the file is truncated or no safetensors file.
         OSError: it cannot be read.
     """
-    size = fs.info(path)["size"]
+    size = fs.info(path)["size"] or 0  # None of a store that does not know
     data = fs.cat_file(path, start=0, end=min(size, _FIRST_READ))
     length = int.from_bytes(data[:8], "little")
     if len(data) < 8 or length > min(size - 8, _MAX_HEADER):

@@ -19,6 +19,12 @@ INLINE = "inline"
 """The name of the consumer that returns rows with the request's output. It has no class, as it
 needs no session."""
 
+
+def is_inline(capture: str) -> bool:
+    """Whether a capture is for `inline`: its only one, or `inline[0]` of a list."""
+    return capture.partition("[")[0] == INLINE
+
+
 GROUP = "vllm.capture_consumers"
 """The group of plug-ins' entry points: name -> a subclass of `CaptureConsumer`."""
 

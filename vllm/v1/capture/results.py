@@ -22,11 +22,38 @@ CaptureStatus = Literal["ok", "partial_error", "error"]
 class CaptureResult:
     """The result of one consumer for one completion."""
 
-    status: CaptureStatus
+    status: CaptureStatus | None
+    """None in an output that is not the completion's last: there is no verdict yet."""
     error: str | None
     """The reason why the status is not "ok"."""
     payload: Any
-    """The consumer's own result; that of `inline` is a dict (point, layer) -> `CapturedRows`."""
+    """The consumer's own result; that of `inline` is a `SiteRows`."""
+
+
+class SiteRows(dict[Any, "CapturedRows"]):
+    """Rows by site, {(point, layer): `CapturedRows`}. A point alone is {layer: `CapturedRows`}."""
+
+    def __missing__(self, key: Any) -> "dict[int, CapturedRows]":
+        at_point = {layer: rows for (point, layer), rows in self.items() if point == key}
+        if not at_point:
+            raise KeyError(f"{key!r} was not captured; keys are (point, layer): {list(self)}")
+        return at_point
+
+
+class _Landed(torch.Tensor):
+    """A view of memory shared with other sites and requests, alone when it is saved or copied."""
+
+    # As for torch.nn.Parameter: what is computed from it is a plain tensor.
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    def _own(self) -> torch.Tensor:
+        return self.as_subclass(torch.Tensor).clone(memory_format=torch.contiguous_format)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self._own().__reduce_ex__(protocol)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
+        return self._own()
 
 
 class CapturedRows:
@@ -56,21 +83,24 @@ class CapturedRows:
     ) -> None:
         self.positions, self.token_ids, self.versions = positions, token_ids, versions
         self.heads = heads
-        self._values = self._by_head(values) if isinstance(values, torch.Tensor) else values
+        self._values: torch.Tensor | Callable[[], torch.Tensor] = values
+        if isinstance(values, torch.Tensor):
+            self._values = self._by_head(values)
 
-    def _by_head(self, values: torch.Tensor) -> torch.Tensor:
-        return values.unflatten(1, (len(self.heads), -1)) if self.heads else values
+    def _by_head(self, values: torch.Tensor) -> _Landed:
+        values = values.unflatten(1, (len(self.heads), -1)) if self.heads else values
+        return values.as_subclass(_Landed)
 
     @property
     def values(self) -> torch.Tensor:
         """The rows, [n, hidden] on the CPU in the model's dtype, at q, k, v, z [n, heads, width];
         with `project` their scores, float32 [n, k]. From `SHARED_BYTES` on they are a view of
         memory that they share with other sites, and as a rule with other requests, and one that is
-        kept, or saved by `torch.save`, is all of it: clone() what is to stay alone."""
+        kept keeps all of it: clone() what is to stay alone. What is pickled, or saved by
+        `torch.save`, is these rows alone."""
         if not isinstance(self._values, torch.Tensor):
             values = self._by_head(self._values())
-            small = values.nbytes < SHARED_BYTES
-            self._values = values.clone(memory_format=torch.contiguous_format) if small else values
+            self._values = values._own() if values.nbytes < SHARED_BYTES else values
         return self._values
 
     def __repr__(self) -> str:
@@ -87,9 +117,7 @@ class CapturedRows:
         return len(self.positions)
 
     def __getstate__(self) -> dict[str, Any]:
-        # All sites share memory, and a pickled view is a pickle of all of it.
-        own = self.values.clone(memory_format=torch.contiguous_format)
-        return {**self.__dict__, "_values": own}
+        return {**self.__dict__, "_values": self.values}
 
     def numpy(self) -> np.ndarray:
         """Return the values, of the same shape; bfloat16, which numpy lacks, becomes float32."""
@@ -109,51 +137,66 @@ class CapturedRows:
 
 
 def stack(
-    outputs: "Sequence[RequestOutput | CompletionOutput]",
+    outputs: "Sequence[RequestOutput | CompletionOutput] | RequestOutput | CompletionOutput",
     point: str,
-    layers: Sequence[int],
-    position: int = -1,
+    layers: Sequence[int] | Literal["all"] = "all",
+    position: int | None = -1,
     consumer: str = "inline",
 ) -> torch.Tensor:
-    """Put one row per output and layer into one tensor, as a probe is trained on.
+    """Put rows of outputs and layers into one tensor, as a probe is trained on.
 
     Args:
-        outputs: the outputs of `LLM.generate`, or completions.
+        outputs: the outputs of `LLM.generate`, or completions; or one of these.
         point: the point of the rows.
-        layers: their layers, in the order wanted.
+        layers: their layers, in the order wanted; "all" are those that the first output has there.
         position: an absolute position, or negative: counted from the end of the rows captured
-            (-1 is the last captured row).
+            (-1 is the last captured row); None for all rows, of which outputs must have as many.
         consumer: the consumer whose result has the rows.
 
     Returns:
-        [outputs, layers, hidden] in the model's dtype; at q, k, v and z [outputs, layers, heads,
-        width]; with `project` [outputs, layers, k].
+        [outputs, layers, hidden] in the model's dtype, and with None as position
+        [outputs, layers, rows, hidden]; with `project` k in place of hidden, at q, k, v and z
+        [heads, width].
 
     Raises:
         ValueError: an output lacks the rows, or did not finish its capture.
     """
-    if not outputs or not layers:
-        raise ValueError(f"stack: no {'layers' if outputs else 'outputs'}")
-    per_output = []
-    for i, output in enumerate(outputs):
+    per_output: list[torch.Tensor] = []
+    for i, output in enumerate(outputs if isinstance(outputs, Sequence) else [outputs]):
         result = (output.capture_results or {}).get(consumer)
         if result is None or result.status == "error":
             reason = result.error if result is not None else f"no {consumer!r} capture"
             raise ValueError(f"stack: output {i} has no rows: {reason}")
+        if layers == "all":
+            layers = sorted(layer for at, layer in result.payload if at == point)
         rows = []
         for layer in layers:
             site = result.payload.get((point, layer))
             if site is None:
                 raise ValueError(f"stack: output {i} captured no {point} at layer {layer}")
-            if position >= 0:
+            if position is None:
+                rows.append(site.values)
+            elif position >= 0:
                 if position not in site.positions:
-                    raise ValueError(f"stack: output {i} did not capture position {position}")
+                    raise ValueError(
+                        f"stack: output {i} did not capture position {position}, but "
+                        f"{site.positions.tolist()}"
+                    )
                 rows.append(site.at(position))
             elif len(site) >= -position:
                 rows.append(site.values[position])
             else:
                 raise ValueError(f"stack: output {i} has {len(site)} rows, asked for {position}")
+        if not rows:
+            raise ValueError(f"stack: no layers; output {i} has {list(result.payload)}")
         per_output.append(torch.stack(rows))
+        if per_output[i].shape != per_output[0].shape:
+            raise ValueError(
+                f"stack: output {i} has {len(rows[0])} rows, output 0 {per_output[0].shape[1]}: "
+                "name a position"
+            )
+    if not per_output:
+        raise ValueError("stack: no outputs")
     return torch.stack(per_output)
 
 
@@ -171,16 +214,15 @@ def merged(
 
 
 def _merged_result(old: CaptureResult, new: CaptureResult) -> CaptureResult:
-    payload = {
-        site: CapturedRows(
+    payload = SiteRows()
+    for site, rows in new.payload.items():
+        payload[site] = CapturedRows(
             np.concatenate([old.payload[site].positions, rows.positions]),
             np.concatenate([old.payload[site].token_ids, rows.token_ids]),
             torch.cat([old.payload[site].values, rows.values]).flatten(1),
             np.concatenate([old.payload[site].versions, rows.versions]),
             rows.heads,
         )
-        for site, rows in new.payload.items()
-    }
     return CaptureResult(new.status, new.error, payload)
 
 

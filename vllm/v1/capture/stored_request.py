@@ -196,5 +196,7 @@ class StoredRequest:
             flat = torch.from_numpy(data)
         else:
             content = self._fs.cat_file(header.path, start=entry.start, end=entry.stop)
+            if len(content) != entry.stop - entry.start:
+                raise CaptureFileError(f"{header.path}: its store gave a part of {key}")
             flat = torch.frombuffer(bytearray(content), dtype=torch.uint8)
         return flat.view(dtype).reshape(shape)

@@ -12,6 +12,7 @@ from vllm.v1.interventions.messages import WorkerRequest, WorkerStream
 from vllm.v1.interventions.plan import Site, TapShape
 
 _Asked = tuple[tuple[Site, ...], tuple[WorkerStream, ...]]
+_Projection = tuple[tuple[int, ...], int]
 
 
 class LocalStream(NamedTuple):
@@ -19,15 +20,15 @@ class LocalStream(NamedTuple):
 
     places: tuple[int, ...]
     """Indices into the group's sites; sites of other pipeline stages are left out."""
-    projection: tuple[int, int] | None = None
-    """First row and number of rows in the table of projections; None without one."""
+    projection: _Projection | None = None
+    """As in `WorkerStream`, of the sites in `places`."""
     columns: np.ndarray | None = None
     """int64 [sites * width]: where the numbers of heads lie among a token's in its block's rest;
     None at points of the residual stream."""
     width: int = 0
     """How many numbers leave of a site, if that is not its row as it is."""
     runs: Sequence[tuple[int, int]] = ()
-    """`places` as runs of neighbours in the arena: (first index, number)."""
+    """`places` as runs of neighbours in the arena with one matrix: (first index, number)."""
 
     @property
     def is_raw(self) -> bool:
@@ -59,10 +60,15 @@ class CaptureGroup:
         """Arena rows of a token at the sites that are not raw, together."""
         self.rest_at = np.cumsum([0, *sizes], dtype=np.int32)[:-1]
         """int32: the first of them of each of these sites."""
-        self.streams = [s._replace(runs=self._runs(s.places)) for s in streams]
+        self.streams = [s._replace(runs=self._runs(s.places, s.projection)) for s in streams]
 
-    def _runs(self, places: tuple[int, ...]) -> list[tuple[int, int]]:
-        groups = groupby(enumerate(places), lambda p: (p[1] - p[0], p[1] < self.num_raw))
+    def _runs(
+        self, places: tuple[int, ...], projection: _Projection | None
+    ) -> list[tuple[int, int]]:
+        firsts = projection[0] if projection is not None else (0,) * len(places)
+        groups = groupby(
+            enumerate(places), lambda p: (p[1] - p[0], p[1] < self.num_raw, firsts[p[0]])
+        )
         runs = [[place for _, place in group] for _, group in groups]
         return [(run[0], len(run)) for run in runs]
 
@@ -98,7 +104,11 @@ class CaptureGroups:
         place = {i: n for n, i in enumerate(own)}
         local = []
         for stream in streams:
-            columns, width = None, stream.projection[1] if stream.projection else stream.width
+            places = tuple(place[i] for i in stream.sites if i in place)
+            columns, width = None, stream.width
+            projection = _local(stream, place)
+            if projection is not None:
+                width = projection[1]
             if stream.heads:
                 parts = [
                     self._columns(asked[i], firsts[i], heads)
@@ -106,8 +116,7 @@ class CaptureGroups:
                     if i in place
                 ]
                 columns = np.concatenate([np.empty(0, np.int64), *parts])
-            places = tuple(place[i] for i in stream.sites if i in place)
-            local.append(LocalStream(places, stream.projection, columns, width))
+            local.append(LocalStream(places, projection, columns, width))
         group = self._groups[asked, streams] = CaptureGroup(
             [self._sites[asked[i]] for i in own], len(own) - len(sizes), local, list(sizes.values())
         )
@@ -119,3 +128,11 @@ class CaptureGroups:
         width = self._shape.heads[layer][point][1]
         starts = first_row * self._shape.hidden_size + np.array(heads, np.int64) * width
         return (starts[:, None] + np.arange(width)).ravel()
+
+
+def _local(stream: WorkerStream, place: dict[int, int]) -> _Projection | None:
+    """The projection of those of a stream's sites that have a place on this worker."""
+    if stream.projection is None:
+        return None
+    firsts, size = stream.projection
+    return tuple(n for i, n in zip(stream.sites, firsts, strict=True) if i in place), size

@@ -50,13 +50,13 @@ class GlobalTiers(msgspec.Struct, frozen=True):
 
 
 class WorkerStream(msgspec.Struct, frozen=True, array_like=True):
-    """A `Stream` as workers know it: sites by index, the matrix by its place."""
+    """A `Stream` as workers know it: sites by index, matrices by their places."""
 
     sites: tuple[int, ...]
     """Indices into the request's `capture_sites`."""
-    projection: tuple[int, int] | None = None
-    """First row and number of rows of its matrix in the table of projections; None for rows as they
-    are."""
+    projection: tuple[tuple[int, ...], int] | None = None
+    """First row of each site's matrix in the table of projections, and the number of rows that each
+    has; None for rows as they are."""
     heads: tuple[tuple[int, ...], ...] = ()
     """Which heads of each site; empty at points of the residual stream."""
     width: int = 0

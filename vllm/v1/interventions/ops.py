@@ -12,7 +12,7 @@ import torch
 
 from vllm.v1.interventions.errors import need_mapping, reject, show, show_key
 from vllm.v1.interventions.plan import Site, TapShape
-from vllm.v1.interventions.positions import Positions
+from vllm.v1.interventions.positions import ALL, Positions
 from vllm.v1.interventions.sites import need_sites
 from vllm.v1.interventions.terms import OPS, Scalars, Term, make_term
 from vllm.v1.interventions.values import plain, plain_list
@@ -25,12 +25,15 @@ _KEYS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "add": (("vector",), ("scale",)),
     "norm_match": (("direction", "scale"), ()),
     "ablate": (("direction",), ("strength",)),
-    "clamp": (("direction",), ("lo", "hi")),
-    "pin": (("direction", "value"), ()),
-    "replace": (("values", "positions"), ("alpha",)),
+    "clamp": (("direction",), ("lo", "hi", "strength")),
+    "pin": (("direction", "value"), ("strength",)),
+    "replace": (("values",), ("alpha",)),
     "normalize": ((), ()),
 }
 """Operation -> (keys it needs, keys it may have), beside those of every operation."""
+
+_ROWS = {"add": "vector", "norm_match": "direction"}
+"""Operations that may have `values`, one for each of `positions`, in place of this key."""
 
 _GATE_KEYS = ("probe", "threshold", "sharpness")
 _WHEN = ("row", "last_prompt")
@@ -46,7 +49,7 @@ class Op:
     positions: Positions | None
     """Where it acts; None for everywhere."""
     terms: list[Term]
-    """One term; `replace` has one for each of `positions`, ascending."""
+    """One term; with `values` of two dimensions one for each of `positions`, ascending."""
     frozen: bool
     """Whether its gate is decided once, at the last prompt row. It acts from there on; if not
     on that row itself, the row needs `terms[0].deciding()`."""
@@ -55,6 +58,14 @@ class Op:
     def gated(self) -> bool:
         """Whether it has a gate."""
         return bool(self.terms[0].probe)
+
+    def parts(self) -> list[tuple[Term, Positions]]:
+        """Each term, and where it acts."""
+        if len(self.terms) == 1:
+            return [(self.terms[0], self.positions or ALL)]
+        assert self.positions is not None
+        places = self.positions.array().tolist()
+        return [(t, Positions.of([p])) for t, p in zip(self.terms, places, strict=True)]
 
     def term_at(self, position: int) -> Term | None:
         """The term that acts at a position; None where the operation does not act."""
@@ -137,11 +148,14 @@ class _Entry:
         frozen = bool(gate.scalars.get("frozen"))
         if frozen:
             positions = self.after_decision(positions, select)
-        if name == "replace":
+        scalars = Scalars(**self.scalars(name), **gate.scalars)
+        if self.has_rows():
             assert positions is not None
-            terms = self.replaced(positions, select, gate)
+            vectors = self.rows(name, positions, select)
         else:
-            terms = [self.term(name, gate)]
+            key = "values" if "values" in self.given else _ROWS.get(name, "direction")
+            vectors = [self.vector(name, self.given.get(key), f"{self.path}.{key}")]
+        terms = [make_term(scalars, vector, gate.probe) for vector in vectors]
         return Op(name, sites, positions, terms, frozen)
 
     def name(self) -> str:
@@ -154,6 +168,10 @@ class _Entry:
             )
         self.need_family(name, "op")
         needed, allowed = _KEYS[name]
+        if name in _ROWS and "values" in self.given:
+            needed = tuple("values" if key == _ROWS[name] else key for key in needed)
+        if "values" in needed and self.has_rows():
+            needed = (*needed, "positions")
         needed = ("op", "point", "layers", *needed)
         _need_keys(self.given, self.path, name, needed, (*allowed, "positions", "gate"))
         return name
@@ -193,35 +211,55 @@ class _Entry:
             )
         return positions
 
-    def term(self, name: str, gate: _Gate) -> Term:
-        """The term of any operation but `replace`."""
+    def has_rows(self) -> bool:
+        """Whether `values` is a row for each position, and not one row for all."""
+        values = self.given.get("values")
+        if isinstance(values, np.ndarray | torch.Tensor):
+            return values.ndim != 1
+        return values is not None and not (
+            isinstance(values, list) and values and isinstance(plain(values[0]), int | float)
+        )
+
+    def scalars(self, name: str) -> dict[str, float]:
+        """The operation's numbers, those of its gate aside."""
         match name:
             case "add":
-                scalars = {"constant": self.number("scale", 1.0)}
-                vector = need_vector(self.given["vector"], f"{self.path}.vector", self.hidden)
-                packed = _float32(vector, f"{self.path}.vector")
-                with np.errstate(over="ignore"):
-                    self.need_range(vector * scalars["constant"], self.path)
+                return {"constant": self.number("scale", 1.0)}
             case "norm_match":
-                scalars, packed = {"norm": self.number("scale")}, self.direction()
+                return {"norm": self.number("scale")}
             case "ablate":
-                strength = self.number("strength", 1.0)
-                scalars, packed = {"strength": strength, "lo": 0.0, "hi": 0.0}, self.direction()
+                return {"strength": self.number("strength", 1.0), "lo": 0.0, "hi": 0.0}
             case "clamp":
-                scalars, packed = {"strength": 1.0, **self.bounds()}, self.direction()
+                return {"strength": self.number("strength", 1.0), **self.bounds()}
             case "pin":
                 value = self.in_range("value")
-                scalars, packed = {"strength": 1.0, "lo": value, "hi": value}, self.direction()
+                return {"strength": self.number("strength", 1.0), "lo": value, "hi": value}
+            case "replace":
+                alpha = self.number("alpha", 1.0)
+                if not 0 <= alpha <= 1:
+                    reject(f"{self.path}.alpha", f"must be from 0 to 1, got {show(alpha)}")
+                return {"replace": alpha, "constant": alpha}
             case _:
                 assert name == "normalize"
-                scalars, packed = {"renorm": 1.0}, bytes(4 * self.hidden)
-        return make_term(Scalars(**scalars, **gate.scalars), packed, gate.probe)
+                return {"renorm": 1.0}
 
-    def replaced(self, positions: Positions, select: Select, gate: _Gate) -> list[Term]:
-        """The terms of `replace`, one per position, ascending."""
-        alpha = self.number("alpha", 1.0)
-        if not 0 <= alpha <= 1:
-            reject(f"{self.path}.alpha", f"must be from 0 to 1, got {show(alpha)}")
+    def vector(self, name: str, value: Any, path: str) -> bytes:
+        """The operation's vector of `value`, float32 [hidden]."""
+        if name == "normalize":
+            return bytes(4 * self.hidden)
+        vector = need_vector(value, path, self.hidden)
+        if name == "add":
+            packed = _float32(vector, path)
+            with np.errstate(over="ignore"):
+                self.need_range(vector * self.number("scale", 1.0), self.path)
+            return packed
+        if name == "replace":
+            self.need_range(vector, path)
+            return _float32(vector, path)
+        return _unit(vector, path)
+
+    def rows(self, name: str, positions: Positions, select: Select) -> list[bytes]:
+        """`values` as vectors, one for each position, ascending."""
         path = f"{self.path}.positions"
         order = positions.array().tolist()
         if (given := plain_list(self.given["positions"])) is not None:
@@ -233,17 +271,7 @@ class _Entry:
                         reject(path, f"names position {position} twice")
                     ordered[position] = None
             order = list(ordered)
-        rows = self.rows(len(positions))
-        scalars = Scalars(replace=alpha, constant=alpha, **gate.scalars)
-        return [
-            make_term(scalars, row, gate.probe)
-            for _, row in sorted(zip(order, rows, strict=True), key=lambda pair: pair[0])
-        ]
-
-    def rows(self, count: int) -> list[bytes]:
-        """`values` as float32 [hidden] each, in the order given."""
-        path = f"{self.path}.values"
-        values = self.given["values"]
+        path, values = f"{self.path}.values", self.given["values"]
         if isinstance(values, torch.Tensor) and (values.layout != torch.strided or values.is_meta):
             reject(path, f"must be a dense tensor, got {values.layout} on {values.device}")
         if isinstance(values, np.ndarray | torch.Tensor):
@@ -251,14 +279,10 @@ class _Entry:
                 reject(path, f"has shape {list(values.shape)}, the model needs [n, {self.hidden}]")
         elif not isinstance(values, list):
             reject(path, f"must be a list, a numpy array or a torch tensor, got {show(values)}")
-        if len(values) != count:
-            reject(path, f"has {len(values)} rows, positions select {count}")
-        packed = []
-        for i, value in enumerate(values):
-            row = need_vector(value, f"{path}[{i}]", self.hidden)
-            self.need_range(row, f"{path}[{i}]")
-            packed.append(_float32(row, f"{path}[{i}]"))
-        return packed
+        if len(values) != len(positions):
+            reject(path, f"has {len(values)} rows, positions select {len(positions)}")
+        rows = [self.vector(name, value, f"{path}[{i}]") for i, value in enumerate(values)]
+        return [row for _, row in sorted(zip(order, rows, strict=True), key=lambda pair: pair[0])]
 
     @property
     def hidden(self) -> int:
@@ -280,21 +304,6 @@ class _Entry:
             reject(f"{self.path}.lo", f"{bounds['lo']:g} is greater than hi, {bounds['hi']:g}")
         return bounds
 
-    def direction(self) -> bytes:
-        """`direction` scaled to length 1, float32 [hidden]."""
-        path = f"{self.path}.direction"
-        direction = need_vector(self.given["direction"], path, self.hidden)
-        largest = np.abs(direction).max()
-        if largest == 0:
-            reject(path, "is zero: it has no direction")
-        # By the largest entry first: a square may overflow, or underflow to 0.
-        scaled = direction / largest
-        norm = np.linalg.norm(scaled)
-        if abs(norm * largest - 1) > np.finfo(np.float32).eps:
-            direction = scaled / norm
-        # Else it is one that was rounded, which stays as it is: so a saved module is loaded.
-        return _float32(direction, path)
-
     def need_range(self, values: np.ndarray, path: str) -> None:
         """Raise unless `values`, which are written into the stream, fit its dtype."""
         if not (np.abs(values) <= torch.finfo(self.shape.torch_dtype).max).all():
@@ -315,6 +324,20 @@ def _need_keys(
     missing = [key for key in needed if key not in given]
     if missing:
         reject(path, f"{name} needs {missing[0]!r}")
+
+
+def _unit(direction: np.ndarray, path: str) -> bytes:
+    """A direction scaled to length 1, float32 [hidden]."""
+    largest = np.abs(direction).max()
+    if largest == 0:
+        reject(path, "is zero: it has no direction")
+    # By the largest entry first: a square may overflow, or underflow to 0.
+    scaled = direction / largest
+    norm = np.linalg.norm(scaled)
+    if abs(norm * largest - 1) > np.finfo(np.float32).eps:
+        direction = scaled / norm
+    # Else it is one that was rounded, which stays as it is: so a saved module is loaded.
+    return _float32(direction, path)
 
 
 def _float32(values: np.ndarray, path: str) -> bytes:

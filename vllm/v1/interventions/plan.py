@@ -148,8 +148,9 @@ class Stream(msgspec.Struct, frozen=True):
     """hidden_size; with a projection the number of its rows; of heads their widths together."""
     dtype: str
     """The model's dtype; with a projection "float32"."""
-    projection: str = ""
-    """Digest of the matrix the rows are multiplied with on the device, "" for none."""
+    projections: list[str] = []
+    """Digests of the matrices the rows are multiplied with on the device: of one for all sites, or
+    of one for each; none for rows as they are."""
     heads: list[tuple[int, ...]] = []
     """Which heads of each site; empty at points of the residual stream."""
 

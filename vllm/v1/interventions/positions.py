@@ -58,6 +58,13 @@ class Positions:
             return self if self._stop_list else other
         return Positions(self.runs() + other.runs())
 
+    def __sub__(self, other: "Positions") -> "Positions":
+        edges = sorted({*self.flat(), *other.flat()})
+        at = np.array(edges, np.int64)
+        kept = (self.mask(at) & ~other.mask(at)).tolist()  # what holds at an edge holds to the next
+        runs = zip(edges[:-1], edges[1:], kept[:-1], strict=True)
+        return Positions((start, stop) for start, stop, on in runs if on)
+
     def __len__(self) -> int:
         return sum(self._stop_list) - sum(self._start_list)
 

@@ -115,13 +115,12 @@ def need_vector(value: Any, path: str, hidden_size: int) -> np.ndarray:
         _need_shape(value.shape, path, hidden_size)
         array = value.astype(np.float64)
     elif isinstance(value, list | tuple):
-        # A list of lists would reach numpy's own errors; a bool is an int to Python.
         if len(value) != hidden_size:
             reject(path, f"has {len(value)} values, the model's hidden size is {hidden_size}")
-        numbers = (
-            x if type(x) is float else need_number(x, f"{path}[{i}]") for i, x in enumerate(value)
-        )
-        array = np.fromiter(numbers, np.float64, hidden_size)
+        # A list of lists would reach numpy's own errors; a bool is an int to Python.
+        if set(map(type, value)) != {float}:
+            value = [need_number(x, f"{path}[{i}]") for i, x in enumerate(value)]
+        array = np.array(value, np.float64)
     else:
         reject(path, f"must be a list, a numpy array or a torch tensor, got {show(value)}")
     if not np.isfinite(array).all():

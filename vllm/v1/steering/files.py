@@ -28,7 +28,13 @@ from vllm.v1.interventions.plan import TIERS, Site, TapShape
 from vllm.v1.interventions.sites import need_layers, need_point, need_steered_points
 from vllm.v1.interventions.vectors import Vectors, need_vector
 from vllm.v1.steering.gguf import read_gguf, write_gguf
-from vllm.v1.steering.modules import Module, make_module, parse_module_args, parse_module_ops
+from vllm.v1.steering.modules import (
+    Module,
+    make_module,
+    need_module_name,
+    parse_module_args,
+    parse_module_ops,
+)
 from vllm.v1.steering.op_files import joined_ops, split_ops
 from vllm.v1.steering.unshaped import ANY_FAMILY, module_without_model
 
@@ -332,8 +338,11 @@ def need_startup_files(steering: SteeringConfig) -> None:
     """Check that the files of `--steering-modules` are there; the model's shape is not known yet.
 
     Raises:
-        ValueError: one is missing, cannot be opened, or is of a kind that is not read.
+        ValueError: one is missing, cannot be opened, or is of a kind that is not read; or what is
+            no name is among `--default-steering-modules`.
     """
+    for i, name in enumerate(steering.default_steering_modules):
+        need_module_name(name, f"default_steering_modules[{i}]")
     for name, path in parse_module_args(steering.steering_modules).items():
         try:
             _need_file(path)

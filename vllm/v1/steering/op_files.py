@@ -54,6 +54,8 @@ def _entry(op: ModuleOp) -> tuple[dict[str, Any], list[tuple[str, bytes]]]:
         case _:
             assert op.name == "normalize"
             key = ""
+    if op.name in ("clamp", "pin") and numbers.strength != 1:
+        entry["strength"] = numbers.strength
     vectors = [(key, op.term.vector)] if key else []
     if op.term.probe:
         when = "last_prompt" if op.frozen else "row"

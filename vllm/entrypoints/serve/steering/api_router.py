@@ -42,14 +42,16 @@ async def _made(change: Any) -> Any:
 async def state(request: Request) -> dict[str, Any]:
     """Return the version, the tiers' norms and digests, the modules, and the slots in use."""
     engine = _engine(request)
-    if not engine.vllm_config.steering_config.enable_steering:
+    config = engine.vllm_config.steering_config
+    if not config.enable_steering:
         return {"enabled": False}
     states = await engine.steering.states()
     used = {
         what: {key: sum(state[what][key] for state in states) for key in ("in_use", "size")}
         for what in ("slots", "rows")
     }
-    return {"enabled": True, **states[0], **used, "engines": len(states)}
+    defaults = {"default_steering_modules": config.default_steering_modules}
+    return {"enabled": True, **states[0], **used, **defaults, "engines": len(states)}
 
 
 @router.get("/layers")

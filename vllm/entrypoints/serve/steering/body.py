@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from pydantic import BaseModel, model_validator
 
+from vllm.entrypoints.compat import peers
 from vllm.exceptions import VLLMValidationError
 from vllm.v1.interventions.errors import reject, show_key
 from vllm.v1.interventions.plan import INHERIT, PLAN_FIELDS, VECTOR_FIELDS
@@ -57,13 +58,16 @@ def refuse_unserved(extra_fields: Set[str], served: bool) -> None:
         served: whether the model's endpoint takes the fields.
 
     Raises:
-        UnservedField: there is such a field, or one whose name is nearly that of one; the message
-            names the first.
+        UnservedField: there is such a field, one of another tool, or one whose name is nearly that
+            of one; the message names the first.
     """
     if not served:
         for field in PLAN_FIELDS:
             if field in extra_fields:
                 _unserved(field, field)
+        for field, foreign in peers.FIELDS.items():
+            if field in extra_fields:
+                raise UnservedField(f"{field}: {peers.said(foreign)}", parameter=field)
     refuse_misspelt(extra_fields)
 
 
@@ -76,7 +80,7 @@ def refuse_misspelt(extra_fields: Set[str], path: str = "") -> None:
     Raises:
         UnservedField: there is such a field; the message says which was meant.
     """
-    unknown = sorted(extra_fields - READERS.keys())
+    unknown = sorted(extra_fields - READERS.keys() - peers.FIELDS.keys())
     for field in unknown if len(unknown) <= MOST_UNKNOWN else ():
         meant = get_close_matches(field[:40].lower(), PLAN_FIELDS, 1, ALIKE)
         if meant:

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Puts capture results into the choices of a response."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from dataclasses import fields, is_dataclass
+from functools import partial
 from math import isfinite
 from pathlib import PurePath
 from typing import TYPE_CHECKING, Any
@@ -14,15 +15,27 @@ from fastapi.responses import JSONResponse
 from pydantic import BaseModel, PrivateAttr, model_serializer
 from starlette.concurrency import run_in_threadpool
 
+from vllm.entrypoints.compat import lens
 from vllm.v1.capture.results import CapturedRows, CaptureResult
 from vllm.v1.interventions.errors import describe
 
 from .packed import pack
 
 if TYPE_CHECKING:
-    from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionResponse
-    from vllm.entrypoints.openai.completion.protocol import CompletionResponse
+    from vllm.entrypoints.openai.chat_completion.protocol import (
+        ChatCompletionRequest,
+        ChatCompletionResponse,
+        ChatCompletionStreamResponse,
+    )
+    from vllm.entrypoints.openai.completion.protocol import (
+        CompletionRequest,
+        CompletionResponse,
+        CompletionStreamResponse,
+    )
     from vllm.outputs import CompletionOutput
+
+    Response = CompletionResponse | ChatCompletionResponse
+    Chunk = CompletionStreamResponse | ChatCompletionStreamResponse
 
 
 def add_capture_results(choice: BaseModel, output: "CompletionOutput") -> None:
@@ -52,6 +65,11 @@ class ShownResults(BaseModel):
         self._results = results
         self._finished = finished
 
+    @property
+    def results(self) -> Mapping[str, CaptureResult]:
+        """The results by consumer, as they are."""
+        return self._results
+
     _results: Mapping[str, CaptureResult] = PrivateAttr()
     _finished: bool = PrivateAttr()
 
@@ -61,18 +79,45 @@ class ShownResults(BaseModel):
         return {name: _result(result, self._finished) for name, result in self._results.items()}
 
 
-def has_captured(response: "CompletionResponse | ChatCompletionResponse") -> bool:
+def has_captured(response: "Response | Chunk") -> bool:
     """Tell whether a choice of a response has results."""
     return any("capture_results" in (c.model_extra or {}) for c in response.choices)
 
 
 async def written(
-    response: "CompletionResponse | ChatCompletionResponse", headers: Mapping[str, str] | None
+    response: "Response",
+    request: "CompletionRequest | ChatCompletionRequest",
+    headers: Mapping[str, str] | None,
 ) -> JSONResponse:
     """Write a response in a thread: rows of many megabytes would hold up all other requests."""
-    return await run_in_threadpool(
-        lambda: JSONResponse(content=response.model_dump(), headers=headers)
-    )
+
+    def write() -> JSONResponse:
+        content = response.model_dump()
+        if _speaks_lens(request):
+            for choice, shown in zip(response.choices, content["choices"], strict=True):
+                results = (choice.model_extra or {}).get("capture_results")
+                if isinstance(results, ShownResults):
+                    shown["activations"] = lens.wire_of(results.results)
+            content["activations"] = content["choices"][0].get("activations")
+        return JSONResponse(content=content, headers=headers)
+
+    return await run_in_threadpool(write)
+
+
+def streamed(chunks: AsyncGenerator[str, None], request: "ChatCompletionRequest") -> Any:
+    """Return the chunks of a chat's answer, with what the tool of its request expects beside."""
+    return lens.with_activations(chunks) if _speaks_lens(request) else chunks
+
+
+def _speaks_lens(request: "CompletionRequest | ChatCompletionRequest") -> bool:
+    """Whether a request that was not refused asked as vLLM-Lens does, and so in its words."""
+    return bool((request.vllm_xargs or {}).get(lens.CAPTURE))
+
+
+async def written_chunk(chunk: "Chunk") -> str:
+    """Write a chunk of a streamed response; one with results in a thread, as `written`."""
+    write = partial(chunk.model_dump_json, exclude_unset=True)
+    return await run_in_threadpool(write) if has_captured(chunk) else write()
 
 
 def has_rows(output: "CompletionOutput") -> bool:

@@ -154,11 +154,18 @@ class Choice:
     index: int = 0
     text: str = ""
     finish_reason: str | None = None
-    rows: dict[Site, Rows] = field(default_factory=dict)
-    """The rows that the consumer `inline` returned, by site."""
+    captures: dict[str, dict[Site, Rows]] = field(default_factory=dict)
+    """The rows of each capture for the consumer `inline`, by site: of `inline`, or where a list was
+    asked for of `inline[0]` and so on."""
     capture_results: dict[str, Any] = field(default_factory=dict)
     """The result of each consumer as the server sent it, {"status", "error", "payload"}, by name.
     The status is None before the last chunk of a stream."""
+
+    @property
+    def rows(self) -> dict[Site, Rows]:
+        """The rows that the consumer `inline` returned, by site; empty where it was asked for a
+        list of captures."""
+        return self.captures.get("inline", {})
 
     @property
     def capture_status(self) -> dict[str, str | None]:
@@ -209,18 +216,19 @@ def joined(chunks: Sequence[Choice]) -> Choice:
     if not chunks:
         raise ValueError("no chunks")
     made = Choice(chunks[0].index, "".join(chunk.text for chunk in chunks))
-    parts: dict[Site, list[Rows]] = {}
+    parts: dict[tuple[str, Site], list[Rows]] = {}
     for chunk in chunks:
         made.finish_reason = chunk.finish_reason or made.finish_reason
         made.capture_results |= chunk.capture_results
-        for site, rows in chunk.rows.items():
-            parts.setdefault(site, []).append(rows)
-    for site, several in parts.items():
+        for name, sites in chunk.captures.items():
+            for site, rows in sites.items():
+                parts.setdefault((name, site), []).append(rows)
+    for (name, site), several in parts.items():
         arrays = {
-            name: np.concatenate([getattr(rows, name) for rows in several])
-            for name in ("positions", "token_ids", "values", "versions")
+            what: np.concatenate([getattr(rows, what) for rows in several])
+            for what in ("positions", "token_ids", "values", "versions")
         }
-        made.rows[site] = Rows(**arrays, heads=several[0].heads)
+        made.captures.setdefault(name, {})[site] = Rows(**arrays, heads=several[0].heads)
     return made
 
 
@@ -232,7 +240,11 @@ def _choice(raw: Mapping[str, Any]) -> Choice:
         index=raw["index"],
         text=raw.get("text") or message.get("content") or "",
         finish_reason=raw.get("finish_reason"),
-        rows=read_rows(results.get("inline", {}).get("payload")),
+        captures={
+            name: read_rows(result["payload"])
+            for name, result in results.items()
+            if name.partition("[")[0] == "inline"
+        },
         capture_results=results,
     )
 

@@ -194,9 +194,19 @@ def read_capture(value: Any, path: str) -> Any:
     """Read the packed projections in `{consumer: {...}}`; raises ValueError as `unpack`."""
     if not isinstance(value, Mapping):
         return value
-    return {
-        name: {**asked, "project": read_array(asked["project"], f"{path}.{show_key(name)}.project")}
-        if isinstance(asked, Mapping) and "project" in asked
-        else asked
-        for name, asked in value.items()
-    }
+    return {name: _read_asked(a, f"{path}.{show_key(name)}") for name, a in value.items()}
+
+
+def _read_asked(asked: Any, path: str) -> Any:
+    if isinstance(asked, list):
+        return [_read_asked(one, f"{path}[{i}]") for i, one in enumerate(asked)]
+    if not isinstance(asked, Mapping) or "project" not in asked:
+        return asked
+    return {**asked, "project": _read_matrices(asked["project"], f"{path}.project")}
+
+
+def _read_matrices(value: Any, path: str, deep: int = 2) -> Any:
+    """Read a packed matrix, or those in `{point: {layers: matrix}}`."""
+    if is_packed(value) or not deep or not isinstance(value, Mapping):
+        return read_array(value, path)
+    return {k: _read_matrices(v, f"{path}.{show_key(k)}", deep - 1) for k, v in value.items()}

@@ -6,12 +6,14 @@ from typing import TYPE_CHECKING, cast
 
 import numpy as np
 
+from vllm.entrypoints.compat.doors import read_args
+from vllm.entrypoints.compat.peers import refuse_peer_args, refuse_peer_fields
 from vllm.logger import init_logger
 from vllm.sampling_params import BeamSearchParams, SamplingParams
 from vllm.v1.interventions.errors import printable
 from vllm.v1.interventions.frontend.capture_request import NumberedCapture
 from vllm.v1.interventions.frontend.resolve import resolve
-from vllm.v1.interventions.plan import Plan
+from vllm.v1.interventions.plan import PLAN_FIELDS, Plan
 
 from .body import asked_fields, refuse_beams, set_plan_fields
 
@@ -24,6 +26,9 @@ if TYPE_CHECKING:
 
 logger = init_logger(__name__)
 
+XARGS = "vllm_xargs."
+"""What stands before a key of it in errors."""
+
 
 async def intervene(
     serving: "GenerateBaseServing",
@@ -31,37 +36,48 @@ async def intervene(
     request_id: str,
     params: SamplingParams | BeamSearchParams,
     prompt: "EngineInput",
-    number: int | None = None,
+    number: int = 0,
+    num_prompts: int = 1,
 ) -> None:
-    """Put what a body asks of steering and capture into `params`.
+    """Put what a body asks of steering and capture into `params`; refuse what it asks other tools.
 
     Where the response is streamed, all of it is checked here: an error of the engine would come
-    after a 200.
+    after a 200. So it is for several prompts: they have the limits of one together.
 
     Args:
         number: which prompt of a body with several this is, so that what a consumer writes of each
             gets a name of its own.
+        num_prompts: how many the body has.
 
     Raises:
         ValueError: a field is wrong; the message has its path.
     """
-    asked = asked_fields(request)
-    if not asked:
-        return
-    if isinstance(params, BeamSearchParams):
-        refuse_beams(asked)
     engine = cast("AsyncLLM", serving.engine_client)
-    processor = engine.input_processor
-    await processor.plan_threads.run(set_plan_fields, params, asked)
-    if number is not None and isinstance(params.capture, Mapping):
+    config, processor = engine.vllm_config, engine.input_processor
+    refuse_peer_fields(request.model_extra, config)
+    asked = asked_fields(request)
+    if isinstance(params, BeamSearchParams):
+        refuse_peer_args(request.vllm_xargs, config, XARGS)
+        if asked:
+            refuse_beams(asked)
+        return
+    if asked:
+        await processor.plan_threads.run(set_plan_fields, params, asked)
+    if params.extra_args:
+        opened = await processor.plan_threads.run(read_args, params, config, XARGS)
+        for name in (*PLAN_FIELDS, "extra_args", "skip_reading_prefix_cache"):
+            setattr(params, name, getattr(opened, name))
+    if all(getattr(params, name) is None for name in PLAN_FIELDS):
+        return
+    if num_prompts > 1 and isinstance(params.capture, Mapping):
         params.capture = NumberedCapture(params.capture, number)
     if params.steering_modules is not None:
         await engine.steering.refresh()
-    if request.stream or serving.request_logger is not None:
+    if request.stream or num_prompts > 1 or serving.request_logger is not None:
         token_ids = serving._extract_prompt_components(prompt).token_ids
         plan = await processor.plan_threads.run(
-            resolve, params, params, token_ids, False, engine.vllm_config, processor.tokenizer,
-            processor.modules,
+            resolve, params, params, token_ids, False, config, processor.tokenizer,
+            processor.modules, num_prompts,
         )  # fmt: skip
         if serving.request_logger is not None and plan is not None:
             logger.info("Request %s: %s", printable(request_id), described(plan))

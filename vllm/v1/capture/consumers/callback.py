@@ -12,7 +12,7 @@ from vllm.v1.capture.consumer import (
     RequestInfo,
     RowBatch,
 )
-from vllm.v1.capture.results import CapturedRows
+from vllm.v1.capture.results import CapturedRows, SiteRows
 from vllm.v1.interventions.plan import Site
 
 Callback = Callable[[RequestInfo, Mapping[Site, CapturedRows]], Any]
@@ -63,12 +63,15 @@ class _Session(CaptureSession):
         return self._rows
 
 
-def by_site(request: RequestInfo, batch: RowBatch) -> dict[Site, CapturedRows]:
+def by_site(request: RequestInfo, batch: RowBatch) -> SiteRows:
     """Split a batch into the rows of each site, which are views of it."""
     of_site = dict(zip(request.sites, request.heads, strict=False))
-    return {
-        site: CapturedRows(
-            batch.positions, batch.token_ids, values, batch.versions, of_site.get(site, ())
+    return SiteRows(
+        (
+            site,
+            CapturedRows(
+                batch.positions, batch.token_ids, values, batch.versions, of_site.get(site, ())
+            ),
         )
         for site, values in zip(request.sites, batch.values, strict=True)
-    }
+    )

@@ -33,7 +33,7 @@ def request_info(
         sites=tuple(selection.sites),
         width=stream.width,
         dtype=dtype_of(stream.dtype),
-        projected=bool(stream.projection),
+        projected=bool(stream.projections),
         max_rows=Selected(selection, len(prompt_token_ids)).max_rows,
         fields=selection.fields,
         heads=tuple(selection.heads[site] for site in selection.sites) if selection.heads else (),

@@ -5,6 +5,7 @@ early_checks.py       what would fail once the model is loaded, refused before
 resolve.py            entry: `SamplingParams` to a `Plan`
 plan_threads.py       where that is done in a server: off its event loop
 steering_request.py   the steering fields of one request
+vector_memo.py        vectors that come again are neither parsed nor hashed again
 segments.py           cuts its positions into segments in which the same acts
 capture_request.py    the `capture` field of one request
 selectors.py          what `positions` mean on a prompt
@@ -18,4 +19,5 @@ row_collector.py      gathers the rows of one completion for `inline`
 row_pieces.py         where rows came to lie, and what joins them when they are read
 capture_link.py       how captures reach the engine core
 sending.py            requests on their way to the engine core
+progress.py           what an offline run shows beside the prompts
 """

@@ -8,7 +8,7 @@
 
 import weakref
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -16,7 +16,7 @@ import msgspec
 from vllm.outputs import RequestOutput
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.capture.consumer import ConsumerContext, ConsumerResult
-from vllm.v1.capture.registry import INLINE
+from vllm.v1.capture.registry import INLINE, is_inline
 from vllm.v1.capture.results import CaptureResult
 from vllm.v1.capture.transport.copies import CopyThreads
 from vllm.v1.capture.transport.feed import Feed, request_info
@@ -91,7 +91,7 @@ class CompletionCapture:
         self._request_id = request.request_id
         self._plan = plan
         self._prompt = request.prompt_token_ids
-        inline = [name for name in plan.consumers if name == INLINE]
+        inline = self._inline = [name for name in plan.consumers if is_inline(name)]
         self._collector = RowCollector(plan, self._prompt, inline) if inline else None
         if self._collector is not None:
             outputs.inbox.open(self._request_id, self._collector)
@@ -104,7 +104,7 @@ class CompletionCapture:
         """Rows for the feeds that came ahead of their tokens."""
         self._open: set[str] = set()
         self._dropped: set[str] = set()
-        self.pending_consumers = [name for name in plan.consumers if name != INLINE]
+        self.pending_consumers = [name for name in plan.consumers if not is_inline(name)]
         """Consumers whose results are still to come."""
         self._results: dict[str, CaptureResult] = {}
         self.hold = hold
@@ -175,8 +175,7 @@ class CompletionCapture:
         return self._results
 
     def _end(self, num_tokens: int, reason: FinishReason | None, aborted: bool) -> None:
-        if INLINE in self._results:
-            self._outputs.finished.add([self._inline_result()])
+        self._outputs.count(map(self._inline_result, self._inline))
         failed = "the engine failed the request" if reason == FinishReason.ERROR else ""
         if self.pending_consumers:
             end = CaptureEnd(num_tokens, aborted, failed)
@@ -193,11 +192,12 @@ class CompletionCapture:
         if not self.pending_consumers:
             self._outputs.close(self._request_id)
 
-    def _inline_result(self) -> ConsumerResult:
-        result = self._results[INLINE]
+    def _inline_result(self, name: str) -> ConsumerResult:
+        result = self._results[name]
+        assert result.status is not None
         # Every site has the same rows.
         rows = len(result.payload) * len(next(iter(result.payload.values())))
-        num_bytes = rows // len(result.payload) * self._plan.row_bytes(INLINE)
+        num_bytes = rows // len(result.payload) * self._plan.row_bytes(name)
         return ConsumerResult(INLINE, result.status, rows=rows, num_bytes=num_bytes)
 
     def _dropped_result(self, name: str, num_tokens: int) -> ConsumerResult:
@@ -222,7 +222,7 @@ class CompletionCapture:
 
     def _settle(self, result: ConsumerResult) -> None:
         self.pending_consumers.remove(result.consumer)
-        self._outputs.finished.add([result])
+        self._outputs.count([result])
         self._results[result.consumer] = CaptureResult(result.status, result.error, result.payload)
 
 
@@ -242,6 +242,8 @@ class CaptureOutputs:
         """Whether anybody takes statistics."""
         self.finished = CaptureStats()
         """Results since the statistics were last taken."""
+        self.rows = self.num_bytes = 0
+        """All rows that results had, and their bytes."""
         self.threads = CopyThreads("capture-rows")
         frontends = config.parallel_config._api_process_count
         self.inbox = RowInbox(link, self.threads, frontends)
@@ -319,6 +321,13 @@ class CaptureOutputs:
                 call = CaptureCall(output.request_id, released=result.consumer)
                 self.link.send(call)
         return True
+
+    def count(self, results: Iterable[ConsumerResult]) -> None:
+        """Count results of a completion."""
+        results = list(results)
+        self.finished.add(results)
+        self.rows += sum(result.rows for result in results)
+        self.num_bytes += sum(result.num_bytes for result in results)
 
     def close(self, request_id: str) -> None:
         """Release what waited for a completion: its results are all there."""

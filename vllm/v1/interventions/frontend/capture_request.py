@@ -21,11 +21,11 @@ from vllm.config.capture import (
 from vllm.config.steering import POINTS
 from vllm.sampling_params import SamplingParams
 from vllm.v1.capture.consumer import CaptureConsumer
-from vllm.v1.capture.registry import ConsumerSpec
+from vllm.v1.capture.registry import INLINE, ConsumerSpec
 from vllm.v1.interventions.errors import need_mapping, reject, show, show_key
 from vllm.v1.interventions.frontend.capture_streams import Streams, union
 from vllm.v1.interventions.frontend.selectors import NAMED_SELECTORS, Prompt, Selector
-from vllm.v1.interventions.frontend.work import Work
+from vllm.v1.interventions.frontend.work import Unit, Work
 from vllm.v1.interventions.plan import CapturePlan, Selection, Site, TapShape
 from vllm.v1.interventions.sites import (
     need_captured_points,
@@ -37,6 +37,9 @@ from vllm.v1.interventions.sites import (
 from vllm.v1.interventions.values import plain
 from vllm.v1.interventions.vectors import need_vector
 
+MAX_CAPTURES = 16
+"""The longest list of captures for `inline`."""
+
 SHARED_FIELDS = ("hooks", "positions", "project")
 """What a request may say to every consumer."""
 
@@ -45,8 +48,8 @@ def parse_capture(
     value: Any, path: str, shape: TapShape, prompt: Prompt, specs: Mapping[str, ConsumerSpec]
 ) -> CapturePlan | None:
     """Parse `SamplingParams.capture`:
-    `{consumer: {"hooks": {point: layers}, "positions": ..., "project": ...}}`,
-    and add what consumers capture of every request that does not name them.
+    `{consumer: {"hooks": {point: layers}, "positions": ..., "project": ...}}`, for `inline` also a
+    list of these, and add what consumers capture of every request that does not name them.
 
     Args:
         value: the user's mapping, or None.
@@ -65,13 +68,17 @@ def parse_capture(
     asked = {} if value is None else need_mapping(value, path)
     if value is not None and not asked:
         reject(path, "names no consumer")
-    selections: dict[str, Selection] = {}
+    given: dict[str, tuple[Any, ConsumerSpec]] = {}
     for key, request in asked.items():
         name = plain(key)
         at = f"{path}.{show_key(name)}"
         if name not in specs:
             reject(at, f"unknown consumer {show(name)}; known are {list(specs)}")
-        selections[name] = selection = _selection(request, at, shape, prompt, specs[name])
+        given |= {each: (one, specs[name]) for each, one in _each(name, request, at).items()}
+    selections: dict[str, Selection] = {}
+    for name, (request, spec) in given.items():
+        at = f"{path}.{show_key(name)}"
+        selections[name] = selection = _selection(request, at, shape, prompt, spec)
         if not selection.runs:
             reject(
                 f"{at}.positions",
@@ -84,20 +91,20 @@ def parse_capture(
             of_all = _selection(spec.capture, f"{path}.{name}", shape, prompt, spec)
             if of_all.runs:
                 selections[name] = of_all
+                given[name] = spec.capture, spec
     if not selections:
         return None
     projections: dict[str, bytes] = {}
     streams = Streams(shape)
     for name, selection in selections.items():
-        asks = asked.get(name, specs[name].capture)
-        digest = ""
-        if asks.get("project") is not None:
-            data = _matrix(asks["project"], f"{path}.{name}.project", shape)
-            digest = hashlib.sha256(b"%d:" % shape.hidden_size + data).hexdigest()
-            projections[digest] = data
-        selections[name] = streams.add(
-            name, selection, specs[name].in_frontend, digest, f"{path}.{name}"
-        )
+        request, spec = given[name]
+        at = f"{path}.{name}"
+        digests: list[str] = []
+        if request.get("project") is not None:
+            matrices = _matrices(request["project"], f"{at}.project", shape, selection, prompt.work)
+            digests = [hashlib.sha256(b"%d:" % shape.hidden_size + m).hexdigest() for m in matrices]
+            projections |= zip(digests, matrices, strict=True)
+        selections[name] = streams.add(name, selection, spec.in_frontend, digests, at)
     num_rows = sum(map(len, projections.values())) // (4 * shape.hidden_size)
     if num_rows > PROJECTION_ROWS:
         reject(
@@ -139,8 +146,56 @@ def check_global(config: CaptureConfig, shape: TapShape) -> None:
             spec.capture, path, shape, Prompt([0], 2, None, Work(sys.maxsize)), spec
         )
         need_captured_points(selection.sites, f"{path}.hooks", config)
+        Streams(shape).add(name, selection, spec.in_frontend, (), path)
         if spec.capture.get("project") is not None:
-            _matrix(spec.capture["project"], f"{path}.project", shape)
+            work = Work(sys.maxsize)
+            _matrices(spec.capture["project"], f"{path}.project", shape, selection, work)
+
+
+def _each(name: str, request: Any, path: str) -> dict[str, Any]:
+    """What a consumer is asked for, by the name of its result: `inline[0]` is the first of a
+    list."""
+    if not isinstance(request, list | tuple):
+        return {name: request}
+    if name != INLINE:
+        reject(
+            path,
+            f"is a list, which only {INLINE!r} takes; start the consumer twice, once with another "
+            "instance_name",
+        )
+    if not 1 <= len(request) <= MAX_CAPTURES:
+        reject(path, f"has {len(request)} captures, allowed are 1-{MAX_CAPTURES}")
+    return {f"{name}[{i}]": one for i, one in enumerate(request)}
+
+
+def _matrices(
+    value: Any, path: str, shape: TapShape, selection: Selection, work: Work
+) -> list[bytes]:
+    """`_matrix` of a matrix for all sites, or of each of the sites: `{point: {layers: matrix}}`."""
+    if selection.heads:
+        reject(path, "is for the residual stream; leave out q, k, v and z")
+    if not isinstance(value, Mapping):
+        data = _matrix(value, path, shape)
+        work.charge(len(data) >> 10, Unit.KILOBYTE, path)
+        return [data]
+    made: dict[Site, bytes] = {}
+    for key, entries in value.items():
+        point = need_point(key, f"{path}.{show_key(key)}", shape)
+        for layers, matrix in need_mapping(entries, f"{path}.{point}").items():
+            at = f"{path}.{point}.{show_key(layers)}"
+            data = _matrix(matrix, at, shape)
+            work.charge(len(data) >> 10, Unit.KILOBYTE, at)
+            for layer in need_layers(layers, point, at, shape):
+                if (point, layer) in made or (point, layer) not in selection.sites:
+                    twice = (point, layer) in made
+                    reject(at, f"layer {layer} is {'named twice' if twice else 'not in hooks'}")
+                made[point, layer] = data
+                if len(data) != len(next(iter(made.values()))):
+                    reject(at, "has another number of rows than the first matrix")
+    if lacks := [site for site in selection.sites if site not in made]:
+        reject(path, f"has no matrix for {lacks[0][0]} at layer {lacks[0][1]}")
+    matrices = [made[site] for site in selection.sites]
+    return matrices if len(set(matrices)) > 1 else matrices[:1]
 
 
 def _matrix(value: Any, path: str, shape: TapShape) -> bytes:

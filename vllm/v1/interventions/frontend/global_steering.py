@@ -66,6 +66,12 @@ class ChangeBuilder:
         for key, value in tiers.items():
             tier = _need_tier(key)
             path = (fields or {}).get(tier, tier)
+            if isinstance(value, list) or (isinstance(value, Mapping) and "ops" in value):
+                reject(
+                    path,
+                    "a tier has vectors only; operations act on all requests as a module that is "
+                    "named in default_steering_modules",
+                )
             [(vectors, _)] = parse_vectors(value, path, self.shape, no_positions)
             need_steered_points(vectors, path, self._config.steering_config)
             if vectors:
@@ -129,9 +135,13 @@ class ChangeBuilder:
         return self._catalog.get(name, "name")
 
     def layers(self) -> dict[int, tuple[str, ...]]:
-        """Layer -> the points at which it can be steered."""
-        points = self._config.steering_config.steering_points
-        return {n: tuple(p for p in has if p in points) for n, has in self.shape.points.items()}
+        """Layer -> the points at which it can be steered; in an engine that only captures, read."""
+        config, shape = self._config, self._config.tap_shape
+        points = config.steering_config.steering_points
+        if not self.enabled and shape is not None:
+            points = config.capture_config.capture_points
+        shape = shape or self.shape
+        return {n: tuple(p for p in has if p in points) for n, has in shape.points.items()}
 
 
 def _need_tier(value: Any) -> str:
@@ -212,7 +222,7 @@ class Steering:
         return self._call(SteeringCall("state"))[0]
 
     def layers(self) -> dict[int, tuple[str, ...]]:
-        """Layer -> the points at which it can be steered."""
+        """Layer -> the points at which it can be steered; in an engine that only captures, read."""
         return self._changes.layers()
 
     def _make(self, change: Change) -> int:
@@ -242,6 +252,7 @@ class AsyncSteering:
     def __init__(self, config: "VllmConfig", catalog: ModuleCatalog, core: "AsyncMPClient") -> None:
         self._changes = ChangeBuilder(config, catalog)
         self._core = core
+        catalog.refresh = self.refresh
 
     async def set(self, vectors: Any, tier: str = "base", replace: bool = False) -> int:
         """Set global vectors of one tier, see `Steering.set`. Returns the version."""
@@ -310,7 +321,7 @@ class AsyncSteering:
         return await self._call(SteeringCall("state"))
 
     def layers(self) -> dict[int, tuple[str, ...]]:
-        """Layer -> the points at which it can be steered."""
+        """Layer -> the points at which it can be steered; in an engine that only captures, read."""
         return self._changes.layers()
 
     async def _make(self, change: Change) -> int:

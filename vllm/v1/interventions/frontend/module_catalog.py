@@ -1,11 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Frontend: what the names in `steering_modules` mean at this moment."""
+"""Frontend: what the names in `steering_modules` mean at this moment, and vectors without one."""
 
+from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from vllm.v1.interventions.errors import reject, show
+from vllm.v1.interventions.frontend.vector_memo import VectorMemo
 from vllm.v1.steering.files import startup_modules
 from vllm.v1.steering.modules import Module
 
@@ -16,7 +18,12 @@ if TYPE_CHECKING:
 class ModuleCatalog:
     """Named modules as this frontend knows them; the engine core has the same, by digest."""
 
+    refresh: Callable[[], Awaitable[None]]
+    """Asks what other API servers of the engines have registered; set where there may be some."""
+
     def __init__(self, config: "VllmConfig") -> None:
+        self.vectors = VectorMemo()
+        """What requests brought along, in place of a name."""
         self._config = config
         self._modules: dict[str, Module] | None = None
 
@@ -27,6 +34,13 @@ class ModuleCatalog:
             # Not before: the model's shape comes with the engine's ready message.
             self._modules = startup_modules(self._config)
         return self._modules
+
+    @property
+    def defaults(self) -> dict[str, Module]:
+        """Those of `default_steering_modules` that are registered, in the option's order."""
+        names = self._config.steering_config.default_steering_modules
+        modules = self.modules if names else {}
+        return {name: modules[name] for name in names if name in modules}
 
     def get(self, name: Any, path: str) -> Module:
         """The module of a name. Raises ValueError if there is none, naming `path`."""

@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 
 from vllm.pooling_params import PoolingParams
 from vllm.sampling_params import SamplingParams
+from vllm.v1.interventions.frontend.module_catalog import ModuleCatalog
 from vllm.v1.interventions.plan import PLAN_FIELDS
 
 MAX_THREADS = 2
@@ -22,10 +23,15 @@ class PlanThreads:
 
     Args:
         process_inputs: `InputProcessor.process_inputs`, which resolves what a request asks for.
+        modules: those that requests may name.
+        has_defaults: whether some act on requests that do not name them.
     """
 
-    def __init__(self, process_inputs: Callable[..., T]) -> None:
+    def __init__(
+        self, process_inputs: Callable[..., T], modules: ModuleCatalog, has_defaults: bool
+    ) -> None:
         self._process_inputs = process_inputs
+        self._modules, self._has_defaults = modules, has_defaults
         self._threads = ThreadPoolExecutor(MAX_THREADS, "plan")
 
     async def run(self, work: Callable[..., T], *args: Any, **kwargs: Any) -> T:
@@ -37,6 +43,8 @@ class PlanThreads:
         self, request_id: str, prompt: Any, params: SamplingParams | PoolingParams, **kwargs: Any
     ) -> Any:
         """`InputProcessor.process_inputs`, in a thread if the request steers or captures."""
+        if self._has_defaults:
+            await self._modules.refresh()
         work = partial(self._process_inputs, request_id, prompt, params, **kwargs)
         if isinstance(params, SamplingParams) and any(
             getattr(params, field) is not None for field in PLAN_FIELDS

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from vllm.pooling_params import PoolingParams
 from vllm.sampling_params import BeamSearchParams, SamplingParams
 from vllm.tokenizers import TokenizerLike
-from vllm.v1.capture.registry import INLINE
+from vllm.v1.capture.registry import is_inline
 from vllm.v1.capture.transport.feed import request_info, reserved_bytes
 from vllm.v1.capture.transport.selected import Selected
 from vllm.v1.interventions.errors import reject
@@ -25,6 +25,7 @@ from vllm.v1.interventions.plan import (
     TapShape,
 )
 from vllm.v1.interventions.sites import need_captured_points
+from vllm.v1.serial_utils import MsgpackEncoder
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -60,6 +61,7 @@ def resolve(
     config: "VllmConfig",
     tokenizer: TokenizerLike | None,
     modules: ModuleCatalog,
+    num_prompts: int = 1,
 ) -> Plan | None:
     """What `params` asks for, checked and composed; None if it asks for nothing.
 
@@ -71,6 +73,7 @@ def resolve(
         config: of the engine; `tap_shape` says what the model offers.
         tokenizer: None with `skip_tokenizer_init`.
         modules: what the names in `steering_modules` mean now.
+        num_prompts: how many prompts came in the same body; limits are for all of them.
 
     Raises:
         ValueError: with the path of the field, see docs/errors.md.
@@ -84,6 +87,8 @@ def resolve(
             "tiers could not act on them exactly; send the whole prompt",
         )
     field = next((f for f in PLAN_FIELDS if getattr(params, f) is not None), None)
+    if field is None and modules.defaults:
+        field = "default_steering_modules"
     if field is None and config.capture_config.captures_all:
         field = "capture"
     if field is None:
@@ -93,11 +98,13 @@ def resolve(
     if prompt_token_ids is None:
         reject(field, "is not supported for prompts given as embeddings; send tokens or text")
     assert final_params is not None and final_params.max_tokens is not None
-    work = Work(config.steering_config.max_request_work)
+    n = params.n or 1
+    work = Work(config.steering_config.max_request_work, n, num_prompts)
     prompt = Prompt(prompt_token_ids, final_params.max_tokens, tokenizer, work)
     shape = config.tap_shape
     steering = capture = None
-    if any(getattr(params, name) is not None for name in (*STEERING_FIELDS, INHERIT)):
+    asked = any(getattr(params, name) is not None for name in (*STEERING_FIELDS, INHERIT))
+    if asked or modules.defaults:
         if not config.steering_config.enable_steering or shape is None:
             reject(
                 field,
@@ -105,9 +112,6 @@ def resolve(
                 "(--enable-steering)",
             )
         steering = steering_plan(params, prompt, config.steering_config, shape, modules)
-        vectors = sum(len(one.data) for one in steering.sets)
-        vectors += sum(len(term.vector) + len(term.probe) for term in steering.terms)
-        work.charge(vectors * (params.n or 1) >> 10, Unit.KILOBYTE, field)  # each is sent its own
     if params.capture is not None or config.capture_config.captures_all:
         if not config.capture_config.enabled or shape is None:
             reject(
@@ -116,7 +120,11 @@ def resolve(
                 "(--capture-consumers inline)",
             )
         capture = _capture(params, prompt, config, shape)
-    return Plan(steering=steering, capture=capture)
+    plan = Plan(steering=steering, capture=capture)
+    # Each completion is sent its own. All that is in it counts, whichever field it is of.
+    num_bytes = n * sum(map(len, MsgpackEncoder().encode(plan)))
+    work.charge(num_bytes >> 10, Unit.KILOBYTE, field)
+    return plan
 
 
 def _capture(
@@ -140,20 +148,17 @@ def _capture(
             f"{at_once} position{'s' if at_once > 1 else ''} at once need {needed} bytes, the "
             f"engine has capture_buffer_bytes={config.capture_config.capture_buffer_bytes}",
         )
-    hold = bool(params.stop)
-    for name, spec in specs.items():
-        if name not in plan.consumers:
-            continue
-        selection = plan.consumers[name]
+    hold, inline_bytes = bool(params.stop), 0
+    for name, selection in plan.consumers.items():
         position_bytes = plan.row_bytes(name)
         row_bytes = position_bytes // len(selection.sites)  # on average
-        if name == INLINE:
+        if is_inline(name):
             limit = config.capture_config.capture_inline_max_bytes
             max_rows = Selected(selection, num_prompt_tokens).max_rows
-            num_bytes = position_bytes * max_rows * (params.n or 1)
-            _need_room(name, num_bytes, row_bytes, "capture_inline_max_bytes", limit)
+            inline_bytes += position_bytes * max_rows * prompt.work.completions
+            _need_room(name, inline_bytes, row_bytes, "capture_inline_max_bytes", limit)
             continue
-        info, limits = request_info("", plan, name, prompt.token_ids), spec.limits
+        info, limits = request_info("", plan, name, prompt.token_ids), specs[name].limits
         _need_room(name, info.max_bytes, row_bytes, "max_request_bytes", limits.max_request_bytes)
         reserved = reserved_bytes(info, plan, name, hold)
         _need_room(name, reserved, row_bytes, "pending_bytes", limits.pending_bytes)

@@ -7,7 +7,7 @@ from functools import partial
 import numpy as np
 import torch
 
-from vllm.v1.capture.results import CapturedRows, CaptureResult
+from vllm.v1.capture.results import CapturedRows, CaptureResult, SiteRows
 from vllm.v1.capture.transport.copies import CopyThreads, empty
 from vllm.v1.capture.transport.selected import RowsLost, Selected
 from vllm.v1.interventions.frontend.row_pieces import Piece, Run, StreamRows
@@ -128,7 +128,7 @@ class RowCollector:
         versions: np.ndarray,
         at: np.ndarray,
         token_ids: list[int],
-    ) -> dict[tuple[str, int], CapturedRows]:
+    ) -> SiteRows:
         ids = np.array([token_ids[position] for position in positions.tolist()], dtype=np.int64)
         selection, number = selected.selection, len(self._plan.streams)
         values: dict[Site, Callable[[], torch.Tensor]] = {}
@@ -139,24 +139,25 @@ class RowCollector:
                 none = torch.empty(0, len(stream.sites), stream.width, dtype=dtype_of(stream.dtype))
                 rows = StreamRows([Piece(at, at, [[none]], slice(None))], 0, 1, at)
             values |= {site: partial(rows.site, i) for i, site in enumerate(stream.sites)}
-        return {
-            site: CapturedRows(
-                positions, ids, values[site], versions, selection.heads.get(site, ())
+        return SiteRows(
+            (
+                site,
+                CapturedRows(positions, ids, values[site], versions, selection.heads.get(site, ())),
             )
             for site in selection.sites
-        }
+        )
 
     def _result(
         self,
         selected: Selected,
-        payload: dict[tuple[str, int], CapturedRows],
+        payload: SiteRows,
         positions: np.ndarray,
         num_rows: int,
         finished: bool,
         aborted: bool,
     ) -> CaptureResult:
         if not finished:
-            return CaptureResult(status="ok", error=None, payload=payload)
+            return CaptureResult(status=None, error=None, payload=payload)
         try:
             error = selected.missing(num_rows, [*self._gone, positions], aborted)
         except RowsLost as lost:

@@ -4,6 +4,7 @@
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import chain
 from typing import NoReturn, TypeVar
 
 import numpy as np
@@ -43,6 +44,8 @@ class _Addition:
 
     vectors: Vectors
     positions: Positions
+    vector_set: VectorSet | None
+    """What the vectors make by themselves, if somebody made it."""
 
 
 @dataclass(frozen=True)
@@ -64,12 +67,12 @@ class SegmentBuilder:
     """
 
     def __init__(self, shape: TapShape, num_prompt_tokens: int, work: Work) -> None:
-        self._work = work
-        self._shape = shape
+        self.work = work
+        self.shape = shape
         self._prompt = num_prompt_tokens
-        self._additions: list[_Addition] = []
-        self._shared: list[_Shared] = []
-        self._ops: list[Op] = []
+        self.additions: list[_Addition] = []
+        self.shared: list[_Shared] = []
+        self.ops: list[Op] = []
 
     @property
     def phases(self) -> dict[str, Positions]:
@@ -80,28 +83,33 @@ class SegmentBuilder:
             "decode": Positions([(self._prompt, END)]),
         }
 
-    def add(self, vectors: Vectors, positions: Positions) -> None:
+    def add(
+        self, vectors: Vectors, positions: Positions, vector_set: VectorSet | None = None
+    ) -> None:
         """Add vectors at some positions."""
         if vectors:
-            self._additions.append(_Addition(vectors, positions))
+            self.additions.append(_Addition(vectors, positions, vector_set))
 
     def add_shared(self, vector_set: VectorSet, scale: float, positions: Positions) -> None:
         """Add a vector set that the engine core has, times `scale`, at some positions."""
-        self._shared.append(_Shared(vector_set, scale, positions))
+        self.shared.append(_Shared(vector_set, scale, positions))
 
-    def operate(self, ops: list[Op]) -> None:
-        """Append ops. Plain additions that no other op comes before need no ops table."""
+    def operate(self, ops: list[Op], config: SteeringConfig) -> None:
+        """Append ops. Plain additions that no other op comes before need no ops table; where there
+        is one, it takes those with a vector for each position, which are as many sums else."""
         for op in ops:
-            if op.name == "add" and not op.gated and not self._ops:
-                vector = np.frombuffer(op.terms[0].vector, np.float32).astype(np.float64)
-                vector = vector * op.terms[0].scalars.constant
-                self.add({site: vector for site in op.sites}, op.positions or ALL)
-            else:
-                self._ops.append(op)
+            plain = op.name == "add" and not op.gated and not self.ops
+            if not plain or (len(op.terms) > 1 and config.has_ops):
+                self.ops.append(op)
+                continue
+            for term, positions in op.parts():
+                vector = np.frombuffer(term.vector, np.float32).astype(np.float64)
+                vector = vector * term.scalars.constant
+                self.add({site: vector for site in op.sites}, positions)
 
     def most_ops(self) -> int:
         """The longest list of ops at one site."""
-        return max(Counter(site for op in self._ops for site in op.sites).values(), default=0)
+        return max(Counter(site for op in self.ops for site in op.sites).values(), default=0)
 
     def plan(self, path: str, inherit: bool, config: SteeringConfig) -> SteeringPlan:
         """Cut all positions into segments, in each of which the same acts.
@@ -115,26 +123,26 @@ class SegmentBuilder:
             ValueError: the sum of all vectors overflows, the segments are too much work, or there
                 are more different ones than the engine has room for.
         """
-        where = [addition.positions for addition in self._additions]
-        where += [shared.positions for shared in self._shared]
-        where += [op.positions or ALL for op in self._ops]
+        where = [addition.positions for addition in self.additions]
+        where += [shared.positions for shared in self.shared]
+        where += [op.positions or ALL for op in self.ops]
         edges = {0, self._prompt}
         decider = None
-        if any(op.frozen for op in self._ops):
+        if any(op.frozen for op in self.ops):
             decider = self._prompt - 1
             edges.add(decider)
         edges |= {edge for positions in where for edge in positions.flat() if edge < END}
-        for op in self._ops:
+        for op in self.ops:
             if len(op.terms) > 1 and op.positions is not None:
                 edges |= set(op.positions.array().tolist())
         firsts = np.array(sorted(edges), dtype=np.int64)
-        self._work.charge(len(firsts), Unit.SEGMENT, path)
-        self._work.charge(len(firsts) * len(where), Unit.CELL, path)
+        self.work.charge(len(firsts), Unit.SEGMENT, path)
+        self.work.charge(len(firsts) * len(where), Unit.CELL, path)
         acts = np.zeros((len(firsts), len(where)), dtype=bool)
         for i, positions in enumerate(where):
             acts[:, i] = positions.mask(firsts)
-        split = len(self._additions) + len(self._shared)
-        makers = _Sums(self._additions, self._shared, path, self._shape)
+        split = len(self.additions) + len(self.shared)
+        makers = _Sums(self, path)
         sum_keys = [row[:split].tobytes() for row in acts]
         sums = _made(
             sum_keys,
@@ -146,7 +154,7 @@ class SegmentBuilder:
                 f"max_steering_configs={config.max_steering_configs}",
             ),
         )
-        programs = _Programs(self._ops)
+        programs = _Programs(self, path)
         program_keys = [
             programs.key(first, row[split:], decides=first == decider)
             for first, row in zip(firsts.tolist(), acts, strict=True)
@@ -204,31 +212,32 @@ def _made(
 class _Sums:
     """The distinct sums of a request."""
 
-    def __init__(
-        self, additions: list[_Addition], shared: list[_Shared], path: str, shape: TapShape
-    ) -> None:
-        self._additions = additions
-        self._shared = shared
+    def __init__(self, builder: SegmentBuilder, path: str) -> None:
+        self._builder = builder
         self._path = path
-        self._shape = shape
         self.sums: dict[str, VectorSum] = {}
         self.sets: dict[str, VectorSet] = {}
 
     def make(self, key: bytes) -> str:
         """The digest of the sum where bool [additions + shared] `key` is true; keeps it."""
         acts = np.frombuffer(key, dtype=bool)
-        own = acts[: len(self._additions)]
+        own = [a for a, on in zip(self._builder.additions, acts, strict=False) if on]
+        self._charge(sum(len(a.vectors) for a in own))
         with np.errstate(over="ignore", invalid="ignore"):  # looked at below
-            inline = add_up(a.vectors for a, on in zip(self._additions, own, strict=True) if on)
-        shared = [s for s, on in zip(self._shared, acts[len(own) :], strict=True) if on]
+            inline = add_up(a.vectors for a in own)
+        acts = acts[len(self._builder.additions) :]
+        shared = [s for s, on in zip(self._builder.shared, acts, strict=True) if on]
         with np.errstate(over="ignore", invalid="ignore"):
-            vector_set = vector_set_of(inline, self._shape.hidden_size) if inline else None
+            vector_set = own[0].vector_set if len(own) == 1 else None
+            if inline and vector_set is None:
+                vector_set = vector_set_of(inline, self._builder.shape.hidden_size)
             bound = sum(abs(s.scale) * s.vector_set.largest for s in shared)
             bound += vector_set.largest if vector_set is not None else 0.0
-            if not bound <= largest_sum(self._shape):
+            if not bound <= largest_sum(self._builder.shape):
                 # Then the sums themselves are looked at, which takes a millisecond.
-                tiers = [inline, *(_scaled(s) for s in shared)]
-                need_finite_sum(add_up(tiers), self._path, self._shape)
+                self._charge(sum(len(s.vector_set.sites) for s in shared))
+                tiers = chain([inline], map(_scaled, shared))
+                need_finite_sum(add_up(tiers), self._path, self._builder.shape)
         scaled = [(s.vector_set.digest, s.scale) for s in shared]
         if vector_set is not None:
             self.sets[vector_set.digest] = vector_set
@@ -240,6 +249,10 @@ class _Sums:
         vector_sum = VectorSum(digest=digest_of(text), sets=scaled)
         self.sums[vector_sum.digest] = vector_sum
         return vector_sum.digest
+
+    def _charge(self, num_vectors: int) -> None:
+        num_bytes = num_vectors * 4 * self._builder.shape.hidden_size
+        self._builder.work.charge(num_bytes >> 10, Unit.KILOBYTE, self._path)
 
 
 def _scaled(shared: _Shared) -> Vectors:
@@ -255,8 +268,9 @@ it matters and -1 otherwise."""
 class _Programs:
     """The distinct lists of ops of a request."""
 
-    def __init__(self, ops: list[Op]) -> None:
-        self._ops = ops
+    def __init__(self, builder: SegmentBuilder, path: str) -> None:
+        self._ops = ops = builder.ops
+        self._path, self._work = path, builder.work
         # An op keeps its place in the list of its site: frozen gates are kept by place.
         self._columns: dict[Site, list[int]] = {}
         for i, op in enumerate(ops):
@@ -275,6 +289,7 @@ class _Programs:
     def make(self, key: ProgramKey) -> str:
         """The digest of the program of a key; keeps it and its terms."""
         acts, decides, first = key
+        self._work.charge(sum(map(len, self._columns.values())), Unit.CELL, self._path)
         chosen: list[Term | None] = []
         for op, on in zip(self._ops, acts, strict=True):
             if on:

@@ -59,6 +59,7 @@ class Selector:
         self._length = len(prompt.token_ids)
         self._end = self._length + prompt.max_tokens - 1
         self._named: list[Run] = []
+        self._excepted = Positions()
         self.wants_last_generated = False
         """Whether it was named; which position it is, is known only when the request has ended."""
         self.wants_all_generated = False
@@ -71,14 +72,15 @@ class Selector:
     @property
     def named(self) -> Positions:
         """The positions said outright: by number, range, text or token ids."""
-        return Positions(self._named)
+        return Positions(self._named) - self._excepted
 
     def resolve(self, value: Any, path: str) -> Positions:
         """The positions a value means; maybe none: "all_generated" where one token is generated.
 
         Args:
             value: the name of a selector, a list of positions, a mapping with "start", "stop" and
-                "step", with "text" or with "token_ids", or a list of these, which is their union.
+                "step", with "at", with "text" or with "token_ids", or a list of these, which is
+                their union without what mappings with "except" in it select.
 
         Raises:
             ValueError: none of these, a position out of reach, a text that is not in the prompt.
@@ -94,13 +96,26 @@ class Selector:
         for i, given in enumerate(entries):
             if plain_list(given) is not None:
                 reject(f"{path}[{i}]", "is a list inside a list")
+            if isinstance(given, Mapping) and given.keys() == {"except"}:
+                self._except(given["except"], f"{path}[{i}].except")
+                continue
             entry = plain(given)
             if isinstance(entry, int) and not isinstance(entry, bool):
                 position = self._one(entry, f"{path}[{i}]")
                 runs += self._outright([(position, position + 1)])
             else:
                 runs += self._entry(entry, f"{path}[{i}]")
-        return Positions(runs)
+        if self._excepted and self.wants_last_generated:
+            reject(path, "'last_generated' and 'except' cannot be told apart before the end")
+        return Positions(runs) - self._excepted if self._excepted else Positions(runs)
+
+    def _except(self, value: Any, path: str) -> None:
+        other = Selector(self._prompt)
+        entries = plain_list(value)
+        if any(isinstance(e, Mapping) and "except" in e for e in entries or ()):
+            reject(path, "is an 'except' inside an 'except'")
+        self._excepted = self._excepted | other.resolve(value, path)
+        self.wants_last_generated |= other.wants_last_generated
 
     def _entry(self, value: Any, path: str) -> list[Run]:
         if isinstance(name := plain(value), str):
@@ -111,8 +126,10 @@ class Selector:
                 return self._outright(self._by_text(value, path))
             if "token_ids" in keys and keys <= {"token_ids", "which"}:
                 return self._outright(self._by_token_ids(value, path))
-            if keys <= {"start", "stop", "step"}:
+            if keys <= {"start", "stop", "step", "of"}:
                 return self._outright(self._range(value, path))
+            if "at" in keys and keys <= {"at", "of"}:
+                return self._outright(self._at(value, path))
             given = sorted(show_key(key) for key in keys)
             reject(path, f"no selector has the keys {given[:8]}; {self._allowed()}")
         reject(path, f"unknown selector {show(value)}; {self._allowed()}")
@@ -145,10 +162,38 @@ class Selector:
             )
         return absolute
 
+    def _first(self, value: Mapping[Any, Any], path: str) -> int:
+        """The position from which a mapping counts."""
+        if "of" not in value:
+            return 0
+        if plain(value["of"]) != "generated":
+            reject(f"{path}.of", f"must be 'generated', got {show(value['of'])}")
+        return self._length
+
+    def _after(self, first: int, number: Any, path: str) -> int:
+        """The position that a number means, counted from `first`."""
+        number = _need_int(number, path)
+        if first and number < 0:
+            reject(path, f"{show(number)} counts from the end of the answer, which is not known")
+        return number + first
+
+    def _at(self, value: Mapping[Any, Any], path: str) -> list[Run]:
+        first, entries = self._first(value, path), plain_list(value["at"])
+        if not entries:
+            reject(f"{path}.at", f"must be a list of positions, got {show(value['at'])}")
+        self._prompt.work.charge(len(entries[: self._prompt.work.limit]), Unit.ENTRY, path)
+        found = [
+            self._one(self._after(first, entry, f"{path}.at[{i}]"), f"{path}.at[{i}]")
+            for i, entry in enumerate(entries)
+        ]
+        return [(position, position + 1) for position in found]
+
     def _range(self, value: Mapping[Any, Any], path: str) -> list[Run]:
-        numbers = {"start": 0, "stop": self._end, "step": 1}
-        for key, number in value.items():
-            numbers[key] = _need_int(number, f"{path}.{key}")
+        first = self._first(value, path)
+        numbers = {"start": first, "stop": self._end, "step": 1}
+        for key in value.keys() & numbers.keys():
+            from_first = first if key != "step" else 0
+            numbers[key] = self._after(from_first, value[key], f"{path}.{key}")
         if numbers["step"] < 1:
             reject(f"{path}.step", f"must be at least 1, got {show(numbers['step'])}")
         start = self._one(numbers["start"], f"{path}.start")
@@ -218,8 +263,9 @@ class Selector:
     @staticmethod
     def _allowed() -> str:
         return (
-            f"use {', '.join(NAMED_SELECTORS)}, a list of positions, {{'start', 'stop', 'step'}}, "
-            "{'text', 'which'}, {'token_ids', 'which'} or a list of these"
+            f"use {', '.join(NAMED_SELECTORS)}, a list of positions, {{'start', 'stop', 'step', "
+            "'of'}, {'at', 'of'}, {'text', 'which'}, {'token_ids', 'which'} or a list of these, "
+            "with {'except'}"
         )
 
 

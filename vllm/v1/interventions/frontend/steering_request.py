@@ -3,23 +3,22 @@
 
 from typing import Any
 
-from vllm.config.steering import SteeringConfig
+from vllm.config.steering import MAX_MODULES, SteeringConfig
 from vllm.sampling_params import SamplingParams
 from vllm.v1.interventions.errors import reject, show
 from vllm.v1.interventions.frontend.module_catalog import ModuleCatalog
 from vllm.v1.interventions.frontend.segments import SegmentBuilder
 from vllm.v1.interventions.frontend.selectors import Prompt, Selector
+from vllm.v1.interventions.frontend.vector_memo import VectorMemo
+from vllm.v1.interventions.frontend.work import Unit
 from vllm.v1.interventions.ops import parse_ops
 from vllm.v1.interventions.plan import STEERING_FIELDS, TIERS, VECTOR_FIELDS, SteeringPlan, TapShape
 from vllm.v1.interventions.positions import Positions
 from vllm.v1.interventions.sites import need_steered_points
 from vllm.v1.interventions.terms import rows_needed
 from vllm.v1.interventions.values import plain
-from vllm.v1.interventions.vectors import need_number, parse_vectors
-
-MAX_MODULES = 64
-"""Most names in a request: a name is a few bytes, what it adds to every run of positions a
-megabyte."""
+from vllm.v1.interventions.vectors import need_number
+from vllm.v1.steering.modules import Module
 
 
 def steering_plan(
@@ -37,9 +36,8 @@ def steering_plan(
     request = _Request(params, prompt, config, shape)
     for tier, field in zip(TIERS, VECTOR_FIELDS, strict=True):
         if getattr(params, field) is not None:
-            request.add_vectors(tier, field)
-    if params.steering_modules is not None:
-        request.add_modules(params.steering_modules, catalog)
+            request.add_vectors(tier, field, catalog.vectors)
+    request.add_modules(catalog)
     if params.steering is not None:
         request.add_ops(params.steering)
     return request.plan()
@@ -56,6 +54,8 @@ class _Request:
         self._config = config
         self._shape = shape
         self._segments = SegmentBuilder(shape, len(prompt.token_ids), prompt.work)
+        self._given = [field for field in STEERING_FIELDS if getattr(params, field) is not None]
+        self._defaults: dict[str, Module] = {}
 
     def _select(self, value: Any, path: str) -> Positions:
         selector = Selector(self._prompt)
@@ -71,10 +71,10 @@ class _Request:
             )
         return positions
 
-    def add_vectors(self, tier: str, field: str) -> None:
+    def add_vectors(self, tier: str, field: str, memo: VectorMemo) -> None:
         phase = self._segments.phases[tier]
-        parsed = parse_vectors(getattr(self._params, field), field, self._shape, self._select)
-        for vectors, positions in parsed:
+        parsed = memo.parse(getattr(self._params, field), field, self._shape, self._select)
+        for vectors, positions, vector_set in parsed:
             need_steered_points(vectors, field, self._config)
             outside = None if positions is None else _first_outside(positions, phase)
             if outside is not None:
@@ -83,9 +83,28 @@ class _Request:
                     f"{field}.{point}.{layer}.positions",
                     f"position {outside} is not among the {tier} positions, where {field} act",
                 )
-            self._segments.add(vectors, phase if positions is None else positions)
+            self._segments.add(vectors, phase if positions is None else positions, vector_set)
 
-    def add_modules(self, value: Any, catalog: ModuleCatalog) -> None:
+    def add_modules(self, catalog: ModuleCatalog) -> None:
+        """Add the modules that act by default, then those that the request names."""
+        named = self._named_modules(catalog) if "steering_modules" in self._given else []
+        if self._inherit():
+            names = [name for _, name, _ in named]
+            self._defaults = {n: m for n, m in catalog.defaults.items() if n not in names}
+        by_default = [("default_steering_modules", name, 1.0) for name in self._defaults]
+        for path, name, scale in by_default + named:
+            module = self._defaults.get(name) or catalog.get(name, path)
+            for vector_set, tier in ((module.prefill, "prefill"), (module.decode, "decode")):
+                if vector_set is not None:
+                    self._segments.add_shared(vector_set, scale, self._segments.phases[tier])
+            self._prompt.work.charge(len(module.ops), Unit.SEGMENT, path)
+            prompt = len(self._prompt.token_ids)
+            ops = [op.for_request(scale, path, prompt, self._shape) for op in module.ops]
+            self._segments.operate(ops, self._config)
+
+    def _named_modules(self, catalog: ModuleCatalog) -> list[tuple[str, str, float]]:
+        """What the request names: (path, name, scale)."""
+        value, named = self._params.steering_modules, []
         if not isinstance(value, list | tuple):
             reject("steering_modules", f"must be a list of names, got {show(value)}")
         if len(value) > MAX_MODULES:
@@ -97,14 +116,9 @@ class _Request:
                 if len(entry) != 2:
                     reject(path, f"must be a name or (name, scale), has {len(entry)} entries")
                 name, scale = entry[0], need_number(entry[1], f"{path}[1]")
-            module = catalog.get(name, path)
-            for vector_set, tier in ((module.prefill, "prefill"), (module.decode, "decode")):
-                if vector_set is not None:
-                    self._segments.add_shared(vector_set, scale, self._segments.phases[tier])
-            prompt = len(self._prompt.token_ids)
-            self._segments.operate(
-                [op.for_request(scale, path, prompt, self._shape) for op in module.ops]
-            )
+            catalog.get(name, path)
+            named.append((path, name, scale))
+        return named
 
     def add_ops(self, value: Any) -> None:
         families = frozenset(self._config.steering_families)
@@ -113,11 +127,11 @@ class _Request:
         )
         for i, op in enumerate(ops):
             need_steered_points(op.sites, f"steering[{i}]", self._config)
-        self._segments.operate(ops)
+        self._segments.operate(ops, self._config)
 
     def plan(self) -> SteeringPlan:
         config = self._config
-        given = [field for field in STEERING_FIELDS if getattr(self._params, field) is not None]
+        given = self._given + ["default_steering_modules"] * bool(self._defaults)
         path = " + ".join(given) or "steering_inherit_global"
         if self._segments.most_ops() > config.max_steering_ops:
             reject(
@@ -135,7 +149,7 @@ class _Request:
             )
         end = len(self._prompt.token_ids) + self._prompt.max_tokens - 1
         acting = [s.first for s in plan.segments if s.vector_sum or s.program]
-        if acting and acting[0] >= end:
+        if self._given and acting and acting[0] >= end:
             reject(path, "can act on no position: with max_tokens=1 no generated token is fed back")
         return plan
 

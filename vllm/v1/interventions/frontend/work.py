@@ -18,7 +18,7 @@ class Unit(IntEnum):
     SEGMENT = 256
     """A run of positions in which the same acts."""
     KILOBYTE = 32
-    """1,024 bytes of vectors, in the plans of all completions."""
+    """1,024 bytes of vectors that are added up, and of the plan that each completion is sent."""
 
 
 class Work:
@@ -26,15 +26,20 @@ class Work:
 
     Args:
         limit: the engine's `max_request_work`.
+        n: completions of the prompt.
+        num_prompts: how many prompts came with the same fields; each may cost its share.
     """
 
-    def __init__(self, limit: int) -> None:
+    def __init__(self, limit: int, n: int = 1, num_prompts: int = 1) -> None:
         self.limit = limit
+        self.completions = n * num_prompts
+        """Of all prompts."""
+        self._num_prompts = num_prompts
         self._spent = 0
 
     def charge(self, number: int, unit: Unit, path: str) -> None:
         """Count `number` of `unit`; raise InterventionError for `path` if that is too much."""
-        self._spent += number * unit
+        self._spent += number * unit * self._num_prompts
         if self._spent > self.limit:
             reject(
                 path,

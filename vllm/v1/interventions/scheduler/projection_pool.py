@@ -67,15 +67,15 @@ class ProjectionPool:
     def streams(self, plan: CapturePlan) -> tuple[WorkerStream, ...]:
         """The streams of an admitted request, as its workers are told."""
         at = {site: i for i, site in enumerate(plan.sites)}
-        return tuple(
-            WorkerStream(
-                tuple(at[site] for site in stream.sites),
-                self._placed[stream.projection] if stream.projection else None,
-                tuple(stream.heads),
-                stream.width if stream.heads else 0,
-            )
-            for stream in plan.streams
-        )
+        streams = []
+        for stream in plan.streams:
+            firsts = [self._placed[digest][0] for digest in stream.projections]
+            if len(firsts) == 1:
+                firsts *= len(stream.sites)
+            projection = (tuple(firsts), stream.width) if firsts else None
+            sites, heads = tuple(at[site] for site in stream.sites), tuple(stream.heads)
+            streams.append(WorkerStream(sites, projection, heads, stream.width if heads else 0))
+        return tuple(streams)
 
     def upload(self, step: StepInterventions) -> None:
         """Put new matrices into the coming step's message."""

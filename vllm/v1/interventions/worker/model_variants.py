@@ -154,7 +154,8 @@ def _can_switch(config: VllmConfig) -> bool:
     # Results must not depend on what other requests do: rounding may differ between the variants.
     # Breakable graphs, and torch.compile with guards, are kept where they cannot be exchanged.
     return not (
-        envs.VLLM_BATCH_INVARIANT
+        config.steering_config.single_variant
+        or envs.VLLM_BATCH_INVARIANT
         or envs.VLLM_USE_BREAKABLE_CUDAGRAPH
         or config.compilation_config.mode == CompilationMode.STOCK_TORCH_COMPILE
     )

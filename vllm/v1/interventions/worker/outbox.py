@@ -98,11 +98,13 @@ class Outbox:
     def _scores_of(self, block: Block, stream: LocalStream) -> torch.Tensor:
         """The scores of a projected stream, float32 [count, sites, k] on the device."""
         assert stream.projection is not None
-        shape = (block.count, len(stream.places), stream.projection[1])
+        matrices, size = stream.projection
+        shape = (block.count, len(stream.places), size)
         scores = torch.empty(shape, device=self._arena.device)
         done = 0
         for first, number in stream.runs:
             out = scores[:, done : done + number]
-            self._projections.scores(block.of(self._arena, first, number), stream.projection, out)
+            rows = block.of(self._arena, first, number)
+            self._projections.scores(rows, (matrices[done], size), out)
             done += number
         return scores

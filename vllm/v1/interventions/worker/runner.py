@@ -18,7 +18,7 @@ from vllm.config.capture import HEAD_POINTS
 from vllm.config.steering import POINTS
 from vllm.model_executor.layers.attention_taps import HeadTap, HeadTaps
 from vllm.model_executor.layers.native_rows import NATIVE_ROWS, NativeTap
-from vllm.model_executor.layers.residual_taps import BoundTaps, PassTap, SiteTap
+from vllm.model_executor.layers.residual_taps import SPARE_ROWS, BoundTaps, PassTap, SiteTap
 from vllm.v1.capture.transport.landing import Landing
 from vllm.v1.interventions.capture_groups import CaptureGroup, CaptureGroups
 from vllm.v1.interventions.messages import num_table_rows
@@ -148,16 +148,18 @@ class WorkerInterventions:
             captured = [site for site in self.sites if site[0] in points]
             self._dest_rows = {site: i for i, site in enumerate(captured)}
             self._groups = CaptureGroups(self._dest_rows, shape)
-            self.arena = torch.zeros(
-                rows if self.captures_here else 1, hidden, dtype=dtype, device=device
-            )
+            rows = rows if self.captures_here else 0
+            # What nobody wants begins in one of the spare rows, and may need more than that one.
+            most = max(map(shape.arena_rows, captured), default=1)
+            size = rows + SPARE_ROWS + most - 1
+            self.arena = torch.zeros(size, hidden, dtype=dtype, device=device)
             if self.captures_here:
                 self._projections = ProjectionTable(hidden, device)
                 self._outbox = Outbox(self.arena, self._landing, self._projections)
-            self.dest = torch.full(
-                (len(self._dest_rows), max_tokens), -1, dtype=torch.int32, device=device
-            )
-            self._dest_host = np.full(tuple(self.dest.shape), -1, dtype=np.int32)
+            spare = np.arange(max_tokens, dtype=np.int32) % SPARE_ROWS + rows
+            self._dest_host = np.tile(spare, (len(self._dest_rows), 1))
+            self.dest = to_device(self._dest_host, device)
+            self._spare = to_device(spare, device), spare
 
     def _tap(self, point: str, layer: int) -> PassTap | SiteTap:
         site = (point, layer)
@@ -277,7 +279,8 @@ class WorkerInterventions:
             return
         self.tokens.forget()
         if self.dest is not None:
-            self.dest.fill_(-1)
+            self._spare[0].copy_(torch.from_numpy(self._spare[1]))
+            self.dest[:] = self._spare[0]
             self._decoding = None
         if self.table is not None:
             self.table.forget()
@@ -351,8 +354,9 @@ class WorkerInterventions:
 
     def _clear_dest(self) -> None:
         if self._captured_tokens and self.dest is not None:
-            self.dest[:, : self._captured_tokens].fill_(-1)
-            self._dest_host[:, : self._captured_tokens] = -1
+            total, (there, here) = self._captured_tokens, self._spare
+            self.dest[:, :total] = there[:total]
+            self._dest_host[:, :total] = here[:total]
         self._captured_tokens = 0
         self._decoding = None
 

@@ -100,13 +100,15 @@ def open_store(root: str, storage_options: Mapping[str, Any]) -> Store:
 class LocalStore(Store):
     """A folder on a local file system.
 
-    A file is written under a temporary name, synced and renamed, and the rename is synced.
+    A file is written under a temporary name, synced and renamed, and the rename is synced. Below
+    the root no symbolic link is followed, so that nothing is written elsewhere: each folder is
+    opened by its name in the one above, and used by its descriptor.
     """
 
     def __init__(self, fs: AbstractFileSystem, root: str) -> None:
         super().__init__(fs, root)
-        self._durable: set[Path] = set()
-        """The folders whose entry in their parent was synced."""
+        self._durable: set[str] = set()
+        """The folders whose entry in their parent was synced, by their paths."""
 
     def prepare(self) -> None:
         """Make the root, and try a hard link there."""
@@ -130,71 +132,106 @@ class LocalStore(Store):
 
     def put(self, path: str, pieces: FileContent, replace: bool) -> None:
         """Write one file, which appears at once."""
-        final = Path(self.full(path))
-        with self._unfinished(final.parent) as unfinished:
+        with self._parent(path) as final, _unfinished(final.parent) as unfinished:
             _write(unfinished, pieces)
             if replace:
                 os.replace(unfinished, final)
             else:
                 # Unlike a rename it fails where there is a file.
-                os.link(unfinished, final)
+                os.link(unfinished, final, follow_symlinks=False)
                 unfinished.unlink()
             self._sync_or_remove(final)
 
     def put_folder(self, path: str, files: Mapping[str, FileContent], replace: bool) -> None:
         """Write several files, whose folder appears at once."""
-        final = Path(self.full(path))
-        with self._unfinished(final.parent) as unfinished:
+        with self._parent(path) as final, _unfinished(final.parent) as unfinished:
             unfinished.mkdir()
-            for name, pieces in files.items():
-                _write(unfinished / name, pieces)
-            _sync(unfinished)
+            with _opened(unfinished) as inside:
+                for name, pieces in files.items():
+                    _write(inside / name, pieces)
+                _sync(inside)
             while not _move_folder(unfinished, final):
                 if not replace:
-                    raise FileExistsError(str(final))
-                with self._unfinished(final.parent) as old, contextlib.suppress(FileNotFoundError):
+                    raise FileExistsError(path)
+                with _unfinished(final.parent) as old, contextlib.suppress(FileNotFoundError):
                     os.rename(final, old)
             self._sync_or_remove(final)
 
     def remove(self, path: str) -> None:
         """Remove a file or folder; one that is not there is no error."""
-        final = Path(self.full(path))
-        if final.is_dir():
-            # Its name first: what is left of a folder must not look like a request.
-            with self._unfinished(final.parent) as unfinished:
-                os.rename(final, unfinished)
-        else:
-            final.unlink(missing_ok=True)
+        with self._parent(path) as final:
+            _remove(final)
 
     @contextlib.contextmanager
-    def _unfinished(self, folder: Path) -> Iterator[Path]:
-        """Give out a temporary path in a folder, and remove what is there at the end."""
-        self._make_folder(folder)
-        path = _temporary(folder)
-        try:
-            yield path
-        finally:
-            if path.is_dir():
-                shutil.rmtree(path)
-            else:
-                path.unlink(missing_ok=True)
+    def _parent(self, path: str) -> Iterator[Path]:
+        """Make and open the folder of a path below the root; gives the path as it is found there,
+        whatever becomes of the names above it."""
+        *folders, name = path.split("/")
+        place = Path(self.root)
+        self._make_folder(place)
+        with contextlib.ExitStack() as opened:
+            for depth, folder in enumerate(folders, start=1):
+                self._make_folder(place / folder, "/".join(folders[:depth]))
+                place = opened.enter_context(_opened(place / folder))
+            yield place / name
 
-    def _make_folder(self, folder: Path) -> None:
+    def _make_folder(self, folder: Path, known_as: str = "") -> None:
         """Make a folder, also if somebody removed it meanwhile; its entry is durable, too."""
-        if folder in self._durable and folder.is_dir():
+        known_as = known_as or str(folder)
+        if known_as in self._durable and folder.is_dir():
             return
         if not folder.parent.is_dir():
             self._make_folder(folder.parent)
-        folder.mkdir(exist_ok=True)
+        try:
+            folder.mkdir(exist_ok=True)
+        except FileExistsError as error:  # which would else be taken for a request's name
+            reason = "is a file where a folder must be"
+            raise NotADirectoryError(errno.ENOTDIR, reason, str(folder)) from error
         _sync(folder.parent)
-        self._durable.add(folder)
+        self._durable.add(known_as)
 
     def _sync_or_remove(self, final: Path) -> None:
         try:
             _sync(final.parent)
         except OSError:
-            self.remove(os.path.relpath(final, self.root))
+            _remove(final)
             raise
+
+
+@contextlib.contextmanager
+def _opened(folder: Path) -> Iterator[Path]:
+    """Open a folder; the path that is given out means it for as long as it is open.
+
+    Raises:
+        NotADirectoryError: it is a symbolic link, or no folder.
+    """
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    try:
+        yield Path(f"/proc/self/fd/{descriptor}")
+    finally:
+        os.close(descriptor)
+
+
+@contextlib.contextmanager
+def _unfinished(folder: Path) -> Iterator[Path]:
+    """Give out a temporary path in a folder, and remove what is there at the end."""
+    path = _temporary(folder)
+    try:
+        yield path
+    finally:
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path)
+        else:
+            path.unlink(missing_ok=True)
+
+
+def _remove(final: Path) -> None:
+    if final.is_dir() and not final.is_symlink():
+        # Its name first: what is left of a folder must not look like a request.
+        with _unfinished(final.parent) as unfinished:
+            os.rename(final, unfinished)
+    else:
+        final.unlink(missing_ok=True)
 
 
 def _move_folder(source: Path, target: Path) -> bool:

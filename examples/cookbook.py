@@ -1,0 +1,62 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Runs the blocks of docs/cookbook.md as the programs that they are, and leaves their pictures.
+
+    python -m examples.cookbook [--model DIR] [--out DIR]
+
+Without `--model` the demo's small model is taken. The last block needs a server and is left out.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+from demo.environment import prepare_environment
+
+ROOT = Path(__file__).parents[1]
+PAGE = ROOT / "docs" / "cookbook.md"
+_BLOCK = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+
+
+def programs() -> tuple[str, str]:
+    """The page's first program, and the one that is a client of a server."""
+    *blocks, client = _BLOCK.findall(PAGE.read_text())
+    return "".join(blocks), client
+
+
+def run(model: Path, out: Path) -> dict[str, Any]:
+    """Run the first program in the folder `out`; returns its variables."""
+    out.mkdir(parents=True, exist_ok=True)
+    program = programs()[0].replace("/path/to/model", str(model.resolve()))
+    before = Path.cwd()
+    os.chdir(out)
+    try:
+        made: dict[str, Any] = {"__name__": "cookbook"}
+        exec(compile(program, str(PAGE), "exec"), made)
+    finally:
+        os.chdir(before)
+    return made
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="examples.cookbook", description=__doc__)
+    parser.add_argument("--model", type=Path, help="a directory in Hugging Face format")
+    parser.add_argument("--out", type=Path, default=ROOT / "build" / "cookbook")
+    given = parser.parse_args()
+    prepare_environment(small_model=given.model is None)
+    model = given.model
+    if model is None:
+        from rich.console import Console
+
+        from demo.train import Recipe, cached_model
+
+        model = cached_model(ROOT / "build" / "demo-model", Recipe(), Console())
+    run(model, given.out)
+    print(f"pictures: {given.out}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,86 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is refused of requests of vLLM-Lens, with `--compat lens`."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from tests.errors.case import Case, path
+from tests.support.plans import HIDDEN, SHAPE, config_of
+from vllm import SamplingParams
+from vllm.entrypoints.compat import doors, lens
+from vllm.entrypoints.compat.wire import MAX_BYTES, decoded, encoded
+
+GOOD = torch.ones(2, HIDDEN)
+WIRE = encoded(GOOD)
+STEER = "x.apply_steering_vectors"
+
+
+def vectors(**changed: Any) -> Any:
+    """A vector that is good but for `changed`; None takes a key away."""
+    given = {"activations": GOOD, "layer_indices": [0, 1], **changed}
+    entry = {key: value for key, value in given.items() if value is not None}
+    return asking(apply_steering_vectors=[entry])
+
+
+def asking(**args: Any) -> Any:
+    return lambda: lens.fields_of(args, "x.", SHAPE)
+
+
+def sent(**changed: Any) -> Any:
+    return lambda: decoded({**WIRE, **changed}, "p")
+
+
+def mixed() -> None:
+    config = config_of(compat=["lens"])
+    params = SamplingParams(extra_args={"output_residual_stream": [0]}, steering=[])
+    doors.read_args(params, config)
+
+
+def opening(*names: str) -> None:
+    doors.open_doors(SimpleNamespace(compat=[*names]))  # type: ignore[arg-type]
+
+
+def without_zstandard() -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(doors, "find_spec", lambda name: importlib.util.find_spec("no_" + name))
+        opening("lens")
+
+
+AT = f"{STEER}[0]"
+LENS = [
+    Case(path(STEER), do=asking(apply_steering_vectors="[")),
+    Case(path(STEER, "dict"), do=asking(apply_steering_vectors=json.dumps({}))),
+    Case(path(AT, "1"), do=asking(apply_steering_vectors=[1])),
+    Case(path(AT, "['hook']"), do=vectors(hook=1)),
+    Case(path(AT, "'activations'"), do=vectors(activations=None)),
+    Case(path(f"{AT}.activations", "list"), do=vectors(activations=[[1.0] * HIDDEN] * 2)),
+    Case(path(f"{AT}.activations", "8", "torch.int64"), do=vectors(activations=GOOD.long())),
+    Case(path("x.output_residual_stream[0]", "-1"), do=asking(output_residual_stream=[-1])),
+    Case(path(f"{AT}.layer_indices", "1 entries", "2"), do=vectors(layer_indices=[0])),
+    Case(
+        path(f"{AT}.position_indices"),
+        do=vectors(activations=GOOD[None].expand(2, 2, -1), position_indices=[0, -1]),
+    ),
+    Case(path(f"{AT}.position_indices"), do=vectors(position_indices=[0, 1])),
+    Case(
+        path(f"{AT}.activations", allowed=str(lens.MAX_ROWS), bytes=str(MAX_BYTES)),
+        do=vectors(activations=torch.ones(2, lens.MAX_ROWS, HIDDEN)),
+    ),
+    Case(path("p.original_dtype"), do=sent(original_dtype="torch.int8")),
+    Case(path("p.dtype", "'int8'", "float32", dtype="float32"), do=sent(dtype="int8")),
+    Case(path("p.shape"), do=sent(shape=[1, 1, 1, 1])),
+    Case(path("p.shape", "80000000000", str(MAX_BYTES)), do=sent(shape=[200000, 100000])),
+    Case(path("p.data", allowed="32"), do=sent(data="A" * 9000)),
+    Case(path("p.compression", "'gzip'"), do=sent(compression="gzip")),
+    Case(path("p.data"), do=sent(data="AAAA")),
+    Case(path("steering", "extra_args.output_residual_stream"), do=mixed),
+    Case({"given": "['len']", "allowed": "['lens']"}, do=lambda: opening("len")),
+    Case({}, do=without_zstandard),
+]

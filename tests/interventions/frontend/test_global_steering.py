@@ -1,0 +1,94 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What `llm.steering` says and checks before an engine is asked."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.support.plans import (
+    PARALLEL,
+    POINTS,
+    SHAPE,
+    VECTOR,
+    config_of,
+    plan_of,
+    steering_of,
+)
+from vllm.v1.interventions.errors import InterventionError
+from vllm.v1.interventions.frontend.early_checks import check_early
+from vllm.v1.interventions.frontend.global_steering import ChangeBuilder
+from vllm.v1.interventions.frontend.module_catalog import ModuleCatalog
+
+CALM, LOUD = ({"vectors": {"pre_attn": {n: VECTOR}}} for n in (0, 1))
+PIN = {"op": "pin", "point": "pre_attn", "layers": [1], "direction": VECTOR, "value": 1.0}
+
+pytestmark = pytest.mark.quick
+
+
+def builder(**options: object) -> ChangeBuilder:
+    config = config_of(**options)  # type: ignore[arg-type]
+    return ChangeBuilder(config, ModuleCatalog(config))
+
+
+def test_layers_are_said_by_an_engine_that_only_captures() -> None:
+    assert builder(steering=False).layers() == SHAPE.points
+    two = builder(steering=False, capture_points=list(PARALLEL), steering_points=["post_attn"])
+    assert two.layers() == dict.fromkeys(SHAPE.points, PARALLEL)
+    steers = builder(steering_points=["post_attn"], capture_points=list(PARALLEL))
+    assert steers.layers() == {n: ("post_attn",) if n != 2 else () for n in SHAPE.points}
+    assert builder().layers()[0] == POINTS
+    with pytest.raises(ValueError, match="steering is not enabled"):
+        builder(shape=None, steering=False).layers()
+
+
+def test_default_modules_are_as_if_named_first() -> None:
+    """Of those that are registered; a request that names one says how strong it is."""
+    config = config_of(
+        default_steering_modules=["absent", "calm", "pin"], steering_families=["add", "pin"]
+    )
+    made = {"calm": CALM, "loud": LOUD, "pin": {"ops": [PIN]}}
+    make = ChangeBuilder(config, ModuleCatalog(config)).register
+    modules = {n: module for n, m in made.items() if (module := make(n, m).module)}
+
+    def ask(*names: object, defaults: bool = True, **fields: object) -> object:
+        asked = {"steering_modules": list(names), **fields} if names else fields
+        plain = config_of(steering_families=["add", "pin"])
+        return plan_of(config=config if defaults else plain, modules=modules, **asked)  # type: ignore[arg-type]
+
+    assert ask() == ask("calm", "pin", defaults=False)
+    assert ask("loud") == ask("calm", "pin", "loud", defaults=False)
+    assert ask(("calm", 0.5)) == ask("pin", ("calm", 0.5), defaults=False)
+    assert ask() != ask("loud") != ask("loud", defaults=False)
+    assert ask(steering_inherit_global=True) == ask()
+    without = steering_of(config=config, modules=modules, steering_inherit_global=False)
+    assert not without.inherit and not without.sums and not without.programs
+    op = {"op": "pin", "point": "pre_attn", "layers": [1], "direction": VECTOR, "value": 2.0}
+    both = steering_of(config=config, modules=modules, steering=[op])
+    [terms] = both.programs[0].terms
+    values = {t.digest: t.scalars for t in both.terms}
+    alone = steering_of(config=config, modules=modules)
+    assert values[terms[0]] == alone.terms[0].scalars != values[terms[1]]
+    assert alone.sums == both.sums != []
+
+
+def test_default_modules_that_nobody_registered_do_nothing() -> None:
+    config = config_of(default_steering_modules=["calm"])
+    assert plan_of(config=config) is None
+    module = ChangeBuilder(config, ModuleCatalog(config)).register("calm", CALM).module
+    assert module is not None
+    assert plan_of(config=config, modules={"calm": module}) is not None
+    # One that can act on no position of a request is no error of that request.
+    answer = ChangeBuilder(config, ModuleCatalog(config)).register(
+        "calm", {"decode_vectors": CALM["vectors"]}
+    )
+    assert answer.module is not None
+    assert plan_of(config=config, modules={"calm": answer.module}, max_tokens=1) is not None
+    with pytest.raises(InterventionError, match="can act on no position"):
+        plan_of(
+            config=config_of(),
+            modules={"calm": answer.module},
+            max_tokens=1,
+            steering_modules=["calm"],
+        )
+    with pytest.raises(InterventionError, match=r"^default_steering_modules\[1\]: '\.\./x' is not"):
+        check_early(config_of(default_steering_modules=["ok", "../x"]))

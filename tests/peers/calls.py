@@ -1,0 +1,303 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What other tools' calls mean, by the line of docs/coming-from.md: a formula that changes rows in
+Hugging Face transformers, and our request for the same.
+
+The formulas are written from the tools' documentation, in float64, and share nothing with ours.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from tests.support.serving import prompt_of, vector
+
+PROMPT = prompt_of(9, 21)
+GENERATED = 3
+LAYER = 1
+"""Where a line's tool acts. The tiny Llama has layers 0 to 3."""
+LAYERS = 4
+V, W = vector(31), vector(32)
+U = V / V.norm()
+ACROSS = W - (W @ U) * U
+"""Orthogonal to U."""
+
+Rows = torch.Tensor
+"""float64 [positions, hidden], of prompt and generated tokens."""
+Edit = Callable[[Rows], Rows]
+
+
+@dataclass(frozen=True)
+class Call:
+    """A call of another tool."""
+
+    ours: Mapping[str, Any] = field(default_factory=dict)
+    """Fields of our request that change rows."""
+    does: Mapping[int, Edit] = field(default_factory=dict)
+    """Layer -> what the tool does to the output of that decoder block."""
+    point: str = "post_block"
+    """What is read, and is compared at all layers that it names."""
+    layers: Any = "all"
+    positions: Any = "all"
+    reads: Callable[[int], slice] = lambda length: slice(None)
+    """Which positions the tool returns, of a request with so many rows."""
+
+
+def at(*layers: int, **entry: Any) -> dict[str, Any]:
+    return {"post_block": {layer: {"vector": V, **entry} for layer in layers}}
+
+
+def op(name: str, **fields: Any) -> dict[str, Any]:
+    return {"op": name, "point": "post_block", "layers": [LAYER], **fields}
+
+
+def only(rows: Rows, where: Any, edit: Edit) -> Rows:
+    changed = rows.clone()
+    changed[where] = edit(rows)[where]
+    return changed
+
+
+def placed(rows: Rows, added: Mapping[int, torch.Tensor]) -> Rows:
+    changed = rows.clone()
+    for position, delta in added.items():
+        changed[position] += delta
+    return changed
+
+
+def along(rows: Rows, direction: torch.Tensor) -> Rows:
+    return (rows @ direction.double())[:, None]
+
+
+def norms(rows: Rows) -> Rows:
+    return rows.norm(dim=-1, keepdim=True)
+
+
+def add(scale: float) -> Edit:
+    return lambda rows: rows + scale * V.double()
+
+
+def to(value: Callable[[Rows], Rows], direction: torch.Tensor = U) -> Edit:
+    """Sets the projection to `value` of it."""
+    return lambda rows: (
+        rows + (value(along(rows, direction)) - along(rows, direction)) * (direction.double())
+    )
+
+
+def keeping(edit: Edit) -> Edit:
+    return lambda rows: edit(rows) * norms(rows) / norms(edit(rows))
+
+
+IN_PROMPT, AFTER = slice(0, len(PROMPT)), slice(len(PROMPT), None)
+ROW = vector(33, 15.0)
+
+PREFILL_ONLY = Call(
+    {"prefill_steering_vectors": at(LAYER), "decode_steering_vectors": at(2, scale=-1.0)},
+    {
+        LAYER: lambda rows: only(rows, IN_PROMPT, add(1.0)),
+        2: lambda rows: only(rows, AFTER, add(-1.0)),
+    },
+)
+TOKEN = PROMPT[3]
+
+CALLS: dict[tuple[str, str], list[Call]] = {
+    ("vLLM-Lens", "`output_residual_stream: [15]`"): [Call(layers=[LAYER])],
+    ("vLLM-Lens", "`output_residual_stream: true`"): [Call()],
+    ("vLLM-Lens", "`activations` of two dimensions, `scale`"): [
+        Call({"steering_vectors": at(LAYER, scale=-0.5)}, {LAYER: add(-0.5)})
+    ],
+    ("vLLM-Lens", "`norm_match: true`"): [
+        Call(
+            {"steering": [op("norm_match", direction=V, scale=1.5)]},
+            {
+                LAYER: lambda rows: (
+                    rows + 1.5 * norms(rows) * V.double() / (V.double().norm() + 1e-6)
+                )
+            },
+        )
+    ],
+    ("vLLM-Lens", "`activations` of three dimensions, `position_indices`"): [
+        Call(
+            {"steering": [op("add", values=torch.stack([W, V]), positions=[4, 0], scale=0.6)]},
+            {LAYER: lambda rows: placed(rows, {4: 0.6 * W.double(), 0: 0.6 * V.double()})},
+        ),
+        Call(
+            {
+                "steering": [
+                    op("norm_match", values=torch.stack([W, V]), positions=[4, 0], scale=2.0)
+                ]
+            },
+            {
+                LAYER: lambda rows: placed(
+                    rows,
+                    {
+                        4: 2.0 * rows[4].norm() * W.double() / W.double().norm(),
+                        0: 2.0 * rows[0].norm() * V.double() / V.double().norm(),
+                    },
+                )
+            },
+        ),
+    ],
+    ("vLLM-Hook and MIA", "`hidden_states.layers` N (from 1), `mode: last_token`"): [
+        Call(
+            layers=[0, 1],
+            positions="last_prompt",
+            reads=lambda length: slice(len(PROMPT) - 1, len(PROMPT)),
+        )
+    ],
+    ("vLLM-Hook and MIA", "`mode: all_tokens`"): [
+        Call(layers=[0, 1], positions="all_prompt", reads=lambda length: IN_PROMPT)
+    ],
+    (
+        "vLLM-Hook and MIA",
+        "`steering.method: add_vector`, `coefficient`, `optimal_layer`",
+    ): [Call({"steering_vectors": at(LAYER, scale=0.7)}, {LAYER: add(0.7)})],
+    ("vLLM-Hook and MIA", "`adjust_rs`, `dir`, `avg_proj`"): [
+        Call(
+            {"steering": [op("pin", direction=U, value=6.0)]},
+            {LAYER: lambda rows: rows + (6.0 - along(rows, U)) * U.double()},
+        )
+    ],
+    ("vLLM-Hook and MIA", "the same with a `dir` of another length L"): [
+        Call(
+            {"steering": [op("pin", direction=V, value=6.0 / 24.0, strength=24.0 * 24.0)]},
+            {LAYER: lambda rows: rows + (6.0 - along(rows, V)) * V.double()},
+        )
+    ],
+    (
+        "RhizoNymph/vllm",
+        "`steering_vectors`, `prefill_steering_vectors`, `decode_steering_vectors`",
+    ): [Call({"steering_vectors": at(LAYER)}, {LAYER: add(1.0)}), PREFILL_ONLY],
+    ("RhizoNymph/vllm", "`steering_clamps` with `min`, `max`"): [
+        Call(
+            {
+                "steering": [
+                    op("clamp", direction=U, lo=3.0, hi=9.0),
+                    op("clamp", direction=ACROSS, hi=-5.0),
+                ]
+            },
+            {
+                LAYER: lambda rows: to(lambda p: p.clamp(max=-5.0), ACROSS / ACROSS.norm())(
+                    to(lambda p: p.clamp(3.0, 9.0))(rows)
+                )
+            },
+        )
+    ],
+    ("RhizoNymph/vllm", "`steering_clamps` with `value`"): [
+        Call(
+            {"steering": [op("pin", direction=U, value=-7.0)]},
+            {LAYER: to(lambda p: torch.full_like(p, -7.0))},
+        )
+    ],
+    ("RhizoNymph/vllm", "`strength` of a clamp"): [
+        Call(
+            {"steering": [op("clamp", direction=U, lo=20.0, strength=0.5)]},
+            {LAYER: to(lambda p: p + 0.5 * (p.clamp(min=20.0) - p))},
+        ),
+        Call(
+            {"steering": [op("pin", direction=U, value=-9.0, strength=1.5)]},
+            {LAYER: to(lambda p: p + 1.5 * (-9.0 - p))},
+        ),
+    ],
+    ("RhizoNymph/vllm", "`steering_name`, `steering_module_ref`"): [
+        Call({"steering_modules": [("happy", 0.4), "happy"]}, {LAYER: add(1.4)})
+    ],
+    ("RhizoNymph/vllm", "`patch`, `patch_vectors`"): [
+        Call(
+            {"steering": [op("replace", positions=[4], values=ROW[None])]},
+            {LAYER: lambda rows: only(rows, [4], lambda r: ROW.double().expand_as(r))},
+        )
+    ],
+    ("EasySteer", "`algorithm: direct`, `scale`, `layers`"): [
+        Call(
+            {"steering_vectors": {"post_block": {"1-2": {"vector": V, "scale": 0.5}}}},
+            {1: add(0.5), 2: add(0.5)},
+        )
+    ],
+    ("EasySteer", "`normalize: true` (the row keeps its norm, as their code has it)"): [
+        Call(
+            {"steering": [op("add", vector=V, scale=0.8), op("normalize")]},
+            {LAYER: keeping(add(0.8))},
+        )
+    ],
+    ("EasySteer", "`erase`"): [
+        Call(
+            {"steering": [op("ablate", direction=V)]},
+            {LAYER: lambda rows: rows - along(rows, V) * V.double() / (V.double() @ V.double())},
+        )
+    ],
+    ("EasySteer", "`replace`"): [
+        Call(
+            {"steering": [op("replace", values=ROW, positions="predicting")]},
+            {
+                LAYER: lambda rows: only(
+                    rows, slice(len(PROMPT) - 1, None), lambda r: ROW.double().expand_as(r)
+                )
+            },
+        )
+    ],
+    ("EasySteer", "`prompt_positions`, `prompt_tokens`"): [
+        Call(
+            {"steering_vectors": at(LAYER, positions=[2, -1])},
+            {LAYER: lambda rows: only(rows, [2, len(PROMPT) - 1], add(1.0))},
+        ),
+        Call(
+            {"steering_vectors": at(LAYER, positions={"token_ids": [TOKEN]})},
+            {
+                LAYER: lambda rows: only(
+                    rows, [i for i, t in enumerate(PROMPT) if t == TOKEN], add(1.0)
+                )
+            },
+        ),
+    ],
+    ("EasySteer", '`generation: "all"`'): [
+        Call(
+            {"decode_steering_vectors": at(LAYER)},
+            {LAYER: lambda rows: only(rows, AFTER, add(1.0))},
+        )
+    ],
+    ("EasySteer", "`generation_window`, `generation_positions`"): [
+        Call(
+            {"steering_vectors": at(LAYER, positions={"start": 0, "stop": 1, "of": "generated"})},
+            {LAYER: lambda rows: only(rows, [len(PROMPT)], add(1.0))},
+        ),
+        Call(
+            {"decode_steering_vectors": at(LAYER, positions={"at": [1], "of": "generated"})},
+            {LAYER: lambda rows: only(rows, [len(PROMPT) + 1], add(1.0))},
+        ),
+    ],
+    ("EasySteer", "`exclude_positions`"): [
+        Call(
+            {"steering_vectors": at(LAYER, positions=["all", {"except": [0, {"at": [2]}]}])},
+            {
+                LAYER: lambda rows: only(
+                    rows, [i for i in range(len(rows)) if i not in (0, 2)], add(1.0)
+                )
+            },
+        )
+    ],
+    ("EasySteer", "`conflict: sequential`"): [
+        Call(
+            {"steering": [op("ablate", direction=W), op("add", vector=V)]},
+            {LAYER: lambda rows: add(1.0)(rows - along(rows, W) * W.double() / (W @ W).double())},
+        )
+    ],
+    (
+        "vllm-probe-hook",
+        "`include_prefill=True`: `.prefill_hidden_states[layer]`",
+    ): [Call(positions="all_prompt", reads=lambda length: IN_PROMPT)],
+    ("vllm-probe-hook", "`include_decode=True`: `.hidden_states[layer]`"): [
+        Call(positions="all_generated", reads=lambda length: AFTER)
+    ],
+    ("vllm-probe-hook", "`last_prefill_token=True`"): [
+        Call(positions="last_prompt", reads=lambda length: slice(len(PROMPT) - 1, len(PROMPT)))
+    ],
+    (
+        "Upstream's extract_hidden_states",
+        "layer id N of `eagle_aux_hidden_state_layer_ids`, from 1",
+    ): [Call()],
+    ("Upstream's extract_hidden_states", "layer id 0"): [Call(point="pre_attn", layers=[0])],
+}
+"""(section, first cell of the line) -> calls of that kind."""

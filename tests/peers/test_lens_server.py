@@ -1,0 +1,152 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`vllm serve --compat lens`: vLLM-Lens's wire form, and its own client where it is installed.
+
+The client is run as it was published: `pip install --no-deps vllm-lens` into a folder that
+`VLLM_LENS_PATH` names.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import sys
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import httpx
+import pytest
+import torch
+
+from tests.http.server import NAME, Server, greedy, save_model, serve
+from tests.support.serving import relative, vector
+
+zstandard = pytest.importorskip("zstandard")
+
+if TYPE_CHECKING:
+    from tests.conftest import TinyModels
+
+pytestmark = pytest.mark.full
+
+PROMPT = "Today I went"
+SAID = [{"role": "user", "content": PROMPT}]
+LAYER = 1
+V = vector(31)
+OPTIONS = (
+    "--compat=lens", "--dtype=float32", "--enforce-eager", "--max-model-len=96",
+    "--max-num-seqs=8", "--block-size=32", "--kv-cache-memory-bytes=16777216", "--seed=0",
+    f"--served-model-name={NAME}", "--generation-config=vllm",
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def server(tiny_models: TinyModels, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    folder = tmp_path_factory.mktemp("lens-server")
+    with serve(save_model(tiny_models, folder / "model"), folder / "log", base=OPTIONS) as started:
+        yield started
+
+
+def asked(**more: Any) -> dict[str, Any]:
+    """`vllm_xargs` that capture a layer, and add V there if `scale` is given."""
+    from vllm.entrypoints.compat import wire
+
+    args: dict[str, Any] = {"output_residual_stream": f"[{LAYER}]"}
+    if more:
+        entry = {"activations": wire.encoded(V[None]), "layer_indices": [LAYER], **more}
+        args["apply_steering_vectors"] = json.dumps([entry])
+    return {"vllm_xargs": args}
+
+
+def rows_of(answer: Any) -> torch.Tensor:
+    """[1, n, hidden] of an answer, or of one of its choices."""
+    from vllm.entrypoints.compat import wire
+
+    return wire.decoded(answer["activations"]["residual_stream"], "activations")
+
+
+def test_completion(server: Server) -> None:
+    plain = server.complete(PROMPT, **asked())
+    (choice,) = plain["choices"]
+    rows = rows_of(plain)
+    assert rows.shape == (1, len(PROMPT) + 5, V.numel())
+    assert torch.equal(rows_of(choice), rows)
+    assert choice["capture_results"]["inline"]["status"] == "ok"
+    steered = rows_of(server.complete(PROMPT, **asked(scale=2.0)))
+    moved = steered[:, : len(PROMPT)] - rows[:, : len(PROMPT)]
+    assert relative(moved, (2.0 * V).expand_as(moved)) < 1e-4
+    matched = rows_of(server.complete(PROMPT, **asked(scale=2.0, norm_match=True)))
+    moved = matched[0, : len(PROMPT)] - rows[0, : len(PROMPT)]
+    assert relative(moved.norm(dim=-1), 2.0 * rows[0, : len(PROMPT)].norm(dim=-1)) < 1e-4
+    assert "activations" not in server.complete(PROMPT)
+
+
+def test_prompts_and_samples_have_their_own(server: Server) -> None:
+    answer = server.complete([PROMPT, "I"], n=2, temperature=1.0, **asked())
+    lengths = [rows_of(choice).shape[1] for choice in answer["choices"]]
+    assert lengths == [len(PROMPT) + 5] * 2 + [6] * 2
+    assert torch.equal(rows_of(answer), rows_of(answer["choices"][0]))
+
+
+def test_chat_and_its_stream(server: Server) -> None:
+    body = greedy(messages=SAID, **asked(scale=1.0))
+    whole = server.post("/v1/chat/completions", body).json()
+    want = rows_of(whole)
+    assert torch.equal(rows_of(whole["choices"][0]), want)
+    url = server.url + "/v1/chat/completions"
+    with httpx.stream("POST", url, json=body | {"stream": True}, timeout=60) as answer:
+        events = [line[6:] for line in answer.iter_lines() if line.startswith("data: ")]
+    assert events[-1] == "[DONE]"
+    last = json.loads(events[-2])
+    assert last.keys() == {"activations"}
+    assert torch.equal(rows_of(last), want)
+    assert sum("activations" in json.loads(event) for event in events[:-1]) == 1
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_refusals(server: Server, stream: bool) -> None:
+    bad: list[tuple[dict[str, Any], str]] = [
+        ({"vllm_xargs": {"apply_hooks": "[1]"}}, "vllm_xargs.apply_hooks"),
+        (
+            {"vllm_xargs": {"output_residual_stream": "[99]"}},
+            "vllm_xargs.output_residual_stream[0]",
+        ),
+        ({"vllm_xargs": {"apply_steering_vectors": "[{"}}, "vllm_xargs.apply_steering_vectors"),
+        (asked(scale="x"), "vllm_xargs.apply_steering_vectors[0].scale"),
+        ({**asked(), "capture": {"inline": {}}}, "capture"),
+    ]
+    if not stream:  # upstream has no streamed beam search
+        bad.append(({**asked(), "use_beam_search": True}, "vllm_xargs.output_residual_stream"))
+    for fields, named in bad:
+        answer = server.post("/v1/completions", greedy(prompt=PROMPT, stream=stream, **fields))
+        assert answer.status_code == 400, answer.text
+        assert answer.json()["error"]["param"] == named
+
+
+@pytest.fixture(scope="module")
+def theirs() -> Iterator[Any]:
+    """vLLM-Lens's package, its plug-in off."""
+    if "VLLM_LENS_PATH" not in os.environ:
+        pytest.skip("VLLM_LENS_PATH names no folder with vLLM-Lens in it")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("VLLM_LENS_DISABLE", "1")
+        patch.setattr(sys, "path", [os.environ["VLLM_LENS_PATH"], *sys.path])
+        yield importlib.import_module("vllm_lens")
+
+
+def test_their_client(server: Server, theirs: Any) -> None:
+    """Unmodified: what it sends is read, and it reads what is answered."""
+    client = importlib.import_module("vllm_lens.client").VLLMLensClient(server.url, model=NAME)
+    plain = client.generate(PROMPT, max_tokens=4, capture_layers=[LAYER, 3])
+    rows = plain.activations["residual_stream"]
+    assert rows.shape == (2, len(PROMPT) + 3, V.numel())
+    steer = theirs.SteeringVector(
+        activations=V[None], layer_indices=[LAYER], scale=2.0, norm_match=True
+    )
+    steered = client.generate(
+        PROMPT, max_tokens=4, capture_layers=[LAYER], steering_vectors=[steer]
+    ).activations["residual_stream"]
+    prompt = slice(0, len(PROMPT))
+    moved = (steered[0, prompt] - rows[0, prompt]).norm(dim=-1) / rows[0, prompt].norm(dim=-1)
+    assert torch.allclose(moved, torch.tensor(2.0), atol=1e-3)
+    chat = client.chat(SAID, max_tokens=4, capture_layers=[LAYER])
+    assert chat.activations["residual_stream"].shape[0] == 1

@@ -1,0 +1,100 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The cookbook's first program, on a model made in a second: what must hold for any model. The
+block over HTTP is run in tests/http/test_http_docs.py."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from rich.console import Console
+
+from demo.train import Recipe, cached_model
+from examples.cookbook import PAGE, run
+from tests.conformance.engine import shut_down
+
+pytestmark = pytest.mark.full
+
+TINY = Recipe(hidden=64, heads=2, layers=3, intermediate=64, passages=300, steps=4)
+CLOSE: dict[str, Any] = {"atol": 1e-4, "rtol": 1e-3}
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any]]:
+    """The program's variables when it is over."""
+    folder = tmp_path_factory.mktemp("cookbook")
+    model = cached_model(folder / "model", TINY, Console(quiet=True))
+    variables = run(model, folder / "out")
+    yield {**variables, "out": folder / "out"}
+    shut_down(variables["llm"])
+
+
+def test_every_picture_is_drawn_and_shown(made: dict[str, Any]) -> None:
+    shown = re.findall(r"^!\[.+\]\(drawings/(cookbook-\w+\.png)\)$", PAGE.read_text(), re.M)
+    assert len(shown) == len(re.findall(r"^## \d+\. ", PAGE.read_text(), re.M)) == 10
+    drawn = {file.name for file in Path(made["out"]).glob("*.png")}
+    assert drawn | {"cookbook-http.png"} == set(shown)
+
+
+def test_vectors_and_files(made: dict[str, Any]) -> None:
+    """A scale of 0 changes nothing, another does, and a file means what was put into it."""
+    plain = made["odds"]([made["start"]], [{}], made["words"])
+    still = made["dose"][:, made["scales"].index(0.0)]
+    torch.testing.assert_close(still, plain.expand_as(still), **CLOSE)
+    assert (made["dose"][:, 0] - plain).abs().min() > 1e-4
+    assert made["by_gguf"][2] == pytest.approx(float(plain), abs=1e-4)
+    at = {n: {"vector": v, "scale": 4.0} for n, v in made["control"].items()}
+    by_hand = made["odds"](
+        [made["start"]], [{"steering_vectors": {"post_block": at}}], made["words"]
+    )
+    assert made["by_gguf"][4] == pytest.approx(float(by_hand), abs=1e-3)
+    assert made["by_gguf"][4] != pytest.approx(float(plain), abs=1e-3)
+
+
+def test_the_lens_ends_in_the_models_own_word(made: dict[str, Any]) -> None:
+    _, other = made["words"]
+    params = made["SamplingParams"](max_tokens=1, temperature=0)
+    (output,) = made["llm"].generate([made["start"]], params, use_tqdm=False)
+    assert int(made["token_ids"][-1, -1]) == output.outputs[0].token_ids[0], other
+
+
+def test_patching_all_that_is_read_gives_the_other_answer(made: dict[str, Any]) -> None:
+    """The last token's row behind the last block decides; an earlier token's there does nothing."""
+    other = made["odds"]([made["other"]], [{}])
+    whole = made["base"] + made["effect"][-1, -1]
+    torch.testing.assert_close(whole, other[0], **CLOSE)
+    assert made["effect"][-1, :-1].abs().max() < 1e-4 < (other - made["base"]).abs().max()
+
+
+def test_nothing_is_left_of_what_was_ablated(made: dict[str, Any]) -> None:
+    size = made["plain"].abs().max()
+    assert made["without"].abs().max() < 1e-3 * size
+    torch.testing.assert_close(made["by_default"], made["without"], atol=1e-3 * size, rtol=0)
+    again = made["rows"](made["happy"][40:]) @ made["unit"]
+    torch.testing.assert_close(again, made["plain"], **CLOSE)
+
+
+def test_scores_and_stored_rows_are_the_rows(made: dict[str, Any]) -> None:
+    read = made["stream"].shape[1]
+    want = torch.einsum("lth,lh->lt", made["stream"], made["units"])
+    torch.testing.assert_close(made["scores"][:, :read], want, **CLOSE)
+    table, middle = made["table"], made["middle"]
+    by_id = dict(zip(map(int, table.ids), table.values.float(), strict=True))
+    stored = torch.stack([by_id[i] for i in range(len(made["labelled"]))])
+    torch.testing.assert_close(stored[:40], made["kinds"][0][:, middle], **CLOSE)
+    torch.testing.assert_close(stored[60:100], made["kinds"][1][:, middle], **CLOSE)
+    assert sorted(table.labels("label").tolist()) == ["happy"] * 60 + ["sad"] * 60
+
+
+def test_a_gate_is_open_on_one_side_only(made: dict[str, Any]) -> None:
+    """Of texts that are far from the threshold: each is moved, or it is not."""
+    last = made["rows"](made["texts"])[:, made["middle"]] @ made["unit"]
+    far = made["gate"]["sharpness"] * (last - made["gate"]["threshold"])
+    moved = (made["after"] - made["before"]).abs()
+    assert moved[far < -20].numel() == 0 or moved[far < -20].max() < 1e-3
+    assert moved[far > 20].numel() == 0 or moved[far > 20].min() > 1e-3
+    assert (far.abs() > 20).any()

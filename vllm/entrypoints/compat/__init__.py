@@ -1,0 +1,8 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Doors for the users of other tools (docs/coming-from.md).
+
+* `peers.py`: what other tools' requests say, and which of our fields does it; always on.
+* `doors.py`: what `--compat` opens.
+* `lens.py`: requests and answers of vLLM-Lens.
+* `wire.py`: tensors as it sends them.
+"""

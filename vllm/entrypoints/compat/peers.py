@@ -1,0 +1,152 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What requests of other tools say: refused by name, with the field of ours that does it.
+
+Upstream ignores unknown fields of a body and unknown keys of `vllm_xargs` and `extra_args`. A
+request written for another tool would be answered with unsteered text.
+"""
+
+import os
+import sys
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from vllm.v1.interventions.errors import reject
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+
+class Peer(NamedTuple):
+    """Another tool, as its users call it."""
+
+    name: str
+    anchor: str
+    """Its section in docs/coming-from.md."""
+
+
+LENS = Peer("vLLM-Lens", "vllm-lens")
+HOOK = Peer("vLLM-Hook", "vllm-hook-and-mia")
+RHIZO = Peer("RhizoNymph/vllm", "rhizonymphvllm")
+EASY = Peer("EasySteer", "easysteer")
+SGLANG = Peer("SGLang", "sglang")
+
+
+class Foreign(NamedTuple):
+    """A peer's field."""
+
+    peer: Peer
+    ours: str
+    """What does the same here."""
+
+
+CAPTURE = "'capture'"
+VECTORS = "'steering_vectors'"
+NO_ATTENTION = "'capture' for rows of the residual stream; queries and keys are not captured"
+
+ARGS = {
+    "apply_steering_vectors": Foreign(LENS, VECTORS),
+    "output_residual_stream": Foreign(LENS, CAPTURE),
+    "output_qk": Foreign(LENS, NO_ATTENTION),
+    "apply_hooks": Foreign(LENS, "'steering' and 'capture': a request is data, not a program"),
+    "activations_transport": Foreign(LENS, CAPTURE),
+    "steer": Foreign(HOOK, "'steering' with the operations 'pin' and 'add'"),
+    "output_hidden_states": Foreign(HOOK, CAPTURE),
+    "hs_mode": Foreign(HOOK, "'capture' with 'positions'"),
+    "hookq_mode": Foreign(HOOK, NO_ATTENTION),
+    "qk_capture": Foreign(HOOK, NO_ATTENTION),
+}
+"""Keys of `vllm_xargs` over HTTP, of `SamplingParams.extra_args` offline."""
+
+_CLAMPS = Foreign(RHIZO, "'steering' with the operations 'clamp' and 'pin'")
+_PATCH = Foreign(RHIZO, "'steering' with the operation 'replace'")
+_ONE_VECTOR = Foreign(EASY, VECTORS)
+_SPEC = Foreign(EASY, "a list of operations")
+
+FIELDS = {
+    "steering_clamps": _CLAMPS,
+    "prefill_steering_clamps": _CLAMPS,
+    "decode_steering_clamps": _CLAMPS,
+    "steering_name": Foreign(RHIZO, "'steering_modules'"),
+    "patch": _PATCH,
+    "patch_vectors": _PATCH,
+    "steer_vector_request": _ONE_VECTOR,
+    "steer_vector": _ONE_VECTOR,
+    "return_hidden_states": Foreign(SGLANG, CAPTURE),
+}
+"""Fields of bodies."""
+
+_LENS_PLUGIN = "vllm_lens._activations_plugin"
+
+
+def said(foreign: Foreign) -> str:
+    """What an error says of a peer's field."""
+    peer = foreign.peer
+    return (
+        f"is for {peer.name} and would be ignored; use {foreign.ours} "
+        f"(docs/coming-from.md#{peer.anchor})"
+    )
+
+
+def refuse_peer_args(
+    args: Mapping[str, Any] | None, config: "VllmConfig", path: str = "extra_args."
+) -> None:
+    """Refuse keys of `SamplingParams.extra_args` that another tool would read.
+
+    An engine without steering and capture is left alone.
+
+    Args:
+        path: what stands before a key in errors.
+
+    Raises:
+        ValueError: there is such a key; the message names it, and ours.
+    """
+    if args and _serves(config):
+        _refuse(args, path, ARGS)
+
+
+def refuse_peer_fields(extra: Mapping[str, Any] | None, config: "VllmConfig") -> None:
+    """Refuse what a body of a completion or chat says to another tool.
+
+    Args:
+        extra: the fields of the body that its model does not have.
+        config: as of `refuse_peer_args`.
+
+    Raises:
+        ValueError: as `refuse_peer_args`.
+    """
+    if not extra or not _serves(config):
+        return
+    _refuse(extra, "", FIELDS)
+    if extra.get("capture_wait") is False:
+        reject(
+            "capture_wait",
+            said(Foreign(RHIZO, "it not at all: a finished answer is a finished capture")),
+        )
+    if isinstance(extra.get("steering"), Mapping):
+        reject("steering", said(_SPEC))
+    if extra.get("steering") is not None and extra.get("conversation_id") is not None:
+        reject(
+            "conversation_id",
+            said(Foreign(RHIZO, "'steering' in each turn: no state is kept between requests")),
+        )
+
+
+def _refuse(given: Mapping[str, Any], path: str, known: Mapping[str, Foreign]) -> None:
+    """Raise for the first key that is `known`, unless it asks for nothing: None, False (0 in
+    `vllm_xargs`), or keys that their own tool reads in this process."""
+    for key, foreign in known.items():
+        value = given.get(key)
+        if value is None or (isinstance(value, int) and not value):
+            continue
+        if not (foreign.peer is LENS and _lens_is_loaded()):
+            reject(f"{path}{key}", said(foreign))
+
+
+def _serves(config: "VllmConfig") -> bool:
+    return config.steering_config.enable_steering or config.capture_config.enabled
+
+
+def _lens_is_loaded() -> bool:
+    """Whether vLLM-Lens's own plug-in reads its keys in this process."""
+    off = os.environ.get("VLLM_LENS_DISABLE", "").lower() in ("1", "true", "yes", "on")
+    return _LENS_PLUGIN in sys.modules and not off
