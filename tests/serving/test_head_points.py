@@ -137,6 +137,41 @@ def test_completions_of_one_prompt(running: Running) -> None:
         assert completion.capture_results["inline"].payload["z", 1].values.shape == (10, 1, 32)
 
 
+def test_several_captures(running: Running) -> None:
+    """Of other heads at the same sites, and scores with a matrix for each layer beside them."""
+    generator = torch.Generator().manual_seed(4)
+    by_layer = {n: torch.randn(2, models.HIDDEN, generator=generator) for n in (0, 1)}
+    asked = [
+        {"hooks": {"q": {1: [2], 2: "all"}, "post_block": [1]}, "positions": "all"},
+        {"hooks": {"q": {1: [0, 3]}}, "positions": [1, 20]},
+        {"hooks": {"post_block": [0, 1]}, "project": {"post_block": by_layer}, "positions": [1]},
+    ]
+    ask = Ask(prompt_of(17, 152), {**STEERED, "capture": {"inline": asked}})
+    [output] = serve(running.llm, [ask], log_probs=False)
+    results = output.capture_results
+    assert list(results) == ["inline[0]", "inline[1]", "inline[2]"]
+    sequence = [*ask.prompt, *output.outputs[0].token_ids][:-1]
+    want = running.judge.reference.run(sequence, running.judge.deltas(ask, sequence))
+    every = list(range(len(sequence)))
+    for name, site, chosen, positions in (
+        ("inline[0]", ("q", 1), [2], every),
+        ("inline[0]", ("q", 2), [0, 1, 2, 3], every),
+        ("inline[1]", ("q", 1), [0, 3], [1, 20]),
+    ):
+        rows = results[name].payload[site]
+        assert rows.positions.tolist() == positions and list(rows.heads) == chosen
+        exact = want.heads[site][positions]
+        assert serving.worst_row(rows.values, exact[:, chosen]) <= READ_TOLERANCE
+        assert serving.worst_row(rows.values, exact.roll(1, 1)[:, chosen]) > 0.5
+    stream = results["inline[0]"].payload["post_block", 1].values
+    assert serving.worst_row(stream, want.rows["post_block", 1]) <= READ_TOLERANCE
+    for layer, matrix in by_layer.items():
+        scores = results["inline[2]"].payload["post_block", layer].values
+        exact = want.rows["post_block", layer][[1]]
+        assert serving.worst_row(scores, exact @ matrix.T) <= 1e-3
+        assert serving.worst_row(scores, exact @ by_layer[1 - layer].T) > 0.1
+
+
 def test_consumers_and_files(running: Running) -> None:
     """Each consumer gets its own heads, whatever others take of the same sites."""
     hooks = {"q": {1: [3, 0], 2: [1, 2]}, "z": {1: [0, 1]}}
