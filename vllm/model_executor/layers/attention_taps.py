@@ -36,21 +36,28 @@ class HeadTap:
         arena: [rows, hidden] in the model's dtype, where captured rows go; a token's heads take as
             many neighbouring rows as they need, the last one filled up with zeros.
         dest: int32 [max tokens], the first arena row of each token.
+        width: of all heads together, of all ranks.
         gathers: whether tensor-parallel ranks have the heads in parts.
         replicas: how many ranks in a row have the same heads.
     """
 
     def __init__(
-        self, arena: torch.Tensor, dest: torch.Tensor, gathers: bool, replicas: int
+        self,
+        arena: torch.Tensor,
+        dest: torch.Tensor,
+        width: int,
+        gathers: bool = False,
+        replicas: int = 1,
     ) -> None:
         self.arena = arena
         self.dest = dest
+        self.width = width
         self.gathers = gathers
         self.replicas = replicas
 
     def read(self, rows: torch.Tensor) -> None:
         """Capture rows, [tokens, this rank's heads * width] or [tokens, heads, width]."""
-        rows = rows.reshape(rows.shape[0], -1)
+        rows = rows.flatten(1)
         if self.gathers:
             mine = rows.shape[1]
             rows = tensor_model_parallel_all_gather(rows.contiguous())
@@ -58,8 +65,11 @@ class HeadTap:
                 rows = rows.unflatten(1, (-1, self.replicas, mine))[:, :, 0].flatten(1)
         # Plain aten ops, as in residual_taps.py, and on the arena itself: of a view of it compiled
         # code might copy the whole.
-        (tokens, width), hidden = rows.shape, self.arena.shape[1]
-        rows = pad(rows, (0, -width % hidden)).unflatten(1, (-1, hidden))
+        tokens, hidden = rows.shape[0], self.arena.shape[1]
+        assert rows.shape[1] == self.width, "more would lie on rows of others"
+        if lacks := -self.width % hidden:
+            rows = pad(rows, (0, lacks))
+        rows = rows.unflatten(1, (-1, hidden))
         each = torch.arange(rows.shape[1], dtype=self.dest.dtype, device=self.dest.device)
         places = self.dest[:tokens, None] + each
         self.arena.index_put_((places,), rows.to(self.arena.dtype))

@@ -178,10 +178,11 @@ class WorkerInterventions:
         site = (point, layer)
         if site not in self._dest_rows:
             return None
-        assert self.arena is not None and self.dest is not None
+        assert self.arena is not None and self.dest is not None and self.shape is not None
+        dest, width = self.dest[self._dest_rows[site]], self.shape.row_width(site)
         gathers = self._config.parallel_config.tensor_parallel_size > 1
         replicas = found.replicas if point in ("k", "v") else 1
-        return HeadTap(self.arena, self.dest[self._dest_rows[site]], gathers, replicas)
+        return HeadTap(self.arena, dest, width, gathers, replicas)
 
     @property
     def num_variants(self) -> int:
