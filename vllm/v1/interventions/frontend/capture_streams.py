@@ -18,11 +18,11 @@ class _Form(NamedTuple):
 
     relayed: bool
     digests: tuple[str, ...] = ()
-    """Of the matrices of a projection."""
+    """Digests of the matrices of a projection."""
     apart: tuple[Site, ...] = ()
     """The sites, where each has a matrix of its own."""
     width: int = 0
-    """Of a site's heads together; 0 in the residual stream."""
+    """The width of a site's heads together; 0 in the residual stream."""
     consumer: str = ""
     """Whose heads these are."""
 
