@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Rows of one completion, gathered as they come: what `inline` returns."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 
 import numpy as np
@@ -11,7 +11,7 @@ from vllm.v1.capture.results import CapturedRows, CaptureResult, SiteRows
 from vllm.v1.capture.transport.copies import CopyThreads, empty
 from vllm.v1.capture.transport.selected import RowsLost, Selected
 from vllm.v1.interventions.frontend.row_pieces import Piece, Run, StreamRows
-from vllm.v1.interventions.plan import CapturePlan, dtype_of
+from vllm.v1.interventions.plan import CapturePlan, Site, dtype_of
 
 
 class RowCollector:
@@ -130,15 +130,20 @@ class RowCollector:
         token_ids: list[int],
     ) -> SiteRows:
         ids = np.array([token_ids[position] for position in positions.tolist()], dtype=np.int64)
-        selection, streams = selected.selection, self._plan.streams
-        stream = streams[selection.stream]
-        rows = StreamRows(pieces, selection.stream, len(streams), at)
-        if not pieces:
-            none = torch.empty(0, len(stream.sites), stream.width, dtype=dtype_of(stream.dtype))
-            rows = StreamRows([Piece(at, at, [[none] * len(streams)], slice(None))], 0, 1, at)
-        index = {site: i for i, site in enumerate(stream.sites)}
+        selection, number = selected.selection, len(self._plan.streams)
+        values: dict[Site, Callable[[], torch.Tensor]] = {}
+        for index in selection.streams:
+            stream = self._plan.streams[index]
+            rows = StreamRows(pieces, index, number, at)
+            if not pieces:
+                none = torch.empty(0, len(stream.sites), stream.width, dtype=dtype_of(stream.dtype))
+                rows = StreamRows([Piece(at, at, [[none]], slice(None))], 0, 1, at)
+            values |= {site: partial(rows.site, i) for i, site in enumerate(stream.sites)}
         return SiteRows(
-            (site, CapturedRows(positions, ids, partial(rows.site, index[site]), versions))
+            (
+                site,
+                CapturedRows(positions, ids, values[site], versions, selection.heads.get(site, ())),
+            )
             for site in selection.sites
         )
 

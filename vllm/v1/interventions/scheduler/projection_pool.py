@@ -73,7 +73,8 @@ class ProjectionPool:
             if len(firsts) == 1:
                 firsts *= len(stream.sites)
             projection = (tuple(firsts), stream.width) if firsts else None
-            streams.append(WorkerStream(tuple(at[site] for site in stream.sites), projection))
+            sites, heads = tuple(at[site] for site in stream.sites), tuple(stream.heads)
+            streams.append(WorkerStream(sites, projection, heads, stream.width if heads else 0))
         return tuple(streams)
 
     def upload(self, step: StepInterventions) -> None:

@@ -1,13 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """The captured rows of a step on their way from a worker's device to its landing."""
 
+from collections.abc import Iterator
+from weakref import WeakKeyDictionary
+
 import torch
 
 from vllm.v1.capture.transport.landing import Landing
-from vllm.v1.interventions.capture_groups import LocalStream
+from vllm.v1.interventions.capture_groups import CaptureGroup, LocalStream
 from vllm.v1.interventions.step_rows import Block, StepRows
 from vllm.v1.interventions.worker.pinning import PIECE_BYTES
 from vllm.v1.interventions.worker.projection_table import ProjectionTable
+from vllm.v1.interventions.worker.token_map import to_device
 
 
 class Outbox:
@@ -24,6 +28,10 @@ class Outbox:
     def __init__(self, arena: torch.Tensor, landing: Landing, projections: ProjectionTable) -> None:
         self._arena, self._landing, self._projections = arena, landing, projections
         self._cuda = arena.device.type == "cuda"
+        self._columns: WeakKeyDictionary[CaptureGroup, list[torch.Tensor | None]] = (
+            WeakKeyDictionary()
+        )
+        """The columns of each stream of the groups in use, on the device."""
         self._sent: torch.cuda.Event | None = None
         if self._cuda:
             self._leaving = torch.empty_like(arena)
@@ -35,12 +43,7 @@ class Outbox:
         Args:
             positions: int64 [n] on the device, the captured tokens' in block order.
         """
-        scores = [
-            self._scores_of(block, stream)
-            for block in step.blocks.all
-            for stream in block.group.streams
-            if stream.projection is not None
-        ]
+        made = [values for block in step.blocks.all for values in self._made_of(block)]
         size = step.num_bytes
         memory = self._landing.take(size)
         places = None if memory is None else self._landing
@@ -49,10 +52,10 @@ class Outbox:
         sent = torch.cuda.Event() if self._cuda else None
         step.fill(memory, places, sent)
         *others_there, rows_there = step.tensors()
-        rows, others = self._arena[: step.blocks.num_raw], [positions, *scores]
+        rows, others = self._arena[: step.blocks.num_raw], [positions, *made]
         if sent is None:
             for there, values in zip((rows_there, *others_there), (rows, *others), strict=True):
-                there.copy_(values)
+                there.copy_(values.view(there.shape))
             return
         main = torch.cuda.current_stream()
         if self._sent is not None:
@@ -63,20 +66,34 @@ class Outbox:
         with torch.cuda.stream(self._stream):
             self._copy_rows(rows_there, leaving)
             for there, values in zip(others_there, others, strict=True):
-                there.copy_(values, non_blocking=True)
+                self._copy_rows(there, values)
                 values.record_stream(self._stream)
             sent.record()
         self._sent = sent
 
     def _copy_rows(self, there: torch.Tensor, rows: torch.Tensor) -> None:
         """Copy rows in parts that each lie in one of the pieces that the GPU knows."""
-        there, rows = (values.view(-1).view(torch.uint8) for values in (there, rows))
+        there, rows = (values.reshape(-1).view(torch.uint8) for values in (there, rows))
         first = there.data_ptr() - self._landing.memory.ctypes.data
         done = 0
         while done < len(rows):
             stop = done + PIECE_BYTES - (first + done) % PIECE_BYTES
             there[done:stop].copy_(rows[done:stop], non_blocking=True)
             done = stop
+
+    def _made_of(self, block: Block) -> Iterator[torch.Tensor]:
+        """What leaves of a block's rest: scores, and heads."""
+        streams = block.group.streams
+        if block.group not in self._columns:
+            device = self._arena.device
+            self._columns[block.group] = [
+                None if s.columns is None else to_device(s.columns, device) for s in streams
+            ]
+        for stream, columns in zip(streams, self._columns[block.group], strict=True):
+            if stream.projection is not None:
+                yield self._scores_of(block, stream)
+            elif columns is not None:
+                yield block.heads(self._arena, columns)
 
     def _scores_of(self, block: Block, stream: LocalStream) -> torch.Tensor:
         """The scores of a projected stream, float32 [count, sites, k] on the device."""
