@@ -25,6 +25,8 @@ class Run:
         self.rows = {n: slice(b - c, b) for (n, c), b in zip(owners, stops, strict=True)}
         """The rows of each request in a step's."""
         self.chunks: list[CapturedChunk] = []
+        self.last_ordinary = -1
+        """The last step whose rows did not land; they lie in ordinary memory."""
         self._table: np.ndarray | None = None
 
     def positions(self) -> np.ndarray:
