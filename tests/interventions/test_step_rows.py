@@ -26,8 +26,8 @@ pytestmark = pytest.mark.quick
 
 SITES, WIDTH, RING = 8, 64, 16 << 20
 """RING: bytes of a message that leaves the shared-memory ring."""
-RAW = CaptureGroup((tuple(range(SITES)), SITES, ((tuple(range(SITES)), None),)))
-SCORES = CaptureGroup((tuple(range(SITES)), 0, ((tuple(range(SITES)), ((0,) * SITES, 3)),)))
+RAW = CaptureGroup((tuple(range(SITES)), SITES, ((tuple(range(SITES)), None, ()),)))
+SCORES = CaptureGroup((tuple(range(SITES)), 0, ((tuple(range(SITES)), ((0,) * SITES, 3), ()),)))
 
 
 def rows_of(count: int, landing: Landing | None = None) -> tuple[StepRows, torch.Tensor]:

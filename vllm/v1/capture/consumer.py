@@ -19,6 +19,9 @@ import torch
 from vllm.v1.interventions.errors import reject, show_key
 from vllm.v1.interventions.plan import Site, TapShape
 
+SHARED_FIELDS = ("hooks", "positions", "project", "reduce")
+"""What a request may say to every consumer."""
+
 Location = Literal["engine", "frontend"]
 """The process a consumer runs in.
 
@@ -59,7 +62,7 @@ class RequestInfo:
     width: int
     """The length of a row: hidden_size, or with `project` the number of scores."""
     dtype: torch.dtype
-    """The dtype of the rows: the model's, or with `project` float32."""
+    """The dtype of the rows: the model's, or with `project` and `reduce` float32."""
     projected: bool
     """Whether the rows are scores, made by `project`."""
     max_rows: int
@@ -68,6 +71,8 @@ class RequestInfo:
     """The request's own fields, as `CaptureConsumer.check_request` returned them."""
     prompt: int | None = None
     """The number of the prompt among those sent with the same parameters; None if there was one."""
+    reduce: str = ""
+    """"mean" if a site has one row, the mean of the positions asked for, at the last of them."""
 
     @property
     def max_bytes(self) -> int:
@@ -158,7 +163,7 @@ class CaptureConsumer(ABC):
 
     @classmethod
     def check_request(cls, fields: Mapping[str, Any], path: str) -> dict[str, Any]:
-        """Check the fields of a capture request beside `hooks`, `positions` and `project`.
+        """Check the fields of a capture request beside those that all consumers have.
 
         Called in the frontend before the request starts, so it must not change anything.
 
@@ -175,7 +180,7 @@ class CaptureConsumer(ABC):
         """
         if fields:
             unknown = sorted(show_key(key) for key in fields)[:8]
-            reject(path, f"unknown keys {unknown}, allowed are 'hooks', 'positions' and 'project'")
+            reject(path, f"unknown keys {unknown}, allowed are {', '.join(SHARED_FIELDS)}")
         return {}
 
     def start(self, context: ConsumerContext) -> None:  # noqa: B027

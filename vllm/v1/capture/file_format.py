@@ -103,6 +103,8 @@ class Record:
     """The `request_id` that the request gave; "" if none."""
     metadata: Mapping[str, Any] = field(default_factory=dict)
     """What the request said to keep with its rows: a JSON object."""
+    reduce: str = ""
+    """"mean" if a site's row is the mean of the positions asked for, which end with its own."""
 
     def to_strings(self) -> dict[str, str]:
         """Return the record as metadata of a file, with the version of the format."""
@@ -147,7 +149,7 @@ class Record:
         return cls(**fields)
 
 
-_LATER = ("given_id", "metadata")
+_LATER = ("given_id", "metadata", "reduce")
 """Fields that files written by earlier versions lack."""
 
 

@@ -12,7 +12,8 @@ from vllm.v1.interventions.plan import Site
 
 _Asked = tuple[tuple[Site, ...], tuple[WorkerStream, ...]]
 _Projection = tuple[tuple[int, ...], int]
-_Key = tuple[tuple[int, ...], int, tuple[tuple[tuple[int, ...], _Projection | None], ...]]
+_Stream = tuple[tuple[int, ...], _Projection | None, tuple[int, ...]]
+_Key = tuple[tuple[int, ...], int, tuple[_Stream, ...]]
 
 
 class LocalStream(NamedTuple):
@@ -24,6 +25,13 @@ class LocalStream(NamedTuple):
     """`places` as runs of neighbours in the arena with one matrix: (first index, number)."""
     projection: _Projection | None
     """As in `WorkerStream`, of the sites in `places`."""
+    summed: tuple[int, ...] = ()
+    """As in `WorkerStream`."""
+
+    @property
+    def raw(self) -> bool:
+        """Whether rows leave as they are."""
+        return self.projection is None and not self.summed
 
 
 class CaptureGroup:
@@ -33,8 +41,10 @@ class CaptureGroup:
         sites, self.num_raw, streams = key
         self.sites = np.array(sites, dtype=np.int64)
         """int64: the worker's index of each site. Rows of the first `num_raw` leave the device as
-        they are, of the others only scores do."""
-        self.streams = [LocalStream(at, self._runs(at, used), used) for at, used in streams]
+        they are, of the others only scores or sums do."""
+        self.streams = [
+            LocalStream(at, self._runs(at, used), used, summed) for at, used, summed in streams
+        ]
 
     def _runs(
         self, places: tuple[int, ...], projection: _Projection | None
@@ -68,7 +78,7 @@ class CaptureGroups:
         own = [i for i, site in enumerate(request.capture_sites) if site in self._sites]
         if not own:
             return None
-        raw = {i for stream in streams if stream.projection is None for i in stream.sites}
+        raw = {i for s in streams if s.projection is None and not s.summed for i in s.sites}
         own.sort(key=lambda i: i not in raw)
         place = {i: n for n, i in enumerate(own)}
         group = self._groups[request.capture_sites, streams] = CaptureGroup(
@@ -76,7 +86,7 @@ class CaptureGroups:
                 tuple(self._sites[request.capture_sites[i]] for i in own),
                 len(raw & place.keys()),
                 tuple(
-                    (tuple(place[i] for i in s.sites if i in place), _local(s, place))
+                    (tuple(place[i] for i in s.sites if i in place), _local(s, place), s.summed)
                     for s in streams
                 ),
             )

@@ -76,7 +76,7 @@ class Blocks:
 class StepRows:
     """The rows of one step, for `ModelRunnerOutput`.
 
-    They lie in one piece of host memory: positions, then scores, then rows as they are. On a GPU
+    They lie in one piece of host memory: positions, then scores and sums, then rows as they are. On a GPU
     the copy there is in flight when this object is handed on; reading or pickling it waits for
     that. What is pickled is where the memory is, if other processes of this host can read it.
 
@@ -101,16 +101,22 @@ class StepRows:
         self._event: torch.cuda.Event | None = None
 
     def _shapes(self) -> list[tuple[tuple[int, ...], torch.dtype]]:
-        """What the memory holds: int64 [n] positions in block order, float32 [count, sites, k]
-        scores of each projected stream, and [num_raw, hidden] rows as they lay in the arena."""
-        scores = [
-            ((block.count, len(stream.places), stream.projection[1]), torch.float32)
+        """What the memory holds: int64 [n] positions in block order, what is made of rows in
+        float32, and [num_raw, hidden] rows as they lay in the arena."""
+        made = [
+            (self._made(block, stream), torch.float32)
             for block in self.blocks.all
             for stream in block.group.streams
-            if stream.projection is not None
+            if not stream.raw
         ]
         positions = (sum(block.count for block in self.blocks.all),), torch.int64
-        return [positions, *scores, ((self.blocks.num_raw, self._hidden_size), self._dtype)]
+        return [positions, *made, ((self.blocks.num_raw, self._hidden_size), self._dtype)]
+
+    def _made(self, block: Block, stream: LocalStream) -> tuple[int, ...]:
+        """The shape of scores, [count, sites, k], or of sums, [requests, sites, hidden]."""
+        if stream.projection is not None:
+            return block.count, len(stream.places), stream.projection[1]
+        return len(block.owners), len(stream.places), self._hidden_size
 
     @property
     def num_bytes(self) -> int:
@@ -153,14 +159,13 @@ class StepRows:
         """All rows by block: int64 [count] positions, and [count, sites, width] of each stream."""
         if self._parts is None:
             self._wait()
-            of_all, *scores, rows = self.tensors()
+            of_all, *made, rows = self.tensors()
             positions = of_all.numpy().copy()  # small, and should keep no place
-            scores_left, self._parts = iter(scores), []
+            made_left, self._parts = iter(made), []
             for block in self.blocks.all:
                 own, positions = positions[: block.count], positions[block.count :]
                 values = [
-                    _raw(block, rows, s) if s.projection is None else next(scores_left)
-                    for s in block.group.streams
+                    _raw(block, rows, s) if s.raw else next(made_left) for s in block.group.streams
                 ]
                 self._parts.append((own, values))
         return self._parts
@@ -205,14 +210,15 @@ class StepRows:
             if len(wanted) == self.blocks.num_requests:
                 chunks.append(CapturedChunk(positions, values, self._version, block.owners))
                 continue
-            start = 0
+            start = first = 0
             for goes, run in groupby(block.owners, lambda owner: owner[0] in wanted):
                 owners = list(run)
-                stop = start + sum(count for _, count in owners)
+                stop, last = start + sum(count for _, count in owners), first + len(owners)
                 if goes:
-                    cut = [v[start:stop] for v in values]
+                    of_rows = len(positions)
+                    cut = [v[start:stop] if len(v) == of_rows else v[first:last] for v in values]
                     chunks.append(CapturedChunk(positions[start:stop], cut, self._version, owners))
-                start = stop
+                start, first = stop, last
         return chunks
 
     def join(self, later: "StepRows") -> None:

@@ -14,7 +14,7 @@ import torch
 
 from vllm.config.capture import PROJECTION_ROWS, CaptureConfig
 from vllm.sampling_params import SamplingParams
-from vllm.v1.capture.consumer import CaptureConsumer
+from vllm.v1.capture.consumer import SHARED_FIELDS, CaptureConsumer
 from vllm.v1.capture.registry import INLINE, ConsumerSpec
 from vllm.v1.interventions.errors import need_mapping, reject, show, show_key
 from vllm.v1.interventions.frontend.selectors import NAMED_SELECTORS, Prompt, Selector
@@ -28,16 +28,12 @@ from vllm.v1.interventions.vectors import need_vector
 MAX_CAPTURES = 16
 """The longest list of captures for `inline`."""
 
-SHARED_FIELDS = ("hooks", "positions", "project")
-"""What a request may say to every consumer."""
-
-
 def parse_capture(
     value: Any, path: str, shape: TapShape, prompt: Prompt, specs: Mapping[str, ConsumerSpec]
 ) -> CapturePlan | None:
     """Parse `SamplingParams.capture`:
-    `{consumer: {"hooks": {point: layers}, "positions": ..., "project": ...}}`, for `inline` also a
-    list of these, and add what consumers capture of every request that does not name them.
+    `{consumer: {"hooks": {point: layers}, "positions": ..., "project": ..., "reduce": ...}}`, for
+    `inline` also a list of these, and add what consumers capture of every request that does not name them.
 
     Args:
         value: the user's mapping, or None.
@@ -51,7 +47,8 @@ def parse_capture(
 
     Raises:
         ValueError: unknown consumer, key, point or selector, a layer out of range, a position out
-            of reach, a selection of nothing, a matrix of a wrong shape or with too many rows.
+            of reach, a selection of nothing, a matrix of a wrong shape or with too many rows, a
+            mean of anything but rows of the prompt.
     """
     asked = {} if value is None else need_mapping(value, path)
     if value is not None and not asked:
@@ -93,7 +90,8 @@ def parse_capture(
             digests = [hashlib.sha256(b"%d:" % shape.hidden_size + m).hexdigest() for m in matrices]
             projections |= zip(digests, matrices, strict=True)
         apart = tuple(selection.sites) if len(digests) > 1 else ()
-        streams.setdefault((spec.in_frontend, tuple(digests), apart), []).append(name)
+        summed = tuple(selection.runs) if request.get("reduce") is not None else ()
+        streams.setdefault((spec.in_frontend, tuple(digests), apart, summed), []).append(name)
     num_rows = sum(map(len, projections.values())) // (4 * shape.hidden_size)
     if num_rows > PROJECTION_ROWS:
         reject(
@@ -105,8 +103,8 @@ def parse_capture(
         for name in names if index else ():
             selections[name] = msgspec.structs.replace(selections[name], stream=index)
     placed = [
-        _stream([selections[name] for name in names], relayed, digests, projections, shape)
-        for (relayed, digests, _), names in streams.items()
+        _stream([selections[n] for n in names], relayed, digests, projections, shape, bool(summed))
+        for (relayed, digests, _, summed), names in streams.items()
     ]
     sites, runs = _union(placed)
     return CapturePlan(
@@ -167,8 +165,11 @@ def _stream(
     digests: Sequence[str],
     projections: dict[str, bytes],
     shape: TapShape,
+    summed: bool,
 ) -> Stream:
     sites, runs = _union(members)
+    if summed:
+        return Stream(sites, runs, relayed, shape.hidden_size, dtype="float32", summed=True)
     if not digests:
         return Stream(sites, runs, relayed, width=shape.hidden_size, dtype=shape.dtype)
     width = len(projections[digests[0]]) // (4 * shape.hidden_size)
@@ -244,6 +245,17 @@ def _selection(
     sites = _sites(request["hooks"], f"{path}.hooks", shape)
     selector = Selector(prompt)
     runs = selector.resolve(request.get("positions", "last_prompt"), f"{path}.positions")
+    if (reduce := plain(request.get("reduce"))) is not None:
+        if reduce != "mean":
+            reject(f"{path}.reduce", f"must be 'mean', got {show(reduce)}")
+        if request.get("project") is not None:
+            reject(f"{path}.reduce", "stands without 'project': multiply the mean, which is the same")
+        if selector.wants_last_generated or runs.stop > len(prompt.token_ids):
+            reject(
+                f"{path}.reduce",
+                f"takes positions of the prompt, which has {len(prompt.token_ids)} tokens; for the "
+                "mean of an answer send it as the end of a prompt",
+            )
     return Selection(
         sites=sites,
         runs=runs.flat(),

@@ -73,7 +73,9 @@ class ProjectionPool:
             if len(firsts) == 1:
                 firsts *= len(stream.sites)
             projection = (tuple(firsts), stream.width) if firsts else None
-            streams.append(WorkerStream(tuple(at[site] for site in stream.sites), projection))
+            summed = tuple(stream.runs) if stream.summed else ()
+            places = tuple(at[site] for site in stream.sites)
+            streams.append(WorkerStream(places, projection, summed))
         return tuple(streams)
 
     def upload(self, step: StepInterventions) -> None:

@@ -1,13 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """The captured rows of a step on their way from a worker's device to its landing."""
 
+import numpy as np
 import torch
 
 from vllm.v1.capture.transport.landing import Landing
 from vllm.v1.interventions.capture_groups import LocalStream
 from vllm.v1.interventions.step_rows import Block, StepRows
 from vllm.v1.interventions.worker.pinning import PIECE_BYTES
-from vllm.v1.interventions.worker.projection_table import ProjectionTable
+from vllm.v1.interventions.worker.projection_table import CHUNK_BYTES, ProjectionTable
+from vllm.v1.interventions.worker.token_map import to_device
 
 
 class Outbox:
@@ -35,11 +37,12 @@ class Outbox:
         Args:
             positions: int64 [n] on the device, the captured tokens' in block order.
         """
-        scores = [
-            self._scores_of(block, stream)
-            for block in step.blocks.all
-            for stream in block.group.streams
-            if stream.projection is not None
+        of_block = positions.split([block.count for block in step.blocks.all])
+        made = [
+            self._scores_of(block, s) if s.projection is not None else self._sums_of(block, s, at)
+            for block, at in zip(step.blocks.all, of_block, strict=True)
+            for s in block.group.streams
+            if not s.raw
         ]
         size = step.num_bytes
         memory = self._landing.take(size)
@@ -49,7 +52,7 @@ class Outbox:
         sent = torch.cuda.Event() if self._cuda else None
         step.fill(memory, places, sent)
         *others_there, rows_there = step.tensors()
-        rows, others = self._arena[: step.blocks.num_raw], [positions, *scores]
+        rows, others = self._arena[: step.blocks.num_raw], [positions, *made]
         if sent is None:
             for there, values in zip((rows_there, *others_there), (rows, *others), strict=True):
                 there.copy_(values)
@@ -91,3 +94,25 @@ class Outbox:
             self._projections.scores(rows, (matrices[done], size), out)
             done += number
         return scores
+
+    def _sums_of(self, block: Block, stream: LocalStream, positions: torch.Tensor) -> torch.Tensor:
+        """The sum of each request's rows at the stream's positions, float32 [requests, sites,
+        hidden] on the device, a bounded number of rows at a time.
+
+        Args:
+            positions: int64 [count] there, of the block's tokens.
+        """
+        edges = to_device(np.array(stream.summed), self._arena.device)
+        wanted = (torch.bucketize(positions, edges, right=True) % 2 == 1).view(-1, 1, 1)
+        hidden, kind = self._arena.shape[1], torch.float32
+        sums = torch.zeros(len(block.owners), len(stream.places), hidden, device=edges.device)
+        done = 0
+        for first, number in stream.runs:
+            into = sums[:, done : done + number]
+            at_once = max(CHUNK_BYTES // (number * hidden * 4), 1)
+            parts = block.of(self._arena, first, number).split(block.counts)
+            for total, rows, takes in zip(into, parts, wanted.split(block.counts), strict=True):
+                for some, which in zip(rows.split(at_once), takes.split(at_once), strict=True):
+                    total += some.where(which, 0).sum(0, dtype=kind)
+            done += number
+        return sums
