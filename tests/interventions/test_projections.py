@@ -327,6 +327,15 @@ def test_streams(asked: list[tuple[WorkerRequest, int]], data: st.DataObject) ->
                 assert values.dtype == torch.float32
                 torch.testing.assert_close(values, scores)
     assert rows is None or rows.of("nobody") is None
+    some = data.draw(st.sets(st.sampled_from([str(i) for i in range(len(asked))])))
+    parts = [part for chunk in (rows.packed(some) if rows else ()) for part in chunk.by_owner()]
+    for part in parts:
+        [(name, _)] = part.owners
+        alone = rows.of(name) if rows is not None else None
+        assert alone is not None and name in some
+        assert part.positions.tolist() == alone.positions.tolist()
+        assert all(map(torch.equal, part.values, alone.values))
+    assert len(parts) == sum(rows is not None and rows.of(name) is not None for name in some)
 
 
 @given(st.lists(worker_requests(), min_size=1, max_size=4), st.integers(1, len(SITES) - 1))
