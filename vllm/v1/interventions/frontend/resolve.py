@@ -12,6 +12,7 @@ from vllm.v1.capture.registry import is_inline
 from vllm.v1.capture.transport.feed import request_info, reserved_bytes
 from vllm.v1.interventions.errors import reject
 from vllm.v1.interventions.frontend.capture_request import parse_capture
+from vllm.v1.interventions.frontend.chat_turns import ChatTurns
 from vllm.v1.interventions.frontend.module_catalog import ModuleCatalog
 from vllm.v1.interventions.frontend.selectors import Prompt
 from vllm.v1.interventions.frontend.steering_request import steering_plan
@@ -61,6 +62,7 @@ def resolve(
     config: "VllmConfig",
     tokenizer: TokenizerLike | None,
     modules: ModuleCatalog,
+    turns: ChatTurns | None = None,
     num_prompts: int = 1,
 ) -> Plan | None:
     """What `params` asks for, checked and composed; None if it asks for nothing.
@@ -73,6 +75,7 @@ def resolve(
         config: of the engine; `tap_shape` says what the model offers.
         tokenizer: None with `skip_tokenizer_init`.
         modules: what the names in `steering_modules` mean now.
+        turns: those of the chat that the prompt is; None if it is none.
         num_prompts: how many prompts came in the same body; limits are for all of them.
 
     Raises:
@@ -100,7 +103,7 @@ def resolve(
     assert final_params is not None and final_params.max_tokens is not None
     n = params.n or 1
     work = Work(config.steering_config.max_request_work, n, num_prompts)
-    prompt = Prompt(prompt_token_ids, final_params.max_tokens, tokenizer, work)
+    prompt = Prompt(prompt_token_ids, final_params.max_tokens, tokenizer, work, turns)
     shape = config.tap_shape
     steering = capture = None
     asked = any(getattr(params, name) is not None for name in (*STEERING_FIELDS, INHERIT))
