@@ -167,14 +167,20 @@ def test_turns_of_a_chat(llm: LLM, judge: Judge, positions: Any, expected: list[
     rows = inline(output.outputs[0]).payload
     assert {tuple(site.positions.tolist()) for site in rows.values()} == {tuple(expected)}
     asked, said = (
-        {"steering_vectors": {"post_block": {1: {"vector": vector(9), "positions": at}}}}
-        | ONE
+        ONE
+        | {"steering_vectors": {"post_block": {1: {"vector": vector(9), "positions": at}}}}
         | capture("all_prompt")
         for at in (positions, expected)
     )
-    params = Ask([], asked).params()
-    (output,) = llm.chat(CHAT, params, chat_template=TURNS, use_tqdm=False)
-    judge.check(Ask(CHAT_IDS, said), output)
+    (output,) = llm.chat(CHAT, Ask([], asked).params(), chat_template=TURNS, use_tqdm=False)
+    same, plain = serve(llm, [Ask(CHAT_IDS, said), Ask(CHAT_IDS, ONE | capture("all_prompt"))])
+    steered = inline(output.outputs[0]).payload["post_block", 1].values
+    assert worst(steered, inline(same.outputs[0])) <= READ_TOLERANCE
+    assert worst(steered, inline(plain.outputs[0])) > 0.1
+
+
+def worst(rows: torch.Tensor, of: Any) -> float:
+    return serving.worst_row(rows, of.payload["post_block", 1].values)
 
 
 UNSURE = [
@@ -192,7 +198,7 @@ UNSURE = [
     # The template leaves something out, says it twice, or decides by what is in it.
     ("t1 {% for m in messages %}{{ m.content.split('t9')[0] }}{% endfor %}", CHAT[:1],
      {"role": "user"}, None),
-    ("{% for m in messages %}{{ m.content[1:] }} {% endfor %}t1", CHAT[:1], {"role": "user"},
+    ("{% for m in messages %}{{ m.content[3:] }} {% endfor %}t1", CHAT[:1], {"role": "user"},
      "does not write this turn as it is"),
     ("{% for m in messages %}{{ m.content }} {{ m.content }}{% endfor %}", CHAT[:1],
      {"role": "user"}, "does not write this turn as it is"),
