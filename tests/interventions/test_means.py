@@ -61,13 +61,20 @@ def test_a_stream_for_each_set_of_positions() -> None:
     assert [s.dtype for s in plan.streams] == ["float32", "float32", SHAPE.dtype]
     assert plan.streams[1].sites[-1] == ("post_block", 3)
     info = request_info("id", plan, "inline[0]", IDS)
-    assert (info.max_rows, info.width, info.dtype, info.reduce) == (1, HIDDEN, torch.float32, "mean")
+    assert (info.max_rows, info.width, info.dtype, info.reduce) == (
+        1,
+        HIDDEN,
+        torch.float32,
+        "mean",
+    )
     assert request_info("id", plan, "inline[3]", IDS).reduce == ""
 
 
 @pytest.mark.parametrize("positions", ["all", "predicting", "last_generated", [PROMPT]])
 def test_generated_positions_are_refused(positions: Any) -> None:
-    with pytest.raises(ValueError, match=r"^capture\.inline\.reduce: takes positions of the prompt"):
+    with pytest.raises(
+        ValueError, match=r"^capture\.inline\.reduce: takes positions of the prompt"
+    ):
         parse({"inline": mean(positions)})
     parse({"inline": {**mean(positions), "reduce": None}})
 
@@ -128,7 +135,9 @@ def ways(draw: st.DrawFn) -> list[tuple[str, int, int]]:
     what: list[tuple[str, int, int]] = []
     for _ in range(draw(st.integers(0, 3))):
         what.append(("some", draw(st.integers(1, PROMPT + 2)), draw(st.integers(1, 5))))
-        what.append((draw(st.sampled_from(["preempt", "move", "late"])), draw(st.integers(0, 12)), 0))
+        what.append(
+            (draw(st.sampled_from(["preempt", "move", "late"])), draw(st.integers(0, 12)), 0)
+        )
     return [*what, ("some", 99, draw(st.integers(1, 5)))]
 
 
@@ -136,9 +145,7 @@ def ways(draw: st.DrawFn) -> list[tuple[str, int, int]]:
 def test_means_of_steps_of_any_lengths(way: list[tuple[str, int, int]], seed: int) -> None:
     """The means are those of the rows, and the rows beside them come each once. "late" is a
     preemption while a step is in flight, whose rows come behind it."""
-    rows = torch.randn(
-        PROMPT + GENERATED, 3, HIDDEN, generator=torch.Generator().manual_seed(seed)
-    )
+    rows = torch.randn(PROMPT + GENERATED, 3, HIDDEN, generator=torch.Generator().manual_seed(seed))
     far = {"start": 2, "stop": 12, "step": 3}
     asked = [mean("all_prompt"), mean(far), {"hooks": HOOKS, "positions": [0, 5, -1]}, mean([12])]
     here = {**mean([1, 2, 3, 4]), "hooks": {"post_block": [2]}}

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`project` and `reduce`: scores, or means, in place of rows, from engines that chunk, preempt and share steps. What they
-must be is computed here, from the rows of the final sequence as Hugging Face has them."""
+"""`project` and `reduce`: scores, or means, in place of rows, from engines that chunk, preempt and
+share steps. What they must be is computed here, from the rows of the final sequence as Hugging Face
+has them."""
 
 from __future__ import annotations
 

@@ -76,9 +76,9 @@ class Blocks:
 class StepRows:
     """The rows of one step, for `ModelRunnerOutput`.
 
-    They lie in one piece of host memory: positions, then scores and sums, then rows as they are. On a GPU
-    the copy there is in flight when this object is handed on; reading or pickling it waits for
-    that. What is pickled is where the memory is, if other processes of this host can read it.
+    They lie in one piece of host memory: positions, then scores and sums, then rows as they are.
+    On a GPU the copy there is in flight when this object is handed on; reading or pickling it waits
+    for that. What is pickled is where the memory is, if other processes of this host can read it.
 
     Args:
         version: of the global steering that the step runs under.

@@ -28,12 +28,14 @@ from vllm.v1.interventions.vectors import need_vector
 MAX_CAPTURES = 16
 """The longest list of captures for `inline`."""
 
+
 def parse_capture(
     value: Any, path: str, shape: TapShape, prompt: Prompt, specs: Mapping[str, ConsumerSpec]
 ) -> CapturePlan | None:
     """Parse `SamplingParams.capture`:
     `{consumer: {"hooks": {point: layers}, "positions": ..., "project": ..., "reduce": ...}}`, for
-    `inline` also a list of these, and add what consumers capture of every request that does not name them.
+    `inline` also a list of these, and add what consumers capture of every request that does not
+    name them.
 
     Args:
         value: the user's mapping, or None.
@@ -249,7 +251,9 @@ def _selection(
         if reduce != "mean":
             reject(f"{path}.reduce", f"must be 'mean', got {show(reduce)}")
         if request.get("project") is not None:
-            reject(f"{path}.reduce", "stands without 'project': multiply the mean, which is the same")
+            reject(
+                f"{path}.reduce", "stands without 'project': multiply the mean, which is the same"
+            )
         if selector.wants_last_generated or runs.stop > len(prompt.token_ids):
             reject(
                 f"{path}.reduce",

@@ -126,7 +126,9 @@ def need_turns(turns: ChatTurns | None, role: Any, turn: Any, path: str) -> list
         reject(f"{path}.role", f"must be a string, got {show(role)}")
     found = turns.of(role)
     if not found:
-        reject(f"{path}.role", f"no turn is of {show(role)}; roles are {', '.join(turns.roles)[:80]}")
+        reject(
+            f"{path}.role", f"no turn is of {show(role)}; roles are {', '.join(turns.roles)[:80]}"
+        )
     if turn is None:
         return found
     if not -len(found) <= turn < len(found):

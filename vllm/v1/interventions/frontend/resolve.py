@@ -13,7 +13,7 @@ from vllm.v1.capture.transport.feed import request_info, reserved_bytes
 from vllm.v1.interventions.errors import reject
 from vllm.v1.interventions.frontend.capture_request import parse_capture
 from vllm.v1.interventions.frontend.chat_turns import ChatTurns
-from vllm.v1.interventions.frontend.module_catalog import ModuleCatalog
+from vllm.v1.interventions.frontend.module_catalog import ModuleCatalog, origin
 from vllm.v1.interventions.frontend.selectors import Prompt
 from vllm.v1.interventions.frontend.steering_request import steering_plan
 from vllm.v1.interventions.frontend.work import Unit, Work
@@ -91,7 +91,7 @@ def resolve(
         )
     field = next((f for f in PLAN_FIELDS if getattr(params, f) is not None), None)
     if field is None and modules.defaults:
-        field = "default_steering_modules"
+        field = origin(next(iter(modules.defaults)))
     if field is None and config.capture_config.captures_all:
         field = "capture"
     if field is None:

@@ -46,7 +46,7 @@ class RequestInterventions:
             runs = [s.runs for s in capture.streams if s.relayed]
             self._relayed_positions = Positions.from_flat([n for flat in runs for n in flat])
         self._sums = [s.summed for s in capture.streams] if capture else []
-        """Of each stream, whether sums leave the device."""
+        """Whether sums leave the device, for each stream."""
         summed = [n for s in capture.streams if s.summed for n in s.runs] if capture else []
         self._summed = Positions.from_flat(summed) if summed else NO_POSITIONS
         self.blocks = BlockIdentity(self.plan.steering, num_prompt_tokens)
