@@ -226,13 +226,9 @@ MATRICES = {(n, k): matrix(k, seed=8 + n) for n, k in ((0, 3), (3, 1), (4, 3))}
 def worker_requests(draw: st.DrawFn) -> WorkerRequest:
     """Streams of any sites, as they are, with one of the matrices or with one for each site, or
     the sums of some positions."""
-    kinds = st.sampled_from([None, "summed", *MATRICES])
-    drawn_kinds = draw(st.lists(kinds, min_size=1, max_size=4))
-    matrices = [None if kind == "summed" else kind for kind in drawn_kinds]
-    summed = [
-        draw(st.sampled_from([(100, 103), (0, 101, 102, 200)])) if kind == "summed" else ()
-        for kind in drawn_kinds
-    ]
+    matrices = draw(st.lists(st.sampled_from([None, None, *MATRICES]), min_size=1, max_size=4))
+    positions = st.sampled_from([(), (100, 103), (0, 101, 102, 200)])
+    summed = [draw(positions) if at is None else () for at in matrices]
     parts = [
         sorted(draw(st.sets(st.integers(0, len(SITES) - 1), min_size=1, max_size=5)))
         for _ in matrices

@@ -248,7 +248,7 @@ def test_requests_wait_for_rows_of_ops_too() -> None:
 
 def captured(name: str, positions: list[int]) -> StepRows:
     """As a worker makes it."""
-    layout = CaptureGroup(((0,), 1, (((0,), None),)))
+    layout = CaptureGroup(((0,), 1, (((0,), None, ()),)))
     blocks = Blocks({layout: [(name, np.arange(len(positions)))]})
     arena = torch.tensor(positions).float()[:, None].repeat(1, HIDDEN)
     return step_rows(VERSION, blocks, arena, torch.tensor(positions))

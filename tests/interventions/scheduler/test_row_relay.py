@@ -31,8 +31,8 @@ pytestmark = pytest.mark.quick
 PROMPT, MOST = 5, 8
 LANDING = Landing(1 << 20)
 SITES = {
-    1: CaptureGroup(((0,), 1, (((0,), None),))),
-    2: CaptureGroup(((0, 1), 2, (((0, 1), None),))),
+    1: CaptureGroup(((0,), 1, (((0,), None, ()),))),
+    2: CaptureGroup(((0, 1), 2, (((0, 1), None, ()),))),
 }
 """How many layers are captured -> how a worker lays them out."""
 

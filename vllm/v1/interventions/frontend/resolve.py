@@ -62,8 +62,8 @@ def resolve(
     config: "VllmConfig",
     tokenizer: TokenizerLike | None,
     modules: ModuleCatalog,
-    turns: ChatTurns | None = None,
     num_prompts: int = 1,
+    turns: ChatTurns | None = None,
 ) -> Plan | None:
     """What `params` asks for, checked and composed; None if it asks for nothing.
 
@@ -75,8 +75,8 @@ def resolve(
         config: of the engine; `tap_shape` says what the model offers.
         tokenizer: None with `skip_tokenizer_init`.
         modules: what the names in `steering_modules` mean now.
-        turns: those of the chat that the prompt is; None if it is none.
         num_prompts: how many prompts came in the same body; limits are for all of them.
+        turns: those of the chat that the prompt is; None if it is none.
 
     Raises:
         ValueError: with the path of the field, see docs/errors.md.

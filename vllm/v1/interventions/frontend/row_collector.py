@@ -61,7 +61,7 @@ class RowCollector:
                 for i, mean in self._means.items():
                     sums = of_stream(chunk.values, i, len(self._plan.streams))[place]
                     mean.add(at, sums, chunk.version)
-        self._summed = [(run, *at, len(run.chunks)) for run, *at, _ in self._summed[-1:]]
+        self._summed = [(run, r, p, len(run.chunks)) for run, r, p, _ in self._summed[-1:]]
 
     def _unmoved(self) -> list[Piece]:
         return [
