@@ -121,7 +121,7 @@ def run(args: argparse.Namespace, num_sites: int) -> dict[str, float]:
     from vllm.v1.interventions.capture_groups import CaptureGroups
     from vllm.v1.interventions.frontend.capture_outputs import CaptureOutputs
     from vllm.v1.interventions.messages import WorkerRequest, WorkerStream
-    from vllm.v1.interventions.plan import CapturePlan, Plan, Selection, Stream
+    from vllm.v1.interventions.plan import CapturePlan, Plan, Selection, Stream, TapShape
     from vllm.v1.interventions.scheduler.capture_sessions import CaptureSessions
     from vllm.v1.interventions.scheduler.request_state import RequestInterventions
     from vllm.v1.interventions.scheduler.row_relay import RowRelay
@@ -139,6 +139,7 @@ def run(args: argparse.Namespace, num_sites: int) -> dict[str, float]:
             runs=runs,
             streams=[Stream(sites, runs, True, args.hidden, "bfloat16")],
             consumers={"inline": Selection(sites, runs)},
+            arena_rows=num_sites,
             hidden_size=args.hidden,
             dtype="bfloat16",
         )
@@ -150,7 +151,8 @@ def run(args: argparse.Namespace, num_sites: int) -> dict[str, float]:
         tuple(sites),
         (WorkerStream(tuple(range(num_sites))),),
     )
-    layout = CaptureGroups({site: i for i, site in enumerate(sites)}).of(place)
+    shape = TapShape(args.hidden, "bfloat16", {})
+    layout = CaptureGroups({site: i for i, site in enumerate(sites)}, shape).of(place)
     assert layout is not None
     names = [str(i) for i in range(args.requests)]
     prompt = [1] * (num_rows if args.tokens > 1 else 1)

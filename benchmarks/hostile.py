@@ -1,46 +1,74 @@
 # SPDX-License-Identifier: Apache-2.0
 """How long a plain request takes while another client sends bodies that are made to be costly.
 
-    python -m benchmarks.hostile [--seconds 6] [--model DIR] [--only NAME ...]
+    python -m benchmarks.hostile [--model DIR] [--seconds 6] [--only NAME ...] [--json FILE]
 
-Starts `vllm serve` on the CPU (a tiny random Llama with a long context, if no model is given). One
-client asks for one token again and again, on a connection of its own; another sends one hostile
-body after the other, each as soon as the last was answered. `plain` bodies are their twins without
-our fields. The bound of each row is 250 ms, or twice the worst of an idle server if that is more.
+Starts `vllm serve`, asks it for one token again and again, and has another process send one hostile
+body after the other, each as soon as the last was answered. Without --model: a tiny random Llama,
+eager, on a CPU. With it: a model of that folder's config.json (nothing else is read, weights are
+random and tokens are single letters), with graphs, on what the host has.
+
+"plain" is the twin of each body: the same bytes, its fields of ours under a name that nobody reads,
+so what that does to others is upstream's. A body is within the bound if no answer took longer than
+250 ms, or than twice the longest of an idle server. Exits with 1 if one is past the bound and past
+twice its twin.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import multiprocessing
 import os
-import platform
+import shutil
+import sys
 import tempfile
-import threading
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ProcessPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
-from statistics import median
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import httpx
 
-PROMPT = 32_000
-"""Tokens of a long prompt."""
-BOUND = 0.25
+from benchmarks.engines import model_shape
+from benchmarks.results import Row, Run, add_arguments, publish, setup
+
+if TYPE_CHECKING:
+    from tests.http.server import Server
+
+LONG = 32_000
+"""Tokens of a long prompt; on a CPU 4,000, as its model alone would hold everybody up with more."""
+BOUND = 250.0
+"""Milliseconds that a plain request may take beside any body."""
+OURS = ("steering", "steering_vectors", "capture")
+
+UNATTENDED = {
+    "HF_HUB_OFFLINE": "1",
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_USE_FLASHINFER_SAMPLER": "0",  # compiles where it runs; the host may have no compiler
+}
+"""Of a server on a GPU host."""
 
 Body = dict[str, Any]
 
 
-def bodies(hidden: int, layers: int) -> dict[str, Callable[[], Body]]:
+def bodies(
+    hidden: int, layers: int, itemsize: int, num_tokens: int
+) -> dict[str, Callable[[], Body]]:
     """Name -> makes a body."""
     vector = [1.0] * hidden
-    long = [5] * PROMPT
+    long, short = [5] * num_tokens, [5] * 2000
+    inline = [5] * ((48 << 20) // (itemsize * hidden * 3 * layers))
+    """Tokens whose rows are 48 MiB."""
 
-    def capture(positions: Any, hooks: Any = None, **fields: Any) -> Body:
-        inline = {"hooks": hooks or {"post_block": [0]}, "positions": positions}
-        return {"capture": {"inline": inline}, **fields}
+    def capture(positions: Any, hooks: Any = None) -> Body:
+        return {"capture": {"inline": {"hooks": hooks or {"post_block": [0]}, **positions}}}
+
+    def at(positions: Any) -> Body:
+        return {"prompt": long, **capture({"positions": positions})}
 
     def ablations() -> list[Body]:
         bits = [[p for p in range(1024) if p >> bit & 1] for bit in range(10)]
@@ -60,127 +88,126 @@ def bodies(hidden: int, layers: int) -> dict[str, Callable[[], Body]]:
         op = {"op": "replace", "point": "pre_attn", "layers": [0], "positions": positions}
         return {"steering": [{**op, "values": [vector] * rows}]}
 
-    def unlike(count: int) -> Body:
-        """Completions that wait for the one that goes first."""
-        return {"n": count, "steering_vectors": {"post_block": {"0": vector}}, "max_tokens": 2}
-
     everywhere = dict.fromkeys(("pre_attn", "post_attn", "post_block"), "all")
-    inline = [5] * ((48 << 20) // (4 * hidden * 3 * layers))  # tokens, whose rows are 48 MiB
-    short = {"prompt": [5] * 2000}
+    rows = {"prompt": inline, **capture({"positions": "all_prompt"}, everywhere)}
+    steered = {"steering_vectors": {"post_block": {"0": vector}}}
     return {
-        "plain, long prompt": lambda: {"prompt": long},
-        "plain, 2,000 samples": lambda: {"n": 2000, "max_tokens": 2},
         "replace at {} x 2,000": lambda: {"prompt": long, **replace([{}] * 2000, 1)},
-        "replace 2,000 rows": lambda: {**short, **replace(list(range(1000)), 1000)},
-        "text of 30 MB to find": lambda: {"prompt": long, **capture({"text": "a" * 30_000_000})},
-        "240 texts to find": lambda: {"prompt": long, **capture([{"text": "aaaab"}] * 240)},
-        "240 runs of tokens": lambda: {"prompt": long, **capture([{"token_ids": [5] * 99}] * 240)},
-        "layers all x 400,000": lambda: capture("all", {"post_block": ["all"] * 400_000}),
-        "200,000 positions": lambda: {"prompt": long, **capture([0] * 200_000)},
-        "1,024 programs": lambda: {**short, "steering": ablations()},
-        "1,024 programs, n 128": lambda: {**short, "n": 128, "steering": ablations()},
-        "2,000 steered samples": lambda: unlike(2000),
-        "48 MiB inline": lambda: {"prompt": inline, **capture("all_prompt", everywhere)},
-        "48 MiB inline, stream": lambda: {
-            "prompt": inline, "stream": True, **capture("all_prompt", everywhere),
+        "replace 1,000 rows": lambda: {"prompt": short, **replace([*range(1000)], 1000)},
+        "text of 30 MB to find": lambda: at({"text": "a" * 30_000_000}),
+        "240 texts to find": lambda: at([{"text": "aaaab"}] * 240),
+        "240 runs of tokens": lambda: at([{"token_ids": [5] * 99}] * 240),
+        "200,000 positions": lambda: at([0] * 200_000),
+        "layers all x 400,000": lambda: {
+            "prompt": short, **capture({}, {"post_block": ["all"] * 400_000}),
         },
-        "48 MiB, plain prompt": lambda: {"prompt": inline},
-        "500 steered prompts": lambda: {
-            "prompt": [[5, i % 50] for i in range(500)],
-            "steering_vectors": {"post_block": {"0": vector}},
-        },
+        "1,024 programs": lambda: {"prompt": short, "steering": ablations()},
+        "1,024 programs, n 128": lambda: {"prompt": short, "n": 128, "steering": ablations()},
+        "2,000 samples": lambda: {"prompt": short[:20], "n": 2000, "max_tokens": 2, **steered},
+        "500 prompts": lambda: {"prompt": [[5, i % 50] for i in range(500)], **steered},
+        "48 MiB inline": lambda: rows,
+        "48 MiB inline, stream": lambda: {"stream": True, **rows},
     }  # fmt: skip
 
 
-class Probe:
-    """Asks for one token again and again, and notes how long each took."""
-
-    def __init__(self, url: str) -> None:
-        self._url = url
-        self.seconds: list[float] = []
-        self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._run)
-
-    def _run(self) -> None:
-        with httpx.Client(timeout=600) as client:
-            while not self._stop.is_set():
-                started = time.monotonic()
-                answer = client.post(self._url, json={"prompt": "Today I went", "max_tokens": 1})
-                self.seconds.append(time.monotonic() - started)
-                assert answer.status_code == 200, answer.text
-                time.sleep(0.01)
-
-    def __enter__(self) -> Probe:
-        self._thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._stop.set()
-        self._thread.join()
+def plain(body: Body) -> Body:
+    """The twin of a body: as many bytes, and nothing that is ours to do."""
+    unread = {name: value for name, value in body.items() if name in OURS}
+    return {**{n: v for n, v in body.items() if n not in OURS}, "unread": unread}
 
 
-def send(url: str, body: Body, seconds: float) -> Counter[str]:
-    """Send one body again and again; how it was answered."""
-    content = json.dumps({"max_tokens": 1, **body}).encode()
-    ended: Counter[str] = Counter()
+def send(url: str, content: bytes, seconds: float) -> Counter[int]:
+    """Send one body again and again, for at least `seconds`; how it was answered."""
+    statuses: Counter[int] = Counter()
     until = time.monotonic() + seconds
+    with httpx.Client(timeout=600, headers={"Content-Type": "application/json"}) as client:
+        while not statuses or time.monotonic() < until:
+            statuses[client.post(url, content=content).status_code] += 1
+    return statuses
+
+
+def latencies(url: str, until: Future[Any]) -> list[float]:
+    """Milliseconds of one plain request after the other, until something is done."""
+    found = []
     with httpx.Client(timeout=600) as client:
-        while not ended or time.monotonic() < until:
-            headers = {"Content-Type": "application/json"}
-            answer = client.post(url, content=content, headers=headers)
-            ended[str(answer.status_code)] += 1
-    return ended
+        while not until.done():
+            started = time.monotonic()
+            answer = client.post(url, json={"prompt": "Today I went", "max_tokens": 1})
+            found.append(round(1e3 * (time.monotonic() - started), 2))
+            assert answer.status_code == 200, answer.text
+            time.sleep(0.01)
+    return found
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--seconds", type=float, default=6.0, help="of each body")
-    parser.add_argument("--model", type=Path)
-    parser.add_argument("--only", nargs="+", help="names of bodies")
-    args = parser.parse_args()
-
-    from tests.conformance.engine import prepare_environment
-
-    prepare_environment("v1")
-    from tests.conformance.models import HIDDEN, LAYERS
-    from tests.conftest import TinyModels
-    from tests.http.server import save_model, serve
-
-    options = (
+@contextmanager
+def served(args: argparse.Namespace) -> Iterator[tuple[Server, dict[str, Any]]]:
+    """A server, and the shape of its model."""
+    options = [
         "--enable-steering", "--capture-consumers=inline", "--max-steering-configs=4",
         "--steering-families", "add", "ablate", "replace", "--max-steering-rows=4096",
-        "--dtype=float32", "--enforce-eager", "--max-model-len=32768", "--max-num-seqs=32",
-        "--kv-cache-memory-bytes=536870912", "--no-enable-prefix-caching", "--seed=0",
+        "--max-model-len=32768", "--max-num-seqs=32", "--no-enable-prefix-caching", "--seed=0",
+        f"--kv-cache-memory-bytes={args.kv_bytes or (8 << 30 if args.model else 512 << 20)}",
         "--hf-overrides", json.dumps({"max_position_embeddings": 32768}),
-    )  # fmt: skip
-    print(f"{platform.platform()}, {os.cpu_count()} cores")
+    ]  # fmt: skip
     with tempfile.TemporaryDirectory(prefix="hostile-") as folder:
-        model = args.model or save_model(TinyModels(), Path(folder) / "model")
-        with serve(model, Path(folder) / "server.log", base=options) as server:
-            url = server.url + "/v1/completions"
-            with Probe(url):
-                time.sleep(2)  # a warm-up
-            with Probe(url) as idle:
-                time.sleep(args.seconds)
-            bound = max(BOUND, 2 * max(idle.seconds))
-            print(f"{'':26}{'answers':>14}{'asked':>7}{'median ms':>11}{'worst ms':>10}  within")
-            show("idle", "", idle, bound)
-            for name, make in bodies(HIDDEN, LAYERS).items():
-                if args.only and name not in args.only:
-                    continue
-                body = make()
-                with Probe(url) as probe:
-                    ended = send(url, body, args.seconds)
-                show(name, " ".join(f"{n}x{status}" for status, n in ended.items()), probe, bound)
+        model = Path(folder) / "model"
+        if args.model is None:
+            from tests.conformance.engine import prepare_environment
+
+            prepare_environment("v1")
+            from tests.conftest import TinyModels
+            from tests.http.server import save_model, serve
+
+            save_model(TinyModels(), model)
+            options += ["--dtype=float32", "--enforce-eager", "--max-num-batched-tokens=1024"]
+        else:
+            from tests.http.server import save_tokenizer, serve
+
+            os.environ.update(UNATTENDED)
+            model.mkdir()
+            shutil.copy(args.model / "config.json", model)
+            save_tokenizer(model)
+            options += ["--dtype=bfloat16", "--load-format=dummy"]
+            options += ["--enforce-eager"] if args.eager else []
+        with serve(model, Path(folder) / "server.log", base=tuple(options)) as server:
+            yield server, model_shape(model)
 
 
-def show(name: str, answers: str, probe: Probe, bound: float) -> None:
-    times = probe.seconds
-    line = (
-        f"{name:26}{answers:>14}{len(times):7}{1e3 * median(times):11.0f}{1e3 * max(times):10.0f}"
-    )
-    print(f"{line}  {'yes' if max(times) <= bound else 'NO'}", flush=True)
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--model", type=Path, help="a folder with config.json")
+    parser.add_argument("--seconds", type=float, default=6.0, help="of each body, and of its twin")
+    parser.add_argument("--only", nargs="+", help="names of bodies")
+    parser.add_argument("--eager", action="store_true", help="no compilation, no graphs")
+    parser.add_argument("--kv-bytes", type=int, help="default: 8 GiB with a model, else 512 MiB")
+    add_arguments(parser)
+    args = parser.parse_args()
+    spawn = multiprocessing.get_context("spawn")  # a client of its own; forks of threads can hang
+    with served(args) as (server, model), ProcessPoolExecutor(1, spawn) as other:
+        url = server.url + "/v1/completions"
+        latencies(url, other.submit(time.sleep, 2))  # a warm-up
+        idle = latencies(url, other.submit(time.sleep, args.seconds))
+        bound = max(BOUND, 2 * max(idle))
+        rows, late = [Row("idle", "plain request", "ms", idle)], []
+        itemsize, tokens = (4, LONG // 8) if args.model is None else (2, LONG)
+        makers = bodies(model["hidden_size"], model["num_hidden_layers"], itemsize, tokens)
+        for name in args.only or makers:
+            body, worst = makers[name](), {}
+            for case, sends in (("plain", plain(body)), ("hostile", body)):
+                content = json.dumps({"max_tokens": 1, **sends}).encode()
+                sent = other.submit(send, url, content, args.seconds)
+                found = latencies(url, sent)
+                worst[case] = max(found)
+                answers = ", ".join(f"{n} x {status}" for status, n in sent.result().items())
+                facts: dict[str, str | bool] = {"answers": answers, "within": worst[case] <= bound}
+                rows.append(Row(case, "plain request", "ms", found, {"body": name}, facts))
+                print(f"{name}, {case}: {answers}, worst {worst[case]:.0f} ms", flush=True)
+            if worst["hostile"] > max(bound, 2 * worst["plain"]):
+                late.append(name)
+    options = {**model, "bound": f"{bound:.0f} ms", "past the bound and twice their twin": late}
+    publish(Run("hostile", setup(args, **options), rows, ("plain",), paired=False), args.json)
+    return 1 if late else 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

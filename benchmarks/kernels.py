@@ -35,7 +35,7 @@ import torch
 from benchmarks.results import At, Row, Run, add_arguments, publish, setup
 from tools import native
 from vllm.model_executor.layers.native_rows import load
-from vllm.model_executor.layers.residual_taps import capture_rows  # registers the op
+from vllm.model_executor.layers.row_capture import capture_rows
 
 Call = Callable[[int], object]
 

@@ -2,7 +2,7 @@
 """Time per output token: upstream, nothing enabled, idle, steered, captured, bystanders.
 
     python -m benchmarks.tpot --model CONFIG_DIR [--stock DIR] [--batch 1 32 256] [--json FILE]
-        [--processes]
+        [--processes] [--settle SECONDS] [--landing-gib GIB]
 
 TPOT = (t(8 + n tokens) - t(8 tokens)) / n, n of --tokens; of a batch that is sent at once. Engines
 stay loaded and rounds go around the cases, forth and back, so that drift of the machine hits all
@@ -25,8 +25,10 @@ benchmarks.tpot --model TINY --dtype float32 --eager --kv-bytes 16777216 --round
 from __future__ import annotations
 
 import argparse
+import time
 from collections import defaultdict
 from dataclasses import dataclass, replace
+from typing import Any
 
 from benchmarks import results
 from benchmarks.engines import (
@@ -78,10 +80,12 @@ CASES = {
 }
 
 
-def engines_of(largest: int) -> dict[str, Engine]:
+def engines_of(largest: int, landing_gib: float | None) -> dict[str, Engine]:
     """The engines by name, for batches of up to `largest` requests."""
     steering = {"enable_steering": True, "max_steering_configs": largest}
-    capture = {"capture_consumers": ["inline"], "capture_inline_max_bytes": 1 << 34}
+    capture: dict[str, Any] = {"capture_consumers": ["inline"], "capture_inline_max_bytes": 1 << 34}
+    if landing_gib is not None:
+        capture["capture_landing_bytes"] = int(landing_gib * 2**30)
     return {
         "stock": Engine(stock=True),
         "off": Engine(),
@@ -158,12 +162,16 @@ def main() -> None:
     parser.add_argument("--cases", nargs="+", default=[*CASES], choices=[*CASES])
     parser.add_argument("--tokens", type=int, default=128, help="that the difference is over")
     parser.add_argument("--prompt", type=int, default=32, help="tokens of each prompt")
+    parser.add_argument("--landing-gib", type=float, help="of captured rows in host memory")
+    parser.add_argument(
+        "--settle", type=float, default=0, help="seconds before the first round, without requests"
+    )
     args = parser.parse_args()
     if args.stock is None:
         args.cases = [name for name in args.cases if name != "stock"]
     largest = max(args.batch)
     used = {CASES[name].engine for name in args.cases}
-    started = {name: e for name, e in engines_of(largest).items() if name in used}
+    started = {name: e for name, e in engines_of(largest, args.landing_gib).items() if name in used}
     common = {
         "max_model_len": args.prompt + SHORT + args.tokens,
         "max_num_seqs": largest,
@@ -178,6 +186,7 @@ def main() -> None:
         batches = [Measured(args, engines, requests) for requests in args.batch]
         for measured in batches:
             measured.warm_up()
+        time.sleep(args.settle)  # memory that rows land in is registered after the start, too
         for number in range(args.rounds):
             if number and engines.time_is_up:
                 break

@@ -40,8 +40,10 @@ AREAS = (
         "taps",
         True,
         (
+            "vllm/model_executor/layers/attention_taps.py",
             "vllm/model_executor/layers/native_rows.py",
             "vllm/model_executor/layers/residual_taps.py",
+            "vllm/model_executor/layers/row_capture.py",
             "vllm/model_executor/layers/steering_terms.py",
         ),
     ),

@@ -50,7 +50,8 @@ def requirements(pin: Pin) -> list[Path]:
 
 def digest(*paths: Path) -> str:
     """Hash the contents of files, with this Python and repository."""
-    joined = hashlib.sha256(f"{sys.executable} {platform.python_version()} {ROOT}\n".encode())
+    python = Path(sys.executable).resolve()  # the same where .venv is activated
+    joined = hashlib.sha256(f"{python} {platform.python_version()} {ROOT}\n".encode())
     for path in paths:
         joined.update(path.read_bytes())
     return joined.hexdigest()

@@ -32,6 +32,16 @@ class PointErrors:
 
 
 @dataclass(frozen=True)
+class HeadErrors:
+    """The worst of q, k, v or z over all layers; relative L2 of one head's row."""
+
+    read: float
+    """Captured rows against those of the reference."""
+    apart: float
+    """The same with each head (of a single one: each position) in place of its neighbour."""
+
+
+@dataclass(frozen=True)
 class Result:
     """What one run of one tiny model said."""
 
@@ -44,6 +54,8 @@ class Result:
     plain: float = 0.0
     """Log-probabilities with nothing steered or captured: upstream's own distance."""
     points: dict[str, PointErrors] = field(default_factory=dict)
+    heads: dict[str, HeadErrors] = field(default_factory=dict)
+    """Of q, k, v and z; empty where the model has none, or transformers does not show them."""
     problem: str = ""
     """Why there are no numbers: what was raised."""
     seconds: float = 0.0
@@ -68,16 +80,26 @@ class Result:
                 found.append(f"{point}: write error {e.write:.1e}")
             if not e.moved >= LEAST_MOVE:
                 found.append(f"{point}: the twin moved only {e.moved:.3f}")
+        for point, heads in self.heads.items():
+            if not heads.read <= most_read:
+                found.append(f"{point}: read error {heads.read:.1e}")
+            if not heads.apart >= LEAST_MOVE:
+                found.append(f"{point}: heads are only {heads.apart:.3f} apart")
         return found
 
     def to_json(self) -> str:
-        return json.dumps(asdict(self), sort_keys=True)
+        fields = asdict(self)
+        if not self.heads:
+            del fields["heads"]
+        return json.dumps(fields, sort_keys=True)
 
     @classmethod
     def from_json(cls, text: str) -> Result:
         fields = json.loads(text)
         points = {point: PointErrors(**e) for point, e in fields.pop("points").items()}
-        return cls(**{**fields, "classes": tuple(fields["classes"]), "points": points})
+        heads = {point: HeadErrors(**e) for point, e in fields.pop("heads", {}).items()}
+        classes = tuple(fields["classes"])
+        return cls(**{**fields, "classes": classes, "points": points, "heads": heads})
 
     def line(self) -> str:
         """For a terminal."""
@@ -105,11 +127,14 @@ def prove(row: TinyModel, cache: Path, **options: Any) -> Result:
         cache: directory for the tiny models; made when missing.
         options: engine options.
     """
+    from vllm.config.capture import CAPTURE_POINTS
+
     from . import models
     from .engine import engine
     from .runner import (
         Measurement,
         Reference,
+        head_errors,
         plain_errors,
         prompts,
         read_errors,
@@ -122,12 +147,17 @@ def prove(row: TinyModel, cache: Path, **options: Any) -> Result:
     # Every token's log-probabilities of every case: most of the time goes there.
     logit_prompts = prompts(lengths=(17, 5))
     settings = {**row.engine, **options}
-    with engine(path, enable_steering=True, capture_consumers=["inline"], **settings) as llm:
+    settings |= {"enable_steering": True, "capture_consumers": ["inline"]}
+    with engine(path, capture_points=list(CAPTURE_POINTS), **settings) as llm:
         classes = sorted(set(llm.apply_model(tapped_classes)[0]))
         plain = plain_errors(llm, reference, token_prompts)
         reads = read_errors(llm, reference, token_prompts)
         reads += steered_read_errors(llm, reference, token_prompts)
         writes = write_errors(llm, reference, logit_prompts)
+        shape = llm.llm_engine.vllm_config.tap_shape
+        assert shape is not None
+        points = {layer: tuple(heads) for layer, heads in shape.heads.items()}
+        heads = head_errors(llm, reference, token_prompts, points)
 
     def at(point: str, results: list[Measurement]) -> list[Measurement]:
         # A case that steers every site counts against each point.
@@ -147,6 +177,7 @@ def prove(row: TinyModel, cache: Path, **options: Any) -> Result:
             )
             for point in row.points
         },
+        heads,
     )
 
 

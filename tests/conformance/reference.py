@@ -19,6 +19,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from .heads import recorded
+
 Site = tuple[str, int]
 """(point, global decoder layer index from 0)."""
 
@@ -64,6 +66,8 @@ class Forward:
     """float32 [n, vocab]."""
     rows: dict[Site, torch.Tensor]
     """(point, layer) -> float32 [n, hidden], after that site's own steering."""
+    heads: dict[Site, torch.Tensor]
+    """(point, layer) -> float32 [n, heads, width] of q, k, v and z, where the model shows them."""
 
 
 class _Hooks:
@@ -160,7 +164,9 @@ def run(
     rows: dict[Site, torch.Tensor] = {}
     sites: set[Site] = set()
     with ExitStack() as stack:
-        for layer, block in enumerate(model.get_submodule(adapter.blocks).children()):
+        blocks = list(model.get_submodule(adapter.blocks).children())
+        heads = stack.enter_context(recorded(model, blocks))
+        for layer, block in enumerate(blocks):
             hooks = _Hooks(layer, multiplier, deltas, rows)
             sites |= {("pre_attn", layer), ("post_block", layer)}
             handles = [
@@ -184,7 +190,7 @@ def run(
             f"hooks of the reference never ran for {sorted(missing)}: "
             f"the adapter {adapter} does not describe {type(model).__name__}"
         )
-    return Forward(logits=output.logits[0].float(), rows=rows)
+    return Forward(logits=output.logits[0].float(), rows=rows, heads=heads)
 
 
 def read(model: nn.Module, adapter: Adapter, token_ids: Sequence[int]) -> dict[Site, torch.Tensor]:

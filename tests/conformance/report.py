@@ -31,9 +31,11 @@ Made by `make test-models`; not edited by hand. Every architecture below is a ti
 written by transformers and run by both: each point of each layer is read, and vectors are added at
 the first, a middle and the last layer (docs/hook-contract.md, "What proves it").
 Errors are relative L2 of the worst row. *plain*: log-probabilities of vLLM without us. *read*:
-captured rows, unsteered and steered, at most 1e-4. *write*: log-probabilities while steered, at
-most 1e-3. *moved*: the least that a vector moved them, at least 0.05. Where the kernels have no
-float32, all three are at most 0.02 in float16 and 0.05 in bfloat16; *every expert*: each token is
+captured rows, unsteered and steered, at most 1e-4. *heads*: rows of every head at the points named
+(docs/attention.md), at most 1e-4, while a neighbouring head's are at least 0.05 away; empty where
+this was not compared, or transformers does not show them. *write*: log-probabilities while
+steered, at most 1e-3. *moved*: the least that a vector moved them, at least 0.05. Where the kernels
+have no float32, all are at most 0.02 in float16 and 0.05 in bfloat16; *every expert*: each token is
 routed to all, so that rounding decides nothing. A class that is wired and not in the first table
 was not measured: use `vllm steering check` on your model.
 """
@@ -72,8 +74,9 @@ def render(results: list[Result], rows: tuple[Row, ...] = ROWS) -> str:
         "",
         "## Verified",
         "",
-        "| architecture | layer class | idiom | points | plain | read | write | moved | where | |",
-        "|---|---|---|---|---|---|---|---|---|---|",
+        "| architecture | layer class | idiom | points | plain | read | heads | write | moved "
+        "| where | |",
+        "|---|---|---|---|---|---|---|---|---|---|---|",
     ]
     for result in sorted(good, key=lambda r: (r.architecture, r.name, r.where)):
         lines.append(_verified_line(result, by_key))
@@ -126,12 +129,21 @@ def _verified_line(result: Result, by_key: dict[str, Row]) -> str:
         ", ".join(sorted(result.points, key=_STREAM_ORDER.index)),
         f"{result.plain:.0e}",
         f"{worst['read']:.0e}",
+        _heads(result),
         f"{worst['write']:.0e}",
         f"{min(e.moved for e in result.points.values()):.2f}",
         result.where,
         MODELS[result.name].note,
     )
     return f"| {' | '.join(cells)} |"
+
+
+def _heads(result: Result) -> str:
+    """The worst of all heads, and of which points."""
+    if not result.heads:
+        return ""
+    worst = max(heads.read for heads in result.heads.values())
+    return f"{worst:.0e} ({', '.join(sorted(result.heads))})"
 
 
 def _short(key: str) -> str:

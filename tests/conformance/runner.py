@@ -21,6 +21,7 @@ from vllm import SamplingParams
 from . import reference as ref
 from .cases import SteeringCase, phase_mask, steering_cases
 from .models import VOCAB, TinyModel
+from .proof import HeadErrors
 from .reference import Forward, Site
 
 READ_TOLERANCE = 1e-4
@@ -148,7 +149,7 @@ def _captured_rows(output: Any, token_ids: list[int]) -> dict[Site, torch.Tensor
 
 
 def worst_row(got: torch.Tensor, want: torch.Tensor) -> float:
-    """Largest relative L2 error of a row; both [n, width]. Not-a-number counts as infinite.
+    """Largest relative L2 error of a row; both [n, ..., width]. Not-a-number counts as infinite.
 
     Raises:
         AssertionError: the shapes differ.
@@ -183,6 +184,44 @@ def read_errors(
             worst[site] = max(error, worst.get(site, 0.0))
     name = reference.row.name
     return [Measurement(name, "read", *site, "none", error) for site, error in worst.items()]
+
+
+def head_errors(
+    llm: Engine,
+    reference: Reference,
+    token_prompts: Sequence[list[int]],
+    points: Mapping[int, Sequence[str]],
+) -> dict[str, HeadErrors]:
+    """Every head of every layer at all positions; empty if transformers does not show its heads.
+
+    Args:
+        points: layer -> its points of attention, as the engine has them.
+    """
+    hooks: dict[str, list[int]] = {}
+    for layer, names in points.items():
+        for point in names:
+            hooks.setdefault(point, []).append(layer)
+    errors: dict[str, HeadErrors] = {}
+    if not hooks:
+        return errors
+    completions = complete(
+        llm,
+        [(prompt, {}) for prompt in token_prompts],
+        log_probs=False,
+        capture={"hooks": hooks, "positions": "all"},
+    )
+    for completion in completions:
+        expected = reference.run(completion.token_ids).heads
+        if expected and {layer for _, layer in expected} != set(points):
+            raise AssertionError(f"attention in layers {sorted(points)}, of {sorted(expected)}")
+        for site in completion.rows.keys() & expected.keys():
+            point, _ = site
+            want, got = reference.row.heads(point, expected[site]), completion.rows[site]
+            rolled = got.roll(1, 1 if got.shape[1] > 1 else 0)
+            new = HeadErrors(worst_row(got, want), worst_row(rolled, want))
+            old = errors.setdefault(point, new)
+            errors[point] = HeadErrors(max(old.read, new.read), min(old.apart, new.apart))
+    return errors
 
 
 def write_errors(

@@ -19,6 +19,7 @@ from tests.conformance import models
 from tests.conformance import runner as check
 from tests.conformance.engine import Runner, make_llm, shut_down
 from vllm import LLM
+from vllm.config.capture import CAPTURE_POINTS, HEAD_POINTS
 
 if TYPE_CHECKING:
     from tests.conftest import TinyModels
@@ -69,7 +70,8 @@ def each_model() -> list[Any]:
 def pair(request: pytest.FixtureRequest, tiny_models: TinyModels) -> Iterator[Pair]:
     row = tiny_models.row(request.param)
     path = tiny_models.path(row.name)
-    llm = make_llm(path, enable_steering=True, capture_consumers=["inline"], **row.engine)
+    options = {"capture_consumers": ["inline"], "capture_points": list(CAPTURE_POINTS)}
+    llm = make_llm(path, enable_steering=True, **options, **row.engine)
     yield Pair(llm, check.Reference(row, models.load(row, path)))
     shut_down(llm)
 
@@ -91,6 +93,18 @@ def test_read(pair: Pair) -> None:
     results = check.read_errors(pair.llm, pair.reference, PROMPTS)
     assert len(results) == len(pair.reference.row.points) * models.LAYERS
     assert not failures(results, check.READ_TOLERANCE)
+
+
+def test_heads(pair: Pair) -> None:
+    """Every head at q, k, v and z, and none would pass for its neighbour."""
+    shape = pair.llm.llm_engine.vllm_config.tap_shape
+    assert shape is not None and shape.heads
+    points = {layer: tuple(heads) for layer, heads in shape.heads.items()}
+    errors = check.head_errors(pair.llm, pair.reference, PROMPTS, points)
+    # GPT-J's attention in transformers is one method, so nothing of it can be seen.
+    assert set(errors) == (set() if pair.reference.row.name == "gptj" else set(HEAD_POINTS))
+    for heads in errors.values():
+        assert heads.read <= check.READ_TOLERANCE and heads.apart >= check.LEAST_MOVE
 
 
 def test_write(pair: Pair) -> None:

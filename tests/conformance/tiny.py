@@ -95,6 +95,9 @@ class TinyModel:
     where it is set. Not used for the model that is saved."""
     engine: Mapping[str, Any] = field(default_factory=dict)
     """Engine options it needs beside those of `engine.make_llm`."""
+    heads: Callable[[str, torch.Tensor], torch.Tensor] = lambda point, rows: rows
+    """What vLLM has at q, k, v or z for rows of the reference, [n, heads, width], where it has them
+    in another order, scale or width; attention comes to the same."""
     note: str = ""
     """For the table: what a reader must know about this row."""
 

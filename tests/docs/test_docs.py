@@ -26,6 +26,7 @@ from tokenizers.models import WordLevel
 from tests import ROOT
 from tests.conformance import models
 from tests.conformance.runner import worst_row
+from tests.conformance.tiny import COMMON
 from tests.docs.links import broken_links, named
 
 if TYPE_CHECKING:
@@ -275,3 +276,18 @@ def test_capture_page(model: Path, tmp_path: Path) -> None:
     assert [len(found) for found in norms] == [prompt - 2, len("home") - 2]
     assert float(printed.split("greatest ")[1]) == max(map(max, norms)) > 0
     assert layers > 1
+
+
+@pytest.mark.full
+def test_attention_page(model: Path, tmp_path: Path) -> None:
+    """Its blocks are one program, which computes z from q, k and v."""
+    printed = run("".join(programs("docs/attention.md")), model, tmp_path, multiprocess=False)
+    said = dict(re.findall(r"^([a-z]+) (torch.*)$", printed, re.MULTILINE))
+    rows, heads = len("Today I went") + 4, COMMON["num_attention_heads"]
+    keys, width = COMMON["num_key_value_heads"], COMMON["head_dim"]
+    assert said["q"] == f"torch.Size([{rows}, 2, {width}]) (0, {heads - 1})"
+    assert said["k"] == f"torch.Size([{rows}, {keys}, {width}]) {tuple(range(keys))}"
+    assert said["stream"] == f"torch.Size([{rows}, {models.HIDDEN}]) ()"
+    errors = dict(re.findall(r"^head (\d): off by (.*)$", printed, re.MULTILINE))
+    assert list(errors) == ["0", str(heads - 1)]
+    assert max(map(float, errors.values())) < 1e-5

@@ -206,14 +206,30 @@ class Letters:
         return "".join(chr(97 + token % 26) for token in token_ids)
 
 
-def test_a_text_longer_than_the_prompt_is_not_looked_for() -> None:
-    alphabet = "".join(chr(97 + n) for n in range(26))
-    legal = Cost(capture({"text": alphabet * 70}), prompt=2000, tokenizer=Letters())
-    assert legal.plan is not None
-    hostile = Cost(capture({"text": alphabet * 40_000}), prompt=2000, tokenizer=Letters())
-    assert "is not in the prompt, which has 2000 tokens" in hostile.error
-    assert hostile.calls < 2 * legal.calls
-    assert hostile.peak < 2 * legal.peak
+ALPHABET = "".join(chr(97 + n) for n in range(26))
+
+
+@pytest.mark.parametrize(
+    ("legal", "hostile", "found"),
+    [
+        ({"text": ALPHABET * 70}, {"text": ALPHABET * 40_000}, "is not in the prompt"),
+        (
+            {"token_ids": [*range(100, 2000)]},
+            {"token_ids": [*range(100, 2000)] * 600},
+            "has 1140000 tokens, the prompt has 2000",
+        ),
+    ],
+)
+def test_what_is_longer_than_the_prompt_is_not_looked_for(
+    legal: dict[str, Any], hostile: dict[str, Any], found: str
+) -> None:
+    settings = {"prompt": 2000, "tokenizer": Letters()}
+    allowed = Cost(capture(legal), **settings)
+    refused = Cost(capture(hostile), **settings)
+    assert allowed.plan is not None
+    assert found in refused.error, refused.error
+    assert refused.calls < 2 * allowed.calls
+    assert refused.peak < 2 * allowed.peak
 
 
 def costly(chance: random.Random) -> dict[str, Any]:

@@ -34,10 +34,10 @@ from tests.interventions.frontend.test_results import (
     output,
     plan_for,
 )
-from tests.support.plans import GAPS, HIDDEN, PARALLEL_ONLY, VECTOR, config_of
+from tests.support.plans import GAPS, HEADS, HIDDEN, PARALLEL_ONLY, SHAPE, VECTOR, config_of
 from tests.support.rows import give
 from vllm import SamplingParams
-from vllm.config.capture import CaptureConfig
+from vllm.config.capture import CAPTURE_POINTS, CaptureConfig
 from vllm.config.steering import SteeringConfig
 from vllm.model_executor.layers.residual_taps import UnboundTaps
 from vllm.v1.capture import stack
@@ -79,6 +79,11 @@ def hooks(value: Any) -> dict[str, Any]:
 
 
 THREE = "pre_attn, post_attn, post_block"
+ALL = "pre_attn, q, k, v, z, post_attn, post_block"
+HEADED = config_of(
+    HEADS, capture_consumers=["inline", "logging"], capture_points=list(CAPTURE_POINTS)
+)
+HEADED_CONFIG = {"config": HEADED}
 V1 = "steering_vectors.post_block.1"
 SELECTORS = (
     "last_prompt, all_prompt, all_generated, last_generated, predicting, all, "
@@ -106,7 +111,35 @@ REQUESTS = [
     Case(path("steering_vectors.mlp", "'mlp'", THREE), at(1, point="mlp")),
     Case(path("steering_vectors.7", "7", THREE), steer({7: {1: VECTOR}})),
     Case(path("decode_steering_vectors.x", "'x'", THREE), {"decode_steering_vectors": {"x": {}}}),
-    Case(path(f"{HOOKS}.resid", "'resid'", THREE), hooks({"resid": [1]})),
+    Case(path(f"{HOOKS}.resid", "'resid'", ALL), hooks({"resid": [1]})),
+    Case(path("steering_vectors.q", "'q'", THREE), at(1, point="q", config=HEADED)),
+    Case(path(f"{HOOKS}.q", "'q'", "pre_attn, post_attn, post_block"), hooks({"q": [1]})),
+    Case(path(f"{HOOKS}.k[0]", "'k'", layer="3"), hooks({"k": [3]}) | HEADED_CONFIG),
+    Case(path(f"{HOOKS}.q[0]", "4", "0-3"), hooks({"q": [4]}) | HEADED_CONFIG),
+    Case(path(f"{HOOKS}.q.1", "'none'"), hooks({"q": {1: ["none"]}}) | HEADED_CONFIG),
+    Case(path(f"{HOOKS}.q.1", "True"), hooks({"q": {1: True}}) | HEADED_CONFIG),
+    Case(path(f"{HOOKS}.q.1", "dict"), hooks({"q": {1: {}}}) | HEADED_CONFIG),
+    Case(
+        path(f"{HOOKS}.k.0-1", "2", "0-1", layer="0"), hooks({"k": {"0-1": [0, 2]}}) | HEADED_CONFIG
+    ),
+    Case(path(f"{HOOKS}.q.1", "-1", "0-3", layer="1"), hooks({"q": {1: -1}}) | HEADED_CONFIG),
+    Case(path(f"{HOOKS}.q.1", "'2-1'", "0-3", layer="1"), hooks({"q": {1: "2-1"}}) | HEADED_CONFIG),
+    Case(path(f"{HOOKS}.q.1", "a head"), hooks({"q": {1: [0, "0-1"]}}) | HEADED_CONFIG),
+    Case(path(f"{HOOKS}.q", "layer 1"), hooks({"q": {1: 0, "0-1": 1}}) | HEADED_CONFIG),
+    Case(path(f"{HOOKS}.q.1"), hooks({"q": {1: []}}) | HEADED_CONFIG),
+    Case(path(f"{HOOKS}.q"), hooks({"q": {}}) | HEADED_CONFIG),
+    Case(
+        path("capture.logging.hooks"),
+        {"capture": {"logging": {"hooks": {"q": {0: 1, 1: [0, 1]}}}}} | HEADED_CONFIG,
+    ),
+    Case(
+        path("capture.inline.project"),
+        {"capture": {"inline": {"hooks": {"q": "all"}, "project": [VECTOR]}}} | HEADED_CONFIG,
+    ),
+    Case(
+        path(f"{HOOKS}.q", allowed="['pre_attn', 'post_attn', 'post_block']"),
+        hooks({"q": [1]}) | {"config": config_of(HEADS)},
+    ),
     Case(
         path("steering_vectors.post_attn", "'post_attn'", "pre_attn, post_block"),
         at("all", point="post_attn", config=config_of(PARALLEL_ONLY)),
@@ -348,6 +381,7 @@ class Stacks(nn.Module):
 class Silent:
     """A worker's taps of which none acts, as `check_sites` sees them."""
 
+    shape = SHAPE
     sites = (("pre_attn", 0),)
     table = None
     arena = torch.zeros(1, HIDDEN)
@@ -380,7 +414,7 @@ OTHERS = [
         do=lambda: SteeringConfig(steering_points=["mlp", "pre_attn"]),
     ),
     Case(
-        {"given": "['mlp']", "allowed": "['pre_attn', 'post_attn', 'post_block']"},
+        {"given": "['mlp']", "allowed": str(list(CAPTURE_POINTS))},
         do=lambda: CaptureConfig(capture_points=["mlp", "pre_attn"]),
     ),
     Case(

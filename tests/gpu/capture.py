@@ -7,8 +7,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from tests.conformance import reference as ref
+
 if TYPE_CHECKING:
     from tests.gpu.mode import Mode
+
+HEAD_POINTS = ("q", "k", "v", "z")
 
 FLOAT32 = 1e-4
 """Most error of a score, relative to the norms it is made of: TF32 would be above it."""
@@ -33,6 +37,24 @@ def projections(mode: Mode, tokens: list[list[int]], hidden: int) -> dict[str, A
                 least_other = min(least_other, moved)
     ok = same_tokens and worst <= FLOAT32 and least_other > 10 * FLOAT32
     return {"error": worst, "limit": FLOAT32, "least_other": least_other, "ok": ok}
+
+
+def heads(mode: Mode, tokens: list[list[int]]) -> dict[str, Any]:
+    """q, k, v and z of all heads are transformers', beside rows of the stream; a neighbouring
+    head's are others."""
+    hooks = {**dict.fromkeys(HEAD_POINTS, "all"), "post_block": [0]}
+    worst, least_other = 0.0, 9e9
+    for ids, rows in mode.run(tokens, [{}] * len(tokens), hooks):
+        want = ref.run(mode.hf, mode.adapter, ids)
+        for site, values in rows.items():
+            if site[0] not in HEAD_POINTS:
+                worst = max(worst, mode.worst_row(values, want.rows[site]))
+                continue
+            worst = max(worst, mode.worst_row(values.flatten(1), want.heads[site].flatten(1)))
+            others = mode.worst_row(values.roll(1, 1).flatten(1), want.heads[site].flatten(1))
+            least_other = min(least_other, others)
+    ok = worst <= mode.noise_limit and least_other > 0.5
+    return {"error": worst, "limit": mode.noise_limit, "least_other": least_other, "ok": ok}
 
 
 def large_step(mode: Mode, vocabulary: int, hidden: int) -> dict[str, Any]:

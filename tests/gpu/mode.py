@@ -272,6 +272,8 @@ def main() -> None:
         "tiers under way": lambda: workload.tiers_under_way(mode, prompts(9, seed=13)),
         "large step": lambda: capture.large_step(mode, VOCAB, HIDDEN),
     }
+    if "capture_points" in args.engine:
+        checks["heads"] = lambda: capture.heads(mode, prompts(13, seed=15))
     if args.name == "preempt":
         checks = {"preemption": lambda: workload.preemption(mode, prompts(13, seed=14))}
     if "steering_families" in args.engine:

@@ -26,8 +26,11 @@ from pathlib import Path
 from typing import Any
 
 from tests.gpu import steering
+from tests.gpu.capture import HEAD_POINTS
 from tests.gpu.drafts import save_eagle
-from tests.gpu.model import save_model
+from tests.gpu.model import POINTS, save_model
+
+EVERY_POINT = [*POINTS, *HEAD_POINTS]
 
 MODES: dict[str, dict[str, Any]] = {
     "full_and_piecewise": {},
@@ -58,6 +61,12 @@ MODES: dict[str, dict[str, Any]] = {
     "preempt": {"kv_cache_memory_bytes": 6 << 20},
     "ops": {"steering_families": steering.FAMILIES},
     "ops_eager": {"steering_families": steering.FAMILIES, "enforce_eager": True},
+    "heads": {"capture_points": EVERY_POINT},
+    "heads_piecewise": {
+        "capture_points": EVERY_POINT,
+        "compilation_config": {"cudagraph_mode": "PIECEWISE"},
+    },
+    "heads_eager": {"capture_points": EVERY_POINT, "enforce_eager": True},
     "v1": {},
 }
 

@@ -39,6 +39,7 @@ def options(root: Path) -> tuple[str, ...]:
         "--enable-log-requests",
         "--default-steering-modules=house",
         f"--capture-consumers=filesystem:root={root}",
+        *("--capture-points", "pre_attn", "post_attn", "post_block", "q", "z"),
         "--enable-auto-tool-choice",
         "--tool-call-parser=pythonic",
     )

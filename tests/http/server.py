@@ -48,6 +48,12 @@ OPTIONS = (
 def save_model(tiny_models: TinyModels, folder: Path) -> Path:
     """The tiny Llama with a tokenizer, in `folder`."""
     shutil.copytree(tiny_models.path("llama"), folder, dirs_exist_ok=True)
+    save_tokenizer(folder)
+    return folder
+
+
+def save_tokenizer(folder: Path) -> None:
+    """A tokenizer of single characters, with a chat template, in `folder`."""
     vocabulary = {c: i for i, c in enumerate(string.ascii_letters + string.digits + " .,:\n")}
     backend = Tokenizer(WordLevel({**vocabulary, "<unk>": len(vocabulary)}, unk_token="<unk>"))
     backend.pre_tokenizer = pre_tokenizers.Split(Regex("[\\s\\S]"), "isolated")
@@ -55,7 +61,6 @@ def save_model(tiny_models: TinyModels, folder: Path) -> Path:
     transformers.PreTrainedTokenizerFast(
         tokenizer_object=backend, unk_token="<unk>", chat_template=CHAT_TEMPLATE
     ).save_pretrained(folder)
-    return folder
 
 
 @dataclass

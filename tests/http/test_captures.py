@@ -8,7 +8,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
+from tests.conformance.heads import recorded
 from tests.conformance.models import HIDDEN
 from tests.http.checks import LAYER, PROMPT, READ, SAID, STEER, VECTOR, Reference, check_rows
 from tests.http.server import KEY, NAME, greedy, serve
@@ -42,6 +44,30 @@ def test_scores(
         assert scores.values.dtype == np.float32 and scores.values.shape == (len(read), 2)
         np.testing.assert_allclose(scores.values, steered, atol=1e-3)
         assert np.abs(scores.values - plain).max() > 1, "without steering they differ"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_heads(client: SteeringClient, reference: Reference, stream: bool) -> None:
+    hooks = {"q": {"1": [3, 0]}, "z": {"0-1": "2-3"}, "post_block": [3]}
+    asked = greedy(capture={"inline": {"hooks": hooks, "positions": "all"}})
+    if stream:
+        choice = joined(list(client.stream(PROMPT, **asked)))
+    else:
+        choice = client.complete(PROMPT, **asked).choices[0]
+    assert choice.capture_status == {"inline": "ok"}
+    model = reference.model
+    with recorded(model, list(model.model.layers)) as heads, torch.no_grad():
+        model.set_attn_implementation("eager")
+        model(torch.tensor([choice.rows["z", 0].token_ids.tolist()]))
+    chosen = {("q", 1): (0, 3), ("z", 0): (2, 3), ("z", 1): (2, 3), ("post_block", 3): ()}
+    assert {site: rows.heads for site, rows in choice.rows.items()} == chosen
+    for site in heads.keys() & chosen:
+        want = heads[site][:, list(chosen[site])].numpy()
+        got = choice.rows[site].values
+        np.testing.assert_allclose(got, want, atol=1e-3 * np.abs(want).max())
+        assert np.abs(got - want[:, ::-1]).max() > 0.1 * np.abs(want).max(), "heads differ"
+    shape = client.layers()
+    assert shape["heads"]["1"]["q"] == [4, 32]
 
 
 @pytest.mark.parametrize("stream", [False, True])

@@ -7,6 +7,7 @@ Each request has a connection of its own, so that the kernel spreads them over t
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -33,8 +34,6 @@ READ = {"inline": {"hooks": {"post_block": [1]}, "positions": [0]}}
 ALL = {"inline": {"hooks": {"post_block": "all"}, "positions": "all"}}
 CLIENTS = 8
 PER_CHANGE = 12
-
-
 STOPPED_SECONDS = 20
 
 
@@ -136,9 +135,7 @@ def test_every_answer_is_its_twins(server: Server, folder: Path) -> None:
 def test_an_api_server_that_stops_holds_up_only_its_own_clients(server: Server) -> None:
     """Rows that landed for it are in memory that both engines and the other one use."""
     (want, *_) = first_rows(server)
-    [stopped] = [
-        p for p in processes(server) if "ApiServer_1" in " ".join([p.name(), *p.cmdline()])
-    ]
+    stopped = api_server(server, 1)
     body = greedy(prompt=PROMPT, max_tokens=40, capture=ALL)
     begun = time.monotonic()
     answered: list[list[float]] = [[] for _ in range(CLIENTS)]
@@ -169,8 +166,11 @@ def test_an_api_server_that_stops_holds_up_only_its_own_clients(server: Server) 
     assert all(np.array_equal(want, row) for row in first_rows(server))
 
 
-def processes(server: Server) -> list[psutil.Process]:
-    return psutil.Process(server.process.pid).children(recursive=True)
+def api_server(server: Server, number: int) -> psutil.Process:
+    """By the name that its lines of the log begin with."""
+    named = re.search(rf"\(ApiServer_{number} pid=(\d+)\)", server.log.read_text())
+    assert named is not None
+    return psutil.Process(int(named[1]))
 
 
 def test_both_processes_served(server: Server) -> None:

@@ -85,7 +85,7 @@ def test_one_stream_for_each_matrix() -> None:
         two={"project": one, "hooks": {"post_block": [2, 3]}, "positions": [1]},
     )
     assert [s.width for s in plan.streams] == [2, 3]
-    assert [plan.consumers[name].stream for name in SPECS] == [0, 1, 0]
+    assert [plan.consumers[name].streams for name in SPECS] == [(0,), (1,), (0,)]
     assert plan.streams[0].sites == [("post_block", n) for n in (0, 2, 3)]
     assert plan.streams[1].sites == [("pre_attn", 1)]
     assert plan.sites == [("post_block", 0), ("pre_attn", 1), ("post_block", 2), ("post_block", 3)]
@@ -257,7 +257,7 @@ def captured(
     sites: dict[Site, int], requests: list[WorkerRequest], tokens: list[int], stream: torch.Tensor
 ) -> StepRows | None:
     """As a worker does it that owns `sites`; `stream` is [all sites, tokens, hidden]."""
-    layouts, groups, first = CaptureGroups(sites), dict[CaptureGroup, Members](), 0
+    layouts, groups, first = CaptureGroups(sites, SHAPE), dict[CaptureGroup, Members](), 0
     kept = [layouts.of(request) for request in requests]
     for i, (layout, count) in enumerate(zip(kept, tokens, strict=True)):
         if layout is not None:

@@ -17,7 +17,7 @@ import torch
 from tests.support.rows import step_rows
 from vllm.distributed.device_communicators.shm_broadcast import MessageQueue, _reduce_tensor
 from vllm.v1.capture.transport.landing import Landing, Places
-from vllm.v1.interventions.capture_groups import CaptureGroup
+from vllm.v1.interventions.capture_groups import CaptureGroup, LocalStream
 from vllm.v1.interventions.step_rows import Blocks, StepRows
 from vllm.v1.interventions.worker.projection_table import ProjectionTable
 from vllm.v1.outputs import ModelRunnerOutput
@@ -26,8 +26,9 @@ pytestmark = pytest.mark.quick
 
 SITES, WIDTH, RING = 8, 64, 16 << 20
 """RING: bytes of a message that leaves the shared-memory ring."""
-RAW = CaptureGroup((tuple(range(SITES)), SITES, ((tuple(range(SITES)), None, ()),)))
-SCORES = CaptureGroup((tuple(range(SITES)), 0, ((tuple(range(SITES)), ((0,) * SITES, 3), ()),)))
+ALL = tuple(range(SITES))
+RAW = CaptureGroup(ALL, SITES, [LocalStream(ALL)])
+SCORES = CaptureGroup(ALL, 0, [LocalStream(ALL, ((0,) * SITES, 3), width=3)], [1] * SITES)
 
 
 def rows_of(count: int, landing: Landing | None = None) -> tuple[StepRows, torch.Tensor]:

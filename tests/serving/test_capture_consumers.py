@@ -20,7 +20,7 @@ from tests.support import plans
 from tests.support.consumers import PATIENCE
 from tests.support.serving import prompt_of
 from vllm import LLM, SamplingParams
-from vllm.config.capture import CaptureConfig
+from vllm.config.capture import CAPTURE_POINTS, CaptureConfig
 from vllm.inputs import TokensPrompt
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.capture.consumer import (
@@ -322,6 +322,8 @@ def test_a_consumer_may_capture_of_every_request(everyone: LLM) -> None:
         ({"hooks": {"post_block": [99]}}, "layer 99"),
         ({"hooks": {"post_block": [0]}, "positions": [3]}, "positions: must be of last_prompt"),
         ({"positions": "all"}, "hooks: is missing"),
+        ({"hooks": {"q": [0, 3]}}, "hooks: rows have different widths"),
+        ({"hooks": {"q": [0]}, "project": [[0.0] * 4]}, "project: is for the residual stream"),
     ],
 )
 def test_a_wrong_global_capture_is_an_error_at_start_up(
@@ -329,11 +331,13 @@ def test_a_wrong_global_capture_is_an_error_at_start_up(
 ) -> None:
     specs = [{"consumer": Keep, "instance_name": "every", "capture": request_}]
     with pytest.raises(ValueError, match=message):
-        check_global(CaptureConfig(capture_consumers=specs), plans.SHAPE)
+        check_global(CaptureConfig(specs, capture_points=list(CAPTURE_POINTS)), plans.HEADS)
 
 
 def test_a_global_capture_keeps_to_the_points_of_the_engine() -> None:
     request = {"hooks": {"post_block": [0]}}
+    of_heads = {"consumer": Keep, "instance_name": "heads", "capture": {"hooks": {"q": [0, 1]}}}
+    check_global(CaptureConfig([of_heads], capture_points=["q"]), plans.HEADS)
     specs = [{"consumer": Keep, "instance_name": "every", "capture": request}]
     check_global(CaptureConfig(specs, capture_points=["post_block"]), plans.SHAPE)
     with pytest.raises(

@@ -16,6 +16,7 @@ from tests.conformance.runner import Reference
 from tests.support import serving
 from tests.support.serving import Ask, Judge, capture, prompt_of, serve, vector
 from vllm import LLM
+from vllm.config.capture import CAPTURE_POINTS, HEAD_POINTS
 
 if TYPE_CHECKING:
     from tests.conftest import TinyModels
@@ -41,6 +42,7 @@ def pair(tiny_models: TinyModels, caches: Path) -> Iterator[tuple[LLM, Judge]]:
             enforce_eager=False,
             enable_steering=True,
             capture_consumers=["inline"],
+            capture_points=list(CAPTURE_POINTS),
             max_num_batched_tokens=24,
         )
         yield llm, Judge(Reference(row, models.load(row, path)))
@@ -67,6 +69,17 @@ def test_read_and_write(pair: tuple[LLM, Judge], point: str) -> None:
     ]
     asks = [Ask(p, {**f, **capture("all")}) for f in fields for p in (PROMPT, SHORT)]
     asks += [Ask(PROMPT), Ask(SHORT, fields[0])]
+    for ask, output in zip(asks, serve(llm, asks), strict=True):
+        judge.check(ask, output)
+
+
+def test_heads(pair: tuple[LLM, Judge]) -> None:
+    llm, judge = pair
+    steered = {"steering_vectors": {"pre_attn": {1: vector(134)}}}
+    asks = [
+        Ask(p, {**f, **capture("all", HEAD_POINTS)}) for f in (steered, {}) for p in (PROMPT, SHORT)
+    ]
+    asks.append(Ask(PROMPT))
     for ask, output in zip(asks, serve(llm, asks), strict=True):
         judge.check(ask, output)
 

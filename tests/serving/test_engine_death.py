@@ -14,6 +14,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import psutil
 import pytest
 
 from tests.conformance.engine import make_llm
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
 pytestmark = pytest.mark.full
 
 ORPHAN_SECONDS = 10
+STANDS = "the engine stands"
 PATIENCE = 900
 """Seconds until a test gives up: on a busy machine each process imports for minutes."""
 CAPTURE = {"hooks": {"post_block": [0]}}
@@ -71,12 +73,11 @@ NAMES = [consumer.__name__ for consumer in CONSUMERS]
 
 
 def wait_to_be_killed(model: str) -> None:
-    """Start an engine and say its process."""
-    llm = make_llm(Path(model))
-    resources: Any = llm.llm_engine.engine_core
-    [core] = resources.resources.engine_manager.processes
-    print(core.pid, flush=True)
+    """Start an engine of two workers, and say when it stands."""
+    llm = make_llm(Path(model), tensor_parallel_size=2)
+    print(STANDS, flush=True)
     time.sleep(600)
+    del llm
 
 
 def ask_engines(model: str) -> None:
@@ -97,28 +98,41 @@ def program(function: str, *arguments: str) -> subprocess.Popen[str]:
     )
 
 
-def lives(pid: int) -> bool:
+def lives(process: psutil.Process) -> bool:
     try:
-        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except FileNotFoundError:
+        return bool(process.status() != psutil.STATUS_ZOMBIE)
+    except psutil.NoSuchProcess:
         return False
-    return state != "Z"
 
 
-def test_an_engine_core_ends_with_its_frontend(tiny_models: TinyModels) -> None:
+def engine_processes(frontend: subprocess.Popen[str]) -> list[psutil.Process]:
+    """The engine core and its workers, with what Python started to keep track of them."""
+    return psutil.Process(frontend.pid).children(recursive=True)
+
+
+@pytest.mark.parametrize("loading", [False, True])
+def test_an_engine_core_and_its_workers_end_with_their_frontend(
+    tiny_models: TinyModels, loading: bool
+) -> None:
     with program("wait_to_be_killed", str(tiny_models.path("llama"))) as frontend:
         assert frontend.stdout is not None
-        core = int(next(line for line in frontend.stdout if line.strip().isdigit()))
+        if loading:
+            while len(core := engine_processes(frontend)) < 2:  # a core, and Python's tracker
+                time.sleep(0.1)
+        else:
+            assert any(line.strip() == STANDS for line in frontend.stdout)
+            core = engine_processes(frontend)
+            assert len(core) >= 3
         time.sleep(3)
-        assert lives(core), "it ends though its frontend lives"
-        frontend.send_signal(signal.SIGKILL)
+        assert all(map(lives, core)), "they end though their frontend lives"
+        core = engine_processes(frontend)
+        frontend.send_signal(signal.SIGTERM if loading else signal.SIGKILL)
         deadline = time.monotonic() + ORPHAN_SECONDS
-        while lives(core) and time.monotonic() < deadline:
+        while any(map(lives, core)) and time.monotonic() < deadline:
             time.sleep(0.1)
-        orphaned = lives(core)
-        if orphaned:
-            os.kill(core, signal.SIGKILL)
-    assert not orphaned
+        for orphan in (orphans := [*filter(lives, core)]):
+            orphan.kill()
+    assert not orphans
 
 
 def test_an_engine_that_cannot_answer_is_dead(tiny_models: TinyModels) -> None:

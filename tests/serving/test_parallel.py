@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import pytest
+import torch
 
 from tests.conformance import models
 from tests.conformance import runner as check
@@ -17,6 +18,7 @@ from tests.serving.test_project_serving import matrix, mean, scores
 from tests.support import serving
 from tests.support.serving import Ask, Judge, capture, prompt_of, serve, vector
 from vllm import LLM
+from vllm.config.capture import CAPTURE_POINTS, HEAD_POINTS
 
 if TYPE_CHECKING:
     from tests.conftest import TinyModels
@@ -33,6 +35,7 @@ def pair(tiny_models: TinyModels, runner: Runner) -> Iterator[tuple[LLM, Judge]]
     path, row = tiny_models.path("llama"), tiny_models.row("llama")
     split = "tensor_parallel_size" if runner == "v1" else "pipeline_parallel_size"
     options: dict[str, Any] = {split: 2, "enable_steering": True, "max_num_batched_tokens": 24}
+    options["capture_points"] = list(CAPTURE_POINTS)
     with pytest.MonkeyPatch.context() as patch:
         # A forked worker would inherit the threads of this process, but not their locks' owners.
         patch.setenv("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
@@ -67,6 +70,24 @@ def test_rows_of_all_workers_arrive_as_one(pair: tuple[LLM, Judge]) -> None:
     assert len([n for n in steps.chunks(0) if n > 1]) > 1, "the prompt was computed at once"
     for ask, output in zip(ASKS, outputs, strict=True):
         judge.check(ask, output)
+
+
+def test_heads_of_all_workers(pair: tuple[LLM, Judge]) -> None:
+    """Each rank has half of the heads, or each stage half of the layers."""
+    llm, judge = pair
+    hooks = {"q": {0: [0, 3], 3: "all"}, "k": "all", "v": {2: 1}, "post_block": [1]}
+    asks = [
+        Ask(prompt_of(41, 110), {**STEERED, **capture("all", HEAD_POINTS)}),
+        Ask(prompt_of(5, 111), {"capture": {"inline": {"hooks": hooks, "positions": "all"}}}),
+        Ask(prompt_of(5, 112), capture("predicting", ("z",), [models.LAYERS - 1])),
+        Ask(prompt_of(5, 113)),
+    ]
+    outputs = serve(llm, asks)
+    for ask, output in zip(asks, outputs, strict=True):
+        judge.check(ask, output)
+    keys = outputs[1].capture_results["inline"].payload["k", 1]
+    assert keys.heads == (0, 1)
+    assert not torch.equal(keys.values[:, 0], keys.values[:, 1])
 
 
 def test_scores_of_all_workers(pair: tuple[LLM, Judge]) -> None:

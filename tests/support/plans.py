@@ -42,6 +42,15 @@ PARALLEL_ONLY = TapShape(hidden_size=HIDDEN, dtype="float32", points={0: PARALLE
 GAPS = TapShape(hidden_size=HIDDEN, dtype="float32", points={0: POINTS, 2: POINTS, 5: PARALLEL})
 """A model some of whose layers have no tap at all."""
 
+_HEADS = {"q": (4, 2), "k": (2, 2), "v": (2, 3), "z": (4, 3)}
+HEADS = TapShape(
+    hidden_size=HIDDEN,
+    dtype="float32",
+    points=SHAPE.points,
+    heads={0: _HEADS, 1: _HEADS, 3: {"q": (4, 4), "z": (4, 4)}},
+)
+"""Layer 2 has no attention, layer 3 uses the keys of layer 1 and has wider heads."""
+
 VECTOR = [1.0, -2.0, 0.5, 3.0]
 
 

@@ -113,7 +113,7 @@ def log_probs(completion: Any) -> torch.Tensor:
 
 
 def row_tensors(completion: Any) -> dict[Site, torch.Tensor]:
-    """(point, layer) -> [n, hidden] of the inline rows of one completion output."""
+    """(point, layer) -> [n, ..., width] of the inline rows of one completion output."""
     payload = completion.capture_results["inline"].payload
     return {site: rows.values for site, rows in payload.items()}
 
@@ -173,15 +173,16 @@ class Judge:
         positions = expected_positions(
             spec["positions"], len(ask.prompt), len(completion.token_ids)
         )
-        expected = self.reference.run(sequence, self.deltas(ask, sequence)).rows
+        forward = self.reference.run(sequence, self.deltas(ask, sequence))
         assert result.payload, "no site was captured"
         if spec.get("reduce") == "mean":
-            self._check_means(result, expected, positions, sequence)
+            self._check_means(result, forward.rows, positions, sequence)
             return
         for site, rows in result.payload.items():
             assert rows.positions.tolist() == positions, site
             assert rows.token_ids.tolist() == [sequence[p] for p in positions], site
-            error = worst_row(rows.values, expected[site][positions])
+            want = forward.heads[site][:, list(rows.heads)] if rows.heads else forward.rows[site]
+            error = worst_row(rows.values, want[positions])
             assert error <= tolerance, f"{site}: rows off by {error}"
 
     @staticmethod
@@ -211,7 +212,7 @@ class Judge:
 
 
 def worst_row(got: torch.Tensor, want: torch.Tensor) -> float:
-    """Largest relative L2 error of a row; both [n, width], n may be 0. NaN counts as infinite."""
+    """Largest relative L2 error of a row; both [n, ..., width], n may be 0. NaN is infinite."""
     assert got.shape == want.shape, f"shape {tuple(got.shape)}, expected {tuple(want.shape)}"
     if not len(got):
         return 0.0

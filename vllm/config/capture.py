@@ -15,6 +15,12 @@ PROJECTION_ROWS = 1024
 """Rows of all `project` matrices in use at once; a matrix that requests share counts once. A
 request waits until its own have room."""
 
+HEAD_POINTS = ("q", "k", "v", "z")
+"""The points of an attention layer, whose rows are heads: what it gets, and what it returns."""
+
+CAPTURE_POINTS = (POINTS[0], *HEAD_POINTS, *POINTS[1:])
+"""All points that can be captured, in the order in which a layer computes them."""
+
 SCHEMA = 3
 """Part of the compile-cache key: raise it when traced tap code or an op's meaning changes."""
 
@@ -31,8 +37,8 @@ class CaptureConfig:
     in Python also dicts, functions and instances of `CaptureConsumer`. See docs/capture.md."""
 
     capture_points: list[str] = Field(default_factory=lambda: list(POINTS), min_length=1)
-    """The points that can be captured, of pre_attn, post_attn and post_block. Fewer cost less.
-    Does not limit steering."""
+    """The points that can be captured, of pre_attn, post_attn and post_block, and of q, k, v and z,
+    the heads of attention. Fewer cost less. Does not limit steering."""
 
     capture_buffer_bytes: int = Field(default=512 << 20, ge=1)
     """Device memory for the rows of one step; a GPU takes as much again, from which they leave
@@ -57,8 +63,13 @@ class CaptureConfig:
         return bool(self.capture_consumers)
 
     def __post_init__(self) -> None:
-        refuse_unknown("capture_points", self.capture_points, POINTS)
+        refuse_unknown("capture_points", self.capture_points, CAPTURE_POINTS)
         _ = self.consumers  # a wrong spec is an error at start-up
+
+    @property
+    def captures_heads(self) -> bool:
+        """Whether points of attention can be captured."""
+        return self.enabled and not set(HEAD_POINTS).isdisjoint(self.capture_points)
 
     @cached_property
     def consumers(self) -> dict[str, ConsumerSpec]:

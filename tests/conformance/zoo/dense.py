@@ -39,6 +39,10 @@ def _exact_gelu(model: nn.Module) -> None:
             module.set_submodule("gelu_impl", nn.GELU())
 
 
+def _unscaled(point: str, rows: torch.Tensor) -> torch.Tensor:
+    return rows * HEAD_DIM**0.5 if point == "q" else rows
+
+
 DENSE = (
     TinyModel(
         "llama",
@@ -166,6 +170,8 @@ DENSE = (
         ),
         Adapter(blocks="model.decoder.layers", branch=("self_attn",)),
         embedding_std=TIED_STD,
+        heads=_unscaled,
+        note="transformers multiplies q by attention's scale, upstream its product with k",
     ),
     TinyModel(
         "phi3",

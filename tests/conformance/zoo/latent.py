@@ -46,6 +46,11 @@ def _norm_everywhere(tensors: Tensors, config: PretrainedConfig) -> Tensors:
     return {**tensors, "model.layers.0.post_mlp_layernorm.weight": torch.ones(config.hidden_size)}
 
 
+def _padded(point: str, rows: torch.Tensor) -> torch.Tensor:
+    width = _SMALL_MLA["qk_nope_head_dim"] + _SMALL_MLA["qk_rope_head_dim"]
+    return torch.nn.functional.pad(rows, (0, width - rows.shape[-1]))
+
+
 LATENT = (
     TinyModel(
         "deepseek_v2",
@@ -88,6 +93,8 @@ LATENT = (
         # The branch enters the sum times scale_depth / sqrt(layers).
         Adapter("model.layers", (), second_norm="post_attention_layernorm"),
         embedding_std=0.25,
+        heads=_padded,
+        note="upstream pads v to the width of q, and z has that of v",
     ),
     TinyModel(
         "axk1",

@@ -48,6 +48,11 @@ def _no_output_bias(model: nn.Module) -> None:
     model.get_parameter("lm_head.bias").zero_()
 
 
+def _halves_of_pairs(point: str, rows: torch.Tensor) -> torch.Tensor:
+    """Upstream rotates halves of a head where transformers rotates neighbours."""
+    return rows.unflatten(-1, (-1, 2)).mT.flatten(-2) if point in ("q", "k") else rows
+
+
 def _routed_experts(tensors: Tensors, _config: PretrainedConfig) -> Tensors:
     return {name.replace(".experts.", ".experts.routed_experts."): t for name, t in tensors.items()}
 
@@ -213,7 +218,9 @@ MOE = (
         ),
         # vLLM turns it off for contexts up to 32768 tokens.
         reference_config={"attn_temperature_tuning": False},
-        note="upstream tunes attention's temperature only for long contexts",
+        heads=_halves_of_pairs,
+        note="upstream tunes attention's temperature only for long contexts, and has the rotary's "
+        "columns of q and k in another order",
     ),
     TinyModel(
         "minimax_m2",

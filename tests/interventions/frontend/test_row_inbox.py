@@ -47,6 +47,7 @@ def collector_for(num_rows: int, selected: list[int] | None = None) -> RowCollec
         runs=runs,
         streams=[Stream(sites, runs, True, WIDTH, "float32")],
         consumers={"inline": Selection(sites, selected or runs)},
+        arena_rows=SITES,
         hidden_size=WIDTH,
         dtype="float32",
     )

@@ -19,7 +19,7 @@ from vllm import SamplingParams
 from vllm.config import VllmConfig
 from vllm.v1.engine import EngineCoreOutputs
 from vllm.v1.interventions.calls import CaptureCall
-from vllm.v1.interventions.capture_groups import CaptureGroup
+from vllm.v1.interventions.capture_groups import CaptureGroup, LocalStream
 from vllm.v1.interventions.messages import FIRST_SLOT, ROWS_PER_SLOT, WorkerRequest
 from vllm.v1.interventions.scheduler.decisions import SchedulerInterventions
 from vllm.v1.interventions.scheduler.turns import MAX_SKIPS
@@ -248,7 +248,7 @@ def test_requests_wait_for_rows_of_ops_too() -> None:
 
 def captured(name: str, positions: list[int]) -> StepRows:
     """As a worker makes it."""
-    layout = CaptureGroup(((0,), 1, (((0,), None, ()),)))
+    layout = CaptureGroup([0], 1, [LocalStream((0,))])
     blocks = Blocks({layout: [(name, np.arange(len(positions)))]})
     arena = torch.tensor(positions).float()[:, None].repeat(1, HIDDEN)
     return step_rows(VERSION, blocks, arena, torch.tensor(positions))

@@ -18,7 +18,7 @@ from tests.support.rows import step_rows
 from vllm import SamplingParams
 from vllm.v1.capture.transport.landing import Landing, Places
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
-from vllm.v1.interventions.capture_groups import CaptureGroup
+from vllm.v1.interventions.capture_groups import CaptureGroup, LocalStream
 from vllm.v1.interventions.messages import CapturedChunk
 from vllm.v1.interventions.scheduler.capture_sessions import CaptureSessions
 from vllm.v1.interventions.scheduler.row_relay import RowRelay
@@ -31,8 +31,8 @@ pytestmark = pytest.mark.quick
 PROMPT, MOST = 5, 8
 LANDING = Landing(1 << 20)
 SITES = {
-    1: CaptureGroup(((0,), 1, (((0,), None, ()),))),
-    2: CaptureGroup(((0, 1), 2, (((0, 1), None, ()),))),
+    1: CaptureGroup([0], 1, [LocalStream((0,))]),
+    2: CaptureGroup([0, 1], 2, [LocalStream((0, 1))]),
 }
 """How many layers are captured -> how a worker lays them out."""
 

@@ -41,19 +41,19 @@ class Foreign(NamedTuple):
 
 CAPTURE = "'capture'"
 VECTORS = "'steering_vectors'"
-NO_ATTENTION = "'capture' for rows of the residual stream; queries and keys are not captured"
+QUERIES = "'capture' at the points 'q' and 'k' (docs/attention.md)"
 
 ARGS = {
     "apply_steering_vectors": Foreign(LENS, VECTORS),
     "output_residual_stream": Foreign(LENS, CAPTURE),
-    "output_qk": Foreign(LENS, NO_ATTENTION),
+    "output_qk": Foreign(LENS, QUERIES),
     "apply_hooks": Foreign(LENS, "'steering' and 'capture': a request is data, not a program"),
     "activations_transport": Foreign(LENS, CAPTURE),
     "steer": Foreign(HOOK, "'steering' with the operations 'pin' and 'add'"),
     "output_hidden_states": Foreign(HOOK, CAPTURE),
     "hs_mode": Foreign(HOOK, "'capture' with 'positions'"),
-    "hookq_mode": Foreign(HOOK, NO_ATTENTION),
-    "qk_capture": Foreign(HOOK, NO_ATTENTION),
+    "hookq_mode": Foreign(HOOK, QUERIES),
+    "qk_capture": Foreign(HOOK, QUERIES),
 }
 """Keys of `vllm_xargs` over HTTP, of `SamplingParams.extra_args` offline."""
 

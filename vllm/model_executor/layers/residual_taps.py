@@ -21,10 +21,8 @@ import torch
 
 from vllm.config.steering import POINTS
 from vllm.distributed import tensor_model_parallel_all_reduce
+from vllm.model_executor.layers.row_capture import capture_rows
 from vllm.model_executor.layers.steering_terms import TermTables, steer_terms
-from vllm.platforms import current_platform
-from vllm.triton_utils import HAS_TRITON
-from vllm.utils.torch_utils import direct_register_custom_op
 
 
 class PassTap:
@@ -145,8 +143,8 @@ class SiteTap:
 
     def read(self, h: torch.Tensor) -> None:
         """Capture rows of a stream that is whole in `h`."""
-        if self.arena is not None:
-            torch.ops.vllm.capture_rows(h, self.arena, self.dest)
+        if self.arena is not None and self.dest is not None:
+            capture_rows(h, self.arena, self.dest)
 
     def steer_and_capture_pair(
         self, h: torch.Tensor, r: torch.Tensor | None, partial: bool = False
@@ -184,58 +182,3 @@ class BoundTaps:
     pre_attn: PassTap | SiteTap
     post_attn: PassTap | SiteTap
     post_block: PassTap | SiteTap
-
-
-def capture_rows(h: torch.Tensor, arena: torch.Tensor, dest: torch.Tensor) -> None:
-    """Copy wanted rows: arena[dest[i]] = h[i] for every token i with dest[i] >= 0.
-
-    Args:
-        h: [tokens, hidden].
-        arena: [rows, hidden], changed in place.
-        dest: int32 [>= tokens], distinct where not negative.
-    """
-    if HAS_TRITON and h.is_cuda:
-        _capture_rows_triton(h, arena, dest)
-        return
-    wanted = dest[: h.shape[0]]
-    tokens = (wanted >= 0).nonzero().squeeze(1)
-    if tokens.numel():
-        arena[wanted[tokens].long()] = h[tokens].to(arena.dtype)
-
-
-def _capture_rows_fake(h: torch.Tensor, arena: torch.Tensor, dest: torch.Tensor) -> None:
-    return None
-
-
-if HAS_TRITON:
-    from vllm.triton_utils import tl, triton
-
-    @triton.jit
-    def _capture_rows_kernel(h, arena, dest, h_stride, arena_stride, hidden, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
-        token = tl.program_id(0).to(tl.int64)
-        row = tl.load(dest + token).to(tl.int64)
-        if row < 0:
-            return
-        for start in range(0, hidden, BLOCK):
-            cols = start + tl.arange(0, BLOCK)
-            mask = cols < hidden
-            value = tl.load(h + token * h_stride + cols, mask=mask)
-            tl.store(arena + row * arena_stride + cols, value, mask=mask)
-
-    def _capture_rows_triton(h: torch.Tensor, arena: torch.Tensor, dest: torch.Tensor) -> None:
-        if h.stride(1) != 1:
-            h = h.contiguous()
-        hidden = h.shape[1]
-        block = min(2048, triton.next_power_of_2(hidden))
-        _capture_rows_kernel[(h.shape[0],)](
-            h, arena, dest, h.stride(0), arena.stride(0), hidden, BLOCK=block
-        )
-
-
-direct_register_custom_op(
-    op_name="capture_rows",
-    op_func=capture_rows,
-    mutates_args=["arena"],
-    fake_impl=_capture_rows_fake,
-    dispatch_key=current_platform.dispatch_key,
-)

@@ -60,7 +60,8 @@ class RequestInfo:
     sites: tuple[Site, ...]
     """The sites of the rows in layer order, which is the first axis of `RowBatch.values`."""
     width: int
-    """The length of a row: hidden_size, or with `project` the number of scores."""
+    """The length of a row: hidden_size, with `project` the number of scores, or of all heads chosen
+    at a site together."""
     dtype: torch.dtype
     """The dtype of the rows: the model's, or with `project` and `reduce` float32."""
     projected: bool
@@ -71,6 +72,9 @@ class RequestInfo:
     """The request's own fields, as `CaptureConsumer.check_request` returned them."""
     prompt: int | None = None
     """The number of the prompt among those sent with the same parameters; None if there was one."""
+    heads: tuple[tuple[int, ...], ...] = ()
+    """The numbers of the heads of each site, which lie one after the other in a row; empty at
+    points of the residual stream."""
     reduce: str = ""
     """"mean" if a site has one row, the mean of the positions asked for, at the last of them."""
 

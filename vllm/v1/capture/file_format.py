@@ -83,7 +83,8 @@ class Record:
     dtype: str
     """The dtype's name in torch without the prefix, such as "bfloat16"."""
     width: int
-    """The length of a row: hidden_size, or with `project` the number of scores."""
+    """The length of a row: hidden_size, with `project` the number of scores, or of the heads chosen
+    at a site together."""
     hidden_size: int
     """The model's own width."""
     projected: bool
@@ -103,6 +104,9 @@ class Record:
     """The `request_id` that the request gave; "" if none."""
     metadata: Mapping[str, Any] = field(default_factory=dict)
     """What the request said to keep with its rows: a JSON object."""
+    heads: tuple[tuple[int, ...], ...] = ()
+    """The numbers of the heads of each site, which lie one after the other in a row; empty at
+    points of the residual stream."""
     reduce: str = ""
     """"mean" if a site's row is the mean of the positions asked for, which end with its own."""
 
@@ -110,6 +114,9 @@ class Record:
         """Return the record as metadata of a file, with the version of the format."""
         values = asdict(self) | {"sites": " ".join(map(tensor_name, self.sites))}
         values["metadata"] = json.dumps(self.metadata)
+        values["heads"] = json.dumps(self.heads)
+        if not self.heads:
+            del values["heads"]  # most captures have none
         return {"capture_format": FORMAT} | {key: _string(value) for key, value in values.items()}
 
     @classmethod
@@ -136,6 +143,8 @@ class Record:
                 text = strings[name]
                 if name == "metadata":
                     fields[name] = _object(text)
+                elif name == "heads":
+                    fields[name] = tuple(tuple(map(int, heads)) for heads in json.loads(text))
                 elif name == "sites":
                     fields[name] = tuple(site_of(tensor) for tensor in text.split())
                 elif kind is bool:
@@ -144,12 +153,14 @@ class Record:
                     fields[name] = kind(text)
             if fields["dtype"] not in _DTYPE_NAMES:
                 raise ValueError(f"unknown dtype {fields['dtype'][:20]!r}")
-        except (KeyError, ValueError) as error:
+            if len(fields.get("heads") or fields["sites"]) != len(fields["sites"]):
+                raise ValueError("heads of other sites")
+        except (KeyError, TypeError, ValueError) as error:
             raise CaptureFileError(f"{where}: its metadata is damaged: {error!r}") from error
         return cls(**fields)
 
 
-_LATER = ("given_id", "metadata", "reduce")
+_LATER = ("given_id", "metadata", "heads", "reduce")
 """Fields that files written by earlier versions lack."""
 
 

@@ -60,7 +60,8 @@ class CapturedRows:
     """The rows of one site, in position order.
 
     Args:
-        values: or what returns them, called when they are first read.
+        values: [n, width], or what returns them, called when they are first read.
+        heads: whose rows lie one after the other in `values`.
     """
 
     positions: np.ndarray
@@ -69,6 +70,8 @@ class CapturedRows:
     """The token that each row has read, int64 [n]."""
     versions: np.ndarray
     """The version of the global steering that each row ran under, int64 [n], see `llm.steering`."""
+    heads: tuple[int, ...]
+    """The numbers of the heads, at q, k, v and z; empty at points of the residual stream."""
 
     def __init__(
         self,
@@ -76,20 +79,27 @@ class CapturedRows:
         token_ids: np.ndarray,
         values: torch.Tensor | Callable[[], torch.Tensor],
         versions: np.ndarray,
+        heads: tuple[int, ...] = (),
     ) -> None:
         self.positions, self.token_ids, self.versions = positions, token_ids, versions
+        self.heads = heads
         self._values: torch.Tensor | Callable[[], torch.Tensor] = values
         if isinstance(values, torch.Tensor):
-            self._values = values.as_subclass(_Landed)
+            self._values = self._by_head(values)
+
+    def _by_head(self, values: torch.Tensor) -> _Landed:
+        values = values.unflatten(1, (len(self.heads), -1)) if self.heads else values
+        return values.as_subclass(_Landed)
 
     @property
     def values(self) -> torch.Tensor:
-        """The rows, [n, hidden] on the CPU in the model's dtype; with `project` their scores,
-        float32 [n, k]. From `SHARED_BYTES` on they are a view of memory that they share with other
-        sites, and as a rule with other requests, and one that is kept keeps all of it: clone()
-        what is to stay alone. What is pickled, or saved by `torch.save`, is these rows alone."""
+        """The rows, [n, hidden] on the CPU in the model's dtype, at q, k, v, z [n, heads, width];
+        with `project` their scores, float32 [n, k]. From `SHARED_BYTES` on they are a view of
+        memory that they share with other sites, and as a rule with other requests, and one that is
+        kept keeps all of it: clone() what is to stay alone. What is pickled, or saved by
+        `torch.save`, is these rows alone."""
         if not isinstance(self._values, torch.Tensor):
-            values = self._values().as_subclass(_Landed)
+            values = self._by_head(self._values())
             self._values = values._own() if values.nbytes < SHARED_BYTES else values
         return self._values
 
@@ -110,12 +120,12 @@ class CapturedRows:
         return {**self.__dict__, "_values": self.values}
 
     def numpy(self) -> np.ndarray:
-        """Return the values, [n, width]; bfloat16, which numpy lacks, becomes float32."""
+        """Return the values, of the same shape; bfloat16, which numpy lacks, becomes float32."""
         values = self.values
         return (values.float() if values.dtype == torch.bfloat16 else values).numpy()
 
     def at(self, position: int) -> torch.Tensor:
-        """Return the row of one absolute position, [width].
+        """Return the row of one absolute position, [width] or [heads, width].
 
         Raises:
             KeyError: that position was not captured.
@@ -145,7 +155,8 @@ def stack(
 
     Returns:
         [outputs, layers, hidden] in the model's dtype, and with None as position
-        [outputs, layers, rows, hidden]; with `project` k in place of hidden.
+        [outputs, layers, rows, hidden]; with `project` k in place of hidden, at q, k, v and z
+        [heads, width].
 
     Raises:
         ValueError: an output lacks the rows, or did not finish its capture.
@@ -208,8 +219,9 @@ def _merged_result(old: CaptureResult, new: CaptureResult) -> CaptureResult:
         payload[site] = CapturedRows(
             np.concatenate([old.payload[site].positions, rows.positions]),
             np.concatenate([old.payload[site].token_ids, rows.token_ids]),
-            torch.cat([old.payload[site].values, rows.values]),
+            torch.cat([old.payload[site].values, rows.values]).flatten(1),
             np.concatenate([old.payload[site].versions, rows.versions]),
+            rows.heads,
         )
     return CaptureResult(new.status, new.error, payload)
 

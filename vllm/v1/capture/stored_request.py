@@ -150,7 +150,8 @@ class StoredRequest:
         )
         if (positions[:1] < 0).any() or (np.diff(positions) <= 0).any():
             raise CaptureFileError(f"{header.path}: positions of {self.name} are not sorted")
-        return CapturedRows(positions, token_ids, values, versions)
+        heads = dict(zip(self.sites, record.heads, strict=False))
+        return CapturedRows(positions, token_ids, values, versions, heads.get(site, ()))
 
     # -- files ----------------------------------------------------------------------------------
 

@@ -97,6 +97,7 @@ def read_table(
     positions: list[np.ndarray] = []
     token_ids: list[np.ndarray] = []
     values: list[torch.Tensor] = []
+    kinds: set[tuple[Any, ...]] = set()
     for request in requests:
         rows = request.rows(point, layer)
         chosen = slice(None) if position is None else _row(rows, position, request)
@@ -104,10 +105,10 @@ def read_table(
         positions.append(rows.positions[chosen].copy())
         token_ids.append(rows.token_ids[chosen].copy())
         values.append(rows.values[chosen].clone())
+        kinds.add((str(rows.values.dtype), *values[-1].shape[1:], *rows.heads))
         of_row += [request] * len(positions[-1])
     if not values:
         raise ValueError("table: no requests")
-    kinds = {(str(part.dtype), part.shape[1]) for part in values}
     if len(kinds) > 1:
         raise ValueError(f"table: rows are of several kinds: {sorted(kinds)}")
     return Table(of_row, np.concatenate(positions), np.concatenate(token_ids), torch.cat(values))

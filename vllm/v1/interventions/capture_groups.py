@@ -1,19 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a worker captures of a request: the sites it owns, and the streams their rows leave in."""
 
-from itertools import groupby
+from collections.abc import Iterable, Sequence
+from itertools import accumulate, groupby
 from typing import NamedTuple
 from weakref import WeakValueDictionary
 
 import numpy as np
 
 from vllm.v1.interventions.messages import WorkerRequest, WorkerStream
-from vllm.v1.interventions.plan import Site
+from vllm.v1.interventions.plan import Site, TapShape
 
 _Asked = tuple[tuple[Site, ...], tuple[WorkerStream, ...]]
 _Projection = tuple[tuple[int, ...], int]
-_Stream = tuple[tuple[int, ...], _Projection | None, tuple[int, ...]]
-_Key = tuple[tuple[int, ...], int, tuple[_Stream, ...]]
 
 
 class LocalStream(NamedTuple):
@@ -21,30 +20,49 @@ class LocalStream(NamedTuple):
 
     places: tuple[int, ...]
     """Indices into the group's sites; sites of other pipeline stages are left out."""
-    runs: list[tuple[int, int]]
-    """`places` as runs of neighbours in the arena with one matrix: (first index, number)."""
-    projection: _Projection | None
+    projection: _Projection | None = None
     """As in `WorkerStream`, of the sites in `places`."""
+    columns: np.ndarray | None = None
+    """int64 [sites * width]: where the numbers of heads lie among a token's in its block's rest;
+    None at points of the residual stream."""
+    width: int = 0
+    """How many numbers leave of a site, if that is not its row as it is."""
     summed: tuple[int, ...] = ()
     """As in `WorkerStream`."""
+    runs: Sequence[tuple[int, int]] = ()
+    """`places` as runs of neighbours in the arena with one matrix: (first index, number)."""
 
     @property
-    def raw(self) -> bool:
+    def is_raw(self) -> bool:
         """Whether rows leave as they are."""
-        return self.projection is None and not self.summed
+        return self.projection is None and self.columns is None and not self.summed
 
 
 class CaptureGroup:
-    """What a set of requests captures alike: their rows lie in one dense block of the arena."""
+    """What a set of requests captures alike: their rows lie in one dense block of the arena.
 
-    def __init__(self, key: _Key) -> None:
-        sites, self.num_raw, streams = key
+    Args:
+        sites: the worker's index of each site.
+        num_raw: rows of the first so many leave the device as they are, of the others only what is
+            made of them there does: first come those of the residual stream, then those of heads.
+        streams: without their runs.
+        sizes: how many arena rows a token takes at each of the others.
+    """
+
+    def __init__(
+        self,
+        sites: Sequence[int],
+        num_raw: int,
+        streams: Iterable[LocalStream],
+        sizes: Sequence[int] = (),
+    ) -> None:
+        self.num_raw = num_raw
         self.sites = np.array(sites, dtype=np.int64)
-        """int64: the worker's index of each site. Rows of the first `num_raw` leave the device as
-        they are, of the others only scores or sums do."""
-        self.streams = [
-            LocalStream(at, self._runs(at, used), used, summed) for at, used, summed in streams
-        ]
+        self.rest_rows = sum(sizes)
+        """Arena rows of a token at the sites that are not raw, together."""
+        self.rest_at = np.cumsum([0, *sizes], dtype=np.int32)[:-1]
+        """int32: the first of them of each of these sites."""
+        self.streams = [s._replace(runs=self._runs(s.places, s.projection)) for s in streams]
 
     def _runs(
         self, places: tuple[int, ...], projection: _Projection | None
@@ -63,35 +81,56 @@ class CaptureGroups:
 
     Args:
         sites: the sites of this worker, with the index of each.
+        shape: of the model.
     """
 
-    def __init__(self, sites: dict[Site, int]) -> None:
+    def __init__(self, sites: dict[Site, int], shape: TapShape) -> None:
         self._sites = sites
+        self._shape = shape
         self._groups: WeakValueDictionary[_Asked, CaptureGroup] = WeakValueDictionary()
 
     def of(self, request: WorkerRequest) -> CaptureGroup | None:
         """The group of a request; None where it captures nothing on this worker."""
-        streams = request.capture_streams
-        group = self._groups.get((request.capture_sites, streams))
+        asked, streams = request.capture_sites, request.capture_streams
+        group = self._groups.get((asked, streams))
         if group is not None:
             return group
-        own = [i for i, site in enumerate(request.capture_sites) if site in self._sites]
+        own = [i for i, site in enumerate(asked) if site in self._sites]
         if not own:
             return None
-        raw = {i for s in streams if s.projection is None and not s.summed for i in s.sites}
-        own.sort(key=lambda i: i not in raw)
+        of_heads = {i for s in streams if s.heads for i in s.sites}
+        made = (s.projection is not None or s.heads or s.summed for s in streams)
+        raw = {i for s, of_made in zip(streams, made, strict=True) if not of_made for i in s.sites}
+        own.sort(key=lambda i: (i not in raw, i in of_heads))
+        sizes = {i: self._shape.arena_rows(asked[i]) for i in own if i not in raw}
+        firsts = dict(zip(sizes, accumulate([0, *sizes.values()]), strict=False))
         place = {i: n for n, i in enumerate(own)}
-        group = self._groups[request.capture_sites, streams] = CaptureGroup(
-            (
-                tuple(self._sites[request.capture_sites[i]] for i in own),
-                len(raw & place.keys()),
-                tuple(
-                    (tuple(place[i] for i in s.sites if i in place), _local(s, place), s.summed)
-                    for s in streams
-                ),
-            )
+        local = []
+        for stream in streams:
+            places = tuple(place[i] for i in stream.sites if i in place)
+            columns, width = None, stream.width
+            projection = _local(stream, place)
+            if projection is not None:
+                width = projection[1]
+            if stream.heads:
+                parts = [
+                    self._columns(asked[i], firsts[i], heads)
+                    for i, heads in zip(stream.sites, stream.heads, strict=True)
+                    if i in place
+                ]
+                columns = np.concatenate([np.empty(0, np.int64), *parts])
+            local.append(LocalStream(places, projection, columns, width, stream.summed))
+        group = self._groups[asked, streams] = CaptureGroup(
+            [self._sites[asked[i]] for i in own], len(own) - len(sizes), local, list(sizes.values())
         )
         return group
+
+    def _columns(self, site: Site, first_row: int, heads: tuple[int, ...]) -> np.ndarray:
+        """Where the numbers of heads lie, if those of the site begin in a row: int64 [width]."""
+        point, layer = site
+        width = self._shape.heads[layer][point][1]
+        starts = first_row * self._shape.hidden_size + np.array(heads, np.int64) * width
+        return (starts[:, None] + np.arange(width)).ravel()
 
 
 def _local(stream: WorkerStream, place: dict[int, int]) -> _Projection | None:

@@ -57,6 +57,10 @@ class WorkerStream(msgspec.Struct, frozen=True, array_like=True):
     projection: tuple[tuple[int, ...], int] | None = None
     """First row of each site's matrix in the table of projections, and the number of rows that each
     has; None for rows as they are."""
+    heads: tuple[tuple[int, ...], ...] = ()
+    """Which heads of each site; empty at points of the residual stream."""
+    width: int = 0
+    """The widths of a site's heads together."""
     summed: tuple[int, ...] = ()
     """The positions whose sum leaves the device in place of rows, as `Selection.runs`; () for
     rows."""

@@ -46,6 +46,22 @@ class TapShape(msgspec.Struct, frozen=True):
     """Model dtype, torch's name without the prefix: "bfloat16"."""
     points: dict[int, tuple[str, ...]]
     """Layer -> the points it has."""
+    heads: dict[int, dict[str, tuple[int, int]]] = {}
+    """Layer -> point of its attention -> (heads, width of one), of all tensor-parallel ranks."""
+
+    def offers(self, layer: int) -> tuple[str, ...]:
+        """All points of a layer that can be captured."""
+        return (*self.points[layer], *self.heads.get(layer, ()))
+
+    def row_width(self, site: Site) -> int:
+        """Width of a token's row at a site; of all heads together."""
+        point, layer = site
+        heads, width = self.heads.get(layer, {}).get(point, (1, self.hidden_size))
+        return heads * width
+
+    def arena_rows(self, site: Site) -> int:
+        """How many rows of hidden_size a token takes on the device at a site."""
+        return -(-self.row_width(site) // self.hidden_size)
 
     @property
     def torch_dtype(self) -> torch.dtype:
@@ -129,12 +145,14 @@ class Stream(msgspec.Struct, frozen=True):
     relayed: bool
     """Whether they go on to the frontend; else they stay in the engine core."""
     width: int
-    """hidden_size; with a projection the number of its rows."""
+    """hidden_size; with a projection the number of its rows; of heads their widths together."""
     dtype: str
     """The model's dtype; with a projection, and of sums, "float32"."""
     projections: list[str] = []
     """Digests of the matrices the rows are multiplied with on the device: of one for all sites, or
     of one for each; none for rows as they are."""
+    heads: list[tuple[int, ...]] = []
+    """Which heads of each site; empty at points of the residual stream."""
     summed: bool = False
     """Whether a step sends the sum of its rows in `runs`, which are of the prompt, and the mean is
     what consumers get: one row a site."""
@@ -156,8 +174,11 @@ class Selection(msgspec.Struct, frozen=True):
     last_generated: bool = False
     """Whether, of generated positions, only those in `named` and the last (known at the end) are
     kept."""
-    stream: int = 0
-    """Index of the plan's stream that has the rows, perhaps among others."""
+    streams: tuple[int, ...] = (0,)
+    """Indices of the plan's streams that have the rows, perhaps among others: one for each width of
+    rows, and only `inline` may have several."""
+    heads: dict[Site, tuple[int, ...]] = {}
+    """Which heads of each site; sites of the residual stream are left out."""
     fields: dict[str, Any] = {}
     """What the consumer's class made of the fields that are its own."""
 
@@ -170,6 +191,8 @@ class CapturePlan(msgspec.Struct, frozen=True):
     runs: list[int]
     streams: list[Stream]
     consumers: dict[str, Selection]
+    arena_rows: int
+    """How many rows of hidden_size a position takes on the device."""
     hidden_size: int
     dtype: str
     """The model's dtype."""
@@ -182,6 +205,12 @@ class CapturePlan(msgspec.Struct, frozen=True):
     """Which of the prompts that were sent with the same parameters; None if there was one."""
     external_id: str = ""
     """The request's id as its caller knows it."""
+
+    def row_bytes(self, consumer: str) -> int:
+        """Bytes of a position's rows at all sites of a consumer."""
+        selection = self.consumers[consumer]
+        streams, sites = [self.streams[i] for i in selection.streams], set(selection.sites)
+        return sum(s.row_bytes * len(sites.intersection(s.sites)) for s in streams)
 
 
 class Plan(msgspec.Struct, frozen=True):

@@ -2,14 +2,14 @@
 """How requests name points and layers: parsed and checked against what the model has."""
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import msgspec
 
-from vllm.config.capture import CaptureConfig
+from vllm.config.capture import CAPTURE_POINTS, CaptureConfig
 from vllm.config.steering import POINTS, SteeringConfig
-from vllm.v1.interventions.errors import reject, show
+from vllm.v1.interventions.errors import reject, show, show_key
 from vllm.v1.interventions.plan import Site, TapShape
 from vllm.v1.interventions.values import plain, plain_list
 
@@ -17,13 +17,13 @@ _INT = re.compile(r"-?\d{1,9}")
 _RANGE = re.compile(r"(\d{1,9})-(\d{1,9})")
 
 
-def need_point(value: Any, path: str, shape: TapShape) -> str:
-    """Return the point a user names; raise ValueError if no layer of the model has it."""
+def need_point(value: Any, path: str, shape: TapShape, allowed: Sequence[str] = POINTS) -> str:
+    """Return the point a user names; raise ValueError if it is not `allowed` or no layer has it."""
     value = plain(value)
-    if not isinstance(value, str) or value not in POINTS:
-        reject(path, f"unknown point {show(value)}; points are {', '.join(POINTS)}")
+    if not isinstance(value, str) or value not in allowed:
+        reject(path, f"unknown point {show(value)}; points are {', '.join(allowed)}")
     if not any(value in points for points in shape.points.values()):
-        has = sorted({p for points in shape.points.values() for p in points}, key=POINTS.index)
+        has = sorted({p for points in shape.points.values() for p in points}, key=allowed.index)
         reject(path, f"this model has no point {value!r}; it has {', '.join(has)}")
     return value
 
@@ -51,6 +51,58 @@ def need_layers(value: Any, point: str, path: str, shape: TapShape) -> list[int]
             reject(path, "names no layer")
         return list(layers)
     return _layers_of(value, point, path, shape)
+
+
+def need_heads(value: Any, point: str, path: str, shape: TapShape) -> dict[int, tuple[int, ...]]:
+    """The heads a user names at a point of attention: layer -> heads, sorted.
+
+    Args:
+        value: layers as of `need_layers`, for all their heads; or a mapping of such layers to
+            "all", a head from 0, an inclusive range "0-3" or a list of these.
+        shape: whose `points` include those of attention.
+
+    Raises:
+        ValueError: as `need_layers`; or a head is out of range or named twice, or none is.
+    """
+    if not isinstance(value, Mapping):
+        value = {layer: "all" for layer in need_layers(value, point, path, shape)}
+    heads: dict[int, tuple[int, ...]] = {}
+    for key, asked in value.items():
+        at = f"{path}.{show_key(plain(key))}"
+        for layer in need_layers(key, point, at, shape):
+            if layer in heads:
+                reject(path, f"names layer {layer} twice")
+            heads[layer] = _heads_of(asked, at, layer, shape.heads[layer][point][0])
+    if not heads:
+        reject(path, "names no layer")
+    return heads
+
+
+def _heads_of(value: Any, path: str, layer: int, count: int) -> tuple[int, ...]:
+    entries = plain_list(value)
+    heads: set[int] = set()
+    for entry in [value] if entries is None else entries:
+        entry = plain(entry)
+        if isinstance(entry, str) and entry == "all":
+            first, last = 0, count - 1
+        elif isinstance(entry, int) and not isinstance(entry, bool):
+            first = last = entry
+        elif isinstance(entry, str) and (match := _RANGE.fullmatch(entry)):
+            first, last = int(match[1]), int(match[2])
+        else:
+            reject(
+                path,
+                f"{show(entry)} is not a head: use an int, a range like '0-3', 'all' or a list",
+            )
+        if not 0 <= first <= last < count:
+            reject(path, f"head {show(entry)} is out of range, layer {layer} has 0-{count - 1}")
+        # The first repeat ends it: a list of "all" may be any length.
+        if not heads.isdisjoint(named := range(first, last + 1)):
+            reject(path, "names a head twice")
+        heads.update(named)
+    if not heads:
+        reject(path, "names no head")
+    return tuple(sorted(heads))
 
 
 def need_sites(points: Any, layers: Any, path: str, shape: TapShape) -> list[Site]:
@@ -140,4 +192,4 @@ def _has(shape: TapShape) -> str:
 def site_order(site: Site) -> tuple[int, int]:
     """Sort key of sites: the order in which the stream passes them."""
     point, layer = site
-    return layer, POINTS.index(point)
+    return layer, CAPTURE_POINTS.index(point)

@@ -31,17 +31,19 @@ class Block:
         self.owners = [(req_id, len(tokens)) for req_id, tokens in members]
         self.count = sum(self.counts)
         self.num_raw = group.num_raw * self.count
-        self.num_rest = len(group.sites) * self.count - self.num_raw
+        self.num_rest = group.rest_rows * self.count
         self.raw = self.rest = 0
 
     def rows(self) -> np.ndarray:
-        """The arena row of each token at each site: int32 [sites, count]."""
+        """The arena row of each token at each site, the first of them: int32 [sites, count]."""
         raw = np.arange(self.num_raw, dtype=np.int32) + self.raw
-        rest = np.arange(self.num_rest, dtype=np.int32) + self.rest
-        return np.concatenate([raw.reshape(self.count, -1).T, rest.reshape(self.count, -1).T])
+        tokens = np.arange(self.count, dtype=np.int32) * self.group.rest_rows + self.rest
+        rest = self.group.rest_at[:, None] + tokens
+        return np.concatenate([raw.reshape(self.count, -1).T, rest])
 
     def of(self, arena: torch.Tensor, first: int, number: int) -> torch.Tensor:
-        """Rows of neighbouring sites, all of them raw or none: [count, number, hidden], a view.
+        """Rows of neighbouring sites of the residual stream, all of them raw or none: [count,
+        number, hidden], a view.
 
         Args:
             arena: [rows, hidden].
@@ -50,9 +52,18 @@ class Block:
         at, num_sites = self.raw, self.group.num_raw
         if first >= num_sites:
             first -= num_sites
-            at, num_sites = self.rest, len(self.group.sites) - num_sites
+            at, num_sites = self.rest, self.group.rest_rows
         rows = arena[at : at + self.count * num_sites]
         return rows.view(self.count, num_sites, -1)[:, first : first + number]
+
+    def heads(self, arena: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
+        """The heads of a stream, [count, sites * width].
+
+        Args:
+            columns: those of the stream, on the arena's device.
+        """
+        rest = arena[self.rest : self.rest + self.num_rest]
+        return rest.view(self.count, -1).index_select(1, columns)
 
 
 class Blocks:
@@ -76,9 +87,10 @@ class Blocks:
 class StepRows:
     """The rows of one step, for `ModelRunnerOutput`.
 
-    They lie in one piece of host memory: positions, then scores and sums, then rows as they are.
-    On a GPU the copy there is in flight when this object is handed on; reading or pickling it waits
-    for that. What is pickled is where the memory is, if other processes of this host can read it.
+    They lie in one piece of host memory: positions, then what is made of rows on the device
+    (scores, sums, heads), then rows as they are. On a GPU the copy there is in flight when this
+    object is handed on; reading or pickling it waits for that. What is pickled is where the memory
+    is, if other processes of this host can read it.
 
     Args:
         version: of the global steering that the step runs under.
@@ -101,27 +113,28 @@ class StepRows:
         self._event: torch.cuda.Event | None = None
 
     def _shapes(self) -> list[tuple[tuple[int, ...], torch.dtype]]:
-        """What the memory holds: int64 [n] positions in block order, what is made of rows in
-        float32, and [num_raw, hidden] rows as they lay in the arena."""
+        """What the memory holds: int64 [n] positions in block order, what is made of rows on the
+        device, and [num_raw, hidden] rows as they lay in the arena."""
         made = [
-            (self._made(block, stream), torch.float32)
+            self._made(block, stream)
             for block in self.blocks.all
             for stream in block.group.streams
-            if not stream.raw
+            if not stream.is_raw
         ]
         positions = (sum(block.count for block in self.blocks.all),), torch.int64
         return [positions, *made, ((self.blocks.num_raw, self._hidden_size), self._dtype)]
 
-    def _made(self, block: Block, stream: LocalStream) -> tuple[int, ...]:
-        """The shape of scores, [count, sites, k], or of sums, [requests, sites, hidden]."""
-        if stream.projection is not None:
-            return block.count, len(stream.places), stream.projection[1]
-        return len(block.owners), len(stream.places), self._hidden_size
+    def _made(self, block: Block, stream: LocalStream) -> tuple[tuple[int, ...], torch.dtype]:
+        """Scores and heads, [count, sites, width], or sums, [requests, sites, hidden]."""
+        if stream.summed:
+            return (len(block.owners), len(stream.places), self._hidden_size), torch.float32
+        dtype = torch.float32 if stream.projection is not None else self._dtype
+        return (block.count, len(stream.places), stream.width), dtype
 
     @property
     def num_bytes(self) -> int:
         """Bytes of the memory that `fill` takes."""
-        return sum(prod(shape) * dtype.itemsize for shape, dtype in self._shapes())
+        return sum(_aligned(prod(shape) * dtype.itemsize) for shape, dtype in self._shapes())
 
     def fill(
         self, memory: torch.Tensor, places: Places | None, copied: torch.cuda.Event | None = None
@@ -136,13 +149,13 @@ class StepRows:
         self._memory, self.places, self._event = memory, places, copied
 
     def tensors(self) -> list[torch.Tensor]:
-        """Positions, scores and rows, views of the memory: see `_shapes`."""
+        """Positions, what was made and rows, views of the memory: see `_shapes`."""
         assert isinstance(self._memory, torch.Tensor)
         tensors, first = [], 0
         for shape, dtype in self._shapes():
             stop = first + prod(shape) * dtype.itemsize
             tensors.append(self._memory[first:stop].view(dtype).view(shape))
-            first = stop
+            first = _aligned(stop)
         return tensors
 
     def receive(self, places: Places) -> None:
@@ -161,11 +174,11 @@ class StepRows:
             self._wait()
             of_all, *made, rows = self.tensors()
             positions = of_all.numpy().copy()  # small, and should keep no place
-            made_left, self._parts = iter(made), []
+            left, self._parts = iter(made), []
             for block in self.blocks.all:
                 own, positions = positions[: block.count], positions[block.count :]
                 values = [
-                    _raw(block, rows, s) if s.raw else next(made_left) for s in block.group.streams
+                    _raw(block, rows, s) if s.is_raw else next(left) for s in block.group.streams
                 ]
                 self._parts.append((own, values))
         return self._parts
@@ -251,6 +264,11 @@ class StepRows:
             memory = self.places.lend(memory) or memory
         made = dict.fromkeys(("places", "_parts", "_singles", "_chunks"))
         return {**self.__dict__, **made, "_memory": memory}
+
+
+def _aligned(num_bytes: int) -> int:
+    """As many bytes that a tensor of any dtype may follow."""
+    return -(-num_bytes // 8) * 8
 
 
 def _raw(block: Block, rows: torch.Tensor, stream: LocalStream) -> torch.Tensor:

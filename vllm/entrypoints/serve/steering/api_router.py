@@ -56,7 +56,8 @@ async def state(request: Request) -> dict[str, Any]:
 
 @router.get("/layers")
 async def layers(request: Request) -> dict[str, Any]:
-    """Return the model's shape: the points that each layer has, and which can be steered."""
+    """Return the model's shape: the points of each layer, the heads of its attention as [number,
+    width], and which points can be steered."""
     config = _engine(request).vllm_config
     if (shape := config.tap_shape) is None:
         reject(
@@ -70,6 +71,7 @@ async def layers(request: Request) -> dict[str, Any]:
         "dtype": shape.dtype,
         "num_layers": len(shape.points),
         "layers": {str(layer): list(points) for layer, points in sorted(shape.points.items())},
+        "heads": {str(layer): points for layer, points in sorted(shape.heads.items())},
         "steering_points": list(steering.steering_points) if steering.enable_steering else [],
         "steering_families": list(steering.steering_families) if steering.enable_steering else [],
     }

@@ -154,7 +154,8 @@ def _rows_of(payload: Any) -> int:
 
 
 def _rows(point: str, layer: int, rows: CapturedRows) -> dict[str, Any]:
-    """Return the rows of one site as JSON; versions that are all 0 are left out."""
+    """Return the rows of one site as JSON; versions that are all 0 are left out, and heads where
+    there are none."""
     shown = {
         "point": point,
         "layer": layer,
@@ -163,6 +164,8 @@ def _rows(point: str, layer: int, rows: CapturedRows) -> dict[str, Any]:
     }
     if rows.versions.any():
         shown["versions"] = rows.versions.tolist()
+    if rows.heads:
+        shown["heads"] = list(rows.heads)
     return shown | pack(rows.values)
 
 

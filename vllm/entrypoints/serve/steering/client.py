@@ -127,9 +127,12 @@ class Rows:
     token_ids: np.ndarray
     """The token that each row has read, int64 [n]."""
     values: np.ndarray
-    """The rows, [n, hidden], float16 or float32; with `project` their scores, [n, k]."""
+    """The rows, [n, hidden], float16 or float32; at q, k, v and z [n, heads, width]; with `project`
+    their scores, [n, k]."""
     versions: np.ndarray
     """The version of the global steering that each row ran under, int64 [n]."""
+    heads: tuple[int, ...] = ()
+    """The numbers of the heads, at q, k, v and z."""
 
     def at(self, position: int) -> np.ndarray:
         """Return the row of one absolute position, [hidden].
@@ -199,6 +202,7 @@ def read_rows(payload: Sequence[Mapping[str, Any]] | None) -> dict[Site, Rows]:
             token_ids=np.array(entry["token_ids"], dtype=np.int64),
             values=unpack(entry),
             versions=np.array(entry.get("versions", [0] * len(positions)), dtype=np.int64),
+            heads=tuple(entry.get("heads", ())),
         )
     return made
 
@@ -220,12 +224,11 @@ def joined(chunks: Sequence[Choice]) -> Choice:
             for site, rows in sites.items():
                 parts.setdefault((name, site), []).append(rows)
     for (name, site), several in parts.items():
-        made.captures.setdefault(name, {})[site] = Rows(
-            *(
-                np.concatenate([getattr(rows, what) for rows in several])
-                for what in ("positions", "token_ids", "values", "versions")
-            )
-        )
+        arrays = {
+            what: np.concatenate([getattr(rows, what) for rows in several])
+            for what in ("positions", "token_ids", "values", "versions")
+        }
+        made.captures.setdefault(name, {})[site] = Rows(**arrays, heads=several[0].heads)
     return made
 
 

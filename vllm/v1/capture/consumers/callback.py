@@ -65,7 +65,13 @@ class _Session(CaptureSession):
 
 def by_site(request: RequestInfo, batch: RowBatch) -> SiteRows:
     """Split a batch into the rows of each site, which are views of it."""
+    of_site = dict(zip(request.sites, request.heads, strict=False))
     return SiteRows(
-        (site, CapturedRows(batch.positions, batch.token_ids, values, batch.versions))
+        (
+            site,
+            CapturedRows(
+                batch.positions, batch.token_ids, values, batch.versions, of_site.get(site, ())
+            ),
+        )
         for site, values in zip(request.sites, batch.values, strict=True)
     )

@@ -23,7 +23,7 @@ def request_info(
 ) -> RequestInfo:
     """Describe a completion for the session of one of its consumers."""
     selection = plan.consumers[consumer]
-    stream = plan.streams[selection.stream]
+    stream = plan.streams[selection.streams[0]]
     return RequestInfo(
         request_id=request_id,
         external_id=plan.external_id,
@@ -37,6 +37,7 @@ def request_info(
         projected=bool(stream.projections),
         max_rows=1 if stream.summed else Selected(selection, len(prompt_token_ids)).max_rows,
         fields=selection.fields,
+        heads=tuple(selection.heads[site] for site in selection.sites) if selection.heads else (),
         reduce="mean" if stream.summed else "",
     )
 
@@ -82,13 +83,14 @@ class Feed:
         hold: bool = False,
     ) -> None:
         selection = plan.consumers[consumer]
-        stream = plan.streams[selection.stream]
+        [self._stream] = selection.streams
+        stream = plan.streams[self._stream]
         order = stream.sites
         self._mean = Mean(stream) if stream.summed else None
         self._prompt = prompt_token_ids
         self._threads = threads
         self._selected = Selected(selection, len(prompt_token_ids))
-        self._stream, self._num_streams = selection.stream, len(plan.streams)
+        self._num_streams = len(plan.streams)
         self._sites = torch.tensor([order.index(site) for site in selection.sites])
         self._all_sites = selection.sites == order
         self._hold = hold

@@ -197,8 +197,8 @@ class CompletionCapture:
         assert result.status is not None
         # Every site has the same rows.
         rows = len(result.payload) * len(next(iter(result.payload.values())))
-        row_bytes = self._plan.streams[self._plan.consumers[name].stream].row_bytes
-        return ConsumerResult(INLINE, result.status, rows=rows, num_bytes=rows * row_bytes)
+        num_bytes = rows // len(result.payload) * self._plan.row_bytes(name)
+        return ConsumerResult(INLINE, result.status, rows=rows, num_bytes=num_bytes)
 
     def _dropped_result(self, name: str, num_tokens: int) -> ConsumerResult:
         selected = Selected(self._plan.consumers[name], len(self._prompt))

@@ -4,7 +4,7 @@
 import copy
 import hashlib
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from itertools import chain
 from typing import Any, TypeVar
 
@@ -12,16 +12,28 @@ import msgspec
 import numpy as np
 import torch
 
-from vllm.config.capture import PROJECTION_ROWS, CaptureConfig
+from vllm.config.capture import (
+    CAPTURE_POINTS,
+    HEAD_POINTS,
+    PROJECTION_ROWS,
+    CaptureConfig,
+)
+from vllm.config.steering import POINTS
 from vllm.sampling_params import SamplingParams
 from vllm.v1.capture.consumer import SHARED_FIELDS, CaptureConsumer
 from vllm.v1.capture.registry import INLINE, ConsumerSpec
 from vllm.v1.interventions.errors import need_mapping, reject, show, show_key
+from vllm.v1.interventions.frontend.capture_streams import Streams, union
 from vllm.v1.interventions.frontend.selectors import NAMED_SELECTORS, Prompt, Selector
 from vllm.v1.interventions.frontend.work import Unit, Work
-from vllm.v1.interventions.plan import CapturePlan, Selection, Site, Stream, TapShape
-from vllm.v1.interventions.positions import Positions
-from vllm.v1.interventions.sites import need_captured_points, need_layers, need_point, site_order
+from vllm.v1.interventions.plan import CapturePlan, Selection, Site, TapShape
+from vllm.v1.interventions.sites import (
+    need_captured_points,
+    need_heads,
+    need_layers,
+    need_point,
+    site_order,
+)
 from vllm.v1.interventions.values import plain
 from vllm.v1.interventions.vectors import need_vector
 
@@ -82,18 +94,17 @@ def parse_capture(
     if not selections:
         return None
     projections: dict[str, bytes] = {}
-    streams: dict[tuple[Any, ...], list[str]] = {}
+    streams = Streams(shape)
     for name, selection in selections.items():
         request, spec = given[name]
+        at = f"{path}.{name}"
         digests: list[str] = []
         if request.get("project") is not None:
-            at = f"{path}.{name}.project"
-            matrices = _matrices(request["project"], at, shape, selection.sites, prompt.work)
+            matrices = _matrices(request["project"], f"{at}.project", shape, selection, prompt.work)
             digests = [hashlib.sha256(b"%d:" % shape.hidden_size + m).hexdigest() for m in matrices]
             projections |= zip(digests, matrices, strict=True)
-        apart = tuple(selection.sites) if len(digests) > 1 else ()
-        summed = tuple(selection.runs) if request.get("reduce") is not None else ()
-        streams.setdefault((spec.in_frontend, tuple(digests), apart, summed), []).append(name)
+        summed = request.get("reduce") is not None
+        selections[name] = streams.add(name, selection, spec.in_frontend, digests, at, summed)
     num_rows = sum(map(len, projections.values())) // (4 * shape.hidden_size)
     if num_rows > PROJECTION_ROWS:
         reject(
@@ -101,19 +112,14 @@ def parse_capture(
             f"its matrices ('project') have {num_rows} rows together, the engine holds "
             f"{PROJECTION_ROWS}",
         )
-    for index, names in enumerate(streams.values()):
-        for name in names if index else ():
-            selections[name] = msgspec.structs.replace(selections[name], stream=index)
-    placed = [
-        _stream([selections[n] for n in names], relayed, digests, projections, shape, bool(summed))
-        for (relayed, digests, _, summed), names in streams.items()
-    ]
-    sites, runs = _union(placed)
+    placed = streams.placed(projections)
+    sites, runs = union(placed)
     return CapturePlan(
         sites=sites,
         runs=runs,
         streams=placed,
         consumers=selections,
+        arena_rows=sum(map(shape.arena_rows, sites)),
         hidden_size=shape.hidden_size,
         dtype=shape.dtype,
         prompt=value.prompt if isinstance(value, NumberedCapture) else None,
@@ -140,9 +146,10 @@ def check_global(config: CaptureConfig, shape: TapShape) -> None:
             spec.capture, path, shape, Prompt([0], 2, None, Work(sys.maxsize)), spec
         )
         need_captured_points(selection.sites, f"{path}.hooks", config)
+        Streams(shape).add(name, selection, spec.in_frontend, (), path)
         if spec.capture.get("project") is not None:
             work = Work(sys.maxsize)
-            _matrices(spec.capture["project"], f"{path}.project", shape, selection.sites, work)
+            _matrices(spec.capture["project"], f"{path}.project", shape, selection, work)
 
 
 def _each(name: str, request: Any, path: str) -> dict[str, Any]:
@@ -161,25 +168,12 @@ def _each(name: str, request: Any, path: str) -> dict[str, Any]:
     return {f"{name}[{i}]": one for i, one in enumerate(request)}
 
 
-def _stream(
-    members: list[Selection],
-    relayed: bool,
-    digests: Sequence[str],
-    projections: dict[str, bytes],
-    shape: TapShape,
-    summed: bool,
-) -> Stream:
-    sites, runs = _union(members)
-    if summed:
-        return Stream(sites, runs, relayed, shape.hidden_size, dtype="float32", summed=True)
-    if not digests:
-        return Stream(sites, runs, relayed, width=shape.hidden_size, dtype=shape.dtype)
-    width = len(projections[digests[0]]) // (4 * shape.hidden_size)
-    return Stream(sites, runs, relayed, width, dtype="float32", projections=list(digests))
-
-
-def _matrices(value: Any, path: str, shape: TapShape, sites: list[Site], work: Work) -> list[bytes]:
+def _matrices(
+    value: Any, path: str, shape: TapShape, selection: Selection, work: Work
+) -> list[bytes]:
     """`_matrix` of a matrix for all sites, or of each of the sites: `{point: {layers: matrix}}`."""
+    if selection.heads:
+        reject(path, "is for the residual stream; leave out q, k, v and z")
     if not isinstance(value, Mapping):
         data = _matrix(value, path, shape)
         work.charge(len(data) >> 10, Unit.KILOBYTE, path)
@@ -192,15 +186,15 @@ def _matrices(value: Any, path: str, shape: TapShape, sites: list[Site], work: W
             data = _matrix(matrix, at, shape)
             work.charge(len(data) >> 10, Unit.KILOBYTE, at)
             for layer in need_layers(layers, point, at, shape):
-                if (point, layer) in made or (point, layer) not in sites:
+                if (point, layer) in made or (point, layer) not in selection.sites:
                     twice = (point, layer) in made
                     reject(at, f"layer {layer} is {'named twice' if twice else 'not in hooks'}")
                 made[point, layer] = data
                 if len(data) != len(next(iter(made.values()))):
                     reject(at, "has another number of rows than the first matrix")
-    if lacks := [site for site in sites if site not in made]:
+    if lacks := [site for site in selection.sites if site not in made]:
         reject(path, f"has no matrix for {lacks[0][0]} at layer {lacks[0][1]}")
-    matrices = [made[site] for site in sites]
+    matrices = [made[site] for site in selection.sites]
     return matrices if len(set(matrices)) > 1 else matrices[:1]
 
 
@@ -227,15 +221,6 @@ def _matrix(value: Any, path: str, shape: TapShape) -> bytes:
     return matrix.tobytes()
 
 
-def _union(parts: Sequence[Selection | Stream]) -> tuple[list[Site], list[int]]:
-    if len(parts) == 1:
-        return parts[0].sites, parts[0].runs
-    rows = Positions()
-    for part in parts:
-        rows = rows | Positions.from_flat(part.runs)
-    return sorted({s for part in parts for s in part.sites}, key=site_order), rows.flat()
-
-
 def _selection(
     request: Any, path: str, shape: TapShape, prompt: Prompt, spec: ConsumerSpec
 ) -> Selection:
@@ -244,12 +229,14 @@ def _selection(
     fields = (spec.cls or CaptureConsumer).check_request(own, path)
     if "hooks" not in request:
         reject(f"{path}.hooks", "is missing: give {point: layers}")
-    sites = _sites(request["hooks"], f"{path}.hooks", shape)
+    sites, heads = _sites(request["hooks"], f"{path}.hooks", shape)
     selector = Selector(prompt)
     runs = selector.resolve(request.get("positions", "last_prompt"), f"{path}.positions")
     if (reduce := plain(request.get("reduce"))) is not None:
         if reduce != "mean":
             reject(f"{path}.reduce", f"must be 'mean', got {show(reduce)}")
+        if heads:
+            reject(f"{path}.reduce", "is for the residual stream; leave out q, k, v and z")
         if request.get("project") is not None:
             reject(
                 f"{path}.reduce", "stands without 'project': multiply the mean, which is the same"
@@ -265,19 +252,36 @@ def _selection(
         runs=runs.flat(),
         named=selector.named.flat(),
         last_generated=selector.only_last_generated,
+        heads=heads,
         fields=fields,
     )
 
 
-def _sites(hooks: Any, path: str, shape: TapShape) -> list[Site]:
+def _sites(
+    hooks: Any, path: str, shape: TapShape
+) -> tuple[list[Site], dict[Site, tuple[int, ...]]]:
+    """All sites in layer order, and which heads of those of attention."""
     points: list[list[Site]] = []
+    heads: dict[Site, tuple[int, ...]] = {}
+    offered: TapShape | None = None
     for key, value in need_mapping(hooks, path).items():
-        point = need_point(key, f"{path}.{show_key(key)}", shape)
+        if offered is None and plain(key) not in POINTS:
+            points_of = {layer: shape.offers(layer) for layer in shape.points}
+            offered = msgspec.structs.replace(shape, points=points_of)
+        point = need_point(key, f"{path}.{show_key(key)}", offered or shape, CAPTURE_POINTS)
+        if point in HEAD_POINTS:
+            assert offered is not None
+            chosen = need_heads(value, point, f"{path}.{point}", offered)
+            heads |= {(point, layer): chosen[layer] for layer in chosen}
+            points.append([(point, layer) for layer in sorted(chosen)])
+            continue
         layers = _layers(value, point, f"{path}.{point}", shape)
         points.append([(point, layer) for layer in sorted(layers)])
     if not points:
         reject(path, "name no layer")
-    return points[0] if len(points) == 1 else sorted(chain(*points), key=site_order)
+    if len(points) == 1:
+        return points[0], heads
+    return sorted(chain(*points), key=site_order), heads
 
 
 def _layers(value: Any, point: str, path: str, shape: TapShape) -> Iterable[int]:

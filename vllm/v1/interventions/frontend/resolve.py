@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING
 from vllm.pooling_params import PoolingParams
 from vllm.sampling_params import BeamSearchParams, SamplingParams
 from vllm.tokenizers import TokenizerLike
-from vllm.v1.capture.consumer import RequestInfo
 from vllm.v1.capture.registry import is_inline
 from vllm.v1.capture.transport.feed import request_info, reserved_bytes
+from vllm.v1.capture.transport.selected import Selected
 from vllm.v1.interventions.errors import reject
 from vllm.v1.interventions.frontend.capture_request import parse_capture
 from vllm.v1.interventions.frontend.chat_turns import ChatTurns
@@ -144,7 +144,7 @@ def _capture(
     if config.speculative_config is not None and plan.runs[-1] > num_prompt_tokens:
         # The scheduler takes all of a request's draft rows into one step, or none.
         at_once += config.speculative_config.num_speculative_tokens
-    needed = at_once * len(plan.sites) * shape.row_bytes
+    needed = at_once * plan.arena_rows * shape.row_bytes
     if needed > config.capture_config.capture_buffer_bytes:
         reject(
             "capture",
@@ -152,23 +152,25 @@ def _capture(
             f"engine has capture_buffer_bytes={config.capture_config.capture_buffer_bytes}",
         )
     hold, inline_bytes = bool(params.stop), 0
-    for name in plan.consumers:
-        info = request_info("", plan, name, prompt.token_ids)
+    for name, selection in plan.consumers.items():
+        position_bytes = plan.row_bytes(name)
+        row_bytes = position_bytes // len(selection.sites)  # on average
         if is_inline(name):
             limit = config.capture_config.capture_inline_max_bytes
-            inline_bytes += info.max_bytes * prompt.work.completions
-            _need_room(name, inline_bytes, info, "capture_inline_max_bytes", limit)
+            max_rows = Selected(selection, num_prompt_tokens).max_rows
+            inline_bytes += position_bytes * max_rows * prompt.work.completions
+            _need_room(name, inline_bytes, row_bytes, "capture_inline_max_bytes", limit)
             continue
-        limits = specs[name].limits
-        _need_room(name, info.max_bytes, info, "max_request_bytes", limits.max_request_bytes)
+        info, limits = request_info("", plan, name, prompt.token_ids), specs[name].limits
+        _need_room(name, info.max_bytes, row_bytes, "max_request_bytes", limits.max_request_bytes)
         reserved = reserved_bytes(info, plan, name, hold)
-        _need_room(name, reserved, info, "pending_bytes", limits.pending_bytes)
+        _need_room(name, reserved, row_bytes, "pending_bytes", limits.pending_bytes)
     return plan
 
 
-def _need_room(name: str, num_bytes: int, info: RequestInfo, option: str, limit: int) -> None:
+def _need_room(name: str, num_bytes: int, row_bytes: int, option: str, limit: int) -> None:
     if num_bytes > limit:
-        rows = num_bytes // (info.width * info.dtype.itemsize)
+        rows = num_bytes // row_bytes
         reject(
             f"capture.{name}",
             f"up to {rows} rows are {num_bytes} bytes, the engine allows {option}={limit} a "

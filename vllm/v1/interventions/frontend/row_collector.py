@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Rows of one completion, gathered as they come: what `inline` returns."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 
 import numpy as np
@@ -12,7 +12,7 @@ from vllm.v1.capture.transport.copies import CopyThreads, empty
 from vllm.v1.capture.transport.mean import Mean
 from vllm.v1.capture.transport.selected import RowsLost, Selected
 from vllm.v1.interventions.frontend.row_pieces import Piece, Run, StreamRows, of_stream
-from vllm.v1.interventions.plan import CapturePlan, dtype_of
+from vllm.v1.interventions.plan import CapturePlan, Site, dtype_of
 
 
 class RowCollector:
@@ -33,7 +33,7 @@ class RowCollector:
         self._means = {
             i: Mean(stream)
             for i, stream in enumerate(plan.streams)
-            if stream.summed and any(s.selection.stream == i for s in self._selected.values())
+            if stream.summed and any(i in s.selection.streams for s in self._selected.values())
         }
         """By stream."""
         self._summed: list[tuple[Run, slice, int, int]] = []
@@ -123,7 +123,7 @@ class RowCollector:
         results = {}
         for name, selected in self._selected.items():
             num_rows = selected.num_rows(len(token_ids))
-            if (mean := self._means.get(selected.selection.stream)) is not None:
+            if (mean := self._means.get(selected.selection.streams[0])) is not None:
                 payload, came = self._mean_rows(selected, mean, finished), [mean.positions]
                 results[name] = self._result(selected, payload, came, num_rows, finished, aborted)
                 continue
@@ -162,21 +162,26 @@ class RowCollector:
         token_ids: list[int],
     ) -> SiteRows:
         ids = np.array([token_ids[position] for position in positions.tolist()], dtype=np.int64)
-        selection, streams = selected.selection, self._plan.streams
-        stream = streams[selection.stream]
-        rows = StreamRows(pieces, selection.stream, len(streams), at)
-        if not pieces:
-            none = torch.empty(0, len(stream.sites), stream.width, dtype=dtype_of(stream.dtype))
-            rows = StreamRows([Piece(at, at, [[none] * len(streams)], slice(None))], 0, 1, at)
-        index = {site: i for i, site in enumerate(stream.sites)}
+        selection, number = selected.selection, len(self._plan.streams)
+        values: dict[Site, Callable[[], torch.Tensor]] = {}
+        for index in selection.streams:
+            stream = self._plan.streams[index]
+            rows = StreamRows(pieces, index, number, at)
+            if not pieces:
+                none = torch.empty(0, len(stream.sites), stream.width, dtype=dtype_of(stream.dtype))
+                rows = StreamRows([Piece(at, at, [[none]], slice(None))], 0, 1, at)
+            values |= {site: partial(rows.site, i) for i, site in enumerate(stream.sites)}
         return SiteRows(
-            (site, CapturedRows(positions, ids, partial(rows.site, index[site]), versions))
+            (
+                site,
+                CapturedRows(positions, ids, values[site], versions, selection.heads.get(site, ())),
+            )
             for site in selection.sites
         )
 
     def _mean_rows(self, selected: Selected, mean: Mean, finished: bool) -> SiteRows:
         """One row a site, at the last position; none before the end, or without all of them."""
-        stream = self._plan.streams[selected.selection.stream]
+        stream = self._plan.streams[selected.selection.streams[0]]
         value = mean.value() if finished else None
         at = mean.positions[-1:] if value is not None else mean.positions[:0]
         ids = np.array([self._prompt_token_ids[i] for i in at], dtype=np.int64)

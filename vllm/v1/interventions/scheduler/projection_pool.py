@@ -73,9 +73,9 @@ class ProjectionPool:
             if len(firsts) == 1:
                 firsts *= len(stream.sites)
             projection = (tuple(firsts), stream.width) if firsts else None
-            summed = tuple(stream.runs) if stream.summed else ()
-            places = tuple(at[site] for site in stream.sites)
-            streams.append(WorkerStream(places, projection, summed))
+            sites, heads = tuple(at[site] for site in stream.sites), tuple(stream.heads)
+            width, summed = stream.width if heads else 0, tuple(stream.runs * stream.summed)
+            streams.append(WorkerStream(sites, projection, heads, width, summed))
         return tuple(streams)
 
     def upload(self, step: StepInterventions) -> None:

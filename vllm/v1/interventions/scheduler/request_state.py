@@ -35,8 +35,8 @@ class RequestInterventions:
             )
         self.plan = plan or NO_PLAN
         capture = self.plan.capture
-        self.num_sites = len(capture.sites) if capture else 0
-        """Number of sites at which it captures."""
+        self.arena_rows = capture.arena_rows if capture else 0
+        """Rows that a captured position takes on the device; 0 if it captures nothing."""
         self.wanted = Positions.from_flat(capture.runs) if capture else NO_POSITIONS
         self._relayed = [s.relayed for s in capture.streams] if capture else []
         self.relays_all = all(self._relayed)

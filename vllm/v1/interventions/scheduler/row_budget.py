@@ -51,8 +51,8 @@ class RowBudget:
         (the frontend refused what can never fit).
         """
         ours, name = request.interventions, request.request_id
-        num_sites = ours.num_sites
-        if not num_sites or num_tokens <= 0:
+        each = ours.arena_rows
+        if not each or num_tokens <= 0:
             return num_tokens
         if name in self._offsets:
             self._give_back(request)
@@ -61,13 +61,13 @@ class RowBudget:
             if first not in ours.wanted:
                 return 1
             room = self._room(request) if self._claims else self._capacity - self._taken
-            if num_sites > room:
-                return self._refuse(request, num_sites)
+            if each > room:
+                return self._refuse(request, each)
             if self._claims or self._refused:
-                self._grant(request, FIRST_TOKEN, num_sites)
+                self._grant(request, FIRST_TOKEN, each)
             else:
                 self._offsets[name] = FIRST_TOKEN
-                self._taken += num_sites
+                self._taken += each
             return 1
         stop, prompt = first + num_tokens, request.num_prompt_tokens
         wanted = ours.wanted.between(first, stop)
@@ -76,17 +76,17 @@ class RowBudget:
             # past the prompt; the true positions come back with the rows.
             generated = np.arange(max(prompt, first), stop)
             wanted = np.concatenate([wanted[wanted < prompt], generated])
-        room = self._room(request) // num_sites
+        room = self._room(request) // each
         if len(wanted) > room:
             if self._speculates and stop > request.num_tokens:
                 # The sampler counts on all of a request's draft rows or none, those that upstream
                 # pads a prompt's last token with included. Recomputed tokens are no drafts.
-                return self._refuse(request, len(wanted) * num_sites)
+                return self._refuse(request, len(wanted) * each)
             num_tokens = int(wanted[room]) - first
             if not num_tokens:
-                return self._refuse(request, num_sites)
+                return self._refuse(request, each)
             wanted = wanted[:room]
-        self._grant(request, (wanted - first).astype(np.int32), len(wanted) * num_sites)
+        self._grant(request, (wanted - first).astype(np.int32), len(wanted) * each)
         return num_tokens
 
     def _room(self, request: "Request") -> int:
@@ -124,7 +124,7 @@ class RowBudget:
     def _give_back(self, request: "Request") -> None:
         offsets = self._offsets.pop(request.request_id, None)
         if offsets is not None:
-            self._taken -= len(offsets) * request.interventions.num_sites
+            self._taken -= len(offsets) * request.interventions.arena_rows
 
     def withdraw(self, request: "Request") -> None:
         """Drop a request that is not part of this step after all, or has ended."""

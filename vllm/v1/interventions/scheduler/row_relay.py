@@ -41,7 +41,7 @@ class RowRelay:
             captured: the rows of all requests; None if nobody captured.
         """
         ours = request.interventions
-        if captured is None or not ours.num_sites:
+        if captured is None or not ours.arena_rows:
             return
         if captured is not self._step:
             captured.receive(self._places)

@@ -21,6 +21,7 @@ from vllm.compilation.wrapper import TorchCompileWithNoGuardsWrapper
 from vllm.config import CompilationMode, VllmConfig, set_current_vllm_config
 from vllm.config.capture import CaptureConfig
 from vllm.config.steering import SteeringConfig
+from vllm.model_executor.layers.attention_taps import HeadTaps
 from vllm.model_executor.layers.residual_taps import BoundTaps
 from vllm.v1.worker.gpu.cudagraph_utils import CudaGraphManager
 
@@ -41,12 +42,16 @@ _COMPILED = (
 """What upstream keeps of a module's compilation on the module."""
 
 
+_Taps = BoundTaps | HeadTaps
+
+
 class _Variant:
     """What makes one variant, kept here while the other is in use."""
 
-    def __init__(self, taps: Mapping[nn.Module, BoundTaps | None]) -> None:
+    def __init__(self, taps: Mapping[nn.Module, _Taps | None]) -> None:
         self.taps = taps
-        """Each layer's taps; None for those of its class, which do nothing."""
+        """The taps of each layer and its attention; None for those of its class, which do nothing.
+        """
         self.compiled: dict[nn.Module, dict[str, Any]] = {}
         """Module -> its attributes named in `_COMPILED`."""
         self.graphs: WeakKeyDictionary[Any, dict[Any, Any]] = WeakKeyDictionary()
@@ -62,7 +67,7 @@ class ModelVariants:
     """
 
     def __init__(
-        self, config: VllmConfig, model: nn.Module, taps: Mapping[nn.Module, BoundTaps]
+        self, config: VllmConfig, model: nn.Module, taps: Mapping[nn.Module, _Taps]
     ) -> None:
         self._compilation = config.compilation_config
         self._cache_dir = self._compilation.cache_dir

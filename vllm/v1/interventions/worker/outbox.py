@@ -1,11 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """The captured rows of a step on their way from a worker's device to its landing."""
 
+from collections.abc import Iterator
+from weakref import WeakKeyDictionary
+
 import numpy as np
 import torch
 
 from vllm.v1.capture.transport.landing import Landing
-from vllm.v1.interventions.capture_groups import LocalStream
+from vllm.v1.interventions.capture_groups import CaptureGroup, LocalStream
 from vllm.v1.interventions.step_rows import Block, StepRows
 from vllm.v1.interventions.worker.pinning import PIECE_BYTES
 from vllm.v1.interventions.worker.projection_table import CHUNK_BYTES, ProjectionTable
@@ -26,6 +29,10 @@ class Outbox:
     def __init__(self, arena: torch.Tensor, landing: Landing, projections: ProjectionTable) -> None:
         self._arena, self._landing, self._projections = arena, landing, projections
         self._cuda = arena.device.type == "cuda"
+        self._columns: WeakKeyDictionary[CaptureGroup, list[torch.Tensor | None]] = (
+            WeakKeyDictionary()
+        )
+        """The columns of each stream of the groups in use, on the device."""
         self._sent: torch.cuda.Event | None = None
         if self._cuda:
             self._leaving = torch.empty_like(arena)
@@ -38,12 +45,8 @@ class Outbox:
             positions: int64 [n] on the device, the captured tokens' in block order.
         """
         of_block = positions.split([block.count for block in step.blocks.all])
-        made = [
-            self._scores_of(block, s) if s.projection is not None else self._sums_of(block, s, at)
-            for block, at in zip(step.blocks.all, of_block, strict=True)
-            for s in block.group.streams
-            if not s.raw
-        ]
+        blocks = zip(step.blocks.all, of_block, strict=True)
+        made = [values for block, at in blocks for values in self._made_of(block, at)]
         size = step.num_bytes
         memory = self._landing.take(size)
         places = None if memory is None else self._landing
@@ -55,7 +58,7 @@ class Outbox:
         rows, others = self._arena[: step.blocks.num_raw], [positions, *made]
         if sent is None:
             for there, values in zip((rows_there, *others_there), (rows, *others), strict=True):
-                there.copy_(values)
+                there.copy_(values.view(there.shape))
             return
         main = torch.cuda.current_stream()
         if self._sent is not None:
@@ -66,20 +69,40 @@ class Outbox:
         with torch.cuda.stream(self._stream):
             self._copy_rows(rows_there, leaving)
             for there, values in zip(others_there, others, strict=True):
-                there.copy_(values, non_blocking=True)
+                self._copy_rows(there, values)
                 values.record_stream(self._stream)
             sent.record()
         self._sent = sent
 
     def _copy_rows(self, there: torch.Tensor, rows: torch.Tensor) -> None:
         """Copy rows in parts that each lie in one of the pieces that the GPU knows."""
-        there, rows = (values.view(-1).view(torch.uint8) for values in (there, rows))
+        there, rows = (values.reshape(-1).view(torch.uint8) for values in (there, rows))
         first = there.data_ptr() - self._landing.memory.ctypes.data
         done = 0
         while done < len(rows):
             stop = done + PIECE_BYTES - (first + done) % PIECE_BYTES
             there[done:stop].copy_(rows[done:stop], non_blocking=True)
             done = stop
+
+    def _made_of(self, block: Block, positions: torch.Tensor) -> Iterator[torch.Tensor]:
+        """What leaves of a block's rest: scores, sums and heads.
+
+        Args:
+            positions: int64 [count] on the device, of the block's tokens.
+        """
+        streams = block.group.streams
+        if block.group not in self._columns:
+            device = self._arena.device
+            self._columns[block.group] = [
+                None if s.columns is None else to_device(s.columns, device) for s in streams
+            ]
+        for stream, columns in zip(streams, self._columns[block.group], strict=True):
+            if stream.projection is not None:
+                yield self._scores_of(block, stream)
+            elif stream.summed:
+                yield self._sums_of(block, stream, positions)
+            elif columns is not None:
+                yield block.heads(self._arena, columns)
 
     def _scores_of(self, block: Block, stream: LocalStream) -> torch.Tensor:
         """The scores of a projected stream, float32 [count, sites, k] on the device."""
@@ -97,11 +120,7 @@ class Outbox:
 
     def _sums_of(self, block: Block, stream: LocalStream, positions: torch.Tensor) -> torch.Tensor:
         """The sum of each request's rows at the stream's positions, float32 [requests, sites,
-        hidden] on the device, a bounded number of rows at a time.
-
-        Args:
-            positions: int64 [count] there, of the block's tokens.
-        """
+        hidden] on the device, a bounded number of rows at a time."""
         edges = to_device(np.array(stream.summed), self._arena.device)
         wanted = (torch.bucketize(positions, edges, right=True) % 2 == 1).view(-1, 1, 1)
         hidden, kind = self._arena.shape[1], torch.float32

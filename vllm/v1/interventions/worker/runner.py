@@ -14,7 +14,9 @@ import torch
 from torch import nn
 
 from vllm.config import CompilationMode, VllmConfig
+from vllm.config.capture import HEAD_POINTS
 from vllm.config.steering import POINTS
+from vllm.model_executor.layers.attention_taps import HeadTap, HeadTaps
 from vllm.model_executor.layers.native_rows import NATIVE_ROWS, NativeTap
 from vllm.model_executor.layers.residual_taps import BoundTaps, PassTap, SiteTap
 from vllm.v1.capture.transport.landing import Landing
@@ -22,6 +24,7 @@ from vllm.v1.interventions.capture_groups import CaptureGroup, CaptureGroups
 from vllm.v1.interventions.messages import num_table_rows
 from vllm.v1.interventions.plan import Site, TapShape
 from vllm.v1.interventions.step_rows import Blocks, Members, StepRows
+from vllm.v1.interventions.worker.attention_layers import AttentionHeads, attention_of
 from vllm.v1.interventions.worker.model_variants import ModelVariants
 from vllm.v1.interventions.worker.outbox import Outbox
 from vllm.v1.interventions.worker.pinning import Pinning, landing_bytes
@@ -61,7 +64,7 @@ class WorkerInterventions:
         self._device = device
         self._steering = config.steering_config.enable_steering
         self._capture = config.capture_config.enabled
-        self._groups = CaptureGroups({})
+        self._groups: CaptureGroups | None = None
         self._captures: dict[str, CaptureGroup] = {}
         self._wanted: dict[str, np.ndarray] = {}
         self._version = 0
@@ -105,23 +108,30 @@ class WorkerInterventions:
             )
         model_config = self._config.model_config
         layers = own_layers(layers, model_config.get_total_num_hidden_layers())
+        attention = attention_of(layers)
         self.shape = TapShape(
             hidden_size=model_config.get_hidden_size(),
             dtype=str(model_config.dtype).removeprefix("torch."),
             points={index: unbound_taps(layer).points for index, layer in layers.items()},
+            heads={index: found.points for index, found in attention.items()},
         )
         refuse_layers(layers, self.shape.torch_dtype)
         self._allocate(self.shape)
-        taps = {
+        taps: dict[nn.Module, BoundTaps | HeadTaps] = {
             layer: BoundTaps(*(self._tap(point, index) for point in POINTS))
             for index, layer in layers.items()
         }
+        if not self._config.capture_config.captures_heads:
+            attention = {}
+        for index, found in attention.items():
+            heads = (self._head_tap(point, index, found) for point in HEAD_POINTS)
+            taps[found.module] = HeadTaps(*heads)
         self._variants = ModelVariants(self._config, model, taps)
 
     def _allocate(self, shape: TapShape) -> None:
         max_tokens = self._config.scheduler_config.max_num_batched_tokens
         hidden, dtype, device = shape.hidden_size, shape.torch_dtype, self._device
-        self.sites = [(p, n) for n in sorted(shape.points) for p in shape.points[n]]
+        self.sites = [(p, n) for n in sorted(shape.points) for p in shape.offers(n)]
         self.tokens = TokenMap(max_tokens, device)
         if self._steering:
             config = self._config.steering_config
@@ -137,10 +147,11 @@ class WorkerInterventions:
             points = self._config.capture_config.capture_points
             captured = [site for site in self.sites if site[0] in points]
             self._dest_rows = {site: i for i, site in enumerate(captured)}
-            self._groups = CaptureGroups(self._dest_rows)
-            self.arena = torch.zeros(
-                rows if self.captures_here else 1, hidden, dtype=dtype, device=device
-            )
+            self._groups = CaptureGroups(self._dest_rows, shape)
+            # The start-up check captures one token of any site, which may need several rows.
+            least = max(map(shape.arena_rows, captured), default=1)
+            rows = max(rows, least) if self.captures_here else least
+            self.arena = torch.zeros(rows, hidden, dtype=dtype, device=device)
             if self.captures_here:
                 self._projections = ProjectionTable(hidden, device)
                 self._outbox = Outbox(self.arena, self._landing, self._projections)
@@ -161,6 +172,16 @@ class WorkerInterventions:
         traced = self._config.compilation_config.mode != CompilationMode.NONE
         kind = NativeTap if NATIVE_ROWS and not traced else SiteTap
         return kind(table, terms, self.tokens.slots, arena, dest)
+
+    def _head_tap(self, point: str, layer: int, found: AttentionHeads) -> HeadTap | None:
+        site = (point, layer)
+        if site not in self._dest_rows:
+            return None
+        assert self.arena is not None and self.dest is not None and self.shape is not None
+        dest, width = self.dest[self._dest_rows[site]], self.shape.row_width(site)
+        gathers = self._config.parallel_config.tensor_parallel_size > 1
+        replicas = found.replicas if point in ("k", "v") else 1
+        return HeadTap(self.arena, dest, width, gathers, replicas)
 
     @property
     def num_variants(self) -> int:
@@ -243,6 +264,7 @@ class WorkerInterventions:
             self._projections.apply(step.projections)
             if step.admitted:
                 self._decoding = None
+            assert self._groups is not None
             groups = {r: self._groups.of(w) for r, w in step.admitted.items()}
             self._captures |= {r: group for r, group in groups.items() if group is not None}
         if self.table is not None:

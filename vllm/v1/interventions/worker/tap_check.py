@@ -171,11 +171,12 @@ def _run(
     vector: torch.Tensor | None,
     dummy_run: DummyRun,
 ) -> torch.Tensor | None:
-    """The row of one dummy token at `site`, or else of the model's output: [hidden], None if this
+    """The row of one dummy token at `site`, or else of the model's output: [width], None if this
     worker has neither."""
     with interventions.probing(site, vector):
         hidden = dummy_run(NUM_TOKENS)[0]
         if interventions.captures(site):
-            assert interventions.arena is not None
-            return interventions.arena[0].clone()
+            assert interventions.arena is not None and interventions.shape is not None
+            # Of many heads, those that lie in the first row.
+            return interventions.arena[0, : interventions.shape.row_width(site)].clone()
         return hidden[0].clone() if isinstance(hidden, torch.Tensor) else None

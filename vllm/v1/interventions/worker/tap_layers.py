@@ -36,18 +36,22 @@ def find_layers(model: nn.Module) -> dict[int, nn.Module]:
         if name.startswith(outer):
             continue
         owner = next(cls for cls in type(module).__mro__ if "forward" in vars(cls))
-        if "taps" in vars(owner):
+        if _is_wired(owner):
             index = extract_layer_index(name)
             if index in layers:
                 raise ValueError(f"two decoder layers have index {index}, the second is {name}")
             layers[index] = module
             outer = f"{name}."
-        elif any("taps" in vars(cls) for cls in type(module).__mro__):
+        elif any(map(_is_wired, type(module).__mro__)):
             raise ValueError(
                 f"{name}: {type(module).__name__} overrides the forward of a wired decoder layer; "
                 "wire it in patches/taps/table.py or start without steering and capture"
             )
     return layers
+
+
+def _is_wired(cls: type) -> bool:
+    return isinstance(vars(cls).get("taps"), UnboundTaps)
 
 
 def own_layers(layers: Mapping[int, nn.Module], depth: int) -> dict[int, nn.Module]:

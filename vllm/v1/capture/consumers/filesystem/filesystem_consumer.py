@@ -206,6 +206,7 @@ class FilesystemConsumer(CaptureConsumer):
             publication=uuid.uuid4().hex,
             given_id=fields.get("request_id", ""),
             metadata=fields.get("metadata", {}),
+            heads=request.heads,
             reduce=request.reduce,
         )
         return Publication(record, _tensors(request, batches), named="request_id" in fields)

@@ -1,0 +1,59 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The reference of q, k, v and z: what the attention of a Hugging Face model gets and returns.
+
+Attentions of transformers call a function of their module, `eager_attention_forward(module, query,
+key, value, ...)`, with what the hook contract names; it is wrapped while a sequence runs.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import nn
+
+_NAME = "eager_attention_forward"
+
+_Rows = tuple[torch.Tensor, ...]
+
+
+@contextmanager
+def recorded(
+    model: nn.Module, blocks: Sequence[nn.Module]
+) -> Iterator[dict[tuple[str, int], torch.Tensor]]:
+    """Afterwards, of the one sequence that ran within: (point, layer) -> float32 [n, heads, width].
+
+    Layers whose attention was called not once, or does without that function, are left out.
+    """
+    layer_of = {module: layer for layer, block in enumerate(blocks) for module in block.modules()}
+    calls: dict[int, list[_Rows]] = {}
+    rows: dict[tuple[str, int], torch.Tensor] = {}
+
+    def recording(attend: Callable[..., Any]) -> Callable[..., Any]:
+        def call(
+            module: nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor,
+            *args: Any, **kwargs: Any,
+        ) -> Any:  # fmt: skip
+            out = attend(module, query, key, value, *args, **kwargs)
+            if module in layer_of:
+                # These are [1, heads, n, width], the output [1, n, heads, width].
+                given = [x[0].transpose(0, 1).clone() for x in (query, key, value)]
+                calls.setdefault(layer_of[module], []).append((*given, out[0][0].clone()))
+            return out
+
+        return call
+
+    files = {sys.modules[type(module).__module__] for module in model.modules()}
+    with ExitStack() as stack:
+        for file in files:
+            if hasattr(file, _NAME):
+                attend = getattr(file, _NAME)
+                stack.enter_context(mock.patch.object(file, _NAME, recording(attend)))
+        yield rows
+    for layer, made in calls.items():
+        if len(made) == 1:
+            rows.update({(p, layer): x for p, x in zip("qkvz", made[0], strict=True)})

@@ -1,0 +1,182 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Heads from attention's tensors to a step's rows, without an engine: taps, arena, groups, outbox;
+beside rows and scores of the residual stream."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from tests.support.plans import HEADS, HIDDEN
+from vllm.model_executor.layers import attention_taps
+from vllm.model_executor.layers.attention.attention import Attention
+from vllm.model_executor.layers.attention_taps import HeadTap
+from vllm.model_executor.layers.residual_taps import SiteTap
+from vllm.v1.capture.transport.landing import Landing
+from vllm.v1.interventions.capture_groups import CaptureGroup, CaptureGroups
+from vllm.v1.interventions.messages import WorkerRequest, WorkerStream
+from vllm.v1.interventions.plan import Site
+from vllm.v1.interventions.step_rows import Blocks, Members, StepRows
+from vllm.v1.interventions.worker.attention_layers import attention_of
+from vllm.v1.interventions.worker.outbox import Outbox
+from vllm.v1.interventions.worker.projection_table import ProjectionTable
+
+pytestmark = pytest.mark.quick
+
+SITES: list[Site] = [(p, n) for n in HEADS.points for p in HEADS.offers(n)]
+HEAD_SITES = [site for site in SITES if site[0] in "qkvz"]
+RESIDUAL = [site for site in SITES if site[0] not in "qkvz"]
+MATRIX = torch.randn(2, HIDDEN, generator=torch.Generator().manual_seed(1))
+
+
+@st.composite
+def requests(draw: st.DrawFn) -> WorkerRequest:
+    """Some raw rows, some scores, and two streams of heads of one width each."""
+    raw = draw(st.lists(st.sampled_from(RESIDUAL), unique=True, max_size=3))
+    scored = draw(st.lists(st.sampled_from(RESIDUAL), unique=True, max_size=2))
+    streams: list[tuple[list[Site], WorkerStream]] = [
+        (raw, WorkerStream(())),
+        (scored, WorkerStream((), ((0,) * len(scored), len(MATRIX)))),
+    ]
+    for _ in range(2):
+        sites = draw(st.lists(st.sampled_from(HEAD_SITES), unique=True, max_size=3))
+        width = HEADS.heads[sites[0][1]][sites[0][0]][1] if sites else 0
+        sites = sorted((s for s in sites if HEADS.heads[s[1]][s[0]][1] == width), key=SITES.index)
+        heads = tuple(
+            tuple(sorted(draw(st.permutations(range(HEADS.heads[n][p][0])))[:2])) for p, n in sites
+        )
+        streams.append((sites, WorkerStream((), None, heads, 2 * width)))
+    asked = sorted({site for sites, _ in streams for site in sites}, key=SITES.index)
+    placed = tuple(
+        WorkerStream(tuple(asked.index(s) for s in sites), w.projection, w.heads, w.width)
+        for sites, w in streams
+        if sites
+    )
+    zeros = np.zeros(1, np.int64)
+    return WorkerRequest(zeros, zeros, zeros, tuple(asked), placed)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.tuples(requests(), st.integers(1, 3)), min_size=1, max_size=4), st.booleans())
+def test_rows_of_a_step(asked: list[tuple[WorkerRequest, int]], last_stage: bool) -> None:
+    """A frontend gets of each stream what taps were given, at the heads that were chosen."""
+    own = [site for site in SITES if site[1] >= 1] if last_stage else SITES
+    layouts = CaptureGroups({site: i for i, site in enumerate(own)}, HEADS)
+    generator = torch.Generator().manual_seed(0)
+    total = sum(count for _, count in asked)
+    given = {site: torch.randn(total, HEADS.row_width(site), generator=generator) for site in own}
+    groups: dict[CaptureGroup, Members] = {}
+    tokens, first, kept = [], 0, []
+    for i, (request, count) in enumerate(asked):
+        kept.append(group := layouts.of(request))
+        tokens.append(np.arange(first, first + count))
+        first += count
+        if group is not None:
+            groups.setdefault(group, []).append((str(i), tokens[-1]))
+    if not groups:
+        return
+    blocks = Blocks(groups)
+    size = sum(b.num_raw + b.num_rest for b in blocks.all)
+    dest = torch.full((len(own), total), -1, dtype=torch.int32)
+    for block, members in zip(blocks.all, groups.values(), strict=True):
+        at = np.concatenate([t for _, t in members])
+        dest[np.ix_(block.group.sites, at)] = torch.from_numpy(block.rows())
+    captured = sum(b.count for b in blocks.all)
+    arena = torch.full((size, HIDDEN), torch.nan)
+    for site, rows in given.items():
+        places = dest[own.index(site)]
+        residual = SiteTap(None, None, places, arena, places)
+        tap = residual if site in RESIDUAL else HeadTap(arena, places, HEADS.row_width(site))
+        tap.read(rows)
+    step = StepRows(1, blocks, HIDDEN, torch.float32)
+    projections = ProjectionTable(HIDDEN, torch.device("cpu"))
+    projections.apply([(0, MATRIX.numpy().tobytes())])
+    Outbox(arena, Landing(1 << 20), projections).send(step, torch.arange(captured))
+    for i, (request, _) in enumerate(asked):
+        if kept[i] is None:
+            continue
+        chunk = step.of(str(i))
+        assert chunk is not None
+        for stream, values in zip(request.capture_streams, chunk.values, strict=True):
+            sites = [request.capture_sites[n] for n in stream.sites]
+            here = [j for j, site in enumerate(sites) if site in own]
+            assert values.shape[1] == len(here)
+            for place, j in enumerate(here):
+                want = given[sites[j]][tokens[i]]
+                if stream.heads:
+                    count = HEADS.heads[sites[j][1]][sites[j][0]][0]
+                    want = want.unflatten(1, (count, -1))[:, list(stream.heads[j])].flatten(1)
+                elif stream.projection:
+                    want = want @ MATRIX.T
+                assert torch.allclose(values[:, place], want)
+
+
+def test_heads_of_one_request_are_not_anothers() -> None:
+    """The twin: equal sites and other heads are another group."""
+    zeros = np.zeros(1, np.int64)
+
+    def ask(head: int) -> WorkerRequest:
+        stream = WorkerStream((0,), None, ((head,),), 2)
+        return WorkerRequest(zeros, zeros, zeros, (("q", 0),), (stream,))
+
+    layouts = CaptureGroups({("q", 0): 0}, HEADS)
+    one, same, other = (layouts.of(ask(head)) for head in (1, 1, 2))
+    assert one is same and one is not other
+    assert one is not None and one.streams[0].columns is not None
+    assert one.streams[0].columns.tolist() == [2, 3]
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_ranks_have_parts_of_the_heads(replicas: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Four ranks; with two replicas each pair has the same heads."""
+    parts = [torch.full((3, 2, 2), float(rank // replicas)) for rank in range(4)]
+
+    def gather(rows: torch.Tensor) -> torch.Tensor:
+        assert torch.equal(rows, parts[1].flatten(1))
+        return torch.cat([part.flatten(1) for part in parts], dim=1)
+
+    monkeypatch.setattr(attention_taps, "tensor_model_parallel_all_gather", gather)
+    arena, dest = torch.zeros(9, 16 // replicas), torch.tensor([8, 4, 2], dtype=torch.int32)
+    HeadTap(arena, dest, 16 // replicas, True, replicas).read(parts[1])
+    want = torch.arange(4 // replicas).repeat_interleave(4).float()
+    assert torch.equal(arena[4], want) and torch.equal(arena[2], want)
+    assert not arena[[0, 1, 3, 5, 6, 7]].any()
+
+
+class OwnForward(Attention):
+    def forward(self, *args: object, **kwargs: object) -> torch.Tensor:
+        raise NotImplementedError
+
+
+def attention(cls: type[Attention]) -> Attention:
+    module = cls.__new__(cls)
+    nn.Module.__init__(module)
+    module.num_heads, module.num_kv_heads = 4, 2
+    module.head_size, module.head_size_v = 8, 6
+    module.kv_sharing_target_layer_name = None
+    return module
+
+
+def test_which_layers_have_heads(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        "vllm.v1.interventions.worker.attention_layers.get_tensor_model_parallel_world_size",
+        lambda: 2,
+    )
+    shared = attention(Attention)
+    shared.kv_sharing_target_layer_name = "model.layers.0.self_attn.attn"
+    layers = {
+        0: nn.ModuleList([nn.Linear(1, 1), attention(Attention)]),
+        1: nn.ModuleList([attention(Attention), attention(Attention)]),
+        2: nn.ModuleList([attention(OwnForward)]),
+        3: nn.ModuleList([shared]),
+        4: nn.ModuleList([nn.Linear(1, 1)]),
+    }
+    found = {index: heads.points for index, heads in attention_of(layers).items()}
+    assert found == {
+        0: {"q": (8, 8), "k": (4, 8), "v": (4, 6), "z": (8, 6)},
+        3: {"q": (8, 8), "z": (8, 6)},
+    }

@@ -1,0 +1,93 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Taps of an attention layer: where the rows of its heads are read.
+
+`Attention` and `MLAAttention` have the class attribute `taps = UnboundHeadTaps()` and call `enter`
+first and `leave` last. The worker replaces `taps` on each *instance* that it binds, in engines that
+capture at one of these points. What residual_taps.py says of traced code holds here too.
+"""
+
+import torch
+
+from vllm.distributed import tensor_model_parallel_all_gather
+from vllm.model_executor.layers.row_capture import capture_rows
+
+
+class UnboundHeadTaps:
+    """Taps that do nothing and trace to nothing."""
+
+    def enter(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor | None = None,
+        value: torch.Tensor | None = None,
+    ) -> None:
+        """Capture nothing."""
+        return None
+
+    def leave(self, output: torch.Tensor) -> None:
+        """Capture nothing."""
+        return None
+
+
+class HeadTap:
+    """One of q, k, v and z of one layer.
+
+    Args:
+        arena: [rows, hidden] in the model's dtype, where captured rows go; a token's heads take as
+            many neighbouring rows as they need.
+        dest: int32 [max tokens], the first arena row of each token, -1 for none.
+        width: of all heads together, of all ranks.
+        gathers: whether tensor-parallel ranks have the heads in parts.
+        replicas: how many ranks in a row have the same heads.
+    """
+
+    def __init__(
+        self,
+        arena: torch.Tensor,
+        dest: torch.Tensor,
+        width: int,
+        gathers: bool = False,
+        replicas: int = 1,
+    ) -> None:
+        self.arena = arena
+        self.dest = dest
+        self.width = width
+        self.gathers = gathers
+        self.replicas = replicas
+
+    def read(self, rows: torch.Tensor) -> None:
+        """Capture rows, [tokens, this rank's heads * width] or [tokens, heads, width]."""
+        rows = rows.flatten(1)
+        if self.gathers:
+            mine = rows.shape[1]
+            rows = tensor_model_parallel_all_gather(rows.contiguous())
+            if self.replicas > 1:
+                rows = rows.unflatten(1, (-1, self.replicas, mine))[:, :, 0].flatten(1)
+        assert rows.shape[1] == self.width, "more would lie on rows of others"
+        capture_rows(rows, self.arena, self.dest)
+
+
+class HeadTaps(UnboundHeadTaps):
+    """The taps of one attention layer of the target model; None where nothing is captured."""
+
+    def __init__(self, q: HeadTap | None, k: HeadTap | None, v: HeadTap | None, z: HeadTap | None):
+        self.q, self.k, self.v, self.z = q, k, v, z
+
+    def enter(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor | None = None,
+        value: torch.Tensor | None = None,
+    ) -> None:
+        """Capture what attention gets."""
+        if self.q is not None:
+            self.q.read(query)
+        if self.k is not None and key is not None:
+            self.k.read(key)
+        if self.v is not None and value is not None:
+            self.v.read(value)
+
+    def leave(self, output: torch.Tensor) -> None:
+        """Capture what attention returns, [tokens, heads, width] or [tokens, heads * width]."""
+        if self.z is not None:
+            self.z.read(output)

@@ -1,0 +1,121 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which streams the rows of a request leave the device in: one for each form and process."""
+
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+import msgspec
+
+from vllm.v1.capture.registry import is_inline
+from vllm.v1.interventions.errors import reject
+from vllm.v1.interventions.plan import Selection, Site, Stream, TapShape
+from vllm.v1.interventions.positions import Positions
+from vllm.v1.interventions.sites import site_order
+
+
+class _Form(NamedTuple):
+    """What rows of a stream have in common."""
+
+    relayed: bool
+    digests: tuple[str, ...] = ()
+    """Digests of the matrices of a projection."""
+    apart: tuple[Site, ...] = ()
+    """The sites, where each has a matrix of its own."""
+    width: int = 0
+    """The width of a site's heads together; 0 in the residual stream."""
+    consumer: str = ""
+    """Whose heads these are."""
+    summed: tuple[int, ...] = ()
+    """The positions of a mean, as `Selection.runs`."""
+
+
+class Streams:
+    """The streams of one request, and the consumers that get each.
+
+    Args:
+        shape: what the model offers.
+    """
+
+    def __init__(self, shape: TapShape) -> None:
+        self._shape = shape
+        self._members: dict[_Form, list[Selection]] = {}
+
+    def add(
+        self,
+        name: str,
+        selection: Selection,
+        relayed: bool,
+        digests: Sequence[str],
+        path: str,
+        summed: bool,
+    ) -> Selection:
+        """Add what a consumer gets.
+
+        Args:
+            digests: of its matrices, as in `Stream.projections`; none for heads.
+            path: of its request.
+            summed: whether it gets the mean of its rows.
+
+        Returns:
+            The selection with its streams.
+
+        Raises:
+            ValueError: rows of several widths for a consumer other than `inline`.
+        """
+        parts: dict[_Form, list[Site]] = {}
+        if not selection.heads:
+            apart = tuple(selection.sites) if len(digests) > 1 else ()
+            runs = tuple(selection.runs) if summed else ()
+            parts[_Form(relayed, tuple(digests), apart, summed=runs)] = selection.sites
+        for site in selection.sites if selection.heads else ():
+            width = self._width(selection, site)
+            form = _Form(relayed, width=width, consumer=name if width else "")
+            parts.setdefault(form, []).append(site)
+        if len(parts) > 1 and not is_inline(name):
+            reject(
+                f"{path}.hooks",
+                "rows have different widths, and only 'inline' takes these together; choose sites "
+                "with as many heads of one width each",
+            )
+        for form, sites in parts.items():
+            part = selection if len(parts) == 1 else msgspec.structs.replace(selection, sites=sites)
+            self._members.setdefault(form, []).append(part)
+        order = list(self._members)
+        streams = tuple(order.index(form) for form in parts)
+        if streams == selection.streams:
+            return selection
+        return msgspec.structs.replace(selection, streams=streams)
+
+    def _width(self, selection: Selection, site: Site) -> int:
+        """The width of the heads chosen at a site together; 0 for the residual stream."""
+        point, layer = site
+        heads = selection.heads.get(site)
+        return len(heads) * self._shape.heads[layer][point][1] if heads else 0
+
+    def placed(self, projections: Mapping[str, bytes]) -> list[Stream]:
+        """The streams, in the order of the selections' indices.
+
+        Args:
+            projections: as in `CapturePlan`.
+        """
+        shape, made = self._shape, []
+        for form, members in self._members.items():
+            sites, runs = union(members)
+            width, dtype = form.width or shape.hidden_size, shape.dtype
+            if form.digests:
+                width, dtype = len(projections[form.digests[0]]) // (4 * width), "float32"
+            heads = [members[0].heads[site] for site in sites] if form.width else []
+            digests, summed = list(form.digests), bool(form.summed)
+            dtype = "float32" if summed else dtype
+            made.append(Stream(sites, runs, form.relayed, width, dtype, digests, heads, summed))
+        return made
+
+
+def union(parts: Sequence[Selection | Stream]) -> tuple[list[Site], list[int]]:
+    """All sites in layer order, and all positions as runs."""
+    if len(parts) == 1:
+        return parts[0].sites, parts[0].runs
+    rows = Positions()
+    for part in parts:
+        rows = rows | Positions.from_flat(part.runs)
+    return sorted({s for part in parts for s in part.sites}, key=site_order), rows.flat()
