@@ -56,7 +56,7 @@ def test_a_stream_for_each_set_of_positions() -> None:
             ]
         }
     )
-    assert [plan.consumers[name].stream for name in plan.consumers] == [0, 1, 1, 2]
+    assert [plan.consumers[n].streams for n in plan.consumers] == [(0,), (1,), (1,), (2,)]
     assert [s.summed for s in plan.streams] == [True, True, False]
     assert [s.dtype for s in plan.streams] == ["float32", "float32", SHAPE.dtype]
     assert plan.streams[1].sites[-1] == ("post_block", 3)

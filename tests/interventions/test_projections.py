@@ -247,7 +247,7 @@ def worker_requests(draw: st.DrawFn) -> WorkerRequest:
         programs=np.zeros(1, np.int32),
         capture_sites=tuple(SITES[i] for i in union),
         capture_streams=tuple(
-            WorkerStream(tuple(union.index(i) for i in part), drawn(part, at), runs)
+            WorkerStream(tuple(union.index(i) for i in part), drawn(part, at), summed=runs)
             for part, at, runs in zip(parts, matrices, summed, strict=True)
         ),
     )

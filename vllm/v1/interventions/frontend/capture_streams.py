@@ -47,7 +47,7 @@ class Streams:
         relayed: bool,
         digests: Sequence[str],
         path: str,
-        summed: bool,
+        summed: bool = False,
     ) -> Selection:
         """Add what a consumer gets.
 
