@@ -54,12 +54,14 @@ class Template:
 CHAT = [{"role": "user", "content": "a"}, {"role": "tool", "content": "b"}]
 
 
-def turn(value: dict[str, Any], chat: list[Any] | None = CHAT, end: str = "") -> object:
+def turn(
+    value: dict[str, Any], chat: list[Any] | None = CHAT, end: str = "", work: int = 1 << 23
+) -> object:
     """Resolve the turn of a chat whose prompt, a character a token, is `user:a a, tool:b`."""
     text, params = "user:a a\ntool:b", cast("ChatParams", None)
     turns = ChatTurns(chat, params, cast("Any", Template(end))) if chat is not None else None
     tokenizer = cast("Any", SimpleNamespace(decode=bytes_of, all_special_ids=[]))
-    prompt = Prompt(list(text.encode()), 2, tokenizer, Work(1 << 23), turns)
+    prompt = Prompt(list(text.encode()), 2, tokenizer, Work(work), turns)
     return Selector(prompt).resolve(value, "p")
 
 
@@ -90,6 +92,8 @@ PROJECT = [
     Case(path("p"), do=lambda: turn({"role": "user"}, [CHAT[0], IMAGE])),
     Case(path("p"), do=lambda: turn({"role": "user"})),
     Case(path("p"), do=lambda: turn(TOOL, end="...")),
+    # Each turn is a rendering of the whole chat.
+    Case(path("p", "", "1000"), do=lambda: turn(TOOL, work=1000)),
     Case(path(AT, "5"), project(5)),
     Case(path(AT, point="post_block", layer="1"), project({})),
     Case(path(f"{AT}.mlp", "'mlp'"), project({"mlp": {}})),
