@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -15,6 +16,8 @@ from tests.support.plans import HIDDEN, SHAPE
 from vllm.v1.capture.registry import ConsumerSpec
 from vllm.v1.capture.transport.copies import CopyThreads
 from vllm.v1.capture.transport.feed import Feed, request_info
+from vllm.v1.capture.transport.mean import Mean
+from vllm.v1.engine import EngineCoreOutput
 from vllm.v1.interventions.frontend.capture_request import parse_capture
 from vllm.v1.interventions.frontend.row_collector import RowCollector
 from vllm.v1.interventions.frontend.row_pieces import Run
@@ -24,6 +27,7 @@ from vllm.v1.interventions.messages import CapturedChunk
 from vllm.v1.interventions.plan import CapturePlan, Plan
 from vllm.v1.interventions.positions import Positions
 from vllm.v1.interventions.scheduler.request_state import RequestInterventions
+from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
 pytestmark = pytest.mark.quick
 
@@ -190,6 +194,37 @@ def test_means_of_steps_of_any_lengths(way: list[tuple[str, int, int]], seed: in
     assert error is None and batch.positions.tolist() == [4]
     want = rows[1:5, sites.index(("post_block", 2))].mean(0)
     torch.testing.assert_close(batch.values, want[None, None], atol=1e-6, rtol=1e-5)
+
+
+def test_rows_that_were_cut_keep_their_sums_in_a_message() -> None:
+    """A request that is computed again, with an engine core in another process."""
+    asked = [mean("all_prompt"), {"hooks": HOOKS, "positions": "all_prompt"}]
+    running = Way(parse({"inline": asked}), torch.randn(PROMPT, 3, HIDDEN))
+    assert running.state.accept(running.chunk(0, 5), PROMPT) is not None
+    again = running.chunk(0, 8)
+    cut = running.state.accept(again, PROMPT)
+    assert cut is not None and cut is not again
+    output = EngineCoreOutput("", [], captured=[cut])
+    sent = MsgpackDecoder(EngineCoreOutput).decode(MsgpackEncoder().encode(output))
+    [chunk] = sent.captured or ()
+    assert chunk.positions.tolist() == [5, 6, 7] and chunk.owners == [("r", 3)]
+    assert chunk.summed is not None and chunk.summed.tolist() == list(range(8))
+    assert [len(values) for values in chunk.values] == [1, 3]
+    assert torch.equal(chunk.values[0], again.values[0])
+
+
+def test_sums_that_do_not_go_on_are_left_out() -> None:
+    """Whatever comes, a mean is of each position once, or there is none."""
+    [stream] = parse({"inline": mean([2, 3, 7, 8])}).streams
+    one, total = torch.ones(3, HIDDEN), Mean(stream)
+    for at in ([3, 7], [2, 3], [8], [2, 3], [3, 7]):
+        total.add(np.array(at), one, 0)
+        assert total.value() is None
+    total.add(np.array([7, 8]), one, 1)
+    total.add(np.array([2, 3]), one, 2)
+    value = total.value()
+    assert value is not None and torch.equal(value, one * 2 / 4)
+    assert total.positions.tolist() == [2, 3, 7, 8] and total.version == 1
 
 
 def test_before_its_end_a_mean_is_none() -> None:

@@ -99,8 +99,7 @@ class CaptureGroups:
         if not own:
             return None
         of_heads = {i for s in streams if s.heads for i in s.sites}
-        made = (s.projection is not None or s.heads or s.summed for s in streams)
-        raw = {i for s, of_made in zip(streams, made, strict=True) if not of_made for i in s.sites}
+        raw = {i for s in streams if not (s.projection or s.heads or s.summed) for i in s.sites}
         own.sort(key=lambda i: (i not in raw, i in of_heads))
         sizes = {i: self._shape.arena_rows(asked[i]) for i in own if i not in raw}
         firsts = dict(zip(sizes, accumulate([0, *sizes.values()]), strict=False))
