@@ -99,8 +99,11 @@ class Positions:
         return max(position, self._start_list[run])
 
     def __contains__(self, position: int) -> bool:
-        run = bisect_right(self._stop_list, position)
-        return run < len(self._stop_list) and self._start_list[run] <= position
+        starts, stops = self._start_list, self._stop_list
+        if len(stops) == 1:
+            return starts[0] <= position < stops[0]
+        run = bisect_right(stops, position)
+        return run < len(stops) and starts[run] <= position
 
     def below(self, stop: int) -> "Positions":
         """The members < stop."""

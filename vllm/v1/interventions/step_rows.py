@@ -197,13 +197,12 @@ class StepRows:
         """Whether `packed` may be used: not where several stages have a part of each row."""
         return not self._later
 
-    def position(self, request_id: str) -> int | None:
-        """The position of a request's only row, as in decoding; None if there are more, or `packs`
-        is false."""
+    def singles(self) -> dict[str, int]:
+        """The positions of requests with one row, as in decoding; none if `packs` is false."""
         if self._singles is None:
             self._singles = {}
             if not self.packs:
-                return None
+                return self._singles
             for block, (positions, _) in zip(self.blocks.all, self._whole(), strict=True):
                 if block.count == len(block.counts):
                     names = (name for name, _ in block.owners)
@@ -212,7 +211,7 @@ class StepRows:
                 for (name, count), stop in zip(block.owners, accumulate(block.counts), strict=True):
                     if count == 1:
                         self._singles[name] = int(positions[stop - 1])
-        return self._singles.get(request_id)
+        return self._singles
 
     def packed(self, request_ids: Collection[str]) -> list[CapturedChunk]:
         """All rows of some requests as they lie here, neighbours as one chunk with its `owners`:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Rows of one completion, gathered as they come: what `inline` returns."""
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 
 import numpy as np
@@ -68,11 +68,10 @@ class RowCollector:
             Piece.of(run, rows, first) for run, rows, first in self._runs if first < len(run.chunks)
         ]
 
-    def tensors(self) -> Iterator[list[torch.Tensor]]:
-        """The tensors of each step that rows of this completion lie in."""
-        for run, _, first in self._runs:
-            for chunk in run.chunks[first:]:
-                yield chunk.values
+    @property
+    def lies_in_landing(self) -> bool:
+        """Whether all rows that were not moved lie where they landed."""
+        return all(run.last_ordinary < first for run, _, first in self._runs)
 
     def move(self, threads: CopyThreads) -> None:
         """Have rows copied to memory of their own; none of their runs may go on. Whoever reads them

@@ -45,11 +45,11 @@ class RowInbox:
         before, self._runs = self._runs, {}
         for chunk in chunks:
             key = tuple(chunk.owners)
-            collectors = {name: c for name, _ in key if (c := self._collectors.get(name))}
-            if not collectors:
-                continue
             run = before.get(key)
             if run is None:
+                collectors = {name: c for name, _ in key if (c := self._collectors.get(name))}
+                if not collectors:
+                    continue
                 run = Run(chunk.owners)
                 for name, collector in collectors.items():
                     collector.add(run, name)
@@ -60,6 +60,7 @@ class RowInbox:
                 self._landed += num_bytes
             else:
                 self._ordinary += num_bytes
+                run.last_ordinary = len(run.chunks) - 1
 
     def _lies_in_landing(self, values: list[torch.Tensor]) -> bool:
         places = self._link.places
@@ -73,7 +74,7 @@ class RowInbox:
 
     def finish(self, collector: RowCollector) -> None:
         """Have the rows of an ended request copied where they cannot stay."""
-        if self._crowded or not all(map(self._lies_in_landing, collector.tensors())):
+        if self._crowded or not collector.lies_in_landing:
             collector.move(self._threads)
 
     def step(self) -> None:

@@ -27,6 +27,8 @@ class Run:
         self.places = {name: i for i, (name, _) in enumerate(owners)}
         """The place of each request among the owners, which is that of its sums."""
         self.chunks: list[CapturedChunk] = []
+        self.last_ordinary = -1
+        """The last step whose rows did not land; they lie in ordinary memory."""
         self._table: np.ndarray | None = None
 
     def positions(self) -> np.ndarray:

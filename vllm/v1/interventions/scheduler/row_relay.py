@@ -29,6 +29,7 @@ class RowRelay:
         self._places = Places()
         """Where the rows of workers in processes of their own lie."""
         self._step: StepRows | None = None
+        self._singles: dict[str, int] = {}
         self._whole: defaultdict[int, list[str]] = defaultdict(list)
         """Client -> requests that take all their rows of `_step`."""
         self._cut: defaultdict[int, list[CapturedChunk]] = defaultdict(list)
@@ -45,13 +46,13 @@ class RowRelay:
             return
         if captured is not self._step:
             captured.receive(self._places)
-            self._step = captured
+            self._step, self._singles = captured, captured.singles()
             self.encoder.places = captured.places or self.encoder.places
         name, num_tokens = request.request_id, request.num_tokens
         client = request.client_index
         local = self._captures.has_local_consumers(name)
         if ours.relays_all and not local:
-            position = captured.position(name)
+            position = self._singles.get(name)
             if position is not None and ours.accept_one(position, num_tokens):
                 self._whole[client].append(name)
                 return
