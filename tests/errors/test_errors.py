@@ -137,6 +137,10 @@ REQUESTS = [
         {"capture": {"inline": {"hooks": {"q": "all"}, "project": [VECTOR]}}} | HEADED_CONFIG,
     ),
     Case(
+        path("capture.inline.reduce"),
+        {"capture": {"inline": {"hooks": {"q": "all"}, "reduce": "mean"}}} | HEADED_CONFIG,
+    ),
+    Case(
         path(f"{HOOKS}.q", allowed="['pre_attn', 'post_attn', 'post_block']"),
         hooks({"q": [1]}) | {"config": config_of(HEADS)},
     ),

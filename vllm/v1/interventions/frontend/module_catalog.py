@@ -55,7 +55,7 @@ class ModuleCatalog:
             reject(path, f"must be a name or (name, scale), got {show(name)}")
         modules = self.modules  # another thread may replace them
         if name not in modules:
-            known = ", ".join(sorted(modules)[:20]) or "none"
+            known = ", ".join(sorted(modules.keys() - {GLOBAL_OPS})[:20]) or "none"
             reject(path, f"unknown module {show(name)}; registered are {known}")
         return modules[name]
 

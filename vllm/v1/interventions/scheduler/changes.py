@@ -85,7 +85,7 @@ class Changes:
         elif change.action == "clear":
             changed = tiers.cleared(change.tier)
         elif change.action == "unregister" and change.name not in self._modules:
-            known = ", ".join(sorted(self._modules.items())[:20]) or "none"
+            known = ", ".join(sorted(self._modules.items().keys() - {GLOBAL_OPS})[:20]) or "none"
             reject("name", f"unknown module {change.name!r}; registered are {known}")
         if change.module is not None:
             # Another engine may have the change made, and a request here, before the commit comes.
