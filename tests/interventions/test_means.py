@@ -206,7 +206,8 @@ def test_rows_that_were_cut_keep_their_sums_in_a_message() -> None:
     assert cut is not None and cut is not again
     output = EngineCoreOutput("", [], captured=[cut])
     sent = MsgpackDecoder(EngineCoreOutput).decode(MsgpackEncoder().encode(output))
-    [chunk] = sent.captured or ()
+    assert sent.captured is not None
+    [chunk] = sent.captured
     assert chunk.positions.tolist() == [5, 6, 7] and chunk.owners == [("r", 3)]
     assert chunk.summed is not None and chunk.summed.tolist() == list(range(8))
     assert [len(values) for values in chunk.values] == [1, 3]
