@@ -14,6 +14,7 @@ import weakref
 from concurrent.futures import Future
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -141,26 +142,24 @@ def test_rows_stay_where_they_landed(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_where_rows_lie_is_found_once_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
     """Not for each completion again, which many that end together would wait for; of ordinary
     memory among it each is told all the same."""
-    landing, looked, moved = Landing(4 * STEP_BYTES), [], []
-    find, move = landing.address_of, RowCollector.move
-    monkeypatch.setattr(landing, "address_of", lambda values: looked.append(1) or find(values))
-    monkeypatch.setattr(module, "LANDING_SHARE", 0)
-    monkeypatch.setattr(
-        RowCollector, "move", lambda self, threads: moved.append(self) or move(self, threads)
-    )
+    landing = Landing(64 * STEP_BYTES)
+    find, move = Mock(wraps=landing.address_of), Mock(side_effect=RowCollector.move)
+    monkeypatch.setattr(landing, "address_of", find)
+    monkeypatch.setattr(RowCollector, "move", lambda *args: move(*args))
     steps = Steps(landing)
     collectors = steps.open(REQUESTS, 5)
     for _ in range(2):
         steps.step(*collectors)
     stays = collectors.pop()
     check(finish(steps.inbox, stays, 2), 2)
-    assert not moved
-    for _ in range(3):  # the last of these finds no place
+    assert not move.called
+    for place in (landing, landing, None):  # the last finds no place
+        steps._landing = place
         steps.step(*collectors)
     for collector in collectors:
         check(finish(steps.inbox, collector, 5), 5)
-    assert len(moved) == len(collectors)
-    assert len(looked) == 5
+    assert move.call_count == len(collectors)
+    assert find.call_count == 5
 
 
 @pytest.mark.parametrize("lands", [True, False])
