@@ -151,6 +151,7 @@ def test_the_library_alone_reads_it(tmp_path: Path, layout: str) -> None:
         "replaces": "false",
         "given_id": "probe",
         "metadata": '{"label": 1}',
+        "reduce": "",
     }
 
 

@@ -240,6 +240,7 @@ def test_steering_page(model: Path, tmp_path: Path) -> None:
     ways = {"all", "prompt", "answer", "word", "two", "late", "gated", "patched", "module"}
     assert {way for way in ways if said[way] != said["plain"]} == ways
     assert said["prompt"] != said["all"] != said["answer"]
+    assert said["ablated"].endswith(" ['ablate']") and said["plain"] not in said["ablated"]
     assert said["global"] == said["answer"]  # both act on generated positions
     before, after = map(float, said["along"].split())
     assert abs(before) > 1
@@ -266,6 +267,7 @@ def test_capture_page(model: Path, tmp_path: Path) -> None:
     assert said["projected"] == f"torch.Size([{prompt + 4}, {layers}])"
     assert said["several"] == "['inline[0]', 'inline[1]']"
     assert said["whole"] == f"torch.Size([1, {layers}, {hidden}])"
+    assert said["means"] == said["stacked"]
     assert said["logged"].startswith(f"{prompt + 4} rows of post_block 0 |h|=")
     assert said["read"] == f"torch.Size([{prompt + 4}, {hidden}])"
     written = ast.literal_eval(said["written"])

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is refused of `project`."""
+"""What is refused of `project`, of `reduce`, and of turns of a chat."""
 
 from __future__ import annotations
 
-from typing import Any
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 import torch
@@ -13,9 +14,13 @@ from tests.support.plans import BF16, HIDDEN, SHAPE, VECTOR, config_of
 from vllm.config.capture import PROJECTION_ROWS
 from vllm.v1.capture.registry import ConsumerSpec
 from vllm.v1.interventions.frontend.capture_request import parse_capture
-from vllm.v1.interventions.frontend.selectors import Prompt
+from vllm.v1.interventions.frontend.chat_turns import ChatTurns
+from vllm.v1.interventions.frontend.selectors import Prompt, Selector
 from vllm.v1.interventions.frontend.work import Work
 from vllm.v1.interventions.plan import TapShape
+
+if TYPE_CHECKING:
+    from vllm.renderers.params import ChatParams
 
 
 def project(value: Any, **more: Any) -> dict[str, Any]:
@@ -34,9 +39,61 @@ def two_large_ones() -> object:
     return parse_capture(asked, "capture", shape, Prompt([1], 2, None, Work(1 << 23)), specs)
 
 
+class Template:
+    """Renders a chat without a model: each role and content, a turn that says "twice" two times."""
+
+    def __init__(self, end: str = "") -> None:
+        self.end = end
+
+    def render_messages(self, messages: list[Any], params: Any) -> tuple[list[Any], dict[str, str]]:
+        parts = [f"{m['role']}:{m['content']}{' ' + m['content']}" for m in messages[:1]]
+        parts += [f"{m['role']}:{m['content']}" for m in messages[1:]]
+        return messages, {"prompt": "\n".join(parts) + self.end}
+
+
+CHAT = [{"role": "user", "content": "a"}, {"role": "tool", "content": "b"}]
+
+
+def turn(
+    value: dict[str, Any], chat: list[Any] | None = CHAT, end: str = "", work: int = 1 << 23
+) -> object:
+    """Resolve the turn of a chat whose prompt, a character a token, is `user:a a, tool:b`."""
+    text, params = "user:a a\ntool:b", cast("ChatParams", None)
+    turns = ChatTurns(chat, params, cast("Any", Template(end))) if chat is not None else None
+    tokenizer = cast("Any", SimpleNamespace(decode=bytes_of, all_special_ids=[]))
+    prompt = Prompt(list(text.encode()), 2, tokenizer, Work(work), turns)
+    return Selector(prompt).resolve(value, "p")
+
+
+def bytes_of(token_ids: list[int], skip_special_tokens: bool) -> str:
+    return bytes(token_ids).decode()
+
+
+IMAGE = {"role": "tool", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}
+TOOL = {"role": "tool"}
+REDUCE = {"hooks": {"post_block": [1]}, "positions": "all_prompt", "reduce": "mean"}
+
+
+def reduced(**more: Any) -> dict[str, Any]:
+    return {"capture": {"inline": REDUCE | more}}
+
+
 HOOKS = {"post_block": [1]}
 AT = "capture.inline.project"
 PROJECT = [
+    Case(path("capture.inline.reduce", "'max'"), reduced(reduce="max")),
+    Case(path("capture.inline.reduce"), reduced(project=[VECTOR])),
+    Case(path("capture.inline.reduce", prompt="5"), reduced(positions="all")),
+    Case(path("p"), do=lambda: turn(TOOL, None)),
+    Case(path("p.role", "'system'", "user, tool"), do=lambda: turn({"role": "system"})),
+    Case(path("p.role", "3"), do=lambda: turn({"role": 3})),
+    Case(path("p.turn", "1", role="'tool'", turns="1"), do=lambda: turn({**TOOL, "turn": 1})),
+    Case(path("p.turn", "'x'"), do=lambda: turn({**TOOL, "turn": "x"})),
+    Case(path("p"), do=lambda: turn({"role": "user"}, [CHAT[0], IMAGE])),
+    Case(path("p"), do=lambda: turn({"role": "user"})),
+    Case(path("p"), do=lambda: turn(TOOL, end="...")),
+    # Each turn is a rendering of the whole chat.
+    Case(path("p", "", "1000"), do=lambda: turn(TOOL, work=1000)),
     Case(path(AT, "5"), project(5)),
     Case(path(AT, point="post_block", layer="1"), project({})),
     Case(path(f"{AT}.mlp", "'mlp'"), project({"mlp": {}})),

@@ -3,8 +3,9 @@
 
 from __future__ import annotations
 
+import asyncio
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -252,6 +253,13 @@ def forgotten() -> object:
     return scheduler().modules.fill(plan)
 
 
+def several_servers() -> object:
+    """Operations of all requests, where two API servers share the engines."""
+    core = cast("Any", SimpleNamespace(client_count=2))
+    one = engine_steering.AsyncSteering(CONFIG, ModuleCatalog(CONFIG), core)
+    return asyncio.run(one.set([PIN], tier="ops"))
+
+
 CALLS = [
     Case(path("steering"), do=lambda: steering(config_of(steering=False)).clear()),
     Case(
@@ -261,6 +269,7 @@ CALLS = [
     Case(path("base.mlp", "'mlp'"), do=lambda: steering().set({"mlp": {}})),
     Case(path("base"), do=lambda: steering().set({"ops": [PIN]})),
     Case(path("decode"), do=lambda: steering().set([PIN], tier="decode")),
+    Case(path("ops"), do=several_servers),
     Case(
         path("base.pre_attn.0.positions"),
         do=lambda: steering().set(limited([0])["steering_vectors"]),

@@ -88,7 +88,7 @@ V1 = "steering_vectors.post_block.1"
 SELECTORS = (
     "last_prompt, all_prompt, all_generated, last_generated, predicting, all, "
     "a list of positions, {'start', 'stop', 'step', 'of'}, {'at', 'of'}, {'text', 'which'}, "
-    "{'token_ids', 'which'} or a list of these, with {'except'}"
+    "{'token_ids', 'which'}, {'role', 'turn'} or a list of these, with {'except'}"
 )
 POSITIONS = "capture.inline.positions"
 HOOKS = "capture.inline.hooks"
@@ -135,6 +135,10 @@ REQUESTS = [
     Case(
         path("capture.inline.project"),
         {"capture": {"inline": {"hooks": {"q": "all"}, "project": [VECTOR]}}} | HEADED_CONFIG,
+    ),
+    Case(
+        path("capture.inline.reduce"),
+        {"capture": {"inline": {"hooks": {"q": "all"}, "reduce": "mean"}}} | HEADED_CONFIG,
     ),
     Case(
         path(f"{HOOKS}.q", allowed="['pre_attn', 'post_attn', 'post_block']"),

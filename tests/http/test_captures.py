@@ -91,6 +91,57 @@ def test_several_captures(client: SteeringClient, reference: Reference, stream: 
         assert np.abs(values - want @ matrix[:, ::-1].T).max() > 1e-2
 
 
+TALK = [
+    {"role": "user", "content": "Today I went"},
+    {"role": "assistant", "content": "I went"},
+    {"role": "user", "content": "I"},
+]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_means_of_turns(client: SteeringClient, reference: Reference, stream: bool) -> None:
+    """Of the assistant's turn in a chat, beside the rows it is the mean of and those of all."""
+    turn = {**READ["inline"], "positions": {"role": "assistant", "turn": -1}}
+    asked = greedy(capture={"inline": [{**turn, "reduce": "mean"}, turn, READ["inline"]]})
+    if stream:
+        choice = joined(list(client.stream(TALK, **asked)))
+    else:
+        choice = client.complete(TALK, **asked).choices[0]
+    assert set(choice.capture_status.values()) == {"ok"}
+    means, rows, every = (choice.captures[f"inline[{i}]"] for i in range(3))
+    read = every["post_block", LAYER].token_ids.tolist()
+    at = rows["post_block", LAYER].positions.tolist()
+    first = len("u:Today I went\na:")
+    assert at == list(range(first, first + len("I went")))
+    assert reference.tokenizer.decode(read[at[0] : at[-1] + 1]) == "I went"
+    for (point, layer), mean in means.items():
+        want = reference.rows(read, {})[layer].numpy()
+        assert mean.positions.tolist() == at[-1:] and mean.values.dtype == np.float32
+        np.testing.assert_allclose(mean.values, want[at].mean(0, keepdims=True), atol=1e-3)
+        assert np.abs(mean.values - want[: at[-1]].mean(0)).max() > 1e-2
+        assert point == "post_block" and len(rows[point, layer].positions) == len(at)
+
+
+@pytest.mark.parametrize(
+    ("field", "said"),
+    [
+        ({"reduce": "sum"}, ("capture.inline.reduce", "must be 'mean'")),
+        ({"reduce": "mean"}, ("capture.inline.reduce", "takes positions of the prompt")),
+        ({"positions": {"role": "system"}}, ("capture.inline.positions.role", "no turn is of")),
+    ],
+)
+def test_wrong_means_and_turns_are_refused(
+    client: SteeringClient, field: Any, said: tuple[str, str]
+) -> None:
+    asked = greedy(capture={"inline": {**READ["inline"], **field}})
+    with pytest.raises(SteeringError, match=said[1]) as raised:
+        client.complete(TALK, **asked)
+    assert (raised.value.status, raised.value.param) == (400, said[0])
+    if "positions" in field:
+        with pytest.raises(SteeringError, match="is for chats"):
+            client.complete(PROMPT, **asked)
+
+
 @pytest.mark.parametrize(
     ("matrix", "path"),
     [

@@ -6,7 +6,7 @@ from __future__ import annotations
 import json
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import httpx
 import numpy as np
@@ -102,6 +102,26 @@ def test_a_default_module(client: SteeringClient, reference: Reference) -> None:
     check_rows(steered.choices[0], reference, {LAYER: VECTOR})
     for plain in (without, after):
         check_rows(plain.choices[0], reference, {})
+
+
+def test_operations_of_all_requests(client: SteeringClient) -> None:
+    unit = VECTOR / np.linalg.norm(VECTOR)
+    op = {"op": "ablate", "point": "post_block", "layers": [LAYER], "direction": unit}
+    version = client.set({"post_block": {3: VECTOR}}, ops=[op])
+    state = client.state()
+    assert (state["version"], state["ops"], state["modules"]) == (version, ["ablate"], {})
+
+    def along(**fields: Any) -> float:
+        choice = client.complete(PROMPT, **greedy(capture=READ, **fields)).choices[0]
+        return float(np.abs(choice.rows["post_block", LAYER].values @ unit).max())
+
+    assert along() < 1e-3 < 0.1 < along(steering_inherit_global=False)
+    client.clear("ops")
+    assert along() > 0.1 and client.state()["tiers"].keys() == {"base"}
+    with pytest.raises(SteeringError) as raised:
+        client.set(ops=[{**op, "positions": [0]}])
+    assert (raised.value.status, raised.value.param) == (400, "ops[0]")
+    client.clear()
 
 
 def test_changes_need_a_key(server: Server) -> None:

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`project` without an engine: what a request may say, where matrices lie, and what a worker makes
-of the rows in its arena for requests with any streams."""
+"""`project` and `reduce` without an engine: what a request may say, where matrices lie, and what a
+worker makes of the rows in its arena for requests with any streams."""
 
 from __future__ import annotations
 
@@ -26,6 +26,7 @@ from vllm.v1.interventions.frontend.selectors import Prompt
 from vllm.v1.interventions.frontend.work import Work
 from vllm.v1.interventions.messages import StepInterventions, WorkerRequest, WorkerStream
 from vllm.v1.interventions.plan import CapturePlan, Plan, Site, TapShape
+from vllm.v1.interventions.positions import Positions
 from vllm.v1.interventions.scheduler.admission import MAX_STEP_BYTES
 from vllm.v1.interventions.scheduler.projection_pool import ProjectionPool
 from vllm.v1.interventions.startup import StageRows
@@ -223,8 +224,11 @@ MATRICES = {(n, k): matrix(k, seed=8 + n) for n, k in ((0, 3), (3, 1), (4, 3))}
 
 @st.composite
 def worker_requests(draw: st.DrawFn) -> WorkerRequest:
-    """Streams of any sites, as they are, with one of the matrices or with one for each site."""
-    matrices = draw(st.lists(st.sampled_from([None, *MATRICES]), min_size=1, max_size=4))
+    """Streams of any sites, as they are, with one of the matrices or with one for each site, or
+    the sums of some positions."""
+    matrices = draw(st.lists(st.sampled_from([None, None, *MATRICES]), min_size=1, max_size=4))
+    positions = st.sampled_from([(), (100, 103), (0, 101, 102, 200)])
+    summed = [draw(positions) if at is None else () for at in matrices]
     parts = [
         sorted(draw(st.sets(st.integers(0, len(SITES) - 1), min_size=1, max_size=5)))
         for _ in matrices
@@ -243,8 +247,8 @@ def worker_requests(draw: st.DrawFn) -> WorkerRequest:
         programs=np.zeros(1, np.int32),
         capture_sites=tuple(SITES[i] for i in union),
         capture_streams=tuple(
-            WorkerStream(tuple(union.index(i) for i in part), drawn(part, at))
-            for part, at in zip(parts, matrices, strict=True)
+            WorkerStream(tuple(union.index(i) for i in part), drawn(part, at), summed=runs)
+            for part, at, runs in zip(parts, matrices, summed, strict=True)
         ),
     )
 
@@ -304,7 +308,11 @@ def test_streams(asked: list[tuple[WorkerRequest, int]], data: st.DataObject) ->
             sites = [request.capture_sites[i] for i in wanted.sites]
             want = stream[[SITES.index(site) for site in sites if site in stage], mine]
             want = want.transpose(0, 1)
-            if wanted.projection is None:
+            if wanted.summed:
+                inside = Positions.from_flat(list(wanted.summed)).mask(chunk.positions)
+                assert values.dtype == torch.float32 and values.shape[0] == 1
+                torch.testing.assert_close(values[0], want[torch.from_numpy(inside)].sum(0))
+            elif wanted.projection is None:
                 assert torch.equal(values, want)
             else:
                 firsts, k = wanted.projection
@@ -315,6 +323,15 @@ def test_streams(asked: list[tuple[WorkerRequest, int]], data: st.DataObject) ->
                 assert values.dtype == torch.float32
                 torch.testing.assert_close(values, scores)
     assert rows is None or rows.of("nobody") is None
+    some = data.draw(st.sets(st.sampled_from([str(i) for i in range(len(asked))])))
+    parts = [part for chunk in (rows.packed(some) if rows else ()) for part in chunk.by_owner()]
+    for part in parts:
+        [(name, _)] = part.owners
+        alone = rows.of(name) if rows is not None else None
+        assert alone is not None and name in some
+        assert part.positions.tolist() == alone.positions.tolist()
+        assert all(map(torch.equal, part.values, alone.values))
+    assert len(parts) == sum(rows is not None and rows.of(name) is not None for name in some)
 
 
 @given(st.lists(worker_requests(), min_size=1, max_size=4), st.integers(1, len(SITES) - 1))

@@ -119,6 +119,14 @@ def test_capture_caps_the_hit(ask: Any, positions: Any, cached: int, fields: Fie
     assert ask({**fields, **capture(positions)}) == cached
 
 
+def test_a_mean_is_of_computed_rows(ask: Any) -> None:
+    """Positions that are in the cache are computed again; those below the first are not."""
+    assert ask(BASE) == 0
+    for positions, cached in (([BLOCK + 3, -2], BLOCK), ("all_prompt", 0)):
+        field = capture(positions)["capture"]["inline"] | {"reduce": "mean"}
+        assert ask({**BASE, "capture": {"inline": field}}) == cached
+
+
 @pytest.mark.parametrize("fields", [PLAIN, BASE, {**BASE, **capture("last_prompt")}])
 def test_a_tenant_with_a_salt_finds_no_block_of_another(
     pair: tuple[LLM, Judge], fields: Fields

@@ -134,6 +134,96 @@ def test_texts_and_token_ids_of_a_chat(
         assert serving.worst_row(rows.values, reference[site][expected]) <= READ_TOLERANCE
 
 
+TURNS = (
+    "{% for m in messages %}{{ 't2' if m.role == 'user' else 't4' }} {{ m.content | trim }} t3 "
+    "{% endfor %}{% if add_generation_prompt %}t4{% endif %}"
+)
+CHAT: list[Any] = [
+    {"role": "user", "content": "t7 t9"},
+    {"role": "assistant", "content": "t9 t9 t8 "},
+    {"role": "user", "content": [{"type": "text", "text": "t9"}]},
+    {"role": "assistant", "content": "t9"},
+]
+ONE = {"max_tokens": 1}
+CHAT_IDS = [2, 7, 9, 3, 4, 9, 9, 8, 3, 2, 9, 3, 4, 9, 3, 4]
+
+
+@pytest.mark.parametrize(
+    ("positions", "expected"),
+    [
+        ({"role": "assistant", "turn": -1}, [13]),
+        ({"role": "assistant", "turn": 0}, [5, 6, 7]),
+        ({"role": "user"}, [1, 2, 10]),
+        ([{"role": "user", "turn": 1}, -1], [10, 15]),
+        (["all_prompt", {"except": [{"role": "assistant"}]}], [*range(5), *range(8, 13), 14, 15]),
+    ],
+)  # fmt: skip
+def test_turns_of_a_chat(llm: LLM, judge: Judge, positions: Any, expected: list[int]) -> None:
+    """Those of the content, which may be in other turns too; captured, and steered in a sum."""
+    fields = ONE | capture(positions)
+    params = Ask([], fields).params()
+    (output,) = llm.chat(CHAT, params, chat_template=TURNS, use_tqdm=False)
+    assert output.prompt_token_ids == CHAT_IDS
+    rows = inline(output.outputs[0]).payload
+    assert {tuple(site.positions.tolist()) for site in rows.values()} == {tuple(expected)}
+    asked, said = (
+        ONE
+        | {"steering_vectors": {"post_block": {1: {"vector": vector(9), "positions": at}}}}
+        | capture("all_prompt")
+        for at in (positions, expected)
+    )
+    (output,) = llm.chat(CHAT, Ask([], asked).params(), chat_template=TURNS, use_tqdm=False)
+    same, plain = serve(llm, [Ask(CHAT_IDS, said), Ask(CHAT_IDS, ONE | capture("all_prompt"))])
+    steered = inline(output.outputs[0]).payload["post_block", 1].values
+    assert worst(steered, inline(same.outputs[0])) <= READ_TOLERANCE
+    assert worst(steered, inline(plain.outputs[0])) > 0.1
+
+
+def worst(rows: torch.Tensor, of: Any) -> float:
+    return serving.worst_row(rows, of.payload["post_block", 1].values)
+
+
+UNSURE = [
+    (TURNS, CHAT, {"role": "tool"}, "role: no turn is of 'tool'; roles are user, assistant"),
+    (TURNS, CHAT, {"role": "user", "turn": 2}, "turn: 2 is out of reach: 'user' has 2 turns"),
+    (TURNS, CHAT, {"role": 3}, "role: must be a string"),
+    (TURNS, [*CHAT, {"role": "user", "content": " "}], {"role": "user", "turn": 2}, "as it is"),
+    (TURNS, [{"role": "user", "content": ""}], {"role": "user"}, "must have text"),
+    (
+        TURNS,
+        [{"role": "user", "content": [{"type": "text", "text": "t7"}] * 2}],
+        {"role": "user"},
+        "as one piece",
+    ),
+    # The template leaves something out, says it twice, or decides by what is in it.
+    ("t1 {% for m in messages %}{{ m.content.split('t9')[0] }}{% endfor %}", CHAT[:1],
+     {"role": "user"}, None),
+    ("{% for m in messages %}{{ m.content[3:] }} {% endfor %}t1", CHAT[:1], {"role": "user"},
+     "does not write this turn as it is"),
+    ("{% for m in messages %}{{ m.content }} {{ m.content }}{% endfor %}", CHAT[:1],
+     {"role": "user"}, "does not write this turn as it is"),
+    ("{% for m in messages %}{{ 't5 ' if 't9' in m.content else 't6 ' }}{{ m.content }}"
+     "{% endfor %}", CHAT[:1], {"role": "user"}, "does not write this turn as it is"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("template", "messages", "positions", "error"), UNSURE)
+def test_turns_that_are_not_certain(
+    llm: LLM, template: str, messages: Any, positions: Any, error: str | None
+) -> None:
+    params = Ask([], ONE | capture(positions)).params()
+    if error is None:
+        (output,) = llm.chat(messages, params, chat_template=template, use_tqdm=False)
+        assert output.prompt_token_ids == [1, 7]
+        rows = inline(output.outputs[0]).payload["post_block", 1]
+        assert rows.positions.tolist() == [1], "of a turn that is cut short, what there is"
+        return
+    with pytest.raises(ValueError, match=rf"^capture\.inline\.positions.*{error}"):
+        llm.chat(messages, params, chat_template=template, use_tqdm=False)
+    with pytest.raises(ValueError, match="is for chats"):
+        serve(llm, [Ask(PROMPT, capture(positions))])
+
+
 def test_rows_are_copies(llm: LLM) -> None:
     """A result keeps its rows while the engine reuses the memory they came from."""
     ask = Ask(PROMPT, capture("all"))

@@ -223,6 +223,24 @@ def test_a_disk_is_full_or_read_only_while_it_serves(
     assert not list(disk.rglob("*.tmp"))
 
 
+def test_means_are_stored_like_rows(llm: LLM, root: str) -> None:
+    """The file of a mean is what inline returns, and says what it is."""
+    given = params(request_id="mean", tag="p", positions="all_prompt", reduce="mean")
+    given.capture["inline"].update(positions="all_prompt", reduce="mean")
+    [output] = generate(llm, [PROMPT], given)
+    inline, stored = output.capture_results["inline"], reader.open(root).find("mean", "p")
+    assert (stored.record.reduce, stored.record.rows, stored.record.dtype) == ("mean", 1, "float32")
+    [plain] = generate(llm, [PROMPT], params(request_id="rows", tag="p", positions="all_prompt"))
+    rows = reader.open(root).find("rows", "p")
+    assert rows.record.reduce == "" and inline.payload and plain.finished
+    for site, mean in inline.payload.items():
+        assert same(stored.rows(*site), mean)
+        assert mean.positions.tolist() == [len(PROMPT) - 1]
+        values = rows.rows(*site).values.float()
+        torch.testing.assert_close(mean.values, values.mean(0)[None], atol=1e-5, rtol=1e-4)
+        assert not torch.allclose(mean.values, values[1:].mean(0)[None], atol=1e-3)
+
+
 def test_projections_are_stored_like_rows(llm: LLM, root: str) -> None:
     generator = torch.Generator().manual_seed(0)
     hidden = llm.llm_engine.model_config.get_hidden_size()

@@ -14,7 +14,7 @@ from tests.conformance import models
 from tests.conformance import runner as check
 from tests.conformance.engine import Runner, make_llm, shut_down
 from tests.serving.test_project_serving import check as check_scores
-from tests.serving.test_project_serving import matrix, scores
+from tests.serving.test_project_serving import matrix, mean, scores
 from tests.support import serving
 from tests.support.serving import Ask, Judge, capture, prompt_of, serve, vector
 from vllm import LLM
@@ -98,9 +98,12 @@ def test_scores_of_all_workers(pair: tuple[LLM, Judge]) -> None:
         Ask(prompt_of(5, 121), scores(matrix(1, seed=1), "predicting", {"post_block": [0]})),
         Ask(prompt_of(5, 122), scores(matrix(7, seed=2), "all", last)),
         Ask(prompt_of(30, 123), capture("all")),
+        Ask(prompt_of(41, 124), {**STEERED, **mean("all_prompt")}),
+        Ask(prompt_of(30, 125), mean([3, 4, 28], last)),
     ]
     outputs = serve(llm, asks)
     for ask, output in zip(asks[:3], outputs, strict=False):
         k = len(ask.fields["capture"]["inline"]["project"])
         check_scores(judge, ask, output, matrix(k, seed=9))
-    judge.check(asks[3], outputs[3])
+    for ask, output in zip(asks[3:], outputs[3:], strict=True):
+        judge.check(ask, output)

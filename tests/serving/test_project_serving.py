@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`project`: scores in place of rows, from engines that chunk, preempt and share steps. What they
-must be is computed here, from the rows of the final sequence as Hugging Face has them."""
+"""`project` and `reduce`: scores, or means, in place of rows, from engines that chunk, preempt and
+share steps. What they must be is computed here, from the rows of the final sequence as Hugging Face
+has them."""
 
 from __future__ import annotations
 
@@ -42,6 +43,12 @@ def scores(project: Any, positions: Any = "all", hooks: Any = None) -> dict[str,
     """The `capture` field for inline scores."""
     hooks = hooks or dict.fromkeys(serving.POINTS, "all")
     return {"capture": {"inline": {"hooks": hooks, "positions": positions, "project": project}}}
+
+
+def mean(positions: Any, hooks: Any = None) -> dict[str, Any]:
+    """The `capture` field for an inline mean."""
+    hooks = hooks or dict.fromkeys(serving.POINTS, "all")
+    return {"capture": {"inline": {"hooks": hooks, "positions": positions, "reduce": "mean"}}}
 
 
 @pytest.fixture(scope="module")
@@ -143,6 +150,49 @@ def test_scores_of_any_width(pair: tuple[LLM, Judge]) -> None:
         else:
             check(judge, ask, output, matrix(len(project), seed=9))
     assert serving.scheduler_of(llm).interventions.projections.in_use == 0
+
+
+def test_means(pair: tuple[LLM, Judge]) -> None:
+    """Of prompts that are chunked, and of requests that are preempted while and after their prompt
+    is computed; beside rows and means of other positions, for all kinds of consumers."""
+    llm, judge = pair
+    limit = {"max_tokens": GENERATED}
+    strided = {"start": 2, "stop": 30, "step": 3}
+    hooks = {"post_block": "all", "pre_attn": [0]}
+    fields = [mean("all_prompt"), {**STEERED, **mean(strided)}, {**STEERED, **mean([0, 1, -1])}]
+    asks = [Ask(prompt_of(40, 90 + i), {**limit, **field}) for i, field in enumerate(fields)]
+    several = {
+        "inline": [
+            {"hooks": hooks, "positions": "all_prompt", "reduce": "mean"},
+            {"hooks": hooks, "positions": "all"},
+            {"hooks": {"post_block": [1]}, "positions": [5, 6], "reduce": "mean"},
+        ],
+        "core": {"hooks": hooks, "positions": "all_prompt", "reduce": "mean"},
+        "here": {"hooks": hooks, "positions": [5, 6, 9], "reduce": "mean"},
+    }
+    last = Ask(prompt_of(40, 99), {**limit, **STEERED, "capture": several})
+    with serving.watching(llm, most=2000) as steps:
+        *outputs, output = serve(llm, [*asks, last], log_probs=False)
+    assert steps.preempted and steps.recomputed, "nothing was preempted"
+    for ask, of_ask in zip(asks, outputs, strict=True):
+        judge.check_rows(ask, of_ask.outputs[0])
+    results = output.outputs[0].capture_results
+    assert {result.status for result in results.values()} == {"ok"}
+    rows = {site: site_rows.values for site, site_rows in results["inline[1]"].payload.items()}
+    assert all(len(values) > 40 for values in rows.values())
+
+    def close(got: torch.Tensor, site: Any, positions: Any) -> None:
+        want = rows[site][positions].mean(0, keepdim=True)
+        assert relative(got, want) <= 1e-6 and relative(got, rows[site][:39].mean(0)[None]) > 1e-3
+
+    for site in rows:
+        close(results["inline[0]"].payload[site].values, site, slice(40))
+    close(results["inline[2]"].payload["post_block", 1].values, ("post_block", 1), [5, 6])
+    for name, positions in (("core", list(range(40))), ("here", [5, 6, 9])):
+        payload = results[name].payload
+        assert payload["positions"] == positions[-1:]
+        for site, values in zip(payload["sites"], payload["values"], strict=True):
+            close(torch.tensor(values), tuple(site), positions)
 
 
 def test_rows_and_scores_agree(pair: tuple[LLM, Judge]) -> None:

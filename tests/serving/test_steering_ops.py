@@ -114,6 +114,27 @@ def test_every_operation_at_every_point(pair: Pair) -> None:
     assert serving.same_completion(alone.outputs[0], beside.outputs[0]), "a neighbour was touched"
 
 
+def test_operations_of_all_requests(pair: Pair) -> None:
+    """Set beside vectors, for requests that say nothing, before the ops of those that do."""
+    llm, judge = pair
+    rows = capture("all", judge.reference.row.adapter.points)
+    flat, pin = op("ablate", "post_block", [1], 5), op("pin", "post_block", [1], 6)
+    plain = Ask(MIDDLE, rows)
+    (alone,) = serve(llm, [plain])
+    llm.steering.set([flat], tier="ops")
+    assert llm.steering.state()["ops"] == ["ablate"] and llm.steering.modules() == {}
+    own, apart = Ask(MIDDLE, rows | {"steering": [pin]}), {"steering_inherit_global": False}
+    outputs = serve(llm, [plain, own, Ask(MIDDLE, rows | apart)])
+    judge.check(Ask(MIDDLE, rows | {"steering": [flat]}), outputs[0])
+    judge.check(Ask(MIDDLE, rows | {"steering": [flat, pin]}), outputs[1])
+    judge.check(plain, outputs[2])
+    with pytest.raises(AssertionError, match="off by"):
+        judge.check(plain, outputs[0])
+    llm.steering.clear()
+    (after,) = serve(llm, [plain])
+    assert serving.same_completion(alone.outputs[0], after.outputs[0])
+
+
 def test_several_operations_and_tiers_together(pair: Pair) -> None:
     """In the order given, behind the additive tiers of the same point."""
     llm, judge = pair

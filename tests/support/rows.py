@@ -34,6 +34,6 @@ def give(collector: RowCollector, *chunks: CapturedChunk) -> None:
     """Rows of steps, each of which has no rows of others."""
     for chunk in chunks:
         run = Run(chunk.owners)
-        [rows] = run.rows.values()
-        collector.add(run, rows)
+        [(name, _)] = chunk.owners
+        collector.add(run, name)
         run.chunks.append(chunk)

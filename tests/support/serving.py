@@ -175,12 +175,30 @@ class Judge:
         )
         forward = self.reference.run(sequence, self.deltas(ask, sequence))
         assert result.payload, "no site was captured"
+        if spec.get("reduce") == "mean":
+            self._check_means(result, forward.rows, positions, sequence)
+            return
         for site, rows in result.payload.items():
             assert rows.positions.tolist() == positions, site
             assert rows.token_ids.tolist() == [sequence[p] for p in positions], site
             want = forward.heads[site][:, list(rows.heads)] if rows.heads else forward.rows[site]
             error = worst_row(rows.values, want[positions])
             assert error <= tolerance, f"{site}: rows off by {error}"
+
+    @staticmethod
+    def _check_means(
+        result: Any, expected: dict[Site, torch.Tensor], positions: list[int], sequence: list[int]
+    ) -> None:
+        """One row a site, in float32: the mean of these positions and not of one fewer."""
+        for site, rows in result.payload.items():
+            assert rows.positions.tolist() == positions[-1:], site
+            assert rows.token_ids.tolist() == [sequence[positions[-1]]], site
+            assert rows.values.dtype == torch.float32
+            error = worst_row(rows.values, expected[site][positions].mean(0, keepdim=True))
+            assert error <= READ_TOLERANCE, f"{site}: mean off by {error}"
+            if len(positions) > 1:
+                fewer = expected[site][positions[:-1]].mean(0, keepdim=True)
+                assert worst_row(rows.values, fewer) >= 100 * READ_TOLERANCE, f"{site}: no test"
 
     def log_prob_errors(self, ask: Ask, completion: Any) -> tuple[float, float]:
         """(worst relative error, how far the steering moved the reference) of the generated tokens'

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import asyncio
+
 import pytest
 
 from tests.support.plans import (
@@ -14,9 +16,10 @@ from tests.support.plans import (
     plan_of,
     steering_of,
 )
+from vllm.v1.interventions.calls import Change
 from vllm.v1.interventions.errors import InterventionError
 from vllm.v1.interventions.frontend.early_checks import check_early
-from vllm.v1.interventions.frontend.global_steering import ChangeBuilder
+from vllm.v1.interventions.frontend.global_steering import AsyncSteering, ChangeBuilder
 from vllm.v1.interventions.frontend.module_catalog import ModuleCatalog
 
 CALM, LOUD = ({"vectors": {"pre_attn": {n: VECTOR}}} for n in (0, 1))
@@ -69,6 +72,75 @@ def test_default_modules_are_as_if_named_first() -> None:
     alone = steering_of(config=config, modules=modules)
     assert values[terms[0]] == alone.terms[0].scalars != values[terms[1]]
     assert alone.sums == both.sums != []
+
+
+def test_operations_of_all_requests() -> None:
+    """As a default module: what `set` is given last, until it is cleared."""
+    config = config_of(steering_families=["add", "pin"])
+    catalog = ModuleCatalog(config)
+    builder = ChangeBuilder(config, catalog)
+
+    def ask(**fields: object) -> object:
+        return plan_of(config=config, modules=catalog.modules, **fields)  # type: ignore[arg-type]
+
+    def set_to(value: float) -> Change:
+        return builder.set(
+            {"ops": [{**PIN, "value": value}], "base": {"pre_attn": {0: VECTOR}}}, False
+        )
+
+    def own(value: float) -> object:
+        return plan_of(config=config, modules={}, steering=[{**PIN, "value": value}])
+
+    assert ask() is None
+    builder.made(set_to(2.0))
+    first = ask()
+    assert first == own(2.0) is not None
+    builder.made(builder.set({"base": {"pre_attn": {0: VECTOR}}}, replace=False))
+    assert ask() == first, "vectors were set, and no operations"
+    builder.made(set_to(3.0))
+    assert ask() == own(3.0) != first
+    for cleared in (builder.clear("ops"), builder.clear(None), builder.set({}, True),
+                    builder.set({"ops": []}, False)):  # fmt: skip
+        builder.made(set_to(2.0))
+        builder.made(builder.clear("base"))
+        assert ask() == first
+        builder.made(cleared)
+        assert ask() is None
+    for ops, said in (
+        ([{**PIN, "positions": [0]}], r"^ops\[0\]: positions belong to a request"),
+        (
+            [{"op": "normalize", "point": "pre_attn", "layers": [0]}],
+            r"^ops\[0\]\.op: .*steering_families",
+        ),
+        ({"op": "pin"}, "^ops: "),
+    ):
+        with pytest.raises(InterventionError, match=said):
+            builder.set({"ops": ops}, False)
+    with pytest.raises(InterventionError, match=r"^base: a tier has vectors only"):
+        builder.set({"base": [PIN]}, False)
+    builder.made(set_to(2.0))
+    with pytest.raises(
+        InterventionError, match=r"^llm\.steering\.set: is not supported for prompts"
+    ):
+        ask(prompt=None)
+
+
+class Several:
+    """A link to engines that several API servers share."""
+
+    client_count = 2
+
+
+def test_operations_of_all_requests_need_servers_that_ask() -> None:
+    """Each server asks for what others set if default modules are on; else it would not know."""
+    config = config_of(steering_families=["add", "pin"])
+    steering = AsyncSteering(config, ModuleCatalog(config), Several())  # type: ignore[arg-type]
+    with pytest.raises(InterventionError, match=r"^ops: with several API servers"):
+        asyncio.run(steering.set_tiers({"ops": [PIN]}))
+    config.steering_config.default_steering_modules = ["any"]
+    steering = AsyncSteering(config, ModuleCatalog(config), Several())  # type: ignore[arg-type]
+    with pytest.raises(AttributeError, match="call_utility"):  # it goes on to the engines
+        asyncio.run(steering.set_tiers({"ops": [PIN]}))
 
 
 def test_default_modules_that_nobody_registered_do_nothing() -> None:

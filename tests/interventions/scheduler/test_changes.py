@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 from tests.support.plans import HIDDEN, SHAPE, VECTOR, array, config_of, plan_of
-from vllm.v1.interventions.calls import Change, SteeringCall
+from vllm.v1.interventions.calls import GLOBAL_OPS, Change, SteeringCall
 from vllm.v1.interventions.frontend.module_catalog import ModuleCatalog
 from vllm.v1.interventions.plan import VectorSet
 from vllm.v1.interventions.scheduler import changes as changes_module
@@ -175,6 +175,21 @@ def test_modules(engine: Engine) -> None:
     assert engine.state()["modules"] == {}
     assert "error" in engine.prepare("a", Change("unregister", name="m"))
     assert engine.state()["version"] == 0, "modules are no global state"
+
+
+def test_operations_of_all_requests(engine: Engine) -> None:
+    """A module that is set and cleared with the tiers; no name that requests see."""
+    ops = module(3.0)
+    both = Change("set", tiers={"base": vector_set(1.0)}, name=GLOBAL_OPS, module=ops)
+    engine.make(both)
+    assert engine.core.modules.items() == {GLOBAL_OPS: ops}
+    assert engine.state()["tiers"].keys() == {"base"} and engine.state()["modules"] == {}
+    engine.make(setting(2.0))
+    assert engine.core.modules.items() == {GLOBAL_OPS: ops}
+    for gone in (Change("clear", name=GLOBAL_OPS), Change("set", replace=True, name=GLOBAL_OPS)):
+        engine.make(both)
+        engine.make(gone)
+        assert engine.core.modules.items() == {} and engine.state()["tiers"] == {}
 
 
 def test_a_request_on_its_way_has_what_its_module_meant_or_an_error(engine: Engine) -> None:

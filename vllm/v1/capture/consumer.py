@@ -19,6 +19,9 @@ import torch
 from vllm.v1.interventions.errors import reject, show_key
 from vllm.v1.interventions.plan import Site, TapShape
 
+SHARED_FIELDS = ("hooks", "positions", "project", "reduce")
+"""What a request may say to every consumer."""
+
 Location = Literal["engine", "frontend"]
 """The process a consumer runs in.
 
@@ -60,7 +63,7 @@ class RequestInfo:
     """The length of a row: hidden_size, with `project` the number of scores, or of all heads chosen
     at a site together."""
     dtype: torch.dtype
-    """The dtype of the rows: the model's, or with `project` float32."""
+    """The dtype of the rows: the model's, or with `project` and `reduce` float32."""
     projected: bool
     """Whether the rows are scores, made by `project`."""
     max_rows: int
@@ -72,6 +75,8 @@ class RequestInfo:
     heads: tuple[tuple[int, ...], ...] = ()
     """The numbers of the heads of each site, which lie one after the other in a row; empty at
     points of the residual stream."""
+    reduce: str = ""
+    """"mean" if a site has one row, the mean of the positions asked for, at the last of them."""
 
     @property
     def max_bytes(self) -> int:
@@ -162,7 +167,7 @@ class CaptureConsumer(ABC):
 
     @classmethod
     def check_request(cls, fields: Mapping[str, Any], path: str) -> dict[str, Any]:
-        """Check the fields of a capture request beside `hooks`, `positions` and `project`.
+        """Check the fields of a capture request beside those that all consumers have.
 
         Called in the frontend before the request starts, so it must not change anything.
 
@@ -179,7 +184,7 @@ class CaptureConsumer(ABC):
         """
         if fields:
             unknown = sorted(show_key(key) for key in fields)[:8]
-            reject(path, f"unknown keys {unknown}, allowed are 'hooks', 'positions' and 'project'")
+            reject(path, f"unknown keys {unknown}, allowed are {', '.join(SHARED_FIELDS)}")
         return {}
 
     def start(self, context: ConsumerContext) -> None:  # noqa: B027

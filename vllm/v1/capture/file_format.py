@@ -107,6 +107,8 @@ class Record:
     heads: tuple[tuple[int, ...], ...] = ()
     """The numbers of the heads of each site, which lie one after the other in a row; empty at
     points of the residual stream."""
+    reduce: str = ""
+    """"mean" if a site's row is the mean of the positions asked for, which end with its own."""
 
     def to_strings(self) -> dict[str, str]:
         """Return the record as metadata of a file, with the version of the format."""
@@ -158,7 +160,7 @@ class Record:
         return cls(**fields)
 
 
-_LATER = ("given_id", "metadata", "heads")
+_LATER = ("given_id", "metadata", "heads", "reduce")
 """Fields that files written by earlier versions lack."""
 
 

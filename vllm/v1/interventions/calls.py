@@ -8,6 +8,10 @@ import msgspec
 from vllm.v1.interventions.plan import VectorSet
 from vllm.v1.steering.modules import Module
 
+GLOBAL_OPS = "_set"
+"""The name of the module that has the operations of `llm.steering.set`. Nobody else can give it: it
+begins with an underscore."""
+
 
 class Change(msgspec.Struct, frozen=True):
     """A change of global tiers or of named modules, checked by the frontend that asks for it."""
@@ -20,8 +24,10 @@ class Change(msgspec.Struct, frozen=True):
     tier: str | None = None
     """The tier to "clear"; None for all."""
     name: str = ""
-    """The module's, for "register" and "unregister"."""
+    """The module's, for "register" and "unregister"; `GLOBAL_OPS` where "set" or "clear" changes
+    the operations of all requests."""
     module: Module | None = None
+    """What is registered; with the name `GLOBAL_OPS`, None for no operations."""
 
 
 class SteeringCall(msgspec.Struct, frozen=True):

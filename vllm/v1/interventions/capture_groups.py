@@ -27,13 +27,15 @@ class LocalStream(NamedTuple):
     None at points of the residual stream."""
     width: int = 0
     """How many numbers leave of a site, if that is not its row as it is."""
+    summed: tuple[int, ...] = ()
+    """As in `WorkerStream`."""
     runs: Sequence[tuple[int, int]] = ()
     """`places` as runs of neighbours in the arena with one matrix: (first index, number)."""
 
     @property
     def is_raw(self) -> bool:
         """Whether rows leave as they are."""
-        return self.projection is None and self.columns is None
+        return self.projection is None and self.columns is None and not self.summed
 
 
 class CaptureGroup:
@@ -97,7 +99,7 @@ class CaptureGroups:
         if not own:
             return None
         of_heads = {i for s in streams if s.heads for i in s.sites}
-        raw = {i for s in streams if s.projection is None and not s.heads for i in s.sites}
+        raw = {i for s in streams if not (s.projection or s.heads or s.summed) for i in s.sites}
         own.sort(key=lambda i: (i not in raw, i in of_heads))
         sizes = {i: self._shape.arena_rows(asked[i]) for i in own if i not in raw}
         firsts = dict(zip(sizes, accumulate([0, *sizes.values()]), strict=False))
@@ -116,7 +118,7 @@ class CaptureGroups:
                     if i in place
                 ]
                 columns = np.concatenate([np.empty(0, np.int64), *parts])
-            local.append(LocalStream(places, projection, columns, width))
+            local.append(LocalStream(places, projection, columns, width, stream.summed))
         group = self._groups[asked, streams] = CaptureGroup(
             [self._sites[asked[i]] for i in own], len(own) - len(sizes), local, list(sizes.values())
         )

@@ -61,6 +61,9 @@ class WorkerStream(msgspec.Struct, frozen=True, array_like=True):
     """Which heads of each site; empty at points of the residual stream."""
     width: int = 0
     """The widths of a site's heads together."""
+    summed: tuple[int, ...] = ()
+    """The positions whose sum leaves the device in place of rows, as `Selection.runs`; () for
+    rows."""
 
 
 class WorkerRequest(msgspec.Struct, frozen=True):
@@ -137,13 +140,16 @@ class CapturedChunk(msgspec.Struct, array_like=True, gc=False):
     positions: np.ndarray
     """int64 [n]; those of all streams together."""
     values: list[torch.Tensor]
-    """One tensor per stream of the capture plan: [n, its sites, its width], its dtype, CPU. Where
-    several pipeline stages have sites, those of the first stage, then of the next, each with the
-    sites it has."""
+    """One tensor per stream of the capture plan: [n, its sites, its width], its dtype, CPU; of sums
+    [owners, its sites, its width]. Where several pipeline stages have sites, those of the first
+    stage, then of the next, each with the sites it has."""
     version: int
     """Version of the global steering that the step ran under."""
     owners: list[tuple[str, int]]
     """Whose rows these are: (request id, number of rows)."""
+    summed: np.ndarray | None = None
+    """The positions that sums were made of, int64 [m], where they are not `positions`: rows of one
+    request were left out."""
 
     def by_owner(self) -> "Iterator[CapturedChunk]":
         """Cut into those of its owners, views."""
@@ -151,6 +157,7 @@ class CapturedChunk(msgspec.Struct, array_like=True, gc=False):
         stops = accumulate(counts)
         at = [self.positions[b - n : b] for n, b in zip(counts, stops, strict=True)]
         # Views of all requests at once: of each by itself takes several times longer.
-        parts = [values.split(counts) for values in self.values]
+        number = len(self.positions)
+        parts = [values.split(counts if len(values) == number else 1) for values in self.values]
         for owner, here, *mine in zip(self.owners, at, *parts, strict=True):
-            yield CapturedChunk(here, mine, self.version, [owner])
+            yield CapturedChunk(here, mine, self.version, [owner], self.summed)

@@ -147,12 +147,15 @@ class Stream(msgspec.Struct, frozen=True):
     width: int
     """hidden_size; with a projection the number of its rows; of heads their widths together."""
     dtype: str
-    """The model's dtype; with a projection "float32"."""
+    """The model's dtype; with a projection, and of sums, "float32"."""
     projections: list[str] = []
     """Digests of the matrices the rows are multiplied with on the device: of one for all sites, or
     of one for each; none for rows as they are."""
     heads: list[tuple[int, ...]] = []
     """Which heads of each site; empty at points of the residual stream."""
+    summed: bool = False
+    """Whether a step sends the sum of its rows in `runs`, which are of the prompt, and the mean is
+    what consumers get: one row a site."""
 
     @property
     def row_bytes(self) -> int:

@@ -87,9 +87,10 @@ class Blocks:
 class StepRows:
     """The rows of one step, for `ModelRunnerOutput`.
 
-    They lie in one piece of host memory: positions, then scores and heads, then rows as they are.
-    On a GPU the copy there is in flight when this object is handed on; reading or pickling it waits
-    for that. What is pickled is where the memory is, if other processes of this host can read it.
+    They lie in one piece of host memory: positions, then what is made of rows on the device
+    (scores, sums, heads), then rows as they are. On a GPU the copy there is in flight when this
+    object is handed on; reading or pickling it waits for that. What is pickled is where the memory
+    is, if other processes of this host can read it.
 
     Args:
         version: of the global steering that the step runs under.
@@ -112,20 +113,23 @@ class StepRows:
         self._event: torch.cuda.Event | None = None
 
     def _shapes(self) -> list[tuple[tuple[int, ...], torch.dtype]]:
-        """What the memory holds: int64 [n] positions in block order, [count, sites, width] of each
-        stream that is made on the device (float32 scores, or heads), and [num_raw, hidden] rows as
-        they lay in the arena."""
+        """What the memory holds: int64 [n] positions in block order, what is made of rows on the
+        device, and [num_raw, hidden] rows as they lay in the arena."""
         made = [
-            (
-                (block.count, len(stream.places), stream.width),
-                torch.float32 if stream.projection is not None else self._dtype,
-            )
+            self._made(block, stream)
             for block in self.blocks.all
             for stream in block.group.streams
             if not stream.is_raw
         ]
         positions = (sum(block.count for block in self.blocks.all),), torch.int64
         return [positions, *made, ((self.blocks.num_raw, self._hidden_size), self._dtype)]
+
+    def _made(self, block: Block, stream: LocalStream) -> tuple[tuple[int, ...], torch.dtype]:
+        """Scores and heads, [count, sites, width], or sums, [requests, sites, hidden]."""
+        if stream.summed:
+            return (len(block.owners), len(stream.places), self._hidden_size), torch.float32
+        dtype = torch.float32 if stream.projection is not None else self._dtype
+        return (block.count, len(stream.places), stream.width), dtype
 
     @property
     def num_bytes(self) -> int:
@@ -218,14 +222,15 @@ class StepRows:
             if len(wanted) == self.blocks.num_requests:
                 chunks.append(CapturedChunk(positions, values, self._version, block.owners))
                 continue
-            start = 0
+            start = first = 0
             for goes, run in groupby(block.owners, lambda owner: owner[0] in wanted):
                 owners = list(run)
-                stop = start + sum(count for _, count in owners)
+                stop, last = start + sum(count for _, count in owners), first + len(owners)
                 if goes:
-                    cut = [v[start:stop] for v in values]
+                    of_rows = len(positions)
+                    cut = [v[start:stop] if len(v) == of_rows else v[first:last] for v in values]
                     chunks.append(CapturedChunk(positions[start:stop], cut, self._version, owners))
-                start = stop
+                start, first = stop, last
         return chunks
 
     def join(self, later: "StepRows") -> None:

@@ -79,9 +79,9 @@ async def layers(request: Request) -> dict[str, Any]:
 
 @router.post("/set")
 async def set_tiers(request: Request) -> dict[str, Any]:
-    """Set global vectors, on all engines or none; return the new version."""
+    """Set global vectors or operations, on all engines or none; return the new version."""
     _may_change(request)
-    fields = (*SET_FIELDS.values(), "replace")
+    fields = (*SET_FIELDS.values(), "ops", "replace")
     body = await read_body(request, fields)
     steering = _engine(request).steering
     tiers = await asyncio.to_thread(tiers_of, body)

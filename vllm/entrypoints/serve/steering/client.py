@@ -283,11 +283,12 @@ class _Call:
     body: Any = None
 
 
-def _set(vectors: Any, prefill_vectors: Any, decode_vectors: Any, replace: bool) -> _Call:
+def _set(vectors: Any, prefill_vectors: Any, decode_vectors: Any, ops: Any, replace: bool) -> _Call:
     body = {
         "vectors": vectors,
         "prefill_vectors": prefill_vectors,
         "decode_vectors": decode_vectors,
+        "ops": ops,
         "replace": replace,
     }
     return _Call("POST", "/set", {key: value for key, value in body.items() if value is not None})
@@ -403,23 +404,27 @@ class SteeringClient(_Settings):
         *,
         prefill_vectors: Any = None,
         decode_vectors: Any = None,
+        ops: Any = None,
         replace: bool = False,
     ) -> int:
-        """Set global vectors.
+        """Set global vectors and operations.
 
         Args:
             vectors: `{point: {layer: vector}}` for all positions.
             prefill_vectors: such vectors for positions of prompts.
             decode_vectors: such vectors for generated positions.
+            ops: operations of all requests that come later, as `steering` of a request has them.
             replace: whether tiers that are not given are cleared.
 
         Returns:
             The new version.
         """
-        return int(self._call(_set(vectors, prefill_vectors, decode_vectors, replace))["version"])
+        return int(
+            self._call(_set(vectors, prefill_vectors, decode_vectors, ops, replace))["version"]
+        )
 
     def clear(self, tier: str | None = None) -> int:
-        """Clear a global tier, "base", "prefill" or "decode", or all; return the new version."""
+        """Clear a tier ("base", "prefill", "decode"), "ops", or all; return the new version."""
         return int(self._call(_Call("POST", "/clear", {"tier": tier} if tier else {}))["version"])
 
     def modules(self) -> dict[str, Any]:
@@ -506,10 +511,11 @@ class AsyncSteeringClient(_Settings):
         *,
         prefill_vectors: Any = None,
         decode_vectors: Any = None,
+        ops: Any = None,
         replace: bool = False,
     ) -> int:
-        """Set global vectors, as `SteeringClient.set`; return the new version."""
-        call = _set(vectors, prefill_vectors, decode_vectors, replace)
+        """Set global vectors and operations, as `SteeringClient.set`; return the new version."""
+        call = _set(vectors, prefill_vectors, decode_vectors, ops, replace)
         return int((await self._call(call))["version"])
 
     async def clear(self, tier: str | None = None) -> int:

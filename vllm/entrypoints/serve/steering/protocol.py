@@ -71,16 +71,19 @@ SET_FIELDS = dict(zip(TIERS, FIELDS, strict=True))
 
 
 def tiers_of(body: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the vectors of a body by tier, as `AsyncSteering.set_tiers` takes them.
+    """Return the vectors of a body by tier, and its operations, as `AsyncSteering.set_tiers` takes
+    them.
 
     Raises:
         ValueError: a packed array cannot be read.
     """
-    return {
+    tiers = {
         tier: read_vectors(body[field], field)
         for tier, field in SET_FIELDS.items()
         if body.get(field) is not None
     }
+    ops = {"ops": read_ops(body["ops"], "ops")} if body.get("ops") is not None else {}
+    return tiers | ops
 
 
 def flag_of(body: Mapping[str, Any], field: str) -> bool:

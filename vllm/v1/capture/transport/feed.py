@@ -11,6 +11,7 @@ import torch
 from vllm.v1.capture.consumer import RequestEnd, RequestInfo, RowBatch
 from vllm.v1.capture.transport.copies import Copies, CopyThreads, empty
 from vllm.v1.capture.transport.host import ConsumerHost
+from vllm.v1.capture.transport.mean import Mean
 from vllm.v1.capture.transport.selected import RowsLost, Selected
 from vllm.v1.interventions.messages import CapturedChunk
 from vllm.v1.interventions.plan import CapturePlan, dtype_of
@@ -34,9 +35,10 @@ def request_info(
         width=stream.width,
         dtype=dtype_of(stream.dtype),
         projected=bool(stream.projections),
-        max_rows=Selected(selection, len(prompt_token_ids)).max_rows,
+        max_rows=1 if stream.summed else Selected(selection, len(prompt_token_ids)).max_rows,
         fields=selection.fields,
         heads=tuple(selection.heads[site] for site in selection.sites) if selection.heads else (),
+        reduce="mean" if stream.summed else "",
     )
 
 
@@ -82,7 +84,9 @@ class Feed:
     ) -> None:
         selection = plan.consumers[consumer]
         [self._stream] = selection.streams
-        order = plan.streams[self._stream].sites
+        stream = plan.streams[self._stream]
+        order = stream.sites
+        self._mean = Mean(stream) if stream.summed else None
         self._prompt = prompt_token_ids
         self._threads = threads
         self._selected = Selected(selection, len(prompt_token_ids))
@@ -101,6 +105,10 @@ class Feed:
             chunk: the rows of one step.
             output_token_ids: the generated tokens so far, at least to one past the last row.
         """
+        if self._mean is not None:
+            summed = chunk.positions if chunk.summed is None else chunk.summed
+            self._mean.add(summed, self._values_of(chunk)[0], chunk.version)
+            return None
         num_rows = self._selected.num_rows(len(self._prompt) + len(output_token_ids))
         positions = chunk.positions
         if self._selected.selection.last_generated:
@@ -137,12 +145,24 @@ class Feed:
             RowsLost: rows are absent that should be there.
         """
         num_rows = self._selected.num_rows(num_tokens)
+        if self._mean is not None:
+            return self._mean_of_all(self._mean, num_rows, aborted)
         rest = [_cut(batch, batch.positions < num_rows) for batch in self._held]
         for batch in self._last:
             rest.append(_cut(batch, self._selected.last(num_rows).mask(batch.positions)))
             self._arrived.append(rest[-1].positions)
         error = self._selected.missing(num_rows, self._arrived, aborted)
         return [batch for batch in rest if len(batch.positions)], error
+
+    def _mean_of_all(
+        self, mean: Mean, num_rows: int, aborted: bool
+    ) -> tuple[list[RowBatch], str | None]:
+        error = self._selected.missing(num_rows, [mean.positions], aborted)
+        if (value := mean.value()) is None:
+            return [], error
+        at = mean.positions[-1:]
+        ids = np.array([self._prompt[at[0]]], dtype=np.int64)
+        return [RowBatch(at, ids, np.array([mean.version]), value[self._sites, None])], error
 
     def finish(
         self, host: ConsumerHost, request_id: str, num_tokens: int, aborted: bool, failed: str
@@ -172,13 +192,17 @@ class Feed:
         self._threads.run(copies)
         return batch
 
+    def _values_of(self, chunk: CapturedChunk) -> torch.Tensor:
+        """All sites of the stream, of all pipeline stages."""
+        stages = chunk.values[self._stream :: self._num_streams]
+        return stages[0] if len(stages) == 1 else torch.cat(stages, dim=1)
+
     def _batch(
         self, chunk: CapturedChunk, at: np.ndarray, output_token_ids: Sequence[int]
     ) -> tuple[RowBatch, Copies]:
         """Make a batch for rows `at` of a chunk, and the copies that fill its values."""
         positions = chunk.positions[at]
-        stages = chunk.values[self._stream :: self._num_streams]
-        values = stages[0] if len(stages) == 1 else torch.cat(stages, dim=1)
+        values = self._values_of(chunk)
         if not self._all_sites:
             values = values[:, self._sites]
         if len(at) < len(chunk.positions):

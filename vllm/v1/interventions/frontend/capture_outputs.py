@@ -120,7 +120,7 @@ class CompletionCapture:
         output that brings the tokens."""
         if self._feeds:
             self._rows.append(rows)
-            if rows.positions[-1] < len(self._prompt):
+            if not len(rows.positions) or rows.positions[-1] < len(self._prompt):
                 self.deliver(())
 
     def deliver(self, output_token_ids: Sequence[int]) -> None:

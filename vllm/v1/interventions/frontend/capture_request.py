@@ -20,7 +20,7 @@ from vllm.config.capture import (
 )
 from vllm.config.steering import POINTS
 from vllm.sampling_params import SamplingParams
-from vllm.v1.capture.consumer import CaptureConsumer
+from vllm.v1.capture.consumer import SHARED_FIELDS, CaptureConsumer
 from vllm.v1.capture.registry import INLINE, ConsumerSpec
 from vllm.v1.interventions.errors import need_mapping, reject, show, show_key
 from vllm.v1.interventions.frontend.capture_streams import Streams, union
@@ -40,16 +40,14 @@ from vllm.v1.interventions.vectors import need_vector
 MAX_CAPTURES = 16
 """The longest list of captures for `inline`."""
 
-SHARED_FIELDS = ("hooks", "positions", "project")
-"""What a request may say to every consumer."""
-
 
 def parse_capture(
     value: Any, path: str, shape: TapShape, prompt: Prompt, specs: Mapping[str, ConsumerSpec]
 ) -> CapturePlan | None:
     """Parse `SamplingParams.capture`:
-    `{consumer: {"hooks": {point: layers}, "positions": ..., "project": ...}}`, for `inline` also a
-    list of these, and add what consumers capture of every request that does not name them.
+    `{consumer: {"hooks": {point: layers}, "positions": ..., "project": ..., "reduce": ...}}`, for
+    `inline` also a list of these, and add what consumers capture of every request that does not
+    name them.
 
     Args:
         value: the user's mapping, or None.
@@ -63,7 +61,8 @@ def parse_capture(
 
     Raises:
         ValueError: unknown consumer, key, point or selector, a layer out of range, a position out
-            of reach, a selection of nothing, a matrix of a wrong shape or with too many rows.
+            of reach, a selection of nothing, a matrix of a wrong shape or with too many rows, a
+            mean of anything but rows of the prompt.
     """
     asked = {} if value is None else need_mapping(value, path)
     if value is not None and not asked:
@@ -104,7 +103,8 @@ def parse_capture(
             matrices = _matrices(request["project"], f"{at}.project", shape, selection, prompt.work)
             digests = [hashlib.sha256(b"%d:" % shape.hidden_size + m).hexdigest() for m in matrices]
             projections |= zip(digests, matrices, strict=True)
-        selections[name] = streams.add(name, selection, spec.in_frontend, digests, at)
+        summed = request.get("reduce") is not None
+        selections[name] = streams.add(name, selection, spec.in_frontend, digests, at, summed)
     num_rows = sum(map(len, projections.values())) // (4 * shape.hidden_size)
     if num_rows > PROJECTION_ROWS:
         reject(
@@ -232,6 +232,21 @@ def _selection(
     sites, heads = _sites(request["hooks"], f"{path}.hooks", shape)
     selector = Selector(prompt)
     runs = selector.resolve(request.get("positions", "last_prompt"), f"{path}.positions")
+    if (reduce := plain(request.get("reduce"))) is not None:
+        if reduce != "mean":
+            reject(f"{path}.reduce", f"must be 'mean', got {show(reduce)}")
+        if heads:
+            reject(f"{path}.reduce", "is for the residual stream; leave out q, k, v and z")
+        if request.get("project") is not None:
+            reject(
+                f"{path}.reduce", "stands without 'project': multiply the mean, which is the same"
+            )
+        if selector.wants_last_generated or runs.stop > len(prompt.token_ids):
+            reject(
+                f"{path}.reduce",
+                f"takes positions of the prompt, which has {len(prompt.token_ids)} tokens; for the "
+                "mean of an answer send it as the end of a prompt",
+            )
     return Selection(
         sites=sites,
         runs=runs.flat(),

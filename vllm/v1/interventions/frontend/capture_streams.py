@@ -25,6 +25,8 @@ class _Form(NamedTuple):
     """The width of a site's heads together; 0 in the residual stream."""
     consumer: str = ""
     """Whose heads these are."""
+    summed: tuple[int, ...] = ()
+    """The positions of a mean, as `Selection.runs`."""
 
 
 class Streams:
@@ -39,13 +41,20 @@ class Streams:
         self._members: dict[_Form, list[Selection]] = {}
 
     def add(
-        self, name: str, selection: Selection, relayed: bool, digests: Sequence[str], path: str
+        self,
+        name: str,
+        selection: Selection,
+        relayed: bool,
+        digests: Sequence[str],
+        path: str,
+        summed: bool = False,
     ) -> Selection:
         """Add what a consumer gets.
 
         Args:
             digests: of its matrices, as in `Stream.projections`; none for heads.
             path: of its request.
+            summed: whether it gets the mean of its rows.
 
         Returns:
             The selection with its streams.
@@ -56,7 +65,8 @@ class Streams:
         parts: dict[_Form, list[Site]] = {}
         if not selection.heads:
             apart = tuple(selection.sites) if len(digests) > 1 else ()
-            parts[_Form(relayed, tuple(digests), apart)] = selection.sites
+            runs = tuple(selection.runs) if summed else ()
+            parts[_Form(relayed, tuple(digests), apart, summed=runs)] = selection.sites
         for site in selection.sites if selection.heads else ():
             width = self._width(selection, site)
             form = _Form(relayed, width=width, consumer=name if width else "")
@@ -95,7 +105,9 @@ class Streams:
             if form.digests:
                 width, dtype = len(projections[form.digests[0]]) // (4 * width), "float32"
             heads = [members[0].heads[site] for site in sites] if form.width else []
-            made.append(Stream(sites, runs, form.relayed, width, dtype, list(form.digests), heads))
+            digests, summed = list(form.digests), bool(form.summed)
+            dtype = "float32" if summed else dtype
+            made.append(Stream(sites, runs, form.relayed, width, dtype, digests, heads, summed))
         return made
 
 

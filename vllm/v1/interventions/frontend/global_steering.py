@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from vllm.v1.engine.core_client import InprocClient, SyncMPClient
-from vllm.v1.interventions.calls import Change, SteeringCall
+from vllm.v1.interventions.calls import GLOBAL_OPS, Change, SteeringCall
 from vllm.v1.interventions.errors import InterventionError, reject, show
 from vllm.v1.interventions.frontend.module_catalog import ModuleCatalog
 from vllm.v1.interventions.plan import TIERS, TapShape
@@ -17,7 +17,14 @@ from vllm.v1.interventions.sites import need_steered_points
 from vllm.v1.interventions.values import plain
 from vllm.v1.interventions.vectors import parse_vectors, vector_set_of
 from vllm.v1.steering.files import load, parse_safetensors
-from vllm.v1.steering.modules import Module, need_module_name, no_positions, parse_module
+from vllm.v1.steering.modules import (
+    Module,
+    make_module,
+    need_module_name,
+    no_positions,
+    parse_module,
+    parse_module_ops,
+)
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -25,6 +32,9 @@ if TYPE_CHECKING:
 
 BUSY_SECONDS = 60.0
 """How long to wait for another frontend's change before giving up."""
+
+OPS = "ops"
+"""What stands in the place of a tier for the operations of all requests."""
 
 Replies = list[dict[str, Any]]
 """The replies of all engines, one each."""
@@ -52,35 +62,44 @@ class ChangeBuilder:
     def set(
         self, tiers: dict[str, Any], replace: bool, fields: Mapping[str, str] | None = None
     ) -> Change:
-        """Make a change that sets vectors.
+        """Make a change that sets vectors, or the operations of all requests.
 
         Args:
-            tiers: tier -> `{point: {layers: vector}}`.
+            tiers: tier -> `{point: {layers: vector}}`; "ops" -> a list of operations.
             replace: whether all that is not named is cleared.
             fields: tier -> what errors call it, if not its name.
 
         Raises:
-            ValueError: an unknown tier, or vectors that this engine cannot add.
+            ValueError: an unknown tier, or vectors or operations that this engine cannot add.
         """
-        sets = {}
+        sets, config = {}, self._config.steering_config
+        tiers = dict(tiers)
+        ops, module = tiers.pop(OPS, None), None
+        if ops is not None and len(parsed := parse_module_ops(ops, OPS, self.shape, config)):
+            module = make_module({}, parsed, OPS, self.shape)
+            need_steered_points(module.sites, OPS, config)
         for key, value in tiers.items():
             tier = _need_tier(key)
             path = (fields or {}).get(tier, tier)
             if isinstance(value, list) or (isinstance(value, Mapping) and "ops" in value):
                 reject(
                     path,
-                    "a tier has vectors only; operations act on all requests as a module that is "
-                    "named in default_steering_modules",
+                    "a tier has vectors only; operations of all requests are 'ops', in the place "
+                    "of a tier",
                 )
             [(vectors, _)] = parse_vectors(value, path, self.shape, no_positions)
-            need_steered_points(vectors, path, self._config.steering_config)
+            need_steered_points(vectors, path, config)
             if vectors:
                 sets[tier] = vector_set_of(vectors, self.shape.hidden_size)
-        return Change("set", tiers=sets, replace=replace)
+        name = GLOBAL_OPS if replace or ops is not None else ""
+        return Change("set", tiers=sets, replace=replace, name=name, module=module)
 
     def clear(self, tier: str | None) -> Change:
-        """Make a change that clears one tier, or all for None."""
-        return Change("clear", tier=None if tier is None else _need_tier(tier))
+        """Make a change that clears one tier, "ops", or all for None."""
+        if tier == OPS:
+            return Change("set", name=GLOBAL_OPS)
+        name = GLOBAL_OPS if tier is None else ""
+        return Change("clear", tier=None if tier is None else _need_tier(tier), name=name)
 
     def register(self, name: Any, source: Any) -> Change:
         """Make a change that names a module: a path to load, or a mapping."""
@@ -110,7 +129,7 @@ class ChangeBuilder:
 
     def made(self, change: Change) -> None:
         """Take over into the catalog a change that the engines have made."""
-        if change.action in ("register", "unregister"):
+        if change.name:
             modules = dict(self._catalog.modules)
             modules.pop(change.name, None)
             if change.module is not None:
@@ -123,7 +142,7 @@ class ChangeBuilder:
         return self._config.steering_config.enable_steering
 
     def known(self) -> dict[str, str]:
-        """The modules of this frontend: name -> digest."""
+        """The modules of this frontend, `GLOBAL_OPS` among them: name -> digest."""
         return {name: module.digest for name, module in self._catalog.modules.items()}
 
     def learn(self, news: dict[str, Any]) -> None:
@@ -173,10 +192,12 @@ class Steering:
 
     def set(self, vectors: Any, tier: str = "base", replace: bool = False) -> int:
         """Set global vectors: `{point: {layers: vector}}`, as in `SamplingParams.steering_vectors`.
+        Or, with "ops" as tier, operations, as in `SamplingParams.steering`: they act on requests
+        that come later, in the place of those that were set before.
 
         Args:
             vectors: each overwrites the one at its tier, point and layer.
-            tier: base (all positions), prefill (of the prompt) or decode (generated).
+            tier: base (all positions), prefill (of the prompt), decode (generated) or ops.
             replace: whether all that is not named is cleared, in all tiers.
 
         Returns:
@@ -185,11 +206,11 @@ class Steering:
         return self.set_tiers({tier: vectors}, replace)
 
     def set_tiers(self, tiers: dict[str, Any], replace: bool = False) -> int:
-        """Set several tiers at once: `{tier: vectors}`. Returns the version."""
+        """Set several tiers at once: `{tier: vectors, "ops": operations}`. Returns the version."""
         return self._make(self._changes.set(tiers, replace))
 
     def clear(self, tier: str | None = None) -> int:
-        """Clear one tier, or all. Returns the version."""
+        """Clear one tier, "ops", or all of these. Returns the version."""
         return self._make(self._changes.clear(tier))
 
     def register_module(self, name: str, source: Any) -> None:
@@ -252,6 +273,7 @@ class AsyncSteering:
     def __init__(self, config: "VllmConfig", catalog: ModuleCatalog, core: "AsyncMPClient") -> None:
         self._changes = ChangeBuilder(config, catalog)
         self._core = core
+        self._refreshes = bool(config.steering_config.default_steering_modules)
         catalog.refresh = self.refresh
 
     async def set(self, vectors: Any, tier: str = "base", replace: bool = False) -> int:
@@ -264,16 +286,22 @@ class AsyncSteering:
         replace: bool = False,
         fields: Mapping[str, str] | None = None,
     ) -> int:
-        """Set several tiers at once: `{tier: vectors}`. Returns the version.
+        """Set several tiers at once: `{tier: vectors, "ops": operations}`. Returns the version.
 
         Args:
             fields: tier -> what errors call it, if not its name.
         """
         change = await asyncio.to_thread(self._changes.set, tiers, replace, fields)
+        if change.module is not None and self._core.client_count > 1 and not self._refreshes:
+            reject(
+                OPS,
+                "with several API servers each has to ask what is set, which it does if the server "
+                "is started with default_steering_modules, whatever it names",
+            )
         return await self._make(change)
 
     async def clear(self, tier: str | None = None) -> int:
-        """Clear one tier, or all. Returns the version."""
+        """Clear one tier, "ops", or all of these. Returns the version."""
         return await self._make(self._changes.clear(tier))
 
     async def register_module(self, name: str, source: Any) -> None:

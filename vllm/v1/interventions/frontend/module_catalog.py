@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from vllm.v1.interventions.calls import GLOBAL_OPS
 from vllm.v1.interventions.errors import reject, show
 from vllm.v1.interventions.frontend.vector_memo import VectorMemo
 from vllm.v1.steering.files import startup_modules
@@ -13,6 +14,11 @@ from vllm.v1.steering.modules import Module
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
+
+
+def origin(name: str) -> str:
+    """What errors call the reason why a module acts on a request that does not name it."""
+    return "llm.steering.set" if name == GLOBAL_OPS else "default_steering_modules"
 
 
 class ModuleCatalog:
@@ -37,10 +43,11 @@ class ModuleCatalog:
 
     @property
     def defaults(self) -> dict[str, Module]:
-        """Those of `default_steering_modules` that are registered, in the option's order."""
+        """Those of `default_steering_modules` that are registered, in the option's order, and the
+        operations of `llm.steering.set`."""
         names = self._config.steering_config.default_steering_modules
-        modules = self.modules if names else {}
-        return {name: modules[name] for name in names if name in modules}
+        modules = self.modules if names else self._modules or {}
+        return {name: modules[name] for name in (*names, GLOBAL_OPS) if name in modules}
 
     def get(self, name: Any, path: str) -> Module:
         """The module of a name. Raises ValueError if there is none, naming `path`."""
@@ -48,7 +55,7 @@ class ModuleCatalog:
             reject(path, f"must be a name or (name, scale), got {show(name)}")
         modules = self.modules  # another thread may replace them
         if name not in modules:
-            known = ", ".join(sorted(modules)[:20]) or "none"
+            known = ", ".join(sorted(modules.keys() - {GLOBAL_OPS})[:20]) or "none"
             reject(path, f"unknown module {show(name)}; registered are {known}")
         return modules[name]
 

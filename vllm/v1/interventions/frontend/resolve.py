@@ -12,7 +12,8 @@ from vllm.v1.capture.transport.feed import request_info, reserved_bytes
 from vllm.v1.capture.transport.selected import Selected
 from vllm.v1.interventions.errors import reject
 from vllm.v1.interventions.frontend.capture_request import parse_capture
-from vllm.v1.interventions.frontend.module_catalog import ModuleCatalog
+from vllm.v1.interventions.frontend.chat_turns import ChatTurns
+from vllm.v1.interventions.frontend.module_catalog import ModuleCatalog, origin
 from vllm.v1.interventions.frontend.selectors import Prompt
 from vllm.v1.interventions.frontend.steering_request import steering_plan
 from vllm.v1.interventions.frontend.work import Unit, Work
@@ -62,6 +63,7 @@ def resolve(
     tokenizer: TokenizerLike | None,
     modules: ModuleCatalog,
     num_prompts: int = 1,
+    turns: ChatTurns | None = None,
 ) -> Plan | None:
     """What `params` asks for, checked and composed; None if it asks for nothing.
 
@@ -74,6 +76,7 @@ def resolve(
         tokenizer: None with `skip_tokenizer_init`.
         modules: what the names in `steering_modules` mean now.
         num_prompts: how many prompts came in the same body; limits are for all of them.
+        turns: those of the chat that the prompt is; None if it is none.
 
     Raises:
         ValueError: with the path of the field, see docs/errors.md.
@@ -88,7 +91,7 @@ def resolve(
         )
     field = next((f for f in PLAN_FIELDS if getattr(params, f) is not None), None)
     if field is None and modules.defaults:
-        field = "default_steering_modules"
+        field = origin(next(iter(modules.defaults)))
     if field is None and config.capture_config.captures_all:
         field = "capture"
     if field is None:
@@ -100,7 +103,7 @@ def resolve(
     assert final_params is not None and final_params.max_tokens is not None
     n = params.n or 1
     work = Work(config.steering_config.max_request_work, n, num_prompts)
-    prompt = Prompt(prompt_token_ids, final_params.max_tokens, tokenizer, work)
+    prompt = Prompt(prompt_token_ids, final_params.max_tokens, tokenizer, work, turns)
     shape = config.tap_shape
     steering = capture = None
     asked = any(getattr(params, name) is not None for name in (*STEERING_FIELDS, INHERIT))

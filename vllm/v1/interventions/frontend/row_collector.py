@@ -9,8 +9,9 @@ import torch
 
 from vllm.v1.capture.results import CapturedRows, CaptureResult, SiteRows
 from vllm.v1.capture.transport.copies import CopyThreads, empty
+from vllm.v1.capture.transport.mean import Mean
 from vllm.v1.capture.transport.selected import RowsLost, Selected
-from vllm.v1.interventions.frontend.row_pieces import Piece, Run, StreamRows
+from vllm.v1.interventions.frontend.row_pieces import Piece, Run, StreamRows, of_stream
 from vllm.v1.interventions.plan import CapturePlan, Site, dtype_of
 
 
@@ -29,6 +30,15 @@ class RowCollector:
         self._selected = {
             name: Selected(plan.consumers[name], len(prompt_token_ids)) for name in consumers
         }
+        self._means = {
+            i: Mean(stream)
+            for i, stream in enumerate(plan.streams)
+            if stream.summed and any(i in s.selection.streams for s in self._selected.values())
+        }
+        """By stream."""
+        self._summed: list[tuple[Run, slice, int, int]] = []
+        """Runs with sums of this completion: its rows and place in each step, and the first step
+        that was not added up."""
         self._moved: list[Piece] = []
         """Rows in memory of their own, before those of `_runs`."""
         self._runs: list[tuple[Run, slice, int]] = []
@@ -37,9 +47,21 @@ class RowCollector:
         """Positions of rows that were returned and let go."""
         self._delivered = 0
 
-    def add(self, run: Run, rows: slice) -> None:
-        """Take rows of all steps that a run is going to have."""
-        self._runs.append((run, rows, len(run.chunks)))
+    def add(self, run: Run, name: str) -> None:
+        """Take what a request, this completion, has in all steps that a run is going to have."""
+        self._runs.append((run, run.rows[name], len(run.chunks)))
+        if self._means:
+            self._summed.append((run, run.rows[name], run.places[name], len(run.chunks)))
+
+    def _add_up(self) -> None:
+        """Add up the sums of new steps. Only the last run may go on."""
+        for run, rows, place, first in self._summed:
+            for chunk in run.chunks[first:]:
+                at = chunk.positions[rows] if chunk.summed is None else chunk.summed
+                for i, mean in self._means.items():
+                    sums = of_stream(chunk.values, i, len(self._plan.streams))[place]
+                    mean.add(at, sums, chunk.version)
+        self._summed = [(run, r, p, len(run.chunks)) for run, r, p, _ in self._summed[-1:]]
 
     def _unmoved(self) -> list[Piece]:
         return [
@@ -54,14 +76,18 @@ class RowCollector:
     def move(self, threads: CopyThreads) -> None:
         """Have rows copied to memory of their own; none of their runs may go on. Whoever reads them
         waits for that."""
+        self._add_up()
         pieces = self._unmoved()
-        self._runs = []
+        self._runs, self._summed = [], []
         if not pieces:
             return
         number, streams = len(self._plan.streams), self._plan.streams
         values, into, rows = [], [], []
         positions = np.concatenate([piece.positions for piece in pieces])
         for i, stream in enumerate(streams):
+            if stream.summed:
+                values.append(torch.empty(0))  # added up by now
+                continue
             parts = [part for piece in pieces for part in piece.parts(i, number)]
             own = empty((len(positions), *parts[0].shape[1:]), dtype_of(stream.dtype))
             values.append(own)
@@ -87,6 +113,7 @@ class RowCollector:
             aborted: whether the request was cut off, so that rows may be missing.
             only_new: leave out rows that an earlier call returned (streaming of deltas).
         """
+        self._add_up()
         token_ids = [*self._prompt_token_ids, *output_token_ids]
         pieces = self._moved + self._unmoved()
         none = np.empty(0, dtype=np.int64)
@@ -95,9 +122,14 @@ class RowCollector:
         results = {}
         for name, selected in self._selected.items():
             num_rows = selected.num_rows(len(token_ids))
+            if (mean := self._means.get(selected.selection.streams[0])) is not None:
+                payload, came = self._mean_rows(selected, mean, finished), [mean.positions]
+                results[name] = self._result(selected, payload, came, num_rows, finished, aborted)
+                continue
             at = self._wanted(selected, positions, num_rows, finished, only_new)
             payload = self._payload(selected, pieces, positions[at], versions[at], at, token_ids)
-            results[name] = self._result(selected, payload, positions, num_rows, finished, aborted)
+            came = [*self._gone, positions]
+            results[name] = self._result(selected, payload, came, num_rows, finished, aborted)
         if only_new:
             self._delivered = len(token_ids) - 1
             self._forget(pieces)
@@ -146,11 +178,26 @@ class RowCollector:
             for site in selection.sites
         )
 
+    def _mean_rows(self, selected: Selected, mean: Mean, finished: bool) -> SiteRows:
+        """One row a site, at the last position; none before the end, or without all of them."""
+        stream = self._plan.streams[selected.selection.streams[0]]
+        value = mean.value() if finished else None
+        at = mean.positions[-1:] if value is not None else mean.positions[:0]
+        ids = np.array([self._prompt_token_ids[i] for i in at], dtype=np.int64)
+        none = torch.empty(0, len(stream.sites), stream.width)
+        rows = none if value is None else value[None]
+        index = {site: i for i, site in enumerate(stream.sites)}
+        versions = np.full(len(at), mean.version, dtype=np.int64)
+        return SiteRows(
+            (site, CapturedRows(at, ids, rows[:, index[site]], versions))
+            for site in selected.selection.sites
+        )
+
     def _result(
         self,
         selected: Selected,
         payload: SiteRows,
-        positions: np.ndarray,
+        came: list[np.ndarray],
         num_rows: int,
         finished: bool,
         aborted: bool,
@@ -158,7 +205,7 @@ class RowCollector:
         if not finished:
             return CaptureResult(status=None, error=None, payload=payload)
         try:
-            error = selected.missing(num_rows, [*self._gone, positions], aborted)
+            error = selected.missing(num_rows, came, aborted)
         except RowsLost as lost:
             return CaptureResult(status="error", error=str(lost), payload=payload)
         return CaptureResult("ok" if error is None else "partial_error", error, payload)

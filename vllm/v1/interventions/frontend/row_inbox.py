@@ -52,7 +52,7 @@ class RowInbox:
                     continue
                 run = Run(chunk.owners)
                 for name, collector in collectors.items():
-                    collector.add(run, run.rows[name])
+                    collector.add(run, name)
             run.chunks.append(chunk)
             self._runs[key] = run
             num_bytes = sum(values.nbytes for values in chunk.values)

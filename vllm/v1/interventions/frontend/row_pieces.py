@@ -24,6 +24,8 @@ class Run:
         stops = accumulate(count for _, count in owners)
         self.rows = {n: slice(b - c, b) for (n, c), b in zip(owners, stops, strict=True)}
         """The rows of each request in a step's."""
+        self.places = {name: i for i, (name, _) in enumerate(owners)}
+        """The place of each request among the owners, which is that of its sums."""
         self.chunks: list[CapturedChunk] = []
         self.last_ordinary = -1
         """The last step whose rows did not land; they lie in ordinary memory."""
@@ -65,10 +67,10 @@ class Piece(NamedTuple):
     def parts(self, stream: int, num_streams: int) -> list[torch.Tensor]:
         """The values of a stream: [rows, sites, width] of each step."""
         finished(self.copies)
-        return [_of_stream(values, stream, num_streams)[self.rows] for values in self.steps]
+        return [of_stream(values, stream, num_streams)[self.rows] for values in self.steps]
 
 
-def _of_stream(values: list[torch.Tensor], stream: int, num_streams: int) -> torch.Tensor:
+def of_stream(values: list[torch.Tensor], stream: int, num_streams: int) -> torch.Tensor:
     """All sites of a stream, of all pipeline stages."""
     stages = values[stream::num_streams]
     return stages[0] if len(stages) == 1 else torch.cat(stages, dim=1)

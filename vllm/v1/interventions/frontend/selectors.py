@@ -9,6 +9,7 @@ import numpy as np
 
 from vllm.tokenizers import TokenizerLike
 from vllm.v1.interventions.errors import reject, show, show_key
+from vllm.v1.interventions.frontend.chat_turns import ChatTurns, need_turns
 from vllm.v1.interventions.frontend.prompt_text import BROKEN, PromptText, occurrences
 from vllm.v1.interventions.frontend.work import Unit, Work
 from vllm.v1.interventions.positions import Positions, Run
@@ -34,15 +35,22 @@ class Prompt:
             request has at most `len(token_ids) + max_tokens - 1` rows.
         tokenizer: None if the engine has none.
         work: counts what resolving them costs.
+        turns: those of the chat that the prompt is; None if it is none.
     """
 
     def __init__(
-        self, token_ids: list[int], max_tokens: int, tokenizer: TokenizerLike | None, work: Work
+        self,
+        token_ids: list[int],
+        max_tokens: int,
+        tokenizer: TokenizerLike | None,
+        work: Work,
+        turns: ChatTurns | None = None,
     ) -> None:
         self.token_ids = token_ids
         self.max_tokens = max_tokens
         self.tokenizer = tokenizer
         self.work = work
+        self.turns = turns
 
     @cached_property
     def text(self) -> PromptText:
@@ -126,6 +134,8 @@ class Selector:
                 return self._outright(self._by_text(value, path))
             if "token_ids" in keys and keys <= {"token_ids", "which"}:
                 return self._outright(self._by_token_ids(value, path))
+            if "role" in keys and keys <= {"role", "turn"}:
+                return self._outright(self._by_role(value, path))
             if keys <= {"start", "stop", "step", "of"}:
                 return self._outright(self._range(value, path))
             if "at" in keys and keys <= {"at", "of"}:
@@ -235,6 +245,18 @@ class Selector:
         begins = prompt.tokens_of(np.asarray(found[_chosen(which)]), len(text))
         return self._few(_runs(begins, 1), path)
 
+    def _by_role(self, value: Mapping[Any, Any], path: str) -> list[Run]:
+        """All tokens that have a character of a turn's content."""
+        turn = None if value.get("turn") is None else _need_int(value["turn"], f"{path}.turn")
+        turns, work = self._prompt.turns, self._prompt.work
+        found: list[Run] = []
+        for index in need_turns(turns, plain(value["role"]), turn, path):
+            assert turns is not None
+            prompt = self._prompt.text
+            start, stop = turns.characters(index, prompt.text, work, path)
+            found += _runs(prompt.tokens_of(np.array([start]), stop - start), 1)
+        return self._few(found, path)
+
     def _by_token_ids(self, value: Mapping[Any, Any], path: str) -> list[Run]:
         token_ids, which = plain_list(value["token_ids"]), _need_which(value, path)
         path += ".token_ids"
@@ -264,8 +286,8 @@ class Selector:
     def _allowed() -> str:
         return (
             f"use {', '.join(NAMED_SELECTORS)}, a list of positions, {{'start', 'stop', 'step', "
-            "'of'}, {'at', 'of'}, {'text', 'which'}, {'token_ids', 'which'} or a list of these, "
-            "with {'except'}"
+            "'of'}, {'at', 'of'}, {'text', 'which'}, {'token_ids', 'which'}, {'role', 'turn'} or "
+            "a list of these, with {'except'}"
         )
 
 

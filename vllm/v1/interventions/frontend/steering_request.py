@@ -6,7 +6,7 @@ from typing import Any
 from vllm.config.steering import MAX_MODULES, SteeringConfig
 from vllm.sampling_params import SamplingParams
 from vllm.v1.interventions.errors import reject, show
-from vllm.v1.interventions.frontend.module_catalog import ModuleCatalog
+from vllm.v1.interventions.frontend.module_catalog import ModuleCatalog, origin
 from vllm.v1.interventions.frontend.segments import SegmentBuilder
 from vllm.v1.interventions.frontend.selectors import Prompt, Selector
 from vllm.v1.interventions.frontend.vector_memo import VectorMemo
@@ -91,8 +91,7 @@ class _Request:
         if self._inherit():
             names = [name for _, name, _, _ in named]
             self._defaults = {n: m for n, m in catalog.defaults.items() if n not in names}
-        option = "default_steering_modules"
-        by_default = [(option, name, module, 1.0) for name, module in self._defaults.items()]
+        by_default = [(origin(name), name, m, 1.0) for name, m in self._defaults.items()]
         for path, _, module, scale in by_default + named:
             for vector_set, tier in ((module.prefill, "prefill"), (module.decode, "decode")):
                 if vector_set is not None:
@@ -130,7 +129,7 @@ class _Request:
 
     def plan(self) -> SteeringPlan:
         config = self._config
-        given = self._given + ["default_steering_modules"] * bool(self._defaults)
+        given = self._given + list(dict.fromkeys(map(origin, self._defaults)))
         path = " + ".join(given) or "steering_inherit_global"
         if self._segments.most_ops() > config.max_steering_ops:
             reject(

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from vllm.v1.interventions.calls import Change, SteeringCall
+from vllm.v1.interventions.calls import GLOBAL_OPS, Change, SteeringCall
 from vllm.v1.interventions.errors import InterventionError, reject
 from vllm.v1.interventions.plan import TIERS
 from vllm.v1.interventions.scheduler.admission import Pool
@@ -85,9 +85,9 @@ class Changes:
         elif change.action == "clear":
             changed = tiers.cleared(change.tier)
         elif change.action == "unregister" and change.name not in self._modules:
-            known = ", ".join(sorted(self._modules.items())[:20]) or "none"
+            known = ", ".join(sorted(self._modules.items().keys() - {GLOBAL_OPS})[:20]) or "none"
             reject("name", f"unknown module {change.name!r}; registered are {known}")
-        elif change.module is not None:
+        if change.module is not None:
             # Another engine may have the change made, and a request here, before the commit comes.
             self._modules.keep(change.module)
         self._token, self._change, self._tiers = call.token, change, changed
@@ -97,9 +97,9 @@ class Changes:
         assert self._change is not None
         if self._tiers is not None:
             self._set_tiers(self._tiers, requests)
-        elif self._change.module is not None:
+        if self._change.module is not None:
             self._modules.put(self._change.name, self._change.module)
-        else:
+        elif self._change.name in self._modules:
             self._modules.remove(self._change.name)
         self._token = ""
 
@@ -118,8 +118,10 @@ class Changes:
     def _state(self) -> dict[str, Any]:
         current = self._current().current
         modules = self._modules.items()
+        ops = modules.pop(GLOBAL_OPS, None)
         return {
             "version": current.version,
+            "ops": [op.name for op in ops.ops] if ops is not None else [],
             "tiers": {
                 tier: {"digest": vector_set.digest, "norms": norms_of(vector_set)}
                 for tier in TIERS

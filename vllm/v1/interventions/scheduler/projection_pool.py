@@ -74,7 +74,8 @@ class ProjectionPool:
                 firsts *= len(stream.sites)
             projection = (tuple(firsts), stream.width) if firsts else None
             sites, heads = tuple(at[site] for site in stream.sites), tuple(stream.heads)
-            streams.append(WorkerStream(sites, projection, heads, stream.width if heads else 0))
+            width, summed = stream.width if heads else 0, tuple(stream.runs * stream.summed)
+            streams.append(WorkerStream(sites, projection, heads, width, summed))
         return tuple(streams)
 
     def upload(self, step: StepInterventions) -> None:

@@ -45,6 +45,10 @@ class RequestInterventions:
         if capture is not None and not self.relays_all:
             runs = [s.runs for s in capture.streams if s.relayed]
             self._relayed_positions = Positions.from_flat([n for flat in runs for n in flat])
+        self._sums = [s.summed for s in capture.streams] if capture else []
+        """Whether sums leave the device, for each stream."""
+        summed = [n for s in capture.streams if s.summed for n in s.runs] if capture else []
+        self._summed = Positions.from_flat(summed) if summed else NO_POSITIONS
         self.blocks = BlockIdentity(self.plan.steering, num_prompt_tokens)
         self._next_row = 0
 
@@ -52,7 +56,12 @@ class RequestInterventions:
         """Most tokens that may come from the prefix cache: cached positions are not computed, so
         the lowest selected position not yet delivered must lie behind them."""
         first = self.wanted.first_from(self._next_row)
-        return sys.maxsize if first is None else first
+        if first is None:
+            return sys.maxsize
+        if first < self._summed.stop:
+            # A sum that was begun begins anew: the steps will be others.
+            return min(first, self._summed.flat()[0])
+        return first
 
     def accept_one(self, position: int, num_tokens: int) -> bool:
         """Accept the only row of a step, if it is the one that the step's token came from; returns
@@ -72,10 +81,11 @@ class RequestInterventions:
                 not been fed back, so rows end before it.
 
         Returns:
-            What was accepted, of all streams; `chunk` itself if all was.
+            What was accepted, of all streams; `chunk` itself if all was. Sums stay as they came:
+            who adds them up knows which to leave out.
         """
         positions = chunk.positions
-        if len(positions) == 1:  # decoding, without numpy
+        if len(positions) == 1 and not self._summed:  # decoding, without numpy
             position = positions.item()
             if not self._next_row <= position < num_tokens - 1 or position not in self.wanted:
                 return None
@@ -84,30 +94,39 @@ class RequestInterventions:
         keep = self.wanted.mask(positions)
         keep &= (positions >= self._next_row) & (positions < num_tokens - 1)
         kept = np.flatnonzero(keep)
+        sites = [slice(None)] * len(self._sums)
         if not len(kept):
-            return None
+            return self._cut(chunk, kept, sites) if self._summed else None
         self._next_row = int(positions[kept[-1]]) + 1
         if keep.all():
             return chunk
         # Neighbours stay where they lie.
         first, last = int(kept[0]), int(kept[-1]) + 1
         at = slice(first, last) if last - first == len(kept) else kept
-        return _cut(chunk, at, [slice(None)] * len(chunk.values))
+        return self._cut(chunk, at, sites)
 
     def relayed(self, chunk: CapturedChunk) -> CapturedChunk | None:
         """What goes on to the frontend of accepted rows; None for nothing."""
         if self.relays_all:
             return chunk
         kept = np.flatnonzero(self._relayed_positions.mask(chunk.positions))
-        if not len(kept):
+        if not len(kept) and not self._summed:
             return None
         sites = [slice(None) if relayed else slice(0) for relayed in self._relayed]
-        return _cut(chunk, kept, sites * (len(chunk.values) // len(sites)))
+        return self._cut(chunk, kept, sites)
 
-
-def _cut(chunk: CapturedChunk, at: slice | np.ndarray, sites: list[slice]) -> CapturedChunk:
-    """Rows `at` of one request's chunk, at some sites of each of its tensors."""
-    values = [v[at, where] for v, where in zip(chunk.values, sites, strict=True)]
-    positions = chunk.positions[at]
-    [(name, _)] = chunk.owners
-    return CapturedChunk(positions, values, chunk.version, [(name, len(positions))])
+    def _cut(
+        self, chunk: CapturedChunk, at: slice | np.ndarray, sites: list[slice]
+    ) -> CapturedChunk:
+        """Rows `at` of this request's chunk, and all its sums, at some sites of each stream."""
+        stages = len(chunk.values) // len(sites)
+        values = [
+            v[:, where] if is_sum else v[at, where]
+            for v, where, is_sum in zip(
+                chunk.values, sites * stages, self._sums * stages, strict=True
+            )
+        ]
+        positions = chunk.positions[at]
+        summed = chunk.positions if chunk.summed is None else chunk.summed
+        [(name, _)] = chunk.owners
+        return CapturedChunk(positions, values, chunk.version, [(name, len(positions))], summed)

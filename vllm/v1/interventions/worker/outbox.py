@@ -4,13 +4,14 @@
 from collections.abc import Iterator
 from weakref import WeakKeyDictionary
 
+import numpy as np
 import torch
 
 from vllm.v1.capture.transport.landing import Landing
 from vllm.v1.interventions.capture_groups import CaptureGroup, LocalStream
 from vllm.v1.interventions.step_rows import Block, StepRows
 from vllm.v1.interventions.worker.pinning import PIECE_BYTES
-from vllm.v1.interventions.worker.projection_table import ProjectionTable
+from vllm.v1.interventions.worker.projection_table import CHUNK_BYTES, ProjectionTable
 from vllm.v1.interventions.worker.token_map import to_device
 
 
@@ -43,7 +44,9 @@ class Outbox:
         Args:
             positions: int64 [n] on the device, the captured tokens' in block order.
         """
-        made = [values for block in step.blocks.all for values in self._made_of(block)]
+        of_block = positions.split([block.count for block in step.blocks.all])
+        blocks = zip(step.blocks.all, of_block, strict=True)
+        made = [values for block, at in blocks for values in self._made_of(block, at)]
         size = step.num_bytes
         memory = self._landing.take(size)
         places = None if memory is None else self._landing
@@ -81,8 +84,12 @@ class Outbox:
             there[done:stop].copy_(rows[done:stop], non_blocking=True)
             done = stop
 
-    def _made_of(self, block: Block) -> Iterator[torch.Tensor]:
-        """What leaves of a block's rest: scores, and heads."""
+    def _made_of(self, block: Block, positions: torch.Tensor) -> Iterator[torch.Tensor]:
+        """What leaves of a block's rest: scores, sums and heads.
+
+        Args:
+            positions: int64 [count] on the device, of the block's tokens.
+        """
         streams = block.group.streams
         if block.group not in self._columns:
             device = self._arena.device
@@ -92,6 +99,8 @@ class Outbox:
         for stream, columns in zip(streams, self._columns[block.group], strict=True):
             if stream.projection is not None:
                 yield self._scores_of(block, stream)
+            elif stream.summed:
+                yield self._sums_of(block, stream, positions)
             elif columns is not None:
                 yield block.heads(self._arena, columns)
 
@@ -108,3 +117,21 @@ class Outbox:
             self._projections.scores(rows, (matrices[done], size), out)
             done += number
         return scores
+
+    def _sums_of(self, block: Block, stream: LocalStream, positions: torch.Tensor) -> torch.Tensor:
+        """The sum of each request's rows at the stream's positions, float32 [requests, sites,
+        hidden] on the device, a bounded number of rows at a time."""
+        edges = to_device(np.array(stream.summed), self._arena.device)
+        wanted = (torch.bucketize(positions, edges, right=True) % 2 == 1).view(-1, 1, 1)
+        hidden, kind = self._arena.shape[1], torch.float32
+        sums = torch.zeros(len(block.owners), len(stream.places), hidden, device=edges.device)
+        done = 0
+        for first, number in stream.runs:
+            into = sums[:, done : done + number]
+            at_once = max(CHUNK_BYTES // (number * hidden * 4), 1)
+            parts = block.of(self._arena, first, number).split(block.counts)
+            for total, rows, takes in zip(into, parts, wanted.split(block.counts), strict=True):
+                for some, which in zip(rows.split(at_once), takes.split(at_once), strict=True):
+                    total += some.where(which, 0).sum(0, dtype=kind)
+            done += number
+        return sums

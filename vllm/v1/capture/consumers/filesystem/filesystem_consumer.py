@@ -14,6 +14,7 @@ import numpy as np
 import torch
 
 from vllm.v1.capture.consumer import (
+    SHARED_FIELDS,
     CaptureConsumer,
     CaptureSession,
     ConsumerContext,
@@ -126,8 +127,8 @@ class FilesystemConsumer(CaptureConsumer):
         """
         unknown = sorted(show_key(key) for key in fields if key not in _FIELDS)[:8]
         if unknown:
-            allowed = ("hooks", "positions", "project", *_FIELDS)
-            reject(path, f"unknown keys {unknown}; filesystem takes {', '.join(allowed)}")
+            allowed = ", ".join((*SHARED_FIELDS, *_FIELDS))
+            reject(path, f"unknown keys {unknown}; filesystem takes {allowed}")
         given = {key: value for key, value in fields.items() if value is not None}
         if "request_id" in given:
             given["request_id"] = names.need_request_id(given["request_id"], f"{path}.request_id")
@@ -206,6 +207,7 @@ class FilesystemConsumer(CaptureConsumer):
             given_id=fields.get("request_id", ""),
             metadata=fields.get("metadata", {}),
             heads=request.heads,
+            reduce=request.reduce,
         )
         return Publication(record, _tensors(request, batches), named="request_id" in fields)
 

@@ -26,6 +26,8 @@ class FilesystemCaptureRequest(Mapping[str, Any]):
     """The folder; None for "default"."""
     project: Any = None
     """Directions, [k, hidden]: the rows' scores along them are published in the rows' place."""
+    reduce: str | None = None
+    """"mean" publishes the mean of the rows in their place."""
     layout: FileLayout | None = None
     """How the request is stored; None for the consumer's layout."""
     metadata: Mapping[str, Any] | None = None
