@@ -7,11 +7,13 @@ from __future__ import annotations
 import argparse
 import json
 import logging
+import math
 import sys
 import time
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import asdict
 from pathlib import Path
 
 from rich.console import Console
@@ -20,7 +22,6 @@ from rich.rule import Rule
 from demo.environment import prepare_environment
 
 BUILD = Path(__file__).parents[1] / "build"
-MOST_LAYERS = 8
 
 
 def main() -> int:
@@ -54,8 +55,10 @@ def run(console: Console, model: Path | None, out: Path, quick: bool) -> bool:
     """The whole demo; True when every check held."""
     from transformers.utils.logging import disable_progress_bar
 
-    from demo import checks, experiment, picture, proof, show, subject
-    from demo.engine import Bench
+    from demo import checks, picture, proof, show, subject
+    from demo.engine import close, start
+    from vllm.pilot import train
+    from vllm.pilot.choice import written_surprise
 
     disable_progress_bar()
     own = model is not None
@@ -66,25 +69,28 @@ def run(console: Console, model: Path | None, out: Path, quick: bool) -> bool:
         console.print(Rule("A small language model"))
         with _timed(console):
             model = cached_model(BUILD / "demo-model", Recipe(), console)
-    console.print(Rule("A direction, found by capture"))
+    console.print(Rule("A direction: found by capture, tried at layers and scales, tested"))
     with _timed(console):
-        bench = Bench(model, "auto" if own else "float32", chosen.temperature, chosen.answer_tokens)
-        found = experiment.find_directions(bench, chosen)
-        show.directions(console, found)
-    layers = some_layers(bench.layers)
-    console.print(Rule("Steering: layers and scales"))
-    with _timed(console):
-        sweep = experiment.sweep_layers(bench, chosen, found, layers)
-        choice = experiment.choose(bench, chosen, found, sweep, layers)
-        show.sweep(console, chosen, layers, sweep, choice)
+        bench = start(model, "auto" if own else "float32")
+        trained = train(
+            bench,
+            chosen.pairs,
+            metrics=chosen.metrics,
+            say=lambda text: console.print(f"[dim]{text}[/]"),
+            **chosen.settings,
+        )
+        show.directions(console, trained)
+        show.sweep(console, trained)
+    choice, evidence = trained.choice, trained.evidence
     console.print(Rule("Held-out prompts"))
     with _timed(console):
-        result = experiment.held_out(bench, chosen, found, choice)
-        show.side_by_side(console, chosen, result, choice)
-        show.coloured(console, bench, chosen, found, choice)
-        show.effects(console, chosen, result)
-        made = checks.examine(chosen.scales, choice, result)
-        show.checks(console, chosen, result, made)
+        show.side_by_side(console, trained)
+        show.coloured(console, bench, chosen, trained)
+        show.effects(console, trained)
+        answers = [evidence.answers[scale] for scale in (-choice.scale, choice.scale, 0.0)]
+        perplexity = checks.Perplexity(*(math.exp(written_surprise(bench, a)) for a in answers))
+        made = checks.examine(choice.scale, evidence, perplexity)
+        show.checks(console, trained, made)
     held = all(check.held for check in made)
     proofs = []
     if not own:
@@ -93,36 +99,26 @@ def run(console: Console, model: Path | None, out: Path, quick: bool) -> bool:
             proofs = proof.prove(BUILD / "tiny-models")
             proof.show(console, proofs)
         held = held and all(p.held for p in proofs)
-    bench.close()
+    close(bench)
     name = model.name if own else "the demo's model"
-    picture.draw(out / "steering.png", name, chosen, layers, sweep, choice, result)
+    picture.draw(out / "steering.png", name, trained)
+    assert trained.sweep is not None
     numbers = {
         "layer": choice.layer,
         "scale": choice.scale,
-        "unit": chosen.measure.unit,
-        "layers": layers,
-        "scales": chosen.scales,
-        "sweep_effect": sweep.effect.tolist(),
-        "held_out_effect": result.effect,
-        "random_effect": result.random,
-        "perplexity": {
-            "minus": result.perplexity[0],
-            "plus": result.perplexity[1],
-            "unsteered": result.unsteered_perplexity,
-        },
+        "unit": evidence.unit,
+        "layers": trained.sweep.layers,
+        "scales": evidence.scales,
+        "sweep_effect": trained.sweep.effect.tolist(),
+        "held_out_effect": evidence.effect,
+        "random_effect": [effect for _, effect in evidence.random_effects],
+        "perplexity": asdict(perplexity),
         "checks": {check.claim: check.held for check in made},
         "proof": {f"{p.architecture} {p.point}": [p.read, p.write, p.moved] for p in proofs},
     }
     (out / "numbers.json").write_text(json.dumps(numbers, indent=1))
     console.print(f"\nPicture: [bold]{out / 'steering.png'}[/]  numbers: {out / 'numbers.json'}")
     return held
-
-
-def some_layers(count: int) -> list[int]:
-    """All layers, or `MOST_LAYERS` of them evenly spread, first and last included."""
-    if count <= MOST_LAYERS:
-        return list(range(count))
-    return sorted({round(i * (count - 1) / (MOST_LAYERS - 1)) for i in range(MOST_LAYERS)})
 
 
 @contextmanager

@@ -3,10 +3,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
-from demo.experiment import PERPLEXITY_BOUND, Choice, Result
+from demo.subject import PERPLEXITY_BOUND
+from vllm.pilot.evidence import Evidence
 
 RANDOM_BOUND = 0.25
 """Random directions of the same length may have this share of the effect."""
@@ -24,36 +24,44 @@ class Check:
     measured: str
 
 
-def examine(scales: Sequence[float], choice: Choice, result: Result) -> list[Check]:
-    """The checks on the held-out result."""
-    effect = dict(zip(scales, result.effect, strict=True))
-    up, down = effect[choice.scale], effect[-choice.scale]
+@dataclass(frozen=True)
+class Perplexity:
+    """Of the held-out answers to the unsteered model, per token."""
+
+    minus: float
+    plus: float
+    unsteered: float
+
+
+def examine(scale: float, evidence: Evidence, perplexity: Perplexity) -> list[Check]:
+    """The checks on the held-out result at plus and minus the chosen scale."""
+    effect = dict(zip(evidence.scales, evidence.effect, strict=True))
+    up, down = effect[scale], effect[-scale]
     size = (abs(up) + abs(down)) / 2
-    chance = sum(map(abs, result.random)) / len(result.random)
-    worst = max(result.perplexity) / result.unsteered_perplexity
-    answers = len(result.answers[0.0])
+    random = [abs(value) for _, value in evidence.random_effects]
+    chance = sum(random) / len(random)
+    worst = max(perplexity.minus, perplexity.plus) / perplexity.unsteered
     return [
         Check(
             "v plus -v through a slot writes exactly the unsteered tokens",
-            result.changed_by_zero == 0,
-            f"{answers - result.changed_by_zero} of {answers} answers identical",
+            evidence.changed_by_zero == 0,
+            f"{evidence.cases - evidence.changed_by_zero} of {evidence.cases} answers identical",
         ),
         Check(
             "the negative scale reverses the effect",
             up > 0 > down and min(up, -down) >= REVERSAL * max(up, -down),
-            f"{up:+.2f} at {choice.scale:+g}, {down:+.2f} at {-choice.scale:+g}",
+            f"{up:+.2f} at {scale:+g}, {down:+.2f} at {-scale:+g}",
         ),
         Check(
             "random directions of the same length do little",
-            chance <= RANDOM_BOUND * size,
+            chance <= RANDOM_BOUND * size and evidence.above_random,
             f"mean |effect| {chance:.2f}, that is {chance / max(size, 1e-9):.0%} of {size:.2f}, "
-            f"at most {RANDOM_BOUND:.0%}; {len(result.random)} of them",
+            f"at most {RANDOM_BOUND:.0%}; {len(random)} of them",
         ),
         Check(
             "steered text is ordinary to the unsteered model",
             worst <= PERPLEXITY_BOUND,
-            f"perplexity {result.perplexity[0]:.2f} and {result.perplexity[1]:.2f}, unsteered "
-            f"{result.unsteered_perplexity:.2f}: at most {worst:.2f} times, "
-            f"allowed {PERPLEXITY_BOUND:g}",
+            f"perplexity {perplexity.minus:.2f} and {perplexity.plus:.2f}, unsteered "
+            f"{perplexity.unsteered:.2f}: at most {worst:.2f} times, allowed {PERPLEXITY_BOUND:g}",
         ),
     ]

@@ -12,78 +12,76 @@ from rich.table import Table
 from rich.text import Text
 
 from demo.checks import Check
-from demo.engine import POINT, Bench, Steering
-from demo.experiment import Choice, Directions, Result, Sweep
+from demo.engine import POINT, trace
 from demo.subject import Subject
+from vllm.pilot.bench import EngineBench, Steering
+from vllm.pilot.training import Trained
 
 
-def directions(console: Console, found: Directions) -> None:
-    """How well each layer tells the contrasting prompts apart."""
+def directions(console: Console, trained: Trained) -> None:
+    """How well each layer tells contrasting prompts apart that made no direction."""
     table = Table(title=f"Direction per layer ({POINT}, last prompt token, difference of means)")
     for heading in ("layer", "length of v", "length of the stream", "separation"):
         table.add_column(heading, justify="right")
-    for layer, separation in enumerate(found.separation.tolist()):
+    found, separation = trained.directions, trained.separation
+    for i, layer in enumerate(found.layers):
         table.add_row(
             str(layer),
-            f"{float(found.vectors[layer].norm()):.2f}",
-            f"{float(found.stream[layer]):.2f}",
-            f"{separation:.1f} standard deviations",
+            f"{float(found.vectors[i].norm()):.2f}",
+            f"{separation.stream[i]:.2f}",
+            f"{separation.d_prime[i]:.1f} standard deviations",
         )
     console.print(table)
 
 
-def sweep(
-    console: Console, subject: Subject, layers: Sequence[int], found: Sweep, choice: Choice
-) -> None:
+def sweep(console: Console, trained: Trained) -> None:
     """The effect of every layer and scale on the sweep prompts."""
+    found, choice = trained.sweep, trained.choice
+    assert found is not None
     table = Table(
-        title=f"Sweep: change of the measure ({subject.measure.unit}), "
-        f"mean over {len(subject.sweep)} prompts"
+        title=f"Sweep: change of the measure ({found.unit}), mean over {len(found.plain)} prompts"
     )
     table.add_column("layer", justify="right")
-    for scale in subject.scales:
+    for scale in found.scales:
         table.add_column(f"{scale:+g}" if scale else "0", justify="right")
-    for layer, effects in zip(layers, found.effect.tolist(), strict=True):
-        cells = [
-            Text(f"{effect:+.2f}", style=_tint(effect / float(found.effect.abs().max())))
-            for effect in effects
-        ]
+    most = float(abs(found.effect).max()) or 1.0
+    for layer, effects in zip(found.layers, found.effect.tolist(), strict=True):
+        cells = [Text(f"{effect:+.2f}", style=_tint(effect / most)) for effect in effects]
         name = f"[bold]{layer}[/]" if layer == choice.layer else str(layer)
         table.add_row(name, *cells)
     table.add_section()
-    table.add_row(f"ppl, {choice.layer}", *(f"{p:.2f}" for p in choice.perplexity))
+    cost = (f"{choice.nats[scale]:+.2f}" if scale else "" for scale in found.scales)
+    table.add_row(f"cost, {choice.layer}", *cost)
     console.print(table)
     console.print(
         f"Chosen on these prompts: layer [bold]{choice.layer}[/], scale "
-        f"[bold]{choice.scale:g}[/]. ppl: perplexity of the steered text under the unsteered "
-        f"model, whose own text has {choice.unsteered_perplexity:.2f}."
+        f"[bold]{choice.scale:g}[/]. Cost: nats a token that text becomes more surprising, "
+        f"{trained.settings.max_nats:.2f} are allowed."
     )
 
 
-def side_by_side(
-    console: Console, subject: Subject, result: Result, choice: Choice, shown: int = 2
-) -> None:
-    """The first held-out prompts at all nine scales."""
+def side_by_side(console: Console, trained: Trained, shown: int = 2) -> None:
+    """The first held-out prompts at all scales that were written."""
+    choice, answers = trained.choice, trained.evidence.answers
     for i in range(shown):
         table = Table(
-            title=f"Held-out prompt, layer {choice.layer}, nine scales in one generate call",
-            caption=escape(result.answers[0.0][i].prompt) + " ...",
+            title=f"Held-out prompt, layer {choice.layer}, all scales in one generate call",
+            caption=escape(str(answers[0.0][i].prompt)) + " ...",
         )
         table.add_column("scale", justify="right")
         table.add_column("the model writes")
-        for scale in subject.scales:
+        for scale in sorted(answers):
             name = f"{scale:+g}" if scale else "0"
             mark = "bold" if abs(scale) == choice.scale else ""
-            answer = escape(result.answers[scale][i].whole_words().strip().replace("\n", " "))
+            answer = escape(answers[scale][i].text.strip().replace("\n", " "))
             table.add_row(name, answer, style=mark)
         console.print(table)
 
 
-def coloured(
-    console: Console, bench: Bench, subject: Subject, found: Directions, choice: Choice
-) -> None:
+def coloured(console: Console, bench: EngineBench, subject: Subject, trained: Trained) -> None:
     """Generated tokens, each on the colour of its own row's projection on the direction."""
-    layer = min(choice.layer + 1, bench.layers - 1)
+    choice, found = trained.choice, trained.directions
+    layer = min(choice.layer + 1, len(bench.layers) - 1)
     console.print(
         f"\n[bold]Every generated token by the projection of its row[/] on layer {layer}'s "
         f"direction, while layer {choice.layer} is steered; 0 is the mean token of unsteered text.",
@@ -92,30 +90,31 @@ def coloured(
         Text(" cheerful ", style=_background(1.0)),
         "(the last token is never fed back and has no row)",
     )
-    plain = bench.trace(subject.sweep, [None], layer)
-    usual = float(found.projection(torch.cat([rows for _, rows in plain]), layer).mean())
+    how = (layer, subject.answer_tokens, subject.temperature)
+    plain = trace(bench, subject.sweep, [None], *how)
+    usual = float(found.projection(torch.cat([rows for *_, rows in plain]), layer).mean())
     prompts = subject.held_out[:2]
     scales = (-choice.scale, 0.0, choice.scale)
-    steerings = [Steering(choice.layer, found.vectors[choice.layer], s) for s in scales]
-    traces = bench.trace(prompts, steerings, layer)
-    for i, (answer, rows) in enumerate(traces):
+    steerings = [Steering(choice.layer, found.at(choice.layer), s) for s in scales]
+    for i, (prompt, tokens, rows) in enumerate(trace(bench, prompts, steerings, *how)):
         scale = scales[i % len(scales)]
         if i % len(scales) == 0:
-            console.print(f"[dim]{escape(answer.prompt)} ...[/]")
+            console.print(f"[dim]{escape(prompt)} ...[/]")
         values = found.projection(rows, layer) - usual
         line = Text(f"{scale:+5.1f} " if scale else "    0 ")
-        for token, value in zip(answer.token_ids, values.tolist(), strict=False):
+        for token, value in zip(tokens, values.tolist(), strict=False):
             word = bench.tokenizer.decode([token]).replace("\n", " ")
             line.append(word, style=_background(value))
         line.append(f"   mean {float(values.mean()):+.2f}", style="dim")
         console.print(line)
 
 
-def checks(console: Console, subject: Subject, result: Result, made: Sequence[Check]) -> None:
+def checks(console: Console, trained: Trained, made: Sequence[Check]) -> None:
     """The claims and whether they held."""
+    evidence = trained.evidence
     table = Table(
-        title=f"On {len(subject.held_out)} held-out prompts "
-        f"(unsteered {result.unsteered:+.2f} {subject.measure.unit})"
+        title=f"On {evidence.cases} held-out prompts (unsteered {evidence.plain:+.2f} "
+        f"{evidence.unit})"
     )
     table.add_column("claim")
     table.add_column("measured")
@@ -126,13 +125,14 @@ def checks(console: Console, subject: Subject, result: Result, made: Sequence[Ch
     console.print(table)
 
 
-def effects(console: Console, subject: Subject, result: Result) -> None:
+def effects(console: Console, trained: Trained) -> None:
     """The held-out effect per scale."""
+    evidence = trained.evidence
     table = Table(title="Effect on the held-out prompts, per scale")
-    for scale in subject.scales:
+    for scale in evidence.scales:
         table.add_column(f"{scale:+g}" if scale else "0", justify="right")
-    largest = float(torch.tensor(result.effect).abs().max()) or 1.0
-    table.add_row(*(Text(f"{e:+.2f}", style=_tint(e / largest)) for e in result.effect))
+    largest = max(map(abs, evidence.effect)) or 1.0
+    table.add_row(*(Text(f"{e:+.2f}", style=_tint(e / largest)) for e in evidence.effect))
     console.print(table)
 
 

@@ -1,62 +1,95 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is examined: the prompts, the measure and the scales, for either kind of model."""
+"""What is examined: the pairs, what steering is to change and by how much, for either kind of
+model."""
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
+from typing import Any
 
-from demo import prompts
+from demo import mood, prompts
 from demo.corpus import contrast_prompts, openings
-from demo.measure import ContinuationOdds, GrammarMood, Measure
+from vllm.pilot.metrics import Metric, Odds, Score
+from vllm.pilot.pairs import Pairs
+
+PERPLEXITY_BOUND = 1.5
+"""Steered text may be this many times as surprising to the unsteered model as its own."""
 
 
 @dataclass(frozen=True)
 class Subject:
-    """Three disjoint sets of prompts, one for each decision.
+    """Disjoint sets of prompts, for each decision one.
 
-    cheerful, gloomy: their captured rows make the direction; sweep: chooses layer and scale;
-    held_out: what is reported. Scales are nine, symmetric, with 0 in the middle, in units of half
-    the distance between the two contrasting means.
+    metrics: on the prompts that choose layer and scale, and on those that are reported; settings:
+    of `vllm.pilot.train`.
     """
 
-    cheerful: tuple[str, ...]
-    gloomy: tuple[str, ...]
+    pairs: Pairs
+    metrics: tuple[Metric, Metric]
+    settings: dict[str, Any]
     sweep: tuple[str, ...]
     held_out: tuple[str, ...]
-    scales: tuple[float, ...]
-    measure: Measure
     temperature: float
     answer_tokens: int
-    random_directions: int
+
+
+def grammar_mood(prompt: str, text: str) -> float:
+    """The mood the grammar reads in what the model writes after the prompt (`demo.mood`), in nats
+    per mood-bearing slot; positive for cheerful."""
+    # A last word that the token limit may have cut is no word of the grammar.
+    whole = text if text.endswith(".") else text.rpartition(" ")[0]
+    return mood.read(prompt, whole).mood
 
 
 def grammar_subject(quick: bool) -> Subject:
     """The demo's own model. Unless `quick`, openings are used twice, with different seeds."""
     cheerful, gloomy = contrast_prompts(64 if quick else 128, seed=1)
     repeats = 1 if quick else 2
+    sweep = tuple(opening.text() for opening in openings("sweep")) * repeats
+    held_out = tuple(opening.text() for opening in openings("held-out")) * repeats
+    unit = "nats per mood-bearing slot"
     return Subject(
-        cheerful=tuple(cheerful),
-        gloomy=tuple(gloomy),
-        sweep=tuple(opening.text() for opening in openings("sweep")) * repeats,
-        held_out=tuple(opening.text() for opening in openings("held-out")) * repeats,
-        scales=tuple(i / 2 for i in range(-4, 5)),
-        measure=GrammarMood(),
+        pairs=Pairs.of(cheerful, gloomy),
+        metrics=(
+            Score(grammar_mood, sweep, 40, unit=unit),
+            Score(grammar_mood, held_out, 40, unit=unit),
+        ),
+        settings={
+            "scales": (0.5, 1.0, 1.5, 2.0),
+            "candidates": None,
+            "guard": "written",
+            "max_nats": math.log(PERPLEXITY_BOUND),
+            "randoms": 4 if quick else 8,
+        },
+        sweep=sweep,
+        held_out=held_out,
         temperature=1.0,
         answer_tokens=40,
-        random_directions=4 if quick else 8,
     )
 
 
 def own_subject(quick: bool) -> Subject:
     """Anyone's model of English text."""
     return Subject(
-        cheerful=prompts.CHEERFUL,
-        gloomy=prompts.GLOOMY,
+        pairs=Pairs.of(prompts.CHEERFUL, prompts.GLOOMY),
+        metrics=(_endings(prompts.SWEEP), _endings(prompts.HELD_OUT)),
+        settings={
+            "scales": (2.0, 4.0, 6.0, 8.0),
+            "candidates": 8,
+            "max_nats": math.log(PERPLEXITY_BOUND),
+            "randoms": 2 if quick else 8,
+        },
         sweep=prompts.SWEEP,
         held_out=prompts.HELD_OUT,
-        scales=tuple(2.0 * i for i in range(-4, 5)),
-        measure=ContinuationOdds(prompts.CHEERFUL_ENDINGS, prompts.GLOOMY_ENDINGS),
         temperature=0.0,
         answer_tokens=24,
-        random_directions=2 if quick else 8,
     )
+
+
+def _endings(starts: tuple[str, ...]) -> Odds:
+    """log P of cheerful continuations less log P of gloomy ones."""
+    ends = list(zip(prompts.CHEERFUL_ENDINGS, prompts.GLOOMY_ENDINGS, strict=True))
+    asked = [Pairs.of([good], [bad], start) for start in starts for good, bad in ends]
+    pairs = Pairs([p.positive[0] for p in asked], [p.negative[0] for p in asked])
+    return Odds(pairs, "nats, cheerful minus gloomy continuations")

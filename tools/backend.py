@@ -44,6 +44,8 @@ def rewrite_metadata(text: str, pin: Pin) -> str:
             value = value.replace(f"torch=={pin.torch}+cpu", f"torch=={pin.torch}")
         lines.append(f"{key}: {value}")
     lines += [f"Requires-Dist: {requirement}" for requirement in pin.requires]
+    extras = re.findall(r'extra == "([^"]+)"', "\n".join(pin.requires))
+    lines += [f"Provides-Extra: {extra}" for extra in dict.fromkeys(extras)]
     return "\n".join(lines) + "\n\n" + body
 
 

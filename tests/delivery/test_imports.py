@@ -24,6 +24,8 @@ BROKEN = [
     ("vllm/v1/capture/results.py", "vllm.v1.capture.reader"),
     ("vllm/entrypoints/serve/steering/body.py", "vllm.v1.interventions.scheduler.changes"),
     ("vllm/config/steering.py", "vllm.config.capture"),
+    ("vllm/pilot/directions.py", "vllm.v1.interventions.vectors"),
+    ("vllm/v1/capture/results.py", "vllm.pilot"),
 ]
 
 

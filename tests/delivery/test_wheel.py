@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import csv
+import dataclasses
 import importlib.metadata
 import io
 import re
@@ -80,6 +81,9 @@ def test_metadata(miniature: Fork) -> None:
         "Requires-Dist: gguf>=0.17",
     ]
     assert description == "Name: this is the description, not a field\n"
+    extra = dataclasses.replace(miniature.pin, requires=('matplotlib>=3.9; extra == "pilot"',))
+    made = backend.rewrite_metadata(METADATA, extra).partition("\n\n")[0].split("\n")
+    assert made[-2:] == [f"Requires-Dist: {extra.requires[0]}", "Provides-Extra: pilot"]
 
 
 def test_the_installed_distribution() -> None:

@@ -25,6 +25,7 @@ from tests.errors.lens import LENS
 from tests.errors.page import MESSAGES, PATTERNS
 from tests.errors.project import PROJECT
 from tests.errors.steering import STEERING
+from tests.errors.toolkit import TOOLKIT
 from tests.interventions.frontend.test_results import (
     captured,
     chunk,
@@ -485,7 +486,7 @@ OTHERS = [
 ]
 
 
-CASES = REQUESTS + OTHERS + STEERING + FILES + CONSUMERS + PROJECT + FILESYSTEM + LENS
+CASES = REQUESTS + OTHERS + STEERING + FILES + CONSUMERS + PROJECT + FILESYSTEM + LENS + TOOLKIT
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: str(case.says)[:70])

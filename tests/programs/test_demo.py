@@ -17,11 +17,11 @@ from rich.console import Console
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from demo import checks, corpus, mood
+from demo.checks import Perplexity
 from demo.corpus import Mood, Passage
-from demo.engine import Written
-from demo.experiment import Choice, Result
 from demo.train import Recipe, cached_model
 from tests import ROOT
+from vllm.pilot.evidence import Evidence
 
 pytestmark = pytest.mark.full
 
@@ -138,32 +138,42 @@ def test_training_saves_a_model_anyone_can_load(tmp_path: Path) -> None:
     assert [p for p in tmp_path.iterdir()] == [other] and other != path
 
 
-SCALES = (-1.0, 0.0, 1.0)
-GOOD = Result(
-    effect=(-2.0, 0.0, 2.0),
-    unsteered=0.1,
-    random=(0.2, -0.3),
-    perplexity=(1.7, 1.6),
-    unsteered_perplexity=1.5,
+GOOD = Evidence(
+    measured=True,
+    unit="",
+    strength=2.0,
+    error=0.1,
+    randoms=[0.25],
+    scales=[-1.0, 0.0, 1.0],
+    effect=[-2.0, 0.0, 2.0],
+    random_effects=[(-1.0, 0.2), (1.0, -0.3)],
+    plain=0.1,
+    cases=1,
     changed_by_zero=0,
-    answers={0.0: [Written("a", (1,), (2,), "b", True)]},
+    auroc=1.0,
+    d_prime=3.0,
+    answers={},
 )
+ORDINARY = Perplexity(1.7, 1.6, 1.5)
 
 
 @pytest.mark.parametrize(
-    "index, bad",
+    "index, bad, perplexity",
     [
-        (0, {"changed_by_zero": 1}),
-        (1, {"effect": (0.1, 0.0, 2.0)}),
-        (1, {"effect": (2.0, 0.0, -2.0)}),
-        (2, {"random": (0.9, -0.9)}),
-        (3, {"perplexity": (1.7, 9.0)}),
+        (0, {"changed_by_zero": 1}, ORDINARY),
+        (1, {"effect": [0.1, 0.0, 2.0]}, ORDINARY),
+        (1, {"effect": [2.0, 0.0, -2.0]}, ORDINARY),
+        (2, {"random_effects": [(-1.0, 0.9), (1.0, -0.9)]}, ORDINARY),
+        (2, {"randoms": [2.5]}, ORDINARY),
+        (2, {"error": 1.1}, ORDINARY),
+        (3, {}, Perplexity(1.7, 9.0, 1.5)),
     ],
 )
-def test_each_check_can_fail(index: int, bad: dict[str, Any]) -> None:
-    choice = Choice(1, 1.0, (1.7, 1.5, 1.6), 1.5)
-    assert all(check.held for check in checks.examine(SCALES, choice, GOOD))
-    made = checks.examine(SCALES, choice, dataclasses.replace(GOOD, **bad))
+def test_each_check_can_fail(
+    index: int, bad: dict[str, Any], perplexity: checks.Perplexity
+) -> None:
+    assert all(check.held for check in checks.examine(1.0, GOOD, ORDINARY))
+    made = checks.examine(1.0, dataclasses.replace(GOOD, **bad), perplexity)
     assert [check.held for check in made] == [i != index for i in range(len(made))]
 
 

@@ -3,17 +3,11 @@
 
 import argparse
 
-from vllm import LLM
-from vllm.config.capture import CaptureConfig
-from vllm.engine.arg_utils import EngineArgs
 from vllm.entrypoints.cli.steering.findings import Finding, table
 from vllm.entrypoints.cli.steering.huggingface import compare, why_not
 from vllm.entrypoints.cli.steering.identities import check_identities
 from vllm.entrypoints.cli.steering.probe import Probe
-
-INLINE_BYTES = 8 << 30
-"""How many bytes of rows a request may return: all layers of a large model at some thirty
-positions."""
+from vllm.entrypoints.cli.steering.start import start
 
 
 def check_model(args: argparse.Namespace) -> bool:
@@ -26,17 +20,10 @@ def check_model(args: argparse.Namespace) -> bool:
     Returns:
         Whether everything that could be checked agrees.
     """
-    engine_args = EngineArgs.from_cli_args(args)
-    engine_args.enable_steering = True
-    if "inline" not in engine_args.capture_consumers:
-        engine_args.capture_consumers = [*engine_args.capture_consumers, "inline"]
-    if engine_args.capture_inline_max_bytes == CaptureConfig.capture_inline_max_bytes:
-        engine_args.capture_inline_max_bytes = INLINE_BYTES
     # Prompts are token ids: a check of arithmetic needs no text.
-    engine_args.skip_tokenizer_init = True
-    llm = LLM.from_engine_args(engine_args)
+    llm = start(args, text=False)
     probe = Probe(llm)
-    print(f"{engine_args.model}: {probe.describe()}", flush=True)
+    print(f"{args.model}: {probe.describe()}", flush=True)
     findings = check_identities(probe)
     skipped = why_not(llm) if args.hf is None else "" if args.hf else "--no-hf"
     if skipped:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The command `vllm steering check MODEL [serve options]`: do steering and capture hold there?"""
+"""The command `vllm steering`: is it right on a model, and how is a vector found?"""
 
 import argparse
 import os
@@ -15,10 +15,19 @@ if typing.TYPE_CHECKING:
 DISAGREES, COULD_NOT_RUN = 1, 2
 """The exit statuses where the check disagrees, and where it could not run."""
 
-DESCRIPTION = """Start the engine as `vllm serve` would, with steering and capture, and check that
-what is read and written is the residual stream: identities that need no reference, and Hugging Face
+CHECK = """Start the engine as `vllm serve` would, with steering and capture, and check that what is
+read and written is the residual stream: identities that need no reference, and Hugging Face
 transformers where the model fits in memory. Exit status 1 when anything disagrees, 2 when it could
 not run."""
+
+TRAIN = """Find a steering vector from pairs of texts: a direction for each layer, the layer and
+scale with the strongest effect that leaves ordinary text ordinary, and a report on held-out pairs.
+Over an engine that is started as `vllm serve` would, or over a running server (--url). Exit status
+3 when the effect is no better than that of random directions, 2 when it could not run."""
+
+
+POINTS = """List the points and layers at which a model can be steered and captured, by its config:
+no weights are read and no engine is started. Exit status 2 when it cannot be, with the reason."""
 
 
 class SteeringSubcommand(CLISubcommand):
@@ -28,35 +37,26 @@ class SteeringSubcommand(CLISubcommand):
 
     @staticmethod
     def cmd(args: argparse.Namespace) -> None:
-        """Check the model and exit with the check's status."""
-        # The check sends functions to workers that this process starts itself.
-        os.environ["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"
-        from vllm.entrypoints.cli.steering.check import check_model
-
+        """Run the verb and exit with its status."""
         if args.model_tag is not None:
             args.model = args.model_tag
-        try:
-            agrees = check_model(args)
-        except Exception:
-            traceback.print_exc()
-            print("verdict: could not run", flush=True)
-            sys.exit(COULD_NOT_RUN)
-        sys.exit(0 if agrees else DISAGREES)
+        sys.exit({"check": _check, "points": _points, "train": _train}[args.steering_verb](args))
 
     def subparser_init(
         self, subparsers: "argparse._SubParsersAction[FlexibleArgumentParser]"
     ) -> "FlexibleArgumentParser":
         """Add the parser of `vllm steering`."""
+        from vllm.entrypoints.cli.steering.train import add_options
         from vllm.entrypoints.launchers.cli_args import make_arg_parser
 
         steering = subparsers.add_parser(
             self.name,
-            help="Check steering and capture on a model.",
-            usage="vllm steering check MODEL [options]",
+            help="Check steering and capture on a model, find steering vectors.",
+            usage="vllm steering {check,points,train} MODEL [options]",
         )
         verbs = steering.add_subparsers(required=True, dest="steering_verb")
         check = verbs.add_parser(
-            "check", description=DESCRIPTION, usage="vllm steering check MODEL [serve options]"
+            "check", description=CHECK, usage="vllm steering check MODEL [serve options]"
         )
         check.add_argument(
             "--hf",
@@ -66,7 +66,48 @@ class SteeringSubcommand(CLISubcommand):
             "need less than half of the free memory.",
         )
         make_arg_parser(check)
+        points = verbs.add_parser(
+            "points", description=POINTS, usage="vllm steering points MODEL [serve options]"
+        )
+        make_arg_parser(points)
+        train = verbs.add_parser(
+            "train",
+            description=TRAIN,
+            usage="vllm steering train MODEL --data FILE --out FOLDER [options] [serve options]",
+        )
+        add_options(train)
+        make_arg_parser(train)
         return steering
+
+
+def _check(args: argparse.Namespace) -> int:
+    # The check sends functions to workers that this process starts itself.
+    os.environ["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"
+    from vllm.entrypoints.cli.steering.check import check_model
+
+    try:
+        return 0 if check_model(args) else DISAGREES
+    except Exception:
+        traceback.print_exc()
+        print("verdict: could not run", flush=True)
+        return COULD_NOT_RUN
+
+
+def _points(args: argparse.Namespace) -> int:
+    from vllm.entrypoints.cli.steering.points import list_points
+
+    try:
+        list_points(args)
+    except (ValueError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr, flush=True)
+        return COULD_NOT_RUN
+    return 0
+
+
+def _train(args: argparse.Namespace) -> int:
+    from vllm.entrypoints.cli.steering.train import train_vector
+
+    return train_vector(args)
 
 
 def cmd_init() -> list[CLISubcommand]:

@@ -1,0 +1,132 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`vllm steering train` and `points`: options, exit statuses, and what is wrong beforehand."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+from tests.pilot.test_training import make_pairs, shuffled
+from vllm.entrypoints.cli.steering import train as command
+from vllm.entrypoints.cli.steering.main import SteeringSubcommand
+from vllm.entrypoints.cli.steering.points import runs
+from vllm.pilot import EngineBench, Pairs
+from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+if TYPE_CHECKING:
+    from vllm.pilot.pairs import Example
+
+pytestmark = pytest.mark.full
+
+
+def parse(*arguments: str) -> argparse.Namespace:
+    parser = FlexibleArgumentParser()
+    SteeringSubcommand().subparser_init(parser.add_subparsers())
+    return parser.parse_args(["steering", *arguments])
+
+
+def run(*arguments: str) -> int:
+    with pytest.raises(SystemExit) as ended:
+        SteeringSubcommand.cmd(parse(*arguments))
+    return int(ended.value.code or 0)
+
+
+def save(pairs: Pairs, path: Path) -> str:
+    def line(ours: Example, others: Example) -> str:
+        entry = {"prompt": ours.prompt, "positive": ours.text, "negative": others.text}
+        return json.dumps(entry)
+
+    both = zip(pairs.positive, pairs.negative, strict=True)
+    path.write_text("\n".join(line(*pair) for pair in both))
+    return str(path)
+
+
+@pytest.fixture
+def running(bench: EngineBench, monkeypatch: pytest.MonkeyPatch) -> tuple[str, ...]:
+    """Options with which the command takes the engine that is there, and leaves it running."""
+    monkeypatch.setattr(command, "_bench", lambda _: bench)
+    return ("model", "--url=there", "--scales", "1", "2", "--candidates=2", "--max-kl=0.5")
+
+
+def test_exit_statuses(running: tuple[str, ...], tmp_path: Path) -> None:
+    data = save(make_pairs(), tmp_path / "pairs.jsonl")
+    asked = ("train", *running, f"--data={data}", "--cases=4", "--layers=1-3", "--read=-1")
+    assert run(*asked, f"--out={tmp_path / 'good'}") == 0
+    numbers = json.loads((tmp_path / "good" / "report.json").read_text())
+    assert numbers["settings"]["layers"] == [1, 2, 3] and numbers["settings"]["read"] == -1
+    assert numbers["evidence"]["cases"] == 4 and len(numbers["data"]["sha256"]) == 64
+    assert (tmp_path / "good" / "good.safetensors").exists()
+    # A second time into the same folder is refused, and labels that say nothing are no result.
+    assert run(*asked, f"--out={tmp_path / 'good'}") == 2
+    noise = save(shuffled(make_pairs()), tmp_path / "noise.jsonl")
+    assert run("train", *running, f"--data={noise}", f"--out={tmp_path / 'bad'}") == 3
+    assert not list((tmp_path / "bad").glob("*.safetensors"))
+
+
+def test_a_score_by_name(running: tuple[str, ...], tmp_path: Path) -> None:
+    data = save(make_pairs(), tmp_path / "pairs.jsonl")
+    asked = ("train", *running, f"--data={data}", "--score=demo.subject:grammar_mood")
+    status = run(*asked, "--guard=written", f"--out={tmp_path / 'scored'}")
+    numbers = json.loads((tmp_path / "scored" / "report.json").read_text())
+    assert status == (0 if numbers["held"] else 3)
+    assert numbers["evidence"]["unit"] == "demo.subject:grammar_mood"
+
+
+@pytest.mark.parametrize(
+    "arguments, said",
+    [
+        (["--data={tmp}/none.jsonl"], "No such file"),
+        (["--data={tmp}/broken.jsonl"], "broken.jsonl:2: is not JSON"),
+        (["--data={tmp}/few.jsonl"], "split 'report' has no positive"),
+        (["--score=demo.subject:nothing"], "is no module:function"),
+        (["--score=demo.subject:grammar_mood", "--prompts={tmp}/one.txt"], "two prompts"),
+        (["--method=mean-centred"], "--background"),
+        (["--out={tmp}"], "there is something in it"),
+    ],
+)
+def test_what_is_wrong_is_said_before_a_model_is_loaded(
+    arguments: list[str],
+    said: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(command, "_bench", lambda _: pytest.fail("it was loaded"))
+    save(make_pairs(), tmp_path / "pairs.jsonl")
+    save(make_pairs(2), tmp_path / "few.jsonl")
+    (tmp_path / "broken.jsonl").write_text('{"positive": "a", "negative": "b"}\n{')
+    (tmp_path / "one.txt").write_text("one")
+    asked = ["model", f"--data={tmp_path}/pairs.jsonl", f"--out={tmp_path}/out"]
+    asked += [argument.replace("{tmp}", str(tmp_path)) for argument in arguments]
+    assert run("train", *asked) == 2
+    assert said in capsys.readouterr().err
+
+
+def test_layers_and_positions_as_people_write_them() -> None:
+    asked = ("train", "model", "--data=a", "--out=b")
+    assert parse(*asked).layers == "all" and parse(*asked).read is None
+    assert parse(*asked, "--layers=3,5-7,-1").layers == [3, 5, 6, 7, -1]
+    assert parse(*asked, "--read=answer-mean").read == "answer-mean"
+    assert parse(*asked, '--read={"start": -3}').read == {"start": -3}
+
+
+def test_points_of_a_model(demo_model: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    assert run("points", str(demo_model), "--dtype=float32") == 0
+    said = capfd.readouterr().out
+    assert "LlamaForCausalLM: 5 layers of 128, float32, 512 B a row" in said
+    assert "layers 0-4: pre_attn, post_attn, post_block  (LlamaDecoderLayer)" in said
+    both = ("pre_attn", "post_block")
+    assert runs({0: both, 1: both, 2: ("pre_attn",), 4: both}) == [
+        (0, 1, both),
+        (2, 2, ("pre_attn",)),
+        (4, 4, both),
+    ]
+
+
+def test_points_of_no_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("points", str(tmp_path)) == 2
+    assert capsys.readouterr().err.startswith("error: ")

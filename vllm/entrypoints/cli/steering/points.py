@@ -1,0 +1,86 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The verb `vllm steering points`: what a model offers, from its config alone.
+
+The model is built without memory for its weights, as the engine would build it, and its layers are
+asked what they are wired for. Nothing is loaded and nothing runs.
+"""
+
+import argparse
+import tempfile
+
+import torch
+
+from vllm.config import set_current_vllm_config
+from vllm.config.steering import POINTS
+from vllm.distributed import (
+    cleanup_dist_env_and_memory,
+    ensure_model_parallel_initialized,
+    init_distributed_environment,
+)
+from vllm.engine.arg_utils import EngineArgs
+from vllm.model_executor.model_loader.utils import initialize_model
+from vllm.utils.torch_utils import set_default_torch_dtype
+from vllm.v1.interventions.worker.tap_layers import (
+    find_layers,
+    own_layers,
+    refuse_layers,
+    unbound_taps,
+)
+
+
+def list_points(args: argparse.Namespace) -> None:
+    """Print what a model offers.
+
+    Args:
+        args: the options of `vllm serve`; ranks are not looked at, all offer the same.
+
+    Raises:
+        ValueError: the model cannot be steered or captured; the message says why.
+    """
+    engine_args = EngineArgs.from_cli_args(args)
+    engine_args.enable_steering = True
+    engine_args.skip_tokenizer_init = True
+    for size in ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size"):
+        setattr(engine_args, size, 1)
+    config = engine_args.create_engine_config()
+    dtype = config.model_config.dtype
+    # A process that has an engine has groups already, and keeps them.
+    alone = not torch.distributed.is_initialized()
+    with tempfile.TemporaryDirectory() as meeting, set_current_vllm_config(config):
+        if alone:
+            init_distributed_environment(1, 0, f"file://{meeting}/store", 0, "gloo")
+            ensure_model_parallel_initialized(1, 1)
+        try:
+            with torch.device("meta"), set_default_torch_dtype(dtype):
+                model = initialize_model(config)
+        finally:
+            if alone:
+                cleanup_dist_env_and_memory()
+    depth = config.model_config.get_total_num_hidden_layers()
+    layers = own_layers(find_layers(model), depth)
+    refuse_layers(layers, dtype)
+    if missing := sorted(set(range(depth)) - set(layers)):
+        raise ValueError(
+            f"decoder layers {missing} of {config.model_config.architecture} are of a class that "
+            "is not wired for steering or capture"
+        )
+    offered = {index: unbound_taps(layers[index]).points for index in sorted(layers)}
+    width = config.model_config.get_hidden_size()
+    name = str(dtype).removeprefix("torch.")
+    size = width * dtype.itemsize
+    print(f"{config.model_config.architecture}: {depth} layers of {width}, {name}, {size} B a row")
+    for first, last, points in runs(offered):
+        where = f"layer {first}" if first == last else f"layers {first}-{last}"
+        kind = type(layers[first]).__name__
+        print(f"  {where}: {', '.join(p for p in POINTS if p in points)}  ({kind})")
+
+
+def runs(offered: dict[int, tuple[str, ...]]) -> list[tuple[int, int, tuple[str, ...]]]:
+    """First and last layer, and the points, of each run of layers that offer the same."""
+    made: list[tuple[int, int, tuple[str, ...]]] = []
+    for layer, points in offered.items():
+        if made and made[-1][1] == layer - 1 and made[-1][2] == points:
+            made[-1] = (made[-1][0], layer, points)
+        else:
+            made.append((layer, layer, points))
+    return made

@@ -1,0 +1,155 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The verb `vllm steering train`: its options, and what it does with them."""
+
+import argparse
+import json
+import os
+import shlex
+import sys
+from typing import Any, get_args
+
+from vllm.pilot.directions import Method
+
+COULD_NOT_RUN, NO_BETTER = 2, 3
+"""The exit statuses where it could not run, and where random directions do as much."""
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options that `vllm serve` does not have."""
+    parser.add_argument(
+        "--data",
+        required=True,
+        metavar="FILE",
+        help="Pairs, as .json, .jsonl, .csv or .tsv: positive and negative, with prompt and split "
+        "where there; chosen and rejected; CAA's keys; text and label; or a persona.",
+    )
+    parser.add_argument("--out", required=True, metavar="FOLDER", help="A new folder.")
+    parser.add_argument("--method", choices=get_args(Method), default="mean")
+    parser.add_argument(
+        "--read",
+        type=_read,
+        default=None,
+        help="Where rows are read: last (default), answer-mean, answer-last, a position such as "
+        "-2, or any selector of capture as JSON.",
+    )
+    parser.add_argument("--layers", type=_layers, default="all", help="Such as 4-11 or 3,7,-1.")
+    parser.add_argument("--point", default="post_block", help="Default: post_block.")
+    parser.add_argument("--scales", type=float, nargs="+", help="Tried with both signs.")
+    parser.add_argument("--candidates", type=int, default=5, help="How many layers are steered.")
+    parser.add_argument("--cases", type=int, help="Pairs measured of each split, at most.")
+    parser.add_argument(
+        "--score",
+        metavar="MODULE:FUNCTION",
+        help="A function of a prompt and of what was written after it, in place of the odds of the "
+        "pairs' texts.",
+    )
+    parser.add_argument("--prompts", metavar="FILE", help="Prompts for --score.")
+    parser.add_argument("--guard", choices=("kl", "written"), default="kl")
+    parser.add_argument(
+        "--max-kl", type=float, default=0.1, help="Nats a token that steering may cost."
+    )
+    parser.add_argument("--neutral", metavar="FILE", help="Texts for the guard kl.")
+    parser.add_argument("--background", metavar="FILE", help="Texts for mean-centred.")
+    parser.add_argument("--memory", type=float, default=4.0, help="GiB for rows.")
+    parser.add_argument("--url", help="A running server, in place of an engine of this process.")
+
+
+def train_vector(args: argparse.Namespace) -> int:
+    """Find a vector and write its folder; return the exit status."""
+    from vllm.pilot.pairs import Pairs, read_texts
+    from vllm.pilot.report import need_folder, save_trained, verdict
+    from vllm.pilot.training import train
+
+    bench: Any = None
+    try:
+        # All that can be wrong without a model is found before one is loaded.
+        folder = need_folder(args.out)
+        pairs = Pairs.read_file(args.data)
+        background = read_texts(args.background) if args.background else None
+        neutral = read_texts(args.neutral) if args.neutral else None
+        if pairs.persona is None:
+            pairs.split()
+        metrics = _metrics(args, pairs)
+        if args.method == "mean-centred" and not background:
+            raise ValueError("--background: method 'mean-centred' needs texts")
+        bench = _bench(args)
+        more = {"scales": args.scales, "cases": args.cases}
+        trained = train(
+            bench,
+            pairs,
+            metrics=metrics,
+            background=background,
+            neutral=neutral,
+            say=lambda text: print(text, flush=True),
+            method=args.method,
+            read=args.read,
+            layers=args.layers,
+            point=args.point,
+            candidates=args.candidates,
+            guard=args.guard,
+            max_nats=args.max_kl,
+            seed=args.seed or 0,
+            memory=int(args.memory * (1 << 30)),
+            **{name: value for name, value in more.items() if value is not None},
+        )
+        save_trained(trained, folder, shlex.join(["vllm", *sys.argv[1:]]))
+    except (ValueError, OSError, ImportError) as error:
+        print(f"error: {error}", file=sys.stderr, flush=True)
+        return COULD_NOT_RUN
+    finally:
+        if bench is not None and args.url is None:
+            bench.llm.llm_engine.engine_core.shutdown()
+    print(f"{verdict(trained)}\n{folder}: {', '.join(sorted(os.listdir(folder)))}", flush=True)
+    return 0 if trained.held else NO_BETTER
+
+
+def _bench(args: argparse.Namespace) -> Any:
+    from vllm.pilot.bench import EngineBench, ServerBench
+
+    if args.url:
+        return ServerBench(args.url, os.environ.get("VLLM_API_KEY"), args.model_tag)
+    from vllm.entrypoints.cli.steering.start import start
+
+    return EngineBench(start(args, text=True))
+
+
+def _metrics(args: argparse.Namespace, pairs: Any) -> Any:
+    """The metrics of --score, by which to choose and to report; None without."""
+    from vllm.pilot.metrics import Score, score_function
+    from vllm.pilot.pairs import read_texts
+
+    if not args.score:
+        return None
+    sys.path.insert(0, os.getcwd())
+    function = score_function(args.score)
+    if args.prompts:
+        prompts = list(dict.fromkeys(read_texts(args.prompts)))
+        halves = [prompts[::2], prompts[1::2]]
+    else:
+        parts = pairs.split()
+        halves = [
+            [q for q in dict.fromkeys(e.question for e in parts[name].positive) if q]
+            for name in ("choose", "report")
+        ]
+    if not all(halves):
+        raise ValueError(
+            "--score needs two prompts or more: --prompts FILE, or pairs with a prompt"
+        )
+    return tuple(Score(function, half, unit=args.score) for half in halves)
+
+
+def _layers(text: str) -> Any:
+    if text == "all":
+        return text
+    found: list[int] = []
+    for part in text.split(","):
+        first, dash, last = part.partition("-") if not part.startswith("-") else (part, "", "")
+        found += range(int(first), int(last) + 1) if dash else [int(first)]
+    return found
+
+
+def _read(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text

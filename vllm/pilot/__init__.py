@@ -1,0 +1,63 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What researchers do all day on top of the engine, as functions on its public interface.
+
+    llm = LLM(MODEL, enable_steering=True, capture_consumers=["inline"])
+    pairs = Pairs.read_file("pairs.jsonl")
+    vectors = mean_difference(*read_rows(llm, pairs))
+    sweep(llm, vectors, "all", [-2, -1, 1, 2], Odds(pairs)).draw("sweep.png")
+
+bench.py        an engine of this process or a running server, asked alike
+pairs.py        contrasting examples, from the forms in which people have them
+rows.py         the rows of examples
+directions.py   a function for each method; how well a direction separates
+probe.py        logistic regression
+metrics.py      what steering changes, as a number
+sweeps.py       layers x scales
+training.py     all of it: from pairs to a checked vector
+fitting.py, choice.py, evidence.py, persona.py, report.py, picture.py    its steps
+
+Nothing of the engine imports this, and it imports nothing of the engine that users do not have:
+`LLM`, `SamplingParams`, `vllm.v1.capture`, `vllm.v1.steering.files`, the HTTP client.
+"""
+
+from vllm.pilot.bench import EngineBench, ServerBench, Steering
+from vllm.pilot.directions import (
+    auroc,
+    d_prime,
+    lat,
+    logistic,
+    mean_centred,
+    mean_difference,
+    pca,
+)
+from vllm.pilot.metrics import Odds, Score
+from vllm.pilot.pairs import Pairs
+from vllm.pilot.probe import Probe, fit_probe
+from vllm.pilot.report import save_trained
+from vllm.pilot.rows import read_rows
+from vllm.pilot.sweeps import Sweep, sweep
+from vllm.pilot.training import Trained, train
+
+__all__ = [
+    "EngineBench",
+    "Odds",
+    "Pairs",
+    "Probe",
+    "Score",
+    "ServerBench",
+    "Steering",
+    "Sweep",
+    "Trained",
+    "auroc",
+    "d_prime",
+    "fit_probe",
+    "lat",
+    "logistic",
+    "mean_centred",
+    "mean_difference",
+    "pca",
+    "read_rows",
+    "save_trained",
+    "sweep",
+    "train",
+]

@@ -1,0 +1,119 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The choice of a layer and a scale: a strong effect, as long as the text stays ordinary."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from vllm.pilot.bench import Bench, Steering, surprise
+from vllm.pilot.fitting import Directions, Separation
+from vllm.pilot.metrics import Written
+from vllm.pilot.sweeps import Sweep
+
+ENOUGH = 0.8
+"""The smallest scale with this share of the strongest effect is chosen."""
+
+Guard = Literal["kl", "written"]
+"""What must stay small, in nats a token: "kl" is how much likelier text is to the plain model than
+to the steered one, for text that the plain model wrote an unbiased estimate of KL(plain||steered);
+"written" is how much more surprising what the steered model wrote is to the plain one than its
+own."""
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A layer, and a scale that is meant for both signs."""
+
+    layer: int
+    scale: float
+    nats: dict[float, float]
+    """Scale -> what the guard measured at that layer, nats a token."""
+    plain_nats: float
+    """The surprise of the guard's text to the plain model, nats a token."""
+    within: bool
+    """Whether the guard allows it."""
+
+
+class KlGuard:
+    """Nats a token by which steering makes neutral text less likely.
+
+    Args:
+        texts: tokens, and from which index on they count.
+    """
+
+    def __init__(self, bench: Bench, texts: Sequence[tuple[list[int], int]]) -> None:
+        self._bench, self._texts = bench, texts
+        self._tokens = sum(len(ids) - start for ids, start in texts)
+        if not self._tokens:
+            raise ValueError("guard: the neutral texts have no tokens")
+        self.plain = float(surprise(bench, texts, [None]).sum()) / self._tokens
+
+    def __call__(self, steerings: Sequence[Steering]) -> list[float]:
+        """Measure each steering."""
+        nats = surprise(self._bench, self._texts, steerings).sum(-1) / self._tokens
+        return [float(value) - self.plain for value in nats]
+
+
+def written_surprise(bench: Bench, answers: Sequence[Written]) -> float:
+    """Nats a token of what was written, to the plain model."""
+    texts = [([*a.prompt_ids, *a.token_ids], len(a.prompt_ids)) for a in answers]
+    tokens = sum(len(a.token_ids) for a in answers)
+    return float(surprise(bench, texts, [None]).sum()) / max(tokens, 1)
+
+
+def candidate_layers(found: Directions, separation: Separation, count: int | None) -> list[int]:
+    """The layers that separate best, in their order; all for None.
+
+    The last layer is none of them while there are others: behind it is only the output matrix, and
+    to shift what that reads is to choose words.
+    """
+    rank = sorted(range(len(found.layers)), key=lambda i: -separation.d_prime[i])
+    layers = [found.layers[i] for i in rank]
+    return sorted(layers[: len(layers) if count is None else count])
+
+
+def choose(
+    swept: Sweep,
+    nats_of: Callable[[int], dict[float, float]],
+    plain_nats: float,
+    most: float,
+    last: int,
+) -> Choice:
+    """Choose the layer with the strongest effect that the guard allows, then its smallest scale.
+
+    Args:
+        swept: with positive scales and their negatives.
+        nats_of: layer -> what the guard measures for each scale; asked for as few as will do.
+        most: the nats a token that are allowed, at both signs.
+        last: the model's last layer, which is taken only if it is the only one.
+    """
+    strength = two_sided(swept)
+    cells = [cell for cell in strength if cell[0] != last] or list(strength)
+    nats: dict[int, dict[float, float]] = {}
+
+    def worst(cell: tuple[int, float]) -> float:
+        layer, scale = cell
+        if layer not in nats:
+            nats[layer] = nats_of(layer)
+        return max(nats[layer][scale], nats[layer][-scale])
+
+    ranked = sorted(cells, key=lambda cell: -strength[cell])
+    best = next((cell for cell in ranked if worst(cell) <= most), None) or min(cells, key=worst)
+    enough = [
+        cell
+        for cell in cells
+        if cell[0] == best[0] and worst(cell) <= most and strength[cell] >= ENOUGH * strength[best]
+    ]
+    layer, scale = min(enough, default=best)
+    return Choice(layer, scale, nats[layer], plain_nats, worst((layer, scale)) <= most)
+
+
+def two_sided(swept: Sweep) -> dict[tuple[int, float], float]:
+    """Half of what a scale does more than its negative, by layer and positive scale."""
+    effect = swept.effect
+    return {
+        (layer, scale): float(effect[i, j] - effect[i, swept.scales.index(-scale)]) / 2
+        for i, layer in enumerate(swept.layers)
+        for j, scale in enumerate(swept.scales)
+        if scale > 0
+    }

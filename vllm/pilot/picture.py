@@ -1,0 +1,113 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Pictures of experiments, with matplotlib, which `pip install 'vllm[pilot]'` brings."""
+
+from collections.abc import Sequence
+from io import StringIO
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+
+def need_matplotlib() -> None:
+    """Raise ImportError, with what to do, where there is no matplotlib."""
+    try:
+        import matplotlib
+    except ImportError:
+        raise ImportError("pictures need matplotlib: pip install 'vllm[pilot]'") from None
+    matplotlib.use("Agg")
+
+
+def subplots(count: int, width: float = 6.5, height: float = 5.2) -> tuple[Any, list[Any]]:
+    """A figure with so many axes side by side, each of this size in inches."""
+    need_matplotlib()
+    from matplotlib import pyplot as plt
+
+    figure, axes = plt.subplots(1, count, figsize=(width * count, height), layout="constrained")
+    return figure, list(np.atleast_1d(axes))
+
+
+def save_figure(figure: Any, target: str | Path | StringIO) -> None:
+    """Write a figure and let go of it: as PNG or SVG by the suffix, into a buffer as SVG."""
+    from matplotlib import pyplot as plt
+
+    kind = "svg" if isinstance(target, StringIO) else None
+    if not isinstance(target, StringIO):
+        Path(target).parent.mkdir(parents=True, exist_ok=True)
+    try:
+        figure.savefig(target, dpi=130, format=kind)
+    finally:
+        plt.close(figure)
+
+
+def heat_map(
+    axes: Any,
+    effect: np.ndarray,
+    layers: Sequence[int],
+    scales: Sequence[float],
+    unit: str,
+    point: str,
+    chosen: Sequence[tuple[int, float]] = (),
+) -> None:
+    """Draw layers x scales.
+
+    Args:
+        effect: [layers, scales].
+        chosen: layers and scales that get a frame.
+    """
+    from matplotlib.patches import Rectangle
+
+    bound = max(float(abs(effect).max()), 1e-9)
+    image = axes.imshow(
+        effect, cmap="RdBu_r", vmin=-bound, vmax=bound, aspect="auto", origin="lower"
+    )
+    axes.set_xticks(range(len(scales)), [f"{s:+g}" if s else "0" for s in scales])
+    axes.set_yticks(range(len(layers)), [str(layer) for layer in layers])
+    axes.set_xlabel("scale (1: from between the classes to the mean positive row)")
+    axes.set_ylabel(f"steered layer ({point})")
+    if effect.size <= 400:
+        for row, values in enumerate(effect):
+            for column, value in enumerate(values):
+                colour = "white" if abs(value) > 0.6 * bound else "black"
+                text = f"{value:+.1f}" if bound >= 1 else f"{value:+.2g}"
+                axes.text(column, row, text, ha="center", va="center", fontsize=8, color=colour)
+    for layer, scale in chosen:
+        corner = (scales.index(scale) - 0.5, layers.index(layer) - 0.5)
+        axes.add_patch(Rectangle(corner, 1, 1, fill=False, linewidth=2.5, edgecolor="black"))
+    axes.figure.colorbar(image, ax=axes, label=f"change, {unit}")
+
+
+def curve(
+    axes: Any,
+    scales: Sequence[float],
+    effect: Sequence[float],
+    randoms: Sequence[tuple[float, float]],
+    unit: str,
+    label: str,
+) -> None:
+    """Draw the effect of each scale, and that of random directions.
+
+    Args:
+        randoms: scale and effect of each random direction.
+    """
+    axes.axhline(0, color="grey", linewidth=0.8)
+    axes.axvline(0, color="grey", linewidth=0.8)
+    axes.plot(scales, effect, marker="o", color="black", label=label)
+    if randoms:
+        axes.scatter(
+            *zip(*randoms, strict=True),
+            color="tab:orange",
+            alpha=0.7,
+            zorder=3,
+            label=f"{len(randoms) // 2} random directions, same length",
+        )
+    axes.set_xlabel("scale")
+    axes.set_ylabel(f"change, {unit}")
+    axes.legend(loc="upper left", fontsize=8)
+
+
+def bars(axes: Any, layers: Sequence[int], values: Sequence[float], label: str) -> None:
+    """Draw one number for each layer."""
+    axes.bar(layers, values, color="tab:blue")
+    axes.set_xlabel("layer")
+    axes.set_ylabel(label)

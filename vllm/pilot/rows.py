@@ -1,0 +1,170 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Rows of examples: read where asked, a chunk at a time, one row for each example and layer."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+from tqdm import tqdm
+
+from vllm.pilot.bench import Bench, bench_of
+from vllm.pilot.pairs import Example, Pairs
+
+if TYPE_CHECKING:
+    from vllm import LLM
+
+CHUNK = 256
+"""How many examples of each class are read at a time."""
+
+Read = Any
+"""Where rows are read: "last" (of the text), "answer-mean" (all tokens after what both of a pair
+share), "answer-last", or a selector as in a capture request; of several rows the mean is taken."""
+
+
+@dataclass(frozen=True)
+class Encoded:
+    """An example in tokens."""
+
+    ids: list[int]
+    start: int
+    """Where its text begins: after the prompt."""
+
+
+def encode(bench: Bench, example: Example) -> Encoded:
+    """The tokens of an example: those of the prompt, then those of the text.
+
+    The two are cut apart, as a model that is given the prompt and writes the text cuts them.
+
+    Raises:
+        ValueError: there are no tokens.
+    """
+    if not example.prompt:
+        # A chat that ends with a question is read where the answer would begin.
+        ends = "" if isinstance(example.text, str) else dict(example.text[-1])["role"]
+        made = Encoded(bench.encode(example.text, answer=ends == "user"), 0)
+    elif isinstance(example.text, str):
+        prompt = bench.encode(example.prompt, answer=True)
+        made = Encoded(prompt + bench.encode(example.text, special=False), len(prompt))
+    else:
+        raise ValueError(f"{example.where}: a text after a prompt is a text, not messages")
+    if len(made.ids) == made.start:
+        raise ValueError(f"{example.where}: the text has no tokens")
+    return made
+
+
+def read_rows(
+    llm: "LLM | Bench | str",
+    pairs: Pairs,
+    layers: Sequence[int] | Literal["all"] = "all",
+    read: Read = None,
+    point: str = "post_block",
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Read the rows of examples, as directions are made of.
+
+    Args:
+        llm: an engine, or a server's URL.
+        read: see `Read`; default: what the data say, or "last".
+
+    Returns:
+        positive, negative: float32 [examples, layers, hidden].
+
+    Raises:
+        ValueError: the model has no such point or layer, or a request cannot be honoured.
+    """
+    bench = bench_of(llm)
+    chunks = list(row_chunks(bench, pairs, need_layers(bench, layers, point), read, point))
+    positive, negative = zip(*chunks, strict=True)
+    return torch.cat(positive), torch.cat(negative)
+
+
+def need_layers(bench: Bench, layers: Sequence[int] | Literal["all"], point: str) -> list[int]:
+    """The layers by number, counted from the end where negative.
+
+    Raises:
+        ValueError: one is not there or lacks the point, or there are none.
+    """
+    has = sorted(layer for layer, points in bench.layers.items() if point in points)
+    if not has:
+        offered = sorted({p for points in bench.layers.values() for p in points})
+        raise ValueError(f"point: the model has no {point!r}, it has {', '.join(offered)}")
+    if layers == "all":
+        return has
+    count = len(bench.layers)
+    found = [layer + count if layer < 0 else layer for layer in layers]
+    if wrong := [layer for layer in found if layer not in has]:
+        raise ValueError(f"layers: {wrong[0]} has no {point}; layers with it are {has}")
+    if not found:
+        raise ValueError("layers: none are named")
+    return list(dict.fromkeys(found))
+
+
+def row_chunks(
+    bench: Bench,
+    pairs: Pairs,
+    layers: Sequence[int],
+    read: Read = None,
+    point: str = "post_block",
+    title: str = "",
+) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Read rows of `CHUNK` examples of each class at a time.
+
+    Yields:
+        positive, negative: float32 [examples, layers, hidden]; one may be shorter, or empty.
+    """
+    read = "last" if read is None and pairs.read is None else pairs.read if read is None else read
+    longest = max(len(pairs.positive), len(pairs.negative))
+    bar = tqdm(total=longest, desc=title, unit="pair", leave=False, disable=not title, delay=2)
+    with bar:
+        for at in range(0, longest, CHUNK):
+            sides = [
+                [encode(bench, e) for e in examples[at : at + CHUNK]]
+                for examples in (pairs.positive, pairs.negative)
+            ]
+            if pairs.paired:
+                sides = [list(side) for side in zip(*map(_common, *sides), strict=True)]
+            rows = read_encoded(bench, [*sides[0], *sides[1]], layers, read, point)
+            yield rows[: len(sides[0])], rows[len(sides[0]) :]
+            bar.update(min(CHUNK, longest - at))
+
+
+def read_encoded(
+    bench: Bench, examples: Sequence[Encoded], layers: Sequence[int], read: Read, point: str
+) -> torch.Tensor:
+    """Read rows of encoded examples, in one batch.
+
+    Returns:
+        float32 [examples, layers, hidden].
+    """
+    hooks = {point: list(layers)}
+    asked = [
+        {
+            "max_tokens": 1,
+            "temperature": 0.0,
+            "capture": {"inline": {"hooks": hooks, "positions": _positions(read, example)}},
+        }
+        for example in examples
+    ]
+    replies = bench.ask([example.ids for example in examples], asked)
+    made = torch.empty(len(examples), len(layers), bench.hidden)
+    for i, reply in enumerate(replies):
+        for j, layer in enumerate(layers):
+            # The mean of one row is that row, bit for bit.
+            made[i, j] = reply.rows[point, layer].mean(0)
+    return made
+
+
+def _positions(read: Read, example: Encoded) -> Any:
+    if read in ("last", "answer-last"):
+        return "last_prompt"
+    if read == "answer-mean":
+        return {"start": example.start, "stop": len(example.ids)}
+    return [read] if isinstance(read, int) else read
+
+
+def _common(ours: Encoded, others: Encoded) -> tuple[Encoded, Encoded]:
+    """A pair whose texts begin where the two differ; one token at least is left of each."""
+    pairs = enumerate(zip(ours.ids, others.ids, strict=False))
+    same = next((i for i, (a, b) in pairs if a != b), min(len(ours.ids), len(others.ids)))
+    made = [Encoded(e.ids, min(max(same, e.start), len(e.ids) - 1)) for e in (ours, others)]
+    return made[0], made[1]
