@@ -24,6 +24,7 @@ BROKEN = [
     ("vllm/v1/capture/results.py", "vllm.v1.capture.reader"),
     ("vllm/entrypoints/serve/steering/body.py", "vllm.v1.interventions.scheduler.changes"),
     ("vllm/config/steering.py", "vllm.config.capture"),
+    ("vllm/v1/capture/results.py", "vllm.pilot"),
 ]
 
 
