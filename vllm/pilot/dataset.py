@@ -75,8 +75,8 @@ def capture(
 
     Raises:
         DatasetError: the data cannot be read, an example is refused, the engine dies, the disk has
-            no room or is full, `out` was begun with other arguments or data, or is being written by another run.
-            The message says what is safe.
+            no room or is full, `out` was begun with other arguments or data, or another run is
+            writing to it. The message says what is safe.
         ValueError: the engine refuses hooks or positions.
     """
     out = os.fspath(out)
