@@ -100,12 +100,13 @@ def capture(
     }
     run = CaptureRun(llm, asked, max_tokens, skip_refused, 2 * shard_bytes)
     with store.locked():
-        store.begin(plan)
+        store.check(plan)
         left = store.missing(contents.num_examples)
         if left:
             told = _estimate(run, store, contents, left, dtype)
             if not (confirm(told) if confirm is not None else told.fits):
                 raise DatasetError(f"not started: {told}{_safe(store, contents)}")
+            store.begin(plan)
             kept = torch.float32 if dtype == "float32" else None
             writer = ShardWriter(store, _token_text(llm), kept, shard_bytes, shard_seconds)
             _capture(run, _examples(data, left), writer, store, contents)
@@ -170,6 +171,8 @@ def _estimate(
     begun = time.monotonic()
     sample = list(run(contents.sample))
     seconds = time.monotonic() - begun
+    if not any(one.values for one in sample):
+        raise DatasetError(f"each of {len(sample)} examples is refused: {sample[0].error}")
     num_left = sum(shard.stop - shard.start for shard in left)
     characters = contents.size * num_left / contents.num_examples
     itemsize = 4 if dtype == "float32" else None

@@ -170,24 +170,31 @@ class ShardStore:
                 unfinished.unlink()
             yield
 
-    def begin(self, plan: Mapping[str, Any]) -> None:
-        """Write dataset.json, or compare it with the one that is there.
+    def check(self, plan: Mapping[str, Any]) -> None:
+        """Compare a plan with the one that was begun here, if shards were written.
 
         Raises:
-            DatasetError: the run that was begun here asked for something else; it says what.
-            OSError: it cannot be written.
+            DatasetError: it asks for something else; the message says what.
         """
-        plan = json.loads(json.dumps({"format": FORMAT, **plan}))
+        if not self.shards():
+            return
         begun = self.plan()
         if begun is None:
-            if self.shards():
-                raise DatasetError(f"{self.root}: has shards and no {PLAN}; name another folder")
-            self._store.put(PLAN, [json.dumps(plan, indent=2).encode() + b"\n"], False)
-        elif differences := _differences(begun, plan):
+            raise DatasetError(f"{self.root}: has shards and no {PLAN}; name another folder")
+        if differences := _differences(begun, json.loads(json.dumps({"format": FORMAT, **plan}))):
             raise DatasetError(
                 f"{self.root}: was begun differently, so it cannot be continued: "
                 f"{'; '.join(differences)}. Ask for the same, or name another folder"
             )
+
+    def begin(self, plan: Mapping[str, Any]) -> None:
+        """Write dataset.json.
+
+        Raises:
+            OSError: it cannot be written.
+        """
+        text = json.dumps({"format": FORMAT, **plan}, indent=2) + "\n"
+        self._store.put(PLAN, [text.encode()], True)
 
     def write(
         self, shard: Shard, tensors: Mapping[str, torch.Tensor], manifest: Sequence[str]
