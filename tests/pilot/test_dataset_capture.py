@@ -126,9 +126,9 @@ def test_rows_ids_labels_and_tokens(
     progress = capfd.readouterr().err
     assert "tokens/s" in progress and "KiB/s" in progress and f"{NUM}/{NUM}" in progress
     # All is there: nothing is run.
-    before = {path.name: path.stat().st_mtime_ns for path in out.iterdir()}
+    before = {path.name: path.stat().st_mtime_ns for path in out.glob("[!.]*")}
     dataset.capture(llm, data, out, HOOKS, {"start": 0, "step": 3}, max_tokens=4)
-    assert before == {path.name: path.stat().st_mtime_ns for path in out.iterdir()}
+    assert before == {path.name: path.stat().st_mtime_ns for path in out.glob("[!.]*")}
 
 
 def test_chats_and_token_ids(llm: LLM, tmp_path: Path) -> None:

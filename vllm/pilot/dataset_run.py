@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from vllm import LLM, RequestOutput, SamplingParams
+from vllm.exceptions import VLLMValidationError
 from vllm.pilot.dataset_examples import DatasetError, Example
 from vllm.v1.capture.file_format import tensor_name
 from vllm.v1.engine.exceptions import EngineDeadError
@@ -125,7 +126,7 @@ class CaptureRun:
             else:
                 text: Any = prompt if isinstance(prompt, str) else {"prompt_token_ids": prompt}
                 (request_id,) = self._llm.enqueue([text], self._params, use_tqdm=False)
-        except ValueError as error:
+        except (ValueError, VLLMValidationError) as error:
             if not self._skip_refused:
                 raise DatasetError(
                     f"{example.place}: the engine refuses it: {error}; shorten or remove it, or "
