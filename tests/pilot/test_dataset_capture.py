@@ -7,6 +7,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -21,6 +22,7 @@ import torch
 
 from tests import ROOT
 from tests.conformance.engine import engine
+from tests.conformance.models import HIDDEN
 from tests.http.server import save_model
 from vllm import SamplingParams
 from vllm.entrypoints.cli.capture.main import CaptureSubcommand
@@ -38,7 +40,7 @@ HOOKS = {"pre_attn": [0], "post_block": "all"}
 SETTINGS: dict[str, Any] = {
     "skip_tokenizer_init": False,
     "capture_consumers": ["inline"],
-    "capture_inline_max_bytes": 8 << 30,
+    "capture_points": ["pre_attn", "post_block", "z"],
 }
 NUM = 60
 RECORDS = [
@@ -124,7 +126,7 @@ def test_rows_ids_labels_and_tokens(
     size = sum(path.stat().st_size for path in out.iterdir())
     assert not told[0].exact and 0.8 < told[0].num_bytes / size < 1.2
     progress = capfd.readouterr().err
-    assert "tokens/s" in progress and "KiB/s" in progress and f"{NUM}/{NUM}" in progress
+    assert "tokens/s" in progress and "iB/s" in progress and f"{NUM}/{NUM}" in progress
     # All is there: nothing is run.
     before = {path.name: path.stat().st_mtime_ns for path in out.glob("[!.]*")}
     dataset.capture(llm, data, out, HOOKS, {"start": 0, "step": 3}, max_tokens=4)
@@ -134,15 +136,18 @@ def test_rows_ids_labels_and_tokens(
 def test_chats_and_token_ids(llm: LLM, tmp_path: Path) -> None:
     chat = [{"role": "user", "content": "hi there"}]
     data = write(tmp_path / "d.jsonl", [{"messages": chat}, {"messages": [5, 6, 7]}])
-    activations = dataset.capture(llm, data, tmp_path / "acts", {"post_block": [1]})
-    asked = {"inline": {"hooks": {"post_block": [1]}, "positions": "last_prompt"}}
+    hooks = {"post_block": [1], "z": {1: [0, 2]}}
+    activations = dataset.capture(llm, data, tmp_path / "acts", hooks)
+    asked = {"inline": {"hooks": hooks, "positions": "last_prompt"}}
     params = SamplingParams(temperature=0, max_tokens=1, capture=asked)
     outputs = llm.chat([chat], params, use_tqdm=False)
     outputs += llm.generate([{"prompt_token_ids": [5, 6, 7]}], params, use_tqdm=False)
-    need_rows(
-        activations,
-        [output.capture_results["inline"].payload["post_block", 1] for output in outputs],
-    )
+    payloads = [output.capture_results["inline"].payload for output in outputs]
+    need_rows(activations, [payload["post_block", 1] for payload in payloads])
+    heads = activations.rows("z", 1)
+    assert heads.shape[:2] == (2, 2)
+    expected_heads = torch.cat([payload["z", 1].values for payload in payloads])
+    assert torch.allclose(heads.tensor(), expected_heads, atol=1e-5)
     assert [line["prompt_tokens"] for line in activations.manifest()][1] == 3
 
 
@@ -210,6 +215,28 @@ def test_where_there_is_no_room(llm: LLM, data: dataset.DataFile, tmp_path: Path
     assert str(raised.value).startswith("not started: 60 examples: ")
     assert "are free there" in str(raised.value)
     assert "0 of 60 examples are safe" in str(raised.value)
+
+
+def test_the_page(
+    llm: LLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The blocks of docs/datasets.md are one program; its engine is this module's."""
+    page = (ROOT / "docs" / "datasets.md").read_text()
+    program = "".join(re.findall(r"^```python\n(.*?)^```$", page, re.MULTILINE | re.DOTALL))
+    engine_line = 'llm = LLM(model=MODEL, capture_consumers=["inline"])\n'
+    assert engine_line in program
+    monkeypatch.chdir(tmp_path)
+    exec(compile(program.replace(engine_line, ""), "datasets.md", "exec"), {"llm": llm})
+    said = re.findall(r"^(\w+)[ (](.*)$", capsys.readouterr().out, re.MULTILINE)
+    told = dict(reversed(said))
+    assert told["Activations"].startswith("'acts', 4 examples, complete: post_block.0, ")
+    ids = [f"review/{i}" for i in range(4)]
+    assert told["shard"] == f"torch.Size([4, {HIDDEN}]) torch.float32 {ids}"
+    assert re.fullmatch(rf"torch.Size\(\[{HIDDEN}\]\) 0 \d+ 1", told["row"])
+    assert told["features"] == f"(4, {HIDDEN}) [1 1 0 0]"
+    assert [line for name, line in said if name == "line"] == [
+        f"review/{i} {[end]}" for i, end in enumerate(".!.!")
+    ]
 
 
 def arguments(model: Path, *more: str) -> argparse.Namespace:

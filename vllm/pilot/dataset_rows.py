@@ -100,7 +100,7 @@ class Rows(Dataset[dict[str, Any]]):
     """Rows of one site, in the order of the data set, for a `DataLoader`.
 
     An item is `{"values": [width], "example", "position", "token_id"}`, and `"label"` if the
-    example has one. Local files are memory-mapped; of an object store a shard is read at a time.
+    example has one; at points of heads values are [heads, width]. Local files are memory-mapped; of an object store a shard is read at a time.
     """
 
     def __init__(self, activations: Activations, site: str) -> None:
@@ -120,16 +120,16 @@ class Rows(Dataset[dict[str, Any]]):
 
     def __repr__(self) -> str:
         """Say what they are of."""
-        return f"Rows({self._activations.root!r}, {self._site}: {len(self)} x {self.width})"
+        return f"Rows({self._activations.root!r}, {self._site}: {list(self.shape)})"
 
     def __getstate__(self) -> dict[str, Any]:
         # A worker of a DataLoader maps the files itself.
         return {**self.__dict__, "_mapped": {}}
 
     @property
-    def width(self) -> int:
-        """How long a row is."""
-        return int(self._headers[0].tensors[self._site].shape[1])
+    def shape(self) -> tuple[int, ...]:
+        """The shape of all rows: [n, width]; of heads' points [n, heads, width]."""
+        return (len(self), *self._headers[0].tensors[self._site].shape[1:])
 
     def __len__(self) -> int:
         """How many rows there are."""
