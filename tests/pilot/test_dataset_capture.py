@@ -235,7 +235,7 @@ def test_the_page(
     assert re.fullmatch(rf"torch.Size\(\[{HIDDEN}\]\) 0 \d+ 1", told["row"])
     assert told["features"] == f"(4, {HIDDEN}) [1 1 0 0]"
     assert [line for name, line in said if name == "line"] == [
-        f"review/{i} {[end]}" for i, end in enumerate(".!.!")
+        f"review/{i} {[end]}" for i, end in enumerate([".", "<unk>"] * 2)
     ]
 
 
@@ -265,7 +265,7 @@ def test_what_the_command_refuses(
     data = ["--data", str(tmp_path / "d.jsonl")]
     hooks, out = ["--hooks", "post_block:all"], ["--out", str(tmp_path / "acts")]
     for asked, message in (
-        ([*data, *out, *hooks], "d.jsonl:2: is not JSON"),
+        ([*data, *out, *hooks], "d.jsonl:2: is no line of JSON"),
         ([*data, *out, "--hooks", "post_block"], "--hooks: 'post_block' is not POINT:LAYERS"),
         ([*data, *out, *hooks, "--positions", "[0,"], "--positions: '[0,' is no JSON"),
         ([*data, *hooks, "--out", "nosuch://a"], "cannot be opened"),

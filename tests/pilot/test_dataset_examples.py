@@ -81,7 +81,7 @@ def test_all_formats_are_the_same_examples(tmp_path: Path) -> None:
 def test_columns(tmp_path: Path) -> None:
     chat = [{"role": "user", "content": "hi"}]
     records = [
-        {"q": chat, "key": 7, "y": [1, "a"], "text": "other"},
+        {"q": chat, "key": 7, "y": [1, "a"], "text": "b"},
         {"q": [3, 4], "key": 8, "y": 0},
     ]
     path = str(write_jsonl(tmp_path / "a.jsonl", records))
@@ -118,18 +118,18 @@ def write(path: Path, content: bytes) -> Path:
 
 
 BROKEN: dict[str, tuple[Callable[[Path], Path], str]] = {
-    "no JSON": (jsonl(GOOD, "", '{"text": "cut'), "d.jsonl:3: is not JSON: Unterminated string"),
+    "no JSON": (jsonl(GOOD, "", '{"text": "cut'), "d.jsonl:3: is no line of JSON: "),
     "no object": (jsonl(GOOD, "[1]"), "d.jsonl:2: is no JSON object"),
     "no column": (
         jsonl(GOOD, '{"a": 1, "b": 2}'),
-        "d.jsonl:2: has no column of messages, prompt, ",
+        "d.jsonl:2: has none of the columns messages, prompt, ",
     ),
     "empty": (jsonl('{"text": ""}'), "d.jsonl:1: its prompt is empty"),
-    "a number": (jsonl('{"text": 3}'), "d.jsonl:1: its prompt is a int"),
+    "a number": (jsonl('{"text": 3}'), "d.jsonl:1: its prompt is of type int"),
     "no messages": (jsonl('{"messages": [{"role": "user"}]}'), "d.jsonl:1: a message needs a "),
     "an id": (
         jsonl('{"text": "a", "id": [1]}'),
-        "d.jsonl:1: its id is a list, not a string or int",
+        "d.jsonl:1: its id is of type list, not a string or int",
     ),
     "no UTF-8": (
         lambda folder: write(folder / "d.jsonl", b'{"text": "a"}\n{"text": "\xff"}\n'),
@@ -140,8 +140,8 @@ BROKEN: dict[str, tuple[Callable[[Path], Path], str]] = {
         lambda folder: write(folder / "d.csv", b'text,label\n"a\nb",1\nc,2,3\n'),
         "d.csv:4: has 3 fields, the header 2",
     ),
-    "a quote": (lambda folder: write(folder / "d.csv", b'text\n"a"b\n'), "d.csv:2: "),
-    "no Parquet": (lambda folder: write(folder / "d.parquet", b"PAR1"), "d.parquet[0]: "),
+    "a quote": (lambda folder: write(folder / "d.csv", b'text\n"a"b\n'), "d.csv:2: is no CSV: "),
+    "no Parquet": (lambda folder: write(folder / "d.parquet", b"PAR1"), "d.parquet[0]: is damaged"),
     "suffix": (lambda folder: write(folder / "d.txt", b"a"), "d.txt: .txt suffix; .jsonl, .csv, "),
     "no folder": (lambda folder: folder, "has neither .parquet files nor what"),
     "not there": (lambda folder: folder / "x.jsonl", "x.jsonl: does not exist"),

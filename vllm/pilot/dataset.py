@@ -13,6 +13,7 @@
 Called again after any interruption, `capture` goes on where the shards end.
 """
 
+import contextlib
 import errno
 import hashlib
 import os
@@ -102,41 +103,43 @@ def capture(
     with store.locked():
         store.check(plan)
         left = store.missing(contents.num_examples)
-        if left:
-            told = _estimate(run, store, contents, left, dtype)
-            if not (confirm(told) if confirm is not None else told.fits):
-                raise DatasetError(f"not started: {told}{_safe(store, contents)}")
-            store.begin(plan)
-            kept = torch.float32 if dtype == "float32" else None
-            writer = ShardWriter(store, _token_text(llm), kept, shard_bytes, shard_seconds)
-            _capture(run, _examples(data, left), writer, store, contents)
-        store.write_manifest()
+        with _saying_what_is_safe(store, contents):
+            if left:
+                told = _estimate(run, store, contents, left, dtype)
+                if not (confirm(told) if confirm is not None else told.fits):
+                    raise DatasetError(f"not started: {told}")
+                store.begin(plan)
+                kept = torch.float32 if dtype == "float32" else None
+                writer = ShardWriter(store, _token_text(llm), kept, shard_bytes, shard_seconds)
+                _capture(run, _examples(data, left), writer, _Progress(contents, left))
+            store.write_manifest()
     return Activations(out, storage_options)
 
 
 def _capture(
-    run: CaptureRun,
-    examples: Iterator[Example],
-    writer: ShardWriter,
-    store: ShardStore,
-    contents: Contents,
+    run: CaptureRun, examples: Iterator[Example], writer: ShardWriter, progress: "_Progress"
 ) -> None:
-    """Run all examples; whatever ends it early, what is there is written and counted."""
-    left = sum(shard.stop - shard.start for shard in store.missing(contents.num_examples))
+    """Run all examples; whatever ends it early, what is there is written."""
     try:
-        try:
-            with _Progress(contents.num_examples, left) as progress:
-                for captured in run(examples):
-                    writer.add(captured)
-                    progress.add(captured)
-        finally:
-            writer.close()
+        for captured in run(examples):
+            writer.add(captured)
+            progress.add(captured)
+    finally:
+        progress.close()
+        writer.close()
+
+
+@contextlib.contextmanager
+def _saying_what_is_safe(store: ShardStore, contents: Contents) -> Iterator[None]:
+    """Make every failure say how far it came."""
+    try:
+        yield
     except OSError as error:
         full = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-        remedy = "free some space and" if full else "when it is back,"
+        remedy = "free some space" if full else "see that it can be written"
         raise DatasetError(
-            f"{store.root}: cannot be written: {error}{_safe(store, contents)}; {remedy} run the "
-            "same again to go on"
+            f"{store.root}: cannot be written: {error}; {remedy}, and run the same again to go on"
+            f"{_safe(store, contents)}"
         ) from error
     except Exception as error:
         raise DatasetError(f"{error}{_safe(store, contents)}") from error
@@ -217,16 +220,12 @@ def _token_text(llm: LLM) -> Callable[[int], str]:
 class _Progress:
     """A bar with the time left, and tokens and bytes a second."""
 
-    def __init__(self, total: int, left: int) -> None:
-        self._bar = tqdm(total=total, initial=total - left, unit="examples", dynamic_ncols=True)
+    def __init__(self, contents: Contents, left: list[Shard]) -> None:
+        total = contents.num_examples
+        done = total - sum(shard.stop - shard.start for shard in left)
+        self._bar = tqdm(total=total, initial=done, unit="examples", dynamic_ncols=True)
         self._begun = time.monotonic()
         self._tokens = self._bytes = 0
-
-    def __enter__(self) -> "_Progress":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._bar.close()
 
     def add(self, captured: Captured) -> None:
         """Count an example."""
@@ -236,3 +235,7 @@ class _Progress:
         speed = f"{self._tokens / seconds:,.0f} tokens/s, {size(self._bytes / seconds)}/s"
         self._bar.set_postfix_str(speed, refresh=False)
         self._bar.update()
+
+    def close(self) -> None:
+        """Leave the bar as it is."""
+        self._bar.close()

@@ -166,15 +166,16 @@ class DataFile:
             named = next((name for name in PROMPT_COLUMNS if name in record), None)
             if named is None:
                 raise DatasetError(
-                    f"{place}: has no column of {', '.join(PROMPT_COLUMNS)}, but "
-                    f"{', '.join(record)}: name one (--prompt-column)"
+                    f"{place}: has none of the columns {', '.join(PROMPT_COLUMNS)}, but "
+                    f"{_names(record)}: name one (--prompt-column)"
                 )
             prompt = record[named]
         own = record.get("id") if self.id_column is None else None
         if self.id_column is not None:
             own = _need_column(record, self.id_column, place)
         if not isinstance(own, str | int | None) or isinstance(own, bool):
-            raise DatasetError(f"{place}: its id is a {type(own).__name__}, not a string or int")
+            kind = type(own).__name__
+            raise DatasetError(f"{place}: its id is of type {kind}, not a string or int")
         label = record.get("label") if self.label_column is None else None
         if self.label_column is not None:
             label = _need_column(record, self.label_column, place)
@@ -195,14 +196,22 @@ def size_of(prompt: Prompt) -> int:
 
 def _need_column(record: Mapping[str, Any], column: str, place: str) -> Any:
     if column not in record:
-        raise DatasetError(f"{place}: has no column {column!r}, but {', '.join(record)}")
+        raise DatasetError(f"{place}: has no column {column!r}, but {_names(record)}")
     return record[column]
+
+
+def _names(record: Mapping[str, Any]) -> str:
+    """The columns, for a message: not all of hundreds."""
+    names = [str(name)[:40] for name in itertools.islice(record, 8)]
+    return ", ".join(names + ["..."] * (len(record) > 8))
 
 
 def _need_prompt(value: Any, place: str) -> Prompt:
     if not isinstance(value, str | list):
         kind = type(value).__name__
-        raise DatasetError(f"{place}: its prompt is a {kind}, not a text, messages or token ids")
+        raise DatasetError(
+            f"{place}: its prompt is of type {kind}, not a text, messages or token ids"
+        )
     if not value:
         raise DatasetError(f"{place}: its prompt is empty")
     if isinstance(value, str) or all(type(part) is int for part in value):
@@ -232,7 +241,7 @@ def _jsonl(file: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
         try:
             record = json.loads(line)
         except (ValueError, RecursionError) as error:
-            raise DatasetError(f"{place}: is not JSON: {error}") from error
+            raise DatasetError(f"{place}: is no line of JSON: {error}") from error
         if not isinstance(record, dict):
             raise DatasetError(f"{place}: is no JSON object")
         yield place, record
@@ -249,7 +258,7 @@ def _csv(file: Path, delimiter: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
         try:
             fields = next(reader, None)
         except csv.Error as error:
-            raise DatasetError(f"{place}: {error}") from error
+            raise DatasetError(f"{place}: is no CSV: {error}") from error
         if fields is None:
             return
         if names is None:
@@ -278,4 +287,4 @@ def _arrow(file: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
                 yield f"{file}[{row}]", record
                 row += 1
     except (pyarrow.ArrowException, OSError) as error:
-        raise DatasetError(f"{file}[{row}]: {error}") from error
+        raise DatasetError(f"{file}[{row}]: is damaged: {error}") from error

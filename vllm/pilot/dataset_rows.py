@@ -100,7 +100,8 @@ class Rows(Dataset[dict[str, Any]]):
     """Rows of one site, in the order of the data set, for a `DataLoader`.
 
     An item is `{"values": [width], "example", "position", "token_id"}`, and `"label"` if the
-    example has one; at points of heads values are [heads, width]. Local files are memory-mapped; of an object store a shard is read at a time.
+    example has one; at points of heads values are [heads, width]. Local files are memory-mapped; of
+    an object store a shard is read at a time.
     """
 
     def __init__(self, activations: Activations, site: str) -> None:
