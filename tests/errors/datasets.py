@@ -124,7 +124,7 @@ def running(step: Any = None, refuses: str = "", **more: Any) -> Callable[[], ob
     return do
 
 
-def answering(result: CaptureResult | None) -> Any:
+def answering(result: CaptureResult) -> Any:
     from vllm.outputs import CompletionOutput, RequestOutput
 
     def step() -> list[RequestOutput]:

@@ -27,12 +27,13 @@ from tests.http.server import save_model
 from vllm import SamplingParams
 from vllm.entrypoints.cli.capture.main import CaptureSubcommand
 from vllm.entrypoints.cli.capture.run import parse_hooks
+from vllm.inputs import TokensPrompt
 from vllm.pilot import dataset
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 if TYPE_CHECKING:
     from tests.conftest import TinyModels
-    from vllm import LLM
+    from vllm import LLM, RequestOutput
 
 pytestmark = pytest.mark.full
 
@@ -75,7 +76,14 @@ def expected(llm: LLM, records: list[dict[str, Any]], positions: Any, max_tokens
     asked = {"inline": {"hooks": HOOKS, "positions": positions}}
     params = SamplingParams(temperature=0, max_tokens=max_tokens, capture=asked)
     outputs = llm.generate([record["text"] for record in records], params, use_tqdm=False)
-    return [output.capture_results["inline"].payload["post_block", 1] for output in outputs]
+    return [payload["post_block", 1] for payload in payloads(outputs)]
+
+
+def payloads(outputs: list[RequestOutput]) -> list[Any]:
+    """What `inline` returned."""
+    results = [output.capture_results for output in outputs]
+    assert all(results)
+    return [result["inline"].payload for result in results if result is not None]
 
 
 def need_rows(activations: dataset.Activations, reference: Any, tolerance: float = 1e-4) -> None:
@@ -134,19 +142,19 @@ def test_rows_ids_labels_and_tokens(
 
 
 def test_chats_and_token_ids(llm: LLM, tmp_path: Path) -> None:
-    chat = [{"role": "user", "content": "hi there"}]
+    chat: Any = [{"role": "user", "content": "hi there"}]
     data = write(tmp_path / "d.jsonl", [{"messages": chat}, {"messages": [5, 6, 7]}])
     hooks = {"post_block": [1], "z": {1: [0, 2]}}
     activations = dataset.capture(llm, data, tmp_path / "acts", hooks)
     asked = {"inline": {"hooks": hooks, "positions": "last_prompt"}}
     params = SamplingParams(temperature=0, max_tokens=1, capture=asked)
     outputs = llm.chat([chat], params, use_tqdm=False)
-    outputs += llm.generate([{"prompt_token_ids": [5, 6, 7]}], params, use_tqdm=False)
-    payloads = [output.capture_results["inline"].payload for output in outputs]
-    need_rows(activations, [payload["post_block", 1] for payload in payloads])
+    outputs += llm.generate([TokensPrompt(prompt_token_ids=[5, 6, 7])], params, use_tqdm=False)
+    answers = payloads(outputs)
+    need_rows(activations, [payload["post_block", 1] for payload in answers])
     heads = activations.rows("z", 1)
     assert heads.shape[:2] == (2, 2)
-    expected_heads = torch.cat([payload["z", 1].values for payload in payloads])
+    expected_heads = torch.cat([payload["z", 1].values for payload in answers])
     assert torch.allclose(heads.tensor(), expected_heads, atol=1e-5)
     assert [line["prompt_tokens"] for line in activations.manifest()][1] == 3
 
@@ -158,7 +166,8 @@ if __name__ == "__main__":
     prepare_environment("v1")
     from tests.conformance.engine import engine
     from tests.pilot.test_dataset_capture import HOOKS, SETTINGS
-    from vllm.pilot import dataset
+    from vllm.inputs import TokensPrompt
+from vllm.pilot import dataset
     with engine(Path({model!r}), **SETTINGS) as llm:
         data = dataset.DataFile({data!r})
         dataset.capture(llm, data, {out!r}, HOOKS, "all_prompt", shard_bytes=1)
