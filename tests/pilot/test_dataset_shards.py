@@ -134,16 +134,18 @@ def test_two_runs_at_once(tmp_path: Path) -> None:
         pass
 
 
-def test_a_hole_is_filled(tmp_path: Path) -> None:
+def test_holes_are_filled(tmp_path: Path) -> None:
     store_all(str(tmp_path), 40)
     shards = ShardStore(str(tmp_path)).shards()
     assert len(shards) > 4
-    (tmp_path / shards[2].name).unlink()
-    assert ShardStore(str(tmp_path)).missing(40) == [shards[2]]
+    for shard in (shards[2], shards[4]):
+        (tmp_path / shard.name).unlink()
+    assert ShardStore(str(tmp_path)).missing(40) == [shards[2], shards[4]]
     with pytest.raises(AssertionError):
         need_all(str(tmp_path), 40)
-    store_all(str(tmp_path), 40)
+    store_all(str(tmp_path), 40, shard_bytes=1 << 20)
     need_all(str(tmp_path), 40)
+    assert ShardStore(str(tmp_path)).shards() == shards
 
 
 def test_the_same_examples_twice(tmp_path: Path) -> None:
