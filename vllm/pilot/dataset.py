@@ -36,6 +36,11 @@ from vllm.pilot.dataset_writer import ShardWriter
 
 __all__ = ["Activations", "DataFile", "DatasetError", "Estimate", "Example", "Rows", "capture"]
 
+SHARD_BYTES = 256 << 20
+"""The bytes of rows at which a shard is closed."""
+SHARD_SECONDS = 300.0
+"""The age at which it is closed: what a kill may cost."""
+
 
 def capture(
     llm: LLM,
@@ -48,8 +53,8 @@ def capture(
     max_tokens: int = 1,
     dtype: Literal["float32"] | None = None,
     skip_refused: bool = False,
-    shard_bytes: int = 256 << 20,
-    shard_seconds: float = 300.0,
+    shard_bytes: int = SHARD_BYTES,
+    shard_seconds: float = SHARD_SECONDS,
     storage_options: Mapping[str, Any] | None = None,
     confirm: Callable[[Estimate], bool] | None = None,
     contents: Contents | None = None,
@@ -84,8 +89,36 @@ def capture(
     store = ShardStore(out, storage_options)
     contents = contents or data.contents()
     asked = {"hooks": hooks, "positions": positions, **(more or {})}
-    plan = {
-        "model": _identity(llm),
+    plan = plan_of(_identity(llm), asked, max_tokens, dtype, skip_refused, data, contents)
+    run = CaptureRun(llm, asked, max_tokens, skip_refused, 2 * shard_bytes)
+    with store.locked():
+        store.check(plan)
+        left = store.missing(contents.num_examples)
+        with _saying_what_is_safe(store, contents):
+            if left:
+                told = _estimate(run, store, contents, left, dtype)
+                if not (confirm(told) if confirm is not None else told.fits):
+                    raise DatasetError(f"not started: {told}")
+                store.begin(plan)
+                kept = torch.float32 if dtype == "float32" else None
+                writer = ShardWriter(store, token_text(llm), kept, shard_bytes, shard_seconds)
+                _capture(run, _examples(data, left), writer, _Progress(contents, left))
+            store.write_manifest()
+    return Activations(out, storage_options)
+
+
+def plan_of(
+    model: Mapping[str, Any],
+    asked: Mapping[str, Any],
+    max_tokens: int,
+    dtype: str | None,
+    skip_refused: bool,
+    data: DataFile,
+    contents: Contents,
+) -> dict[str, Any]:
+    """Return what dataset.json says; a run that says otherwise is not this one continued."""
+    return {
+        "model": _plain(model),
         "capture": _plain(asked),
         "max_tokens": max_tokens,
         "dtype": dtype,
@@ -99,21 +132,6 @@ def capture(
             "split": data.split,
         },
     }
-    run = CaptureRun(llm, asked, max_tokens, skip_refused, 2 * shard_bytes)
-    with store.locked():
-        store.check(plan)
-        left = store.missing(contents.num_examples)
-        with _saying_what_is_safe(store, contents):
-            if left:
-                told = _estimate(run, store, contents, left, dtype)
-                if not (confirm(told) if confirm is not None else told.fits):
-                    raise DatasetError(f"not started: {told}")
-                store.begin(plan)
-                kept = torch.float32 if dtype == "float32" else None
-                writer = ShardWriter(store, _token_text(llm), kept, shard_bytes, shard_seconds)
-                _capture(run, _examples(data, left), writer, _Progress(contents, left))
-            store.write_manifest()
-    return Activations(out, storage_options)
 
 
 def _capture(
@@ -197,7 +215,7 @@ def _identity(llm: LLM) -> dict[str, Any]:
 
 
 def _plain(value: Any) -> Any:
-    """A capture request as JSON; of a matrix its digest."""
+    """Arguments as JSON; of a matrix its digest."""
     if isinstance(value, Mapping):
         return {str(key): _plain(entry) for key, entry in value.items()}
     if isinstance(value, torch.Tensor):
@@ -206,11 +224,12 @@ def _plain(value: Any) -> Any:
         return {"shape": list(value.shape), "sha256": hashlib.sha256(value.tobytes()).hexdigest()}
     if isinstance(value, list | tuple | range | np.ndarray):
         return [_plain(entry) for entry in value]
-    return value.item() if isinstance(value, np.generic) else value
+    value = value.item() if isinstance(value, np.generic) else value
+    return value if isinstance(value, str | int | float | bool | None) else str(value)
 
 
-def _token_text(llm: LLM) -> Callable[[int], str]:
-    """What a token stands for; without a tokenizer its number."""
+def token_text(llm: LLM) -> Callable[[int], str]:
+    """Return what says which text a token stands for; without a tokenizer its number."""
     if llm.model_config.skip_tokenizer_init:
         return str
     tokenizer = llm.get_tokenizer()

@@ -40,7 +40,11 @@ def capture_dataset(args: argparse.Namespace) -> int:
             engine_args.capture_consumers = [*engine_args.capture_consumers, "inline"]
         if engine_args.capture_inline_max_bytes == CaptureConfig.capture_inline_max_bytes:
             engine_args.capture_inline_max_bytes = INLINE_BYTES
-        llm = LLM.from_engine_args(engine_args)
+        try:
+            llm = LLM.from_engine_args(engine_args)
+        except (ValueError, RuntimeError) as error:
+            # Upstream's worker processes leave the reason in the log above.
+            raise RuntimeError(f"the engine did not start, nothing was written: {error}") from error
         activations = dataset.capture(
             llm,
             data,
