@@ -138,6 +138,21 @@ def full() -> None:
     raise OSError(errno.ENOSPC, "No space left on device")
 
 
+def lost() -> object:
+    """A cluster that does nothing."""
+    from vllm.pilot.dataset_ray import capture_on_ray
+
+    ray = mock.MagicMock()
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        mock.patch.dict(sys.modules, {"ray": ray, "ray.data": ray.data}),
+    ):
+        data = Path(folder) / "d.jsonl"
+        data.write_text(json.dumps({"text": "a"}))
+        asked = dataset.DataFile(str(data)), f"{folder}/out", {"post_block": "all"}
+        return capture_on_ray({"model": "m"}, *asked, workers=1)
+
+
 def says(**named: str) -> dict[str, str]:
     return named
 
@@ -188,6 +203,7 @@ DATASETS = [
         says(total="1"),
         do=running(answering(CaptureResult("ok", None, ROWS)), confirm=lambda told: False),
     ),
+    Case(says(given="1"), do=lost),
     Case(says(given="'post_block'"), do=lambda: parse_hooks(["post_block"])),
     Case(says(given="q"), do=lambda: parse_hooks(["q:1", "q:2"])),
     Case(says(option="--positions", given="'[0,'"), do=lambda: parse_json("--positions", "[0,")),

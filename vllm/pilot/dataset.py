@@ -10,7 +10,8 @@
     rows = activations.rows("post_block", 12)     # a map-style torch Dataset
     probe.fit(rows.numpy(), rows.labels())
 
-Called again after any interruption, `capture` goes on where the shards end.
+Called again after any interruption, `capture` goes on where the shards end. On a Ray cluster
+`vllm.pilot.dataset_ray` does the same.
 """
 
 import contextlib

@@ -91,7 +91,7 @@ def capture_on_ray(
             for _ in done.iter_batches(batch_size=None):
                 pass
         if missing := store.missing(contents.num_examples):
-            raise DatasetError(f"{out}: Ray ended, and {len(missing)} blocks are missing")
+            raise DatasetError(f"{out}: Ray ended, and {len(missing)} blocks of examples are missing")
         store.write_manifest()
     return Activations(out, storage_options)
 
