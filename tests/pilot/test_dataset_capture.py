@@ -166,8 +166,7 @@ if __name__ == "__main__":
     prepare_environment("v1")
     from tests.conformance.engine import engine
     from tests.pilot.test_dataset_capture import HOOKS, SETTINGS
-    from vllm.inputs import TokensPrompt
-from vllm.pilot import dataset
+    from vllm.pilot import dataset
     with engine(Path({model!r}), **SETTINGS) as llm:
         data = dataset.DataFile({data!r})
         dataset.capture(llm, data, {out!r}, HOOKS, "all_prompt", shard_bytes=1)

@@ -47,7 +47,7 @@ class Contents:
 
     num_examples: int
     sha256: str
-    """Of the bytes of its files, one after the other."""
+    """The digest of the bytes of its files, one after the other."""
     size: int
     """Characters of all prompts; of token ids the ids."""
     sample: list[Example]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The same on a Ray cluster, for data sets that are too large for one machine.
+"""Captures data sets that are too large for one machine, on a Ray cluster.
 
 Ray Data hands blocks of examples to workers with an engine each. When a worker is lost, its block
 goes to another, which runs what no shard has yet.
@@ -91,7 +91,9 @@ def capture_on_ray(
             for _ in done.iter_batches(batch_size=None):
                 pass
         if missing := store.missing(contents.num_examples):
-            raise DatasetError(f"{out}: Ray ended, and {len(missing)} blocks of examples are missing")
+            raise DatasetError(
+                f"{out}: Ray ended, and {len(missing)} blocks of examples are missing"
+            )
         store.write_manifest()
     return Activations(out, storage_options)
 

@@ -67,7 +67,7 @@ class CaptureRun:
         self._skip_refused = skip_refused
         self._buffer_bytes = buffer_bytes
         self._pending: dict[str, tuple[Example, str]] = {}
-        """By the engine's number of the request: the example, and the request's whole id."""
+        """The example, and the request's whole id, by the engine's number of the request."""
         self._done: dict[int, Captured] = {}
         self._done_bytes = 0
 
