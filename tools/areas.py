@@ -77,7 +77,7 @@ AREAS = (
     Area("HTTP server", False, ("vllm/entrypoints/serve/steering/",)),
     Area("HTTP client", False, ("vllm/entrypoints/serve/steering/client.py",)),
     Area("check command", False, ("vllm/entrypoints/cli/steering/",)),
-    Area("toolkit", False, ("vllm/pilot/",)),
+    Area("toolkit", False, ("vllm/pilot/", "vllm/entrypoints/cli/capture/")),
     Area("compatibility", False, ("vllm/entrypoints/compat/",)),
 )
 

@@ -18,6 +18,7 @@ from torch import nn
 
 from tests.errors.case import Case, path
 from tests.errors.consumers import CONSUMERS
+from tests.errors.datasets import DATASETS
 from tests.errors.files import FILES
 from tests.errors.filesystem import FILESYSTEM
 from tests.errors.http import HTTP
@@ -487,6 +488,7 @@ OTHERS = [
 
 
 CASES = REQUESTS + OTHERS + STEERING + FILES + CONSUMERS + PROJECT + FILESYSTEM + LENS + TOOLKIT
+CASES += DATASETS
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: str(case.says)[:70])

@@ -1,0 +1,313 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Data sets through a real engine: the rows that `llm.generate` captures, killed and continued, and
+the command."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+
+from tests import ROOT
+from tests.conformance.engine import engine
+from tests.conformance.models import HIDDEN
+from tests.http.server import save_model
+from vllm import SamplingParams
+from vllm.entrypoints.cli.capture.main import CaptureSubcommand
+from vllm.entrypoints.cli.capture.run import parse_hooks
+from vllm.inputs import TokensPrompt
+from vllm.pilot import dataset
+from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+if TYPE_CHECKING:
+    from tests.conftest import TinyModels
+    from vllm import LLM, RequestOutput
+
+pytestmark = pytest.mark.full
+
+HOOKS = {"pre_attn": [0], "post_block": "all"}
+SETTINGS: dict[str, Any] = {
+    "skip_tokenizer_init": False,
+    "capture_consumers": ["inline"],
+    "capture_points": ["pre_attn", "post_block", "z"],
+}
+NUM = 60
+RECORDS = [
+    {"id": f"ex/{i}", "label": "even" if i % 2 == 0 else "odd", "text": f"{i} apples " + "x" * i}
+    for i in range(NUM)
+]
+
+
+@pytest.fixture(scope="module")
+def model(tiny_models: TinyModels, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_model(tiny_models, tmp_path_factory.mktemp("dataset") / "model")
+
+
+@pytest.fixture(scope="module")
+def llm(model: Path) -> Iterator[LLM]:
+    with engine(model, **SETTINGS) as made:
+        yield made
+
+
+@pytest.fixture
+def data(tmp_path: Path) -> dataset.DataFile:
+    return write(tmp_path / "data.jsonl", RECORDS)
+
+
+def write(path: Path, records: list[dict[str, Any]]) -> dataset.DataFile:
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    return dataset.DataFile(str(path))
+
+
+def expected(llm: LLM, records: list[dict[str, Any]], positions: Any, max_tokens: int = 1) -> Any:
+    """What `llm.generate` captures of each prompt at post_block 1."""
+    asked = {"inline": {"hooks": HOOKS, "positions": positions}}
+    params = SamplingParams(temperature=0, max_tokens=max_tokens, capture=asked)
+    outputs = llm.generate([record["text"] for record in records], params, use_tqdm=False)
+    return [payload["post_block", 1] for payload in payloads(outputs)]
+
+
+def payloads(outputs: list[RequestOutput]) -> list[Any]:
+    """What `inline` returned."""
+    results = [output.capture_results for output in outputs]
+    assert all(results)
+    return [result["inline"].payload for result in results if result is not None]
+
+
+def need_rows(activations: dataset.Activations, reference: Any, tolerance: float = 1e-4) -> None:
+    """All of them, in order; batches round differently."""
+    rows = activations.rows("post_block", 1)
+    assert activations.complete
+    numbers = [i for i, each in enumerate(reference) for _ in range(len(each))]
+    assert rows.column("example").tolist() == numbers
+    for name, attribute in (("position", "positions"), ("token_id", "token_ids")):
+        found = [n for each in reference for n in getattr(each, attribute).tolist()]
+        assert rows.column(name).tolist() == found
+    values = torch.cat([each.values for each in reference])
+    assert (rows.tensor() - values).norm() <= tolerance * values.norm()
+
+
+def test_rows_ids_labels_and_tokens(
+    llm: LLM, data: dataset.DataFile, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    told: list[dataset.Estimate] = []
+    out = tmp_path / "acts"
+    activations = dataset.capture(
+        llm,
+        data,
+        out,
+        HOOKS,
+        {"start": 0, "step": 3},
+        max_tokens=4,
+        shard_bytes=20_000,
+        confirm=lambda each: told.append(each) or True,  # type: ignore[func-returns-value]
+    )
+    reference = expected(llm, RECORDS, {"start": 0, "step": 3}, max_tokens=4)
+    need_rows(activations, reference)
+    assert len(activations.shards) > 3
+    assert activations.sites[0] == ("pre_attn", 0)
+    lines = [json.loads(line) for line in (out / "manifest.jsonl").read_text().splitlines()]
+    tokenizer = llm.get_tokenizer()
+    for record, line, rows in zip(RECORDS, lines, reference, strict=True):
+        assert (line["id"], line["label"], line["error"]) == (record["id"], record["label"], None)
+        assert line["place"] == f"{data.path}:{line['example'] + 1}"
+        assert line["tokens"] == [tokenizer.decode([token]) for token in rows.token_ids]
+    labels = activations.rows("post_block", 1).labels().tolist()
+    assert labels == [
+        r["label"] for r, rows in zip(RECORDS, reference, strict=True) for _ in rows.values
+    ]
+    # The twin: rows of other positions are other rows.
+    with pytest.raises(AssertionError):
+        need_rows(activations, expected(llm, RECORDS, {"start": 0, "step": 4}, max_tokens=4))
+    size = sum(path.stat().st_size for path in out.iterdir())
+    assert not told[0].exact and 0.8 < told[0].num_bytes / size < 1.2
+    progress = capfd.readouterr().err
+    assert "tokens/s" in progress and "iB/s" in progress and f"{NUM}/{NUM}" in progress
+    # All is there: nothing is run.
+    before = {path.name: path.stat().st_mtime_ns for path in out.glob("[!.]*")}
+    dataset.capture(llm, data, out, HOOKS, {"start": 0, "step": 3}, max_tokens=4)
+    assert before == {path.name: path.stat().st_mtime_ns for path in out.glob("[!.]*")}
+
+
+def test_chats_and_token_ids(llm: LLM, tmp_path: Path) -> None:
+    chat: Any = [{"role": "user", "content": "hi there"}]
+    data = write(tmp_path / "d.jsonl", [{"messages": chat}, {"messages": [5, 6, 7]}])
+    hooks = {"post_block": [1], "z": {1: [0, 2]}}
+    activations = dataset.capture(llm, data, tmp_path / "acts", hooks)
+    asked = {"inline": {"hooks": hooks, "positions": "last_prompt"}}
+    params = SamplingParams(temperature=0, max_tokens=1, capture=asked)
+    outputs = llm.chat([chat], params, use_tqdm=False)
+    outputs += llm.generate([TokensPrompt(prompt_token_ids=[5, 6, 7])], params, use_tqdm=False)
+    answers = payloads(outputs)
+    need_rows(activations, [payload["post_block", 1] for payload in answers])
+    heads = activations.rows("z", 1)
+    assert heads.shape[:2] == (2, 2)
+    expected_heads = torch.cat([payload["z", 1].values for payload in answers])
+    assert torch.allclose(heads.tensor(), expected_heads, atol=1e-5)
+    assert [line["prompt_tokens"] for line in activations.manifest()][1] == 3
+
+
+KILLED = """
+from pathlib import Path
+from tests.conformance.engine import prepare_environment
+if __name__ == "__main__":
+    prepare_environment("v1")
+    from tests.conformance.engine import engine
+    from tests.pilot.test_dataset_capture import HOOKS, SETTINGS
+    from vllm.pilot import dataset
+    with engine(Path({model!r}), **SETTINGS) as llm:
+        data = dataset.DataFile({data!r})
+        dataset.capture(llm, data, {out!r}, HOOKS, "all_prompt", shard_bytes=1)
+"""
+
+
+def test_killed_and_continued(
+    llm: LLM, model: Path, data: dataset.DataFile, tmp_path: Path
+) -> None:
+    out = tmp_path / "acts"
+    code = KILLED.format(model=str(model), data=data.path, out=str(out))
+    child = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT)
+    while child.poll() is None and len(list(out.glob("*.safetensors"))) < 4:
+        time.sleep(0.002)
+    os.kill(child.pid, signal.SIGKILL)
+    assert child.wait() == -signal.SIGKILL
+    begun = dataset.Activations(str(out))
+    done = begun.shards
+    assert len(done) >= 4 and not begun.complete
+    # Not with other arguments, nor with other data.
+    with pytest.raises(dataset.DatasetError, match=r'positions was "all_prompt", is "last_prompt"'):
+        dataset.capture(llm, data, out, HOOKS)
+    changed = write(tmp_path / "changed.jsonl", [*RECORDS[:-1], {"text": "other"}])
+    with pytest.raises(dataset.DatasetError, match=r"data.sha256 was .*, is "):
+        dataset.capture(llm, changed, out, HOOKS, "all_prompt")
+    assert dataset.Activations(str(out)).shards == done
+    activations = dataset.capture(llm, data, out, HOOKS, "all_prompt")
+    assert activations.shards[: len(done)] == done
+    need_rows(activations, expected(llm, RECORDS, "all_prompt"))
+    assert [line["id"] for line in activations.manifest()] == [r["id"] for r in RECORDS]
+
+
+def test_an_example_that_is_refused(llm: LLM, tmp_path: Path) -> None:
+    records = [*RECORDS[:5], {"text": "x" * 200}, *RECORDS[6:10]]
+    data = write(tmp_path / "d.jsonl", records)
+    named = textwrap.dedent(r"d.jsonl:6: the engine refuses it: .*\(--skip-refused\)")
+    with pytest.raises(dataset.DatasetError, match=named):
+        dataset.capture(llm, data, tmp_path / "stopped", HOOKS)
+    activations = dataset.capture(llm, data, tmp_path / "acts", HOOKS, skip_refused=True)
+    assert activations.complete
+    lines = list(activations.manifest())
+    assert [line["rows"] for line in lines] == [1] * 5 + [0] + [1] * 4
+    assert lines[5]["error"].startswith("refused: ") and lines[4]["error"] is None
+    with pytest.raises(dataset.DatasetError, match=r"refuses it: .*no_point"):
+        dataset.capture(llm, data, tmp_path / "other", {"no_point": "all"})
+    with pytest.raises(dataset.DatasetError, match=r"each of 10 examples is refused: .*no_point"):
+        dataset.capture(llm, data, tmp_path / "other", {"no_point": "all"}, skip_refused=True)
+    assert not list((tmp_path / "other").glob("[!.]*")), "it can be begun with other hooks"
+
+
+def test_where_there_is_no_room(llm: LLM, data: dataset.DataFile, tmp_path: Path) -> None:
+    with pytest.raises(dataset.DatasetError) as raised:
+        dataset.capture(llm, data, tmp_path / "acts", HOOKS, confirm=lambda told: False)
+    assert str(raised.value).startswith("not started: 60 examples: ")
+    assert "are free there" in str(raised.value)
+    assert "0 of 60 examples are safe" in str(raised.value)
+
+
+def test_the_page(
+    llm: LLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The blocks of docs/datasets.md are one program; its engine is this module's."""
+    page = (ROOT / "docs" / "datasets.md").read_text()
+    program = "".join(re.findall(r"^```python\n(.*?)^```$", page, re.MULTILINE | re.DOTALL))
+    engine_line = 'llm = LLM(model=MODEL, capture_consumers=["inline"])\n'
+    assert engine_line in program
+    monkeypatch.chdir(tmp_path)
+    exec(compile(program.replace(engine_line, ""), "datasets.md", "exec"), {"llm": llm})
+    said = re.findall(r"^(\w+)[ (](.*)$", capsys.readouterr().out, re.MULTILINE)
+    told = dict(reversed(said))
+    assert told["Activations"].startswith("'acts', 4 examples, complete: post_block.0, ")
+    ids = [f"review/{i}" for i in range(4)]
+    assert told["shard"] == f"torch.Size([4, {HIDDEN}]) torch.float32 {ids}"
+    assert re.fullmatch(rf"torch.Size\(\[{HIDDEN}\]\) 0 \d+ 1", told["row"])
+    assert told["features"] == f"(4, {HIDDEN}) [1 1 0 0]"
+    assert [line for name, line in said if name == "line"] == [
+        f"review/{i} {[end]}" for i, end in enumerate([".", "<unk>"] * 2)
+    ]
+
+
+def arguments(model: Path, *more: str) -> argparse.Namespace:
+    parser = FlexibleArgumentParser()
+    CaptureSubcommand().subparser_init(parser.add_subparsers())
+    given = ["capture", "run", str(model), *more]
+    engine_options = (
+        "--enforce-eager --dtype=float32 --max-model-len=96 --max-num-seqs=16 --block-size=32 "
+        "--kv-cache-memory-bytes=16777216 --max-num-batched-tokens=256"
+    )
+    return parser.parse_args([*given, *engine_options.split()])
+
+
+def run(model: Path, *more: str) -> int:
+    with pytest.raises(SystemExit) as ended:
+        CaptureSubcommand.cmd(arguments(model, *more))
+    assert isinstance(ended.value.code, int)
+    return ended.value.code
+
+
+def test_what_the_command_refuses(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Each before the model is loaded."""
+    (tmp_path / "d.jsonl").write_text('{"text": "a"}\n{"text"\n')
+    data = ["--data", str(tmp_path / "d.jsonl")]
+    hooks, out = ["--hooks", "post_block:all"], ["--out", str(tmp_path / "acts")]
+    for asked, message in (
+        ([*data, *out, *hooks], "d.jsonl:2: is no line of JSON"),
+        ([*data, *out, "--hooks", "post_block"], "--hooks: 'post_block' is not POINT:LAYERS"),
+        ([*data, *out, *hooks, "--positions", "[0,"], "--positions: '[0,' is no JSON"),
+        ([*data, *hooks, "--out", "nosuch://a"], "cannot be opened"),
+    ):
+        assert run(model, *asked) == 1
+        assert f"error: {message}" in capsys.readouterr().err.replace(f"{tmp_path}/", "").replace(
+            "root: 'nosuch://a' ", ""
+        )
+    assert not (tmp_path / "acts").exists()
+
+
+def test_hooks_of_a_command_line() -> None:
+    assert parse_hooks(["post_block:all"]) == {"post_block": "all"}
+    assert parse_hooks(["post_block:4-11,15", "pre_attn:-1"]) == {
+        "post_block": ["4-11", "15"],
+        "pre_attn": "-1",
+    }
+    assert parse_hooks(['{"post_block": [1]}']) == {"post_block": [1]}
+    with pytest.raises(ValueError, match="post_block is there twice"):
+        parse_hooks(["post_block:1", "post_block:2"])
+
+
+def test_the_command(
+    llm: LLM,
+    model: Path,
+    data: dataset.DataFile,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """The last: its engine ends that of the other tests."""
+    reference = expected(llm, RECORDS, {"start": 0, "step": 3})
+    out = tmp_path / "acts"
+    asked = ["--data", data.path, "--out", str(out), "--hooks", "pre_attn:0", "post_block:all"]
+    assert run(model, *asked, "--positions", '{"start": 0, "step": 3}', "--yes") == 0
+    said = capsys.readouterr().out
+    assert "60 examples: about " in said and "60 examples, complete: pre_attn.0" in said
+    need_rows(dataset.Activations(str(out)), reference)

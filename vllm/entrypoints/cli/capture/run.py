@@ -1,0 +1,122 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Reads the options of `vllm capture run`, starts the engine, and asks before it fills a disk."""
+
+import argparse
+import json
+import sys
+from typing import Any
+
+from vllm import LLM
+from vllm.config.capture import CaptureConfig
+from vllm.engine.arg_utils import EngineArgs
+from vllm.pilot import dataset
+from vllm.pilot.dataset_shards import ShardStore
+
+INLINE_BYTES = 8 << 30
+"""How many bytes of rows an example may have."""
+
+
+def capture_dataset(args: argparse.Namespace) -> int:
+    """Capture a data set; returns the exit status.
+
+    What can be known without the engine is checked first: loading a model takes minutes.
+
+    Args:
+        args: the options of `vllm serve`, and those of `vllm.entrypoints.cli.capture.main`.
+    """
+    llm: LLM | None = None
+    try:
+        hooks = parse_hooks(args.hooks)
+        positions = parse_json("--positions", args.positions, name_too=True)
+        more = parse_json("--capture-more", args.capture_more or "{}")
+        ShardStore(args.out)
+        data = dataset.DataFile(
+            args.data, args.prompt_column, args.id_column, args.label_column, args.split
+        )
+        contents = data.contents()
+        print(f"{args.data}: {contents.num_examples:,} examples", flush=True)
+        engine_args = EngineArgs.from_cli_args(args)
+        if "inline" not in engine_args.capture_consumers:
+            engine_args.capture_consumers = [*engine_args.capture_consumers, "inline"]
+        if engine_args.capture_inline_max_bytes == CaptureConfig.capture_inline_max_bytes:
+            engine_args.capture_inline_max_bytes = INLINE_BYTES
+        try:
+            llm = LLM.from_engine_args(engine_args)
+        except (ValueError, RuntimeError) as error:
+            # Upstream's worker processes leave the reason in the log above.
+            raise RuntimeError(f"the engine did not start, nothing was written: {error}") from error
+        activations = dataset.capture(
+            llm,
+            data,
+            args.out,
+            hooks,
+            positions,
+            more=more,
+            max_tokens=args.max_tokens,
+            dtype=args.store_dtype,
+            skip_refused=args.skip_refused,
+            shard_bytes=args.shard_bytes,
+            confirm=lambda told: confirm(told, args.yes),
+            contents=contents,
+        )
+    except KeyboardInterrupt:
+        print("interrupted; the same command goes on from what is safe", file=sys.stderr)
+        return 130
+    except (ValueError, RuntimeError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    finally:
+        if llm is not None:
+            llm.llm_engine.engine_core.shutdown()
+    print(activations, flush=True)
+    return 0
+
+
+def confirm(told: dataset.Estimate, yes: bool) -> bool:
+    """Say what it will come to, and ask whether to start.
+
+    Args:
+        yes: the answer was given beforehand. Without it and without a terminal the answer is
+            whether it fits.
+    """
+    print(told, flush=True)
+    if yes:
+        return True
+    if not sys.stdin.isatty():
+        return told.fits
+    doubt = "" if told.fits else "It does not fit. "
+    return input(f"{doubt}Start? [y/N] ").strip().lower() in ("y", "yes")
+
+
+def parse_hooks(values: list[str]) -> dict[str, Any]:
+    """Read `post_block:4-11,15`, several of these, or one JSON object.
+
+    Raises:
+        ValueError: it is neither.
+    """
+    if len(values) == 1 and values[0].lstrip().startswith("{"):
+        made: dict[str, Any] = parse_json("--hooks", values[0])
+        return made
+    hooks: dict[str, Any] = {}
+    for value in values:
+        point, colon, layers = value.partition(":")
+        if not colon or not layers:
+            raise ValueError(f"--hooks: {value!r} is not POINT:LAYERS, such as post_block:4-11,15")
+        if point in hooks:
+            raise ValueError(f"--hooks: {point} is there twice; join its layers with commas")
+        hooks[point] = layers.split(",") if "," in layers else layers
+    return hooks
+
+
+def parse_json(option: str, text: str, name_too: bool = False) -> Any:
+    """Read JSON; with `name_too` a word stands for itself.
+
+    Raises:
+        ValueError: it is no JSON.
+    """
+    if name_too and text.isidentifier():
+        return text
+    try:
+        return json.loads(text)
+    except ValueError as error:
+        raise ValueError(f"{option}: {text!r} is no JSON: {error}") from error
