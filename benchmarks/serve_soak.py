@@ -48,7 +48,7 @@ MODES = {"whole": 0.35, "stream": 0.25, "slow": 0.1, "two prompts": 0.1, "gone":
 LAYOUTS = ("packed", "per_file", "sharded")
 SETTLE_SECONDS = 60.0
 GROWTH = 64 << 20
-"""Most bytes the server's processes may have grown by, from when all was warm to the end."""
+"""Most bytes that one of the server's processes may have grown by, from when all was warm on."""
 
 
 @dataclass(frozen=True)
@@ -302,23 +302,27 @@ def soak(
             client.register_module(name, vectors)
     before = counters(url)
     memory = [resident(pid)]
-    started = time.monotonic()
+    started, idle = time.monotonic(), 0.0
     # Memory is compared from the first fifth on, when caches and pools have their size.
     fifth = -(-len(jobs) // 5)
     for first in range(0, len(jobs), fifth):
         asyncio.run(run.send(url, jobs[first : first + fifth], clients))
+        sent = time.monotonic()
         holds = settled(url)
+        idle += time.monotonic() - sent
         memory.append(resident(pid))
     seconds = time.monotonic() - started
     run.problems += [f"still held: {name} {n:g}" for name, n in holds.items() if n]
     run.check_files(jobs)
     run.check_counters(jobs, before, counters(url))
-    if pid is not None and memory[-1] - memory[1] > GROWTH:
-        run.problems.append("the server's memory grew")
+    for process, size in memory[-1].items():
+        if (grown := size - memory[1].get(process, 0)) > GROWTH:
+            run.problems.append(f"process {process} of the server grew by {grown >> 20} MiB")
     with SteeringClient(url, steering_key=key) as client:
         for name in asks.modules:
             client.unregister_module(name)
     yield f"{len(jobs)} requests of {clients} clients in {seconds:.0f} s, {len(asks.asks)} distinct"
+    yield f"  ({idle:.1f} s of them until nothing was held any more)"
     for name, count in sorted(run.counts.items()):
         yield f"  {count:6} {name}"
     yield f"rows differ from their twins by {run.worst_row:.1e} of their norm at most; rows of two"
@@ -326,19 +330,19 @@ def soak(
     yield f"  {asks.least_steered:.1e}; {asks.refused} pairs were drawn and not taken"
     yield f"held at the end: {', '.join(f'{name} {n:g}' for name, n in holds.items())}"
     if pid is not None:
-        shown = " ".join(f"{size / 2**20:.0f}" for size in memory)
+        shown = " ".join(f"{sum(sizes.values()) / 2**20:.0f}" for sizes in memory)
         yield f"RSS of the server's processes (MiB), at first and after each fifth: {shown}"
     for problem in run.problems[:50]:
         yield f"WRONG: {problem}"
     yield f"{len(run.problems)} disagreements" if run.problems else ""
 
 
-def resident(pid: int | None) -> int:
-    """Bytes of a process and those below it."""
+def resident(pid: int | None) -> dict[int, int]:
+    """Bytes of a process and of each below it."""
     if pid is None:
-        return 0
+        return {}
     process = psutil.Process(pid)
-    return sum(p.memory_info().rss for p in (process, *process.children(recursive=True)))
+    return {p.pid: p.memory_info().rss for p in (process, *process.children(recursive=True))}
 
 
 def make_asks(model: Path, pairs: int, seed: int) -> Asks:

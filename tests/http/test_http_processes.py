@@ -129,6 +129,7 @@ def test_every_answer_is_its_twins(server: Server, folder: Path) -> None:
         server.url, KEY, asks, folder / "acts", jobs, clients=8, pid=server.process.pid
     )
     report = list(lines)
+    print("\n".join(report))
     assert not report[-1], "\n".join(report)
 
 

@@ -31,9 +31,9 @@ pytestmark = pytest.mark.full
 CLIENTS = 24
 PATIENCE = 60
 """Seconds until a test gives up waiting."""
-SOON = 20
-"""Seconds from the signal until each client has an answer or an error: 5, and time for what else a
-busy machine does. What hangs waits for PATIENCE."""
+SOON = 5
+"""Seconds from the signal until each client has an answer or an error. It takes less than one where
+nothing else runs; what hangs waits for PATIENCE."""
 
 
 @pytest.mark.parametrize(
