@@ -12,6 +12,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import httpx
 import numpy as np
 import openai
 import pytest
@@ -149,6 +150,8 @@ ERRORS: list[tuple[dict[str, Any], str]] = [
     ({"steering_vectors": {"post_block": {"99": [0.0]}}}, "steering_vectors.post_block.99"),
     ({"decode_steering_vectors": 3}, "decode_steering_vectors"),
     ({"steering_modules": ["nobody"]}, "steering_modules[0]"),
+    ({"steering_modules": ["half \ud800"]}, "steering_modules[0]"),
+    ({"capture": {"half \ud800": {}}}, "capture.half \\ud800"),
     ({"steering": [{"op": "twist"}]}, "steering[0].op"),
     ({"steering_inherit_global": 1}, "steering_inherit_global"),
     ({"capture": {"disk": {}}}, "capture.disk"),
@@ -173,7 +176,9 @@ def test_errors_are_400_with_the_path(
         ("completions", {"prompt": PROMPT}),
         ("chat/completions", {"messages": SAID}),
     ):
-        answer = server.post(f"/v1/{path}", greedy(**said, **fields, stream=stream))
+        content = json.dumps(greedy(**said, **fields, stream=stream))
+        headers = {"Content-Type": "application/json"}
+        answer = httpx.post(f"{server.url}/v1/{path}", content=content, headers=headers, timeout=60)
         error = answer.json()["error"]
         assert (answer.status_code, error["code"], error["param"]) == (400, 400, param)
         assert error["message"].startswith(f"{param}: ")
