@@ -106,8 +106,11 @@ class CaptureProm:
             self._results.labels(*labels, result.status).inc()
             self._seconds.labels(*labels).observe(result.seconds)
         if stats.pending is not None:
+            # A frontend's, of all engines: with each engine's label it would be counted twice, and
+            # stay as it was where an engine is idle.
+            first = next(iter(self._labels.values()))
             for consumer in self._consumers:
-                self._pending.labels(*values, consumer).set(stats.pending[consumer])
+                self._pending.labels(*first, consumer).set(stats.pending[consumer])
 
 
 class CaptureLogging:
