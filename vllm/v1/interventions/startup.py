@@ -89,7 +89,8 @@ def start_taps(executor: "Executor") -> TapShape | None:
 def end_with_parent() -> None:
     """End this process within seconds of the one that started it, whatever that died of.
 
-    The workers of an engine core end with it: upstream has them wait on a pipe.
+    Engine cores call it, and their workers: upstream has those wait on a pipe, once they have
+    loaded, and then tear down for as long as that takes.
     """
     parent = multiprocessing.parent_process()
     if parent is None:
