@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import signal
 import threading
 import time
@@ -32,8 +33,8 @@ CLIENTS = 24
 PATIENCE = 60
 """Seconds until a test gives up waiting."""
 SOON = 5
-"""Seconds from the signal until each client has an answer or an error. It takes less than one where
-nothing else runs; what hangs waits for PATIENCE."""
+"""Seconds from the signal until each client has an answer or an error, of a machine whose processors
+others do not share. It takes less than one where nothing else runs; what hangs waits for PATIENCE."""
 
 
 @pytest.mark.parametrize(
@@ -74,7 +75,10 @@ def test_every_client_has_an_answer_or_an_error_soon_after_a_signal(
         ends = [one.result(2 * PATIENCE) for one in asked]
     assert not {"ReadTimeout", "PoolTimeout"} & {end for end, _ in ends}, ends
     print("seconds after the signal:", [f"{when - told:.2f}" for _, when in ends])
-    assert all(when - told < SOON for _, when in ends), [(end, when - told) for end, when in ends]
+    share = max(1.0, os.getloadavg()[0] / len(os.sched_getaffinity(0)))
+    assert all(when - told < SOON * share for _, when in ends), [
+        (end, when - told) for end, when in ends
+    ]
 
 
 @pytest.mark.quick
