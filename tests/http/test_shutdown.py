@@ -33,8 +33,8 @@ CLIENTS = 24
 PATIENCE = 60
 """Seconds until a test gives up waiting."""
 SOON = 5
-"""Seconds from the signal until each client has an answer or an error, where others do not share the
-processors. It takes less than one where nothing else runs; what hangs waits for PATIENCE."""
+"""Seconds from the signal until each client has an answer or an error, where others do not share
+the processors. It takes less than one where nothing else runs; what hangs waits for PATIENCE."""
 
 
 @pytest.mark.parametrize(
