@@ -180,7 +180,7 @@ def check_plan(plan: SteeringPlan, prompt: int) -> None:
     assert parts - shared == {p.digest for p in plan.sets} - shared
     programs = {segment.program for segment in plan.segments} - {UNSTEERED}
     assert programs == {p.digest for p in plan.programs}
-    terms = {term for p in plan.programs for site in p.terms for term in site} - {UNSTEERED}
+    terms = {term for p in plan.programs for term in p.terms} - {UNSTEERED}
     assert terms == {t.digest for t in plan.terms}
 
 

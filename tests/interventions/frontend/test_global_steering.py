@@ -67,7 +67,7 @@ def test_default_modules_are_as_if_named_first() -> None:
     assert not without.inherit and not without.sums and not without.programs
     op = {"op": "pin", "point": "pre_attn", "layers": [1], "direction": VECTOR, "value": 2.0}
     both = steering_of(config=config, modules=modules, steering=[op])
-    [terms] = both.programs[0].terms
+    terms = both.programs[0].terms
     values = {t.digest: t.scalars for t in both.terms}
     alone = steering_of(config=config, modules=modules)
     assert values[terms[0]] == alone.terms[0].scalars != values[terms[1]]

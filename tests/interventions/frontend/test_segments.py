@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 from hypothesis import given
@@ -260,7 +261,7 @@ def test_the_program_at_every_position(asked: list[dict[str, Any]], prompt: int)
             assert digest == UNSTEERED
             continue
         program = programs[digest]
-        assert dict(zip(program.sites, program.terms, strict=True)) == want
+        assert {s: [program.terms[i] for i in ops] for s, ops in plan.op_sites} == want
         assert program.decides == deciding
         assert all(d in terms for columns in want.values() for d in columns if d)
     assert sum(p.decides for p in plan.programs) == any(frozen)
@@ -279,11 +280,36 @@ def test_a_gate_decided_once_has_a_decider_where_nothing_else_acts() -> None:
     assert programs[decider].decides
     assert not programs[after].decides
     terms = {t.digest: t for t in plan.terms}
-    [[kept]], [[acting]] = programs[decider].terms, programs[after].terms
+    [kept], [acting] = programs[decider].terms, programs[after].terms
     assert terms[kept].probe == terms[acting].probe
     assert not np.frombuffer(terms[kept].vector, np.float32).any()
     assert terms[kept].scalars.strength == 0
     assert terms[acting] == pinned(1.0, 1, True)
+
+
+def test_programs_travel_once_and_not_for_each_site() -> None:
+    """A client chooses how many there are: positions in 2^n combinations, at every site."""
+    turns = [[p for p in range(64) if p >> bit & 1] for bit in range(6)]
+
+    def encoded(points: list[str], layers: Any) -> tuple[int, SteeringPlan]:
+        pin = {"op": "pin", "point": points, "layers": layers, "value": 1.0}
+        asked = [
+            {**pin, "direction": unit(i % HIDDEN), "positions": p} for i, p in enumerate(turns)
+        ]
+        config = config_of(
+            steering_families=list(FAMILIES), max_steering_rows=80, max_steering_ops=6
+        )
+        plan = steering_of(config=config, prompt=64, steering=asked)
+        return len(msgspec.msgpack.encode(plan)), plan
+
+    (few_bytes, few), (many_bytes, many) = (
+        encoded(["pre_attn"], [0]), encoded(list(POINTS), "all"),
+    )  # fmt: skip
+    assert len(few.programs) == len(many.programs) == 63
+    assert len(few.op_sites) == 1 < len(many.op_sites)
+    assert {p.digest for p in few.programs}.isdisjoint(p.digest for p in many.programs)
+    assert many_bytes < few_bytes + 100 * len(many.op_sites)
+    assert few_bytes > 63 * 100, "programs are most of it"
 
 
 def test_an_addition_after_another_op_keeps_its_place() -> None:
@@ -291,10 +317,10 @@ def test_an_addition_after_another_op_keeps_its_place() -> None:
     add = {"op": "add", "point": "pre_attn", "layers": [0], "vector": unit(2)}
     first = steering_of(config=CONFIG, steering=[add, pin])
     assert len(first.sums) == 1
-    assert [len(p.terms[0]) for p in first.programs] == [1]
+    assert [len(p.terms) for p in first.programs] == [1]
     later = steering_of(config=CONFIG, steering=[pin, add])
     assert later.sums == []
-    assert [len(p.terms[0]) for p in later.programs] == [2]
+    assert [len(p.terms) for p in later.programs] == [2]
     gated = {**add, "gate": {"probe": unit(1), "threshold": 0.0, "sharpness": 1.0}}
     assert steering_of(config=CONFIG, steering=[gated]).sums == []
 
@@ -313,7 +339,7 @@ def test_an_addition_with_a_vector_for_each_position(families: list[str]) -> Non
         program = segment_at(plan, position).program
         if program != UNSTEERED:
             [made] = [p for p in plan.programs if p.digest == program]
-            term = terms[made.terms[0][0]]
+            term = terms[made.terms[0]]
             found = found + term.scalars.constant * np.frombuffer(term.vector, np.float32)
         want = {6: 2 * rows[0], 0: 2 * rows[1], 3: 2 * rows[2]}.get(position, np.zeros(HIDDEN))
         assert found.tolist() == want.tolist()

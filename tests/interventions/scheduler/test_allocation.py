@@ -140,9 +140,10 @@ class Worker:
                 assert 1 <= placed.probe_row <= ROWS
                 self.probes[placed.probe_row] = placed.term.digest
                 self.terms.pop(placed.probe_row, None)
-        for program in step.programs:
-            assert 1 <= program.row <= ROWS
-            self.programs[program.row] = program
+        for mine in step.programs:
+            for row, terms in zip(mine.rows.tolist(), mine.terms.tolist(), strict=True):
+                assert 1 <= row <= ROWS
+                self.programs[row] = (mine, terms)
         self.requests |= step.admitted
 
     def check(self, request: Request) -> None:
@@ -173,12 +174,11 @@ class Worker:
             if segment.program == UNSTEERED:
                 assert program == 0
                 continue
-            placed, asked = self.programs[int(program)], programs[segment.program]
-            assert placed.sites == asked.sites
-            for rows, digests in zip(placed.terms, asked.terms, strict=True):
-                assert [self.terms.get(row, UNSTEERED) if row else UNSTEERED for row in rows] == (
-                    digests
-                )
+            (placed, rows), asked = self.programs[int(program)], programs[segment.program]
+            assert placed.op_sites == plan.op_sites
+            assert [self.terms.get(row, UNSTEERED) if row else UNSTEERED for row in rows] == (
+                asked.terms
+            )
             deciders = [i for i, s in enumerate(plan.segments) if self.decides(programs, s.program)]
             assert placed.gate_owner_row == (int(mine.programs[deciders[0]]) if deciders else 0)
 

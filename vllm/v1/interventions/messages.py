@@ -79,15 +79,17 @@ class WorkerRequest(msgspec.Struct, frozen=True):
     capture_streams: tuple[WorkerStream, ...] = ()
 
 
-class PlacedProgram(msgspec.Struct, frozen=True):
-    """A program and the rows of the workers' tables that it refers to."""
+class PlacedPrograms(msgspec.Struct, frozen=True):
+    """The programs of a request, and the rows of the workers' tables that they refer to."""
 
-    row: int
+    rows: np.ndarray
+    """int64 [programs]: where each is."""
     gate_owner_row: int
-    """The row of the program that decides this one's gates; its own where it decides itself."""
-    sites: list[Site]
-    terms: list[list[int]]
-    """Rows of terms in the order they act, a list per site; 0 for none."""
+    """The row of the program that decides all gates; 0 if none are decided once."""
+    op_sites: list[tuple[Site, list[int]]]
+    """As in `SteeringPlan`."""
+    terms: np.ndarray
+    """int32 [programs, ops]: rows of terms, 0 for none."""
 
 
 class PlacedTerm(msgspec.Struct, frozen=True):
@@ -111,7 +113,7 @@ class StepInterventions(msgspec.Struct):
     """What to write into the table before this step's forward: (slot, sum, inherit)."""
     dropped_sets: list[str] = []
     terms: list[PlacedTerm] = []
-    programs: list[PlacedProgram] = []
+    programs: list[PlacedPrograms] = []
     projections: list[tuple[int, bytes]] = []
     """New matrices: (first row in the table, float32 [k, hidden], C order, native endian)."""
     admitted: dict[str, WorkerRequest] = {}

@@ -101,14 +101,12 @@ class VectorSum(msgspec.Struct, frozen=True):
 
 
 class Program(msgspec.Struct, frozen=True):
-    """The ops that act on a position, each op at the same place of the list in all programs of a
-    request."""
+    """What each op of a request does at a position."""
 
     digest: str
-    """Hex SHA-256 over the other fields."""
-    sites: list[Site]
-    terms: list[list[str]]
-    """Digests of terms in the order they act, a list per site; "" for an op that does not act."""
+    """Hex SHA-256 over what acts at each site, and `decides`."""
+    terms: list[str]
+    """The digest of each op's term; "" for an op that does not act."""
     decides: bool
     """Whether gates that are decided once are decided here, at the last prompt token."""
 
@@ -132,6 +130,9 @@ class SteeringPlan(msgspec.Struct, frozen=True):
     sets: list[VectorSet] = []
     """The vector sets of `sums`, but for those of modules, which the engine core has."""
     programs: list[Program] = []
+    op_sites: list[tuple[Site, list[int]]] = []
+    """The sites of ops in the order of the stream, each with its ops, as places in
+    `Program.terms`, in the order they act."""
     terms: list[Term] = []
 
 

@@ -186,6 +186,7 @@ class SegmentBuilder:
             sums=list(makers.sums.values()),
             sets=list(makers.sets.values()),
             programs=list(programs.programs.values()),
+            op_sites=programs.op_sites,
             terms=list(programs.terms.values()),
         )
 
@@ -272,11 +273,11 @@ class _Programs:
         self._ops = ops = builder.ops
         self._path, self._work = path, builder.work
         # An op keeps its place in the list of its site: frozen gates are kept by place.
-        self._columns: dict[Site, list[int]] = {}
+        columns: dict[Site, list[int]] = {}
         for i, op in enumerate(ops):
             for site in op.sites:
-                self._columns.setdefault(site, []).append(i)
-        self._sites = sorted(self._columns, key=site_order)
+                columns.setdefault(site, []).append(i)
+        self.op_sites = [(site, columns[site]) for site in sorted(columns, key=site_order)]
         self._differs = np.array([len(op.terms) > 1 for op in ops], dtype=bool)
         self.programs: dict[str, Program] = {}
         self.terms: dict[str, Term] = {}
@@ -289,7 +290,7 @@ class _Programs:
     def make(self, key: ProgramKey) -> str:
         """The digest of the program of a key; keeps it and its terms."""
         acts, decides, first = key
-        self._work.charge(sum(map(len, self._columns.values())), Unit.CELL, self._path)
+        self._work.charge(sum(len(ops) for _, ops in self.op_sites), Unit.CELL, self._path)
         chosen: list[Term | None] = []
         for op, on in zip(self._ops, acts, strict=True):
             if on:
@@ -300,9 +301,8 @@ class _Programs:
             return UNSTEERED
         self.terms |= {t.digest: t for t in chosen if t is not None}
         digests = [t.digest if t is not None else UNSTEERED for t in chosen]
-        terms = [[digests[i] for i in self._columns[site]] for site in self._sites]
-        names = ",".join(f"{point}.{layer}" for point, layer in self._sites)
-        listed = ";".join(",".join(at_site) for at_site in terms)
+        names = ",".join(f"{point}.{layer}" for (point, layer), _ in self.op_sites)
+        listed = ";".join(",".join(digests[i] for i in ops) for _, ops in self.op_sites)
         digest = digest_of(f"{names};{decides};{listed}")
-        self.programs[digest] = Program(digest, self._sites, terms, decides)
+        self.programs[digest] = Program(digest, digests, decides)
         return digest

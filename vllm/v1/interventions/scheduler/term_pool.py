@@ -4,7 +4,9 @@ scheduler."""
 
 from collections import Counter
 
-from vllm.v1.interventions.messages import PlacedProgram, PlacedTerm, StepInterventions
+import numpy as np
+
+from vllm.v1.interventions.messages import PlacedPrograms, PlacedTerm, StepInterventions
 from vllm.v1.interventions.plan import UNSTEERED, Plan, SteeringPlan
 from vllm.v1.interventions.scheduler.admission import MAX_STEP_BYTES
 from vllm.v1.interventions.terms import rows_needed
@@ -23,10 +25,12 @@ class TermPool:
         self._free_programs = list(range(size, 0, -1))
         self._uses: Counter[str] = Counter()
         self._placed: dict[str, PlacedTerm] = {}
-        self._programs: dict[str, dict[str, PlacedProgram]] = {}
+        self._programs: dict[str, PlacedPrograms] = {}
+        self._program_rows: dict[str, dict[str, int]] = {}
+        """Request -> digest of a program -> its row."""
         self._terms: dict[str, list[str]] = {}
         self._new_terms: dict[str, PlacedTerm] = {}
-        self._new_programs: dict[int, PlacedProgram] = {}
+        self._new_programs: dict[str, PlacedPrograms] = {}
 
     @property
     def in_use(self) -> int:
@@ -62,25 +66,21 @@ class TermPool:
                 placed = PlacedTerm(row=row, probe_row=probe_row, term=term)
                 self._placed[term.digest] = self._new_terms[term.digest] = placed
         rows = {program.digest: self._free_programs.pop() for program in plan.programs}
-        gate_owner_row = next((rows[p.digest] for p in plan.programs if p.decides), 0)
-        self._programs[request_id] = {
-            program.digest: PlacedProgram(
-                row=rows[program.digest],
-                gate_owner_row=gate_owner_row,
-                sites=program.sites,
-                terms=[[self._row(digest) for digest in terms] for terms in program.terms],
-            )
-            for program in plan.programs
-        }
-        placed_programs = self._programs[request_id].values()
-        self._new_programs |= {program.row: program for program in placed_programs}
+        self._program_rows[request_id] = rows
+        terms = [[self._row(digest) for digest in program.terms] for program in plan.programs]
+        self._programs[request_id] = self._new_programs[request_id] = PlacedPrograms(
+            rows=np.fromiter(rows.values(), np.int64),
+            gate_owner_row=next((rows[p.digest] for p in plan.programs if p.decides), 0),
+            op_sites=plan.op_sites,
+            terms=np.array(terms, dtype=np.int32),
+        )
 
     def _row(self, digest: str) -> int:
         return self._placed[digest].row if digest != UNSTEERED else 0
 
     def program(self, request_id: str, digest: str) -> int:
         """The row of a request's program; 0 for `UNSTEERED`."""
-        return self._programs[request_id][digest].row if digest != UNSTEERED else 0
+        return self._program_rows[request_id][digest] if digest != UNSTEERED else 0
 
     def release(self, request_id: str) -> None:
         """Give back what an ended request holds, whether or not it was ever admitted."""
@@ -91,9 +91,9 @@ class TermPool:
                 self._new_terms.pop(digest, None)
                 placed = self._placed.pop(digest)
                 self._free_rows += [row for row in (placed.row, placed.probe_row) if row]
-        for program in self._programs.pop(request_id, {}).values():
-            self._new_programs.pop(program.row, None)
-            self._free_programs.append(program.row)
+        self._free_programs += self._program_rows.pop(request_id, {}).values()
+        self._programs.pop(request_id, None)
+        self._new_programs.pop(request_id, None)
 
     def upload(self, step: StepInterventions) -> None:
         """Put new terms and programs into the coming step's message."""
@@ -103,6 +103,4 @@ class TermPool:
     def restore(self) -> None:
         """Send all terms and programs again: the workers have lost them."""
         self._new_terms = dict(self._placed)
-        self._new_programs = {
-            program.row: program for mine in self._programs.values() for program in mine.values()
-        }
+        self._new_programs = dict(self._programs)

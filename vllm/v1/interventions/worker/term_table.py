@@ -61,17 +61,19 @@ class TermTable:
         if step.terms:
             self._put_terms(step.terms)
         if step.programs:
-            listed = np.zeros(
-                (len(self._index), len(step.programs), self._programs.shape[2]), dtype=np.int32
-            )
-            for i, program in enumerate(step.programs):
-                for site, terms in zip(program.sites, program.terms, strict=True):
+            counts = [len(placed.rows) for placed in step.programs]
+            shape = len(self._index), sum(counts), self._programs.shape[2]
+            listed, first = np.zeros(shape, dtype=np.int32), 0
+            for placed, count in zip(step.programs, counts, strict=True):
+                for site, ops in placed.op_sites:
                     if site in self._index:
-                        listed[self._index[site], i, : len(terms)] = terms
-            rows = self._on_device(np.array([p.row for p in step.programs], dtype=np.int64))
+                        at = listed[self._index[site], first : first + count]
+                        at[:, : len(ops)] = placed.terms[:, ops]
+                first += count
+            rows = self._on_device(np.concatenate([placed.rows for placed in step.programs]))
             self._programs.index_copy_(1, rows, self._on_device(listed))
             gate_owners = np.array([p.gate_owner_row for p in step.programs], dtype=np.int32)
-            self._gate_owners.index_copy_(0, rows, self._on_device(gate_owners))
+            self._gate_owners.index_copy_(0, rows, self._on_device(gate_owners.repeat(counts)))
 
     def forget(self) -> None:
         """Zero the tables: the device's memory was lost."""
