@@ -1,0 +1,67 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a request with a thousand programs costs the frontend, the message and the engine core.
+
+    python -m benchmarks.programs
+
+Twelve ablations, each at other positions of 1,024, at every site of a model of 16 layers: the
+objects of an engine, without a model.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from tests.support.plans import config_of, plan_of
+from vllm.v1.interventions.messages import StepInterventions
+from vllm.v1.interventions.plan import Plan, TapShape
+from vllm.v1.interventions.scheduler.term_pool import TermPool
+from vllm.v1.interventions.worker.term_table import TermTable
+from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
+
+LAYERS, HIDDEN, PROMPT, ROWS = 16, 2048, 1024, 4096
+POINTS = ("pre_attn", "post_attn", "post_block")
+
+
+def timed(what: str, work: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """What `work` returns; prints how long it took."""
+    started = time.perf_counter()
+    made = work(*args, **kwargs)
+    print(f"{what:12}{1e3 * (time.perf_counter() - started):8.1f} ms")
+    return made
+
+
+def main() -> None:
+    config = config_of(steering_families=["add", "ablate", "replace"], max_steering_rows=ROWS)
+    config.tap_shape = TapShape(HIDDEN, "bfloat16", dict.fromkeys(range(LAYERS), POINTS))
+    bits = [[p for p in range(PROMPT) if p >> bit & 1] for bit in range(10)]
+    ops = [
+        {
+            "op": "ablate",
+            "point": POINTS[i % 3],
+            "layers": "all",
+            "direction": [i + 2.0, *[1.0] * (HIDDEN - 1)],
+            "positions": bits[i % 10],
+        }
+        for i in range(12)
+    ]
+    sites = [(point, layer) for layer in range(LAYERS) for point in POINTS]
+    for _ in range(2):  # the first warms up
+        plan = timed("resolve", plan_of, config=config, prompt=PROMPT, steering=ops)
+        message = timed("encode", MsgpackEncoder().encode, plan)
+        print(f"{'message':12}{sum(map(len, message)) / 1e6:8.2f} MB")
+        got = timed("decode", MsgpackDecoder(Plan).decode, message)
+        pool, step = TermPool(ROWS), StepInterventions(1)
+        timed("TermPool", pool.reserve, "request", got)
+        pool.upload(step)
+        program = torch.zeros(2048, dtype=torch.int32)
+        table = TermTable(sites, config.steering_config, HIDDEN, program)
+        timed("TermTable", table.apply, step)
+        print(f"{len(got.steering.programs)} programs\n")
+
+
+if __name__ == "__main__":
+    main()
