@@ -138,15 +138,15 @@ def ablations(kinds: int) -> list[dict[str, Any]]:
 
 
 def test_many_programs_of_many_operations_are_charged_before_they_are_made() -> None:
-    """Eight vectors make 256 programs: a plan of 9 MB, which each of `n` completions is sent."""
+    """Eight vectors make 256 programs: a plan of 0.2 MB, which each of `n` completions is sent."""
     allowed = Cost({"steering": ablations(8)}, prompt=PROMPT)
     assert allowed.plan is not None
     assert Cost({"steering": ablations(3), "n": 100}, prompt=PROMPT).plan is not None
-    often = Cost({"steering": ablations(8), "n": 100}, prompt=PROMPT)
+    often = Cost({"steering": ablations(8), "n": 2000}, prompt=PROMPT)
     tight = Cost({"steering": ablations(8)}, prompt=PROMPT, config=SMALL)
     for refused in (often, tight):
         assert "steering: takes the request past max_request_work" in refused.error
-    assert 4 * tight.peak < allowed.peak
+    assert tight.peak + 200_000 < allowed.peak
 
 
 def modules(scale: float) -> dict[str, Any]:
