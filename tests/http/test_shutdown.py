@@ -100,8 +100,9 @@ def test_a_request_id_cannot_forge_a_line_of_the_log(
     )
     body: Any = SimpleNamespace(model_extra={"steering_inherit_global": True}, stream=False)
     params = SamplingParams(steering_inherit_global=True)
+    prompt: Any = {"type": "token"}
     for request_id in ("cmpl-1\nINFO: forged", "cmpl-\u2028forged", "cmpl-2"):
-        asyncio.run(serving.intervene(stub, body, request_id, params, stub))
+        asyncio.run(serving.intervene(stub, body, request_id, params, prompt))
     said = [text % tuple(values) for (text, *values), _ in log.info.call_args_list]
     assert [len(line.splitlines()) for line in said] == [1, 1, 1]
     assert said[0].startswith("Request cmpl-1\\nINFO: forged: ")

@@ -257,10 +257,10 @@ def test_a_costly_request_is_worked_on_beside_the_event_loop(
     answered, in_time = threading.Event(), []
     resolve = input_processor.resolve
 
-    def slow(params: Any, *rest: Any) -> Any:
+    def slow(params: Any, *rest: Any, **named: Any) -> Any:
         if params.steering_vectors is not None or params.capture is not None:
             in_time.append(answered.wait(PATIENCE))
-        return resolve(params, *rest)
+        return resolve(params, *rest, **named)
 
     monkeypatch.setattr(input_processor, "resolve", slow)
 
