@@ -10,7 +10,6 @@ import multiprocessing
 import os
 import resource
 import shutil
-import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -25,6 +24,7 @@ import numpy as np
 import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 
+from tests.support.disks import small_disk
 from tests.support.s3_server import s3_server
 from tests.support.stored import (
     LAYOUTS,
@@ -199,13 +199,10 @@ def eventually(check: Callable[[], bool]) -> None:
 @pytest.fixture
 def tmpfs(tmp_path: Path) -> Iterator[Path]:
     """A disk of 1 MiB."""
-    disk = tmp_path / "disk"
-    disk.mkdir()
-    mount = ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(disk)]
-    if os.geteuid() or subprocess.run(mount, capture_output=True).returncode:
-        pytest.skip("only root may mount a tmpfs; test_a_limit_on_files needs no rights")
-    yield disk
-    subprocess.run(["umount", "-l", str(disk)], check=True)
+    with small_disk(tmp_path / "disk", "1m") as mounted:
+        if not mounted:
+            pytest.skip("only root may mount a tmpfs; test_a_limit_on_files needs no rights")
+        yield tmp_path / "disk"
 
 
 def all_files(root: Path) -> list[Path]:

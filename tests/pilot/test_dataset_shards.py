@@ -10,7 +10,6 @@ import os
 import pickle
 import resource
 import signal
-import subprocess
 import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -24,6 +23,7 @@ from safetensors import safe_open
 from safetensors.numpy import load_file as load_numpy
 from torch.utils.data import DataLoader
 
+from tests.support.disks import small_disk
 from vllm.pilot.dataset import Activations, DatasetError
 from vllm.pilot.dataset_examples import Example
 from vllm.pilot.dataset_run import Captured
@@ -199,13 +199,10 @@ def test_what_is_written_before_a_full_disk_stays(tmp_path: Path) -> None:
 @pytest.fixture
 def tmpfs(tmp_path: Path) -> Iterator[Path]:
     """A disk of 256 KiB."""
-    disk = tmp_path / "disk"
-    disk.mkdir()
-    mount = ["mount", "-t", "tmpfs", "-o", "size=256k", "tmpfs", str(disk)]
-    if os.geteuid() or subprocess.run(mount, capture_output=True).returncode:
-        pytest.skip("only root may mount a tmpfs; the test above needs no rights")
-    yield disk
-    subprocess.run(["umount", "-l", str(disk)], check=True)
+    with small_disk(tmp_path / "disk", "256k") as mounted:
+        if not mounted:
+            pytest.skip("only root may mount a tmpfs; the test above needs no rights")
+        yield tmp_path / "disk"
 
 
 def test_a_full_disk(tmpfs: Path) -> None:

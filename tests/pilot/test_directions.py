@@ -23,7 +23,7 @@ from vllm.pilot.directions import (
     mean_difference,
     pca,
 )
-from vllm.pilot.probe import fit_probe
+from vllm.pilot.linear_probe import fit_probe
 
 pytestmark = pytest.mark.quick
 

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import time
 from collections.abc import Iterator
@@ -14,6 +13,7 @@ import pytest
 import torch
 
 from tests.conformance.engine import make_llm, shut_down
+from tests.support.disks import small_disk
 from tests.support.serving import by_threads, prompt_of
 from tests.support.stored import LAYOUTS, same
 from vllm import LLM, SamplingParams
@@ -40,11 +40,8 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> str:
 def disk(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """A disk of 1 MiB, if this may be mounted; else a folder."""
     disk = tmp_path_factory.mktemp("disk")
-    mount = ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(disk)]
-    mounted = not os.geteuid() and not subprocess.run(mount, capture_output=True).returncode
-    yield disk
-    if mounted:
-        subprocess.run(["umount", "-l", str(disk)], check=True)
+    with small_disk(disk, "1m"):
+        yield disk
 
 
 @pytest.fixture(scope="module")

@@ -10,7 +10,7 @@ bench.py        an engine of this process or a running server, asked alike
 pairs.py        contrasting examples, from the forms in which people have them
 rows.py         the rows of examples
 directions.py   a function for each method; how well a direction separates
-probe.py        logistic regression
+linear_probe.py logistic regression
 metrics.py      what steering changes, as a number
 sweeps.py       layers x scales
 training.py     all of it: from pairs to a checked vector
@@ -32,9 +32,9 @@ from vllm.pilot.directions import (
     mean_difference,
     pca,
 )
+from vllm.pilot.linear_probe import Probe, fit_probe
 from vllm.pilot.metrics import Odds, Score
 from vllm.pilot.pairs import Pairs
-from vllm.pilot.probe import Probe, fit_probe
 from vllm.pilot.report import save_trained
 from vllm.pilot.rows import read_rows
 from vllm.pilot.sweeps import Sweep, sweep

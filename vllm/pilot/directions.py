@@ -12,7 +12,7 @@ from typing import Literal, get_args
 import numpy as np
 import torch
 
-from vllm.pilot.probe import fit_probe
+from vllm.pilot.linear_probe import fit_probe
 
 Method = Literal["mean", "pca", "pca-centred", "logistic", "lat", "mean-centred"]
 
@@ -263,11 +263,7 @@ def _need_difference(found: torch.Tensor) -> torch.Tensor:
     return found
 
 
-def _per_layer(
-    rows: torch.Tensor,
-    find: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
-    mean: torch.Tensor,
-) -> torch.Tensor:
+def _per_layer(rows: torch.Tensor, find: _Find, mean: torch.Tensor) -> torch.Tensor:
     """`find(rows [n, hidden], mean [hidden])` of one or of each layer."""
     if rows.ndim == 2:
         return find(rows, mean)

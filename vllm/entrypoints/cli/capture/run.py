@@ -7,13 +7,9 @@ import sys
 from typing import Any
 
 from vllm import LLM
-from vllm.config.capture import CaptureConfig
-from vllm.engine.arg_utils import EngineArgs
+from vllm.entrypoints.cli.steering.start import with_inline
 from vllm.pilot import dataset
 from vllm.pilot.dataset_shards import ShardStore
-
-INLINE_BYTES = 8 << 30
-"""How many bytes of rows an example may have."""
 
 
 def capture_dataset(args: argparse.Namespace) -> int:
@@ -35,11 +31,7 @@ def capture_dataset(args: argparse.Namespace) -> int:
         )
         contents = data.contents()
         print(f"{args.data}: {contents.num_examples:,} examples", flush=True)
-        engine_args = EngineArgs.from_cli_args(args)
-        if "inline" not in engine_args.capture_consumers:
-            engine_args.capture_consumers = [*engine_args.capture_consumers, "inline"]
-        if engine_args.capture_inline_max_bytes == CaptureConfig.capture_inline_max_bytes:
-            engine_args.capture_inline_max_bytes = INLINE_BYTES
+        engine_args = with_inline(args)
         try:
             llm = LLM.from_engine_args(engine_args)
         except (ValueError, RuntimeError) as error:

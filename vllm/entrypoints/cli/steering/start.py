@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Starts the engine of a command, with steering and the consumer `inline`."""
+"""The engine of a command: that of the options of `vllm serve`, with the consumer `inline`."""
 
 import argparse
 
@@ -12,18 +12,24 @@ INLINE_BYTES = 8 << 30
 positions."""
 
 
-def start(args: argparse.Namespace, text: bool) -> LLM:
-    """Start the engine that the options of `vllm serve` describe.
-
-    Args:
-        text: whether prompts are texts; else they are token ids and no tokenizer is needed.
-    """
+def with_inline(args: argparse.Namespace) -> EngineArgs:
+    """Return the engine's arguments, which have `inline` and room for its rows."""
     engine_args = EngineArgs.from_cli_args(args)
-    engine_args.enable_steering = True
     if "inline" not in engine_args.capture_consumers:
         engine_args.capture_consumers = [*engine_args.capture_consumers, "inline"]
     if engine_args.capture_inline_max_bytes == CaptureConfig.capture_inline_max_bytes:
         engine_args.capture_inline_max_bytes = INLINE_BYTES
+    return engine_args
+
+
+def start(args: argparse.Namespace, text: bool) -> LLM:
+    """Start the engine with steering too.
+
+    Args:
+        text: whether prompts are texts; else they are token ids and no tokenizer is needed.
+    """
+    engine_args = with_inline(args)
+    engine_args.enable_steering = True
     if not text:
         engine_args.skip_tokenizer_init = True
     return LLM.from_engine_args(engine_args)
