@@ -19,6 +19,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
@@ -30,8 +31,8 @@ SECONDS = 10.0
 """How long a core and its workers may outlive their frontend."""
 PATIENCE = 60.0
 STANDS = "the engine stands"
-LOADING = (4.0, 12.0, 20.0)
-"""Seconds after the frontend was started, when its core imports, loads, and compiles."""
+LOADING = (2.0, 8.0, 16.0)
+"""Seconds after the core was started, when it loads, compiles, and records graphs."""
 SLACK = 64 << 20
 """Bytes of a GPU that its driver may keep."""
 
@@ -68,6 +69,16 @@ def alive(processes: list[psutil.Process]) -> list[psutil.Process]:
     return [p for p in processes if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]
 
 
+def cores(frontend: int) -> list[psutil.Process]:
+    """The engine core and its workers; not what upstream asks for a model's traits before them."""
+    found = []
+    for process in psutil.Process(frontend).children(recursive=True):
+        with suppress(psutil.NoSuchProcess):
+            if "registry" not in " ".join(process.cmdline()):
+                found.append(process)
+    return found
+
+
 def kill(model: str, tp: int, loading: float | None) -> dict[str, object]:
     """Kill a frontend once its engine stands, or after some seconds, and see what is left.
 
@@ -82,9 +93,10 @@ def kill(model: str, tp: int, loading: float | None) -> dict[str, object]:
             stood = any(line.strip() == STANDS for line in own.stdout)
             time.sleep(3)  # the twin: while its frontend lives the engine does
         else:
-            stood = True
+            while not (stood := bool(cores(own.pid))) and own.poll() is None:
+                time.sleep(0.05)
             time.sleep(loading)
-        orphans = psutil.Process(own.pid).children(recursive=True)
+        orphans = cores(own.pid)
         held = used_bytes() - before
         stood = stood and own.poll() is None and len(alive(orphans)) == len(orphans)
         own.send_signal(signal.SIGKILL if loading is None else signal.SIGTERM)
@@ -98,7 +110,7 @@ def kill(model: str, tp: int, loading: float | None) -> dict[str, object]:
         for process in alive(orphans):
             process.kill()
     return {
-        "killed": "once it stands" if loading is None else f"{loading:g} s after its start",
+        "killed": "once it stands" if loading is None else f"{loading:g} s after its core",
         "processes": len(orphans),
         "held, MiB": held >> 20,
         "gone after, s": round(gone, 2),
