@@ -182,7 +182,10 @@ class Timer:
     def __init__(self, args: argparse.Namespace, answer: Answer) -> None:
         self._rounds, self._calls, self._answer = args.rounds, args.calls, answer
         self._generated = args.requests * args.generated
+        size = args.tensor_parallel_size
+        self._where = {"tensor parallel": size} if size > 1 else {}
         self._at = {name: getattr(args, name) for name in ("requests", "prompt", "generated")}
+        self._at |= self._where
 
     def generate(
         self,
@@ -249,7 +252,7 @@ class Timer:
         if "row bytes" in facts:
             moved = float(facts["row bytes"]) * statistics.median(steady) / 1e9
             facts = {**facts, "rows GB/s": moved}
-        at = {"requests": load.requests, "prompt": load.prompt}
+        at = {"requests": load.requests, "prompt": load.prompt, **self._where}
         self._add(Row(case, PROMPT, "tok/s", steady, at, {**each, **facts}, beside))
 
     def _add(self, row: Row) -> None:
