@@ -273,7 +273,7 @@ def test_what_the_command_refuses(
     data = ["--data", str(tmp_path / "d.jsonl")]
     hooks, out = ["--hooks", "post_block:all"], ["--out", str(tmp_path / "acts")]
     for asked, message in (
-        ([*data, *out, *hooks], "d.jsonl:2: is no line of JSON"),
+        ([*data, *out, *hooks], "d.jsonl:2: is not JSON"),
         ([*data, *out, "--hooks", "post_block"], "--hooks: 'post_block' is not POINT:LAYERS"),
         ([*data, *out, *hooks, "--positions", "[0,"], "--positions: '[0,' is no JSON"),
         ([*data, *hooks, "--out", "nosuch://a"], "cannot be opened"),

@@ -16,7 +16,8 @@ sweeps.py       layers x scales
 training.py     all of it: from pairs to a checked vector
 fitting.py, choice.py, evidence.py, persona.py, report.py, picture.py    its steps
 captures.py     saves a vector straight from captures
-dataset.py      activations of whole data sets, on disk; dataset_*.py are its parts
+records.py      lines of data files
+dataset/        activations of whole data sets, on disk
 
 Nothing of the engine imports this, and it imports nothing of the engine that users do not have:
 `LLM`, `SamplingParams`, `vllm.v1.capture`, `vllm.v1.steering.files`, the HTTP client.
