@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -189,13 +190,14 @@ def test_a_closed_connection_ends_it(server: Server) -> None:
         kinds = events(answer)
         assert next(kinds)[1]["cells"] == 1008 and next(kinds)[0] == "cell"
     with pytest.raises(httpx.ReadTimeout):
-        httpx.post(server.url + "/v1/steering/sweep", json=body, timeout=1.0)
-    # The server goes on with others, and of 2016 cells most were never begun.
-    server.complete()
-    after = taken()
-    server.complete(max_tokens=2)
-    assert taken() - after <= 2 + 8, "cells are still coming"
-    assert after - begun < 1008
+        httpx.post(server.url + "/v1/steering/sweep", json=body, timeout=0.5)
+    # The server goes on with others. Of 2016 cells most were never begun, whenever it noticed.
+    after = begun
+    while (now := taken()) > after:
+        after = now
+        time.sleep(0.5)
+    assert begun < after < begun + 1008
+    assert server.complete()["choices"][0]["text"]
 
 
 def test_prompts_of_two_lengths(client: SteeringClient) -> None:

@@ -25,9 +25,9 @@ from torch.utils.data import DataLoader
 
 from tests.support.disks import small_disk
 from vllm.pilot.dataset import Activations, DatasetError
+from vllm.pilot.dataset.capture_run import Captured
 from vllm.pilot.dataset.examples import Example
-from vllm.pilot.dataset.run import Captured
-from vllm.pilot.dataset.shards import LABELS, Shard, ShardStore
+from vllm.pilot.dataset.shard_store import LABELS, Shard, ShardStore
 from vllm.pilot.dataset.size import Estimate, duration, estimate, size
 from vllm.pilot.dataset.writer import ShardWriter
 

@@ -13,20 +13,20 @@
 Called again after any interruption, `capture` goes on where the shards end. On a Ray cluster
 `capture_on_ray` does the same.
 
-examples.py    a data set's examples, from the formats of files
-size.py        what a run will come to
-run.py         examples through an engine
-writer.py      their rows into shards
-shards.py      the shards, and which examples lack
-capturing.py   all of it, in this process
-ray.py         all of it, on a cluster
-rows.py        reads what was written
+examples.py      a data set's examples, from the formats of files
+size.py          what a run will come to
+capture_run.py   examples through an engine
+writer.py        their rows into shards
+shard_store.py   the shards, and which examples lack
+capturing.py     all of it, in this process
+on_ray.py        all of it, on a cluster
+activations.py   reads what was written
 """
 
+from vllm.pilot.dataset.activations import Activations, Rows
 from vllm.pilot.dataset.capturing import capture
 from vllm.pilot.dataset.examples import DataFile, Example
-from vllm.pilot.dataset.ray import capture_on_ray
-from vllm.pilot.dataset.rows import Activations, Rows
+from vllm.pilot.dataset.on_ray import capture_on_ray
 from vllm.pilot.dataset.size import Estimate
 from vllm.pilot.records import DatasetError
 

@@ -15,10 +15,10 @@ import torch
 from tqdm import tqdm
 
 from vllm import LLM
+from vllm.pilot.dataset.activations import Activations
+from vllm.pilot.dataset.capture_run import Captured, CaptureRun
 from vllm.pilot.dataset.examples import Contents, DataFile, Example
-from vllm.pilot.dataset.rows import Activations
-from vllm.pilot.dataset.run import Captured, CaptureRun
-from vllm.pilot.dataset.shards import Shard, ShardStore
+from vllm.pilot.dataset.shard_store import Shard, ShardStore
 from vllm.pilot.dataset.size import Estimate, estimate, size
 from vllm.pilot.dataset.writer import ShardWriter
 from vllm.pilot.records import DatasetError

@@ -4,8 +4,8 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from vllm.pilot.dataset.capture_run import Captured
 from vllm.pilot.dataset.examples import size_of
-from vllm.pilot.dataset.run import Captured
 
 
 @dataclass(frozen=True)

@@ -13,11 +13,11 @@ from typing import Any
 import numpy as np
 
 from vllm import LLM
+from vllm.pilot.dataset.activations import Activations
+from vllm.pilot.dataset.capture_run import CaptureRun
 from vllm.pilot.dataset.capturing import SHARD_BYTES, SHARD_SECONDS, plan_of, token_text
 from vllm.pilot.dataset.examples import DataFile, Example
-from vllm.pilot.dataset.rows import Activations
-from vllm.pilot.dataset.run import CaptureRun
-from vllm.pilot.dataset.shards import Shard, ShardStore
+from vllm.pilot.dataset.shard_store import Shard, ShardStore
 from vllm.pilot.dataset.writer import ShardWriter
 from vllm.pilot.records import DatasetError
 
