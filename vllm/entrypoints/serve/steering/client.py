@@ -482,7 +482,7 @@ class SteeringClient(_Settings):
                     yield from map(_choice, event["choices"])
 
     def sweep(self, prompt: Any, **fields: Any) -> dict[str, Any]:
-        """See what an operation changes of the next token, at each place: `/v1/steering/sweep`.
+        """Ask `/v1/steering/sweep` what an operation changes of the next token, at each place.
 
         Args:
             prompt: a text, token ids or the messages of a chat.
@@ -569,5 +569,5 @@ class AsyncSteeringClient(_Settings):
                         yield choice
 
     async def sweep(self, prompt: Any, **fields: Any) -> dict[str, Any]:
-        """See what an operation changes at each place, as `SteeringClient.sweep`."""
+        """Ask what an operation changes at each place, as `SteeringClient.sweep`."""
         return await self._call(_sweep(prompt, self._model, fields))

@@ -45,7 +45,7 @@ class SweepPlan:
     """Whether rows of the clean prompt are put in."""
     sites: list[Site]
     positions: list[int]
-    """Of the prompt, ascending."""
+    """Positions of the prompt, ascending."""
     shift: int
     """What is added to a position of the prompt for the one of the clean prompt."""
     scales: list[float] | None
