@@ -67,7 +67,7 @@ def test_a_persona(tmp_path: Path) -> None:
 
 PAIR = '{"positive": "p", "negative": "n"}\n'
 WRONG: list[tuple[str, str, str]] = [
-    ("a.jsonl", PAIR + "{", "a.jsonl:2: is not JSON"),
+    ("a.jsonl", PAIR + "{\n", "a.jsonl:2: is not JSON"),
     ("a.json", '[{"positive": "p",\n]', "a.json, line 2: is not JSON"),
     ("a.jsonl", PAIR + '{"positive": "p"}', "a.jsonl:2: negative is missing"),
     ("a.jsonl", '{"positive": "p", "negative": ""}', "a.jsonl:1: negative is empty"),

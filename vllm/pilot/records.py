@@ -42,7 +42,7 @@ def read_jsonl(file: Path) -> Iterator[tuple[str, Any]]:
     """
     for place, line in read_lines(file):
         if line.strip():
-            yield place, parse_json(line, place)
+            yield place, parse_json(line.strip(), place)
 
 
 def read_csv(file: Path, delimiter: str = ",") -> Iterator[tuple[str, dict[str, str]]]:
