@@ -4,10 +4,9 @@
     python -m examples.causal_tracing [--model DIR --prompt ... --subject ... --answer ... ...]
 
 After Meng et al. 2022 (arXiv 2202.05262), with names swapped in place of noise as Zhang and Nanda
-2023 (arXiv 2309.16042) advise. Where the subject enters the first block, the rows of another are
-put in, which costs the answer. Then, one at a time, the row of each token at each layer is restored
-to what it was in the clean run. Where that brings the answer back, the model kept it. All of it is
-`replace`: rows captured in one run put into others, in one `generate` call.
+2023 (arXiv 2309.16042) advise: another subject costs the answer. Then, one at a time, the row of
+each token at each layer is restored to what it was in the clean run. Where that brings the answer
+back, the model kept it. All of it is `vllm.pilot.patch_sweep`, once for each of the others.
 
 Without `--model` the demo's small model is asked for a pronoun: who is "Lady Finch"?
 """
@@ -16,12 +15,11 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
-import torch
+import numpy as np
 
 from demo.environment import prepare_environment
 
@@ -29,7 +27,6 @@ if TYPE_CHECKING:
     from vllm import LLM
 
 BUILD = Path(__file__).parents[1] / "build"
-Ops = list[dict[str, Any]]
 
 
 @dataclass(frozen=True)
@@ -50,18 +47,21 @@ class Traced:
 
     tokens: list[str]
     subject: list[int]
-    """Positions of the subject."""
+    """Positions of the tokens that were swapped."""
     clean: float
-    corrupted: torch.Tensor
+    corrupted: np.ndarray
     """[swapped]."""
-    restored: torch.Tensor
+    restored: np.ndarray
     """[swapped, layers, positions]."""
+    noise_floor: float
+    """The largest change where a row is replaced by itself."""
 
     @property
-    def recovered(self) -> torch.Tensor:
+    def recovered(self) -> np.ndarray:
         """[layers, positions]: 0 is the corrupted answer, 1 the clean one."""
-        lost = self.clean - self.corrupted.mean()
-        return (self.restored.mean(0) - self.corrupted.mean()) / lost
+        corrupted = self.corrupted.mean()
+        share: np.ndarray = (self.restored.mean(0) - corrupted) / (self.clean - corrupted)
+        return share
 
 
 def start(model: Path, dtype: Literal["auto", "float32"]) -> LLM:
@@ -74,7 +74,6 @@ def start(model: Path, dtype: Literal["auto", "float32"]) -> LLM:
         enable_steering=True,
         steering_families=["add", "replace"],
         capture_consumers=["inline"],
-        logprobs_mode="processed_logprobs",
         enforce_eager=True,
         max_model_len=256,
         disable_log_stats=True,
@@ -83,105 +82,36 @@ def start(model: Path, dtype: Literal["auto", "float32"]) -> LLM:
     )
 
 
-class Tracer:
-    """One question and one engine: the clean run, and anything changed in it."""
+def trace(llm: LLM, question: Question) -> Traced:
+    """Every token at every layer, for each of the swapped subjects.
 
-    def __init__(self, llm: LLM, question: Question) -> None:
-        self.llm = llm
-        self.question = question
-        tokenizer = llm.get_tokenizer()
-        self.prompt: list[int] = tokenizer.encode(question.prompt)
-        self.tokens = [tokenizer.decode([token]) for token in self.prompt]
-        self.choice = [
-            tokenizer.encode(text, add_special_tokens=False)[0]
-            for text in (question.answer, question.other)
-        ]
-        whole = self._capture(self.prompt, {"hooks": {"post_block": "all"}})
-        self.clean_rows = torch.stack([whole[site].values for site in sorted(whole)])
-        """[layers, positions, hidden]: `post_block`."""
-        self.subject, self.subject_rows = self._entering(self.prompt, question.subject)
-        """The subject's positions, and [subject, hidden]: what the first block is given."""
+    Raises:
+        ValueError: one of them has not as many tokens.
+    """
+    from vllm.pilot import patch_sweep
 
-    def _capture(self, prompt: list[int], what: dict[str, Any]) -> Any:
-        request = {"inline": {"positions": "all_prompt", **what}}
-        (output,) = self._generate([prompt], [{"capture": request}])
-        return output.capture_results["inline"].payload
-
-    def _entering(self, prompt: list[int], text: str) -> tuple[list[int], torch.Tensor]:
-        where = {"hooks": {"pre_attn": [0]}, "positions": {"text": text}}
-        rows = self._capture(prompt, where)["pre_attn", 0]
-        return rows.positions.tolist(), rows.values
-
-    def odds(self, changes: Sequence[Ops]) -> torch.Tensor:
-        """[len(changes)]: log-odds under each list of operations, all in one call."""
-        fields = [{"steering": ops} if ops else {} for ops in changes]
-        outputs = self._generate([self.prompt] * len(fields), fields)
-        found = []
-        for output in outputs:
-            logprobs = output.outputs[0].logprobs[0]
-            answer, other = (logprobs[token].logprob for token in self.choice)
-            found.append(answer - other)
-        return torch.tensor(found)
-
-    def _generate(
-        self, prompts: Sequence[list[int]], fields: Sequence[dict[str, Any]]
-    ) -> list[Any]:
-        from vllm import SamplingParams
-        from vllm.inputs import TokensPrompt
-
-        # With two tokens allowed, their processed log-probabilities are all there is.
-        common: dict[str, Any] = {"max_tokens": 1, "logprobs": 2, "allowed_token_ids": self.choice}
-        return self.llm.generate(
-            [TokensPrompt(prompt_token_ids=prompt) for prompt in prompts],
-            [SamplingParams(**common, **more) for more in fields],
-            use_tqdm=False,
-        )
-
-    def corrupt(self, other: str) -> dict[str, Any]:
-        """Another subject's rows where this one's enter the first block.
-
-        Raises:
-            ValueError: it has not as many tokens.
-        """
-        text = self.question.prompt.replace(self.question.subject, other, 1)
-        positions, rows = self._entering(self.llm.get_tokenizer().encode(text), other)
-        if positions != self.subject:
-            raise ValueError(f"{other!r} has {len(positions)} tokens, not {len(self.subject)}")
-        return replace("pre_attn", 0, self.subject, rows)
-
-    def restore(self, layer: int, positions: list[int]) -> dict[str, Any]:
-        """The clean rows of these tokens behind block `layer`."""
-        return replace("post_block", layer, positions, self.clean_rows[layer, positions])
-
-    def trace(self) -> Traced:
-        """Every token at every layer, for each of the swapped subjects."""
-        layers, positions = self.clean_rows.shape[:2]
-        places = [(layer, [p]) for layer in range(layers) for p in range(positions)]
-        changes: list[Ops] = [[]]
-        swapped = self.question.swapped
-        for other in swapped:
-            wrong = self.corrupt(other)
-            changes += [[wrong], *([wrong, self.restore(*place)] for place in places)]
-        clean, *rest = self.odds(changes)
-        table = torch.stack(rest).view(len(swapped), 1 + len(places))
-        return Traced(
-            tokens=self.tokens,
-            subject=self.subject,
-            clean=float(clean),
-            corrupted=table[:, 0],
-            restored=table[:, 1:].view(len(swapped), layers, positions),
-        )
-
-
-def replace(point: str, layer: int, positions: list[int], values: torch.Tensor) -> dict[str, Any]:
-    """`values` [len(positions), hidden] in the place of the rows there."""
-    return {
-        "op": "replace",
-        "point": point,
-        "layers": layer,
-        "positions": positions,
-        "values": values,
-    }
+    tokenizer = llm.get_tokenizer()
+    answer, other = (
+        tokenizer.encode(text, add_special_tokens=False)[0]
+        for text in (question.answer, question.other)
+    )
+    clean = tokenizer.encode(question.prompt)
+    subject: set[int] = set()
+    found = []
+    for name in question.swapped:
+        prompt = tokenizer.encode(question.prompt.replace(question.subject, name, 1))
+        found.append(patch_sweep(llm, prompt, clean, answer=answer, other=other))
+        subject |= {i for i, (a, b) in enumerate(zip(clean, prompt, strict=True)) if a != b}
+    floors = [one.noise_floor for one in found if one.noise_floor is not None]
+    assert found[0].clean is not None
+    return Traced(
+        tokens=[tokenizer.decode([token]) for token in clean],
+        subject=sorted(subject),
+        clean=found[0].clean,
+        corrupted=np.array([one.corrupt for one in found]),
+        restored=np.stack([one.values[0] for one in found]),
+        noise_floor=max(floors),
+    )
 
 
 def draw(target: Path, traced: Traced, question: Question) -> None:
@@ -191,7 +121,7 @@ def draw(target: Path, traced: Traced, question: Question) -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot as plt
 
-    recovered = traced.recovered.T.numpy()
+    recovered = traced.recovered.T
     positions, layers = recovered.shape
     figure, axes = plt.subplots(figsize=(2.5 + 0.6 * layers, 1.6 + 0.3 * positions))
     image = axes.imshow(recovered, cmap="Purples", vmin=0, vmax=1, aspect="auto")
@@ -219,6 +149,7 @@ def save(out: Path, traced: Traced, question: Question) -> None:
         "subject": traced.subject,
         "clean": traced.clean,
         "corrupted": traced.corrupted.tolist(),
+        "noise_floor": traced.noise_floor,
         "recovered": traced.recovered.tolist(),
     }
     (out / "numbers.json").write_text(json.dumps(numbers, indent=1))
@@ -244,12 +175,13 @@ def main() -> None:
 
         model = cached_model(BUILD / "demo-model", Recipe(), Console())
     llm = start(model, "float32" if given.model is None else "auto")
-    traced = Tracer(llm, question).trace()
+    traced = trace(llm, question)
     save(given.out, traced, question)
     print(
         f"log-odds of {question.answer!r}: clean {traced.clean:+.2f}, "
         f"corrupted {traced.corrupted.mean():+.2f}"
     )
+    print(f"a row replaced by itself changes {traced.noise_floor:.2g}")
     print(f"picture: {given.out / 'heatmap.png'}")
 
 

@@ -21,7 +21,7 @@ import torch
 from tests.errors.case import Case
 from vllm.entrypoints.cli.capture.run import parse_hooks, parse_json
 from vllm.pilot import dataset
-from vllm.pilot.dataset_shards import Shard, ShardStore
+from vllm.pilot.dataset.shard_store import Shard, ShardStore
 from vllm.v1.capture import CaptureResult
 from vllm.v1.capture.results import CapturedRows, SiteRows
 
@@ -140,7 +140,7 @@ def full() -> None:
 
 def lost() -> object:
     """A cluster that does nothing."""
-    from vllm.pilot.dataset_ray import capture_on_ray
+    from vllm.pilot.dataset import capture_on_ray
 
     ray = mock.MagicMock()
     with (

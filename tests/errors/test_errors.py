@@ -26,6 +26,7 @@ from tests.errors.lens import LENS
 from tests.errors.page import MESSAGES, PATTERNS
 from tests.errors.project import PROJECT
 from tests.errors.steering import STEERING
+from tests.errors.sweeps import SWEEPS
 from tests.errors.toolkit import TOOLKIT
 from tests.interventions.frontend.test_results import (
     captured,
@@ -488,7 +489,7 @@ OTHERS = [
 
 
 CASES = REQUESTS + OTHERS + STEERING + FILES + CONSUMERS + PROJECT + FILESYSTEM + LENS + TOOLKIT
-CASES += DATASETS
+CASES += DATASETS + SWEEPS
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: str(case.says)[:70])

@@ -48,12 +48,10 @@ def finding(**settings: Any) -> Callable[[], object]:
 
 
 TOOLKIT = [
-    Case({"line": "2"}, do=reading(PAIR + "{")),
     Case({}, do=reading('{"positive": "p", "negative": "p"}')),
     Case({"side": "negative"}, do=reading('{"text": "t", "label": 1}')),
     Case({"given": "'glad'"}, do=reading('{"text": "t", "label": "glad"}')),
     Case({"given": "a"}, do=reading('{"a": 1}')),
-    Case({"given": "1", "allowed": "2"}, do=reading("positive,negative\np\n", "a.csv")),
     Case({}, do=reading(PAIR + '{"text": "t", "label": 1}')),
     Case({"given": "'choose'", "side": "positive"}, do=Pairs.of(["a"], ["b"]).split),
     Case({"given": "[0, 1]"}, do=lambda: pca(ROWS, ROWS)),

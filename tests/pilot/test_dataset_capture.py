@@ -141,6 +141,24 @@ def test_rows_ids_labels_and_tokens(
     assert before == {path.name: path.stat().st_mtime_ns for path in out.glob("[!.]*")}
 
 
+def test_means_in_place_of_rows(llm: LLM, data: dataset.DataFile, tmp_path: Path) -> None:
+    """One row an example, also of positions that are strided; ids and labels as ever."""
+    every, strided = "all_prompt", {"start": 0, "step": 3}
+    for name, positions, other in (("a", every, strided), ("b", strided, every)):
+        out = tmp_path / name
+        made = dataset.capture(llm, data, out, HOOKS, positions, more={"reduce": "mean"})
+        rows = made.rows("post_block", 1)
+        assert made.complete and rows.column("example").tolist() == list(range(NUM))
+        assert rows.labels().tolist() == [record["label"] for record in RECORDS]
+        found = rows.tensor()
+        want, wrong = (
+            torch.stack([each.values.mean(0) for each in expected(llm, RECORDS, which)])
+            for which in (positions, other)
+        )
+        size = want.norm()
+        assert (found - want).norm() <= 1e-4 * size < 0.05 * size < (found - wrong).norm()
+
+
 def test_chats_and_token_ids(llm: LLM, tmp_path: Path) -> None:
     chat: Any = [{"role": "user", "content": "hi there"}]
     data = write(tmp_path / "d.jsonl", [{"messages": chat}, {"messages": [5, 6, 7]}])
@@ -273,7 +291,7 @@ def test_what_the_command_refuses(
     data = ["--data", str(tmp_path / "d.jsonl")]
     hooks, out = ["--hooks", "post_block:all"], ["--out", str(tmp_path / "acts")]
     for asked, message in (
-        ([*data, *out, *hooks], "d.jsonl:2: is no line of JSON"),
+        ([*data, *out, *hooks], "d.jsonl:2: is not JSON"),
         ([*data, *out, "--hooks", "post_block"], "--hooks: 'post_block' is not POINT:LAYERS"),
         ([*data, *out, *hooks, "--positions", "[0,"], "--positions: '[0,' is no JSON"),
         ([*data, *hooks, "--out", "nosuch://a"], "cannot be opened"),

@@ -15,7 +15,7 @@ import pyarrow.parquet
 import pytest
 
 from vllm.pilot.dataset import DataFile, DatasetError
-from vllm.pilot.dataset_examples import size_of
+from vllm.pilot.dataset.examples import size_of
 
 pytestmark = pytest.mark.quick
 
@@ -118,7 +118,7 @@ def write(path: Path, content: bytes) -> Path:
 
 
 BROKEN: dict[str, tuple[Callable[[Path], Path], str]] = {
-    "no JSON": (jsonl(GOOD, "", '{"text": "cut'), "d.jsonl:3: is no line of JSON: "),
+    "no JSON": (jsonl(GOOD, "", '{"text": "cut'), "d.jsonl:3: is not JSON: "),
     "no object": (jsonl(GOOD, "[1]"), "d.jsonl:2: is no JSON object"),
     "no column": (
         jsonl(GOOD, '{"a": 1, "b": 2}'),

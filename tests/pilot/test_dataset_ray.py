@@ -19,7 +19,7 @@ import torch
 
 from tests.http.server import save_model
 from vllm.pilot import dataset
-from vllm.pilot.dataset_ray import capture_on_ray
+from vllm.pilot.dataset import capture_on_ray
 
 if TYPE_CHECKING:
     from tests.conftest import TinyModels

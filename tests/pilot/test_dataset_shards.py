@@ -25,11 +25,11 @@ from torch.utils.data import DataLoader
 
 from tests.support.disks import small_disk
 from vllm.pilot.dataset import Activations, DatasetError
-from vllm.pilot.dataset_examples import Example
-from vllm.pilot.dataset_run import Captured
-from vllm.pilot.dataset_shards import LABELS, Shard, ShardStore
-from vllm.pilot.dataset_size import Estimate, duration, estimate, size
-from vllm.pilot.dataset_writer import ShardWriter
+from vllm.pilot.dataset.capture_run import Captured
+from vllm.pilot.dataset.examples import Example
+from vllm.pilot.dataset.shard_store import LABELS, Shard, ShardStore
+from vllm.pilot.dataset.size import Estimate, duration, estimate, size
+from vllm.pilot.dataset.writer import ShardWriter
 
 pytestmark = pytest.mark.quick
 

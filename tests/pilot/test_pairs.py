@@ -67,7 +67,7 @@ def test_a_persona(tmp_path: Path) -> None:
 
 PAIR = '{"positive": "p", "negative": "n"}\n'
 WRONG: list[tuple[str, str, str]] = [
-    ("a.jsonl", PAIR + "{", "a.jsonl:2: is not JSON"),
+    ("a.jsonl", PAIR + "{\n", "a.jsonl:2: is not JSON"),
     ("a.json", '[{"positive": "p",\n]', "a.json, line 2: is not JSON"),
     ("a.jsonl", PAIR + '{"positive": "p"}', "a.jsonl:2: negative is missing"),
     ("a.jsonl", '{"positive": "p", "negative": ""}', "a.jsonl:1: negative is empty"),
@@ -82,8 +82,8 @@ WRONG: list[tuple[str, str, str]] = [
     ("a.jsonl", "7", "a.jsonl:1: is no pair but int"),
     ("a.jsonl", '["a", "b", "c"]', "a.jsonl:1: a pair has two texts, this list 3"),
     ("a.jsonl", PAIR[:-2] + ', "split": "test"}', "a.jsonl:1: split 'test' is none of train"),
-    ("a.csv", "positive,negative\np,n\np\n", "a.csv:3: has 1 columns, the header 2"),
-    ("a.csv", 'positive,negative\np,"n\n', "a.csv:2: unexpected end"),
+    ("a.csv", "positive,negative\np,n\np\n", "a.csv:3: has 1 fields, the header 2"),
+    ("a.csv", 'positive,negative\np,"n\n', "a.csv:2: is no CSV: unexpected end"),
     ("a.json", '"text"', "a list of pairs is needed"),
     ("a.json", '{"questions": ["a"]}', "needs system_positive"),
     ("a.txt", "p", ".json, .jsonl, .csv and .tsv are read, not '.txt'"),
@@ -153,6 +153,9 @@ def test_texts(tmp_path: Path) -> None:
     lines = ['"one"', '{"prompt": "two"}', json.dumps(CHAT)]
     texts = read_texts(written(tmp_path, "a.jsonl", "\n".join(lines)))
     assert texts[:2] == ["one", "two"] and last_words(texts[2]) == "Well."
+    # A line ends with its newline, not at what Unicode calls a line's end.
+    for name, line in (("d.jsonl", '"one\u2028two"'), ("d.txt", "one\u2028two")):
+        assert read_texts(written(tmp_path, name, line)) == ["one\u2028two"]
     with pytest.raises(ValueError, match="there are no texts"):
         read_texts(written(tmp_path, "b.txt", "\n"))
     with pytest.raises(ValueError, match=r"c.jsonl:2: is not JSON"):

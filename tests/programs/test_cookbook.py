@@ -64,10 +64,12 @@ def test_the_lens_ends_in_the_models_own_word(made: dict[str, Any]) -> None:
 
 def test_patching_all_that_is_read_gives_the_other_answer(made: dict[str, Any]) -> None:
     """The last token's row behind the last block decides; an earlier token's there does nothing."""
-    other = made["odds"]([made["other"]], [{}])
-    whole = made["base"] + made["effect"][-1, -1]
-    torch.testing.assert_close(whole, other[0], **CLOSE)
-    assert made["effect"][-1, :-1].abs().max() < 1e-4 < (other - made["base"]).abs().max()
+    found = made["found"]
+    both = made["odds"]([made["clean"], made["other"]], [{}, {}])
+    torch.testing.assert_close(both, torch.tensor([found.clean, found.corrupt]), **CLOSE)
+    share = found.values[0]
+    assert share[-1, -1] == pytest.approx(1.0, abs=1e-3) and abs(share[-1, :-1]).max() < 1e-3
+    assert found.noise_floor < 1e-4 < abs(both[0] - both[1])
 
 
 def test_nothing_is_left_of_what_was_ablated(made: dict[str, Any]) -> None:

@@ -13,10 +13,12 @@ directions.py   a function for each method; how well a direction separates
 linear_probe.py logistic regression
 metrics.py      what steering changes, as a number
 sweeps.py       layers x scales
+patching.py     points x layers x positions: activation patching, causal tracing
 training.py     all of it: from pairs to a checked vector
 fitting.py, choice.py, evidence.py, persona.py, report.py, picture.py    its steps
 captures.py     saves a vector straight from captures
-dataset.py      activations of whole data sets, on disk; dataset_*.py are its parts
+records.py      lines of data files
+dataset/        activations of whole data sets, on disk
 
 Nothing of the engine imports this, and it imports nothing of the engine that users do not have:
 `LLM`, `SamplingParams`, `vllm.v1.capture`, `vllm.v1.steering.files`, the HTTP client.
@@ -35,6 +37,7 @@ from vllm.pilot.directions import (
 from vllm.pilot.linear_probe import Probe, fit_probe
 from vllm.pilot.metrics import Odds, Score
 from vllm.pilot.pairs import Pairs
+from vllm.pilot.patching import PatchSweep, patch_sweep
 from vllm.pilot.report import save_trained
 from vllm.pilot.rows import read_rows
 from vllm.pilot.sweeps import Sweep, sweep
@@ -44,6 +47,7 @@ __all__ = [
     "EngineBench",
     "Odds",
     "Pairs",
+    "PatchSweep",
     "Probe",
     "Score",
     "ServerBench",
@@ -57,6 +61,7 @@ __all__ = [
     "logistic",
     "mean_centred",
     "mean_difference",
+    "patch_sweep",
     "pca",
     "read_rows",
     "save_trained",

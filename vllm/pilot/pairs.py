@@ -13,15 +13,14 @@
 A text may be a list of chat messages, which goes through the model's chat template.
 """
 
-import csv
 import hashlib
-import io
-import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NoReturn
+
+from vllm.pilot.records import parse_json, read_csv, read_jsonl, read_lines
 
 SPLITS = ("train", "choose", "report")
 """What examples are for: to find directions, to choose among them, and to report on the choice."""
@@ -111,24 +110,9 @@ class Pairs:
             OSError: the file cannot be opened.
         """
         path = Path(path)
-        data = path.read_bytes()
-        try:
-            text = data.decode("utf-8-sig")
-        except UnicodeDecodeError as error:
-            line = data[: error.start].count(b"\n") + 1
-            raise ValueError(f"{path}:{line}: is not UTF-8") from None
-        made = _read(path, text)
-        return _checked(
-            cls(
-                made.positive,
-                made.negative,
-                made.paired,
-                made.read,
-                made.persona,
-                hashlib.sha256(data).hexdigest(),
-                str(path),
-            )
-        )
+        made = _read(path)
+        digest = hashlib.sha256(path.read_bytes()).hexdigest()
+        return _checked(replace(made, digest=digest, source=str(path)))
 
     def split(self) -> dict[str, "Pairs"]:
         """Cut into `SPLITS`, by prompt (by text where there is none), so that no prompt is in two.
@@ -202,17 +186,15 @@ def read_texts(path: str | Path) -> list[Text]:
         ValueError: a line cannot be read; the message names file and line. There are none.
         OSError: the file cannot be opened.
     """
+    path = Path(path)
     texts: list[Text] = []
-    for number, line in enumerate(Path(path).read_text("utf-8-sig").splitlines(), 1):
-        if not line.strip():
-            continue
-        if Path(path).suffix == ".jsonl":
-            value = _json(line, f"{path}:{number}")
+    if path.suffix == ".jsonl":
+        for place, value in read_jsonl(path):
             if isinstance(value, dict):
                 value = value.get("prompt", value.get("text"))
-            texts.append(_text(value, f"{path}:{number}", "text"))
-        else:
-            texts.append(line)
+            texts.append(_text(value, place, "text"))
+    else:
+        texts += [line.rstrip("\r\n") for _, line in read_lines(path) if line.strip()]
     if not texts:
         raise ValueError(f"{path}: there are no texts in it")
     return texts
@@ -223,39 +205,23 @@ def last_words(text: Text) -> str:
     return text if isinstance(text, str) else dict(text[-1])["content"]
 
 
-def _read(path: Path, text: str) -> Pairs:
+def _read(path: Path) -> Pairs:
     kind = path.suffix.lower()
     if kind == ".json":
-        whole = _json(text, str(path))
+        whole = parse_json("".join(line for _, line in read_lines(path)), str(path))
         if isinstance(whole, dict):
             return _persona(whole, str(path))
         if not isinstance(whole, list):
             raise ValueError(f"{path}: a list of pairs is needed, or a persona's object")
         return _records(((f"{path}[{i}]", entry) for i, entry in enumerate(whole)), str(path))
     if kind == ".jsonl":
-        lines = enumerate(text.splitlines(), 1)
-        entries = ((f"{path}:{i}", _json(s, f"{path}:{i}")) for i, s in lines if s.strip())
-        return _records(entries, str(path))
+        return _records(read_jsonl(path), str(path))
     if kind in (".csv", ".tsv"):
-        return _records(_table(path, text, "\t" if kind == ".tsv" else ","), str(path))
+        return _records(read_csv(path, "\t" if kind == ".tsv" else ","), str(path))
     raise ValueError(f"{path}: .json, .jsonl, .csv and .tsv are read, not {kind or 'no suffix'!r}")
 
 
-def _table(path: Path, text: str, delimiter: str) -> Iterator[tuple[str, Any]]:
-    reader = csv.reader(io.StringIO(text, newline=""), delimiter=delimiter, strict=True)
-    try:
-        header = next(reader, [])
-        for row in reader:
-            if len(row) != len(header):
-                raise ValueError(
-                    f"{path}:{reader.line_num}: has {len(row)} columns, the header {len(header)}"
-                )
-            yield f"{path}:{reader.line_num}", dict(zip(header, row, strict=True))
-    except csv.Error as error:
-        raise ValueError(f"{path}:{reader.line_num}: {error}") from None
-
-
-def _records(entries: Iterator[tuple[str, Any]], source: str) -> Pairs:
+def _records(entries: Iterable[tuple[str, Any]], source: str) -> Pairs:
     positive: list[Example] = []
     negative: list[Example] = []
     kinds: dict[str, str] = {}
@@ -336,14 +302,6 @@ def _checked(pairs: Pairs) -> Pairs:
             if ours.text == others.text:
                 raise ValueError(f"{ours.where}: positive and negative are the same text")
     return pairs
-
-
-def _json(text: str, where: str) -> Any:
-    try:
-        return json.loads(text)
-    except json.JSONDecodeError as error:
-        line = f", line {error.lineno}" if error.lineno > 1 or not where[-1].isdigit() else ""
-        raise ValueError(f"{where}{line}: is not JSON: {error.msg}") from None
 
 
 def _text(value: Any, where: str, name: str) -> Text:

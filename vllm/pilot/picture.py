@@ -77,6 +77,30 @@ def heat_map(
     axes.figure.colorbar(image, ax=axes, label=f"change, {unit}")
 
 
+def place_map(
+    axes: Any,
+    values: np.ndarray,
+    layers: Sequence[int],
+    names: Sequence[str],
+    where: str,
+    label: str,
+) -> None:
+    """Draw positions x layers.
+
+    Args:
+        values: [positions, layers]; NaN is left white.
+        names: of the positions, from above.
+        where: what a layer is, below the map.
+    """
+    found = values[np.isfinite(values)]
+    bound = max(float(abs(found).max()) if found.size else 0.0, 1e-9)
+    image = axes.imshow(values, cmap="RdBu_r", vmin=-bound, vmax=bound, aspect="auto")
+    axes.set_xticks(range(len(layers)), [str(layer) for layer in layers])
+    axes.set_yticks(range(len(names)), names, fontsize=8, family="monospace")
+    axes.set_xlabel(where)
+    axes.figure.colorbar(image, ax=axes, label=label)
+
+
 def curve(
     axes: Any,
     scales: Sequence[float],

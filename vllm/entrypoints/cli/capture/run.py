@@ -9,7 +9,7 @@ from typing import Any
 from vllm import LLM
 from vllm.entrypoints.cli.steering.start import with_inline
 from vllm.pilot import dataset
-from vllm.pilot.dataset_shards import ShardStore
+from vllm.pilot.dataset.shard_store import ShardStore
 
 
 def capture_dataset(args: argparse.Namespace) -> int:

@@ -18,6 +18,7 @@ from vllm.v1.steering.modules import FIELDS, need_module_name
 from .access import SteeringAccess
 from .capture_router import router as capture_router
 from .protocol import SET_FIELDS, flag_of, module_of, read_body, tiers_of
+from .sweep_router import router as sweep_router
 
 router = APIRouter(prefix="/v1/steering", tags=["steering"])
 
@@ -138,3 +139,5 @@ def attach_router(app: FastAPI) -> None:
     app.state.steering_access = SteeringAccess(args.steering_api_key, bearer=not has_api_key)
     app.include_router(router)
     app.include_router(capture_router)
+    app.state.sweep_slots = None
+    app.include_router(sweep_router)

@@ -319,6 +319,12 @@ def _generation(prompt: Any, model: str | None, fields: Mapping[str, Any]) -> _C
     return _Call("POST", path, body)
 
 
+def _sweep(prompt: Any, model: str | None, fields: Mapping[str, Any]) -> _Call:
+    return _Call(
+        "POST", "/sweep", {"prompt": prompt, **({"model": model} if model else {}), **fields}
+    )
+
+
 class _Settings:
     """The address and keys of a server, which both clients have."""
 
@@ -475,6 +481,15 @@ class SteeringClient(_Settings):
                 if event := _event(line):
                     yield from map(_choice, event["choices"])
 
+    def sweep(self, prompt: Any, **fields: Any) -> dict[str, Any]:
+        """Ask `/v1/steering/sweep` what an operation changes of the next token, at each place.
+
+        Args:
+            prompt: a text, token ids or the messages of a chat.
+            fields: further fields of the body; the operation may have numpy arrays.
+        """
+        return self._call(_sweep(prompt, self._model, fields))
+
 
 class AsyncSteeringClient(_Settings):
     """Has the methods of `SteeringClient` as coroutines."""
@@ -552,3 +567,7 @@ class AsyncSteeringClient(_Settings):
                 if event := _event(line):
                     for choice in map(_choice, event["choices"]):
                         yield choice
+
+    async def sweep(self, prompt: Any, **fields: Any) -> dict[str, Any]:
+        """Ask what an operation changes at each place, as `SteeringClient.sweep`."""
+        return await self._call(_sweep(prompt, self._model, fields))

@@ -174,10 +174,11 @@ def read_ops(value: Any, path: str) -> Any:
     """Read the packed arrays in a list of operations; raises ValueError as `unpack`."""
     if not isinstance(value, list):
         return value
-    return [_read_op(entry, f"{path}[{i}]") for i, entry in enumerate(value)]
+    return [read_op(entry, f"{path}[{i}]") for i, entry in enumerate(value)]
 
 
-def _read_op(entry: Any, path: str) -> Any:
+def read_op(entry: Any, path: str) -> Any:
+    """Read the packed arrays in an operation; raises ValueError as `unpack`."""
     if not isinstance(entry, Mapping):
         return entry
     read = dict(entry)

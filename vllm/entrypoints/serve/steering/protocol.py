@@ -21,23 +21,25 @@ MAX_BODY_BYTES = 512 << 20
 quarter of it."""
 
 
-async def read_body(request: Request, allowed: tuple[str, ...]) -> dict[str, Any]:
+async def read_body(
+    request: Request, allowed: tuple[str, ...], max_bytes: int = MAX_BODY_BYTES
+) -> dict[str, Any]:
     """Read a body, which must be a JSON object.
 
     Args:
         allowed: the keys that it may have.
 
     Raises:
-        HTTPException: it is larger than `MAX_BODY_BYTES`, a 413.
+        HTTPException: it is larger than `max_bytes`, a 413.
         ValueError: it is not a JSON object, names a key twice, or has a key that is not `allowed`.
     """
     raw = bytearray()
     async for chunk in request.stream():
         raw += chunk
-        if len(raw) > MAX_BODY_BYTES:
+        if len(raw) > max_bytes:
             raise HTTPException(
                 status_code=HTTPStatus.REQUEST_ENTITY_TOO_LARGE.value,
-                detail=f"the body has more than {MAX_BODY_BYTES} bytes",
+                detail=f"the body has more than {max_bytes} bytes",
             )
     try:
         body = json.loads(bytes(raw) or b"{}", object_pairs_hook=_once)

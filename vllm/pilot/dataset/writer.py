@@ -8,8 +8,8 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 import torch
 
-from vllm.pilot.dataset_run import Captured
-from vllm.pilot.dataset_shards import LABELS, Shard, ShardStore
+from vllm.pilot.dataset.capture_run import Captured
+from vllm.pilot.dataset.shard_store import LABELS, Shard, ShardStore
 
 MANIFEST_BYTES = 16 << 20
 """The size of a manifest at which its shard is closed: a header may have 100 MB."""

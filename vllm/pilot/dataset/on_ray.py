@@ -13,12 +13,13 @@ from typing import Any
 import numpy as np
 
 from vllm import LLM
-from vllm.pilot.dataset import SHARD_BYTES, SHARD_SECONDS, plan_of, token_text
-from vllm.pilot.dataset_examples import DataFile, DatasetError, Example
-from vllm.pilot.dataset_rows import Activations
-from vllm.pilot.dataset_run import CaptureRun
-from vllm.pilot.dataset_shards import Shard, ShardStore
-from vllm.pilot.dataset_writer import ShardWriter
+from vllm.pilot.dataset.activations import Activations
+from vllm.pilot.dataset.capture_run import CaptureRun
+from vllm.pilot.dataset.capturing import SHARD_BYTES, SHARD_SECONDS, plan_of, token_text
+from vllm.pilot.dataset.examples import DataFile, Example
+from vllm.pilot.dataset.shard_store import Shard, ShardStore
+from vllm.pilot.dataset.writer import ShardWriter
+from vllm.pilot.records import DatasetError
 
 
 def capture_on_ray(

@@ -4,8 +4,8 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from vllm.pilot.dataset_examples import size_of
-from vllm.pilot.dataset_run import Captured
+from vllm.pilot.dataset.capture_run import Captured
+from vllm.pilot.dataset.examples import size_of
 
 
 @dataclass(frozen=True)

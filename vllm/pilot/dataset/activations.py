@@ -11,8 +11,8 @@ import numpy as np
 import torch
 from torch.utils.data import Dataset
 
-from vllm.pilot.dataset_examples import DatasetError
-from vllm.pilot.dataset_shards import LABELS, PLAN, Shard, ShardStore
+from vllm.pilot.dataset.shard_store import LABELS, PLAN, Shard, ShardStore
+from vllm.pilot.records import DatasetError
 from vllm.v1.capture.file_format import Header, site_of, tensor_name
 
 

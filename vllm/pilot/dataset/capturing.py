@@ -1,18 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Activations of whole data sets: captured into shards, and read from them.
-
-    from vllm import LLM
-    from vllm.pilot import dataset
-
-    llm = LLM(model=MODEL, capture_consumers=["inline"])
-    data = dataset.DataFile("reviews.jsonl")
-    activations = dataset.capture(llm, data, "acts", {"post_block": "all"}, "last_prompt")
-    rows = activations.rows("post_block", 12)     # a map-style torch Dataset
-    probe.fit(rows.numpy(), rows.labels())
-
-Called again after any interruption, `capture` goes on where the shards end. On a Ray cluster
-`vllm.pilot.dataset_ray` does the same.
-"""
+"""Captures activations of whole data sets into shards, and goes on where the shards end."""
 
 import contextlib
 import errno
@@ -28,14 +15,13 @@ import torch
 from tqdm import tqdm
 
 from vllm import LLM
-from vllm.pilot.dataset_examples import Contents, DataFile, DatasetError, Example
-from vllm.pilot.dataset_rows import Activations, Rows
-from vllm.pilot.dataset_run import Captured, CaptureRun
-from vllm.pilot.dataset_shards import Shard, ShardStore
-from vllm.pilot.dataset_size import Estimate, estimate, size
-from vllm.pilot.dataset_writer import ShardWriter
-
-__all__ = ["Activations", "DataFile", "DatasetError", "Estimate", "Example", "Rows", "capture"]
+from vllm.pilot.dataset.activations import Activations
+from vllm.pilot.dataset.capture_run import Captured, CaptureRun
+from vllm.pilot.dataset.examples import Contents, DataFile, Example
+from vllm.pilot.dataset.shard_store import Shard, ShardStore
+from vllm.pilot.dataset.size import Estimate, estimate, size
+from vllm.pilot.dataset.writer import ShardWriter
+from vllm.pilot.records import DatasetError
 
 SHARD_BYTES = 256 << 20
 """The bytes of rows at which a shard is closed."""

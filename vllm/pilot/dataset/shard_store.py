@@ -24,7 +24,7 @@ from typing import Any
 
 import torch
 
-from vllm.pilot.dataset_examples import DatasetError
+from vllm.pilot.records import DatasetError
 from vllm.v1.capture.consumers.filesystem.store import LocalStore, open_store
 from vllm.v1.capture.file_format import SUFFIX, Header, encode, read_header
 

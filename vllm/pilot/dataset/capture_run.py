@@ -11,7 +11,8 @@ import torch
 
 from vllm import LLM, RequestOutput, SamplingParams
 from vllm.exceptions import VLLMValidationError
-from vllm.pilot.dataset_examples import DatasetError, Example
+from vllm.pilot.dataset.examples import Example
+from vllm.pilot.records import DatasetError
 from vllm.v1.capture.file_format import tensor_name
 from vllm.v1.engine.exceptions import EngineDeadError
 

@@ -5,7 +5,6 @@ Read as a stream, so that it may be larger than memory, and checked example by e
 wrong names the file and the line.
 """
 
-import csv
 import hashlib
 import itertools
 import json
@@ -15,15 +14,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from vllm.pilot.records import DatasetError, read_csv, read_jsonl
+
 PROMPT_COLUMNS = ("messages", "prompt", "text")
 """Where prompts are looked for if no column is named."""
 
 Prompt = str | list[dict[str, str]] | list[int]
 """A text, the messages of a chat, or token ids."""
-
-
-class DatasetError(ValueError):
-    """Raised where a data set cannot be read, or its activations cannot be captured or written."""
 
 
 @dataclass(frozen=True)
@@ -148,9 +145,9 @@ class DataFile:
         for file in self.files():
             kind = file.suffix.lower()
             if kind in (".jsonl", ".ndjson"):
-                yield from _jsonl(file)
+                yield from map(_need_object, read_jsonl(file))
             elif kind in (".csv", ".tsv"):
-                yield from _csv(file, "\t" if kind == ".tsv" else ",")
+                yield from read_csv(file, "\t" if kind == ".tsv" else ",")
             elif kind in (".parquet", ".arrow"):
                 yield from _arrow(file)
             else:
@@ -194,6 +191,13 @@ def size_of(prompt: Prompt) -> int:
     return sum(len(part["content"]) if isinstance(part, dict) else 1 for part in prompt)
 
 
+def _need_object(entry: tuple[str, Any]) -> tuple[str, Mapping[str, Any]]:
+    place, record = entry
+    if not isinstance(record, dict):
+        raise DatasetError(f"{place}: is no JSON object")
+    return place, record
+
+
 def _need_column(record: Mapping[str, Any], column: str, place: str) -> Any:
     if column not in record:
         raise DatasetError(f"{place}: has no column {column!r}, but {_names(record)}")
@@ -222,51 +226,6 @@ def _need_prompt(value: Any, place: str) -> Prompt:
         ):
             raise DatasetError(f"{place}: a message needs a 'role' and a 'content', both texts")
     return [{"role": m["role"], "content": m["content"]} for m in value]
-
-
-def _lines(file: Path) -> Iterator[tuple[int, str]]:
-    with open(file, "rb") as opened:
-        for number, line in enumerate(opened, start=1):
-            try:
-                yield number, line.decode("utf-8-sig" if number == 1 else "utf-8")
-            except UnicodeDecodeError as error:
-                raise DatasetError(f"{file}:{number}: is not UTF-8: {error}") from error
-
-
-def _jsonl(file: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    for number, line in _lines(file):
-        if not line.strip():
-            continue
-        place = f"{file}:{number}"
-        try:
-            record = json.loads(line)
-        except (ValueError, RecursionError) as error:
-            raise DatasetError(f"{place}: is no line of JSON: {error}") from error
-        if not isinstance(record, dict):
-            raise DatasetError(f"{place}: is no JSON object")
-        yield place, record
-
-
-def _csv(file: Path, delimiter: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    # The standard library refuses fields of more than 128 KiB, for the whole process.
-    csv.field_size_limit(max(csv.field_size_limit(), 1 << 30))
-    # The place is where a record begins: a quoted field may have lines of its own.
-    reader = csv.reader((line for _, line in _lines(file)), delimiter=delimiter, strict=True)
-    names: list[str] | None = None
-    for _ in itertools.count():
-        place = f"{file}:{reader.line_num + 1}"
-        try:
-            fields = next(reader, None)
-        except csv.Error as error:
-            raise DatasetError(f"{place}: is no CSV: {error}") from error
-        if fields is None:
-            return
-        if names is None:
-            names = fields
-        elif fields:
-            if len(fields) != len(names):
-                raise DatasetError(f"{place}: has {len(fields)} fields, the header {len(names)}")
-            yield place, dict(zip(names, fields, strict=True))
 
 
 def _arrow(file: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:

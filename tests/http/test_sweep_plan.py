@@ -1,0 +1,69 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The cells of a sweep, without a server: their order, their number, and what is said of them."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.errors.sweeps import ADD, plan
+from vllm.entrypoints.serve.steering.sweep_plan import NOISE_CELLS, Grid
+from vllm.entrypoints.serve.steering.sweep_request import MOST_CELLS
+from vllm.pilot.patching import _read
+
+pytestmark = pytest.mark.quick
+
+
+def test_cells_of_one_position_follow_each_other() -> None:
+    """From behind, so that the cache has what is before a position."""
+    cells = list(plan(points=["post_attn", "pre_attn"], layers=[0, 1], positions=[0, 2]).cells())
+    assert [cell.position for cell in cells] == [2] * 4 + [0] * 4
+    assert cells[:2] == [("pre_attn", 0, 2, None), ("post_attn", 0, 2, None)]
+    assert len(set(cells)) == len(cells)
+
+
+def test_no_more_cells_than_are_allowed() -> None:
+    """Four layers, three positions."""
+    most = MOST_CELLS // 12
+    full = plan(**ADD, scales=list(range(most)))
+    assert full.num_cells == 12 * most and full.noise_cells() == []
+    with pytest.raises(ValueError, match=f"make {12 * (most + 1)} cells"):
+        plan(**ADD, scales=[0.0] * (most + 1))
+
+
+def test_noise_is_looked_for_everywhere() -> None:
+    whole = plan(points=["pre_attn", "post_block"])
+    noise = whole.noise_cells()
+    assert len(set(noise)) == len(noise) == NOISE_CELLS < whole.num_cells == 24
+    assert {cell.position for cell in noise} == {0, 1, 2}
+    assert {cell.point for cell in noise} == {"pre_attn", "post_block"}
+    hooks = whole.of_prompt()["capture"]["inline"]["hooks"]
+    assert {(cell.point, cell.layer) for cell in noise} == {
+        (point, layer) for point, layers in hooks.items() for layer in layers
+    }
+
+
+@pytest.mark.parametrize("metric", ["diff", "recovered"])
+def test_a_grid(metric: str, tmp_path: Path) -> None:
+    """Layer 2 of the made-up model lacks post_attn, and one value is no number."""
+    made = plan(points=["post_attn", "post_block"], layers="all", metric=metric)
+    grid = Grid(made, -1.0, -3.0)
+    for number, cell in enumerate(made.cells()):
+        want = number / 2 if metric == "recovered" else number - 3.0
+        assert grid.add(cell, number - 3.0) == want
+    grid.add(cell, math.inf)
+    grid.note_noise([-3.0, -3.25])
+    answer: dict[str, Any] = {**grid.head(), "grid": grid.table()}
+    assert answer["points"] == ["post_attn", "post_block"] and answer["tokens"] == list("abc")
+    assert answer["noise_floor"] == 0.25 and answer["grid"][0][2] == [None] * 3
+    found = _read(answer)
+    assert found.values.shape == (2, 4, 3) and np.isnan(found.values).sum() == 4
+    strongest = 9.5 if metric == "recovered" else 16.0
+    said = repr(found).splitlines()
+    assert said[1] == f"  post_attn 3 position 0 'a': {strongest:+.3f}" and len(said) == 6
+    found.draw(tmp_path / "map.svg")
+    assert (tmp_path / "map.svg").stat().st_size > 1000

@@ -1,0 +1,232 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A sweep: one operation at one place after another, and what it changes of the next token.
+
+`sweep_request.py` checks what is asked. Who runs the cells is another file's, too: `sweep_run.py`
+for a server, `vllm/pilot/patching.py` for an engine of this process.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from math import isfinite
+from random import Random
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from vllm.config.steering import POINTS
+from vllm.v1.interventions.errors import reject
+from vllm.v1.interventions.plan import Site
+from vllm.v1.interventions.sites import site_order
+
+NOISE_CELLS = 16
+"""Cells of which it is seen what replacing a row by itself changes; they lie all over the grid."""
+
+Rows = Mapping[Site, Any]
+"""A capture's payload: `CapturedRows` by point and layer."""
+
+
+class Cell(NamedTuple):
+    """One place and scale."""
+
+    point: str
+    layer: int
+    position: int
+    scale: float | None
+
+
+@dataclass(frozen=True)
+class SweepPlan:
+    """A sweep that was checked."""
+
+    op: Mapping[str, Any]
+    """The operation, without its place; without `values` if the clean prompt's rows are those."""
+    patches: bool
+    """Whether rows of the clean prompt are put in."""
+    sites: list[Site]
+    positions: list[int]
+    """Positions of the prompt, ascending."""
+    shift: int
+    """What is added to a position of the prompt for the one of the clean prompt."""
+    scales: list[float] | None
+    answers: list[int]
+    """The token ids of `answer` and, if given, `other`."""
+    metric: str
+    tokens: list[str] | None
+    """The text of the token at each of `positions`; None without a tokenizer."""
+
+    @cached_property
+    def points(self) -> list[str]:
+        """The points, in the order of the stream."""
+        return [point for point in POINTS if any(point == one for one, _ in self.sites)]
+
+    @cached_property
+    def layers(self) -> list[int]:
+        """The layers of any point, ascending."""
+        return sorted({layer for _, layer in self.sites})
+
+    @property
+    def num_cells(self) -> int:
+        """How many cells there are."""
+        return len(self.sites) * len(self.positions) * len(self.scale_axis)
+
+    @property
+    def scale_axis(self) -> Sequence[float | None]:
+        """The scales; one None where they are no axis."""
+        return self.scales or [None]
+
+    def cells(self) -> Iterator[Cell]:
+        """All cells by falling position: those of one share the prefix before it in the cache."""
+        for position in reversed(self.positions):
+            for point, layer in self.sites:
+                for scale in self.scale_axis:
+                    yield Cell(point, layer, position, scale)
+
+    def noise_cells(self) -> list[Cell]:
+        """The places where rows are replaced by themselves; none where no rows are put in."""
+        if not self.patches:
+            return []
+        # Drawn, always alike: every n-th cell may be of one point.
+        count = min(NOISE_CELLS, self.num_cells)
+        chosen = set(Random(0).sample(range(self.num_cells), count))
+        return [cell for i, cell in enumerate(self.cells()) if i in chosen]
+
+    def asks(self) -> dict[str, Any]:
+        """Return the fields of `SamplingParams` that all requests have."""
+        return {
+            "max_tokens": 1,
+            "temperature": 0.0,
+            "detokenize": False,
+            "logprob_token_ids": self.answers,
+        }
+
+    def of_clean(self) -> dict[str, Any]:
+        """Return the fields of the clean prompt's request: its rows are captured."""
+        return self._capture(self.sites, [position + self.shift for position in self.positions])
+
+    def of_prompt(self) -> dict[str, Any]:
+        """Return the fields of the prompt's request: rows of `noise_cells` are captured."""
+        cells = self.noise_cells()
+        sites = sorted({(cell.point, cell.layer) for cell in cells}, key=site_order)
+        return self._capture(sites, sorted({cell.position for cell in cells})) if cells else {}
+
+    def of_cell(self, cell: Cell, clean: Rows | None) -> dict[str, Any]:
+        """Return the fields of a cell's request.
+
+        Args:
+            clean: the clean prompt's rows, if they are put in.
+        """
+        if clean is None:
+            op = dict(self.op)
+        else:
+            rows = clean[cell.point, cell.layer]
+            op = {**self.op, "values": rows.at(cell.position + self.shift)[None]}
+        return self._placed(op if cell.scale is None else {**op, "scale": cell.scale}, cell)
+
+    def of_noise(self, cell: Cell, prompt: Rows) -> dict[str, Any]:
+        """Return the fields of a request in which a cell's row is replaced by itself."""
+        row = prompt[cell.point, cell.layer].at(cell.position)[None]
+        return self._placed({**self.op, "values": row}, cell)
+
+    def score(self, logprobs: Any) -> float:
+        """Return log P(answer), less log P(other) if there is one, in nats.
+
+        Args:
+            logprobs: those of the first token of an output, by token id.
+        """
+        found = [float(logprobs[token].logprob) for token in self.answers]
+        return found[0] - found[1] if len(found) > 1 else found[0]
+
+    @staticmethod
+    def _capture(sites: Sequence[Site], positions: list[int]) -> dict[str, Any]:
+        hooks: dict[str, list[int]] = {}
+        for point, layer in sites:
+            hooks.setdefault(point, []).append(layer)
+        return {"capture": {"inline": {"hooks": hooks, "positions": positions}}}
+
+    @staticmethod
+    def _placed(op: dict[str, Any], cell: Cell) -> dict[str, Any]:
+        place = {"point": cell.point, "layers": cell.layer, "positions": [cell.position]}
+        return {"steering": [{**op, **place}]}
+
+
+@dataclass
+class Grid:
+    """What was found."""
+
+    plan: SweepPlan
+    clean: float | None
+    """The score of the clean prompt, nats; None if there is none."""
+    corrupt: float
+    """The score of the prompt without the operation."""
+    noise_floor: float | None = None
+    """The largest change, in nats, where a row is replaced by itself; None if none is."""
+    values: np.ndarray = field(init=False)
+    """float64 [points, layers, positions, scales or 1]; NaN where a layer lacks the point."""
+
+    def __post_init__(self) -> None:
+        """Raise ValueError where there is nothing to recover."""
+        plan = self.plan
+        shape = (
+            len(plan.points), len(plan.layers), len(plan.positions), len(plan.scale_axis)
+        )  # fmt: skip
+        self.values = np.full(shape, np.nan)
+        if plan.metric == "recovered" and not abs((self.clean or 0.0) - self.corrupt) > 0:
+            reject(
+                "metric",
+                f"both prompts give the answer {self.corrupt:.6g} nats: there is nothing to "
+                "recover; ask for logprob or diff, or of other prompts",
+            )
+
+    def add(self, cell: Cell, score: float) -> float:
+        """Note a cell's score; return its value."""
+        if self.plan.metric == "recovered":
+            assert self.clean is not None
+            score = (score - self.corrupt) / (self.clean - self.corrupt)
+        points, layers, positions, scales = self._places
+        at = points[cell.point], layers[cell.layer], positions[cell.position], scales[cell.scale]
+        self.values[at] = score
+        return score
+
+    def note_noise(self, scores: Sequence[float]) -> None:
+        """Note the scores of rows that were replaced by themselves."""
+        if scores:
+            self.noise_floor = max(abs(score - self.corrupt) for score in scores)
+
+    def head(self) -> dict[str, Any]:
+        """Return what is known before the cells, as JSON."""
+        plan = self.plan
+        return {
+            "metric": plan.metric,
+            "points": plan.points,
+            "layers": plan.layers,
+            "positions": plan.positions,
+            "tokens": plan.tokens,
+            "scales": plan.scales,
+            "clean": as_json(self.clean),
+            "corrupt": as_json(self.corrupt),
+            "noise_floor": as_json(self.noise_floor),
+            "cells": plan.num_cells,
+        }
+
+    def table(self) -> list[Any]:
+        """Return the values as lists, [points][layers][positions] and [scales] if that is an axis;
+        null where a layer lacks the point or a value is not finite."""
+        values = self.values if self.plan.scales is not None else self.values[..., 0]
+        shown = values.astype(object)
+        shown[~np.isfinite(values)] = None
+        as_lists: list[Any] = shown.tolist()
+        return as_lists
+
+    @cached_property
+    def _places(self) -> tuple[dict[Any, int], ...]:
+        plan = self.plan
+        axes: tuple[Sequence[Any], ...] = (
+            plan.points, plan.layers, plan.positions, plan.scale_axis
+        )  # fmt: skip
+        return tuple({name: i for i, name in enumerate(axis)} for axis in axes)
+
+
+def as_json(value: float | None) -> float | None:
+    """Return a number as JSON has it: null where it is not finite."""
+    return value if value is not None and isfinite(value) else None

@@ -1,0 +1,226 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What may be asked of a sweep: checked, and its cells counted before anything is made of them."""
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from vllm.config.steering import POINTS
+from vllm.tokenizers import TokenizerLike
+from vllm.v1.interventions.errors import InterventionError, need_mapping, reject, show
+from vllm.v1.interventions.frontend.chat_turns import ChatTurns
+from vllm.v1.interventions.frontend.selectors import Prompt, Selector
+from vllm.v1.interventions.frontend.work import Work
+from vllm.v1.interventions.plan import Site, TapShape
+from vllm.v1.interventions.sites import (
+    need_captured_points,
+    need_layers,
+    need_point,
+    need_steered_points,
+    site_order,
+)
+from vllm.v1.interventions.values import plain, plain_list
+from vllm.v1.interventions.vectors import need_number
+
+from .packed import read_op
+from .sweep_plan import SweepPlan
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+FIELDS = (
+    "prompt", "clean", "align", "op", "points", "layers", "positions", "scales", "answer", "other",
+    "metric",
+)  # fmt: skip
+METRICS = ("logprob", "diff", "recovered")
+MOST_CELLS = 65_536
+"""Cells of one sweep, at most: each is a request to the engine."""
+
+_SCALED = ("add", "norm_match")
+_AXES = {"point": "points", "layers": "layers", "positions": "positions"}
+
+
+def need_steering(config: "VllmConfig") -> TapShape:
+    """Return what the model offers; raise ValueError if the engine does not steer."""
+    if not config.steering_config.enable_steering or config.tap_shape is None:
+        reject(
+            "op",
+            "steering is not enabled; start the engine with enable_steering=True "
+            "(--enable-steering)",
+        )
+    return config.tap_shape
+
+
+def parse_sweep(
+    body: Mapping[str, Any],
+    prompt: list[int],
+    clean: list[int] | None,
+    config: "VllmConfig",
+    tokenizer: TokenizerLike | None,
+    turns: ChatTurns | None = None,
+) -> SweepPlan:
+    """Check what a sweep asks for. Its cells are counted before anything is made of them.
+
+    Args:
+        body: `FIELDS`, of which null ones are as if they were not there.
+        prompt, clean: the tokens of these prompts.
+        turns: those of `prompt`, if it is a chat.
+
+    Raises:
+        ValueError: with the path of the field, see docs/errors.md.
+    """
+    shape = need_steering(config)
+    given = {name: body[name] for name in FIELDS if body.get(name) is not None}
+    op, patches = _op(given)
+    answers, metric = _metric(given, config, tokenizer)
+    sites = _sites(given, shape)
+    need_steered_points(sites, "points", config.steering_config)
+    if patches:
+        need_captured_points(sites, "points", config.capture_config)
+    work = Work(config.steering_config.max_request_work)
+    asked = Prompt(prompt, 1, tokenizer, work, turns)
+    positions, shift = _positions(given, asked, clean)
+    scales = plain_list(given["scales"]) if "scales" in given else None
+    count = len(sites) * len(positions) * (1 if scales is None else len(scales))
+    if count > MOST_CELLS:
+        reject(
+            "positions",
+            f"points, layers, positions and scales make {count} cells, a sweep has at most "
+            f"{MOST_CELLS}",
+        )
+    return SweepPlan(
+        op=op,
+        patches=patches,
+        sites=sites,
+        positions=positions,
+        shift=shift,
+        scales=_scales(given, scales),
+        answers=answers,
+        metric=metric,
+        tokens=None if tokenizer is None else [tokenizer.decode([prompt[p]]) for p in positions],
+    )
+
+
+def translated(error: InterventionError) -> NoReturn:
+    """Raise the error of a cell's request as one of the sweep's: with the path of its field."""
+    path = str(error.parameter)
+    said = str(error).removeprefix(path)
+    for inner, outer in (("steering[0]", "op"), ("capture.inline", "clean"), ("capture", "clean")):
+        if path.startswith(inner):
+            path = outer + path.removeprefix(inner)
+            break
+    raise InterventionError(path + said, parameter=path) from error
+
+
+def _op(given: Mapping[str, Any]) -> tuple[dict[str, Any], bool]:
+    """The operation, and whether its values are the clean prompt's rows."""
+    op = dict(need_mapping(read_op(given.get("op", {"op": "replace"}), "op"), "op"))
+    for key, axis in _AXES.items():
+        if key in op:
+            reject(f"op.{key}", f"is an axis of the sweep: say {axis!r} beside 'op'")
+    patches = op.get("op") == "replace" and "values" not in op
+    if patches and "clean" not in given:
+        reject("clean", "is missing: it is the prompt whose rows 'replace' puts in")
+    if not patches and "clean" in given:
+        reject("clean", "is for the op 'replace' without values, whose values are its rows")
+    if patches and "gate" in op:
+        reject("op.gate", "does not go with the rows of a clean prompt")
+    return op, patches
+
+
+def _metric(
+    given: Mapping[str, Any], config: "VllmConfig", tokenizer: TokenizerLike | None
+) -> tuple[list[int], str]:
+    """The tokens that are scored, and the metric."""
+    metric = given.get("metric", "diff" if "other" in given else "logprob")
+    if metric not in METRICS:
+        reject("metric", f"must be {', '.join(METRICS)}, got {show(metric)}")
+    if (mode := config.model_config.logprobs_mode).endswith("logits"):
+        reject("metric", f"needs log-probabilities, the engine was started with {mode}")
+    if metric == "diff" and "other" not in given:
+        reject("other", "is missing: 'diff' compares the answer with it")
+    if metric == "logprob" and "other" in given:
+        reject("other", "is not looked at by 'logprob'; ask for diff or recovered")
+    if metric == "recovered" and "clean" not in given:
+        reject("metric", "'recovered' needs a clean prompt; ask for logprob or diff")
+    if "answer" not in given:
+        reject("answer", "is missing: the token whose log-probability is looked at")
+    vocabulary = config.model_config.get_vocab_size()
+    names = [name for name in ("answer", "other") if name in given]
+    tokens = [_token(given[name], name, vocabulary, tokenizer) for name in names]
+    if len(set(tokens)) < len(tokens):
+        reject("other", f"is the token of answer, {tokens[0]}")
+    return tokens, metric
+
+
+def _token(value: Any, path: str, vocabulary: int, tokenizer: TokenizerLike | None) -> int:
+    value = plain(value)
+    if isinstance(value, str) and tokenizer is not None:
+        # Longer texts are more than one token, and tokenizing them takes time.
+        ids = tokenizer.encode(value[:1000], add_special_tokens=False)
+        if len(ids) != 1:
+            reject(path, f"{show(value)} is {len(ids)} tokens; one is needed, as text or id")
+        return int(ids[0])
+    if not isinstance(value, int) or isinstance(value, bool):
+        reject(path, f"must be a text of one token or a token id, got {show(value)}")
+    if not 0 <= value < vocabulary:
+        reject(path, f"token {show(value)} is out of range, the model has {vocabulary}")
+    return value
+
+
+def _sites(given: Mapping[str, Any], shape: TapShape) -> list[Site]:
+    asked = given.get("points", ["post_block"])
+    listed = plain_list(asked)
+    names = [asked] if listed is None else listed[: len(POINTS) + 1]
+    points = [need_point(name, f"points[{i}]", shape) for i, name in enumerate(names)]
+    if not points or len(set(points)) < len(points):
+        reject("points", "must name a point, each once")
+    layers = given.get("layers", "all")
+    sites = [(point, n) for point in points for n in need_layers(layers, point, "layers", shape)]
+    return sorted(sites, key=site_order)
+
+
+def _positions(
+    given: Mapping[str, Any], prompt: Prompt, clean: list[int] | None
+) -> tuple[list[int], int]:
+    """Positions of the prompt, and what is added to one for that of the clean prompt."""
+    align, first, shift = given.get("align"), 0, 0
+    if align not in (None, "end"):
+        reject("align", f"must be 'end', got {show(align)}")
+    length = len(prompt.token_ids)
+    if clean is not None:
+        shift = len(clean) - length
+        first = max(0, -shift)
+        if shift and align is None:
+            reject(
+                "clean",
+                f"has {len(clean)} tokens and prompt {length}; with 'align': 'end' they are "
+                "compared from the end",
+            )
+    asked = given.get("positions", "all_prompt")
+    found = Selector(prompt).resolve(asked, "positions").array().tolist()
+    if plain(asked) == "all_prompt":
+        found = [position for position in found if position >= first]
+    if not found:
+        reject("positions", "no token of the prompt is at them")
+    if found[0] < first:
+        reject(
+            "positions",
+            f"position {found[0]} has none opposite: aligned at the end, clean begins at {first}",
+        )
+    return found, shift
+
+
+def _scales(given: Mapping[str, Any], scales: Sequence[Any] | None) -> list[float] | None:
+    if "scales" not in given:
+        return None
+    if not scales:
+        reject("scales", f"must be a list of numbers, got {show(given['scales'])}")
+    op = given.get("op", {"op": "replace"})
+    if op.get("op") not in _SCALED:
+        reject("scales", f"is for the ops {', '.join(_SCALED)}")
+    if "scale" in op:
+        reject("op.scale", "is an axis of the sweep: say 'scales' beside 'op'")
+    found = [need_number(scale, f"scales[{i}]") for i, scale in enumerate(scales)]
+    if len(set(found)) < len(found):
+        reject("scales", "names a scale twice")
+    return found
