@@ -73,7 +73,7 @@ def test_heads(client: SteeringClient, reference: Reference, stream: bool) -> No
 def test_steered_heads(client: SteeringClient) -> None:
     """Factors and vectors at z by JSON and packed; the heads that are not named keep their rows."""
     read = {"inline": {"hooks": {"z": {"1": "all"}}, "positions": "all_prompt"}}
-    v = vector(9, width=32)
+    v = vector(9, width=32).numpy()
     plain, packed, listed, none = (
         client.complete(PROMPT, **greedy(capture=read, **fields)).choices[0].rows["z", 1].values
         for fields in (
