@@ -8,7 +8,7 @@ key, value, ...)`, with what the hook contract names; it is wrapped while a sequ
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 from unittest import mock
@@ -23,10 +23,13 @@ _Rows = tuple[torch.Tensor, ...]
 
 @contextmanager
 def recorded(
-    model: nn.Module, blocks: Sequence[nn.Module]
+    model: nn.Module,
+    blocks: Sequence[nn.Module],
+    deltas: Mapping[tuple[str, int], torch.Tensor] | None = None,
 ) -> Iterator[dict[tuple[str, int], torch.Tensor]]:
     """Afterwards, of the one sequence that ran within: (point, layer) -> float32 [n, heads, width].
 
+    What attention returns in a layer gets `deltas["z", layer]`, [n, heads * width], added.
     Layers whose attention was called not once, or does without that function, are left out.
     """
     layer_of = {module: layer for layer, block in enumerate(blocks) for module in block.modules()}
@@ -40,6 +43,9 @@ def recorded(
         ) -> Any:  # fmt: skip
             out = attend(module, query, key, value, *args, **kwargs)
             if module in layer_of:
+                delta = (deltas or {}).get(("z", layer_of[module]))
+                if delta is not None:
+                    out = (out[0] + delta.reshape(out[0].shape), *out[1:])
                 # These are [1, heads, n, width], the output [1, n, heads, width].
                 given = [x[0].transpose(0, 1).clone() for x in (query, key, value)]
                 calls.setdefault(layer_of[module], []).append((*given, out[0][0].clone()))

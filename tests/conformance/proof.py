@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -39,6 +39,10 @@ class HeadErrors:
     """Captured rows against those of the reference."""
     apart: float
     """The same with each head (of a single one: each position) in place of its neighbour."""
+    write: float | None = None
+    """Of z: log-probabilities while vectors are added to heads and heads are scaled."""
+    moved: float | None = None
+    """Of z: the least that these moved them."""
 
 
 @dataclass(frozen=True)
@@ -85,12 +89,19 @@ class Result:
                 found.append(f"{point}: read error {heads.read:.1e}")
             if not heads.apart >= LEAST_MOVE:
                 found.append(f"{point}: heads are only {heads.apart:.3f} apart")
+            if heads.write is not None and not heads.write <= most_written:
+                found.append(f"{point}: write error {heads.write:.1e}")
+            if heads.moved is not None and not heads.moved >= LEAST_MOVE:
+                found.append(f"{point}: the twin moved only {heads.moved:.3f}")
         return found
 
     def to_json(self) -> str:
         fields = asdict(self)
         if not self.heads:
             del fields["heads"]
+        for heads in fields.get("heads", {}).values():
+            for name in [name for name, value in heads.items() if value is None]:
+                del heads[name]
         return json.dumps(fields, sort_keys=True)
 
     @classmethod
@@ -128,6 +139,7 @@ def prove(row: TinyModel, cache: Path, **options: Any) -> Result:
         options: engine options.
     """
     from vllm.config.capture import CAPTURE_POINTS
+    from vllm.config.steering import STEERING_POINTS
 
     from . import models
     from .engine import engine
@@ -135,6 +147,7 @@ def prove(row: TinyModel, cache: Path, **options: Any) -> Result:
         Measurement,
         Reference,
         head_errors,
+        head_write_errors,
         plain_errors,
         prompts,
         read_errors,
@@ -148,6 +161,7 @@ def prove(row: TinyModel, cache: Path, **options: Any) -> Result:
     logit_prompts = prompts(lengths=(17, 5))
     settings = {**row.engine, **options}
     settings |= {"enable_steering": True, "capture_consumers": ["inline"]}
+    settings |= {"steering_points": list(STEERING_POINTS), "steering_families": ["add", "scale"]}
     with engine(path, capture_points=list(CAPTURE_POINTS), **settings) as llm:
         classes = sorted(set(llm.apply_model(tapped_classes)[0]))
         plain = plain_errors(llm, reference, token_prompts)
@@ -158,6 +172,9 @@ def prove(row: TinyModel, cache: Path, **options: Any) -> Result:
         assert shape is not None
         points = {layer: tuple(heads) for layer, heads in shape.heads.items()}
         heads = head_errors(llm, reference, token_prompts, points)
+        if "z" in heads:
+            written = head_write_errors(llm, reference, logit_prompts[1], sorted(points))
+            heads["z"] = replace(heads["z"], write=written[0], moved=written[1])
 
     def at(point: str, results: list[Measurement]) -> list[Measurement]:
         # A case that steers every site counts against each point.

@@ -150,7 +150,8 @@ def run(
     Args:
         model: a transformers causal LM on the CPU, eager attention, in eval mode.
         token_ids: n token ids.
-        deltas: (point, layer) -> float32 [n, hidden], added at every position of that site.
+        deltas: (point, layer) -> float32 [n, hidden], of z [n, heads * width], added at every
+            position of that site.
 
     Raises:
         KeyError: a delta at a site the model does not have.
@@ -165,7 +166,8 @@ def run(
     sites: set[Site] = set()
     with ExitStack() as stack:
         blocks = list(model.get_submodule(adapter.blocks).children())
-        heads = stack.enter_context(recorded(model, blocks))
+        heads = stack.enter_context(recorded(model, blocks, deltas))
+        sites |= {site for site in deltas if site[0] == "z"}
         for layer, block in enumerate(blocks):
             hooks = _Hooks(layer, multiplier, deltas, rows)
             sites |= {("pre_attn", layer), ("post_block", layer)}
@@ -185,7 +187,7 @@ def run(
         if unknown := set(deltas) - sites:
             raise KeyError(f"no such site in the reference model: {sorted(unknown)}")
         output = model(input_ids=torch.tensor([list(token_ids)]), use_cache=False)
-    if missing := sites - set(rows):
+    if missing := sites - set(rows) - set(heads):
         raise RuntimeError(
             f"hooks of the reference never ran for {sorted(missing)}: "
             f"the adapter {adapter} does not describe {type(model).__name__}"

@@ -32,8 +32,9 @@ written by transformers and run by both: each point of each layer is read, and v
 the first, a middle and the last layer (docs/hook-contract.md, "What proves it").
 Errors are relative L2 of the worst row. *plain*: log-probabilities of vLLM without us. *read*:
 captured rows, unsteered and steered, at most 1e-4. *heads*: rows of every head at the points named
-(docs/attention.md), at most 1e-4, while a neighbouring head's are at least 0.05 away; empty where
-this was not compared, or transformers does not show them. *write*: log-probabilities while
+(docs/attention.md), at most 1e-4, while a neighbouring head's are at least 0.05 away, and where z
+was written, too, log-probabilities meanwhile, as in *write*; empty where this was not compared, or
+transformers does not show them. *write*: log-probabilities while
 steered, at most 1e-3. *moved*: the least that a vector moved them, at least 0.05. Where the kernels
 have no float32, all are at most 0.02 in float16 and 0.05 in bfloat16; *every expert*: each token is
 routed to all, so that rounding decides nothing. A class that is wired and not in the first table
@@ -143,7 +144,8 @@ def _heads(result: Result) -> str:
     if not result.heads:
         return ""
     worst = max(heads.read for heads in result.heads.values())
-    return f"{worst:.0e} ({', '.join(sorted(result.heads))})"
+    written = [f"; z written {h.write:.0e}" for h in result.heads.values() if h.write is not None]
+    return f"{worst:.0e} ({', '.join(sorted(result.heads))}{''.join(written)})"
 
 
 def _short(key: str) -> str:

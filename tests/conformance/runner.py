@@ -224,6 +224,41 @@ def head_errors(
     return errors
 
 
+def head_write_errors(
+    llm: Engine, reference: Reference, prompt: list[int], layers: Sequence[int]
+) -> tuple[float, float]:
+    """Log-probabilities while z is written: at the first, a middle and the last of these layers a
+    vector added to every head, and all heads turned round. The worst error and the least move.
+
+    Args:
+        layers: those that have heads.
+    """
+    sites = [("z", n) for n in dict.fromkeys((layers[0], layers[len(layers) // 2], layers[-1]))]
+    plain = reference.run(prompt).heads
+    generator = torch.Generator().manual_seed(11)
+    vectors: dict[Site, torch.Tensor] = {}
+    for site in sites:
+        vector = torch.randn(plain[site].shape[1:], generator=generator)
+        vectors[site] = vector * (3 * plain[site].norm(dim=(1, 2)).mean() / vector.norm())
+    cases: list[tuple[list[int], Mapping[str, Any]]] = []
+    for site in sites:
+        row = reference.row.heads("z", vectors[site][None])[0].flatten()
+        cases.append((prompt, {"steering_vectors": {"z": {site[1]: row}}}))
+        turned = {"op": "scale", "point": "z", "layers": site[1], "factor": -2.0}
+        cases.append((prompt, {"steering": [turned]}))
+    errors, moves = [], []
+    for i, completion in enumerate(complete(llm, cases)):
+        site = sites[i // 2]
+        unsteered = reference.run(completion.token_ids)
+        rows = unsteered.heads[site]
+        delta = (vectors[site].expand_as(rows) if i % 2 == 0 else -3.0 * rows).flatten(1)
+        want = reference.run(completion.token_ids, {site: delta}).logits.log_softmax(-1)
+        logits = unsteered.logits.log_softmax(-1)
+        errors.append(worst_row(_log_probs(completion), want))
+        moves.append(float((want - logits).norm() / logits.norm()))
+    return max(errors), min(moves)
+
+
 def write_errors(
     llm: Engine, reference: Reference, token_prompts: Sequence[list[int]]
 ) -> list[Measurement]:

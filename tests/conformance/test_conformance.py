@@ -20,6 +20,7 @@ from tests.conformance import runner as check
 from tests.conformance.engine import Runner, make_llm, shut_down
 from vllm import LLM
 from vllm.config.capture import CAPTURE_POINTS, HEAD_POINTS
+from vllm.config.steering import STEERING_POINTS
 
 if TYPE_CHECKING:
     from tests.conftest import TinyModels
@@ -71,6 +72,7 @@ def pair(request: pytest.FixtureRequest, tiny_models: TinyModels) -> Iterator[Pa
     row = tiny_models.row(request.param)
     path = tiny_models.path(row.name)
     options = {"capture_consumers": ["inline"], "capture_points": list(CAPTURE_POINTS)}
+    options |= {"steering_points": list(STEERING_POINTS), "steering_families": ["add", "scale"]}
     llm = make_llm(path, enable_steering=True, **options, **row.engine)
     yield Pair(llm, check.Reference(row, models.load(row, path)))
     shut_down(llm)
@@ -105,6 +107,10 @@ def test_heads(pair: Pair) -> None:
     assert set(errors) == (set() if pair.reference.row.name == "gptj" else set(HEAD_POINTS))
     for heads in errors.values():
         assert heads.read <= check.READ_TOLERANCE and heads.apart >= check.LEAST_MOVE
+    if errors:
+        layers = sorted(points)
+        error, moved = check.head_write_errors(pair.llm, pair.reference, LOGIT_PROMPTS[1], layers)
+        assert error <= check.WRITE_TOLERANCE and moved >= check.LEAST_MOVE
 
 
 def test_write(pair: Pair) -> None:

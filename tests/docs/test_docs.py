@@ -293,3 +293,7 @@ def test_attention_page(model: Path, tmp_path: Path) -> None:
     errors = dict(re.findall(r"^head (\d): off by (.*)$", printed, re.MULTILINE))
     assert list(errors) == ["0", str(heads - 1)]
     assert max(map(float, errors.values())) < 1e-5
+    moves = re.findall(r"^(?:without head \d:|doubled) moved (.*)$", printed, re.MULTILINE)
+    assert len(moves) == heads + 1 and min(map(float, moves)) > 0.01
+    [apart] = re.findall(r"^doubled or added: (.*) apart$", printed, re.MULTILINE)
+    assert float(apart) < 1e-5

@@ -11,9 +11,9 @@ import numpy as np
 import torch
 
 from tests.errors.case import Case, path
-from tests.support.plans import BF16, HIDDEN, SHAPE, VECTOR, config_of, plan_of
+from tests.support.plans import BF16, HEADS, HIDDEN, SHAPE, VECTOR, config_of, plan_of
 from vllm.config import VllmConfig
-from vllm.config.steering import FAMILIES
+from vllm.config.steering import FAMILIES, STEERING_POINTS
 from vllm.sampling_params import BeamSearchParams
 from vllm.v1.engine.core_client import InprocClient
 from vllm.v1.interventions.calls import Change, SteeringCall
@@ -29,6 +29,7 @@ from vllm.v1.steering.modules import Module, parse_module, parse_module_args
 ALL_FAMILIES: dict[str, Any] = {"steering_families": list(FAMILIES)}
 EVERYWHERE = {"pre_attn": {0: VECTOR}}
 CONFIG = config_of(**ALL_FAMILIES)
+AT_HEADS = config_of(HEADS, steering_points=list(STEERING_POINTS), **ALL_FAMILIES)
 GATE = {"probe": VECTOR, "threshold": 0.0, "sharpness": 1.0}
 
 
@@ -39,8 +40,14 @@ def op(name: str = "ablate", config: VllmConfig = CONFIG, **fields: Any) -> dict
     return {"steering": [entry], "config": config}
 
 
-def without_direction(name: str, **fields: Any) -> dict[str, Any]:
-    return op(name, direction=None, **fields)
+def without_direction(name: str, config: VllmConfig = CONFIG, **fields: Any) -> dict[str, Any]:
+    return op(name, config, direction=None, **fields)
+
+
+def at_heads(name: str = "scale", **fields: Any) -> dict[str, Any]:
+    """An operation at z, by default of head 2 in layer 1, where there are 4 of 3 numbers."""
+    given = {"point": "z", "heads": {1: [2]}, "layers": None, **fields}
+    return without_direction(name, AT_HEADS, **given)
 
 
 def replace(**fields: Any) -> dict[str, Any]:
@@ -171,6 +178,49 @@ REQUESTS = [
     Case(
         path(f"{OP}.post_block", allowed="['pre_attn']"),
         op(config=config_of(steering_points=["pre_attn"], **ALL_FAMILIES)),
+    ),
+    # Heads.
+    Case(
+        path("steering_vectors.z.all", "z", "[12, 16]"),
+        {"steering_vectors": {"z": {"all": [1.0] * 12}}, "config": AT_HEADS},
+    ),
+    Case(
+        path("steering_vectors.z.1", "4", "12"),
+        {"steering_vectors": {"z": {1: VECTOR}}, "config": AT_HEADS},
+    ),
+    Case(
+        path("steering_vectors.z.2", "'z'", layer="2"),
+        {"steering_vectors": {"z": {2: VECTOR}}, "config": AT_HEADS},
+    ),
+    Case(
+        path("steering_vectors.z", allowed="['pre_attn', 'post_attn', 'post_block']"),
+        {"steering_vectors": {"z": {1: [1.0] * 12}}, "config": config_of(HEADS)},
+    ),
+    Case(path(f"{OP}.heads", "z", "[3, 4]"), at_heads("add", heads="all", vector=VECTOR[:3])),
+    Case(
+        path(f"{OP}.layers", "z", "[12, 16]"), at_heads("add", heads=None, layers="all", vector=[])
+    ),
+    Case(path(f"{OP}.vector", "4", "3"), at_heads("add", vector=VECTOR)),
+    Case(path(f"{OP}.heads.1", "4", "0-3", layer="1"), at_heads(heads={1: [4]}, factor=0)),
+    Case(path(f"{OP}.heads.2", "'z'", layer="2"), at_heads(heads={2: [0]}, factor=0)),
+    Case(path(OP, allowed="factor", op="scale"), at_heads()),
+    Case(path(OP, allowed="layers", op="scale"), at_heads(heads=None, factor=0)),
+    Case(path(OP, "['gate']", op="scale"), at_heads(factor=0, gate=GATE)),
+    Case(path(OP, "['layers']", op="scale"), at_heads(factor=0, layers=1)),
+    Case(path(f"{OP}.factor", "nan", "1e+30"), at_heads(factor=float("nan"))),
+    Case(path(f"{OP}.op", op="ablate"), at_heads("ablate")),
+    Case(
+        path(f"{OP}.point"),
+        at_heads("add", heads=None, point=["z", "pre_attn"], layers=1, vector=VECTOR),
+    ),
+    Case(path(f"{OP}.point"), at_heads(heads=None, point="pre_attn", layers=1, factor=0)),
+    Case(
+        path("steering", "z layer 1"),
+        {"steering": at_heads(factor=1e30)["steering"] * 2, "config": AT_HEADS},
+    ),
+    Case(
+        path(f"{OP}.op", allowed="['add']"),
+        {**at_heads(factor=0), "config": config_of(HEADS, steering_points=["z"])},
     ),
     # Positions of vectors.
     Case(path(AT), limited("last_generated")),

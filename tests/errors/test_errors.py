@@ -81,7 +81,7 @@ def hooks(value: Any) -> dict[str, Any]:
     return capture("last_prompt", value)
 
 
-THREE = "pre_attn, post_attn, post_block"
+STEERED = "pre_attn, z, post_attn, post_block"
 ALL = "pre_attn, q, k, v, z, post_attn, post_block"
 HEADED = config_of(
     HEADS, capture_consumers=["inline", "logging"], capture_points=list(CAPTURE_POINTS)
@@ -111,11 +111,11 @@ REQUESTS = [
     Case(path("capture", "'inline'"), {"capture": "inline"}),
     Case(path("capture.inline", "None"), {"capture": {"inline": None}}),
     Case(path(HOOKS, "'post_block'"), hooks("post_block")),
-    Case(path("steering_vectors.mlp", "'mlp'", THREE), at(1, point="mlp")),
-    Case(path("steering_vectors.7", "7", THREE), steer({7: {1: VECTOR}})),
-    Case(path("decode_steering_vectors.x", "'x'", THREE), {"decode_steering_vectors": {"x": {}}}),
+    Case(path("steering_vectors.mlp", "'mlp'", STEERED), at(1, point="mlp")),
+    Case(path("steering_vectors.7", "7", STEERED), steer({7: {1: VECTOR}})),
+    Case(path("decode_steering_vectors.x", "'x'", STEERED), {"decode_steering_vectors": {"x": {}}}),
     Case(path(f"{HOOKS}.resid", "'resid'", ALL), hooks({"resid": [1]})),
-    Case(path("steering_vectors.q", "'q'", THREE), at(1, point="q", config=HEADED)),
+    Case(path("steering_vectors.q", "'q'", STEERED), at(1, point="q", config=HEADED)),
     Case(path(f"{HOOKS}.q", "'q'", "pre_attn, post_attn, post_block"), hooks({"q": [1]})),
     Case(path(f"{HOOKS}.k[0]", "'k'", layer="3"), hooks({"k": [3]}) | HEADED_CONFIG),
     Case(path(f"{HOOKS}.q[0]", "4", "0-3"), hooks({"q": [4]}) | HEADED_CONFIG),
@@ -417,7 +417,7 @@ OTHERS = [
     Case({}, do=lambda: RequestInterventions(None, 5, raw_params())),
     # Start-up; the refused combinations are in tests/config/test_config.py.
     Case(
-        {"given": "['mlp']", "allowed": "['pre_attn', 'post_attn', 'post_block']"},
+        {"given": "['mlp']", "allowed": "['pre_attn', 'z', 'post_attn', 'post_block']"},
         do=lambda: SteeringConfig(steering_points=["mlp", "pre_attn"]),
     ),
     Case(
@@ -428,7 +428,7 @@ OTHERS = [
         {
             "given": "['twist']",
             "allowed": "['add', 'norm_match', 'ablate', 'clamp', 'pin', "
-            "'replace', 'normalize', 'gate']",
+            "'replace', 'normalize', 'scale', 'gate']",
         },
         do=lambda: SteeringConfig(steering_families=["add", "twist"]),
     ),

@@ -38,7 +38,7 @@ CHAT_TEMPLATE = (
 )
 OPTIONS = (
     "--enable-steering", "--max-steering-configs=8", "--capture-consumers=inline",
-    "--steering-families", "add", "ablate", "replace", "clamp", "gate",
+    "--steering-families", "add", "ablate", "replace", "clamp", "scale", "gate",
     "--dtype=float32", "--enforce-eager", "--max-model-len=96", "--max-num-seqs=8",
     "--block-size=32", "--kv-cache-memory-bytes=16777216", "--seed=0", "--max-logprobs=-1",
     f"--served-model-name={NAME}", "--generation-config=vllm",

@@ -70,6 +70,30 @@ def test_heads(client: SteeringClient, reference: Reference, stream: bool) -> No
     assert shape["heads"]["1"]["q"] == [4, 32]
 
 
+def test_steered_heads(client: SteeringClient) -> None:
+    """Factors and vectors at z by JSON and packed; the heads that are not named keep their rows."""
+    read = {"inline": {"hooks": {"z": {"1": "all"}}, "positions": "all_prompt"}}
+    v = vector(9, width=32).numpy()
+    plain, packed, listed, none = (
+        client.complete(PROMPT, **greedy(capture=read, **fields)).choices[0].rows["z", 1].values
+        for fields in (
+            {},
+            {"steering": [{"op": "add", "point": "z", "heads": {"1": [2]}, "vector": v}]},
+            {"steering_vectors": {"z": {"1": [0.0] * 64 + v.tolist() + [0.0] * 32}}},
+            {"steering": [{"op": "scale", "point": "z", "heads": {"1": [2, "0-1"]}, "factor": 0}]},
+        )
+    )
+    np.testing.assert_allclose(packed[:, 2] - plain[:, 2], np.tile(v, (len(plain), 1)), atol=1e-4)
+    assert np.array_equal(packed, listed)
+    assert np.array_equal(packed[:, [0, 1, 3]], plain[:, [0, 1, 3]])
+    assert not none[:, :3].any() and np.array_equal(none[:, 3], plain[:, 3])
+    with pytest.raises(SteeringError, match=r"heads\.1: head 4 is out of range"):
+        client.complete(
+            PROMPT,
+            **greedy(steering=[{"op": "scale", "point": "z", "heads": {"1": 4}, "factor": 0}]),
+        )
+
+
 @pytest.mark.parametrize("stream", [False, True])
 def test_several_captures(client: SteeringClient, reference: Reference, stream: bool) -> None:
     """Rows, and beside them scores with a matrix for each layer."""

@@ -277,7 +277,7 @@ def replace_with(values: Any, positions: Any = (1, 2, 3), **more: Any) -> dict[s
         (replace_with(ROWS, [1, 2]), "steering[0].values: has 3 rows, positions select 2"),
         (replace_with(ROWS[:, :3]), "steering[0].values: has shape [3, 3], the model needs [n, 4]"),
         (replace_with(ROWS[0, :3]), "steering[0].values: has shape [3], the model needs [4]"),
-        (replace_with([1.0, 2.0]), "steering[0].values: has 2 values, the model's hidden size"),
+        (replace_with([1.0, 2.0]), "steering[0].values: has 2 values, the model needs 4"),
         (replace_with([]), "steering[0].values: has 0 rows, positions select 3"),
         (
             replace_with(ROWS[None]),

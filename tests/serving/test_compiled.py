@@ -17,6 +17,7 @@ from tests.support import serving
 from tests.support.serving import Ask, Judge, capture, prompt_of, serve, vector
 from vllm import LLM
 from vllm.config.capture import CAPTURE_POINTS, HEAD_POINTS
+from vllm.config.steering import STEERING_POINTS
 
 if TYPE_CHECKING:
     from tests.conftest import TinyModels
@@ -41,6 +42,8 @@ def pair(tiny_models: TinyModels, caches: Path) -> Iterator[tuple[LLM, Judge]]:
             path,
             enforce_eager=False,
             enable_steering=True,
+            steering_points=list(STEERING_POINTS),
+            steering_families=["add", "scale"],
             capture_consumers=["inline"],
             capture_points=list(CAPTURE_POINTS),
             max_num_batched_tokens=24,
@@ -80,6 +83,12 @@ def test_heads(pair: tuple[LLM, Judge]) -> None:
         Ask(p, {**f, **capture("all", HEAD_POINTS)}) for f in (steered, {}) for p in (PROMPT, SHORT)
     ]
     asks.append(Ask(PROMPT))
+    z = {"point": "z", "heads": {0: [1, 2], 3: [0]}}
+    asks += [
+        Ask(PROMPT, {"steering_vectors": {"z": {1: vector(135, width=128)}}, **capture("all")}),
+        Ask(SHORT, {"steering": [{"op": "scale", "factor": -1.0, **z}], **capture("all", ["z"])}),
+        Ask(PROMPT, {"steering": [{"op": "add", "vector": vector(136, width=32), **z}]}),
+    ]
     for ask, output in zip(asks, serve(llm, asks), strict=True):
         judge.check(ask, output)
 

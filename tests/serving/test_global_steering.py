@@ -23,7 +23,7 @@ from tests.support.timeline import Timeline, Vectors
 from vllm import LLM
 from vllm.config import KVEventsConfig
 from vllm.v1.interventions.messages import FIRST_SLOT, ROWS_PER_SLOT, GlobalTiers, StepInterventions
-from vllm.v1.interventions.plan import VectorSum
+from vllm.v1.interventions.plan import TapShape, VectorSum
 from vllm.v1.interventions.vectors import vector_set_of
 from vllm.v1.interventions.worker.steering_table import SteeringTable
 
@@ -94,11 +94,9 @@ def timeline(pair: tuple[LLM, Judge]) -> Iterator[Timeline]:
 def test_summed_in_float32_and_cast_once() -> None:
     """256 + 1 + 1 is 258 in bfloat16, but rounded after each addition it is 256."""
     site = ("post_block", 0)
-    table = SteeringTable([site], 8, 4, torch.bfloat16, torch.device("cpu"))
-    large, one = (
-        vector_set_of({site: torch.full((4,), x).double().numpy()}, 4) for x in (256.0, 1.0)
-    )
-    half = vector_set_of({site: torch.full((4,), 0.5).double().numpy()}, 4)
+    table = SteeringTable([site], 8, TapShape(4, "bfloat16", {}), torch.device("cpu"))
+    large, one = (vector_set_of({site: torch.full((4,), x).double().numpy()}) for x in (256.0, 1.0))
+    half = vector_set_of({site: torch.full((4,), 0.5).double().numpy()})
     content = VectorSum("content", [(one.digest, 1.0), (half.digest, 2.0)])
     step = StepInterventions(
         version=1,

@@ -326,11 +326,11 @@ def test_a_module_registered_anew_is_another_content() -> None:
 
 def test_what_is_cut_elsewhere_is_another_identity() -> None:
     """The same bytes, told apart by where one thing ends and the next begins."""
-    one = vector_set_of({("pre_attn", 1): np.ones(2), ("pre_attn", 11): np.ones(2)}, 2)
-    other = vector_set_of({("pre_attn", 1): np.ones(4)}, 4)
+    one = vector_set_of({("pre_attn", 1): np.ones(2), ("pre_attn", 11): np.ones(2)})
+    other = vector_set_of({("pre_attn", 1): np.ones(4)})
     assert one.data == other.data
     assert one.digest != other.digest
-    moved = vector_set_of({("pre_attn", 11): np.ones(2), ("post_attn", 1): np.ones(2)}, 2)
+    moved = vector_set_of({("pre_attn", 11): np.ones(2), ("post_attn", 1): np.ones(2)})
     assert moved.digest != one.digest
     sums = {
         segment_at(

@@ -19,6 +19,7 @@ from tests.support import serving
 from tests.support.serving import Ask, Judge, capture, prompt_of, serve, vector
 from vllm import LLM
 from vllm.config.capture import CAPTURE_POINTS, HEAD_POINTS
+from vllm.config.steering import STEERING_POINTS
 
 if TYPE_CHECKING:
     from tests.conftest import TinyModels
@@ -36,6 +37,8 @@ def pair(tiny_models: TinyModels, runner: Runner) -> Iterator[tuple[LLM, Judge]]
     split = "tensor_parallel_size" if runner == "v1" else "pipeline_parallel_size"
     options: dict[str, Any] = {split: 2, "enable_steering": True, "max_num_batched_tokens": 24}
     options["capture_points"] = list(CAPTURE_POINTS)
+    options["steering_points"] = list(STEERING_POINTS)
+    options["steering_families"] = ["add", "scale"]
     with pytest.MonkeyPatch.context() as patch:
         # A forked worker would inherit the threads of this process, but not their locks' owners.
         patch.setenv("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
@@ -88,6 +91,24 @@ def test_heads_of_all_workers(pair: tuple[LLM, Judge]) -> None:
     keys = outputs[1].capture_results["inline"].payload["k", 1]
     assert keys.heads == (0, 1)
     assert not torch.equal(keys.values[:, 0], keys.values[:, 1])
+
+
+def test_heads_are_steered_by_the_worker_that_has_them(pair: tuple[LLM, Judge]) -> None:
+    """Rows are cut by columns: heads of both ranks, or layers of both stages."""
+    llm, judge = pair
+    every = {"point": "z", "heads": {0: [0, 3], 3: [1, 2]}}
+    read = capture("all", ("z", "post_block"))
+    asks = [
+        Ask(prompt_of(41, 114), {"steering": [{"op": "scale", "factor": -1.0, **every}], **read}),
+        Ask(
+            prompt_of(5, 115),
+            {"steering": [{"op": "add", "vector": vector(115, width=32), **every}], **read},
+        ),
+        Ask(prompt_of(17, 116), {"steering_vectors": {"z": {1: vector(116, width=128)}}, **read}),
+        Ask(prompt_of(5, 117), read),
+    ]
+    for ask, output in zip(asks, serve(llm, asks), strict=True):
+        judge.check(ask, output)
 
 
 def test_scores_of_all_workers(pair: tuple[LLM, Judge]) -> None:

@@ -19,7 +19,7 @@ from tests.conformance.runner import Reference
 from tests.support.op_reference import apply_site
 from tests.support.selected import expected_positions
 
-_ORDER = ("pre_attn", "post_attn", "post_block")
+_ORDER = ("pre_attn", "z", "post_attn", "post_block")
 
 
 def with_ops(
@@ -32,25 +32,45 @@ def with_ops(
     """(point, layer) -> float32 [len(sequence), hidden]: tiers and operations together.
 
     Args:
-        ops: as a request gives them; `layers` an int or a list of ints.
+        ops: as a request gives them; `layers` an int or a list of ints, or `heads` a mapping of
+            ints to lists of ints.
         added: what the additive tiers add.
         sequence: prompt and generated tokens, without the last.
     """
     generated = len(sequence) + 1 - num_prompt
     at_site: dict[Site, list[dict[str, Any]]] = {}
+    plain = reference.run(sequence)
     for op in ops:
-        layers = op["layers"] if isinstance(op["layers"], list) else [op["layers"]]
-        for layer in layers:
+        given = op["layers"] if "layers" in op else list(op["heads"])
+        for layer in given if isinstance(given, list) else [given]:
             resolved = _resolved(op, num_prompt, generated)
+            if op["point"] == "z":
+                resolved = _of_heads(resolved, layer, plain.heads["z", layer].shape[1:])
             at_site.setdefault((op["point"], layer), []).append(resolved)
     total = dict(added)
     for site in sorted(at_site, key=lambda site: (site[1], _ORDER.index(site[0]))):
         others = {other: delta for other, delta in total.items() if other != site}
-        arrived = reference.run(sequence, others).rows[site].double()
+        forward = reference.run(sequence, others)
+        arrived = (
+            forward.heads[site].flatten(1) if site[0] == "z" else forward.rows[site]
+        ).double()
         tiers = added.get(site, torch.zeros(())).double().expand_as(arrived)
         changed = apply_site(arrived.numpy(), tiers.numpy(), at_site[site], num_prompt)
         total[site] = (torch.from_numpy(changed) - arrived).float()
     return total
+
+
+def _of_heads(op: Mapping[str, Any], layer: int, shape: Sequence[int]) -> dict[str, Any]:
+    """An operation at z with the numbers of whole rows, of `shape` [heads, width]."""
+    (count, width), made = shape, dict(op)
+    chosen = list(made.pop("heads", {layer: range(count)})[layer])
+    for key, rest in (("vector", 0.0), ("values", 0.0), ("factor", 1.0)):
+        if key in made:
+            given = np.full(width, made[key]) if key == "factor" else np.asarray(made[key])
+            rows = np.full((*given.shape[:-1], count, width), rest)
+            rows[..., chosen, :] = given.reshape(*given.shape[:-1], -1, width)
+            made[key] = rows.reshape(*given.shape[:-1], count * width)
+    return made
 
 
 def _resolved(op: Mapping[str, Any], prompt: int, generated: int) -> dict[str, Any]:

@@ -52,6 +52,11 @@ def normalize(h: Row, norm: float) -> Row:
     return h if not h.any() else norm / np.linalg.norm(h) * h
 
 
+def scale(h: Row, factor: Row) -> Row:
+    """`factor` of each number: that of its head."""
+    return h * factor
+
+
 def gate(h: Row, probe: Row, threshold: float, sharpness: float) -> float:
     # 1 / (1 + exp(-x)), written so that exp cannot overflow.
     return float(0.5 * (1 + np.tanh(0.5 * sharpness * (h @ probe - threshold))))
@@ -114,6 +119,8 @@ def _changed(h: Row, arrived: Row, op: Mapping[str, Any], position: int) -> Row:
             return clamp(h, **given)
         case "pin":
             return pin(h, **given)
+        case "scale":
+            return scale(h, **given)
     raise ValueError(op["op"])
 
 

@@ -132,14 +132,16 @@ def sum_at(plan: SteeringPlan, position: int) -> dict[Site, np.ndarray]:
     total: dict[Site, np.ndarray] = {}
     for name, scale in vector_sum.sets:
         vector_set = sets[name]
-        for site, row in zip(vector_set.sites, vector_set.rows.astype(np.float64), strict=True):
+        for site, row in zip(vector_set.sites, vector_set.rows, strict=True):
             total[site] = total.get(site, np.zeros(HIDDEN)) + scale * row
     return total
 
 
 def vector_set(name: str, num_bytes: int = 4 * HIDDEN) -> VectorSet:
     """A vector set told apart by its digest."""
-    return VectorSet(digest=name, sites=[("pre_attn", 0)], data=bytes(num_bytes), largest=0.0)
+    return VectorSet(
+        digest=name, sites=[("pre_attn", 0)], data=bytes(num_bytes), largest=0.0, widths=(HIDDEN,)
+    )
 
 
 def asking(*sums: VectorSum, size: int = 4 * HIDDEN, inherit: bool = True) -> SteeringPlan:

@@ -84,9 +84,9 @@ def prompt_of(length: int, seed: int) -> list[int]:
     return torch.randint(0, VOCAB, (length,), generator=generator).tolist()
 
 
-def vector(seed: int, norm: float = 24.0) -> torch.Tensor:
-    """A random direction, float32 [HIDDEN]; the streams of the tiny models have norms near 10."""
-    values = torch.randn(HIDDEN, generator=torch.Generator().manual_seed(seed))
+def vector(seed: int, norm: float = 24.0, width: int = HIDDEN) -> torch.Tensor:
+    """A random direction, float32 [width]; the streams of the tiny models have norms near 10."""
+    values = torch.randn(width, generator=torch.Generator().manual_seed(seed))
     return norm * values / values.norm()
 
 

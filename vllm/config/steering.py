@@ -7,13 +7,19 @@ from pydantic import Field
 
 from vllm.config.utils import config
 
-FAMILIES = ("add", "norm_match", "ablate", "clamp", "pin", "replace", "normalize", "gate")
+FAMILIES = ("add", "norm_match", "ablate", "clamp", "pin", "replace", "normalize", "scale", "gate")
 """What an engine can be started with: the operations, and gates on them."""
 
 POINTS = ("pre_attn", "post_attn", "post_block")
 """The points of a decoder block, in the order the stream passes them."""
 
-SCHEMA = 2
+HEADS = "z"
+"""The point of attention that can be steered: what each head returns."""
+
+STEERING_POINTS = (POINTS[0], HEADS, *POINTS[1:])
+"""All points that can be steered, in the order in which a layer computes them."""
+
+SCHEMA = 3
 """Part of the compile-cache key: raise it when traced tap code or an op's meaning changes."""
 
 
@@ -40,13 +46,13 @@ class SteeringConfig:
     once. Further requests wait for a slot. Costs two rows per point and layer each."""
 
     steering_points: list[str] = Field(default_factory=lambda: list(POINTS), min_length=1)
-    """The points that can be steered, of pre_attn, post_attn and post_block. Fewer cost less.
-    Does not limit capture."""
+    """The points that can be steered, of pre_attn, post_attn and post_block, and of z, the heads of
+    attention. Fewer cost less. Does not limit capture."""
 
     steering_families: list[str] = Field(default_factory=lambda: ["add"], min_length=1)
     """What requests may ask for in `steering`, of add, norm_match, ablate, clamp, pin, replace,
-    normalize, and gate (any of these times a sigmoid of a probe). More than add puts an op at every
-    steered site."""
+    normalize, gate (any of these times a sigmoid of a probe), and scale, of heads at z. More than
+    add and scale puts an op at every steered site."""
 
     max_steering_rows: int = Field(default=1024, ge=1, le=1 << 20)
     """Rows in use at once for the vectors of ops: one per op, per replaced position and per gate's
@@ -77,7 +83,7 @@ class SteeringConfig:
     on. See docs/coming-from.md."""
 
     def __post_init__(self) -> None:
-        refuse_unknown("steering_points", self.steering_points, POINTS)
+        refuse_unknown("steering_points", self.steering_points, STEERING_POINTS)
         refuse_unknown("steering_families", self.steering_families, FAMILIES)
         for option in ("steering_modules", "default_steering_modules"):
             if getattr(self, option) and not self.enable_steering:
@@ -85,8 +91,13 @@ class SteeringConfig:
 
     @property
     def has_ops(self) -> bool:
-        """Whether there is more than addition."""
-        return set(self.steering_families) != {"add"}
+        """Whether the residual stream has more than addition."""
+        return not {"add", "scale"}.issuperset(self.steering_families)
+
+    @property
+    def steers_heads(self) -> bool:
+        """Whether the heads of attention can be steered."""
+        return self.enable_steering and HEADS in self.steering_points
 
     def compute_hash(self) -> str:
         """Hash of everything that changes the traced code or the shapes in it."""

@@ -352,7 +352,8 @@ def test_an_addition_with_a_vector_for_each_position(families: list[str]) -> Non
 def test_rows_of_a_part_are_a_view_of_what_travels() -> None:
     plan = steering_of(steering_vectors=tier([(("pre_attn", 0), [1.0, 2.0, 3.0, 4.0], 2.0)]))
     [vector_set] = plan.sets
-    assert vector_set.rows.tolist() == [[2.0, 4.0, 6.0, 8.0]]
-    assert vector_set.rows.dtype == np.float32
+    [row] = vector_set.rows
+    assert row.tolist() == [2.0, 4.0, 6.0, 8.0]
+    assert row.dtype == np.float32
     with pytest.raises(ValueError, match="read-only"):
-        vector_set.rows[0, 0] = 1.0
+        row[0] = 1.0

@@ -364,9 +364,7 @@ class Simulation:
         if self.random.random() < 0.4:
             state = state.cleared(None)
         else:
-            vector_set = vector_set_of(
-                {("pre_attn", 1): np.array(axis(self.random.randrange(4)))}, HIDDEN
-            )
+            vector_set = vector_set_of({("pre_attn", 1): np.array(axis(self.random.randrange(4)))})
             state = state.changed(
                 {self.random.choice(["base", "decode"]): vector_set}, replace=False
             )

@@ -25,7 +25,7 @@ SITE = ("pre_attn", 0)
 
 
 def vector_set(value: float) -> VectorSet:
-    return vector_set_of({SITE: array(*[value] * HIDDEN)}, HIDDEN)
+    return vector_set_of({SITE: array(*[value] * HIDDEN)})
 
 
 def module(value: float) -> Module:

@@ -133,7 +133,7 @@ def test_a_change_that_changes_nothing_is_told(history: History) -> None:
 
 def state(value: float, tier: str = "base") -> GlobalState:
     before = GlobalState(config_of().tap_shape)
-    vector_set = vector_set_of({("pre_attn", 0): array(*[value] * HIDDEN)}, HIDDEN)
+    vector_set = vector_set_of({("pre_attn", 0): array(*[value] * HIDDEN)})
     return before.changed({tier: vector_set}, replace=False)
 
 

@@ -21,7 +21,7 @@ from vllm.v1.interventions.messages import (
     num_table_rows,
     table_row,
 )
-from vllm.v1.interventions.plan import Site, VectorSet, VectorSum
+from vllm.v1.interventions.plan import Site, TapShape, VectorSet, VectorSum
 from vllm.v1.interventions.vectors import vector_set_of
 from vllm.v1.interventions.worker.steering_table import SteeringTable
 
@@ -36,13 +36,14 @@ ONE, TWO, THREE = (FIRST_SLOT + i for i in range(SLOTS))
 
 
 def table(dtype: torch.dtype = torch.float32) -> SteeringTable:
-    return SteeringTable(SITES, num_table_rows(SLOTS), HIDDEN, dtype, torch.device("cpu"))
+    shape = TapShape(HIDDEN, str(dtype).removeprefix("torch."), {})
+    return SteeringTable(SITES, num_table_rows(SLOTS), shape, torch.device("cpu"))
 
 
 def vector_set(**at: float) -> VectorSet:
     """Vectors that hold one number; `s0=...` is that of the first site, `far` one of elsewhere."""
     sites = {f"s{i}": site for i, site in enumerate(SITES)} | {"far": ELSEWHERE}
-    return vector_set_of({sites[name]: np.full(HIDDEN, x) for name, x in at.items()}, HIDDEN)
+    return vector_set_of({sites[name]: np.full(HIDDEN, x) for name, x in at.items()})
 
 
 def made_of(*sets: tuple[VectorSet, float]) -> VectorSum:

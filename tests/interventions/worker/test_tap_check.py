@@ -29,7 +29,7 @@ class Rank:
     def __init__(self, *, captures: bool, steers: bool = True, acts: bool = True) -> None:
         self.sites = [SITE]
         self.captures = lambda site: captures
-        self.table = SimpleNamespace(at={SITE: None}) if steers else None
+        self.table = SimpleNamespace(at={SITE: torch.zeros(1, HIDDEN)}) if steers else None
         self.arena = torch.full((1, HIDDEN), float("nan"))
         self.acts = acts
         self.forwards = 0

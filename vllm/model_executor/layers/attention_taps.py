@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Taps of an attention layer: where the rows of its heads are read.
+"""Taps of an attention layer: where the rows of its heads are read, and what they return written.
 
 `Attention` and `MLAAttention` have the class attribute `taps = UnboundHeadTaps()` and call `enter`
 first and `leave` last. The worker replaces `taps` on each *instance* that it binds, in engines that
-capture at one of these points. What residual_taps.py says of traced code holds here too.
+capture or steer at one of these points. What residual_taps.py says of traced code holds here too.
 """
 
 import torch
@@ -24,9 +24,9 @@ class UnboundHeadTaps:
         """Capture nothing."""
         return None
 
-    def leave(self, output: torch.Tensor) -> None:
-        """Capture nothing."""
-        return None
+    def leave(self, output: torch.Tensor) -> torch.Tensor:
+        """Hand on what attention returns."""
+        return output
 
 
 class HeadTap:
@@ -67,11 +67,50 @@ class HeadTap:
         capture_rows(rows, self.arena, self.dest)
 
 
-class HeadTaps(UnboundHeadTaps):
-    """The taps of one attention layer of the target model; None where nothing is captured."""
+class HeadSteering:
+    """What is added to the heads of one layer, and multiplies them, for this step's requests.
 
-    def __init__(self, q: HeadTap | None, k: HeadTap | None, v: HeadTap | None, z: HeadTap | None):
+    Args:
+        table: [rows, this rank's heads * width] in the model's dtype, row 0 zeros.
+        factors: float32, of the same shape, row 0 ones; None when the engine scales no heads.
+        slots: int32 [max tokens], the row of each token; shared by all sites.
+    """
+
+    def __init__(
+        self, table: torch.Tensor, factors: torch.Tensor | None, slots: torch.Tensor
+    ) -> None:
+        self.table = table
+        self.factors = factors
+        self.slots = slots
+
+    def steer(self, output: torch.Tensor) -> torch.Tensor:
+        """`output`, [tokens, heads, width] or [tokens, heads * width], times factor plus vector:
+        computed in float32 where there are factors and rounded once."""
+        # Plain aten ops, as at residual points: Inductor makes one kernel of them.
+        rows, flat = self.slots[: output.shape[0]], output.flatten(1)
+        added = self.table[rows]
+        if self.factors is None:
+            return (flat + added).view_as(output)
+        factor = self.factors[rows]
+        # A factor of 0 leaves a head out, also where a huge row makes it infinite.
+        kept = torch.where(factor != 0, factor * flat.float(), 0.0)
+        return (kept + added.float()).to(output.dtype).view_as(output)
+
+
+class HeadTaps(UnboundHeadTaps):
+    """The taps of one attention layer of the target model; None where nothing is captured, and
+    where the layer's heads are not steered."""
+
+    def __init__(
+        self,
+        q: HeadTap | None,
+        k: HeadTap | None,
+        v: HeadTap | None,
+        z: HeadTap | None,
+        steering: HeadSteering | None = None,
+    ) -> None:
         self.q, self.k, self.v, self.z = q, k, v, z
+        self.steering = steering
 
     def enter(
         self,
@@ -87,7 +126,11 @@ class HeadTaps(UnboundHeadTaps):
         if self.v is not None and value is not None:
             self.v.read(value)
 
-    def leave(self, output: torch.Tensor) -> None:
-        """Capture what attention returns, [tokens, heads, width] or [tokens, heads * width]."""
+    def leave(self, output: torch.Tensor) -> torch.Tensor:
+        """Steer what attention returns, [tokens, heads, width] or [tokens, heads * width], and
+        capture it; returns it in the same shape."""
+        if self.steering is not None:
+            output = self.steering.steer(output)
         if self.z is not None:
             self.z.read(output)
+        return output

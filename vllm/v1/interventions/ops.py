@@ -3,18 +3,19 @@
 
 from collections import Counter
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
 import numpy as np
 import torch
 
+from vllm.config.steering import HEADS
 from vllm.v1.interventions.errors import need_mapping, reject, show, show_key
 from vllm.v1.interventions.plan import Site, TapShape
 from vllm.v1.interventions.positions import ALL, Positions
-from vllm.v1.interventions.sites import need_sites
-from vllm.v1.interventions.terms import OPS, Scalars, Term, make_term
+from vllm.v1.interventions.sites import need_heads, need_layers, need_sites
+from vllm.v1.interventions.terms import HEAD_OPS, OPS, Scalars, Term, make_term
 from vllm.v1.interventions.values import plain, plain_list
 from vllm.v1.interventions.vectors import need_number, need_vector
 
@@ -29,6 +30,7 @@ _KEYS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "pin": (("direction", "value"), ("strength",)),
     "replace": (("values",), ("alpha",)),
     "normalize": ((), ()),
+    "scale": (("factor",), ()),
 }
 """Operation -> (keys it needs, keys it may have), beside those of every operation."""
 
@@ -53,6 +55,9 @@ class Op:
     frozen: bool
     """Whether its gate is decided once, at the last prompt row. It acts from there on; if not
     on that row itself, the row needs `terms[0].deciding()`."""
+    heads: dict[Site, tuple[int, ...]] = field(default_factory=dict)
+    """At points of attention, which heads of each site: `()` for all, with a vector of the whole
+    row, else the vector is of one head."""
 
     @property
     def gated(self) -> bool:
@@ -121,7 +126,7 @@ def parse_ops(
     at_site: Counter[Site] = Counter()
     for i, entry in enumerate(value):
         op = _Entry(entry, f"{path}[{i}]", shape, families).parse(select)
-        at_site.update(op.sites)
+        at_site.update(() if op.heads else op.sites)
         for point, layer in op.sites:
             if at_site[point, layer] > max_terms:
                 reject(f"{path}[{i}]", f"is one operation more than {max_terms} at {point} {layer}")
@@ -137,10 +142,15 @@ class _Entry:
         self.path = path
         self.shape = shape
         self.families = families
+        self.of_heads = plain(self.given.get("point")) == HEADS
+        self.width = shape.hidden_size
 
     def parse(self, select: Select) -> Op:
         name = self.name()
-        sites = need_sites(self.given["point"], self.given["layers"], self.path, self.shape)
+        heads = self.heads(name) if self.of_heads else {}
+        sites = list(heads)
+        if not sites:
+            sites = need_sites(self.given["point"], self.given["layers"], self.path, self.shape)
         positions = None
         if "positions" in self.given:
             positions = select(self.given["positions"], f"{self.path}.positions")
@@ -156,24 +166,51 @@ class _Entry:
             key = "values" if "values" in self.given else _ROWS.get(name, "direction")
             vectors = [self.vector(name, self.given.get(key), f"{self.path}.{key}")]
         terms = [make_term(scalars, vector, gate.probe) for vector in vectors]
-        return Op(name, sites, positions, terms, frozen)
+        return Op(name, sites, positions, terms, frozen, heads)
+
+    def heads(self, name: str) -> dict[Site, tuple[int, ...]]:
+        """`Op.heads` of an entry at z; `width` becomes that of its vectors."""
+        chosen: dict[int, tuple[int, ...]]
+        if "heads" in self.given:
+            path = f"{self.path}.heads"
+            chosen = need_heads(self.given["heads"], HEADS, path, self.shape)
+            widths = {self.shape.heads[layer][HEADS][1] for layer in chosen}
+        else:
+            path = f"{self.path}.layers"
+            layers = need_layers(self.given["layers"], HEADS, path, self.shape)
+            chosen = dict.fromkeys(layers, ())
+            widths = {self.shape.row_width((HEADS, layer)) for layer in chosen}
+        if len(widths) > 1 and name != "scale":
+            reject(
+                path,
+                f"rows of {HEADS} have widths {sorted(widths)} at these layers, name them apart",
+            )
+        self.width = max(widths)
+        return {(HEADS, layer): chosen[layer] for layer in sorted(chosen)}
 
     def name(self) -> str:
         """The operation, its keys checked."""
         name = plain(self.given.get("op"))
-        if not isinstance(name, str) or name not in OPS:
+        if not isinstance(name, str) or name not in (*OPS, *HEAD_OPS):
+            known = ", ".join(dict.fromkeys((*OPS, *HEAD_OPS)))
             reject(
                 f"{self.path}.op",
-                f"unknown operation {show(name)}; operations are {', '.join(OPS)}",
+                f"unknown operation {show(name)}; operations are {known}",
             )
+        if self.of_heads and name not in HEAD_OPS:
+            reject(f"{self.path}.op", f"{name} does not act on heads; at {HEADS} do add and scale")
+        if name == "scale" and not self.of_heads:
+            reject(f"{self.path}.point", f"scale acts on heads: its point is {HEADS!r}")
         self.need_family(name, "op")
         needed, allowed = _KEYS[name]
         if name in _ROWS and "values" in self.given:
             needed = tuple("values" if key == _ROWS[name] else key for key in needed)
         if "values" in needed and self.has_rows():
             needed = (*needed, "positions")
-        needed = ("op", "point", "layers", *needed)
-        _need_keys(self.given, self.path, name, needed, (*allowed, "positions", "gate"))
+        layers = "heads" if self.of_heads and "heads" in self.given else "layers"
+        needed = ("op", "point", layers, *needed)
+        gate = () if self.of_heads else ("gate",)
+        _need_keys(self.given, self.path, name, needed, (*allowed, "positions", *gate))
         return name
 
     def need_family(self, family: str, key: str) -> None:
@@ -239,15 +276,17 @@ class _Entry:
                 if not 0 <= alpha <= 1:
                     reject(f"{self.path}.alpha", f"must be from 0 to 1, got {show(alpha)}")
                 return {"replace": alpha, "constant": alpha}
+            case "scale":
+                return {"constant": self.number("factor")}
             case _:
                 assert name == "normalize"
                 return {"renorm": 1.0}
 
     def vector(self, name: str, value: Any, path: str) -> bytes:
-        """The operation's vector of `value`, float32 [hidden]."""
-        if name == "normalize":
-            return bytes(4 * self.hidden)
-        vector = need_vector(value, path, self.hidden)
+        """The operation's vector of `value`, float32 [width]."""
+        if name in ("normalize", "scale"):
+            return bytes(4 * self.width if name == "normalize" else 0)
+        vector = need_vector(value, path, self.width)
         if name == "add":
             packed = _float32(vector, path)
             with np.errstate(over="ignore"):
@@ -275,18 +314,14 @@ class _Entry:
         if isinstance(values, torch.Tensor) and (values.layout != torch.strided or values.is_meta):
             reject(path, f"must be a dense tensor, got {values.layout} on {values.device}")
         if isinstance(values, np.ndarray | torch.Tensor):
-            if values.ndim != 2 or values.shape[1] != self.hidden:
-                reject(path, f"has shape {list(values.shape)}, the model needs [n, {self.hidden}]")
+            if values.ndim != 2 or values.shape[1] != self.width:
+                reject(path, f"has shape {list(values.shape)}, the model needs [n, {self.width}]")
         elif not isinstance(values, list):
             reject(path, f"must be a list, a numpy array or a torch tensor, got {show(values)}")
         if len(values) != len(positions):
             reject(path, f"has {len(values)} rows, positions select {len(positions)}")
         rows = [self.vector(name, value, f"{path}[{i}]") for i, value in enumerate(values)]
         return [row for _, row in sorted(zip(order, rows, strict=True), key=lambda pair: pair[0])]
-
-    @property
-    def hidden(self) -> int:
-        return self.shape.hidden_size
 
     def number(self, key: str, default: float | None = None) -> float:
         return need_number(self.given.get(key, default), f"{self.path}.{key}")

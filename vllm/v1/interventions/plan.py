@@ -78,26 +78,34 @@ class VectorSet(msgspec.Struct, frozen=True):
     """Vectors at some sites that are only ever used together."""
 
     digest: str
-    """Hex SHA-256 over hidden size, sites and data."""
+    """Hex SHA-256 over widths, sites and data."""
     sites: list[Site]
     data: bytes
-    """float32 [sites, hidden], C order, native endian."""
+    """float32, the vectors of all sites one after the other, native endian."""
     largest: float
     """The largest absolute value in `data`; NaN if there is one."""
+    widths: tuple[int, ...]
+    """The length of each site's vector; one number where all have the same."""
 
     @property
-    def rows(self) -> np.ndarray:
-        """`data` as float32 [sites, hidden], a read-only view."""
-        return np.frombuffer(self.data, np.float32).reshape(len(self.sites), -1)
+    def rows(self) -> list[np.ndarray]:
+        """The vector of each site, float32, read-only views of `data`."""
+        flat = np.frombuffer(self.data, np.float32)
+        if len(self.widths) == 1:
+            return list(flat.reshape(len(self.sites), *self.widths))
+        return np.split(flat, np.cumsum(self.widths[:-1]))
 
 
 class VectorSum(msgspec.Struct, frozen=True):
     """What one slot of the steering table holds, the global tiers aside: a sum of vector sets."""
 
     digest: str
-    """Hex SHA-256 over `sets`."""
+    """Hex SHA-256 over `sets` and `factors`."""
     sets: list[tuple[str, float]]
     """What is summed: (digest of the vector set, scale)."""
+    factors: list[tuple[Site, bytes]] = []
+    """float32 [heads] of sites whose heads are scaled, native endian. The global tiers there are
+    scaled too, and these sets are not: what acts before the factors has them in it."""
 
 
 class Program(msgspec.Struct, frozen=True):

@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 
 from vllm.config.capture import CAPTURE_POINTS, CaptureConfig
-from vllm.config.steering import POINTS, SteeringConfig
+from vllm.config.steering import HEADS, POINTS, STEERING_POINTS, SteeringConfig
 from vllm.v1.interventions.errors import reject, show, show_key
 from vllm.v1.interventions.plan import Site, TapShape
 from vllm.v1.interventions.values import plain, plain_list
@@ -22,8 +22,10 @@ def need_point(value: Any, path: str, shape: TapShape, allowed: Sequence[str] = 
     value = plain(value)
     if not isinstance(value, str) or value not in allowed:
         reject(path, f"unknown point {show(value)}; points are {', '.join(allowed)}")
-    if not any(value in points for points in shape.points.values()):
-        has = sorted({p for points in shape.points.values() for p in points}, key=allowed.index)
+    offered = {p for layer in shape.points for p in shape.offers(layer)}
+    if value not in offered:
+        near = offered.intersection(POINTS if value in POINTS else allowed)
+        has = sorted(near, key=allowed.index)
         reject(path, f"this model has no point {value!r}; it has {', '.join(has)}")
     return value
 
@@ -59,8 +61,6 @@ def need_heads(value: Any, point: str, path: str, shape: TapShape) -> dict[int, 
     Args:
         value: layers as of `need_layers`, for all their heads; or a mapping of such layers to
             "all", a head from 0, an inclusive range "0-3" or a list of these.
-        shape: whose `points` include those of attention.
-
     Raises:
         ValueError: as `need_layers`; or a head is out of range or named twice, or none is.
     """
@@ -121,9 +121,12 @@ def need_sites(points: Any, layers: Any, path: str, shape: TapShape) -> list[Sit
         chosen = need_layers(layers, "all", f"{path}.layers", anywhere)
         sites = [(point, layer) for layer in chosen for point in shape.points[layer]]
     else:
-        names = [need_point(each, f"{path}.point", shape) for each in _listed(points)]
+        at = f"{path}.point"
+        names = [need_point(each, at, shape, STEERING_POINTS) for each in _listed(points)]
         if not names or len(set(names)) < len(names):
-            reject(f"{path}.point", "must name a point, each once")
+            reject(at, "must name a point, each once")
+        if HEADS in names:
+            reject(at, f"{HEADS} stands alone and not in a list: its rows are heads")
         sites = [(p, n) for p in names for n in need_layers(layers, p, f"{path}.layers", shape)]
     return sorted(sites, key=site_order)
 
@@ -153,7 +156,7 @@ def _layers_of(value: Any, point: str, path: str, shape: TapShape) -> list[int]:
     """The layers of an int, digits, a range or "all"."""
     value = plain(value)
     if isinstance(value, str) and value == "all":
-        return [layer for layer, points in sorted(shape.points.items()) if point in points]
+        return [layer for layer in sorted(shape.points) if point in shape.offers(layer)]
     if isinstance(value, int) and not isinstance(value, bool):
         first = last = value
     elif isinstance(value, str) and _INT.fullmatch(value):
@@ -175,8 +178,8 @@ def _layers_of(value: Any, point: str, path: str, shape: TapShape) -> list[int]:
             reject(path, f"layer {show(layer)} is out of range, the model has {_has(shape)}")
     layers = list(range(first, last + 1))
     for layer in layers:
-        if point not in shape.points[layer]:
-            has = ", ".join(shape.points[layer])
+        if point not in shape.offers(layer):
+            has = ", ".join(shape.points[layer] if point in POINTS else shape.offers(layer))
             reject(path, f"layer {layer} has no point {point!r}; it has {has}")
     return layers
 

@@ -28,7 +28,9 @@ from typing import NamedTuple
 import msgspec
 
 OPS = ("add", "norm_match", "ablate", "clamp", "pin", "replace", "normalize")
-"""The names of operations in requests."""
+"""The names of operations on the residual stream in requests."""
+HEAD_OPS = ("add", "scale")
+"""Those of operations on heads of attention, which are sums and factors and no terms."""
 INF = float("inf")
 
 

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from vllm.config.steering import STEERING_POINTS
 from vllm.v1.interventions.errors import need_mapping, reject, show, show_key
 from vllm.v1.interventions.plan import Site, TapShape, VectorSet
 from vllm.v1.interventions.positions import Positions
@@ -15,7 +16,7 @@ from vllm.v1.interventions.sites import need_layers, need_point, site_order
 from vllm.v1.interventions.values import plain
 
 Vectors = dict[Site, np.ndarray]
-"""Site -> float64 [hidden], scale applied."""
+"""Site -> float64 [hidden], of z [heads * width]; scale applied."""
 
 Select = Callable[[Any, str], Positions]
 """Resolves a value of `positions`, given with its path, to the positions it means."""
@@ -47,11 +48,12 @@ def parse_vectors(
     limited: list[tuple[Vectors, Positions | None]] = []
     seen: set[Site] = set()
     for point_key, entries in need_mapping(value, path).items():
-        point = need_point(point_key, f"{path}.{show_key(point_key)}", shape)
+        point = need_point(point_key, f"{path}.{show_key(point_key)}", shape, STEERING_POINTS)
         for layer_key, entry in need_mapping(entries, f"{path}.{point}").items():
             entry_path = f"{path}.{point}.{show_key(layer_key)}"
-            vector, positions = _entry(entry, entry_path, shape.hidden_size, select)
             layers = need_layers(layer_key, point, entry_path, shape)
+            width = _one_width(point, layers, entry_path, shape)
+            vector, positions = _entry(entry, entry_path, width, select)
             for layer in layers:
                 if (point, layer) in seen:
                     reject(entry_path, f"layer {layer} is already given by another entry")
@@ -65,10 +67,10 @@ def parse_vectors(
 
 
 def _entry(
-    entry: Any, path: str, hidden_size: int, select: Select
+    entry: Any, path: str, width: int, select: Select
 ) -> tuple[np.ndarray, Positions | None]:
     if not isinstance(entry, Mapping):
-        return need_vector(entry, path, hidden_size), None
+        return need_vector(entry, path, width), None
     unknown = sorted(show_key(k) for k in entry.keys() - {"vector", "scale", "positions"})
     if unknown:
         reject(path, f"unknown keys {unknown[:8]}, allowed are 'vector', 'scale' and 'positions'")
@@ -79,7 +81,7 @@ def _entry(
     if "positions" in entry:
         positions = select(entry["positions"], f"{path}.positions")
     with np.errstate(over="ignore"):  # the sum is looked at
-        return need_vector(entry["vector"], f"{path}.vector", hidden_size) * scale, positions
+        return need_vector(entry["vector"], f"{path}.vector", width) * scale, positions
 
 
 def need_number(value: Any, path: str) -> float:
@@ -93,8 +95,18 @@ def need_number(value: Any, path: str) -> float:
     return float(value)
 
 
-def need_vector(value: Any, path: str, hidden_size: int) -> np.ndarray:
-    """Return a request's vector as float64 [hidden_size].
+def _one_width(point: str, layers: Sequence[int], path: str, shape: TapShape) -> int:
+    """The width of a row at a point of these layers; raises ValueError if there are several."""
+    widths = {shape.row_width((point, layer)) for layer in layers}
+    if len(widths) > 1:
+        reject(
+            path, f"rows of {point} have widths {sorted(widths)} at these layers, name them apart"
+        )
+    return widths.pop()
+
+
+def need_vector(value: Any, path: str, width: int) -> np.ndarray:
+    """Return a request's vector as float64 [width].
 
     Args:
         value: a list or tuple of numbers, or a 1-D array or tensor of a float dtype.
@@ -107,16 +119,16 @@ def need_vector(value: Any, path: str, hidden_size: int) -> np.ndarray:
             reject(path, f"must be of a float dtype, got {value.dtype}")
         if value.layout != torch.strided or value.is_meta:
             reject(path, f"must be a dense tensor, got {value.layout} on {value.device}")
-        _need_shape(value.shape, path, hidden_size)
+        _need_shape(value.shape, path, width)
         array = value.detach().to("cpu", torch.float64).numpy()
     elif isinstance(value, np.ndarray):
         if value.dtype.kind != "f":
             reject(path, f"must be of a float dtype, got {value.dtype}")
-        _need_shape(value.shape, path, hidden_size)
+        _need_shape(value.shape, path, width)
         array = value.astype(np.float64)
     elif isinstance(value, list | tuple):
-        if len(value) != hidden_size:
-            reject(path, f"has {len(value)} values, the model's hidden size is {hidden_size}")
+        if len(value) != width:
+            reject(path, f"has {len(value)} values, the model needs {width}")
         # A list of lists would reach numpy's own errors; a bool is an int to Python.
         if set(map(type, value)) != {float}:
             value = [need_number(x, f"{path}[{i}]") for i, x in enumerate(value)]
@@ -128,18 +140,20 @@ def need_vector(value: Any, path: str, hidden_size: int) -> np.ndarray:
     return array
 
 
-def _need_shape(given: Sequence[int], path: str, hidden_size: int) -> None:
-    if list(given) != [hidden_size]:
-        reject(path, f"has shape {list(given)}, the model needs [{hidden_size}]")
+def _need_shape(given: Sequence[int], path: str, width: int) -> None:
+    if list(given) != [width]:
+        reject(path, f"has shape {list(given)}, the model needs [{width}]")
 
 
-def vector_set_of(vectors: Vectors, hidden_size: int) -> VectorSet:
+def vector_set_of(vectors: Vectors) -> VectorSet:
     """Make a vector set of `vectors`, rounded once to float32."""
     sites = sorted(vectors, key=site_order)
-    rows = np.stack([vectors[site] for site in sites]).astype(np.float32)
+    widths = tuple(len(vectors[site]) for site in sites)
+    rows = np.concatenate([vectors[site] for site in sites]).astype(np.float32)
     data, largest = rows.tobytes(), float(max(rows.max(), -rows.min()))
     names = ",".join(f"{point}.{layer}" for point, layer in sites)
-    return VectorSet(digest_of(f"{hidden_size};{names};", data), sites, data, largest)
+    widths = widths if len(set(widths)) > 1 else widths[:1]
+    return VectorSet(digest_of(f"{widths};{names};", data), sites, data, largest, widths)
 
 
 def add_up(tiers: Iterable[Vectors]) -> Vectors:
@@ -175,4 +189,5 @@ def digest_of(text: str, data: bytes = b"") -> str:
 
 def vectors_of(vector_set: VectorSet) -> Vectors:
     """The vectors of a set as float64."""
-    return dict(zip(vector_set.sites, vector_set.rows.astype(np.float64), strict=True))
+    rows = (row.astype(np.float64) for row in vector_set.rows)
+    return dict(zip(vector_set.sites, rows, strict=True))

@@ -22,7 +22,7 @@ import safetensors
 import safetensors.numpy
 import torch
 
-from vllm.config.steering import SteeringConfig
+from vllm.config.steering import HEADS, POINTS, STEERING_POINTS, SteeringConfig
 from vllm.v1.interventions.errors import reject, show, show_key
 from vllm.v1.interventions.plan import TIERS, Site, TapShape
 from vllm.v1.interventions.sites import need_layers, need_point, need_steered_points
@@ -126,7 +126,7 @@ def _module(
     for name, vector in content.vectors.items():
         where = f"{file}[{show_key(name)}]"
         tier, site = site_of(name, where, shape)
-        tiers[tier][site] = need_vector(vector, where, shape.hidden_size)
+        tiers[tier][site] = need_vector(vector, where, shape.row_width(site))
     ops = parse_module_ops(content.ops, f"{file}[ops]", shape, config)
     return make_module(tiers, ops, file, shape)
 
@@ -177,8 +177,10 @@ def save(path: str | Path, source: Module | Mapping[str, Any], model_hint: str =
         ops, of_ops = split_ops(module.ops)
         metadata |= {"steering_format": OPS_VERSION, "ops": ops}
         vectors |= of_ops
-    sizes = [len(row) for row in vectors.values()] or [len(module.ops[0].term.vector) // 4]
-    metadata["hidden_size"] = str(sizes[0])
+    sizes = [len(row) for name, row in vectors.items() if name.split(".")[1] in POINTS]
+    sizes += [len(op.term.vector) // 4 for op in module.ops if not op.heads]
+    if sizes:  # rows of heads may have any width
+        metadata["hidden_size"] = str(sizes[0])
     _write(path, lambda unfinished: safetensors.numpy.save_file(vectors, unfinished, metadata))
 
 
@@ -209,8 +211,8 @@ def export_gguf(path: str | Path, source: Module | Mapping[str, Any], model_hint
 def _most_bytes(shape: TapShape) -> int:
     """Return the size of a file with a float64 vector for all sites and tiers of the model, and for
     an operation with a gate at each."""
-    vectors = (len(TIERS) + 2) * sum(map(len, shape.points.values()))
-    return _HEADERS + 8 * shape.hidden_size * vectors
+    sites = [(point, n) for n in shape.points for point in (*shape.points[n], HEADS)]
+    return _HEADERS + 8 * (len(TIERS) + 2) * sum(map(shape.row_width, sites))
 
 
 def _module_of(source: Module | Mapping[str, Any]) -> Module:
@@ -246,7 +248,7 @@ def _site_of_direction(name: str, where: str, shape: TapShape) -> tuple[str, Sit
 
 
 def _site(point: str, layer: str, where: str, shape: TapShape) -> Site:
-    need_point(point, where, shape)
+    need_point(point, where, shape, STEERING_POINTS)
     [number] = need_layers(int(layer), point, where, shape)
     return point, number
 

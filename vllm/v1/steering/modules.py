@@ -47,6 +47,8 @@ class ModuleOp(msgspec.Struct, frozen=True):
     term: Term
     frozen: bool
     """Whether its gate is decided at the last prompt token."""
+    heads: dict[Site, tuple[int, ...]] = {}
+    """As of `Op`."""
 
     def for_request(self, scale: float, path: str, num_prompt_tokens: int, shape: TapShape) -> Op:
         """Return the operation of a request that names its module with `scale`.
@@ -69,7 +71,9 @@ class ModuleOp(msgspec.Struct, frozen=True):
             if not largest * abs(term.scalars.constant) <= torch.finfo(shape.torch_dtype).max:
                 reject(path, f"overflows {shape.dtype}")
         decided = Positions([(num_prompt_tokens - 1, END)])
-        return Op(self.name, self.sites, decided if self.frozen else None, [term], self.frozen)
+        return Op(
+            self.name, self.sites, decided if self.frozen else None, [term], self.frozen, self.heads
+        )
 
 
 class Module(msgspec.Struct, frozen=True, dict=True):
@@ -101,9 +105,7 @@ class Module(msgspec.Struct, frozen=True, dict=True):
         sets = [self.tiers[tier] for tier in tiers if tier in self.tiers]
         if len(sets) < 2:
             return sets[0] if sets else None
-        return vector_set_of(
-            add_up(vectors_of(vector_set) for vector_set in sets), sets[0].rows.shape[1]
-        )
+        return vector_set_of(add_up(map(vectors_of, sets)))
 
 
 def make_module(
@@ -120,12 +122,12 @@ def make_module(
     if not ops and not any(tiers.values()):
         reject(path, "has neither vectors nor operations")
     with np.errstate(over="ignore"):  # looked at below
-        sets = {t: vector_set_of(tiers[t], shape.hidden_size) for t in TIERS if tiers.get(t)}
+        sets = {t: vector_set_of(tiers[t]) for t in TIERS if tiers.get(t)}
         listed = [f"{tier}={vector_set.digest}" for tier, vector_set in sets.items()]
-        listed += [f"{op.name}:{op.sites}:{op.term.digest}:{op.frozen}" for op in ops]
+        listed += [f"{op.name}:{op.sites}:{op.term.digest}:{op.frozen}:{op.heads}" for op in ops]
         module = Module(hashlib.sha256(";".join(listed).encode()).hexdigest(), sets, ops)
         for vector_set in (*sets.values(), module.prefill, module.decode):
-            if vector_set is not None and not np.isfinite(vector_set.rows).all():
+            if vector_set is not None and not np.isfinite(vector_set.largest):
                 reject(path, "overflows float32")
     return module
 
@@ -168,7 +170,7 @@ def parse_module_ops(
     families = frozenset(config.steering_families)
     # Where a gate is decided is known in the request.
     ops = parse_ops(value, path, shape, families, lambda *_: ALL, config.max_steering_ops)
-    return [ModuleOp(op.name, op.sites, op.terms[0], op.frozen) for op in ops]
+    return [ModuleOp(op.name, op.sites, op.terms[0], op.frozen, op.heads) for op in ops]
 
 
 def no_positions(value: Any, path: str) -> NoReturn:

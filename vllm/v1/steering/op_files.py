@@ -38,10 +38,17 @@ def _entry(op: ModuleOp) -> tuple[dict[str, Any], list[tuple[str, bytes]]]:
     if len(points) == 1:
         entry["point"] = points[0]
     entry["layers"] = layers
+    if op.heads:
+        named = {layer: heads for (_, layer), heads in op.heads.items() if heads}
+        if named:
+            entry["heads"] = named
+            del entry["layers"]
     key = "direction"
     match op.name:
         case "add":
             entry["scale"], key = numbers.constant, "vector"
+        case "scale":
+            entry["factor"], key = numbers.constant, ""
         case "norm_match":
             entry["scale"] = numbers.norm
         case "ablate":

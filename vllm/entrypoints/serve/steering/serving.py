@@ -90,7 +90,7 @@ def described(plan: Plan) -> str:
     if (steering := plan.steering) is not None:
         vectors = [
             f"{one.digest[:12]} ({len(one.sites)} vectors, largest norm "
-            f"{np.linalg.norm(one.rows.astype(np.float64), axis=1).max():.4g})"
+            f"{max(np.linalg.norm(row.astype(np.float64)) for row in one.rows):.4g})"
             for one in steering.sets
         ]
         named = {d for c in steering.sums for d, _ in c.sets} - {

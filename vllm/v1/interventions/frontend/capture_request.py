@@ -8,7 +8,6 @@ from collections.abc import Iterable, Mapping
 from itertools import chain
 from typing import Any, TypeVar
 
-import msgspec
 import numpy as np
 import torch
 
@@ -18,7 +17,6 @@ from vllm.config.capture import (
     PROJECTION_ROWS,
     CaptureConfig,
 )
-from vllm.config.steering import POINTS
 from vllm.sampling_params import SamplingParams
 from vllm.v1.capture.consumer import SHARED_FIELDS, CaptureConsumer
 from vllm.v1.capture.registry import INLINE, ConsumerSpec
@@ -263,15 +261,10 @@ def _sites(
     """All sites in layer order, and which heads of those of attention."""
     points: list[list[Site]] = []
     heads: dict[Site, tuple[int, ...]] = {}
-    offered: TapShape | None = None
     for key, value in need_mapping(hooks, path).items():
-        if offered is None and plain(key) not in POINTS:
-            points_of = {layer: shape.offers(layer) for layer in shape.points}
-            offered = msgspec.structs.replace(shape, points=points_of)
-        point = need_point(key, f"{path}.{show_key(key)}", offered or shape, CAPTURE_POINTS)
+        point = need_point(key, f"{path}.{show_key(key)}", shape, CAPTURE_POINTS)
         if point in HEAD_POINTS:
-            assert offered is not None
-            chosen = need_heads(value, point, f"{path}.{point}", offered)
+            chosen = need_heads(value, point, f"{path}.{point}", shape)
             heads |= {(point, layer): chosen[layer] for layer in chosen}
             points.append([(point, layer) for layer in sorted(chosen)])
             continue

@@ -90,7 +90,7 @@ class ChangeBuilder:
             [(vectors, _)] = parse_vectors(value, path, self.shape, no_positions)
             need_steered_points(vectors, path, config)
             if vectors:
-                sets[tier] = vector_set_of(vectors, self.shape.hidden_size)
+                sets[tier] = vector_set_of(vectors)
         name = GLOBAL_OPS if replace or ops is not None else ""
         return Change("set", tiers=sets, replace=replace, name=name, module=module)
 
@@ -160,7 +160,7 @@ class ChangeBuilder:
         if not self.enabled and shape is not None:
             points = config.capture_config.capture_points
         shape = shape or self.shape
-        return {n: tuple(p for p in has if p in points) for n, has in shape.points.items()}
+        return {n: tuple(p for p in shape.offers(n) if p in points) for n in shape.points}
 
 
 def _need_tier(value: Any) -> str:

@@ -33,6 +33,7 @@ from vllm.v1.interventions.vectors import (
     largest_sum,
     need_finite_sum,
     vector_set_of,
+    vectors_of,
 )
 
 Key = TypeVar("Key")
@@ -57,6 +58,15 @@ class _Shared:
     positions: Positions
 
 
+@dataclass(frozen=True)
+class _OnHeads:
+    """An operation on heads, or what it does at one of its positions."""
+
+    op: Op
+    term: Term
+    positions: Positions
+
+
 class SegmentBuilder:
     """Collects what acts where; `plan` cuts the positions into segments.
 
@@ -72,6 +82,7 @@ class SegmentBuilder:
         self._prompt = num_prompt_tokens
         self.additions: list[_Addition] = []
         self.shared: list[_Shared] = []
+        self.on_heads: list[_OnHeads] = []
         self.ops: list[Op] = []
 
     @property
@@ -98,6 +109,9 @@ class SegmentBuilder:
         """Append ops. Plain additions that no other op comes before need no ops table; where there
         is one, it takes those with a vector for each position, which are as many sums else."""
         for op in ops:
+            if op.heads:
+                self.on_heads += [_OnHeads(op, term, where) for term, where in op.parts()]
+                continue
             plain = op.name == "add" and not op.gated and not self.ops
             if not plain or (len(op.terms) > 1 and config.has_ops):
                 self.ops.append(op)
@@ -125,6 +139,7 @@ class SegmentBuilder:
         """
         where = [addition.positions for addition in self.additions]
         where += [shared.positions for shared in self.shared]
+        where += [part.positions for part in self.on_heads]
         where += [op.positions or ALL for op in self.ops]
         edges = {0, self._prompt}
         decider = None
@@ -141,7 +156,7 @@ class SegmentBuilder:
         acts = np.zeros((len(firsts), len(where)), dtype=bool)
         for i, positions in enumerate(where):
             acts[:, i] = positions.mask(firsts)
-        split = len(self.additions) + len(self.shared)
+        split = len(self.additions) + len(self.shared) + len(self.on_heads)
         makers = _Sums(self, path)
         sum_keys = [row[:split].tobytes() for row in acts]
         sums = _made(
@@ -220,36 +235,80 @@ class _Sums:
         self.sets: dict[str, VectorSet] = {}
 
     def make(self, key: bytes) -> str:
-        """The digest of the sum where bool [additions + shared] `key` is true; keeps it."""
+        """The digest of the sum where bool [additions + shared + on_heads] `key` is true; keeps
+        it."""
+        with np.errstate(over="ignore", invalid="ignore"):  # the sums are looked at
+            return self._make(key)
+
+    def _make(self, key: bytes) -> str:
         acts = np.frombuffer(key, dtype=bool)
         own = [a for a, on in zip(self._builder.additions, acts, strict=False) if on]
         self._charge(sum(len(a.vectors) for a in own))
-        with np.errstate(over="ignore", invalid="ignore"):  # looked at below
-            inline = add_up(a.vectors for a in own)
+        inline = add_up(a.vectors for a in own)
         acts = acts[len(self._builder.additions) :]
-        shared = [s for s, on in zip(self._builder.shared, acts, strict=True) if on]
-        with np.errstate(over="ignore", invalid="ignore"):
-            vector_set = own[0].vector_set if len(own) == 1 else None
-            if inline and vector_set is None:
-                vector_set = vector_set_of(inline, self._builder.shape.hidden_size)
-            bound = sum(abs(s.scale) * s.vector_set.largest for s in shared)
-            bound += vector_set.largest if vector_set is not None else 0.0
-            if not bound <= largest_sum(self._builder.shape):
-                # Then the sums themselves are looked at, which takes a millisecond.
+        shared = [s for s, on in zip(self._builder.shared, acts, strict=False) if on]
+        acts = acts[len(self._builder.shared) :]
+        on_heads = [part for part, on in zip(self._builder.on_heads, acts, strict=True) if on]
+        factors: dict[Site, np.ndarray] = {}
+        if on_heads:
+            if any(part.op.name == "scale" for part in on_heads):
+                # What modules add is scaled, too: it becomes a part of this request's own set.
                 self._charge(sum(len(s.vector_set.sites) for s in shared))
-                tiers = chain([inline], map(_scaled, shared))
-                need_finite_sum(add_up(tiers), self._path, self._builder.shape)
+                inline, shared = add_up([inline, *map(_scaled, shared)]), []
+            inline, factors = self._act_on_heads(inline, on_heads)
+        vector_set = own[0].vector_set if len(own) == 1 and not on_heads else None
+        if inline and vector_set is None:
+            vector_set = vector_set_of(inline)
+        bound = sum(abs(s.scale) * s.vector_set.largest for s in shared)
+        bound += vector_set.largest if vector_set is not None else 0.0
+        if not bound <= largest_sum(self._builder.shape):
+            # Then the sums themselves are looked at, which takes a millisecond.
+            self._charge(sum(len(s.vector_set.sites) for s in shared))
+            tiers = chain([inline], map(_scaled, shared))
+            need_finite_sum(add_up(tiers), self._path, self._builder.shape)
         scaled = [(s.vector_set.digest, s.scale) for s in shared]
         if vector_set is not None:
             self.sets[vector_set.digest] = vector_set
             scaled.append((vector_set.digest, 1.0))
-        if not scaled:
+        if not scaled and not factors:
             return UNSTEERED
         scaled.sort()
         text = ";".join(f"{digest}*{scale.hex()}" for digest, scale in scaled)
-        vector_sum = VectorSum(digest=digest_of(text), sets=scaled)
+        at = [(site, factors[site].astype(np.float32).tobytes()) for site in sorted(factors)]
+        text += "".join(f"|{point}.{layer}" for (point, layer), _ in at)
+        digest = digest_of(text, b"".join(numbers for _, numbers in at))
+        vector_sum = VectorSum(digest=digest, sets=scaled, factors=at)
         self.sums[vector_sum.digest] = vector_sum
         return vector_sum.digest
+
+    def _act_on_heads(
+        self, vectors: Vectors, on_heads: list[_OnHeads]
+    ) -> tuple[Vectors, dict[Site, np.ndarray]]:
+        """Operations on heads in their order, after `vectors`: what is added to a row once it is
+        multiplied, and the factor of each head where one is not 1 by itself."""
+        shape, made = self._builder.shape, dict(vectors)
+        factors: dict[Site, np.ndarray] = {}
+        self._charge(sum(len(part.op.sites) for part in on_heads))
+        for part in on_heads:
+            number = part.term.scalars.constant
+            for site, heads in part.op.heads.items():
+                count, width = shape.heads[site[1]][site[0]]
+                chosen = list(heads) or list(range(count))
+                row = made.get(site, np.zeros(count * width)).reshape(count, width).copy()
+                if part.op.name == "scale":
+                    row[chosen] *= number
+                    factors.setdefault(site, np.ones(count))[chosen] *= number
+                else:
+                    vector = np.frombuffer(part.term.vector, np.float32).astype(np.float64)
+                    row[chosen] += number * vector.reshape(-1, width)
+                if site in made or part.op.name != "scale":
+                    made[site] = row.reshape(-1)
+        for (point, layer), numbers in factors.items():
+            if not np.abs(numbers).max() <= np.finfo(np.float32).max:
+                reject(
+                    self._path, f"the factors of heads at {point} layer {layer} overflow float32"
+                )
+        return made, factors
 
     def _charge(self, num_vectors: int) -> None:
         num_bytes = num_vectors * 4 * self._builder.shape.hidden_size
@@ -257,8 +316,7 @@ class _Sums:
 
 
 def _scaled(shared: _Shared) -> Vectors:
-    rows = shared.vector_set.rows.astype(np.float64) * shared.scale
-    return dict(zip(shared.vector_set.sites, rows, strict=True))
+    return {site: row * shared.scale for site, row in vectors_of(shared.vector_set).items()}
 
 
 ProgramKey = tuple[bytes, bool, int]

@@ -49,7 +49,7 @@ class VectorMemo:
             copies = [a.clone() if isinstance(a, torch.Tensor) else a.copy() for a in arrays]
             [(vectors, _)] = parse_vectors(value, path, shape, select)
             with np.errstate(over="ignore"):  # the sum of all that acts is looked at
-                known = _Known(names, copies, vectors, vector_set_of(vectors, shape.hidden_size))
+                known = _Known(names, copies, vectors, vector_set_of(vectors))
             self._kept.append(known)
         yield known.vectors, None, known.vector_set
 

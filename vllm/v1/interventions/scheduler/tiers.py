@@ -57,11 +57,7 @@ class GlobalState:
         for phase, names in PHASE_TIERS.items():
             total = add_up(new._vectors[tier] for tier in names)
             need_finite_sum(total, f"the global tiers at {phase} positions", self._shape)
-        sets = {
-            tier: vector_set_of(vectors, self._shape.hidden_size)
-            for tier, vectors in new._vectors.items()
-            if vectors
-        }
+        sets = {tier: vector_set_of(vectors) for tier, vectors in new._vectors.items() if vectors}
         new.current = GlobalTiers(version=self.current.version + 1, tiers=sets)
         return new
 

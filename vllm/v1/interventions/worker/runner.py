@@ -15,8 +15,8 @@ from torch import nn
 
 from vllm.config import CompilationMode, VllmConfig
 from vllm.config.capture import HEAD_POINTS
-from vllm.config.steering import POINTS
-from vllm.model_executor.layers.attention_taps import HeadTap, HeadTaps
+from vllm.config.steering import HEADS, POINTS
+from vllm.model_executor.layers.attention_taps import HeadSteering, HeadTap, HeadTaps
 from vllm.model_executor.layers.native_rows import NATIVE_ROWS, NativeTap
 from vllm.model_executor.layers.residual_taps import BoundTaps, PassTap, SiteTap
 from vllm.v1.capture.transport.landing import Landing
@@ -121,11 +121,12 @@ class WorkerInterventions:
             layer: BoundTaps(*(self._tap(point, index) for point in POINTS))
             for index, layer in layers.items()
         }
-        if not self._config.capture_config.captures_heads:
+        config = self._config
+        if not (config.capture_config.captures_heads or config.steering_config.steers_heads):
             attention = {}
         for index, found in attention.items():
-            heads = (self._head_tap(point, index, found) for point in HEAD_POINTS)
-            taps[found.module] = HeadTaps(*heads)
+            q, k, v, z = (self._head_tap(point, index, found) for point in HEAD_POINTS)
+            taps[found.module] = HeadTaps(q, k, v, z, self._head_steering(index))
         self._variants = ModelVariants(self._config, model, taps)
 
     def _allocate(self, shape: TapShape) -> None:
@@ -137,9 +138,15 @@ class WorkerInterventions:
             config = self._config.steering_config
             steered = [site for site in self.sites if site[0] in config.steering_points]
             num_rows = num_table_rows(config.max_steering_configs)
-            self.table = SteeringTable(steered, num_rows, hidden, dtype, device)
+            ranks = self._config.parallel_config.tensor_parallel_size
+            rank, scales = (
+                self._config.parallel_config.rank % ranks,
+                "scale" in config.steering_families,
+            )
+            self.table = SteeringTable(steered, num_rows, shape, device, scales, rank, ranks)
             if config.has_ops:
-                self._terms = TermTable(steered, config, hidden, self.tokens.program)
+                of_stream = [site for site in steered if site[0] != HEADS]
+                self._terms = TermTable(of_stream, config, hidden, self.tokens.program)
         self.arena: torch.Tensor | None = None
         self.dest: torch.Tensor | None = None
         if self._capture:
@@ -183,6 +190,13 @@ class WorkerInterventions:
         replicas = found.replicas if point in ("k", "v") else 1
         return HeadTap(self.arena, dest, width, gathers, replicas)
 
+    def _head_steering(self, layer: int) -> HeadSteering | None:
+        site = (HEADS, layer)
+        if self.table is None or site not in self.table.at:
+            return None
+        factors = self.table.factors.get(site)
+        return HeadSteering(self.table.at[site], factors, self.tokens.slots)
+
     @property
     def num_variants(self) -> int:
         """Number of model variants, each to be compiled and recorded."""
@@ -217,7 +231,7 @@ class WorkerInterventions:
         """Within, dummy forwards steer their first token at `site` and capture it into row 0.
 
         Args:
-            vector: [hidden], or None to steer nothing.
+            vector: as wide as the site's rows here, or None to steer nothing.
         """
         assert self._variants is not None
         self._variants.choose(tapped=True)

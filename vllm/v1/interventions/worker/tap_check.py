@@ -122,7 +122,7 @@ def site_moves_row(interventions: "WorkerInterventions", site: Site, dummy_run: 
     if interventions.table is None or site not in interventions.table.at:
         return not interventions.captures(site) or _arrived(before)
     # Forwards are collective: all ranks run as many, whatever each of them sees.
-    vector = probe_vector(interventions, before)
+    vector = probe_vector(interventions, site, before)
     after = _run(interventions, site, vector, dummy_run)
     if before is None or after is None:
         logger.warning_once(
@@ -135,7 +135,10 @@ def site_moves_row(interventions: "WorkerInterventions", site: Site, dummy_run: 
     moved = after.float() - before.float()
     if not interventions.captures(site):
         return bool(moved.any())  # seen through the layers above
-    return bool((moved - vector.float()).norm() <= 0.1 * vector.float().norm())
+    # Of heads, this rank's come first, and as much was read as lies in one row.
+    here = min(len(moved), len(vector))
+    moved, vector = moved[:here], vector[:here].float()
+    return bool((moved - vector).norm() <= 0.1 * vector.norm())
 
 
 def _arrived(row: torch.Tensor | None) -> bool:
@@ -143,8 +146,10 @@ def _arrived(row: torch.Tensor | None) -> bool:
     return row is not None and bool(torch.isfinite(row).all())
 
 
-def probe_vector(interventions: "WorkerInterventions", row: torch.Tensor | None) -> torch.Tensor:
-    """A vector to steer with, [hidden] in the model's dtype, on the device.
+def probe_vector(
+    interventions: "WorkerInterventions", site: Site, row: torch.Tensor | None
+) -> torch.Tensor:
+    """A vector to steer with at a site, in the model's dtype, on the device.
 
     Signs alternate: a norm would remove a constant shift. It is far larger than the stream, which
     differs between two dummy runs where a mixer's state moved on.
@@ -152,11 +157,11 @@ def probe_vector(interventions: "WorkerInterventions", row: torch.Tensor | None)
     Args:
         row: [hidden], an unsteered one; None if unknown.
     """
-    shape = interventions.shape
-    assert shape is not None
+    shape, table = interventions.shape, interventions.table
+    assert shape is not None and table is not None
     rms = _rms(row) if row is not None and _arrived(row) else 1.0
     size = min(100 * max(rms, 1.0), torch.finfo(shape.torch_dtype).max / 8)
-    vector = torch.full((shape.hidden_size,), size, dtype=shape.torch_dtype)
+    vector = torch.full((table.at[site].shape[1],), size, dtype=shape.torch_dtype)
     vector[::2] *= -1
     return vector.to(interventions.tokens.slots.device)
 
