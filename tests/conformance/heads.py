@@ -25,7 +25,8 @@ _Rows = tuple[torch.Tensor, ...]
 def recorded(
     model: nn.Module, blocks: Sequence[nn.Module]
 ) -> Iterator[dict[tuple[str, int], torch.Tensor]]:
-    """Afterwards, of the one sequence that ran within: (point, layer) -> float32 [n, heads, width].
+    """Afterwards, of the one sequence that ran within: (point, layer) -> float32 [n, heads, width];
+    at "attn" the weights, [n, heads, n].
 
     Layers whose attention was called not once, or does without that function, are left out.
     """
@@ -42,7 +43,8 @@ def recorded(
             if module in layer_of:
                 # These are [1, heads, n, width], the output [1, n, heads, width].
                 given = [x[0].transpose(0, 1).clone() for x in (query, key, value)]
-                calls.setdefault(layer_of[module], []).append((*given, out[0][0].clone()))
+                weights = out[1][0].transpose(0, 1).clone()
+                calls.setdefault(layer_of[module], []).append((*given, out[0][0].clone(), weights))
             return out
 
         return call
@@ -56,4 +58,5 @@ def recorded(
         yield rows
     for layer, made in calls.items():
         if len(made) == 1:
-            rows.update({(p, layer): x for p, x in zip("qkvz", made[0], strict=True)})
+            points = ("q", "k", "v", "z", "attn")
+            rows.update({(p, layer): x for p, x in zip(points, made[0], strict=True)})

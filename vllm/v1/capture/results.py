@@ -135,6 +135,16 @@ class CapturedRows:
             raise KeyError(f"position {position} was not captured, these were: {self.positions}")
         return self.values[int(found[0])]
 
+    def joined(self, later: "CapturedRows") -> "CapturedRows":
+        """These rows and then `later`'s, of the same site."""
+        return CapturedRows(
+            np.concatenate([self.positions, later.positions]),
+            np.concatenate([self.token_ids, later.token_ids]),
+            torch.cat([self.values, later.values]).flatten(1),
+            np.concatenate([self.versions, later.versions]),
+            self.heads,
+        )
+
 
 def stack(
     outputs: "Sequence[RequestOutput | CompletionOutput] | RequestOutput | CompletionOutput",
@@ -172,7 +182,7 @@ def stack(
         rows = []
         for layer in layers:
             site = result.payload.get((point, layer))
-            if site is None:
+            if not isinstance(site, CapturedRows):
                 raise ValueError(f"stack: output {i} captured no {point} at layer {layer}")
             if position is None:
                 rows.append(site.values)
@@ -216,13 +226,7 @@ def merged(
 def _merged_result(old: CaptureResult, new: CaptureResult) -> CaptureResult:
     payload = SiteRows()
     for site, rows in new.payload.items():
-        payload[site] = CapturedRows(
-            np.concatenate([old.payload[site].positions, rows.positions]),
-            np.concatenate([old.payload[site].token_ids, rows.token_ids]),
-            torch.cat([old.payload[site].values, rows.values]).flatten(1),
-            np.concatenate([old.payload[site].versions, rows.versions]),
-            rows.heads,
-        )
+        payload[site] = old.payload[site].joined(rows)
     return CaptureResult(new.status, new.error, payload)
 
 

@@ -9,7 +9,7 @@ from weakref import WeakValueDictionary
 import numpy as np
 
 from vllm.v1.interventions.messages import WorkerRequest, WorkerStream
-from vllm.v1.interventions.plan import Site, TapShape
+from vllm.v1.interventions.plan import AttentionRead, Site, TapShape
 
 _Asked = tuple[tuple[Site, ...], tuple[WorkerStream, ...]]
 _Projection = tuple[tuple[int, ...], int]
@@ -29,6 +29,10 @@ class LocalStream(NamedTuple):
     """How many numbers leave of a site, if that is not its row as it is."""
     summed: tuple[int, ...] = ()
     """As in `WorkerStream`."""
+    attention: AttentionRead | None = None
+    """What leaves of the attention of the queries in `columns`."""
+    heads: Sequence[tuple[int, tuple[int, ...]]] = ()
+    """(layer, heads) of each of the sites, with `attention`."""
     runs: Sequence[tuple[int, int]] = ()
     """`places` as runs of neighbours in the arena with one matrix: (first index, number)."""
 
@@ -118,7 +122,20 @@ class CaptureGroups:
                     if i in place
                 ]
                 columns = np.concatenate([np.empty(0, np.int64), *parts])
-            local.append(LocalStream(places, projection, columns, width, stream.summed))
+            own_heads = (
+                [
+                    (asked[i][1], heads)
+                    for i, heads in zip(stream.sites, stream.heads, strict=True)
+                    if stream.attention is not None and i in place
+                ]
+                if stream.heads
+                else []
+            )
+            local.append(
+                LocalStream(
+                    places, projection, columns, width, stream.summed, stream.attention, own_heads
+                )
+            )
         group = self._groups[asked, streams] = CaptureGroup(
             [self._sites[asked[i]] for i in own], len(own) - len(sizes), local, list(sizes.values())
         )

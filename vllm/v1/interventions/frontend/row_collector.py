@@ -7,6 +7,7 @@ from functools import partial
 import numpy as np
 import torch
 
+from vllm.v1.capture.attention import AttentionRows
 from vllm.v1.capture.results import CapturedRows, CaptureResult, SiteRows
 from vllm.v1.capture.transport.copies import CopyThreads, empty
 from vllm.v1.capture.transport.mean import Mean
@@ -170,11 +171,17 @@ class RowCollector:
                 none = torch.empty(0, len(stream.sites), stream.width, dtype=dtype_of(stream.dtype))
                 rows = StreamRows([Piece(at, at, [[none]], slice(None))], 0, 1, at)
             values |= {site: partial(rows.site, i) for i, site in enumerate(stream.sites)}
-        return SiteRows(
-            (
-                site,
-                CapturedRows(positions, ids, values[site], versions, selection.heads.get(site, ())),
+        heads = selection.heads
+        if (read := selection.attention) is not None:
+            of_layer = {layer: (values["q", layer], heads["q", layer]) for _, layer in heads}
+            if read.sum == "all":
+                of_layer = {None: (lambda: sum(read() for read in values.values()), ())}
+            return SiteRows(
+                (("attn", layer), AttentionRows(positions, ids, rows, versions, chosen, read))
+                for layer, (rows, chosen) in of_layer.items()
             )
+        return SiteRows(
+            (site, CapturedRows(positions, ids, values[site], versions, heads.get(site, ())))
             for site in selection.sites
         )
 
