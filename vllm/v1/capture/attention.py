@@ -119,8 +119,9 @@ class AttentionRows:
 
     def _part(self, name: str, which: int) -> torch.Tensor:
         if name not in self.give or self._read.sum:
-            reason = f", summed over {self._read.sum}" if self._read.sum else ""
-            raise ValueError(f"{name!r} was not asked for: the capture gives {self.give}{reason}")
+            summed = f", summed over {self._read.sum}" if self._read.sum else ""
+            given = ", ".join(self.give)
+            raise ValueError(f"{name!r} was not asked for: the capture gives {given}{summed}")
         rows = self._rows().unflatten(1, (len(self.heads), -1))
         order = [kept for kept in self.give for _ in range(1 + (kept == "top"))]
         return rows.split(self._read.widths, dim=2)[order.index(name) + which]

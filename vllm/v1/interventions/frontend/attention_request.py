@@ -40,12 +40,12 @@ def attention_selection(value: Any, path: str, shape: TapShape, prompt: Prompt) 
     """
     asked = {plain(key): entry for key, entry in need_mapping(value, path).items()}
     if unknown := [show(key) for key in asked if key not in _KEYS]:
-        reject(path, f"unknown keys {', '.join(unknown[:8])}, allowed are {', '.join(_KEYS)}")
+        given = ", ".join(unknown[:8])
+        reject(path, f"unknown keys {given}, allowed are {', '.join(_KEYS)}")
     if "heads" not in asked:
         reject(f"{path}.heads", "is missing: give {layers: heads}, layers or 'all'")
-    points = {layer: ("q",) if "q" in heads else () for layer, heads in shape.heads.items()}
-    points = {layer: points.get(layer, ()) for layer in shape.points}
-    if not any(points.values()):
+    points = {layer: shape.offers(layer) for layer in shape.points}
+    if not any("q" in offers for offers in points.values()):
         reject(path, "no layer of this model has queries")
     offered = msgspec.structs.replace(shape, points=points)
     heads = need_heads(_of_pairs(asked["heads"], f"{path}.heads"), "q", f"{path}.heads", offered)
@@ -114,14 +114,14 @@ def _ranges(
     for key, value in ranges.items():
         name, at = plain(key), f"{path}.keys.{show_key(key)}"
         if not isinstance(name, str):
-            reject(at, "a range's name must be text")
+            reject(at, f"a range's name must be text, got {show(name)}")
         selector = Selector(prompt)
         runs = selector.resolve(value, at)
         if selector.wants_last_generated:
-            reject(at, "'last_generated' is not known before the end")
+            reject(at, "which position is the last generated one is known only when it is over")
         found[name] = tuple(runs.flat())
         if not found[name]:
-            reject(at, "selects nothing")
+            reject(at, "selects no key")
     return tuple(found), tuple(found.values())
 
 

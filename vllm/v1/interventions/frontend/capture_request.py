@@ -47,8 +47,8 @@ def parse_capture(
 ) -> CapturePlan | None:
     """Parse `SamplingParams.capture`:
     `{consumer: {"hooks": {point: layers}, "positions": ..., "project": ..., "reduce": ...}}`, for
-    `inline` also `{"attention": ...}` and a list of such captures, and add what consumers capture of every request that does not
-    name them.
+    `inline` also `{"attention": ...}` and a list of such captures, and add what consumers capture
+    of every request that does not name them.
 
     Args:
         value: the user's mapping, or None.
@@ -235,8 +235,8 @@ def _selection(
         if spec.cls is not None or len(request) > 1:
             reject(
                 f"{path}.attention",
-                f"stands alone in a capture for {INLINE!r}: leave out hooks, positions, project and "
-                "reduce, or make a list of captures",
+                f"stands alone in a capture for {INLINE!r}: leave out hooks, positions, project "
+                "and reduce, or make a list of captures",
             )
         return attention_selection(request["attention"], f"{path}.attention", shape, prompt)
     if "hooks" not in request:

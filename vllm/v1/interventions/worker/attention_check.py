@@ -71,7 +71,8 @@ def prove_attention(
         if not error <= limit:
             backend = interventions.attention[layer].attn_backend.get_name()
             unread[layer] = (
-                f"on backend {backend} the start-up proof is off by {error:.1e}, allowed is {limit:g}"
+                f"on backend {backend} the start-up proof is off by {error:.1e}, allowed is "
+                f"{limit:g}"
             )
             del layers[layer]
     if unread:

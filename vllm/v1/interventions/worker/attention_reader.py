@@ -144,7 +144,7 @@ class AttentionReader:
         """
         heads = len(sites[0][1]) if sites else 0
         made = torch.zeros(len(queries), len(sites), read.width(heads), device=self._device)
-        # Queries of the request's other captures may lie behind: nobody reads what is made of those.
+        # Queries of the request's other captures may lie behind: what is made of them is not read.
         stop = read.stop
         if not queries.is_cuda:  # a host would wait for the device
             stop = min(stop, int(positions.max()) + 1)
