@@ -19,7 +19,7 @@ from tests.support.rows import give
 from vllm.outputs import CompletionOutput, RequestOutput
 from vllm.v1.capture import CapturedRows, CaptureResult, stack
 from vllm.v1.capture.registry import ConsumerSpec
-from vllm.v1.capture.results import CaptureStatus, SiteRows, merged, results_of_only_completion
+from vllm.v1.capture.results import CapturedRows, CaptureStatus, SiteRows, merged, results_of_only_completion
 from vllm.v1.capture.transport.copies import CopyThreads
 from vllm.v1.interventions.frontend.capture_request import parse_capture
 from vllm.v1.interventions.frontend.row_collector import RowCollector
@@ -92,7 +92,7 @@ def output(*completions: CompletionOutput) -> RequestOutput:
 def captured(
     offset: float, status: Any = "ok", error: str | None = None, number: int = 3
 ) -> RequestOutput:
-    payload = SiteRows()
+    payload: SiteRows[CapturedRows] = SiteRows()
     for layer in (0, 1, 2):
         values = torch.arange(3 * HIDDEN, dtype=torch.float32).view(3, HIDDEN)
         values = (values + offset + 1000 * layer)[:number]

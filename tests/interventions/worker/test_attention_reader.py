@@ -36,12 +36,9 @@ def exact(q: torch.Tensor, k: torch.Tensor, t: int, head: int, sight: Sight) -> 
     """The weights of one query, key by key, in float64: docs/attention.md."""
     logits, total = {}, 0.0
     for j in range(t + 1):
-        if (
-            sight.window
-            and j <= t - sight.window
-            or sight.chunk
-            and j // sight.chunk != t // sight.chunk
-        ):
+        if sight.window and j <= t - sight.window:
+            continue
+        if sight.chunk and j // sight.chunk != t // sight.chunk:
             continue
         s = sight.scale * float(q.double() @ k[j].double())
         s = sight.cap * torch.tensor(s / sight.cap).double().tanh().item() if sight.cap else s
@@ -75,12 +72,15 @@ def test_weights(name: str, chunk_bytes: int, monkeypatch: pytest.MonkeyPatch) -
     heads, at = (0, 2, 3, 5), torch.tensor([2, 11, KEYS - 1])
     q = torch.randn(3, len(heads), WIDTH, generator=torch.Generator().manual_seed(2))
     want, twin = (
-        torch.stack([
-            torch.stack([exact(q[i, n], keys[:, h * KEY_HEADS // HEADS], t, h, sight) for n, h in enumerate(heads)])
-            for i, t in enumerate(at.tolist())
-        ])
+        torch.stack(
+            [
+                exact(q[i, n], keys[:, head * KEY_HEADS // HEADS], t, head, sight)
+                for i, t in enumerate(at.tolist())
+                for n, head in enumerate(heads)
+            ]
+        ).view(3, len(heads), KEYS)
         for sight in (SIGHTS[name], PLAIN._replace(scale=0.33))
-    )  # fmt: skip
+    )
     give = ("mass", "peak", "top", "weights")
     read = AttentionRead(give, ("a", "b"), ((0, 3), (5, 6, 8, 100)), 4, "", KEYS)
     reader = AttentionReader({3: layer}, torch.device("cpu"))

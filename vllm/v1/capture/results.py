@@ -3,7 +3,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import numpy as np
 import torch
@@ -30,10 +30,14 @@ class CaptureResult:
     """The consumer's own result; that of `inline` is a `SiteRows`."""
 
 
-class SiteRows(dict[Any, "CapturedRows"]):
-    """Rows by site, {(point, layer): `CapturedRows`}. A point alone is {layer: `CapturedRows`}."""
+_R = TypeVar("_R")
 
-    def __missing__(self, key: Any) -> "dict[int, CapturedRows]":
+
+class SiteRows(dict[Any, _R]):
+    """Rows by site, {(point, layer): `CapturedRows`}; of attention `AttentionRows`, at the point
+    "attn". A point alone is {layer: rows}."""
+
+    def __missing__(self, key: Any) -> dict[int, _R]:
         at_point = {layer: rows for (point, layer), rows in self.items() if point == key}
         if not at_point:
             raise KeyError(f"{key!r} was not captured; keys are (point, layer): {list(self)}")
@@ -224,7 +228,7 @@ def merged(
 
 
 def _merged_result(old: CaptureResult, new: CaptureResult) -> CaptureResult:
-    payload = SiteRows()
+    payload = SiteRows[Any]()
     for site, rows in new.payload.items():
         payload[site] = old.payload[site].joined(rows)
     return CaptureResult(new.status, new.error, payload)

@@ -78,8 +78,8 @@ def attention_selection(value: Any, path: str, shape: TapShape, prompt: Prompt) 
 
 def _of_pairs(value: Any, path: str) -> Any:
     """Heads given as pairs [layer, head], by layer; anything else as it is."""
-    entries = plain_list(value)
-    pairs = [plain_list(entry) for entry in entries or ()]
+    entries = plain_list(value) or ()
+    pairs = [plain_list(entry) for entry in entries]
     if not pairs or None in pairs:
         return value
     by_layer: dict[Any, list[Any]] = {}

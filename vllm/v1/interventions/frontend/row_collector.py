@@ -3,6 +3,7 @@
 
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
@@ -160,7 +161,7 @@ class RowCollector:
         versions: np.ndarray,
         at: np.ndarray,
         token_ids: list[int],
-    ) -> SiteRows:
+    ) -> SiteRows[Any]:
         ids = np.array([token_ids[position] for position in positions.tolist()], dtype=np.int64)
         selection, number = selected.selection, len(self._plan.streams)
         values: dict[Site, Callable[[], torch.Tensor]] = {}
@@ -173,9 +174,11 @@ class RowCollector:
             values |= {site: partial(rows.site, i) for i, site in enumerate(stream.sites)}
         heads = selection.heads
         if (read := selection.attention) is not None:
+            of_layer: dict[int | None, tuple[Callable[[], torch.Tensor], tuple[int, ...]]]
             of_layer = {layer: (values["q", layer], heads["q", layer]) for _, layer in heads}
             if read.sum == "all":
-                of_layer = {None: (lambda: sum(read() for read in values.values()), ())}
+                parts = list(values.values())
+                of_layer = {None: (lambda: torch.stack([part() for part in parts]).sum(0), ())}
             return SiteRows(
                 (("attn", layer), AttentionRows(positions, ids, rows, versions, chosen, read))
                 for layer, (rows, chosen) in of_layer.items()
@@ -185,7 +188,7 @@ class RowCollector:
             for site in selection.sites
         )
 
-    def _mean_rows(self, selected: Selected, mean: Mean, finished: bool) -> SiteRows:
+    def _mean_rows(self, selected: Selected, mean: Mean, finished: bool) -> SiteRows[CapturedRows]:
         """One row a site, at the last position; none before the end, or without all of them."""
         stream = self._plan.streams[selected.selection.streams[0]]
         value = mean.value() if finished else None
@@ -203,7 +206,7 @@ class RowCollector:
     def _result(
         self,
         selected: Selected,
-        payload: SiteRows,
+        payload: SiteRows[Any],
         came: list[np.ndarray],
         num_rows: int,
         finished: bool,

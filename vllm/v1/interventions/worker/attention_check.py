@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from vllm.logger import init_logger
+from vllm.model_executor.layers.attention.mla_attention import MLAAttention
 from vllm.v1.interventions.plan import Site
 from vllm.v1.interventions.worker.attention_reader import AttentionReader, LayerReader
 from vllm.v1.interventions.worker.kv_pages import unreadable
@@ -58,11 +59,12 @@ def prove_attention(
     for layer, module in interventions.attention.items():
         if not (interventions.captures(("q", layer)) and interventions.captures(("z", layer))):
             continue
-        if unread_because := unreadable(module):
-            unread[layer] = unread_because
+        why = unreadable(module)
+        if isinstance(module, MLAAttention) or why:
+            unread[layer] = why
             continue
         name = module.layer_name
-        if name not in group_of:
+        if name not in group_of:  # it has the pages of another
             name = module.kv_sharing_target_layer_name or name
         of_layer[layer] = group_of[name]
         layers[layer] = LayerReader(module, tables[group_of[name]])

@@ -5,7 +5,7 @@ A backend, a cache or a kind of attention that is not listed here is refused by 
 listed has to pass the start-up proof (attention_check.py).
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -64,7 +64,8 @@ def unreadable(module: Attention | MLAAttention) -> str:
         return "attention to later tokens of an image"
     if module.use_alibi_sqrt:
         return "ALiBi of square roots"
-    if backend == "TRITON_ATTN" and module.impl.chunk_lookback > -1:
+    impl: Any = module.impl  # what follows are attributes of the backend that was named
+    if backend == "TRITON_ATTN" and impl.chunk_lookback > -1:
         return "local chunks that look back"
     if backend == "CPU_ATTN":
         # The builder of the layer's metadata sets it, before the first step.
@@ -74,7 +75,7 @@ def unreadable(module: Attention | MLAAttention) -> str:
 
 def sight_of(module: Attention) -> Sight:
     """How a layer that is not `unreadable` sees keys."""
-    impl = module.impl
+    impl: Any = module.impl
     chunk = module.attention_chunk_size if isinstance(module, ChunkedLocalAttention) else 0
     slopes, sinks = impl.alibi_slopes, impl.sinks if module.has_sink else None
     device = module.kv_cache.device
