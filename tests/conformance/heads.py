@@ -26,7 +26,7 @@ def recorded(
     model: nn.Module, blocks: Sequence[nn.Module]
 ) -> Iterator[dict[tuple[str, int], torch.Tensor]]:
     """Afterwards, of the one sequence that ran within: (point, layer) -> float32 [n, heads, width];
-    at "attn" the weights, [n, heads, n].
+    at "attn" the weights, [n, heads, n], where values times these are the output.
 
     Layers whose attention was called not once, or does without that function, are left out.
     """
@@ -58,5 +58,10 @@ def recorded(
         yield rows
     for layer, made in calls.items():
         if len(made) == 1:
-            points = ("q", "k", "v", "z", "attn")
-            rows.update({(p, layer): x for p, x in zip(points, made[0], strict=True)})
+            *given, weights = made[0]
+            rows.update({(p, layer): x for p, x in zip("qkvz", given, strict=True)})
+            _, _, value, out = given
+            # Some leave the sink out of the weights that they show, and not of those they use.
+            values = value.repeat_interleave(weights.shape[1] // value.shape[1], dim=1)
+            if torch.allclose(torch.einsum("qhk,khe->qhe", weights, values), out, atol=1e-4):
+                rows["attn", layer] = weights

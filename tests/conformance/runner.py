@@ -237,7 +237,8 @@ def head_errors(
             raise AssertionError(f"attention in layers {sorted(points)}, of {sorted(expected)}")
         for site in completion.rows.keys() & expected.keys():
             point, _ = site
-            want, got = reference.row.heads(point, expected[site]), completion.rows[site]
+            want, got = expected[site], completion.rows[site]
+            want = want if point == "attn" else reference.row.heads(point, want)
             rolled = got.roll(1, 1 if got.shape[1] > 1 else 0)
             new = HeadErrors(worst_row(got, want), worst_row(rolled, want))
             old = errors.setdefault(point, new)

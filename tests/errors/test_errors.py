@@ -109,7 +109,7 @@ ATTENTION: list[tuple[dict[str, str], Any]] = [
     (path(IN_ATTENTION, "None"), None),
     (path(IN_ATTENTION, "'head'"), {"head": 0}),
     (path(f"{IN_ATTENTION}.heads"), {"give": ["weights"]}),
-    (path(f"{IN_ATTENTION}.heads", "2", layer="2"), {"heads": 2}),
+    (path(f"{IN_ATTENTION}.heads", "'q'", "pre_attn, post_block", layer="2"), {"heads": 2}),
     (path(f"{IN_ATTENTION}.heads.1", "4", "0-3", layer="1"), {"heads": {1: 4}}),
     (path(f"{IN_ATTENTION}.heads[1]", "list"), {"heads": [[0, 1], [0]]}),
     (path(f"{IN_ATTENTION}.heads.0"), {"heads": [[0, 1], [0, 1]]}),
@@ -183,7 +183,7 @@ REQUESTS = [
         {"capture": {"logging": {"attention": {"heads": 0}}}} | HEADED_CONFIG,
     ),
     Case(
-        path("capture.inline.attention.heads"),
+        path("capture.inline.attention"),
         {"capture": {"inline": {"attention": {"heads": 0, "give": ["weights"]}}}},
     ),
     Case(

@@ -228,25 +228,6 @@ def attention(**asked: Any) -> dict[str, Any]:
     return {"capture": {"inline": {"attention": asked}}}
 
 
-def check_weights(running: Running, ask: Ask, completion: Any, name: str = "inline") -> float:
-    """The weights of a completion's result are transformers'; how far off the next head's are."""
-    sequence = [*ask.prompt, *completion.token_ids][:-1]
-    result = completion.capture_results[name]
-    assert result.status == "ok", result.error
-    want = running.judge.reference.run(sequence, running.judge.deltas(ask, sequence)).heads
-    apart = 0.0
-    for (point, layer), rows in result.payload.items():
-        assert point == "attn" and len(rows.weights) == len(rows)
-        assert rows.token_ids.tolist() == [sequence[t] for t in rows.positions]
-        exact, chosen = want["attn", layer], list(rows.heads)
-        for t, weights in zip(rows.positions.tolist(), rows.weights, strict=True):
-            assert weights.shape == (len(chosen), t + 1)
-            assert (weights - exact[t, chosen, : t + 1]).abs().max() <= READ_TOLERANCE
-            other = exact.roll(1, 1)[t, chosen, : t + 1]
-            apart = max(apart, float((weights - other).abs().max()))
-    return apart
-
-
 def test_attention_weights(running: Running) -> None:
     """Of steered and plain requests in one batch, in chunks, of prompts and answers."""
     asks = [
@@ -263,7 +244,7 @@ def test_attention_weights(running: Running) -> None:
         outputs = serve(running.llm, asks)
     assert len(steps.chunks(0)) > 41 // 24 + 1
     for ask, output in zip(asks[:3], outputs, strict=False):
-        assert check_weights(running, ask, output.outputs[0]) > 0.05
+        assert running.judge.check_weights(ask, output.outputs[0]) > 0.05
     running.judge.check(asks[3], outputs[3])
     found = {
         site: rows.heads for site, rows in outputs[1].capture_results["inline"].payload.items()
@@ -288,7 +269,7 @@ def test_what_is_given_of_attention(running: Running) -> None:
     ranges, top, by_layer, total = (
         output.capture_results[f"inline[{i}]"].payload for i in range(4)
     )
-    assert check_weights(running, ask, output.outputs[0], "inline[1]") > 0.05
+    assert running.judge.check_weights(ask, output.outputs[0], "inline[1]") > 0.05
     sums: dict[int, torch.Tensor] = {}
     for layer in (1, 2):
         rows, best = ranges["attn", layer], top["attn", layer]
@@ -322,7 +303,7 @@ def test_attention_costs_no_prefix_hit(running: Running) -> None:
     for queries in ("last_prompt", "last_prompt", [3]):
         ask = Ask(prompt, attention(heads="all", queries=queries, give=["weights"]))
         [output] = serve(running.llm, [ask])
-        assert check_weights(running, ask, output.outputs[0]) > 0.05 or queries == [3]
+        assert running.judge.check_weights(ask, output.outputs[0]) > 0.05 or queries == [3]
         hits.append(output.num_cached_tokens)
     assert hits == [0, 64, 0]
 
@@ -334,4 +315,4 @@ def test_attention_of_completions(running: Running) -> None:
     one, two = output.outputs
     assert list(one.token_ids) != list(two.token_ids)
     for completion in (one, two):
-        assert check_weights(running, ask, completion) > 0.02
+        assert running.judge.check_weights(ask, completion) > 0.02

@@ -32,7 +32,7 @@ class LocalStream(NamedTuple):
     attention: AttentionRead | None = None
     """What leaves of the attention of the queries in `columns`."""
     heads: Sequence[tuple[int, tuple[int, ...]]] = ()
-    """(layer, heads) of each of the sites, with `attention`."""
+    """(layer, heads) of each of the sites, where rows are heads."""
     runs: Sequence[tuple[int, int]] = ()
     """`places` as runs of neighbours in the arena with one matrix: (first index, number)."""
 
@@ -115,25 +115,19 @@ class CaptureGroups:
             projection = _local(stream, place)
             if projection is not None:
                 width = projection[1]
+            heads: list[tuple[int, tuple[int, ...]]] = []
             if stream.heads:
-                parts = [
-                    self._columns(asked[i], firsts[i], heads)
-                    for i, heads in zip(stream.sites, stream.heads, strict=True)
+                own_heads = [
+                    (i, chosen)
+                    for i, chosen in zip(stream.sites, stream.heads, strict=True)
                     if i in place
                 ]
+                parts = [self._columns(asked[i], firsts[i], chosen) for i, chosen in own_heads]
                 columns = np.concatenate([np.empty(0, np.int64), *parts])
-            own_heads = (
-                [
-                    (asked[i][1], heads)
-                    for i, heads in zip(stream.sites, stream.heads, strict=True)
-                    if stream.attention is not None and i in place
-                ]
-                if stream.heads
-                else []
-            )
+                heads = [(asked[i][1], chosen) for i, chosen in own_heads]
             local.append(
                 LocalStream(
-                    places, projection, columns, width, stream.summed, stream.attention, own_heads
+                    places, projection, columns, width, stream.summed, stream.attention, heads
                 )
             )
         group = self._groups[asked, streams] = CaptureGroup(

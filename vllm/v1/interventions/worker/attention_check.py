@@ -8,7 +8,6 @@ any keys, so no prompt has to run. Layers where it fails are refused by name.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from math import inf
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -63,11 +62,15 @@ def prove_attention(
         if isinstance(module, MLAAttention) or why:
             unread[layer] = why
             continue
-        name = module.layer_name
-        if name not in group_of:  # it has the pages of another
-            name = module.kv_sharing_target_layer_name or name
-        of_layer[layer] = group_of[name]
-        layers[layer] = LayerReader(module, tables[group_of[name]])
+        # A layer that has the pages of another may be in no group.
+        shared = module.kv_sharing_target_layer_name or ""
+        of_layer[layer] = group_of.get(module.layer_name, group_of.get(shared, 0))
+        layers[layer] = LayerReader(module, tables[of_layer[layer]])
+    needed = sum(shape.arena_rows((p, layer)) for layer in layers for p in ("q", "z"))
+    if needed > len(arena):
+        why = f"its start-up proof needs capture_buffer_bytes={needed * shape.row_bytes} or more"
+        unread |= dict.fromkeys(layers, why)
+        layers.clear()
     for layer, error in _errors(interventions, layers, of_layer, run).items():
         limit = TOLERANCE.get(shape.torch_dtype, ROUNDED)
         if not error <= limit:
@@ -100,9 +103,6 @@ def _errors(
         for site in (("q", layer), ("z", layer)):
             rows[site] = needed
             needed += shape.arena_rows(site)
-    if needed > len(arena):
-        logger.warning("capture_buffer_bytes is too small for the proof of attention weights")
-        return dict.fromkeys(layers, inf)
     blocks, keys = _lend(layers, group_of)
     generator = torch.Generator(arena.device).manual_seed(0)
     for layer, reader in layers.items():
@@ -118,12 +118,12 @@ def _errors(
     errors = {}
     with interventions.capturing(rows, needed):
         run(keys - 1, fill)
-        flat = arena.flatten().float()
         for layer, reader in layers.items():
             q, z = (
-                flat[rows[site] * shape.hidden_size :][: shape.row_width(site)]
-                .clone()
+                arena[rows[site] : rows[site] + shape.arena_rows(site)]
+                .flatten()[: shape.row_width(site)]
                 .view(*shape.heads[layer][site[0]])
+                .float()
                 for site in (("q", layer), ("z", layer))
             )
             made = _attended(reader, q, blocks[group_of[layer]], keys)

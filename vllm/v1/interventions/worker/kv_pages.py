@@ -53,9 +53,7 @@ def unreadable(module: Attention | MLAAttention) -> str:
         return "attention over a latent cache (MLA)"
     if type(module) not in (Attention, ChunkedLocalAttention):
         return type(module).__name__
-    backend = module.attn_backend.get_name()
-    if isinstance(module, ChunkedLocalAttention):
-        backend = module.backend.name
+    backend = module.backend.name
     if module.attn_type != AttentionType.DECODER:
         return f"attention of type {module.attn_type}"
     if is_quantized_kv_cache(module.kv_cache_dtype):

@@ -113,7 +113,7 @@ def _lent_blocks(
 def _lent_by(block_tables: "BlockTables", fill: Fill = lambda tables: None) -> Iterator[None]:
     """Within, the dummy requests of V2 have blocks, which it takes from here for each run. (Its own
     way to give them some gives all groups the same.)"""
-    take = block_tables.get_dummy_block_tables
+    take, sizes = block_tables.get_dummy_block_tables, block_tables.block_sizes
 
     def lent(num_reqs: int) -> tuple[torch.Tensor, ...]:
         tables = take(num_reqs)
@@ -122,10 +122,13 @@ def _lent_by(block_tables: "BlockTables", fill: Fill = lambda tables: None) -> I
         return tables
 
     block_tables.get_dummy_block_tables = lent  # type: ignore[method-assign]
+    # By these, and for nothing else, a dummy run with context writes over the tables it got.
+    block_tables.block_sizes = []
     try:
         yield
     finally:
         block_tables.get_dummy_block_tables = take  # type: ignore[method-assign]
+        block_tables.block_sizes = sizes
 
 
 def check_sites(interventions: "WorkerInterventions", dummy_run: DummyRun) -> None:
