@@ -43,7 +43,9 @@ def recorded(
             if module in layer_of:
                 # These are [1, heads, n, width], the output [1, n, heads, width].
                 given = [x[0].transpose(0, 1).clone() for x in (query, key, value)]
-                weights = out[1][0].transpose(0, 1).clone()
+                weights = (
+                    value.new_empty(0) if out[1] is None else out[1][0].transpose(0, 1).clone()
+                )
                 calls.setdefault(layer_of[module], []).append((*given, out[0][0].clone(), weights))
             return out
 
@@ -62,6 +64,8 @@ def recorded(
             rows.update({(p, layer): x for p, x in zip("qkvz", given, strict=True)})
             _, _, value, out = given
             # Some leave the sink out of the weights that they show, and not of those they use.
+            if not weights.numel():
+                continue
             values = value.repeat_interleave(weights.shape[1] // value.shape[1], dim=1)
             if torch.allclose(torch.einsum("qhk,khe->qhe", weights, values), out, atol=1e-4):
                 rows["attn", layer] = weights

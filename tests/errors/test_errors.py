@@ -122,7 +122,11 @@ ATTENTION: list[tuple[dict[str, str], Any]] = [
         path(f"{IN_ATTENTION}.keys", "65", "1-64"),
         {"heads": 0, "give": ["mass"], "keys": {str(i): [0] for i in range(65)}},
     ),
-    (path(f"{IN_ATTENTION}.keys.7", "7"), {"heads": 0, "give": ["mass"], "keys": {7: [0]}}),
+    (path(f"{IN_ATTENTION}.keys.7", "7", "1-64"), {"heads": 0, "give": ["mass"], "keys": {7: [0]}}),
+    (
+        path(f"{IN_ATTENTION}.keys.\\ud800", allowed="1-64"),
+        {"heads": 0, "give": ["mass"], "keys": {"\ud800": [0]}},
+    ),
     (
         path(f"{IN_ATTENTION}.keys.a[0]", "9", "7", prompt="5"),
         {"heads": 0, "give": ["mass"], "keys": {"a": [9]}},

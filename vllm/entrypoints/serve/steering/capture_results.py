@@ -167,7 +167,7 @@ def _rows_of(payload: Any) -> int:
     return sum(len(rows) for rows in payload.values() if isinstance(rows, _INLINE))
 
 
-def _rows(point: str, layer: int, rows: CapturedRows | AttentionRows) -> dict[str, Any]:
+def _rows(point: str, layer: int | None, rows: CapturedRows | AttentionRows) -> dict[str, Any]:
     """Return which rows of one site these are as JSON; versions that are all 0 are left out, and
     heads where there are none."""
     shown = {

@@ -14,6 +14,8 @@ from vllm.v1.interventions.values import plain, plain_list
 
 MAX_RANGES = 64
 """The most key ranges that one capture may name."""
+MAX_NAME = 64
+"""The most characters of a range's name."""
 MAX_TOP = 64
 """The most of the largest weights that may be asked for."""
 
@@ -113,8 +115,10 @@ def _ranges(
     found: dict[str, tuple[int, ...]] = {}
     for key, value in ranges.items():
         name, at = plain(key), f"{path}.keys.{show_key(key)}"
-        if not isinstance(name, str):
-            reject(at, f"a range's name must be text, got {show(name)}")
+        if not isinstance(name, str) or not name.isprintable() or not 1 <= len(name) <= MAX_NAME:
+            reject(
+                at, f"a range's name must be 1-{MAX_NAME} printable characters, got {show(name)}"
+            )
         selector = Selector(prompt)
         runs = selector.resolve(value, at)
         if selector.wants_last_generated:
