@@ -32,7 +32,7 @@ class LocalStream(NamedTuple):
     attention: AttentionRead | None = None
     """What leaves of the attention of the queries in `columns`."""
     heads: Sequence[tuple[int, tuple[int, ...]]] = ()
-    """(layer, heads) of each of the sites, where rows are heads."""
+    """What each of the sites has, where rows are heads: (layer, heads)."""
     runs: Sequence[tuple[int, int]] = ()
     """`places` as runs of neighbours in the arena with one matrix: (first index, number)."""
 

@@ -150,7 +150,7 @@ class AttentionRead(msgspec.Struct, frozen=True, array_like=True):
     """
 
     give: tuple[str, ...]
-    """Of `GIVES`, in that order."""
+    """Some of `GIVES`, in that order."""
     names: tuple[str, ...]
     """The key ranges of mass and peak."""
     ranges: tuple[tuple[int, ...], ...]

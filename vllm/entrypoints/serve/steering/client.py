@@ -162,8 +162,8 @@ class Attention:
     ranges: tuple[str, ...]
     """The names of the key ranges."""
     given: dict[str, np.ndarray]
-    """Of "mass" and "peak" [n, heads, ranges], "top_positions" and "top_weights" [n, heads, top],
-    what was asked for."""
+    """What was asked for of "mass" and "peak" [n, heads, ranges], and of "top_positions" and
+    "top_weights" [n, heads, top]."""
     weights: list[np.ndarray] = field(default_factory=list)
     """The weights of all keys up to each query's own, t: n arrays [heads, t + 1], summed
     [t + 1]."""
