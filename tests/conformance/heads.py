@@ -27,7 +27,8 @@ def recorded(
     blocks: Sequence[nn.Module],
     deltas: Mapping[tuple[str, int], torch.Tensor] | None = None,
 ) -> Iterator[dict[tuple[str, int], torch.Tensor]]:
-    """Afterwards, of the one sequence that ran within: (point, layer) -> float32 [n, heads, width].
+    """Afterwards, of the one sequence that ran within: (point, layer) -> float32 [n, heads, width];
+    at "attn" the weights, [n, heads, n], where values times these are the output.
 
     What attention returns in a layer gets `deltas["z", layer]`, [n, heads * width], added.
     Layers whose attention was called not once, or does without that function, are left out.
@@ -48,7 +49,10 @@ def recorded(
                     out = (out[0] + delta.reshape(out[0].shape), *out[1:])
                 # These are [1, heads, n, width], the output [1, n, heads, width].
                 given = [x[0].transpose(0, 1).clone() for x in (query, key, value)]
-                calls.setdefault(layer_of[module], []).append((*given, out[0][0].clone()))
+                weights = (
+                    value.new_empty(0) if out[1] is None else out[1][0].transpose(0, 1).clone()
+                )
+                calls.setdefault(layer_of[module], []).append((*given, out[0][0].clone(), weights))
             return out
 
         return call
@@ -62,4 +66,12 @@ def recorded(
         yield rows
     for layer, made in calls.items():
         if len(made) == 1:
-            rows.update({(p, layer): x for p, x in zip("qkvz", made[0], strict=True)})
+            *given, weights = made[0]
+            rows.update({(p, layer): x for p, x in zip("qkvz", given, strict=True)})
+            _, _, value, out = given
+            # Some leave the sink out of the weights that they show, and not of those they use.
+            if not weights.numel():
+                continue
+            values = value.repeat_interleave(weights.shape[1] // value.shape[1], dim=1)
+            if torch.allclose(torch.einsum("qhk,khe->qhe", weights, values), out, atol=1e-4):
+                rows["attn", layer] = weights

@@ -59,7 +59,8 @@ class Result:
     """Log-probabilities with nothing steered or captured: upstream's own distance."""
     points: dict[str, PointErrors] = field(default_factory=dict)
     heads: dict[str, HeadErrors] = field(default_factory=dict)
-    """Of q, k, v and z; empty where the model has none, or transformers does not show them."""
+    """Of q, k, v, z and the weights of attention; empty where the model has none, or transformers
+    does not show them."""
     problem: str = ""
     """Why there are no numbers: what was raised."""
     seconds: float = 0.0
@@ -171,7 +172,7 @@ def prove(row: TinyModel, cache: Path, **options: Any) -> Result:
         shape = llm.llm_engine.vllm_config.tap_shape
         assert shape is not None
         points = {layer: tuple(heads) for layer, heads in shape.heads.items()}
-        heads = head_errors(llm, reference, token_prompts, points)
+        heads = head_errors(llm, reference, token_prompts, points, shape.unread)
         if "z" in heads:
             written = head_write_errors(llm, reference, logit_prompts[1], sorted(points))
             heads["z"] = replace(heads["z"], write=written[0], moved=written[1])

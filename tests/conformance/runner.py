@@ -9,7 +9,7 @@ and `logprobs=-1`, with `max_logprobs=-1` at start-up). Used by the tests and by
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -144,8 +144,16 @@ def _captured_rows(output: Any, token_ids: list[int]) -> dict[Site, torch.Tensor
             raise AssertionError(f"{site}: captured positions {positions}, of {len(token_ids)}")
         if torch.as_tensor(captured.token_ids).tolist() != token_ids:
             raise AssertionError(f"{site}: token ids of the rows are not those of the sequence")
-        rows[site] = captured.values.float()
+        rows[site] = weights_of(captured) if site[0] == "attn" else captured.values.float()
     return rows
+
+
+def weights_of(rows: Any) -> torch.Tensor:
+    """The weights of queries at 0, 1, ..., n - 1: float32 [n, heads, n], zeros for later keys."""
+    made = torch.zeros(len(rows), len(rows.heads), len(rows))
+    for t, weights in enumerate(rows.weights):
+        made[t, :, : t + 1] = weights
+    return made
 
 
 def worst_row(got: torch.Tensor, want: torch.Tensor) -> float:
@@ -191,11 +199,14 @@ def head_errors(
     reference: Reference,
     token_prompts: Sequence[list[int]],
     points: Mapping[int, Sequence[str]],
+    unread: Iterable[int] = (),
 ) -> dict[str, HeadErrors]:
-    """Every head of every layer at all positions; empty if transformers does not show its heads.
+    """Every head of every layer at all positions, and the weights of its attention, "attn"; empty
+    if transformers does not show its heads.
 
     Args:
         points: layer -> its points of attention, as the engine has them.
+        unread: layers whose weights cannot be read.
     """
     hooks: dict[str, list[int]] = {}
     for layer, names in points.items():
@@ -210,13 +221,24 @@ def head_errors(
         log_probs=False,
         capture={"hooks": hooks, "positions": "all"},
     )
+    if layers := sorted(set(points) - set(unread)):
+        attention = {"heads": layers, "queries": "all", "give": ["weights"]}
+        weights = complete(
+            llm,
+            [(prompt, {}) for prompt in token_prompts],
+            log_probs=False,
+            capture={"attention": attention},
+        )
+        for completion, same in zip(completions, weights, strict=True):
+            completion.rows.update(same.rows)
     for completion in completions:
         expected = reference.run(completion.token_ids).heads
         if expected and {layer for _, layer in expected} != set(points):
             raise AssertionError(f"attention in layers {sorted(points)}, of {sorted(expected)}")
         for site in completion.rows.keys() & expected.keys():
             point, _ = site
-            want, got = reference.row.heads(point, expected[site]), completion.rows[site]
+            want, got = expected[site], completion.rows[site]
+            want = want if point == "attn" else reference.row.heads(point, want)
             rolled = got.roll(1, 1 if got.shape[1] > 1 else 0)
             new = HeadErrors(worst_row(got, want), worst_row(rolled, want))
             old = errors.setdefault(point, new)

@@ -98,13 +98,14 @@ def test_read(pair: Pair) -> None:
 
 
 def test_heads(pair: Pair) -> None:
-    """Every head at q, k, v and z, and none would pass for its neighbour."""
+    """Every head at q, k, v and z and the weights of its attention, and none would pass for its
+    neighbour."""
     shape = pair.llm.llm_engine.vllm_config.tap_shape
     assert shape is not None and shape.heads
     points = {layer: tuple(heads) for layer, heads in shape.heads.items()}
-    errors = check.head_errors(pair.llm, pair.reference, PROMPTS, points)
+    errors = check.head_errors(pair.llm, pair.reference, PROMPTS, points, shape.unread)
     # GPT-J's attention in transformers is one method, so nothing of it can be seen.
-    assert set(errors) == (set() if pair.reference.row.name == "gptj" else set(HEAD_POINTS))
+    assert set(errors) == (set() if pair.reference.row.name == "gptj" else {*HEAD_POINTS, "attn"})
     for heads in errors.values():
         assert heads.read <= check.READ_TOLERANCE and heads.apart >= check.LEAST_MOVE
     if errors:

@@ -297,3 +297,8 @@ def test_attention_page(model: Path, tmp_path: Path) -> None:
     assert len(moves) == heads + 1 and min(map(float, moves)) > 0.01
     [apart] = re.findall(r"^doubled or added: (.*) apart$", printed, re.MULTILINE)
     assert float(apart) < 1e-5
+    errors = dict(re.findall(r"^weights (\d): off by (.*)$", printed, re.MULTILINE))
+    assert list(errors) == ["0", str(heads - 1)]
+    assert max(map(float, errors.values())) < 1e-5
+    assert said["mass"] == f"torch.Size([1, {heads}, 2]) ('today', 'rest')"
+    assert said["top"] == f"torch.Size([1, {heads}, 3]) torch.Size([1, {heads}, 3])"

@@ -11,6 +11,7 @@ from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -43,9 +44,9 @@ from vllm import SamplingParams
 from vllm.config.capture import CAPTURE_POINTS, CaptureConfig
 from vllm.config.steering import SteeringConfig
 from vllm.model_executor.layers.residual_taps import UnboundTaps
-from vllm.v1.capture import stack
+from vllm.v1.capture import AttentionRows, stack
 from vllm.v1.interventions.frontend.row_collector import RowCollector
-from vllm.v1.interventions.plan import TapShape
+from vllm.v1.interventions.plan import AttentionRead, TapShape
 from vllm.v1.interventions.scheduler.request_state import RequestInterventions
 from vllm.v1.interventions.startup import start_taps
 from vllm.v1.interventions.worker.runner import WorkerInterventions
@@ -104,6 +105,48 @@ MOST = str(1 << 23)
 """The default of max_request_work."""
 HUGE_INT = 10**5000
 
+IN_ATTENTION = "capture.inline.attention"
+ATTENTION: list[tuple[dict[str, str], Any]] = [
+    (path(IN_ATTENTION, "None"), None),
+    (path(IN_ATTENTION, "'head'"), {"head": 0}),
+    (path(f"{IN_ATTENTION}.heads"), {"give": ["weights"]}),
+    (path(f"{IN_ATTENTION}.heads", "'q'", "pre_attn, post_block", layer="2"), {"heads": 2}),
+    (path(f"{IN_ATTENTION}.heads.1", "4", "0-3", layer="1"), {"heads": {1: 4}}),
+    (path(f"{IN_ATTENTION}.heads[1]", "list"), {"heads": [[0, 1], [0]]}),
+    (path(f"{IN_ATTENTION}.heads.0"), {"heads": [[0, 1], [0, 1]]}),
+    (path(f"{IN_ATTENTION}.give", "None"), {"heads": 0}),
+    (path(f"{IN_ATTENTION}.give", "list"), {"heads": 0, "give": ["mas"]}),
+    (path(f"{IN_ATTENTION}.queries", "'x'", SELECTORS), {"heads": 0, "queries": "x"}),
+    (path(f"{IN_ATTENTION}.keys"), {"heads": 0, "give": ["mass"]}),
+    (path(f"{IN_ATTENTION}.keys"), {"heads": 0, "give": ["weights"], "keys": {"a": [0]}}),
+    (
+        path(f"{IN_ATTENTION}.keys", "65", "1-64"),
+        {"heads": 0, "give": ["mass"], "keys": {str(i): [0] for i in range(65)}},
+    ),
+    (path(f"{IN_ATTENTION}.keys.7", "7", "1-64"), {"heads": 0, "give": ["mass"], "keys": {7: [0]}}),
+    (
+        path(f"{IN_ATTENTION}.keys.\\ud800", allowed="1-64"),
+        {"heads": 0, "give": ["mass"], "keys": {"\ud800": [0]}},
+    ),
+    (
+        path(f"{IN_ATTENTION}.keys.a[0]", "9", "7", prompt="5"),
+        {"heads": 0, "give": ["mass"], "keys": {"a": [9]}},
+    ),
+    (
+        path(f"{IN_ATTENTION}.keys.a"),
+        {"heads": 0, "give": ["mass"], "keys": {"a": "last_generated"}},
+    ),
+    (
+        path(f"{IN_ATTENTION}.keys.a"),
+        {"heads": 0, "give": ["mass"], "keys": {"a": "all_generated"}},
+    ),
+    (path(f"{IN_ATTENTION}.top", "None", "1-64"), {"heads": 0, "give": ["top"]}),
+    (path(f"{IN_ATTENTION}.top", "65", "1-64"), {"heads": 0, "give": ["top"], "top": 65}),
+    (path(f"{IN_ATTENTION}.top", "2", "1-64"), {"heads": 0, "give": ["weights"], "top": 2}),
+    (path(f"{IN_ATTENTION}.sum"), {"heads": 0, "give": ["weights"], "sum": "layers"}),
+    (path(f"{IN_ATTENTION}.sum"), {"heads": 0, "give": ["top"], "top": 2, "sum": "all"}),
+]
+
 REQUESTS = [
     # Points and layers.
     Case(path("steering_vectors", "list"), steer([VECTOR])),
@@ -131,6 +174,33 @@ REQUESTS = [
     Case(path(f"{HOOKS}.q", "layer 1"), hooks({"q": {1: 0, "0-1": 1}}) | HEADED_CONFIG),
     Case(path(f"{HOOKS}.q.1"), hooks({"q": {1: []}}) | HEADED_CONFIG),
     Case(path(f"{HOOKS}.q"), hooks({"q": {}}) | HEADED_CONFIG),
+    *[
+        Case(says, {"capture": {"inline": {"attention": asked}}, **more} | HEADED_CONFIG)
+        for says, asked in ATTENTION
+        for more in [{"max_tokens": 1} if "all_generated" in str(asked) else {}]
+    ],
+    Case(
+        path("capture.inline.attention"),
+        {"capture": {"inline": {"attention": {"heads": 0}, "positions": "all"}}} | HEADED_CONFIG,
+    ),
+    Case(
+        path("capture.logging.attention"),
+        {"capture": {"logging": {"attention": {"heads": 0}}}} | HEADED_CONFIG,
+    ),
+    Case(
+        path("capture.inline.attention"),
+        {"capture": {"inline": {"attention": {"heads": 0, "give": ["weights"]}}}},
+    ),
+    Case(
+        path("capture.inline.attention.heads", "a head of stone", layer="1"),
+        {"capture": {"inline": {"attention": {"heads": {"0-1": 0}, "give": ["weights"]}}}}
+        | {"config": config_of(msgspec.structs.replace(HEADS, unread={1: "a head of stone"}))},
+    ),
+    Case(
+        path("capture.inline.attention.z", allowed="['q']"),
+        {"capture": {"inline": {"attention": {"heads": 0, "give": ["weights"]}}}}
+        | {"config": config_of(HEADS, capture_points=["q"])},
+    ),
     Case(
         path("capture.logging.hooks"),
         {"capture": {"logging": {"hooks": {"q": {0: 1, 1: [0, 1]}}}}} | HEADED_CONFIG,
@@ -412,6 +482,11 @@ def raw_params() -> SamplingParams:
     return SamplingParams(steering_vectors={})
 
 
+_NONE = np.empty(0, np.int64)
+NO_WEIGHTS = AttentionRows(
+    _NONE, _NONE, torch.empty(0, 5), _NONE, (0,), AttentionRead(("weights",), (), (), 0, "", 5)
+)
+
 OTHERS = [
     *HTTP,
     Case({}, do=lambda: RequestInterventions(None, 5, raw_params())),
@@ -455,6 +530,8 @@ OTHERS = [
         do=lambda: check_sites(Silent(), lambda n: [torch.zeros(n, HIDDEN)]),  # type: ignore[arg-type]
     ),
     # Results.
+    Case({"given": "'mass'", "allowed": "weights"}, do=lambda: NO_WEIGHTS.mass),
+    Case({"given": "9"}, do=lambda: NO_WEIGHTS.at(9)),
     Case({"rows": "6", "given": "6"}, do=lambda: collect(collector([2, 6], 2), 2)),
     Case(
         {"missing": "3", "rows": "5", "given": "2"},

@@ -57,6 +57,34 @@ def heads(mode: Mode, tokens: list[list[int]]) -> dict[str, Any]:
     return {"error": worst, "limit": mode.noise_limit, "least_other": least_other, "ok": ok}
 
 
+def attention(mode: Mode, tokens: list[list[int]]) -> dict[str, Any]:
+    """The weights of all heads and queries are transformers', a neighbouring head's others; no
+    layer failed the start-up proof. Ranks with some of the heads are refused."""
+    from vllm import SamplingParams
+
+    shape = mode.llm.llm_engine.vllm_config.tap_shape
+    assert shape is not None
+    if shape.unread:
+        refused = set(shape.unread.values())
+        return {"refused": sorted(refused), "ok": all("tensor parallel" in r for r in refused)}
+    asked = {"attention": {"heads": "all", "queries": "all", "give": ["weights"]}}
+    params = SamplingParams(
+        max_tokens=8, temperature=0.0, ignore_eos=True, detokenize=False, capture={"inline": asked}
+    )
+    fed: Any = [{"prompt_token_ids": ids} for ids in tokens]
+    worst = apart = 0.0
+    for prompt, output in zip(tokens, mode.llm.generate(fed, params, use_tqdm=False), strict=True):
+        assert output.capture_results is not None
+        want = ref.run(mode.hf, mode.adapter, [*prompt, *output.outputs[0].token_ids][:-1]).heads
+        for site, rows in output.capture_results["inline"].payload.items():
+            for t, weights in enumerate(rows.weights):
+                exact = want[site][t, :, : t + 1]
+                worst = max(worst, float((weights - exact).abs().max()))
+                apart = max(apart, float((weights - exact.roll(1, 0)).abs().max()))
+    ok = worst <= mode.noise_limit and apart > 0.1
+    return {"error": worst, "limit": mode.noise_limit, "other": apart, "ok": ok}
+
+
 def large_step(mode: Mode, vocabulary: int, hidden: int) -> dict[str, Any]:
     """Many long prompts at once: megabytes of rows a step arrive whole, and again the same."""
     generator = torch.Generator().manual_seed(17)

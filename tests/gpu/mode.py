@@ -274,6 +274,7 @@ def main() -> None:
     }
     if "capture_points" in args.engine:
         checks["heads"] = lambda: capture.heads(mode, prompts(13, seed=15))
+        checks["attention"] = lambda: capture.attention(mode, prompts(13, seed=16))
     if args.name == "preempt":
         checks = {"preemption": lambda: workload.preemption(mode, prompts(13, seed=14))}
     if "steering_families" in args.engine:

@@ -95,6 +95,43 @@ def test_steered_heads(client: SteeringClient) -> None:
 
 
 @pytest.mark.parametrize("stream", [False, True])
+def test_attention(client: SteeringClient, reference: Reference, stream: bool) -> None:
+    keys = {"first": [0], "later": {"start": 1}}
+    several = [
+        {"heads": {"1": [3, 0]}, "queries": "predicting", "give": ["weights", "top"], "top": 2},
+        {"heads": "0-1", "queries": "all", "give": ["mass", "peak"], "keys": keys},
+    ]
+    asked = greedy(capture={"inline": [{"attention": one} for one in several]})
+    if stream:
+        choice = joined(list(client.stream(PROMPT, **asked)))
+    else:
+        choice = client.complete(PROMPT, **asked).choices[0]
+    assert choice.capture_status == {"inline[0]": "ok", "inline[1]": "ok"}
+    ranges = choice.attention["inline[1]"]
+    model = reference.model
+    with recorded(model, list(model.model.layers)) as heads, torch.no_grad():
+        model.set_attn_implementation("eager")
+        model(torch.tensor([ranges[1].token_ids.tolist()]))
+    [got] = choice.attention["inline[0]"].values()
+    want = heads["attn", 1][:, [0, 3]].numpy()
+    assert got.heads == (0, 3) and len(got.weights) == len(got.positions) > 1
+    for i, t in enumerate(got.positions):
+        np.testing.assert_allclose(got.weights[i], want[t, :, : t + 1], atol=1e-3)
+        assert np.abs(got.weights[i] - want[t, ::-1, : t + 1]).max() > 0.01, "heads differ"
+        best = np.sort(want[t])[:, :-3:-1]
+        np.testing.assert_allclose(got.given["top_weights"][i], best, atol=1e-3)
+    assert got.given["top_positions"].dtype == np.int32
+    for layer in (0, 1):
+        rows = ranges[layer]
+        exact = heads["attn", layer].numpy()
+        assert rows.ranges == ("first", "later") and rows.heads == (0, 1, 2, 3)
+        mass = np.stack([exact[..., 0], exact[..., 1:].sum(-1)], -1)
+        np.testing.assert_allclose(rows.given["mass"], mass, atol=1e-3)
+        peak = np.stack([exact[..., 0], exact[..., 1:].max(-1)], -1)
+        np.testing.assert_allclose(rows.given["peak"], peak, atol=1e-3)
+
+
+@pytest.mark.parametrize("stream", [False, True])
 def test_several_captures(client: SteeringClient, reference: Reference, stream: bool) -> None:
     """Rows, and beside them scores with a matrix for each layer."""
     by_layer = {"post_block": {str(LAYER): MATRIX, "3": MATRIX[:, ::-1].copy()}}

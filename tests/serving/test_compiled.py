@@ -93,6 +93,17 @@ def test_heads(pair: tuple[LLM, Judge]) -> None:
         judge.check(ask, output)
 
 
+def test_attention_weights(pair: tuple[LLM, Judge]) -> None:
+    """Their start-up proof ran in compiled code."""
+    llm, judge = pair
+    shape = llm.llm_engine.vllm_config.tap_shape
+    assert shape is not None and shape.heads and not shape.unread
+    asked = {"attention": {"heads": "all", "queries": "all", "give": ["weights"]}}
+    asks = [Ask(p, {"capture": {"inline": asked}}) for p in (PROMPT, SHORT)]
+    for ask, output in zip(asks, serve(llm, asks), strict=True):
+        assert judge.check_weights(ask, output.outputs[0]) > 0.05
+
+
 def test_neighbours_leave_plain_requests_bit_identical(pair: tuple[LLM, Judge]) -> None:
     llm, _ = pair
     steered = {"steering_vectors": {"post_block": {1: vector(133)}}}

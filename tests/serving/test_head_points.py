@@ -222,3 +222,97 @@ def test_stop_strings_and_what_was_not_reached(running: Running) -> None:
     result = output.capture_results["inline"]
     assert result.status == "partial_error"
     assert result.payload["q", 0].values.shape == (1, 1, 32)
+
+
+def attention(**asked: Any) -> dict[str, Any]:
+    return {"capture": {"inline": {"attention": asked}}}
+
+
+def test_attention_weights(running: Running) -> None:
+    """Of steered and plain requests in one batch, in chunks, of prompts and answers."""
+    asks = [
+        Ask(prompt_of(41, 160), attention(heads="all", queries="all", give=["weights"])),
+        Ask(
+            prompt_of(17, 161),
+            STEERED | attention(heads=[[3, 2], [1, 0]], queries="predicting", give=["weights"]),
+        ),
+        Ask(prompt_of(5, 162), attention(heads={"0-1": [3, 1]}, give=["weights"])),
+        Ask(prompt_of(9, 163), heads({"q": "all"})),
+        Ask(prompt_of(9, 164), STEERED),
+    ]
+    with serving.watching(running.llm) as steps:
+        outputs = serve(running.llm, asks)
+    assert len(steps.chunks(0)) > 41 // 24 + 1
+    for ask, output in zip(asks[:3], outputs, strict=False):
+        assert running.judge.check_weights(ask, output.outputs[0]) > 0.05
+    running.judge.check(asks[3], outputs[3])
+    found = {
+        site: rows.heads for site, rows in outputs[1].capture_results["inline"].payload.items()
+    }
+    assert found == {("attn", 1): (0,), ("attn", 3): (2,)}
+
+
+def test_what_is_given_of_attention(running: Running) -> None:
+    """Mass, peak, top and sums are those of the weights, which are transformers'."""
+    keys = {"start": {"stop": 4}, "few": [5, 7], "rest": {"start": 8}}
+    captures = [
+        {"attention": {"heads": {1: [2, 0], 2: "all"}, "queries": "all", "give": give, **more}}
+        for give, more in (
+            (["peak", "mass"], {"keys": keys}),
+            (["weights", "top"], {"top": 3}),
+            (["weights"], {"sum": "heads"}),
+            (["weights"], {"sum": "all"}),
+        )
+    ]
+    ask = Ask(prompt_of(17, 165), {"capture": {"inline": captures}})
+    [output] = serve(running.llm, [ask])
+    ranges, top, by_layer, total = (
+        output.capture_results[f"inline[{i}]"].payload for i in range(4)
+    )
+    assert running.judge.check_weights(ask, output.outputs[0], "inline[1]") > 0.05
+    sums: dict[int, torch.Tensor] = {}
+    for layer in (1, 2):
+        rows, best = ranges["attn", layer], top["attn", layer]
+        assert rows.ranges == ("start", "few", "rest") and rows.give == ("mass", "peak")
+        for i, weights in enumerate(best.weights):
+            parts = [weights[:, :4], weights[:, [k for k in (5, 7) if k <= i]], weights[:, 8:]]
+            mass = torch.stack([part.sum(-1) for part in parts], -1)
+            assert torch.allclose(rows.mass[i], mass, atol=1e-6)
+            peaks = [part.amax(-1) if part.numel() else part.sum(-1) for part in parts]
+            assert torch.allclose(rows.peak[i], torch.stack(peaks, -1))
+            count = min(3, i + 1)
+            first = weights.sort(-1, descending=True)
+            assert torch.equal(best.top_weights[i, :, :count], first.values[:, :count])
+            at = best.top_positions[i].long()
+            assert torch.equal(weights.gather(1, at[:, :count]), first.values[:, :count])
+            assert (at[:, count:] == -1).all()
+            summed = by_layer["attn", layer].weights[i]
+            assert torch.allclose(summed, weights.sum(0), atol=1e-6)
+            sums[i] = sums.get(i, 0) + summed
+        with pytest.raises(ValueError, match="'weights' was not asked for: the capture gives"):
+            _ = rows.weights
+    assert list(total) == [("attn", None)]
+    for i, weights in enumerate(total["attn", None].weights):
+        assert torch.allclose(weights, sums[i], atol=1e-6)
+    assert total["attn", None].at(3).weights[0].shape == (4,)
+
+
+def test_attention_costs_no_prefix_hit(running: Running) -> None:
+    """Keys may be cached; only wanted queries are computed."""
+    prompt, hits = prompt_of(70, 166), []
+    for queries in ("last_prompt", "last_prompt", [3]):
+        ask = Ask(prompt, attention(heads="all", queries=queries, give=["weights"]))
+        [output] = serve(running.llm, [ask])
+        assert running.judge.check_weights(ask, output.outputs[0]) > 0.05 or queries == [3]
+        hits.append(output.num_cached_tokens)
+    assert hits == [0, 64, 0]
+
+
+def test_attention_of_completions(running: Running) -> None:
+    asked = attention(heads={2: [1]}, queries="all_generated", give=["weights"])
+    ask = Ask(prompt_of(5, 167), {**asked, "n": 2, "temperature": 1.0, "seed": 3})
+    [output] = serve(running.llm, [ask])
+    one, two = output.outputs
+    assert list(one.token_ids) != list(two.token_ids)
+    for completion in (one, two):
+        assert running.judge.check_weights(ask, completion) > 0.02

@@ -111,6 +111,24 @@ def test_heads_are_steered_by_the_worker_that_has_them(pair: tuple[LLM, Judge]) 
         judge.check(ask, output)
 
 
+def test_attention_of_all_workers(pair: tuple[LLM, Judge], runner: Runner) -> None:
+    """Each stage reads the pages of its layers; ranks with some of the heads are refused."""
+    llm, judge = pair
+    asked = {"heads": "all", "queries": "all", "give": ["weights"]}
+    several = [{"attention": asked}, {"attention": {**asked, "sum": "all"}}]
+    ask = Ask(prompt_of(17, 76), {"capture": {"inline": several}})
+    if runner == "v1":
+        with pytest.raises(ValueError, match="cannot be read: tensor parallelism splits its heads"):
+            serve(llm, [ask])
+        return
+    [output] = serve(llm, [ask])
+    assert judge.check_weights(ask, output.outputs[0], "inline[0]") > 0.05
+    each, total = (output.capture_results[f"inline[{i}]"].payload for i in range(2))
+    for t, weights in enumerate(total["attn", None].weights):
+        parts = [rows.weights[t].sum(0) for rows in each.values()]
+        assert torch.allclose(weights, torch.stack(parts).sum(0), atol=1e-6)
+
+
 def test_scores_of_all_workers(pair: tuple[LLM, Judge]) -> None:
     llm, judge = pair
     last = {"post_block": [models.LAYERS - 1]}

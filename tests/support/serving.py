@@ -185,6 +185,25 @@ class Judge:
             error = worst_row(rows.values, want[positions])
             assert error <= tolerance, f"{site}: rows off by {error}"
 
+    def check_weights(self, ask: Ask, completion: Any, name: str = "inline") -> float:
+        """The attention weights of a completion's result are the model's; returns how far off the
+        next head's would be."""
+        sequence = [*ask.prompt, *completion.token_ids][:-1]
+        result = completion.capture_results[name]
+        assert result.status == "ok", result.error
+        want = self.reference.run(sequence, self.deltas(ask, sequence)).heads
+        apart = 0.0
+        for (point, layer), rows in result.payload.items():
+            assert point == "attn" and len(rows.weights) == len(rows)
+            assert rows.token_ids.tolist() == [sequence[t] for t in rows.positions]
+            exact, chosen = want["attn", layer], list(rows.heads)
+            for t, weights in zip(rows.positions.tolist(), rows.weights, strict=True):
+                assert weights.shape == (len(chosen), t + 1)
+                assert (weights - exact[t, chosen, : t + 1]).abs().max() <= READ_TOLERANCE
+                other = exact.roll(1, 1)[t, chosen, : t + 1]
+                apart = max(apart, float((weights - other).abs().max()))
+        return apart
+
     @staticmethod
     def _check_means(
         result: Any, expected: dict[Site, torch.Tensor], positions: list[int], sequence: list[int]

@@ -92,7 +92,7 @@ def output(*completions: CompletionOutput) -> RequestOutput:
 def captured(
     offset: float, status: Any = "ok", error: str | None = None, number: int = 3
 ) -> RequestOutput:
-    payload = SiteRows()
+    payload: SiteRows[CapturedRows] = SiteRows()
     for layer in (0, 1, 2):
         values = torch.arange(3 * HIDDEN, dtype=torch.float32).view(3, HIDDEN)
         values = (values + offset + 1000 * layer)[:number]

@@ -80,7 +80,8 @@ def test_no_two_groups_of_a_hybrid_get_the_same_blocks() -> None:
 
     tables = [torch.zeros(5, 3) for _ in range(3)]
     provider: Any = SimpleNamespace(
-        get_dummy_block_tables=lambda n: tuple(table[:n].zero_() for table in tables)
+        get_dummy_block_tables=lambda n: tuple(table[:n].zero_() for table in tables),
+        block_sizes=[16] * 3,
     )
     with _lent_by(provider):
         assert numbers(provider.get_dummy_block_tables(2)) == [1, 2, 3, 4, 5, 6]

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Activation capture reads the residual stream of requests while they are served."""
 
+from vllm.v1.capture.attention import AttentionRows
 from vllm.v1.capture.results import CapturedRows, CaptureResult, stack
 
-__all__ = ["CaptureResult", "CapturedRows", "stack"]
+__all__ = ["AttentionRows", "CaptureResult", "CapturedRows", "stack"]

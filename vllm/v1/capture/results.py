@@ -3,7 +3,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import numpy as np
 import torch
@@ -30,10 +30,14 @@ class CaptureResult:
     """The consumer's own result; that of `inline` is a `SiteRows`."""
 
 
-class SiteRows(dict[Any, "CapturedRows"]):
-    """Rows by site, {(point, layer): `CapturedRows`}. A point alone is {layer: `CapturedRows`}."""
+_R = TypeVar("_R")
 
-    def __missing__(self, key: Any) -> "dict[int, CapturedRows]":
+
+class SiteRows(dict[Any, _R]):
+    """Rows by site, {(point, layer): `CapturedRows`}; of attention `AttentionRows`, at the point
+    "attn". A point alone is {layer: rows}."""
+
+    def __missing__(self, key: Any) -> dict[int, _R]:
         at_point = {layer: rows for (point, layer), rows in self.items() if point == key}
         if not at_point:
             raise KeyError(f"{key!r} was not captured; keys are (point, layer): {list(self)}")
@@ -135,6 +139,16 @@ class CapturedRows:
             raise KeyError(f"position {position} was not captured, these were: {self.positions}")
         return self.values[int(found[0])]
 
+    def joined(self, later: "CapturedRows") -> "CapturedRows":
+        """These rows and then `later`'s, of the same site."""
+        return CapturedRows(
+            np.concatenate([self.positions, later.positions]),
+            np.concatenate([self.token_ids, later.token_ids]),
+            torch.cat([self.values, later.values]).flatten(1),
+            np.concatenate([self.versions, later.versions]),
+            self.heads,
+        )
+
 
 def stack(
     outputs: "Sequence[RequestOutput | CompletionOutput] | RequestOutput | CompletionOutput",
@@ -172,7 +186,7 @@ def stack(
         rows = []
         for layer in layers:
             site = result.payload.get((point, layer))
-            if site is None:
+            if not isinstance(site, CapturedRows):
                 raise ValueError(f"stack: output {i} captured no {point} at layer {layer}")
             if position is None:
                 rows.append(site.values)
@@ -214,15 +228,9 @@ def merged(
 
 
 def _merged_result(old: CaptureResult, new: CaptureResult) -> CaptureResult:
-    payload = SiteRows()
+    payload = SiteRows[Any]()
     for site, rows in new.payload.items():
-        payload[site] = CapturedRows(
-            np.concatenate([old.payload[site].positions, rows.positions]),
-            np.concatenate([old.payload[site].token_ids, rows.token_ids]),
-            torch.cat([old.payload[site].values, rows.values]).flatten(1),
-            np.concatenate([old.payload[site].versions, rows.versions]),
-            rows.heads,
-        )
+        payload[site] = old.payload[site].joined(rows)
     return CaptureResult(new.status, new.error, payload)
 
 

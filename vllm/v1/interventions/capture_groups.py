@@ -9,7 +9,7 @@ from weakref import WeakValueDictionary
 import numpy as np
 
 from vllm.v1.interventions.messages import WorkerRequest, WorkerStream
-from vllm.v1.interventions.plan import Site, TapShape
+from vllm.v1.interventions.plan import AttentionRead, Site, TapShape
 
 _Asked = tuple[tuple[Site, ...], tuple[WorkerStream, ...]]
 _Projection = tuple[tuple[int, ...], int]
@@ -29,6 +29,10 @@ class LocalStream(NamedTuple):
     """How many numbers leave of a site, if that is not its row as it is."""
     summed: tuple[int, ...] = ()
     """As in `WorkerStream`."""
+    attention: AttentionRead | None = None
+    """What leaves of the attention of the queries in `columns`."""
+    heads: Sequence[tuple[int, tuple[int, ...]]] = ()
+    """What each of the sites has, where rows are heads: (layer, heads)."""
     runs: Sequence[tuple[int, int]] = ()
     """`places` as runs of neighbours in the arena with one matrix: (first index, number)."""
 
@@ -111,14 +115,21 @@ class CaptureGroups:
             projection = _local(stream, place)
             if projection is not None:
                 width = projection[1]
+            heads: list[tuple[int, tuple[int, ...]]] = []
             if stream.heads:
-                parts = [
-                    self._columns(asked[i], firsts[i], heads)
-                    for i, heads in zip(stream.sites, stream.heads, strict=True)
+                own_heads = [
+                    (i, chosen)
+                    for i, chosen in zip(stream.sites, stream.heads, strict=True)
                     if i in place
                 ]
+                parts = [self._columns(asked[i], firsts[i], chosen) for i, chosen in own_heads]
                 columns = np.concatenate([np.empty(0, np.int64), *parts])
-            local.append(LocalStream(places, projection, columns, width, stream.summed))
+                heads = [(asked[i][1], chosen) for i, chosen in own_heads]
+            local.append(
+                LocalStream(
+                    places, projection, columns, width, stream.summed, stream.attention, heads
+                )
+            )
         group = self._groups[asked, streams] = CaptureGroup(
             [self._sites[asked[i]] for i in own], len(own) - len(sizes), local, list(sizes.values())
         )

@@ -8,7 +8,7 @@ import msgspec
 import numpy as np
 import torch
 
-from vllm.v1.interventions.plan import Site, VectorSet, VectorSum
+from vllm.v1.interventions.plan import AttentionRead, Site, VectorSet, VectorSum
 from vllm.v1.interventions.terms import Term
 
 NOTHING, GLOBALS_ALONE = 0, 1
@@ -64,6 +64,8 @@ class WorkerStream(msgspec.Struct, frozen=True, array_like=True):
     summed: tuple[int, ...] = ()
     """The positions whose sum leaves the device in place of rows, as `Selection.runs`; () for
     rows."""
+    attention: AttentionRead | None = None
+    """As in `Stream`."""
 
 
 class WorkerRequest(msgspec.Struct, frozen=True):

@@ -48,6 +48,8 @@ class TapShape(msgspec.Struct, frozen=True):
     """Layer -> the points it has."""
     heads: dict[int, dict[str, tuple[int, int]]] = {}
     """Layer -> point of its attention -> (heads, width of one), of all tensor-parallel ranks."""
+    unread: dict[int, str] = {}
+    """Layer with queries -> why its attention weights cannot be read; the others' can."""
 
     def offers(self, layer: int) -> tuple[str, ...]:
         """All points of a layer that can be captured."""
@@ -144,6 +146,43 @@ class SteeringPlan(msgspec.Struct, frozen=True):
     terms: list[Term] = []
 
 
+GIVES = ("mass", "peak", "top", "weights")
+"""What may be given of attention weights, in the order in which it lies in a row."""
+
+
+class AttentionRead(msgspec.Struct, frozen=True, array_like=True):
+    """What is given of the attention weights of captured queries.
+
+    A row is float32: for each head, one after the other, what `give` says; or the sum of weights
+    over heads.
+    """
+
+    give: tuple[str, ...]
+    """Some of `GIVES`, in that order."""
+    names: tuple[str, ...]
+    """The key ranges of mass and peak."""
+    ranges: tuple[tuple[int, ...], ...]
+    """The keys of each, as `Selection.runs`."""
+    top: int
+    """How many of the largest weights: their positions, bits of int32, and then they."""
+    sum: str
+    """"" for each head's own, "heads" for the sum over heads, "all" for that over layers too, which
+    are added up where rows are read."""
+    stop: int
+    """One past the last query: how many weights there are, those of later keys zeros."""
+
+    @property
+    def widths(self) -> list[int]:
+        """How many numbers of a head each part has."""
+        ranges = len(self.ranges)
+        parts = {"mass": [ranges], "peak": [ranges], "top": [self.top] * 2, "weights": [self.stop]}
+        return [width for name in self.give for width in parts[name]]
+
+    def width(self, heads: int) -> int:
+        """How many numbers a row has."""
+        return self.stop if self.sum else heads * sum(self.widths)
+
+
 class Stream(msgspec.Struct, frozen=True):
     """Rows that leave the device together: in one form, for one process."""
 
@@ -165,6 +204,8 @@ class Stream(msgspec.Struct, frozen=True):
     summed: bool = False
     """Whether a step sends the sum of its rows in `runs`, which are of the prompt, and the mean is
     what consumers get: one row a site."""
+    attention: AttentionRead | None = None
+    """What leaves of the attention of its queries, in place of them."""
 
     @property
     def row_bytes(self) -> int:
@@ -188,6 +229,8 @@ class Selection(msgspec.Struct, frozen=True):
     rows, and only `inline` may have several."""
     heads: dict[Site, tuple[int, ...]] = {}
     """Which heads of each site; sites of the residual stream are left out."""
+    attention: AttentionRead | None = None
+    """What is given of attention; `sites` are then the queries'."""
     fields: dict[str, Any] = {}
     """What the consumer's class made of the fields that are its own."""
 

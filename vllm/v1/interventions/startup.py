@@ -76,6 +76,7 @@ def start_taps(executor: "Executor") -> TapShape | None:
         return None
     points = {layer: p for shape in shapes for layer, p in shape.points.items()}
     heads = {layer: h for shape in shapes for layer, h in shape.heads.items()}
+    unread = {layer: why for shape in shapes for layer, why in shape.unread.items()}
     num_layers = executor.vllm_config.model_config.get_total_num_hidden_layers()
     if missing := sorted(set(range(num_layers)) - set(points)):
         raise RuntimeError(
@@ -83,7 +84,8 @@ def start_taps(executor: "Executor") -> TapShape | None:
             "start without enable_steering and capture_consumers, or wire it in patches/taps"
         )
     collect_stages(executor)
-    return TapShape(shapes[0].hidden_size, shapes[0].dtype, dict(sorted(points.items())), heads)
+    first, points = shapes[0], dict(sorted(points.items()))
+    return TapShape(first.hidden_size, first.dtype, points, heads, unread)
 
 
 def end_with_parent() -> None:

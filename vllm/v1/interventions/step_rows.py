@@ -33,6 +33,8 @@ class Block:
         self.num_raw = group.num_raw * self.count
         self.num_rest = group.rest_rows * self.count
         self.raw = self.rest = 0
+        self.in_batch: list[int] = []
+        """The place of each request in the batch, where attention is read."""
 
     def rows(self) -> np.ndarray:
         """The arena row of each token at each site, the first of them: int32 [sites, count]."""
@@ -128,7 +130,8 @@ class StepRows:
         """Scores and heads, [count, sites, width], or sums, [requests, sites, hidden]."""
         if stream.summed:
             return (len(block.owners), len(stream.places), self._hidden_size), torch.float32
-        dtype = torch.float32 if stream.projection is not None else self._dtype
+        of_rows = stream.projection is None and stream.attention is None
+        dtype = self._dtype if of_rows else torch.float32
         return (block.count, len(stream.places), stream.width), dtype
 
     @property

@@ -13,8 +13,10 @@ import torch
 from fastapi import Response
 from pydantic import BaseModel, PrivateAttr, model_serializer
 from starlette.concurrency import run_in_threadpool
+from torch.nn.utils.rnn import pad_sequence
 
 from vllm.entrypoints.compat import lens
+from vllm.v1.capture.attention import AttentionRows
 from vllm.v1.capture.results import CapturedRows, CaptureResult
 from vllm.v1.interventions.errors import describe
 
@@ -35,6 +37,9 @@ if TYPE_CHECKING:
 
     Answer = CompletionResponse | ChatCompletionResponse
     Chunk = CompletionStreamResponse | ChatCompletionStreamResponse
+
+_INLINE = CapturedRows | AttentionRows
+"""What `inline` returns of a site."""
 
 
 def add_capture_results(choice: BaseModel, output: "CompletionOutput") -> None:
@@ -136,9 +141,9 @@ def has_rows(output: "CompletionOutput") -> bool:
 
 def _result(result: CaptureResult, finished: bool) -> dict[str, Any]:
     payload = result.payload
-    if isinstance(payload, Mapping) and all(isinstance(r, CapturedRows) for r in payload.values()):
+    if isinstance(payload, Mapping) and all(isinstance(r, _INLINE) for r in payload.values()):
         shown: Any = [
-            _rows(point, layer, rows)
+            _rows(point, layer, rows) | _values(rows)
             for (point, layer), rows in payload.items()
             if finished or len(rows)
         ]
@@ -159,12 +164,12 @@ def _rows_of(payload: Any) -> int:
     """Count the rows of a payload, over all sites."""
     if not isinstance(payload, Mapping):
         return 0
-    return sum(len(rows) for rows in payload.values() if isinstance(rows, CapturedRows))
+    return sum(len(rows) for rows in payload.values() if isinstance(rows, _INLINE))
 
 
-def _rows(point: str, layer: int, rows: CapturedRows) -> dict[str, Any]:
-    """Return the rows of one site as JSON; versions that are all 0 are left out, and heads where
-    there are none."""
+def _rows(point: str, layer: int | None, rows: CapturedRows | AttentionRows) -> dict[str, Any]:
+    """Return which rows of one site these are as JSON; versions that are all 0 are left out, and
+    heads where there are none."""
     shown = {
         "point": point,
         "layer": layer,
@@ -175,7 +180,27 @@ def _rows(point: str, layer: int, rows: CapturedRows) -> dict[str, Any]:
         shown["versions"] = rows.versions.tolist()
     if rows.heads:
         shown["heads"] = list(rows.heads)
-    return shown | pack(rows.values)
+    return shown
+
+
+def _values(rows: CapturedRows | AttentionRows) -> dict[str, Any]:
+    """Return what the rows hold. The weights of each query have the zeros of keys that come later,
+    up to the last query's."""
+    if isinstance(rows, CapturedRows):
+        return pack(rows.values)
+    shown: dict[str, Any] = {"ranges": list(rows.ranges)} if rows.ranges else {}
+    for name in rows.give:
+        if name == "top":
+            shown["top_positions"], shown["top_weights"] = (
+                pack(rows.top_positions), pack(rows.top_weights)
+            )  # fmt: skip
+        elif name == "weights":
+            weights = [row.movedim(-1, 0) for row in rows.weights]
+            padded = pad_sequence(weights, batch_first=True) if weights else torch.empty(0)
+            shown["weights"] = pack(padded.movedim(1, -1) if weights else padded)
+        else:
+            shown[name] = pack(rows.mass if name == "mass" else rows.peak)
+    return shown
 
 
 def plain(value: Any) -> Any:

@@ -13,7 +13,7 @@ This file stands alone, on numpy and httpx: copy it to where vLLM is not install
 import base64
 import json
 from collections.abc import AsyncGenerator, Generator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
@@ -148,6 +148,28 @@ class Rows:
 
 
 @dataclass
+class Attention:
+    """What was asked of the attention weights of one layer, query by query."""
+
+    positions: np.ndarray
+    """The positions of the queries, int64 [n]."""
+    token_ids: np.ndarray
+    """The token of each, int64 [n]."""
+    versions: np.ndarray
+    """The version of the global steering that each ran under, int64 [n]."""
+    heads: tuple[int, ...]
+    """The numbers of the heads."""
+    ranges: tuple[str, ...]
+    """The names of the key ranges."""
+    given: dict[str, np.ndarray]
+    """What was asked for of "mass" and "peak" [n, heads, ranges], and of "top_positions" and
+    "top_weights" [n, heads, top]."""
+    weights: list[np.ndarray] = field(default_factory=list)
+    """The weights of all keys up to each query's own, t: n arrays [heads, t + 1], summed
+    [t + 1]."""
+
+
+@dataclass
 class Choice:
     """One completion; of a stream, what came in one chunk."""
 
@@ -157,6 +179,8 @@ class Choice:
     captures: dict[str, dict[Site, Rows]] = field(default_factory=dict)
     """The rows of each capture for the consumer `inline`, by site: of `inline`, or where a list was
     asked for of `inline[0]` and so on."""
+    attention: dict[str, dict[int | None, Attention]] = field(default_factory=dict)
+    """The attention of each such capture, by layer; by None with `"sum": "all"`."""
     capture_results: dict[str, Any] = field(default_factory=dict)
     """The result of each consumer as the server sent it, {"status", "error", "payload"}, by name.
     The status is None before the last chunk of a stream."""
@@ -196,6 +220,8 @@ def read_rows(payload: Sequence[Mapping[str, Any]] | None) -> dict[Site, Rows]:
     """Read the payload of the consumer `inline`."""
     made = {}
     for entry in payload or ():
+        if entry["point"] == "attn":
+            continue
         positions = np.array(entry["positions"], dtype=np.int64)
         made[entry["point"], entry["layer"]] = Rows(
             positions=positions,
@@ -203,6 +229,27 @@ def read_rows(payload: Sequence[Mapping[str, Any]] | None) -> dict[Site, Rows]:
             values=unpack(entry),
             versions=np.array(entry.get("versions", [0] * len(positions)), dtype=np.int64),
             heads=tuple(entry.get("heads", ())),
+        )
+    return made
+
+
+def read_attention(payload: Sequence[Mapping[str, Any]] | None) -> dict[int | None, Attention]:
+    """Read what of the payload of the consumer `inline` is attention."""
+    made = {}
+    for entry in payload or ():
+        if entry["point"] != "attn":
+            continue
+        positions = np.array(entry["positions"], dtype=np.int64)
+        names = ("mass", "peak", "top_positions", "top_weights")
+        weights = unpack(entry["weights"]) if "weights" in entry else np.empty(0)
+        made[entry["layer"]] = Attention(
+            positions=positions,
+            token_ids=np.array(entry["token_ids"], dtype=np.int64),
+            versions=np.array(entry.get("versions", [0] * len(positions)), dtype=np.int64),
+            heads=tuple(entry.get("heads", ())),
+            ranges=tuple(entry.get("ranges", ())),
+            given={name: unpack(entry[name]) for name in names if name in entry},
+            weights=[row[..., : t + 1] for row, t in zip(weights, positions, strict=False)],
         )
     return made
 
@@ -220,6 +267,10 @@ def joined(chunks: Sequence[Choice]) -> Choice:
     for chunk in chunks:
         made.finish_reason = chunk.finish_reason or made.finish_reason
         made.capture_results |= chunk.capture_results
+        for name, layers in chunk.attention.items():
+            for layer, attention in layers.items():
+                mine = made.attention.setdefault(name, {})
+                mine[layer] = _with(mine[layer], attention) if layer in mine else attention
         for name, sites in chunk.captures.items():
             for site, rows in sites.items():
                 parts.setdefault((name, site), []).append(rows)
@@ -232,19 +283,28 @@ def joined(chunks: Sequence[Choice]) -> Choice:
     return made
 
 
+def _with(attention: Attention, later: Attention) -> Attention:
+    """Join what two chunks have of a layer."""
+    arrays = {
+        what: np.concatenate([getattr(attention, what), getattr(later, what)])
+        for what in ("positions", "token_ids", "versions")
+    }
+    given = {name: np.concatenate([a, later.given[name]]) for name, a in attention.given.items()}
+    weights = attention.weights + later.weights
+    return replace(attention, **arrays, given=given, weights=weights)
+
+
 def _choice(raw: Mapping[str, Any]) -> Choice:
     """Read a choice of an answer, or of a chunk of a stream."""
     message = raw.get("message") or raw.get("delta") or {}
     results = raw.get("capture_results") or {}
+    inline = {name: r for name, r in results.items() if name.partition("[")[0] == "inline"}
     return Choice(
         index=raw["index"],
         text=raw.get("text") or message.get("content") or "",
         finish_reason=raw.get("finish_reason"),
-        captures={
-            name: read_rows(result["payload"])
-            for name, result in results.items()
-            if name.partition("[")[0] == "inline"
-        },
+        captures={name: read_rows(result["payload"]) for name, result in inline.items()},
+        attention={name: read_attention(result["payload"]) for name, result in inline.items()},
         capture_results=results,
     )
 

@@ -63,7 +63,7 @@ class _Session(CaptureSession):
         return self._rows
 
 
-def by_site(request: RequestInfo, batch: RowBatch) -> SiteRows:
+def by_site(request: RequestInfo, batch: RowBatch) -> SiteRows[CapturedRows]:
     """Split a batch into the rows of each site, which are views of it."""
     of_site = dict(zip(request.sites, request.heads, strict=False))
     return SiteRows(

@@ -21,6 +21,7 @@ from vllm.sampling_params import SamplingParams
 from vllm.v1.capture.consumer import SHARED_FIELDS, CaptureConsumer
 from vllm.v1.capture.registry import INLINE, ConsumerSpec
 from vllm.v1.interventions.errors import need_mapping, reject, show, show_key
+from vllm.v1.interventions.frontend.attention_request import attention_selection
 from vllm.v1.interventions.frontend.capture_streams import Streams, union
 from vllm.v1.interventions.frontend.selectors import NAMED_SELECTORS, Prompt, Selector
 from vllm.v1.interventions.frontend.work import Unit, Work
@@ -44,8 +45,8 @@ def parse_capture(
 ) -> CapturePlan | None:
     """Parse `SamplingParams.capture`:
     `{consumer: {"hooks": {point: layers}, "positions": ..., "project": ..., "reduce": ...}}`, for
-    `inline` also a list of these, and add what consumers capture of every request that does not
-    name them.
+    `inline` also `{"attention": ...}` and a list of such captures, and add what consumers capture
+    of every request that does not name them.
 
     Args:
         value: the user's mapping, or None.
@@ -77,8 +78,9 @@ def parse_capture(
         at = f"{path}.{show_key(name)}"
         selections[name] = selection = _selection(request, at, shape, prompt, spec)
         if not selection.runs:
+            where = "positions" if selection.attention is None else "attention.queries"
             reject(
-                f"{at}.positions",
+                f"{at}.{where}",
                 f"select nothing: the prompt has {len(prompt.token_ids)} tokens and "
                 f"max_tokens={prompt.max_tokens} gives {max(prompt.max_tokens - 1, 0)} generated "
                 "positions",
@@ -112,12 +114,14 @@ def parse_capture(
         )
     placed = streams.placed(projections)
     sites, runs = union(placed)
+    # What is made of attention takes room, too, while it is on the device.
+    made = sum(s.row_bytes * len(s.sites) for s in placed if s.attention is not None)
     return CapturePlan(
         sites=sites,
         runs=runs,
         streams=placed,
         consumers=selections,
-        arena_rows=sum(map(shape.arena_rows, sites)),
+        arena_rows=sum(map(shape.arena_rows, sites)) + -(-made // shape.row_bytes),
         hidden_size=shape.hidden_size,
         dtype=shape.dtype,
         prompt=value.prompt if isinstance(value, NumberedCapture) else None,
@@ -225,6 +229,14 @@ def _selection(
     request = need_mapping(request, path)
     own = {plain(k): plain(field) for k, field in request.items() if k not in SHARED_FIELDS}
     fields = (spec.cls or CaptureConsumer).check_request(own, path)
+    if "attention" in request:
+        if spec.cls is not None or len(request) > 1:
+            reject(
+                f"{path}.attention",
+                f"stands alone in a capture for {INLINE!r}: leave out hooks, positions, project "
+                "and reduce, or make a list of captures",
+            )
+        return attention_selection(request["attention"], f"{path}.attention", shape, prompt)
     if "hooks" not in request:
         reject(f"{path}.hooks", "is missing: give {point: layers}")
     sites, heads = _sites(request["hooks"], f"{path}.hooks", shape)

@@ -8,7 +8,7 @@ import msgspec
 
 from vllm.v1.capture.registry import is_inline
 from vllm.v1.interventions.errors import reject
-from vllm.v1.interventions.plan import Selection, Site, Stream, TapShape
+from vllm.v1.interventions.plan import AttentionRead, Selection, Site, Stream, TapShape
 from vllm.v1.interventions.positions import Positions
 from vllm.v1.interventions.sites import site_order
 
@@ -27,6 +27,7 @@ class _Form(NamedTuple):
     """Whose heads these are."""
     summed: tuple[int, ...] = ()
     """The positions of a mean, as `Selection.runs`."""
+    attention: AttentionRead | None = None
 
 
 class Streams:
@@ -69,7 +70,12 @@ class Streams:
             parts[_Form(relayed, tuple(digests), apart, summed=runs)] = selection.sites
         for site in selection.sites if selection.heads else ():
             width = self._width(selection, site)
-            form = _Form(relayed, width=width, consumer=name if width else "")
+            form = _Form(
+                relayed,
+                width=width,
+                consumer=name if width else "",
+                attention=selection.attention,
+            )
             parts.setdefault(form, []).append(site)
         if len(parts) > 1 and not is_inline(name):
             reject(
@@ -90,6 +96,8 @@ class Streams:
         """The width of the heads chosen at a site together; 0 for the residual stream."""
         point, layer = site
         heads = selection.heads.get(site)
+        if heads and selection.attention is not None:
+            return selection.attention.width(len(heads))
         return len(heads) * self._shape.heads[layer][point][1] if heads else 0
 
     def placed(self, projections: Mapping[str, bytes]) -> list[Stream]:
@@ -106,8 +114,12 @@ class Streams:
                 width, dtype = len(projections[form.digests[0]]) // (4 * width), "float32"
             heads = [members[0].heads[site] for site in sites] if form.width else []
             digests, summed = list(form.digests), bool(form.summed)
-            dtype = "float32" if summed else dtype
-            made.append(Stream(sites, runs, form.relayed, width, dtype, digests, heads, summed))
+            dtype = "float32" if summed or form.attention is not None else dtype
+            made.append(
+                Stream(
+                    sites, runs, form.relayed, width, dtype, digests, heads, summed, form.attention
+                )
+            )
         return made
 
 

@@ -138,7 +138,11 @@ def _capture(
     if plan is None:
         return None
     for name, selection in plan.consumers.items():
-        need_captured_points(selection.sites, f"capture.{name}.hooks", config.capture_config)
+        sites, field = selection.sites, "hooks"
+        if selection.attention is not None:
+            # What attention returned proved at start-up that its weights can be read.
+            sites, field = [*sites, ("z", sites[0][1])], "attention"
+        need_captured_points(sites, f"capture.{name}.{field}", config.capture_config)
     num_prompt_tokens = len(prompt.token_ids)
     at_once = 1
     if config.speculative_config is not None and plan.runs[-1] > num_prompt_tokens:

@@ -3,10 +3,12 @@
 
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
 
+from vllm.v1.capture.attention import AttentionRows
 from vllm.v1.capture.results import CapturedRows, CaptureResult, SiteRows
 from vllm.v1.capture.transport.copies import CopyThreads, empty
 from vllm.v1.capture.transport.mean import Mean
@@ -159,7 +161,7 @@ class RowCollector:
         versions: np.ndarray,
         at: np.ndarray,
         token_ids: list[int],
-    ) -> SiteRows:
+    ) -> SiteRows[Any]:
         ids = np.array([token_ids[position] for position in positions.tolist()], dtype=np.int64)
         selection, number = selected.selection, len(self._plan.streams)
         values: dict[Site, Callable[[], torch.Tensor]] = {}
@@ -170,15 +172,23 @@ class RowCollector:
                 none = torch.empty(0, len(stream.sites), stream.width, dtype=dtype_of(stream.dtype))
                 rows = StreamRows([Piece(at, at, [[none]], slice(None))], 0, 1, at)
             values |= {site: partial(rows.site, i) for i, site in enumerate(stream.sites)}
-        return SiteRows(
-            (
-                site,
-                CapturedRows(positions, ids, values[site], versions, selection.heads.get(site, ())),
+        heads = selection.heads
+        if (read := selection.attention) is not None:
+            of_layer: dict[int | None, tuple[Callable[[], torch.Tensor], tuple[int, ...]]]
+            of_layer = {layer: (values["q", layer], heads["q", layer]) for _, layer in heads}
+            if read.sum == "all":
+                parts = list(values.values())
+                of_layer = {None: (lambda: torch.stack([part() for part in parts]).sum(0), ())}
+            return SiteRows(
+                (("attn", layer), AttentionRows(positions, ids, rows, versions, chosen, read))
+                for layer, (rows, chosen) in of_layer.items()
             )
+        return SiteRows(
+            (site, CapturedRows(positions, ids, values[site], versions, heads.get(site, ())))
             for site in selection.sites
         )
 
-    def _mean_rows(self, selected: Selected, mean: Mean, finished: bool) -> SiteRows:
+    def _mean_rows(self, selected: Selected, mean: Mean, finished: bool) -> SiteRows[CapturedRows]:
         """One row a site, at the last position; none before the end, or without all of them."""
         stream = self._plan.streams[selected.selection.streams[0]]
         value = mean.value() if finished else None
@@ -196,7 +206,7 @@ class RowCollector:
     def _result(
         self,
         selected: Selected,
-        payload: SiteRows,
+        payload: SiteRows[Any],
         came: list[np.ndarray],
         num_rows: int,
         finished: bool,

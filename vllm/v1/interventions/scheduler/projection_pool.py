@@ -75,7 +75,7 @@ class ProjectionPool:
             projection = (tuple(firsts), stream.width) if firsts else None
             sites, heads = tuple(at[site] for site in stream.sites), tuple(stream.heads)
             width, summed = stream.width if heads else 0, tuple(stream.runs * stream.summed)
-            streams.append(WorkerStream(sites, projection, heads, width, summed))
+            streams.append(WorkerStream(sites, projection, heads, width, summed, stream.attention))
         return tuple(streams)
 
     def upload(self, step: StepInterventions) -> None:

@@ -10,6 +10,7 @@ import torch
 from vllm.v1.capture.transport.landing import Landing
 from vllm.v1.interventions.capture_groups import CaptureGroup, LocalStream
 from vllm.v1.interventions.step_rows import Block, StepRows
+from vllm.v1.interventions.worker.attention_reader import AttentionReader
 from vllm.v1.interventions.worker.pinning import PIECE_BYTES
 from vllm.v1.interventions.worker.projection_table import CHUNK_BYTES, ProjectionTable
 from vllm.v1.interventions.worker.token_map import to_device
@@ -34,6 +35,8 @@ class Outbox:
         )
         """The columns of each stream of the groups in use, on the device."""
         self._sent: torch.cuda.Event | None = None
+        self.reader: AttentionReader | None = None
+        """Where attention can be read, once the KV cache exists."""
         if self._cuda:
             self._leaving = torch.empty_like(arena)
             self._stream = torch.cuda.Stream(arena.device)
@@ -102,7 +105,14 @@ class Outbox:
             elif stream.summed:
                 yield self._sums_of(block, stream, positions)
             elif columns is not None:
-                yield block.heads(self._arena, columns)
+                rows = block.heads(self._arena, columns)
+                if stream.attention is not None:
+                    assert self.reader is not None
+                    members = list(zip(block.in_batch, block.counts, strict=True))
+                    rows = self.reader.read(
+                        stream.attention, stream.heads, rows, positions, members
+                    )
+                yield rows
 
     def _scores_of(self, block: Block, stream: LocalStream) -> torch.Tensor:
         """The scores of a projected stream, float32 [count, sites, k] on the device."""

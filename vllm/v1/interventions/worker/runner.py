@@ -5,7 +5,7 @@ Per step: `apply_updates` (also when no token is scheduled, else an update would
 `map_rows` before the forward or `map_dummy` before a dummy one, `collect` after it.
 """
 
-from collections.abc import Callable, Iterable, Iterator, KeysView
+from collections.abc import Callable, Iterable, Iterator, KeysView, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -16,6 +16,8 @@ from torch import nn
 from vllm.config import CompilationMode, VllmConfig
 from vllm.config.capture import HEAD_POINTS
 from vllm.config.steering import HEADS, POINTS
+from vllm.model_executor.layers.attention.attention import Attention
+from vllm.model_executor.layers.attention.mla_attention import MLAAttention
 from vllm.model_executor.layers.attention_taps import HeadSteering, HeadTap, HeadTaps
 from vllm.model_executor.layers.native_rows import NATIVE_ROWS, NativeTap
 from vllm.model_executor.layers.residual_taps import BoundTaps, PassTap, SiteTap
@@ -25,6 +27,7 @@ from vllm.v1.interventions.messages import num_table_rows
 from vllm.v1.interventions.plan import Site, TapShape
 from vllm.v1.interventions.step_rows import Blocks, Members, StepRows
 from vllm.v1.interventions.worker.attention_layers import AttentionHeads, attention_of
+from vllm.v1.interventions.worker.attention_reader import AttentionReader
 from vllm.v1.interventions.worker.model_variants import ModelVariants
 from vllm.v1.interventions.worker.outbox import Outbox
 from vllm.v1.interventions.worker.pinning import Pinning, landing_bytes
@@ -86,6 +89,8 @@ class WorkerInterventions:
             if device.type == "cuda":
                 self._pinning = Pinning(self._landing, device)  # beside the loading of weights
         self.shape: TapShape | None = None
+        self.attention: dict[int, Attention | MLAAttention] = {}
+        """The attention of each layer that has one."""
         self._variants: ModelVariants | None = None
         self._probe: Callable[[], None] | None = None
 
@@ -124,6 +129,7 @@ class WorkerInterventions:
         config = self._config
         if not (config.capture_config.captures_heads or config.steering_config.steers_heads):
             attention = {}
+        self.attention = {index: found.module for index, found in attention.items()}
         for index, found in attention.items():
             q, k, v, z = (self._head_tap(point, index, found) for point in HEAD_POINTS)
             taps[found.module] = HeadTaps(q, k, v, z, self._head_steering(index))
@@ -233,32 +239,51 @@ class WorkerInterventions:
         Args:
             vector: as wide as the site's rows here, or None to steer nothing.
         """
-        assert self._variants is not None
-        self._variants.choose(tapped=True)
         row = None
         if vector is not None:
             assert self.table is not None
             row = self.table.at[site][_PROBE_ROW]
             row.copy_(vector)
-        if self.captures(site):
+        rows = {site: 0} if self.captures(site) else {}
+        with self.capturing(rows, len(rows), steered=vector is not None):
+            yield
+        if row is not None:
+            row.zero_()
+
+    @contextmanager
+    def capturing(
+        self, rows: Mapping[Site, int], size: int, steered: bool = False
+    ) -> Iterator[None]:
+        """Within, dummy forwards capture their first token, and steer it by the row for probes.
+
+        Args:
+            rows: the arena row in which each site's begins.
+            size: how many rows that takes; they hold NaN before.
+        """
+        assert self._variants is not None
+        self._variants.choose(tapped=True)
+        if rows:
             assert self.arena is not None
-            self.arena[0].fill_(float("nan"))
-        self._probe = lambda: self._map_probe(site, steer=vector is not None)
+            self.arena[:size].fill_(float("nan"))
+        self._probe = lambda: self._map_probe(rows, steered)
         try:
             yield
         finally:
             self._probe = None
             self.map_dummy()
-            if row is not None:
-                row.zero_()
 
-    def _map_probe(self, site: Site, steer: bool) -> None:
-        if steer:
+    def _map_probe(self, rows: Mapping[Site, int], steered: bool) -> None:
+        if steered:
             self.tokens.probe(_PROBE_ROW)
-        if self.captures(site):
+        for site, row in rows.items():
             assert self.dest is not None
-            self.dest[self._dest_rows[site], 0] = 0
+            self.dest[self._dest_rows[site], 0] = row
             self._captured_tokens = 1
+
+    def read_attention(self, reader: AttentionReader) -> None:
+        """Read attention by this from now on."""
+        assert self._outbox is not None
+        self._outbox.reader = reader
 
     # -- per step ---------------------------------------------------------------------------
 
@@ -352,7 +377,9 @@ class WorkerInterventions:
             return  # all of it at other pipeline stages
         blocks = Blocks(groups)
         of_block = [np.concatenate([t for _, t in members]) for members in groups.values()]
+        in_batch = {req_id: i for i, req_id in enumerate(req_ids)}
         for block, tokens in zip(blocks.all, of_block, strict=True):
+            block.in_batch = [in_batch[req_id] for req_id, _ in block.owners]
             self._dest_host[np.ix_(block.group.sites, tokens)] = block.rows()
         self.dest[:, :total] = to_device(self._dest_host[:, :total], self._device)
         self._captured_tokens = total

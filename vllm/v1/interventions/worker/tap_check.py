@@ -10,10 +10,12 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
+import msgspec
 import torch
 
 from vllm.logger import init_logger
 from vllm.v1.interventions.plan import Site, TapShape
+from vllm.v1.interventions.worker.attention_check import Fill, prove_attention
 
 if TYPE_CHECKING:
     from vllm.v1.interventions.worker.runner import WorkerInterventions
@@ -42,16 +44,37 @@ def check_worker(worker: Any) -> TapShape | None:
     interventions: WorkerInterventions = runner.interventions
     if interventions.shape is None:
         return None
+    parallel = runner.vllm_config.parallel_config
     with torch.inference_mode():
         if runner.vllm_config.use_v2_model_runner:
+            tables = runner.block_tables.input_block_tables
             with _lent_by(runner.block_tables):
                 check_sites(interventions, runner._dummy_run)
+
+            def run(context: int, fill: Fill) -> None:
+                with _lent_by(runner.block_tables, fill):
+                    runner._dummy_run(NUM_TOKENS, context_len=context)
         else:
-            with _lent_blocks(runner.input_batch.block_table.block_tables):
+            in_v1 = runner.input_batch.block_table.block_tables
+            tables = [table.block_table.gpu for table in in_v1]
+            with _lent_blocks(in_v1):
                 # V1 leaves out attention by default, and its output uninitialised.
                 check_sites(interventions, lambda n: runner._dummy_run(n, force_attention=True))
+
+            def run(context: int, fill: Fill) -> None:
+                with _lent_blocks(in_v1, fill):
+                    runner._dummy_run(
+                        NUM_TOKENS, force_attention=True, profile_seq_lens=context + 1
+                    )
+
+        shape = interventions.shape
+        groups = [group.layer_names for group in runner.kv_cache_config.kv_cache_groups]
+        if parallel.tensor_parallel_size > 1:
+            unread = dict.fromkeys(interventions.attention, "tensor parallelism splits its heads")
+        else:
+            unread = prove_attention(interventions, groups, tables, run)
     interventions.started()
-    return interventions.shape
+    return msgspec.structs.replace(shape, unread=unread)
 
 
 def assign_dummy_blocks(tables: Sequence[torch.Tensor]) -> None:
@@ -69,36 +92,43 @@ def assign_dummy_blocks(tables: Sequence[torch.Tensor]) -> None:
 
 
 @contextmanager
-def _lent_blocks(block_tables: "list[BlockTable]") -> Iterator[None]:
-    """Within, the dummy requests of V1 have blocks."""
+def _lent_blocks(
+    block_tables: "list[BlockTable]", fill: Fill = lambda tables: None
+) -> Iterator[None]:
+    """Within, the dummy requests of V1 have blocks, and those that `fill` gives them."""
     buffers = [table.block_table for table in block_tables]
     # A dummy run may copy the one to the other.
     both = [buffer.cpu for buffer in buffers], [buffer.gpu for buffer in buffers]
     for tables in both:
         assign_dummy_blocks(tables)
+        fill([table[:NUM_TOKENS] for table in tables])
     try:
         yield
     finally:
         for table in (*both[0], *both[1]):
-            table[:NUM_TOKENS, 0].zero_()
+            table[:NUM_TOKENS].zero_()
 
 
 @contextmanager
-def _lent_by(block_tables: "BlockTables") -> Iterator[None]:
+def _lent_by(block_tables: "BlockTables", fill: Fill = lambda tables: None) -> Iterator[None]:
     """Within, the dummy requests of V2 have blocks, which it takes from here for each run. (Its own
     way to give them some gives all groups the same.)"""
-    take = block_tables.get_dummy_block_tables
+    take, sizes = block_tables.get_dummy_block_tables, block_tables.block_sizes
 
     def lent(num_reqs: int) -> tuple[torch.Tensor, ...]:
         tables = take(num_reqs)
         assign_dummy_blocks(tables)
+        fill([table[:NUM_TOKENS] for table in tables])
         return tables
 
     block_tables.get_dummy_block_tables = lent  # type: ignore[method-assign]
+    # By these, and for nothing else, a dummy run with context writes over the tables it got.
+    block_tables.block_sizes = []
     try:
         yield
     finally:
         block_tables.get_dummy_block_tables = take  # type: ignore[method-assign]
+        block_tables.block_sizes = sizes
 
 
 def check_sites(interventions: "WorkerInterventions", dummy_run: DummyRun) -> None:

@@ -1,0 +1,143 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Attention weights of pages, without an engine: the formula in float64 beside the reader's, with
+everything that a layer may do to its products, in all orders of pages."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from vllm.v1.interventions.plan import AttentionRead
+from vllm.v1.interventions.worker import attention_reader
+from vllm.v1.interventions.worker.attention_reader import AttentionReader, LayerReader
+from vllm.v1.interventions.worker.kv_pages import Pages, Sight, pages_of
+
+pytestmark = pytest.mark.quick
+
+HEADS, KEY_HEADS, WIDTH, WIDTH_V, BLOCK, KEYS = 6, 2, 8, 5, 4, 23
+PLAIN = Sight(0.3, 0.0, 0, 0, None, None)
+SLOPES = torch.linspace(0.05, 0.4, HEADS)
+SINKS = torch.linspace(-1.0, 2.0, HEADS)
+SIGHTS = {
+    "plain": PLAIN,
+    "cap": PLAIN._replace(cap=0.5),
+    "window": PLAIN._replace(window=6),
+    "chunk": PLAIN._replace(chunk=8),
+    "slopes": PLAIN._replace(slopes=SLOPES),
+    "sinks": PLAIN._replace(sinks=SINKS),
+    "all": Sight(0.3, 0.7, 9, 16, SLOPES, SINKS),
+}
+
+
+def exact(q: torch.Tensor, k: torch.Tensor, t: int, head: int, sight: Sight) -> torch.Tensor:
+    """The weights of one query, key by key, in float64: docs/attention.md."""
+    logits, total = {}, 0.0
+    for j in range(t + 1):
+        if sight.window and j <= t - sight.window:
+            continue
+        if sight.chunk and j // sight.chunk != t // sight.chunk:
+            continue
+        s = sight.scale * float(q.double() @ k[j].double())
+        s = sight.cap * torch.tensor(s / sight.cap).double().tanh().item() if sight.cap else s
+        s += float(sight.slopes[head]) * (j - t) if sight.slopes is not None else 0.0
+        logits[j] = torch.tensor(s).double().exp().item()
+        total += logits[j]
+    if sight.sinks is not None:
+        total += sight.sinks[head].double().exp().item()
+    return torch.tensor([logits.get(j, 0.0) / total for j in range(KEYS)], dtype=torch.float64)
+
+
+def layer_of(sight: Sight, monkeypatch: pytest.MonkeyPatch) -> tuple[LayerReader, torch.Tensor]:
+    """A layer with 7 blocks, and the keys of the request in row 1 of its table, [KEYS, K, D]."""
+    generator = torch.Generator().manual_seed(1)
+    keys = torch.randn(9, KEY_HEADS, BLOCK, WIDTH, generator=generator)
+    table = torch.zeros(3, 8, dtype=torch.int32)
+    table[1, :6] = torch.tensor([7, 2, 8, 1, 5, 3])
+    monkeypatch.setattr(attention_reader, "pages_of", lambda module: Pages(keys, keys))
+    monkeypatch.setattr(attention_reader, "sight_of", lambda module: sight)
+    module: Any = SimpleNamespace(head_size=WIDTH, num_heads=HEADS, num_kv_heads=KEY_HEADS)
+    mine = keys[table[1, :6].long()].transpose(1, 2).flatten(0, 1)[:KEYS]
+    return LayerReader(module, table), mine
+
+
+@pytest.mark.parametrize("name", SIGHTS)
+@pytest.mark.parametrize("chunk_bytes", [1, 1 << 20])
+def test_weights(name: str, chunk_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All that is given of three queries, however few are read at a time."""
+    monkeypatch.setattr(attention_reader, "CHUNK_BYTES", chunk_bytes)
+    layer, keys = layer_of(SIGHTS[name], monkeypatch)
+    heads, at = (0, 2, 3, 5), torch.tensor([2, 11, KEYS - 1])
+    q = torch.randn(3, len(heads), WIDTH, generator=torch.Generator().manual_seed(2))
+    want, twin = (
+        torch.stack(
+            [
+                exact(q[i, n], keys[:, head * KEY_HEADS // HEADS], t, head, sight)
+                for i, t in enumerate(at.tolist())
+                for n, head in enumerate(heads)
+            ]
+        ).view(3, len(heads), KEYS)
+        for sight in (SIGHTS[name], PLAIN._replace(scale=0.33))
+    )
+    give = ("mass", "peak", "top", "weights")
+    read = AttentionRead(give, ("a", "b"), ((0, 3), (5, 6, 8, 100)), 4, "", KEYS)
+    reader = AttentionReader({3: layer}, torch.device("cpu"))
+    made = reader.read(read, [(3, heads)], q.flatten(1), at, [(1, 3)])
+    assert made.shape == (3, 1, read.width(len(heads)))
+    mass, peak, numbers, top, weights = (
+        made[:, 0].unflatten(1, (len(heads), -1)).split(read.widths, dim=2)
+    )
+    assert (weights - want).abs().max() < 1e-6
+    assert (weights - twin).abs().max() > 1e-3
+    b = [5, *range(8, KEYS)]
+    assert torch.allclose(
+        mass.double(), torch.stack([want[..., :3].sum(-1), want[..., b].sum(-1)], -1), atol=1e-6
+    )
+    assert torch.allclose(
+        peak.double(), torch.stack([want[..., :3].amax(-1), want[..., b].amax(-1)], -1), atol=1e-6
+    )
+    best = want.topk(4)
+    assert torch.allclose(top.double(), best.values, atol=1e-6)
+    said = numbers.view(torch.int32)
+    assert torch.equal(said, best.indices.to(torch.int32).where(best.values > 0, -1))
+    for over, total in (("heads", want.sum(1)), ("all", want.sum(1))):
+        summed = AttentionRead(("weights",), (), (), 0, over, KEYS)
+        got = reader.read(summed, [(3, heads)], q.flatten(1), at, [(1, 3)])
+        assert (got[:, 0] - total).abs().max() < 3e-6
+
+
+def test_requests_of_a_step_have_their_own_pages(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What lies behind a request's last token may be anything."""
+    layer, _ = layer_of(PLAIN, monkeypatch)
+    layer.pages.keys[8, :, 1:] = float("nan")  # row 1: keys from 9 on
+    q = torch.randn(2, WIDTH)
+    read = AttentionRead(("weights",), (), (), 0, "", KEYS)
+    reader = AttentionReader({0: layer}, torch.device("cpu"))
+    made = reader.read(read, [(0, (4,))], q, torch.tensor([8, 3]), [(1, 1), (2, 1)])
+    weights = made[:, 0]
+    assert torch.allclose(weights.sum(-1), torch.ones(2)) and not weights[:, 9:].any()
+    assert torch.allclose(weights[1, :4], (q[1] @ layer.pages.keys[0, 1].T * 0.3).softmax(-1))
+
+
+def test_pages() -> None:
+    """The order of CPU_ATTN: a block's keys [D, N], then its values [N, E]; of the others, each
+    token's key and value side by side."""
+    keys, values = torch.randn(3, KEY_HEADS, BLOCK, WIDTH), torch.randn(3, KEY_HEADS, BLOCK, WIDTH)
+    packed = torch.cat([keys.transpose(2, 3).flatten(2), values.flatten(2)], dim=2)
+    cache = packed.view(3, KEY_HEADS, BLOCK, 2 * WIDTH)
+    cpu: Any = SimpleNamespace(
+        kv_cache=cache, head_size=WIDTH, backend=SimpleNamespace(name="CPU_ATTN")
+    )
+    other: Any = SimpleNamespace(
+        kv_cache=torch.cat([keys, values[..., :WIDTH_V]], -1),
+        head_size=WIDTH,
+        backend=SimpleNamespace(name="TRITON_ATTN"),
+    )
+    for module, width in ((cpu, WIDTH), (other, WIDTH_V)):
+        pages = pages_of(module)
+        assert torch.equal(pages.keys, keys) and torch.equal(pages.values, values[..., :width])
+        assert (
+            pages.keys.untyped_storage().data_ptr() == module.kv_cache.untyped_storage().data_ptr()
+        )

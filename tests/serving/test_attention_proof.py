@@ -1,0 +1,98 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The start-up proof of attention weights: it passes, and each fault of the reader is found by it,
+in every layer that the fault concerns."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+
+from tests.conformance.engine import make_llm, shut_down
+from vllm.v1.interventions.plan import TapShape
+from vllm.v1.interventions.worker import attention_reader
+from vllm.v1.interventions.worker.attention_reader import LayerReader
+from vllm.v1.interventions.worker.kv_pages import Sight, sight_of
+from vllm.v1.interventions.worker.tap_check import check_worker
+
+if TYPE_CHECKING:
+    from tests.conftest import TinyModels
+
+pytestmark = pytest.mark.full
+
+WRONG_SIGHTS: dict[str, Callable[[Sight], Sight]] = {
+    "no soft-cap": lambda s: s._replace(cap=0.0),
+    "no sink": lambda s: s._replace(sinks=None),
+    "no window": lambda s: s._replace(window=0),
+    "window off by one": lambda s: s._replace(window=s.window + 1 if s.window else 0),
+    "scale off by 1 %": lambda s: s._replace(scale=s.scale * 1.01),
+}
+_rows = LayerReader.rows
+
+
+def off_by_one(
+    self: LayerReader, pages: torch.Tensor, request: int, head: int, stop: int
+) -> torch.Tensor:
+    rows = _rows(self, pages, request, head, stop)
+    return rows.roll(1, 0) if pages is self.pages.keys else rows
+
+
+def of_other_heads(
+    self: LayerReader, pages: torch.Tensor, request: int, head: int, stop: int
+) -> torch.Tensor:
+    other = (head + 1) % pages.shape[1] if pages is self.pages.keys else head
+    return _rows(self, pages, request, other, stop)
+
+
+def of_another_request(
+    self: LayerReader, pages: torch.Tensor, request: int, head: int, stop: int
+) -> torch.Tensor:
+    return _rows(self, pages, request + (pages is self.pages.keys) * 2, head, stop)
+
+
+WRONG_ROWS = [off_by_one, of_other_heads, of_another_request]
+
+
+@pytest.mark.parametrize("name", ["gemma2", "gpt_oss"])
+def test_proof(name: str, tiny_models: TinyModels, monkeypatch: pytest.MonkeyPatch) -> None:
+    llm = make_llm(
+        tiny_models.path(name),
+        capture_consumers=["inline"],
+        capture_points=["q", "z"],
+        **tiny_models.row(name).engine,
+    )
+
+    def unread() -> set[int]:
+        shapes: list[Any] = llm.collective_rpc(check_worker)
+        assert isinstance(shapes[0], TapShape)
+        return set(shapes[0].unread)
+
+    assert unread() == set(), "as it was at the start"
+    layers = _sights(llm)
+    assert any(sight.window for sight in layers.values())
+    found = {}
+    for fault, wrong in WRONG_SIGHTS.items():
+        concerned = {layer for layer, sight in layers.items() if wrong(sight) != sight}
+        with monkeypatch.context() as patch:
+            patch.setattr(attention_reader, "sight_of", lambda m, f=wrong: f(sight_of(m)))
+            found[fault] = unread()
+        assert found[fault] == concerned, fault
+    for wrong_rows in WRONG_ROWS:
+        with monkeypatch.context() as patch:
+            patch.setattr(LayerReader, "rows", wrong_rows)
+            assert unread() == set(layers), wrong_rows
+    assert len([f for f in found.values() if f]) == 4, "each model lacks one of them"
+    assert unread() == set()
+    shut_down(llm)
+
+
+def _sights(llm: Any) -> dict[int, Sight]:
+    def read(worker: Any) -> dict[int, Sight]:
+        attention = worker.worker.model_runner.interventions.attention
+        return {layer: sight_of(module) for layer, module in attention.items()}
+
+    [made] = llm.collective_rpc(read)
+    assert isinstance(made, dict)
+    return made

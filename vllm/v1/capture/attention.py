@@ -1,0 +1,137 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Attention weights as a user gets them back."""
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+
+from vllm.v1.interventions.plan import AttentionRead
+
+
+class AttentionRows:
+    """What was asked of the attention weights of one layer, query by query in position order.
+
+    What was not in `give` raises ValueError when it is read. Everything is float32 on the CPU, but
+    for positions.
+
+    Args:
+        values: [n, width], as `AttentionRead` says, or what returns them, called when they are
+            first read.
+    """
+
+    positions: np.ndarray
+    """The positions of the queries, int64 [n]."""
+    token_ids: np.ndarray
+    """The token of each, int64 [n]."""
+    versions: np.ndarray
+    """The version of the global steering that each ran under, int64 [n], see `llm.steering`."""
+    heads: tuple[int, ...]
+    """The numbers of the heads; with `"sum": "all"` none."""
+
+    def __init__(
+        self,
+        positions: np.ndarray,
+        token_ids: np.ndarray,
+        values: torch.Tensor | Callable[[], torch.Tensor],
+        versions: np.ndarray,
+        heads: tuple[int, ...],
+        read: AttentionRead,
+    ) -> None:
+        self.positions, self.token_ids, self.versions = positions, token_ids, versions
+        self.heads, self._read = heads, read
+        self._values = values
+
+    @property
+    def give(self) -> tuple[str, ...]:
+        """What there is: of mass, peak, top and weights."""
+        return self._read.give
+
+    @property
+    def ranges(self) -> tuple[str, ...]:
+        """The names of the key ranges, in the order of the columns of `mass` and `peak`."""
+        return self._read.names
+
+    @property
+    def mass(self) -> torch.Tensor:
+        """The sum of the weights of each range's keys, [n, heads, ranges]."""
+        return self._part("mass", 0)
+
+    @property
+    def peak(self) -> torch.Tensor:
+        """The largest weight of each range's keys, [n, heads, ranges]."""
+        return self._part("peak", 0)
+
+    @property
+    def top_positions(self) -> torch.Tensor:
+        """The keys with the largest weights, the largest first: int32 [n, heads, top], -1 where
+        fewer have any."""
+        return self._part("top", 0).view(torch.int32)
+
+    @property
+    def top_weights(self) -> torch.Tensor:
+        """Their weights, [n, heads, top]."""
+        return self._part("top", 1)
+
+    @property
+    def weights(self) -> list[torch.Tensor]:
+        """The weights of all keys up to the query's own, t: n tensors [heads, t + 1], summed
+        [t + 1]."""
+        rows = self._rows() if self._read.sum else self._part("weights", 0)
+        return [row[..., : t + 1] for row, t in zip(rows, self.positions.tolist(), strict=True)]
+
+    def at(self, position: int) -> "AttentionRows":
+        """Return what there is of one query, n = 1.
+
+        Raises:
+            KeyError: that position was not captured.
+        """
+        found = self.positions == position
+        if not found.any():
+            raise KeyError(f"position {position} was not captured, these were: {self.positions}")
+        rows = self._rows()[torch.from_numpy(found)]
+        return self._with(self.positions[found], self.token_ids[found], rows, self.versions[found])
+
+    def joined(self, later: "AttentionRows") -> "AttentionRows":
+        """These queries and then `later`'s, of the same capture."""
+        return self._with(
+            np.concatenate([self.positions, later.positions]),
+            np.concatenate([self.token_ids, later.token_ids]),
+            torch.cat([self._rows(), later._rows()]),
+            np.concatenate([self.versions, later.versions]),
+        )
+
+    def _with(
+        self,
+        positions: np.ndarray,
+        token_ids: np.ndarray,
+        values: torch.Tensor,
+        versions: np.ndarray,
+    ) -> "AttentionRows":
+        return AttentionRows(positions, token_ids, values, versions, self.heads, self._read)
+
+    def _rows(self) -> torch.Tensor:
+        if not isinstance(self._values, torch.Tensor):
+            # Of its own: others' rows of the step lie around it.
+            self._values = self._values().clone(memory_format=torch.contiguous_format)
+        return self._values
+
+    def _part(self, name: str, which: int) -> torch.Tensor:
+        if name not in self.give or self._read.sum:
+            summed = f", summed over {self._read.sum}" if self._read.sum else ""
+            given = ", ".join(self.give)
+            raise ValueError(f"{name!r} was not asked for: the capture gives {given}{summed}")
+        rows = self._rows().unflatten(1, (len(self.heads), -1))
+        order = [kept for kept in self.give for _ in range(1 + (kept == "top"))]
+        return rows.split(self._read.widths, dim=2)[order.index(name) + which]
+
+    def __len__(self) -> int:
+        return len(self.positions)
+
+    def __repr__(self) -> str:
+        """Say how many queries these are and what there is of them."""
+        return f"AttentionRows({len(self)} queries, positions={self.positions}, give={self.give})"
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_values": self._rows()}

@@ -1,0 +1,173 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Start-up proof of attention weights: with them, values give what attention returns.
+
+Which keys a layer sees, in which order a backend has them and what it does with their products is
+nowhere promised. So a token attends to blocks of random numbers, in the code and graphs that will
+serve, and for each layer the sum of its weights times values has to be its captured z. It holds for
+any keys, so no prompt has to run. Layers where it fails are refused by name.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from vllm.logger import init_logger
+from vllm.model_executor.layers.attention.mla_attention import MLAAttention
+from vllm.v1.interventions.plan import Site
+from vllm.v1.interventions.worker.attention_reader import AttentionReader, LayerReader
+from vllm.v1.interventions.worker.kv_pages import unreadable
+
+if TYPE_CHECKING:
+    from vllm.v1.interventions.worker.runner import WorkerInterventions
+
+logger = init_logger(__name__)
+
+TOLERANCE = {torch.float32: 1e-4}
+"""How far a head of z may be off, relative to its norm; ROUNDED where the dtype is not here."""
+ROUNDED = 1e-2
+
+Fill = Callable[[Sequence[torch.Tensor]], None]
+"""Writes to block tables of the runner, one a group."""
+AttendingRun = Callable[[int, Fill], Any]
+"""Runs dummy tokens whose last key is at a position, with block tables as written."""
+
+
+def prove_attention(
+    interventions: "WorkerInterventions",
+    groups: Sequence[Sequence[str]],
+    tables: Sequence[torch.Tensor],
+    run: AttendingRun,
+) -> dict[int, str]:
+    """Find out of which layers weights can be read, and have those read.
+
+    Args:
+        groups: the names of the layers of each KV group.
+        tables: int32 [requests, blocks] on the device, the runner's of each group.
+
+    Returns:
+        Why, of each other layer with queries and z.
+    """
+    shape, arena = interventions.shape, interventions.arena
+    unread: dict[int, str] = {}
+    if shape is None or arena is None or not interventions.captures_here:
+        return unread
+    layers: dict[int, LayerReader] = {}
+    of_layer: dict[int, int] = {}
+    group_of = {name: i for i, names in enumerate(groups) for name in names}
+    for layer, module in interventions.attention.items():
+        if not (interventions.captures(("q", layer)) and interventions.captures(("z", layer))):
+            continue
+        why = unreadable(module)
+        if isinstance(module, MLAAttention) or why:
+            unread[layer] = why
+            continue
+        # A layer that has the pages of another may be in no group.
+        shared = module.kv_sharing_target_layer_name or ""
+        of_layer[layer] = group_of.get(module.layer_name, group_of.get(shared, 0))
+        layers[layer] = LayerReader(module, tables[of_layer[layer]])
+    needed = sum(shape.arena_rows((p, layer)) for layer in layers for p in ("q", "z"))
+    if needed > len(arena):
+        why = f"its start-up proof needs capture_buffer_bytes={needed * shape.row_bytes} or more"
+        unread |= dict.fromkeys(layers, why)
+        layers.clear()
+    for layer, error in _errors(interventions, layers, of_layer, run).items():
+        limit = TOLERANCE.get(shape.torch_dtype, ROUNDED)
+        if not error <= limit:
+            backend = interventions.attention[layer].attn_backend.get_name()
+            unread[layer] = (
+                f"on backend {backend} the start-up proof is off by {error:.1e}, allowed is "
+                f"{limit:g}"
+            )
+            del layers[layer]
+    if unread:
+        logger.warning("attention weights cannot be read of layers %s", unread)
+    interventions.read_attention(AttentionReader(layers, arena.device))
+    return unread
+
+
+def _errors(
+    interventions: "WorkerInterventions",
+    layers: Mapping[int, LayerReader],
+    group_of: Mapping[int, int],
+    run: AttendingRun,
+) -> dict[int, float]:
+    """How far z is off in each layer, the worst head."""
+    if not layers:
+        return {}
+    shape, arena = interventions.shape, interventions.arena
+    assert shape is not None and arena is not None
+    rows: dict[Site, int] = {}
+    needed = 0
+    for layer in layers:
+        for site in (("q", layer), ("z", layer)):
+            rows[site] = needed
+            needed += shape.arena_rows(site)
+    blocks, keys = _lend(layers, group_of)
+    generator = torch.Generator(arena.device).manual_seed(0)
+    for layer, reader in layers.items():
+        for pages in reader.pages:
+            lent = pages[blocks[group_of[layer]].long()]
+            noise = torch.randn(lent.shape, generator=generator, device=arena.device)
+            pages[blocks[group_of[layer]].long()] = noise.to(pages.dtype)
+
+    def fill(tables: Sequence[torch.Tensor]) -> None:
+        for group, numbers in blocks.items():
+            tables[group][:, : len(numbers)] = numbers.to(tables[group].device)
+
+    errors = {}
+    with interventions.capturing(rows, needed):
+        run(keys - 1, fill)
+        for layer, reader in layers.items():
+            q, z = (
+                arena[rows[site] : rows[site] + shape.arena_rows(site)]
+                .flatten()[: shape.row_width(site)]
+                .view(*shape.heads[layer][site[0]])
+                .float()
+                for site in (("q", layer), ("z", layer))
+            )
+            made = _attended(reader, q, blocks[group_of[layer]], keys)
+            off = (made - z).norm(dim=-1) / z.norm(dim=-1).clamp_min(1e-6)
+            errors[layer] = float(off.max())
+    for layer, reader in layers.items():
+        for pages in reader.pages:
+            pages[blocks[group_of[layer]].long()] = 0
+    return errors
+
+
+def _lend(
+    layers: Mapping[int, LayerReader], group_of: Mapping[int, int]
+) -> tuple[dict[int, torch.Tensor], int]:
+    """Blocks of each group, of its own since groups share memory, and how many keys they have: more
+    than a window or chunk where there is room."""
+    first = {group: reader for layer, reader in layers.items() for group in [group_of[layer]]}
+    sights = [reader.sight for reader in layers.values()]
+    keys = max(max(sight.window, sight.chunk) for sight in sights)
+    keys += 2 * max(reader.pages.keys.shape[2] for reader in layers.values()) + 1
+    for reader in first.values():
+        number, _, tokens, _ = reader.pages.keys.shape
+        keys = min(keys, tokens * min(number // (max(first) + 2), reader.table.shape[1]))
+    blocks = {}
+    for group, reader in first.items():
+        # From the end: what other mixers of a dummy run write to are the first ones.
+        number, _, tokens, _ = reader.pages.keys.shape
+        size = -(-keys // tokens)
+        stop = number - group * size
+        blocks[group] = torch.arange(stop - size, stop, device=reader.table.device).flip(0)
+    return blocks, keys
+
+
+def _attended(
+    reader: LayerReader, q: torch.Tensor, blocks: torch.Tensor, keys: int
+) -> torch.Tensor:
+    """The sum of weights times values of a query at the last key, [heads, E], by the reader."""
+    heads = range(len(q))
+    made = q.new_zeros(len(q), reader.pages.values.shape[3])
+    kept = reader.table[0].clone()
+    reader.table[0, : len(blocks)] = blocks
+    at = torch.tensor([keys - 1], device=q.device)
+    for _, own, weights in reader.weights(q[None], heads, at, 0, keys):
+        values = reader.rows(reader.pages.values, 0, heads[own.start] // reader.group, keys)
+        made[own] = weights[0] @ values.float()
+    reader.table[0] = kept
+    return made

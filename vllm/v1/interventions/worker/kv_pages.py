@@ -1,0 +1,100 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How attention layers of this worker see keys, and where the pages of their KV cache have them.
+
+A backend, a cache or a kind of attention that is not listed here is refused by its name; what is
+listed has to pass the start-up proof (attention_check.py).
+"""
+
+from typing import Any, NamedTuple
+
+import torch
+
+from vllm.model_executor.layers.attention.attention import Attention
+from vllm.model_executor.layers.attention.chunked_local_attention import ChunkedLocalAttention
+from vllm.model_executor.layers.attention.mla_attention import MLAAttention
+from vllm.utils.torch_utils import is_quantized_kv_cache
+from vllm.v1.attention.backend import AttentionType
+
+SPLIT_BACKENDS = ("FLASH_ATTN", "TRITON_ATTN", "FLEX_ATTENTION")
+"""Backends whose pages are [blocks, heads, block, D + E], keys before values, as strided views."""
+
+_CPU_ORDERS = ("vec", "vec16")
+"""CPU_ATTN's plain orders in a block: keys [D, N], values [N, E]. Others pack tiles."""
+
+
+class Pages(NamedTuple):
+    """The KV cache of a layer, views of it."""
+
+    keys: torch.Tensor
+    """[blocks, key heads, tokens of a block, D]."""
+    values: torch.Tensor
+    """[blocks, key heads, tokens of a block, E]."""
+
+
+class Sight(NamedTuple):
+    """What a layer does with a query's products with keys before they are weights."""
+
+    scale: float
+    cap: float
+    """The soft-cap of scaled products; 0 for none."""
+    window: int
+    """How many keys a query sees, its own the last; 0 for all."""
+    chunk: int
+    """A query sees keys of its own chunk of so many positions; 0 for all."""
+    slopes: torch.Tensor | None
+    """ALiBi, float32 [heads]."""
+    sinks: torch.Tensor | None
+    """Logits that join each head's denominator, float32 [heads]."""
+
+
+def unreadable(module: Attention | MLAAttention) -> str:
+    """Why the weights of a layer cannot be read; "" if they can, as far as its form tells."""
+    if isinstance(module, MLAAttention):
+        return "attention over a latent cache (MLA)"
+    if type(module) not in (Attention, ChunkedLocalAttention):
+        return type(module).__name__
+    backend = module.backend.name
+    if module.attn_type != AttentionType.DECODER:
+        return f"attention of type {module.attn_type}"
+    if is_quantized_kv_cache(module.kv_cache_dtype):
+        return f"a KV cache in {module.kv_cache_dtype}"
+    if module.use_mm_prefix:
+        return "attention to later tokens of an image"
+    if module.use_alibi_sqrt:
+        return "ALiBi of square roots"
+    impl: Any = module.impl  # what follows are attributes of the backend that was named
+    if backend == "TRITON_ATTN" and impl.chunk_lookback > -1:
+        return "local chunks that look back"
+    if backend == "CPU_ATTN":
+        # The builder of the layer's metadata sets it, before the first step.
+        return "" if module.isa in _CPU_ORDERS else f"CPU_ATTN with pages in order {module.isa}"
+    return "" if backend in SPLIT_BACKENDS else f"backend {backend}"
+
+
+def sight_of(module: Attention) -> Sight:
+    """How a layer that is not `unreadable` sees keys."""
+    impl: Any = module.impl
+    chunk = module.attention_chunk_size if isinstance(module, ChunkedLocalAttention) else 0
+    slopes, sinks = impl.alibi_slopes, impl.sinks if module.has_sink else None
+    device = module.kv_cache.device
+    return Sight(
+        impl.scale,
+        impl.logits_soft_cap or 0.0,
+        module.sliding_window or 0,
+        chunk,
+        None if slopes is None else slopes.to(device, torch.float32),
+        None if sinks is None else sinks.to(device, torch.float32),
+    )
+
+
+def pages_of(module: Attention) -> Pages:
+    """The pages of a layer that is not `unreadable`, once it has a cache."""
+    cache, width = module.kv_cache, module.head_size
+    if module.backend.name != "CPU_ATTN":
+        keys, values = cache.split([width, cache.shape[-1] - width], dim=-1)
+        return Pages(keys, values)
+    blocks, heads, tokens, _ = cache.shape
+    both = cache.view(blocks, heads, 2 * tokens * width)
+    keys, values = both.split(tokens * width, dim=-1)
+    shape = (tokens, width)
+    return Pages(keys.unflatten(-1, shape[::-1]).transpose(-1, -2), values.unflatten(-1, shape))
