@@ -72,6 +72,8 @@ class CapturedRows:
     """The version of the global steering that each row ran under, int64 [n], see `llm.steering`."""
     heads: tuple[int, ...]
     """The numbers of the heads, at q, k, v and z; empty at points of the residual stream."""
+    tokens: list[str] | None
+    """The text of each row's token, where the capture says `"tokens": true`."""
 
     def __init__(
         self,
@@ -82,7 +84,7 @@ class CapturedRows:
         heads: tuple[int, ...] = (),
     ) -> None:
         self.positions, self.token_ids, self.versions = positions, token_ids, versions
-        self.heads = heads
+        self.heads, self.tokens = heads, None
         self._values: torch.Tensor | Callable[[], torch.Tensor] = values
         if isinstance(values, torch.Tensor):
             self._values = self._by_head(values)
@@ -223,6 +225,8 @@ def _merged_result(old: CaptureResult, new: CaptureResult) -> CaptureResult:
             np.concatenate([old.payload[site].versions, rows.versions]),
             rows.heads,
         )
+        if rows.tokens is not None:
+            payload[site].tokens = [*(old.payload[site].tokens or ()), *rows.tokens]
     return CaptureResult(new.status, new.error, payload)
 
 

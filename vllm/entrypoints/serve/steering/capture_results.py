@@ -163,8 +163,8 @@ def _rows_of(payload: Any) -> int:
 
 
 def _rows(point: str, layer: int, rows: CapturedRows) -> dict[str, Any]:
-    """Return the rows of one site as JSON; versions that are all 0 are left out, and heads where
-    there are none."""
+    """Return the rows of one site as JSON; versions that are all 0 are left out, and heads and
+    tokens where there are none."""
     shown = {
         "point": point,
         "layer": layer,
@@ -175,6 +175,8 @@ def _rows(point: str, layer: int, rows: CapturedRows) -> dict[str, Any]:
         shown["versions"] = rows.versions.tolist()
     if rows.heads:
         shown["heads"] = list(rows.heads)
+    if rows.tokens is not None:
+        shown["tokens"] = rows.tokens
     return shown | pack(rows.values)
 
 

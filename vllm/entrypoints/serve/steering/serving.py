@@ -16,7 +16,7 @@ from vllm.v1.interventions.frontend.chat_turns import KEY, ChatTurns
 from vllm.v1.interventions.frontend.resolve import resolve
 from vllm.v1.interventions.plan import PLAN_FIELDS, Plan
 
-from .body import asked_fields, refuse_beams, set_plan_fields
+from .body import asked_fields, names_modules, refuse_beams, set_plan_fields
 
 if TYPE_CHECKING:
     from vllm.entrypoints.generate.base.serving import GenerateBaseServing
@@ -72,7 +72,7 @@ async def intervene(
         return
     if num_prompts > 1 and isinstance(params.capture, Mapping):
         params.capture = NumberedCapture(params.capture, number)
-    if params.steering_modules is not None:
+    if names_modules(asked):
         await engine.steering.refresh()
     if request.stream or num_prompts > 1 or serving.request_logger is not None:
         token_ids = serving._extract_prompt_components(prompt).token_ids
