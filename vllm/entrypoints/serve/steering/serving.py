@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, cast
 
 import numpy as np
 
-from vllm.entrypoints.compat.doors import read_args
+from vllm.entrypoints.compat.doors import read_args, read_fields
 from vllm.entrypoints.compat.peers import refuse_peer_args, refuse_peer_fields
 from vllm.logger import init_logger
 from vllm.sampling_params import BeamSearchParams, SamplingParams
@@ -56,7 +56,7 @@ async def intervene(
     engine = cast("AsyncLLM", serving.engine_client)
     config, processor = engine.vllm_config, engine.input_processor
     refuse_peer_fields(request.model_extra, config)
-    asked = asked_fields(request)
+    asked = read_fields(asked_fields(request), config)
     if isinstance(params, BeamSearchParams):
         refuse_peer_args(request.vllm_xargs, config, XARGS)
         if asked:
