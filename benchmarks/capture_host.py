@@ -159,7 +159,8 @@ def run(args: argparse.Namespace, num_sites: int) -> dict[str, float]:
     landing = Landing(4 << 30)
     places = Places() if args.messages else landing
     config = SimpleNamespace(tap_shape=None, parallel_config=SimpleNamespace(_api_process_count=1))
-    frontend = CaptureOutputs(config, SimpleNamespace(places=places))  # type: ignore[arg-type]
+    link = SimpleNamespace(places=places)
+    frontend = CaptureOutputs(config, link, None)  # type: ignore[arg-type]
     states: dict[str, Any] = {}
     for name in names:
         states[name] = SimpleNamespace(

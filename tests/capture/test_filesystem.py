@@ -342,7 +342,7 @@ def test_a_dropped_request_is_in_no_shard(tmp_path: Path) -> None:
 BAD_OPTIONS: list[tuple[dict[str, Any], str]] = [
     ({"root": ""}, "root: must be a path or URL"),
     ({"root": "nonsense://x"}, "root: 'nonsense://x' cannot be opened"),
-    ({"layout": "flat"}, "layout: must be one of per_file, packed, sharded, got 'flat'"),
+    ({"layout": "flat"}, "layout: must be one of per_file, packed, sharded, ehs, got 'flat'"),
     ({"on_collision": "ignore"}, "on_collision: must be one of error, overwrite, suffix"),
     ({"shard_max_bytes": "lots"}, "shard_max_bytes: must be a number from 1 to"),
     ({"shard_max_bytes": "0"}, "shard_max_bytes: must be a number"),

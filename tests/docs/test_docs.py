@@ -265,6 +265,8 @@ def test_capture_page(model: Path, tmp_path: Path) -> None:
     assert said["looked"].startswith("5 [(")
     assert said["stacked"] == f"torch.Size([3, {layers}, {hidden}])"
     assert said["projected"] == f"torch.Size([{prompt + 4}, {layers}])"
+    tokens = ast.literal_eval(said["tokens"])
+    assert tokens[0] == "t" and len(tokens) == 5
     assert said["several"] == "['inline[0]', 'inline[1]']"
     assert said["whole"] == f"torch.Size([1, {layers}, {hidden}])"
     assert said["means"] == said["stacked"]

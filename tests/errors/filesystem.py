@@ -26,7 +26,7 @@ FILESYSTEM = [
     asked("metadata", {"at": object()}, given="it has a object"),
     asked("metadata", {"x": float("nan")}),
     asked("metadata", {"x": "y" * (1 << 14)}, given="16393", allowed="16384"),
-    asked("layout", "zip", given="'zip'", allowed="per_file, packed, sharded"),
+    asked("layout", "zip", given="'zip'", allowed="per_file, packed, sharded, ehs"),
     Case(
         {"given": "['id']"}, do=lambda: FilesystemConsumer.check_request({"id": "x"}, "capture.f")
     ),

@@ -81,6 +81,6 @@ LENS = [
     Case(path("p.compression", "'gzip'"), do=sent(compression="gzip")),
     Case(path("p.data"), do=sent(data="AAAA")),
     Case(path("steering", "extra_args.output_residual_stream"), do=mixed),
-    Case({"given": "['len']", "allowed": "['lens']"}, do=lambda: opening("len")),
+    Case({"given": "['len']", "allowed": "['lens', 'easysteer']"}, do=lambda: opening("len")),
     Case({}, do=without_zstandard),
 ]

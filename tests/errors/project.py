@@ -11,13 +11,15 @@ import torch
 
 from tests.errors.case import Case, path
 from tests.support.plans import BF16, HIDDEN, SHAPE, VECTOR, config_of
-from vllm.config.capture import PROJECTION_ROWS
+from vllm.config.capture import PROJECTION_ROWS, CaptureConfig
+from vllm.v1.capture.consumers.logging import LoggingConsumer
 from vllm.v1.capture.registry import ConsumerSpec
-from vllm.v1.interventions.frontend.capture_request import parse_capture
+from vllm.v1.interventions.frontend.capture_request import check_global, parse_capture
 from vllm.v1.interventions.frontend.chat_turns import ChatTurns
 from vllm.v1.interventions.frontend.selectors import Prompt, Selector
 from vllm.v1.interventions.frontend.work import Work
 from vllm.v1.interventions.plan import TapShape
+from vllm.v1.steering.modules import parse_module
 
 if TYPE_CHECKING:
     from vllm.renderers.params import ChatParams
@@ -79,6 +81,29 @@ def reduced(**more: Any) -> dict[str, Any]:
 
 
 HOOKS = {"post_block": [1]}
+
+
+def named(names: Any, **more: Any) -> dict[str, Any]:
+    """Scores of modules: a direction at each layer, one at layer 1 alone, and one that is zero."""
+    with_vectors = {
+        "all": {layer: [1.0, 2.0, 0.0, 0.0] for layer in SHAPE.points},
+        "one": {0: VECTOR},
+        "zero": {1: [0.0] * HIDDEN},
+    }
+    config = config_of()
+    modules = {
+        name: parse_module({"post_block": layers}, name, SHAPE, config.steering_config)
+        for name, layers in with_vectors.items()
+    }
+    return project({"modules": names, **more}, modules=modules)
+
+
+def of_every_request() -> None:
+    asked = {"hooks": HOOKS, "project": {"modules": ["one"]}}
+    spec = {"consumer": LoggingConsumer, "instance_name": "all", "capture": asked}
+    check_global(CaptureConfig(capture_consumers=[spec]), SHAPE)
+
+
 AT = "capture.inline.project"
 PROJECT = [
     Case(path("capture.inline.reduce", "'max'"), reduced(reduce="max")),
@@ -94,6 +119,14 @@ PROJECT = [
     Case(path("p"), do=lambda: turn(TOOL, end="...")),
     # Each turn is a rendering of the whole chat.
     Case(path("p", "", "1000"), do=lambda: turn(TOOL, work=1000)),
+    Case(path("capture.inline.tokens", "'yes'"), reduced(tokens="yes")),
+    Case(path("capture.inline.tokens"), reduced(tokens=True)),
+    Case(path(AT, allowed="1-64"), named([])),
+    Case(path(AT, allowed="1-64"), named(["all"], post_block={})),
+    Case(path(f"{AT}.modules[1]", "'none'", "all, one, zero"), named(["all", "none"])),
+    Case(path(f"{AT}.modules[0]", point="post_block", layer="1", name="one"), named(["one"])),
+    Case(path(f"{AT}.modules[0]", point="post_block", layer="1"), named(["zero"])),
+    Case(path("capture_consumers.all.capture.project.modules"), do=of_every_request),
     Case(path(AT, "5"), project(5)),
     Case(path(AT, point="post_block", layer="1"), project({})),
     Case(path(f"{AT}.mlp", "'mlp'"), project({"mlp": {}})),

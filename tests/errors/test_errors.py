@@ -20,6 +20,7 @@ from torch import nn
 from tests.errors.case import Case, path
 from tests.errors.consumers import CONSUMERS
 from tests.errors.datasets import DATASETS
+from tests.errors.easysteer import EASYSTEER
 from tests.errors.files import FILES
 from tests.errors.filesystem import FILESYSTEM
 from tests.errors.http import HTTP
@@ -329,7 +330,7 @@ REQUESTS = [
     Case(path(f"{POSITIONS}.start", "'0'"), capture({"start": "0"})),
     Case(path(f"{POSITIONS}[0].stop", "None"), capture([{"stop": None}])),
     Case(path(f"{POSITIONS}.step", "0"), capture({"step": 0})),
-    Case(path(f"{POSITIONS}.of", "'prompt'"), capture({"start": 0, "of": "prompt"})),
+    Case(path(f"{POSITIONS}.of", "'answer'"), capture({"start": 0, "of": "answer"})),
     Case(path(f"{POSITIONS}.start", "-1"), capture({"start": -1, "of": "generated"})),
     Case(path(f"{POSITIONS}.at[1]", "-1"), capture({"at": [0, -1], "of": "generated"})),
     Case(path(f"{POSITIONS}.at", "3"), capture({"at": 3})),
@@ -566,7 +567,7 @@ OTHERS = [
 
 
 CASES = REQUESTS + OTHERS + STEERING + FILES + CONSUMERS + PROJECT + FILESYSTEM + LENS + TOOLKIT
-CASES += DATASETS + SWEEPS
+CASES += DATASETS + SWEEPS + EASYSTEER
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: str(case.says)[:70])

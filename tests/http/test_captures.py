@@ -46,6 +46,41 @@ def test_scores(
         assert np.abs(scores.values - plain).max() > 1, "without steering they differ"
 
 
+@pytest.mark.parametrize("prompt", [PROMPT, SAID], ids=["completion", "chat"])
+@pytest.mark.parametrize("stream", [False, True])
+def test_scores_of_modules_beside_their_tokens(
+    client: SteeringClient, prompt: Any, stream: bool
+) -> None:
+    """What the names mean is what their vectors give; the texts are the tokens of the rows."""
+    directions = {f"probe{n}": {LAYER: 3.0 * MATRIX[n]} for n in range(2)}
+    for name, vectors in directions.items():
+        client.register_module(name, {"vectors": {"post_block": vectors}})
+
+    def asked(project: Any, **more: Any) -> dict[str, Any]:
+        hooks = {"post_block": [LAYER]}
+        return {"hooks": hooks, "positions": "all", "project": project, **more}
+
+    captures = [
+        asked({"modules": list(directions)}, tokens=True),
+        asked(MATRIX),
+        asked({"modules": ["probe1", "probe0"]}),
+    ]
+    fields = greedy(capture={"inline": captures})
+    if stream:
+        choice = joined(list(client.stream(prompt, **fields)))
+    else:
+        choice = client.complete(prompt, **fields).choices[0]
+    named, given, swapped = (choice.captures[f"inline[{i}]"]["post_block", LAYER] for i in range(3))
+    np.testing.assert_allclose(named.values, given.values, rtol=1e-4, atol=1e-4)
+    assert np.abs(named.values - swapped.values).max() > 0.1, "in another order they differ"
+    assert given.tokens == swapped.tokens == ()
+    assert len(named.tokens) == len(named.token_ids)
+    said = "".join(named.tokens)
+    assert said.startswith(PROMPT) if prompt == PROMPT else PROMPT in said
+    for name in directions:
+        client.unregister_module(name)
+
+
 @pytest.mark.parametrize("stream", [False, True])
 def test_heads(client: SteeringClient, reference: Reference, stream: bool) -> None:
     hooks = {"q": {"1": [3, 0]}, "z": {"0-1": "2-3"}, "post_block": [3]}

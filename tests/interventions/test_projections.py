@@ -15,7 +15,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.support.plans import BF16, HIDDEN, SHAPE
+from tests.support.plans import BF16, HIDDEN, SHAPE, config_of, plan_of
 from tests.support.rows import step_rows
 from vllm.config.capture import PROJECTION_ROWS, CaptureConfig
 from vllm.v1.capture.consumers.logging import LoggingConsumer
@@ -33,6 +33,7 @@ from vllm.v1.interventions.startup import StageRows
 from vllm.v1.interventions.step_rows import Blocks, Members, StepRows
 from vllm.v1.interventions.worker.projection_table import ProjectionTable
 from vllm.v1.outputs import ModelRunnerOutput
+from vllm.v1.steering.modules import parse_module
 
 pytestmark = pytest.mark.quick
 
@@ -115,6 +116,38 @@ def test_a_matrix_for_each_layer() -> None:
     )
     assert [s.projections for s in both.streams] == [[a, a, b, b], [b, b, a, a]]
     assert len(both.projections) == 2
+
+
+def test_modules_by_name_are_their_directions() -> None:
+    """Of their base vectors, at each site its own, of length 1; with the twin of another name."""
+    vectors = {n: matrix(1, seed=n)[0] for n in range(4)}
+    config = config_of()
+    modules = {
+        "up": {"vectors": {"post_block": {1: vectors[0], 2: 3 * vectors[1]}}},
+        "down": {"vectors": {"post_block": {1: vectors[2], 2: vectors[3]}}, "decode_vectors": {}},
+    }
+    catalog = {
+        name: parse_module(given, name, SHAPE, config.steering_config)
+        for name, given in modules.items()
+    }
+
+    def projections(project: Any) -> list[np.ndarray]:
+        asked = {"hooks": {"post_block": [1, 2]}, "positions": "all", "project": project}
+        plan = plan_of(config=config, modules=catalog, capture={"inline": asked})
+        assert plan is not None and plan.capture is not None
+        [stream] = plan.capture.streams
+        assert stream.width == 2
+        raw = [plan.capture.projections[digest] for digest in stream.projections]
+        return [np.frombuffer(data, np.float32).reshape(2, HIDDEN) for data in raw]
+
+    found = projections({"modules": ["up", "down"]})
+    for layer, made in zip((1, 2), found, strict=True):
+        want = torch.stack([vectors[layer - 1], vectors[layer + 1]])
+        want /= want.norm(dim=-1, keepdim=True)
+        np.testing.assert_allclose(made, want.numpy(), rtol=1e-6)
+    twin = projections({"modules": ("down", "up")})
+    assert all(np.array_equal(a, b[::-1]) for a, b in zip(found, twin, strict=True))
+    assert all(np.abs(a - b).max() > 0.1 for a, b in zip(found, twin, strict=True))
 
 
 def test_scores_never_cost_more_than_rows() -> None:

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from tests.support.serving import prompt_of, vector
+from vllm.entrypoints.compat.easysteer import fields_of
 
 PROMPT = prompt_of(9, 21)
 GENERATED = 3
@@ -86,12 +87,27 @@ def to(value: Callable[[Rows], Rows], direction: torch.Tensor = U) -> Edit:
     )
 
 
+def without_v(rows: Rows) -> Rows:
+    return rows - along(rows, V) * V.double() / (V.double() @ V.double())
+
+
 def keeping(edit: Edit) -> Edit:
     return lambda rows: edit(rows) * norms(rows) / norms(edit(rows))
 
 
 IN_PROMPT, AFTER = slice(0, len(PROMPT)), slice(len(PROMPT), None)
 ROW = vector(33, 15.0)
+
+
+def easy(*vectors: dict[str, Any], data: Any = V, **spec: Any) -> dict[str, Any]:
+    """Our fields for a specification of EasySteer's, whose vectors are `data` at LAYER."""
+    given = [{"data": data, "layers": [LAYER], **vector} for vector in vectors]
+    return fields_of({"vectors": given, **spec})
+
+
+def applied(**apply: Any) -> dict[str, Any]:
+    return easy({"apply": apply})
+
 
 PREFILL_ONLY = Call(
     {"prefill_steering_vectors": at(LAYER), "decode_steering_vectors": at(2, scale=-1.0)},
@@ -214,19 +230,32 @@ CALLS: dict[tuple[str, str], list[Call]] = {
         Call(
             {"steering_vectors": {"post_block": {"1-2": {"vector": V, "scale": 0.5}}}},
             {1: add(0.5), 2: add(0.5)},
-        )
+        ),
+        Call(easy({"scale": 0.5, "layers": [1, 2]}), {1: add(0.5), 2: add(0.5)}),
+        Call(fields_of({"vectors": [{"data": {1: V, "2": -V}}]}), {1: add(1.0), 2: add(-1.0)}),
+        Call(fields_of({"vectors": [{"source": "happy", "scale": 0.4}]}), {LAYER: add(0.4)}),
     ],
     ("EasySteer", "`normalize: true` (the row keeps its norm, as their code has it)"): [
         Call(
             {"steering": [op("add", vector=V, scale=0.8), op("normalize")]},
             {LAYER: keeping(add(0.8))},
-        )
+        ),
+        Call(easy({"scale": 0.8, "normalize": True}), {LAYER: keeping(add(0.8))}),
+        Call(
+            easy(
+                {"normalize": True},
+                {"normalize": True, "data": W, "scale": -0.7},
+                conflict="sequential",
+            ),
+            {LAYER: lambda rows: keeping(lambda r: r - 0.7 * W.double())(keeping(add(1.0))(rows))},
+        ),
     ],
     ("EasySteer", "`erase`"): [
         Call(
             {"steering": [op("ablate", direction=V)]},
-            {LAYER: lambda rows: rows - along(rows, V) * V.double() / (V.double() @ V.double())},
-        )
+            {LAYER: without_v},
+        ),
+        Call(easy({"algorithm": "erase"}), {LAYER: without_v}),
     ],
     ("EasySteer", "`replace`"): [
         Call(
@@ -236,7 +265,11 @@ CALLS: dict[tuple[str, str], list[Call]] = {
                     rows, slice(len(PROMPT) - 1, None), lambda r: ROW.double().expand_as(r)
                 )
             },
-        )
+        ),
+        Call(
+            easy({"algorithm": "replace", "apply": {"prompt": "none"}}, data=ROW),
+            {LAYER: lambda rows: only(rows, AFTER, lambda r: ROW.double().expand_as(r))},
+        ),
     ],
     ("EasySteer", "`prompt_positions`, `prompt_tokens`"): [
         Call(
@@ -251,12 +284,28 @@ CALLS: dict[tuple[str, str], list[Call]] = {
                 )
             },
         ),
+        Call(
+            applied(prompt_positions=[2, -1], prompt_window=[4, 6], generation="none"),
+            {LAYER: lambda rows: only(rows, [2, 4, 5, len(PROMPT) - 1], add(1.0))},
+        ),
+        Call(
+            applied(prompt_tokens=[TOKEN], generation="none"),
+            {
+                LAYER: lambda rows: only(
+                    rows, [i for i, t in enumerate(PROMPT) if t == TOKEN], add(1.0)
+                )
+            },
+        ),
     ],
     ("EasySteer", '`generation: "all"`'): [
         Call(
             {"decode_steering_vectors": at(LAYER)},
             {LAYER: lambda rows: only(rows, AFTER, add(1.0))},
-        )
+        ),
+        Call(
+            applied(generation="all", prompt="none"),
+            {LAYER: lambda rows: only(rows, AFTER, add(1.0))},
+        ),
     ],
     ("EasySteer", "`generation_window`, `generation_positions`"): [
         Call(
@@ -267,6 +316,14 @@ CALLS: dict[tuple[str, str], list[Call]] = {
             {"decode_steering_vectors": at(LAYER, positions={"at": [1], "of": "generated"})},
             {LAYER: lambda rows: only(rows, [len(PROMPT) + 1], add(1.0))},
         ),
+        Call(
+            applied(generation_window=[0, 1], prompt="none"),
+            {LAYER: lambda rows: only(rows, [len(PROMPT)], add(1.0))},
+        ),
+        Call(
+            applied(generation_positions=[1]),
+            {LAYER: lambda rows: only(rows, [*range(len(PROMPT)), len(PROMPT) + 1], add(1.0))},
+        ),
     ],
     ("EasySteer", "`exclude_positions`"): [
         Call(
@@ -276,12 +333,30 @@ CALLS: dict[tuple[str, str], list[Call]] = {
                     rows, [i for i in range(len(rows)) if i not in (0, 2)], add(1.0)
                 )
             },
-        )
+        ),
+        Call(
+            applied(exclude_prompt_positions=[0, 2]),
+            {
+                LAYER: lambda rows: only(
+                    rows, [i for i in range(len(rows)) if i not in (0, 2)], add(1.0)
+                )
+            },
+        ),
     ],
     ("EasySteer", "`conflict: sequential`"): [
         Call(
             {"steering": [op("ablate", direction=W), op("add", vector=V)]},
             {LAYER: lambda rows: add(1.0)(rows - along(rows, W) * W.double() / (W @ W).double())},
+        ),
+        Call(
+            easy({"algorithm": "erase", "data": W}, {}, conflict="sequential"),
+            {LAYER: lambda rows: add(1.0)(rows - along(rows, W) * W.double() / (W @ W).double())},
+        ),
+    ],
+    ("EasySteer", "`conflict: priority`, of the same layers"): [
+        Call(
+            easy({"apply": {"generation": "none"}}, {"scale": -0.5}, conflict="priority"),
+            {LAYER: lambda rows: only(only(rows, AFTER, add(-0.5)), IN_PROMPT, add(1.0))},
         )
     ],
     (

@@ -5,4 +5,5 @@
 * `doors.py`: what `--compat` opens.
 * `lens.py`: requests and answers of vLLM-Lens.
 * `wire.py`: tensors as it sends them.
+* `easysteer.py`: specifications of EasySteer.
 """

@@ -6,16 +6,18 @@ at a time: with fields of ours beside it is refused.
 """
 
 import copy
+from collections.abc import Mapping
+from dataclasses import is_dataclass
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from vllm.config.steering import refuse_unknown
-from vllm.entrypoints.compat import lens
-from vllm.entrypoints.compat.peers import refuse_peer_args
+from vllm.entrypoints.compat import easysteer, lens
+from vllm.entrypoints.compat.peers import SPEC, refuse_peer_args, said
 from vllm.logger import init_logger
 from vllm.sampling_params import SamplingParams
 from vllm.v1.interventions.errors import reject
-from vllm.v1.interventions.plan import PLAN_FIELDS
+from vllm.v1.interventions.plan import INHERIT, PLAN_FIELDS, STEERING_FIELDS
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -24,7 +26,9 @@ if TYPE_CHECKING:
 logger = init_logger(__name__)
 _P = TypeVar("_P")
 
-LENS = "lens"
+LENS, EASYSTEER = "lens", "easysteer"
+_FAMILIES = {LENS: {"add", "norm_match"}, EASYSTEER: {"add", "ablate", "replace", "normalize"}}
+"""Which operations requests of a tool come to."""
 
 
 def open_doors(args: "EngineArgs") -> None:
@@ -33,19 +37,59 @@ def open_doors(args: "EngineArgs") -> None:
     Raises:
         ValueError: a door is unknown, or a package that it needs is not installed.
     """
-    refuse_unknown("compat", args.compat, [LENS])
-    if LENS not in args.compat:
+    refuse_unknown("compat", args.compat, [*_FAMILIES])
+    if not args.compat:
         return
-    if find_spec("zstandard") is None:
+    if LENS in args.compat and find_spec("zstandard") is None:
         raise ValueError("compat: 'lens' needs the package zstandard: pip install zstandard")
     args.enable_steering = True
-    args.steering_families = sorted({*args.steering_families, "add", "norm_match"})
-    if not any(one in ("inline", {"name": "inline"}) for one in args.capture_consumers):
+    families = set(args.steering_families).union(*(_FAMILIES[door] for door in args.compat))
+    args.steering_families = sorted(families)
+    is_there = any(one in ("inline", {"name": "inline"}) for one in args.capture_consumers)
+    if LENS in args.compat and not is_there:
         args.capture_consumers = [*args.capture_consumers, "inline"]
     logger.info(
-        "compat lens: steering is on with the families %s, capture with inline",
+        "compat %s: steering is on with the families %s%s",
+        ", ".join(args.compat),
         ", ".join(args.steering_families),
+        ", capture with inline" if LENS in args.compat else "",
     )
+
+
+def read_fields(asked: Mapping[str, Any], config: "VllmConfig") -> Mapping[str, Any]:
+    """Make fields of ours of a `steering` that is a specification of EasySteer.
+
+    Args:
+        asked: the fields of a request that steer or capture.
+
+    Returns:
+        `asked`, or others.
+
+    Raises:
+        ValueError: the specification is wrong; fields of ours that steer beside.
+    """
+    spec = asked.get("steering")
+    if not is_spec(spec) or EASYSTEER not in config.steering_config.compat:
+        return asked
+    for field in asked.keys() & {*STEERING_FIELDS, INHERIT} - {"steering"}:
+        reject(field, "cannot be combined with steering in one request")
+    return {k: v for k, v in asked.items() if k != "steering"} | easysteer.fields_of(spec)
+
+
+def _with_spec(params: _P, config: "VllmConfig") -> _P:
+    asked = {f: v for f in PLAN_FIELDS if (v := getattr(params, f)) is not None}
+    fields = read_fields(asked, config)
+    if fields is asked:
+        reject("steering", said(SPEC))
+    opened: Any = copy.copy(params)
+    for field in PLAN_FIELDS:
+        setattr(opened, field, fields.get(field))
+    return opened
+
+
+def is_spec(steering: Any) -> bool:
+    """Whether a field `steering` is for EasySteer: ours is a list."""
+    return isinstance(steering, Mapping) or is_dataclass(steering)
 
 
 def read_args(params: _P, config: "VllmConfig", path: str = "extra_args.") -> _P:
@@ -60,7 +104,11 @@ def read_args(params: _P, config: "VllmConfig", path: str = "extra_args.") -> _P
     Raises:
         ValueError: a key that no open door takes; a wrong value; fields of ours beside.
     """
-    if not isinstance(params, SamplingParams) or not params.extra_args:
+    if not isinstance(params, SamplingParams):
+        return params
+    if is_spec(params.steering):
+        return read_args(_with_spec(params, config), config, path)
+    if not params.extra_args:
         return params
     found = params.extra_args.keys() & set(lens.KEYS)
     if not found or LENS not in config.steering_config.compat:

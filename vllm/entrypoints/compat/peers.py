@@ -60,7 +60,7 @@ ARGS = {
 _CLAMPS = Foreign(RHIZO, "'steering' with the operations 'clamp' and 'pin'")
 _PATCH = Foreign(RHIZO, "'steering' with the operation 'replace'")
 _ONE_VECTOR = Foreign(EASY, VECTORS)
-_SPEC = Foreign(EASY, "a list of operations")
+SPEC = Foreign(EASY, "--compat easysteer, or a list of operations")
 
 FIELDS = {
     "steering_clamps": _CLAMPS,
@@ -122,8 +122,10 @@ def refuse_peer_fields(extra: Mapping[str, Any] | None, config: "VllmConfig") ->
             "capture_wait",
             said(Foreign(RHIZO, "it not at all: a finished answer is a finished capture")),
         )
-    if isinstance(extra.get("steering"), Mapping):
-        reject("steering", said(_SPEC))
+    if isinstance(extra.get("steering"), Mapping) and "easysteer" not in (
+        config.steering_config.compat
+    ):
+        reject("steering", said(SPEC))
     if extra.get("steering") is not None and extra.get("conversation_id") is not None:
         reject(
             "conversation_id",

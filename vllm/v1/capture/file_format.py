@@ -12,6 +12,9 @@ and a `Record`, in the file's metadata. Layouts:
     {tag}/{name}.safetensors            packed
     {tag}/_shards/{...}.safetensors     sharded: tensors are named {name}/{tensor}, the records are
                                         JSON under the metadata key request/{name}
+    {tag}/{name}.safetensors            ehs: hidden_states [n, sites, width] in place of the
+                                        sites' own, as upstream's `load_hidden_states` reads
+                                        it; it wants an empty {name}.safetensors.lock beside
 
 A name that starts with a dot is temporary.
 """
@@ -29,7 +32,7 @@ from vllm.v1.interventions.plan import Site
 FORMAT = "1"
 """The version of the format, `capture_format` in the metadata of each file."""
 
-FileLayout = Literal["per_file", "packed", "sharded"]
+FileLayout = Literal["per_file", "packed", "sharded", "ehs"]
 """How requests are laid out in files; the module's docstring shows each layout."""
 LAYOUTS: tuple[FileLayout, ...] = get_args(FileLayout)
 
@@ -38,6 +41,8 @@ SHARDS = "_shards"
 """The folder of a tag's shards. It is no request's: no name of one starts with an underscore."""
 LABELS = ("positions", "token_ids", "versions")
 """The tensors that all sites of a request share."""
+STACKED = "hidden_states"
+"""The tensor of all sites' rows in the layout ehs, [n, sites, width]."""
 IN_SHARD = "request/"
 """The prefix of metadata keys that hold a shard's records."""
 

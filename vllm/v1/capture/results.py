@@ -76,6 +76,8 @@ class CapturedRows:
     """The version of the global steering that each row ran under, int64 [n], see `llm.steering`."""
     heads: tuple[int, ...]
     """The numbers of the heads, at q, k, v and z; empty at points of the residual stream."""
+    tokens: list[str] | None
+    """The text of each row's token, where the capture says `"tokens": true`."""
 
     def __init__(
         self,
@@ -86,7 +88,7 @@ class CapturedRows:
         heads: tuple[int, ...] = (),
     ) -> None:
         self.positions, self.token_ids, self.versions = positions, token_ids, versions
-        self.heads = heads
+        self.heads, self.tokens = heads, None
         self._values: torch.Tensor | Callable[[], torch.Tensor] = values
         if isinstance(values, torch.Tensor):
             self._values = self._by_head(values)
@@ -141,13 +143,16 @@ class CapturedRows:
 
     def joined(self, later: "CapturedRows") -> "CapturedRows":
         """These rows and then `later`'s, of the same site."""
-        return CapturedRows(
+        joined = CapturedRows(
             np.concatenate([self.positions, later.positions]),
             np.concatenate([self.token_ids, later.token_ids]),
             torch.cat([self.values, later.values]).flatten(1),
             np.concatenate([self.versions, later.versions]),
             self.heads,
         )
+        if later.tokens is not None:
+            joined.tokens = [*(self.tokens or ()), *later.tokens]
+        return joined
 
 
 def stack(

@@ -13,6 +13,7 @@ from fsspec.implementations.local import LocalFileSystem
 
 from vllm.v1.capture.file_format import (
     LABELS,
+    STACKED,
     SUFFIX,
     CaptureFileError,
     FileLayout,
@@ -142,9 +143,12 @@ class StoredRequest:
         header, record = self._header(self._files[site]), self.record
         if self.layout == "per_file" and header.record() != record:
             raise CaptureFileError(f"{header.path}: is of another request than its neighbours")
-        values = self._tensor(
-            header, tensor_name(site), dtype_of(record.dtype), (record.rows, record.width)
-        )
+        dtype, shape = dtype_of(record.dtype), (record.rows, record.width)
+        if self.layout == "packed" and STACKED in header.tensors:
+            stacked = (record.rows, len(self.sites), record.width)
+            values = self._tensor(header, STACKED, dtype, stacked)[:, self.sites.index(site)]
+        else:
+            values = self._tensor(header, tensor_name(site), dtype, shape)
         positions, token_ids, versions = (
             self._tensor(header, name, torch.int64, (record.rows,)).numpy() for name in LABELS
         )

@@ -83,7 +83,7 @@ class Blocks:
         self.num_raw = row
         for block in self.all:
             block.rest, row = row, row + block.num_rest
-        self.num_requests = sum(len(block.owners) for block in self.all)
+        self.names = frozenset(name for block in self.all for name, _ in block.owners)
 
 
 class StepRows:
@@ -219,10 +219,10 @@ class StepRows:
     def packed(self, request_ids: Collection[str]) -> list[CapturedChunk]:
         """All rows of some requests as they lie here, neighbours as one chunk with its `owners`:
         nothing is cut that is to be sent together."""
-        wanted = set(request_ids)
+        wanted = self.blocks.names.intersection(request_ids)
         chunks = []
         for block, (positions, values) in zip(self.blocks.all, self._whole(), strict=True):
-            if len(wanted) == self.blocks.num_requests:
+            if len(wanted) == len(self.blocks.names):
                 chunks.append(CapturedChunk(positions, values, self._version, block.owners))
                 continue
             start = first = 0

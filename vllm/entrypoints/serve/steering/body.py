@@ -123,6 +123,19 @@ def asked_fields(request: BaseModel) -> dict[str, Any]:
     return {field: extra[field] for field in PLAN_FIELDS if extra.get(field) is not None}
 
 
+def names_modules(asked: Mapping[str, Any]) -> bool:
+    """Tell whether fields name modules, which another API server may have registered."""
+    if "steering_modules" in asked:
+        return True
+    capture = asked.get("capture")
+    for each in capture.values() if isinstance(capture, Mapping) else ():
+        for one in each if isinstance(each, list) else [each]:
+            project = one.get("project") if isinstance(one, Mapping) else None
+            if isinstance(project, Mapping) and "modules" in project:
+                return True
+    return False
+
+
 def refuse_rendering(request: BaseModel) -> None:
     """Refuse a body that steers or captures and is only rendered, for another server.
 

@@ -168,8 +168,8 @@ def _rows_of(payload: Any) -> int:
 
 
 def _rows(point: str, layer: int | None, rows: CapturedRows | AttentionRows) -> dict[str, Any]:
-    """Return which rows of one site these are as JSON; versions that are all 0 are left out, and
-    heads where there are none."""
+    """Return the rows of one site as JSON; versions that are all 0 are left out, and heads and
+    tokens where there are none."""
     shown = {
         "point": point,
         "layer": layer,
@@ -180,6 +180,8 @@ def _rows(point: str, layer: int | None, rows: CapturedRows | AttentionRows) -> 
         shown["versions"] = rows.versions.tolist()
     if rows.heads:
         shown["heads"] = list(rows.heads)
+    if isinstance(rows, CapturedRows) and rows.tokens is not None:
+        shown["tokens"] = rows.tokens
     return shown
 
 

@@ -133,6 +133,8 @@ class Rows:
     """The version of the global steering that each row ran under, int64 [n]."""
     heads: tuple[int, ...] = ()
     """The numbers of the heads, at q, k, v and z."""
+    tokens: tuple[str, ...] = ()
+    """The text of each row's token, where the capture says `"tokens": true`."""
 
     def at(self, position: int) -> np.ndarray:
         """Return the row of one absolute position, [hidden].
@@ -229,6 +231,7 @@ def read_rows(payload: Sequence[Mapping[str, Any]] | None) -> dict[Site, Rows]:
             values=unpack(entry),
             versions=np.array(entry.get("versions", [0] * len(positions)), dtype=np.int64),
             heads=tuple(entry.get("heads", ())),
+            tokens=tuple(entry.get("tokens", ())),
         )
     return made
 
@@ -279,7 +282,10 @@ def joined(chunks: Sequence[Choice]) -> Choice:
             what: np.concatenate([getattr(rows, what) for rows in several])
             for what in ("positions", "token_ids", "values", "versions")
         }
-        made.captures.setdefault(name, {})[site] = Rows(**arrays, heads=several[0].heads)
+        tokens = tuple(text for rows in several for text in rows.tokens)
+        made.captures.setdefault(name, {})[site] = Rows(
+            **arrays, heads=several[0].heads, tokens=tokens
+        )
     return made
 
 

@@ -203,7 +203,10 @@ def _read_asked(asked: Any, path: str) -> Any:
         return [_read_asked(one, f"{path}[{i}]") for i, one in enumerate(asked)]
     if not isinstance(asked, Mapping) or "project" not in asked:
         return asked
-    return {**asked, "project": _read_matrices(asked["project"], f"{path}.project")}
+    project = asked["project"]
+    if isinstance(project, Mapping) and "modules" in project:  # names
+        return asked
+    return {**asked, "project": _read_matrices(project, f"{path}.project")}
 
 
 def _read_matrices(value: Any, path: str, deep: int = 2) -> Any:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, cast
 
 import numpy as np
 
-from vllm.entrypoints.compat.doors import read_args
+from vllm.entrypoints.compat.doors import read_args, read_fields
 from vllm.entrypoints.compat.peers import refuse_peer_args, refuse_peer_fields
 from vllm.logger import init_logger
 from vllm.sampling_params import BeamSearchParams, SamplingParams
@@ -16,7 +16,7 @@ from vllm.v1.interventions.frontend.chat_turns import KEY, ChatTurns
 from vllm.v1.interventions.frontend.resolve import resolve
 from vllm.v1.interventions.plan import PLAN_FIELDS, Plan
 
-from .body import asked_fields, refuse_beams, set_plan_fields
+from .body import asked_fields, names_modules, refuse_beams, set_plan_fields
 
 if TYPE_CHECKING:
     from vllm.entrypoints.generate.base.serving import GenerateBaseServing
@@ -56,7 +56,7 @@ async def intervene(
     engine = cast("AsyncLLM", serving.engine_client)
     config, processor = engine.vllm_config, engine.input_processor
     refuse_peer_fields(request.model_extra, config)
-    asked = asked_fields(request)
+    asked = read_fields(asked_fields(request), config)
     if isinstance(params, BeamSearchParams):
         refuse_peer_args(request.vllm_xargs, config, XARGS)
         if asked:
@@ -72,7 +72,7 @@ async def intervene(
         return
     if num_prompts > 1 and isinstance(params.capture, Mapping):
         params.capture = NumberedCapture(params.capture, number)
-    if params.steering_modules is not None:
+    if names_modules(asked):
         await engine.steering.refresh()
     if request.stream or num_prompts > 1 or serving.request_logger is not None:
         token_ids = serving._extract_prompt_components(prompt).token_ids

@@ -15,16 +15,18 @@ import msgspec
 
 from vllm.outputs import RequestOutput
 from vllm.sampling_params import RequestOutputKind
+from vllm.tokenizers import TokenizerLike
+from vllm.tokenizers.detokenizer_utils import convert_ids_list_to_tokens
 from vllm.v1.capture.consumer import ConsumerContext, ConsumerResult
 from vllm.v1.capture.registry import INLINE, is_inline
-from vllm.v1.capture.results import CaptureResult
+from vllm.v1.capture.results import CapturedRows, CaptureResult
 from vllm.v1.capture.transport.copies import CopyThreads
 from vllm.v1.capture.transport.feed import Feed, request_info
 from vllm.v1.capture.transport.host import SHUTDOWN_SECONDS, ConsumerHost
 from vllm.v1.capture.transport.selected import Selected
 from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest, FinishReason
 from vllm.v1.interventions.calls import CaptureCall, CaptureEnd
-from vllm.v1.interventions.frontend.capture_request import check_global
+from vllm.v1.interventions.frontend.capture_request import TOKENS, check_global
 from vllm.v1.interventions.frontend.row_collector import RowCollector
 from vllm.v1.interventions.frontend.row_inbox import RowInbox
 from vllm.v1.interventions.messages import CapturedChunk
@@ -107,6 +109,8 @@ class CompletionCapture:
         self.pending_consumers = [name for name in plan.consumers if not is_inline(name)]
         """Consumers whose results are still to come."""
         self._results: dict[str, CaptureResult] = {}
+        self._texts: dict[int, str] = {}
+        """Those of the tokens of captures that want them, by id."""
         self.hold = hold
         self.ended = False
 
@@ -165,6 +169,9 @@ class CompletionCapture:
             inline = self._collector.results(
                 output_token_ids, finished=finished, aborted=aborted, only_new=only_new
             )
+            for name, result in inline.items():
+                if self._plan.consumers[name].fields.get(TOKENS):
+                    self._add_texts(list(result.payload.values()))
         if not finished:
             # A mapping of its own: this output may still be in a queue when results are there.
             return inline
@@ -173,6 +180,16 @@ class CompletionCapture:
             self.ended = True
             self._end(len(self._prompt) + len(output_token_ids), finish_reason, aborted)
         return self._results
+
+    def _add_texts(self, sites: list[CapturedRows]) -> None:
+        """Say what the tokens of rows are; all sites of a capture have the same."""
+        ids = sites[0].token_ids.tolist()
+        new = [one for one in dict.fromkeys(ids) if one not in self._texts]
+        tokenizer = self._outputs.tokenizer
+        assert tokenizer is not None  # or the request was refused
+        self._texts |= zip(new, convert_ids_list_to_tokens(tokenizer, new), strict=True)
+        for rows in sites:
+            rows.tokens = [self._texts[one] for one in ids]
 
     def _end(self, num_tokens: int, reason: FinishReason | None, aborted: bool) -> None:
         self._outputs.count(map(self._inline_result, self._inline))
@@ -231,10 +248,13 @@ class CaptureOutputs:
 
     Args:
         link: to the engine core, and back into this frontend's stream of outputs.
+        tokenizer: None with `skip_tokenizer_init`.
     """
 
-    def __init__(self, config: "VllmConfig", link: "CaptureLink") -> None:
-        self.link = link
+    def __init__(
+        self, config: "VllmConfig", link: "CaptureLink", tokenizer: TokenizerLike | None
+    ) -> None:
+        self.link, self.tokenizer = link, tokenizer
         self.hosts: dict[str, ConsumerHost] = {}
         # When the engine is collected or the program ends: hosts hold nothing that holds this.
         self._finalizer = weakref.finalize(self, _shut_down, self.hosts)

@@ -17,12 +17,14 @@ from vllm.config.capture import (
     PROJECTION_ROWS,
     CaptureConfig,
 )
+from vllm.config.steering import MAX_MODULES
 from vllm.sampling_params import SamplingParams
 from vllm.v1.capture.consumer import SHARED_FIELDS, CaptureConsumer
 from vllm.v1.capture.registry import INLINE, ConsumerSpec
 from vllm.v1.interventions.errors import need_mapping, reject, show, show_key
 from vllm.v1.interventions.frontend.attention_request import attention_selection
 from vllm.v1.interventions.frontend.capture_streams import Streams, union
+from vllm.v1.interventions.frontend.module_catalog import ModuleCatalog
 from vllm.v1.interventions.frontend.selectors import NAMED_SELECTORS, Prompt, Selector
 from vllm.v1.interventions.frontend.work import Unit, Work
 from vllm.v1.interventions.plan import CapturePlan, Selection, Site, TapShape
@@ -33,15 +35,23 @@ from vllm.v1.interventions.sites import (
     need_point,
     site_order,
 )
-from vllm.v1.interventions.values import plain
+from vllm.v1.interventions.values import plain, plain_list
 from vllm.v1.interventions.vectors import need_vector
+
+TOKENS = "tokens"
+"""What only `inline` may be asked for: the texts of the rows' tokens beside them."""
 
 MAX_CAPTURES = 16
 """The longest list of captures for `inline`."""
 
 
 def parse_capture(
-    value: Any, path: str, shape: TapShape, prompt: Prompt, specs: Mapping[str, ConsumerSpec]
+    value: Any,
+    path: str,
+    shape: TapShape,
+    prompt: Prompt,
+    specs: Mapping[str, ConsumerSpec],
+    catalog: ModuleCatalog | None = None,
 ) -> CapturePlan | None:
     """Parse `SamplingParams.capture`:
     `{consumer: {"hooks": {point: layers}, "positions": ..., "project": ..., "reduce": ...}}`, for
@@ -54,6 +64,7 @@ def parse_capture(
         shape: what the model offers.
         prompt: what `positions` are resolved on.
         specs: the engine's consumers.
+        catalog: what `project` means by names of modules.
 
     Returns:
         What is captured; None for nothing.
@@ -98,9 +109,17 @@ def parse_capture(
     for name, selection in selections.items():
         request, spec = given[name]
         at = f"{path}.{name}"
+        if spec.name == INLINE and selection.fields and prompt.tokenizer is None:
+            reject(
+                f"{at}.{TOKENS}",
+                "needs a tokenizer, and the engine was started with skip_tokenizer_init; read "
+                "token_ids",
+            )
         digests: list[str] = []
         if request.get("project") is not None:
-            matrices = _matrices(request["project"], f"{at}.project", shape, selection, prompt.work)
+            matrices = _matrices(
+                request["project"], f"{at}.project", shape, selection, prompt.work, catalog
+            )
             digests = [hashlib.sha256(b"%d:" % shape.hidden_size + m).hexdigest() for m in matrices]
             projections |= zip(digests, matrices, strict=True)
         summed = request.get("reduce") is not None
@@ -171,11 +190,21 @@ def _each(name: str, request: Any, path: str) -> dict[str, Any]:
 
 
 def _matrices(
-    value: Any, path: str, shape: TapShape, selection: Selection, work: Work
+    value: Any,
+    path: str,
+    shape: TapShape,
+    selection: Selection,
+    work: Work,
+    catalog: ModuleCatalog | None = None,
 ) -> list[bytes]:
-    """`_matrix` of a matrix for all sites, or of each of the sites: `{point: {layers: matrix}}`."""
+    """`_matrix` of a matrix for all sites, or of each of the sites: `{point: {layers: matrix}}`, or
+    the directions of `{"modules": names}` there."""
     if selection.heads:
         reject(path, "is for the residual stream; leave out q, k, v and z")
+    if isinstance(value, Mapping) and "modules" in value:
+        if catalog is None:
+            reject(f"{path}.modules", "names of modules belong to requests; give the matrix")
+        value = _directions(value, path, selection.sites, catalog, work)
     if not isinstance(value, Mapping):
         data = _matrix(value, path, shape)
         work.charge(len(data) >> 10, Unit.KILOBYTE, path)
@@ -198,6 +227,33 @@ def _matrices(
         reject(path, f"has no matrix for {lacks[0][0]} at layer {lacks[0][1]}")
     matrices = [made[site] for site in selection.sites]
     return matrices if len(set(matrices)) > 1 else matrices[:1]
+
+
+def _directions(
+    value: Mapping[Any, Any], path: str, sites: list[Site], catalog: ModuleCatalog, work: Work
+) -> dict[str, dict[int, np.ndarray]]:
+    """The base vectors of modules as `{point: {layer: [names, hidden]}}`, each of length 1."""
+    names = plain_list(value["modules"])
+    if not names or len(value) > 1 or len(names) > MAX_MODULES:
+        reject(path, f"must be {{'modules': names}} alone, with 1-{MAX_MODULES} names")
+    matrices: dict[str, dict[int, np.ndarray]] = {}
+    modules = [catalog.get(name, f"{path}.modules[{i}]") for i, name in enumerate(names)]
+    for point, layer in sites:
+        rows = []
+        for i, module in enumerate(modules):
+            base = module.tiers.get("base")
+            if base is None or (point, layer) not in base.sites:
+                reject(
+                    f"{path}.modules[{i}]",
+                    f"{names[i]} has no vector for {point} at layer {layer}, which is in hooks",
+                )
+            work.charge(base.rows.shape[1] >> 8, Unit.KILOBYTE, f"{path}.modules[{i}]")
+            row = base.rows[base.sites.index((point, layer))].astype(np.float64)
+            if not row.any():
+                reject(f"{path}.modules[{i}]", f"is zero for {point} at layer {layer}")
+            rows.append(row / np.linalg.norm(row))
+        matrices.setdefault(point, {})[layer] = np.stack(rows)
+    return matrices
 
 
 def _matrix(value: Any, path: str, shape: TapShape) -> bytes:
@@ -228,7 +284,12 @@ def _selection(
 ) -> Selection:
     request = need_mapping(request, path)
     own = {plain(k): plain(field) for k, field in request.items() if k not in SHARED_FIELDS}
+    tokens = own.pop(TOKENS, False) if spec.name == INLINE else False
+    if not isinstance(tokens, bool):
+        reject(f"{path}.{TOKENS}", f"must be true or false, got {show(tokens)}")
     fields = (spec.cls or CaptureConsumer).check_request(own, path)
+    if tokens:
+        fields[TOKENS] = True
     if "attention" in request:
         if spec.cls is not None or len(request) > 1:
             reject(

@@ -122,7 +122,7 @@ def resolve(
                 "capture is not enabled; start the engine with capture_consumers=['inline'] "
                 "(--capture-consumers inline)",
             )
-        capture = _capture(params, prompt, config, shape)
+        capture = _capture(params, prompt, config, shape, modules)
     plan = Plan(steering=steering, capture=capture)
     # Each completion is sent its own. All that is in it counts, whichever field it is of.
     num_bytes = n * sum(map(len, MsgpackEncoder().encode(plan)))
@@ -131,10 +131,14 @@ def resolve(
 
 
 def _capture(
-    params: SamplingParams, prompt: Prompt, config: "VllmConfig", shape: TapShape
+    params: SamplingParams,
+    prompt: Prompt,
+    config: "VllmConfig",
+    shape: TapShape,
+    modules: ModuleCatalog,
 ) -> CapturePlan | None:
     specs = config.capture_config.consumers
-    plan = parse_capture(params.capture, "capture", shape, prompt, specs)
+    plan = parse_capture(params.capture, "capture", shape, prompt, specs, modules)
     if plan is None:
         return None
     for name, selection in plan.consumers.items():

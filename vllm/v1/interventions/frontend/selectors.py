@@ -161,24 +161,29 @@ class Selector:
         }[name]
         return [run]
 
-    def _one(self, position: int, path: str) -> int:
-        """An absolute position; negative counts from the prompt's end."""
+    def _one(self, position: int, path: str, end: int | None = None) -> int:
+        """An absolute position below `end`; negative counts from the prompt's end."""
         absolute = position + self._length if position < 0 else position
-        if not 0 <= absolute < self._end:
+        end = self._end if end is None else end
+        if not 0 <= absolute < end:
             reject(
                 path,
                 f"position {show(position)} is out of reach: the prompt has {self._length} tokens "
-                f"and the last row is at {self._end - 1}",
+                f"and the last row is at {end - 1}",
             )
         return absolute
 
-    def _first(self, value: Mapping[Any, Any], path: str) -> int:
-        """The position from which a mapping counts."""
-        if "of" not in value:
-            return 0
-        if plain(value["of"]) != "generated":
-            reject(f"{path}.of", f"must be 'generated', got {show(value['of'])}")
-        return self._length
+    def _bounds(self, value: Mapping[Any, Any], path: str) -> tuple[int, int]:
+        """The position from which a mapping counts, and where what it can mean ends."""
+        match plain(value.get("of")):
+            case None:
+                return 0, self._end
+            case "prompt":
+                return 0, self._length
+            case "generated":
+                return self._length, self._end
+            case other:
+                reject(f"{path}.of", f"must be 'prompt' or 'generated', got {show(other)}")
 
     def _after(self, first: int, number: Any, path: str) -> int:
         """The position that a number means, counted from `first`."""
@@ -188,30 +193,30 @@ class Selector:
         return number + first
 
     def _at(self, value: Mapping[Any, Any], path: str) -> list[Run]:
-        first, entries = self._first(value, path), plain_list(value["at"])
+        (first, end), entries = self._bounds(value, path), plain_list(value["at"])
         if not entries:
             reject(f"{path}.at", f"must be a list of positions, got {show(value['at'])}")
         self._prompt.work.charge(len(entries[: self._prompt.work.limit]), Unit.ENTRY, path)
         found = [
-            self._one(self._after(first, entry, f"{path}.at[{i}]"), f"{path}.at[{i}]")
+            self._one(self._after(first, entry, f"{path}.at[{i}]"), f"{path}.at[{i}]", end)
             for i, entry in enumerate(entries)
         ]
         return [(position, position + 1) for position in found]
 
     def _range(self, value: Mapping[Any, Any], path: str) -> list[Run]:
-        first = self._first(value, path)
-        numbers = {"start": first, "stop": self._end, "step": 1}
+        first, end = self._bounds(value, path)
+        numbers = {"start": first, "stop": end, "step": 1}
         for key in value.keys() & numbers.keys():
             from_first = first if key != "step" else 0
             numbers[key] = self._after(from_first, value[key], f"{path}.{key}")
         if numbers["step"] < 1:
             reject(f"{path}.step", f"must be at least 1, got {show(numbers['step'])}")
-        start = self._one(numbers["start"], f"{path}.start")
+        start = self._one(numbers["start"], f"{path}.start", end)
         last = numbers["stop"] if numbers["stop"] >= 0 else numbers["stop"] + self._length
-        if not start < last <= self._end:
+        if not start < last <= end:
             reject(
                 f"{path}.stop",
-                f"{show(numbers['stop'])} must be after start and at most {self._end}, "
+                f"{show(numbers['stop'])} must be after start and at most {end}, "
                 "one past the last row",
             )
         if numbers["step"] == 1:

@@ -58,6 +58,9 @@ APART_BYTES = 64 << 10
 MAX_METADATA = 16 << 10
 """The most bytes of a request's metadata, as JSON."""
 
+LOCK = ".lock"
+"""What upstream's reader appends to the path of a file, for a lock that is free from the start."""
+
 _FIELDS = ("request_id", "tag", "layout", "metadata")
 
 
@@ -82,7 +85,7 @@ class FilesystemConsumer(CaptureConsumer):
             layout: how requests are stored that do not choose themselves. "packed", one file a
                 request, is a file that one `safetensors.torch.load_file` reads, under a name known
                 beforehand. "sharded" is for many small requests; "per_file" has one file for each
-                site.
+                site; "ehs" one that upstream's `load_hidden_states` reads.
             on_collision: what becomes of a request whose name is taken: "error", "overwrite", or
                 "suffix": published under the name with `--` and a random end.
             shard_max_bytes: a shard is closed when it has that many bytes.
@@ -212,7 +215,7 @@ class FilesystemConsumer(CaptureConsumer):
         return Publication(record, _tensors(request, batches), named="request_id" in fields)
 
     def publish(self, publication: Publication, layout: FileLayout) -> tuple[str, dict[str, Any]]:
-        """Write a publication now, in the layout per_file or packed.
+        """Write a publication now, in a layout other than sharded.
 
         Returns:
             The path to `withdraw` should it fail later, and the payload of the result.
@@ -236,6 +239,11 @@ class FilesystemConsumer(CaptureConsumer):
             path = publication.folder + SUFFIX
             self._store.put(path, publication.packed(), overwrite)
             return path, publication.result(layout, [path])
+        if layout == "ehs":
+            path, lock = publication.folder + SUFFIX, publication.folder + SUFFIX + LOCK
+            self._store.put(lock, [], replace=True)  # first: who sees the file opens it
+            self._store.put(path, publication.stacked(), overwrite)
+            return path, publication.result(layout, [path, lock])
         files = publication.per_file()
         self._store.put_folder(publication.folder, files, overwrite)
         paths = [f"{publication.folder}/{name}" for name in files]
@@ -244,6 +252,7 @@ class FilesystemConsumer(CaptureConsumer):
     def withdraw(self, path: str) -> None:
         """Remove what `publish` wrote at this path."""
         self._store.remove(path)
+        self._store.remove(path + LOCK)
 
     @property
     def shards(self) -> Shards:

@@ -4,9 +4,12 @@
 from dataclasses import dataclass, replace
 from typing import Any, Literal, get_args
 
+import torch
+
 from vllm.v1.capture.consumers.filesystem import names
 from vllm.v1.capture.file_format import (
     LABELS,
+    STACKED,
     SUFFIX,
     FileLayout,
     Pieces,
@@ -57,6 +60,12 @@ class Publication:
     def packed(self) -> list[Any]:
         """Encode all tensors as one file."""
         return encode(self.tensors, self.record.to_strings())
+
+    def stacked(self) -> list[Any]:
+        """Encode all tensors as one file, the rows of all sites as one tensor of `STACKED`."""
+        sites = [torch.cat(list(self.tensors[tensor_name(s)])) for s in self.record.sites]
+        tensors: dict[str, Pieces] = {name: self.tensors[name] for name in LABELS}
+        return encode(tensors | {STACKED: [torch.stack(sites, dim=1)]}, self.record.to_strings())
 
     def per_file(self) -> dict[str, list[Any]]:
         """Encode each site as a file of its own, by file name; each has the tensors of `LABELS`."""
