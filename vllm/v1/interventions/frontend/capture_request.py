@@ -247,8 +247,8 @@ def _directions(
                     f"{path}.modules[{i}]",
                     f"{names[i]} has no vector for {point} at layer {layer}, which is in hooks",
                 )
-            work.charge(base.rows.shape[1] >> 8, Unit.KILOBYTE, f"{path}.modules[{i}]")
             row = base.rows[base.sites.index((point, layer))].astype(np.float64)
+            work.charge(len(row) >> 8, Unit.KILOBYTE, f"{path}.modules[{i}]")
             if not row.any():
                 reject(f"{path}.modules[{i}]", f"is zero for {point} at layer {layer}")
             rows.append(row / np.linalg.norm(row))
