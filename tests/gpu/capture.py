@@ -57,6 +57,39 @@ def heads(mode: Mode, tokens: list[list[int]]) -> dict[str, Any]:
     return {"error": worst, "limit": mode.noise_limit, "least_other": least_other, "ok": ok}
 
 
+def written_heads(mode: Mode, tokens: list[list[int]]) -> dict[str, Any]:
+    """What is written at z is what transformers computes with it; one head without its output is
+    zero there, and its neighbours and requests that steer nothing keep their bits."""
+    layer, width = 3, 512
+    vector = 2 * torch.randn(width, generator=torch.Generator().manual_seed(1))
+    ablated = {"op": "scale", "point": "z", "heads": {layer: [2]}, "factor": 0.0}
+    fields: list[dict[str, Any]] = [{}, {"steering_vectors": {"z": {layer: vector}}}]
+    fields.append({"steering": [ablated]})
+    hooks = {"z": "all", "post_block": "all"}
+    # The tapped variant in both: what compiles otherwise may round otherwise.
+    plain = mode.run(tokens, [{}] * len(tokens), hooks)
+    steer = [fields[i % 3] for i in range(len(tokens))]
+    worst, moved, same = 0.0, 9e9, True
+    for i, (ids, rows) in enumerate(mode.run(tokens, steer, hooks)):
+        before = plain[i][1]
+        if not fields[i % 3]:
+            same &= ids == plain[i][0] and all(torch.equal(rows[s], before[s]) for s in rows)
+            continue
+        prompt = slice(0, len(tokens[i]))  # what is generated differs
+        moves = rows["post_block", layer][prompt].float(), before["post_block", layer][prompt]
+        moved = min(moved, mode.worst_row(moves[0], moves[1].float()))
+        z = rows["z", layer]
+        if i % 3 == 2:
+            same &= not z[:, 2].any() and torch.equal(z[prompt, 3:], before["z", layer][prompt, 3:])
+        else:
+            want = ref.run(mode.hf, mode.adapter, ids, {("z", layer): vector.expand(len(ids), -1)})
+            for site in (("post_block", layer), ("post_block", layer + 1)):
+                worst = max(worst, mode.worst_row(rows[site], want.rows[site]))
+            worst = max(worst, mode.worst_row(z.flatten(1), want.heads["z", layer].flatten(1)))
+    ok = same and worst <= mode.noise_limit and moved > 0.05
+    return {"error": worst, "limit": mode.noise_limit, "moved": moved, "bits": same, "ok": ok}
+
+
 def attention(mode: Mode, tokens: list[list[int]]) -> dict[str, Any]:
     """The weights of all heads and queries are transformers', a neighbouring head's others; no
     layer failed the start-up proof. Ranks with some of the heads are refused."""

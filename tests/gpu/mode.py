@@ -275,9 +275,10 @@ def main() -> None:
     if "capture_points" in args.engine:
         checks["heads"] = lambda: capture.heads(mode, prompts(13, seed=15))
         checks["attention"] = lambda: capture.attention(mode, prompts(13, seed=16))
+        checks["written heads"] = lambda: capture.written_heads(mode, prompts(13, seed=17))
     if args.name == "preempt":
         checks = {"preemption": lambda: workload.preemption(mode, prompts(13, seed=14))}
-    if "steering_families" in args.engine:
+    if args.name.startswith("ops"):
         checks["ops"] = lambda: steering.ops(mode, prompts(9, seed=9), HIDDEN)
     for name, check in checks.items():
         try:

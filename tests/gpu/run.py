@@ -30,7 +30,11 @@ from tests.gpu.capture import HEAD_POINTS
 from tests.gpu.drafts import save_eagle
 from tests.gpu.model import POINTS, save_model
 
-EVERY_POINT = [*POINTS, *HEAD_POINTS]
+HEADS: dict[str, Any] = {
+    "capture_points": [*POINTS, *HEAD_POINTS],
+    "steering_points": [*POINTS, "z"],
+    "steering_families": ["add", "scale"],
+}
 
 MODES: dict[str, dict[str, Any]] = {
     "full_and_piecewise": {},
@@ -61,12 +65,9 @@ MODES: dict[str, dict[str, Any]] = {
     "preempt": {"kv_cache_memory_bytes": 6 << 20},
     "ops": {"steering_families": steering.FAMILIES},
     "ops_eager": {"steering_families": steering.FAMILIES, "enforce_eager": True},
-    "heads": {"capture_points": EVERY_POINT},
-    "heads_piecewise": {
-        "capture_points": EVERY_POINT,
-        "compilation_config": {"cudagraph_mode": "PIECEWISE"},
-    },
-    "heads_eager": {"capture_points": EVERY_POINT, "enforce_eager": True},
+    "heads": HEADS,
+    "heads_piecewise": {**HEADS, "compilation_config": {"cudagraph_mode": "PIECEWISE"}},
+    "heads_eager": {**HEADS, "enforce_eager": True},
     "v1": {},
 }
 
