@@ -41,6 +41,21 @@ def copy(copies: Copies) -> None:
         torch._foreach_copy_(*copies)
 
 
+def joined(parts: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Return rows one after the other, [sum of n, ...], copied by this thread alone.
+
+    torch.cat shares it among as many threads as there are cores. Where workers keep those busy it
+    waits for each of them: 33 ms for 2 MB on a host of two GPUs.
+
+    Args:
+        parts: [n, ...], at least one; alike but for n.
+    """
+    values = empty((sum(map(len, parts)), *parts[0].shape[1:]), parts[0].dtype)
+    rows = [part.view(torch.uint8).numpy() for part in parts]
+    np.concatenate(rows, out=values.view(torch.uint8).numpy())
+    return values
+
+
 class CopyThreads:
     """The threads that copy for one owner.
 

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from vllm.v1.capture.transport.copies import finished
+from vllm.v1.capture.transport.copies import finished, joined
 from vllm.v1.interventions.messages import CapturedChunk
 
 
@@ -98,7 +98,7 @@ class StreamRows:
 
     def _join(self, pieces: list[Piece]) -> torch.Tensor:
         parts = [p for piece in pieces for p in piece.parts(self._stream, self._num_streams)]
-        values = parts[0] if len(parts) == 1 else torch.cat(parts)
+        values = parts[0] if len(parts) == 1 else joined(parts)
         first, last = (int(self._at[0]), int(self._at[-1]) + 1) if len(self._at) else (0, 0)
         if last - first > len(self._at):
             return values[torch.from_numpy(self._at)]
