@@ -44,8 +44,8 @@ def copy(copies: Copies) -> None:
 def joined(parts: Sequence[torch.Tensor]) -> torch.Tensor:
     """Return rows one after the other, [sum of n, ...], copied by this thread alone.
 
-    torch.cat shares it among as many threads as there are cores. Where workers keep those busy it
-    waits for each of them: 33 ms for 2 MB on a host of two GPUs.
+    torch.cat shares it among as many threads as there are cores, and waits for each of them: where
+    workers keep cores busy, that took tens of milliseconds for 2 MB.
 
     Args:
         parts: [n, ...], at least one; alike but for n.
