@@ -35,6 +35,15 @@ CONFIG = config_of(
     max_steering_rows=4096,
     max_steering_ops=8,
 )
+HEADED = config_of(
+    TapShape(
+        hidden_size=HIDDEN,
+        dtype="float32",
+        points=SHAPE.points,
+        heads={layer: {"q": (32, 8), "z": (32, 8)} for layer in SHAPE.points},
+    ),
+    capture_points=["q", "z"],
+)
 SMALL = config_of(
     SHAPE,
     steering_families=["add", "ablate", "replace"],
@@ -121,6 +130,32 @@ def test_n_multiplies_what_is_sent_and_what_comes_back() -> None:
     one = {"steering_vectors": {"pre_attn": {0: VECTOR}}}
     assert Cost({**one, "num_prompts": 1000}).plan is not None
     assert "steering_vectors: takes the request past" in Cost({**one, "num_prompts": 20_000}).error
+
+
+def weights(heads: Any, ranges: int = 1, **asked: Any) -> dict[str, Any]:
+    keys = {str(n): {"start": n} for n in range(ranges)}
+    asked = {"heads": heads, "queries": "all_prompt", "keys": keys, "give": ["mass"], **asked}
+    return {"capture": {"inline": {"attention": asked}}}
+
+
+def test_attention_weights_are_counted_before_any_is_made() -> None:
+    """All queries of a long prompt for some heads are legal, and so are all heads of one query, or
+    many ranges of one head; two of these together are not."""
+    every: dict[str, Any] = {"config": HEADED, "prompt": PROMPT}
+    peaks: dict[str, Any] = {"ranges": 64, "give": ["peak"]}
+    legal = (
+        Cost(weights({"0-39": "0-11"}), **every),
+        Cost(weights("all", queries="last_prompt", **peaks), config=HEADED),
+        Cost(weights({0: 0}, **peaks), **every),
+    )
+    assert all(cost.plan is not None for cost in legal), [cost.error for cost in legal]
+    costly = (
+        Cost(weights("all"), **every),
+        Cost(weights({"0-39": 0}), config=HEADED),
+        Cost(weights({"0-11": 0}, **peaks), **every),
+    )
+    for cost in costly:
+        assert cost.error.startswith("capture.inline.attention: takes the request past"), cost.error
 
 
 def capture(positions: Any) -> dict[str, Any]:

@@ -282,7 +282,7 @@ def opening(*doors: str) -> Any:
 
 @pytest.mark.quick
 def test_a_door_that_is_not_there_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"compat: unknown \['len'\], allowed are \['lens'\]"):
+    with pytest.raises(ValueError, match=r"compat: unknown \['len'\], allowed are"):
         open_doors(opening("len"))
     args = opening("lens")
     open_doors(args)

@@ -93,7 +93,8 @@ class Maker:
             "clamp": lambda: {
                 "direction": self.direction(),
                 "lo": lo,
-                "hi": lo + abs(self.number()) * self.size / 8,
+                # Narrower than the rows are spread along a direction: some lie outside.
+                "hi": lo + abs(self.number()) * self.size / (8 * self.hidden**0.5),
             },
             "pin": lambda: {"direction": self.direction(), "value": lo},
             "replace": lambda: {

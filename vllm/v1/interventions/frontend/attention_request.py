@@ -8,7 +8,9 @@ import msgspec
 
 from vllm.v1.interventions.errors import need_mapping, reject, show, show_key
 from vllm.v1.interventions.frontend.selectors import Prompt, Selector
+from vllm.v1.interventions.frontend.work import Unit
 from vllm.v1.interventions.plan import GIVES, AttentionRead, Selection, TapShape
+from vllm.v1.interventions.positions import Positions
 from vllm.v1.interventions.sites import need_heads, site_order
 from vllm.v1.interventions.values import plain, plain_list
 
@@ -67,6 +69,7 @@ def attention_selection(value: Any, path: str, shape: TapShape, prompt: Prompt) 
         _sum(asked, give, path),
         runs.stop,
     )
+    _charge(read, runs, sum(map(len, heads.values())), path, prompt)
     sites = sorted((("q", layer) for layer in heads), key=site_order)
     return Selection(
         sites=sites,
@@ -76,6 +79,15 @@ def attention_selection(value: Any, path: str, shape: TapShape, prompt: Prompt) 
         heads={("q", layer): chosen for layer, chosen in heads.items()},
         attention=read,
     )
+
+
+def _charge(read: AttentionRead, runs: Positions, heads: int, path: str, prompt: Prompt) -> None:
+    """Count the weights of the prompt's queries, over all of the prompt's keys: they are made in
+    the steps that all requests share. A generated token has one query a step."""
+    length = len(prompt.token_ids)
+    queries = sum(min(stop, length) - start for start, stop in runs.runs() if start < length)
+    times = 1 + ("peak" in read.give) * len(read.ranges) + ("top" in read.give)
+    prompt.work.charge(queries * length * heads * times >> 10, Unit.WEIGHTS, path)
 
 
 def _of_pairs(value: Any, path: str) -> Any:

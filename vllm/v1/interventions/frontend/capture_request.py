@@ -295,7 +295,7 @@ def _selection(
             reject(
                 f"{path}.attention",
                 f"stands alone in a capture for {INLINE!r}: leave out hooks, positions, project "
-                "and reduce, or make a list of captures",
+                "and reduce, or give a list of captures",
             )
         return attention_selection(request["attention"], f"{path}.attention", shape, prompt)
     if "hooks" not in request:

@@ -19,6 +19,8 @@ class Unit(IntEnum):
     """A run of positions in which the same acts."""
     KILOBYTE = 32
     """1,024 bytes of vectors that are added up, and of the plan that each completion is sent."""
+    WEIGHTS = 1
+    """1,024 attention weights of a prompt that are made, or gone through, on the device."""
 
 
 class Work:
