@@ -278,5 +278,6 @@ def _reduced(output: RequestOutput, reduce: str) -> dict[str, torch.Tensor]:
 
 def _needs_attention(name: str) -> NotImplementedError:
     return NotImplementedError(
-        f"{name}: attention weights are not captured; queries and keys are (docs/attention.md)"
+        f"{name}: not built here; a capture can read queries, keys and attention weights "
+        "(docs/attention.md)"
     )

@@ -70,5 +70,14 @@ def test_what_fails_later_leaves_nothing(tmp_path: Path) -> None:
     with started(str(tmp_path), layout="ehs") as consumer:
         payload, _ = publish(consumer, request(request_id="one"))
         assert len(list((tmp_path / "default").iterdir())) == 2
-        consumer.withdraw(payload["paths"][0])
+        consumer.withdraw(payload["paths"])
         assert not list((tmp_path / "default").iterdir())
+
+
+def test_what_fails_later_leaves_a_neighbour_alone(tmp_path: Path) -> None:
+    """A name may end like a lock."""
+    with started(str(tmp_path), layout="per_file") as consumer:
+        publish(consumer, request(request_id="one"))
+        publish(consumer, request(request_id="one.lock"))
+        consumer.withdraw(["default/one"])
+        assert [path.name for path in (tmp_path / "default").iterdir()] == ["one.lock"]

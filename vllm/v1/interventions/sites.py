@@ -61,6 +61,7 @@ def need_heads(value: Any, point: str, path: str, shape: TapShape) -> dict[int, 
     Args:
         value: layers as of `need_layers`, for all their heads; or a mapping of such layers to
             "all", a head from 0, an inclusive range "0-3" or a list of these.
+
     Raises:
         ValueError: as `need_layers`; or a head is out of range or named twice, or none is.
     """

@@ -214,11 +214,13 @@ class FilesystemConsumer(CaptureConsumer):
         )
         return Publication(record, _tensors(request, batches), named="request_id" in fields)
 
-    def publish(self, publication: Publication, layout: FileLayout) -> tuple[str, dict[str, Any]]:
+    def publish(
+        self, publication: Publication, layout: FileLayout
+    ) -> tuple[list[str], dict[str, Any]]:
         """Write a publication now, in a layout other than sharded.
 
         Returns:
-            The path to `withdraw` should it fail later, and the payload of the result.
+            The paths to `withdraw` should it fail later, and the payload of the result.
 
         Raises:
             CollisionError: the name is taken and `on_collision` is "error".
@@ -233,26 +235,28 @@ class FilesystemConsumer(CaptureConsumer):
                 raise
         return self._put(publication.renamed(), layout)
 
-    def _put(self, publication: Publication, layout: FileLayout) -> tuple[str, dict[str, Any]]:
+    def _put(
+        self, publication: Publication, layout: FileLayout
+    ) -> tuple[list[str], dict[str, Any]]:
         overwrite = self._on_collision == "overwrite"
         if layout == "packed":
             path = publication.folder + SUFFIX
             self._store.put(path, publication.packed(), overwrite)
-            return path, publication.result(layout, [path])
+            return [path], publication.result(layout, [path])
         if layout == "ehs":
             path, lock = publication.folder + SUFFIX, publication.folder + SUFFIX + LOCK
             self._store.put(lock, [], replace=True)  # first: who sees the file opens it
             self._store.put(path, publication.stacked(), overwrite)
-            return path, publication.result(layout, [path, lock])
+            return [path, lock], publication.result(layout, [path, lock])
         files = publication.per_file()
         self._store.put_folder(publication.folder, files, overwrite)
         paths = [f"{publication.folder}/{name}" for name in files]
-        return publication.folder, publication.result(layout, paths)
+        return [publication.folder], publication.result(layout, paths)
 
-    def withdraw(self, path: str) -> None:
-        """Remove what `publish` wrote at this path."""
-        self._store.remove(path)
-        self._store.remove(path + LOCK)
+    def withdraw(self, paths: Sequence[str]) -> None:
+        """Remove what `publish` wrote at these paths."""
+        for path in paths:
+            self._store.remove(path)
 
     @property
     def shards(self) -> Shards:
@@ -268,7 +272,7 @@ class _Session(CaptureSession):
         self._consumer = consumer
         self._request = request
         self._batches: list[RowBatch] = []
-        self._path: str | None = None
+        self._paths: list[str] = []
         """The file or folder that was written for this completion alone."""
         self._entry: ShardEntry | None = None
         """Its part of a shard."""
@@ -296,8 +300,7 @@ class _Session(CaptureSession):
         self._batches.clear()
         if self._entry is not None:
             self._consumer.shards.drop(self._entry)
-        if self._path is not None:
-            self._consumer.withdraw(self._path)
+        self._consumer.withdraw(self._paths)
 
     def _publish(self, end: RequestEnd, error: str | None) -> Any:
         publication = self._consumer.publication(self._request, self._batches, end, error)
@@ -306,7 +309,7 @@ class _Session(CaptureSession):
         if layout == "sharded":
             self._entry = self._consumer.shards.add(publication)
             return self._entry.future
-        self._path, payload = self._consumer.publish(publication, layout)
+        self._paths, payload = self._consumer.publish(publication, layout)
         return payload
 
 
