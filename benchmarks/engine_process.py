@@ -28,6 +28,8 @@ QUIET = {
 WORKER = "benchmarks.engine_worker.EngineWorker"
 """Named, not imported: nothing but vLLM itself prepares the process that it may fork."""
 POINTS = ("pre_attn", "post_attn", "post_block")
+MASS = ("mass", "a few")
+FEW_LAYERS, FEW_HEADS = 6, [0, 1, 2, 3]
 STRENGTH = 0.1
 """Of steering vectors, a component; those of the stream are of order one."""
 
@@ -107,9 +109,24 @@ class Served:
             number = index // asks.every % asks.distinct
             fields["steering_modules"] = [f"{asks.modules}-{number}"]
         if asks.capture:
-            hooks = {"post_block": self._captured_layers(asks)}
-            fields["capture"] = {"inline": {"hooks": hooks, "positions": asks.positions}}
+            fields["capture"] = {"inline": self._inline(asks, index)}
         return fields
+
+    def _inline(self, asks: Asks, index: int) -> dict[str, Any]:
+        if asks.capture in MASS:
+            edge = 8 + index  # no two requests have the same ranges
+            few = dict.fromkeys(range(min(self._layers, FEW_LAYERS)), FEW_HEADS)
+            attention = {
+                "heads": few if asks.capture == "a few" else "all",
+                "queries": asks.positions,
+                "keys": {"instruction": {"stop": edge}, "data": {"start": edge}},
+                "give": ["mass"],
+            }
+            return {"attention": attention}
+        hooks: dict[str, Any] = {"q": "all", "z": "all"}
+        if asks.capture != "q and z":
+            hooks = {"post_block": self._captured_layers(asks)}
+        return {"hooks": hooks, "positions": asks.positions}
 
     def _captured_layers(self, asks: Asks) -> list[int]:
         return [*range(self._layers)] if asks.capture == "all" else [self._layers // 2]
@@ -125,10 +142,13 @@ class Served:
         for output in outputs[:: batch.asks.every]:
             result = output.capture_results["inline"]
             assert result.status == "ok", result.error
-            assert len(result.payload) == len(self._captured_layers(batch.asks))
+            few, layers = min(self._layers, FEW_LAYERS), len(self._captured_layers(batch.asks))
+            sites = {"q and z": 2 * self._layers, "mass": self._layers, "a few": few}
+            assert len(result.payload) == sites.get(batch.asks.capture, layers)
             for site in result.payload.values():
-                assert tuple(site.values.shape) == (rows, self._hidden)
-                size += site.values.nbytes
+                values = site.mass if batch.asks.capture in MASS else site.values
+                assert len(values) == rows
+                size += values.nbytes
         return size
 
     def copy_rate(self, work: CopyToHost) -> float:

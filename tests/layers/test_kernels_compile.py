@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The kernel of the general update compiles for a GPU that is not here, in every variant.
+"""Kernels compile for a GPU that is not here, in every variant.
 
 Triton's interpreter, under which they are tested, accepts what its compiler does not.
 """
@@ -25,6 +25,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from vllm.model_executor.layers import steering_terms
+from vllm.v1.interventions.worker import paged_products
 
 del triton.backends.backends["cpu"]
 kernel = steering_terms._steer_rows_kernel
@@ -42,10 +43,21 @@ for dtype in ("bf16", "fp16", "fp32"):
             warps = {"num_warps": steering_terms.num_warps(block)}
             compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=warps)
             print(json.dumps([dtype, constants, len(compiled.asm["cubin"])]))
+kernel = paged_products._products_kernel
+for dtype in ("bf16", "fp16", "fp32"):
+    for width in (64, 256):
+        constants = {"TOKENS": 16, "WIDTH": width, "KEYS": paged_products._KEYS}
+        types = dict.fromkeys(("queries", "pages"), "*" + dtype)
+        types |= dict.fromkeys(("key_heads", "table", "requests"), "*i32")
+        types |= {"positions": "*i64", "out": "*fp32"} | dict.fromkeys(constants, "constexpr")
+        signature = {name: types.get(name, "i32") for name in kernel.arg_names}
+        source = ASTSource(kernel, signature, constexprs=constants)
+        compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32))
+        print(json.dumps([dtype, constants, len(compiled.asm["cubin"])]))
 """
 
 
-def test_the_general_update_compiles_for_hopper(tmp_path: Path) -> None:
+def test_kernels_compile_for_hopper(tmp_path: Path) -> None:
     pytest.importorskip("triton.backends.nvidia")
     environment = {k: v for k, v in os.environ.items() if not k.startswith("TRITON")}
     environment |= {"TRITON_CACHE_DIR": str(tmp_path), "VLLM_LOGGING_LEVEL": "ERROR"}
@@ -54,5 +66,5 @@ def test_the_general_update_compiles_for_hopper(tmp_path: Path) -> None:
     )
     assert run.returncode == 0, run.stderr[-4000:]
     variants = [json.loads(line) for line in run.stdout.splitlines() if line.startswith("[")]
-    assert len(variants) == 24
+    assert len(variants) == 24 + 6, "the general update's, then products with keys"
     assert all(size > 1000 for *_, size in variants), variants

@@ -4,6 +4,7 @@ everything that a layer may do to its products, in all orders of pages."""
 
 from __future__ import annotations
 
+import os
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,11 +12,11 @@ import pytest
 import torch
 
 from vllm.v1.interventions.plan import AttentionRead
-from vllm.v1.interventions.worker import attention_reader
-from vllm.v1.interventions.worker.attention_reader import AttentionReader, LayerReader
+from vllm.v1.interventions.worker import attention_reader, paged_products
+from vllm.v1.interventions.worker.attention_reader import AttentionReader, LayerReader, Queriers
 from vllm.v1.interventions.worker.kv_pages import Pages, Sight, pages_of
 
-pytestmark = pytest.mark.quick
+pytestmark = [pytest.mark.quick, pytest.mark.v2]
 
 HEADS, KEY_HEADS, WIDTH, WIDTH_V, BLOCK, KEYS = 6, 2, 8, 5, 4, 23
 PLAIN = Sight(0.3, 0.0, 0, 0, None, None)
@@ -84,7 +85,9 @@ def test_weights(name: str, chunk_bytes: int, monkeypatch: pytest.MonkeyPatch) -
     give = ("mass", "peak", "top", "weights")
     read = AttentionRead(give, ("a", "b"), ((0, 3), (5, 6, 8, 100)), 4, "", KEYS)
     reader = AttentionReader({3: layer}, torch.device("cpu"))
-    made = reader.read(read, [(3, heads)], q.flatten(1), at, [(1, 3)])
+    sites, device = reader.sites([(3, heads)]), torch.device("cpu")
+    asked = Queriers.of([1], [3], [read.ranges], device)
+    made = reader.read(read.form, sites, q.flatten(1), at, asked, KEYS)
     assert made.shape == (3, 1, read.width(len(heads)))
     mass, peak, numbers, top, weights = (
         made[:, 0].unflatten(1, (len(heads), -1)).split(read.widths, dim=2)
@@ -104,7 +107,8 @@ def test_weights(name: str, chunk_bytes: int, monkeypatch: pytest.MonkeyPatch) -
     assert torch.equal(said, best.indices.to(torch.int32).where(best.values > 0, -1))
     for over, total in (("heads", want.sum(1)), ("all", want.sum(1))):
         summed = AttentionRead(("weights",), (), (), 0, over, KEYS)
-        got = reader.read(summed, [(3, heads)], q.flatten(1), at, [(1, 3)])
+        asked = Queriers.of([1], [3], [summed.ranges], device)
+        got = reader.read(summed.form, sites, q.flatten(1), at, asked, KEYS)
         assert (got[:, 0] - total).abs().max() < 3e-6
 
 
@@ -115,7 +119,8 @@ def test_requests_of_a_step_have_their_own_pages(monkeypatch: pytest.MonkeyPatch
     q = torch.randn(2, WIDTH)
     read = AttentionRead(("weights",), (), (), 0, "", KEYS)
     reader = AttentionReader({0: layer}, torch.device("cpu"))
-    made = reader.read(read, [(0, (4,))], q, torch.tensor([8, 3]), [(1, 1), (2, 1)])
+    asked = Queriers.of([1, 2], [1, 1], [(), ()], q.device)
+    made = reader.read(read, reader.sites([(0, (4,))]), q, torch.tensor([8, 3]), asked, KEYS)
     weights = made[:, 0]
     assert torch.allclose(weights.sum(-1), torch.ones(2)) and not weights[:, 9:].any()
     assert torch.allclose(weights[1, :4], (q[1] @ layer.pages.keys[0, 1].T * 0.3).softmax(-1))
@@ -141,3 +146,55 @@ def test_pages() -> None:
         assert (
             pages.keys.untyped_storage().data_ptr() == module.kv_cache.untyped_storage().data_ptr()
         )
+
+
+def test_requests_read_together_have_their_own_ranges(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where few queries are read at a time, and a request has several."""
+    layer, _ = layer_of(PLAIN, monkeypatch)
+    table = layer.table
+    table[0, :6] = torch.tensor([4, 6, 0, 3, 1, 2])
+    q, at = torch.randn(4, 2 * WIDTH), torch.tensor([5, 20, 3, KEYS - 1])
+    give, heads = ("mass", "peak"), (1, 4)
+    reads = [AttentionRead(give, ("a",), (runs,), 0, "", KEYS) for runs in ((0, 2, 4, 6), (1, 20))]
+    assert reads[0].form == reads[1].form and reads[0] != reads[1]
+    reader = AttentionReader({0: layer}, torch.device("cpu"))
+    sites = reader.sites([(0, heads)])
+    for chunk_bytes in (1, 200, 1 << 20):
+        monkeypatch.setattr(attention_reader, "CHUNK_BYTES", chunk_bytes)
+        both = Queriers.of([1, 0], [3, 1], [read.ranges for read in reads], q.device)
+        got = reader.read(reads[0].form, sites, q, at, both, KEYS)
+        for own, place, read in ((slice(0, 3), 1, reads[0]), (slice(3, 4), 0, reads[1])):
+            alone = Queriers.of([place], [own.stop - own.start], [read.ranges], q.device)
+            want = reader.read(read.form, sites, q[own], at[own], alone, KEYS)
+            assert torch.allclose(got[own], want, atol=1e-6)
+        other = Queriers.of([1, 0], [3, 1], [reads[1].ranges, reads[0].ranges], q.device)
+        assert (reader.read(reads[0].form, sites, q, at, other, KEYS) - got).abs().max() > 0.02
+
+
+@pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="Triton is not interpreted")
+@pytest.mark.parametrize("width", [8, 5])
+def test_the_kernel_makes_the_same_products(width: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of pages whose keys and values lie side by side, with more keys than one program reads."""
+    monkeypatch.setattr(paged_products, "_KEYS", 16)
+    cache = torch.randn(9, KEY_HEADS, BLOCK, width + WIDTH_V)
+    monkeypatch.setattr(
+        attention_reader, "pages_of", lambda module: Pages(cache[..., :width], cache)
+    )
+    monkeypatch.setattr(attention_reader, "sight_of", lambda module: PLAIN)
+    module: Any = SimpleNamespace(head_size=width, num_heads=HEADS, num_kv_heads=KEY_HEADS)
+    table = torch.stack([torch.randperm(9)[:6] for _ in range(3)]).int()
+    layer, heads = LayerReader(module, table), (0, 2, 3, 5)
+    at, key_heads = torch.tensor([2, 15, KEYS - 1]), torch.tensor([0, 0, 1, 1], dtype=torch.int32)
+    q = torch.randn(3, len(heads), width)
+    queriers = Queriers.of([2, 0, 1], [1, 1, 1], [()] * 3, q.device)
+    want = torch.empty(3, len(heads), KEYS)
+    layer.products(q, heads, key_heads, at, queriers, want)
+    both = torch.full((3, 2, len(heads), KEYS), float("nan"))
+    paged_products.paged_products(
+        q, layer.pages.keys, key_heads, table, queriers.requests, at, both[:, 1]
+    )
+    for i, t in enumerate(at.tolist()):
+        made = both[i, 1, :, : t + 1]
+        assert torch.allclose(made, want[i, :, : t + 1], atol=1e-5)
+        assert (made - want[(i + 1) % 3, :, : t + 1]).abs().max() > 0.1
+        assert both[i, 1, :, t + 1 :].isnan().all() and both[:, 0].isnan().all()

@@ -6,6 +6,7 @@ from itertools import accumulate, groupby
 from typing import NamedTuple
 from weakref import WeakValueDictionary
 
+import msgspec
 import numpy as np
 
 from vllm.v1.interventions.messages import WorkerRequest, WorkerStream
@@ -30,7 +31,7 @@ class LocalStream(NamedTuple):
     summed: tuple[int, ...] = ()
     """As in `WorkerStream`."""
     attention: AttentionRead | None = None
-    """What leaves of the attention of the queries in `columns`."""
+    """What leaves of the attention of the queries in `columns`; the ranges are each request's."""
     heads: Sequence[tuple[int, tuple[int, ...]]] = ()
     """What each of the sites has, where rows are heads: (layer, heads)."""
     runs: Sequence[tuple[int, int]] = ()
@@ -67,6 +68,8 @@ class CaptureGroup:
         self.rest_at = np.cumsum([0, *sizes], dtype=np.int32)[:-1]
         """int32: the first of them of each of these sites."""
         self.streams = [s._replace(runs=self._runs(s.places, s.projection)) for s in streams]
+        self.attends = any(stream.attention is not None for stream in self.streams)
+        """Whether attention is read."""
 
     def _runs(
         self, places: tuple[int, ...], projection: _Projection | None
@@ -95,7 +98,11 @@ class CaptureGroups:
 
     def of(self, request: WorkerRequest) -> CaptureGroup | None:
         """The group of a request; None where it captures nothing on this worker."""
-        asked, streams = request.capture_sites, request.capture_streams
+        asked = request.capture_sites
+        streams = tuple(
+            s if s.attention is None else msgspec.structs.replace(s, attention=s.attention.form)
+            for s in request.capture_streams
+        )
         group = self._groups.get((asked, streams))
         if group is not None:
             return group

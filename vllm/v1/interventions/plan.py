@@ -178,6 +178,14 @@ class AttentionRead(msgspec.Struct, frozen=True, array_like=True):
         parts = {"mass": [ranges], "peak": [ranges], "top": [self.top] * 2, "weights": [self.stop]}
         return [width for name in self.give for width in parts[name]]
 
+    @property
+    def form(self) -> "AttentionRead":
+        """What requests may differ in left out: which keys the ranges have, and how long they are
+        where no row depends on it."""
+        stop = self.stop if "weights" in self.give else 0
+        empty = ((),) * len(self.ranges)
+        return msgspec.structs.replace(self, names=(), ranges=empty, stop=stop)
+
     def width(self, heads: int) -> int:
         """How many numbers a row has."""
         return self.stop if self.sum else heads * sum(self.widths)

@@ -15,6 +15,8 @@ from vllm.v1.interventions.messages import CapturedChunk
 
 Members = list[tuple[str, np.ndarray]]
 """The requests of a group: (request id, int [n] places of its captured tokens in the batch)."""
+KeyRanges = tuple[tuple[int, ...], ...]
+"""As `AttentionRead.ranges`."""
 
 
 class Block:
@@ -34,7 +36,11 @@ class Block:
         self.num_rest = group.rest_rows * self.count
         self.raw = self.rest = 0
         self.in_batch: list[int] = []
-        """The place of each request in the batch, where attention is read."""
+        """The place of each request in the batch."""
+        self.ranges: list[list[KeyRanges]] = []
+        """Where attention is read, the key ranges of each request, for each stream that has any."""
+        self.stop = 0
+        """There, one past the last position of this step, or more."""
 
     def rows(self) -> np.ndarray:
         """The arena row of each token at each site, the first of them: int32 [sites, count]."""

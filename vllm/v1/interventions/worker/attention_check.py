@@ -15,8 +15,9 @@ import torch
 from vllm.logger import init_logger
 from vllm.model_executor.layers.attention.mla_attention import MLAAttention
 from vllm.v1.interventions.plan import Site
-from vllm.v1.interventions.worker.attention_reader import AttentionReader, LayerReader
+from vllm.v1.interventions.worker.attention_reader import AttentionReader, LayerReader, Queriers
 from vllm.v1.interventions.worker.kv_pages import unreadable
+from vllm.v1.interventions.worker.paged_products import grouped_heads
 
 if TYPE_CHECKING:
     from vllm.v1.interventions.worker.runner import WorkerInterventions
@@ -161,13 +162,16 @@ def _attended(
     reader: LayerReader, q: torch.Tensor, blocks: torch.Tensor, keys: int
 ) -> torch.Tensor:
     """The sum of weights times values of a query at the last key, [heads, E], by the reader."""
-    heads = range(len(q))
+    heads = tuple(range(len(q)))
     made = q.new_zeros(len(q), reader.pages.values.shape[3])
+    [sites] = AttentionReader({0: reader}, q.device).sites([(0, heads)])
     kept = reader.table[0].clone()
     reader.table[0, : len(blocks)] = blocks
     at = torch.tensor([keys - 1], device=q.device)
-    for _, own, weights in reader.weights(q[None], heads, at, 0, keys):
-        values = reader.rows(reader.pages.values, 0, heads[own.start] // reader.group, keys)
-        made[own] = weights[0] @ values.float()
+    queriers = Queriers.of([0], [1], [()], q.device)
+    weights = sites.weights(q.view(1, -1), at, queriers, keys)[0, 0]
+    for key_head, own in grouped_heads(heads, reader.group):
+        values = reader.rows(reader.pages.values, 0, key_head, keys)
+        made[own] = weights[own] @ values.float()
     reader.table[0] = kept
     return made

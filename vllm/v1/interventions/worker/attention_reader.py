@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Attention weights of captured queries, of the pages of the KV cache, after the forward.
 
-In plain PyTorch, a bounded number of weights at a time: on the stream of the forward, outside all
-graphs, before the next step can write to a block.
+A bounded number of weights at a time: on the stream of the forward, outside all graphs, before the
+next step can write to a block. Layers that see keys alike are read together, whatever the number
+of requests, so that a step launches little more for many than for one.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import groupby
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -14,8 +15,53 @@ import torch
 from vllm.model_executor.layers.attention.attention import Attention
 from vllm.v1.interventions.plan import AttentionRead
 from vllm.v1.interventions.worker.kv_pages import Sight, pages_of, sight_of
+from vllm.v1.interventions.worker.paged_products import FEW, grouped_heads, paged_products
 from vllm.v1.interventions.worker.projection_table import CHUNK_BYTES
 from vllm.v1.interventions.worker.token_map import to_device
+
+
+class Queriers(NamedTuple):
+    """The requests whose queries are read together, one request's after the other's."""
+
+    places: Sequence[tuple[int, int]]
+    """(place in the batch, number of queries) of each."""
+    requests: torch.Tensor
+    """int32 [n] on the device: the place of each query's request."""
+    edges: torch.Tensor
+    """int64 [n, ranges, edges] there: where the key ranges of its request begin and end, in turn;
+    the shorter are filled up with edges behind all keys."""
+
+    @staticmethod
+    def of(
+        places: Sequence[int],
+        counts: Sequence[int],
+        ranges: Sequence[Sequence[Sequence[int]]],
+        device: torch.device,
+    ) -> "Queriers":
+        """Put on the device what is known of requests.
+
+        Args:
+            ranges: of each request, as `AttentionRead.ranges`.
+        """
+        most = max((len(runs) for own in ranges for runs in own), default=0)
+        edges = np.full((len(ranges), len(ranges[0]), most), np.iinfo(np.int64).max)
+        for i, own in enumerate(ranges):
+            for j, runs in enumerate(own):
+                edges[i, j, : len(runs)] = runs
+        which = to_device(np.repeat(np.arange(len(places)), counts), device)
+        requests = to_device(np.repeat(np.array(places, np.int32), counts), device)
+        pairs = list(zip(places, counts, strict=True))
+        return Queriers(pairs, requests, to_device(edges, device)[which])
+
+    def part(self, own: slice) -> "Queriers":
+        """Those of some of the queries."""
+        places, first = [], 0
+        for place, count in self.places:
+            inside = min(first + count, own.stop) - max(first, own.start)
+            if inside > 0:
+                places.append((place, inside))
+            first += count
+        return Queriers(places, self.requests[own], self.edges[own])
 
 
 class LayerReader:
@@ -33,36 +79,37 @@ class LayerReader:
         self.table = table
         self.group = module.num_heads // module.num_kv_heads
 
-    def weights(
+    def products(
         self,
         queries: torch.Tensor,
         heads: Sequence[int],
+        key_heads: torch.Tensor,
         positions: torch.Tensor,
-        request: int,
-        stop: int,
-    ) -> Iterator[tuple[int, slice, torch.Tensor]]:
-        """Weights of some queries of one request, some at a time.
+        queriers: Queriers,
+        out: torch.Tensor,
+    ) -> None:
+        """Write queries' products with the keys that they may see, or more of them.
 
         Args:
-            queries: [n, len(heads), D].
+            queries: [n, heads, D].
             heads: their numbers, sorted.
-            positions: int64 [n] on the device.
-            request: its place in the batch.
-            stop: of keys; none is beyond the positions.
-
-        Yields:
-            (first query, which of the heads, float32 [some, those heads, stop]).
+            key_heads: int32 [heads] on the device: which keys they use.
+            positions: int64 [n] there.
+            out: float32 [n, heads, keys].
         """
-        done = 0
-        for key_head, members in groupby(heads, lambda head: head // self.group):
-            own = slice(done, done + len(list(members)))
-            done = own.stop
-            keys = self.rows(self.pages.keys, request, key_head, stop).float()
-            numbers = list(heads[own])
-            some = max(CHUNK_BYTES // (4 * stop * len(numbers)), 1)
-            parts = zip(queries[:, own].split(some), positions.split(some), strict=True)
-            for i, (rows, at) in enumerate(parts):
-                yield i * some, own, attend(rows, keys, at, numbers, self.sight)
+        if queries.is_cuda and len(queries) <= FEW * len(queriers.places):
+            queries, requests = queries.contiguous(), queriers.requests
+            paged_products(
+                queries, self.pages.keys, key_heads, self.table, requests, positions, out
+            )
+            return
+        first = 0
+        for request, count in queriers.places:
+            own = slice(first, first + count)
+            first = own.stop
+            for key_head, which in grouped_heads(heads, self.group):
+                keys = self.rows(self.pages.keys, request, key_head, out.shape[2]).float()
+                out[own, which] = queries[own, which].float() @ keys.T
 
     def rows(self, pages: torch.Tensor, request: int, head: int, stop: int) -> torch.Tensor:
         """Keys or values of a request's first positions, [stop, width]."""
@@ -70,31 +117,77 @@ class LayerReader:
         return pages[blocks, head].flatten(0, 1)[:stop]
 
 
-def attend(
-    queries: torch.Tensor,
-    keys: torch.Tensor,
-    positions: torch.Tensor,
-    heads: Sequence[int],
-    sight: Sight,
-) -> torch.Tensor:
+class AlikeSites(NamedTuple):
+    """Sites whose layers see keys alike but for slopes and sinks."""
+
+    places: Sequence[int]
+    """Their indices among the stream's sites."""
+    layers: Sequence["LayerReader"]
+    heads: Sequence[tuple[int, ...]]
+    """The heads of each, as many at each."""
+    columns: Sequence[slice]
+    """Where the queries of each lie in a row of all sites' queries."""
+    key_heads: torch.Tensor
+    """int32 [sites, heads] on the device: which keys they use."""
+    sight: Sight
+    """With slopes and sinks as [sites, heads, 1]."""
+
+    def cut(self, size: int) -> Iterator["AlikeSites"]:
+        """Some sites at a time."""
+        for first in range(0, len(self.places), size):
+            part = slice(first, first + size)
+            slopes, sinks = self.sight.slopes, self.sight.sinks
+            sight = self.sight._replace(
+                slopes=None if slopes is None else slopes[part],
+                sinks=None if sinks is None else sinks[part],
+            )
+            yield AlikeSites(
+                self.places[part],
+                self.layers[part],
+                self.heads[part],
+                self.columns[part],
+                self.key_heads[part],
+                sight,
+            )
+
+    def weights(
+        self, queries: torch.Tensor, positions: torch.Tensor, queriers: Queriers, stop: int
+    ) -> torch.Tensor:
+        """The weights of queries [n, numbers of all sites' heads]: float32 [n, sites, heads, stop].
+
+        Args:
+            positions: int64 [n] on the device.
+            queriers: n queries.
+            stop: of keys.
+        """
+        shape = (len(queries), *self.key_heads.shape, stop)
+        products = torch.empty(shape, device=queries.device)
+        for i, layer in enumerate(self.layers):
+            rows = queries[:, self.columns[i]].unflatten(1, (len(self.heads[i]), -1))
+            keys = self.key_heads[i]
+            layer.products(rows, self.heads[i], keys, positions, queriers, products[:, i])
+        return attend(products, positions, self.sight)
+
+
+def attend(products: torch.Tensor, positions: torch.Tensor, sight: Sight) -> torch.Tensor:
     """The formula of docs/attention.md, in float32.
 
     Args:
-        queries: [n, heads, D], of heads that use the same keys.
-        keys: float32 [k, D], of positions from 0 on.
+        products: float32 [n, sites, heads, k] of queries with keys of positions from 0 on; what a
+            query does not see may be anything.
         positions: int64 [n], of the queries.
-        heads: the numbers of the heads.
+        sight: with slopes and sinks as [sites, heads, 1].
 
     Returns:
-        float32 [n, heads, k].
+        float32 [n, sites, heads, k].
     """
-    scores = queries.float() @ keys.T * sight.scale
+    scores = products * sight.scale
     if sight.cap:
         scores = sight.cap * torch.tanh(scores / sight.cap)
-    at = positions.view(-1, 1, 1)
-    key = torch.arange(len(keys), device=keys.device)
+    at = positions.view(-1, 1, 1, 1)
+    key = torch.arange(products.shape[3], device=products.device)
     if sight.slopes is not None:
-        scores = scores + sight.slopes[list(heads)].view(1, -1, 1) * (key - at)
+        scores = scores + sight.slopes * (key - at)
     seen = key <= at
     if sight.window:
         seen &= key > at - sight.window
@@ -102,14 +195,11 @@ def attend(
         seen &= key // sight.chunk == at // sight.chunk
     # What lies in a block behind the request's last token may be anything.
     scores = scores.where(seen, -torch.inf)
-    largest = scores.amax(-1, keepdim=True)
     if sight.sinks is None:
-        weights = (scores - largest).exp()
-        return weights / weights.sum(-1, keepdim=True)
-    sinks = sight.sinks[list(heads)].view(1, -1, 1)
-    largest = largest.maximum(sinks)
+        return scores.softmax(-1)
+    largest = scores.amax(-1, keepdim=True).maximum(sight.sinks)
     weights = (scores - largest).exp()
-    return weights / (weights.sum(-1, keepdim=True) + (sinks - largest).exp())
+    return weights / (weights.sum(-1, keepdim=True) + (sight.sinks - largest).exp())
 
 
 class AttentionReader:
@@ -123,78 +213,113 @@ class AttentionReader:
     def __init__(self, layers: Mapping[int, LayerReader], device: torch.device) -> None:
         self._layers, self._device = layers, device
 
+    def sites(self, heads: Sequence[tuple[int, tuple[int, ...]]]) -> list[AlikeSites]:
+        """Put together what is read together.
+
+        Args:
+            heads: of each site of a stream: (layer, as many heads at each).
+        """
+        alike: dict[object, list[int]] = {}
+        for i, (layer, _) in enumerate(heads):
+            scale, cap, window, chunk, slopes, sinks = self._layers[layer].sight
+            kind = (scale, cap, window, chunk, slopes is None, sinks is None)
+            alike.setdefault(kind, []).append(i)
+        stops = np.cumsum([len(own) * self._layers[layer].width for layer, own in heads])
+        return [self._alike(places, heads, stops.tolist()) for places in alike.values()]
+
+    def _alike(
+        self,
+        places: list[int],
+        heads: Sequence[tuple[int, tuple[int, ...]]],
+        stops: Sequence[int],
+    ) -> AlikeSites:
+        layers = [self._layers[heads[i][0]] for i in places]
+        chosen = [heads[i][1] for i in places]
+        key_heads = np.array(
+            [
+                [head // layer.group for head in own]
+                for layer, own in zip(layers, chosen, strict=True)
+            ]
+        )
+
+        def of_heads(values: Sequence[torch.Tensor | None]) -> torch.Tensor | None:
+            found = [v[list(own)] for v, own in zip(values, chosen, strict=True) if v is not None]
+            return torch.stack(found)[:, :, None] if found else None
+
+        sight = layers[0].sight._replace(
+            slopes=of_heads([layer.sight.slopes for layer in layers]),
+            sinks=of_heads([layer.sight.sinks for layer in layers]),
+        )
+        columns = [slice(stops[i - 1] if i else 0, stops[i]) for i in places]
+        on_device = to_device(key_heads.astype(np.int32), self._device)
+        return AlikeSites(places, layers, chosen, columns, on_device, sight)
+
     def read(
         self,
         read: AttentionRead,
-        sites: Sequence[tuple[int, tuple[int, ...]]],
+        sites: Sequence[AlikeSites],
         queries: torch.Tensor,
         positions: torch.Tensor,
-        members: Sequence[tuple[int, int]],
+        queriers: Queriers,
+        stop: int,
     ) -> torch.Tensor:
         """What leaves the device of queries.
 
         Args:
-            sites: (layer, heads) of each.
+            sites: those of the stream.
             queries: [n, numbers of all sites' heads].
             positions: int64 [n] on the device.
-            members: (place in the batch, number of queries) of each request, n together.
+            queriers: whose the n queries are.
+            stop: one past the last query, or more.
 
         Returns:
             float32 [n, sites, `read.width`], as `AttentionRead` says.
         """
-        heads = len(sites[0][1]) if sites else 0
-        made = torch.zeros(len(queries), len(sites), read.width(heads), device=self._device)
+        made: dict[int, torch.Tensor] = {}
         # Queries of the request's other captures may lie behind: what is made of them is not read.
-        stop = read.stop
-        if not queries.is_cuda:  # a host would wait for the device
-            stop = min(stop, int(positions.max()) + 1)
-        masks = (
-            torch.stack([self._mask(runs, stop) for runs in read.ranges]) if read.ranges else None
-        )
-        widths = [len(heads) * self._layers[layer].width for layer, heads in sites]
-        for i, rows in enumerate(queries.split(widths, dim=1) if sites else ()):
-            layer, heads_of_site = sites[i]
-            rows = rows.unflatten(1, (len(heads_of_site), -1))
-            first = 0
-            for request, count in members:
-                own = slice(first, first + count)
-                first = own.stop
-                parts = self._layers[layer].weights(
-                    rows[own], heads_of_site, positions[own], request, stop
-                )
-                for start, which, weights in parts:
-                    into = made[own][start : start + len(weights), i]
-                    if read.sum:
-                        into[:, :stop] += weights.sum(1)
-                    else:
-                        into = into.unflatten(1, (len(heads_of_site), -1))[:, which]
-                        _reduce(read, weights, masks, into)
-        return made
-
-    def _mask(self, runs: Sequence[int], stop: int) -> torch.Tensor:
-        """Which keys are in a range: float32 [stop]."""
-        edges = to_device(np.array(runs, dtype=np.int64), self._device)
-        keys = torch.arange(stop, device=self._device)
-        return (torch.bucketize(keys, edges, right=True) % 2 == 1).float()
+        stop = min(stop, read.stop or stop)
+        for alike in sites:
+            heads = len(alike.heads[0])
+            for some in alike.cut(max(CHUNK_BYTES // (4 * stop * heads), 1)):
+                shape = (len(queries), len(some.places), read.width(heads))
+                into = torch.zeros(shape, device=self._device)
+                each = 4 * stop * (len(some.places) * heads + 2 * len(read.ranges))
+                at_once = max(CHUNK_BYTES // each, 1)
+                for first in range(0, len(queries), at_once):
+                    own = slice(first, first + at_once)
+                    part = queriers.part(own)
+                    weights = some.weights(queries[own], positions[own], part, stop)
+                    _reduce(read, weights, part.edges, into[own])
+                made |= zip(some.places, into.unbind(1), strict=True)
+        if not made:  # all sites are at other pipeline stages
+            return queries.new_zeros(len(queries), 0, dtype=torch.float32)
+        return torch.stack([made[i] for i in range(len(made))], 1)
 
 
 def _reduce(
-    read: AttentionRead, weights: torch.Tensor, masks: torch.Tensor | None, into: torch.Tensor
+    read: AttentionRead, weights: torch.Tensor, edges: torch.Tensor, into: torch.Tensor
 ) -> None:
-    """Write what is given of weights [n, heads, keys] to [n, heads, width]."""
-    parts = iter(into.split(read.widths, dim=2))
+    """Write what is given of weights [n, sites, heads, keys] to [n, sites, width]."""
+    keys = weights.shape[3]
+    if read.sum:
+        into[..., :keys] = weights.sum(2)
+        return
+    parts = iter(into.unflatten(2, (weights.shape[2], -1)).split(read.widths, dim=3))
+    if read.ranges:
+        every = torch.arange(keys, device=edges.device).expand(*edges.shape[:2], keys)
+        # float32 [n, ranges, keys]: which keys are in a range.
+        masks = (torch.searchsorted(edges, every.contiguous(), right=True) % 2).float()
     if "mass" in read.give:
-        assert masks is not None
-        next(parts).copy_(weights @ masks.T)
+        mass = weights.flatten(1, 2) @ masks.transpose(1, 2)
+        next(parts).copy_(mass.unflatten(1, weights.shape[1:3]))
     if "peak" in read.give:
-        assert masks is not None
         there = next(parts)
-        for i, mask in enumerate(masks):
-            there[:, :, i] = (weights * mask).amax(-1)
+        for i in range(masks.shape[1]):
+            there[..., i] = (weights * masks[:, None, None, i]).amax(-1)
     if "top" in read.give:
-        found = weights.topk(min(read.top, weights.shape[2]))
+        found = weights.topk(min(read.top, keys))
         numbers = found.indices.to(torch.int32).where(found.values > 0, -1)
-        next(parts).view(torch.int32).fill_(-1)[..., : numbers.shape[2]] = numbers
-        next(parts)[..., : numbers.shape[2]] = found.values
+        next(parts).view(torch.int32).fill_(-1)[..., : numbers.shape[3]] = numbers
+        next(parts)[..., : numbers.shape[3]] = found.values
     if "weights" in read.give:
-        next(parts)[..., : weights.shape[2]] = weights
+        next(parts)[..., :keys] = weights

@@ -10,7 +10,7 @@ import torch
 from vllm.v1.capture.transport.landing import Landing
 from vllm.v1.interventions.capture_groups import CaptureGroup, LocalStream
 from vllm.v1.interventions.step_rows import Block, StepRows
-from vllm.v1.interventions.worker.attention_reader import AttentionReader
+from vllm.v1.interventions.worker.attention_reader import AlikeSites, AttentionReader, Queriers
 from vllm.v1.interventions.worker.pinning import PIECE_BYTES
 from vllm.v1.interventions.worker.projection_table import CHUNK_BYTES, ProjectionTable
 from vllm.v1.interventions.worker.token_map import to_device
@@ -34,6 +34,10 @@ class Outbox:
             WeakKeyDictionary()
         )
         """The columns of each stream of the groups in use, on the device."""
+        self._sites: WeakKeyDictionary[CaptureGroup, list[list[AlikeSites]]] = WeakKeyDictionary()
+        """Of groups whose attention is read, the sites of each stream that has any."""
+        self._queriers: WeakKeyDictionary[Block, list[Queriers]] = WeakKeyDictionary()
+        """Of blocks, that of each such stream."""
         self._sent: torch.cuda.Event | None = None
         self.reader: AttentionReader | None = None
         """Where attention can be read, once the KV cache exists."""
@@ -99,20 +103,38 @@ class Outbox:
             self._columns[block.group] = [
                 None if s.columns is None else to_device(s.columns, device) for s in streams
             ]
+        reads = self._attention(block, positions) if block.group.attends else iter(())
         for stream, columns in zip(streams, self._columns[block.group], strict=True):
             if stream.projection is not None:
                 yield self._scores_of(block, stream)
             elif stream.summed:
                 yield self._sums_of(block, stream, positions)
             elif columns is not None:
-                rows = block.heads(self._arena, columns)
-                if stream.attention is not None:
-                    assert self.reader is not None
-                    members = list(zip(block.in_batch, block.counts, strict=True))
-                    rows = self.reader.read(
-                        stream.attention, stream.heads, rows, positions, members
-                    )
-                yield rows
+                yield next(reads) if stream.attention else block.heads(self._arena, columns)
+
+    def _attention(self, block: Block, positions: torch.Tensor) -> Iterator[torch.Tensor]:
+        """What leaves of the attention of a block's queries, of each stream that has any.
+
+        Args:
+            positions: as in `_made_of`.
+        """
+        group, reader = block.group, self.reader
+        assert reader is not None
+        streams = [(i, s.attention, s.heads) for i, s in enumerate(group.streams) if s.attention]
+        if group not in self._sites:
+            self._sites[group] = [reader.sites(heads) for *_, heads in streams]
+        if block not in self._queriers:
+            self._queriers[block] = [
+                Queriers.of(block.in_batch, block.counts, ranges, positions.device)
+                for ranges in zip(*block.ranges, strict=True)
+            ]
+        for (i, read, _), sites, queriers in zip(
+            streams, self._sites[group], self._queriers[block], strict=True
+        ):
+            columns = self._columns[group][i]
+            assert columns is not None
+            queries = block.heads(self._arena, columns)
+            yield reader.read(read, sites, queries, positions, queriers, block.stop)
 
     def _scores_of(self, block: Block, stream: LocalStream) -> torch.Tensor:
         """The scores of a projected stream, float32 [count, sites, k] on the device."""
