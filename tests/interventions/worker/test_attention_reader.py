@@ -191,7 +191,7 @@ def test_the_kernel_makes_the_same_products(width: int, monkeypatch: pytest.Monk
     layer.products(q, heads, key_heads, at, queriers, want)
     both = torch.full((3, 2, len(heads), KEYS), float("nan"))
     paged_products.paged_products(
-        q, layer.pages.keys, key_heads, table, queriers.requests, at, both[:, 1]
+        q, layer.pages.keys, key_heads, table, queriers.requests, at, PLAIN.scale, both[:, 1]
     )
     for i, t in enumerate(at.tolist()):
         made = both[i, 1, :, : t + 1]

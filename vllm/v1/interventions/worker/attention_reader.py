@@ -88,7 +88,7 @@ class LayerReader:
         queriers: Queriers,
         out: torch.Tensor,
     ) -> None:
-        """Write queries' products with the keys that they may see, or more of them.
+        """Write queries' products with the keys that they may see, or more of them, scaled.
 
         Args:
             queries: [n, heads, D].
@@ -97,10 +97,11 @@ class LayerReader:
             positions: int64 [n] there.
             out: float32 [n, heads, keys].
         """
+        scale = self.sight.scale
         if queries.is_cuda and len(queries) <= FEW * len(queriers.places):
             queries, requests = queries.contiguous(), queriers.requests
             paged_products(
-                queries, self.pages.keys, key_heads, self.table, requests, positions, out
+                queries, self.pages.keys, key_heads, self.table, requests, positions, scale, out
             )
             return
         first = 0
@@ -109,7 +110,7 @@ class LayerReader:
             first = own.stop
             for key_head, which in grouped_heads(heads, self.group):
                 keys = self.rows(self.pages.keys, request, key_head, out.shape[2]).float()
-                out[own, which] = queries[own, which].float() @ keys.T
+                out[own, which] = queries[own, which].float() @ keys.T * scale
 
     def rows(self, pages: torch.Tensor, request: int, head: int, stop: int) -> torch.Tensor:
         """Keys or values of a request's first positions, [stop, width]."""
@@ -118,13 +119,13 @@ class LayerReader:
 
 
 class AlikeSites(NamedTuple):
-    """Sites whose layers see keys alike but for slopes and sinks."""
+    """Sites with as many heads each, whose layers see keys alike but for slopes and sinks."""
 
     places: Sequence[int]
     """Their indices among the stream's sites."""
     layers: Sequence["LayerReader"]
     heads: Sequence[tuple[int, ...]]
-    """The heads of each, as many at each."""
+    """The heads of each."""
     columns: Sequence[slice]
     """Where the queries of each lie in a row of all sites' queries."""
     key_heads: torch.Tensor
@@ -161,31 +162,30 @@ class AlikeSites(NamedTuple):
             stop: of keys.
         """
         shape = (len(queries), *self.key_heads.shape, stop)
-        products = torch.empty(shape, device=queries.device)
+        scores = torch.empty(shape, device=queries.device)
         for i, layer in enumerate(self.layers):
             rows = queries[:, self.columns[i]].unflatten(1, (len(self.heads[i]), -1))
             keys = self.key_heads[i]
-            layer.products(rows, self.heads[i], keys, positions, queriers, products[:, i])
-        return attend(products, positions, self.sight)
+            layer.products(rows, self.heads[i], keys, positions, queriers, scores[:, i])
+        return attend(scores, positions, self.sight)
 
 
-def attend(products: torch.Tensor, positions: torch.Tensor, sight: Sight) -> torch.Tensor:
+def attend(scores: torch.Tensor, positions: torch.Tensor, sight: Sight) -> torch.Tensor:
     """The formula of docs/attention.md, in float32.
 
     Args:
-        products: float32 [n, sites, heads, k] of queries with keys of positions from 0 on; what a
-            query does not see may be anything.
+        scores: float32 [n, sites, heads, k], products of queries with keys of positions from 0 on,
+            scaled; what a query does not see may be anything.
         positions: int64 [n], of the queries.
         sight: with slopes and sinks as [sites, heads, 1].
 
     Returns:
         float32 [n, sites, heads, k].
     """
-    scores = products * sight.scale
     if sight.cap:
         scores = sight.cap * torch.tanh(scores / sight.cap)
     at = positions.view(-1, 1, 1, 1)
-    key = torch.arange(products.shape[3], device=products.device)
+    key = torch.arange(scores.shape[3], device=scores.device)
     if sight.slopes is not None:
         scores = scores + sight.slopes * (key - at)
     seen = key <= at
@@ -217,12 +217,12 @@ class AttentionReader:
         """Put together what is read together.
 
         Args:
-            heads: of each site of a stream: (layer, as many heads at each).
+            heads: of each site of a stream: (layer, its heads).
         """
         alike: dict[object, list[int]] = {}
-        for i, (layer, _) in enumerate(heads):
+        for i, (layer, chosen) in enumerate(heads):
             scale, cap, window, chunk, slopes, sinks = self._layers[layer].sight
-            kind = (scale, cap, window, chunk, slopes is None, sinks is None)
+            kind = (len(chosen), scale, cap, window, chunk, slopes is None, sinks is None)
             alike.setdefault(kind, []).append(i)
         stops = np.cumsum([len(own) * self._layers[layer].width for layer, own in heads])
         return [self._alike(places, heads, stops.tolist()) for places in alike.values()]

@@ -23,6 +23,7 @@ def paged_products(
     table: torch.Tensor,
     requests: torch.Tensor,
     positions: torch.Tensor,
+    scale: float,
     out: torch.Tensor,
 ) -> None:
     """Write each query's products with the keys up to its own, in one launch. On a GPU, or under
@@ -36,6 +37,7 @@ def paged_products(
         table: int32 [requests, blocks], contiguous: the pages of each.
         requests: int32 [n]: whose each query is.
         positions: int64 [n], of the queries.
+        scale: what products are multiplied with.
         out: float32 [n, heads, keys], a token's numbers next to each other. What belongs to later
             keys is left as it is.
     """
@@ -43,7 +45,7 @@ def paged_products(
     stop = out.shape[2]
     grid = (number, heads, triton.cdiv(stop, _KEYS))
     _products_kernel[grid](
-        queries, pages, key_heads, table, requests, positions, out, heads, width, stop,
+        queries, pages, key_heads, table, requests, positions, scale, out, heads, width, stop,
         table.stride(0), out.stride(0), *pages.stride()[:3],
         TOKENS=pages.shape[2], WIDTH=triton.next_power_of_2(width), KEYS=_KEYS,
     )  # fmt: skip
@@ -56,7 +58,7 @@ if HAS_TRITON:
         do_not_specialize_on_alignment=["queries", "requests", "positions", "out"],
     )
     def _products_kernel(  # type: ignore[no-untyped-def]
-        queries, pages, key_heads, table, requests, positions, out, heads, width, stop,
+        queries, pages, key_heads, table, requests, positions, scale, out, heads, width, stop,
         table_stride, out_stride, block_stride, head_stride, token_stride,
         TOKENS: tl.constexpr, WIDTH: tl.constexpr, KEYS: tl.constexpr,
     ):  # fmt: skip
@@ -78,7 +80,7 @@ if HAS_TRITON:
             pages + at[:, None] + column[None, :], mask=seen[:, None] & there[None, :], other=0.0
         )
         made = tl.sum(keys.to(tl.float32) * values.to(tl.float32)[None, :], axis=1)
-        tl.store(out + query * out_stride + head * stop + key, made, mask=seen)
+        tl.store(out + query * out_stride + head * stop + key, made * scale, mask=seen)
 
 
 def grouped_heads(heads: Sequence[int], group: int) -> list[tuple[int, slice]]:
