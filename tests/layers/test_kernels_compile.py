@@ -49,7 +49,8 @@ for dtype in ("bf16", "fp16", "fp32"):
         constants = {"TOKENS": 16, "WIDTH": width, "KEYS": paged_products._KEYS}
         types = dict.fromkeys(("queries", "pages"), "*" + dtype)
         types |= dict.fromkeys(("key_heads", "table", "requests"), "*i32")
-        types |= {"positions": "*i64", "scale": "fp32", "out": "*fp32"} | dict.fromkeys(constants, "constexpr")
+        types |= {"positions": "*i64", "scale": "fp32", "out": "*fp32"}
+        types |= dict.fromkeys(constants, "constexpr")
         signature = {name: types.get(name, "i32") for name in kernel.arg_names}
         source = ASTSource(kernel, signature, constexprs=constants)
         compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32))
