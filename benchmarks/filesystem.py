@@ -31,9 +31,9 @@ from vllm.v1.capture.consumer import (
     RowBatch,
 )
 from vllm.v1.capture.consumers.filesystem import FilesystemConsumer
+from vllm.v1.capture.copies import CopyThreads, empty
 from vllm.v1.capture.file_format import LAYOUTS
 from vllm.v1.capture.registry import ConsumerSpec, HostLimits
-from vllm.v1.capture.transport.copies import CopyThreads, empty
 from vllm.v1.capture.transport.host import ConsumerHost
 from vllm.v1.interventions.plan import TapShape
 

@@ -13,8 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.support.plans import HIDDEN, SHAPE
+from vllm.v1.capture.copies import CopyThreads
 from vllm.v1.capture.registry import ConsumerSpec
-from vllm.v1.capture.transport.copies import CopyThreads
 from vllm.v1.capture.transport.feed import Feed, request_info
 from vllm.v1.capture.transport.mean import Mean
 from vllm.v1.engine import EngineCoreOutput

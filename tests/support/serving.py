@@ -26,7 +26,7 @@ from tests.support.op_deltas import with_ops
 from tests.support.selected import expected_positions
 from vllm import LLM, SamplingParams
 from vllm.inputs import TokensPrompt
-from vllm.v1.capture.transport import copies
+from vllm.v1.capture import copies
 from vllm.v1.engine.core_client import InprocClient
 
 GENERATED = 6

@@ -18,9 +18,9 @@ from tests.support.plans import HIDDEN, SHAPE
 from tests.support.rows import give
 from vllm.outputs import CompletionOutput, RequestOutput
 from vllm.v1.capture import CapturedRows, CaptureResult, stack
+from vllm.v1.capture.copies import CopyThreads
 from vllm.v1.capture.registry import ConsumerSpec
 from vllm.v1.capture.results import CaptureStatus, SiteRows, merged, results_of_only_completion
-from vllm.v1.capture.transport.copies import CopyThreads
 from vllm.v1.interventions.frontend.capture_request import parse_capture
 from vllm.v1.interventions.frontend.row_collector import RowCollector
 from vllm.v1.interventions.frontend.selectors import Prompt

@@ -20,9 +20,8 @@ import numpy as np
 import pytest
 import torch
 
-from vllm.v1.capture import results
-from vllm.v1.capture.transport import copies
-from vllm.v1.capture.transport.copies import THREADS, CopyThreads
+from vllm.v1.capture import copies, results
+from vllm.v1.capture.copies import THREADS, CopyThreads
 from vllm.v1.capture.transport.landing import Landing
 from vllm.v1.interventions.frontend import row_inbox as module
 from vllm.v1.interventions.frontend.row_collector import RowCollector
@@ -263,7 +262,7 @@ COUNT_THREADS = """
 import os
 from concurrent.futures import ThreadPoolExecutor
 import torch
-from vllm.v1.capture.transport.copies import CopyThreads, finished
+from vllm.v1.capture.copies import CopyThreads, finished
 
 def number():
     return len(os.listdir("/proc/self/task"))

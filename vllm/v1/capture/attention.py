@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from vllm.v1.capture.copies import joined
 from vllm.v1.interventions.plan import AttentionRead
 
 
@@ -114,7 +115,7 @@ class AttentionRows:
     def _rows(self) -> torch.Tensor:
         if not isinstance(self._values, torch.Tensor):
             # Of its own: others' rows of the step lie around it.
-            self._values = self._values().clone(memory_format=torch.contiguous_format)
+            self._values = joined([self._values()])
         return self._values
 
     def _part(self, name: str, which: int) -> torch.Tensor:

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 import numpy as np
 import torch
 
+from vllm.v1.capture.copies import joined
+
 if TYPE_CHECKING:
     from vllm.outputs import CompletionOutput, RequestOutput
 
@@ -51,7 +53,7 @@ class _Landed(torch.Tensor):
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     def _own(self) -> torch.Tensor:
-        return self.as_subclass(torch.Tensor).clone(memory_format=torch.contiguous_format)
+        return joined([self.as_subclass(torch.Tensor)])
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return self._own().__reduce_ex__(protocol)

@@ -4,6 +4,5 @@
 selected.py      which rows of a completion a selection means, and whether they came
 feed.py          from a completion's rows, as they come, to what one consumer gets
 host.py          runs one consumer in threads of its own
-copies.py        copies of rows on the host, by several threads
 landing.py       memory in which rows land once, and all processes of the host read them
 """

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from vllm.v1.capture.consumer import RequestEnd, RequestInfo, RowBatch
-from vllm.v1.capture.transport.copies import Copies, CopyThreads, empty
+from vllm.v1.capture.copies import Copies, CopyThreads, empty
 from vllm.v1.capture.transport.host import ConsumerHost
 from vllm.v1.capture.transport.mean import Mean
 from vllm.v1.capture.transport.selected import RowsLost, Selected

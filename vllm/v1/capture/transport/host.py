@@ -21,9 +21,9 @@ from vllm.v1.capture.consumer import (
     RequestInfo,
     RowBatch,
 )
+from vllm.v1.capture.copies import finished
 from vllm.v1.capture.registry import ConsumerSpec
 from vllm.v1.capture.results import CaptureStatus
-from vllm.v1.capture.transport.copies import finished
 from vllm.v1.interventions.errors import describe
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 

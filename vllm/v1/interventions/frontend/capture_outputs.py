@@ -18,9 +18,9 @@ from vllm.sampling_params import RequestOutputKind
 from vllm.tokenizers import TokenizerLike
 from vllm.tokenizers.detokenizer_utils import convert_ids_list_to_tokens
 from vllm.v1.capture.consumer import ConsumerContext, ConsumerResult
+from vllm.v1.capture.copies import CopyThreads
 from vllm.v1.capture.registry import INLINE, is_inline
 from vllm.v1.capture.results import CapturedRows, CaptureResult
-from vllm.v1.capture.transport.copies import CopyThreads
 from vllm.v1.capture.transport.feed import Feed, request_info
 from vllm.v1.capture.transport.host import SHUTDOWN_SECONDS, ConsumerHost
 from vllm.v1.capture.transport.selected import Selected

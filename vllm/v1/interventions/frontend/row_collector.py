@@ -9,8 +9,8 @@ import numpy as np
 import torch
 
 from vllm.v1.capture.attention import AttentionRows
+from vllm.v1.capture.copies import CopyThreads, empty
 from vllm.v1.capture.results import CapturedRows, CaptureResult, SiteRows
-from vllm.v1.capture.transport.copies import CopyThreads, empty
 from vllm.v1.capture.transport.mean import Mean
 from vllm.v1.capture.transport.selected import RowsLost, Selected
 from vllm.v1.interventions.frontend.row_pieces import Piece, Run, StreamRows, of_stream

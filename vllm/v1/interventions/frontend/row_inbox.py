@@ -5,7 +5,7 @@ from weakref import WeakValueDictionary
 
 import torch
 
-from vllm.v1.capture.transport.copies import CopyThreads
+from vllm.v1.capture.copies import CopyThreads
 from vllm.v1.interventions.frontend.capture_link import CaptureLink
 from vllm.v1.interventions.frontend.row_collector import RowCollector
 from vllm.v1.interventions.frontend.row_pieces import Run

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from vllm.v1.capture.transport.copies import finished, joined
+from vllm.v1.capture.copies import finished, joined
 from vllm.v1.interventions.messages import CapturedChunk
 
 

@@ -9,8 +9,8 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from vllm.v1.capture.consumer import ConsumerContext, ConsumerResult
+from vllm.v1.capture.copies import CopyThreads
 from vllm.v1.capture.registry import INLINE
-from vllm.v1.capture.transport.copies import CopyThreads
 from vllm.v1.capture.transport.feed import Feed, request_info, reserved_bytes
 from vllm.v1.capture.transport.host import SHUTDOWN_SECONDS, ConsumerHost
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
