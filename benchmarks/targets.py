@@ -91,6 +91,15 @@ TARGETS = (
     ),
     _extraction("capture of the last prompt token, all layers: prompt rate", LAST_ROW, 0.99),
     Target(
+        "attention of each generated token to two ranges of keys, 4 heads of 6 layers: TPOT",
+        *("attention-processes", "tracker", "TPOT", 1.05),
+    ),
+    Target(
+        "the same of prompts' last tokens, all heads of all layers: prompt rate",
+        *("attention-processes", "last token, all heads", "prefill", 0.98),
+        most=False,
+    ),
+    Target(
         "files of every prompt token, all layers, against what the disk does alone",
         *("peers", ALL_FILES, PROMPT, 0.9),
         most=False,

@@ -10,6 +10,12 @@ token_map.py           which table row and program each token of a step gets
 steering_table.py      sums of vectors
 term_table.py          operations other than addition
 projection_table.py    `project` matrices, and scores of rows
+attention_layers.py    finds the attention of decoder layers
+attention_check.py     start-up proof of attention weights
+attention_requests.py  whose attention is read, and of which keys
+attention_reader.py    weights of captured queries
+kv_pages.py            how layers see keys, and where the cache has them
+paged_products.py      products of queries with keys of many requests in one launch
 outbox.py              captured rows from the device to the host
 pinning.py             the host memory where they land, made known to the GPU
 """

@@ -25,9 +25,10 @@ from vllm.v1.capture.transport.landing import Landing
 from vllm.v1.interventions.capture_groups import CaptureGroup, CaptureGroups
 from vllm.v1.interventions.messages import num_table_rows
 from vllm.v1.interventions.plan import Site, TapShape
-from vllm.v1.interventions.step_rows import Blocks, KeyRanges, Members, StepRows
+from vllm.v1.interventions.step_rows import Blocks, Members, StepRows
 from vllm.v1.interventions.worker.attention_layers import AttentionHeads, attention_of
 from vllm.v1.interventions.worker.attention_reader import AttentionReader
+from vllm.v1.interventions.worker.attention_requests import AttentionRequests
 from vllm.v1.interventions.worker.model_variants import ModelVariants
 from vllm.v1.interventions.worker.outbox import Outbox
 from vllm.v1.interventions.worker.pinning import Pinning, landing_bytes
@@ -69,9 +70,7 @@ class WorkerInterventions:
         self._capture = config.capture_config.enabled
         self._groups: CaptureGroups | None = None
         self._captures: dict[str, CaptureGroup] = {}
-        self._ranges: dict[str, list[KeyRanges]] = {}
-        """Of requests whose attention is read, the key ranges of each stream that has any."""
-        self._stops: dict[str, int] = {}
+        self._attention = AttentionRequests()
         self._wanted: dict[str, np.ndarray] = {}
         self._version = 0
         self.sites: list[Site] = []
@@ -298,8 +297,8 @@ class WorkerInterventions:
         self.tokens.update(scheduler_output.finished_req_ids, step.admitted if step else {})
         for req_id in scheduler_output.finished_req_ids:
             self._captures.pop(req_id, None)
-            self._ranges.pop(req_id, None)
         self._wanted = step.rows if step is not None else {}
+        self._attention.update(scheduler_output)
         if step is None:
             return
         self._version = step.version
@@ -310,11 +309,6 @@ class WorkerInterventions:
             assert self._groups is not None
             groups = {r: self._groups.of(w) for r, w in step.admitted.items()}
             self._captures |= {r: group for r, group in groups.items() if group is not None}
-            for req_id, group in groups.items():
-                if group is not None and group.attends:
-                    reads = [s.attention for s in step.admitted[req_id].capture_streams]
-                    self._ranges[req_id] = [read.ranges for read in reads if read is not None]
-        self._stops = self._stops_of(scheduler_output) if self._ranges else {}
         if self.table is not None:
             self.table.apply(step)
         if self._terms is not None:
@@ -373,7 +367,7 @@ class WorkerInterventions:
         last, wanted = self._decoding, self._wanted.keys()
         if last and len(req_ids) == total and (last.req_ids, last.wanted) == (req_ids, wanted):
             # As in the step before: nothing is sent.
-            self._count_keys(last.blocks)
+            self._attention.count_keys(last.blocks)
             self._pending = self._step_rows(last.blocks), positions[last.token_index]
             return
         self._clear_dest()
@@ -387,33 +381,15 @@ class WorkerInterventions:
             return  # all of it at other pipeline stages
         blocks = Blocks(groups)
         of_block = [np.concatenate([t for _, t in members]) for members in groups.values()]
-        in_batch = {req_id: i for i, req_id in enumerate(req_ids)}
         for block, tokens in zip(blocks.all, of_block, strict=True):
-            if block.group.attends:
-                block.in_batch = [in_batch[req_id] for req_id, _ in block.owners]
-                block.ranges = [self._ranges[req_id] for req_id, _ in block.owners]
             self._dest_host[np.ix_(block.group.sites, tokens)] = block.rows()
-        self._count_keys(blocks)
+        self._attention.place(blocks, req_ids)
         self.dest[:, :total] = to_device(self._dest_host[:, :total], self._device)
         self._captured_tokens = total
         token_index = to_device(np.concatenate(of_block), self._device)
         self._pending = self._step_rows(blocks), positions[token_index]
         if total == len(req_ids):
             self._decoding = Decoding(list(req_ids), wanted, blocks, token_index)
-
-    def _stops_of(self, scheduler_output: "SchedulerOutput") -> dict[str, int]:
-        """One past the last position that this step may have of requests whose attention is
-        read."""
-        cached = scheduler_output.scheduled_cached_reqs
-        done = dict(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
-        done |= {r.req_id: r.num_computed_tokens for r in scheduler_output.scheduled_new_reqs}
-        tokens = scheduler_output.num_scheduled_tokens
-        return {r: done[r] + tokens[r] for r in self._ranges if r in done}
-
-    def _count_keys(self, blocks: Blocks) -> None:
-        for block in blocks.all:
-            if block.group.attends:
-                block.stop = max(self._stops[req_id] for req_id, _ in block.owners)
 
     def _step_rows(self, blocks: Blocks) -> StepRows:
         assert self.shape is not None
