@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -29,7 +29,7 @@ def rows(sum: str = "") -> AttentionRows:
     return AttentionRows(ONE, ONE, torch.ones(1, 3 if sum else 6) / 3, ONE, (0, 1), read)
 
 
-def output(payload: Any, status: str = "ok") -> Any:
+def output(payload: Any, status: Literal["ok", "partial_error"] = "ok") -> Any:
     result = CaptureResult(status=status, error="stopped", payload=payload)
     return SimpleNamespace(capture_results={"inline": result})
 
@@ -54,7 +54,7 @@ ANALYZERS = [
     Case({"given": "'other'"}, do=lambda: attention_tracker(OF_CLIENT, consumer="other")),
     Case(
         {"given": "'inline'", "reason": "stopped"},
-        do=lambda: attention_tracker(output({("attn", 1): rows()}, "partial")),
+        do=lambda: attention_tracker(output({("attn", 1): rows()}, "partial_error")),
     ),
     Case(
         {"given": "9", "allowed": "[2]"},

@@ -203,14 +203,15 @@ def test_ranking_by_a_few_heads(made: dict[str, Any], eager: Eager) -> None:
         for text in texts
     ]
     (a, spans), (b, _) = (documents_of(made, eager, text) for text in texts)
+    both: tuple[Any, Any] = tuple(made["found"])
     layers, numbers = zip(*heads, strict=True)
     a, b = a[layers, numbers].sum(0), b[layers, numbers].sum(0)
     for documents in (spans, [spans[3][:1]], [range(4, 9), [12]]):
         calibrated = [a[list(d)] - b[list(d)] for d in documents]
         want = [(kept(c) if len(c) > 1 else c).sum() for c in calibrated]
-        found = rerank(*outputs, documents)
+        found = rerank(outputs[0], outputs[1], documents)
         assert abs(found.scores - want).max() <= EXACT
-        assert abs(found.scores - rerank(*made["found"], documents).scores).max() > MARGIN
+        assert abs(found.scores - rerank(*both, documents).scores).max() > MARGIN
     same = rerank(outputs[0], outputs[0], spans)
     assert not same.scores.any() and same.order == list(range(len(spans)))
 
@@ -219,7 +220,7 @@ def test_links_are_what_eager_attention_says(made: dict[str, Any], eager: Eager)
     sentence, words, links = made["sentence"], made["words"], made["links"]
     spans = eager.spans(sentence, words)
     assert list(made["items"].values()) == spans
-    weights = eager.weights(sentence)
+    weights, (layer, head) = eager.weights(sentence), made["head"]
 
     def by_hand(layer: int, head: int, temperature: float) -> dict[str, tuple[float, float]]:
         scores = np.array([weights[layer, head, -1, at].mean() for at in spans])
@@ -228,7 +229,7 @@ def test_links_are_what_eager_attention_says(made: dict[str, Any], eager: Eager)
 
     for temperature, top_p in ((1.0, 0.8), (0.2, 0.8), (3.0, 0.5), (1.0, 1.0), (1.0, 1e-3)):
         found = link(made["looked"], made["items"], temperature=temperature, top_p=top_p)
-        want = by_hand(*made["head"], temperature)
+        want = by_hand(layer, head, temperature)
         assert found.names == sorted(words, key=lambda name: -want[name][1])
         assert abs(found.scores - [want[name][0] for name in found.names]).max() <= EXACT
         assert abs(found.chances - [want[name][1] for name in found.names]).max() <= 1e-3
@@ -236,7 +237,7 @@ def test_links_are_what_eager_attention_says(made: dict[str, Any], eager: Eager)
         assert together > top_p - 1e-3
         assert len(found.chosen) == 1 or together - want[found.chosen[-1]][1] < top_p + 1e-3
         assert found.chosen == found.names[: len(found.chosen)]
-        other = by_hand(made["head"][0], (made["head"][1] + 1) % 4, temperature)
+        other = by_hand(layer, (head + 1) % 4, temperature)
         assert abs(found.scores - [other[name][0] for name in found.names]).max() > MARGIN
     assert links.chosen == link(made["looked"], made["items"]).chosen
 
