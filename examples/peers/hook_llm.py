@@ -121,7 +121,7 @@ class HookLLM:
         use_hook: bool | None = None,
         cleanup: bool = True,
         **fields: Any,
-    ) -> list[RequestOutput]:
+    ) -> Sequence[RequestOutput]:
         """Generate, once, and keep what was read for `analyze`.
 
         Args:

@@ -63,7 +63,7 @@ class MiaLLM(HookLLM):
             raise ValueError(f"worker_name: must be one of {list(_WORKERS)}, got {worker_name!r}")
         if hook_dir is not None and worker_name != "capture_hs":
             raise ValueError("hook_dir: only what capture_hs reads goes to files")
-        self._root = hook_dir and os.path.abspath(hook_dir)
+        self._root = os.path.abspath(hook_dir) if hook_dir is not None else None
         if self._root:
             files = {"name": "filesystem", "root": self._root}
             options["capture_consumers"] = ["inline", files]
@@ -86,7 +86,7 @@ class MiaLLM(HookLLM):
         save_to_disk: bool = False,
         run_id: str | None = None,
         **fields: Any,
-    ) -> list[RequestOutput]:
+    ) -> list[MiaOutput]:
         """As `HookLLM.generate`; what it returns are `MiaOutput`.
 
         Args:
@@ -102,8 +102,8 @@ class MiaLLM(HookLLM):
         if not save_to_disk:
             if run_id is not None:
                 raise ValueError("run_id: names what is written; say save_to_disk=True")
-            outputs = super().generate(prompts, sampling_params, use_hook, cleanup, **fields)
-            return [self._probed(output, use_hook) for output in outputs]
+            plain = super().generate(prompts, sampling_params, use_hook, cleanup, **fields)
+            return [self._probed(output, use_hook) for output in plain]
         if self._root is None or self._worker != PROBE or use_hook is False:
             raise ValueError("save_to_disk: needs hook_dir, capture_hs and its hook")
         if sampling_params is not None and fields:
