@@ -20,7 +20,7 @@ from examples.cookbook import ROOT, run
 from tests.conformance.engine import shut_down
 from vllm.pilot.attention import find_texts
 from vllm.pilot.linking import link
-from vllm.pilot.reranker import rerank, rerank_capture
+from vllm.pilot.reranker import rank, rerank, rerank_capture
 from vllm.pilot.tracker import HeadScores, attention_tracker, important_heads
 
 pytestmark = pytest.mark.full
@@ -214,6 +214,14 @@ def test_ranking_by_a_few_heads(made: dict[str, Any], eager: Eager) -> None:
         assert abs(found.scores - rerank(*both, documents).scores).max() > MARGIN
     same = rerank(outputs[0], outputs[0], spans)
     assert not same.scores.any() and same.order == list(range(len(spans)))
+
+
+def test_which_tokens_are_left_out() -> None:
+    """One token of n that is 1 lower is (n - 1) / sqrt(n) deviations of a sample below the mean:
+    1.79 of 5, 2.04 of 6."""
+    five, six = np.array([0.0, 0, -1, 0, 0]), np.array([0.0, -1, 0, 0, 0, 0])
+    found = rank([five, six], [np.zeros(5), np.zeros(6)])
+    assert found.scores.tolist() == [-1.0, 0.0] and found.order == [1, 0]
 
 
 def test_links_are_what_eager_attention_says(made: dict[str, Any], eager: Eager) -> None:

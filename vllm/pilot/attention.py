@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     """What a capture with `attention` came back with: of `LLM.generate`, or of the client."""
 
 Heads = Any
-"""Which heads, as `heads` of a capture says: "all", layers, {layer: heads}, pairs [layer, head]."""
+"""Heads as `heads` of a capture says: "all", layers, {layer: heads}, pairs [layer, head]."""
 Keys = str | Sequence[int]
 """The name of a key range of the capture, or positions, such as `range(4, 9)`: then the capture
 must give `weights`."""

@@ -25,7 +25,7 @@ class Links:
     """What a head looks at, the most first."""
 
     names: list[str]
-    """Of all items."""
+    """The names of all items."""
     scores: np.ndarray
     """The mean weight of each item's tokens, float64 [items]."""
     chances: np.ndarray

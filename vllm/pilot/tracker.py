@@ -27,7 +27,7 @@ class HeadScores:
     """A number for each head of a prompt."""
 
     heads: list[tuple[int, int]]
-    """(layer, head), sorted."""
+    """Pairs (layer, head), sorted."""
     values: np.ndarray
     """float64 [heads]; from 0 to 1, the attention of the instruction."""
 
