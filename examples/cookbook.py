@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs the blocks of docs/cookbook.md as the programs that they are, and leaves their pictures.
+"""Runs the blocks of docs/cookbook.md, or of another page, as the programs that they are, and
+leaves their pictures.
 
-    python -m examples.cookbook [--model DIR] [--out DIR]
+    python -m examples.cookbook [--model DIR] [--out DIR] [--page docs/analyzers.md]
 
-Without `--model` the demo's small model is taken. The last block needs a server and is left out.
+Without `--model` the demo's small model is taken. Blocks that need a server are left out.
 """
 
 from __future__ import annotations
@@ -21,21 +22,17 @@ PAGE = ROOT / "docs" / "cookbook.md"
 _BLOCK = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 
-def programs() -> tuple[str, str]:
-    """The page's first program, and the one that is a client of a server."""
-    *blocks, client = _BLOCK.findall(PAGE.read_text())
-    return "".join(blocks), client
-
-
-def run(model: Path, out: Path) -> dict[str, Any]:
-    """Run the first program in the folder `out`; returns its variables."""
+def run(model: Path, out: Path, page: Path = PAGE) -> dict[str, Any]:
+    """Run a page's program, but for its clients of a server, in the folder `out`; returns its
+    variables."""
     out.mkdir(parents=True, exist_ok=True)
-    program = programs()[0].replace("/path/to/model", str(model.resolve()))
+    blocks = [b for b in _BLOCK.findall(page.read_text()) if "SteeringClient(" not in b]
+    program = "".join(blocks).replace("/path/to/model", str(model.resolve()))
     before = Path.cwd()
     os.chdir(out)
     try:
-        made: dict[str, Any] = {"__name__": "cookbook"}
-        exec(compile(program, str(PAGE), "exec"), made)
+        made: dict[str, Any] = {"__name__": page.stem}
+        exec(compile(program, str(page), "exec"), made)
     finally:
         os.chdir(before)
     return made
@@ -45,6 +42,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="examples.cookbook", description=__doc__)
     parser.add_argument("--model", type=Path, help="a directory in Hugging Face format")
     parser.add_argument("--out", type=Path, default=ROOT / "build" / "cookbook")
+    parser.add_argument("--page", type=Path, default=PAGE, help="a page with one program")
     given = parser.parse_args()
     prepare_environment(small_model=given.model is None)
     model = given.model
@@ -54,7 +52,7 @@ def main() -> None:
         from demo.train import Recipe, cached_model
 
         model = cached_model(ROOT / "build" / "demo-model", Recipe(), Console())
-    run(model, given.out)
+    run(model, given.out, given.page)
     print(f"pictures: {given.out}")
 
 

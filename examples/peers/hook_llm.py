@@ -6,8 +6,10 @@
     llm = HookLLM("/path/to/model", worker_name="steer_hook_act", config_file="steer.json")
     llm.generate(["Today I went"], max_tokens=8)
 
-Its documents and not its code were read. One pass is made where its own makes two, results are in
-the order of the prompts, graphs and the prefix cache stay on, and nothing goes through files.
+`examples/peers/hook_attention.py` has what reads attention, `examples/peers/mia_llm.py` its
+successor's class. Its documents and not its code were read. One pass is made where its own makes
+two, results are in the order of the prompts, graphs and the prefix cache stay on, and nothing goes
+through files.
 """
 
 from __future__ import annotations
@@ -23,11 +25,14 @@ import numpy as np
 import torch
 
 import vllm
+from examples.peers.hook_attention import RERANKER, TRACKER, qk_of, reranked, tracked
 from vllm import RequestOutput, SamplingParams
+from vllm.pilot.rows import reduce_rows
 
-PROBE, STEER = "probe_hidden_states", "steer_hook_act"
-ATTENTION = {"probe_hook_qk", "attn_tracker", "core_reranker"}
-_REDUCTIONS = ("none", "mean", "norm")
+PROBE, STEER, QK = "probe_hidden_states", "steer_hook_act", "probe_hook_qk"
+STATES = "hidden_states"
+_ANALYZERS = {PROBE: (None, STATES), STEER: (None,), QK: (None, TRACKER, RERANKER)}
+"""What may follow each worker."""
 _SWITCHES = ("VLLM_HOOK_", "MIA_")
 _ARRAYS: list[Any] = [
     np.ndarray,
@@ -50,16 +55,17 @@ class HookLLM:
 
     Args:
         model: as of `vllm.LLM`, and so are `options`.
-        worker_name: "probe_hidden_states", "steer_hook_act", or None for neither.
-        analyzer_name: "hidden_states" or None.
-        config_file: JSON with a section `hidden_states` or `steering`.
+        worker_name: "probe_hidden_states", "steer_hook_act", "probe_hook_qk", or None for neither.
+        analyzer_name: of "probe_hidden_states" "hidden_states"; of "probe_hook_qk" "attn_tracker"
+            or "core_reranker", or None for q and k themselves; else None.
+        config_file: JSON with a section `hidden_states` or `steering`; `hookq` and
+            `params.important_heads`, which may be left out.
         download_dir: where weights are kept.
         enable_hook: False is a plain `LLM`.
         hook_dir: refused, for nothing goes through files.
 
     Raises:
-        NotImplementedError: what is asked for reads attention weights.
-        ValueError: something else is not known, or cannot be done exactly; the message names it.
+        ValueError: something is not known, or cannot be done exactly; the message names it.
     """
 
     def __init__(
@@ -73,25 +79,26 @@ class HookLLM:
         hook_dir: str | None = None,
         **options: Any,
     ) -> None:
-        for name in (worker_name, analyzer_name):
-            if name in ATTENTION:
-                raise _needs_attention(str(name))
-        if worker_name not in (None, PROBE, STEER):
-            raise ValueError(f"worker_name: must be {PROBE!r} or {STEER!r}, got {worker_name!r}")
-        if analyzer_name not in (None, "hidden_states"):
-            raise ValueError(f"analyzer_name: must be 'hidden_states', got {analyzer_name!r}")
+        if worker_name not in (None, *_ANALYZERS):
+            raise ValueError(f"worker_name: must be one of {list(_ANALYZERS)}, got {worker_name!r}")
+        if analyzer_name not in _ANALYZERS.get(worker_name or "", (None, STATES)):
+            raise ValueError(f"analyzer_name: {analyzer_name!r} is not of worker {worker_name!r}")
         if hook_dir is not None:
             raise ValueError("hook_dir: nothing goes through files; see the filesystem consumer")
         if ignored := sorted(name for name in os.environ if name.startswith(_SWITCHES)):
             warnings.warn(f"ignored, they set nothing here: {', '.join(ignored)}", stacklevel=2)
         config = _read_config(config_file)
-        self._worker = worker_name if enable_hook else None
+        self._worker, self._analyzer = worker_name if enable_hook else None, analyzer_name
         self._outputs: list[RequestOutput] = []
         options |= {"download_dir": os.path.expanduser(download_dir)} if download_dir else {}
         self._fields: dict[str, Any] = {}
         if self._worker == PROBE:
             self._fields = capture_of(config)
-            options["capture_consumers"] = ["inline"]
+            options.setdefault("capture_consumers", ["inline"])
+        elif self._worker == QK:
+            self._fields = qk_of(config, analyzer_name)
+            options.setdefault("capture_consumers", ["inline"])
+            options["capture_points"] = ["q", "z"] if analyzer_name else ["q", "k"]
         elif self._worker == STEER:
             self._fields = steering_of(config)
             options |= {"enable_steering": True, "steering_families": ["add", "pin"]}
@@ -114,7 +121,7 @@ class HookLLM:
         use_hook: bool | None = None,
         cleanup: bool = True,
         **fields: Any,
-    ) -> list[RequestOutput]:
+    ) -> Sequence[RequestOutput]:
         """Generate, once, and keep what was read for `analyze`.
 
         Args:
@@ -125,35 +132,65 @@ class HookLLM:
         """
         if sampling_params is not None and fields:
             raise ValueError(f"sampling_params: cannot be combined with {sorted(fields)}")
-        params = (sampling_params or SamplingParams(**fields)).clone()
-        for name, value in self._fields.items() if use_hook is not False else ():
-            if getattr(params, name) is not None:
+        params = sampling_params or SamplingParams(**fields)
+        if use_hook is False:
+            return self.llm.generate(prompts, params)
+        return self._kept(self.llm.generate(prompts, self._asked(params, self._fields)), cleanup)
+
+    def _asked(self, params: SamplingParams, fields: Mapping[str, Any]) -> SamplingParams:
+        """A copy of `params` with the worker's fields."""
+        made = params.clone()
+        for name, value in fields.items():
+            if getattr(made, name) is not None:
                 raise ValueError(f"{name}: is filled by the worker {self._worker}")
-            setattr(params, name, value)
-        outputs = self.llm.generate(prompts, params)
-        if use_hook is not False and self._worker == PROBE:
+            setattr(made, name, value)
+        return made
+
+    def _kept(self, outputs: list[RequestOutput], cleanup: bool) -> list[RequestOutput]:
+        """`outputs`, which are kept if they have what `analyze` reads."""
+        if self._worker in (PROBE, QK):
             self._outputs = outputs if cleanup else self._outputs + outputs
         return outputs
 
     def analyze(self, analyzer_spec: Mapping[str, Any] | None = None) -> dict[str, Any]:
-        """Return what was read, `{"hidden_states": [{"model.layers.0": tensor}]}`, by prompt.
+        """Return what was read, by prompt: `{"hidden_states": [{"model.layers.0": tensor}]}`, or
+        what `hook_attention.tracked` and `reranked` say.
 
         Args:
             analyzer_spec: `{"reduce": "none"}` for tensors [tokens, hidden] (of one token as well),
-                "mean" for their mean, [hidden], or "norm" for each length, float32 [tokens].
+                "mean" for their mean, [hidden], or "norm" for each length, float32 [tokens]; that
+                of the attention's analyzers is theirs.
 
         Raises:
             ValueError: nothing was read, or something else is asked for.
         """
         spec = dict(analyzer_spec or {})
-        reduce = spec.pop("reduce", "none")
-        if {"input_range", "attn_func", "query_spec", "na_spec"} & spec.keys():
-            raise _needs_attention("analyzer_spec")
-        if spec or reduce not in _REDUCTIONS:
-            raise ValueError(f"analyzer_spec: takes 'reduce' alone, one of {_REDUCTIONS}")
         if not self._outputs:
-            raise ValueError(f"analyze: nothing was read; generate first, with {PROBE}")
-        return {"hidden_states": [_reduced(output, reduce) for output in self._outputs]}
+            raise ValueError(f"analyze: nothing was read; generate first, with {PROBE} or {QK}")
+        if self._worker == QK:
+            if self._analyzer is None:
+                raise ValueError(f"analyze: q and k have no analyzer; name {TRACKER} or {RERANKER}")
+            return (tracked if self._analyzer == TRACKER else reranked)(self._outputs, spec)
+        reduce = spec.pop("reduce", "none")
+        if spec:
+            raise ValueError(f"analyzer_spec: takes 'reduce' alone, got {sorted(spec)} too")
+        return {
+            STATES: [
+                {name: reduce_rows(rows, reduce) for name, rows in self.states(output).items()}
+                for output in self._outputs
+            ]
+        }
+
+    def states(self, output: RequestOutput) -> dict[str, torch.Tensor]:
+        """Return the states that were read of a prompt, `{"model.layers.0": [tokens, hidden]}`.
+
+        Raises:
+            ValueError: they could not be read.
+        """
+        result = (output.capture_results or {})["inline"]
+        if result.status != "ok":
+            raise ValueError(f"states: {result.error}")
+        return {f"model.layers.{n}": rows.values for (_, n), rows in result.payload.items()}
 
 
 def capture_of(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -246,8 +283,6 @@ def _listed(layer: Any) -> list[int]:
 
 def _read_config(path: str | os.PathLike[str] | None) -> dict[str, Any]:
     config: dict[str, Any] = {} if path is None else json.loads(Path(path).read_text())
-    if config.get("hookq") or config.get("params", {}).get("important_heads"):
-        raise _needs_attention("hookq, params.important_heads")
     return config
 
 
@@ -258,26 +293,3 @@ def _section(config: Mapping[str, Any], name: str, known: set[str]) -> dict[str,
     if unknown := sorted(section.keys() - known):
         raise ValueError(f"{name}: unknown keys {unknown}; known are {sorted(known)}")
     return section
-
-
-def _reduced(output: RequestOutput, reduce: str) -> dict[str, torch.Tensor]:
-    assert output.capture_results is not None
-    result = output.capture_results["inline"]
-    if result.status != "ok":
-        raise ValueError(f"analyze: {result.error}")
-    found = {}
-    for (_, layer), rows in result.payload.items():
-        values = rows.values
-        if reduce == "mean":
-            values = values.mean(dim=0)
-        elif reduce == "norm":
-            values = values.float().norm(dim=-1)
-        found[f"model.layers.{layer}"] = values
-    return found
-
-
-def _needs_attention(name: str) -> NotImplementedError:
-    return NotImplementedError(
-        f"{name}: not built here; a capture can read queries, keys and attention weights "
-        "(docs/attention.md)"
-    )

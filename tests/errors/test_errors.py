@@ -17,6 +17,7 @@ import pytest
 import torch
 from torch import nn
 
+from tests.errors.analyzers import ANALYZERS
 from tests.errors.case import Case, path
 from tests.errors.consumers import CONSUMERS
 from tests.errors.datasets import DATASETS
@@ -567,7 +568,7 @@ OTHERS = [
 
 
 CASES = REQUESTS + OTHERS + STEERING + FILES + CONSUMERS + PROJECT + FILESYSTEM + LENS + TOOLKIT
-CASES += DATASETS + SWEEPS + EASYSTEER
+CASES += DATASETS + SWEEPS + EASYSTEER + ANALYZERS
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: str(case.says)[:70])

@@ -16,6 +16,7 @@ from tests.http.checks import LAYER, PROMPT, READ, SAID, STEER, VECTOR, Referenc
 from tests.http.server import KEY, NAME, greedy, serve
 from tests.support.serving import vector
 from vllm.entrypoints.serve.steering.client import SteeringClient, SteeringError, joined
+from vllm.pilot.tracker import attention_tracker
 
 pytestmark = pytest.mark.full
 
@@ -164,6 +165,15 @@ def test_attention(client: SteeringClient, reference: Reference, stream: bool) -
         np.testing.assert_allclose(rows.given["mass"], mass, atol=1e-3)
         peak = np.stack([exact[..., 0], exact[..., 1:].max(-1)], -1)
         np.testing.assert_allclose(rows.given["peak"], peak, atol=1e-3)
+    # Analyzers read a client's answer: every weight is of the two ranges.
+    share = np.concatenate([heads["attn", layer][3, :, 0].numpy() for layer in (0, 1)])
+    found = attention_tracker(choice, "first", "later", consumer="inline[1]", query=3)
+    np.testing.assert_allclose(found.values, share, atol=1e-3)
+    assert np.abs(found.values - np.roll(share, 1)).max() > 0.01
+    by_rows = attention_tracker(choice, [0], [1, 2, 3], consumer="inline[0]", query=len(PROMPT))
+    given = want[len(PROMPT)]
+    few = given[:, 0] / given[:, :4].sum(-1)
+    np.testing.assert_allclose(by_rows.values, few, atol=5e-3)
 
 
 @pytest.mark.parametrize("stream", [False, True])

@@ -15,14 +15,17 @@ import torch
 
 from examples.peers import hook_llm, probe_hook
 from examples.peers.hook_llm import HookLLM, read_vector, steering_of
+from examples.peers.mia_llm import MiaLLM
 from tests.conformance import models
 from tests.conformance.engine import shut_down
+from tests.conformance.heads import recorded
 from tests.conformance.runner import LEAST_MOVE, READ_TOLERANCE
 from tests.http.server import save_model
 from tests.peers.calls import Call, Rows, U, V, add, along
 from tests.peers.test_coming_from import streams
 from tests.support.serving import relative
 from vllm import SamplingParams
+from vllm.v1.capture import reader
 
 if TYPE_CHECKING:
     from tests.conftest import TinyModels
@@ -132,9 +135,9 @@ def test_hook_reads(model: Path, reference: Any, tmp_path: Path) -> None:
     assert relative(found[0]["model.layers.0"], found[0]["model.layers.2"]) >= LEAST_MOVE
     llm.generate(["I"], use_hook=False, **GREEDY)
     assert len(llm.analyze()["hidden_states"]) == 2
-    with pytest.raises(ValueError, match="analyzer_spec"):
+    with pytest.raises(ValueError, match="reduce"):
         llm.analyze({"reduce": "max"})
-    with pytest.raises(NotImplementedError, match=r"docs/attention\.md"):
+    with pytest.raises(ValueError, match="input_range"):
         llm.analyze({"input_range": ((0, 1), (2, 3))})
     shut_down(llm.llm)
 
@@ -181,19 +184,168 @@ def test_hook_steers(model: Path, reference: Any, tmp_path: Path) -> None:
     shut_down(llm.llm)
 
 
+def attended(reference: Any, token_ids: list[int]) -> np.ndarray:
+    """[layers, queries, heads, keys], of transformers' eager attention."""
+    layers = list(reference.model.layers)
+    reference.set_attn_implementation("eager")
+    with recorded(reference, layers) as heads, torch.no_grad():
+        reference(torch.tensor([token_ids]))
+    return np.stack([heads["attn", layer].numpy() for layer in range(len(layers))])
+
+
+def test_hook_tracks(model: Path, reference: Any, tmp_path: Path) -> None:
+    """The attention tracker: ranges are slices, of all prompts or of each."""
+    path = config(tmp_path, params={"important_heads": [[3, 1], [1, 2]]}, hookq={})
+    llm = HookLLM(str(model), hook_llm.QK, "attn_tracker", path, **ENGINE)
+    prompts = ["Today I went", "I love this place."]
+    outputs = llm.generate(prompts, **GREEDY)
+    ranges = [((1, 5), (-4, -1)), ((0, 6), (7, 12))]
+    slices = [[slice(*one) for one in both] for both in ranges]
+    for form in ("sum", "max", "sum_normalize", "max_normalize"):
+        found = llm.analyze({"input_range": ranges, "attn_func": form})["score"]
+        for score, output, both in zip(found, outputs, slices, strict=True):
+            weights = attended(reference, list(output.prompt_token_ids or ()))[:, -1]
+            scores = {}
+            for heads in (((3, 1), (1, 2)), ((3, 2), (1, 1))):
+                w = np.stack([weights[layer, head] for layer, head in heads])
+                on, off = (w[:, one] for one in both)
+                s = on.sum(-1) if form.startswith("sum") else on.max(-1)
+                s = s / (on.sum(-1) + off.sum(-1) + 1e-8) if "_" in form else s
+                scores[heads] = s.mean()
+            want, other = scores.values()
+            assert score == pytest.approx(want, abs=1e-5)
+            assert abs(score - other) > 1e-3, "the twin: other heads"
+    assert llm.analyze({"input_range": ranges[0]})["score"][0] == pytest.approx(
+        llm.analyze({"input_range": ranges, "attn_func": "sum_normalize"})["score"][0]
+    )
+    for spec, named in (
+        ({"input_range": ranges[0], "attn_func": "mean"}, "attn_func"),
+        ({"input_range": ranges[:1]}, "has 1, of 2"),
+        ({"reduce": "none"}, "input_range"),
+        ({"input_range": ((3, 3), (0, 2))}, "positions"),
+    ):
+        with pytest.raises(ValueError, match=named):
+            llm.analyze(spec)
+    shut_down(llm.llm)
+
+
+def test_hook_reranks(model: Path, reference: Any, tmp_path: Path) -> None:
+    """All heads of the layers of the important ones; spans have their ends."""
+    path = config(tmp_path, params={"important_heads": [[0, 1], [2, 3]]})
+    llm = HookLLM(str(model), hook_llm.QK, "core_reranker", path, **ENGINE)
+    documents, places = "Some went home. Some love this place. ", [(0, 14), (16, 36)]
+    outputs = llm.generate([documents + "Who went?", documents + "N/A"], **GREEDY)
+    specs = {"query_spec": (places, 38, 42, 46), "na_spec": (places, 38, 38, 40)}
+    found = llm.analyze(specs)
+
+    def received(output: Any, first: int, last: int, layers: list[int]) -> np.ndarray:
+        weights = attended(reference, list(output.prompt_token_ids))
+        made: np.ndarray = weights[layers, first : last + 1].sum((0, 2)).mean(0)
+        return made
+
+    def scores(layers: list[int], calibrated: bool = True) -> list[float]:
+        c = received(outputs[0], 38, 46, layers)[:38].copy()
+        if calibrated:
+            c -= received(outputs[1], 38, 40, layers)[:38]
+        parts = [torch.from_numpy(c[first : last + 1]) for first, last in places]
+        return [float(p[p >= p.mean() - 2 * p.std()].sum()) for p in parts]
+
+    np.testing.assert_allclose(found["scores"], scores([0, 2]), atol=1e-5)
+    for twin in (scores([1, 2]), scores([0, 2], calibrated=False)):
+        assert np.abs(np.array(found["scores"]) - twin).max() > 1e-3
+    assert found["ranking"] == np.argsort(-np.array(found["scores"])).tolist()
+    for wrong, named in (
+        ({"query_spec": specs["query_spec"]}, "na_spec"),
+        ({**specs, "na_spec": (places, 38, 41, 40)}, "after_instruction"),
+        ({**specs, "na_spec": (places[:1], 38, 38, 40)}, "documents"),
+    ):
+        with pytest.raises(ValueError, match=named):
+            llm.analyze(wrong)
+    llm.generate(["I"], cleanup=False, **GREEDY)
+    with pytest.raises(ValueError, match="3 were read"):
+        llm.analyze(specs)
+    shut_down(llm.llm)
+
+
+def test_mia_has_probes(model: Path, reference: Any, tmp_path: Path) -> None:
+    """q and k, as the points are; what is asked without the hook has none."""
+    path = config(
+        tmp_path, params={"important_heads": [[2, 3]]}, hookq={"hookq_mode": "last_token"}
+    )
+    llm = MiaLLM(str(model), "capture_qk", config_file=path, **ENGINE)
+    for output in llm.generate(PROMPTS, **GREEDY):
+        ids = list(output.prompt_token_ids or ())
+        (name, rows), *rest = output.probes["qk"].items()
+        assert (name, rest) == ("model.layers.2", [])
+        assert rows["q"].shape == (1, 4, 32) and rows["k"].shape == (len(ids), 2, 32)
+        keys = rows["k"].repeat_interleave(2, dim=1)
+        weights = (torch.einsum("qhd,khd->hk", rows["q"], keys) / 32**0.5).softmax(-1)
+        want = attended(reference, ids)
+        assert np.abs(weights.numpy() - want[2, -1]).max() <= 1e-4
+        assert len(ids) == 1 or np.abs(weights.numpy() - want[1, -1]).max() >= 0.01
+    (output,) = llm.generate(["I"], use_hook=False, **GREEDY)
+    assert output.probes == {}
+    with pytest.raises(ValueError, match="q and k have no analyzer"):
+        llm.analyze()
+    with pytest.raises(ValueError, match="save_to_disk"):
+        llm.generate(["I"], save_to_disk=True)
+    shut_down(llm.llm)
+
+
+def test_mia_writes(model: Path, reference: Any, tmp_path: Path) -> None:
+    """What is on disk, by run and number of the prompt, is what is in memory."""
+    path = config(tmp_path, hidden_states={"layers": [2, 4], "mode": "all_tokens"})
+    llm = MiaLLM(
+        str(model), "capture_hs", "hidden_states", path, hook_dir=tmp_path / "out", **ENGINE
+    )
+    inline = llm.generate(PROMPTS, **GREEDY)
+    read = llm.analyze({"reduce": "norm"})["hidden_states"]
+    stored = llm.generate(PROMPTS, save_to_disk=True, run_id="first", **GREEDY)
+    assert [output.probes["request_id"] for output in stored] == ["0", "1"]
+    captures = reader.open(str(tmp_path / "out"))
+    for i, (one, other) in enumerate(zip(inline, stored, strict=True)):
+        want = streams(reference, fed(one), Call())
+        length = len(one.prompt_token_ids or ())
+        assert other.probes["run_id"] == "first"
+        assert all((tmp_path / "out" / name).is_file() for name in other.probes["paths"])
+        for layer in (1, 3):
+            rows = one.probes["hidden_states"][f"model.layers.{layer}"]
+            assert relative(rows, want["post_block", layer][:length].float()) <= READ_TOLERANCE
+            on_disk = captures.find(str(i), tag="first").rows("post_block", layer).values
+            assert torch.equal(on_disk, rows) and on_disk.shape == (length, models.HIDDEN)
+    again = llm.analyze({"reduce": "norm"})["hidden_states"]  # of what is on disk
+    assert all(torch.equal(again[i][name], read[i][name]) for i in (0, 1) for name in read[i])
+    with pytest.raises(ValueError, match="first/0 exists already"):
+        llm.generate(["I"], save_to_disk=True, run_id="first", **GREEDY)
+    with pytest.raises(ValueError, match="run_id"):
+        llm.generate(["I"], run_id="first", **GREEDY)
+    shut_down(llm.llm)
+
+
 class _Evil:
     def __reduce__(self) -> Any:
         return print, ("unpickled",)
 
 
 def test_what_hook_refuses(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    for name in ("probe_hook_qk", "attn_tracker", "core_reranker"):
-        with pytest.raises(NotImplementedError, match="attention"):
-            HookLLM("none", analyzer_name=name)
-    with pytest.raises(NotImplementedError, match="important_heads"):
-        HookLLM("none", config_file=config(tmp_path, params={"important_heads": [[1, 2]]}))
-    with pytest.raises(ValueError, match="worker_name"):
-        HookLLM("none", "other")
+    for worker, analyzer in (
+        (None, "attn_tracker"), (hook_llm.PROBE, "core_reranker"), (hook_llm.QK, "hidden_states")
+    ):  # fmt: skip
+        with pytest.raises(ValueError, match=rf"analyzer_name: '{analyzer}' is not of"):
+            HookLLM("none", worker, analyzer)
+    for of in (HookLLM, MiaLLM):
+        with pytest.raises(ValueError, match="worker_name"):
+            of("none", "other")
+    with pytest.raises(ValueError, match="hook_dir"):
+        MiaLLM("none", "steer", hook_dir=tmp_path)
+    for sections, named in (
+        ({"params": {"important_heads": [[1, 2, 3]]}}, "important_heads"),
+        ({"params": {"important_heads": []}}, "important_heads"),
+        ({"hookq": {"hookq_mode": "first"}}, "hookq_mode"),
+        ({"hookq": {"hookq_mode": "last_token"}}, "all_tokens"),
+    ):
+        with pytest.raises(ValueError, match=named):
+            HookLLM("none", hook_llm.QK, "core_reranker", config(tmp_path, **sections))
     torch.save({"dir": _Evil()}, tmp_path / "evil.pt")
     with pytest.raises(ValueError, match="vector_path"):
         read_vector(tmp_path / "evil.pt")

@@ -14,6 +14,10 @@ linear_probe.py logistic regression
 metrics.py      what steering changes, as a number
 sweeps.py       layers x scales
 patching.py     points x layers x positions: activation patching, causal tracing
+attention.py    captured attention, for analyzers: docs/analyzers.md
+tracker.py      does the last token look at the instruction, or elsewhere?
+reranker.py     which document does a query look at?
+linking.py      which items does a head look at?
 training.py     all of it: from pairs to a checked vector
 fitting.py, choice.py, evidence.py, persona.py, report.py, picture.py    its steps
 captures.py     saves a vector straight from captures

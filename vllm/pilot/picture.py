@@ -101,6 +101,32 @@ def place_map(
     axes.figure.colorbar(image, ax=axes, label=label)
 
 
+def head_map(
+    axes: Any,
+    values: np.ndarray,
+    layers: Sequence[int],
+    label: str,
+    chosen: Sequence[tuple[int, int]] = (),
+) -> None:
+    """Draw layers x heads, from 0 to 1.
+
+    Args:
+        values: [layers, heads]; NaN is left white.
+        chosen: layers and heads that get a frame.
+    """
+    from matplotlib.patches import Rectangle
+
+    image = axes.imshow(values, cmap="Purples", vmin=0, vmax=1, aspect="auto", origin="lower")
+    axes.set_xticks(range(values.shape[1]))
+    axes.set_yticks(range(len(layers)), [str(layer) for layer in layers])
+    axes.set_xlabel("head")
+    axes.set_ylabel("layer")
+    for layer, head in chosen:
+        corner = (head - 0.5, layers.index(layer) - 0.5)
+        axes.add_patch(Rectangle(corner, 1, 1, fill=False, linewidth=2.5, edgecolor="black"))
+    axes.figure.colorbar(image, ax=axes, label=label)
+
+
 def curve(
     axes: Any,
     scales: Sequence[float],
@@ -135,3 +161,14 @@ def bars(axes: Any, layers: Sequence[int], values: Sequence[float], label: str) 
     axes.bar(layers, values, color="tab:blue")
     axes.set_xlabel("layer")
     axes.set_ylabel(label)
+
+
+def named_bars(
+    axes: Any, names: Sequence[str], values: np.ndarray, label: str, chosen: Sequence[int] = ()
+) -> None:
+    """Draw one number for each name, from above; those whose numbers are `chosen` are darker."""
+    colours = ["tab:blue" if i in chosen else "lightsteelblue" for i in range(len(names))]
+    axes.barh(range(len(names)), values, color=colours)
+    axes.set_yticks(range(len(names)), names, fontsize=8)
+    axes.invert_yaxis()
+    axes.set_xlabel(label)

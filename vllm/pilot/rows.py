@@ -168,3 +168,24 @@ def _common(ours: Encoded, others: Encoded) -> tuple[Encoded, Encoded]:
     same = next((i for i, (a, b) in pairs if a != b), min(len(ours.ids), len(others.ids)))
     made = [Encoded(e.ids, min(max(same, e.start), len(e.ids) - 1)) for e in (ours, others)]
     return made[0], made[1]
+
+
+def reduce_rows(values: torch.Tensor, how: str = "none") -> torch.Tensor:
+    """Return the rows of a site, or what is made of them.
+
+    Args:
+        values: [n, hidden], as `CapturedRows.values`.
+        how: "none" for all of them; "mean" for the mean row, [hidden] in their dtype; "norm" for
+            the length of each, float32 [n].
+
+    Raises:
+        ValueError: another word.
+    """
+    match how:
+        case "none":
+            return values
+        case "mean":
+            return values.float().mean(dim=0).to(values.dtype)
+        case "norm":
+            return values.float().norm(dim=-1)
+    raise ValueError(f"reduce: must be 'none', 'mean' or 'norm', got {how!r}")
