@@ -46,9 +46,7 @@ def digest(rows: Any, scale: float = 1.0, field: str = "vectors") -> str:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("field", ["vectors", "prefill_vectors", "decode_vectors"])
-def test_packed_vectors_are_those_that_were_written(
-    tmp_path: Path, dtype: str, field: str
-) -> None:
+def test_packed_vectors_are_those_that_were_written(tmp_path: Path, dtype: str, field: str) -> None:
     rounded = torch.from_numpy(ROWS).to(getattr(torch, dtype)).double()
     for scale, more in ((1.0, {}), (1.0, {"scales": None}), (-0.5, {"scales": [-0.5, -0.5]})):
         module = {field: {"post_block": packed(dtype, **more)}, "clamps": None}
@@ -63,7 +61,9 @@ def test_lists_are_those_that_were_written(tmp_path: Path) -> None:
     listed = {str(n): row for n, row in zip(LAYERS, ROWS.tolist(), strict=True)}
     scaled = {n: {"vector": row, "scale": 2.0} for n, row in listed.items()}
     rows = torch.from_numpy(ROWS)
-    assert load(written(tmp_path, {"vectors": {"post_block": listed}}), SHAPE).digest == digest(rows)
+    assert load(written(tmp_path, {"vectors": {"post_block": listed}}), SHAPE).digest == digest(
+        rows
+    )
     assert load(written(tmp_path, {"post_block": listed}), SHAPE).digest == digest(rows)
     assert load(written(tmp_path, {"post_block": scaled}), SHAPE).digest == digest(rows, 2.0)
 
