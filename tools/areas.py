@@ -69,6 +69,7 @@ AREAS = (
             "vllm/v1/capture/table.py",
             "vllm/v1/steering/files.py",
             "vllm/v1/steering/gguf.py",
+            "vllm/v1/steering/json_modules.py",
             "vllm/v1/steering/op_files.py",
             "vllm/v1/steering/unshaped.py",
         ),

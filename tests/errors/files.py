@@ -105,7 +105,7 @@ FILES = [
         path("source.pre_attn", allowed="['post_block']"),
         do=lambda: steering(config_of(**ONLY_POST_BLOCK)).register_module("calm", {"ops": OPS}),
     ),
-    Case({"allowed": ".safetensors, .gguf, .npz"}, do=loading("m.bin", b"")),
+    Case({"allowed": ".safetensors, .gguf, .npz, .json"}, do=loading("m.bin", b"")),
     Case({}, do=folder),
     Case({"given": "2000000"}, do=loading("m.npz", bytes(2_000_000))),
     Case({"format": ".npz", "given": "File is not a zip file"}, do=loading("m.npz", b"PK")),

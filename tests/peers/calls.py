@@ -7,6 +7,7 @@ The formulas are written from the tools' documentation, in float64, and share no
 
 from __future__ import annotations
 
+import base64
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -117,6 +118,19 @@ PREFILL_ONLY = Call(
     },
 )
 TOKEN = PROMPT[3]
+FILED = {
+    "vectors": {
+        "post_block": {
+            "dtype": "float64",
+            "shape": [1, len(V)],
+            "layer_indices": [LAYER],
+            "data": base64.b64encode(V.double().numpy().tobytes()).decode(),
+            "scales": [0.5],
+        }
+    },
+    "decode_vectors": {"post_block": {"2": {"vector": V.tolist(), "scale": -1.0}}},
+}
+"""A JSON file of RhizoNymph/vllm's."""
 
 CALLS: dict[tuple[str, str], list[Call]] = {
     ("vLLM-Lens", "`output_residual_stream: [15]`"): [Call(layers=[LAYER])],
@@ -224,6 +238,12 @@ CALLS: dict[tuple[str, str], list[Call]] = {
         Call(
             {"steering": [op("replace", positions=[4], values=ROW[None])]},
             {LAYER: lambda rows: only(rows, [4], lambda r: ROW.double().expand_as(r))},
+        )
+    ],
+    ("RhizoNymph/vllm", "`--steering-modules name=x.json`"): [
+        Call(
+            {"steering_modules": ["filed"]},
+            {LAYER: add(0.5), 2: lambda rows: only(rows, AFTER, add(-1.0))},
         )
     ],
     ("EasySteer", "`algorithm: direct`, `scale`, `layers`"): [

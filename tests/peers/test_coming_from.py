@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
@@ -14,7 +15,7 @@ from tests import ROOT
 from tests.conformance import models
 from tests.conformance.engine import make_llm, shut_down
 from tests.conformance.runner import LEAST_MOVE, READ_TOLERANCE, WRITE_TOLERANCE
-from tests.peers.calls import CALLS, GENERATED, LAYER, PROMPT, Call, V
+from tests.peers.calls import CALLS, FILED, GENERATED, LAYER, PROMPT, Call, V
 from tests.support.serving import relative
 from vllm import LLM, SamplingParams
 from vllm.config.steering import FAMILIES
@@ -48,7 +49,7 @@ def test_each_line_that_says_exact_is_run() -> None:
 
 
 @pytest.fixture(scope="module")
-def pair(tiny_models: TinyModels) -> Iterator[Pair]:
+def pair(tiny_models: TinyModels, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
     path = tiny_models.path("llama")
     llm = make_llm(
         path,
@@ -58,6 +59,9 @@ def pair(tiny_models: TinyModels) -> Iterator[Pair]:
         enable_prefix_caching=False,
     )
     llm.steering.register_module("happy", {"post_block": {LAYER: V}})
+    file = tmp_path_factory.mktemp("modules") / "filed.json"
+    file.write_text(json.dumps(FILED))
+    llm.steering.register_module("filed", str(file))
     yield llm, models.load(tiny_models.row("llama"), path).double()
     shut_down(llm)
 

@@ -340,7 +340,7 @@ IN_GGUF: list[tuple[str, Any, str]] = [
     ("direction.1", INTS.numpy(), "direction.1 is of type I32; F32 and F16 are read"),
 ]
 WHOLE: list[tuple[str, bytes, str]] = [
-    ("m.bin", b"", "FILE: is not a module: .safetensors, .gguf, .npz are read"),
+    ("m.bin", b"", "FILE: is not a module: .safetensors, .gguf, .npz, .json are read"),
     ("m", b"", "FILE: is not a module"),
     ("m.pt", pickle.dumps(Exploding()), "FILE: is not a module"),
     ("m.safetensors", b"", "FILE: cannot be read as .safetensors: "),

@@ -2,7 +2,7 @@
 """Reads modules from files, and writes them.
 
 Files are safetensors and npz with a vector for each `{tier}.{point}.{layer}`, safetensors with
-operations too, and GGUF control vectors as llama.cpp and repeng write them. Nothing is ever
+operations too, GGUF control vectors as llama.cpp and repeng write them, and JSON. Nothing is ever
 unpickled.
 """
 
@@ -28,10 +28,12 @@ from vllm.v1.interventions.plan import TIERS, Site, TapShape
 from vllm.v1.interventions.sites import need_layers, need_point, need_steered_points
 from vllm.v1.interventions.vectors import Vectors, need_vector
 from vllm.v1.steering.gguf import read_gguf, write_gguf
+from vllm.v1.steering.json_modules import read_json_module, without_repeats
 from vllm.v1.steering.modules import (
     Module,
     make_module,
     need_module_name,
+    parse_module,
     parse_module_args,
     parse_module_ops,
 )
@@ -49,6 +51,10 @@ OPS_VERSION = "2"
 
 _HEADERS = 1 << 20
 """How many bytes a file may have beside its vectors."""
+
+_JSON = ".json"
+_DIGITS = 3
+"""How many times longer a float64 may be when it is written out, with what is between two."""
 
 _DTYPES = {
     "F64": torch.float64,
@@ -79,7 +85,7 @@ the tier and site that the name means."""
 
 
 def load(path: str | Path, shape: TapShape, config: SteeringConfig = ANY_FAMILY) -> Module:
-    """Read the module in a file, by its suffix: .safetensors, .gguf or .npz.
+    """Read the module in a file, by its suffix: .safetensors, .gguf, .npz or .json.
 
     In a GGUF file, `direction.{i}` is added to the output of block i, counted from 0: the base
     tier's `post_block` of layer i.
@@ -95,23 +101,26 @@ def load(path: str | Path, shape: TapShape, config: SteeringConfig = ANY_FAMILY)
     """
     file, suffix = str(path), Path(path).suffix.lower()
     found = _need_file(path)
-    if found.st_size > _most_bytes(shape):
-        reject(
-            file,
-            f"has {found.st_size} bytes, a module of this model has at most {_most_bytes(shape)}",
-        )
-    read, site_of = _READERS[suffix]
+    most = _most_bytes(shape) * (_DIGITS if suffix == _JSON else 1)
+    if found.st_size > most:
+        reject(file, f"has {found.st_size} bytes, a module of this model has at most {most}")
     try:
-        content = read(Path(path), shape)
+        if suffix == _JSON:
+            fields = read_json_module(Path(path).read_bytes())
+        else:
+            read, site_of = _READERS[suffix]
+            content = read(Path(path), shape)
     except Exception as error:  # whatever a library makes of bytes that may be anything
         reject(file, f"cannot be read as {suffix}: {str(error)[:200]}")
+    if suffix == _JSON:
+        return parse_module(fields, file, shape, config)
     return _module(content, site_of, file, shape, config)
 
 
 def _need_file(path: str | Path) -> os.stat_result:
     """Find out of which size a file is, once it is known to be one that is read."""
-    if Path(path).suffix.lower() not in _READERS:
-        reject(str(path), f"is not a module: {', '.join(_READERS)} are read")
+    if Path(path).suffix.lower() not in (*_READERS, _JSON):
+        reject(str(path), f"is not a module: {', '.join((*_READERS, _JSON))} are read")
     found = os.stat(path)
     if not stat.S_ISREG(found.st_mode):
         reject(str(path), "is not a regular file")
@@ -261,7 +270,7 @@ def _safetensors(data: bytes, shape: TapShape) -> Content:
     """Return the tensors of a safetensors file, whose metadata, if any, must fit this model."""
     tensors = safetensors.deserialize(data)
     text = data[8 : 8 + int.from_bytes(data[:8], "little")]
-    header = json.loads(text, object_pairs_hook=_without_repeats)
+    header = json.loads(text, object_pairs_hook=without_repeats)
     metadata = header.get("__metadata__", {})
     version = metadata.get("steering_format", FORMAT_VERSION)
     if version not in (FORMAT_VERSION, OPS_VERSION):
@@ -273,15 +282,6 @@ def _safetensors(data: bytes, shape: TapShape) -> Content:
     named = {name: _tensor(name, tensor) for name, tensor in tensors}
     ops = joined_ops(metadata["ops"], named) if version == OPS_VERSION else []
     return Content(dict(named), ops)
-
-
-def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """A JSON object; the library takes the last of several members of one name, without a word."""
-    members = dict(pairs)
-    if len(members) < len(pairs):
-        repeated = next(name for i, (name, _) in enumerate(pairs) if name in dict(pairs[:i]))
-        raise ValueError(f"it has {show_key(repeated)} twice")
-    return members
 
 
 def _tensor(name: str, tensor: dict[str, Any]) -> torch.Tensor:
