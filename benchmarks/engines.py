@@ -54,12 +54,14 @@ class Asks:
         distinct: contents among the requests that steer (all points of all layers); 0: none steers.
         capture: layers whose `post_block` is captured, "middle" or "all"; "": none captures.
         positions: of the capture.
+        rule: whether each has one rule at the middle layer, the same, that never fires.
         every: one request of so many asks for this, the others are bystanders.
         modules: what the names of the modules that steer begin with.
     """
 
     distinct: int = 0
     capture: str = ""
+    rule: bool = False
     positions: str = "all_generated"
     every: int = 1
     modules: str = "module"

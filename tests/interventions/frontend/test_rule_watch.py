@@ -135,7 +135,8 @@ def test_scores_that_are_no_numbers_never_fire() -> None:
 
 
 def test_rules_at_one_place_over_the_same_positions_share_a_stream() -> None:
-    rules = [{}, {"threshold": 1}, {"probe": [1.0, 0.0, 0.0, 0.0]}, {"layer": 0}, {"over": "all"}]
+    rules: list[dict[str, Any]] = [{}, {"threshold": 1}, {"probe": [1.0, 0.0, 0.0, 0.0]}]
+    rules += [{"layer": 0}, {"over": "all"}]
     plan = plan_for(*rules)
     assert [(r.stream, r.column) for r in plan.rules][:3] == [(0, 0), (0, 1), (0, 2)]
     # The last two have the same matrix.

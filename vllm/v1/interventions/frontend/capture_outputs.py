@@ -270,7 +270,7 @@ class CaptureOutputs:
         self._counts = state.stats is not None
         state.capture = capture = CompletionCapture(self, request, plan, hold)
         if capture.waits:
-            hold.captures[state.request_index] = capture
+            hold.waits[state.request_index] = lambda: capture.waits
             self._open[request.request_id] = capture
             self.link.opened()
             state.queue = hold  # type: ignore[assignment]

@@ -2,12 +2,9 @@
 """Keeps a request's last outputs back until the captures that end in them are complete."""
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from vllm.outputs import RequestOutput
-
-if TYPE_CHECKING:
-    from vllm.v1.interventions.frontend.capture_outputs import CompletionCapture
 
 Deliver = Callable[[Any], None]
 """Takes a `RequestOutput`, or an exception that ends the request."""
@@ -24,8 +21,8 @@ class OutputHold:
     def __init__(self, deliver: Deliver) -> None:
         self._deliver = deliver
         self._held: list[RequestOutput] = []
-        self.captures: dict[int, CompletionCapture] = {}
-        """Index of the completion -> its capture."""
+        self.waits: dict[int, Callable[[], bool]] = {}
+        """Index of the completion -> whether results of its capture are still to come."""
 
     def put(self, output: Any) -> None:
         """Take an output, to be delivered in its time; an exception is delivered at once."""
@@ -39,8 +36,8 @@ class OutputHold:
         """Deliver what is complete; the request's last output after all others."""
         waiting: list[RequestOutput] = []
         for output in self._held:
-            ended = [self.captures[c.index] for c in output.outputs if c.finished()]
-            if any(capture.waits for capture in ended) or (output.finished and waiting):
+            ended = [self.waits[c.index] for c in output.outputs if c.finished()]
+            if any(waits() for waits in ended) or (output.finished and waiting):
                 waiting.append(output)
             else:
                 self._deliver(output)
