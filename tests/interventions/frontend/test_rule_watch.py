@@ -152,6 +152,7 @@ def test_the_watch_of_a_request_that_is_gone_gets_nothing() -> None:
     rows = chunk(plan, {"a": [5, 6]}, np.ones((1, 20)))
     watches.add([rows])
     assert watch is not None and watch.results(99)["r0"].rows == 2
+    assert watches.fired == {"flag": 1}
     del watch
     watches.add([rows])
     asked = plan_of(capture={"inline": {"hooks": {"post_block": [1]}}})

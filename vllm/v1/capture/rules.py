@@ -3,6 +3,8 @@
 
 from dataclasses import dataclass
 
+RULES_DO = ("flag", "stop")
+"""What a rule may do where it fires."""
 RULE = "rule:"
 """What stands before a rule's name where it is the reason why an answer stopped."""
 

@@ -263,11 +263,11 @@ class CaptureOutputs:
             external_id=parent.external_req_id if parent is not None else state.external_req_id,
         )
         request.plan = Plan(request.plan.steering, plan)
+        self._counts = state.stats is not None
         state.rules = self.rules.open(request.request_id, plan, state.prompt_len)
         if not plan.consumers:
             return
         hold = self._hold(state)
-        self._counts = state.stats is not None
         state.capture = capture = CompletionCapture(self, request, plan, hold)
         if capture.waits:
             hold.waits[state.request_index] = lambda: capture.waits
@@ -339,6 +339,7 @@ class CaptureOutputs:
         self.inbox.step()
         if stats is not None:
             stats.capture.results += self.finished.results
+            stats.capture.rules += self.rules.fired
             stats.capture.pending = Counter(
                 name
                 for capture in self._open.values()
@@ -347,6 +348,7 @@ class CaptureOutputs:
             )
         if stats is not None or not self._counts:
             self.finished = CaptureStats()
+            self.rules.fired.clear()
         ready, self._ready = self._ready, []
         return ready
 

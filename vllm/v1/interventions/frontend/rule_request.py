@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import msgspec
 import numpy as np
 
+from vllm.v1.capture.rules import RULES_DO
 from vllm.v1.interventions.errors import need_mapping, reject, show, show_key
 from vllm.v1.interventions.frontend.capture_streams import Streams
 from vllm.v1.interventions.frontend.module_catalog import ModuleCatalog
@@ -86,7 +87,7 @@ def _rule(
     if len(layers) > 1:
         reject(f"{path}.layer", "names several layers; give a rule for each")
     then = plain(entry.get("then", "flag"))
-    if then not in ("flag", "stop"):
+    if then not in RULES_DO:
         reject(f"{path}.then", f"must be 'flag' or 'stop', got {show(then)}")
     below = plain(entry.get("below", False))
     if not isinstance(below, bool):

@@ -8,6 +8,7 @@ token by its position, however many tokens came in the step and whatever the eng
 
 from array import array
 from bisect import bisect_left
+from collections import Counter
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 from weakref import WeakValueDictionary
@@ -70,9 +71,11 @@ class RuleWatch:
     Args:
         plan: of its capture.
         num_prompt_tokens: of its prompt.
+        fired: counts the rules that fired, by what they do, when it has ended.
     """
 
-    def __init__(self, plan: CapturePlan, num_prompt_tokens: int) -> None:
+    def __init__(self, plan: CapturePlan, num_prompt_tokens: int, fired: Counter[str]) -> None:
+        self._fired = fired
         sites = [plan.streams[rule.stream].sites for rule in plan.rules]
         self._judges = [
             _Judge(rule, of_stream.index(rule.site))
@@ -125,7 +128,13 @@ class RuleWatch:
         """
         # The last token has no row, unless that row ended the answer.
         stop = num_tokens - 1 if self._stop is None else self._stop[0] + 1
-        return {judge.rule.name: judge.result(stop) for judge in self._judges}
+        results = {judge.rule.name: judge.result(stop) for judge in self._judges}
+        self._fired.update(
+            "stop" if judge.rule.stops else "flag"
+            for judge in self._judges
+            if results[judge.rule.name].fired
+        )
+        return results
 
 
 class RuleWatches:
@@ -133,13 +142,15 @@ class RuleWatches:
 
     def __init__(self) -> None:
         self._watches: WeakValueDictionary[str, RuleWatch] = WeakValueDictionary()
+        self.fired: Counter[str] = Counter()
+        """In how many completions a rule fired, by what it does, since that was last taken."""
 
     def open(self, request_id: str, plan: CapturePlan, num_prompt_tokens: int) -> RuleWatch | None:
         """Make the watch of a completion, which gets its rows while it is in use; None without
         rules."""
         if not plan.rules:
             return None
-        watch = self._watches[request_id] = RuleWatch(plan, num_prompt_tokens)
+        watch = self._watches[request_id] = RuleWatch(plan, num_prompt_tokens, self.fired)
         return watch
 
     def add(self, chunks: Iterable[CapturedChunk]) -> None:
