@@ -18,7 +18,7 @@ pytestmark = pytest.mark.full
 
 PROBE = vector(5, norm=1.0).numpy()
 LENGTH = 24
-ROWS = {"inline": {"hooks": {"post_block": [LAYER]}, "positions": "all", "project": [PROBE]}}
+ROWS = {"inline": {"hooks": {"post_block": [LAYER]}, "positions": "all", "project": PROBE[None]}}
 
 
 def rule(**fields: Any) -> dict[str, Any]:

@@ -182,7 +182,9 @@ def test_answers_end_with_the_token_whose_row_fired(llm: LLM) -> None:
             early = ends
     assert all(a <= b for a, b in zip(early, ends, strict=True))
     assert sum(a < b for a, b in zip(early, ends, strict=True)) >= 3, "thresholds changed nothing"
-    assert not serving.scheduler_of(llm).running
+    scheduler = serving.scheduler_of(llm)
+    assert not scheduler.running
+    assert scheduler.interventions.projections.in_use == 0, "answers that ended early hold probes"
 
 
 def test_several_rules_beside_captures_and_steering(llm: LLM) -> None:
