@@ -108,6 +108,10 @@ class Served:
         if asks.distinct:
             number = index // asks.every % asks.distinct
             fields["steering_modules"] = [f"{asks.modules}-{number}"]
+        if asks.rule:
+            probe = [1.0] * self._hidden
+            rule = {"name": "never", "point": "post_block", "probe": probe, "threshold": 1e30}
+            fields["rules"] = [{**rule, "layer": self._layers // 2, "then": "stop"}]
         if asks.capture:
             fields["capture"] = {"inline": self._inline(asks, index)}
         return fields

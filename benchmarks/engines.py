@@ -56,12 +56,14 @@ class Asks:
             of all layers, the "mass" of two key ranges, each request's own, of all heads, or of "a
             few" (4 heads of 6 layers); "": none captures.
         positions: of the capture.
+        rule: whether each has one rule at the middle layer, the same, that never fires.
         every: one request of so many asks for this, the others are bystanders.
         modules: what the names of the modules that steer begin with.
     """
 
     distinct: int = 0
     capture: str = ""
+    rule: bool = False
     positions: str = "all_generated"
     every: int = 1
     modules: str = "module"

@@ -4,6 +4,8 @@
     python -m benchmarks.tpot --model CONFIG_DIR [--stock DIR] [--batch 1 32 256] [--json FILE]
         [--processes] [--settle SECONDS] [--landing-gib GIB]
 
+"rule": every request has one, which scores each generated token and never fires.
+
 TPOT = (t(8 + n tokens) - t(8 tokens)) / n, n of --tokens; of a batch that is sent at once. Engines
 stay loaded and rounds go around the cases, forth and back, so that drift of the machine hits all
 alike. "stock" is upstream's own tree, "off" this build with nothing enabled. Five engines share the
@@ -73,6 +75,7 @@ CASES = {
     ONE_CONTENT: Case("steering", Asks(distinct=1), least=2),
     "capture 1 layer": Case("capture", Asks(capture="middle")),
     "capture all layers": Case("capture", Asks(capture="all")),
+    "rule": Case("capture", Asks(rule=True)),
     "steer, all taps": Case("both", own=True),
     "capture 1 layer, all taps": Case("both", Asks(capture="middle")),
     "capture all layers, all taps": Case("both", Asks(capture="all")),

@@ -217,6 +217,18 @@ COSTLY: dict[str, dict[str, Any]] = {
     "steering": {"steering": ablations(8)},
     INHERIT: {INHERIT: False, "n": 16_000, "num_prompts": 1000},
     "capture": capture([0] * 20_000),
+    "rules": {
+        "rules": [
+            {
+                "name": "r",
+                "point": "pre_attn",
+                "layer": 0,
+                "probe": VECTOR,
+                "threshold": 0,
+                "over": [0] * 20_000,
+            }
+        ]
+    },
 }
 """A body for each field of a request that makes the server work."""
 

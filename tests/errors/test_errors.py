@@ -28,6 +28,7 @@ from tests.errors.http import HTTP
 from tests.errors.lens import LENS
 from tests.errors.page import MESSAGES, PATTERNS
 from tests.errors.project import PROJECT
+from tests.errors.rules import RULES
 from tests.errors.steering import STEERING
 from tests.errors.sweeps import SWEEPS
 from tests.errors.toolkit import TOOLKIT
@@ -568,7 +569,7 @@ OTHERS = [
 
 
 CASES = REQUESTS + OTHERS + STEERING + FILES + CONSUMERS + PROJECT + FILESYSTEM + LENS + TOOLKIT
-CASES += DATASETS + SWEEPS + EASYSTEER + ANALYZERS
+CASES += DATASETS + SWEEPS + EASYSTEER + ANALYZERS + RULES
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: str(case.says)[:70])

@@ -22,7 +22,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from tests.conformance import reference as ref
-from tests.gpu import capture, steering, workload
+from tests.gpu import capture, rules, steering, workload
 from tests.gpu.model import HIDDEN, LAYERS, POINTS, VOCAB, prompts
 
 LLAMA = ref.Adapter(blocks="model.layers", branch=("self_attn",))
@@ -267,6 +267,7 @@ def main() -> None:
         "positions": lambda: steering.positions(mode, prompts(9, seed=8), HIDDEN),
         "zero sum": mode.zero_sum,
         "projections": lambda: capture.projections(mode, prompts(9, seed=10), HIDDEN),
+        "rules": lambda: rules.rules(mode, prompts(9, seed=18), HIDDEN),
         "forms": lambda: workload.forms(mode, prompts(9, seed=11)),
         "prefix cache": lambda: workload.prefix_cache(mode, prompts(9, seed=12)),
         "tiers under way": lambda: workload.tiers_under_way(mode, prompts(9, seed=13)),

@@ -63,6 +63,7 @@ def iteration(pending: Counter[str] | None = None) -> IterationStats:
     stats = IterationStats()
     stats.capture.add(RESULTS)
     stats.capture.pending = pending
+    stats.capture.rules["stop"] += 3
     return stats
 
 
@@ -103,6 +104,8 @@ def test_prometheus(config: VllmConfig) -> None:
         assert values[f"{name}_bucket", engine, "logging", "0.03"] == times
         assert values[f"{name}_bucket", engine, "logging", "3.0"] == times
         assert values[f"{name}_bucket", engine, "logging", "10.0"] == times * 2
+        assert read("vllm:rule_fired_total")["vllm:rule_fired_total", engine, "stop"] == times * 3
+        assert read("vllm:rule_fired_total")["vllm:rule_fired_total", engine, "flag"] == 0
     # Of the frontend: what came with one engine's outputs, another one's bring up to date.
     assert values["vllm:capture_pending", "0", "logging"] == 4
     assert values["vllm:capture_pending", "0", "inline"] == 0
@@ -128,7 +131,7 @@ def test_without_steering_and_capture(tiny_models: TinyModels) -> None:
     prometheus = PrometheusStatLogger(plain.create_engine_config(), [0])
     prometheus.record(SchedulerStats(steering=SteeringStats(0, 0, 0)), IterationStats())
     names = {metric.name for metric in REGISTRY.collect()}
-    assert not [n for n in names if n.startswith(("vllm:capture", "vllm:steering"))]
+    assert not [n for n in names if n.startswith(("vllm:capture", "vllm:steering", "vllm:rule"))]
     assert "vllm:generation_tokens" in names
 
 

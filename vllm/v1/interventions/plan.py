@@ -24,7 +24,7 @@ VECTOR_FIELDS = ("steering_vectors", "prefill_steering_vectors", "decode_steerin
 
 STEERING_FIELDS = (*VECTOR_FIELDS, "steering_modules", "steering")
 INHERIT = "steering_inherit_global"
-PLAN_FIELDS = (*STEERING_FIELDS, INHERIT, "capture")
+PLAN_FIELDS = (*STEERING_FIELDS, INHERIT, "capture", "rules")
 """The fields of `SamplingParams` that a plan carries in their place."""
 
 UNSTEERED = ""
@@ -243,6 +243,27 @@ class Selection(msgspec.Struct, frozen=True):
     """What the consumer's class made of the fields that are its own."""
 
 
+class Rule(msgspec.Struct, frozen=True):
+    """What is decided from the scores of a request's rows: it fires at a row whose score crosses
+    `threshold`, if at least `need` of the last `of` rows do, that one included."""
+
+    name: str
+    site: Site
+    runs: list[int]
+    """The positions whose rows count, as `Selection.runs`."""
+    threshold: float
+    below: bool
+    """Whether scores cross it that are smaller; else those that are larger."""
+    need: int
+    of: int
+    stops: bool
+    """Whether the answer ends with the token of the first row at which it fires."""
+    stream: int = 0
+    """The index of the plan's stream that has the scores."""
+    column: int = 0
+    """Which row of that stream's matrix is the probe."""
+
+
 class CapturePlan(msgspec.Struct, frozen=True):
     """The union of the consumers' selections: the rows that are written on the device."""
 
@@ -258,6 +279,7 @@ class CapturePlan(msgspec.Struct, frozen=True):
     """The model's dtype."""
     projections: dict[str, bytes] = {}
     """Digest -> float32 [k, hidden], C order, native endian."""
+    rules: list[Rule] = []
     num_samples: int = 1
     sample: int = 0
     """Which of the request's completions this is."""
@@ -265,6 +287,11 @@ class CapturePlan(msgspec.Struct, frozen=True):
     """Which of the prompts that were sent with the same parameters; None if there was one."""
     external_id: str = ""
     """The request's id as its caller knows it."""
+
+    @property
+    def stops(self) -> bool:
+        """Whether a rule may end the answer, which only the frontend finds."""
+        return any(rule.stops for rule in self.rules)
 
     def row_bytes(self, consumer: str) -> int:
         """Bytes of a position's rows at all sites of a consumer."""

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from vllm.logger import init_logger
 from vllm.v1.capture.consumer import ConsumerResult
+from vllm.v1.capture.rules import RULES_DO
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -39,6 +40,8 @@ class CaptureStats:
     pending: Counter[str] | None = None
     """How many completions have ended and wait for a consumer's result, by consumer; None if that
     is not known."""
+    rules: Counter[str] = field(default_factory=Counter)
+    """In how many completions a rule fired, by what it does."""
 
     def add(self, results: Iterable[ConsumerResult]) -> None:
         """Add results that came in this iteration."""
@@ -87,7 +90,15 @@ class CaptureProm:
             multiprocess_mode="livesum",
             labelnames=names,
         )
+        # Names of rules are their clients', and any number of them.
+        self._rules = owner._counter_cls(
+            name="vllm:rule_fired",
+            documentation="Rules that fired in a completion, by what they do.",
+            labelnames=[*labelnames, "then"],
+        )
         for values in self._labels.values():
+            for then in RULES_DO:
+                self._rules.labels(*values, then)
             for consumer in self._consumers:
                 labels = [*values, consumer]
                 for metric in (self._rows, self._bytes, self._seconds):
@@ -99,6 +110,8 @@ class CaptureProm:
     def observe(self, stats: CaptureStats, engine: int) -> None:
         """Count what one iteration of an engine brought."""
         values = self._labels[engine]
+        for then, count in stats.rules.items():
+            self._rules.labels(*values, then).inc(count)
         for result in stats.results:
             labels = [*values, result.consumer]
             self._rows.labels(*labels).inc(result.rows)

@@ -16,7 +16,7 @@ from vllm.exceptions import VLLMValidationError
 from vllm.v1.interventions.errors import reject, show_key
 from vllm.v1.interventions.plan import INHERIT, PLAN_FIELDS, VECTOR_FIELDS
 
-from .packed import read_capture, read_ops, read_vectors
+from .packed import read_capture, read_ops, read_rules, read_vectors
 
 if TYPE_CHECKING:
     from vllm.sampling_params import SamplingParams
@@ -27,6 +27,7 @@ READERS: dict[str, Callable[[Any, str], Any]] = {
     "steering": read_ops,
     INHERIT: lambda value, path: value,
     "capture": read_capture,
+    "rules": read_rules,
 }
 """How a field is read from JSON, by name; the functions take the value and its path."""
 assert READERS.keys() == set(PLAN_FIELDS)
@@ -127,7 +128,10 @@ def names_modules(asked: Mapping[str, Any]) -> bool:
     """Tell whether fields name modules, which another API server may have registered."""
     if "steering_modules" in asked:
         return True
-    capture = asked.get("capture")
+    rules, capture = asked.get("rules"), asked.get("capture")
+    for rule in rules if isinstance(rules, list) else ():
+        if isinstance(rule, Mapping) and "module" in rule:
+            return True
     for each in capture.values() if isinstance(capture, Mapping) else ():
         for one in each if isinstance(each, list) else [each]:
             project = one.get("project") if isinstance(one, Mapping) else None

@@ -43,10 +43,13 @@ _INLINE = CapturedRows | AttentionRows
 
 
 def add_capture_results(choice: BaseModel, output: "CompletionOutput") -> None:
-    """Give a choice its `capture_results`; one that captured nothing stays as it is.
+    """Give a choice its `capture_results` and `rules`; one without any stays as it is.
 
-    A choice that is not finished gets new rows only, with null as status.
+    A choice that is not finished gets new rows only, with null as status, and no `rules`.
     """
+    if output.rules is not None:
+        assert choice.model_extra is not None
+        choice.model_extra["rules"] = plain(output.rules)
     if output.capture_results is None:
         return
     finished = output.finish_reason is not None

@@ -28,8 +28,9 @@ _FLOATS = {"float16": "<f2", "float32": "<f4"}
 
 _FIELDS = {
     "steering_vectors", "prefill_steering_vectors", "decode_steering_vectors", "steering_modules",
-    "steering", "steering_inherit_global", "capture", "add_special_tokens", "allowed_token_ids",
-    "bad_words", "cache_salt", "ec_transfer_params", "echo", "frequency_penalty", "ignore_eos",
+    "steering", "steering_inherit_global", "capture", "rules", "add_special_tokens",
+    "allowed_token_ids", "bad_words", "cache_salt", "ec_transfer_params", "echo",
+    "frequency_penalty", "ignore_eos",
     "include_stop_str_in_output", "kv_transfer_params", "length_penalty", "logit_bias",
     "logprob_token_ids", "logprobs", "max_tokens", "min_p", "min_tokens", "mm_payload", "model",
     "n", "presence_penalty", "priority", "prompt_logprobs", "repetition_detection",
@@ -183,6 +184,10 @@ class Choice:
     asked for of `inline[0]` and so on."""
     attention: dict[str, dict[int | None, Attention]] = field(default_factory=dict)
     """The attention of each such capture, by layer; by None with `"sum": "all"`."""
+    stop_reason: int | str | None = None
+    """The stop string, token or rule (`"rule:NAME"`) that ended it."""
+    rules: dict[str, dict[str, Any]] = field(default_factory=dict)
+    """What came of each rule, by name, once the choice has ended."""
     capture_results: dict[str, Any] = field(default_factory=dict)
     """The result of each consumer as the server sent it, {"status", "error", "payload"}, by name.
     The status is None before the last chunk of a stream."""
@@ -269,6 +274,8 @@ def joined(chunks: Sequence[Choice]) -> Choice:
     parts: dict[tuple[str, Site], list[Rows]] = {}
     for chunk in chunks:
         made.finish_reason = chunk.finish_reason or made.finish_reason
+        made.stop_reason = chunk.stop_reason if made.stop_reason is None else made.stop_reason
+        made.rules |= chunk.rules
         made.capture_results |= chunk.capture_results
         for name, layers in chunk.attention.items():
             for layer, attention in layers.items():
@@ -311,6 +318,8 @@ def _choice(raw: Mapping[str, Any]) -> Choice:
         finish_reason=raw.get("finish_reason"),
         captures={name: read_rows(result["payload"]) for name, result in inline.items()},
         attention={name: read_attention(result["payload"]) for name, result in inline.items()},
+        stop_reason=raw.get("stop_reason"),
+        rules=raw.get("rules") or {},
         capture_results=results,
     )
 

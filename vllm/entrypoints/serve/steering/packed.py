@@ -191,6 +191,18 @@ def read_op(entry: Any, path: str) -> Any:
     return read
 
 
+def read_rules(value: Any, path: str) -> Any:
+    """Read the packed probes in a list of rules; raises ValueError as `unpack`."""
+    if not isinstance(value, list):
+        return value
+    return [
+        {**rule, "probe": read_array(rule["probe"], f"{path}[{i}].probe")}
+        if isinstance(rule, Mapping) and "probe" in rule
+        else rule
+        for i, rule in enumerate(value)
+    ]
+
+
 def read_capture(value: Any, path: str) -> Any:
     """Read the packed projections in `{consumer: {...}}`; raises ValueError as `unpack`."""
     if not isinstance(value, Mapping):

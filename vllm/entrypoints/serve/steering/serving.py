@@ -100,5 +100,6 @@ def described(plan: Plan) -> str:
         said += [f"{program.digest[:12]} (operations)" for program in steering.programs]
         said = [f"steering {', '.join(said) or 'without the global tiers'}"]
     if (capture := plan.capture) is not None:
-        said.append(f"capture for {', '.join(capture.consumers)} at {len(capture.sites)} sites")
+        read = [*capture.consumers, *(f"rule {rule.name}" for rule in capture.rules)]
+        said.append(f"capture for {', '.join(read)} at {len(capture.sites)} sites")
     return "; ".join(said)

@@ -8,12 +8,16 @@ steering_request.py   the steering fields of one request
 vector_memo.py        vectors that come again are neither parsed nor hashed again
 segments.py           cuts its positions into segments in which the same acts
 capture_request.py    the `capture` field of one request
+projections.py        the matrices of `project`, and directions of modules
+rule_request.py       the `rules` field of one request
 selectors.py          what `positions` mean on a prompt
 work.py               how much work its fields are, and that it is not too much
 prompt_text.py        the prompt as text, for selectors that give a text
 module_catalog.py     what the names in `steering_modules` mean now
 global_steering.py    `llm.steering`: global tiers and named modules at run time
 capture_outputs.py    captures on their way back: one object per completion, outputs held for them
+output_hold.py        keeps last outputs until the captures that end in them are complete
+rule_watch.py         decides the rules of a completion as its rows and tokens come
 row_inbox.py          rows as they come from the engine core, for each request to read
 row_collector.py      gathers the rows of one completion for `inline`
 row_pieces.py         where rows came to lie, and what joins them when they are read

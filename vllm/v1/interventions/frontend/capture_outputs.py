@@ -9,7 +9,7 @@
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -27,8 +27,10 @@ from vllm.v1.capture.transport.selected import Selected
 from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest, FinishReason
 from vllm.v1.interventions.calls import CaptureCall, CaptureEnd
 from vllm.v1.interventions.frontend.capture_request import TOKENS, check_global
+from vllm.v1.interventions.frontend.output_hold import OutputHold
 from vllm.v1.interventions.frontend.row_collector import RowCollector
 from vllm.v1.interventions.frontend.row_inbox import RowInbox
+from vllm.v1.interventions.frontend.rule_watch import RuleWatches
 from vllm.v1.interventions.messages import CapturedChunk
 from vllm.v1.interventions.plan import CapturePlan, Plan
 from vllm.v1.metrics.capture_stats import CaptureStats
@@ -39,43 +41,6 @@ if TYPE_CHECKING:
     from vllm.v1.engine.parallel_sampling import ParentRequest
     from vllm.v1.interventions.frontend.capture_link import CaptureLink
     from vllm.v1.metrics.stats import IterationStats
-
-Deliver = Callable[[Any], None]
-"""Takes a `RequestOutput`, or an exception that ends the request."""
-
-
-class OutputHold:
-    """Holds outputs of one request back until the captures of the completions that end in them are
-    complete. It stands where the request's queue would.
-
-    Args:
-        deliver: where complete outputs go.
-    """
-
-    def __init__(self, deliver: Deliver) -> None:
-        self._deliver = deliver
-        self._held: list[RequestOutput] = []
-        self.captures: dict[int, CompletionCapture] = {}
-        """Index of the completion -> its capture."""
-
-    def put(self, output: Any) -> None:
-        """Take an output, to be delivered in its time; an exception is delivered at once."""
-        if isinstance(output, RequestOutput):
-            self._held.append(output)
-            self.release()
-        else:
-            self._deliver(output)
-
-    def release(self) -> None:
-        """Deliver what is complete; the request's last output after all others."""
-        waiting: list[RequestOutput] = []
-        for output in self._held:
-            ended = [self.captures[c.index] for c in output.outputs if c.finished()]
-            if any(capture.waits for capture in ended) or (output.finished and waiting):
-                waiting.append(output)
-            else:
-                self._deliver(output)
-        self._held = waiting
 
 
 class CompletionCapture:
@@ -267,6 +232,7 @@ class CaptureOutputs:
         self.threads = CopyThreads("capture-rows")
         frontends = config.parallel_config._api_process_count
         self.inbox = RowInbox(link, self.threads, frontends)
+        self.rules = RuleWatches()
         self._open: dict[str, CompletionCapture] = {}
         """Captures with consumers whose results are not all in, by request."""
         self._ready: list[RequestOutput] = []
@@ -285,8 +251,8 @@ class CaptureOutputs:
                 self.hosts[name] = ConsumerHost(spec, consumer, _weakly(link.post))
 
     def open(self, state: "RequestState", request: EngineCoreRequest) -> None:
-        """Give a completion that is about to start its capture, if it has one; with consumers, its
-        outputs go by way of an `OutputHold`."""
+        """Give a completion that is about to start its capture and rules, if it has some; with
+        consumers, its outputs go by way of an `OutputHold`."""
         if request.plan is None or request.plan.capture is None:
             return
         parent = state.parent_req
@@ -297,11 +263,14 @@ class CaptureOutputs:
             external_id=parent.external_req_id if parent is not None else state.external_req_id,
         )
         request.plan = Plan(request.plan.steering, plan)
-        hold = self._hold(state)
         self._counts = state.stats is not None
+        state.rules = self.rules.open(request.request_id, plan, state.prompt_len)
+        if not plan.consumers:
+            return
+        hold = self._hold(state)
         state.capture = capture = CompletionCapture(self, request, plan, hold)
         if capture.waits:
-            hold.captures[state.request_index] = capture
+            hold.waits[state.request_index] = lambda: capture.waits
             self._open[request.request_id] = capture
             self.link.opened()
             state.queue = hold  # type: ignore[assignment]
@@ -325,6 +294,7 @@ class CaptureOutputs:
         """Take rows of several requests, or results of consumers. Whether `output` is only that."""
         if output.captured:
             self.inbox.add(output.captured)
+            self.rules.add(output.captured)
             for chunk in output.captured if self.hosts else ():
                 for rows in chunk.by_owner():
                     capture = self._open.get(rows.owners[0][0])
@@ -369,6 +339,7 @@ class CaptureOutputs:
         self.inbox.step()
         if stats is not None:
             stats.capture.results += self.finished.results
+            stats.capture.rules += self.rules.fired
             stats.capture.pending = Counter(
                 name
                 for capture in self._open.values()
@@ -377,6 +348,7 @@ class CaptureOutputs:
             )
         if stats is not None or not self._counts:
             self.finished = CaptureStats()
+            self.rules.fired.clear()
         ready, self._ready = self._ready, []
         return ready
 

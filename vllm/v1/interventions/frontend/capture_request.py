@@ -2,14 +2,10 @@
 """What a request may say about capture: parsed, checked and resolved to positions."""
 
 import copy
-import hashlib
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import chain
 from typing import Any, TypeVar
-
-import numpy as np
-import torch
 
 from vllm.config.capture import (
     CAPTURE_POINTS,
@@ -17,7 +13,6 @@ from vllm.config.capture import (
     PROJECTION_ROWS,
     CaptureConfig,
 )
-from vllm.config.steering import MAX_MODULES
 from vllm.sampling_params import SamplingParams
 from vllm.v1.capture.consumer import SHARED_FIELDS, CaptureConsumer
 from vllm.v1.capture.registry import INLINE, ConsumerSpec
@@ -25,8 +20,10 @@ from vllm.v1.interventions.errors import need_mapping, reject, show, show_key
 from vllm.v1.interventions.frontend.attention_request import attention_selection
 from vllm.v1.interventions.frontend.capture_streams import Streams, union
 from vllm.v1.interventions.frontend.module_catalog import ModuleCatalog
+from vllm.v1.interventions.frontend.projections import matrices_of, matrix_digest
+from vllm.v1.interventions.frontend.rule_request import AskedRule, place_rules
 from vllm.v1.interventions.frontend.selectors import NAMED_SELECTORS, Prompt, Selector
-from vllm.v1.interventions.frontend.work import Unit, Work
+from vllm.v1.interventions.frontend.work import Work
 from vllm.v1.interventions.plan import CapturePlan, Selection, Site, TapShape
 from vllm.v1.interventions.sites import (
     need_captured_points,
@@ -35,8 +32,7 @@ from vllm.v1.interventions.sites import (
     need_point,
     site_order,
 )
-from vllm.v1.interventions.values import plain, plain_list
-from vllm.v1.interventions.vectors import need_vector
+from vllm.v1.interventions.values import plain
 
 TOKENS = "tokens"
 """What only `inline` may be asked for: the texts of the rows' tokens beside them."""
@@ -52,6 +48,7 @@ def parse_capture(
     prompt: Prompt,
     specs: Mapping[str, ConsumerSpec],
     catalog: ModuleCatalog | None = None,
+    rules: Sequence[AskedRule] = (),
 ) -> CapturePlan | None:
     """Parse `SamplingParams.capture`:
     `{consumer: {"hooks": {point: layers}, "positions": ..., "project": ..., "reduce": ...}}`, for
@@ -65,6 +62,7 @@ def parse_capture(
         prompt: what `positions` are resolved on.
         specs: the engine's consumers.
         catalog: what `project` means by names of modules.
+        rules: those of the request; what they read is captured with the rest.
 
     Returns:
         What is captured; None for nothing.
@@ -88,21 +86,15 @@ def parse_capture(
     for name, (request, spec) in given.items():
         at = f"{path}.{show_key(name)}"
         selections[name] = selection = _selection(request, at, shape, prompt, spec)
-        if not selection.runs:
-            where = "positions" if selection.attention is None else "attention.queries"
-            reject(
-                f"{at}.{where}",
-                f"select nothing: the prompt has {len(prompt.token_ids)} tokens and "
-                f"max_tokens={prompt.max_tokens} gives {max(prompt.max_tokens - 1, 0)} generated "
-                "positions",
-            )
+        where = "positions" if selection.attention is None else "attention.queries"
+        prompt.need_some(selection.runs, f"{at}.{where}")
     for name, spec in specs.items():
         if spec.capture is not None and name not in asked:
             of_all = _selection(spec.capture, f"{path}.{name}", shape, prompt, spec)
             if of_all.runs:
                 selections[name] = of_all
                 given[name] = spec.capture, spec
-    if not selections:
+    if not selections and not rules:
         return None
     projections: dict[str, bytes] = {}
     streams = Streams(shape)
@@ -117,17 +109,19 @@ def parse_capture(
             )
         digests: list[str] = []
         if request.get("project") is not None:
-            matrices = _matrices(
-                request["project"], f"{at}.project", shape, selection, prompt.work, catalog
+            sites, heads = selection.sites, bool(selection.heads)
+            matrices = matrices_of(
+                request["project"], f"{at}.project", shape, sites, heads, prompt.work, catalog
             )
-            digests = [hashlib.sha256(b"%d:" % shape.hidden_size + m).hexdigest() for m in matrices]
+            digests = [matrix_digest(matrix, shape) for matrix in matrices]
             projections |= zip(digests, matrices, strict=True)
         summed = request.get("reduce") is not None
         selections[name] = streams.add(name, selection, spec.in_frontend, digests, at, summed)
+    placed_rules = place_rules(rules, streams, shape, projections)
     num_rows = sum(map(len, projections.values())) // (4 * shape.hidden_size)
     if num_rows > PROJECTION_ROWS:
         reject(
-            path,
+            path if selections else "rules",
             f"its matrices ('project') have {num_rows} rows together, the engine holds "
             f"{PROJECTION_ROWS}",
         )
@@ -145,6 +139,7 @@ def parse_capture(
         dtype=shape.dtype,
         prompt=value.prompt if isinstance(value, NumberedCapture) else None,
         projections=projections,
+        rules=placed_rules,
     )
 
 
@@ -170,7 +165,8 @@ def check_global(config: CaptureConfig, shape: TapShape) -> None:
         Streams(shape).add(name, selection, spec.in_frontend, (), path)
         if spec.capture.get("project") is not None:
             work = Work(sys.maxsize)
-            _matrices(spec.capture["project"], f"{path}.project", shape, selection, work)
+            sites, heads = selection.sites, bool(selection.heads)
+            matrices_of(spec.capture["project"], f"{path}.project", shape, sites, heads, work)
 
 
 def _each(name: str, request: Any, path: str) -> dict[str, Any]:
@@ -187,96 +183,6 @@ def _each(name: str, request: Any, path: str) -> dict[str, Any]:
     if not 1 <= len(request) <= MAX_CAPTURES:
         reject(path, f"has {len(request)} captures, allowed are 1-{MAX_CAPTURES}")
     return {f"{name}[{i}]": one for i, one in enumerate(request)}
-
-
-def _matrices(
-    value: Any,
-    path: str,
-    shape: TapShape,
-    selection: Selection,
-    work: Work,
-    catalog: ModuleCatalog | None = None,
-) -> list[bytes]:
-    """`_matrix` of a matrix for all sites, or of each of the sites: `{point: {layers: matrix}}`, or
-    the directions of `{"modules": names}` there."""
-    if selection.heads:
-        reject(path, "is for the residual stream; leave out q, k, v and z")
-    if isinstance(value, Mapping) and "modules" in value:
-        if catalog is None:
-            reject(f"{path}.modules", "names of modules belong to requests; give the matrix")
-        value = _directions(value, path, selection.sites, catalog, work)
-    if not isinstance(value, Mapping):
-        data = _matrix(value, path, shape)
-        work.charge(len(data) >> 10, Unit.KILOBYTE, path)
-        return [data]
-    made: dict[Site, bytes] = {}
-    for key, entries in value.items():
-        point = need_point(key, f"{path}.{show_key(key)}", shape)
-        for layers, matrix in need_mapping(entries, f"{path}.{point}").items():
-            at = f"{path}.{point}.{show_key(layers)}"
-            data = _matrix(matrix, at, shape)
-            work.charge(len(data) >> 10, Unit.KILOBYTE, at)
-            for layer in need_layers(layers, point, at, shape):
-                if (point, layer) in made or (point, layer) not in selection.sites:
-                    twice = (point, layer) in made
-                    reject(at, f"layer {layer} is {'named twice' if twice else 'not in hooks'}")
-                made[point, layer] = data
-                if len(data) != len(next(iter(made.values()))):
-                    reject(at, "has another number of rows than the first matrix")
-    if lacks := [site for site in selection.sites if site not in made]:
-        reject(path, f"has no matrix for {lacks[0][0]} at layer {lacks[0][1]}")
-    matrices = [made[site] for site in selection.sites]
-    return matrices if len(set(matrices)) > 1 else matrices[:1]
-
-
-def _directions(
-    value: Mapping[Any, Any], path: str, sites: list[Site], catalog: ModuleCatalog, work: Work
-) -> dict[str, dict[int, np.ndarray]]:
-    """The base vectors of modules as `{point: {layer: [names, hidden]}}`, each of length 1."""
-    names = plain_list(value["modules"])
-    if not names or len(value) > 1 or len(names) > MAX_MODULES:
-        reject(path, f"must be {{'modules': names}} alone, with 1-{MAX_MODULES} names")
-    matrices: dict[str, dict[int, np.ndarray]] = {}
-    modules = [catalog.get(name, f"{path}.modules[{i}]") for i, name in enumerate(names)]
-    for point, layer in sites:
-        rows = []
-        for i, module in enumerate(modules):
-            base = module.tiers.get("base")
-            if base is None or (point, layer) not in base.sites:
-                reject(
-                    f"{path}.modules[{i}]",
-                    f"{names[i]} has no vector for {point} at layer {layer}, which is in hooks",
-                )
-            row = base.rows[base.sites.index((point, layer))].astype(np.float64)
-            work.charge(len(row) >> 8, Unit.KILOBYTE, f"{path}.modules[{i}]")
-            if not row.any():
-                reject(f"{path}.modules[{i}]", f"is zero for {point} at layer {layer}")
-            rows.append(row / np.linalg.norm(row))
-        matrices.setdefault(point, {})[layer] = np.stack(rows)
-    return matrices
-
-
-def _matrix(value: Any, path: str, shape: TapShape) -> bytes:
-    """Bytes of float32 [k, hidden], from a list of vectors, a 2-D array or a 2-D tensor."""
-    if isinstance(value, np.ndarray | torch.Tensor):
-        if value.ndim != 2:
-            reject(path, f"has shape {list(value.shape)}, the model needs [k, {shape.hidden_size}]")
-    elif not isinstance(value, list):
-        reject(path, f"must be a list of lists, a numpy array or a torch tensor, got {show(value)}")
-    k, most = len(value), shape.row_bytes // 4
-    if not 1 <= k <= min(most, PROJECTION_ROWS):
-        reject(
-            path,
-            f"has {k} rows, allowed are 1-{min(most, PROJECTION_ROWS)}: scores may take no more "
-            f"bytes than the row they are made of, and the engine holds {PROJECTION_ROWS} rows of "
-            "matrices",
-        )
-    rows = [need_vector(row, f"{path}[{i}]", shape.hidden_size) for i, row in enumerate(value)]
-    with np.errstate(over="ignore"):
-        matrix = np.stack(rows).astype(np.float32)
-    if not np.isfinite(matrix).all():
-        reject(path, "overflows float32")
-    return matrix.tobytes()
 
 
 def _selection(

@@ -14,6 +14,7 @@ from vllm.v1.interventions.errors import reject
 from vllm.v1.interventions.frontend.capture_request import parse_capture
 from vllm.v1.interventions.frontend.chat_turns import ChatTurns
 from vllm.v1.interventions.frontend.module_catalog import ModuleCatalog, origin
+from vllm.v1.interventions.frontend.rule_request import parse_rules
 from vllm.v1.interventions.frontend.selectors import Prompt
 from vllm.v1.interventions.frontend.steering_request import steering_plan
 from vllm.v1.interventions.frontend.work import Unit, Work
@@ -115,10 +116,11 @@ def resolve(
                 "(--enable-steering)",
             )
         steering = steering_plan(params, prompt, config.steering_config, shape, modules)
-    if params.capture is not None or config.capture_config.captures_all:
+    judged = params.rules is not None
+    if params.capture is not None or judged or config.capture_config.captures_all:
         if not config.capture_config.enabled or shape is None:
             reject(
-                "capture",
+                "rules" if judged and params.capture is None else "capture",
                 "capture is not enabled; start the engine with capture_consumers=['inline'] "
                 "(--capture-consumers inline)",
             )
@@ -138,7 +140,10 @@ def _capture(
     modules: ModuleCatalog,
 ) -> CapturePlan | None:
     specs = config.capture_config.consumers
-    plan = parse_capture(params.capture, "capture", shape, prompt, specs, modules)
+    rules = parse_rules(params.rules, "rules", shape, prompt, modules)
+    for i, asked in enumerate(rules):
+        need_captured_points([asked.rule.site], f"rules[{i}]", config.capture_config)
+    plan = parse_capture(params.capture, "capture", shape, prompt, specs, modules, rules)
     if plan is None:
         return None
     for name, selection in plan.consumers.items():
@@ -155,11 +160,11 @@ def _capture(
     needed = at_once * plan.arena_rows * shape.row_bytes
     if needed > config.capture_config.capture_buffer_bytes:
         reject(
-            "capture",
+            "capture" if plan.consumers else "rules",
             f"{at_once} position{'s' if at_once > 1 else ''} at once need {needed} bytes, the "
             f"engine has capture_buffer_bytes={config.capture_config.capture_buffer_bytes}",
         )
-    hold, inline_bytes = bool(params.stop), 0
+    hold, inline_bytes = bool(params.stop) or plan.stops, 0
     for name, selection in plan.consumers.items():
         position_bytes = plan.row_bytes(name)
         row_bytes = position_bytes // len(selection.sites)  # on average

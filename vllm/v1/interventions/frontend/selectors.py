@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a request may say about positions: checked and resolved on its prompt."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sized
 from functools import cached_property
 from typing import Any
 
@@ -57,6 +57,16 @@ class Prompt:
         """The prompt as text, decoded when a selector first asks."""
         assert self.tokenizer is not None
         return PromptText(self.token_ids, self.tokenizer)
+
+    def need_some(self, runs: Sized, path: str) -> None:
+        """Raise ValueError if the positions that a field selects are none."""
+        if not runs:
+            reject(
+                path,
+                f"select nothing: the prompt has {len(self.token_ids)} tokens and "
+                f"max_tokens={self.max_tokens} gives {max(self.max_tokens - 1, 0)} generated "
+                "positions",
+            )
 
 
 class Selector:

@@ -31,7 +31,7 @@ class _Capture:
         assert plan is not None and sampling is not None and request.prompt_token_ids is not None
         self.client_index = request.client_index
         self.plan = plan
-        self.hold = bool(sampling.stop)
+        self.hold = bool(sampling.stop) or plan.stops
         self.infos = {
             n: request_info(request.request_id, plan, n, request.prompt_token_ids) for n in names
         }

@@ -1,0 +1,94 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is refused of `rules`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from tests.errors.case import Case, path
+from tests.support.plans import HIDDEN, SHAPE, VECTOR, config_of
+from vllm.v1.steering.modules import parse_module
+
+SELECTORS = (
+    "last_prompt, all_prompt, all_generated, last_generated, predicting, all, "
+    "a list of positions, {'start', 'stop', 'step', 'of'}, {'at', 'of'}, {'text', 'which'}, "
+    "{'token_ids', 'which'}, {'role', 'turn'} or a list of these, with {'except'}"
+)
+RULE: dict[str, Any] = {
+    "name": "toxic",
+    "point": "post_block",
+    "layer": 1,
+    "probe": VECTOR,
+    "threshold": 0.5,
+}
+
+
+def rule(**fields: Any) -> dict[str, Any]:
+    """A request for one rule; a field given as None is left out."""
+    return {"rules": [{k: v for k, v in {**RULE, **fields}.items() if v is not None}]}
+
+
+def by_module(name: Any) -> dict[str, Any]:
+    config = config_of()
+    vectors = {"one": {0: VECTOR}, "zero": {1: [0.0] * HIDDEN}}
+    modules = {
+        each: parse_module({"post_block": layers}, each, SHAPE, config.steering_config)
+        for each, layers in vectors.items()
+    }
+    return {**rule(probe=None, module=name), "modules": modules}
+
+
+R = "rules[0]"
+RULES = [
+    Case(path("rules", "'toxic'", "1-32"), {"rules": "toxic"}),
+    Case(path("rules", "dict", "1-32"), {"rules": RULE}),
+    Case(path("rules", "0", "1-32"), {"rules": []}),
+    Case(path("rules", "33", "1-32"), {"rules": [{**RULE, "name": f"r{i}"} for i in range(33)]}),
+    Case(path(R, "3"), {"rules": [3]}),
+    Case(path(R, "['treshold']"), rule(treshold=1)),
+    Case(path(f"{R}.threshold"), rule(threshold=None)),
+    Case(path(f"{R}.name", "'a b'"), rule(name="a b")),
+    Case(path(f"{R}.name"), rule(name="x" * 65)),
+    Case(path(f"{R}.name", "7"), rule(name=7)),
+    Case(path("rules[1].name", "'toxic'"), {"rules": [RULE, RULE]}),
+    Case(path(f"{R}.point", "'z'"), rule(point="z")),
+    Case(path(f"{R}.point", "list"), rule(point=[])),
+    Case(path(f"{R}.layer", "4"), rule(layer=4)),
+    Case(path(f"{R}.layer"), rule(layer=[0, 1])),
+    Case(path(f"{R}.layer"), rule(layer="all")),
+    Case(path(f"{R}.threshold", "nan"), rule(threshold=float("nan"))),
+    Case(path(f"{R}.threshold", "inf"), rule(threshold=float("inf"))),
+    Case(path(f"{R}.threshold", "'1'"), rule(threshold="1")),
+    Case(path(f"{R}.probe", "3"), rule(probe=VECTOR[:3])),
+    Case(path(f"{R}.probe[1]", "'x'"), rule(probe=[0, "x", 0, 0])),
+    Case(path(f"{R}.probe", "[2, 4]"), rule(probe=np.ones((2, 4)))),
+    Case(path(f"{R}.probe"), rule(probe=np.array([1.0, np.nan, 0.0, 0.0]))),
+    Case(path(f"{R}.probe"), rule(probe=np.full(HIDDEN, 1e300))),
+    Case(path(R), rule(probe=None)),
+    Case(path(R), rule(module="one")),
+    Case(path(f"{R}.module", "'none'", "one, zero"), by_module("none")),
+    Case(path(f"{R}.module", "dict"), by_module({})),
+    Case(path(f"{R}.module", point="post_block", layer="1", name="one"), by_module("one")),
+    Case(path(f"{R}.module", point="post_block", layer="1"), by_module("zero")),
+    Case(path(f"{R}.below", "1"), rule(below=1)),
+    Case(path(f"{R}.then", "'abort'"), rule(then="abort")),
+    Case(path(f"{R}.then", "list"), rule(then=["stop"])),
+    Case(path(f"{R}.need", "0", "1048576"), rule(need=0)),
+    Case(path(f"{R}.need", "True", "1048576"), rule(need=True)),
+    Case(path(f"{R}.of", "2.0", "1048576"), rule(of=2.0)),
+    Case(path(f"{R}.of", "1048577", "1048576"), rule(of=(1 << 20) + 1)),
+    Case(path(f"{R}.need", "3", "2"), rule(need=3, of=2)),
+    Case(path(f"{R}.over", "'answer'", SELECTORS), rule(over="answer")),
+    Case(path(f"{R}.over"), rule(over="last_generated")),
+    Case(path(f"{R}.over"), rule(over=["all_prompt", "last_generated"])),
+    Case(path(f"{R}.over.at[0]", "-1"), rule(over={"at": [-1], "of": "generated"})),
+    Case(path(f"{R}.over", "1", "0", prompt="5"), {**rule(), "max_tokens": 1}),
+    Case(
+        path(f"{R}.post_block", allowed="['pre_attn']"),
+        {**rule(), "config": config_of(capture_points=["pre_attn"])},
+    ),
+    Case(path("rules"), {**rule(), "config": config_of(capture=False)}),
+    Case(path("rules", "16", "8"), {**rule(), "config": config_of(capture_buffer_bytes=8)}),
+]

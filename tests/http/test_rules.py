@@ -1,0 +1,130 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Rules over a real `vllm serve`: answers that end at a row, whole and streamed, and refusals."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.conformance.models import HIDDEN
+from tests.http.checks import LAYER, PROMPT, SAID
+from tests.http.server import Server, greedy
+from tests.support.serving import vector
+from vllm.entrypoints.serve.steering.client import Choice, SteeringClient, SteeringError, joined
+
+pytestmark = pytest.mark.full
+
+PROBE = vector(5, norm=1.0).numpy()
+LENGTH = 24
+ROWS = {"inline": {"hooks": {"post_block": [LAYER]}, "positions": "all", "project": PROBE[None]}}
+
+
+def rule(**fields: Any) -> dict[str, Any]:
+    return {
+        "name": "toxic",
+        "point": "post_block",
+        "layer": LAYER,
+        "probe": PROBE,
+        "threshold": 1e30,
+        **fields,
+    }
+
+
+def answers(client: SteeringClient, prompt: Any, stream: bool, **fields: Any) -> list[Choice]:
+    asked = greedy(max_tokens=LENGTH, **fields)
+    if not stream:
+        return client.complete(prompt, **asked).choices
+    chunks: dict[int, list[Choice]] = {}
+    for chunk in client.stream(prompt, **asked):
+        chunks.setdefault(chunk.index, []).append(chunk)
+    for of_choice in chunks.values():
+        assert [bool(chunk.finish_reason) for chunk in of_choice[:-1]] == [False] * (
+            len(of_choice) - 1
+        )
+    return [joined(chunks[i]) for i in sorted(chunks)]
+
+
+@pytest.mark.parametrize("prompt", [PROMPT, SAID], ids=["completion", "chat"])
+def test_an_answer_ends_with_the_token_whose_row_fired(client: SteeringClient, prompt: Any) -> None:
+    """A token is a character here. Streamed text is the same: nothing was sent that is taken back.
+    A rule that flags, or never fires, changes nothing."""
+    [plain] = answers(client, prompt, False, capture=ROWS)
+    scores = plain.captures["inline"]["post_block", LAYER]
+    made = scores.values[:, 0]
+    first = len(made) - (LENGTH - 1)  # the first generated token's row
+    ordered = np.sort(made[first:])
+    threshold = float(ordered[-3] + ordered[-4]) / 2
+    fired = int(np.flatnonzero(made[first:] > threshold)[0])
+    other = int(np.argmax(made[first:]))
+    assert len(plain.text) == LENGTH
+    for stream in (False, True):
+        [flagged] = answers(client, prompt, stream, rules=[rule(threshold=threshold)])
+        assert (flagged.text, flagged.finish_reason) == (plain.text, "length")
+        said = flagged.rules["toxic"]
+        assert (said["fired_at"], said["fired"], said["rows"]) == (first + fired, 3, LENGTH - 1)
+        assert said["max"] == pytest.approx(float(made[first:].max()), abs=1e-3)
+        [stopped] = answers(
+            client, prompt, stream, rules=[rule(threshold=threshold, then="stop", name="t")]
+        )
+        assert stopped.text == plain.text[: fired + 1]
+        assert (stopped.finish_reason, stopped.stop_reason) == ("stop", "rule:t")
+        assert stopped.rules["t"]["fired_at"] == first + fired
+        highest = float(ordered[-1] + ordered[-2]) / 2
+        [later] = answers(client, prompt, stream, rules=[rule(threshold=highest, then="stop")])
+        assert later.text == plain.text[: other + 1]
+        [never] = answers(client, prompt, stream, rules=[rule(then="stop")])
+        assert (never.text, never.rules["toxic"]["fired_at"]) == (plain.text, None)
+
+
+@pytest.mark.parametrize("prompt", [PROMPT, SAID], ids=["completion", "chat"])
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_prompt_that_fires_has_an_empty_answer(
+    client: SteeringClient, prompt: Any, stream: bool
+) -> None:
+    """Each of several choices; the module's direction scores as the probe does."""
+    client.register_module("kind", {"vectors": {"post_block": {LAYER: 3 * PROBE}}})
+    one = rule(module="kind", over="prompt", then="stop", threshold=-1e30)
+    del one["probe"]
+    made = answers(client, prompt, stream, rules=[one], n=2, temperature=1, seed=1)
+    assert len(made) == 2
+    for choice in made:
+        assert (choice.text, choice.stop_reason) == ("", "rule:toxic")
+        assert choice.rules["toxic"]["fired_at"] == 0
+
+
+HOSTILE: list[tuple[Any, str]] = [
+    ([rule(name=f"r{i}") for i in range(33)], "rules"),
+    ({"toxic": rule()}, "rules"),
+    ([rule(threshold=None)], "rules[0].threshold"),
+    ([rule(probe=[0.0] * (HIDDEN + 1))], "rules[0].probe"),
+    ([rule(probe={"dtype": "float32", "shape": [HIDDEN], "data": "AA=="})], "rules[0].probe.data"),
+    ([rule(over="last_generated")], "rules[0].over"),
+    ([{**rule(), "module": "none"}], "rules[0]"),
+    ([{k: v for k, v in rule(module="none").items() if k != "probe"}], "rules[0].module"),
+]
+
+
+@pytest.mark.parametrize(("rules", "path"), HOSTILE, ids=[path for _, path in HOSTILE])
+@pytest.mark.parametrize("stream", [False, True])
+def test_wrong_rules_are_refused(
+    client: SteeringClient, rules: Any, path: str, stream: bool
+) -> None:
+    with pytest.raises(SteeringError) as raised:
+        answers(client, PROMPT, stream, rules=rules)
+    assert (raised.value.status, raised.value.param) == (400, path)
+
+
+def test_a_threshold_of_nan_is_refused(server: Server) -> None:
+    """As JSON of Python's may have it."""
+    import httpx
+
+    probe = [0.0] * HIDDEN
+    body = (
+        '{"model": "tiny", "prompt": "a", "rules": [{"name": "r", "point": "post_block", '
+        f'"layer": {LAYER}, "probe": {probe}, "threshold": NaN}}]}}'
+    )
+    headers = {"Content-Type": "application/json"}
+    answer = httpx.post(server.url + "/v1/completions", content=body, headers=headers, timeout=60)
+    assert answer.status_code == 400

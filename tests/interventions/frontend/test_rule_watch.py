@@ -1,0 +1,160 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A watch, fed with rows and tokens as steps of any size bring them, decides what one pass over the
+whole answer does."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.support.plans import VECTOR, plan_of
+from vllm.v1.engine import EngineCoreOutput, FinishReason
+from vllm.v1.interventions.frontend.rule_watch import RuleWatches
+from vllm.v1.interventions.messages import CapturedChunk
+from vllm.v1.interventions.plan import CapturePlan
+
+pytestmark = pytest.mark.quick
+
+PROMPT = 5
+MOST = 12
+RULE = {"name": "r", "point": "post_block", "layer": 1, "probe": VECTOR, "threshold": 0.0}
+
+
+def plan_for(*rules: dict[str, Any], **fields: Any) -> CapturePlan:
+    given = [{**RULE, "name": f"r{i}", **rule} for i, rule in enumerate(rules)]
+    plan = plan_of(rules=given, max_tokens=MOST, **fields)
+    assert plan is not None and plan.capture is not None
+    return plan.capture
+
+
+def chunk(plan: CapturePlan, owners: dict[str, list[int]], scores: np.ndarray) -> CapturedChunk:
+    """Rows of several requests at given positions; `scores` by rule and position, the same for
+    all."""
+    positions = np.array([p for at in owners.values() for p in at], dtype=np.int64)
+    values = [torch.zeros(len(positions), len(s.sites), s.width) for s in plan.streams]
+    for i, rule in enumerate(plan.rules):
+        site = plan.streams[rule.stream].sites.index(rule.site)
+        values[rule.stream][:, site, rule.column] = torch.from_numpy(scores[i][positions]).float()
+    return CapturedChunk(positions, values, 0, [(name, len(at)) for name, at in owners.items()])
+
+
+@given(
+    st.lists(st.integers(1, 4), min_size=1, max_size=MOST),
+    st.lists(st.integers(-2, 2), min_size=2 * (PROMPT + MOST), max_size=2 * (PROMPT + MOST)),
+    st.tuples(st.integers(1, 3), st.integers(0, 3)),
+    st.booleans(),
+    st.sampled_from(["generated", "prompt", "all", [3, 4, 6, 7, 9]]),
+    st.sampled_from([None, 1, 3, 6]),
+)
+def test_steps_of_any_size(
+    steps: list[int], numbers: list[int], window: tuple[int, int], below: bool, over: Any,
+    stop_string: int | None,
+) -> None:  # fmt: skip
+    """Two rules, one of which stops. A stop string, where there is one, is completed by the token
+    of that index."""
+    need, more = window
+    scores = np.array(numbers, dtype=np.float64).reshape(2, -1)
+    rules = [
+        {"need": need, "of": need + more, "over": over, "then": "stop"},
+        {"below": below, "over": "all", "layer": 0},
+    ]
+    plan = plan_for(*rules)
+    watches = RuleWatches()
+    watch = watches.open("a", plan, PROMPT)
+    assert watch is not None
+    other = watches.open("b", plan, PROMPT)
+
+    # As the definition says, on all rows at once.
+    counts = {
+        "generated": range(PROMPT, 99), "prompt": range(PROMPT), "all": range(99)
+    }.get(str(over), over)  # fmt: skip
+    rows = [p for p in range(PROMPT + MOST - 1) if p in counts]
+    crosses = [scores[0][p] > 0 for p in rows]
+    fires = [
+        p
+        for i, p in enumerate(rows)
+        if crosses[i] and sum(crosses[max(0, i - need - more + 1) : i + 1]) >= need
+    ]
+    length = min(sum(steps), MOST)
+    end = next((p for p in fires if p < PROMPT + length - 1), None)
+    expected = length if end is None else max(end + 1 - PROMPT, 0)
+    by_string = stop_string is not None and stop_string < expected
+    expected = stop_string + 1 if by_string and stop_string is not None else expected
+
+    tokens: list[int] = []
+    reason, why, first = None, None, 0
+    for step in steps:
+        new = list(range(len(tokens), min(len(tokens) + step, MOST)))
+        stop = PROMPT + len(tokens) + len(new) - 1
+        at = list(range(first, stop))
+        first = stop
+        if at:
+            watches.add([chunk(plan, {"x": at, "a": at, "b": at[:1]}, scores)])
+        output = EngineCoreOutput("a", new)
+        kept, reason = watch.judge(output, FinishReason.LENGTH)
+        assert (len(kept) == len(new)) == (reason is not None)
+        found = stop_string if stop_string in kept else None
+        why = watch.stop_reason("text" if found is not None else None)
+        tokens += kept if found is None else [t for t in kept if t <= found]
+        if why is not None or len(tokens) == MOST:
+            break
+    assert len(tokens) == expected
+    assert why == ("text" if by_string else None if end is None else "rule:r0")
+    seen = PROMPT + len(tokens) - 1 if by_string or end is None else end + 1
+    results = watch.results(PROMPT + len(tokens))
+    fired = [p for p in fires if p < seen]
+    assert (results["r0"].fired_at, results["r0"].fired) == (next(iter(fired), None), len(fired))
+    mine = scores[1][:seen]
+    crossed = np.flatnonzero(mine < 0 if below else mine > 0).tolist()
+    assert results["r1"].rows == seen
+    assert (results["r1"].fired_at, results["r1"].fired) == (
+        next(iter(crossed), None), len(crossed)
+    )  # fmt: skip
+    assert results["r1"].max == pytest.approx(mine.max())
+    assert other is not None and other.results(99)["r1"].rows <= len(steps)
+
+
+def test_scores_that_are_no_numbers_never_fire() -> None:
+    """An infinity may, and is left out of what is said of the scores."""
+    plan = plan_for({"over": "all"}, {"over": "all", "below": True})
+    watches = RuleWatches()
+    watch = watches.open("a", plan, PROMPT)
+    assert watch is not None
+    scores = np.array([[np.nan, np.inf, 1.0, -1.0], [np.nan, np.nan, np.nan, np.nan]])
+    watches.add([chunk(plan, {"a": [0, 1, 2, 3]}, scores)])
+    first, second = watch.results(PROMPT).values()
+    assert (first.fired_at, first.fired, first.rows) == (1, 2, 4)
+    assert (first.max, first.min, first.mean) == (1.0, -1.0, 0.0)
+    assert (second.fired_at, second.fired, second.rows) == (None, 0, 4)
+    assert (second.max, second.min, second.mean) == (None, None, None)
+
+
+def test_rules_at_one_place_over_the_same_positions_share_a_stream() -> None:
+    rules: list[dict[str, Any]] = [{}, {"threshold": 1}, {"probe": [1.0, 0.0, 0.0, 0.0]}]
+    rules += [{"layer": 0}, {"over": "all"}]
+    plan = plan_for(*rules)
+    assert [(r.stream, r.column) for r in plan.rules][:3] == [(0, 0), (0, 1), (0, 2)]
+    # The last two have the same matrix.
+    assert len({r.stream for r in plan.rules}) == 2 == len(plan.streams)
+    assert plan.consumers == {} and not plan.stops
+    assert plan_for({"then": "stop"}).stops
+
+
+def test_the_watch_of_a_request_that_is_gone_gets_nothing() -> None:
+    watches = RuleWatches()
+    plan = plan_for({})
+    watch = watches.open("a", plan, PROMPT)
+    rows = chunk(plan, {"a": [5, 6]}, np.ones((1, 20)))
+    watches.add([rows])
+    assert watch is not None and watch.results(99)["r0"].rows == 2
+    assert watches.fired == {"flag": 1}
+    del watch
+    watches.add([rows])
+    asked = plan_of(capture={"inline": {"hooks": {"post_block": [1]}}})
+    assert asked is not None and asked.capture is not None
+    assert watches.open("b", asked.capture, PROMPT) is None

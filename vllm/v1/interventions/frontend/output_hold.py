@@ -1,0 +1,44 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Keeps a request's last outputs back until the captures that end in them are complete."""
+
+from collections.abc import Callable
+from typing import Any
+
+from vllm.outputs import RequestOutput
+
+Deliver = Callable[[Any], None]
+"""Takes a `RequestOutput`, or an exception that ends the request."""
+
+
+class OutputHold:
+    """Holds outputs of one request back until the captures of the completions that end in them are
+    complete. It stands where the request's queue would.
+
+    Args:
+        deliver: where complete outputs go.
+    """
+
+    def __init__(self, deliver: Deliver) -> None:
+        self._deliver = deliver
+        self._held: list[RequestOutput] = []
+        self.waits: dict[int, Callable[[], bool]] = {}
+        """Index of the completion -> whether results of its capture are still to come."""
+
+    def put(self, output: Any) -> None:
+        """Take an output, to be delivered in its time; an exception is delivered at once."""
+        if isinstance(output, RequestOutput):
+            self._held.append(output)
+            self.release()
+        else:
+            self._deliver(output)
+
+    def release(self) -> None:
+        """Deliver what is complete; the request's last output after all others."""
+        waiting: list[RequestOutput] = []
+        for output in self._held:
+            ended = [self.waits[c.index] for c in output.outputs if c.finished()]
+            if any(waits() for waits in ended) or (output.finished and waiting):
+                waiting.append(output)
+            else:
+                self._deliver(output)
+        self._held = waiting

@@ -1,0 +1,182 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Rules are decided here, row by row, before an output with later tokens goes on.
+
+The rows of a step come ahead of the tokens that it sampled: when a token arrives, so have the
+scores of all rows before it. A rule that fires at a token's row therefore ends the answer with that
+token by its position, however many tokens came in the step and whatever the engine does meanwhile.
+"""
+
+from array import array
+from bisect import bisect_left
+from collections import Counter
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+from weakref import WeakValueDictionary
+
+import numpy as np
+
+from vllm.v1.capture.rules import RULE, RuleResult
+from vllm.v1.engine import EngineCoreOutput, FinishReason
+from vllm.v1.interventions.frontend.row_pieces import of_stream
+from vllm.v1.interventions.messages import CapturedChunk
+from vllm.v1.interventions.plan import CapturePlan, Rule
+from vllm.v1.interventions.positions import Positions
+
+if TYPE_CHECKING:
+    from vllm.v1.engine.output_processor import RequestState
+
+
+class _Judge:
+    """One rule of one completion."""
+
+    def __init__(self, rule: Rule, site: int) -> None:
+        self.rule = rule
+        self.site = site
+        """The index of its site among those of its stream."""
+        self._wanted = Positions.from_flat(rule.runs)
+        self._at, self._scores = array("q"), array("d")
+        self._crossed = np.empty(0, np.int64)
+        """The last rows that crossed, `need - 1` of them, counted from the first row."""
+        self.fired: list[int] = []
+        """The positions at which it fired."""
+
+    def add(self, positions: np.ndarray, scores: np.ndarray) -> None:
+        """Take rows: int64 [n] and float64 [n], after all earlier ones."""
+        keep = self._wanted.mask(positions)
+        if not keep.all():
+            positions, scores = positions[keep], scores[keep]
+        rule, first = self.rule, len(self._at)
+        self._at.extend(positions.tolist())
+        self._scores.extend(scores.tolist())
+        crossed = np.flatnonzero(scores < rule.threshold if rule.below else scores > rule.threshold)
+        if len(crossed):
+            crossed = np.concatenate([self._crossed, crossed + first])
+            last = crossed[rule.need - 1 :]
+            fires = last[last - crossed[: len(last)] < rule.of]
+            self.fired += [self._at[i] for i in fires.tolist()]
+            self._crossed = crossed[max(len(crossed) - rule.need + 1, 0) :]
+
+    def result(self, stop: int) -> RuleResult:
+        """What it saw of the rows below `stop`."""
+        rows, fired = bisect_left(self._at, stop), bisect_left(self.fired, stop)
+        scores = np.array(self._scores[:rows])
+        scores = scores[np.isfinite(scores)]
+        made = [float(f(scores)) for f in (np.max, np.min, np.mean)] if len(scores) else [None] * 3
+        return RuleResult(self.fired[0] if fired else None, fired, rows, *made)
+
+
+class RuleWatch:
+    """The rules of one completion.
+
+    Args:
+        plan: of its capture.
+        num_prompt_tokens: of its prompt.
+        fired: counts the rules that fired, by what they do, when it has ended.
+    """
+
+    def __init__(self, plan: CapturePlan, num_prompt_tokens: int, fired: Counter[str]) -> None:
+        self._fired = fired
+        sites = [plan.streams[rule.stream].sites for rule in plan.rules]
+        self._judges = [
+            _Judge(rule, of_stream.index(rule.site))
+            for rule, of_stream in zip(plan.rules, sites, strict=True)
+        ]
+        self.streams = {rule.stream for rule in plan.rules}
+        self.num_streams = len(plan.streams)
+        self._num_tokens = num_prompt_tokens
+        self._stop: tuple[int, str] | None = None
+        """The position of the row that ends the answer, and the rule's name."""
+
+    def add(self, positions: np.ndarray, scores: dict[int, np.ndarray], rows: slice) -> None:
+        """Take rows of a step.
+
+        Args:
+            positions: int64 [n].
+            scores: of the step, by stream: float64 [all rows, sites, rows of the matrix].
+            rows: which of them are this completion's.
+        """
+        for judge in self._judges:
+            rule = judge.rule
+            judge.add(positions, scores[rule.stream][rows, judge.site, rule.column])
+
+    def judge(
+        self, output: EngineCoreOutput, reason: FinishReason | None
+    ) -> tuple[list[int], FinishReason | None]:
+        """The tokens of an output that belong to the answer, and `reason`, None where a rule ends
+        it before. The rows before the last of them have come."""
+        tokens = output.new_token_ids
+        fired = [(j.fired[0], j.rule.name) for j in self._judges if j.rule.stops and j.fired]
+        if fired:
+            self._stop = min(fired, key=lambda stop: stop[0])
+            tokens, reason = tokens[: max(self._stop[0] + 1 - self._num_tokens, 0)], None
+            if not tokens:
+                output.new_sampling_mask = None  # upstream cannot cut it to nothing
+        self._num_tokens += len(tokens)
+        return tokens, reason
+
+    def stop_reason(self, stop_string: str | None) -> str | None:
+        """Why the answer ends; a stop string in the tokens that were kept comes before a rule."""
+        if stop_string is not None:
+            self._stop = None
+        return f"{RULE}{self._stop[1]}" if self._stop is not None else stop_string
+
+    def results(self, num_tokens: int) -> dict[str, RuleResult]:
+        """What the rules saw of an answer that ended, by name.
+
+        Args:
+            num_tokens: of prompt and answer.
+        """
+        # The last token has no row, unless that row ended the answer.
+        stop = num_tokens - 1 if self._stop is None else self._stop[0] + 1
+        results = {judge.rule.name: judge.result(stop) for judge in self._judges}
+        self._fired.update(
+            "stop" if judge.rule.stops else "flag"
+            for judge in self._judges
+            if results[judge.rule.name].fired
+        )
+        return results
+
+
+class RuleWatches:
+    """The rules of all completions of one frontend."""
+
+    def __init__(self) -> None:
+        self._watches: WeakValueDictionary[str, RuleWatch] = WeakValueDictionary()
+        self.fired: Counter[str] = Counter()
+        """In how many completions a rule fired, by what it does, since that was last taken."""
+
+    def open(self, request_id: str, plan: CapturePlan, num_prompt_tokens: int) -> RuleWatch | None:
+        """Make the watch of a completion, which gets its rows while it is in use; None without
+        rules."""
+        if not plan.rules:
+            return None
+        watch = self._watches[request_id] = RuleWatch(plan, num_prompt_tokens, self.fired)
+        return watch
+
+    def add(self, chunks: Iterable[CapturedChunk]) -> None:
+        """Take the rows of a message; some of their owners may have no rules."""
+        for chunk in chunks if self._watches else ():
+            # Once for all requests of a step: of each by itself takes several times longer.
+            scores: dict[int, np.ndarray] = {}
+            start = 0
+            for name, count in chunk.owners:
+                rows = slice(start, start + count)
+                start += count
+                watch = self._watches.get(name)
+                if watch is None or not count:
+                    continue
+                for i in watch.streams - scores.keys():
+                    values = of_stream(chunk.values, i, watch.num_streams)
+                    scores[i] = values.double().numpy()
+                watch.add(chunk.positions[rows], scores, rows)
+
+
+def rule_results(
+    state: "RequestState", finish_reason: FinishReason | None
+) -> dict[str, RuleResult] | None:
+    """What the rules saw, for the completion output being made; None without rules, and before its
+    end."""
+    if state.rules is None or finish_reason is None:
+        return None
+    assert state.detokenizer is not None
+    return state.rules.results(state.prompt_len + state.detokenizer.num_output_tokens())
