@@ -25,6 +25,7 @@ from tests.errors.files import FILES
 from tests.errors.filesystem import FILESYSTEM
 from tests.errors.http import HTTP
 from tests.errors.lens import LENS
+from tests.errors.lenses import LENSES
 from tests.errors.page import MESSAGES, PATTERNS
 from tests.errors.project import PROJECT
 from tests.errors.steering import STEERING
@@ -567,7 +568,7 @@ OTHERS = [
 
 
 CASES = REQUESTS + OTHERS + STEERING + FILES + CONSUMERS + PROJECT + FILESYSTEM + LENS + TOOLKIT
-CASES += DATASETS + SWEEPS + EASYSTEER
+CASES += LENSES + DATASETS + SWEEPS + EASYSTEER
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: str(case.says)[:70])

@@ -21,6 +21,9 @@ HEAD_POINTS = ("q", "k", "v", "z")
 CAPTURE_POINTS = (POINTS[0], *HEAD_POINTS, *POINTS[1:])
 """All points that can be captured, in the order in which a layer computes them."""
 
+LOGIT = "logit"
+"""The lens that is the model's own final norm and head."""
+
 SCHEMA = 3
 """Part of the compile-cache key: raise it when traced tap code or an op's meaning changes."""
 
@@ -57,6 +60,14 @@ class CaptureConfig:
     """What happens to a request when a consumer has no room for what it can come to
     (`pending_bytes`): it waits (block), or that capture is an error and the request runs (drop)."""
 
+    capture_lens: list[str] = Field(default_factory=list)
+    """The lenses that rows can be read under in place of rows: `logit`, which is the model's own
+    final norm and head. Nothing is reserved without. See docs/capture.md."""
+
+    capture_lens_rows: int = Field(default=512, ge=1)
+    """How many rows a step may read under lenses: each goes through the head. What does not fit is
+    computed in more, smaller steps."""
+
     @property
     def enabled(self) -> bool:
         """Whether there are consumers."""
@@ -64,7 +75,10 @@ class CaptureConfig:
 
     def __post_init__(self) -> None:
         refuse_unknown("capture_points", self.capture_points, CAPTURE_POINTS)
-        _ = self.consumers  # a wrong spec is an error at start-up
+        refuse_unknown("capture_lens", self.capture_lens, (LOGIT,))
+        inline = any(spec.cls is None for spec in self.consumers.values())
+        if self.capture_lens and not inline:
+            raise ValueError("capture_lens needs 'inline' among capture_consumers")
 
     @property
     def captures_heads(self) -> bool:

@@ -24,10 +24,18 @@ from vllm.v1.capture.registry import INLINE, ConsumerSpec
 from vllm.v1.interventions.errors import need_mapping, reject, show, show_key
 from vllm.v1.interventions.frontend.attention_request import attention_selection
 from vllm.v1.interventions.frontend.capture_streams import Streams, union
+from vllm.v1.interventions.frontend.lens_request import charge_lenses, lens_read
 from vllm.v1.interventions.frontend.module_catalog import ModuleCatalog
 from vllm.v1.interventions.frontend.selectors import NAMED_SELECTORS, Prompt, Selector
 from vllm.v1.interventions.frontend.work import Unit, Work
-from vllm.v1.interventions.plan import CapturePlan, Selection, Site, TapShape
+from vllm.v1.interventions.plan import (
+    AttentionRead,
+    CapturePlan,
+    LensRead,
+    Selection,
+    Site,
+    TapShape,
+)
 from vllm.v1.interventions.sites import (
     need_captured_points,
     need_heads,
@@ -55,8 +63,8 @@ def parse_capture(
 ) -> CapturePlan | None:
     """Parse `SamplingParams.capture`:
     `{consumer: {"hooks": {point: layers}, "positions": ..., "project": ..., "reduce": ...}}`, for
-    `inline` also `{"attention": ...}` and a list of such captures, and add what consumers capture
-    of every request that does not name them.
+    `inline` also `"lens"`, `{"attention": ...}` and a list of such captures, and add what consumers
+    capture of every request that does not name them.
 
     Args:
         value: the user's mapping, or None.
@@ -89,7 +97,8 @@ def parse_capture(
         at = f"{path}.{show_key(name)}"
         selections[name] = selection = _selection(request, at, shape, prompt, spec)
         if not selection.runs:
-            where = "positions" if selection.attention is None else "attention.queries"
+            of_attention = isinstance(selection.reads, AttentionRead)
+            where = "attention.queries" if of_attention else "positions"
             reject(
                 f"{at}.{where}",
                 f"select nothing: the prompt has {len(prompt.token_ids)} tokens and "
@@ -133,14 +142,18 @@ def parse_capture(
         )
     placed = streams.placed(projections)
     sites, runs = union(placed)
-    # What is made of attention takes room, too, while it is on the device.
-    made = sum(s.row_bytes * len(s.sites) for s in placed if s.attention is not None)
+    # What is made of rows takes room, too, while it is on the device; rows under a lens take time.
+    made = sum(s.row_bytes * len(s.sites) for s in placed if s.reads is not None)
+    under = sum(len(s.sites) for s in placed if isinstance(s.reads, LensRead))
+    charge_lenses(selections, runs, shape, prompt, path)
     return CapturePlan(
         sites=sites,
         runs=runs,
         streams=placed,
         consumers=selections,
-        arena_rows=sum(map(shape.arena_rows, sites)) + -(-made // shape.row_bytes),
+        arena_rows=sum(map(shape.arena_rows, sites))
+        + -(-made // shape.row_bytes)
+        + under * shape.lens_rows,
         hidden_size=shape.hidden_size,
         dtype=shape.dtype,
         prompt=value.prompt if isinstance(value, NumberedCapture) else None,
@@ -298,6 +311,8 @@ def _selection(
                 "and reduce, or give a list of captures",
             )
         return attention_selection(request["attention"], f"{path}.attention", shape, prompt)
+    if "lens" in request and spec.cls is not None:
+        reject(f"{path}.lens", f"is for {INLINE!r} alone")
     if "hooks" not in request:
         reject(f"{path}.hooks", "is missing: give {point: layers}")
     sites, heads = _sites(request["hooks"], f"{path}.hooks", shape)
@@ -318,12 +333,22 @@ def _selection(
                 f"takes positions of the prompt, which has {len(prompt.token_ids)} tokens; for the "
                 "mean of an answer send it as the end of a prompt",
             )
+    reads = None
+    if "lens" in request:
+        if heads or request.get("project") is not None or reduce is not None:
+            reject(
+                f"{path}.lens",
+                "is for the residual stream, without 'project' and 'reduce'; give a list of "
+                "captures",
+            )
+        reads = lens_read(request["lens"], f"{path}.lens", sites, shape, prompt)
     return Selection(
         sites=sites,
         runs=runs.flat(),
         named=selector.named.flat(),
         last_generated=selector.only_last_generated,
         heads=heads,
+        reads=reads,
         fields=fields,
     )
 

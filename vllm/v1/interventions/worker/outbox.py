@@ -9,8 +9,10 @@ import torch
 
 from vllm.v1.capture.transport.landing import Landing
 from vllm.v1.interventions.capture_groups import CaptureGroup, LocalStream
+from vllm.v1.interventions.plan import LensRead
 from vllm.v1.interventions.step_rows import Block, StepRows
 from vllm.v1.interventions.worker.attention_reader import AttentionReader
+from vllm.v1.interventions.worker.lens_reader import LensReader
 from vllm.v1.interventions.worker.pinning import PIECE_BYTES
 from vllm.v1.interventions.worker.projection_table import CHUNK_BYTES, ProjectionTable
 from vllm.v1.interventions.worker.token_map import to_device
@@ -37,6 +39,8 @@ class Outbox:
         self._sent: torch.cuda.Event | None = None
         self.reader: AttentionReader | None = None
         """Where attention can be read, once the KV cache exists."""
+        self.lens: LensReader | None = None
+        """Where lenses can be read, once the norm before the head is known."""
         if self._cuda:
             self._leaving = torch.empty_like(arena)
             self._stream = torch.cuda.Stream(arena.device)
@@ -88,7 +92,7 @@ class Outbox:
             done = stop
 
     def _made_of(self, block: Block, positions: torch.Tensor) -> Iterator[torch.Tensor]:
-        """What leaves of a block's rest: scores, sums and heads.
+        """What leaves of a block's rest: scores, sums, heads, and what lenses and attention make.
 
         Args:
             positions: int64 [count] on the device, of the block's tokens.
@@ -100,18 +104,20 @@ class Outbox:
                 None if s.columns is None else to_device(s.columns, device) for s in streams
             ]
         for stream, columns in zip(streams, self._columns[block.group], strict=True):
-            if stream.projection is not None:
+            if isinstance(stream.reads, LensRead):
+                assert self.lens is not None
+                rows = torch.cat([block.of(self._arena, *run) for run in stream.runs], dim=1)
+                yield self.lens.read(stream.reads, rows)
+            elif stream.projection is not None:
                 yield self._scores_of(block, stream)
             elif stream.summed:
                 yield self._sums_of(block, stream, positions)
             elif columns is not None:
                 rows = block.heads(self._arena, columns)
-                if stream.attention is not None:
+                if stream.reads is not None:
                     assert self.reader is not None
                     members = list(zip(block.in_batch, block.counts, strict=True))
-                    rows = self.reader.read(
-                        stream.attention, stream.heads, rows, positions, members
-                    )
+                    rows = self.reader.read(stream.reads, stream.heads, rows, positions, members)
                 yield rows
 
     def _scores_of(self, block: Block, stream: LocalStream) -> torch.Tensor:

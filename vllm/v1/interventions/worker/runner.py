@@ -28,6 +28,7 @@ from vllm.v1.interventions.plan import Site, TapShape
 from vllm.v1.interventions.step_rows import Blocks, Members, StepRows
 from vllm.v1.interventions.worker.attention_layers import AttentionHeads, attention_of
 from vllm.v1.interventions.worker.attention_reader import AttentionReader
+from vllm.v1.interventions.worker.lens_reader import LensReader
 from vllm.v1.interventions.worker.model_variants import ModelVariants
 from vllm.v1.interventions.worker.outbox import Outbox
 from vllm.v1.interventions.worker.pinning import Pinning, landing_bytes
@@ -284,6 +285,11 @@ class WorkerInterventions:
         """Read attention by this from now on."""
         assert self._outbox is not None
         self._outbox.reader = reader
+
+    def read_lenses(self, reader: LensReader, shape: TapShape) -> None:
+        """Read lenses by this from now on; `shape` has them."""
+        assert self._outbox is not None
+        self._outbox.lens, self.shape = reader, shape
 
     # -- per step ---------------------------------------------------------------------------
 
