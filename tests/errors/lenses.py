@@ -3,21 +3,24 @@
 
 from __future__ import annotations
 
+import tempfile
 from contextlib import nullcontext
+from functools import partial
 from types import SimpleNamespace
 from typing import Any, cast
-from unittest import mock
 
 import msgspec
 import numpy as np
 import torch
+from safetensors.torch import save_file
 
 from tests.errors.case import Case, path
-from tests.support.plans import HEADS, SHAPE, VECTOR, config_of
+from tests.support.plans import HEADS, HIDDEN, SHAPE, VECTOR, config_of
 from vllm.config.capture import CaptureConfig
 from vllm.v1.capture.lens import LensRows
 from vllm.v1.interventions.plan import LensRead
-from vllm.v1.interventions.worker import lens_check
+from vllm.v1.interventions.worker.lens_check import prove_lenses
+from vllm.v1.interventions.worker.lens_files import FileLens
 
 STREAM = [("pre_attn", 0), ("post_block", 0), ("post_block", 1)]
 OFFERED = msgspec.structs.replace(
@@ -54,12 +57,35 @@ def prove(captures: bool) -> None:
         shape=SHAPE,
         arena=arena,
         captures=lambda site: captures,
+        layers={3: model[0]},
         probing=lambda site, vector: nullcontext(),
     )
-    with mock.patch.object(lens_check, "find_layers", return_value={3: model[0]}):
-        lens_check.prove_lenses(
-            cast("Any", interventions), CaptureConfig(), model, lambda: 2 * arena
-        )
+    prove_lenses(cast("Any", interventions), CaptureConfig(), model, lambda: 2 * arena)
+
+
+CPU = torch.device("cpu")
+SQUARE = torch.ones(HIDDEN, HIDDEN)
+NAMES = [
+    ["tuned"],
+    ["logit=f"],
+    ["a b=f"],
+    ["=f"],
+    ["x" * 65 + "=f"],
+    ["x="],
+    ["logit", "x=f", "x=g"],
+]
+
+
+def lenses(*entries: str) -> object:
+    return CaptureConfig(capture_consumers=["inline"], capture_lens=list(entries))
+
+
+def lens_file(tensors: dict[str, torch.Tensor], kind: str) -> object:
+    """A file of this kind for `SHAPE`."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = f"{folder}/lens.safetensors"
+        save_file(tensors, path, metadata={"kind": kind})
+        return FileLens("big", path, SHAPE, CPU)
 
 
 def read(name: str) -> object:
@@ -109,10 +135,36 @@ LENSES = [
         },
     ),
     Case({"given": "'entropy'", "allowed": "top_ids, top_logprobs"}, do=lambda: read("entropy")),
+    *[Case({"given": repr(entries[-1])}, do=partial(lenses, *entries)) for entries in NAMES],
+    Case({"name": "big", "path": "/no/such"}, do=lambda: FileLens("big", "/no/such", SHAPE, CPU)),
+    Case({"given": "''"}, do=lambda: lens_file({"0.weight": SQUARE}, "")),
     Case(
-        {"given": "['tuned']", "allowed": "['logit']"},
-        do=lambda: CaptureConfig(capture_consumers=["inline"], capture_lens=["tuned"]),
+        {"given": "'lora'", "allowed": "['tuned', 'jacobian']"},
+        do=lambda: lens_file({"0.weight": SQUARE}, "lora"),
     ),
+    *[
+        Case({"given": repr(key)}, do=partial(lens_file, {key: SQUARE}, "jacobian"))
+        for key in ("4.weight", "-1.weight", "0.bias", "J", "0.weight.more", "99999999999.weight")
+    ],
+    Case(
+        {"given": "0.weight", "dtype": "torch.float32 [4, 3]", "allowed": "[4, 4]"},
+        do=lambda: lens_file({"0.weight": torch.ones(4, 3)}, "jacobian"),
+    ),
+    Case(
+        {"given": "0.weight", "dtype": "torch.int64 [4, 4]", "allowed": "[4, 4]"},
+        do=lambda: lens_file({"0.weight": SQUARE.long()}, "jacobian"),
+    ),
+    Case(
+        {"given": "0.bias", "dtype": "torch.float32 [5]", "allowed": "[4]"},
+        do=lambda: lens_file({"0.weight": SQUARE, "0.bias": torch.ones(5)}, "tuned"),
+    ),
+    Case(
+        {"given": "1.weight", "dtype": "float32"},
+        do=lambda: lens_file({"1.weight": SQUARE / 0}, "jacobian"),
+    ),
+    Case({"given": "2.bias"}, do=lambda: lens_file({"2.weight": SQUARE}, "tuned")),
+    Case({"given": "2.weight"}, do=lambda: lens_file({"2.bias": torch.ones(4)}, "tuned")),
+    Case({}, do=lambda: lens_file({}, "tuned")),
     Case({}, do=lambda: CaptureConfig(capture_consumers=["logging"], capture_lens=["logit"])),
     Case({"layer": "3"}, do=lambda: prove(captures=False)),
     Case({"given": "Sequential", "allowed": "0.0001"}, do=lambda: prove(captures=True)),

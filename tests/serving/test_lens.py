@@ -6,14 +6,16 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from tests.conformance import models
 from tests.conformance.engine import make_llm, shut_down
-from tests.conformance.models import LAYERS, VOCAB
+from tests.conformance.models import HIDDEN, LAYERS, VOCAB
 from tests.conformance.runner import Reference
 from tests.support import serving
 from tests.support.serving import Ask, Judge, prompt_of, relative, serve, vector
@@ -37,7 +39,7 @@ ROWS = 40
 LAST = "post_block", LAYERS - 1
 STEERED = {"steering_vectors": {"post_block": {1: vector(70)}}}
 EVERYWHERE = dict.fromkeys(serving.POINTS, "all")
-FULL = {"name": "logit", "top_k": 5, "tokens": [3, 200, 17], "entropy": True}
+FULL: dict[str, Any] = {"name": "logit", "top_k": 5, "tokens": [3, 200, 17], "entropy": True}
 
 
 def under(positions: Any = "all", lens: Any = FULL, hooks: Any = EVERYWHERE) -> dict[str, Any]:
@@ -49,8 +51,30 @@ def inline(*captures: dict[str, Any]) -> dict[str, Any]:
     return {"capture": {"inline": captures[0] if len(captures) == 1 else list(captures)}}
 
 
+def matrix(seed: int) -> torch.Tensor:
+    """float32 [HIDDEN, HIDDEN] that keeps norms."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(HIDDEN, HIDDEN, generator=generator) / HIDDEN**0.5
+
+
+TUNED = {f"{n}.weight": matrix(n) for n in (0, 3)} | {f"{n}.bias": matrix(9)[n] for n in (0, 3)}
+JACOBIAN = {f"{n}.weight": matrix(20 + n) for n in range(LAYERS)}
+IDENTITY = {f"{n}.weight": torch.eye(HIDDEN) for n in range(LAYERS)}
+
+
 @pytest.fixture(scope="module")
-def pair(tiny_models: TinyModels) -> Iterator[tuple[LLM, Judge]]:
+def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """A tuned lens of two layers, a Jacobian one, and one that changes nothing."""
+    folder, made = tmp_path_factory.mktemp("lenses"), {}
+    kinds = {"tuned": TUNED, "moved": JACOBIAN, "same": IDENTITY}
+    for name, tensors in kinds.items():
+        made[name] = folder / f"{name}.safetensors"
+        save_file(tensors, made[name], {"kind": "tuned" if name == "tuned" else "jacobian"})
+    return made
+
+
+@pytest.fixture(scope="module")
+def pair(tiny_models: TinyModels, files: dict[str, Path]) -> Iterator[tuple[LLM, Judge]]:
     """A model that caps its logits, whose head is its embedding."""
     path, row = tiny_models.path("gemma2"), tiny_models.row("gemma2")
     with pytest.MonkeyPatch.context() as patch:
@@ -59,7 +83,7 @@ def pair(tiny_models: TinyModels) -> Iterator[tuple[LLM, Judge]]:
             path,
             enable_steering=True,
             capture_consumers=["inline"],
-            capture_lens=["logit"],
+            capture_lens=["logit", *[f"{name}={file}" for name, file in files.items()]],
             capture_lens_rows=ROWS,
             **row.engine,
         )
@@ -186,6 +210,43 @@ def test_lens_beside_rows(pair: tuple[LLM, Judge]) -> None:
     assert made.abs().max() <= TOLERANCE
 
 
+def test_lenses_of_files(pair: tuple[LLM, Judge]) -> None:
+    """x + W x + b, and J x, go to norm and head; with J = 1 it is the logit lens bit for bit."""
+    llm, judge = pair
+    prompt, hooks = prompt_of(9, 75), {"post_block": "all"}
+    two = {"post_block": [0, 3]}
+    asked = [
+        under(lens={**FULL, "name": "tuned"}, hooks=two),
+        under(lens={**FULL, "name": "moved"}, hooks=hooks),
+        under(lens={**FULL, "name": "same"}, hooks=hooks),
+        under(lens=FULL, hooks=hooks),
+    ]
+    [output] = serve(llm, [Ask(prompt, {**STEERED, **inline(*asked)})], log_probs=False)
+    results = output.outputs[0].capture_results
+    assert {result.status for result in results.values()} == {"ok"}
+    tuned, moved, same, plain = (results[f"inline[{i}]"].payload for i in range(4))
+    sequence = [*prompt, *output.outputs[0].token_ids][:-1]
+    ask = Ask(prompt, STEERED)
+    streams = judge.reference.run(sequence, judge.deltas(ask, sequence)).rows
+    for site in plain:
+        rows, layer = streams[site], site[1]
+        jacobian = JACOBIAN[f"{layer}.weight"]
+        check(moved[site], read(judge, sequence, rows @ jacobian.T), FULL["tokens"])
+        assert (moved[site].entropy - plain[site].entropy).abs().max() >= APART
+        for name, part in same[site].parts().items():
+            assert torch.equal(part, plain[site].parts()[name]), (site, name)
+    assert list(tuned) == [("post_block", 0), ("post_block", 3)]
+    for site, made in tuned.items():
+        weight, bias = (TUNED[f"{site[1]}.{part}"] for part in ("weight", "bias"))
+        moved_rows = streams[site] + streams[site] @ weight.T + bias
+        check(made, read(judge, sequence, moved_rows), FULL["tokens"])
+        assert (made.entropy - plain[site].entropy).abs().max() >= APART
+    for layers in ([1], "all"):
+        wrong = under(lens={**FULL, "name": "tuned"}, hooks={"post_block": layers})
+        with pytest.raises(ValueError, match="lens tuned does not read post_block of layer 1"):
+            serve(llm, [Ask(prompt, inline(wrong))])
+
+
 def test_deltas_are_the_whole(pair: tuple[LLM, Judge]) -> None:
     llm, _ = pair
     ask = Ask(prompt_of(20, 81), inline(under("predicting")))
@@ -215,14 +276,14 @@ def test_a_model_whose_norm_is_not_found_does_not_start(
     llm, _ = pair
     norms = lens_check._norms
 
-    def scaled(model: Any, layer: int) -> Iterator[Any]:
+    def scaled(model: Any, layer: Any) -> Iterator[Any]:
         for norm in norms(model, layer):
             yield lambda rows, norm=norm: norm(rows) * 1.001
 
-    def of_a_layer(model: Any, layer: int) -> Iterator[Any]:
-        yield next(m for n, m in model.named_modules() if n.endswith(f"{layer}.input_layernorm"))
+    def of_a_layer(model: Any, layer: Any) -> Iterator[Any]:
+        yield layer.input_layernorm
 
-    def none(model: Any, layer: int) -> Iterator[Any]:
+    def none(model: Any, layer: Any) -> Iterator[Any]:
         yield next(norms(model, layer))
 
     for wrong in (scaled, of_a_layer, none):
@@ -231,4 +292,5 @@ def test_a_model_whose_norm_is_not_found_does_not_start(
             with pytest.raises(RuntimeError, match="no norm of Gemma2ForCausalLM gives"):
                 llm.collective_rpc(check_worker)
     [shape] = llm.collective_rpc(check_worker)
-    assert shape is not None and set(shape.lenses) == {"logit"} and shape.vocab_size == VOCAB
+    assert shape is not None and shape.vocab_size == VOCAB
+    assert set(shape.lenses) == {"logit", "tuned", "moved", "same"}

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Engine options of activation capture."""
 
+import re
 from copy import copy
 from functools import cached_property
 from typing import Any, Literal
@@ -61,8 +62,9 @@ class CaptureConfig:
     (`pending_bytes`): it waits (block), or that capture is an error and the request runs (drop)."""
 
     capture_lens: list[str] = Field(default_factory=list)
-    """The lenses that rows can be read under in place of rows: `logit`, which is the model's own
-    final norm and head. Nothing is reserved without. See docs/capture.md."""
+    """The lenses that rows can be read under: `logit`, the model's own final norm and head, and
+    `NAME=FILE.safetensors`, which has matrices that rows are multiplied with before. Nothing is
+    reserved without. See docs/capture.md."""
 
     capture_lens_rows: int = Field(default=512, ge=1)
     """How many rows a step may read under lenses: each goes through the head. What does not fit is
@@ -75,7 +77,7 @@ class CaptureConfig:
 
     def __post_init__(self) -> None:
         refuse_unknown("capture_points", self.capture_points, CAPTURE_POINTS)
-        refuse_unknown("capture_lens", self.capture_lens, (LOGIT,))
+        _ = self.lens_files
         inline = any(spec.cls is None for spec in self.consumers.values())
         if self.capture_lens and not inline:
             raise ValueError("capture_lens needs 'inline' among capture_consumers")
@@ -89,6 +91,21 @@ class CaptureConfig:
     def consumers(self) -> dict[str, ConsumerSpec]:
         """Name -> spec, of `capture_consumers`."""
         return parse_consumers(self.capture_consumers)
+
+    @cached_property
+    def lens_files(self) -> dict[str, str]:
+        """Name -> path, of all lenses but `logit`."""
+        files: dict[str, str] = {}
+        for entry in self.capture_lens:
+            name, _, path = entry.partition("=")
+            if entry == LOGIT:
+                continue
+            if name in (LOGIT, *files) or not re.fullmatch(r"[\w.-]{1,64}", name) or not path:
+                raise ValueError(
+                    f"capture_lens: {entry!r} is not 'logit' or NAME=FILE, with another name each"
+                )
+            files[name] = path
+        return files
 
     def __getstate__(self) -> dict[str, Any]:
         """What goes to the engine core: what the user made in Python stays in the frontend."""

@@ -61,6 +61,9 @@ def refuse_unsupported(config: "VllmConfig") -> None:
             "tensor parallelism": parallel.tensor_parallel_size > 1,
             "pipeline parallelism": parallel.pipeline_parallel_size > 1,
             "LoRA (--enable-lora)": config.lora_config is not None,
+            "sleep mode, if a lens is of a file": (
+                model.enable_sleep_mode and bool(config.capture_config.lens_files)
+            ),
         }
         _refuse("capture_lens", refused)
     rounds = os.environ.get("TRITON_F32_DEFAULT", "tf32") != "ieee"

@@ -13,6 +13,7 @@ projection_table.py    `project` matrices, and scores of rows
 attention_check.py     start-up check: of which layers attention weights can be read
 attention_reader.py    attention weights of captured queries
 lens_check.py          start-up check: which norm is before the head
+lens_files.py          matrices of lenses from files
 lens_reader.py         rows under a lens: through that norm and the head
 outbox.py              captured rows from the device to the host
 pinning.py             the host memory where they land, made known to the GPU

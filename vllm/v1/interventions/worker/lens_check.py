@@ -19,7 +19,6 @@ from vllm.config.steering import POINTS
 from vllm.model_executor.models.interfaces_base import is_text_generation_model
 from vllm.v1.interventions.worker.attention_check import ROUNDED, TOLERANCE
 from vllm.v1.interventions.worker.lens_reader import LensReader, Norm
-from vllm.v1.interventions.worker.tap_layers import find_layers
 
 if TYPE_CHECKING:
     from vllm.v1.interventions.worker.runner import WorkerInterventions
@@ -51,7 +50,7 @@ def prove_lenses(
         wanted = run()[:1].float()
         row = arena[:1].clone()
     limit, closest = TOLERANCE.get(shape.torch_dtype, ROUNDED), float("inf")
-    for norm in _norms(model, last[1]):
+    for norm in _norms(model, interventions.layers[last[1]]):
         closest = min(closest, off := float((norm(row).float() - wanted).norm() / wanted.norm()))
         if off <= limit and is_text_generation_model(model):
             break
@@ -65,21 +64,24 @@ def prove_lenses(
     assert logits is not None
     vocab_size = logits.shape[1]
     sites = [(point, layer) for point, layer in interventions.sites if point in POINTS]
+    lenses = {LOGIT: sites} if LOGIT in config.capture_lens else {}
+    for name, lens in interventions.lenses.items():
+        lenses[name] = [("post_block", layer) for layer in lens.layers]
     budget = config.capture_buffer_bytes // shape.row_bytes
     shape = msgspec.structs.replace(
         shape,
-        lenses={LOGIT: sites},
+        lenses=lenses,
         vocab_size=vocab_size,
         lens_rows=-(-budget // config.capture_lens_rows),
     )
-    interventions.read_lenses(LensReader(model, norm, vocab_size), shape)
+    reader = LensReader(model, norm, vocab_size, interventions.lenses)
+    interventions.read_lenses(reader, shape)
 
 
-def _norms(model: nn.Module, layer: int) -> Iterator[Norm]:
+def _norms(model: nn.Module, layer: nn.Module) -> Iterator[Norm]:
     """Those beside the layers and outside; first none, for a head that norms by itself."""
     yield lambda rows: rows
-    module = find_layers(model)[layer]
-    names = next(name for name, each in model.named_modules() if each is module).split(".")
+    names = next(name for name, each in model.named_modules() if each is layer).split(".")
     for depth in range(len(names)):
         beside = model.get_submodule(".".join(names[:depth])).children()
         yield from (partial(_normed, child) for child in beside if "Norm" in type(child).__name__)

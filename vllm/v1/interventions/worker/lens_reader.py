@@ -5,13 +5,14 @@ In plain PyTorch, a bounded number of logits at a time: on the stream of the for
 graphs.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 import torch
 
 from vllm.model_executor.models.interfaces_base import VllmModelForTextGeneration
 from vllm.v1.interventions.plan import LensRead
+from vllm.v1.interventions.worker.lens_files import FileLens
 from vllm.v1.interventions.worker.token_map import to_device
 
 Norm = Callable[[torch.Tensor], torch.Tensor]
@@ -28,6 +29,7 @@ class LensReader:
         model: its head makes the logits: with the caps, scales and vocabulary that it samples with.
         norm: the one before the head.
         vocab_size: how many logits that gives.
+        lenses: those of files, by name.
     """
 
     def __init__(
@@ -35,25 +37,29 @@ class LensReader:
         model: VllmModelForTextGeneration,
         norm: Norm,
         vocab_size: int,
+        lenses: Mapping[str, FileLens],
     ) -> None:
-        self._model, self._norm = model, norm
+        self._model, self._norm, self._lenses = model, norm, lenses
         self._at_once = max(LOGIT_BYTES // (4 * vocab_size), 1)
 
-    def read(self, read: LensRead, rows: torch.Tensor) -> torch.Tensor:
+    def read(self, read: LensRead, layers: Sequence[int], rows: torch.Tensor) -> torch.Tensor:
         """What leaves the device of rows.
 
         Args:
+            layers: of each site.
             rows: [n, sites, hidden] in the model's dtype, on the device.
 
         Returns:
             float32 [n, sites, width], as `LensRead` says.
         """
+        if (lens := self._lenses.get(read.name)) is not None:
+            parts = zip(rows.unbind(1), layers, strict=True)
+            rows = torch.stack([lens.apply(part, layer) for part, layer in parts], dim=1)
         flat = rows.flatten(0, 1)
         made = torch.empty(len(flat), sum(read.widths), device=rows.device)
         tokens = to_device(np.array(read.tokens, dtype=np.int64), rows.device)
         # All sites at once: the head is read from memory once for many rows.
-        parts = zip(flat.split(self._at_once), made.split(self._at_once), strict=True)
-        for some, into in parts:
+        for some, into in zip(flat.split(self._at_once), made.split(self._at_once), strict=True):
             logits = self._model.compute_logits(self._norm(some))
             assert logits is not None  # other ranks than the first of several get none
             _reduce(read, logits.float(), tokens, into)

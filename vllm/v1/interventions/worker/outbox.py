@@ -107,7 +107,7 @@ class Outbox:
             if isinstance(stream.reads, LensRead):
                 assert self.lens is not None
                 rows = torch.cat([block.of(self._arena, *run) for run in stream.runs], dim=1)
-                yield self.lens.read(stream.reads, rows)
+                yield self.lens.read(stream.reads, [layer for layer, _ in stream.heads], rows)
             elif stream.projection is not None:
                 yield self._scores_of(block, stream)
             elif stream.summed:
