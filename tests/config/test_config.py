@@ -81,6 +81,8 @@ DEFAULTS = {
     "capture_landing_bytes": None,
     "capture_inline_max_bytes": 64 << 20,
     "capture_overload_policy": "block",
+    "capture_lens": [],
+    "capture_lens_rows": 512,
 }
 
 
@@ -110,6 +112,8 @@ def test_flags_are_the_options(model: Path) -> None:
         *("--capture-landing-bytes", "8192"),
         *("--capture-inline-max-bytes", "1024"),
         *("--capture-overload-policy", "drop"),
+        *("--capture-lens", "logit", "big=lens.safetensors"),
+        *("--capture-lens-rows", "64"),
     ]
     asked = options_of(parse(model, *flags))
     assert asked == {
@@ -130,6 +134,8 @@ def test_flags_are_the_options(model: Path) -> None:
         "capture_landing_bytes": 8192,
         "capture_inline_max_bytes": 1024,
         "capture_overload_policy": "drop",
+        "capture_lens": ["logit", "big=lens.safetensors"],
+        "capture_lens_rows": 64,
     }
     # Every option has a flag, and every flag was told apart from its default.
     assert all(asked[name] != default for name, default in DEFAULTS.items())
@@ -154,6 +160,8 @@ def test_options_reach_the_config(model: Path) -> None:
         "capture_landing_bytes": 4096,
         "capture_inline_max_bytes": 512,
         "capture_overload_policy": "drop",
+        "capture_lens": ["logit"],
+        "capture_lens_rows": 9,
     }
     config = build(model, **asked)
     assert asdict(config.steering_config) | asdict(config.capture_config) == asked
@@ -333,10 +341,42 @@ def test_what_looks_alike_is_served(model: Path) -> None:
         assert refusal(config) is None
 
 
+def _stages(config: VllmConfig) -> None:
+    config.parallel_config.pipeline_parallel_size = 2
+    config.parallel_config.distributed_executor_backend = "mp"
+
+
+WITH_LENSES: list[tuple[Callable[[VllmConfig], object], str]] = [
+    (lambda c: setattr(c.parallel_config, "tensor_parallel_size", 2), "tensor parallelism"),
+    (_stages, "pipeline parallelism"),
+    (lambda c: setattr(c, "lora_config", SimpleNamespace()), "LoRA (--enable-lora)"),
+    (
+        lambda c: setattr(c.model_config, "enable_sleep_mode", True),
+        "sleep mode, if a lens is of a file",
+    ),
+]
+
+
+@pytest.mark.parametrize(("change", "what"), WITH_LENSES, ids=[w for _, w in WITH_LENSES])
+def test_refused_with_lenses(
+    model: Path, change: Callable[[VllmConfig], object], what: str
+) -> None:
+    configs = [build(model, **CAPTURE), build(model, **CAPTURE, capture_lens=["logit", "f=g"])]
+    assert [refusal(config) for config in configs] == [None, None]
+    for config in configs:
+        change(config)
+    without, message = (refusal(config) for config in configs)
+    assert without is None
+    assert message is not None
+    assert message.startswith(f"capture_lens cannot be combined with {what}: ")
+    assert any(pattern.fullmatch(message) for pattern in PATTERNS.values())
+
+
 def test_every_refusal_has_a_case() -> None:
     source = Path(refuse_unsupported.__code__.co_filename).read_text()
     written = set(re.findall(r'^\s+"(.+)": ', source, re.MULTILINE))
-    assert written == {what for _, what, _ in REAL} | {what for _, what in CHANGED} | {RUST}
+    changed = {what for _, what in CHANGED + WITH_LENSES}
+    assert written == {what for _, what, _ in REAL} | changed | {RUST}
 
 
 @pytest.mark.parametrize(

@@ -44,6 +44,16 @@ HEADED = config_of(
     ),
     capture_points=["q", "z"],
 )
+EIGHT_B = config_of(
+    TapShape(
+        hidden_size=4096,
+        dtype="bfloat16",
+        points=dict.fromkeys(range(32), POINTS),
+        lenses={"logit": [("post_block", layer) for layer in range(32)]},
+        vocab_size=128_256,
+        lens_rows=128,
+    )
+)
 SMALL = config_of(
     SHAPE,
     steering_families=["add", "ablate", "replace"],
@@ -156,6 +166,30 @@ def test_attention_weights_are_counted_before_any_is_made() -> None:
     )
     for cost in costly:
         assert cost.error.startswith("capture.inline.attention: takes the request past"), cost.error
+
+
+def under_lens(positions: Any, **lens: Any) -> dict[str, Any]:
+    asked = {"hooks": {"post_block": "all"}, "positions": positions}
+    return {"capture": {"inline": {**asked, "lens": {"name": "logit", "top_k": 1, **lens}}}}
+
+
+def test_rows_under_lenses_are_counted_before_any_is_made() -> None:
+    """All layers of a long prompt, or of one for many completions, or with many tokens to rank, are
+    too much; those of some of its positions, or of one completion, or with few tokens are not."""
+    every: dict[str, Any] = {"config": EIGHT_B, "prompt": 4 * PROMPT}
+    legal = (
+        Cost(under_lens("last_prompt", tokens=[1] * 32), **every),
+        Cost(under_lens({"start": 0, "stop": PROMPT}), **every),
+        Cost(under_lens({"start": 0, "stop": PROMPT}), **every, max_tokens=9000),
+    )
+    assert all(cost.plan is not None for cost in legal), [cost.error for cost in legal]
+    costly = (
+        Cost(under_lens("all_prompt"), **every),
+        Cost(under_lens({"start": 0, "stop": PROMPT}), **every, n=4),
+        Cost(under_lens({"start": 0, "stop": PROMPT}, tokens=[1] * 32), **every, n=2),
+    )
+    for cost in costly:
+        assert cost.error.startswith("capture.inline.lens: takes the request past"), cost.error
 
 
 def capture(positions: Any) -> dict[str, Any]:

@@ -26,6 +26,7 @@ from tests.errors.files import FILES
 from tests.errors.filesystem import FILESYSTEM
 from tests.errors.http import HTTP
 from tests.errors.lens import LENS
+from tests.errors.lenses import LENSES
 from tests.errors.page import MESSAGES, PATTERNS
 from tests.errors.project import PROJECT
 from tests.errors.rules import RULES
@@ -569,7 +570,7 @@ OTHERS = [
 
 
 CASES = REQUESTS + OTHERS + STEERING + FILES + CONSUMERS + PROJECT + FILESYSTEM + LENS + TOOLKIT
-CASES += DATASETS + SWEEPS + EASYSTEER + ANALYZERS + RULES
+CASES += LENSES + DATASETS + SWEEPS + EASYSTEER + ANALYZERS + RULES
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: str(case.says)[:70])

@@ -118,6 +118,72 @@ def attention(mode: Mode, tokens: list[list[int]]) -> dict[str, Any]:
     return {"error": worst, "limit": mode.noise_limit, "other": apart, "ok": ok}
 
 
+LENS_LIMIT = 0.1
+"""Most error of a log-probability under a lens, in nats: logits of bfloat16 near 8 are rounded to
+multiples of 1/32, and the normed row before them."""
+
+
+@torch.no_grad()
+def lens(mode: Mode, tokens: list[list[int]]) -> dict[str, Any]:
+    """What a lens says of all points of all layers is what transformers' norm and head say of the
+    same rows in float32; of the next layer's they say something else. The last layer is what the
+    engine sampled from. Prompts are cut so that no step has too many rows."""
+    from vllm import SamplingParams
+
+    hooks, named = dict.fromkeys(("pre_attn", "post_attn", "post_block"), "all"), [3, 1000, 2047]
+    asked = {"name": "logit", "top_k": 5, "tokens": named, "entropy": True}
+    captures = [{"hooks": hooks, "positions": "all", "lens": asked}]
+    captures.append({"hooks": hooks, "positions": "all"})
+    params = SamplingParams(
+        max_tokens=8,
+        temperature=0.0,
+        ignore_eos=True,
+        detokenize=False,
+        logprobs=0,
+        capture={"inline": captures},
+    )
+    fed: Any = [{"prompt_token_ids": ids} for ids in tokens]
+    worst = sampled = 0.0
+    least_other, same = 9e9, True
+    for prompt, output in zip(tokens, mode.llm.generate(fed, params, use_tqdm=False), strict=True):
+        assert output.capture_results is not None and output.outputs[0].logprobs is not None
+        under, rows = (output.capture_results[f"inline[{i}]"].payload for i in range(2))
+        last = max(layer for _, layer in under)
+        for (point, layer), made in under.items():
+            want, other = (
+                mode.hf.lm_head(mode.hf.model.norm(rows[point, n].values.float())).log_softmax(-1)
+                for n in (layer, (layer + 1) % (last + 1))
+            )
+            worst = max(worst, _off(made, want, named))
+            least_other = min(least_other, _off(made, other, named))
+            best = want.topk(2).values
+            clear = best[:, 0] - best[:, 1] > 2 * LENS_LIMIT
+            same &= bool((made.top_ids[:, 0] == want.argmax(-1))[clear].all())
+        final = under["post_block", last]
+        chosen: list[Any] = list(output.outputs[0].logprobs)
+        for i, token in enumerate(output.outputs[0].token_ids):
+            at = len(prompt) - 1 + i
+            same &= int(final.top_ids[at, 0]) == token
+            off = final.top_logprobs[at, 0] - chosen[i][token].logprob
+            sampled = max(sampled, float(off.abs()))
+    ok = same and worst <= LENS_LIMIT and sampled <= LENS_LIMIT and least_other > 5 * LENS_LIMIT
+    return {
+        "error": worst, "limit": LENS_LIMIT, "sampled": sampled, "least_other": least_other,
+        "top1": same, "ok": ok,
+    }  # fmt: skip
+
+
+def _off(made: Any, exact: torch.Tensor, named: list[int]) -> float:
+    """The largest difference of what a lens gave from that of log-probabilities [n, vocabulary]."""
+    entropy = torch.special.entr(exact.exp()).sum(-1)
+    parts = (
+        made.token_logprobs - exact[:, named],
+        made.top_logprobs - exact.topk(5).values,
+        made.entropy - entropy,
+    )
+    return max(float(part.abs().max()) for part in parts)
+
+
 def large_step(mode: Mode, vocabulary: int, hidden: int) -> dict[str, Any]:
     """Many long prompts at once: megabytes of rows a step arrive whole, and again the same."""
     generator = torch.Generator().manual_seed(17)

@@ -277,6 +277,8 @@ def main() -> None:
         checks["heads"] = lambda: capture.heads(mode, prompts(13, seed=15))
         checks["attention"] = lambda: capture.attention(mode, prompts(13, seed=16))
         checks["written heads"] = lambda: capture.written_heads(mode, prompts(13, seed=17))
+    if "capture_lens" in args.engine:
+        checks["lens"] = lambda: capture.lens(mode, prompts(9, seed=18))
     if args.name == "preempt":
         checks = {"preemption": lambda: workload.preemption(mode, prompts(13, seed=14))}
     if args.name.startswith("ops"):

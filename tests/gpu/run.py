@@ -36,6 +36,9 @@ HEADS: dict[str, Any] = {
     "steering_families": ["add", "scale"],
 }
 
+LENS: dict[str, Any] = {"capture_lens": ["logit"], "capture_lens_rows": 256}
+"""For one GPU: ranks of several are refused."""
+
 MODES: dict[str, dict[str, Any]] = {
     "full_and_piecewise": {},
     "piecewise": {"compilation_config": {"cudagraph_mode": "PIECEWISE"}},
@@ -68,7 +71,11 @@ MODES: dict[str, dict[str, Any]] = {
     "heads": HEADS,
     "heads_piecewise": {**HEADS, "compilation_config": {"cudagraph_mode": "PIECEWISE"}},
     "heads_eager": {**HEADS, "enforce_eager": True},
+    "lens": LENS,
+    "lens_piecewise": {**LENS, "compilation_config": {"cudagraph_mode": "PIECEWISE"}},
+    "lens_eager": {**LENS, "enforce_eager": True},
     "v1": {},
+    "v1_lens": LENS,
 }
 
 
@@ -129,7 +136,7 @@ def run_mode(
         **os.environ,
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
         "VLLM_USE_FLASHINFER_SAMPLER": "0",
-        "VLLM_USE_V2_MODEL_RUNNER": str(int(name != "v1")),
+        "VLLM_USE_V2_MODEL_RUNNER": str(int(not name.startswith("v1"))),
         "VLLM_LOGGING_LEVEL": "ERROR",
     }
     command = [sys.executable, "-m", "tests.gpu.mode", "--name", name, "--model", str(model)]
@@ -171,6 +178,8 @@ def main() -> None:
             try:
                 futures = []
                 for name in args.only:
+                    if "capture_lens" in MODES[name] and args.tp * args.pp > 1:
+                        continue
                     split = {"tensor_parallel_size": args.tp, "pipeline_parallel_size": args.pp}
                     options = {**copy.deepcopy(MODES[name]), **split}
                     if name in DRAFTS:

@@ -176,6 +176,59 @@ def test_attention(client: SteeringClient, reference: Reference, stream: bool) -
     np.testing.assert_allclose(by_rows.values, few, atol=5e-3)
 
 
+@pytest.mark.parametrize("prompt", [PROMPT, SAID], ids=["completion", "chat"])
+@pytest.mark.parametrize("stream", [False, True])
+def test_lens(client: SteeringClient, reference: Reference, prompt: Any, stream: bool) -> None:
+    """The last layer says what the server reports, and earlier ones what their rows give; `a` is
+    the first token of the vocabulary."""
+    hooks = {"post_block": "all"}
+    lens = {"name": "logit", "top_k": 2, "tokens": ["a", 200], "entropy": True}
+    asked = {"hooks": hooks, "positions": "predicting", "lens": lens, "tokens": True}
+    rows = {"hooks": hooks, "positions": "predicting"}
+    fields = greedy(capture={"inline": [asked, rows]}, steering_vectors=STEER)
+    if stream:
+        choice = joined(list(client.stream(prompt, **fields)))
+    else:
+        choice = client.complete(prompt, **fields).choices[0]
+    assert choice.capture_status == {"inline[0]": "ok", "inline[1]": "ok"}
+    under, read = choice.lenses["inline[0]"], choice.captures["inline[1]"]
+    assert list(under) == list(read) and not choice.captures["inline[0]"]
+    model, said = reference.model, []
+    for site, made in under.items():
+        with torch.no_grad():
+            logits = model.lm_head(model.model.norm(torch.from_numpy(read[site].values.copy())))
+        want = logits.log_softmax(-1).numpy()
+        best = np.argsort(-want)[:, :2]
+        assert made.lens == "logit" and made.asked == (0, 200)
+        assert np.array_equal(made.given["top_ids"], best)
+        top = np.take_along_axis(want, best, 1)
+        np.testing.assert_allclose(made.given["top_logprobs"], top, atol=1e-4)
+        np.testing.assert_allclose(made.given["token_logprobs"], want[:, [0, 200]], atol=1e-4)
+        ranks = (want[:, None] >= want[:, [0, 200], None]).sum(-1)
+        assert np.array_equal(made.given["token_ranks"], ranks)
+        entropy = -(np.exp(want) * want).sum(-1)
+        np.testing.assert_allclose(made.given["entropy"], entropy, atol=1e-4)
+        assert len(made.tokens) == len(made.token_ids) == len(made.positions) == len(want) > 1
+        said.append(made.given["top_ids"][:-1, 0].tolist())
+    read_next = under["post_block", 3].token_ids[1:].tolist()
+    assert said[-1] == read_next and said[0] != read_next
+
+
+@pytest.mark.parametrize(
+    ("lens", "error"),
+    [
+        ({"top_k": 10**9}, "lens.top_k: must be an int from 0 to 128"),
+        ({"tokens": ["ab"]}, r"lens.tokens\[0\]: 'ab' is 2 tokens, not one"),
+        ({"tokens": [251]}, r"lens.tokens\[0\]: token 251 is out of range, there are 0-250"),
+        ({"name": "tuned"}, "lens.name: unknown lens 'tuned'; known are logit"),
+    ],
+)
+def test_lens_refused(client: SteeringClient, lens: dict[str, Any], error: str) -> None:
+    asked = {"hooks": {"post_block": "all"}, "lens": {"name": "logit", **lens}}
+    with pytest.raises(SteeringError, match=f"capture.inline.{error}"):
+        client.complete(PROMPT, **greedy(capture={"inline": asked}))
+
+
 @pytest.mark.parametrize("stream", [False, True])
 def test_several_captures(client: SteeringClient, reference: Reference, stream: bool) -> None:
     """Rows, and beside them scores with a matrix for each layer."""

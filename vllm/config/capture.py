@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Engine options of activation capture."""
 
+import re
 from copy import copy
 from functools import cached_property
 from typing import Any, Literal
@@ -20,6 +21,9 @@ HEAD_POINTS = ("q", "k", "v", "z")
 
 CAPTURE_POINTS = (POINTS[0], *HEAD_POINTS, *POINTS[1:])
 """All points that can be captured, in the order in which a layer computes them."""
+
+LOGIT = "logit"
+"""The lens that is the model's own final norm and head."""
 
 SCHEMA = 3
 """Part of the compile-cache key: raise it when traced tap code or an op's meaning changes."""
@@ -57,6 +61,15 @@ class CaptureConfig:
     """What happens to a request when a consumer has no room for what it can come to
     (`pending_bytes`): it waits (block), or that capture is an error and the request runs (drop)."""
 
+    capture_lens: list[str] = Field(default_factory=list)
+    """The lenses that rows can be read under: `logit`, the model's own final norm and head, and
+    `NAME=FILE.safetensors`, which has matrices that rows are multiplied with before. Nothing is
+    reserved without. See docs/capture.md."""
+
+    capture_lens_rows: int = Field(default=512, ge=1)
+    """How many rows a step may read under lenses: each goes through the head. What does not fit is
+    computed in more, smaller steps."""
+
     @property
     def enabled(self) -> bool:
         """Whether there are consumers."""
@@ -64,7 +77,10 @@ class CaptureConfig:
 
     def __post_init__(self) -> None:
         refuse_unknown("capture_points", self.capture_points, CAPTURE_POINTS)
-        _ = self.consumers  # a wrong spec is an error at start-up
+        _ = self.lens_files
+        inline = any(spec.cls is None for spec in self.consumers.values())
+        if self.capture_lens and not inline:
+            raise ValueError("capture_lens needs 'inline' among capture_consumers")
 
     @property
     def captures_heads(self) -> bool:
@@ -75,6 +91,21 @@ class CaptureConfig:
     def consumers(self) -> dict[str, ConsumerSpec]:
         """Name -> spec, of `capture_consumers`."""
         return parse_consumers(self.capture_consumers)
+
+    @cached_property
+    def lens_files(self) -> dict[str, str]:
+        """Name -> path, of all lenses but `logit`."""
+        files: dict[str, str] = {}
+        for entry in self.capture_lens:
+            name, _, path = entry.partition("=")
+            if entry == LOGIT:
+                continue
+            if name in (LOGIT, *files) or not re.fullmatch(r"[\w.-]{1,64}", name) or not path:
+                raise ValueError(
+                    f"capture_lens: {entry!r} is not 'logit' or NAME=FILE, with another name each"
+                )
+            files[name] = path
+        return files
 
     def __getstate__(self) -> dict[str, Any]:
         """What goes to the engine core: what the user made in Python stays in the frontend."""

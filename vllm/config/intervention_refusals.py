@@ -56,6 +56,16 @@ def refuse_unsupported(config: "VllmConfig") -> None:
             "KV connectors (--kv-transfer-config)": config.kv_transfer_config is not None,
         }
         _refuse("capture", refused)
+    if config.capture_config.capture_lens:
+        refused = {
+            "tensor parallelism": parallel.tensor_parallel_size > 1,
+            "pipeline parallelism": parallel.pipeline_parallel_size > 1,
+            "LoRA (--enable-lora)": config.lora_config is not None,
+            "sleep mode, if a lens is of a file": (
+                model.enable_sleep_mode and bool(config.capture_config.lens_files)
+            ),
+        }
+        _refuse("capture_lens", refused)
     rounds = os.environ.get("TRITON_F32_DEFAULT", "tf32") != "ieee"
     if model.dtype == torch.float32 and rounds and current_platform.is_cuda():
         logger.warning_once(

@@ -43,6 +43,8 @@ def capture_config_of(args: "EngineArgs") -> CaptureConfig:
         capture_landing_bytes=args.capture_landing_bytes,
         capture_inline_max_bytes=args.capture_inline_max_bytes,
         capture_overload_policy=args.capture_overload_policy,
+        capture_lens=args.capture_lens,
+        capture_lens_rows=args.capture_lens_rows,
     )
 
 

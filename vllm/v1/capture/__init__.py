@@ -2,6 +2,7 @@
 """Activation capture reads the residual stream of requests while they are served."""
 
 from vllm.v1.capture.attention import AttentionRows
+from vllm.v1.capture.lens import LensRows
 from vllm.v1.capture.results import CapturedRows, CaptureResult, stack
 
-__all__ = ["AttentionRows", "CaptureResult", "CapturedRows", "stack"]
+__all__ = ["AttentionRows", "CaptureResult", "CapturedRows", "LensRows", "stack"]

@@ -2,32 +2,22 @@
 """Attention weights as a user gets them back."""
 
 from collections.abc import Callable
-from typing import Any
 
 import numpy as np
 import torch
 
-from vllm.v1.capture.copies import joined
+from vllm.v1.capture.made_rows import MadeRows
 from vllm.v1.interventions.plan import AttentionRead
 
 
-class AttentionRows:
+class AttentionRows(MadeRows):
     """What was asked of the attention weights of one layer, query by query in position order.
-
-    What was not in `give` raises ValueError when it is read. Everything is float32 on the CPU, but
-    for positions.
 
     Args:
         values: [n, width], as `AttentionRead` says, or what returns them, called when they are
             first read.
     """
 
-    positions: np.ndarray
-    """The positions of the queries, int64 [n]."""
-    token_ids: np.ndarray
-    """The token of each, int64 [n]."""
-    versions: np.ndarray
-    """The version of the global steering that each ran under, int64 [n], see `llm.steering`."""
     heads: tuple[int, ...]
     """The numbers of the heads; with `"sum": "all"` none."""
 
@@ -40,9 +30,8 @@ class AttentionRows:
         heads: tuple[int, ...],
         read: AttentionRead,
     ) -> None:
-        self.positions, self.token_ids, self.versions = positions, token_ids, versions
+        super().__init__(positions, token_ids, values, versions)
         self.heads, self._read = heads, read
-        self._values = values
 
     @property
     def give(self) -> tuple[str, ...]:
@@ -82,42 +71,6 @@ class AttentionRows:
         rows = self._rows() if self._read.sum else self._part("weights", 0)
         return [row[..., : t + 1] for row, t in zip(rows, self.positions.tolist(), strict=True)]
 
-    def at(self, position: int) -> "AttentionRows":
-        """Return what there is of one query, n = 1.
-
-        Raises:
-            KeyError: that position was not captured.
-        """
-        found = self.positions == position
-        if not found.any():
-            raise KeyError(f"position {position} was not captured, these were: {self.positions}")
-        rows = self._rows()[torch.from_numpy(found)]
-        return self._with(self.positions[found], self.token_ids[found], rows, self.versions[found])
-
-    def joined(self, later: "AttentionRows") -> "AttentionRows":
-        """These queries and then `later`'s, of the same capture."""
-        return self._with(
-            np.concatenate([self.positions, later.positions]),
-            np.concatenate([self.token_ids, later.token_ids]),
-            torch.cat([self._rows(), later._rows()]),
-            np.concatenate([self.versions, later.versions]),
-        )
-
-    def _with(
-        self,
-        positions: np.ndarray,
-        token_ids: np.ndarray,
-        values: torch.Tensor,
-        versions: np.ndarray,
-    ) -> "AttentionRows":
-        return AttentionRows(positions, token_ids, values, versions, self.heads, self._read)
-
-    def _rows(self) -> torch.Tensor:
-        if not isinstance(self._values, torch.Tensor):
-            # Of its own: others' rows of the step lie around it.
-            self._values = joined([self._values()])
-        return self._values
-
     def _part(self, name: str, which: int) -> torch.Tensor:
         if name not in self.give or self._read.sum:
             summed = f", summed over {self._read.sum}" if self._read.sum else ""
@@ -127,12 +80,6 @@ class AttentionRows:
         order = [kept for kept in self.give for _ in range(1 + (kept == "top"))]
         return rows.split(self._read.widths, dim=2)[order.index(name) + which]
 
-    def __len__(self) -> int:
-        return len(self.positions)
-
     def __repr__(self) -> str:
         """Say how many queries these are and what there is of them."""
         return f"AttentionRows({len(self)} queries, positions={self.positions}, give={self.give})"
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_values": self._rows()}

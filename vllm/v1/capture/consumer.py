@@ -19,8 +19,8 @@ import torch
 from vllm.v1.interventions.errors import reject, show_key
 from vllm.v1.interventions.plan import Site, TapShape
 
-SHARED_FIELDS = ("hooks", "positions", "project", "reduce", "attention")
-"""What a request may say to every consumer; `attention` to `inline` alone."""
+SHARED_FIELDS = ("hooks", "positions", "project", "reduce", "attention", "lens")
+"""What a request may say to every consumer; `attention` and `lens` to `inline` alone."""
 
 Location = Literal["engine", "frontend"]
 """The process a consumer runs in.

@@ -10,7 +10,7 @@ import msgspec
 import numpy as np
 
 from vllm.v1.interventions.messages import WorkerRequest, WorkerStream
-from vllm.v1.interventions.plan import AttentionRead, Site, TapShape
+from vllm.v1.interventions.plan import AttentionRead, LensRead, Site, TapShape
 
 _Asked = tuple[tuple[Site, ...], tuple[WorkerStream, ...]]
 _Projection = tuple[tuple[int, ...], int]
@@ -30,17 +30,19 @@ class LocalStream(NamedTuple):
     """How many numbers leave of a site, if that is not its row as it is."""
     summed: tuple[int, ...] = ()
     """As in `WorkerStream`."""
-    attention: AttentionRead | None = None
-    """What leaves of the attention of the queries in `columns`; the ranges are each request's."""
+    reads: AttentionRead | LensRead | None = None
+    """What leaves in place of rows; of attention, of the queries in `columns`, and the ranges are
+    each request's."""
     heads: Sequence[tuple[int, tuple[int, ...]]] = ()
-    """What each of the sites has, where rows are heads: (layer, heads)."""
+    """What each of the sites has: (layer, heads), where rows are not heads without any."""
     runs: Sequence[tuple[int, int]] = ()
     """`places` as runs of neighbours in the arena with one matrix: (first index, number)."""
 
     @property
     def is_raw(self) -> bool:
         """Whether rows leave as they are."""
-        return self.projection is None and self.columns is None and not self.summed
+        made = self.reads is not None or self.projection is not None or self.summed
+        return not made and self.columns is None
 
 
 class CaptureGroup:
@@ -68,7 +70,7 @@ class CaptureGroup:
         self.rest_at = np.cumsum([0, *sizes], dtype=np.int32)[:-1]
         """int32: the first of them of each of these sites."""
         self.streams = [s._replace(runs=self._runs(s.places, s.projection)) for s in streams]
-        self.attends = any(stream.attention is not None for stream in self.streams)
+        self.attends = any(isinstance(s.reads, AttentionRead) for s in self.streams)
         """Whether attention is read."""
 
     def _runs(
@@ -100,7 +102,9 @@ class CaptureGroups:
         """The group of a request; None where it captures nothing on this worker."""
         asked = request.capture_sites
         streams = tuple(
-            s if s.attention is None else msgspec.structs.replace(s, attention=s.attention.form)
+            msgspec.structs.replace(s, reads=s.reads.form)
+            if isinstance(s.reads, AttentionRead)
+            else s
             for s in request.capture_streams
         )
         group = self._groups.get((asked, streams))
@@ -110,7 +114,8 @@ class CaptureGroups:
         if not own:
             return None
         of_heads = {i for s in streams if s.heads for i in s.sites}
-        raw = {i for s in streams if not (s.projection or s.heads or s.summed) for i in s.sites}
+        made = [s for s in streams if s.projection or s.heads or s.summed or s.reads is not None]
+        raw = {i for s in streams if s not in made for i in s.sites}
         own.sort(key=lambda i: (i not in raw, i in of_heads))
         sizes = {i: self._shape.arena_rows(asked[i]) for i in own if i not in raw}
         firsts = dict(zip(sizes, accumulate([0, *sizes.values()]), strict=False))
@@ -122,20 +127,14 @@ class CaptureGroups:
             projection = _local(stream, place)
             if projection is not None:
                 width = projection[1]
-            heads: list[tuple[int, tuple[int, ...]]] = []
+            of_site = zip(stream.sites, stream.heads or [()] * len(stream.sites), strict=True)
+            own_heads = [(i, chosen) for i, chosen in of_site if i in place]
+            heads = [(asked[i][1], chosen) for i, chosen in own_heads]
             if stream.heads:
-                own_heads = [
-                    (i, chosen)
-                    for i, chosen in zip(stream.sites, stream.heads, strict=True)
-                    if i in place
-                ]
                 parts = [self._columns(asked[i], firsts[i], chosen) for i, chosen in own_heads]
                 columns = np.concatenate([np.empty(0, np.int64), *parts])
-                heads = [(asked[i][1], chosen) for i, chosen in own_heads]
             local.append(
-                LocalStream(
-                    places, projection, columns, width, stream.summed, stream.attention, heads
-                )
+                LocalStream(places, projection, columns, width, stream.summed, stream.reads, heads)
             )
         group = self._groups[asked, streams] = CaptureGroup(
             [self._sites[asked[i]] for i in own], len(own) - len(sizes), local, list(sizes.values())

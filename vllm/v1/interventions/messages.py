@@ -8,7 +8,7 @@ import msgspec
 import numpy as np
 import torch
 
-from vllm.v1.interventions.plan import AttentionRead, Site, VectorSet, VectorSum
+from vllm.v1.interventions.plan import AttentionRead, LensRead, Site, VectorSet, VectorSum
 from vllm.v1.interventions.terms import Term
 
 NOTHING, GLOBALS_ALONE = 0, 1
@@ -60,11 +60,11 @@ class WorkerStream(msgspec.Struct, frozen=True, array_like=True):
     heads: tuple[tuple[int, ...], ...] = ()
     """Which heads of each site; empty at points of the residual stream."""
     width: int = 0
-    """The widths of a site's heads together."""
+    """The widths of a site's heads together, or of what is made of a row."""
     summed: tuple[int, ...] = ()
     """The positions whose sum leaves the device in place of rows, as `Selection.runs`; () for
     rows."""
-    attention: AttentionRead | None = None
+    reads: AttentionRead | LensRead | None = None
     """As in `Stream`."""
 
 

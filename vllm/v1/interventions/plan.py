@@ -50,6 +50,12 @@ class TapShape(msgspec.Struct, frozen=True):
     """Layer -> point of its attention -> (heads, width of one), of all tensor-parallel ranks."""
     unread: dict[int, str] = {}
     """Layer with queries -> why its attention weights cannot be read; the others' can."""
+    lenses: dict[str, list[Site]] = {}
+    """Lens -> the sites whose rows it can read."""
+    vocab_size: int = 0
+    """How many logits the head has, where there are lenses."""
+    lens_rows: int = 0
+    """How many more rows of hidden_size of a step's budget a row under a lens takes."""
 
     def offers(self, layer: int) -> tuple[str, ...]:
         """All points of a layer that can be captured."""
@@ -150,7 +156,7 @@ GIVES = ("mass", "peak", "top", "weights")
 """What may be given of attention weights, in the order in which it lies in a row."""
 
 
-class AttentionRead(msgspec.Struct, frozen=True, array_like=True):
+class AttentionRead(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """What is given of the attention weights of captured queries.
 
     A row is float32: for each head, one after the other, what `give` says; or the sum of weights
@@ -191,6 +197,26 @@ class AttentionRead(msgspec.Struct, frozen=True, array_like=True):
         return self.stop if self.sum else heads * sum(self.widths)
 
 
+class LensRead(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """What is given of the next token's distribution, were the stream after a row the last one.
+
+    A row is float32, one part after the other: ids of the likeliest tokens (bits of int32) and
+    their log-probabilities, the log-probabilities of `tokens` and their ranks (bits of int32), and
+    the entropy in nats.
+    """
+
+    name: str
+    """A lens of `TapShape.lenses`."""
+    top_k: int
+    tokens: tuple[int, ...]
+    entropy: bool
+
+    @property
+    def widths(self) -> list[int]:
+        """How many numbers each part has."""
+        return [self.top_k] * 2 + [len(self.tokens)] * 2 + [int(self.entropy)]
+
+
 class Stream(msgspec.Struct, frozen=True):
     """Rows that leave the device together: in one form, for one process."""
 
@@ -203,7 +229,7 @@ class Stream(msgspec.Struct, frozen=True):
     width: int
     """hidden_size; with a projection the number of its rows; of heads their widths together."""
     dtype: str
-    """The model's dtype; with a projection, and of sums, "float32"."""
+    """The model's dtype; of what was made of rows "float32"."""
     projections: list[str] = []
     """Digests of the matrices the rows are multiplied with on the device: of one for all sites, or
     of one for each; none for rows as they are."""
@@ -212,8 +238,8 @@ class Stream(msgspec.Struct, frozen=True):
     summed: bool = False
     """Whether a step sends the sum of its rows in `runs`, which are of the prompt, and the mean is
     what consumers get: one row a site."""
-    attention: AttentionRead | None = None
-    """What leaves of the attention of its queries, in place of them."""
+    reads: AttentionRead | LensRead | None = None
+    """What is made of its rows on the device and leaves in place of them."""
 
     @property
     def row_bytes(self) -> int:
@@ -237,8 +263,8 @@ class Selection(msgspec.Struct, frozen=True):
     rows, and only `inline` may have several."""
     heads: dict[Site, tuple[int, ...]] = {}
     """Which heads of each site; sites of the residual stream are left out."""
-    attention: AttentionRead | None = None
-    """What is given of attention; `sites` are then the queries'."""
+    reads: AttentionRead | LensRead | None = None
+    """What is given in place of rows; for attention `sites` are the queries'."""
     fields: dict[str, Any] = {}
     """What the consumer's class made of the fields that are its own."""
 

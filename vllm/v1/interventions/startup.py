@@ -9,6 +9,7 @@ from collections.abc import Callable
 from functools import wraps
 from typing import Any
 
+import msgspec
 import zmq
 
 from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
@@ -85,7 +86,7 @@ def start_taps(executor: "Executor") -> TapShape | None:
         )
     collect_stages(executor)
     first, points = shapes[0], dict(sorted(points.items()))
-    return TapShape(first.hidden_size, first.dtype, points, heads, unread)
+    return msgspec.structs.replace(first, points=points, heads=heads, unread=unread)
 
 
 def end_with_parent() -> None:

@@ -136,7 +136,7 @@ class StepRows:
         """Scores and heads, [count, sites, width], or sums, [requests, sites, hidden]."""
         if stream.summed:
             return (len(block.owners), len(stream.places), self._hidden_size), torch.float32
-        of_rows = stream.projection is None and stream.attention is None
+        of_rows = stream.projection is None and stream.reads is None
         dtype = self._dtype if of_rows else torch.float32
         return (block.count, len(stream.places), stream.width), dtype
 

@@ -17,6 +17,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from vllm.entrypoints.compat import lens
 from vllm.v1.capture.attention import AttentionRows
+from vllm.v1.capture.lens import LensRows
 from vllm.v1.capture.results import CapturedRows, CaptureResult
 from vllm.v1.interventions.errors import describe
 
@@ -38,7 +39,7 @@ if TYPE_CHECKING:
     Answer = CompletionResponse | ChatCompletionResponse
     Chunk = CompletionStreamResponse | ChatCompletionStreamResponse
 
-_INLINE = CapturedRows | AttentionRows
+_INLINE = CapturedRows | AttentionRows | LensRows
 """What `inline` returns of a site."""
 
 
@@ -170,7 +171,7 @@ def _rows_of(payload: Any) -> int:
     return sum(len(rows) for rows in payload.values() if isinstance(rows, _INLINE))
 
 
-def _rows(point: str, layer: int | None, rows: CapturedRows | AttentionRows) -> dict[str, Any]:
+def _rows(point: str, layer: int | None, rows: _INLINE) -> dict[str, Any]:
     """Return the rows of one site as JSON; versions that are all 0 are left out, and heads and
     tokens where there are none."""
     shown = {
@@ -181,18 +182,21 @@ def _rows(point: str, layer: int | None, rows: CapturedRows | AttentionRows) -> 
     }
     if rows.versions.any():
         shown["versions"] = rows.versions.tolist()
-    if rows.heads:
+    if not isinstance(rows, LensRows) and rows.heads:
         shown["heads"] = list(rows.heads)
-    if isinstance(rows, CapturedRows) and rows.tokens is not None:
+    if rows.tokens is not None:
         shown["tokens"] = rows.tokens
     return shown
 
 
-def _values(rows: CapturedRows | AttentionRows) -> dict[str, Any]:
+def _values(rows: _INLINE) -> dict[str, Any]:
     """Return what the rows hold. The weights of each query have the zeros of keys that come later,
     up to the last query's."""
     if isinstance(rows, CapturedRows):
         return pack(rows.values)
+    if isinstance(rows, LensRows):
+        parts = {name: pack(part) for name, part in rows.parts().items()}
+        return {"lens": rows.lens, "asked": list(rows.asked), **parts}
     shown: dict[str, Any] = {"ranges": list(rows.ranges)} if rows.ranges else {}
     for name in rows.give:
         if name == "top":

@@ -16,7 +16,7 @@ from collections.abc import AsyncGenerator, Generator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import httpx
 import numpy as np
@@ -151,22 +151,43 @@ class Rows:
 
 
 @dataclass
-class Attention:
-    """What was asked of the attention weights of one layer, query by query."""
+class Made:
+    """What the server made of rows, in position order."""
 
     positions: np.ndarray
-    """The positions of the queries, int64 [n]."""
+    """The positions of the rows, int64 [n]."""
     token_ids: np.ndarray
     """The token of each, int64 [n]."""
     versions: np.ndarray
     """The version of the global steering that each ran under, int64 [n]."""
+    given: dict[str, np.ndarray]
+    """What was asked for, by name."""
+
+
+@dataclass
+class Lens(Made):
+    """The rows of one point of one layer under a lens. `given` has what was asked for of "top_ids"
+    and "top_logprobs" [n, top_k], "token_logprobs" and "token_ranks" [n, tokens], and "entropy"
+    [n]."""
+
+    lens: str
+    """The name of the lens."""
+    asked: tuple[int, ...]
+    """The ids of the tokens that were asked for."""
+    tokens: tuple[str, ...] = ()
+    """The text of each row's token, where the capture says `"tokens": true`."""
+
+
+@dataclass
+class Attention(Made):
+    """What was asked of the attention weights of one layer, query by query. `given` has what was
+    asked for of "mass" and "peak" [n, heads, ranges], and of "top_positions" and "top_weights"
+    [n, heads, top]."""
+
     heads: tuple[int, ...]
     """The numbers of the heads."""
     ranges: tuple[str, ...]
     """The names of the key ranges."""
-    given: dict[str, np.ndarray]
-    """What was asked for of "mass" and "peak" [n, heads, ranges], and of "top_positions" and
-    "top_weights" [n, heads, top]."""
     weights: list[np.ndarray] = field(default_factory=list)
     """The weights of all keys up to each query's own, t: n arrays [heads, t + 1], summed
     [t + 1]."""
@@ -184,6 +205,8 @@ class Choice:
     asked for of `inline[0]` and so on."""
     attention: dict[str, dict[int | None, Attention]] = field(default_factory=dict)
     """The attention of each such capture, by layer; by None with `"sum": "all"`."""
+    lenses: dict[str, dict[Site, Lens]] = field(default_factory=dict)
+    """What each such capture read under a lens, by site."""
     stop_reason: int | str | None = None
     """The stop string, token or rule (`"rule:NAME"`) that ended it."""
     rules: dict[str, dict[str, Any]] = field(default_factory=dict)
@@ -227,7 +250,7 @@ def read_rows(payload: Sequence[Mapping[str, Any]] | None) -> dict[Site, Rows]:
     """Read the payload of the consumer `inline`."""
     made = {}
     for entry in payload or ():
-        if entry["point"] == "attn":
+        if entry["point"] == "attn" or "lens" in entry:
             continue
         positions = np.array(entry["positions"], dtype=np.int64)
         made[entry["point"], entry["layer"]] = Rows(
@@ -262,6 +285,26 @@ def read_attention(payload: Sequence[Mapping[str, Any]] | None) -> dict[int | No
     return made
 
 
+def read_lenses(payload: Sequence[Mapping[str, Any]] | None) -> dict[Site, Lens]:
+    """Read what of the payload of the consumer `inline` was read under lenses."""
+    made = {}
+    names = ("top_ids", "top_logprobs", "token_logprobs", "token_ranks", "entropy")
+    for entry in payload or ():
+        if "lens" not in entry:
+            continue
+        positions = np.array(entry["positions"], dtype=np.int64)
+        made[entry["point"], entry["layer"]] = Lens(
+            positions=positions,
+            token_ids=np.array(entry["token_ids"], dtype=np.int64),
+            versions=np.array(entry.get("versions", [0] * len(positions)), dtype=np.int64),
+            given={name: unpack(entry[name]) for name in names if name in entry},
+            lens=entry["lens"],
+            asked=tuple(entry["asked"]),
+            tokens=tuple(entry.get("tokens", ())),
+        )
+    return made
+
+
 def joined(chunks: Sequence[Choice]) -> Choice:
     """Join the chunks of one choice of a stream.
 
@@ -281,6 +324,10 @@ def joined(chunks: Sequence[Choice]) -> Choice:
             for layer, attention in layers.items():
                 mine = made.attention.setdefault(name, {})
                 mine[layer] = _with(mine[layer], attention) if layer in mine else attention
+        for name, under in chunk.lenses.items():
+            for site, lens in under.items():
+                read = made.lenses.setdefault(name, {})
+                read[site] = _with(read[site], lens) if site in read else lens
         for name, sites in chunk.captures.items():
             for site, rows in sites.items():
                 parts.setdefault((name, site), []).append(rows)
@@ -296,15 +343,20 @@ def joined(chunks: Sequence[Choice]) -> Choice:
     return made
 
 
-def _with(attention: Attention, later: Attention) -> Attention:
+_M = TypeVar("_M", Lens, Attention)
+
+
+def _with(made: _M, later: _M) -> _M:
     """Join what two chunks have of a layer."""
     arrays = {
-        what: np.concatenate([getattr(attention, what), getattr(later, what)])
+        what: np.concatenate([getattr(made, what), getattr(later, what)])
         for what in ("positions", "token_ids", "versions")
     }
-    given = {name: np.concatenate([a, later.given[name]]) for name, a in attention.given.items()}
-    weights = attention.weights + later.weights
-    return replace(attention, **arrays, given=given, weights=weights)
+    given = {name: np.concatenate([a, later.given[name]]) for name, a in made.given.items()}
+    # Lists and tuples: a row's weights, or its text.
+    own = "weights" if isinstance(made, Attention) else "tokens"
+    rest: dict[str, Any] = {own: getattr(made, own) + getattr(later, own)}
+    return replace(made, **arrays, given=given, **rest)
 
 
 def _choice(raw: Mapping[str, Any]) -> Choice:
@@ -318,6 +370,7 @@ def _choice(raw: Mapping[str, Any]) -> Choice:
         finish_reason=raw.get("finish_reason"),
         captures={name: read_rows(result["payload"]) for name, result in inline.items()},
         attention={name: read_attention(result["payload"]) for name, result in inline.items()},
+        lenses={name: read_lenses(result["payload"]) for name, result in inline.items()},
         stop_reason=raw.get("stop_reason"),
         rules=raw.get("rules") or {},
         capture_results=results,

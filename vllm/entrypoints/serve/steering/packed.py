@@ -27,7 +27,9 @@ _KEYS = ("dtype", "shape", "data")
 
 def pack(values: torch.Tensor) -> dict[str, Any]:
     """Pack a CPU tensor, bit for bit."""
-    raw = values.contiguous().view(torch.uint8).numpy().tobytes()
+    whole = values.contiguous()
+    whole = whole.as_strided((whole.numel(),), (1,))  # one number is contiguous with any stride
+    raw = whole.view(torch.uint8).numpy().tobytes()
     return {
         "dtype": str(values.dtype).removeprefix("torch."),
         "shape": list(values.shape),

@@ -8,6 +8,8 @@ steering_request.py   the steering fields of one request
 vector_memo.py        vectors that come again are neither parsed nor hashed again
 segments.py           cuts its positions into segments in which the same acts
 capture_request.py    the `capture` field of one request
+attention_request.py  what it says of attention weights
+lens_request.py       what it says of a lens
 projections.py        the matrices of `project`, and directions of modules
 rule_request.py       the `rules` field of one request
 selectors.py          what `positions` mean on a prompt

@@ -77,7 +77,7 @@ def attention_selection(value: Any, path: str, shape: TapShape, prompt: Prompt) 
         named=selector.named.flat(),
         last_generated=selector.only_last_generated,
         heads={("q", layer): chosen for layer, chosen in heads.items()},
-        attention=read,
+        reads=read,
     )
 
 

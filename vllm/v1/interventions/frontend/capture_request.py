@@ -19,12 +19,20 @@ from vllm.v1.capture.registry import INLINE, ConsumerSpec
 from vllm.v1.interventions.errors import need_mapping, reject, show, show_key
 from vllm.v1.interventions.frontend.attention_request import attention_selection
 from vllm.v1.interventions.frontend.capture_streams import Streams, union
+from vllm.v1.interventions.frontend.lens_request import charge_lenses, lens_read
 from vllm.v1.interventions.frontend.module_catalog import ModuleCatalog
 from vllm.v1.interventions.frontend.projections import matrices_of, matrix_digest
 from vllm.v1.interventions.frontend.rule_request import AskedRule, place_rules
 from vllm.v1.interventions.frontend.selectors import NAMED_SELECTORS, Prompt, Selector
 from vllm.v1.interventions.frontend.work import Work
-from vllm.v1.interventions.plan import CapturePlan, Selection, Site, TapShape
+from vllm.v1.interventions.plan import (
+    AttentionRead,
+    CapturePlan,
+    LensRead,
+    Selection,
+    Site,
+    TapShape,
+)
 from vllm.v1.interventions.sites import (
     need_captured_points,
     need_heads,
@@ -52,8 +60,8 @@ def parse_capture(
 ) -> CapturePlan | None:
     """Parse `SamplingParams.capture`:
     `{consumer: {"hooks": {point: layers}, "positions": ..., "project": ..., "reduce": ...}}`, for
-    `inline` also `{"attention": ...}` and a list of such captures, and add what consumers capture
-    of every request that does not name them.
+    `inline` also `"lens"`, `{"attention": ...}` and a list of such captures, and add what consumers
+    capture of every request that does not name them.
 
     Args:
         value: the user's mapping, or None.
@@ -86,7 +94,8 @@ def parse_capture(
     for name, (request, spec) in given.items():
         at = f"{path}.{show_key(name)}"
         selections[name] = selection = _selection(request, at, shape, prompt, spec)
-        where = "positions" if selection.attention is None else "attention.queries"
+        of_attention = isinstance(selection.reads, AttentionRead)
+        where = "attention.queries" if of_attention else "positions"
         prompt.need_some(selection.runs, f"{at}.{where}")
     for name, spec in specs.items():
         if spec.capture is not None and name not in asked:
@@ -127,14 +136,18 @@ def parse_capture(
         )
     placed = streams.placed(projections)
     sites, runs = union(placed)
-    # What is made of attention takes room, too, while it is on the device.
-    made = sum(s.row_bytes * len(s.sites) for s in placed if s.attention is not None)
+    # What is made of rows takes room, too, while it is on the device; rows under a lens take time.
+    made = sum(s.row_bytes * len(s.sites) for s in placed if s.reads is not None)
+    under = sum(len(s.sites) for s in placed if isinstance(s.reads, LensRead))
+    charge_lenses(selections, runs, shape, prompt, path)
     return CapturePlan(
         sites=sites,
         runs=runs,
         streams=placed,
         consumers=selections,
-        arena_rows=sum(map(shape.arena_rows, sites)) + -(-made // shape.row_bytes),
+        arena_rows=sum(map(shape.arena_rows, sites))
+        + -(-made // shape.row_bytes)
+        + under * shape.lens_rows,
         hidden_size=shape.hidden_size,
         dtype=shape.dtype,
         prompt=value.prompt if isinstance(value, NumberedCapture) else None,
@@ -204,6 +217,8 @@ def _selection(
                 "and reduce, or give a list of captures",
             )
         return attention_selection(request["attention"], f"{path}.attention", shape, prompt)
+    if "lens" in request and spec.cls is not None:
+        reject(f"{path}.lens", f"is for {INLINE!r} alone")
     if "hooks" not in request:
         reject(f"{path}.hooks", "is missing: give {point: layers}")
     sites, heads = _sites(request["hooks"], f"{path}.hooks", shape)
@@ -224,12 +239,22 @@ def _selection(
                 f"takes positions of the prompt, which has {len(prompt.token_ids)} tokens; for the "
                 "mean of an answer send it as the end of a prompt",
             )
+    reads = None
+    if "lens" in request:
+        if heads or request.get("project") is not None or reduce is not None:
+            reject(
+                f"{path}.lens",
+                "is for the residual stream, without 'project' and 'reduce'; give a list of "
+                "captures",
+            )
+        reads = lens_read(request["lens"], f"{path}.lens", sites, shape, prompt)
     return Selection(
         sites=sites,
         runs=runs.flat(),
         named=selector.named.flat(),
         last_generated=selector.only_last_generated,
         heads=heads,
+        reads=reads,
         fields=fields,
     )
 

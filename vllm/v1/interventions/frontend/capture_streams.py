@@ -8,7 +8,7 @@ import msgspec
 
 from vllm.v1.capture.registry import is_inline
 from vllm.v1.interventions.errors import reject
-from vllm.v1.interventions.plan import AttentionRead, Selection, Site, Stream, TapShape
+from vllm.v1.interventions.plan import AttentionRead, LensRead, Selection, Site, Stream, TapShape
 from vllm.v1.interventions.positions import Positions
 from vllm.v1.interventions.sites import site_order
 
@@ -27,7 +27,7 @@ class _Form(NamedTuple):
     """Whose heads these are."""
     summed: tuple[int, ...] = ()
     """The positions of a mean, as `Selection.runs`."""
-    attention: AttentionRead | None = None
+    reads: AttentionRead | LensRead | None = None
 
 
 class Streams:
@@ -67,14 +67,15 @@ class Streams:
         if not selection.heads:
             apart = tuple(selection.sites) if len(digests) > 1 else ()
             runs = tuple(selection.runs) if summed else ()
-            parts[_Form(relayed, tuple(digests), apart, summed=runs)] = selection.sites
+            form = _Form(relayed, tuple(digests), apart, summed=runs, reads=selection.reads)
+            parts[form] = selection.sites
         for site in selection.sites if selection.heads else ():
             width = self._width(selection, site)
             form = _Form(
                 relayed,
                 width=width,
                 consumer=name if width else "",
-                attention=selection.attention,
+                reads=selection.reads,
             )
             parts.setdefault(form, []).append(site)
         if len(parts) > 1 and not is_inline(name):
@@ -96,8 +97,8 @@ class Streams:
         """The width of the heads chosen at a site together; 0 for the residual stream."""
         point, layer = site
         heads = selection.heads.get(site)
-        if heads and selection.attention is not None:
-            return selection.attention.width(len(heads))
+        if heads and isinstance(selection.reads, AttentionRead):
+            return selection.reads.width(len(heads))
         return len(heads) * self._shape.heads[layer][point][1] if heads else 0
 
     def placed(self, projections: Mapping[str, bytes]) -> list[Stream]:
@@ -112,13 +113,13 @@ class Streams:
             width, dtype = form.width or shape.hidden_size, shape.dtype
             if form.digests:
                 width, dtype = len(projections[form.digests[0]]) // (4 * width), "float32"
+            if isinstance(form.reads, LensRead):
+                width = sum(form.reads.widths)
             heads = [members[0].heads[site] for site in sites] if form.width else []
             digests, summed = list(form.digests), bool(form.summed)
-            dtype = "float32" if summed or form.attention is not None else dtype
+            dtype = "float32" if summed or form.reads is not None else dtype
             made.append(
-                Stream(
-                    sites, runs, form.relayed, width, dtype, digests, heads, summed, form.attention
-                )
+                Stream(sites, runs, form.relayed, width, dtype, digests, heads, summed, form.reads)
             )
         return made
 

@@ -22,6 +22,7 @@ from vllm.v1.interventions.plan import (
     INHERIT,
     PLAN_FIELDS,
     STEERING_FIELDS,
+    AttentionRead,
     CapturePlan,
     Plan,
     TapShape,
@@ -148,7 +149,7 @@ def _capture(
         return None
     for name, selection in plan.consumers.items():
         sites, field = selection.sites, "hooks"
-        if selection.attention is not None:
+        if isinstance(selection.reads, AttentionRead):
             # What attention returned proved at start-up that its weights can be read.
             sites, field = [*sites, ("z", sites[0][1])], "attention"
         need_captured_points(sites, f"capture.{name}.{field}", config.capture_config)

@@ -10,11 +10,12 @@ import torch
 
 from vllm.v1.capture.attention import AttentionRows
 from vllm.v1.capture.copies import CopyThreads, empty
+from vllm.v1.capture.lens import LensRows
 from vllm.v1.capture.results import CapturedRows, CaptureResult, SiteRows
 from vllm.v1.capture.transport.mean import Mean
 from vllm.v1.capture.transport.selected import RowsLost, Selected
 from vllm.v1.interventions.frontend.row_pieces import Piece, Run, StreamRows, of_stream
-from vllm.v1.interventions.plan import CapturePlan, Site, dtype_of
+from vllm.v1.interventions.plan import CapturePlan, LensRead, Site, dtype_of
 
 
 class RowCollector:
@@ -173,7 +174,12 @@ class RowCollector:
                 rows = StreamRows([Piece(at, at, [[none]], slice(None))], 0, 1, at)
             values |= {site: partial(rows.site, i) for i, site in enumerate(stream.sites)}
         heads = selection.heads
-        if (read := selection.attention) is not None:
+        if isinstance(read := selection.reads, LensRead):
+            return SiteRows(
+                (site, LensRows(positions, ids, values[site], versions, read))
+                for site in selection.sites
+            )
+        if read is not None:
             of_layer: dict[int | None, tuple[Callable[[], torch.Tensor], tuple[int, ...]]]
             of_layer = {layer: (values["q", layer], heads["q", layer]) for _, layer in heads}
             if read.sum == "all":

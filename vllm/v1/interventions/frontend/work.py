@@ -19,6 +19,8 @@ class Unit(IntEnum):
     """A run of positions in which the same acts."""
     KILOBYTE = 32
     """1,024 bytes of vectors that are added up, and of the plan that each completion is sent."""
+    PRODUCTS = 1
+    """16 million products of numbers of rows and weights on the device."""
     WEIGHTS = 1
     """1,024 attention weights of a prompt that are made, or gone through, on the device."""
 
@@ -34,6 +36,7 @@ class Work:
 
     def __init__(self, limit: int, n: int = 1, num_prompts: int = 1) -> None:
         self.limit = limit
+        self.n = n
         self.completions = n * num_prompts
         """How many there are, of all prompts."""
         self._num_prompts = num_prompts

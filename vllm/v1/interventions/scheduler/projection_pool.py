@@ -74,8 +74,9 @@ class ProjectionPool:
                 firsts *= len(stream.sites)
             projection = (tuple(firsts), stream.width) if firsts else None
             sites, heads = tuple(at[site] for site in stream.sites), tuple(stream.heads)
-            width, summed = stream.width if heads else 0, tuple(stream.runs * stream.summed)
-            streams.append(WorkerStream(sites, projection, heads, width, summed, stream.attention))
+            width = stream.width if heads or stream.reads is not None else 0
+            summed = tuple(stream.runs * stream.summed)
+            streams.append(WorkerStream(sites, projection, heads, width, summed, stream.reads))
         return tuple(streams)
 
     def upload(self, step: StepInterventions) -> None:

@@ -16,6 +16,9 @@ attention_requests.py  whose attention is read, and of which keys
 attention_reader.py    weights of captured queries
 kv_pages.py            how layers see keys, and where the cache has them
 paged_products.py      products of queries with keys of many requests in one launch
+lens_check.py          start-up check: which norm is before the head
+lens_files.py          matrices of lenses from files
+lens_reader.py         rows under a lens: through that norm and the head
 outbox.py              captured rows from the device to the host
 pinning.py             the host memory where they land, made known to the GPU
 """

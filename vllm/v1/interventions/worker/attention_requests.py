@@ -5,6 +5,7 @@ have."""
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from vllm.v1.interventions.plan import AttentionRead
 from vllm.v1.interventions.step_rows import Blocks, KeyRanges
 
 if TYPE_CHECKING:
@@ -26,8 +27,8 @@ class AttentionRequests:
             self._ranges.pop(req_id, None)
         step = scheduler_output.interventions
         for req_id, request in step.admitted.items() if step is not None else ():
-            reads = [s.attention for s in request.capture_streams]
-            if ranges := [read.ranges for read in reads if read is not None]:
+            reads = [s.reads for s in request.capture_streams]
+            if ranges := [read.ranges for read in reads if isinstance(read, AttentionRead)]:
                 self._ranges[req_id] = ranges
         if not self._ranges:
             return

@@ -9,8 +9,10 @@ import torch
 
 from vllm.v1.capture.transport.landing import Landing
 from vllm.v1.interventions.capture_groups import CaptureGroup, LocalStream
+from vllm.v1.interventions.plan import AttentionRead, LensRead
 from vllm.v1.interventions.step_rows import Block, StepRows
 from vllm.v1.interventions.worker.attention_reader import AlikeSites, AttentionReader, Queriers
+from vllm.v1.interventions.worker.lens_reader import LensReader
 from vllm.v1.interventions.worker.pinning import PIECE_BYTES
 from vllm.v1.interventions.worker.projection_table import CHUNK_BYTES, ProjectionTable
 from vllm.v1.interventions.worker.token_map import to_device
@@ -41,6 +43,8 @@ class Outbox:
         self._sent: torch.cuda.Event | None = None
         self.reader: AttentionReader | None = None
         """Where attention can be read, once the KV cache exists."""
+        self.lens: LensReader | None = None
+        """Where lenses can be read, once the norm before the head is known."""
         if self._cuda:
             self._leaving = torch.empty_like(arena)
             self._stream = torch.cuda.Stream(arena.device)
@@ -92,7 +96,7 @@ class Outbox:
             done = stop
 
     def _made_of(self, block: Block, positions: torch.Tensor) -> Iterator[torch.Tensor]:
-        """What leaves of a block's rest: scores, sums and heads.
+        """What leaves of a block's rest: scores, sums, heads, and what lenses and attention make.
 
         Args:
             positions: int64 [count] on the device, of the block's tokens.
@@ -105,12 +109,16 @@ class Outbox:
             ]
         reads = self._attention(block, positions) if block.group.attends else iter(())
         for stream, columns in zip(streams, self._columns[block.group], strict=True):
-            if stream.projection is not None:
+            if isinstance(stream.reads, LensRead):
+                assert self.lens is not None
+                rows = torch.cat([block.of(self._arena, *run) for run in stream.runs], dim=1)
+                yield self.lens.read(stream.reads, [layer for layer, _ in stream.heads], rows)
+            elif stream.projection is not None:
                 yield self._scores_of(block, stream)
             elif stream.summed:
                 yield self._sums_of(block, stream, positions)
             elif columns is not None:
-                yield next(reads) if stream.attention else block.heads(self._arena, columns)
+                yield next(reads) if stream.reads is not None else block.heads(self._arena, columns)
 
     def _attention(self, block: Block, positions: torch.Tensor) -> Iterator[torch.Tensor]:
         """What leaves of the attention of a block's queries, of each stream that has any.
@@ -120,7 +128,11 @@ class Outbox:
         """
         group, reader = block.group, self.reader
         assert reader is not None
-        streams = [(i, s.attention, s.heads) for i, s in enumerate(group.streams) if s.attention]
+        streams = [
+            (i, stream.reads, stream.heads)
+            for i, stream in enumerate(group.streams)
+            if isinstance(stream.reads, AttentionRead)
+        ]
         if group not in self._sites:
             self._sites[group] = [reader.sites(heads) for *_, heads in streams]
         if block not in self._queriers:

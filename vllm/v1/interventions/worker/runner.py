@@ -29,6 +29,8 @@ from vllm.v1.interventions.step_rows import Blocks, Members, StepRows
 from vllm.v1.interventions.worker.attention_layers import AttentionHeads, attention_of
 from vllm.v1.interventions.worker.attention_reader import AttentionReader
 from vllm.v1.interventions.worker.attention_requests import AttentionRequests
+from vllm.v1.interventions.worker.lens_files import FileLens
+from vllm.v1.interventions.worker.lens_reader import LensReader
 from vllm.v1.interventions.worker.model_variants import ModelVariants
 from vllm.v1.interventions.worker.outbox import Outbox
 from vllm.v1.interventions.worker.pinning import Pinning, landing_bytes
@@ -91,8 +93,12 @@ class WorkerInterventions:
             if device.type == "cuda":
                 self._pinning = Pinning(self._landing, device)  # beside the loading of weights
         self.shape: TapShape | None = None
+        self.layers: dict[int, nn.Module] = {}
+        """The wired decoder layers here."""
         self.attention: dict[int, Attention | MLAAttention] = {}
         """The attention of each layer that has one."""
+        self.lenses: dict[str, FileLens] = {}
+        """Those of files, by name."""
         self._variants: ModelVariants | None = None
         self._probe: Callable[[], None] | None = None
 
@@ -115,7 +121,7 @@ class WorkerInterventions:
             )
         model_config = self._config.model_config
         layers = own_layers(layers, model_config.get_total_num_hidden_layers())
-        attention = attention_of(layers)
+        self.layers, attention = layers, attention_of(layers)
         self.shape = TapShape(
             hidden_size=model_config.get_hidden_size(),
             dtype=str(model_config.dtype).removeprefix("torch."),
@@ -169,6 +175,8 @@ class WorkerInterventions:
             self.arena = torch.zeros(rows, hidden, dtype=dtype, device=device)
             if self.captures_here:
                 self._projections = ProjectionTable(hidden, device)
+                files = self._config.capture_config.lens_files
+                self.lenses = {n: FileLens(n, path, shape, device) for n, path in files.items()}
                 self._outbox = Outbox(self.arena, self._landing, self._projections)
             self.dest = torch.full(
                 (len(self._dest_rows), max_tokens), -1, dtype=torch.int32, device=device
@@ -286,6 +294,11 @@ class WorkerInterventions:
         """Read attention by this from now on."""
         assert self._outbox is not None
         self._outbox.reader = reader
+
+    def read_lenses(self, reader: LensReader, shape: TapShape) -> None:
+        """Read lenses by this from now on; `shape` has them."""
+        assert self._outbox is not None
+        self._outbox.lens, self.shape = reader, shape
 
     # -- per step ---------------------------------------------------------------------------
 

@@ -8,6 +8,7 @@ as configured, each steered at one site, and each must come out moved.
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -16,6 +17,7 @@ import torch
 from vllm.logger import init_logger
 from vllm.v1.interventions.plan import Site, TapShape
 from vllm.v1.interventions.worker.attention_check import Fill, prove_attention
+from vllm.v1.interventions.worker.lens_check import prove_lenses
 
 if TYPE_CHECKING:
     from vllm.v1.interventions.worker.runner import WorkerInterventions
@@ -45,11 +47,18 @@ def check_worker(worker: Any) -> TapShape | None:
     if interventions.shape is None:
         return None
     parallel = runner.vllm_config.parallel_config
+
+    def lenses(dummy_run: DummyRun) -> None:
+        if runner.vllm_config.capture_config.capture_lens:
+            model, run = runner.get_model(), lambda: dummy_run(NUM_TOKENS)[0]
+            prove_lenses(interventions, runner.vllm_config.capture_config, model, run)
+
     with torch.inference_mode():
         if runner.vllm_config.use_v2_model_runner:
             tables = runner.block_tables.input_block_tables
             with _lent_by(runner.block_tables):
                 check_sites(interventions, runner._dummy_run)
+                lenses(runner._dummy_run)
 
             def run(context: int, fill: Fill) -> None:
                 with _lent_by(runner.block_tables, fill):
@@ -59,7 +68,9 @@ def check_worker(worker: Any) -> TapShape | None:
             tables = [table.block_table.gpu for table in in_v1]
             with _lent_blocks(in_v1):
                 # V1 leaves out attention by default, and its output uninitialised.
-                check_sites(interventions, lambda n: runner._dummy_run(n, force_attention=True))
+                attending = partial(runner._dummy_run, force_attention=True)
+                check_sites(interventions, attending)
+                lenses(attending)
 
             def run(context: int, fill: Fill) -> None:
                 with _lent_blocks(in_v1, fill):
