@@ -36,7 +36,7 @@ def output(payload: Any, status: Literal["ok", "partial_error"] = "ok") -> Any:
 
 WHOLE = output({("attn", 1): rows()})
 SUMMED = output({("attn", None): rows("all")})
-OF_CLIENT = Choice(attention={"inline": {1: Attention(ONE, ONE, ONE, (0, 1), ("a",), {})}})
+OF_CLIENT = Choice(attention={"inline": {1: Attention(ONE, ONE, ONE, {}, (0, 1), ("a",))}})
 SCORES = HeadScores([(0, 0)], np.ones(1))
 OTHERS = HeadScores([(0, 1)], np.ones(1))
 
