@@ -33,7 +33,8 @@ def rule(**fields: Any) -> dict[str, Any]:
 
 
 def answers(client: SteeringClient, prompt: Any, stream: bool, **fields: Any) -> list[Choice]:
-    asked = greedy(max_tokens=LENGTH, **fields)
+    # The tokenizer has a character for these, and for others of the model's tokens none.
+    asked = greedy(max_tokens=LENGTH, allowed_token_ids=[*range(62)], **fields)
     if not stream:
         return client.complete(prompt, **asked).choices
     chunks: dict[int, list[Choice]] = {}
