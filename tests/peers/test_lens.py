@@ -176,9 +176,9 @@ def test_refusals(pair: Pair, fields: dict[str, Any], message: str) -> None:
             ask()
 
 
-def small(rows: int = 1, dtype: torch.dtype = torch.float32, width: int = HIDDEN) -> dict[str, Any]:
+def small(rows: int = 1, dtype: torch.dtype = torch.float32) -> dict[str, Any]:
     return {
-        "activations": wire.encoded(torch.ones(rows, width, dtype=dtype)),
+        "activations": wire.encoded(torch.ones(rows, HIDDEN, dtype=dtype)),
         "layer_indices": list(range(rows)),
     }
 
@@ -233,9 +233,9 @@ JUNK: list[Any] = [
 ]  # fmt: skip
 
 
-def broken(rng: random.Random, width: int = HIDDEN) -> Any:
+def broken(rng: random.Random) -> Any:
     """A request's vectors, with one thing wrong wherever it stands."""
-    given = [small(rng.choice([1, 2]), rng.choice([torch.float32, torch.bfloat16]), width)]
+    given = [small(rng.choice([1, 2]), rng.choice([torch.float32, torch.bfloat16]))]
     given[0] |= {"scale": 2.0, "norm_match": True}
     tensor = given[0]["activations"]
     target = rng.choice([given[0], tensor, tensor])

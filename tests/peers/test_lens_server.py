@@ -1,26 +1,30 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`vllm serve --compat lens`: vLLM-Lens's wire form, and its own client as it was published."""
+"""`vllm serve --compat lens`: vLLM-Lens's wire form, and its own client where it is installed.
+
+The client is run as it was published: `pip install --no-deps vllm-lens` into a folder that
+`VLLM_LENS_PATH` names.
+"""
 
 from __future__ import annotations
 
 import importlib
 import json
-import random
+import os
 import sys
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import httpx
 import pytest
 import torch
 
-from tests.http.server import NAME, Server, greedy
-from tests.peers.packages import folder_of
-from tests.peers.test_lens import broken
+from tests.http.server import NAME, Server, greedy, save_model, serve
 from tests.support.serving import relative, vector
-from vllm.entrypoints.compat.lens import STEER
 
 zstandard = pytest.importorskip("zstandard")
+
+if TYPE_CHECKING:
+    from tests.conftest import TinyModels
 
 pytestmark = pytest.mark.full
 
@@ -28,7 +32,18 @@ PROMPT = "Today I went"
 SAID = [{"role": "user", "content": PROMPT}]
 LAYER = 1
 V = vector(31)
-BODIES = 300
+OPTIONS = (
+    "--compat=lens", "--dtype=float32", "--enforce-eager", "--max-model-len=96",
+    "--max-num-seqs=8", "--block-size=32", "--kv-cache-memory-bytes=16777216", "--seed=0",
+    f"--served-model-name={NAME}", "--generation-config=vllm",
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def server(tiny_models: TinyModels, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    folder = tmp_path_factory.mktemp("lens-server")
+    with serve(save_model(tiny_models, folder / "model"), folder / "log", base=OPTIONS) as started:
+        yield started
 
 
 def asked(**more: Any) -> dict[str, Any]:
@@ -107,35 +122,14 @@ def test_refusals(server: Server, stream: bool) -> None:
         assert answer.json()["error"]["param"] == named
 
 
-def test_malformed_vectors_are_refused_by_name(server: Server) -> None:
-    """What `test_lens.py` does to the reader, over HTTP: and the server answers as before."""
-    rng = random.Random(2)
-    path = f"vllm_xargs.{STEER}"
-    refused: list[str] = []
-    before = server.complete(PROMPT, **asked(scale=1.0))["choices"]
-    with httpx.Client(base_url=server.url, timeout=60) as client:
-        for _ in range(BODIES):
-            given = broken(rng, width=V.numel())
-            text = given if isinstance(given, str) else json.dumps(given)
-            body = greedy(prompt=PROMPT, vllm_xargs={STEER: text})
-            answer = client.post("/v1/completions", content=json.dumps(body).encode())
-            if answer.status_code != 200:  # what it became may be right again
-                assert answer.status_code == 400, answer.text
-                error = answer.json()["error"]
-                assert error["param"].startswith(path), answer.text
-                assert len(answer.text) < 2000
-                refused.append(error["param"])
-    assert len(refused) > 0.9 * BODIES
-    assert server.complete(PROMPT, **asked(scale=1.0))["choices"] == before
-
-
 @pytest.fixture(scope="module")
 def theirs() -> Iterator[Any]:
     """vLLM-Lens's package, its plug-in off."""
-    folder = folder_of("lens")
+    if "VLLM_LENS_PATH" not in os.environ:
+        pytest.skip("VLLM_LENS_PATH names no folder with vLLM-Lens in it")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("VLLM_LENS_DISABLE", "1")
-        patch.setattr(sys, "path", [str(folder), *sys.path])
+        patch.setattr(sys, "path", [os.environ["VLLM_LENS_PATH"], *sys.path])
         yield importlib.import_module("vllm_lens")
 
 

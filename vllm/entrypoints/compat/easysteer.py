@@ -204,7 +204,7 @@ def _module(vector: Mapping[str, Any], path: str) -> tuple[str, Any]:
 def _op(vector: Mapping[str, Any], path: str, positions: list[Any] | None) -> list[dict[str, Any]]:
     """The operations of a vector that is given inline, one for each layer with its own."""
     algorithm = plain(vector.get("algorithm", "direct"))
-    if algorithm not in _OPS:
+    if not isinstance(algorithm, str) or algorithm not in _OPS:
         reject(f"{path}.algorithm", f"{show(algorithm)}: there are {', '.join(_OPS)} here")
     if "params" in vector:
         reject(f"{path}.params", f"nothing reads them of {algorithm}; masks are not there")
@@ -241,7 +241,8 @@ def _op(vector: Mapping[str, Any], path: str, positions: list[Any] | None) -> li
 
 
 def _layer(value: Any, path: str) -> int:
-    number = int(value) if isinstance(value, str) and value.isdecimal() else plain(value)
+    is_number = isinstance(value, str) and value.isdecimal() and len(value) < 10
+    number = int(value) if is_number else plain(value)
     if not isinstance(number, int) or isinstance(number, bool):
         reject(f"{path}.layers", f"must be numbers, got {show(value)}")
     return number
