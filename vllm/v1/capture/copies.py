@@ -20,6 +20,8 @@ PIECE_BYTES = 4 << 20
 """The bytes for which another thread is woken."""
 DIRECT_BYTES = 1 << 20
 """The bytes below which the caller copies itself."""
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+"""By the bytes of a number."""
 UNDERWAY_BYTES = 256 << 20
 """The most bytes of copies underway that nobody waits for."""
 
@@ -51,8 +53,9 @@ def joined(parts: Sequence[torch.Tensor]) -> torch.Tensor:
         parts: [n, ...], at least one; alike but for n.
     """
     values = empty((sum(map(len, parts)), *parts[0].shape[1:]), parts[0].dtype)
-    rows = [part.view(torch.uint8).numpy() for part in parts]
-    np.concatenate(rows, out=values.view(torch.uint8).numpy())
+    same = _INTEGERS[values.itemsize]  # numpy lacks bfloat16
+    rows = [part.view(same).numpy() for part in parts]
+    np.concatenate(rows, out=values.view(same).numpy())
     return values
 
 

@@ -87,7 +87,8 @@ def _charge(read: AttentionRead, runs: Positions, heads: int, path: str, prompt:
     length = len(prompt.token_ids)
     queries = sum(min(stop, length) - start for start, stop in runs.runs() if start < length)
     times = 1 + ("peak" in read.give) * len(read.ranges) + ("top" in read.give)
-    prompt.work.charge(queries * length * heads * times >> 10, Unit.WEIGHTS, path)
+    number = queries * length * heads * times * prompt.work.n
+    prompt.work.charge(number >> 10, Unit.WEIGHTS, path)
 
 
 def _of_pairs(value: Any, path: str) -> Any:

@@ -24,7 +24,7 @@ class Queriers(NamedTuple):
     """The requests whose queries are read together, one request's after the other's."""
 
     places: Sequence[tuple[int, int]]
-    """(place in the batch, number of queries) of each."""
+    """The place in the batch and the number of queries of each."""
     requests: torch.Tensor
     """int32 [n] on the device: the place of each query's request."""
     edges: torch.Tensor

@@ -37,9 +37,9 @@ class Outbox:
         )
         """The columns of each stream of the groups in use, on the device."""
         self._sites: WeakKeyDictionary[CaptureGroup, list[list[AlikeSites]]] = WeakKeyDictionary()
-        """Of groups whose attention is read, the sites of each stream that has any."""
+        """The sites of each stream whose attention is read, by group."""
         self._queriers: WeakKeyDictionary[Block, list[Queriers]] = WeakKeyDictionary()
-        """Of blocks, that of each such stream."""
+        """The requests of each of these streams, by block."""
         self._sent: torch.cuda.Event | None = None
         self.reader: AttentionReader | None = None
         """Where attention can be read, once the KV cache exists."""
