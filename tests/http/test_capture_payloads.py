@@ -42,7 +42,7 @@ def sent(payload: Any) -> dict[str, Any]:
         "odd": CaptureResult("ok", None, payload),
         "other": CaptureResult("ok", None, {"rows": 3}),
     }
-    output: Any = SimpleNamespace(capture_results=results, finish_reason="length")
+    output: Any = SimpleNamespace(capture_results=results, finish_reason="length", rules=None)
     add_capture_results(choice, output)
     got = json.loads(choice.model_dump_json())
     assert got["text"] == "said"
@@ -126,9 +126,8 @@ def test_rows_are_written_in_a_thread(streamed: bool, monkeypatch: pytest.Monkey
 
     monkeypatch.setattr(capture_results, "pack", packing)
     plain, captures = Choice(text="plain"), Choice(text="captures")
-    output: Any = SimpleNamespace(
-        capture_results={"odd": CaptureResult("ok", None, torch.ones(3))}, finish_reason="length"
-    )
+    results = {"odd": CaptureResult("ok", None, torch.ones(3))}
+    output: Any = SimpleNamespace(capture_results=results, finish_reason="length", rules=None)
     add_capture_results(captures, output)
     response: Any = Response(choices=[plain, captures])
     asked = CompletionRequest.model_validate({"prompt": "x"})
