@@ -1,0 +1,200 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Inspect AI's provider `vllm-steer/MODEL`: its own provider of vLLM servers, whose requests steer
+and capture (docs/coming-from.md#inspect-ai).
+
+`GenerateConfig(extra_body=...)` has our fields, with numpy arrays in them. Rows
+go to files named by what is in them, and the log has where they are; arrays never.
+"""
+
+import hashlib
+import os
+import tempfile
+from collections.abc import Mapping
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, cast
+
+import anyio.to_thread
+import numpy as np
+import safetensors.numpy
+from inspect_ai.log import EvalLog
+from inspect_ai.model import GenerateConfig, ModelOutput, modelapi
+from inspect_ai.model._providers.vllm import VLLMAPI
+from typing_extensions import override
+
+from vllm.v1.interventions.plan import PLAN_FIELDS
+
+from .client import Rows, packed_fields, read_rows
+
+Site = tuple[str, int]
+_LABELS = ("positions", "token_ids", "versions")
+
+
+@dataclass
+class _Request:
+    """One call, as it is sent and as it came back."""
+
+    body: dict[str, Any]
+    capture: list[dict[str, Any]] = field(default_factory=list)
+    """What `ModelOutput.metadata` says of each choice, by consumer."""
+
+
+_CURRENT: ContextVar[_Request] = ContextVar("vllm_steer_request")
+
+
+class SteeringAPI(VLLMAPI):
+    """A vLLM server that steers and captures, started here or attached to.
+
+    Args:
+        model_name: as of Inspect's `vllm/` provider, `base:adapter` for a LoRA adapter.
+        capture_dir: where rows are kept; None is `captures` in `INSPECT_LOG_DIR`, or in `logs`.
+        steering_key: sent as `X-Steering-Key`.
+        more: as of Inspect's provider; the rest is `vllm serve`'s.
+    """
+
+    def __init__(
+        self,
+        model_name: str,
+        capture_dir: str | None = None,
+        steering_key: str | None = None,
+        **more: Any,
+    ) -> None:
+        logs = os.environ.get("INSPECT_LOG_DIR", "logs")
+        self.capture_dir = Path(capture_dir or os.path.join(logs, "captures"))
+        self._steering_key = steering_key
+        super().__init__(model_name, **more)
+
+    @override
+    async def generate(
+        self, input: Any, tools: Any, tool_choice: Any, config: GenerateConfig
+    ) -> Any:
+        """Generate as Inspect's provider does, with what a request says of arrays in its log.
+
+        Returns:
+            What that returns, the output with `capture` and `steering_digest` in its metadata.
+        """
+        body = config.extra_body or {}
+        sent = {key: packed_fields(v) for key, v in body.items() if key in PLAN_FIELDS}
+        request = _Request(sent)
+        logged = {**body, **{key: _described(body[key]) for key in sent}}
+        headers = dict(config.extra_headers or {})
+        if self._steering_key is not None:
+            headers["X-Steering-Key"] = self._steering_key
+        said = config.model_copy(
+            update={"extra_body": logged or None, "extra_headers": headers or None}
+        )
+        token = _CURRENT.set(request)
+        try:
+            result = await super().generate(input, tools, tool_choice, said)
+        finally:
+            _CURRENT.reset(token)
+        output = result[0] if isinstance(result, tuple) else result
+        if isinstance(output, ModelOutput) and sent:
+            steering = {key: logged[key] for key in sent if key != "capture"}
+            found: dict[str, Any] = {"capture": request.capture} if request.capture else {}
+            if steering:
+                found["steering_digest"] = hashlib.sha256(repr(steering).encode()).hexdigest()
+            output.metadata = {**(output.metadata or {}), **found}
+        return result
+
+    @override
+    async def _generate_completion(self, request: dict[str, Any], config: GenerateConfig) -> Any:
+        """Send what was meant in place of what is logged, and keep what comes back out of it."""
+        current = _CURRENT.get()
+        extra = {**(request.get("extra_body") or {}), **current.body}
+        completion = await super()._generate_completion({**request, "extra_body": extra}, config)
+        for choice in completion.choices:
+            results = cast("dict[str, Any]", (choice.model_extra or {}).get("capture_results"))
+            if not results:
+                continue
+            shown = {}
+            for name, result in results.items():
+                rows = result["payload"] if name.partition("[")[0] == "inline" else None
+                shown[name] = result
+                if isinstance(rows, list):
+                    read = read_rows(rows)
+                    stored = await anyio.to_thread.run_sync(store, read, self.capture_dir)
+                    shown[name] = {k: v for k, v in result.items() if k != "payload"} | stored
+            assert choice.model_extra is not None
+            choice.model_extra["capture_results"] = shown
+            current.capture.append(shown)
+        return completion
+
+
+@modelapi(name="vllm-steer")
+def vllm_steer() -> type[SteeringAPI]:
+    """Return the provider's class to Inspect, which finds this by its entry point."""
+    return SteeringAPI
+
+
+def store(rows: Mapping[Site, Rows], folder: Path) -> dict[str, Any]:
+    """Write rows to a file named by its digest, once.
+
+    Returns:
+        `{"path", "sha256", "sites"}`: the path below the folder of `folder`, and of each site its
+        point, layer and shape.
+    """
+    tensors: dict[str, np.ndarray] = {}
+    for (point, layer), site in rows.items():
+        name = f"{point}.{layer}"
+        tensors[name] = np.ascontiguousarray(site.values)
+        tensors |= {f"{name}.{label}": vars(site)[label] for label in _LABELS}
+    content = safetensors.numpy.save(tensors)
+    digest = hashlib.sha256(content).hexdigest()
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f"{digest}.safetensors"
+    if not path.exists():
+        with tempfile.NamedTemporaryFile(dir=folder, prefix=".", delete=False) as unfinished:
+            unfinished.write(content)
+        os.replace(unfinished.name, path)
+    sites = [[point, layer, list(site.values.shape)] for (point, layer), site in rows.items()]
+    return {"path": f"{folder.name}/{path.name}", "sha256": digest, "sites": sites}
+
+
+def load_rows(
+    output: ModelOutput,
+    where: EvalLog | str | os.PathLike[str],
+    choice: int = 0,
+    capture: str = "inline",
+) -> dict[Site, Rows]:
+    """Return the rows of an output, also of one that was read from a log.
+
+    Args:
+        where: the log, or the folder in which `capture_dir` lies.
+        capture: `inline`, or `inline[0]` and so on where a list was asked for.
+
+    Returns:
+        Rows by (point, layer), float16 or float32.
+
+    Raises:
+        KeyError: the output has none.
+        ValueError: the file is not the one that was written.
+    """
+    stored = (output.metadata or {})["capture"][choice][capture]
+    folder = Path(where.location).parent if isinstance(where, EvalLog) else Path(where)
+    content = (folder / stored["path"]).read_bytes()
+    if hashlib.sha256(content).hexdigest() != stored["sha256"]:
+        raise ValueError(f"{stored['path']}: is not what was written")
+    tensors = safetensors.numpy.load(content)
+    found = {}
+    for point, layer, _ in stored["sites"]:
+        name = f"{point}.{layer}"
+        positions, token_ids, versions = (tensors[f"{name}.{label}"] for label in _LABELS)
+        found[point, layer] = Rows(positions, token_ids, tensors[name], versions)
+    return found
+
+
+def _described(value: Any) -> Any:
+    """Return fields with arrays, and long lists of numbers, as the log has them."""
+    is_long = isinstance(value, list) and len(value) > 16 and isinstance(value[0], int | float)
+    if isinstance(value, np.ndarray) or is_long:
+        array = np.asarray(value)
+        digest = hashlib.sha256(np.ascontiguousarray(array).tobytes()).hexdigest()
+        norm = float(np.linalg.norm(array.astype(np.float64)))
+        return {"shape": list(array.shape), "sha256": digest, "norm": norm}
+    if isinstance(value, Mapping):
+        return {str(key): _described(entry) for key, entry in value.items()}
+    if isinstance(value, list | tuple):
+        return [_described(entry) for entry in value]
+    return value
