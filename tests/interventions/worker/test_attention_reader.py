@@ -162,6 +162,8 @@ def test_requests_read_together_have_their_own_ranges(monkeypatch: pytest.Monkey
     for chunk_bytes in (1, 200, 1 << 20):
         monkeypatch.setattr(attention_reader, "CHUNK_BYTES", chunk_bytes)
         both = Queriers.of([1, 0], [3, 1], [read.ranges for read in reads], q.device)
+        # What a request's ranges take does not grow with its queries, nor with the others' ranges.
+        assert both.edges.numel() == 4 + 2 and both.bases.shape == (4, 1)
         got = reader.read(reads[0].form, sites, q, at, both, KEYS)
         for own, place, read in ((slice(0, 3), 1, reads[0]), (slice(3, 4), 0, reads[1])):
             alone = Queriers.of([place], [own.stop - own.start], [read.ranges], q.device)

@@ -85,9 +85,8 @@ def _charge(read: AttentionRead, runs: Positions, heads: int, path: str, prompt:
     """Count the weights of the prompt's queries, over all of the prompt's keys: they are made in
     the steps that all requests share. A generated token has one query a step."""
     length = len(prompt.token_ids)
-    queries = sum(min(stop, length) - start for start, stop in runs.runs() if start < length)
     times = 1 + ("peak" in read.give) * len(read.ranges) + ("top" in read.give)
-    number = queries * length * heads * times * prompt.work.n
+    number = len(runs.below(length)) * length * heads * times * prompt.work.n
     prompt.work.charge(number >> 10, Unit.WEIGHTS, path)
 
 

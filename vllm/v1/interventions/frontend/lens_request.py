@@ -103,9 +103,7 @@ def charge_lenses(
         selections: by name, of a request.
         runs: all positions that it captures, as `Selection.runs`.
     """
-    length = len(prompt.token_ids)
-    spans = Positions.from_flat(runs).runs()
-    rows = sum(min(stop, length) - start for start, stop in spans if start < length)
+    rows = len(Positions.from_flat(runs).below(len(prompt.token_ids)))
     hidden, vocab = shape.hidden_size, shape.vocab_size
     for name, selection in selections.items():
         if isinstance(selection.reads, LensRead):

@@ -14,6 +14,7 @@ import torch
 
 from vllm.model_executor.layers.attention.attention import Attention
 from vllm.v1.interventions.plan import AttentionRead
+from vllm.v1.interventions.positions import END
 from vllm.v1.interventions.worker.kv_pages import Sight, pages_of, sight_of
 from vllm.v1.interventions.worker.paged_products import FEW, grouped_heads, paged_products
 from vllm.v1.interventions.worker.projection_table import CHUNK_BYTES
@@ -27,9 +28,11 @@ class Queriers(NamedTuple):
     """The place in the batch and the number of queries of each."""
     requests: torch.Tensor
     """int32 [n] on the device: the place of each query's request."""
+    bases: torch.Tensor
+    """int64 [n, ranges] there: where position 0 of each query's key ranges lies on a line that has
+    all ranges of all requests behind each other, `END` positions for each."""
     edges: torch.Tensor
-    """int64 [n, ranges, edges] there: where the key ranges of its request begin and end, in turn;
-    the shorter are filled up with edges behind all keys."""
+    """int64 [edges] there, sorted: where the ranges' runs begin and end on that line, in turn."""
 
     @staticmethod
     def of(
@@ -43,15 +46,22 @@ class Queriers(NamedTuple):
         Args:
             ranges: of each request, as `AttentionRead.ranges`.
         """
-        most = max((len(runs) for own in ranges for runs in own), default=0)
-        edges = np.full((len(ranges), len(ranges[0]), most), np.iinfo(np.int64).max)
-        for i, own in enumerate(ranges):
-            for j, runs in enumerate(own):
-                edges[i, j, : len(runs)] = runs
-        which = to_device(np.repeat(np.arange(len(places)), counts), device)
+        bases = np.arange(len(ranges) * len(ranges[0])).reshape(len(ranges), -1) * END
+        flat = [
+            np.array(runs, np.int64) + base
+            for own, begin in zip(ranges, bases, strict=True)
+            for runs, base in zip(own, begin, strict=True)
+        ]
+        edges = to_device(np.concatenate([np.empty(0, np.int64), *flat]), device)
         requests = to_device(np.repeat(np.array(places, np.int32), counts), device)
         pairs = list(zip(places, counts, strict=True))
-        return Queriers(pairs, requests, to_device(edges, device)[which])
+        return Queriers(pairs, requests, to_device(np.repeat(bases, counts, 0), device), edges)
+
+    def masks(self, keys: int) -> torch.Tensor:
+        """Which of the first keys are in a range: float32 [n, ranges, keys], 1 or 0."""
+        every = self.bases[:, :, None] + torch.arange(keys, device=self.bases.device)
+        # A range has an even number of edges, so the parity counts its own alone.
+        return (torch.bucketize(every, self.edges, right=True) % 2).float()
 
     def part(self, own: slice) -> "Queriers":
         """Those of some of the queries."""
@@ -61,7 +71,7 @@ class Queriers(NamedTuple):
             if inside > 0:
                 places.append((place, inside))
             first += count
-        return Queriers(places, self.requests[own], self.edges[own])
+        return Queriers(places, self.requests[own], self.bases[own], self.edges)
 
 
 class LayerReader:
@@ -283,13 +293,14 @@ class AttentionReader:
             for some in alike.cut(max(CHUNK_BYTES // (4 * stop * heads), 1)):
                 shape = (len(queries), len(some.places), read.width(heads))
                 into = torch.zeros(shape, device=self._device)
-                each = 4 * stop * (len(some.places) * heads + 2 * len(read.ranges))
+                # Five numbers of a range's mask: the keys on the line and the counts have two each.
+                each = 4 * stop * (len(some.places) * heads + 5 * len(read.ranges))
                 at_once = max(CHUNK_BYTES // each, 1)
                 for first in range(0, len(queries), at_once):
                     own = slice(first, first + at_once)
                     part = queriers.part(own)
                     weights = some.weights(queries[own], positions[own], part, stop)
-                    _reduce(read, weights, part.edges, into[own])
+                    _reduce(read, weights, part, into[own])
                 made |= zip(some.places, into.unbind(1), strict=True)
         if not made:  # all sites are at other pipeline stages
             return queries.new_zeros(len(queries), 0, dtype=torch.float32)
@@ -297,7 +308,7 @@ class AttentionReader:
 
 
 def _reduce(
-    read: AttentionRead, weights: torch.Tensor, edges: torch.Tensor, into: torch.Tensor
+    read: AttentionRead, weights: torch.Tensor, queriers: Queriers, into: torch.Tensor
 ) -> None:
     """Write what is given of weights [n, sites, heads, keys] to [n, sites, width]."""
     keys = weights.shape[3]
@@ -306,9 +317,7 @@ def _reduce(
         return
     parts = iter(into.unflatten(2, (weights.shape[2], -1)).split(read.widths, dim=3))
     if read.ranges:
-        every = torch.arange(keys, device=edges.device).expand(*edges.shape[:2], keys)
-        # float32 [n, ranges, keys]: which keys are in a range.
-        masks = (torch.searchsorted(edges, every.contiguous(), right=True) % 2).float()
+        masks = queriers.masks(keys)
     if "mass" in read.give:
         mass = weights.flatten(1, 2) @ masks.transpose(1, 2)
         next(parts).copy_(mass.unflatten(1, weights.shape[1:3]))
