@@ -63,3 +63,15 @@ def test_points_of_steering_and_of_capture(tiny_models: TinyModels) -> None:
             ("post_attn", False, False),
             ("post_block", False, True),
         }
+
+
+def test_weights_need_z(tiny_models: TinyModels) -> None:
+    """They are proved by it, so an engine without it refuses them; the queries are captured."""
+    asked = {"attention": {"heads": "all", "give": ["weights"]}}
+    with engine(
+        tiny_models.path("llama"), capture_consumers=["inline"], capture_points=["q"]
+    ) as llm:
+        with pytest.raises(ValueError, match="needs q and z among capture_points"):
+            serve(llm, [Ask(PROMPT, {"capture": {"inline": asked}})])
+        [output] = serve(llm, [Ask(PROMPT, capture("all", ["q"]))])
+        assert len(output.outputs[0].capture_results["inline"].payload["q", 1]) > len(PROMPT)

@@ -111,22 +111,39 @@ def test_heads_are_steered_by_the_worker_that_has_them(pair: tuple[LLM, Judge]) 
         judge.check(ask, output)
 
 
-def test_attention_of_all_workers(pair: tuple[LLM, Judge], runner: Runner) -> None:
-    """Each stage reads the pages of its layers; ranks with some of the heads are refused."""
+def test_attention_of_all_workers(pair: tuple[LLM, Judge]) -> None:
+    """Each stage reads the pages of its layers, each rank those of its heads."""
     llm, judge = pair
     asked = {"heads": "all", "queries": "all", "give": ["weights"]}
     several = [{"attention": asked}, {"attention": {**asked, "sum": "all"}}]
     ask = Ask(prompt_of(17, 76), {"capture": {"inline": several}})
-    if runner == "v1":
-        with pytest.raises(ValueError, match="cannot be read: tensor parallelism splits its heads"):
-            serve(llm, [ask])
-        return
     [output] = serve(llm, [ask])
     assert judge.check_weights(ask, output.outputs[0], "inline[0]") > 0.05
     each, total = (output.capture_results[f"inline[{i}]"].payload for i in range(2))
     for t, weights in enumerate(total["attn", None].weights):
         parts = [rows.weights[t].sum(0) for rows in each.values()]
         assert torch.allclose(weights, torch.stack(parts).sum(0), atol=1e-6)
+
+
+def test_attention_of_some_heads(pair: tuple[LLM, Judge]) -> None:
+    """A worker may have one of two heads that are asked for, both or none."""
+    llm, judge = pair
+    asked = {"heads": {0: [0, 3], 1: [0, 1], 2: [2, 3], 3: [1, 2]}, "top": 3, "queries": "all"}
+    given = {"give": ["mass", "peak", "top", "weights"], "keys": {"a": [0, 1], "b": [3]}}
+    plain = Ask(prompt_of(9, 78), capture("all"))
+    ask = Ask(prompt_of(17, 77), {"capture": {"inline": {"attention": asked | given}}})
+    output, _ = serve(llm, [ask, plain])
+    assert judge.check_weights(ask, output.outputs[0]) > 0.05
+    for rows in output.capture_results["inline"].payload.values():
+        for i, weights in enumerate(rows.weights):
+            full = torch.nn.functional.pad(weights, (0, 4))
+            ranges = full[:, :2], full[:, 3:4]
+            assert torch.allclose(rows.mass[i], torch.stack([r.sum(1) for r in ranges], 1))
+            assert torch.equal(rows.peak[i], torch.stack([r.amax(1) for r in ranges], 1))
+            best = weights.topk(min(3, weights.shape[1]))
+            assert torch.equal(rows.top_weights[i, :, : best.values.shape[1]], best.values)
+            assert torch.equal(rows.top_positions[i, :, : best.values.shape[1]], best.indices.int())
+            assert bool((rows.top_positions[i, :, best.values.shape[1] :] == -1).all())
 
 
 def test_scores_of_all_workers(pair: tuple[LLM, Judge]) -> None:

@@ -87,6 +87,11 @@ class CaptureConfig:
         """Whether points of attention can be captured."""
         return self.enabled and not set(HEAD_POINTS).isdisjoint(self.capture_points)
 
+    @property
+    def reads_attention(self) -> bool:
+        """Whether weights of attention can be captured: of queries, and z is what proves them."""
+        return self.enabled and {"q", "z"} <= set(self.capture_points)
+
     @cached_property
     def consumers(self) -> dict[str, ConsumerSpec]:
         """Name -> spec, of `capture_consumers`."""

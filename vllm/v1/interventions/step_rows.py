@@ -91,6 +91,11 @@ class Blocks:
             block.rest, row = row, row + block.num_rest
         self.names = frozenset(name for block in self.all for name, _ in block.owners)
 
+    def split(self, positions: torch.Tensor) -> list[tuple["Block", torch.Tensor]]:
+        """The blocks, each with the positions of its tokens; all are [n], in block order."""
+        parts = positions.split([block.count for block in self.all])
+        return list(zip(self.all, parts, strict=True))
+
 
 class StepRows:
     """The rows of one step, for `ModelRunnerOutput`.

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from vllm.distributed import get_tp_group
 from vllm.logger import init_logger
 from vllm.model_executor.layers.attention.mla_attention import MLAAttention
 from vllm.v1.interventions.plan import Site
@@ -50,15 +51,15 @@ def prove_attention(
         Why, of each other layer with queries and z.
     """
     shape, arena = interventions.shape, interventions.arena
+    if shape is None or arena is None or not interventions.reads_here:
+        why = "its start-up proof needs q and z among capture_points"
+        return dict.fromkeys(interventions.attention, why)
     unread: dict[int, str] = {}
-    if shape is None or arena is None or not interventions.captures_here:
-        return unread
+    tp = get_tp_group()
     layers: dict[int, LayerReader] = {}
     of_layer: dict[int, int] = {}
     group_of = {name: i for i, names in enumerate(groups) for name in names}
     for layer, module in interventions.attention.items():
-        if not (interventions.captures(("q", layer)) and interventions.captures(("z", layer))):
-            continue
         why = unreadable(module)
         if isinstance(module, MLAAttention) or why:
             unread[layer] = why
@@ -66,7 +67,7 @@ def prove_attention(
         # A layer that has the pages of another may be in no group.
         shared = module.kv_sharing_target_layer_name or ""
         of_layer[layer] = group_of.get(module.layer_name, group_of.get(shared, 0))
-        layers[layer] = LayerReader(module, tables[of_layer[layer]])
+        layers[layer] = LayerReader(module, tables[of_layer[layer]], tp.rank_in_group)
     needed = sum(shape.arena_rows((p, layer)) for layer in layers for p in ("q", "z"))
     if needed > len(arena):
         why = f"its start-up proof needs capture_buffer_bytes={needed * shape.row_bytes} or more"
@@ -83,7 +84,8 @@ def prove_attention(
             del layers[layer]
     if unread:
         logger.warning("attention weights cannot be read of layers %s", unread)
-    interventions.read_attention(AttentionReader(layers, arena.device))
+    ranks = tp.device_group if tp.world_size > 1 else None
+    interventions.read_attention(AttentionReader(layers, arena.device, ranks))
     return unread
 
 
@@ -123,7 +125,7 @@ def _errors(
             q, z = (
                 arena[rows[site] : rows[site] + shape.arena_rows(site)]
                 .flatten()[: shape.row_width(site)]
-                .view(*shape.heads[layer][site[0]])
+                .view(*shape.heads[layer][site[0]])[reader.heads.start : reader.heads.stop]
                 .float()
                 for site in (("q", layer), ("z", layer))
             )
@@ -162,15 +164,15 @@ def _attended(
     reader: LayerReader, q: torch.Tensor, blocks: torch.Tensor, keys: int
 ) -> torch.Tensor:
     """The sum of weights times values of a query at the last key, [heads, E], by the reader."""
-    heads = tuple(range(len(q)))
+    here = range(len(q))
     made = q.new_zeros(len(q), reader.pages.values.shape[3])
-    [sites] = AttentionReader({0: reader}, q.device).sites([(0, heads)])
+    [sites] = AttentionReader({0: reader}, q.device).sites([(0, tuple(reader.heads))])
     kept = reader.table[0].clone()
     reader.table[0, : len(blocks)] = blocks
     at = torch.tensor([keys - 1], device=q.device)
     queriers = Queriers.of([0], [1], [()], q.device)
     weights = sites.weights(q.view(1, -1), at, queriers, keys)[0, 0]
-    for key_head, own in grouped_heads(heads, reader.group):
+    for key_head, own in grouped_heads(here, reader.group):
         values = reader.rows(reader.pages.values, 0, key_head, keys)
         made[own] = weights[own] @ values.float()
     reader.table[0] = kept

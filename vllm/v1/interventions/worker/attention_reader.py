@@ -6,11 +6,13 @@ next step can write to a block. Layers that see keys alike are read together, wh
 of requests, so that a step launches little more for many than for one.
 """
 
+from bisect import bisect_left
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
 import torch
+from torch.distributed import ProcessGroup, all_reduce
 
 from vllm.model_executor.layers.attention.attention import Attention
 from vllm.v1.interventions.plan import AttentionRead
@@ -81,13 +83,21 @@ class LayerReader:
         module: whose weights can be read.
         table: int32 [requests, blocks] on the device, the runner's own of the layer's KV group:
             which blocks have the keys of each request of the batch, in batch order.
+        rank: the tensor-parallel one. The heads here are its part of the model's; only `within`
+            knows the model's numbers.
     """
 
-    def __init__(self, module: Attention, table: torch.Tensor) -> None:
+    def __init__(self, module: Attention, table: torch.Tensor, rank: int = 0) -> None:
         self.width = module.head_size
         self.pages, self.sight = pages_of(module), sight_of(module)
         self.table = table
         self.group = module.num_heads // module.num_kv_heads
+        self.heads = range(rank * module.num_heads, (rank + 1) * module.num_heads)
+        """The model's numbers of the heads here."""
+
+    def within(self, heads: Sequence[int]) -> slice:
+        """Which of sorted heads of the model are here."""
+        return slice(bisect_left(heads, self.heads.start), bisect_left(heads, self.heads.stop))
 
     def products(
         self,
@@ -135,7 +145,9 @@ class AlikeSites(NamedTuple):
     """Their indices among the stream's sites."""
     layers: Sequence["LayerReader"]
     heads: Sequence[tuple[int, ...]]
-    """The heads of each."""
+    """The heads of each that are here, by their numbers here."""
+    elsewhere: tuple[int, int]
+    """How many heads of each other ranks have: before these and behind them."""
     columns: Sequence[slice]
     """Where the queries of each lie in a row of all sites' queries."""
     key_heads: torch.Tensor
@@ -156,6 +168,7 @@ class AlikeSites(NamedTuple):
                 self.places[part],
                 self.layers[part],
                 self.heads[part],
+                self.elsewhere,
                 self.columns[part],
                 self.key_heads[part],
                 sight,
@@ -213,15 +226,22 @@ def attend(scores: torch.Tensor, positions: torch.Tensor, sight: Sight) -> torch
 
 
 class AttentionReader:
-    """Reads what steps want of attention.
+    """Reads what steps want of attention. Tensor-parallel ranks each read their heads, in the same
+    order, and all have the result.
 
     Args:
         layers: those whose weights can be read.
         device: of the arena and the caches.
+        ranks: the tensor-parallel ones that have the other heads, where there are several.
     """
 
-    def __init__(self, layers: Mapping[int, LayerReader], device: torch.device) -> None:
-        self._layers, self._device = layers, device
+    def __init__(
+        self,
+        layers: Mapping[int, LayerReader],
+        device: torch.device,
+        ranks: ProcessGroup | None = None,
+    ) -> None:
+        self._layers, self._device, self._ranks = layers, device, ranks
 
     def sites(self, heads: Sequence[tuple[int, tuple[int, ...]]]) -> list[AlikeSites]:
         """Put together what is read together.
@@ -231,8 +251,10 @@ class AttentionReader:
         """
         alike: dict[object, list[int]] = {}
         for i, (layer, chosen) in enumerate(heads):
+            here = self._layers[layer].within(chosen)
             scale, cap, window, chunk, slopes, sinks = self._layers[layer].sight
-            kind = (len(chosen), scale, cap, window, chunk, slopes is None, sinks is None)
+            parts = (here.start, here.stop, len(chosen))
+            kind = (*parts, scale, cap, window, chunk, slopes is None, sinks is None)
             alike.setdefault(kind, []).append(i)
         stops = np.cumsum([len(own) * self._layers[layer].width for layer, own in heads])
         return [self._alike(places, heads, stops.tolist()) for places in alike.values()]
@@ -244,7 +266,12 @@ class AttentionReader:
         stops: Sequence[int],
     ) -> AlikeSites:
         layers = [self._layers[heads[i][0]] for i in places]
-        chosen = [heads[i][1] for i in places]
+        asked = heads[places[0]][1]
+        here = layers[0].within(asked)
+        chosen = [
+            tuple(head - layer.heads.start for head in heads[i][1][here])
+            for i, layer in zip(places, layers, strict=True)
+        ]
         key_heads = np.array(
             [
                 [head // layer.group for head in own]
@@ -260,9 +287,15 @@ class AttentionReader:
             slopes=of_heads([layer.sight.slopes for layer in layers]),
             sinks=of_heads([layer.sight.sinks for layer in layers]),
         )
-        columns = [slice(stops[i - 1] if i else 0, stops[i]) for i in places]
+        elsewhere = here.start, len(asked) - here.stop
+        columns = []
+        for i, layer in zip(places, layers, strict=True):
+            begin = stops[i - 1] if i else 0
+            columns.append(
+                slice(begin + elsewhere[0] * layer.width, stops[i] - elsewhere[1] * layer.width)
+            )
         on_device = to_device(key_heads.astype(np.int32), self._device)
-        return AlikeSites(places, layers, chosen, columns, on_device, sight)
+        return AlikeSites(places, layers, chosen, elsewhere, columns, on_device, sight)
 
     def read(
         self,
@@ -290,21 +323,28 @@ class AttentionReader:
         stop = min(stop, read.stop or stop)
         for alike in sites:
             heads = len(alike.heads[0])
-            for some in alike.cut(max(CHUNK_BYTES // (4 * stop * heads), 1)):
+            before, behind = (read.width(number) for number in alike.elsewhere)
+            for some in alike.cut(max(CHUNK_BYTES // (4 * stop * max(heads, 1)), 1)):
                 shape = (len(queries), len(some.places), read.width(heads))
                 into = torch.zeros(shape, device=self._device)
                 # Five numbers of a range's mask: the keys on the line and the counts have two each.
                 each = 4 * stop * (len(some.places) * heads + 5 * len(read.ranges))
                 at_once = max(CHUNK_BYTES // each, 1)
-                for first in range(0, len(queries), at_once):
+                for first in range(0, len(queries) if heads else 0, at_once):
                     own = slice(first, first + at_once)
                     part = queriers.part(own)
                     weights = some.weights(queries[own], positions[own], part, stop)
                     _reduce(read, weights, part, into[own])
+                if self._ranks is not None and not read.sum:
+                    into = torch.nn.functional.pad(into, (before, behind))
                 made |= zip(some.places, into.unbind(1), strict=True)
         if not made:  # all sites are at other pipeline stages
             return queries.new_zeros(len(queries), 0, dtype=torch.float32)
-        return torch.stack([made[i] for i in range(len(made))], 1)
+        values = torch.stack([made[i] for i in range(len(made))], 1)
+        if self._ranks is not None:
+            # A number of a head is 0 but where the head is, so whole numbers add up bit for bit.
+            all_reduce(values if read.sum else values.view(torch.int32), group=self._ranks)
+        return values
 
 
 def _reduce(

@@ -9,9 +9,9 @@ import torch
 
 from vllm.v1.capture.transport.landing import Landing
 from vllm.v1.interventions.capture_groups import CaptureGroup, LocalStream
-from vllm.v1.interventions.plan import AttentionRead, LensRead
+from vllm.v1.interventions.plan import LensRead
 from vllm.v1.interventions.step_rows import Block, StepRows
-from vllm.v1.interventions.worker.attention_reader import AlikeSites, AttentionReader, Queriers
+from vllm.v1.interventions.worker.block_attention import BlockAttention
 from vllm.v1.interventions.worker.lens_reader import LensReader
 from vllm.v1.interventions.worker.pinning import PIECE_BYTES
 from vllm.v1.interventions.worker.projection_table import CHUNK_BYTES, ProjectionTable
@@ -36,12 +36,8 @@ class Outbox:
             WeakKeyDictionary()
         )
         """The columns of each stream of the groups in use, on the device."""
-        self._sites: WeakKeyDictionary[CaptureGroup, list[list[AlikeSites]]] = WeakKeyDictionary()
-        """The sites of each stream whose attention is read, by group."""
-        self._queriers: WeakKeyDictionary[Block, list[Queriers]] = WeakKeyDictionary()
-        """The requests of each of these streams, by block."""
         self._sent: torch.cuda.Event | None = None
-        self.reader: AttentionReader | None = None
+        self.attention: BlockAttention | None = None
         """Where attention can be read, once the KV cache exists."""
         self.lens: LensReader | None = None
         """Where lenses can be read, once the norm before the head is known."""
@@ -55,8 +51,7 @@ class Outbox:
         Args:
             positions: int64 [n] on the device, the captured tokens' in block order.
         """
-        of_block = positions.split([block.count for block in step.blocks.all])
-        blocks = zip(step.blocks.all, of_block, strict=True)
+        blocks = step.blocks.split(positions)
         made = [values for block, at in blocks for values in self._made_of(block, at)]
         size = step.num_bytes
         memory = self._landing.take(size)
@@ -107,7 +102,10 @@ class Outbox:
             self._columns[block.group] = [
                 None if s.columns is None else to_device(s.columns, device) for s in streams
             ]
-        reads = self._attention(block, positions) if block.group.attends else iter(())
+        reads: Iterator[torch.Tensor] = iter(())
+        if block.group.attends:
+            assert self.attention is not None
+            reads = self.attention.read(block, positions)
         for stream, columns in zip(streams, self._columns[block.group], strict=True):
             if isinstance(stream.reads, LensRead):
                 assert self.lens is not None
@@ -119,34 +117,6 @@ class Outbox:
                 yield self._sums_of(block, stream, positions)
             elif columns is not None:
                 yield next(reads) if stream.reads is not None else block.heads(self._arena, columns)
-
-    def _attention(self, block: Block, positions: torch.Tensor) -> Iterator[torch.Tensor]:
-        """What leaves of the attention of a block's queries, of each stream that has any.
-
-        Args:
-            positions: as in `_made_of`.
-        """
-        group, reader = block.group, self.reader
-        assert reader is not None
-        streams = [
-            (i, stream.reads, stream.heads)
-            for i, stream in enumerate(group.streams)
-            if isinstance(stream.reads, AttentionRead)
-        ]
-        if group not in self._sites:
-            self._sites[group] = [reader.sites(heads) for *_, heads in streams]
-        if block not in self._queriers:
-            self._queriers[block] = [
-                Queriers.of(block.in_batch, block.counts, ranges, positions.device)
-                for ranges in zip(*block.ranges, strict=True)
-            ]
-        for (i, read, _), sites, queriers in zip(
-            streams, self._sites[group], self._queriers[block], strict=True
-        ):
-            columns = self._columns[group][i]
-            assert columns is not None
-            queries = block.heads(self._arena, columns)
-            yield reader.read(read, sites, queries, positions, queriers, block.stop)
 
     def _scores_of(self, block: Block, stream: LocalStream) -> torch.Tensor:
         """The scores of a projected stream, float32 [count, sites, k] on the device."""

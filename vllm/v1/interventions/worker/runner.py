@@ -29,6 +29,7 @@ from vllm.v1.interventions.step_rows import Blocks, Members, StepRows
 from vllm.v1.interventions.worker.attention_layers import AttentionHeads, attention_of
 from vllm.v1.interventions.worker.attention_reader import AttentionReader
 from vllm.v1.interventions.worker.attention_requests import AttentionRequests
+from vllm.v1.interventions.worker.block_attention import BlockAttention
 from vllm.v1.interventions.worker.lens_files import FileLens
 from vllm.v1.interventions.worker.lens_reader import LensReader
 from vllm.v1.interventions.worker.model_variants import ModelVariants
@@ -81,12 +82,15 @@ class WorkerInterventions:
         self._terms: TermTable | None = None
         self._projections: ProjectionTable | None = None
         self._outbox: Outbox | None = None
+        self._reads: BlockAttention | None = None
         self._captured_tokens = 0
         self._decoding: Decoding | None = None
         self._pending: tuple[StepRows, torch.Tensor] | None = None
         # The stream is the same on every tensor-parallel rank: the first one captures.
         parallel = config.parallel_config
         self.captures_here = self._capture and parallel.rank % parallel.tensor_parallel_size == 0
+        # Of attention, each rank reads its own heads.
+        self.reads_here = config.capture_config.reads_attention
         self._pinning: Pinning | None = None
         if self.captures_here:
             self._landing = Landing(landing_bytes(config))
@@ -171,7 +175,7 @@ class WorkerInterventions:
             self._groups = CaptureGroups(self._dest_rows, shape)
             # The start-up check captures one token of any site, which may need several rows.
             least = max(map(shape.arena_rows, captured), default=1)
-            rows = max(rows, least) if self.captures_here else least
+            rows = max(rows, least) if self.captures_here or self.reads_here else least
             self.arena = torch.zeros(rows, hidden, dtype=dtype, device=device)
             if self.captures_here:
                 self._projections = ProjectionTable(hidden, device)
@@ -292,8 +296,10 @@ class WorkerInterventions:
 
     def read_attention(self, reader: AttentionReader) -> None:
         """Read attention by this from now on."""
-        assert self._outbox is not None
-        self._outbox.reader = reader
+        assert self.arena is not None
+        self._reads = BlockAttention(reader, self.arena)
+        if self._outbox is not None:
+            self._outbox.attention = self._reads
 
     def read_lenses(self, reader: LensReader, shape: TapShape) -> None:
         """Read lenses by this from now on; `shape` has them."""
@@ -317,9 +323,8 @@ class WorkerInterventions:
         self._version = step.version
         if self._projections is not None:
             self._projections.apply(step.projections)
-            if step.admitted:
-                self._decoding = None
-            assert self._groups is not None
+        if self._groups is not None and step.admitted:
+            self._decoding = None
             groups = {r: self._groups.of(w) for r, w in step.admitted.items()}
             self._captures |= {r: group for r, group in groups.items() if group is not None}
         if self.table is not None:
@@ -371,7 +376,7 @@ class WorkerInterventions:
     def _map_dest(
         self, req_ids: list[str], num_tokens: np.ndarray, positions: torch.Tensor
     ) -> None:
-        if not self._wanted or not self.captures_here:
+        if not self._wanted or not (self.captures_here or self.reads_here):
             self._clear_dest()
             return
         assert self.dest is not None
@@ -390,8 +395,10 @@ class WorkerInterventions:
             offsets, group = self._wanted.get(req_id), self._captures.get(req_id)
             if offsets is not None and group is not None:
                 groups.setdefault(group, []).append((req_id, start + offsets))
+        if not self.captures_here:
+            groups = {group: members for group, members in groups.items() if group.attends}
         if not groups:
-            return  # all of it at other pipeline stages
+            return  # all of it at other pipeline stages, or for the first rank alone
         blocks = Blocks(groups)
         of_block = [np.concatenate([t for _, t in members]) for members in groups.values()]
         for block, tokens in zip(blocks.all, of_block, strict=True):
@@ -420,7 +427,10 @@ class WorkerInterventions:
         if self._pending is None:
             return None
         (rows, positions), self._pending = self._pending, None
-        assert self._outbox is not None
+        if self._outbox is None:
+            assert self._reads is not None
+            self._reads.add_own(rows.blocks, positions.long())
+            return None
         self._outbox.send(rows, positions.long())
         return rows
 

@@ -46,7 +46,6 @@ def check_worker(worker: Any) -> TapShape | None:
     interventions: WorkerInterventions = runner.interventions
     if interventions.shape is None:
         return None
-    parallel = runner.vllm_config.parallel_config
 
     def lenses(dummy_run: DummyRun) -> None:
         if runner.vllm_config.capture_config.capture_lens:
@@ -80,10 +79,7 @@ def check_worker(worker: Any) -> TapShape | None:
 
         shape = interventions.shape
         groups = [group.layer_names for group in runner.kv_cache_config.kv_cache_groups]
-        if parallel.tensor_parallel_size > 1:
-            unread = dict.fromkeys(interventions.attention, "tensor parallelism splits its heads")
-        else:
-            unread = prove_attention(interventions, groups, tables, run)
+        unread = prove_attention(interventions, groups, tables, run)
     interventions.started()
     return msgspec.structs.replace(shape, unread=unread)
 
