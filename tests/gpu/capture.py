@@ -92,14 +92,13 @@ def written_heads(mode: Mode, tokens: list[list[int]]) -> dict[str, Any]:
 
 def attention(mode: Mode, tokens: list[list[int]]) -> dict[str, Any]:
     """The weights of all heads and queries are transformers', a neighbouring head's others; no
-    layer failed the start-up proof. Ranks with some of the heads are refused."""
+    layer failed the start-up proof."""
     from vllm import SamplingParams
 
     shape = mode.llm.llm_engine.vllm_config.tap_shape
     assert shape is not None
     if shape.unread:
-        refused = set(shape.unread.values())
-        return {"refused": sorted(refused), "ok": all("tensor parallel" in r for r in refused)}
+        return {"unread": shape.unread, "ok": False}
     asked = {"attention": {"heads": "all", "queries": "all", "give": ["weights"]}}
     params = SamplingParams(
         max_tokens=8, temperature=0.0, ignore_eos=True, detokenize=False, capture={"inline": asked}
