@@ -62,7 +62,7 @@ class MadeRows:
         both.positions = np.concatenate([self.positions, later.positions])
         both.token_ids = np.concatenate([self.token_ids, later.token_ids])
         both.versions = np.concatenate([self.versions, later.versions])
-        both._values = torch.cat([self._rows(), later._rows()])
+        both._values = joined([self._rows(), later._rows()])
         if later.tokens is not None:
             both.tokens = [*(self.tokens or ()), *later.tokens]
         return both

@@ -145,16 +145,16 @@ class CapturedRows:
 
     def joined(self, later: "CapturedRows") -> "CapturedRows":
         """These rows and then `later`'s, of the same site."""
-        joined = CapturedRows(
+        both = CapturedRows(
             np.concatenate([self.positions, later.positions]),
             np.concatenate([self.token_ids, later.token_ids]),
-            torch.cat([self.values, later.values]).flatten(1),
+            joined([self.values, later.values]).flatten(1),
             np.concatenate([self.versions, later.versions]),
             self.heads,
         )
         if later.tokens is not None:
-            joined.tokens = [*(self.tokens or ()), *later.tokens]
-        return joined
+            both.tokens = [*(self.tokens or ()), *later.tokens]
+        return both
 
 
 def stack(
