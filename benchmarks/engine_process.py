@@ -130,7 +130,10 @@ class Served:
         hooks: dict[str, Any] = {"q": "all", "z": "all"}
         if asks.capture != "q and z":
             hooks = {"post_block": self._captured_layers(asks)}
-        return {"hooks": hooks, "positions": asks.positions}
+        read = {}
+        if asks.capture == "lens":
+            read = {"lens": {"name": "logit", "top_k": 10, "entropy": True}}
+        return {"hooks": hooks, "positions": asks.positions, **read}
 
     def _captured_layers(self, asks: Asks) -> list[int]:
         return [*range(self._layers)] if asks.capture == "all" else [self._layers // 2]
@@ -150,7 +153,10 @@ class Served:
             sites = {"q and z": 2 * self._layers, "mass": self._layers, "a few": few}
             assert len(result.payload) == sites.get(batch.asks.capture, layers)
             for site in result.payload.values():
-                values = site.mass if batch.asks.capture in MASS else site.values
+                if batch.asks.capture in MASS:
+                    values = site.mass
+                else:
+                    values = site.top_logprobs if batch.asks.capture == "lens" else site.values
                 assert len(values) == rows
                 size += values.nbytes
         return size

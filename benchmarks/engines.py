@@ -52,7 +52,8 @@ class Asks:
 
     Args:
         distinct: contents among the requests that steer (all points of all layers); 0: none steers.
-        capture: layers whose `post_block` is captured, "middle" or "all"; of attention, "q and z"
+        capture: layers whose `post_block` is captured, "middle" or "all", or what the logit "lens"
+            has for the middle layer: 10 tokens and the entropy; of attention, "q and z"
             of all layers, the "mass" of two key ranges, each request's own, of all heads, or of "a
             few" (4 heads of 6 layers); "": none captures.
         positions: of the capture.

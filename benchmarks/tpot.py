@@ -4,7 +4,8 @@
     python -m benchmarks.tpot --model CONFIG_DIR [--stock DIR] [--batch 1 32 256] [--json FILE]
         [--processes] [--settle SECONDS] [--landing-gib GIB]
 
-"rule": every request has one, which scores each generated token and never fires.
+"rule": every request has one, which scores each generated token and never fires. "lens": each has
+the logit lens of the middle layer, of each generated token.
 
 TPOT = (t(8 + n tokens) - t(8 tokens)) / n, n of --tokens; of a batch that is sent at once. Engines
 stay loaded and rounds go around the cases, forth and back, so that drift of the machine hits all
@@ -76,6 +77,8 @@ CASES = {
     "capture 1 layer": Case("capture", Asks(capture="middle")),
     "capture all layers": Case("capture", Asks(capture="all")),
     "rule": Case("capture", Asks(rule=True)),
+    "idle, lens": Case("lens"),
+    "lens of 1 layer": Case("lens", Asks(capture="lens")),
     "steer, all taps": Case("both", own=True),
     "capture 1 layer, all taps": Case("both", Asks(capture="middle")),
     "capture all layers, all taps": Case("both", Asks(capture="all")),
@@ -95,6 +98,7 @@ def engines_of(largest: int, landing_gib: float | None) -> dict[str, Engine]:
         "both": Engine({**steering, **capture}, modules=largest),
         "steering": Engine(steering, modules=largest),
         "capture": Engine({**capture, "capture_points": ["post_block"]}),
+        "lens": Engine({**capture, "capture_points": ["post_block"], "capture_lens": ["logit"]}),
     }
 
 
