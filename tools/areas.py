@@ -76,7 +76,7 @@ AREAS = (
     ),
     # Doors to the core; the budget is of what is behind them.
     Area("HTTP server", False, ("vllm/entrypoints/serve/steering/",)),
-    Area("HTTP client", False, ("vllm/entrypoints/serve/steering/client.py",)),
+    Area("HTTP client", False, ("vllm/entrypoints/serve/steering/client/",)),
     Area("check command", False, ("vllm/entrypoints/cli/steering/",)),
     Area("toolkit", False, ("vllm/pilot/", "vllm/entrypoints/cli/capture/")),
     Area("compatibility", False, ("vllm/entrypoints/compat/",)),

@@ -21,7 +21,7 @@ LEGAL = {
     "vllm/v1/capture/transport/host.py": ("capture transport", True),
     "vllm/v1/interventions/terms.py": ("shared words", True),
     "vllm/v1/interventions/worker/runner.py": ("worker", True),
-    "vllm/entrypoints/serve/steering/client.py": ("HTTP client", False),
+    "vllm/entrypoints/serve/steering/client/answers.py": ("HTTP client", False),
     "vllm/entrypoints/serve/steering/body.py": ("HTTP server", False),
     "vllm/pilot/sweep.py": ("toolkit", False),
 }

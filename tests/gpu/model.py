@@ -12,14 +12,14 @@ POINTS = ("pre_attn", "post_attn", "post_block")
 LAYERS, HIDDEN, VOCAB = 8, 512, 2048
 
 
-def save_model(path: Path) -> None:
+def save_model(path: Path, layers: int = LAYERS, vocab: int = VOCAB) -> None:
     """A random Llama with activations of order one."""
     torch.manual_seed(0)
     config = LlamaConfig(
-        vocab_size=VOCAB,
+        vocab_size=vocab,
         hidden_size=HIDDEN,
         intermediate_size=1024,
-        num_hidden_layers=LAYERS,
+        num_hidden_layers=layers,
         num_attention_heads=8,
         num_key_value_heads=4,
         head_dim=64,

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import shutil
 import subprocess
 import sys
 import textwrap
@@ -248,7 +249,7 @@ def test_async_client(server: Server, reference: Reference) -> None:
 
 def test_the_client_stands_alone(server: Server, tmp_path: Path) -> None:
     """Copied to where there is neither vLLM nor torch."""
-    (tmp_path / "client.py").write_text(Path(client_module.__file__).read_text())
+    shutil.copytree(Path(client_module.__file__).parent, tmp_path / "client")
     program = textwrap.dedent(f"""
         import sys
         for name in ("vllm", "torch", "transformers"):

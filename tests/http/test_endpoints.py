@@ -15,12 +15,12 @@ import safetensors.numpy
 
 from tests.conformance.models import HIDDEN, LAYERS
 from tests.http.server import KEY, Server, greedy
-from vllm.entrypoints.serve.steering import client as client_module
 from vllm.entrypoints.serve.steering.client import (
     SteeringClient,
     SteeringError,
     pack_layers,
 )
+from vllm.entrypoints.serve.steering.client.requests import Call
 
 if TYPE_CHECKING:
     pass
@@ -81,7 +81,7 @@ def test_modules(client: SteeringClient, reference: Reference, tmp_path: Path) -
         ({"name": "x", "vectors": {"post_block": {"9": [0]}}}, "vectors.post_block.9"),
     ):
         with pytest.raises(SteeringError) as raised:
-            client._call(client_module._Call("POST", "/modules", body))
+            client._call(Call("POST", "/modules", body))
         assert (raised.value.status, raised.value.param) == (400, param)
     client.unregister_module("happy")
     with pytest.raises(SteeringError, match="unknown module 'happy'") as raised:

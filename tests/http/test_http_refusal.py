@@ -27,7 +27,7 @@ from vllm.entrypoints.pooling.embed.protocol import (
 from vllm.entrypoints.scale_out.token_in_token_out.protocol import GenerateRequest
 from vllm.entrypoints.serve.steering.access import SteeringAccess
 from vllm.entrypoints.serve.steering.body import UnservedField, asked_fields
-from vllm.entrypoints.serve.steering.client import _generation
+from vllm.entrypoints.serve.steering.client.requests import generation_call
 from vllm.entrypoints.serve.tokenize.protocol import TokenizeCompletionRequest
 from vllm.entrypoints.serve.utils.api_utils import redact_sensitive_args
 from vllm.entrypoints.speech_to_text.transcription.protocol import TranscriptionRequest
@@ -146,14 +146,14 @@ def test_the_client_takes_the_fields_of_the_endpoint_and_no_others(
 ) -> None:
     names = [*request_type.model_fields, *PLAN_FIELDS]
     names += [f.alias for f in request_type.model_fields.values() if f.alias is not None]
-    assert _generation(prompt, None, dict.fromkeys(names)).body.keys() == set(names)
+    assert generation_call(prompt, None, dict.fromkeys(names)).body.keys() == set(names)
     with pytest.raises(TypeError, match=r"'max_token' is not a field .*; 'max_tokens' is one"):
-        _generation(prompt, None, {"max_token": 5})
+        generation_call(prompt, None, {"max_token": 5})
     with pytest.raises(TypeError, match=r"'extra_body' is not a field of /v1/[a-z/]*$"):
-        _generation(prompt, None, {"extra_body": {}})
+        generation_call(prompt, None, {"extra_body": {}})
     other = "suffix" if prompt == SAID else "messages"
     with pytest.raises(TypeError, match=f"'{other}' is not a field"):
-        _generation(prompt, None, {other: 1})
+        generation_call(prompt, None, {other: 1})
 
 
 def test_flags_stand_in_groups_of_their_own() -> None:

@@ -2,11 +2,17 @@
 """A pytest plug-in for vLLM-Lens's own tests, as its wheel ships them, against `compat=["lens"]`.
 
 Engines are opened for it, and what says "cuda" means the CPU where there is no GPU: nothing else is
-changed. Their model's name is a folder of the working directory (`tests/peers/test_lens_suite.py`).
+changed. Their model's name is a folder of the working directory (`tests/peers/lens_runs.py`).
+
+`LENS_DEVICE` is "cpu" or "cuda", and `VLLM_USE_V2_MODEL_RUNNER` chooses the runner. `LENS_ENGINE`
+is JSON of engine options in place of theirs; its `tensor_parallel_size` is for engines that they
+want on one device.
 """
 
 from __future__ import annotations
 
+import json
+import os
 import sys
 from types import SimpleNamespace
 from typing import Any
@@ -14,27 +20,34 @@ from typing import Any
 from tests.conformance.engine import prepare_environment
 
 
+def opened_with(options: dict[str, Any], on_cpu: bool) -> dict[str, Any]:
+    """The engine options of a test of theirs, as they are used here."""
+    ours = json.loads(os.environ.get("LENS_ENGINE", "{}"))
+    if options.keys() & {"tensor_parallel_size", "pipeline_parallel_size"}:
+        ours.pop("tensor_parallel_size", None)
+    eager = {"enforce_eager": True} if on_cpu else {}
+    return {**options, **ours, **eager, "compat": ["lens"]}
+
+
 def pytest_load_initial_conftests() -> None:
     """Before their modules import vLLM."""
-    prepare_environment("v1")
+    on_cpu = os.environ["LENS_DEVICE"] == "cpu"
+    is_v2 = os.environ.get("VLLM_USE_V2_MODEL_RUNNER") == "1"
+    prepare_environment("v2" if is_v2 else "v1", "cpu" if on_cpu else "cuda")
     # They ask it whether to shut it down.
     sys.modules.setdefault("ray", SimpleNamespace(is_initialized=lambda: False))  # type: ignore[arg-type]
-    import torch
     import transformers
 
     import vllm
     from vllm import LLM as plain
     from vllm import AsyncEngineArgs
 
-    on_cpu = not torch.cuda.is_available()
-    ours: dict[str, Any] = {"compat": ["lens"], **({"enforce_eager": True} if on_cpu else {})}
-
     class LLM(plain):
         def __init__(self, **options: Any) -> None:
-            super().__init__(**options, **ours)
+            super().__init__(**opened_with(options, on_cpu))
 
     def opened(**options: Any) -> AsyncEngineArgs:
-        return AsyncEngineArgs(**options, **ours)
+        return AsyncEngineArgs(**opened_with(options, on_cpu))
 
     vllm.LLM, vllm.AsyncEngineArgs = LLM, opened  # type: ignore[misc, assignment]
     if not on_cpu:
