@@ -19,9 +19,7 @@ from tests.conformance.models import HIDDEN, LAYERS, VOCAB
 from tests.conformance.runner import Reference
 from tests.support import serving
 from tests.support.serving import Ask, Judge, prompt_of, relative, serve, vector
-from vllm import LLM, RequestOutput, SamplingParams
-from vllm.sampling_params import RequestOutputKind
-from vllm.v1.capture.results import merged
+from vllm import LLM
 from vllm.v1.interventions.worker import lens_check, lens_reader
 from vllm.v1.interventions.worker.tap_check import check_worker
 
@@ -251,20 +249,8 @@ def test_deltas_are_the_whole(pair: tuple[LLM, Judge]) -> None:
     llm, _ = pair
     ask = Ask(prompt_of(20, 81), inline(under("predicting")))
     (whole,) = serve(llm, [ask])
-    params: SamplingParams = ask.params()
-    params.output_kind = RequestOutputKind.DELTA
-    llm.llm_engine.add_request("deltas", {"prompt_token_ids": ask.prompt}, params)
-    together, parts = None, 0
-    while llm.llm_engine.has_unfinished_requests():
-        for output in llm.llm_engine.step():
-            assert isinstance(output, RequestOutput)
-            new = output.outputs[0].capture_results
-            assert new is not None
-            parts += any(len(rows) for rows in new["inline"].payload.values())
-            together = merged(together, new)
-    assert parts > 3 and together is not None
     expected = whole.outputs[0].capture_results["inline"].payload
-    for site, rows in together["inline"].payload.items():
+    for site, rows in serving.streamed(llm, ask).items():
         for name in rows.give:
             assert torch.equal(getattr(rows, name), getattr(expected[site], name)), (site, name)
 

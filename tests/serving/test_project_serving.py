@@ -18,10 +18,8 @@ from tests.serving.test_capture_consumers import Keep, KeepHere
 from tests.support import serving
 from tests.support.selected import expected_positions
 from tests.support.serving import Ask, Judge, prompt_of, relative, serve, vector
-from vllm import LLM, RequestOutput, SamplingParams
-from vllm.sampling_params import RequestOutputKind
+from vllm import LLM
 from vllm.v1.capture import stack
-from vllm.v1.capture.results import merged
 
 if TYPE_CHECKING:
     from tests.conftest import TinyModels
@@ -254,19 +252,7 @@ def test_scores_stream(pair: tuple[LLM, Judge]) -> None:
     llm, _ = pair
     ask = Ask(prompt_of(20, 81), scores(matrix(3, seed=4), "predicting"))
     (whole,) = serve(llm, [ask])
-    params: SamplingParams = ask.params()
-    params.output_kind = RequestOutputKind.DELTA
-    llm.llm_engine.add_request("deltas", {"prompt_token_ids": ask.prompt}, params)
-    together, parts = None, 0
-    while llm.llm_engine.has_unfinished_requests():
-        for output in llm.llm_engine.step():
-            assert isinstance(output, RequestOutput)
-            new = output.outputs[0].capture_results
-            assert new is not None
-            parts += any(len(rows) for rows in new["inline"].payload.values())
-            together = merged(together, new)
-    assert parts > 3 and together is not None
-    for site, rows in together["inline"].payload.items():
+    for site, rows in serving.streamed(llm, ask).items():
         assert torch.equal(rows.values, serving.row_tensors(whole.outputs[0])[site])
 
 

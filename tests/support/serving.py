@@ -24,9 +24,11 @@ from tests.conformance.reference import Site
 from tests.conformance.runner import LEAST_MOVE, READ_TOLERANCE, WRITE_TOLERANCE, Reference
 from tests.support.op_deltas import with_ops
 from tests.support.selected import expected_positions
-from vllm import LLM, SamplingParams
+from vllm import LLM, RequestOutput, SamplingParams
 from vllm.inputs import TokensPrompt
+from vllm.sampling_params import RequestOutputKind
 from vllm.v1.capture import copies
+from vllm.v1.capture.results import merged
 from vllm.v1.engine.core_client import InprocClient
 
 GENERATED = 6
@@ -105,6 +107,24 @@ def serve(llm: LLM, asks: Sequence[Ask], log_probs: bool = True) -> list[Any]:
         [ask.params(log_probs) for ask in asks],
         use_tqdm=False,
     )
+
+
+def streamed(llm: LLM, ask: Ask) -> Any:
+    """What `inline` gives of a request whose outputs are deltas, put together; its rows came in
+    several."""
+    params = ask.params()
+    params.output_kind = RequestOutputKind.DELTA
+    llm.llm_engine.add_request("deltas", {"prompt_token_ids": ask.prompt}, params)
+    together, parts = None, 0
+    while llm.llm_engine.has_unfinished_requests():
+        for output in llm.llm_engine.step():
+            assert isinstance(output, RequestOutput)
+            new = output.outputs[0].capture_results
+            assert new is not None
+            parts += any(len(rows) for rows in new["inline"].payload.values())
+            together = merged(together, new)
+    assert parts > 3 and together is not None
+    return together["inline"].payload
 
 
 def log_probs(completion: Any) -> torch.Tensor:

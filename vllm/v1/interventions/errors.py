@@ -5,7 +5,7 @@ Every error names the path of the offending field (`steering_vectors.post_block.
 was given and what is allowed. Offline it is a `ValueError`, over HTTP a 400.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NoReturn
 
 from vllm.exceptions import VLLMValidationError
@@ -54,6 +54,12 @@ def need_mapping(value: Any, path: str) -> Mapping[Any, Any]:
     if not isinstance(value, Mapping):
         reject(path, f"must be a mapping, got {show(value)}")
     return value
+
+
+def need_keys(given: Iterable[Any], allowed: Sequence[str], path: str) -> None:
+    """Raise ValueError for keys of the mapping at `path` that are not allowed."""
+    if unknown := [show(key) for key in given if key not in allowed]:
+        reject(path, f"unknown keys {', '.join(unknown[:8])}, allowed are {', '.join(allowed)}")
 
 
 def describe(error: BaseException) -> str:

@@ -74,7 +74,7 @@ def prove_lenses(
         vocab_size=vocab_size,
         lens_rows=-(-budget // config.capture_lens_rows),
     )
-    reader = LensReader(model, norm, vocab_size, interventions.lenses)
+    reader = LensReader(model, norm, vocab_size, interventions.lenses, arena.device)
     interventions.read_lenses(reader, shape)
 
 

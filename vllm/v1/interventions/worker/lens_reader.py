@@ -6,6 +6,7 @@ graphs.
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache
 
 import numpy as np
 import torch
@@ -20,6 +21,8 @@ Norm = Callable[[torch.Tensor], torch.Tensor]
 
 LOGIT_BYTES = 64 << 20
 """Device memory that logits may take as float32, at a time."""
+TOKEN_LISTS = 256
+"""How many lists of tokens stay on the device: steps ask for the same ones again and again."""
 
 
 class LensReader:
@@ -30,6 +33,7 @@ class LensReader:
         norm: the one before the head.
         vocab_size: how many logits that gives.
         lenses: those of files, by name.
+        device: where rows are.
     """
 
     def __init__(
@@ -38,9 +42,16 @@ class LensReader:
         norm: Norm,
         vocab_size: int,
         lenses: Mapping[str, FileLens],
+        device: torch.device,
     ) -> None:
         self._model, self._norm, self._lenses = model, norm, lenses
         self._at_once = max(LOGIT_BYTES // (4 * vocab_size), 1)
+
+        @lru_cache(TOKEN_LISTS)
+        def tokens_on_device(tokens: tuple[int, ...]) -> torch.Tensor:
+            return to_device(np.array(tokens, dtype=np.int64), device)
+
+        self._tokens = tokens_on_device
 
     def read(self, read: LensRead, layers: Sequence[int], rows: torch.Tensor) -> torch.Tensor:
         """What leaves the device of rows.
@@ -57,7 +68,7 @@ class LensReader:
             rows = torch.stack([lens.apply(part, layer) for part, layer in parts], dim=1)
         flat = rows.flatten(0, 1)
         made = torch.empty(len(flat), sum(read.widths), device=rows.device)
-        tokens = to_device(np.array(read.tokens, dtype=np.int64), rows.device)
+        tokens = self._tokens(read.tokens)
         # All sites at once: the head is read from memory once for many rows.
         for some, into in zip(flat.split(self._at_once), made.split(self._at_once), strict=True):
             logits = self._model.compute_logits(self._norm(some))
