@@ -26,12 +26,12 @@ class BlockAttention:
         self._sites: WeakKeyDictionary[
             CaptureGroup, list[tuple[AttentionRead, list[AlikeSites], torch.Tensor]]
         ] = WeakKeyDictionary()
-        """Of each stream that reads attention: what, of which sites, and its columns."""
+        """What each stream reads of attention, the sites of which, and its columns."""
         self._queriers: WeakKeyDictionary[Block, list[Queriers]] = WeakKeyDictionary()
-        """The requests of each of these streams."""
+        """The requests of each of these streams, by block."""
 
     def read(self, block: Block, positions: torch.Tensor) -> Iterator[torch.Tensor]:
-        """What leaves of the attention of a block's queries, of each stream that has any.
+        """Yield what leaves of the attention of a block's queries, of each stream that has any.
 
         Args:
             positions: int64 [count] on the device, of the block's tokens.

@@ -46,6 +46,7 @@ class Call:
 def set_call(
     vectors: Any, prefill_vectors: Any, decode_vectors: Any, ops: Any, replace: bool
 ) -> Call:
+    """Make the request that sets or adds to the global steering."""
     body = {
         "vectors": vectors,
         "prefill_vectors": prefill_vectors,
@@ -57,6 +58,7 @@ def set_call(
 
 
 def register_call(name: str, source: Any) -> Call:
+    """Make the request that registers a module, of vectors and operations or of a file here."""
     if isinstance(source, str | Path):
         content = base64.b64encode(Path(source).read_bytes()).decode()
         return Call("POST", "/modules", {"name": name, "safetensors": content})
@@ -82,6 +84,7 @@ def generation_call(prompt: Any, model: str | None, fields: Mapping[str, Any]) -
 
 
 def sweep_call(prompt: Any, model: str | None, fields: Mapping[str, Any]) -> Call:
+    """Make the request for a sweep."""
     return Call(
         "POST", "/sweep", {"prompt": prompt, **({"model": model} if model else {}), **fields}
     )
