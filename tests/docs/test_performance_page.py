@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks import prefill, report, results, show, targets, tpot
+from benchmarks import prefill, report, results, scale, show, targets, tpot
 from benchmarks.results import Row, Run
 
 pytestmark = pytest.mark.quick
@@ -36,6 +36,16 @@ def test_page_is_generated() -> None:
     shown = {name for name, run in runs.items() if run["benchmark"] in report.PLOTTED}
     figures = {path.name for path in (report.PAGE.parent / "figures").glob("*.svg")}
     assert figures == {Path(report.figure(name)).name for name in shown}
+
+
+def test_page_of_many_gpus_is_generated() -> None:
+    """After measuring, or a change of the words: `python -m benchmarks.scale`."""
+    runs, template = report.load(report.MEASUREMENTS), scale.TEMPLATE.read_text()
+    assert scale.PAGE.read_text() == scale.render(runs, template)
+    other = deepcopy(runs)
+    for row in other["h200-extraction.json"]["rows"]:
+        row["median"] *= 1.1
+    assert scale.render(other, template) != scale.render(runs, template)
 
 
 def test_page_follows_the_numbers() -> None:
