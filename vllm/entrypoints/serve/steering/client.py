@@ -209,8 +209,9 @@ class Choice:
     """What each such capture read under a lens, by site."""
     stop_reason: int | str | None = None
     """The stop string, token or rule (`"rule:NAME"`) that ended it."""
-    rules: dict[str, dict[str, Any]] = field(default_factory=dict)
-    """What came of each rule, by name, once the choice has ended."""
+    rules: dict[str, Any] = field(default_factory=dict)
+    """What came of each rule, by name, once the choice has ended: {"fired_at", ...}; None for one
+    of the operator that fired."""
     capture_results: dict[str, Any] = field(default_factory=dict)
     """The result of each consumer as the server sent it, {"status", "error", "payload"}, by name.
     The status is None before the last chunk of a stream."""
@@ -582,6 +583,19 @@ class SteeringClient(_Settings):
         """Forget a name; running requests keep the module."""
         self._call(_Call("DELETE", f"/modules/{name}"))
 
+    def rules(self) -> list[dict[str, Any]]:
+        """Return the rules that hold for all requests, without their probes; this takes a key."""
+        rules: list[dict[str, Any]] = self._call(_Call("GET", "/rules"))["rules"]
+        return rules
+
+    def set_rules(self, rules: Sequence[Mapping[str, Any]]) -> None:
+        """Set the rules that hold for all requests that come later, in the place of those before.
+
+        Args:
+            rules: as the field `rules` of a request; none to have none.
+        """
+        self._call(_Call("POST", "/rules", {"rules": list(rules)}))
+
     def complete(self, prompt: Any, **fields: Any) -> Answer:
         """Generate completions.
 
@@ -678,6 +692,15 @@ class AsyncSteeringClient(_Settings):
     async def unregister_module(self, name: str) -> None:
         """Forget a name; running requests keep the module."""
         await self._call(_Call("DELETE", f"/modules/{name}"))
+
+    async def rules(self) -> list[dict[str, Any]]:
+        """Return the rules that hold for all requests, as `SteeringClient.rules`."""
+        rules: list[dict[str, Any]] = (await self._call(_Call("GET", "/rules")))["rules"]
+        return rules
+
+    async def set_rules(self, rules: Sequence[Mapping[str, Any]]) -> None:
+        """Set the rules that hold for all requests, as `SteeringClient.set_rules`."""
+        await self._call(_Call("POST", "/rules", {"rules": list(rules)}))
 
     async def complete(self, prompt: Any, **fields: Any) -> Answer:
         """Generate completions, as `SteeringClient.complete`."""
