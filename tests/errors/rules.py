@@ -3,13 +3,27 @@
 
 from __future__ import annotations
 
-from typing import Any
+import asyncio
+import json
+import tempfile
+from types import SimpleNamespace
+from typing import Any, cast
 
 import numpy as np
+import pytest
 
 from tests.errors.case import Case, path
 from tests.support.plans import HIDDEN, SHAPE, VECTOR, config_of
+from vllm.config import VllmConfig
+from vllm.config.capture import CaptureConfig
+from vllm.sampling_params import BeamSearchParams
+from vllm.v1.interventions.frontend.global_steering import AsyncSteering
+from vllm.v1.interventions.frontend.module_catalog import ModuleCatalog
+from vllm.v1.interventions.frontend.resolve import refuse_beam_search
+from vllm.v1.steering import rule_files
+from vllm.v1.steering.files import startup_modules
 from vllm.v1.steering.modules import parse_module
+from vllm.v1.steering.rule_files import OPERATOR_RULES, parse_operator_rules, read_rules_file
 
 SELECTORS = (
     "last_prompt, all_prompt, all_generated, last_generated, predicting, all, "
@@ -40,8 +54,85 @@ def by_module(name: Any) -> dict[str, Any]:
     return {**rule(probe=None, module=name), "modules": modules}
 
 
+def judged(ours: Any = (), **fields: Any) -> dict[str, Any]:
+    """A request beside rules of the operator."""
+    module = parse_operator_rules([RULE, *ours], "rules", config_of(), {})
+    return {"modules": {OPERATOR_RULES: module}, **fields}
+
+
+def set_rules(value: Any, config: VllmConfig | None = None) -> object:
+    return parse_operator_rules(value, "rules", config or config_of(), {})
+
+
+def of_file(content: str) -> object:
+    """An engine that starts with such a file."""
+    with tempfile.NamedTemporaryFile("w") as file:
+        file.write(content)
+        file.flush()
+        return startup_modules(config_of(rules=file.name))
+
+
+def large() -> object:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(rule_files, "MAX_FILE_BYTES", 20)
+        return of_file(json.dumps({"rules": [RULE]}))
+
+
+def several_servers() -> object:
+    """Rules for all, where two API servers share the engines and were started without some."""
+    core = cast("Any", SimpleNamespace(client_count=2))
+    config = config_of()
+    return asyncio.run(AsyncSteering(config, ModuleCatalog(config), core).set_rules([]))
+
+
+def beams() -> object:
+    config = config_of(steering=False)
+    catalog = ModuleCatalog(config)
+    catalog.replace(judged()["modules"])
+    refuse_beam_search(BeamSearchParams(2, 4), config, catalog)
+    return None
+
+
+OPERATORS = [
+    Case(path("rules", "'toxic'", "0-32"), do=lambda: set_rules("toxic")),
+    Case(path("rules", "33"), do=lambda: set_rules([{**RULE, "name": f"r{i}"} for i in range(33)])),
+    Case(path("rules[1].name"), do=lambda: set_rules([RULE, RULE])),
+    Case(path("rules[0].threshold"), do=lambda: set_rules([{**RULE, "threshold": "x"}])),
+    Case(path("rules[0].over"), do=lambda: set_rules([{**RULE, "over": [0, 1]}])),
+    Case(path("rules[0].over"), do=lambda: set_rules([{**RULE, "over": {"text": "a"}}])),
+    Case(path("rules[0].over"), do=lambda: set_rules([{**RULE, "over": "last_generated"}])),
+    Case(path("rules[0].over"), do=lambda: set_rules([{**RULE, "over": []}])),
+    Case(path("rules"), do=lambda: set_rules([RULE], config_of(capture=False))),
+    Case(
+        path("rules[0].post_block", allowed="['pre_attn']"),
+        do=lambda: set_rules([RULE], config_of(capture_points=["pre_attn"])),
+    ),
+    Case(
+        path("rules[0].module", "'none'", "none"),
+        do=lambda: set_rules([{**rule(probe=None)["rules"][0], "module": "none"}]),
+    ),
+    Case({}, do=lambda: of_file(json.dumps({"rules": [{**RULE, "layer": 9}]}))),
+    Case({}, do=lambda: of_file("[")),
+    Case({}, do=lambda: of_file('{"rules": [], "rules": []}')),
+    Case({}, do=lambda: of_file("[]")),
+    Case({}, do=lambda: read_rules_file("/nowhere/rules.json")),
+    Case({}, do=large),
+    Case({}, do=lambda: CaptureConfig(rules="rules.json")),
+    Case(path("rules"), do=several_servers),
+    Case(path("beam_search"), do=beams),
+    Case(path("rules[0].name", "'toxic'"), judged(**rule())),
+    Case(
+        path("rules", "31", "30"),
+        judged([{**RULE, "name": "b"}], rules=[{**RULE, "name": f"r{i}"} for i in range(31)]),
+    ),
+    Case(path("rules"), judged(prompt=None)),
+    Case(path("rules"), judged(resumable=True, config=config_of(steering=False))),
+    Case(path("steering_modules[0]", "'_rules'", "none"), judged(steering_modules=["_rules"])),
+]
+
 R = "rules[0]"
 RULES = [
+    *OPERATORS,
     Case(path("rules", "'toxic'", "1-32"), {"rules": "toxic"}),
     Case(path("rules", "dict", "1-32"), {"rules": RULE}),
     Case(path("rules", "0", "1-32"), {"rules": []}),

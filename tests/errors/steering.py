@@ -348,7 +348,10 @@ CALLS = [
         path("the global tiers at prefill positions", "pre_attn layer 0", "float32"), do=overlapping
     ),
     Case({}, do=forgotten),
-    Case(path("beam_search"), do=lambda: refuse_beam_search(BeamSearchParams(2, 4), CONFIG)),
+    Case(
+        path("beam_search"),
+        do=lambda: refuse_beam_search(BeamSearchParams(2, 4), CONFIG, ModuleCatalog(CONFIG)),
+    ),
     Case(path("steering_modules[0]", "'calm'"), do=lambda: parse_module_args(["calm"])),
     Case(path("steering_modules[1]", "m"), do=lambda: parse_module_args(["m=a", "m=b"])),
     Case(path("steering_modules[0]", "'{\"a\": 1}'"), do=lambda: parse_module_args(['{"a": 1}'])),

@@ -67,6 +67,7 @@ def client(server: Server) -> Iterator[SteeringClient]:
     with SteeringClient(server.url, steering_key=KEY, model=NAME) as made:
         yield made
         made.clear()
+        made.set_rules([])
         for name in made.modules():
             made.unregister_module(name)
 

@@ -21,6 +21,7 @@ import psutil
 import pytest
 
 from benchmarks import serve_soak
+from tests.conformance.models import HIDDEN
 from tests.http.server import KEY, Server, greedy, save_model, serve
 from tests.support.serving import vector
 from vllm.entrypoints.serve.steering.client import pack_layers, read_rows
@@ -52,7 +53,9 @@ def server(tiny_models: TinyModels, folder: Path) -> Iterator[Server]:
         "--enable-log-requests",
         f"--capture-landing-bytes={1 << 20}",
         f"--capture-consumers=filesystem:root={folder / 'acts'}",
+        f"--rules={folder / 'rules.json'}",
     )
+    (folder / "rules.json").write_text('{"rules": []}')
     with serve(model, folder / "server.log", *options) as started:
         yield started
 
@@ -96,6 +99,29 @@ def test_all_processes_and_engines_follow(server: Server) -> None:
     assert {state["engines"] for state in states} == {2}
     assert server.change("/v1/steering/clear", {}).status_code == 200
     assert all(np.array_equal(plain, row) for row in first_rows(server))
+
+
+def test_rules_of_all_processes_and_engines(server: Server) -> None:
+    """Whoever answers, the rules are those of the last call that returned."""
+
+    def ask(_: int) -> tuple[int, str]:
+        answer = server.complete(max_tokens=8)
+        choice = answer["choices"][0]
+        return answer["usage"]["completion_tokens"], choice["stop_reason"]
+
+    rule = {"point": "post_block", "layer": 1, "probe": [0.0] * HIDDEN, "then": "stop"}
+    for number in range(4):
+        rules = [{"name": f"r{number}", "threshold": -1.0, "need": number + 1, **rule}]
+        answer = server.change("/v1/steering/rules", {"rules": rules})
+        assert answer.json() == {"rules": [f"r{number}"]}
+        with ThreadPoolExecutor(4) as pool:
+            answered = set(pool.map(ask, range(PER_CHANGE)))
+        assert answered == {(number + 1, f"rule:r{number}")}
+        told = [server.get("/v1/steering/rules", **{"X-Steering-Key": KEY}) for _ in range(8)]
+        assert {each.json()["rules"][0]["name"] for each in told} == {f"r{number}"}
+    assert server.change("/v1/steering/rules", {"rules": []}).status_code == 200
+    with ThreadPoolExecutor(4) as pool:
+        assert set(pool.map(ask, range(PER_CHANGE))) == {(8, None)}
 
 
 def test_changes_at_once_are_all_made_or_refused(server: Server) -> None:

@@ -12,7 +12,13 @@ from tests.conformance.models import HIDDEN
 from tests.http.checks import LAYER, PROMPT, SAID
 from tests.http.server import Server, greedy
 from tests.support.serving import vector
-from vllm.entrypoints.serve.steering.client import Choice, SteeringClient, SteeringError, joined
+from vllm.entrypoints.serve.steering.client import (
+    Choice,
+    SteeringClient,
+    SteeringError,
+    _Call,
+    joined,
+)
 
 pytestmark = pytest.mark.full
 
@@ -115,6 +121,74 @@ def test_wrong_rules_are_refused(
     with pytest.raises(SteeringError) as raised:
         answers(client, PROMPT, stream, rules=rules)
     assert (raised.value.status, raised.value.param) == (400, path)
+
+
+def metrics(server: Server) -> dict[str, float]:
+    """The samples of rules, by name and labels."""
+    lines = server.get("/metrics").text.splitlines()
+    samples = [line.rpartition(" ") for line in lines if line.startswith("vllm:rule_")]
+    return {name: float(value) for name, _, value in samples if "_created" not in name}
+
+
+def test_rules_of_the_operator(server: Server, client: SteeringClient) -> None:
+    """They end completions, chats and streams of clients that say nothing, who get their names and
+    no more; the names of clients' own rules are no labels of metrics."""
+    for given in (
+        {},
+        {"X-Steering-Key": "wrong"},
+        {"Authorization": "Bearer wrong"},
+    ):
+        assert server.get("/v1/steering/rules", **given).status_code == 403
+        answer = server.post("/v1/steering/rules", {"rules": []}, **given)
+        assert (answer.status_code, "Forbidden" in answer.text) == (403, True)
+    for prompt in (PROMPT, SAID):
+        [plain] = answers(client, prompt, False, capture=ROWS)
+        made = plain.captures["inline"]["post_block", LAYER].values[:, 0]
+        first = len(made) - (LENGTH - 1)
+        ordered = np.sort(made[first:])
+        threshold = float(ordered[-3] + ordered[-4]) / 2
+        fired = int(np.flatnonzero(made[first:] > threshold)[0])
+        client.set_rules(
+            [rule(name="ours", threshold=threshold, then="stop"), rule(name="never", over="all")]
+        )
+        [known, _] = client.rules()
+        assert (known["name"], known["then"], "probe" in known) == ("ours", "stop", False)
+        assert known["threshold"] == pytest.approx(threshold)
+        for stream in (False, True):
+            [stopped] = answers(client, prompt, stream)
+            assert stopped.text == plain.text[: fired + 1]
+            assert (stopped.finish_reason, stopped.stop_reason) == ("stop", "rule:ours")
+            assert stopped.rules == {"ours": None}
+            [two] = answers(client, prompt, stream, rules=[rule(threshold=-1e30)])
+            assert (two.text, two.rules["ours"]) == (stopped.text, None)
+            assert two.rules["toxic"]["fired"] == fired + 1
+            with pytest.raises(SteeringError, match="is the name of a rule of the operator") as e:
+                answers(client, prompt, stream, rules=[rule(name="ours")])
+            assert (e.value.status, e.value.param) == (400, "rules[0].name")
+            with pytest.raises(SteeringError, match="operator's rules hold"):
+                client.complete(prompt, **greedy(use_beam_search=True, n=2))
+        assert "ours" not in server.get("/v1/steering").text
+        for wrong, param in (
+            ({"rules": [rule(probe=[0.0])]}, "rules[0].probe"),
+            ({"rules": [rule(over=[3])]}, "rules[0].over"),
+            ({"rules": "toxic"}, "rules"),
+            ({"rule": []}, "rule"),
+            ({}, "rules"),
+        ):
+            with pytest.raises(SteeringError) as raised:
+                client._call(_Call("POST", "/rules", wrong))
+            assert (raised.value.status, raised.value.param) == (400, param)
+        assert [one["name"] for one in client.rules()] == ["ours", "never"]
+        client.set_rules([])
+        [again] = answers(client, prompt, False)
+        assert (again.text, again.rules, client.rules()) == (plain.text, {}, [])
+    found = metrics(server)
+    label = 'engine="0",model_name="tiny",rule="{}"'.format
+    assert found[f'vllm:rule_fired_total{{{label("ours")},then="stop"}}'] == 8
+    assert found[f"vllm:rule_score_count{{{label('ours')}}}"] == 8
+    assert found[f"vllm:rule_score_count{{{label('never')}}}"] == 8
+    assert found[f'vllm:rule_fired_total{{{label("")},then="flag"}}'] >= 4
+    assert not any("toxic" in name or 'rule="never",then' in name for name in found)
 
 
 def test_a_threshold_of_nan_is_refused(server: Server) -> None:

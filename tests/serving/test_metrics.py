@@ -32,6 +32,7 @@ from vllm.v1.capture.consumer import (
     RequestInfo,
     RowBatch,
 )
+from vllm.v1.metrics.capture_stats import MAX_LABELS, OTHER_RULES
 from vllm.v1.metrics.loggers import LoggingStatLogger, PrometheusStatLogger
 from vllm.v1.metrics.stats import IterationStats, SchedulerStats
 from vllm.v1.metrics.steering_stats import SteeringStats
@@ -63,7 +64,8 @@ def iteration(pending: Counter[str] | None = None) -> IterationStats:
     stats = IterationStats()
     stats.capture.add(RESULTS)
     stats.capture.pending = pending
-    stats.capture.rules["stop"] += 3
+    stats.capture.rules.fired += Counter({("", "stop"): 3, ("toxic", "flag"): 1})
+    stats.capture.rules.scores += [("toxic", 4.0), ("toxic", -0.5)]
     return stats
 
 
@@ -104,14 +106,35 @@ def test_prometheus(config: VllmConfig) -> None:
         assert values[f"{name}_bucket", engine, "logging", "0.03"] == times
         assert values[f"{name}_bucket", engine, "logging", "3.0"] == times
         assert values[f"{name}_bucket", engine, "logging", "10.0"] == times * 2
-        assert read("vllm:rule_fired_total")["vllm:rule_fired_total", engine, "stop"] == times * 3
-        assert read("vllm:rule_fired_total")["vllm:rule_fired_total", engine, "flag"] == 0
+        fired, scores = read("vllm:rule_fired_total"), read("vllm:rule_score")
+        assert fired["vllm:rule_fired_total", engine, "", "stop"] == times * 3
+        assert fired["vllm:rule_fired_total", engine, "", "flag"] == 0
+        named = [fired.get(("vllm:rule_fired_total", engine, "toxic", "flag"))]
+        named += [
+            scores.get(("vllm:rule_score_bucket", engine, "toxic", bucket))
+            for bucket in ("-1.0", "-0.3", "3.0", "10.0")
+        ]
+        assert named == ([2, 0, 2, 2, 4] if times else [None] * 5)
     # Of the frontend: what came with one engine's outputs, another one's bring up to date.
     assert values["vllm:capture_pending", "0", "logging"] == 4
     assert values["vllm:capture_pending", "0", "inline"] == 0
     assert values["vllm:capture_pending", "1", "logging"] == 0
     prometheus.record(None, iteration(Counter()), engine_idx=0)
     assert read("vllm:capture")["vllm:capture_pending", "0", "logging"] == 0
+
+
+def test_names_of_rules_have_so_many_series(config: VllmConfig) -> None:
+    """The operator may set rules with other names for ever; what is one too many is not lost."""
+    prometheus = PrometheusStatLogger(config, [0])
+    for i in range(MAX_LABELS + 20):
+        stats = IterationStats()
+        stats.capture.rules.fired[f"r{i}", "flag"] += 1
+        stats.capture.rules.scores.append((f"r{i}", 1.0))
+        prometheus.record(None, stats)
+    fired = {key[2]: n for key, n in read("vllm:rule_fired_total").items() if n}
+    assert fired.pop(OTHER_RULES) == 20
+    assert fired == {f"r{i}": 1 for i in range(MAX_LABELS)}
+    assert read("vllm:rule_score_count")["vllm:rule_score_count", "0", OTHER_RULES] == 20
 
 
 def test_steering_in_prometheus(config: VllmConfig) -> None:

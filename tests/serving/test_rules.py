@@ -4,6 +4,7 @@ same engine captures without them says, in engines that chunk, preempt, draft an
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -20,6 +21,7 @@ from tests.support import serving
 from tests.support.selected import expected_positions
 from tests.support.serving import Ask, capture, prompt_of, serve, vector
 from vllm import LLM
+from vllm.sampling_params import BeamSearchParams
 from vllm.v1.capture.rules import RuleResult
 
 if TYPE_CHECKING:
@@ -59,8 +61,18 @@ DRAFTS: dict[str, Any] = {
         "drafts",  # upstream's ngram drafter does not run under the Triton interpreter
     ],
 )
-def llm(request: pytest.FixtureRequest, tiny_models: TinyModels) -> Iterator[LLM]:
+def llm(
+    request: pytest.FixtureRequest,
+    tiny_models: TinyModels,
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Iterator[LLM]:
+    """The engine has a rule for all from its start on, which fires where nobody is."""
+    file = tmp_path_factory.mktemp("rules") / "rules.json"
+    for_all = {**rule("start", threshold=NEVER, then="stop"), "over": ["prompt", "generated"]}
+    for_all["probe"] = for_all["probe"].tolist()
+    file.write_text(json.dumps({"rules": [for_all]}))
     options: dict[str, Any] = {"enable_steering": True, "capture_consumers": ["inline"]}
+    options["rules"] = str(file)
     path = tiny_models.path("llama")
     if request.param == "async":
         with asynchronous():
@@ -69,6 +81,9 @@ def llm(request: pytest.FixtureRequest, tiny_models: TinyModels) -> Iterator[LLM
         if request.param == "drafts":
             test_speculation.keep_engines_startable()
         engine = make_llm(path, **options, **(CHUNKED if request.param == "chunked" else DRAFTS))
+    [known] = engine.steering.rules()
+    assert (known["name"], known["threshold"], known["then"]) == ("start", NEVER, "stop")
+    assert known["probe_norm"] == pytest.approx(1.0) and "probe" not in known
     yield engine
     shut_down(engine)
 
@@ -253,3 +268,70 @@ def test_completions_of_a_prompt_end_each_by_itself(llm: LLM) -> None:
         assert result.max > one["threshold"]
         scores = serving.row_tensors(completion)[SITE].double() @ one["probe"].double()
         assert len(scores) == length - 1 and (scores < one["threshold"]).all()
+
+
+def test_rules_of_the_operator(llm: LLM) -> None:
+    """They end answers of requests that say nothing of rules, or other things; an answer has their
+    names alone, where they fired. They hold for requests that come later."""
+    wants = plain(llm)
+    ours = rule("ours", 1, then="stop", need=2, of=3)
+    ours["threshold"] = wants[0].between(ours, 0.6)
+    quiet = rule("quiet", 2, threshold=wants[0].between(rule("quiet", 2), 0.5))
+    llm.steering.set_rules([ours, quiet])
+    own = rule("own", 3, below=True)
+    own["threshold"] = wants[0].between(own, 0.5)
+    others: list[dict[str, Any]] = [{}, {"rules": [own]}, {"steering_inherit_global": False}]
+    ended = 0
+    for more in others:
+        fields = {**LIMIT, **more, **capture("all_generated", [SITE[0]], [SITE[1]])}
+        outputs = serve(llm, [Ask(w.prompt, fields) for w in wants], log_probs=False)
+        for want, output in zip(wants, outputs, strict=True):
+            completion, fires = output.outputs[0], want.fires(ours)
+            last = len(want.prompt) + GENERATED - 1
+            end = fires[0] if fires else last
+            ended += bool(fires) and end < last - 1
+            assert list(completion.token_ids) == want.tokens[: end + 1 - len(want.prompt)]
+            assert completion.stop_reason == ("rule:ours" if fires else None)
+            names = {"ours"} if fires else set()
+            if any(p <= end for p in want.fires(quiet)):
+                names.add("quiet")
+            said = dict(completion.rules or {})
+            if "rules" in more:
+                scores = [s for p, s in want.scores(own).items() if p < end + bool(fires)]
+                assert said.pop("own").mean == pytest.approx(sum(scores) / len(scores), abs=1e-3)
+            assert said == dict.fromkeys(names)
+            assert (completion.rules is None) == (not names and "rules" not in more)
+    assert ended >= 9, "the operator's rule ended nothing"
+    for wrong in ([ours], [{**own, "name": f"r{i}"} for i in range(31)]):
+        with pytest.raises(ValueError, match="operator"):
+            serve(llm, [Ask(PROMPTS[0], {**LIMIT, "rules": wrong})])
+    fields = {"max_tokens": 1, "temperature": 0.0}  # an answer without a row that counts
+    [one] = serve(llm, [Ask(PROMPTS[0], fields)], log_probs=False)
+    assert one.outputs[0].rules is None and one.outputs[0].token_ids == wants[0].tokens[:1]
+    with pytest.raises(ValueError, match="beam_search"):
+        llm.beam_search([{"prompt_token_ids": PROMPTS[0]}], BeamSearchParams(2, 3))
+    before = llm.steering.rules()
+    with pytest.raises(ValueError, match=r"rules\[1\]\.layer"):
+        llm.steering.set_rules([own, {**own, "name": "b", "layer": 99}])
+    assert llm.steering.rules() == before and [r["name"] for r in before] == ["ours", "quiet"]
+    llm.steering.set_rules([])
+    outputs = serve(llm, [Ask(w.prompt, LIMIT) for w in wants], log_probs=False)
+    for want, output in zip(wants, outputs, strict=True):
+        assert (list(output.outputs[0].token_ids), output.outputs[0].rules) == (want.tokens, None)
+
+
+def test_the_operators_module_is_meant_as_it_was(llm: LLM) -> None:
+    """A rule takes the direction that the name had when it was set."""
+    [want] = plain(llm, PROMPTS[1:2])
+    llm.steering.register_module("way", {"post_block": {SITE[1]: 9.0 * vector(5, 1.0)}})
+    ours = rule("ours")
+    ours["threshold"] = want.between(ours, 0.5)
+    by_name = {**{k: v for k, v in ours.items() if k != "probe"}, "module": "way", "then": "stop"}
+    llm.steering.set_rules([by_name])
+    llm.steering.unregister_module("way")
+    [output] = serve(llm, [Ask(want.prompt, LIMIT)], log_probs=False)
+    length = want.fires(ours)[0] + 1 - len(want.prompt)
+    assert list(output.outputs[0].token_ids) == want.tokens[:length]
+    assert length < GENERATED and output.outputs[0].stop_reason == "rule:ours"
+    assert "way" not in llm.steering.modules() and "_rules" not in llm.steering.modules()
+    llm.steering.set_rules([])

@@ -70,6 +70,11 @@ class CaptureConfig:
     """How many rows a step may read under lenses: each goes through the head. What does not fit is
     computed in more, smaller steps."""
 
+    rules: str | None = None
+    """A file of rules that hold for all requests, which cannot turn them off: JSON,
+    `{"rules": [...]}`. Also has all API servers ask, for each request, which rules are set now. See
+    docs/capture.md."""
+
     @property
     def enabled(self) -> bool:
         """Whether there are consumers."""
@@ -81,6 +86,8 @@ class CaptureConfig:
         inline = any(spec.cls is None for spec in self.consumers.values())
         if self.capture_lens and not inline:
             raise ValueError("capture_lens needs 'inline' among capture_consumers")
+        if self.rules is not None and not self.enabled:
+            raise ValueError("rules: needs capture_consumers (--capture-consumers inline)")
 
     @property
     def captures_heads(self) -> bool:

@@ -45,6 +45,7 @@ def capture_config_of(args: "EngineArgs") -> CaptureConfig:
         capture_overload_policy=args.capture_overload_policy,
         capture_lens=args.capture_lens,
         capture_lens_rows=args.capture_lens_rows,
+        rules=args.rules,
     )
 
 

@@ -18,8 +18,9 @@ from tests.support.plans import (
 )
 from vllm.v1.interventions.calls import Change
 from vllm.v1.interventions.errors import InterventionError
+from vllm.v1.interventions.frontend.change_builder import ChangeBuilder
 from vllm.v1.interventions.frontend.early_checks import check_early
-from vllm.v1.interventions.frontend.global_steering import AsyncSteering, ChangeBuilder
+from vllm.v1.interventions.frontend.global_steering import AsyncSteering
 from vllm.v1.interventions.frontend.module_catalog import ModuleCatalog
 
 CALM, LOUD = ({"vectors": {"pre_attn": {n: VECTOR}}} for n in (0, 1))

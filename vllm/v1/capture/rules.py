@@ -11,7 +11,10 @@ RULE = "rule:"
 
 @dataclass(frozen=True)
 class RuleResult:
-    """What a rule saw of one completion. Positions are indices in prompt plus generated text."""
+    """What a rule saw of one completion. Positions are indices in prompt plus generated text.
+
+    Of a rule of the operator an answer has the name alone, with None, and only if it fired.
+    """
 
     fired_at: int | None
     """The position of the first row at which it fired; None if it never did."""

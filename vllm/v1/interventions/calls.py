@@ -25,7 +25,7 @@ class Change(msgspec.Struct, frozen=True):
     """The tier to "clear"; None for all."""
     name: str = ""
     """The module's, for "register" and "unregister"; `GLOBAL_OPS` where "set" or "clear" changes
-    the operations of all requests."""
+    the operations of all requests, `OPERATOR_RULES` where their rules are registered."""
     module: Module | None = None
     """What is registered; with the name `GLOBAL_OPS`, None for no operations."""
 

@@ -288,6 +288,8 @@ class Rule(msgspec.Struct, frozen=True):
     """The index of the plan's stream that has the scores."""
     column: int = 0
     """Which row of that stream's matrix is the probe."""
+    for_all: bool = False
+    """Whether it is the operator's: of such a rule requests are told the name, if it fired."""
 
 
 class CapturePlan(msgspec.Struct, frozen=True):

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from vllm.logger import init_logger
 from vllm.v1.capture.consumer import ConsumerResult
-from vllm.v1.capture.rules import RULES_DO
+from vllm.v1.capture.rules import RULES_DO, RuleResult
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -19,6 +19,14 @@ logger = init_logger(__name__)
 STATUSES = ("ok", "partial_error", "error")
 SECONDS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0)
 """The buckets of the seconds from a completion's end to a consumer's result."""
+
+_SIZES = (0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0)
+SCORES = (*(-size for size in reversed(_SIZES)), 0.0, *_SIZES)
+"""The buckets of scores, on both sides of 0."""
+MAX_LABELS = 256
+"""How many names of rules have series of their own, as long as the frontend runs."""
+OTHER_RULES = "(others)"
+"""The label of all further ones; no rule has this name."""
 
 
 @dataclass(frozen=True)
@@ -33,6 +41,32 @@ class ResultStats:
 
 
 @dataclass
+class RuleStats:
+    """What rules did in one iteration of the engine."""
+
+    fired: Counter[tuple[str, str]] = field(default_factory=Counter)
+    """In how many completions a rule fired, by its name, which is "" for those of requests, and by
+    what it does."""
+    scores: list[tuple[str, float]] = field(default_factory=list)
+    """Of each completion the score that was nearest to firing a rule of the operator."""
+
+    def add(self, result: RuleResult, name: str, below: bool, then: str) -> None:
+        """Count what a rule saw of a completion; `name` is "" for one of a request."""
+        if result.fired:
+            self.fired[name, then] += 1
+        score = result.min if below else result.max
+        if name and score is not None:
+            self.scores.append((name, score))
+
+    def take(self) -> "RuleStats":
+        """All since the last call."""
+        taken = RuleStats(Counter(self.fired), list(self.scores))
+        self.fired.clear()
+        self.scores.clear()
+        return taken
+
+
+@dataclass
 class CaptureStats:
     """The results of one iteration of the engine, `IterationStats.capture`."""
 
@@ -40,8 +74,7 @@ class CaptureStats:
     pending: Counter[str] | None = None
     """How many completions have ended and wait for a consumer's result, by consumer; None if that
     is not known."""
-    rules: Counter[str] = field(default_factory=Counter)
-    """In how many completions a rule fired, by what it does."""
+    rules: RuleStats = field(default_factory=RuleStats)
 
     def add(self, results: Iterable[ConsumerResult]) -> None:
         """Add results that came in this iteration."""
@@ -90,15 +123,22 @@ class CaptureProm:
             multiprocess_mode="livesum",
             labelnames=names,
         )
-        # Names of rules are their clients', and any number of them.
-        self._rules = owner._counter_cls(
+        self._fired = owner._counter_cls(
             name="vllm:rule_fired",
-            documentation="Rules that fired in a completion, by what they do.",
-            labelnames=[*labelnames, "then"],
+            documentation="Completions in which a rule of the operator fired, by its name; those "
+            "in which rules of requests did have none.",
+            labelnames=[*labelnames, "rule", "then"],
         )
+        self._scores = owner._histogram_cls(
+            name="vllm:rule_score",
+            documentation="The score of a completion nearest to firing a rule of the operator.",
+            buckets=SCORES,
+            labelnames=[*labelnames, "rule"],
+        )
+        self._names: set[str] = set()
         for values in self._labels.values():
             for then in RULES_DO:
-                self._rules.labels(*values, then)
+                self._fired.labels(*values, "", then)
             for consumer in self._consumers:
                 labels = [*values, consumer]
                 for metric in (self._rows, self._bytes, self._seconds):
@@ -110,8 +150,10 @@ class CaptureProm:
     def observe(self, stats: CaptureStats, engine: int) -> None:
         """Count what one iteration of an engine brought."""
         values = self._labels[engine]
-        for then, count in stats.rules.items():
-            self._rules.labels(*values, then).inc(count)
+        for (name, then), count in stats.rules.fired.items():
+            self._fired.labels(*values, self._label(name), then).inc(count)
+        for name, score in stats.rules.scores:
+            self._scores.labels(*values, self._label(name)).observe(score)
         for result in stats.results:
             labels = [*values, result.consumer]
             self._rows.labels(*labels).inc(result.rows)
@@ -124,6 +166,13 @@ class CaptureProm:
             first = next(iter(self._labels.values()))
             for consumer in self._consumers:
                 self._pending.labels(*first, consumer).set(stats.pending[consumer])
+
+    def _label(self, rule: str) -> str:
+        """A rule's name, of the first so many: the operator may set others again and again."""
+        if rule not in self._names and len(self._names) == MAX_LABELS:
+            return OTHER_RULES
+        self._names.add(rule)
+        return rule
 
 
 class CaptureLogging:

@@ -38,6 +38,7 @@ from vllm.v1.steering.modules import (
     parse_module_ops,
 )
 from vllm.v1.steering.op_files import joined_ops, split_ops
+from vllm.v1.steering.rule_files import startup_rules
 from vllm.v1.steering.unshaped import ANY_FAMILY, module_without_model
 
 if TYPE_CHECKING:
@@ -355,11 +356,12 @@ def need_startup_files(steering: SteeringConfig) -> None:
 
 
 def startup_modules(config: "VllmConfig") -> dict[str, Module]:
-    """Read the modules of `--steering-modules` from their files, by name.
+    """Read the modules of `--steering-modules` from their files, by name, and the rules of
+    `--rules`.
 
     Raises:
-        ValueError: a file is no module of this model, or has a site that this engine cannot steer;
-            the message names the file and the tensor.
+        ValueError: a file is no module of this model, has a site that this engine cannot steer, or
+            has a rule that is none; the message names the file and the tensor or entry.
         OSError: a file cannot be read.
     """
     shape = config.tap_shape
@@ -369,4 +371,4 @@ def startup_modules(config: "VllmConfig") -> dict[str, Module]:
     modules = {name: load(path, shape, steering) for name, path in paths.items()}
     for name, module in modules.items():
         need_steered_points(module.sites, f"steering_modules.{name}", steering)
-    return modules
+    return modules | startup_rules(config, modules)

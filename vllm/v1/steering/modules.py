@@ -17,6 +17,7 @@ from vllm.v1.interventions.errors import need_mapping, reject, show, show_key
 from vllm.v1.interventions.ops import Op, parse_ops
 from vllm.v1.interventions.plan import TIERS, Site, TapShape, VectorSet
 from vllm.v1.interventions.positions import ALL, END, Positions
+from vllm.v1.interventions.rules import GivenRule
 from vllm.v1.interventions.sites import site_order
 from vllm.v1.interventions.terms import Term, make_term
 from vllm.v1.interventions.values import plain
@@ -84,6 +85,27 @@ class Module(msgspec.Struct, frozen=True, dict=True):
     tiers: dict[str, VectorSet]
     """The vectors of the tiers base, prefill and decode; those without vectors are left out."""
     ops: list[ModuleOp]
+    rules: list[GivenRule] = []
+    """Those of the operator; nothing that requests can name has some."""
+
+    def direction(self, name: str, site: Site, path: str) -> np.ndarray:
+        """The base vector at a site, brought to length 1: float64 [hidden].
+
+        Args:
+            name: the module's, for errors.
+            path: where it is named, for errors.
+
+        Raises:
+            ValueError: there is no vector at the site, or one of zeros.
+        """
+        (point, layer), base = site, self.tiers.get("base")
+        if base is None or site not in base.sites:
+            lacks = f"{name} has no vector for {point} at layer {layer}"
+            reject(path, f"{lacks}, whose rows it would score")
+        row = base.rows[base.sites.index(site)].astype(np.float64)
+        if not row.any():
+            reject(path, f"is zero for {point} at layer {layer}")
+        return row / np.linalg.norm(row)
 
     @property
     def sites(self) -> list[Site]:
@@ -130,6 +152,25 @@ def make_module(
             if vector_set is not None and not np.isfinite(vector_set.largest):
                 reject(path, "overflows float32")
     return module
+
+
+def rules_module(rules: list[GivenRule]) -> Module:
+    """Make the module that has the operator's rules."""
+    return Module(hashlib.sha256(msgspec.msgpack.encode(rules)).hexdigest(), {}, [], rules)
+
+
+def need_module(modules: Mapping[str, Module], name: Any, path: str) -> Module:
+    """The module of a name.
+
+    Raises:
+        ValueError: there is none of that name, which `path` has.
+    """
+    if not isinstance(name, str):
+        reject(path, f"must be a name or (name, scale), got {show(name)}")
+    if name not in modules or name.startswith("_"):
+        known = ", ".join(sorted(n for n in modules if not n.startswith("_"))[:20]) or "none"
+        reject(path, f"unknown module {show(name)}; registered are {known}")
+    return modules[name]
 
 
 def parse_module(value: Any, path: str, shape: TapShape, config: SteeringConfig) -> Module:

@@ -17,6 +17,7 @@ from vllm.v1.steering.modules import FIELDS, need_module_name
 
 from .access import SteeringAccess
 from .capture_router import router as capture_router
+from .packed import read_rules
 from .protocol import SET_FIELDS, flag_of, module_of, read_body, tiers_of
 from .sweep_router import router as sweep_router
 
@@ -130,6 +131,27 @@ async def unregister(request: Request, name: str) -> dict[str, Any]:
     name = need_module_name(name, "name")
     await _made(_engine(request).steering.unregister_module(name))
     return {"name": name}
+
+
+@router.get("/rules")
+async def rules(request: Request) -> dict[str, Any]:
+    """Return the rules that hold for all requests, without their probes. It takes a key: what they
+    look for is nobody else's business."""
+    _may_change(request)
+    return {"rules": await _engine(request).steering.rules()}
+
+
+@router.post("/rules")
+async def set_rules(request: Request) -> dict[str, Any]:
+    """Set the rules that hold for all requests that come later; return their names."""
+    _may_change(request)
+    body = await read_body(request, ("rules",))
+    if "rules" not in body:
+        reject("rules", "is missing; this endpoint takes rules, a list that may be empty")
+    steering = _engine(request).steering
+    given = await asyncio.to_thread(read_rules, body["rules"], "rules")
+    await _made(steering.set_rules(given))
+    return {"rules": [rule["name"] for rule in await steering.rules()]}
 
 
 def attach_router(app: FastAPI) -> None:

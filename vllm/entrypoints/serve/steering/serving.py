@@ -61,6 +61,7 @@ async def intervene(
         refuse_peer_args(request.vllm_xargs, config, XARGS)
         if asked:
             refuse_beams(asked)
+        await engine.steering.refresh()  # of rules: a beam is refused where some hold for all
         return
     if asked:
         await processor.plan_threads.run(set_plan_fields, params, asked)

@@ -11,11 +11,12 @@ capture_request.py    the `capture` field of one request
 attention_request.py  what it says of attention weights
 lens_request.py       what it says of a lens
 projections.py        the matrices of `project`, and directions of modules
-rule_request.py       the `rules` field of one request
+rule_request.py       the `rules` field of one request, and the operator's on its prompt
 selectors.py          what `positions` mean on a prompt
 work.py               how much work its fields are, and that it is not too much
 prompt_text.py        the prompt as text, for selectors that give a text
 module_catalog.py     what the names in `steering_modules` mean now
+change_builder.py     makes and checks changes of what holds for all requests
 global_steering.py    `llm.steering`: global tiers and named modules at run time
 capture_outputs.py    captures on their way back: one object per completion, outputs held for them
 output_hold.py        keeps last outputs until the captures that end in them are complete

@@ -339,7 +339,7 @@ class CaptureOutputs:
         self.inbox.step()
         if stats is not None:
             stats.capture.results += self.finished.results
-            stats.capture.rules += self.rules.fired
+            stats.capture.rules = self.rules.stats.take()
             stats.capture.pending = Counter(
                 name
                 for capture in self._open.values()
@@ -348,7 +348,7 @@ class CaptureOutputs:
             )
         if stats is not None or not self._counts:
             self.finished = CaptureStats()
-            self.rules.fired.clear()
+            self.rules.stats.take()
         ready, self._ready = self._ready, []
         return ready
 

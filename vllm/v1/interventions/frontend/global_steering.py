@@ -5,26 +5,14 @@ import asyncio
 import time
 import uuid
 from collections.abc import Mapping
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from vllm.v1.engine.core_client import InprocClient, SyncMPClient
-from vllm.v1.interventions.calls import GLOBAL_OPS, Change, SteeringCall
-from vllm.v1.interventions.errors import InterventionError, reject, show
+from vllm.v1.interventions.calls import Change, SteeringCall
+from vllm.v1.interventions.errors import InterventionError, reject
+from vllm.v1.interventions.frontend.change_builder import OPS, ChangeBuilder
 from vllm.v1.interventions.frontend.module_catalog import ModuleCatalog
-from vllm.v1.interventions.plan import TIERS, TapShape
-from vllm.v1.interventions.sites import need_steered_points
-from vllm.v1.interventions.values import plain
-from vllm.v1.interventions.vectors import parse_vectors, vector_set_of
-from vllm.v1.steering.files import load, parse_safetensors
-from vllm.v1.steering.modules import (
-    Module,
-    make_module,
-    need_module_name,
-    no_positions,
-    parse_module,
-    parse_module_ops,
-)
+from vllm.v1.steering.modules import Module
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -33,140 +21,8 @@ if TYPE_CHECKING:
 BUSY_SECONDS = 60.0
 """How long to wait for another frontend's change before giving up."""
 
-OPS = "ops"
-"""What stands in the place of a tier for the operations of all requests."""
-
 Replies = list[dict[str, Any]]
 """The replies of all engines, one each."""
-
-
-class ChangeBuilder:
-    """Makes and checks changes; knows nothing of how they get to the engines."""
-
-    def __init__(self, config: "VllmConfig", catalog: ModuleCatalog) -> None:
-        self._config = config
-        self._catalog = catalog
-
-    @property
-    def shape(self) -> TapShape:
-        """What the model offers; raises ValueError if steering is not enabled."""
-        shape = self._config.tap_shape
-        if not self._config.steering_config.enable_steering or shape is None:
-            reject(
-                "steering",
-                "steering is not enabled; start the engine with enable_steering=True "
-                "(--enable-steering)",
-            )
-        return shape
-
-    def set(
-        self, tiers: dict[str, Any], replace: bool, fields: Mapping[str, str] | None = None
-    ) -> Change:
-        """Make a change that sets vectors, or the operations of all requests.
-
-        Args:
-            tiers: tier -> `{point: {layers: vector}}`; "ops" -> a list of operations.
-            replace: whether all that is not named is cleared.
-            fields: tier -> what errors call it, if not its name.
-
-        Raises:
-            ValueError: an unknown tier, or vectors or operations that this engine cannot add.
-        """
-        sets, config = {}, self._config.steering_config
-        tiers = dict(tiers)
-        ops, module = tiers.pop(OPS, None), None
-        if ops is not None and len(parsed := parse_module_ops(ops, OPS, self.shape, config)):
-            module = make_module({}, parsed, OPS, self.shape)
-            need_steered_points(module.sites, OPS, config)
-        for key, value in tiers.items():
-            tier = _need_tier(key)
-            path = (fields or {}).get(tier, tier)
-            if isinstance(value, list) or (isinstance(value, Mapping) and "ops" in value):
-                reject(
-                    path,
-                    "a tier has vectors only; operations of all requests are 'ops', in the place "
-                    "of a tier",
-                )
-            [(vectors, _)] = parse_vectors(value, path, self.shape, no_positions)
-            need_steered_points(vectors, path, config)
-            if vectors:
-                sets[tier] = vector_set_of(vectors)
-        name = GLOBAL_OPS if replace or ops is not None else ""
-        return Change("set", tiers=sets, replace=replace, name=name, module=module)
-
-    def clear(self, tier: str | None) -> Change:
-        """Make a change that clears one tier, "ops", or all for None."""
-        if tier == OPS:
-            return Change("set", name=GLOBAL_OPS)
-        name = GLOBAL_OPS if tier is None else ""
-        return Change("clear", tier=None if tier is None else _need_tier(tier), name=name)
-
-    def register(self, name: Any, source: Any) -> Change:
-        """Make a change that names a module: a path to load, or a mapping."""
-        name = need_module_name(name, "name")
-        config = self._config.steering_config
-        if isinstance(source, str | Path):
-            module = load(str(source), self.shape, config)
-        else:
-            module = parse_module(source, "source", self.shape, config)
-        need_steered_points(module.sites, "source", config)
-        return Change("register", name=name, module=module)
-
-    def register_content(self, name: Any, content: Mapping[str, Any] | bytes) -> Change:
-        """Make a change like `register`, of content that came over a network: no path is opened."""
-        name = need_module_name(name, "name")
-        config = self._config.steering_config
-        if isinstance(content, bytes):
-            module = parse_safetensors(content, "safetensors", self.shape, config)
-        else:
-            module = parse_module(content, "", self.shape, config)
-        need_steered_points(module.sites, "module", config)
-        return Change("register", name=name, module=module)
-
-    def unregister(self, name: str) -> Change:
-        """Make a change that removes a name; the engines refuse one that is unknown."""
-        return Change("unregister", name=plain(name))
-
-    def made(self, change: Change) -> None:
-        """Take over into the catalog a change that the engines have made."""
-        if change.name:
-            modules = dict(self._catalog.modules)
-            modules.pop(change.name, None)
-            if change.module is not None:
-                modules[change.name] = change.module
-            self._catalog.replace(modules)
-
-    @property
-    def enabled(self) -> bool:
-        """Whether the engine steers."""
-        return self._config.steering_config.enable_steering
-
-    def known(self) -> dict[str, str]:
-        """The modules of this frontend, `GLOBAL_OPS` among them: name -> digest."""
-        return {name: module.digest for name, module in self._catalog.modules.items()}
-
-    def learn(self, news: dict[str, Any]) -> None:
-        """Take over modules that other frontends registered, see `ModuleCatalog.learn`."""
-        self._catalog.learn(news)
-
-    def module(self, name: str) -> Module:
-        """The module of a name; raises ValueError if there is none."""
-        return self._catalog.get(name, "name")
-
-    def layers(self) -> dict[int, tuple[str, ...]]:
-        """Layer -> the points at which it can be steered; in an engine that only captures, read."""
-        config, shape = self._config, self._config.tap_shape
-        points = config.steering_config.steering_points
-        if not self.enabled and shape is not None:
-            points = config.capture_config.capture_points
-        shape = shape or self.shape
-        return {n: tuple(p for p in shape.offers(n) if p in points) for n in shape.points}
-
-
-def _need_tier(value: Any) -> str:
-    if (tier := plain(value)) not in TIERS:
-        reject("tier", f"unknown tier {show(tier)}; tiers are {', '.join(TIERS)}")
-    return str(tier)
 
 
 def _verdict(replies: Replies) -> str:
@@ -228,6 +84,19 @@ class Steering:
         """Remove a name. Requests that came before keep what it meant."""
         self._make(self._changes.unregister(name))
 
+    def set_rules(self, rules: Any) -> None:
+        """Set the rules that hold for all requests that come later, in the place of those before.
+
+        Args:
+            rules: as in `SamplingParams.rules`, over positions that any prompt has; or none. A
+                rule with "module" takes the direction that the module has now.
+        """
+        self._make(self._changes.set_rules(rules))
+
+    def rules(self) -> list[dict[str, Any]]:
+        """The rules that hold for all requests, as they are; of a probe its norm alone."""
+        return self._changes.rules()
+
     def modules(self) -> dict[str, Any]:
         """Registered modules: name -> digest, norms of its vectors, names of its ops."""
         modules: dict[str, Any] = self.state()["modules"]
@@ -247,7 +116,6 @@ class Steering:
         return self._changes.layers()
 
     def _make(self, change: Change) -> int:
-        assert self._changes.shape
         token = uuid.uuid4().hex
         deadline = time.monotonic() + BUSY_SECONDS
         while _verdict(self._call(SteeringCall("prepare", token, change))) == "busy":
@@ -273,7 +141,6 @@ class AsyncSteering:
     def __init__(self, config: "VllmConfig", catalog: ModuleCatalog, core: "AsyncMPClient") -> None:
         self._changes = ChangeBuilder(config, catalog)
         self._core = core
-        self._refreshes = bool(config.steering_config.default_steering_modules)
         catalog.refresh = self.refresh
 
     async def set(self, vectors: Any, tier: str = "base", replace: bool = False) -> int:
@@ -292,13 +159,29 @@ class AsyncSteering:
             fields: tier -> what errors call it, if not its name.
         """
         change = await asyncio.to_thread(self._changes.set, tiers, replace, fields)
-        if change.module is not None and self._core.client_count > 1 and not self._refreshes:
-            reject(
-                OPS,
-                "with several API servers each has to ask what is set, which it does if the server "
-                "is started with default_steering_modules, whatever it names",
-            )
+        if change.module is not None:
+            self._need_asking(OPS)
         return await self._make(change)
+
+    def _need_asking(self, field: str) -> None:
+        if self._core.client_count > 1 and not self._changes.asks_others:
+            reject(
+                field,
+                "with several API servers each has to ask what is set, which it does if the server "
+                "is started with default_steering_modules, whatever it names, or with rules "
+                "(--rules), of an empty list too",
+            )
+
+    async def set_rules(self, rules: Any) -> None:
+        """Set the rules that hold for all requests that come later, see `Steering.set_rules`."""
+        change = await asyncio.to_thread(self._changes.set_rules, rules)
+        self._need_asking("rules")
+        await self._make(change)
+
+    async def rules(self) -> list[dict[str, Any]]:
+        """The rules that hold for all requests, see `Steering.rules`."""
+        await self.refresh()
+        return self._changes.rules()
 
     async def clear(self, tier: str | None = None) -> int:
         """Clear one tier, "ops", or all of these. Returns the version."""
@@ -324,8 +207,8 @@ class AsyncSteering:
         await self._make(self._changes.unregister(name))
 
     async def refresh(self) -> None:
-        """Learn of the modules that other API servers of these engines have registered."""
-        if self._core.client_count > 1 and self._changes.enabled:
+        """Learn of the modules and rules that other API servers of these engines have set."""
+        if self._core.client_count > 1 and self._changes.has_shared:
             known = self._changes.known()
             call = SteeringCall("modules", known=known)
             self._changes.learn(await self._core.call_utility_async("steering", call))
@@ -353,7 +236,6 @@ class AsyncSteering:
         return self._changes.layers()
 
     async def _make(self, change: Change) -> int:
-        assert self._changes.shape
         token = uuid.uuid4().hex
         deadline = time.monotonic() + BUSY_SECONDS
         try:

@@ -7,10 +7,11 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from vllm.v1.interventions.calls import GLOBAL_OPS
-from vllm.v1.interventions.errors import reject, show
 from vllm.v1.interventions.frontend.vector_memo import VectorMemo
+from vllm.v1.interventions.rules import GivenRule
 from vllm.v1.steering.files import startup_modules
-from vllm.v1.steering.modules import Module
+from vllm.v1.steering.modules import Module, need_module
+from vllm.v1.steering.rule_files import OPERATOR_RULES
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -35,7 +36,8 @@ class ModuleCatalog:
 
     @property
     def modules(self) -> dict[str, Module]:
-        """Registered modules by name; those of start-up are loaded at the first look."""
+        """Registered modules by name, and the operator's rules under theirs; those of start-up are
+        loaded at the first look."""
         if self._modules is None:
             # Not before: the model's shape comes with the engine's ready message.
             self._modules = startup_modules(self._config)
@@ -49,15 +51,23 @@ class ModuleCatalog:
         modules = self.modules if names else self._modules or {}
         return {name: modules[name] for name in (*names, GLOBAL_OPS) if name in modules}
 
+    @property
+    def rules(self) -> list[GivenRule]:
+        """Those of the operator, which hold for all requests."""
+        at_start = self._config.capture_config.rules is not None
+        modules = self.modules if at_start else self._modules or {}
+        return modules[OPERATOR_RULES].rules if OPERATOR_RULES in modules else []
+
+    @property
+    def asks_others(self) -> bool:
+        """Whether each request asks first what other API servers have changed."""
+        config = self._config
+        defaults = config.steering_config.default_steering_modules
+        return bool(defaults) or config.capture_config.rules is not None
+
     def get(self, name: Any, path: str) -> Module:
         """The module of a name. Raises ValueError if there is none, naming `path`."""
-        if not isinstance(name, str):
-            reject(path, f"must be a name or (name, scale), got {show(name)}")
-        modules = self.modules  # another thread may replace them
-        if name not in modules:
-            known = ", ".join(sorted(modules.keys() - {GLOBAL_OPS})[:20]) or "none"
-            reject(path, f"unknown module {show(name)}; registered are {known}")
-        return modules[name]
+        return need_module(self.modules, name, path)
 
     def learn(self, news: dict[str, Any]) -> None:
         """Take over what the engine core has and this frontend lacks.

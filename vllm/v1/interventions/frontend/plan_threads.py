@@ -24,14 +24,10 @@ class PlanThreads:
     Args:
         process_inputs: `InputProcessor.process_inputs`, which resolves what a request asks for.
         modules: those that requests may name.
-        has_defaults: whether some act on requests that do not name them.
     """
 
-    def __init__(
-        self, process_inputs: Callable[..., T], modules: ModuleCatalog, has_defaults: bool
-    ) -> None:
-        self._process_inputs = process_inputs
-        self._modules, self._has_defaults = modules, has_defaults
+    def __init__(self, process_inputs: Callable[..., T], modules: ModuleCatalog) -> None:
+        self._process_inputs, self._modules = process_inputs, modules
         self._threads = ThreadPoolExecutor(MAX_THREADS, "plan")
 
     async def run(self, work: Callable[..., T], *args: Any, **kwargs: Any) -> T:
@@ -43,7 +39,7 @@ class PlanThreads:
         self, request_id: str, prompt: Any, params: SamplingParams | PoolingParams, **kwargs: Any
     ) -> Any:
         """`InputProcessor.process_inputs`, in a thread if the request steers or captures."""
-        if self._has_defaults:
+        if self._modules.asks_others:
             await self._modules.refresh()
         work = partial(self._process_inputs, request_id, prompt, params, **kwargs)
         if isinstance(params, SamplingParams) and any(

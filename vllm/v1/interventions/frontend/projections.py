@@ -91,15 +91,9 @@ def direction_of(
     Raises:
         ValueError: there is no such module; it has no vector there, or one of zeros.
     """
-    (point, layer), base = site, catalog.get(name, path).tiers.get("base")
-    if base is None or site not in base.sites:
-        lacks = f"{name} has no vector for {point} at layer {layer}"
-        reject(path, f"{lacks}, whose rows it would score")
-    row = base.rows[base.sites.index(site)].astype(np.float64)
-    work.charge(len(row) >> 8, Unit.KILOBYTE, path)
-    if not row.any():
-        reject(path, f"is zero for {point} at layer {layer}")
-    return row / np.linalg.norm(row)
+    direction = catalog.get(name, path).direction(name, site, path)
+    work.charge(len(direction) >> 8, Unit.KILOBYTE, path)
+    return direction
 
 
 def _matrix(value: Any, path: str, shape: TapShape) -> bytes:

@@ -45,10 +45,20 @@ def without_plan_fields(params: SamplingParams) -> SamplingParams:
     return stripped
 
 
-def refuse_beam_search(params: SamplingParams | BeamSearchParams, config: "VllmConfig") -> None:
-    """Raise ValueError for a beam search in an engine with steering: a beam is sent anew at each
-    token, its generated ones as prompt."""
-    if isinstance(params, BeamSearchParams) and config.steering_config.enable_steering:
+def refuse_beam_search(
+    params: SamplingParams | BeamSearchParams, config: "VllmConfig", modules: ModuleCatalog
+) -> None:
+    """Raise ValueError for a beam search in an engine with steering, or with rules for all
+    requests: a beam is sent anew at each token, its generated ones as prompt."""
+    if not isinstance(params, BeamSearchParams):
+        return
+    if modules.rules:
+        reject(
+            "beam_search",
+            "is not supported while the operator's rules hold: they would take generated positions "
+            "for the prompt's",
+        )
+    if config.steering_config.enable_steering:
         reject(
             "beam_search",
             "is not supported by an engine with steering: global tiers would take generated "
@@ -96,6 +106,8 @@ def resolve(
         field = origin(next(iter(modules.defaults)))
     if field is None and config.capture_config.captures_all:
         field = "capture"
+    if field is None and modules.rules:
+        field = "rules"
     if field is None:
         return None
     if resumable:
@@ -117,7 +129,7 @@ def resolve(
                 "(--enable-steering)",
             )
         steering = steering_plan(params, prompt, config.steering_config, shape, modules)
-    judged = params.rules is not None
+    judged = params.rules is not None or bool(modules.rules)
     if params.capture is not None or judged or config.capture_config.captures_all:
         if not config.capture_config.enabled or shape is None:
             reject(
@@ -142,8 +154,9 @@ def _capture(
 ) -> CapturePlan | None:
     specs = config.capture_config.consumers
     rules = parse_rules(params.rules, "rules", shape, prompt, modules)
-    for i, asked in enumerate(rules):
-        need_captured_points([asked.rule.site], f"rules[{i}]", config.capture_config)
+    own = [asked.rule for asked in rules if not asked.rule.for_all]
+    for i, rule in enumerate(own):
+        need_captured_points([rule.site], f"rules[{i}]", config.capture_config)
     plan = parse_capture(params.capture, "capture", shape, prompt, specs, modules, rules)
     if plan is None:
         return None

@@ -8,19 +8,19 @@ token by its position, however many tokens came in the step and whatever the eng
 
 from array import array
 from bisect import bisect_left
-from collections import Counter
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 from weakref import WeakValueDictionary
 
 import numpy as np
 
-from vllm.v1.capture.rules import RULE, RuleResult
+from vllm.v1.capture.rules import RULE, RULES_DO, RuleResult
 from vllm.v1.engine import EngineCoreOutput, FinishReason
 from vllm.v1.interventions.frontend.row_pieces import of_stream
 from vllm.v1.interventions.messages import CapturedChunk
 from vllm.v1.interventions.plan import CapturePlan, Rule
 from vllm.v1.interventions.positions import Positions
+from vllm.v1.metrics.capture_stats import RuleStats
 
 if TYPE_CHECKING:
     from vllm.v1.engine.output_processor import RequestState
@@ -71,11 +71,11 @@ class RuleWatch:
     Args:
         plan: of its capture.
         num_prompt_tokens: of its prompt.
-        fired: counts the rules that fired, by what they do, when it has ended.
+        stats: gets what the rules saw, when it has ended.
     """
 
-    def __init__(self, plan: CapturePlan, num_prompt_tokens: int, fired: Counter[str]) -> None:
-        self._fired = fired
+    def __init__(self, plan: CapturePlan, num_prompt_tokens: int, stats: RuleStats) -> None:
+        self._stats = stats
         sites = [plan.streams[rule.stream].sites for rule in plan.rules]
         self._judges = [
             _Judge(rule, of_stream.index(rule.site))
@@ -120,20 +120,24 @@ class RuleWatch:
             self._stop = None
         return f"{RULE}{self._stop[1]}" if self._stop is not None else stop_string
 
-    def results(self, num_tokens: int) -> dict[str, RuleResult]:
-        """What the rules saw of an answer that ended, by name.
+    def results(self, num_tokens: int) -> dict[str, RuleResult | None]:
+        """What the rules saw of an answer that ended, by name; None for one of the operator, which
+        is there if it fired.
 
         Args:
             num_tokens: of prompt and answer.
         """
         # The last token has no row, unless that row ended the answer.
         stop = num_tokens - 1 if self._stop is None else self._stop[0] + 1
-        results = {judge.rule.name: judge.result(stop) for judge in self._judges}
-        self._fired.update(
-            "stop" if judge.rule.stops else "flag"
-            for judge in self._judges
-            if results[judge.rule.name].fired
-        )
+        results: dict[str, RuleResult | None] = {}
+        for judge in self._judges:
+            rule, result = judge.rule, judge.result(stop)
+            name = rule.name if rule.for_all else ""
+            self._stats.add(result, name, rule.below, RULES_DO[rule.stops])
+            if not rule.for_all:
+                results[rule.name] = result
+            elif result.fired:
+                results[rule.name] = None
         return results
 
 
@@ -142,15 +146,15 @@ class RuleWatches:
 
     def __init__(self) -> None:
         self._watches: WeakValueDictionary[str, RuleWatch] = WeakValueDictionary()
-        self.fired: Counter[str] = Counter()
-        """In how many completions a rule fired, by what it does, since that was last taken."""
+        self.stats = RuleStats()
+        """What they saw of completions that ended since it was last taken."""
 
     def open(self, request_id: str, plan: CapturePlan, num_prompt_tokens: int) -> RuleWatch | None:
         """Make the watch of a completion, which gets its rows while it is in use; None without
         rules."""
         if not plan.rules:
             return None
-        watch = self._watches[request_id] = RuleWatch(plan, num_prompt_tokens, self.fired)
+        watch = self._watches[request_id] = RuleWatch(plan, num_prompt_tokens, self.stats)
         return watch
 
     def add(self, chunks: Iterable[CapturedChunk]) -> None:
@@ -173,10 +177,11 @@ class RuleWatches:
 
 def rule_results(
     state: "RequestState", finish_reason: FinishReason | None
-) -> dict[str, RuleResult] | None:
-    """What the rules saw, for the completion output being made; None without rules, and before its
-    end."""
+) -> dict[str, RuleResult | None] | None:
+    """What the rules saw, for the completion output being made; None if there is nothing to say,
+    and before its end."""
     if state.rules is None or finish_reason is None:
         return None
     assert state.detokenizer is not None
-    return state.rules.results(state.prompt_len + state.detokenizer.num_output_tokens())
+    num_tokens = state.prompt_len + state.detokenizer.num_output_tokens()
+    return state.rules.results(num_tokens) or None

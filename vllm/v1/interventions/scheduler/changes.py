@@ -8,11 +8,12 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from vllm.v1.interventions.calls import GLOBAL_OPS, Change, SteeringCall
-from vllm.v1.interventions.errors import InterventionError, reject
+from vllm.v1.interventions.errors import InterventionError
 from vllm.v1.interventions.plan import TIERS
 from vllm.v1.interventions.scheduler.admission import Pool
 from vllm.v1.interventions.scheduler.tiers import GlobalState, ModuleStore, norms_of
-from vllm.v1.steering.modules import Module
+from vllm.v1.steering.modules import Module, need_module
+from vllm.v1.steering.rule_files import OPERATOR_RULES
 
 if TYPE_CHECKING:
     from vllm.v1.request import Request
@@ -85,8 +86,7 @@ class Changes:
         elif change.action == "clear":
             changed = tiers.cleared(change.tier)
         elif change.action == "unregister" and change.name not in self._modules:
-            known = ", ".join(sorted(self._modules.items().keys() - {GLOBAL_OPS})[:20]) or "none"
-            reject("name", f"unknown module {change.name!r}; registered are {known}")
+            need_module(self._modules.items(), change.name, "name")
         if change.module is not None:
             # Another engine may have the change made, and a request here, before the commit comes.
             self._modules.keep(change.module)
@@ -119,6 +119,7 @@ class Changes:
         current = self._current().current
         modules = self._modules.items()
         ops = modules.pop(GLOBAL_OPS, None)
+        modules.pop(OPERATOR_RULES, None)  # who may look asks for them by name
         return {
             "version": current.version,
             "ops": [op.name for op in ops.ops] if ops is not None else [],

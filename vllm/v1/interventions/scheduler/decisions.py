@@ -51,7 +51,7 @@ class SchedulerInterventions:
         self.relay = RowRelay(self.captures)
         self.tiers = GlobalState(shape)
         self.modules = ModuleStore()
-        if steering.steering_modules:
+        if steering.steering_modules or config.capture_config.rules is not None:
             for name, module in startup_modules(config).items():
                 self.modules.put(name, module)
         usage: dict[str, Pool] = {"slots": self.slots, "rows": self.terms}

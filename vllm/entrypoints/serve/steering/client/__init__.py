@@ -11,7 +11,7 @@ This folder stands alone, on numpy and httpx: copy it to where vLLM is not insta
 """
 
 import json
-from collections.abc import AsyncGenerator, Generator
+from collections.abc import AsyncGenerator, Generator, Mapping, Sequence
 from typing import Any
 
 import httpx
@@ -220,6 +220,19 @@ class SteeringClient(_Settings):
         """Forget a name; running requests keep the module."""
         self._call(Call("DELETE", f"/modules/{name}"))
 
+    def rules(self) -> list[dict[str, Any]]:
+        """Return the rules that hold for all requests, without their probes; this takes a key."""
+        rules: list[dict[str, Any]] = self._call(Call("GET", "/rules"))["rules"]
+        return rules
+
+    def set_rules(self, rules: Sequence[Mapping[str, Any]]) -> None:
+        """Set the rules that hold for all requests that come later, in the place of those before.
+
+        Args:
+            rules: as the field `rules` of a request; none to have none.
+        """
+        self._call(Call("POST", "/rules", {"rules": list(rules)}))
+
     def complete(self, prompt: Any, **fields: Any) -> Answer:
         """Generate completions.
 
@@ -316,6 +329,15 @@ class AsyncSteeringClient(_Settings):
     async def unregister_module(self, name: str) -> None:
         """Forget a name; running requests keep the module."""
         await self._call(Call("DELETE", f"/modules/{name}"))
+
+    async def rules(self) -> list[dict[str, Any]]:
+        """Return the rules that hold for all requests, as `SteeringClient.rules`."""
+        rules: list[dict[str, Any]] = (await self._call(Call("GET", "/rules")))["rules"]
+        return rules
+
+    async def set_rules(self, rules: Sequence[Mapping[str, Any]]) -> None:
+        """Set the rules that hold for all requests, as `SteeringClient.set_rules`."""
+        await self._call(Call("POST", "/rules", {"rules": list(rules)}))
 
     async def complete(self, prompt: Any, **fields: Any) -> Answer:
         """Generate completions, as `SteeringClient.complete`."""

@@ -103,8 +103,9 @@ class Choice:
     """What each such capture read under a lens, by site."""
     stop_reason: int | str | None = None
     """The stop string, token or rule (`"rule:NAME"`) that ended it."""
-    rules: dict[str, dict[str, Any]] = field(default_factory=dict)
-    """What came of each rule, by name, once the choice has ended."""
+    rules: dict[str, Any] = field(default_factory=dict)
+    """What came of each rule, by name, once the choice has ended: {"fired_at", ...}; None for one
+    of the operator that fired."""
     capture_results: dict[str, Any] = field(default_factory=dict)
     """The result of each consumer as the server sent it, {"status", "error", "payload"}, by name.
     The status is None before the last chunk of a stream."""

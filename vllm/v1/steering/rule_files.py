@@ -1,0 +1,92 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The rules of the operator, which hold for all requests: kept where modules are, under a name that
+no module has, and read from a file when the engine starts."""
+
+import json
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from vllm.v1.interventions.errors import describe, reject
+from vllm.v1.interventions.rules import rules_for_all
+from vllm.v1.interventions.sites import need_captured_points
+from vllm.v1.steering.json_modules import without_repeats
+from vllm.v1.steering.modules import Module, need_module, rules_module
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+OPERATOR_RULES = "_rules"
+"""The name of the module that has them. Nobody else can give it: it begins with an underscore."""
+
+MAX_FILE_BYTES = 64 << 20
+"""The largest file: 32 probes of a model 16,384 wide, written out, are a fifth of it."""
+
+
+def parse_operator_rules(
+    value: Any, path: str, config: "VllmConfig", modules: Mapping[str, Module]
+) -> Module:
+    """Parse the rules that hold for all requests.
+
+    Args:
+        value: the list.
+        path: where it stands, for errors.
+        modules: the registered ones; a rule takes a direction of theirs as it is now.
+
+    Raises:
+        ValueError: capture is not enabled, a rule is wrong, or reads what is not captured here.
+    """
+    shape = config.tap_shape
+    if not config.capture_config.enabled or shape is None:
+        reject(
+            path,
+            "capture is not enabled; start the engine with capture_consumers=['inline'] "
+            "(--capture-consumers inline)",
+        )
+    rules = rules_for_all(
+        value,
+        path,
+        shape,
+        lambda name, at, site: need_module(modules, name, at).direction(name, site, at),
+    )
+    for i, rule in enumerate(rules):
+        need_captured_points([rule.site], f"{path}[{i}]", config.capture_config)
+    return rules_module(rules)
+
+
+def read_rules_file(path: str) -> Any:
+    """Read the file of `--rules`: JSON, `{"rules": [...]}`.
+
+    Returns:
+        What the list is said to be, still to be parsed.
+
+    Raises:
+        ValueError: the file cannot be read, is too large, or is no such JSON; the message names it.
+    """
+    try:
+        with open(path, "rb") as file:
+            data = file.read(MAX_FILE_BYTES + 1)
+        given = None
+        if len(data) <= MAX_FILE_BYTES:
+            given = json.loads(data, object_pairs_hook=without_repeats)
+    except (OSError, RecursionError, ValueError) as error:
+        reject(f"rules ({path})", f"cannot be read: {describe(error)}")
+    if len(data) > MAX_FILE_BYTES:
+        reject(f"rules ({path})", f"has more than {MAX_FILE_BYTES} bytes")
+    if not isinstance(given, dict) or given.keys() != {"rules"}:
+        reject(f"rules ({path})", 'must be JSON of the form {"rules": [...]}')
+    return given["rules"]
+
+
+def startup_rules(config: "VllmConfig", modules: Mapping[str, Module]) -> dict[str, Module]:
+    """The rules of `--rules`, under their name; nothing where the option is not given.
+
+    Args:
+        modules: those of start-up.
+
+    Raises:
+        ValueError: the message names the file and the entry.
+    """
+    if (path := config.capture_config.rules) is None:
+        return {}
+    rules = parse_operator_rules(read_rules_file(path), f"rules ({path})", config, modules)
+    return {OPERATOR_RULES: rules}
