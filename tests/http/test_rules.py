@@ -13,10 +13,10 @@ from tests.http.checks import LAYER, PROMPT, SAID
 from tests.http.server import Server, greedy
 from tests.support.serving import vector
 from vllm.entrypoints.serve.steering.client import (
+    Call,
     Choice,
     SteeringClient,
     SteeringError,
-    _Call,
     joined,
 )
 
@@ -176,7 +176,7 @@ def test_rules_of_the_operator(server: Server, client: SteeringClient) -> None:
             ({}, "rules"),
         ):
             with pytest.raises(SteeringError) as raised:
-                client._call(_Call("POST", "/rules", wrong))
+                client._call(Call("POST", "/rules", wrong))
             assert (raised.value.status, raised.value.param) == (400, param)
         assert [one["name"] for one in client.rules()] == ["ours", "never"]
         client.set_rules([])
