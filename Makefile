@@ -36,6 +36,7 @@ test-models: install ## every architecture against transformers (half an hour), 
 
 fuzz: install ## malformed HTTP bodies: is each refused by name? (N=20000)
 	$(RUN) -m tests.http.fuzz $(or $(N),20000)
+	$(RUN) -m tests.peers.lens_fuzz $(or $(N),10000)
 
 mutations: install ## break the wiring on purpose: is it noticed? (docs/mutations.md)
 	$(RUN) -m tests.mutations

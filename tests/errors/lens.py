@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import importlib.util
 import json
 from types import SimpleNamespace
@@ -10,11 +11,14 @@ from typing import Any
 
 import pytest
 import torch
+from fastapi import HTTPException
 
 from tests.errors.case import Case, path
 from tests.support.plans import HIDDEN, SHAPE, config_of
 from vllm import SamplingParams
 from vllm.entrypoints.compat import doors, lens
+from vllm.entrypoints.compat.lens_routes import hooks
+from vllm.entrypoints.compat.peers import ARGS
 from vllm.entrypoints.compat.wire import MAX_BYTES, decoded, encoded
 
 GOOD = torch.ones(2, HIDDEN)
@@ -35,6 +39,14 @@ def asking(**args: Any) -> Any:
 
 def sent(**changed: Any) -> Any:
     return lambda: decoded({**WIRE, **changed}, "p")
+
+
+def hooks_over_http() -> None:
+    try:
+        asyncio.run(hooks("register"))
+    except HTTPException as error:
+        assert error.status_code == 501
+        raise ValueError(error.detail) from error
 
 
 def mixed() -> None:
@@ -83,4 +95,7 @@ LENS = [
     Case(path("steering", "extra_args.output_residual_stream"), do=mixed),
     Case({"given": "['len']", "allowed": "['lens', 'easysteer']"}, do=lambda: opening("len")),
     Case({}, do=without_zstandard),
+    Case(
+        path("/v1/hooks", allowed=ARGS["apply_hooks"].ours, anchor="vllm-lens"), do=hooks_over_http
+    ),
 ]

@@ -205,8 +205,12 @@ MUTATIONS = (replace, replace, replace, rename, resize, lie, far, foreign)
 
 
 @asynccontextmanager
-async def server() -> AsyncIterator[httpx.AsyncClient]:
-    """The server's app on a tiny model, without sockets."""
+async def server(*more: str) -> AsyncIterator[httpx.AsyncClient]:
+    """The server's app on a tiny model, without sockets.
+
+    Args:
+        more: options of it.
+    """
     from tests.conftest import TinyModels
     from vllm.entrypoints.launchers.api_server.app_state import init_app_state
     from vllm.entrypoints.launchers.api_server.entry import build_async_engine_client
@@ -217,7 +221,7 @@ async def server() -> AsyncIterator[httpx.AsyncClient]:
     with tempfile.TemporaryDirectory() as folder:
         model = save_model(TinyModels(), Path(folder) / "model")
         parser = make_arg_parser(FlexibleArgumentParser())
-        options = [*OPTIONS, f"--steering-api-key={KEY}"]
+        options = [*OPTIONS, f"--steering-api-key={KEY}", *more]
         args = parser.parse_args(["--model", str(model), *options])
         async with build_async_engine_client(args) as engine:
             app = build_app(args, ("generate",), engine.model_config)

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -103,3 +104,20 @@ def test_keys_of_a_plug_in_that_is_loaded_are_its_own(monkeypatch: pytest.Monkey
 def test_each_error_links_a_section_of_the_page() -> None:
     found = anchors((ROOT / "docs" / "coming-from.md").read_text())
     assert {foreign.peer.anchor for foreign in (*ARGS.values(), *FIELDS.values())} <= found
+
+
+_PAGE = re.compile(r"docs/([\w-]+\.md)(?:#([\w-]+))?")
+
+
+@pytest.mark.quick
+def test_pages_and_sections_that_our_sources_name_are_there() -> None:
+    """Messages have links of their own, too."""
+    found = {
+        link: path
+        for path in sorted((ROOT / "vllm").rglob("*.py"))
+        for link in _PAGE.findall(path.read_text())
+    }
+    assert ("coming-from.md", "vllm-lens") in found
+    for (page, anchor), path in found.items():
+        text = (ROOT / "docs" / page).read_text()
+        assert not anchor or anchor in anchors(text), f"{path}: docs/{page}#{anchor}"

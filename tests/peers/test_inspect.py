@@ -95,7 +95,7 @@ def test_rows_of_a_log_are_the_clients(ran: Ran) -> None:
     for i, (prompt, metadata) in enumerate(outputs):
         (kept,) = metadata["capture"]
         assert kept["inline"]["status"] == "ok"
-        assert sorted(map(tuple, (s[:2] for s in kept["inline"]["sites"]))) == sorted(SITES)
+        assert [(s[0], int(s[1])) for s in kept["inline"]["sites"]] == SITES
         for point, layer in SITES:
             found, want = ran.rows("steered", i, layer), ran.asked[prompt][point, layer].values
             assert np.array_equal(found, want)

@@ -19,6 +19,7 @@ from tests.conformance.engine import make_llm, shut_down
 from tests.conformance.runner import LEAST_MOVE, READ_TOLERANCE, WRITE_TOLERANCE
 from tests.http.server import save_model
 from tests.peers.calls import Call, Rows, V, W, norms
+from tests.peers.lens_fuzz import broken, small
 from tests.peers.test_coming_from import streams
 from tests.support.plans import HIDDEN, SHAPE
 from tests.support.serving import relative
@@ -176,13 +177,6 @@ def test_refusals(pair: Pair, fields: dict[str, Any], message: str) -> None:
             ask()
 
 
-def small(rows: int = 1, dtype: torch.dtype = torch.float32) -> dict[str, Any]:
-    return {
-        "activations": wire.encoded(torch.ones(rows, HIDDEN, dtype=dtype)),
-        "layer_indices": list(range(rows)),
-    }
-
-
 @pytest.mark.quick
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
 @pytest.mark.parametrize("shape", [(3,), (2, 3), (2, 3, 4)])
@@ -227,42 +221,14 @@ def test_a_bomb_is_not_begun(monkeypatch: pytest.MonkeyPatch) -> None:
         wire.decoded(huge, "p")
 
 
-JUNK: list[Any] = [
-    None, True, -1, 0, 10**30, 1.5, float("nan"), "", "x", "\u0000", [], [[]], {}, {"a": 1},
-    [1, 2, 3], "torch.int8", "AAAA", "!!!!", [10**9, 10**9], [-1, 4], [True, 4], "KLUv/SAAAQ==",
-]  # fmt: skip
-
-
-def broken(rng: random.Random) -> Any:
-    """A request's vectors, with one thing wrong wherever it stands."""
-    given = [small(rng.choice([1, 2]), rng.choice([torch.float32, torch.bfloat16]))]
-    given[0] |= {"scale": 2.0, "norm_match": True}
-    tensor = given[0]["activations"]
-    target = rng.choice([given[0], tensor, tensor])
-    key = rng.choice(list(target))
-    action = rng.randrange(4)
-    if action == 0:
-        del target[key]
-        if key in ("scale", "norm_match", "compression", "original_dtype"):
-            target["more"] = 1
-    elif action == 1 and isinstance(target[key], str) and len(target[key]) > 4:
-        text = target[key]
-        cut = rng.randrange(len(text))
-        target[key] = rng.choice([text[:cut], text[:cut] + "*" + text[cut:], text * 2])
-    elif action == 2:
-        target[rng.choice(["pickle", "path", "__class__"])] = "/etc/passwd"
-    else:
-        target[key] = rng.choice(JUNK)
-    return given if rng.random() < 0.5 else json.dumps(given)
-
-
 @pytest.mark.quick
 def test_malformed_vectors_are_refused_by_name() -> None:
     rng = random.Random(1)
     refused = right = 0
     path = f"extra_args.{lens.STEER}"
     for _ in range(10_000):
-        given = broken(rng)
+        given: Any = broken(rng, HIDDEN)
+        given = given if rng.random() < 0.5 else json.dumps(given)
         try:
             lens.fields_of({lens.STEER: given}, "extra_args.", SHAPE)
         except InterventionError as error:
@@ -272,7 +238,7 @@ def test_malformed_vectors_are_refused_by_name() -> None:
         else:  # what it became is right again, such as another finite scale
             right += 1
     assert refused > 9_000, (refused, right)
-    assert lens.fields_of({lens.STEER: [small()]}, "extra_args.", SHAPE)["steering"]
+    assert lens.fields_of({lens.STEER: [small(HIDDEN)]}, "extra_args.", SHAPE)["steering"]
 
 
 def opening(*doors: str) -> Any:

@@ -1,30 +1,26 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`vllm serve --compat lens`: vLLM-Lens's wire form, and its own client where it is installed.
-
-The client is run as it was published: `pip install --no-deps vllm-lens` into a folder that
-`VLLM_LENS_PATH` names.
-"""
+"""`vllm serve --compat lens`: vLLM-Lens's wire form, its own client as it was published, and
+malformed vectors."""
 
 from __future__ import annotations
 
+import asyncio
 import importlib
 import json
-import os
 import sys
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import httpx
 import pytest
 import torch
 
-from tests.http.server import NAME, Server, greedy, save_model, serve
+from tests.http.server import NAME, Server, greedy
+from tests.peers.lens_fuzz import fuzz_vectors
+from tests.peers.packages import folder_of
 from tests.support.serving import relative, vector
 
 zstandard = pytest.importorskip("zstandard")
-
-if TYPE_CHECKING:
-    from tests.conftest import TinyModels
 
 pytestmark = pytest.mark.full
 
@@ -32,18 +28,6 @@ PROMPT = "Today I went"
 SAID = [{"role": "user", "content": PROMPT}]
 LAYER = 1
 V = vector(31)
-OPTIONS = (
-    "--compat=lens", "--dtype=float32", "--enforce-eager", "--max-model-len=96",
-    "--max-num-seqs=8", "--block-size=32", "--kv-cache-memory-bytes=16777216", "--seed=0",
-    f"--served-model-name={NAME}", "--generation-config=vllm",
-)  # fmt: skip
-
-
-@pytest.fixture(scope="module")
-def server(tiny_models: TinyModels, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    folder = tmp_path_factory.mktemp("lens-server")
-    with serve(save_model(tiny_models, folder / "model"), folder / "log", base=OPTIONS) as started:
-        yield started
 
 
 def asked(**more: Any) -> dict[str, Any]:
@@ -125,11 +109,9 @@ def test_refusals(server: Server, stream: bool) -> None:
 @pytest.fixture(scope="module")
 def theirs() -> Iterator[Any]:
     """vLLM-Lens's package, its plug-in off."""
-    if "VLLM_LENS_PATH" not in os.environ:
-        pytest.skip("VLLM_LENS_PATH names no folder with vLLM-Lens in it")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("VLLM_LENS_DISABLE", "1")
-        patch.setattr(sys, "path", [os.environ["VLLM_LENS_PATH"], *sys.path])
+        patch.setattr(sys, "path", [str(folder_of("lens")), *sys.path])
         yield importlib.import_module("vllm_lens")
 
 
@@ -150,3 +132,15 @@ def test_their_client(server: Server, theirs: Any) -> None:
     assert torch.allclose(moved, torch.tensor(2.0), atol=1e-3)
     chat = client.chat(SAID, max_tokens=4, capture_layers=[LAYER])
     assert chat.activations["residual_stream"].shape[0] == 1
+
+
+@pytest.mark.parametrize("count", [500, pytest.param(10_000, marks=pytest.mark.long)])
+def test_malformed_vectors(server: Server, count: int) -> None:
+    """What `make fuzz` does, over a socket."""
+
+    async def run() -> None:
+        async with httpx.AsyncClient(base_url=server.url, timeout=120) as client:
+            ended = await fuzz_vectors(client, count, seed=count)
+            assert ended["refused"] > 0.8 * count and ended["acted"] > 0
+
+    asyncio.run(run())

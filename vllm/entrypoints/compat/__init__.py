@@ -4,6 +4,7 @@
 * `peers.py`: what other tools' requests say, and which of our fields does it; always on.
 * `doors.py`: what `--compat` opens.
 * `lens.py`: requests and answers of vLLM-Lens.
+* `lens_routes.py`: endpoints of its that are refused.
 * `wire.py`: tensors as it sends them.
 * `easysteer.py`: specifications of EasySteer.
 """

@@ -11,6 +11,8 @@ from typing import Any, cast
 from fastapi import APIRouter, FastAPI, HTTPException, Request
 
 from vllm import envs
+from vllm.entrypoints.compat.doors import LENS
+from vllm.entrypoints.compat.lens_routes import router as lens_router
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.interventions.errors import reject
 from vllm.v1.steering.modules import FIELDS, need_module_name
@@ -141,3 +143,5 @@ def attach_router(app: FastAPI) -> None:
     app.include_router(capture_router)
     app.state.sweep_slots = None
     app.include_router(sweep_router)
+    if LENS in args.compat:
+        app.include_router(lens_router)

@@ -18,6 +18,7 @@ from typing import Any, cast
 import anyio.to_thread
 import numpy as np
 import safetensors.numpy
+from inspect_ai.hooks import BeforeModelGenerate, Hooks, hooks
 from inspect_ai.log import EvalLog
 from inspect_ai.model import GenerateConfig, ModelOutput, modelapi
 from inspect_ai.model._providers.vllm import VLLMAPI
@@ -26,6 +27,9 @@ from typing_extensions import override
 from vllm.v1.interventions.plan import PLAN_FIELDS
 
 from .client import Rows, packed_fields, read_rows
+
+NAME = "vllm-steer"
+"""What stands before a model's name."""
 
 Site = tuple[str, int]
 _LABELS = ("positions", "token_ids", "versions")
@@ -122,7 +126,39 @@ class SteeringAPI(VLLMAPI):
         return completion
 
 
-@modelapi(name="vllm-steer")
+class _Array(np.ndarray):
+    """An array whose text says all that is in it: keys of Inspect's cache are texts, and numpy's
+    leaves out the middle of long arrays."""
+
+    @override
+    def __repr__(self) -> str:
+        digest = hashlib.sha256(np.ascontiguousarray(self).tobytes()).hexdigest()
+        return f"array({self.shape}, {self.dtype}, sha256={digest})"
+
+    __str__ = __repr__
+
+
+def _keyed(value: Any) -> Any:
+    if isinstance(value, np.ndarray):
+        return value.view(_Array)
+    if isinstance(value, Mapping):
+        return {key: _keyed(entry) for key, entry in value.items()}
+    return [_keyed(entry) for entry in value] if isinstance(value, list | tuple) else value
+
+
+@hooks(name="vllm_steer_cache", description="Tells arrays apart in the cache of outputs.")
+class CacheKeys(Hooks):
+    """What Inspect calls before it looks into its cache."""
+
+    @override
+    async def on_before_model_generate(self, data: BeforeModelGenerate) -> None:
+        """Have the arrays of a request stand in its key by what is in them."""
+        body = data.config.extra_body
+        if data.cache is not None and body and data.model_name.startswith(f"{NAME}/"):
+            data.config.extra_body = _keyed(body)
+
+
+@modelapi(name=NAME)
 def vllm_steer() -> type[SteeringAPI]:
     """Return the provider's class to Inspect, which finds this by its entry point."""
     return SteeringAPI
@@ -132,8 +168,8 @@ def store(rows: Mapping[Site, Rows], folder: Path) -> dict[str, Any]:
     """Write rows to a file named by its digest, once.
 
     Returns:
-        `{"path", "sha256", "sites"}`: the path below the folder of `folder`, and of each site its
-        point, layer and shape.
+        `{"path", "sha256", "sites"}`: the path below the folder of `folder`, and points with their
+        layers, as "0-31", and the shape of the rows of each.
     """
     tensors: dict[str, np.ndarray] = {}
     for (point, layer), site in rows.items():
@@ -148,8 +184,22 @@ def store(rows: Mapping[Site, Rows], folder: Path) -> dict[str, Any]:
         with tempfile.NamedTemporaryFile(dir=folder, prefix=".", delete=False) as unfinished:
             unfinished.write(content)
         os.replace(unfinished.name, path)
-    sites = [[point, layer, list(site.values.shape)] for (point, layer), site in rows.items()]
-    return {"path": f"{folder.name}/{path.name}", "sha256": digest, "sites": sites}
+    return {"path": f"{folder.name}/{path.name}", "sha256": digest, "sites": _sites(rows)}
+
+
+def _sites(rows: Mapping[Site, Rows]) -> list[Any]:
+    """[point, layers, shape] of what was captured; a log has it several times a sample, so runs of
+    layers are one entry."""
+    made: list[Any] = []
+    last = -1
+    for (point, layer), site in sorted(rows.items()):
+        shape = list(site.values.shape)
+        if made and made[-1][::2] == [point, shape] and layer == last + 1:
+            made[-1][1] = f"{made[-1][1].partition('-')[0]}-{layer}"
+        else:
+            made.append([point, str(layer), shape])
+        last = layer
+    return made
 
 
 def load_rows(
@@ -178,11 +228,12 @@ def load_rows(
         raise ValueError(f"{stored['path']}: is not what was written")
     tensors = safetensors.numpy.load(content)
     found = {}
-    for point, layer, _ in stored["sites"]:
-        name = f"{point}.{layer}"
-        positions, token_ids, versions = (tensors[f"{name}.{label}"] for label in _LABELS)
-        found[point, layer] = Rows(positions, token_ids, tensors[name], versions)
-    return found
+    for name in tensors:
+        point, layer, *label = name.split(".")
+        if not label:
+            positions, token_ids, versions = (tensors[f"{name}.{each}"] for each in _LABELS)
+            found[point, int(layer)] = Rows(positions, token_ids, tensors[name], versions)
+    return dict(sorted(found.items()))
 
 
 def _described(value: Any) -> Any:
