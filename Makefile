@@ -34,7 +34,7 @@ test-full: install lint ## the same with all tests but the long ones: what CI ru
 test-models: install ## every architecture against transformers (half an hour), into docs/models.md
 	$(RUN) -m tests.conformance --jobs 2 --out build/conformance; $(RUN) -m tests.conformance.report build/conformance
 
-fuzz: install ## malformed HTTP bodies: is each refused by name? (N=20000)
+fuzz: install ## malformed HTTP bodies and vectors: is each refused by name? (N=20000)
 	$(RUN) -m tests.http.fuzz $(or $(N),20000)
 	$(RUN) -m tests.peers.lens_fuzz $(or $(N),10000)
 

@@ -7,6 +7,7 @@ import hashlib
 import shutil
 import subprocess
 import sys
+import tarfile
 import tempfile
 from pathlib import Path
 
@@ -14,25 +15,39 @@ import pytest
 
 from tests import ROOT
 
-FLAGS = ("--no-deps", "--ignore-requires-python", "--only-binary", ":all:", "--no-compile")
+INSTALL = ("install", "--only-binary", ":all:", "--no-compile", "--target")
+DOWNLOAD = ("download", "--no-binary", ":all:", "--dest")
 
 
 def folder_of(name: str) -> Path:
     """The folder with what `requirements/{name}.txt` pins; skips where it cannot be had."""
+    return _made(name, INSTALL)
+
+
+def source_of(name: str) -> Path:
+    """The folder with the sources of what `requirements/{name}.txt` pins, each in a folder of its
+    own; skips where they cannot be had."""
+    return _made(name, DOWNLOAD)
+
+
+def _made(name: str, action: tuple[str, ...]) -> Path:
     pins = ROOT / "requirements" / f"{name}.txt"
     key = hashlib.sha256(pins.read_bytes()).hexdigest()[:12]
     folder = ROOT / "build" / "peers" / f"{name}-{key}"
     if folder.exists():
         return folder
     folder.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = tempfile.mkdtemp(dir=folder.parent, prefix=f".{name}-")
-    command = [sys.executable, "-m", "pip", "install", "-q", *FLAGS]
+    unfinished = Path(tempfile.mkdtemp(dir=folder.parent, prefix=f".{name}-"))
+    command = [sys.executable, "-m", "pip", *action, str(unfinished), "-q"]
     done = subprocess.run(
-        [*command, "--target", unfinished, "-r", str(pins)],
+        [*command, "--no-deps", "--ignore-requires-python", "-r", str(pins)],
         capture_output=True, text=True, check=False, timeout=300,
     )  # fmt: skip
     if done.returncode:
         shutil.rmtree(unfinished)
         pytest.skip(f"{pins.name} cannot be had: {(done.stderr.splitlines() or ['?'])[-1]}")
-    Path(unfinished).rename(folder)
+    for packed in unfinished.glob("*.tar.gz"):
+        with tarfile.open(packed) as archive:
+            archive.extractall(unfinished, filter="data")
+    unfinished.rename(folder)
     return folder
