@@ -85,8 +85,8 @@ def focus_weights(mode: Mode, vocabulary: int, layers: int) -> dict[str, Any]:
     asked["queries"] = {"start": 25}
     steering = [{"op": "focus", "layers": "all", "span": list(range(10, 20)), "share": 0.6}]
     found = []
-    fields: dict[str, Any]
-    for fields in ({"steering": steering}, {}):
+    both: list[dict[str, Any]] = [{"steering": steering}, {}]
+    for fields in both:
         params = SamplingParams(
             max_tokens=8, temperature=0.0, ignore_eos=True, detokenize=False,
             capture={"inline": {"attention": asked}}, **fields,

@@ -60,9 +60,9 @@ def refuse_unsupported(config: "VllmConfig") -> None:
         lacking = [p for p in ("q", "z") if p not in config.capture_config.capture_points]
         if not capture or lacking:
             raise ValueError(
-                "steering_families: 'focus' needs capture_points with q and z and a capture "
-                "consumer, such as capture_consumers=['inline']: by them it is proved at start-up "
-                "of which layers the keys can be read"
+                "steering_families: 'focus' needs q and z among capture_points, and a consumer, "
+                "such as capture_consumers=['inline']: by them is proved at start-up of which "
+                "layers keys can be read"
             )
     if config.capture_config.capture_lens:
         refused = {

@@ -12,6 +12,8 @@ PASTA (arXiv:2311.02262), a share Spotlight (arXiv:2505.12025), 0 attention knoc
 
 import msgspec
 
+FOCUS = "focus"
+"""The operation's name in requests."""
 FACTOR, SHARE, RATIO = 1, 2, 3
 """Rules: w is a number; what the span has of all weight becomes a number a, where it is less; w is
 a by what it has."""

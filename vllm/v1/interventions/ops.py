@@ -12,6 +12,7 @@ import torch
 
 from vllm.config.steering import HEADS
 from vllm.v1.interventions.errors import need_mapping, reject, show, show_key
+from vllm.v1.interventions.focus import FOCUS
 from vllm.v1.interventions.plan import Site, TapShape
 from vllm.v1.interventions.positions import ALL, Positions
 from vllm.v1.interventions.sites import need_heads, need_layers, need_sites
@@ -195,8 +196,10 @@ class _Entry:
     def name(self) -> str:
         """The operation, its keys checked."""
         name = plain(self.given.get("op"))
+        if name == FOCUS:
+            reject(f"{self.path}.op", "focus belongs to a request, as its span does")
         if not isinstance(name, str) or name not in (*OPS, *HEAD_OPS):
-            known = ", ".join(dict.fromkeys((*OPS, *HEAD_OPS)))
+            known = ", ".join(dict.fromkeys((*OPS, *HEAD_OPS, FOCUS)))
             reject(
                 f"{self.path}.op",
                 f"unknown operation {show(name)}; operations are {known}",

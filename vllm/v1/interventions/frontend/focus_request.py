@@ -11,6 +11,7 @@ import numpy as np
 from vllm.v1.interventions.errors import need_mapping, reject, show
 from vllm.v1.interventions.focus import (
     FACTOR,
+    FOCUS,
     MAX_FACTORS,
     MAX_RUNS,
     RATIO,
@@ -26,14 +27,13 @@ from vllm.v1.interventions.sites import need_heads, need_layers
 from vllm.v1.interventions.values import plain
 from vllm.v1.interventions.vectors import digest_of, need_number
 
-NAME = "focus"
 _POINT = "z"
 """Layers that have it have attention of their own."""
 
 
 def is_focus(entry: Any) -> bool:
     """Whether an entry of `steering` is one of these."""
-    return isinstance(entry, Mapping) and plain(entry.get("op")) == NAME
+    return isinstance(entry, Mapping) and plain(entry.get("op")) == FOCUS
 
 
 @dataclass(frozen=True)
@@ -85,13 +85,13 @@ class FocusParser:
                 nothing, a number out of its range, or more at a layer than there may be.
         """
         given = need_mapping(entry, path)
-        if NAME not in self._families:
+        if FOCUS not in self._families:
             started = sorted(self._families)
             reject(f"{path}.op", f"the engine was started with steering_families={started}")
         number = "share" if "share" in given else "factor"
         layers = "heads" if "heads" in given else "layers"
         allowed = ("positions", "rule") if number == "share" else ("positions",)
-        need_keys(given, path, NAME, ("op", layers, "span", number), allowed)
+        need_keys(given, path, FOCUS, ("op", layers, "span", number), allowed)
         heads = self._heads(given[layers], layers, path)
         rule, value = self._number(given, number, path)
         span = self._select(given["span"], f"{path}.span")
