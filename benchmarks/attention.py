@@ -10,6 +10,9 @@ captures those of all layers. And prompt tokens a second of --requests prompts o
 "last token, all heads" is the mass of their last token, of all heads of all layers. No two requests
 name the same ranges, so nothing that a step does for one serves another.
 
+With --context, TPOT of a batch with prompts of so many tokens, in which all heads of all layers
+are focused, for every request, or for one of eight ("others").
+
 "heads" was started with what the others need and is asked for nothing.
 
 On a CPU, in a minute: VLLM_USE_V2_MODEL_RUNNER=0 VLLM_CPU_OMP_THREADS_BIND=nobind python -m
@@ -45,6 +48,12 @@ STEPS: dict[str, tuple[str, Asks]] = {
     "mass, all heads": ("heads", Asks(capture="mass")),
     "q and z": ("heads", Asks(capture="q and z")),
 }
+FOCUSED: dict[str, tuple[str, Asks]] = {
+    **PLAIN,
+    "focus, idle": ("focus", NOTHING),
+    "focus, others": ("focus", Asks(focus=4.0, every=8)),
+    "focus": ("focus", Asks(focus=4.0)),
+}
 PROMPTS: dict[str, tuple[str, Asks]] = {
     **PLAIN,
     "last token, all heads": ("heads", Asks(capture="mass", positions="last_prompt")),
@@ -56,12 +65,23 @@ HEADS: dict[str, Any] = {
 }
 
 
+FOCUS: dict[str, Any] = {
+    **HEADS,
+    "enable_steering": True,
+    "steering_families": ["add", "focus"],
+    "max_steering_configs": 256,
+}
+
+
 class Measured:
     """Seconds a token, and prompt tokens a second, of each case in each round."""
 
     def __init__(self, args: argparse.Namespace, engines: Engines) -> None:
         self._args, self._engines = args, engines
-        self._steps: dict[tuple[int, str], list[float]] = defaultdict(list)
+        self._steps: dict[tuple[int, int, str], list[float]] = defaultdict(list)
+        self._kinds = [(STEPS, args.prompt)]
+        if args.context:
+            self._kinds.append((FOCUSED, args.context))
         self._prompts: dict[str, list[float]] = defaultdict(list)
 
     def _cases(self, cases: dict[str, tuple[str, Asks]], number: int) -> list[str]:
@@ -72,14 +92,16 @@ class Measured:
         """Round 0 warms up, and is not kept."""
         args = self._args
         for batch in args.batch:
-            for name in self._cases(STEPS, number):
-                engine, asks = STEPS[name]
-                ends = [
-                    max(self._engines.ask(engine, Batch(batch, args.prompt, tokens, asks)).finished)
-                    for tokens in (SHORT, SHORT + args.tokens)
-                ]
-                if number:
-                    self._steps[batch, name].append((ends[1] - ends[0]) / args.tokens * 1e3)
+            for cases, prompt in self._kinds:
+                for name in self._cases(cases, number):
+                    engine, asks = cases[name]
+                    ends = [
+                        max(self._engines.ask(engine, Batch(batch, prompt, n, asks)).finished)
+                        for n in (SHORT, SHORT + args.tokens)
+                    ]
+                    if number:
+                        took = (ends[1] - ends[0]) / args.tokens * 1e3
+                        self._steps[batch, prompt, name].append(took)
         for name in self._cases(PROMPTS, number):
             engine, asks = PROMPTS[name]
             took = max(self._engines.ask(engine, Batch(args.requests, args.long, 1, asks)).finished)
@@ -88,8 +110,8 @@ class Measured:
 
     def rows(self) -> list[Row]:
         steps = [
-            Row(name, "TPOT", "ms", values, {"batch": batch, "prompt": self._args.prompt})
-            for (batch, name), values in self._steps.items()
+            Row(name, "TPOT", "ms", values, {"batch": batch, "prompt": prompt})
+            for (batch, prompt, name), values in self._steps.items()
         ]
         at = {"prompt": self._args.long}
         return steps + [Row(n, "prefill", "tok/s", v, at) for n, v in self._prompts.items()]
@@ -103,6 +125,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--tokens", type=int, default=64, help="that the difference is over")
     parser.add_argument("--prompt", type=int, default=1024, help="tokens of a prompt of a batch")
+    parser.add_argument("--context", type=int, default=0, help="tokens of focused prompts, 0: none")
     parser.add_argument("--requests", type=int, default=64, help="with long prompts")
     parser.add_argument("--long", type=int, default=2048, help="tokens of each of these")
     parser.add_argument(
@@ -110,10 +133,12 @@ def main() -> None:
     )
     args = parser.parse_args()
     started = {"off": Engine(), "heads": Engine(HEADS)}
+    if args.context:
+        started["focus"] = Engine(FOCUS)
     if args.stock:
         started["stock"] = Engine(stock=True)
     common: dict[str, Any] = {
-        "max_model_len": max(args.long + 1, args.prompt + SHORT + args.tokens),
+        "max_model_len": max(args.long + 1, max(args.prompt, args.context) + SHORT + args.tokens),
         "max_num_seqs": max(*args.batch, args.requests),
         "max_num_batched_tokens": 8192,
     }

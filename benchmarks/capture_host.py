@@ -126,6 +126,7 @@ def run(args: argparse.Namespace, num_sites: int) -> dict[str, float]:
     from vllm.v1.interventions.scheduler.request_state import RequestInterventions
     from vllm.v1.interventions.scheduler.row_relay import RowRelay
     from vllm.v1.interventions.step_rows import Blocks, StepRows
+    from vllm.v1.interventions.worker.block_attention import Captured
     from vllm.v1.interventions.worker.outbox import Outbox
     from vllm.v1.interventions.worker.projection_table import ProjectionTable
     from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
@@ -193,7 +194,7 @@ def run(args: argparse.Namespace, num_sites: int) -> dict[str, float]:
         rows = StepRows(1, blocks, args.hidden, torch.bfloat16)
         positions = torch.arange(first, first + args.tokens).repeat(args.requests)
         # On a GPU the copy engine does this.
-        outbox.send(rows, positions)
+        outbox.send(rows, Captured(positions))
         time.sleep(args.pause / 1e3)
         reached = first + args.tokens + 1
         tokens += [1] * (args.tokens if args.tokens == 1 else 0)

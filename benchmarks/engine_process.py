@@ -108,6 +108,10 @@ class Served:
         if asks.distinct:
             number = index // asks.every % asks.distinct
             fields["steering_modules"] = [f"{asks.modules}-{number}"]
+        if asks.focus:
+            span = {"start": 8 + index, "stop": 40 + index}  # no two requests have the same keys
+            entry = {"op": "focus", "layers": "all", "span": span, "factor": asks.focus}
+            fields["steering"] = [entry]
         if asks.rule:
             probe = [1.0] * self._hidden
             rule = {"name": "never", "point": "post_block", "probe": probe, "threshold": 1e30}

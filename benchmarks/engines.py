@@ -60,6 +60,8 @@ class Asks:
         rule: whether each has one rule at the middle layer, the same, that never fires.
         every: one request of so many asks for this, the others are bystanders.
         modules: what the names of the modules that steer begin with.
+        focus: the factor of 32 keys of the prompt, each request's own, in all heads of all layers
+            for every token; 0: none focuses.
     """
 
     distinct: int = 0
@@ -68,6 +70,7 @@ class Asks:
     positions: str = "all_generated"
     every: int = 1
     modules: str = "module"
+    focus: float = 0
 
 
 NOTHING = Asks()

@@ -24,6 +24,7 @@ from tests.errors.datasets import DATASETS
 from tests.errors.easysteer import EASYSTEER
 from tests.errors.files import FILES
 from tests.errors.filesystem import FILESYSTEM
+from tests.errors.focus import FOCUS
 from tests.errors.http import HTTP
 from tests.errors.lens import LENS
 from tests.errors.lenses import LENSES
@@ -507,7 +508,7 @@ OTHERS = [
         {
             "given": "['twist']",
             "allowed": "['add', 'norm_match', 'ablate', 'clamp', 'pin', "
-            "'replace', 'normalize', 'scale', 'gate']",
+            "'replace', 'normalize', 'scale', 'focus', 'gate']",
         },
         do=lambda: SteeringConfig(steering_families=["add", "twist"]),
     ),
@@ -570,7 +571,7 @@ OTHERS = [
 
 
 CASES = REQUESTS + OTHERS + STEERING + FILES + CONSUMERS + PROJECT + FILESYSTEM + LENS + TOOLKIT
-CASES += LENSES + DATASETS + SWEEPS + EASYSTEER + ANALYZERS + RULES
+CASES += FOCUS + LENSES + DATASETS + SWEEPS + EASYSTEER + ANALYZERS + RULES
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: str(case.says)[:70])

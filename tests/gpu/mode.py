@@ -22,8 +22,8 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from tests.conformance import reference as ref
-from tests.gpu import capture, rules, steering, workload
-from tests.gpu.model import HIDDEN, LAYERS, POINTS, VOCAB, prompts
+from tests.gpu import capture, focus, rules, steering, workload
+from tests.gpu.model import HEADS, HIDDEN, LAYERS, POINTS, VOCAB, prompts
 
 LLAMA = ref.Adapter(blocks="model.layers", branch=("self_attn",))
 GENERATED = 8
@@ -281,6 +281,12 @@ def main() -> None:
         checks["lens"] = lambda: capture.lens(mode, prompts(9, seed=18))
     if args.name == "preempt":
         checks = {"preemption": lambda: workload.preemption(mode, prompts(13, seed=14))}
+    if "focus" in args.name:
+        checks = {
+            "focus": lambda: focus.focus(mode, VOCAB, LAYERS, HEADS),
+            "focus weights": lambda: focus.focus_weights(mode, VOCAB, LAYERS),
+            "bystanders 13 of 16": lambda: mode.bystanders(13, 3),
+        }
     if args.name.startswith("ops"):
         checks["ops"] = lambda: steering.ops(mode, prompts(9, seed=9), HIDDEN)
     for name, check in checks.items():

@@ -9,7 +9,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 POINTS = ("pre_attn", "post_attn", "post_block")
-LAYERS, HIDDEN, VOCAB = 8, 512, 2048
+LAYERS, HIDDEN, VOCAB, HEADS = 8, 512, 2048, 8
 
 
 def save_model(path: Path, layers: int = LAYERS, vocab: int = VOCAB) -> None:
@@ -20,7 +20,7 @@ def save_model(path: Path, layers: int = LAYERS, vocab: int = VOCAB) -> None:
         hidden_size=HIDDEN,
         intermediate_size=1024,
         num_hidden_layers=layers,
-        num_attention_heads=8,
+        num_attention_heads=HEADS,
         num_key_value_heads=4,
         head_dim=64,
         max_position_embeddings=2048,

@@ -36,6 +36,15 @@ HEADS: dict[str, Any] = {
     "steering_families": ["add", "scale"],
 }
 
+FOCUS: dict[str, Any] = {
+    "capture_points": ["q", "z", *POINTS],
+    "steering_families": ["add", "focus"],
+    "max_model_len": 2048,
+    "max_num_batched_tokens": 1024,
+    "capture_buffer_bytes": 256 << 20,
+}
+"""For one GPU: heads that ranks have in parts are refused."""
+
 LENS: dict[str, Any] = {"capture_lens": ["logit"], "capture_lens_rows": 256}
 """For one GPU: ranks of several are refused."""
 
@@ -74,7 +83,12 @@ MODES: dict[str, dict[str, Any]] = {
     "lens": LENS,
     "lens_piecewise": {**LENS, "compilation_config": {"cudagraph_mode": "PIECEWISE"}},
     "lens_eager": {**LENS, "enforce_eager": True},
+    "focus": FOCUS,
+    "focus_piecewise": {**FOCUS, "compilation_config": {"cudagraph_mode": "PIECEWISE"}},
+    "focus_eager": {**FOCUS, "enforce_eager": True},
+    "focus_triton": {**FOCUS, "attention_config": {"backend": "TRITON_ATTN"}},
     "v1": {},
+    "v1_focus": FOCUS,
     "v1_lens": LENS,
 }
 
@@ -143,7 +157,7 @@ def run_mode(
     started = time.monotonic()
     output, errors = processes.run([*command, "--engine", json.dumps(options)], env, timeout)
     rows = [json.loads(line) for line in output.splitlines() if line.startswith('{"mode"')]
-    if not any(row["check"] in ("zero sum", "ops", "preemption") for row in rows):
+    if not any(row["check"] in ("zero sum", "ops", "preemption", "focus") for row in rows):
         rows.append({"mode": name, "check": "start", "ok": False, "log": errors[-3000:]})
     rows.append({"mode": name, "check": "seconds", "value": time.monotonic() - started, "ok": True})
     return rows
@@ -178,7 +192,8 @@ def main() -> None:
             try:
                 futures = []
                 for name in args.only:
-                    if "capture_lens" in MODES[name] and args.tp * args.pp > 1:
+                    alone = "capture_lens" in MODES[name] or "focus" in name
+                    if alone and args.tp * args.pp > 1:
                         continue
                     split = {"tensor_parallel_size": args.tp, "pipeline_parallel_size": args.pp}
                     options = {**copy.deepcopy(MODES[name]), **split}

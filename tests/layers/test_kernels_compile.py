@@ -25,7 +25,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from vllm.model_executor.layers import steering_terms
-from vllm.v1.interventions.worker import paged_products
+from vllm.v1.interventions.worker import focus_kernel, paged_products
 
 del triton.backends.backends["cpu"]
 kernel = steering_terms._steer_rows_kernel
@@ -55,6 +55,28 @@ for dtype in ("bf16", "fp16", "fp32"):
         source = ASTSource(kernel, signature, constexprs=constants)
         compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32))
         print(json.dumps([dtype, constants, len(compiled.asm["cubin"])]))
+kernel, join = focus_kernel._sum_kernel, focus_kernel._join_kernel
+FLOATS = ("numbers", "slopes", "sinks", "sums", "stats")
+INTS = ("block_table", "focus", "requests", "forms", "runs")
+for dtype in ("bf16", "fp16", "fp32"):
+    shapes = ((64, 1, 32, 0), (128, 4, 1, 0), (128, 4, 8, 1), (256, 8, 4, 1))
+    for width, group, at_once, capped in shapes:
+        constants = {"PAGE": 16, "GROUP": group, "MEMBERS": group, "AT_ONCE": at_once}
+        constants |= {"ROWS": max(16, at_once * group), "KEYS": 32 if width > 128 else 64}
+        constants |= {"WIDTH": width, "WIDTH_V": width, "CAPPED": capped, "SLOPES": capped}
+        constants |= {"RUNS": 64, "PLACES": 4, "SPLITS": 16, "SINKS": capped}
+        for each in (kernel, join):
+            own = {k: v for k, v in constants.items() if k in each.arg_names}
+            types = dict.fromkeys(("query", "keys", "values", "output"), "*" + dtype)
+            types |= dict.fromkeys(FLOATS, "*fp32") | dict.fromkeys(INTS, "*i32")
+            types |= {"positions": "*i64", "scale": "fp32", "cap": "fp32"}
+            types |= dict.fromkeys(own, "constexpr")
+            signature = {name: types.get(name, "i32") for name in each.arg_names}
+            source = ASTSource(each, signature, constexprs=own)
+            options = {"num_stages": 2} if each is kernel else {}
+            compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+            assert compiled.metadata.shared < 220 << 10, (own, compiled.metadata.shared)
+            print(json.dumps([dtype, own, len(compiled.asm["cubin"])]))
 """
 
 
@@ -67,5 +89,6 @@ def test_kernels_compile_for_hopper(tmp_path: Path) -> None:
     )
     assert run.returncode == 0, run.stderr[-4000:]
     variants = [json.loads(line) for line in run.stdout.splitlines() if line.startswith("[")]
-    assert len(variants) == 24 + 6, "the general update's, then products with keys"
+    kinds = "the general update's, then products with keys, then those of focus"
+    assert len(variants) == 24 + 6 + 24, kinds
     assert all(size > 1000 for *_, size in variants), variants

@@ -14,6 +14,7 @@ from tests.conformance import models
 from tests.conformance.engine import make_llm, shut_down
 from tests.conformance.runner import Reference
 from tests.support import serving
+from tests.support.focus import Focusing, focused
 from tests.support.serving import Ask, Judge, capture, prompt_of, serve, vector
 from vllm import LLM
 from vllm.config.capture import CAPTURE_POINTS, HEAD_POINTS
@@ -43,7 +44,7 @@ def pair(tiny_models: TinyModels, caches: Path) -> Iterator[tuple[LLM, Judge]]:
             enforce_eager=False,
             enable_steering=True,
             steering_points=list(STEERING_POINTS),
-            steering_families=["add", "scale"],
+            steering_families=["add", "scale", "focus"],
             capture_consumers=["inline"],
             capture_points=list(CAPTURE_POINTS),
             max_num_batched_tokens=24,
@@ -102,6 +103,27 @@ def test_attention_weights(pair: tuple[LLM, Judge]) -> None:
     asks = [Ask(p, {"capture": {"inline": asked}}) for p in (PROMPT, SHORT)]
     for ask, output in zip(asks, serve(llm, asks), strict=True):
         assert judge.check_weights(ask, output.outputs[0]) > 0.05
+
+
+def test_focus(pair: tuple[LLM, Judge]) -> None:
+    llm, judge = pair
+    every = {layer: range(4) for layer in range(models.LAYERS)}
+    each = Focusing(every, range(2, 4), factor=8.0)
+    model, adapter = judge.reference.model, judge.reference.row.adapter
+    blocks = list(model.get_submodule(adapter.blocks).children())
+    asks = [
+        Ask(p, {"steering": [each.request(len(p))], **capture("all", ("z", "post_block"))})
+        for p in (PROMPT, SHORT)
+    ]
+    for ask, output in zip(asks, serve(llm, [*asks, Ask(PROMPT)]), strict=False):
+        ids = [*ask.prompt, *output.outputs[0].token_ids][:-1]
+        with focused(model, blocks, [each]):
+            want = judge.reference.run(ids)
+        plain = judge.reference.run(ids)
+        for layer in range(models.LAYERS):
+            rows = serving.row_tensors(output.outputs[0])["post_block", layer]
+            assert serving.worst_row(rows, want.rows["post_block", layer]) < 1e-3
+            assert serving.worst_row(rows, plain.rows["post_block", layer]) > 1e-2
 
 
 def test_neighbours_leave_plain_requests_bit_identical(pair: tuple[LLM, Judge]) -> None:

@@ -10,6 +10,7 @@ from vllm.v1.interventions.frontend.row_collector import RowCollector
 from vllm.v1.interventions.frontend.row_pieces import Run
 from vllm.v1.interventions.messages import CapturedChunk
 from vllm.v1.interventions.step_rows import Blocks, StepRows
+from vllm.v1.interventions.worker.block_attention import Captured
 from vllm.v1.interventions.worker.outbox import Outbox
 from vllm.v1.interventions.worker.projection_table import ProjectionTable
 
@@ -26,7 +27,7 @@ def step_rows(
     hidden = arena.shape[1]
     table = table or ProjectionTable(hidden, torch.device("cpu"))
     rows = StepRows(version, blocks, hidden, arena.dtype)
-    Outbox(arena, landing or Landing(0), table).send(rows, positions)
+    Outbox(arena, landing or Landing(0), table).send(rows, Captured(positions))
     return rows
 
 

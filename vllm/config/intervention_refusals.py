@@ -56,6 +56,14 @@ def refuse_unsupported(config: "VllmConfig") -> None:
             "KV connectors (--kv-transfer-config)": config.kv_transfer_config is not None,
         }
         _refuse("capture", refused)
+    if config.steering_config.focuses:
+        lacking = [p for p in ("q", "z") if p not in config.capture_config.capture_points]
+        if not capture or lacking:
+            raise ValueError(
+                "steering_families: 'focus' needs q and z among capture_points, and a consumer, "
+                "such as capture_consumers=['inline']: by them is proved at start-up of which "
+                "layers keys can be read"
+            )
     if config.capture_config.capture_lens:
         refused = {
             "tensor parallelism": parallel.tensor_parallel_size > 1,

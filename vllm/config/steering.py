@@ -7,7 +7,18 @@ from pydantic import Field
 
 from vllm.config.utils import config
 
-FAMILIES = ("add", "norm_match", "ablate", "clamp", "pin", "replace", "normalize", "scale", "gate")
+FAMILIES = (
+    "add",
+    "norm_match",
+    "ablate",
+    "clamp",
+    "pin",
+    "replace",
+    "normalize",
+    "scale",
+    "focus",
+    "gate",
+)
 """What an engine can be started with: the operations, and gates on them."""
 
 POINTS = ("pre_attn", "post_attn", "post_block")
@@ -19,7 +30,7 @@ HEADS = "z"
 STEERING_POINTS = (POINTS[0], HEADS, *POINTS[1:])
 """All points that can be steered, in the order in which a layer computes them."""
 
-SCHEMA = 3
+SCHEMA = 4
 """Part of the compile-cache key: raise it when traced tap code or an op's meaning changes."""
 
 
@@ -43,7 +54,8 @@ class SteeringConfig:
 
     max_steering_configs: int = Field(default=32, ge=1, le=65536)
     """Distinct sums of vectors (what prompt or generated positions of a request get) in use at
-    once. Further requests wait for a slot. Costs two rows per point and layer each."""
+    once, and as many programs of focus. Further requests wait for a slot. Costs two rows per point
+    and layer each."""
 
     steering_points: list[str] = Field(default_factory=lambda: list(POINTS), min_length=1)
     """The points that can be steered, of pre_attn, post_attn and post_block, and of z, the heads of
@@ -51,8 +63,9 @@ class SteeringConfig:
 
     steering_families: list[str] = Field(default_factory=lambda: ["add"], min_length=1)
     """What requests may ask for in `steering`, of add, norm_match, ablate, clamp, pin, replace,
-    normalize, gate (any of these times a sigmoid of a probe), and scale, of heads at z. More than
-    add and scale puts an op at every steered site."""
+    normalize, gate (any of these times a sigmoid of a probe), scale, of heads at z, and focus, of
+    weights of attention, which needs q and z among capture_points. More than add, scale and focus
+    puts an op at every steered site, and focus one in every layer."""
 
     max_steering_rows: int = Field(default=1024, ge=1, le=1 << 20)
     """Rows in use at once for the vectors of ops: one per op, per replaced position and per gate's
@@ -92,7 +105,12 @@ class SteeringConfig:
     @property
     def has_ops(self) -> bool:
         """Whether the residual stream has more than addition."""
-        return not {"add", "scale"}.issuperset(self.steering_families)
+        return not {"add", "scale", "focus"}.issuperset(self.steering_families)
+
+    @property
+    def focuses(self) -> bool:
+        """Whether weights of attention can be changed."""
+        return self.enable_steering and "focus" in self.steering_families
 
     @property
     def steers_heads(self) -> bool:

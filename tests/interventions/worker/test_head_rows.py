@@ -22,6 +22,7 @@ from vllm.v1.interventions.messages import WorkerRequest, WorkerStream
 from vllm.v1.interventions.plan import Site
 from vllm.v1.interventions.step_rows import Blocks, Members, StepRows
 from vllm.v1.interventions.worker.attention_layers import attention_of
+from vllm.v1.interventions.worker.block_attention import Captured
 from vllm.v1.interventions.worker.outbox import Outbox
 from vllm.v1.interventions.worker.projection_table import ProjectionTable
 
@@ -95,7 +96,7 @@ def test_rows_of_a_step(asked: list[tuple[WorkerRequest, int]], last_stage: bool
     step = StepRows(1, blocks, HIDDEN, torch.float32)
     projections = ProjectionTable(HIDDEN, torch.device("cpu"))
     projections.apply([(0, MATRIX.numpy().tobytes())])
-    Outbox(arena, Landing(1 << 20), projections).send(step, torch.arange(captured))
+    Outbox(arena, Landing(1 << 20), projections).send(step, Captured(torch.arange(captured)))
     for i, (request, _) in enumerate(asked):
         if kept[i] is None:
             continue

@@ -6,10 +6,20 @@ first and `leave` last. The worker replaces `taps` on each *instance* that it bi
 capture or steer at one of these points. What residual_taps.py says of traced code holds here too.
 """
 
+from typing import Protocol
+
 import torch
 
 from vllm.distributed import tensor_model_parallel_all_gather
+from vllm.forward_context import get_forward_context
 from vllm.model_executor.layers.row_capture import capture_rows
+from vllm.platforms import current_platform
+from vllm.utils.torch_utils import (
+    LayerNameType,
+    _encode_layer_name,
+    _resolve_layer_name,
+    direct_register_custom_op,
+)
 
 
 class UnboundHeadTaps:
@@ -24,9 +34,16 @@ class UnboundHeadTaps:
         """Capture nothing."""
         return None
 
-    def leave(self, output: torch.Tensor) -> torch.Tensor:
+    def leave(self, output: torch.Tensor, query: torch.Tensor | None = None) -> torch.Tensor:
         """Hand on what attention returns."""
         return output
+
+
+class Focused(Protocol):
+    """What writes the rows of focused tokens; the worker's."""
+
+    def attend(self, query: torch.Tensor, output: torch.Tensor) -> None:
+        """Change `output` [tokens, heads, E] of `query` [tokens, heads, D] in place."""
 
 
 class HeadTap:
@@ -99,7 +116,11 @@ class HeadSteering:
 
 class HeadTaps(UnboundHeadTaps):
     """The taps of one attention layer of the target model; None where nothing is captured, and
-    where the layer's heads are not steered."""
+    where the layer's heads are not steered.
+
+    Args:
+        focuses: the layer's name in the forward context, if requests may focus it.
+    """
 
     def __init__(
         self,
@@ -108,9 +129,13 @@ class HeadTaps(UnboundHeadTaps):
         v: HeadTap | None,
         z: HeadTap | None,
         steering: HeadSteering | None = None,
+        focuses: str | None = None,
     ) -> None:
         self.q, self.k, self.v, self.z = q, k, v, z
         self.steering = steering
+        self.focuses = focuses
+        self.focused: Focused | None = None
+        """What focuses the layer, once there is a KV cache."""
 
     def enter(
         self,
@@ -126,11 +151,42 @@ class HeadTaps(UnboundHeadTaps):
         if self.v is not None and value is not None:
             self.v.read(value)
 
-    def leave(self, output: torch.Tensor) -> torch.Tensor:
-        """Steer what attention returns, [tokens, heads, width] or [tokens, heads * width], and
-        capture it; returns it in the same shape."""
+    def leave(self, output: torch.Tensor, query: torch.Tensor | None = None) -> torch.Tensor:
+        """Focus and steer what attention returns, [tokens, heads, width] or [tokens, heads *
+        width], and capture it; returns it in the same shape.
+
+        Args:
+            query: what attention got, [tokens, heads, D]; None where it is not focused.
+        """
+        if self.focuses is not None and query is not None:
+            torch.ops.vllm.focus_attention(query, output, _encode_layer_name(self.focuses))
         if self.steering is not None:
             output = self.steering.steer(output)
         if self.z is not None:
             self.z.read(output)
         return output
+
+
+def focus_attention(query: torch.Tensor, output: torch.Tensor, layer_name: LayerNameType) -> None:
+    """Focus what a layer's attention returned, [tokens, heads, E], in place. An op, because it
+    reads the pages of the KV cache, which are not there yet when code is traced."""
+    layer = get_forward_context().no_compile_layers[_resolve_layer_name(layer_name)]
+    if layer.taps.focused is not None:
+        layer.taps.focused.attend(query, output)
+
+
+def _focus_attention_fake(
+    query: torch.Tensor, output: torch.Tensor, layer_name: LayerNameType
+) -> None:
+    return None
+
+
+FOCUS_OP = "vllm::focus_attention"
+
+direct_register_custom_op(
+    op_name="focus_attention",
+    op_func=focus_attention,
+    mutates_args=["output"],
+    fake_impl=_focus_attention_fake,
+    dispatch_key=current_platform.dispatch_key,
+)

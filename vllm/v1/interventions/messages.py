@@ -8,6 +8,7 @@ import msgspec
 import numpy as np
 import torch
 
+from vllm.v1.interventions.focus import FocusOp
 from vllm.v1.interventions.plan import AttentionRead, LensRead, Site, VectorSet, VectorSum
 from vllm.v1.interventions.terms import Term
 
@@ -79,6 +80,18 @@ class WorkerRequest(msgspec.Struct, frozen=True):
     """int32 [segments]: the row of the program table, 0 for no ops."""
     capture_sites: tuple[Site, ...] = ()
     capture_streams: tuple[WorkerStream, ...] = ()
+    focus: tuple[int, ...] = ()
+    """The row of the table of focus programs of each segment, 0 for none; () for none anywhere."""
+
+
+class PlacedFocus(msgspec.Struct, frozen=True, array_like=True):
+    """The focus programs of a request, and where they are."""
+
+    rows: np.ndarray
+    """int64 [programs]: their rows of the workers' tables."""
+    programs: list[list[int]]
+    """What each does: places in `ops`."""
+    ops: list[FocusOp]
 
 
 class PlacedPrograms(msgspec.Struct, frozen=True):
@@ -116,6 +129,7 @@ class StepInterventions(msgspec.Struct):
     dropped_sets: list[str] = []
     terms: list[PlacedTerm] = []
     programs: list[PlacedPrograms] = []
+    focus: list[PlacedFocus] = []
     projections: list[tuple[int, bytes]] = []
     """New matrices: (first row in the table, float32 [k, hidden], C order, native endian)."""
     admitted: dict[str, WorkerRequest] = {}
@@ -132,6 +146,7 @@ class StepInterventions(msgspec.Struct):
             or self.dropped_sets
             or self.terms
             or self.programs
+            or self.focus
             or self.projections
             or self.admitted
             or self.rows

@@ -12,6 +12,7 @@ import torch
 
 from vllm.config.steering import HEADS
 from vllm.v1.interventions.errors import need_mapping, reject, show, show_key
+from vllm.v1.interventions.focus import FOCUS
 from vllm.v1.interventions.plan import Site, TapShape
 from vllm.v1.interventions.positions import ALL, Positions
 from vllm.v1.interventions.sites import need_heads, need_layers, need_sites
@@ -104,6 +105,7 @@ def parse_ops(
     families: frozenset[str],
     select: Select,
     max_terms: int,
+    others: Callable[[Any, str], bool] = lambda entry, path: False,
 ) -> list[Op]:
     """Parse `SamplingParams.steering`, a list of operations, in their order.
 
@@ -114,6 +116,7 @@ def parse_ops(
         families: what the engine was started with, of `config.steering.FAMILIES`.
         select: resolves `positions`.
         max_terms: most operations at one site.
+        others: takes entries of other kinds, each with its path; returns whether it did.
 
     Raises:
         ValueError: an unknown operation, key, point or position, a layer the model does not have,
@@ -125,6 +128,8 @@ def parse_ops(
     ops: list[Op] = []
     at_site: Counter[Site] = Counter()
     for i, entry in enumerate(value):
+        if others(entry, f"{path}[{i}]"):
+            continue
         op = _Entry(entry, f"{path}[{i}]", shape, families).parse(select)
         at_site.update(() if op.heads else op.sites)
         for point, layer in op.sites:
@@ -191,8 +196,10 @@ class _Entry:
     def name(self) -> str:
         """The operation, its keys checked."""
         name = plain(self.given.get("op"))
+        if name == FOCUS:
+            reject(f"{self.path}.op", "focus belongs to a request, as its span does")
         if not isinstance(name, str) or name not in (*OPS, *HEAD_OPS):
-            known = ", ".join(dict.fromkeys((*OPS, *HEAD_OPS)))
+            known = ", ".join(dict.fromkeys((*OPS, *HEAD_OPS, FOCUS)))
             reject(
                 f"{self.path}.op",
                 f"unknown operation {show(name)}; operations are {known}",
@@ -210,7 +217,7 @@ class _Entry:
         layers = "heads" if self.of_heads and "heads" in self.given else "layers"
         needed = ("op", "point", layers, *needed)
         gate = () if self.of_heads else ("gate",)
-        _need_keys(self.given, self.path, name, needed, (*allowed, "positions", *gate))
+        need_keys(self.given, self.path, name, needed, (*allowed, "positions", *gate))
         return name
 
     def need_family(self, family: str, key: str) -> None:
@@ -225,7 +232,7 @@ class _Entry:
         self.need_family("gate", "gate")
         path = f"{self.path}.gate"
         gate = need_mapping(self.given["gate"], path)
-        _need_keys(gate, path, "a gate", _GATE_KEYS, ("when",))
+        need_keys(gate, path, "a gate", _GATE_KEYS, ("when",))
         when = gate.get("when", "row")
         if not isinstance(when, str) or when not in _WHEN:
             reject(f"{path}.when", f"unknown {show(when)}; use 'row' or 'last_prompt'")
@@ -345,13 +352,14 @@ class _Entry:
             reject(path, f"overflows {self.shape.dtype}")
 
 
-def _need_keys(
+def need_keys(
     given: Mapping[Any, Any],
     path: str,
     name: str,
     needed: tuple[str, ...],
     allowed: tuple[str, ...],
 ) -> None:
+    """Raise ValueError for unknown keys of a mapping, and for needed ones that it lacks."""
     unknown = sorted(show_key(k) for k in given.keys() - {*needed, *allowed})
     if unknown:
         known = ", ".join(dict.fromkeys((*needed, *allowed)))

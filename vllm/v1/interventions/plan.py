@@ -11,6 +11,7 @@ import msgspec
 import numpy as np
 import torch
 
+from vllm.v1.interventions.focus import FocusOp, FocusProgram
 from vllm.v1.interventions.terms import Term
 
 Site = tuple[str, int]
@@ -133,6 +134,10 @@ class Segment(msgspec.Struct, frozen=True, array_like=True):
     first: int
     vector_sum: str
     program: str
+    focus: str = UNSTEERED
+    """Of `SteeringPlan.focus_programs`."""
+    focus_key: str = UNSTEERED
+    """What of it can act here: the keys that are there."""
 
 
 class SteeringPlan(msgspec.Struct, frozen=True):
@@ -150,6 +155,8 @@ class SteeringPlan(msgspec.Struct, frozen=True):
     """The sites of ops in the order of the stream, each with its ops, as places in
     `Program.terms`, in the order they act."""
     terms: list[Term] = []
+    focus_programs: list[FocusProgram] = []
+    focus_ops: list[FocusOp] = []
 
 
 GIVES = ("mass", "peak", "top", "weights")

@@ -58,6 +58,9 @@ class Positions:
             return self if self._stop_list else other
         return Positions(self.runs() + other.runs())
 
+    def __and__(self, other: "Positions") -> "Positions":
+        return self - (self - other)
+
     def __sub__(self, other: "Positions") -> "Positions":
         edges = sorted({*self.flat(), *other.flat()})
         at = np.array(edges, np.int64)

@@ -7,10 +7,12 @@ from dataclasses import dataclass
 from itertools import chain
 from typing import NoReturn, TypeVar
 
+import msgspec
 import numpy as np
 
 from vllm.config.steering import SteeringConfig
 from vllm.v1.interventions.errors import reject
+from vllm.v1.interventions.frontend.focus_request import Focusing, FocusPrograms
 from vllm.v1.interventions.frontend.work import Unit, Work
 from vllm.v1.interventions.ops import Op
 from vllm.v1.interventions.plan import (
@@ -84,6 +86,7 @@ class SegmentBuilder:
         self.shared: list[_Shared] = []
         self.on_heads: list[_OnHeads] = []
         self.ops: list[Op] = []
+        self.focused: list[Focusing] = []
 
     @property
     def phases(self) -> dict[str, Positions]:
@@ -141,6 +144,7 @@ class SegmentBuilder:
         where += [shared.positions for shared in self.shared]
         where += [part.positions for part in self.on_heads]
         where += [op.positions or ALL for op in self.ops]
+        where += [focus.queries for focus in self.focused]
         edges = {0, self._prompt}
         decider = None
         if any(op.frozen for op in self.ops):
@@ -150,6 +154,8 @@ class SegmentBuilder:
         for op in self.ops:
             if len(op.terms) > 1 and op.positions is not None:
                 edges |= set(op.positions.array().tolist())
+        # What there is of a span at a position changes where its runs begin and end.
+        edges |= {edge for focus in self.focused for edge in focus.op.runs if edge < END}
         firsts = np.array(sorted(edges), dtype=np.int64)
         self.work.charge(len(firsts), Unit.SEGMENT, path)
         self.work.charge(len(firsts) * len(where), Unit.CELL, path)
@@ -171,7 +177,7 @@ class SegmentBuilder:
         )
         programs = _Programs(self, path)
         program_keys = [
-            programs.key(first, row[split:], decides=first == decider)
+            programs.key(first, row[split : split + len(self.ops)], decides=first == decider)
             for first, row in zip(firsts.tolist(), acts, strict=True)
         ]
         made_programs = _made(
@@ -184,17 +190,17 @@ class SegmentBuilder:
                 f"max_steering_rows={config.max_steering_rows}",
             ),
         )
+        focused = acts[:, split + len(self.ops) :]
+        focus = FocusPrograms(self.focused, self.work, path, config.max_steering_configs)
         segments: list[Segment] = []
-        for first, sum_key, program_key in zip(
-            firsts.tolist(), sum_keys, program_keys, strict=True
+        for first, sum_key, program_key, focusing in zip(
+            firsts.tolist(), sum_keys, program_keys, focused, strict=True
         ):
             vector_sum, program = sums[sum_key], made_programs[program_key]
-            same = segments and (segments[-1].vector_sum, segments[-1].program) == (
-                vector_sum,
-                program,
-            )
+            segment = Segment(first, vector_sum, program, *focus.make(first, focusing))
+            same = segments and msgspec.structs.replace(segments[-1], first=first) == segment
             if not same or first == self._prompt:
-                segments.append(Segment(first, vector_sum, program))
+                segments.append(segment)
         return SteeringPlan(
             segments=segments,
             inherit=inherit,
@@ -203,6 +209,8 @@ class SegmentBuilder:
             programs=list(programs.programs.values()),
             op_sites=programs.op_sites,
             terms=list(programs.terms.values()),
+            focus_programs=list(focus.programs.values()),
+            focus_ops=[each.op for each in self.focused],
         )
 
 

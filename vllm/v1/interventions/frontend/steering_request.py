@@ -6,6 +6,7 @@ from typing import Any
 from vllm.config.steering import MAX_MODULES, SteeringConfig
 from vllm.sampling_params import SamplingParams
 from vllm.v1.interventions.errors import reject, show
+from vllm.v1.interventions.frontend.focus_request import FocusParser, is_focus
 from vllm.v1.interventions.frontend.module_catalog import ModuleCatalog, origin
 from vllm.v1.interventions.frontend.segments import SegmentBuilder
 from vllm.v1.interventions.frontend.selectors import Prompt, Selector
@@ -119,12 +120,20 @@ class _Request:
         return named
 
     def add_ops(self, value: Any) -> None:
-        families = frozenset(self._config.steering_families)
-        ops = parse_ops(
-            value, "steering", self._shape, families, self._select, self._config.max_steering_ops
-        )
-        for i, op in enumerate(ops):
-            need_steered_points(op.sites, f"steering[{i}]", self._config)
+        families, paths = frozenset(self._config.steering_families), []
+        focus = FocusParser(self._shape, families, self._select, self._prompt.work)
+
+        def focused(entry: Any, path: str) -> bool:
+            if is_focus(entry):
+                self._segments.focused.append(focus.parse(entry, path))
+            else:
+                paths.append(path)
+            return is_focus(entry)
+
+        most = self._config.max_steering_ops
+        ops = parse_ops(value, "steering", self._shape, families, self._select, most, focused)
+        for path, op in zip(paths, ops, strict=True):
+            need_steered_points(op.sites, path, self._config)
         self._segments.operate(ops, self._config)
 
     def plan(self) -> SteeringPlan:
@@ -146,7 +155,7 @@ class _Request:
                 f"max_steering_rows={config.max_steering_rows}",
             )
         end = len(self._prompt.token_ids) + self._prompt.max_tokens - 1
-        acting = [s.first for s in plan.segments if s.vector_sum or s.program]
+        acting = [s.first for s in plan.segments if s.vector_sum or s.program or s.focus]
         if self._given and acting and acting[0] >= end:
             reject(path, "can act on no position: with max_tokens=1 no generated token is fed back")
         return plan

@@ -39,7 +39,10 @@ class BlockIdentity:
         self._own = [(0, UNSTEERED), (num_prompt_tokens, UNSTEERED)]
         self._inherits = plan is None or plan.inherit
         if plan is not None:
-            self._own = [(s.first, _join(s.vector_sum, s.program)) for s in plan.segments]
+            self._own = [
+                (s.first, _join(s.vector_sum, s.program, *filter(None, [s.focus_key])))
+                for s in plan.segments
+            ]
         self._eras = [NO_GLOBALS]
         self._segments = self._merged()
 

@@ -12,6 +12,7 @@ from vllm.v1.interventions.plan import UNSTEERED, Segment, SteeringPlan, TapShap
 from vllm.v1.interventions.scheduler.admission import Pool
 from vllm.v1.interventions.scheduler.capture_sessions import CaptureSessions
 from vllm.v1.interventions.scheduler.changes import Changes
+from vllm.v1.interventions.scheduler.focus_pool import FocusPool
 from vllm.v1.interventions.scheduler.projection_pool import ProjectionPool
 from vllm.v1.interventions.scheduler.row_budget import RowBudget
 from vllm.v1.interventions.scheduler.row_relay import RowRelay
@@ -46,7 +47,8 @@ class SchedulerInterventions:
         self.terms = TermPool(steering.max_steering_rows if steering.has_ops else 0)
         self.rows = RowBudget(config)
         self.projections = ProjectionPool(PROJECTION_ROWS)
-        self._pools: tuple[Pool, ...] = (self.slots, self.terms, self.projections)
+        self.focus = FocusPool(steering.max_steering_configs if steering.focuses else 0)
+        self._pools: tuple[Pool, ...] = (self.slots, self.terms, self.focus, self.projections)
         self.captures = CaptureSessions(config)
         self.relay = RowRelay(self.captures)
         self.tiers = GlobalState(shape)
@@ -78,7 +80,9 @@ class SchedulerInterventions:
         if request.request_id in self._reserved:
             return True
         steering, capture = request.interventions.plan.steering, request.interventions.plan.capture
-        steers = steering is not None and bool(steering.sums or steering.programs)
+        steers = steering is not None and bool(
+            steering.sums or steering.programs or steering.focus_programs
+        )
         projects = capture is not None and bool(capture.projections)
         if (steers or projects) and not self._turns.try_admit(request):
             return False
@@ -151,6 +155,9 @@ class SchedulerInterventions:
             ),
             capture_sites=tuple(plan.capture.sites) if plan.capture else (),
             capture_streams=self.projections.streams(plan.capture) if plan.capture else (),
+            focus=tuple(self.focus.row(request.request_id, s.focus) for s in steering.segments)
+            if steering.focus_programs
+            else (),
         )
 
     def preempt(self, request: Request) -> None:
@@ -239,6 +246,7 @@ def _need(request: Request) -> Hashable:
         tuple(vector_sum.digest for vector_sum in steering.sums),
         tuple(term.digest for term in steering.terms),
         len(steering.programs),
+        len(steering.focus_programs),
     )
     return steers, tuple(capture.projections) if capture else ()
 

@@ -16,6 +16,7 @@ from vllm.distributed import get_tp_group
 from vllm.logger import init_logger
 from vllm.model_executor.layers.attention.mla_attention import MLAAttention
 from vllm.v1.interventions.plan import Site
+from vllm.v1.interventions.worker.attention_layers import group_of
 from vllm.v1.interventions.worker.attention_reader import AttentionReader, LayerReader, Queriers
 from vllm.v1.interventions.worker.kv_pages import unreadable
 from vllm.v1.interventions.worker.paged_products import grouped_heads
@@ -58,16 +59,14 @@ def prove_attention(
     tp = get_tp_group()
     layers: dict[int, LayerReader] = {}
     of_layer: dict[int, int] = {}
-    group_of = {name: i for i, names in enumerate(groups) for name in names}
     for layer, module in interventions.attention.items():
         why = unreadable(module)
         if isinstance(module, MLAAttention) or why:
             unread[layer] = why
             continue
-        # A layer that has the pages of another may be in no group.
-        shared = module.kv_sharing_target_layer_name or ""
-        of_layer[layer] = group_of.get(module.layer_name, group_of.get(shared, 0))
-        layers[layer] = LayerReader(module, tables[of_layer[layer]], tp.rank_in_group)
+        of_layer[layer] = group_of(module, groups)
+        table, focus = tables[of_layer[layer]], interventions.focus_of(layer)
+        layers[layer] = LayerReader(module, table, tp.rank_in_group, focus)
     needed = sum(shape.arena_rows((p, layer)) for layer in layers for p in ("q", "z"))
     if needed > len(arena):
         why = f"its start-up proof needs capture_buffer_bytes={needed * shape.row_bytes} or more"

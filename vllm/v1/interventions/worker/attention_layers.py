@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which modules of a loaded model are its layers' attention, and what heads they have."""
 
-from collections.abc import Mapping
-from typing import NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
+import torch
 from torch import nn
 
 from vllm.distributed import get_tensor_model_parallel_world_size
@@ -58,3 +59,31 @@ def _latent_heads_of(module: MLAAttention) -> AttentionHeads:
     heads = module.num_heads * get_tensor_model_parallel_world_size()
     query = module.qk_nope_head_dim + module.qk_rope_head_dim
     return AttentionHeads(module, {"q": (heads, query), "z": (heads, module.v_head_dim)}, 1)
+
+
+def block_tables(runner: Any) -> list[torch.Tensor]:
+    """Which blocks have the keys of each request of the batch, in batch order: int32 [requests,
+    blocks] on the device of each KV group, tensors that a runner keeps."""
+    if runner.vllm_config.use_v2_model_runner:
+        return list(runner.block_tables.input_block_tables)
+    return [table.block_table.gpu for table in runner.input_batch.block_table.block_tables]
+
+
+def group_of(module: Attention, groups: Sequence[Sequence[str]]) -> int:
+    """In which of the KV groups, given by their layers' names, a layer's keys are."""
+    # A layer that has the pages of another may be in no group.
+    names = (module.layer_name, module.kv_sharing_target_layer_name)
+    return next((i for name in names for i, own in enumerate(groups) if name in own), 0)
+
+
+def block_tables_of(
+    runner: Any, modules: Mapping[int, Attention | MLAAttention]
+) -> dict[int, torch.Tensor]:
+    """The block table of each layer that has keys of heads."""
+    tables = block_tables(runner)
+    groups = [group.layer_names for group in runner.kv_cache_config.kv_cache_groups]
+    return {
+        layer: tables[group_of(module, groups)]
+        for layer, module in modules.items()
+        if isinstance(module, Attention)
+    }

@@ -17,6 +17,8 @@ from torch.distributed import ProcessGroup, all_reduce
 from vllm.model_executor.layers.attention.attention import Attention
 from vllm.v1.interventions.plan import AttentionRead
 from vllm.v1.interventions.positions import END
+from vllm.v1.interventions.worker.focus_kernel import LayerTable
+from vllm.v1.interventions.worker.focused_weights import Focus, normalised
 from vllm.v1.interventions.worker.kv_pages import Sight, pages_of, sight_of
 from vllm.v1.interventions.worker.paged_products import FEW, grouped_heads, paged_products
 from vllm.v1.interventions.worker.projection_table import CHUNK_BYTES
@@ -35,6 +37,8 @@ class Queriers(NamedTuple):
     all ranges of all requests behind each other, `END` positions for each."""
     edges: torch.Tensor
     """int64 [edges] there, sorted: where the ranges' runs begin and end on that line, in turn."""
+    programs: torch.Tensor | None = None
+    """int [n] there: what focus does at each query; None where there is no focus."""
 
     @staticmethod
     def of(
@@ -73,7 +77,8 @@ class Queriers(NamedTuple):
             if inside > 0:
                 places.append((place, inside))
             first += count
-        return Queriers(places, self.requests[own], self.bases[own], self.edges)
+        programs = None if self.programs is None else self.programs[own]
+        return Queriers(places, self.requests[own], self.bases[own], self.edges, programs)
 
 
 class LayerReader:
@@ -85,9 +90,17 @@ class LayerReader:
             which blocks have the keys of each request of the batch, in batch order.
         rank: the tensor-parallel one. The heads here are its part of the model's; only `within`
             knows the model's numbers.
+        focus: what programs of focus do here; None where there are none.
     """
 
-    def __init__(self, module: Attention, table: torch.Tensor, rank: int = 0) -> None:
+    def __init__(
+        self,
+        module: Attention,
+        table: torch.Tensor,
+        rank: int = 0,
+        focus: LayerTable | None = None,
+    ) -> None:
+        self.focus = focus
         self.width = module.head_size
         self.pages, self.sight = pages_of(module), sight_of(module)
         self.table = table
@@ -190,11 +203,18 @@ class AlikeSites(NamedTuple):
             rows = queries[:, self.columns[i]].unflatten(1, (len(self.heads[i]), -1))
             keys = self.key_heads[i]
             layer.products(rows, self.heads[i], keys, positions, queriers, scores[:, i])
-        return attend(scores, positions, self.sight)
+        logits = logits_of(scores, positions, self.sight)
+        weights = normalised(logits, self.sight.sinks)
+        for i, layer in enumerate(self.layers):
+            if queriers.programs is not None and layer.focus is not None:
+                focus = Focus.of(layer.focus, queriers.programs, stop, self.heads[i])
+                sinks = None if self.sight.sinks is None else self.sight.sinks[i]
+                focus.apply(logits[:, i], weights[:, i], sinks)
+        return weights
 
 
-def attend(scores: torch.Tensor, positions: torch.Tensor, sight: Sight) -> torch.Tensor:
-    """The formula of docs/attention.md, in float32.
+def logits_of(scores: torch.Tensor, positions: torch.Tensor, sight: Sight) -> torch.Tensor:
+    """The logits of docs/attention.md, in float32; -inf for what a query does not see.
 
     Args:
         scores: float32 [n, sites, heads, k], products of queries with keys of positions from 0 on,
@@ -203,7 +223,7 @@ def attend(scores: torch.Tensor, positions: torch.Tensor, sight: Sight) -> torch
         sight: with slopes and sinks as [sites, heads, 1].
 
     Returns:
-        float32 [n, sites, heads, k].
+        float32 [n, sites, heads, k]; `normalised` makes weights of them.
     """
     if sight.cap:
         scores = sight.cap * torch.tanh(scores / sight.cap)
@@ -217,12 +237,7 @@ def attend(scores: torch.Tensor, positions: torch.Tensor, sight: Sight) -> torch
     if sight.chunk:
         seen &= key // sight.chunk == at // sight.chunk
     # What lies in a block behind the request's last token may be anything.
-    scores = scores.where(seen, -torch.inf)
-    if sight.sinks is None:
-        return scores.softmax(-1)
-    largest = scores.amax(-1, keepdim=True).maximum(sight.sinks)
-    weights = (scores - largest).exp()
-    return weights / (weights.sum(-1, keepdim=True) + (sight.sinks - largest).exp())
+    return scores.where(seen, -torch.inf)
 
 
 class AttentionReader:

@@ -2,6 +2,7 @@
 """The attention of a step's captured queries, block by block."""
 
 from collections.abc import Iterator
+from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
@@ -11,6 +12,23 @@ from vllm.v1.interventions.plan import AttentionRead
 from vllm.v1.interventions.step_rows import Block, Blocks
 from vllm.v1.interventions.worker.attention_reader import AlikeSites, AttentionReader, Queriers
 from vllm.v1.interventions.worker.token_map import to_device
+
+
+class Captured(NamedTuple):
+    """Captured tokens, on the device, in block order."""
+
+    positions: torch.Tensor
+    """int64 [n]."""
+    programs: torch.Tensor | None = None
+    """int32 [n]: their focus; None where no token of the step has any."""
+
+    def of_blocks(self, blocks: Blocks) -> list[tuple[Block, "Captured"]]:
+        """The blocks of a step, each with its tokens."""
+        pairs = blocks.split(self.positions)
+        if self.programs is None:
+            return [(block, Captured(at)) for block, at in pairs]
+        both = zip(pairs, blocks.split(self.programs), strict=True)
+        return [(block, Captured(at, programs)) for (block, at), (_, programs) in both]
 
 
 class BlockAttention:
@@ -30,11 +48,11 @@ class BlockAttention:
         self._queriers: WeakKeyDictionary[Block, list[Queriers]] = WeakKeyDictionary()
         """The requests of each of these streams, by block."""
 
-    def read(self, block: Block, positions: torch.Tensor) -> Iterator[torch.Tensor]:
+    def read(self, block: Block, captured: Captured) -> Iterator[torch.Tensor]:
         """Yield what leaves of the attention of a block's queries, of each stream that has any.
 
         Args:
-            positions: int64 [count] on the device, of the block's tokens.
+            captured: the block's tokens.
         """
         group, device = block.group, self._arena.device
         if group not in self._sites:
@@ -52,15 +70,13 @@ class BlockAttention:
             self._sites[group], self._queriers[block], strict=True
         ):
             queries = block.heads(self._arena, columns)
-            yield self._reader.read(read, sites, queries, positions, queriers, block.stop)
+            asking = queriers._replace(programs=captured.programs)
+            at = captured.positions
+            yield self._reader.read(read, sites, queries, at, asking, block.stop)
 
-    def add_own(self, blocks: Blocks, positions: torch.Tensor) -> None:
-        """Give the tensor-parallel rank that sends a step's rows the part of this rank's heads.
-
-        Args:
-            positions: int64 [n] on the device, the captured tokens' in block order.
-        """
-        for block, at in blocks.split(positions):
+    def add_own(self, blocks: Blocks, captured: Captured) -> None:
+        """Give the tensor-parallel rank that sends a step's rows the part of this rank's heads."""
+        for block, at in captured.of_blocks(blocks):
             if block.group.attends:
                 for _ in self.read(block, at):
                     pass

@@ -11,7 +11,7 @@ from vllm.v1.capture.transport.landing import Landing
 from vllm.v1.interventions.capture_groups import CaptureGroup, LocalStream
 from vllm.v1.interventions.plan import LensRead
 from vllm.v1.interventions.step_rows import Block, StepRows
-from vllm.v1.interventions.worker.block_attention import BlockAttention
+from vllm.v1.interventions.worker.block_attention import BlockAttention, Captured
 from vllm.v1.interventions.worker.lens_reader import LensReader
 from vllm.v1.interventions.worker.pinning import PIECE_BYTES
 from vllm.v1.interventions.worker.projection_table import CHUNK_BYTES, ProjectionTable
@@ -45,14 +45,11 @@ class Outbox:
             self._leaving = torch.empty_like(arena)
             self._stream = torch.cuda.Stream(arena.device)
 
-    def send(self, step: StepRows, positions: torch.Tensor) -> None:
-        """Give a step's result the rows that its forward left in the arena.
-
-        Args:
-            positions: int64 [n] on the device, the captured tokens' in block order.
-        """
-        blocks = step.blocks.split(positions)
+    def send(self, step: StepRows, captured: Captured) -> None:
+        """Give a step's result the rows that its forward left in the arena."""
+        blocks = captured.of_blocks(step.blocks)
         made = [values for block, at in blocks for values in self._made_of(block, at)]
+        positions = captured.positions
         size = step.num_bytes
         memory = self._landing.take(size)
         places = None if memory is None else self._landing
@@ -90,11 +87,11 @@ class Outbox:
             there[done:stop].copy_(rows[done:stop], non_blocking=True)
             done = stop
 
-    def _made_of(self, block: Block, positions: torch.Tensor) -> Iterator[torch.Tensor]:
+    def _made_of(self, block: Block, captured: Captured) -> Iterator[torch.Tensor]:
         """What leaves of a block's rest: scores, sums, heads, and what lenses and attention make.
 
         Args:
-            positions: int64 [count] on the device, of the block's tokens.
+            captured: the block's tokens.
         """
         streams = block.group.streams
         if block.group not in self._columns:
@@ -105,7 +102,7 @@ class Outbox:
         reads: Iterator[torch.Tensor] = iter(())
         if block.group.attends:
             assert self.attention is not None
-            reads = self.attention.read(block, positions)
+            reads = self.attention.read(block, captured)
         for stream, columns in zip(streams, self._columns[block.group], strict=True):
             if isinstance(stream.reads, LensRead):
                 assert self.lens is not None
@@ -114,7 +111,7 @@ class Outbox:
             elif stream.projection is not None:
                 yield self._scores_of(block, stream)
             elif stream.summed:
-                yield self._sums_of(block, stream, positions)
+                yield self._sums_of(block, stream, captured.positions)
             elif columns is not None:
                 yield next(reads) if stream.reads is not None else block.heads(self._arena, columns)
 

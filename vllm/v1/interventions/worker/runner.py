@@ -18,7 +18,7 @@ from vllm.config.capture import HEAD_POINTS
 from vllm.config.steering import HEADS, POINTS
 from vllm.model_executor.layers.attention.attention import Attention
 from vllm.model_executor.layers.attention.mla_attention import MLAAttention
-from vllm.model_executor.layers.attention_taps import HeadSteering, HeadTap, HeadTaps
+from vllm.model_executor.layers.attention_taps import FOCUS_OP, HeadSteering, HeadTap, HeadTaps
 from vllm.model_executor.layers.native_rows import NATIVE_ROWS, NativeTap
 from vllm.model_executor.layers.residual_taps import BoundTaps, PassTap, SiteTap
 from vllm.v1.capture.transport.landing import Landing
@@ -26,10 +26,16 @@ from vllm.v1.interventions.capture_groups import CaptureGroup, CaptureGroups
 from vllm.v1.interventions.messages import num_table_rows
 from vllm.v1.interventions.plan import Site, TapShape
 from vllm.v1.interventions.step_rows import Blocks, Members, StepRows
-from vllm.v1.interventions.worker.attention_layers import AttentionHeads, attention_of
+from vllm.v1.interventions.worker.attention_layers import (
+    AttentionHeads,
+    attention_of,
+    block_tables_of,
+)
 from vllm.v1.interventions.worker.attention_reader import AttentionReader
 from vllm.v1.interventions.worker.attention_requests import AttentionRequests
-from vllm.v1.interventions.worker.block_attention import BlockAttention
+from vllm.v1.interventions.worker.block_attention import BlockAttention, Captured
+from vllm.v1.interventions.worker.focus_kernel import LayerTable, Workspace
+from vllm.v1.interventions.worker.focus_table import FocusedAttention, FocusTable
 from vllm.v1.interventions.worker.lens_files import FileLens
 from vllm.v1.interventions.worker.lens_reader import LensReader
 from vllm.v1.interventions.worker.model_variants import ModelVariants
@@ -80,12 +86,15 @@ class WorkerInterventions:
         self._dest_rows: dict[Site, int] = {}
         self.table: SteeringTable | None = None
         self._terms: TermTable | None = None
+        self._focus: FocusTable | None = None
+        self._workspace: Workspace | None = None
+        self._focused_taps: dict[int, HeadTaps] = {}
         self._projections: ProjectionTable | None = None
         self._outbox: Outbox | None = None
         self._reads: BlockAttention | None = None
         self._captured_tokens = 0
         self._decoding: Decoding | None = None
-        self._pending: tuple[StepRows, torch.Tensor] | None = None
+        self._pending: tuple[StepRows, Captured] | None = None
         # The stream is the same on every tensor-parallel rank: the first one captures.
         parallel = config.parallel_config
         self.captures_here = self._capture and parallel.rank % parallel.tensor_parallel_size == 0
@@ -142,9 +151,15 @@ class WorkerInterventions:
         if not (config.capture_config.captures_heads or config.steering_config.steers_heads):
             attention = {}
         self.attention = {index: found.module for index, found in attention.items()}
+        self._allocate_focus()
         for index, found in attention.items():
             q, k, v, z = (self._head_tap(point, index, found) for point in HEAD_POINTS)
-            taps[found.module] = HeadTaps(q, k, v, z, self._head_steering(index))
+            focused = self._focus is not None and index in self._focus.at
+            name = found.module.layer_name if focused else None
+            bound = HeadTaps(q, k, v, z, self._head_steering(index), name)
+            taps[found.module] = bound
+            if focused:
+                self._focused_taps[index] = bound
         self._variants = ModelVariants(self._config, model, taps)
 
     def _allocate(self, shape: TapShape) -> None:
@@ -186,6 +201,41 @@ class WorkerInterventions:
                 (len(self._dest_rows), max_tokens), -1, dtype=torch.int32, device=device
             )
             self._dest_host = np.full(tuple(self.dest.shape), -1, dtype=np.int32)
+
+    def _allocate_focus(self) -> None:
+        """Make what focus needs on the device, and have it cut piecewise graphs, as attention
+        does."""
+        modules = {n: m for n, m in self.attention.items() if isinstance(m, Attention)}
+        config = self._config.steering_config
+        if not (config.focuses and modules):
+            return
+        heads = {n: m.num_heads for n, m in modules.items()}
+        self._focus = FocusTable(heads, config.max_steering_configs, self._device)
+        if self._device.type == "cuda":
+            width = max(m.head_size_v for m in modules.values())
+            self._workspace = Workspace.of(max(heads.values()), width, self._device)
+        cuts = self._config.compilation_config.splitting_ops
+        if cuts and FOCUS_OP not in cuts:
+            cuts.append(FOCUS_OP)
+
+    def bind_caches(self, runner: Any) -> None:
+        """Tell layers that are focused where the pages of their KV cache are.
+
+        Args:
+            runner: the model runner, which has just allocated them.
+        """
+        tables = block_tables_of(runner, self.attention)
+        for layer, taps in self._focused_taps.items():
+            module = self.attention[layer]
+            assert isinstance(module, Attention) and self._focus is not None
+            table = self._focus.at[layer]
+            taps.focused = FocusedAttention(
+                module, tables[layer], self.tokens, table, self._workspace
+            )
+
+    def focus_of(self, layer: int) -> LayerTable | None:
+        """What programs of focus do at a layer; None where there is no focus."""
+        return None if self._focus is None else self._focus.at.get(layer)
 
     def _tap(self, point: str, layer: int) -> PassTap | SiteTap:
         site = (point, layer)
@@ -331,6 +381,8 @@ class WorkerInterventions:
             self.table.apply(step)
         if self._terms is not None:
             self._terms.apply(step)
+        if self._focus is not None:
+            self._focus.apply(step)
 
     def forget(self) -> None:
         """Clear all tables: after sleep the device's memory holds anything, and the scheduler sends
@@ -345,6 +397,8 @@ class WorkerInterventions:
             self.table.forget()
         if self._terms is not None:
             self._terms.forget()
+        if self._focus is not None:
+            self._focus.forget()
         if self._projections is not None:
             self._projections.forget()
 
@@ -352,6 +406,7 @@ class WorkerInterventions:
         """Prepare a dummy forward: no token is steered or captured, but by the start-up check."""
         if self.sites:
             self.tokens.clear(0)
+            self.tokens.focuses = True  # graphs are recorded with all that a step may need
             self._clear_dest()
             if self._probe is not None:
                 self._probe()
@@ -386,7 +441,7 @@ class WorkerInterventions:
         if last and len(req_ids) == total and (last.req_ids, last.wanted) == (req_ids, wanted):
             # As in the step before: nothing is sent.
             self._attention.count_keys(last.blocks)
-            self._pending = self._step_rows(last.blocks), positions[last.token_index]
+            self._pending = self._rows_at(last.blocks, positions, last.token_index)
             return
         self._clear_dest()
         # Requests that want the same share one dense block of the arena.
@@ -407,13 +462,18 @@ class WorkerInterventions:
         self.dest[:, :total] = to_device(self._dest_host[:, :total], self._device)
         self._captured_tokens = total
         token_index = to_device(np.concatenate(of_block), self._device)
-        self._pending = self._step_rows(blocks), positions[token_index]
+        self._pending = self._rows_at(blocks, positions, token_index)
         if total == len(req_ids):
             self._decoding = Decoding(list(req_ids), wanted, blocks, token_index)
 
-    def _step_rows(self, blocks: Blocks) -> StepRows:
+    def _rows_at(
+        self, blocks: Blocks, positions: torch.Tensor, token_index: torch.Tensor
+    ) -> tuple[StepRows, Captured]:
+        """A step's result, and what is captured for it."""
         assert self.shape is not None
-        return StepRows(self._version, blocks, self.shape.hidden_size, self.shape.torch_dtype)
+        rows = StepRows(self._version, blocks, self.shape.hidden_size, self.shape.torch_dtype)
+        programs = self.tokens.focus[token_index] if self.tokens.focuses else None
+        return rows, Captured(positions[token_index].long(), programs)
 
     def _clear_dest(self) -> None:
         if self._captured_tokens and self.dest is not None:
@@ -426,12 +486,12 @@ class WorkerInterventions:
         """Send this step's rows to the host, after the forward; None if it captured none."""
         if self._pending is None:
             return None
-        (rows, positions), self._pending = self._pending, None
+        (rows, captured), self._pending = self._pending, None
         if self._outbox is None:
             assert self._reads is not None
-            self._reads.add_own(rows.blocks, positions.long())
+            self._reads.add_own(rows.blocks, captured)
             return None
-        self._outbox.send(rows, positions.long())
+        self._outbox.send(rows, captured)
         return rows
 
     def rows_alone(self) -> ModelRunnerOutput | None:

@@ -17,6 +17,7 @@ import torch
 from vllm.logger import init_logger
 from vllm.v1.interventions.plan import Site, TapShape
 from vllm.v1.interventions.worker.attention_check import Fill, prove_attention
+from vllm.v1.interventions.worker.attention_layers import block_tables
 from vllm.v1.interventions.worker.lens_check import prove_lenses
 
 if TYPE_CHECKING:
@@ -54,7 +55,6 @@ def check_worker(worker: Any) -> TapShape | None:
 
     with torch.inference_mode():
         if runner.vllm_config.use_v2_model_runner:
-            tables = runner.block_tables.input_block_tables
             with _lent_by(runner.block_tables):
                 check_sites(interventions, runner._dummy_run)
                 lenses(runner._dummy_run)
@@ -64,7 +64,6 @@ def check_worker(worker: Any) -> TapShape | None:
                     runner._dummy_run(NUM_TOKENS, context_len=context)
         else:
             in_v1 = runner.input_batch.block_table.block_tables
-            tables = [table.block_table.gpu for table in in_v1]
             with _lent_blocks(in_v1):
                 # V1 leaves out attention by default, and its output uninitialised.
                 attending = partial(runner._dummy_run, force_attention=True)
@@ -79,7 +78,7 @@ def check_worker(worker: Any) -> TapShape | None:
 
         shape = interventions.shape
         groups = [group.layer_names for group in runner.kv_cache_config.kv_cache_groups]
-        unread = prove_attention(interventions, groups, tables, run)
+        unread = prove_attention(interventions, groups, block_tables(runner), run)
     interventions.started()
     return msgspec.structs.replace(shape, unread=unread)
 

@@ -10,7 +10,7 @@ _SHIFT = 40
 """Bits of a position: (request << _SHIFT) + position is one number, so one sorted search serves a
 whole batch."""
 
-_PLAIN = (np.zeros(1, np.int64), np.zeros(1, np.int32), np.zeros(1, np.int32))
+_PLAIN = WorkerRequest(np.zeros(1, np.int64), np.zeros(1, np.int32), np.zeros(1, np.int32))
 
 
 class TokenMap:
@@ -25,6 +25,14 @@ class TokenMap:
         """The table row of each token; 0 for padding and plain tokens."""
         self.program = torch.zeros(max_tokens, dtype=torch.int32, device=device)
         """The program of each token; 0 for no ops."""
+        self.focus = torch.zeros(max_tokens, dtype=torch.int32, device=device)
+        """The focus program of each token; 0 for none."""
+        self.requests = torch.zeros(max_tokens, dtype=torch.int32, device=device)
+        """The place in the batch of each token's request; of steps with focus."""
+        self.positions = torch.zeros(max_tokens, dtype=torch.int64, device=device)
+        """The true position of each token; of steps with focus."""
+        self.focuses = False
+        """Whether any token may have a focus program."""
         self._requests: dict[str, WorkerRequest] = {}
         self._mapped = 0
         self._batch: tuple[list[str], np.ndarray, list[torch.Tensor]] | None = None
@@ -35,7 +43,7 @@ class TokenMap:
             self._requests.pop(req_id, None)
         for req_id, request in admitted.items():
             self._batch = None
-            if request.table_rows.any() or request.programs.any():
+            if request.table_rows.any() or request.programs.any() or any(request.focus):
                 self._requests[req_id] = request
             else:
                 self._requests.pop(req_id, None)
@@ -54,35 +62,41 @@ class TokenMap:
         """
         if not self.steers(req_ids):
             self.clear(0)
+            self._clear_focus()
             return
-        base, keys, table_rows, programs = self._uploaded(req_ids, num_tokens)
+        base, keys, table_rows, programs, *focus = self._uploaded(req_ids, num_tokens)
         total = len(base)
         segment = torch.searchsorted(keys, base + positions[:total], right=True) - 1
         self.slots[:total] = table_rows[segment]
         self.program[:total] = programs[segment]
         self.clear(total)
+        if not focus:
+            self._clear_focus()
+            return
+        self.focuses = True
+        self.focus[:total] = focus[0][segment]
+        self.requests[:total] = base >> _SHIFT
+        self.positions[:total] = positions[:total]
 
     def _uploaded(self, req_ids: list[str], num_tokens: np.ndarray) -> list[torch.Tensor]:
         """The batch on the device: request << _SHIFT of each token; of each segment (request <<
-        _SHIFT) + first position, table row and program."""
+        _SHIFT) + first position, table row and program, and focus program if any has one."""
         batch = self._batch
         # While nothing but positions changes, as in steady decoding, nothing is sent.
         if batch is not None and batch[0] == req_ids and np.array_equal(batch[1], num_tokens):
             return batch[2]
-        segments = [
-            (r.firsts, r.table_rows, r.programs)
-            if (r := self._requests.get(req_id)) is not None
-            else _PLAIN
-            for req_id in req_ids
-        ]
+        told = [self._requests.get(req_id, _PLAIN) for req_id in req_ids]
         requests = np.arange(len(req_ids), dtype=np.int64) << _SHIFT
-        counts = [len(firsts) for firsts, _, _ in segments]
+        counts = [len(r.firsts) for r in told]
         arrays = [
             np.repeat(requests, num_tokens),
-            np.repeat(requests, counts) + np.concatenate([s[0] for s in segments]),
-            np.concatenate([s[1] for s in segments]),
-            np.concatenate([s[2] for s in segments]),
+            np.repeat(requests, counts) + np.concatenate([r.firsts for r in told]),
+            np.concatenate([r.table_rows for r in told]),
+            np.concatenate([r.programs for r in told]),
         ]
+        if any(any(r.focus) for r in told):
+            rows = [r.focus or [0] * n for r, n in zip(told, counts, strict=True)]
+            arrays.append(np.concatenate(rows).astype(np.int32))
         uploaded = [self._upload(array) for array in arrays]
         self._batch = (list(req_ids), num_tokens.copy(), uploaded)
         return uploaded
@@ -95,12 +109,19 @@ class TokenMap:
         if self._mapped > total:
             self.slots[total : self._mapped].zero_()
             self.program[total : self._mapped].zero_()
+            self.focus[total : self._mapped].zero_()
         self._mapped = total
+
+    def _clear_focus(self) -> None:
+        if self.focuses:
+            self.focus.zero_()
+        self.focuses = False
 
     def forget(self) -> None:
         """Zero all that is on the device: its memory was lost."""
         self.slots.zero_()
         self.program.zero_()
+        self.focus.zero_()
         self._mapped, self._batch = 0, None
 
     def probe(self, table_row: int) -> None:

@@ -1,0 +1,164 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Device side of focus: what programs of requests do at each layer, and the layers' attention."""
+
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+
+import numpy as np
+import torch
+
+from vllm.model_executor.layers.attention.attention import Attention
+from vllm.v1.interventions.focus import FACTOR, MAX_FACTORS, MAX_RUNS, FocusOp
+from vllm.v1.interventions.messages import PlacedFocus, StepInterventions
+from vllm.v1.interventions.worker.attention_reader import LayerReader, Queriers, logits_of
+from vllm.v1.interventions.worker.focus_kernel import LayerTable, TokenTable, Workspace, focus_rows
+from vllm.v1.interventions.worker.focused_weights import Focus, normalised
+from vllm.v1.interventions.worker.kv_pages import Sight, pages_of, sight_of, unreadable
+from vllm.v1.interventions.worker.paged_products import grouped_heads
+from vllm.v1.interventions.worker.projection_table import CHUNK_BYTES
+from vllm.v1.interventions.worker.token_map import TokenMap, to_device
+
+_LATER = np.iinfo(np.int32).max
+"""Where runs begin and end that are none: behind all keys."""
+
+
+class FocusTable:
+    """The programs of focused requests, one row of each layer's tables for each.
+
+    Args:
+        heads: of each layer of this worker that has attention.
+        size: how many programs there may be; row 0 does nothing.
+    """
+
+    def __init__(self, heads: Mapping[int, int], size: int, device: torch.device) -> None:
+        self._heads, self._device = heads, device
+        self.at = {layer: _empty(size + 1, number, device) for layer, number in heads.items()}
+        """Layer -> its table."""
+
+    def apply(self, step: StepInterventions) -> None:
+        """Take over programs of requests that were admitted."""
+        for placed in step.focus:
+            self._place(placed)
+
+    def forget(self) -> None:
+        """Empty the tables: the device's memory was lost."""
+        for layer, number in self._heads.items():
+            table = self.at[layer]
+            for there, empty in zip(table, _empty(len(table.forms), number), strict=True):
+                there.copy_(empty)
+
+    def _place(self, placed: PlacedFocus) -> None:
+        rows = to_device(placed.rows, self._device)
+        for layer, number in self._heads.items():
+            made = _empty(len(placed.rows), number)
+            for i, acting in enumerate(placed.programs):
+                here = [op for op in (placed.ops[n] for n in acting) if layer in op.heads]
+                _write(here, layer, made.forms[i], made.runs[i], made.numbers[i])
+            for there, values in zip(self.at[layer], made, strict=True):
+                there[rows] = to_device(values.numpy(), self._device)
+
+
+def _empty(rows: int, heads: int, device: torch.device | None = None) -> LayerTable:
+    runs = torch.full((rows, 3, MAX_RUNS), _LATER, dtype=torch.int32, device=device)
+    runs[:, 2] = -1
+    return LayerTable(
+        torch.zeros(rows, 4, dtype=torch.int32, device=device),
+        runs,
+        torch.zeros(rows, heads, MAX_FACTORS, device=device),
+    )
+
+
+def _write(
+    ops: Sequence[FocusOp],
+    layer: int,
+    form: torch.Tensor,
+    runs: torch.Tensor,
+    numbers: torch.Tensor,
+) -> None:
+    """Write what operations do at a layer, of one program, on the host."""
+    if not ops:
+        return
+    found = []
+    for place, op in enumerate(ops):
+        found += [(a, b, place) for a, b in zip(op.runs[::2], op.runs[1::2], strict=True)]
+        with np.errstate(divide="ignore"):
+            number = np.log(np.float64(op.number)) if op.rule == FACTOR else op.number
+        heads = list(op.heads[layer]) or slice(None)
+        numbers[heads, place] = float(number)
+    found.sort()
+    runs[:, : len(found)] = torch.tensor(found, dtype=torch.int32).T
+    form[:] = torch.tensor([ops[0].rule, len(found), found[0][0], found[-1][1]])
+
+
+class FocusedAttention:
+    """The attention of one layer, where focused tokens get other rows.
+
+    Args:
+        module: whose pages can be read.
+        block_table: int32 [requests, blocks] on the device, the runner's own of the layer's group.
+        tokens: of this step.
+        table: of the layer.
+        workspace: on a GPU.
+    """
+
+    def __init__(
+        self,
+        module: Attention,
+        block_table: torch.Tensor,
+        tokens: TokenMap,
+        table: LayerTable,
+        workspace: Workspace | None,
+    ) -> None:
+        self._module, self._block_table = module, block_table
+        self._tokens, self._table, self._workspace = tokens, table, workspace
+
+    @cached_property
+    def _sight(self) -> Sight:
+        return sight_of(self._module)
+
+    def attend(self, query: torch.Tensor, output: torch.Tensor) -> None:
+        """Write the rows of focused tokens.
+
+        Args:
+            query: [tokens, heads, D], padding behind this step's.
+            output: [tokens, heads, E], changed in place.
+        """
+        if not self._tokens.focuses or unreadable(self._module):
+            return
+        if self._workspace is None:
+            self._attend_here(query, output)
+            return
+        focus_rows(
+            query, output, pages_of(self._module), self._block_table, self._sight,
+            TokenTable(self._tokens.focus, self._tokens.requests, self._tokens.positions),
+            self._table, self._workspace,
+        )  # fmt: skip
+
+    def _attend_here(self, query: torch.Tensor, output: torch.Tensor) -> None:
+        """The same in torch, for CPUs: waits for the device."""
+        rows = self._tokens.focus[: len(query)]
+        focused = rows.nonzero().squeeze(1)
+        reader = LayerReader(self._module, self._block_table)
+        alike = self._sight._replace(
+            slopes=None if self._sight.slopes is None else self._sight.slopes[:, None],
+            sinks=None if self._sight.sinks is None else self._sight.sinks[:, None],
+        )
+        heads = tuple(range(query.shape[1]))
+        key_heads = to_device(np.array([h // reader.group for h in heads], np.int32), query.device)
+        for request in self._tokens.requests[focused].unique().tolist():
+            own = focused[self._tokens.requests[focused] == request]
+            stop = int(self._tokens.positions[own].max()) + 1
+            for some in own.split(max(CHUNK_BYTES // (4 * stop * len(heads)), 1)):
+                at = self._tokens.positions[some]
+                queriers = Queriers.of([request], [len(some)], [()], query.device)
+                scores = torch.empty(len(some), len(heads), stop, device=query.device)
+                reader.products(query[some], heads, key_heads, at, queriers, scores)
+                logits = logits_of(scores[:, None], at, alike)[:, 0]
+                weights = normalised(logits, alike.sinks)
+                focus = Focus.of(self._table, rows[some], stop, heads)
+                changed = focus.apply(logits, weights, alike.sinks)
+                for key_head, which in grouped_heads(heads, reader.group):
+                    values = reader.rows(reader.pages.values, request, key_head, stop)
+                    made = (weights[:, which] @ values.float()).to(output.dtype)
+                    of_group = changed[:, which, None]
+                    output[some, which] = made.where(of_group, output[some, which])

@@ -1,0 +1,99 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What focus does to weights of attention, in torch: the reference of the kernel, what runs on a
+CPU, and what captured weights are made by."""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+
+from vllm.v1.interventions.focus import FACTOR, RATIO
+from vllm.v1.interventions.worker.focus_kernel import LayerTable
+
+
+def normalised(logits: torch.Tensor, sinks: torch.Tensor | None) -> torch.Tensor:
+    """Weights of logits [..., heads, keys], -inf for keys that are not seen.
+
+    Args:
+        sinks: logits that join each head's denominator, [..., heads, 1].
+    """
+    if sinks is None:
+        return logits.softmax(-1)
+    largest = logits.amax(-1, keepdim=True).maximum(sinks)
+    weights = (logits - largest).exp()
+    return weights / (weights.sum(-1, keepdim=True) + (sinks - largest).exp())
+
+
+class Focus(NamedTuple):
+    """What the programs of n queries do to some heads of one layer."""
+
+    rules: torch.Tensor
+    """int32 [n, 1]; 0 for none."""
+    places: torch.Tensor
+    """int64 [n, keys]: which of a program's operations each key is in the span of, 0 for none and
+    from 1 on."""
+    numbers: torch.Tensor
+    """float32 [n, heads, 1 + MAX_FACTORS]: the first is 0, the others as in `LayerTable`."""
+
+    @staticmethod
+    def of(table: LayerTable, programs: torch.Tensor, keys: int, heads: Sequence[int]) -> "Focus":
+        """Look up what programs do.
+
+        Args:
+            programs: int [n], 0 for none.
+            keys: how many there are.
+            heads: which the queries are of.
+        """
+        rows = programs.long()
+        starts, stops, places = table.runs[rows].unbind(1)
+        every = torch.arange(keys, dtype=starts.dtype, device=rows.device)
+        every = every.expand(len(rows), -1).contiguous()
+        run = (torch.searchsorted(starts.contiguous(), every, right=True) - 1).clamp_min(0)
+        inside = (every >= starts.gather(1, run)) & (every < stops.gather(1, run))
+        numbers = table.numbers[rows][:, list(heads)]
+        return Focus(
+            table.forms[rows, :1],
+            (places.gather(1, run).long() + 1).where(inside, 0),
+            torch.cat([torch.zeros_like(numbers[..., :1]), numbers], dim=2),
+        )
+
+    def apply(
+        self, logits: torch.Tensor, weights: torch.Tensor, sinks: torch.Tensor | None
+    ) -> torch.Tensor:
+        """Write the weights of rows that are others with the programs.
+
+        Args:
+            logits: float32 [n, heads, keys], -inf for keys that are not seen.
+            weights: those without, changed in place.
+            sinks: float32 [heads, 1].
+
+        Returns:
+            bool [n, heads]: which rows were written.
+        """
+        if not self.rules.numel():
+            return self.rules.bool()
+        at = self.places[:, None].expand_as(logits)
+        bias, seen = self.numbers.gather(2, at), logits > -torch.inf
+        most = bias.where(seen, -torch.inf).amax(-1)
+        changed = most > bias.where(seen, torch.inf).amin(-1)
+        if sinks is not None:
+            changed |= most != 0
+        inside = at == 1
+        span = logits.where(inside, -torch.inf).logsumexp(-1)
+        rest = logits.where(~inside, -torch.inf).logsumexp(-1)
+        if sinks is not None:
+            rest = torch.logaddexp(rest, sinks[:, 0])
+        mass, share = torch.sigmoid(span - rest), self.numbers[..., 1]
+        raised = (mass < share) & (span > -torch.inf) & (rest > -torch.inf)
+        share = torch.where(self.rules == RATIO, share / (share + 1 - mass), share)
+        of_span = share[..., None] * (logits - span[..., None]).exp()
+        of_rest = (1 - share[..., None]) * (logits - rest[..., None]).exp()
+        factors = self.rules == FACTOR
+        changed = torch.where(factors, changed, raised & (self.rules > FACTOR))
+        made = torch.where(
+            factors[..., None],
+            normalised(logits + bias, sinks),
+            torch.where(inside, of_span, of_rest),
+        )
+        weights.copy_(torch.where(changed[..., None], made, weights))
+        return changed
