@@ -19,6 +19,18 @@ FLAGS = ("--no-deps", "--ignore-requires-python", "--only-binary", ":all:", "--n
 
 def folder_of(name: str) -> Path:
     """The folder with what `requirements/{name}.txt` pins; skips where it cannot be had."""
+    try:
+        return fetched(name)
+    except FileNotFoundError as error:
+        pytest.skip(str(error))
+
+
+def fetched(name: str) -> Path:
+    """The folder with what `requirements/{name}.txt` pins.
+
+    Raises:
+        FileNotFoundError: no package registry gives it.
+    """
     pins = ROOT / "requirements" / f"{name}.txt"
     key = hashlib.sha256(pins.read_bytes()).hexdigest()[:12]
     folder = ROOT / "build" / "peers" / f"{name}-{key}"
@@ -33,6 +45,7 @@ def folder_of(name: str) -> Path:
     )  # fmt: skip
     if done.returncode:
         shutil.rmtree(unfinished)
-        pytest.skip(f"{pins.name} cannot be had: {(done.stderr.splitlines() or ['?'])[-1]}")
+        said = (done.stderr.splitlines() or ["?"])[-1]
+        raise FileNotFoundError(f"{pins.name} cannot be had: {said}")
     Path(unfinished).rename(folder)
     return folder
