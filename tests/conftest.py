@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Settings every test shares. `pytest` runs V1; `pytest --runner v2` runs the tests marked `v2`
 again under vLLM's V2 model runner, which needs a process of its own (conformance/engine.py says
-why).
+why). So do those whose models read images, marked `pictures`: they want torchvision
+(support/vision.py), and run with `pytest --pictures`, alone.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import pytest
 
 from tests import ROOT
 from tests.conformance.engine import Runner, prepare_environment
+from tests.support.vision import add_torchvision
 
 if TYPE_CHECKING:
     from tests.conformance.models import TinyModel
@@ -38,15 +40,20 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--tier", choices=TIERS, default="full", help="which tests: quick, all but long ones, long"
     )
 
+    parser.addoption("--pictures", action="store_true", help="the tests with images, and no other")
+
 
 def pytest_configure(config: pytest.Config) -> None:
     """Set the environment before any test module imports vLLM."""
     config.addinivalue_line(
         "markers", "v2: also run with --runner v2; v2(tier): in that tier there"
     )
+    config.addinivalue_line("markers", "pictures: needs torchvision: run with --pictures")
     for tier, meaning in TIERS.items():
         config.addinivalue_line("markers", f"{tier}: {meaning}")
     prepare_environment(config.getoption("--runner"))
+    if config.getoption("--pictures"):
+        add_torchvision()
     # Wall-clock limits say nothing on a machine that does other work, too.
     # In CI the examples are the same each time: it says whether this change broke something.
     hypothesis.settings.register_profile(
@@ -60,10 +67,13 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Keep the tests of the tier; under V2 those of them that are marked for it."""
+    pictures = config.getoption("--pictures")
     v2, asked = config.getoption("--runner") == "v2", config.getoption("--tier")
     tiers = {"quick"} if asked == "quick" else {"long"} if asked == "long" else {"quick", "full"}
 
     def chosen(item: pytest.Item) -> bool:
+        if pictures != (item.get_closest_marker("pictures") is not None):
+            return False
         marker = item.get_closest_marker("v2")
         if v2 and marker is None:
             return False

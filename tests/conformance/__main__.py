@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tests import ROOT
+from tests.support.vision import add_torchvision
 
 from .engine import Device, Runner, prepare_environment
 from .proof import Result, load_results, prove
@@ -52,6 +53,11 @@ def main() -> int:
     device: Device = options.device
     runner: Runner = options.runner or ("v1" if device == "cpu" else "v2")
     prepare_environment(runner, device)
+    if device == "cpu":  # a GPU host has its own
+        try:
+            add_torchvision()
+        except FileNotFoundError as error:
+            print(f"models that read images will fail: {error}")
     from .models import MODELS, every_expert
 
     if unknown := sorted(set(options.names) - set(MODELS)):

@@ -22,7 +22,7 @@ from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from . import tiny
+from . import pictures, tiny, zoo
 from .tiny import (
     HEAD_DIM,
     HEADS,
@@ -129,6 +129,7 @@ def _key(row: TinyModel) -> str:
         inspect.getsource(tiny),
         repr(row.config().to_dict()),
         repr((row.architecture, row.reference_class, row.embedding_std, row.config_json)),
+        inspect.getsource(pictures) + inspect.getsource(zoo.pictures) if row.pictures else "",
         *(inspect.getsource(change) for change in (row.checkpoint, row.adjust) if change),
         transformers.__version__,
         torch.__version__,
@@ -155,6 +156,8 @@ def save(row: TinyModel, cache: Path) -> Path:
             safetensors.torch.save_file(
                 {k: v.contiguous() for k, v in tensors.items()}, partial / "model.safetensors"
             )
+        if row.pictures is not None:
+            row.pictures.make_processor().save_pretrained(partial)
         config = partial / "config.json"
         fields = {**json.loads(config.read_text()), **row.config_json}
         config.write_text(json.dumps({**fields, "architectures": [row.architecture]}, indent=1))

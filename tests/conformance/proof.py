@@ -142,7 +142,7 @@ def prove(row: TinyModel, cache: Path, **options: Any) -> Result:
     from vllm.config.capture import CAPTURE_POINTS
     from vllm.config.steering import STEERING_POINTS
 
-    from . import models
+    from . import models, pictures
     from .engine import engine
     from .runner import (
         Measurement,
@@ -157,9 +157,10 @@ def prove(row: TinyModel, cache: Path, **options: Any) -> Result:
     )
 
     path = models.save(row, cache)
-    reference, token_prompts = Reference(row, models.load(row, path)), prompts()
+    shown = pictures.prompts(row.pictures) if row.pictures else []
+    reference, token_prompts = Reference(row, models.load(row, path), shown), shown or prompts()
     # Every token's log-probabilities of every case: most of the time goes there.
-    logit_prompts = prompts(lengths=(17, 5))
+    logit_prompts = shown[1:] or prompts(lengths=(17, 5))
     settings = {**row.engine, **options}
     settings |= {"enable_steering": True, "capture_consumers": ["inline"]}
     settings |= {"steering_points": list(STEERING_POINTS), "steering_families": ["add", "scale"]}

@@ -144,6 +144,7 @@ def run(
     adapter: Adapter,
     token_ids: Sequence[int],
     deltas: Mapping[Site, torch.Tensor] | None = None,
+    inputs: Mapping[str, Any] | None = None,
 ) -> Forward:
     """Run the model over one sequence, adding `deltas` to the stream, and record every site.
 
@@ -152,6 +153,7 @@ def run(
         token_ids: n token ids.
         deltas: (point, layer) -> float32 [n, hidden], of z [n, heads * width], added at every
             position of that site.
+        inputs: what the model takes beside token ids: its images, as the processor made them.
 
     Raises:
         KeyError: a delta at a site the model does not have.
@@ -186,7 +188,7 @@ def run(
                 stack.callback(handle.remove)
         if unknown := set(deltas) - sites:
             raise KeyError(f"no such site in the reference model: {sorted(unknown)}")
-        output = model(input_ids=torch.tensor([list(token_ids)]), use_cache=False)
+        output = model(input_ids=torch.tensor([list(token_ids)]), use_cache=False, **(inputs or {}))
     if missing := sites - set(rows) - set(heads):
         raise RuntimeError(
             f"hooks of the reference never ran for {sorted(missing)}: "

@@ -21,6 +21,7 @@ from vllm import SamplingParams
 from . import reference as ref
 from .cases import SteeringCase, phase_mask, steering_cases
 from .models import VOCAB, TinyModel
+from .pictures import Shown
 from .proof import HeadErrors
 from .reference import Forward, Site
 
@@ -44,11 +45,17 @@ class Reference:
 
     row: TinyModel
     model: nn.Module
+    shown: Sequence[Shown] = ()
+    """The prompts with images; whatever runs begins with one of them."""
 
     def run(
         self, token_ids: Sequence[int], deltas: Mapping[Site, torch.Tensor] | None = None
     ) -> Forward:
-        return ref.run(self.model, self.row.adapter, token_ids, deltas)
+        inputs = None
+        if self.shown:
+            begun = next(p for p in self.shown if list(token_ids[: len(p)]) == p)
+            inputs = begun.inputs(len(token_ids))
+        return ref.run(self.model, self.row.adapter, token_ids, deltas, inputs)
 
 
 @dataclass(frozen=True)
@@ -111,18 +118,31 @@ def complete(
         fields |= {"logprobs": -1, "prompt_logprobs": -1}
     if capture is not None:
         fields["capture"] = {"inline": dict(capture)}
-    params = [SamplingParams(**fields, **extra) for _, extra in cases]
-    outputs = llm.generate(
-        [{"prompt_token_ids": prompt} for prompt, _ in cases], params, use_tqdm=False
-    )
+    params = [SamplingParams(**fields, **_only_words(prompt), **extra) for prompt, extra in cases]
+    outputs = llm.generate([as_prompt(prompt) for prompt, _ in cases], params, use_tqdm=False)
     return [
         _completion(prompt, output, log_probs, capture is not None)
         for (prompt, _), output in zip(cases, outputs, strict=True)
     ]
 
 
+def as_prompt(prompt: list[int]) -> dict[str, Any]:
+    """A prompt as an engine takes it: images not expanded."""
+    if isinstance(prompt, Shown):
+        images = {"multi_modal_data": {"image": prompt.images}} if prompt.images else {}
+        return {"prompt": prompt.text, **images}
+    return {"prompt_token_ids": prompt}
+
+
+def _only_words(prompt: list[int]) -> dict[str, Any]:
+    """Keeps a model from writing tokens that stand for images; probabilities are not changed."""
+    return {"allowed_token_ids": list(range(prompt.num_words))} if isinstance(prompt, Shown) else {}
+
+
 def _completion(prompt: list[int], output: Any, log_probs: bool, captured: bool) -> Completion:
     sample = output.outputs[0]
+    if output.prompt_token_ids != list(prompt):
+        raise AssertionError(f"the engine read {output.prompt_token_ids}, not {list(prompt)}")
     token_ids = [*prompt, *sample.token_ids[:-1]]
     table = None
     if log_probs:

@@ -17,6 +17,7 @@ import torch
 from torch import nn
 from transformers import PretrainedConfig
 
+from .pictures import VOCAB, Pictures
 from .reference import Adapter
 
 HIDDEN = 96
@@ -24,7 +25,6 @@ HEADS = 4
 KV_HEADS = 2
 HEAD_DIM = 32  # the smallest that vLLM's CPU attention takes
 LAYERS = 4
-VOCAB = 251
 WINDOW = 12
 MAX_LENGTH = 128
 INNER = 160
@@ -98,6 +98,8 @@ class TinyModel:
     heads: Callable[[str, torch.Tensor], torch.Tensor] = lambda point, rows: rows
     """What vLLM has at q, k, v or z for rows of the reference, [n, heads, width], where it has them
     in another order, scale or width; attention comes to the same."""
+    pictures: Pictures | None = None
+    """How it takes images; None for an architecture that reads text only."""
     note: str = ""
     """For the table: what a reader must know about this row."""
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is refused of `project`, of `reduce`, and of turns of a chat."""
+"""What is refused of `project`, of `reduce`, of turns of a chat, and of images."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from tests.errors.case import Case, path
-from tests.support.plans import BF16, HIDDEN, SHAPE, VECTOR, config_of
+from tests.support.plans import BF16, HIDDEN, SHAPE, VECTOR, config_of, sees_both_ways
 from vllm.config.capture import PROJECTION_ROWS, CaptureConfig
 from vllm.v1.capture.consumers.logging import LoggingConsumer
 from vllm.v1.capture.registry import ConsumerSpec
@@ -104,12 +104,29 @@ def of_every_request() -> None:
     check_global(CaptureConfig(capture_consumers=[spec]), SHAPE)
 
 
+def image(positions: Any, images: Any = ((1, 3),)) -> dict[str, Any]:
+    """Rows of a prompt with one image, or others."""
+    asked = {"hooks": {"post_block": [1]}, "positions": positions}
+    return {"capture": {"inline": asked}, "images": images}
+
+
+AT_IMAGES = "capture.inline.positions"
 AT = "capture.inline.project"
 PROJECT = [
     Case(path("capture.inline.reduce", "'max'"), reduced(reduce="max")),
     Case(path("capture.inline.reduce"), reduced(project=[VECTOR])),
     Case(path("capture.inline.reduce", prompt="5"), reduced(positions="all")),
     Case(path("p"), do=lambda: turn(TOOL, None)),
+    Case(path(f"{AT_IMAGES}.images"), image({"images": 0}, images=[])),
+    Case(path(f"{AT_IMAGES}.images", "'first'"), image({"images": "first"})),
+    Case(path(f"{AT_IMAGES}.images", "True"), image({"images": [True]})),
+    Case(path(f"{AT_IMAGES}.images"), image({"images": []})),
+    Case(path(f"{AT_IMAGES}.images", "1", number="1"), image({"images": 1})),
+    Case(path(f"{AT_IMAGES}.modality", "'video'", "text, image"), image({"modality": "video"})),
+    Case(
+        path("capture", "48", "47", positions="3 positions"),
+        image("all") | {"config": sees_both_ways(config_of(capture_buffer_bytes=47))},
+    ),
     Case(path("p.role", "'system'", "user, tool"), do=lambda: turn({"role": "system"})),
     Case(path("p.role", "3"), do=lambda: turn({"role": 3})),
     Case(path("p.turn", "1", role="'tool'", turns="1"), do=lambda: turn({**TOOL, "turn": 1})),

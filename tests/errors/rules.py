@@ -28,7 +28,8 @@ from vllm.v1.steering.rule_files import OPERATOR_RULES, parse_operator_rules, re
 SELECTORS = (
     "last_prompt, all_prompt, all_generated, last_generated, predicting, all, "
     "a list of positions, {'start', 'stop', 'step', 'of'}, {'at', 'of'}, {'text', 'which'}, "
-    "{'token_ids', 'which'}, {'role', 'turn'} or a list of these, with {'except'}"
+    "{'token_ids', 'which'}, {'role', 'turn'}, {'images'}, {'modality'} or a list of these, "
+    "with {'except'}"
 )
 RULE: dict[str, Any] = {
     "name": "toxic",

@@ -97,7 +97,8 @@ V1 = "steering_vectors.post_block.1"
 SELECTORS = (
     "last_prompt, all_prompt, all_generated, last_generated, predicting, all, "
     "a list of positions, {'start', 'stop', 'step', 'of'}, {'at', 'of'}, {'text', 'which'}, "
-    "{'token_ids', 'which'}, {'role', 'turn'} or a list of these, with {'except'}"
+    "{'token_ids', 'which'}, {'role', 'turn'}, {'images'}, {'modality'} or a list of these, "
+    "with {'except'}"
 )
 POSITIONS = "capture.inline.positions"
 HOOKS = "capture.inline.hooks"

@@ -21,16 +21,28 @@ DOWNLOAD = ("download", "--no-binary", ":all:", "--dest")
 
 def folder_of(name: str) -> Path:
     """The folder with what `requirements/{name}.txt` pins; skips where it cannot be had."""
-    return _made(name, INSTALL)
+    return _or_skip(name, INSTALL)
 
 
 def source_of(name: str) -> Path:
     """The folder with the sources of what `requirements/{name}.txt` pins, each in a folder of its
     own; skips where they cannot be had."""
-    return _made(name, DOWNLOAD)
+    return _or_skip(name, DOWNLOAD)
 
 
-def _made(name: str, action: tuple[str, ...]) -> Path:
+def _or_skip(name: str, action: tuple[str, ...]) -> Path:
+    try:
+        return fetched(name, action)
+    except FileNotFoundError as error:
+        pytest.skip(str(error))
+
+
+def fetched(name: str, action: tuple[str, ...] = INSTALL) -> Path:
+    """The folder with what `requirements/{name}.txt` pins.
+
+    Raises:
+        FileNotFoundError: no package registry gives it.
+    """
     pins = ROOT / "requirements" / f"{name}.txt"
     key = hashlib.sha256(pins.read_bytes()).hexdigest()[:12]
     folder = ROOT / "build" / "peers" / f"{name}-{key}"
@@ -45,7 +57,8 @@ def _made(name: str, action: tuple[str, ...]) -> Path:
     )  # fmt: skip
     if done.returncode:
         shutil.rmtree(unfinished)
-        pytest.skip(f"{pins.name} cannot be had: {(done.stderr.splitlines() or ['?'])[-1]}")
+        said = (done.stderr.splitlines() or ["?"])[-1]
+        raise FileNotFoundError(f"{pins.name} cannot be had: {said}")
     for packed in unfinished.glob("*.tar.gz"):
         with tarfile.open(packed) as archive:
             archive.extractall(unfinished, filter="data")

@@ -13,10 +13,12 @@ import pytest
 from tests.conformance import models
 from tests.conformance.engine import make_llm, shut_down
 from tests.conformance.runner import Reference
-from tests.interventions.scheduler.test_decisions import PROMPT, request, scheduler
+from tests.interventions.scheduler.test_decisions import PROMPT, ROW, request, scheduler
 from tests.support import serving
+from tests.support.plans import config_of, sees_both_ways
 from tests.support.serving import Ask, Judge, Steps, capture, prompt_of, serve
 from vllm import LLM
+from vllm.multimodal.inputs import PlaceholderRange
 from vllm.v1.interventions.scheduler.row_budget import RowBudget
 
 if TYPE_CHECKING:
@@ -86,6 +88,22 @@ def test_a_claim_lasts_one_step() -> None:
     assert step_of(ours, (long, 0, 8), (decoding, 8, 1)) == [2, 0]
     assert step_of(ours, (long, 2, 6)) == [1]
     assert step_of(ours, (long, 3, 5)) == [2]
+
+
+@pytest.mark.parametrize("whole", [True, False])
+def test_an_image_is_in_one_step(whole: bool) -> None:
+    """Where its tokens see each other both ways; else it is cut like text, which is the twin."""
+    ours, long, decoding = scheduler(rows=4), request("long", "all"), request("d", "all")
+    if whole:
+        ours.rows = RowBudget(sees_both_ways(config_of(capture_buffer_bytes=4 * ROW)))
+    image = PlaceholderRange(offset=2, length=4)
+    long.mm_features = [Mock(mm_position=image)]
+    assert step_of(ours, (long, 0, 8)) == [2 if whole else 4]
+    first = 2 if whole else 4
+    assert step_of(ours, (decoding, 8, 1), (long, first, 8 - first)) == [1, 0 if whole else 3]
+    if whole:
+        assert step_of(ours, (decoding, 9, 1), (long, 2, 6)) == [0, 4], "all rows are its claim"
+        assert step_of(ours, (long, 6, 2)) == [2]
 
 
 def test_positions_without_rows_need_no_room() -> None:

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -11,6 +13,7 @@ from vllm import SamplingParams
 from vllm.config import VllmConfig
 from vllm.config.capture import CaptureConfig
 from vllm.config.steering import SteeringConfig
+from vllm.multimodal.inputs import PlaceholderRange
 from vllm.tokenizers import TokenizerLike
 from vllm.v1.interventions.frontend.module_catalog import ModuleCatalog
 from vllm.v1.interventions.frontend.resolve import resolve, without_plan_fields
@@ -87,6 +90,7 @@ def plan_of(
     tokenizer: TokenizerLike | None = None,
     modules: dict[str, Module] | None = None,
     num_prompts: int = 1,
+    images: Sequence[tuple[int, int]] = (),
     **fields: Any,
 ) -> Plan | None:
     """`resolve` as the input processor calls it.
@@ -95,6 +99,7 @@ def plan_of(
         prompt: tokens of the prompt; None for one of embeddings.
         modules: the registered ones.
         num_prompts: in the same body.
+        images: where each begins, and how many tokens it has.
         fields: of `SamplingParams`.
     """
     params = SamplingParams(max_tokens=max_tokens, **fields)
@@ -105,8 +110,15 @@ def plan_of(
         catalog.replace(modules)
     return resolve(
         params, without_plan_fields(params), token_ids, resumable, config, tokenizer, catalog,
-        num_prompts,
+        num_prompts, placeholders={"image": [PlaceholderRange(*place) for place in images]},
     )  # fmt: skip
+
+
+def sees_both_ways(config: VllmConfig) -> VllmConfig:
+    """The config of a model whose image tokens see each other both ways."""
+    model = SimpleNamespace(is_multimodal_model=True, is_mm_prefix_lm=True)
+    config.model_config = model  # type: ignore[assignment]
+    return config
 
 
 def steering_of(**asked: Any) -> SteeringPlan:

@@ -14,11 +14,22 @@ from .hybrid import HYBRID
 from .latent import LATENT
 from .moe import MOE
 from .parallel import PARALLEL_ROWS
+from .pictures import PICTURE_ROWS
 from .sandwich import SANDWICH_ROWS
 from .translated import TRANSLATED
 
 MODELS: dict[str, TinyModel] = {
     row.name: row
-    for rows in (DENSE, SANDWICH_ROWS, PARALLEL_ROWS, MOE, HYBRID, LATENT, TRANSLATED, BACKEND)
+    for rows in (
+        DENSE,
+        SANDWICH_ROWS,
+        PARALLEL_ROWS,
+        MOE,
+        HYBRID,
+        LATENT,
+        TRANSLATED,
+        BACKEND,
+        PICTURE_ROWS,
+    )
     for row in rows
 }

@@ -48,7 +48,7 @@ def _no_output_bias(model: nn.Module) -> None:
     model.get_parameter("lm_head.bias").zero_()
 
 
-def _halves_of_pairs(point: str, rows: torch.Tensor) -> torch.Tensor:
+def halves_of_pairs(point: str, rows: torch.Tensor) -> torch.Tensor:
     """Upstream rotates halves of a head where transformers rotates neighbours."""
     return rows.unflatten(-1, (-1, 2)).mT.flatten(-2) if point in ("q", "k") else rows
 
@@ -218,7 +218,7 @@ MOE = (
         ),
         # vLLM turns it off for contexts up to 32768 tokens.
         reference_config={"attn_temperature_tuning": False},
-        heads=_halves_of_pairs,
+        heads=halves_of_pairs,
         note="upstream tunes attention's temperature only for long contexts, and has the rotary's "
         "columns of q and k in another order",
     ),

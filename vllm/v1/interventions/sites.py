@@ -3,7 +3,7 @@
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -12,6 +12,9 @@ from vllm.config.steering import HEADS, POINTS, STEERING_POINTS, SteeringConfig
 from vllm.v1.interventions.errors import reject, show, show_key
 from vllm.v1.interventions.plan import Site, TapShape
 from vllm.v1.interventions.values import plain, plain_list
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
 
 _INT = re.compile(r"-?\d{1,9}")
 _RANGE = re.compile(r"(\d{1,9})-(\d{1,9})")
@@ -197,3 +200,12 @@ def site_order(site: Site) -> tuple[int, int]:
     """Sort key of sites: the order in which the stream passes them."""
     point, layer = site
     return layer, CAPTURE_POINTS.index(point)
+
+
+def needs_whole_items(config: "VllmConfig") -> bool:
+    """Whether an image's tokens see each other both ways, so that a step has all of them or none.
+
+    Upstream then splits none at the end of a step; what we cut off a step has to keep to it, too.
+    """
+    model = config.model_config
+    return model is not None and model.is_multimodal_model and model.is_mm_prefix_lm

@@ -13,6 +13,7 @@ lens_request.py       what it says of a lens
 projections.py        the matrices of `project`, and directions of modules
 rule_request.py       the `rules` field of one request, and the operator's on its prompt
 selectors.py          what `positions` mean on a prompt
+media.py              where the images, videos and sounds of a prompt stand
 work.py               how much work its fields are, and that it is not too much
 prompt_text.py        the prompt as text, for selectors that give a text
 module_catalog.py     what the names in `steering_modules` mean now

@@ -6,10 +6,12 @@ from collections.abc import Hashable, Sequence
 import numpy as np
 
 from vllm.tokenizers import TokenizerLike
+from vllm.v1.interventions.positions import Positions
 
 BROKEN = "\ufffd"
 """What decoders write for bytes that are no character (yet)."""
 
+_NONE = Positions()
 _MOST_PENDING = 16
 _MOST_TOKENS_OF_A_CHARACTER = 4
 
@@ -23,13 +25,21 @@ class PromptText:
     text: what the prompt says.
     starts, ends: int64 [tokens], the characters of each token. A character that is spread over
         several tokens is of all of them. A token without text has none.
+
+    Positions in `silent`, those of images, are no text, whatever their tokens say: in their place
+    stands `BROKEN`, of no token and in no text that is looked for, so none is found across them.
     """
 
-    def __init__(self, token_ids: list[int], tokenizer: TokenizerLike) -> None:
+    def __init__(
+        self, token_ids: list[int], tokenizer: TokenizerLike, silent: Positions = _NONE
+    ) -> None:
         special = set(tokenizer.all_special_ids)
         decoder = _Decoder(tokenizer)
-        for token_id in token_ids:
-            decoder.add(token_id, token_id in special)
+        for position, token_id in enumerate(token_ids):
+            if position in silent:
+                decoder.skip()
+            else:
+                decoder.add(token_id, token_id in special)
         self.text = decoder.finish()
         self.starts = np.clip(np.array(decoder.starts, dtype=np.int64), 0, len(self.text))
         self.ends = np.clip(np.array(decoder.ends, dtype=np.int64), 0, len(self.text))
@@ -114,6 +124,14 @@ class _Decoder:
         elif len(self._pending) == _MOST_PENDING:
             # Bytes that are no text, or text with BROKEN in it: no need to wait.
             self._settle(_MOST_PENDING - _MOST_TOKENS_OF_A_CHARACTER)
+
+    def skip(self) -> None:
+        """A token that is no text."""
+        self._settle(len(self._pending))
+        self._text.append(BROKEN)
+        self._length += 1
+        self.starts.append(self._length)
+        self.ends.append(self._length)
 
     def finish(self) -> str:
         self._settle(len(self._pending))

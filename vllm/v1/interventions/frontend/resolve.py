@@ -2,6 +2,7 @@
 """Frontend: from `SamplingParams` to a `Plan`, once per request. It raises all user errors."""
 
 import copy
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from vllm.pooling_params import PoolingParams
@@ -13,6 +14,7 @@ from vllm.v1.capture.transport.selected import Selected
 from vllm.v1.interventions.errors import reject
 from vllm.v1.interventions.frontend.capture_request import parse_capture
 from vllm.v1.interventions.frontend.chat_turns import ChatTurns
+from vllm.v1.interventions.frontend.media import Media
 from vllm.v1.interventions.frontend.module_catalog import ModuleCatalog, origin
 from vllm.v1.interventions.frontend.rule_request import parse_rules
 from vllm.v1.interventions.frontend.selectors import Prompt
@@ -27,11 +29,13 @@ from vllm.v1.interventions.plan import (
     Plan,
     TapShape,
 )
-from vllm.v1.interventions.sites import need_captured_points
+from vllm.v1.interventions.positions import Positions
+from vllm.v1.interventions.sites import need_captured_points, needs_whole_items
 from vllm.v1.serial_utils import MsgpackEncoder
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
+    from vllm.multimodal.inputs import PlaceholderRange
 
 
 def without_plan_fields(params: SamplingParams) -> SamplingParams:
@@ -76,6 +80,7 @@ def resolve(
     modules: ModuleCatalog,
     num_prompts: int = 1,
     turns: ChatTurns | None = None,
+    placeholders: "Mapping[str, Sequence[PlaceholderRange]] | None" = None,
 ) -> Plan | None:
     """What `params` asks for, checked and composed; None if it asks for nothing.
 
@@ -89,6 +94,7 @@ def resolve(
         modules: what the names in `steering_modules` mean now.
         num_prompts: how many prompts came in the same body; limits are for all of them.
         turns: those of the chat that the prompt is; None if it is none.
+        placeholders: where its images, videos and sounds stand, by modality; None if it has none.
 
     Raises:
         ValueError: with the path of the field, see docs/errors.md.
@@ -117,7 +123,8 @@ def resolve(
     assert final_params is not None and final_params.max_tokens is not None
     n = params.n or 1
     work = Work(config.steering_config.max_request_work, n, num_prompts)
-    prompt = Prompt(prompt_token_ids, final_params.max_tokens, tokenizer, work, turns)
+    media = Media(placeholders or {})
+    prompt = Prompt(prompt_token_ids, final_params.max_tokens, tokenizer, work, turns, media)
     shape = config.tap_shape
     steering = capture = None
     asked = any(getattr(params, name) is not None for name in (*STEERING_FIELDS, INHERIT))
@@ -171,6 +178,9 @@ def _capture(
     if config.speculative_config is not None and plan.runs[-1] > num_prompt_tokens:
         # The scheduler takes all of a request's draft rows into one step, or none.
         at_once += config.speculative_config.num_speculative_tokens
+    if needs_whole_items(config):
+        wanted = Positions.from_flat(plan.runs)
+        at_once = max([at_once, *(len(wanted.between(*item.span)) for item in prompt.media.items)])
     needed = at_once * plan.arena_rows * shape.row_bytes
     if needed > config.capture_config.capture_buffer_bytes:
         reject(

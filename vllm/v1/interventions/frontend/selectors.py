@@ -10,6 +10,7 @@ import numpy as np
 from vllm.tokenizers import TokenizerLike
 from vllm.v1.interventions.errors import reject, show, show_key
 from vllm.v1.interventions.frontend.chat_turns import ChatTurns, need_turns
+from vllm.v1.interventions.frontend.media import Media
 from vllm.v1.interventions.frontend.prompt_text import BROKEN, PromptText, occurrences
 from vllm.v1.interventions.frontend.work import Unit, Work
 from vllm.v1.interventions.positions import Positions, Run
@@ -36,6 +37,7 @@ class Prompt:
         tokenizer: None if the engine has none.
         work: counts what resolving them costs.
         turns: those of the chat that the prompt is; None if it is none.
+        media: its images, videos and sounds; None if it has none.
     """
 
     def __init__(
@@ -45,18 +47,20 @@ class Prompt:
         tokenizer: TokenizerLike | None,
         work: Work,
         turns: ChatTurns | None = None,
+        media: Media | None = None,
     ) -> None:
         self.token_ids = token_ids
         self.max_tokens = max_tokens
         self.tokenizer = tokenizer
         self.work = work
         self.turns = turns
+        self.media = media if media is not None else Media({})
 
     @cached_property
     def text(self) -> PromptText:
         """The prompt as text, decoded when a selector first asks."""
         assert self.tokenizer is not None
-        return PromptText(self.token_ids, self.tokenizer)
+        return PromptText(self.token_ids, self.tokenizer, self.media.positions)
 
     def need_some(self, runs: Sized, path: str) -> None:
         """Raise ValueError if the positions that a field selects are none."""
@@ -146,6 +150,12 @@ class Selector:
                 return self._outright(self._by_token_ids(value, path))
             if "role" in keys and keys <= {"role", "turn"}:
                 return self._outright(self._by_role(value, path))
+            if keys == {"images"}:
+                return self._outright(self._images(value["images"], f"{path}.images"))
+            if keys == {"modality"}:
+                asked, path = value["modality"], f"{path}.modality"
+                runs = self._prompt.media.modality(asked, path, self._length)
+                return self._outright(self._few(runs, path))
             if keys <= {"start", "stop", "step", "of"}:
                 return self._outright(self._range(value, path))
             if "at" in keys and keys <= {"at", "of"}:
@@ -272,6 +282,14 @@ class Selector:
             found += _runs(prompt.tokens_of(np.array([start]), stop - start), 1)
         return self._few(found, path)
 
+    def _images(self, value: Any, path: str) -> list[Run]:
+        work, entries = self._prompt.work, plain_list(value)
+        if entries is not None:
+            if not entries:
+                reject(path, "is empty")
+            work.charge(len(entries[: work.limit]), Unit.ENTRY, path)
+        return self._few(self._prompt.media.images(value, entries, path), path)
+
     def _by_token_ids(self, value: Mapping[Any, Any], path: str) -> list[Run]:
         token_ids, which = plain_list(value["token_ids"]), _need_which(value, path)
         path += ".token_ids"
@@ -301,8 +319,8 @@ class Selector:
     def _allowed() -> str:
         return (
             f"use {', '.join(NAMED_SELECTORS)}, a list of positions, {{'start', 'stop', 'step', "
-            "'of'}, {'at', 'of'}, {'text', 'which'}, {'token_ids', 'which'}, {'role', 'turn'} or "
-            "a list of these, with {'except'}"
+            "'of'}, {'at', 'of'}, {'text', 'which'}, {'token_ids', 'which'}, {'role', 'turn'}, "
+            "{'images'}, {'modality'} or a list of these, with {'except'}"
         )
 
 

@@ -5,6 +5,8 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
+from vllm.v1.interventions.sites import needs_whole_items
+
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.request import Request
@@ -32,6 +34,7 @@ class RowBudget:
 
     def __init__(self, config: "VllmConfig") -> None:
         self._speculates = config.speculative_config is not None
+        self._whole_items = needs_whole_items(config)
         self._capacity = 0
         if config.tap_shape is not None:
             buffer_bytes = config.capture_config.capture_buffer_bytes
@@ -83,9 +86,13 @@ class RowBudget:
                 # pads a prompt's last token with included. Recomputed tokens are no drafts.
                 return self._refuse(request, len(wanted) * each)
             num_tokens = int(wanted[room]) - first
+            item = _split_item(request, first, first + num_tokens) if self._whole_items else None
+            if item is not None:
+                num_tokens = item[0] - first
             if not num_tokens:
-                return self._refuse(request, each)
-            wanted = wanted[:room]
+                fewest = 1 if item is None else int(np.searchsorted(wanted, item[1]))
+                return self._refuse(request, fewest * each)
+            wanted = wanted[wanted < first + num_tokens]
         self._grant(request, (wanted - first).astype(np.int32), len(wanted) * each)
         return num_tokens
 
@@ -142,3 +149,10 @@ class RowBudget:
             if (size := num_scheduled_tokens.get(req_id))
             and len(kept := at if at is FIRST_TOKEN else at[at < size])
         }
+
+
+def _split_item(request: "Request", first: int, stop: int) -> tuple[int, int] | None:
+    """The image that a step over positions [first, stop) would begin and not end: start, stop."""
+    places = (feature.mm_position for feature in request.mm_features or ())
+    items = ((place.offset, place.offset + place.length) for place in places)
+    return next((item for item in items if first <= item[0] < stop < item[1]), None)

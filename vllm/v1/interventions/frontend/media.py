@@ -1,0 +1,99 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Where the images, videos and sounds of a prompt stand: for selectors that say one of them."""
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from vllm.v1.interventions.errors import reject, show
+from vllm.v1.interventions.positions import Positions, Run
+from vllm.v1.interventions.values import plain
+
+if TYPE_CHECKING:
+    from vllm.multimodal.inputs import PlaceholderRange
+
+TEXT = "text"
+"""The modality of all that is none of the others."""
+
+
+class Item(NamedTuple):
+    """An image, or another thing that an encoder makes rows of."""
+
+    modality: str
+    """As upstream calls it: image, video, audio."""
+    runs: list[Run]
+    """The positions that get a row of the encoder. Tokens around and between them, which say where
+    the image or a line of it begins and ends, are text."""
+    span: Run
+    """All of them, these tokens included: what upstream's scheduler takes as one."""
+
+
+class Media:
+    """The items of one prompt, in the order in which they stand in it.
+
+    Args:
+        placeholders: by modality, as upstream's processor found them in the prompt.
+    """
+
+    def __init__(self, placeholders: "Mapping[str, Sequence[PlaceholderRange]]") -> None:
+        items = [
+            Item(
+                modality,
+                [(a, b + 1) for a, b in place.extract_embeds_range()],
+                (place.offset, place.offset + place.length),
+            )
+            for modality, places in placeholders.items()
+            for place in places
+        ]
+        self.items = sorted(items, key=lambda item: item.span)
+
+    @property
+    def positions(self) -> Positions:
+        """All that are not text."""
+        return Positions(run for item in self.items for run in item.runs)
+
+    def of(self, modality: str) -> list[Item]:
+        """The items of a modality."""
+        return [item for item in self.items if item.modality == modality]
+
+    def images(self, value: Any, entries: Sequence[Any] | None, path: str) -> list[Run]:
+        """The positions of some images. Negative numbers count from the last.
+
+        Args:
+            value: a number, or "all".
+            entries: in its place a list of numbers.
+
+        Raises:
+            ValueError: none of these, or the prompt has no such image.
+        """
+        images = self.of("image")
+        if not images:
+            reject(path, "asks for an image, and the prompt is without")
+        if entries is None:
+            entries = range(len(images)) if plain(value) == "all" else [value]
+        runs: list[Run] = []
+        for given in entries:
+            index = plain(given)
+            if not isinstance(index, int) or isinstance(index, bool):
+                reject(path, f"must be a number, a list of numbers or 'all', got {show(index)}")
+            if not -len(images) <= index < len(images):
+                reject(path, f"{show(index)} is out of reach: the prompt has {len(images)} images")
+            runs += images[index].runs
+        return runs
+
+    def modality(self, value: Any, path: str, length: int) -> list[Run]:
+        """The positions of all items of a modality; for "text", of the prompt's tokens that are of
+        none.
+
+        Args:
+            length: of the prompt.
+
+        Raises:
+            ValueError: nothing in the prompt is of it.
+        """
+        name = plain(value)
+        if name == TEXT:
+            return (Positions([(0, length)]) - self.positions).runs()
+        there = [TEXT, *dict.fromkeys(item.modality for item in self.items)]
+        if name not in there:
+            reject(path, f"nothing of the prompt is {show(name)}; it has {', '.join(there)}")
+        return [run for item in self.of(name) for run in item.runs]
