@@ -17,6 +17,7 @@ from vllm.v1.steering.modules import FIELDS, need_module_name
 
 from .access import SteeringAccess
 from .capture_router import router as capture_router
+from .playground_router import playground_router
 from .protocol import SET_FIELDS, flag_of, module_of, read_body, tiers_of
 from .sweep_router import router as sweep_router
 
@@ -141,3 +142,5 @@ def attach_router(app: FastAPI) -> None:
     app.include_router(capture_router)
     app.state.sweep_slots = None
     app.include_router(sweep_router)
+    if args.playground:
+        app.include_router(playground_router())
