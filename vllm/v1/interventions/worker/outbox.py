@@ -27,9 +27,12 @@ class Outbox:
 
     Args:
         arena: [rows, hidden] on the device.
+        landing: None on a rank that sends nothing.
     """
 
-    def __init__(self, arena: torch.Tensor, landing: Landing, projections: ProjectionTable) -> None:
+    def __init__(
+        self, arena: torch.Tensor, landing: Landing | None, projections: ProjectionTable
+    ) -> None:
         self._arena, self._landing, self._projections = arena, landing, projections
         self._cuda = arena.device.type == "cuda"
         self._columns: WeakKeyDictionary[CaptureGroup, list[torch.Tensor | None]] = (
@@ -45,7 +48,7 @@ class Outbox:
         """Where attention can be read, once the KV cache exists."""
         self.lens: LensReader | None = None
         """Where lenses can be read, once the norm before the head is known."""
-        if self._cuda:
+        if self._cuda and landing is not None:
             self._leaving = torch.empty_like(arena)
             self._stream = torch.cuda.Stream(arena.device)
 
@@ -55,6 +58,7 @@ class Outbox:
         Args:
             positions: int64 [n] on the device, the captured tokens' in block order.
         """
+        assert self._landing is not None
         of_block = positions.split([block.count for block in step.blocks.all])
         blocks = zip(step.blocks.all, of_block, strict=True)
         made = [values for block, at in blocks for values in self._made_of(block, at)]
@@ -87,6 +91,7 @@ class Outbox:
 
     def _copy_rows(self, there: torch.Tensor, rows: torch.Tensor) -> None:
         """Copy rows in parts that each lie in one of the pieces that the GPU knows."""
+        assert self._landing is not None
         there, rows = (values.reshape(-1).view(torch.uint8) for values in (there, rows))
         first = there.data_ptr() - self._landing.memory.ctypes.data
         done = 0
@@ -110,15 +115,27 @@ class Outbox:
         reads = self._attention(block, positions) if block.group.attends else iter(())
         for stream, columns in zip(streams, self._columns[block.group], strict=True):
             if isinstance(stream.reads, LensRead):
-                assert self.lens is not None
-                rows = torch.cat([block.of(self._arena, *run) for run in stream.runs], dim=1)
-                yield self.lens.read(stream.reads, [layer for layer, _ in stream.heads], rows)
+                yield self._under_lens(block, stream, stream.reads)
             elif stream.projection is not None:
                 yield self._scores_of(block, stream)
             elif stream.summed:
                 yield self._sums_of(block, stream, positions)
             elif columns is not None:
                 yield next(reads) if stream.reads is not None else block.heads(self._arena, columns)
+
+    def take_part(self, step: StepRows) -> None:
+        """Make what all tensor-parallel ranks make together, the logits of rows under lenses; the
+        first rank sends them."""
+        for block in step.blocks.all:
+            for stream in block.group.streams:
+                if isinstance(stream.reads, LensRead):
+                    self._under_lens(block, stream, stream.reads)
+
+    def _under_lens(self, block: Block, stream: LocalStream, read: LensRead) -> torch.Tensor:
+        """What leaves of rows under a lens, float32 [count, sites, width] on the device."""
+        assert self.lens is not None
+        rows = torch.cat([block.of(self._arena, *run) for run in stream.runs], dim=1)
+        return self.lens.read(read, [layer for layer, _ in stream.heads], rows)
 
     def _attention(self, block: Block, positions: torch.Tensor) -> Iterator[torch.Tensor]:
         """What leaves of the attention of a block's queries, of each stream that has any.

@@ -84,11 +84,15 @@ class WorkerInterventions:
         self._captured_tokens = 0
         self._decoding: Decoding | None = None
         self._pending: tuple[StepRows, torch.Tensor] | None = None
-        # The stream is the same on every tensor-parallel rank: the first one captures.
+        # The stream is the same on every tensor-parallel rank: the first one captures. Of lenses
+        # each has a part of the head, and needs the rows.
         parallel = config.parallel_config
-        self.captures_here = self._capture and parallel.rank % parallel.tensor_parallel_size == 0
+        first = parallel.rank % parallel.tensor_parallel_size == 0
+        shared = bool(config.capture_config.capture_lens)
+        self.captures_here = self._capture and (first or shared)
+        self._landing: Landing | None = None
         self._pinning: Pinning | None = None
-        if self.captures_here:
+        if self._capture and first:
             self._landing = Landing(landing_bytes(config))
             if device.type == "cuda":
                 self._pinning = Pinning(self._landing, device)  # beside the loading of weights
@@ -416,11 +420,15 @@ class WorkerInterventions:
         self._decoding = None
 
     def collect(self) -> StepRows | None:
-        """Send this step's rows to the host, after the forward; None if it captured none."""
+        """Send this step's rows to the host, after the forward; None if it captured none, or if
+        another rank sends them."""
         if self._pending is None:
             return None
         (rows, positions), self._pending = self._pending, None
         assert self._outbox is not None
+        if self._landing is None:
+            self._outbox.take_part(rows)
+            return None
         self._outbox.send(rows, positions.long())
         return rows
 
