@@ -347,7 +347,6 @@ def _stages(config: VllmConfig) -> None:
 
 
 WITH_LENSES: list[tuple[Callable[[VllmConfig], object], str]] = [
-    (lambda c: setattr(c.parallel_config, "tensor_parallel_size", 2), "tensor parallelism"),
     (_stages, "pipeline parallelism"),
     (lambda c: setattr(c, "lora_config", SimpleNamespace()), "LoRA (--enable-lora)"),
     (

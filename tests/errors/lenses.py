@@ -4,8 +4,10 @@
 from __future__ import annotations
 
 import tempfile
+from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -17,6 +19,7 @@ from safetensors.torch import save_file
 from tests.errors.case import Case, path
 from tests.support.plans import HEADS, HIDDEN, SHAPE, VECTOR, config_of
 from vllm.config.capture import CaptureConfig
+from vllm.entrypoints.cli.steering.convert import convert_lens
 from vllm.v1.capture.lens import LensRows
 from vllm.v1.interventions.plan import LensRead
 from vllm.v1.interventions.worker.lens_check import prove_lenses
@@ -88,6 +91,20 @@ def lens_file(tensors: dict[str, torch.Tensor], kind: str) -> object:
         return FileLens("big", path, SHAPE, CPU)
 
 
+def published(out: str = "lens.safetensors", **changed: Any) -> object:
+    """`vllm steering convert` of such a file; a key given as None is left out."""
+    given = {"J": torch.ones(2, 4, 4), "source_layers": [0, 2], "d_model": 4, **changed}
+    given = {key: value for key, value in given.items() if value is not None}
+    return converted(lambda path: torch.save(changed.get("whole", given), path), out)
+
+
+def converted(write: Callable[[Path], object], out: str = "lens.safetensors") -> object:
+    with tempfile.TemporaryDirectory() as folder:
+        (Path(folder) / "there.safetensors").touch()
+        write(Path(folder) / "lens.pt")
+        return convert_lens(Path(folder) / "lens.pt", Path(folder) / out)
+
+
 def read(name: str) -> object:
     none = np.empty(0)
     rows = LensRows(none, none, torch.empty(0, 2), none, LensRead("logit", 1, (), False))
@@ -136,6 +153,34 @@ LENSES = [
     ),
     Case({"given": "'entropy'", "allowed": "top_ids, top_logprobs"}, do=lambda: read("entropy")),
     *[Case({"given": repr(entries[-1])}, do=partial(lenses, *entries)) for entries in NAMES],
+    Case({}, do=lambda: published(whole={1: type})),  # a pickle that names a class
+    Case({}, do=lambda: converted(lambda path: path.write_bytes(b"no zip at all"))),
+    Case({}, do=lambda: published("there.safetensors")),
+    Case({}, do=lambda: published("lens.pt2")),
+    Case({}, do=lambda: published(whole=[1])),
+    Case({"given": "'d_model'"}, do=lambda: published(d_model=None)),
+    Case({"given": "True"}, do=lambda: published(d_model=True)),
+    Case({"allowed": "1-1024"}, do=lambda: published(source_layers=[])),
+    Case({}, do=lambda: published(source_layers=[0, 0])),
+    Case({}, do=lambda: published(source_layers=[0, -1])),
+    Case({}, do=lambda: published(source_layers=[0])),
+    Case({}, do=lambda: published(J={0: torch.ones(4, 4), 1: torch.ones(4, 4)})),
+    Case(
+        {"layer": "2", "given": "[3, 4]"},
+        do=lambda: published(J=[torch.ones(4, 4), torch.ones(3, 4)]),
+    ),
+    Case({"layer": "0", "given": "'x'"}, do=lambda: published(J=["x", torch.ones(4, 4)])),
+    Case(
+        {"layer": "0", "given": "torch.int64"},
+        do=lambda: published(J=torch.ones(2, 4, 4, dtype=torch.int64)),
+    ),
+    Case(
+        {"layer": "0"},
+        do=lambda: published(J=torch.ones(1, 1, 1).expand(2, 4096, 4096), d_model=4096),
+    ),
+    Case(
+        {"layer": "2"}, do=lambda: published(J=[torch.ones(4, 4), torch.full((4, 4), float("nan"))])
+    ),
     Case({"name": "big", "path": "/no/such"}, do=lambda: FileLens("big", "/no/such", SHAPE, CPU)),
     Case({"given": "''"}, do=lambda: lens_file({"0.weight": SQUARE}, "")),
     Case(

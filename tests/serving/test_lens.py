@@ -5,6 +5,7 @@ that chunk, steer and share steps."""
 from __future__ import annotations
 
 import pickle
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,6 +21,8 @@ from tests.conformance.runner import Reference
 from tests.support import serving
 from tests.support.serving import Ask, Judge, prompt_of, relative, serve, vector
 from vllm import LLM
+from vllm.entrypoints.cli import main
+from vllm.entrypoints.cli.steering.convert import convert_lens
 from vllm.v1.interventions.worker import lens_check, lens_reader
 from vllm.v1.interventions.worker.tap_check import check_worker
 
@@ -67,7 +70,22 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     kinds = {"tuned": TUNED, "moved": JACOBIAN, "same": IDENTITY}
     for name, tensors in kinds.items():
         made[name] = folder / f"{name}.safetensors"
-        save_file(tensors, made[name], {"kind": "tuned" if name == "tuned" else "jacobian"})
+        if name != "moved":
+            save_file(tensors, made[name], {"kind": "tuned" if name == "tuned" else "jacobian"})
+    # One as it is published, by layer and stacked; the layers in any order.
+    layers = [3, 0, *range(1, LAYERS - 1)]
+    by_layer = {n: JACOBIAN[f"{n}.weight"] for n in layers}
+    stacked = torch.stack(list(by_layer.values())).double()
+    for name, matrices in ("by_layer", by_layer), ("stacked", stacked):
+        lens = {"J": matrices, "source_layers": layers, "d_model": HIDDEN, "n_prompts": 7}
+        torch.save(lens, folder / f"{name}.pt")
+    command = ["vllm", "steering", "convert", str(folder / "by_layer.pt"), str(made["moved"])]
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(SystemExit) as ended:
+        patch.setattr(sys, "argv", command)
+        main.main()
+    assert ended.value.code == 0
+    assert convert_lens(folder / "stacked.pt", folder / "s.safetensors") == sorted(layers)
+    assert (folder / "s.safetensors").read_bytes() == made["moved"].read_bytes()
     return made
 
 

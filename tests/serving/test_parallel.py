@@ -9,10 +9,14 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from tests.conformance import models
 from tests.conformance import runner as check
 from tests.conformance.engine import Runner, make_llm, shut_down
+from tests.conformance.models import HIDDEN
+from tests.serving.test_lens import APART, FULL, JACOBIAN, inline, read, under
+from tests.serving.test_lens import check as check_lens
 from tests.serving.test_project_serving import check as check_scores
 from tests.serving.test_project_serving import matrix, mean, scores
 from tests.support import serving
@@ -20,6 +24,7 @@ from tests.support.serving import Ask, Judge, capture, prompt_of, serve, vector
 from vllm import LLM
 from vllm.config.capture import CAPTURE_POINTS, HEAD_POINTS
 from vllm.config.steering import STEERING_POINTS
+from vllm.v1.capture.lens import LensRows
 
 if TYPE_CHECKING:
     from tests.conftest import TinyModels
@@ -31,14 +36,20 @@ STEERED = {"steering_vectors": {"post_attn": {1: vector(70)}}}
 
 
 @pytest.fixture(scope="module")
-def pair(tiny_models: TinyModels, runner: Runner) -> Iterator[tuple[LLM, Judge]]:
+def pair(
+    tiny_models: TinyModels, runner: Runner, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[tuple[LLM, Judge]]:
     """Chunks of at most 24."""
+    lens = tmp_path_factory.mktemp("lens") / "moved.safetensors"
+    save_file(JACOBIAN, lens, {"kind": "jacobian"})
     path, row = tiny_models.path("llama"), tiny_models.row("llama")
     split = "tensor_parallel_size" if runner == "v1" else "pipeline_parallel_size"
     options: dict[str, Any] = {split: 2, "enable_steering": True, "max_num_batched_tokens": 24}
     options["capture_points"] = list(CAPTURE_POINTS)
     options["steering_points"] = list(STEERING_POINTS)
     options["steering_families"] = ["add", "scale"]
+    if runner == "v1":
+        options |= {"capture_lens": ["logit", f"moved={lens}"], "capture_lens_rows": 40}
     with pytest.MonkeyPatch.context() as patch:
         # A forked worker would inherit the threads of this process, but not their locks' owners.
         patch.setenv("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
@@ -144,6 +155,44 @@ def test_attention_of_some_heads(pair: tuple[LLM, Judge]) -> None:
             assert torch.equal(rows.top_weights[i, :, : best.values.shape[1]], best.values)
             assert torch.equal(rows.top_positions[i, :, : best.values.shape[1]], best.indices.int())
             assert bool((rows.top_positions[i, :, best.values.shape[1] :] == -1).all())
+
+
+def test_lenses_of_all_workers(pair: tuple[LLM, Judge], runner: Runner) -> None:
+    """Each rank has a part of the head. As with one: what transformers say, in chunks, beside
+    requests that read rows or nothing."""
+    llm, judge = pair
+    if runner == "v2":
+        pytest.skip("two stages: refused, see tests/config")
+    captures = [
+        under("all"),
+        under("predicting", {**FULL, "name": "moved"}, {"post_block": [0, 3]}),
+        {"hooks": {"pre_attn": [1]}, "positions": "all"},
+    ]
+    asks = [
+        Ask(prompt_of(41, 130), inline(*captures)),
+        Ask(prompt_of(41, 130), {**STEERED, **inline(*captures)}),
+        Ask(prompt_of(5, 131), capture("all", ("post_block",), [0])),
+        Ask(prompt_of(5, 132), inline(under([2, -1], hooks={"pre_attn": [2]}))),
+        Ask(prompt_of(9, 133)),
+    ]
+    outputs = serve(llm, asks)
+    entropies = []
+    for ask, output in zip(asks, outputs, strict=True):
+        completion = output.outputs[0]
+        sequence = [*ask.prompt, *completion.token_ids][:-1]
+        streams = judge.reference.run(sequence, judge.deltas(ask, sequence)).rows
+        payloads = [r.payload for r in (completion.capture_results or {}).values()]
+        for site, rows in (entry for payload in payloads for entry in payload.items()):
+            if not isinstance(rows, LensRows):
+                assert serving.relative(rows.values, streams[site][rows.positions]) <= 1e-4
+                continue
+            moved = JACOBIAN[f"{site[1]}.weight"].T if rows.lens == "moved" else torch.eye(HIDDEN)
+            want = read(judge, sequence, streams[site] @ moved)[rows.positions]
+            check_lens(rows, want, FULL["tokens"])
+        if payloads and payloads[0].keys() > {("post_block", 2)}:
+            entropies.append(payloads[0]["post_block", 2].entropy[:41])
+    plain, steered = entropies
+    assert (plain - steered).abs().max() > APART
 
 
 def test_scores_of_all_workers(pair: tuple[LLM, Judge]) -> None:

@@ -99,6 +99,11 @@ class CaptureConfig:
         """Whether weights of attention can be captured: of queries, and z is what proves them."""
         return self.enabled and {"q", "z"} <= set(self.capture_points)
 
+    @property
+    def shared(self) -> bool:
+        """Whether every tensor-parallel rank makes a part of something that is captured."""
+        return self.reads_attention or bool(self.capture_lens)
+
     @cached_property
     def consumers(self) -> dict[str, ConsumerSpec]:
         """Name -> spec, of `capture_consumers`."""

@@ -67,7 +67,6 @@ def refuse_unsupported(config: "VllmConfig") -> None:
             )
     if config.capture_config.capture_lens:
         refused = {
-            "tensor parallelism": parallel.tensor_parallel_size > 1,
             "pipeline parallelism": parallel.pipeline_parallel_size > 1,
             "LoRA (--enable-lora)": config.lora_config is not None,
             "sleep mode, if a lens is of a file": (

@@ -43,7 +43,7 @@ def chunk(plan: CapturePlan, owners: dict[str, list[int]], scores: np.ndarray) -
     return CapturedChunk(positions, values, 0, [(name, len(at)) for name, at in owners.items()])
 
 
-@given(
+STEPS: Any = (
     st.lists(st.integers(1, 4), min_size=1, max_size=MOST),
     st.lists(st.integers(-2, 2), min_size=2 * (PROMPT + MOST), max_size=2 * (PROMPT + MOST)),
     st.tuples(st.integers(1, 3), st.integers(0, 3)),
@@ -51,6 +51,9 @@ def chunk(plan: CapturePlan, owners: dict[str, list[int]], scores: np.ndarray) -
     st.sampled_from(["generated", "prompt", "all", [3, 4, 6, 7, 9]]),
     st.sampled_from([None, 1, 3, 6]),
 )
+
+
+@given(*STEPS)
 def test_steps_of_any_size(
     steps: list[int], numbers: list[int], window: tuple[int, int], below: bool, over: Any,
     stop_string: int | None,
@@ -118,6 +121,14 @@ def test_steps_of_any_size(
     assert results["r1"].max == pytest.approx(mine.max())
     of_other = None if other is None else other.results(99)["r1"]
     assert of_other is not None and of_other.rows <= len(steps)
+
+
+def test_a_window_reaches_over_steps() -> None:
+    """Rows that cross, each in a step of its own."""
+    by_hand = test_steps_of_any_size.hypothesis.inner_test
+    for window in (2, 0), (3, 0), (2, 2):
+        by_hand([1] * 8, [1, -1] * (PROMPT + MOST), window, False, "all", None)
+        by_hand([1] * 8, [1] * 2 * (PROMPT + MOST), window, False, "generated", None)
 
 
 def test_scores_that_are_no_numbers_never_fire() -> None:

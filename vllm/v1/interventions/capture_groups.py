@@ -72,6 +72,8 @@ class CaptureGroup:
         self.streams = [s._replace(runs=self._runs(s.places, s.projection)) for s in streams]
         self.attends = any(isinstance(s.reads, AttentionRead) for s in self.streams)
         """Whether attention is read."""
+        self.shared = any(s.reads is not None for s in self.streams)
+        """Whether every tensor-parallel rank makes a part of it."""
 
     def _runs(
         self, places: tuple[int, ...], projection: _Projection | None

@@ -48,7 +48,7 @@ class RuleStats:
     """In how many completions a rule fired, by its name, which is "" for those of requests, and by
     what it does."""
     scores: list[tuple[str, float]] = field(default_factory=list)
-    """Of each completion the score that was nearest to firing a rule of the operator."""
+    """The score of each completion that was nearest to firing a rule of the operator."""
 
     def add(self, result: RuleResult, name: str, below: bool, then: str) -> None:
         """Count what a rule saw of a completion; `name` is "" for one of a request."""

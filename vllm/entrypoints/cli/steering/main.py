@@ -6,6 +6,7 @@ import os
 import sys
 import traceback
 import typing
+from pathlib import Path
 
 from vllm.entrypoints.cli.types import CLISubcommand
 
@@ -30,6 +31,10 @@ POINTS = """List the points and layers at which a model can be steered and captu
 no weights are read and no engine is started. Exit status 2 when it cannot be, with the reason."""
 
 
+CONVERT = """Write a published Jacobian lens (torch: J, source_layers, d_model) as a file that
+--capture-lens reads. Nothing in the file is run. Exit status 2 when it is no such lens."""
+
+
 class SteeringSubcommand(CLISubcommand):
     """The `steering` subcommand of the vLLM CLI."""
 
@@ -40,7 +45,8 @@ class SteeringSubcommand(CLISubcommand):
         """Run the verb and exit with its status."""
         if args.model_tag is not None:
             args.model = args.model_tag
-        sys.exit({"check": _check, "points": _points, "train": _train}[args.steering_verb](args))
+        verbs = {"check": _check, "convert": _convert, "points": _points, "train": _train}
+        sys.exit(verbs[args.steering_verb](args))
 
     def subparser_init(
         self, subparsers: "argparse._SubParsersAction[FlexibleArgumentParser]"
@@ -51,8 +57,8 @@ class SteeringSubcommand(CLISubcommand):
 
         steering = subparsers.add_parser(
             self.name,
-            help="Check steering and capture on a model, find steering vectors.",
-            usage="vllm steering {check,points,train} MODEL [options]",
+            help="Check steering and capture on a model, find steering vectors, convert lenses.",
+            usage="vllm steering {check,convert,points,train} ...",
         )
         verbs = steering.add_subparsers(required=True, dest="steering_verb")
         check = verbs.add_parser(
@@ -66,6 +72,14 @@ class SteeringSubcommand(CLISubcommand):
             "need less than half of the free memory.",
         )
         make_arg_parser(check)
+        convert = verbs.add_parser(
+            "convert",
+            description=CONVERT,
+            usage="vllm steering convert LENS.pt OUT.safetensors",
+        )
+        convert.add_argument("source", type=Path, help="The lens as it was published.")
+        convert.add_argument("out", type=Path, help="The file to write.")
+        convert.set_defaults(model_tag=None)
         points = verbs.add_parser(
             "points", description=POINTS, usage="vllm steering points MODEL [serve options]"
         )
@@ -91,6 +105,18 @@ def _check(args: argparse.Namespace) -> int:
         traceback.print_exc()
         print("verdict: could not run", flush=True)
         return COULD_NOT_RUN
+
+
+def _convert(args: argparse.Namespace) -> int:
+    from vllm.entrypoints.cli.steering.convert import convert_lens
+
+    try:
+        layers = convert_lens(args.source, args.out)
+    except (ValueError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr, flush=True)
+        return COULD_NOT_RUN
+    print(f"{args.out}: a Jacobian lens of layers {', '.join(map(str, layers))}", flush=True)
+    return 0
 
 
 def _points(args: argparse.Namespace) -> int:

@@ -52,7 +52,7 @@ def prove_attention(
         Why, of each other layer with queries and z.
     """
     shape, arena = interventions.shape, interventions.arena
-    if shape is None or arena is None or not interventions.reads_here:
+    if shape is None or arena is None or not interventions.reads_attention:
         why = "its start-up proof needs q and z among capture_points"
         return dict.fromkeys(interventions.attention, why)
     unread: dict[int, str] = {}

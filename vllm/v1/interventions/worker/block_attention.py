@@ -73,10 +73,3 @@ class BlockAttention:
             asking = queriers._replace(programs=captured.programs)
             at = captured.positions
             yield self._reader.read(read, sites, queries, at, asking, block.stop)
-
-    def add_own(self, blocks: Blocks, captured: Captured) -> None:
-        """Give the tensor-parallel rank that sends a step's rows the part of this rank's heads."""
-        for block, at in captured.of_blocks(blocks):
-            if block.group.attends:
-                for _ in self.read(block, at):
-                    pass

@@ -72,7 +72,7 @@ class LensReader:
         # All sites at once: the head is read from memory once for many rows.
         for some, into in zip(flat.split(self._at_once), made.split(self._at_once), strict=True):
             logits = self._model.compute_logits(self._norm(some))
-            assert logits is not None  # other ranks than the first of several get none
+            assert logits is not None  # as all ranks get the whole of them
             _reduce(read, logits.float(), tokens, into)
         return made.unflatten(0, rows.shape[:2])
 

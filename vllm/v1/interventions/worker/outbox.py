@@ -27,9 +27,12 @@ class Outbox:
 
     Args:
         arena: [rows, hidden] on the device.
+        landing: None on a rank that sends nothing.
     """
 
-    def __init__(self, arena: torch.Tensor, landing: Landing, projections: ProjectionTable) -> None:
+    def __init__(
+        self, arena: torch.Tensor, landing: Landing | None, projections: ProjectionTable
+    ) -> None:
         self._arena, self._landing, self._projections = arena, landing, projections
         self._cuda = arena.device.type == "cuda"
         self._columns: WeakKeyDictionary[CaptureGroup, list[torch.Tensor | None]] = (
@@ -41,12 +44,13 @@ class Outbox:
         """Where attention can be read, once the KV cache exists."""
         self.lens: LensReader | None = None
         """Where lenses can be read, once the norm before the head is known."""
-        if self._cuda:
+        if self._cuda and landing is not None:
             self._leaving = torch.empty_like(arena)
             self._stream = torch.cuda.Stream(arena.device)
 
     def send(self, step: StepRows, captured: Captured) -> None:
         """Give a step's result the rows that its forward left in the arena."""
+        assert self._landing is not None
         blocks = captured.of_blocks(step.blocks)
         made = [values for block, at in blocks for values in self._made_of(block, at)]
         positions = captured.positions
@@ -79,6 +83,7 @@ class Outbox:
 
     def _copy_rows(self, there: torch.Tensor, rows: torch.Tensor) -> None:
         """Copy rows in parts that each lie in one of the pieces that the GPU knows."""
+        assert self._landing is not None
         there, rows = (values.reshape(-1).view(torch.uint8) for values in (there, rows))
         first = there.data_ptr() - self._landing.memory.ctypes.data
         done = 0
@@ -99,21 +104,40 @@ class Outbox:
             self._columns[block.group] = [
                 None if s.columns is None else to_device(s.columns, device) for s in streams
             ]
-        reads: Iterator[torch.Tensor] = iter(())
-        if block.group.attends:
-            assert self.attention is not None
-            reads = self.attention.read(block, captured)
+        reads = self._attention(block, captured)
         for stream, columns in zip(streams, self._columns[block.group], strict=True):
             if isinstance(stream.reads, LensRead):
-                assert self.lens is not None
-                rows = torch.cat([block.of(self._arena, *run) for run in stream.runs], dim=1)
-                yield self.lens.read(stream.reads, [layer for layer, _ in stream.heads], rows)
+                yield self._under_lens(block, stream, stream.reads)
             elif stream.projection is not None:
                 yield self._scores_of(block, stream)
             elif stream.summed:
                 yield self._sums_of(block, stream, captured.positions)
             elif columns is not None:
                 yield next(reads) if stream.reads is not None else block.heads(self._arena, columns)
+
+    def take_part(self, step: StepRows, captured: Captured) -> None:
+        """Make what all tensor-parallel ranks make together, of rows under lenses and of attention,
+        in the order in which the first rank does, which sends it."""
+        for block, at in captured.of_blocks(step.blocks):
+            reads = self._attention(block, at)
+            for stream in block.group.streams:
+                if isinstance(stream.reads, LensRead):
+                    self._under_lens(block, stream, stream.reads)
+                elif stream.reads is not None:
+                    next(reads)
+
+    def _attention(self, block: Block, captured: Captured) -> Iterator[torch.Tensor]:
+        """What leaves of the attention of a block's queries, of each stream that reads it."""
+        if not block.group.attends:
+            return iter(())
+        assert self.attention is not None
+        return self.attention.read(block, captured)
+
+    def _under_lens(self, block: Block, stream: LocalStream, read: LensRead) -> torch.Tensor:
+        """What leaves of rows under a lens, float32 [count, sites, width] on the device."""
+        assert self.lens is not None
+        rows = torch.cat([block.of(self._arena, *run) for run in stream.runs], dim=1)
+        return self.lens.read(read, [layer for layer, _ in stream.heads], rows)
 
     def _scores_of(self, block: Block, stream: LocalStream) -> torch.Tensor:
         """The scores of a projected stream, float32 [count, sites, k] on the device."""

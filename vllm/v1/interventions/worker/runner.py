@@ -91,17 +91,18 @@ class WorkerInterventions:
         self._focused_taps: dict[int, HeadTaps] = {}
         self._projections: ProjectionTable | None = None
         self._outbox: Outbox | None = None
-        self._reads: BlockAttention | None = None
         self._captured_tokens = 0
         self._decoding: Decoding | None = None
         self._pending: tuple[StepRows, Captured] | None = None
-        # The stream is the same on every tensor-parallel rank: the first one captures.
-        parallel = config.parallel_config
-        self.captures_here = self._capture and parallel.rank % parallel.tensor_parallel_size == 0
-        # Of attention, each rank reads its own heads.
-        self.reads_here = config.capture_config.reads_attention
+        # The stream is the same on every tensor-parallel rank: the first one captures, and sends.
+        # Of attention and of the head before the vocabulary, each has a part, and needs the rows.
+        parallel, capture = config.parallel_config, config.capture_config
+        first = parallel.rank % parallel.tensor_parallel_size == 0
+        self.captures_here = self._capture and (first or capture.shared)
+        self.reads_attention = capture.reads_attention
+        self._landing: Landing | None = None
         self._pinning: Pinning | None = None
-        if self.captures_here:
+        if self._capture and first:
             self._landing = Landing(landing_bytes(config))
             if device.type == "cuda":
                 self._pinning = Pinning(self._landing, device)  # beside the loading of weights
@@ -190,7 +191,7 @@ class WorkerInterventions:
             self._groups = CaptureGroups(self._dest_rows, shape)
             # The start-up check captures one token of any site, which may need several rows.
             least = max(map(shape.arena_rows, captured), default=1)
-            rows = max(rows, least) if self.captures_here or self.reads_here else least
+            rows = max(rows, least) if self.captures_here else least
             self.arena = torch.zeros(rows, hidden, dtype=dtype, device=device)
             if self.captures_here:
                 self._projections = ProjectionTable(hidden, device)
@@ -346,10 +347,8 @@ class WorkerInterventions:
 
     def read_attention(self, reader: AttentionReader) -> None:
         """Read attention by this from now on."""
-        assert self.arena is not None
-        self._reads = BlockAttention(reader, self.arena)
-        if self._outbox is not None:
-            self._outbox.attention = self._reads
+        assert self._outbox is not None and self.arena is not None
+        self._outbox.attention = BlockAttention(reader, self.arena)
 
     def read_lenses(self, reader: LensReader, shape: TapShape) -> None:
         """Read lenses by this from now on; `shape` has them."""
@@ -431,7 +430,7 @@ class WorkerInterventions:
     def _map_dest(
         self, req_ids: list[str], num_tokens: np.ndarray, positions: torch.Tensor
     ) -> None:
-        if not self._wanted or not (self.captures_here or self.reads_here):
+        if not self._wanted or not self.captures_here:
             self._clear_dest()
             return
         assert self.dest is not None
@@ -450,8 +449,8 @@ class WorkerInterventions:
             offsets, group = self._wanted.get(req_id), self._captures.get(req_id)
             if offsets is not None and group is not None:
                 groups.setdefault(group, []).append((req_id, start + offsets))
-        if not self.captures_here:
-            groups = {group: members for group, members in groups.items() if group.attends}
+        if self._landing is None:
+            groups = {group: members for group, members in groups.items() if group.shared}
         if not groups:
             return  # all of it at other pipeline stages, or for the first rank alone
         blocks = Blocks(groups)
@@ -483,13 +482,14 @@ class WorkerInterventions:
         self._decoding = None
 
     def collect(self) -> StepRows | None:
-        """Send this step's rows to the host, after the forward; None if it captured none."""
+        """Send this step's rows to the host, after the forward; None if it captured none, or if
+        another rank sends them."""
         if self._pending is None:
             return None
         (rows, captured), self._pending = self._pending, None
-        if self._outbox is None:
-            assert self._reads is not None
-            self._reads.add_own(rows.blocks, captured)
+        assert self._outbox is not None
+        if self._landing is None:
+            self._outbox.take_part(rows, captured)
             return None
         self._outbox.send(rows, captured)
         return rows

@@ -1,0 +1,56 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The tests of rules fail where rules are judged wrongly, or not for all."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+from hypothesis import Phase, given, settings
+
+from tests.interventions.frontend import test_operator_rules as for_all
+from tests.interventions.frontend import test_rule_watch as judged
+from tests.mutations.rules import FOR_ALL, JUDGED, Mistake
+from tests.support import plans
+from vllm.sampling_params import RequestOutputKind
+from vllm.v1.interventions.frontend import resolve
+
+pytestmark = pytest.mark.quick
+
+
+# The same steps each time, and no smaller ones looked for when one fails.
+STEPS = settings(max_examples=100, phases=[Phase.generate], database=None, derandomize=True)(
+    given(*judged.STEPS)(judged.test_steps_of_any_size.hypothesis.inner_test)
+)
+
+
+def fails(check: Callable[[], object]) -> bool:
+    try:
+        check()
+    except (AssertionError, ValueError, ExceptionGroup):
+        return True
+    return False
+
+
+@pytest.mark.parametrize("mistake", JUDGED, ids=lambda mistake: mistake.name)
+def test_a_wrong_watch_is_noticed(mistake: Mistake, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(judged, "RuleWatches", mistake.made().RuleWatches)
+    assert fails(STEPS) or fails(judged.test_a_window_reaches_over_steps)
+
+
+@pytest.mark.parametrize("mistake", FOR_ALL, ids=lambda mistake: mistake.name)
+def test_a_rule_that_is_not_for_all_is_noticed(
+    mistake: Mistake, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def check() -> None:
+        for kind in RequestOutputKind:
+            for_all.test_every_request_has_them(kind, {})
+            for_all.test_every_request_has_them(kind, {"rules": [{**for_all.RULE, "name": "own"}]})
+
+    check()
+    mutant = mistake.made()
+    if mistake.module is resolve:
+        monkeypatch.setattr(plans, "resolve", mutant.resolve)
+    else:
+        monkeypatch.setattr(resolve, "parse_rules", mutant.parse_rules)
+    assert fails(check)
