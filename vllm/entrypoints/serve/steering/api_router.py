@@ -20,6 +20,7 @@ from vllm.v1.steering.modules import FIELDS, need_module_name
 from .access import SteeringAccess
 from .capture_router import router as capture_router
 from .packed import read_rules
+from .playground_router import playground_router
 from .protocol import SET_FIELDS, flag_of, module_of, read_body, tiers_of
 from .sweep_router import router as sweep_router
 
@@ -167,3 +168,5 @@ def attach_router(app: FastAPI) -> None:
     app.include_router(sweep_router)
     if LENS in args.compat:
         app.include_router(lens_router)
+    if args.playground:
+        app.include_router(playground_router())

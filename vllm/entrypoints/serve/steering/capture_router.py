@@ -8,6 +8,7 @@ from fastapi import APIRouter, Request
 
 from vllm.v1.capture.registry import ConsumerSpec
 from vllm.v1.engine.async_llm import AsyncLLM
+from vllm.v1.interventions.plan import TapShape
 from vllm.v1.metrics.prometheus import get_prometheus_registry
 
 router = APIRouter(prefix="/v1/capture", tags=["capture"])
@@ -33,11 +34,21 @@ async def state(request: Request) -> dict[str, Any]:
         "points": list(config.capture_points) if config.enabled else [],
         "overload_policy": config.capture_overload_policy,
         "inline_max_bytes": config.capture_inline_max_bytes,
+        "lenses": _lenses(engine.vllm_config.tap_shape),
         "consumers": {
             name: _described(spec) | {"counters": counters[name] if counters is not None else None}
             for name, spec in config.consumers.items()
         },
     }
+
+
+def _lenses(shape: TapShape | None) -> dict[str, dict[str, list[int]]]:
+    """Return the layers that each lens reads, by its name and the point."""
+    found: dict[str, dict[str, list[int]]] = {}
+    for name, sites in shape.lenses.items() if shape is not None else ():
+        for point, layer in sites:
+            found.setdefault(name, {}).setdefault(point, []).append(layer)
+    return found
 
 
 def _described(spec: ConsumerSpec) -> dict[str, Any]:

@@ -1,0 +1,83 @@
+// Starts the page: reads the server, says what is off, takes up what the link says.
+
+// Of each panel: whether it can do its work, the flags that turn that on, the work of its button.
+const PANELS = {
+  find: [can.capture, '--capture-consumers inline', find],
+  steer: [can.steer, '--enable-steering'],
+  compare: [() => true, '', compare],
+  look: [can.capture, '--capture-consumers inline', look],
+  attention: [can.attention, '--capture-points pre_attn post_attn post_block q z', () => heads()],
+  trace: [() => can.family('replace') && can.capture(),
+    '--enable-steering --steering-families add replace --capture-consumers inline', trace],
+};
+
+const CLICKS = {
+  'use-found': () => addTerm('direction', state.find.name),
+  'save-module': () => working($('find'), saveModule),
+  download: () => download(foundFile(),
+    `${state.find.name.replace(/[^\w.-]+/g, '_')}.safetensors`),
+  'add-term': () => addTerm(...picked('term-source')),
+  'add-rule': () => addRule(...picked('rule-source')),
+  stop: () => stopCompare?.abort(),
+  'trace-stop': () => stopTrace?.abort(),
+  share,
+};
+
+function startPanels() {
+  for (const [id, [able, flag, work]] of pairs(PANELS)) {
+    const panel = $(id), form = panel.querySelector('form');
+    if (!able()) {
+      panel.querySelectorAll('button.run').forEach((one) => { one.disabled = true; });
+      panel.querySelector('h2').after(make('p.off', 'Off on this server. ', make('code', flag),
+        ' turns it on.'));
+    }
+    if (work) submitted(form, () => working(panel, work));
+  }
+  const points = state.capture.points?.filter((p) => !'qkvz'.includes(p)) ?? [];
+  for (const id of ['find-point', 'trace-point']) {
+    refill($(id), points.map((value) => ({ value })));
+    if (points.includes('post_block')) $(id).value = 'post_block';
+  }
+  const lenses = can.lenses();
+  refill($('look-lens'), [...lenses.map((value) => ({ value })),
+    { value: '', text: lenses.length ? 'none' : 'off: --capture-lens logit' }]);
+  $('copies').append(...Object.keys(COPIES).map((kind) =>
+    button(kind, () => working($('steer'), () => showCopy(kind)))));
+  const said = readLink(location.hash), missing = said ? restore(said) : [];
+  if (missing.length) {
+    put($('link-said'), `Not in the link: ${[...new Set(missing)].join(', ')}. ` +
+      'Find it again, with the texts that are.');
+  }
+}
+
+function submitted(form, work) {
+  on(form, 'submit', (e) => {
+    e.preventDefault();
+    work();
+  });
+}
+
+async function share() {
+  const { url, left } = asLink();
+  history.replaceState(null, '', url);
+  const said = await copyText(url);
+  put($('link-said'), 'The address now has all but keys and answers; ' +
+    (said === 'copied' ? 'it was copied. ' : 'copy it from there. ') +
+    (left.length ? `Left out, more than 4 kB: ${left.join(', ')}.` : ''));
+}
+
+let started = false;
+async function connect() {
+  await working($('model'), async () => {
+    await readServer();
+    if (!started) startPanels();
+    started = true;
+    showModel();
+    showSources();
+  });
+  document.body.dataset.ready = started;
+}
+
+for (const [id, clicked] of pairs(CLICKS)) $(id).onclick = clicked;
+submitted($('keys'), connect);
+connect();
