@@ -3,7 +3,7 @@ PYTHON ?= python3.11
 RUN := .venv/bin/python
 OURS := setup.py vllm tools patches tests demo examples benchmarks
 
-.PHONY: help install test test-full test-long test-models workloads lint format fuzz mutations demo tree diffstat native wheel clean
+.PHONY: help install test test-full test-long test-models workloads lint format fuzz mutations demo playground tree diffstat native wheel clean
 .DEFAULT_GOAL := help
 
 help: ## this list
@@ -61,6 +61,9 @@ format: install ## let ruff format our files
 
 demo: install ## train a small model, find a direction in it, steer along it (MODEL=/path: your own)
 	$(RUN) -m demo $(if $(MODEL),--model $(MODEL))
+
+playground: install ## serve that small model with a page to see and steer it (PORT=8000)
+	$(RUN) -m demo.playground $(if $(PORT),--port $(PORT))
 
 tree: install ## leave build/tree, the fork as four git commits, for reading
 	@git -C build/tree log --oneline --stat=1 --format='%h %s' | grep -vE '[|]|^$$'

@@ -19,6 +19,7 @@ from vllm.entrypoints.serve.steering.access import SteeringAccess
 from vllm.entrypoints.serve.steering.api_router import layers, register, set_tiers
 from vllm.entrypoints.serve.steering.body import refuse_beams, refuse_unserved
 from vllm.entrypoints.serve.steering.packed import MAX_ARRAY_BYTES, pack, read_vectors, unpack
+from vllm.entrypoints.serve.steering.playground_router import need_playground
 from vllm.entrypoints.serve.steering.protocol import MAX_BODY_BYTES, module_of, read_body
 from vllm.v1.steering.files import parse_safetensors
 from vllm.v1.steering.unshaped import ANY_FAMILY
@@ -140,4 +141,12 @@ HTTP = [
     Case({"allowed": "X-Steering-Key, or as bearer token"}, do=shown(["k"])),
     Case({"allowed": "X-Steering-Key"}, do=shown(["k"], bearer=False, Authorization="Bearer k")),
     Case({}, do=shown(["k"], X_Steering_Key="K")),
+    Case(
+        {},
+        do=lambda: need_playground(
+            SimpleNamespace(  # type: ignore[arg-type]
+                playground=True, enable_steering=False, capture_consumers=[], compat=[]
+            )
+        ),
+    ),
 ]

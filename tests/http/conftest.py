@@ -37,6 +37,7 @@ def options(root: Path) -> tuple[str, ...]:
     """Of the server, beside those of `tests.http.server`."""
     return (
         "--enable-log-requests",
+        "--playground",
         "--default-steering-modules=house",
         f"--capture-consumers=filesystem:root={root}",
         *("--capture-points", "pre_attn", "post_attn", "post_block", "q", "z"),

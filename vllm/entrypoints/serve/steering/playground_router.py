@@ -47,7 +47,8 @@ def page() -> tuple[bytes, str]:
     """
     style = packed_style((FOLDER / "style.css").read_text())
     script = packed_script("".join((FOLDER / name).read_text() for name in SCRIPTS))
-    html = re.sub(r'="([\w-]+)"', r"=\1", (FOLDER / "page.html").read_text())
+    html = (FOLDER / "page.html").read_text().replace(">\n<", "><")
+    html = re.sub(r'="([\w-]+)"', r"=\1", html)
     # Not str.format, and each once: the parts have braces of their own.
     for mark, part in (("/* style.css */", style), ("/* script */", script)):
         html = part.join(html.split(mark, 1))

@@ -84,7 +84,8 @@ async function compare() {
       try {
         await stream(pair.prompt, fields, answer, grow, stopCompare.signal);
       } catch (error) {
-        answer.error = error;
+        if (error.name === 'AbortError') answer.finish = 'stopped';
+        else answer.error = error;
         grow();
         throw error;
       }

@@ -45,7 +45,7 @@ async function pattern(r, c) {
     make('figcaption', `Where “${clipped(tokens[q], 12)}” looks, head ${head} of layer ${layer}`),
     tokenLine(tokens, { colours: values[q].map((v) => v && colourOf(v, 1, true, 0.5)),
       titles: values[q].map((v) => v === null ? '' : shown(v)) }));
-  shade(values.length - 1);
+  drawIn($('head-line'), () => shade(values.length - 1));
   heatMap($('head-pattern'), { title: `Head ${head} of layer ${layer}`, rows: tokens,
     columns: tokens, values, down: 'query', across: 'key', words: true, top: true,
     sequential: true, bound: 1, unit: 'of attention', hover: shade, pick: shade });

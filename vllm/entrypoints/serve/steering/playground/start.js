@@ -40,7 +40,7 @@ function startPanels() {
   }
   const lenses = can.lenses();
   refill($('look-lens'), [...lenses.map((value) => ({ value })),
-    { value: '', text: lenses.length ? 'none' : 'off: --capture-lens logit' }]);
+    { value: '', text: lenses.length ? 'none' : 'off: --capture-lens logit' }], lenses[0]);
   $('copies').append(...Object.keys(COPIES).map((kind) =>
     button(kind, () => working($('steer'), () => showCopy(kind)))));
   const said = readLink(location.hash), missing = said ? restore(said) : [];

@@ -1,0 +1,102 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`python -m demo.playground`: the demo's model (trained once) behind `vllm serve --playground`, on
+the CPU and with everything turned on. Prints an address that opens the page with texts of the
+model's own little world."""
+
+from __future__ import annotations
+
+import argparse
+import base64
+import json
+import os
+import secrets
+import subprocess
+import sys
+import time
+import urllib.request
+from pathlib import Path
+
+from rich.console import Console
+
+from demo.corpus import contrast_prompts
+from demo.environment import prepare_environment
+
+BUILD = Path(__file__).parents[1] / "build"
+OPTIONS = (
+    "--playground", "--enable-steering", "--capture-consumers", "inline",
+    "--steering-families", "add", "norm_match", "ablate", "clamp", "pin", "replace", "gate",
+    "--capture-points", "pre_attn", "post_attn", "post_block", "q", "z",
+    "--capture-lens", "logit", "--dtype", "float32", "--enforce-eager", "--max-model-len", "256",
+    "--max-num-seqs", "64", "--kv-cache-memory-bytes", str(256 << 20),
+    "--served-model-name", "demo", "--host", "127.0.0.1",
+)  # fmt: skip
+"""Of `vllm serve`. Compiling would take longer than looking."""
+
+GARDEN = "{} looked at the {} garden. At noon, {} went back to the"
+
+
+def fields() -> dict[str, str | bool]:
+    """What stands in the page's fields, by their ids."""
+    cheerful, gloomy = contrast_prompts(16, 0)
+    return {
+        "direction-name": "cheerful",
+        "examples": "\n".join(cheerful),
+        "against": "\n".join(gloomy),
+        "prompts": "Today I went\nIn April, Nell went back to the",
+        "look-prompt": "In April, Nell went back to the",
+        "look-lens": "logit",
+        "look-tokens": "16",
+        "trace-prompt": GARDEN.format("Ada", "frozen", "Ada"),
+        "trace-clean": GARDEN.format("Ada", "friendly", "Ada"),
+        "trace-answer": " friendly",
+        "trace-other": " frozen",
+    }
+
+
+def fragment() -> str:
+    """The part of a link that says it: see docs/playground.md."""
+    text = json.dumps({"v": 1, "fields": fields()})
+    return base64.urlsafe_b64encode(text.encode()).decode().rstrip("=")
+
+
+def main() -> int:
+    """Serve until Ctrl+C; the server's exit status."""
+    parser = argparse.ArgumentParser(prog="demo.playground", description=__doc__)
+    parser.add_argument("--port", type=int, default=8000)
+    port = parser.parse_args().port
+    prepare_environment(small_model=True)
+    from demo.train import Recipe, cached_model
+
+    console = Console()
+    model = cached_model(BUILD / "demo-model", Recipe(), console)
+    key = os.environ.setdefault("VLLM_STEERING_API_KEY", secrets.token_urlsafe(9))
+    # The engine in a process of its own, as servers have it.
+    environment = {**os.environ, "VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
+    command = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", str(model), *OPTIONS]
+    console.print("Starting the server (a minute) ...")
+    server = subprocess.Popen([*command, f"--port={port}"], env=environment)
+    try:
+        address = f"http://127.0.0.1:{port}"
+        while server.poll() is None and not _answers(f"{address}/health"):
+            time.sleep(0.2)
+        if server.poll() is None:
+            print(f"\n{address}/playground#{fragment()}\n")
+            print(f"The steering key, to save modules: {key}. Ctrl+C ends the server.", flush=True)
+        return server.wait()
+    except KeyboardInterrupt:
+        return 0
+    finally:
+        server.terminate()
+        server.wait()
+
+
+def _answers(url: str) -> bool:
+    try:
+        with urllib.request.urlopen(url, timeout=5) as answer:
+            return bool(answer.status == 200)
+    except OSError:
+        return False
+
+
+if __name__ == "__main__":
+    sys.exit(main())
