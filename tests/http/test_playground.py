@@ -8,11 +8,13 @@ import base64
 import hashlib
 import re
 from html.parser import HTMLParser
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
 from fastapi import FastAPI
 
+from tools.assemble import overlay_files
 from vllm.config.capture import CAPTURE_POINTS
 from vllm.config.steering import FAMILIES
 from vllm.entrypoints.launchers.cli_args import make_arg_parser
@@ -104,6 +106,8 @@ def test_the_page_s_files_can_be_packed() -> None:
         "'use strict';const a='b  = c';f(a,2 + +x);"
     )
     assert {path.name for path in FOLDER.iterdir()} == {*SCRIPTS, "page.html", "style.css"}
+    packaged = {Path(name).name for name in overlay_files() if "/playground/" in name}
+    assert packaged == {*SCRIPTS, "page.html", "style.css"}, "what the wheel has"
 
 
 def test_every_element_that_is_asked_for_is_there() -> None:

@@ -71,7 +71,7 @@ async function* events(path, body, signal) {
       // A comment keeps the connection open.
       if (!data) continue;
       const value = JSON.parse(data);
-      if (value.error) throw new Refused(value.error.code ?? 500, value.error.message, null);
+      if (value.error) throw new Refused(value.error.code, value.error.message, value.error.param);
       yield { name: field('event'), data: value };
     }
   }
