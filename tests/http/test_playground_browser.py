@@ -23,7 +23,7 @@ import transformers
 
 from tests.conformance.models import HIDDEN
 from tests.http.server import KEY, NAME, OPTIONS, Server, save_model, serve
-from tests.support.browser import Page, browser
+from tests.support.browser import SECONDS, Page, browser
 from vllm.entrypoints.serve.steering.capture_results import pack
 from vllm.entrypoints.serve.steering.client import Answer, SteeringClient
 from vllm.pilot.directions import auroc, mean_difference
@@ -455,6 +455,10 @@ def test_two_widths_light_and_dark(page: Page) -> None:
         for dark in (False, True):
             page.view(width, dark=dark)
             page.wait(f"innerWidth === {width}")
+            # Both are told to the page before a frame; what they had drawn is there after it.
+            page.evaluate(
+                "new Promise((r) => requestAnimationFrame(() => requestAnimationFrame(r)))"
+            )
             page.wait("Math.abs(document.querySelector('#look-map canvas').clientWidth -"
                       "$('look-map').clientWidth) < 2")  # fmt: skip
             assert page.evaluate("document.documentElement.scrollWidth") <= width
@@ -541,8 +545,9 @@ def test_the_whole_tour_by_keyboard(page: Page) -> None:
 
 
 @contextmanager
-def cut(server: Server, after: int) -> Iterator[str]:
-    """A server before the server, whose streams break off after so many bytes."""
+def cut(server: Server, after: int, die: threading.Event) -> Iterator[str]:
+    """A server before the server, whose streams stop after so many bytes and break off when it
+    dies."""
 
     class Through(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
@@ -570,6 +575,7 @@ def cut(server: Server, after: int) -> Iterator[str]:
             if streamed:
                 self.close_connection = True
                 self.wfile.flush()
+                die.wait(SECONDS)
                 self.connection.close()
 
         def log_message(self, format: str, *args: Any) -> None:
@@ -585,10 +591,13 @@ def cut(server: Server, after: int) -> Iterator[str]:
 
 
 def test_a_server_that_dies_within_an_answer(tab: Callable[[], Page], server: Server) -> None:
-    page = tab()
-    with cut(server, 2500) as url:
+    page, die = tab(), threading.Event()
+    with cut(server, 2500, die) as url:
         page.open(f"{url}/playground")
-        page.click("#compare .run")
+        page.evaluate("document.querySelector('#compare .run').click()")
+        page.wait("state.compare[0]?.plain.pieces.length")
+        die.set()
+        page.settle()
         assert "broke off" in said(page, "compare")
         assert page.evaluate("state.compare[0].plain.pieces.length") > 0, "what came stays"
         assert page.evaluate("document.querySelectorAll('#answers .error').length") == 4
@@ -607,7 +616,7 @@ def test_a_server_that_dies_within_an_answer(tab: Callable[[], Page], server: Se
 def test_a_400_shows_its_field(page: Page) -> None:
     steer(page, number=1e60)
     page.click("#compare .run")
-    assert "steering_vectors.post_block.1.scale — " in said(page, "compare")
+    assert "steering_vectors.post_block.1.scale: must be finite" in said(page, "compare")
     assert "HTTP 400" in said(page, "compare")
     page.picture(PICTURES / "400.png", "#compare")
     page.evaluate("Object.assign(state.terms[0], {number: 1, layers: '9'})")

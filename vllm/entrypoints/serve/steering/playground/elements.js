@@ -37,9 +37,9 @@ function choice(label, options, chosen, set) {
 }
 
 function sayError(place, error) {
-  const parts = [];
-  if (error.param) parts.push(make('code', error.param), ' — ');
-  parts.push(error.message);
+  // Most messages begin with the field that they are about.
+  const parts = [error.message.replace(error.param, '')];
+  if (error.param) parts.unshift(make('code', error.param));
   if (error.status) parts.push(make('small', ` HTTP ${error.status}`));
   put(place, make('p.error', { role: 'alert' }, ...parts));
 }
@@ -57,7 +57,7 @@ function saidIn(panel) {
 // Do a panel's work: its button rests meanwhile, and what goes wrong is said there.
 async function working(panel, work) {
   const place = saidIn(panel), buttons = panel.querySelectorAll('button.run');
-  put(place, make('p.quiet', { role: 'status' }, 'asking the server …'));
+  put(place, make('p.quiet', { role: 'status' }, 'asking …'));
   buttons.forEach((one) => { one.disabled = true; });
   panel.setAttribute('aria-busy', 'true');
   try {

@@ -151,6 +151,6 @@ async function copyText(text) {
     await navigator.clipboard.writeText(text);
     return 'copied';
   } catch {
-    return 'shown above; this browser does not let the page copy it';
+    return 'shown above; the browser forbids copying';
   }
 }
