@@ -57,6 +57,7 @@ def prove_attention(
         return dict.fromkeys(interventions.attention, why)
     unread: dict[int, str] = {}
     tp = get_tp_group()
+    focused = {} if interventions.focus is None else interventions.focus.table.at
     layers: dict[int, LayerReader] = {}
     of_layer: dict[int, int] = {}
     for layer, module in interventions.attention.items():
@@ -65,7 +66,7 @@ def prove_attention(
             unread[layer] = why
             continue
         of_layer[layer] = group_of(module, groups)
-        table, focus = tables[of_layer[layer]], interventions.focus_of(layer)
+        table, focus = tables[of_layer[layer]], focused.get(layer)
         layers[layer] = LayerReader(module, table, tp.rank_in_group, focus)
     needed = sum(shape.arena_rows((p, layer)) for layer in layers for p in ("q", "z"))
     if needed > len(arena):

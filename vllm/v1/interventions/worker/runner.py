@@ -18,7 +18,7 @@ from vllm.config.capture import HEAD_POINTS
 from vllm.config.steering import HEADS, POINTS
 from vllm.model_executor.layers.attention.attention import Attention
 from vllm.model_executor.layers.attention.mla_attention import MLAAttention
-from vllm.model_executor.layers.attention_taps import FOCUS_OP, HeadSteering, HeadTap, HeadTaps
+from vllm.model_executor.layers.attention_taps import HeadSteering, HeadTap, HeadTaps
 from vllm.model_executor.layers.native_rows import NATIVE_ROWS, NativeTap
 from vllm.model_executor.layers.residual_taps import BoundTaps, PassTap, SiteTap
 from vllm.v1.capture.transport.landing import Landing
@@ -26,16 +26,11 @@ from vllm.v1.interventions.capture_groups import CaptureGroup, CaptureGroups
 from vllm.v1.interventions.messages import num_table_rows
 from vllm.v1.interventions.plan import Site, TapShape
 from vllm.v1.interventions.step_rows import Blocks, Members, StepRows
-from vllm.v1.interventions.worker.attention_layers import (
-    AttentionHeads,
-    attention_of,
-    block_tables_of,
-)
+from vllm.v1.interventions.worker.attention_layers import AttentionHeads, attention_of
 from vllm.v1.interventions.worker.attention_reader import AttentionReader
 from vllm.v1.interventions.worker.attention_requests import AttentionRequests
 from vllm.v1.interventions.worker.block_attention import BlockAttention, Captured
-from vllm.v1.interventions.worker.focus_kernel import LayerTable, Workspace
-from vllm.v1.interventions.worker.focus_table import FocusedAttention, FocusTable
+from vllm.v1.interventions.worker.focus_layers import FocusLayers
 from vllm.v1.interventions.worker.lens_files import FileLens
 from vllm.v1.interventions.worker.lens_reader import LensReader
 from vllm.v1.interventions.worker.model_variants import ModelVariants
@@ -86,9 +81,8 @@ class WorkerInterventions:
         self._dest_rows: dict[Site, int] = {}
         self.table: SteeringTable | None = None
         self._terms: TermTable | None = None
-        self._focus: FocusTable | None = None
-        self._workspace: Workspace | None = None
-        self._focused_taps: dict[int, HeadTaps] = {}
+        self.focus: FocusLayers | None = None
+        """The layers that are focused, if any may be."""
         self._projections: ProjectionTable | None = None
         self._outbox: Outbox | None = None
         self._captured_tokens = 0
@@ -152,15 +146,15 @@ class WorkerInterventions:
         if not (config.capture_config.captures_heads or config.steering_config.steers_heads):
             attention = {}
         self.attention = {index: found.module for index, found in attention.items()}
-        self._allocate_focus()
+        if config.steering_config.focuses:
+            self.focus = FocusLayers(self._config, self.attention, self._device)
         for index, found in attention.items():
             q, k, v, z = (self._head_tap(point, index, found) for point in HEAD_POINTS)
-            focused = self._focus is not None and index in self._focus.at
-            name = found.module.layer_name if focused else None
+            name = None if self.focus is None else self.focus.names.get(index)
             bound = HeadTaps(q, k, v, z, self._head_steering(index), name)
             taps[found.module] = bound
-            if focused:
-                self._focused_taps[index] = bound
+            if self.focus is not None and name is not None:
+                self.focus.taps[index] = bound
         self._variants = ModelVariants(self._config, model, taps)
 
     def _allocate(self, shape: TapShape) -> None:
@@ -203,40 +197,14 @@ class WorkerInterventions:
             )
             self._dest_host = np.full(tuple(self.dest.shape), -1, dtype=np.int32)
 
-    def _allocate_focus(self) -> None:
-        """Make what focus needs on the device, and have it cut piecewise graphs, as attention
-        does."""
-        modules = {n: m for n, m in self.attention.items() if isinstance(m, Attention)}
-        config = self._config.steering_config
-        if not (config.focuses and modules):
-            return
-        heads = {n: m.num_heads for n, m in modules.items()}
-        self._focus = FocusTable(heads, config.max_steering_configs, self._device)
-        if self._device.type == "cuda":
-            width = max(m.head_size_v for m in modules.values())
-            self._workspace = Workspace.of(max(heads.values()), width, self._device)
-        cuts = self._config.compilation_config.splitting_ops
-        if cuts and FOCUS_OP not in cuts:
-            cuts.append(FOCUS_OP)
-
     def bind_caches(self, runner: Any) -> None:
         """Tell layers that are focused where the pages of their KV cache are.
 
         Args:
             runner: the model runner, which has just allocated them.
         """
-        tables = block_tables_of(runner, self.attention)
-        for layer, taps in self._focused_taps.items():
-            module = self.attention[layer]
-            assert isinstance(module, Attention) and self._focus is not None
-            table = self._focus.at[layer]
-            taps.focused = FocusedAttention(
-                module, tables[layer], self.tokens, table, self._workspace
-            )
-
-    def focus_of(self, layer: int) -> LayerTable | None:
-        """What programs of focus do at a layer; None where there is no focus."""
-        return None if self._focus is None else self._focus.at.get(layer)
+        if self.focus is not None:
+            self.focus.bind(runner, self.tokens)
 
     def _tap(self, point: str, layer: int) -> PassTap | SiteTap:
         site = (point, layer)
@@ -380,8 +348,8 @@ class WorkerInterventions:
             self.table.apply(step)
         if self._terms is not None:
             self._terms.apply(step)
-        if self._focus is not None:
-            self._focus.apply(step)
+        if self.focus is not None:
+            self.focus.table.apply(step)
 
     def forget(self) -> None:
         """Clear all tables: after sleep the device's memory holds anything, and the scheduler sends
@@ -396,8 +364,8 @@ class WorkerInterventions:
             self.table.forget()
         if self._terms is not None:
             self._terms.forget()
-        if self._focus is not None:
-            self._focus.forget()
+        if self.focus is not None:
+            self.focus.table.forget()
         if self._projections is not None:
             self._projections.forget()
 

@@ -1,0 +1,59 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The layers of a worker that requests may focus, and what they need on the device."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from vllm.config import VllmConfig
+from vllm.model_executor.layers.attention.attention import Attention
+from vllm.model_executor.layers.attention.mla_attention import MLAAttention
+from vllm.model_executor.layers.attention_taps import FOCUS_OP, HeadTaps
+from vllm.v1.interventions.worker.attention_layers import block_tables_of
+from vllm.v1.interventions.worker.focus_kernel import Workspace
+from vllm.v1.interventions.worker.focus_table import FocusedAttention, FocusTable
+from vllm.v1.interventions.worker.token_map import TokenMap
+
+
+class FocusLayers:
+    """Made before code is traced, and bound once there is a KV cache.
+
+    Args:
+        config: its piecewise graphs are cut at the op, as they are at attention.
+        attention: of each layer that has one; those over a latent cache are not focused.
+    """
+
+    def __init__(
+        self,
+        config: VllmConfig,
+        attention: Mapping[int, Attention | MLAAttention],
+        device: torch.device,
+    ) -> None:
+        self._modules = {n: m for n, m in attention.items() if isinstance(m, Attention)}
+        self.names = {n: m.layer_name for n, m in self._modules.items()}
+        """Layer -> its name in the forward context."""
+        self.taps: dict[int, HeadTaps] = {}
+        """The taps of each of these layers, once they are made."""
+        heads = {n: m.num_heads for n, m in self._modules.items()}
+        self.table = FocusTable(heads, config.steering_config.max_steering_configs, device)
+        self._workspace: Workspace | None = None
+        if device.type == "cuda" and heads:
+            width = max(m.head_size_v for m in self._modules.values())
+            self._workspace = Workspace.of(max(heads.values()), width, device)
+        cuts = config.compilation_config.splitting_ops
+        if cuts and FOCUS_OP not in cuts:
+            cuts.append(FOCUS_OP)
+
+    def bind(self, runner: Any, tokens: TokenMap) -> None:
+        """Tell the taps where the pages of a runner's KV cache are.
+
+        Args:
+            runner: a model runner of upstream's.
+            tokens: of each step.
+        """
+        tables = block_tables_of(runner, self._modules)
+        for layer, taps in self.taps.items():
+            taps.focused = FocusedAttention(
+                self._modules[layer], tables[layer], tokens, self.table.at[layer], self._workspace
+            )
