@@ -40,6 +40,6 @@ class FocusProgram(msgspec.Struct, frozen=True, array_like=True):
     """Which of a request's focus operations act together."""
 
     digest: str
-    """Of what acts, as a name within the request."""
+    """Hex SHA-256 over what acts."""
     ops: list[int]
     """Their places among the request's."""

@@ -135,7 +135,7 @@ class Segment(msgspec.Struct, frozen=True, array_like=True):
     vector_sum: str
     program: str
     focus: str = UNSTEERED
-    """Of `SteeringPlan.focus_programs`."""
+    """The digest of one of `SteeringPlan.focus_programs`."""
     focus_key: str = UNSTEERED
     """What of it can act here: the keys that are there."""
 

@@ -135,7 +135,7 @@ class FocusedAttention:
         )  # fmt: skip
 
     def _attend_here(self, query: torch.Tensor, output: torch.Tensor) -> None:
-        """The same in torch, for CPUs: waits for the device."""
+        """Write them in torch, on a CPU."""
         rows = self._tokens.focus[: len(query)]
         focused = rows.nonzero().squeeze(1)
         reader = LayerReader(self._module, self._block_table)
