@@ -83,6 +83,7 @@ DEFAULTS = {
     "capture_overload_policy": "block",
     "capture_lens": [],
     "capture_lens_rows": 512,
+    "rules": None,
 }
 
 
@@ -114,6 +115,7 @@ def test_flags_are_the_options(model: Path) -> None:
         *("--capture-overload-policy", "drop"),
         *("--capture-lens", "logit", "big=lens.safetensors"),
         *("--capture-lens-rows", "64"),
+        *("--rules", "rules.json"),
     ]
     asked = options_of(parse(model, *flags))
     assert asked == {
@@ -136,6 +138,7 @@ def test_flags_are_the_options(model: Path) -> None:
         "capture_overload_policy": "drop",
         "capture_lens": ["logit", "big=lens.safetensors"],
         "capture_lens_rows": 64,
+        "rules": "rules.json",
     }
     # Every option has a flag, and every flag was told apart from its default.
     assert all(asked[name] != default for name, default in DEFAULTS.items())
@@ -162,6 +165,7 @@ def test_options_reach_the_config(model: Path) -> None:
         "capture_overload_policy": "drop",
         "capture_lens": ["logit"],
         "capture_lens_rows": 9,
+        "rules": "rules.json",
     }
     config = build(model, **asked)
     assert asdict(config.steering_config) | asdict(config.capture_config) == asked
