@@ -18,9 +18,12 @@ install: ## make .venv with our files live in it (does nothing when nothing chan
 # run side by side: neither uses more than a core for long. V1 has most tests; some of its files
 # wait until V2 has ended, so that both cores are done at about the same time.
 LATER := tests/conformance tests/docs
+# So have those with images, which import torchvision: tests/support/vision.py.
+PICTURES = { $(RUN) -m pytest --tier full --pictures $(ARGS) || { test $$? = 5 && test -n "$(ARGS)"; }; } &&
 define run_tests
 @{ $(RUN) -m pytest --tier $(1) --runner v2 $(ARGS) || { test $$? = 5 && test -n "$(ARGS)"; }; v2=$$?; \
-$(if $(ARGS),true,$(RUN) -m pytest --tier $(1) $(LATER)) && exit $$v2; } >build/test-2.log 2>&1 & other=$$!; \
+$(if $(ARGS),true,$(RUN) -m pytest --tier $(1) $(LATER)) && $(if $(filter full,$(1)),$(PICTURES)) \
+exit $$v2; } >build/test-2.log 2>&1 & other=$$!; \
 $(RUN) -m pytest --tier $(1) $(if $(ARGS),$(ARGS),$(LATER:%=--ignore=%)); v1=$$?; \
 wait $$other; v2=$$?; cat build/test-2.log; test $$v1 = 0 && test $$v2 = 0
 endef

@@ -53,7 +53,10 @@ def pytest_configure(config: pytest.Config) -> None:
         config.addinivalue_line("markers", f"{tier}: {meaning}")
     prepare_environment(config.getoption("--runner"))
     if config.getoption("--pictures"):
-        add_torchvision()
+        try:
+            add_torchvision()
+        except FileNotFoundError as error:
+            raise pytest.UsageError(f"--pictures: {error}") from error
     # Wall-clock limits say nothing on a machine that does other work, too.
     # In CI the examples are the same each time: it says whether this change broke something.
     hypothesis.settings.register_profile(

@@ -38,7 +38,8 @@ transformers does not show them. *write*: log-probabilities while
 steered, at most 1e-3. *moved*: the least that a vector moved them, at least 0.05. Where the kernels
 have no float32, all are at most 0.02 in float16 and 0.05 in bfloat16; *every expert*: each token is
 routed to all, so that rounding decides nothing. A class that is wired and not in the first table
-was not measured: use `vllm steering check` on your model.
+was not measured: use `vllm steering check` on your model. An architecture that reads images got a
+prompt with two, with one and with none.
 """
 
 

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from tests.conformance.pictures import Pictures
     from tests.conftest import TinyModels
 
-pytestmark = [pytest.mark.full, pytest.mark.pictures]
+pytestmark = [pytest.mark.full, pytest.mark.v2, pytest.mark.pictures]
 
 IMAGE_TOKENS = {"llava": "<image>", "qwen3_vl": "<|image_pad|>", "mistral3": "[IMG]"}
 """What stands at each position of an image. Mistral 3 has other tokens between its lines."""

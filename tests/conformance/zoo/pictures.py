@@ -34,6 +34,11 @@ def _nested_tower(tensors: Tensors, _config: PretrainedConfig) -> Tensors:
     return {k if new in k else k.replace(old, new): v for k, v in tensors.items()}
 
 
+def _experts_turned(tensors: Tensors, _config: PretrainedConfig) -> Tensors:
+    """Published checkpoints, and upstream, have matrices of experts the other way round."""
+    return {k: v.transpose(1, 2) if ".experts." in k else v for k, v in tensors.items()}
+
+
 def _llava_processor(tokenizer: Any) -> Any:
     return transformers.LlavaProcessor(
         transformers.CLIPImageProcessor(
@@ -101,6 +106,10 @@ def _gemma3_processor(tokenizer: Any) -> Any:
     )
 
 
+_GEMMA3_NOTE = (
+    "upstream's CPU attention has no two-way attention among an image's tokens; the reference is "
+    "without it, too"
+)
 _GEMMA3 = Pictures(
     _gemma3_processor,
     "<boi>",
@@ -170,6 +179,33 @@ _INTERNVL = Pictures(
     },
 )
 
+
+def _gemma4_processor(tokenizer: Any) -> Any:
+    tokenizer.pad_token = "w0"  # it pads a batch of one
+    return transformers.Gemma4Processor(
+        transformers.Gemma4AudioFeatureExtractor(),
+        transformers.Gemma4ImageProcessor(patch_size=16, max_soft_tokens=70, pooling_kernel_size=3),
+        tokenizer,
+        transformers.Gemma4VideoProcessor(),
+        image_seq_length=70,
+    )
+
+
+_GEMMA4 = Pictures(
+    _gemma4_processor,
+    "<|image|>",
+    ("<|image|>", "<|boi|>", "<|eoi|>", "<|audio|>", "<|boa|>", "<|eoa|>", "<|video|>"),
+    named={
+        "image_token": "<|image|>",
+        "boi_token": "<|boi|>",
+        "eoi_token": "<|eoi|>",
+        "audio_token": "<|audio|>",
+        "boa_token": "<|boa|>",
+        "eoa_token": "<|eoa|>",
+    },
+    causal=True,
+)
+
 PICTURE_ROWS = (
     TinyModel(
         "llava",
@@ -225,8 +261,7 @@ PICTURE_ROWS = (
         checkpoint=_nested_tower,
         engine=_ENGINE,
         pictures=_GEMMA3,
-        note="upstream's CPU attention has no two-way attention among an image's tokens; the "
-        "reference is without it, too",
+        note=_GEMMA3_NOTE,
     ),
     TinyModel(
         "mistral3",
@@ -246,6 +281,48 @@ PICTURE_ROWS = (
         _LANGUAGE,
         engine=_ENGINE,
         pictures=_PIXTRAL,
+    ),
+    TinyModel(
+        "gemma4_mm",
+        "Gemma4ForConditionalGeneration",
+        lambda: transformers.Gemma4Config(
+            text_config={
+                **COMMON,
+                "pad_token_id": 0,  # what transformers embeds in place of an image's token
+                "max_position_embeddings": 256,  # its images have 64 tokens each
+                "sliding_window": WINDOW,
+                "layer_types": ["sliding_attention", "full_attention"] * 2,
+                "global_head_dim": 64,
+                "num_global_key_value_heads": 1,
+                "hidden_size_per_layer_input": 0,
+            },
+            vision_config={
+                **_ENCODER,
+                "num_key_value_heads": 2,
+                "head_dim": 32,
+                "patch_size": 16,
+                "pooling_kernel_size": 3,
+                "position_embedding_size": 64,
+                "default_output_length": 70,
+            },
+            audio_config=None,
+            image_token_id=_GEMMA4.id_of("<|image|>"),
+            video_token_id=_GEMMA4.id_of("<|video|>"),
+            audio_token_id=_GEMMA4.id_of("<|audio|>"),
+            boi_token_id=_GEMMA4.id_of("<|boi|>"),
+            eoi_token_id=_GEMMA4.id_of("<|eoi|>"),
+            boa_token_id=_GEMMA4.id_of("<|boa|>"),
+            eoa_token_index=_GEMMA4.id_of("<|eoa|>"),
+        ),
+        _SANDWICH,
+        embedding_std=TIED_STD,
+        engine={
+            **_ENGINE,
+            "limit_mm_per_prompt": {"image": 2, "video": 0, "audio": 0},
+            "max_model_len": 192,
+        },
+        pictures=_GEMMA4,
+        note=_GEMMA3_NOTE,
     ),
     TinyModel(
         "llama4_mm",
@@ -315,6 +392,7 @@ PICTURE_ROWS = (
             **_QWEN3_VL_CONFIG,
         ),
         _LANGUAGE,
+        checkpoint=_experts_turned,
         engine={**_ENGINE, "limit_mm_per_prompt": {"image": 2, "video": 0}},
         pictures=_QWEN3_VL,
     ),
