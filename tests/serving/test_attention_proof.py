@@ -12,8 +12,9 @@ import torch
 
 from tests.conformance.engine import make_llm, shut_down
 from vllm.v1.interventions.plan import TapShape
-from vllm.v1.interventions.worker import attention_reader
-from vllm.v1.interventions.worker.attention_reader import LayerReader
+from vllm.v1.interventions.worker import attention_reader, focus_table
+from vllm.v1.interventions.worker.attention_reader import LayerReader, logits_of
+from vllm.v1.interventions.worker.focus_table import FocusedAttention
 from vllm.v1.interventions.worker.kv_pages import Sight, sight_of
 from vllm.v1.interventions.worker.tap_check import check_worker
 
@@ -65,9 +66,7 @@ def test_proof(name: str, tiny_models: TinyModels, monkeypatch: pytest.MonkeyPat
     )
 
     def unread() -> set[int]:
-        shapes: list[Any] = llm.collective_rpc(check_worker)
-        assert isinstance(shapes[0], TapShape)
-        return set(shapes[0].unread)
+        return _unread(llm)
 
     assert unread() == set(), "as it was at the start"
     layers = _sights(llm)
@@ -86,6 +85,35 @@ def test_proof(name: str, tiny_models: TinyModels, monkeypatch: pytest.MonkeyPat
     assert len([f for f in found.values() if f]) == 4, "each model lacks one of them"
     assert unread() == set()
     shut_down(llm)
+
+
+def test_proof_of_focus(tiny_models: TinyModels, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the op makes is not what its program says: captured weights have that."""
+    llm = make_llm(
+        tiny_models.path("gemma2"),
+        enable_steering=True,
+        steering_families=["add", "focus"],
+        capture_consumers=["inline"],
+        capture_points=["q", "z"],
+        **tiny_models.row("gemma2").engine,
+    )
+    layers = _sights(llm)
+    assert _unread(llm) == set()
+    with monkeypatch.context() as patch:
+        patch.setattr(FocusedAttention, "attend", lambda *args: None)
+        assert _unread(llm) == set(layers)
+    with monkeypatch.context() as patch:
+        patch.setattr(focus_table, "logits_of", lambda s, at, sight: logits_of(s, at, sight) * 1.05)
+        assert _unread(llm) == set(layers)
+    assert _unread(llm) == set()
+    shut_down(llm)
+
+
+def _unread(llm: Any) -> set[int]:
+    """The layers that fail it."""
+    shapes: list[Any] = llm.collective_rpc(check_worker)
+    assert isinstance(shapes[0], TapShape)
+    return set(shapes[0].unread)
 
 
 def _sights(llm: Any) -> dict[int, Sight]:

@@ -15,6 +15,7 @@ import torch
 from vllm.distributed import get_tp_group
 from vllm.logger import init_logger
 from vllm.model_executor.layers.attention.mla_attention import MLAAttention
+from vllm.v1.interventions.focus import FACTOR, SHARE
 from vllm.v1.interventions.plan import Site
 from vllm.v1.interventions.worker.attention_layers import group_of
 from vllm.v1.interventions.worker.attention_reader import AttentionReader, LayerReader, Queriers
@@ -29,6 +30,9 @@ logger = init_logger(__name__)
 TOLERANCE = {torch.float32: 1e-4}
 """How far a head of z may be off, relative to its norm; ROUNDED where the dtype is not here."""
 ROUNDED = 1e-2
+
+_FOCUSED = (FACTOR, 4.0), (SHARE, 0.9)
+"""What is proved of layers that may be focused."""
 
 Fill = Callable[[Sequence[torch.Tensor]], None]
 """Writes to block tables of the runner, one a group."""
@@ -118,20 +122,29 @@ def _errors(
         for group, numbers in blocks.items():
             tables[group][:, : len(numbers)] = numbers.to(tables[group].device)
 
-    errors = {}
-    with interventions.capturing(rows, needed):
-        run(keys - 1, fill)
-        for layer, reader in layers.items():
-            q, z = (
-                arena[rows[site] : rows[site] + shape.arena_rows(site)]
-                .flatten()[: shape.row_width(site)]
-                .view(*shape.heads[layer][site[0]])[reader.heads.start : reader.heads.stop]
-                .float()
-                for site in (("q", layer), ("z", layer))
-            )
-            made = _attended(reader, q, blocks[group_of[layer]], keys)
-            off = (made - z).norm(dim=-1) / z.norm(dim=-1).clamp_min(1e-6)
-            errors[layer] = float(off.max())
+    errors = dict.fromkeys(layers, 0.0)
+    for rule, number in (None, 0.0), *_FOCUSED:
+        program = 0
+        if rule is not None:
+            if interventions.focus is None:
+                break
+            program = interventions.focus.probe(rule, number, keys)
+        with interventions.capturing(rows, needed, focused=(program, keys - 1)):
+            run(keys - 1, fill)
+            for layer, reader in layers.items():
+                q, z = (
+                    arena[rows[site] : rows[site] + shape.arena_rows(site)]
+                    .flatten()[: shape.row_width(site)]
+                    .view(*shape.heads[layer][site[0]])[reader.heads.start : reader.heads.stop]
+                    .float()
+                    for site in (("q", layer), ("z", layer))
+                )
+                made = _attended(reader, q, blocks[group_of[layer]], keys, program)
+                off = (made - z).norm(dim=-1) / z.norm(dim=-1).clamp_min(1e-6)
+                # NaN, too, is an error.
+                errors[layer] = float(torch.maximum(off.max(), off.new_tensor(errors[layer])))
+    if interventions.focus is not None:
+        interventions.focus.table.forget()
     for layer, reader in layers.items():
         for pages in reader.pages:
             pages[blocks[group_of[layer]].long()] = 0
@@ -161,16 +174,18 @@ def _lend(
 
 
 def _attended(
-    reader: LayerReader, q: torch.Tensor, blocks: torch.Tensor, keys: int
+    reader: LayerReader, q: torch.Tensor, blocks: torch.Tensor, keys: int, program: int
 ) -> torch.Tensor:
-    """The sum of weights times values of a query at the last key, [heads, E], by the reader."""
+    """The sum of weights times values of a query at the last key, [heads, E], by the reader; under
+    a focus program, 0 for none."""
     here = range(len(q))
     made = q.new_zeros(len(q), reader.pages.values.shape[3])
     [sites] = AttentionReader({0: reader}, q.device).sites([(0, tuple(reader.heads))])
     kept = reader.table[0].clone()
     reader.table[0, : len(blocks)] = blocks
     at = torch.tensor([keys - 1], device=q.device)
-    queriers = Queriers.of([0], [1], [()], q.device)
+    programs = torch.tensor([program], device=q.device) if program else None
+    queriers = Queriers.of([0], [1], [()], q.device)._replace(programs=programs)
     weights = sites.weights(q.view(1, -1), at, queriers, keys)[0, 0]
     for key_head, own in grouped_heads(here, reader.group):
         values = reader.rows(reader.pages.values, 0, key_head, keys)

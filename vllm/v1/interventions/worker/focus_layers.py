@@ -4,12 +4,15 @@
 from collections.abc import Mapping
 from typing import Any
 
+import numpy as np
 import torch
 
 from vllm.config import VllmConfig
 from vllm.model_executor.layers.attention.attention import Attention
 from vllm.model_executor.layers.attention.mla_attention import MLAAttention
 from vllm.model_executor.layers.attention_taps import FOCUS_OP, HeadTaps
+from vllm.v1.interventions.focus import MAX_RUNS, FocusOp
+from vllm.v1.interventions.messages import PlacedFocus
 from vllm.v1.interventions.worker.attention_layers import block_tables_of
 from vllm.v1.interventions.worker.focus_kernel import Workspace
 from vllm.v1.interventions.worker.focus_table import FocusedAttention, FocusTable
@@ -44,6 +47,21 @@ class FocusLayers:
         cuts = config.compilation_config.splitting_ops
         if cuts and FOCUS_OP not in cuts:
             cuts.append(FOCUS_OP)
+
+    def probe(self, rule: int, number: float, keys: int) -> int:
+        """Place a program for the start-up proof: every second one of the last keys is its span.
+
+        Args:
+            keys: how many there are.
+
+        Returns:
+            Its row; `table.forget` is to follow.
+        """
+        first = keys % 2 + max(0, keys - 2 * MAX_RUNS) // 2 * 2
+        runs = [edge for key in range(first, keys, 2) for edge in (key, key + 1)]
+        op = FocusOp(rule, number, dict.fromkeys(self.names, ()), runs)
+        self.table.place(PlacedFocus(np.array([1]), [[0]], [op]))
+        return 1
 
     def bind(self, runner: Any, tokens: TokenMap) -> None:
         """Tell the taps where the pages of a runner's KV cache are.

@@ -38,7 +38,7 @@ class FocusTable:
     def apply(self, step: StepInterventions) -> None:
         """Take over programs of requests that were admitted."""
         for placed in step.focus:
-            self._place(placed)
+            self.place(placed)
 
     def forget(self) -> None:
         """Empty the tables: the device's memory was lost."""
@@ -47,7 +47,8 @@ class FocusTable:
             for there, empty in zip(table, _empty(len(table.forms), number), strict=True):
                 there.copy_(empty)
 
-    def _place(self, placed: PlacedFocus) -> None:
+    def place(self, placed: PlacedFocus) -> None:
+        """Write the programs of a request to their rows."""
         rows = to_device(placed.rows, self._device)
         for layer, number in self._heads.items():
             made = _empty(len(placed.rows), number)

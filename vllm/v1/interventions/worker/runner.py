@@ -285,29 +285,38 @@ class WorkerInterventions:
 
     @contextmanager
     def capturing(
-        self, rows: Mapping[Site, int], size: int, steered: bool = False
+        self,
+        rows: Mapping[Site, int],
+        size: int,
+        steered: bool = False,
+        focused: tuple[int, int] | None = None,
     ) -> Iterator[None]:
         """Within, dummy forwards capture their first token, and steer it by the row for probes.
 
         Args:
             rows: the arena row in which each site's begins.
             size: how many rows that takes; they hold NaN before.
+            focused: the focus program of the token, and its position.
         """
         assert self._variants is not None
         self._variants.choose(tapped=True)
         if rows:
             assert self.arena is not None
             self.arena[:size].fill_(float("nan"))
-        self._probe = lambda: self._map_probe(rows, steered)
+        self._probe = lambda: self._map_probe(rows, steered, focused)
         try:
             yield
         finally:
             self._probe = None
             self.map_dummy()
 
-    def _map_probe(self, rows: Mapping[Site, int], steered: bool) -> None:
+    def _map_probe(
+        self, rows: Mapping[Site, int], steered: bool, focused: tuple[int, int] | None
+    ) -> None:
         if steered:
             self.tokens.probe(_PROBE_ROW)
+        if focused is not None:
+            self.tokens.probe_focus(*focused)
         for site, row in rows.items():
             assert self.dest is not None
             self.dest[self._dest_rows[site], 0] = row

@@ -129,6 +129,11 @@ class TokenMap:
         self.slots[0] = table_row
         self._mapped = 1
 
+    def probe_focus(self, program: int, position: int) -> None:
+        """Focus the first token, which is the first request's, until `clear`."""
+        self.focus[0], self.requests[0], self.positions[0] = program, 0, position
+        self._mapped = 1
+
 
 def to_device(array: np.ndarray, device: torch.device) -> torch.Tensor:
     """Copy an array to the device, in stream order."""
