@@ -42,6 +42,7 @@ def options(root: Path) -> tuple[str, ...]:
         f"--capture-consumers=filesystem:root={root}",
         *("--capture-points", "pre_attn", "post_attn", "post_block", "q", "z"),
         *("--steering-points", "pre_attn", "z", "post_attn", "post_block"),
+        *("--steering-families", "add", "ablate", "replace", "clamp", "scale", "gate", "focus"),
         "--capture-lens=logit",
         "--enable-auto-tool-choice",
         "--tool-call-parser=pythonic",

@@ -130,6 +130,29 @@ def test_steered_heads(client: SteeringClient) -> None:
         )
 
 
+def test_focus(client: SteeringClient) -> None:
+    """What a span takes is what the entries say, and not what it took."""
+    attention = {"heads": "0-1", "queries": "last_prompt", "give": ["mass"], "keys": {"a": [1, 2]}}
+    asked = greedy(capture={"inline": {"attention": attention}})
+    share = {"op": "focus", "layers": [0], "span": [1, 2], "share": 0.9}
+    factor = {"op": "focus", "heads": {"1": [3]}, "span": [1, 2], "factor": 4.0}
+
+    def mass(entries: list[dict[str, Any]]) -> list[np.ndarray]:
+        [choice] = client.complete(PROMPT, **asked, steering=entries).choices
+        return [choice.attention["inline"][layer].given["mass"][0, :, 0] for layer in (0, 1)]
+
+    plain, shared, weighed = mass([]), mass([share]), mass([factor])
+    assert plain[0].max() < 0.8
+    np.testing.assert_allclose(shared[0], 0.9, atol=1e-5)
+    np.testing.assert_allclose(weighed[0], plain[0], atol=1e-5)
+    m = plain[1][3]
+    np.testing.assert_allclose(weighed[1], [*plain[1][:3], 4 * m / (1 + 3 * m)], atol=1e-5)
+    assert abs(weighed[1][3] - m) > 0.05
+    with pytest.raises(SteeringError) as refused:
+        mass([{**factor, "factor": -1.0}])
+    assert refused.value.param == "steering[0].factor"
+
+
 @pytest.mark.parametrize("stream", [False, True])
 def test_attention(client: SteeringClient, reference: Reference, stream: bool) -> None:
     keys = {"first": [0], "later": {"start": 1}}
