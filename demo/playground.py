@@ -10,6 +10,7 @@ import base64
 import json
 import os
 import secrets
+import signal
 import subprocess
 import sys
 import time
@@ -74,6 +75,7 @@ def main() -> int:
     environment = {**os.environ, "VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
     command = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", str(model), *OPTIONS]
     console.print("Starting the server (a minute) ...")
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))  # the server is to end with this program
     server = subprocess.Popen([*command, f"--port={port}"], env=environment)
     try:
         address = f"http://127.0.0.1:{port}"
