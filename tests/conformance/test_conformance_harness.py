@@ -58,6 +58,7 @@ class ReferenceEngine:
             for site in forward.rows
         }
         return SimpleNamespace(
+            prompt_token_ids=list(prompt),
             prompt_logprobs=[None, *table[:split]],
             outputs=[SimpleNamespace(token_ids=token_ids[len(prompt) :], logprobs=table[split:])],
             capture_results={"inline": SimpleNamespace(status="ok", error=None, payload=payload)},

@@ -151,7 +151,8 @@ def chromium() -> str:
 @contextmanager
 def browser(*options: str) -> Iterator[Callable[[], Page]]:
     """A Chromium that reaches nothing but this machine; gives out a function that opens tabs."""
-    with tempfile.TemporaryDirectory() as profile:
+    # Its helpers may still write while the folder is removed.
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as profile:
         process = subprocess.Popen(
             [
                 chromium(), "--headless=new", "--no-sandbox", "--disable-gpu", "--no-first-run",

@@ -156,13 +156,6 @@ def curve(
     axes.legend(loc="upper left", fontsize=8)
 
 
-def bars(axes: Any, layers: Sequence[int], values: Sequence[float], label: str) -> None:
-    """Draw one number for each layer."""
-    axes.bar(layers, values, color="tab:blue")
-    axes.set_xlabel("layer")
-    axes.set_ylabel(label)
-
-
 def named_bars(
     axes: Any, names: Sequence[str], values: np.ndarray, label: str, chosen: Sequence[int] = ()
 ) -> None:

@@ -10,10 +10,13 @@ from pathlib import Path
 from typing import Any
 
 from vllm.pilot.pairs import last_words
-from vllm.pilot.picture import bars, curve, need_matplotlib, save_figure, subplots
+from vllm.pilot.picture import curve, need_matplotlib, save_figure, subplots
 from vllm.pilot.training import Trained
 from vllm.v1.steering.files import export_gguf
 from vllm.v1.steering.files import save as save_module
+
+_PLAYGROUND = Path(__file__).parents[1] / "entrypoints" / "serve" / "steering" / "playground"
+_DRAWING = ("numbers.js", "elements.js", "drawing.js")
 
 
 def need_folder(folder: str | Path) -> Path:
@@ -193,48 +196,50 @@ def card(trained: Trained, name: str, command: str) -> str:
 
 
 def page(trained: Trained, name: str, command: str) -> str:
-    """The report as one HTML file; its pictures are in it."""
-    escape = html.escape
+    """The report as one HTML file, with its pictures: those that the playground has, too, are drawn
+    by the same scripts, of the numbers on the page."""
+    escape, numbers = html.escape, as_numbers(trained, command)
     parts = [
         f"<h1>{escape(name)}</h1>",
         f"<p class={'good' if trained.held else 'bad'}>{escape(verdict(trained))}</p>",
         f"<pre>{escape(command)}</pre>" if command else "",
-        _pictures(trained),
+        "<figure id=separation></figure>",
+        "" if trained.sweep is None else "<figure id=sweep></figure>" + _curve(trained),
         "<h2>Limits</h2><ul>" + "".join(f"<li>{escape(s)}" for s in limits(trained)) + "</ul>",
         _answers(trained),
         "<h2>Numbers</h2>",
-        f"<pre>{escape(json.dumps(as_numbers(trained, command), indent=1))}</pre>",
+        f"<pre id=numbers>{escape(json.dumps(numbers, indent=1))}</pre>",
     ]
-    style = (
-        "body{font:15px/1.5 sans-serif;max-width:70em;margin:2em auto;padding:0 1em}"
-        "svg{max-width:100%;height:auto}pre{overflow:auto;background:#f4f4f4;padding:.7em}"
-        ".good{border-left:6px solid #2a7d2a;padding-left:.7em}"
-        ".bad{border-left:6px solid #b00020;padding-left:.7em}"
-        "td{vertical-align:top;padding:.2em .8em;border-top:1px solid #ccc}"
+    style = (_PLAYGROUND / "style.css").read_text() + (
+        "body{display:block;max-width:60rem;margin:2rem auto;padding:0 1rem}svg{max-width:100%}"
+        ".good,.bad{border-left:6px solid var(--good);padding-left:.7rem}"
+        ".bad{border-color:var(--high)}td:not([colspan]):first-child{white-space:nowrap}"
     )
-    head = f"<meta charset=utf-8><title>{escape(name)}</title><style>{style}</style>"
-    return f"<!doctype html><html lang=en><head>{head}</head><body>{''.join(parts)}</body></html>\n"
+    script = "".join((_PLAYGROUND / part).read_text() for part in _DRAWING)
+    script += Path(__file__).with_name("report.js").read_text()
+    head = (
+        "<meta charset=utf-8><meta name=viewport content='width=device-width'>"
+        f"<title>{escape(name)}</title><style>{style}</style>"
+    )
+    return (
+        f"<!doctype html><html lang=en><head>{head}</head><body><main>{''.join(parts)}</main>"
+        f"<script>'use strict';\n{script}</script></body></html>\n"
+    )
 
 
-def _pictures(trained: Trained) -> str:
-    """The figure of a result, as SVG to stand in a page."""
-    evidence, choice = trained.evidence, trained.choice
-    figure, axes = subplots(1 if trained.sweep is None else 3)
-    bars(axes[0], trained.directions.layers, trained.separation.auroc, "AUROC, choose split")
-    axes[0].axhline(0.5, color="grey", linewidth=0.8)
-    axes[0].set_ylim(0, 1)
-    if trained.sweep is not None:
-        trained.sweep.draw_on(axes[1], [(choice.layer, s * choice.scale) for s in (-1, 1)])
-        axes[1].set_title("Effect on the choose split", fontsize=11)
-        curve(
-            axes[2],
-            evidence.scales,
-            evidence.effect,
-            evidence.random_effects,
-            evidence.unit,
-            f"layer {choice.layer}",
-        )
-        axes[2].set_title(f"Effect on {evidence.cases} held-out cases", fontsize=11)
+def _curve(trained: Trained) -> str:
+    """The effect of each scale beside random directions, as SVG to stand in a page."""
+    evidence = trained.evidence
+    figure, axes = subplots(1)
+    curve(
+        axes[0],
+        evidence.scales,
+        evidence.effect,
+        evidence.random_effects,
+        evidence.unit,
+        f"layer {trained.choice.layer}",
+    )
+    axes[0].set_title(f"Effect on {evidence.cases} held-out cases", fontsize=11)
     written = io.StringIO()
     save_figure(figure, written)
     text = written.getvalue()
