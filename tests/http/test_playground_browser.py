@@ -39,6 +39,8 @@ EXAMPLES = ["I love this", "What a day", "so kind", "warm and sunny"]
 AGAINST = ["I hate this", "What a mess", "so cruel", "cold and wet."]
 PANELS = ("model", "find", "steer", "compare", "look", "attention", "trace")
 EXACT = 1e-6
+ROUNDED = 1e-5
+"""How far scores of rows of norm 60 or so are apart in float32, computed in two batches."""
 PICTURES = Path(__file__).parents[2] / "build" / "playground"
 """Where what the page looks like is left, for eyes."""
 
@@ -205,8 +207,9 @@ def test_answers_are_the_client_s(page: Page, client: SteeringClient) -> None:
             mine, theirs = pair[kind]["rules"]["happy"], answer.choices[0].rules["happy"]
             assert mine.keys() == theirs.keys()
             for what, number in theirs.items():  # null where no row was scored
-                wanted = number if number is None else pytest.approx(number, rel=EXACT)
-                assert mine[what] == wanted, what
+                # The page asks for all at once: another batch, so rows are rounded otherwise.
+                near = None if number is None else pytest.approx(number, rel=EXACT, abs=ROUNDED)
+                assert mine[what] == near, what
         first = [i for i, (a, b) in enumerate(zip(*ids.values(), strict=True)) if a != b]
         assert pair["differs"] == (first[0] if first else -1)
         changed += bool(first)
