@@ -89,6 +89,7 @@ def test_theirs(tmp_path: Path) -> None:
             command, env={**os.environ, **settings}, cwd=tmp_path,
             capture_output=True, text=True, check=False, timeout=900,
         )  # fmt: skip
+        log = (tmp_path / "log").read_text()  # before it is told to end, which upstream logs
     assert report.exists(), (done.stdout + done.stderr)[-4000:]
     cases = list(ElementTree.parse(report).iter("testcase"))
     passed, failed = judged(cases)
@@ -97,6 +98,5 @@ def test_theirs(tmp_path: Path) -> None:
     for name, why in failed.items():
         is_ours = any(said in why for said in (*REFUSED, *UNSAID))
         assert is_ours or name == UNCHANGED, f"{name}: {why}"
-    log = (tmp_path / "log").read_text()
     assert set(re.findall(r'HTTP/1\.1" (\d+)', log)) == {"200", "400", "501"}
     assert "Traceback" not in log
