@@ -46,7 +46,6 @@ FOCUS: dict[str, Any] = {
 """For one GPU: heads that ranks have in parts are refused."""
 
 LENS: dict[str, Any] = {"capture_lens": ["logit"], "capture_lens_rows": 256}
-"""For one GPU: ranks of several are refused."""
 
 MODES: dict[str, dict[str, Any]] = {
     "full_and_piecewise": {},
@@ -192,8 +191,7 @@ def main() -> None:
             try:
                 futures = []
                 for name in args.only:
-                    alone = "capture_lens" in MODES[name] or "focus" in name
-                    if alone and args.tp * args.pp > 1:
+                    if "focus" in name and args.tp * args.pp > 1:
                         continue
                     split = {"tensor_parallel_size": args.tp, "pipeline_parallel_size": args.pp}
                     options = {**copy.deepcopy(MODES[name]), **split}

@@ -12,8 +12,8 @@ import torch
 
 from tests.conformance.engine import make_llm, shut_down
 from vllm.v1.interventions.plan import TapShape
-from vllm.v1.interventions.worker import attention_reader, focus_table
-from vllm.v1.interventions.worker.attention_reader import LayerReader, logits_of
+from vllm.v1.interventions.worker import attention_reader
+from vllm.v1.interventions.worker.attention_reader import LayerReader
 from vllm.v1.interventions.worker.focus_table import FocusedAttention
 from vllm.v1.interventions.worker.kv_pages import Sight, sight_of
 from vllm.v1.interventions.worker.tap_check import check_worker
@@ -51,6 +51,15 @@ def of_another_request(
     self: LayerReader, pages: torch.Tensor, request: int, head: int, stop: int
 ) -> torch.Tensor:
     return _rows(self, pages, request + (pages is self.pages.keys) * 2, head, stop)
+
+
+_attend = FocusedAttention.attend
+
+
+def a_key_too_few(self: FocusedAttention, query: torch.Tensor, output: torch.Tensor) -> None:
+    self._tokens.positions -= 1
+    _attend(self, query, output)
+    self._tokens.positions += 1
 
 
 WRONG_ROWS = [off_by_one, of_other_heads, of_another_request]
@@ -103,7 +112,7 @@ def test_proof_of_focus(tiny_models: TinyModels, monkeypatch: pytest.MonkeyPatch
         patch.setattr(FocusedAttention, "attend", lambda *args: None)
         assert _unread(llm) == set(layers)
     with monkeypatch.context() as patch:
-        patch.setattr(focus_table, "logits_of", lambda s, at, sight: logits_of(s, at, sight) * 1.05)
+        patch.setattr(FocusedAttention, "attend", a_key_too_few)
         assert _unread(llm) == set(layers)
     assert _unread(llm) == set()
     shut_down(llm)

@@ -14,8 +14,9 @@ calls.py            what frontends ask of the engine core beside requests
 capture_groups.py   requests that capture the same on one worker
 step_rows.py        the captured rows of one step, from the arena to their requests
 vectors.py          steering vectors of a request: parsed and checked
+focus.py            what a request attends to, and by which rule
 ops.py              operations and gates of a request: parsed and checked
-rules.py            rules of a request or of the operator: parsed and checked
+given_rules.py      rules of a request or of the operator: parsed and checked
 terms.py            the one formula behind all operations
 sites.py            how requests name points and layers
 positions.py        sets of token positions

@@ -56,7 +56,7 @@ def need_mapping(value: Any, path: str) -> Mapping[Any, Any]:
     return value
 
 
-def need_keys(given: Iterable[Any], allowed: Sequence[str], path: str) -> None:
+def refuse_unknown_keys(given: Iterable[Any], allowed: Sequence[str], path: str) -> None:
     """Raise ValueError for keys of the mapping at `path` that are not allowed."""
     if unknown := [show(key) for key in given if key not in allowed]:
         reject(path, f"unknown keys {', '.join(unknown[:8])}, allowed are {', '.join(allowed)}")

@@ -14,10 +14,10 @@ import torch
 
 from vllm.config.steering import SteeringConfig
 from vllm.v1.interventions.errors import need_mapping, reject, show, show_key
+from vllm.v1.interventions.given_rules import GivenRule
 from vllm.v1.interventions.ops import Op, parse_ops
 from vllm.v1.interventions.plan import TIERS, Site, TapShape, VectorSet
 from vllm.v1.interventions.positions import ALL, END, Positions
-from vllm.v1.interventions.rules import GivenRule
 from vllm.v1.interventions.sites import site_order
 from vllm.v1.interventions.terms import Term, make_term
 from vllm.v1.interventions.values import plain

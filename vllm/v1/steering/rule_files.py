@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from vllm.v1.interventions.errors import describe, reject
-from vllm.v1.interventions.rules import rules_for_all
+from vllm.v1.interventions.given_rules import rules_for_all
 from vllm.v1.interventions.sites import need_captured_points
 from vllm.v1.steering.json_modules import without_repeats
 from vllm.v1.steering.modules import Module, need_module, rules_module

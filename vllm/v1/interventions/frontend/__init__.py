@@ -5,14 +5,17 @@ early_checks.py       what would fail once the model is loaded, refused before
 resolve.py            entry: `SamplingParams` to a `Plan`
 plan_threads.py       where that is done in a server: off its event loop
 steering_request.py   the steering fields of one request
+focus_request.py      its operations on what is attended to
 vector_memo.py        vectors that come again are neither parsed nor hashed again
 segments.py           cuts its positions into segments in which the same acts
 capture_request.py    the `capture` field of one request
+capture_streams.py    in which streams its rows leave the device
 attention_request.py  what it says of attention weights
 lens_request.py       what it says of a lens
 projections.py        the matrices of `project`, and directions of modules
 rule_request.py       the `rules` field of one request, and the operator's on its prompt
 selectors.py          what `positions` mean on a prompt
+chat_turns.py         where the turns of a chat stand in its prompt
 media.py              where the images, videos and sounds of a prompt stand
 work.py               how much work its fields are, and that it is not too much
 prompt_text.py        the prompt as text, for selectors that give a text

@@ -6,7 +6,7 @@ from typing import Any
 
 import msgspec
 
-from vllm.v1.interventions.errors import need_keys, need_mapping, reject, show, show_key
+from vllm.v1.interventions.errors import need_mapping, refuse_unknown_keys, reject, show, show_key
 from vllm.v1.interventions.frontend.selectors import Prompt, Selector
 from vllm.v1.interventions.frontend.work import Unit
 from vllm.v1.interventions.plan import GIVES, AttentionRead, Selection, TapShape
@@ -43,7 +43,7 @@ def attention_selection(value: Any, path: str, shape: TapShape, prompt: Prompt) 
             cannot be read.
     """
     asked = {plain(key): entry for key, entry in need_mapping(value, path).items()}
-    need_keys(asked, _KEYS, path)
+    refuse_unknown_keys(asked, _KEYS, path)
     if "heads" not in asked:
         reject(f"{path}.heads", "is missing: give {layers: heads}, layers or 'all'")
     points = {layer: shape.offers(layer) for layer in shape.points}

@@ -4,7 +4,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from vllm.v1.interventions.errors import need_keys, need_mapping, reject, show
+from vllm.v1.interventions.errors import need_mapping, refuse_unknown_keys, reject, show
 from vllm.v1.interventions.frontend.selectors import Prompt
 from vllm.v1.interventions.frontend.work import Unit
 from vllm.v1.interventions.plan import LensRead, Selection, Site, TapShape
@@ -40,7 +40,7 @@ def lens_read(
             number out of range, a token that is none, or a text that is not one token.
     """
     asked = {plain(key): plain(entry) for key, entry in need_mapping(value, path).items()}
-    need_keys(asked, _KEYS, path)
+    refuse_unknown_keys(asked, _KEYS, path)
     if not shape.lenses:
         reject(path, "needs an engine started with capture_lens (--capture-lens logit)")
     name = asked.get("name")

@@ -8,7 +8,7 @@ import msgspec
 
 from vllm.v1.interventions.calls import GLOBAL_OPS
 from vllm.v1.interventions.frontend.vector_memo import VectorMemo
-from vllm.v1.interventions.rules import GivenRule
+from vllm.v1.interventions.given_rules import GivenRule
 from vllm.v1.steering.files import startup_modules
 from vllm.v1.steering.modules import Module, need_module
 from vllm.v1.steering.rule_files import OPERATOR_RULES

@@ -13,9 +13,9 @@ from vllm.v1.interventions.frontend.module_catalog import ModuleCatalog
 from vllm.v1.interventions.frontend.projections import direction_of, matrix_digest
 from vllm.v1.interventions.frontend.selectors import Prompt, Selector
 from vllm.v1.interventions.frontend.work import Unit
+from vllm.v1.interventions.given_rules import MAX_RULES, OVER, GivenRule, given_rules
 from vllm.v1.interventions.plan import Rule, Selection, Site, TapShape
 from vllm.v1.interventions.positions import Positions
-from vllm.v1.interventions.rules import MAX_RULES, OVER, GivenRule, given_rules
 from vllm.v1.interventions.values import plain
 
 

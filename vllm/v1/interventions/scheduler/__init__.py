@@ -8,6 +8,7 @@ admission.py          what a request needs before it starts: the pools' protocol
 turns.py              where those wait that were refused, and whose turn it is
 slots.py              pool: slots of the steering table
 term_pool.py          pool: rows for operations
+focus_pool.py         pool: rows for programs of focus
 projection_pool.py    pool: rows for `project` matrices
 row_budget.py         which rows leave the device in a step, and that they fit
 row_relay.py          hands a step's rows to frontends and consumers

@@ -13,9 +13,14 @@ projection_table.py    `project` matrices, and scores of rows
 attention_layers.py    finds the attention of decoder layers
 attention_check.py     start-up proof of attention weights
 attention_requests.py  whose attention is read, and of which keys
+block_attention.py     what a step reads of attention, block by block
 attention_reader.py    weights of captured queries
 kv_pages.py            how layers see keys, and where the cache has them
 paged_products.py      products of queries with keys of many requests in one launch
+focus_layers.py        the layers that requests may focus
+focus_table.py         what their programs do at each layer
+focus_kernel.py        focused attention on a GPU
+focused_weights.py     focused weights in torch: on a CPU, and as captured
 lens_check.py          start-up check: which norm is before the head
 lens_files.py          matrices of lenses from files
 lens_reader.py         rows under a lens: through that norm and the head

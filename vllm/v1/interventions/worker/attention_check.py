@@ -20,7 +20,6 @@ from vllm.v1.interventions.plan import Site
 from vllm.v1.interventions.worker.attention_layers import group_of
 from vllm.v1.interventions.worker.attention_reader import AttentionReader, LayerReader, Queriers
 from vllm.v1.interventions.worker.kv_pages import unreadable
-from vllm.v1.interventions.worker.paged_products import grouped_heads
 
 if TYPE_CHECKING:
     from vllm.v1.interventions.worker.runner import WorkerInterventions
@@ -31,7 +30,7 @@ TOLERANCE = {torch.float32: 1e-4}
 """How far a head of z may be off, relative to its norm; ROUNDED where the dtype is not here."""
 ROUNDED = 1e-2
 
-_FOCUSED = (FACTOR, 4.0), (SHARE, 0.9)
+_FOCUSED: tuple[tuple[int, float], ...] = (FACTOR, 4.0), (SHARE, 0.9)
 """What is proved of layers that may be focused."""
 
 Fill = Callable[[Sequence[torch.Tensor]], None]
@@ -123,12 +122,11 @@ def _errors(
             tables[group][:, : len(numbers)] = numbers.to(tables[group].device)
 
     errors = dict.fromkeys(layers, 0.0)
-    for rule, number in (None, 0.0), *_FOCUSED:
+    focus = interventions.focus
+    for wanted in (None, *(() if focus is None else _FOCUSED)):
         program = 0
-        if rule is not None:
-            if interventions.focus is None:
-                break
-            program = interventions.focus.probe(rule, number, keys)
+        if focus is not None and wanted is not None:
+            program = focus.probe(*wanted, keys)
         with interventions.capturing(rows, needed, focused=(program, keys - 1)):
             run(keys - 1, fill)
             for layer, reader in layers.items():
@@ -143,8 +141,8 @@ def _errors(
                 off = (made - z).norm(dim=-1) / z.norm(dim=-1).clamp_min(1e-6)
                 # NaN, too, is an error.
                 errors[layer] = float(torch.maximum(off.max(), off.new_tensor(errors[layer])))
-    if interventions.focus is not None:
-        interventions.focus.table.forget()
+    if focus is not None:
+        focus.table.forget()
     for layer, reader in layers.items():
         for pages in reader.pages:
             pages[blocks[group_of[layer]].long()] = 0
@@ -178,17 +176,13 @@ def _attended(
 ) -> torch.Tensor:
     """The sum of weights times values of a query at the last key, [heads, E], by the reader; under
     a focus program, 0 for none."""
-    here = range(len(q))
-    made = q.new_zeros(len(q), reader.pages.values.shape[3])
     [sites] = AttentionReader({0: reader}, q.device).sites([(0, tuple(reader.heads))])
     kept = reader.table[0].clone()
     reader.table[0, : len(blocks)] = blocks
     at = torch.tensor([keys - 1], device=q.device)
     programs = torch.tensor([program], device=q.device) if program else None
     queriers = Queriers.of([0], [1], [()], q.device)._replace(programs=programs)
-    weights = sites.weights(q.view(1, -1), at, queriers, keys)[0, 0]
-    for key_head, own in grouped_heads(here, reader.group):
-        values = reader.rows(reader.pages.values, 0, key_head, keys)
-        made[own] = weights[own] @ values.float()
+    weights, _ = sites.weights(q.view(1, -1), at, queriers, keys)
+    [made] = reader.attended(weights[:, 0], 0)
     reader.table[0] = kept
     return made

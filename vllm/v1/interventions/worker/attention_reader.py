@@ -150,6 +150,21 @@ class LayerReader:
         blocks = self.table[request, : -(-stop // pages.shape[2])].long()
         return pages[blocks, head].flatten(0, 1)[:stop]
 
+    def attended(self, weights: torch.Tensor, request: int) -> torch.Tensor:
+        """The sums of weights times values of a request's first positions.
+
+        Args:
+            weights: float32 [n, all heads here, positions].
+
+        Returns:
+            float32 [n, heads, E].
+        """
+        made = weights.new_empty(*weights.shape[:2], self.pages.values.shape[3])
+        for key_head, which in grouped_heads(range(weights.shape[1]), self.group):
+            values = self.rows(self.pages.values, request, key_head, weights.shape[2])
+            made[:, which] = weights[:, which] @ values.float()
+        return made
+
 
 class AlikeSites(NamedTuple):
     """Sites with as many heads each, whose layers see keys alike but for slopes and sinks."""
@@ -189,13 +204,17 @@ class AlikeSites(NamedTuple):
 
     def weights(
         self, queries: torch.Tensor, positions: torch.Tensor, queriers: Queriers, stop: int
-    ) -> torch.Tensor:
-        """The weights of queries [n, numbers of all sites' heads]: float32 [n, sites, heads, stop].
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The weights of queries, and which of them focus made others.
 
         Args:
+            queries: [n, numbers of all sites' heads].
             positions: int64 [n] on the device.
             queriers: n queries.
             stop: of keys.
+
+        Returns:
+            float32 [n, sites, heads, stop], and bool [n, sites, heads].
         """
         shape = (len(queries), *self.key_heads.shape, stop)
         scores = torch.empty(shape, device=queries.device)
@@ -205,12 +224,13 @@ class AlikeSites(NamedTuple):
             layer.products(rows, self.heads[i], keys, positions, queriers, scores[:, i])
         logits = logits_of(scores, positions, self.sight)
         weights = normalised(logits, self.sight.sinks)
+        changed = torch.zeros(shape[:3], dtype=torch.bool, device=queries.device)
         for i, layer in enumerate(self.layers):
             if queriers.programs is not None and layer.focus is not None:
                 focus = Focus.of(layer.focus, queriers.programs, stop, self.heads[i])
                 sinks = None if self.sight.sinks is None else self.sight.sinks[i]
-                focus.apply(logits[:, i], weights[:, i], sinks)
-        return weights
+                changed[:, i] = focus.apply(logits[:, i], weights[:, i], sinks)
+        return weights, changed
 
 
 def logits_of(scores: torch.Tensor, positions: torch.Tensor, sight: Sight) -> torch.Tensor:
@@ -348,7 +368,7 @@ class AttentionReader:
                 for first in range(0, len(queries) if heads else 0, at_once):
                     own = slice(first, first + at_once)
                     part = queriers.part(own)
-                    weights = some.weights(queries[own], positions[own], part, stop)
+                    weights, _ = some.weights(queries[own], positions[own], part, stop)
                     _reduce(read, weights, part, into[own])
                 if self._ranks is not None and not read.sum:
                     into = torch.nn.functional.pad(into, (before, behind))

@@ -10,11 +10,9 @@ import torch
 from vllm.model_executor.layers.attention.attention import Attention
 from vllm.v1.interventions.focus import FACTOR, MAX_FACTORS, MAX_RUNS, FocusOp
 from vllm.v1.interventions.messages import PlacedFocus, StepInterventions
-from vllm.v1.interventions.worker.attention_reader import LayerReader, Queriers, logits_of
+from vllm.v1.interventions.worker.attention_reader import AttentionReader, LayerReader, Queriers
 from vllm.v1.interventions.worker.focus_kernel import LayerTable, TokenTable, Workspace, focus_rows
-from vllm.v1.interventions.worker.focused_weights import Focus, normalised
 from vllm.v1.interventions.worker.kv_pages import Sight, pages_of, sight_of, unreadable
-from vllm.v1.interventions.worker.paged_products import grouped_heads
 from vllm.v1.interventions.worker.projection_table import CHUNK_BYTES
 from vllm.v1.interventions.worker.token_map import TokenMap, to_device
 
@@ -139,27 +137,15 @@ class FocusedAttention:
         """Write them in torch, on a CPU."""
         rows = self._tokens.focus[: len(query)]
         focused = rows.nonzero().squeeze(1)
-        reader = LayerReader(self._module, self._block_table)
-        alike = self._sight._replace(
-            slopes=None if self._sight.slopes is None else self._sight.slopes[:, None],
-            sinks=None if self._sight.sinks is None else self._sight.sinks[:, None],
-        )
-        heads = tuple(range(query.shape[1]))
-        key_heads = to_device(np.array([h // reader.group for h in heads], np.int32), query.device)
+        reader = LayerReader(self._module, self._block_table, focus=self._table)
+        [sites] = AttentionReader({0: reader}, query.device).sites([(0, tuple(reader.heads))])
         for request in self._tokens.requests[focused].unique().tolist():
             own = focused[self._tokens.requests[focused] == request]
             stop = int(self._tokens.positions[own].max()) + 1
-            for some in own.split(max(CHUNK_BYTES // (4 * stop * len(heads)), 1)):
-                at = self._tokens.positions[some]
+            for some in own.split(max(CHUNK_BYTES // (4 * stop * len(reader.heads)), 1)):
                 queriers = Queriers.of([request], [len(some)], [()], query.device)
-                scores = torch.empty(len(some), len(heads), stop, device=query.device)
-                reader.products(query[some], heads, key_heads, at, queriers, scores)
-                logits = logits_of(scores[:, None], at, alike)[:, 0]
-                weights = normalised(logits, alike.sinks)
-                focus = Focus.of(self._table, rows[some], stop, heads)
-                changed = focus.apply(logits, weights, alike.sinks)
-                for key_head, which in grouped_heads(heads, reader.group):
-                    values = reader.rows(reader.pages.values, request, key_head, stop)
-                    made = (weights[:, which] @ values.float()).to(output.dtype)
-                    of_group = changed[:, which, None]
-                    output[some, which] = made.where(of_group, output[some, which])
+                queriers = queriers._replace(programs=rows[some])
+                at = self._tokens.positions[some]
+                weights, changed = sites.weights(query[some].flatten(1), at, queriers, stop)
+                made = reader.attended(weights[:, 0], request).to(output.dtype)
+                output[some] = made.where(changed[:, 0, :, None], output[some])
