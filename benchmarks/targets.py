@@ -100,6 +100,10 @@ TARGETS = (
         most=False,
     ),
     Target(
+        "focus of each generated token, all heads of all layers: TPOT",
+        *("attention-focus", "focus", "TPOT", 1.10),
+    ),
+    Target(
         "files of every prompt token, all layers, against what the disk does alone",
         *("peers", ALL_FILES, PROMPT, 0.9),
         most=False,

@@ -63,10 +63,25 @@ def prepare(folder: Path) -> None:
     subprocess.run([*command, "-r", str(pins / "lens.txt")], check=True)
 
 
-def run_modules(theirs: Path, runner: str, gpus: int, modules: list[str], timeout: float) -> bool:
-    """Run modules of theirs in a process, and print how each test ended; whether all is well."""
+def count_tokens() -> int:
+    """Tokens of the tests' tokenizer."""
     from transformers import AutoTokenizer
 
+    from tests.http.server import save_tokenizer
+
+    with tempfile.TemporaryDirectory() as folder:
+        save_tokenizer(Path(folder))
+        return len(AutoTokenizer.from_pretrained(folder))
+
+
+def run_modules(
+    theirs: Path, runner: str, gpus: int, modules: list[str], timeout: float, tokens: int
+) -> bool:
+    """Run modules of theirs in a process, and print how each test ended; whether all is well.
+
+    Args:
+        tokens: how many the model is to have: all of them have a text, for texts are compared.
+    """
     from tests.gpu.model import save_model
     from tests.http.server import save_tokenizer
     from tests.peers.lens_runs import LAYERS, MODEL, OFFLINE, judged, run
@@ -81,8 +96,7 @@ def run_modules(theirs: Path, runner: str, gpus: int, modules: list[str], timeou
     with tempfile.TemporaryDirectory() as working:
         model = Path(working) / MODEL
         save_tokenizer(model)
-        tokens = len(AutoTokenizer.from_pretrained(model))
-        save_model(model, LAYERS, tokens)  # all of them have a text, for texts are compared
+        save_model(model, LAYERS, tokens)
         try:
             chosen = "not pp2 and not test_activations_pp" if runner == "v1" else ""
             found = run(Path(working), theirs.resolve(), modules, settings, timeout, chosen)
@@ -118,9 +132,11 @@ def main() -> None:
     sys.path.insert(0, str(args.theirs.resolve()))  # zstandard, for who lacks it
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     jobs = [(runner, modules) for runner in args.runners for modules in MODULES[args.gpus]]
+    # Not in a thread: two at once may not be the first to import what transformers loads late.
+    tokens = count_tokens()
     with ThreadPoolExecutor(args.jobs) as pool:
         ran = [
-            pool.submit(run_modules, args.theirs, runner, args.gpus, modules, args.timeout)
+            pool.submit(run_modules, args.theirs, runner, args.gpus, modules, args.timeout, tokens)
             for runner, modules in jobs
         ]
         good = [each.result() for each in ran]

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from vllm.v1.interventions.worker.runner import WorkerInterventions
     from vllm.v1.worker.block_table import BlockTable
     from vllm.v1.worker.gpu.block_table import BlockTables
+    from vllm.v1.worker.utils import AttentionGroup
 
 logger = init_logger(__name__)
 
@@ -60,7 +61,7 @@ def check_worker(worker: Any) -> TapShape | None:
                 lenses(runner._dummy_run)
 
             def run(context: int, fill: Fill) -> None:
-                with _lent_by(runner.block_tables, fill):
+                with _lent_by(runner.block_tables, fill), _as_served(runner.attn_groups):
                     runner._dummy_run(NUM_TOKENS, context_len=context)
         else:
             in_v1 = runner.input_batch.block_table.block_tables
@@ -71,7 +72,7 @@ def check_worker(worker: Any) -> TapShape | None:
                 lenses(attending)
 
             def run(context: int, fill: Fill) -> None:
-                with _lent_blocks(in_v1, fill):
+                with _lent_blocks(in_v1, fill), _as_served(runner.attn_groups):
                     runner._dummy_run(
                         NUM_TOKENS, force_attention=True, profile_seq_lens=context + 1
                     )
@@ -95,6 +96,20 @@ def assign_dummy_blocks(tables: Sequence[torch.Tensor]) -> None:
     for group, table in enumerate(tables):
         first = table[:NUM_TOKENS, 0]
         first.copy_(torch.arange(1, len(first) + 1) + group * NUM_TOKENS)
+
+
+@contextmanager
+def _as_served(groups: "Sequence[Sequence[AttentionGroup]]") -> Iterator[None]:
+    """Within, dummy runs in full graphs attend as steps do: in the metadata of a recording some
+    backends let each request have one key, whatever its context."""
+    every = [group for of_cache in groups for group in of_cache]
+    for group in every:
+        group.build_metadata_for_cudagraph_capture = group.build_metadata  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        for group in every:
+            del group.build_metadata_for_cudagraph_capture
 
 
 @contextmanager
