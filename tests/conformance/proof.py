@@ -46,6 +46,16 @@ class HeadErrors:
 
 
 @dataclass(frozen=True)
+class FocusErrors:
+    """Requests with factors at keys of all layers, at all heads and at some."""
+
+    write: float
+    """Log-probabilities, as in `PointErrors`."""
+    moved: float
+    """The least that they moved."""
+
+
+@dataclass(frozen=True)
 class Result:
     """What one run of one tiny model said."""
 
@@ -59,15 +69,18 @@ class Result:
     """Log-probabilities with nothing steered or captured: upstream's own distance."""
     points: dict[str, PointErrors] = field(default_factory=dict)
     heads: dict[str, HeadErrors] = field(default_factory=dict)
-    """Of q, k, v, z and the weights of attention; empty where the model has none, or transformers
-    does not show them."""
+    """Of q, k, v, z and the weights of attention, attn."""
+    focus: FocusErrors | None = None
+    without: dict[str, str] = field(default_factory=dict)
+    """Why there are no numbers of q, k, v, z, attn or focus. What is in none of these three was not
+    run."""
     problem: str = ""
     """Why there are no numbers: what was raised."""
     seconds: float = 0.0
 
     def failures(self) -> list[str]:
         """What is out of the tolerances of the hook contract, in words; empty when verified."""
-        from .runner import LEAST_MOVE, READ_TOLERANCE, WRITE_TOLERANCE
+        from .runner import LEAST_FOCUS_MOVE, LEAST_MOVE, READ_TOLERANCE, WRITE_TOLERANCE
 
         if self.problem:
             return [self.problem]
@@ -94,12 +107,17 @@ class Result:
                 found.append(f"{point}: write error {heads.write:.1e}")
             if heads.moved is not None and not heads.moved >= LEAST_MOVE:
                 found.append(f"{point}: the twin moved only {heads.moved:.3f}")
+        if self.focus is not None and not self.focus.write <= most_written:
+            found.append(f"focus: write error {self.focus.write:.1e}")
+        if self.focus is not None and not self.focus.moved >= LEAST_FOCUS_MOVE:
+            found.append(f"focus: the twin moved only {self.focus.moved:.3f}")
         return found
 
     def to_json(self) -> str:
         fields = asdict(self)
-        if not self.heads:
-            del fields["heads"]
+        for name in ("heads", "focus", "without"):
+            if not fields[name]:
+                del fields[name]
         for heads in fields.get("heads", {}).values():
             for name in [name for name, value in heads.items() if value is None]:
                 del heads[name]
@@ -110,6 +128,8 @@ class Result:
         fields = json.loads(text)
         points = {point: PointErrors(**e) for point, e in fields.pop("points").items()}
         heads = {point: HeadErrors(**e) for point, e in fields.pop("heads", {}).items()}
+        if "focus" in fields:
+            fields["focus"] = FocusErrors(**fields["focus"])
         classes = tuple(fields["classes"])
         return cls(**{**fields, "classes": classes, "points": points, "heads": heads})
 
@@ -123,7 +143,9 @@ class Result:
             worst = [max(getattr(e, k) for e in self.points.values()) for k in ("read", "write")]
             least = min(e.moved for e in self.points.values())
             errors = f"plain {self.plain:.0e} read {worst[0]:.0e} write {worst[1]:.0e}"
-            numbers = f"{errors} moved {least:.2f} "
+            read = max((h.read for h in self.heads.values()), default=0.0)
+            focus = f"focus {self.focus.write:.0e} " if self.focus is not None else ""
+            numbers = f"{errors} moved {least:.2f} heads {read:.0e} {focus}"
         return f"{self.name:18} {self.where} {numbers}{self.seconds:.0f}s {verdict}"
 
 
@@ -139,11 +161,12 @@ def prove(row: TinyModel, cache: Path, **options: Any) -> Result:
         cache: directory for the tiny models; made when missing.
         options: engine options.
     """
-    from vllm.config.capture import CAPTURE_POINTS
+    from vllm.config.capture import CAPTURE_POINTS, HEAD_POINTS
     from vllm.config.steering import STEERING_POINTS
 
     from . import models, pictures
     from .engine import engine
+    from .focus import focus_errors
     from .runner import (
         Measurement,
         Reference,
@@ -163,7 +186,10 @@ def prove(row: TinyModel, cache: Path, **options: Any) -> Result:
     logit_prompts = shown[1:] or prompts(lengths=(17, 5))
     settings = {**row.engine, **options}
     settings |= {"enable_steering": True, "capture_consumers": ["inline"]}
-    settings |= {"steering_points": list(STEERING_POINTS), "steering_families": ["add", "scale"]}
+    settings |= {
+        "steering_points": list(STEERING_POINTS),
+        "steering_families": ["add", "scale", "focus"],
+    }
     with engine(path, capture_points=list(CAPTURE_POINTS), **settings) as llm:
         classes = sorted(set(llm.apply_model(tapped_classes)[0]))
         plain = plain_errors(llm, reference, token_prompts)
@@ -177,6 +203,14 @@ def prove(row: TinyModel, cache: Path, **options: Any) -> Result:
         if "z" in heads:
             written = head_write_errors(llm, reference, logit_prompts[1], sorted(points))
             heads["z"] = replace(heads["z"], write=written[0], moved=written[1])
+        readable = {n: of["z"][0] for n, of in shape.heads.items() if n not in shape.unread}
+        focus = focus_errors(llm, reference, logit_prompts, readable)
+    offered = {point for of in shape.heads.values() for point in of}
+    without = {p: "unseen" if p in offered else "none" for p in HEAD_POINTS if p not in heads}
+    for name, found in (("attn", heads.get("attn")), ("focus", focus)):
+        if found is None:
+            refused = "; ".join(sorted({f"refused: {why}" for why in shape.unread.values()}))
+            without[name] = "unseen" if readable else refused or "none"
 
     def at(point: str, results: list[Measurement]) -> list[Measurement]:
         # A case that steers every site counts against each point.
@@ -197,6 +231,8 @@ def prove(row: TinyModel, cache: Path, **options: Any) -> Result:
             for point in row.points
         },
         heads,
+        focus,
+        without,
     )
 
 

@@ -31,11 +31,14 @@ Made by `make test-models`; not edited by hand. Every architecture below is a ti
 written by transformers and run by both: each point of each layer is read, and vectors are added at
 the first, a middle and the last layer (docs/hook-contract.md, "What proves it").
 Errors are relative L2 of the worst row. *plain*: log-probabilities of vLLM without us. *read*:
-captured rows, unsteered and steered, at most 1e-4. *heads*: rows of every head at the points named
-(docs/attention.md), at most 1e-4, while a neighbouring head's are at least 0.05 away, and where z
-was written, too, log-probabilities meanwhile, as in *write*; empty where this was not compared, or
-transformers does not show them. *write*: log-probabilities while
-steered, at most 1e-3. *moved*: the least that a vector moved them, at least 0.05. Where the kernels
+captured rows, unsteered and steered, at most 1e-4. *write*: log-probabilities while
+steered, at most 1e-3. *moved*: the least that a vector moved them, at least 0.05. *q* to *z*: rows
+of every head (docs/attention.md), and *attn*: all weights, of every layer and token, at most 1e-4,
+while a neighbouring head's are at least 0.05 away. *z written* and *focus*: log-probabilities while
+heads are steered, and while the weights of keys all over the sequence are multiplied by 64, or of
+half of the heads by 0: at most 1e-3, having moved by at least 0.05 and 0.03. There, **none**: the
+model has no such thing; **unseen**: transformers does not show it, or takes no bias; **refused**:
+by vLLM Pilot, by name; **not run**: not compared since there is this column. Where the kernels
 have no float32, all are at most 0.02 in float16 and 0.05 in bfloat16; *every expert*: each token is
 routed to all, so that rounding decides nothing. A class that is wired and not in the first table
 was not measured: use `vllm steering check` on your model. An architecture that reads images got a
@@ -76,9 +79,9 @@ def render(results: list[Result], rows: tuple[Row, ...] = ROWS) -> str:
         "",
         "## Verified",
         "",
-        "| architecture | layer class | idiom | points | plain | read | heads | write | moved "
-        "| where | |",
-        "|---|---|---|---|---|---|---|---|---|---|---|",
+        "| architecture | layer class | idiom | points | plain | read | write | moved | q | k | v "
+        "| z | z written | attn | focus | where | |",
+        "|---" * 17 + "|",
     ]
     for result in sorted(good, key=lambda r: (r.architecture, r.name, r.where)):
         lines.append(_verified_line(result, by_key))
@@ -131,22 +134,27 @@ def _verified_line(result: Result, by_key: dict[str, Row]) -> str:
         ", ".join(sorted(result.points, key=_STREAM_ORDER.index)),
         f"{result.plain:.0e}",
         f"{worst['read']:.0e}",
-        _heads(result),
         f"{worst['write']:.0e}",
         f"{min(e.moved for e in result.points.values()):.2f}",
+        *_of_attention(result),
         result.where,
         MODELS[result.name].note,
     )
     return f"| {' | '.join(cells)} |"
 
 
-def _heads(result: Result) -> str:
-    """The worst of all heads, and of which points."""
-    if not result.heads:
-        return ""
-    worst = max(heads.read for heads in result.heads.values())
-    written = [f"; z written {h.write:.0e}" for h in result.heads.values() if h.write is not None]
-    return f"{worst:.0e} ({', '.join(sorted(result.heads))}{''.join(written)})"
+def _of_attention(result: Result) -> list[str]:
+    """Cells of q, k, v, z, z written, attn and focus."""
+    found = {point: heads.read for point, heads in result.heads.items()}
+    if (z := result.heads.get("z")) is not None and z.write is not None:
+        found["z written"] = z.write
+    if result.focus is not None:
+        found["focus"] = result.focus.write
+    why = result.without | {"z written": result.without.get("z", "not run")}
+    return [
+        f"{found[name]:.0e}" if name in found else why.get(name, "not run").partition(":")[0]
+        for name in ("q", "k", "v", "z", "z written", "attn", "focus")
+    ]
 
 
 def _short(key: str) -> str:

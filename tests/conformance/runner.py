@@ -28,6 +28,8 @@ from .reference import Forward, Site
 READ_TOLERANCE = 1e-4
 WRITE_TOLERANCE = 1e-3
 LEAST_MOVE = 0.05
+LEAST_FOCUS_MOVE = 0.03
+"""Some layers of hybrids have no attention at all."""
 GENERATED = 6
 
 
@@ -193,7 +195,7 @@ def plain_errors(
 ) -> list[Measurement]:
     """How far the engine is from the reference with nothing steered or captured."""
     worst = max(
-        worst_row(_log_probs(c), reference.run(c.token_ids).logits.log_softmax(-1))
+        worst_row(log_probs_of(c), reference.run(c.token_ids).logits.log_softmax(-1))
         for c in complete(llm, [(prompt, {}) for prompt in token_prompts])
     )
     return [Measurement(reference.row.name, "plain", "logits", -1, "none", worst)]
@@ -296,7 +298,7 @@ def head_write_errors(
         delta = (vectors[site].expand_as(rows) if i % 2 == 0 else -3.0 * rows).flatten(1)
         want = reference.run(completion.token_ids, {site: delta}).logits.log_softmax(-1)
         logits = unsteered.logits.log_softmax(-1)
-        errors.append(worst_row(_log_probs(completion), want))
+        errors.append(worst_row(log_probs_of(completion), want))
         moves.append(float((want - logits).norm() / logits.norm()))
     return max(errors), min(moves)
 
@@ -315,7 +317,7 @@ def write_errors(
         plain = reference.run(completion.token_ids).logits.log_softmax(-1)
         mask = phase_mask(case.phase, *size)
         moved = float((want - plain)[mask].norm() / plain[mask].norm())
-        error = worst_row(_log_probs(completion), want)
+        error = worst_row(log_probs_of(completion), want)
         results.append(_measurement(reference, "write", case, error, moved))
     return results
 
@@ -359,7 +361,7 @@ def everything(row: TinyModel) -> dict[str, Any]:
     return {"hooks": {point: "all" for point in row.points}, "positions": "all"}
 
 
-def _log_probs(completion: Completion) -> torch.Tensor:
+def log_probs_of(completion: Completion) -> torch.Tensor:
     if completion.log_probs is None:
         raise AssertionError("the completion was asked for without log-probabilities")
     return completion.log_probs

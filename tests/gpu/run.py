@@ -191,8 +191,6 @@ def main() -> None:
             try:
                 futures = []
                 for name in args.only:
-                    if "focus" in name and args.tp * args.pp > 1:
-                        continue
                     split = {"tensor_parallel_size": args.tp, "pipeline_parallel_size": args.pp}
                     options = {**copy.deepcopy(MODES[name]), **split}
                     if name in DRAFTS:

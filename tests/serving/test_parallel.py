@@ -15,11 +15,13 @@ from tests.conformance import models
 from tests.conformance import runner as check
 from tests.conformance.engine import Runner, make_llm, shut_down
 from tests.conformance.models import HIDDEN
+from tests.serving.test_focus_scheduling import check_focused
 from tests.serving.test_lens import APART, FULL, JACOBIAN, inline, read, under
 from tests.serving.test_lens import check as check_lens
 from tests.serving.test_project_serving import check as check_scores
 from tests.serving.test_project_serving import matrix, mean, scores
 from tests.support import serving
+from tests.support.focus import Focusing
 from tests.support.serving import Ask, Judge, capture, prompt_of, serve, vector
 from vllm import LLM
 from vllm.config.capture import CAPTURE_POINTS, HEAD_POINTS
@@ -33,6 +35,7 @@ pytestmark = [pytest.mark.full, pytest.mark.v2]
 
 PROMPTS = check.prompts(lengths=(17, 5))
 STEERED = {"steering_vectors": {"post_attn": {1: vector(70)}}}
+EVERY = {layer: range(models.HEADS) for layer in range(models.LAYERS)}
 
 
 @pytest.fixture(scope="module")
@@ -47,7 +50,7 @@ def pair(
     options: dict[str, Any] = {split: 2, "enable_steering": True, "max_num_batched_tokens": 24}
     options["capture_points"] = list(CAPTURE_POINTS)
     options["steering_points"] = list(STEERING_POINTS)
-    options["steering_families"] = ["add", "scale"]
+    options["steering_families"] = ["add", "scale", "focus"]
     if runner == "v1":
         options |= {"capture_lens": ["logit", f"moved={lens}"], "capture_lens_rows": 40}
     with pytest.MonkeyPatch.context() as patch:
@@ -155,6 +158,53 @@ def test_attention_of_some_heads(pair: tuple[LLM, Judge]) -> None:
             assert torch.equal(rows.top_weights[i, :, : best.values.shape[1]], best.values)
             assert torch.equal(rows.top_positions[i, :, : best.values.shape[1]], best.indices.int())
             assert bool((rows.top_positions[i, :, best.values.shape[1] :] == -1).all())
+
+
+def test_focus_of_some_heads(pair: tuple[LLM, Judge]) -> None:
+    """A worker may have the heads that are focused, half of them or none; a share is of one head,
+    whoever has it. In chunks; the twin has the other rank's heads."""
+    llm, judge = pair
+    chosen = {0: [0, 3], 1: [0, 1], 2: [2, 3], 3: [1, 2]}
+    span, last = range(3, 12), range(30, 1 << 20)
+
+    def of(first: int, *others: int) -> list[Focusing]:
+        cut = Focusing({1: [first]}, span, factor=0.0)
+        return [cut, Focusing({2: others, 3: others}, [2, 20], factor=300.0)]
+
+    asked = [
+        [Focusing(chosen, span, factor=50.0)],
+        of(3, 0, 1),
+        [Focusing(chosen, span, share=0.9)],
+        [Focusing(EVERY, span, last, share=0.6, ratio=True)],
+    ]
+    read = capture("all", ("z", "post_block"))
+    asks = [
+        Ask(prompt_of(41, 180 + i), {"steering": [e.request(45) for e in each], **read})
+        for i, each in enumerate(asked)
+    ]
+    *outputs, plain = serve(llm, [*asks, Ask(prompt_of(5, 185), read)])
+    for ask, each, output in zip(asks, asked, outputs, strict=True):
+        check_focused(judge, ask, each, output)
+    judge.check(Ask(prompt_of(5, 185), read), plain)
+    with pytest.raises(AssertionError, match="rows off by"):
+        check_focused(judge, asks[1], of(1, 2, 3), outputs[1])
+
+
+def test_weights_of_focused_heads(pair: tuple[LLM, Judge]) -> None:
+    """Captured weights of heads of both ranks are those that were used."""
+    llm, _ = pair
+    asked = {"heads": "all", "queries": "all", "give": ["mass"], "keys": {"span": [3, 4]}}
+    each = Focusing({0: [0, 3], 1: [2]}, [3, 4], share=0.7)
+    capture = {"inline": {"attention": asked}}
+    ask = Ask(prompt_of(17, 186), {"steering": [each.request(21)], "capture": capture})
+    [output] = serve(llm, [ask])
+    payload = output.capture_results["inline"].payload
+    for layer in range(models.LAYERS):
+        mass = payload["attn", layer].mass[5:, :, 0]
+        focused = list(each.heads.get(layer, ()))
+        others = [h for h in range(4) if h not in focused]
+        assert (mass[:, focused] > 0.7 - 1e-4).all()
+        assert mass[:, others].mean() < 0.5
 
 
 def test_lenses_of_all_workers(pair: tuple[LLM, Judge], runner: Runner) -> None:

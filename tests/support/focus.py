@@ -84,20 +84,63 @@ def focused(
 
         return call
 
-    def masking(layer: int) -> Callable[..., Any]:
-        def hook(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
-            mask = kwargs["attention_mask"]
-            bias = biased(layer, mask.new_zeros(int(vars(module)["num_heads"]), *mask.shape[-2:]))
-            return args, {**kwargs, "attention_mask": mask + bias}
+    with ExitStack() as stack:
+        files = {sys.modules[type(module).__module__] for module in model.modules()}
+        for file in (file for file in files if hasattr(file, _NAME)):
+            stack.enter_context(mock.patch.object(file, _NAME, focusing(getattr(file, _NAME))))
+        if not any(hasattr(file, _NAME) for file in files):
+            config: Any = model.config
+            heads = dict.fromkeys(layer_of.values(), config.num_attention_heads)
+            stack.enter_context(masked(blocks, entries, heads))
+        yield
 
-        return hook
+
+class Unmasked(Exception):
+    """A block gets no mask of float."""
+
+
+@contextmanager
+def masked(
+    blocks: Sequence[nn.Module], entries: Sequence[Focusing], heads: Mapping[int, int]
+) -> Iterator[None]:
+    """Within, one sequence at a time runs with these factors, in the masks that blocks get: of any
+    architecture.
+
+    Args:
+        heads: how many each layer that is focused has.
+
+    Raises:
+        Unmasked: one of these gets none.
+    """
+
+    def hook(layer: int) -> Callable[..., Any]:
+        def mask(block: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
+            given = kwargs | dict(enumerate(args))
+            found = [name for name, x in given.items() if _is_mask(x)]
+            if len(found) != 1:
+                raise Unmasked(f"block {layer}: {found} of {list(given)}")
+            [name] = found
+            without = given[name].new_zeros(heads[layer], *given[name].shape[-2:])
+            given[name] = given[name] + sum(e.bias(layer, without) for e in entries)
+            return (
+                tuple(given[i] for i in range(len(args))),
+                {key: given[key] for key in kwargs},
+            )
+
+        return mask
 
     with ExitStack() as stack:
-        for file in {sys.modules[type(module).__module__] for module in model.modules()}:
-            if hasattr(file, _NAME):
-                stack.enter_context(mock.patch.object(file, _NAME, focusing(getattr(file, _NAME))))
-        for module, layer in layer_of.items():
-            if type(module).__name__ == "BloomAttention":  # it does without that function
-                hook = module.register_forward_pre_hook(masking(layer), with_kwargs=True)
-                stack.callback(hook.remove)
+        for layer in heads:
+            handle = blocks[layer].register_forward_pre_hook(hook(layer), with_kwargs=True)
+            stack.callback(handle.remove)
         yield
+
+
+def _is_mask(given: Any) -> bool:
+    """Whether this is added to products of queries with keys: float [.., n, n]."""
+    return (
+        isinstance(given, torch.Tensor)
+        and given.is_floating_point()
+        and given.ndim == 4
+        and given.shape[-1] == given.shape[-2]
+    )

@@ -57,7 +57,6 @@ def refuse_unsupported(config: "VllmConfig") -> None:
         }
         _refuse("capture", refused)
     if config.steering_config.focuses:
-        _refuse("focus", {"tensor parallelism": parallel.tensor_parallel_size > 1})
         lacking = [p for p in ("q", "z") if p not in config.capture_config.capture_points]
         if not capture or lacking:
             raise ValueError(

@@ -68,6 +68,21 @@ def table() -> FocusTable:
     return made
 
 
+def test_each_rank_has_its_heads() -> None:
+    """Of a layer whose heads two ranks share: each has its part of what one would have."""
+    whole, rows = table().at[LAYER], np.arange(1, 1 + len(PROGRAMS))
+    step = StepInterventions(1, focus=[PlacedFocus(rows, PROGRAMS, OPS)])
+    parts = []
+    for rank in range(2):
+        part = FocusTable({LAYER: HEADS // 2}, len(PROGRAMS) + 2, CPU, rank)
+        part.apply(step)
+        parts.append(part.at[LAYER])
+        assert torch.equal(parts[rank].forms, whole.forms)
+        assert torch.equal(parts[rank].runs, whole.runs)
+    assert torch.equal(torch.cat([part.numbers for part in parts], 1), whole.numbers)
+    assert not torch.equal(parts[0].numbers, parts[1].numbers)
+
+
 def mapped() -> tuple[TokenMap, int]:
     """The step's tokens."""
     names = [str(i) for i in range(len(LENGTHS))]

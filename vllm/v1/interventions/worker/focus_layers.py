@@ -39,7 +39,9 @@ class FocusLayers:
         self.taps: dict[int, HeadTaps] = {}
         """The taps of each of these layers, once they are made."""
         heads = {n: m.num_heads for n, m in self._modules.items()}
-        self.table = FocusTable(heads, config.steering_config.max_steering_configs, device)
+        size, parallel = config.steering_config.max_steering_configs, config.parallel_config
+        rank = parallel.rank % parallel.tensor_parallel_size
+        self.table = FocusTable(heads, size, device, rank)
         self._workspace: Workspace | None = None
         if device.type == "cuda" and heads:
             width = max(m.head_size_v for m in self._modules.values())

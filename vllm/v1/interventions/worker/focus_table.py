@@ -24,12 +24,15 @@ class FocusTable:
     """The programs of focused requests, one row of each layer's tables for each.
 
     Args:
-        heads: of each layer of this worker that has attention.
+        heads: of each layer of this worker that has attention, how many are here.
         size: how many programs there may be; row 0 does nothing.
+        rank: the tensor-parallel one: its heads are this part of the model's.
     """
 
-    def __init__(self, heads: Mapping[int, int], size: int, device: torch.device) -> None:
-        self._heads, self._device = heads, device
+    def __init__(
+        self, heads: Mapping[int, int], size: int, device: torch.device, rank: int = 0
+    ) -> None:
+        self._heads, self._device, self._rank = heads, device, rank
         self.at = {layer: _empty(size + 1, number, device) for layer, number in heads.items()}
         """Layer -> its table."""
 
@@ -50,9 +53,10 @@ class FocusTable:
         rows = to_device(placed.rows, self._device)
         for layer, number in self._heads.items():
             made = _empty(len(placed.rows), number)
+            here = range(self._rank * number, (self._rank + 1) * number)
             for i, acting in enumerate(placed.programs):
-                here = [op for op in (placed.ops[n] for n in acting) if layer in op.heads]
-                _write(here, layer, made.forms[i], made.runs[i], made.numbers[i])
+                ops = [op for op in (placed.ops[n] for n in acting) if layer in op.heads]
+                _write(ops, layer, here, made.forms[i], made.runs[i], made.numbers[i])
             for there, values in zip(self.at[layer], made, strict=True):
                 there[rows] = to_device(values.numpy(), self._device)
 
@@ -70,11 +74,13 @@ def _empty(rows: int, heads: int, device: torch.device | None = None) -> LayerTa
 def _write(
     ops: Sequence[FocusOp],
     layer: int,
+    here: range,
     form: torch.Tensor,
     runs: torch.Tensor,
     numbers: torch.Tensor,
 ) -> None:
-    """Write what operations do at a layer, of one program, on the host."""
+    """Write what operations do at a layer, to the model's heads `here`, of one program, on the
+    host."""
     if not ops:
         return
     found = []
@@ -82,7 +88,7 @@ def _write(
         found += [(a, b, place) for a, b in zip(op.runs[::2], op.runs[1::2], strict=True)]
         with np.errstate(divide="ignore"):
             number = np.log(np.float64(op.number)) if op.rule == FACTOR else op.number
-        heads = list(op.heads[layer]) or slice(None)
+        heads = [here.index(head) for head in op.heads[layer] or here if head in here]
         numbers[heads, place] = float(number)
     found.sort()
     runs[:, : len(found)] = torch.tensor(found, dtype=torch.int32).T

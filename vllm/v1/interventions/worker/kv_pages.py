@@ -44,7 +44,8 @@ class Sight(NamedTuple):
     slopes: torch.Tensor | None
     """ALiBi, float32 [heads]."""
     sinks: torch.Tensor | None
-    """Logits that join each head's denominator, float32 [heads]."""
+    """Logits that join each head's denominator, [heads]: the layer's own, which may be loaded
+    anew."""
 
 
 def unreadable(module: Attention | MLAAttention) -> str:
@@ -83,7 +84,7 @@ def sight_of(module: Attention) -> Sight:
         module.sliding_window or 0,
         chunk,
         None if slopes is None else slopes.to(device, torch.float32),
-        None if sinks is None else sinks.to(device, torch.float32),
+        None if sinks is None else sinks.to(device),
     )
 
 
