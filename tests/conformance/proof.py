@@ -80,7 +80,7 @@ class Result:
 
     def failures(self) -> list[str]:
         """What is out of the tolerances of the hook contract, in words; empty when verified."""
-        from .runner import LEAST_FOCUS_MOVE, LEAST_MOVE, READ_TOLERANCE, WRITE_TOLERANCE
+        from .runner import LEAST_BRANCH_MOVE, LEAST_MOVE, READ_TOLERANCE, WRITE_TOLERANCE
 
         if self.problem:
             return [self.problem]
@@ -105,11 +105,11 @@ class Result:
                 found.append(f"{point}: heads are only {heads.apart:.3f} apart")
             if heads.write is not None and not heads.write <= most_written:
                 found.append(f"{point}: write error {heads.write:.1e}")
-            if heads.moved is not None and not heads.moved >= LEAST_MOVE:
+            if heads.moved is not None and not heads.moved >= LEAST_BRANCH_MOVE:
                 found.append(f"{point}: the twin moved only {heads.moved:.3f}")
         if self.focus is not None and not self.focus.write <= most_written:
             found.append(f"focus: write error {self.focus.write:.1e}")
-        if self.focus is not None and not self.focus.moved >= LEAST_FOCUS_MOVE:
+        if self.focus is not None and not self.focus.moved >= LEAST_BRANCH_MOVE:
             found.append(f"focus: the twin moved only {self.focus.moved:.3f}")
         return found
 

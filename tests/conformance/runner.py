@@ -28,8 +28,8 @@ from .reference import Forward, Site
 READ_TOLERANCE = 1e-4
 WRITE_TOLERANCE = 1e-3
 LEAST_MOVE = 0.05
-LEAST_FOCUS_MOVE = 0.03
-"""Some layers of hybrids have no attention at all."""
+LEAST_BRANCH_MOVE = 0.03
+"""Of heads and of focus: some blocks have gates behind attention, some no attention at all."""
 GENERATED = 6
 
 

@@ -51,6 +51,16 @@ def _padded(point: str, rows: torch.Tensor) -> torch.Tensor:
     return torch.nn.functional.pad(rows, (0, width - rows.shape[-1]))
 
 
+def _pairs_of_halves(point: str, rows: torch.Tensor) -> torch.Tensor:
+    """Transformers orders what is rotated of queries by halves, and vLLM leaves it in pairs."""
+    if point != "q":
+        return rows
+    plain, rotated = rows.split([_MLA["qk_nope_head_dim"], _MLA["qk_rope_head_dim"]], dim=-1)
+    return torch.cat([plain, rotated.unflatten(-1, (2, -1)).mT.flatten(-2)], dim=-1)
+
+
+_ORDER = "; q is in pairs there, in halves in transformers"
+
 LATENT = (
     TinyModel(
         "deepseek_v2",
@@ -71,7 +81,8 @@ LATENT = (
         config_json=_NO_AUX,
         embedding_std=HALF_STD,
         engine=_ENGINE,
-        note=_ROTARY,
+        heads=_pairs_of_halves,
+        note=_ROTARY + _ORDER,
     ),
     TinyModel(
         "glm4_moe_lite",
@@ -82,7 +93,8 @@ LATENT = (
         config_json={**_NO_AUX, "first_k_dense_replace": 1},
         embedding_std=HALF_STD,
         engine=_ENGINE,
-        note=_ROTARY,
+        heads=_pairs_of_halves,
+        note=_ROTARY + _ORDER,
     ),
     TinyModel(
         "minicpm3",
@@ -103,6 +115,7 @@ LATENT = (
         config_json=_NO_AUX,
         checkpoint=_norm_everywhere,
         engine=_ENGINE,
-        note=_ROTARY,
+        heads=_pairs_of_halves,
+        note=_ROTARY + _ORDER,
     ),
 )
