@@ -1,0 +1,184 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Mistakes in how attention is read and focused: keys of blocks, by changes of source text, and
+what workers do, by other functions in place of theirs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from tests.mutations.rules import Mistake
+from vllm.v1.interventions.focus import SHARE
+from vllm.v1.interventions.frontend import focus_request, segments
+from vllm.v1.interventions.scheduler import block_identity
+from vllm.v1.interventions.worker import (
+    attention_check,
+    attention_reader,
+    block_attention,
+    focus_table,
+    focused_weights,
+    token_map,
+)
+from vllm.v1.interventions.worker.focus_table import FocusTable
+from vllm.v1.interventions.worker.kv_pages import sight_of
+
+_SEEN = "[(a, b) if b <= position else (a,) for a, b in runs]"
+_EDGES = "edges |= {edge for focus in self.focused for edge in focus.op.runs if edge < END}"
+
+KEYS = [
+    Mistake(name, module, *change)
+    for name, (module, *change) in {
+        "without open runs": (
+            focus_request, _SEEN, "[(a, b) for a, b in runs if b <= position]",
+        ),
+        "open runs as whole ones": (focus_request, _SEEN, "runs"),
+        "keys that come later": (focus_request, "if run[0] <= position]", "]"),
+        "without the number": (focus_request, "{self.op.number.hex()},", ""),
+        "without the rule": (focus_request, 'f"{self.op.rule},', 'f"'),
+        "without heads": (focus_request, ".hex()},{heads}", ".hex()}"),
+        "of queries before the span": (
+            focus_request, "queries & Positions([(first, END)])", "queries",
+        ),
+        "not cut where runs begin and end": (segments, _EDGES, ""),
+        "plain": (block_identity, "*filter(None, [s.focus_key])", ""),
+    }.items()
+]  # fmt: skip
+"""In what tells blocks apart."""
+
+Change = Callable[[pytest.MonkeyPatch], None]
+"""Makes a mistake, until the patch is undone."""
+
+
+def _no_slopes(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(attention_reader, "sight_of", lambda m: sight_of(m)._replace(slopes=None))
+
+
+def _interleaved(patch: pytest.MonkeyPatch) -> None:
+    """Query heads use key heads in turn."""
+
+    def heads_in_turn(heads: Any, group: int) -> Any:
+        number = -(-len(heads) // group)
+        return [(k, [i for i, h in enumerate(heads) if h % number == k]) for k in range(number)]
+
+    patch.setattr(attention_reader, "grouped_heads", heads_in_turn)
+
+
+def _next_group(patch: pytest.MonkeyPatch) -> None:
+    right = attention_check.group_of
+    patch.setattr(
+        attention_check, "group_of", lambda m, groups: (right(m, groups) + 1) % len(groups)
+    )
+
+
+def _weights_focused_twice(patch: pytest.MonkeyPatch) -> None:
+    """In what is captured alone."""
+    right = focused_weights.Focus.apply
+
+    class Twice(focused_weights.Focus):
+        def apply(self, logits: Any, weights: Any, sinks: Any) -> torch.Tensor:
+            doubled = self._replace(numbers=2 * self.numbers)
+            return right(focused_weights.Focus(*doubled), logits, weights, sinks)
+
+        @staticmethod
+        def of(*args: Any) -> Any:
+            return Twice(*focused_weights.Focus.of(*args))
+
+    patch.setattr(attention_reader, "Focus", Twice)
+
+
+PROVED: dict[str, tuple[str, Change]] = {
+    "no ALiBi": ("bloom", _no_slopes),
+    "key heads interleaved": ("gemma2", _interleaved),
+    "table of another group": ("gemma2", _next_group),
+    "weights focused twice": ("gemma2", _weights_focused_twice),
+}
+"""What the start-up proof finds in every layer, and on which model."""
+
+
+def _numbers(change: Callable[[torch.Tensor], torch.Tensor]) -> Change:
+    def made(patch: pytest.MonkeyPatch) -> None:
+        right = focus_table._write
+
+        def write(ops: Any, layer: int, here: range, form: Any, runs: Any, numbers: Any) -> None:
+            right(ops, layer, here, form, runs, numbers)
+            numbers.copy_(change(numbers))
+
+        patch.setattr(focus_table, "_write", write)
+
+    return made
+
+
+def _stale_row(patch: pytest.MonkeyPatch) -> None:
+    """What a row had before stays, once it had any."""
+    right = FocusTable.place
+    seen: set[int] = set()
+
+    def place(self: FocusTable, placed: Any) -> None:
+        if not seen.issuperset(placed.rows.tolist()):
+            right(self, placed)
+        seen.update(placed.rows.tolist())
+
+    patch.setattr(FocusTable, "place", place)
+
+
+def _stale_tokens(patch: pytest.MonkeyPatch) -> None:
+    """Tokens keep the program of those before, where no request of a step has any."""
+    patch.setattr(token_map.TokenMap, "_clear_focus", lambda self: None)
+
+
+def _other_request(patch: pytest.MonkeyPatch) -> None:
+    """The keys are those of the next request of the batch."""
+    right = token_map.TokenMap.map
+
+    def mapped(self: token_map.TokenMap, req_ids: Any, *args: Any) -> None:
+        right(self, req_ids, *args)
+        self.requests.copy_((self.requests + 1) % len(req_ids))
+
+    patch.setattr(token_map.TokenMap, "map", mapped)
+
+
+def _key_before(patch: pytest.MonkeyPatch) -> None:
+    right = focus_table._write
+
+    def write(ops: Any, layer: int, here: range, form: Any, runs: Any, numbers: Any) -> None:
+        right(ops, layer, here, form, runs, numbers)
+        runs[:2] -= 1
+
+    patch.setattr(focus_table, "_write", write)
+
+
+def _ratio_as_share(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(focused_weights, "RATIO", SHARE)
+
+
+def _all_queries(patch: pytest.MonkeyPatch) -> None:
+    mistake = Mistake("", focus_request, 'if "positions" in given:', "if False:")
+    patch.setattr(
+        "vllm.v1.interventions.frontend.steering_request.FocusParser", mistake.made().FocusParser
+    )
+
+
+def _plain_weights(patch: pytest.MonkeyPatch) -> None:
+    right = block_attention.Captured.of_blocks
+    patch.setattr(
+        block_attention.Captured,
+        "of_blocks",
+        lambda self, blocks: right(self._replace(programs=None), blocks),
+    )
+
+
+SERVED: dict[str, Change] = {
+    "factor applied twice": _numbers(lambda numbers: 2 * numbers),
+    "of the next head": _numbers(lambda numbers: numbers.roll(1, 0)),
+    "stale row of the table": _stale_row,
+    "stale programs of tokens": _stale_tokens,
+    "keys of another request": _other_request,
+    "the key before": _key_before,
+    "ratio as share": _ratio_as_share,
+    "all queries": _all_queries,
+    "captured weights without focus": _plain_weights,
+}
+"""What the comparison with transformers finds: the proof has one request, and no answer."""
