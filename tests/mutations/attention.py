@@ -11,6 +11,8 @@ import pytest
 import torch
 
 from tests.mutations.rules import Mistake
+from vllm.model_executor.layers.attention_taps import HeadTap
+from vllm.model_executor.layers.row_capture import capture_rows
 from vllm.v1.interventions.focus import SHARE
 from vllm.v1.interventions.frontend import focus_request, segments
 from vllm.v1.interventions.scheduler import block_identity
@@ -182,3 +184,31 @@ SERVED: dict[str, Change] = {
     "captured weights without focus": _plain_weights,
 }
 """What the comparison with transformers finds: the proof has one request, and no answer."""
+
+
+def _own_alone(self: HeadTap, rows: torch.Tensor) -> None:
+    """In place of those of other ranks there are zeros."""
+    rows = rows.flatten(1)
+    capture_rows(
+        torch.nn.functional.pad(rows, (0, self.width - rows.shape[1])), self.arena, self.dest
+    )
+
+
+RANKS = ("missing gather", "weights not joined", "heads of the first rank")
+"""What each of several ranks may do wrongly."""
+
+_RIGHT = HeadTap.read, attention_reader.all_reduce
+
+
+def of_rank(worker: Any, mistake: str | None) -> None:
+    """Have a worker make one of these, or none. Runs there."""
+    interventions = worker.worker.model_runner.interventions
+    HeadTap.read, attention_reader.all_reduce = _RIGHT  # type: ignore[method-assign]
+    table = interventions.focus.table
+    table._rank = interventions._config.parallel_config.rank
+    if mistake == "missing gather":
+        HeadTap.read = _own_alone  # type: ignore[method-assign]
+    elif mistake == "weights not joined":
+        attention_reader.all_reduce = lambda *args, **kwargs: None
+    elif mistake == "heads of the first rank":
+        table._rank = 0

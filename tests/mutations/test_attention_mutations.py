@@ -11,7 +11,7 @@ from hypothesis import Phase, given, settings
 
 from tests.conformance.engine import make_llm, shut_down
 from tests.interventions.frontend import test_focus_keys as keys
-from tests.mutations.attention import KEYS, PROVED, SERVED
+from tests.mutations.attention import KEYS, PROVED, RANKS, SERVED, of_rank
 from tests.mutations.rules import Mistake
 from tests.mutations.test_rule_mutations import fails
 from tests.serving.test_focus_scheduling import asked, check_focused, start
@@ -28,8 +28,9 @@ pytestmark = pytest.mark.full
 
 
 # The same pairs each time, and no smaller ones looked for when one fails.
+_SAME: Any = keys.test_equal_keys_exactly_where_the_focus_is_equal
 PAIRS = settings(max_examples=200, phases=[Phase.generate], database=None, derandomize=True)(
-    given(keys.pairs())(keys.test_equal_keys_exactly_where_the_focus_is_equal.hypothesis.inner_test)
+    given(keys.pairs())(_SAME.hypothesis.inner_test)
 )
 
 
@@ -98,7 +99,7 @@ def check(llm: LLM, judge: Judge) -> None:
         AssertionError: anything is not the model's.
     """
     pairs = asked(20, 8, 600)
-    for some in (pairs, pairs[::-1], pairs[1:2]):
+    for some in (pairs, pairs[::-1], pairs[2:3], pairs[1:2]):
         outputs = serve(llm, [ask for ask, _ in some])
         for (ask, entries), output in zip(some, outputs, strict=True):
             check_focused(judge, ask, entries, output)
@@ -123,3 +124,15 @@ def test_wrong_focus_is_noticed(
     with monkeypatch.context() as patch:
         SERVED[name](patch)
         assert fails(lambda: check(*pair))
+
+
+@pytest.mark.long
+def test_wrong_ranks_are_noticed(tiny_models: TinyModels) -> None:
+    """Each of two tensor-parallel workers makes the mistake."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
+        llm, judge = start(tiny_models, max_num_batched_tokens=24, tensor_parallel_size=2)
+        for name in (None, *RANKS, None):
+            llm.collective_rpc(of_rank, args=(name,))
+            assert fails(lambda: check(llm, judge)) == (name is not None), name
+        shut_down(llm)
