@@ -53,8 +53,8 @@ def find_layers(model: nn.Module) -> dict[int, nn.Module]:
 
 
 def executions(layer: nn.Module) -> dict[int, int]:
-    """Of a layer that runs several times for a token, the global layer index of each execution, and
-    the number that upstream gives it for that one; empty for all others.
+    """The global layer index of each execution of a layer that runs several times for a token, and
+    the number that upstream gives it for that one; empty for all other layers.
 
     Upstream counts executions so for their KV caches: the i-th of L layers' l-th is i * L + l.
     """
