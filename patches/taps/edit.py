@@ -134,6 +134,8 @@ def _arguments(row: Row) -> str:
     names = [f'"{p}"' for p in row.points]
     if row.idiom is Idiom.REFUSED:
         names.append(f"refused={row.reason!r}")
+    if row.loops[1]:
+        names.append(f'loops="{row.loops[1]}"')
     if row.unless:
         names.append(f"unless={row.unless!r}")
     return ", ".join(names)

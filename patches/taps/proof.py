@@ -13,6 +13,7 @@ from patches.taps.inlining import expand
 from patches.taps.meaning import Meaning
 from patches.taps.rows import DEFERRED, Row, Second
 from patches.taps.source import Source, method
+from patches.taps.unfused import one_time
 from patches.taps.values import (
     STALE,
     Atom,
@@ -42,7 +43,7 @@ def prove(row: Row, source: Source) -> None:
     forward = method(source.cls(row.cls), "forward")
     if forward is None:
         raise TapsError(row.file, row.cls, "its own forward()", "none", REMEDY_PROOF)
-    forward = expand(row, source, forward)
+    forward = one_time(row, expand(row, source, forward))
     run = _Run(row, source)
     used: set[str] = set()
     for start in _starts(row, forward):

@@ -79,7 +79,9 @@ class Row:
     block. `anchor`: the start of the statement before which PAIRED puts post_attn. `renorm`:
     (callee, norm) of NORMED, after `self.`. `lines`, `digest`: of HAND, (before or after, text of
     the statement, line), and hand.py's digest of upstream's class. `allow`: see Allow.
-    `parent`: "file:Class", for INHERITED. `reason`: for EXCLUDED and REFUSED.
+    `loops`: of a class whose layers run several times a token, the parameter of forward() that says
+    which time, and what holds the attention of each, after `self.`. `parent`: "file:Class", for
+    INHERITED. `reason`: for EXCLUDED and REFUSED.
     """
 
     file: str
@@ -103,6 +105,7 @@ class Row:
     lines: tuple[tuple[str, str, str], ...] = ()
     digest: str = ""
     allow: frozenset[Allow] = frozenset()
+    loops: tuple[str, str] = ("", "")
     parent: str = ""
     reason: str = ""
 

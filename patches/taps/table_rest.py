@@ -30,7 +30,6 @@ INHERITED += (
 )
 
 _MULTI = "several streams (hyper-connections): needs a contract of its own"
-_LOOPED = "one layer object runs several times per token: a layer number names several values"
 
 REFUSED: tuple[Row, ...] = tuple(
     Row(file, cls, Idiom.REFUSED, reason=reason)
@@ -41,8 +40,6 @@ REFUSED: tuple[Row, ...] = tuple(
             "pooling model, nested sums in one expression",
         ),
         (M + "gemma3n.py", "Gemma3nDecoderLayer", "four streams (AltUp): own contract"),
-        (M + "hrm_text.py", "HrmTextDecoderLayer", _LOOPED),
-        (M + "iquest_loopcoder.py", "LoopCoderDecoderLayer", _LOOPED),
         (F + "deepseek_v4/amd/model.py", "DeepseekV4DecoderLayer", _MULTI),
         (F + "deepseek_v4/cpu/model.py", "DeepseekV4DecoderLayer", _MULTI),
         (F + "deepseek_v4/nvidia/model.py", "DeepseekV4DecoderLayer", _MULTI),

@@ -43,6 +43,18 @@ UNFUSED: tuple[Row, ...] = (
         U,
         mlps=("block_sparse_moe", "shared_mlp"),
     ),
+    Row(
+        M + "hrm_text.py",
+        "HrmTextDecoderLayer",
+        U,
+        loops=("current_step", "self_attn.attn_per_step"),
+    ),
+    Row(
+        M + "iquest_loopcoder.py",
+        "LoopCoderDecoderLayer",
+        U,
+        loops=("loop_idx", "self_attn.attn"),
+    ),
     Row(M + "minicpm.py", "MiniCPMDecoderLayer", U, second=Second.NONE),
     Row(
         M + "olmo_hybrid.py",

@@ -9,7 +9,13 @@ h = self.taps.post_attn(h)       # not in a parallel block, which has one sum on
 h = skip + branch
 h = self.taps.post_block(h)      # before the return
 return h
+
+In a layer that runs several times a token, `taps = self.taps.at(n)` comes first, and these are of
+`taps`.
 """
+
+import ast
+import copy
 
 import libcst as cst
 
@@ -32,15 +38,56 @@ def locate(row: Row, forward: cst.FunctionDef) -> Edits:
             f"{wanted} sums with `{row.skip}`, all in one block of statements",
             f"{[[code(s) for s, _ in found] for found in sums]}",
         )
-    edits.before.append((_first(stmts), f"{row.stream} = self.taps.pre_attn({row.stream})"))
+    first, taps = _first(stmts), "self.taps"
+    if row.loops[0]:
+        edits.before.append((first, _times(row)))
+        taps = "taps"
+    edits.before.append((first, f"{row.stream} = {taps}.pre_attn({row.stream})"))
     if row.idiom is not Idiom.PARALLEL:
         for found in sums:
             stmt, name = found[0]
-            edits.after.append((stmt, f"{name} = self.taps.post_attn({name})"))
+            edits.after.append((stmt, f"{name} = {taps}.post_attn({name})"))
     last, ret = last_return(row, forward)
     name = _returned(row, ret)
-    edits.before.append((last, f"{name} = self.taps.post_block({name})"))
+    edits.before.append((last, f"{name} = {taps}.post_block({name})"))
     return edits
+
+
+def _times(row: Row) -> str:
+    """Return the line that picks the taps of one execution of the layer."""
+    return f"taps = self.taps.at({row.loops[0]})"
+
+
+def one_time(row: Row, forward: ast.FunctionDef) -> ast.FunctionDef:
+    """Return forward() as one execution of the layer runs it: with `self.taps` in place of `taps`.
+
+    Raises:
+        TapsError: the taps are not picked once, first, by the number that forward() was given.
+    """
+    if not row.loops[0]:
+        return forward
+    forward = copy.deepcopy(forward)
+    stored = [n.id for n in ast.walk(forward) if isinstance(n, ast.Name) and _is_stored(n)]
+    given = [arg.arg for arg in forward.args.args]
+    first = next(s for s in forward.body if not isinstance(s, ast.Expr))
+    once = stored.count("taps") == 1 and row.loops[0] in given and row.loops[0] not in stored
+    if ast.unparse(first) != _times(row) or not once:
+        wanted = f"`{_times(row)}` first, of a parameter, and neither assigned again"
+        raise fail(row, wanted, ast.unparse(first))
+    forward.body.remove(first)
+    return _OwnTaps().visit(forward)
+
+
+def _is_stored(name: ast.Name) -> bool:
+    return isinstance(name.ctx, ast.Store)
+
+
+class _OwnTaps(ast.NodeTransformer):
+    """Writes `self.taps` for `taps`."""
+
+    def visit_Name(self, node: ast.Name) -> ast.expr:
+        new = ast.parse("self.taps", mode="eval").body if node.id == "taps" else node
+        return ast.copy_location(new, node)
 
 
 def _first(stmts: list[cst.BaseStatement]) -> cst.BaseStatement:

@@ -94,7 +94,7 @@ def _fan_in(module: nn.Module, weight: nn.Parameter) -> int:
 
 def build(row: TinyModel, seed: int = 0) -> PreTrainedModel:
     """A new random model of this architecture: float32, eager attention, eval mode."""
-    model: PreTrainedModel = getattr(transformers, row.reference_class)._from_config(
+    model: PreTrainedModel = row.reference_class._from_config(
         row.config(), attn_implementation="eager", dtype=torch.float32
     )
     _randomise(model, row.embedding_std, seed)
@@ -128,7 +128,7 @@ def _key(row: TinyModel) -> str:
         Path(__file__).read_text(),
         inspect.getsource(tiny),
         repr(row.config().to_dict()),
-        repr((row.architecture, row.reference_class, row.embedding_std, row.config_json)),
+        repr((row.architecture, row.reference_class.__name__, row.embedding_std, row.config_json)),
         inspect.getsource(pictures) + inspect.getsource(zoo.pictures) if row.pictures else "",
         *(inspect.getsource(change) for change in (row.checkpoint, row.adjust) if change),
         transformers.__version__,
@@ -177,7 +177,7 @@ def _tensors(folder: Path) -> tiny.Tensors:
 def load(row: TinyModel, path: Path) -> PreTrainedModel:
     """The saved model as the reference runs it: float32, eager attention, eval mode."""
     folder = path / "reference" if row.checkpoint is not None else path
-    model: PreTrainedModel = getattr(transformers, row.reference_class).from_pretrained(
+    model: PreTrainedModel = row.reference_class.from_pretrained(
         folder, attn_implementation="eager", dtype=torch.float32, **row.reference_config
     )
     if row.adjust is not None:

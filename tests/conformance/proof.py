@@ -170,6 +170,7 @@ def prove(row: TinyModel, cache: Path, **options: Any) -> Result:
     from .runner import (
         Measurement,
         Reference,
+        TwoWay,
         head_errors,
         head_write_errors,
         plain_errors,
@@ -180,7 +181,9 @@ def prove(row: TinyModel, cache: Path, **options: Any) -> Result:
     )
 
     path = models.save(row, cache)
-    shown = pictures.prompts(row.pictures) if row.pictures else []
+    shown: list[Any] = pictures.prompts(row.pictures) if row.pictures else []
+    if row.two_way:
+        shown = [TwoWay(prompt) for prompt in prompts()]
     reference, token_prompts = Reference(row, models.load(row, path), shown), shown or prompts()
     # Every token's log-probabilities of every case: most of the time goes there.
     logit_prompts = shown[1:] or prompts(lengths=(17, 5))
@@ -238,9 +241,10 @@ def prove(row: TinyModel, cache: Path, **options: Any) -> Result:
 
 def tapped_classes(model: Any) -> list[str]:
     """`file:Class` of every module whose taps are bound. Runs in a worker."""
-    from vllm.model_executor.layers.residual_taps import BoundTaps
+    from vllm.model_executor.layers.residual_taps import BoundTaps, LoopedTaps
 
-    layers = [type(m) for m in model.modules() if isinstance(vars(m).get("taps"), BoundTaps)]
+    bound = BoundTaps | LoopedTaps
+    layers = [type(m) for m in model.modules() if isinstance(vars(m).get("taps"), bound)]
     # On the Transformers backend a layer is an instance of a subclass made for its taps.
     classes = [c.__mro__[1] if c.__name__.startswith("Tapped") else c for c in layers]
     return [f"{c.__module__.replace('.', '/')}.py:{c.__name__}" for c in classes]

@@ -11,7 +11,8 @@ All functions take one sequence of token ids, run it without a cache, and speak 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
@@ -43,6 +44,11 @@ class Adapter:
     second_norm: str = ""
     """In place of `branch`, where more than one module makes the branch: dotted path from a block
     to the norm before its MLP. What enters it is the stream, and the skip adds it again."""
+
+    more_blocks: tuple[str, ...] = ()
+    """Of a model with several lists of blocks, the others."""
+    loops: bool = False
+    """Whether blocks run several times for a token. A layer's number then counts what runs."""
 
     @property
     def points(self) -> tuple[str, ...]:
@@ -79,8 +85,10 @@ class _Hooks:
         branch_multiplier: float,
         deltas: Mapping[Site, torch.Tensor],
         rows: dict[Site, torch.Tensor],
+        counted: Iterator[int] | None = None,
     ) -> None:
         self.layer = layer
+        self.counted = counted
         self.branch_multiplier = branch_multiplier
         self.deltas = deltas
         self.rows = rows
@@ -89,6 +97,8 @@ class _Hooks:
     def before_block(
         self, _block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        if self.counted is not None:
+            self.layer = next(self.counted)
         # transformers feeds some blocks by keyword; a hook that looks at args only misses those.
         stream = args[0] if args else kwargs["hidden_states"]
         stream = self._steer("pre_attn", stream)
@@ -167,11 +177,13 @@ def run(
     rows: dict[Site, torch.Tensor] = {}
     sites: set[Site] = set()
     with ExitStack() as stack:
-        blocks = list(model.get_submodule(adapter.blocks).children())
+        lists = (adapter.blocks, *adapter.more_blocks)
+        blocks = [block for path in lists for block in model.get_submodule(path).children()]
+        counted = itertools.count() if adapter.loops else None
         heads = stack.enter_context(recorded(model, blocks, deltas))
         sites |= {site for site in deltas if site[0] == "z"}
         for layer, block in enumerate(blocks):
-            hooks = _Hooks(layer, multiplier, deltas, rows)
+            hooks = _Hooks(layer, multiplier, deltas, rows, counted)
             sites |= {("pre_attn", layer), ("post_block", layer)}
             handles = [
                 block.register_forward_pre_hook(hooks.before_block, with_kwargs=True),
@@ -186,9 +198,11 @@ def run(
                 sites.add(("post_attn", layer))
             for handle in handles:
                 stack.callback(handle.remove)
-        if unknown := set(deltas) - sites:
-            raise KeyError(f"no such site in the reference model: {sorted(unknown)}")
         output = model(input_ids=torch.tensor([list(token_ids)]), use_cache=False, **(inputs or {}))
+    if adapter.loops:
+        sites |= set(rows)
+    if unknown := set(deltas) - sites:
+        raise KeyError(f"no such site in the reference model: {sorted(unknown)}")
     if missing := sites - set(rows) - set(heads):
         raise RuntimeError(
             f"hooks of the reference never ran for {sorted(missing)}: "

@@ -41,14 +41,23 @@ class Engine(Protocol):
     ) -> list[Any]: ...
 
 
+class TwoWay(list[int]):
+    """A prompt whose tokens see each other both ways."""
+
+    def inputs(self, length: int) -> dict[str, Any]:
+        """What tells a model of transformers so, of `length` tokens in all."""
+        types = torch.arange(length) < len(self)
+        return {"token_type_ids": types.long()[None]}
+
+
 @dataclass(frozen=True)
 class Reference:
     """One architecture and its model as transformers runs it."""
 
     row: TinyModel
     model: nn.Module
-    shown: Sequence[Shown] = ()
-    """The prompts with images; whatever runs begins with one of them."""
+    shown: Sequence[Shown | TwoWay] = ()
+    """The prompts, where the model takes more than their tokens: what runs begins with one."""
 
     def run(
         self, token_ids: Sequence[int], deltas: Mapping[Site, torch.Tensor] | None = None

@@ -14,8 +14,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import transformers
 from torch import nn
-from transformers import PretrainedConfig
+from transformers import PretrainedConfig, PreTrainedModel
 
 from .pictures import VOCAB, Pictures
 from .reference import Adapter
@@ -80,8 +81,8 @@ class TinyModel:
     config: Callable[[], PretrainedConfig]
     adapter: Adapter = LLAMA_LIKE
     embedding_std: float = 0.7
-    model: str = ""
-    """The class in transformers, when its name is not `architecture`."""
+    model: str | type[PreTrainedModel] = ""
+    """The class in transformers, when its name is not `architecture`; or the reference itself."""
     checkpoint: Callable[[Tensors, PretrainedConfig], Tensors] | None = None
     """For an architecture that transformers lacks and another computes: the weights of that other
     one by this one's names."""
@@ -100,13 +101,18 @@ class TinyModel:
     in another order, scale or width; attention comes to the same."""
     pictures: Pictures | None = None
     """How it takes images; None for an architecture that reads text only."""
+    two_way: bool = False
+    """Whether a prompt's tokens see each other both ways, which the reference is told."""
     note: str = ""
     """For the table: what a reader must know about this row."""
 
     @property
-    def reference_class(self) -> str:
-        """The class in transformers."""
-        return self.model or self.architecture
+    def reference_class(self) -> type[PreTrainedModel]:
+        """The class of the reference."""
+        name = self.model or self.architecture
+        found = getattr(transformers, name) if isinstance(name, str) else name
+        assert issubclass(found, PreTrainedModel)
+        return found
 
     @property
     def points(self) -> tuple[str, ...]:

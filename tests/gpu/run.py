@@ -43,7 +43,6 @@ FOCUS: dict[str, Any] = {
     "max_num_batched_tokens": 1024,
     "capture_buffer_bytes": 256 << 20,
 }
-"""For one GPU: heads that ranks have in parts are refused."""
 
 LENS: dict[str, Any] = {"capture_lens": ["logit"], "capture_lens_rows": 256}
 

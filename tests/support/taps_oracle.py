@@ -155,6 +155,7 @@ class _Holder:
     """Attributes by dotted name: `self.mixer.forward_with_positions`, `self.mlps[0]`."""
 
     forward: Callable[..., Any]
+    taps: Any
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self.forward(self, *args, **kwargs)
@@ -170,6 +171,17 @@ class _Holder:
             getattr(self, head).put(rest, value)
         else:
             setattr(self, head, value)
+
+
+class _Looped:
+    """Taps of a layer that runs several times: each time has its own."""
+
+    def __init__(self, times: dict[int, Any]) -> None:
+        self._times = times
+
+    def at(self, time: int) -> Any:
+        assert time in self._times, f"taps of time {time}"
+        return self._times[time]
 
 
 class Subject:
@@ -256,6 +268,9 @@ class Subject:
         found = deltas or {}
         for point in row.points:
             block.put(f"taps.{point}", Tap(point, found.get(point), whole, log))
+        if row.loops[0]:  # the taps of the second time, and no others
+            params[row.loops[0]] = 1
+            block.put("taps", _Looped({1: block.taps}))
         params[row.stream] = x.clone()
         if "attn_in" in params and r is None:  # the model may norm the first block's input itself
             params["attn_in"] = Norm(row.norms[0], row.norm_call).normed(x)

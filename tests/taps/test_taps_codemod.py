@@ -295,6 +295,7 @@ SKIP = "residual = hidden_states"
 PRE = "hidden_states = self.taps.pre_attn(hidden_states)"
 POST = "hidden_states = self.taps.post_attn(hidden_states)"
 END = "hidden_states = self.taps.post_block(hidden_states)"
+TIMES = "taps = self.taps.at(current_step)"
 LN_1 = "hidden_states = self.ln_1(hidden_states)"
 LN_2 = "hidden_states = self.ln_2(hidden_states)"
 ENTER = "hidden_states, residual = self.taps.post_attn.steer_pair(hidden_states, residual)"
@@ -351,6 +352,10 @@ BAD_WIRING = [
         "self.taps.post_block(layer_outputs)",
         "self.taps.post_block(hidden_states)",
     ),
+    ("HrmTextDecoderLayer", "self.taps.at(current_step)", "self.taps.at(0)"),
+    ("HrmTextDecoderLayer", TIMES, lines("current_step = 0").strip() + "\n" + lines(TIMES)),
+    ("HrmTextDecoderLayer", "taps.post_attn", "self.taps.at(0).post_attn"),
+    ("LoopCoderDecoderLayer", "        hidden_states = taps.pre_attn(hidden_states)\n", ""),
 ]
 
 

@@ -12,6 +12,7 @@ from .backend import BACKEND
 from .dense import DENSE
 from .hybrid import HYBRID
 from .latent import LATENT
+from .looped import LOOPED
 from .moe import MOE
 from .parallel import PARALLEL_ROWS
 from .pictures import PICTURE_ROWS
@@ -27,6 +28,7 @@ MODELS: dict[str, TinyModel] = {
         MOE,
         HYBRID,
         LATENT,
+        LOOPED,
         TRANSLATED,
         BACKEND,
         PICTURE_ROWS,

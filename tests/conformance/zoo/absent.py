@@ -23,8 +23,6 @@ ABSENT: dict[str, str] = {
     "GlmMoeDsaForCausalLM": _CUDA_ONLY,
     "HCXVisionV2ForCausalLM": _NOT_THERE,
     "HYV4ForCausalLM": _CUDA_ONLY,
-    "HrmTextForCausalLM": "one layer runs several times for a token",
-    "IQuestLoopCoderForCausalLM": "one layer runs several times for a token",
     "InklingForCausalLM": _CUDA_ONLY,
     "InklingForConditionalGeneration": _CUDA_ONLY,
     "K2HorizonForCausalLM": _NOT_THERE,

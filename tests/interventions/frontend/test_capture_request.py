@@ -6,6 +6,7 @@ from __future__ import annotations
 import time
 from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -227,6 +228,19 @@ def test_a_position_must_fit_the_buffer() -> None:
     assert plan(value, config=config_of(capture_buffer_bytes=3 * row)).runs == [4, 5]
     with pytest.raises(ValueError, match="capture: 1 position at once need 48 bytes"):
         plan(value, config=config_of(capture_buffer_bytes=3 * row - 1))
+
+
+def test_a_prompt_that_sees_both_ways_must_fit_the_buffer() -> None:
+    """All that a request may have to compute again at once, with what it generated."""
+    row = 4 * HIDDEN
+    value = {"inline": {"hooks": {"post_block": [0]}, "positions": "all"}}
+    shape = msgspec.structs.replace(SHAPE, whole_prompts=True)
+    exact = config_of(shape, capture_buffer_bytes=ROWS * row)
+    assert plan(value, config=exact).runs == [0, ROWS]
+    small = ROWS * row - 1
+    with pytest.raises(ValueError, match=f"capture: {ROWS} positions at once need"):
+        plan(value, config=config_of(shape, capture_buffer_bytes=small))
+    assert plan(value, config=config_of(capture_buffer_bytes=small)).runs == [0, ROWS]
 
 
 HUGE = (1 << 23) // Unit.ENTRY + 1

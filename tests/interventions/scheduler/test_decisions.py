@@ -6,6 +6,7 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -13,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.serving.test_capture_consumers import KeepHere
-from tests.support.plans import HIDDEN, VECTOR, config_of, plan_of
+from tests.support.plans import HIDDEN, SHAPE, VECTOR, config_of, plan_of
 from tests.support.rows import step_rows
 from vllm import SamplingParams
 from vllm.config import VllmConfig
@@ -80,6 +81,14 @@ def test_tokens_are_capped_where_the_room_ends() -> None:
     two_sites = request("r", [0, 2, 4, 6], layers=[0, 1])
     assert ours.rows.cap_tokens(two_sites, 0, 8) == 2
     assert rows_of(ours.message({"r": 2})) == {"r": [0]}
+
+
+def test_a_prompt_that_sees_both_ways_is_not_cut() -> None:
+    shape = msgspec.structs.replace(SHAPE, whole_prompts=True)
+    asks = request("a", "all_prompt")
+    assert scheduler(rows=7, shape=shape).rows.cap_tokens(asks, 0, 8) == 0
+    assert scheduler(rows=8, shape=shape).rows.cap_tokens(asks, 0, 8) == 8
+    assert scheduler(rows=7).rows.cap_tokens(asks, 0, 8) == 7, "another's is"
 
 
 def test_room_is_shared_and_given_back() -> None:

@@ -65,6 +65,8 @@ class UnboundTaps:
         points: the points this class's `forward` calls, a subset of `POINTS`.
         unless: what the wiring assumes away: attributes of the layer that must be false, and
             "float16", the model's dtype.
+        loops: of layers that run several times for a token, the submodule whose children are the
+            attention of each execution, named as `at` is called; empty for all others.
         refused: why layers of this class cannot have taps, empty when they can.
     """
 
@@ -72,13 +74,20 @@ class UnboundTaps:
     post_attn = PassTap()
     post_block = PassTap()
 
-    def __init__(self, *points: str, unless: tuple[str, ...] = (), refused: str = "") -> None:
+    def __init__(
+        self, *points: str, unless: tuple[str, ...] = (), loops: str = "", refused: str = ""
+    ) -> None:
         unknown = sorted(set(points) - set(POINTS))
         if unknown:
             raise ValueError(f"UnboundTaps: unknown points {unknown}, allowed are {POINTS}")
         self.points = tuple(p for p in POINTS if p in points)
         self.unless = unless
+        self.loops = loops
         self.refused = refused
+
+    def at(self, execution: int) -> "UnboundTaps":
+        """Hand itself on: no execution of the layer has taps."""
+        return self
 
 
 class SiteTap:
@@ -182,3 +191,18 @@ class BoundTaps:
     pre_attn: PassTap | SiteTap
     post_attn: PassTap | SiteTap
     post_block: PassTap | SiteTap
+
+
+class LoopedTaps:
+    """The taps of one layer instance that runs several times for a token.
+
+    Args:
+        executions: by the number that upstream gives `forward` for each.
+    """
+
+    def __init__(self, executions: dict[int, BoundTaps]) -> None:
+        self._executions = executions
+
+    def at(self, execution: int) -> BoundTaps:
+        """The taps of one execution; traced code has those alone, not the number."""
+        return self._executions[execution]

@@ -58,6 +58,9 @@ class TapShape(msgspec.Struct, frozen=True):
     lens_rows: int = 0
     """How many more rows of hidden_size of a step's budget a row under a lens takes."""
 
+    whole_prompts: bool = False
+    """Whether a prompt's tokens see each other both ways, so that one step has all of them."""
+
     def offers(self, layer: int) -> tuple[str, ...]:
         """All points of a layer that can be captured."""
         return (*self.points[layer], *self.heads.get(layer, ()))

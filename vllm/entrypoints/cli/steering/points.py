@@ -67,7 +67,7 @@ def list_points(args: argparse.Namespace) -> None:
     offered = {index: unbound_taps(layers[index]).points for index in sorted(layers)}
     width = config.model_config.get_hidden_size()
     name = str(dtype).removeprefix("torch.")
-    size = width * dtype.itemsize
+    depth, size = len(layers), width * dtype.itemsize
     print(f"{config.model_config.architecture}: {depth} layers of {width}, {name}, {size} B a row")
     for first, last, points in runs(offered):
         where = f"layer {first}" if first == last else f"layers {first}-{last}"

@@ -178,9 +178,11 @@ def _capture(
     if config.speculative_config is not None and plan.runs[-1] > num_prompt_tokens:
         # The scheduler takes all of a request's draft rows into one step, or none.
         at_once += config.speculative_config.num_speculative_tokens
-    if needs_whole_items(config):
+    if shape.whole_prompts or needs_whole_items(config):
         wanted = Positions.from_flat(plan.runs)
         at_once = max([at_once, *(len(wanted.between(*item.span)) for item in prompt.media.items)])
+        if shape.whole_prompts:  # with what was generated, should it be computed again
+            at_once = max(at_once, len(wanted))
     needed = at_once * plan.arena_rows * shape.row_bytes
     if needed > config.capture_config.capture_buffer_bytes:
         reject(

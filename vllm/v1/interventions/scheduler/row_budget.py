@@ -35,10 +35,12 @@ class RowBudget:
     def __init__(self, config: "VllmConfig") -> None:
         self._speculates = config.speculative_config is not None
         self._whole_items = needs_whole_items(config)
+        self._whole_prompts = False
         self._capacity = 0
         if config.tap_shape is not None:
             buffer_bytes = config.capture_config.capture_buffer_bytes
             self._capacity = buffer_bytes // config.tap_shape.row_bytes
+            self._whole_prompts = config.tap_shape.whole_prompts
         self._offsets: dict[str, np.ndarray] = {}
         self._taken = 0
         self._step = 0
@@ -81,7 +83,7 @@ class RowBudget:
             wanted = np.concatenate([wanted[wanted < prompt], generated])
         room = self._room(request) // each
         if len(wanted) > room:
-            if self._speculates and stop > request.num_tokens:
+            if self._whole_prompts or (self._speculates and stop > request.num_tokens):
                 # The sampler counts on all of a request's draft rows or none, those that upstream
                 # pads a prompt's last token with included. Recomputed tokens are no drafts.
                 return self._refuse(request, len(wanted) * each)

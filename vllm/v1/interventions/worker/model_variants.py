@@ -22,7 +22,7 @@ from vllm.config import CompilationMode, VllmConfig, set_current_vllm_config
 from vllm.config.capture import CaptureConfig
 from vllm.config.steering import SteeringConfig
 from vllm.model_executor.layers.attention_taps import HeadTaps
-from vllm.model_executor.layers.residual_taps import BoundTaps
+from vllm.model_executor.layers.residual_taps import BoundTaps, LoopedTaps
 from vllm.v1.worker.gpu.cudagraph_utils import CudaGraphManager
 
 _Item = TypeVar("_Item")
@@ -42,7 +42,7 @@ _COMPILED = (
 """What upstream keeps of a module's compilation on the module."""
 
 
-_Taps = BoundTaps | HeadTaps
+_Taps = BoundTaps | LoopedTaps | HeadTaps
 
 
 class _Variant:

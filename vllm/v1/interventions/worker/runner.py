@@ -20,7 +20,7 @@ from vllm.model_executor.layers.attention.attention import Attention
 from vllm.model_executor.layers.attention.mla_attention import MLAAttention
 from vllm.model_executor.layers.attention_taps import HeadSteering, HeadTap, HeadTaps
 from vllm.model_executor.layers.native_rows import NATIVE_ROWS, NativeTap
-from vllm.model_executor.layers.residual_taps import BoundTaps, PassTap, SiteTap
+from vllm.model_executor.layers.residual_taps import BoundTaps, LoopedTaps, PassTap, SiteTap
 from vllm.v1.capture.transport.landing import Landing
 from vllm.v1.interventions.capture_groups import CaptureGroup, CaptureGroups
 from vllm.v1.interventions.messages import num_table_rows
@@ -39,7 +39,9 @@ from vllm.v1.interventions.worker.pinning import Pinning, landing_bytes
 from vllm.v1.interventions.worker.projection_table import ProjectionTable
 from vllm.v1.interventions.worker.steering_table import SteeringTable
 from vllm.v1.interventions.worker.tap_layers import (
+    bound_taps,
     find_layers,
+    has_whole_prompts,
     own_layers,
     refuse_layers,
     unbound_taps,
@@ -129,18 +131,21 @@ class WorkerInterventions:
             )
         model_config = self._config.model_config
         layers = own_layers(layers, model_config.get_total_num_hidden_layers())
-        self.layers, attention = layers, attention_of(layers)
+        self.layers = layers
+        # Attention that runs several times is several, and each token of a prompt that is seen both
+        # ways has weights which a later one changes: neither has rows of heads.
+        attention = attention_of({n: m for n, m in layers.items() if not unbound_taps(m).loops})
         self.shape = TapShape(
             hidden_size=model_config.get_hidden_size(),
             dtype=str(model_config.dtype).removeprefix("torch."),
             points={index: unbound_taps(layer).points for index, layer in layers.items()},
             heads={index: found.points for index, found in attention.items()},
+            whole_prompts=has_whole_prompts(layers),
         )
         refuse_layers(layers, self.shape.torch_dtype)
         self._allocate(self.shape)
-        taps: dict[nn.Module, BoundTaps | HeadTaps] = {
-            layer: BoundTaps(*(self._tap(point, index) for point in POINTS))
-            for index, layer in layers.items()
+        taps: dict[nn.Module, BoundTaps | LoopedTaps | HeadTaps] = {
+            **bound_taps(layers, lambda n: BoundTaps(*(self._tap(point, n) for point in POINTS)))
         }
         config = self._config
         if not (config.capture_config.captures_heads or config.steering_config.steers_heads):

@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which modules of a loaded model are wired decoder layers."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import nn
 
-from vllm.model_executor.layers.residual_taps import UnboundTaps
+from vllm.model_executor.layers.attention import PrefillPrefixLMAttention
+from vllm.model_executor.layers.residual_taps import BoundTaps, LoopedTaps, UnboundTaps
 from vllm.model_executor.models.utils import extract_layer_index
 from vllm.v1.interventions.worker.transformers_taps import tap_backend_layers
 
@@ -19,7 +20,8 @@ def unbound_taps(layer: nn.Module) -> UnboundTaps:
 
 
 def find_layers(model: nn.Module) -> dict[int, nn.Module]:
-    """Wired decoder layers by global layer index.
+    """Wired decoder layers by global layer index; one that runs several times for a token is at
+    that of each of its executions.
 
     A class counts if the class that defines its `forward` was wired: a subclass that overrides
     `forward` inherits the attribute but not the calls. A wired block inside another is a part of
@@ -37,10 +39,10 @@ def find_layers(model: nn.Module) -> dict[int, nn.Module]:
             continue
         owner = next(cls for cls in type(module).__mro__ if "forward" in vars(cls))
         if _is_wired(owner):
-            index = extract_layer_index(name)
-            if index in layers:
-                raise ValueError(f"two decoder layers have index {index}, the second is {name}")
-            layers[index] = module
+            for index in executions(module) or (extract_layer_index(name),):
+                if index in layers:
+                    raise ValueError(f"two decoder layers have index {index}, the second is {name}")
+                layers[index] = module
             outer = f"{name}."
         elif any(map(_is_wired, type(module).__mro__)):
             raise ValueError(
@@ -50,6 +52,36 @@ def find_layers(model: nn.Module) -> dict[int, nn.Module]:
     return layers
 
 
+def executions(layer: nn.Module) -> dict[int, int]:
+    """The global layer index of each execution of a layer that runs several times for a token, and
+    the number that upstream gives it for that one; empty for all other layers.
+
+    Upstream counts executions so for their KV caches: the i-th of L layers' l-th is i * L + l.
+    """
+    if not (holder := unbound_taps(layer).loops):
+        return {}
+    attentions = layer.get_submodule(holder).named_children()
+    return {extract_layer_index(a.layer_name): int(name) for name, a in attentions}  # type: ignore[arg-type]
+
+
+def bound_taps(
+    layers: Mapping[int, nn.Module], bind: Callable[[int], BoundTaps]
+) -> dict[nn.Module, BoundTaps | LoopedTaps]:
+    """The taps of each layer, those of a layer index as `bind` makes them."""
+    taps: dict[nn.Module, BoundTaps | LoopedTaps] = {}
+    for index, layer in layers.items():
+        if layer not in taps:
+            times = {number: bind(at) for at, number in executions(layer).items()}
+            taps[layer] = LoopedTaps(times) if times else bind(index)
+    return taps
+
+
+def has_whole_prompts(layers: Mapping[int, nn.Module]) -> bool:
+    """Whether a prompt's tokens see each other both ways, so that one step has all of them."""
+    parts = (part for layer in layers.values() for part in layer.modules())
+    return any(isinstance(part, PrefillPrefixLMAttention) for part in parts)
+
+
 def _is_wired(cls: type) -> bool:
     return isinstance(vars(cls).get("taps"), UnboundTaps)
 
@@ -57,9 +89,10 @@ def _is_wired(cls: type) -> bool:
 def own_layers(layers: Mapping[int, nn.Module], depth: int) -> dict[int, nn.Module]:
     """The layers of the target itself: those past its `depth` are a draft's, in the same tree.
 
-    Multi-token prediction modules are built from the target's layer class and numbered on.
+    Multi-token prediction modules are built from the target's layer class and numbered on. A model
+    that runs its layers several times may count each of them once.
     """
-    return {index: layer for index, layer in layers.items() if index < depth}
+    return {n: layer for n, layer in layers.items() if n < depth or unbound_taps(layer).loops}
 
 
 def refuse_layers(layers: Mapping[int, nn.Module], dtype: torch.dtype) -> None:
