@@ -16,7 +16,7 @@ ABSENT: dict[str, str] = {
     "DeciLMForCausalLM": _NOT_THERE,
     "DeepseekForCausalLM": _NOT_THERE,
     "DeepseekV32ForCausalLM": _CUDA_ONLY,
-    "DeepseekV4ForCausalLM": _CUDA_ONLY,
+    "DeepseekV4ForCausalLM": "several streams (hyper-connections)",
     "ExaoneMoEForCausalLM": "another name for ExaoneMoeForCausalLM",
     "Gemma3nForCausalLM": "several streams",
     "Glm5NextForCausalLM": _CUDA_ONLY,
