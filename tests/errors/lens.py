@@ -9,6 +9,7 @@ import json
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 from fastapi import HTTPException
@@ -20,6 +21,7 @@ from vllm.entrypoints.compat import doors, lens
 from vllm.entrypoints.compat.lens_routes import hooks
 from vllm.entrypoints.compat.peers import ARGS
 from vllm.entrypoints.compat.wire import MAX_BYTES, decoded, encoded
+from vllm.v1.interventions.plan import AttentionForm
 
 GOOD = torch.ones(2, HIDDEN)
 WIRE = encoded(GOOD)
@@ -35,6 +37,13 @@ def vectors(**changed: Any) -> Any:
 
 def asking(**args: Any) -> Any:
     return lambda: lens.fields_of(args, "x.", SHAPE)
+
+
+def unlike() -> None:
+    form: AttentionForm = {"scale": 0.5, "group": 1}
+    heads = {layer: {"q": (4, layer + 1), "k": (4, layer + 1)} for layer in (0, 1)}
+    shape = msgspec.structs.replace(SHAPE, heads=heads, forms={0: form, 1: form})
+    lens.fields_of({"output_qk": True}, "x.", shape)
 
 
 def sent(**changed: Any) -> Any:
@@ -75,6 +84,15 @@ LENS = [
     Case(path(f"{AT}.activations", "list"), do=vectors(activations=[[1.0] * HIDDEN] * 2)),
     Case(path(f"{AT}.activations", "8", "torch.int64"), do=vectors(activations=GOOD.long())),
     Case(path("x.output_residual_stream[0]", "-1"), do=asking(output_residual_stream=[-1])),
+    Case(
+        path(
+            "x.output_qk",
+            "0",
+            reason="it has no keys of its own, or q, k and z are not all among capture_points",
+        ),
+        do=asking(output_qk=[0]),
+    ),
+    Case(path("x.output_qk"), do=unlike),
     Case(path(f"{AT}.layer_indices", "1 entries", "2"), do=vectors(layer_indices=[0])),
     Case(
         path(f"{AT}.position_indices"),

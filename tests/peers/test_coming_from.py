@@ -19,7 +19,6 @@ from tests.peers.calls import CALLS, FILED, GENERATED, LAYER, PROMPT, Call, V
 from tests.support.serving import relative
 from vllm import LLM, SamplingParams
 from vllm.config.steering import FAMILIES
-from vllm.entrypoints.compat.peers import ARGS
 from vllm.inputs import TokensPrompt
 
 if TYPE_CHECKING:
@@ -123,15 +122,3 @@ def test_exact(pair: Pair, line: tuple[str, str]) -> None:
             site = ("post_block", max(call.does))
             moved = relative(result.payload[site].values, plain[site].float())
             assert moved >= LEAST_MOVE
-
-
-@pytest.mark.parametrize("key", ARGS)
-def test_a_key_of_another_tool_is_refused_offline(pair: Pair, key: str) -> None:
-    """With its twin: the next request is answered."""
-    llm, _ = pair
-    prompt = TokensPrompt(prompt_token_ids=PROMPT)
-    with pytest.raises(ValueError, match=rf"^extra_args\.{key}: is for .*coming-from\.md#"):
-        llm.generate(prompt, SamplingParams(extra_args={key: [1]}), use_tqdm=False)
-    params = SamplingParams(max_tokens=1, detokenize=False, extra_args={"run_id": "a", key: None})
-    (output,) = llm.generate(prompt, params, use_tqdm=False)
-    assert output.finished

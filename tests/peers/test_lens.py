@@ -151,7 +151,15 @@ def test_all_layers_and_none(pair: Pair, asked: Any) -> None:
     ("fields", "message"),
     [
         ({"extra_args": {"apply_hooks": [1]}}, "extra_args.apply_hooks: is for vLLM-Lens"),
-        ({"extra_args": {"output_qk": [1]}}, "extra_args.output_qk: is for vLLM-Lens"),
+        (
+            {"extra_args": {"output_qk": [1]}},
+            "extra_args.output_qk: attention weights of layer 1 cannot be made: .* capture_points",
+        ),
+        ({"extra_args": {"output_qk": True}}, "extra_args.output_qk: attention .* layer 0"),
+        (
+            {"extra_args": {"output_qk": [9]}},
+            r"extra_args.output_qk\[0\]: the model has no layer 9",
+        ),
         ({"extra_args": {"steer": {}}}, "extra_args.steer: is for vLLM-Hook"),
         (
             {"extra_args": {"output_residual_stream": [1], "apply_hooks": [1]}},

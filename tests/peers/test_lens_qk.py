@@ -1,20 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""examples/peers/lens_qk.py: vLLM-Lens's own function, as it was published, makes transformers'
-attention weights of queries and keys that were captured here."""
+"""`output_qk` with `compat=["lens"]`: vLLM-Lens's own function, as it was published, makes of what
+is answered the attention weights of transformers."""
 
 from __future__ import annotations
 
 import importlib
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
 
-from examples.peers.lens_qk import activations
-from tests.conformance.engine import engine
-from tests.peers.calls import GENERATED, PROMPT
+from tests.conformance import models
+from tests.conformance.engine import make_llm, shut_down
 from tests.peers.packages import folder_of
+from tests.support.serving import prompt_of
 from vllm import SamplingParams
 from vllm.inputs import TokensPrompt
 
@@ -23,33 +22,53 @@ if TYPE_CHECKING:
 
 pytestmark = pytest.mark.full
 
-LAYERS = [1, 3]
+PROMPT = prompt_of(40, 9)
+POINTS = ["post_block", "q", "k", "z"]
+SAYS = {
+    "llama": {"scale"},
+    "gemma2": {"scale", "logits_soft_cap", "sliding_window"},
+    "gpt_oss": {"scale", "sliding_window", "sinks"},
+    "bloom": {"scale", "alibi_slopes"},
+}
+"""Model -> what the metadata of its layers say."""
 
 
-def test_patterns(tiny_models: TinyModels, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("VLLM_LENS_DISABLE", "1")
-    monkeypatch.syspath_prepend(str(folder_of("lens")))
-    attention = importlib.import_module("vllm_lens.attention")
-    path = tiny_models.path("llama")
-    asked = {"inline": {"hooks": {"q": LAYERS, "k": LAYERS}, "positions": "all"}}
+@pytest.fixture(scope="module")
+def patterns() -> Any:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("VLLM_LENS_DISABLE", "1")
+        patch.syspath_prepend(str(folder_of("lens")))
+        yield importlib.import_module("vllm_lens.attention").attention_patterns
+
+
+@pytest.mark.parametrize("name", SAYS)
+def test_patterns(tiny_models: TinyModels, patterns: Any, name: str) -> None:
+    row, path = tiny_models.row(name), tiny_models.path(name)
     params = SamplingParams(
-        temperature=0, max_tokens=GENERATED, ignore_eos=True, detokenize=False, capture=asked
-    )
-    with engine(path, capture_consumers=["inline"], capture_points=["q", "k"]) as llm:
-        prompt = TokensPrompt(prompt_token_ids=PROMPT)
-        (output,) = llm.generate(prompt, params, use_tqdm=False)
-    assert output.capture_results is not None
-    rows = output.capture_results["inline"].payload
+        temperature=0, max_tokens=4, ignore_eos=True, detokenize=False,
+        extra_args={"output_qk": True, "output_residual_stream": [1]},
+    )  # fmt: skip
+    llm = make_llm(path, compat=["lens"], capture_points=POINTS)
+    prompt = TokensPrompt(prompt_token_ids=PROMPT)
+    (output,) = llm.generate(prompt, params, use_tqdm=False)
+    shut_down(llm)
+    given = output.activations
+    assert given is not None
     token_ids = [*PROMPT, *output.outputs[0].token_ids][:-1]
-    model = AutoModelForCausalLM.from_pretrained(
-        path, dtype=torch.float32, attn_implementation="eager"
-    )
+    assert given["residual_stream"].shape[:2] == (1, len(token_ids))
+    assert {key for meta in given["qk_meta"] for key in meta} == SAYS[name]
+    assert given["qk_layers"] == list(range(models.LAYERS))
+    model = models.load(row, path)
     with torch.no_grad():
-        want = model(torch.tensor([token_ids]), output_attentions=True).attentions
-    made = activations(rows, scale=rows["q", LAYERS[0]].values.shape[-1] ** -0.5)
-    for layer in LAYERS:
-        got = attention.attention_patterns(made, layer=layer)
-        assert got.shape == want[layer][0].shape == (got.shape[0], len(token_ids), len(token_ids))
-        assert (got - want[layer][0]).abs().max() <= 1e-4
-    other = attention.attention_patterns(made, layer=LAYERS[0])
-    assert (other - want[LAYERS[1]][0]).abs().max() >= 1e-2  # the twin
+        weights = model(torch.tensor([token_ids]), output_attentions=True).attentions
+    for layer in given["qk_layers"]:
+        want = weights[layer][0]
+        got = patterns(given, layer=layer)
+        assert got.shape == want.shape == (len(want), len(token_ids), len(token_ids))
+        assert (got - want).abs().max() <= 1e-4
+        assert (got - weights[layer - 1][0]).abs().max() >= 1e-2  # the twin
+        for key in SAYS[name]:  # the twin: each number that is said counts
+            metas = [{k: v for k, v in meta.items() if k != key} for meta in given["qk_meta"]]
+            if key != "scale" and key in given["qk_meta"][layer]:
+                less = patterns({**given, "qk_meta": metas}, layer=layer)
+                assert (less - want).abs().max() >= 1e-3

@@ -134,6 +134,39 @@ def test_their_client(server: Server, theirs: Any) -> None:
     assert chat.activations["residual_stream"].shape[0] == 1
 
 
+def test_their_client_captures_attention(server: Server, theirs: Any) -> None:
+    """What it reads are the rows that ours gives, its own function makes weights of them; streamed
+    the same. `test_lens_qk.py` compares the weights with transformers."""
+    from vllm.entrypoints.serve.steering.client import SteeringClient
+
+    patterns = importlib.import_module("vllm_lens.attention").attention_patterns
+    client = importlib.import_module("vllm_lens.client").VLLMLensClient(server.url, model=NAME)
+    found = client.chat(SAID, max_tokens=4, capture_qk=[LAYER, 3]).activations
+    hooks = {"q": [LAYER, 3], "k": [LAYER, 3]}
+    asked = {"inline": {"hooks": hooks, "positions": "all"}}
+    fields = {"temperature": 0, "max_tokens": 4}
+    native = SteeringClient(server.url, model=NAME).complete(SAID, capture=asked, **fields).rows
+    for i, layer in enumerate((LAYER, 3)):
+        for name in ("q", "k"):
+            rows = torch.from_numpy(native[name, layer].values)
+            assert torch.equal(found[f"attn_{name}"][i], rows)
+        assert native["q", layer].form == {"scale": 32**-0.5, "group": 2}
+    n = found["attn_q"].shape[1]
+    weights = [patterns(found, layer=layer) for layer in (LAYER, 3)]
+    for made in weights:
+        assert made.shape == (4, n, n) and not made.triu(1).any()
+        assert torch.allclose(made.sum(-1), torch.ones(4, n), atol=1e-5)
+    assert relative(weights[0], weights[1]) > 0.01
+    body = greedy(messages=SAID, vllm_xargs={"output_qk": f"[{LAYER}, 3]"}, max_tokens=4)
+    url = server.url + "/v1/chat/completions"
+    with httpx.stream("POST", url, json=body | {"stream": True}, timeout=60) as answer:
+        events = [line[6:] for line in answer.iter_lines() if line.startswith("data: ")]
+    whole = server.post("/v1/chat/completions", body).json()["activations"]
+    streamed = json.loads(events[-2])["activations"]
+    assert whole.keys() == streamed.keys() == {"attn_q", "attn_k", "qk_layers", "qk_meta"}
+    assert streamed == whole and whole["qk_layers"] == {"__json__": [LAYER, 3]}
+
+
 @pytest.mark.parametrize("count", [500, pytest.param(10_000, marks=pytest.mark.long)])
 def test_malformed_vectors(server: Server, count: int) -> None:
     """What `make fuzz` does, over a socket."""

@@ -208,7 +208,7 @@ def plan_for(positions: Any, shape: TapShape = SHAPE, **more: Any) -> CapturePla
 
 
 def collector_for(plan: CapturePlan) -> RowCollector:
-    return RowCollector(plan, PROMPT_IDS, plan.consumers)
+    return RowCollector(plan, PROMPT_IDS, plan.consumers, {})
 
 
 def chunk(

@@ -51,7 +51,7 @@ def collector_for(num_rows: int, selected: list[int] | None = None) -> RowCollec
         hidden_size=WIDTH,
         dtype="float32",
     )
-    return RowCollector(plan, [0], plan.consumers)
+    return RowCollector(plan, [0], plan.consumers, {})
 
 
 class Steps:

@@ -15,12 +15,12 @@ import torch
 from vllm.entrypoints.compat.wire import MAX_BYTES, decoded, encoded, need_int, need_keys
 from vllm.v1.capture.results import CapturedRows, CaptureResult
 from vllm.v1.interventions.errors import reject, show
-from vllm.v1.interventions.plan import TapShape, dtype_of
+from vllm.v1.interventions.plan import AttentionForm, Site, TapShape, dtype_of
 from vllm.v1.interventions.values import plain, plain_list
 from vllm.v1.interventions.vectors import need_number
 
-CAPTURE, STEER = "output_residual_stream", "apply_steering_vectors"
-KEYS = (CAPTURE, STEER, "skip_reading_prefix_cache", "activations_transport")
+CAPTURE, QK, STEER = "output_residual_stream", "output_qk", "apply_steering_vectors"
+KEYS = (CAPTURE, QK, STEER, "skip_reading_prefix_cache", "activations_transport")
 """What is read here; vLLM-Lens's other keys are refused by name."""
 
 MAX_ROWS = 1 << 16
@@ -41,13 +41,14 @@ def fields_of(args: Mapping[str, Any], path: str, shape: TapShape) -> dict[str, 
         ValueError: a value is wrong, or cannot be honoured exactly; the message has its path.
     """
     fields: dict[str, Any] = {}
-    layers = _json(args.get(CAPTURE), f"{path}{CAPTURE}")
-    if (listed := plain_list(layers)) is not None:
-        if listed:
-            layers = [_layer(n, f"{path}{CAPTURE}[{i}]", shape) for i, n in enumerate(listed)]
-            fields["capture"] = _capture(layers)
-    elif layers:
-        fields["capture"] = _capture("all")
+    hooks = {}
+    if layers := _layers(args.get(CAPTURE), f"{path}{CAPTURE}", shape, "all"):
+        hooks["post_block"] = layers
+    if layers := _layers(args.get(QK), f"{path}{QK}", shape, [*(shape.heads or shape.points)]):
+        _need_forms(layers, f"{path}{QK}", shape)
+        hooks |= {"q": layers, "k": layers}
+    if hooks:
+        fields["capture"] = {"inline": {"hooks": hooks, "positions": "all"}}
     if (given := _json(args.get(STEER), f"{path}{STEER}")) is not None:
         if not isinstance(given, list | tuple):
             reject(f"{path}{STEER}", f"must be a list of vectors, got {show(given)}")
@@ -56,10 +57,6 @@ def fields_of(args: Mapping[str, Any], path: str, shape: TapShape) -> dict[str, 
     if args.get("skip_reading_prefix_cache"):
         fields["skip_reading_prefix_cache"] = True
     return fields
-
-
-def _capture(layers: Any) -> dict[str, Any]:
-    return {"inline": {"hooks": {"post_block": layers}, "positions": "all"}}
 
 
 def _json(value: Any, path: str) -> Any:
@@ -77,6 +74,28 @@ def _layer(value: Any, path: str, shape: TapShape) -> int:
     if "post_block" not in shape.points.get(layer, ()):
         reject(path, f"the model has no layer {show(layer)} that can be read and steered")
     return layer
+
+
+def _layers(given: Any, path: str, shape: TapShape, every: Any) -> Any:
+    """The layers that are asked for: those of a list, or `every` for what is true."""
+    given = _json(given, path)
+    if (listed := plain_list(given)) is None:
+        return every if given else []
+    return [_layer(n, f"{path}[{i}]", shape) for i, n in enumerate(listed)]
+
+
+def _need_forms(layers: list[int], path: str, shape: TapShape) -> None:
+    """Refuse layers whose weights are not a function of queries, keys and `_meta`; and those that
+    are not alike, for their heads are one tensor."""
+    none = "it has no keys of its own, or q, k and z are not all among capture_points"
+    for layer in layers:
+        form = shape.forms.get(layer)
+        if form is None or "chunk" in form:
+            why = shape.unread.get(layer, none) if form is None else "it attends within chunks"
+            reject(path, f"attention weights of layer {layer} cannot be made: {why}")
+    alike = {(shape.heads[layer]["q"], shape.heads[layer]["k"]) for layer in layers}
+    if len(alike) > 1:
+        reject(path, "these layers have heads of different numbers or widths; ask for some of them")
 
 
 class _Vectors:
@@ -195,42 +214,80 @@ def _mapping(value: Any, path: str) -> Mapping[str, Any]:
         reject(path, f"must be a steering vector, got {show(value)}")
 
 
-def activations_of(results: Mapping[str, CaptureResult] | None) -> dict[str, torch.Tensor] | None:
-    """Return `{"residual_stream": [layers, n, hidden]}`, layers ascending, of a completion.
+def activations_of(results: Mapping[str, CaptureResult] | None) -> dict[str, Any] | None:
+    """Return what vLLM-Lens gives of a completion.
 
-    None where its inline result has no rows of the stream after blocks.
+    Returns:
+        Layers ascending, of the inline result: of rows of the stream after blocks
+        `residual_stream` [layers, n, hidden]; of queries and keys with all heads `attn_q` [layers,
+        n, heads, width], `attn_k` [layers, n, key heads, width], `qk_layers`, and `qk_meta`, how
+        each layer makes weights of them. None where there is nothing of that.
     """
     payload = results["inline"].payload if results and "inline" in results else None
     rows = payload if isinstance(payload, Mapping) else {}
-    layers = sorted(
-        layer
-        for (point, layer), site in rows.items()
-        if point == "post_block" and isinstance(site, CapturedRows)
-    )
-    if not layers:
-        return None
-    return {"residual_stream": torch.stack([rows["post_block", n].values for n in layers])}
+    mine = {site: made for site, made in rows.items() if isinstance(made, CapturedRows)}
+    forms = {n: q.form for (p, n), q in mine.items() if p == "q" and q.form is not None}
+    whole = {n: f for n, f in forms.items() if _is_whole(mine["q", n], mine.get(("k", n)), f)}
+    return _activations({site: made.values for site, made in mine.items()}, whole)
+
+
+def _is_whole(queries: CapturedRows, keys: CapturedRows | None, form: AttentionForm) -> bool:
+    """Whether queries and keys are of the same positions and of all heads."""
+    if keys is None or not np.array_equal(queries.positions, keys.positions):
+        return False
+    every = tuple(range(len(queries.heads)))
+    return queries.heads == every and keys.heads == every[: len(every) // form["group"]]
+
+
+def _activations(
+    values: Mapping[Site, torch.Tensor], forms: Mapping[int, AttentionForm]
+) -> dict[str, Any] | None:
+    made: dict[str, Any] = {}
+    if stream := sorted(layer for point, layer in values if point == "post_block"):
+        made["residual_stream"] = torch.stack([values["post_block", n] for n in stream])
+    if layers := sorted(forms):
+        made["attn_q"] = torch.stack([values["q", n] for n in layers])
+        made["attn_k"] = torch.stack([values["k", n] for n in layers])
+        made["qk_layers"] = layers
+        made["qk_meta"] = [_meta(forms[n]) for n in layers]
+    return made or None
+
+
+def _meta(form: AttentionForm) -> dict[str, Any]:
+    """A form in vLLM-Lens's words; its windows are (keys before, keys after)."""
+    window = [form["window"] - 1, 0] if "window" in form else None
+    said: dict[str, Any] = {"logits_soft_cap": form.get("cap"), "sliding_window": window}
+    said |= {"alibi_slopes": form.get("slopes"), "sinks": form.get("sinks")}
+    return {"scale": form["scale"], **{name: value for name, value in said.items() if value}}
 
 
 def wire_of(results: Mapping[str, CaptureResult] | None) -> dict[str, Any] | None:
     """`activations_of` as it travels."""
-    found = activations_of(results)
-    return found and {name: encoded(tensor) for name, tensor in found.items()}
+    return _sent(activations_of(results))
+
+
+def _sent(made: dict[str, Any] | None) -> dict[str, Any] | None:
+    return made and {
+        name: encoded(value) if isinstance(value, torch.Tensor) else {"__json__": value}
+        for name, value in made.items()
+    }
 
 
 async def with_activations(stream: AsyncIterator[str]) -> AsyncIterator[str]:
     """Pass a stream of chat chunks on, with one more event of `activations` before its end."""
-    rows: dict[int, list[torch.Tensor]] = {}
+    rows: dict[Site, list[torch.Tensor]] = {}
+    forms: dict[int, AttentionForm] = {}
     async for event in stream:
         if event.startswith("data: [DONE]") and rows:
-            layers = torch.stack([torch.cat(rows[layer]) for layer in sorted(rows)])
-            answer = {"activations": {"residual_stream": encoded(layers)}}
-            yield f"data: {json.dumps(answer)}\n\n"
+            made = _activations({site: torch.cat(parts) for site, parts in rows.items()}, forms)
+            yield f"data: {json.dumps({'activations': _sent(made)})}\n\n"
         elif event.startswith("data: {"):
             for choice in json.loads(event[6:]).get("choices", ()):
                 shown = choice.get("capture_results", {}).get("inline", {})
                 for site in shown.get("payload") or () if not choice["index"] else ():
-                    rows.setdefault(site["layer"], []).append(_shown(site))
+                    rows.setdefault((site["point"], site["layer"]), []).append(_shown(site))
+                    if "form" in site:
+                        forms[site["layer"]] = site["form"]
         yield event
 
 

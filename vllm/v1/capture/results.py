@@ -9,6 +9,7 @@ import numpy as np
 import torch
 
 from vllm.v1.capture.copies import joined
+from vllm.v1.interventions.plan import AttentionForm
 
 if TYPE_CHECKING:
     from vllm.outputs import CompletionOutput, RequestOutput
@@ -68,6 +69,7 @@ class CapturedRows:
     Args:
         values: [n, width], or what returns them, called when they are first read.
         heads: whose rows lie one after the other in `values`.
+        form: of their attention.
     """
 
     positions: np.ndarray
@@ -80,6 +82,8 @@ class CapturedRows:
     """The numbers of the heads, at q, k, v and z; empty at points of the residual stream."""
     tokens: list[str] | None
     """The text of each row's token, where the capture says `"tokens": true`."""
+    form: AttentionForm | None
+    """At q, how its products with keys become weights, where `TapShape.forms` says it."""
 
     def __init__(
         self,
@@ -88,9 +92,10 @@ class CapturedRows:
         values: torch.Tensor | Callable[[], torch.Tensor],
         versions: np.ndarray,
         heads: tuple[int, ...] = (),
+        form: AttentionForm | None = None,
     ) -> None:
         self.positions, self.token_ids, self.versions = positions, token_ids, versions
-        self.heads, self.tokens = heads, None
+        self.heads, self.tokens, self.form = heads, None, form
         self._values: torch.Tensor | Callable[[], torch.Tensor] = values
         if isinstance(values, torch.Tensor):
             self._values = self._by_head(values)
@@ -151,6 +156,7 @@ class CapturedRows:
             joined([self.values, later.values]).flatten(1),
             np.concatenate([self.versions, later.versions]),
             self.heads,
+            self.form,
         )
         if later.tokens is not None:
             both.tokens = [*(self.tokens or ()), *later.tokens]

@@ -5,7 +5,7 @@ A `Plan` is made once, by the frontend (`vllm.v1.interventions.frontend.resolve`
 user asked. It is a field of its own on `EngineCoreRequest`, so no client can send a ready-made one.
 """
 
-from typing import Any
+from typing import Any, TypedDict
 
 import msgspec
 import numpy as np
@@ -39,6 +39,25 @@ def dtype_of(name: str) -> torch.dtype:
     return dtype
 
 
+class AttentionForm(TypedDict, total=False):
+    """How a layer makes attention weights of its queries' products with keys. What it does not do
+    is left out, all but the first two."""
+
+    scale: float
+    group: int
+    """How many heads of queries have a head of keys in common."""
+    cap: float
+    """The soft-cap of scaled products."""
+    window: int
+    """How many keys a query sees, its own the last."""
+    chunk: int
+    """A query sees keys of its own chunk of so many positions."""
+    slopes: list[float]
+    """ALiBi, of each head of queries."""
+    sinks: list[float]
+    """Logits that join the denominator of each head."""
+
+
 class TapShape(msgspec.Struct, frozen=True):
     """What the loaded model offers, reported by the workers at start-up."""
 
@@ -51,6 +70,8 @@ class TapShape(msgspec.Struct, frozen=True):
     """Layer -> point of its attention -> (heads, width of one), of all tensor-parallel ranks."""
     unread: dict[int, str] = {}
     """Layer with queries -> why its attention weights cannot be read; the others' can."""
+    forms: dict[int, AttentionForm] = {}
+    """Of layers whose weights can be read, where queries and keys are captured."""
     lenses: dict[str, list[Site]] = {}
     """Lens -> the sites whose rows it can read."""
     vocab_size: int = 0

@@ -16,7 +16,7 @@ from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
 from vllm.logger import init_logger
 from vllm.utils.network_utils import make_zmq_socket
 from vllm.v1.executor import Executor
-from vllm.v1.interventions.plan import TapShape
+from vllm.v1.interventions.plan import AttentionForm, TapShape
 from vllm.v1.interventions.worker.tap_check import check_worker
 from vllm.v1.outputs import ModelRunnerOutput
 
@@ -78,6 +78,14 @@ def start_taps(executor: "Executor") -> TapShape | None:
     points = {layer: p for shape in shapes for layer, p in shape.points.items()}
     heads = {layer: h for shape in shapes for layer, h in shape.heads.items()}
     unread = {layer: why for shape in shapes for layer, why in shape.unread.items()}
+    forms: dict[int, AttentionForm] = {}
+    for layer, form in (one for shape in shapes for one in shape.forms.items()):
+        known = forms.setdefault(layer, form)
+        if known is not form:  # of a further tensor-parallel rank, which has heads of its own
+            if "slopes" in form:
+                known["slopes"] += form["slopes"]
+            if "sinks" in form:
+                known["sinks"] += form["sinks"]
     num_layers = executor.vllm_config.model_config.get_total_num_hidden_layers()
     if missing := sorted(set(range(num_layers)) - set(points)):
         raise RuntimeError(
@@ -86,7 +94,7 @@ def start_taps(executor: "Executor") -> TapShape | None:
         )
     collect_stages(executor)
     first, points = shapes[0], dict(sorted(points.items()))
-    return msgspec.structs.replace(first, points=points, heads=heads, unread=unread)
+    return msgspec.structs.replace(first, points=points, heads=heads, unread=unread, forms=forms)
 
 
 def end_with_parent() -> None:

@@ -124,7 +124,8 @@ def streamed(chunks: AsyncGenerator[str, None], request: "ChatCompletionRequest"
 
 def _speaks_lens(request: "CompletionRequest | ChatCompletionRequest") -> bool:
     """Whether a request that was not refused asked as vLLM-Lens does, and so in its words."""
-    return bool((request.vllm_xargs or {}).get(lens.CAPTURE))
+    args = request.vllm_xargs or {}
+    return bool(args.get(lens.CAPTURE) or args.get(lens.QK))
 
 
 async def written_chunk(chunk: "Chunk") -> str:
@@ -186,6 +187,8 @@ def _rows(point: str, layer: int | None, rows: _INLINE) -> dict[str, Any]:
         shown["heads"] = list(rows.heads)
     if rows.tokens is not None:
         shown["tokens"] = rows.tokens
+    if isinstance(rows, CapturedRows) and rows.form is not None:
+        shown["form"] = rows.form
     return shown
 
 

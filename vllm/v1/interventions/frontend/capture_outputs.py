@@ -59,8 +59,9 @@ class CompletionCapture:
         self._plan = plan
         self._prompt = request.prompt_token_ids
         inline = self._inline = [name for name in plan.consumers if is_inline(name)]
-        self._collector = RowCollector(plan, self._prompt, inline) if inline else None
-        if self._collector is not None:
+        self._collector = None
+        if inline:
+            self._collector = RowCollector(plan, self._prompt, inline, outputs.forms)
             outputs.inbox.open(self._request_id, self._collector)
         self._feeds = {
             name: Feed(plan, name, self._prompt, outputs.threads)
@@ -233,6 +234,8 @@ class CaptureOutputs:
         frontends = config.parallel_config._api_process_count
         self.inbox = RowInbox(link, self.threads, frontends)
         self.rules = RuleWatches()
+        self.forms = {} if config.tap_shape is None else config.tap_shape.forms
+        """How layers make attention weights, by layer."""
         self._open: dict[str, CompletionCapture] = {}
         """Captures with consumers whose results are not all in, by request."""
         self._ready: list[RequestOutput] = []

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Rows of one completion, gathered as they come: what `inline` returns."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -15,7 +15,7 @@ from vllm.v1.capture.results import CapturedRows, CaptureResult, SiteRows
 from vllm.v1.capture.transport.mean import Mean
 from vllm.v1.capture.transport.selected import RowsLost, Selected
 from vllm.v1.interventions.frontend.row_pieces import Piece, Run, StreamRows, of_stream
-from vllm.v1.interventions.plan import CapturePlan, LensRead, Site, dtype_of
+from vllm.v1.interventions.plan import AttentionForm, CapturePlan, LensRead, Site, dtype_of
 
 
 class RowCollector:
@@ -23,12 +23,19 @@ class RowCollector:
 
     They arrive in position order, each position once (the scheduler sees to that). What is past
     the final length (stop strings are found here, after the engine sampled on) is trimmed here.
+
+    Args:
+        forms: of attention, by layer: rows of queries have them beside.
     """
 
     def __init__(
-        self, plan: CapturePlan, prompt_token_ids: list[int], consumers: Iterable[str]
+        self,
+        plan: CapturePlan,
+        prompt_token_ids: list[int],
+        consumers: Iterable[str],
+        forms: Mapping[int, AttentionForm],
     ) -> None:
-        self._plan = plan
+        self._plan, self._forms = plan, forms
         self._prompt_token_ids = prompt_token_ids
         self._selected = {
             name: Selected(plan.consumers[name], len(prompt_token_ids)) for name in consumers
@@ -190,8 +197,9 @@ class RowCollector:
                 for layer, (rows, chosen) in of_layer.items()
             )
         return SiteRows(
-            (site, CapturedRows(positions, ids, values[site], versions, heads.get(site, ())))
+            (site, CapturedRows(positions, ids, values[site], versions, heads.get(site, ()), form))
             for site in selection.sites
+            for form in [self._forms.get(site[1]) if site[0] == "q" else None]
         )
 
     def _mean_rows(self, selected: Selected, mean: Mean, finished: bool) -> SiteRows[CapturedRows]:

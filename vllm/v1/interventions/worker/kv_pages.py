@@ -5,7 +5,7 @@ A backend, a cache or a kind of attention that is not listed here is refused by 
 listed has to pass the start-up proof (attention_check.py).
 """
 
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 
@@ -14,6 +14,7 @@ from vllm.model_executor.layers.attention.chunked_local_attention import Chunked
 from vllm.model_executor.layers.attention.mla_attention import MLAAttention
 from vllm.utils.torch_utils import is_quantized_kv_cache
 from vllm.v1.attention.backend import AttentionType
+from vllm.v1.interventions.plan import AttentionForm
 
 SPLIT_BACKENDS = ("FLASH_ATTN", "TRITON_ATTN", "FLEX_ATTENTION")
 """Backends whose pages are [blocks, heads, block, D + E], keys before values, as strided views."""
@@ -86,6 +87,13 @@ def sight_of(module: Attention) -> Sight:
         None if slopes is None else slopes.to(device, torch.float32),
         None if sinks is None else sinks.to(device),
     )
+
+
+def form_of(module: Attention, group: int) -> AttentionForm:
+    """`sight_of` as it is reported, of this rank's heads."""
+    said = sight_of(module)._asdict()
+    made = {k: v.tolist() if isinstance(v, torch.Tensor) else v for k, v in said.items()}
+    return cast(AttentionForm, {k: v for k, v in made.items() if v} | {"group": group})
 
 
 def pages_of(module: Attention) -> Pages:

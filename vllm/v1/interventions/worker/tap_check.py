@@ -15,9 +15,11 @@ import msgspec
 import torch
 
 from vllm.logger import init_logger
+from vllm.model_executor.layers.attention.attention import Attention
 from vllm.v1.interventions.plan import Site, TapShape
 from vllm.v1.interventions.worker.attention_check import Fill, prove_attention
 from vllm.v1.interventions.worker.attention_layers import block_tables
+from vllm.v1.interventions.worker.kv_pages import form_of
 from vllm.v1.interventions.worker.lens_check import prove_lenses
 
 if TYPE_CHECKING:
@@ -81,7 +83,14 @@ def check_worker(worker: Any) -> TapShape | None:
         groups = [group.layer_names for group in runner.kv_cache_config.kv_cache_groups]
         unread = prove_attention(interventions, groups, block_tables(runner), run)
     interventions.started()
-    return msgspec.structs.replace(shape, unread=unread)
+    points = runner.vllm_config.capture_config.capture_points
+    forms = {
+        layer: form_of(module, shape.heads[layer]["q"][0] // shape.heads[layer]["k"][0])
+        for layer, module in interventions.attention.items()
+        if isinstance(module, Attention) and layer not in unread
+        if "k" in shape.heads[layer] and "k" in points
+    }
+    return msgspec.structs.replace(shape, unread=unread, forms=forms)
 
 
 def assign_dummy_blocks(tables: Sequence[torch.Tensor]) -> None:

@@ -30,6 +30,8 @@ class Rows:
     """The numbers of the heads, at q, k, v and z."""
     tokens: tuple[str, ...] = ()
     """The text of each row's token, where the capture says `"tokens": true`."""
+    form: Mapping[str, Any] | None = None
+    """At q, how its products with keys become weights, as `CapturedRows.form`."""
 
     def at(self, position: int) -> np.ndarray:
         """Return the row of one absolute position, [hidden].
@@ -155,6 +157,7 @@ def read_rows(payload: Sequence[Mapping[str, Any]] | None) -> dict[Site, Rows]:
             versions=np.array(entry.get("versions", [0] * len(positions)), dtype=np.int64),
             heads=tuple(entry.get("heads", ())),
             tokens=tuple(entry.get("tokens", ())),
+            form=entry.get("form"),
         )
     return made
 
