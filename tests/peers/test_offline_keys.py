@@ -82,4 +82,4 @@ def test_async(tiny_models: TinyModels, tmp_path: Any) -> None:
 def test_fields_of_bodies_are_none_of_the_parameters(field: str) -> None:
     """Of the type itself, so by its name."""
     with pytest.raises(TypeError, match=f"'{field}'"):
-        SamplingParams(**{field: "x"})
+        SamplingParams(**{field: "x"})  # type: ignore[arg-type]

@@ -71,7 +71,7 @@ class TapShape(msgspec.Struct, frozen=True):
     unread: dict[int, str] = {}
     """Layer with queries -> why its attention weights cannot be read; the others' can."""
     forms: dict[int, AttentionForm] = {}
-    """Of layers whose weights can be read, where queries and keys are captured."""
+    """Layer with weights that can be read and captured queries and keys -> how it sees keys."""
     lenses: dict[str, list[Site]] = {}
     """Lens -> the sites whose rows it can read."""
     vocab_size: int = 0
