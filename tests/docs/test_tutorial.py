@@ -26,6 +26,7 @@ def test_tutorial_program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     texts = dict(re.findall(r"^([+-]\d\.\d) (.+)$", printed, re.M))
     assert len(texts) == 3 and texts["-1.0"] != texts["+1.0"]
     assert "saved ['straight.safetensors']" in printed
+    assert re.search(r"^RowTable\(\[20, 5, 128\] of 20 outputs, layers \[0, ", printed, re.M)
     assert (tmp_path / "sweep.png").read_bytes().startswith(b"\x89PNG")
     numbers = json.loads((tmp_path / "happy" / "report.json").read_text())
     assert numbers["held"] and (tmp_path / "happy" / "happy.safetensors").is_file()

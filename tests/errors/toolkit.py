@@ -12,6 +12,8 @@ from typing import Any
 import torch
 
 from tests.errors.case import Case
+from vllm.engine.arg_utils import EngineArgs
+from vllm.entrypoints.cli.steering.start import start_engine
 from vllm.pilot.directions import direction, pca
 from vllm.pilot.fitting import find_directions
 from vllm.pilot.metrics import Odds, score_function
@@ -42,6 +44,11 @@ def full_folder() -> object:
         return need_folder(folder)
 
 
+def not_started() -> object:
+    with tempfile.TemporaryDirectory() as folder:
+        return start_engine(EngineArgs(model=folder))
+
+
 def finding(**settings: Any) -> Callable[[], object]:
     asked = {"method": "pca", "read": "last", "point": "post_block", **settings}
     return lambda: find_directions(BENCH, LOOSE, [1], **asked)
@@ -63,4 +70,5 @@ TOOLKIT = [
     Case({}, do=lambda: Odds(LOOSE)),
     Case({"given": "'none:f'"}, do=lambda: score_function("none:f")),
     Case({}, do=full_folder),
+    Case({}, do=not_started),
 ]

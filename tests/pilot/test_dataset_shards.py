@@ -8,7 +8,6 @@ import json
 import multiprocessing
 import os
 import pickle
-import resource
 import signal
 import time
 from collections.abc import Iterable, Iterator
@@ -23,7 +22,7 @@ from safetensors import safe_open
 from safetensors.numpy import load_file as load_numpy
 from torch.utils.data import DataLoader
 
-from tests.support.disks import small_disk
+from tests.support.disks import largest_file, small_disk
 from vllm.pilot.dataset import Activations, DatasetError
 from vllm.pilot.dataset.capture_run import Captured
 from vllm.pilot.dataset.examples import Example
@@ -181,15 +180,10 @@ def test_begun_differently(tmp_path: Path) -> None:
 
 def test_what_is_written_before_a_full_disk_stays(tmp_path: Path) -> None:
     root = str(tmp_path / "acts")
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     store_all(root, 200, only=range(100))
     safe = ShardStore(root).shards()
-    resource.setrlimit(resource.RLIMIT_FSIZE, (2048, hard))
-    try:
-        with pytest.raises(OSError, match="File too large"):
-            store_all(root, 200, shard_bytes=1 << 20)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    with largest_file(2048), pytest.raises(OSError, match="File too large"):
+        store_all(root, 200, shard_bytes=1 << 20)
     assert ShardStore(root).shards() == safe
     assert not list(Path(root).glob(".*.tmp"))
     store_all(root, 200)

@@ -13,6 +13,7 @@ from sklearn.linear_model import LogisticRegression
 from sklearn.metrics import roc_auc_score
 
 from vllm.pilot.directions import (
+    PairSums,
     auroc,
     centring_removes,
     d_prime,
@@ -132,6 +133,33 @@ def test_centring_takes_the_concept_out_and_says_so() -> None:
     unit, p, n = planted(200, length=0.5, spread=3.0)
     assert not bool(centring_removes(p, n))
     assert abs(cosine(pca(p, n, centred=True), unit)) > 0.95
+
+
+def test_sums_of_pairs_are_the_pairs() -> None:
+    """What is added a few at a time is numpy's of all at once, and its pca that of the rows."""
+    _, p, n = planted(200, spread=1.0)
+    p, n = (torch.stack([x, 2 * x + x.roll(1, 1)], 1).float() for x in (p, n))
+    sums = PairSums(2, HIDDEN)
+    for at in range(0, 200, 7):
+        sums.add(p[at : at + 7], n[at : at + 7])
+    ours, others = p.double().numpy(), n.double().numpy()
+    assert np.allclose(sums.means[0].numpy(), ours.mean(0), rtol=1e-12, atol=1e-12)
+    d = ours - others
+    outer = np.einsum("nlh,nlk->lhk", d, d)
+    assert np.allclose(sums._outer.numpy(), outer, rtol=1e-12, atol=1e-12 * np.abs(outer).max())
+    for centred in (False, True):
+        found, want = sums.pca(centred), pca(p, n, centred)
+        assert torch.allclose(found, want, rtol=1e-5, atol=1e-6)
+        assert not torch.allclose(found, pca(p, n, not centred), atol=1e-2)
+    assert sums.centring_removes.tolist() == centring_removes(p, n).tolist()
+    _, p, n = planted(200, length=3.0)
+    more = PairSums(1, HIDDEN)
+    more.add(p[:, None], n[:, None])
+    assert more.centring_removes.tolist() == [True] != sums.centring_removes.tolist()[:1]
+    none = PairSums(1, HIDDEN)
+    none.add(p[:, None], p[:, None])
+    with pytest.raises(ValueError, match="do not differ at layers"):
+        none.pca()
 
 
 def test_lat_is_of_random_pairs_with_a_seed() -> None:

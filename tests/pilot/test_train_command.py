@@ -6,16 +6,20 @@ from __future__ import annotations
 import argparse
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
+import safetensors.numpy
 
 from tests.pilot.test_training import make_pairs, shuffled
+from tests.support.disks import largest_file
 from vllm.entrypoints.cli.steering import train as command
 from vllm.entrypoints.cli.steering.main import SteeringSubcommand
 from vllm.entrypoints.cli.steering.points import runs
-from vllm.pilot import EngineBench, Pairs
+from vllm.entrypoints.serve.steering.client import SteeringError
+from vllm.pilot import EngineBench, Pairs, report
 from vllm.utils.argparse_utils import FlexibleArgumentParser
+from vllm.v1.engine.exceptions import EngineDeadError
 
 if TYPE_CHECKING:
     from vllm.pilot.pairs import Example
@@ -104,6 +108,51 @@ def test_what_is_wrong_is_said_before_a_model_is_loaded(
     asked += [argument.replace("{tmp}", str(tmp_path)) for argument in arguments]
     assert run("train", *asked) == 2
     assert said in capsys.readouterr().err
+
+
+def test_a_server_or_an_engine_that_is_not_there(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It could not run: that is not the status of a result that is none."""
+    data = save(make_pairs(), tmp_path / "pairs.jsonl")
+    (tmp_path / "no-model").mkdir()
+    asked = ["train", str(tmp_path / "no-model"), f"--data={data}", f"--out={tmp_path}/out"]
+    assert run(*asked, "--url=http://127.0.0.1:9") == 2
+    assert "error: http://127.0.0.1:9: ConnectError(" in capsys.readouterr().err
+    assert run(*asked) == 2
+    assert "error: the engine did not start, nothing was written: " in capsys.readouterr().err
+    for error in (SteeringError(403, "no key", None), EngineDeadError()):
+
+        def fail(_: object, error: Exception = error) -> None:
+            raise error
+
+        monkeypatch.setattr(command, "_bench", fail)
+        assert run(*asked, "--url=there") == 2
+        assert f"error: {error}" in capsys.readouterr().err
+
+
+def test_a_full_disk_at_the_end(
+    running: tuple[str, ...],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The vectors are written before the page, and what is there is whole and said to be."""
+    save_all = report.save_trained
+
+    def on_a_small_disk(*given: Any) -> Path:
+        with largest_file(20_000):
+            return save_all(*given)
+
+    monkeypatch.setattr(report, "save_trained", on_a_small_disk)
+    data = save(make_pairs(), tmp_path / "pairs.jsonl")
+    assert run("train", *running, f"--data={data}", f"--out={tmp_path / 'happy'}") == 2
+    files = ["all_layers.safetensors", "happy.gguf", "happy.safetensors", "report.json"]
+    assert sorted(path.name for path in (tmp_path / "happy").iterdir()) == files
+    assert f"; whole in {tmp_path / 'happy'}: {', '.join(files)}" in capsys.readouterr().err
+    layer = json.loads((tmp_path / "happy" / "report.json").read_text())["choice"]["layer"]
+    [name] = safetensors.numpy.load_file(tmp_path / "happy" / "happy.safetensors")
+    assert name == f"base.post_block.{layer}"
 
 
 def test_layers_and_positions_as_people_write_them() -> None:

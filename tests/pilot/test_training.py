@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import pickle
 import random
 import re
 from collections.abc import Callable
@@ -21,6 +22,7 @@ from demo import corpus
 from demo.subject import grammar_mood
 from vllm import SamplingParams
 from vllm.pilot import EngineBench, Odds, Pairs, Score, mean_difference, read_rows, sweep, train
+from vllm.pilot.captures import row_table, save_direction
 from vllm.pilot.fitting import find_directions
 from vllm.pilot.pairs import Example, Persona, last_words
 from vllm.pilot.report import need_folder, save_trained, verdict
@@ -72,6 +74,17 @@ def test_a_direction_that_holds_is_a_module(bench: EngineBench, tmp_path: Path) 
         "report.json",
         "report.html",
     }
+    # It prints as a line, not as its numbers, and survives pickling.
+    assert re.fullmatch(
+        r"Trained\('.*', mean: post_block of layer \d, .*, held: True\)", repr(trained)
+    )
+    assert re.fullmatch(r"Pairs\('pairs', 30 positive, 30 negative, pairs\)", repr(trained.data))
+    again = pickle.loads(pickle.dumps(trained))
+    assert repr(again.sweep) == repr(trained.sweep) and again.choice == trained.choice
+    assert torch.equal(
+        again.module()["post_block"][again.choice.layer],
+        next(iter(trained.module()["post_block"].values())),
+    )
     numbers = json.loads((folder / "report.json").read_text())
     assert numbers["held"] and numbers["choice"]["layer"] == trained.choice.layer
     page = (folder / "report.html").read_text()
@@ -145,6 +158,50 @@ def test_rows_are_read_where_asked(bench: EngineBench) -> None:
     assert torch.allclose(mean[0, 0], rows[start:].mean(0), atol=1e-5)
     assert torch.allclose(last[0, 1], rows[-1], atol=1e-5)
     assert not torch.allclose(mean[0, 0], rows.mean(0), atol=1e-2)
+
+
+def test_rows_as_one_array(bench: EngineBench, tmp_path: Path) -> None:
+    """With prompts, positions and tokens beside it, of outputs that have different numbers."""
+    prompts = [opening.text() for opening in corpus.openings("sweep")[:3]]
+    asked = {"hooks": {"post_block": [3, 1]}, "positions": "all_prompt"}
+    params = SamplingParams(max_tokens=1, n=2, seed=0, capture={"inline": asked})
+    outputs = bench.llm.generate(prompts, params, use_tqdm=False)
+    tokenizer = bench.llm.get_tokenizer()
+    table = row_table(outputs, layers=[3, 1], decode=lambda token: tokenizer.decode([token]))
+    lengths = [len(output.prompt_token_ids or ()) for output in outputs for _ in range(2)]
+    assert table.values.shape == (sum(lengths), 2, bench.hidden) and len(set(lengths)) > 1
+    at = 0
+    for i, length in enumerate(lengths):
+        rows = slice(at, at + length)
+        output = outputs[i // 2]
+        assert (table.output[rows] == i).all() and set(table.prompts[rows]) == {prompts[i // 2]}
+        assert table.token_ids[rows].tolist() == output.prompt_token_ids
+        assert table.positions[rows].tolist() == list(range(length))
+        results = output.outputs[i % 2].capture_results
+        assert results is not None
+        for column, layer in enumerate((3, 1)):
+            want = results["inline"].payload["post_block", layer].numpy()
+            assert np.array_equal(table.values[rows, column], want)
+        assert not np.array_equal(table.values[rows, 0], table.values[rows, 1])
+        at += length
+    assert "".join(table.tokens[: lengths[0]]).strip() == prompts[0]
+    every = row_table(outputs)
+    assert every.layers == [1, 3] and np.array_equal(every.values[:, ::-1], table.values)
+    assert every.tokens[0] == str(every.token_ids[0])
+    assert (
+        repr(table) == f"RowTable([{sum(lengths)}, 2, {bench.hidden}] of 6 outputs, layers [3, 1])"
+    )
+    plain = bench.llm.generate(prompts[:1], SamplingParams(max_tokens=1), use_tqdm=False)
+    for wrong, said in ((plain, "has no rows at post_block"), ([], "there are none")):
+        with pytest.raises(ValueError, match=said):
+            row_table(wrong)
+    with pytest.raises(ValueError, match="has no rows at post_block"):
+        save_direction(tmp_path / "a.safetensors", plain, plain)
+    params = SamplingParams(max_tokens=1, capture={"inline": asked})
+    same = bench.llm.generate(prompts, params, use_tqdm=False)
+    with pytest.raises(ValueError, match="do not differ"):
+        save_direction(tmp_path / "a.safetensors", same, same)
+    assert not (tmp_path / "a.safetensors").exists()
 
 
 def test_few_layers_at_a_time_are_the_same(bench: EngineBench) -> None:

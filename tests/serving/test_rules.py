@@ -232,6 +232,46 @@ def test_several_rules_beside_captures_and_steering(llm: LLM) -> None:
     assert output.capture_results["inline"].status == "ok"
 
 
+def test_a_rule_that_never_fires_changes_no_bit(llm: LLM) -> None:
+    """Of rows and log-probabilities, its own or a bystander's; steering does."""
+    never = {"rules": [rule("never", 1, threshold=NEVER, then="stop", over="all")]}
+    fields = {**LIMIT, **capture("all", [SITE[0]], "all"), "logprobs": 5}
+    steered = {"steering_vectors": {"post_attn": {0: vector(70)}}}
+
+    def bits(*more: dict[str, Any]) -> list[Any]:
+        asks = [Ask(p, {**fields, **m}) for p, m in zip(PROMPTS[:2], more, strict=True)]
+        outputs = serve(llm, asks, log_probs=False)
+        return [
+            (
+                {site: rows.numpy().tobytes() for site, rows in serving.row_tensors(done).items()},
+                [{t: one.logprob for t, one in step.items()} for step in done.logprobs],
+            )
+            for done in (output.outputs[0] for output in outputs)
+        ]
+
+    plain = bits({}, {})
+    assert bits(never, {}) == plain == bits(never, never)
+    moved = bits({**never, **steered}, {})
+    assert moved[0] != plain[0] and moved[1] == plain[1]
+
+
+def test_an_abort_frees_what_rules_hold(llm: LLM) -> None:
+    engine = llm.llm_engine
+    held = serving.scheduler_of(llm).interventions.projections
+    before = held.in_use
+    asked = Ask(PROMPTS[0], {**LIMIT, "rules": [rule("stop", 33, threshold=NEVER, then="stop")]})
+    engine.add_request("gone", {"prompt_token_ids": asked.prompt}, asked.params(False))
+    for _ in range(3):
+        engine.step()
+    assert held.in_use > before
+    engine.abort_request(["gone"])
+    serve(llm, [Ask(PROMPTS[1], LIMIT)], log_probs=False)
+    assert held.in_use == before and not serving.scheduler_of(llm).running
+    [want] = plain(llm, PROMPTS[:1])
+    [again] = serve(llm, [asked], log_probs=False)
+    assert list(again.outputs[0].token_ids) == want.tokens
+
+
 def test_a_prompt_may_fire(llm: LLM) -> None:
     """The answer is empty then; with the last row of the prompt too, and not with the next."""
     [want] = plain(llm, PROMPTS[1:2])

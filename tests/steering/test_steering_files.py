@@ -27,6 +27,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tests.support import write_repeng
+from tests.support.disks import largest_file
 from tests.support.plans import HIDDEN, PARALLEL_ONLY, SHAPE
 from vllm.config.steering import SteeringConfig
 from vllm.v1.interventions.errors import InterventionError
@@ -498,6 +499,20 @@ def test_operations_of_a_file_are_checked(tmp_path: Path) -> None:
     safetensors.numpy.save_file({"ops.1.direction": GOOD}, path, {**header, "ops": "[]"})
     with pytest.raises(InterventionError, match="is not named"):
         load(path, SHAPE)
+
+
+@pytest.mark.parametrize("name", ["m.safetensors", "m.gguf"])
+def test_a_full_disk_leaves_what_was_there(name: str, tmp_path: Path) -> None:
+    write = save if name == "m.safetensors" else export_gguf
+    vectors = {"post_block": dict(enumerate(rows(count=16, width=4096)))}
+    write(tmp_path / name, {"post_block": {0: rows()[0]}})
+    before = (tmp_path / name).read_bytes()
+    with largest_file(1 << 16), pytest.raises(OSError):  # numpy, for GGUF, has words of its own
+        write(tmp_path / name, vectors)
+    assert [path.name for path in tmp_path.iterdir()] == [name]
+    assert (tmp_path / name).read_bytes() == before
+    write(tmp_path / name, vectors)
+    assert (tmp_path / name).read_bytes() != before
 
 
 def test_saving_needs_no_engine(tmp_path: Path) -> None:

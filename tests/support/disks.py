@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -24,3 +25,15 @@ def small_disk(folder: Path, size: str) -> Iterator[bool]:
     yield mounted
     if mounted:
         subprocess.run(["umount", "-l", str(folder)], check=True)
+
+
+@contextmanager
+def largest_file(size: int) -> Iterator[None]:
+    """Within, a file that grows beyond `size` bytes is an OSError as of a full disk: anybody may
+    have that."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))

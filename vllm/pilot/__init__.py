@@ -20,7 +20,7 @@ reranker.py     which document does a query look at?
 linking.py      which items does a head look at?
 training.py     all of it: from pairs to a checked vector
 fitting.py, choice.py, evidence.py, persona.py, report.py, picture.py    its steps
-captures.py     saves a vector straight from captures
+captures.py     straight from captures: a vector as a file, rows as one array
 records.py      lines of data files
 dataset/        activations of whole data sets, on disk
 

@@ -2,7 +2,7 @@
 """What is claimed of a direction, measured on examples that no decision was made on."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -46,7 +46,7 @@ class Evidence:
     """Cases in which v plus -v changed anything: 0 unless something is broken."""
     auroc: float
     d_prime: float
-    answers: dict[float, list[Written]]
+    answers: dict[float, list[Written]] = field(repr=False)
     """What was written for some scales; 0 is v plus -v."""
 
     @property

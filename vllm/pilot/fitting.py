@@ -9,11 +9,11 @@ from vllm.pilot.bench import Bench
 from vllm.pilot.directions import (
     PAIRED,
     Method,
+    PairSums,
     auroc,
     centring_removes,
     d_prime,
     direction,
-    mean_difference,
 )
 from vllm.pilot.pairs import Example, Pairs, Text
 from vllm.pilot.rows import Read, row_chunks
@@ -32,6 +32,14 @@ class Directions:
     middle: torch.Tensor
     """float32 [layers, hidden]: halfway between the means."""
     warnings: list[str]
+
+    def __repr__(self) -> str:
+        """Say of which layers, and how long they are."""
+        lengths = ", ".join(
+            f"{layer}: {float(vector.norm()):.3g}"
+            for layer, vector in zip(self.layers, self.vectors, strict=True)
+        )
+        return f"Directions(lengths by layer: {lengths})"
 
     def at(self, layer: int) -> torch.Tensor:
         """The direction of a layer by its number, [hidden]."""
@@ -69,52 +77,57 @@ def find_directions(
 ) -> Directions:
     """Find the direction of each layer.
 
-    `mean` keeps sums alone. The others keep rows: as many layers at a time as `memory` holds, with
-    a pass over the data for each lot.
+    `mean` and `mean-centred` keep sums alone. `pca` and `pca-centred` keep hidden^2 sums a layer,
+    or their rows where there are no more pairs than `hidden`; the others keep rows. Of these there
+    are as many layers at a time as `memory` holds, with a pass over the data for each lot.
 
     Raises:
-        ValueError: the method needs pairs or a background, the rows of one layer are more than
+        ValueError: the method needs pairs or a background, what it keeps of one layer is more than
             `memory`, or there is no difference.
     """
     if method in PAIRED and not pairs.paired:
         raise ValueError(f"method {method!r} needs pairs; with text and label: mean, logistic, lat")
     if method == "mean-centred" and not background:
         raise ValueError("method 'mean-centred' needs background texts (--background FILE)")
-    if method == "mean":
-        total = [torch.zeros(len(layers), bench.hidden, dtype=torch.float64) for _ in range(2)]
-        for chunk in row_chunks(bench, pairs, layers, read, point, "reading"):
-            for kept, rows in zip(total, chunk, strict=True):
-                kept += rows.double().sum(0)
-        p, n = (
-            kept / len(examples)
-            for kept, examples in zip(total, (pairs.positive, pairs.negative), strict=True)
-        )
-        found = mean_difference(p[None], n[None])
+    if method in ("mean", "mean-centred"):
+        p, n = _means(bench, pairs, layers, read, point)
+        b = None
+        if background:
+            texts = Pairs([Example(text) for text in background], [], paired=False)
+            b, _ = _means(bench, texts, layers, "last" if pairs.read is None else read, point)
+        found = direction(method, p[None], n[None], None if b is None else b[None])
         return Directions(layers, found, ((p + n) / 2).float(), [])
-    count = len(pairs.positive) + len(pairs.negative) + len(background or ())
-    size = count * bench.hidden * 4
+    # What each layer needs: sums of squares, or where these are larger all of the rows.
+    sums = method in PAIRED and len(pairs.positive) > bench.hidden
+    count = len(pairs.positive) + len(pairs.negative)
+    size = 8 * bench.hidden**2 if sums else count * bench.hidden * 4
     lot = memory // size - _COPIES
     if lot < 1:
         raise ValueError(
             f"--memory: {count} rows of one layer need {size * (_COPIES + 1) >> 20} MiB, allowed "
             f"are {memory >> 20}; method 'mean' keeps none"
         )
-    vectors, middles, removed = [], [], []
+    vectors: list[torch.Tensor] = []
+    middles: list[torch.Tensor] = []
+    removed: list[int] = []
     for at in range(0, len(layers), lot):
         some = layers[at : at + lot]
-        p, n = _all_rows(bench, pairs, some, read, point)
-        b = None
-        if background:
-            texts = Pairs([Example(text) for text in background], [], paired=False)
-            b, _ = _all_rows(bench, texts, some, "last" if pairs.read is None else read, point)
-        for i, layer in enumerate(some):
-            back = None if b is None else b[:, i]
-            vectors.append(direction(method, p[:, i], n[:, i], back, pairs.paired, seed))
-            if method == "pca-centred" and centring_removes(p[:, i], n[:, i]):
-                removed.append(layer)
-        middles.append((p.double().mean(0) + n.double().mean(0)).float() / 2)
+        if sums:
+            added = PairSums(len(some), bench.hidden)
+            for chunk in row_chunks(bench, pairs, some, read, point, "reading"):
+                added.add(*chunk)
+            vectors += added.pca(method == "pca-centred")
+            middles.append(added.means.mean(0).float())
+            lost = added.centring_removes.tolist()
+        else:
+            p, n = _all_rows(bench, pairs, some, read, point)
+            each = [(p[:, i], n[:, i]) for i in range(len(some))]
+            vectors += [direction(method, *rows, None, pairs.paired, seed) for rows in each]
+            middles.append((p.double().mean(0) + n.double().mean(0)).float() / 2)
+            lost = [method in PAIRED and bool(centring_removes(*rows)) for rows in each]
+        removed += [layer for layer, takes in zip(some, lost, strict=True) if takes]
     warnings = []
-    if removed:
+    if removed and method == "pca-centred":
         warnings.append(
             "pca-centred: the pairs differ mostly by their mean, which centring takes out, at "
             f"layers {removed}: what is found there is not the concept; take pca or mean"
@@ -166,6 +179,17 @@ def scores_of(
             lengths += rows.norm(dim=-1).double().sum(0)
     mean = lengths / (len(pairs.positive) + len(pairs.negative))
     return torch.cat(sides[0]), torch.cat(sides[1]), mean.tolist()
+
+
+def _means(
+    bench: Bench, pairs: Pairs, layers: list[int], read: Read, point: str
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The mean row of each class, float64 [layers, hidden]; NaN of a class without examples."""
+    total = [torch.zeros(len(layers), bench.hidden, dtype=torch.float64) for _ in range(2)]
+    for chunk in row_chunks(bench, pairs, layers, read, point, "reading"):
+        for kept, rows in zip(total, chunk, strict=True):
+            kept += rows.sum(0, dtype=torch.float64)
+    return total[0] / len(pairs.positive), total[1] / len(pairs.negative)
 
 
 def _all_rows(

@@ -20,6 +20,10 @@ class Probe:
     """float32 [hidden]. As it is what `capture`'s `project` and a gate's `probe` take."""
     bias: float
 
+    def __repr__(self) -> str:
+        """Say its size, not its numbers."""
+        return f"Probe({len(self.weight)} weights, bias {self.bias:+.3g})"
+
     def scores(self, rows: torch.Tensor | np.ndarray) -> torch.Tensor:
         """Log-odds of rows [n, hidden], float32 [n]."""
         return torch.as_tensor(rows).float() @ self.weight + self.bias

@@ -84,6 +84,14 @@ class Pairs:
     """SHA-256 of the file."""
     source: str = field(default="pairs", compare=False)
 
+    def __repr__(self) -> str:
+        """Say how many, and of what."""
+        if self.persona is not None:
+            return f"Pairs({self.source!r}, {len(self.persona.questions)} questions to be answered)"
+        paired = "pairs" if self.paired else "no pairs"
+        sizes = f"{len(self.positive)} positive, {len(self.negative)} negative"
+        return f"Pairs({self.source!r}, {sizes}, {paired})"
+
     @classmethod
     def of(cls, positive: Sequence[Text], negative: Sequence[Text], prompt: Text = "") -> "Pairs":
         """Make pairs of two lists of texts of one length.

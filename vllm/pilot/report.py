@@ -52,8 +52,6 @@ def save_trained(trained: Trained, folder: str | Path, command: str = "") -> Pat
     name = path.resolve().name
     numbers = as_numbers(trained, command)
     _text(path / "report.json", json.dumps(numbers, indent=1, allow_nan=False))
-    _text(path / "report.html", page(trained, name, command))
-    _text(path / "README.md", card(trained, name, command))
     if trained.held:
         point, model = trained.settings.point, trained.model
         save_module(path / f"{name}.safetensors", trained.module(), model)
@@ -61,6 +59,8 @@ def save_trained(trained: Trained, folder: str | Path, command: str = "") -> Pat
             export_gguf(path / f"{name}.gguf", trained.module(), model)
         every = zip(trained.directions.layers, trained.directions.vectors, strict=True)
         save_module(path / "all_layers.safetensors", {point: dict(every)}, model)
+    _text(path / "report.html", page(trained, name, command))
+    _text(path / "README.md", card(trained, name, command))
     return path
 
 

@@ -15,7 +15,9 @@ if TYPE_CHECKING:
     from vllm import LLM
 
 CHUNK = 256
-"""How many examples of each class are read at a time."""
+"""How many examples of each class are read at a time, at most."""
+CHUNK_BYTES = 32 << 20
+"""How many bytes their rows may have: they are there some five times while they are read."""
 
 Read = Any
 """Where rows are read: "last" (of the text), "answer-mean" (all tokens after what both of a pair
@@ -73,7 +75,8 @@ def read_rows(
         ValueError: the model has no such point or layer, or a request cannot be honoured.
     """
     bench = bench_of(llm)
-    chunks = list(row_chunks(bench, pairs, need_layers(bench, layers, point), read, point))
+    chosen = need_layers(bench, layers, point)
+    chunks = list(row_chunks(bench, pairs, chosen, read, point, "reading"))
     positive, negative = zip(*chunks, strict=True)
     return torch.cat(positive), torch.cat(negative)
 
@@ -103,29 +106,30 @@ def row_chunks(
     bench: Bench,
     pairs: Pairs,
     layers: Sequence[int],
-    read: Read = None,
-    point: str = "post_block",
-    title: str = "",
+    read: Read,
+    point: str,
+    title: str,
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Read rows of `CHUNK` examples of each class at a time.
+    """Read rows of up to `CHUNK` examples of each class at a time.
 
     Yields:
         positive, negative: float32 [examples, layers, hidden]; one may be shorter, or empty.
     """
     read = "last" if read is None and pairs.read is None else pairs.read if read is None else read
     longest = max(len(pairs.positive), len(pairs.negative))
-    bar = tqdm(total=longest, desc=title, unit="pair", leave=False, disable=not title, delay=2)
+    chunk = min(CHUNK, CHUNK_BYTES // (2 * len(layers) * bench.hidden * 4) or 1)
+    bar = tqdm(total=longest, desc=title, unit="pair", leave=False, delay=2)
     with bar:
-        for at in range(0, longest, CHUNK):
+        for at in range(0, longest, chunk):
             sides = [
-                [encode(bench, e) for e in examples[at : at + CHUNK]]
+                [encode(bench, e) for e in examples[at : at + chunk]]
                 for examples in (pairs.positive, pairs.negative)
             ]
             if pairs.paired:
                 sides = [list(side) for side in zip(*map(_common, *sides), strict=True)]
             rows = read_encoded(bench, [*sides[0], *sides[1]], layers, read, point)
             yield rows[: len(sides[0])], rows[len(sides[0]) :]
-            bar.update(min(CHUNK, longest - at))
+            bar.update(min(chunk, longest - at))
 
 
 def read_encoded(
@@ -149,8 +153,11 @@ def read_encoded(
     made = torch.empty(len(examples), len(layers), bench.hidden)
     for i, reply in enumerate(replies):
         for j, layer in enumerate(layers):
+            rows = reply.rows[point, layer]
+            if not len(rows):
+                raise ValueError(f"read: {read!r} is none of the {len(reply.prompt_ids)} tokens")
             # The mean of one row is that row, bit for bit.
-            made[i, j] = reply.rows[point, layer].mean(0)
+            made[i, j] = rows.mean(0)
     return made
 
 

@@ -71,6 +71,14 @@ class Trained:
     evidence: Evidence
     """On the report split."""
 
+    def __repr__(self) -> str:
+        """Say what was chosen, and whether it held."""
+        choice, evidence, settings = self.choice, self.evidence, self.settings
+        return (
+            f"Trained({self.model!r}, {settings.method}: {settings.point} of layer {choice.layer}, "
+            f"scale {choice.scale:g}, {evidence.strength:+.3g} {evidence.unit}, held: {self.held})"
+        )
+
     @property
     def held(self) -> bool:
         """Whether the effect is above random directions, within the guard."""
@@ -159,7 +167,7 @@ def train(
         both = sorted({sign * scale for scale in chosen.scales for sign in (-1, 0, 1)})
         swept = sweep(bench, vectors, tried, both, metrics[0], point)
         choice = _choose_by_effect(bench, swept, vectors, metrics[0].prompts, chosen, neutral)
-    say(f"layer {choice.layer}, scale {choice.scale:g}")
+    say(f"layer {choice.layer}, scale {choice.scale:g}; it is tested beside random directions")
     evidence = separation_evidence(
         bench, parts["report"], found, choice, read, point, chosen.randoms, seed
     )

@@ -191,7 +191,9 @@ def save(path: str | Path, source: Module | Mapping[str, Any], model_hint: str =
     sizes += [len(op.term.vector) // 4 for op in module.ops if not op.heads]
     if sizes:  # rows of heads may have any width
         metadata["hidden_size"] = str(sizes[0])
-    _write(path, lambda unfinished: safetensors.numpy.save_file(vectors, unfinished, metadata))
+    # `save_file` would say of a full disk something that is no OSError.
+    data = safetensors.numpy.save(vectors, metadata)
+    _write(path, lambda unfinished: unfinished.write_bytes(data))
 
 
 def export_gguf(path: str | Path, source: Module | Mapping[str, Any], model_hint: str = "") -> None:
@@ -229,7 +231,7 @@ def _module_of(source: Module | Mapping[str, Any]) -> Module:
     return source if isinstance(source, Module) else module_without_model(source, "source")
 
 
-def _write(path: str | Path, write: Callable[[Path], None]) -> None:
+def _write(path: str | Path, write: Callable[[Path], Any]) -> None:
     """Write a file under another name first, so that it is there whole or not at all."""
     unfinished = Path(path).with_name(f".{Path(path).name}.{os.getpid()}")
     try:

@@ -7,7 +7,7 @@ import sys
 from typing import Any
 
 from vllm import LLM
-from vllm.entrypoints.cli.steering.start import with_inline
+from vllm.entrypoints.cli.steering.start import start_engine, with_inline
 from vllm.pilot import dataset
 from vllm.pilot.dataset.shard_store import ShardStore
 
@@ -31,12 +31,7 @@ def capture_dataset(args: argparse.Namespace) -> int:
         )
         contents = data.contents()
         print(f"{args.data}: {contents.num_examples:,} examples", flush=True)
-        engine_args = with_inline(args)
-        try:
-            llm = LLM.from_engine_args(engine_args)
-        except (ValueError, RuntimeError) as error:
-            # Upstream's worker processes leave the reason in the log above.
-            raise RuntimeError(f"the engine did not start, nothing was written: {error}") from error
+        llm = start_engine(with_inline(args))
         activations = dataset.capture(
             llm,
             data,

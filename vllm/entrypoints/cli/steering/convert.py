@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from vllm.v1.interventions.errors import describe, show
@@ -77,6 +78,8 @@ def convert_lens(source: Path, out: Path) -> list[int]:
     try:
         save_file(tensors, unfinished, {"kind": "jacobian"})
         os.link(unfinished, out)  # unlike a rename it replaces nothing
+    except SafetensorError as error:
+        raise OSError(f"{out}: cannot be written: {error}") from error
     finally:
         unfinished.unlink(missing_ok=True)
     return sorted(matrices)

@@ -3,6 +3,8 @@
 
 import argparse
 
+from pydantic import ValidationError
+
 from vllm import LLM
 from vllm.config.capture import CaptureConfig
 from vllm.engine.arg_utils import EngineArgs
@@ -27,9 +29,28 @@ def start(args: argparse.Namespace, text: bool) -> LLM:
 
     Args:
         text: whether prompts are texts; else they are token ids and no tokenizer is needed.
+
+    Raises:
+        ValueError: as of `start_engine`.
     """
     engine_args = with_inline(args)
     engine_args.enable_steering = True
     if not text:
         engine_args.skip_tokenizer_init = True
-    return LLM.from_engine_args(engine_args)
+    return start_engine(engine_args)
+
+
+def start_engine(engine_args: EngineArgs) -> LLM:
+    """Start an engine.
+
+    Raises:
+        ValueError: it does not start: the model is not wired or not there, memory is short, options
+            are wrong; the message says which.
+    """
+    try:
+        return LLM.from_engine_args(engine_args)
+    except (ValueError, OSError, RuntimeError) as error:
+        reason = str(error)
+        if isinstance(error, ValidationError):  # its text has all options, too
+            reason = "; ".join(one["msg"].splitlines()[0] for one in error.errors())
+        raise ValueError(f"the engine did not start, nothing was written: {reason}") from error

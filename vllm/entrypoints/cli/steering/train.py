@@ -6,6 +6,7 @@ import json
 import os
 import shlex
 import sys
+from pathlib import Path
 from typing import Any, get_args
 
 from vllm.pilot.directions import Method
@@ -56,10 +57,17 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def train_vector(args: argparse.Namespace) -> int:
     """Find a vector and write its folder; return the exit status."""
+    import httpx
+
+    from vllm.entrypoints.serve.steering.client import SteeringError
     from vllm.pilot.pairs import Pairs, read_texts
     from vllm.pilot.report import need_folder, save_trained, verdict
     from vllm.pilot.training import train
+    from vllm.v1.engine.exceptions import EngineDeadError
 
+    # What a server says or does not say, and the end of an engine; others are mistakes of ours.
+    remote = (SteeringError, httpx.HTTPError, EngineDeadError)
+    folder: Path | None = None
     bench: Any = None
     try:
         # All that can be wrong without a model is found before one is loaded.
@@ -93,8 +101,12 @@ def train_vector(args: argparse.Namespace) -> int:
             **{name: value for name, value in more.items() if value is not None},
         )
         save_trained(trained, folder, shlex.join(["vllm", *sys.argv[1:]]))
-    except (ValueError, OSError, ImportError) as error:
-        print(f"error: {error}", file=sys.stderr, flush=True)
+    except (ValueError, OSError, ImportError, *remote) as error:
+        # The texts of httpx say neither which server nor, some, anything at all.
+        where = f"{args.url}: {error!r}" if isinstance(error, httpx.HTTPError) else str(error)
+        made = sorted(os.listdir(folder)) if folder is not None else []
+        safe = f"; whole in {folder}: {', '.join(made)}" if made else ""
+        print(f"error: {where}{safe}", file=sys.stderr, flush=True)
         return COULD_NOT_RUN
     finally:
         if bench is not None and args.url is None:
