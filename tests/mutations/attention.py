@@ -75,27 +75,10 @@ def _next_group(patch: pytest.MonkeyPatch) -> None:
     )
 
 
-def _weights_focused_twice(patch: pytest.MonkeyPatch) -> None:
-    """In what is captured alone."""
-    right = focused_weights.Focus.apply
-
-    class Twice(focused_weights.Focus):
-        def apply(self, logits: Any, weights: Any, sinks: Any) -> torch.Tensor:
-            doubled = self._replace(numbers=2 * self.numbers)
-            return right(focused_weights.Focus(*doubled), logits, weights, sinks)
-
-        @staticmethod
-        def of(*args: Any) -> Any:
-            return Twice(*focused_weights.Focus.of(*args))
-
-    patch.setattr(attention_reader, "Focus", Twice)
-
-
 PROVED: dict[str, tuple[str, Change]] = {
     "no ALiBi": ("bloom", _no_slopes),
     "key heads interleaved": ("gemma2", _interleaved),
     "table of another group": ("gemma2", _next_group),
-    "weights focused twice": ("gemma2", _weights_focused_twice),
 }
 """What the start-up proof finds in every layer, and on which model."""
 

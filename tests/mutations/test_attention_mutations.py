@@ -29,9 +29,9 @@ pytestmark = pytest.mark.full
 
 # The same pairs each time, and no smaller ones looked for when one fails.
 _SAME: Any = keys.test_equal_keys_exactly_where_the_focus_is_equal
-PAIRS = settings(max_examples=200, phases=[Phase.generate], database=None, derandomize=True)(
-    given(keys.pairs())(_SAME.hypothesis.inner_test)
-)
+PAIRS = settings(
+    max_examples=3000, phases=[Phase.generate], database=None, derandomize=True, deadline=None
+)(given(keys.pairs())(_SAME.hypothesis.inner_test))
 
 
 @pytest.mark.quick
