@@ -136,6 +136,8 @@ def _arguments(row: Row) -> str:
         names.append(f"refused={row.reason!r}")
     if row.unless:
         names.append(f"unless={row.unless!r}")
+    if row.replaced:
+        names.append(f"replaced={row.replaced!r}")
     return ", ".join(names)
 
 

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 
 import torch
 
-from vllm.config.steering import POINTS
+from vllm.config.steering import MADE_OF, POINTS
 from vllm.distributed import tensor_model_parallel_all_reduce
 from vllm.model_executor.layers.row_capture import capture_rows
 from vllm.model_executor.layers.steering_terms import TermTables, steer_terms
@@ -66,19 +66,30 @@ class UnboundTaps:
         unless: what the wiring assumes away: attributes of the layer that must be false, and
             "float16", the model's dtype.
         refused: why layers of this class cannot have taps, empty when they can.
+        replaced: the points at which the stream may be other than the one before plus a branch.
     """
 
     pre_attn = PassTap()
     post_attn = PassTap()
     post_block = PassTap()
 
-    def __init__(self, *points: str, unless: tuple[str, ...] = (), refused: str = "") -> None:
+    def __init__(
+        self,
+        *points: str,
+        unless: tuple[str, ...] = (),
+        refused: str = "",
+        replaced: tuple[str, ...] = (),
+    ) -> None:
         unknown = sorted(set(points) - set(POINTS))
         if unknown:
             raise ValueError(f"UnboundTaps: unknown points {unknown}, allowed are {POINTS}")
         self.points = tuple(p for p in POINTS if p in points)
         self.unless = unless
         self.refused = refused
+        made = {b: taps for b, taps in MADE_OF.items() if len(taps) > 1}
+        kept = set(points).difference(replaced)
+        self.branches = tuple(b for b, (at, less) in made.items() if at in kept and less in points)
+        """Those that are the difference of two of the points."""
 
 
 class SiteTap:

@@ -78,6 +78,8 @@ def start_taps(executor: "Executor") -> TapShape | None:
     points = {layer: p for shape in shapes for layer, p in shape.points.items()}
     heads = {layer: h for shape in shapes for layer, h in shape.heads.items()}
     unread = {layer: why for shape in shapes for layer, why in shape.unread.items()}
+    branches = {layer: b for shape in shapes for layer, b in shape.branches.items()}
+    final = next((shape.final for shape in shapes if shape.final is not None), None)
     num_layers = executor.vllm_config.model_config.get_total_num_hidden_layers()
     if missing := sorted(set(range(num_layers)) - set(points)):
         raise RuntimeError(
@@ -86,7 +88,9 @@ def start_taps(executor: "Executor") -> TapShape | None:
         )
     collect_stages(executor)
     first, points = shapes[0], dict(sorted(points.items()))
-    return msgspec.structs.replace(first, points=points, heads=heads, unread=unread)
+    return msgspec.structs.replace(
+        first, points=points, heads=heads, unread=unread, branches=branches, final=final
+    )
 
 
 def end_with_parent() -> None:
