@@ -196,6 +196,7 @@ def run(
                 sites.add(("post_attn", layer))
             for handle in handles:
                 stack.callback(handle.remove)
+
         def before_head(_head: nn.Module, args: tuple[torch.Tensor, ...]) -> None:
             others["final", len(blocks) - 1] = args[0][0].clone()
 

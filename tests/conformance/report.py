@@ -34,7 +34,8 @@ Errors are relative L2 of the worst row. *plain*: log-probabilities of vLLM with
 captured rows, unsteered and steered, at most 1e-4. *heads*: rows of every head at the points named
 (docs/attention.md), at most 1e-4, while a neighbouring head's are at least 0.05 away, and where z
 was written, too, log-probabilities meanwhile, as in *write*; empty where this was not compared, or
-transformers does not show them. *write*: log-probabilities while
+transformers does not show them; with embed, final and branches where these were compared, relative
+to the stream. *write*: log-probabilities while
 steered, at most 1e-3. *moved*: the least that a vector moved them, at least 0.05. Where the kernels
 have no float32, all are at most 0.02 in float16 and 0.05 in bfloat16; *every expert*: each token is
 routed to all, so that rounding decides nothing. A class that is wired and not in the first table

@@ -129,7 +129,7 @@ def test_ends_and_branches(pair: Pair) -> None:
         said = pair.reference.model(torch.tensor([PROMPTS[0]]), output_hidden_states=True)
     assert torch.equal(others["embed", 0], said.hidden_states[0][0])
     # MiniCPM divides what its last norm makes; the head reads the quotient.
-    config = pair.reference.model.config
+    config: Any = pair.reference.model.config
     minicpm = config.model_type == "minicpm3"
     divisor = config.hidden_size / config.dim_model_base if minicpm else 1.0
     assert (divisor != 1.0) == minicpm

@@ -8,7 +8,6 @@ its head takes, and what its modules return before that is added.
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,6 +24,7 @@ from tests.support.serving import Ask, Judge, prompt_of, relative, serve, vector
 from vllm import LLM
 from vllm.engine.arg_utils import EngineArgs
 from vllm.entrypoints.cli.steering.points import list_points
+from vllm.utils.argparse_utils import FlexibleArgumentParser
 from vllm.v1.capture.reader import open as open_captures
 
 if TYPE_CHECKING:
@@ -109,7 +109,7 @@ def test_no_other_rows_would_pass(running: Running) -> None:
 
 
 def test_branches_are_differences_in_float32(running: Running) -> None:
-    hooks = {**BRANCHES, **dict.fromkeys(serving.POINTS, [2])}
+    hooks = {**BRANCHES, "pre_attn": 2, "post_attn": 2, "post_block": 2}
     [output] = serve(running.llm, [Ask(prompt_of(17, 157), reading(hooks))])
     rows = output.capture_results["inline"].payload
     pre, post, block = (rows[point, 2].values.float() for point in serving.POINTS)
@@ -156,7 +156,7 @@ def test_files(running: Running) -> None:
         running.judge.check(ask, output)
         inline = output.capture_results["inline"].payload
         assert output.capture_results["filesystem"].status == "ok"
-        [stored] = [r for r in open_captures(running.root) if tag in str(r.path)]
+        [stored] = [r for r in open_captures(str(running.root)) if tag in str(r.path)]
         assert set(stored.sites) == set(inline)
         for point, layer in stored.sites:
             assert torch.equal(stored.rows(point, layer).values, inline[point, layer].values)
@@ -203,7 +203,7 @@ def test_cached_prefixes(running: Running) -> None:
 def test_listed_by_the_command(
     name: str, layers: str, captured: str, tiny_models: TinyModels, capsys: pytest.CaptureFixture
 ) -> None:
-    parser = EngineArgs.add_cli_args(argparse.ArgumentParser())
+    parser = EngineArgs.add_cli_args(FlexibleArgumentParser())
     list_points(parser.parse_args(["--model", str(tiny_models.path(name))]))
     said = capsys.readouterr().out.splitlines()
     assert said[1].startswith(f"  layers 0-3: {layers}  (")

@@ -8,9 +8,10 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from vllm.config.steering import FINAL, POINTS, refuse_unknown
+from vllm.config.steering import POINTS, refuse_unknown
 from vllm.config.utils import config
 from vllm.v1.capture.registry import ConsumerSpec, parse_consumers
+from vllm.v1.interventions.plan import FINAL
 
 PROJECTION_ROWS = 1024
 """Rows of all `project` matrices in use at once; a matrix that requests share counts once. A
@@ -43,9 +44,7 @@ class CaptureConfig:
     writes files, `logging` logs; or an installed plug-in. As `name` or `name:key=value,key=value`,
     in Python also dicts, functions and instances of `CaptureConsumer`. See docs/capture.md."""
 
-    capture_points: list[str] = Field(
-        default_factory=lambda: [*POINTS, FINAL], min_length=1
-    )
+    capture_points: list[str] = Field(default_factory=lambda: [*POINTS, FINAL], min_length=1)
     """The points that can be captured, of pre_attn, post_attn and post_block, of q, k, v and z, the
     heads of attention, and final. Fewer cost less, but for final, which costs nothing until it is
     asked for. Does not limit steering."""

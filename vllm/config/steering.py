@@ -24,17 +24,6 @@ FAMILIES = (
 POINTS = ("pre_attn", "post_attn", "post_block")
 """The points of a decoder block, in the order the stream passes them."""
 
-FINAL = "final"
-"""What the head reads. It has no tap: it is what the model returns."""
-
-MADE_OF = {
-    "embed": ("pre_attn",),
-    "attn_out": ("post_attn", "pre_attn"),
-    "mlp_out": ("post_block", "post_attn"),
-}
-"""What else can be captured, and of which points of its layer it is made: what the first block
-reads, and branches, which are the first point less the second in float32."""
-
 HEADS = "z"
 """The point of attention that can be steered: what each head returns."""
 

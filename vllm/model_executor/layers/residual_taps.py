@@ -19,10 +19,11 @@ from dataclasses import dataclass
 
 import torch
 
-from vllm.config.steering import MADE_OF, POINTS
+from vllm.config.steering import POINTS
 from vllm.distributed import tensor_model_parallel_all_reduce
 from vllm.model_executor.layers.row_capture import capture_rows
 from vllm.model_executor.layers.steering_terms import TermTables, steer_terms
+from vllm.v1.interventions.plan import MADE_OF
 
 
 class PassTap:

@@ -69,7 +69,7 @@ class WorkerStream(msgspec.Struct, frozen=True, array_like=True):
     reads: AttentionRead | LensRead | None = None
     """As in `Stream`."""
     minus: tuple[int, ...] = ()
-    """For each of `sites` the index of the one whose rows are taken away; () for nothing."""
+    """Indices of the sites whose rows are taken away, one for each of `sites`; () for none."""
 
 
 class WorkerRequest(msgspec.Struct, frozen=True):

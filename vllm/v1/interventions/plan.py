@@ -11,12 +11,23 @@ import msgspec
 import numpy as np
 import torch
 
-from vllm.config.steering import FINAL, MADE_OF
 from vllm.v1.interventions.focus import FocusOp, FocusProgram
 from vllm.v1.interventions.terms import Term
 
 Site = tuple[str, int]
 """A place in the model: (point, layer), layer the global decoder layer index from 0."""
+
+FINAL = "final"
+"""What the head reads. It has no tap: it is what the model returns."""
+
+MADE_OF = {
+    "embed": ("pre_attn",),
+    "attn_out": ("post_attn", "pre_attn"),
+    "mlp_out": ("post_block", "post_attn"),
+}
+"""What else can be captured, and of which points of its layer it is made: what the first block
+reads, and branches, which are the first point less the second in float32."""
+
 
 def taps_of(site: Site) -> list[Site]:
     """The sites whose rows are copied for those of a site: itself, or what `MADE_OF` says."""

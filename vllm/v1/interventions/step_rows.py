@@ -102,8 +102,8 @@ class StepRows:
 
     They lie in one piece of host memory: positions, then what is made of rows on the device
     (scores, sums, heads, differences), then rows as they are. On a GPU the copy there is in flight
-    when this object is handed on; reading or pickling it waits for that. What is pickled is where the memory
-    is, if other processes of this host can read it.
+    when this object is handed on; reading or pickling it waits for that. What is pickled is where
+    the memory is, if other processes of this host can read it.
 
     Args:
         version: of the global steering that the step runs under.

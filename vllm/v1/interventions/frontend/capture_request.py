@@ -13,7 +13,6 @@ from vllm.config.capture import (
     READ_POINTS,
     CaptureConfig,
 )
-from vllm.config.steering import MADE_OF
 from vllm.sampling_params import SamplingParams
 from vllm.v1.capture.consumer import SHARED_FIELDS, CaptureConsumer
 from vllm.v1.capture.registry import INLINE, ConsumerSpec
@@ -27,6 +26,7 @@ from vllm.v1.interventions.frontend.rule_request import AskedRule, place_rules
 from vllm.v1.interventions.frontend.selectors import NAMED_SELECTORS, Prompt, Selector
 from vllm.v1.interventions.frontend.work import Work
 from vllm.v1.interventions.plan import (
+    MADE_OF,
     AttentionRead,
     CapturePlan,
     LensRead,

@@ -147,9 +147,7 @@ class Outbox:
         rows = torch.cat([rows for _, rows in self._rows_of(block, stream)], dim=1)
         return self.lens.read(read, [layer for layer, _ in stream.heads], rows)
 
-    def _rows_of(
-        self, block: Block, stream: LocalStream
-    ) -> Iterator[tuple[slice, torch.Tensor]]:
+    def _rows_of(self, block: Block, stream: LocalStream) -> Iterator[tuple[slice, torch.Tensor]]:
         """Which of a stream's sites, and their rows [count, number, hidden]: views of the arena in
         the model's dtype, or of branches float32, each the difference of two rows."""
         done = 0

@@ -15,7 +15,7 @@ from torch import nn
 
 from vllm.config import CompilationMode, VllmConfig
 from vllm.config.capture import CAPTURE_POINTS, HEAD_POINTS
-from vllm.config.steering import FINAL, HEADS, POINTS
+from vllm.config.steering import HEADS, POINTS
 from vllm.model_executor.layers.attention.attention import Attention
 from vllm.model_executor.layers.attention.mla_attention import MLAAttention
 from vllm.model_executor.layers.attention_taps import HeadSteering, HeadTap, HeadTaps
@@ -25,7 +25,7 @@ from vllm.model_executor.layers.row_capture import capture_rows
 from vllm.v1.capture.transport.landing import Landing
 from vllm.v1.interventions.capture_groups import CaptureGroup, CaptureGroups
 from vllm.v1.interventions.messages import num_table_rows
-from vllm.v1.interventions.plan import Site, TapShape
+from vllm.v1.interventions.plan import FINAL, Site, TapShape
 from vllm.v1.interventions.step_rows import Blocks, Members, StepRows
 from vllm.v1.interventions.worker.attention_layers import AttentionHeads, attention_of
 from vllm.v1.interventions.worker.attention_reader import AttentionReader
@@ -464,8 +464,8 @@ class WorkerInterventions:
         return rows, Captured(positions[token_index].long(), programs)
 
     def capture_final(self, hidden_states: torch.Tensor) -> None:
-        """Capture what goes to the head, if it is wanted, before anything else runs that may use its
-        memory.
+        """Capture what goes to the head, if that is wanted, before anything else runs that may use
+        its memory.
 
         Args:
             hidden_states: what the model returned, [>= tokens, hidden]; on the last stage.
