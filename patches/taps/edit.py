@@ -138,6 +138,8 @@ def _arguments(row: Row) -> str:
         names.append(f'loops="{row.loops[1]}"')
     if row.unless:
         names.append(f"unless={row.unless!r}")
+    if row.replaced:
+        names.append(f"replaced={row.replaced!r}")
     return ", ".join(names)
 
 

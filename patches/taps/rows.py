@@ -122,6 +122,13 @@ class Row:
         return ALL_POINTS
 
     @property
+    def replaced(self) -> tuple[str, ...]:
+        """The points at which the stream is not proved to be the one before plus a branch."""
+        if self.idiom is Idiom.HAND or self.allow & {Allow.NORMED_SKIP, Allow.POST_NORM}:
+            return tuple(p for p in self.points if p != "pre_attn")
+        return ("post_block",) if Allow.TAIL in self.allow else ()
+
+    @property
     def unless(self) -> tuple[str, ...]:
         """The tests of `assume` as the binder knows them: attributes of the layer, or "float16"."""
         return tuple("float16" if a == FLOAT16 else a.removeprefix("self.") for a in self.assume)

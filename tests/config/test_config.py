@@ -76,7 +76,7 @@ DEFAULTS = {
     "default_steering_modules": [],
     "compat": [],
     "capture_consumers": [],
-    "capture_points": list(POINTS),
+    "capture_points": [*POINTS, "final"],
     "capture_buffer_bytes": 512 << 20,
     "capture_landing_bytes": None,
     "capture_inline_max_bytes": 64 << 20,

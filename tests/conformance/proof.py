@@ -33,12 +33,14 @@ class PointErrors:
 
 @dataclass(frozen=True)
 class HeadErrors:
-    """The worst of q, k, v or z over all layers; relative L2 of one head's row."""
+    """The worst of q, k, v or z over all layers; relative L2 of one head's row. Or of embed, final
+    or a branch, of a position's row."""
 
     read: float
     """Captured rows against those of the reference."""
     apart: float
-    """The same with each head (of a single one: each position) in place of its neighbour."""
+    """The same with each head (of a single one, and without heads: each position) in place of its
+    neighbour."""
     write: float | None = None
     """Of z: log-probabilities while vectors are added to heads and heads are scaled."""
     moved: float | None = None
@@ -69,7 +71,8 @@ class Result:
     """Log-probabilities with nothing steered or captured: upstream's own distance."""
     points: dict[str, PointErrors] = field(default_factory=dict)
     heads: dict[str, HeadErrors] = field(default_factory=dict)
-    """Of q, k, v, z and the weights of attention, attn."""
+    """Of q, k, v, z and the weights of attention, attn; of embed, final and branches where the
+    engine offers them."""
     focus: FocusErrors | None = None
     without: dict[str, str] = field(default_factory=dict)
     """Why there are no numbers of q, k, v, z, attn or focus. What is in none of these three was not
@@ -173,6 +176,8 @@ def prove(row: TinyModel, cache: Path, **options: Any) -> Result:
         TwoWay,
         head_errors,
         head_write_errors,
+        offered_others,
+        other_errors,
         plain_errors,
         prompts,
         read_errors,
@@ -206,6 +211,7 @@ def prove(row: TinyModel, cache: Path, **options: Any) -> Result:
         if "z" in heads:
             written = head_write_errors(llm, reference, logit_prompts[1], sorted(points))
             heads["z"] = replace(heads["z"], write=written[0], moved=written[1])
+        heads |= other_errors(llm, reference, token_prompts, offered_others(shape))
         readable = {n: of["z"][0] for n, of in shape.heads.items() if n not in shape.unread}
         focus = focus_errors(llm, reference, logit_prompts, readable)
     offered = {point for of in shape.heads.values() for point in of}

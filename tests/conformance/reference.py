@@ -74,6 +74,8 @@ class Forward:
     """(point, layer) -> float32 [n, hidden], after that site's own steering."""
     heads: dict[Site, torch.Tensor]
     """(point, layer) -> float32 [n, heads, width] of q, k, v and z, where the model shows them."""
+    others: dict[Site, torch.Tensor]
+    """(point, layer) -> float32 [n, hidden] of embed, final and branches."""
 
 
 class _Hooks:
@@ -85,8 +87,10 @@ class _Hooks:
         branch_multiplier: float,
         deltas: Mapping[Site, torch.Tensor],
         rows: dict[Site, torch.Tensor],
+        others: dict[Site, torch.Tensor],
         counted: Iterator[int] | None = None,
     ) -> None:
+        self.others = others
         self.layer = layer
         self.counted = counted
         self.branch_multiplier = branch_multiplier
@@ -113,6 +117,7 @@ class _Hooks:
         branch = self._steer("post_attn", branch, 1.0 / self.branch_multiplier)
         stream = self.rows[("pre_attn", self.layer)] + self.branch_multiplier * branch[0]
         self._record("post_attn", stream[None])
+        self.others["attn_out", self.layer] = (self.branch_multiplier * branch[0]).clone()
         return _replace_first(output, branch)
 
     def before_second_norm(
@@ -130,6 +135,10 @@ class _Hooks:
             stream = stream + self.skipped
         stream = self._steer("post_block", stream)
         self._record("post_block", stream)
+        pre, post = (self.rows.get((point, self.layer)) for point in ("pre_attn", "post_attn"))
+        if pre is not None and post is not None:
+            self.others.setdefault(("attn_out", self.layer), post - pre)
+            self.others["mlp_out", self.layer] = stream[0] - post
         return _replace_first(output, stream)
 
     def _steer(self, point: str, value: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
@@ -175,6 +184,7 @@ def run(
         else 1.0
     )
     rows: dict[Site, torch.Tensor] = {}
+    others: dict[Site, torch.Tensor] = {}
     sites: set[Site] = set()
     with ExitStack() as stack:
         lists = (adapter.blocks, *adapter.more_blocks)
@@ -183,7 +193,7 @@ def run(
         heads = stack.enter_context(recorded(model, blocks, deltas))
         sites |= {site for site in deltas if site[0] == "z"}
         for layer, block in enumerate(blocks):
-            hooks = _Hooks(layer, multiplier, deltas, rows, counted)
+            hooks = _Hooks(layer, multiplier, deltas, rows, others, counted)
             sites |= {("pre_attn", layer), ("post_block", layer)}
             handles = [
                 block.register_forward_pre_hook(hooks.before_block, with_kwargs=True),
@@ -198,6 +208,13 @@ def run(
                 sites.add(("post_attn", layer))
             for handle in handles:
                 stack.callback(handle.remove)
+
+        def before_head(_head: nn.Module, args: tuple[torch.Tensor, ...]) -> None:
+            last = len(blocks) - 1 if counted is None else next(counted) - 1
+            others["final", last] = args[0][0].clone()
+
+        head = model.get_output_embeddings()  # type: ignore[operator]
+        stack.callback(head.register_forward_pre_hook(before_head).remove)
         output = model(input_ids=torch.tensor([list(token_ids)]), use_cache=False, **(inputs or {}))
     if adapter.loops:
         sites |= set(rows)
@@ -208,7 +225,8 @@ def run(
             f"hooks of the reference never ran for {sorted(missing)}: "
             f"the adapter {adapter} does not describe {type(model).__name__}"
         )
-    return Forward(logits=output.logits[0].float(), rows=rows, heads=heads)
+    others["embed", 0] = rows["pre_attn", 0]
+    return Forward(logits=output.logits[0].float(), rows=rows, heads=heads, others=others)
 
 
 def read(model: nn.Module, adapter: Adapter, token_ids: Sequence[int]) -> dict[Site, torch.Tensor]:

@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from vllm import SamplingParams
+from vllm.v1.interventions.plan import TapShape
 
 from . import reference as ref
 from .cases import SteeringCase, phase_mask, steering_cases
@@ -275,6 +276,38 @@ def head_errors(
             old = errors.setdefault(point, new)
             errors[point] = HeadErrors(max(old.read, new.read), min(old.apart, new.apart))
     return errors
+
+
+def other_errors(
+    llm: Engine, reference: Reference, token_prompts: Sequence[list[int]], points: Sequence[str]
+) -> dict[str, HeadErrors]:
+    """Rows of embed, final and branches, where the engine offers them, at all positions.
+
+    Errors are relative to the stream, which is what branches are as precise as; how far apart they
+    are is said of each position's row and its neighbour's.
+
+    Args:
+        points: those that are offered.
+    """
+    capture = {"hooks": dict.fromkeys(points, "all"), "positions": "all"}
+    cases: list[tuple[list[int], Mapping[str, Any]]] = [(prompt, {}) for prompt in token_prompts]
+    errors: dict[str, HeadErrors] = {}
+    for completion in complete(llm, cases, log_probs=False, capture=capture):
+        forward = reference.run(completion.token_ids)
+        for (point, layer), got in completion.rows.items():
+            want = forward.others[point, layer]
+            stream = want if point == "final" else forward.rows["post_block", layer]
+            read = float(((got - want).norm(dim=-1) / stream.norm(dim=-1)).max())
+            apart = worst_row(got.roll(1, 0), want) if want.any() else 1.0  # a layer may lack one
+            old = errors.setdefault(point, HeadErrors(read, apart))
+            errors[point] = HeadErrors(max(old.read, read), min(old.apart, apart))
+    return errors
+
+
+def offered_others(shape: TapShape) -> list[str]:
+    """Those of embed, final and branches that an engine offers."""
+    branches = {name: None for offers in shape.branches.values() for name in offers}
+    return ["embed", *branches, *["final"] * (shape.final is not None)]
 
 
 def head_write_errors(

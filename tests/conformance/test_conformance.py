@@ -114,6 +114,29 @@ def test_heads(pair: Pair) -> None:
         assert error <= check.WRITE_TOLERANCE and moved >= check.LEAST_MOVE
 
 
+def test_ends_and_branches(pair: Pair) -> None:
+    """embed and final, by hooks and by what transformers says itself, and the branches."""
+    shape = pair.llm.llm_engine.vllm_config.tap_shape
+    assert shape is not None and shape.final == models.LAYERS - 1
+    offered = check.offered_others(shape)
+    assert ("attn_out" in offered) == ("post_attn" in pair.reference.row.points)
+    errors = check.other_errors(pair.llm, pair.reference, PROMPTS, offered)
+    assert set(errors) == set(offered)
+    for each in errors.values():
+        assert each.read <= check.READ_TOLERANCE and each.apart >= check.LEAST_MOVE
+    others = pair.reference.run(PROMPTS[0]).others
+    with torch.inference_mode():
+        said = pair.reference.model(torch.tensor([PROMPTS[0]]), output_hidden_states=True)
+    assert torch.equal(others["embed", 0], said.hidden_states[0][0])
+    # MiniCPM divides what its last norm makes; the head reads the quotient.
+    config: Any = pair.reference.model.config
+    minicpm = config.model_type == "minicpm3"
+    divisor = config.hidden_size / config.dim_model_base if minicpm else 1.0
+    assert (divisor != 1.0) == minicpm
+    normed = said.hidden_states[-1][0]
+    assert torch.allclose(others["final", models.LAYERS - 1], normed / divisor, rtol=1e-6)
+
+
 def test_write(pair: Pair) -> None:
     results = check.write_errors(pair.llm, pair.reference, LOGIT_PROMPTS)
     assert not failures(results, check.WRITE_TOLERANCE)

@@ -88,11 +88,19 @@ def hooks(value: Any) -> dict[str, Any]:
 
 
 STEERED = "pre_attn, z, post_attn, post_block"
-ALL = "pre_attn, q, k, v, z, post_attn, post_block"
+ALL = "embed, pre_attn, q, k, v, z, attn_out, post_attn, mlp_out, post_block, final"
 HEADED = config_of(
     HEADS, capture_consumers=["inline", "logging"], capture_points=list(CAPTURE_POINTS)
 )
 HEADED_CONFIG = {"config": HEADED}
+BRANCHES = {1: ("attn_out", "mlp_out")}
+"""Of layer 1 alone."""
+BRANCHED_CONFIG = {
+    "config": config_of(
+        msgspec.structs.replace(SHAPE, branches=BRANCHES),
+        capture_consumers=["inline", "logging"],
+    )
+}
 V1 = "steering_vectors.post_block.1"
 SELECTORS = (
     "last_prompt, all_prompt, all_generated, last_generated, predicting, all, "
@@ -165,7 +173,47 @@ REQUESTS = [
     Case(path("decode_steering_vectors.x", "'x'", STEERED), {"decode_steering_vectors": {"x": {}}}),
     Case(path(f"{HOOKS}.resid", "'resid'", ALL), hooks({"resid": [1]})),
     Case(path("steering_vectors.q", "'q'", STEERED), at(1, point="q", config=HEADED)),
-    Case(path(f"{HOOKS}.q", "'q'", "pre_attn, post_attn, post_block"), hooks({"q": [1]})),
+    Case(path(f"{HOOKS}.q", "'q'", "embed, pre_attn, post_attn, post_block"), hooks({"q": [1]})),
+    Case(path("steering_vectors.embed", "'embed'", "pre_attn of layer 0"), at(0, point="embed")),
+    Case(
+        path("steering_vectors.final", "'final'", "post_block of the last layer"),
+        at(3, point="final"),
+    ),
+    Case(
+        path("steering[0].point", "'mlp_out'", "post_block"),
+        {"steering": [{"op": "add", "point": "mlp_out", "layers": 1, "vector": VECTOR}]},
+    ),
+    Case(
+        path(f"{HOOKS}.final", "'final'", "embed, pre_attn, post_attn, post_block"),
+        hooks({"final": "all"}),
+    ),
+    Case(
+        path(f"{HOOKS}.embed", "'embed'", "pre_attn, post_attn, post_block, attn_out, mlp_out")
+        | {"layer": "1"},
+        hooks({"embed": 1}) | BRANCHED_CONFIG,
+    ),
+    Case(
+        path(f"{HOOKS}.attn_out", "'attn_out'", "pre_attn, post_block", layer="2"),
+        hooks({"attn_out": 2}) | BRANCHED_CONFIG,
+    ),
+    Case(
+        path("capture.logging.hooks"),
+        {"capture": {"logging": {"hooks": {"attn_out": [1], "post_attn": [1]}}}} | BRANCHED_CONFIG,
+    ),
+    Case(
+        path("capture.inline.project"),
+        {"capture": {"inline": {"hooks": {"mlp_out": 1, "pre_attn": 1}, "project": [VECTOR]}}}
+        | BRANCHED_CONFIG,
+    ),
+    Case(
+        path("capture.inline.reduce"),
+        {"capture": {"inline": {"hooks": {"mlp_out": 1, "pre_attn": 1}, "reduce": "mean"}}}
+        | BRANCHED_CONFIG,
+    ),
+    Case(
+        path(f"{HOOKS}.embed", allowed="['post_block']", point="pre_attn"),
+        hooks({"embed": "all"}) | {"config": config_of(capture_points=["post_block"])},
+    ),
     Case(path(f"{HOOKS}.k[0]", "'k'", layer="3"), hooks({"k": [3]}) | HEADED_CONFIG),
     Case(path(f"{HOOKS}.q[0]", "4", "0-3"), hooks({"q": [4]}) | HEADED_CONFIG),
     Case(path(f"{HOOKS}.q.1", "'none'"), hooks({"q": {1: ["none"]}}) | HEADED_CONFIG),
@@ -220,7 +268,7 @@ REQUESTS = [
         {"capture": {"inline": {"hooks": {"q": "all"}, "reduce": "mean"}}} | HEADED_CONFIG,
     ),
     Case(
-        path(f"{HOOKS}.q", allowed="['pre_attn', 'post_attn', 'post_block']"),
+        path(f"{HOOKS}.q", allowed="['pre_attn', 'post_attn', 'post_block', 'final']"),
         hooks({"q": [1]}) | {"config": config_of(HEADS)},
     ),
     Case(
@@ -476,6 +524,9 @@ class Silent:
         """The poison stays in the arena."""
         self.arena.fill_(float("nan"))
         return nullcontext()
+
+    def capture_final(self, hidden_states: torch.Tensor) -> None:
+        """Its site is another."""
 
 
 def collector(positions: Any, *rows: int) -> RowCollector:

@@ -40,7 +40,7 @@ def options(root: Path) -> tuple[str, ...]:
         "--playground",
         "--default-steering-modules=house",
         f"--capture-consumers=filesystem:root={root}",
-        *("--capture-points", "pre_attn", "post_attn", "post_block", "q", "z"),
+        *("--capture-points", "pre_attn", "post_attn", "post_block", "q", "z", "final"),
         *("--steering-points", "pre_attn", "z", "post_attn", "post_block"),
         *("--steering-families", "add", "ablate", "replace", "clamp", "scale", "gate", "focus"),
         "--capture-lens=logit",

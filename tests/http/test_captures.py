@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -104,6 +105,44 @@ def test_heads(client: SteeringClient, reference: Reference, stream: bool) -> No
         assert np.abs(got - want[:, ::-1]).max() > 0.1 * np.abs(want).max(), "heads differ"
     shape = client.layers()
     assert shape["heads"]["1"]["q"] == [4, 32]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_ends_and_branches(client: SteeringClient, reference: Reference, stream: bool) -> None:
+    """Against what transformers says itself, and its modules."""
+    hooks = {"embed": "all", "final": -1, "attn_out": [0], "mlp_out": "1"}
+    asked = greedy(capture={"inline": {"hooks": hooks, "positions": "all"}})
+    if stream:
+        choice = joined(list(client.stream(PROMPT, **asked)))
+    else:
+        choice = client.complete(PROMPT, **asked).choices[0]
+    assert choice.capture_status == {"inline": "ok"}
+    model, ids = reference.model, torch.tensor([choice.rows["embed", 0].token_ids.tolist()])
+    layers, want = model.model.layers, {}
+    with ExitStack() as hooked, torch.no_grad():
+        for site, module in (
+            (("attn_out", 0), layers[0].self_attn), (("mlp_out", 1), layers[1].mlp),
+        ):  # fmt: skip
+
+            def keep(_: Any, args: Any, out: Any, site: Any = site) -> None:
+                want[site] = (out[0] if isinstance(out, tuple) else out)[0].numpy()
+
+            hooked.callback(module.register_forward_hook(keep).remove)
+        said = model.model(ids, output_hidden_states=True)
+    last = len(layers) - 1
+    want["embed", 0] = said.hidden_states[0][0].numpy()
+    want["final", last] = said.last_hidden_state[0].numpy()
+    assert set(choice.rows) == set(want)
+    for site, rows in choice.rows.items():
+        bound = 1e-3 * np.abs(want[site]).max()
+        np.testing.assert_allclose(rows.values, want[site], atol=bound)
+        assert np.abs(rows.values - np.roll(want[site], 1, 0)).max() > 100 * bound, site
+    captured = client.layers()["captured"]
+    assert captured["0"] == ["embed", "attn_out", "mlp_out"]
+    assert captured[str(last)] == ["attn_out", "mlp_out", "final"]
+    refused = greedy(steering_vectors={"final": {str(last): VECTOR}})
+    with pytest.raises(SteeringError, match="'final' can only be captured"):
+        client.complete(PROMPT, **refused)
 
 
 def test_steered_heads(client: SteeringClient) -> None:

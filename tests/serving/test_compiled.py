@@ -77,13 +77,15 @@ def test_read_and_write(pair: tuple[LLM, Judge], point: str) -> None:
         judge.check(ask, output)
 
 
-def test_heads(pair: tuple[LLM, Judge]) -> None:
+def test_heads_ends_and_branches(pair: tuple[LLM, Judge]) -> None:
     llm, judge = pair
     steered = {"steering_vectors": {"pre_attn": {1: vector(134)}}}
     asks = [
         Ask(p, {**f, **capture("all", HEAD_POINTS)}) for f in (steered, {}) for p in (PROMPT, SHORT)
     ]
     asks.append(Ask(PROMPT))
+    ends = ("embed", "attn_out", "mlp_out", "final")
+    asks += [Ask(p, {**steered, **capture("all", ends)}) for p in (PROMPT, SHORT)]
     z = {"point": "z", "heads": {0: [1, 2], 3: [0]}}
     asks += [
         Ask(PROMPT, {"steering_vectors": {"z": {1: vector(135, width=128)}}, **capture("all")}),

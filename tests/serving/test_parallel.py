@@ -22,7 +22,7 @@ from tests.serving.test_project_serving import check as check_scores
 from tests.serving.test_project_serving import matrix, mean, scores
 from tests.support import serving
 from tests.support.focus import Focusing
-from tests.support.serving import Ask, Judge, capture, prompt_of, serve, vector
+from tests.support.serving import Ask, Judge, capture, prompt_of, relative, serve, vector
 from vllm import LLM
 from vllm.config.capture import CAPTURE_POINTS, HEAD_POINTS
 from vllm.config.steering import STEERING_POINTS
@@ -105,6 +105,40 @@ def test_heads_of_all_workers(pair: tuple[LLM, Judge]) -> None:
     keys = outputs[1].capture_results["inline"].payload["k", 1]
     assert keys.heads == (0, 1)
     assert not torch.equal(keys.values[:, 0], keys.values[:, 1])
+
+
+def test_ends_and_branches_of_all_workers(pair: tuple[LLM, Judge]) -> None:
+    """embed is of the first stage, final of the last; a stage may have none of what is asked."""
+    llm, judge = pair
+    last = models.LAYERS - 1
+
+    def hooked(hooks: Any) -> dict[str, Any]:
+        return inline({"hooks": hooks, "positions": "all"})
+
+    ends, branches = {"embed": "all", "final": "all"}, {"attn_out": "all", "mlp_out": "all"}
+    asks = [
+        Ask(prompt_of(41, 118), {**STEERED, **hooked({**ends, **branches, "pre_attn": [0]})}),
+        Ask(prompt_of(17, 119), hooked({"embed": 0})),
+        Ask(prompt_of(5, 120), hooked({"final": last})),
+        Ask(prompt_of(5, 121), hooked({"mlp_out": last, "post_block": [0]})),
+        Ask(prompt_of(5, 122), {**STEERED, **hooked({"attn_out": [0, 1], "final": last})}),
+        Ask(prompt_of(5, 123)),
+    ]
+    outputs = serve(llm, asks)
+    for ask, output in zip(asks, outputs, strict=True):
+        judge.check(ask, output)
+    payload = outputs[0].capture_results["inline"].payload
+    assert len(payload) == 2 * models.LAYERS + 3
+    assert relative(payload["final", last].values, payload["embed", 0].values) > check.LEAST_MOVE
+    project = matrix(2)
+    scored = [{"hooks": hooks, "positions": "all"} for hooks in (ends, branches)]
+    scored += [{**one, "project": project} for one in scored]
+    [output] = serve(llm, [Ask(prompt_of(17, 124), {"capture": {"inline": scored}})])
+    for i in range(2):
+        rows, scores_of = (output.capture_results[f"inline[{j}]"].payload for j in (i, i + 2))
+        for site, values in rows.items():
+            want = values.values @ project.T
+            assert relative(scores_of[site].values, want) <= check.READ_TOLERANCE
 
 
 def test_heads_are_steered_by_the_worker_that_has_them(pair: tuple[LLM, Judge]) -> None:

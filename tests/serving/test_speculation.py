@@ -89,6 +89,7 @@ def asks() -> list[Ask]:
         capture({"start": 1, "stop": 40, "step": 6}),
         {**base, **capture("last_generated", ("post_block",), [1])},
         {**decode, **capture("last_prompt")},
+        {**decode, **capture("all", ("embed", "mlp_out", "final"))},
         {},
         prefill,
     ]

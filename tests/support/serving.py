@@ -194,14 +194,15 @@ class Judge:
             spec["positions"], len(ask.prompt), len(completion.token_ids)
         )
         forward = self.reference.run(sequence, self.deltas(ask, sequence))
+        expected = forward.rows | forward.heads | forward.others
         assert result.payload, "no site was captured"
         if spec.get("reduce") == "mean":
-            self._check_means(result, forward.rows, positions, sequence)
+            self._check_means(result, expected, positions, sequence)
             return
         for site, rows in result.payload.items():
             assert rows.positions.tolist() == positions, site
             assert rows.token_ids.tolist() == [sequence[p] for p in positions], site
-            want = forward.heads[site][:, list(rows.heads)] if rows.heads else forward.rows[site]
+            want = expected[site][:, list(rows.heads)] if rows.heads else expected[site]
             error = worst_row(rows.values, want[positions])
             assert error <= tolerance, f"{site}: rows off by {error}"
 

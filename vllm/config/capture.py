@@ -11,6 +11,7 @@ from pydantic import Field
 from vllm.config.steering import POINTS, refuse_unknown
 from vllm.config.utils import config
 from vllm.v1.capture.registry import ConsumerSpec, parse_consumers
+from vllm.v1.interventions.plan import FINAL
 
 PROJECTION_ROWS = 1024
 """Rows of all `project` matrices in use at once; a matrix that requests share counts once. A
@@ -19,8 +20,11 @@ request waits until its own have room."""
 HEAD_POINTS = ("q", "k", "v", "z")
 """The points of an attention layer, whose rows are heads: what it gets, and what it returns."""
 
-CAPTURE_POINTS = (POINTS[0], *HEAD_POINTS, *POINTS[1:])
-"""All points that can be captured, in the order in which a layer computes them."""
+CAPTURE_POINTS = (POINTS[0], *HEAD_POINTS, *POINTS[1:], FINAL)
+"""All points whose rows are copied, in the order in which the model computes them."""
+
+READ_POINTS = ("embed", *CAPTURE_POINTS[:-3], "attn_out", POINTS[1], "mlp_out", POINTS[2], FINAL)
+"""All that a capture may name, in the order in which the model computes it."""
 
 LOGIT = "logit"
 """The lens that is the model's own final norm and head."""
@@ -40,9 +44,10 @@ class CaptureConfig:
     writes files, `logging` logs; or an installed plug-in. As `name` or `name:key=value,key=value`,
     in Python also dicts, functions and instances of `CaptureConsumer`. See docs/capture.md."""
 
-    capture_points: list[str] = Field(default_factory=lambda: list(POINTS), min_length=1)
-    """The points that can be captured, of pre_attn, post_attn and post_block, and of q, k, v and z,
-    the heads of attention. Fewer cost less. Does not limit steering."""
+    capture_points: list[str] = Field(default_factory=lambda: [*POINTS, FINAL], min_length=1)
+    """The points that can be captured, of pre_attn, post_attn and post_block, of q, k, v and z, the
+    heads of attention, and final. Fewer cost less, but for final, which costs nothing until it is
+    asked for. Does not limit steering."""
 
     capture_buffer_bytes: int = Field(default=512 << 20, ge=1)
     """Device memory for the rows of one step; a GPU takes as much again, from which they leave
@@ -154,7 +159,7 @@ class CaptureConfig:
         return hash_factors(
             {
                 "schema": SCHEMA,
-                "points": sorted(self.capture_points),
+                "points": sorted({*self.capture_points} - {FINAL}),
                 "buffer_bytes": self.capture_buffer_bytes,
             }
         )

@@ -40,6 +40,9 @@ class Rank:
             self.arena[0] = torch.ones(HIDDEN) + (0 if vector is None else vector)
         yield
 
+    def capture_final(self, hidden_states: torch.Tensor) -> None:
+        """Its site is another."""
+
     def run(self, *, hidden: bool) -> None:
         def dummy_run(num_tokens: int) -> list[Any]:
             self.forwards += 1

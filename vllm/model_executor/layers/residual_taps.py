@@ -23,6 +23,7 @@ from vllm.config.steering import POINTS
 from vllm.distributed import tensor_model_parallel_all_reduce
 from vllm.model_executor.layers.row_capture import capture_rows
 from vllm.model_executor.layers.steering_terms import TermTables, steer_terms
+from vllm.v1.interventions.plan import MADE_OF
 
 
 class PassTap:
@@ -68,6 +69,7 @@ class UnboundTaps:
         loops: of layers that run several times for a token, the submodule whose children are the
             attention of each execution, named as `at` is called; empty for all others.
         refused: why layers of this class cannot have taps, empty when they can.
+        replaced: the points at which the stream may be other than the one before plus a branch.
     """
 
     pre_attn = PassTap()
@@ -75,7 +77,12 @@ class UnboundTaps:
     post_block = PassTap()
 
     def __init__(
-        self, *points: str, unless: tuple[str, ...] = (), loops: str = "", refused: str = ""
+        self,
+        *points: str,
+        unless: tuple[str, ...] = (),
+        loops: str = "",
+        refused: str = "",
+        replaced: tuple[str, ...] = (),
     ) -> None:
         unknown = sorted(set(points) - set(POINTS))
         if unknown:
@@ -84,6 +91,10 @@ class UnboundTaps:
         self.unless = unless
         self.loops = loops
         self.refused = refused
+        made = {b: taps for b, taps in MADE_OF.items() if len(taps) > 1}
+        kept = set(points).difference(replaced)
+        self.branches = tuple(b for b, (at, less) in made.items() if at in kept and less in points)
+        """Those that are the difference of two of the points."""
 
     def at(self, execution: int) -> "UnboundTaps":
         """Hand itself on: no execution of the layer has taps."""

@@ -35,14 +35,16 @@ class LocalStream(NamedTuple):
     each request's."""
     heads: Sequence[tuple[int, tuple[int, ...]]] = ()
     """What each of the sites has: (layer, heads), where rows are not heads without any."""
+    minus: tuple[int, ...] = ()
+    """As in `WorkerStream`, of the sites in `places`."""
     runs: Sequence[tuple[int, int]] = ()
-    """`places` as runs of neighbours in the arena with one matrix: (first index, number)."""
+    """`places` as runs of neighbours in the arena with one matrix: (first index, number). Each
+    place is one where something is taken away."""
 
     @property
     def is_raw(self) -> bool:
         """Whether rows leave as they are."""
-        made = self.reads is not None or self.projection is not None or self.summed
-        return not made and self.columns is None
+        return not self.width and not self.summed
 
 
 class CaptureGroup:
@@ -69,15 +71,16 @@ class CaptureGroup:
         """Arena rows of a token at the sites that are not raw, together."""
         self.rest_at = np.cumsum([0, *sizes], dtype=np.int32)[:-1]
         """int32: the first of them of each of these sites."""
-        self.streams = [s._replace(runs=self._runs(s.places, s.projection)) for s in streams]
+        self.streams = [s._replace(runs=self._runs(s)) for s in streams]
         self.attends = any(isinstance(s.reads, AttentionRead) for s in self.streams)
         """Whether attention is read."""
         self.shared = any(s.reads is not None for s in self.streams)
         """Whether every tensor-parallel rank makes a part of it."""
 
-    def _runs(
-        self, places: tuple[int, ...], projection: _Projection | None
-    ) -> list[tuple[int, int]]:
+    def _runs(self, stream: LocalStream) -> list[tuple[int, int]]:
+        places, projection = stream.places, stream.projection
+        if stream.minus:
+            return [(place, 1) for place in places]
         firsts = projection[0] if projection is not None else (0,) * len(places)
         groups = groupby(
             enumerate(places), lambda p: (p[1] - p[0], p[1] < self.num_raw, firsts[p[0]])
@@ -116,7 +119,7 @@ class CaptureGroups:
         if not own:
             return None
         of_heads = {i for s in streams if s.heads for i in s.sites}
-        made = [s for s in streams if s.projection or s.heads or s.summed or s.reads is not None]
+        made = [s for s in streams if s.projection or s.width or s.summed]
         raw = {i for s in streams if s not in made for i in s.sites}
         own.sort(key=lambda i: (i not in raw, i in of_heads))
         sizes = {i: self._shape.arena_rows(asked[i]) for i in own if i not in raw}
@@ -135,9 +138,9 @@ class CaptureGroups:
             if stream.heads:
                 parts = [self._columns(asked[i], firsts[i], chosen) for i, chosen in own_heads]
                 columns = np.concatenate([np.empty(0, np.int64), *parts])
-            local.append(
-                LocalStream(places, projection, columns, width, stream.summed, stream.reads, heads)
-            )
+            minus = tuple(place[i] for i in stream.minus if i in place)
+            of_rows = stream.summed, stream.reads, heads, minus
+            local.append(LocalStream(places, projection, columns, width, *of_rows))
         group = self._groups[asked, streams] = CaptureGroup(
             [self._sites[asked[i]] for i in own], len(own) - len(sizes), local, list(sizes.values())
         )

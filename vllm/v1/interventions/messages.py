@@ -61,12 +61,15 @@ class WorkerStream(msgspec.Struct, frozen=True, array_like=True):
     heads: tuple[tuple[int, ...], ...] = ()
     """Which heads of each site; empty at points of the residual stream."""
     width: int = 0
-    """The widths of a site's heads together, or of what is made of a row."""
+    """The widths of a site's heads together, or of what is made of a row; 0 for rows as they are,
+    and where `projection` says it."""
     summed: tuple[int, ...] = ()
     """The positions whose sum leaves the device in place of rows, as `Selection.runs`; () for
     rows."""
     reads: AttentionRead | LensRead | None = None
     """As in `Stream`."""
+    minus: tuple[int, ...] = ()
+    """Indices of the sites whose rows are taken away, one for each of `sites`; () for none."""
 
 
 class WorkerRequest(msgspec.Struct, frozen=True):

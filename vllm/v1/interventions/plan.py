@@ -17,6 +17,24 @@ from vllm.v1.interventions.terms import Term
 Site = tuple[str, int]
 """A place in the model: (point, layer), layer the global decoder layer index from 0."""
 
+FINAL = "final"
+"""What the head reads. It has no tap: it is what the model returns."""
+
+MADE_OF = {
+    "embed": ("pre_attn",),
+    "attn_out": ("post_attn", "pre_attn"),
+    "mlp_out": ("post_block", "post_attn"),
+}
+"""What else can be captured, and of which points of its layer it is made: what the first block
+reads, and branches, which are the first point less the second in float32."""
+
+
+def taps_of(site: Site) -> list[Site]:
+    """The sites whose rows are copied for those of a site: itself, or what `MADE_OF` says."""
+    point, layer = site
+    return [(tap, layer) for tap in MADE_OF.get(point, (point,))]
+
+
 TIERS = ("base", "prefill", "decode")
 """Where vectors act: base at all positions, prefill at the prompt's, decode at generated ones."""
 
@@ -78,13 +96,19 @@ class TapShape(msgspec.Struct, frozen=True):
     """How many logits the head has, where there are lenses."""
     lens_rows: int = 0
     """How many more rows of hidden_size of a step's budget a row under a lens takes."""
+    branches: dict[int, tuple[str, ...]] = {}
+    """Layer -> its branches that are exactly the difference of two of its points."""
+    final: int | None = None
+    """The last layer, if its head reads what the model returns, as it is."""
 
     whole_prompts: bool = False
     """Whether a prompt's tokens see each other both ways, so that one step has all of them."""
 
     def offers(self, layer: int) -> tuple[str, ...]:
-        """All points of a layer that can be captured."""
-        return (*self.points[layer], *self.heads.get(layer, ()))
+        """All that can be captured at a layer; the first has what it reads, and the last what the
+        head reads."""
+        points = *self.points[layer], *self.heads.get(layer, ()), *self.branches.get(layer, ())
+        return *("embed",) * (layer == 0), *points, *(FINAL,) * (layer == self.final)
 
     def row_width(self, site: Site) -> int:
         """Width of a token's row at a site; of all heads together."""
@@ -271,6 +295,8 @@ class Stream(msgspec.Struct, frozen=True):
     what consumers get: one row a site."""
     reads: AttentionRead | LensRead | None = None
     """What is made of its rows on the device and leaves in place of them."""
+    differs: bool = False
+    """Whether its sites are branches, whose rows are differences, float32."""
 
     @property
     def row_bytes(self) -> int:
@@ -327,7 +353,7 @@ class CapturePlan(msgspec.Struct, frozen=True):
     """The union of the consumers' selections: the rows that are written on the device."""
 
     sites: list[Site]
-    """In layer order, so that pipeline stages have runs of them."""
+    """Those that have taps, in layer order, so that pipeline stages have runs of them."""
     runs: list[int]
     streams: list[Stream]
     consumers: dict[str, Selection]

@@ -7,14 +7,22 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from vllm.config.capture import CAPTURE_POINTS, CaptureConfig
+from vllm.config.capture import READ_POINTS, CaptureConfig
 from vllm.config.steering import HEADS, POINTS, STEERING_POINTS, SteeringConfig
 from vllm.v1.interventions.errors import reject, show, show_key
-from vllm.v1.interventions.plan import Site, TapShape
+from vllm.v1.interventions.plan import Site, TapShape, taps_of
 from vllm.v1.interventions.values import plain, plain_list
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
+
+INSTEAD = {
+    "embed": "pre_attn of layer 0",
+    "attn_out": "post_attn",
+    "mlp_out": "post_block",
+    "final": "post_block of the last layer",
+}
+"""What stands for a point that is read alone, where it cannot stand."""
 
 _INT = re.compile(r"-?\d{1,9}")
 _RANGE = re.compile(r"(\d{1,9})-(\d{1,9})")
@@ -24,6 +32,8 @@ def need_point(value: Any, path: str, shape: TapShape, allowed: Sequence[str] = 
     """Return the point a user names; raise ValueError if it is not `allowed` or no layer has it."""
     value = plain(value)
     if not isinstance(value, str) or value not in allowed:
+        if isinstance(value, str) and value in INSTEAD:
+            reject(path, f"{value!r} can only be captured; here use {INSTEAD[value]}")
         reject(path, f"unknown point {show(value)}; points are {', '.join(allowed)}")
     offered = {p for layer in shape.points for p in shape.offers(layer)}
     if value not in offered:
@@ -151,9 +161,12 @@ def need_captured_points(sites: Iterable[Site], path: str, config: CaptureConfig
 
 
 def _need_points(sites: Iterable[Site], path: str, option: str, points: Sequence[str]) -> None:
-    for point, _ in sites:
-        if point not in points:
-            reject(f"{path}.{point}", f"the engine was started with {option}={list(points)}")
+    for site in sites:
+        for tap, _ in taps_of(site):
+            if tap not in points:
+                of = "" if tap == site[0] else f"is made of {tap}, and "
+                started = f"{of}the engine was started with {option}={list(points)}"
+                reject(f"{path}.{site[0]}", started)
 
 
 def _layers_of(value: Any, point: str, path: str, shape: TapShape) -> list[int]:
@@ -199,7 +212,7 @@ def _has(shape: TapShape) -> str:
 def site_order(site: Site) -> tuple[int, int]:
     """Sort key of sites: the order in which the stream passes them."""
     point, layer = site
-    return layer, CAPTURE_POINTS.index(point)
+    return layer, READ_POINTS.index(point)
 
 
 def needs_whole_items(config: "VllmConfig") -> bool:

@@ -86,6 +86,8 @@ def start_taps(executor: "Executor") -> TapShape | None:
                 known["slopes"] += form["slopes"]
             if "sinks" in form:
                 known["sinks"] += form["sinks"]
+    branches = {layer: b for shape in shapes for layer, b in shape.branches.items()}
+    final = next((shape.final for shape in shapes if shape.final is not None), None)
     num_layers = executor.vllm_config.model_config.get_total_num_hidden_layers()
     if missing := sorted(set(range(num_layers)) - set(points)):
         raise RuntimeError(
@@ -94,7 +96,15 @@ def start_taps(executor: "Executor") -> TapShape | None:
         )
     collect_stages(executor)
     first, points = shapes[0], dict(sorted(points.items()))
-    return msgspec.structs.replace(first, points=points, heads=heads, unread=unread, forms=forms)
+    return msgspec.structs.replace(
+        first,
+        points=points,
+        heads=heads,
+        unread=unread,
+        forms=forms,
+        branches=branches,
+        final=final,
+    )
 
 
 def end_with_parent() -> None:

@@ -101,9 +101,9 @@ class StepRows:
     """The rows of one step, for `ModelRunnerOutput`.
 
     They lie in one piece of host memory: positions, then what is made of rows on the device
-    (scores, sums, heads), then rows as they are. On a GPU the copy there is in flight when this
-    object is handed on; reading or pickling it waits for that. What is pickled is where the memory
-    is, if other processes of this host can read it.
+    (scores, sums, heads, differences), then rows as they are. On a GPU the copy there is in flight
+    when this object is handed on; reading or pickling it waits for that. What is pickled is where
+    the memory is, if other processes of this host can read it.
 
     Args:
         version: of the global steering that the step runs under.
@@ -138,11 +138,12 @@ class StepRows:
         return [positions, *made, ((self.blocks.num_raw, self._hidden_size), self._dtype)]
 
     def _made(self, block: Block, stream: LocalStream) -> tuple[tuple[int, ...], torch.dtype]:
-        """Scores and heads, [count, sites, width], or sums, [requests, sites, hidden]."""
+        """Scores, heads and differences, [count, sites, width], or sums, [requests, sites,
+        hidden]."""
         if stream.summed:
             return (len(block.owners), len(stream.places), self._hidden_size), torch.float32
-        of_rows = stream.projection is None and stream.reads is None
-        dtype = self._dtype if of_rows else torch.float32
+        of_heads = stream.columns is not None and stream.reads is None
+        dtype = self._dtype if of_heads else torch.float32
         return (block.count, len(stream.places), stream.width), dtype
 
     @property

@@ -11,7 +11,6 @@ import tempfile
 import torch
 
 from vllm.config import set_current_vllm_config
-from vllm.config.steering import POINTS
 from vllm.distributed import (
     cleanup_dist_env_and_memory,
     ensure_model_parallel_initialized,
@@ -22,6 +21,7 @@ from vllm.model_executor.model_loader.utils import initialize_model
 from vllm.utils.torch_utils import set_default_torch_dtype
 from vllm.v1.interventions.worker.tap_layers import (
     find_layers,
+    head_reads_rows,
     own_layers,
     refuse_layers,
     unbound_taps,
@@ -64,7 +64,8 @@ def list_points(args: argparse.Namespace) -> None:
             f"decoder layers {missing} of {config.model_config.architecture} are of a class that "
             "is not wired for steering or capture"
         )
-    offered = {index: unbound_taps(layers[index]).points for index in sorted(layers)}
+    taps = {index: unbound_taps(layers[index]) for index in sorted(layers)}
+    offered = {index: (*t.points, *t.branches) for index, t in taps.items()}
     width = config.model_config.get_hidden_size()
     name = str(dtype).removeprefix("torch.")
     depth, size = len(layers), width * dtype.itemsize
@@ -72,7 +73,10 @@ def list_points(args: argparse.Namespace) -> None:
     for first, last, points in runs(offered):
         where = f"layer {first}" if first == last else f"layers {first}-{last}"
         kind = type(layers[first]).__name__
-        print(f"  {where}: {', '.join(p for p in POINTS if p in points)}  ({kind})")
+        print(f"  {where}: {', '.join(points)}  ({kind})")
+    ends = ["embed at layer 0", *[f"final at layer {depth - 1}"] * head_reads_rows(model, width)]
+    branches = dict.fromkeys(branch for t in taps.values() for branch in t.branches)
+    print(f"  captured, not steered: {', '.join([*ends, *branches])}")
 
 
 def runs(offered: dict[int, tuple[str, ...]]) -> list[tuple[int, int, tuple[str, ...]]]:

@@ -15,6 +15,7 @@ from vllm.entrypoints.compat.doors import LENS
 from vllm.entrypoints.compat.lens_routes import router as lens_router
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.interventions.errors import reject
+from vllm.v1.interventions.sites import INSTEAD
 from vllm.v1.steering.modules import FIELDS, need_module_name
 
 from .access import SteeringAccess
@@ -62,7 +63,7 @@ async def state(request: Request) -> dict[str, Any]:
 @router.get("/layers")
 async def layers(request: Request) -> dict[str, Any]:
     """Return the model's shape: the points of each layer, the heads of its attention as [number,
-    width], and which points can be steered."""
+    width], what can be captured beside, and which points can be steered."""
     config = _engine(request).vllm_config
     if (shape := config.tap_shape) is None:
         reject(
@@ -77,6 +78,10 @@ async def layers(request: Request) -> dict[str, Any]:
         "num_layers": len(shape.points),
         "layers": {str(layer): list(points) for layer, points in sorted(shape.points.items())},
         "heads": {str(layer): points for layer, points in sorted(shape.heads.items())},
+        "captured": {
+            str(layer): [p for p in shape.offers(layer) if p in INSTEAD]
+            for layer in sorted(shape.points)
+        },
         "steering_points": list(steering.steering_points) if steering.enable_steering else [],
         "steering_families": list(steering.steering_families) if steering.enable_steering else [],
     }

@@ -8,9 +8,9 @@ from itertools import chain
 from typing import Any, TypeVar
 
 from vllm.config.capture import (
-    CAPTURE_POINTS,
     HEAD_POINTS,
     PROJECTION_ROWS,
+    READ_POINTS,
     CaptureConfig,
 )
 from vllm.sampling_params import SamplingParams
@@ -26,12 +26,14 @@ from vllm.v1.interventions.frontend.rule_request import AskedRule, place_rules
 from vllm.v1.interventions.frontend.selectors import NAMED_SELECTORS, Prompt, Selector
 from vllm.v1.interventions.frontend.work import Work
 from vllm.v1.interventions.plan import (
+    MADE_OF,
     AttentionRead,
     CapturePlan,
     LensRead,
     Selection,
     Site,
     TapShape,
+    taps_of,
 )
 from vllm.v1.interventions.sites import (
     need_captured_points,
@@ -136,8 +138,10 @@ def parse_capture(
         )
     placed = streams.placed(projections)
     sites, runs = union(placed)
+    if any(point in MADE_OF for point, _ in sites):
+        sites = sorted({tap for site in sites for tap in taps_of(site)}, key=site_order)
     # What is made of rows takes room, too, while it is on the device; rows under a lens take time.
-    made = sum(s.row_bytes * len(s.sites) for s in placed if s.reads is not None)
+    made = sum(s.row_bytes * len(s.sites) for s in placed if s.differs or s.reads is not None)
     under = sum(len(s.sites) for s in placed if isinstance(s.reads, LensRead))
     charge_lenses(selections, runs, shape, prompt, path)
     return CapturePlan(
@@ -266,7 +270,7 @@ def _sites(
     points: list[list[Site]] = []
     heads: dict[Site, tuple[int, ...]] = {}
     for key, value in need_mapping(hooks, path).items():
-        point = need_point(key, f"{path}.{show_key(key)}", shape, CAPTURE_POINTS)
+        point = need_point(key, f"{path}.{show_key(key)}", shape, READ_POINTS)
         if point in HEAD_POINTS:
             chosen = need_heads(value, point, f"{path}.{point}", shape)
             heads |= {(point, layer): chosen[layer] for layer in chosen}

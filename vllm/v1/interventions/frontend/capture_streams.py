@@ -8,7 +8,15 @@ import msgspec
 
 from vllm.v1.capture.registry import is_inline
 from vllm.v1.interventions.errors import reject
-from vllm.v1.interventions.plan import AttentionRead, LensRead, Selection, Site, Stream, TapShape
+from vllm.v1.interventions.plan import (
+    AttentionRead,
+    LensRead,
+    Selection,
+    Site,
+    Stream,
+    TapShape,
+    taps_of,
+)
 from vllm.v1.interventions.positions import Positions
 from vllm.v1.interventions.sites import site_order
 
@@ -28,6 +36,7 @@ class _Form(NamedTuple):
     summed: tuple[int, ...] = ()
     """The positions of a mean, as `Selection.runs`."""
     reads: AttentionRead | LensRead | None = None
+    differs: bool = False
 
 
 class Streams:
@@ -64,25 +73,31 @@ class Streams:
             ValueError: rows of several widths for a consumer other than `inline`.
         """
         parts: dict[_Form, list[Site]] = {}
-        if not selection.heads:
+        runs = tuple(selection.runs) if summed else ()
+        differing = [site for site in selection.sites if len(taps_of(site)) > 1]
+        if not selection.heads and len(differing) in (0, len(selection.sites)):
             apart = tuple(selection.sites) if len(digests) > 1 else ()
-            runs = tuple(selection.runs) if summed else ()
-            form = _Form(relayed, tuple(digests), apart, summed=runs, reads=selection.reads)
-            parts[form] = selection.sites
-        for site in selection.sites if selection.heads else ():
-            width = self._width(selection, site)
             form = _Form(
-                relayed,
-                width=width,
-                consumer=name if width else "",
-                reads=selection.reads,
+                relayed, tuple(digests), apart, 0, "", runs, selection.reads, bool(differing)
             )
+            parts[form] = selection.sites
+        elif digests or summed:
+            reject(
+                f"{path}.{'reduce' if summed else 'project'}",
+                "is for branches (attn_out, mlp_out) or for other points, and not for both; give "
+                "a list of captures",
+            )
+        for site in () if parts else selection.sites:
+            width, differs = self._width(selection, site), site in differing
+            consumer = name if width else ""
+            form = _Form(relayed, (), (), width, consumer, runs, selection.reads, differs)
             parts.setdefault(form, []).append(site)
         if len(parts) > 1 and not is_inline(name):
             reject(
                 f"{path}.hooks",
-                "rows have different widths, and only 'inline' takes these together; choose sites "
-                "with as many heads of one width each",
+                "rows have different widths or dtypes, and only 'inline' takes these together; "
+                "choose sites with as many heads of one width each, or branches (attn_out, "
+                "mlp_out) alone, which are float32",
             )
         for form, sites in parts.items():
             part = selection if len(parts) == 1 else msgspec.structs.replace(selection, sites=sites)
@@ -117,10 +132,9 @@ class Streams:
                 width = sum(form.reads.widths)
             heads = [members[0].heads[site] for site in sites] if form.width else []
             digests, summed = list(form.digests), bool(form.summed)
-            dtype = "float32" if summed or form.reads is not None else dtype
-            made.append(
-                Stream(sites, runs, form.relayed, width, dtype, digests, heads, summed, form.reads)
-            )
+            dtype = "float32" if summed or form.differs or form.reads is not None else dtype
+            of_rows = heads, summed, form.reads, form.differs
+            made.append(Stream(sites, runs, form.relayed, width, dtype, digests, *of_rows))
         return made
 
 

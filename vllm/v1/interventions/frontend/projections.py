@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from vllm.config.capture import PROJECTION_ROWS
+from vllm.config.capture import HEAD_POINTS, PROJECTION_ROWS, READ_POINTS
 from vllm.config.steering import MAX_MODULES
 from vllm.v1.interventions.errors import need_mapping, reject, show, show_key
 from vllm.v1.interventions.frontend.module_catalog import ModuleCatalog
@@ -17,6 +17,8 @@ from vllm.v1.interventions.plan import Site, TapShape
 from vllm.v1.interventions.sites import need_layers, need_point
 from vllm.v1.interventions.values import plain_list
 from vllm.v1.interventions.vectors import need_vector
+
+_POINTS = [point for point in READ_POINTS if point not in HEAD_POINTS]
 
 
 def matrix_digest(matrix: bytes, shape: TapShape) -> str:
@@ -48,7 +50,7 @@ def matrices_of(
         return [data]
     made: dict[Site, bytes] = {}
     for key, entries in value.items():
-        point = need_point(key, f"{path}.{show_key(key)}", shape)
+        point = need_point(key, f"{path}.{show_key(key)}", shape, _POINTS)
         for layers, matrix in need_mapping(entries, f"{path}.{point}").items():
             at = f"{path}.{point}.{show_key(layers)}"
             data = _matrix(matrix, at, shape)

@@ -4,7 +4,7 @@
 from itertools import pairwise
 
 from vllm.v1.interventions.messages import StepInterventions, WorkerStream
-from vllm.v1.interventions.plan import CapturePlan, Plan
+from vllm.v1.interventions.plan import CapturePlan, Plan, taps_of
 from vllm.v1.interventions.scheduler.admission import MAX_STEP_BYTES
 
 
@@ -73,10 +73,13 @@ class ProjectionPool:
             if len(firsts) == 1:
                 firsts *= len(stream.sites)
             projection = (tuple(firsts), stream.width) if firsts else None
-            sites, heads = tuple(at[site] for site in stream.sites), tuple(stream.heads)
-            width = stream.width if heads or stream.reads is not None else 0
-            summed = tuple(stream.runs * stream.summed)
-            streams.append(WorkerStream(sites, projection, heads, width, summed, stream.reads))
+            sites = tuple(at[taps_of(site)[0]] for site in stream.sites)
+            minus = tuple(at[taps_of(site)[1]] for site in stream.sites if stream.differs)
+            heads, summed = tuple(stream.heads), tuple(stream.runs * stream.summed)
+            width = stream.width if heads or minus or stream.reads is not None else 0
+            streams.append(
+                WorkerStream(sites, projection, heads, width, summed, stream.reads, minus)
+            )
         return tuple(streams)
 
     def upload(self, step: StepInterventions) -> None:

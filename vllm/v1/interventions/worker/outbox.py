@@ -93,7 +93,8 @@ class Outbox:
             done = stop
 
     def _made_of(self, block: Block, captured: Captured) -> Iterator[torch.Tensor]:
-        """What leaves of a block's rest: scores, sums, heads, and what lenses and attention make.
+        """What leaves of a block's rest: scores, sums, heads, differences, and what lenses and
+        attention make.
 
         Args:
             captured: the block's tokens.
@@ -114,6 +115,13 @@ class Outbox:
                 yield self._sums_of(block, stream, captured.positions)
             elif columns is not None:
                 yield next(reads) if stream.reads is not None else block.heads(self._arena, columns)
+            elif not stream.is_raw:
+                made = torch.empty(
+                    block.count, len(stream.places), stream.width, device=self._arena.device
+                )
+                for sites, rows in self._rows_of(block, stream):
+                    made[:, sites] = rows
+                yield made
 
     def take_part(self, step: StepRows, captured: Captured) -> None:
         """Make what all tensor-parallel ranks make together, of rows under lenses and of attention,
@@ -136,8 +144,19 @@ class Outbox:
     def _under_lens(self, block: Block, stream: LocalStream, read: LensRead) -> torch.Tensor:
         """What leaves of rows under a lens, float32 [count, sites, width] on the device."""
         assert self.lens is not None
-        rows = torch.cat([block.of(self._arena, *run) for run in stream.runs], dim=1)
+        rows = torch.cat([rows for _, rows in self._rows_of(block, stream)], dim=1)
         return self.lens.read(read, [layer for layer, _ in stream.heads], rows)
+
+    def _rows_of(self, block: Block, stream: LocalStream) -> Iterator[tuple[slice, torch.Tensor]]:
+        """Which of a stream's sites, and their rows [count, number, hidden]: views of the arena in
+        the model's dtype, or of branches float32, each the difference of two rows."""
+        done = 0
+        for i, (first, number) in enumerate(stream.runs):
+            rows = block.of(self._arena, first, number)
+            if stream.minus:
+                rows = rows.float() - block.of(self._arena, stream.minus[i], 1).float()
+            yield slice(done, done + number), rows
+            done += number
 
     def _scores_of(self, block: Block, stream: LocalStream) -> torch.Tensor:
         """The scores of a projected stream, float32 [count, sites, k] on the device."""
@@ -145,12 +164,8 @@ class Outbox:
         matrices, size = stream.projection
         shape = (block.count, len(stream.places), size)
         scores = torch.empty(shape, device=self._arena.device)
-        done = 0
-        for first, number in stream.runs:
-            out = scores[:, done : done + number]
-            rows = block.of(self._arena, first, number)
-            self._projections.scores(rows, (matrices[done], size), out)
-            done += number
+        for sites, rows in self._rows_of(block, stream):
+            self._projections.scores(rows, (matrices[sites.start], size), scores[:, sites])
         return scores
 
     def _sums_of(self, block: Block, stream: LocalStream, positions: torch.Tensor) -> torch.Tensor:
@@ -160,13 +175,10 @@ class Outbox:
         wanted = (torch.bucketize(positions, edges, right=True) % 2 == 1).view(-1, 1, 1)
         hidden, kind = self._arena.shape[1], torch.float32
         sums = torch.zeros(len(block.owners), len(stream.places), hidden, device=edges.device)
-        done = 0
-        for first, number in stream.runs:
-            into = sums[:, done : done + number]
-            at_once = max(CHUNK_BYTES // (number * hidden * 4), 1)
-            parts = block.of(self._arena, first, number).split(block.counts)
+        for sites, of_run in self._rows_of(block, stream):
+            into, parts = sums[:, sites], of_run.split(block.counts)
+            at_once = max(CHUNK_BYTES // (parts[0].shape[1] * hidden * 4), 1)
             for total, rows, takes in zip(into, parts, wanted.split(block.counts), strict=True):
                 for some, which in zip(rows.split(at_once), takes.split(at_once), strict=True):
                     total += some.where(which, 0).sum(0, dtype=kind)
-            done += number
         return sums

@@ -14,17 +14,18 @@ import torch
 from torch import nn
 
 from vllm.config import CompilationMode, VllmConfig
-from vllm.config.capture import HEAD_POINTS
+from vllm.config.capture import CAPTURE_POINTS, HEAD_POINTS
 from vllm.config.steering import HEADS, POINTS
 from vllm.model_executor.layers.attention.attention import Attention
 from vllm.model_executor.layers.attention.mla_attention import MLAAttention
 from vllm.model_executor.layers.attention_taps import HeadSteering, HeadTap, HeadTaps
 from vllm.model_executor.layers.native_rows import NATIVE_ROWS, NativeTap
 from vllm.model_executor.layers.residual_taps import BoundTaps, LoopedTaps, PassTap, SiteTap
+from vllm.model_executor.layers.row_capture import capture_rows
 from vllm.v1.capture.transport.landing import Landing
 from vllm.v1.interventions.capture_groups import CaptureGroup, CaptureGroups
 from vllm.v1.interventions.messages import num_table_rows
-from vllm.v1.interventions.plan import Site, TapShape
+from vllm.v1.interventions.plan import FINAL, Site, TapShape
 from vllm.v1.interventions.step_rows import Blocks, Members, StepRows
 from vllm.v1.interventions.worker.attention_layers import AttentionHeads, attention_of
 from vllm.v1.interventions.worker.attention_reader import AttentionReader
@@ -42,6 +43,7 @@ from vllm.v1.interventions.worker.tap_layers import (
     bound_taps,
     find_layers,
     has_whole_prompts,
+    head_reads_rows,
     own_layers,
     refuse_layers,
     unbound_taps,
@@ -81,6 +83,8 @@ class WorkerInterventions:
         self._version = 0
         self.sites: list[Site] = []
         self._dest_rows: dict[Site, int] = {}
+        self._final: int | None = None
+        """The one of what goes to the head, if this stage has it."""
         self.table: SteeringTable | None = None
         self._terms: TermTable | None = None
         self.focus: FocusLayers | None = None
@@ -130,17 +134,21 @@ class WorkerInterventions:
                 "enable_steering and capture_consumers"
             )
         model_config = self._config.model_config
-        layers = own_layers(layers, model_config.get_total_num_hidden_layers())
-        self.layers = layers
+        depth = model_config.get_total_num_hidden_layers()
+        hidden_size = model_config.get_hidden_size()
+        self.layers = layers = own_layers(layers, depth)
+        last = max([depth - 1, *layers])
         # Attention that runs several times is several, and each token of a prompt that is seen both
         # ways has weights which a later one changes: neither has rows of heads.
         attention = attention_of({n: m for n, m in layers.items() if not unbound_taps(m).loops})
         self.shape = TapShape(
-            hidden_size=model_config.get_hidden_size(),
+            hidden_size=hidden_size,
             dtype=str(model_config.dtype).removeprefix("torch."),
             points={index: unbound_taps(layer).points for index, layer in layers.items()},
             heads={index: found.points for index, found in attention.items()},
             whole_prompts=has_whole_prompts(layers),
+            branches={index: unbound_taps(layer).branches for index, layer in layers.items()},
+            final=last if last in layers and head_reads_rows(model, hidden_size) else None,
         )
         refuse_layers(layers, self.shape.torch_dtype)
         self._allocate(self.shape)
@@ -165,7 +173,9 @@ class WorkerInterventions:
     def _allocate(self, shape: TapShape) -> None:
         max_tokens = self._config.scheduler_config.max_num_batched_tokens
         hidden, dtype, device = shape.hidden_size, shape.torch_dtype, self._device
-        self.sites = [(p, n) for n in sorted(shape.points) for p in shape.offers(n)]
+        self.sites = [
+            (p, n) for n in sorted(shape.points) for p in shape.offers(n) if p in CAPTURE_POINTS
+        ]
         self.tokens = TokenMap(max_tokens, device)
         if self._steering:
             config = self._config.steering_config
@@ -187,6 +197,8 @@ class WorkerInterventions:
             points = self._config.capture_config.capture_points
             captured = [site for site in self.sites if site[0] in points]
             self._dest_rows = {site: i for i, site in enumerate(captured)}
+            if shape.final is not None:
+                self._final = self._dest_rows.get((FINAL, shape.final))
             self._groups = CaptureGroups(self._dest_rows, shape)
             # The start-up check captures one token of any site, which may need several rows.
             least = max(map(shape.arena_rows, captured), default=1)
@@ -455,6 +467,20 @@ class WorkerInterventions:
         rows = StepRows(self._version, blocks, self.shape.hidden_size, self.shape.torch_dtype)
         programs = self.tokens.focus[token_index] if self.tokens.focuses else None
         return rows, Captured(positions[token_index].long(), programs)
+
+    def capture_final(self, hidden_states: torch.Tensor) -> None:
+        """Capture what goes to the head, if that is wanted, before anything else runs that may use
+        its memory.
+
+        Args:
+            hidden_states: what the model returned, [>= tokens, hidden]; on the last stage.
+        """
+        if self._final is None or (self._pending is None and self._probe is None):
+            return
+        blocks = [] if self._pending is None else self._pending[0].blocks.all
+        if self._probe is not None or any(self._final in block.group.sites for block in blocks):
+            assert self.arena is not None and self.dest is not None
+            capture_rows(hidden_states, self.arena, self.dest[self._final])
 
     def _clear_dest(self) -> None:
         if self._captured_tokens and self.dest is not None:

@@ -240,6 +240,7 @@ def _run(
     worker has neither."""
     with interventions.probing(site, vector):
         hidden = dummy_run(NUM_TOKENS)[0]
+        interventions.capture_final(hidden)
         if interventions.captures(site):
             assert interventions.arena is not None and interventions.shape is not None
             # Of many heads, those that lie in the first row.

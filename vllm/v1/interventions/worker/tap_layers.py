@@ -2,12 +2,15 @@
 """Which modules of a loaded model are wired decoder layers."""
 
 from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
 from torch import nn
 
 from vllm.model_executor.layers.attention import PrefillPrefixLMAttention
 from vllm.model_executor.layers.residual_taps import BoundTaps, LoopedTaps, UnboundTaps
+from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
+from vllm.model_executor.models.interfaces_base import is_text_generation_model
 from vllm.model_executor.models.utils import extract_layer_index
 from vllm.v1.interventions.worker.transformers_taps import tap_backend_layers
 
@@ -80,6 +83,44 @@ def has_whole_prompts(layers: Mapping[int, nn.Module]) -> bool:
     """Whether a prompt's tokens see each other both ways, so that one step has all of them."""
     parts = (part for layer in layers.values() for part in layer.modules())
     return any(isinstance(part, PrefillPrefixLMAttention) for part in parts)
+
+
+def head_reads_rows(model: nn.Module, width: int) -> bool:
+    """Whether the head reads what the model's forward returns, as it is: some models norm it there.
+
+    Nothing is computed: the head is stopped when it is called.
+
+    Args:
+        width: of the stream.
+    """
+    if not is_text_generation_model(model):
+        return False
+    weight = next(model.parameters())
+    rows = torch.zeros(1, width, dtype=weight.dtype, device=weight.device)
+
+    def stop(_: nn.Module, args: tuple[Any, ...]) -> None:
+        head, given = args[:2]
+        raise _HeadReadError(
+            given is rows
+            and isinstance(head, VocabParallelEmbedding)
+            and head.embedding_dim == width
+        )
+
+    # With LoRA another class has its place, and its name.
+    heads = [m for m in model.modules() if "LogitsProcessor" in type(m).__name__]
+    hooks = [head.register_forward_pre_hook(stop) for head in heads]
+    try:
+        model.compute_logits(rows)
+    except _HeadReadError as read:
+        return bool(read.args[0])
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return False
+
+
+class _HeadReadError(Exception):
+    """The head was called; says whether it got the rows that were given."""
 
 
 def _is_wired(cls: type) -> bool:
