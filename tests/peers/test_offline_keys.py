@@ -81,5 +81,6 @@ def test_async(tiny_models: TinyModels, tmp_path: Any) -> None:
 @pytest.mark.parametrize("field", [*FIELDS, "capture_wait", "conversation_id"])
 def test_fields_of_bodies_are_none_of_the_parameters(field: str) -> None:
     """Of the type itself, so by its name."""
+    given: dict[str, Any] = {field: "x"}
     with pytest.raises(TypeError, match=f"'{field}'"):
-        SamplingParams(**{field: "x"})  # type: ignore[arg-type]
+        SamplingParams(**given)
