@@ -84,7 +84,7 @@ def test_what_loops_lack_is_refused(pair: Pair) -> None:
     """Heads, for which no number of an execution would do, and layers past the last execution."""
     last = EXECUTIONS[pair.reference.row.name] - 1
     for hooks, says in (
-        ({"z": [0]}, "this model has no point 'z'; it has pre_attn, post_attn, post_block"),
+        ({"z": [0]}, "this model has no point 'z'; it has embed, pre_attn, attn_out, post_attn"),
         ({"post_block": [last + 1]}, f"out of range, the model has 0-{last}"),
     ):
         request = {"capture": {"inline": {"hooks": hooks, "positions": "last_prompt"}}}

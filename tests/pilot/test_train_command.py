@@ -167,7 +167,7 @@ def test_points_of_a_model(demo_model: Path, capfd: pytest.CaptureFixture[str]) 
     assert run("points", str(demo_model), "--dtype=float32") == 0
     said = capfd.readouterr().out
     assert "LlamaForCausalLM: 5 layers of 128, float32, 512 B a row" in said
-    assert "layers 0-4: pre_attn, post_attn, post_block  (LlamaDecoderLayer)" in said
+    assert "layers 0-4: pre_attn, post_attn, post_block, attn_out, mlp_out  (LlamaDec" in said
     both = ("pre_attn", "post_block")
     assert runs({0: both, 1: both, 2: ("pre_attn",), 4: both}) == [
         (0, 1, both),
