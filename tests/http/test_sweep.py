@@ -87,11 +87,14 @@ def hooked(reference: Reference) -> Hooked:
 
 
 def events(response: httpx.Response) -> Iterator[tuple[str, Any]]:
+    """Each event's name and data; the end is one, too."""
     name = ""
     for line in response.iter_lines():
         if line.startswith("event: "):
             name = line.removeprefix("event: ")
-        elif line.startswith("data: ") and line != "data: [DONE]":
+        elif line == "data: [DONE]":
+            yield "[DONE]", None
+        elif line.startswith("data: "):
             yield name, json.loads(line.removeprefix("data: "))
 
 
@@ -160,8 +163,8 @@ def test_a_stream(server: Server) -> None:
     body = {"model": NAME, **ASKED, "stream": True}
     with httpx.stream("POST", server.url + "/v1/steering/sweep", json=body, timeout=60) as answer:
         assert answer.headers["content-type"].startswith("text/event-stream")
-        (first, start), *cells, (last, summary) = events(answer)
-    assert (first, last) == ("start", "summary")
+        (first, start), *cells, (last, summary), (done, _) = events(answer)
+    assert (first, last, done) == ("start", "summary", "[DONE]")
     assert {name for name, _ in cells} == {"cell"} and len(cells) == plain["cells"]
     assert start | {"grid": summary["grid"]} == {
         key: value for key, value in plain.items() if key != "cells_per_second"
