@@ -40,6 +40,7 @@ def bench(demo_model: Path) -> Iterator[EngineBench]:
         max_steering_configs=16,
         skip_tokenizer_init=False,
         max_model_len=128,
+        max_logprobs=-1,
         max_num_seqs=128,
         max_num_batched_tokens=4096,
         kv_cache_memory_bytes=64 << 20,

@@ -14,7 +14,7 @@ import torch
 
 from vllm.pilot import Pairs, Sweep, pca, read_rows
 from vllm.pilot.bench import Fields, Reply
-from vllm.pilot.choice import choose
+from vllm.pilot.choice import choose, divergence
 from vllm.pilot.fitting import find_directions
 from vllm.pilot.pairs import Text
 
@@ -50,7 +50,7 @@ class MadeUp:
             row = torch.randn(1, self.hidden, generator=generator)
             row[0, layer] += 3.0 * (number % 2 == 0) * (1 + number % 5)
             rows["post_block", layer] = row[: len(inline["positions"])]
-        return Reply(tuple(ids), (0,), "", False, None, rows)
+        return Reply(tuple(ids), (0,), "", False, [], rows)
 
 
 def pairs_of(count: int) -> Pairs:
@@ -164,3 +164,18 @@ def test_the_choice(
 ) -> None:
     made = choose(swept(effects), nats, 2.0, most, LAST)
     assert (made.layer, made.scale, made.within) == chosen
+
+
+def test_a_divergence_is_exact_or_less() -> None:
+    """Of all tokens it is theirs; of the likeliest ones of each it is a bound from below."""
+    generator = np.random.default_rng(0)
+    for _ in range(50):
+        logits = generator.normal(size=(2, 60)) * generator.uniform(0.5, 4)
+        p, q = logits - np.log(np.exp(logits).sum(1, keepdims=True))
+        exact = float(np.exp(p) @ (p - q))
+        plain, steered = dict(enumerate(p)), dict(enumerate(q))
+        assert divergence(plain, steered) == pytest.approx(exact, rel=1e-6)
+        assert abs(divergence(steered, plain) - exact) > 1e-3
+        some = (dict(sorted(of.items(), key=lambda one: -one[1])[:20]) for of in (plain, steered))
+        assert 0 <= divergence(*some) < exact
+        assert divergence(plain, plain) == 0

@@ -22,7 +22,9 @@ from demo import corpus
 from demo.subject import grammar_mood
 from vllm import SamplingParams
 from vllm.pilot import EngineBench, Odds, Pairs, Score, mean_difference, read_rows, sweep, train
+from vllm.pilot.bench import Steering, likelihoods
 from vllm.pilot.captures import row_table, save_direction
+from vllm.pilot.choice import KlGuard
 from vllm.pilot.fitting import find_directions
 from vllm.pilot.pairs import Example, Persona, last_words
 from vllm.pilot.report import need_folder, save_trained, verdict
@@ -309,3 +311,34 @@ def test_the_folder_is_seen_to_before_the_work(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(FileExistsError):
         need_folder(tmp_path / "file")
+
+
+def test_the_guard_bounds_the_divergence_from_below(bench: EngineBench) -> None:
+    """On texts that others wrote, against the sum over all tokens; how much likelier these texts
+    are to the plain model is something else."""
+    rng = random.Random(3)
+    passages = [
+        corpus.sample(o, corpus.Mood.CHEERFUL, rng) for o in corpus.openings("held-out")[:12]
+    ]
+    texts = [(bench.encode(corpus.render(p.words)), 1) for p in passages]
+    pairs = make_pairs()
+    found = find_directions(bench, pairs, [2], "mean", "last", "post_block")
+    steerings = [Steering(2, found.vectors[0], scale) for scale in (-2.0, 0.5, 1.0, 2.0)]
+    plain, *steered = likelihoods(bench, texts, [None, *steerings], others=-1)
+    exact = [
+        float(
+            np.mean(
+                [
+                    np.exp(np.array([*p.values()])) @ [p[token] - q[token] for token in p]
+                    for a, b in zip(plain, of, strict=True)
+                    for p, q in zip(a, b, strict=True)
+                ]
+            )
+        )
+        for of in steered
+    ]
+    bounds = KlGuard(bench, texts, own=False)(steerings)
+    likelier = KlGuard(bench, texts, own=True)(steerings)
+    for whole, bound, other in zip(exact, bounds, likelier, strict=True):
+        assert whole > 0.001 and 0.9 * whole <= bound <= whole * (1 + 1e-5)
+        assert not 0.9 * whole <= other <= whole * (1 + 1e-5)

@@ -62,8 +62,9 @@ class Reply:
     text: str
     finished: bool
     """Whether it ended the text itself."""
-    logprobs: list[float] | None
-    """log P of every prompt token given those before it, 0.0 for the first, if asked for."""
+    logprobs: list[dict[int, float]]
+    """log P of every prompt token given those before it, by its id, and of as many others as were
+    asked for; nothing for the first token, and an empty list where none was asked for."""
     rows: Mapping[tuple[str, int], torch.Tensor]
     """Captured rows by point and layer, float32 [n, hidden]."""
 
@@ -175,14 +176,16 @@ class ServerBench:
         for name, status in choice.capture_status.items():
             if status != "ok":
                 raise ValueError(f"capture {name}: {choice.capture_results[name]['error']}")
-        entries = raw.get("prompt_logprobs")
-        pairs = zip(prompt, entries, strict=True) if entries else ()
+        logprobs = [
+            {int(token): one["logprob"] for token, one in (entry or {}).items()}
+            for entry in raw.get("prompt_logprobs") or ()
+        ]
         return Reply(
             tuple(prompt),
             tuple(raw["token_ids"]),
             choice.text,
             choice.finish_reason == "stop",
-            [entry[str(token)]["logprob"] if entry else 0.0 for token, entry in pairs] or None,
+            logprobs,
             {site: torch.tensor(rows.values).float() for site, rows in choice.rows.items()},
         )
 
@@ -209,13 +212,38 @@ def surprise(
     Returns:
         float64 [steerings, texts]: nats, the sum over the counted tokens.
     """
-    common = {"max_tokens": 1, "temperature": 0.0, "prompt_logprobs": 0}
-    asked = [{**common, **(s.fields() if s else {})} for s in steerings for _ in texts]
-    replies = bench.ask([ids for ids, _ in texts] * len(steerings), asked)
     found = [
-        -sum((reply.logprobs or [])[texts[i % len(texts)][1] :]) for i, reply in enumerate(replies)
+        [surprise_of(ids[start:], listed) for (ids, start), listed in zip(texts, of, strict=True)]
+        for of in likelihoods(bench, texts, steerings)
     ]
     return np.array(found, dtype=np.float64).reshape(len(steerings), len(texts))
+
+
+def surprise_of(ids: Sequence[int], listed: Sequence[Mapping[int, float]]) -> float:
+    """The sum of -log P of tokens, in nats, by what `likelihoods` has of each."""
+    return -sum(entry[token] for token, entry in zip(ids, listed, strict=True) if entry)
+
+
+def likelihoods(
+    bench: Bench,
+    texts: Sequence[tuple[Sequence[int], int]],
+    steerings: Sequence[Steering | None],
+    others: int = 0,
+) -> list[list[list[dict[int, float]]]]:
+    """How likely the tokens of texts are to the model under each steering.
+
+    Args:
+        texts: tokens, and the index from which on they count.
+        others: how many of the likeliest tokens are listed at each place beside the text's own.
+
+    Returns:
+        For each steering, for each text, as `Reply.logprobs`, of the counted tokens.
+    """
+    common = {"max_tokens": 1, "temperature": 0.0, "prompt_logprobs": others}
+    asked = [{**common, **(s.fields() if s else {})} for s in steerings for _ in texts]
+    replies = bench.ask([ids for ids, _ in texts] * len(steerings), asked)
+    listed = [r.logprobs[texts[i % len(texts)][1] :] for i, r in enumerate(replies)]
+    return [listed[i : i + len(texts)] for i in range(0, len(listed), len(texts))]
 
 
 def _reply(output: Any) -> Reply:
@@ -225,13 +253,14 @@ def _reply(output: Any) -> Reply:
             raise ValueError(f"capture {name}: {result.error}")
     inline = (answer.capture_results or {}).get("inline")
     ids = tuple(output.prompt_token_ids or ())
-    entries = output.prompt_logprobs
-    pairs = zip(ids, entries, strict=True) if entries else ()
     return Reply(
         ids,
         tuple(answer.token_ids),
         answer.text,
         answer.finish_reason == "stop",
-        [entry[token].logprob if entry else 0.0 for token, entry in pairs] or None,
+        [
+            {token: one.logprob for token, one in (entry or {}).items()}
+            for entry in output.prompt_logprobs or ()
+        ],
         {site: rows.values.float() for site, rows in inline.payload.items()} if inline else {},
     )

@@ -1,11 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """The choice of a layer and a scale: a strong effect, as long as the text stays ordinary."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Literal
 
-from vllm.pilot.bench import Bench, Steering, surprise
+import numpy as np
+
+from vllm.pilot.bench import Bench, Steering, likelihoods, surprise, surprise_of
 from vllm.pilot.fitting import Directions, Separation
 from vllm.pilot.metrics import Written
 from vllm.pilot.sweeps import Sweep
@@ -14,10 +17,8 @@ ENOUGH = 0.8
 """The smallest scale with this share of the strongest effect is chosen."""
 
 Guard = Literal["kl", "written"]
-"""What must stay small, in nats a token: "kl" is how much likelier text is to the plain model than
-to the steered one, for text that the plain model wrote an unbiased estimate of KL(plain||steered);
-"written" is how much more surprising what the steered model wrote is to the plain one than its
-own."""
+"""What must stay small, in nats a token: "kl" is KL(plain||steered), see `KlGuard`; "written" is
+how much more surprising what the steered model wrote is to the plain one than its own."""
 
 
 @dataclass(frozen=True)
@@ -34,24 +35,60 @@ class Choice:
     """Whether the guard allows it."""
 
 
+LIKELIEST = 20
+"""How many tokens a divergence is of at each place; no server need be asked to allow more."""
+
+
 class KlGuard:
-    """Nats a token by which steering makes neutral text less likely.
+    """KL(plain||steered) of the next token on neutral text, in nats a token.
+
+    Of text that the plain model wrote itself, by how much likelier it is to the plain model than to
+    the steered one: an unbiased estimate. Of other text `divergence` at each place, a lower bound.
 
     Args:
         texts: tokens, and from which index on they count.
+        own: whether the plain model wrote them, drawing at temperature 1.
     """
 
-    def __init__(self, bench: Bench, texts: Sequence[tuple[list[int], int]]) -> None:
+    def __init__(self, bench: Bench, texts: Sequence[tuple[list[int], int]], own: bool) -> None:
         self._bench, self._texts = bench, texts
-        self._tokens = sum(len(ids) - start for ids, start in texts)
-        if not self._tokens:
+        self._others = 0 if own else LIKELIEST
+        self._ids = [token for ids, start in texts for token in ids[start:]]
+        if not self._ids:
             raise ValueError("guard: the neutral texts have no tokens")
-        self.plain = float(surprise(bench, texts, [None]).sum()) / self._tokens
+        [self._listed] = self._measured([None])
+        self.plain = surprise_of(self._ids, self._listed) / len(self._ids)
+        """The surprise of the texts to the plain model, nats a token."""
+
+    def _measured(self, steerings: Sequence[Steering | None]) -> list[list[dict[int, float]]]:
+        made = likelihoods(self._bench, self._texts, steerings, self._others)
+        return [list(chain.from_iterable(of_texts)) for of_texts in made]
 
     def __call__(self, steerings: Sequence[Steering]) -> list[float]:
         """Measure each steering."""
-        nats = surprise(self._bench, self._texts, steerings).sum(-1) / self._tokens
-        return [float(value) - self.plain for value in nats]
+        count, found = len(self._ids), []
+        for listed in self._measured(steerings):
+            if self._others:
+                pairs = zip(self._listed, listed, strict=True)
+                found.append(sum(divergence(p, q) for p, q in pairs if p) / count)
+            else:
+                found.append(surprise_of(self._ids, listed) / count - self.plain)
+        return found
+
+
+def divergence(plain: Mapping[int, float], steered: Mapping[int, float]) -> float:
+    """KL(plain||steered) in nats of the tokens that both list, all others counted as one.
+
+    What is told apart less well diverges less, so it is a lower bound of that of all tokens.
+
+    Args:
+        plain, steered: token -> log P, of some tokens.
+    """
+    both = plain.keys() & steered.keys()
+    p, q = (np.exp([of[token] for token in both], dtype=np.float64) for of in (plain, steered))
+    # What is left for the others is a difference of rounded numbers, and may be nothing.
+    p, q = (np.append(of, max(1 - of.sum(), 1e-9)) for of in (p, q))
+    return float(p @ np.log(p / q))
 
 
 def written_surprise(bench: Bench, answers: Sequence[Written]) -> float:

@@ -196,7 +196,7 @@ def _choose_by_effect(
             return {s: written_surprise(bench, swept.answers[layer, s]) - plain for s in scales}
     else:
         ids = [bench.encode(prompt, answer=True) for prompt in dict.fromkeys(prompts)]
-        guard = KlGuard(bench, _neutral(bench, neutral, ids))
+        guard = KlGuard(bench, _neutral(bench, neutral, ids), own=not neutral)
         plain = guard.plain
 
         def nats_of(layer: int) -> dict[float, float]:
@@ -220,7 +220,7 @@ def _choose_by_separation(
     layer = (inner or [rank[0][1]])[0]
     examples = [*pairs.positive, *pairs.negative][:_NEUTRAL_TEXTS]
     halves = [ids[: (len(ids) + 1) // 2] for ids in (encode(bench, e).ids for e in examples)]
-    guard = KlGuard(bench, _neutral(bench, neutral, halves))
+    guard = KlGuard(bench, _neutral(bench, neutral, halves), own=not neutral)
     scales = [s for s in settings.scales if s <= 1] or [min(settings.scales)]
     signed = [sign * scale for scale in scales for sign in (-1, 1)]
     vector = found.at(layer)
