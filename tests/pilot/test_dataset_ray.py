@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING
 
 import psutil
 import pytest
-import torch
 
+from tests.conformance.engine import engine
 from tests.http.server import save_model
 from vllm.pilot import dataset
 from vllm.pilot.dataset import capture_on_ray
@@ -81,4 +81,11 @@ def test_a_worker_is_killed(tiny_models: TinyModels, tmp_path: Path) -> None:
     assert [line["id"] for line in activations.manifest()] == [r["id"] for r in records]
     rows = activations.rows("post_block", 1)
     assert rows.column("example").tolist() == list(range(NUM))
-    assert torch.isfinite(rows.tensor()).all()
+    # The rows are those of one machine, where batches round differently.
+    with engine(model, **ENGINE, skip_tokenizer_init=False, capture_consumers=["inline"]) as llm:
+        alone = dataset.capture(
+            llm, dataset.DataFile(str(data)), tmp_path / "alone", {"post_block": [1]}
+        )
+    found, want = rows.tensor(), alone.rows("post_block", 1).tensor()
+    size = want.norm()
+    assert (found - want).norm() <= 1e-4 * size < 0.05 * size < (found - want.roll(1, 0)).norm()
