@@ -5,7 +5,6 @@ model is made up, so that there may be many."""
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -92,31 +91,6 @@ def test_wide_rows_come_fewer_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr("vllm.pilot.rows.CHUNK_BYTES", 100 * 2 * LAYERS * HIDDEN * 4)
     assert torch.allclose(found(bench, 300, "mean"), whole, atol=1e-6)
     assert bench.asked == [200, 200, 200]
-
-
-def peak_growth(work: Any) -> int:
-    """By how many bytes the process was larger at most while `work` was done."""
-    status, reset = Path("/proc/self/status"), Path("/proc/self/clear_refs")
-
-    def of(name: str) -> int:
-        line = next(x for x in status.read_text().splitlines() if x.startswith(name))
-        return int(line.split()[1]) << 10
-
-    reset.write_text("5")
-    before = of("VmRSS:")
-    work()
-    return of("VmHWM:") - before
-
-
-def test_the_mean_keeps_no_rows() -> None:
-    """4,000 pairs of 6 KiB a layer are 94 MiB; the twin keeps them."""
-    bench, pairs = MadeUp(1536), pairs_of(4_000)
-    assert peak_growth(lambda: read_rows(bench, pairs)) > 80 << 20
-    layers = [*range(LAYERS)]
-    assert (
-        peak_growth(lambda: find_directions(bench, pairs, layers, "mean", "last", "post_block"))
-        < 40 << 20
-    )
 
 
 def test_where_there_is_no_row() -> None:
