@@ -16,12 +16,19 @@ from tests.conformance.models import HIDDEN
 from tests.http.checks import LAYER, PROMPT, READ, SAID, STEER, VECTOR, Reference, check_rows
 from tests.http.server import KEY, NAME, greedy, serve
 from tests.support.serving import vector
-from vllm.entrypoints.serve.steering.client import SteeringClient, SteeringError, joined
+from vllm.entrypoints.serve.steering.client import Choice, SteeringClient, SteeringError, joined
 from vllm.pilot.tracker import attention_tracker
 
 pytestmark = pytest.mark.full
 
 MATRIX = np.stack([vector(n, norm=1.0).numpy() for n in range(2)])
+
+
+def answered(client: SteeringClient, prompt: Any, fields: dict[str, Any], stream: bool) -> Choice:
+    """The whole answer, in one piece or joined from a stream."""
+    if stream:
+        return joined(list(client.stream(prompt, **fields)))
+    return client.complete(prompt, **fields).choices[0]
 
 
 @pytest.mark.parametrize("prompt", [PROMPT, SAID], ids=["completion", "chat"])
@@ -32,10 +39,7 @@ def test_scores(
 ) -> None:
     scored = {"inline": {**READ["inline"], "project": matrix}}
     asked = greedy(capture=scored, steering_vectors=STEER)
-    if stream:
-        choice = joined(list(client.stream(prompt, **asked)))
-    else:
-        choice = client.complete(prompt, **asked).choices[0]
+    choice = answered(client, prompt, asked, stream)
     assert choice.capture_status == {"inline": "ok"}
     for (_, layer), scores in choice.rows.items():
         read = scores.token_ids.tolist()
@@ -68,10 +72,7 @@ def test_scores_of_modules_beside_their_tokens(
         asked({"modules": ["probe1", "probe0"]}),
     ]
     fields = greedy(capture={"inline": captures})
-    if stream:
-        choice = joined(list(client.stream(prompt, **fields)))
-    else:
-        choice = client.complete(prompt, **fields).choices[0]
+    choice = answered(client, prompt, fields, stream)
     named, given, swapped = (choice.captures[f"inline[{i}]"]["post_block", LAYER] for i in range(3))
     np.testing.assert_allclose(named.values, given.values, rtol=1e-4, atol=1e-4)
     assert np.abs(named.values - swapped.values).max() > 0.1, "in another order they differ"
@@ -87,10 +88,7 @@ def test_scores_of_modules_beside_their_tokens(
 def test_heads(client: SteeringClient, reference: Reference, stream: bool) -> None:
     hooks = {"q": {"1": [3, 0]}, "z": {"0-1": "2-3"}, "post_block": [3]}
     asked = greedy(capture={"inline": {"hooks": hooks, "positions": "all"}})
-    if stream:
-        choice = joined(list(client.stream(PROMPT, **asked)))
-    else:
-        choice = client.complete(PROMPT, **asked).choices[0]
+    choice = answered(client, PROMPT, asked, stream)
     assert choice.capture_status == {"inline": "ok"}
     model = reference.model
     with recorded(model, list(model.model.layers)) as heads, torch.no_grad():
@@ -112,10 +110,7 @@ def test_ends_and_branches(client: SteeringClient, reference: Reference, stream:
     """Against what transformers says itself, and its modules."""
     hooks = {"embed": "all", "final": -1, "attn_out": [0], "mlp_out": "1"}
     asked = greedy(capture={"inline": {"hooks": hooks, "positions": "all"}})
-    if stream:
-        choice = joined(list(client.stream(PROMPT, **asked)))
-    else:
-        choice = client.complete(PROMPT, **asked).choices[0]
+    choice = answered(client, PROMPT, asked, stream)
     assert choice.capture_status == {"inline": "ok"}
     model, ids = reference.model, torch.tensor([choice.rows["embed", 0].token_ids.tolist()])
     layers, want = model.model.layers, {}
@@ -200,10 +195,7 @@ def test_attention(client: SteeringClient, reference: Reference, stream: bool) -
         {"heads": "0-1", "queries": "all", "give": ["mass", "peak"], "keys": keys},
     ]
     asked = greedy(capture={"inline": [{"attention": one} for one in several]})
-    if stream:
-        choice = joined(list(client.stream(PROMPT, **asked)))
-    else:
-        choice = client.complete(PROMPT, **asked).choices[0]
+    choice = answered(client, PROMPT, asked, stream)
     assert choice.capture_status == {"inline[0]": "ok", "inline[1]": "ok"}
     ranges = choice.attention["inline[1]"]
     model = reference.model
@@ -248,10 +240,7 @@ def test_lens(client: SteeringClient, reference: Reference, prompt: Any, stream:
     asked = {"hooks": hooks, "positions": "predicting", "lens": lens, "tokens": True}
     rows = {"hooks": hooks, "positions": "predicting"}
     fields = greedy(capture={"inline": [asked, rows]}, steering_vectors=STEER)
-    if stream:
-        choice = joined(list(client.stream(prompt, **fields)))
-    else:
-        choice = client.complete(prompt, **fields).choices[0]
+    choice = answered(client, prompt, fields, stream)
     assert choice.capture_status == {"inline[0]": "ok", "inline[1]": "ok"}
     under, read = choice.lenses["inline[0]"], choice.captures["inline[1]"]
     assert list(under) == list(read) and not choice.captures.get("inline[0]")
@@ -296,10 +285,7 @@ def test_several_captures(client: SteeringClient, reference: Reference, stream: 
     """Rows, and beside them scores with a matrix for each layer."""
     by_layer = {"post_block": {str(LAYER): MATRIX, "3": MATRIX[:, ::-1].copy()}}
     asked = greedy(capture={"inline": [READ["inline"], {**READ["inline"], "project": by_layer}]})
-    if stream:
-        choice = joined(list(client.stream(PROMPT, **asked)))
-    else:
-        choice = client.complete(PROMPT, **asked).choices[0]
+    choice = answered(client, PROMPT, asked, stream)
     assert choice.capture_status == {"inline[0]": "ok", "inline[1]": "ok"}
     assert choice.rows == {}
     rows, scores = choice.captures["inline[0]"], choice.captures["inline[1]"]
@@ -324,10 +310,7 @@ def test_means_of_turns(client: SteeringClient, reference: Reference, stream: bo
     """Of the assistant's turn in a chat, beside the rows it is the mean of and those of all."""
     turn = {**READ["inline"], "positions": {"role": "assistant", "turn": -1}}
     asked = greedy(capture={"inline": [{**turn, "reduce": "mean"}, turn, READ["inline"]]})
-    if stream:
-        choice = joined(list(client.stream(TALK, **asked)))
-    else:
-        choice = client.complete(TALK, **asked).choices[0]
+    choice = answered(client, TALK, asked, stream)
     assert set(choice.capture_status.values()) == {"ok"}
     means, rows, every = (choice.captures[f"inline[{i}]"] for i in range(3))
     read = every["post_block", LAYER].token_ids.tolist()
