@@ -17,7 +17,7 @@ from tests.conformance import models
 from tests.conformance import reference as ref
 from tests.conformance.engine import make_llm, shut_down
 from tests.conformance.runner import Reference
-from tests.support.focus import Focusing, focused
+from tests.support.focus import ENGINE, Focusing, focused
 from tests.support.serving import (
     Ask,
     capture,
@@ -53,10 +53,7 @@ def running(request: pytest.FixtureRequest, tiny_models: TinyModels) -> Iterator
     path, row = tiny_models.path(name), tiny_models.row(name)
     llm = make_llm(
         path,
-        enable_steering=True,
-        steering_families=["add", "focus"],
-        capture_consumers=["inline"],
-        capture_points=["q", "z", "post_block"],
+        **ENGINE,
         max_num_batched_tokens=24,
     )
     shape = llm.llm_engine.vllm_config.tap_shape

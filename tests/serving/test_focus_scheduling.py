@@ -20,7 +20,7 @@ from tests.conformance.runner import Reference
 from tests.serving.test_async_scheduling import asynchronous, need_asynchronous
 from tests.serving.test_speculation import DRAFTS, accepted_and_rejected, keep_engines_startable
 from tests.support import serving
-from tests.support.focus import Focusing, focused
+from tests.support.focus import ENGINE, Focusing, focused
 from tests.support.serving import Ask, Judge, capture, prompt_of, serve, vector
 from vllm import LLM
 
@@ -41,10 +41,7 @@ def start(tiny_models: TinyModels, **options: Any) -> tuple[LLM, Judge]:
     path, row = tiny_models.path("llama"), tiny_models.row("llama")
     llm = make_llm(
         path,
-        enable_steering=True,
-        steering_families=["add", "focus"],
-        capture_consumers=["inline"],
-        capture_points=["q", "z", "post_block"],
+        **ENGINE,
         max_num_seqs=8,
         **options,
     )

@@ -15,6 +15,14 @@ from torch import nn
 
 _NAME = "eager_attention_forward"
 
+ENGINE: dict[str, Any] = {
+    "enable_steering": True,
+    "steering_families": ["add", "focus"],
+    "capture_consumers": ["inline"],
+    "capture_points": ["q", "z", "post_block"],
+}
+"""What an engine needs for focus, and for all that says whether it is right."""
+
 
 @dataclass(frozen=True)
 class Focusing:
