@@ -3,7 +3,7 @@
 
     python -m benchmarks.arenas [--tokens 8192] [--json FILE]
 
-Computed here from the options, and checked: a worker's `Interventions` allocates the same, and
+Computed here from the options, and checked: `WorkerInterventions` allocates the same, and
 `check` (on a GPU also torch's count of allocated bytes) says how much that came to. A
 difference above 1 % ends the script with status 1. On a GPU rows leave from a second capture
 buffer. Capture's map of tokens is kept on the host a second time.
@@ -20,11 +20,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
-from unittest.mock import patch
 
 import torch
 
 from benchmarks.results import Row, Run, add_arguments, publish, setup
+from vllm.config import ParallelConfig
 from vllm.config.capture import PROJECTION_ROWS, CaptureConfig
 from vllm.config.steering import FAMILIES, POINTS, SteeringConfig
 from vllm.v1.interventions.messages import num_table_rows
@@ -87,7 +87,7 @@ def configs(options: Options) -> tuple[SteeringConfig, CaptureConfig]:
 def computed(options: Options, layers: int, hidden: int, tokens: int, gpu: bool) -> Parts:
     """What the options come to, `tokens` being max_num_batched_tokens."""
     steering, capture = configs(options)
-    parts = Parts({"row of each token": 2 * tokens * WORD})
+    parts = Parts({"what each token does": 6 * tokens * WORD})
     if steering.enable_steering:
         sites = layers * len(set(steering.steering_points))
         rows = num_table_rows(steering.max_steering_configs)
@@ -128,12 +128,12 @@ def allocated(
         steering_config=steering,
         capture_config=capture,
         scheduler_config=SimpleNamespace(max_num_batched_tokens=tokens),
+        parallel_config=ParallelConfig(),
     )
     before = torch.cuda.memory_allocated() if device.type == "cuda" else 0
     made = WorkerInterventions(config, device)
     shape = TapShape(hidden, _NAME, dict.fromkeys(range(layers), POINTS))
-    with patch("vllm.v1.interventions.worker.runner.get_tensor_model_parallel_rank", lambda: 0):
-        made._allocate(shape)
+    made._allocate(shape)
     found = {"tensors": tensor_bytes(made, device)}
     if device.type == "cuda":
         found["torch"] = torch.cuda.memory_allocated() - before
@@ -162,7 +162,7 @@ def _tensors(owner: object, seen: set[int]) -> Iterator[torch.Tensor]:
     elif isinstance(owner, list | tuple):
         for value in owner:
             yield from _tensors(value, seen)
-    elif type(owner).__module__.startswith(("vllm.v1.worker.", "vllm.v1.steering.", _LAYERS)):
+    elif type(owner).__module__.startswith(("vllm.v1.interventions.worker.", _LAYERS)):
         yield from _tensors(vars(owner), seen)
 
 

@@ -30,14 +30,14 @@ class Rank:
         self.sites = [SITE]
         self.captures = lambda site: captures
         self.table = SimpleNamespace(at={SITE: torch.zeros(1, HIDDEN)}) if steers else None
-        self.arena = torch.full((1, HIDDEN), float("nan"))
+        self.capture = SimpleNamespace(arena=torch.full((1, HIDDEN), float("nan")))
         self.acts = acts
         self.forwards = 0
 
     @contextmanager
     def probing(self, site: Any, vector: torch.Tensor | None) -> Iterator[None]:
         if self.acts:
-            self.arena[0] = torch.ones(HIDDEN) + (0 if vector is None else vector)
+            self.capture.arena[0] = torch.ones(HIDDEN) + (0 if vector is None else vector)
         yield
 
     def capture_final(self, hidden_states: torch.Tensor) -> None:
@@ -46,7 +46,7 @@ class Rank:
     def run(self, *, hidden: bool) -> None:
         def dummy_run(num_tokens: int) -> list[Any]:
             self.forwards += 1
-            return [self.arena.expand(num_tokens, -1) if hidden else None]
+            return [self.capture.arena.expand(num_tokens, -1) if hidden else None]
 
         check_sites(self, dummy_run)  # type: ignore[arg-type]
 

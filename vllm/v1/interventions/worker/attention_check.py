@@ -54,8 +54,8 @@ def prove_attention(
     Returns:
         Why, of each other layer with queries and z.
     """
-    shape, arena = interventions.shape, interventions.arena
-    if shape is None or arena is None or not interventions.reads_attention:
+    shape, capture = interventions.shape, interventions.capture
+    if shape is None or capture is None or not capture.reads_attention:
         why = "its start-up proof needs q and z among capture_points"
         return dict.fromkeys(interventions.attention, why)
     unread: dict[int, str] = {}
@@ -72,7 +72,7 @@ def prove_attention(
         table, focus = tables[of_layer[layer]], focused.get(layer)
         layers[layer] = LayerReader(module, table, tp.rank_in_group, focus)
     needed = sum(shape.arena_rows((p, layer)) for layer in layers for p in ("q", "z"))
-    if needed > len(arena):
+    if needed > len(capture.arena):
         why = f"its start-up proof needs capture_buffer_bytes={needed * shape.row_bytes} or more"
         unread |= dict.fromkeys(layers, why)
         layers.clear()
@@ -88,7 +88,7 @@ def prove_attention(
     if unread:
         logger.warning("attention weights cannot be read of layers %s", unread)
     ranks = tp.device_group if tp.world_size > 1 else None
-    interventions.read_attention(AttentionReader(layers, arena.device, ranks))
+    capture.read_attention(AttentionReader(layers, capture.arena.device, ranks))
     return unread
 
 
@@ -101,8 +101,9 @@ def _errors(
     """How far z is off in each layer, the worst head."""
     if not layers:
         return {}
-    shape, arena = interventions.shape, interventions.arena
-    assert shape is not None and arena is not None
+    shape, capture = interventions.shape, interventions.capture
+    assert shape is not None and capture is not None
+    arena = capture.arena
     rows: dict[Site, int] = {}
     needed = 0
     for layer in layers:

@@ -38,8 +38,8 @@ def prove_lenses(
     Raises:
         RuntimeError: the last layer's rows are not captured, or no norm is the one.
     """
-    shape, arena = interventions.shape, interventions.arena
-    assert shape is not None and arena is not None
+    shape, capture = interventions.shape, interventions.capture
+    assert shape is not None and capture is not None
     last = "post_block", max(shape.points)
     if not interventions.captures(last):
         raise RuntimeError(
@@ -48,7 +48,7 @@ def prove_lenses(
         )
     with interventions.probing(last, None):
         wanted = run()[:1].float()
-        row = arena[:1].clone()
+        row = capture.arena[:1].clone()
     limit, closest = TOLERANCE.get(shape.torch_dtype, ROUNDED), float("inf")
     for norm in _norms(model, interventions.layers[last[1]]):
         closest = min(closest, off := float((norm(row).float() - wanted).norm() / wanted.norm()))
@@ -65,7 +65,7 @@ def prove_lenses(
     vocab_size = logits.shape[1]
     sites = [(point, layer) for point, layer in interventions.sites if point in POINTS]
     lenses = {LOGIT: sites} if LOGIT in config.capture_lens else {}
-    for name, lens in interventions.lenses.items():
+    for name, lens in capture.lenses.items():
         lenses[name] = [("post_block", layer) for layer in lens.layers]
     budget = config.capture_buffer_bytes // shape.row_bytes
     shape = msgspec.structs.replace(
@@ -74,7 +74,7 @@ def prove_lenses(
         vocab_size=vocab_size,
         lens_rows=-(-budget // config.capture_lens_rows),
     )
-    reader = LensReader(model, norm, vocab_size, interventions.lenses, arena.device)
+    reader = LensReader(model, norm, vocab_size, capture.lenses, capture.arena.device)
     interventions.read_lenses(reader, shape)
 
 

@@ -33,7 +33,7 @@ class Outbox:
     def __init__(
         self, arena: torch.Tensor, landing: Landing | None, projections: ProjectionTable
     ) -> None:
-        self._arena, self._landing, self._projections = arena, landing, projections
+        self._arena, self._landing, self.projections = arena, landing, projections
         self._cuda = arena.device.type == "cuda"
         self._columns: WeakKeyDictionary[CaptureGroup, list[torch.Tensor | None]] = (
             WeakKeyDictionary()
@@ -165,7 +165,7 @@ class Outbox:
         shape = (block.count, len(stream.places), size)
         scores = torch.empty(shape, device=self._arena.device)
         for sites, rows in self._rows_of(block, stream):
-            self._projections.scores(rows, (matrices[sites.start], size), scores[:, sites])
+            self.projections.scores(rows, (matrices[sites.start], size), scores[:, sites])
         return scores
 
     def _sums_of(self, block: Block, stream: LocalStream, positions: torch.Tensor) -> torch.Tensor:

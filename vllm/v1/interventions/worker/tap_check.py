@@ -242,7 +242,7 @@ def _run(
         hidden = dummy_run(NUM_TOKENS)[0]
         interventions.capture_final(hidden)
         if interventions.captures(site):
-            assert interventions.arena is not None and interventions.shape is not None
+            assert interventions.capture is not None and interventions.shape is not None
             # Of many heads, those that lie in the first row.
-            return interventions.arena[0, : interventions.shape.row_width(site)].clone()
+            return interventions.capture.arena[0, : interventions.shape.row_width(site)].clone()
         return hidden[0].clone() if isinstance(hidden, torch.Tensor) else None

@@ -1,0 +1,222 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which row of the arena each captured token of a step gets, and what leaves of it afterwards.
+
+Per step: `update` with what the scheduler decided, `map` before the forward or `clear` before one
+that captures nothing, `collect` after it.
+"""
+
+from collections.abc import KeysView, Mapping
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+import torch
+
+from vllm.config import VllmConfig
+from vllm.model_executor.layers.row_capture import capture_rows
+from vllm.v1.capture.transport.landing import Landing
+from vllm.v1.interventions.capture_groups import CaptureGroup, CaptureGroups
+from vllm.v1.interventions.plan import FINAL, Site, TapShape
+from vllm.v1.interventions.step_rows import Blocks, Members, StepRows
+from vllm.v1.interventions.worker.attention_reader import AttentionReader
+from vllm.v1.interventions.worker.attention_requests import AttentionRequests
+from vllm.v1.interventions.worker.block_attention import BlockAttention, Captured
+from vllm.v1.interventions.worker.lens_files import FileLens
+from vllm.v1.interventions.worker.lens_reader import LensReader
+from vllm.v1.interventions.worker.outbox import Outbox
+from vllm.v1.interventions.worker.pinning import Pinning, landing_bytes
+from vllm.v1.interventions.worker.projection_table import ProjectionTable
+from vllm.v1.interventions.worker.token_map import TokenMap, to_device
+
+if TYPE_CHECKING:
+    from vllm.v1.core.sched.output import SchedulerOutput
+
+
+class Decoding(NamedTuple):
+    """What `dest` was written for, if each request had one token; an equal step sends nothing."""
+
+    req_ids: list[str]
+    wanted: KeysView[str]
+    blocks: Blocks
+    token_index: torch.Tensor
+
+
+class CaptureArena:
+    """Where taps of a worker leave captured rows.
+
+    Its memory on the host is registered from the first moment, beside the loading of weights; that
+    on the device exists since `allocate`.
+    """
+
+    def __init__(self, config: VllmConfig, device: torch.device) -> None:
+        self._config, self._device = config, device
+        # The stream is the same on every tensor-parallel rank: the first one captures, and sends.
+        # Of attention and of the head before the vocabulary, each has a part, and needs the rows.
+        parallel = config.parallel_config
+        first = parallel.rank % parallel.tensor_parallel_size == 0
+        self.fills = first or config.capture_config.shared
+        """Whether rows are captured here, or only where graphs are alike on all ranks."""
+        self.reads_attention = config.capture_config.reads_attention
+        self._landing = Landing(landing_bytes(config)) if first else None
+        self.pinning: Pinning | None = None
+        if self._landing is not None and device.type == "cuda":
+            self.pinning = Pinning(self._landing, device)
+        self._captures: dict[str, CaptureGroup] = {}
+        self._attention = AttentionRequests()
+        self._wanted: dict[str, np.ndarray] = {}
+        self._version = 0
+        self._captured_tokens = 0
+        self._decoding: Decoding | None = None
+        self._pending: tuple[StepRows, Captured] | None = None
+
+    def allocate(self, shape: TapShape, sites: list[Site], tokens: TokenMap) -> None:
+        """Make what the taps of `sites` write to."""
+        config, device, hidden = self._config.capture_config, self._device, shape.hidden_size
+        self._tokens, self.shape = tokens, shape
+        self.sites = {site: i for i, site in enumerate(sites)}
+        """The row of `dest` of each."""
+        # The start-up check captures one token of any site, which may need several rows.
+        rows = max(map(shape.arena_rows, sites), default=1)
+        if self.fills:
+            rows = max(config.capture_buffer_bytes // shape.row_bytes, rows)
+        self.arena = torch.zeros(rows, hidden, dtype=shape.torch_dtype, device=device)
+        """[rows, hidden]."""
+        max_tokens = self._config.scheduler_config.max_num_batched_tokens
+        self.dest = torch.full((len(sites), max_tokens), -1, dtype=torch.int32, device=device)
+        """[sites, tokens] the arena row in which each token's begins, -1 for none."""
+        self._dest_host = np.full(tuple(self.dest.shape), -1, dtype=np.int32)
+        self._final = None if shape.final is None else self.sites.get((FINAL, shape.final))
+        self._groups = CaptureGroups(self.sites, shape)
+        self.lenses: dict[str, FileLens] = {}
+        """Those of files, by name."""
+        self._outbox: Outbox | None = None
+        if self.fills:
+            files = config.lens_files
+            self.lenses = {n: FileLens(n, path, shape, device) for n, path in files.items()}
+            self._outbox = Outbox(self.arena, self._landing, ProjectionTable(hidden, device))
+
+    def captures(self, site: Site) -> bool:
+        """Whether this worker can capture at a site."""
+        return self.fills and site in self.sites
+
+    def dest_of(self, site: Site) -> torch.Tensor:
+        """int32 [tokens], a view of `dest`."""
+        return self.dest[self.sites[site]]
+
+    def read_attention(self, reader: AttentionReader) -> None:
+        """Read attention by this from now on."""
+        assert self._outbox is not None
+        self._outbox.attention = BlockAttention(reader, self.arena)
+
+    def read_lenses(self, reader: LensReader) -> None:
+        """Read lenses by this from now on."""
+        assert self._outbox is not None
+        self._outbox.lens = reader
+
+    def update(self, scheduler_output: "SchedulerOutput") -> None:
+        """Take over whose rows are wanted in this step, and of whom in those to come."""
+        step = scheduler_output.interventions
+        for req_id in scheduler_output.finished_req_ids:
+            self._captures.pop(req_id, None)
+        self._wanted = step.rows if step is not None else {}
+        self._attention.update(scheduler_output)
+        if step is None or self._outbox is None:
+            return
+        self._version = step.version
+        self._outbox.projections.apply(step.projections)
+        if step.admitted:
+            self._decoding = None
+            groups = {r: self._groups.of(w) for r, w in step.admitted.items()}
+            self._captures |= {r: group for r, group in groups.items() if group is not None}
+
+    def forget(self) -> None:
+        """Clear all that sleep took away."""
+        self.dest.fill_(-1)
+        self._decoding = None
+        if self._outbox is not None:
+            self._outbox.projections.forget()
+
+    def wants(self, req_ids: list[str]) -> bool:
+        """Whether one of these captures in this step."""
+        return not self._wanted.keys().isdisjoint(req_ids)
+
+    def probe(self, rows: Mapping[Site, int]) -> None:
+        """Have the next forward capture its first token, each site in this row of the arena."""
+        for site, row in rows.items():
+            self.dest_of(site)[0] = row
+            self._captured_tokens = 1
+
+    def map(self, req_ids: list[str], num_tokens: np.ndarray, positions: torch.Tensor) -> None:
+        """As `WorkerInterventions.map_rows`: write `dest`."""
+        if not self._wanted or not self.fills:
+            self.clear()
+            return
+        starts = np.cumsum(num_tokens[: len(req_ids)]) - num_tokens[: len(req_ids)]
+        total = int(num_tokens[: len(req_ids)].sum())
+        last, wanted = self._decoding, self._wanted.keys()
+        if last and len(req_ids) == total and (last.req_ids, last.wanted) == (req_ids, wanted):
+            # As in the step before: nothing is sent.
+            self._attention.count_keys(last.blocks)
+            self._pending = self._rows_at(last.blocks, positions, last.token_index)
+            return
+        self.clear()
+        # Requests that want the same share one dense block of the arena.
+        groups: dict[CaptureGroup, Members] = {}
+        for req_id, start in zip(req_ids, starts, strict=True):
+            offsets, group = self._wanted.get(req_id), self._captures.get(req_id)
+            if offsets is not None and group is not None:
+                groups.setdefault(group, []).append((req_id, start + offsets))
+        if self._landing is None:
+            groups = {group: members for group, members in groups.items() if group.shared}
+        if not groups:
+            return  # all of it at other pipeline stages, or for the first rank alone
+        blocks = Blocks(groups)
+        of_block = [np.concatenate([t for _, t in members]) for members in groups.values()]
+        for block, tokens in zip(blocks.all, of_block, strict=True):
+            self._dest_host[np.ix_(block.group.sites, tokens)] = block.rows()
+        self._attention.place(blocks, req_ids)
+        self.dest[:, :total] = to_device(self._dest_host[:, :total], self._device)
+        self._captured_tokens = total
+        token_index = to_device(np.concatenate(of_block), self._device)
+        self._pending = self._rows_at(blocks, positions, token_index)
+        if total == len(req_ids):
+            self._decoding = Decoding(list(req_ids), wanted, blocks, token_index)
+
+    def _rows_at(
+        self, blocks: Blocks, positions: torch.Tensor, token_index: torch.Tensor
+    ) -> tuple[StepRows, Captured]:
+        """A step's result, and what is captured for it."""
+        rows = StepRows(self._version, blocks, self.shape.hidden_size, self.shape.torch_dtype)
+        programs = self._tokens.focus[token_index] if self._tokens.focuses else None
+        return rows, Captured(positions[token_index].long(), programs)
+
+    def capture_final(self, hidden_states: torch.Tensor, probed: bool) -> None:
+        """As `WorkerInterventions.capture_final`.
+
+        Args:
+            probed: whether this is a forward of the start-up check.
+        """
+        if self._final is None or (self._pending is None and not probed):
+            return
+        blocks = [] if self._pending is None else self._pending[0].blocks.all
+        if probed or any(self._final in block.group.sites for block in blocks):
+            capture_rows(hidden_states, self.arena, self.dest[self._final])
+
+    def clear(self) -> None:
+        """Capture nothing in the next forward."""
+        if self._captured_tokens:
+            self.dest[:, : self._captured_tokens].fill_(-1)
+            self._dest_host[:, : self._captured_tokens] = -1
+        self._captured_tokens = 0
+        self._decoding = None
+
+    def collect(self) -> StepRows | None:
+        """As `WorkerInterventions.collect`."""
+        if self._pending is None:
+            return None
+        (rows, captured), self._pending = self._pending, None
+        assert self._outbox is not None
+        if self._landing is None:
+            self._outbox.take_part(rows, captured)
+            return None
+        self._outbox.send(rows, captured)
+        return rows
