@@ -19,38 +19,29 @@ from __future__ import annotations
 import argparse
 import json
 import multiprocessing
-import os
-import shutil
 import sys
-import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import Future, ProcessPoolExecutor
-from contextlib import contextmanager
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import httpx
 
-from benchmarks.engines import model_shape
+from benchmarks import servers
 from benchmarks.results import Row, Run, add_arguments, publish, setup
-
-if TYPE_CHECKING:
-    from tests.http.server import Server
 
 LONG = 32_000
 """Tokens of a long prompt; on a CPU 4,000, as its model alone would hold everybody up with more."""
 BOUND = 250.0
 """Milliseconds that a plain request may take beside any body."""
 OURS = ("steering", "steering_vectors", "capture")
-
-UNATTENDED = {
-    "HF_HUB_OFFLINE": "1",
-    "VLLM_NO_USAGE_STATS": "1",
-    "VLLM_USE_FLASHINFER_SAMPLER": "0",  # compiles where it runs; the host may have no compiler
-}
-"""Of a server on a GPU host."""
+OPTIONS = (
+    "--enable-steering", "--capture-consumers=inline", "--max-steering-configs=4",
+    "--steering-families", "add", "ablate", "replace", "--max-steering-rows=4096",
+    "--max-model-len=32768", "--max-num-seqs=32", "--no-enable-prefix-caching",
+    "--hf-overrides", json.dumps({"max_position_embeddings": 32768}),
+)  # fmt: skip
 
 Body = dict[str, Any]
 
@@ -139,51 +130,19 @@ def latencies(url: str, until: Future[Any]) -> list[float]:
     return found
 
 
-@contextmanager
-def served(args: argparse.Namespace) -> Iterator[tuple[Server, dict[str, Any]]]:
-    """A server, and the shape of its model."""
-    options = [
-        "--enable-steering", "--capture-consumers=inline", "--max-steering-configs=4",
-        "--steering-families", "add", "ablate", "replace", "--max-steering-rows=4096",
-        "--max-model-len=32768", "--max-num-seqs=32", "--no-enable-prefix-caching", "--seed=0",
-        f"--kv-cache-memory-bytes={args.kv_bytes or (8 << 30 if args.model else 512 << 20)}",
-        "--hf-overrides", json.dumps({"max_position_embeddings": 32768}),
-    ]  # fmt: skip
-    with tempfile.TemporaryDirectory(prefix="hostile-") as folder:
-        model = Path(folder) / "model"
-        if args.model is None:
-            from tests.conformance.engine import prepare_environment
-
-            prepare_environment("v1")
-            from tests.conftest import TinyModels
-            from tests.http.server import save_model, serve
-
-            save_model(TinyModels(), model)
-            options += ["--dtype=float32", "--enforce-eager", "--max-num-batched-tokens=1024"]
-        else:
-            from tests.http.server import save_tokenizer, serve
-
-            os.environ.update(UNATTENDED)
-            model.mkdir()
-            shutil.copy(args.model / "config.json", model)
-            save_tokenizer(model)
-            options += ["--dtype=bfloat16", "--load-format=dummy"]
-            options += ["--enforce-eager"] if args.eager else []
-        with serve(model, Path(folder) / "server.log", base=tuple(options)) as server:
-            yield server, model_shape(model)
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--model", type=Path, help="a folder with config.json")
+    servers.add_arguments(parser)
     parser.add_argument("--seconds", type=float, default=6.0, help="of each body, and of its twin")
     parser.add_argument("--only", nargs="+", help="names of bodies")
-    parser.add_argument("--eager", action="store_true", help="no compilation, no graphs")
-    parser.add_argument("--kv-bytes", type=int, help="default: 8 GiB with a model, else 512 MiB")
     add_arguments(parser)
     args = parser.parse_args()
     spawn = multiprocessing.get_context("spawn")  # a client of its own; forks of threads can hang
-    with served(args) as (server, model), ProcessPoolExecutor(1, spawn) as other:
+    more = [] if args.model else ["--max-num-batched-tokens=1024"]
+    with (
+        servers.served(args, *OPTIONS, *more) as (server, model),
+        ProcessPoolExecutor(1, spawn) as other,
+    ):
         url = server.url + "/v1/completions"
         latencies(url, other.submit(time.sleep, 2))  # a warm-up
         idle = latencies(url, other.submit(time.sleep, args.seconds))
