@@ -22,7 +22,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from tests.conformance import reference as ref
-from tests.gpu import capture, focus, rules, steering, workload
+from tests.gpu import capture, ends, focus, rules, steering, workload
 from tests.gpu.model import HEADS, HIDDEN, LAYERS, POINTS, VOCAB, prompts
 
 LLAMA = ref.Adapter(blocks="model.layers", branch=("self_attn",))
@@ -273,6 +273,10 @@ def main() -> None:
         "tiers under way": lambda: workload.tiers_under_way(mode, prompts(9, seed=13)),
         "large step": lambda: capture.large_step(mode, VOCAB, HIDDEN),
     }
+    if "final" in args.engine.get("capture_points", ["final"]):
+        checks["ends"] = lambda: ends.ends(mode, prompts(9, seed=19), LAYERS)
+    if "compat" in args.engine:
+        checks["output_qk"] = lambda: ends.output_qk(mode, prompts(9, seed=20), LAYERS)
     if "capture_points" in args.engine:
         checks["heads"] = lambda: capture.heads(mode, prompts(13, seed=15))
         checks["attention"] = lambda: capture.attention(mode, prompts(13, seed=16))

@@ -31,9 +31,10 @@ from tests.gpu.drafts import save_eagle
 from tests.gpu.model import POINTS, save_model
 
 HEADS: dict[str, Any] = {
-    "capture_points": [*POINTS, *HEAD_POINTS],
+    "capture_points": [*POINTS, *HEAD_POINTS, "final"],
     "steering_points": [*POINTS, "z"],
     "steering_families": ["add", "scale"],
+    "compat": ["lens"],
 }
 
 FOCUS: dict[str, Any] = {
@@ -43,6 +44,9 @@ FOCUS: dict[str, Any] = {
     "max_num_batched_tokens": 1024,
     "capture_buffer_bytes": 256 << 20,
 }
+
+FLEX: dict[str, Any] = {"attention_config": {"backend": "FLEX_ATTENTION"}}
+"""Another computation of the same, whose pages lie otherwise: a second opinion."""
 
 LENS: dict[str, Any] = {"capture_lens": ["logit"], "capture_lens_rows": 256}
 
@@ -78,6 +82,8 @@ MODES: dict[str, dict[str, Any]] = {
     "heads": HEADS,
     "heads_piecewise": {**HEADS, "compilation_config": {"cudagraph_mode": "PIECEWISE"}},
     "heads_eager": {**HEADS, "enforce_eager": True},
+    "heads_flex": {**HEADS, **FLEX},
+    "heads_flex_eager": {**HEADS, **FLEX, "enforce_eager": True},
     "lens": LENS,
     "lens_piecewise": {**LENS, "compilation_config": {"cudagraph_mode": "PIECEWISE"}},
     "lens_eager": {**LENS, "enforce_eager": True},
@@ -85,7 +91,10 @@ MODES: dict[str, dict[str, Any]] = {
     "focus_piecewise": {**FOCUS, "compilation_config": {"cudagraph_mode": "PIECEWISE"}},
     "focus_eager": {**FOCUS, "enforce_eager": True},
     "focus_triton": {**FOCUS, "attention_config": {"backend": "TRITON_ATTN"}},
+    "focus_flex": {**FOCUS, **FLEX},
+    "focus_flex_eager": {**FOCUS, **FLEX, "enforce_eager": True},
     "v1": {},
+    "v1_heads": HEADS,
     "v1_focus": FOCUS,
     "v1_lens": LENS,
 }
