@@ -58,11 +58,11 @@ for dtype in ("bf16", "fp16", "fp32"):
 kernel, join = focus_kernel._sum_kernel, focus_kernel._join_kernel
 FLOATS = ("numbers", "slopes", "sinks", "sums", "stats")
 INTS = ("block_table", "focus", "requests", "forms", "runs")
-for dtype in ("bf16", "fp16", "fp32"):
+for dtype, size in (("bf16", 2), ("fp16", 2), ("fp32", 4)):
     shapes = ((64, 1, 32, 0), (128, 4, 1, 0), (128, 4, 8, 1), (256, 8, 4, 1))
     for width, group, at_once, capped in shapes:
         constants = {"PAGE": 16, "GROUP": group, "MEMBERS": group, "AT_ONCE": at_once}
-        constants |= {"ROWS": max(16, at_once * group), "KEYS": 32 if width > 128 else 64}
+        constants |= {"ROWS": max(16, at_once * group), "KEYS": min(128, focus_kernel.TILE_BYTES // (width * size))}
         constants |= {"WIDTH": width, "WIDTH_V": width, "CAPPED": capped, "SLOPES": capped}
         constants |= {"RUNS": 64, "PLACES": 4, "SPLITS": 16, "SINKS": capped}
         for each in (kernel, join):

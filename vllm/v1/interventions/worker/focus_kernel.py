@@ -23,6 +23,8 @@ ROWS = 32
 """Rows of a program in large steps: heads of some tokens that use one key head. Else of a token."""
 PARTS = 2
 """Sums of a row: over the span, and over the rest; of factors all are in one."""
+TILE_BYTES = 32 << 10
+"""Of keys that a program has on the processor at once, and of values; twice, with the next ones."""
 STATS = 4
 """The largest logit of a sum, the sum, and the smallest and largest bias of keys that were seen."""
 
@@ -92,7 +94,7 @@ def focus_rows(
     members = triton.next_power_of_2(group)
     at_once = 1 if number <= TOKENS else max(ROWS // members, 1)
     splits = splits_of(number)
-    wide = max(width, width_v) > 128
+    widest = triton.next_power_of_2(max(width, width_v))
     has_slopes, has_sinks = sight.slopes is not None, sight.sinks is not None
     slopes = sight.slopes if sight.slopes is not None else layer.numbers
     sinks = sight.sinks if sight.sinks is not None else layer.numbers
@@ -106,7 +108,7 @@ def focus_rows(
             sight.chunk, query.stride(0), query.stride(1), block_table.stride(0),
             *pages.keys.stride()[:3], *pages.values.stride()[:3], heads, splits, width, width_v,
             PAGE=page, GROUP=group, MEMBERS=members, AT_ONCE=at_once,
-            ROWS=max(16, at_once * members), KEYS=32 if wide else 64,
+            ROWS=max(16, at_once * members), KEYS=min(128, TILE_BYTES // (widest * query.element_size())),
             WIDTH=max(16, triton.next_power_of_2(width)),
             WIDTH_V=max(16, triton.next_power_of_2(width_v)),
             CAPPED=sight.cap != 0, SLOPES=has_slopes, RUNS=MAX_RUNS, PLACES=MAX_FACTORS,
@@ -151,7 +153,12 @@ if HAS_TRITON:
             request = tl.max(tl.load(requests + token, mask=mine, other=0), axis=0).to(tl.int64)
             at = tl.load(positions + token, mask=mine, other=-1).to(tl.int32)
             rule = tl.load(forms + program * 4)
-            count = tl.load(forms + program * 4 + 1)
+            run = tl.arange(0, RUNS)
+            used = run < tl.load(forms + program * 4 + 1)
+            run += program * (3 * RUNS)
+            starts = tl.load(runs + run, mask=used, other=0)
+            stops = tl.load(runs + run + RUNS, mask=used, other=0)
+            places = tl.load(runs + run + 2 * RUNS, mask=used, other=-1)
             number = numbers + (program * heads + head) * PLACES
             n0 = tl.load(number, mask=mine, other=0.0)
             n1 = tl.load(number + 1, mask=mine, other=0.0)
@@ -208,12 +215,9 @@ if HAS_TRITON:
                     seen &= behind < window
                 if chunk > 0:
                     seen &= key[None, :] // chunk == at[:, None] // chunk
-                place = tl.full([KEYS], -1, tl.int32)
-                for i in range(0, count):
-                    run = runs + program * (3 * RUNS) + i
-                    of_run = (key >= tl.load(run)) & (key < tl.load(run + RUNS))
-                    place = tl.where(of_run, tl.load(run + 2 * RUNS), place)
-                which = place[None, :]
+                # No loop over runs: loads are not pipelined in a loop that has another in it.
+                of_run = (key[:, None] >= starts[None, :]) & (key[:, None] < stops[None, :])
+                which = tl.max(tl.where(of_run, places[None, :], -1), axis=1)[None, :]
                 if rule < 2:
                     bias = tl.where(which == 0, n0[:, None], 0.0)
                     bias = tl.where(which == 1, n1[:, None], bias)
