@@ -94,7 +94,7 @@ def focus_rows(
     members = triton.next_power_of_2(group)
     at_once = 1 if number <= TOKENS else max(ROWS // members, 1)
     splits = splits_of(number)
-    widest = triton.next_power_of_2(max(width, width_v))
+    widest = max(16, triton.next_power_of_2(max(width, width_v)))
     has_slopes, has_sinks = sight.slopes is not None, sight.sinks is not None
     slopes = sight.slopes if sight.slopes is not None else layer.numbers
     sinks = sight.sinks if sight.sinks is not None else layer.numbers
@@ -153,12 +153,7 @@ if HAS_TRITON:
             request = tl.max(tl.load(requests + token, mask=mine, other=0), axis=0).to(tl.int64)
             at = tl.load(positions + token, mask=mine, other=-1).to(tl.int32)
             rule = tl.load(forms + program * 4)
-            run = tl.arange(0, RUNS)
-            used = run < tl.load(forms + program * 4 + 1)
-            run += program * (3 * RUNS)
-            starts = tl.load(runs + run, mask=used, other=0)
-            stops = tl.load(runs + run + RUNS, mask=used, other=0)
-            places = tl.load(runs + run + 2 * RUNS, mask=used, other=-1)
+            count = tl.load(forms + program * 4 + 1)
             number = numbers + (program * heads + head) * PLACES
             n0 = tl.load(number, mask=mine, other=0.0)
             n1 = tl.load(number + 1, mask=mine, other=0.0)
@@ -215,9 +210,12 @@ if HAS_TRITON:
                     seen &= behind < window
                 if chunk > 0:
                     seen &= key[None, :] // chunk == at[:, None] // chunk
-                # No loop over runs: loads are not pipelined in a loop that has another in it.
-                of_run = (key[:, None] >= starts[None, :]) & (key[:, None] < stops[None, :])
-                which = tl.max(tl.where(of_run, places[None, :], -1), axis=1)[None, :]
+                place = tl.full([KEYS], -1, tl.int32)
+                for i in range(0, count):
+                    run = runs + program * (3 * RUNS) + i
+                    of_run = (key >= tl.load(run)) & (key < tl.load(run + RUNS))
+                    place = tl.where(of_run, tl.load(run + 2 * RUNS), place)
+                which = place[None, :]
                 if rule < 2:
                     bias = tl.where(which == 0, n0[:, None], 0.0)
                     bias = tl.where(which == 1, n1[:, None], bias)
