@@ -94,7 +94,7 @@ def focus_rows(
     members = triton.next_power_of_2(group)
     at_once = 1 if number <= TOKENS else max(ROWS // members, 1)
     splits = splits_of(number)
-    widest = max(16, triton.next_power_of_2(max(width, width_v)))
+    key_bytes = max(16, triton.next_power_of_2(max(width, width_v))) * query.element_size()
     has_slopes, has_sinks = sight.slopes is not None, sight.sinks is not None
     slopes = sight.slopes if sight.slopes is not None else layer.numbers
     sinks = sight.sinks if sight.sinks is not None else layer.numbers
@@ -108,7 +108,7 @@ def focus_rows(
             sight.chunk, query.stride(0), query.stride(1), block_table.stride(0),
             *pages.keys.stride()[:3], *pages.values.stride()[:3], heads, splits, width, width_v,
             PAGE=page, GROUP=group, MEMBERS=members, AT_ONCE=at_once,
-            ROWS=max(16, at_once * members), KEYS=min(128, TILE_BYTES // (widest * query.element_size())),
+            ROWS=max(16, at_once * members), KEYS=min(128, TILE_BYTES // key_bytes),
             WIDTH=max(16, triton.next_power_of_2(width)),
             WIDTH_V=max(16, triton.next_power_of_2(width_v)),
             CAPPED=sight.cap != 0, SLOPES=has_slopes, RUNS=MAX_RUNS, PLACES=MAX_FACTORS,
