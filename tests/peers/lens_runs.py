@@ -34,6 +34,14 @@ LONGER: dict[str, tuple[int, dict[str, str]]] = {
     "test_activations_chunked_prefill": (3, {}),
 }
 """The same of those that take longer: most start engines in processes."""
+QK: dict[str, tuple[int, dict[str, str]]] = {
+    "test_qk_match": (7, {"test_no_leaked_state": "'_debug_captured_qk_count' is not implemented"}),
+    "test_qk_chunked_prefill": (2, {}),
+}
+"""The same of queries and keys, with a model of `HEADS` and engines that have `QK_POINTS`."""
+HEADS = {"hidden_size": 896, "num_attention_heads": 14, "num_key_value_heads": 2}
+"""What they know of their model."""
+QK_POINTS = {"capture_points": ["post_block", "q", "k", "z"]}
 NEEDS = ("requires at least 2 GPUs", "snapshot was recorded on")
 """What their own tests skip for."""
 

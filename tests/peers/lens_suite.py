@@ -36,6 +36,7 @@ def pytest_load_initial_conftests() -> None:
     prepare_environment("v2" if is_v2 else "v1", "cpu" if on_cpu else "cuda")
     # They ask it whether to shut it down.
     sys.modules.setdefault("ray", SimpleNamespace(is_initialized=lambda: False))  # type: ignore[arg-type]
+    import torch
     import transformers
 
     import vllm
@@ -61,5 +62,15 @@ def pytest_load_initial_conftests() -> None:
     def moved(self: Any, device: Any, **more: Any) -> Any:
         return move(self, "cpu" if device == "cuda" else device, **more)
 
+    # transformers finds out by `torch.tensor([])` whether it is in a block of a device, and leaves
+    # rotary frequencies unset if that fails: torch notes its functions in the first such block.
+    with torch.device("meta"):
+        make = torch.tensor
+        make([])
+
+    def made(*args: Any, **more: Any) -> torch.Tensor:
+        return make(*args, **more | ({"device": "cpu"} if more.get("device") == "cuda" else {}))
+
+    torch.tensor = made
     transformers.AutoModelForCausalLM.from_pretrained = loaded  # type: ignore[method-assign]
     transformers.BatchEncoding.to = moved  # type: ignore[method-assign]

@@ -24,13 +24,21 @@ pytestmark = pytest.mark.full
 
 PROMPT = prompt_of(40, 9)
 POINTS = ["post_block", "q", "k", "z"]
-SAYS = {
-    "llama": {"scale"},
-    "gemma2": {"scale", "logits_soft_cap", "sliding_window"},
-    "gpt_oss": {"scale", "sliding_window", "sinks"},
-    "bloom": {"scale", "alibi_slopes"},
+UNSAID = {
+    "logits_soft_cap": 0.0,
+    "sliding_window": [-1, -1],
+    "alibi_slopes": None,
+    "use_alibi_sqrt": False,
+    "sinks": None,
 }
-"""Model -> what the metadata of its layers say."""
+"""What the metadata of a layer that has nothing of that say."""
+SAYS = {
+    "llama": set(),
+    "gemma2": {"logits_soft_cap", "sliding_window"},
+    "gpt_oss": {"sliding_window", "sinks"},
+    "bloom": {"alibi_slopes"},
+}
+"""Model -> what those of one of its layers say at least."""
 
 
 @pytest.fixture(scope="module")
@@ -56,7 +64,9 @@ def test_patterns(tiny_models: TinyModels, patterns: Any, name: str) -> None:
     assert given is not None
     token_ids = [*PROMPT, *output.outputs[0].token_ids][:-1]
     assert given["residual_stream"].shape[:2] == (1, len(token_ids))
-    assert {key for meta in given["qk_meta"] for key in meta} == SAYS[name]
+    metas = given["qk_meta"]
+    said = [{key for key in UNSAID if meta[key] != UNSAID[key]} for meta in metas]
+    assert set().union(*said) == SAYS[name]
     assert given["qk_layers"] == list(range(models.LAYERS))
     model = models.load(row, path)
     with torch.no_grad():
@@ -67,8 +77,7 @@ def test_patterns(tiny_models: TinyModels, patterns: Any, name: str) -> None:
         assert got.shape == want.shape == (len(want), len(token_ids), len(token_ids))
         assert (got - want).abs().max() <= 1e-4
         assert (got - weights[layer - 1][0]).abs().max() >= 1e-2  # the twin
-        for key in SAYS[name]:  # the twin: each number that is said counts
-            metas = [{k: v for k, v in meta.items() if k != key} for meta in given["qk_meta"]]
-            if key != "scale" and key in given["qk_meta"][layer]:
-                less = patterns({**given, "qk_meta": metas}, layer=layer)
-                assert (less - want).abs().max() >= 1e-3
+        for key in said[layer]:  # the twin: each number that is said counts
+            less = [{**meta, key: UNSAID[key]} for meta in metas]
+            weighed = patterns({**given, "qk_meta": less}, layer=layer)
+            assert (weighed - want).abs().max() >= 1e-3

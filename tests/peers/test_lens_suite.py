@@ -17,7 +17,17 @@ import torch
 
 from tests.conformance import models
 from tests.http.server import save_tokenizer
-from tests.peers.lens_runs import LAYERS, LONGER, MODEL, OFFLINE, judged, run
+from tests.peers.lens_runs import (
+    HEADS,
+    LAYERS,
+    LONGER,
+    MODEL,
+    OFFLINE,
+    QK,
+    QK_POINTS,
+    judged,
+    run,
+)
 from tests.peers.packages import folder_of
 
 if TYPE_CHECKING:
@@ -27,14 +37,14 @@ pytestmark = pytest.mark.full
 
 
 @pytest.fixture
-def working(tiny_models: TinyModels, tmp_path: Path) -> Path:
-    """A folder in which their model's name is one of a model."""
+def working(request: Any, tiny_models: TinyModels, tmp_path: Path) -> Path:
+    """A folder in which their model's name is one of a model, with other fields of its config."""
     row = tiny_models.row("qwen2")
 
     def config() -> Any:
         plain = row.config()
         fields = {**plain.to_dict(), "layer_types": None, "max_position_embeddings": 2048}
-        return type(plain)(**{**fields, "num_hidden_layers": LAYERS})
+        return type(plain)(**{**fields, "num_hidden_layers": LAYERS, **request.param})
 
     saved = models.save(replace(row, name="qwen2-lens", config=config), tmp_path / "saved")
     (tmp_path / MODEL).parent.mkdir()
@@ -44,14 +54,19 @@ def working(tiny_models: TinyModels, tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize(
-    "modules",
+    ("working", "modules", "engine"),
     [
-        pytest.param(OFFLINE, id="offline"),
-        pytest.param(LONGER, id="longer", marks=pytest.mark.long),
+        pytest.param({}, OFFLINE, {}, id="offline"),
+        pytest.param(HEADS, QK, QK_POINTS, id="qk"),
+        pytest.param({}, LONGER, {}, id="longer", marks=pytest.mark.long),
     ],
+    indirect=["working"],
 )
-def test_theirs(working: Path, modules: dict[str, tuple[int, dict[str, str]]]) -> None:
-    for module, cases in run(working, folder_of("lens"), [*modules], {}).items():
+def test_theirs(
+    working: Path, modules: dict[str, tuple[int, dict[str, str]]], engine: dict[str, Any]
+) -> None:
+    settings = {"LENS_ENGINE": json.dumps(engine)}
+    for module, cases in run(working, folder_of("lens"), [*modules], settings).items():
         expected, refused = modules[module]
         passed, failed = judged(cases)
         wrong = {name: why for name, why in failed.items() if name not in refused}

@@ -249,16 +249,18 @@ def _activations(
         made["attn_q"] = torch.stack([values["q", n] for n in layers])
         made["attn_k"] = torch.stack([values["k", n] for n in layers])
         made["qk_layers"] = layers
-        made["qk_meta"] = [_meta(forms[n]) for n in layers]
+        made["qk_meta"] = [_meta(forms[n], values["q", n], values["k", n]) for n in layers]
     return made or None
 
 
-def _meta(form: AttentionForm) -> dict[str, Any]:
+def _meta(form: AttentionForm, q: torch.Tensor, k: torch.Tensor) -> dict[str, Any]:
     """A form in vLLM-Lens's words; its windows are (keys before, keys after)."""
-    window = [form["window"] - 1, 0] if "window" in form else None
-    said: dict[str, Any] = {"logits_soft_cap": form.get("cap"), "sliding_window": window}
-    said |= {"alibi_slopes": form.get("slopes"), "sinks": form.get("sinks")}
-    return {"scale": form["scale"], **{name: value for name, value in said.items() if value}}
+    window = [form["window"] - 1, 0] if "window" in form else [-1, -1]
+    said: dict[str, Any] = {"scale": form["scale"], "logits_soft_cap": form.get("cap", 0.0)}
+    said |= {"num_heads_local": q.shape[1], "num_kv_heads_local": k.shape[1]}
+    said |= {"num_kv_heads_total": k.shape[1], "head_size": q.shape[2], "use_alibi_sqrt": False}
+    others = {"alibi_slopes": form.get("slopes"), "sinks": form.get("sinks")}
+    return {**said, **others, "sliding_window": window}
 
 
 def wire_of(results: Mapping[str, CaptureResult] | None) -> dict[str, Any] | None:
