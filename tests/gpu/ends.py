@@ -67,7 +67,8 @@ def output_qk(mode: Mode, tokens: list[list[int]], layers: int) -> dict[str, Any
         seen = torch.ones(len(ids), len(ids)).tril().bool()
         parts = zip(given["attn_q"], given["attn_k"], given["qk_meta"], strict=True)
         for layer, (queries, keys, meta) in enumerate(parts):
-            same &= meta.keys() == {"scale"}
+            same &= (meta["logits_soft_cap"], meta["sliding_window"]) == (0.0, [-1, -1])
+            same &= meta["alibi_slopes"] is None and meta["sinks"] is None
             keys = keys.float().repeat_interleave(queries.shape[1] // keys.shape[1], dim=1)
             scores = meta["scale"] * torch.einsum("qhd,khd->qhk", queries.float(), keys)
             weights = scores.masked_fill(~seen[:, None], -torch.inf).softmax(-1)
