@@ -178,7 +178,8 @@ class Measured:
         self._found: dict[tuple[str, str], list[float]] = defaultdict(list)
 
     def _begin(self, case: str, number: int) -> Future[float]:
-        cells = Cells(*self._args.cells, number)
+        layers, positions = self._args.cells
+        cells = Cells(layers, positions, number)
         if case == "alone":
             return self._other.submit(idle, self._args.seconds)
         if case == "sweep":

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -11,12 +12,14 @@ import torch
 
 from tests.conformance.engine import engine
 from tests.http.server import NAME
-from vllm.pilot import EngineBench, Odds, Pairs, ServerBench, save_trained, train
+from vllm.pilot import EngineBench, Odds, Pairs, ServerBench, Trained, save_trained, train
 
 if TYPE_CHECKING:
     from tests.http.server import Server
 
 pytestmark = pytest.mark.full
+
+VECTORS = (".safetensors", ".gguf")
 
 
 def test_a_server_and_an_engine_are_alike(server: Server, model: Path, tmp_path: Path) -> None:
@@ -38,5 +41,24 @@ def test_a_server_and_an_engine_are_alike(server: Server, model: Path, tmp_path:
     assert over_http.evidence.effect == pytest.approx(here.evidence.effect, abs=1e-4)
     assert here.evidence.effect[0] != pytest.approx(here.evidence.effect[2], abs=1e-3)
     assert over_http.evidence.changed_by_zero == here.evidence.changed_by_zero == 0
-    saved = [save_trained(t, tmp_path / name) for t, name in ((over_http, "a"), (here, "b"))]
-    assert all((folder / "report.html").is_file() for folder in saved)
+    nearly = here.directions.vectors * (1 + 1e-6)
+    # Whether a direction of six pairs holds is not asked here, but vectors are written if it does.
+    evidence = replace(here.evidence, strength=1e9, error=0.0)
+    made = {
+        name: saved(replace(trained, model=NAME, evidence=evidence), tmp_path / name / "happy")
+        for name, trained in {
+            "server": over_http,
+            "engine": here,
+            "twin": replace(here, directions=replace(here.directions, vectors=nearly)),
+        }.items()
+    }
+    assert made["server"].keys() == {"happy.safetensors", "happy.gguf", "all_layers.safetensors"}
+    assert made["server"] == made["engine"]
+    assert all(made["twin"][name] != file for name, file in made["engine"].items())
+
+
+def saved(trained: Trained, folder: Path) -> dict[str, bytes]:
+    """The files of vectors."""
+    save_trained(trained, folder)
+    assert (folder / "report.html").is_file()
+    return {path.name: path.read_bytes() for path in folder.iterdir() if path.suffix in VECTORS}

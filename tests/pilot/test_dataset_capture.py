@@ -43,6 +43,11 @@ SETTINGS: dict[str, Any] = {
     "capture_consumers": ["inline"],
     "capture_points": ["pre_attn", "post_block", "z"],
 }
+ENTRY = [sys.executable, "-m", "vllm.entrypoints.cli.main"]
+ENGINE_OPTIONS = [
+    "--enforce-eager", "--dtype=float32", "--max-model-len=96", "--max-num-seqs=16",
+    "--block-size=32", "--kv-cache-memory-bytes=16777216", "--max-num-batched-tokens=256",
+]  # fmt: skip
 NUM = 60
 RECORDS = [
     {"id": f"ex/{i}", "label": "even" if i % 2 == 0 else "odd", "text": f"{i} apples " + "x" * i}
@@ -217,6 +222,38 @@ def test_killed_and_continued(
     assert [line["id"] for line in activations.manifest()] == [r["id"] for r in RECORDS]
 
 
+def test_ctrl_c_and_continued(llm: LLM, model: Path, tmp_path: Path) -> None:
+    """As a terminal does it: the engine core, a process of its own, is interrupted too."""
+    many = [{"id": f"many/{i}", "text": f"{i} apples"} for i in range(20 * NUM)]
+    data = write(tmp_path / "many.jsonl", many)
+    out, said = tmp_path / "acts", tmp_path / "said"
+    asked = ["--data", data.path, "--out", str(out), "--hooks", json.dumps(HOOKS)]
+    command = [*ENTRY, "capture", "run", str(model), *asked, "--yes", "--shard-bytes=1"]
+    with said.open("w") as file:
+        child = subprocess.Popen(
+            [*command, *ENGINE_OPTIONS],
+            cwd=ROOT,
+            env={**os.environ, "VLLM_ENABLE_V1_MULTIPROCESSING": "1"},
+            stderr=file,
+            start_new_session=True,
+        )
+        while child.poll() is None and len(list(out.glob("*.safetensors"))) < 4:
+            time.sleep(0.02)
+        os.killpg(child.pid, signal.SIGINT)
+        status = child.wait()
+    assert status == 130, said.read_text()
+    begun = dataset.Activations(str(out))
+    assert len(begun.shards) >= 4 and not begun.complete
+    safe = (
+        f"interrupted. {begun.shards[-1].stop:,} of {len(many):,} examples are safe in {out}, in "
+    )
+    assert f"{safe}{len(begun.shards)} shards; the same command goes on" in said.read_text()
+    activations = dataset.capture(llm, data, out, HOOKS)
+    assert activations.shards[: len(begun.shards)] == begun.shards
+    need_rows(activations, expected(llm, many, "last_prompt"))
+    assert [line["id"] for line in activations.manifest()] == [r["id"] for r in many]
+
+
 def test_an_example_that_is_refused(llm: LLM, tmp_path: Path) -> None:
     records = [*RECORDS[:5], {"text": "x" * 200}, *RECORDS[6:10]]
     data = write(tmp_path / "d.jsonl", records)
@@ -268,12 +305,7 @@ def test_the_page(
 def arguments(model: Path, *more: str) -> argparse.Namespace:
     parser = FlexibleArgumentParser()
     CaptureSubcommand().subparser_init(parser.add_subparsers())
-    given = ["capture", "run", str(model), *more]
-    engine_options = (
-        "--enforce-eager --dtype=float32 --max-model-len=96 --max-num-seqs=16 --block-size=32 "
-        "--kv-cache-memory-bytes=16777216 --max-num-batched-tokens=256"
-    )
-    return parser.parse_args([*given, *engine_options.split()])
+    return parser.parse_args(["capture", "run", str(model), *more, *ENGINE_OPTIONS])
 
 
 def run(model: Path, *more: str) -> int:

@@ -136,7 +136,7 @@ def _capture(
 
 @contextlib.contextmanager
 def _saying_what_is_safe(store: ShardStore, contents: Contents) -> Iterator[None]:
-    """Make every failure say how far it came."""
+    """Make every failure, Ctrl-C too, say how far it came."""
     try:
         yield
     except OSError as error:
@@ -146,6 +146,8 @@ def _saying_what_is_safe(store: ShardStore, contents: Contents) -> Iterator[None
             f"{store.root}: cannot be written: {error}; {remedy}, and run the same again to go on"
             f"{_safe(store, contents)}"
         ) from error
+    except KeyboardInterrupt as error:
+        raise KeyboardInterrupt(f"interrupted{_safe(store, contents)}") from error
     except Exception as error:
         raise DatasetError(f"{error}{_safe(store, contents)}") from error
 

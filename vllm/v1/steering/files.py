@@ -193,7 +193,13 @@ def save(path: str | Path, source: Module | Mapping[str, Any], model_hint: str =
         metadata["hidden_size"] = str(sizes[0])
     # `save_file` would say of a full disk something that is no OSError.
     data = safetensors.numpy.save(vectors, metadata)
-    _write(path, lambda unfinished: unfinished.write_bytes(data))
+    # It writes the metadata in an order of chance; equal modules are to be equal files.
+    end = 8 + int.from_bytes(data[:8], "little")
+    header = json.loads(data[8:end])
+    header["__metadata__"] = metadata
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    _write(path, lambda file: file.write_bytes(len(text).to_bytes(8, "little") + text + data[end:]))
 
 
 def export_gguf(path: str | Path, source: Module | Mapping[str, Any], model_hint: str = "") -> None:

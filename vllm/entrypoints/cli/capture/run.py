@@ -46,8 +46,9 @@ def capture_dataset(args: argparse.Namespace) -> int:
             confirm=lambda told: confirm(told, args.yes),
             contents=contents,
         )
-    except KeyboardInterrupt:
-        print("interrupted; the same command goes on from what is safe", file=sys.stderr)
+    except KeyboardInterrupt as error:
+        said = str(error) or "interrupted before anything was written"
+        print(f"{said}; the same command goes on from there", file=sys.stderr)
         return 130
     except (ValueError, RuntimeError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
