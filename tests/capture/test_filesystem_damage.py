@@ -7,6 +7,7 @@ import json
 import shutil
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ import torch
 from tests.support.stored import LAYOUTS, SITES, WIDTH, publish, request, same, started, whole
 from vllm.v1.capture import reader
 from vllm.v1.capture.file_format import CaptureFileError
+from vllm.v1.interventions.plan import AttentionRead
 
 pytestmark = pytest.mark.quick
 
@@ -180,6 +182,51 @@ def test_damaged_files(tmp_path: Path, layout: str) -> None:
     read_all(tmp_path)
     file.write_bytes(good)
     read_all(tmp_path)
+
+
+READ = AttentionRead(("mass", "top"), ("a", "b"), ((0, 2), (1, 3)), 2, "", 3)
+"""A row of it has six numbers a head."""
+
+
+def test_damaged_facts_of_attention(tmp_path: Path) -> None:
+    """Its widths are those of the rows, and every field is what it must be."""
+    sites, heads = (("attn", 0), ("attn", 3)), ((0, 2), (1, 3))
+    info = replace(
+        request("of attention", sites, torch.float32, width=12, request_id="probe", tag="t"),
+        heads=heads, attention=READ, projected=False,
+    )  # fmt: skip
+    with started(str(tmp_path), layout="packed") as consumer:
+        payload, batches = publish(consumer, info)
+    file = tmp_path / str(payload["paths"][0])
+    good = file.read_bytes()
+    rows = reader.open(str(tmp_path)).find("probe").attention(3)
+    assert (rows.heads, rows.ranges, rows.give) == ((1, 3), ("a", "b"), ("mass", "top"))
+    values = torch.cat([batch.values[1] for batch in batches]).unflatten(1, (2, 6))
+    assert torch.equal(rows.mass.view(torch.int32), values[..., :2].view(torch.int32))
+    assert torch.equal(rows.top_positions, values[..., 2:4].view(torch.int32))
+    known = json.loads(facts(good)["attention"])
+    wrong: dict[str, Any] = {
+        "give": ["odd"], "names": 1, "ranges": [["x"]], "top": 3, "sum": "heads", "stop": None,
+    }  # fmt: skip
+    for damage in [*({**known, name: value} for name, value in wrong.items()), None]:
+
+        @changed
+        def damaged(tensors: Tensors, record: dict[str, Any], damage: Any = damage) -> None:
+            if damage is None:
+                del record["heads"]
+            else:
+                record["attention"] = json.dumps(damage)
+
+        file.write_bytes(damaged(good))
+        with pytest.raises(CaptureFileError, match="its metadata is damaged"):
+            reader.open(str(tmp_path)).find("probe").attention(3)
+    file.write_bytes(unlike(good))
+    assert len(reader.open(str(tmp_path)).find("probe").attention(3)) == len(rows)
+
+
+def facts(data: bytes) -> dict[str, str]:
+    """The metadata of a file."""
+    return json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])["__metadata__"]
 
 
 def test_every_truncation_and_many_flipped_bits_are_read_or_refused(tmp_path: Path) -> None:

@@ -213,13 +213,19 @@ def prove(row: TinyModel, cache: Path, **options: Any) -> Result:
             heads["z"] = replace(heads["z"], write=written[0], moved=written[1])
         heads |= other_errors(llm, reference, token_prompts, offered_others(shape))
         readable = {n: of["z"][0] for n, of in shape.heads.items() if n not in shape.unread}
-        focus = focus_errors(llm, reference, logit_prompts, readable)
+        focusable = {n: number for n, number in readable.items() if n not in shape.latent}
+        focus = focus_errors(llm, reference, logit_prompts, focusable)
     offered = {point for of in shape.heads.values() for point in of}
     without = {p: "unseen" if p in offered else "none" for p in HEAD_POINTS if p not in heads}
-    for name, found in (("attn", heads.get("attn")), ("focus", focus)):
+    for name, found, here in (
+        ("attn", heads.get("attn"), readable),
+        ("focus", focus, focusable),
+    ):
         if found is None:
-            refused = "; ".join(sorted({f"refused: {why}" for why in shape.unread.values()}))
-            without[name] = "unseen" if readable else refused or "none"
+            whys = {f"refused: {why}" for why in shape.unread.values()}
+            if shape.latent and name == "focus":
+                whys.add("refused: attention over a latent cache (MLA)")
+            without[name] = "unseen" if here else "; ".join(sorted(whys)) or "none"
 
     def at(point: str, results: list[Measurement]) -> list[Measurement]:
         # A case that steers every site counts against each point.

@@ -17,6 +17,7 @@ from vllm.v1.steering.modules import parse_module
 
 CONFIG = config_of(HEADS, steering_families=["add", "focus"])
 UNREAD = msgspec.structs.replace(HEADS, unread={1: "backend ODD"})
+LATENT = msgspec.structs.replace(HEADS, latent=(1,))
 
 
 def focus(*more: dict[str, Any], shape: TapShape = HEADS, **fields: Any) -> dict[str, Any]:
@@ -72,6 +73,10 @@ FOCUS = [
     Case(path("steering[0].layers"), focus(layers=[])),
     Case(path("steering[0].layers", "backend ODD", layer="1"), focus(shape=UNREAD)),
     Case(path("steering[0].layers", "backend ODD", layer="1"), focus(layers="all", shape=UNREAD)),
+    Case(
+        path("steering[0].layers", "attention over a latent cache (MLA)", layer="1"),
+        focus(shape=LATENT),
+    ),
     Case(path("steering[0].factor", "-1.0"), focus(factor=-1.0)),
     Case(path("steering[0].factor"), focus(factor=float("nan"))),
     Case(path("steering[0].share", "1.0"), share(1)),

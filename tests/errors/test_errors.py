@@ -515,14 +515,14 @@ class Silent:
     shape = SHAPE
     sites = (("pre_attn", 0),)
     table = None
-    arena = torch.zeros(1, HIDDEN)
+    capture = SimpleNamespace(arena=torch.zeros(1, HIDDEN))
 
     def captures(self, site: Any) -> bool:
         return True
 
     def probing(self, site: Any, vector: Any) -> Any:
         """The poison stays in the arena."""
-        self.arena.fill_(float("nan"))
+        self.capture.arena.fill_(float("nan"))
         return nullcontext()
 
     def capture_final(self, hidden_states: torch.Tensor) -> None:

@@ -62,7 +62,8 @@ for dtype, size in (("bf16", 2), ("fp16", 2), ("fp32", 4)):
     shapes = ((64, 1, 32, 0), (128, 4, 1, 0), (128, 4, 8, 1), (256, 8, 4, 1))
     for width, group, at_once, capped in shapes:
         constants = {"PAGE": 16, "GROUP": group, "MEMBERS": group, "AT_ONCE": at_once}
-        constants |= {"ROWS": max(16, at_once * group), "KEYS": min(128, focus_kernel.TILE_BYTES // (width * size))}
+        keys = min(128, focus_kernel.TILE_BYTES // (width * size))
+        constants |= {"ROWS": max(16, at_once * group), "KEYS": keys}
         constants |= {"WIDTH": width, "WIDTH_V": width, "CAPPED": capped, "SLOPES": capped}
         constants |= {"RUNS": 64, "PLACES": 4, "SPLITS": 16, "SINKS": capped}
         for each in (kernel, join):

@@ -10,12 +10,16 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
+from tests.conformance import models
 from tests.conformance.engine import make_llm, shut_down
+from vllm import SamplingParams
+from vllm.inputs import TokensPrompt
 from vllm.v1.interventions.plan import TapShape
 from vllm.v1.interventions.worker import attention_reader
 from vllm.v1.interventions.worker.attention_reader import LayerReader
 from vllm.v1.interventions.worker.focus_table import FocusedAttention
 from vllm.v1.interventions.worker.kv_pages import Sight, sight_of
+from vllm.v1.interventions.worker.latent_reader import LatentReader
 from vllm.v1.interventions.worker.tap_check import check_worker
 
 if TYPE_CHECKING:
@@ -115,6 +119,52 @@ def test_proof_of_focus(tiny_models: TinyModels, monkeypatch: pytest.MonkeyPatch
         patch.setattr(FocusedAttention, "attend", a_key_too_few)
         assert _unread(llm) == set(layers)
     assert _unread(llm) == set()
+    shut_down(llm)
+
+
+_products = LatentReader.products
+
+
+def without_rotated(self: LatentReader, queries: torch.Tensor, *rest: Any) -> None:
+    queries = queries.clone()
+    queries[..., -64:] = 0
+    _products(self, queries, *rest)
+
+
+def absorbed_by_others(self: LatentReader, queries: torch.Tensor, heads: Any, *rest: Any) -> None:
+    _products(self, queries, [*heads[1:], heads[0]], *rest)
+
+
+def scaled(self: LatentReader, queries: torch.Tensor, *rest: Any) -> None:
+    _products(self, queries * 1.01, *rest)
+
+
+def test_proof_of_a_latent_cache(tiny_models: TinyModels, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It passes for MLA, and notices what a reader may get wrong there; focus is refused."""
+    llm = make_llm(
+        tiny_models.path("deepseek_v2"),
+        enable_steering=True,
+        steering_families=["add", "focus"],
+        capture_consumers=["inline"],
+        capture_points=["q", "z"],
+        **tiny_models.row("deepseek_v2").engine,
+    )
+    layers = set(range(models.LAYERS))
+    assert _unread(llm) == set()
+    for wrong in (without_rotated, absorbed_by_others, scaled):
+        with monkeypatch.context() as patch:
+            patch.setattr(LatentReader, "products", wrong)
+            assert _unread(llm) == layers, wrong
+    for wrong_rows in (off_by_one, of_another_request):
+        with monkeypatch.context() as patch:
+            patch.setattr(LayerReader, "rows", wrong_rows)
+            assert _unread(llm) == layers, wrong_rows
+    assert _unread(llm) == set()
+    steering = [{"op": "focus", "layers": [1], "span": [0], "factor": 2.0}]
+    says = r"steering\[0\]\.layers: layer 1 cannot be focused: attention over a latent cache"
+    with pytest.raises(ValueError, match=says):
+        prompt = TokensPrompt(prompt_token_ids=[1, 2, 3])
+        llm.generate(prompt, SamplingParams(max_tokens=2, steering=steering), use_tqdm=False)
     shut_down(llm)
 
 

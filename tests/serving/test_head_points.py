@@ -297,6 +297,52 @@ def test_what_is_given_of_attention(running: Running) -> None:
     assert total["attn", None].at(3).weights[0].shape == (4,)
 
 
+@pytest.mark.parametrize("layout", ["packed", "per_file", "sharded", "ehs"])
+def test_attention_in_files(running: Running, layout: str) -> None:
+    """They give back what inline does, bit for bit: each part, and sums; of other queries not."""
+    keys = {"start": {"stop": 4}, "few": [5, 7]}
+    forms: list[tuple[list[str], dict[str, Any]]] = [
+        (["mass", "peak", "top"], {"keys": keys, "top": 3}),
+        (["weights"], {}),
+        (["weights"], {"sum": "heads"}),
+        (["weights"], {"sum": "all"}),
+    ]
+    for i, (give, more) in enumerate(forms):
+        asked = {"heads": {1: [2, 0], 2: [3, 1]}, "queries": "all", "give": give, **more}
+        name = {"request_id": f"seen{i}", "tag": f"attention-{layout}", "layout": layout}
+        capture = {"inline": {"attention": asked}, "filesystem": {"attention": asked, **name}}
+        [output] = serve(running.llm, [Ask(prompt_of(41, 168), {"capture": capture})])
+        assert {r.status for r in output.capture_results.values()} == {"ok"}
+        stored = open_captures(str(running.root)).find(f"seen{i}", f"attention-{layout}")
+        assert stored.sites == (("attn", 1), ("attn", 2))
+        for (_, layer), rows in output.capture_results["inline"].payload.items():
+            read = stored.attention(layer)
+            assert (read.give, read.heads, read.ranges) == (rows.give, rows.heads, rows.ranges)
+            assert read.positions.tolist() == rows.positions.tolist() == list(range(len(rows)))
+            assert read.token_ids.tolist() == rows.token_ids.tolist()
+            if give == ["weights"]:
+                pairs = list(zip(read.weights, rows.weights, strict=True))
+            else:
+                pairs = [(read.mass, rows.mass), (read.peak, rows.peak)]
+                pairs += [(read.top_positions, rows.top_positions)]
+                pairs += [(read.top_weights, rows.top_weights)]
+            assert all(a.dtype == b.dtype and torch.equal(a, b) for a, b in pairs)
+            assert torch.equal(read.at(7)._rows(), rows.at(7)._rows())
+            assert not torch.equal(read.at(7)._rows(), rows.at(8)._rows())
+        with pytest.raises(KeyError, match=r"has weights of attention: read attention\(1\)"):
+            stored.rows("attn", 1)
+        lacking = 1 if more.get("sum") == "all" else None
+        with pytest.raises(KeyError, match=f"has no attention of layer {lacking}"):
+            stored.attention(lacking)
+
+
+def test_attention_of_other_numbers_of_heads_is_not_for_files(running: Running) -> None:
+    asked = {"attention": {"heads": {0: [1], 1: "all"}, "give": ["weights"]}}
+    says = r"capture\.filesystem\.attention\.heads: rows have different widths"
+    with pytest.raises(ValueError, match=says):
+        serve(running.llm, [Ask(prompt_of(5, 169), {"capture": {"filesystem": asked}})])
+
+
 def test_attention_costs_no_prefix_hit(running: Running) -> None:
     """Keys may be cached; only wanted queries are computed."""
     prompt, hits = prompt_of(70, 166), []

@@ -21,11 +21,12 @@ from transformers.convert_slow_tokenizer import bytes_to_unicode
 from tests.conformance import models
 from tests.conformance.engine import make_llm, shut_down
 from tests.conformance.models import HIDDEN, LAYERS, VOCAB
-from tests.conformance.runner import READ_TOLERANCE, Reference
+from tests.conformance.runner import LEAST_MOVE, READ_TOLERANCE, Reference
 from tests.support import serving
 from tests.support.serving import Ask, Judge, capture, deltas_of, prompt_of, serve, vector
 from tests.support.timeline import Timeline
 from vllm import LLM
+from vllm.inputs import TokensPrompt
 from vllm.lora.request import LoRARequest
 from vllm.sampling_params import BeamSearchParams, StructuredOutputsParams
 
@@ -165,6 +166,24 @@ def test_lora(line: Timeline, loras: list[tuple[LoRARequest, dict[str, torch.Ten
         # DECODE finds the prompt blocks of {}; for all of them there is no room.
         hits = [line.cached(name) for name in names[:6]]
         assert any(hits) == warm
+
+
+def test_ends_and_branches_under_lora(
+    pair: tuple[LLM, Judge], loras: list[tuple[LoRARequest, dict[str, torch.Tensor]]]
+) -> None:
+    """embed, final and branches of two adapters and none, in one batch; final is not another's."""
+    llm, plain = pair
+    ask = Ask(prompt_of(17, 730), capture("all", ("embed", "attn_out", "mlp_out", "final")))
+    judges = [plain, *(adapted(plain, deltas) for _, deltas in loras)]
+    prompts = [TokensPrompt(prompt_token_ids=ask.prompt)] * 3
+    adapters: Any = [None, *(lora for lora, _ in loras)]
+    outputs: list[Any] = llm.generate(prompts, ask.params(), use_tqdm=False, lora_request=adapters)
+    for i, output in enumerate(outputs):
+        judges[i].check(ask, output)
+        ids = [*ask.prompt, *output.outputs[0].token_ids][:-1]
+        other = judges[(i + 1) % 3].reference.run(ids).others["final", LAYERS - 1]
+        final = output.capture_results["inline"].payload["final", LAYERS - 1].values
+        assert serving.worst_row(final, other) > LEAST_MOVE
 
 
 def test_priorities(line: Timeline) -> None:

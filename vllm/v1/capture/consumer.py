@@ -17,10 +17,11 @@ import numpy as np
 import torch
 
 from vllm.v1.interventions.errors import reject, show_key
-from vllm.v1.interventions.plan import Site, TapShape
+from vllm.v1.interventions.plan import AttentionRead, Site, TapShape
 
 SHARED_FIELDS = ("hooks", "positions", "project", "reduce", "attention", "lens")
-"""What a request may say to every consumer; `attention` and `lens` to `inline` alone."""
+"""What a request may say to every consumer; `lens` to `inline` alone, `attention` also to classes
+that take it."""
 
 Location = Literal["engine", "frontend"]
 """The process a consumer runs in.
@@ -77,6 +78,9 @@ class RequestInfo:
     points of the residual stream."""
     reduce: str = ""
     """"mean" if a site has one row, the mean of the positions asked for, at the last of them."""
+    attention: AttentionRead | None = None
+    """What rows are in a capture of attention weights, float32, whose sites are `("attn", layer)`;
+    only for classes with `takes_attention`."""
 
     @property
     def max_bytes(self) -> int:
@@ -147,6 +151,9 @@ class CaptureConsumer(ABC):
 
     location: ClassVar[Location] = "frontend"
     """The process it runs in."""
+
+    takes_attention: ClassVar[bool] = False
+    """Whether requests may capture attention weights for it."""
 
     capture: Mapping[str, Any] | None = None
     """The capture request of every request that does not name this consumer, such as

@@ -24,10 +24,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal, get_args
 
+import msgspec
 import torch
 from fsspec import AbstractFileSystem
 
-from vllm.v1.interventions.plan import Site
+from vllm.v1.interventions.plan import AttentionRead, Site
 
 FORMAT = "1"
 """The version of the format, `capture_format` in the metadata of each file."""
@@ -114,6 +115,8 @@ class Record:
     points of the residual stream."""
     reduce: str = ""
     """"mean" if a site's row is the mean of the positions asked for, which end with its own."""
+    attention: AttentionRead | None = None
+    """What the rows of sites `("attn", layer)` are."""
 
     def to_strings(self) -> dict[str, str]:
         """Return the record as metadata of a file, with the version of the format."""
@@ -122,6 +125,9 @@ class Record:
         values["heads"] = json.dumps(self.heads)
         if not self.heads:
             del values["heads"]  # most captures have none
+        del values["attention"]
+        if self.attention is not None:
+            values["attention"] = json.dumps(msgspec.structs.asdict(self.attention))
         return {"capture_format": FORMAT} | {key: _string(value) for key, value in values.items()}
 
     @classmethod
@@ -150,6 +156,8 @@ class Record:
                     fields[name] = _object(text)
                 elif name == "heads":
                     fields[name] = tuple(tuple(map(int, heads)) for heads in json.loads(text))
+                elif name == "attention":
+                    fields[name] = _attention(text)
                 elif name == "sites":
                     fields[name] = tuple(site_of(tensor) for tensor in text.split())
                 elif kind is bool:
@@ -160,12 +168,16 @@ class Record:
                 raise ValueError(f"unknown dtype {fields['dtype'][:20]!r}")
             if len(fields.get("heads") or fields["sites"]) != len(fields["sites"]):
                 raise ValueError("heads of other sites")
+            if (read := fields.get("attention")) is not None:
+                widths = {read.width(len(heads)) for heads in fields["heads"]}
+                if widths != {fields["width"]} or fields["dtype"] != "float32":
+                    raise ValueError("attention of another width or dtype")
         except (KeyError, TypeError, ValueError) as error:
             raise CaptureFileError(f"{where}: its metadata is damaged: {error!r}") from error
         return cls(**fields)
 
 
-_LATER = ("given_id", "metadata", "heads", "reduce")
+_LATER = ("given_id", "metadata", "heads", "reduce", "attention")
 """Fields that files written by earlier versions lack."""
 
 
@@ -175,6 +187,13 @@ def _object(text: str) -> dict[str, Any]:
     if not isinstance(made, dict):
         raise ValueError(f"{text[:20]!r} is no JSON object")
     return made
+
+
+def _attention(text: str) -> AttentionRead:
+    """Read what `Record.to_strings` made of it, every field and its type checked."""
+    given = _object(text)
+    values = [given[name] for name in AttentionRead.__struct_fields__]
+    return msgspec.convert([AttentionRead.__name__, *values], AttentionRead)
 
 
 def _string(value: Any) -> str:

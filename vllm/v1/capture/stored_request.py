@@ -11,6 +11,7 @@ import torch
 from fsspec import AbstractFileSystem
 from fsspec.implementations.local import LocalFileSystem
 
+from vllm.v1.capture.attention import AttentionRows
 from vllm.v1.capture.file_format import (
     LABELS,
     STACKED,
@@ -130,11 +131,38 @@ class StoredRequest:
         """Return the rows of one site, memory-mapped where the file is local.
 
         Raises:
-            KeyError: the request did not capture that site.
+            KeyError: the request did not capture that site, or captured attention.
             CaptureFileError: naming the file: it is missing, or shapes, dtypes or positions are not
                 what they must be.
         """
-        site = (point, layer)
+        if self.record.attention is not None:
+            raise KeyError(f"{self!r} has weights of attention: read attention({layer})")
+        return CapturedRows(*self._site((point, layer)), self._heads.get((point, layer), ()))
+
+    def attention(self, layer: int | None) -> AttentionRows:
+        """Return what was captured of the attention of one layer, as `inline` gives it; with
+        `"sum": "all"` that of all layers, at None.
+
+        Raises:
+            KeyError: the request did not capture attention, or that of another layer.
+            CaptureFileError: as `rows`.
+        """
+        read, layers = self.record.attention, [n for _, n in self.sites]
+        if read is None or layer not in ([None] if read.sum == "all" else layers):
+            raise KeyError(f"{self!r} has no attention of layer {layer}, it has {self.sites}")
+        if layer is not None:
+            return AttentionRows(*self._site(("attn", layer)), self._heads["attn", layer], read)
+        positions, token_ids, values, versions = self._site(self.sites[0])
+        for site in self.sites[1:]:
+            values = values + self._site(site)[2]
+        return AttentionRows(positions, token_ids, values, versions, (), read)
+
+    @property
+    def _heads(self) -> dict[Site, tuple[int, ...]]:
+        return dict(zip(self.sites, self.record.heads, strict=False))
+
+    def _site(self, site: Site) -> tuple[np.ndarray, np.ndarray, torch.Tensor, np.ndarray]:
+        """Positions, tokens, rows [n, width] and versions of a site, checked."""
         if site not in self.sites:
             known = ", ".join(map(tensor_name, self.sites))
             raise KeyError(f"{self!r} has no {tensor_name(site)}, it has {known}")
@@ -154,8 +182,7 @@ class StoredRequest:
         )
         if (positions[:1] < 0).any() or (np.diff(positions) <= 0).any():
             raise CaptureFileError(f"{header.path}: positions of {self.name} are not sorted")
-        heads = dict(zip(self.sites, record.heads, strict=False))
-        return CapturedRows(positions, token_ids, values, versions, heads.get(site, ()))
+        return positions, token_ids, values, versions
 
     # -- files ----------------------------------------------------------------------------------
 

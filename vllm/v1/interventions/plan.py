@@ -88,6 +88,8 @@ class TapShape(msgspec.Struct, frozen=True):
     """Layer -> point of its attention -> (heads, width of one), of all tensor-parallel ranks."""
     unread: dict[int, str] = {}
     """Layer with queries -> why its attention weights cannot be read; the others' can."""
+    latent: tuple[int, ...] = ()
+    """Layers over a latent cache (MLA), whose weights cannot be focused."""
     forms: dict[int, AttentionForm] = {}
     """Layer with weights that can be read and captured queries and keys -> how it sees keys."""
     lenses: dict[str, list[Site]] = {}

@@ -78,6 +78,7 @@ def start_taps(executor: "Executor") -> TapShape | None:
     points = {layer: p for shape in shapes for layer, p in shape.points.items()}
     heads = {layer: h for shape in shapes for layer, h in shape.heads.items()}
     unread = {layer: why for shape in shapes for layer, why in shape.unread.items()}
+    latent = tuple(sorted({layer for shape in shapes for layer in shape.latent}))
     forms: dict[int, AttentionForm] = {}
     for layer, form in (one for shape in shapes for one in shape.forms.items()):
         known = forms.setdefault(layer, form)
@@ -101,6 +102,7 @@ def start_taps(executor: "Executor") -> TapShape | None:
         points=points,
         heads=heads,
         unread=unread,
+        latent=latent,
         forms=forms,
         branches=branches,
         final=final,

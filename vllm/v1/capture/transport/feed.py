@@ -14,7 +14,7 @@ from vllm.v1.capture.transport.host import ConsumerHost
 from vllm.v1.capture.transport.mean import Mean
 from vllm.v1.capture.transport.selected import RowsLost, Selected
 from vllm.v1.interventions.messages import CapturedChunk
-from vllm.v1.interventions.plan import CapturePlan, dtype_of
+from vllm.v1.interventions.plan import AttentionRead, CapturePlan, dtype_of
 from vllm.v1.interventions.positions import Positions
 
 
@@ -24,6 +24,8 @@ def request_info(
     """Describe a completion for the session of one of its consumers."""
     selection = plan.consumers[consumer]
     stream = plan.streams[selection.streams[0]]
+    attention = selection.reads if isinstance(selection.reads, AttentionRead) else None
+    sites = selection.sites if attention is None else [("attn", n) for _, n in selection.sites]
     return RequestInfo(
         request_id=request_id,
         external_id=plan.external_id,
@@ -31,7 +33,7 @@ def request_info(
         num_samples=plan.num_samples,
         prompt=plan.prompt,
         prompt_token_ids=prompt_token_ids,
-        sites=tuple(selection.sites),
+        sites=tuple(sites),
         width=stream.width,
         dtype=dtype_of(stream.dtype),
         projected=bool(stream.projections),
@@ -39,6 +41,7 @@ def request_info(
         fields=selection.fields,
         heads=tuple(selection.heads[site] for site in selection.sites) if selection.heads else (),
         reduce="mean" if stream.summed else "",
+        attention=attention,
     )
 
 

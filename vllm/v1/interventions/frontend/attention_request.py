@@ -25,7 +25,9 @@ _KEYS = ("heads", "queries", "keys", "give", "top", "sum")
 _SUMS = ("heads", "all")
 
 
-def attention_selection(value: Any, path: str, shape: TapShape, prompt: Prompt) -> Selection:
+def attention_selection(
+    value: Any, path: str, shape: TapShape, prompt: Prompt, fields: dict[str, Any]
+) -> Selection:
     """Parse `{"heads": ..., "queries": ..., "keys": {name: selector}, "give": [...]}`.
 
     Args:
@@ -33,6 +35,7 @@ def attention_selection(value: Any, path: str, shape: TapShape, prompt: Prompt) 
         path: its own, for errors.
         shape: what the model offers.
         prompt: what selectors are resolved on.
+        fields: the consumer's own.
 
     Returns:
         The queries that are captured, with what is given of their attention.
@@ -76,6 +79,7 @@ def attention_selection(value: Any, path: str, shape: TapShape, prompt: Prompt) 
         last_generated=selector.only_last_generated,
         heads={("q", layer): chosen for layer, chosen in heads.items()},
         reads=read,
+        fields=fields,
     )
 
 

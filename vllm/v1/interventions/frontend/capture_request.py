@@ -62,8 +62,8 @@ def parse_capture(
 ) -> CapturePlan | None:
     """Parse `SamplingParams.capture`:
     `{consumer: {"hooks": {point: layers}, "positions": ..., "project": ..., "reduce": ...}}`, for
-    `inline` also `"lens"`, `{"attention": ...}` and a list of such captures, and add what consumers
-    capture of every request that does not name them.
+    `inline` also `"lens"` and a list of captures, for it and files `{"attention": ...}`; and add
+    what consumers capture of every request that does not name them.
 
     Args:
         value: the user's mapping, or None.
@@ -214,13 +214,14 @@ def _selection(
     if tokens:
         fields[TOKENS] = True
     if "attention" in request:
-        if spec.cls is not None or len(request) > 1:
+        if not (spec.cls is None or spec.cls.takes_attention) or len(request) - len(own) > 1:
             reject(
                 f"{path}.attention",
-                f"stands alone in a capture for {INLINE!r}: leave out hooks, positions, project "
-                "and reduce, or give a list of captures",
+                f"is for {INLINE!r} and 'filesystem', and stands there without hooks, positions, "
+                "project, reduce and tokens; name another consumer, or give a list of captures",
             )
-        return attention_selection(request["attention"], f"{path}.attention", shape, prompt)
+        of_attention = f"{path}.attention"
+        return attention_selection(request["attention"], of_attention, shape, prompt, fields)
     if "lens" in request and spec.cls is not None:
         reject(f"{path}.lens", f"is for {INLINE!r} alone")
     if "hooks" not in request:

@@ -94,7 +94,7 @@ class Streams:
             parts.setdefault(form, []).append(site)
         if len(parts) > 1 and not is_inline(name):
             reject(
-                f"{path}.hooks",
+                f"{path}.{'hooks' if selection.reads is None else 'attention.heads'}",
                 "rows have different widths or dtypes, and only 'inline' takes these together; "
                 "choose sites with as many heads of one width each, or branches (attn_out, "
                 "mlp_out) alone, which are float32",

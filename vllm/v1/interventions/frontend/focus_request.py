@@ -123,8 +123,9 @@ class FocusParser:
         else:
             found = need_heads(value, _POINT, path, self._shape)
         for layer in found:
-            if layer in self._shape.unread:
-                reject(path, f"layer {layer} cannot be focused: {self._shape.unread[layer]}")
+            latent = "attention over a latent cache (MLA)" if layer in self._shape.latent else ""
+            if why := self._shape.unread.get(layer, latent):
+                reject(path, f"layer {layer} cannot be focused: {why}")
         return {layer: found[layer] for layer in sorted(found)}
 
     def _number(self, given: Mapping[Any, Any], key: str, path: str) -> tuple[int, float]:

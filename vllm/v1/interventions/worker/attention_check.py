@@ -20,6 +20,7 @@ from vllm.v1.interventions.plan import Site
 from vllm.v1.interventions.worker.attention_layers import group_of
 from vllm.v1.interventions.worker.attention_reader import AttentionReader, LayerReader, Queriers
 from vllm.v1.interventions.worker.kv_pages import unreadable
+from vllm.v1.interventions.worker.latent_reader import LatentReader
 
 if TYPE_CHECKING:
     from vllm.v1.interventions.worker.runner import WorkerInterventions
@@ -65,12 +66,15 @@ def prove_attention(
     of_layer: dict[int, int] = {}
     for layer, module in interventions.attention.items():
         why = unreadable(module)
-        if isinstance(module, MLAAttention) or why:
+        if why:
             unread[layer] = why
             continue
         of_layer[layer] = group_of(module, groups)
-        table, focus = tables[of_layer[layer]], focused.get(layer)
-        layers[layer] = LayerReader(module, table, tp.rank_in_group, focus)
+        table, rank = tables[of_layer[layer]], tp.rank_in_group
+        if isinstance(module, MLAAttention):
+            layers[layer] = LatentReader(module, table, rank)
+        else:
+            layers[layer] = LayerReader(module, table, rank, focused.get(layer))
     needed = sum(shape.arena_rows((p, layer)) for layer in layers for p in ("q", "z"))
     if needed > len(capture.arena):
         why = f"its start-up proof needs capture_buffer_bytes={needed * shape.row_bytes} or more"

@@ -69,10 +69,11 @@ def block_tables(runner: Any) -> list[torch.Tensor]:
     return [table.block_table.gpu for table in runner.input_batch.block_table.block_tables]
 
 
-def group_of(module: Attention, groups: Sequence[Sequence[str]]) -> int:
+def group_of(module: Attention | MLAAttention, groups: Sequence[Sequence[str]]) -> int:
     """In which of the KV groups, given by their layers' names, a layer's keys are."""
     # A layer that has the pages of another may be in no group.
-    names = (module.layer_name, module.kv_sharing_target_layer_name)
+    shared = module.kv_sharing_target_layer_name if isinstance(module, Attention) else None
+    names = (module.layer_name, shared)
     return next((i for name in names for i, own in enumerate(groups) if name in own), 0)
 
 

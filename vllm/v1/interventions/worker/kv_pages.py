@@ -19,6 +19,10 @@ from vllm.v1.interventions.plan import AttentionForm
 SPLIT_BACKENDS = ("FLASH_ATTN", "TRITON_ATTN", "FLEX_ATTENTION")
 """Backends whose pages are [blocks, heads, block, D + E], keys before values, as strided views."""
 
+LATENT_BACKENDS = ("CPU_MLA",)
+"""Backends of MLA with plain pages, [blocks, block, latent and rotated key], and with the matrices
+that absorb queries."""
+
 _CPU_ORDERS = ("vec", "vec16")
 """CPU_ATTN's plain orders in a block: keys [D, N], values [N, E]. Others pack tiles."""
 
@@ -52,7 +56,10 @@ class Sight(NamedTuple):
 def unreadable(module: Attention | MLAAttention) -> str:
     """Why the weights of a layer cannot be read; "" if they can, as far as its form tells."""
     if isinstance(module, MLAAttention):
-        return "attention over a latent cache (MLA)"
+        latent = module.attn_backend.get_name()
+        quantised = is_quantized_kv_cache(module.kv_cache_dtype)
+        cache = f"a latent cache (MLA) in {module.kv_cache_dtype} on backend {latent}"
+        return "" if latent in LATENT_BACKENDS and not quantised else cache
     if type(module) not in (Attention, ChunkedLocalAttention):
         return type(module).__name__
     backend = module.backend.name

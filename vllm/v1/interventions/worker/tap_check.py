@@ -90,7 +90,8 @@ def check_worker(worker: Any) -> TapShape | None:
         if isinstance(module, Attention) and layer not in unread
         if "k" in shape.heads[layer] and "k" in points
     }
-    return msgspec.structs.replace(shape, unread=unread, forms=forms)
+    latent = tuple(n for n, m in interventions.attention.items() if not isinstance(m, Attention))
+    return msgspec.structs.replace(shape, unread=unread, forms=forms, latent=latent)
 
 
 def assign_dummy_blocks(tables: Sequence[torch.Tensor]) -> None:

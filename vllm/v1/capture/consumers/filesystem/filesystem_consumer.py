@@ -68,6 +68,7 @@ class FilesystemConsumer(CaptureConsumer):
     """Writes each completion's rows as safetensors below `root`; `vllm.v1.capture.reader` reads."""
 
     location: ClassVar[Location] = "engine"
+    takes_attention: ClassVar[bool] = True
 
     def __init__(
         self,
@@ -211,6 +212,7 @@ class FilesystemConsumer(CaptureConsumer):
             metadata=fields.get("metadata", {}),
             heads=request.heads,
             reduce=request.reduce,
+            attention=request.attention,
         )
         return Publication(record, _tensors(request, batches), named="request_id" in fields)
 

@@ -15,9 +15,12 @@ class FilesystemCaptureRequest(Mapping[str, Any]):
     It is a mapping of the fields that are not None. They are checked when the request starts.
     """
 
-    hooks: Mapping[str, Any]
+    hooks: Mapping[str, Any] | None = None
     """The layers of each point to capture, `{point: layers}`."""
-    positions: Any = "last_prompt"
+    attention: Mapping[str, Any] | None = None
+    """What to capture of attention weights, in place of `hooks` and `positions`."""
+    positions: Any = None
+    """Which positions; None for "last_prompt"."""
     request_id: str | int | None = None
     """The id to find it by; None for the engine's id of the request. Its file has it as its name if
     it is safe as one. A request with several prompts or samples publishes
