@@ -18,6 +18,8 @@ class FilesystemCaptureRequest(Mapping[str, Any]):
     hooks: Mapping[str, Any]
     """The layers of each point to capture, `{point: layers}`."""
     positions: Any = "last_prompt"
+    lane: int | None = None
+    """The lane to capture, where the stream has several; None for all."""
     request_id: str | int | None = None
     """The id to find it by; None for the engine's id of the request. Its file has it as its name if
     it is safe as one. A request with several prompts or samples publishes
