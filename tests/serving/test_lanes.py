@@ -19,6 +19,7 @@ from tests.conformance.engine import make_llm, shut_down
 from tests.conformance.test_conformance import Pair
 from tests.conformance.zoo.sandwich import LANES
 from vllm import SamplingParams
+from vllm.inputs import TokensPrompt
 from vllm.v1.capture import reader
 
 if TYPE_CHECKING:
@@ -149,7 +150,7 @@ def test_values_of_positions(pair: Pair) -> None:
 
 def ask(pair: Pair, **fields: Any) -> Any:
     params = SamplingParams(max_tokens=4, temperature=0.0, detokenize=False, **fields)
-    [output] = pair.llm.generate([{"prompt_token_ids": PROMPT}], params, use_tqdm=False)
+    [output] = pair.llm.generate([TokensPrompt(prompt_token_ids=PROMPT)], params, use_tqdm=False)
     return output.outputs[0]
 
 
@@ -207,8 +208,9 @@ def test_global_vectors_modules_and_cached_prefixes(pair: Pair) -> None:
 def test_plain_neighbours_keep_their_bits(pair: Pair) -> None:
     """Beside steered requests; a steered one would differ."""
     fields = [fields for fields, *_ in WAYS.values()]
+    nothing: list[dict[str, Any]] = [{}] * len(fields)
     batches = []
-    for neighbours in ([{}] * len(fields), fields):
+    for neighbours in (nothing, fields):
         cases = [(PROMPT, {}), *((PROMPT, one) for one in neighbours)]
         pair.llm.reset_prefix_cache()
         batches.append(check.complete(pair.llm, cases, log_probs=False, capture=READ))
