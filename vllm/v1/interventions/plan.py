@@ -11,7 +11,6 @@ import msgspec
 import numpy as np
 import torch
 
-from vllm.config.steering import POINTS
 from vllm.v1.interventions.focus import FocusOp, FocusProgram
 from vllm.v1.interventions.terms import Term
 
@@ -120,7 +119,7 @@ class TapShape(msgspec.Struct, frozen=True):
     def parts(self, site: Site) -> tuple[int, int]:
         """How many heads or lanes a token's row at a site has, and the width of one."""
         point, layer = site
-        lanes = self.lanes if point in POINTS else 1
+        lanes = self.lanes if point in self.points.get(layer, ()) else 1
         return self.heads.get(layer, {}).get(point, (lanes, self.hidden_size))
 
     def row_width(self, site: Site) -> int:
