@@ -9,9 +9,10 @@ How a class is wired and why one can believe it:
 
 1. The table names a class, its idiom and the attribute names that the idiom needs (norms, mixers,
    MLPs). Nothing is guessed from the tree.
-2. The idiom (`fused.py`, `unfused.py`, `normed.py`) finds its anchor statements in `forward` and
-   inserts whole lines; a hoisted `return self.mlp(x), residual` is the only line that is ever
-   replaced. `edit.py` checks afterwards that the upstream lines are all still there, in order.
+2. The idiom (`fused.py`, `unfused.py`, `normed.py`, `lanes.py`) finds its anchor statements in
+   `forward` and inserts whole lines; a hoisted `return self.mlp(x), residual` is the only line
+   that is ever replaced. `edit.py` checks afterwards that the upstream lines are all still there,
+   in order.
 3. `proof.py` executes the *edited* `forward` symbolically, once for every branch of every `if` and
    for the first block (no residual) as well as the later ones. It knows what the residual stream
    is at each moment, as a sum of symbols, and checks that each tap receives exactly that, between

@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from patches.taps import edit, fused, hand, normed, unfused
+from patches.taps import edit, fused, hand, lanes, normed, unfused
 from patches.taps.errors import REMEDY_SHAPE, TapsError
 from patches.taps.inherited import check_inherited
 from patches.taps.proof import prove
@@ -22,6 +22,7 @@ LOCATE = (
     dict.fromkeys(DEFERRED, fused.locate)
     | dict.fromkeys(SUMMED, unfused.locate)
     | {Idiom.PAIRED: fused.locate_paired, Idiom.NORMED: normed.locate, Idiom.HAND: hand.locate}
+    | {Idiom.LANES: lanes.locate}
 )
 """The functions that place an idiom's taps. A refused class has none, only the reason."""
 

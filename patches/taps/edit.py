@@ -136,6 +136,8 @@ def _arguments(row: Row) -> str:
         names.append(f"refused={row.reason!r}")
     if row.loops[1]:
         names.append(f'loops="{row.loops[1]}"')
+    if row.lanes:
+        names.append(f'lanes="{row.lanes}"')
     if row.unless:
         names.append(f"unless={row.unless!r}")
     if row.replaced:

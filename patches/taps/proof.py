@@ -134,7 +134,11 @@ class _Run:
             case ast.AnnAssign(target=target, value=ast.expr() as value):
                 self.bind(target, self.value(value, state), state)
             case ast.AugAssign(target=ast.Name(id=name), op=op, value=value):
-                self.in_place(name, ast.BinOp(ast.Name(name, ast.Load()), op, value), stmt, state)
+                sum_ = ast.copy_location(ast.BinOp(ast.Name(name, ast.Load()), op, value), stmt)
+                self.in_place(name, self.value(sum_, state), stmt, state)
+            case ast.AugAssign(target=ast.Subscript(value=ast.Name(id=name)) as part, value=value):
+                parts = [self.value(node, state) for node in (part, value)]
+                self.in_place(name, self.meaning.computed(stmt, parts, state), stmt, state)
             case ast.If(test=test, body=body, orelse=orelse):
                 return self.branch(test, body, orelse, state)
             case ast.Return(value=value):
@@ -240,10 +244,9 @@ class _Run:
             case _:
                 raise self.meaning.wrong(target, "assignment to a name", _text(target))
 
-    def in_place(self, name: str, sum_: ast.BinOp, stmt: ast.stmt, state: State) -> None:
-        """Execute `name op= value`: every variable that shares the storage changes with it."""
+    def in_place(self, name: str, new: Value, stmt: ast.stmt, state: State) -> None:
+        """Execute `name op= value`, also of a part: all that shares the storage becomes `new`."""
         old = state.env.get(name)
-        new = self.value(ast.copy_location(sum_, stmt), state)
         if not isinstance(old, Tensor):
             state.env[name] = new
             return

@@ -24,6 +24,7 @@ class Idiom(Enum):
     SANDWICH_UNFUSED = "sandwich-unfused"  # UNFUSED with a norm on each branch's output
     NORMED = "normed"  # UNFUSED with the first sum and the second norm inside one call
     PARALLEL = "parallel"  # mixer and MLP from the same input, or one mixer, one sum
+    LANES = "lanes"  # one tensor of several lanes, which the block mixes before and after
     HAND = "hand"  # lines and a digest of the class, for what the proof cannot read
     INHERITED = "inherited"  # forward() comes from a wired class
     EXCLUDED = "excluded"  # never wired, and why
@@ -31,7 +32,9 @@ class Idiom(Enum):
 
 
 DEFERRED = frozenset({Idiom.FUSED, Idiom.FUSED_SINGLE, Idiom.SANDWICH_FUSED, Idiom.PAIRED})
-SUMMED = frozenset({Idiom.UNFUSED, Idiom.SANDWICH_UNFUSED, Idiom.NORMED, Idiom.PARALLEL})
+SUMMED = frozenset(
+    {Idiom.UNFUSED, Idiom.SANDWICH_UNFUSED, Idiom.NORMED, Idiom.PARALLEL, Idiom.LANES}
+)
 WIRED = DEFERRED | SUMMED | {Idiom.HAND}
 """The idioms whose classes get taps. The stream is a pair of tensors in DEFERRED, one in SUMMED."""
 
@@ -80,8 +83,9 @@ class Row:
     (callee, norm) of NORMED, after `self.`. `lines`, `digest`: of HAND, (before or after, text of
     the statement, line), and hand.py's digest of upstream's class. `allow`: see Allow.
     `loops`: of a class whose layers run several times a token, the parameter of forward() that says
-    which time, and what holds the attention of each, after `self.`. `parent`: "file:Class", for
-    INHERITED. `reason`: for EXCLUDED and REFUSED.
+    which time, and what holds the attention of each, after `self.`. `lanes`: of LANES, the
+    attribute that says how many there are, after `self.`. `parent`: "file:Class", for INHERITED.
+    `reason`: for EXCLUDED and REFUSED.
     """
 
     file: str
@@ -106,6 +110,7 @@ class Row:
     digest: str = ""
     allow: frozenset[Allow] = frozenset()
     loops: tuple[str, str] = ("", "")
+    lanes: str = ""
     parent: str = ""
     reason: str = ""
 
@@ -117,7 +122,7 @@ class Row:
         if self.idiom is Idiom.HAND:
             return tuple(p for p in ALL_POINTS if any(f".{p}." in line for *_, line in self.lines))
         whole = self.idiom is Idiom.FUSED and Allow.UNTAPPED_SUM in self.allow
-        if whole or self.idiom in (Idiom.PARALLEL, Idiom.FUSED_SINGLE):
+        if whole or self.idiom in (Idiom.PARALLEL, Idiom.FUSED_SINGLE, Idiom.LANES):
             return ("pre_attn", "post_block")
         return ALL_POINTS
 

@@ -39,7 +39,6 @@ REFUSED: tuple[Row, ...] = tuple(
             "EmbeddingGemma2DecoderLayer",
             "pooling model, nested sums in one expression",
         ),
-        (M + "gemma3n.py", "Gemma3nDecoderLayer", "four streams (AltUp): own contract"),
         (F + "deepseek_v4/amd/model.py", "DeepseekV4DecoderLayer", _MULTI),
         (F + "deepseek_v4/cpu/model.py", "DeepseekV4DecoderLayer", _MULTI),
         (F + "deepseek_v4/nvidia/model.py", "DeepseekV4DecoderLayer", _MULTI),

@@ -38,6 +38,29 @@ UNFUSED: tuple[Row, ...] = (
         )
     ),
     Row(
+        M + "gemma3n.py",
+        "Gemma3nDecoderLayer",
+        Idiom.LANES,
+        norms=("input_layernorm", "pre_feedforward_layernorm"),
+        branch_norms=(
+            "post_attention_layernorm",
+            "post_feedforward_layernorm",
+            "post_per_layer_input_norm",
+        ),
+        functions=(
+            "altup.predict",
+            "altup.correct",
+            "altup.scale_corrected_output",
+            "laurel",
+            "per_layer_input_gate",
+            "act_fn",
+            "torch.mul",
+            "per_layer_projection",
+        ),
+        lanes="altup.altup_num_inputs",
+        allow=frozenset({Allow.TAIL}),
+    ),
+    Row(
         M + "granitemoeshared.py",
         "GraniteMoeSharedDecoderLayer",
         U,

@@ -42,12 +42,16 @@ class SteeringCase:
     """(phase, site) -> float32 [hidden]."""
     scale: float = 1.0
     """Given beside each vector when it is not 1."""
+    lanes: int = 1
+    """How many lanes the engine takes each vector as."""
 
     @property
     def fields(self) -> dict[str, Any]:
         """The fields of SamplingParams."""
         fields: dict[str, Any] = {}
         for (phase, (point, layer)), vector in self.vectors.items():
+            if self.lanes > 1:
+                vector = vector.unflatten(0, (self.lanes, -1))
             entry = vector if self.scale == 1.0 else {"vector": vector, "scale": self.scale}
             fields.setdefault(TIERS[phase], {}).setdefault(point, {})[layer] = entry
         return fields
@@ -61,7 +65,7 @@ class SteeringCase:
         return deltas
 
 
-def steering_cases(forward: Forward, points: Sequence[str]) -> list[SteeringCase]:
+def steering_cases(forward: Forward, points: Sequence[str], lanes: int = 1) -> list[SteeringCase]:
     """Each point at the first, a middle and the last layer; each point of the middle layer for each
     phase; and every site in every tier at once, scaled.
 
@@ -69,6 +73,7 @@ def steering_cases(forward: Forward, points: Sequence[str]) -> list[SteeringCase
         forward: an unsteered run of the reference; vectors are as long as its stream is at the
             site, on average.
         points: the points the architecture has.
+        lanes: of the stream.
     """
     generator = torch.Generator().manual_seed(7)
     layers = {point: sorted(layer for at, layer in forward.rows if at == point) for point in points}
@@ -84,7 +89,10 @@ def steering_cases(forward: Forward, points: Sequence[str]) -> list[SteeringCase
         middle = at[len(at) // 2]
         plan += [((point, layer), "all") for layer in sorted({at[0], middle, at[-1]})]
         plan += [((point, middle), phase) for phase in ("prompt", "generated")]
-    cases = [SteeringCase(*site, phase, {(phase, site): vector(site)}) for site, phase in plan]
+    cases = [
+        SteeringCase(*site, phase, {(phase, site): vector(site)}, lanes=lanes)
+        for site, phase in plan
+    ]
     together = {(phase, site): vector(site) for site in forward.rows for phase in TIERS}
     # Many vectors add up: a smaller share of each keeps the sum comparable to the stream.
-    return [*cases, SteeringCase(SteeringCase.EVERY, -1, "all", together, scale=-0.2)]
+    return [*cases, SteeringCase(SteeringCase.EVERY, -1, "all", together, -0.2, lanes)]

@@ -50,6 +50,10 @@ class Adapter:
     loops: bool = False
     """Whether blocks run several times for a token. A layer's number then counts what runs."""
 
+    lanes: int = 1
+    """How many lanes the stream has: blocks then take and return [lanes, 1, n, hidden], and rows
+    and deltas here are [n, lanes * hidden], one lane after the other."""
+
     @property
     def points(self) -> tuple[str, ...]:
         """The points this architecture has, in the order of the stream."""
@@ -89,7 +93,9 @@ class _Hooks:
         rows: dict[Site, torch.Tensor],
         others: dict[Site, torch.Tensor],
         counted: Iterator[int] | None = None,
+        lanes: int = 1,
     ) -> None:
+        self.lanes = lanes
         self.others = others
         self.layer = layer
         self.counted = counted
@@ -143,10 +149,15 @@ class _Hooks:
 
     def _steer(self, point: str, value: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
         delta = self.deltas.get((point, self.layer))
-        return value if delta is None else value + scale * delta
+        if delta is None:
+            return value
+        if self.lanes > 1:
+            delta = delta.unflatten(1, (self.lanes, -1)).transpose(0, 1)[:, None]
+        return value + scale * delta
 
     def _record(self, point: str, value: torch.Tensor) -> None:
-        self.rows[(point, self.layer)] = value[0].detach().clone()
+        row = value[:, 0].transpose(0, 1).flatten(1) if self.lanes > 1 else value[0]
+        self.rows[(point, self.layer)] = row.detach().clone()
 
 
 def _first(output: Hooked) -> torch.Tensor:
@@ -193,7 +204,7 @@ def run(
         heads = stack.enter_context(recorded(model, blocks, deltas))
         sites |= {site for site in deltas if site[0] == "z"}
         for layer, block in enumerate(blocks):
-            hooks = _Hooks(layer, multiplier, deltas, rows, others, counted)
+            hooks = _Hooks(layer, multiplier, deltas, rows, others, counted, adapter.lanes)
             sites |= {("pre_attn", layer), ("post_block", layer)}
             handles = [
                 block.register_forward_pre_hook(hooks.before_block, with_kwargs=True),

@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from vllm import SamplingParams
+from vllm.config.steering import POINTS
 from vllm.v1.interventions.plan import TapShape
 
 from . import reference as ref
@@ -177,6 +178,8 @@ def _captured_rows(output: Any, token_ids: list[int]) -> dict[Site, torch.Tensor
         if torch.as_tensor(captured.token_ids).tolist() != token_ids:
             raise AssertionError(f"{site}: token ids of the rows are not those of the sequence")
         rows[site] = weights_of(captured) if site[0] == "attn" else captured.values.float()
+        if site[0] in POINTS and rows[site].ndim > 2:  # lanes, as the reference has them
+            rows[site] = rows[site].flatten(1)
     return rows
 
 
@@ -307,7 +310,7 @@ def other_errors(
 def offered_others(shape: TapShape) -> list[str]:
     """Those of embed, final and branches that an engine offers."""
     branches = {name: None for offers in shape.branches.values() for name in offers}
-    return ["embed", *branches, *["final"] * (shape.final is not None)]
+    return [*["embed"] * (shape.lanes == 1), *branches, *["final"] * (shape.final is not None)]
 
 
 def head_write_errors(
@@ -387,7 +390,8 @@ def steered_read_errors(
 def _dealt(
     reference: Reference, token_prompts: Sequence[list[int]]
 ) -> list[tuple[list[int], SteeringCase]]:
-    cases = steering_cases(reference.run(token_prompts[0]), reference.row.points)
+    adapter = reference.row.adapter
+    cases = steering_cases(reference.run(token_prompts[0]), adapter.points, adapter.lanes)
     return [(token_prompts[i % len(token_prompts)], case) for i, case in enumerate(cases)]
 
 

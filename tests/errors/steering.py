@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from tests.errors.case import Case, path
-from tests.support.plans import BF16, HEADS, HIDDEN, SHAPE, VECTOR, config_of, plan_of
+from tests.support.plans import BF16, HEADS, HIDDEN, LANES, SHAPE, VECTOR, config_of, plan_of
 from vllm.config import VllmConfig
 from vllm.config.steering import FAMILIES, STEERING_POINTS
 from vllm.sampling_params import BeamSearchParams
@@ -30,6 +30,7 @@ ALL_FAMILIES: dict[str, Any] = {"steering_families": list(FAMILIES)}
 EVERYWHERE = {"pre_attn": {0: VECTOR}}
 CONFIG = config_of(**ALL_FAMILIES)
 AT_HEADS = config_of(HEADS, steering_points=list(STEERING_POINTS), **ALL_FAMILIES)
+IN_LANES = config_of(LANES, **ALL_FAMILIES)
 GATE = {"probe": VECTOR, "threshold": 0.0, "sharpness": 1.0}
 
 
@@ -48,6 +49,22 @@ def at_heads(name: str = "scale", **fields: Any) -> dict[str, Any]:
     """An operation at z, by default of head 2 in layer 1, where there are 4 of 3 numbers."""
     given = {"point": "z", "heads": {1: [2]}, "layers": None, **fields}
     return without_direction(name, AT_HEADS, **given)
+
+
+def in_lanes(name: str = "add", **fields: Any) -> dict[str, Any]:
+    """An operation in a stream of three lanes, by default the addition of a vector."""
+    given = {"point": "pre_attn", "vector": VECTOR, **fields}
+    return without_direction(name, IN_LANES, **given)
+
+
+def lane_vector(vector: Any = VECTOR, **fields: Any) -> dict[str, Any]:
+    entry = {"vector": vector, **fields}
+    return {"steering_vectors": {"pre_attn": {0: entry}}, "config": config_of(LANES)}
+
+
+def lane_capture(**fields: Any) -> dict[str, Any]:
+    given = {"hooks": {"pre_attn": [0]}, **fields}
+    return {"capture": {"inline": given}, "config": config_of(LANES)}
 
 
 def replace(**fields: Any) -> dict[str, Any]:
@@ -195,6 +212,35 @@ REQUESTS = [
     Case(
         path("steering_vectors.z", allowed="['pre_attn', 'post_attn', 'post_block']"),
         {"steering_vectors": {"z": {1: [1.0] * 12}}, "config": config_of(HEADS)},
+    ),
+    Case(path(f"{OP}.lane", "3", "0-2"), in_lanes(lane=3)),
+    Case(path(f"{OP}.vector", "2", "3"), in_lanes(vector=[VECTOR] * 2)),
+    Case(path(f"{OP}.vector", "[3, 4]", "[4]"), in_lanes(vector=np.ones((3, 4)), lane=1)),
+    Case(path(f"{OP}.vector[1]", "3", "4"), in_lanes(vector=[VECTOR, VECTOR[:3], VECTOR])),
+    Case(path(f"{OP}.op", allowed="3"), op(config=IN_LANES, point="pre_attn")),
+    Case(path(OP, "['gate']", op="add"), in_lanes(gate=GATE)),
+    Case(path(OP, "['lane']", op="add"), op("add", direction=None, vector=VECTOR, lane=0)),
+    Case(path("steering_vectors.pre_attn.0.lane", "True", "0-2"), lane_vector(lane=True)),
+    Case(path("steering_vectors.pre_attn.0.vector", "3", "4"), lane_vector(VECTOR[:3], lane=0)),
+    Case(path("steering_vectors.pre_attn.0.vector", "4", "3"), lane_vector(np.ones((4, 4)))),
+    Case(
+        path("steering_vectors.post_attn", "'post_attn'", "pre_attn, post_block"),
+        {"steering_vectors": {"post_attn": {0: VECTOR}}, "config": config_of(LANES)},
+    ),
+    Case(path("capture.inline.lane", "-1", "0-2"), lane_capture(lane=-1)),
+    Case(path("capture.inline.lane"), lane_capture(lane=0) | {"config": CONFIG}),
+    Case(path("capture.inline.lane"), lane_capture(lane=0, hooks={"final": "all"})),
+    Case(path("capture.inline.project", allowed="3"), lane_capture(project=[VECTOR])),
+    Case(path("capture.inline.reduce", allowed="3"), lane_capture(reduce="mean")),
+    Case(path("capture.inline.lens", allowed="3"), lane_capture(lens={"name": "logit"})),
+    Case(
+        path("rules[0]", allowed="3"),
+        {
+            "rules": [
+                {"name": "r", "point": "pre_attn", "layer": 0, "threshold": 0, "probe": VECTOR}
+            ],
+            "config": config_of(LANES),
+        },
     ),
     Case(path(f"{OP}.heads", "z", "[3, 4]"), at_heads("add", heads="all", vector=VECTOR[:3])),
     Case(

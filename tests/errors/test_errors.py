@@ -56,7 +56,7 @@ from vllm.v1.interventions.scheduler.request_state import RequestInterventions
 from vllm.v1.interventions.startup import start_taps
 from vllm.v1.interventions.worker.runner import WorkerInterventions
 from vllm.v1.interventions.worker.tap_check import check_sites
-from vllm.v1.interventions.worker.tap_layers import find_layers, refuse_layers
+from vllm.v1.interventions.worker.tap_layers import find_layers, num_lanes, refuse_layers
 
 pytestmark = pytest.mark.quick
 
@@ -494,6 +494,12 @@ class Overriding(Wired):
         return x
 
 
+class Laned(nn.Module):
+    """Has a stream of several lanes."""
+
+    taps = UnboundTaps("pre_attn", "post_block", lanes="count")
+
+
 class Refused(nn.Module):
     """A layer of a class that cannot have taps."""
 
@@ -576,6 +582,10 @@ OTHERS = [
     Case(
         {"given": "Refused", "reason": "it has two streams"},
         do=lambda: refuse_layers({0: Refused()}, torch.bfloat16),
+    ),
+    Case(
+        {"given": "steering_families", "allowed": "Laned"},
+        do=lambda: num_lanes({0: Laned()}, config_of(steering_families=["add", "ablate"])),
     ),
     Case(
         {"given": "[1, 3, 4]"},

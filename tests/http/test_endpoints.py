@@ -142,7 +142,7 @@ def test_changes_need_a_key(server: Server) -> None:
 def test_layers(client: SteeringClient) -> None:
     offered = client.layers()
     assert (offered["hidden_size"], offered["dtype"]) == (HIDDEN, "float32")
-    assert offered["num_layers"] == LAYERS
+    assert (offered["num_layers"], offered["lanes"]) == (LAYERS, 1)
     assert offered["layers"]["0"] == ["pre_attn", "post_attn", "post_block"]
 
 

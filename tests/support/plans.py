@@ -54,6 +54,11 @@ HEADS = TapShape(
 )
 """Layer 2 has no attention, layer 3 uses the keys of layer 1 and has wider heads."""
 
+LANES = TapShape(
+    hidden_size=HIDDEN, dtype="float32", points={0: PARALLEL, 1: PARALLEL}, final=1, lanes=3
+)
+"""A stream of three lanes."""
+
 VECTOR = [1.0, -2.0, 0.5, 3.0]
 
 

@@ -32,7 +32,7 @@ import torch
 from patches.taps.rows import DEFERRED, Idiom, NormCall, Row, Second
 from patches.taps.source import Source, method
 
-TOKENS, WIDTH = 3, 8
+TOKENS, WIDTH, LANES = 3, 8, 4
 PAIRS = DEFERRED | {Idiom.HAND}
 
 
@@ -294,7 +294,20 @@ def _torch() -> SimpleNamespace:
     def buffer(x: torch.Tensor) -> torch.Tensor:
         return torch.full_like(x, torch.nan)
 
-    return SimpleNamespace(empty_like=buffer, zeros_like=buffer, nn=torch.nn, float16=torch.float16)
+    same = ("nn", "float16", "mul", "sqrt", "tensor")
+    return SimpleNamespace(
+        empty_like=buffer, zeros_like=buffer, **{name: getattr(torch, name) for name in same}
+    )
+
+
+def _predict(h: torch.Tensor) -> torch.Tensor:
+    """AltUp, without a router: each lane gets something of all."""
+    return h + torch.einsum("ltw,lm->mtw", h, _weight("predict")[:LANES, :LANES])
+
+
+def _correct(predictions: torch.Tensor, activated: torch.Tensor) -> torch.Tensor:
+    innovation = activated - predictions[1]
+    return predictions + innovation * _weight("correct")[0, :LANES, None, None]
 
 
 def check(row: Row, before: Source, after: Source, settings: Mapping[str, Any]) -> None:
@@ -302,8 +315,10 @@ def check(row: Row, before: Source, after: Source, settings: Mapping[str, Any]) 
     upstream, wired = Subject(row, before, settings), Subject(row, after, settings)
     generator = torch.Generator().manual_seed(0)
 
+    size = (LANES, TOKENS, WIDTH) if row.idiom is Idiom.LANES else (TOKENS, WIDTH)
+
     def rows() -> torch.Tensor:
-        return torch.randn(TOKENS, WIDTH, generator=generator, dtype=torch.float64)
+        return torch.randn(size, generator=generator, dtype=torch.float64)
 
     later = row.idiom in PAIRS
     starts = [(rows(), rows())] if later else []
@@ -402,6 +417,19 @@ SUBLAYERS = {
 
 # `later_only`: upstream's own forward() cannot be the first block.
 SETTINGS: dict[str, list[dict[str, Any]]] = {
+    "Gemma3nDecoderLayer": [
+        {
+            "altup_active_idx": 1,
+            "altup.predict": _predict,
+            "altup.correct": _correct,
+            "altup.scale_corrected_output": lambda x: 0.7 * x,
+            "laurel": lambda x: torch.tanh(x @ _weight("laurel")),
+            "per_layer_input_gate": lambda x: x @ _weight("gate"),
+            "act_fn": torch.tanh,
+            "per_layer_input": _weight("per_layer_input")[:TOKENS],
+            "per_layer_projection": lambda x: x @ _weight("projection"),
+        }
+    ],
     "AXK1DecoderLayer": [
         {"use_mha": mha, "is_layer_sparse": sparse}
         for mha in (False, True)

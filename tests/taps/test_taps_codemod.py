@@ -259,6 +259,10 @@ CHANGES = [
     ("DeepseekV32DecoderLayer", "reduce_results=False", "reduce_results=True"),
     ("FlashDecoderLayer", "hidden_states + moe_hidden_states", "moe_hidden_states + residual"),
     ("DeciLMDecoderLayer", "self.mlp(hidden_states)", "self.mlp(residual)"),
+    ("Gemma3nDecoderLayer", "self.altup.predict(", "self.altup.guess("),
+    ("Gemma3nDecoderLayer", "attention_layernorm(attn)", "attention_layernorm(laurel_output)"),
+    ("Gemma3nDecoderLayer", "return corrected_predictions", "return predictions"),
+    ("Gemma3nDecoderLayer", "return corrected_predictions", "return corrected_predictions * 1"),
 ]
 
 
@@ -302,6 +306,8 @@ ENTER = "hidden_states, residual = self.taps.post_attn.steer_pair(hidden_states,
 LEAVE = (
     "hidden_states, residual = self.taps.post_block.steer_and_capture_pair(hidden_states, residual)"
 )
+LAST_OLD = "corrected_predictions = old"
+LAST = "corrected_predictions = self.taps.post_block(corrected_predictions)"
 BAD_WIRING = [
     # (class, wired text, wrong text): the codemod never writes these; both checks must see them.
     (
@@ -309,6 +315,10 @@ BAD_WIRING = [
         "steer_pair(hidden_states, residual)",
         "steer_pair(residual, hidden_states)",
     ),
+    ("Gemma3nDecoderLayer", lines(PRE), lines("old = hidden_states", PRE, "hidden_states = old")),
+    ("Gemma3nDecoderLayer", PRE, "pass"),
+    ("Gemma3nDecoderLayer", lines(LAST), lines(LAST, "corrected_predictions[1:] += attn_norm")),
+    ("Gemma3nDecoderLayer", lines(LAST), lines("old = predictions + 0", LAST, LAST_OLD)),
     ("LlamaDecoderLayer", "pre_attn.read(residual)", "pre_attn.read(hidden_states)"),
     ("LlamaDecoderLayer", ENTER, "pass"),
     (

@@ -18,7 +18,6 @@ ABSENT: dict[str, str] = {
     "DeepseekV32ForCausalLM": _CUDA_ONLY,
     "DeepseekV4ForCausalLM": "several streams (hyper-connections)",
     "ExaoneMoEForCausalLM": "another name for ExaoneMoeForCausalLM",
-    "Gemma3nForCausalLM": "several streams",
     "Glm5NextForCausalLM": _CUDA_ONLY,
     "GlmMoeDsaForCausalLM": _CUDA_ONLY,
     "HCXVisionV2ForCausalLM": _NOT_THERE,

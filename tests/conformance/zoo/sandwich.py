@@ -6,9 +6,10 @@ from __future__ import annotations
 from typing import Any
 
 import transformers
+from torch import nn
 
 from ..reference import Adapter
-from ..tiny import COMMON, LAYERS, NO_HEAD_DIM, SANDWICH, TIED_STD, WINDOW, TinyModel
+from ..tiny import COMMON, LAYERS, NO_HEAD_DIM, SANDWICH, TIED_STD, VOCAB, WINDOW, TinyModel
 
 _WINDOWED: dict[str, Any] = {
     "sliding_window": WINDOW,
@@ -16,6 +17,15 @@ _WINDOWED: dict[str, Any] = {
 }
 
 _GLOBAL_HEADS: dict[str, Any] = {"global_head_dim": 64}
+
+LANES = 3
+"""Of Gemma 3n's stream; one fewer than it has, so that no square hides a transposed matrix."""
+
+
+def _no_token_inputs(model: nn.Module) -> None:
+    """Upstream passes `per_layer_inputs` in Gemma3nForConditionalGeneration alone."""
+    model.model.get_per_layer_inputs = lambda input_ids: None  # type: ignore[union-attr]
+
 
 SANDWICH_ROWS = (
     TinyModel(
@@ -67,6 +77,26 @@ SANDWICH_ROWS = (
         ),
         SANDWICH,
         embedding_std=TIED_STD,
+    ),
+    TinyModel(
+        "gemma3n",
+        "Gemma3nForCausalLM",
+        lambda: transformers.Gemma3nTextConfig(
+            **COMMON,
+            **_WINDOWED,
+            hidden_size_per_layer_input=16,
+            vocab_size_per_layer_input=VOCAB,
+            num_kv_shared_layers=2,
+            laurel_rank=8,
+            altup_num_inputs=LANES,
+            altup_active_idx=1,
+            activation_sparsity_pattern=[0.5, 0.0, 0.0, 0.0],
+        ),
+        Adapter("model.layers", (), lanes=LANES),
+        embedding_std=TIED_STD,
+        adjust=_no_token_inputs,
+        note=f"a stream of {LANES} lanes (AltUp); upstream's text-only class leaves out what each "
+        "layer reads of the token's id, and so does the reference",
     ),
     TinyModel(
         "glm4",

@@ -68,6 +68,8 @@ class UnboundTaps:
             "float16", the model's dtype.
         loops: of layers that run several times for a token, the submodule whose children are the
             attention of each execution, named as `at` is called; empty for all others.
+        lanes: of layers whose stream has several lanes, the attribute that says how many; empty for
+            all others.
         refused: why layers of this class cannot have taps, empty when they can.
         replaced: the points at which the stream may be other than the one before plus a branch.
     """
@@ -81,6 +83,7 @@ class UnboundTaps:
         *points: str,
         unless: tuple[str, ...] = (),
         loops: str = "",
+        lanes: str = "",
         refused: str = "",
         replaced: tuple[str, ...] = (),
     ) -> None:
@@ -90,6 +93,7 @@ class UnboundTaps:
         self.points = tuple(p for p in POINTS if p in points)
         self.unless = unless
         self.loops = loops
+        self.lanes = lanes
         self.refused = refused
         made = {b: taps for b, taps in MADE_OF.items() if len(taps) > 1}
         kept = set(points).difference(replaced)
@@ -187,6 +191,25 @@ class SiteTap:
         and the new stream."""
         new = self(s)
         return (n if new is s else norm(new)), new
+
+
+class LanesTap(SiteTap):
+    """One point of one layer whose stream has several lanes: `h` is [lanes, tokens, hidden].
+
+    The table is [rows, lanes * hidden], and a captured row takes an arena row for each lane.
+    """
+
+    def steer(self, h: torch.Tensor) -> torch.Tensor:
+        """Steer all lanes of `h`, which is not changed."""
+        if self.table is None:
+            return h
+        added = self.table[self.slots[: h.shape[1]]]
+        return h + added.unflatten(1, (h.shape[0], -1)).transpose(0, 1)
+
+    def read(self, h: torch.Tensor) -> None:
+        """Capture rows of all lanes, one lane after the other."""
+        if self.arena is not None and self.dest is not None:
+            capture_rows(h.transpose(0, 1).flatten(1), self.arena, self.dest)
 
 
 def whole(h: torch.Tensor, partial: bool) -> torch.Tensor:

@@ -19,7 +19,7 @@ import torch
 from vllm.v1.interventions.errors import reject, show_key
 from vllm.v1.interventions.plan import AttentionRead, Site, TapShape
 
-SHARED_FIELDS = ("hooks", "positions", "project", "reduce", "attention", "lens")
+SHARED_FIELDS = ("hooks", "lane", "positions", "project", "reduce", "attention", "lens")
 """What a request may say to every consumer; `lens` to `inline` alone, `attention` also to classes
 that take it."""
 
@@ -74,8 +74,8 @@ class RequestInfo:
     prompt: int | None = None
     """The number of the prompt among those sent with the same parameters; None if there was one."""
     heads: tuple[tuple[int, ...], ...] = ()
-    """The numbers of the heads of each site, which lie one after the other in a row; empty at
-    points of the residual stream."""
+    """The numbers of the heads of each site, which lie one after the other in a row, or its
+    lanes, where the stream has several; else empty."""
     reduce: str = ""
     """"mean" if a site has one row, the mean of the positions asked for, at the last of them."""
     attention: AttentionRead | None = None

@@ -79,7 +79,8 @@ class CapturedRows:
     versions: np.ndarray
     """The version of the global steering that each row ran under, int64 [n], see `llm.steering`."""
     heads: tuple[int, ...]
-    """The numbers of the heads, at q, k, v and z; empty at points of the residual stream."""
+    """The numbers of the heads, at q, k, v and z, or of the stream's lanes, where it has several;
+    else empty."""
     tokens: list[str] | None
     """The text of each row's token, where the capture says `"tokens": true`."""
     form: AttentionForm | None
@@ -106,7 +107,8 @@ class CapturedRows:
 
     @property
     def values(self) -> torch.Tensor:
-        """The rows, [n, hidden] on the CPU in the model's dtype, at q, k, v, z [n, heads, width];
+        """The rows, [n, hidden] on the CPU in the model's dtype, at q, k, v, z [n, heads, width],
+        where the stream has lanes [n, lanes, hidden];
         with `project` their scores, float32 [n, k]. From `SHARED_BYTES` on they are a view of
         memory that they share with other sites, and as a rule with other requests, and one that is
         kept keeps all of it: clone() what is to stay alone. What is pickled, or saved by

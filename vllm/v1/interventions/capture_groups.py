@@ -148,8 +148,7 @@ class CaptureGroups:
 
     def _columns(self, site: Site, first_row: int, heads: tuple[int, ...]) -> np.ndarray:
         """Where the numbers of heads lie, if those of the site begin in a row: int64 [width]."""
-        point, layer = site
-        width = self._shape.heads[layer][point][1]
+        _, width = self._shape.parts(site)
         starts = first_row * self._shape.hidden_size + np.array(heads, np.int64) * width
         return (starts[:, None] + np.arange(width)).ravel()
 

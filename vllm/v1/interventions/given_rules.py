@@ -12,7 +12,7 @@ import numpy as np
 from vllm.v1.capture.rules import RULES_DO
 from vllm.v1.interventions.errors import need_mapping, reject, show, show_key
 from vllm.v1.interventions.plan import Site, TapShape
-from vllm.v1.interventions.sites import need_layers, need_point
+from vllm.v1.interventions.sites import need_layers, need_one_lane, need_point
 from vllm.v1.interventions.values import plain, plain_list
 from vllm.v1.interventions.vectors import need_number, need_vector
 
@@ -101,6 +101,7 @@ def _rule(entry: Any, path: str, shape: TapShape, direction_of: DirectionOf) -> 
     name = plain(entry["name"])
     if not isinstance(name, str) or not _NAME.fullmatch(name):
         reject(f"{path}.name", f"must be up to 64 letters, digits and _.-, got {show(name)}")
+    need_one_lane(path, shape)
     point = need_point(entry["point"], f"{path}.point", shape)
     layers = need_layers(entry["layer"], point, f"{path}.layer", shape)
     if len(layers) > 1:

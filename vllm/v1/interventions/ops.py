@@ -15,10 +15,10 @@ from vllm.v1.interventions.errors import need_mapping, reject, show, show_key
 from vllm.v1.interventions.focus import FOCUS
 from vllm.v1.interventions.plan import Site, TapShape
 from vllm.v1.interventions.positions import ALL, Positions
-from vllm.v1.interventions.sites import need_heads, need_layers, need_sites
+from vllm.v1.interventions.sites import need_heads, need_layers, need_one_lane, need_sites
 from vllm.v1.interventions.terms import HEAD_OPS, OPS, Scalars, Term, make_term
 from vllm.v1.interventions.values import plain, plain_list
-from vllm.v1.interventions.vectors import need_number, need_vector
+from vllm.v1.interventions.vectors import need_lane, need_lanes, need_number, need_vector
 
 Select = Callable[[Any, str], Positions]
 """Resolves a value of `positions`, given with its path, to the positions it means."""
@@ -148,6 +148,7 @@ class _Entry:
         self.shape = shape
         self.families = families
         self.of_heads = plain(self.given.get("point")) == HEADS
+        self.lanes = 1 if self.of_heads else shape.lanes
         self.width = shape.hidden_size
 
     def parse(self, select: Select) -> Op:
@@ -156,6 +157,8 @@ class _Entry:
         sites = list(heads)
         if not sites:
             sites = need_sites(self.given["point"], self.given["layers"], self.path, self.shape)
+        if self.lanes > 1:  # parts of a row as heads are, and steered like them
+            heads = dict.fromkeys(sites, self.lane())
         positions = None
         if "positions" in self.given:
             positions = select(self.given["positions"], f"{self.path}.positions")
@@ -193,6 +196,12 @@ class _Entry:
         self.width = max(widths)
         return {(HEADS, layer): chosen[layer] for layer in sorted(chosen)}
 
+    def lane(self) -> tuple[int, ...]:
+        """`Op.heads` of a site where the stream has several lanes."""
+        if "lane" not in self.given:
+            return ()
+        return need_lane(self.given["lane"], f"{self.path}.lane", self.lanes)
+
     def name(self) -> str:
         """The operation, its keys checked."""
         name = plain(self.given.get("op"))
@@ -206,6 +215,8 @@ class _Entry:
             )
         if self.of_heads and name not in HEAD_OPS:
             reject(f"{self.path}.op", f"{name} does not act on heads; at {HEADS} do add and scale")
+        if name != "add" and not self.of_heads:
+            need_one_lane(f"{self.path}.op", self.shape)
         if name == "scale" and not self.of_heads:
             reject(f"{self.path}.point", f"scale acts on heads: its point is {HEADS!r}")
         self.need_family(name, "op")
@@ -216,8 +227,9 @@ class _Entry:
             needed = (*needed, "positions")
         layers = "heads" if self.of_heads and "heads" in self.given else "layers"
         needed = ("op", "point", layers, *needed)
-        gate = () if self.of_heads else ("gate",)
-        need_keys(self.given, self.path, name, needed, (*allowed, "positions", *gate))
+        more = () if self.of_heads else ("gate",)
+        more = ("lane",) if self.lanes > 1 else more
+        need_keys(self.given, self.path, name, needed, (*allowed, "positions", *more))
         return name
 
     def need_family(self, family: str, key: str) -> None:
@@ -293,7 +305,8 @@ class _Entry:
         """The operation's vector of `value`, float32 [width]."""
         if name in ("normalize", "scale"):
             return bytes(4 * self.width if name == "normalize" else 0)
-        vector = need_vector(value, path, self.width)
+        lanes = 1 if "lane" in self.given else self.lanes
+        vector = need_lanes(value, path, self.width, lanes)
         if name == "add":
             packed = _float32(vector, path)
             with np.errstate(over="ignore"):

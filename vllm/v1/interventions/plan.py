@@ -103,6 +103,8 @@ class TapShape(msgspec.Struct, frozen=True):
     final: int | None = None
     """The last layer, if its head reads what the model returns, as it is."""
 
+    lanes: int = 1
+    """How many lanes of hidden_size the stream has."""
     whole_prompts: bool = False
     """Whether a prompt's tokens see each other both ways, so that one step has all of them."""
 
@@ -110,13 +112,22 @@ class TapShape(msgspec.Struct, frozen=True):
         """All that can be captured at a layer; the first has what it reads, and the last what the
         head reads."""
         points = *self.points[layer], *self.heads.get(layer, ()), *self.branches.get(layer, ())
-        return *("embed",) * (layer == 0), *points, *(FINAL,) * (layer == self.final)
+        return (
+            *("embed",) * (layer == 0 and self.lanes == 1),
+            *points,
+            *(FINAL,) * (layer == self.final),
+        )
+
+    def parts(self, site: Site) -> tuple[int, int]:
+        """How many heads or lanes a token's row at a site has, and the width of one."""
+        point, layer = site
+        lanes = self.lanes if point in self.points.get(layer, ()) else 1
+        return self.heads.get(layer, {}).get(point, (lanes, self.hidden_size))
 
     def row_width(self, site: Site) -> int:
-        """Width of a token's row at a site; of all heads together."""
-        point, layer = site
-        heads, width = self.heads.get(layer, {}).get(point, (1, self.hidden_size))
-        return heads * width
+        """Width of a token's row at a site; of all heads or lanes together."""
+        count, width = self.parts(site)
+        return count * width
 
     def arena_rows(self, site: Site) -> int:
         """How many rows of hidden_size a token takes on the device at a site."""

@@ -119,6 +119,16 @@ def _heads_of(value: Any, path: str, layer: int, count: int) -> tuple[int, ...]:
     return tuple(sorted(heads))
 
 
+def need_one_lane(path: str, shape: TapShape) -> None:
+    """Raise ValueError for what is not there where the stream has several lanes."""
+    if shape.lanes > 1:
+        reject(
+            path,
+            f"is not offered where the stream has lanes, {shape.lanes} in this model; capture the "
+            "rows, or add vectors",
+        )
+
+
 def need_sites(points: Any, layers: Any, path: str, shape: TapShape) -> list[Site]:
     """The sites of an entry with `point` and `layers`, in the order of the stream.
 

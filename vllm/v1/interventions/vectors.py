@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from vllm.config.steering import STEERING_POINTS
+from vllm.config.steering import POINTS, STEERING_POINTS
 from vllm.v1.interventions.errors import need_mapping, reject, show, show_key
 from vllm.v1.interventions.plan import Site, TapShape, VectorSet
 from vllm.v1.interventions.positions import Positions
@@ -16,7 +16,7 @@ from vllm.v1.interventions.sites import need_layers, need_point, site_order
 from vllm.v1.interventions.values import plain
 
 Vectors = dict[Site, np.ndarray]
-"""Site -> float64 [hidden], of z [heads * width]; scale applied."""
+"""Site -> float64 [hidden], of all lanes [lanes * hidden], of z [heads * width]; scale applied."""
 
 Select = Callable[[Any, str], Positions]
 """Resolves a value of `positions`, given with its path, to the positions it means."""
@@ -53,7 +53,8 @@ def parse_vectors(
             entry_path = f"{path}.{point}.{show_key(layer_key)}"
             layers = need_layers(layer_key, point, entry_path, shape)
             width = _one_width(point, layers, entry_path, shape)
-            vector, positions = _entry(entry, entry_path, width, select)
+            lanes = shape.lanes if point in POINTS else 1
+            vector, positions = _entry(entry, entry_path, width, select, lanes)
             for layer in layers:
                 if (point, layer) in seen:
                     reject(entry_path, f"layer {layer} is already given by another entry")
@@ -67,13 +68,15 @@ def parse_vectors(
 
 
 def _entry(
-    entry: Any, path: str, width: int, select: Select
+    entry: Any, path: str, width: int, select: Select, lanes: int
 ) -> tuple[np.ndarray, Positions | None]:
     if not isinstance(entry, Mapping):
-        return need_vector(entry, path, width), None
-    unknown = sorted(show_key(k) for k in entry.keys() - {"vector", "scale", "positions"})
-    if unknown:
-        reject(path, f"unknown keys {unknown[:8]}, allowed are 'vector', 'scale' and 'positions'")
+        return _of_lanes(entry, path, width, lanes), None
+    known = {"vector", "scale", "positions", *("lane",) * (lanes > 1)}
+    if unknown := sorted(show_key(k) for k in entry.keys() - known):
+        lane = ", 'lane'" * (lanes > 1)
+        said = f"allowed are 'vector', 'scale'{lane} and 'positions'"
+        reject(path, f"unknown keys {unknown[:8]}, {said}")
     if "vector" not in entry:
         reject(path, "'vector' is missing")
     scale = need_number(entry.get("scale", 1.0), f"{path}.scale")
@@ -81,7 +84,46 @@ def _entry(
     if "positions" in entry:
         positions = select(entry["positions"], f"{path}.positions")
     with np.errstate(over="ignore"):  # the sum is looked at
-        return need_vector(entry["vector"], f"{path}.vector", width) * scale, positions
+        vector = _of_lanes(entry["vector"], f"{path}.vector", width, lanes, entry.get("lane"))
+        return vector * scale, positions
+
+
+def _of_lanes(value: Any, path: str, width: int, lanes: int, lane: Any = None) -> np.ndarray:
+    """A vector of all lanes, float64 [width]: of one of `hidden` for each of them or for `lane`
+    alone, or of [lanes, hidden]."""
+    if lane is None:
+        vector = need_lanes(value, path, width // lanes, lanes)
+        return np.resize(vector, width)
+    [chosen] = need_lane(lane, f"{path.removesuffix('.vector')}.lane", lanes)
+    rows = np.zeros((lanes, width // lanes))
+    rows[chosen] = need_vector(value, path, width // lanes)
+    return rows.ravel()
+
+
+def need_lane(value: Any, path: str, lanes: int) -> tuple[int]:
+    """The lane a request names, of so many; raises ValueError if it is none."""
+    lane = plain(value)
+    if lanes == 1:
+        reject(path, "this model's stream has one lane; leave it out")
+    if not isinstance(lane, int) or isinstance(lane, bool) or not 0 <= lane < lanes:
+        reject(path, f"must be a lane, 0-{lanes - 1}, got {show(lane)}")
+    return (lane,)
+
+
+def need_lanes(value: Any, path: str, hidden: int, lanes: int) -> np.ndarray:
+    """As `need_vector`; of a stream of several lanes also one for each, [lanes, hidden], which is
+    returned flat."""
+    if isinstance(value, torch.Tensor):
+        is_rows = value.ndim == 2 and value.layout == torch.strided and not value.is_meta
+    elif isinstance(value, np.ndarray):
+        is_rows = value.ndim == 2
+    else:
+        is_rows = isinstance(value, list | tuple) and isinstance([*value[:1], 0][0], list | tuple)
+    if lanes == 1 or not is_rows:
+        return need_vector(value, path, hidden)
+    if len(value) != lanes:
+        reject(path, f"has {len(value)} rows, the model has {lanes} lanes")
+    return np.concatenate([need_vector(v, f"{path}[{i}]", hidden) for i, v in enumerate(value)])
 
 
 def need_number(value: Any, path: str) -> float:

@@ -25,7 +25,12 @@ import torch
 from vllm.config.steering import HEADS, POINTS, STEERING_POINTS, SteeringConfig
 from vllm.v1.interventions.errors import reject, show, show_key
 from vllm.v1.interventions.plan import TIERS, Site, TapShape
-from vllm.v1.interventions.sites import need_layers, need_point, need_steered_points
+from vllm.v1.interventions.sites import (
+    need_layers,
+    need_one_lane,
+    need_point,
+    need_steered_points,
+)
 from vllm.v1.interventions.vectors import Vectors, need_vector
 from vllm.v1.steering.gguf import read_gguf, write_gguf
 from vllm.v1.steering.json_modules import read_json_module, without_repeats
@@ -132,6 +137,7 @@ def _module(
     content: Content, site_of: SiteOf, file: str, shape: TapShape, config: SteeringConfig
 ) -> Module:
     """Make a module of a file's content, once it is checked."""
+    need_one_lane(file, shape)
     tiers: dict[str, Vectors] = {tier: {} for tier in TIERS}
     for name, vector in content.vectors.items():
         where = f"{file}[{show_key(name)}]"

@@ -22,6 +22,7 @@ from vllm.utils.torch_utils import set_default_torch_dtype
 from vllm.v1.interventions.worker.tap_layers import (
     find_layers,
     head_reads_rows,
+    num_lanes,
     own_layers,
     refuse_layers,
     unbound_taps,
@@ -68,13 +69,16 @@ def list_points(args: argparse.Namespace) -> None:
     offered = {index: (*t.points, *t.branches) for index, t in taps.items()}
     width = config.model_config.get_hidden_size()
     name = str(dtype).removeprefix("torch.")
-    depth, size = len(layers), width * dtype.itemsize
-    print(f"{config.model_config.architecture}: {depth} layers of {width}, {name}, {size} B a row")
+    lanes = num_lanes(layers, config)
+    depth, size = len(layers), lanes * width * dtype.itemsize
+    of = f"{lanes} lanes of {width}" if lanes > 1 else f"{width}"
+    print(f"{config.model_config.architecture}: {depth} layers of {of}, {name}, {size} B a row")
     for first, last, points in runs(offered):
         where = f"layer {first}" if first == last else f"layers {first}-{last}"
         kind = type(layers[first]).__name__
         print(f"  {where}: {', '.join(points)}  ({kind})")
-    ends = ["embed at layer 0", *[f"final at layer {depth - 1}"] * head_reads_rows(model, width)]
+    ends = ["embed at layer 0"] * (lanes == 1)
+    ends += [f"final at layer {depth - 1}"] * head_reads_rows(model, width)
     branches = dict.fromkeys(branch for t in taps.values() for branch in t.branches)
     print(f"  captured, not steered: {', '.join([*ends, *branches])}")
 

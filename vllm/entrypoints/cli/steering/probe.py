@@ -10,6 +10,7 @@ import torch
 from vllm import LLM, SamplingParams
 from vllm.config.steering import POINTS
 from vllm.v1.interventions.plan import Site
+from vllm.v1.interventions.sites import need_one_lane
 
 GENERATED = 4
 """How many tokens each request generates."""
@@ -40,6 +41,7 @@ class Probe:
         config = llm.llm_engine.vllm_config
         shape = config.tap_shape
         assert shape is not None
+        need_one_lane("vllm steering check", shape)
         self.shape = shape
         self.sites: list[Site] = [(p, n) for n, points in shape.points.items() for p in points]
         steered = config.steering_config.steering_points

@@ -74,6 +74,7 @@ async def layers(request: Request) -> dict[str, Any]:
     steering = config.steering_config
     return {
         "hidden_size": shape.hidden_size,
+        "lanes": shape.lanes,
         "dtype": shape.dtype,
         "num_layers": len(shape.points),
         "layers": {str(layer): list(points) for layer, points in sorted(shape.points.items())},

@@ -13,6 +13,7 @@ from vllm.config.capture import (
     READ_POINTS,
     CaptureConfig,
 )
+from vllm.config.steering import POINTS
 from vllm.sampling_params import SamplingParams
 from vllm.v1.capture.consumer import SHARED_FIELDS, CaptureConsumer
 from vllm.v1.capture.registry import INLINE, ConsumerSpec
@@ -39,10 +40,12 @@ from vllm.v1.interventions.sites import (
     need_captured_points,
     need_heads,
     need_layers,
+    need_one_lane,
     need_point,
     site_order,
 )
 from vllm.v1.interventions.values import plain
+from vllm.v1.interventions.vectors import need_lane
 
 TOKENS = "tokens"
 """What only `inline` may be asked for: the texts of the rows' tokens beside them."""
@@ -226,7 +229,15 @@ def _selection(
         reject(f"{path}.lens", f"is for {INLINE!r} alone")
     if "hooks" not in request:
         reject(f"{path}.hooks", "is missing: give {point: layers}")
-    sites, heads = _sites(request["hooks"], f"{path}.hooks", shape)
+    lanes = tuple(range(shape.lanes))
+    if "lane" in request:
+        lanes = need_lane(request["lane"], f"{path}.lane", shape.lanes)
+    sites, heads = _sites(request["hooks"], f"{path}.hooks", shape, lanes)
+    if "lane" in request and not any(point in POINTS for point, _ in sites):
+        reject(f"{path}.lane", "is of the stream, and hooks name no point there")
+    for key in ("project", "reduce", "lens"):
+        if request.get(key) is not None:
+            need_one_lane(f"{path}.{key}", shape)
     selector = Selector(prompt)
     runs = selector.resolve(request.get("positions", "last_prompt"), f"{path}.positions")
     if (reduce := plain(request.get("reduce"))) is not None:
@@ -265,9 +276,10 @@ def _selection(
 
 
 def _sites(
-    hooks: Any, path: str, shape: TapShape
+    hooks: Any, path: str, shape: TapShape, lanes: tuple[int, ...]
 ) -> tuple[list[Site], dict[Site, tuple[int, ...]]]:
-    """All sites in layer order, and which heads of those of attention."""
+    """All sites in layer order, and which heads of those of attention; where the stream has
+    several lanes, they are its heads."""
     points: list[list[Site]] = []
     heads: dict[Site, tuple[int, ...]] = {}
     for key, value in need_mapping(hooks, path).items():
@@ -279,6 +291,8 @@ def _sites(
             continue
         layers = _layers(value, point, f"{path}.{point}", shape)
         points.append([(point, layer) for layer in sorted(layers)])
+        if shape.lanes > 1 and point in POINTS:
+            heads |= dict.fromkeys(points[-1], lanes)
     if not points:
         reject(path, "name no layer")
     if len(points) == 1:

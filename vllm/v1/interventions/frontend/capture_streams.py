@@ -110,11 +110,10 @@ class Streams:
 
     def _width(self, selection: Selection, site: Site) -> int:
         """The width of the heads chosen at a site together; 0 for the residual stream."""
-        point, layer = site
         heads = selection.heads.get(site)
         if heads and isinstance(selection.reads, AttentionRead):
             return selection.reads.width(len(heads))
-        return len(heads) * self._shape.heads[layer][point][1] if heads else 0
+        return len(heads) * self._shape.parts(site)[1] if heads else 0
 
     def placed(self, projections: Mapping[str, bytes]) -> list[Stream]:
         """The streams, in the order of the selections' indices.

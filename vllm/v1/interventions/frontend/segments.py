@@ -300,7 +300,7 @@ class _Sums:
         for part in on_heads:
             number = part.term.scalars.constant
             for site, heads in part.op.heads.items():
-                count, width = shape.heads[site[1]][site[0]]
+                count, width = shape.parts(site)
                 chosen = list(heads) or list(range(count))
                 row = made.get(site, np.zeros(count * width)).reshape(count, width).copy()
                 if part.op.name == "scale":

@@ -20,7 +20,13 @@ from vllm.model_executor.layers.attention.attention import Attention
 from vllm.model_executor.layers.attention.mla_attention import MLAAttention
 from vllm.model_executor.layers.attention_taps import HeadSteering, HeadTap, HeadTaps
 from vllm.model_executor.layers.native_rows import NATIVE_ROWS, NativeTap
-from vllm.model_executor.layers.residual_taps import BoundTaps, LoopedTaps, PassTap, SiteTap
+from vllm.model_executor.layers.residual_taps import (
+    BoundTaps,
+    LanesTap,
+    LoopedTaps,
+    PassTap,
+    SiteTap,
+)
 from vllm.v1.interventions.messages import num_table_rows
 from vllm.v1.interventions.plan import Site, TapShape
 from vllm.v1.interventions.step_rows import StepRows
@@ -35,6 +41,7 @@ from vllm.v1.interventions.worker.tap_layers import (
     find_layers,
     has_whole_prompts,
     head_reads_rows,
+    num_lanes,
     own_layers,
     refuse_layers,
     unbound_taps,
@@ -101,6 +108,7 @@ class WorkerInterventions:
             dtype=str(model_config.dtype).removeprefix("torch."),
             points={index: unbound_taps(layer).points for index, layer in layers.items()},
             heads={index: found.points for index, found in attention.items()},
+            lanes=num_lanes(layers, self._config),
             whole_prompts=has_whole_prompts(layers),
             branches={index: unbound_taps(layer).branches for index, layer in layers.items()},
             final=last if last in layers and head_reads_rows(model, hidden_size) else None,
@@ -169,7 +177,9 @@ class WorkerInterventions:
         if dest is None and table is None:
             return PassTap()
         traced = self._config.compilation_config.mode != CompilationMode.NONE
+        assert self.shape is not None
         kind = NativeTap if NATIVE_ROWS and not traced else SiteTap
+        kind = LanesTap if self.shape.lanes > 1 else kind
         return kind(table, terms, self.tokens.slots, arena, dest)
 
     def _head_tap(self, point: str, layer: int, found: AttentionHeads) -> HeadTap | None:

@@ -2,11 +2,13 @@
 """Which modules of a loaded model are wired decoder layers."""
 
 from collections.abc import Callable, Mapping
+from operator import attrgetter
 from typing import Any
 
 import torch
 from torch import nn
 
+from vllm.config import VllmConfig
 from vllm.model_executor.layers.attention import PrefillPrefixLMAttention
 from vllm.model_executor.layers.residual_taps import BoundTaps, LoopedTaps, UnboundTaps
 from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
@@ -134,6 +136,30 @@ def own_layers(layers: Mapping[int, nn.Module], depth: int) -> dict[int, nn.Modu
     that runs its layers several times may count each of them once.
     """
     return {n: layer for n, layer in layers.items() if n < depth or unbound_taps(layer).loops}
+
+
+def num_lanes(layers: Mapping[int, nn.Module], config: VllmConfig) -> int:
+    """How many lanes the stream has.
+
+    Raises:
+        ValueError: it has several, and an option is on that is for one.
+    """
+    layer = next(iter(layers.values()))
+    if not (attribute := unbound_taps(layer).lanes):
+        return 1
+    steering, capture = config.steering_config, config.capture_config
+    refused = {
+        "steering_families": steering.enable_steering and steering.has_ops,
+        "capture_lens": bool(capture.capture_lens),
+        "rules": capture.rules is not None,
+        "compat": bool(steering.compat),
+    }
+    if given := [option for option, on in refused.items() if on]:
+        raise ValueError(
+            f"{given[0]}: is not offered where the stream has lanes, as in "
+            f"{type(layer).__name__}; leave it out (of steering_families add, scale and focus stay)"
+        )
+    return int(attrgetter(attribute)(layer))
 
 
 def refuse_layers(layers: Mapping[int, nn.Module], dtype: torch.dtype) -> None:

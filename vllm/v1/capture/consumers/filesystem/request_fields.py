@@ -21,6 +21,8 @@ class FilesystemCaptureRequest(Mapping[str, Any]):
     """What to capture of attention weights, in place of `hooks` and `positions`."""
     positions: Any = None
     """Which positions; None for "last_prompt"."""
+    lane: int | None = None
+    """The lane to capture, where the stream has several; None for all."""
     request_id: str | int | None = None
     """The id to find it by; None for the engine's id of the request. Its file has it as its name if
     it is safe as one. A request with several prompts or samples publishes
