@@ -228,11 +228,6 @@ REAL: list[tuple[dict[str, Any], str, bool]] = [
         "pipeline parallelism under Ray or an external launcher",
         False,
     ),
-    (
-        {"kv_transfer_config": {"kv_connector": "ExampleConnector", "kv_role": "kv_both"}},
-        "KV connectors (--kv-transfer-config)",
-        False,
-    ),
 ]
 
 
@@ -254,6 +249,28 @@ def test_refused_at_start_up(
     else:
         build(model, **STEERING, **options)
     build(model, **options)  # without our features it is upstream's business
+
+
+@pytest.mark.parametrize(
+    ("connector", "steers"),
+    [
+        ({"kv_connector": "ExampleConnector"}, False),
+        ({"kv_connector": "OffloadingConnector"}, True),
+        ({"kv_connector": "MultiConnector"}, False),
+    ],
+)
+def test_kv_connectors(model: Path, connector: dict[str, str], steers: bool) -> None:
+    """Those that tell what acted on a block may steer; all go with capture."""
+    transfer = {"kv_transfer_config": {**connector, "kv_role": "kv_both"}}
+    assert refusal(build(model, **CAPTURE, **transfer)) is None
+    if steers:
+        config = build(model, **BOTH, **transfer)
+        assert config.kv_transfer_config is not None
+        config.kv_transfer_config.kv_connector_module_path = "another.of.that.name"
+        assert "KV connector" in (refusal(config) or "")
+        return
+    with pytest.raises(ValidationError, match=f"the KV connector {connector['kv_connector']}: "):
+        build(model, **STEERING, **transfer)
 
 
 def _moe(config: VllmConfig) -> None:

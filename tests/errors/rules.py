@@ -126,7 +126,6 @@ OPERATORS = [
         path("rules", "31", "30"),
         judged([{**RULE, "name": "b"}], rules=[{**RULE, "name": f"r{i}"} for i in range(31)]),
     ),
-    Case(path("rules"), judged(prompt=None)),
     Case(path("rules"), judged(resumable=True, config=config_of(steering=False))),
     Case(path("steering_modules[0]", "'_rules'", "none"), judged(steering_modules=["_rules"])),
 ]

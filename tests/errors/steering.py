@@ -12,7 +12,7 @@ import torch
 
 from tests.errors.case import Case, path
 from tests.support.plans import BF16, HEADS, HIDDEN, LANES, SHAPE, VECTOR, config_of, plan_of
-from vllm.config import VllmConfig
+from vllm.config import KVTransferConfig, VllmConfig
 from vllm.config.steering import FAMILIES, STEERING_POINTS
 from vllm.sampling_params import BeamSearchParams
 from vllm.v1.engine.core_client import InprocClient
@@ -178,14 +178,6 @@ REQUESTS = [
         },
     ),
     Case(
-        path("default_steering_modules"),
-        {
-            "modules": {"m": module()},
-            "prompt": None,
-            "config": config_of(default_steering_modules=["m"]),
-        },
-    ),
-    Case(
         path("steering", "4", "3"),
         {
             "steering": [PIN | {"gate": GATE}, PIN | {"gate": GATE, "value": 2.0}],
@@ -301,6 +293,15 @@ REQUESTS = [
 ]
 
 
+def with_connector() -> VllmConfig:
+    """The config of an engine with a KV connector."""
+    config = config_of()
+    config.kv_transfer_config = KVTransferConfig(
+        kv_connector="OffloadingConnector", kv_role="kv_both"
+    )
+    return config
+
+
 def steering(config: VllmConfig = CONFIG, core: Any = None) -> Steering:
     """`llm.steering` of an engine whose core answers as `core` does."""
     return Steering(config, ModuleCatalog(config), core)
@@ -363,6 +364,7 @@ CALLS = [
         do=lambda: steering().set({}, tier="both"),
     ),
     Case(path("base.mlp", "'mlp'"), do=lambda: steering().set({"mlp": {}})),
+    Case(path("steering"), do=lambda: steering(with_connector()).set({})),
     Case(path("base"), do=lambda: steering().set({"ops": [PIN]})),
     Case(path("decode"), do=lambda: steering().set([PIN], tier="decode")),
     Case(path("ops"), do=several_servers),

@@ -46,7 +46,9 @@ from tests.interventions.frontend.test_results import (
 from tests.support.plans import GAPS, HEADS, HIDDEN, PARALLEL_ONLY, SHAPE, VECTOR, config_of
 from tests.support.rows import give
 from vllm import SamplingParams
+from vllm.config import KVTransferConfig
 from vllm.config.capture import CAPTURE_POINTS, CaptureConfig
+from vllm.config.intervention_refusals import refuse_connector
 from vllm.config.steering import SteeringConfig
 from vllm.model_executor.layers.residual_taps import UnboundTaps
 from vllm.v1.capture import AttentionRows, stack
@@ -471,8 +473,10 @@ REQUESTS = [
     Case(path("steering"), at(0, resumable=True)),
     Case(path("steering"), capture("all", resumable=True)),
     Case(path("capture"), capture("all", resumable=True, config=config_of(steering=False))),
-    Case(path("prefill_steering_vectors"), {"prefill_steering_vectors": {}, "prompt": None}),
-    Case(path("capture"), capture("all", prompt=None)),
+    Case(
+        path("capture.inline.positions.token_ids"),
+        capture({"token_ids": [100]}, embedded=range(5)),
+    ),
 ]
 
 
@@ -646,12 +650,25 @@ def test_error(case: Case) -> None:
     assert len(message) < 400
 
 
+def refused_connector() -> str:
+    """Of an engine with steering: the message."""
+    config: Any = SimpleNamespace(
+        steering_config=SteeringConfig(enable_steering=True),
+        capture_config=CaptureConfig(),
+        kv_transfer_config=KVTransferConfig(kv_connector="ExampleConnector", kv_role="kv_both"),
+    )
+    with pytest.raises(ValueError, match="KV connector") as raised:
+        refuse_connector(config)
+    return str(raised.value)
+
+
 def test_every_documented_error_is_raised_here() -> None:
     raised = [case.message() for case in CASES]
     raised.append(
         "steering cannot be combined with pooling models: rows would be incomplete or in the "
         "wrong place. Turn one of them off."
-    )  # by tests/config/test_config.py
+    )  # by tests/config/test_config.py, which raises the next, too
+    raised.append(refused_connector())
     missing = [row for row, p in PATTERNS.items() if not any(p.fullmatch(m) for m in raised)]
     assert missing == []
     assert len(set(MESSAGES)) == len(MESSAGES) > 90

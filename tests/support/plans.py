@@ -8,6 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+import torch
 
 from vllm import SamplingParams
 from vllm.config import VllmConfig
@@ -89,33 +90,41 @@ def config_of(
 def plan_of(
     *,
     config: VllmConfig | None = None,
-    prompt: int | None = 5,
+    prompt: int = 5,
     max_tokens: int = 4,
     resumable: bool = False,
     tokenizer: TokenizerLike | None = None,
     modules: dict[str, Module] | None = None,
     num_prompts: int = 1,
     images: Sequence[tuple[int, int]] = (),
+    embedded: Sequence[int] = (),
     **fields: Any,
 ) -> Plan | None:
     """`resolve` as the input processor calls it.
 
     Args:
-        prompt: tokens of the prompt; None for one of embeddings.
+        prompt: tokens of the prompt.
         modules: the registered ones.
         num_prompts: in the same body.
         images: where each begins, and how many tokens it has.
+        embedded: the positions that are given as embeddings.
         fields: of `SamplingParams`.
     """
     params = SamplingParams(max_tokens=max_tokens, **fields)
-    token_ids = None if prompt is None else list(range(100, 100 + prompt))
+    given = {
+        "prompt_token_ids": list(range(100, 100 + prompt)),
+        "mm_placeholders": {"image": [PlaceholderRange(*place) for place in images]},
+    }
+    if embedded:
+        given["is_token_ids"] = [i not in embedded for i in range(prompt)]
+        given["prompt_embeds"] = torch.zeros(prompt, HIDDEN)
     config = config or config_of()
     catalog = ModuleCatalog(config)
     if modules is not None:
         catalog.replace(modules)
     return resolve(
-        params, without_plan_fields(params), token_ids, resumable, config, tokenizer, catalog,
-        num_prompts, placeholders={"image": [PlaceholderRange(*place) for place in images]},
+        params, without_plan_fields(params), given, resumable, config, tokenizer, catalog,
+        num_prompts,
     )  # fmt: skip
 
 

@@ -15,6 +15,9 @@ if TYPE_CHECKING:
 
 logger = init_logger(__name__)
 
+CONTENT_KEYED = ("OffloadingConnector",)
+"""The KV connectors that find blocks by `Request.block_hashes`, in which steering is."""
+
 
 def refuse_unsupported(config: "VllmConfig") -> None:
     """Check a finished config at start-up.
@@ -53,9 +56,9 @@ def refuse_unsupported(config: "VllmConfig") -> None:
                 parallel.pipeline_parallel_size > 1
                 and parallel.distributed_executor_backend != "mp"
             ),
-            "KV connectors (--kv-transfer-config)": config.kv_transfer_config is not None,
         }
         _refuse("capture", refused)
+    refuse_connector(config)
     if config.steering_config.focuses:
         lacking = [p for p in ("q", "z") if p not in config.capture_config.capture_points]
         if not capture or lacking:
@@ -79,6 +82,24 @@ def refuse_unsupported(config: "VllmConfig") -> None:
             "%s in float32: Triton kernels round to TF32, some three digits; set "
             "TRITON_F32_DEFAULT=ieee to have rows in full precision",
             feature,
+        )
+
+
+def refuse_connector(config: "VllmConfig") -> None:
+    """Raise ValueError for steering with a KV connector that does not tell what acted on blocks.
+
+    Capture goes with any: what a request wants to see is computed and not loaded.
+    """
+    transfer = config.kv_transfer_config
+    if transfer is None or not config.steering_config.enable_steering:
+        return
+    own = transfer.kv_connector_module_path is not None
+    if own or transfer.kv_connector not in CONTENT_KEYED:
+        raise ValueError(
+            f"steering cannot be combined with the KV connector {transfer.kv_connector}: what it "
+            "stores or fetches is found by tokens or by request, so blocks computed under "
+            "steering would be taken for those of plain requests, and plain ones for steered. "
+            f"Use {' or '.join(CONTENT_KEYED)}, or capture alone."
         )
 
 

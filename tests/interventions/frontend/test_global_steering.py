@@ -119,11 +119,6 @@ def test_operations_of_all_requests() -> None:
             builder.set({"ops": ops}, False)
     with pytest.raises(InterventionError, match=r"^base: a tier has vectors only"):
         builder.set({"base": [PIN]}, False)
-    builder.made(set_to(2.0))
-    with pytest.raises(
-        InterventionError, match=r"^llm\.steering\.set: is not supported for prompts"
-    ):
-        ask(prompt=None)
 
 
 class Several:

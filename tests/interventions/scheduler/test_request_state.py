@@ -251,6 +251,12 @@ def test_a_request_without_capture_takes_any_hit() -> None:
     assert RequestInterventions(None, 5, None).cache_hit_limit() == sys.maxsize
     assert capturing("all_generated").cache_hit_limit() == 5
     assert capturing("all").cache_hit_limit() == 0
+    offered = [(0, 5), (4, 1), (0, 6), (5, 1), (0, 0), (9, None)]
+    of_answer = capturing("all_generated")
+    assert [of_answer.needs_computed(*o) for o in offered] == [False, False, True, True] + [
+        False
+    ] * 2
+    assert not steered(5, "a", "a").needs_computed(0, 5)
 
 
 # -- around the frontend ------------------------------------------------------------------------

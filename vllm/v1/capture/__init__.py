@@ -3,6 +3,6 @@
 
 from vllm.v1.capture.attention import AttentionRows
 from vllm.v1.capture.lens import LensRows
-from vllm.v1.capture.results import CapturedRows, CaptureResult, stack
+from vllm.v1.capture.results import NO_TOKEN, CapturedRows, CaptureResult, stack
 
-__all__ = ["AttentionRows", "CaptureResult", "CapturedRows", "LensRows", "stack"]
+__all__ = ["NO_TOKEN", "AttentionRows", "CaptureResult", "CapturedRows", "LensRows", "stack"]

@@ -63,6 +63,10 @@ class _Landed(torch.Tensor):
         return self._own()
 
 
+NO_TOKEN = -1
+"""The token id of a row whose prompt has an embedding there in place of a token."""
+
+
 class CapturedRows:
     """The rows of one site, in position order.
 
@@ -75,7 +79,7 @@ class CapturedRows:
     positions: np.ndarray
     """The positions of the rows, int64 [n]. A row has read its token and predicts the next."""
     token_ids: np.ndarray
-    """The token that each row has read, int64 [n]."""
+    """The token that each row has read, int64 [n]; `NO_TOKEN` for a given embedding."""
     versions: np.ndarray
     """The version of the global steering that each row ran under, int64 [n], see `llm.steering`."""
     heads: tuple[int, ...]

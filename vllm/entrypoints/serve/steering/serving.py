@@ -12,7 +12,6 @@ from vllm.logger import init_logger
 from vllm.sampling_params import BeamSearchParams, SamplingParams
 from vllm.v1.interventions.errors import printable
 from vllm.v1.interventions.frontend.capture_request import NumberedCapture
-from vllm.v1.interventions.frontend.chat_turns import KEY, ChatTurns
 from vllm.v1.interventions.frontend.resolve import resolve
 from vllm.v1.interventions.plan import PLAN_FIELDS, Plan
 
@@ -76,10 +75,9 @@ async def intervene(
     if names_modules(asked):
         await engine.steering.refresh()
     if request.stream or num_prompts > 1 or serving.request_logger is not None:
-        token_ids = serving._extract_prompt_components(prompt).token_ids
         plan = await processor.plan_threads.run(
-            resolve, params, params, token_ids, False, config, processor.tokenizer,
-            processor.modules, num_prompts, cast("ChatTurns | None", prompt.get(KEY)),
+            resolve, params, params, prompt, False, config, processor.tokenizer,
+            processor.modules, num_prompts,
         )  # fmt: skip
         if serving.request_logger is not None and plan is not None:
             logger.info("Request %s: %s", printable(request_id), described(plan))

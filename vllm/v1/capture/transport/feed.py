@@ -10,12 +10,31 @@ import torch
 
 from vllm.v1.capture.consumer import RequestEnd, RequestInfo, RowBatch
 from vllm.v1.capture.copies import Copies, CopyThreads, empty
+from vllm.v1.capture.results import NO_TOKEN
 from vllm.v1.capture.transport.host import ConsumerHost
 from vllm.v1.capture.transport.mean import Mean
 from vllm.v1.capture.transport.selected import RowsLost, Selected
 from vllm.v1.interventions.messages import CapturedChunk
 from vllm.v1.interventions.plan import AttentionRead, CapturePlan, dtype_of
 from vllm.v1.interventions.positions import Positions
+
+
+def prompt_tokens(
+    token_ids: list[int] | None, embeds: torch.Tensor | None, is_token: list[bool] | None
+) -> list[int]:
+    """Return the tokens of a prompt, `NO_TOKEN` where it has an embedding.
+
+    Args:
+        token_ids: None if all of it was given as embeddings.
+        embeds: [tokens, hidden]; None if none of it was.
+        is_token: which positions are tokens, where some are; None for all, or none.
+    """
+    if embeds is None:
+        assert token_ids is not None
+        return token_ids
+    if token_ids is None or is_token is None:
+        return [NO_TOKEN] * len(embeds)
+    return [t if known else NO_TOKEN for t, known in zip(token_ids, is_token, strict=True)]
 
 
 def request_info(

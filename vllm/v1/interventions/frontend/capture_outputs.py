@@ -20,8 +20,8 @@ from vllm.tokenizers.detokenizer_utils import convert_ids_list_to_tokens
 from vllm.v1.capture.consumer import ConsumerContext, ConsumerResult
 from vllm.v1.capture.copies import CopyThreads
 from vllm.v1.capture.registry import INLINE, is_inline
-from vllm.v1.capture.results import CapturedRows, CaptureResult
-from vllm.v1.capture.transport.feed import Feed, request_info
+from vllm.v1.capture.results import NO_TOKEN, CapturedRows, CaptureResult
+from vllm.v1.capture.transport.feed import Feed, prompt_tokens, request_info
 from vllm.v1.capture.transport.host import SHUTDOWN_SECONDS, ConsumerHost
 from vllm.v1.capture.transport.selected import Selected
 from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest, FinishReason
@@ -53,11 +53,12 @@ class CompletionCapture:
         plan: CapturePlan,
         hold: OutputHold,
     ) -> None:
-        assert request.prompt_token_ids is not None
         self._outputs = outputs
         self._request_id = request.request_id
         self._plan = plan
-        self._prompt = request.prompt_token_ids
+        self._prompt = prompt_tokens(
+            request.prompt_token_ids, request.prompt_embeds, request.prompt_is_token_ids
+        )
         inline = self._inline = [name for name in plan.consumers if is_inline(name)]
         self._collector = None
         if inline:
@@ -75,7 +76,7 @@ class CompletionCapture:
         self.pending_consumers = [name for name in plan.consumers if not is_inline(name)]
         """Consumers whose results are still to come."""
         self._results: dict[str, CaptureResult] = {}
-        self._texts: dict[int, str] = {}
+        self._texts: dict[int, str] = {NO_TOKEN: ""}
         """Those of the tokens of captures that want them, by id."""
         self.hold = hold
         self.ended = False

@@ -68,6 +68,13 @@ class ChangeBuilder:
         if ops is not None and len(parsed := parse_module_ops(ops, OPS, shape, config)):
             module = make_module({}, parsed, OPS, shape)
             need_steered_points(module.sites, OPS, config)
+        if tiers and self._config.kv_transfer_config is not None:
+            reject(
+                "steering",
+                "vectors of all requests cannot be set with --kv-transfer-config: the connector "
+                "keeps the keys of a request's blocks from when it came. Name a module, in "
+                "requests or in default_steering_modules, or set ops",
+            )
         for key, value in tiers.items():
             tier = _need_tier(key)
             path = (fields or {}).get(tier, tier)

@@ -11,15 +11,20 @@ from vllm.v1.interventions.values import plain
 if TYPE_CHECKING:
     from vllm.multimodal.inputs import PlaceholderRange
 
+NOWHERE = Positions()
 TEXT = "text"
 """The modality of all that is none of the others."""
 
 
+EMBEDDINGS = "prompt_embeds"
+"""The modality of what was given as embeddings, as upstream calls it."""
+
+
 class Item(NamedTuple):
-    """An image, or another thing that an encoder makes rows of."""
+    """An image, or another thing that is no token."""
 
     modality: str
-    """As upstream calls it: image, video, audio."""
+    """As upstream calls it: image, video, audio, prompt_embeds."""
     runs: list[Run]
     """The positions that get a row of the encoder. Tokens around and between them, which say where
     the image or a line of it begins and ends, are text."""
@@ -32,9 +37,14 @@ class Media:
 
     Args:
         placeholders: by modality, as upstream's processor found them in the prompt.
+        embedded: the positions of which an embedding was given, and no token.
     """
 
-    def __init__(self, placeholders: "Mapping[str, Sequence[PlaceholderRange]]") -> None:
+    def __init__(
+        self,
+        placeholders: "Mapping[str, Sequence[PlaceholderRange]]",
+        embedded: Positions = NOWHERE,
+    ) -> None:
         items = [
             Item(
                 modality,
@@ -44,6 +54,8 @@ class Media:
             for modality, places in placeholders.items()
             for place in places
         ]
+        # No encoder makes these: a step may begin and end anywhere in them.
+        items += [Item(EMBEDDINGS, [run], (run[0], run[0])) for run in embedded.runs()]
         self.items = sorted(items, key=lambda item: item.span)
 
     @property

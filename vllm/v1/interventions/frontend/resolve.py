@@ -2,19 +2,20 @@
 """Frontend: from `SamplingParams` to a `Plan`, once per request. It raises all user errors."""
 
 import copy
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
 
 from vllm.pooling_params import PoolingParams
 from vllm.sampling_params import BeamSearchParams, SamplingParams
 from vllm.tokenizers import TokenizerLike
+from vllm.v1.capture import NO_TOKEN
 from vllm.v1.capture.registry import is_inline
-from vllm.v1.capture.transport.feed import request_info, reserved_bytes
+from vllm.v1.capture.transport.feed import prompt_tokens, request_info, reserved_bytes
 from vllm.v1.capture.transport.selected import Selected
 from vllm.v1.interventions.errors import reject
 from vllm.v1.interventions.frontend.capture_request import parse_capture
-from vllm.v1.interventions.frontend.chat_turns import ChatTurns
-from vllm.v1.interventions.frontend.media import Media
+from vllm.v1.interventions.frontend.chat_turns import KEY
+from vllm.v1.interventions.frontend.media import NOWHERE, Media
 from vllm.v1.interventions.frontend.module_catalog import ModuleCatalog, origin
 from vllm.v1.interventions.frontend.rule_request import parse_rules
 from vllm.v1.interventions.frontend.selectors import Prompt
@@ -35,7 +36,6 @@ from vllm.v1.serial_utils import MsgpackEncoder
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
-    from vllm.multimodal.inputs import PlaceholderRange
 
 
 def without_plan_fields(params: SamplingParams) -> SamplingParams:
@@ -73,28 +73,25 @@ def refuse_beam_search(
 def resolve(
     params: SamplingParams | PoolingParams,
     final_params: SamplingParams | None,
-    prompt_token_ids: list[int] | None,
+    given: Mapping[str, Any],
     resumable: bool,
     config: "VllmConfig",
     tokenizer: TokenizerLike | None,
     modules: ModuleCatalog,
     num_prompts: int = 1,
-    turns: ChatTurns | None = None,
-    placeholders: "Mapping[str, Sequence[PlaceholderRange]] | None" = None,
 ) -> Plan | None:
     """What `params` asks for, checked and composed; None if it asks for nothing.
 
     Args:
         params: as the user gave them.
         final_params: the engine's copy, `max_tokens` resolved.
-        prompt_token_ids: None if the prompt is given as embeddings only.
+        given: the prompt as the renderer made it, upstream's `EngineInput`: tokens or embeddings,
+            where its images, videos and sounds stand, and its turns if it is a chat.
         resumable: whether the prompt is a session that grows.
         config: of the engine; `tap_shape` says what the model offers.
         tokenizer: None with `skip_tokenizer_init`.
         modules: what the names in `steering_modules` mean now.
         num_prompts: how many prompts came in the same body; limits are for all of them.
-        turns: those of the chat that the prompt is; None if it is none.
-        placeholders: where its images, videos and sounds stand, by modality; None if it has none.
 
     Raises:
         ValueError: with the path of the field, see docs/errors.md.
@@ -118,13 +115,16 @@ def resolve(
         return None
     if resumable:
         reject(field, "is not supported for streaming input sessions; send the whole prompt")
-    if prompt_token_ids is None:
-        reject(field, "is not supported for prompts given as embeddings; send tokens or text")
     assert final_params is not None and final_params.max_tokens is not None
     n = params.n or 1
     work = Work(config.steering_config.max_request_work, n, num_prompts)
-    media = Media(placeholders or {})
-    prompt = Prompt(prompt_token_ids, final_params.max_tokens, tokenizer, work, turns, media)
+    embeds, embedded = given.get("prompt_embeds"), NOWHERE
+    token_ids = prompt_tokens(given.get("prompt_token_ids"), embeds, given.get("is_token_ids"))
+    if embeds is not None:
+        embedded = Positions.of(i for i, token_id in enumerate(token_ids) if token_id == NO_TOKEN)
+    media = Media(given.get("mm_placeholders") or {}, embedded)
+    turns = given.get(KEY)
+    prompt = Prompt(token_ids, final_params.max_tokens, tokenizer, work, turns, media)
     shape = config.tap_shape
     steering = capture = None
     asked = any(getattr(params, name) is not None for name in (*STEERING_FIELDS, INHERIT))

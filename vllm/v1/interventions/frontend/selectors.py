@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from vllm.tokenizers import TokenizerLike
+from vllm.v1.capture import NO_TOKEN
 from vllm.v1.interventions.errors import reject, show, show_key
 from vllm.v1.interventions.frontend.chat_turns import ChatTurns, need_turns
 from vllm.v1.interventions.frontend.media import Media
@@ -31,7 +32,7 @@ class Prompt:
     """What selectors of one request are resolved on. Make one per request: its text is kept.
 
     Args:
-        token_ids: of the prompt, as the model gets it.
+        token_ids: of the prompt, as the model gets it; `NO_TOKEN` where it gets an embedding.
         max_tokens: upper bound of the generated tokens. The last one is never fed back, so the
             request has at most `len(token_ids) + max_tokens - 1` rows.
         tokenizer: None if the engine has none.
@@ -61,6 +62,15 @@ class Prompt:
         """The prompt as text, decoded when a selector first asks."""
         assert self.tokenizer is not None
         return PromptText(self.token_ids, self.tokenizer, self.media.positions)
+
+    def need_tokens(self, path: str) -> None:
+        """Raise ValueError if the prompt has no token that a field could mean."""
+        if all(token_id == NO_TOKEN for token_id in self.token_ids):
+            reject(
+                path,
+                "means tokens, and the prompt was given as embeddings; say positions by number, "
+                "range or name",
+            )
 
     def need_some(self, runs: Sized, path: str) -> None:
         """Raise ValueError if the positions that a field selects are none."""
@@ -253,6 +263,7 @@ class Selector:
             reject(path, f"must be a string, got {show(text)}")
         if not text:
             reject(path, "is empty")
+        self._prompt.need_tokens(path)
         if BROKEN in text:
             reject(path, "has U+FFFD, which decoded text has in place of broken characters")
         if self._prompt.tokenizer is None:
@@ -297,11 +308,12 @@ class Selector:
             reject(path, f"must be a list of token ids, got {show(value['token_ids'])}")
         if not token_ids:
             reject(path, "is empty")
+        self._prompt.need_tokens(path)
         if len(token_ids) > self._length:
             reject(path, f"has {len(token_ids)} tokens, the prompt has {self._length}")
         token_ids = [_need_int(token_id, f"{path}[{i}]") for i, token_id in enumerate(token_ids)]
         self._prompt.work.charge(self._length, Unit.SEARCHED, path)
-        found = occurrences(self._prompt.token_ids, token_ids)
+        found = occurrences(self._prompt.token_ids, token_ids) if NO_TOKEN not in token_ids else []
         if not found:
             given = ", ".join([show(t) for t in token_ids[:8]] + ["..."][: len(token_ids) > 8])
             reject(path, f"[{given}] is not in the prompt, which has {self._length} tokens")

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from vllm.v1.capture.consumer import ConsumerContext, ConsumerResult
 from vllm.v1.capture.copies import CopyThreads
 from vllm.v1.capture.registry import INLINE
-from vllm.v1.capture.transport.feed import Feed, request_info, reserved_bytes
+from vllm.v1.capture.transport.feed import Feed, prompt_tokens, request_info, reserved_bytes
 from vllm.v1.capture.transport.host import SHUTDOWN_SECONDS, ConsumerHost
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
 from vllm.v1.interventions.calls import CaptureCall
@@ -28,13 +28,14 @@ class _Capture:
 
     def __init__(self, request: Request, names: Iterable[str]) -> None:
         plan, sampling = request.interventions.plan.capture, request.sampling_params
-        assert plan is not None and sampling is not None and request.prompt_token_ids is not None
+        assert plan is not None and sampling is not None
+        prompt = prompt_tokens(
+            request.prompt_token_ids, request.prompt_embeds, request.prompt_is_token_ids
+        )
         self.client_index = request.client_index
         self.plan = plan
         self.hold = bool(sampling.stop) or plan.stops
-        self.infos = {
-            n: request_info(request.request_id, plan, n, request.prompt_token_ids) for n in names
-        }
+        self.infos = {n: request_info(request.request_id, plan, n, prompt) for n in names}
         self.needs = {n: reserved_bytes(info, plan, n, self.hold) for n, info in self.infos.items()}
         self.reserved_bytes = dict.fromkeys(names, 0)
         """Consumer whose result is not in -> bytes reserved."""

@@ -63,6 +63,14 @@ class RequestInterventions:
             return min(first, self._summed.flat()[0])
         return first
 
+    def needs_computed(self, start: int, num_tokens: int | None) -> bool:
+        """Whether a row is wanted of the `num_tokens` from `start` on, which a KV connector offers.
+
+        Then none of them is loaded, as upstream does where log-probabilities of the prompt are
+        asked for: connectors load all that they offered, or nothing. None is "not known yet".
+        """
+        return (num_tokens or 0) > max(self.cache_hit_limit() - start, 0)
+
     def accept_one(self, position: int, num_tokens: int) -> bool:
         """Accept the only row of a step, if it is the one that the step's token came from; returns
         whether it is. The common case, without a chunk."""
