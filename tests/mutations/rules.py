@@ -30,6 +30,7 @@ class Mistake:
 
 _CROSSES = "scores < rule.threshold if rule.below else scores > rule.threshold"
 _REVERSED = "scores > rule.threshold if rule.below else scores < rule.threshold"
+_ONE_CROSSES, _ONE_REVERSED = (text.replace("scores", "score") for text in (_CROSSES, _REVERSED))
 _ENDS = "self._stop[0] + 1 - self._num_tokens"
 _LAST = "stop = num_tokens - 1 if"
 
@@ -41,10 +42,13 @@ _OF_WATCH = {
     "below ignored": (_CROSSES, "scores > rule.threshold"),
     "need ignored": ("crossed[rule.need - 1 :]", "crossed"),
     "of ignored": ("< rule.of]", "< 1 << 40]"),
-    "forgets the step before": ("[self._crossed, crossed + first]", "[crossed + first]"),
+    "forgets the step before": ("[self._crossed, rows]", "[rows]"),
     "a flag stops": ("if j.rule.stops and j.fired", "if j.fired"),
     "counts rows past the end": (_LAST, "stop = num_tokens + 9 if"),
     "positions ignored": ("self._wanted.mask(positions)", "positions >= 0"),
+    "threshold of one row reversed": (_ONE_CROSSES, _ONE_REVERSED),
+    "below ignored of one row": (_ONE_CROSSES, "score > rule.threshold"),
+    "position of one row ignored": ("if position in self._wanted:", "if True:"),
 }
 _OF_REQUEST = {
     "none of the operator's": ("for rule in of_all:", "for rule in of_all[:0]:"),

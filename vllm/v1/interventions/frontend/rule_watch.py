@@ -42,19 +42,32 @@ class _Judge:
 
     def add(self, positions: np.ndarray, scores: np.ndarray) -> None:
         """Take rows: int64 [n] and float64 [n], after all earlier ones."""
+        rule, first = self.rule, len(self._at)
+        if len(positions) == 1:  # as decoding has it, of each request: arrays would cost more
+            position, score = positions.item(), scores.item()
+            if position in self._wanted:
+                self._at.append(position)
+                self._scores.append(score)
+                if score < rule.threshold if rule.below else score > rule.threshold:
+                    self._cross(np.array([first]))
+            return
         keep = self._wanted.mask(positions)
         if not keep.all():
             positions, scores = positions[keep], scores[keep]
-        rule, first = self.rule, len(self._at)
         self._at.extend(positions.tolist())
         self._scores.extend(scores.tolist())
         crossed = np.flatnonzero(scores < rule.threshold if rule.below else scores > rule.threshold)
         if len(crossed):
-            crossed = np.concatenate([self._crossed, crossed + first])
-            last = crossed[rule.need - 1 :]
-            fires = last[last - crossed[: len(last)] < rule.of]
-            self.fired += [self._at[i] for i in fires.tolist()]
-            self._crossed = crossed[max(len(crossed) - rule.need + 1, 0) :]
+            self._cross(crossed + first)
+
+    def _cross(self, rows: np.ndarray) -> None:
+        """Take the numbers of rows that crossed."""
+        rule = self.rule
+        crossed = np.concatenate([self._crossed, rows])
+        last = crossed[rule.need - 1 :]
+        fires = last[last - crossed[: len(last)] < rule.of]
+        self.fired += [self._at[i] for i in fires.tolist()]
+        self._crossed = crossed[max(len(crossed) - rule.need + 1, 0) :]
 
     def result(self, stop: int) -> RuleResult:
         """What it saw of the rows below `stop`."""
