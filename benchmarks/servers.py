@@ -78,4 +78,8 @@ def served(args: argparse.Namespace, *options: str) -> Iterator[tuple[Server, di
         path = os.pathsep.join([str(Path(vllm.__file__).parents[1]), str(ROOT)])
         log = Path(folder) / "server.log"
         with serve(model, log, base=tuple(base), env={"PYTHONPATH": path}) as server:
-            yield server, model_shape(model)
+            try:
+                yield server, model_shape(model)
+            except BaseException:
+                sys.stderr.write(log.read_text()[-4000:])  # should the server have died
+                raise

@@ -58,7 +58,7 @@ def prove(captures: bool) -> None:
     arena, model = torch.ones(2, 4), torch.nn.Sequential(torch.nn.Linear(4, 4))
     interventions = SimpleNamespace(
         shape=SHAPE,
-        arena=arena,
+        capture=SimpleNamespace(arena=arena, lenses={}),
         captures=lambda site: captures,
         layers={3: model[0]},
         probing=lambda site, vector: nullcontext(),
