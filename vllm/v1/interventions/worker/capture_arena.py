@@ -99,7 +99,7 @@ class CaptureArena:
         return self.fills and site in self.sites
 
     def dest_of(self, site: Site) -> torch.Tensor:
-        """int32 [tokens], a view of `dest`."""
+        """Where rows of a site go: int32 [tokens], a view of `dest`."""
         return self.dest[self.sites[site]]
 
     def read_attention(self, reader: AttentionReader) -> None:

@@ -24,7 +24,7 @@ ROWS = 32
 PARTS = 2
 """Sums of a row: over the span, and over the rest; of factors all are in one."""
 TILE_BYTES = 32 << 10
-"""Of keys that a program has on the processor at once, and of values; twice, with the next ones."""
+"""What a program loads of keys at a time, and as much of values."""
 STATS = 4
 """The largest logit of a sum, the sum, and the smallest and largest bias of keys that were seen."""
 
