@@ -392,10 +392,10 @@ def test_a_file_system_without_links_stops_the_start(
 def test_a_request_in_python_is_the_dict_of_its_fields() -> None:
     hooks = {"post_block": [12]}
     made = FilesystemCaptureRequest(request_id="probe_0001", tag="mnist-probe-v1", hooks=hooks)
-    fields = {"hooks": hooks, "request_id": "probe_0001"}
+    fields = {"hooks": hooks, "positions": "last_prompt", "request_id": "probe_0001"}
     assert dict(made) == fields | {"tag": "mnist-probe-v1"} == made
     assert made != fields
-    assert len(made) == 3 and "layout" not in made and made.get("tag") == "mnist-probe-v1"
+    assert len(made) == 4 and "layout" not in made and made.get("tag") == "mnist-probe-v1"
     with pytest.raises(KeyError):
         made["layout"]
     with pytest.raises(KeyError):

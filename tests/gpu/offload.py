@@ -10,7 +10,6 @@ Prints one JSON object a check; exit status 1 if one fails.
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 import tempfile
@@ -21,7 +20,7 @@ from typing import Any
 import torch
 
 from tests.gpu.model import VOCAB, save_model
-from tests.gpu.sleep import random_vector
+from tests.gpu.sleep import Report, random_vector
 
 LENGTH, LAST = 200, 199
 PATIENCE = 30.0
@@ -40,13 +39,7 @@ def main() -> int:
 
     generator = torch.Generator().manual_seed(7)
     prompt = torch.randint(0, VOCAB, (LENGTH,), generator=generator).tolist()
-    failed = 0
-
-    def report(check: str, value: Any, ok: bool) -> None:
-        nonlocal failed
-        failed += not ok
-        print(json.dumps({"check": check, "value": value, "ok": ok}), flush=True)
-
+    report = Report()
     with tempfile.TemporaryDirectory() as folder:
         save_model(Path(folder) / "model")
         llm = LLM(
@@ -107,7 +100,7 @@ def main() -> int:
         else:
             report("global vectors are refused", None, False)
         llm.llm_engine.engine_core.shutdown()
-    return int(failed > 0)
+    return report.status
 
 
 if __name__ == "__main__":

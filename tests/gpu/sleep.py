@@ -26,6 +26,16 @@ from tests.gpu.steering import FAMILIES
 Rows = dict[tuple[str, int], torch.Tensor]
 
 
+class Report:
+    """Prints checks, one JSON object each; `status` is 1 once one has failed."""
+
+    status = 0
+
+    def __call__(self, check: str, value: Any, ok: bool) -> None:
+        self.status |= not ok
+        print(json.dumps({"check": check, "value": value, "ok": ok}), flush=True)
+
+
 def random_vector(seed: int, norm: float = 40.0) -> torch.Tensor:
     values = torch.randn(HIDDEN, generator=torch.Generator().manual_seed(seed))
     return norm * values / values.norm()
@@ -109,13 +119,7 @@ def main() -> int:
         llm.steering.set({"post_attn": {3: random_vector(6)}}, tier="decode")
         state = llm.steering.state()
         before = served(llm)
-        failed = 0
-
-        def report(check: str, value: Any, ok: bool) -> None:
-            nonlocal failed
-            failed += not ok
-            print(json.dumps({"check": check, "value": value, "ok": ok}), flush=True)
-
+        report = Report()
         repeated = [same(a, b) for a, b in zip(before, served(llm), strict=True)]
         report("the same twice, without sleep", repeated, all(repeated))
         # The twin: each ask but the last differs from nothing at all.
@@ -137,7 +141,7 @@ def main() -> int:
         cleared = served(llm)
         report("cleared after waking", "", same(cleared[4], before[-1]))
         llm.llm_engine.engine_core.shutdown()
-    return int(failed > 0)
+    return report.status
 
 
 if __name__ == "__main__":

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -12,12 +12,7 @@ import transformers
 
 from tests.conformance.runner import LEAST_MOVE, READ_TOLERANCE, WRITE_TOLERANCE
 from tests.support.serving import relative, vector
-from vllm.entrypoints.serve.steering.client import (
-    Choice,
-)
-
-if TYPE_CHECKING:
-    pass
+from vllm.entrypoints.serve.steering.client import Choice, SteeringClient, joined
 
 PROMPT = "Today I went"
 SAID = [{"role": "user", "content": PROMPT}]
@@ -55,6 +50,13 @@ class Reference:
         for handle in handles:
             handle.remove()
         return found
+
+
+def answered(client: SteeringClient, prompt: Any, fields: dict[str, Any], stream: bool) -> Choice:
+    """The whole answer, in one piece or joined from a stream."""
+    if stream:
+        return joined(list(client.stream(prompt, **fields)))
+    return client.complete(prompt, **fields).choices[0]
 
 
 def check_rows(choice: Choice, reference: Reference, deltas: dict[int, np.ndarray]) -> list[int]:

@@ -13,22 +13,25 @@ import torch
 
 from tests.conformance.heads import recorded
 from tests.conformance.models import HIDDEN
-from tests.http.checks import LAYER, PROMPT, READ, SAID, STEER, VECTOR, Reference, check_rows
+from tests.http.checks import (
+    LAYER,
+    PROMPT,
+    READ,
+    SAID,
+    STEER,
+    VECTOR,
+    Reference,
+    answered,
+    check_rows,
+)
 from tests.http.server import KEY, NAME, greedy, serve
 from tests.support.serving import vector
-from vllm.entrypoints.serve.steering.client import Choice, SteeringClient, SteeringError, joined
+from vllm.entrypoints.serve.steering.client import SteeringClient, SteeringError, joined
 from vllm.pilot.tracker import attention_tracker
 
 pytestmark = pytest.mark.full
 
 MATRIX = np.stack([vector(n, norm=1.0).numpy() for n in range(2)])
-
-
-def answered(client: SteeringClient, prompt: Any, fields: dict[str, Any], stream: bool) -> Choice:
-    """The whole answer, in one piece or joined from a stream."""
-    if stream:
-        return joined(list(client.stream(prompt, **fields)))
-    return client.complete(prompt, **fields).choices[0]
 
 
 @pytest.mark.parametrize("prompt", [PROMPT, SAID], ids=["completion", "chat"])

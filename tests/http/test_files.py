@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.http.checks import LAYER, PROMPT, SAID, STEER, Reference, check_rows
+from tests.http.checks import LAYER, PROMPT, SAID, STEER, Reference, answered, check_rows
 from tests.http.server import Server, greedy
 from vllm.entrypoints.serve.steering.client import Choice, SteeringClient, joined
 from vllm.v1.capture import reader
@@ -58,10 +58,7 @@ def test_a_file_of_a_request(
 ) -> None:
     name = f"one.{'chat' if prompt is SAID else 'text'}.{'stream' if stream else 'whole'}"
     asked = greedy(capture=both(name, layout, layout=layout), steering_vectors=STEER)
-    if stream:
-        choice = joined(list(client.stream(prompt, **asked)))
-    else:
-        choice = client.complete(prompt, **asked).choices[0]
+    choice = answered(client, prompt, asked, stream)
     stored = check_file(choice, root, name)
     assert stored.layout == layout
     inline = Choice(captures=choice.captures, capture_results={"inline": {"status": "ok"}})

@@ -13,9 +13,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.http.checks import LAYER, PROMPT, READ, STEER
+from tests.http.checks import LAYER, PROMPT, READ, STEER, answered
 from tests.http.server import KEY, NAME, Server, greedy, serve
-from vllm.entrypoints.serve.steering.client import Choice, SteeringClient, SteeringError, joined
+from vllm.entrypoints.serve.steering.client import Choice, SteeringClient, SteeringError
 from vllm.v1.capture import NO_TOKEN
 
 pytestmark = pytest.mark.full
@@ -40,22 +40,19 @@ def embeds(model: Path, token_ids: list[int]) -> str:
     return base64.b64encode(file.getvalue()).decode()
 
 
-def answered(client: SteeringClient, stream: bool, prompt: Any, **fields: Any) -> Choice:
-    asked = greedy(**fields)
-    if stream:
-        return joined(list(client.stream(prompt, **asked)))
-    return client.complete(prompt, **asked).choices[0]
+def ask(client: SteeringClient, given: str, stream: bool, fields: dict[str, Any]) -> Choice:
+    return answered(client, None, greedy(prompt_embeds=given, **fields), stream)
 
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_embeddings(embedding_client: SteeringClient, model: Path, stream: bool) -> None:
     """Rows and text are those of the same prompt as text, steered and not."""
     for fields in ({"capture": READ}, {"capture": READ, "steering_vectors": STEER}):
-        told = answered(embedding_client, stream, PROMPT, **fields)
+        told = answered(embedding_client, PROMPT, greedy(**fields), stream)
         (rows,) = (rows for (_, layer), rows in told.rows.items() if layer == LAYER)
         prompt = rows.token_ids[: len(PROMPT)].tolist()  # a token for each character
         given = embeds(model, prompt)
-        choice = answered(embedding_client, stream, None, prompt_embeds=given, **fields)
+        choice = ask(embedding_client, given, stream, fields)
         assert choice.text == told.text
         (own,) = (rows for (_, layer), rows in choice.rows.items() if layer == LAYER)
         assert own.positions.tolist() == rows.positions.tolist()
@@ -63,9 +60,7 @@ def test_embeddings(embedding_client: SteeringClient, model: Path, stream: bool)
         assert (own.token_ids[in_prompt] == NO_TOKEN).all()
         assert (own.token_ids[~in_prompt] == rows.token_ids[~in_prompt]).all()
         assert abs(own.values - rows.values).max() <= 1e-4 * abs(rows.values).max()
-        other = answered(
-            embedding_client, stream, None, prompt_embeds=embeds(model, prompt[::-1]), **fields
-        )
+        other = ask(embedding_client, embeds(model, prompt[::-1]), stream, fields)
         (moved,) = (rows for (_, layer), rows in other.rows.items() if layer == LAYER)
         assert abs(moved.values - rows.values).max() > 0.1 * abs(rows.values).max()
 
@@ -73,6 +68,4 @@ def test_embeddings(embedding_client: SteeringClient, model: Path, stream: bool)
 def test_text_is_refused(embedding_client: SteeringClient, model: Path) -> None:
     asked = {"inline": {**READ["inline"], "positions": {"text": "went"}}}
     with pytest.raises(SteeringError, match="means tokens, and the prompt was given as embed"):
-        answered(
-            embedding_client, False, None, prompt_embeds=embeds(model, [1, 2, 3]), capture=asked
-        )
+        ask(embedding_client, embeds(model, [1, 2, 3]), False, {"capture": asked})

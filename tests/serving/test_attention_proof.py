@@ -12,7 +12,7 @@ import torch
 
 from tests.conformance import models
 from tests.conformance.engine import make_llm, shut_down
-from vllm import SamplingParams
+from vllm import LLM, SamplingParams
 from vllm.inputs import TokensPrompt
 from vllm.v1.interventions.plan import TapShape
 from vllm.v1.interventions.worker import attention_reader
@@ -66,17 +66,21 @@ def a_key_too_few(self: FocusedAttention, query: torch.Tensor, output: torch.Ten
     self._tokens.positions += 1
 
 
+FOCUSED: dict[str, Any] = {"enable_steering": True, "steering_families": ["add", "focus"]}
+
+
+def proved(tiny_models: TinyModels, name: str, **options: Any) -> LLM:
+    """An engine that reads attention, which its start-up proof allowed."""
+    reads: dict[str, Any] = {"capture_consumers": ["inline"], "capture_points": ["q", "z"]}
+    return make_llm(tiny_models.path(name), **reads, **options, **tiny_models.row(name).engine)
+
+
 WRONG_ROWS = [off_by_one, of_other_heads, of_another_request]
 
 
 @pytest.mark.parametrize("name", ["gemma2", "gpt_oss"])
 def test_proof(name: str, tiny_models: TinyModels, monkeypatch: pytest.MonkeyPatch) -> None:
-    llm = make_llm(
-        tiny_models.path(name),
-        capture_consumers=["inline"],
-        capture_points=["q", "z"],
-        **tiny_models.row(name).engine,
-    )
+    llm = proved(tiny_models, name)
 
     def unread() -> set[int]:
         return _unread(llm)
@@ -102,14 +106,7 @@ def test_proof(name: str, tiny_models: TinyModels, monkeypatch: pytest.MonkeyPat
 
 def test_proof_of_focus(tiny_models: TinyModels, monkeypatch: pytest.MonkeyPatch) -> None:
     """What the op makes is not what its program says: captured weights have that."""
-    llm = make_llm(
-        tiny_models.path("gemma2"),
-        enable_steering=True,
-        steering_families=["add", "focus"],
-        capture_consumers=["inline"],
-        capture_points=["q", "z"],
-        **tiny_models.row("gemma2").engine,
-    )
+    llm = proved(tiny_models, "gemma2", **FOCUSED)
     layers = _sights(llm)
     assert _unread(llm) == set()
     with monkeypatch.context() as patch:
@@ -141,14 +138,7 @@ def scaled(self: LatentReader, queries: torch.Tensor, *rest: Any) -> None:
 
 def test_proof_of_a_latent_cache(tiny_models: TinyModels, monkeypatch: pytest.MonkeyPatch) -> None:
     """It passes for MLA, and notices what a reader may get wrong there; focus is refused."""
-    llm = make_llm(
-        tiny_models.path("deepseek_v2"),
-        enable_steering=True,
-        steering_families=["add", "focus"],
-        capture_consumers=["inline"],
-        capture_points=["q", "z"],
-        **tiny_models.row("deepseek_v2").engine,
-    )
+    llm = proved(tiny_models, "deepseek_v2", **FOCUSED)
     layers = set(range(models.LAYERS))
     assert _unread(llm) == set()
     for wrong in (without_rotated, absorbed_by_others, scaled):

@@ -15,6 +15,7 @@ import torch
 from torch.distributed import ProcessGroup, all_reduce
 
 from vllm.model_executor.layers.attention.attention import Attention
+from vllm.model_executor.layers.attention.mla_attention import MLAAttention
 from vllm.v1.interventions.plan import AttentionRead
 from vllm.v1.interventions.positions import END
 from vllm.v1.interventions.worker.focus_kernel import LayerTable
@@ -95,7 +96,7 @@ class LayerReader:
 
     def __init__(
         self,
-        module: Attention,
+        module: Attention | MLAAttention,
         table: torch.Tensor,
         rank: int = 0,
         focus: LayerTable | None = None,

@@ -80,9 +80,11 @@ def unreadable(module: Attention | MLAAttention) -> str:
     return "" if backend in SPLIT_BACKENDS else f"backend {backend}"
 
 
-def sight_of(module: Attention) -> Sight:
+def sight_of(module: Attention | MLAAttention) -> Sight:
     """How a layer that is not `unreadable` sees keys."""
     impl: Any = module.impl
+    if isinstance(module, MLAAttention):
+        return Sight(impl.scale, 0.0, module.sliding_window or 0, 0, None, None)
     chunk = module.attention_chunk_size if isinstance(module, ChunkedLocalAttention) else 0
     slopes, sinks = impl.alibi_slopes, impl.sinks if module.has_sink else None
     device = module.kv_cache.device
@@ -103,8 +105,12 @@ def form_of(module: Attention, group: int) -> AttentionForm:
     return cast(AttentionForm, {k: v for k, v in made.items() if v} | {"group": group})
 
 
-def pages_of(module: Attention) -> Pages:
-    """The pages of a layer that is not `unreadable`, once it has a cache."""
+def pages_of(module: Attention | MLAAttention) -> Pages:
+    """The pages of a layer that is not `unreadable`, once it has a cache; a latent one is one key
+    head, whose values are its keys but for the rotated part."""
+    if isinstance(module, MLAAttention):
+        latent = module.kv_cache.unsqueeze(1)
+        return Pages(latent, latent[..., : module.kv_lora_rank])
     cache, width = module.kv_cache, module.head_size
     if module.backend.name != "CPU_ATTN":
         keys, values = cache.split([width, cache.shape[-1] - width], dim=-1)

@@ -12,7 +12,6 @@ import torch
 
 from vllm.model_executor.layers.attention.mla_attention import MLAAttention
 from vllm.v1.interventions.worker.attention_reader import LayerReader, Queriers
-from vllm.v1.interventions.worker.kv_pages import Pages, Sight
 
 
 class LatentReader(LayerReader):
@@ -24,14 +23,8 @@ class LatentReader(LayerReader):
     """
 
     def __init__(self, module: MLAAttention, table: torch.Tensor, rank: int = 0) -> None:
-        self.focus = None
+        super().__init__(module, table, rank)
         self.width = module.qk_head_dim
-        cache = module.kv_cache.unsqueeze(1)
-        self.pages = Pages(cache, cache[..., : module.kv_lora_rank])
-        self.sight = Sight(module.impl.scale, 0.0, module.sliding_window or 0, 0, None, None)
-        self.table = table
-        self.group = module.num_heads
-        self.heads = range(rank * module.num_heads, (rank + 1) * module.num_heads)
         self._module = module
 
     def products(

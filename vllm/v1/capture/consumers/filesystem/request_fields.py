@@ -20,7 +20,7 @@ class FilesystemCaptureRequest(Mapping[str, Any]):
     attention: Mapping[str, Any] | None = None
     """What to capture of attention weights, in place of `hooks` and `positions`."""
     positions: Any = None
-    """Which positions; None for "last_prompt"."""
+    """Which positions; "last_prompt" where none are given, but with `attention`, which has none."""
     lane: int | None = None
     """The lane to capture, where the stream has several; None for all."""
     request_id: str | int | None = None
@@ -37,6 +37,10 @@ class FilesystemCaptureRequest(Mapping[str, Any]):
     """How the request is stored; None for the consumer's layout."""
     metadata: Mapping[str, Any] | None = None
     """A small JSON object that is kept with the rows: labels, ids of a data set."""
+
+    def __post_init__(self) -> None:
+        if self.positions is None and self.attention is None:
+            object.__setattr__(self, "positions", "last_prompt")
 
     def __getitem__(self, key: str) -> Any:
         try:
