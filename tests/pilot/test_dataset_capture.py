@@ -229,14 +229,20 @@ def test_ctrl_c_and_continued(llm: LLM, model: Path, tmp_path: Path) -> None:
     out, said = tmp_path / "acts", tmp_path / "said"
     asked = ["--data", data.path, "--out", str(out), "--hooks", json.dumps(HOOKS)]
     command = [*ENTRY, "capture", "run", str(model), *asked, "--yes", "--shard-bytes=1"]
+    # What a shell starts in the background, as `make test-full` does with these tests, ignores
+    # interrupts, and hands that down; a handler is not handed down, so the child has the default.
+    inherited = signal.signal(signal.SIGINT, signal.default_int_handler)
     with said.open("w") as file:
-        child = subprocess.Popen(
-            [*command, *ENGINE_OPTIONS],
-            cwd=ROOT,
-            env={**os.environ, "VLLM_ENABLE_V1_MULTIPROCESSING": "1"},
-            stderr=file,
-            start_new_session=True,
-        )
+        try:
+            child = subprocess.Popen(
+                [*command, *ENGINE_OPTIONS],
+                cwd=ROOT,
+                env={**os.environ, "VLLM_ENABLE_V1_MULTIPROCESSING": "1"},
+                stderr=file,
+                start_new_session=True,
+            )
+        finally:
+            signal.signal(signal.SIGINT, inherited)
         while child.poll() is None and len(list(out.glob("*.safetensors"))) < 4:
             time.sleep(0.02)
         os.killpg(child.pid, signal.SIGINT)
