@@ -36,7 +36,7 @@ steered, at most 1e-3. *moved*: the least that a vector moved them, at least 0.0
 of every head (docs/attention.md), and *attn*: all weights, of every layer and token, at most 1e-4,
 while a neighbouring head's are at least 0.05 away. *z written* and *focus*: log-probabilities while
 heads are steered, and while the weights of keys all over the sequence are multiplied by 64, or of
-half of the heads by 0: at most 1e-3, having moved them by at least 0.03. There, **none**: the
+half of the heads by 0: at most 1e-3, having moved them by at least 0.02. There, **none**: the
 model has no such thing; **unseen**: transformers does not show it, or takes no bias; **refused**:
 by vLLM Pilot, by name; **not run**: not compared since there is this column. Where the kernels
 have no float32, all are at most 0.02 in float16 and 0.05 in bfloat16; *every expert*: each token is

@@ -30,7 +30,7 @@ from .reference import Forward, Site
 READ_TOLERANCE = 1e-4
 WRITE_TOLERANCE = 1e-3
 LEAST_MOVE = 0.05
-LEAST_BRANCH_MOVE = 0.03
+LEAST_BRANCH_MOVE = 0.02
 """Of heads and of focus: some blocks have gates behind attention, some no attention at all."""
 GENERATED = 6
 

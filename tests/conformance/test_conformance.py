@@ -2,7 +2,7 @@
 """Our points are the residual stream of Hugging Face, read and written, per architecture.
 
 One engine serves all checks of an architecture. Here a dozen, at least one of each way a block
-carries its stream, V2 (`--runner v2`) half of it: the taps are the same code under both runners.
+carries its stream, V2 (`--runner v2`) most of it: the taps are the same code under both runners.
 `make test-models` does all that vLLM has, into docs/models.md.
 """
 
@@ -18,6 +18,7 @@ import torch
 from tests.conformance import models
 from tests.conformance import runner as check
 from tests.conformance.engine import Runner, make_llm, shut_down
+from tests.conformance.focus import focus_errors
 from vllm import LLM
 from vllm.config.capture import CAPTURE_POINTS, HEAD_POINTS
 from vllm.config.steering import STEERING_POINTS
@@ -32,6 +33,7 @@ PROMPTS = check.prompts()
 LOGIT_PROMPTS = check.prompts(lengths=(17, 5))
 CHOSEN = (
     "cohere2",  # parallel, a norm that hands its argument back
+    "dbrx",  # a call hands on a stream and its norm
     "exaone4",  # sandwich, summed, no norm before a branch
     "gemma2",  # sandwich, deferred
     "gemma4",  # the block ends in operations on the whole stream
@@ -44,7 +46,7 @@ CHOSEN = (
     "qwen2_moe",  # experts, and a layer without
     "solar",  # the model changes the stream between blocks
 )
-V2_MODELS = ("cohere2", "gemma2", "gpt2", "gptj", "llama", "qwen2_moe")
+V2_MODELS = ("cohere2", "dbrx", "exaone4", "gemma2", "gpt2", "gptj", "llama", "qwen2_moe")
 QUICK = {"v1": ("cohere2", "exaone4", "gemma2", "gpt2", "llama"), "v2": ("gpt2", "llama")}
 """One of each way a block carries its stream, and two in V2."""
 
@@ -72,7 +74,10 @@ def pair(request: pytest.FixtureRequest, tiny_models: TinyModels) -> Iterator[Pa
     row = tiny_models.row(request.param)
     path = tiny_models.path(row.name)
     options = {"capture_consumers": ["inline"], "capture_points": list(CAPTURE_POINTS)}
-    options |= {"steering_points": list(STEERING_POINTS), "steering_families": ["add", "scale"]}
+    options |= {
+        "steering_points": list(STEERING_POINTS),
+        "steering_families": ["add", "scale", "focus"],
+    }
     llm = make_llm(path, enable_steering=True, **options, **row.engine)
     yield Pair(llm, check.Reference(row, models.load(row, path)))
     shut_down(llm)
@@ -112,6 +117,17 @@ def test_heads(pair: Pair) -> None:
         layers = sorted(points)
         error, moved = check.head_write_errors(pair.llm, pair.reference, LOGIT_PROMPTS[1], layers)
         assert error <= check.WRITE_TOLERANCE and moved >= check.LEAST_MOVE
+
+
+def test_focus(pair: Pair) -> None:
+    """Weights of keys all over the sequence raised at every head, and taken away at half of them;
+    each moves log-probabilities by 20 times what they may be off."""
+    shape = pair.llm.llm_engine.vllm_config.tap_shape
+    assert shape is not None and not shape.unread
+    heads = {layer: of["z"][0] for layer, of in shape.heads.items()}
+    errors = focus_errors(pair.llm, pair.reference, LOGIT_PROMPTS, heads)
+    assert errors is not None
+    assert errors.write <= check.WRITE_TOLERANCE and errors.moved >= check.LEAST_BRANCH_MOVE
 
 
 def test_ends_and_branches(pair: Pair) -> None:

@@ -126,6 +126,11 @@ def _no_input_biases(model: nn.Module) -> None:
             parameter.zero_()
 
 
+def _divided_before_the_head(model: nn.Module) -> None:
+    """Granite divides logits, MiniCPM what its head reads."""
+    model.get_submodule("model.norm").register_forward_hook(lambda *call: call[-1] * 64 / HIDDEN)
+
+
 def _chatglm(tensors: Tensors, _config: PretrainedConfig) -> Tensors:
     return renamed(
         packed(tensors, _QKV, "query_key_value"),
@@ -345,11 +350,11 @@ TRANSLATED = (
             embedding_multiplier=1.7,
             residual_multiplier=1.1 / LAYERS**0.5,
             attention_multiplier=HEAD_DIM**-0.5,
-            logits_scaling=HIDDEN / 64,
         ),
         Adapter("model.layers", ("self_attn",), branch_multiplier="residual_multiplier"),
         model="GraniteForCausalLM",
         checkpoint=_unchanged,
+        adjust=_divided_before_the_head,
         config_json={"scale_emb": 1.7, "scale_depth": 1.1, "dim_model_base": 64},
     ),
     *(
