@@ -22,6 +22,7 @@ from vllm.v1.interventions.worker import (
     block_attention,
     focus_table,
     focused_weights,
+    layer_reader,
     token_map,
 )
 from vllm.v1.interventions.worker.focus_table import FocusTable
@@ -55,7 +56,7 @@ Change = Callable[[pytest.MonkeyPatch], None]
 
 
 def _no_slopes(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(attention_reader, "sight_of", lambda m: sight_of(m)._replace(slopes=None))
+    patch.setattr(layer_reader, "sight_of", lambda m: sight_of(m)._replace(slopes=None))
 
 
 def _interleaved(patch: pytest.MonkeyPatch) -> None:
@@ -65,7 +66,7 @@ def _interleaved(patch: pytest.MonkeyPatch) -> None:
         number = -(-len(heads) // group)
         return [(k, [i for i, h in enumerate(heads) if h % number == k]) for k in range(number)]
 
-    patch.setattr(attention_reader, "grouped_heads", heads_in_turn)
+    patch.setattr(layer_reader, "grouped_heads", heads_in_turn)
 
 
 def _next_group(patch: pytest.MonkeyPatch) -> None:

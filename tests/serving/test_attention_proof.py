@@ -15,11 +15,11 @@ from tests.conformance.engine import make_llm, shut_down
 from vllm import LLM, SamplingParams
 from vllm.inputs import TokensPrompt
 from vllm.v1.interventions.plan import TapShape
-from vllm.v1.interventions.worker import attention_reader
-from vllm.v1.interventions.worker.attention_reader import LayerReader
+from vllm.v1.interventions.worker import layer_reader
 from vllm.v1.interventions.worker.focus_table import FocusedAttention
 from vllm.v1.interventions.worker.kv_pages import Sight, sight_of
 from vllm.v1.interventions.worker.latent_reader import LatentReader
+from vllm.v1.interventions.worker.layer_reader import LayerReader
 from vllm.v1.interventions.worker.tap_check import check_worker
 
 if TYPE_CHECKING:
@@ -92,7 +92,7 @@ def test_proof(name: str, tiny_models: TinyModels, monkeypatch: pytest.MonkeyPat
     for fault, wrong in WRONG_SIGHTS.items():
         concerned = {layer for layer, sight in layers.items() if wrong(sight) != sight}
         with monkeypatch.context() as patch:
-            patch.setattr(attention_reader, "sight_of", lambda m, f=wrong: f(sight_of(m)))
+            patch.setattr(layer_reader, "sight_of", lambda m, f=wrong: f(sight_of(m)))
             found[fault] = unread()
         assert found[fault] == concerned, fault
     for wrong_rows in WRONG_ROWS:

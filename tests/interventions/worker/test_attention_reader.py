@@ -12,9 +12,10 @@ import pytest
 import torch
 
 from vllm.v1.interventions.plan import AttentionRead
-from vllm.v1.interventions.worker import attention_reader, paged_products
-from vllm.v1.interventions.worker.attention_reader import AttentionReader, LayerReader, Queriers
+from vllm.v1.interventions.worker import attention_reader, layer_reader, paged_products
+from vllm.v1.interventions.worker.attention_reader import AttentionReader
 from vllm.v1.interventions.worker.kv_pages import Pages, Sight, pages_of
+from vllm.v1.interventions.worker.layer_reader import LayerReader, Queriers
 
 pytestmark = [pytest.mark.quick, pytest.mark.v2]
 
@@ -57,8 +58,8 @@ def layer_of(sight: Sight, monkeypatch: pytest.MonkeyPatch) -> tuple[LayerReader
     keys = torch.randn(9, KEY_HEADS, BLOCK, WIDTH, generator=generator)
     table = torch.zeros(3, 8, dtype=torch.int32)
     table[1, :6] = torch.tensor([7, 2, 8, 1, 5, 3])
-    monkeypatch.setattr(attention_reader, "pages_of", lambda module: Pages(keys, keys))
-    monkeypatch.setattr(attention_reader, "sight_of", lambda module: sight)
+    monkeypatch.setattr(layer_reader, "pages_of", lambda module: Pages(keys, keys))
+    monkeypatch.setattr(layer_reader, "sight_of", lambda module: sight)
     module: Any = SimpleNamespace(head_size=WIDTH, num_heads=HEADS, num_kv_heads=KEY_HEADS)
     mine = keys[table[1, :6].long()].transpose(1, 2).flatten(0, 1)[:KEYS]
     return LayerReader(module, table), mine
@@ -179,10 +180,8 @@ def test_the_kernel_makes_the_same_products(width: int, monkeypatch: pytest.Monk
     """Of pages whose keys and values lie side by side, with more keys than one program reads."""
     monkeypatch.setattr(paged_products, "_KEYS", 16)
     cache = torch.randn(9, KEY_HEADS, BLOCK, width + WIDTH_V)
-    monkeypatch.setattr(
-        attention_reader, "pages_of", lambda module: Pages(cache[..., :width], cache)
-    )
-    monkeypatch.setattr(attention_reader, "sight_of", lambda module: PLAIN)
+    monkeypatch.setattr(layer_reader, "pages_of", lambda module: Pages(cache[..., :width], cache))
+    monkeypatch.setattr(layer_reader, "sight_of", lambda module: PLAIN)
     module: Any = SimpleNamespace(head_size=width, num_heads=HEADS, num_kv_heads=KEY_HEADS)
     table = torch.stack([torch.randperm(9)[:6] for _ in range(3)]).int()
     layer, heads = LayerReader(module, table), (0, 2, 3, 5)

@@ -15,7 +15,7 @@ import torch
 
 from vllm.v1.interventions.focus import FACTOR, RATIO, SHARE, FocusOp
 from vllm.v1.interventions.messages import PlacedFocus, StepInterventions, WorkerRequest
-from vllm.v1.interventions.worker import attention_reader, focus_kernel, focus_table
+from vllm.v1.interventions.worker import focus_kernel, focus_table, layer_reader
 from vllm.v1.interventions.worker.focus_kernel import Workspace
 from vllm.v1.interventions.worker.focus_table import FocusedAttention, FocusTable
 from vllm.v1.interventions.worker.kv_pages import Pages, Sight
@@ -114,7 +114,7 @@ class Case:
         self.query = torch.randn(number, HEADS, self.width, generator=generator)
         self.before = torch.randn(number, HEADS, width_v, generator=generator)
         self.table = table()
-        for module in (attention_reader, focus_table):
+        for module in (layer_reader, focus_table):
             monkeypatch.setattr(module, "pages_of", lambda module: self.pages)
             monkeypatch.setattr(module, "sight_of", lambda module: self.sight)
         monkeypatch.setattr(focus_table, "unreadable", lambda module: "")

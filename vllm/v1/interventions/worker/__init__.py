@@ -16,6 +16,7 @@ attention_check.py     start-up proof of attention weights
 attention_requests.py  whose attention is read, and of which keys
 block_attention.py     what a step reads of attention, block by block
 attention_reader.py    weights of captured queries
+layer_reader.py        keys and values of one layer
 latent_reader.py       the same over a latent cache
 kv_pages.py            how layers see keys, and where the cache has them
 paged_products.py      products of queries with keys of many requests in one launch

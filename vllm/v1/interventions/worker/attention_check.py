@@ -18,9 +18,10 @@ from vllm.model_executor.layers.attention.mla_attention import MLAAttention
 from vllm.v1.interventions.focus import FACTOR, SHARE
 from vllm.v1.interventions.plan import Site
 from vllm.v1.interventions.worker.attention_layers import group_of
-from vllm.v1.interventions.worker.attention_reader import AttentionReader, LayerReader, Queriers
+from vllm.v1.interventions.worker.attention_reader import AttentionReader
 from vllm.v1.interventions.worker.kv_pages import unreadable
 from vllm.v1.interventions.worker.latent_reader import LatentReader
+from vllm.v1.interventions.worker.layer_reader import LayerReader, Queriers
 
 if TYPE_CHECKING:
     from vllm.v1.interventions.worker.runner import WorkerInterventions

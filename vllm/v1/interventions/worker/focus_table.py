@@ -10,9 +10,10 @@ import torch
 from vllm.model_executor.layers.attention.attention import Attention
 from vllm.v1.interventions.focus import FACTOR, MAX_FACTORS, MAX_RUNS, FocusOp
 from vllm.v1.interventions.messages import PlacedFocus, StepInterventions
-from vllm.v1.interventions.worker.attention_reader import AttentionReader, LayerReader, Queriers
+from vllm.v1.interventions.worker.attention_reader import AttentionReader
 from vllm.v1.interventions.worker.focus_kernel import LayerTable, TokenTable, Workspace, focus_rows
 from vllm.v1.interventions.worker.kv_pages import Sight, pages_of, sight_of, unreadable
+from vllm.v1.interventions.worker.layer_reader import LayerReader, Queriers
 from vllm.v1.interventions.worker.projection_table import CHUNK_BYTES
 from vllm.v1.interventions.worker.token_map import TokenMap, to_device
 

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import torch
 
 from vllm.model_executor.layers.attention.mla_attention import MLAAttention
-from vllm.v1.interventions.worker.attention_reader import LayerReader, Queriers
+from vllm.v1.interventions.worker.layer_reader import LayerReader, Queriers
 
 
 class LatentReader(LayerReader):

@@ -1,0 +1,158 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Keys and values of one layer, read from its pages for the queries of a step."""
+
+from bisect import bisect_left
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from vllm.model_executor.layers.attention.attention import Attention
+from vllm.model_executor.layers.attention.mla_attention import MLAAttention
+from vllm.v1.interventions.positions import END
+from vllm.v1.interventions.worker.focus_kernel import LayerTable
+from vllm.v1.interventions.worker.kv_pages import pages_of, sight_of
+from vllm.v1.interventions.worker.paged_products import FEW, grouped_heads, paged_products
+from vllm.v1.interventions.worker.token_map import to_device
+
+
+class Queriers(NamedTuple):
+    """The requests whose queries are read together, one request's after the other's."""
+
+    places: Sequence[tuple[int, int]]
+    """The place in the batch and the number of queries of each."""
+    requests: torch.Tensor
+    """int32 [n] on the device: the place of each query's request."""
+    bases: torch.Tensor
+    """int64 [n, ranges] there: where position 0 of each query's key ranges lies on a line that has
+    all ranges of all requests behind each other, `END` positions for each."""
+    edges: torch.Tensor
+    """int64 [edges] there, sorted: where the ranges' runs begin and end on that line, in turn."""
+    programs: torch.Tensor | None = None
+    """int [n] there: what focus does at each query; None where there is no focus."""
+
+    @staticmethod
+    def of(
+        places: Sequence[int],
+        counts: Sequence[int],
+        ranges: Sequence[Sequence[Sequence[int]]],
+        device: torch.device,
+    ) -> "Queriers":
+        """Put on the device what is known of requests.
+
+        Args:
+            ranges: of each request, as `AttentionRead.ranges`.
+        """
+        bases = np.arange(len(ranges) * len(ranges[0])).reshape(len(ranges), -1) * END
+        flat = [
+            np.array(runs, np.int64) + base
+            for own, begin in zip(ranges, bases, strict=True)
+            for runs, base in zip(own, begin, strict=True)
+        ]
+        edges = to_device(np.concatenate([np.empty(0, np.int64), *flat]), device)
+        requests = to_device(np.repeat(np.array(places, np.int32), counts), device)
+        pairs = list(zip(places, counts, strict=True))
+        return Queriers(pairs, requests, to_device(np.repeat(bases, counts, 0), device), edges)
+
+    def masks(self, keys: int) -> torch.Tensor:
+        """Which of the first keys are in a range: float32 [n, ranges, keys], 1 or 0."""
+        every = self.bases[:, :, None] + torch.arange(keys, device=self.bases.device)
+        # A range has an even number of edges, so the parity counts its own alone.
+        return (torch.bucketize(every, self.edges, right=True) % 2).float()
+
+    def part(self, own: slice) -> "Queriers":
+        """Those of some of the queries."""
+        places, first = [], 0
+        for place, count in self.places:
+            inside = min(first + count, own.stop) - max(first, own.start)
+            if inside > 0:
+                places.append((place, inside))
+            first += count
+        programs = None if self.programs is None else self.programs[own]
+        return Queriers(places, self.requests[own], self.bases[own], self.edges, programs)
+
+
+class LayerReader:
+    """The attention of one layer.
+
+    Args:
+        module: whose weights can be read.
+        table: int32 [requests, blocks] on the device, the runner's own of the layer's KV group:
+            which blocks have the keys of each request of the batch, in batch order.
+        rank: the tensor-parallel one. The heads here are its part of the model's; only `within`
+            knows the model's numbers.
+        focus: what programs of focus do here; None where there are none.
+    """
+
+    def __init__(
+        self,
+        module: Attention | MLAAttention,
+        table: torch.Tensor,
+        rank: int = 0,
+        focus: LayerTable | None = None,
+    ) -> None:
+        self.focus = focus
+        self.width = module.head_size
+        self.pages, self.sight = pages_of(module), sight_of(module)
+        self.table = table
+        self.group = module.num_heads // module.num_kv_heads
+        self.heads = range(rank * module.num_heads, (rank + 1) * module.num_heads)
+        """The model's numbers of the heads here."""
+
+    def within(self, heads: Sequence[int]) -> slice:
+        """Which of sorted heads of the model are here."""
+        return slice(bisect_left(heads, self.heads.start), bisect_left(heads, self.heads.stop))
+
+    def products(
+        self,
+        queries: torch.Tensor,
+        heads: Sequence[int],
+        key_heads: torch.Tensor,
+        positions: torch.Tensor,
+        queriers: Queriers,
+        out: torch.Tensor,
+    ) -> None:
+        """Write queries' products with the keys that they may see, or more of them, scaled.
+
+        Args:
+            queries: [n, heads, D].
+            heads: their numbers, sorted.
+            key_heads: int32 [heads] on the device: which keys they use.
+            positions: int64 [n] there.
+            out: float32 [n, heads, keys].
+        """
+        scale = self.sight.scale
+        if queries.is_cuda and len(queries) <= FEW * len(queriers.places):
+            queries, requests = queries.contiguous(), queriers.requests
+            paged_products(
+                queries, self.pages.keys, key_heads, self.table, requests, positions, scale, out
+            )
+            return
+        first = 0
+        for request, count in queriers.places:
+            own = slice(first, first + count)
+            first = own.stop
+            for key_head, which in grouped_heads(heads, self.group):
+                keys = self.rows(self.pages.keys, request, key_head, out.shape[2]).float()
+                out[own, which] = queries[own, which].float() @ keys.T * scale
+
+    def rows(self, pages: torch.Tensor, request: int, head: int, stop: int) -> torch.Tensor:
+        """Keys or values of a request's first positions, [stop, width]."""
+        blocks = self.table[request, : -(-stop // pages.shape[2])].long()
+        return pages[blocks, head].flatten(0, 1)[:stop]
+
+    def attended(self, weights: torch.Tensor, request: int) -> torch.Tensor:
+        """The sums of weights times values of a request's first positions.
+
+        Args:
+            weights: float32 [n, all heads here, positions].
+
+        Returns:
+            float32 [n, heads, E].
+        """
+        made = weights.new_empty(*weights.shape[:2], self.pages.values.shape[3])
+        for key_head, which in grouped_heads(range(weights.shape[1]), self.group):
+            values = self.rows(self.pages.values, request, key_head, weights.shape[2])
+            made[:, which] = weights[:, which] @ values.float()
+        return made
