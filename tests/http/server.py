@@ -117,7 +117,7 @@ def serve(
         process = subprocess.Popen(command, env=settings, stdout=out, stderr=subprocess.STDOUT)
     server = Server(f"http://127.0.0.1:{port}", log, process)
     try:
-        _wait(server)
+        wait_for(server)
         yield server
     finally:
         process.terminate()
@@ -128,7 +128,12 @@ def serve(
             process.wait()
 
 
-def _wait(server: Server) -> None:
+def wait_for(server: Server) -> None:
+    """Wait until it answers.
+
+    Raises:
+        RuntimeError: it ended.
+    """
     deadline = time.monotonic() + START_SECONDS
     while True:
         if server.process.poll() is not None or time.monotonic() > deadline:

@@ -39,6 +39,9 @@ QK: dict[str, tuple[int, dict[str, str]]] = {
     "test_qk_chunked_prefill": (2, {}),
 }
 """The same of queries and keys, with a model of `HEADS` and engines that have `QK_POINTS`."""
+CROSS: dict[str, tuple[int, dict[str, str]]] = {"test_activations_cross_api": (5, {})}
+"""The same of their provider for Inspect AI, with a model of `HEADS`: a server that it starts gives
+the rows that engines in Python give."""
 HEADS = {"hidden_size": 896, "num_attention_heads": 14, "num_key_value_heads": 2}
 """What they know of their model."""
 QK_POINTS = {"capture_points": ["post_block", "q", "k", "z"]}
@@ -55,6 +58,7 @@ def run(
     settings: Mapping[str, str],
     timeout: float = 1800,
     chosen: str = "",
+    beside: Sequence[Path] = (),
 ) -> Cases:
     """The cases of modules of theirs, by module.
 
@@ -64,6 +68,7 @@ def run(
         settings: of the environment, beside those that a run on a CPU needs.
         timeout: seconds.
         chosen: an expression of pytest's `-k`.
+        beside: folders with other packages that they import.
     """
     report = working / "report.xml"
     options = [
@@ -77,7 +82,7 @@ def run(
     command += [f"-o={option}" for option in options]
     command += [f"--junitxml={report}", "-k", chosen]
     command += [str(theirs / "vllm_lens" / "tests" / f"{module}.py") for module in modules]
-    paths = [str(Path(vllm.__file__).parents[1]), str(theirs), str(ROOT)]
+    paths = [str(Path(vllm.__file__).parents[1]), str(theirs), str(ROOT), *map(str, beside)]
     device = "cuda" if torch.cuda.is_available() else "cpu"
     env = {**os.environ, "LENS_DEVICE": device, "VLLM_LENS_DISABLE": "1", **settings}
     done = subprocess.run(

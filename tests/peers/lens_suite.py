@@ -1,19 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
 """A pytest plug-in for vLLM-Lens's own tests, as its wheel ships them, against `compat=["lens"]`.
 
-Engines are opened for it, and what says "cuda" means the CPU where there is no GPU: nothing else is
-changed. Their model's name is a folder of the working directory (`tests/peers/lens_runs.py`).
+Engines and servers are opened for it, and what says "cuda" means the CPU where there is no GPU:
+nothing else is changed. Their model's name is a folder of the working directory
+(`tests/peers/lens_runs.py`).
 
 `LENS_DEVICE` is "cpu" or "cuda", and `VLLM_USE_V2_MODEL_RUNNER` chooses the runner. `LENS_ENGINE`
-is JSON of engine options in place of theirs; its `tensor_parallel_size` is for engines that they
-want on one device.
+is JSON of options of engines in place of theirs, not of servers; its `tensor_parallel_size` is for
+those that they want on one device.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import subprocess
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -40,6 +43,7 @@ def pytest_load_initial_conftests() -> None:
     import transformers
 
     import vllm
+    from tests.http.server import Server, wait_for
     from vllm import LLM as plain
     from vllm import AsyncEngineArgs
 
@@ -50,6 +54,22 @@ def pytest_load_initial_conftests() -> None:
     def opened(**options: Any) -> AsyncEngineArgs:
         return AsyncEngineArgs(**opened_with(options, on_cpu))
 
+    class Popen(subprocess.Popen[Any]):
+        """Theirs, but a server is opened, too, and returned when it answers: they wait for two
+        minutes, which may be too few where others share two cores."""
+
+        def __init__(self, args: Any, **more: Any) -> None:
+            if "vllm.entrypoints.openai.api_server" not in args:
+                super().__init__(args, **more)
+                return
+            url = f"http://localhost:{args[args.index('--port') + 1]}"
+            opened = [*args, "--compat=lens", *(["--enforce-eager"] if on_cpu else [])]
+            log = Path("server.log").resolve()
+            with log.open("wb") as out:
+                super().__init__(opened, **{**more, "stdout": out})
+            wait_for(Server(url, log, self))
+
+    subprocess.Popen = Popen  # type: ignore[misc, assignment]
     vllm.LLM, vllm.AsyncEngineArgs = LLM, opened  # type: ignore[misc, assignment]
     if not on_cpu:
         return

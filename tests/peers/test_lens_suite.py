@@ -18,6 +18,7 @@ import torch
 from tests.conformance import models
 from tests.http.server import save_tokenizer
 from tests.peers.lens_runs import (
+    CROSS,
     HEADS,
     LAYERS,
     LONGER,
@@ -59,6 +60,7 @@ def working(request: Any, tiny_models: TinyModels, tmp_path: Path) -> Path:
         pytest.param({}, OFFLINE, {}, id="offline"),
         pytest.param(HEADS, QK, QK_POINTS, id="qk"),
         pytest.param({}, LONGER, {}, id="longer", marks=pytest.mark.long),
+        pytest.param(HEADS, CROSS, {}, id="cross", marks=pytest.mark.long),
     ],
     indirect=["working"],
 )
@@ -66,7 +68,9 @@ def test_theirs(
     working: Path, modules: dict[str, tuple[int, dict[str, str]]], engine: dict[str, Any]
 ) -> None:
     settings = {"LENS_ENGINE": json.dumps(engine)}
-    for module, cases in run(working, folder_of("lens"), [*modules], settings).items():
+    beside = [folder_of("inspect")] if modules is CROSS else []
+    ran = run(working, folder_of("lens"), [*modules], settings, beside=beside)
+    for module, cases in ran.items():
         expected, refused = modules[module]
         passed, failed = judged(cases)
         wrong = {name: why for name, why in failed.items() if name not in refused}
