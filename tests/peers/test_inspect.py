@@ -19,7 +19,16 @@ import torch
 from tests import ROOT
 from tests.conformance.models import HIDDEN
 from tests.http.server import NAME, OPTIONS, save_model, serve
-from tests.peers.inspect_task import ADAPTED, CASES, EPOCHS, LAYER, MODEL, PROMPTS, SITES
+from tests.peers.inspect_task import (
+    ADAPTED,
+    CASES,
+    EPOCHS,
+    LAYER,
+    MODEL,
+    PROMPTS,
+    SITES,
+)
+from tests.peers.inspect_task import ROOT as ON_SERVER
 from tests.peers.packages import folder_of
 from tests.support.serving import relative, vector
 from vllm.entrypoints.serve.steering.client import Rows, SteeringClient
@@ -70,7 +79,10 @@ def ran(tiny_models: TinyModels, tmp_path_factory: pytest.TempPathFactory) -> Ra
     package = folder_of("inspect")
     folder = tmp_path_factory.mktemp("inspect")
     lora = adapter(folder / "adapter")
-    options = ("--enable-lora", "--max-lora-rank=8", f"--lora-modules=adapted={lora}")
+    options = (
+        "--enable-lora", "--max-lora-rank=8", f"--lora-modules=adapted={lora}",
+        f"--capture-consumers=filesystem:root={folder / ON_SERVER}",
+    )  # fmt: skip
     model = save_model(tiny_models, folder / "model")
     with serve(model, folder / "log", *options, base=OPTIONS) as server:
         path = os.pathsep.join([str(package), str(ROOT), os.environ.get("PYTHONPATH", "")])
@@ -81,7 +93,7 @@ def ran(tiny_models: TinyModels, tmp_path_factory: pytest.TempPathFactory) -> Ra
         )  # fmt: skip
         assert done.returncode == 0, done.stderr[-4000:]
         client = SteeringClient(server.url, model=NAME)
-        fields = {"temperature": 0, "max_tokens": 4, "ignore_eos": True, **CASES["steered"][1]}
+        fields = {"temperature": 0, "max_tokens": 4, "ignore_eos": True, **CASES["held"][1]}
         asked = {
             prompt: client.complete([{"role": "user", "content": prompt}], **fields).rows
             for prompt in PROMPTS
@@ -89,18 +101,36 @@ def ran(tiny_models: TinyModels, tmp_path_factory: pytest.TempPathFactory) -> Ra
     return Ran(folder, asked)
 
 
-def test_rows_of_a_log_are_the_clients(ran: Ran) -> None:
-    outputs = ran.said["steered"]["outputs"]
+@pytest.mark.parametrize("case", ["steered", "held", "on server"])
+def test_rows_of_a_log_are_the_clients(ran: Ran, case: str) -> None:
+    """Wherever they are kept."""
+    outputs = ran.said[case]["outputs"]
     assert len(outputs) == len(PROMPTS) * EPOCHS
     for i, (prompt, metadata) in enumerate(outputs):
         (kept,) = metadata["capture"]
-        assert kept["inline"]["status"] == "ok"
-        assert [(s[0], int(s[1])) for s in kept["inline"]["sites"]] == SITES
+        if case == "on server":
+            (path,) = kept["filesystem"]["payload"]["paths"]
+            assert list(kept) == ["filesystem"] and (ran.folder / ON_SERVER / path).exists()
+        else:
+            assert kept["inline"]["status"] == "ok"
+            assert [(s[0], int(s[1])) for s in kept["inline"]["sites"]] == SITES
         for point, layer in SITES:
-            found, want = ran.rows("steered", i, layer), ran.asked[prompt][point, layer].values
-            assert np.array_equal(found, want)
+            found, want = ran.rows(case, i, layer), ran.asked[prompt][point, layer]
+            assert np.array_equal(found, want.values)
             first = torch.tensor(found[:1])
             assert relative(torch.tensor(ran.rows("plain", i, layer)[:1]), first) >= 0.01
+            tokens = ran.arrays[f"{case}/{i}/{point}/{layer}/tokens"].tolist()
+            assert tokens == (list(want.tokens) if case == "held" else [])
+
+
+def test_rows_in_memory_are_not_in_the_log(ran: Ran) -> None:
+    for i, (_, metadata) in enumerate(ran.said["held"]["outputs"]):
+        sha256 = metadata["capture"][0]["inline"]["sha256"]
+        for point, layer in SITES:
+            seen = ran.arrays[f"{sha256}/{point}/{layer}"]
+            assert np.array_equal(seen, ran.rows("held", i, layer)) and len(seen) > 1
+        assert metadata.get("rows") is None
+    assert not any(f'"{word}"' in ran.log("held") for word in ("data", "values", "versions"))
 
 
 def test_logs_have_references_and_no_arrays(ran: Ran) -> None:
@@ -115,7 +145,9 @@ def test_logs_have_references_and_no_arrays(ran: Ran) -> None:
     assert len(digests) == 2
     files = list((ran.folder / "captures").glob("*.safetensors"))
     of_all = {
-        m["capture"][0]["inline"]["sha256"] for c in ran.said.values() for _, m in c["outputs"]
+        m["capture"][0]["inline"]["sha256"]
+        for name, case in ran.said.items()
+        for _, m in (case["outputs"] if name != "on server" else ())
     }
     assert {file.stem for file in files} == of_all, "the same rows are one file"
 
@@ -130,7 +162,13 @@ def test_lora_and_steering_together(ran: Ran) -> None:
 
 
 def test_what_is_refused_names_the_field(ran: Ran) -> None:
-    assert "steering_modules[0]: unknown module" in ran.said["refused"]["error"]
+    for case, words in {
+        "refused": "steering_modules[0]: unknown module",
+        "not kept": "extra_body.capture.inline.attention: vllm-steer keeps rows alone",
+        "kept twice": "extra_body.capture: rows=server asks filesystem",
+        "elsewhere": "rows: must be 'refs', 'memory' or 'server', got 'elsewhere'",
+    }.items():
+        assert words in ran.said[case]["error"]
 
 
 def test_the_server_does_not_need_inspect() -> None:

@@ -7,8 +7,10 @@ go to files named by what is in them, and the log has where they are; arrays nev
 """
 
 import hashlib
+import json
 import os
 import tempfile
+from collections import UserList
 from collections.abc import Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -24,6 +26,7 @@ from inspect_ai.model import GenerateConfig, ModelOutput, modelapi
 from inspect_ai.model._providers.vllm import VLLMAPI
 from typing_extensions import override
 
+from vllm.v1.capture import reader
 from vllm.v1.interventions.plan import PLAN_FIELDS
 
 from .client import Rows, packed_fields, read_rows
@@ -33,6 +36,15 @@ NAME = "vllm-steer"
 
 Site = tuple[str, int]
 _LABELS = ("positions", "token_ids", "versions")
+_MORE = ("heads", "tokens", "form")
+"""What rows of some captures have besides."""
+
+
+class HeldRows(UserList[dict[str, dict[Site, Rows]]]):
+    """The rows of each choice, by consumer: `output.metadata["rows"][0]["inline"][point, layer]`.
+
+    No list or dict, and no dataclass: Inspect leaves what it cannot write out of its logs.
+    """
 
 
 @dataclass
@@ -42,6 +54,7 @@ class _Request:
     body: dict[str, Any]
     capture: list[dict[str, Any]] = field(default_factory=list)
     """What `ModelOutput.metadata` says of each choice, by consumer."""
+    rows: HeldRows = field(default_factory=HeldRows)
 
 
 _CURRENT: ContextVar[_Request] = ContextVar("vllm_steer_request")
@@ -54,6 +67,9 @@ class SteeringAPI(VLLMAPI):
         model_name: as of Inspect's `vllm/` provider, `base:adapter` for a LoRA adapter.
         capture_dir: where rows are kept; None is `captures` in `INSPECT_LOG_DIR`, or in `logs`.
         steering_key: sent as `X-Steering-Key`.
+        rows: "refs" keeps them in files here; "memory" has them in `output.metadata["rows"]`, too,
+            as `HeldRows`, and never in a log; "server" asks the server's consumer `filesystem` for
+            what a request asks of `inline`, and keeps the paths that it answers.
         more: as of Inspect's provider; the rest is `vllm serve`'s.
     """
 
@@ -62,8 +78,12 @@ class SteeringAPI(VLLMAPI):
         model_name: str,
         capture_dir: str | None = None,
         steering_key: str | None = None,
+        rows: str = "refs",
         **more: Any,
     ) -> None:
+        if rows not in ("refs", "memory", "server"):
+            raise ValueError(f"rows: must be 'refs', 'memory' or 'server', got {rows!r}")
+        self._rows = rows
         logs = os.environ.get("INSPECT_LOG_DIR", "logs")
         self.capture_dir = Path(capture_dir or os.path.join(logs, "captures"))
         self._steering_key = steering_key
@@ -79,6 +99,8 @@ class SteeringAPI(VLLMAPI):
             What that returns, the output with `capture` and `steering_digest` in its metadata.
         """
         body = config.extra_body or {}
+        if isinstance(asked := body.get("capture"), Mapping):
+            body = {**body, "capture": _kept(asked, self._rows == "server")}
         sent = {key: packed_fields(v) for key, v in body.items() if key in PLAN_FIELDS}
         request = _Request(sent)
         logged = {**body, **{key: _described(body[key]) for key in sent}}
@@ -97,6 +119,8 @@ class SteeringAPI(VLLMAPI):
         if isinstance(output, ModelOutput) and sent:
             steering = {key: logged[key] for key in sent if key != "capture"}
             found: dict[str, Any] = {"capture": request.capture} if request.capture else {}
+            if self._rows == "memory" and request.capture:
+                found["rows"] = request.rows
             if steering:
                 found["steering_digest"] = hashlib.sha256(repr(steering).encode()).hexdigest()
             output.metadata = {**(output.metadata or {}), **found}
@@ -113,17 +137,44 @@ class SteeringAPI(VLLMAPI):
             if not results:
                 continue
             shown = {}
+            held: dict[str, dict[Site, Rows]] = {}
             for name, result in results.items():
                 rows = result["payload"] if name.partition("[")[0] == "inline" else None
                 shown[name] = result
                 if isinstance(rows, list):
-                    read = read_rows(rows)
-                    stored = await anyio.to_thread.run_sync(store, read, self.capture_dir)
+                    held[name] = read_rows(rows)
+                    stored = await anyio.to_thread.run_sync(store, held[name], self.capture_dir)
                     shown[name] = {k: v for k, v in result.items() if k != "payload"} | stored
             assert choice.model_extra is not None
             choice.model_extra["capture_results"] = shown
             current.capture.append(shown)
+            if self._rows == "memory":
+                current.rows.append(held)
         return completion
+
+
+def _kept(capture: Mapping[str, Any], on_server: bool) -> Mapping[str, Any]:
+    """Return what is to be captured, by the consumer that keeps it.
+
+    Raises:
+        ValueError: what is asked of `inline` is not kept.
+    """
+    if on_server and {"inline", "filesystem"} <= capture.keys():
+        raise ValueError(
+            "extra_body.capture: rows=server asks filesystem for what is asked of inline; "
+            "name one of them"
+        )
+    if on_server:
+        return {"filesystem" if name == "inline" else name: v for name, v in capture.items()}
+    inline = capture.get("inline")
+    for asked in inline if isinstance(inline, list) else [inline]:
+        for key in ("attention", "lens"):
+            if isinstance(asked, Mapping) and key in asked:
+                raise ValueError(
+                    f"extra_body.capture.inline.{key}: vllm-steer keeps rows alone; ask "
+                    "vllm.entrypoints.serve.steering.client, or for attention -M rows=server"
+                )
+    return capture
 
 
 class _Array(np.ndarray):
@@ -176,6 +227,8 @@ def store(rows: Mapping[Site, Rows], folder: Path) -> dict[str, Any]:
         name = f"{point}.{layer}"
         tensors[name] = np.ascontiguousarray(site.values)
         tensors |= {f"{name}.{label}": vars(site)[label] for label in _LABELS}
+        if more := {key: vars(site)[key] for key in _MORE if vars(site)[key]}:
+            tensors[f"{name}.more"] = np.frombuffer(json.dumps(more).encode(), np.uint8)
     content = safetensors.numpy.save(tensors)
     digest = hashlib.sha256(content).hexdigest()
     folder.mkdir(parents=True, exist_ok=True)
@@ -211,17 +264,31 @@ def load_rows(
     """Return the rows of an output, also of one that was read from a log.
 
     Args:
-        where: the log, or the folder in which `capture_dir` lies.
-        capture: `inline`, or `inline[0]` and so on where a list was asked for.
+        where: the log, or the folder in which `capture_dir` lies. Of what the server keeps the
+            `root` of its consumer, a path or URL as it is reached from here.
+        capture: `inline`, or `inline[0]` and so on where a list was asked for; `filesystem` of what
+            the server keeps.
 
     Returns:
         Rows by (point, layer), float16 or float32.
 
     Raises:
         KeyError: the output has none.
-        ValueError: the file is not the one that was written.
+        ValueError: the file is not the one that was written, or is on a server, and `where` is not.
+        CaptureFileError: a file of the server's is damaged.
     """
     stored = (output.metadata or {})["capture"][choice][capture]
+    if "sha256" not in stored:
+        if (payload := stored["payload"]) is None:
+            raise KeyError(f"{capture}: {stored['error']}")
+        if isinstance(where, EvalLog):
+            raise ValueError(f"where: {capture} is kept by the server; name its consumer's root")
+        kept = reader.open(os.fspath(where)).find(payload["request_id"], payload["tag"])
+        rows = {site: kept.rows(*site) for site in sorted(kept.sites)}
+        return {
+            site: Rows(each.positions, each.token_ids, each.numpy(), each.versions, each.heads)
+            for site, each in rows.items()
+        }
     folder = Path(where.location).parent if isinstance(where, EvalLog) else Path(where)
     content = (folder / stored["path"]).read_bytes()
     if hashlib.sha256(content).hexdigest() != stored["sha256"]:
@@ -232,7 +299,11 @@ def load_rows(
         point, layer, *label = name.split(".")
         if not label:
             positions, token_ids, versions = (tensors[f"{name}.{each}"] for each in _LABELS)
-            found[point, int(layer)] = Rows(positions, token_ids, tensors[name], versions)
+            more = json.loads(tensors.get(f"{name}.more", np.frombuffer(b"{}", np.uint8)).tobytes())
+            found[point, int(layer)] = Rows(
+                positions, token_ids, tensors[name], versions, tuple(more.get("heads", ())),
+                tuple(more.get("tokens", ())), more.get("form"),
+            )  # fmt: skip
     return dict(sorted(found.items()))
 
 
