@@ -222,8 +222,15 @@ REQUESTS = [
     Case(path("capture.inline.lane", "-1", "0-2"), lane_capture(lane=-1)),
     Case(path("capture.inline.lane"), lane_capture(lane=0) | {"config": CONFIG}),
     Case(path("capture.inline.lane"), lane_capture(lane=0, hooks={"final": "all"})),
-    Case(path("capture.inline.project", allowed="3"), lane_capture(project=[VECTOR])),
-    Case(path("capture.inline.reduce", allowed="3"), lane_capture(reduce="mean")),
+    Case(
+        path("capture.inline.project.modules", allowed="3"),
+        lane_capture(project={"modules": ["calm"]}),
+    ),
+    Case(path("capture.inline.project[0]", "3", "4"), lane_capture(project=[[VECTOR] * 3])),
+    Case(
+        path("capture.inline.reduce"),
+        lane_capture(reduce="mean", positions=[0], hooks={"pre_attn": [0], "final": "all"}),
+    ),
     Case(path("capture.inline.lens", allowed="3"), lane_capture(lens={"name": "logit"})),
     Case(
         path("rules[0]", allowed="3"),
