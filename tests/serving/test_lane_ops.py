@@ -104,7 +104,7 @@ def cases() -> dict[str, tuple[Ops, Ops]]:
     along = made(40, LANES)[1]  # a pin after it would undo this one
     order = [op("pin", 40, LANES), op("add", 41, lane=1, vector=along, scale=4.0)]
     order.append(op("ablate", 42, lane=1))
-    one, each = made(43), made(44, LANES)
+    of_all, of_each = made(43), made(44, LANES)
     row = {"op": "replace", "point": "pre_attn", "layers": [2, 3]}
     return found | {
         "in order": (order, [order[1], order[0], order[2]]),
@@ -117,8 +117,8 @@ def cases() -> dict[str, tuple[Ops, Ops]]:
             [op("pin", 32, lane=1, gate=gate(33), value=60.0)],
         ),
         "one row for all": (
-            [{**row, "values": each}],
-            [{**row, "values": one}],
+            [{**row, "values": of_each}],
+            [{**row, "values": of_all}],
         ),
         "lists": (
             [op("replace", 43, LANES, values=made(45, 3, LANES).tolist())],
@@ -135,8 +135,8 @@ def test_each_operation_is_of_each_lane(pair: Pair) -> None:
     pair.llm.reset_prefix_cache()
     _, *written = check.complete(pair.llm, given)
     plain, *read = check.complete(pair.llm, given, log_probs=False, capture=READ)
-    for site, rows in alone.rows.items():
-        assert check.worst_row(plain.rows[site], rows) < NEIGHBOUR_TOLERANCE, site
+    for site, expected in alone.rows.items():
+        assert check.worst_row(plain.rows[site], expected) < NEIGHBOUR_TOLERANCE, site
     for name, logits, rows in zip(wanted, written, read, strict=True):
         want, wrong = (
             pair.reference.run(tokens, with_ops(pair.reference, ops, {}, tokens, len(PROMPT)))

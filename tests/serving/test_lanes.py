@@ -180,7 +180,7 @@ def test_scores_and_means_of_lanes(pair: Pair, root: str) -> None:
     hooks = {"pre_attn": [0, 3], "post_block": [1]}
     both, far = vector(20, 2), vector(21, 2)
     apart = {"pre_attn": {0: both, 3: far}, "post_block": {1: both}}
-    asked = [
+    asked: list[dict[str, Any]] = [
         {"hooks": hooks, "positions": "all", "project": both},
         {"hooks": hooks, "positions": "all", "project": apart, "lane": 2},
         {"hooks": hooks, "positions": [0, 3, 9], "reduce": "mean"},
