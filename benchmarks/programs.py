@@ -36,7 +36,8 @@ def timed(what: str, work: Callable[..., Any], *args: Any, **kwargs: Any) -> Any
 
 def main() -> None:
     config = config_of(steering_families=["add", "ablate", "replace"], max_steering_rows=ROWS)
-    config.tap_shape = TapShape(HIDDEN, "bfloat16", dict.fromkeys(range(LAYERS), POINTS))
+    shape = TapShape(HIDDEN, "bfloat16", dict.fromkeys(range(LAYERS), POINTS))
+    config.tap_shape = shape
     bits = [[p for p in range(PROMPT) if p >> bit & 1] for bit in range(10)]
     ops = [
         {
@@ -58,7 +59,7 @@ def main() -> None:
         timed("TermPool", pool.reserve, "request", got)
         pool.upload(step)
         program = torch.zeros(2048, dtype=torch.int32)
-        table = TermTable(sites, config.steering_config, HIDDEN, program)
+        table = TermTable(sites, config.steering_config, shape, program)
         timed("TermTable", table.apply, step)
         print(f"{len(got.steering.programs)} programs\n")
 

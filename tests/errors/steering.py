@@ -209,8 +209,19 @@ REQUESTS = [
     Case(path(f"{OP}.vector", "2", "3"), in_lanes(vector=[VECTOR] * 2)),
     Case(path(f"{OP}.vector", "[3, 4]", "[4]"), in_lanes(vector=np.ones((3, 4)), lane=1)),
     Case(path(f"{OP}.vector[1]", "3", "4"), in_lanes(vector=[VECTOR, VECTOR[:3], VECTOR])),
-    Case(path(f"{OP}.op", allowed="3"), op(config=IN_LANES, point="pre_attn")),
-    Case(path(OP, "['gate']", op="add"), in_lanes(gate=GATE)),
+    Case(
+        path(f"{OP}.direction[1]"),
+        op("ablate", IN_LANES, point="pre_attn", direction=[VECTOR, [0.0] * 4, VECTOR]),
+    ),
+    Case(
+        path(f"{OP}.values", "[3, 2, 4]", "[n, 4]"),
+        in_lanes("replace", vector=None, values=np.ones((3, 2, 4)), positions=[0, 1, 2]),
+    ),
+    Case(
+        path(OP),
+        in_lanes("replace", vector=None, values=np.ones((3, 4)), lane=1),
+    ),
+    Case(path(f"{OP}.gate.probe", "2", "3"), in_lanes(gate={**GATE, "probe": [VECTOR] * 2})),
     Case(path(OP, "['lane']", op="add"), op("add", direction=None, vector=VECTOR, lane=0)),
     Case(path("steering_vectors.pre_attn.0.lane", "True", "0-2"), lane_vector(lane=True)),
     Case(path("steering_vectors.pre_attn.0.vector", "3", "4"), lane_vector(VECTOR[:3], lane=0)),
@@ -222,8 +233,15 @@ REQUESTS = [
     Case(path("capture.inline.lane", "-1", "0-2"), lane_capture(lane=-1)),
     Case(path("capture.inline.lane"), lane_capture(lane=0) | {"config": CONFIG}),
     Case(path("capture.inline.lane"), lane_capture(lane=0, hooks={"final": "all"})),
-    Case(path("capture.inline.project", allowed="3"), lane_capture(project=[VECTOR])),
-    Case(path("capture.inline.reduce", allowed="3"), lane_capture(reduce="mean")),
+    Case(
+        path("capture.inline.project.modules", allowed="3"),
+        lane_capture(project={"modules": ["calm"]}),
+    ),
+    Case(path("capture.inline.project[0]", "3", "4"), lane_capture(project=[[VECTOR] * 3])),
+    Case(
+        path("capture.inline.reduce"),
+        lane_capture(reduce="mean", positions=[0], hooks={"pre_attn": [0], "final": "all"}),
+    ),
     Case(path("capture.inline.lens", allowed="3"), lane_capture(lens={"name": "logit"})),
     Case(
         path("rules[0]", allowed="3"),

@@ -588,8 +588,8 @@ OTHERS = [
         do=lambda: refuse_layers({0: Refused()}, torch.bfloat16),
     ),
     Case(
-        {"given": "steering_families", "allowed": "Laned"},
-        do=lambda: num_lanes({0: Laned()}, config_of(steering_families=["add", "ablate"])),
+        {"given": "compat", "allowed": "Laned"},
+        do=lambda: num_lanes({0: Laned()}, config_of(compat=["easysteer"])),
     ),
     Case(
         {"given": "[1, 3, 4]"},

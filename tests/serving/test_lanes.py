@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 pytestmark = [pytest.mark.full, pytest.mark.v2]
 
 PROMPT = check.prompts(seed=5, lengths=(17,))[0]
+ALL_LANES = tuple(range(LANES))
 READ = {"hooks": {"pre_attn": "all", "post_block": "all"}, "positions": "all"}
 
 
@@ -166,12 +167,57 @@ def test_one_lane_is_read(pair: Pair, root: str) -> None:
     written = reader.open(root).find("lane", "t")
     for site in [("pre_attn", 0), ("pre_attn", 3), ("post_block", 1)]:
         rows, every = lane[site], whole[site]
-        assert rows.heads == (2,) and every.heads == tuple(range(LANES))
+        assert rows.heads == (2,) and every.heads == ALL_LANES
         assert every.values.shape == (len(PROMPT) + 3, LANES, models.HIDDEN)
         assert torch.equal(rows.values[:, 0], every.values[:, 2])
         apart = (rows.values[:, 0] - every.values[:, 1]).norm() / rows.values.norm()
         assert apart > check.LEAST_MOVE, "lanes differ"
         assert torch.equal(written.rows(*site).values, rows.values)
+
+
+def test_scores_and_means_of_lanes(pair: Pair, root: str) -> None:
+    """`project` gives a value for each lane and direction, `reduce` a mean of each; `lane` one."""
+    hooks = {"pre_attn": [0, 3], "post_block": [1]}
+    both, far = vector(20, 2), vector(21, 2)
+    apart = {"pre_attn": {0: both, 3: far}, "post_block": {1: both}}
+    asked: list[dict[str, Any]] = [
+        {"hooks": hooks, "positions": "all", "project": both},
+        {"hooks": hooks, "positions": "all", "project": apart, "lane": 2},
+        {"hooks": hooks, "positions": [0, 3, 9], "reduce": "mean"},
+        {"hooks": hooks, "positions": [0, 3, 9], "reduce": "mean", "lane": 1},
+        {"hooks": {"final": "all"}, "positions": "all", "project": far},
+        {"hooks": hooks, "positions": "all"},
+    ]
+    stored = {"scores": asked[0], "mean": asked[2]}
+    outputs = [
+        ask(pair, capture={"inline": asked, "filesystem": {**one, "request_id": name, "tag": "t"}})
+        for name, one in stored.items()
+    ]
+    scores, scores_of_2, mean, mean_of_1, final, rows = (
+        outputs[0].capture_results[f"inline[{i}]"].payload for i in range(len(asked))
+    )
+    want = pair.reference.run([*PROMPT, *outputs[0].token_ids[:-1]]).rows
+    for site in [("pre_attn", 0), ("pre_attn", 3), ("post_block", 1)]:
+        lanes = want[site].unflatten(1, (LANES, -1))
+        under, of_lanes = lanes @ both.T, lanes[[0, 3, 9]].mean(0, keepdim=True)
+        matrix = apart[site[0]][site[1]]
+        for got, chosen, expected, wrong in (
+            (scores, ALL_LANES, under, under.roll(1, 1)),
+            (scores_of_2, (2,), (lanes @ matrix.T)[:, 2:], (lanes @ matrix.T)[:, 1:2]),
+            (mean, ALL_LANES, of_lanes, of_lanes.roll(1, 1)),
+            (mean_of_1, (1,), of_lanes[:, 1:2], of_lanes[:, 2:]),
+            (rows, ALL_LANES, lanes, lanes.roll(1, 1)),
+        ):
+            values = got[site].values
+            assert (values.shape, got[site].heads) == (expected.shape, chosen), site
+            assert check.worst_row(values.flatten(1), expected.flatten(1)) < check.READ_TOLERANCE
+            assert check.worst_row(values.flatten(1), wrong.flatten(1)) > check.LEAST_MOVE
+        for name, inline in (("scores", scores), ("mean", mean)):
+            written = reader.open(root).find(name, "t").rows(*site)
+            assert torch.equal(written.values, inline[site].values)
+            assert written.heads == ALL_LANES
+    at = ("final", models.LAYERS - 1)
+    assert final[at].values.shape == (len(PROMPT) + 3, 2) and not final[at].heads
 
 
 def test_global_vectors_modules_and_cached_prefixes(pair: Pair) -> None:

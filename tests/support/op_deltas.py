@@ -55,8 +55,13 @@ def with_ops(
             forward.heads[site].flatten(1) if site[0] == "z" else forward.rows[site]
         ).double()
         tiers = added.get(site, torch.zeros(())).double().expand_as(arrived)
-        changed = apply_site(arrived.numpy(), tiers.numpy(), at_site[site], num_prompt)
-        total[site] = (torch.from_numpy(changed) - arrived).float()
+        lanes = 1 if site[0] == "z" else reference.row.adapter.lanes
+        parts = zip(arrived.chunk(lanes, 1), tiers.chunk(lanes, 1), strict=True)
+        changed = [
+            apply_site(rows.numpy(), more.numpy(), _of_lane(at_site[site], lane), num_prompt)
+            for lane, (rows, more) in enumerate(parts)
+        ]
+        total[site] = (torch.from_numpy(np.concatenate(changed, axis=1)) - arrived).float()
     return total
 
 
@@ -70,6 +75,23 @@ def _of_heads(op: Mapping[str, Any], layer: int, shape: Sequence[int]) -> dict[s
             rows = np.full((*given.shape[:-1], count, width), rest)
             rows[..., chosen, :] = given.reshape(*given.shape[:-1], -1, width)
             made[key] = rows.reshape(*given.shape[:-1], count * width)
+    return made
+
+
+def _of_lane(ops: Sequence[Mapping[str, Any]], lane: int) -> list[dict[str, Any]]:
+    """Those that act on a lane, each with its part of what is given for every lane."""
+    made = []
+    for op in ops:
+        own = {name: value for name, value in op.items() if name != "lane"}
+        # With positions the first dimension of `values` is theirs.
+        of_lanes = {"vector": 2, "direction": 2, "values": 3 if "positions" in op else 2}
+        for key, ndim in of_lanes.items():
+            if np.ndim(own.get(key, 0.0)) == ndim:
+                own[key] = np.asarray(own[key])[..., lane, :]
+        if "gate" in op and op["gate"]["probe"].ndim == 2:
+            own["gate"] = {**op["gate"], "probe": op["gate"]["probe"][lane]}
+        if op.get("lane", lane) == lane:
+            made.append(own)
     return made
 
 

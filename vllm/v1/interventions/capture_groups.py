@@ -42,6 +42,11 @@ class LocalStream(NamedTuple):
     place is one where something is taken away."""
 
     @property
+    def lanes(self) -> int:
+        """How many rows of hidden_size a token has at a site, where something is made of them."""
+        return max((len(chosen) for _, chosen in self.heads), default=0) or 1
+
+    @property
     def is_raw(self) -> bool:
         """Whether rows leave as they are."""
         return not self.width and not self.summed
@@ -128,10 +133,8 @@ class CaptureGroups:
         local = []
         for stream in streams:
             places = tuple(place[i] for i in stream.sites if i in place)
-            columns, width = None, stream.width
-            projection = _local(stream, place)
-            if projection is not None:
-                width = projection[1]
+            columns, projection = None, _local(stream, place)
+            width = stream.width or (0 if projection is None else projection[1])
             of_site = zip(stream.sites, stream.heads or [()] * len(stream.sites), strict=True)
             own_heads = [(i, chosen) for i, chosen in of_site if i in place]
             heads = [(asked[i][1], chosen) for i, chosen in own_heads]

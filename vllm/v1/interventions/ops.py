@@ -15,10 +15,10 @@ from vllm.v1.interventions.errors import need_mapping, reject, show, show_key
 from vllm.v1.interventions.focus import FOCUS
 from vllm.v1.interventions.plan import Site, TapShape
 from vllm.v1.interventions.positions import ALL, Positions
-from vllm.v1.interventions.sites import need_heads, need_layers, need_one_lane, need_sites
+from vllm.v1.interventions.sites import need_heads, need_layers, need_sites
 from vllm.v1.interventions.terms import HEAD_OPS, OPS, Scalars, Term, make_term
 from vllm.v1.interventions.values import plain, plain_list
-from vllm.v1.interventions.vectors import need_lane, need_lanes, need_number, need_vector
+from vllm.v1.interventions.vectors import need_lane, need_lanes, need_number
 
 Select = Callable[[Any, str], Positions]
 """Resolves a value of `positions`, given with its path, to the positions it means."""
@@ -149,6 +149,7 @@ class _Entry:
         self.families = families
         self.of_heads = plain(self.given.get("point")) == HEADS
         self.lanes = 1 if self.of_heads else shape.lanes
+        self.lane = -1
         self.width = shape.hidden_size
 
     def parse(self, select: Select) -> Op:
@@ -157,8 +158,8 @@ class _Entry:
         sites = list(heads)
         if not sites:
             sites = need_sites(self.given["point"], self.given["layers"], self.path, self.shape)
-        if self.lanes > 1:  # parts of a row as heads are, and steered like them
-            heads = dict.fromkeys(sites, self.lane())
+        if "lane" in self.given:
+            [self.lane] = need_lane(self.given["lane"], f"{self.path}.lane", self.lanes)
         positions = None
         if "positions" in self.given:
             positions = select(self.given["positions"], f"{self.path}.positions")
@@ -166,7 +167,7 @@ class _Entry:
         frozen = bool(gate.scalars.get("frozen"))
         if frozen:
             positions = self.after_decision(positions, select)
-        scalars = Scalars(**self.scalars(name), **gate.scalars)
+        scalars = Scalars(**self.scalars(name), **gate.scalars, lane=float(self.lane))
         if self.has_rows():
             assert positions is not None
             vectors = self.rows(name, positions, select)
@@ -196,12 +197,6 @@ class _Entry:
         self.width = max(widths)
         return {(HEADS, layer): chosen[layer] for layer in sorted(chosen)}
 
-    def lane(self) -> tuple[int, ...]:
-        """`Op.heads` of a site where the stream has several lanes."""
-        if "lane" not in self.given:
-            return ()
-        return need_lane(self.given["lane"], f"{self.path}.lane", self.lanes)
-
     def name(self) -> str:
         """The operation, its keys checked."""
         name = plain(self.given.get("op"))
@@ -215,8 +210,6 @@ class _Entry:
             )
         if self.of_heads and name not in HEAD_OPS:
             reject(f"{self.path}.op", f"{name} does not act on heads; at {HEADS} do add and scale")
-        if name != "add" and not self.of_heads:
-            need_one_lane(f"{self.path}.op", self.shape)
         if name == "scale" and not self.of_heads:
             reject(f"{self.path}.point", f"scale acts on heads: its point is {HEADS!r}")
         self.need_family(name, "op")
@@ -227,8 +220,7 @@ class _Entry:
             needed = (*needed, "positions")
         layers = "heads" if self.of_heads and "heads" in self.given else "layers"
         needed = ("op", "point", layers, *needed)
-        more = () if self.of_heads else ("gate",)
-        more = ("lane",) if self.lanes > 1 else more
+        more = () if self.of_heads else ("gate", *("lane",) * (self.lanes > 1))
         need_keys(self.given, self.path, name, needed, (*allowed, "positions", *more))
         return name
 
@@ -248,10 +240,10 @@ class _Entry:
         when = gate.get("when", "row")
         if not isinstance(when, str) or when not in _WHEN:
             reject(f"{path}.when", f"unknown {show(when)}; use 'row' or 'last_prompt'")
-        probe = need_vector(gate["probe"], f"{path}.probe", self.shape.hidden_size)
+        probe = _float32(self.of_lanes(gate["probe"], f"{path}.probe"), f"{path}.probe")
         numbers = {name: need_number(gate[name], f"{path}.{name}") for name in _GATE_KEYS[1:]}
         frozen = {"frozen": float(when == "last_prompt")}
-        return _Gate(_float32(probe, f"{path}.probe"), numbers | frozen)
+        return _Gate(self.in_lanes(probe), numbers | frozen)
 
     def after_decision(self, positions: Positions | None, select: Select) -> Positions:
         """Where an operation with a frozen gate acts: nowhere before the gate is decided."""
@@ -270,6 +262,8 @@ class _Entry:
     def has_rows(self) -> bool:
         """Whether `values` is a row for each position, and not one row for all."""
         values = self.given.get("values")
+        if self.lanes > 1 and not self.given.keys() & {"lane", "positions"}:
+            return False  # two dimensions are one row's lanes
         if isinstance(values, np.ndarray | torch.Tensor):
             return values.ndim != 1
         return values is not None and not (
@@ -302,20 +296,34 @@ class _Entry:
                 return {"renorm": 1.0}
 
     def vector(self, name: str, value: Any, path: str) -> bytes:
-        """The operation's vector of `value`, float32 [width]."""
+        """The operation's vector of `value`, float32 [width] or [lanes, width]."""
         if name in ("normalize", "scale"):
-            return bytes(4 * self.width if name == "normalize" else 0)
-        lanes = 1 if "lane" in self.given else self.lanes
-        vector = need_lanes(value, path, self.width, lanes)
+            return bytes(4 * self.width * self.lanes if name == "normalize" else 0)
+        vector = self.of_lanes(value, path)
         if name == "add":
             packed = _float32(vector, path)
             with np.errstate(over="ignore"):
                 self.need_range(vector * self.number("scale", 1.0), self.path)
-            return packed
+            return self.in_lanes(packed)
         if name == "replace":
             self.need_range(vector, path)
-            return _float32(vector, path)
-        return _unit(vector, path)
+            return self.in_lanes(_float32(vector, path))
+        rows = vector.reshape(-1, self.width)
+        paths = [path] if len(rows) == 1 else [f"{path}[{i}]" for i in range(len(rows))]
+        return self.in_lanes(b"".join(map(_unit, rows, paths)))
+
+    def of_lanes(self, value: Any, path: str) -> np.ndarray:
+        """A vector for every lane, float64 [width], or of several one for each, flat."""
+        return need_lanes(value, path, self.width, self.lanes if self.lane < 0 else 1)
+
+    def in_lanes(self, vector: bytes) -> bytes:
+        """A vector as `Term.vector` has it: zeros in the lanes that the operation leaves alone."""
+        if self.lanes == 1:
+            return vector
+        every = np.zeros((self.lanes, self.width), np.float32)
+        lanes = slice(None) if self.lane < 0 else self.lane
+        every[lanes] = np.frombuffer(vector, np.float32).reshape(-1, self.width)
+        return every.tobytes()
 
     def rows(self, name: str, positions: Positions, select: Select) -> list[bytes]:
         """`values` as vectors, one for each position, ascending."""
@@ -334,7 +342,8 @@ class _Entry:
         if isinstance(values, torch.Tensor) and (values.layout != torch.strided or values.is_meta):
             reject(path, f"must be a dense tensor, got {values.layout} on {values.device}")
         if isinstance(values, np.ndarray | torch.Tensor):
-            if values.ndim != 2 or values.shape[1] != self.width:
+            of_lanes = (self.lanes, self.width) if self.lane < 0 else (self.width,)
+            if values.shape[1:] not in ((self.width,), of_lanes):
                 reject(path, f"has shape {list(values.shape)}, the model needs [n, {self.width}]")
         elif not isinstance(values, list):
             reject(path, f"must be a list, a numpy array or a torch tensor, got {show(values)}")

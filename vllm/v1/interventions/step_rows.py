@@ -139,10 +139,12 @@ class StepRows:
 
     def _made(self, block: Block, stream: LocalStream) -> tuple[tuple[int, ...], torch.dtype]:
         """Scores, heads and differences, [count, sites, width], or sums, [requests, sites,
-        hidden]."""
+        width]."""
         if stream.summed:
-            return (len(block.owners), len(stream.places), self._hidden_size), torch.float32
-        of_heads = stream.columns is not None and stream.reads is None
+            width = stream.width or self._hidden_size
+            return (len(block.owners), len(stream.places), width), torch.float32
+        made = stream.reads is not None or stream.projection is not None
+        of_heads = stream.columns is not None and not made
         dtype = self._dtype if of_heads else torch.float32
         return (block.count, len(stream.places), stream.width), dtype
 

@@ -48,6 +48,8 @@ class Scalars(NamedTuple):
     sharpness: float = 0.0
     frozen: float = 0.0
     """1 if the gate is decided at the last prompt row and kept."""
+    lane: float = -1.0
+    """Where the stream has several lanes, the one that it acts on; -1 for each by itself."""
 
 
 class Term(msgspec.Struct, frozen=True):
@@ -56,9 +58,9 @@ class Term(msgspec.Struct, frozen=True):
     digest: str
     """Hex SHA-256 over scalars, vector and probe."""
     vector: bytes
-    """float32 [hidden], native endian."""
+    """float32 [hidden], native endian; of a stream of several lanes [lanes, hidden]."""
     probe: bytes
-    """float32 [hidden], native endian; empty without a gate."""
+    """As `vector`; empty without a gate."""
     scalars: Scalars
 
     def deciding(self) -> "Term":

@@ -123,9 +123,8 @@ def parse_capture(
             )
         digests: list[str] = []
         if request.get("project") is not None:
-            sites, heads = selection.sites, bool(selection.heads)
             matrices = matrices_of(
-                request["project"], f"{at}.project", shape, sites, heads, prompt.work, catalog
+                request["project"], f"{at}.project", shape, selection.sites, prompt.work, catalog
             )
             digests = [matrix_digest(matrix, shape) for matrix in matrices]
             projections |= zip(digests, matrices, strict=True)
@@ -185,8 +184,7 @@ def check_global(config: CaptureConfig, shape: TapShape) -> None:
         Streams(shape).add(name, selection, spec.in_frontend, (), path)
         if spec.capture.get("project") is not None:
             work = Work(sys.maxsize)
-            sites, heads = selection.sites, bool(selection.heads)
-            matrices_of(spec.capture["project"], f"{path}.project", shape, sites, heads, work)
+            matrices_of(spec.capture["project"], f"{path}.project", shape, selection.sites, work)
 
 
 def _each(name: str, request: Any, path: str) -> dict[str, Any]:
@@ -235,15 +233,14 @@ def _selection(
     sites, heads = _sites(request["hooks"], f"{path}.hooks", shape, lanes)
     if "lane" in request and not any(point in POINTS for point, _ in sites):
         reject(f"{path}.lane", "is of the stream, and hooks name no point there")
-    for key in ("project", "reduce", "lens"):
-        if request.get(key) is not None:
-            need_one_lane(f"{path}.{key}", shape)
+    if request.get("lens") is not None:
+        need_one_lane(f"{path}.lens", shape)
     selector = Selector(prompt)
     runs = selector.resolve(request.get("positions", "last_prompt"), f"{path}.positions")
     if (reduce := plain(request.get("reduce"))) is not None:
         if reduce != "mean":
             reject(f"{path}.reduce", f"must be 'mean', got {show(reduce)}")
-        if heads:
+        if any(point in HEAD_POINTS for point, _ in sites):
             reject(f"{path}.reduce", "is for the residual stream; leave out q, k, v and z")
         if request.get("project") is not None:
             reject(

@@ -75,17 +75,20 @@ class Streams:
         parts: dict[_Form, list[Site]] = {}
         runs = tuple(selection.runs) if summed else ()
         differing = [site for site in selection.sites if len(taps_of(site)) > 1]
-        if not selection.heads and len(differing) in (0, len(selection.sites)):
+        widths = {0}
+        if selection.heads:
+            widths = {self._width(selection, site) for site in selection.sites}
+        if len(widths) == 1 and len(differing) in (0, len(selection.sites)):
             apart = tuple(selection.sites) if len(digests) > 1 else ()
-            form = _Form(
-                relayed, tuple(digests), apart, 0, "", runs, selection.reads, bool(differing)
-            )
-            parts[form] = selection.sites
+            [width], kind = widths, bool(differing)
+            consumer = name if width else ""
+            of_rows = width, consumer, runs, selection.reads, kind
+            parts[_Form(relayed, tuple(digests), apart, *of_rows)] = selection.sites
         elif digests or summed:
             reject(
                 f"{path}.{'reduce' if summed else 'project'}",
-                "is for branches (attn_out, mlp_out) or for other points, and not for both; give "
-                "a list of captures",
+                "takes points of one kind: branches (attn_out, mlp_out), final where the stream "
+                "has lanes, or others; give a list of captures",
             )
         for site in () if parts else selection.sites:
             width, differs = self._width(selection, site), site in differing
@@ -126,7 +129,8 @@ class Streams:
             sites, runs = union(members)
             width, dtype = form.width or shape.hidden_size, shape.dtype
             if form.digests:
-                width, dtype = len(projections[form.digests[0]]) // (4 * width), "float32"
+                size = len(projections[form.digests[0]]) // (4 * shape.hidden_size)
+                width, dtype = size * width // shape.hidden_size, "float32"
             if isinstance(form.reads, LensRead):
                 width = sum(form.reads.widths)
             heads = [members[0].heads[site] for site in sites] if form.width else []

@@ -14,7 +14,7 @@ from vllm.v1.interventions.errors import need_mapping, reject, show, show_key
 from vllm.v1.interventions.frontend.module_catalog import ModuleCatalog
 from vllm.v1.interventions.frontend.work import Unit, Work
 from vllm.v1.interventions.plan import Site, TapShape
-from vllm.v1.interventions.sites import need_layers, need_point
+from vllm.v1.interventions.sites import need_layers, need_one_lane, need_point
 from vllm.v1.interventions.values import plain_list
 from vllm.v1.interventions.vectors import need_vector
 
@@ -31,18 +31,18 @@ def matrices_of(
     path: str,
     shape: TapShape,
     sites: list[Site],
-    heads: bool,
     work: Work,
     catalog: ModuleCatalog | None = None,
 ) -> list[bytes]:
     """The bytes of the matrices of `project`, float32 [k, hidden]: of one for all sites, or of each
     of them, from `{point: {layers: matrix}}` or the directions of `{"modules": names}`.
     """
-    if heads:
+    if any(point in HEAD_POINTS for point, _ in sites):
         reject(path, "is for the residual stream; leave out q, k, v and z")
     if isinstance(value, Mapping) and "modules" in value:
         if catalog is None:
             reject(f"{path}.modules", "names of modules belong to requests; give the matrix")
+        need_one_lane(f"{path}.modules", shape)
         value = _directions(value, path, sites, catalog, work)
     if not isinstance(value, Mapping):
         data = _matrix(value, path, shape)

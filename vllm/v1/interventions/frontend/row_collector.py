@@ -211,9 +211,10 @@ class RowCollector:
         none = torch.empty(0, len(stream.sites), stream.width)
         rows = none if value is None else value[None]
         index = {site: i for i, site in enumerate(stream.sites)}
+        heads = selected.selection.heads
         versions = np.full(len(at), mean.version, dtype=np.int64)
         return SiteRows(
-            (site, CapturedRows(at, ids, rows[:, index[site]], versions))
+            (site, CapturedRows(at, ids, rows[:, index[site]], versions, heads.get(site, ())))
             for site in selected.selection.sites
         )
 

@@ -72,7 +72,8 @@ class ProjectionPool:
             firsts = [self._placed[digest][0] for digest in stream.projections]
             if len(firsts) == 1:
                 firsts *= len(stream.sites)
-            projection = (tuple(firsts), stream.width) if firsts else None
+            size = stream.width // len([*stream.heads, (0,)][0])
+            projection = (tuple(firsts), size) if firsts else None
             sites = tuple(at[taps_of(site)[0]] for site in stream.sites)
             minus = tuple(at[taps_of(site)[1]] for site in stream.sites if stream.differs)
             heads, summed = tuple(stream.heads), tuple(stream.runs * stream.summed)

@@ -110,9 +110,9 @@ class Outbox:
             if isinstance(stream.reads, LensRead):
                 yield self._under_lens(block, stream, stream.reads)
             elif stream.projection is not None:
-                yield self._scores_of(block, stream)
+                yield self._scores_of(block, stream, columns)
             elif stream.summed:
-                yield self._sums_of(block, stream, captured.positions)
+                yield self._sums_of(block, stream, columns, captured.positions)
             elif columns is not None:
                 yield next(reads) if stream.reads is not None else block.heads(self._arena, columns)
             elif not stream.is_raw:
@@ -147,10 +147,19 @@ class Outbox:
         rows = torch.cat([rows for _, rows in self._rows_of(block, stream)], dim=1)
         return self.lens.read(read, [layer for layer, _ in stream.heads], rows)
 
-    def _rows_of(self, block: Block, stream: LocalStream) -> Iterator[tuple[slice, torch.Tensor]]:
+    def _rows_of(
+        self, block: Block, stream: LocalStream, columns: torch.Tensor | None = None
+    ) -> Iterator[tuple[slice, torch.Tensor]]:
         """Which of a stream's sites, and their rows [count, number, hidden]: views of the arena in
-        the model's dtype, or of branches float32, each the difference of two rows."""
+        the model's dtype, or of branches float32, each the difference of two rows. With `columns`
+        they are of lanes, each of which counts as a site."""
         done = 0
+        if columns is not None:
+            rows = block.heads(self._arena, columns).view(block.count, -1, self._arena.shape[1])
+            for part in rows.split(stream.lanes, dim=1):
+                yield slice(done, done + stream.lanes), part
+                done += stream.lanes
+            return
         for i, (first, number) in enumerate(stream.runs):
             rows = block.of(self._arena, first, number)
             if stream.minus:
@@ -158,24 +167,34 @@ class Outbox:
             yield slice(done, done + number), rows
             done += number
 
-    def _scores_of(self, block: Block, stream: LocalStream) -> torch.Tensor:
-        """The scores of a projected stream, float32 [count, sites, k] on the device."""
+    def _scores_of(
+        self, block: Block, stream: LocalStream, columns: torch.Tensor | None
+    ) -> torch.Tensor:
+        """The scores of a projected stream, float32 [count, sites * lanes, k] on the device."""
         assert stream.projection is not None
         matrices, size = stream.projection
-        shape = (block.count, len(stream.places), size)
+        shape = (block.count, len(stream.places) * stream.lanes, size)
         scores = torch.empty(shape, device=self._arena.device)
-        for sites, rows in self._rows_of(block, stream):
-            self.projections.scores(rows, (matrices[sites.start], size), scores[:, sites])
+        for sites, rows in self._rows_of(block, stream, columns):
+            matrix = matrices[sites.start // stream.lanes], size
+            self.projections.scores(rows, matrix, scores[:, sites])
         return scores
 
-    def _sums_of(self, block: Block, stream: LocalStream, positions: torch.Tensor) -> torch.Tensor:
-        """The sum of each request's rows at the stream's positions, float32 [requests, sites,
-        hidden] on the device, a bounded number of rows at a time."""
+    def _sums_of(
+        self,
+        block: Block,
+        stream: LocalStream,
+        columns: torch.Tensor | None,
+        positions: torch.Tensor,
+    ) -> torch.Tensor:
+        """The sum of each request's rows at the stream's positions, float32 [requests, sites *
+        lanes, hidden] on the device, a bounded number of rows at a time."""
         edges = to_device(np.array(stream.summed), self._arena.device)
         wanted = (torch.bucketize(positions, edges, right=True) % 2 == 1).view(-1, 1, 1)
         hidden, kind = self._arena.shape[1], torch.float32
-        sums = torch.zeros(len(block.owners), len(stream.places), hidden, device=edges.device)
-        for sites, of_run in self._rows_of(block, stream):
+        number = len(stream.places) * stream.lanes
+        sums = torch.zeros(len(block.owners), number, hidden, device=edges.device)
+        for sites, of_run in self._rows_of(block, stream, columns):
             into, parts = sums[:, sites], of_run.split(block.counts)
             at_once = max(CHUNK_BYTES // (parts[0].shape[1] * hidden * 4), 1)
             for total, rows, takes in zip(into, parts, wanted.split(block.counts), strict=True):

@@ -135,7 +135,7 @@ class WorkerInterventions:
 
     def _allocate(self, shape: TapShape) -> None:
         max_tokens = self._config.scheduler_config.max_num_batched_tokens
-        hidden, device = shape.hidden_size, self._device
+        device = self._device
         self.sites = [
             (p, n) for n in sorted(shape.points) for p in shape.offers(n) if p in CAPTURE_POINTS
         ]
@@ -152,7 +152,7 @@ class WorkerInterventions:
             self.table = SteeringTable(steered, num_rows, shape, device, scales, rank, ranks)
             if config.has_ops:
                 of_stream = [site for site in steered if site[0] != HEADS]
-                self._terms = TermTable(of_stream, config, hidden, self.tokens.program)
+                self._terms = TermTable(of_stream, config, shape, self.tokens.program)
         if self.capture is not None:
             points = self._config.capture_config.capture_points
             captured = [site for site in self.sites if site[0] in points]
@@ -173,14 +173,15 @@ class WorkerInterventions:
         if self.capture is not None and site in self.capture.sites:
             arena, dest = self.capture.arena, self.capture.dest_of(site)
         table = None if self.table is None else self.table.at.get(site)
-        terms = None if self._terms is None else self._terms.at.get(site)
+        terms = [] if self._terms is None else self._terms.at.get(site, [])
         if dest is None and table is None:
             return PassTap()
         traced = self._config.compilation_config.mode != CompilationMode.NONE
         assert self.shape is not None
+        if self.shape.lanes > 1:
+            return LanesTap(table, terms, self.tokens.slots, arena, dest)
         kind = NativeTap if NATIVE_ROWS and not traced else SiteTap
-        kind = LanesTap if self.shape.lanes > 1 else kind
-        return kind(table, terms, self.tokens.slots, arena, dest)
+        return kind(table, terms[0] if terms else None, self.tokens.slots, arena, dest)
 
     def _head_tap(self, point: str, layer: int, found: AttentionHeads) -> HeadTap | None:
         site = (point, layer)

@@ -147,17 +147,16 @@ def num_lanes(layers: Mapping[int, nn.Module], config: VllmConfig) -> int:
     layer = next(iter(layers.values()))
     if not (attribute := unbound_taps(layer).lanes):
         return 1
-    steering, capture = config.steering_config, config.capture_config
+    capture = config.capture_config
     refused = {
-        "steering_families": steering.enable_steering and steering.has_ops,
         "capture_lens": bool(capture.capture_lens),
         "rules": capture.rules is not None,
-        "compat": bool(steering.compat),
+        "compat": bool(config.steering_config.compat),
     }
     if given := [option for option, on in refused.items() if on]:
         raise ValueError(
             f"{given[0]}: is not offered where the stream has lanes, as in "
-            f"{type(layer).__name__}; leave it out (of steering_families add, scale and focus stay)"
+            f"{type(layer).__name__}; leave it out"
         )
     return int(attrgetter(attribute)(layer))
 

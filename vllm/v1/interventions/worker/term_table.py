@@ -7,9 +7,11 @@ import torch
 from vllm.config.steering import SteeringConfig
 from vllm.model_executor.layers.steering_terms import TermTables
 from vllm.v1.interventions.messages import PlacedTerm, StepInterventions
-from vllm.v1.interventions.plan import Site
+from vllm.v1.interventions.plan import Site, TapShape
 from vllm.v1.interventions.terms import Scalars
 from vllm.v1.interventions.worker.token_map import to_device
+
+_LANE = Scalars._fields.index("lane")
 
 
 class TermTable:
@@ -17,6 +19,7 @@ class TermTable:
 
     Args:
         sites: those of this worker that may be steered.
+        shape: of the model.
         program: int32 [max tokens], the program of each token of a step.
     """
 
@@ -24,7 +27,7 @@ class TermTable:
         self,
         sites: list[Site],
         config: SteeringConfig,
-        hidden_size: int,
+        shape: TapShape,
         program: torch.Tensor,
     ) -> None:
         device = program.device
@@ -35,26 +38,33 @@ class TermTable:
         def zeros(*shape: int, dtype: torch.dtype) -> torch.Tensor:
             return torch.zeros(shape, dtype=dtype, device=device)
 
-        self._vectors = zeros(rows, hidden_size, dtype=torch.float32)
-        self._scalars = zeros(rows, len(Scalars._fields), dtype=torch.float32)
+        hidden, lanes = shape.hidden_size, shape.lanes
+        self._vectors = zeros(rows, lanes * hidden, dtype=torch.float32)
+        self._scalars = zeros(lanes, rows, len(Scalars._fields), dtype=torch.float32)
         self._probes = zeros(rows, dtype=torch.int32)
         self._gate_owners = zeros(rows, dtype=torch.int32)
         self._programs = zeros(len(sites), rows, terms, dtype=torch.int32)
         ungated = zeros(1, 1, dtype=torch.float32)
         self.at = {
-            site: TermTables(
-                program=program,
-                programs=self._programs[i],
-                vectors=self._vectors,
-                scalars=self._scalars,
-                probes=self._probes,
-                gate_owners=self._gate_owners,
-                gates=zeros(rows, terms, dtype=torch.float32) if gated else ungated,
-                norms=bool({"norm_match", "normalize"} & set(config.steering_families)),
-                gated=gated,
-            )
+            site: [
+                TermTables(
+                    program=program,
+                    programs=self._programs[i],
+                    vectors=vectors,
+                    scalars=scalars,
+                    probes=self._probes,
+                    gate_owners=self._gate_owners,
+                    gates=zeros(rows, terms, dtype=torch.float32) if gated else ungated,
+                    norms=bool({"norm_match", "normalize"} & set(config.steering_families)),
+                    gated=gated,
+                )
+                for vectors, scalars in zip(
+                    self._vectors.split(hidden, dim=1), self._scalars, strict=True
+                )
+            ]
             for i, site in enumerate(sites)
         }
+        """What each lane of a site reads; one, but for streams of several."""
 
     def apply(self, step: StepInterventions) -> None:
         """Take over new terms and programs."""
@@ -91,7 +101,10 @@ class TermTable:
         vectors = np.stack([np.frombuffer(p.term.vector, np.float32) for p in placed])
         self._vectors.index_copy_(0, rows, self._on_device(vectors))
         scalars = np.array([p.term.scalars for p in placed], dtype=np.float32)
-        self._scalars.index_copy_(0, rows, self._on_device(scalars))
+        # In a lane that it leaves alone a term's numbers are zeros, with which it does nothing.
+        lane, lanes = scalars[:, _LANE, None], np.arange(len(self._scalars))[:, None, None]
+        of_lanes = np.where((lane < 0) | (lane == lanes), scalars, np.float32(0))
+        self._scalars.index_copy_(1, rows, self._on_device(of_lanes))
         probe_rows = np.array([p.probe_row for p in placed], dtype=np.int32)
         self._probes.index_copy_(0, rows, self._on_device(probe_rows))
         gated = [p for p in placed if p.probe_row]
