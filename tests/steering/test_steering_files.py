@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import gguf
+import msgspec
 import numpy as np
 import pytest
 import safetensors.numpy
@@ -441,6 +442,14 @@ def test_what_gguf_cannot_say_is_not_left_out(tmp_path: Path, source: Any, messa
     module = parse_module(source, "source", SHAPE, config)
     with pytest.raises(InterventionError, match=message):
         export_gguf(tmp_path / "v.gguf", module)
+    assert not list(tmp_path.iterdir())
+
+
+def test_an_operation_on_one_lane_is_not_saved_as_one_on_all(tmp_path: Path) -> None:
+    of_lanes = msgspec.structs.replace(SHAPE, lanes=3)
+    module = parse_module({"ops": [{**CLAMP, "lane": 1}]}, "source", of_lanes, ANY_FAMILY)
+    with pytest.raises(InterventionError, match="has no lanes, and clamp acts on one"):
+        save(tmp_path / "v.safetensors", module)
     assert not list(tmp_path.iterdir())
 
 

@@ -179,10 +179,14 @@ def save(path: str | Path, source: Module | Mapping[str, Any], model_hint: str =
         model_hint: the model's name, for readers.
 
     Raises:
-        ValueError: the source is no module; the message names the field.
+        ValueError: the source is no module, or acts on one lane of a stream, which such a file
+            cannot say; the message names the field.
         OSError: the file cannot be written.
     """
     module = _module_of(source)
+    for op in module.ops:
+        if op.term.scalars.lane >= 0:
+            reject(str(path), f"has no lanes, and {op.name} acts on one: keep the module as JSON")
     vectors = {
         f"{tier}.{point}.{layer}": row
         for tier, vector_set in module.tiers.items()
