@@ -14,7 +14,7 @@ A tap's code is traced by torch.compile and recorded in CUDA graphs, therefore i
 Shapes: `h`, `r` are [tokens, hidden], rows of one step; `tokens` may be padded.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -197,32 +197,16 @@ class LanesTap(SiteTap):
     """One point of one layer whose stream has several lanes: `h` is [lanes, tokens, hidden].
 
     The table is [rows, lanes * hidden], and a captured row takes an arena row for each lane.
-
-    Args:
-        terms: of each lane; empty when the engine has no ops other than addition.
     """
-
-    def __init__(
-        self,
-        table: torch.Tensor | None,
-        terms: Sequence[TermTables],
-        slots: torch.Tensor,
-        arena: torch.Tensor | None,
-        dest: torch.Tensor | None,
-    ) -> None:
-        super().__init__(table, None, slots, arena, dest)
-        parts = table.chunk(len(terms), dim=1) if table is not None and terms else ()
-        self.lanes = [
-            SiteTap(part, own, slots, None, None) for part, own in zip(parts, terms, strict=True)
-        ]
-        """What steers each lane, where ops do."""
 
     def steer(self, h: torch.Tensor) -> torch.Tensor:
         """Steer all lanes of `h`, which is not changed."""
         if self.table is None:
             return h
-        if self.lanes:
-            return torch.stack([tap.steer(lane) for tap, lane in zip(self.lanes, h, strict=True)])
+        if self.terms is not None:
+            h = h.clone(memory_format=torch.contiguous_format)
+            steer_terms(h, self.table, self.slots, self.terms)
+            return h
         added = self.table[self.slots[: h.shape[1]]]
         return h + added.unflatten(1, (h.shape[0], -1)).transpose(0, 1)
 

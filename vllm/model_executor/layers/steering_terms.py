@@ -7,7 +7,7 @@ order. On CUDA a Triton kernel does the work, elsewhere torch; both compute in f
 once.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -24,7 +24,9 @@ class TermTables:
     """What the terms of one site read. Live as long as the engine, changed in place.
 
     R rows in the pool, P programs, T terms at most at one site. Row 0 of the pool is no term,
-    program 0 has no terms. All but `programs` and `gates` are shared by the sites.
+    program 0 has no terms. All but `programs` and `gates` are shared by the sites. Where the stream
+    has several lanes, `vectors` are [R, lanes * hidden], and `scalars` and `gates` have a dimension
+    of lanes before theirs.
     """
 
     program: torch.Tensor
@@ -55,8 +57,9 @@ def steer_terms(
     """Steer `h` in place: the additive table first, then each token's terms.
 
     Args:
-        h: [tokens, hidden] in the model's dtype, rows contiguous; `h + r` or a clone.
-        table: [slots, hidden] in the model's dtype, row 0 zeros.
+        h: [tokens, hidden] or [lanes, tokens, hidden] in the model's dtype, rows contiguous;
+            `h + r` or a clone.
+        table: [slots, hidden] or [slots, lanes * hidden] in the model's dtype, row 0 zeros.
         slots: int32 [>= tokens], the table row of each token.
     """
     torch.ops.vllm.steer_rows(
@@ -94,10 +97,15 @@ def steer_rows(
     terms = TermTables(
         program, programs, vectors, scalars, probes, gate_owners, gates, norms, gated
     )
-    if HAS_TRITON and h.is_cuda:
-        steer_rows_triton(h, table, slots, terms)
-    else:
-        steer_rows_torch(h, table, slots, terms)
+    steer = steer_rows_triton if HAS_TRITON and h.is_cuda else steer_rows_torch
+    if h.dim() == 2:
+        steer(h, table, slots, terms)
+        return
+    for lane, row in enumerate(h):
+        own = slice(lane * h.shape[2], (lane + 1) * h.shape[2])
+        gate = gates[lane] if gated else gates
+        of_lane = replace(terms, vectors=vectors[:, own], scalars=scalars[lane], gates=gate)
+        steer(row, table[:, own], slots, of_lane)
 
 
 def _steer_rows_fake(

@@ -173,15 +173,14 @@ class WorkerInterventions:
         if self.capture is not None and site in self.capture.sites:
             arena, dest = self.capture.arena, self.capture.dest_of(site)
         table = None if self.table is None else self.table.at.get(site)
-        terms = [] if self._terms is None else self._terms.at.get(site, [])
+        terms = None if self._terms is None else self._terms.at.get(site)
         if dest is None and table is None:
             return PassTap()
         traced = self._config.compilation_config.mode != CompilationMode.NONE
         assert self.shape is not None
-        if self.shape.lanes > 1:
-            return LanesTap(table, terms, self.tokens.slots, arena, dest)
         kind = NativeTap if NATIVE_ROWS and not traced else SiteTap
-        return kind(table, terms[0] if terms else None, self.tokens.slots, arena, dest)
+        kind = LanesTap if self.shape.lanes > 1 else kind
+        return kind(table, terms, self.tokens.slots, arena, dest)
 
     def _head_tap(self, point: str, layer: int, found: AttentionHeads) -> HeadTap | None:
         site = (point, layer)

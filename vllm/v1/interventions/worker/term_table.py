@@ -45,26 +45,21 @@ class TermTable:
         self._gate_owners = zeros(rows, dtype=torch.int32)
         self._programs = zeros(len(sites), rows, terms, dtype=torch.int32)
         ungated = zeros(1, 1, dtype=torch.float32)
+        of_lanes = (lanes,) if lanes > 1 else ()
         self.at = {
-            site: [
-                TermTables(
-                    program=program,
-                    programs=self._programs[i],
-                    vectors=vectors,
-                    scalars=scalars,
-                    probes=self._probes,
-                    gate_owners=self._gate_owners,
-                    gates=zeros(rows, terms, dtype=torch.float32) if gated else ungated,
-                    norms=bool({"norm_match", "normalize"} & set(config.steering_families)),
-                    gated=gated,
-                )
-                for vectors, scalars in zip(
-                    self._vectors.split(hidden, dim=1), self._scalars, strict=True
-                )
-            ]
+            site: TermTables(
+                program=program,
+                programs=self._programs[i],
+                vectors=self._vectors,
+                scalars=self._scalars if of_lanes else self._scalars[0],
+                probes=self._probes,
+                gate_owners=self._gate_owners,
+                gates=zeros(*of_lanes, rows, terms, dtype=torch.float32) if gated else ungated,
+                norms=bool({"norm_match", "normalize"} & set(config.steering_families)),
+                gated=gated,
+            )
             for i, site in enumerate(sites)
         }
-        """What each lane of a site reads; one, but for streams of several."""
 
     def apply(self, step: StepInterventions) -> None:
         """Take over new terms and programs."""
