@@ -13,8 +13,9 @@ import safetensors.numpy
 
 from tests.errors.case import Case, path
 from tests.errors.steering import steering
-from tests.support.plans import SHAPE, VECTOR, config_of
+from tests.support.plans import LANES, SHAPE, VECTOR, config_of
 from vllm.config.steering import FAMILIES, SteeringConfig
+from vllm.v1.interventions.plan import TapShape
 from vllm.v1.steering.files import (
     export_gguf,
     load,
@@ -66,10 +67,12 @@ def direction(name: str) -> Callable[[], object]:
     return do
 
 
-def writing(write: Callable[..., None], source: Any) -> Callable[[], object]:
+def writing(
+    write: Callable[..., None], source: Any, shape: TapShape = SHAPE
+) -> Callable[[], object]:
     def do() -> object:
         config = config_of(steering_families=list(FAMILIES)).steering_config
-        write(FOLDER / "m", parse_module(source, "source", SHAPE, config))
+        write(FOLDER / "m", parse_module(source, "source", shape, config))
         return None
 
     return do
@@ -122,6 +125,10 @@ FILES = [
     Case({"allowed": "float32"}, do=tensor("base.post_block.1", np.full(4, 1e300))),
     Case({}, do=direction("blk.1")),
     Case(path(str(FOLDER / "m"), "normalize"), do=writing(export_gguf, {"ops": OPS})),
+    Case(
+        path(str(FOLDER / "m"), "normalize"),
+        do=writing(save, {"ops": [{**OPS[0], "lane": 1}]}, LANES),
+    ),
     Case(
         path("source.vectors.post_block.all", "'all'"),
         do=lambda: save(FOLDER / "m", {"post_block": {"all": VECTOR}}),
