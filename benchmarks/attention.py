@@ -85,7 +85,7 @@ class Measured:
         self._prompts: dict[str, list[float]] = defaultdict(list)
 
     def _cases(self, cases: dict[str, tuple[str, Asks]], number: int) -> list[str]:
-        names = [name for name in cases if self._args.stock or name != "stock"]
+        names = [name for name in cases if name in self._args.cases]
         return names if number % 2 else names[::-1]
 
     def round(self, number: int) -> None:
@@ -123,6 +123,8 @@ def main() -> None:
     results.add_arguments(parser)
     parser.add_argument("--batch", type=int, nargs="+", default=[32])
     parser.add_argument("--rounds", type=int, default=5)
+    every = list(dict.fromkeys([*STEPS, *FOCUSED, *PROMPTS]))
+    parser.add_argument("--cases", nargs="+", choices=every, metavar="CASE", default=every)
     parser.add_argument("--tokens", type=int, default=64, help="that the difference is over")
     parser.add_argument("--prompt", type=int, default=1024, help="tokens of a prompt of a batch")
     parser.add_argument("--context", type=int, default=0, help="tokens of focused prompts, 0: none")
@@ -132,11 +134,15 @@ def main() -> None:
         "--settle", type=float, default=0, help="seconds before the first round, without requests"
     )
     args = parser.parse_args()
-    started = {"off": Engine(), "heads": Engine(HEADS)}
-    if args.context:
-        started["focus"] = Engine(FOCUS)
-    if args.stock:
-        started["stock"] = Engine(stock=True)
+    if not args.stock:
+        args.cases = [name for name in args.cases if name != "stock"]
+    known = {
+        "stock": Engine(stock=True), "off": Engine(), "heads": Engine(HEADS),
+        "focus": Engine(FOCUS),
+    }  # fmt: skip
+    cases = {**STEPS, **PROMPTS, **(FOCUSED if args.context else {})}
+    asked = {cases[name][0] for name in args.cases if name in cases}
+    started = {name: engine for name, engine in known.items() if name in asked}
     common: dict[str, Any] = {
         "max_model_len": max(args.long + 1, max(args.prompt, args.context) + SHORT + args.tokens),
         "max_num_seqs": max(*args.batch, args.requests),

@@ -32,9 +32,12 @@ _CACHE = ROOT / "build" / "tiny-models"
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """`--runner` and `--tier`."""
+    """`--runner`, `--device` and `--tier`."""
     parser.addoption(
         "--runner", choices=("v1", "v2"), default="v1", help="the vLLM model runner under test"
+    )
+    parser.addoption(
+        "--device", choices=("cpu", "cuda"), default="cpu", help="what engines run on, one process"
     )
     parser.addoption(
         "--tier", choices=TIERS, default="full", help="which tests: quick, all but long ones, long"
@@ -51,7 +54,7 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "pictures: needs torchvision: run with --pictures")
     for tier, meaning in TIERS.items():
         config.addinivalue_line("markers", f"{tier}: {meaning}")
-    prepare_environment(config.getoption("--runner"))
+    prepare_environment(config.getoption("--runner"), config.getoption("--device"))
     if config.getoption("--pictures"):
         try:
             add_torchvision()

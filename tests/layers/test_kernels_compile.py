@@ -56,16 +56,16 @@ for dtype in ("bf16", "fp16", "fp32"):
         compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32))
         print(json.dumps([dtype, constants, len(compiled.asm["cubin"])]))
 kernel, join = focus_kernel._sum_kernel, focus_kernel._join_kernel
-FLOATS = ("numbers", "slopes", "sinks", "sums", "stats")
+FLOATS = ("numbers", "slopes", "sinks", "lse", "sums", "stats")
 INTS = ("block_table", "focus", "requests", "forms", "runs")
 for dtype, size in (("bf16", 2), ("fp16", 2), ("fp32", 4)):
-    shapes = ((64, 1, 32, 0), (128, 4, 1, 0), (128, 4, 8, 1), (256, 8, 4, 1))
-    for width, group, at_once, capped in shapes:
+    shapes = ((64, 1, 32, 0, 0), (128, 4, 1, 0, 1), (128, 4, 8, 1, 0), (256, 8, 4, 1, 1))
+    for width, group, at_once, capped, lse in shapes:
         constants = {"PAGE": 16, "GROUP": group, "MEMBERS": group, "AT_ONCE": at_once}
         keys = min(128, focus_kernel.TILE_BYTES // (width * size))
         constants |= {"ROWS": max(16, at_once * group), "KEYS": keys}
         constants |= {"WIDTH": width, "WIDTH_V": width, "CAPPED": capped, "SLOPES": capped}
-        constants |= {"RUNS": 64, "PLACES": 4, "SPLITS": 16, "SINKS": capped}
+        constants |= {"RUNS": 64, "PLACES": 4, "SPLITS": 16, "SINKS": capped, "LSE": lse}
         for each in (kernel, join):
             own = {k: v for k, v in constants.items() if k in each.arg_names}
             types = dict.fromkeys(("query", "keys", "values", "output"), "*" + dtype)

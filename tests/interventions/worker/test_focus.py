@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import math
 import os
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -131,29 +132,47 @@ class Case:
         `wrong`."""
         out = self.before.double().clone()
         changed = torch.zeros(out.shape[:2], dtype=torch.bool)
-        token = 0
-        for i, (length, new) in enumerate(zip(LENGTHS, NEW, strict=True)):
-            rows = [(self.block_table[i, p // BLOCK].long(), p % BLOCK) for p in range(length)]
-            for t in range(length - new, length):
-                segment = sum(first <= t for first in FIRSTS[i]) - 1
-                program = USED[i][segment]
-                ops = [OPS[n] for n in (PROGRAMS[program - 1] if program else [])]
-                for head in range(HEADS):
-                    acting = [
-                        op for op in ops
-                        if LAYER in op.heads and head in (op.heads[LAYER] or range(HEADS))
-                    ]  # fmt: skip
-                    made = self._row(rows, self.query[token, head], t, head, acting, wrong)
-                    if made is not None:
-                        out[token, head], changed[token, head] = made, True
-                token += 1
+        for token, i, t in self._asked():
+            segment = sum(first <= t for first in FIRSTS[i]) - 1
+            program = USED[i][segment]
+            ops = [OPS[n] for n in (PROGRAMS[program - 1] if program else [])]
+            for head in range(HEADS):
+                acting = [
+                    op for op in ops
+                    if LAYER in op.heads and head in (op.heads[LAYER] or range(HEADS))
+                ]  # fmt: skip
+                made = self._row(token, i, t, head, acting, wrong)
+                if made is not None:
+                    out[token, head], changed[token, head] = made, True
         return out, changed
 
-    def _row(
-        self, rows: Any, q: torch.Tensor, t: int, head: int, ops: Any, wrong: float
-    ) -> torch.Tensor | None:
-        sight, key_head = self.sight, head * self.key_heads // HEADS
-        logits, values, spans = [], [], []
+    def plain(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """The rows without focus, and the logs of their sums, [heads, n]."""
+        out, sums = torch.zeros_like(self.before), torch.zeros(HEADS, len(self.before))
+        for token, i, t in self._asked():
+            for head in range(HEADS):
+                weight, values, sink, _ = self._seen(token, i, t, head)
+                total = weight.sum() + sink
+                out[token, head] = (weight[:, None] * values).sum(0) / total
+                sums[head, token] = total.log()
+        return out, sums
+
+    @staticmethod
+    def _asked() -> Iterator[tuple[int, int, int]]:
+        """Each token's place in the step, its request, and its position."""
+        token = 0
+        for i, (length, new) in enumerate(zip(LENGTHS, NEW, strict=True)):
+            for t in range(length - new, length):
+                yield token, i, t
+                token += 1
+
+    def _seen(
+        self, token: int, i: int, t: int, head: int
+    ) -> tuple[torch.Tensor, torch.Tensor, float, list[int]]:
+        """Weights before they are normalised, values, the sink's weight, and which keys."""
+        rows = [(self.block_table[i, p // BLOCK].long(), p % BLOCK) for p in range(t + 1)]
+        q, sight, key_head = self.query[token, head], self.sight, head * self.key_heads // HEADS
+        logits, values, keys = [], [], []
         for j in range(t + 1):
             if sight.window and j <= t - sight.window:
                 continue
@@ -165,20 +184,23 @@ class Case:
             s += float(sight.slopes[head]) * (j - t) if sight.slopes is not None else 0.0
             logits.append(s)
             values.append(self.pages.values[block, key_head, at].double())
-            spans.append(
-                [
-                    any(a <= j < b for a, b in zip(op.runs[::2], op.runs[1::2], strict=True))
-                    for op in ops
-                ]
-            )
+            keys.append(j)
         weight = torch.tensor(logits, dtype=torch.float64).exp()
         sink = math.exp(float(sight.sinks[head])) if sight.sinks is not None else 0.0
-        inside = torch.tensor(spans, dtype=torch.bool).reshape(len(logits), -1)
+        return weight, torch.stack(values), sink, keys
+
+    def _row(
+        self, token: int, i: int, t: int, head: int, ops: Any, wrong: float
+    ) -> torch.Tensor | None:
+        weight, values, sink, keys = self._seen(token, i, t, head)
+        runs = [list(zip(op.runs[::2], op.runs[1::2], strict=True)) for op in ops]
+        spans = [[any(a <= j < b for a, b in spanned) for spanned in runs] for j in keys]
+        inside = torch.tensor(spans, dtype=torch.bool).reshape(len(keys), -1)
         if not ops or not inside.any():
             return None
         if inside.all(dim=0).any() and not sink:
             return None
-        w = torch.ones(len(logits), dtype=torch.float64)
+        w = torch.ones(len(keys), dtype=torch.float64)
         for i, op in enumerate(ops):
             factor = op.number * wrong
             if op.rule != FACTOR:
@@ -189,7 +211,7 @@ class Case:
                     return None
             w[inside[:, i]] *= factor
         weight = weight * w
-        return (weight[:, None] * torch.stack(values)).sum(0) / (weight.sum() + sink)
+        return (weight[:, None] * values).sum(0) / (weight.sum() + sink)
 
 
 @pytest.mark.parametrize("name", SIGHTS)
@@ -208,6 +230,27 @@ def test_rows(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
         made = case.before.clone()
         case.attention(Workspace.of(HEADS, want.shape[2], CPU)).attend(case.query, made)
         compare(case, made, want, changed)
+        # With the rows and sums of attention, as FlashAttention gives them: what only gains is
+        # made from these and the span.
+        case.before, lse = case.plain()
+        made = case.before.clone()
+        workspace = Workspace.of(HEADS, want.shape[2], CPU)
+        case.attention(workspace).attend(case.query, made, lse)
+        compare(case, made, want, changed)
+
+
+def test_sums_of_attention_are_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows that only gain keep what attention gave them of other keys, here without values' 1."""
+    if not INTERPRETED:
+        pytest.skip("the kernel alone takes them")
+    case = Case("plain", monkeypatch)
+    want, changed = case.want()
+    case.before, lse = case.plain()
+    case.pages.values[:] += 1
+    made = case.before.clone()
+    case.attention(Workspace.of(HEADS, want.shape[2], CPU)).attend(case.query, made, lse)
+    moved = (made - want)[changed].abs()
+    assert moved.amin() < 0.5 and moved.amax() > 0.9
 
 
 def compare(case: Case, made: torch.Tensor, want: torch.Tensor, changed: torch.Tensor) -> None:

@@ -25,6 +25,12 @@ from vllm.utils.torch_utils import (
 class UnboundHeadTaps:
     """Taps that do nothing and trace to nothing."""
 
+    wants_lse = False
+    """Whether FlashAttention is to leave `lse` here."""
+    lse: torch.Tensor | None = None
+    """float32 [heads, tokens]: the log of the sum of each row's weights before they were
+    normalised, from attention to the focus behind it."""
+
     def enter(
         self,
         query: torch.Tensor,
@@ -42,7 +48,9 @@ class UnboundHeadTaps:
 class Focused(Protocol):
     """What writes the rows of focused tokens; the worker's."""
 
-    def attend(self, query: torch.Tensor, output: torch.Tensor) -> None:
+    def attend(
+        self, query: torch.Tensor, output: torch.Tensor, lse: torch.Tensor | None = None
+    ) -> None:
         """Change `output` [tokens, heads, E] of `query` [tokens, heads, D] in place."""
 
 
@@ -171,8 +179,11 @@ def focus_attention(query: torch.Tensor, output: torch.Tensor, layer_name: Layer
     """Focus what a layer's attention returned, [tokens, heads, E], in place. An op, because it
     reads the pages of the KV cache, which are not there yet when code is traced."""
     layer = get_forward_context().no_compile_layers[_resolve_layer_name(layer_name)]
-    if layer.taps.focused is not None:
-        layer.taps.focused.attend(query, output)
+    taps = layer.taps
+    # Taken, so that it is of this step or none, and its memory is free again.
+    lse, taps.lse = taps.lse, None
+    if taps.focused is not None:
+        taps.focused.attend(query, output, lse)
 
 
 def _focus_attention_fake(

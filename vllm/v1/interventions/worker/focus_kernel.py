@@ -4,7 +4,11 @@
 Two kernels, which a CUDA graph may hold: their grids follow from the number of tokens alone, and
 all that differs between steps is read from the device. The first makes partial sums of some keys,
 the second joins them and writes the rows that differ. The formula is that of `logits_of` in
-attention_reader.py and of focused_weights.py; tests hold all of them against float64.
+layer_reader.py and of focused_weights.py; tests hold all of them against float64.
+
+Where the backend gives the log of each row's sum, its own row stands for all keys, and only those
+of the span are read. Not where a key loses weight: what is left may be the small difference of two
+large numbers, so both sums are made anew.
 """
 
 from typing import NamedTuple
@@ -33,7 +37,8 @@ class LayerTable(NamedTuple):
     """What programs do at one layer: views of the worker's table, P programs, the first none."""
 
     forms: torch.Tensor
-    """int32 [P, 4]: the rule, how many runs, the first key of all runs and one past the last."""
+    """int32 [P, 5]: the rule, how many runs, the first key of all runs and one past the last, and
+    whether keys of the span only gain weight."""
     runs: torch.Tensor
     """int32 [P, 3, MAX_RUNS]: starts of runs, sorted, their stops, and the place of each."""
     numbers: torch.Tensor
@@ -79,6 +84,7 @@ def focus_rows(
     tokens: TokenTable,
     layer: LayerTable,
     workspace: Workspace,
+    lse: torch.Tensor | None = None,
 ) -> None:
     """Write the rows of focused tokens whose weights are others than without. Waits for nothing.
 
@@ -87,6 +93,7 @@ def focus_rows(
         output: [n, heads, E], likewise; changed in place.
         pages: in the same dtype, the numbers of a key next to each other.
         block_table: int32 [requests, blocks].
+        lse: float32 [heads, n], the log of each row's sum, with sinks and slopes if there are any.
     """
     number, heads, width = query.shape
     key_heads, page, width_v = pages.keys.shape[1], pages.keys.shape[2], output.shape[2]
@@ -98,6 +105,7 @@ def focus_rows(
     has_slopes, has_sinks = sight.slopes is not None, sight.sinks is not None
     slopes = sight.slopes if sight.slopes is not None else layer.numbers
     sinks = sight.sinks if sight.sinks is not None else layer.numbers
+    sum_of = lse if lse is not None else layer.numbers
     for first in range(0, number, TOKENS // splits):
         stop = min(first + TOKENS // splits, number)
         grid = (triton.cdiv(stop - first, at_once), key_heads, splits * PARTS)
@@ -112,13 +120,13 @@ def focus_rows(
             WIDTH=max(16, triton.next_power_of_2(width)),
             WIDTH_V=max(16, triton.next_power_of_2(width_v)),
             CAPPED=sight.cap != 0, SLOPES=has_slopes, RUNS=MAX_RUNS, PLACES=MAX_FACTORS,
-            num_stages=2,
+            LSE=lse is not None, num_stages=2,
         )  # fmt: skip
         _join_kernel[(stop - first, heads)](
-            output, tokens.focus, layer.forms, layer.numbers, sinks, workspace.sums,
-            workspace.stats, first, output.stride(0), output.stride(1), heads, splits, width_v,
-            WIDTH_V=triton.next_power_of_2(width_v), SPLITS=MAX_SPLITS, SINKS=has_sinks,
-            PLACES=MAX_FACTORS,
+            output, tokens.focus, layer.forms, layer.numbers, sinks, sum_of, workspace.sums,
+            workspace.stats, first, output.stride(0), output.stride(1), sum_of.stride(0), heads,
+            splits, width_v, WIDTH_V=triton.next_power_of_2(width_v), SPLITS=MAX_SPLITS,
+            SINKS=has_sinks, PLACES=MAX_FACTORS, LSE=lse is not None,
         )  # fmt: skip
 
 
@@ -133,6 +141,7 @@ if HAS_TRITON:
         PAGE: tl.constexpr, GROUP: tl.constexpr, MEMBERS: tl.constexpr, AT_ONCE: tl.constexpr,
         ROWS: tl.constexpr, KEYS: tl.constexpr, WIDTH: tl.constexpr, WIDTH_V: tl.constexpr,
         CAPPED: tl.constexpr, SLOPES: tl.constexpr, RUNS: tl.constexpr, PLACES: tl.constexpr,
+        LSE: tl.constexpr,
     ):  # fmt: skip
         row = tl.arange(0, ROWS)
         token = first + tl.program_id(0) * AT_ONCE + row // MEMBERS
@@ -152,8 +161,8 @@ if HAS_TRITON:
             mine = left == program
             request = tl.max(tl.load(requests + token, mask=mine, other=0), axis=0).to(tl.int64)
             at = tl.load(positions + token, mask=mine, other=-1).to(tl.int32)
-            rule = tl.load(forms + program * 4)
-            count = tl.load(forms + program * 4 + 1)
+            rule = tl.load(forms + program * 5)
+            count = tl.load(forms + program * 5 + 1)
             number = numbers + (program * heads + head) * PLACES
             n0 = tl.load(number, mask=mine, other=0.0)
             n1 = tl.load(number + 1, mask=mine, other=0.0)
@@ -168,10 +177,14 @@ if HAS_TRITON:
             if chunk > 0:
                 begin = tl.maximum(begin, lowest // chunk * chunk)
             if part == 1:
-                begin = tl.maximum(begin, tl.load(forms + program * 4 + 2))
-                end = tl.minimum(end, tl.load(forms + program * 4 + 3))
-            # The span has a sum of its own only where its share is set.
-            if (acts == 0) | ((part == 1) & (rule < 2)):
+                begin = tl.maximum(begin, tl.load(forms + program * 5 + 2))
+                end = tl.minimum(end, tl.load(forms + program * 5 + 3))
+            # Keys that only gain are a sum of their own, beside the row that attention made.
+            gains = 0
+            if LSE:
+                gains = tl.load(forms + program * 5 + 4)
+            # Else the span has one only where its share is set.
+            if (acts == 0) | ((part == 1) & (rule < 2) & (gains == 0)) | (part < gains):
                 end = begin
             tiles = (tl.maximum(end - begin, 0) + KEYS - 1) // KEYS
             each = (tiles + splits - 1) // splits * KEYS
@@ -223,6 +236,12 @@ if HAS_TRITON:
                     bias = tl.where(which == 3, n3[:, None], bias)
                     least = tl.minimum(least, tl.min(tl.where(seen, bias, float("inf")), axis=1))
                     most = tl.maximum(most, tl.max(tl.where(seen, bias, float("-inf")), axis=1))
+                    if LSE:
+                        # A factor w has the key once more w - 1 times.
+                        once = tl.maximum(tl.exp(tl.minimum(bias, 20)) - 1, 1e-30)
+                        more = tl.where(bias > 20, bias, tl.log(once))
+                        seen = seen & ((gains == 0) | (bias > 0))
+                        bias = tl.where(gains == 0, bias, tl.where(bias > 0, more, 0.0))
                     s += bias
                 else:
                     seen = seen & tl.where(part == 1, which >= 0, which < 0)
@@ -255,24 +274,28 @@ if HAS_TRITON:
 
     @triton.jit(do_not_specialize=["first", "splits"])
     def _join_kernel(  # type: ignore[no-untyped-def]
-        output, focus, forms, numbers, sinks, sums, stats, first, out_stride, out_head_stride,
-        heads, splits, width_v,
+        output, focus, forms, numbers, sinks, lse, sums, stats, first, out_stride, out_head_stride,
+        lse_stride, heads, splits, width_v,
         WIDTH_V: tl.constexpr, SPLITS: tl.constexpr, SINKS: tl.constexpr, PLACES: tl.constexpr,
+        LSE: tl.constexpr,
     ):  # fmt: skip
         token = first + tl.program_id(0)
         program = tl.load(focus + token)
         if program == 0:
             return
         head = tl.program_id(1)
-        rule = tl.load(forms + program * 4)
+        rule = tl.load(forms + program * 5)
         place = tl.arange(0, PLACES)
         number = tl.load(numbers + (program * heads + head) * PLACES + place)
         if tl.max((number != 0).to(tl.int32), axis=0) == 0:
             return
         column = tl.arange(0, WIDTH_V)
+        here = column < width_v
         split = tl.arange(0, SPLITS)
         inside = split < splits
         slot = ((token - first).to(tl.int64) * heads + head) * 2 * splits
+        out = output + token.to(tl.int64) * out_stride + head * out_head_stride + column
+        # The sum over the rest, or over all keys: `rest` and `made` times exp(rest_top).
         stat = stats + (slot + split) * 4
         tops = tl.load(stat, mask=inside, other=float("-inf"))
         rest_top = tl.max(tops, axis=0)
@@ -287,32 +310,48 @@ if HAS_TRITON:
         for i in range(0, splits):
             fade = tl.exp(tl.load(stats + (slot + i) * 4) - shift)
             part = sums + (slot + i) * width_v + column
-            made += fade * tl.load(part, mask=column < width_v, other=0.0)
-        out = output + token.to(tl.int64) * out_stride + head * out_head_stride + column
+            made += fade * tl.load(part, mask=here, other=0.0)
+        least = tl.min(tl.load(stat + 2, mask=inside, other=float("inf")), axis=0)
+        most = tl.max(tl.load(stat + 3, mask=inside, other=float("-inf")), axis=0)
+        # That over the span, likewise.
+        stat += splits * 4
+        tops = tl.load(stat, mask=inside, other=float("-inf"))
+        span_top = tl.max(tops, axis=0)
+        below = tl.where(span_top == float("-inf"), 0.0, span_top)
+        span = tl.sum(tl.load(stat + 1, mask=inside, other=0.0) * tl.exp(tops - below), axis=0)
+        spanned = tl.zeros([WIDTH_V], tl.float32)
+        for i in range(0, splits):
+            fade = tl.exp(tl.load(stats + (slot + splits + i) * 4) - below)
+            part = sums + (slot + splits + i) * width_v + column
+            spanned += fade * tl.load(part, mask=here, other=0.0)
+        gains = 0
+        if LSE:
+            gains = tl.load(forms + program * 5 + 4)
+            if gains == 1:
+                shift = tl.load(lse + head * lse_stride + token)
+                rest = 1.0
+                made = tl.load(out, mask=here, other=0.0).to(tl.float32)
         if rule < 2:
-            least = tl.min(tl.load(stat + 2, mask=inside, other=float("inf")), axis=0)
-            most = tl.max(tl.load(stat + 3, mask=inside, other=float("-inf")), axis=0)
             # The same bias on all keys changes nothing but what the sink gets.
             written = tl.where(most > least, width_v, 0)
             if SINKS:
                 written = tl.where(most != 0, width_v, written)
+            if gains == 1:
+                written = tl.where(span > 0, width_v, 0)
+                top = tl.maximum(shift, below)
+                made = made * tl.exp(shift - top) + spanned * tl.exp(below - top)
+                rest = tl.exp(shift - top) + span * tl.exp(below - top)
             result = made / rest
             tl.store(out, result.to(output.dtype.element_ty), mask=column < written)
         else:
-            stat += splits * 4
-            tops = tl.load(stat, mask=inside, other=float("-inf"))
-            span_top = tl.max(tops, axis=0)
-            below = tl.where(span_top == float("-inf"), 0.0, span_top)
-            span = tl.sum(tl.load(stat + 1, mask=inside, other=0.0) * tl.exp(tops - below), axis=0)
-            spanned = tl.zeros([WIDTH_V], tl.float32)
-            for i in range(0, splits):
-                fade = tl.exp(tl.load(stats + (slot + splits + i) * 4) - below)
-                part = sums + (slot + splits + i) * width_v + column
-                spanned += fade * tl.load(part, mask=column < width_v, other=0.0)
             share = tl.sum(tl.where(place == 0, number, 0.0), axis=0)
             # What the span has without: exp(span_top) span of it and exp(rest_top) rest.
             odds = tl.exp(tl.minimum(shift - below, 80.0)) * rest / span
             mass = 1 / (1 + odds)
+            if gains == 1:
+                mass = tl.minimum(1 / odds, 1.0)
+                rest = 1 - mass
+                made -= spanned / span * mass
             share_here = tl.where(rule == 3, share / (share + 1 - mass), share)
             written = tl.where(mass < share, width_v, 0)
             written = tl.where(span > 0, written, 0)

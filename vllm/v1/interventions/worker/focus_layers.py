@@ -11,6 +11,7 @@ from vllm.config import VllmConfig
 from vllm.model_executor.layers.attention.attention import Attention
 from vllm.model_executor.layers.attention.mla_attention import MLAAttention
 from vllm.model_executor.layers.attention_taps import FOCUS_OP, HeadTaps
+from vllm.v1.attention.backends.flash_attn import FlashAttentionImpl
 from vllm.v1.interventions.focus import MAX_RUNS, FocusOp
 from vllm.v1.interventions.messages import PlacedFocus
 from vllm.v1.interventions.worker.attention_layers import block_tables_of
@@ -74,6 +75,19 @@ class FocusLayers:
         """
         tables = block_tables_of(runner, self._modules)
         for layer, taps in self.taps.items():
+            module = self._modules[layer]
             taps.focused = FocusedAttention(
-                self._modules[layer], tables[layer], tokens, self.table.at[layer], self._workspace
+                module, tables[layer], tokens, self.table.at[layer], self._workspace
             )
+            taps.wants_lse = self._workspace is not None and _gives_lse(module.impl)
+
+
+def _gives_lse(impl: Any) -> bool:
+    """Whether a backend returns the log of each row's sum as `focus_rows` takes it: with slopes
+    FlashAttention's is of other logits, and of sinks nobody says."""
+    return (
+        isinstance(impl, FlashAttentionImpl)
+        and impl.vllm_flash_attn_version in (2, 3)
+        and impl.alibi_slopes is None
+        and impl.sinks is None
+    )

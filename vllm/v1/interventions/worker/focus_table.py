@@ -66,7 +66,7 @@ def _empty(rows: int, heads: int, device: torch.device | None = None) -> LayerTa
     runs = torch.full((rows, 3, MAX_RUNS), _LATER, dtype=torch.int32, device=device)
     runs[:, 2] = -1
     return LayerTable(
-        torch.zeros(rows, 4, dtype=torch.int32, device=device),
+        torch.zeros(rows, 5, dtype=torch.int32, device=device),
         runs,
         torch.zeros(rows, heads, MAX_FACTORS, device=device),
     )
@@ -93,7 +93,8 @@ def _write(
         numbers[heads, place] = float(number)
     found.sort()
     runs[:, : len(found)] = torch.tensor(found, dtype=torch.int32).T
-    form[:] = torch.tensor([ops[0].rule, len(found), found[0][0], found[-1][1]])
+    gains = all(op.rule != FACTOR or op.number >= 1 for op in ops)
+    form[:] = torch.tensor([ops[0].rule, len(found), found[0][0], found[-1][1], gains])
 
 
 class FocusedAttention:
@@ -122,12 +123,15 @@ class FocusedAttention:
     def _sight(self) -> Sight:
         return sight_of(self._module)
 
-    def attend(self, query: torch.Tensor, output: torch.Tensor) -> None:
+    def attend(
+        self, query: torch.Tensor, output: torch.Tensor, lse: torch.Tensor | None = None
+    ) -> None:
         """Write the rows of focused tokens.
 
         Args:
             query: [tokens, heads, D], padding behind this step's.
             output: [tokens, heads, E], changed in place.
+            lse: float32 [heads, tokens], what `HeadTaps.lse` is.
         """
         if not self._tokens.focuses or unreadable(self._module):
             return
@@ -137,7 +141,7 @@ class FocusedAttention:
         focus_rows(
             query, output, pages_of(self._module), self._block_table, self._sight,
             TokenTable(self._tokens.focus, self._tokens.requests, self._tokens.positions),
-            self._table, self._workspace,
+            self._table, self._workspace, lse,
         )  # fmt: skip
 
     def _attend_here(self, query: torch.Tensor, output: torch.Tensor) -> None:

@@ -1,0 +1,108 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Our files in the layout `ehs` beside those of upstream's own `extract_hidden_states`, both read
+by its `load_hidden_states`. It needs a GPU: upstream's connector pins memory.
+
+    python -m tests.gpu.extractor
+
+Prints one JSON object a check; exit status 1 if one fails.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import sys
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from tests.gpu.model import LAYERS, prompts, save_model
+from tests.gpu.sleep import Report
+
+if TYPE_CHECKING:
+    import torch
+
+IDS = list(range(LAYERS + 1))
+"""Layer ids of upstream's: 0 is what the first block takes, N what block N - 1 gives."""
+HOOKS = {"pre_attn": [0], "post_block": list(range(LAYERS))}
+SHORT: dict[str, Any] = {"dtype": "bfloat16", "skip_tokenizer_init": True, "max_model_len": 256}
+
+
+def written(
+    model: Path, asked: list[list[int]], capture: dict[str, Any] | None = None, **options: Any
+) -> list[Any]:
+    """The requests' outputs from an engine of its own, which is ended."""
+    from vllm import LLM, SamplingParams
+    from vllm.inputs import TokensPrompt
+
+    llm = LLM(
+        str(model), **SHORT, gpu_memory_utilization=0.2, enforce_eager=True, seed=0, **options
+    )
+    params = SamplingParams(temperature=0, max_tokens=1, detokenize=False, capture=capture)
+    outputs = llm.generate(
+        [TokensPrompt(prompt_token_ids=one) for one in asked], params, use_tqdm=False
+    )
+    llm.llm_engine.engine_core.shutdown()
+    del llm
+    gc.collect()
+    return outputs
+
+
+def distance(ours: torch.Tensor, theirs: torch.Tensor) -> float:
+    """The largest difference, of the largest number."""
+    return float((ours.float() - theirs.float()).abs().max() / theirs.float().abs().max())
+
+
+def main() -> int:
+    os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+    os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")
+    import torch
+
+    from vllm.distributed.kv_transfer.kv_connector.v1.example_hidden_states_connector import (
+        load_hidden_states,
+    )
+
+    report, asked = Report(), prompts(6)
+    with tempfile.TemporaryDirectory() as folder:
+        root = Path(folder)
+        save_model(root / "model")
+        upstream = written(
+            root / "model",
+            asked,
+            speculative_config={
+                "method": "extract_hidden_states",
+                "num_speculative_tokens": 1,
+                "draft_model_config": {"hf_config": {"eagle_aux_hidden_state_layer_ids": IDS}},
+            },
+            kv_transfer_config={
+                "kv_connector": "ExampleHiddenStatesConnector",
+                "kv_role": "kv_producer",
+                "kv_connector_extra_config": {"shared_storage_path": str(root / "theirs")},
+            },
+        )
+        theirs = [load_hidden_states(o.kv_transfer_params["hidden_states_path"]) for o in upstream]
+        mine = written(
+            root / "model",
+            asked,
+            capture_consumers=[f"filesystem:root={root / 'ours'},layout=ehs"],
+            capture={"filesystem": {"hooks": HOOKS, "positions": "all_prompt"}},
+        )
+        for i, (output, their) in enumerate(zip(mine, theirs, strict=True)):
+            [path, _] = output.capture_results["filesystem"].payload["paths"]
+            our = load_hidden_states(str(root / "ours" / path))
+            same = torch.equal(our["token_ids"].cpu(), their["token_ids"].cpu())
+            states, wanted = our["hidden_states"].cpu(), their["hidden_states"].cpu()
+            off = distance(states, wanted) if states.shape == wanted.shape else float("inf")
+            moved = distance(states.roll(1, 1), wanted) if states.shape == wanted.shape else 0.0
+            shown = {
+                "shapes": [list(states.shape), list(wanted.shape)],
+                "the same tokens": same,
+                "off by": off,
+                "the next site is off by": moved,
+            }
+            report(f"prompt {i}", shown, same and off < 0.01 and moved > 0.1)
+    return report.status
+
+
+if __name__ == "__main__":
+    sys.exit(main())
