@@ -9,10 +9,10 @@ Prints one JSON object a check; exit status 1 if one fails.
 
 from __future__ import annotations
 
-import gc
 import os
 import sys
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,17 +22,27 @@ from tests.gpu.sleep import Report
 if TYPE_CHECKING:
     import torch
 
+    from vllm import RequestOutput
+
 IDS = list(range(LAYERS + 1))
 """Layer ids of upstream's: 0 is what the first block takes, N what block N - 1 gives."""
 HOOKS = {"pre_attn": [0], "post_block": list(range(LAYERS))}
 SHORT: dict[str, Any] = {"dtype": "bfloat16", "skip_tokenizer_init": True, "max_model_len": 256}
 
 
-def written(
-    model: Path, asked: list[list[int]], capture: dict[str, Any] | None = None, **options: Any
-) -> list[Any]:
-    """The requests' outputs from an engine of its own, which is ended."""
+def loaded(
+    model: Path,
+    asked: list[list[int]],
+    path_of: Callable[[RequestOutput], str],
+    capture: dict[str, Any] | None = None,
+    **options: Any,
+) -> list[dict[str, torch.Tensor]]:
+    """What the files of the requests hold, read while their engine lives: upstream's is to end a
+    file after the request."""
     from vllm import LLM, SamplingParams
+    from vllm.distributed.kv_transfer.kv_connector.v1.example_hidden_states_connector import (
+        load_hidden_states,
+    )
     from vllm.inputs import TokensPrompt
 
     llm = LLM(
@@ -42,10 +52,9 @@ def written(
     outputs = llm.generate(
         [TokensPrompt(prompt_token_ids=one) for one in asked], params, use_tqdm=False
     )
+    found = [load_hidden_states(path_of(output)) for output in outputs]
     llm.llm_engine.engine_core.shutdown()
-    del llm
-    gc.collect()
-    return outputs
+    return found
 
 
 def distance(ours: torch.Tensor, theirs: torch.Tensor) -> float:
@@ -54,21 +63,17 @@ def distance(ours: torch.Tensor, theirs: torch.Tensor) -> float:
 
 
 def main() -> int:
-    os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
     os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")
     import torch
-
-    from vllm.distributed.kv_transfer.kv_connector.v1.example_hidden_states_connector import (
-        load_hidden_states,
-    )
 
     report, asked = Report(), prompts(6)
     with tempfile.TemporaryDirectory() as folder:
         root = Path(folder)
         save_model(root / "model")
-        upstream = written(
+        theirs = loaded(
             root / "model",
             asked,
+            lambda output: (output.kv_transfer_params or {})["hidden_states_path"],
             speculative_config={
                 "method": "extract_hidden_states",
                 "num_speculative_tokens": 1,
@@ -80,16 +85,16 @@ def main() -> int:
                 "kv_connector_extra_config": {"shared_storage_path": str(root / "theirs")},
             },
         )
-        theirs = [load_hidden_states(o.kv_transfer_params["hidden_states_path"]) for o in upstream]
-        mine = written(
+        ours = loaded(
             root / "model",
             asked,
+            lambda output: str(
+                root / "ours" / (output.capture_results or {})["filesystem"].payload["paths"][0]
+            ),
             capture_consumers=[f"filesystem:root={root / 'ours'},layout=ehs"],
             capture={"filesystem": {"hooks": HOOKS, "positions": "all_prompt"}},
         )
-        for i, (output, their) in enumerate(zip(mine, theirs, strict=True)):
-            [path, _] = output.capture_results["filesystem"].payload["paths"]
-            our = load_hidden_states(str(root / "ours" / path))
+        for i, (our, their) in enumerate(zip(ours, theirs, strict=True)):
             same = torch.equal(our["token_ids"].cpu(), their["token_ids"].cpu())
             states, wanted = our["hidden_states"].cpu(), their["hidden_states"].cpu()
             off = distance(states, wanted) if states.shape == wanted.shape else float("inf")
