@@ -32,8 +32,8 @@ from typing import TYPE_CHECKING, Any
 
 import httpx
 import numpy as np
-import psutil
-from prometheus_client.parser import text_string_to_metric_families
+
+from benchmarks.server_state import Counters, counters, resident, settled
 
 if TYPE_CHECKING:
     from benchmarks.soak_asks import Ask, Asks
@@ -46,7 +46,6 @@ if TYPE_CHECKING:
 
 MODES = {"whole": 0.35, "stream": 0.25, "slow": 0.1, "two prompts": 0.1, "gone": 0.2}
 LAYOUTS = ("packed", "per_file", "sharded")
-SETTLE_SECONDS = 60.0
 GROWTH = 64 << 20
 """Most bytes that one of the server's processes may have grown by, from when all was warm on."""
 
@@ -241,44 +240,6 @@ class Soak:
                 self.problems.append(f"{consumer}: {of} captures (gone or not) ended as {moved}")
 
 
-Counters = dict[str, dict[str, int]]
-
-
-def counters(url: str) -> Counters:
-    consumers = httpx.get(f"{url}/v1/capture", timeout=60).json()["consumers"]
-    return {name: consumer["counters"] for name, consumer in consumers.items()}
-
-
-def held(url: str) -> dict[str, float]:
-    """What the server holds for requests; all zero when it is idle."""
-    state = httpx.get(f"{url}/v1/steering", timeout=60).json()
-    holds = {f"steering {kind}": float(state[kind]["in_use"]) for kind in ("slots", "rows")}
-    for name, counts in counters(url).items():
-        holds[f"pending {name}"] = float(counts["pending"])
-    metrics = httpx.get(f"{url}/metrics", timeout=60).text
-    for family in text_string_to_metric_families(metrics):
-        if family.name in _GAUGES:
-            holds[family.name] = sum(sample.value for sample in family.samples)
-    return holds
-
-
-_GAUGES = (
-    "vllm:steering_slots_in_use",
-    "vllm:steering_rows_in_use",
-    "vllm:capture_pending",
-    "vllm:num_requests_running",
-    "vllm:num_requests_waiting",
-)
-
-
-def settled(url: str) -> dict[str, float]:
-    """What the server still holds when it is idle, or after a minute."""
-    deadline = time.monotonic() + SETTLE_SECONDS
-    while any((holds := held(url)).values()) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    return holds
-
-
 def soak(
     url: str,
     key: str,
@@ -335,14 +296,6 @@ def soak(
     for problem in run.problems[:50]:
         yield f"WRONG: {problem}"
     yield f"{len(run.problems)} disagreements" if run.problems else ""
-
-
-def resident(pid: int | None) -> dict[int, int]:
-    """Bytes of a process and of each below it."""
-    if pid is None:
-        return {}
-    process = psutil.Process(pid)
-    return {p.pid: p.memory_info().rss for p in (process, *process.children(recursive=True))}
 
 
 def make_asks(model: Path, pairs: int, seed: int) -> Asks:

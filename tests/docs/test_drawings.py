@@ -12,7 +12,8 @@ import pytest
 from tests import ROOT
 from tests.docs.links import resolves
 from tools import drawings
-from tools.drawings import DRAWINGS, FOLDER, Drawing, Name
+from tools.drawings import DRAWINGS, FOLDER
+from tools.svg import Drawing, Name
 
 pytestmark = pytest.mark.quick
 

@@ -53,7 +53,8 @@ from vllm.config.steering import SteeringConfig
 from vllm.model_executor.layers.residual_taps import UnboundTaps
 from vllm.v1.capture import AttentionRows, stack
 from vllm.v1.interventions.frontend.row_collector import RowCollector
-from vllm.v1.interventions.plan import AttentionRead, TapShape
+from vllm.v1.interventions.plan import TapShape
+from vllm.v1.interventions.reads import AttentionRead
 from vllm.v1.interventions.scheduler.request_state import RequestInterventions
 from vllm.v1.interventions.startup import start_taps
 from vllm.v1.interventions.worker.runner import WorkerInterventions

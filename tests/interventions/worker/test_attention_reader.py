@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from vllm.v1.interventions.plan import AttentionRead
+from vllm.v1.interventions.reads import AttentionRead
 from vllm.v1.interventions.worker import attention_reader, layer_reader, paged_products
 from vllm.v1.interventions.worker.attention_reader import AttentionReader
 from vllm.v1.interventions.worker.kv_pages import Pages, Sight, pages_of

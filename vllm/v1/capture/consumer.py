@@ -17,7 +17,8 @@ import numpy as np
 import torch
 
 from vllm.v1.interventions.errors import reject, show_key
-from vllm.v1.interventions.plan import AttentionRead, Site, TapShape
+from vllm.v1.interventions.plan import Site, TapShape
+from vllm.v1.interventions.reads import AttentionRead
 
 SHARED_FIELDS = ("hooks", "lane", "positions", "project", "reduce", "attention", "lens")
 """What a request may say to every consumer; `lens` to `inline` alone, `attention` also to classes

@@ -10,7 +10,8 @@ import msgspec
 import numpy as np
 
 from vllm.v1.interventions.messages import WorkerRequest, WorkerStream
-from vllm.v1.interventions.plan import AttentionRead, LensRead, Site, TapShape
+from vllm.v1.interventions.plan import Site, TapShape
+from vllm.v1.interventions.reads import AttentionRead, LensRead
 
 _Asked = tuple[tuple[Site, ...], tuple[WorkerStream, ...]]
 _Projection = tuple[tuple[int, ...], int]

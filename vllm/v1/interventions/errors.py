@@ -56,6 +56,23 @@ def need_mapping(value: Any, path: str) -> Mapping[Any, Any]:
     return value
 
 
+def need_keys(
+    given: Mapping[Any, Any],
+    path: str,
+    name: str,
+    needed: tuple[str, ...],
+    allowed: tuple[str, ...],
+) -> None:
+    """Raise ValueError for unknown keys of a mapping, and for needed ones that it lacks."""
+    unknown = sorted(show_key(k) for k in given.keys() - {*needed, *allowed})
+    if unknown:
+        known = ", ".join(dict.fromkeys((*needed, *allowed)))
+        reject(path, f"unknown keys {unknown[:8]}, {name} has {known}")
+    missing = [key for key in needed if key not in given]
+    if missing:
+        reject(path, f"{name} needs {missing[0]!r}")
+
+
 def refuse_unknown_keys(given: Iterable[Any], allowed: Sequence[str], path: str) -> None:
     """Raise ValueError for keys of the mapping at `path` that are not allowed."""
     if unknown := [show(key) for key in given if key not in allowed]:

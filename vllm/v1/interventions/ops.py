@@ -2,7 +2,7 @@
 """What a request may say about operations (`SamplingParams.steering`): parsed and checked."""
 
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -11,17 +11,22 @@ import numpy as np
 import torch
 
 from vllm.config.steering import HEADS
-from vllm.v1.interventions.errors import need_mapping, reject, show, show_key
+from vllm.v1.interventions.errors import need_keys, need_mapping, reject, show
 from vllm.v1.interventions.focus import FOCUS
 from vllm.v1.interventions.plan import Site, TapShape
 from vllm.v1.interventions.positions import ALL, Positions
 from vllm.v1.interventions.sites import need_heads, need_layers, need_sites
 from vllm.v1.interventions.terms import HEAD_OPS, OPS, Scalars, Term, make_term
 from vllm.v1.interventions.values import plain, plain_list
-from vllm.v1.interventions.vectors import need_lane, need_lanes, need_number
-
-Select = Callable[[Any, str], Positions]
-"""Resolves a value of `positions`, given with its path, to the positions it means."""
+from vllm.v1.interventions.vectors import (
+    Select,
+    need_lane,
+    need_lanes,
+    need_number,
+    need_one_width,
+    pack_float32,
+    pack_unit,
+)
 
 _KEYS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "add": (("vector",), ("scale",)),
@@ -189,12 +194,7 @@ class _Entry:
             layers = need_layers(self.given["layers"], HEADS, path, self.shape)
             chosen = dict.fromkeys(layers, ())
             widths = {self.shape.row_width((HEADS, layer)) for layer in chosen}
-        if len(widths) > 1 and name != "scale":
-            reject(
-                path,
-                f"rows of {HEADS} have widths {sorted(widths)} at these layers, name them apart",
-            )
-        self.width = max(widths)
+        self.width = max(widths) if name == "scale" else need_one_width(HEADS, widths, path)
         return {(HEADS, layer): chosen[layer] for layer in sorted(chosen)}
 
     def name(self) -> str:
@@ -240,7 +240,7 @@ class _Entry:
         when = gate.get("when", "row")
         if not isinstance(when, str) or when not in _WHEN:
             reject(f"{path}.when", f"unknown {show(when)}; use 'row' or 'last_prompt'")
-        probe = _float32(self.of_lanes(gate["probe"], f"{path}.probe"), f"{path}.probe")
+        probe = pack_float32(self.of_lanes(gate["probe"], f"{path}.probe"), f"{path}.probe")
         numbers = {name: need_number(gate[name], f"{path}.{name}") for name in _GATE_KEYS[1:]}
         frozen = {"frozen": float(when == "last_prompt")}
         return _Gate(self.in_lanes(probe), numbers | frozen)
@@ -301,16 +301,16 @@ class _Entry:
             return bytes(4 * self.width * self.lanes if name == "normalize" else 0)
         vector = self.of_lanes(value, path)
         if name == "add":
-            packed = _float32(vector, path)
+            packed = pack_float32(vector, path)
             with np.errstate(over="ignore"):
                 self.need_range(vector * self.number("scale", 1.0), self.path)
             return self.in_lanes(packed)
         if name == "replace":
             self.need_range(vector, path)
-            return self.in_lanes(_float32(vector, path))
+            return self.in_lanes(pack_float32(vector, path))
         rows = vector.reshape(-1, self.width)
         paths = [path] if len(rows) == 1 else [f"{path}[{i}]" for i in range(len(rows))]
-        return self.in_lanes(b"".join(map(_unit, rows, paths)))
+        return self.in_lanes(b"".join(map(pack_unit, rows, paths)))
 
     def of_lanes(self, value: Any, path: str) -> np.ndarray:
         """A vector for every lane, float64 [width], or of several one for each, flat."""
@@ -372,42 +372,3 @@ class _Entry:
         """Raise unless `values`, which are written into the stream, fit its dtype."""
         if not (np.abs(values) <= torch.finfo(self.shape.torch_dtype).max).all():
             reject(path, f"overflows {self.shape.dtype}")
-
-
-def need_keys(
-    given: Mapping[Any, Any],
-    path: str,
-    name: str,
-    needed: tuple[str, ...],
-    allowed: tuple[str, ...],
-) -> None:
-    """Raise ValueError for unknown keys of a mapping, and for needed ones that it lacks."""
-    unknown = sorted(show_key(k) for k in given.keys() - {*needed, *allowed})
-    if unknown:
-        known = ", ".join(dict.fromkeys((*needed, *allowed)))
-        reject(path, f"unknown keys {unknown[:8]}, {name} has {known}")
-    missing = [key for key in needed if key not in given]
-    if missing:
-        reject(path, f"{name} needs {missing[0]!r}")
-
-
-def _unit(direction: np.ndarray, path: str) -> bytes:
-    """A direction scaled to length 1, float32 [hidden]."""
-    largest = np.abs(direction).max()
-    if largest == 0:
-        reject(path, "is zero: it has no direction")
-    # By the largest entry first: a square may overflow, or underflow to 0.
-    scaled = direction / largest
-    norm = np.linalg.norm(scaled)
-    if abs(norm * largest - 1) > np.finfo(np.float32).eps:
-        direction = scaled / norm
-    # Else it is one that was rounded, which stays as it is: so a saved module is loaded.
-    return _float32(direction, path)
-
-
-def _float32(values: np.ndarray, path: str) -> bytes:
-    with np.errstate(over="ignore"):
-        packed = values.astype(np.float32)
-    if not np.isfinite(packed).all():
-        reject(path, "overflows float32")
-    return packed.tobytes()

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 
 from vllm.v1.interventions.focus import FocusOp, FocusProgram
+from vllm.v1.interventions.reads import AttentionRead, LensRead
 from vllm.v1.interventions.terms import Term
 
 Site = tuple[str, int]
@@ -218,71 +219,6 @@ class SteeringPlan(msgspec.Struct, frozen=True):
     terms: list[Term] = []
     focus_programs: list[FocusProgram] = []
     focus_ops: list[FocusOp] = []
-
-
-GIVES = ("mass", "peak", "top", "weights")
-"""What may be given of attention weights, in the order in which it lies in a row."""
-
-
-class AttentionRead(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """What is given of the attention weights of captured queries.
-
-    A row is float32: for each head, one after the other, what `give` says; or the sum of weights
-    over heads.
-    """
-
-    give: tuple[str, ...]
-    """Some of `GIVES`, in that order."""
-    names: tuple[str, ...]
-    """The key ranges of mass and peak."""
-    ranges: tuple[tuple[int, ...], ...]
-    """The keys of each, as `Selection.runs`."""
-    top: int
-    """How many of the largest weights: their positions, bits of int32, and then they."""
-    sum: str
-    """"" for each head's own, "heads" for the sum over heads, "all" for that over layers too, which
-    are added up where rows are read."""
-    stop: int
-    """One past the last query: how many weights there are, those of later keys zeros."""
-
-    @property
-    def widths(self) -> list[int]:
-        """How many numbers of a head each part has."""
-        ranges = len(self.ranges)
-        parts = {"mass": [ranges], "peak": [ranges], "top": [self.top] * 2, "weights": [self.stop]}
-        return [width for name in self.give for width in parts[name]]
-
-    @property
-    def form(self) -> "AttentionRead":
-        """What requests may differ in left out: which keys the ranges have, and how long they are
-        where no row depends on it."""
-        stop = self.stop if "weights" in self.give else 0
-        empty = ((),) * len(self.ranges)
-        return msgspec.structs.replace(self, names=(), ranges=empty, stop=stop)
-
-    def width(self, heads: int) -> int:
-        """How many numbers a row has."""
-        return self.stop if self.sum else heads * sum(self.widths)
-
-
-class LensRead(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """What is given of the next token's distribution, were the stream after a row the last one.
-
-    A row is float32, one part after the other: ids of the likeliest tokens (bits of int32) and
-    their log-probabilities, the log-probabilities of `tokens` and their ranks (bits of int32), and
-    the entropy in nats.
-    """
-
-    name: str
-    """A lens of `TapShape.lenses`."""
-    top_k: int
-    tokens: tuple[int, ...]
-    entropy: bool
-
-    @property
-    def widths(self) -> list[int]:
-        """How many numbers each part has."""
-        return [self.top_k] * 2 + [len(self.tokens)] * 2 + [int(self.entropy)]
 
 
 class Stream(msgspec.Struct, frozen=True):

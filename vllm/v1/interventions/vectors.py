@@ -52,7 +52,8 @@ def parse_vectors(
         for layer_key, entry in need_mapping(entries, f"{path}.{point}").items():
             entry_path = f"{path}.{point}.{show_key(layer_key)}"
             layers = need_layers(layer_key, point, entry_path, shape)
-            width = _one_width(point, layers, entry_path, shape)
+            widths = {shape.row_width((point, layer)) for layer in layers}
+            width = need_one_width(point, widths, entry_path)
             lanes = shape.lanes if point in POINTS else 1
             vector, positions = _entry(entry, entry_path, width, select, lanes)
             for layer in layers:
@@ -137,9 +138,8 @@ def need_number(value: Any, path: str) -> float:
     return float(value)
 
 
-def _one_width(point: str, layers: Sequence[int], path: str, shape: TapShape) -> int:
-    """The width of a row at a point of these layers; raises ValueError if there are several."""
-    widths = {shape.row_width((point, layer)) for layer in layers}
+def need_one_width(point: str, widths: set[int], path: str) -> int:
+    """The width of a point's rows at several layers; raises ValueError if they have several."""
     if len(widths) > 1:
         reject(
             path, f"rows of {point} have widths {sorted(widths)} at these layers, name them apart"
@@ -185,6 +185,31 @@ def need_vector(value: Any, path: str, width: int) -> np.ndarray:
 def _need_shape(given: Sequence[int], path: str, width: int) -> None:
     if list(given) != [width]:
         reject(path, f"has shape {list(given)}, the model needs [{width}]")
+
+
+def pack_unit(direction: np.ndarray, path: str) -> bytes:
+    """Scale a float64 direction [width] to length 1, as float32 bytes, native endian; raises
+    ValueError if it is zero."""
+    largest = np.abs(direction).max()
+    if largest == 0:
+        reject(path, "is zero: it has no direction")
+    # By the largest entry first: a square may overflow, or underflow to 0.
+    scaled = direction / largest
+    norm = np.linalg.norm(scaled)
+    if abs(norm * largest - 1) > np.finfo(np.float32).eps:
+        direction = scaled / norm
+    # Else it is one that was rounded, which stays as it is: so a saved module is loaded.
+    return pack_float32(direction, path)
+
+
+def pack_float32(values: np.ndarray, path: str) -> bytes:
+    """Round float64 numbers to float32, as bytes, native endian; raises ValueError for one that
+    is too large."""
+    with np.errstate(over="ignore"):
+        packed = values.astype(np.float32)
+    if not np.isfinite(packed).all():
+        reject(path, "overflows float32")
+    return packed.tobytes()
 
 
 def vector_set_of(vectors: Vectors) -> VectorSet:

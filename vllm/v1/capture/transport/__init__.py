@@ -4,5 +4,6 @@
 selected.py      which rows of a completion a selection means, and whether they came
 feed.py          from a completion's rows, as they come, to what one consumer gets
 host.py          runs one consumer in threads of its own
+completion.py    what a host does to one completion: the calls of its session
 landing.py       memory in which rows land once, and all processes of the host read them
 """

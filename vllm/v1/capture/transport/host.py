@@ -6,56 +6,27 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from functools import partial
 from itertools import islice
 from typing import Any
-
-import msgspec
 
 from vllm.logger import init_logger
 from vllm.v1.capture.consumer import (
     CaptureConsumer,
-    CaptureSession,
     ConsumerResult,
     RequestEnd,
     RequestInfo,
     RowBatch,
 )
-from vllm.v1.capture.copies import finished
 from vllm.v1.capture.registry import ConsumerSpec
 from vllm.v1.capture.results import CaptureStatus
+from vllm.v1.capture.transport.completion import Call, Completion, need_plain
 from vllm.v1.interventions.errors import describe
-from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
 logger = init_logger(__name__)
 
 SHUTDOWN_SECONDS = 30.0
 """How long consumers may take to write what is left when the engine stops."""
-
-_Call = Callable[["_Actor"], None]
-"""A call of a session, to be made by a thread."""
-
-
-@dataclass(eq=False)
-class _Actor:
-    """One completion and the calls it waits for.
-
-    All but `session`, `future` and the counts is guarded by the host's lock.
-    """
-
-    request: RequestInfo
-    calls: deque[_Call] = field(default_factory=deque)
-    scheduled: bool = False
-    """Whether it is in the queue of ready actors, or in a thread's hands."""
-    failure: str | None = None
-    end: RequestEnd | None = None
-    ended_at: float = 0.0
-    closed: bool = False
-    """Whether its result is decided."""
-    session: CaptureSession | None = None
-    future: Future[Any] | None = None
-    rows: int = 0
-    num_bytes: int = 0
 
 
 class _Worker:
@@ -63,7 +34,7 @@ class _Worker:
 
     def __init__(self, name: str, work: Callable[["_Worker"], None]) -> None:
         self.thread = threading.Thread(target=work, args=(self,), name=name, daemon=True)
-        self.actor: _Actor | None = None
+        self.actor: Completion | None = None
         self.since = 0.0
         """The time at which its present call began."""
 
@@ -96,10 +67,10 @@ class ConsumerHost:
         self._work = threading.Condition(self._lock)
         self._tick = threading.Condition(self._lock)
         self._settled = threading.Condition(self._lock)
-        self._actors: dict[str, _Actor] = {}
-        self._waiting: dict[str, _Actor] = {}
+        self._actors: dict[str, Completion] = {}
+        self._waiting: dict[str, Completion] = {}
         """The completions that have ended and have no result, in the order of their deadlines."""
-        self._ready: deque[_Actor] = deque()
+        self._ready: deque[Completion] = deque()
         self._results: deque[tuple[str, ConsumerResult]] = deque()
         self._pending = 0
         self._workers: set[_Worker] = set()
@@ -132,14 +103,14 @@ class ConsumerHost:
                 raise RuntimeError(f"capture consumer {self._spec.name!r} is shut down")
             if request.request_id in self._actors:
                 raise RuntimeError(f"request {request.request_id!r} is open already")
-            actor = self._actors[request.request_id] = _Actor(request)
+            actor = self._actors[request.request_id] = Completion(request)
             if len(self._stuck) >= self._spec.limits.threads:
                 actor.failure = (
                     f"consumer {self._spec.name!r} takes no requests: {len(self._stuck)} of its "
                     f"calls have not returned for {self._spec.limits.timeout:g} s"
                 )
             else:
-                self._call(actor, self._do_open)
+                self._call(actor, lambda actor: actor.open(self._consumer))
 
     def rows(self, request_id: str, batch: RowBatch, copies: Sequence[Future[None]] = ()) -> None:
         """Hand rows to a completion's session; they are dropped if it is not open, or has failed.
@@ -150,7 +121,7 @@ class ConsumerHost:
         with self._lock:
             actor = self._actors.get(request_id)
             if actor is not None and actor.failure is None and actor.end is None:
-                self._call(actor, lambda actor: self._do_rows(actor, batch, copies))
+                self._call(actor, lambda actor: actor.take(batch, copies))
 
     def end(self, request_id: str, end: RequestEnd, aborted: bool = False) -> None:
         """End a completion, whose rows were all handed over, and have its result made.
@@ -216,7 +187,7 @@ class ConsumerHost:
         busy = any(worker.actor is not None for worker in self._workers)
         return not (self._pending or self._ready or busy)
 
-    def _call(self, actor: _Actor, call: _Call) -> None:
+    def _call(self, actor: Completion, call: Call) -> None:
         """Have a thread make this call after the actor's earlier ones."""
         actor.calls.append(call)
         if not actor.scheduled:
@@ -224,7 +195,7 @@ class ConsumerHost:
             self._ready.append(actor)
             self._work.notify()
 
-    def _fail(self, actor: _Actor, reason: str, final: bool = False) -> None:
+    def _fail(self, actor: Completion, reason: str, final: bool = False) -> None:
         """Let a completion fail.
 
         Args:
@@ -236,14 +207,15 @@ class ConsumerHost:
             actor.failure = reason
             # What it waits for makes no difference any more, rows are let go.
             actor.calls.clear()
-            self._call(actor, lambda actor: self._do_failed(actor, reason))
+            drop = partial(actor.drop, reason)
+            self._call(actor, lambda _: self._guarded(drop, "failed()"))
         if actor.end is not None or final:
             if actor.end is None:
                 self._pending += 1
             self._close(actor, "error", actor.failure)
 
     def _close(
-        self, actor: _Actor, status: CaptureStatus, error: str | None, payload: Any = None
+        self, actor: Completion, status: CaptureStatus, error: str | None, payload: Any = None
     ) -> None:
         """Decide a completion's result. Nothing of it is kept but a call of `failed`."""
         result = ConsumerResult(
@@ -363,7 +335,7 @@ class ConsumerHost:
                         return  # it was replaced
                     self._workers.add(worker)
 
-    def _raised(self, actor: _Actor, error: BaseException) -> None:
+    def _raised(self, actor: Completion, error: BaseException) -> None:
         """Let a completion fail with what its session raised."""
         reason = describe(error)
         with self._lock:
@@ -373,58 +345,28 @@ class ConsumerHost:
             who = (self._spec.name, actor.request.request_id)
             logger.error("capture consumer %r: request %r: %s", *who, reason, exc_info=error)
 
-    def _do_open(self, actor: _Actor) -> None:
-        actor.session = self._consumer.open(actor.request)
-
-    def _do_rows(self, actor: _Actor, batch: RowBatch, copies: Sequence[Future[None]]) -> None:
-        assert actor.session is not None
-        finished(copies)
-        actor.session.rows(batch)
-        actor.rows += batch.values.shape[0] * batch.values.shape[1]
-        actor.num_bytes += batch.values.numel() * batch.values.itemsize
-
-    def _do_end(self, actor: _Actor, end: RequestEnd, aborted: bool) -> None:
-        assert actor.session is not None
-        payload = actor.session.aborted(end) if aborted else actor.session.done(end)
+    def _do_end(self, actor: Completion, end: RequestEnd, aborted: bool) -> None:
+        payload = actor.finish(end, aborted)
         if isinstance(payload, Future):
-            actor.future = payload
-            payload.add_done_callback(lambda _: self._on_future(actor))
+            payload.add_done_callback(lambda done: self._on_future(actor, end, done))
         else:
             self._finish(actor, end, payload)
 
-    def _on_future(self, actor: _Actor) -> None:
+    def _on_future(self, actor: Completion, end: RequestEnd, done: Future[Any]) -> None:
         """Have a thread take the result, which the session's future has now."""
         with self._lock:
             if not actor.closed:
-                self._call(actor, self._do_take)
+                self._call(actor, lambda actor: self._finish(actor, end, done.result()))
 
-    def _do_take(self, actor: _Actor) -> None:
-        assert actor.future is not None and actor.end is not None
-        self._finish(actor, actor.end, actor.future.result())
-
-    def _finish(self, actor: _Actor, end: RequestEnd, payload: Any) -> None:
+    def _finish(self, actor: Completion, end: RequestEnd, payload: Any) -> None:
         """Report a payload; it must be plain data where it goes to another process."""
         if not self._spec.in_frontend:
-            try:
-                msgspec.msgpack.encode(payload)
-                # What can be written may still be unreadable, and would end the frontend's stream.
-                message = ConsumerResult(self._spec.name, "ok", payload=payload)
-                MsgpackDecoder(ConsumerResult).decode(MsgpackEncoder().encode(message))
-            except Exception as error:
-                raise TypeError(f"the result is not plain data: {describe(error)}") from error
+            need_plain(payload)
         with self._lock:
             if not actor.closed:
                 actor.session = actor.future = None
                 status: CaptureStatus = "ok" if end.error is None else "partial_error"
                 self._close(actor, status, end.error, payload)
-
-    def _do_failed(self, actor: _Actor, reason: str) -> None:
-        session, future = actor.session, actor.future
-        actor.session = actor.future = None
-        if future is not None:
-            future.cancel()
-        if session is not None:
-            self._guarded(lambda: session.failed(reason), "failed()")
 
     def _guarded(self, call: Callable[[], None], what: str) -> None:
         """Make a call whose error is only logged."""

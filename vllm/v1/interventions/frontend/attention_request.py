@@ -9,8 +9,9 @@ import msgspec
 from vllm.v1.interventions.errors import need_mapping, refuse_unknown_keys, reject, show, show_key
 from vllm.v1.interventions.frontend.selectors import Prompt, Selector
 from vllm.v1.interventions.frontend.work import Unit
-from vllm.v1.interventions.plan import GIVES, AttentionRead, Selection, TapShape
+from vllm.v1.interventions.plan import Selection, TapShape
 from vllm.v1.interventions.positions import Positions
+from vllm.v1.interventions.reads import GIVES, AttentionRead
 from vllm.v1.interventions.sites import need_heads, site_order
 from vllm.v1.interventions.values import plain, plain_list
 

@@ -26,16 +26,8 @@ from vllm.v1.interventions.frontend.projections import matrices_of, matrix_diges
 from vllm.v1.interventions.frontend.rule_request import AskedRule, place_rules
 from vllm.v1.interventions.frontend.selectors import NAMED_SELECTORS, Prompt, Selector
 from vllm.v1.interventions.frontend.work import Work
-from vllm.v1.interventions.plan import (
-    MADE_OF,
-    AttentionRead,
-    CapturePlan,
-    LensRead,
-    Selection,
-    Site,
-    TapShape,
-    taps_of,
-)
+from vllm.v1.interventions.plan import MADE_OF, CapturePlan, Selection, Site, TapShape, taps_of
+from vllm.v1.interventions.reads import AttentionRead, LensRead
 from vllm.v1.interventions.sites import (
     need_captured_points,
     need_heads,

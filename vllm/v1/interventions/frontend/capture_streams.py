@@ -8,16 +8,9 @@ import msgspec
 
 from vllm.v1.capture.registry import is_inline
 from vllm.v1.interventions.errors import reject
-from vllm.v1.interventions.plan import (
-    AttentionRead,
-    LensRead,
-    Selection,
-    Site,
-    Stream,
-    TapShape,
-    taps_of,
-)
+from vllm.v1.interventions.plan import Selection, Site, Stream, TapShape, taps_of
 from vllm.v1.interventions.positions import Positions
+from vllm.v1.interventions.reads import AttentionRead, LensRead
 from vllm.v1.interventions.sites import site_order
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from vllm.v1.interventions.errors import need_mapping, reject, show
+from vllm.v1.interventions.errors import need_keys, need_mapping, reject, show
 from vllm.v1.interventions.focus import (
     FACTOR,
     FOCUS,
@@ -20,12 +20,11 @@ from vllm.v1.interventions.focus import (
     FocusProgram,
 )
 from vllm.v1.interventions.frontend.work import Unit, Work
-from vllm.v1.interventions.ops import Select, need_keys
 from vllm.v1.interventions.plan import UNSTEERED, TapShape
 from vllm.v1.interventions.positions import ALL, END, Positions
 from vllm.v1.interventions.sites import need_heads, need_layers
 from vllm.v1.interventions.values import plain
-from vllm.v1.interventions.vectors import digest_of, need_number
+from vllm.v1.interventions.vectors import Select, digest_of, need_number
 
 _POINT = "z"
 """Layers that have it have attention of their own."""

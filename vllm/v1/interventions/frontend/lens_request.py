@@ -7,8 +7,9 @@ from typing import Any
 from vllm.v1.interventions.errors import need_mapping, refuse_unknown_keys, reject, show
 from vllm.v1.interventions.frontend.selectors import Prompt
 from vllm.v1.interventions.frontend.work import Unit
-from vllm.v1.interventions.plan import LensRead, Selection, Site, TapShape
+from vllm.v1.interventions.plan import Selection, Site, TapShape
 from vllm.v1.interventions.positions import Positions
+from vllm.v1.interventions.reads import LensRead
 from vllm.v1.interventions.values import plain, plain_list
 
 MAX_TOP = 128

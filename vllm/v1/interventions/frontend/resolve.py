@@ -25,12 +25,12 @@ from vllm.v1.interventions.plan import (
     INHERIT,
     PLAN_FIELDS,
     STEERING_FIELDS,
-    AttentionRead,
     CapturePlan,
     Plan,
     TapShape,
 )
 from vllm.v1.interventions.positions import Positions
+from vllm.v1.interventions.reads import AttentionRead
 from vllm.v1.interventions.sites import need_captured_points, needs_whole_items
 from vllm.v1.serial_utils import MsgpackEncoder
 

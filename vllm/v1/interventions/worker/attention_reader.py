@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch.distributed import ProcessGroup, all_reduce
 
-from vllm.v1.interventions.plan import AttentionRead
+from vllm.v1.interventions.reads import AttentionRead
 from vllm.v1.interventions.worker.focused_weights import Focus, normalised
 from vllm.v1.interventions.worker.kv_pages import Sight
 from vllm.v1.interventions.worker.layer_reader import LayerReader, Queriers

@@ -5,7 +5,7 @@ have."""
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from vllm.v1.interventions.plan import AttentionRead
+from vllm.v1.interventions.reads import AttentionRead
 from vllm.v1.interventions.step_rows import Blocks, KeyRanges
 
 if TYPE_CHECKING:

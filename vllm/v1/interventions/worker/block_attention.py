@@ -8,7 +8,7 @@ from weakref import WeakKeyDictionary
 import torch
 
 from vllm.v1.interventions.capture_groups import CaptureGroup
-from vllm.v1.interventions.plan import AttentionRead
+from vllm.v1.interventions.reads import AttentionRead
 from vllm.v1.interventions.step_rows import Block, Blocks
 from vllm.v1.interventions.worker.attention_reader import AlikeSites, AttentionReader
 from vllm.v1.interventions.worker.layer_reader import Queriers

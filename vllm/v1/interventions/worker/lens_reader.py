@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from vllm.model_executor.models.interfaces_base import VllmModelForTextGeneration
-from vllm.v1.interventions.plan import LensRead
+from vllm.v1.interventions.reads import LensRead
 from vllm.v1.interventions.worker.lens_files import FileLens
 from vllm.v1.interventions.worker.token_map import to_device
 

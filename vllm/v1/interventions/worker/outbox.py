@@ -9,7 +9,7 @@ import torch
 
 from vllm.v1.capture.transport.landing import Landing
 from vllm.v1.interventions.capture_groups import CaptureGroup, LocalStream
-from vllm.v1.interventions.plan import LensRead
+from vllm.v1.interventions.reads import LensRead
 from vllm.v1.interventions.step_rows import Block, StepRows
 from vllm.v1.interventions.worker.block_attention import BlockAttention, Captured
 from vllm.v1.interventions.worker.lens_reader import LensReader
