@@ -47,8 +47,6 @@ REFUSED: tuple[Row, ...] = tuple(
         (F + "deepseek_v41/amd/model.py", "DeepseekV4DecoderLayer", _MULTI),
         (F + "deepseek_v41/nvidia/model.py", "DeepseekV4DecoderLayer", _MULTI),
         (F + "glm5next/common/model.py", "Glm5NextDecoderLayer", _MULTI),
-        (F + "hy_v4/amd/model.py", "HYV4DecoderLayer", _MULTI),
-        (F + "hy_v4/nvidia/model.py", "HYV4DecoderLayer", _MULTI),
         (F + "qwen4_exp/amd/model.py", "Qwen4ExpDecoderLayer", _MULTI),
         (F + "qwen4_exp/nvidia/model.py", "Qwen4ExpDecoderLayer", _MULTI),
     )
