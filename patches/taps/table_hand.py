@@ -54,7 +54,7 @@ _INKLING = (
 
 
 def _lanes_second(point: str) -> str:
-    """Return the line of a tap where the stream is [tokens, lanes, hidden]: taps take lanes first."""
+    """Return the line of a tap of a stream [tokens, lanes, hidden]: taps take lanes first."""
     swap = "transpose(0, 1)"
     return f"hidden_states = self.taps.{point}(hidden_states.{swap}).{swap}"
 

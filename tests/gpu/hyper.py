@@ -252,9 +252,9 @@ def checks(llm: Any, plain: Plain, stock: bool, limit: float) -> Iterator[tuple[
     told = runner.complete(llm, [(p, {}) for p in prompts])
     errors, moved = [], []
     for done in told:
-        got, want = runner.log_probs_of(done), plain.run(done.token_ids)[1]
-        errors.append(worst(got, want))
-        moved.append(float((got.roll(1, 0) - want).norm() / want.norm()))
+        said, wanted = runner.log_probs_of(done), plain.run(done.token_ids)[1]
+        errors.append(worst(said, wanted))
+        moved.append(float((said.roll(1, 0) - wanted).norm() / wanted.norm()))
     yield "log-probabilities", within(max(errors), limit, min(moved))
     if stock:
         return
@@ -286,16 +286,16 @@ def checks(llm: Any, plain: Plain, stock: bool, limit: float) -> Iterator[tuple[
     cases = [(prompts[i % 3], given) for i, (given, *_) in enumerate(asked.values())]
     wrote = runner.complete(llm, cases)
     seen = read(cases)
-    for (name, (_, site, change, other)), steered, rows in zip(
+    for (name, (_, site, change, other)), steered, captured in zip(
         asked.items(), wrote, seen, strict=True
     ):
-        want, log_probs = plain.run(steered.token_ids, {site: change})
+        _, log_probs = plain.run(steered.token_ids, {site: change})
         _, not_this = plain.run(steered.token_ids, {site: other})
         _, unsteered = plain.run(steered.token_ids)
         error = worst(runner.log_probs_of(steered), log_probs)
         least = min(float((x - log_probs).norm() / log_probs.norm()) for x in (not_this, unsteered))
-        by_rows = plain.run(rows.token_ids, {site: change})[0]
-        read_error = max(worst(rows.rows[s], r) for s, r in by_rows.items())
+        by_rows = plain.run(captured.token_ids, {site: change})[0]
+        read_error = max(worst(captured.rows[s], r) for s, r in by_rows.items())
         yield f"steered: {name}", within(max(error, read_error), 2 * limit, least, 0.03)
 
     neighbours = [(prompts[0], {}), *cases[:6]]
@@ -359,18 +359,21 @@ def main() -> int:
         command = [sys.executable, "-m", "tests.gpu.hyper", "--device", options.device]
         running = {}
         for name in options.only:
-            log = Path(folder, name.replace(" ", "-") + ".log").open("w+")
-            running[name] = log, subprocess.Popen(
-                [*command, "--folder", folder, "--mode", name], stdout=log, stderr=log
-            )
+            log = Path(folder, name.replace(" ", "-") + ".log")
+            with log.open("w") as out:
+                running[name] = (
+                    log,
+                    subprocess.Popen(
+                        [*command, "--folder", folder, "--mode", name], stdout=out, stderr=out
+                    ),
+                )
         for name, (log, process) in running.items():
             try:
                 status: int | str = process.wait(options.timeout)
             except subprocess.TimeoutExpired:
                 process.kill()
                 status = f"took more than {options.timeout:g} s"
-            log.seek(0)
-            lines = log.read().splitlines()
+            lines = log.read_text().splitlines()
             print(*(line for line in lines if line.startswith('{"mode"')), sep="\n")
             if status:
                 failed.append(name)

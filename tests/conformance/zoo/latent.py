@@ -60,7 +60,6 @@ def _pairs_of_halves(point: str, rows: torch.Tensor) -> torch.Tensor:
     return torch.cat([plain, rotated.unflatten(-1, (2, -1)).mT.flatten(-2)], dim=-1)
 
 
-
 HC_LANES = 3
 _NO_SINK = -1e4
 """Of a sink's logit: nothing of the attention goes there."""
@@ -156,7 +155,9 @@ LATENT = (
         "hy_v4",
         "HYV4ForCausalLM",
         lambda: transformers.HYV4Config(
-            **_SIZES, **_MLA, **_ROUTED | {"n_group": 1},
+            **_SIZES,
+            **_MLA,
+            **_ROUTED | {"n_group": 1},
             mlp_layer_types=["dense"] + ["sparse"] * (LAYERS - 1),
             index_head_dim=64,
             index_n_heads=2,
@@ -166,9 +167,7 @@ LATENT = (
             rms_norm_eps=1e-6,
         ),
         # What mixes the lanes for the MLP reads the stream, and the skip adds it again.
-        Adapter(
-            "model.layers", (), second_norm="ffn_hc", lanes=HC_LANES, lanes_second=True
-        ),
+        Adapter("model.layers", (), second_norm="ffn_hc", lanes=HC_LANES, lanes_second=True),
         adjust=_no_sinks,
         checkpoint=_dense_attention,
         config_json={
@@ -181,7 +180,7 @@ LATENT = (
         },
         engine=_ENGINE,
         heads=_pairs_of_halves,
-        note=f"a stream of {HC_LANES} lanes (hyper-connections); without sparse attention and sinks, "
-        "whose kernels are for GPUs alone; " + _ROTARY + _ORDER,
+        note=f"a stream of {HC_LANES} lanes (hyper-connections); without sparse attention "
+        "and sinks, whose kernels are for GPUs alone; " + _ROTARY + _ORDER,
     ),
 )
