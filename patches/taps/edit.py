@@ -46,15 +46,16 @@ def row_class(module: cst.Module, row: Row) -> cst.ClassDef:
 
 
 def find_forward(cls: cst.ClassDef, row: Row) -> cst.FunctionDef:
-    """Return the plain, undecorated forward() in the class body; raises TapsError without one."""
+    """Return the plain, undecorated forward() in the class body, or the method of the row that has
+    the block's code; raises TapsError without one."""
     found = [
-        n for n in cls.body.body if isinstance(n, cst.FunctionDef) and n.name.value == "forward"
+        n for n in cls.body.body if isinstance(n, cst.FunctionDef) and n.name.value == row.method
     ]
     if len(found) != 1 or found[0].decorators or found[0].asynchronous:
         raise TapsError(
             row.file,
             row.cls,
-            "one undecorated forward() in the class body",
+            f"one undecorated {row.method}() in the class body",
             f"{len(found)} (or a decorated one)",
             REMEDY_SHAPE,
         )

@@ -75,7 +75,8 @@ class Row:
     the two branches, as written after `self.`. `functions`: what else a branch passes through
     (reductions over ranks, say): all must occur, and nothing undeclared may.
     `stream`, `residual`, `skip`: names of variables in forward(). `assume`: tests (source text)
-    that must be false for the wiring to be right: `self.<attribute>`, or FLOAT16. They go into the
+    that must be false for the wiring to be right: `self.<attribute>`, `not self.<attribute>`, or
+    FLOAT16. They go into the
     class attribute, and the binder refuses a layer for which one is true.
     `given`: (attribute, definition in `__init__`) that tests depend on, with `self.config` for
     `config`. `inline`: methods and sublayers, as written after `self.`, whose code belongs to the
@@ -83,9 +84,10 @@ class Row:
     (callee, norm) of NORMED, after `self.`. `lines`, `digest`: of HAND, (before or after, text of
     the statement, line), and hand.py's digest of upstream's class. `allow`: see Allow.
     `loops`: of a class whose layers run several times a token, the parameter of forward() that says
-    which time, and what holds the attention of each, after `self.`. `lanes`: of LANES, the
-    attribute that says how many there are, after `self.`. `parent`: "file:Class", for INHERITED.
-    `reason`: for EXCLUDED and REFUSED.
+    which time, and what holds the attention of each, after `self.`. `lanes`: of LANES and HAND, the
+    attribute that says how many there are, after `self.`. `method`: of HAND, the method that has
+    the block's code, if forward() only calls it. `parent`: "file:Class", for INHERITED. `reason`:
+    for EXCLUDED and REFUSED.
     """
 
     file: str
@@ -111,6 +113,7 @@ class Row:
     allow: frozenset[Allow] = frozenset()
     loops: tuple[str, str] = ("", "")
     lanes: str = ""
+    method: str = "forward"
     parent: str = ""
     reason: str = ""
 
@@ -120,7 +123,9 @@ class Row:
         if self.idiom in (Idiom.EXCLUDED, Idiom.REFUSED, Idiom.INHERITED):
             return ()
         if self.idiom is Idiom.HAND:
-            return tuple(p for p in ALL_POINTS if any(f".{p}." in line for *_, line in self.lines))
+            return tuple(
+                p for p in ALL_POINTS if any(f"taps.{p}" in line for *_, line in self.lines)
+            )
         whole = self.idiom is Idiom.FUSED and Allow.UNTAPPED_SUM in self.allow
         if whole or self.idiom in (Idiom.PARALLEL, Idiom.FUSED_SINGLE, Idiom.LANES):
             return ("pre_attn", "post_block")
@@ -135,8 +140,8 @@ class Row:
 
     @property
     def unless(self) -> tuple[str, ...]:
-        """The tests of `assume` as the binder knows them: attributes of the layer, or "float16"."""
-        return tuple("float16" if a == FLOAT16 else a.removeprefix("self.") for a in self.assume)
+        """The tests of `assume` for the binder: "<attribute>", "not <attribute>" or "float16"."""
+        return tuple("float16" if a == FLOAT16 else a.replace("self.", "") for a in self.assume)
 
     @property
     def key(self) -> str:

@@ -52,6 +52,13 @@ _INKLING = (
     _renorm("post_attn", "mlp_in", "self.mlp_norm"),
 )
 
+
+def _lanes_second(point: str) -> str:
+    """Return the line of a tap of a stream [tokens, lanes, hidden]: taps take lanes first."""
+    swap = "transpose(0, 1)"
+    return f"hidden_states = self.taps.{point}(hidden_states.{swap}).{swap}"
+
+
 HAND: tuple[Row, ...] = (
     Row(
         V + "deepseek_v32/amd/model.py",
@@ -110,5 +117,24 @@ HAND: tuple[Row, ...] = (
             digest=digest,
         )
         for vendor, digest in (("amd", "3295b0b186ad9c55"), ("nvidia", "4ff021c2661c542a"))
+    ),
+    *(
+        # `prepare_input` makes the first block's lanes of its one input. The proof knows no block
+        # that adds a branch to each lane by another factor.
+        Row(
+            V + f"hy_v4/{vendor}/model.py",
+            "HYV4DecoderLayer",
+            Idiom.HAND,
+            assume=("not self.enable_ihc",),
+            method="_forward_ihc",
+            lanes="config.hc_mult",
+            lines=(
+                ("after", "self.hc_attn_layer.prepare_input", _lanes_second("pre_attn")),
+                ("after", "self.hc_mlp_layer.prepare_input", _lanes_second("post_attn")),
+                ("before", "return hidden_states, None", _lanes_second("post_block")),
+            ),
+            digest="18ed7ea9a0b3f401",
+        )
+        for vendor in ("amd", "nvidia")
     ),
 )

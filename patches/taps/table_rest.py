@@ -29,8 +29,11 @@ INHERITED += (
     ),
 )
 
-_MULTI = "several streams (hyper-connections): not wired before a GPU has proved it"
-_AMX = "several streams (hyper-connections), and kernels that need a CPU with AMX: never proved"
+_HC = "several streams (hyper-connections): "
+_TILELANG = _HC + "not wired before a GPU with TileLang and DeepGEMM has proved it"
+_CUTE = _HC + "not wired before a GPU with CuTe DSL has proved it"
+_OTHER = _HC + "not wired, as nobody could run it on this hardware"
+_AMX = _HC + "kernels that need a CPU with AMX, never proved"
 
 REFUSED: tuple[Row, ...] = tuple(
     Row(file, cls, Idiom.REFUSED, reason=reason)
@@ -40,16 +43,14 @@ REFUSED: tuple[Row, ...] = tuple(
             "EmbeddingGemma2DecoderLayer",
             "pooling model, nested sums in one expression",
         ),
-        (F + "deepseek_v4/amd/model.py", "DeepseekV4DecoderLayer", _MULTI),
+        (F + "deepseek_v4/amd/model.py", "DeepseekV4DecoderLayer", _OTHER),
         (F + "deepseek_v4/cpu/model.py", "DeepseekV4DecoderLayer", _AMX),
-        (F + "deepseek_v4/nvidia/model.py", "DeepseekV4DecoderLayer", _MULTI),
-        (F + "deepseek_v4/xpu/model.py", "DeepseekV4DecoderLayer", _MULTI),
-        (F + "deepseek_v41/amd/model.py", "DeepseekV4DecoderLayer", _MULTI),
-        (F + "deepseek_v41/nvidia/model.py", "DeepseekV4DecoderLayer", _MULTI),
-        (F + "glm5next/common/model.py", "Glm5NextDecoderLayer", _MULTI),
-        (F + "hy_v4/amd/model.py", "HYV4DecoderLayer", _MULTI),
-        (F + "hy_v4/nvidia/model.py", "HYV4DecoderLayer", _MULTI),
-        (F + "qwen4_exp/amd/model.py", "Qwen4ExpDecoderLayer", _MULTI),
-        (F + "qwen4_exp/nvidia/model.py", "Qwen4ExpDecoderLayer", _MULTI),
+        (F + "deepseek_v4/nvidia/model.py", "DeepseekV4DecoderLayer", _TILELANG),
+        (F + "deepseek_v4/xpu/model.py", "DeepseekV4DecoderLayer", _OTHER),
+        (F + "deepseek_v41/amd/model.py", "DeepseekV4DecoderLayer", _OTHER),
+        (F + "deepseek_v41/nvidia/model.py", "DeepseekV4DecoderLayer", _TILELANG),
+        (F + "glm5next/common/model.py", "Glm5NextDecoderLayer", _TILELANG),
+        (F + "qwen4_exp/amd/model.py", "Qwen4ExpDecoderLayer", _OTHER),
+        (F + "qwen4_exp/nvidia/model.py", "Qwen4ExpDecoderLayer", _CUTE),
     )
 )

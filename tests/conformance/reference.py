@@ -53,6 +53,8 @@ class Adapter:
     lanes: int = 1
     """How many lanes the stream has: blocks then take and return [lanes, 1, n, hidden], and rows
     and deltas here are [n, lanes * hidden], one lane after the other."""
+    lanes_second: bool = False
+    """Whether blocks take and return [1, n, lanes, hidden] instead."""
 
     @property
     def points(self) -> tuple[str, ...]:
@@ -94,8 +96,10 @@ class _Hooks:
         others: dict[Site, torch.Tensor],
         counted: Iterator[int] | None = None,
         lanes: int = 1,
+        lanes_second: bool = False,
     ) -> None:
         self.lanes = lanes
+        self.lanes_second = lanes_second
         self.others = others
         self.layer = layer
         self.counted = counted
@@ -138,11 +142,11 @@ class _Hooks:
     def after_block(self, _block: nn.Module, _args: tuple[Any, ...], output: Hooked) -> Hooked:
         stream = _first(output)
         if self.skipped is not None:
-            stream = stream + self.skipped
+            stream = stream + self.skipped.reshape(stream.shape)
         stream = self._steer("post_block", stream)
         self._record("post_block", stream)
         pre, post = (self.rows.get((point, self.layer)) for point in ("pre_attn", "post_attn"))
-        if pre is not None and post is not None:
+        if pre is not None and post is not None and self.lanes == 1:
             self.others.setdefault(("attn_out", self.layer), post - pre)
             self.others["mlp_out", self.layer] = stream[0] - post
         return _replace_first(output, stream)
@@ -152,11 +156,13 @@ class _Hooks:
         if delta is None:
             return value
         if self.lanes > 1:
-            delta = delta.unflatten(1, (self.lanes, -1)).transpose(0, 1)[:, None]
+            delta = delta.unflatten(1, (self.lanes, -1))
+            delta = delta[None] if self.lanes_second else delta.transpose(0, 1)[:, None]
         return value + scale * delta
 
     def _record(self, point: str, value: torch.Tensor) -> None:
-        row = value[:, 0].transpose(0, 1).flatten(1) if self.lanes > 1 else value[0]
+        row = value[0] if self.lanes == 1 or self.lanes_second else value[:, 0].transpose(0, 1)
+        row = row.flatten(1)
         self.rows[(point, self.layer)] = row.detach().clone()
 
 
@@ -203,8 +209,9 @@ def run(
         counted = itertools.count() if adapter.loops else None
         heads = stack.enter_context(recorded(model, blocks, deltas))
         sites |= {site for site in deltas if site[0] == "z"}
+        in_lanes = adapter.lanes, adapter.lanes_second
         for layer, block in enumerate(blocks):
-            hooks = _Hooks(layer, multiplier, deltas, rows, others, counted, adapter.lanes)
+            hooks = _Hooks(layer, multiplier, deltas, rows, others, counted, *in_lanes)
             sites |= {("pre_attn", layer), ("post_block", layer)}
             handles = [
                 block.register_forward_pre_hook(hooks.before_block, with_kwargs=True),

@@ -21,7 +21,6 @@ ABSENT: dict[str, str] = {
     "Glm5NextForCausalLM": _CUDA_ONLY,
     "GlmMoeDsaForCausalLM": _CUDA_ONLY,
     "HCXVisionV2ForCausalLM": _NOT_THERE,
-    "HYV4ForCausalLM": _CUDA_ONLY,
     "InklingForCausalLM": _CUDA_ONLY,
     "InklingForConditionalGeneration": _CUDA_ONLY,
     "K2HorizonForCausalLM": _NOT_THERE,

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import torch
@@ -57,6 +58,38 @@ def _pairs_of_halves(point: str, rows: torch.Tensor) -> torch.Tensor:
         return rows
     plain, rotated = rows.split([_MLA["qk_nope_head_dim"], _MLA["qk_rope_head_dim"]], dim=-1)
     return torch.cat([plain, rotated.unflatten(-1, (2, -1)).mT.flatten(-2)], dim=-1)
+
+
+HC_LANES = 3
+_NO_SINK = -1e4
+"""Of a sink's logit: nothing of the attention goes there."""
+
+
+def _no_sinks(model: torch.nn.Module) -> None:
+    for name, parameter in model.named_parameters():
+        if name.endswith(".sinks"):
+            torch.nn.init.constant_(parameter, _NO_SINK)
+
+
+def _dense_attention(tensors: Tensors, config: PretrainedConfig) -> Tensors:
+    """Without what only sparse attention has; by the names that upstream reads, some of which
+    transformers turns round as it saves; and what is rotated in pairs, which upstream takes and
+    transformers has in halves."""
+    kept = {
+        re.sub(r"(mlp.*)\.linear_gate", r"\1.gate_proj",
+            re.sub(r"\.hc_pre\.(hc_(?:attn|mlp)_layer)", r".\1.hc_pre", k)
+        ).replace(".hc_pre.hc_head.", ".hc_head."): v
+        for k, v in tensors.items()
+        if ".indexer." not in k and "sink" not in k
+    }  # fmt: skip
+    rope = config.qk_rope_head_dim
+    order = torch.arange(rope).view(2, -1).T.flatten()
+    for name, weight in kept.items():
+        if ".q_b_proj." in name or ".kv_a_proj_with_mqa." in name:
+            width = config.qk_head_dim if ".q_b_proj." in name else weight.shape[0]
+            plain, rotated = weight.unflatten(0, (-1, width)).split([width - rope, rope], dim=1)
+            kept[name] = torch.cat([plain, rotated[:, order]], dim=1).flatten(0, 1)
+    return kept
 
 
 _ORDER = "; q is in pairs there, in halves in transformers"
@@ -117,5 +150,37 @@ LATENT = (
         engine=_ENGINE,
         heads=_pairs_of_halves,
         note=_ROTARY + _ORDER,
+    ),
+    TinyModel(
+        "hy_v4",
+        "HYV4ForCausalLM",
+        lambda: transformers.HYV4Config(
+            **_SIZES,
+            **_MLA,
+            **_ROUTED | {"n_group": 1},
+            mlp_layer_types=["dense"] + ["sparse"] * (LAYERS - 1),
+            index_head_dim=64,
+            index_n_heads=2,
+            hc_mult=HC_LANES,
+            hc_magnitude=1.6,
+            hc_eps=0.01,
+            rms_norm_eps=1e-6,
+        ),
+        # What mixes the lanes for the MLP reads the stream, and the skip adds it again.
+        Adapter("model.layers", (), second_norm="ffn_hc", lanes=HC_LANES, lanes_second=True),
+        adjust=_no_sinks,
+        checkpoint=_dense_attention,
+        config_json={
+            "layer_types": ["full_attention"] * LAYERS,
+            "learnable_sink": False,
+            "gated_mla": True,
+            "gating_type": "elementwise",
+            "enable_ihc": True,
+            "num_nextn_predict_layers": 0,
+        },
+        engine=_ENGINE,
+        heads=_pairs_of_halves,
+        note=f"a stream of {HC_LANES} lanes (hyper-connections); without sparse attention "
+        "and sinks, whose kernels are for GPUs alone; " + _ROTARY + _ORDER,
     ),
 )

@@ -64,8 +64,8 @@ class UnboundTaps:
 
     Args:
         points: the points this class's `forward` calls, a subset of `POINTS`.
-        unless: what the wiring assumes away: attributes of the layer that must be false, and
-            "float16", the model's dtype.
+        unless: what the wiring assumes away: attributes of the layer that must be false, or true
+            after "not ", and "float16", the model's dtype.
         loops: of layers that run several times for a token, the submodule whose children are the
             attention of each execution, named as `at` is called; empty for all others.
         lanes: of layers whose stream has several lanes, the attribute that says how many; empty for

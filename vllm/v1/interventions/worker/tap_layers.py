@@ -174,7 +174,9 @@ def refuse_layers(layers: Mapping[int, nn.Module], dtype: torch.dtype) -> None:
         taps = unbound_taps(layer)
         reasons = [taps.refused] if taps.refused else []
         for what in taps.unless:
-            if dtype == torch.float16 if what == "float16" else bool(getattr(layer, what)):
+            wanted, name = what.startswith("not "), what.removeprefix("not ")
+            on = dtype == torch.float16 if what == "float16" else bool(getattr(layer, name))
+            if on != wanted:
                 reasons.append(f"its rows are not the whole stream in its own units with {what}")
         if reasons:
             raise ValueError(
