@@ -33,7 +33,11 @@ from patches.taps.rows import DEFERRED, Idiom, NormCall, Row, Second
 from patches.taps.source import Source, method
 
 TOKENS, WIDTH, LANES = 3, 8, 4
-PAIRS = DEFERRED | {Idiom.HAND}
+
+
+def _carries_pair(row: Row) -> bool:
+    """Whether the stream is two tensors: no class of several lanes has them so."""
+    return row.idiom in DEFERRED or (row.idiom is Idiom.HAND and not row.lanes)
 
 
 @dataclass
@@ -191,7 +195,7 @@ class Subject:
         self.row, self.settings = row, dict(settings)
         self.later_only = self.settings.pop("later_only", False)
         cls = source.cls(row.cls)
-        self.function, forward = self.compiled(source, cls, "forward")
+        self.function, forward = self.compiled(source, cls, row.method)
         self.pairs = {
             ast.unparse(n.value.func).removeprefix("self.")
             for n in ast.walk(forward)
@@ -271,20 +275,23 @@ class Subject:
         if row.loops[0]:  # the taps of the second time, and no others
             params[row.loops[0]] = 1
             block.put("taps", _Looped({1: block.taps}))
-        params[row.stream] = x.clone()
+        turned = row.lanes and row.idiom is Idiom.HAND
+        params[row.stream] = x.transpose(0, 1).clone() if turned else x.clone()
         if "attn_in" in params and r is None:  # the model may norm the first block's input itself
             params["attn_in"] = Norm(row.norms[0], row.norm_call).normed(x)
         if row.residual == "pending":
             params |= {"defer_mlp_add": True, "pending": None if r is None else (r, _sconv)}
         elif row.residual in params:
             junk = torch.full_like(x, torch.nan)  # a stale argument that nobody may read
-            fused = row.idiom in PAIRS
-            params[row.residual] = (None if r is None else r.clone()) if fused else junk
+            pair = _carries_pair(row)
+            params[row.residual] = (None if r is None else r.clone()) if pair else junk
         out = self.function(block, **params)
         if row.residual == "pending":
             return out[0] + _sconv(out[1][0]), log
-        if row.idiom in PAIRS:
+        if _carries_pair(row):
             return out[0] + out[-1], log
+        if row.idiom is Idiom.HAND:  # lanes, which its taps have first
+            return out[0].transpose(0, 1), log
         return out if row.second is Second.ABSENT else out[0], log
 
 
@@ -310,17 +317,27 @@ def _correct(predictions: torch.Tensor, activated: torch.Tensor) -> torch.Tensor
     return predictions + innovation * _weight("correct")[0, :LANES, None, None]
 
 
+def _reduced(lanes: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Hyper-connections' `pre`, without what its gates depend on: [tokens, lanes, width] in."""
+    gates = _weight("gates")[0, :LANES]
+    return torch.einsum("tlw,l->tw", lanes, gates), 1 + gates, lanes
+
+
+def _scattered(out: torch.Tensor, lanes: torch.Tensor, gates: torch.Tensor) -> torch.Tensor:
+    return lanes + gates[:, None] * out[:, None]
+
+
 def check(row: Row, before: Source, after: Source, settings: Mapping[str, Any]) -> None:
     """AssertionError when the wired class breaks the contract under these settings."""
     upstream, wired = Subject(row, before, settings), Subject(row, after, settings)
     generator = torch.Generator().manual_seed(0)
 
-    size = (LANES, TOKENS, WIDTH) if row.idiom is Idiom.LANES else (TOKENS, WIDTH)
+    size = (LANES, TOKENS, WIDTH) if row.lanes else (TOKENS, WIDTH)
 
     def rows() -> torch.Tensor:
         return torch.randn(size, generator=generator, dtype=torch.float64)
 
-    later = row.idiom in PAIRS
+    later = _carries_pair(row)
     starts = [(rows(), rows())] if later else []
     for r1, r2 in starts if wired.later_only else [(None, None), *starts]:
         x1, x2 = rows(), rows()
@@ -467,6 +484,17 @@ SETTINGS: dict[str, list[dict[str, Any]]] = {
     "GraniteMoeHybridAttentionDecoderLayer": _HYBRID,
     "GraniteMoeHybridMambaDecoderLayer": _HYBRID,
     "GraniteMoeSharedDecoderLayer": [_MULTIPLIER, _MULTIPLIER | {"shared_mlp": None}],
+    "HYV4DecoderLayer": [
+        {
+            f"{half}.{name}": do
+            for half in ("hc_attn_layer", "hc_mlp_layer")
+            for name, do in (
+                ("prepare_input", lambda x: x),
+                ("pre", _reduced),
+                ("post", _scattered),
+            )
+        }
+    ],
     "HyperCLOVAXDecoderLayer": [_MULTIPLIER | {"use_post_norm": v} for v in (False, True)],
     "DeepseekV32DecoderLayer": [{"use_sequence_parallel": False}],
     "InklingDecoderLayer": [{"attn_sconv": _sconv, "mlp_sconv": _sconv}],
