@@ -378,7 +378,7 @@ def main() -> int:
             if status:
                 failed.append(name)
                 print(f"== {name} FAILED ({status}); the end of its log:")
-                print(*lines[-80:], sep="\n")
+                print(*[x for x in lines if not x.startswith('{"mode"')][-80:], sep="\n")
     print("FAILED: " + ", ".join(failed) if failed else "all ok")
     return 1 if failed else 0
 

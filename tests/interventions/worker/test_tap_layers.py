@@ -37,6 +37,12 @@ class Scaled(nn.Module):
         return x
 
 
+class Switched(Scaled):
+    """A layer whose wiring takes one thing to be on."""
+
+    taps = UnboundTaps("pre_attn", unless=("not splits_rows",))
+
+
 class Several(nn.Module):
     """A layer of a class that is refused."""
 
@@ -73,6 +79,7 @@ def test_layers_within_the_assumptions_pass() -> None:
     layers = model_of(Scaled(), Scaled())
     assert set(layers) == {0, 1}
     refuse_layers(layers, torch.bfloat16)
+    refuse_layers(model_of(Switched(True)), torch.bfloat16)
 
 
 def test_a_wired_block_inside_another_is_a_part_of_it() -> None:
@@ -144,6 +151,7 @@ def test_executions_of_one_number_are_refused() -> None:
     [
         ((Scaled(),), torch.float16, "Scaled .* with float16"),
         ((Scaled(), Scaled(splits_rows=True)), torch.bfloat16, "Scaled .* with splits_rows"),
+        ((Switched(True), Switched()), torch.bfloat16, "Switched .* with not splits_rows"),
         ((Several(),), torch.bfloat16, "Several .* several streams"),
     ],
 )
