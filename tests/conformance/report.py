@@ -90,7 +90,9 @@ def render(results: list[Result], rows: tuple[Row, ...] = ROWS) -> str:
     for result in results:
         if result.architecture not in verified:
             failures = "; ".join(result.failures())[:160].replace("|", "/")
-            open_reasons[result.architecture] = f"{result.where}: {failures or 'rewired since'}"
+            said = f"{result.where}: {failures or 'rewired since'}"
+            note = MODELS[result.name].note
+            open_reasons[result.architecture] = f"{said}. {note}" if note else said
     for architecture, why in sorted(open_reasons.items()):
         if architecture not in verified:
             lines.append(f"| {architecture} | {why} |")
