@@ -50,14 +50,15 @@ OPS = [
     FocusOp(FACTOR, 0.0, {LAYER: ()}, [0, 99]),
     FocusOp(FACTOR, 1e30, {LAYER: ()}, [4, 5]),
     FocusOp(FACTOR, 50.0, {LAYER + 1: ()}, [4, 5]),
+    FocusOp(FACTOR, 3.0, {LAYER: ()}, [0, 99]),
 ]
-PROGRAMS = [[0, 1, 2], [3], [4], [5], [6], [7], [0, 7]]
+PROGRAMS = [[0, 1, 2], [3], [4], [5], [6], [7], [0, 7], [8]]
 LENGTHS = [23, 70, 41, 9]
 """Of four requests."""
 NEW = [1, 1, 38, 9]
 """Tokens of each in the step, the last ones."""
-FIRSTS = [[0], [0], [0, 20, 30, 36], [0, 5]]
-USED = [(1,), (2,), (5, 4, 3, 7), (0, 6)]
+FIRSTS = [[0], [0], [0, 20, 30, 36], [0, 4, 7]]
+USED = [(1,), (2,), (5, 4, 3, 7), (0, 6, 8)]
 """The programs of each, of its segments; 0 for none, 1 the first of PROGRAMS."""
 
 

@@ -200,6 +200,18 @@ if HAS_TRITON:
             made = tl.zeros([ROWS, WIDTH_V], tl.float32)
             least = tl.full([ROWS], float("inf"), tl.float32)
             most = tl.full([ROWS], float("-inf"), tl.float32)
+            if LSE:
+                # Keys that a row sees and this does not have a bias of 0.
+                oldest = tl.zeros([ROWS], tl.int32)
+                if window > 0:
+                    oldest = tl.maximum(oldest, at - window + 1)
+                if chunk > 0:
+                    oldest = tl.maximum(oldest, at // chunk * chunk)
+                outside = oldest < tl.load(forms + program * 5 + 2)
+                outside = outside | (at >= tl.load(forms + program * 5 + 3))
+                outside = outside & (gains == 1)
+                least = tl.where(outside, 0.0, least)
+                most = tl.where(outside, 0.0, most)
             for start in range(begin, end, KEYS):
                 key = start + tl.arange(0, KEYS)
                 inside = key < end
@@ -295,6 +307,9 @@ if HAS_TRITON:
         inside = split < splits
         slot = ((token - first).to(tl.int64) * heads + head) * 2 * splits
         out = output + token.to(tl.int64) * out_stride + head * out_head_stride + column
+        gains = 0
+        if LSE:
+            gains = tl.load(forms + program * 5 + 4)
         # The sum over the rest, or over all keys: `rest` and `made` times exp(rest_top).
         stat = stats + (slot + split) * 4
         tops = tl.load(stat, mask=inside, other=float("-inf"))
@@ -307,12 +322,13 @@ if HAS_TRITON:
         rest = tl.sum(tl.load(stat + 1, mask=inside, other=0.0) * tl.exp(tops - shift), axis=0)
         rest += tl.exp(sink - shift)
         made = tl.zeros([WIDTH_V], tl.float32)
-        for i in range(0, splits):
+        for i in range(0, tl.where(gains == 1, 0, splits)):
             fade = tl.exp(tl.load(stats + (slot + i) * 4) - shift)
             part = sums + (slot + i) * width_v + column
             made += fade * tl.load(part, mask=here, other=0.0)
-        least = tl.min(tl.load(stat + 2, mask=inside, other=float("inf")), axis=0)
-        most = tl.max(tl.load(stat + 3, mask=inside, other=float("-inf")), axis=0)
+        biases = stat + tl.where(gains == 1, splits * 4, 0)
+        least = tl.min(tl.load(biases + 2, mask=inside, other=float("inf")), axis=0)
+        most = tl.max(tl.load(biases + 3, mask=inside, other=float("-inf")), axis=0)
         # That over the span, likewise.
         stat += splits * 4
         tops = tl.load(stat, mask=inside, other=float("-inf"))
@@ -324,20 +340,16 @@ if HAS_TRITON:
             fade = tl.exp(tl.load(stats + (slot + splits + i) * 4) - below)
             part = sums + (slot + splits + i) * width_v + column
             spanned += fade * tl.load(part, mask=here, other=0.0)
-        gains = 0
-        if LSE:
-            gains = tl.load(forms + program * 5 + 4)
-            if gains == 1:
-                shift = tl.load(lse + head * lse_stride + token)
-                rest = 1.0
-                made = tl.load(out, mask=here, other=0.0).to(tl.float32)
+        if gains == 1:
+            shift = tl.load(lse + head * lse_stride + token)
+            rest = 1.0
+            made = tl.load(out, mask=here, other=0.0).to(tl.float32)
         if rule < 2:
             # The same bias on all keys changes nothing but what the sink gets.
             written = tl.where(most > least, width_v, 0)
             if SINKS:
                 written = tl.where(most != 0, width_v, written)
             if gains == 1:
-                written = tl.where(span > 0, width_v, 0)
                 top = tl.maximum(shift, below)
                 made = made * tl.exp(shift - top) + spanned * tl.exp(below - top)
                 rest = tl.exp(shift - top) + span * tl.exp(below - top)
