@@ -60,9 +60,9 @@ def of_another_request(
 _attend = FocusedAttention.attend
 
 
-def a_key_too_few(self: FocusedAttention, query: torch.Tensor, output: torch.Tensor) -> None:
+def a_key_too_few(self: FocusedAttention, *rows: torch.Tensor | None) -> None:
     self._tokens.positions -= 1
-    _attend(self, query, output)
+    _attend(self, *rows)  # type: ignore[arg-type]
     self._tokens.positions += 1
 
 
