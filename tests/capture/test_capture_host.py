@@ -363,7 +363,7 @@ def test_nothing_is_kept_of_a_finished_completion(caplog: pytest.LogCaptureFixtu
     assert [each() for each in alive if each() is not None] == []
 
 
-KEEPERS = ("_actors", "_waiting", "_ready", "_results", "_stuck")
+KEEPERS = ("_completions", "_waiting", "_ready", "_results", "_stuck")
 
 
 def test_rows_that_were_taken_are_let_go_while_the_session_goes_on() -> None:

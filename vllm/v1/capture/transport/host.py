@@ -34,7 +34,7 @@ class _Worker:
 
     def __init__(self, name: str, work: Callable[["_Worker"], None]) -> None:
         self.thread = threading.Thread(target=work, args=(self,), name=name, daemon=True)
-        self.actor: Completion | None = None
+        self.completion: Completion | None = None
         self.since = 0.0
         """The time at which its present call began."""
 
@@ -67,7 +67,7 @@ class ConsumerHost:
         self._work = threading.Condition(self._lock)
         self._tick = threading.Condition(self._lock)
         self._settled = threading.Condition(self._lock)
-        self._actors: dict[str, Completion] = {}
+        self._completions: dict[str, Completion] = {}
         self._waiting: dict[str, Completion] = {}
         """The completions that have ended and have no result, in the order of their deadlines."""
         self._ready: deque[Completion] = deque()
@@ -101,16 +101,16 @@ class ConsumerHost:
         with self._lock:
             if self._closing:
                 raise RuntimeError(f"capture consumer {self._spec.name!r} is shut down")
-            if request.request_id in self._actors:
+            if request.request_id in self._completions:
                 raise RuntimeError(f"request {request.request_id!r} is open already")
-            actor = self._actors[request.request_id] = Completion(request)
+            completion = self._completions[request.request_id] = Completion(request)
             if len(self._stuck) >= self._spec.limits.threads:
-                actor.failure = (
+                completion.failure = (
                     f"consumer {self._spec.name!r} takes no requests: {len(self._stuck)} of its "
                     f"calls have not returned for {self._spec.limits.timeout:g} s"
                 )
             else:
-                self._call(actor, lambda actor: actor.open(self._consumer))
+                self._call(completion, lambda completion: completion.open(self._consumer))
 
     def rows(self, request_id: str, batch: RowBatch, copies: Sequence[Future[None]] = ()) -> None:
         """Hand rows to a completion's session; they are dropped if it is not open, or has failed.
@@ -119,9 +119,9 @@ class ConsumerHost:
             copies: the copies that fill the values; the session gets the rows when these are done.
         """
         with self._lock:
-            actor = self._actors.get(request_id)
-            if actor is not None and actor.failure is None and actor.end is None:
-                self._call(actor, lambda actor: actor.take(batch, copies))
+            completion = self._completions.get(request_id)
+            if completion is not None and completion.failure is None and completion.end is None:
+                self._call(completion, lambda completion: completion.take(batch, copies))
 
     def end(self, request_id: str, end: RequestEnd, aborted: bool = False) -> None:
         """End a completion, whose rows were all handed over, and have its result made.
@@ -129,24 +129,24 @@ class ConsumerHost:
         An end of a completion that is not open, or has ended, is ignored.
         """
         with self._lock:
-            actor = self._actors.get(request_id)
-            if actor is None or actor.end is not None:
+            completion = self._completions.get(request_id)
+            if completion is None or completion.end is not None:
                 return
-            actor.end, actor.ended_at = end, time.monotonic()
+            completion.end, completion.ended_at = end, time.monotonic()
             self._pending += 1
-            if actor.failure is not None:
-                self._close(actor, "error", actor.failure)
+            if completion.failure is not None:
+                self._close(completion, "error", completion.failure)
                 return
-            self._waiting[request_id] = actor
-            self._call(actor, lambda actor: self._do_end(actor, end, aborted))
+            self._waiting[request_id] = completion
+            self._call(completion, lambda completion: self._do_end(completion, end, aborted))
             self._wake_clock()
 
     def fail(self, request_id: str, reason: str) -> None:
         """End a completion with an error, in place of `end`; its session drops what it made."""
         with self._lock:
-            actor = self._actors.get(request_id)
-            if actor is not None:
-                self._fail(actor, reason, final=True)
+            completion = self._completions.get(request_id)
+            if completion is not None:
+                self._fail(completion, reason, final=True)
 
     def shutdown(self, timeout: float) -> None:
         """Finish the completions that have ended, fail the others, then shut the consumer down.
@@ -160,12 +160,16 @@ class ConsumerHost:
             if self._closing:
                 return
             self._closing = True
-            for actor in list(self._actors.values()):
-                if actor.end is None:
-                    self._fail(actor, "the engine shut down before the request ended", final=True)
+            for completion in list(self._completions.values()):
+                if completion.end is None:
+                    self._fail(
+                        completion, "the engine shut down before the request ended", final=True
+                    )
             self._settled.wait_for(self._idle, timeout)
-            for actor in list(self._actors.values()):
-                self._fail(actor, "the engine shut down before the result was there", final=True)
+            for completion in list(self._completions.values()):
+                self._fail(
+                    completion, "the engine shut down before the result was there", final=True
+                )
             self._stopping = True
             self._work.notify_all()
             threads = [worker.thread for worker in self._workers]
@@ -184,38 +188,38 @@ class ConsumerHost:
     # -- under the lock -------------------------------------------------------------------------
 
     def _idle(self) -> bool:
-        busy = any(worker.actor is not None for worker in self._workers)
+        busy = any(worker.completion is not None for worker in self._workers)
         return not (self._pending or self._ready or busy)
 
-    def _call(self, actor: Completion, call: Call) -> None:
-        """Have a thread make this call after the actor's earlier ones."""
-        actor.calls.append(call)
-        if not actor.scheduled:
-            actor.scheduled = True
-            self._ready.append(actor)
+    def _call(self, completion: Completion, call: Call) -> None:
+        """Have a thread make this call after the completion's earlier ones."""
+        completion.calls.append(call)
+        if not completion.scheduled:
+            completion.scheduled = True
+            self._ready.append(completion)
             self._work.notify()
 
-    def _fail(self, actor: Completion, reason: str, final: bool = False) -> None:
+    def _fail(self, completion: Completion, reason: str, final: bool = False) -> None:
         """Let a completion fail.
 
         Args:
             final: report it now, also if the completion has not ended.
         """
-        if actor.closed:
+        if completion.closed:
             return
-        if actor.failure is None:
-            actor.failure = reason
+        if completion.failure is None:
+            completion.failure = reason
             # What it waits for makes no difference any more, rows are let go.
-            actor.calls.clear()
-            drop = partial(actor.drop, reason)
-            self._call(actor, lambda _: self._guarded(drop, "failed()"))
-        if actor.end is not None or final:
-            if actor.end is None:
+            completion.calls.clear()
+            drop = partial(completion.drop, reason)
+            self._call(completion, lambda _: self._guarded(drop, "failed()"))
+        if completion.end is not None or final:
+            if completion.end is None:
                 self._pending += 1
-            self._close(actor, "error", actor.failure)
+            self._close(completion, "error", completion.failure)
 
     def _close(
-        self, actor: Completion, status: CaptureStatus, error: str | None, payload: Any = None
+        self, completion: Completion, status: CaptureStatus, error: str | None, payload: Any = None
     ) -> None:
         """Decide a completion's result. Nothing of it is kept but a call of `failed`."""
         result = ConsumerResult(
@@ -223,13 +227,13 @@ class ConsumerHost:
             status=status,
             error=error,
             payload=payload,
-            rows=actor.rows,
-            num_bytes=actor.num_bytes,
-            seconds=time.monotonic() - actor.ended_at if actor.end is not None else 0.0,
+            rows=completion.rows,
+            num_bytes=completion.num_bytes,
+            seconds=time.monotonic() - completion.ended_at if completion.end is not None else 0.0,
         )
-        actor.closed = True
-        request_id = actor.request.request_id
-        del self._actors[request_id]
+        completion.closed = True
+        request_id = completion.request.request_id
+        del self._completions[request_id]
         self._waiting.pop(request_id, None)
         self._results.append((request_id, result))
         self._tick.notify()
@@ -279,26 +283,28 @@ class ConsumerHost:
         name, timeout = self._spec.name, self._spec.limits.timeout
         late = set()
         while self._waiting:
-            actor = next(iter(self._waiting.values()))
-            if actor.ended_at + timeout > now:
+            completion = next(iter(self._waiting.values()))
+            if completion.ended_at + timeout > now:
                 break
-            logger.error("capture consumer %r: %r timed out", name, actor.request.request_id)
-            self._fail(actor, f"consumer {name!r} gave no result within {timeout:g} s")
-            late.add(actor)
+            logger.error("capture consumer %r: %r timed out", name, completion.request.request_id)
+            self._fail(completion, f"consumer {name!r} gave no result within {timeout:g} s")
+            late.add(completion)
         for worker in list(self._workers):
-            if worker.actor is None:
+            if worker.completion is None:
                 continue
-            if worker.since + timeout > now and worker.actor not in late:
+            if worker.since + timeout > now and worker.completion not in late:
                 continue
             logger.error("a call of capture consumer %r does not return", name)
-            self._fail(worker.actor, f"a call of consumer {name!r} took more than {timeout:g} s")
+            self._fail(
+                worker.completion, f"a call of consumer {name!r} took more than {timeout:g} s"
+            )
             self._workers.remove(worker)
             self._stuck.add(worker)
             if len(self._stuck) <= self._spec.limits.threads:
                 self._add_worker()
             self._settled.notify_all()
-        starts = [worker.since for worker in self._workers if worker.actor is not None]
-        starts += [actor.ended_at for actor in islice(self._waiting.values(), 1)]
+        starts = [worker.since for worker in self._workers if worker.completion is not None]
+        starts += [completion.ended_at for completion in islice(self._waiting.values(), 1)]
         return min(starts) + timeout if starts else None
 
     # -- the threads ----------------------------------------------------------------------------
@@ -311,23 +317,23 @@ class ConsumerHost:
                     if self._stopping:
                         return
                     self._work.wait()
-                actor = self._ready.popleft()
-                call = actor.calls.popleft()
-                worker.actor, worker.since = actor, time.monotonic()
+                completion = self._ready.popleft()
+                call = completion.calls.popleft()
+                worker.completion, worker.since = completion, time.monotonic()
                 self._wake_clock()
             try:
-                call(actor)
+                call(completion)
             # Whatever a consumer raises, SystemExit too, ends its session only.
             except BaseException as error:
-                self._raised(actor, error)
+                self._raised(completion, error)
             del call
             with self._lock:
-                worker.actor = None
-                actor.scheduled = bool(actor.calls)
-                if actor.scheduled:
-                    self._ready.append(actor)
+                worker.completion = None
+                completion.scheduled = bool(completion.calls)
+                if completion.scheduled:
+                    self._ready.append(completion)
                     self._work.notify()
-                del actor
+                del completion
                 self._settled.notify_all()
                 if worker in self._stuck:
                     self._stuck.remove(worker)
@@ -335,38 +341,40 @@ class ConsumerHost:
                         return  # it was replaced
                     self._workers.add(worker)
 
-    def _raised(self, actor: Completion, error: BaseException) -> None:
+    def _raised(self, completion: Completion, error: BaseException) -> None:
         """Let a completion fail with what its session raised."""
         reason = describe(error)
         with self._lock:
-            known = actor.failure is not None
-            self._fail(actor, reason)
+            known = completion.failure is not None
+            self._fail(completion, reason)
         if not known:
-            who = (self._spec.name, actor.request.request_id)
+            who = (self._spec.name, completion.request.request_id)
             logger.error("capture consumer %r: request %r: %s", *who, reason, exc_info=error)
 
-    def _do_end(self, actor: Completion, end: RequestEnd, aborted: bool) -> None:
-        payload = actor.finish(end, aborted)
+    def _do_end(self, completion: Completion, end: RequestEnd, aborted: bool) -> None:
+        payload = completion.finish(end, aborted)
         if isinstance(payload, Future):
-            payload.add_done_callback(lambda done: self._on_future(actor, end, done))
+            payload.add_done_callback(lambda done: self._on_future(completion, end, done))
         else:
-            self._finish(actor, end, payload)
+            self._finish(completion, end, payload)
 
-    def _on_future(self, actor: Completion, end: RequestEnd, done: Future[Any]) -> None:
+    def _on_future(self, completion: Completion, end: RequestEnd, done: Future[Any]) -> None:
         """Have a thread take the result, which the session's future has now."""
         with self._lock:
-            if not actor.closed:
-                self._call(actor, lambda actor: self._finish(actor, end, done.result()))
+            if not completion.closed:
+                self._call(
+                    completion, lambda completion: self._finish(completion, end, done.result())
+                )
 
-    def _finish(self, actor: Completion, end: RequestEnd, payload: Any) -> None:
+    def _finish(self, completion: Completion, end: RequestEnd, payload: Any) -> None:
         """Report a payload; it must be plain data where it goes to another process."""
         if not self._spec.in_frontend:
             need_plain(payload)
         with self._lock:
-            if not actor.closed:
-                actor.session = actor.future = None
+            if not completion.closed:
+                completion.session = completion.future = None
                 status: CaptureStatus = "ok" if end.error is None else "partial_error"
-                self._close(actor, status, end.error, payload)
+                self._close(completion, status, end.error, payload)
 
     def _guarded(self, call: Callable[[], None], what: str) -> None:
         """Make a call whose error is only logged."""
