@@ -169,22 +169,24 @@ if HAS_TRITON:
             n2 = tl.load(number + 2, mask=mine, other=0.0)
             n3 = tl.load(number + 3, mask=mine, other=0.0)
             acts = tl.max(((n0 != 0) | (n1 != 0) | (n2 != 0) | (n3 != 0)).to(tl.int32), axis=0)
-            begin = 0
-            end = tl.max(at, axis=0) + 1
-            lowest = tl.min(tl.where(mine, at, 2147483647), axis=0)
+            oldest = tl.zeros([ROWS], tl.int32)
             if window > 0:
-                begin = tl.maximum(begin, lowest - window + 1)
+                oldest = tl.maximum(oldest, at - window + 1)
             if chunk > 0:
-                begin = tl.maximum(begin, lowest // chunk * chunk)
+                oldest = tl.maximum(oldest, at // chunk * chunk)
+            begin = tl.min(tl.where(mine, oldest, 2147483647), axis=0)
+            end = tl.max(at, axis=0) + 1
+            span_begin = tl.load(forms + program * 5 + 2)
+            span_end = tl.load(forms + program * 5 + 3)
             if part == 1:
-                begin = tl.maximum(begin, tl.load(forms + program * 5 + 2))
-                end = tl.minimum(end, tl.load(forms + program * 5 + 3))
-            # Keys that only gain are a sum of their own, beside the row that attention made.
+                begin = tl.maximum(begin, span_begin)
+                end = tl.minimum(end, span_end)
             gains = 0
             if LSE:
                 gains = tl.load(forms + program * 5 + 4)
-            # Else the span has one only where its share is set.
-            if (acts == 0) | ((part == 1) & (rule < 2) & (gains == 0)) | (part < gains):
+            # Keys that only gain are a sum of their own, beside the row that attention made. Else
+            # the span has one only where its share is set.
+            if (acts == 0) | tl.where(gains == 1, part == 0, (part == 1) & (rule < 2)):
                 end = begin
             tiles = (tl.maximum(end - begin, 0) + KEYS - 1) // KEYS
             each = (tiles + splits - 1) // splits * KEYS
@@ -202,14 +204,7 @@ if HAS_TRITON:
             most = tl.full([ROWS], float("-inf"), tl.float32)
             if LSE:
                 # Keys that a row sees and this does not have a bias of 0.
-                oldest = tl.zeros([ROWS], tl.int32)
-                if window > 0:
-                    oldest = tl.maximum(oldest, at - window + 1)
-                if chunk > 0:
-                    oldest = tl.maximum(oldest, at // chunk * chunk)
-                outside = oldest < tl.load(forms + program * 5 + 2)
-                outside = outside | (at >= tl.load(forms + program * 5 + 3))
-                outside = outside & (gains == 1)
+                outside = ((oldest < span_begin) | (at >= span_end)) & (gains == 1)
                 least = tl.where(outside, 0.0, least)
                 most = tl.where(outside, 0.0, most)
             for start in range(begin, end, KEYS):
