@@ -13,10 +13,12 @@ from __future__ import annotations
 
 import argparse
 import json
-import subprocess
+import os
+import signal
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +27,7 @@ import torch
 from torch.nn import functional as F
 
 from tests.conformance.engine import prepare_environment
+from tests.gpu.processes import Processes, all_good
 
 LANES, HIDDEN, LAYERS, HEADS, VOCAB = 4, 256, 4, 4, 251
 NOPE, ROPE, VALUE, LATENT, QUERY, INNER = 64, 64, 128, 512, 96, 512
@@ -53,6 +56,9 @@ MODES: dict[str, dict[str, Any]] = {
 """What stock modes start has neither steering nor capture."""
 LIMITS = {"cuda": 0.03, "cpu": 1e-4}
 """Most relative L2 error of a row: what bfloat16 may cause, and float32."""
+
+FIRST, LAST = "log-probabilities", "a plain request beside steered ones, in bits"
+"""Checks of a mode; in stock ones the first is the last."""
 
 Site = tuple[str, int]
 Change = Callable[[torch.Tensor], torch.Tensor]
@@ -255,7 +261,7 @@ def checks(llm: Any, plain: Plain, stock: bool, limit: float) -> Iterator[tuple[
         said, wanted = runner.log_probs_of(done), plain.run(done.token_ids)[1]
         errors.append(worst(said, wanted))
         moved.append(float((said.roll(1, 0) - wanted).norm() / wanted.norm()))
-    yield "log-probabilities", within(max(errors), limit, min(moved))
+    yield FIRST, within(max(errors), limit, min(moved))
     if stock:
         return
 
@@ -303,7 +309,7 @@ def checks(llm: Any, plain: Plain, stock: bool, limit: float) -> Iterator[tuple[
     [beside, other_row, *_] = read(neighbours)
     same = all(torch.equal(first.rows[s], beside.rows[s]) for s in first.rows)
     apart = any(not torch.equal(first.rows[s], other_row.rows[s]) for s in first.rows)
-    yield "a plain request beside steered ones, in bits", {"same": same, "ok": same and apart}
+    yield LAST, {"same": same, "ok": same and apart}
 
 
 def within(error: float, limit: float, other: float, least: float = 0.05) -> dict[str, Any]:
@@ -343,6 +349,17 @@ def run_mode(name: str, folder: Path, device: str) -> int:
     return 0 if ok else 1
 
 
+def apart(
+    processes: Processes, command: list[str], name: str, timeout: float
+) -> list[dict[str, Any]]:
+    """The checks of a mode that runs in a process of its own; one that failed if the last lacks."""
+    output, errors = processes.run([*command, name], dict(os.environ), timeout)
+    rows = [json.loads(line) for line in output.splitlines() if line.startswith('{"mode"')]
+    if not rows or rows[-1]["check"] != (FIRST if name.startswith("stock") else LAST):
+        rows.append({"mode": name, "check": "all checks", "ok": False, "log": errors[-3000:]})
+    return rows
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.gpu.hyper", description=__doc__)
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
@@ -353,34 +370,14 @@ def main() -> int:
     options = parser.parse_args()
     if options.mode:
         return run_mode(options.mode, options.folder, options.device)
-    failed = []
+    processes = Processes()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     with tempfile.TemporaryDirectory() as folder:
         save_model(Path(folder))
         command = [sys.executable, "-m", "tests.gpu.hyper", "--device", options.device]
-        running = {}
-        for name in options.only:
-            log = Path(folder, name.replace(" ", "-") + ".log")
-            with log.open("w") as out:
-                running[name] = (
-                    log,
-                    subprocess.Popen(
-                        [*command, "--folder", folder, "--mode", name], stdout=out, stderr=out
-                    ),
-                )
-        for name, (log, process) in running.items():
-            try:
-                status: int | str = process.wait(options.timeout)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                status = f"took more than {options.timeout:g} s"
-            lines = log.read_text().splitlines()
-            print(*(line for line in lines if line.startswith('{"mode"')), sep="\n")
-            if status:
-                failed.append(name)
-                print(f"== {name} FAILED ({status}); the end of its log:")
-                print(*[x for x in lines if not x.startswith('{"mode"')][-80:], sep="\n")
-    print("FAILED: " + ", ".join(failed) if failed else "all ok")
-    return 1 if failed else 0
+        command += ["--folder", folder, "--mode"]
+        modes = [partial(apart, processes, command, n, options.timeout) for n in options.only]
+        return 0 if all_good(processes, modes, len(modes)) else 1
 
 
 if __name__ == "__main__":

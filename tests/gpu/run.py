@@ -15,13 +15,10 @@ import copy
 import json
 import os
 import signal
-import subprocess
 import sys
 import tempfile
-import threading
 import time
-from concurrent.futures import ThreadPoolExecutor, as_completed
-from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +26,7 @@ from tests.gpu import steering
 from tests.gpu.capture import HEAD_POINTS
 from tests.gpu.drafts import save_eagle
 from tests.gpu.model import POINTS, save_model
+from tests.gpu.processes import Processes, all_good
 
 HEADS: dict[str, Any] = {
     "capture_points": [*POINTS, *HEAD_POINTS, "final"],
@@ -104,52 +102,6 @@ DRAFTS = {"eagle": "eagle", "draft_model": "model"}
 """Which of the folders made here the mode drafts with; the target itself is nearly always right."""
 
 
-class Processes:
-    """The modes' processes that run now, each the leader of a session in which its workers are."""
-
-    def __init__(self) -> None:
-        self._running: set[subprocess.Popen[str]] = set()
-        self._lock = threading.Lock()
-        self._ended = False
-
-    def run(self, command: list[str], env: dict[str, str], timeout: float) -> tuple[str, str]:
-        """What it prints, and to stderr. All of its session is gone afterwards."""
-        with self._lock:
-            if self._ended:
-                raise RuntimeError("no mode is to start any more")
-            process = subprocess.Popen(
-                command,
-                env=env,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-                text=True,
-                start_new_session=True,
-            )
-            self._running.add(process)
-        try:
-            return process.communicate(timeout=timeout)
-        except subprocess.TimeoutExpired:
-            kill(process)  # the workers too, which hold the pipes
-            output, errors = process.communicate()
-            return output, f"{errors}\nstopped after {timeout} s"
-        finally:
-            kill(process)
-            with self._lock:
-                self._running.remove(process)
-
-    def end(self) -> None:
-        """Kill all; none starts afterwards."""
-        with self._lock:
-            self._ended = True
-            for process in self._running:
-                kill(process)
-
-
-def kill(process: subprocess.Popen[str]) -> None:
-    with suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
-
-
 def run_mode(
     processes: Processes, name: str, options: dict[str, Any], model: Path, timeout: float
 ) -> list[Any]:
@@ -170,17 +122,6 @@ def run_mode(
     return rows
 
 
-def show(row: dict[str, Any]) -> bool:
-    """Print a check's outcome; whether it is good."""
-    values = {k: v for k, v in row.items() if k not in ("mode", "check", "ok", "log")}
-    shown = ", ".join(
-        f"{k}={v:.4g}" if isinstance(v, float) else f"{k}={v}" for k, v in values.items()
-    )
-    print(f"{'ok  ' if row['ok'] else 'FAIL'} {row['mode']:20} {row['check']:22} {shown}")
-    print(row.get("log", ""), end="", flush=True)
-    return bool(row["ok"])
-
-
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--tp", type=int, default=1)
@@ -195,22 +136,15 @@ def main() -> None:
         model = Path(folder) / "model"
         save_model(model)
         save_eagle(model, Path(folder) / "eagle")
-        with ThreadPoolExecutor(args.jobs) as pool:
-            try:
-                futures = []
-                for name in args.only:
-                    split = {"tensor_parallel_size": args.tp, "pipeline_parallel_size": args.pp}
-                    options = {**copy.deepcopy(MODES[name]), **split}
-                    if name in DRAFTS:
-                        options["speculative_config"]["model"] = str(Path(folder) / DRAFTS[name])
-                    asked = (processes, name, options, model, args.timeout)
-                    futures.append(pool.submit(run_mode, *asked))
-                good = [show(row) for done in as_completed(futures) for row in done.result()]
-            except BaseException:
-                pool.shutdown(wait=False, cancel_futures=True)
-                processes.end()
-                raise
-    sys.exit(0 if all(good) else 1)
+        modes = []
+        for name in args.only:
+            split = {"tensor_parallel_size": args.tp, "pipeline_parallel_size": args.pp}
+            options = {**copy.deepcopy(MODES[name]), **split}
+            if name in DRAFTS:
+                options["speculative_config"]["model"] = str(Path(folder) / DRAFTS[name])
+            modes.append(partial(run_mode, processes, name, options, model, args.timeout))
+        good = all_good(processes, modes, args.jobs)
+    sys.exit(0 if good else 1)
 
 
 if __name__ == "__main__":
