@@ -13,7 +13,8 @@ name the same ranges, so nothing that a step does for one serves another.
 With --context, TPOT of a batch with prompts of so many tokens, in which all heads of all layers
 are focused, for every request, or for one of eight ("others").
 
-"heads" was started with what the others need and is asked for nothing.
+"heads" was started with what the others need and is asked for nothing. --cases starts those engines
+alone that its cases need.
 
 On a CPU, in a minute: VLLM_USE_V2_MODEL_RUNNER=0 VLLM_CPU_OMP_THREADS_BIND=nobind python -m
 benchmarks.attention --model TINY --dtype float32 --eager --kv-bytes 16777216 --rounds 2 --tokens 16
