@@ -80,6 +80,7 @@ def find_directions(
     `mean` and `mean-centred` keep sums alone. `pca` and `pca-centred` keep hidden^2 sums a layer,
     or their rows where there are no more pairs than `hidden`; the others keep rows. Of these there
     are as many layers at a time as `memory` holds, with a pass over the data for each lot.
+    Rows that are being read come on top, up to 160 MiB where they are wide.
 
     Raises:
         ValueError: the method needs pairs or a background, what it keeps of one layer is more than

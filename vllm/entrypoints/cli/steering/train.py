@@ -51,7 +51,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--neutral", metavar="FILE", help="Texts for the guard kl.")
     parser.add_argument("--background", metavar="FILE", help="Texts for mean-centred.")
-    parser.add_argument("--memory", type=float, default=4.0, help="GiB for rows.")
+    parser.add_argument(
+        "--memory", type=float, default=4.0, help="GiB for rows; up to 0.16 come on top."
+    )
     parser.add_argument("--url", help="A running server, in place of an engine of this process.")
 
 
