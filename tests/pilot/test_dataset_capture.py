@@ -17,6 +17,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import fsspec.config
 import pytest
 import torch
 
@@ -24,6 +25,7 @@ from tests import ROOT
 from tests.conformance.engine import engine
 from tests.conformance.models import HIDDEN
 from tests.http.server import save_model
+from tests.support.s3_server import s3_server
 from vllm import SamplingParams
 from vllm.entrypoints.cli.capture.main import CaptureSubcommand
 from vllm.entrypoints.cli.capture.run import confirm, parse_hooks
@@ -386,13 +388,23 @@ def test_the_command(
     model: Path,
     data: dataset.DataFile,
     tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """The last: its engine ends that of the other tests."""
-    reference = expected(llm, RECORDS, {"start": 0, "step": 3})
-    out = tmp_path / "acts"
-    asked = ["--data", data.path, "--out", str(out), "--hooks", "pre_attn:0", "post_block:all"]
-    assert run(model, *asked, "--positions", '{"start": 0, "step": 3}', "--yes") == 0
-    said = capsys.readouterr().out
-    assert "60 examples: about " in said and "60 examples, complete: pre_attn.0" in said
-    need_rows(dataset.Activations(str(out)), reference)
+    """Into a folder and an object store. The last: its engine ends that of the other tests."""
+    positions = {"start": 0, "step": 3}
+    reference = expected(llm, RECORDS, positions)
+    asked = ["--data", data.path, "--hooks", "pre_attn:0", "post_block:all", "--yes"]
+    asked += ["--positions", json.dumps(positions)]
+    with s3_server("bucket") as server:
+        # As fsspec's configuration file or FSSPEC_S3 would say it.
+        monkeypatch.setitem(fsspec.config.conf, "s3", server.options)
+        for out in (str(tmp_path / "acts"), "s3://bucket/acts"):
+            assert run(model, *asked, "--out", out) == 0
+            said = capsys.readouterr().out
+            assert "60 examples: about " in said and "60 examples, complete: pre_attn.0" in said
+            need_rows(dataset.Activations(out), reference)
+        stored = fsspec.filesystem("s3").ls("bucket/acts", detail=False, refresh=True)
+        assert {Path(name).name for name in stored} == {
+            each.name for each in (tmp_path / "acts").iterdir()
+        } - {".lock"}
