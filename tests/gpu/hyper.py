@@ -242,10 +242,10 @@ def steerings() -> dict[str, tuple[dict[str, Any], Site, Change, Change]]:
             {"steering": [pin]}, site, lambda h: h - along(h, units) + 20 * units,
             lambda h: h - along(h, units.flip(0)) + 20 * units.flip(0),
         )  # fmt: skip
-        op = {"op": "ablate", "point": point, "layers": 1, "direction": one, "strength": 8.0}
+        op = {"op": "ablate", "point": point, "layers": 1, "direction": one, "strength": 16.0}
         found[f"ablate one lane {point}"] = (
-            {"steering": [{**op, "lane": 3}]}, site, on(3, lambda h: h - 8 * along(h, unit)),
-            on(0, lambda h: h - 8 * along(h, unit)),
+            {"steering": [{**op, "lane": 3}]}, site, on(3, lambda h: h - 16 * along(h, unit)),
+            on(0, lambda h: h - 16 * along(h, unit)),
         )  # fmt: skip
     return found
 
@@ -284,7 +284,8 @@ def checks(llm: Any, plain: Plain, stock: bool, limit: float) -> Iterator[tuple[
                 wrong.append(worst(got[here, layer], want))
         last = plain.final(got["post_block", LAYERS - 1])
         head.append(worst(done.rows["final", LAYERS - 1], last))
-    yield "rows of the whole model", within(max(whole), limit, min(skew))
+    # What each half block rounds adds up, steered or not; alone each has half of this limit below.
+    yield "rows of the whole model", within(max(whole), 2 * limit, min(skew))
     yield "each half block from the captured rows before it", within(max(step), limit, min(wrong))
     yield "head from the captured last rows", within(max(head), limit, min(skew))
 
