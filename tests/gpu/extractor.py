@@ -64,6 +64,8 @@ def distance(ours: torch.Tensor, theirs: torch.Tensor) -> float:
 
 def main() -> int:
     os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")
+    # torch has run threads here when an engine starts: a fork of this process hangs.
+    os.environ["VLLM_WORKER_MULTIPROCESSING_METHOD"] = "spawn"
     import torch
 
     report, asked = Report(), prompts(6)
