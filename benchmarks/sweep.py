@@ -5,7 +5,7 @@
 
 Starts `vllm serve`. Some clients stream answers, one after the other, for as long as it takes. They
 are measured alone; beside one `POST /v1/steering/sweep`, which puts rows of another prompt behind
-so many blocks at so many positions; and beside its twin, which is as many plain requests as the
+so many blocks at so many positions; and beside its twin, which is as many plain prompts as the
 sweep has cells, as many in flight, with another token where a cell has another row: of each, the
 cache of prefixes has what it has of the cell. So the twin is a share that any client could take.
 
@@ -45,6 +45,8 @@ WARM_UP = 1.0
 """Seconds that all streams run before they are measured."""
 TOKENS = range(60)
 """Of prompts: those which the tokenizer knows."""
+PROMPTS = 16
+"""Of a plain request: with one each, the server's work on HTTP is what bounds them."""
 COMPLETIONS, SWEEP = "/v1/completions", "/v1/steering/sweep"
 
 CASES = ("alone", "plain requests", "sweep")
@@ -70,13 +72,16 @@ class Cells:
         return {"prompt": prompt, "clean": clean, "layers": layers, "answer": 1, "other": 2}
 
     def plain(self) -> list[dict[str, Any]]:
-        """Requests in the order of the cells: each with a prefix of its cell's length."""
+        """Requests in the order of the cells: each prompt with a prefix of its cell's length."""
         prompt, _ = self.prompts()
         asks = {"max_tokens": 1, "temperature": 0, "logprobs": 2}
-        return [
-            {**asks, "prompt": [*prompt[:p], len(TOKENS) + layer, *prompt[p + 1 :]]}
+        prompts = [
+            [*prompt[:p], len(TOKENS) + layer, *prompt[p + 1 :]]
             for p in reversed(range(self.positions))
             for layer in range(self.layers)
+        ]
+        return [
+            {**asks, "prompt": prompts[i : i + PROMPTS]} for i in range(0, len(prompts), PROMPTS)
         ]
 
 
@@ -92,19 +97,18 @@ def run_sweep(url: str, cells: Cells) -> float:
 
 
 def run_plain(url: str, cells: Cells, at_once: int) -> float:
-    """Requests a second of its twin."""
+    """Prompts a second of its twin."""
     asks = iter(cells.plain())
 
     async def send() -> None:
-        limits = httpx.Limits(max_connections=at_once)
-        async with httpx.AsyncClient(timeout=3600, limits=limits) as client:
+        async with httpx.AsyncClient(timeout=3600) as client:
 
             async def work() -> None:
                 for ask in asks:
                     answer = await client.post(url + COMPLETIONS, json=ask)
                     assert answer.status_code == 200, answer.text
 
-            await asyncio.gather(*(work() for _ in range(at_once)))
+            await asyncio.gather(*(work() for _ in range(max(1, at_once // PROMPTS))))
 
     begun = time.monotonic()
     asyncio.run(send())

@@ -16,6 +16,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from tests.conformance.engine import prepare_environment
 from tests.gpu.model import LAYERS, prompts, save_model
 from tests.gpu.sleep import Report
 
@@ -64,8 +65,8 @@ def distance(ours: torch.Tensor, theirs: torch.Tensor) -> float:
 
 def main() -> int:
     os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")
-    # torch has run threads here when an engine starts: a fork of this process hangs.
-    os.environ["VLLM_WORKER_MULTIPROCESSING_METHOD"] = "spawn"
+    # In this process: in one of its own, engines hung where upstream pins its first memory.
+    prepare_environment("v2", "cuda")
     import torch
 
     report, asked = Report(), prompts(6)
