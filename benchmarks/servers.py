@@ -51,9 +51,8 @@ def served(args: argparse.Namespace, *options: str) -> Iterator[tuple[Server, di
     kv_bytes = args.kv_bytes or (8 << 30 if args.model else 512 << 20)
     # Or the server would outlive this process.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
-    # A line a request would hide what a server says at its end.
     base = [*options, "--seed=0", f"--kv-cache-memory-bytes={kv_bytes}"]
-    base += ["--disable-uvicorn-access-log"]
+    base.append("--disable-uvicorn-access-log")  # its lines would hide what a dying server says
     with tempfile.TemporaryDirectory(prefix="benchmark-") as folder:
         model = Path(folder) / "model"
         if args.model is None:

@@ -46,7 +46,7 @@ WARM_UP = 1.0
 TOKENS = range(60)
 """Of prompts: those which the tokenizer knows."""
 PROMPTS = 16
-"""Of a plain request: with one each, the server's work on HTTP is what bounds them."""
+"""Of a plain request, at most: with one each, the server's work on HTTP is what bounds them."""
 COMPLETIONS, SWEEP = "/v1/completions", "/v1/steering/sweep"
 
 CASES = ("alone", "plain requests", "sweep")
@@ -71,8 +71,8 @@ class Cells:
         layers = [*range(self.layers)]
         return {"prompt": prompt, "clean": clean, "layers": layers, "answer": 1, "other": 2}
 
-    def plain(self) -> list[dict[str, Any]]:
-        """Requests in the order of the cells: each prompt with a prefix of its cell's length."""
+    def plain(self, together: int) -> list[dict[str, Any]]:
+        """Requests of so many prompts, in the order of the cells, each with its cell's prefix."""
         prompt, _ = self.prompts()
         asks = {"max_tokens": 1, "temperature": 0, "logprobs": 2}
         prompts = [
@@ -81,7 +81,7 @@ class Cells:
             for layer in range(self.layers)
         ]
         return [
-            {**asks, "prompt": prompts[i : i + PROMPTS]} for i in range(0, len(prompts), PROMPTS)
+            {**asks, "prompt": prompts[i : i + together]} for i in range(0, len(prompts), together)
         ]
 
 
@@ -98,7 +98,8 @@ def run_sweep(url: str, cells: Cells) -> float:
 
 def run_plain(url: str, cells: Cells, at_once: int) -> float:
     """Prompts a second of its twin."""
-    asks = iter(cells.plain())
+    together = min(PROMPTS, at_once)
+    asks = iter(cells.plain(together))
 
     async def send() -> None:
         async with httpx.AsyncClient(timeout=3600) as client:
@@ -108,7 +109,7 @@ def run_plain(url: str, cells: Cells, at_once: int) -> float:
                     answer = await client.post(url + COMPLETIONS, json=ask)
                     assert answer.status_code == 200, answer.text
 
-            await asyncio.gather(*(work() for _ in range(max(1, at_once // PROMPTS))))
+            await asyncio.gather(*(work() for _ in range(at_once // together)))
 
     begun = time.monotonic()
     asyncio.run(send())
