@@ -45,8 +45,6 @@ WARM_UP = 1.0
 """Seconds that all streams run before they are measured."""
 TOKENS = range(60)
 """Of prompts: those which the tokenizer knows."""
-PROMPTS = 16
-"""Of a plain request, at most: with one each, the server's work on HTTP is what bounds them."""
 COMPLETIONS, SWEEP = "/v1/completions", "/v1/steering/sweep"
 
 CASES = ("alone", "plain requests", "sweep")
@@ -96,9 +94,9 @@ def run_sweep(url: str, cells: Cells) -> float:
     return float(found["cells"] / took)
 
 
-def run_plain(url: str, cells: Cells, at_once: int) -> float:
+def run_plain(url: str, cells: Cells, at_once: int, together: int) -> float:
     """Prompts a second of its twin."""
-    together = min(PROMPTS, at_once)
+    together = min(together, at_once)
     asks = iter(cells.plain(together))
 
     async def send() -> None:
@@ -189,7 +187,7 @@ class Measured:
             return self._other.submit(idle, self._args.seconds)
         if case == "sweep":
             return self._other.submit(run_sweep, self._url, cells)
-        return self._other.submit(run_plain, self._url, cells, self._at_once)
+        return self._other.submit(run_plain, self._url, cells, self._at_once, self._args.prompts)
 
     def round(self, number: int) -> None:
         for case in CASES if number % 2 else reversed(CASES):
@@ -230,6 +228,9 @@ def main() -> None:
         "--cells", type=int, nargs=2, default=[28, 204], metavar=("LAYERS", "POSITIONS")
     )
     parser.add_argument("--streams", type=int, default=16)
+    # With 1, the server's work on HTTP is what bounds the twin. With many, fewer are in flight:
+    # each request waits for its last.
+    parser.add_argument("--prompts", type=int, default=4, help="of a plain request")
     parser.add_argument("--max-num-seqs", type=int, default=256)
     parser.add_argument("--seconds", type=float, default=5.0, help="that streams run alone")
     parser.add_argument("--rounds", type=int, default=3)
@@ -254,8 +255,9 @@ def main() -> None:
         servers.served(args, *options) as (server, model),
         ProcessPoolExecutor(1, spawn) as other,
     ):
+        plain = partial(run_plain, at_once=at_once, together=args.prompts)
         few = Cells(min(2, args.cells[0]), 8, -1)  # a warm-up
-        for work in (partial(run_plain, at_once=at_once), run_sweep):
+        for work in (plain, run_sweep):
             other.submit(work, server.url, few).result()
         found = {**model, "in flight": at_once}
         measured = Measured(args, server.url, at_once, other)

@@ -9,9 +9,11 @@ Prints one JSON object a check; exit status 1 if one fails.
 
 from __future__ import annotations
 
+import fcntl
 import os
 import sys
 import tempfile
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -26,6 +28,8 @@ if TYPE_CHECKING:
 
 IDS = list(range(LAYERS + 1))
 """Layer ids of upstream's: 0 is what the first block takes, N what block N - 1 gives."""
+SECONDS = 60
+"""That upstream's files may take."""
 HOOKS = {"pre_attn": [0], "post_block": list(range(LAYERS))}
 SHORT: dict[str, Any] = {"dtype": "bfloat16", "skip_tokenizer_init": True, "max_model_len": 256}
 
@@ -52,9 +56,25 @@ def loaded(
     outputs = llm.generate(
         [TokensPrompt(prompt_token_ids=one) for one in asked], params, use_tqdm=False
     )
-    found = [load_hidden_states(path_of(output)) for output in outputs]
+    paths = [path_of(output) for output in outputs]
+    end = time.monotonic() + SECONDS
+    # Upstream begins to write in the step after a request's last, and here nobody else steps.
+    while not all(written(path) for path in paths):
+        assert time.monotonic() < end, f"not written within {SECONDS} s"
+        llm.llm_engine.step()
+    found = [load_hidden_states(path) for path in paths]
     llm.llm_engine.engine_core.shutdown()
     return found
+
+
+def written(path: str) -> bool:
+    """Whether the writer of a file has let go of its lock."""
+    with open(path + ".lock") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+    return True
 
 
 def distance(ours: torch.Tensor, theirs: torch.Tensor) -> float:
