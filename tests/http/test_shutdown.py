@@ -39,7 +39,11 @@ the processors. It takes less than one where nothing else runs; what hangs waits
 
 @pytest.mark.parametrize(
     ("number", "captures"),
-    [(signal.SIGTERM, True), (signal.SIGTERM, False), (signal.SIGINT, True)],
+    [
+        (signal.SIGTERM, True),
+        (signal.SIGTERM, False),
+        pytest.param(signal.SIGINT, True, marks=pytest.mark.long),
+    ],
 )
 def test_every_client_has_an_answer_or_an_error_soon_after_a_signal(
     tiny_models: TinyModels, tmp_path: Path, number: signal.Signals, captures: bool

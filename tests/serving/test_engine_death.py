@@ -142,6 +142,7 @@ def test_an_engine_core_and_its_workers_end_with_their_frontend(
     assert loading or lived < ORPHAN_SECONDS * share
 
 
+@pytest.mark.long
 def test_an_engine_that_cannot_answer_is_dead(tiny_models: TinyModels) -> None:
     """Requests are an error, and so is a start; nobody waits for ever."""
     with program("ask_engines", str(tiny_models.path("llama"))) as frontend:

@@ -304,7 +304,9 @@ def test_an_async_request_that_cannot_be_sent_fails_alone(server: Server, judge:
     judge.check(ask, output)
 
 
-@pytest.mark.parametrize("landing", [None, 100_000, 0])
+@pytest.mark.parametrize(
+    "landing", [None, *(pytest.param(size, marks=pytest.mark.long) for size in (100_000, 0))]
+)
 def test_offline(
     tiny_models: TinyModels, judge: Judge, monkeypatch: pytest.MonkeyPatch, landing: int | None
 ) -> None:
