@@ -109,6 +109,17 @@ def idle(client: SteeringClient, server: Server) -> None:
         time.sleep(0.02)
 
 
+def found(root: Path, name: str) -> reader.StoredRequest:
+    """The file of a request whose client is gone, once it is there: nobody's answer waits for it."""
+    deadline = time.monotonic() + 60
+    while True:
+        try:
+            return reader.open(str(root)).find(name, "http")
+        except KeyError:
+            assert time.monotonic() < deadline, f"no file of {name} came"
+            time.sleep(0.02)
+
+
 def test_a_client_that_goes_away_leaves_nothing_behind(
     server: Server, client: SteeringClient, root: Path
 ) -> None:
@@ -123,7 +134,7 @@ def test_a_client_that_goes_away_leaves_nothing_behind(
         slots = max(slots, client.state()["slots"]["in_use"])
         chunks.close()
         idle(client, server)
-        stored = reader.open(str(root)).find(f"gone.{i}", "http")
+        stored = found(root, f"gone.{i}")
         rows, want = stored.rows("post_block", 3), whole.rows["post_block", 3]
         assert stored.complete == (len(rows) == len(want.positions))
         np.testing.assert_array_equal(rows.token_ids, want.token_ids[: len(rows)])
