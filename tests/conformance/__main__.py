@@ -45,6 +45,7 @@ def main() -> int:
         action="store_true",
         help="for 16 bits: route to all experts, so that a near tie between two is no difference",
     )
+    parser.add_argument("--backend", help="of attention, on a GPU; default: upstream's choice")
     parser.add_argument("--jobs", type=int, default=1, help="how many at a time")
     parser.add_argument("--timeout", type=float, default=400, help="seconds for one model")
     parser.add_argument("--out", type=Path, default=BUILD / "conformance")
@@ -64,6 +65,7 @@ def main() -> int:
         parser.error(f"no tiny model {', '.join(unknown)}; there are {', '.join(MODELS)}")
     where = f"{device} {runner} {options.dtype}{' compiled' if options.compile else ''}"
     where += " every expert" if options.every_expert else ""
+    where += f" {options.backend}" if options.backend else ""
     out: Path = options.out / where.replace(" ", "-")
     out.mkdir(parents=True, exist_ok=True)
     default = _unverified(list(MODELS)) if device == "cuda" else list(MODELS)
@@ -79,6 +81,7 @@ def main() -> int:
         # Several models share the GPU: what counts is `kv_cache_memory_bytes`.
         settings |= {
             "block_size": None,
+            "attention_config": {"backend": options.backend},
             "kv_cache_memory_bytes": 1 << 30,
             "gpu_memory_utilization": 0.05,
         }

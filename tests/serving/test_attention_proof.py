@@ -119,21 +119,21 @@ def test_proof_of_focus(tiny_models: TinyModels, monkeypatch: pytest.MonkeyPatch
     shut_down(llm)
 
 
-_products = LatentReader.products
+_for_pages = LatentReader.for_pages
 
 
-def without_rotated(self: LatentReader, queries: torch.Tensor, *rest: Any) -> None:
+def without_rotated(self: LatentReader, queries: torch.Tensor, heads: Any) -> torch.Tensor:
     queries = queries.clone()
     queries[..., -64:] = 0
-    _products(self, queries, *rest)
+    return _for_pages(self, queries, heads)
 
 
-def absorbed_by_others(self: LatentReader, queries: torch.Tensor, heads: Any, *rest: Any) -> None:
-    _products(self, queries, [*heads[1:], heads[0]], *rest)
+def absorbed_by_others(self: LatentReader, queries: torch.Tensor, heads: Any) -> torch.Tensor:
+    return _for_pages(self, queries, [*heads[1:], heads[0]])
 
 
-def scaled(self: LatentReader, queries: torch.Tensor, *rest: Any) -> None:
-    _products(self, queries * 1.01, *rest)
+def scaled(self: LatentReader, queries: torch.Tensor, heads: Any) -> torch.Tensor:
+    return _for_pages(self, queries * 1.01, heads)
 
 
 def test_proof_of_a_latent_cache(tiny_models: TinyModels, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -143,7 +143,7 @@ def test_proof_of_a_latent_cache(tiny_models: TinyModels, monkeypatch: pytest.Mo
     assert _unread(llm) == set()
     for wrong in (without_rotated, absorbed_by_others, scaled):
         with monkeypatch.context() as patch:
-            patch.setattr(LatentReader, "products", wrong)
+            patch.setattr(LatentReader, "for_pages", wrong)
             assert _unread(llm) == layers, wrong
     for wrong_rows in (off_by_one, of_another_request):
         with monkeypatch.context() as patch:

@@ -15,6 +15,7 @@ from vllm.v1.interventions.reads import AttentionRead
 from vllm.v1.interventions.worker import attention_reader, layer_reader, paged_products
 from vllm.v1.interventions.worker.attention_reader import AttentionReader
 from vllm.v1.interventions.worker.kv_pages import Pages, Sight, pages_of
+from vllm.v1.interventions.worker.latent_reader import LatentReader
 from vllm.v1.interventions.worker.layer_reader import LayerReader, Queriers
 
 pytestmark = [pytest.mark.quick, pytest.mark.v2]
@@ -184,18 +185,54 @@ def test_the_kernel_makes_the_same_products(width: int, monkeypatch: pytest.Monk
     monkeypatch.setattr(layer_reader, "sight_of", lambda module: PLAIN)
     module: Any = SimpleNamespace(head_size=width, num_heads=HEADS, num_kv_heads=KEY_HEADS)
     table = torch.stack([torch.randperm(9)[:6] for _ in range(3)]).int()
-    layer, heads = LayerReader(module, table), (0, 2, 3, 5)
-    at, key_heads = torch.tensor([2, 15, KEYS - 1]), torch.tensor([0, 0, 1, 1], dtype=torch.int32)
-    q = torch.randn(3, len(heads), width)
-    queriers = Queriers.of([2, 0, 1], [1, 1, 1], [()] * 3, q.device)
-    want = torch.empty(3, len(heads), KEYS)
-    layer.products(q, heads, key_heads, at, queriers, want)
-    both = torch.full((3, 2, len(heads), KEYS), float("nan"))
+    key_heads = torch.tensor([0, 0, 1, 1], dtype=torch.int32)
+    check_the_kernel(LayerReader(module, table), key_heads, torch.randn(3, 4, width))
+
+
+@pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="Triton is not interpreted")
+def test_the_kernel_makes_the_same_products_of_a_latent_cache(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Absorbed queries with latents, which are the formula's: each head's keys made of them."""
+    monkeypatch.setattr(paged_products, "_KEYS", 16)
+    plain, rotated, latent = 6, 3, 7
+    weight = torch.randn(HEADS, plain, latent)
+    cache = torch.randn(9, 1, BLOCK, latent + rotated)
+    monkeypatch.setattr(layer_reader, "pages_of", lambda module: Pages(cache, cache))
+    monkeypatch.setattr(layer_reader, "sight_of", lambda module: PLAIN)
+    module: Any = SimpleNamespace(
+        head_size=latent + rotated, qk_head_dim=plain + rotated, num_heads=HEADS, num_kv_heads=1,
+        get_parameter=lambda name: {"W_UK_T": weight}[name],
+    )  # fmt: skip
+    table = torch.stack([torch.randperm(9)[:6] for _ in range(3)]).int()
+    layer, q = LatentReader(module, table), torch.randn(3, 4, plain + rotated)
+    made = check_the_kernel(layer, torch.zeros(4, dtype=torch.int32), q)
+    for i, place in enumerate(PLACES):
+        rows = cache[table[place].long(), 0].flatten(0, 1)[:KEYS]
+        for n, head in enumerate(READ_HEADS):
+            keys = torch.cat([rows[:, :latent] @ weight[head].T, rows[:, latent:]], 1)
+            want, last = PLAIN.scale * keys @ q[i, n], AT[i] + 1
+            assert torch.allclose(made[i, n, :last], want[:last], atol=1e-5)
+            assert (made[i, n - 1, :last] - want[:last]).abs().max() > 0.1
+
+
+PLACES, READ_HEADS, AT = (2, 0, 1), (0, 2, 3, 5), (2, 15, KEYS - 1)
+
+
+def check_the_kernel(layer: LayerReader, key_heads: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
+    """Its products, [3, 4, KEYS], are those of the PyTorch road, up to each query's own key."""
+    at = torch.tensor(AT)
+    queriers = Queriers.of(PLACES, [1, 1, 1], [()] * 3, q.device)
+    want = torch.empty(3, 4, KEYS)
+    layer.products(q, READ_HEADS, key_heads, at, queriers, want)
+    both = torch.full((3, 2, 4, KEYS), float("nan"))
     paged_products.paged_products(
-        q, layer.pages.keys, key_heads, table, queriers.requests, at, PLAIN.scale, both[:, 1]
-    )
-    for i, t in enumerate(at.tolist()):
+        layer.for_pages(q, READ_HEADS).contiguous(), layer.pages.keys, key_heads, layer.table,
+        queriers.requests, at, PLAIN.scale, both[:, 1],
+    )  # fmt: skip
+    for i, t in enumerate(AT):
         made = both[i, 1, :, : t + 1]
         assert torch.allclose(made, want[i, :, : t + 1], atol=1e-5)
         assert (made - want[(i + 1) % 3, :, : t + 1]).abs().max() > 0.1
         assert both[i, 1, :, t + 1 :].isnan().all() and both[:, 0].isnan().all()
+    return both[:, 1]

@@ -19,7 +19,14 @@ from vllm.v1.interventions.plan import AttentionForm
 SPLIT_BACKENDS = ("FLASH_ATTN", "TRITON_ATTN", "FLEX_ATTENTION")
 """Backends whose pages are [blocks, heads, block, D + E], keys before values, as strided views."""
 
-LATENT_BACKENDS = ("CPU_MLA",)
+LATENT_BACKENDS = (
+    "CPU_MLA",
+    "CUTLASS_MLA",
+    "FLASHINFER_MLA",
+    "FLASHMLA",
+    "FLASH_ATTN_MLA",
+    "TRITON_MLA",
+)
 """Backends of MLA with plain pages, [blocks, block, latent and rotated key], and with the matrices
 that absorb queries."""
 

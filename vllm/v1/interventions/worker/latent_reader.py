@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import torch
 
 from vllm.model_executor.layers.attention.mla_attention import MLAAttention
-from vllm.v1.interventions.worker.layer_reader import LayerReader, Queriers
+from vllm.v1.interventions.worker.layer_reader import LayerReader
 
 
 class LatentReader(LayerReader):
@@ -27,29 +27,12 @@ class LatentReader(LayerReader):
         self.width = module.qk_head_dim
         self._module = module
 
-    def products(
-        self,
-        queries: torch.Tensor,
-        heads: Sequence[int],
-        key_heads: torch.Tensor,
-        positions: torch.Tensor,
-        queriers: Queriers,
-        out: torch.Tensor,
-    ) -> None:
-        """As `LayerReader.products`, of a request at a time: absorbed queries are wide."""
+    def for_pages(self, queries: torch.Tensor, heads: Sequence[int]) -> torch.Tensor:
+        """Absorbed queries, float32 [n, heads, latent and rotated]."""
         weight = self._module.get_parameter("W_UK_T")[list(heads)].float()
-        first = 0
-        for request, count in queriers.places:
-            own = slice(first, first + count)
-            first = own.stop
-            plain, rotated = (
-                queries[own]
-                .float()
-                .split([weight.shape[1], queries.shape[2] - weight.shape[1]], dim=2)
-            )
-            absorbed = torch.einsum("nhp,hpl->nhl", plain, weight)
-            keys = self.rows(self.pages.keys, request, 0, out.shape[2]).float()
-            out[own] = torch.cat([absorbed, rotated], 2) @ keys.T * self.sight.scale
+        rotated = queries.shape[2] - weight.shape[1]
+        plain, rest = queries.float().split([weight.shape[1], rotated], dim=2)
+        return torch.cat([torch.einsum("nhp,hpl->nhl", plain, weight), rest], 2)
 
     def attended(self, weights: torch.Tensor, request: int) -> torch.Tensor:
         """As `LayerReader.attended`, [n, heads, v_head_dim]."""

@@ -124,18 +124,23 @@ class LayerReader:
         """
         scale = self.sight.scale
         if queries.is_cuda and len(queries) <= FEW * len(queriers.places):
-            queries, requests = queries.contiguous(), queriers.requests
             paged_products(
-                queries, self.pages.keys, key_heads, self.table, requests, positions, scale, out
-            )
+                self.for_pages(queries, heads).contiguous(), self.pages.keys, key_heads, self.table,
+                queriers.requests, positions, scale, out,
+            )  # fmt: skip
             return
         first = 0
         for request, count in queriers.places:
             own = slice(first, first + count)
             first = own.stop
+            rows = self.for_pages(queries[own], heads).float()
             for key_head, which in grouped_heads(heads, self.group):
                 keys = self.rows(self.pages.keys, request, key_head, out.shape[2]).float()
-                out[own, which] = queries[own, which].float() @ keys.T * scale
+                out[own, which] = rows[:, which] @ keys.T * scale
+
+    def for_pages(self, queries: torch.Tensor, heads: Sequence[int]) -> torch.Tensor:
+        """Queries [n, heads, D] as they are multiplied with what the pages have."""
+        return queries
 
     def rows(self, pages: torch.Tensor, request: int, head: int, stop: int) -> torch.Tensor:
         """Keys or values of a request's first positions, [stop, width]."""

@@ -13,7 +13,10 @@ FEW = 16
 product for each of them."""
 
 _KEYS = 64
-"""Keys of one program."""
+"""Keys of one program, at most."""
+
+_NUMBERS = 1 << 14
+"""Numbers of keys that one program holds at once: of absorbed queries (MLA) a key has 1,024."""
 
 
 def paged_products(
@@ -43,12 +46,19 @@ def paged_products(
     """
     number, heads, width = queries.shape
     stop = out.shape[2]
-    grid = (number, heads, triton.cdiv(stop, _KEYS))
+    keys, padded = block_sizes(width)
+    grid = (number, heads, triton.cdiv(stop, keys))
     _products_kernel[grid](
         queries, pages, key_heads, table, requests, positions, scale, out, heads, width, stop,
         table.stride(0), out.stride(0), *pages.stride()[:3],
-        TOKENS=pages.shape[2], WIDTH=triton.next_power_of_2(width), KEYS=_KEYS,
+        TOKENS=pages.shape[2], WIDTH=padded, KEYS=keys,
     )  # fmt: skip
+
+
+def block_sizes(width: int) -> tuple[int, int]:
+    """How many keys of a width one program reads, and how wide they are padded."""
+    padded = triton.next_power_of_2(width)
+    return max(min(_KEYS, _NUMBERS // padded), 1), padded
 
 
 if HAS_TRITON:
