@@ -333,7 +333,10 @@ def run_mode(name: str, folder: Path, device: str) -> int:
             "compilation_config": {"cudagraph_capture_sizes": [1, 2, 4, 8, 16, 32, 64, 256]},
         }  # fmt: skip
     else:
-        settings |= {"block_size": 16, "compilation_config": {"custom_ops": ["none"]}}
+        settings |= {
+            "block_size": 16, "compilation_config": {"custom_ops": ["none"]},
+            "attention_config": {"backend": "CPU_MLA"},
+        }  # fmt: skip
     stock = name.startswith("stock")
     if not stock:
         settings |= {
@@ -348,17 +351,6 @@ def run_mode(name: str, folder: Path, device: str) -> int:
         ok &= numbers["ok"]
     shut_down(llm)
     return 0 if ok else 1
-
-
-def apart(
-    processes: Processes, command: list[str], name: str, timeout: float
-) -> list[dict[str, Any]]:
-    """The checks of a mode that runs in a process of its own; one that failed if the last lacks."""
-    output, errors = processes.run([*command, name], dict(os.environ), timeout)
-    rows = [json.loads(line) for line in output.splitlines() if line.startswith('{"mode"')]
-    if not rows or rows[-1]["check"] != (FIRST if name.startswith("stock") else LAST):
-        rows.append({"mode": name, "check": "all checks", "ok": False, "log": errors[-3000:]})
-    return rows
 
 
 def main() -> int:
@@ -377,7 +369,13 @@ def main() -> int:
         save_model(Path(folder))
         command = [sys.executable, "-m", "tests.gpu.hyper", "--device", options.device]
         command += ["--folder", folder, "--mode"]
-        modes = [partial(apart, processes, command, n, options.timeout) for n in options.only]
+        modes = [
+            partial(
+                processes.checks, [*command, name], dict(os.environ), options.timeout,
+                FIRST if name.startswith("stock") else LAST,
+            )
+            for name in options.only
+        ]  # fmt: skip
         return 0 if all_good(processes, modes, len(modes)) else 1
 
 

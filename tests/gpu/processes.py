@@ -4,6 +4,7 @@ process sets its environment up first."""
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -46,6 +47,21 @@ class Processes:
             kill(process)
             with self._lock:
                 self._running.remove(process)
+
+    def checks(
+        self, command: list[str], env: dict[str, str], timeout: float, last: str
+    ) -> list[dict[str, Any]]:
+        """What a mode prints, a JSON object a check; one more, that failed, if `last` lacks.
+
+        Args:
+            command: it ends with the mode's name.
+        """
+        output, errors = self.run(command, env, timeout)
+        rows = [json.loads(line) for line in output.splitlines() if line.startswith('{"mode"')]
+        if not rows or rows[-1]["check"] != last:
+            log = {"ok": False, "log": errors[-3000:]}
+            rows.append({"mode": command[-1], "check": "all checks", **log})
+        return rows
 
     def end(self) -> None:
         """Kill all; none starts afterwards."""
