@@ -6,7 +6,9 @@ status 1 on any failure.
     python -m tests.gpu.latent [--only MODE ...] [--device cpu]
 
 Needs the fork on sys.path (CONTRIBUTING.md). bfloat16, since kernels of MLA have no float32; on a
-CPU float32. One process a mode, all at a time.
+CPU both. One process a mode, all at a time. That weights are those that attention used is for the
+start-up proof to say, to 1e-2 in bfloat16; what is compared here has what the layers before rounded
+in it, too.
 """
 
 from __future__ import annotations
@@ -25,17 +27,19 @@ from typing import Any
 from tests.conformance.engine import prepare_environment
 from tests.gpu.processes import Processes, all_good
 
-MODES: dict[str, tuple[str, bool]] = {
-    "FLASH_ATTN_MLA eager": ("FLASH_ATTN_MLA", True),
-    "TRITON_MLA eager": ("TRITON_MLA", True),
-    "FLASH_ATTN_MLA graphs": ("FLASH_ATTN_MLA", False),
-    "TRITON_MLA graphs": ("TRITON_MLA", False),
-    "CPU_MLA": ("CPU_MLA", True),
+MODES: dict[str, tuple[str, bool, str]] = {
+    "FLASH_ATTN_MLA eager": ("FLASH_ATTN_MLA", True, "bfloat16"),
+    "TRITON_MLA eager": ("TRITON_MLA", True, "bfloat16"),
+    "FLASH_ATTN_MLA graphs": ("FLASH_ATTN_MLA", False, "bfloat16"),
+    "TRITON_MLA graphs": ("TRITON_MLA", False, "bfloat16"),
+    "CPU_MLA": ("CPU_MLA", True, "float32"),
+    "CPU_MLA bfloat16": ("CPU_MLA", True, "bfloat16"),
 }
-"""Mode -> backend, and whether eager."""
-LIMITS = {"cuda": 0.05, "cpu": 1e-4}
-"""Most relative L2 error of one head's row."""
-LEAST_APART = 0.2
+"""Mode -> backend, whether eager, and dtype."""
+LIMITS = {"bfloat16": 0.2, "float32": 1e-4}
+"""Most relative L2 error of one head's row. Products of these random weights are large: on a CPU,
+where float32 is within 1e-5, bfloat16 alone makes 0.19 of it."""
+LEAST_APART = 1.0
 """How far the row of a neighbouring head is to be."""
 
 
@@ -60,16 +64,16 @@ def run_mode(name: str, folder: Path, device: str) -> int:
     from tests.conformance import models, runner
     from tests.conformance.engine import engine
 
-    row, (backend, eager) = dense_deepseek(), MODES[name]
+    row, (backend, eager, dtype) = dense_deepseek(), MODES[name]
     settings: dict[str, Any] = {**row.engine, "enforce_eager": eager}
     if device == "cuda":
         settings = {
-            "enforce_eager": eager, "dtype": "bfloat16", "block_size": None, "max_num_seqs": 32,
+            "enforce_eager": eager, "block_size": None, "max_num_seqs": 32,
             "kv_cache_memory_bytes": 1 << 30, "gpu_memory_utilization": 0.05,
             "compilation_config": {"cudagraph_capture_sizes": [1, 2, 4, 8, 64, 256]},
         }  # fmt: skip
     settings |= {
-        "attention_config": {"backend": backend}, "capture_consumers": ["inline"],
+        "dtype": dtype, "attention_config": {"backend": backend}, "capture_consumers": ["inline"],
         "capture_points": ["q", "z"],
     }  # fmt: skip
     with engine(folder, **settings) as llm:
@@ -81,8 +85,8 @@ def run_mode(name: str, folder: Path, device: str) -> int:
         errors = runner.head_errors(llm, reference, runner.prompts(), points, shape.unread)
     good = not shape.unread and errors.keys() == {"q", "z", "attn"}
     for point, found in errors.items():
-        ok = found.read <= LIMITS[device] and found.apart >= LEAST_APART
-        show(name, point, ok=ok, error=found.read, limit=LIMITS[device], apart=found.apart)
+        ok = found.read <= LIMITS[dtype] and found.apart >= LEAST_APART
+        show(name, point, ok=ok, error=found.read, limit=LIMITS[dtype], apart=found.apart)
         good &= ok
     show(name, LAST, ok=good)
     return 0 if good else 1
