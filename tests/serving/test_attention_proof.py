@@ -4,12 +4,15 @@ in every layer that the fault concerns."""
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
 
+from tests import ROOT
 from tests.conformance import models
 from tests.conformance.engine import make_llm, shut_down
 from vllm import LLM, SamplingParams
@@ -26,6 +29,10 @@ if TYPE_CHECKING:
     from tests.conftest import TinyModels
 
 pytestmark = pytest.mark.full
+
+needs_amx = pytest.mark.skipif(
+    not torch.cpu._is_amx_tile_supported(), reason="a CPU without AMX: upstream has no tiles there"
+)
 
 WRONG_SIGHTS: dict[str, Callable[[Sight], Sight]] = {
     "no soft-cap": lambda s: s._replace(cap=0.0),
@@ -101,6 +108,42 @@ def test_proof(name: str, tiny_models: TinyModels, monkeypatch: pytest.MonkeyPat
             assert unread() == set(layers), wrong_rows
     assert len([f for f in found.values() if f]) == 4, "each model lacks one of them"
     assert unread() == set()
+    shut_down(llm)
+
+
+_FIRST = """
+import sys
+from pathlib import Path
+from tests.conformance.engine import engine, prepare_environment
+prepare_environment("v1")
+with engine(Path(sys.argv[1]), dtype="bfloat16", enable_steering=True) as llm:
+    print("started")
+"""
+
+
+@needs_amx
+def test_the_first_attention_of_a_process_has_few_tokens(tiny_models: TinyModels) -> None:
+    """Nothing before the start-up check may have asked for AMX: an engine in bfloat16 starts."""
+    command = [sys.executable, "-c", _FIRST, str(tiny_models.path("llama"))]
+    run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert run.returncode == 0 and "started" in run.stdout, run.stderr[-4000:]
+
+
+@needs_amx
+def test_proof_of_tiles(tiny_models: TinyModels, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It passes for pages in the tiles of AMX, also with focus; other orders are noticed."""
+    llm = proved(tiny_models, "llama", **FOCUSED, dtype="bfloat16")
+    layers = _sights(llm)
+
+    def order(worker: Any) -> set[str]:
+        return {m.isa for m in worker.worker.model_runner.interventions.attention.values()}
+
+    assert llm.collective_rpc(order) == [{"amx"}]
+    assert _unread(llm) == set()
+    for wrong_rows in WRONG_ROWS:
+        with monkeypatch.context() as patch:
+            patch.setattr(LayerReader, "rows", wrong_rows)
+            assert _unread(llm) == set(layers), wrong_rows
     shut_down(llm)
 
 

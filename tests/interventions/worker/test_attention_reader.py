@@ -129,25 +129,52 @@ def test_requests_of_a_step_have_their_own_pages(monkeypatch: pytest.MonkeyPatch
 
 
 def test_pages() -> None:
-    """The order of CPU_ATTN: a block's keys [D, N], then its values [N, E]; of the others, each
-    token's key and value side by side."""
+    """Of most backends: each token's key and value side by side."""
     keys, values = torch.randn(3, KEY_HEADS, BLOCK, WIDTH), torch.randn(3, KEY_HEADS, BLOCK, WIDTH)
-    packed = torch.cat([keys.transpose(2, 3).flatten(2), values.flatten(2)], dim=2)
-    cache = packed.view(3, KEY_HEADS, BLOCK, 2 * WIDTH)
-    cpu: Any = SimpleNamespace(
-        kv_cache=cache, head_size=WIDTH, backend=SimpleNamespace(name="CPU_ATTN")
-    )
-    other: Any = SimpleNamespace(
+    module: Any = SimpleNamespace(
         kv_cache=torch.cat([keys, values[..., :WIDTH_V]], -1),
         head_size=WIDTH,
         backend=SimpleNamespace(name="TRITON_ATTN"),
     )
-    for module, width in ((cpu, WIDTH), (other, WIDTH_V)):
-        pages = pages_of(module)
-        assert torch.equal(pages.keys, keys) and torch.equal(pages.values, values[..., :width])
-        assert (
-            pages.keys.untyped_storage().data_ptr() == module.kv_cache.untyped_storage().data_ptr()
-        )
+    pages = pages_of(module)
+    assert torch.equal(pages.keys, keys) and torch.equal(pages.values, values[..., :WIDTH_V])
+    assert pages.keys.untyped_storage().data_ptr() == module.kv_cache.untyped_storage().data_ptr()
+
+
+@pytest.mark.parametrize("isa", ["vec", "vec16", "amx"])
+def test_pages_of_a_cpu(isa: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The orders of CPU_ATTN: what its own op writes is read, each token's at its place."""
+    from vllm import _custom_ops as ops
+
+    if isa == "amx" and not torch.cpu._is_amx_tile_supported():
+        pytest.skip("a CPU without AMX")
+    tokens, width, number = 64, 96, 150
+    cache = torch.zeros(4, KEY_HEADS, tokens, 2 * width, dtype=torch.bfloat16)
+    # As upstream's attention takes them apart.
+    halves = cache.view(4, KEY_HEADS, 2 * tokens, width).chunk(2, dim=2)
+    given = torch.randn(2, number, KEY_HEADS, width).bfloat16()
+    table = torch.tensor([[0, 0, 0], [3, 1, 2]], dtype=torch.int32)
+    slots = torch.arange(number)
+    slots = table[1, slots // tokens].long() * tokens + slots % tokens
+    ops.cpu_attn_reshape_and_cache(given[0], given[1], *halves, slots, isa)
+    module: Any = SimpleNamespace(
+        kv_cache=cache, head_size=width, num_heads=HEADS, num_kv_heads=KEY_HEADS, isa=isa,
+        backend=SimpleNamespace(name="CPU_ATTN"),
+    )  # fmt: skip
+    monkeypatch.setattr(layer_reader, "sight_of", lambda module: PLAIN)
+    reader = LayerReader(module, table)
+    assert reader.pages.tokens == tokens
+    for pages, rows in zip(reader.pages, given, strict=True):
+        assert pages.untyped_storage().data_ptr() == cache.untyped_storage().data_ptr()
+        for head in range(KEY_HEADS):
+            read = reader.rows(pages, 1, head, number)
+            assert torch.equal(read, rows[:, head])
+            assert not torch.equal(read, rows[:, head - 1])
+    other = {"vec": "amx", "vec16": "amx", "amx": "vec"}[isa]
+    module.isa = other
+    assert not torch.equal(
+        LayerReader(module, table).rows(pages_of(module).keys, 1, 0, number), given[0, :, 0]
+    )
 
 
 def test_requests_read_together_have_their_own_ranges(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -163,16 +163,15 @@ def _lend(
     first = {group: reader for layer, reader in layers.items() for group in [group_of[layer]]}
     sights = [reader.sight for reader in layers.values()]
     keys = max(max(sight.window, sight.chunk) for sight in sights)
-    keys += 2 * max(reader.pages.keys.shape[2] for reader in layers.values()) + 1
+    keys += 2 * max(reader.pages.tokens for reader in layers.values()) + 1
     for reader in first.values():
-        number, _, tokens, _ = reader.pages.keys.shape
+        number, tokens = len(reader.pages.keys), reader.pages.tokens
         keys = min(keys, tokens * min(number // (max(first) + 2), reader.table.shape[1]))
     blocks = {}
     for group, reader in first.items():
         # From the end: what other mixers of a dummy run write to are the first ones.
-        number, _, tokens, _ = reader.pages.keys.shape
-        size = -(-keys // tokens)
-        stop = number - group * size
+        size = -(-keys // reader.pages.tokens)
+        stop = len(reader.pages.keys) - group * size
         blocks[group] = torch.arange(stop - size, stop, device=reader.table.device).flip(0)
     return blocks, keys
 

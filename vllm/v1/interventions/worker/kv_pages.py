@@ -5,6 +5,7 @@ A backend, a cache or a kind of attention that is not listed here is refused by 
 listed has to pass the start-up proof (attention_check.py).
 """
 
+import math
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -30,17 +31,25 @@ LATENT_BACKENDS = (
 """Backends of MLA with plain pages, [blocks, block, latent and rotated key], and with the matrices
 that absorb queries."""
 
-_CPU_ORDERS = ("vec", "vec16")
-"""CPU_ATTN's plain orders in a block: keys [D, N], values [N, E]. Others pack tiles."""
+_CPU_ORDERS = ("vec", "vec16", "amx")
+"""CPU_ATTN's orders in a block. The first two: keys [D, N], values [N, E]. AMX has tiles whose
+last two numbers are of one key or of two tokens: keys [N / 16, D / 2, 16, 2], values
+[E / 16, N / 2, 16, 2]."""
 
 
 class Pages(NamedTuple):
     """The KV cache of a layer, views of it."""
 
     keys: torch.Tensor
-    """[blocks, key heads, tokens of a block, D]."""
+    """[blocks, key heads, tokens of a block, D]; where a block has tiles, tokens are two dimensions
+    and so is D."""
     values: torch.Tensor
-    """[blocks, key heads, tokens of a block, E]."""
+    """[blocks, key heads, tokens of a block, E], likewise."""
+
+    @property
+    def tokens(self) -> int:
+        """How many tokens a block has."""
+        return math.prod(self.keys.shape[2 : self.keys.dim() // 2 + 1])
 
 
 class Sight(NamedTuple):
@@ -125,5 +134,10 @@ def pages_of(module: Attention | MLAAttention) -> Pages:
     blocks, heads, tokens, _ = cache.shape
     both = cache.view(blocks, heads, 2 * tokens * width)
     keys, values = both.split(tokens * width, dim=-1)
+    if module.isa == "amx":
+        return Pages(
+            keys.unflatten(-1, (tokens // 16, width // 2, 16, 2)).transpose(3, 4),
+            values.unflatten(-1, (width // 16, tokens // 2, 16, 2)).permute(0, 1, 3, 5, 2, 4),
+        )
     shape = (tokens, width)
     return Pages(keys.unflatten(-1, shape[::-1]).transpose(-1, -2), values.unflatten(-1, shape))

@@ -144,8 +144,9 @@ class LayerReader:
 
     def rows(self, pages: torch.Tensor, request: int, head: int, stop: int) -> torch.Tensor:
         """Keys or values of a request's first positions, [stop, width]."""
-        blocks = self.table[request, : -(-stop // pages.shape[2])].long()
-        return pages[blocks, head].flatten(0, 1)[:stop]
+        tokens = self.pages.tokens
+        blocks = self.table[request, : -(-stop // tokens)].long()
+        return pages[blocks, head].reshape(len(blocks) * tokens, -1)[:stop]
 
     def attended(self, weights: torch.Tensor, request: int) -> torch.Tensor:
         """The sums of weights times values of a request's first positions.
@@ -156,8 +157,9 @@ class LayerReader:
         Returns:
             float32 [n, heads, E].
         """
-        made = weights.new_empty(*weights.shape[:2], self.pages.values.shape[3])
-        for key_head, which in grouped_heads(range(weights.shape[1]), self.group):
-            values = self.rows(self.pages.values, request, key_head, weights.shape[2])
-            made[:, which] = weights[:, which] @ values.float()
-        return made
+        stop = weights.shape[2]
+        made = [
+            weights[:, which] @ self.rows(self.pages.values, request, key_head, stop).float()
+            for key_head, which in grouped_heads(range(weights.shape[1]), self.group)
+        ]
+        return torch.cat(made, 1)

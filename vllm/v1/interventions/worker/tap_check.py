@@ -51,6 +51,11 @@ def check_worker(worker: Any) -> TapShape | None:
     if interventions.shape is None:
         return None
 
+    if torch.cpu._is_amx_tile_supported():
+        # A process has to ask for AMX. Upstream's attention leaves that to the first large product
+        # of oneDNN, and a step of few tokens before it, as the first one here, would end us.
+        torch.cpu._init_amx()
+
     def lenses(dummy_run: DummyRun) -> None:
         if runner.vllm_config.capture_config.capture_lens:
             model, run = runner.get_model(), lambda: dummy_run(NUM_TOKENS)[0]
