@@ -151,12 +151,12 @@ def test_pages_of_a_cpu(isa: str, monkeypatch: pytest.MonkeyPatch) -> None:
     tokens, width, number = 64, 96, 150
     cache = torch.zeros(4, KEY_HEADS, tokens, 2 * width, dtype=torch.bfloat16)
     # As upstream's attention takes them apart.
-    halves = cache.view(4, KEY_HEADS, 2 * tokens, width).chunk(2, dim=2)
+    keys, values = cache.view(4, KEY_HEADS, 2 * tokens, width).chunk(2, dim=2)
     given = torch.randn(2, number, KEY_HEADS, width).bfloat16()
     table = torch.tensor([[0, 0, 0], [3, 1, 2]], dtype=torch.int32)
     slots = torch.arange(number)
     slots = table[1, slots // tokens].long() * tokens + slots % tokens
-    ops.cpu_attn_reshape_and_cache(given[0], given[1], *halves, slots, isa)
+    ops.cpu_attn_reshape_and_cache(given[0], given[1], keys, values, slots, isa)
     module: Any = SimpleNamespace(
         kv_cache=cache, head_size=width, num_heads=HEADS, num_kv_heads=KEY_HEADS, isa=isa,
         backend=SimpleNamespace(name="CPU_ATTN"),
