@@ -24,7 +24,7 @@ define run_tests
 @{ $(RUN) -m pytest --tier $(1) --runner v2 $(ARGS) || { test $$? = 5 && test -n "$(ARGS)"; }; v2=$$?; \
 $(if $(ARGS),true,$(RUN) -m pytest --tier $(1) $(LATER)) && $(if $(filter full,$(1)),$(PICTURES)) \
 exit $$v2; } >build/test-2.log 2>&1 & other=$$!; \
-$(RUN) -m pytest --tier $(1) $(if $(ARGS),$(ARGS),$(LATER:%=--ignore=%)); v1=$$?; \
+$(RUN) -m pytest --tier $(1) $(if $(ARGS),$(ARGS),--durations=40 $(LATER:%=--ignore=%)); v1=$$?; \
 wait $$other; v2=$$?; cat build/test-2.log; test $$v1 = 0 && test $$v2 = 0
 endef
 
