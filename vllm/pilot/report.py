@@ -165,7 +165,8 @@ def card(trained: Trained, name: str, command: str) -> str:
         "tags: [steering-vector, activation-steering, control-vector]",
         "---",
     ]
-    lines = [*front, f"# {name}", "", f"{verdict(trained).capitalize()}.", ""]
+    said = verdict(trained)
+    lines = [*front, f"# {name}", "", f"{said[0].upper()}{said[1:]}.", ""]
     if trained.held:
         lines += [
             f"    vllm serve {trained.model} --enable-steering "
