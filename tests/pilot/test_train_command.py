@@ -212,6 +212,11 @@ def test_points_of_a_model(demo_model: Path, capfd: pytest.CaptureFixture[str]) 
     said = capfd.readouterr().out
     assert "LlamaForCausalLM: 5 layers of 128, float32, 512 B a row" in said
     assert "layers 0-4: pre_attn, post_attn, post_block, attn_out, mlp_out  (LlamaDec" in said
+    heads = json.loads((demo_model / "config.json").read_text())
+    query, key = heads["num_attention_heads"], heads["num_key_value_heads"]
+    width = heads["hidden_size"] // query
+    sizes = f"q {query} x {width}, k {key} x {width}, v {key} x {width}, z {query} x {width}"
+    assert f"heads of layers 0-4, where --capture-points has them: {sizes}\n" in said
     both = ("pre_attn", "post_block")
     assert runs({0: both, 1: both, 2: ("pre_attn",), 4: both}) == [
         (0, 1, both),

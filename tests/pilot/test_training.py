@@ -102,7 +102,10 @@ def test_a_direction_that_holds_is_a_module(bench: EngineBench, tmp_path: Path) 
     assert numbers["held"] and numbers["choice"]["layer"] == trained.choice.layer
     page = (folder / "report.html").read_text()
     assert page.count("<svg") == 1 and not re.search(r"(src|href)=.https?:", page)
-    assert "--steering-modules happy=happy.safetensors" in (folder / "README.md").read_text()
+    card = (folder / "README.md").read_text()
+    assert "--steering-modules happy=happy.safetensors" in card
+    assert "| examples | train 18 + 18, choose 6 + 6, report 6 + 6 |" in card
+    assert f"\nLayer {trained.choice.layer}, scale {trained.choice.scale:g}: effect +" in card
     # What is written is what was measured, and scale 1 of it the chosen one.
     steering = bench.llm.steering
     for name, file in (("a", "happy.safetensors"), ("b", "happy.gguf")):

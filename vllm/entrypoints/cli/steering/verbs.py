@@ -23,14 +23,15 @@ def add_verb(
 
     Args:
         command: such as "steering train"; the title of its group, which `--help=` finds.
-        add_options: adds its own options.
+        add_options: adds its own options; called twice.
         given: for `add_parser`.
     """
     from vllm.entrypoints.launchers.cli_args import make_arg_parser
     from vllm.entrypoints.serve.utils.api_utils import VLLM_SUBCMD_PARSER_EPILOG
 
+    parser = verbs.add_parser(command.split()[-1], **given)
+    add_options(parser.add_argument_group(command))
+    make_arg_parser(parser)
     own = argparse.ArgumentParser(add_help=False, usage=argparse.SUPPRESS)
     add_options(own.add_argument_group(command))
-    parser = verbs.add_parser(command.split()[-1], parents=[own], **given)
-    make_arg_parser(parser)
     parser.epilog = f"{own.format_help()}\n{VLLM_SUBCMD_PARSER_EPILOG.format(subcmd=command)}"
