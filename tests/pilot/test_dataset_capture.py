@@ -334,6 +334,8 @@ def test_what_the_command_refuses(
         ([*data, *out, *hooks], "d.jsonl:2: is not JSON"),
         ([*data, *out, "--hooks", "post_block"], "--hooks: 'post_block' is not POINT:LAYERS"),
         ([*data, *out, *hooks, "--positions", "[0,"], "--positions: '[0,' is no JSON"),
+        ([*data, *out, *hooks, "--positions=last"], "--positions: 'last' is none of last_prompt, "),
+        ([*data, *out, "--hooks", "post_blok:all"], "--hooks: unknown point 'post_blok'; points a"),
         ([*data, *hooks, "--out", "nosuch://a"], "cannot be opened"),
     ):
         assert run(model, *asked) == 1
