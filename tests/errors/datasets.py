@@ -19,7 +19,7 @@ import pyarrow.parquet
 import torch
 
 from tests.errors.case import Case
-from vllm.entrypoints.cli.capture.run import parse_hooks, parse_json
+from vllm.entrypoints.cli.capture.run import need_names, parse_hooks, parse_json
 from vllm.pilot import dataset
 from vllm.pilot.dataset.shard_store import Shard, ShardStore
 from vllm.v1.capture import CaptureResult
@@ -206,5 +206,7 @@ DATASETS = [
     Case(says(given="1"), do=lost),
     Case(says(given="'post_block'"), do=lambda: parse_hooks(["post_block"])),
     Case(says(given="q"), do=lambda: parse_hooks(["q:1", "q:2"])),
+    Case(says(given="'post_blok'"), do=lambda: need_names({"post_blok": "all"}, "last_prompt")),
+    Case(says(given="'last'"), do=lambda: need_names({"q": "all"}, "last")),
     Case(says(option="--positions", given="'[0,'"), do=lambda: parse_json("--positions", "[0,")),
 ]

@@ -57,7 +57,7 @@ MANY = [
 
 FOCUS = [
     Case(
-        path("steering[0].op", allowed="['add']"),
+        path("steering[0].op", allowed="add"),
         focus() | {"config": config_of(HEADS, steering_families=["add"])},
     ),
     Case(path("steering[0]", "['point']", op="focus"), focus(point="z")),

@@ -99,9 +99,9 @@ REQUESTS = [
     Case(path(f"{OP}.point"), op(point=["pre_attn", "pre_attn"])),
     Case(path(f"{OP}.point"), op(point=[])),
     Case(path(f"{OP}.op", "list"), op(["add"])),  # type: ignore[arg-type]
-    Case(path(f"{OP}.op", allowed="['add']"), op(config=config_of())),
+    Case(path(f"{OP}.op", allowed="add"), op(config=config_of())),
     Case(
-        path(f"{OP}.gate", allowed="['ablate', 'add']"),
+        path(f"{OP}.gate", allowed="ablate, add"),
         op(gate=GATE, config=config_of(steering_families=["add", "ablate"])),
     ),
     Case(path(OP, "['depth']", op="ablate"), op(depth=1)),
@@ -275,7 +275,7 @@ REQUESTS = [
         {"steering": at_heads(factor=1e30)["steering"] * 2, "config": AT_HEADS},
     ),
     Case(
-        path(f"{OP}.op", allowed="['add']"),
+        path(f"{OP}.op", allowed="add"),
         {**at_heads(factor=0), "config": config_of(HEADS, steering_points=["z"])},
     ),
     # Positions of vectors.

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from tests.errors.case import Case
+from tests.errors.case import Case, path
 from vllm.engine.arg_utils import EngineArgs
 from vllm.entrypoints.cli.steering.start import start_engine
 from vllm.pilot.directions import direction, pca
@@ -19,7 +19,8 @@ from vllm.pilot.fitting import find_directions
 from vllm.pilot.metrics import Odds, score_function
 from vllm.pilot.pairs import Example, Pairs
 from vllm.pilot.report import need_folder
-from vllm.pilot.rows import need_layers
+from vllm.pilot.rows import need_layers, need_read
+from vllm.pilot.training import Settings
 
 PAIR = '{"positive": "p", "negative": "n"}\n'
 BENCH: Any = SimpleNamespace(layers={0: ("pre_attn",), 1: ("pre_attn", "post_block")}, hidden=3)
@@ -67,6 +68,9 @@ TOOLKIT = [
     Case({}, do=lambda: direction("mean-centred", ROWS, ROWS + 1)),
     Case({"given": "2"}, do=finding(method="lat", memory=8)),
     Case({"given": "0", "point": "post_block"}, do=lambda: need_layers(BENCH, [0], "post_block")),
+    Case({"given": "'answer_mean'"}, do=lambda: need_read("answer_mean")),
+    Case(path("candidates", "0"), do=lambda: Settings(candidates=0)),
+    Case({}, do=lambda: Settings(scales=(0.0,))),
     Case({}, do=lambda: Odds(LOOSE)),
     Case({"given": "'none:f'"}, do=lambda: score_function("none:f")),
     Case({}, do=full_folder),

@@ -271,7 +271,7 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ({"op": {"op": "add", "vector": [1.0]}}, "clean", "is for the op 'replace'"),
     ({"clean": None, "op": {"op": "add", "vector": [1.0]}}, "op.vector", "1"),
     ({"clean": None, "op": {"op": "add", "layers": 1}}, "op.layers", "is an axis"),
-    ({"clean": None, "op": {"op": "norm_match"}}, "op.op", "steering_families"),
+    ({"clean": None, "op": {"op": "norm_match"}}, "op.op", "--steering-families"),
     (
         {"clean": None, "op": {"op": "add", "vector": pack(vector(1))}, "scales": [0.5] * 9999},
         "positions", "a sweep has at most 65536",

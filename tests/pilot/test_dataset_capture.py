@@ -28,7 +28,6 @@ from tests.http.server import save_model
 from tests.support.s3_server import s3_server
 from vllm import SamplingParams
 from vllm.entrypoints.cli.capture.main import CaptureSubcommand
-from vllm.entrypoints.cli.capture.run import confirm, parse_hooks
 from vllm.inputs import TokensPrompt
 from vllm.pilot import dataset
 from vllm.utils.argparse_utils import FlexibleArgumentParser
@@ -334,6 +333,8 @@ def test_what_the_command_refuses(
         ([*data, *out, *hooks], "d.jsonl:2: is not JSON"),
         ([*data, *out, "--hooks", "post_block"], "--hooks: 'post_block' is not POINT:LAYERS"),
         ([*data, *out, *hooks, "--positions", "[0,"], "--positions: '[0,' is no JSON"),
+        ([*data, *out, *hooks, "--positions=last"], "--positions: 'last' is none of last_prompt, "),
+        ([*data, *out, "--hooks", "post_blok:all"], "--hooks: unknown point 'post_blok'; points a"),
         ([*data, *hooks, "--out", "nosuch://a"], "cannot be opened"),
     ):
         assert run(model, *asked) == 1
@@ -341,46 +342,6 @@ def test_what_the_command_refuses(
             "root: 'nosuch://a' ", ""
         )
     assert not (tmp_path / "acts").exists()
-
-
-@pytest.mark.parametrize(
-    ("answers", "fits", "starts"),
-    [("y", True, True), ("", True, False), ("no", True, False), (" YES ", False, True)],
-)
-def test_the_question(
-    answers: str,
-    fits: bool,
-    starts: bool,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    """On a terminal it is asked whether to start; elsewhere it starts if there is room."""
-    asked: list[str] = []
-
-    def ask(text: str) -> str:
-        asked.append(text)
-        return answers
-
-    monkeypatch.setattr("builtins.input", ask)
-    told = dataset.Estimate(60, 1 << 20, True, 9.0, (1 << 30) if fits else 1 << 10, "acts")
-    monkeypatch.setattr(sys.stdin, "isatty", lambda: True, raising=False)
-    assert confirm(told, False) == starts
-    assert asked == ["Start? [y/N] " if fits else "It does not fit. Start? [y/N] "]
-    assert capsys.readouterr().out == f"{told}\n"
-    assert confirm(told, True) and len(asked) == 1, "--yes asks nothing"
-    monkeypatch.setattr(sys.stdin, "isatty", lambda: False, raising=False)
-    assert confirm(told, False) == fits and len(asked) == 1
-
-
-def test_hooks_of_a_command_line() -> None:
-    assert parse_hooks(["post_block:all"]) == {"post_block": "all"}
-    assert parse_hooks(["post_block:4-11,15", "pre_attn:-1"]) == {
-        "post_block": ["4-11", "15"],
-        "pre_attn": "-1",
-    }
-    assert parse_hooks(['{"post_block": [1]}']) == {"post_block": [1]}
-    with pytest.raises(ValueError, match="post_block is there twice"):
-        parse_hooks(["post_block:1", "post_block:2"])
 
 
 def test_the_command(

@@ -13,6 +13,7 @@ import safetensors.numpy
 
 from tests.pilot.test_training import make_pairs, shuffled
 from tests.support.disks import largest_file
+from vllm.entrypoints.cli.capture.main import CaptureSubcommand
 from vllm.entrypoints.cli.steering import train as command
 from vllm.entrypoints.cli.steering.main import SteeringSubcommand
 from vllm.entrypoints.cli.steering.points import runs
@@ -71,6 +72,19 @@ def test_exit_statuses(running: tuple[str, ...], tmp_path: Path) -> None:
     assert not list((tmp_path / "bad").glob("*.safetensors"))
 
 
+def test_a_background(running: tuple[str, ...], tmp_path: Path) -> None:
+    """mean-centred finds the concept against texts of no class, which are a file's."""
+    pairs = make_pairs()
+    data = save(pairs, tmp_path / "pairs.jsonl")
+    texts = [f"{e.prompt}{e.text}" for e in (*pairs.positive[::2], *pairs.negative[1::2])]
+    (tmp_path / "texts.txt").write_text("\n".join(texts))
+    asked = ("--method=mean-centred", f"--background={tmp_path}/texts.txt", "--cases=4")
+    assert run("train", *running, f"--data={data}", *asked, f"--out={tmp_path / 'centred'}") == 0
+    numbers = json.loads((tmp_path / "centred" / "report.json").read_text())
+    assert numbers["settings"]["method"] == "mean-centred"
+    assert "mean-centred" in (tmp_path / "centred" / "README.md").read_text()
+
+
 def test_a_score_by_name(running: tuple[str, ...], tmp_path: Path) -> None:
     data = save(make_pairs(), tmp_path / "pairs.jsonl")
     asked = ("train", *running, f"--data={data}", "--score=demo.subject:grammar_mood")
@@ -89,6 +103,11 @@ def test_a_score_by_name(running: tuple[str, ...], tmp_path: Path) -> None:
         (["--score=demo.subject:nothing"], "is no module:function"),
         (["--score=demo.subject:grammar_mood", "--prompts={tmp}/one.txt"], "two prompts"),
         (["--method=mean-centred"], "--background"),
+        (["--guard=written"], "--guard: 'written' needs --score"),
+        (["--read=answer_mean"], "read: 'answer_mean' is none of last, answer-mean, "),
+        (["--scales", "1", "0"], "scales: positive numbers"),
+        (["--candidates=0"], "candidates: 0; at least 1"),
+        (["--layers=all-4"], "argument --layers: 'all-4' is not all, nor such as 4-11 or 3,7,-1"),
         (["--out={tmp}"], "there is something in it"),
     ],
 )
@@ -163,11 +182,41 @@ def test_layers_and_positions_as_people_write_them() -> None:
     assert parse(*asked, '--read={"start": -3}').read == {"start": -3}
 
 
+@pytest.mark.parametrize(
+    "command, own",
+    [
+        ("steering train", ("--data FILE", "--score MODULE:FUNCTION", "--max-kl NATS")),
+        ("steering check", ("--hf, --no-hf",)),
+        ("steering points", ()),
+        ("capture run", ("--data DATA", "--positions POSITIONS", "-y, --yes")),
+    ],
+)
+def test_help_lists_what_is_a_commands_own(
+    command: str, own: tuple[str, ...], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The options of `vllm serve` are hundreds, and stay behind `--help=all`."""
+    parser = FlexibleArgumentParser()
+    subparsers = parser.add_subparsers()
+    for subcommand in (SteeringSubcommand(), CaptureSubcommand()):
+        subcommand.subparser_init(subparsers)
+    with pytest.raises(SystemExit) as ended:
+        parser.parse_args([*command.split(), "--help"])
+    said = capsys.readouterr().out
+    assert ended.value.code == 0 and f"vllm {command} --help=all" in said
+    assert all(option in said for option in own), said
+    assert "--kv-cache-memory-bytes" not in said and "ModelConfig" in said
+
+
 def test_points_of_a_model(demo_model: Path, capfd: pytest.CaptureFixture[str]) -> None:
     assert run("points", str(demo_model), "--dtype=float32") == 0
     said = capfd.readouterr().out
     assert "LlamaForCausalLM: 5 layers of 128, float32, 512 B a row" in said
     assert "layers 0-4: pre_attn, post_attn, post_block, attn_out, mlp_out  (LlamaDec" in said
+    heads = json.loads((demo_model / "config.json").read_text())
+    query, key = heads["num_attention_heads"], heads["num_key_value_heads"]
+    width = heads["hidden_size"] // query
+    sizes = f"q {query} x {width}, k {key} x {width}, v {key} x {width}, z {query} x {width}"
+    assert f"heads of layers 0-4, where --capture-points has them: {sizes}\n" in said
     both = ("pre_attn", "post_block")
     assert runs({0: both, 1: both, 2: ("pre_attn",), 4: both}) == [
         (0, 1, both),

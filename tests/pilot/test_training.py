@@ -16,12 +16,23 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from tokenizers.processors import TemplateProcessing
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from demo import corpus
 from demo.subject import grammar_mood
 from vllm import SamplingParams
-from vllm.pilot import EngineBench, Odds, Pairs, Score, mean_difference, read_rows, sweep, train
+from vllm.pilot import (
+    EngineBench,
+    Odds,
+    Pairs,
+    Score,
+    mean_centred,
+    mean_difference,
+    read_rows,
+    sweep,
+    train,
+)
 from vllm.pilot.bench import Steering, likelihoods
 from vllm.pilot.captures import row_table, save_direction
 from vllm.pilot.choice import KlGuard
@@ -91,7 +102,10 @@ def test_a_direction_that_holds_is_a_module(bench: EngineBench, tmp_path: Path) 
     assert numbers["held"] and numbers["choice"]["layer"] == trained.choice.layer
     page = (folder / "report.html").read_text()
     assert page.count("<svg") == 1 and not re.search(r"(src|href)=.https?:", page)
-    assert "--steering-modules happy=happy.safetensors" in (folder / "README.md").read_text()
+    card = (folder / "README.md").read_text()
+    assert "--steering-modules happy=happy.safetensors" in card
+    assert "| examples | train 18 + 18, choose 6 + 6, report 6 + 6 |" in card
+    assert f"\nLayer {trained.choice.layer}, scale {trained.choice.scale:g}: effect +" in card
     # What is written is what was measured, and scale 1 of it the chosen one.
     steering = bench.llm.steering
     for name, file in (("a", "happy.safetensors"), ("b", "happy.gguf")):
@@ -160,6 +174,40 @@ def test_rows_are_read_where_asked(bench: EngineBench) -> None:
     assert torch.allclose(mean[0, 0], rows[start:].mean(0), atol=1e-5)
     assert torch.allclose(last[0, 1], rows[-1], atol=1e-5)
     assert not torch.allclose(mean[0, 0], rows.mean(0), atol=1e-2)
+    assert torch.equal(last, read_rows(bench, pairs, read="answer-last")[0])
+    tail, _ = read_rows(bench, pairs, [1], {"start": -3})
+    assert torch.allclose(tail[0, 0], rows[-3:].mean(0), atol=1e-5)
+    assert not torch.allclose(tail[0, 0], rows[-2:].mean(0), atol=1e-2)
+
+
+def test_a_background_is_read_as_the_classes_are(bench: EngineBench) -> None:
+    pairs, others = make_pairs(8), make_pairs(12, prompt=False).negative[8:]
+    texts = [example.text for example in others]
+    found = find_directions(bench, pairs, [1, 3], "mean-centred", "last", "post_block", texts)
+    p, n = read_rows(bench, pairs, [1, 3])
+    b, _ = read_rows(bench, Pairs.of(texts, ["."] * len(texts)), [1, 3])
+    assert torch.allclose(found.vectors, mean_centred(p, n, b), atol=1e-5)
+    assert not torch.allclose(found.vectors, mean_difference(p, n), atol=0.05)
+
+
+def test_a_chat_begins_once(
+    bench: EngineBench, demo_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where a template has the token of beginning, the tokenizer does not add a second."""
+    tokenizer = AutoTokenizer.from_pretrained(demo_model)
+    mark = bench.encode("The")[0]
+    word = tokenizer.convert_ids_to_tokens(mark)
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
+        single=f"{word} $A", special_tokens=[(word, mark)]
+    )
+    tokenizer.bos_token = word
+    tokenizer.chat_template = (
+        "{{ bos_token }}{% for m in messages %} {{ m['content'] }}{% endfor %}"
+    )
+    monkeypatch.setattr(bench, "tokenizer", tokenizer)
+    said = ((("role", "user"), ("content", "garden")),)
+    assert bench.encode("garden").count(mark) == 1 == bench.encode(said).count(mark)
+    assert bench.encode(said)[0] == mark
 
 
 def test_rows_as_one_array(bench: EngineBench, tmp_path: Path) -> None:
@@ -246,16 +294,16 @@ def test_odds_are_transformers(bench: EngineBench, demo_model: Path) -> None:
 def test_a_sweep_and_its_picture(bench: EngineBench, tmp_path: Path) -> None:
     pairs = make_pairs(4)
     vectors = mean_difference(*read_rows(bench.llm, pairs))
-    swept = sweep(bench.llm, vectors, [0, 2], [-2, 0, 2], Odds(pairs))
+    swept = sweep(bench.llm, vectors, [2, 3], [-2, 0, 2], Odds(pairs))
     assert swept.effect.shape == (2, 3) and (swept.values[:, 1] == 0).all()
-    assert (swept.effect[:, 2] > swept.effect[:, 0] + 1).all() and swept.effect[1, 0] < 0
+    assert (swept.effect[:, 2] > swept.effect[:, 0] + 1).all() and (swept.effect[:, 0] < 0).all()
     assert "Sweep of post_block" in repr(swept)
     swept.draw(tmp_path / "a.png")
     swept.draw(tmp_path / "a.svg")
     assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
     assert "<svg" in (tmp_path / "a.svg").read_text()
     named = sweep(bench, {2: vectors[2]}, [2], [2], Odds(pairs))
-    assert named.effect[0, 0] == pytest.approx(swept.effect[1, 2])
+    assert named.effect[0, 0] == pytest.approx(swept.effect[0, 2])
 
 
 @pytest.fixture

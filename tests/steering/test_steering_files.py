@@ -493,7 +493,7 @@ def test_operations_of_a_file_are_checked(tmp_path: Path) -> None:
     path = tmp_path / "m.safetensors"
     save(path, {"ops": [{**ALL_OPS[3], **AT_1}]})
     only_add = SteeringConfig(enable_steering=True)
-    with pytest.raises(InterventionError, match=r"\[ops\]\[0\].op: the engine was started with"):
+    with pytest.raises(InterventionError, match=r"\[ops\]\[0\].op: the engine was started without"):
         load(path, SHAPE, only_add)
     header = {"steering_format": "2", "ops": json.dumps([{"op": "ablate", **AT_1}])}
     for metadata, message in (

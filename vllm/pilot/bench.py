@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import httpx
 import numpy as np
 import torch
+from tqdm import tqdm
 
 from vllm.entrypoints.serve.steering.client import SteeringClient
 from vllm.pilot.pairs import Text
@@ -21,6 +22,19 @@ Fields = Mapping[str, Any]
 
 _AT_ONCE = 64
 """Requests that a server is sent at once."""
+_QUIET_SECONDS = 2.0
+
+
+class LateBar(tqdm):
+    """A progress bar of what takes longer than two seconds, gone when it is done."""
+
+    def __init__(self, *given: Any, **more: Any) -> None:
+        super().__init__(*given, **more, leave=False, delay=_QUIET_SECONDS)
+
+    def refresh(self, *given: Any, **more: Any) -> None:
+        """Draw it, but not before its time: `LLM.generate` ends with this."""
+        if self.format_dict["elapsed"] > _QUIET_SECONDS:
+            super().refresh(*given, **more)
 
 
 @dataclass(frozen=True)
@@ -121,7 +135,7 @@ class EngineBench:
         outputs = self.llm.generate(
             [TokensPrompt(prompt_token_ids=list(ids)) for ids in prompts],
             [SamplingParams(**each) for each in fields],
-            use_tqdm=False,
+            use_tqdm=LateBar,
         )
         return [_reply(output) for output in outputs]
 
@@ -167,7 +181,8 @@ class ServerBench:
     def ask(self, prompts: Sequence[Sequence[int]], fields: Sequence[Fields]) -> list[Reply]:
         """Answer prompts, `_AT_ONCE` requests at a time; see `Bench.ask`."""
         with ThreadPoolExecutor(_AT_ONCE) as pool:
-            return list(pool.map(self._one, prompts, fields))
+            answers = pool.map(self._one, prompts, fields)
+            return list(LateBar(answers, "asking", len(prompts), unit="request"))
 
     def _one(self, prompt: Sequence[int], fields: Fields) -> Reply:
         answer = self._client.complete(list(prompt), return_token_ids=True, **fields)

@@ -119,7 +119,8 @@ class Pairs:
         """
         path = Path(path)
         made = _read(path)
-        digest = hashlib.sha256(path.read_bytes()).hexdigest()
+        with path.open("rb") as file:
+            digest = hashlib.file_digest(file, "sha256").hexdigest()
         return _checked(replace(made, digest=digest, source=str(path)))
 
     def split(self) -> dict[str, "Pairs"]:

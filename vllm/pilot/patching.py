@@ -12,12 +12,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from tqdm import tqdm
 
 from vllm.entrypoints.serve.steering.client import SteeringClient
 from vllm.entrypoints.serve.steering.sweep_plan import Grid, SweepPlan
 from vllm.entrypoints.serve.steering.sweep_request import parse_sweep
-from vllm.pilot.bench import EngineBench
+from vllm.pilot.bench import EngineBench, LateBar
 from vllm.pilot.picture import place_map, save_figure, subplots
 
 if TYPE_CHECKING:
@@ -110,7 +109,6 @@ def patch_sweep(
     op: Mapping[str, Any] | None = None,
     scales: Sequence[float] | None = None,
     align: str | None = None,
-    progress: bool = True,
 ) -> PatchSweep:
     """Put rows of the clean prompt's run into the prompt's, one place at a time; see docs/http.md.
 
@@ -125,7 +123,6 @@ def patch_sweep(
             place.
         scales: an axis more, for operations that have a scale.
         align: "end" for prompts of different lengths, which are then compared from their ends.
-        progress: whether a bar is shown where an engine takes long.
 
     Raises:
         ValueError: a field is wrong, the engine refuses it, or there are too many cells; the
@@ -141,10 +138,10 @@ def patch_sweep(
             return _read(client.sweep(prompt, **given))
     if isinstance(llm, SteeringClient):
         return _read(llm.sweep(prompt, **given))
-    return _here(llm, prompt, given, progress)
+    return _here(llm, prompt, given)
 
 
-def _here(llm: "LLM", prompt: Prompt, given: Mapping[str, Any], progress: bool) -> PatchSweep:
+def _here(llm: "LLM", prompt: Prompt, given: Mapping[str, Any]) -> PatchSweep:
     bench = EngineBench(llm)
     ids, clean = (_encoded(bench, text) for text in (prompt, given.get("clean")))
     assert ids is not None
@@ -158,7 +155,7 @@ def _here(llm: "LLM", prompt: Prompt, given: Mapping[str, Any], progress: bool) 
     noise = [plan.of_noise(cell, own) for cell in plan.noise_cells()]
     grid.note_noise([score for score, _ in _ask(llm, plan, ids, noise)])
     cells = plan.cells()
-    bar = tqdm(total=plan.num_cells, unit="cell", leave=False, disable=not progress, delay=2)
+    bar = LateBar(total=plan.num_cells, unit="cell")
     with bar:
         while some := list(islice(cells, BATCH)):
             asked = [plan.of_cell(cell, rows) for cell in some]

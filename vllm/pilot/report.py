@@ -165,7 +165,8 @@ def card(trained: Trained, name: str, command: str) -> str:
         "tags: [steering-vector, activation-steering, control-vector]",
         "---",
     ]
-    lines = [*front, f"# {name}", "", f"{verdict(trained).capitalize()}.", ""]
+    said = verdict(trained)
+    lines = [*front, f"# {name}", "", f"{said[0].upper()}{said[1:]}.", ""]
     if trained.held:
         lines += [
             f"    vllm serve {trained.model} --enable-steering "
@@ -175,6 +176,7 @@ def card(trained: Trained, name: str, command: str) -> str:
             f"one, {choice.scale:g} times half the distance of the classes; -1 is its opposite.",
             "",
         ]
+    examples = ", ".join(f"{name} {p} + {n}" for name, (p, n) in trained.counts.items())
     lines += [
         "| | |",
         "|---|---|",
@@ -183,7 +185,7 @@ def card(trained: Trained, name: str, command: str) -> str:
         f"| held-out AUROC, d' | {trained.evidence.auroc:.3f}, {trained.evidence.d_prime:.2f} |",
         f"| nats a token at +1, -1 | {choice.nats[choice.scale]:.4f}, "
         f"{choice.nats[-choice.scale]:.4f} |",
-        f"| examples | {trained.counts} |",
+        f"| examples | {examples} |",
         f"| data | {trained.data.source}, SHA-256 {trained.data.digest or 'of no file'} |",
         f"| command | `{command}` |" if command else "",
         "",

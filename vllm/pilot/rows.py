@@ -6,9 +6,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
-from tqdm import tqdm
 
-from vllm.pilot.bench import Bench, bench_of
+from vllm.pilot.bench import Bench, LateBar, bench_of
 from vllm.pilot.pairs import Example, Pairs
 
 if TYPE_CHECKING:
@@ -22,6 +21,8 @@ CHUNK_BYTES = 32 << 20
 Read = Any
 """Where rows are read: "last" (of the text), "answer-mean" (all tokens after what both of a pair
 share), "answer-last", or a selector as in a capture request; of several rows the mean is taken."""
+READ_WORDS = "last", "answer-mean", "answer-last", "last_prompt", "all_prompt", "predicting", "all"
+"""The words among them; the last four are selectors."""
 
 
 @dataclass(frozen=True)
@@ -72,13 +73,24 @@ def read_rows(
         positive, negative: float32 [examples, layers, hidden].
 
     Raises:
-        ValueError: the model has no such point or layer, or a request cannot be honoured.
+        ValueError: the model has no such point or layer, `read` is none, or a request cannot be
+            honoured.
     """
+    need_read(read)
     bench = bench_of(llm)
     chosen = need_layers(bench, layers, point)
     chunks = list(row_chunks(bench, pairs, chosen, read, point, "reading"))
     positive, negative = zip(*chunks, strict=True)
     return torch.cat(positive), torch.cat(negative)
+
+
+def need_read(read: Read) -> None:
+    """Raise ValueError where a word is none that says where rows are read."""
+    if isinstance(read, str) and read not in READ_WORDS:
+        raise ValueError(
+            f"read: {read!r} is none of {', '.join(READ_WORDS)}, nor a position such as -2 or a "
+            "selector"
+        )
 
 
 def need_layers(bench: Bench, layers: Sequence[int] | Literal["all"], point: str) -> list[int]:
@@ -118,7 +130,7 @@ def row_chunks(
     read = "last" if read is None and pairs.read is None else pairs.read if read is None else read
     longest = max(len(pairs.positive), len(pairs.negative))
     chunk = min(CHUNK, CHUNK_BYTES // (2 * len(layers) * bench.hidden * 4) or 1)
-    bar = tqdm(total=longest, desc=title, unit="pair", leave=False, delay=2)
+    bar = LateBar(total=longest, desc=title, unit="pair")
     with bar:
         for at in range(0, longest, chunk):
             sides = [

@@ -8,9 +8,8 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import torch
-from tqdm import tqdm
 
-from vllm.pilot.bench import Bench, Steering, bench_of
+from vllm.pilot.bench import Bench, LateBar, Steering, bench_of
 from vllm.pilot.metrics import Metric, Written
 from vllm.pilot.picture import heat_map, save_figure, subplots
 from vllm.pilot.rows import need_layers
@@ -76,7 +75,6 @@ def sweep(
     scales: Sequence[float],
     metric: Metric,
     point: str = "post_block",
-    progress: bool = True,
 ) -> Sweep:
     """Steer one layer at a time with each scale, and see how the metric changes.
 
@@ -85,7 +83,6 @@ def sweep(
         vectors: layer -> [hidden], or [all layers, hidden].
         scales: 0 is sent as a sum of zero, see `Steering.fields`.
         metric: such as `Odds(pairs)` or `Score(function, prompts)`.
-        progress: whether a bar is shown where it takes long.
 
     Raises:
         ValueError: a layer has no such point or no vector, a vector is of the wrong width, there is
@@ -100,7 +97,7 @@ def sweep(
     of_layer = {layer: _vector(vectors, layer, bench) for layer in chosen}
     plain = metric(bench, [None])
     values, answers = [], {}
-    for layer in tqdm(chosen, "sweep", unit="layer", leave=False, disable=not progress, delay=2):
+    for layer in LateBar(chosen, "sweep", unit="layer"):
         steerings = [Steering(layer, of_layer[layer], scale, point) for scale in scales]
         scored = metric(bench, steerings)
         values.append(scored.values - plain.values)

@@ -22,7 +22,7 @@ from vllm.pilot.fitting import Directions, Separation, find_directions, separate
 from vllm.pilot.metrics import Metric, Odds
 from vllm.pilot.pairs import Pairs, Text
 from vllm.pilot.persona import written_pairs
-from vllm.pilot.rows import Read, encode, need_layers
+from vllm.pilot.rows import Read, encode, need_layers, need_read
 from vllm.pilot.sweeps import Sweep, sweep
 
 if TYPE_CHECKING:
@@ -37,7 +37,11 @@ _NEUTRAL_TOKENS = 32
 
 @dataclass(frozen=True)
 class Settings:
-    """How directions are found and chosen; `train` says what each means."""
+    """How directions are found and chosen; `train` says what each means.
+
+    Raises:
+        ValueError: a setting is none, whatever the model and the data; the message names it.
+    """
 
     method: Method = "mean"
     read: Read = None
@@ -51,6 +55,15 @@ class Settings:
     cases: int = CASES
     seed: int = 0
     memory: int = 4 << 30
+
+    def __post_init__(self) -> None:
+        """Find what can be found before a model is loaded."""
+        if not self.scales or min(self.scales) <= 0:
+            raise ValueError("scales: positive numbers are needed; each is tried with both signs")
+        for name, count in (("candidates", self.candidates), ("cases", self.cases)):
+            if count is not None and count < 1:
+                raise ValueError(f"{name}: {count}; at least 1 is needed")
+        need_read(self.read)
 
 
 @dataclass(frozen=True)
@@ -130,8 +143,6 @@ def train(
     """
     bench = bench_of(llm)
     chosen = Settings(**settings)
-    if not chosen.scales or min(chosen.scales) <= 0:
-        raise ValueError("scales: positive numbers are needed; each is tried with both signs")
     layers = need_layers(bench, chosen.layers, chosen.point)
     if pairs.persona is not None:
         say(f"{len(pairs.persona.questions)} questions are answered under two system prompts")

@@ -111,7 +111,7 @@ def test_operations_of_all_requests() -> None:
         ([{**PIN, "positions": [0]}], r"^ops\[0\]: positions belong to a request"),
         (
             [{"op": "normalize", "point": "pre_attn", "layers": [0]}],
-            r"^ops\[0\]\.op: .*steering_families",
+            r"^ops\[0\]\.op: .*--steering-families",
         ),
         ({"op": "pin"}, "^ops: "),
     ):

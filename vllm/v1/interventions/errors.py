@@ -5,7 +5,7 @@ Every error names the path of the offending field (`steering_vectors.post_block.
 was given and what is allowed. Offline it is a `ValueError`, over HTTP a 400.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, NoReturn
 
 from vllm.exceptions import VLLMValidationError
@@ -54,6 +54,21 @@ def need_mapping(value: Any, path: str) -> Mapping[Any, Any]:
     if not isinstance(value, Mapping):
         reject(path, f"must be a mapping, got {show(value)}")
     return value
+
+
+def need_family(family: str, families: Collection[str], path: str) -> None:
+    """Raise ValueError if the engine was started without `family`.
+
+    Args:
+        families: those it was started with, of `config.steering.FAMILIES`.
+    """
+    if family not in families:
+        started = ", ".join(sorted(families))
+        reject(
+            path,
+            f"the engine was started without {family!r}; add it to --steering-families, which has "
+            f"{started}",
+        )
 
 
 def need_keys(

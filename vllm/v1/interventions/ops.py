@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from vllm.config.steering import HEADS
-from vllm.v1.interventions.errors import need_keys, need_mapping, reject, show
+from vllm.v1.interventions.errors import need_family, need_keys, need_mapping, reject, show
 from vllm.v1.interventions.focus import FOCUS
 from vllm.v1.interventions.plan import Site, TapShape
 from vllm.v1.interventions.positions import ALL, Positions
@@ -225,9 +225,7 @@ class _Entry:
         return name
 
     def need_family(self, family: str, key: str) -> None:
-        if family not in self.families:
-            started = sorted(self.families)
-            reject(f"{self.path}.{key}", f"the engine was started with steering_families={started}")
+        need_family(family, self.families, f"{self.path}.{key}")
 
     def gate(self) -> _Gate:
         """The entry's gate, or `_UNGATED`."""

@@ -33,7 +33,7 @@ class CaptureSubcommand(CLISubcommand):
         self, subparsers: "argparse._SubParsersAction[FlexibleArgumentParser]"
     ) -> "FlexibleArgumentParser":
         """Add the parser of `vllm capture`."""
-        from vllm.entrypoints.launchers.cli_args import make_arg_parser
+        from vllm.entrypoints.cli.steering.verbs import add_verb
 
         capture = subparsers.add_parser(
             self.name,
@@ -41,19 +41,18 @@ class CaptureSubcommand(CLISubcommand):
             usage="vllm capture run MODEL --data FILE --out DIR --hooks POINT:LAYERS [options]",
         )
         verbs = capture.add_subparsers(required=True, dest="capture_verb")
-        run = verbs.add_parser(
-            "run",
+        add_verb(
+            verbs,
+            "capture run",
+            add_options,
             description=DESCRIPTION,
             usage="vllm capture run MODEL --data FILE --out DIR --hooks POINT:LAYERS [options]",
         )
-        add_options(run)
-        make_arg_parser(run)
         return capture
 
 
-def add_options(parser: "FlexibleArgumentParser") -> None:
+def add_options(options: argparse._ArgumentGroup) -> None:
     """Add the options of `vllm capture run` itself."""
-    options = parser.add_argument_group("capture run")
     option = options.add_argument
     option(
         "--data",

@@ -7,9 +7,11 @@ import sys
 from typing import Any
 
 from vllm import LLM
+from vllm.config.capture import READ_POINTS
 from vllm.entrypoints.cli.steering.start import start_engine, with_inline
 from vllm.pilot import dataset
 from vllm.pilot.dataset.shard_store import ShardStore
+from vllm.v1.interventions.frontend.selectors import NAMED_SELECTORS
 
 
 def capture_dataset(args: argparse.Namespace) -> int:
@@ -25,6 +27,7 @@ def capture_dataset(args: argparse.Namespace) -> int:
         hooks = parse_hooks(args.hooks)
         positions = parse_json("--positions", args.positions, name_too=True)
         more = parse_json("--capture-more", args.capture_more or "{}")
+        need_names(hooks, positions)
         ShardStore(args.out)
         data = dataset.DataFile(
             args.data, args.prompt_column, args.id_column, args.label_column, args.split
@@ -94,6 +97,22 @@ def parse_hooks(values: list[str]) -> dict[str, Any]:
             raise ValueError(f"--hooks: {point} is there twice; join its layers with commas")
         hooks[point] = layers.split(",") if "," in layers else layers
     return hooks
+
+
+def need_names(hooks: dict[str, Any], positions: Any) -> None:
+    """Check points and the name of a selector; the engine, which knows the model, checks the rest.
+
+    Raises:
+        ValueError: there is no such point or selector anywhere.
+    """
+    for point in hooks:
+        if point not in READ_POINTS:
+            raise ValueError(
+                f"--hooks: unknown point {point!r}; points are {', '.join(READ_POINTS)}"
+            )
+    if isinstance(positions, str) and positions not in NAMED_SELECTORS:
+        names = ", ".join(NAMED_SELECTORS)
+        raise ValueError(f"--positions: {positions!r} is none of {names}, nor JSON")
 
 
 def parse_json(option: str, text: str, name_too: bool = False) -> Any:

@@ -53,7 +53,7 @@ class SteeringSubcommand(CLISubcommand):
     ) -> "FlexibleArgumentParser":
         """Add the parser of `vllm steering`."""
         from vllm.entrypoints.cli.steering.train import add_options
-        from vllm.entrypoints.launchers.cli_args import make_arg_parser
+        from vllm.entrypoints.cli.steering.verbs import add_verb
 
         steering = subparsers.add_parser(
             self.name,
@@ -61,17 +61,13 @@ class SteeringSubcommand(CLISubcommand):
             usage="vllm steering {check,convert,points,train} ...",
         )
         verbs = steering.add_subparsers(required=True, dest="steering_verb")
-        check = verbs.add_parser(
-            "check", description=CHECK, usage="vllm steering check MODEL [serve options]"
+        add_verb(
+            verbs,
+            "steering check",
+            _check_options,
+            description=CHECK,
+            usage="vllm steering check MODEL [serve options]",
         )
-        check.add_argument(
-            "--hf",
-            action=argparse.BooleanOptionalAction,
-            default=None,
-            help="Compare with Hugging Face transformers on the CPU. Default: when the weights "
-            "need less than half of the free memory.",
-        )
-        make_arg_parser(check)
         convert = verbs.add_parser(
             "convert",
             description=CONVERT,
@@ -80,18 +76,31 @@ class SteeringSubcommand(CLISubcommand):
         convert.add_argument("source", type=Path, help="The lens as it was published.")
         convert.add_argument("out", type=Path, help="The file to write.")
         convert.set_defaults(model_tag=None)
-        points = verbs.add_parser(
-            "points", description=POINTS, usage="vllm steering points MODEL [serve options]"
+        add_verb(
+            verbs,
+            "steering points",
+            lambda _: None,
+            description=POINTS,
+            usage="vllm steering points MODEL [serve options]",
         )
-        make_arg_parser(points)
-        train = verbs.add_parser(
-            "train",
+        add_verb(
+            verbs,
+            "steering train",
+            add_options,
             description=TRAIN,
             usage="vllm steering train MODEL --data FILE --out FOLDER [options] [serve options]",
         )
-        add_options(train)
-        make_arg_parser(train)
         return steering
+
+
+def _check_options(options: argparse._ArgumentGroup) -> None:
+    options.add_argument(
+        "--hf",
+        action=argparse.BooleanOptionalAction,
+        default=None,
+        help="Compare with Hugging Face transformers on the CPU. Default: when the weights need "
+        "less than half of the free memory.",
+    )
 
 
 def _check(args: argparse.Namespace) -> int:

@@ -19,6 +19,7 @@ from vllm.distributed import (
 from vllm.engine.arg_utils import EngineArgs
 from vllm.model_executor.model_loader.utils import initialize_model
 from vllm.utils.torch_utils import set_default_torch_dtype
+from vllm.v1.interventions.worker.attention_layers import attention_of
 from vllm.v1.interventions.worker.tap_layers import (
     find_layers,
     head_reads_rows,
@@ -54,6 +55,7 @@ def list_points(args: argparse.Namespace) -> None:
         try:
             with torch.device("meta"), set_default_torch_dtype(dtype):
                 model = initialize_model(config)
+            heads = attention_of(find_layers(model))
         finally:
             if alone:
                 cleanup_dist_env_and_memory()
@@ -74,13 +76,24 @@ def list_points(args: argparse.Namespace) -> None:
     of = f"{lanes} lanes of {width}" if lanes > 1 else f"{width}"
     print(f"{config.model_config.architecture}: {depth} layers of {of}, {name}, {size} B a row")
     for first, last, points in runs(offered):
-        where = f"layer {first}" if first == last else f"layers {first}-{last}"
         kind = type(layers[first]).__name__
-        print(f"  {where}: {', '.join(points)}  ({kind})")
+        print(f"  {_where(first, last)}: {', '.join(points)}  ({kind})")
     ends = ["embed at layer 0"] * (lanes == 1)
     ends += [f"final at layer {depth - 1}"] * head_reads_rows(model, width)
     branches = dict.fromkeys(branch for t in taps.values() for branch in t.branches)
     print(f"  captured, not steered: {', '.join([*ends, *branches])}")
+    sizes = {
+        index: tuple(f"{point} {number} x {size}" for point, (number, size) in of.points.items())
+        for index, of in heads.items()
+        if index in layers
+    }
+    for first, last, points in runs(sizes):
+        where = _where(first, last)
+        print(f"  heads of {where}, where --capture-points has them: {', '.join(points)}")
+
+
+def _where(first: int, last: int) -> str:
+    return f"layer {first}" if first == last else f"layers {first}-{last}"
 
 
 def runs(offered: dict[int, tuple[str, ...]]) -> list[tuple[int, int, tuple[str, ...]]]:

@@ -15,46 +15,108 @@ COULD_NOT_RUN, NO_BETTER = 2, 3
 """The exit statuses where it could not run, and where random directions do as much."""
 
 
-def add_options(parser: argparse.ArgumentParser) -> None:
+def add_options(options: argparse._ArgumentGroup) -> None:
     """Add the options that `vllm serve` does not have."""
-    parser.add_argument(
+    option = options.add_argument
+    option(
         "--data",
         required=True,
         metavar="FILE",
         help="Pairs, as .json, .jsonl, .csv or .tsv: positive and negative, with prompt and split "
         "where there; chosen and rejected; CAA's keys; text and label; or a persona.",
     )
-    parser.add_argument("--out", required=True, metavar="FOLDER", help="A new folder.")
-    parser.add_argument("--method", choices=get_args(Method), default="mean")
-    parser.add_argument(
+    option(
+        "--out",
+        required=True,
+        metavar="FOLDER",
+        help="A new folder: NAME.safetensors and .gguf (NAME is the folder's), the vectors of all "
+        "layers, a model card, and a report with pictures.",
+    )
+    option(
+        "--url",
+        help="A running server, in place of an engine of this process; its key is in VLLM_API_KEY.",
+    )
+    option(
+        "--method",
+        choices=get_args(Method),
+        default="mean",
+        help="How a direction is made of the rows. Default: mean, half the difference of means.",
+    )
+    option(
         "--read",
         type=_read,
-        default=None,
         help="Where rows are read: last (default), answer-mean, answer-last, a position such as "
         "-2, or any selector of capture as JSON.",
     )
-    parser.add_argument("--layers", type=_layers, default="all", help="Such as 4-11 or 3,7,-1.")
-    parser.add_argument("--point", default="post_block", help="Default: post_block.")
-    parser.add_argument("--scales", type=float, nargs="+", help="Tried with both signs.")
-    parser.add_argument("--candidates", type=int, default=5, help="How many layers are steered.")
-    parser.add_argument("--cases", type=int, help="Pairs measured of each split, at most.")
-    parser.add_argument(
+    option("--layers", type=_layers, default="all", help="Such as 4-11 or 3,7,-1. Default: all.")
+    option(
+        "--point",
+        default="post_block",
+        help="Where it is read and steered: post_block (default), pre_attn or post_attn.",
+    )
+    option(
+        "--scales",
+        type=float,
+        nargs="+",
+        metavar="SCALE",
+        help="Those tried, each with both signs; 1 is half the distance of the classes. Default: "
+        "0.25 0.5 1 2 4.",
+    )
+    option(
+        "--candidates",
+        type=int,
+        default=5,
+        metavar="N",
+        help="How many layers are steered, those that separate best. Default: 5.",
+    )
+    option(
+        "--cases",
+        type=int,
+        metavar="N",
+        help="Pairs of each split whose effect is measured, at most. Default: 64.",
+    )
+    option(
         "--score",
         metavar="MODULE:FUNCTION",
-        help="A function of a prompt and of what was written after it, in place of the odds of the "
-        "pairs' texts.",
+        help="The effect is what this function gives for a prompt and what was written after it, "
+        "in place of the odds of the pairs' texts.",
     )
-    parser.add_argument("--prompts", metavar="FILE", help="Prompts for --score.")
-    parser.add_argument("--guard", choices=("kl", "written"), default="kl")
-    parser.add_argument(
-        "--max-kl", type=float, default=0.1, help="Nats a token that steering may cost."
+    option(
+        "--prompts",
+        metavar="FILE",
+        help="Prompts for --score, .jsonl or a line each. Default: the pairs' own.",
     )
-    parser.add_argument("--neutral", metavar="FILE", help="Texts for the guard kl.")
-    parser.add_argument("--background", metavar="FILE", help="Texts for mean-centred.")
-    parser.add_argument(
-        "--memory", type=float, default=4.0, help="GiB for rows; up to 0.16 come on top."
+    option(
+        "--guard",
+        choices=("kl", "written"),
+        default="kl",
+        help="What must stay small: kl is KL(plain||steered) (default); written how much more "
+        "surprising what is written for --score is to the plain model.",
     )
-    parser.add_argument("--url", help="A running server, in place of an engine of this process.")
+    option(
+        "--max-kl",
+        type=float,
+        default=0.1,
+        metavar="NATS",
+        help="Nats a token that the guard allows, at both signs. Default: 0.1.",
+    )
+    option(
+        "--neutral",
+        metavar="FILE",
+        help="Texts for the guard kl, .jsonl or a line each. Default: what the plain model writes.",
+    )
+    option(
+        "--background",
+        metavar="FILE",
+        help="Texts for the method mean-centred, .jsonl or a line each.",
+    )
+    option(
+        "--memory",
+        type=float,
+        default=4.0,
+        metavar="GIB",
+        help="GiB for rows; up to 0.16 come on top. Default: 4.",
+    )
 
 
 def train_vector(args: argparse.Namespace) -> int:
@@ -64,7 +126,7 @@ def train_vector(args: argparse.Namespace) -> int:
     from vllm.entrypoints.serve.steering.client import SteeringError
     from vllm.pilot.pairs import Pairs, read_texts
     from vllm.pilot.report import need_folder, save_trained, verdict
-    from vllm.pilot.training import train
+    from vllm.pilot.training import Settings, train
     from vllm.v1.engine.exceptions import EngineDeadError
 
     # What a server says or does not say, and the end of an engine; others are mistakes of ours.
@@ -82,8 +144,23 @@ def train_vector(args: argparse.Namespace) -> int:
         metrics = _metrics(args, pairs)
         if args.method == "mean-centred" and not background:
             raise ValueError("--background: method 'mean-centred' needs texts")
-        bench = _bench(args)
+        if args.guard == "written" and metrics is None:
+            raise ValueError("--guard: 'written' needs --score, whose texts it looks at")
         more = {"scales": args.scales, "cases": args.cases}
+        settings = {
+            "method": args.method,
+            "read": args.read,
+            "layers": args.layers,
+            "point": args.point,
+            "candidates": args.candidates,
+            "guard": args.guard,
+            "max_nats": args.max_kl,
+            "seed": args.seed or 0,
+            "memory": int(args.memory * (1 << 30)),
+            **{name: value for name, value in more.items() if value is not None},
+        }
+        Settings(**settings)
+        bench = _bench(args)
         trained = train(
             bench,
             pairs,
@@ -91,16 +168,7 @@ def train_vector(args: argparse.Namespace) -> int:
             background=background,
             neutral=neutral,
             say=lambda text: print(text, flush=True),
-            method=args.method,
-            read=args.read,
-            layers=args.layers,
-            point=args.point,
-            candidates=args.candidates,
-            guard=args.guard,
-            max_nats=args.max_kl,
-            seed=args.seed or 0,
-            memory=int(args.memory * (1 << 30)),
-            **{name: value for name, value in more.items() if value is not None},
+            **settings,
         )
         save_trained(trained, folder, shlex.join(["vllm", *sys.argv[1:]]))
     except (ValueError, OSError, ImportError, *remote) as error:
@@ -156,9 +224,14 @@ def _layers(text: str) -> Any:
     if text == "all":
         return text
     found: list[int] = []
-    for part in text.split(","):
-        first, dash, last = part.partition("-") if not part.startswith("-") else (part, "", "")
-        found += range(int(first), int(last) + 1) if dash else [int(first)]
+    try:
+        for part in text.split(","):
+            first, dash, last = part.partition("-") if not part.startswith("-") else (part, "", "")
+            found += range(int(first), int(last) + 1) if dash else [int(first)]
+    except ValueError:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is not all, nor such as 4-11 or 3,7,-1"
+        ) from None
     return found
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from vllm.v1.interventions.errors import need_keys, need_mapping, reject, show
+from vllm.v1.interventions.errors import need_family, need_keys, need_mapping, reject, show
 from vllm.v1.interventions.focus import (
     FACTOR,
     FOCUS,
@@ -84,9 +84,7 @@ class FocusParser:
                 nothing, a number out of its range, or more at a layer than there may be.
         """
         given = need_mapping(entry, path)
-        if FOCUS not in self._families:
-            started = sorted(self._families)
-            reject(f"{path}.op", f"the engine was started with steering_families={started}")
+        need_family(FOCUS, self._families, f"{path}.op")
         number = "share" if "share" in given else "factor"
         layers = "heads" if "heads" in given else "layers"
         allowed = ("positions", "rule") if number == "share" else ("positions",)
