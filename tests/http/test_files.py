@@ -110,7 +110,7 @@ def idle(client: SteeringClient, server: Server) -> None:
 
 
 def found(root: Path, name: str) -> reader.StoredRequest:
-    """The file of a request whose client is gone, once it is there: nobody's answer waits for it."""
+    """The file of a request whose client is gone, once it is there: no answer waits for it."""
     deadline = time.monotonic() + 60
     while True:
         try:
