@@ -21,8 +21,7 @@ from tests.conformance.engine import shut_down
 from tests.conformance.heads import recorded
 from tests.conformance.runner import LEAST_MOVE, READ_TOLERANCE
 from tests.http.server import save_model
-from tests.peers.calls import Call, Rows, U, V, add, along
-from tests.peers.test_coming_from import streams
+from tests.peers.call import Call, Rows, U, V, add, along, streams
 from tests.support.serving import relative
 from vllm import SamplingParams
 from vllm.v1.capture import reader
