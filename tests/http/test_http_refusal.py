@@ -135,7 +135,8 @@ def test_a_field_of_another_tool_is_left_to_the_engine_where_it_is_served(
     request_type: Callable[..., Any], body: dict[str, Any], field: str
 ) -> None:
     """An engine without steering and capture stays upstream's; `intervene` refuses in others."""
-    for given in ({field: {}}, {"extra_body": {field: {}}}):
+    asked: list[dict[str, Any]] = [{field: {}}, {"extra_body": {field: {}}}]
+    for given in asked:
         assert request_type(**body, **given).model == "m"
 
 

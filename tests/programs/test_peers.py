@@ -81,6 +81,22 @@ def test_states_of_prompt_and_generation(probe: probe_hook.LLM, reference: Any) 
         probe.generate("I", SamplingParams(n=2))
 
 
+def test_the_last_tokens_alone(model: Path, reference: Any) -> None:
+    llm = probe_hook.LLM(
+        str(model), layers=[LAYER], last_prefill_token=True, last_decode_token=True, **ENGINE
+    )
+    for output in llm.generate(PROMPTS, SamplingParams(**GREEDY), use_tqdm=False):
+        rows = streams(reference, fed(output), Call())["post_block", LAYER].float()
+        last = len(output.prompt_token_ids or ()) - 1
+        for states, position in (
+            (output.prefill_hidden_states[LAYER], last),
+            (output.hidden_states[LAYER], len(rows) - 1),
+        ):
+            assert relative(states, rows[position][None]) <= READ_TOLERANCE
+            assert relative(states, rows[position - 1][None]) >= LEAST_MOVE
+    shut_down(llm.llm)
+
+
 def test_states_come_with_the_tokens(model: Path) -> None:
     async def watch() -> list[tuple[int, int]]:
         engine = probe_hook.AsyncLLM(str(model), layers=[LAYER], **ENGINE)
