@@ -81,22 +81,31 @@ def endpoint(function: Any, body: Any) -> Any:
 
 
 HTTP = [
-    Case(path("capture"), do=lambda: refuse_unserved({"prompt", "capture"}, served=False)),
+    Case(path("capture"), do=lambda: refuse_unserved({"prompt": "", "capture": {}}, served=False)),
     Case(
-        path("captures", "capture"), do=lambda: refuse_unserved({"captures", "model"}, served=True)
+        path("captures", "capture"),
+        do=lambda: refuse_unserved({"captures": {}, "model": "m"}, served=True),
     ),
     Case(
         path("steering_vectors"),
-        do=lambda: refuse_unserved({"steering", "steering_vectors"}, served=False),
+        do=lambda: refuse_unserved({"steering": [], "steering_vectors": {}}, served=False),
     ),
     Case(path("capture"), do=lambda: refuse_beams({"capture": {}})),
     Case(
         path("patch", "RhizoNymph/vllm", anchor="rhizonymphvllm"),
-        do=lambda: refuse_unserved({"patch"}, served=False),
+        do=lambda: refuse_unserved({"patch": {}}, served=False),
     ),
     Case(
         path("vllm_xargs.steer", "vLLM-Hook", anchor="vllm-hook-and-mia"),
         do=lambda: refuse_peer_args({"steer": "{}"}, config_of(), "vllm_xargs."),
+    ),
+    Case(
+        path("vllm_xargs.steering", "'steering'"),
+        do=lambda: refuse_peer_args({"steering": "[]"}, config_of(), "vllm_xargs."),
+    ),
+    Case(
+        path("extra_body.capture", "'capture'"),
+        do=lambda: refuse_unserved({"extra_body": {"capture": {}}}, served=False),
     ),
     # Packed arrays.
     Case(path("p", allowed="shape"), do=packed(shape=None)),

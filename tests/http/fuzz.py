@@ -192,13 +192,16 @@ def far(fields: dict[str, Any], rng: random.Random) -> None:
 
 
 def foreign(fields: dict[str, Any], rng: random.Random) -> None:
-    """A field of another tool beside those that are right."""
-    from vllm.entrypoints.compat.peers import ARGS, FIELDS
+    """A field of another tool beside those that are right, or one of ours that nothing reads."""
+    from vllm.entrypoints.compat.peers import KNOWN, NESTS
+    from vllm.v1.interventions.plan import PLAN_FIELDS
 
-    if rng.random() < 0.5:
-        fields["vllm_xargs"] = {rng.choice(list(ARGS)): rng.choice(["[1]", 1, [1, 2]])}
+    if (chance := rng.random()) < 0.4:
+        fields["vllm_xargs"] = {rng.choice(list(KNOWN)): rng.choice(["[1]", 1, [1, 2]])}
+    elif chance < 0.8:
+        fields[rng.choice(list(KNOWN))] = rng.choice(["happy", True, {"1": 2}, [1.0]])
     else:
-        fields[rng.choice(list(FIELDS))] = rng.choice(["happy", True, {"1": 2}, [1.0]])
+        fields[rng.choice(NESTS)] = {rng.choice([*KNOWN, *PLAN_FIELDS]): rng.choice([[], {}, "x"])}
 
 
 MUTATIONS = (replace, replace, replace, rename, resize, lie, far, foreign)

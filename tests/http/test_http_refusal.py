@@ -11,7 +11,7 @@ import pytest
 from fastapi import HTTPException, Request, UploadFile
 
 from vllm.entrypoints.anthropic.protocol import AnthropicMessagesRequest
-from vllm.entrypoints.compat.peers import FIELDS
+from vllm.entrypoints.compat.peers import KNOWN, NESTS
 from vllm.entrypoints.launchers.cli_args import make_arg_parser
 from vllm.entrypoints.openai.chat_completion.protocol import (
     BatchChatCompletionRequest,
@@ -105,7 +105,7 @@ def test_a_misspelt_field_is_refused_with_the_one_that_was_meant(
     assert raised.value.parameter == field
 
 
-@pytest.mark.parametrize("field", FIELDS)
+@pytest.mark.parametrize("field", KNOWN)
 @pytest.mark.parametrize(("request_type", "body"), OTHERS)
 def test_a_field_of_another_tool_is_refused_where_nothing_is_served(
     request_type: Callable[..., Any], body: dict[str, Any], field: str
@@ -113,15 +113,31 @@ def test_a_field_of_another_tool_is_refused_where_nothing_is_served(
     with pytest.raises(UnservedField, match=f"^{field}: is for .*coming-from") as raised:
         request_type(**body, **{field: {}})
     assert raised.value.parameter == field
+    request_type(**body, **{field: None})  # the twin asks for nothing
 
 
-@pytest.mark.parametrize("field", FIELDS)
+@pytest.mark.parametrize("nest", NESTS)
+@pytest.mark.parametrize("field", ["steering", "steering_inherit_global", "patch", "steer"])
+@pytest.mark.parametrize(("request_type", "body"), OTHERS)
+def test_a_field_is_refused_in_what_nothing_reads(
+    request_type: Callable[..., Any], body: dict[str, Any], field: str, nest: str
+) -> None:
+    given = {**body, nest: {**body.get(nest, {}), field: {}}}
+    with pytest.raises(UnservedField, match=f"^{nest}.{field}: ") as raised:
+        request_type(**given)
+    assert raised.value.parameter == f"{nest}.{field}"
+    request_type(**{**body, nest: {**body.get(nest, {}), "other": {}}})
+
+
+@pytest.mark.parametrize("field", KNOWN)
 @pytest.mark.parametrize(("request_type", "body"), SERVED)
 def test_a_field_of_another_tool_is_left_to_the_engine_where_it_is_served(
     request_type: Callable[..., Any], body: dict[str, Any], field: str
 ) -> None:
     """An engine without steering and capture stays upstream's; `intervene` refuses in others."""
-    assert request_type(**body, **{field: {}}).model == "m"
+    asked: list[dict[str, Any]] = [{field: {}}, {"extra_body": {field: {}}}]
+    for given in asked:
+        assert request_type(**body, **given).model == "m"
 
 
 def test_a_misspelt_sampling_parameter() -> None:

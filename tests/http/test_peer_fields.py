@@ -14,22 +14,38 @@ from tests.http.checks import PROMPT, SAID
 from tests.http.server import Server, greedy
 from tests.support.plans import config_of
 from vllm.entrypoints.compat import peers
-from vllm.entrypoints.compat.peers import ARGS, FIELDS, refuse_peer_args, refuse_peer_fields
+from vllm.entrypoints.compat.peers import (
+    KNOWN,
+    NESTS,
+    refuse_peer_args,
+    refuse_peer_fields,
+)
 from vllm.v1.interventions.errors import InterventionError
+from vllm.v1.interventions.plan import PLAN_FIELDS
 
 pytestmark = pytest.mark.full
 
 BODIES: dict[str, dict[str, Any]] = {
-    **{f"vllm_xargs.{key}": {"vllm_xargs": {key: "[1]"}} for key in ARGS},
-    **{field: {field: "x"} for field in FIELDS},
+    **{f"vllm_xargs.{key}": {"vllm_xargs": {key: "[1]"}} for key in KNOWN},
+    **{field: {field: "x"} for field in KNOWN},
+    **{f"extra_body.{key}": {"extra_body": {key: "x"}} for key in ("steer", "patch")},
+    **{f"extra_args.{key}": {"extra_args": {key: "x"}} for key in ("steer", "patch")},
     "capture_wait": {"capture_wait": False},
     "conversation_id": {"steering": [], "conversation_id": "a"},
     "steering": {"steering": {"algorithm": "direct"}},
+    "steering[0]": {"steering": [{"when": "probe", "scope": "this_token", "apply": "add"}]},
 }
 """What is refused, by the path that the error names."""
+MISPLACED: dict[str, dict[str, Any]] = {
+    **{f"vllm_xargs.{field}": {"vllm_xargs": {field: "[]"}} for field in PLAN_FIELDS},
+    **{f"{nest}.{field}": {nest: {field: {}}} for nest in NESTS for field in PLAN_FIELDS},
+}
+"""Fields of ours where nothing reads them."""
 NOTHING: list[dict[str, Any]] = [
-    *({"vllm_xargs": {key: 0}} for key in ARGS),
-    *({field: None} for field in FIELDS),
+    *({"vllm_xargs": {key: 0}} for key in KNOWN),
+    *({field: None} for field in KNOWN),
+    {"vllm_xargs": {"other": "x"}, "extra_body": {"steering": None, "other": {"steering": []}}},
+    {"extra_body": "x", "extra_args": [], "sampling_params": {"temperature": 1.0}},
     {"capture_wait": True},
     {"conversation_id": "a"},
     {"vllm_xargs": {"run_id": "a"}},
@@ -49,6 +65,12 @@ def test_each_is_a_400_that_names_it(server: Server, chat: bool, stream: bool) -
         assert error["param"] == named
         assert error["message"].startswith(f"{named}: is for ")
         assert "docs/coming-from.md#" in error["message"]
+    for named, fields in MISPLACED.items():
+        answer = server.post(path, {**asked, **fields})
+        assert answer.status_code == 400, (named, answer.text)
+        error = answer.json()["error"]
+        assert error["param"] == named
+        assert "would be ignored; " in error["message"]
 
 
 def test_what_asks_for_nothing_is_answered(server: Server) -> None:
@@ -62,21 +84,26 @@ def test_what_asks_for_nothing_is_answered(server: Server) -> None:
     ("path", "fields"),
     [
         ("/v1/responses", {"vllm_xargs": {"steer": "{}"}}),
+        ("/v1/responses", {"vllm_xargs": {"steering": "[]"}}),
         ("/v1/responses", {"steering_clamps": {}}),
+        ("/v1/responses", {"output_hidden_states": True}),
+        ("/v1/responses", {"extra_body": {"steering": []}}),
         ("/v1/messages", {"steering_clamps": {}}),
+        ("/v1/messages", {"vllm_xargs": {"capture": "{}"}}),
+        ("/v1/messages", {"extra_args": {"steer": {}}}),
     ],
 )
 def test_other_endpoints_refuse_them_too(server: Server, path: str, fields: dict[str, Any]) -> None:
     said = {"input": PROMPT} if "responses" in path else {"messages": SAID, "max_tokens": 1}
     answer = server.post(path, {"model": "tiny", **said, **fields})
     assert answer.status_code == 400, answer.text
-    assert "docs/coming-from.md#" in answer.text
+    assert "would be ignored; " in answer.text
 
 
 @pytest.mark.quick
-@pytest.mark.parametrize("named", BODIES)
+@pytest.mark.parametrize("named", [*BODIES, *MISPLACED])
 def test_an_engine_without_steering_and_capture_stays_upstreams(named: str) -> None:
-    fields = dict(BODIES[named])
+    fields = dict((BODIES | MISPLACED)[named])
     xargs = fields.pop("vllm_xargs", None)
     plain = config_of(steering=False, capture=False)
     refuse_peer_fields(fields, plain)
@@ -103,7 +130,7 @@ def test_keys_of_a_plug_in_that_is_loaded_are_its_own(monkeypatch: pytest.Monkey
 @pytest.mark.quick
 def test_each_error_links_a_section_of_the_page() -> None:
     found = anchors((ROOT / "docs" / "coming-from.md").read_text())
-    assert {foreign.peer.anchor for foreign in (*ARGS.values(), *FIELDS.values())} <= found
+    assert {foreign.peer.anchor for foreign in KNOWN.values()} <= found
 
 
 _PAGE = re.compile(r"docs/([\w-]+\.md)(?:#([\w-]+))?")

@@ -8,96 +8,35 @@ The formulas are written from the tools' documentation, in float64, and share no
 from __future__ import annotations
 
 import base64
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
-from tests.support.serving import prompt_of, vector
+from tests.peers.call import (
+    ACROSS,
+    AFTER,
+    IN_PROMPT,
+    LAYER,
+    PROMPT,
+    ROW,
+    TOKEN,
+    Call,
+    Rows,
+    U,
+    V,
+    W,
+    add,
+    along,
+    at,
+    keeping,
+    norms,
+    only,
+    op,
+    placed,
+    to,
+    without_v,
+)
 from vllm.entrypoints.compat.easysteer import fields_of
-
-PROMPT = prompt_of(9, 21)
-GENERATED = 3
-LAYER = 1
-"""Where a line's tool acts. The tiny Llama has layers 0 to 3."""
-LAYERS = 4
-V, W = vector(31), vector(32)
-U = V / V.norm()
-ACROSS = W - (W @ U) * U
-"""Orthogonal to U."""
-
-Rows = torch.Tensor
-"""float64 [positions, hidden], of prompt and generated tokens."""
-Edit = Callable[[Rows], Rows]
-
-
-@dataclass(frozen=True)
-class Call:
-    """A call of another tool."""
-
-    ours: Mapping[str, Any] = field(default_factory=dict)
-    """Fields of our request that change rows."""
-    does: Mapping[int, Edit] = field(default_factory=dict)
-    """Layer -> what the tool does to the output of that decoder block."""
-    point: str = "post_block"
-    """What is read, and is compared at all layers that it names."""
-    layers: Any = "all"
-    positions: Any = "all"
-    reads: Callable[[int], slice] = lambda length: slice(None)
-    """Which positions the tool returns, of a request with so many rows."""
-
-
-def at(*layers: int, **entry: Any) -> dict[str, Any]:
-    return {"post_block": {layer: {"vector": V, **entry} for layer in layers}}
-
-
-def op(name: str, **fields: Any) -> dict[str, Any]:
-    return {"op": name, "point": "post_block", "layers": [LAYER], **fields}
-
-
-def only(rows: Rows, where: Any, edit: Edit) -> Rows:
-    changed = rows.clone()
-    changed[where] = edit(rows)[where]
-    return changed
-
-
-def placed(rows: Rows, added: Mapping[int, torch.Tensor]) -> Rows:
-    changed = rows.clone()
-    for position, delta in added.items():
-        changed[position] += delta
-    return changed
-
-
-def along(rows: Rows, direction: torch.Tensor) -> Rows:
-    return (rows @ direction.double())[:, None]
-
-
-def norms(rows: Rows) -> Rows:
-    return rows.norm(dim=-1, keepdim=True)
-
-
-def add(scale: float) -> Edit:
-    return lambda rows: rows + scale * V.double()
-
-
-def to(value: Callable[[Rows], Rows], direction: torch.Tensor = U) -> Edit:
-    """Sets the projection to `value` of it."""
-    return lambda rows: (
-        rows + (value(along(rows, direction)) - along(rows, direction)) * (direction.double())
-    )
-
-
-def without_v(rows: Rows) -> Rows:
-    return rows - along(rows, V) * V.double() / (V.double() @ V.double())
-
-
-def keeping(edit: Edit) -> Edit:
-    return lambda rows: edit(rows) * norms(rows) / norms(edit(rows))
-
-
-IN_PROMPT, AFTER = slice(0, len(PROMPT)), slice(len(PROMPT), None)
-ROW = vector(33, 15.0)
 
 
 def easy(*vectors: dict[str, Any], data: Any = V, **spec: Any) -> dict[str, Any]:
@@ -117,7 +56,13 @@ PREFILL_ONLY = Call(
         2: lambda rows: only(rows, AFTER, add(-1.0)),
     },
 )
-TOKEN = PROMPT[3]
+GATE = {"threshold": 1.0, "sharpness": 0.4, "when": "row"}
+
+
+def gated(rows: Rows) -> Rows:
+    return rows + torch.sigmoid(0.4 * (along(rows, U) - 1.0)) * V.double()
+
+
 FILED = {
     "vectors": {
         "post_block": {
@@ -238,6 +183,16 @@ CALLS: dict[tuple[str, str], list[Call]] = {
         Call(
             {"steering": [op("replace", positions=[4], values=ROW[None])]},
             {LAYER: lambda rows: only(rows, [4], lambda r: ROW.double().expand_as(r))},
+        )
+    ],
+    ("RhizoNymph/vllm", "gates: `when: probe`, `scope: this_token`, `apply: add`"): [
+        Call(
+            {
+                "steering": [
+                    op("add", vector=V, gate={**GATE, "probe": U}, positions="all_generated")
+                ]
+            },
+            {LAYER: lambda rows: only(rows, AFTER, gated)},
         )
     ],
     ("RhizoNymph/vllm", "`--steering-modules name=x.json`"): [

@@ -18,9 +18,8 @@ from tests.conformance import models
 from tests.conformance.engine import make_llm, shut_down
 from tests.conformance.runner import LEAST_MOVE, READ_TOLERANCE, WRITE_TOLERANCE
 from tests.http.server import save_model
-from tests.peers.calls import Call, Rows, V, W, norms
+from tests.peers.call import Call, Rows, V, W, norms, streams
 from tests.peers.lens_fuzz import broken, small
-from tests.peers.test_coming_from import streams
 from tests.support.plans import HIDDEN, SHAPE
 from tests.support.serving import relative
 from vllm import LLM, SamplingParams

@@ -15,8 +15,9 @@ from tests.conformance.engine import make_llm, shut_down
 from tests.http.server import save_model
 from vllm import SamplingParams
 from vllm.engine.arg_utils import AsyncEngineArgs
-from vllm.entrypoints.compat.peers import ARGS, FIELDS
+from vllm.entrypoints.compat.peers import FIELDS, KNOWN
 from vllm.v1.engine.async_llm import AsyncLLM
+from vllm.v1.interventions.plan import PLAN_FIELDS
 
 if TYPE_CHECKING:
     from tests.conftest import TinyModels
@@ -27,11 +28,11 @@ PROMPT = "Today I went"
 SAID: list[Any] = [{"role": "user", "content": PROMPT}]
 SPEC: Any = {"vectors": []}
 REFUSED: dict[str, dict[str, Any]] = {
-    **{f"extra_args.{key}": {"extra_args": {key: [1]}} for key in ARGS},
+    **{f"extra_args.{key}": {"extra_args": {key: [1]}} for key in (*KNOWN, *PLAN_FIELDS)},
     "steering": {"steering": SPEC},
 }
 """Fields of `SamplingParams` by the path that the error names."""
-NOTHING = SamplingParams(max_tokens=1, extra_args={"run_id": "a", **dict.fromkeys(ARGS)})
+NOTHING = SamplingParams(max_tokens=1, extra_args={"run_id": "a", **dict.fromkeys(KNOWN)})
 """What asks for nothing: the twin."""
 ENGINE: dict[str, Any] = {
     "dtype": "float32", "enforce_eager": True, "max_model_len": 96,
@@ -40,7 +41,8 @@ ENGINE: dict[str, Any] = {
 
 
 def said(path: str) -> str:
-    return rf"^{path}: is for .*coming-from\.md#"
+    ours = path.removeprefix("extra_args.") in PLAN_FIELDS and path != "steering"
+    return rf"^{path}: is not read here" if ours else rf"^{path}: is for .*coming-from\.md#"
 
 
 def test_generate_and_chat(tiny_models: TinyModels, tmp_path: Any) -> None:
@@ -55,6 +57,24 @@ def test_generate_and_chat(tiny_models: TinyModels, tmp_path: Any) -> None:
             llm.chat(SAID, params, use_tqdm=False)
     assert llm.generate(PROMPT, NOTHING, use_tqdm=False)[0].finished
     assert llm.chat(SAID, NOTHING, use_tqdm=False)[0].finished
+    shut_down(llm)
+
+
+def test_an_engine_without_steering_and_capture_leaves_them_alone(
+    tiny_models: TinyModels, tmp_path: Any
+) -> None:
+    """Its answers are those of a request without them, to the bit of a log-probability."""
+    llm = make_llm(save_model(tiny_models, tmp_path / "model"), skip_tokenizer_init=False)
+    asked = [
+        SamplingParams(temperature=0, max_tokens=4, logprobs=2, extra_args=args)
+        for args in (None, *({key: [1]} for key in (*KNOWN, *PLAN_FIELDS)))
+    ]
+    plain, *others = (
+        [(step.text, step.token_ids, step.logprobs) for step in output.outputs]
+        for params in asked
+        for output in llm.generate(PROMPT, params, use_tqdm=False)
+    )
+    assert plain[0][2] and all(other == plain for other in others)
     shut_down(llm)
 
 

@@ -21,8 +21,7 @@ from tests.conformance.engine import shut_down
 from tests.conformance.heads import recorded
 from tests.conformance.runner import LEAST_MOVE, READ_TOLERANCE
 from tests.http.server import save_model
-from tests.peers.calls import Call, Rows, U, V, add, along
-from tests.peers.test_coming_from import streams
+from tests.peers.call import Call, Rows, U, V, add, along, streams
 from tests.support.serving import relative
 from vllm import SamplingParams
 from vllm.v1.capture import reader
@@ -80,6 +79,22 @@ def test_states_of_prompt_and_generation(probe: probe_hook.LLM, reference: Any) 
     assert not one.hidden_states and one.prefill_hidden_states
     with pytest.raises(ValueError, match="capture, n"):
         probe.generate("I", SamplingParams(n=2))
+
+
+def test_the_last_tokens_alone(model: Path, reference: Any) -> None:
+    llm = probe_hook.LLM(
+        str(model), layers=[LAYER], last_prefill_token=True, last_decode_token=True, **ENGINE
+    )
+    for output in llm.generate(PROMPTS, SamplingParams(**GREEDY), use_tqdm=False):
+        rows = streams(reference, fed(output), Call())["post_block", LAYER].float()
+        last = len(output.prompt_token_ids or ()) - 1
+        for states, position in (
+            (output.prefill_hidden_states[LAYER], last),
+            (output.hidden_states[LAYER], len(rows) - 1),
+        ):
+            assert relative(states, rows[position][None]) <= READ_TOLERANCE
+            assert relative(states, rows[position - 1][None]) >= LEAST_MOVE
+    shut_down(llm.llm)
 
 
 def test_states_come_with_the_tokens(model: Path) -> None:

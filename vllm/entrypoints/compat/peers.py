@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from vllm.v1.interventions.errors import reject
+from vllm.v1.interventions.plan import PLAN_FIELDS
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -75,6 +76,12 @@ FIELDS = {
 }
 """Fields of bodies."""
 
+KNOWN = {**ARGS, **FIELDS}
+"""Whichever place a client puts them in."""
+
+NESTS = ("extra_body", "extra_args", "sampling_params")
+"""Fields of bodies that no server reads: a client's words for where its own fields stand."""
+
 _LENS_PLUGIN = "vllm_lens._activations_plugin"
 
 
@@ -90,7 +97,8 @@ def said(foreign: Foreign) -> str:
 def refuse_peer_args(
     args: Mapping[str, Any] | None, config: "VllmConfig", path: str = "extra_args."
 ) -> None:
-    """Refuse keys of `SamplingParams.extra_args` that another tool would read.
+    """Refuse keys of `SamplingParams.extra_args` that another tool would read, and fields of ours,
+    which nothing reads there.
 
     An engine without steering and capture is left alone.
 
@@ -101,11 +109,11 @@ def refuse_peer_args(
         ValueError: there is such a key; the message names it, and ours.
     """
     if args and _serves(config):
-        _refuse(args, path, ARGS)
+        _raise(misplaced(args, path))
 
 
 def refuse_peer_fields(extra: Mapping[str, Any] | None, config: "VllmConfig") -> None:
-    """Refuse what a body of a completion or chat says to another tool.
+    """Refuse what a body of a completion or chat says to another tool, or where nothing reads it.
 
     Args:
         extra: the fields of the body that its model does not have.
@@ -116,32 +124,63 @@ def refuse_peer_fields(extra: Mapping[str, Any] | None, config: "VllmConfig") ->
     """
     if not extra or not _serves(config):
         return
-    _refuse(extra, "", FIELDS)
+    _raise(foreign(extra) or nested(extra))
     if extra.get("capture_wait") is False:
         reject(
             "capture_wait",
             said(Foreign(RHIZO, "it not at all: a finished answer is a finished capture")),
         )
-    if isinstance(extra.get("steering"), Mapping) and "easysteer" not in (
-        config.steering_config.compat
-    ):
+    steering = extra.get("steering")
+    if isinstance(steering, Mapping) and "easysteer" not in config.steering_config.compat:
         reject("steering", said(SPEC))
-    if extra.get("steering") is not None and extra.get("conversation_id") is not None:
+    for i, entry in enumerate(steering if isinstance(steering, list) else ()):
+        if isinstance(entry, Mapping) and "op" not in entry and "scope" in entry:
+            reject(f"steering[{i}]", said(Foreign(RHIZO, "an operation with a 'gate'")))
+    if steering is not None and extra.get("conversation_id") is not None:
         reject(
             "conversation_id",
             said(Foreign(RHIZO, "'steering' in each turn: no state is kept between requests")),
         )
 
 
-def _refuse(given: Mapping[str, Any], path: str, known: Mapping[str, Foreign]) -> None:
-    """Raise for the first key that is `known`, unless it asks for nothing: None, False (0 in
-    `vllm_xargs`), or keys that their own tool reads in this process."""
-    for key, foreign in known.items():
+Found = tuple[str, str]
+"""The path of a field that would be ignored, and what an error says of it."""
+
+
+def foreign(given: Mapping[str, Any], path: str = "") -> Found | None:
+    """Find a field of another tool that asks for something: None and False (0 in `vllm_xargs`) do
+    not. Keys that their own tool reads in this process are none."""
+    for key, peers in KNOWN.items():
         value = given.get(key)
         if value is None or (isinstance(value, int) and not value):
             continue
-        if not (foreign.peer is LENS and _lens_is_loaded()):
-            reject(f"{path}{key}", said(foreign))
+        if not (peers.peer is LENS and _lens_is_loaded()):
+            return f"{path}{key}", said(peers)
+    return None
+
+
+def misplaced(given: Mapping[str, Any], path: str) -> Found | None:
+    """Find a field of ours, or of another tool, where nothing reads it."""
+    for field in PLAN_FIELDS:
+        if given.get(field) is not None:
+            return (
+                f"{path}{field}",
+                f"is not read here, and would be ignored; {field!r} is a field of the request "
+                "itself",
+            )
+    return foreign(given, path)
+
+
+def nested(extra: Mapping[str, Any]) -> Found | None:
+    """Find what is `misplaced` in one of `NESTS` among the fields of a body."""
+    given = ((name, extra.get(name)) for name in NESTS)
+    found = (misplaced(nest, f"{name}.") for name, nest in given if isinstance(nest, Mapping))
+    return next((each for each in found if each is not None), None)
+
+
+def _raise(found: Found | None) -> None:
+    if found is not None:
+        reject(*found)
 
 
 def _serves(config: "VllmConfig") -> bool:

@@ -51,12 +51,13 @@ class UnservedField(VLLMValidationError):
         return str(self.args[0])
 
 
-def refuse_unserved(extra_fields: Set[str], served: bool) -> None:
+def refuse_unserved(extra: Mapping[str, Any], served: bool) -> None:
     """Refuse a body with fields that its endpoint would ignore.
 
     Args:
-        extra_fields: the fields of the body that its model does not have.
-        served: whether the model's endpoint takes the fields.
+        extra: the fields of the body that its model does not have.
+        served: whether the model's endpoint takes the fields; what they say to other tools is then
+            left to it.
 
     Raises:
         UnservedField: there is such a field, one of another tool, or one whose name is nearly that
@@ -64,12 +65,16 @@ def refuse_unserved(extra_fields: Set[str], served: bool) -> None:
     """
     if not served:
         for field in PLAN_FIELDS:
-            if field in extra_fields:
+            if field in extra:
                 _unserved(field, field)
-        for field, foreign in peers.FIELDS.items():
-            if field in extra_fields:
-                raise UnservedField(f"{field}: {peers.said(foreign)}", parameter=field)
-    refuse_misspelt(extra_fields)
+        _refuse_found(peers.foreign(extra) or peers.nested(extra))
+    refuse_misspelt(extra.keys())
+
+
+def _refuse_found(found: peers.Found | None) -> None:
+    if found is not None:
+        path, said = found
+        raise UnservedField(f"{path}: {said}", parameter=path)
 
 
 def refuse_misspelt(extra_fields: Set[str], path: str = "") -> None:
@@ -81,7 +86,7 @@ def refuse_misspelt(extra_fields: Set[str], path: str = "") -> None:
     Raises:
         UnservedField: there is such a field; the message says which was meant.
     """
-    unknown = sorted(extra_fields - READERS.keys() - peers.FIELDS.keys())
+    unknown = sorted(extra_fields - READERS.keys() - peers.KNOWN.keys())
     for field in unknown if len(unknown) <= MOST_UNKNOWN else ():
         meant = get_close_matches(field[:40].lower(), PLAN_FIELDS, 1, ALIKE)
         if meant:
@@ -103,12 +108,14 @@ def _unserved(path: str, field: str) -> NoReturn:
 def _refuse(cls: type[BaseModel], data: Any) -> Any:
     """Refuse the fields in a body, and in the `sampling_params` in it; return the body."""
     if isinstance(data, Mapping):
-        refuse_unserved(data.keys() - cls.model_fields.keys(), served=False)
+        unknown = data.keys() - cls.model_fields.keys()
+        refuse_unserved({field: data[field] for field in unknown}, served=False)
         nested = data.get("sampling_params")
         if isinstance(nested, Mapping):
             for field in PLAN_FIELDS:
                 if field in nested:
                     _unserved(f"sampling_params.{field}", field)
+            _refuse_found(peers.foreign(nested, "sampling_params."))
             refuse_misspelt(nested.keys(), "sampling_params.")
     return data
 

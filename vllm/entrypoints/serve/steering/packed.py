@@ -146,7 +146,7 @@ def _read_entry(entry: Any, path: str) -> Any:
 def _by_layer(value: Any, path: str) -> dict[int, Any]:
     """Return `{layer: {"vector", "scale"}}` of a point's vectors that are packed together."""
     if "layers" not in value:
-        reject(path, "packed vectors need 'layers'")
+        reject(path, "packed vectors need 'layers', which RhizoNymph/vllm calls 'layer_indices'")
     vectors = unpack(value, path, extra=("layers", "scales"))
     if vectors.ndim != 2:
         reject(f"{path}.shape", "must be [layers, hidden size]")
