@@ -37,8 +37,8 @@ _ROUTED: dict[str, Any] = {
 _NO_AUX = {"topk_method": "noaux_tc", "scoring_func": "sigmoid", "moe_layer_freq": 1}
 
 # What upstream's CPU path needs: its kernel's block size, and torch's rotary embedding, since the
-# CPU kernel rotates queries [n, heads, width] wrongly. Where a CPU has AMX, upstream takes a backend
-# that is for bfloat16 alone.
+# CPU kernel rotates queries [n, heads, width] wrongly. Where a CPU has AMX, upstream would take a
+# backend that is for bfloat16 alone.
 _ENGINE: dict[str, Any] = {
     "block_size": 16,
     "compilation_config": {"custom_ops": ["none"]},
