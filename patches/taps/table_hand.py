@@ -59,6 +59,13 @@ def _lanes_second(point: str) -> str:
     return f"hidden_states = self.taps.{point}(hidden_states.{swap}).{swap}"
 
 
+def _hyper(point: str, names: str = "residual = x") -> str:
+    """Return the line of a tap of DeepSeek-V4's lanes, before what mixes them, when the skip has
+    them already. Upstream's kernels refuse what an operation leaves, with lanes first in memory."""
+    swap = "transpose(0, 1)"
+    return f"{names} = self.taps.{point}(x.{swap}).{swap}.contiguous()"
+
+
 HAND: tuple[Row, ...] = (
     Row(
         V + "deepseek_v32/amd/model.py",
@@ -136,5 +143,25 @@ HAND: tuple[Row, ...] = (
             digest="18ed7ea9a0b3f401",
         )
         for vendor in ("amd", "nvidia")
+    ),
+    Row(
+        # Without TileLang a block writes back at its end; with it the next block does, in the
+        # kernel that mixes the lanes for its attention.
+        V + "deepseek_v4/cpu/model.py",
+        "DeepseekV4DecoderLayer",
+        Idiom.HAND,
+        norms=("attn_norm", "ffn_norm"),
+        mixers=("attn",),
+        mlps=("ffn",),
+        stream="x",
+        assume=("self.use_fused_mhc",),
+        method="_forward_unfused_post_pre",
+        lanes="hc_mult",
+        lines=(
+            ("before", "self.hc_attn_fn", _hyper("pre_attn")),
+            ("before", "self.hc_ffn_fn", _hyper("post_attn")),
+            ("before", "return x, None", _hyper("post_block", "x")),
+        ),
+        digest="26f4d4ce86e7a3a7",
     ),
 )

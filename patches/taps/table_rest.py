@@ -33,7 +33,6 @@ _HC = "several streams (hyper-connections): "
 _TILELANG = _HC + "not wired before a GPU with TileLang and DeepGEMM has proved it"
 _CUTE = _HC + "not wired before a GPU with CuTe DSL has proved it"
 _OTHER = _HC + "not wired, as nobody could run it on this hardware"
-_AMX = _HC + "kernels that need a CPU with AMX, never proved"
 
 REFUSED: tuple[Row, ...] = tuple(
     Row(file, cls, Idiom.REFUSED, reason=reason)
@@ -44,7 +43,6 @@ REFUSED: tuple[Row, ...] = tuple(
             "pooling model, nested sums in one expression",
         ),
         (F + "deepseek_v4/amd/model.py", "DeepseekV4DecoderLayer", _OTHER),
-        (F + "deepseek_v4/cpu/model.py", "DeepseekV4DecoderLayer", _AMX),
         (F + "deepseek_v4/nvidia/model.py", "DeepseekV4DecoderLayer", _TILELANG),
         (F + "deepseek_v4/xpu/model.py", "DeepseekV4DecoderLayer", _OTHER),
         (F + "deepseek_v41/amd/model.py", "DeepseekV4DecoderLayer", _OTHER),

@@ -198,7 +198,7 @@ def prove(row: TinyModel, cache: Path, **options: Any) -> Result:
         "steering_points": list(STEERING_POINTS),
         "steering_families": ["add", "scale", "focus"],
     }
-    with engine(path, capture_points=list(CAPTURE_POINTS), **settings) as llm:
+    with row.upstream(), engine(path, capture_points=list(CAPTURE_POINTS), **settings) as llm:
         classes = sorted(set(llm.apply_model(tapped_classes)[0]))
         plain = plain_errors(llm, reference, token_prompts)
         reads = read_errors(llm, reference, token_prompts)

@@ -43,7 +43,7 @@ class Adapter:
     """Name of the config field that multiplies the branch between that module and the sum."""
     second_norm: str = ""
     """In place of `branch`, where more than one module makes the branch: dotted path from a block
-    to the norm before its MLP. What enters it is the stream, and the skip adds it again."""
+    to the norm before its MLP. What enters it is the stream, and the skip reads the same tensor."""
 
     more_blocks: tuple[str, ...] = ()
     """Of a model with several lists of blocks, the others."""
@@ -106,7 +106,6 @@ class _Hooks:
         self.branch_multiplier = branch_multiplier
         self.deltas = deltas
         self.rows = rows
-        self.skipped: torch.Tensor | None = None
 
     def before_block(
         self, _block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -130,19 +129,14 @@ class _Hooks:
         self.others["attn_out", self.layer] = (self.branch_multiplier * branch[0]).clone()
         return _replace_first(output, branch)
 
-    def before_second_norm(
-        self, _module: nn.Module, args: tuple[torch.Tensor, ...]
-    ) -> tuple[torch.Tensor, ...]:
-        stream = self._steer("post_attn", args[0])
+    def before_second_norm(self, _module: nn.Module, args: tuple[torch.Tensor, ...]) -> None:
+        stream = args[0]
+        # In place: the skip reads the same tensor, and the hook cannot reach it otherwise.
+        stream.copy_(self._steer("post_attn", stream))
         self._record("post_attn", stream)
-        # The hook cannot reach the skip, so `after_block` adds the same there.
-        self.skipped = self.deltas.get(("post_attn", self.layer))
-        return (stream, *args[1:])
 
     def after_block(self, _block: nn.Module, _args: tuple[Any, ...], output: Hooked) -> Hooked:
         stream = _first(output)
-        if self.skipped is not None:
-            stream = stream + self.skipped.reshape(stream.shape)
         stream = self._steer("post_block", stream)
         self._record("post_block", stream)
         pre, post = (self.rows.get((point, self.layer)) for point in ("pre_attn", "post_attn"))

@@ -10,6 +10,7 @@ the heads differs from that of the stream, and the vocabulary is no multiple of 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -96,6 +97,8 @@ class TinyModel:
     where it is set. Not used for the model that is saved."""
     engine: Mapping[str, Any] = field(default_factory=dict)
     """Engine options it needs beside those of `engine.make_llm`."""
+    upstream: Callable[[], AbstractContextManager[None]] = nullcontext
+    """Around its engine: mends what upstream cannot run without; `note` says what that is."""
     heads: Callable[[str, torch.Tensor], torch.Tensor] = lambda point, rows: rows
     """What vLLM has at q, k, v or z for rows of the reference, [n, heads, width], where it has them
     in another order, scale or width; attention comes to the same."""

@@ -464,6 +464,15 @@ SETTINGS: dict[str, list[dict[str, Any]]] = {
     "DeepseekV2DecoderLayer": [
         {"use_mha": value, "use_sequence_parallel_moe": False} for value in (False, True)
     ],
+    "DeepseekV4DecoderLayer": [
+        {
+            "hc_pre": lambda x, *_: (*_reduced(x)[:2], _weight("comb")[:LANES, :LANES]),
+            "hc_post": lambda out, lanes, gates, comb: _scattered(
+                out, torch.einsum("tlw,lm->tmw", lanes, comb), gates
+            ),
+            **{f"hc_{a}_{b}": None for a in ("attn", "ffn") for b in ("fn", "scale", "base")},
+        }
+    ],
     "FalconDecoderLayer": _FALCON,
     "FalconH1ParallelHybrid": [
         {

@@ -17,6 +17,7 @@ from .moe import MOE
 from .parallel import PARALLEL_ROWS
 from .pictures import PICTURE_ROWS
 from .sandwich import SANDWICH_ROWS
+from .sparse import SPARSE
 from .translated import TRANSLATED
 
 MODELS: dict[str, TinyModel] = {
@@ -28,6 +29,7 @@ MODELS: dict[str, TinyModel] = {
         MOE,
         HYBRID,
         LATENT,
+        SPARSE,
         LOOPED,
         TRANSLATED,
         BACKEND,

@@ -16,7 +16,6 @@ ABSENT: dict[str, str] = {
     "DeciLMForCausalLM": _NOT_THERE,
     "DeepseekForCausalLM": _NOT_THERE,
     "DeepseekV32ForCausalLM": _CUDA_ONLY,
-    "DeepseekV4ForCausalLM": "several streams (hyper-connections)",
     "ExaoneMoEForCausalLM": "another name for ExaoneMoeForCausalLM",
     "Glm5NextForCausalLM": _CUDA_ONLY,
     "GlmMoeDsaForCausalLM": _CUDA_ONLY,
