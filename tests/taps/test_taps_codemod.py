@@ -382,6 +382,26 @@ def test_wrong_wiring_is_seen(wired: Wired, cls: str, old: str, new: str) -> Non
         taps_oracle.check(row, wired.before(row), bad, taps_oracle.settings_of(row)[0])
 
 
+BAD_BY_HAND = [
+    # Lanes that skip unsteered, a point that reads something else, and a vector that goes nowhere.
+    ("residual = x = self.taps.pre_attn", "x = self.taps.pre_attn"),
+    ("residual = x = self.taps.post_attn", "x = self.taps.post_attn"),
+    ("self.taps.post_block(x", "self.taps.post_block(residual"),
+    ("x = self.taps.post_block", "_ = self.taps.post_block"),
+]
+
+
+@pytest.mark.parametrize(("old", "new"), BAD_BY_HAND)
+def test_wrong_lines_by_hand_are_seen(wired: Wired, old: str, new: str) -> None:
+    """By numbers, as the proof cannot read such a class."""
+    row = BY_CLASS["DeepseekV4DecoderLayer"]
+    good = wired.after(row)
+    assert good.text.count(old) == 1
+    bad = Source(good.home, good.file, good.text.replace(old, new))
+    with pytest.raises(AssertionError):
+        taps_oracle.check(row, wired.before(row), bad, taps_oracle.settings_of(row)[0])
+
+
 @pytest.mark.parametrize(("row", "settings"), CASES)
 def test_contract_by_numbers(wired: Wired, row: Row, settings: dict[str, object]) -> None:
     taps_oracle.check(row, wired.before(row), wired.after(row), settings)
