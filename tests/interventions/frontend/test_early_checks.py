@@ -66,3 +66,8 @@ def test_the_file_of_a_module(tmp_path: Path) -> None:
         check(steering_modules=[f"calm={tmp_path}/m.bin"])
     with pytest.raises(InterventionError, match="has no path: give name=path"):
         check(steering_modules=[f"{tmp_path}/m.npz"])
+    # A folder stands for the file in it that has the module's name.
+    (tmp_path / "calm.safetensors").write_text("")
+    check(steering_modules=[f"calm={tmp_path}"])
+    with pytest.raises(InterventionError, match=r"opened: .*warm\.safetensors"):
+        check(steering_modules=[f"warm={tmp_path}"])

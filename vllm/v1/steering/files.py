@@ -355,6 +355,13 @@ _READERS: dict[
 }
 
 
+def _startup_files(steering: SteeringConfig) -> dict[str, Path]:
+    """The files of `--steering-modules` by name. Of a folder, as `vllm steering train` leaves it,
+    it is `NAME.safetensors`."""
+    paths = {n: Path(path) for n, path in parse_module_args(steering.steering_modules).items()}
+    return {n: path / f"{n}.safetensors" if path.is_dir() else path for n, path in paths.items()}
+
+
 def need_startup_files(steering: SteeringConfig) -> None:
     """Check that the files of `--steering-modules` are there; the model's shape is not known yet.
 
@@ -364,7 +371,7 @@ def need_startup_files(steering: SteeringConfig) -> None:
     """
     for i, name in enumerate(steering.default_steering_modules):
         need_module_name(name, f"default_steering_modules[{i}]")
-    for name, path in parse_module_args(steering.steering_modules).items():
+    for name, path in _startup_files(steering).items():
         try:
             _need_file(path)
             with open(path, "rb"):
@@ -385,8 +392,8 @@ def startup_modules(config: "VllmConfig") -> dict[str, Module]:
     shape = config.tap_shape
     assert shape is not None
     steering = config.steering_config
-    paths = parse_module_args(steering.steering_modules)
-    modules = {name: load(path, shape, steering) for name, path in paths.items()}
+    files = _startup_files(steering)
+    modules = {name: load(path, shape, steering) for name, path in files.items()}
     for name, module in modules.items():
         need_steered_points(module.sites, f"steering_modules.{name}", steering)
     return modules | startup_rules(config, modules)
