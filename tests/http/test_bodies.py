@@ -285,7 +285,8 @@ def test_the_log_has_digests_and_no_values(server: Server, client: SteeringClien
     assert "capture for inline at 2 sites" in log
     assert "3.0625" not in log
     assert KEY not in log
-    assert "Traceback" not in log
+    # Upstream logs what ends a request of /v1/messages, also what is the client's own fault.
+    assert log.count("Traceback") == log.count("Error in create_messages: ")
 
 
 def test_a_disconnected_client_gives_its_slot_back(server: Server, client: SteeringClient) -> None:

@@ -23,7 +23,7 @@ from tests.http.server import save_tokenizer, serve
 from tests.peers.lens_runs import judged
 from tests.peers.packages import folder_of, source_of
 
-pytestmark = pytest.mark.long
+pytestmark = pytest.mark.full
 
 NAME = "tiny-Llama"
 """They want the name of a Llama."""
