@@ -185,26 +185,39 @@ def test_cached_prefixes(running: Running) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "layers", "captured"),
+    ("name", "layers", "captured", "heads"),
     [
         (
             "llama",
             "pre_attn, post_attn, post_block, attn_out, mlp_out",
             "embed at layer 0, final at layer 3, attn_out, mlp_out",
+            "layers 0-3, where --capture-points has them: q 4 x 32, k 2 x 32, v 2 x 32, z 4 x 32",
         ),
         (
             "gemma4",
             "pre_attn, post_attn, post_block, attn_out",
             "embed at layer 0, final at layer 3, attn_out",
+            "layer 3, where --capture-points has them: q 4 x 64, k 2 x 64, v 2 x 64, z 4 x 64",
         ),
-        ("gptj", "pre_attn, post_block", "embed at layer 0, final at layer 3"),
+        (
+            "gptj",
+            "pre_attn, post_block",
+            "embed at layer 0, final at layer 3",
+            "layers 0-3, where --capture-points has them: q 3 x 32, k 3 x 32, v 3 x 32, z 3 x 32",
+        ),
     ],
 )
 def test_listed_by_the_command(
-    name: str, layers: str, captured: str, tiny_models: TinyModels, capsys: pytest.CaptureFixture
+    name: str,
+    layers: str,
+    captured: str,
+    heads: str,
+    tiny_models: TinyModels,
+    capsys: pytest.CaptureFixture,
 ) -> None:
     parser = EngineArgs.add_cli_args(FlexibleArgumentParser())
     list_points(parser.parse_args(["--model", str(tiny_models.path(name))]))
     said = capsys.readouterr().out.splitlines()
     assert said[1].startswith(f"  layers 0-3: {layers}  (")
-    assert said[-1] == f"  captured, not steered: {captured}"
+    assert f"  captured, not steered: {captured}" in said
+    assert said[-1] == f"  heads of {heads}"
