@@ -17,7 +17,7 @@ install: ## make .venv with our files live in it (does nothing when nothing chan
 # Each model runner is set up before vLLM is imported, so each has a pytest process of its own. They
 # run side by side: neither uses more than a core for long. V1 has most tests; some of its files
 # wait until V2 has ended, so that both cores are done at about the same time.
-LATER := tests/conformance tests/docs tests/peers tests/pilot
+LATER := tests/conformance tests/docs tests/peers tests/pilot tests/programs/test_demo.py
 # So have those with images, which import torchvision: tests/support/vision.py.
 PICTURES = { $(RUN) -m pytest --tier full --pictures $(ARGS) || { test $$? = 5 && test -n "$(ARGS)"; }; } &&
 define run_tests
@@ -31,7 +31,7 @@ endef
 test: install lint ## install, lint, the quick tests on both model runners (ARGS='-k name' for some)
 	$(call run_tests,quick)
 
-test-full: install lint ## the same with all tests but the long ones: what CI runs (about an hour)
+test-full: install lint ## the same with all tests but the long ones: what CI runs (about 45 minutes)
 	$(call run_tests,full)
 
 test-models: install ## every architecture against transformers (half an hour), into docs/models.md

@@ -391,6 +391,7 @@ def test_a_tool_call_has_its_rows(
     check_rows(choice, reference, {LAYER: VECTOR})
 
 
+@pytest.mark.long
 def test_a_server_started_anew_knows_no_module(
     client: SteeringClient,
     reference: Reference,

@@ -63,7 +63,7 @@ def working(request: Any, tiny_models: TinyModels, tmp_path: Path) -> Path:
         pytest.param({}, OFFLINE, {}, id="offline"),
         pytest.param(HEADS, QK, QK_POINTS, id="qk"),
         pytest.param({}, LONGER, {}, id="longer", marks=pytest.mark.long),
-        pytest.param({}, OFFLINE, TWO, id="two", marks=pytest.mark.long),
+        pytest.param(HEADS, OFFLINE, TWO, id="two", marks=pytest.mark.long),
         pytest.param(HEADS, CROSS, {}, id="cross", marks=pytest.mark.long),
     ],
     indirect=["working"],
