@@ -25,7 +25,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from vllm.model_executor.layers import steering_terms
-from vllm.v1.interventions.worker import focus_kernel, paged_products
+from vllm.v1.interventions.worker import focus_kernel, focus_triton, paged_products
 
 del triton.backends.backends["cpu"]
 kernel = steering_terms._steer_rows_kernel
@@ -57,7 +57,7 @@ for dtype, width, queries in (*same, ("bf16", 576, "fp32"), ("fp16", 576, "fp32"
     source = ASTSource(kernel, signature, constexprs=constants)
     compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32))
     print(json.dumps([dtype, constants, len(compiled.asm["cubin"])]))
-kernel, join = focus_kernel._sum_kernel, focus_kernel._join_kernel
+kernel, join = focus_triton.sum_kernel, focus_triton.join_kernel
 FLOATS = ("numbers", "slopes", "sinks", "lse", "sums", "stats")
 INTS = ("block_table", "focus", "requests", "forms", "runs")
 for dtype, size in (("bf16", 2), ("fp16", 2), ("fp32", 4)):

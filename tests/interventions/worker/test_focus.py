@@ -231,10 +231,12 @@ def test_rows(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
         made = case.before.clone()
         case.attention(Workspace.of(HEADS, want.shape[2], CPU)).attend(case.query, made)
         compare(case, made, want, changed)
-        # With the rows and sums of attention, as FlashAttention gives them: what only gains is
-        # made from these and the span. The case of all at once has its keys in several parts.
-        monkeypatch.setattr(focus_kernel, "TOKENS", 512 if name == "all" else 4)
-        case.before, lse = case.plain()
+    # With the rows and sums of attention, as FlashAttention gives them: what only gains is made
+    # from these and the span, by one program, or by two where the span is long.
+    case.before, lse = case.plain()
+    for tokens, alone in ((4, 0), (512, 4)):
+        monkeypatch.setattr(focus_kernel, "TOKENS", tokens)
+        monkeypatch.setattr(focus_kernel, "ALONE", alone)
         made = case.before.clone()
         workspace = Workspace.of(HEADS, want.shape[2], CPU)
         case.attention(workspace).attend(case.query, made, lse)

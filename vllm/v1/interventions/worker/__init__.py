@@ -23,6 +23,7 @@ paged_products.py      products of queries with keys of many requests in one lau
 focus_layers.py        the layers that requests may focus
 focus_table.py         what their programs do at each layer
 focus_kernel.py        focused attention on a GPU
+focus_triton.py        its two kernels
 focused_weights.py     focused weights in torch: on a CPU, and as captured
 lens_check.py          start-up check: which norm is before the head
 lens_files.py          matrices of lenses from files
