@@ -37,8 +37,9 @@ of every head (docs/attention.md), and *attn*: all weights, of every layer and t
 while a neighbouring head's are at least 0.05 away. *z written* and *focus*: log-probabilities while
 heads are steered, and while the weights of keys all over the sequence are multiplied by 64, or of
 half of the heads by 0: at most 1e-3, having moved them by at least 0.02. There, **none**: the
-model has no such thing; **unseen**: transformers does not show it, or takes no bias; **refused**:
-by vLLM Pilot, by name; **not run**: not compared since there is this column. Where the kernels
+model has no such thing, or its class of attention no such point; **unseen**: transformers does not
+show it, or takes no bias; **refused**: by vLLM Pilot, by name; **not run**: not compared since
+there is this column. Where the kernels
 have no float32, all are at most 0.02 in float16 and 0.05 in bfloat16; *every expert*: each token is
 routed to all, so that rounding decides nothing. A class that is wired and not in the first table
 was not measured: use `vllm steering check` on your model. An architecture that reads images got a

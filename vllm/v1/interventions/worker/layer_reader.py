@@ -122,18 +122,18 @@ class LayerReader:
             positions: int64 [n] there.
             out: float32 [n, heads, keys].
         """
-        scale = self.sight.scale
+        scale, queries = self.sight.scale, self.for_pages(queries, heads)
         if queries.is_cuda and len(queries) <= FEW * len(queriers.places):
             paged_products(
-                self.for_pages(queries, heads).contiguous(), self.pages.keys, key_heads, self.table,
-                queriers.requests, positions, scale, out,
+                queries.contiguous(), self.pages.keys, key_heads, self.table, queriers.requests,
+                positions, scale, out,
             )  # fmt: skip
             return
         first = 0
         for request, count in queriers.places:
             own = slice(first, first + count)
             first = own.stop
-            rows = self.for_pages(queries[own], heads).float()
+            rows = queries[own].float()
             for key_head, which in grouped_heads(heads, self.group):
                 keys = self.rows(self.pages.keys, request, key_head, out.shape[2]).float()
                 out[own, which] = rows[:, which] @ keys.T * scale
