@@ -149,6 +149,7 @@ def run_in(python: Path, model: Path) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.long
 def test_an_engine_of_the_installed_wheel_uses_them(
     tmp_path: Path, tiny_models: TinyModels, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -21,7 +21,7 @@ from vllm.entrypoints.serve.steering.client import pack, read_rows
 if TYPE_CHECKING:
     from tests.conftest import TinyModels
 
-pytestmark = pytest.mark.full
+pytestmark = pytest.mark.long
 
 PROMPT = "Today I went"
 SITE = ("post_block", 1)

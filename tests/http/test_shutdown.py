@@ -41,7 +41,7 @@ the processors. It takes less than one where nothing else runs; what hangs waits
     ("number", "captures"),
     [
         (signal.SIGTERM, True),
-        (signal.SIGTERM, False),
+        pytest.param(signal.SIGTERM, False, marks=pytest.mark.long),
         pytest.param(signal.SIGINT, True, marks=pytest.mark.long),
     ],
 )

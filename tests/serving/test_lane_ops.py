@@ -35,7 +35,13 @@ READ = {"hooks": {"pre_attn": "all", "post_block": "all"}, "positions": "all"}
 Ops = list[dict[str, Any]]
 
 
-@pytest.fixture(scope="module", params=[pytest.param("eager", marks=pytest.mark.v2), "compiled"])
+@pytest.fixture(
+    scope="module",
+    params=[
+        pytest.param("eager", marks=pytest.mark.v2),
+        pytest.param("compiled", marks=pytest.mark.long),
+    ],
+)
 def pair(
     request: pytest.FixtureRequest,
     tiny_models: TinyModels,
