@@ -225,7 +225,7 @@ REAL: list[tuple[dict[str, Any], str, bool]] = [
     ({"kv_sharing_fast_prefill": True}, "--kv-sharing-fast-prefill", True),
     (
         {"pipeline_parallel_size": 2, "distributed_executor_backend": "external_launcher"},
-        "pipeline parallelism under Ray or an external launcher",
+        "pipeline parallelism of executors other than mp and RayExecutorV2",
         False,
     ),
 ]
@@ -292,10 +292,6 @@ CHANGED: list[tuple[Callable[[VllmConfig], object], str]] = [
     (lambda c: vars(c.model_config).update(is_diffusion=True), "diffusion language models"),
     (_moe, "sequence-parallel MoE rows"),
     (
-        lambda c: setattr(c.parallel_config, "decode_context_parallel_size", 2),
-        "decode context parallelism",
-    ),
-    (
         lambda c: setattr(c.parallel_config, "prefill_context_parallel_size", 2),
         "prefill context parallelism",
     ),
@@ -353,6 +349,7 @@ def test_what_looks_alike_is_served(model: Path) -> None:
     for change in (
         lambda c: setattr(c.parallel_config, "tensor_parallel_size", 2),
         lambda c: setattr(c.parallel_config, "data_parallel_size", 2),
+        lambda c: setattr(c.parallel_config, "decode_context_parallel_size", 2),
         lambda c: setattr(c.parallel_config, "enable_expert_parallel", True),
         lambda c: _speculative(c, adaptive=False),
         lambda c: setattr(c.model_config, "enable_sleep_mode", True),
@@ -365,6 +362,20 @@ def test_what_looks_alike_is_served(model: Path) -> None:
 def _stages(config: VllmConfig) -> None:
     config.parallel_config.pipeline_parallel_size = 2
     config.parallel_config.distributed_executor_backend = "mp"
+
+
+@pytest.mark.parametrize(("today", "joins"), [("0", False), ("1", True)])
+def test_stages_under_ray(
+    model: Path, today: str, joins: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Only the executor of today brings the rows of all stages."""
+    config = build(model, **CAPTURE)
+    config.parallel_config.pipeline_parallel_size = 2
+    config.parallel_config.distributed_executor_backend = "ray"
+    monkeypatch.setenv("VLLM_USE_RAY_V2_EXECUTOR_BACKEND", today)
+    message = refusal(config)
+    assert (message is None) == joins
+    assert joins or "other than mp and RayExecutorV2" in (message or "")
 
 
 WITH_LENSES: list[tuple[Callable[[VllmConfig], object], str]] = [

@@ -117,6 +117,55 @@ def attention(mode: Mode, tokens: list[list[int]]) -> dict[str, Any]:
     return {"error": worst, "limit": mode.noise_limit, "other": apart, "ok": ok}
 
 
+def no_attention(mode: Mode, tokens: list[list[int]]) -> dict[str, Any]:
+    """Where each rank has a part of the keys, weights of all layers are refused by name, and the
+    engine goes on: what is asked next is answered."""
+    from vllm import SamplingParams
+
+    asked = {"attention": {"heads": "all", "give": ["weights"]}}
+    fed: Any = [{"prompt_token_ids": tokens[0]}]
+    said = ""
+    try:
+        mode.llm.generate(fed, SamplingParams(capture={"inline": asked}), use_tqdm=False)
+    except ValueError as error:
+        said = str(error)
+    shape = mode.llm.llm_engine.vllm_config.tap_shape
+    assert shape is not None
+    named = "decode_context_parallel_size" in said
+    ok = named and shape.unread.keys() == shape.points.keys() and bool(mode.run(tokens[:1], [{}]))
+    return {"said": said[-120:], "ok": ok}
+
+
+def files(mode: Mode, tokens: list[list[int]]) -> dict[str, Any]:
+    """Rows in files are those in memory, bit for bit; another request's are others."""
+    from vllm import SamplingParams
+    from vllm.v1.capture import reader
+
+    asked = {"hooks": dict.fromkeys(("pre_attn", "post_block"), "all"), "positions": "all"}
+    params = SamplingParams(
+        max_tokens=8, temperature=0.0, ignore_eos=True, detokenize=False,
+        capture={"inline": asked, "filesystem": asked},
+    )  # fmt: skip
+    fed: Any = [{"prompt_token_ids": ids} for ids in tokens]
+    same, count, last = True, 0, None
+    for output in mode.llm.generate(fed, params, use_tqdm=False):
+        assert output.capture_results is not None
+        rows, written = (output.capture_results[n] for n in ("inline", "filesystem"))
+        if written.status != "ok":
+            raise AssertionError(f"capture: {written}")
+        stored = reader.open(mode.root).find(written.payload["request_id"], written.payload["tag"])
+        same &= list(stored.sites) == list(rows.payload)
+        for site, values in rows.payload.items():
+            kept = stored.rows(*site)
+            same &= torch.equal(kept.values, values.values)
+            same &= kept.positions.tolist() == values.positions.tolist()
+            count += len(kept)
+        now = stored.rows("post_block", 0).values[:1].float()
+        same &= last is None or mode.worst_row(now, last) > 0.1
+        last = now
+    return {"rows": count, "identical": same, "ok": same and count > 0}
+
+
 LENS_LIMIT = 0.1
 """Most error of a log-probability under a lens, in nats: logits of bfloat16 near 8 are rounded to
 multiples of 1/32, and the normed row before them."""

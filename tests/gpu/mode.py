@@ -40,9 +40,14 @@ class Mode:
     hidden, adapter, noise_limit = HIDDEN, LLAMA, NOISE_LIMIT
     worst_row = staticmethod(worst_row)
 
-    def __init__(self, model: Path, options: Mapping[str, Any]) -> None:
+    def __init__(self, model: Path, options: Mapping[str, Any], root: Path) -> None:
+        """
+        Args:
+            root: where files are written.
+        """
         from vllm import LLM
 
+        self.root = str(root)
         settings: dict[str, Any] = {
             "dtype": "bfloat16",
             "skip_tokenizer_init": True,
@@ -51,12 +56,18 @@ class Mode:
             "kv_cache_memory_bytes": 1 << 30,
             "gpu_memory_utilization": 0.05,  # modes share the GPU; the line above decides
             "enable_steering": True,
-            "capture_consumers": ["inline"],
+            "capture_consumers": ["inline", f"filesystem:root={root}"],
             "capture_landing_bytes": 1 << 30,  # several modes run at a time
             "disable_log_stats": True,
             "seed": 0,
         }
-        self.llm = LLM(model=str(model), **{**settings, **options})
+        settings |= options
+        if settings.get("distributed_executor_backend") == "ray":
+            import ray
+
+            # One of its own, without the dashboard: modes run side by side.
+            ray.init("local", include_dashboard=False, object_store_memory=256 << 20)
+        self.llm = LLM(model=str(model), **settings)
         self.hf = AutoModelForCausalLM.from_pretrained(
             model, dtype=torch.float32, attn_implementation="eager"
         ).eval()
@@ -256,7 +267,8 @@ def main() -> None:
     parser.add_argument("--engine", type=json.loads, default={})
     args = parser.parse_args()
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
-    mode = Mode(args.model, args.engine)
+    whole_keys = args.engine.get("decode_context_parallel_size", 1) == 1
+    mode = Mode(args.model, args.engine, args.model.parent / f"files-{args.name}")
     counts = count_graphs(mode.runner())
     checks = {
         "read": mode.read,
@@ -271,15 +283,17 @@ def main() -> None:
         "forms": lambda: workload.forms(mode, prompts(9, seed=11)),
         "prefix cache": lambda: workload.prefix_cache(mode, prompts(9, seed=12)),
         "tiers under way": lambda: workload.tiers_under_way(mode, prompts(9, seed=13)),
+        "files": lambda: capture.files(mode, prompts(9, seed=21)),
         "large step": lambda: capture.large_step(mode, VOCAB, HIDDEN),
     }
     if "final" in args.engine.get("capture_points", ["final"]):
         checks["ends"] = lambda: ends.ends(mode, prompts(9, seed=19), LAYERS)
-    if "compat" in args.engine:
+    if "compat" in args.engine and whole_keys:
         checks["output_qk"] = lambda: ends.output_qk(mode, prompts(9, seed=20), LAYERS)
     if "capture_points" in args.engine:
+        of_weights = capture.attention if whole_keys else capture.no_attention
         checks["heads"] = lambda: capture.heads(mode, prompts(13, seed=15))
-        checks["attention"] = lambda: capture.attention(mode, prompts(13, seed=16))
+        checks["attention"] = lambda: of_weights(mode, prompts(13, seed=16))
         checks["written heads"] = lambda: capture.written_heads(mode, prompts(13, seed=17))
     if "capture_lens" in args.engine:
         checks["lens"] = lambda: capture.lens(mode, prompts(9, seed=18))

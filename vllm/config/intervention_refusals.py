@@ -11,7 +11,7 @@ from vllm.logger import init_logger
 from vllm.platforms import current_platform
 
 if TYPE_CHECKING:
-    from vllm.config import VllmConfig
+    from vllm.config import ParallelConfig, VllmConfig
 
 logger = init_logger(__name__)
 
@@ -39,7 +39,6 @@ def refuse_unsupported(config: "VllmConfig") -> None:
         "encoder-decoder models": model.is_encoder_decoder,
         "diffusion language models": model.is_diffusion,
         "sequence-parallel MoE rows": parallel.use_sequence_parallel_moe,
-        "decode context parallelism": parallel.decode_context_parallel_size > 1,
         "prefill context parallelism": parallel.prefill_context_parallel_size > 1,
         "micro-batching (--enable-dbo, --ubatch-size)": parallel.use_ubatching,
         "elastic expert parallelism (--enable-elastic-ep)": parallel.enable_elastic_ep,
@@ -52,9 +51,8 @@ def refuse_unsupported(config: "VllmConfig") -> None:
     _refuse(feature, refused)
     if capture:
         refused = {
-            "pipeline parallelism under Ray or an external launcher": (
-                parallel.pipeline_parallel_size > 1
-                and parallel.distributed_executor_backend != "mp"
+            "pipeline parallelism of executors other than mp and RayExecutorV2": (
+                parallel.pipeline_parallel_size > 1 and not _joins_stages(parallel)
             ),
         }
         _refuse("capture", refused)
@@ -66,6 +64,12 @@ def refuse_unsupported(config: "VllmConfig") -> None:
                 "steering_families: 'focus' needs q and z among capture_points, and a consumer, "
                 "such as capture_consumers=['inline']: by them is proved at start-up of which "
                 "layers keys can be read"
+            )
+        if parallel.decode_context_parallel_size > 1:
+            raise ValueError(
+                "steering_families: 'focus' reads all keys of a request, and under decode context "
+                "parallelism each rank has a part of them. Leave 'focus' out, or set "
+                "decode_context_parallel_size=1"
             )
     if config.capture_config.capture_lens:
         refused = {
@@ -83,6 +87,12 @@ def refuse_unsupported(config: "VllmConfig") -> None:
             "TRITON_F32_DEFAULT=ieee to have rows in full precision",
             feature,
         )
+
+
+def _joins_stages(parallel: "ParallelConfig") -> bool:
+    """Whether all stages' replies come to the engine core, where `StageRows` joins their rows."""
+    backend = parallel.distributed_executor_backend
+    return backend == "mp" or (backend == "ray" and envs.VLLM_USE_RAY_V2_EXECUTOR_BACKEND)
 
 
 def refuse_connector(config: "VllmConfig") -> None:
