@@ -292,6 +292,10 @@ CHANGED: list[tuple[Callable[[VllmConfig], object], str]] = [
     (lambda c: vars(c.model_config).update(is_diffusion=True), "diffusion language models"),
     (_moe, "sequence-parallel MoE rows"),
     (
+        lambda c: setattr(c.parallel_config, "decode_context_parallel_size", 2),
+        "decode context parallelism",
+    ),
+    (
         lambda c: setattr(c.parallel_config, "prefill_context_parallel_size", 2),
         "prefill context parallelism",
     ),
@@ -349,7 +353,6 @@ def test_what_looks_alike_is_served(model: Path) -> None:
     for change in (
         lambda c: setattr(c.parallel_config, "tensor_parallel_size", 2),
         lambda c: setattr(c.parallel_config, "data_parallel_size", 2),
-        lambda c: setattr(c.parallel_config, "decode_context_parallel_size", 2),
         lambda c: setattr(c.parallel_config, "enable_expert_parallel", True),
         lambda c: _speculative(c, adaptive=False),
         lambda c: setattr(c.model_config, "enable_sleep_mode", True),

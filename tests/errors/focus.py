@@ -42,9 +42,8 @@ def module() -> object:
     return parse_module({"ops": [entry()]}, "source", HEADS, config)
 
 
-def started(ranks: int = 1, **options: Any) -> None:
+def started(**options: Any) -> None:
     config: Any = config_of(HEADS, steering_families=["focus"], **options)
-    config.parallel_config.decode_context_parallel_size = ranks
     config.model_config = SimpleNamespace(
         runner_type="generate", is_encoder_decoder=False, is_diffusion=False, dtype=None
     )
@@ -105,5 +104,4 @@ FOCUS = [
     Case(path("source.ops[0].op"), do=module),
     Case({}, do=lambda: started(capture_points=["q", "post_block"])),
     Case({}, do=lambda: started(capture=False, capture_points=["q", "z"])),
-    Case({}, do=lambda: started(ranks=2, capture_points=["q", "z"])),
 ]

@@ -117,25 +117,6 @@ def attention(mode: Mode, tokens: list[list[int]]) -> dict[str, Any]:
     return {"error": worst, "limit": mode.noise_limit, "other": apart, "ok": ok}
 
 
-def no_attention(mode: Mode, tokens: list[list[int]]) -> dict[str, Any]:
-    """Where each rank has a part of the keys, weights of all layers are refused by name, and the
-    engine goes on: what is asked next is answered."""
-    from vllm import SamplingParams
-
-    asked = {"attention": {"heads": "all", "give": ["weights"]}}
-    fed: Any = [{"prompt_token_ids": tokens[0]}]
-    said = ""
-    try:
-        mode.llm.generate(fed, SamplingParams(capture={"inline": asked}), use_tqdm=False)
-    except ValueError as error:
-        said = str(error)
-    shape = mode.llm.llm_engine.vllm_config.tap_shape
-    assert shape is not None
-    named = "decode_context_parallel_size" in said
-    ok = named and shape.unread.keys() == shape.points.keys() and bool(mode.run(tokens[:1], [{}]))
-    return {"said": said[-120:], "ok": ok}
-
-
 def files(mode: Mode, tokens: list[list[int]]) -> dict[str, Any]:
     """Rows in files are those in memory, bit for bit; another request's are others."""
     from vllm import SamplingParams

@@ -3,10 +3,9 @@
 without experts against transformers, by backend, eagerly and in CUDA graphs. One line a check, exit
 status 1 on any failure.
 
-    python -m tests.gpu.latent [--only MODE ...] [--device cpu] [--gpus 2]
+    python -m tests.gpu.latent [--only MODE ...] [--device cpu]
 
-Needs the fork on sys.path (CONTRIBUTING.md). With two GPUs, decode context parallelism: queries and
-z, and weights refused. bfloat16, since kernels of MLA have no float32; on a
+Needs the fork on sys.path (CONTRIBUTING.md). bfloat16, since kernels of MLA have no float32; on a
 CPU both. One process a mode, all at a time. That weights are those that attention used is for the
 start-up proof to say, to 1e-2 in bfloat16; what is compared here has what the layers before rounded
 in it, too.
@@ -33,9 +32,6 @@ MODES: dict[str, tuple[str, bool, str]] = {
     "TRITON_MLA eager": ("TRITON_MLA", True, "bfloat16"),
     "FLASH_ATTN_MLA graphs": ("FLASH_ATTN_MLA", False, "bfloat16"),
     "TRITON_MLA graphs": ("TRITON_MLA", False, "bfloat16"),
-    "FLASH_ATTN_MLA dcp": ("FLASH_ATTN_MLA", False, "bfloat16"),
-    "TRITON_MLA dcp": ("TRITON_MLA", False, "bfloat16"),
-    "TRITON_MLA dcp eager": ("TRITON_MLA", True, "bfloat16"),
     "CPU_MLA": ("CPU_MLA", True, "float32"),
     "CPU_MLA bfloat16": ("CPU_MLA", True, "bfloat16"),
 }
@@ -76,9 +72,6 @@ def run_mode(name: str, folder: Path, device: str) -> int:
             "kv_cache_memory_bytes": 1 << 30, "gpu_memory_utilization": 0.05,
             "compilation_config": {"cudagraph_capture_sizes": [1, 2, 4, 8, 64, 256]},
         }  # fmt: skip
-    splits = "dcp" in name
-    if splits:
-        settings |= {"tensor_parallel_size": 2, "decode_context_parallel_size": 2}
     settings |= {
         "dtype": dtype, "attention_config": {"backend": backend}, "capture_consumers": ["inline"],
         "capture_points": ["q", "z"],
@@ -86,13 +79,11 @@ def run_mode(name: str, folder: Path, device: str) -> int:
     with engine(folder, **settings) as llm:
         shape = llm.llm_engine.vllm_config.tap_shape
         assert shape is not None
-        expected = set(shape.heads) if splits else set()
-        read = shape.unread.keys() == expected
-        show(name, "start-up proof", ok=read, unread=shape.unread)
+        show(name, "start-up proof", ok=not shape.unread, unread=shape.unread)
         reference = runner.Reference(row, models.load(row, folder))
         points = {layer: tuple(heads) for layer, heads in shape.heads.items()}
         errors = runner.head_errors(llm, reference, runner.prompts(), points, shape.unread)
-    good = read and errors.keys() == ({"q", "z"} if splits else {"q", "z", "attn"})
+    good = not shape.unread and errors.keys() == {"q", "z", "attn"}
     for point, found in errors.items():
         ok = found.read <= LIMITS[dtype] and found.apart >= LEAST_APART
         show(name, point, ok=ok, error=found.read, limit=LIMITS[dtype], apart=found.apart)
@@ -113,16 +104,14 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.gpu.latent", description=__doc__)
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--only", nargs="*", choices=tuple(MODES))
-    parser.add_argument("--gpus", type=int, choices=(1, 2), default=1)
     parser.add_argument("--mode", choices=tuple(MODES), help=argparse.SUPPRESS)
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--timeout", type=float, default=240, help="seconds for one mode")
     options = parser.parse_args()
     if options.mode:
         return run_mode(options.mode, options.folder, options.device)
-    kind = "CPU" if options.device == "cpu" else "dcp" if options.gpus == 2 else "gpu"
-    of_kind = {n: "CPU" if "CPU" in n else "dcp" if "dcp" in n else "gpu" for n in MODES}
-    names = options.only or [n for n in MODES if of_kind[n] == kind]
+    on_cpu = [name for name in MODES if name.startswith("CPU")]
+    names = options.only or [n for n in MODES if (n in on_cpu) == (options.device == "cpu")]
     processes = Processes()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     from tests.conformance import models

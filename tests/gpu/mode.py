@@ -267,7 +267,6 @@ def main() -> None:
     parser.add_argument("--engine", type=json.loads, default={})
     args = parser.parse_args()
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
-    whole_keys = args.engine.get("decode_context_parallel_size", 1) == 1
     mode = Mode(args.model, args.engine, args.model.parent / f"files-{args.name}")
     counts = count_graphs(mode.runner())
     checks = {
@@ -288,12 +287,11 @@ def main() -> None:
     }
     if "final" in args.engine.get("capture_points", ["final"]):
         checks["ends"] = lambda: ends.ends(mode, prompts(9, seed=19), LAYERS)
-    if "compat" in args.engine and whole_keys:
+    if "compat" in args.engine:
         checks["output_qk"] = lambda: ends.output_qk(mode, prompts(9, seed=20), LAYERS)
     if "capture_points" in args.engine:
-        of_weights = capture.attention if whole_keys else capture.no_attention
         checks["heads"] = lambda: capture.heads(mode, prompts(13, seed=15))
-        checks["attention"] = lambda: of_weights(mode, prompts(13, seed=16))
+        checks["attention"] = lambda: capture.attention(mode, prompts(13, seed=16))
         checks["written heads"] = lambda: capture.written_heads(mode, prompts(13, seed=17))
     if "capture_lens" in args.engine:
         checks["lens"] = lambda: capture.lens(mode, prompts(9, seed=18))

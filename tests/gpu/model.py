@@ -12,8 +12,8 @@ POINTS = ("pre_attn", "post_attn", "post_block")
 LAYERS, HIDDEN, VOCAB, HEADS = 8, 512, 2048, 8
 
 
-def save_model(path: Path, layers: int = LAYERS, vocab: int = VOCAB, keys: int = 4) -> None:
-    """A random Llama with activations of order one, and `keys` heads of keys."""
+def save_model(path: Path, layers: int = LAYERS, vocab: int = VOCAB) -> None:
+    """A random Llama with activations of order one."""
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=vocab,
@@ -21,7 +21,7 @@ def save_model(path: Path, layers: int = LAYERS, vocab: int = VOCAB, keys: int =
         intermediate_size=1024,
         num_hidden_layers=layers,
         num_attention_heads=HEADS,
-        num_key_value_heads=keys,
+        num_key_value_heads=4,
         head_dim=64,
         max_position_embeddings=2048,
         tie_word_embeddings=False,

@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Steering and capture in every graph mode of a GPU host: a table, exit status 1 on any failure.
 
-    python -m tests.gpu.run [--tp 2] [--pp 2] [--dcp 2] [--ray] [--only NAME ...] [--jobs 3]
+    python -m tests.gpu.run [--tp 2] [--pp 2] [--ray] [--only NAME ...] [--jobs 3]
 
-With `--dcp 2`, which wants `--tp 2`, the model has one head of keys, and weights are refused. With
-`--ray` each mode starts a Ray of its own, whose two workers are the executor's.
+With `--ray` each mode starts a Ray of its own, whose two workers are the executor's.
 Needs the fork on sys.path (CONTRIBUTING.md). One process a mode, `--jobs` at a time: correctness
 does not mind sharing the GPU. A mode that takes too long, and all modes when this is ended by
 SIGTERM or Ctrl-C, are killed with their workers, which would hold memory of the GPU.
@@ -47,9 +46,6 @@ FOCUS: dict[str, Any] = {
 
 RAY = ["full_and_piecewise", "eager", "heads"]
 """What is run under Ray unless `--only` says otherwise: it is the executor that is another."""
-
-DCP = [*RAY, "piecewise", "ops", "lens", "v1", "v1_heads"]
-"""Under decode context parallelism: focus and FlexAttention are refused, drafts upstream's."""
 
 FLEX: dict[str, Any] = {"attention_config": {"backend": "FLEX_ATTENTION"}}
 """Another computation of the same, whose pages lie otherwise: a second opinion."""
@@ -139,7 +135,6 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--tp", type=int, default=1)
     parser.add_argument("--pp", type=int, default=1)
-    parser.add_argument("--dcp", type=int, default=1)
     parser.add_argument("--ray", action="store_true")
     parser.add_argument("--only", nargs="*")
     parser.add_argument("--jobs", type=int, default=3)
@@ -149,17 +144,16 @@ def main() -> None:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     with tempfile.TemporaryDirectory() as folder:
         model = Path(folder) / "model"
-        save_model(model, keys=4 if args.dcp == 1 else 1)
+        save_model(model)
         save_eagle(model, Path(folder) / "eagle")
         modes = []
         split: dict[str, Any] = {
             "tensor_parallel_size": args.tp,
             "pipeline_parallel_size": args.pp,
-            "decode_context_parallel_size": args.dcp,
         }
         if args.ray:
             split["distributed_executor_backend"] = "ray"
-        for name in args.only or (RAY if args.ray else DCP if args.dcp > 1 else MODES):
+        for name in args.only or (RAY if args.ray else MODES):
             options = {**copy.deepcopy(MODES[name]), **split}
             if name in DRAFTS:
                 options["speculative_config"]["model"] = str(Path(folder) / DRAFTS[name])

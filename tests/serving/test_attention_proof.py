@@ -107,16 +107,8 @@ def test_proof(name: str, tiny_models: TinyModels, monkeypatch: pytest.MonkeyPat
             patch.setattr(LayerReader, "rows", wrong_rows)
             assert unread() == set(layers), wrong_rows
     assert len([f for f in found.values() if f]) == 4, "each model lacks one of them"
-    llm.collective_rpc(_split_keys, args=(0, 2))
-    assert unread() == {0}, "as under decode context parallelism, of which CPUs have none"
-    llm.collective_rpc(_split_keys, args=(0, 1))
     assert unread() == set()
     shut_down(llm)
-
-
-def _split_keys(worker: Any, layer: int, ranks: int) -> None:
-    """Have a layer's backend say that so many ranks have the keys in turn."""
-    worker.worker.model_runner.interventions.attention[layer].impl.dcp_world_size = ranks
 
 
 _FIRST = """

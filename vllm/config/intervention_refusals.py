@@ -39,6 +39,7 @@ def refuse_unsupported(config: "VllmConfig") -> None:
         "encoder-decoder models": model.is_encoder_decoder,
         "diffusion language models": model.is_diffusion,
         "sequence-parallel MoE rows": parallel.use_sequence_parallel_moe,
+        "decode context parallelism": parallel.decode_context_parallel_size > 1,
         "prefill context parallelism": parallel.prefill_context_parallel_size > 1,
         "micro-batching (--enable-dbo, --ubatch-size)": parallel.use_ubatching,
         "elastic expert parallelism (--enable-elastic-ep)": parallel.enable_elastic_ep,
@@ -64,12 +65,6 @@ def refuse_unsupported(config: "VllmConfig") -> None:
                 "steering_families: 'focus' needs q and z among capture_points, and a consumer, "
                 "such as capture_consumers=['inline']: by them is proved at start-up of which "
                 "layers keys can be read"
-            )
-        if parallel.decode_context_parallel_size > 1:
-            raise ValueError(
-                "steering_families: 'focus' reads all keys of a request, and under decode context "
-                "parallelism each rank has a part of them. Leave 'focus' out, or set "
-                "decode_context_parallel_size=1"
             )
     if config.capture_config.capture_lens:
         refused = {

@@ -71,8 +71,6 @@ class Sight(NamedTuple):
 
 def unreadable(module: Attention | MLAAttention) -> str:
     """Why the weights of a layer cannot be read; "" if they can, as far as its form tells."""
-    if module.impl.dcp_world_size > 1:
-        return "keys in turn on several ranks (decode_context_parallel_size)"
     if isinstance(module, MLAAttention):
         latent = module.attn_backend.get_name()
         quantised = is_quantized_kv_cache(module.kv_cache_dtype)
