@@ -101,7 +101,7 @@ TARGETS = (
     ),
     Target(
         "focus of each generated token, all heads of all layers: TPOT",
-        *("attention-focus", "focus", "TPOT", 1.10),
+        *("attention-processes", "focus", "TPOT", 1.10),
     ),
     Target(
         "files of every prompt token, all layers, against what the disk does alone",
