@@ -111,6 +111,16 @@ def test_proof(name: str, tiny_models: TinyModels, monkeypatch: pytest.MonkeyPat
     shut_down(llm)
 
 
+@pytest.mark.v2
+def test_proof_beside_layers_with_a_state(tiny_models: TinyModels) -> None:
+    """Blocks are large there, so the model's longest sequence bounds the keys of the proof, and a
+    state is where the last key is."""
+    llm = proved(tiny_models, "granitemoehybrid")
+    assert len(_sights(llm)) == 2
+    assert _unread(llm) == set()
+    shut_down(llm)
+
+
 _FIRST = """
 import sys
 from pathlib import Path

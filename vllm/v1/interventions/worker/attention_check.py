@@ -46,12 +46,14 @@ def prove_attention(
     groups: Sequence[Sequence[str]],
     tables: Sequence[torch.Tensor],
     run: AttendingRun,
+    most_keys: int,
 ) -> dict[int, str]:
     """Find out of which layers weights can be read, and have those read.
 
     Args:
         groups: the names of the layers of each KV group.
         tables: int32 [requests, blocks] on the device, the runner's of each group.
+        most_keys: with how many a dummy token may run; it would get fewer than asked for.
 
     Returns:
         Why, of each other layer with queries and z.
@@ -81,7 +83,7 @@ def prove_attention(
         why = f"its start-up proof needs capture_buffer_bytes={needed * shape.row_bytes} or more"
         unread |= dict.fromkeys(layers, why)
         layers.clear()
-    for layer, error in _errors(interventions, layers, of_layer, run).items():
+    for layer, error in _errors(interventions, layers, of_layer, run, most_keys).items():
         limit = TOLERANCE.get(shape.torch_dtype, ROUNDED)
         if not error <= limit:
             backend = interventions.attention[layer].attn_backend.get_name()
@@ -102,6 +104,7 @@ def _errors(
     layers: Mapping[int, LayerReader],
     group_of: Mapping[int, int],
     run: AttendingRun,
+    most_keys: int,
 ) -> dict[int, float]:
     """How far z is off in each layer, the worst head."""
     if not layers:
@@ -115,7 +118,7 @@ def _errors(
         for site in (("q", layer), ("z", layer)):
             rows[site] = needed
             needed += shape.arena_rows(site)
-    blocks, keys = _lend(layers, group_of)
+    blocks, keys = _lend(layers, group_of, most_keys)
     generator = torch.Generator(arena.device).manual_seed(0)
     for layer, reader in layers.items():
         for pages in reader.pages:
@@ -156,7 +159,7 @@ def _errors(
 
 
 def _lend(
-    layers: Mapping[int, LayerReader], group_of: Mapping[int, int]
+    layers: Mapping[int, LayerReader], group_of: Mapping[int, int], most_keys: int
 ) -> tuple[dict[int, torch.Tensor], int]:
     """Blocks of each group, of its own since groups share memory, and how many keys they have: more
     than a window or chunk where there is room."""
@@ -164,6 +167,7 @@ def _lend(
     sights = [reader.sight for reader in layers.values()]
     keys = max(max(sight.window, sight.chunk) for sight in sights)
     keys += 2 * max(reader.pages.tokens for reader in layers.values()) + 1
+    keys = min(keys, most_keys)
     for reader in first.values():
         number, tokens = len(reader.pages.keys), reader.pages.tokens
         keys = min(keys, tokens * min(number // (max(first) + 2), reader.table.shape[1]))

@@ -86,7 +86,8 @@ def check_worker(worker: Any) -> TapShape | None:
 
         shape = interventions.shape
         groups = [group.layer_names for group in runner.kv_cache_config.kv_cache_groups]
-        unread = prove_attention(interventions, groups, block_tables(runner), run)
+        most_keys = max(runner.max_model_len - NUM_TOKENS, 1)
+        unread = prove_attention(interventions, groups, block_tables(runner), run, most_keys)
     interventions.started()
     points = runner.vllm_config.capture_config.capture_points
     forms = {
@@ -100,17 +101,18 @@ def check_worker(worker: Any) -> TapShape | None:
 
 
 def assign_dummy_blocks(tables: Sequence[torch.Tensor]) -> None:
-    """Give dummy requests blocks of their own.
+    """Give dummy requests blocks of their own, one each.
 
-    Without, a mixer with a state (Mamba) does nothing and leaves its output uninitialised. No two
-    groups get the same: they share memory, and attention would read a mixer's state as keys.
+    Without, a mixer with a state (Mamba) does nothing and leaves its output uninitialised; of the
+    blocks of a request it takes the one of its last token. No two groups get the same: they share
+    memory, and attention would read a mixer's state as keys.
 
     Args:
         tables: one per group, [requests, blocks], changed in place.
     """
     for group, table in enumerate(tables):
-        first = table[:NUM_TOKENS, 0]
-        first.copy_(torch.arange(1, len(first) + 1) + group * NUM_TOKENS)
+        own = table[:NUM_TOKENS]
+        own.copy_(torch.arange(1, len(own) + 1).unsqueeze(1) + group * NUM_TOKENS)
 
 
 @contextmanager
