@@ -66,6 +66,21 @@ def _hyper(point: str, names: str = "residual = x") -> str:
     return f"{names} = self.taps.{point}(x.{swap}).{swap}.contiguous()"
 
 
+def _settled(
+    point: str, anchor: str, parts: str, write: str, parts_of: str
+) -> tuple[str, str, str]:
+    """Return the row's line of a tap before a kernel that would write the lanes back: they are
+    written back here, and the kernel gets parts that leave them as they are.
+
+    Args:
+        parts: names of what the kernel takes.
+        write: a function of them.
+        parts_of: parts with nothing to add to `lanes`.
+    """
+    call = f"self.taps.{point}.settle(({parts}), {write}, lambda lanes: ({parts_of}))"
+    return "before", anchor, f"{parts} = {call}"
+
+
 HAND: tuple[Row, ...] = (
     Row(
         V + "deepseek_v32/amd/model.py",
