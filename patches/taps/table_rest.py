@@ -47,7 +47,6 @@ REFUSED: tuple[Row, ...] = tuple(
         (F + "deepseek_v4/xpu/model.py", "DeepseekV4DecoderLayer", _OTHER),
         (F + "deepseek_v41/amd/model.py", "DeepseekV4DecoderLayer", _OTHER),
         (F + "deepseek_v41/nvidia/model.py", "DeepseekV4DecoderLayer", _TILELANG),
-        (F + "glm5next/common/model.py", "Glm5NextDecoderLayer", _TILELANG),
         (F + "qwen4_exp/amd/model.py", "Qwen4ExpDecoderLayer", _OTHER),
         (F + "qwen4_exp/nvidia/model.py", "Qwen4ExpDecoderLayer", _CUTE),
     )
