@@ -31,7 +31,6 @@ INHERITED += (
 
 _HC = "several streams (hyper-connections): "
 _TILELANG = _HC + "not wired before a GPU with TileLang and DeepGEMM has proved it"
-_CUTE = _HC + "not wired before a GPU with CuTe DSL has proved it"
 _OTHER = _HC + "not wired, as nobody could run it on this hardware"
 
 REFUSED: tuple[Row, ...] = tuple(
@@ -48,6 +47,5 @@ REFUSED: tuple[Row, ...] = tuple(
         (F + "deepseek_v41/amd/model.py", "DeepseekV4DecoderLayer", _OTHER),
         (F + "deepseek_v41/nvidia/model.py", "DeepseekV4DecoderLayer", _TILELANG),
         (F + "qwen4_exp/amd/model.py", "Qwen4ExpDecoderLayer", _OTHER),
-        (F + "qwen4_exp/nvidia/model.py", "Qwen4ExpDecoderLayer", _CUTE),
     )
 )
