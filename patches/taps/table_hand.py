@@ -93,11 +93,15 @@ def _settled(
     return "before", anchor, f"{parts} = {call}"
 
 
+def _nothing(branch: str) -> str:
+    return f"{branch}.new_zeros({branch}.shape)"
+
+
 def _unmixed(branch: str, post: str, comb: str) -> str:
     """Return parts of a manifold-constrained hyper-connection that are written back to `lanes`:
     each lane gets itself, and nothing of the branch."""
-    same = f"torch.eye(lanes.shape[1], device={comb}.device).expand_as({comb}).contiguous()"
-    return f"torch.zeros_like({branch}), lanes, {post}, {same}"
+    one = f"torch.eye(lanes.shape[1], dtype={comb}.dtype, device={comb}.device)"
+    return f"{_nothing(branch)}, lanes, {post}, {one}.expand_as({comb}).contiguous()"
 
 
 def _glm_mix(half: str, norm: str) -> str:
@@ -262,14 +266,14 @@ HAND: tuple[Row, ...] = (
                 "mlp_hc.combine_and_mix",
                 "hidden_states, attn_out, injection",
                 _grouped("mlp_hc"),
-                "lanes.flatten(1), torch.zeros_like(attn_out), injection",
+                f"lanes.flatten(1), {_nothing('attn_out')}, injection",
             ),
             _settled(
                 "post_block",
                 "return hidden_states, mlp_out, injection",
                 "hidden_states, mlp_out, injection",
                 _grouped("mlp_hc"),
-                "lanes.flatten(1), torch.zeros_like(mlp_out), injection",
+                f"lanes.flatten(1), {_nothing('mlp_out')}, injection",
             ),
         ),
         digest="4fd80f33360d98cc",

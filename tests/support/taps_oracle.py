@@ -88,8 +88,15 @@ class Tap:
     def renorm(
         self, n: torch.Tensor, s: torch.Tensor, norm: Callable[[torch.Tensor], torch.Tensor]
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        s = self(s)
+        s = self.by_token(s)
         return norm(s), s
+
+    def settle(self, parts: Any, write: Callable[..., torch.Tensor], parts_of: Any) -> Any:
+        return parts_of(self.by_token(write(*parts)))
+
+    def by_token(self, s: torch.Tensor) -> torch.Tensor:
+        """As `self(s)`, of lanes that lie behind the tokens."""
+        return self(s) if s.dim() == 2 else self(s.transpose(0, 1)).transpose(0, 1)
 
     def __call__(self, h: torch.Tensor) -> torch.Tensor:
         h = self.steer(h)
@@ -116,6 +123,8 @@ def _sconv_add_norm(
 
 class Norm:
     """An RMS norm with random weights; with two arguments it adds in place, or passes."""
+
+    variance_epsilon = 1e-6
 
     def __init__(self, name: str, call: NormCall) -> None:
         self.weight, self.call = 1 + _weight(name)[0], call
@@ -194,6 +203,8 @@ class Subject:
     def __init__(self, row: Row, source: Source, settings: Mapping[str, Any]) -> None:
         self.row, self.settings = row, dict(settings)
         self.later_only = self.settings.pop("later_only", False)
+        self.given = self.settings.pop("given", None)
+        self.whole = self.settings.pop("whole", None)
         cls = source.cls(row.cls)
         self.function, forward = self.compiled(source, cls, row.method)
         self.pairs = {
@@ -203,7 +214,7 @@ class Subject:
             and isinstance(n.targets[0], ast.Tuple)
             and isinstance(n.value, ast.Call)
         }
-        self.parameters = [a.arg for a in forward.args.args[1:]]
+        self.parameters = [a.arg for a in (*forward.args.args[1:], *forward.args.kwonlyargs)]
         self.sublayers, self.methods = {}, {}
         for name in row.inline:
             if name in SUBLAYERS:
@@ -234,6 +245,7 @@ class Subject:
         space["fused_allreduce_rms_norm"] = lambda h, r, norm: norm(h, r)
         space["fused_allreduce_gemma_rms_norm"] = lambda h, r, norm: norm(h, r)
         space["_sconv_add_norm"] = _sconv_add_norm
+        space["_QSA_LAYER_TYPES"] = ("indexed_attention",)
         exec(compile(ast.fix_missing_locations(module), source.file, "exec"), space)
         return space[name], forward
 
@@ -285,7 +297,11 @@ class Subject:
             junk = torch.full_like(x, torch.nan)  # a stale argument that nobody may read
             pair = _carries_pair(row)
             params[row.residual] = (None if r is None else r.clone()) if pair else junk
+        if self.given is not None:
+            params |= self.given(x.transpose(0, 1).clone())
         out = self.function(block, **params)
+        if self.whole is not None:
+            return self.whole(*out).transpose(0, 1), log
         if row.residual == "pending":
             return out[0] + _sconv(out[1][0]), log
         if _carries_pair(row):
@@ -301,7 +317,7 @@ def _torch() -> SimpleNamespace:
     def buffer(x: torch.Tensor) -> torch.Tensor:
         return torch.full_like(x, torch.nan)
 
-    same = ("nn", "float16", "mul", "sqrt", "tensor")
+    same = ("nn", "float16", "mul", "sqrt", "tensor", "eye")
     return SimpleNamespace(
         empty_like=buffer, zeros_like=buffer, **{name: getattr(torch, name) for name in same}
     )
@@ -325,6 +341,50 @@ def _reduced(lanes: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Ten
 
 def _scattered(out: torch.Tensor, lanes: torch.Tensor, gates: torch.Tensor) -> torch.Tensor:
     return lanes + gates[:, None] * out[:, None]
+
+
+def _comb(out: torch.Tensor, lanes: torch.Tensor, gates: torch.Tensor, comb: torch.Tensor) -> Any:
+    """As `_scattered`, of lanes that are mixed meanwhile by `comb`, [tokens, lanes, lanes]."""
+    return _scattered(out, torch.einsum("tlw,tlm->tmw", lanes, comb), gates)
+
+
+def _combs(lanes: torch.Tensor, *_: Any, **__: Any) -> tuple[torch.Tensor, ...]:
+    mixed, gates, _ = _reduced(lanes)
+    return gates, _weight("comb")[:LANES, :LANES].expand(TOKENS, -1, -1), mixed
+
+
+def _deferred(lanes: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Parts that `_comb` makes these lanes of."""
+    gates, comb, _ = _combs(lanes)
+    out = torch.tanh(_weight("branch")[:TOKENS])
+    rest = torch.einsum("tlw,tlm->tmw", lanes - gates[:, None] * out[:, None], comb.inverse())
+    return {"hidden_states": out, "residual": rest, "post": gates, "comb": comb}
+
+
+class _Grouped:
+    """Qwen4-Exp's hyper-connection: lanes in one dimension, [tokens, lanes * width]."""
+
+    hc_count = LANES
+
+    def combine(self, lanes: torch.Tensor, out: torch.Tensor, gates: torch.Tensor) -> torch.Tensor:
+        return _scattered(out, lanes.unflatten(1, (LANES, WIDTH)), gates).flatten(1)
+
+    def mix(self, lanes: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        mixed, gates, _ = _reduced(lanes.unflatten(1, (LANES, WIDTH)))
+        return lanes, mixed, gates
+
+    def combine_and_mix(self, *parts: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return self.mix(self.combine(*parts))
+
+
+def _grouped(lanes: torch.Tensor, deferred: bool) -> dict[str, torch.Tensor]:
+    """What a block of Qwen4-Exp gets when these are the lanes."""
+    given = {name: torch.ones(1) for name in ("input_ids", "query_start_loc", "ngram_context")}
+    if not deferred:
+        return given | {"hidden_states": lanes.flatten(1)}
+    out, gates = torch.tanh(_weight("branch")[:TOKENS]), _reduced(lanes)[1]
+    rest = (lanes - gates[:, None] * out[:, None]).flatten(1)
+    return given | {"hidden_states": rest, "prev_block_output": out, "prev_injection": gates}
 
 
 def check(row: Row, before: Source, after: Source, settings: Mapping[str, Any]) -> None:
@@ -488,6 +548,27 @@ SETTINGS: dict[str, list[dict[str, Any]]] = {
         for moe in (False, True)
         for extra in (None, _SCALE)
     ],
+    "Glm5NextDecoderLayer": [
+        {
+            "mhc": True,
+            "is_mtp_layer": False,
+            "is_sequence_parallel": False,
+            "layer_idx": 1,
+            "num_hidden_layers": 3,
+            "_mlp_is_moe": moe,
+            "hc_pre": _combs,
+            "hc_post": _comb,
+            "hc_fused_post_pre": lambda *parts, **_: (
+                _comb(*parts[:4]),
+                *_combs(_comb(*parts[:4])),
+            ),
+            **{f"hc_{a}_{b}": None for a in ("attn", "ffn") for b in ("fn", "scale", "base")},
+            "given": given,
+            "whole": _comb,
+        }
+        for moe in (False, True)
+        for given in (None, _deferred)
+    ],
     "GraniteDecoderLayer": [_MULTIPLIER],
     "GraniteMoeDecoderLayer": [_MULTIPLIER],
     "GraniteMoeHybridAttentionDecoderLayer": _HYBRID,
@@ -527,6 +608,21 @@ SETTINGS: dict[str, list[dict[str, Any]]] = {
         {"sandwich_norm": value, "routed_scaling_factor": 2.5} for value in (False, True)
     ],
     "Qwen3NextDecoderLayer": _LAYER_TYPES,
+    "Qwen4ExpDecoderLayer": [
+        {
+            "layer_type": kind,
+            "use_hc_sequence_parallel": False,
+            "use_sequence_parallel": False,
+            "ple": None if ple is None else lambda lanes, *_: lanes + torch.tanh(lanes.flip(1)),
+            "attn_hyper_connection": _Grouped(),
+            "mlp_hyper_connection": _Grouped(),
+            "given": partial(_grouped, deferred=deferred),
+            "whole": lambda *parts: _Grouped().combine(*parts).unflatten(1, (LANES, WIDTH)),
+        }
+        for kind in ("linear_attention", "indexed_attention")
+        for ple in (None, True)
+        for deferred in (False, True)
+    ],
     "Step3TextDecoderLayer": [{"use_moe": value} for value in (False, True)],
     "Step3p5DecoderLayer": [{"use_moe": value} for value in (False, True)],
     "Zamba2HybridLayer": [
