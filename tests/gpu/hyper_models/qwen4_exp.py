@@ -4,9 +4,11 @@ rounding chooses them: no indexer, and no embeddings of n-grams."""
 
 from __future__ import annotations
 
+from importlib.metadata import version
 from typing import Any, ClassVar
 
 import torch
+from packaging.version import Version
 from torch.nn import functional as F
 
 from .plain import LAYERS, VOCAB, Maker, Plain, Weights, convolved, delta_rule, rms
@@ -16,7 +18,11 @@ KEYS, VALUES, STATE = 2, 4, 128
 EXPERTS, INNER, SHARED = 4, 128, 128
 EPS, THETA, TURNED = 1e-6, 10000.0, 0.5
 """`TURNED`: how much of a head is rotated."""
-KINDS = ["linear_attention", "indexed_attention"] * (LAYERS // 2)
+RENAMED = Version(version("transformers")) >= Version("5.18")
+"""What transformers calls the other attention; each version refuses the other's name."""
+KINDS = ["linear_attention", "indexed_attention" if RENAMED else "qwen_sparse_attention"] * (
+    LAYERS // 2
+)
 
 
 class Qwen4Exp(Plain):
