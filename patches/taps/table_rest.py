@@ -31,6 +31,10 @@ INHERITED += (
 
 _HC = "several streams (hyper-connections): "
 _TILELANG = _HC + "not wired before a GPU with TileLang and DeepGEMM has proved it"
+_CUTE = (
+    _HC + "wired in commit fffa32e and taken back: it agrees with transformers on a CPU, under "
+    "Triton's interpreter, but did not run on a GPU with CuTe DSL yet"
+)
 _OTHER = _HC + "not wired, as nobody could run it on this hardware"
 
 REFUSED: tuple[Row, ...] = tuple(
@@ -47,5 +51,6 @@ REFUSED: tuple[Row, ...] = tuple(
         (F + "deepseek_v41/amd/model.py", "DeepseekV4DecoderLayer", _OTHER),
         (F + "deepseek_v41/nvidia/model.py", "DeepseekV4DecoderLayer", _TILELANG),
         (F + "qwen4_exp/amd/model.py", "Qwen4ExpDecoderLayer", _OTHER),
+        (F + "qwen4_exp/nvidia/model.py", "Qwen4ExpDecoderLayer", _CUTE),
     )
 )
