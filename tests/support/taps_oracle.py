@@ -31,8 +31,8 @@ import torch
 
 from patches.taps.rows import DEFERRED, Idiom, NormCall, Row, Second
 from patches.taps.source import Source, method
-
-TOKENS, WIDTH, LANES = 3, 8, 4
+from tests.support import taps_lanes as lanes
+from tests.support.taps_lanes import LANES, TOKENS, WIDTH, reduced, scattered, weight
 
 
 def _carries_pair(row: Row) -> bool:
@@ -104,11 +104,6 @@ class Tap:
         return h
 
 
-def _weight(name: str) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(sum(map(ord, name)) % 10_007)
-    return torch.randn(WIDTH, WIDTH, generator=generator, dtype=torch.float64) / 2
-
-
 def _sconv(delta: torch.Tensor) -> torch.Tensor:
     """Inkling's convolution of a branch's output, here without neighbours."""
     return 0.7 * delta
@@ -127,7 +122,7 @@ class Norm:
     variance_epsilon = 1e-6
 
     def __init__(self, name: str, call: NormCall) -> None:
-        self.weight, self.call = 1 + _weight(name)[0], call
+        self.weight, self.call = 1 + weight(name)[0], call
 
     def __call__(self, x: torch.Tensor, r: torch.Tensor | None = None) -> Any:
         if r is None:
@@ -147,7 +142,7 @@ class Branch:
 
     def __init__(self, kind: str, name: str, pair: bool, log: Log) -> None:
         self.kind, self.name, self.pair, self.log = kind, name, pair, log
-        self.weight = _weight(name)
+        self.weight = weight(name)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         kwargs.pop("residual", None)
@@ -214,7 +209,7 @@ class Subject:
             and isinstance(n.targets[0], ast.Tuple)
             and isinstance(n.value, ast.Call)
         }
-        self.parameters = [a.arg for a in (*forward.args.args[1:], *forward.args.kwonlyargs)]
+        self.parameters = [a.arg for a in forward.args.args[1:]]
         self.sublayers, self.methods = {}, {}
         for name in row.inline:
             if name in SUBLAYERS:
@@ -320,44 +315,6 @@ def _torch() -> SimpleNamespace:
     return SimpleNamespace(
         empty_like=buffer, zeros_like=buffer, **{name: getattr(torch, name) for name in same}
     )
-
-
-def _predict(h: torch.Tensor) -> torch.Tensor:
-    """AltUp, without a router: each lane gets something of all."""
-    return h + torch.einsum("ltw,lm->mtw", h, _weight("predict")[:LANES, :LANES])
-
-
-def _correct(predictions: torch.Tensor, activated: torch.Tensor) -> torch.Tensor:
-    innovation = activated - predictions[1]
-    return predictions + innovation * _weight("correct")[0, :LANES, None, None]
-
-
-def _reduced(lanes: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Hyper-connections' `pre`, without what its gates depend on: [tokens, lanes, width] in."""
-    gates = _weight("gates")[0, :LANES]
-    return torch.einsum("tlw,l->tw", lanes, gates), 1 + gates, lanes
-
-
-def _scattered(out: torch.Tensor, lanes: torch.Tensor, gates: torch.Tensor) -> torch.Tensor:
-    return lanes + gates[:, None] * out[:, None]
-
-
-def _comb(out: torch.Tensor, lanes: torch.Tensor, gates: torch.Tensor, comb: torch.Tensor) -> Any:
-    """As `_scattered`, of lanes that are mixed meanwhile by `comb`, [tokens, lanes, lanes]."""
-    return _scattered(out, torch.einsum("tlw,tlm->tmw", lanes, comb), gates)
-
-
-def _combs(lanes: torch.Tensor, *_: Any, **__: Any) -> tuple[torch.Tensor, ...]:
-    mixed, gates, _ = _reduced(lanes)
-    return gates, _weight("comb")[:LANES, :LANES].expand(TOKENS, -1, -1), mixed
-
-
-def _deferred(lanes: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Parts that `_comb` makes these lanes of."""
-    gates, comb, _ = _combs(lanes)
-    out = torch.tanh(_weight("branch")[:TOKENS])
-    rest = torch.einsum("tlw,tlm->tmw", lanes - gates[:, None] * out[:, None], comb.inverse())
-    return {"hidden_states": out, "residual": rest, "post": gates, "comb": comb}
 
 
 def check(row: Row, before: Source, after: Source, settings: Mapping[str, Any]) -> None:
@@ -470,14 +427,14 @@ SETTINGS: dict[str, list[dict[str, Any]]] = {
     "Gemma3nDecoderLayer": [
         {
             "altup_active_idx": 1,
-            "altup.predict": _predict,
-            "altup.correct": _correct,
+            "altup.predict": lanes.predict,
+            "altup.correct": lanes.correct,
             "altup.scale_corrected_output": lambda x: 0.7 * x,
-            "laurel": lambda x: torch.tanh(x @ _weight("laurel")),
-            "per_layer_input_gate": lambda x: x @ _weight("gate"),
+            "laurel": lambda x: torch.tanh(x @ weight("laurel")),
+            "per_layer_input_gate": lambda x: x @ weight("gate"),
             "act_fn": torch.tanh,
-            "per_layer_input": _weight("per_layer_input")[:TOKENS],
-            "per_layer_projection": lambda x: x @ _weight("projection"),
+            "per_layer_input": weight("per_layer_input")[:TOKENS],
+            "per_layer_projection": lambda x: x @ weight("projection"),
         }
     ],
     "AXK1DecoderLayer": [
@@ -499,8 +456,8 @@ SETTINGS: dict[str, list[dict[str, Any]]] = {
     ],
     "DeepseekV4DecoderLayer": [
         {
-            "hc_pre": lambda x, *_: (*_reduced(x)[:2], _weight("comb")[:LANES, :LANES]),
-            "hc_post": lambda out, lanes, gates, comb: _scattered(
+            "hc_pre": lambda x, *_: (*reduced(x)[:2], weight("comb")[:LANES, :LANES]),
+            "hc_post": lambda out, lanes, gates, comb: scattered(
                 out, torch.einsum("tlw,lm->tmw", lanes, comb), gates
             ),
             **{f"hc_{a}_{b}": None for a in ("attn", "ffn") for b in ("fn", "scale", "base")},
@@ -521,27 +478,7 @@ SETTINGS: dict[str, list[dict[str, Any]]] = {
         for moe in (False, True)
         for extra in (None, _SCALE)
     ],
-    "Glm5NextDecoderLayer": [
-        {
-            "mhc": True,
-            "is_mtp_layer": False,
-            "is_sequence_parallel": False,
-            "layer_idx": 1,
-            "num_hidden_layers": 3,
-            "_mlp_is_moe": moe,
-            "hc_pre": _combs,
-            "hc_post": _comb,
-            "hc_fused_post_pre": lambda *parts, **_: (
-                _comb(*parts[:4]),
-                *_combs(_comb(*parts[:4])),
-            ),
-            **{f"hc_{a}_{b}": None for a in ("attn", "ffn") for b in ("fn", "scale", "base")},
-            "given": given,
-            "whole": _comb,
-        }
-        for moe in (False, True)
-        for given in (None, _deferred)
-    ],
+    "Glm5NextDecoderLayer": lanes.GLM_5_NEXT,
     "GraniteDecoderLayer": [_MULTIPLIER],
     "GraniteMoeDecoderLayer": [_MULTIPLIER],
     "GraniteMoeHybridAttentionDecoderLayer": _HYBRID,
@@ -553,8 +490,8 @@ SETTINGS: dict[str, list[dict[str, Any]]] = {
             for half in ("hc_attn_layer", "hc_mlp_layer")
             for name, do in (
                 ("prepare_input", lambda x: x),
-                ("pre", _reduced),
-                ("post", _scattered),
+                ("pre", reduced),
+                ("post", scattered),
             )
         }
     ],
@@ -587,7 +524,7 @@ SETTINGS: dict[str, list[dict[str, Any]]] = {
         {
             "block_idx": 0,
             "shared_transformer": lambda x, **_: torch.tanh(x),
-            "linear": lambda x: (x @ _weight("linear"), None),
+            "linear": lambda x: (x @ weight("linear"), None),
         }
     ],
 }
