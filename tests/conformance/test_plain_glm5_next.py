@@ -29,7 +29,7 @@ LIMIT, APART = 1e-5, 1e-3
 def model_of(plain: GLM5Next) -> Glm5NextTextModel:
     """Transformers' model with the weights of `plain`."""
     told = {k: v for k, v in plain.config.items() if k not in ("architectures", "model_type")}
-    config = transformers.Glm5NextTextConfig(**told, attn_implementation="eager")
+    config = transformers.Glm5NextTextConfig(**told)
     weights = dict[str, torch.Tensor]()
     for name, weight in plain.weights.items():
         name = re.sub(r"hc_(attn|ffn)_(fn|base|scale)", r"\1_hc.\2", name.removeprefix("model."))
@@ -60,7 +60,7 @@ def run(model: Glm5NextTextModel, tokens: list[int]) -> tuple[dict[Site, Any], t
         first = partial(before, ("pre_attn", layer))
         block.register_forward_pre_hook(first, with_kwargs=True)
         second = partial(before, ("post_attn", layer))
-        block.ffn_hc.register_forward_pre_hook(second, with_kwargs=True)
+        block.get_submodule("ffn_hc").register_forward_pre_hook(second, with_kwargs=True)
         block.register_forward_hook(partial(after, ("post_block", layer)))
     final = model(input_ids=torch.tensor([tokens]), use_cache=False).last_hidden_state[0]
     return rows, final

@@ -42,7 +42,7 @@ def written(out: torch.Tensor, lanes: torch.Tensor, gates: torch.Tensor, comb: t
 
 
 def factored(lanes: torch.Tensor, *_: Any, **__: Any) -> tuple[torch.Tensor, ...]:
-    mixed, gates, _ = reduced(lanes)
+    mixed, gates = reduced(lanes)[:2]
     return gates, weight("comb")[:LANES, :LANES].expand(TOKENS, -1, -1), mixed
 
 
