@@ -66,6 +66,48 @@ def _hyper(point: str, names: str = "residual = x") -> str:
     return f"{names} = self.taps.{point}(x.{swap}).{swap}.contiguous()"
 
 
+def _remixed(point: str, anchor: str, factors: str, mix: str) -> tuple[str, str, str]:
+    """Return the row's line of a tap after a kernel that wrote the lanes back and mixed them: what
+    was changed is mixed again.
+
+    Args:
+        factors: the names of what the kernel mixed and of its factors, as `mix` returns them.
+        mix: a call with `lanes`.
+    """
+    call = f"self.taps.{point}.renorm(({factors}), residual, lambda lanes: {mix})"
+    return "after", anchor, f"({factors}), residual = {call}"
+
+
+def _settled(
+    point: str, anchor: str, parts: str, write: str, parts_of: str
+) -> tuple[str, str, str]:
+    """Return the row's line of a tap before a kernel that would write the lanes back: they are
+    written back here, and the kernel gets parts that leave them as they are.
+
+    Args:
+        parts: names of what the kernel takes.
+        write: a function of them.
+        parts_of: parts with nothing to add to `lanes`.
+    """
+    call = f"self.taps.{point}.settle(({parts}), {write}, lambda lanes: ({parts_of}))"
+    return "before", anchor, f"{parts} = {call}"
+
+
+def _unmixed(branch: str, post: str, comb: str) -> str:
+    """Return parts of a manifold-constrained hyper-connection that are written back to `lanes`:
+    each lane gets itself, and nothing of the branch."""
+    one = f"torch.eye(lanes.shape[1], dtype={comb}.dtype, device={comb}.device)"
+    return (
+        f"{branch}.new_zeros({branch}.shape), lanes, {post}, {one}.expand_as({comb}).contiguous()"
+    )
+
+
+def _glm_mix(half: str, norm: str) -> str:
+    weights = ", ".join(f"self.hc_{half}_{name}" for name in ("fn", "scale", "base"))
+    eps = f"norm_eps=self.{norm}.variance_epsilon"
+    return f"self.hc_pre(lanes, {weights}, norm_weight=self.{norm}.weight.data, {eps})"
+
+
 HAND: tuple[Row, ...] = (
     Row(
         V + "deepseek_v32/amd/model.py",
@@ -163,5 +205,34 @@ HAND: tuple[Row, ...] = (
             ("before", "return x, None", _hyper("post_block", "x")),
         ),
         digest="26f4d4ce86e7a3a7",
+    ),
+    Row(
+        # A block leaves writing back to the next one, in the kernel that mixes for its attention.
+        # Multi-token prediction has a forward of its own, past the target's layers.
+        V + "glm5next/common/model.py",
+        "Glm5NextDecoderLayer",
+        Idiom.HAND,
+        stream="hidden_states",
+        assume=("not self.mhc", "self.is_mtp_layer", "self.is_sequence_parallel"),
+        lanes="mhc_num_residual_streams",
+        lines=(
+            _remixed(
+                "pre_attn", "if post is None", "post, comb, x", _glm_mix("attn", "input_layernorm")
+            ),
+            _remixed(
+                "post_attn",
+                "self.hc_ffn_fn",
+                "post, comb, x",
+                _glm_mix("ffn", "post_attention_layernorm"),
+            ),
+            _settled(
+                "post_block",
+                "if self.layer_idx == self.num_hidden_layers - 1",
+                "x, residual, post, comb",
+                "self.hc_post",
+                _unmixed("x", "post", "comb"),
+            ),
+        ),
+        digest="d6f5fe166b2e4251",
     ),
 )

@@ -19,7 +19,7 @@ from tests import ROOT
 
 from .proof import RESULTS, Result, load_results
 from .zoo import MODELS
-from .zoo.absent import ABSENT
+from .zoo.absent import ABSENT, APART
 
 PAGE = ROOT / "docs" / "models.md"
 _STREAM_ORDER = ("pre_attn", "post_attn", "post_block")
@@ -41,9 +41,9 @@ model has no such thing, or its class of attention no such point; **unseen**: tr
 show it, or takes no bias; **refused**: by vLLM Pilot, by name; **not run**: not compared since
 there is this column. Where the kernels
 have no float32, all are at most 0.02 in float16 and 0.05 in bfloat16; *every expert*: each token is
-routed to all, so that rounding decides nothing. A class that is wired and not in the first table
-was not measured: use `vllm steering check` on your model. An architecture that reads images got a
-prompt with two, with one and with none.
+routed to all, so that rounding decides nothing. An architecture that reads images got a
+prompt with two, with one and with none. What was measured in other ways has a list of its own; a
+class that is wired and in neither was not measured: use `vllm steering check` on your model.
 """
 
 
@@ -97,8 +97,12 @@ def render(results: list[Result], rows: tuple[Row, ...] = ROWS) -> str:
     for architecture, why in sorted(open_reasons.items()):
         if architecture not in verified:
             lines.append(f"| {architecture} | {why} |")
+    lines += ["", "## Classes measured otherwise", "", "| class | how |", "|---|---|"]
+    for key, how in sorted(APART.items()):
+        if key in wired:
+            lines.append(f"| `{_short(key)}` ({by_key[key].idiom.value}) | {how} |")
     lines += ["", "## Classes wired, not measured", ""]
-    for key in sorted(wired - classes):
+    for key in sorted(wired - classes - APART.keys()):
         lines.append(f"* `{_short(key)}` ({by_key[key].idiom.value})")
     lines += ["", "## Classes refused", "", "| class | why |", "|---|---|"]
     for row in rows:

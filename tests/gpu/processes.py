@@ -59,7 +59,7 @@ class Processes:
         output, errors = self.run(command, env, timeout)
         rows = [json.loads(line) for line in output.splitlines() if line.startswith('{"mode"')]
         if not rows or rows[-1]["check"] != last:
-            log = {"ok": False, "log": errors[-3000:]}
+            log = {"ok": False, "log": errors[-8000:]}
             rows.append({"mode": command[-1], "check": "all checks", **log})
         return rows
 

@@ -31,8 +31,8 @@ import torch
 
 from patches.taps.rows import DEFERRED, Idiom, NormCall, Row, Second
 from patches.taps.source import Source, method
-
-TOKENS, WIDTH, LANES = 3, 8, 4
+from tests.support import taps_lanes as lanes
+from tests.support.taps_lanes import LANES, TOKENS, WIDTH, reduced, scattered, weight
 
 
 def _carries_pair(row: Row) -> bool:
@@ -88,18 +88,20 @@ class Tap:
     def renorm(
         self, n: torch.Tensor, s: torch.Tensor, norm: Callable[[torch.Tensor], torch.Tensor]
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        s = self(s)
+        s = self.by_token(s)
         return norm(s), s
+
+    def settle(self, parts: Any, write: Callable[..., torch.Tensor], parts_of: Any) -> Any:
+        return parts_of(self.by_token(write(*parts)))
+
+    def by_token(self, s: torch.Tensor) -> torch.Tensor:
+        """As `self(s)`, of lanes that lie behind the tokens."""
+        return self(s) if s.dim() == 2 else self(s.transpose(0, 1)).transpose(0, 1)
 
     def __call__(self, h: torch.Tensor) -> torch.Tensor:
         h = self.steer(h)
         self.read(h)
         return h
-
-
-def _weight(name: str) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(sum(map(ord, name)) % 10_007)
-    return torch.randn(WIDTH, WIDTH, generator=generator, dtype=torch.float64) / 2
 
 
 def _sconv(delta: torch.Tensor) -> torch.Tensor:
@@ -117,8 +119,10 @@ def _sconv_add_norm(
 class Norm:
     """An RMS norm with random weights; with two arguments it adds in place, or passes."""
 
+    variance_epsilon = 1e-6
+
     def __init__(self, name: str, call: NormCall) -> None:
-        self.weight, self.call = 1 + _weight(name)[0], call
+        self.weight, self.call = 1 + weight(name)[0], call
 
     def __call__(self, x: torch.Tensor, r: torch.Tensor | None = None) -> Any:
         if r is None:
@@ -138,7 +142,7 @@ class Branch:
 
     def __init__(self, kind: str, name: str, pair: bool, log: Log) -> None:
         self.kind, self.name, self.pair, self.log = kind, name, pair, log
-        self.weight = _weight(name)
+        self.weight = weight(name)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         kwargs.pop("residual", None)
@@ -194,6 +198,8 @@ class Subject:
     def __init__(self, row: Row, source: Source, settings: Mapping[str, Any]) -> None:
         self.row, self.settings = row, dict(settings)
         self.later_only = self.settings.pop("later_only", False)
+        self.given = self.settings.pop("given", None)
+        self.whole = self.settings.pop("whole", None)
         cls = source.cls(row.cls)
         self.function, forward = self.compiled(source, cls, row.method)
         self.pairs = {
@@ -285,7 +291,11 @@ class Subject:
             junk = torch.full_like(x, torch.nan)  # a stale argument that nobody may read
             pair = _carries_pair(row)
             params[row.residual] = (None if r is None else r.clone()) if pair else junk
+        if self.given is not None:
+            params |= self.given(x.transpose(0, 1).clone())
         out = self.function(block, **params)
+        if self.whole is not None:
+            return self.whole(*out).transpose(0, 1), log
         if row.residual == "pending":
             return out[0] + _sconv(out[1][0]), log
         if _carries_pair(row):
@@ -301,30 +311,10 @@ def _torch() -> SimpleNamespace:
     def buffer(x: torch.Tensor) -> torch.Tensor:
         return torch.full_like(x, torch.nan)
 
-    same = ("nn", "float16", "mul", "sqrt", "tensor")
+    same = ("nn", "float16", "mul", "sqrt", "tensor", "eye")
     return SimpleNamespace(
         empty_like=buffer, zeros_like=buffer, **{name: getattr(torch, name) for name in same}
     )
-
-
-def _predict(h: torch.Tensor) -> torch.Tensor:
-    """AltUp, without a router: each lane gets something of all."""
-    return h + torch.einsum("ltw,lm->mtw", h, _weight("predict")[:LANES, :LANES])
-
-
-def _correct(predictions: torch.Tensor, activated: torch.Tensor) -> torch.Tensor:
-    innovation = activated - predictions[1]
-    return predictions + innovation * _weight("correct")[0, :LANES, None, None]
-
-
-def _reduced(lanes: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Hyper-connections' `pre`, without what its gates depend on: [tokens, lanes, width] in."""
-    gates = _weight("gates")[0, :LANES]
-    return torch.einsum("tlw,l->tw", lanes, gates), 1 + gates, lanes
-
-
-def _scattered(out: torch.Tensor, lanes: torch.Tensor, gates: torch.Tensor) -> torch.Tensor:
-    return lanes + gates[:, None] * out[:, None]
 
 
 def check(row: Row, before: Source, after: Source, settings: Mapping[str, Any]) -> None:
@@ -437,14 +427,14 @@ SETTINGS: dict[str, list[dict[str, Any]]] = {
     "Gemma3nDecoderLayer": [
         {
             "altup_active_idx": 1,
-            "altup.predict": _predict,
-            "altup.correct": _correct,
+            "altup.predict": lanes.predict,
+            "altup.correct": lanes.correct,
             "altup.scale_corrected_output": lambda x: 0.7 * x,
-            "laurel": lambda x: torch.tanh(x @ _weight("laurel")),
-            "per_layer_input_gate": lambda x: x @ _weight("gate"),
+            "laurel": lambda x: torch.tanh(x @ weight("laurel")),
+            "per_layer_input_gate": lambda x: x @ weight("gate"),
             "act_fn": torch.tanh,
-            "per_layer_input": _weight("per_layer_input")[:TOKENS],
-            "per_layer_projection": lambda x: x @ _weight("projection"),
+            "per_layer_input": weight("per_layer_input")[:TOKENS],
+            "per_layer_projection": lambda x: x @ weight("projection"),
         }
     ],
     "AXK1DecoderLayer": [
@@ -466,8 +456,8 @@ SETTINGS: dict[str, list[dict[str, Any]]] = {
     ],
     "DeepseekV4DecoderLayer": [
         {
-            "hc_pre": lambda x, *_: (*_reduced(x)[:2], _weight("comb")[:LANES, :LANES]),
-            "hc_post": lambda out, lanes, gates, comb: _scattered(
+            "hc_pre": lambda x, *_: (*reduced(x)[:2], weight("comb")[:LANES, :LANES]),
+            "hc_post": lambda out, lanes, gates, comb: scattered(
                 out, torch.einsum("tlw,lm->tmw", lanes, comb), gates
             ),
             **{f"hc_{a}_{b}": None for a in ("attn", "ffn") for b in ("fn", "scale", "base")},
@@ -488,6 +478,7 @@ SETTINGS: dict[str, list[dict[str, Any]]] = {
         for moe in (False, True)
         for extra in (None, _SCALE)
     ],
+    "Glm5NextDecoderLayer": lanes.GLM_5_NEXT,
     "GraniteDecoderLayer": [_MULTIPLIER],
     "GraniteMoeDecoderLayer": [_MULTIPLIER],
     "GraniteMoeHybridAttentionDecoderLayer": _HYBRID,
@@ -499,8 +490,8 @@ SETTINGS: dict[str, list[dict[str, Any]]] = {
             for half in ("hc_attn_layer", "hc_mlp_layer")
             for name, do in (
                 ("prepare_input", lambda x: x),
-                ("pre", _reduced),
-                ("post", _scattered),
+                ("pre", reduced),
+                ("post", scattered),
             )
         }
     ],
@@ -533,7 +524,7 @@ SETTINGS: dict[str, list[dict[str, Any]]] = {
         {
             "block_idx": 0,
             "shared_transformer": lambda x, **_: torch.tanh(x),
-            "linear": lambda x: (x @ _weight("linear"), None),
+            "linear": lambda x: (x @ weight("linear"), None),
         }
     ],
 }

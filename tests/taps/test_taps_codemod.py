@@ -384,22 +384,35 @@ def test_wrong_wiring_is_seen(wired: Wired, cls: str, old: str, new: str) -> Non
 
 BAD_BY_HAND = [
     # Lanes that skip unsteered, a point that reads something else, and a vector that goes nowhere.
-    ("residual = x = self.taps.pre_attn", "x = self.taps.pre_attn"),
-    ("residual = x = self.taps.post_attn", "x = self.taps.post_attn"),
-    ("self.taps.post_block(x", "self.taps.post_block(residual"),
-    ("x = self.taps.post_block", "_ = self.taps.post_block"),
-]
+    ("DeepseekV4DecoderLayer", "residual = x = self.taps.pre_attn", "x = self.taps.pre_attn"),
+    ("DeepseekV4DecoderLayer", "residual = x = self.taps.post_attn", "x = self.taps.post_attn"),
+    ("DeepseekV4DecoderLayer", "self.taps.post_block(x", "self.taps.post_block(residual"),
+    ("DeepseekV4DecoderLayer", "x = self.taps.post_block", "_ = self.taps.post_block"),
+    # The same, a mixture that stays as it was, a branch that is added twice, and lanes that are
+    # mixed again.
+    ("Glm5NextDecoderLayer", "residual = self.taps.pre_attn", "_ = self.taps.pre_attn"),
+    ("Glm5NextDecoderLayer", "(post, comb, x), residual = self.taps.post_attn",
+     "_, residual = self.taps.post_attn"),
+    ("Glm5NextDecoderLayer", "lambda lanes: (x.new_zeros(x.shape), ", "lambda lanes: (x, "),
+    ("Glm5NextDecoderLayer", ".expand_as(comb)", ".add(comb)"),
+]  # fmt: skip
 
 
-@pytest.mark.parametrize(("old", "new"), BAD_BY_HAND)
-def test_wrong_lines_by_hand_are_seen(wired: Wired, old: str, new: str) -> None:
+@pytest.mark.parametrize(("cls", "old", "new"), BAD_BY_HAND)
+def test_wrong_lines_by_hand_are_seen(wired: Wired, cls: str, old: str, new: str) -> None:
     """By numbers, as the proof cannot read such a class."""
-    row = BY_CLASS["DeepseekV4DecoderLayer"]
+    row = BY_CLASS[cls]
     good = wired.after(row)
     assert good.text.count(old) == 1
     bad = Source(good.home, good.file, good.text.replace(old, new))
+    settings = taps_oracle.settings_of(row)
+
+    def check_all() -> None:
+        for each in settings:
+            taps_oracle.check(row, wired.before(row), bad, each)
+
     with pytest.raises(AssertionError):
-        taps_oracle.check(row, wired.before(row), bad, taps_oracle.settings_of(row)[0])
+        check_all()
 
 
 @pytest.mark.parametrize(("row", "settings"), CASES)

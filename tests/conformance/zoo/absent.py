@@ -17,7 +17,7 @@ ABSENT: dict[str, str] = {
     "DeepseekForCausalLM": _NOT_THERE,
     "DeepseekV32ForCausalLM": _CUDA_ONLY,
     "ExaoneMoEForCausalLM": "another name for ExaoneMoeForCausalLM",
-    "Glm5NextForCausalLM": _CUDA_ONLY,
+    "Glm5NextForCausalLM": f"{_CUDA_ONLY}; its class was measured on a GPU, below",
     "GlmMoeDsaForCausalLM": _CUDA_ONLY,
     "HCXVisionV2ForCausalLM": _NOT_THERE,
     "InklingForCausalLM": _CUDA_ONLY,
@@ -41,3 +41,10 @@ ABSENT: dict[str, str] = {
     "Step3TextForCausalLM": _NOT_THERE,
     "Step3p5ForCausalLM": _NOT_THERE,
 }
+
+APART: dict[str, str] = {
+    "vllm/models/glm5next/common/model.py:Glm5NextDecoderLayer": "tests.gpu.hyper on an H100 in "
+    "bfloat16: read and steered at every point, against [formulas in plain PyTorch]"
+    "(hook-contract.md#hyper-connections) ([output](measurements/h100-hyper.txt))",
+}
+"""Classes measured otherwise than by `python -m tests.conformance`, and how."""

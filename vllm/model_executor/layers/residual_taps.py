@@ -16,6 +16,7 @@ Shapes: `h`, `r` are [tokens, hidden], rows of one step; `tokens` may be padded.
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 
@@ -24,6 +25,12 @@ from vllm.distributed import tensor_model_parallel_all_reduce
 from vllm.model_executor.layers.row_capture import capture_rows
 from vllm.model_executor.layers.steering_terms import TermTables, steer_terms
 from vllm.v1.interventions.plan import MADE_OF
+
+Made = TypeVar("Made")
+"""What upstream makes of the stream in the kernel that completes it: its norm, or a mixture of its
+lanes and their factors."""
+Parts = TypeVar("Parts", bound=tuple[torch.Tensor, ...])
+"""What upstream hands from kernel to kernel instead of the stream, which the next one completes."""
 
 
 class PassTap:
@@ -53,10 +60,19 @@ class PassTap:
         return n
 
     def renorm(
-        self, n: torch.Tensor, s: torch.Tensor, norm: Callable[[torch.Tensor], torch.Tensor]
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+        self, n: Made, s: torch.Tensor, norm: Callable[[torch.Tensor], Made]
+    ) -> tuple[Made, torch.Tensor]:
         """Hand the norm and the stream on."""
         return n, s
+
+    def settle(
+        self,
+        parts: Parts,
+        write: Callable[..., torch.Tensor],
+        parts_of: Callable[[torch.Tensor], Parts],
+    ) -> Parts:
+        """Hand the parts on."""
+        return parts
 
 
 class UnboundTaps:
@@ -185,8 +201,8 @@ class SiteTap:
         return n if self.table is None else None
 
     def renorm(
-        self, n: torch.Tensor, s: torch.Tensor, norm: Callable[[torch.Tensor], torch.Tensor]
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+        self, n: Made, s: torch.Tensor, norm: Callable[[torch.Tensor], Made]
+    ) -> tuple[Made, torch.Tensor]:
         """Steer and capture a stream `s` whose norm `n` is computed already; returns the new norm
         and the new stream."""
         new = self(s)
@@ -214,6 +230,35 @@ class LanesTap(SiteTap):
         """Capture rows of all lanes, one lane after the other."""
         if self.arena is not None and self.dest is not None:
             capture_rows(h.transpose(0, 1).flatten(1), self.arena, self.dest)
+
+    def renorm(
+        self, n: Made, s: torch.Tensor, norm: Callable[[torch.Tensor], Made]
+    ) -> tuple[Made, torch.Tensor]:
+        """As of a stream of one lane; `s` is [tokens, lanes, hidden], `n` what was mixed of it."""
+        new = self.by_token(s)
+        return (n if new is s else norm(new)), new
+
+    def settle(
+        self,
+        parts: Parts,
+        write: Callable[..., torch.Tensor],
+        parts_of: Callable[[torch.Tensor], Parts],
+    ) -> Parts:
+        """Steer and capture a stream that a later kernel would write back: it is written back here.
+
+        Args:
+            parts: what that kernel would get.
+            write: gives the stream of them, [tokens, lanes, hidden].
+            parts_of: gives parts that are written back to exactly the stream it gets.
+        """
+        return parts_of(self.by_token(write(*parts)))
+
+    def by_token(self, s: torch.Tensor) -> torch.Tensor:
+        """Steer and capture `s`, [tokens, lanes, hidden] as upstream's kernels have it; `s` itself
+        if this point is not steered."""
+        lanes = s.transpose(0, 1)
+        new = self(lanes)
+        return s if new is lanes else new.transpose(0, 1).contiguous()
 
 
 def whole(h: torch.Tensor, partial: bool) -> torch.Tensor:

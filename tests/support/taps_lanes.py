@@ -1,0 +1,77 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What `taps_oracle` gives to forwards whose stream has lanes, and the sizes and random weights of
+all that it runs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+TOKENS, WIDTH, LANES = 3, 8, 4
+
+
+def weight(name: str) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(sum(map(ord, name)) % 10_007)
+    return torch.randn(WIDTH, WIDTH, generator=generator, dtype=torch.float64) / 2
+
+
+def predict(h: torch.Tensor) -> torch.Tensor:
+    """AltUp, without a router: each lane gets something of all."""
+    return h + torch.einsum("ltw,lm->mtw", h, weight("predict")[:LANES, :LANES])
+
+
+def correct(predictions: torch.Tensor, activated: torch.Tensor) -> torch.Tensor:
+    innovation = activated - predictions[1]
+    return predictions + innovation * weight("correct")[0, :LANES, None, None]
+
+
+def reduced(lanes: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Hyper-connections' `pre`, without what its gates depend on: [tokens, lanes, width] in."""
+    gates = weight("gates")[0, :LANES]
+    return torch.einsum("tlw,l->tw", lanes, gates), 1 + gates, lanes
+
+
+def scattered(out: torch.Tensor, lanes: torch.Tensor, gates: torch.Tensor) -> torch.Tensor:
+    return lanes + gates[:, None] * out[:, None]
+
+
+def written(out: torch.Tensor, lanes: torch.Tensor, gates: torch.Tensor, comb: torch.Tensor) -> Any:
+    """As `scattered`, of lanes that are mixed meanwhile by `comb`, [tokens, lanes, lanes]."""
+    return scattered(out, torch.einsum("tlw,tlm->tmw", lanes, comb), gates)
+
+
+def factored(lanes: torch.Tensor, *_: Any, **__: Any) -> tuple[torch.Tensor, ...]:
+    mixed, gates = reduced(lanes)[:2]
+    return gates, weight("comb")[:LANES, :LANES].expand(TOKENS, -1, -1), mixed
+
+
+def deferred(lanes: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Parts that `written` makes these lanes of."""
+    gates, mix, _ = factored(lanes)
+    out = torch.tanh(weight("branch")[:TOKENS])
+    rest = torch.einsum("tlw,tlm->tmw", lanes - gates[:, None] * out[:, None], mix.inverse())
+    return {"hidden_states": out, "residual": rest, "post": gates, "comb": mix}
+
+
+GLM_5_NEXT: list[dict[str, Any]] = [
+    {
+        "mhc": True,
+        "is_mtp_layer": False,
+        "is_sequence_parallel": False,
+        "layer_idx": 1,
+        "num_hidden_layers": 3,
+        "_mlp_is_moe": moe,
+        "hc_pre": factored,
+        "hc_post": written,
+        "hc_fused_post_pre": lambda *parts, **_: (
+            written(*parts[:4]),
+            *factored(written(*parts[:4])),
+        ),
+        **{f"hc_{a}_{b}": None for a in ("attn", "ffn") for b in ("fn", "scale", "base")},
+        "given": given,
+        "whole": written,
+    }
+    for moe in (False, True)
+    for given in (None, deferred)
+]
