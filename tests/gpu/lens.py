@@ -91,6 +91,9 @@ def run_modules(
         "VLLM_USE_V2_MODEL_RUNNER": str(int(runner == "v2")),
         "VLLM_ENABLE_V1_MULTIPROCESSING": "1",  # an engine that has ended leaves no memory taken
         "LENS_ENGINE": json.dumps(engine),
+        # What waits for ever says where.
+        "PYTEST_ADDOPTS": f"-v -o faulthandler_timeout={timeout // 2:g}",
+        "PYTHONUNBUFFERED": "1",
     }
     good = True
     with tempfile.TemporaryDirectory() as working:
@@ -100,8 +103,21 @@ def run_modules(
         try:
             chosen = "not pp2 and not test_activations_pp" if runner == "v1" else ""
             found = run(Path(working), theirs.resolve(), modules, settings, timeout, chosen)
-        except (RuntimeError, subprocess.TimeoutExpired) as error:
+        except RuntimeError as error:
             print(f"FAIL {runner} {' '.join(modules)}: {str(error)[-3000:]}", flush=True)
+            return False
+        except subprocess.TimeoutExpired as error:
+            said = [
+                part.decode(errors="replace")[-3000:]
+                for part in (error.stdout, error.stderr)
+                if isinstance(part, bytes)
+            ]
+            print(
+                f"FAIL {runner} {' '.join(modules)}: no end in {timeout:g} s",
+                *said,
+                sep="\n",
+                flush=True,
+            )
             return False
     for module, cases in found.items():
         impossible = OFFLINE.get(module, (0, {}))[1]
