@@ -33,7 +33,7 @@ PARTS = 2
 TILE_BYTES = 32 << 10
 """What a program loads of keys at a time, and as much of values."""
 ALONE = 256
-"""Of how many keys a span may be that one program reads."""
+"""The longest span, in keys, that one program reads alone where others could help it."""
 STATS = 4
 """The largest logit of a sum, the sum, and the smallest and largest bias of keys that were seen."""
 

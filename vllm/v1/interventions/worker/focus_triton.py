@@ -60,6 +60,8 @@ def sum_kernel(  # type: ignore[no-untyped-def]
     CAPPED: tl.constexpr, SLOPES: tl.constexpr, SINKS: tl.constexpr, RUNS: tl.constexpr,
     PLACES: tl.constexpr, LSE: tl.constexpr,
 ):  # fmt: skip
+    """Make partial sums of some keys of some rows; of rows whose span one program reads, the rows
+    themselves. Grid: [tokens / AT_ONCE, key heads, splits * 2]."""
     row = tl.arange(0, ROWS)
     token = first + tl.program_id(0) * AT_ONCE + row // MEMBERS
     there = (row // MEMBERS < AT_ONCE) & (row % MEMBERS < GROUP) & (token < stop)
@@ -221,6 +223,7 @@ def join_kernel(  # type: ignore[no-untyped-def]
     WIDTH_V: tl.constexpr, SPLITS: tl.constexpr, SINKS: tl.constexpr, PLACES: tl.constexpr,
     LSE: tl.constexpr,
 ):  # fmt: skip
+    """Join the partial sums of one row and write it, if it differs. Grid: [tokens, heads]."""
     token = first + tl.program_id(0)
     program = tl.load(focus + token)
     if program == 0:
