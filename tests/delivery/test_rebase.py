@@ -254,12 +254,13 @@ from vllm import engine
 from vllm.engine import line_3, line_4
 from vllm.v1.steering.steer import ours
 
-made.line_7, engine.line_3, engine.line_5, ours.anything
+made.line_7, made.of_a_seam, engine.line_3, engine.line_5, ours.anything
 """
 
 
 def test_names_that_are_gone_are_said(miniature: Fork, tmp_path: Path) -> None:
-    """Those that our files use: imported, or read from a module; where they are now."""
+    """Those that our files use, imported or read from a module, and where they are now; not those
+    that the pinned upstream lacks, too."""
     (miniature.root / "vllm/v1/steering/uses.py").write_text(OURS)
     lines = fork.LINES.replace("line_4", "row_4").replace("line_5", "row_5")
     others = {"vllm.core": "def line_5():\n    line_4 = 1\n", "vllm.outputs": "line_7 = 7\n"}
