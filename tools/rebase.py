@@ -126,8 +126,9 @@ def class_diffs(rows: list[Class], old: Path, tree: Path) -> str:
     text = ""
     for row in rows:
         if row.wired and row.state != "untouched":
-            sides = [class_text(root, *row.key.split(":")).splitlines() for root in (old, tree)]
-            lines = difflib.unified_diff(*sides, row.key, row.key, lineterm="", n=5)
+            file, name = row.key.split(":")
+            was, now = (class_text(root, file, name).splitlines() for root in (old, tree))
+            lines = difflib.unified_diff(was, now, row.key, row.key, lineterm="", n=5)
             text += "".join(f"{line}\n" for line in lines)
     return text
 
