@@ -240,6 +240,7 @@ class Subject:
         space["fused_allreduce_rms_norm"] = lambda h, r, norm: norm(h, r)
         space["fused_allreduce_gemma_rms_norm"] = lambda h, r, norm: norm(h, r)
         space["_sconv_add_norm"] = _sconv_add_norm
+        space["_QSA_LAYER_TYPES"] = ("indexed_attention",)
         exec(compile(ast.fix_missing_locations(module), source.file, "exec"), space)
         return space[name], forward
 
@@ -315,6 +316,32 @@ def _torch() -> SimpleNamespace:
     return SimpleNamespace(
         empty_like=buffer, zeros_like=buffer, **{name: getattr(torch, name) for name in same}
     )
+
+
+class _Grouped:
+    """Qwen4-Exp's hyper-connection: lanes in one dimension, [tokens, lanes * width]."""
+
+    hc_count = LANES
+
+    def combine(self, lanes: torch.Tensor, out: torch.Tensor, gates: torch.Tensor) -> torch.Tensor:
+        return _scattered(out, lanes.unflatten(1, (LANES, WIDTH)), gates).flatten(1)
+
+    def mix(self, lanes: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        mixed, gates, _ = _reduced(lanes.unflatten(1, (LANES, WIDTH)))
+        return lanes, mixed, gates
+
+    def combine_and_mix(self, *parts: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return self.mix(self.combine(*parts))
+
+
+def _grouped(lanes: torch.Tensor, deferred: bool) -> dict[str, torch.Tensor]:
+    """What a block of Qwen4-Exp gets when these are the lanes."""
+    given = {name: torch.ones(1) for name in ("input_ids", "query_start_loc", "ngram_context")}
+    if not deferred:
+        return given | {"hidden_states": lanes.flatten(1)}
+    out, gates = torch.tanh(_weight("branch")[:TOKENS]), _reduced(lanes)[1]
+    rest = (lanes - gates[:, None] * out[:, None]).flatten(1)
+    return given | {"hidden_states": rest, "prev_block_output": out, "prev_injection": gates}
 
 
 def check(row: Row, before: Source, after: Source, settings: Mapping[str, Any]) -> None:
@@ -518,6 +545,21 @@ SETTINGS: dict[str, list[dict[str, Any]]] = {
         {"sandwich_norm": value, "routed_scaling_factor": 2.5} for value in (False, True)
     ],
     "Qwen3NextDecoderLayer": _LAYER_TYPES,
+    "Qwen4ExpDecoderLayer": [
+        {
+            "layer_type": kind,
+            "use_hc_sequence_parallel": False,
+            "use_sequence_parallel": False,
+            "ple": None if ple is None else lambda lanes, *_: lanes + torch.tanh(lanes.flip(1)),
+            "attn_hyper_connection": _Grouped(),
+            "mlp_hyper_connection": _Grouped(),
+            "given": partial(_grouped, deferred=deferred),
+            "whole": lambda *parts: _Grouped().combine(*parts).unflatten(1, (LANES, WIDTH)),
+        }
+        for kind in ("linear_attention", "indexed_attention")
+        for ple in (None, True)
+        for deferred in (False, True)
+    ],
     "Step3TextDecoderLayer": [{"use_moe": value} for value in (False, True)],
     "Step3p5DecoderLayer": [{"use_moe": value} for value in (False, True)],
     "Zamba2HybridLayer": [
