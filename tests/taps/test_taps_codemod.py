@@ -17,7 +17,7 @@ from patches.taps.report import report
 from patches.taps.rows import FAMILIES, MODELS, WIRED, Idiom, Row
 from patches.taps.source import Source, Tree, method
 from patches.taps.table import ROWS
-from tests.support import taps_oracle
+from tests.support import taps_oracle, taps_settings
 from tools.pins import ROOT, load_pin
 from tools.wheels import upstream_folder
 
@@ -29,7 +29,7 @@ EDITED = [row for row in ROWS if row.idiom in WIRED or row.idiom is Idiom.REFUSE
 CASES = [
     pytest.param(row, settings, id=f"{Path(row.file).parts[-3]}-{row.cls}-{i}")
     for row in WIRED_ROWS
-    for i, settings in enumerate(taps_oracle.settings_of(row))
+    for i, settings in enumerate(taps_settings.settings_of(row))
 ]
 
 
@@ -379,7 +379,7 @@ def test_wrong_wiring_is_seen(wired: Wired, cls: str, old: str, new: str) -> Non
     with pytest.raises(TapsError, match=cls):
         prove(row, bad)
     with pytest.raises((AssertionError, AttributeError, TypeError)):
-        taps_oracle.check(row, wired.before(row), bad, taps_oracle.settings_of(row)[0])
+        taps_oracle.check(row, wired.before(row), bad, taps_settings.settings_of(row)[0])
 
 
 BAD_BY_HAND = [
@@ -410,7 +410,7 @@ def test_wrong_lines_by_hand_are_seen(wired: Wired, cls: str, old: str, new: str
     good = wired.after(row)
     assert good.text.count(old) == 1
     bad = Source(good.home, good.file, good.text.replace(old, new))
-    settings = taps_oracle.settings_of(row)
+    settings = taps_settings.settings_of(row)
 
     def check_all() -> None:
         for each in settings:
