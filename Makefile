@@ -21,8 +21,8 @@ LATER := tests/conformance tests/docs tests/peers tests/pilot tests/programs/tes
 # So have those with images, which import torchvision: tests/support/vision.py.
 PICTURES = { $(RUN) -m pytest --tier full --pictures $(ARGS) || { test $$? = 5 && test -n "$(ARGS)"; }; } &&
 define run_tests
-@{ $(RUN) -m pytest --tier $(1) --runner v2 $(ARGS) || { test $$? = 5 && test -n "$(ARGS)"; }; v2=$$?; \
-$(if $(ARGS),true,$(RUN) -m pytest --tier $(1) $(LATER)) && $(if $(filter full,$(1)),$(PICTURES)) \
+@{ $(RUN) -m pytest --tier $(1) --runner v2 --durations=25 $(ARGS) || { test $$? = 5 && test -n "$(ARGS)"; }; v2=$$?; \
+$(if $(ARGS),true,$(RUN) -m pytest --tier $(1) --durations=25 $(LATER)) && $(if $(filter full,$(1)),$(PICTURES)) \
 exit $$v2; } >build/test-2.log 2>&1 & other=$$!; \
 $(RUN) -m pytest --tier $(1) $(if $(ARGS),$(ARGS),--durations=40 $(LATER:%=--ignore=%)); v1=$$?; \
 wait $$other; v2=$$?; cat build/test-2.log; test $$v1 = 0 && test $$v2 = 0

@@ -39,10 +39,6 @@ _V41 = (
     _HC + "not wired, as a row of lanes is not the whole stream: a sub-layer reads them in the "
     "proportions (pre_mix) of the one before, and Engram layers add to them within the block"
 )
-_CUTE = (
-    _HC + "wired in commit fffa32e and taken back: it agrees with transformers on a CPU, under "
-    "Triton's interpreter, but did not run on a GPU with CuTe DSL yet"
-)
 _OTHER = _HC + "not wired, as nobody could run it on this hardware"
 
 REFUSED: tuple[Row, ...] = tuple(
@@ -59,6 +55,5 @@ REFUSED: tuple[Row, ...] = tuple(
         (F + "deepseek_v41/amd/model.py", "DeepseekV4DecoderLayer", _OTHER),
         (F + "deepseek_v41/nvidia/model.py", "DeepseekV4DecoderLayer", _V41),
         (F + "qwen4_exp/amd/model.py", "Qwen4ExpDecoderLayer", _OTHER),
-        (F + "qwen4_exp/nvidia/model.py", "Qwen4ExpDecoderLayer", _CUTE),
     )
 )

@@ -4,7 +4,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
@@ -66,7 +68,7 @@ def run(
         working: a folder in which `MODEL` is a folder with a model.
         theirs: the folder with their package, as `requirements/lens.txt` pins it.
         settings: of the environment, beside those that a run on a CPU needs.
-        timeout: seconds.
+        timeout: seconds, after which a `RuntimeError` has the last that they said.
         chosen: an expression of pytest's `-k`.
         beside: folders with other packages that they import.
     """
@@ -85,13 +87,25 @@ def run(
     paths = [str(Path(vllm.__file__).parents[1]), str(theirs), str(ROOT), *map(str, beside)]
     device = "cuda" if torch.cuda.is_available() else "cpu"
     env = {**os.environ, "LENS_DEVICE": device, "VLLM_LENS_DISABLE": "1", **settings}
-    done = subprocess.run(
-        command, cwd=working,
-        env={"VLLM_CPU_KVCACHE_SPACE": "1", **env, "PYTHONPATH": os.pathsep.join(paths)},
-        capture_output=True, text=True, check=False, timeout=timeout,
-    )  # fmt: skip
+    env = {"VLLM_CPU_KVCACHE_SPACE": "1", **env, "PYTHONPATH": os.pathsep.join(paths)}
+    log = working / "pytest.log"
+    # Their last act is `os._exit`, which leaves engines' workers alive: these would hold a pipe
+    # open for ever, so what is said goes to a file, and what is left is ended with its session.
+    with log.open("wb") as out:
+        tests = subprocess.Popen(
+            command, cwd=working, env=env, stdout=out, stderr=out, start_new_session=True
+        )
+        try:
+            tests.wait(timeout)
+        except subprocess.TimeoutExpired:
+            said = log.read_text(errors="replace")[-20000:]
+            raise RuntimeError(f"no end in {timeout:g} s\n{said}") from None
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(tests.pid, signal.SIGKILL)
+            tests.wait()
     if not report.exists():
-        raise RuntimeError((done.stdout + done.stderr)[-4000:])
+        raise RuntimeError(log.read_text(errors="replace")[-4000:])
     found: Cases = {module: [] for module in modules}
     for case in ElementTree.parse(report).iter("testcase"):
         names = {*case.attrib["classname"].split("."), *case.attrib["name"].split(".")}

@@ -113,7 +113,7 @@ def engine_processes(frontend: subprocess.Popen[str]) -> list[psutil.Process]:
     return psutil.Process(frontend.pid).children(recursive=True)
 
 
-@pytest.mark.parametrize("loading", [False, True])
+@pytest.mark.parametrize("loading", [False, pytest.param(True, marks=pytest.mark.long)])
 def test_an_engine_core_and_its_workers_end_with_their_frontend(
     tiny_models: TinyModels, loading: bool
 ) -> None:

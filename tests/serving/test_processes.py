@@ -265,6 +265,7 @@ def test_what_can_be_seen_early_is_refused_before_there_is_an_engine_core(
     assert not made
 
 
+@pytest.mark.long  # the asynchronous one, below, has an engine already
 def test_a_request_that_cannot_be_sent_fails_alone(
     tiny_models: TinyModels, judge: Judge, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

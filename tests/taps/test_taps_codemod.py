@@ -17,7 +17,7 @@ from patches.taps.report import report
 from patches.taps.rows import FAMILIES, MODELS, WIRED, Idiom, Row
 from patches.taps.source import Source, Tree, method
 from patches.taps.table import ROWS
-from tests.support import taps_oracle
+from tests.support import taps_oracle, taps_settings
 from tools.pins import ROOT, load_pin
 from tools.wheels import upstream_folder
 
@@ -29,7 +29,7 @@ EDITED = [row for row in ROWS if row.idiom in WIRED or row.idiom is Idiom.REFUSE
 CASES = [
     pytest.param(row, settings, id=f"{Path(row.file).parts[-3]}-{row.cls}-{i}")
     for row in WIRED_ROWS
-    for i, settings in enumerate(taps_oracle.settings_of(row))
+    for i, settings in enumerate(taps_settings.settings_of(row))
 ]
 
 
@@ -379,7 +379,7 @@ def test_wrong_wiring_is_seen(wired: Wired, cls: str, old: str, new: str) -> Non
     with pytest.raises(TapsError, match=cls):
         prove(row, bad)
     with pytest.raises((AssertionError, AttributeError, TypeError)):
-        taps_oracle.check(row, wired.before(row), bad, taps_oracle.settings_of(row)[0])
+        taps_oracle.check(row, wired.before(row), bad, taps_settings.settings_of(row)[0])
 
 
 BAD_BY_HAND = [
@@ -388,13 +388,18 @@ BAD_BY_HAND = [
     ("DeepseekV4DecoderLayer", "residual = x = self.taps.post_attn", "x = self.taps.post_attn"),
     ("DeepseekV4DecoderLayer", "self.taps.post_block(x", "self.taps.post_block(residual"),
     ("DeepseekV4DecoderLayer", "x = self.taps.post_block", "_ = self.taps.post_block"),
-    # The same, a mixture that stays as it was, a branch that is added twice, and lanes that are
-    # mixed again.
+    # The same, a mixture that stays as it was, a branch that is added twice, lanes that are mixed
+    # again, and those of the block before that are left out.
     ("Glm5NextDecoderLayer", "residual = self.taps.pre_attn", "_ = self.taps.pre_attn"),
     ("Glm5NextDecoderLayer", "(post, comb, x), residual = self.taps.post_attn",
      "_, residual = self.taps.post_attn"),
     ("Glm5NextDecoderLayer", "lambda lanes: (x.new_zeros(x.shape), ", "lambda lanes: (x, "),
     ("Glm5NextDecoderLayer", ".expand_as(comb)", ".add(comb)"),
+    ("Qwen4ExpDecoderLayer", "attn_out.new_zeros(attn_out.shape)", "attn_out"),
+    ("Qwen4ExpDecoderLayer", "mlp_out.new_zeros(mlp_out.shape)", "mlp_out"),
+    ("Qwen4ExpDecoderLayer", "x if branch is None else attn_hc.combine(x, branch, factors)", "x"),
+    ("Qwen4ExpDecoderLayer", "(lanes.flatten(1), None, None)",
+     "(lanes.flatten(1), prev_block_output, prev_injection)"),
 ]  # fmt: skip
 
 
@@ -405,7 +410,7 @@ def test_wrong_lines_by_hand_are_seen(wired: Wired, cls: str, old: str, new: str
     good = wired.after(row)
     assert good.text.count(old) == 1
     bad = Source(good.home, good.file, good.text.replace(old, new))
-    settings = taps_oracle.settings_of(row)
+    settings = taps_settings.settings_of(row)
 
     def check_all() -> None:
         for each in settings:

@@ -152,6 +152,7 @@ def _errors(
                 errors[layer] = float(torch.maximum(off.max(), off.new_tensor(errors[layer])))
     if focus is not None:
         focus.table.forget()
+        focus.warm()
     for layer, reader in layers.items():
         for pages in reader.pages:
             pages[blocks[group_of[layer]].long()] = 0

@@ -43,6 +43,7 @@ class FocusLayers:
         size, parallel = config.steering_config.max_steering_configs, config.parallel_config
         rank = parallel.rank % parallel.tensor_parallel_size
         self.table = FocusTable(heads, size, device, rank)
+        self._focused: dict[int, FocusedAttention] = {}
         self._workspace: Workspace | None = None
         if device.type == "cuda" and heads:
             width = max(m.head_size_v for m in self._modules.values())
@@ -76,10 +77,15 @@ class FocusLayers:
         tables = block_tables_of(runner, self._modules)
         for layer, taps in self.taps.items():
             module = self._modules[layer]
-            taps.focused = FocusedAttention(
+            taps.focused = self._focused[layer] = FocusedAttention(
                 module, tables[layer], tokens, self.table.at[layer], self._workspace
             )
             taps.wants_lse = self._workspace is not None and _gives_lse(module.impl)
+
+    def warm(self) -> None:
+        """Compile what serving needs beside what recorded graphs and the proof ran."""
+        for layer, focused in self._focused.items():
+            focused.warm(self.taps[layer].wants_lse)
 
 
 def _gives_lse(impl: Any) -> bool:

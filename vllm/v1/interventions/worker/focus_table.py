@@ -11,7 +11,13 @@ from vllm.model_executor.layers.attention.attention import Attention
 from vllm.v1.interventions.focus import FACTOR, MAX_FACTORS, MAX_RUNS, FocusOp
 from vllm.v1.interventions.messages import PlacedFocus, StepInterventions
 from vllm.v1.interventions.worker.attention_reader import AttentionReader
-from vllm.v1.interventions.worker.focus_kernel import LayerTable, TokenTable, Workspace, focus_rows
+from vllm.v1.interventions.worker.focus_kernel import (
+    TOKENS,
+    LayerTable,
+    TokenTable,
+    Workspace,
+    focus_rows,
+)
 from vllm.v1.interventions.worker.kv_pages import Sight, pages_of, sight_of, unreadable
 from vllm.v1.interventions.worker.layer_reader import LayerReader, Queriers
 from vllm.v1.interventions.worker.projection_table import CHUNK_BYTES
@@ -137,11 +143,32 @@ class FocusedAttention:
             return
         if self._workspace is None:
             self._attend_here(query, output)
+        else:
+            self._launch(query, output, lse, self._workspace)
+
+    def warm(self, wants_lse: bool) -> None:
+        """Compile, on a GPU, what a step of many tokens needs: the first request that is focused in
+        one would have all others wait for it."""
+        if self._workspace is None or unreadable(self._module):
             return
+        module, keys = self._module, pages_of(self._module).keys
+        number = min(TOKENS + 1, len(self._tokens.focus))
+        query = keys.new_zeros(number, module.num_heads, module.head_size)
+        output = keys.new_zeros(number, module.num_heads, module.head_size_v)
+        lse = self._table.numbers.new_zeros(module.num_heads, number) if wants_lse else None
+        self._launch(query, output, lse, self._workspace)
+
+    def _launch(
+        self,
+        query: torch.Tensor,
+        output: torch.Tensor,
+        lse: torch.Tensor | None,
+        workspace: Workspace,
+    ) -> None:
         focus_rows(
             query, output, pages_of(self._module), self._block_table, self._sight,
             TokenTable(self._tokens.focus, self._tokens.requests, self._tokens.positions),
-            self._table, self._workspace, lse,
+            self._table, workspace, lse,
         )  # fmt: skip
 
     def _attend_here(self, query: torch.Tensor, output: torch.Tensor) -> None:

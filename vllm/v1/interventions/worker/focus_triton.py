@@ -48,7 +48,7 @@ def _joined(  # type: ignore[no-untyped-def]
 
 
 # What changes from step to step compiles nothing anew.
-@triton.jit(do_not_specialize=["first", "stop", "alone", "splits", "window", "chunk"])
+@triton.jit(do_not_specialize=["first", "stop", "alone", "splits", "window", "chunk", "lse_stride"])
 def sum_kernel(  # type: ignore[no-untyped-def]
     query, output, lse, keys, values, block_table, focus, requests, positions, forms, runs,
     numbers, slopes, sums, stats, first, stop, alone, scale, cap, window, chunk, query_stride,
@@ -216,7 +216,7 @@ def sum_kernel(  # type: ignore[no-untyped-def]
         program = tl.max(left, axis=0)
 
 
-@triton.jit(do_not_specialize=["first", "alone", "splits"])
+@triton.jit(do_not_specialize=["first", "alone", "splits", "lse_stride"])
 def join_kernel(  # type: ignore[no-untyped-def]
     output, focus, forms, numbers, sinks, lse, sums, stats, first, alone, out_stride,
     out_head_stride, lse_stride, heads, splits, width_v,
