@@ -19,7 +19,7 @@ import torch
 from tests.conformance import models
 from tests.conformance import runner as check
 from tests.conformance.engine import make_llm, shut_down
-from tests.conformance.pictures import IMAGES, Shown, noise, prompts
+from tests.conformance.pictures import Shown, noise, prompts
 from tests.support.serving import capture, vector
 from vllm import LLM, SamplingParams
 from vllm.model_executor.models import registry
@@ -229,6 +229,7 @@ def test_prefix_cache_tells_images_apart(pair: Pair) -> None:
     assert cached == 64 and torch.equal(last, again)
 
 
-def test_images_differ() -> None:
+def test_images_differ(pair: Pair) -> None:
     """The images of a prompt are no copies of each other."""
-    assert IMAGES[0].tobytes() != IMAGES[1].tobytes()
+    first, second = pair.pictures.images
+    assert first.tobytes() != second.tobytes()
