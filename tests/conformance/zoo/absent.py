@@ -28,7 +28,6 @@ ABSENT: dict[str, str] = {
     "MiMoV2ForCausalLM": "the class of MiMoV2FlashForCausalLM with another checkpoint",
     "MiniMaxM3SparseForCausalLM": _CUDA_ONLY,
     "MistralLarge3ForCausalLM": "DeepseekV3ForCausalLM with Mistral's names for weights",
-    "MuseGlimmerForCausalLM": "transformers has only the multimodal model",
     "NemotronHPuzzleForCausalLM": "the class of NemotronHForCausalLM with another config",
     "PanguEmbeddedForCausalLM": _NOT_THERE,
     "PanguProMoEV2ForCausalLM": _NOT_THERE,
