@@ -36,7 +36,6 @@ ABSENT: dict[str, str] = {
     "SarvamMLAForCausalLM": _NOT_THERE,
     "Step1ForCausalLM": _NOT_THERE,
     "Step3TextForCausalLM": _NOT_THERE,
-    "Step3p5ForCausalLM": _NOT_THERE,
 }
 
 APART: dict[str, str] = {

@@ -8,7 +8,7 @@ from typing import Any
 import transformers
 from torch import nn
 
-from ..muse import MuseGlimmerText
+from ..decoders import MuseGlimmerText
 from ..reference import Adapter
 from ..tiny import COMMON, LAYERS, NO_HEAD_DIM, SANDWICH, TIED_STD, VOCAB, WINDOW, TinyModel
 
@@ -154,6 +154,6 @@ SANDWICH_ROWS = (
         SANDWICH,
         model=MuseGlimmerText,
         note="transformers has the decoder, and its head only in the model with images: "
-        "conformance/muse.py",
+        "conformance/decoders.py",
     ),
 )
