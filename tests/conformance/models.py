@@ -22,7 +22,7 @@ from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from . import pictures, tiny, zoo
+from . import pictures, tiny
 from .tiny import (
     HEAD_DIM,
     HEADS,
@@ -129,12 +129,19 @@ def _key(row: TinyModel) -> str:
         inspect.getsource(tiny),
         repr(row.config().to_dict()),
         repr((row.architecture, row.reference_class.__name__, row.embedding_std, row.config_json)),
-        inspect.getsource(pictures) + inspect.getsource(zoo.pictures) if row.pictures else "",
+        _how_it_sees(row),
         *(inspect.getsource(change) for change in (row.checkpoint, row.adjust) if change),
         transformers.__version__,
         torch.__version__,
     ]
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:12]
+
+
+def _how_it_sees(row: TinyModel) -> str:
+    """The code that makes its processor, if it reads images."""
+    if row.pictures is None:
+        return ""
+    return inspect.getsource(pictures) + inspect.getsource(row.pictures.processor)
 
 
 def save(row: TinyModel, cache: Path) -> Path:

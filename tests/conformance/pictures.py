@@ -36,6 +36,8 @@ class Pictures:
     """The special tokens that the processor needs: the last ids, in this order."""
     named: Mapping[str, str] = field(default_factory=dict)
     """The attributes by which the processor asks the tokenizer for some of them."""
+    sizes: tuple[tuple[int, int], ...] = ((64, 64), (96, 64))
+    """Width and height of its two images, in pixels."""
     causal: bool = False
     """Whether the reference is not told where images are: an architecture whose image tokens see
     each other both ways, which upstream does on GPUs only."""
@@ -46,6 +48,11 @@ class Pictures:
     def id_of(self, special: str) -> int:
         """The token id of a special token."""
         return VOCAB - len(self.specials) + self.specials.index(special)
+
+    @property
+    def images(self) -> list[Image.Image]:
+        """Random pixels, no image those of another."""
+        return [noise(*size, seed) for seed, size in enumerate(self.sizes, 1)]
 
     @property
     def num_words(self) -> int:
@@ -102,9 +109,6 @@ def noise(width: int, height: int, seed: int) -> Image.Image:
     return Image.fromarray(pixels)
 
 
-IMAGES = (noise(64, 64, 1), noise(96, 64, 2))
-
-
 def prompts(pictures: Pictures, seed: int = 1) -> list[Shown]:
     """Random words around two images, around one that comes first, and without any."""
     generator = torch.Generator().manual_seed(seed)
@@ -113,9 +117,9 @@ def prompts(pictures: Pictures, seed: int = 1) -> list[Shown]:
         ids = torch.randint(0, pictures.num_words, (n,), generator=generator)
         return " ".join(f"w{i}" for i in ids.tolist())
 
-    image = pictures.written
+    image, images = pictures.written, pictures.images
     return [
-        Shown(pictures, f"{words(6)} {image} {words(3)} {image} {words(5)}", IMAGES),
-        Shown(pictures, f"{image} {words(9)}", IMAGES[1:]),
+        Shown(pictures, f"{words(6)} {image} {words(3)} {image} {words(5)}", images),
+        Shown(pictures, f"{image} {words(9)}", images[1:]),
         Shown(pictures, words(5), ()),
     ]

@@ -89,7 +89,8 @@ class TinyModel:
     one by this one's names."""
     adjust: Callable[[nn.Module], None] | None = None
     """Changes a transformers model, before it is saved and after it is loaded, so that it computes
-    what plain vLLM computes; `note` says what that is."""
+    what plain vLLM computes, which `note` says, or so that rounding stays small in it. To do it
+    twice is to do it once."""
     config_json: Mapping[str, Any] = field(default_factory=dict)
     """Fields that the saved config.json has and transformers' config class has not."""
     reference_config: Mapping[str, Any] = field(default_factory=dict)

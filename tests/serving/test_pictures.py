@@ -19,7 +19,7 @@ import torch
 from tests.conformance import models
 from tests.conformance import runner as check
 from tests.conformance.engine import make_llm, shut_down
-from tests.conformance.pictures import IMAGES, Shown, noise, prompts
+from tests.conformance.pictures import Shown, noise, prompts
 from tests.support.serving import capture, vector
 from vllm import LLM, SamplingParams
 from vllm.model_executor.models import registry
@@ -30,9 +30,16 @@ if TYPE_CHECKING:
 
 pytestmark = [pytest.mark.full, pytest.mark.v2, pytest.mark.pictures]
 
-IMAGE_TOKENS = {"llava": "<image>", "qwen3_vl": "<|image_pad|>", "mistral3": "[IMG]"}
-"""What stands at each position of an image. Mistral 3 has other tokens between its lines."""
-POSITIONS_A_STEP = 13
+IMAGE_TOKENS = {
+    "llava": ("<image>",),
+    "qwen3_vl": ("<|image_pad|>",),
+    "mistral3": ("[IMG]",),
+    "molmo2": ("<im_patch>", "<im_col>", "<im_start>", "<low_res_im_start>", "<im_end>"),
+}
+"""What stands at an image's positions. Mistral 3 has other tokens between its lines, and those that
+Molmo 2 has are the image's, too."""
+POSITIONS_A_STEP = {"llava": 13, "qwen3_vl": 13, "mistral3": 13, "molmo2": 33}
+"""An image of Molmo 2 is computed at once, of up to 31 tokens."""
 LAYER = 1
 STRONG = 100.0
 """The norm of a vector that shows after images, too, of which text sees little."""
@@ -48,9 +55,9 @@ class Pair:
     shown: list[Shown]
 
     def at(self, prompt: Shown) -> list[int]:
-        """The positions of all images: those of the token that stands for a piece of one."""
-        token = self.pictures.id_of(IMAGE_TOKENS[self.reference.row.name])
-        return [i for i, t in enumerate(prompt) if t == token]
+        """The positions of all images: those of the tokens that stand for a piece of one."""
+        tokens = {self.pictures.id_of(token) for token in IMAGE_TOKENS[self.reference.row.name]}
+        return [i for i, t in enumerate(prompt) if t in tokens]
 
     def generate(self, prompt: Shown, **fields: Any) -> Any:
         """One greedy request, its log-probabilities those of the whole vocabulary."""
@@ -87,7 +94,7 @@ def pair(request: pytest.FixtureRequest, tiny_models: TinyModels) -> Iterator[Pa
             enable_steering=True,
             capture_consumers=["inline"],
             enable_prefix_caching=True,
-            capture_buffer_bytes=POSITIONS_A_STEP * 3 * models.LAYERS * models.HIDDEN * 4,
+            capture_buffer_bytes=POSITIONS_A_STEP[row.name] * 3 * models.LAYERS * models.HIDDEN * 4,
             **row.engine,
         )
     yield Pair(llm, check.Reference(row, models.load(row, path), shown), row.pictures, shown)
@@ -160,7 +167,7 @@ def test_text_is_found_in_text_alone(pair: Pair) -> None:
     last = {"text": words[-1], "which": "last"}
     assert len(two) - 1 > max(image)
     assert pair.rows(two, last).positions.tolist() == [len(two) - 1]
-    token = IMAGE_TOKENS[pair.reference.row.name]
+    token = IMAGE_TOKENS[pair.reference.row.name][0]
     before, after = two.text.split(pair.pictures.written)[:2]
     for text in (token, f"{before.split()[-1]} {after.split()[0]}"):
         with pytest.raises(ValueError, match="is not in the prompt"):
@@ -194,10 +201,14 @@ def test_prefix_cache_tells_images_apart(pair: Pair) -> None:
     """The block with another image, or with a steered one, is another block; what comes before
     both is shared, and what is computed after a hit is right."""
     pictures = pair.pictures
-    words = " ".join(f"w{i}" for i in range(40, 74))  # a block of text, then the image
-    text = f"{words} {pictures.written} {words}"
-    prompt, twin = (Shown(pictures, text, [noise(64, 64, seed)]) for seed in (7, 8))
-    assert list(prompt) == list(twin) and len(prompt) < 90 and max(pair.at(prompt)) < 64
+    image, length = noise(64, 64, 7), 74
+    words = [f"w{i}" for i in range(40, 74)]  # a block of text, then the image
+    begun = f"{' '.join(words)} {pictures.written}"
+    rest = " ".join(words[: length - len(Shown(pictures, begun, [image]))])
+    prompt, twin = (
+        Shown(pictures, f"{begun} {rest}", [shown]) for shown in (image, noise(64, 64, 8))
+    )
+    assert list(prompt) == list(twin) and len(prompt) == length and max(pair.at(prompt)) < 64
     reference = check.Reference(pair.reference.row, pair.reference.model, [prompt])
     other = check.Reference(pair.reference.row, pair.reference.model, [twin])
     entry: dict[str, Any] = {"vector": vector(5, STRONG), "positions": {"images": 0}}
@@ -231,4 +242,7 @@ def test_prefix_cache_tells_images_apart(pair: Pair) -> None:
 
 def test_images_differ() -> None:
     """The images of a prompt are no copies of each other."""
-    assert IMAGES[0].tobytes() != IMAGES[1].tobytes()
+    for row in models.MODELS.values():
+        if row.pictures is not None:
+            first, second = row.pictures.images
+            assert first.tobytes() != second.tobytes()

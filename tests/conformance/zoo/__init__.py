@@ -16,6 +16,9 @@ from .looped import LOOPED
 from .moe import MOE
 from .parallel import PARALLEL_ROWS
 from .pictures import PICTURE_ROWS
+from .pictures_molmo import MOLMO_ROWS
+from .pictures_mrope import MROPE_ROWS
+from .pictures_tiles import TILE_ROWS
 from .sandwich import SANDWICH_ROWS
 from .sparse import SPARSE
 from .translated import TRANSLATED
@@ -34,6 +37,9 @@ MODELS: dict[str, TinyModel] = {
         TRANSLATED,
         BACKEND,
         PICTURE_ROWS,
+        MOLMO_ROWS,
+        MROPE_ROWS,
+        TILE_ROWS,
     )
     for row in rows
 }

@@ -28,9 +28,6 @@ ABSENT: dict[str, str] = {
     "MiMoV2ForCausalLM": "the class of MiMoV2FlashForCausalLM with another checkpoint",
     "MiniMaxM3SparseForCausalLM": _CUDA_ONLY,
     "MistralLarge3ForCausalLM": "DeepseekV3ForCausalLM with Mistral's names for weights",
-    "Molmo2ForConditionalGeneration": "transformers lacks it: checkpoints bring their processor "
-    "as code, and its images' two-way attention is for GPUs alone",
-    "MuseGlimmerForCausalLM": "transformers has only the multimodal model",
     "NemotronHPuzzleForCausalLM": "the class of NemotronHForCausalLM with another config",
     "PanguEmbeddedForCausalLM": _NOT_THERE,
     "PanguProMoEV2ForCausalLM": _NOT_THERE,
@@ -39,7 +36,6 @@ ABSENT: dict[str, str] = {
     "SarvamMLAForCausalLM": _NOT_THERE,
     "Step1ForCausalLM": _NOT_THERE,
     "Step3TextForCausalLM": _NOT_THERE,
-    "Step3p5ForCausalLM": _NOT_THERE,
 }
 
 APART: dict[str, str] = {

@@ -49,8 +49,8 @@ _EXPERTS: dict[str, Any] = {
 
 # Upstream's CPU kernel returns the states at prefix boundaries in another shape than it reads.
 _NO_PREFIXES: dict[str, Any] = {"enable_prefix_caching": False}
-_ROTARY_IN_TORCH = {"compilation_config": {"custom_ops": ["none"]}}
-_ROTARY = "upstream's CPU kernel rotates queries [n, heads, width] wrongly: run with torch's"
+ROTARY_IN_TORCH = {"compilation_config": {"custom_ops": ["none"]}}
+ROTARY_NOTE = "upstream's CPU kernel rotates queries [n, heads, width] wrongly: run with torch's"
 
 
 def _nemotron_h(*layers: str) -> PretrainedConfig:
@@ -225,8 +225,8 @@ HYBRID = (
         Adapter("model.layers", ("self_attn", "conv")),
         embedding_std=TIED_STD,
         config_json={"conv_dim": HIDDEN, "block_dim": HIDDEN},
-        engine=_ROTARY_IN_TORCH,
-        note=_ROTARY,
+        engine=ROTARY_IN_TORCH,
+        note=ROTARY_NOTE,
     ),
     TinyModel(
         "lfm2_moe",
@@ -240,8 +240,8 @@ HYBRID = (
         ),
         Adapter("model.layers", ("self_attn", "conv")),
         embedding_std=TIED_STD,
-        engine=_ROTARY_IN_TORCH,
-        note=_ROTARY,
+        engine=ROTARY_IN_TORCH,
+        note=ROTARY_NOTE,
     ),
     TinyModel(
         "qwen3_next",

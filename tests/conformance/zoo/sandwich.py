@@ -8,6 +8,7 @@ from typing import Any
 import transformers
 from torch import nn
 
+from ..decoders import MuseGlimmerText
 from ..reference import Adapter
 from ..tiny import COMMON, LAYERS, NO_HEAD_DIM, SANDWICH, TIED_STD, VOCAB, WINDOW, TinyModel
 
@@ -139,5 +140,20 @@ SANDWICH_ROWS = (
         ),
         SANDWICH,
         config_json={"score_func": "sigmoid", "route_norm": True, "n_group": 1, "topk_group": 1},
+    ),
+    TinyModel(
+        "muse_glimmer",
+        "MuseGlimmerForCausalLM",
+        lambda: transformers.MuseGlimmerTextConfig(
+            **COMMON,
+            sliding_window=WINDOW,
+            qk_scale_factor=1.7,
+            output_multiplier=0.6,
+            final_logit_softcapping=4.0,
+        ),
+        SANDWICH,
+        model=MuseGlimmerText,
+        note="transformers has the decoder, and its head only in the model with images: "
+        "conformance/decoders.py",
     ),
 )
