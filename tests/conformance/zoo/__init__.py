@@ -8,6 +8,7 @@ block keeps the points when that is not `model.layers` with the branch `self_att
 from __future__ import annotations
 
 from ..tiny import TinyModel
+from .again import AGAIN
 from .backend import BACKEND
 from .dense import DENSE
 from .hybrid import HYBRID
@@ -16,6 +17,7 @@ from .looped import LOOPED
 from .moe import MOE
 from .parallel import PARALLEL_ROWS
 from .pictures import PICTURE_ROWS
+from .plain import PLAIN
 from .sandwich import SANDWICH_ROWS
 from .sparse import SPARSE
 from .translated import TRANSLATED
@@ -32,6 +34,8 @@ MODELS: dict[str, TinyModel] = {
         SPARSE,
         LOOPED,
         TRANSLATED,
+        PLAIN,
+        AGAIN,
         BACKEND,
         PICTURE_ROWS,
     )

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -10,8 +12,10 @@ import transformers
 from torch import nn
 from transformers import PretrainedConfig
 
+from ..headed import Step3p5
 from ..reference import Adapter
 from ..tiny import COMMON, LAYERS, NO_HEAD_DIM, WINDOW, Tensors, TinyModel, sizes
+from .translated import renamed
 
 _TOP2: dict[str, Any] = {"num_experts": 4, "num_experts_per_tok": 2}
 _LOCAL_TOP2: dict[str, Any] = {"num_local_experts": 4, "num_experts_per_tok": 2}
@@ -25,6 +29,10 @@ _ROUTED: dict[str, Any] = {
 _WINDOWED: dict[str, Any] = {
     "sliding_window": WINDOW,
     "layer_types": ["sliding_attention", "full_attention"] * (LAYERS // 2),
+}
+_STEP_ROPE: dict[str, Any] = {
+    "rope_theta": [10000.0, 20000.0] * (LAYERS // 2),
+    "partial_rotary_factors": [1.0, 0.5] * (LAYERS // 2),
 }
 _DENSE_FIRST = ["dense"] + ["sparse"] * (LAYERS - 1)
 _MULTIPLIERS: dict[str, Any] = {
@@ -55,6 +63,36 @@ def halves_of_pairs(point: str, rows: torch.Tensor) -> torch.Tensor:
 
 def _routed_experts(tensors: Tensors, _config: PretrainedConfig) -> Tensors:
     return {name.replace(".experts.", ".experts.routed_experts."): t for name, t in tensors.items()}
+
+
+def _step3p5(tensors: Tensors, _config: PretrainedConfig) -> Tensors:
+    result = dict(tensors)
+    for name in tensors:
+        stem, found, _ = name.partition(".experts.gate_up_proj")
+        if found:
+            gate, up = result.pop(name).chunk(2, dim=1)
+            result |= {f"{stem}.gate_proj.weight": gate, f"{stem}.up_proj.weight": up}
+            result[f"{stem}.down_proj.weight"] = result.pop(f"{stem}.experts.down_proj")
+            result[f"{stem}.router_bias"] = result.pop(f"{stem}.gate.e_score_correction_bias")
+    sparse = r"mlp\.(gate\.|router_bias)", r"moe.\1"
+    result = renamed(result, (r"mlp\.shared_experts", "share_expert"), sparse)
+    # What a layer of experts calls as a dense layer does.
+    first = ".layers.0."
+    return {k if first in k else k.replace(".mlp.", ".moe."): v for k, v in result.items()}
+
+
+@contextmanager
+def _one_group() -> Iterator[None]:
+    """Upstream's router on CPUs knows sigmoids of experts in groups alone: all are in one."""
+    import pytest
+
+    from vllm.model_executor.layers.fused_moe.router.cpu_router import CPURouter
+
+    begin = CPURouter.__init__
+    groups = {"use_grouped_topk": True, "num_expert_group": 1, "topk_group": 1}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(CPURouter, "__init__", lambda self, **given: begin(self, **given | groups))
+        yield
 
 
 MOE = (
@@ -259,6 +297,43 @@ MOE = (
             "partial_rotary_factor": 0.5,
         },
         engine={"hf_overrides": {"rope_theta": 20000.0, "swa_rope_theta": 10000.0}},
+    ),
+    TinyModel(
+        "step3p5",
+        "Step3p5ForCausalLM",
+        lambda: transformers.Step3p7TextConfig(
+            **COMMON | {"pad_token_id": 0},
+            **_ROUTED,
+            **_WINDOWED,
+            mlp_layer_types=_DENSE_FIRST,
+            share_expert_dim=80,
+            num_sliding_attention_heads=6,
+            moe_router_scaling_factor=1.6,
+            swiglu_limits_shared=[0.0, 0.5, 0.0, 0.0],
+            **_STEP_ROPE,
+        ),
+        model=Step3p5,
+        checkpoint=_step3p5,
+        config_json={
+            "per_layer_config": None,
+            "rope_parameters": None,
+            **_STEP_ROPE,
+            "num_attention_groups": 2,
+            "moe_num_experts": 4,
+            "moe_top_k": 2,
+            "moe_layers_enum": "1,2,3",
+            "moe_router_activation": "sigmoid",
+            "use_head_wise_attn_gate": True,
+            "attention_other_setting": {
+                "attention_type": "sliding_attention",
+                "num_attention_heads": 6,
+                "num_attention_groups": 2,
+                "head_dim": 32,
+            },
+        },
+        upstream=_one_group,
+        note="the text part of transformers' Step 3.7; upstream's router on CPUs knows sigmoids of "
+        "experts in groups alone: run as one group",
     ),
     TinyModel(
         "dbrx",

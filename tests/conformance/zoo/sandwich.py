@@ -7,9 +7,22 @@ from typing import Any
 
 import transformers
 from torch import nn
+from transformers import PretrainedConfig
 
+from ..headed import MuseGlimmer
 from ..reference import Adapter
-from ..tiny import COMMON, LAYERS, NO_HEAD_DIM, SANDWICH, TIED_STD, VOCAB, WINDOW, TinyModel
+from ..tiny import (
+    COMMON,
+    LAYERS,
+    NO_HEAD_DIM,
+    SANDWICH,
+    TIED_STD,
+    VOCAB,
+    WINDOW,
+    Tensors,
+    TinyModel,
+)
+from .translated import renamed
 
 _WINDOWED: dict[str, Any] = {
     "sliding_window": WINDOW,
@@ -25,6 +38,10 @@ LANES = 3
 def _no_token_inputs(model: nn.Module) -> None:
     """Upstream passes `per_layer_inputs` in Gemma3nForConditionalGeneration alone."""
     model.model.get_per_layer_inputs = lambda input_ids: None  # type: ignore[union-attr]
+
+
+def _within_a_model_of_images(tensors: Tensors, _config: PretrainedConfig) -> Tensors:
+    return renamed(tensors, (r"^model\.", "model.language_model."))
 
 
 SANDWICH_ROWS = (
@@ -97,6 +114,17 @@ SANDWICH_ROWS = (
         adjust=_no_token_inputs,
         note=f"a stream of {LANES} lanes (AltUp); upstream's text-only class leaves out what each "
         "layer reads of the token's id, and so does the reference",
+    ),
+    TinyModel(
+        "muse_glimmer",
+        "MuseGlimmerForCausalLM",
+        lambda: transformers.MuseGlimmerTextConfig(
+            **COMMON, sliding_window=WINDOW, output_multiplier=0.6, final_logit_softcapping=4.0
+        ),
+        SANDWICH,
+        model=MuseGlimmer,
+        checkpoint=_within_a_model_of_images,
+        note="the text part of a model that reads images, without the rest",
     ),
     TinyModel(
         "glm4",

@@ -194,7 +194,7 @@ def _blended(model: nn.Module) -> None:
     layers[3].register_forward_pre_hook(blend)
 
 
-def _unchanged(tensors: Tensors, _config: PretrainedConfig) -> Tensors:
+def unchanged(tensors: Tensors, _config: PretrainedConfig) -> Tensors:
     return tensors
 
 
@@ -275,6 +275,12 @@ TRANSLATED = (
         checkpoint=_internlm2,
     ),
     TinyModel(
+        "pangu_embedded",
+        "PanguEmbeddedForCausalLM",
+        lambda: transformers.LlamaConfig(**COMMON, attention_bias=True, tie_word_embeddings=False),
+        model="LlamaForCausalLM",
+    ),
+    TinyModel(
         "exaone",
         "ExaoneForCausalLM",
         _llama,
@@ -287,7 +293,7 @@ TRANSLATED = (
         "SolarForCausalLM",
         _llama,
         model="LlamaForCausalLM",
-        checkpoint=_unchanged,
+        checkpoint=unchanged,
         adjust=_blended,
         config_json={
             "bskcn_1": [1],
@@ -310,7 +316,7 @@ TRANSLATED = (
             },
         ),
         model="StableLmForCausalLM",
-        checkpoint=_unchanged,
+        checkpoint=unchanged,
         config_json={"rms_norm_eps": 1e-5},
     ),
     TinyModel(
@@ -320,7 +326,7 @@ TRANSLATED = (
             **NO_HEAD_DIM, attention_multiplier=HEAD_DIM**-0.5, logits_scaling=1.3
         ),
         model="GraniteForCausalLM",
-        checkpoint=_unchanged,
+        checkpoint=unchanged,
         config_json={"use_mup": True, "mup_scale_factor": 2.6, "output_mult": 2.0},
     ),
     TinyModel(
@@ -353,7 +359,7 @@ TRANSLATED = (
         ),
         Adapter("model.layers", ("self_attn",), branch_multiplier="residual_multiplier"),
         model="GraniteForCausalLM",
-        checkpoint=_unchanged,
+        checkpoint=unchanged,
         adjust=_divided_before_the_head,
         config_json={"scale_emb": 1.7, "scale_depth": 1.1, "dim_model_base": 64},
     ),
@@ -403,7 +409,7 @@ TRANSLATED = (
         lambda: transformers.Gemma3TextConfig(**COMMON, **_GEMMA3),
         SANDWICH,
         model="Gemma3ForCausalLM",
-        checkpoint=_unchanged,
+        checkpoint=unchanged,
         embedding_std=TIED_STD,
     ),
     TinyModel(
