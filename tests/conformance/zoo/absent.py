@@ -16,7 +16,6 @@ ABSENT: dict[str, str] = {
     "DeepseekV32ForCausalLM": _CUDA_ONLY,
     "Glm5NextForCausalLM": f"{_CUDA_ONLY}; its class was measured on a GPU, below",
     "GlmMoeDsaForCausalLM": _CUDA_ONLY,
-    "HCXVisionV2ForCausalLM": _NOT_THERE,
     "InklingForCausalLM": _CUDA_ONLY,
     "InklingForConditionalGeneration": _CUDA_ONLY,
     "K2HorizonForCausalLM": _NOT_THERE,

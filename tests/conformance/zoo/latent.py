@@ -14,7 +14,7 @@ from transformers import PretrainedConfig
 
 from ..reference import Adapter
 from ..tiny import COMMON, HALF_STD, INNER, LAYERS, PARALLEL, Tensors, TinyModel, sizes
-from .translated import renamed
+from .translated import experts_apart, renamed
 
 MLA: dict[str, Any] = {
     # The only size of the CPU kernel, 512 + 64, is that of the real models; the others are the
@@ -79,16 +79,8 @@ def _pairs_of_halves(point: str, rows: torch.Tensor) -> torch.Tensor:
 
 
 def _mistral_large3(tensors: Tensors, _config: PretrainedConfig) -> Tensors:
-    result = dict(tensors)
-    for name in tensors:
-        stem, found, kind = name.partition("experts.")
-        if found and kind in ("gate_up_proj", "down_proj"):  # of all experts in one
-            for i, expert in enumerate(result.pop(name)):
-                parts = expert.chunk(2) if kind == "gate_up_proj" else (expert,)
-                for part, whole in zip(kind.removesuffix("_proj").split("_"), parts, strict=True):
-                    result[f"{stem}experts.{i}.{part}_proj.weight"] = whole
     return renamed(
-        result,
+        experts_apart(tensors),
         (r"^model\.", ""),
         (r"^lm_head", "output"),
         (r"embed_tokens", "tok_embeddings"),

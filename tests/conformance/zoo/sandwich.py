@@ -13,8 +13,10 @@ from ..headed import MuseGlimmer
 from ..reference import Adapter
 from ..tiny import (
     COMMON,
+    HIDDEN,
     LAYERS,
     NO_HEAD_DIM,
+    NO_SPECIAL_TOKENS,
     SANDWICH,
     TIED_STD,
     VOCAB,
@@ -42,6 +44,15 @@ def _no_token_inputs(model: nn.Module) -> None:
 
 def _within_a_model_of_images(tensors: Tensors, _config: PretrainedConfig) -> Tensors:
     return renamed(tensors, (r"^model\.", "model.language_model."))
+
+
+def _hcx(tensors: Tensors, _config: PretrainedConfig) -> Tensors:
+    return renamed(
+        tensors,
+        (r"^model\.language_model\.(?!lm_head)", "language_model.model."),
+        (r"^model\.language_model\.lm_head", "language_model.lm_head"),
+        (r"vision_projector", "mm_projector"),
+    )
 
 
 SANDWICH_ROWS = (
@@ -150,6 +161,35 @@ SANDWICH_ROWS = (
             logits_scaling=1.3,
         ),
         Adapter("model.layers", ("post_norm1",), branch_multiplier="residual_multiplier"),
+    ),
+    TinyModel(
+        "hcx_vision_v2",
+        "HCXVisionV2ForCausalLM",
+        lambda: transformers.HyperCLOVAXVisionV2Config(
+            **NO_SPECIAL_TOKENS,
+            text_config=transformers.HyperCLOVAXConfig(
+                **NO_HEAD_DIM,
+                use_post_norm=True,
+                embedding_multiplier=1.7,
+                attention_multiplier=0.2,
+                logits_scaling=1.3,
+                tie_word_embeddings=False,
+            ),
+            vision_config={
+                "depth": 1,
+                "hidden_size": 64,
+                "num_heads": 2,
+                "intermediate_size": 64,
+                "out_hidden_size": HIDDEN,
+                "fullatt_block_indexes": [0],
+            },
+            tie_word_embeddings=False,
+        ),
+        Adapter("model.language_model.layers", ("post_norm1",)),
+        model="HyperCLOVAXVisionV2ForConditionalGeneration",
+        checkpoint=_hcx,
+        engine={"limit_mm_per_prompt": {"image": 0, "video": 0}},
+        note="a model that reads images, without any",
     ),
     TinyModel(
         "afmoe",

@@ -57,6 +57,19 @@ def packed(tensors: Tensors, parts: tuple[str, ...], whole: str) -> Tensors:
     return result
 
 
+def experts_apart(tensors: Tensors) -> Tensors:
+    """Weights of all experts in one tensor, as one of each expert and projection."""
+    result = dict(tensors)
+    for name in tensors:
+        stem, found, kind = name.partition("experts.")
+        if found and kind in ("gate_up_proj", "down_proj"):
+            for i, expert in enumerate(result.pop(name)):
+                parts = expert.chunk(2) if kind == "gate_up_proj" else (expert,)
+                for part, whole in zip(kind.removesuffix("_proj").split("_"), parts, strict=True):
+                    result[f"{stem}experts.{i}.{part}_proj.weight"] = whole
+    return result
+
+
 _QKV = ("q_proj", "k_proj", "v_proj")
 
 
