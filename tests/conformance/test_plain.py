@@ -16,7 +16,7 @@ from tests.conformance.plain import PlainDecoder
 from tests.conformance.runner import prompts, worst_row
 from tests.conformance.tiny import NO_HEAD_DIM, TinyModel
 from tests.conformance.zoo.latent import LATENT, MLA, ROUTED
-from tests.conformance.zoo.translated import experts_apart
+from tests.conformance.zoo.weights import experts_apart
 
 pytestmark = pytest.mark.quick
 

@@ -14,7 +14,7 @@ from transformers import PretrainedConfig
 from ..tiny import INNER, LAYERS, Tensors, TinyModel
 from .hybrid import HYBRID
 from .moe import MOE
-from .translated import packed
+from .weights import packed
 
 _BASES = {row.name: row for rows in (MOE, HYBRID) for row in rows}
 _NARROW = 96

@@ -25,7 +25,7 @@ from ..tiny import (
     TinyModel,
     sizes,
 )
-from .translated import packed, renamed
+from .weights import packed, renamed
 
 _DELTA: dict[str, Any] = {
     "layer_types": ["linear_attention", "full_attention"] * (LAYERS // 2),

@@ -14,7 +14,7 @@ from transformers import PretrainedConfig
 
 from ..reference import Adapter
 from ..tiny import COMMON, HALF_STD, INNER, LAYERS, PARALLEL, Tensors, TinyModel, sizes
-from .translated import experts_apart, renamed
+from .weights import experts_apart, renamed
 
 MLA: dict[str, Any] = {
     # The only size of the CPU kernel, 512 + 64, is that of the real models; the others are the

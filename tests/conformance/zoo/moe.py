@@ -15,7 +15,7 @@ from transformers import PretrainedConfig
 from ..headed import Step3p5
 from ..reference import Adapter
 from ..tiny import COMMON, LAYERS, NO_HEAD_DIM, WINDOW, Tensors, TinyModel, sizes
-from .translated import renamed
+from .weights import renamed
 
 _TOP2: dict[str, Any] = {"num_experts": 4, "num_experts_per_tok": 2}
 _LOCAL_TOP2: dict[str, Any] = {"num_local_experts": 4, "num_experts_per_tok": 2}

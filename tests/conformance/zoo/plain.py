@@ -16,7 +16,7 @@ from ..plain import PlainDecoder
 from ..reference import Adapter
 from ..tiny import COMMON, HEADS, MAX_LENGTH, NO_HEAD_DIM, Tensors, TinyModel
 from .latent import MLA, MLA_ENGINE, MLA_NOTE
-from .translated import renamed, unchanged
+from .weights import renamed, unchanged
 
 _NOTE = "transformers lacks it: the reference is plain PyTorch, conformance/plain.py"
 _EXPERTS = 4

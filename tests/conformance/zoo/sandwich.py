@@ -24,7 +24,7 @@ from ..tiny import (
     Tensors,
     TinyModel,
 )
-from .translated import renamed
+from .weights import renamed
 
 _WINDOWED: dict[str, Any] = {
     "sliding_window": WINDOW,

@@ -32,43 +32,7 @@ from ..tiny import (
     TinyModel,
     sizes,
 )
-
-
-def renamed(tensors: Tensors, *rules: tuple[str, str]) -> Tensors:
-    """Names with each rule (pattern, replacement) applied in turn."""
-    result: Tensors = {}
-    for name, tensor in tensors.items():
-        for pattern, replacement in rules:
-            name = re.sub(pattern, replacement, name)
-        result[name] = tensor
-    return result
-
-
-def packed(tensors: Tensors, parts: tuple[str, ...], whole: str) -> Tensors:
-    """`parts` (each the end of a module's name), concatenated in order, as `whole`."""
-    result = dict(tensors)
-    for name in tensors:
-        stem, _, kind = name.rpartition(".")
-        if stem.endswith(f".{parts[0]}"):
-            prefix = stem.removesuffix(parts[0])
-            result[f"{prefix}{whole}.{kind}"] = torch.cat(
-                [result.pop(f"{prefix}{part}.{kind}") for part in parts]
-            )
-    return result
-
-
-def experts_apart(tensors: Tensors) -> Tensors:
-    """Weights of all experts in one tensor, as one of each expert and projection."""
-    result = dict(tensors)
-    for name in tensors:
-        stem, found, kind = name.partition("experts.")
-        if found and kind in ("gate_up_proj", "down_proj"):
-            for i, expert in enumerate(result.pop(name)):
-                parts = expert.chunk(2) if kind == "gate_up_proj" else (expert,)
-                for part, whole in zip(kind.removesuffix("_proj").split("_"), parts, strict=True):
-                    result[f"{stem}experts.{i}.{part}_proj.weight"] = whole
-    return result
-
+from .weights import packed, renamed, unchanged
 
 _QKV = ("q_proj", "k_proj", "v_proj")
 
@@ -205,10 +169,6 @@ def _blended(model: nn.Module) -> None:
     layers = list(model.get_submodule("model.layers").children())
     layers[1].register_forward_pre_hook(keep)
     layers[3].register_forward_pre_hook(blend)
-
-
-def unchanged(tensors: Tensors, _config: PretrainedConfig) -> Tensors:
-    return tensors
 
 
 def _llama() -> PretrainedConfig:
