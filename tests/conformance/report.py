@@ -28,7 +28,8 @@ _CARRIES = WIRED | {Idiom.INHERITED}
 _HEAD = """# Models
 
 Made by `make test-models`; not edited by hand. Every architecture below is a tiny random model,
-written by transformers and run by both: each point of each layer is read, and vectors are added at
+written by transformers (where it lacks it and the last column says so, in plain PyTorch) and run by
+both: each point of each layer is read, and vectors are added at
 the first, a middle and the last layer (docs/hook-contract.md, "What proves it").
 Errors are relative L2 of the worst row. *plain*: log-probabilities of vLLM without us. *read*:
 captured rows, unsteered and steered, at most 1e-4. *write*: log-probabilities while

@@ -8,6 +8,7 @@ block keeps the points when that is not `model.layers` with the branch `self_att
 from __future__ import annotations
 
 from ..tiny import TinyModel
+from .again import AGAIN
 from .backend import BACKEND
 from .dense import DENSE
 from .hybrid import HYBRID
@@ -19,6 +20,7 @@ from .pictures import PICTURE_ROWS
 from .pictures_molmo import MOLMO_ROWS
 from .pictures_mrope import MROPE_ROWS
 from .pictures_tiles import TILE_ROWS
+from .plain import PLAIN
 from .sandwich import SANDWICH_ROWS
 from .sparse import SPARSE
 from .translated import TRANSLATED
@@ -35,6 +37,8 @@ MODELS: dict[str, TinyModel] = {
         SPARSE,
         LOOPED,
         TRANSLATED,
+        PLAIN,
+        AGAIN,
         BACKEND,
         PICTURE_ROWS,
         MOLMO_ROWS,

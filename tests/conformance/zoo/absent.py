@@ -13,29 +13,18 @@ _CUDA_ONLY = "vLLM has no CPU code for it (vllm.models.*)"
 ABSENT: dict[str, str] = {
     "BailingMoeV2_5ForCausalLM": _NOT_THERE,
     "BailingMoeV3ForCausalLM": _NOT_THERE,
-    "DeciLMForCausalLM": _NOT_THERE,
-    "DeepseekForCausalLM": _NOT_THERE,
     "DeepseekV32ForCausalLM": _CUDA_ONLY,
-    "ExaoneMoEForCausalLM": "another name for ExaoneMoeForCausalLM",
     "Glm5NextForCausalLM": f"{_CUDA_ONLY}; its class was measured on a GPU, below",
     "GlmMoeDsaForCausalLM": _CUDA_ONLY,
-    "HCXVisionV2ForCausalLM": _NOT_THERE,
     "InklingForCausalLM": _CUDA_ONLY,
     "InklingForConditionalGeneration": _CUDA_ONLY,
     "K2HorizonForCausalLM": _NOT_THERE,
-    "LongcatFlashForCausalLM": "no tiny model yet",
-    "LongcatFlashNgramForCausalLM": _NOT_THERE,
-    "MiMoV2ForCausalLM": "the class of MiMoV2FlashForCausalLM with another checkpoint",
+    "LongcatFlashNgramForCausalLM": "transformers lacks it: the layers of LongcatFlashForCausalLM, "
+    "behind embeddings of n-grams",
     "MiniMaxM3SparseForCausalLM": _CUDA_ONLY,
-    "MistralLarge3ForCausalLM": "DeepseekV3ForCausalLM with Mistral's names for weights",
-    "NemotronHPuzzleForCausalLM": "the class of NemotronHForCausalLM with another config",
-    "PanguEmbeddedForCausalLM": _NOT_THERE,
-    "PanguProMoEV2ForCausalLM": _NOT_THERE,
-    "PanguUltraMoEForCausalLM": _NOT_THERE,
+    "PanguProMoEV2ForCausalLM": "transformers lacks it: the class of PanguUltraMoEForCausalLM, "
+    "whose attention with learned sinks has kernels for GPUs alone",
     "Qwen4ExpForCausalLM": _CUDA_ONLY,
-    "SarvamMLAForCausalLM": _NOT_THERE,
-    "Step1ForCausalLM": _NOT_THERE,
-    "Step3TextForCausalLM": _NOT_THERE,
 }
 
 APART: dict[str, str] = {

@@ -4,6 +4,8 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -11,9 +13,10 @@ import transformers
 from transformers import PretrainedConfig
 
 from ..reference import Adapter
-from ..tiny import COMMON, HALF_STD, LAYERS, Tensors, TinyModel, sizes
+from ..tiny import COMMON, HALF_STD, INNER, LAYERS, PARALLEL, Tensors, TinyModel, sizes
+from .weights import experts_apart, renamed
 
-_MLA: dict[str, Any] = {
+MLA: dict[str, Any] = {
     # The only size of the CPU kernel, 512 + 64, is that of the real models; the others are the
     # least that FlashAttention has kernels for.
     "kv_lora_rank": 512,
@@ -22,9 +25,9 @@ _MLA: dict[str, Any] = {
     "qk_rope_head_dim": 64,
     "v_head_dim": 128,
 }
-_SMALL_MLA: dict[str, Any] = {name: 32 for name in _MLA} | {"q_lora_rank": 48}
+_SMALL_MLA: dict[str, Any] = {name: 32 for name in MLA} | {"q_lora_rank": 48}
 _SIZES = sizes(head_dim=None, num_key_value_heads=COMMON["num_attention_heads"])
-_ROUTED: dict[str, Any] = {
+ROUTED: dict[str, Any] = {
     "n_routed_experts": 4,
     "num_experts_per_tok": 2,
     "n_group": 2,
@@ -34,17 +37,27 @@ _ROUTED: dict[str, Any] = {
     "routed_scaling_factor": 1.6,
 }
 
+_YARN: dict[str, Any] = {
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 8.0,
+    "original_max_position_embeddings": 16,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
+}
 _NO_AUX = {"topk_method": "noaux_tc", "scoring_func": "sigmoid", "moe_layer_freq": 1}
 
 # What upstream's CPU path needs: its kernel's block size, and torch's rotary embedding, since the
 # CPU kernel rotates queries [n, heads, width] wrongly. Where a CPU has AMX, upstream takes another
 # backend, which is for bfloat16 alone.
-_ENGINE: dict[str, Any] = {
+MLA_ENGINE: dict[str, Any] = {
     "block_size": 16,
     "compilation_config": {"custom_ops": ["none"]},
     "attention_config": {"backend": "CPU_MLA"},
 }
-_ROTARY = "upstream's CPU kernel rotates queries [n, heads, width] wrongly: run with torch's"
+MLA_NOTE = "upstream's CPU kernel rotates queries [n, heads, width] wrongly: run with torch's"
 
 
 def _norm_everywhere(tensors: Tensors, config: PretrainedConfig) -> Tensors:
@@ -61,8 +74,67 @@ def _pairs_of_halves(point: str, rows: torch.Tensor) -> torch.Tensor:
     """Transformers orders what is rotated of queries by halves, and vLLM leaves it in pairs."""
     if point != "q":
         return rows
-    plain, rotated = rows.split([_MLA["qk_nope_head_dim"], _MLA["qk_rope_head_dim"]], dim=-1)
+    plain, rotated = rows.split([MLA["qk_nope_head_dim"], MLA["qk_rope_head_dim"]], dim=-1)
     return torch.cat([plain, rotated.unflatten(-1, (2, -1)).mT.flatten(-2)], dim=-1)
+
+
+def _mistral_large3(tensors: Tensors, _config: PretrainedConfig) -> Tensors:
+    return renamed(
+        experts_apart(tensors),
+        (r"^model\.", ""),
+        (r"^lm_head", "output"),
+        (r"embed_tokens", "tok_embeddings"),
+        (r"input_layernorm", "attention_norm"),
+        (r"post_attention_layernorm", "ffn_norm"),
+        (r"self_attn\.(q|kv)_a_layernorm", r"attention.\1_a_norm"),
+        (r"self_attn\.kv_a_proj_with_mqa", "attention.wkv_a_with_mqa"),
+        (r"self_attn\.(q_a|q_b|kv_b|o)_proj", r"attention.w\1"),
+        (r"gate_proj", "w1"),
+        (r"down_proj", "w2"),
+        (r"up_proj", "w3"),
+        (r"mlp\.(gate|experts|shared_experts)\.", r"\1."),
+        (r"mlp\.", "feed_forward."),
+    )
+
+
+def _no_idle_experts(tensors: Tensors, config: PretrainedConfig) -> Tensors:
+    """Without weights that transformers keeps for experts that hand their input on."""
+    kept = {name: re.search(r"experts\.(\d+)\.", name) for name in tensors}
+    return {
+        name: tensors[name]
+        for name, found in kept.items()
+        if found is None or int(found[1]) < config.n_routed_experts
+    }
+
+
+def _chosen_with_bias(*, hidden_states: Any, gating_output: torch.Tensor, topk: int,
+    e_score_correction_bias: torch.Tensor, indices_type: torch.dtype | None, **_: Any,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    scores = gating_output.float().softmax(-1)
+    chosen = (scores + e_score_correction_bias).topk(topk, dim=-1).indices
+    return scores.gather(-1, chosen), chosen.to(indices_type or torch.int32)
+
+
+def _of_idle_experts(*, expert_indices: torch.Tensor, expert_scales: torch.Tensor, num_experts: int,
+    hidden_states: torch.Tensor, **_: Any,
+) -> torch.Tensor:  # fmt: skip
+    return (expert_scales * (expert_indices >= num_experts)).sum(-1, keepdim=True) * hidden_states
+
+
+@contextmanager
+def _routed_by_torch() -> Iterator[None]:
+    """Upstream has kernels of GPUs alone for experts that hand their input on, and for the choice
+    of experts with a bias where they are in no groups."""
+    import pytest
+
+    from vllm.model_executor.layers.fused_moe.router import zero_expert_router
+    from vllm.platforms import current_platform
+
+    with pytest.MonkeyPatch.context() as patch:
+        if current_platform.is_cpu():
+            patch.setattr(zero_expert_router, "fused_topk_bias", _chosen_with_bias)
+            patch.setattr(zero_expert_router, "zero_experts_compute_triton", _of_idle_experts)
+        yield
 
 
 HC_LANES = 3
@@ -104,35 +176,112 @@ LATENT = (
         "deepseek_v2",
         "DeepseekV2ForCausalLM",
         lambda: transformers.DeepseekV2Config(
-            **_SIZES, **_MLA, **_ROUTED, first_k_dense_replace=1, topk_method="group_limited_greedy"
+            **_SIZES, **MLA, **ROUTED, first_k_dense_replace=1, topk_method="group_limited_greedy"
         ),
         embedding_std=HALF_STD,
-        engine=_ENGINE,
-        note=_ROTARY,
+        engine=MLA_ENGINE,
+        note=MLA_NOTE,
     ),
     TinyModel(
         "deepseek_v3",
         "DeepseekV3ForCausalLM",
         lambda: transformers.DeepseekV3Config(
-            **_SIZES, **_MLA, **_ROUTED, first_k_dense_replace=1, num_mtp_layers=0
+            **_SIZES, **MLA, **ROUTED, first_k_dense_replace=1, num_mtp_layers=0
         ),
         config_json=_NO_AUX,
         embedding_std=HALF_STD,
-        engine=_ENGINE,
+        engine=MLA_ENGINE,
         heads=_pairs_of_halves,
-        note=_ROTARY + _ORDER,
+        note=MLA_NOTE + _ORDER,
+    ),
+    TinyModel(
+        "sarvam_mla",
+        "SarvamMLAForCausalLM",
+        lambda: transformers.DeepseekV3Config(
+            **_SIZES,
+            **MLA | {"q_lora_rank": None},
+            **ROUTED,
+            first_k_dense_replace=1,
+            num_mtp_layers=0,
+        ),
+        model="DeepseekV3ForCausalLM",
+        config_json={
+            "num_experts": ROUTED["n_routed_experts"],
+            "num_shared_experts": ROUTED["n_shared_experts"],
+        },
+        embedding_std=HALF_STD,
+        engine=MLA_ENGINE,
+        heads=_pairs_of_halves,
+        note=MLA_NOTE + _ORDER,
+    ),
+    TinyModel(
+        "mistral_large3",
+        "MistralLarge3ForCausalLM",
+        lambda: transformers.Mistral4Config(
+            **_SIZES,
+            **MLA,
+            **ROUTED | {"n_group": 1},
+            first_k_dense_replace=1,
+            rope_parameters=_YARN | {"llama_4_scaling_beta": 0.4, "partial_rotary_factor": 0.5},
+        ),
+        model="Mistral4ForCausalLM",
+        checkpoint=_mistral_large3,
+        # What upstream makes of Mistral's own config.
+        config_json={
+            "model_type": "deepseek_v3",
+            "topk_method": None,
+            "scoring_func": "softmax",
+            "rope_parameters": _YARN,
+            "llama_4_scaling": {"original_max_position_embeddings": 16, "beta": 0.4},
+        },
+        embedding_std=HALF_STD,
+        engine=MLA_ENGINE,
+        heads=_pairs_of_halves,
+        note=MLA_NOTE + _ORDER,
+    ),
+    TinyModel(
+        "longcat_flash",
+        "LongcatFlashForCausalLM",
+        lambda: transformers.LongcatFlashConfig(
+            **sizes(
+                head_dim=None,
+                num_key_value_heads=None,
+                intermediate_size=None,
+                num_hidden_layers=None,
+            ),
+            **MLA,
+            num_layers=LAYERS,
+            ffn_hidden_size=INNER,
+            expert_ffn_hidden_size=64,
+            n_routed_experts=4,
+            zero_expert_num=2,
+            moe_topk=3,
+            routed_scaling_factor=1.6,
+        ),
+        PARALLEL,
+        checkpoint=_no_idle_experts,
+        config_json={
+            "zero_expert_type": "identity",
+            "mla_scale_q_lora": True,
+            "mla_scale_kv_lora": True,
+        },
+        embedding_std=HALF_STD,
+        engine=MLA_ENGINE,
+        upstream=_routed_by_torch,
+        note=f"two attentions a block, so no heads; {MLA_NOTE}; upstream routes to experts that "
+        "hand their input on by kernels of GPUs alone: run with torch's",
     ),
     TinyModel(
         "glm4_moe_lite",
         "Glm4MoeLiteForCausalLM",
         lambda: transformers.Glm4MoeLiteConfig(
-            **_SIZES, **_MLA, **_ROUTED, mlp_layer_types=["dense"] + ["sparse"] * (LAYERS - 1)
+            **_SIZES, **MLA, **ROUTED, mlp_layer_types=["dense"] + ["sparse"] * (LAYERS - 1)
         ),
         config_json={**_NO_AUX, "first_k_dense_replace": 1},
         embedding_std=HALF_STD,
-        engine=_ENGINE,
+        engine=MLA_ENGINE,
         heads=_pairs_of_halves,
-        note=_ROTARY + _ORDER,
+        note=MLA_NOTE + _ORDER,
     ),
     TinyModel(
         "minicpm3",
@@ -149,20 +298,20 @@ LATENT = (
     TinyModel(
         "axk1",
         "AXK1ForCausalLM",
-        lambda: transformers.AXK1Config(**_SIZES, **_MLA, **_ROUTED, first_k_dense_replace=1),
+        lambda: transformers.AXK1Config(**_SIZES, **MLA, **ROUTED, first_k_dense_replace=1),
         config_json=_NO_AUX,
         checkpoint=_norm_everywhere,
-        engine=_ENGINE,
+        engine=MLA_ENGINE,
         heads=_pairs_of_halves,
-        note=_ROTARY + _ORDER,
+        note=MLA_NOTE + _ORDER,
     ),
     TinyModel(
         "hy_v4",
         "HYV4ForCausalLM",
         lambda: transformers.HYV4Config(
             **_SIZES,
-            **_MLA,
-            **_ROUTED | {"n_group": 1},
+            **MLA,
+            **ROUTED | {"n_group": 1},
             mlp_layer_types=["dense"] + ["sparse"] * (LAYERS - 1),
             index_head_dim=64,
             index_n_heads=2,
@@ -183,9 +332,9 @@ LATENT = (
             "enable_ihc": True,
             "num_nextn_predict_layers": 0,
         },
-        engine=_ENGINE,
+        engine=MLA_ENGINE,
         heads=_pairs_of_halves,
         note=f"a stream of {HC_LANES} lanes (hyper-connections); without sparse attention "
-        "and sinks, whose kernels are for GPUs alone; " + _ROTARY + _ORDER,
+        "and sinks, whose kernels are for GPUs alone; " + MLA_NOTE + _ORDER,
     ),
 )

@@ -12,19 +12,10 @@ import transformers
 from torch import nn
 from transformers import PretrainedConfig
 
-from ..decoders import Step3p5
+from ..headed import Step3p5
 from ..reference import Adapter
-from ..tiny import (
-    COMMON,
-    HEAD_DIM,
-    KV_HEADS,
-    LAYERS,
-    NO_HEAD_DIM,
-    WINDOW,
-    Tensors,
-    TinyModel,
-    sizes,
-)
+from ..tiny import COMMON, LAYERS, NO_HEAD_DIM, WINDOW, Tensors, TinyModel, sizes
+from .weights import renamed
 
 _TOP2: dict[str, Any] = {"num_experts": 4, "num_experts_per_tok": 2}
 _LOCAL_TOP2: dict[str, Any] = {"num_local_experts": 4, "num_experts_per_tok": 2}
@@ -38,6 +29,10 @@ _ROUTED: dict[str, Any] = {
 _WINDOWED: dict[str, Any] = {
     "sliding_window": WINDOW,
     "layer_types": ["sliding_attention", "full_attention"] * (LAYERS // 2),
+}
+_STEP_ROPE: dict[str, Any] = {
+    "rope_theta": [10000.0, 20000.0] * (LAYERS // 2),
+    "partial_rotary_factors": [1.0, 0.5] * (LAYERS // 2),
 }
 _DENSE_FIRST = ["dense"] + ["sparse"] * (LAYERS - 1)
 _MULTIPLIERS: dict[str, Any] = {
@@ -70,39 +65,34 @@ def _routed_experts(tensors: Tensors, _config: PretrainedConfig) -> Tensors:
     return {name.replace(".experts.", ".experts.routed_experts."): t for name, t in tensors.items()}
 
 
+def _step3p5(tensors: Tensors, _config: PretrainedConfig) -> Tensors:
+    result = dict(tensors)
+    for name in tensors:
+        stem, found, _ = name.partition(".experts.gate_up_proj")
+        if found:
+            gate, up = result.pop(name).chunk(2, dim=1)
+            result |= {f"{stem}.gate_proj.weight": gate, f"{stem}.up_proj.weight": up}
+            result[f"{stem}.down_proj.weight"] = result.pop(f"{stem}.experts.down_proj")
+            result[f"{stem}.router_bias"] = result.pop(f"{stem}.gate.e_score_correction_bias")
+    sparse = r"mlp\.(gate\.|router_bias)", r"moe.\1"
+    result = renamed(result, (r"mlp\.shared_experts", "share_expert"), sparse)
+    # What a layer of experts calls as a dense layer does.
+    first = ".layers.0."
+    return {k if first in k else k.replace(".mlp.", ".moe."): v for k, v in result.items()}
+
+
 @contextmanager
 def _one_group() -> Iterator[None]:
-    """Upstream's router for CPUs has sigmoid scores for groups of experts alone: all are one."""
+    """Upstream's router on CPUs knows sigmoids of experts in groups alone: all are in one."""
     import pytest
 
     from vllm.model_executor.layers.fused_moe.router.cpu_router import CPURouter
 
-    made = CPURouter.__init__
-
-    def make(self: CPURouter, *args: Any, **kwargs: Any) -> None:
-        if kwargs.get("scoring_func") == "sigmoid":
-            kwargs |= {"use_grouped_topk": True, "num_expert_group": 1, "topk_group": 1}
-        made(self, *args, **kwargs)
-
+    begin = CPURouter.__init__
+    groups = {"use_grouped_topk": True, "num_expert_group": 1, "topk_group": 1}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(CPURouter, "__init__", make)
+        patch.setattr(CPURouter, "__init__", lambda self, **given: begin(self, **given | groups))
         yield
-
-
-def _step3p5(tensors: Tensors, _config: PretrainedConfig) -> Tensors:
-    """A matrix for all experts, and the names of checkpoints."""
-    made = {}
-    for name, tensor in tensors.items():
-        experts = name.replace(".mlp.experts.", ".moe.").replace(".mlp.gate.", ".moe.gate.")
-        if ".gate_up_proj" in experts:
-            for part, half in zip(("gate", "up"), tensor.chunk(2, dim=1), strict=True):
-                made[experts.replace("gate_up_proj", f"{part}_proj.weight")] = half
-            continue
-        if ".moe.down_proj" in experts:
-            experts += ".weight"
-        experts = experts.replace(".moe.gate.e_score_correction_bias", ".moe.router_bias")
-        made[experts.replace(".mlp.shared_experts.", ".share_expert.")] = tensor
-    return made
 
 
 MOE = (
@@ -309,6 +299,43 @@ MOE = (
         engine={"hf_overrides": {"rope_theta": 20000.0, "swa_rope_theta": 10000.0}},
     ),
     TinyModel(
+        "step3p5",
+        "Step3p5ForCausalLM",
+        lambda: transformers.Step3p7TextConfig(
+            **COMMON | {"pad_token_id": 0},
+            **_ROUTED,
+            **_WINDOWED,
+            mlp_layer_types=_DENSE_FIRST,
+            share_expert_dim=80,
+            num_sliding_attention_heads=6,
+            moe_router_scaling_factor=1.6,
+            swiglu_limits_shared=[0.0, 0.5, 0.0, 0.0],
+            **_STEP_ROPE,
+        ),
+        model=Step3p5,
+        checkpoint=_step3p5,
+        config_json={
+            "per_layer_config": None,
+            "rope_parameters": None,
+            **_STEP_ROPE,
+            "num_attention_groups": 2,
+            "moe_num_experts": 4,
+            "moe_top_k": 2,
+            "moe_layers_enum": "1,2,3",
+            "moe_router_activation": "sigmoid",
+            "use_head_wise_attn_gate": True,
+            "attention_other_setting": {
+                "attention_type": "sliding_attention",
+                "num_attention_heads": 6,
+                "num_attention_groups": 2,
+                "head_dim": 32,
+            },
+        },
+        upstream=_one_group,
+        note="the text part of transformers' Step 3.7; upstream's router on CPUs knows sigmoids of "
+        "experts in groups alone: run as one group",
+    ),
+    TinyModel(
         "dbrx",
         "DbrxForCausalLM",
         lambda: transformers.DbrxConfig(
@@ -331,51 +358,5 @@ MOE = (
         Adapter("transformer.blocks", ("norm_attn_norm.attn",)),
         checkpoint=_routed_experts,
         note="upstream does not find the experts of a DBRX checkpoint: loaded by its own names",
-    ),
-    TinyModel(
-        "step3p5",
-        "Step3p5ForCausalLM",
-        lambda: transformers.Step3p7TextConfig(
-            **{**COMMON, "pad_token_id": 0},
-            sliding_window=WINDOW,
-            num_sliding_attention_heads=6,
-            layer_types=["sliding_attention", "full_attention"] * 2,
-            rope_parameters={
-                "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
-                "full_attention": {
-                    "rope_type": "default",
-                    "rope_theta": 500.0,
-                    "partial_rotary_factor": 0.5,
-                },
-            },
-            mlp_layer_types=["dense", *["sparse"] * 3],
-            n_routed_experts=4,
-            num_experts_per_tok=2,
-            moe_intermediate_size=48,
-            share_expert_dim=64,
-            moe_router_scaling_factor=1.6,
-        ),
-        model=Step3p5,
-        checkpoint=_step3p5,
-        config_json={
-            **dict.fromkeys(("rope_parameters", "per_layer_config", "mlp_layer_types")),
-            "rope_theta": [10000.0, 500.0] * 2,
-            "partial_rotary_factors": [1.0, 0.5] * 2,
-            "attention_other_setting": {
-                "attention_type": "sliding_attention",
-                "num_attention_heads": 6,
-                "num_attention_groups": KV_HEADS,
-                "head_dim": HEAD_DIM,
-            },
-            "num_attention_groups": KV_HEADS,
-            "use_head_wise_attn_gate": True,
-            "moe_layers_enum": "1,2,3",
-            "moe_num_experts": 4,
-            "moe_top_k": 2,
-            "moe_router_activation": "sigmoid",
-        },
-        upstream=_one_group,
-        note="transformers has the decoder in Step-3.7 only: conformance/decoders.py; upstream's "
-        "router for CPUs has no sigmoid scores without groups: run with one",
     ),
 )

@@ -7,10 +7,24 @@ from typing import Any
 
 import transformers
 from torch import nn
+from transformers import PretrainedConfig
 
-from ..decoders import MuseGlimmerText
+from ..headed import MuseGlimmer
 from ..reference import Adapter
-from ..tiny import COMMON, LAYERS, NO_HEAD_DIM, SANDWICH, TIED_STD, VOCAB, WINDOW, TinyModel
+from ..tiny import (
+    COMMON,
+    HIDDEN,
+    LAYERS,
+    NO_HEAD_DIM,
+    NO_SPECIAL_TOKENS,
+    SANDWICH,
+    TIED_STD,
+    VOCAB,
+    WINDOW,
+    Tensors,
+    TinyModel,
+)
+from .weights import renamed
 
 _WINDOWED: dict[str, Any] = {
     "sliding_window": WINDOW,
@@ -26,6 +40,19 @@ LANES = 3
 def _no_token_inputs(model: nn.Module) -> None:
     """Upstream passes `per_layer_inputs` in Gemma3nForConditionalGeneration alone."""
     model.model.get_per_layer_inputs = lambda input_ids: None  # type: ignore[union-attr]
+
+
+def _within_a_model_of_images(tensors: Tensors, _config: PretrainedConfig) -> Tensors:
+    return renamed(tensors, (r"^model\.", "model.language_model."))
+
+
+def _hcx(tensors: Tensors, _config: PretrainedConfig) -> Tensors:
+    return renamed(
+        tensors,
+        (r"^model\.language_model\.(?!lm_head)", "language_model.model."),
+        (r"^model\.language_model\.lm_head", "language_model.lm_head"),
+        (r"vision_projector", "mm_projector"),
+    )
 
 
 SANDWICH_ROWS = (
@@ -100,6 +127,17 @@ SANDWICH_ROWS = (
         "layer reads of the token's id, and so does the reference",
     ),
     TinyModel(
+        "muse_glimmer",
+        "MuseGlimmerForCausalLM",
+        lambda: transformers.MuseGlimmerTextConfig(
+            **COMMON, sliding_window=WINDOW, output_multiplier=0.6, final_logit_softcapping=4.0
+        ),
+        SANDWICH,
+        model=MuseGlimmer,
+        checkpoint=_within_a_model_of_images,
+        note="the text part of a model that reads images, without the rest",
+    ),
+    TinyModel(
         "glm4",
         "Glm4ForCausalLM",
         lambda: transformers.Glm4Config(**COMMON, attention_bias=True),
@@ -125,6 +163,35 @@ SANDWICH_ROWS = (
         Adapter("model.layers", ("post_norm1",), branch_multiplier="residual_multiplier"),
     ),
     TinyModel(
+        "hcx_vision_v2",
+        "HCXVisionV2ForCausalLM",
+        lambda: transformers.HyperCLOVAXVisionV2Config(
+            **NO_SPECIAL_TOKENS,
+            text_config=transformers.HyperCLOVAXConfig(
+                **NO_HEAD_DIM,
+                use_post_norm=True,
+                embedding_multiplier=1.7,
+                attention_multiplier=0.2,
+                logits_scaling=1.3,
+                tie_word_embeddings=False,
+            ),
+            vision_config={
+                "depth": 1,
+                "hidden_size": 64,
+                "num_heads": 2,
+                "intermediate_size": 64,
+                "out_hidden_size": HIDDEN,
+                "fullatt_block_indexes": [0],
+            },
+            tie_word_embeddings=False,
+        ),
+        Adapter("model.language_model.layers", ("post_norm1",)),
+        model="HyperCLOVAXVisionV2ForConditionalGeneration",
+        checkpoint=_hcx,
+        engine={"limit_mm_per_prompt": {"image": 0, "video": 0}},
+        note="a model that reads images, without any",
+    ),
+    TinyModel(
         "afmoe",
         "AfmoeForCausalLM",
         lambda: transformers.AfmoeConfig(
@@ -140,20 +207,5 @@ SANDWICH_ROWS = (
         ),
         SANDWICH,
         config_json={"score_func": "sigmoid", "route_norm": True, "n_group": 1, "topk_group": 1},
-    ),
-    TinyModel(
-        "muse_glimmer",
-        "MuseGlimmerForCausalLM",
-        lambda: transformers.MuseGlimmerTextConfig(
-            **COMMON,
-            sliding_window=WINDOW,
-            qk_scale_factor=1.7,
-            output_multiplier=0.6,
-            final_logit_softcapping=4.0,
-        ),
-        SANDWICH,
-        model=MuseGlimmerText,
-        note="transformers has the decoder, and its head only in the model with images: "
-        "conformance/decoders.py",
     ),
 )

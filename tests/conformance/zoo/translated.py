@@ -32,30 +32,7 @@ from ..tiny import (
     TinyModel,
     sizes,
 )
-
-
-def renamed(tensors: Tensors, *rules: tuple[str, str]) -> Tensors:
-    """Names with each rule (pattern, replacement) applied in turn."""
-    result: Tensors = {}
-    for name, tensor in tensors.items():
-        for pattern, replacement in rules:
-            name = re.sub(pattern, replacement, name)
-        result[name] = tensor
-    return result
-
-
-def packed(tensors: Tensors, parts: tuple[str, ...], whole: str) -> Tensors:
-    """`parts` (each the end of a module's name), concatenated in order, as `whole`."""
-    result = dict(tensors)
-    for name in tensors:
-        stem, _, kind = name.rpartition(".")
-        if stem.endswith(f".{parts[0]}"):
-            prefix = stem.removesuffix(parts[0])
-            result[f"{prefix}{whole}.{kind}"] = torch.cat(
-                [result.pop(f"{prefix}{part}.{kind}") for part in parts]
-            )
-    return result
-
+from .weights import packed, renamed, unchanged
 
 _QKV = ("q_proj", "k_proj", "v_proj")
 
@@ -194,10 +171,6 @@ def _blended(model: nn.Module) -> None:
     layers[3].register_forward_pre_hook(blend)
 
 
-def _unchanged(tensors: Tensors, _config: PretrainedConfig) -> Tensors:
-    return tensors
-
-
 def _llama() -> PretrainedConfig:
     return transformers.LlamaConfig(**NO_HEAD_DIM, tie_word_embeddings=False)
 
@@ -275,6 +248,12 @@ TRANSLATED = (
         checkpoint=_internlm2,
     ),
     TinyModel(
+        "pangu_embedded",
+        "PanguEmbeddedForCausalLM",
+        lambda: transformers.LlamaConfig(**COMMON, attention_bias=True, tie_word_embeddings=False),
+        model="LlamaForCausalLM",
+    ),
+    TinyModel(
         "exaone",
         "ExaoneForCausalLM",
         _llama,
@@ -287,7 +266,7 @@ TRANSLATED = (
         "SolarForCausalLM",
         _llama,
         model="LlamaForCausalLM",
-        checkpoint=_unchanged,
+        checkpoint=unchanged,
         adjust=_blended,
         config_json={
             "bskcn_1": [1],
@@ -310,7 +289,7 @@ TRANSLATED = (
             },
         ),
         model="StableLmForCausalLM",
-        checkpoint=_unchanged,
+        checkpoint=unchanged,
         config_json={"rms_norm_eps": 1e-5},
     ),
     TinyModel(
@@ -320,7 +299,7 @@ TRANSLATED = (
             **NO_HEAD_DIM, attention_multiplier=HEAD_DIM**-0.5, logits_scaling=1.3
         ),
         model="GraniteForCausalLM",
-        checkpoint=_unchanged,
+        checkpoint=unchanged,
         config_json={"use_mup": True, "mup_scale_factor": 2.6, "output_mult": 2.0},
     ),
     TinyModel(
@@ -353,7 +332,7 @@ TRANSLATED = (
         ),
         Adapter("model.layers", ("self_attn",), branch_multiplier="residual_multiplier"),
         model="GraniteForCausalLM",
-        checkpoint=_unchanged,
+        checkpoint=unchanged,
         adjust=_divided_before_the_head,
         config_json={"scale_emb": 1.7, "scale_depth": 1.1, "dim_model_base": 64},
     ),
@@ -403,7 +382,7 @@ TRANSLATED = (
         lambda: transformers.Gemma3TextConfig(**COMMON, **_GEMMA3),
         SANDWICH,
         model="Gemma3ForCausalLM",
-        checkpoint=_unchanged,
+        checkpoint=unchanged,
         embedding_std=TIED_STD,
     ),
     TinyModel(
