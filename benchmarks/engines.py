@@ -131,7 +131,7 @@ def add_arguments(parser: argparse.ArgumentParser, kv_bytes: int) -> None:
     parser.add_argument("--kv-bytes", type=int, default=kv_bytes, help="KV cache of each engine")
     parser.add_argument("--dtype", default="auto")
     parser.add_argument(
-        "--budget", type=float, default=540, help="seconds after which no round is begun"
+        "--budget", type=float, default=480, help="seconds of rounds, after which none is begun"
     )
     parser.add_argument("--eager", action="store_true", help="no compilation, as on a CPU")
     parser.add_argument(
@@ -178,7 +178,7 @@ class Engines:
         self._processes: dict[str, subprocess.Popen[bytes]] = {}
         self._pipes: dict[str, Connection] = {}
         self.versions: dict[str, str] = {}
-        self._begun, self._budget = time.monotonic(), args.budget
+        self._begun, self._budget = 0.0, args.budget
         model = str(args.model.resolve())
         self._starts = {
             name: Start(
@@ -217,6 +217,7 @@ class Engines:
             for name, start in self._starts.items():
                 self._launch(name, start)
             self.versions = {name: self._answer(name) for name in self._pipes}
+            self._begun = time.monotonic()
         except BaseException:
             self._end(patience=0)
             raise
