@@ -46,7 +46,7 @@ from tests.interventions.frontend.test_results import (
 from tests.support.plans import GAPS, HEADS, HIDDEN, PARALLEL_ONLY, SHAPE, VECTOR, config_of
 from tests.support.rows import give
 from vllm import SamplingParams
-from vllm.config import KVTransferConfig
+from vllm.config import CUDAGraphMode, KVTransferConfig
 from vllm.config.capture import CAPTURE_POINTS, CaptureConfig
 from vllm.config.intervention_refusals import refuse_connector
 from vllm.config.steering import SteeringConfig
@@ -57,6 +57,7 @@ from vllm.v1.interventions.plan import TapShape
 from vllm.v1.interventions.reads import AttentionRead
 from vllm.v1.interventions.scheduler.request_state import RequestInterventions
 from vllm.v1.interventions.startup import start_taps
+from vllm.v1.interventions.worker.model_variants import refuse_late_breaks
 from vllm.v1.interventions.worker.runner import WorkerInterventions
 from vllm.v1.interventions.worker.tap_check import check_sites
 from vllm.v1.interventions.worker.tap_layers import find_layers, num_lanes, refuse_layers
@@ -71,6 +72,14 @@ def executor_of(num_layers: int, shapes: list[TapShape | None]) -> Any:
         collective_rpc=lambda check: shapes,
         vllm_config=SimpleNamespace(model_config=model_config),
     )
+
+
+def break_late() -> None:
+    """Breakable CUDA graphs on in this process, which imported attention without."""
+    records = SimpleNamespace(cudagraph_mode=CUDAGraphMode.FULL_AND_PIECEWISE)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("VLLM_USE_BREAKABLE_CUDAGRAPH", "1")
+        refuse_late_breaks(SimpleNamespace(compilation_config=records))  # type: ignore[arg-type]
 
 
 def steer(value: Any, **more: Any) -> dict[str, Any]:
@@ -597,6 +606,7 @@ OTHERS = [
         do=lambda: start_taps(executor_of(num_layers=6, shapes=[None, GAPS])),
     ),
     Case({"given": "0", "path": "others.0"}, do=lambda: find_layers(Stacks())),
+    Case({}, do=lambda: break_late()),
     Case(
         {"given": "[('pre_attn', 0)]"},
         do=lambda: check_sites(Silent(), lambda n: [torch.zeros(n, HIDDEN)]),  # type: ignore[arg-type]

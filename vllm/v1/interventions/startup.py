@@ -17,7 +17,6 @@ from vllm.logger import init_logger
 from vllm.utils.network_utils import make_zmq_socket
 from vllm.v1.executor import Executor
 from vllm.v1.interventions.plan import AttentionForm, TapShape
-from vllm.v1.interventions.worker.tap_check import check_worker
 from vllm.v1.outputs import ModelRunnerOutput
 
 logger = init_logger(__name__)
@@ -72,6 +71,10 @@ def start_taps(executor: "Executor") -> TapShape | None:
     Raises:
         RuntimeError: a site does not move its row, or a layer is not wired.
     """
+    # Late: attention decides when it is imported whether breakable CUDA graphs end before it, and
+    # a frontend, which imports this file, has not read its model's config by then.
+    from vllm.v1.interventions.worker.tap_check import check_worker
+
     shapes = [s for s in executor.collective_rpc(check_worker) if s is not None]
     if not shapes:
         return None

@@ -16,11 +16,13 @@ from weakref import WeakKeyDictionary, ref
 from torch import nn
 
 import vllm.envs as envs
+from vllm.compilation import breakable_cudagraph
 from vllm.compilation.cuda_graph import CUDAGraphWrapper
 from vllm.compilation.wrapper import TorchCompileWithNoGuardsWrapper
-from vllm.config import CompilationMode, VllmConfig, set_current_vllm_config
+from vllm.config import CompilationMode, CUDAGraphMode, VllmConfig, set_current_vllm_config
 from vllm.config.capture import CaptureConfig
 from vllm.config.steering import SteeringConfig
+from vllm.model_executor.layers.attention.attention import unified_attention_with_output
 from vllm.model_executor.layers.attention_taps import HeadTaps
 from vllm.model_executor.layers.residual_taps import BoundTaps, LoopedTaps
 from vllm.v1.worker.gpu.cudagraph_utils import CudaGraphManager
@@ -159,6 +161,26 @@ def _can_switch(config: VllmConfig) -> bool:
         or envs.VLLM_USE_BREAKABLE_CUDAGRAPH
         or config.compilation_config.mode == CompilationMode.STOCK_TORCH_COMPILE
     )
+
+
+def refuse_late_breaks(config: VllmConfig) -> None:
+    """Refuse breakable CUDA graphs in which attention is recorded like any other kernel.
+
+    They are to end before it. Upstream's attention decides that when it is imported, and a config
+    turns them on for some architectures: too late in a process that had imported it by then, or was
+    forked from one. Graphs are recorded without requests, so that prompts would get no attention.
+
+    Raises:
+        ValueError: they were turned on too late.
+    """
+    breaks = unified_attention_with_output.__globals__ is vars(breakable_cudagraph)
+    records = config.compilation_config.cudagraph_mode != CUDAGraphMode.NONE
+    if envs.VLLM_USE_BREAKABLE_CUDAGRAPH and records and not breaks:
+        raise ValueError(
+            "this model's breakable CUDA graphs were turned on after attention had been imported, "
+            "and would not end before it; set VLLM_USE_BREAKABLE_CUDAGRAPH=1 in the environment "
+            "in which Python starts, or 0 to do without them"
+        )
 
 
 def _graphs_of(graph_owner: Any) -> str | None:

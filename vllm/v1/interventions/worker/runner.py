@@ -34,7 +34,7 @@ from vllm.v1.interventions.worker.attention_layers import AttentionHeads, attent
 from vllm.v1.interventions.worker.capture_arena import CaptureArena
 from vllm.v1.interventions.worker.focus_layers import FocusLayers
 from vllm.v1.interventions.worker.lens_reader import LensReader
-from vllm.v1.interventions.worker.model_variants import ModelVariants
+from vllm.v1.interventions.worker.model_variants import ModelVariants, refuse_late_breaks
 from vllm.v1.interventions.worker.steering_table import SteeringTable
 from vllm.v1.interventions.worker.tap_layers import (
     bound_taps,
@@ -84,10 +84,12 @@ class WorkerInterventions:
         """Give every wired decoder layer of the target model its taps.
 
         Raises:
-            ValueError: the model has decoder layers that are not wired, or none that are.
+            ValueError: the model has decoder layers that are not wired, or none that are, or CUDA
+                graphs that would not end before attention.
         """
         if not self._steering and self.capture is None:
             return
+        refuse_late_breaks(self._config)
         layers = find_layers(model)
         if not layers:
             raise ValueError(
