@@ -93,19 +93,26 @@ def _settled(
     return "before", anchor, f"{parts} = {call}"
 
 
+def _nothing(branch: str) -> str:
+    return f"{branch}.new_zeros({branch}.shape)"
+
+
 def _unmixed(branch: str, post: str, comb: str) -> str:
     """Return parts of a manifold-constrained hyper-connection that are written back to `lanes`:
     each lane gets itself, and nothing of the branch."""
     one = f"torch.eye(lanes.shape[1], dtype={comb}.dtype, device={comb}.device)"
-    return (
-        f"{branch}.new_zeros({branch}.shape), lanes, {post}, {one}.expand_as({comb}).contiguous()"
-    )
+    return f"{_nothing(branch)}, lanes, {post}, {one}.expand_as({comb}).contiguous()"
 
 
 def _glm_mix(half: str, norm: str) -> str:
     weights = ", ".join(f"self.hc_{half}_{name}" for name in ("fn", "scale", "base"))
     eps = f"norm_eps=self.{norm}.variance_epsilon"
     return f"self.hc_pre(lanes, {weights}, norm_weight=self.{norm}.weight.data, {eps})"
+
+
+def _grouped(names: str) -> str:
+    """Return how Qwen4-Exp's taps write back: its lanes lie in one dimension."""
+    return f"lambda *parts: {names}.combine(*parts).unflatten(1, ({names}.hc_count, -1))"
 
 
 HAND: tuple[Row, ...] = (
@@ -234,5 +241,41 @@ HAND: tuple[Row, ...] = (
             ),
         ),
         digest="d6f5fe166b2e4251",
+    ),
+    Row(
+        # The same; embeddings of n-grams (`ple`) are added within the block, after `pre_attn`.
+        V + "qwen4_exp/nvidia/model.py",
+        "Qwen4ExpDecoderLayer",
+        Idiom.HAND,
+        norms=(),
+        mixers=("linear_attn", "self_attn"),
+        assume=("self.use_hc_sequence_parallel",),
+        lanes="config.hc_count",
+        lines=(
+            (
+                "after",
+                "attn_hc = self.attn_hyper_connection",
+                "hidden_states, prev_block_output, prev_injection = self.taps.pre_attn.settle("
+                "(hidden_states, prev_block_output, prev_injection), lambda x, branch, factors: "
+                "(x if branch is None else attn_hc.combine(x, branch, factors))"
+                ".unflatten(1, (attn_hc.hc_count, -1)), "
+                "lambda lanes: (lanes.flatten(1), None, None))",
+            ),
+            _settled(
+                "post_attn",
+                "mlp_hc.combine_and_mix",
+                "hidden_states, attn_out, injection",
+                _grouped("mlp_hc"),
+                f"lanes.flatten(1), {_nothing('attn_out')}, injection",
+            ),
+            _settled(
+                "post_block",
+                "return hidden_states, mlp_out, injection",
+                "hidden_states, mlp_out, injection",
+                _grouped("mlp_hc"),
+                f"lanes.flatten(1), {_nothing('mlp_out')}, injection",
+            ),
+        ),
+        digest="4fd80f33360d98cc",
     ),
 )

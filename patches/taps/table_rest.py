@@ -39,11 +39,6 @@ _V41 = (
     _HC + "not wired, as a row of lanes is not the whole stream: a sub-layer reads them in the "
     "proportions (pre_mix) of the one before, and Engram layers add to them within the block"
 )
-_CUTE = (
-    _HC + "wired in commit 0ad4ed7 and taken back: on an H100 it agrees with its formulas in eager "
-    "mode, and with CUDA graphs neither its log-probabilities do nor those of an engine that does "
-    "not capture"
-)
 _OTHER = _HC + "not wired, as nobody could run it on this hardware"
 
 REFUSED: tuple[Row, ...] = tuple(
@@ -60,6 +55,5 @@ REFUSED: tuple[Row, ...] = tuple(
         (F + "deepseek_v41/amd/model.py", "DeepseekV4DecoderLayer", _OTHER),
         (F + "deepseek_v41/nvidia/model.py", "DeepseekV4DecoderLayer", _V41),
         (F + "qwen4_exp/amd/model.py", "Qwen4ExpDecoderLayer", _OTHER),
-        (F + "qwen4_exp/nvidia/model.py", "Qwen4ExpDecoderLayer", _CUTE),
     )
 )

@@ -2,11 +2,11 @@
 """Hyper-connections on a GPU: tiny random models, stock, then steered and captured, eagerly and in
 CUDA graphs. One line a check, exit status 1 on any failure.
 
-    python -m tests.gpu.hyper [--models hy_v4 glm5_next] [--device cpu]
+    python -m tests.gpu.hyper [--models hy_v4 glm5_next qwen4_exp] [--device cpu]
 
 Needs the fork on sys.path (CONTRIBUTING.md), no model. The references are the models' formulas in
-float32 (`tests/gpu/hyper_models`), which say what of each is left out. GLM-5-Next needs TileLang
-and a compiler of CUDA where it runs; HY-V4 alone runs on CPUs too.
+float32 (`tests/gpu/hyper_models`), which say what of each is left out. GLM-5-Next needs TileLang,
+Qwen4-Exp CuTe DSL, and both a compiler of CUDA where it runs; HY-V4 alone runs on CPUs too.
 One process a model and mode, all at a time.
 """
 
@@ -183,6 +183,8 @@ def run_mode(name: str, folder: Path, device: str) -> int:
     which, _, mode = name.partition(": ")
     model, folder = MODELS[which], folder / which
     prepare_environment("v2" if device == "cuda" else "v1", "cuda" if device == "cuda" else "cpu")
+    # Their configs turn these graphs on, too late for attention that this process has imported.
+    os.environ.setdefault("VLLM_USE_BREAKABLE_CUDAGRAPH", str(int(device == "cuda")))
     from tests.conformance.engine import make_llm, shut_down
     from vllm.v1.interventions.terms import OPS
 

@@ -77,6 +77,32 @@ GLM_5_NEXT: list[dict[str, Any]] = [
 ]
 
 
+class Grouped:
+    """Qwen4-Exp's hyper-connection: lanes in one dimension, [tokens, lanes * width]."""
+
+    hc_count = LANES
+
+    def combine(self, lanes: torch.Tensor, out: torch.Tensor, gates: torch.Tensor) -> torch.Tensor:
+        return scattered(out, lanes.unflatten(1, (LANES, WIDTH)), gates).flatten(1)
+
+    def mix(self, lanes: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        mixed, gates, _ = reduced(lanes.unflatten(1, (LANES, WIDTH)))
+        return lanes, mixed, gates
+
+    def combine_and_mix(self, *parts: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return self.mix(self.combine(*parts))
+
+
+def grouped(lanes: torch.Tensor, deferred: bool) -> dict[str, torch.Tensor]:
+    """What a block of Qwen4-Exp gets when these are the lanes."""
+    given = {name: torch.ones(1) for name in ("input_ids", "query_start_loc", "ngram_context")}
+    if not deferred:
+        return given | {"hidden_states": lanes.flatten(1)}
+    out, gates = torch.tanh(weight("branch")[:TOKENS]), reduced(lanes)[1]
+    rest = (lanes - gates[:, None] * out[:, None]).flatten(1)
+    return given | {"hidden_states": rest, "prev_block_output": out, "prev_injection": gates}
+
+
 def sconv(delta: torch.Tensor) -> torch.Tensor:
     """Inkling's convolution of a branch's output, here without neighbours."""
     return 0.7 * delta

@@ -239,6 +239,7 @@ class Subject:
         space["fused_allreduce_rms_norm"] = lambda h, r, norm: norm(h, r)
         space["fused_allreduce_gemma_rms_norm"] = lambda h, r, norm: norm(h, r)
         space["_sconv_add_norm"] = _sconv_add_norm
+        space["_QSA_LAYER_TYPES"] = ("indexed_attention",)
         exec(compile(ast.fix_missing_locations(module), source.file, "exec"), space)
         return space[name], forward
 

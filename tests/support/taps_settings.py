@@ -4,6 +4,7 @@ what its forward() tests."""
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -150,6 +151,21 @@ SETTINGS: dict[str, list[dict[str, Any]]] = {
         {"sandwich_norm": value, "routed_scaling_factor": 2.5} for value in (False, True)
     ],
     "Qwen3NextDecoderLayer": _LAYER_TYPES,
+    "Qwen4ExpDecoderLayer": [
+        {
+            "layer_type": kind,
+            "use_hc_sequence_parallel": False,
+            "use_sequence_parallel": False,
+            "ple": None if ple is None else lambda lanes, *_: lanes + torch.tanh(lanes.flip(1)),
+            "attn_hyper_connection": lanes.Grouped(),
+            "mlp_hyper_connection": lanes.Grouped(),
+            "given": partial(lanes.grouped, deferred=deferred),
+            "whole": lambda *parts: lanes.Grouped().combine(*parts).unflatten(1, (LANES, WIDTH)),
+        }
+        for kind in ("linear_attention", "indexed_attention")
+        for ple in (None, True)
+        for deferred in (False, True)
+    ],
     "Step3TextDecoderLayer": [{"use_moe": value} for value in (False, True)],
     "Step3p5DecoderLayer": [{"use_moe": value} for value in (False, True)],
     "Zamba2HybridLayer": [

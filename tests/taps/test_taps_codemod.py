@@ -388,13 +388,18 @@ BAD_BY_HAND = [
     ("DeepseekV4DecoderLayer", "residual = x = self.taps.post_attn", "x = self.taps.post_attn"),
     ("DeepseekV4DecoderLayer", "self.taps.post_block(x", "self.taps.post_block(residual"),
     ("DeepseekV4DecoderLayer", "x = self.taps.post_block", "_ = self.taps.post_block"),
-    # The same, a mixture that stays as it was, a branch that is added twice, and lanes that are
-    # mixed again.
+    # The same, a mixture that stays as it was, a branch that is added twice, lanes that are mixed
+    # again, and those of the block before that are left out.
     ("Glm5NextDecoderLayer", "residual = self.taps.pre_attn", "_ = self.taps.pre_attn"),
     ("Glm5NextDecoderLayer", "(post, comb, x), residual = self.taps.post_attn",
      "_, residual = self.taps.post_attn"),
     ("Glm5NextDecoderLayer", "lambda lanes: (x.new_zeros(x.shape), ", "lambda lanes: (x, "),
     ("Glm5NextDecoderLayer", ".expand_as(comb)", ".add(comb)"),
+    ("Qwen4ExpDecoderLayer", "attn_out.new_zeros(attn_out.shape)", "attn_out"),
+    ("Qwen4ExpDecoderLayer", "mlp_out.new_zeros(mlp_out.shape)", "mlp_out"),
+    ("Qwen4ExpDecoderLayer", "x if branch is None else attn_hc.combine(x, branch, factors)", "x"),
+    ("Qwen4ExpDecoderLayer", "(lanes.flatten(1), None, None)",
+     "(lanes.flatten(1), prev_block_output, prev_injection)"),
 ]  # fmt: skip
 
 

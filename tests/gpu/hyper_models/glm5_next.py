@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 import torch
 from torch.nn import functional as F
 
-from .plain import LAYERS, VOCAB, Maker, Plain, Weights, rms
+from .plain import LAYERS, VOCAB, Maker, Plain, Weights, convolved, delta_rule, rms
 
 LANES, HIDDEN, INNER, HEADS, WIDTH = 4, 512, 512, 4, 64
 EPS, HC_EPS, ROUNDS, LEAST, MOST = 1e-5, 0.01, 3, -5.0, 10.0
@@ -118,30 +118,3 @@ class GLM5Next(Plain):
 
     def final(self, x: torch.Tensor) -> torch.Tensor:
         return rms(x.mean(1), EPS) * self.weights["model.norm.weight"]
-
-
-def convolved(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """Each channel of [n, channels] by its own causal taps [channels, 1, width], and SiLU."""
-    padded = F.pad(x.T[None], (weight.shape[-1] - 1, 0))
-    return F.silu(F.conv1d(padded, weight, groups=len(weight))[0].T)
-
-
-def delta_rule(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, decay: torch.Tensor, beta: torch.Tensor
-) -> torch.Tensor:
-    """The gated delta rule, a token at a time.
-
-    Args:
-        q, k: [n, heads, width], normed here.
-        v: [n, heads, value width].
-        decay: [n, heads, width], logarithms.
-        beta: [n, heads].
-    """
-    q, k = (x * torch.rsqrt(x.square().sum(-1, keepdim=True) + 1e-6) for x in (q, k))
-    state, out = torch.zeros(*k.shape[1:], v.shape[-1]), []
-    for i in range(len(q)):
-        state = state * decay[i].exp()[..., None]
-        missing = v[i] - torch.einsum("hkv,hk->hv", state, k[i])
-        state = state + torch.einsum("hk,hv->hkv", k[i], beta[i][:, None] * missing)
-        out.append(torch.einsum("hkv,hk->hv", state, q[i] * q.shape[-1] ** -0.5))
-    return torch.stack(out)

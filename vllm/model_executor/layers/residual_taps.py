@@ -29,7 +29,7 @@ from vllm.v1.interventions.plan import MADE_OF
 Made = TypeVar("Made")
 """What upstream makes of the stream in the kernel that completes it: its norm, or a mixture of its
 lanes and their factors."""
-Parts = TypeVar("Parts", bound=tuple[torch.Tensor, ...])
+Parts = TypeVar("Parts", bound=tuple[torch.Tensor | None, ...])
 """What upstream hands from kernel to kernel instead of the stream, which the next one completes."""
 
 
