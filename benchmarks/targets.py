@@ -54,6 +54,8 @@ def _apart(text: str, case: str, quantity: str, ratio: float) -> Target:
     return Target(text, "tpot-processes", case, quantity, ratio)
 
 
+_LAST = "last token, all heads"
+_ONE = ", engine in the process of its requests"
 _STEER = "every token steered at 3 points x all layers, each request with vectors of its own"
 _ALL = "everything enabled, engine in a process of its own"
 
@@ -96,13 +98,23 @@ TARGETS = (
     ),
     Target(
         "the same of prompts' last tokens, all heads of all layers: prompt rate",
-        *("attention-processes", "last token, all heads", "prefill", 0.98),
+        *("attention-processes", _LAST, "prefill", 0.98),
         most=False,
     ),
     Target(
         "focus of each generated token, all heads of all layers: TPOT",
         *("attention-processes", "focus", "TPOT", 1.10),
     ),
+    Target(
+        f"attention of two ranges of keys, as above{_ONE}: TPOT",
+        *("attention", "tracker", "TPOT", 1.05),
+    ),
+    Target(
+        f"the same of prompts' last tokens{_ONE}: prompt rate",
+        *("attention", _LAST, "prefill", 0.98),
+        most=False,
+    ),
+    Target(f"focus, as above{_ONE}: TPOT", *("attention", "focus", "TPOT", 1.10)),
     Target(
         "files of every prompt token, all layers, against what the disk does alone",
         *("peers", ALL_FILES, PROMPT, 0.9),

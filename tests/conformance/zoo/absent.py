@@ -24,12 +24,14 @@ ABSENT: dict[str, str] = {
     "MiniMaxM3SparseForCausalLM": _CUDA_ONLY,
     "PanguProMoEV2ForCausalLM": "transformers lacks it: the class of PanguUltraMoEForCausalLM, "
     "whose attention with learned sinks has kernels for GPUs alone",
-    "Qwen4ExpForCausalLM": _CUDA_ONLY,
+    "Qwen4ExpForCausalLM": f"{_CUDA_ONLY}; its class was measured on a GPU, below",
 }
 
 APART: dict[str, str] = {
     "vllm/models/glm5next/common/model.py:Glm5NextDecoderLayer": "tests.gpu.hyper on an H100 in "
     "bfloat16: read and steered at every point, against [formulas in plain PyTorch]"
     "(hook-contract.md#hyper-connections) ([output](measurements/h100-hyper.txt))",
+    "vllm/models/qwen4_exp/nvidia/model.py:Qwen4ExpDecoderLayer": "tests.gpu.hyper on an H100 in "
+    "bfloat16: the same ([output](measurements/h100-qwen4-exp.txt))",
 }
 """Classes measured otherwise than by `python -m tests.conformance`, and how."""

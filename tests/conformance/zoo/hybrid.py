@@ -124,8 +124,6 @@ HYBRID = (
         ),
         Adapter("backbone.layers", ()),
         adjust=_small_products,
-        note="that was a tiny model that magnified rounding (hook-contract.md); the one that is "
-        "here now was not run on a GPU yet",
     ),
     TinyModel(
         "falcon_mamba",
