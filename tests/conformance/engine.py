@@ -37,6 +37,10 @@ _ENVIRONMENT = {
     # Models this small lose time to threads; unbound, two test processes use two cores.
     "OMP_NUM_THREADS": "1",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    # Drafts of n-grams start Numba, which gives the process as many OpenMP threads as itself has.
+    # Upstream packs weights for the threads of the time, and keeps products by size alone: where
+    # packing depends on threads (AVX2), later engines of the process would multiply garbage.
+    "NUMBA_NUM_THREADS": "1",
 }
 
 _CUDA_ENVIRONMENT = {

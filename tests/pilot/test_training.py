@@ -388,5 +388,5 @@ def test_the_guard_bounds_the_divergence_from_below(bench: EngineBench) -> None:
     bounds = KlGuard(bench, texts, own=False)(steerings)
     likelier = KlGuard(bench, texts, own=True)(steerings)
     for whole, bound, other in zip(exact, bounds, likelier, strict=True):
-        assert whole > 0.001 and 0.9 * whole <= bound <= whole * (1 + 1e-5)
+        assert whole > 0.0001 and 0.9 * whole <= bound <= whole * (1 + 1e-5)
         assert not 0.9 * whole <= other <= whole * (1 + 1e-5)
