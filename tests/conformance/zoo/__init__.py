@@ -13,6 +13,7 @@ from .backend import BACKEND
 from .dense import DENSE
 from .hybrid import HYBRID
 from .latent import LATENT
+from .longcat import LONGCAT
 from .looped import LOOPED
 from .moe import MOE
 from .parallel import PARALLEL_ROWS
@@ -34,6 +35,7 @@ MODELS: dict[str, TinyModel] = {
         MOE,
         HYBRID,
         LATENT,
+        LONGCAT,
         SPARSE,
         LOOPED,
         TRANSLATED,

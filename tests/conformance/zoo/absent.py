@@ -18,12 +18,7 @@ ABSENT: dict[str, str] = {
     "GlmMoeDsaForCausalLM": _CUDA_ONLY,
     "InklingForCausalLM": _CUDA_ONLY,
     "InklingForConditionalGeneration": _CUDA_ONLY,
-    "K2HorizonForCausalLM": _NOT_THERE,
-    "LongcatFlashNgramForCausalLM": "transformers lacks it: the layers of LongcatFlashForCausalLM, "
-    "behind embeddings of n-grams",
     "MiniMaxM3SparseForCausalLM": _CUDA_ONLY,
-    "PanguProMoEV2ForCausalLM": "transformers lacks it: the class of PanguUltraMoEForCausalLM, "
-    "whose attention with learned sinks has kernels for GPUs alone",
     "Qwen4ExpForCausalLM": f"{_CUDA_ONLY}; its class was measured on a GPU, below",
 }
 

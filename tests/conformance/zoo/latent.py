@@ -4,8 +4,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -13,7 +11,7 @@ import transformers
 from transformers import PretrainedConfig
 
 from ..reference import Adapter
-from ..tiny import COMMON, HALF_STD, INNER, LAYERS, PARALLEL, Tensors, TinyModel, sizes
+from ..tiny import COMMON, HALF_STD, LAYERS, Tensors, TinyModel, sizes
 from .weights import experts_apart, renamed
 
 MLA: dict[str, Any] = {
@@ -95,46 +93,6 @@ def _mistral_large3(tensors: Tensors, _config: PretrainedConfig) -> Tensors:
         (r"mlp\.(gate|experts|shared_experts)\.", r"\1."),
         (r"mlp\.", "feed_forward."),
     )
-
-
-def _no_idle_experts(tensors: Tensors, config: PretrainedConfig) -> Tensors:
-    """Without weights that transformers keeps for experts that hand their input on."""
-    kept = {name: re.search(r"experts\.(\d+)\.", name) for name in tensors}
-    return {
-        name: tensors[name]
-        for name, found in kept.items()
-        if found is None or int(found[1]) < config.n_routed_experts
-    }
-
-
-def _chosen_with_bias(*, hidden_states: Any, gating_output: torch.Tensor, topk: int,
-    e_score_correction_bias: torch.Tensor, indices_type: torch.dtype | None, **_: Any,
-) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-    scores = gating_output.float().softmax(-1)
-    chosen = (scores + e_score_correction_bias).topk(topk, dim=-1).indices
-    return scores.gather(-1, chosen), chosen.to(indices_type or torch.int32)
-
-
-def _of_idle_experts(*, expert_indices: torch.Tensor, expert_scales: torch.Tensor, num_experts: int,
-    hidden_states: torch.Tensor, **_: Any,
-) -> torch.Tensor:  # fmt: skip
-    return (expert_scales * (expert_indices >= num_experts)).sum(-1, keepdim=True) * hidden_states
-
-
-@contextmanager
-def _routed_by_torch() -> Iterator[None]:
-    """Upstream has kernels of GPUs alone for experts that hand their input on, and for the choice
-    of experts with a bias where they are in no groups."""
-    import pytest
-
-    from vllm.model_executor.layers.fused_moe.router import zero_expert_router
-    from vllm.platforms import current_platform
-
-    with pytest.MonkeyPatch.context() as patch:
-        if current_platform.is_cpu():
-            patch.setattr(zero_expert_router, "fused_topk_bias", _chosen_with_bias)
-            patch.setattr(zero_expert_router, "zero_experts_compute_triton", _of_idle_experts)
-        yield
 
 
 HC_LANES = 3
@@ -238,38 +196,6 @@ LATENT = (
         engine=MLA_ENGINE,
         heads=_pairs_of_halves,
         note=MLA_NOTE + _ORDER,
-    ),
-    TinyModel(
-        "longcat_flash",
-        "LongcatFlashForCausalLM",
-        lambda: transformers.LongcatFlashConfig(
-            **sizes(
-                head_dim=None,
-                num_key_value_heads=None,
-                intermediate_size=None,
-                num_hidden_layers=None,
-            ),
-            **MLA,
-            num_layers=LAYERS,
-            ffn_hidden_size=INNER,
-            expert_ffn_hidden_size=64,
-            n_routed_experts=4,
-            zero_expert_num=2,
-            moe_topk=3,
-            routed_scaling_factor=1.6,
-        ),
-        PARALLEL,
-        checkpoint=_no_idle_experts,
-        config_json={
-            "zero_expert_type": "identity",
-            "mla_scale_q_lora": True,
-            "mla_scale_kv_lora": True,
-        },
-        embedding_std=HALF_STD,
-        engine=MLA_ENGINE,
-        upstream=_routed_by_torch,
-        note=f"two attentions a block, so no heads; {MLA_NOTE}; upstream routes to experts that "
-        "hand their input on by kernels of GPUs alone: run with torch's",
     ),
     TinyModel(
         "glm4_moe_lite",

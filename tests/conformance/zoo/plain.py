@@ -6,15 +6,17 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 from transformers import LlamaConfig, PretrainedConfig
 
+from ..k2_horizon import K2Horizon
 from ..plain import PlainDecoder
 from ..reference import Adapter
-from ..tiny import COMMON, HEADS, MAX_LENGTH, NO_HEAD_DIM, Tensors, TinyModel
+from ..tiny import COMMON, HEAD_DIM, HEADS, MAX_LENGTH, NO_HEAD_DIM, Tensors, TinyModel
 from .latent import MLA, MLA_ENGINE, MLA_NOTE
 from .weights import renamed, unchanged
 
@@ -35,8 +37,8 @@ def _model(
         fields: dict[str, Any] = {**sizes, "tie_word_embeddings": False, "plain": dict(plain)}
         return LlamaConfig(**fields)
 
-    fields = {"checkpoint": unchanged, "note": _NOTE, **fields}
-    return TinyModel(name, architecture, config, model=PlainDecoder, **fields)
+    fields = {"checkpoint": unchanged, "note": _NOTE, "model": PlainDecoder, **fields}
+    return TinyModel(name, architecture, config, **fields)
 
 
 def _step3(tensors: Tensors, _config: PretrainedConfig) -> Tensors:
@@ -60,6 +62,64 @@ def _pangu(tensors: Tensors, _config: PretrainedConfig) -> Tensors:
         (r"mlp_out_norm", "post_mlp_layernorm"),
         (r"gate\.e_score_correction_bias", "e_score_correction_bias"),
     )
+
+
+def _k2_horizon(tensors: Tensors, _config: PretrainedConfig) -> Tensors:
+    return renamed(
+        tensors,
+        (r"self_attn\.v_proj\.experts", "self_attn.v_experts"),
+        (r"self_attn\.v_proj\.router", "self_attn.v_router"),
+        (r"e_score_correction_bias", "bias"),
+    )
+
+
+_TURNED = 8
+"""Of the width of a K2 Horizon's head, what is rotated."""
+
+
+def _turned_first(point: str, rows: torch.Tensor) -> torch.Tensor:
+    """vLLM has what is rotated of queries and keys in front."""
+    if point not in ("q", "k"):
+        return rows
+    pairs = (
+        torch.arange(HEAD_DIM)
+        .view(2, -1)
+        .split([_TURNED // 2, HEAD_DIM // 2 - _TURNED // 2], dim=1)
+    )
+    return rows[..., torch.cat([part.flatten() for part in pairs])]
+
+
+def _values_by_experts(attention: Any, x: torch.Tensor) -> torch.Tensor:
+    from vllm.model_executor.models.k2_horizon import calc_router_weights
+
+    weights, chosen = calc_router_weights(
+        attention.v_router(x)[0],
+        attention.v_router.bias,
+        attention.router_score_func,
+        attention.num_experts_per_tok,
+        attention.router_scaling_factor,
+    )
+    every = x.new_zeros(len(x), attention.num_experts).scatter(1, chosen, weights)
+    each = [torch.nn.functional.silu(expert(x)[0]) for expert in attention.v_experts]
+    return (torch.stack(each, dim=2) * every[:, None]).sum(2)
+
+
+@contextmanager
+def _routed_by_torch() -> Iterator[None]:
+    """Upstream has kernels of GPUs alone for values by experts, and for the choice of experts by a
+    sigmoid where they are in no groups: one group comes to the same."""
+    import pytest
+
+    from vllm.model_executor.models import k2_horizon
+    from vllm.platforms import current_platform
+
+    with pytest.MonkeyPatch.context() as patch:
+        if current_platform.is_cpu():
+            attention = k2_horizon.K2HorizonMoVAAttention
+            patch.setattr(attention, "compute_mova_v_sparse", _values_by_experts)
+            one: dict[str, Any] = {"use_grouped_topk": True, "num_expert_group": 1, "topk_group": 1}
+            patch.setattr(k2_horizon, "FusedMoEFactory", partial(k2_horizon.FusedMoEFactory, **one))
+        yield
 
 
 _KV_HEADS = (2, 0, 1, 4)
@@ -187,5 +247,70 @@ PLAIN = (
         },
         engine=MLA_ENGINE,
         note=f"{_NOTE}; {MLA_NOTE}",
+    ),
+    _model(
+        "pangu_pro_moe_v2",
+        "PanguProMoEV2ForCausalLM",
+        {
+            "out_norms": True,
+            "experts": _EXPERTS,
+            "expert_width": _WIDTH,
+            "shared_width": _WIDTH,
+            "score": "sigmoid",
+            "corrected": True,
+            "renormalized": True,
+            "scale": 1.6,
+        },
+        adapter=Adapter("model.layers", ("attention_out_norm",)),
+        checkpoint=_pangu,
+        config_json={
+            "sandwich_norm": True,
+            "router_enable_expert_bias": True,
+            "n_routed_experts": _EXPERTS,
+            "num_experts_per_tok": 2,
+            "n_shared_experts": 1,
+            "moe_intermediate_size": _WIDTH,
+            "first_k_dense_replace": 1,
+            "norm_topk_prob": True,
+            "routed_scaling_factor": 1.6,
+        },
+        note=f"{_NOTE}; without sinks, whose attention has kernels for GPUs alone",
+    ),
+    _model(
+        "k2_horizon",
+        "K2HorizonForCausalLM",
+        {
+            "experts": _EXPERTS,
+            "expert_width": _WIDTH,
+            "shared_width": _WIDTH,
+            "score": "sigmoid",
+            "corrected": True,
+            "renormalized": True,
+            "scale": 1.6,
+        },
+        sizes={**COMMON, "rope_head_dim": _TURNED, "layernorm_num_groups": 3},
+        model=K2Horizon,
+        checkpoint=_k2_horizon,
+        config_json={
+            "query_key_norm": True,
+            "attention_gate_func": "softplus",
+            "num_experts": _EXPERTS,
+            "num_experts_per_tok": 2,
+            "num_shared_experts": 1,
+            "moe_intermediate_size": _WIDTH,
+            "moe_gate_bias": True,
+            "norm_topk_prob": True,
+            "router_score_func": "sigmoid",
+            "router_scaling_factor": 1.6,
+            "mova_num_experts": _EXPERTS,
+            "mova_num_experts_per_tok": 2,
+            "decoder_sparse_step": 1,
+            "mlp_only_layers": [0],
+        },
+        heads=_turned_first,
+        upstream=_routed_by_torch,
+        note="transformers lacks it: the reference is plain PyTorch, conformance/k2_horizon.py; "
+        "upstream has values by experts, and a choice of experts by sigmoid without groups, on "
+        "GPUs alone: run with torch's, and in one group",
     ),
 )
