@@ -51,6 +51,10 @@ class Plain:
     """Of a token for an expert, of the router's logits: softmax or sigmoid."""
     corrected: bool = False
     """Experts are chosen by score + bias, and weighted by score."""
+    groups: int = 1
+    """Of as many experts each; a token takes those of `top_groups` of them, chosen by the sum of
+    their two best."""
+    top_groups: int = 1
     renormalized: bool = False
     """Weights of the chosen are divided by their sum."""
     scale: float = 1.0
@@ -188,7 +192,12 @@ class Router(nn.Linear):
         logits = super().forward(x)
         scores = logits.softmax(-1) if self.plain.score == "softmax" else logits.sigmoid()
         bias = self.get_buffer("e_score_correction_bias") if self.plain.corrected else 0.0
-        chosen = (scores + bias).topk(self.plain.top, dim=-1).indices
+        apart = (scores + bias).unflatten(-1, (self.plain.groups, -1))
+        if self.plain.groups > 1:
+            best = apart.topk(2, dim=-1).values.sum(-1).topk(self.plain.top_groups, dim=-1).indices
+            taken = torch.zeros_like(apart[..., 0], dtype=torch.bool).scatter(-1, best, True)
+            apart = apart.masked_fill(~taken[..., None], -torch.inf)
+        chosen = apart.flatten(-2).topk(self.plain.top, dim=-1).indices
         kept = torch.zeros_like(scores).scatter(-1, chosen, scores.gather(-1, chosen))
         if self.plain.renormalized:
             kept = kept / kept.sum(-1, keepdim=True)

@@ -3,19 +3,17 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
-import transformers
 from transformers import LlamaConfig, PreTrainedModel
 
 from tests.conformance import models
 from tests.conformance.plain import PlainDecoder
 from tests.conformance.runner import prompts, worst_row
 from tests.conformance.tiny import NO_HEAD_DIM, TinyModel
-from tests.conformance.zoo.latent import LATENT, MLA, ROUTED
+from tests.conformance.zoo.latent import MLA, ROUTED
 from tests.conformance.zoo.weights import experts_apart
 
 pytestmark = pytest.mark.quick
@@ -30,18 +28,11 @@ LATENT_PLAIN: dict[str, Any] = {
     "shared_width": ROUTED["moe_intermediate_size"],
     "score": "sigmoid",
     "corrected": True,
+    "groups": ROUTED["n_group"],
+    "top_groups": ROUTED["topk_group"],
     "renormalized": True,
     "scale": ROUTED["routed_scaling_factor"],
 }
-
-
-def _deepseek() -> TinyModel:
-    """In one group, which is all that the plain one has."""
-    (row,) = (row for row in LATENT if row.name == "deepseek_v3")
-    config = transformers.DeepseekV3Config(
-        **{**row.config().to_dict(), "n_group": 1, "topk_group": 1}
-    )
-    return replace(row, config=lambda: config)
 
 
 def _beside(model: PreTrainedModel, plain: dict[str, Any]) -> PlainDecoder:
@@ -62,11 +53,12 @@ def _beside(model: PreTrainedModel, plain: dict[str, Any]) -> PlainDecoder:
     ("row", "plain", "changed"),
     [
         (models.MODELS["internlm3"], {}, {"root_alibi": True}),
-        (_deepseek(), LATENT_PLAIN, {"scale": 1.0}),
-        (_deepseek(), LATENT_PLAIN, {"renormalized": False}),
-        (_deepseek(), LATENT_PLAIN, {"score": "softmax"}),
+        (models.MODELS["deepseek_v3"], LATENT_PLAIN, {"scale": 1.0}),
+        (models.MODELS["deepseek_v3"], LATENT_PLAIN, {"renormalized": False}),
+        (models.MODELS["deepseek_v3"], LATENT_PLAIN, {"score": "softmax"}),
+        (models.MODELS["deepseek_v3"], LATENT_PLAIN, {"groups": 1}),
     ],
-    ids=("llama", "deepseek scale", "deepseek sum", "deepseek score"),
+    ids=("llama", "deepseek scale", "deepseek sum", "deepseek score", "deepseek groups"),
 )
 @torch.inference_mode()
 def test_plain_is_transformers(

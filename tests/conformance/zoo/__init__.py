@@ -10,6 +10,7 @@ from __future__ import annotations
 from ..tiny import TinyModel
 from .again import AGAIN
 from .backend import BACKEND
+from .bailing import BAILING
 from .dense import DENSE
 from .hybrid import HYBRID
 from .latent import LATENT
@@ -40,6 +41,7 @@ MODELS: dict[str, TinyModel] = {
         LOOPED,
         TRANSLATED,
         PLAIN,
+        BAILING,
         AGAIN,
         BACKEND,
         PICTURE_ROWS,
