@@ -241,8 +241,8 @@ class Block(nn.Module):
         hidden, eps = config.hidden_size, config.rms_norm_eps
         kv_heads = plain.kv_heads[layer] if plain.kv_heads else config.num_key_value_heads
         width = plain.widths[layer] if plain.widths else config.intermediate_size
-        self.input_layernorm = nn.RMSNorm(hidden, eps) if kv_heads else Nothing()
-        self.post_attention_layernorm = nn.RMSNorm(hidden, eps) if width else Nothing()
+        self.input_layernorm: nn.Module = nn.RMSNorm(hidden, eps) if kv_heads else Nothing()
+        self.post_attention_layernorm: nn.Module = nn.RMSNorm(hidden, eps) if width else Nothing()
         if plain.out_norms:
             self.attention_out_norm = nn.RMSNorm(hidden, eps)
             self.mlp_out_norm = nn.RMSNorm(hidden, eps)

@@ -82,7 +82,7 @@ def _step3p5(tensors: Tensors, _config: PretrainedConfig) -> Tensors:
 
 
 @contextmanager
-def _one_group() -> Iterator[None]:
+def one_group() -> Iterator[None]:
     """Upstream's router on CPUs knows sigmoids of experts in groups alone: all are in one."""
     import pytest
 
@@ -331,7 +331,7 @@ MOE = (
                 "head_dim": 32,
             },
         },
-        upstream=_one_group,
+        upstream=one_group,
         note="the text part of transformers' Step 3.7; upstream's router on CPUs knows sigmoids of "
         "experts in groups alone: run as one group",
     ),

@@ -6,7 +6,6 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,6 +17,7 @@ from ..plain import PlainDecoder
 from ..reference import Adapter
 from ..tiny import COMMON, HEAD_DIM, HEADS, MAX_LENGTH, NO_HEAD_DIM, Tensors, TinyModel
 from .latent import MLA, MLA_ENGINE, MLA_NOTE
+from .moe import one_group
 from .weights import renamed, unchanged
 
 _NOTE = "transformers lacks it: the reference is plain PyTorch, conformance/plain.py"
@@ -105,20 +105,16 @@ def _values_by_experts(attention: Any, x: torch.Tensor) -> torch.Tensor:
 
 
 @contextmanager
-def _routed_by_torch() -> Iterator[None]:
-    """Upstream has kernels of GPUs alone for values by experts, and for the choice of experts by a
-    sigmoid where they are in no groups: one group comes to the same."""
+def _values_by_torch() -> Iterator[None]:
+    """Upstream has kernels of GPUs alone for values by experts."""
     import pytest
 
-    from vllm.model_executor.models import k2_horizon
+    from vllm.model_executor.models.k2_horizon import K2HorizonMoVAAttention
     from vllm.platforms import current_platform
 
-    with pytest.MonkeyPatch.context() as patch:
+    with one_group(), pytest.MonkeyPatch.context() as patch:
         if current_platform.is_cpu():
-            attention = k2_horizon.K2HorizonMoVAAttention
-            patch.setattr(attention, "compute_mova_v_sparse", _values_by_experts)
-            one: dict[str, Any] = {"use_grouped_topk": True, "num_expert_group": 1, "topk_group": 1}
-            patch.setattr(k2_horizon, "FusedMoEFactory", partial(k2_horizon.FusedMoEFactory, **one))
+            patch.setattr(K2HorizonMoVAAttention, "compute_mova_v_sparse", _values_by_experts)
         yield
 
 
@@ -308,9 +304,9 @@ PLAIN = (
             "mlp_only_layers": [0],
         },
         heads=_turned_first,
-        upstream=_routed_by_torch,
+        upstream=_values_by_torch,
         note="transformers lacks it: the reference is plain PyTorch, conformance/k2_horizon.py; "
-        "upstream has values by experts, and a choice of experts by sigmoid without groups, on "
-        "GPUs alone: run with torch's, and in one group",
+        "upstream has values by experts on GPUs alone: run with torch's; its router on CPUs knows "
+        "sigmoids of experts in groups alone: run as one group",
     ),
 )
