@@ -61,7 +61,7 @@ class Plain:
     """Times the sum over the chosen, not the shared."""
 
 
-def _rotated(x: torch.Tensor, theta: float, pairs: bool) -> torch.Tensor:
+def rotated(x: torch.Tensor, theta: float, pairs: bool) -> torch.Tensor:
     """[1, heads, n, width] turned by position: x[i] with x[i + width/2], or neighbours."""
     half = x.shape[-1] // 2
     angles = torch.arange(x.shape[2])[:, None] * theta ** (-torch.arange(half) / half)
@@ -95,7 +95,7 @@ def eager_attention_forward(
     return (weights @ v).transpose(1, 2), weights
 
 
-def _linear(inner: int, outer: int) -> nn.Linear:
+def linear(inner: int, outer: int) -> nn.Linear:
     return nn.Linear(inner, outer, bias=False)
 
 
@@ -108,13 +108,13 @@ class Attention(nn.Module):
         assert width is not None and config.rope_parameters is not None
         self.width, self.theta = width, float(config.rope_parameters["rope_theta"] or 0)
         queries = config.num_attention_heads * width
-        self.q_proj = _linear(hidden, plain.query_latent or queries)
+        self.q_proj = linear(hidden, plain.query_latent or queries)
         if plain.query_latent:
             self.inter_norm = nn.RMSNorm(plain.query_latent, config.rms_norm_eps)
-            self.wq = _linear(plain.query_latent, queries)
-        self.k_proj = _linear(hidden, kv_heads * width)
-        self.v_proj = _linear(hidden, kv_heads * width)
-        self.o_proj = _linear(queries, hidden)
+            self.wq = linear(plain.query_latent, queries)
+        self.k_proj = linear(hidden, kv_heads * width)
+        self.v_proj = linear(hidden, kv_heads * width)
+        self.o_proj = linear(queries, hidden)
         self.latent, self.root_alibi = bool(plain.query_latent), plain.root_alibi
 
     def forward(self, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
@@ -126,7 +126,7 @@ class Attention(nn.Module):
         if self.root_alibi:
             mask = mask + _root_alibi(q.shape[1], q.shape[2])
         else:
-            q, k = (_rotated(y, self.theta, False) for y in (q, k))
+            q, k = (rotated(y, self.theta, False) for y in (q, k))
         out, _ = eager_attention_forward(self, q, k, v, mask)
         return self.o_proj(out.flatten(2))
 
@@ -140,13 +140,13 @@ class LatentAttention(nn.Module):
         assert config.rope_parameters is not None
         self.plain, self.theta = plain, float(config.rope_parameters["rope_theta"] or 0)
         width = plain.plain_width + plain.rotated_width
-        self.q_a_proj = _linear(hidden, plain.query_latent)
+        self.q_a_proj = linear(hidden, plain.query_latent)
         self.q_a_layernorm = nn.RMSNorm(plain.query_latent, eps)
-        self.q_b_proj = _linear(plain.query_latent, heads * width)
-        self.kv_a_proj_with_mqa = _linear(hidden, plain.latent + plain.rotated_width)
+        self.q_b_proj = linear(plain.query_latent, heads * width)
+        self.kv_a_proj_with_mqa = linear(hidden, plain.latent + plain.rotated_width)
         self.kv_a_layernorm = nn.RMSNorm(plain.latent, eps)
-        self.kv_b_proj = _linear(plain.latent, heads * (plain.plain_width + plain.value_width))
-        self.o_proj = _linear(heads * plain.value_width, hidden)
+        self.kv_b_proj = linear(plain.latent, heads * (plain.plain_width + plain.value_width))
+        self.o_proj: nn.Module = linear(heads * plain.value_width, hidden)
 
     def forward(self, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
         """The branch."""
@@ -159,8 +159,8 @@ class LatentAttention(nn.Module):
         kv = kv.unflatten(-1, (-1, plain.plain_width + plain.value_width)).transpose(1, 2)
         k, v = kv.split([plain.plain_width, plain.value_width], dim=-1)
         q, turned = q.split([plain.plain_width, plain.rotated_width], dim=-1)
-        one = _rotated(one[:, None], self.theta, True).expand(-1, k.shape[1], -1, -1)
-        q = torch.cat([q, _rotated(turned, self.theta, True)], dim=-1)
+        one = rotated(one[:, None], self.theta, True).expand(-1, k.shape[1], -1, -1)
+        q = torch.cat([q, rotated(turned, self.theta, True)], dim=-1)
         out, _ = eager_attention_forward(self, q, torch.cat([k, one], dim=-1), v, mask)
         return self.o_proj(out.flatten(2))
 
@@ -170,8 +170,8 @@ class Mlp(nn.Module):
 
     def __init__(self, hidden: int, width: int) -> None:
         super().__init__()
-        self.gate_proj, self.up_proj = _linear(hidden, width), _linear(hidden, width)
-        self.down_proj = _linear(width, hidden)
+        self.gate_proj, self.up_proj = linear(hidden, width), linear(hidden, width)
+        self.down_proj = linear(width, hidden)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """The branch."""
@@ -291,7 +291,7 @@ class PlainDecoder(PreTrainedModel):
     def __init__(self, config: LlamaConfig) -> None:
         super().__init__(config)
         self.model = Body(config)
-        self.lm_head = _linear(config.hidden_size, config.vocab_size)
+        self.lm_head = linear(config.hidden_size, config.vocab_size)
         self.post_init()
 
     def forward(self, input_ids: torch.Tensor, **_: Any) -> CausalLMOutput:

@@ -7,11 +7,9 @@ patches/taps.
 
 from __future__ import annotations
 
-_NOT_THERE = "transformers lacks it, and no other model there computes the same"
 _CUDA_ONLY = "vLLM has no CPU code for it (vllm.models.*)"
 
 ABSENT: dict[str, str] = {
-    "BailingMoeV3ForCausalLM": _NOT_THERE,
     "DeepseekV32ForCausalLM": _CUDA_ONLY,
     "Glm5NextForCausalLM": f"{_CUDA_ONLY}; its class was measured on a GPU, below",
     "GlmMoeDsaForCausalLM": _CUDA_ONLY,
