@@ -4,7 +4,7 @@ GPU or two. A line each test, exit status 1 if one fails that is not listed as i
 
     python3 -m tests.gpu.lens --prepare build/gpu/lens     # where there is a network, with any pip
     python -m tests.gpu.lens --theirs build/gpu/lens       # on the GPU host
-    python -m tests.gpu.lens --theirs build/gpu/lens --gpus 2
+    python -m tests.gpu.lens --theirs build/gpu/lens --gpus 2 [--only test_steering ...]
 
 `--prepare` leaves their wheel in the folder, and what of its tests' needs a GPU host may lack, for
 CPython 3.12. With two GPUs every engine has two ranks: tensor parallel ones where a test of theirs
@@ -130,6 +130,8 @@ def main() -> None:
     parser.add_argument("--theirs", type=Path, default=Path("build/gpu/lens"))
     parser.add_argument("--gpus", type=int, choices=[1, 2], default=1)
     parser.add_argument("--runners", nargs="*", default=["v2", "v1"])
+    known = sorted({m for sets in MODULES.values() for modules in sets for m in modules})
+    parser.add_argument("--only", nargs="*", choices=known, default=known, help="modules of theirs")
     parser.add_argument("--jobs", type=int, default=4)
     parser.add_argument("--timeout", type=float, default=550)
     args = parser.parse_args()
@@ -138,9 +140,10 @@ def main() -> None:
         return
     sys.path.insert(0, str(args.theirs.resolve()))  # zstandard, for who lacks it
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    chosen = [[m for m in modules if m in args.only] for modules in MODULES[args.gpus]]
     jobs = [
         (runner, modules)
-        for modules in MODULES[args.gpus]
+        for modules in filter(None, chosen)
         for runner in args.runners
         if runner == "v2" or modules != ["test_activations_pp"]
     ]
