@@ -90,18 +90,14 @@ def greedy(**fields: Any) -> dict[str, Any]:
     return {"model": NAME, "temperature": 0, "max_tokens": 6, "ignore_eos": True, **fields}
 
 
-@contextmanager
-def serve(
+def start(
     model: Path,
     log: Path,
     *options: str,
     env: Mapping[str, str] | None = None,
     base: tuple[str, ...] = OPTIONS,
-) -> Iterator[Server]:
-    """A server that answers, stopped at the end."""
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        port = found.getsockname()[1]
+) -> subprocess.Popen[bytes]:
+    """`vllm serve` in a process of its own, which writes to `log`."""
     settings = {
         **os.environ,
         "PYTHONPATH": str(Path(vllm.__file__).parents[1]),
@@ -112,20 +108,47 @@ def serve(
         **(env or {}),
     }
     command = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", str(model)]
-    command += [*base, *options, "--host=127.0.0.1", f"--port={port}"]
     with log.open("wb") as out:
-        process = subprocess.Popen(command, env=settings, stdout=out, stderr=subprocess.STDOUT)
+        return subprocess.Popen(
+            [*command, *base, *options], env=settings, stdout=out, stderr=subprocess.STDOUT
+        )
+
+
+def stop(process: subprocess.Popen[bytes]) -> None:
+    """End it, by force if it does not."""
+    process.terminate()
+    try:
+        process.wait(30)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
+
+
+def free_port() -> int:
+    """A port of this host that nobody has now."""
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        return int(found.getsockname()[1])
+
+
+@contextmanager
+def serve(
+    model: Path,
+    log: Path,
+    *options: str,
+    env: Mapping[str, str] | None = None,
+    base: tuple[str, ...] = OPTIONS,
+) -> Iterator[Server]:
+    """A server that answers, stopped at the end."""
+    port = free_port()
+    listening = ("--host=127.0.0.1", f"--port={port}")
+    process = start(model, log, *options, *listening, env=env, base=base)
     server = Server(f"http://127.0.0.1:{port}", log, process)
     try:
         wait_for(server)
         yield server
     finally:
-        process.terminate()
-        try:
-            process.wait(30)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
+        stop(process)
 
 
 def wait_for(server: Server) -> None:

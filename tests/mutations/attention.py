@@ -17,12 +17,13 @@ from vllm.v1.interventions.focus import SHARE
 from vllm.v1.interventions.frontend import focus_request, segments
 from vllm.v1.interventions.scheduler import block_identity
 from vllm.v1.interventions.worker import (
-    attention_check,
+    attention_layers,
     attention_reader,
     block_attention,
     focus_table,
     focused_weights,
     layer_reader,
+    tap_check,
     token_map,
 )
 from vllm.v1.interventions.worker.focus_table import FocusTable
@@ -70,10 +71,14 @@ def _interleaved(patch: pytest.MonkeyPatch) -> None:
 
 
 def _next_group(patch: pytest.MonkeyPatch) -> None:
-    right = attention_check.group_of
-    patch.setattr(
-        attention_check, "group_of", lambda m, groups: (right(m, groups) + 1) % len(groups)
-    )
+    right = attention_layers.key_tables
+
+    def next_group(runner: Any, modules: Any) -> Any:
+        tables = right(runner, modules)
+        groups = len(runner.kv_cache_config.kv_cache_groups)
+        return {n: t._replace(group=(t.group + 1) % groups) for n, t in tables.items()}
+
+    patch.setattr(tap_check, "key_tables", next_group)
 
 
 PROVED: dict[str, tuple[str, Change]] = {

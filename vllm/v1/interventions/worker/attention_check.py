@@ -17,7 +17,7 @@ from vllm.logger import init_logger
 from vllm.model_executor.layers.attention.mla_attention import MLAAttention
 from vllm.v1.interventions.focus import FACTOR, SHARE
 from vllm.v1.interventions.plan import Site
-from vllm.v1.interventions.worker.attention_layers import group_of
+from vllm.v1.interventions.worker.attention_layers import KeyTable
 from vllm.v1.interventions.worker.attention_reader import AttentionReader
 from vllm.v1.interventions.worker.kv_pages import unreadable
 from vllm.v1.interventions.worker.latent_reader import LatentReader
@@ -43,16 +43,14 @@ AttendingRun = Callable[[int, Fill], Any]
 
 def prove_attention(
     interventions: "WorkerInterventions",
-    groups: Sequence[Sequence[str]],
-    tables: Sequence[torch.Tensor],
+    tables: Mapping[int, KeyTable],
     run: AttendingRun,
     most_keys: int,
 ) -> dict[int, str]:
     """Find out of which layers weights can be read, and have those read.
 
     Args:
-        groups: the names of the layers of each KV group.
-        tables: int32 [requests, blocks] on the device, the runner's of each group.
+        tables: of each layer with attention.
         most_keys: with how many a dummy token may run; it would get fewer than asked for.
 
     Returns:
@@ -66,14 +64,12 @@ def prove_attention(
     tp = get_tp_group()
     focused = {} if interventions.focus is None else interventions.focus.table.at
     layers: dict[int, LayerReader] = {}
-    of_layer: dict[int, int] = {}
     for layer, module in interventions.attention.items():
         why = unreadable(module)
         if why:
             unread[layer] = why
             continue
-        of_layer[layer] = group_of(module, groups)
-        table, rank = tables[of_layer[layer]], tp.rank_in_group
+        table, rank = tables[layer].pages, tp.rank_in_group
         if isinstance(module, MLAAttention):
             layers[layer] = LatentReader(module, table, rank)
         else:
@@ -83,7 +79,7 @@ def prove_attention(
         why = f"its start-up proof needs capture_buffer_bytes={needed * shape.row_bytes} or more"
         unread |= dict.fromkeys(layers, why)
         layers.clear()
-    for layer, error in _errors(interventions, layers, of_layer, run, most_keys).items():
+    for layer, error in _errors(interventions, layers, tables, run, most_keys).items():
         limit = TOLERANCE.get(shape.torch_dtype, ROUNDED)
         if not error <= limit:
             backend = interventions.attention[layer].attn_backend.get_name()
@@ -102,7 +98,7 @@ def prove_attention(
 def _errors(
     interventions: "WorkerInterventions",
     layers: Mapping[int, LayerReader],
-    group_of: Mapping[int, int],
+    tables: Mapping[int, KeyTable],
     run: AttendingRun,
     most_keys: int,
 ) -> dict[int, float]:
@@ -118,17 +114,18 @@ def _errors(
         for site in (("q", layer), ("z", layer)):
             rows[site] = needed
             needed += shape.arena_rows(site)
-    blocks, keys = _lend(layers, group_of, most_keys)
+    blocks, keys = _lend(layers, tables, most_keys)
+    lent = {layer: tables[layer].pages_of(blocks[tables[layer].group]) for layer in layers}
     generator = torch.Generator(arena.device).manual_seed(0)
     for layer, reader in layers.items():
         for pages in reader.pages:
-            lent = pages[blocks[group_of[layer]].long()]
-            noise = torch.randn(lent.shape, generator=generator, device=arena.device)
-            pages[blocks[group_of[layer]].long()] = noise.to(pages.dtype)
+            shape_of = (len(lent[layer]), *pages.shape[1:])
+            noise = torch.randn(shape_of, generator=generator, device=arena.device)
+            pages[lent[layer].long()] = noise.to(pages.dtype)
 
-    def fill(tables: Sequence[torch.Tensor]) -> None:
+    def fill(of_groups: Sequence[torch.Tensor]) -> None:
         for group, numbers in blocks.items():
-            tables[group][:, : len(numbers)] = numbers.to(tables[group].device)
+            of_groups[group][:, : len(numbers)] = numbers.to(of_groups[group].device)
 
     errors = dict.fromkeys(layers, 0.0)
     focus = interventions.focus
@@ -146,7 +143,7 @@ def _errors(
                     .float()
                     for site in (("q", layer), ("z", layer))
                 )
-                made = _attended(reader, q, blocks[group_of[layer]], keys, program)
+                made = _attended(reader, q, lent[layer], keys, program)
                 off = (made - z).norm(dim=-1) / z.norm(dim=-1).clamp_min(1e-6)
                 # NaN, too, is an error.
                 errors[layer] = float(torch.maximum(off.max(), off.new_tensor(errors[layer])))
@@ -155,40 +152,45 @@ def _errors(
         focus.warm()
     for layer, reader in layers.items():
         for pages in reader.pages:
-            pages[blocks[group_of[layer]].long()] = 0
+            pages[lent[layer].long()] = 0
     return errors
 
 
 def _lend(
-    layers: Mapping[int, LayerReader], group_of: Mapping[int, int], most_keys: int
+    layers: Mapping[int, LayerReader], tables: Mapping[int, KeyTable], most_keys: int
 ) -> tuple[dict[int, torch.Tensor], int]:
     """Blocks of each group, of its own since groups share memory, and how many keys they have: more
     than a window or chunk where there is room."""
-    first = {group: reader for layer, reader in layers.items() for group in [group_of[layer]]}
+    first = {tables[layer].group: layer for layer in layers}
     sights = [reader.sight for reader in layers.values()]
+    # Of a block, which may have several pages.
+    tokens = {n: r.pages.tokens * tables[n].pages_a_block for n, r in layers.items()}
+    number = {n: len(layers[n].pages.keys) // tables[n].apart for n in first.values()}
     keys = max(max(sight.window, sight.chunk) for sight in sights)
-    keys += 2 * max(reader.pages.tokens for reader in layers.values()) + 1
+    keys += 2 * max(tokens.values()) + 1
     keys = min(keys, most_keys)
-    for reader in first.values():
-        number, tokens = len(reader.pages.keys), reader.pages.tokens
-        keys = min(keys, tokens * min(number // (max(first) + 2), reader.table.shape[1]))
+    for n in first.values():
+        keys = min(keys, tokens[n] * (number[n] // (max(first) + 2)))
+        keys = min(keys, layers[n].pages.tokens * tables[n].pages.shape[1])
     blocks = {}
-    for group, reader in first.items():
+    for group, n in first.items():
         # From the end: what other mixers of a dummy run write to are the first ones.
-        size = -(-keys // reader.pages.tokens)
-        stop = len(reader.pages.keys) - group * size
-        blocks[group] = torch.arange(stop - size, stop, device=reader.table.device).flip(0)
+        size = -(-keys // tokens[n])
+        stop = number[n] - group * size
+        blocks[group] = torch.arange(
+            stop - size, stop, dtype=torch.int32, device=tables[n].pages.device
+        ).flip(0)
     return blocks, keys
 
 
 def _attended(
-    reader: LayerReader, q: torch.Tensor, blocks: torch.Tensor, keys: int, program: int
+    reader: LayerReader, q: torch.Tensor, pages: torch.Tensor, keys: int, program: int
 ) -> torch.Tensor:
     """The sum of weights times values of a query at the last key, [heads, E], by the reader; under
     a focus program, 0 for none."""
     [sites] = AttentionReader({0: reader}, q.device).sites([(0, tuple(reader.heads))])
     kept = reader.table[0].clone()
-    reader.table[0, : len(blocks)] = blocks
+    reader.table[0, : len(pages)] = pages
     at = torch.tensor([keys - 1], device=q.device)
     programs = torch.tensor([program], device=q.device) if program else None
     queriers = Queriers.of([0], [1], [()], q.device)._replace(programs=programs)

@@ -2,7 +2,7 @@
 """Which modules of a loaded model are its layers' attention, and what heads they have."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import nn
@@ -11,6 +11,9 @@ from vllm.distributed import get_tensor_model_parallel_world_size
 from vllm.model_executor.layers.attention.attention import Attention
 from vllm.model_executor.layers.attention.mla_attention import MLAAttention
 from vllm.model_executor.layers.linear import QKVParallelLinear
+
+if TYPE_CHECKING:
+    from vllm.v1.worker.utils import AttentionGroup
 
 
 class AttentionHeads(NamedTuple):
@@ -61,30 +64,60 @@ def _latent_heads_of(module: MLAAttention) -> AttentionHeads:
     return AttentionHeads(module, {"q": (heads, query), "z": (heads, module.v_head_dim)}, 1)
 
 
-def block_tables(runner: Any) -> list[torch.Tensor]:
-    """Which blocks have the keys of each request of the batch, in batch order: int32 [requests,
-    blocks] on the device of each KV group, tensors that a runner keeps."""
+class KeyTable(NamedTuple):
+    """Which pages have the keys of a layer."""
+
+    pages: torch.Tensor
+    """int32 [requests, pages] on the device, in batch order: what the layer's backend reads, a
+    tensor that a runner keeps."""
+    group: int
+    """Which of the KV groups; those of a group have one table of blocks."""
+    splits: "AttentionGroup | None" = None
+    """Writes `pages` in each step, where a backend takes smaller ones than the group's blocks."""
+
+    @property
+    def pages_a_block(self) -> int:
+        """How many pages a block has."""
+        offsets = None if self.splits is None else self.splits.kernel_block_offsets
+        return 1 if offsets is None else len(offsets)
+
+    @property
+    def apart(self) -> int:
+        """How many numbers of pages lie between the first of a block and of the next: more than it
+        has where those of other layers are between."""
+        return (self.splits and self.splits.kernel_block_stride) or self.pages_a_block
+
+    def pages_of(self, blocks: torch.Tensor) -> torch.Tensor:
+        """The numbers of the pages of blocks: int32 [blocks] -> [pages]."""
+        if self.splits is None:
+            return blocks
+        return self.splits.map_to_kernel_block_table(blocks[None])[0].clone()
+
+
+def key_tables(runner: Any, modules: Mapping[int, Attention | MLAAttention]) -> dict[int, KeyTable]:
+    """The table of each layer's keys."""
     if runner.vllm_config.use_v2_model_runner:
-        return list(runner.block_tables.input_block_tables)
-    return [table.block_table.gpu for table in runner.input_batch.block_table.block_tables]
+        tables = list(runner.block_tables.input_block_tables)
+    else:
+        tables = [table.block_table.gpu for table in runner.input_batch.block_table.block_tables]
+    groups = [group.layer_names for group in runner.kv_cache_config.kv_cache_groups]
+    every = [attending for of_cache in runner.attn_groups for attending in of_cache]
+    split = [attending for attending in every if attending.kernel_block_table is not None]
+    found = {}
+    for layer, module in modules.items():
+        group, splits = group_of(module, groups) or 0, None
+        pages = tables[group]
+        own = group_of(module, [attending.layer_names for attending in split])
+        if own is not None:
+            splits = split[own]
+            pages = splits.kernel_block_table[0]
+        found[layer] = KeyTable(pages, group, splits)
+    return found
 
 
-def group_of(module: Attention | MLAAttention, groups: Sequence[Sequence[str]]) -> int:
-    """In which of the KV groups, given by their layers' names, a layer's keys are."""
+def group_of(module: Attention | MLAAttention, groups: Sequence[Sequence[str]]) -> int | None:
+    """Which of the groups, given by their layers' names, has a layer's keys."""
     # A layer that has the pages of another may be in no group.
     shared = module.kv_sharing_target_layer_name if isinstance(module, Attention) else None
     names = (module.layer_name, shared)
-    return next((i for name in names for i, own in enumerate(groups) if name in own), 0)
-
-
-def block_tables_of(
-    runner: Any, modules: Mapping[int, Attention | MLAAttention]
-) -> dict[int, torch.Tensor]:
-    """The block table of each layer that has keys of heads."""
-    tables = block_tables(runner)
-    groups = [group.layer_names for group in runner.kv_cache_config.kv_cache_groups]
-    return {
-        layer: tables[group_of(module, groups)]
-        for layer, module in modules.items()
-        if isinstance(module, Attention)
-    }
+    return next((i for name in names for i, own in enumerate(groups) if name in own), None)

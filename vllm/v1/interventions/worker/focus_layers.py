@@ -14,7 +14,7 @@ from vllm.model_executor.layers.attention_taps import FOCUS_OP, HeadTaps
 from vllm.v1.attention.backends.flash_attn import FlashAttentionImpl
 from vllm.v1.interventions.focus import MAX_RUNS, FocusOp
 from vllm.v1.interventions.messages import PlacedFocus
-from vllm.v1.interventions.worker.attention_layers import block_tables_of
+from vllm.v1.interventions.worker.attention_layers import key_tables
 from vllm.v1.interventions.worker.focus_kernel import Workspace
 from vllm.v1.interventions.worker.focus_table import FocusedAttention, FocusTable
 from vllm.v1.interventions.worker.token_map import TokenMap
@@ -74,11 +74,11 @@ class FocusLayers:
             runner: a model runner of upstream's.
             tokens: of each step.
         """
-        tables = block_tables_of(runner, self._modules)
+        tables = key_tables(runner, self._modules)
         for layer, taps in self.taps.items():
             module = self._modules[layer]
             taps.focused = self._focused[layer] = FocusedAttention(
-                module, tables[layer], tokens, self.table.at[layer], self._workspace
+                module, tables[layer].pages, tokens, self.table.at[layer], self._workspace
             )
             taps.wants_lse = self._workspace is not None and _gives_lse(module.impl)
 

@@ -18,7 +18,7 @@ from vllm.logger import init_logger
 from vllm.model_executor.layers.attention.attention import Attention
 from vllm.v1.interventions.plan import Site, TapShape
 from vllm.v1.interventions.worker.attention_check import Fill, prove_attention
-from vllm.v1.interventions.worker.attention_layers import block_tables
+from vllm.v1.interventions.worker.attention_layers import key_tables
 from vllm.v1.interventions.worker.kv_pages import form_of
 from vllm.v1.interventions.worker.lens_check import prove_lenses
 
@@ -85,9 +85,9 @@ def check_worker(worker: Any) -> TapShape | None:
                     )
 
         shape = interventions.shape
-        groups = [group.layer_names for group in runner.kv_cache_config.kv_cache_groups]
         most_keys = max(runner.max_model_len - NUM_TOKENS, 1)
-        unread = prove_attention(interventions, groups, block_tables(runner), run, most_keys)
+        tables = key_tables(runner, interventions.attention)
+        unread = prove_attention(interventions, tables, run, most_keys)
     interventions.started()
     points = runner.vllm_config.capture_config.capture_points
     forms = {
