@@ -106,6 +106,8 @@ class TapShape(msgspec.Struct, frozen=True):
 
     lanes: int = 1
     """How many lanes of hidden_size the stream has."""
+    senders: int = 1
+    """How many workers of a pipeline stage share the rows of a step of many."""
     whole_prompts: bool = False
     """Whether a prompt's tokens see each other both ways, so that one step has all of them."""
 
@@ -307,7 +309,7 @@ class CapturePlan(msgspec.Struct, frozen=True):
     streams: list[Stream]
     consumers: dict[str, Selection]
     arena_rows: int
-    """How many rows of hidden_size a position takes on the device."""
+    """How many rows of hidden_size a position takes on a device, at most, where all send."""
     hidden_size: int
     dtype: str
     """The model's dtype."""

@@ -3,6 +3,7 @@
 
 import copy
 import sys
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import chain
 from typing import Any, TypeVar
@@ -17,6 +18,7 @@ from vllm.config.steering import POINTS
 from vllm.sampling_params import SamplingParams
 from vllm.v1.capture.consumer import SHARED_FIELDS, CaptureConsumer
 from vllm.v1.capture.registry import INLINE, ConsumerSpec
+from vllm.v1.interventions.capture_groups import largest_share
 from vllm.v1.interventions.errors import need_mapping, reject, show, show_key
 from vllm.v1.interventions.frontend.attention_request import attention_selection
 from vllm.v1.interventions.frontend.capture_streams import Streams, union
@@ -138,12 +140,15 @@ def parse_capture(
     made = sum(s.row_bytes * len(s.sites) for s in placed if s.differs or s.reads is not None)
     under = sum(len(s.sites) for s in placed if isinstance(s.reads, LensRead))
     charge_lenses(selections, runs, shape, prompt, path)
+    rows: Counter[int] = Counter()
+    for site in sites:
+        rows[site[1]] += shape.arena_rows(site)
     return CapturePlan(
         sites=sites,
         runs=runs,
         streams=placed,
         consumers=selections,
-        arena_rows=sum(map(shape.arena_rows, sites))
+        arena_rows=largest_share(rows, shape.senders)
         + -(-made // shape.row_bytes)
         + under * shape.lens_rows,
         hidden_size=shape.hidden_size,
