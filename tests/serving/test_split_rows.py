@@ -14,13 +14,15 @@ import torch
 
 from tests.conformance import models
 from tests.conformance import runner as check
-from tests.conformance.engine import make_llm, shut_down
+from tests.conformance.engine import Runner, make_llm, shut_down
+from tests.serving.test_async_scheduling import asynchronous, need_asynchronous
 from tests.serving.test_project_serving import check as check_scores
 from tests.serving.test_project_serving import matrix, mean, scores
 from tests.support import serving
 from tests.support.serving import POINTS, Ask, Judge, capture, core_of, prompt_of, serve, vector
 from vllm import LLM
 from vllm.v1.capture import reader
+from vllm.v1.interventions.frontend.row_inbox import RowInbox
 from vllm.v1.interventions.step_rows import StepRows
 
 if TYPE_CHECKING:
@@ -34,11 +36,9 @@ ROOM = 8
 BUFFER = ROOM * len(POINTS) * models.LAYERS * models.HIDDEN * 4
 
 
-@pytest.fixture(scope="module")
-def pair(
-    tiny_models: TinyModels, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[tuple[LLM, Judge, Path]]:
-    root = tmp_path_factory.mktemp("files")
+@contextmanager
+def started(tiny_models: TinyModels, root: Path, **options: Any) -> Iterator[tuple[LLM, Judge]]:
+    """An engine of two ranks, with files in `root`."""
     path, row = tiny_models.path("llama"), tiny_models.row("llama")
     with pytest.MonkeyPatch.context() as patch:
         # A forked worker would inherit the threads of this process, but not their locks' owners.
@@ -52,9 +52,21 @@ def pair(
             capture_buffer_bytes=BUFFER,
             max_num_batched_tokens=24,
             enable_prefix_caching=False,
+            **options,
         )
-        yield llm, Judge(check.Reference(row, models.load(row, path))), root
-        shut_down(llm)
+        try:
+            yield llm, Judge(check.Reference(row, models.load(row, path)))
+        finally:
+            shut_down(llm)
+
+
+@pytest.fixture(scope="module")
+def pair(
+    tiny_models: TinyModels, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[tuple[LLM, Judge, Path]]:
+    root = tmp_path_factory.mktemp("files")
+    with started(tiny_models, root) as (llm, judge):
+        yield llm, judge, root
 
 
 Sent = list[tuple[int, dict[str, list[int]]]]
@@ -194,3 +206,52 @@ def test_other_workers_are_awaited_in_split_steps_alone(pair: tuple[LLM, Judge, 
     finally:
         del executor.sample_tokens
     assert awaited.count(True) == 1 and not awaited[-1]
+
+
+def test_asynchronous_scheduling(tiny_models: TinyModels, tmp_path: Path) -> None:
+    """The next step, split or not, is on its way before this one's replies are read."""
+    with asynchronous(), started(tiny_models, tmp_path) as (llm, judge):
+        need_asynchronous(llm)
+        with watching_senders() as steps:
+            outputs = serve(llm, ASKS)
+        for ask, output in zip(ASKS, outputs, strict=True):
+            judge.check(ask, output)
+        check_senders(steps)
+
+
+def test_an_engine_of_its_own_process(
+    tiny_models: TinyModels, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The frontend maps the memory of both ranks."""
+    monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "1")
+    parts: set[int] = set()
+    add = RowInbox.add
+
+    def recorded(inbox: Any, chunks: Any) -> None:
+        parts.update(len(chunk.values) for chunk in chunks)
+        assert all(inbox._lies_in_landing(chunk.values) for chunk in chunks)
+        add(inbox, chunks)
+
+    monkeypatch.setattr(RowInbox, "add", recorded)
+    with started(tiny_models, tmp_path) as (llm, judge):
+        outputs = serve(llm, ASKS)
+        for ask, output in zip(ASKS, outputs, strict=True):
+            judge.check(ask, output)
+        assert parts == {1, 2}
+        places = llm.llm_engine.engine_core.row_places  # type: ignore[attr-defined]
+        assert len({pid for pid, _ in places._mapped}) > 2, "leases, and two landings"
+
+
+@pytest.mark.long
+def test_ranks_of_two_stages(tiny_models: TinyModels, tmp_path: Path, runner: Runner) -> None:
+    """Each stage's layers are shared by its ranks."""
+    if runner == "v1":
+        pytest.skip("upstream has no stages of V1 on a CPU")
+    with started(tiny_models, tmp_path, pipeline_parallel_size=2) as (llm, judge):
+        with watching_senders() as steps:
+            outputs = serve(llm, ASKS)
+        for ask, output in zip(ASKS, outputs, strict=True):
+            judge.check(ask, output)
+    of_all = [[of.get(name) for _, of in s] for s in steps if len(s) == 4 for name in s[0][1]]
+    assert [[0], [1], [2], [3]] in of_all
+    assert {len({pid for pid, _ in s}) for s in steps} >= {2, 4}

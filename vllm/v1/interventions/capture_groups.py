@@ -33,15 +33,6 @@ def num_senders(config: "VllmConfig") -> int:
     return 1 if alone else parallel.tensor_parallel_size
 
 
-def largest_share(rows: dict[int, int], senders: int) -> int:
-    """The most rows that a token can have at one sender.
-
-    Args:
-        rows: those of each layer.
-    """
-    return min(ceil(len(rows) / senders) * max(rows.values(), default=0), sum(rows.values()))
-
-
 class LocalStream(NamedTuple):
     """The part of a stream that this worker has."""
 

@@ -3,7 +3,6 @@
 
 import copy
 import sys
-from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import chain
 from typing import Any, TypeVar
@@ -18,7 +17,6 @@ from vllm.config.steering import POINTS
 from vllm.sampling_params import SamplingParams
 from vllm.v1.capture.consumer import SHARED_FIELDS, CaptureConsumer
 from vllm.v1.capture.registry import INLINE, ConsumerSpec
-from vllm.v1.interventions.capture_groups import largest_share
 from vllm.v1.interventions.errors import need_mapping, reject, show, show_key
 from vllm.v1.interventions.frontend.attention_request import attention_selection
 from vllm.v1.interventions.frontend.capture_streams import Streams, union
@@ -140,17 +138,12 @@ def parse_capture(
     made = sum(s.row_bytes * len(s.sites) for s in placed if s.differs or s.reads is not None)
     under = sum(len(s.sites) for s in placed if isinstance(s.reads, LensRead))
     charge_lenses(selections, runs, shape, prompt, path)
-    rows: Counter[int] = Counter()
-    for site in sites:
-        rows[site[1]] += shape.arena_rows(site)
     return CapturePlan(
         sites=sites,
         runs=runs,
         streams=placed,
         consumers=selections,
-        arena_rows=largest_share(rows, shape.senders)
-        + -(-made // shape.row_bytes)
-        + under * shape.lens_rows,
+        arena_rows=shape.share_rows(sites) + -(-made // shape.row_bytes) + under * shape.lens_rows,
         hidden_size=shape.hidden_size,
         dtype=shape.dtype,
         prompt=value.prompt if isinstance(value, NumberedCapture) else None,

@@ -72,10 +72,7 @@ class Piece(NamedTuple):
 
 def of_stream(values: list[torch.Tensor], stream: int, num_streams: int) -> torch.Tensor:
     """All sites of a stream, of all senders."""
-    return _all_sites(values[stream::num_streams])
-
-
-def _all_sites(parts: list[torch.Tensor]) -> torch.Tensor:
+    parts = values[stream::num_streams]
     return parts[0] if len(parts) == 1 else joined(parts, axis=1)
 
 
@@ -108,7 +105,7 @@ class StreamRows:
         has them all, they stay where they are."""
         steps = [p for piece in pieces for p in piece.parts(self._stream, self._num_streams)]
         if len({tuple(part.shape[1] for part in step) for step in steps}) > 1:
-            steps = [[_all_sites(step)] for step in steps]
+            steps = [[of_stream(step, 0, 1)] for step in steps]
         of_senders = zip(*steps, strict=True)
         return [self._cut(p[0] if len(p) == 1 else joined(p)) for p in of_senders]
 
