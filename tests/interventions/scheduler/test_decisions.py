@@ -20,7 +20,12 @@ from vllm import SamplingParams
 from vllm.config import VllmConfig
 from vllm.v1.engine import EngineCoreOutputs
 from vllm.v1.interventions.calls import CaptureCall
-from vllm.v1.interventions.capture_groups import CaptureGroup, CaptureGroups, LocalStream
+from vllm.v1.interventions.capture_groups import (
+    CaptureGroup,
+    CaptureGroups,
+    LocalStream,
+    num_senders,
+)
 from vllm.v1.interventions.messages import FIRST_SLOT, ROWS_PER_SLOT, WorkerRequest
 from vllm.v1.interventions.scheduler.decisions import SchedulerInterventions
 from vllm.v1.interventions.scheduler.turns import MAX_SKIPS
@@ -174,6 +179,26 @@ def test_no_sender_has_more_rows_than_room(
         ]
         assert max(rows) <= room or not holds
     assert step.split <= (senders > 1)
+
+
+def test_who_sends() -> None:
+    """All ranks where the engine core has started all workers here; else the first alone."""
+
+    def senders(
+        ranks: int = 2, backend: Any = "mp", nnodes: int = 1, connector: Any = None, **options: Any
+    ) -> int:
+        config = config_of(**options)
+        config.parallel_config = SimpleNamespace(  # type: ignore[assignment]
+            tensor_parallel_size=ranks, distributed_executor_backend=backend, nnodes=nnodes
+        )
+        config.kv_transfer_config = connector
+        return num_senders(config)
+
+    assert [senders(n) for n in (1, 2, 8)] == [1, 2, 8]
+    assert senders(1, "uni") == senders(2, "ray") == senders(2, "external_launcher") == 1
+    assert senders(backend=object) == senders(nnodes=2) == senders(connector=object()) == 1
+    assert senders(capture_points=["q", "post_block"]) == 2
+    assert senders(capture_points=["q", "z"]) == senders(capture_lens=["logit"]) == 1
 
 
 def test_many_rows_are_split() -> None:
