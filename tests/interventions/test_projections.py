@@ -287,10 +287,17 @@ def worker_requests(draw: st.DrawFn) -> WorkerRequest:
 
 
 def captured(
-    sites: dict[Site, int], requests: list[WorkerRequest], tokens: list[int], stream: torch.Tensor
+    sites: dict[Site, int],
+    requests: list[WorkerRequest],
+    tokens: list[int],
+    stream: torch.Tensor,
+    sender: int = 0,
+    senders: int = 1,
 ) -> StepRows | None:
-    """As a worker does it that owns `sites`; `stream` is [all sites, tokens, hidden]."""
-    layouts, groups, first = CaptureGroups(sites, SHAPE), dict[CaptureGroup, Members](), 0
+    """As a worker does it that owns `sites`, or shares them; `stream` is [all sites, tokens,
+    hidden]."""
+    layouts, first = CaptureGroups(sites, SHAPE, sender, senders), 0
+    groups: dict[CaptureGroup, Members] = {}
     kept = [layouts.of(request) for request in requests]
     for i, (layout, count) in enumerate(zip(kept, tokens, strict=True)):
         if layout is not None:
@@ -387,6 +394,48 @@ def test_stages_join(requests: list[WorkerRequest], cut: int) -> None:
         for n, one in enumerate(want.values):
             joined_sites = torch.cat(got.values[n :: len(want.values)], dim=1)
             torch.testing.assert_close(one, joined_sites)
+
+
+@given(
+    st.lists(worker_requests(), min_size=1, max_size=4),
+    st.integers(1, len(SITES)),
+    st.integers(2, 3),
+    st.data(),
+)
+def test_senders_join(
+    requests: list[WorkerRequest], cut: int, senders: int, data: st.DataObject
+) -> None:
+    """What the ranks of one stage or two send of their shares, put together, is what one worker
+    would have; in one piece where each has a part of everybody's rows."""
+    tokens = [2] * len(requests)
+    stream = torch.randn(len(SITES), sum(tokens), HIDDEN)
+    whole = captured({s: i for i, s in enumerate(SITES)}, requests, tokens, stream)
+    workers = [
+        captured({s: i for i, s in enumerate(part)}, requests, tokens, stream, n, senders)
+        for part in (SITES[:cut], SITES[cut:])
+        for n in range(senders)
+    ]
+    outputs = [ModelRunnerOutput([], {}, captured=rows) for rows in workers]
+    joined = StageRows().aggregate([*outputs], output_rank=senders)
+    assert joined is outputs[senders] and joined.captured is not None and whole is not None
+    rows = joined.captured
+    if data.draw(st.booleans()):
+        rows = pickle.loads(pickle.dumps(rows))
+    packed = rows.packed([str(i) for i in range(len(requests))]) if rows.packs else []
+    parts = {part.owners[0][0]: part for chunk in packed for part in chunk.by_owner()}
+    sending = [part for part in workers if part is not None]
+    assert rows.packs == all(
+        [b.owners for b in part.blocks.all] == [b.owners for b in sending[0].blocks.all]
+        for part in sending
+    )
+    for i in range(len(requests)):
+        want, got = whole.of(str(i)), rows.of(str(i))
+        assert want is not None and got is not None
+        assert want.positions.tolist() == got.positions.tolist()
+        for n, one in enumerate(want.values):
+            torch.testing.assert_close(one, torch.cat(got.values[n :: len(want.values)], dim=1))
+        if rows.packs:
+            assert all(map(torch.equal, parts[str(i)].values, got.values))
 
 
 def test_a_step_without_output_stays_one() -> None:

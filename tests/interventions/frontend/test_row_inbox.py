@@ -59,10 +59,11 @@ class Steps:
 
     Args:
         landing: where rows lie; without, in ordinary memory.
+        senders: how many workers sent a part of the sites, in every other step.
     """
 
-    def __init__(self, landing: Landing | None = None) -> None:
-        self._landing = landing
+    def __init__(self, landing: Landing | None = None, senders: int = 1) -> None:
+        self._landing, self._senders = landing, senders
         self._number = 0
         self._ordinary: list[weakref.ref[Any]] = []
         link: Any = SimpleNamespace(places=landing)
@@ -88,7 +89,9 @@ class Steps:
         rows.fill_(at)
         owners = [(str(id(collector)), 1) for collector in collectors]
         positions = np.full(len(owners), at)
-        self.inbox.add([CapturedChunk(positions, [rows[: len(owners)]], 1, owners)])
+        parts = self._senders if at % 2 else 1
+        values = list(rows[: len(owners)].tensor_split(parts, dim=1))
+        self.inbox.add([CapturedChunk(positions, values, 1, owners)])
         self.inbox.step()
 
     @property
@@ -161,14 +164,17 @@ def test_where_rows_lie_is_found_once_a_step(monkeypatch: pytest.MonkeyPatch) ->
     assert find.call_count == 5
 
 
+@pytest.mark.parametrize("senders", [1, 2])
 @pytest.mark.parametrize("lands", [True, False])
-def test_results_cannot_fill_the_landing(lands: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_results_cannot_fill_the_landing(
+    lands: bool, senders: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """However long a request runs, and however many results are kept: there is always room for
     steps; and rows in ordinary memory keep those of others for a while only."""
     monkeypatch.setattr(results, "SHARED_BYTES", 0)
     monkeypatch.setattr(module, "ORDINARY_BYTES", 8 * STEP_BYTES)
     landing = Landing(64 * STEP_BYTES) if lands else None
-    steps, kept, num_steps = Steps(landing), [], 300
+    steps, kept, num_steps = Steps(landing, senders), [], 300
     long, *_ = everybody = steps.open(REQUESTS, num_steps)
     for at in range(num_steps):
         steps.step(*(everybody if at < 2 else [long]))
@@ -217,18 +223,24 @@ def test_a_request_alone_and_with_others() -> None:
     assert result.payload["post_block", 0].values[:, 0].tolist() == [0, 1, 4]
 
 
-def test_stages_of_a_pipeline_are_joined() -> None:
-    """Each stage has some of the sites."""
-    collector = collector_for(2)
-    inbox = Steps().inbox
+def test_parts_of_several_senders(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each has some of the sites, and they stay where they landed."""
+    monkeypatch.setattr(results, "SHARED_BYTES", 0)
+    collector, landing = collector_for(2), Landing(1 << 20)
+    inbox = Steps(landing).inbox
     inbox.open("r", collector)
     values = torch.arange(2 * SITES * WIDTH).float().view(2, SITES, WIDTH)
-    chunk = CapturedChunk(np.arange(2), [values[:, :1], values[:, 1:]], 1, [("r", 2)])
-    inbox.add([chunk])
+    parts = []
+    for part in values.split([1, 2], dim=1):
+        place = landing.take(part.nbytes)
+        assert place is not None
+        parts.append(place[: part.nbytes].view(torch.float32).view(part.shape).copy_(part))
+    inbox.add([CapturedChunk(np.arange(2), parts, 1, [("r", 2)])])
     payload = finish(inbox, collector, 2)
     for i in range(SITES):
-        assert torch.equal(payload["post_block", i].values, values[:, i])
-        assert not torch.equal(payload["post_block", i].values, values[:, i - 1])
+        rows = payload["post_block", i].values
+        assert torch.equal(rows, values[:, i]) and landing.address_of(rows) is not None
+        assert not torch.equal(rows, values[:, i - 1])
 
 
 def test_who_reads_waits_for_the_copies(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,7 +20,12 @@ from vllm import SamplingParams
 from vllm.config import VllmConfig
 from vllm.v1.engine import EngineCoreOutputs
 from vllm.v1.interventions.calls import CaptureCall
-from vllm.v1.interventions.capture_groups import CaptureGroup, LocalStream
+from vllm.v1.interventions.capture_groups import (
+    CaptureGroup,
+    CaptureGroups,
+    LocalStream,
+    num_senders,
+)
 from vllm.v1.interventions.messages import FIRST_SLOT, ROWS_PER_SLOT, WorkerRequest
 from vllm.v1.interventions.scheduler.decisions import SchedulerInterventions
 from vllm.v1.interventions.scheduler.turns import MAX_SKIPS
@@ -140,6 +145,79 @@ def test_a_step_never_has_more_rows_than_room(
     for i, (wanted, _, _) in enumerate(asks):
         kept = sorted(p for p in wanted if p < scheduled.get(f"r{i}", 0))
         assert found.get(f"r{i}", []) == kept
+
+
+@given(st.integers(2, 9), st.integers(1, 3), ASKS)
+def test_no_sender_has_more_rows_than_room(
+    room: int, senders: int, asks: list[tuple[set[int], int, int]]
+) -> None:
+    """Each its share where the step is split, else one all; it is split where one may lack room."""
+    shape = msgspec.structs.replace(SHAPE, senders=senders)
+    ours, config = scheduler(rows=room, shape=shape), config_of(shape)
+    scheduled: dict[str, int] = {}
+    for i, (wanted, layers, count) in enumerate(asks):
+        one = request(f"r{i}", sorted(wanted), list(range(2 * layers)), config=config)
+        if layers * 2 <= room * senders and (fits := ours.rows.cap_tokens(one, 0, count)):
+            scheduled[f"r{i}"] = fits
+            ours.admit(one)
+    step = ours.message(scheduled)
+    if step is None:
+        return
+    sites = {
+        site: i for i, site in enumerate((p, n) for n in SHAPE.points for p in SHAPE.offers(n))
+    }
+    of_each = [CaptureGroups(sites, shape, n, senders) for n in range(senders)]
+    of_one = [CaptureGroups(sites, shape)]
+    for groups, holds in ((of_each, step.split), (of_one, not step.split)):
+        rows = [
+            sum(
+                len(at) * (group.num_raw + group.rest_rows)
+                for name, at in step.rows.items()
+                if (group := of.of(step.admitted[name])) is not None
+            )
+            for of in groups
+        ]
+        assert max(rows) <= room or not holds
+    assert step.split <= (senders > 1)
+
+
+def test_who_sends() -> None:
+    """All ranks where the engine core has started all workers here; else the first alone."""
+
+    def senders(
+        ranks: int = 2, backend: Any = "mp", nnodes: int = 1, connector: Any = None, **options: Any
+    ) -> int:
+        config = config_of(**options)
+        config.parallel_config = SimpleNamespace(  # type: ignore[assignment]
+            tensor_parallel_size=ranks, distributed_executor_backend=backend, nnodes=nnodes
+        )
+        config.kv_transfer_config = connector
+        return num_senders(config)
+
+    assert [senders(n) for n in (1, 2, 8)] == [1, 2, 8]
+    assert senders(1, "uni") == senders(2, "ray") == senders(2, "external_launcher") == 1
+    assert senders(backend=object) == senders(nnodes=2) == senders(connector=object()) == 1
+    assert senders(capture_points=["q", "post_block"]) == 2
+    assert senders(capture_points=["q", "z"]) == senders(capture_lens=["logit"]) == 1
+
+
+def test_many_rows_are_split() -> None:
+    """As many as one sender has no room for; few are not, nor those of one sender."""
+    shape = msgspec.structs.replace(SHAPE, senders=2)
+    config = config_of(shape)
+    for of, asked, rows, split in (
+        (shape, range(4), 8, True),
+        (shape, range(2), 8, False),
+        (shape, [0], 8, False),
+        (SHAPE, range(2), 8, False),
+    ):
+        ours = scheduler(rows=rows, shape=of)
+        one = request("r", "all", asked, config=config if of is shape else None)
+        assert ours.rows.cap_tokens(one, 0, 4) == 4
+        step = ours.message({"r": 4})
+        assert step is not None and step.split == split
+        step = ours.message({})
+        assert step is None or not step.split, "the next step is another"
 
 
 def test_with_drafts_every_row_past_the_prompt_is_reserved() -> None:

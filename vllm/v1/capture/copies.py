@@ -43,7 +43,7 @@ def copy(copies: Copies) -> None:
         torch._foreach_copy_(*copies)
 
 
-def joined(parts: Sequence[torch.Tensor]) -> torch.Tensor:
+def joined(parts: Sequence[torch.Tensor], axis: int = 0) -> torch.Tensor:
     """Return rows one after the other, [sum of n, ...], copied by this thread alone.
 
     torch shares a copy among as many threads as there are cores, and waits for each of them: where
@@ -51,11 +51,14 @@ def joined(parts: Sequence[torch.Tensor]) -> torch.Tensor:
 
     Args:
         parts: [n, ...], at least one; alike but for n.
+        axis: which one n is of.
     """
-    values = empty((sum(map(len, parts)), *parts[0].shape[1:]), parts[0].dtype)
+    shape = list(parts[0].shape)
+    shape[axis] = sum(part.shape[axis] for part in parts)
+    values = empty(shape, parts[0].dtype)
     same = _INTEGERS[values.itemsize]  # numpy lacks bfloat16
     rows = [part.view(same).numpy() for part in parts]
-    np.concatenate(rows, out=values.view(same).numpy())
+    np.concatenate(rows, axis, out=values.view(same).numpy())
     return values
 
 

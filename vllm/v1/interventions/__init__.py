@@ -4,7 +4,7 @@
 frontend/           checks what a request asks for, and gives it its results
 scheduler/          decides, in the engine core: who starts, which rows leave, what is sent
 worker/             carries out on the device what was decided
-startup.py          checks the taps of all workers, and joins the rows of pipeline stages
+startup.py          checks the taps of all workers, and joins the rows of several workers
 
 The rest is shared by the three, which do not import each other:
 

@@ -3,7 +3,8 @@
 
 from collections.abc import Iterable, Sequence
 from itertools import accumulate, groupby
-from typing import NamedTuple
+from math import ceil
+from typing import TYPE_CHECKING, NamedTuple
 from weakref import WeakValueDictionary
 
 import msgspec
@@ -13,15 +14,30 @@ from vllm.v1.interventions.messages import WorkerRequest, WorkerStream
 from vllm.v1.interventions.plan import Site, TapShape
 from vllm.v1.interventions.reads import AttentionRead, LensRead
 
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
 _Asked = tuple[tuple[Site, ...], tuple[WorkerStream, ...]]
 _Projection = tuple[tuple[int, ...], int]
 
 
+def num_senders(config: "VllmConfig") -> int:
+    """How many tensor-parallel ranks of a stage send rows in a step of many, each its share.
+
+    It is the first alone where all ranks make a part of what is captured, where a KV connector
+    aggregates outputs in its way, and where the engine core has not started all workers here.
+    """
+    parallel, whole = config.parallel_config, config.capture_config.shared
+    here = parallel.distributed_executor_backend == "mp" and parallel.nnodes == 1
+    alone = whole or not here or config.kv_transfer_config is not None
+    return 1 if alone else parallel.tensor_parallel_size
+
+
 class LocalStream(NamedTuple):
-    """The part of a stream that this worker's pipeline stage has."""
+    """The part of a stream that this worker has."""
 
     places: tuple[int, ...]
-    """Indices into the group's sites; sites of other pipeline stages are left out."""
+    """Indices into the group's sites; sites of other workers are left out."""
     projection: _Projection | None = None
     """As in `WorkerStream`, of the sites in `places`."""
     columns: np.ndarray | None = None
@@ -102,11 +118,16 @@ class CaptureGroups:
     Args:
         sites: the sites of this worker, with the index of each.
         shape: of the model.
+        sender: which one of `senders` this is that share these sites: of what a request captures
+            here, each has about as many neighbouring layers.
     """
 
-    def __init__(self, sites: dict[Site, int], shape: TapShape) -> None:
+    def __init__(
+        self, sites: dict[Site, int], shape: TapShape, sender: int = 0, senders: int = 1
+    ) -> None:
         self._sites = sites
         self._shape = shape
+        self._sender, self._senders = sender, senders
         self._groups: WeakValueDictionary[_Asked, CaptureGroup] = WeakValueDictionary()
 
     def of(self, request: WorkerRequest) -> CaptureGroup | None:
@@ -122,6 +143,10 @@ class CaptureGroups:
         if group is not None:
             return group
         own = [i for i, site in enumerate(asked) if site in self._sites]
+        layers = sorted({asked[i][1] for i in own})
+        of_each = len(layers) / self._senders
+        share = layers[ceil(of_each * self._sender) : ceil(of_each * (self._sender + 1))]
+        own = [i for i in own if asked[i][1] in share]
         if not own:
             return None
         of_heads = {i for s in streams if s.heads for i in s.sites}

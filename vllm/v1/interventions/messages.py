@@ -139,6 +139,8 @@ class StepInterventions(msgspec.Struct):
     admitted: dict[str, WorkerRequest] = {}
     rows: dict[str, np.ndarray] = {}
     """Rows to capture: request id -> int32 offsets into the request's tokens of this step."""
+    split: bool = False
+    """Whether all senders capture and send them, each of its share; else the first alone."""
 
     @property
     def empty(self) -> bool:
@@ -164,8 +166,8 @@ class CapturedChunk(msgspec.Struct, array_like=True, gc=False):
     """int64 [n]; those of all streams together."""
     values: list[torch.Tensor]
     """One tensor per stream of the capture plan: [n, its sites, its width], its dtype, CPU; of sums
-    [owners, its sites, its width]. Where several pipeline stages have sites, those of the first
-    stage, then of the next, each with the sites it has."""
+    [owners, its sites, its width]. Where several workers sent a part, those of the first one, then
+    of the next, each with the sites it has."""
     version: int
     """Version of the global steering that the step ran under."""
     owners: list[tuple[str, int]]

@@ -5,6 +5,9 @@ A `Plan` is made once, by the frontend (`vllm.v1.interventions.frontend.resolve`
 user asked. It is a field of its own on `EngineCoreRequest`, so no client can send a ready-made one.
 """
 
+from collections import Counter
+from collections.abc import Iterable
+from math import ceil
 from typing import Any, TypedDict
 
 import msgspec
@@ -106,6 +109,8 @@ class TapShape(msgspec.Struct, frozen=True):
 
     lanes: int = 1
     """How many lanes of hidden_size the stream has."""
+    senders: int = 1
+    """How many workers of a pipeline stage share the rows of a step of many."""
     whole_prompts: bool = False
     """Whether a prompt's tokens see each other both ways, so that one step has all of them."""
 
@@ -133,6 +138,15 @@ class TapShape(msgspec.Struct, frozen=True):
     def arena_rows(self, site: Site) -> int:
         """How many rows of hidden_size a token takes on the device at a site."""
         return -(-self.row_width(site) // self.hidden_size)
+
+    def share_rows(self, sites: Iterable[Site]) -> int:
+        """The most rows of hidden_size that a token takes on one device, of those whose workers
+        share these sites by layers."""
+        rows: Counter[int] = Counter()
+        for site in sites:
+            rows[site[1]] += self.arena_rows(site)
+        of_layers = ceil(len(rows) / self.senders) * max(rows.values(), default=0)
+        return min(of_layers, rows.total())
 
     @property
     def torch_dtype(self) -> torch.dtype:
@@ -307,7 +321,7 @@ class CapturePlan(msgspec.Struct, frozen=True):
     streams: list[Stream]
     consumers: dict[str, Selection]
     arena_rows: int
-    """How many rows of hidden_size a position takes on the device."""
+    """How many rows of hidden_size a position takes on one device, where all senders share them."""
     hidden_size: int
     dtype: str
     """The model's dtype."""

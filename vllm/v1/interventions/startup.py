@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the engine core sets up over all workers: taps checked, rows of pipeline stages joined."""
+"""What the engine core sets up over all workers: taps checked, rows of several workers joined."""
 
 import multiprocessing
 import os
@@ -7,7 +7,7 @@ import threading
 import time
 from collections.abc import Callable
 from functools import wraps
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import zmq
@@ -19,6 +19,9 @@ from vllm.v1.executor import Executor
 from vllm.v1.interventions.plan import AttentionForm, TapShape
 from vllm.v1.outputs import ModelRunnerOutput
 
+if TYPE_CHECKING:
+    from vllm.v1.core.sched.output import SchedulerOutput
+
 logger = init_logger(__name__)
 
 PARENT_SECONDS = 1.0
@@ -26,7 +29,7 @@ PARENT_SECONDS = 1.0
 
 
 class StageRows(KVOutputAggregator):
-    """Joins the captured rows of all pipeline stages into one result.
+    """Joins the captured rows of all workers that send some into one result.
 
     It takes the place of a KV connector's aggregator, which capture excludes: with an aggregator
     the executor has all workers reply to a step, not only the first of the last stage.
@@ -38,10 +41,10 @@ class StageRows(KVOutputAggregator):
     def aggregate(
         self, outputs: list[ModelRunnerOutput | None], output_rank: int = 0
     ) -> ModelRunnerOutput | None:
-        """The last stage's output with the rows of all stages.
+        """The last stage's output with the rows of all workers.
 
         Args:
-            outputs: of all workers by rank, so in the order of the stages.
+            outputs: of all workers by rank, so in the order of their layers.
             output_rank: whose output is returned, of the last stage.
         """
         output = outputs[output_rank]
@@ -59,6 +62,16 @@ def collect_stages(executor: Executor) -> None:
     config = executor.vllm_config
     if config.capture_config.enabled and config.parallel_config.pipeline_parallel_size > 1:
         executor.kv_output_aggregator = StageRows()
+
+
+def await_senders(executor: Executor, scheduler_output: "SchedulerOutput") -> None:
+    """Have all workers reply to a step if its rows are split, else the one whose tokens count; with
+    several stages all do anyway."""
+    step = scheduler_output.interventions
+    split = step is not None and step.split
+    alone = executor.parallel_config.pipeline_parallel_size == 1
+    if alone and split != isinstance(executor.kv_output_aggregator, StageRows):
+        executor.kv_output_aggregator = StageRows() if split else None
 
 
 def start_taps(executor: "Executor") -> TapShape | None:

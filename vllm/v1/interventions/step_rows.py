@@ -123,6 +123,8 @@ class StepRows:
         self._singles: dict[str, int] | None = None
         self._chunks: dict[str, CapturedChunk] | None = None
         self._later: list[StepRows] = []
+        self.packs = True
+        """Whether `packed` may be used: each sender has a part of every request's rows."""
         self._event: torch.cuda.Event | None = None
 
     def _shapes(self) -> list[tuple[tuple[int, ...], torch.dtype]]:
@@ -186,7 +188,8 @@ class StepRows:
                 rows._memory, rows.places = places.borrow(rows._memory), places
 
     def _whole(self) -> list[tuple[np.ndarray, list[torch.Tensor]]]:
-        """All rows by block: int64 [count] positions, and [count, sites, width] of each stream."""
+        """All rows by block: int64 [count] positions, and [count, sites, width] of each stream,
+        those of all senders if `packs`."""
         if self._parts is None:
             self._wait()
             of_all, *made, rows = self.tensors()
@@ -198,6 +201,10 @@ class StepRows:
                     _raw(block, rows, s) if s.is_raw else next(left) for s in block.group.streams
                 ]
                 self._parts.append((own, values))
+            for later in self._later if self.packs else ():
+                for (own, values), (same, more) in zip(self._parts, later._whole(), strict=True):
+                    assert np.array_equal(own, same)
+                    values += more
         return self._parts
 
     def _resolve(self) -> dict[str, CapturedChunk]:
@@ -208,11 +215,6 @@ class StepRows:
                 for part in CapturedChunk(positions, values, self._version, block.owners).by_owner()
             }
         return self._chunks
-
-    @property
-    def packs(self) -> bool:
-        """Whether `packed` may be used: not where several stages have a part of each row."""
-        return not self._later
 
     def singles(self) -> dict[str, int]:
         """The positions of requests with one row, as in decoding; none if `packs` is false."""
@@ -251,14 +253,16 @@ class StepRows:
         return chunks
 
     def join(self, later: "StepRows") -> None:
-        """Add the same step's rows of a later pipeline stage, whose sites follow in each stream."""
+        """Add the same step's rows of a later worker, whose sites follow in each stream."""
         self._later.append(later)
+        owners, others = ([block.owners for block in rows.blocks.all] for rows in (self, later))
+        self.packs = self.packs and owners == others
 
     def of(self, request_id: str) -> CapturedChunk | None:
         """The rows of one request, None if it has none: views of the step's rows."""
         chunks = self._resolve() if self._chunks is None else self._chunks
         chunk = chunks.get(request_id)
-        for later in self._later:
+        for later in () if self.packs else self._later:
             more = later.of(request_id)
             if chunk is not None and more is not None:
                 assert np.array_equal(chunk.positions, more.positions)

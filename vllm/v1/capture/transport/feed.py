@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from vllm.v1.capture.consumer import RequestEnd, RequestInfo, RowBatch
-from vllm.v1.capture.copies import Copies, CopyThreads, empty
+from vllm.v1.capture.copies import Copies, CopyThreads, empty, joined
 from vllm.v1.capture.results import NO_TOKEN
 from vllm.v1.capture.transport.host import ConsumerHost
 from vllm.v1.capture.transport.mean import Mean
@@ -216,27 +216,34 @@ class Feed:
         return batch
 
     def _values_of(self, chunk: CapturedChunk) -> torch.Tensor:
-        """All sites of the stream, of all pipeline stages."""
-        stages = chunk.values[self._stream :: self._num_streams]
-        return stages[0] if len(stages) == 1 else torch.cat(stages, dim=1)
+        """All sites of the stream, of all senders; of sums, which are few."""
+        parts = chunk.values[self._stream :: self._num_streams]
+        return parts[0] if len(parts) == 1 else joined(parts, axis=1)
 
     def _batch(
         self, chunk: CapturedChunk, at: np.ndarray, output_token_ids: Sequence[int]
     ) -> tuple[RowBatch, Copies]:
-        """Make a batch for rows `at` of a chunk, and the copies that fill its values."""
+        """Make a batch for rows `at` of a chunk, and the copies that fill its values: those of each
+        sender."""
         positions = chunk.positions[at]
-        values = self._values_of(chunk)
-        if not self._all_sites:
-            values = values[:, self._sites]
-        if len(at) < len(chunk.positions):
-            values = values[torch.from_numpy(at)]
-        values = values.transpose(0, 1)
-        into = empty(values.shape, values.dtype)
+        parts = chunk.values[self._stream :: self._num_streams]
+        into = empty((len(self._sites), len(at), parts[0].shape[2]), parts[0].dtype)
+        rows, places, first = [], [], 0
+        for values in parts:
+            stop = first + values.shape[1]
+            if not self._all_sites:
+                own = self._sites[(self._sites >= first) & (self._sites < stop)]
+                values = values[:, own - first]
+            if len(at) < len(chunk.positions):
+                values = values[torch.from_numpy(at)]
+            rows.append(values.transpose(0, 1))
+            places.append(values.shape[1])
+            first = stop
         known = len(self._prompt)
         ids = [self._prompt[p] if p < known else output_token_ids[p - known] for p in positions]
         versions = np.full(len(at), chunk.version, dtype=np.int64)
         batch = RowBatch(positions, np.array(ids, dtype=np.int64), versions, into)
-        return batch, ([into], [values])
+        return batch, (list(into.split(places)), rows)
 
 
 def _cut(batch: RowBatch, keep: np.ndarray) -> RowBatch:

@@ -143,9 +143,7 @@ def parse_capture(
         runs=runs,
         streams=placed,
         consumers=selections,
-        arena_rows=sum(map(shape.arena_rows, sites))
-        + -(-made // shape.row_bytes)
-        + under * shape.lens_rows,
+        arena_rows=shape.share_rows(sites) + -(-made // shape.row_bytes) + under * shape.lens_rows,
         hidden_size=shape.hidden_size,
         dtype=shape.dtype,
         prompt=value.prompt if isinstance(value, NumberedCapture) else None,

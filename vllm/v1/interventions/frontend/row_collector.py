@@ -99,11 +99,13 @@ class RowCollector:
             if stream.summed:
                 values.append(torch.empty(0))  # added up by now
                 continue
-            parts = [part for piece in pieces for part in piece.parts(i, number)]
-            own = empty((len(positions), *parts[0].shape[1:]), dtype_of(stream.dtype))
+            steps = [step for piece in pieces for step in piece.parts(i, number)]
+            num_sites, width = sum(p.shape[1] for p in steps[0]), steps[0][0].shape[2]
+            own = empty((len(positions), num_sites, width), dtype_of(stream.dtype))
             values.append(own)
-            into += own.split([len(part) for part in parts])
-            rows += parts
+            for step, place in zip(steps, own.split([len(p[0]) for p in steps]), strict=True):
+                into += place.split([part.shape[1] for part in step], dim=1)
+                rows += step
         versions = np.concatenate([piece.versions for piece in pieces])
         copies = threads.follow((into, rows))
         self._moved.append(Piece(positions, versions, [values], slice(None), copies))

@@ -64,16 +64,16 @@ class Piece(NamedTuple):
             rows,
         )
 
-    def parts(self, stream: int, num_streams: int) -> list[torch.Tensor]:
-        """The values of a stream: [rows, sites, width] of each step."""
+    def parts(self, stream: int, num_streams: int) -> list[list[torch.Tensor]]:
+        """The values of a stream: [rows, its sites, width] of each sender, of each step."""
         finished(self.copies)
-        return [of_stream(values, stream, num_streams)[self.rows] for values in self.steps]
+        return [[v[self.rows] for v in values[stream::num_streams]] for values in self.steps]
 
 
 def of_stream(values: list[torch.Tensor], stream: int, num_streams: int) -> torch.Tensor:
-    """All sites of a stream, of all pipeline stages."""
-    stages = values[stream::num_streams]
-    return stages[0] if len(stages) == 1 else torch.cat(stages, dim=1)
+    """All sites of a stream, of all senders."""
+    parts = values[stream::num_streams]
+    return parts[0] if len(parts) == 1 else joined(parts, axis=1)
 
 
 class StreamRows:
@@ -86,7 +86,7 @@ class StreamRows:
     def __init__(self, pieces: list[Piece], stream: int, num_streams: int, at: np.ndarray) -> None:
         self._pieces, self._stream, self._num_streams = pieces, stream, num_streams
         self._at = at
-        self._values: torch.Tensor | None = None
+        self._values: list[torch.Tensor] | None = None
 
     def site(self, index: int) -> torch.Tensor:
         """The rows of a site, [n, width]; from any thread."""
@@ -94,11 +94,22 @@ class StreamRows:
         if values is None:
             values = self._values = self._join(pieces)
             self._pieces = []
-        return values[:, index]
+        for part in values[:-1]:
+            if index < part.shape[1]:
+                return part[:, index]
+            index -= part.shape[1]
+        return values[-1][:, index]
 
-    def _join(self, pieces: list[Piece]) -> torch.Tensor:
-        parts = [p for piece in pieces for p in piece.parts(self._stream, self._num_streams)]
-        values = parts[0] if len(parts) == 1 else joined(parts)
+    def _join(self, pieces: list[Piece]) -> list[torch.Tensor]:
+        """The rows [n, its sites, width] of each sender, which are not put together: where one step
+        has them all, they stay where they are."""
+        steps = [p for piece in pieces for p in piece.parts(self._stream, self._num_streams)]
+        if len({tuple(part.shape[1] for part in step) for step in steps}) > 1:
+            steps = [[of_stream(step, 0, 1)] for step in steps]
+        of_senders = zip(*steps, strict=True)
+        return [self._cut(p[0] if len(p) == 1 else joined(p)) for p in of_senders]
+
+    def _cut(self, values: torch.Tensor) -> torch.Tensor:
         first, last = (int(self._at[0]), int(self._at[-1]) + 1) if len(self._at) else (0, 0)
         if last - first > len(self._at):
             return values[torch.from_numpy(self._at)]

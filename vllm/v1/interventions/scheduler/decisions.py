@@ -228,6 +228,7 @@ class SchedulerInterventions:
             version=self.tiers.current.version,
             tiers=self._changed_tiers,
             admitted=self._admitted,
+            split=self.rows.split,
             rows=self.rows.pop_offsets(num_scheduled_tokens),
         )
         for pool in self._pools:

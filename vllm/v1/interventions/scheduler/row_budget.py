@@ -13,6 +13,9 @@ if TYPE_CHECKING:
 
 FIRST_TOKEN = np.zeros(1, dtype=np.int32)
 """The offsets of a request that captures the one token it has in a step."""
+SPLIT_BYTES = 128 << 20
+"""The rows of a step that are worth a message of each sender. Fewer leave one GPU while the next
+step runs."""
 
 
 class Claim(NamedTuple):
@@ -36,10 +39,13 @@ class RowBudget:
         self._speculates = config.speculative_config is not None
         self._whole_items = needs_whole_items(config)
         self._whole_prompts = False
-        self._capacity = 0
+        self._capacity = self._whole = 0
+        self._senders = 1
         if config.tap_shape is not None:
             buffer_bytes = config.capture_config.capture_buffer_bytes
             self._capacity = buffer_bytes // config.tap_shape.row_bytes
+            self._whole = min(self._capacity, SPLIT_BYTES // config.tap_shape.row_bytes)
+            self._senders = config.tap_shape.senders
             self._whole_prompts = config.tap_shape.whole_prompts
         self._offsets: dict[str, np.ndarray] = {}
         self._taken = 0
@@ -48,6 +54,11 @@ class RowBudget:
         """Claims of requests refused in the step before that have not asked again."""
         self._refused: dict[str, Claim] = {}
         """Claims of requests refused in this step."""
+
+    @property
+    def split(self) -> bool:
+        """Whether the rows of this step are so many that all senders send their share."""
+        return self._senders > 1 and self._senders * self._taken > self._whole
 
     def cap_tokens(self, request: "Request", first: int, num_tokens: int) -> int:
         """How many of the `num_tokens` positions from `first` this step's rows have room for.

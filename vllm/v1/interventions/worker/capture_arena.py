@@ -14,7 +14,7 @@ import torch
 from vllm.config import VllmConfig
 from vllm.model_executor.layers.row_capture import capture_rows
 from vllm.v1.capture.transport.landing import Landing
-from vllm.v1.interventions.capture_groups import CaptureGroup, CaptureGroups
+from vllm.v1.interventions.capture_groups import CaptureGroup, CaptureGroups, num_senders
 from vllm.v1.interventions.plan import FINAL, Site, TapShape
 from vllm.v1.interventions.step_rows import Blocks, Members, StepRows
 from vllm.v1.interventions.worker.attention_reader import AttentionReader
@@ -49,18 +49,23 @@ class CaptureArena:
 
     def __init__(self, config: VllmConfig, device: torch.device) -> None:
         self._config, self._device = config, device
-        # The stream is the same on every tensor-parallel rank: the first one captures, and sends.
+        # The stream is the same on every tensor-parallel rank: the first one captures, and sends,
+        # and of a step of many rows every sender those of its share of the layers.
         # Of attention and of the head before the vocabulary, each has a part, and needs the rows.
         parallel = config.parallel_config
-        first = parallel.rank % parallel.tensor_parallel_size == 0
-        self.fills = first or config.capture_config.shared
+        self._sender = parallel.rank % parallel.tensor_parallel_size
+        lands = self._sender < num_senders(config)
+        self.fills = lands or config.capture_config.shared
         """Whether rows are captured here, or only where graphs are alike on all ranks."""
         self.reads_attention = config.capture_config.reads_attention
-        self._landing = Landing(landing_bytes(config)) if first else None
+        self._landing = Landing(landing_bytes(config)) if lands else None
         self.pinning: Pinning | None = None
         if self._landing is not None and device.type == "cuda":
             self.pinning = Pinning(self._landing, device)
-        self._captures: dict[str, CaptureGroup] = {}
+        self._captures: dict[str, list[CaptureGroup | None]] = {}
+        """What is captured here of each request: if the step is not split, and if it is."""
+        self._split = False
+        """Whether this step is."""
         self._attention = AttentionRequests()
         self._wanted: dict[str, np.ndarray] = {}
         self._version = 0
@@ -85,7 +90,9 @@ class CaptureArena:
         """[sites, tokens] the arena row in which each token's begins, -1 for none."""
         self._dest_host = np.full(tuple(self.dest.shape), -1, dtype=np.int32)
         self._final = None if shape.final is None else self.sites.get((FINAL, shape.final))
-        self._groups = CaptureGroups(self.sites, shape)
+        self._groups = [CaptureGroups(self.sites, shape)]
+        if shape.senders > 1:
+            self._groups.append(CaptureGroups(self.sites, shape, self._sender, shape.senders))
         self.lenses: dict[str, FileLens] = {}
         """Those of files, by name."""
         self._outbox: Outbox | None = None
@@ -122,11 +129,13 @@ class CaptureArena:
         if step is None or self._outbox is None:
             return
         self._version = step.version
+        if step.split != self._split:
+            self._split, self._decoding = step.split, None
         self._outbox.projections.apply(step.projections)
         if step.admitted:
             self._decoding = None
-            groups = {r: self._groups.of(w) for r, w in step.admitted.items()}
-            self._captures |= {r: group for r, group in groups.items() if group is not None}
+            groups = {r: [g.of(w) for g in self._groups] for r, w in step.admitted.items()}
+            self._captures |= {r: found for r, found in groups.items() if found[0] is not None}
 
     def forget(self) -> None:
         """Clear all that sleep took away."""
@@ -147,7 +156,8 @@ class CaptureArena:
 
     def map(self, req_ids: list[str], num_tokens: np.ndarray, positions: torch.Tensor) -> None:
         """As `WorkerInterventions.map_rows`: write `dest`."""
-        if not self._wanted or not self.fills:
+        sends = self._split or self._sender == 0
+        if not self._wanted or not (sends or self._config.capture_config.shared):
             self.clear()
             return
         starts = np.cumsum(num_tokens[: len(req_ids)]) - num_tokens[: len(req_ids)]
@@ -162,13 +172,14 @@ class CaptureArena:
         # Requests that want the same share one dense block of the arena.
         groups: dict[CaptureGroup, Members] = {}
         for req_id, start in zip(req_ids, starts, strict=True):
-            offsets, group = self._wanted.get(req_id), self._captures.get(req_id)
+            offsets, found = self._wanted.get(req_id), self._captures.get(req_id)
+            group = found[self._split] if found is not None else None
             if offsets is not None and group is not None:
                 groups.setdefault(group, []).append((req_id, start + offsets))
-        if self._landing is None:
+        if not sends:
             groups = {group: members for group, members in groups.items() if group.shared}
         if not groups:
-            return  # all of it at other pipeline stages, or for the first rank alone
+            return  # all of it at other pipeline stages, or for others to send
         blocks = Blocks(groups)
         of_block = [np.concatenate([t for _, t in members]) for members in groups.values()]
         for block, tokens in zip(blocks.all, of_block, strict=True):

@@ -15,6 +15,7 @@ from vllm.config import VllmConfig
 from vllm.logger import init_logger
 from vllm.utils.cpu_resource_utils import get_cgroup_memory_limit
 from vllm.v1.capture.transport.landing import Landing
+from vllm.v1.interventions.capture_groups import num_senders
 
 logger = init_logger(__name__)
 
@@ -32,15 +33,16 @@ _MADV_POPULATE_WRITE = 23
 
 def landing_bytes(config: VllmConfig) -> int:
     """The bytes of one worker's landing: a quarter of the machine's free memory at most for all of
-    them, unless `capture_landing_bytes` says otherwise."""
+    them, unless `capture_landing_bytes` says otherwise of those of a pipeline stage."""
     parallel = config.parallel_config
     if parallel.nnodes > 1 or parallel.distributed_executor_backend == "ray":
         return 0  # the engine core may be on another host
     wanted = config.capture_config.capture_landing_bytes
     if wanted is not None:
-        return wanted
+        return wanted // num_senders(config)
     free = min(psutil.virtual_memory().available, get_cgroup_memory_limit() or MOST_BYTES * 4)
     landings = parallel.pipeline_parallel_size * parallel.data_parallel_size_local
+    landings *= num_senders(config)
     return min(free // 4, MOST_BYTES) // max(landings, 1) // PIECE_BYTES * PIECE_BYTES
 
 

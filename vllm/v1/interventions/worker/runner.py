@@ -27,6 +27,7 @@ from vllm.model_executor.layers.residual_taps import (
     PassTap,
     SiteTap,
 )
+from vllm.v1.interventions.capture_groups import num_senders
 from vllm.v1.interventions.messages import num_table_rows
 from vllm.v1.interventions.plan import Site, TapShape
 from vllm.v1.interventions.step_rows import StepRows
@@ -113,6 +114,7 @@ class WorkerInterventions:
             lanes=num_lanes(layers, self._config),
             whole_prompts=has_whole_prompts(layers),
             branches={index: unbound_taps(layer).branches for index, layer in layers.items()},
+            senders=num_senders(self._config),
             final=last if last in layers and head_reads_rows(model, hidden_size) else None,
         )
         refuse_layers(layers, self.shape.torch_dtype)
