@@ -12,6 +12,7 @@ from .again import AGAIN
 from .backend import BACKEND
 from .bailing import BAILING
 from .dense import DENSE
+from .dsa import DSA
 from .hybrid import HYBRID
 from .latent import LATENT
 from .longcat import LONGCAT
@@ -36,6 +37,7 @@ MODELS: dict[str, TinyModel] = {
         MOE,
         HYBRID,
         LATENT,
+        DSA,
         LONGCAT,
         SPARSE,
         LOOPED,
