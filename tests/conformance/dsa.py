@@ -136,7 +136,9 @@ def _turned(
     x: torch.Tensor, positions: torch.Tensor, table: torch.Tensor, pairs: bool
 ) -> torch.Tensor:
     """The first numbers of x [n, ..., width], as many as the table has, turned by position."""
-    cos, sin = (half.unflatten(0, (-1, *[1] * (x.ndim - 2))) for half in table[positions].chunk(2, -1))
+    cos, sin = (
+        half.unflatten(0, (-1, *[1] * (x.ndim - 2))) for half in table[positions].chunk(2, -1)
+    )
     first, rest = x[..., : table.shape[1]], x[..., table.shape[1] :]
     a, b = (first[..., ::2], first[..., 1::2]) if pairs else first.chunk(2, dim=-1)
     parts = a * cos - b * sin, b * cos + a * sin
@@ -172,7 +174,7 @@ def turned_queries(positions: torch.Tensor, q: torch.Tensor, table: torch.Tensor
     index_q: torch.Tensor | None, index_table: Any, _plain: torch.Tensor, _scale: torch.Tensor,
     index_weights: Any, by_width: float, by_heads: float, *, index_rope_interleave: bool, **_: Any,
 ) -> tuple[Any, Any, torch.Tensor]:  # fmt: skip
-    """Upstream's `fused_q`: the indexer's queries and its heads' weights, and attention's queries."""
+    """Upstream's `fused_q`: the indexer's queries, its heads' weights, attention's queries."""
     if index_q is not None:
         index_q = _turned(index_q, positions, index_table, index_rope_interleave)
         index_weights = index_weights * (by_width * by_heads)

@@ -9,7 +9,7 @@ from typing import Any
 
 import transformers
 
-from ..tiny import COMMON, HALF_STD, LAYERS, TinyModel, sizes
+from ..tiny import COMMON, HALF_STD, TinyModel, sizes
 from .latent import MLA, MLA_ENGINE, ROUTED
 
 _SIZES = sizes(head_dim=None, num_key_value_heads=COMMON["num_attention_heads"])
@@ -87,4 +87,3 @@ DSA = (
         note=f"{_NOTE}; a layer takes what the one before it chose",
     ),
 )
-assert LAYERS == 4
