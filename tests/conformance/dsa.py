@@ -36,8 +36,12 @@ class Batch(AttentionMetadata):
     """Prompts do not go by dense attention."""
 
     def requests(self, cache: torch.Tensor) -> Iterator[tuple[slice, torch.Tensor, torch.Tensor]]:
-        """Of each: its tokens in the step, what is cached, [keys, width], and a mask [tokens, keys]
-        of what is later than a token."""
+        """Of each: its tokens in the step, what is cached of it, [keys, ...], and a mask
+        [tokens, keys] of what is later than a token.
+
+        Args:
+            cache: [blocks, tokens, ...].
+        """
         for number, length in enumerate(self.lengths):
             tokens = slice(self.starts[number], self.starts[number + 1])
             n = tokens.stop - tokens.start
@@ -132,7 +136,7 @@ class IndexerCache(DeepseekV32IndexerCache):
         return IndexerBackend
 
 
-def _turned(
+def turned(
     x: torch.Tensor, positions: torch.Tensor, table: torch.Tensor, pairs: bool
 ) -> torch.Tensor:
     """The first numbers of x [n, ..., width], as many as the table has, turned by position."""
@@ -146,7 +150,8 @@ def _turned(
     return torch.cat([first, rest], dim=-1)
 
 
-def _keep(rows: torch.Tensor, cache: torch.Tensor | None, slots: torch.Tensor | None) -> None:
+def keep(rows: torch.Tensor, cache: torch.Tensor | None, slots: torch.Tensor | None) -> None:
+    """Rows of a step's tokens into a cache [blocks, tokens, ...], if there is one yet."""
     if cache is not None and cache.numel() and slots is not None:
         slots, rows = slots[slots >= 0], rows[: len(slots)][slots >= 0]
         cache[slots // cache.shape[1], slots % cache.shape[1]] = rows
@@ -161,12 +166,12 @@ def normed_and_turned(positions: torch.Tensor, q: torch.Tensor, q_weight: torch.
 ) -> torch.Tensor:  # fmt: skip
     """Upstream's `fused_norm_rope`: the normed latent of queries; keys of both go to the caches."""
     latent = rms_norm(latent, latent.shape[-1:], weight, eps)
-    both = torch.cat([latent, _turned(key, positions, table, True)], dim=-1)
-    _keep(both, mla_kv_cache, slot_mapping)
+    both = torch.cat([latent, turned(key, positions, table, True)], dim=-1)
+    keep(both, mla_kv_cache, slot_mapping)
     if index_key is not None:
         index_key = layer_norm(index_key, index_key.shape[-1:], index_weight, index_bias, index_eps)
-        index_key = _turned(index_key, positions, index_table, index_rope_interleave)
-        _keep(index_key, indexer_k_cache, indexer_slot_mapping)
+        index_key = turned(index_key, positions, index_table, index_rope_interleave)
+        keep(index_key, indexer_k_cache, indexer_slot_mapping)
     return rms_norm(q, q.shape[-1:], q_weight, q_eps)
 
 
@@ -176,9 +181,9 @@ def turned_queries(positions: torch.Tensor, q: torch.Tensor, table: torch.Tensor
 ) -> tuple[Any, Any, torch.Tensor]:  # fmt: skip
     """Upstream's `fused_q`: the indexer's queries, its heads' weights, attention's queries."""
     if index_q is not None:
-        index_q = _turned(index_q, positions, index_table, index_rope_interleave)
+        index_q = turned(index_q, positions, index_table, index_rope_interleave)
         index_weights = index_weights * (by_width * by_heads)
-    return index_q, index_weights, _turned(q, positions, table, True)
+    return index_q, index_weights, turned(q, positions, table, True)
 
 
 def choose(_hidden: torch.Tensor, name: str, cache: torch.Tensor, q: torch.Tensor, _scale: None,

@@ -17,6 +17,7 @@ from .hybrid import HYBRID
 from .latent import LATENT
 from .longcat import LONGCAT
 from .looped import LOOPED
+from .minimax_m3 import MINIMAX_M3
 from .moe import MOE
 from .parallel import PARALLEL_ROWS
 from .pictures import PICTURE_ROWS
@@ -38,6 +39,7 @@ MODELS: dict[str, TinyModel] = {
         HYBRID,
         LATENT,
         DSA,
+        MINIMAX_M3,
         LONGCAT,
         SPARSE,
         LOOPED,
