@@ -72,9 +72,9 @@ class Sparse(CPUMLAImpl):
     """Attention to chosen keys."""
 
     is_sparse: ClassVar[bool] = True
-    supports_dense_mha_prefill: ClassVar[bool] = False
+    supports_dense_mha_prefill = False
 
-    def prepare_for_batch(self, _batch: Batch | None) -> None:
+    def prepare_for_batch(self, _batch: Any) -> None:
         """Nothing to do."""
 
     def record_logical_topk_ready(self) -> None:

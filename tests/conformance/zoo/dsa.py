@@ -51,8 +51,9 @@ def _in_torch() -> Iterator[None]:
 
 
 _NOTE = (
-    "upstream's classes for CUDA; kernels of the indexer, of its choice and of attention are for "
-    "GPUs alone: run with torch's, in float32, where upstream chooses in FP8"
+    "upstream's classes for CUDA; the indexer, its choice and attention are kernels of GPUs alone: "
+    "run with torch's, with a cache in float32 where upstream's indexer has FP8; 12 keys are "
+    "chosen; V1 has no Triton: the embedding with the first norm in torch, too"
 )
 
 DSA = (
