@@ -14,6 +14,7 @@ from .bailing import BAILING
 from .dense import DENSE
 from .dsa import DSA
 from .hybrid import HYBRID
+from .inkling import INKLING
 from .latent import LATENT
 from .longcat import LONGCAT
 from .looped import LOOPED
@@ -40,6 +41,7 @@ MODELS: dict[str, TinyModel] = {
         LATENT,
         DSA,
         MINIMAX_M3,
+        INKLING,
         LONGCAT,
         SPARSE,
         LOOPED,

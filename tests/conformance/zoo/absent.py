@@ -11,7 +11,6 @@ _CUDA_ONLY = "vLLM has no CPU code for it (vllm.models.*)"
 
 ABSENT: dict[str, str] = {
     "Glm5NextForCausalLM": f"{_CUDA_ONLY}; its class was measured on a GPU, below",
-    "InklingForCausalLM": _CUDA_ONLY,
     "InklingForConditionalGeneration": _CUDA_ONLY,
     "Qwen4ExpForCausalLM": f"{_CUDA_ONLY}; its class was measured on a GPU, below",
 }
