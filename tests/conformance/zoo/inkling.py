@@ -13,7 +13,7 @@ import transformers
 from transformers import PretrainedConfig
 
 from ..reference import Adapter
-from ..tiny import HEADS, KV_HEADS, WINDOW, Tensors, TinyModel, sizes
+from ..tiny import HEADS, KV_HEADS, LAYERS, WINDOW, Tensors, TinyModel, sizes
 from .weights import renamed
 
 _HEAD = 128
@@ -26,7 +26,7 @@ _DIVISOR = 2.0
 def _config() -> PretrainedConfig:
     return transformers.InklingTextConfig(
         **sizes(head_dim=_HEAD),
-        dense_mlp_idx=1,
+        mlp_layer_types=["dense"] + ["sparse"] * (LAYERS - 1),
         moe_intermediate_size=64,
         swa_num_attention_heads=HEADS,
         swa_num_key_value_heads=KV_HEADS,
