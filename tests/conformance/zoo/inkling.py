@@ -140,7 +140,8 @@ INKLING = (
         engine={"block_size": 8, "kv_cache_memory_bytes": 64 << 20, "tokenizer_mode": "hf"},
         upstream=_interpreted,
         note="by upstream's Triton kernels under Triton's interpreter; attention is a kernel of "
-        "GPUs alone: run with torch's; what convolutions keep is in float32, where upstream's is "
-        "in bfloat16; upstream divides logits, where transformers divides what the head reads",
+        "GPUs alone, and what prepares it is one that the interpreter cannot run: run with "
+        "torch's; what convolutions keep is in float32, where upstream's is in bfloat16; upstream "
+        "divides logits, where transformers divides what the head reads",
     ),
 )

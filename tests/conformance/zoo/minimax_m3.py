@@ -136,6 +136,7 @@ MINIMAX_M3 = (
         upstream=_in_torch,
         note="norms, the indexer, its choice of blocks, sparse attention and experts are kernels "
         "of GPUs alone: run with torch's, with blocks of 4 keys, where upstream's have 128; no "
-        "heads of sparse layers",
+        "heads of sparse layers; upstream's router on CPUs knows sigmoids of experts in groups "
+        "alone: run as one group",
     ),
 )
