@@ -45,6 +45,10 @@ class Adapter:
     """In place of `branch`, where more than one module makes the branch: dotted path from a block
     to the norm before its MLP. What enters it is the stream, and the skip reads the same tensor."""
 
+    ends_later: bool = False
+    """Whether upstream makes a block's last sum in the next block, so that there is no
+    `post_block`."""
+
     more_blocks: tuple[str, ...] = ()
     """Of a model with several lists of blocks, the others."""
     loops: bool = False
@@ -59,9 +63,8 @@ class Adapter:
     @property
     def points(self) -> tuple[str, ...]:
         """The points this architecture has, in the order of the stream."""
-        if self.branch or self.second_norm:
-            return ("pre_attn", "post_attn", "post_block")
-        return ("pre_attn", "post_block")
+        middle = ("post_attn",) if self.branch or self.second_norm else ()
+        return ("pre_attn", *middle, *(() if self.ends_later else ("post_block",)))
 
     def find_branch(self, block: nn.Module) -> nn.Module | None:
         """The module whose output is the attention branch; None when this block has none."""
@@ -206,11 +209,11 @@ def run(
         in_lanes = adapter.lanes, adapter.lanes_second
         for layer, block in enumerate(blocks):
             hooks = _Hooks(layer, multiplier, deltas, rows, others, counted, *in_lanes)
-            sites |= {("pre_attn", layer), ("post_block", layer)}
-            handles = [
-                block.register_forward_pre_hook(hooks.before_block, with_kwargs=True),
-                block.register_forward_hook(hooks.after_block),
-            ]
+            sites.add(("pre_attn", layer))
+            handles = [block.register_forward_pre_hook(hooks.before_block, with_kwargs=True)]
+            if not adapter.ends_later:
+                sites.add(("post_block", layer))
+                handles.append(block.register_forward_hook(hooks.after_block))
             if adapter.second_norm:
                 norm = block.get_submodule(adapter.second_norm)
                 handles.append(norm.register_forward_pre_hook(hooks.before_second_norm))

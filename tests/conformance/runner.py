@@ -299,7 +299,8 @@ def other_errors(
         forward = reference.run(completion.token_ids)
         for (point, layer), got in completion.rows.items():
             want = forward.others[point, layer]
-            stream = want if point == "final" else forward.rows["post_block", layer]
+            ends = point != "final" and "post_block" in reference.row.points
+            stream = forward.rows["post_block", layer] if ends else want
             read = float(((got - want).norm(dim=-1) / stream.norm(dim=-1)).max())
             apart = worst_row(got.roll(1, 0), want) if want.any() else 1.0  # a layer may lack one
             old = errors.setdefault(point, HeadErrors(read, apart))

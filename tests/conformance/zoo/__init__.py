@@ -12,10 +12,13 @@ from .again import AGAIN
 from .backend import BACKEND
 from .bailing import BAILING
 from .dense import DENSE
+from .dsa import DSA
 from .hybrid import HYBRID
+from .inkling import INKLING
 from .latent import LATENT
 from .longcat import LONGCAT
 from .looped import LOOPED
+from .minimax_m3 import MINIMAX_M3
 from .moe import MOE
 from .parallel import PARALLEL_ROWS
 from .pictures import PICTURE_ROWS
@@ -36,6 +39,9 @@ MODELS: dict[str, TinyModel] = {
         MOE,
         HYBRID,
         LATENT,
+        DSA,
+        MINIMAX_M3,
+        INKLING,
         LONGCAT,
         SPARSE,
         LOOPED,

@@ -10,12 +10,8 @@ from __future__ import annotations
 _CUDA_ONLY = "vLLM has no CPU code for it (vllm.models.*)"
 
 ABSENT: dict[str, str] = {
-    "DeepseekV32ForCausalLM": _CUDA_ONLY,
     "Glm5NextForCausalLM": f"{_CUDA_ONLY}; its class was measured on a GPU, below",
-    "GlmMoeDsaForCausalLM": _CUDA_ONLY,
-    "InklingForCausalLM": _CUDA_ONLY,
     "InklingForConditionalGeneration": _CUDA_ONLY,
-    "MiniMaxM3SparseForCausalLM": _CUDA_ONLY,
     "Qwen4ExpForCausalLM": f"{_CUDA_ONLY}; its class was measured on a GPU, below",
 }
 
