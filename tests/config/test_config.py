@@ -228,6 +228,15 @@ REAL: list[tuple[dict[str, Any], str, bool]] = [
         "pipeline parallelism of executors other than mp and RayExecutorV2",
         False,
     ),
+    (
+        {
+            "pipeline_parallel_size": 2,
+            "distributed_executor_backend": "mp",
+            "kv_transfer_config": {"kv_connector": "OffloadingConnector", "kv_role": "kv_both"},
+        },
+        "pipeline parallelism with a KV connector (--kv-transfer-config)",
+        False,
+    ),
 ]
 
 

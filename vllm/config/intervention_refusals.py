@@ -55,6 +55,9 @@ def refuse_unsupported(config: "VllmConfig") -> None:
             "pipeline parallelism of executors other than mp and RayExecutorV2": (
                 parallel.pipeline_parallel_size > 1 and not _joins_stages(parallel)
             ),
+            "pipeline parallelism with a KV connector (--kv-transfer-config)": (
+                parallel.pipeline_parallel_size > 1 and config.kv_transfer_config is not None
+            ),
         }
         _refuse("capture", refused)
     refuse_connector(config)
@@ -93,7 +96,7 @@ def _joins_stages(parallel: "ParallelConfig") -> bool:
 def refuse_connector(config: "VllmConfig") -> None:
     """Raise ValueError for steering with a KV connector that does not tell what acted on blocks.
 
-    Capture goes with any: what a request wants to see is computed and not loaded.
+    Capture goes with any on one stage: what a request wants to see is computed and not loaded.
     """
     transfer = config.kv_transfer_config
     if transfer is None or not config.steering_config.enable_steering:

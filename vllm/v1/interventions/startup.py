@@ -31,8 +31,9 @@ PARENT_SECONDS = 1.0
 class StageRows(KVOutputAggregator):
     """Joins the captured rows of all workers that send some into one result.
 
-    It takes the place of a KV connector's aggregator, which capture excludes: with an aggregator
-    the executor has all workers reply to a step, not only the first of the last stage.
+    It takes the place of a KV connector's aggregator, which capture of several workers excludes:
+    with an aggregator the executor has all workers reply to a step, not only the first of the last
+    stage.
     """
 
     def __init__(self) -> None:
