@@ -110,6 +110,13 @@ def _glm_mix(half: str, norm: str) -> str:
     return f"self.hc_pre(lanes, {weights}, norm_weight=self.{norm}.weight.data, {eps})"
 
 
+def _v4_mix(half: str) -> str:
+    weights = ", ".join(f"self.hc_{half}_{name}" for name in ("fn", "scale", "base"))
+    sizes = "self.rms_norm_eps, self.hc_eps, self.hc_eps, self.hc_post_alpha"
+    norm = f"norm_weight={half}_norm_weight, norm_eps={half}_norm_eps"
+    return f"mhc_pre_tilelang(lanes, {weights}, {sizes}, self.hc_sinkhorn_iters, {norm})"
+
+
 def _grouped(names: str) -> str:
     """Return how Qwen4-Exp's taps write back: its lanes lie in one dimension."""
     return f"lambda *parts: {names}.combine(*parts).unflatten(1, ({names}.hc_count, -1))"
@@ -212,6 +219,31 @@ HAND: tuple[Row, ...] = (
             ("before", "return x, None", _hyper("post_block", "x")),
         ),
         digest="26f4d4ce86e7a3a7",
+    ),
+    Row(
+        # A block leaves writing back to the next one, or to the model after the last. The first
+        # one makes the lanes of the embedding, in a kernel that mixes them, too.
+        V + "deepseek_v4/nvidia/model.py",
+        "DeepseekV4DecoderLayer",
+        Idiom.HAND,
+        norms=("attn_norm", "ffn_norm"),
+        mixers=("attn",),
+        mlps=("ffn",),
+        stream="x",
+        assume=("self.use_sequence_parallel",),
+        lanes="hc_mult",
+        lines=(
+            _remixed("pre_attn", "if residual is None", "post_mix, res_mix, x", _v4_mix("attn")),
+            _remixed("post_attn", "self.hc_ffn_fn", "post_mix, res_mix, x", _v4_mix("ffn")),
+            _settled(
+                "post_block",
+                "return x, residual, post_mix, res_mix",
+                "x, residual, post_mix, res_mix",
+                "mhc_post_tilelang",
+                _unmixed("x", "post_mix", "res_mix"),
+            ),
+        ),
+        digest="8c871d07d93a5a9e",
     ),
     Row(
         # A block leaves writing back to the next one, in the kernel that mixes for its attention.

@@ -30,11 +30,6 @@ INHERITED += (
 )
 
 _HC = "several streams (hyper-connections): "
-_V4 = (
-    _HC + "not wired before a GPU has proved it. The code for lanes is nearly GLM-5-Next's, but "
-    "attention needs FlashMLA's sparse kernels and a cache in FP8, and the first layer's lanes "
-    "(mhc_pre_broadcast) DeepGEMM"
-)
 _V41 = (
     _HC + "not wired, as a row of lanes is not the whole stream: a sub-layer reads them in the "
     "proportions (pre_mix) of the one before, and Engram layers add to them within the block"
@@ -50,7 +45,6 @@ REFUSED: tuple[Row, ...] = tuple(
             "pooling model, nested sums in one expression",
         ),
         (F + "deepseek_v4/amd/model.py", "DeepseekV4DecoderLayer", _OTHER),
-        (F + "deepseek_v4/nvidia/model.py", "DeepseekV4DecoderLayer", _V4),
         (F + "deepseek_v4/xpu/model.py", "DeepseekV4DecoderLayer", _OTHER),
         (F + "deepseek_v41/amd/model.py", "DeepseekV4DecoderLayer", _OTHER),
         (F + "deepseek_v41/nvidia/model.py", "DeepseekV4DecoderLayer", _V41),

@@ -123,16 +123,19 @@ class Experts(CPUUnquantizedExperts):
         w2: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor, *_: Any, **__: Any,
     ) -> None:  # fmt: skip
         """All experts for all tokens, by their weights: those of the chosen, else zero."""
+        output.zero_()
+        for number, (inner, outer) in enumerate(zip(w1, w2, strict=True)):
+            made = self.activated(*(hidden_states @ inner.T).chunk(2, dim=-1))
+            weight = (topk_weights * (topk_ids == number)).sum(-1, keepdim=True)
+            output += weight * (made @ outer.T)
+
+    def activated(self, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+        """What the second matrix gets."""
         config = self.moe_config
         limit, alpha, beta = config.swiglu_limit, config.swiglu_alpha, config.swiglu_beta
         assert limit is not None and alpha is not None and beta is not None
-        output.zero_()
-        for number, (inner, outer) in enumerate(zip(w1, w2, strict=True)):
-            gate, up = (hidden_states @ inner.T).chunk(2, dim=-1)
-            gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
-            made = gate * (alpha * gate).sigmoid() * (up + beta)
-            weight = (topk_weights * (topk_ids == number)).sum(-1, keepdim=True)
-            output += weight * (made @ outer.T)
+        gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+        return gate * (alpha * gate).sigmoid() * (up + beta)
 
 
 def normed(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:

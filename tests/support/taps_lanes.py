@@ -54,6 +54,40 @@ def deferred(lanes: torch.Tensor) -> dict[str, torch.Tensor]:
     return {"hidden_states": out, "residual": rest, "post": gates, "comb": mix}
 
 
+def rewritten(*parts: torch.Tensor, **_: Any) -> tuple[torch.Tensor, ...]:
+    """One kernel of both: the lanes as `written`, and what is `factored` of them."""
+    lanes = written(*parts[:4])
+    return lanes, *factored(lanes)
+
+
+def _by_all(
+    lanes: torch.Tensor, *sizes: float, norm_weight: torch.Tensor, norm_eps: float, **_: Any
+) -> tuple[torch.Tensor, ...]:
+    """As `factored`, of all that DeepSeek-V4's kernels are given: none may be another's."""
+    gates, comb, mixed = factored(lanes)
+    by = sum(n * size for n, size in enumerate(sizes, 1))
+    return gates, comb, by * norm_weight * mixed + norm_eps
+
+
+def _rewritten_by_all(*parts: Any, **options: Any) -> tuple[torch.Tensor, ...]:
+    lanes = written(*parts[:4])
+    return lanes, *_by_all(lanes, *parts[4:], **options)
+
+
+def _spread(rows: torch.Tensor, *sizes: float, **options: Any) -> tuple[torch.Tensor, ...]:
+    """The kernel of a first block, here of lanes in one dimension: its input has two."""
+    lanes = rows.unflatten(1, (LANES, WIDTH))
+    return lanes, *_by_all(lanes, *sizes, **options)
+
+
+KERNELS = {
+    "mhc_pre_tilelang": _by_all,
+    "mhc_pre_broadcast_tilelang": _spread,
+    "mhc_post_tilelang": written,
+    "mhc_fused_post_pre_tilelang": _rewritten_by_all,
+}
+"""Functions of modules, by name."""
+
 GLM_5_NEXT: list[dict[str, Any]] = [
     {
         "mhc": True,
@@ -64,16 +98,38 @@ GLM_5_NEXT: list[dict[str, Any]] = [
         "_mlp_is_moe": moe,
         "hc_pre": factored,
         "hc_post": written,
-        "hc_fused_post_pre": lambda *parts, **_: (
-            written(*parts[:4]),
-            *factored(written(*parts[:4])),
-        ),
+        "hc_fused_post_pre": rewritten,
         **{f"hc_{a}_{b}": None for a in ("attn", "ffn") for b in ("fn", "scale", "base")},
         "given": given,
         "whole": written,
     }
     for moe in (False, True)
     for given in (None, deferred)
+]
+
+
+_SIZES = [f"hc_{a}_{b}" for a in ("attn", "ffn") for b in ("fn", "scale", "base")]
+_SIZES += ["rms_norm_eps", "hc_eps", "hc_post_alpha", "hc_sinkhorn_iters"]
+
+
+def _v4_deferred(lanes: torch.Tensor) -> dict[str, torch.Tensor]:
+    names = ("x", "residual", "post_mix", "res_mix")
+    return dict(zip(names, deferred(lanes).values(), strict=True))
+
+
+DEEPSEEK_V4: list[dict[str, Any]] = [
+    {
+        "use_sequence_parallel": False,
+        "hc_attn_fn_broadcast": True,
+        **{name: 0.1 + 0.01 * n * n for n, name in enumerate(_SIZES)},
+        "given": given,
+        "whole": written,
+    }
+    for given in (
+        lambda lanes: {"x": lanes.flatten(1), "residual": None},
+        lambda lanes: {"x": lanes, "residual": None},
+        _v4_deferred,
+    )
 ]
 
 

@@ -31,7 +31,7 @@ import torch
 
 from patches.taps.rows import DEFERRED, Idiom, NormCall, Row, Second
 from patches.taps.source import Source, method
-from tests.support.taps_lanes import LANES, TOKENS, WIDTH, sconv, weight
+from tests.support.taps_lanes import KERNELS, LANES, TOKENS, WIDTH, sconv, weight
 
 SUBLAYERS = {
     "mamba_decoder": "Zamba2MambaDecoderLayer",
@@ -240,6 +240,7 @@ class Subject:
         space["fused_allreduce_gemma_rms_norm"] = lambda h, r, norm: norm(h, r)
         space["_sconv_add_norm"] = _sconv_add_norm
         space["_QSA_LAYER_TYPES"] = ("indexed_attention",)
+        space |= KERNELS
         exec(compile(ast.fix_missing_locations(module), source.file, "exec"), space)
         return space[name], forward
 

@@ -16,7 +16,7 @@ from tests.support.taps_lanes import LANES, TOKENS, WIDTH, reduced, scattered, s
 
 def settings_of(row: Row) -> list[dict[str, Any]]:
     """The configurations to try for a class: every value of what its forward() tests."""
-    return SETTINGS.get(row.cls, [{}])
+    return SETTINGS.get(row.key) or SETTINGS.get(row.cls, [{}])
 
 
 _SCALE = torch.full((1, WIDTH), 0.3, dtype=torch.float64)
@@ -55,7 +55,7 @@ _FALCON = [
     )
 ]
 
-# `later_only`: upstream's own forward() cannot be the first block.
+# `later_only`: upstream's own forward() cannot be the first block. By class, or file and class.
 SETTINGS: dict[str, list[dict[str, Any]]] = {
     "Gemma3nDecoderLayer": [
         {
@@ -112,6 +112,7 @@ SETTINGS: dict[str, list[dict[str, Any]]] = {
         for extra in (None, _SCALE)
     ],
     "Glm5NextDecoderLayer": lanes.GLM_5_NEXT,
+    "vllm/models/deepseek_v4/nvidia/model.py:DeepseekV4DecoderLayer": lanes.DEEPSEEK_V4,
     "GraniteDecoderLayer": [_MULTIPLIER],
     "GraniteMoeDecoderLayer": [_MULTIPLIER],
     "GraniteMoeHybridAttentionDecoderLayer": _HYBRID,

@@ -11,6 +11,7 @@ from ..tiny import TinyModel
 from .again import AGAIN
 from .backend import BACKEND
 from .bailing import BAILING
+from .deepseek_v4 import DEEPSEEK_V4
 from .dense import DENSE
 from .dsa import DSA
 from .hybrid import HYBRID
@@ -44,6 +45,7 @@ MODELS: dict[str, TinyModel] = {
         INKLING,
         LONGCAT,
         SPARSE,
+        DEEPSEEK_V4,
         LOOPED,
         TRANSLATED,
         PLAIN,

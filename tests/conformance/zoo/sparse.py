@@ -7,7 +7,7 @@ Upstream has CPU code of it, for CPUs with AMX and in bfloat16 alone, with a cac
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -23,12 +23,12 @@ from ..tiny import COMMON, LAYERS, NO_SPECIAL_TOKENS, Tensors, TinyModel
 V4_LANES = 4
 _EXPERTS, _CHOSEN = 64, 6
 """The least that upstream's kernels of routing know."""
-_RATES = {
+RATES = {
     "sliding_attention": 0,
     "compressed_sparse_attention": 4,
     "heavily_compressed_attention": 128,
 }
-_TYPES = [*_RATES, "compressed_sparse_attention"]
+_TYPES = [*RATES, "compressed_sparse_attention"]
 _HASHED = 1
 _WIDTH, _ROPE = 512, 64
 """Of a head, and of what is rotated of it: the only ones of upstream's kernels."""
@@ -99,7 +99,7 @@ def _as_upstream(model: nn.Module) -> None:
             module.e_score_correction_bias.copy_(10.0 * order)
 
 
-def _native(tensors: Tensors, config: PretrainedConfig) -> Tensors:
+def native(tensors: Tensors, config: PretrainedConfig) -> Tensors:
     """By the names of DeepSeek's checkpoints, of which transformers turns some back wrongly."""
     return {
         re.sub(r"\.attn\.norm\.", ".attn.kv_norm.", name.removeprefix("model."))
@@ -109,10 +109,52 @@ def _native(tensors: Tensors, config: PretrainedConfig) -> Tensors:
     }
 
 
+def config(**changes: Any) -> PretrainedConfig:
+    """Of a tiny model, with some fields changed."""
+    sizes: dict[str, Any] = {
+        "vocab_size": COMMON["vocab_size"],
+        "hidden_size": COMMON["hidden_size"],
+        "num_hidden_layers": LAYERS,
+        "max_position_embeddings": 512,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 1,
+        "head_dim": _WIDTH,
+        "q_lora_rank": 64,
+        "o_groups": 2,
+        "o_lora_rank": 64,
+        "layer_types": _TYPES,
+        "sliding_window": 24,
+        "index_n_heads": 8,
+        "index_head_dim": 128,
+        "index_topk": 512,
+        "mlp_layer_types": ["hash_moe"] * _HASHED + ["moe"] * (LAYERS - _HASHED),
+        "n_routed_experts": _EXPERTS,
+        "num_experts_per_tok": _CHOSEN,
+        "moe_intermediate_size": 64,
+        "routed_scaling_factor": 1.6,
+        "num_nextn_predict_layers": 0,
+        "hc_mult": V4_LANES,
+        "hc_eps": 0.01,
+        "hc_sinkhorn_iters": 3,
+    }
+    return transformers.DeepseekV4Config(**{**NO_SPECIAL_TOKENS, **sizes, **changes})
+
+
+V4_ADAPTER = Adapter("model.layers", (), second_norm="ffn_hc", lanes=V4_LANES, lanes_second=True)
+
+
+def config_json(rates: Mapping[str, int] = RATES) -> dict[str, Any]:
+    """What upstream reads, and transformers has not.
+
+    Args:
+        rates: how many tokens are compressed to one, by the kind of layer.
+    """
+    return {**_CONFIG_JSON, "compress_ratios": [rates[kind] for kind in _TYPES]}
+
+
 _CONFIG_JSON: dict[str, Any] = {
     "mlp_layer_types": None,
     "num_hash_layers": _HASHED,
-    "compress_ratios": [_RATES[kind] for kind in _TYPES],
     "topk_method": "noaux_tc",
     "norm_topk_prob": True,
     "qk_rope_head_dim": _ROPE,
@@ -123,38 +165,12 @@ SPARSE = (
     TinyModel(
         "deepseek_v4",
         "DeepseekV4ForCausalLM",
-        lambda: transformers.DeepseekV4Config(
-            **NO_SPECIAL_TOKENS,
-            vocab_size=COMMON["vocab_size"],
-            hidden_size=COMMON["hidden_size"],
-            num_hidden_layers=LAYERS,
-            max_position_embeddings=512,
-            num_attention_heads=4,
-            num_key_value_heads=1,
-            head_dim=_WIDTH,
-            q_lora_rank=64,
-            o_groups=2,
-            o_lora_rank=64,
-            layer_types=_TYPES,
-            sliding_window=24,
-            index_n_heads=8,
-            index_head_dim=128,
-            index_topk=512,
-            mlp_layer_types=["hash_moe"] * _HASHED + ["moe"] * (LAYERS - _HASHED),
-            n_routed_experts=_EXPERTS,
-            num_experts_per_tok=_CHOSEN,
-            moe_intermediate_size=64,
-            routed_scaling_factor=1.6,
-            num_nextn_predict_layers=0,
-            hc_mult=V4_LANES,
-            hc_eps=0.01,
-            hc_sinkhorn_iters=3,
-        ),
-        Adapter("model.layers", (), second_norm="ffn_hc", lanes=V4_LANES, lanes_second=True),
+        config,
+        V4_ADAPTER,
         embedding_std=6.0,  # the wider the stream, the less is what branches round off
         adjust=_as_upstream,
-        checkpoint=_native,
-        config_json=_CONFIG_JSON,
+        checkpoint=native,
+        config_json=config_json(),
         engine={"block_size": 256, "max_model_len": 256, "kv_cache_memory_bytes": 256 << 20},
         upstream=_mended,
         note=f"a stream of {V4_LANES} lanes (hyper-connections); on CPUs with AMX, with two keys "
