@@ -21,7 +21,7 @@ from vllm.models.deepseek_v4.attention import DeepseekV4Attention
 from vllm.models.deepseek_v4.compressor import DeepseekCompressor
 from vllm.v1.kv_cache_interface import KVCacheSpec, MLAAttentionSpec
 
-from . import dsa, minimax_m3
+from . import dsa, experts
 
 Factors = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 """How much of a sub-layer's output each lane gets, how lanes are mixed meanwhile, and its input."""
@@ -252,12 +252,8 @@ class Attention(DeepseekV4Attention):
         raise NotImplementedError
 
 
-class Experts(minimax_m3.Experts):
+class Experts(experts.Experts):
     """With a limit."""
-
-    @staticmethod
-    def _supports_activation(activation: Any) -> bool:
-        return True
 
     def activated(self, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
         """What the second matrix gets."""

@@ -14,7 +14,6 @@ from torch.nn.functional import rms_norm
 
 from vllm.forward_context import get_forward_context
 from vllm.model_executor.layers.fused_moe.activation import MoEActivation
-from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
 from vllm.models.minimax_m3.common.indexer import MiniMaxM3IndexerBackend, MiniMaxM3IndexerImpl
 from vllm.models.minimax_m3.common.sparse_attention import (
     MiniMaxM3SparseBackend,
@@ -22,6 +21,7 @@ from vllm.models.minimax_m3.common.sparse_attention import (
 )
 from vllm.v1.attention.backend import MultipleOf
 
+from . import experts
 from .dsa import Builder, keep, turned
 
 
@@ -109,25 +109,12 @@ class Attention(MiniMaxM3SparseImpl):
         return output
 
 
-class Experts(CPUUnquantizedExperts):
+class Experts(experts.Experts):
     """With an activation that upstream has no CPU code for."""
 
     @staticmethod
     def _supports_activation(activation: MoEActivation) -> bool:
         return activation == MoEActivation.SWIGLUOAI_UNINTERLEAVE
-
-    def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
-        """They stay as they are."""
-
-    def apply(self, output: torch.Tensor, hidden_states: torch.Tensor, w1: torch.Tensor,
-        w2: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor, *_: Any, **__: Any,
-    ) -> None:  # fmt: skip
-        """All experts for all tokens, by their weights: those of the chosen, else zero."""
-        output.zero_()
-        for number, (inner, outer) in enumerate(zip(w1, w2, strict=True)):
-            made = self.activated(*(hidden_states @ inner.T).chunk(2, dim=-1))
-            weight = (topk_weights * (topk_ids == number)).sum(-1, keepdim=True)
-            output += weight * (made @ outer.T)
 
     def activated(self, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
         """What the second matrix gets."""

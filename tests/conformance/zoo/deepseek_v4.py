@@ -84,7 +84,7 @@ DEEPSEEK_V4 = (
         checkpoint=native,
         adjust=_routes,
         config_json=config_json(_RATES),
-        engine={"block_size": 16, "kv_cache_memory_bytes": 256 << 20},
+        engine={"block_size": 16, "max_model_len": 256, "kv_cache_memory_bytes": 256 << 20},
         upstream=_in_torch,
         note=f"a stream of {V4_LANES} lanes (hyper-connections); upstream's classes for CUDA; the "
         "kernels of hyper-connections, attention with its indexer, its compressors and its cache "
