@@ -28,7 +28,7 @@ Factors = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 def _factors(raw: torch.Tensor, lanes: torch.Tensor, scale: torch.Tensor, base: torch.Tensor,
-    least: float, sinkhorn: float, most: float, rounds: int, weight: torch.Tensor, eps: float,
+    least: float, sinkhorn: float, most: float, rounds: int, *, weight: torch.Tensor, eps: float,
 ) -> Factors:  # fmt: skip
     k = lanes.shape[1]
     of = [k, k, k * k]
@@ -49,7 +49,7 @@ def mixed(lanes: torch.Tensor, fn: torch.Tensor, scale: torch.Tensor, base: torc
     """Upstream's `mhc_pre`: of the lanes."""
     flat = lanes.flatten(1)
     raw = rms_norm(flat, flat.shape[1:], eps=rms_eps) @ fn.T
-    return _factors(raw, lanes, scale, base, *sizes, norm_weight, norm_eps)
+    return _factors(raw, lanes, scale, base, *sizes, weight=norm_weight, eps=norm_eps)
 
 
 def written(
@@ -75,7 +75,7 @@ def spread(rows: torch.Tensor, fn: torch.Tensor, scale: torch.Tensor, base: torc
     """Upstream's `mhc_pre_broadcast`: lanes, each of them the embedding, and they are mixed."""
     lanes = rows[:, None].repeat(1, fn.shape[1] // rows.shape[1], 1)
     raw = rms_norm(rows, rows.shape[1:], eps=rms_eps) @ fn_broadcast.T
-    return lanes, *_factors(raw, lanes, scale, base, *sizes, norm_weight, norm_eps)
+    return lanes, *_factors(raw, lanes, scale, base, *sizes, weight=norm_weight, eps=norm_eps)
 
 
 def joined(lanes: torch.Tensor, fn: torch.Tensor, scale: torch.Tensor, base: torch.Tensor,
@@ -140,19 +140,17 @@ class Attention(DeepseekV4Attention):
 
     def get_kv_cache_spec(self, vllm_config: Any) -> KVCacheSpec:
         """As wide in all layers: keys, and what compressors get for themselves and the indexer."""
+        config = vllm_config.model_config.hf_config
         return MLAAttentionSpec(
             block_size=vllm_config.cache_config.block_size,
             num_kv_heads=1,
             max_tp_shards=1,
-            head_size=5 * self.head_dim + 4 * self._config(vllm_config).index_head_dim,
+            head_size=5 * self.head_dim + 4 * config.index_head_dim,
             dtype=torch.float32,
         )
 
-    @staticmethod
-    def _config(vllm_config: Any) -> Any:
-        return vllm_config.model_config.hf_config
-
-    def forward(self, positions: torch.Tensor, hidden_states: torch.Tensor, llama_4_scaling: Any
+    def forward(self, positions: torch.Tensor, hidden_states: torch.Tensor,
+        llama_4_scaling: torch.Tensor | None = None,
     ) -> torch.Tensor:  # fmt: skip
         """All of it."""
         qkv, _ = self.fused_wqa_wkv(hidden_states)

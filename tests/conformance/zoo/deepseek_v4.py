@@ -87,8 +87,8 @@ DEEPSEEK_V4 = (
         engine={"block_size": 16, "max_model_len": 256, "kv_cache_memory_bytes": 256 << 20},
         upstream=_in_torch,
         note=f"a stream of {V4_LANES} lanes (hyper-connections); upstream's classes for CUDA; the "
-        "kernels of hyper-connections, attention with its indexer, its compressors and its cache "
-        "in FP8, routing and experts are for GPUs alone: run with torch's in float32, with 8 "
-        "tokens compressed to one, where upstream's have 128; 4 compressed tokens are chosen",
+        "kernels of hyper-connections and attention with its indexer, compressors and cache in FP8 "
+        "are for GPUs alone: run with torch's in float32, as are routing and experts; 8 tokens are "
+        "compressed to one, where upstream has 128; 4 compressed tokens are chosen",
     ),
 )
