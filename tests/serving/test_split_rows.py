@@ -224,12 +224,14 @@ def test_an_engine_of_its_own_process(
 ) -> None:
     """The frontend maps the memory of both ranks."""
     monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "1")
-    parts: set[int] = set()
+    num_senders: set[int] = set()
     add = RowInbox.add
 
     def recorded(inbox: Any, chunks: Any) -> None:
-        parts.update(len(chunk.values) for chunk in chunks)
-        assert all(inbox._lies_in_landing(chunk.values) for chunk in chunks)
+        for chunk in chunks:
+            places = [inbox._link.places.address_of(v) for v in chunk.values if v.numel()]
+            assert all(places), "rows came in ordinary memory"
+            num_senders.add(len({place.pid for place in places}))
         add(inbox, chunks)
 
     monkeypatch.setattr(RowInbox, "add", recorded)
@@ -237,7 +239,8 @@ def test_an_engine_of_its_own_process(
         outputs = serve(llm, ASKS)
         for ask, output in zip(ASKS, outputs, strict=True):
             judge.check(ask, output)
-        assert parts == {1, 2}
+        # How many steps are split depends on when requests arrive; some are in every run.
+        assert num_senders == {1, 2}
         places = llm.llm_engine.engine_core.row_places  # type: ignore[attr-defined]
         assert len({pid for pid, _ in places._mapped}) > 2, "leases, and two landings"
 
