@@ -116,8 +116,10 @@ def run(args: argparse.Namespace, num_sites: int) -> dict[str, float]:
     import torch
 
     from vllm.config import VllmConfig
+    from vllm.sampling_params import SamplingParams
     from vllm.v1.capture.transport.landing import Landing, Places
-    from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, FinishReason
+    from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest, FinishReason
+    from vllm.v1.engine.output_processor import RequestState
     from vllm.v1.interventions.capture_groups import CaptureGroups
     from vllm.v1.interventions.frontend.capture_outputs import CaptureOutputs
     from vllm.v1.interventions.messages import WorkerRequest, WorkerStream
@@ -164,11 +166,12 @@ def run(args: argparse.Namespace, num_sites: int) -> dict[str, float]:
     frontend = CaptureOutputs(config, link, None)  # type: ignore[arg-type]
     states: dict[str, Any] = {}
     for name in names:
-        states[name] = SimpleNamespace(
-            parent_req=None, request_index=0, external_req_id=name, queue=None, stats=None
+        asked = EngineCoreRequest(
+            name, prompt, None, SamplingParams(), None, 0.0, None, None, None, plan=plan
         )
-        request = SimpleNamespace(request_id=name, plan=plan, prompt_token_ids=prompt)
-        frontend.open(states[name], request)  # type: ignore[arg-type]
+        asked.external_req_id = name
+        states[name] = RequestState.from_new_request(None, asked, None, None, 0, None, False, 1)
+        frontend.open(states[name], asked)
     relay = RowRelay(CaptureSessions(VllmConfig()))
     core = [
         SimpleNamespace(

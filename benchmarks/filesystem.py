@@ -131,17 +131,18 @@ def main() -> None:
     measured: dict[str, Callable[[], float]] = {"disk": lambda: disk(folder, data)}
     measured |= {layout: writes(layout) for layout in LAYOUTS}
     rates: dict[str, list[float]] = {name: [] for name in measured}
+    files: dict[str, int] = {}
     for _ in range(args.repeats):
         for name, measure in measured.items():
             folder.mkdir(parents=True)
             os.sync()
             try:
                 rates[name].append(total / measure() / 1e6)
+                files[name] = sum(path.is_file() for path in folder.rglob("*"))
             finally:
                 shutil.rmtree(folder)
-    files = {"disk": 0, "per_file": args.sites * requests, "packed": requests, "sharded": 0}
     rows = [
-        Row(name, "write", "MB/s", values, facts={"files": files[name]} if files[name] else {})
+        Row(name, "write", "MB/s", values, facts={"files": files[name]})
         for name, values in rates.items()
     ]
     setup = results.setup(

@@ -1,0 +1,110 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The benchmarks that need no GPU still run, on as little as they take. What they measure is not
+looked at: a benchmark that nobody runs breaks when what it measures is changed."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+if TYPE_CHECKING:
+    from tests.conftest import TinyModels
+
+pytestmark = pytest.mark.full
+
+SMALL = ["--dtype", "float32", "--eager", "--kv-bytes", "16777216", "--rounds", "1"]
+
+
+def run(name: str, *arguments: str) -> str:
+    """What `python -m benchmarks.NAME` prints."""
+    command = [sys.executable, "-m", f"benchmarks.{name}", *arguments]
+    # Engines of several processes would each take the first cores.
+    environment = {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_USE_V2_MODEL_RUNNER": "0"}
+    done = subprocess.run(
+        command, env={**os.environ, **environment}, capture_output=True, text=True, timeout=600
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    return done.stdout
+
+
+def cases(file: Path) -> set[str]:
+    """Of the rows in a benchmark's JSON, each of which has a value in each round."""
+    rows = json.loads(file.read_text())["rows"]
+    assert all(row["values"] for row in rows)
+    return {row["case"] for row in rows}
+
+
+@pytest.fixture(scope="module")
+def config(tiny_models: TinyModels, tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A tiny model's folder, with the context that the benchmarks ask for."""
+    folder = tmp_path_factory.mktemp("model") / "tiny"
+    shutil.copytree(tiny_models.path("llama"), folder)
+    fields = json.loads((folder / "config.json").read_text())
+    fields["max_position_embeddings"] = 1024
+    (folder / "config.json").write_text(json.dumps(fields))
+    return str(folder)
+
+
+def test_capture_host(tmp_path: Path) -> None:
+    small = ["--sites", "1", "2", "--requests", "3", "--hidden", "8", "--steps", "2"]
+    run("capture_host", *small, "--rounds", "1", "--messages", "--json", str(tmp_path / "a.json"))
+    assert {"rows", "output", "collect", "result"} < cases(tmp_path / "a.json")
+    prompts = ["--tokens", "5", *small]
+    run("capture_host", *prompts, "--rounds", "1", "--json", str(tmp_path / "b.json"))
+    assert cases(tmp_path / "b.json") == cases(tmp_path / "a.json")
+
+
+def test_filesystem(tmp_path: Path) -> None:
+    small = ["--sites", "2", "--rows", "4", "--hidden", "64", "--mib", "1", "--repeats", "1"]
+    file = tmp_path / "files.json"
+    run("filesystem", "--root", str(tmp_path / "files"), *small, "--json", str(file))
+    assert cases(file) >= {"disk", "per_file", "packed", "sharded"}
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("name", "arguments"),
+    [
+        ("arenas", ["--tokens", "64"]),
+        ("kernels", ["--tokens", "1", "--hidden", "64"]),
+        ("programs", []),
+    ],
+)
+def test_parts(name: str, arguments: list[str]) -> None:
+    assert run(name, *arguments)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("name", "arguments"),
+    [
+        ("tpot", [*SMALL, "--batch", "1", "--tokens", "4", "--prompt", "8", "--cases", "off"]),
+        ("prefill", [*SMALL, "--prompt", "16", "--last-requests", "4", "--last-prompt", "8"]),
+        ("attention", [*SMALL, "--batch", "2", "--tokens", "4", "--prompt", "64", "--long", "128"]),
+    ],
+)
+def test_engines(name: str, arguments: list[str], config: str, tmp_path: Path) -> None:
+    if name == "tpot":
+        arguments = [*arguments, "idle", "steer", "capture 1 layer", "bystanders", "rule"]
+    run(name, "--model", config, *arguments, "--json", str(tmp_path / "run.json"))
+    assert "off" in cases(tmp_path / "run.json")
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("name", "arguments"),
+    [
+        ("hit_rate", ["--requests", "4"]),
+        ("host_time", ["--requests", "8", "--tokens", "4"]),
+        ("waiting", ["--waiting", "20"]),
+    ],
+)
+def test_schedulers(name: str, arguments: list[str], config: str) -> None:
+    assert run(name, "--model", config, *arguments)
