@@ -55,7 +55,7 @@ DEFECTS: dict[str, list[str]] = {
     ],
     "a point is read or steered twice, or its result is used by nobody": [
         "conformance/test_conformance.py::test_read_while_writing",
-        "taps/test_taps_codemod.py",
+        "taps/test_taps_proof.py",
     ],
     "an op on an input nobody reads is removed by the compiler: rows of zeros": [
         "serving/test_compiled.py::test_taps_are_in_the_code_of_one_form",
