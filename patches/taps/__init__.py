@@ -33,8 +33,8 @@ must find the class in the MRO that defines `forward` and require `"taps" in var
 
 To wire a class: read its `forward` and the norms' classes; add a row to `table_fused.py` or
 `table_summed.py` (most need only names), take it out of REFUSED, and run
-`pytest tests/taps/test_taps_codemod.py`. If `forward` tests attributes, list their values in
-`tests/support/taps_oracle.py:SETTINGS`. What the proof refuses is not to be forced with `Allow`:
+`pytest tests/taps`. If `forward` tests attributes, list their values in
+`tests/support/taps_settings.py:SETTINGS`. What the proof refuses is not to be forced with `Allow`:
 each member says what it permits, and the class must mean just that. Then add the architecture to
 the conformance table: only that makes it supported.
 

@@ -30,7 +30,8 @@ def main() -> int:
     prepare_environment("v1")
     from . import models, reference
     from .cases import steering_cases
-    from .runner import GENERATED, prompts, worst_row
+    from .completions import GENERATED
+    from .runner import prompts, worst_row
 
     for name in options.names:
         row = models.MODELS[name]

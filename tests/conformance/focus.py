@@ -7,8 +7,9 @@ from collections.abc import Mapping, Sequence
 
 from tests.support.focus import Focusing, Unmasked, masked
 
+from .completions import GENERATED, Engine, complete, log_probs_of
 from .proof import FocusErrors
-from .runner import GENERATED, Engine, Reference, complete, log_probs_of, worst_row
+from .runner import Reference, worst_row
 
 RUNS = 40
 """The most keys of a span: an engine takes 64 runs."""

@@ -17,6 +17,7 @@ import torch
 
 from tests.conformance import models
 from tests.conformance import runner as check
+from tests.conformance.completions import complete
 from tests.conformance.engine import Runner, make_llm, shut_down
 from tests.conformance.focus import focus_errors
 from vllm import LLM
@@ -178,5 +179,5 @@ def test_point_the_model_lacks_is_refused(pair: Pair) -> None:
         )
         for request in requests:
             with pytest.raises(ValueError, match=lacking) as error:
-                check.complete(pair.llm, [(PROMPTS[-1], request)], log_probs=False)
+                complete(pair.llm, [(PROMPTS[-1], request)], log_probs=False)
             assert all(point in str(error.value) for point in points)

@@ -20,6 +20,7 @@ from torch import nn
 
 from tests.conformance import models
 from tests.conformance import runner as check
+from tests.conformance.completions import complete
 from tests.conformance.engine import Runner, make_llm, shut_down
 from tests.conformance.reference import Hooked, Site
 from tests.conformance.test_conformance import Pair
@@ -129,7 +130,7 @@ def test_read(pair: Limited) -> None:
     it, nor for one with its lanes in another order."""
     asked: list[tuple[list[int], dict[str, Any]]] = [(prompt, {}) for prompt in PROMPTS]
     capture = check.everything(pair.reference.row)
-    for done in check.complete(pair.llm, asked, log_probs=False, capture=capture):
+    for done in complete(pair.llm, asked, log_probs=False, capture=capture):
         expected = pair.reference.run(done.token_ids).rows
         assert done.rows.keys() == expected.keys()
         for site, rows in expected.items():
@@ -176,8 +177,8 @@ def test_lanes(pair: Limited) -> None:
     ]
     capture = check.everything(pair.reference.row)
     asked = [(prompt, {}), *((prompt, {"steering": ops}) for ops, _ in cases)]
-    plain, *_ = check.complete(pair.llm, asked[:1] * len(asked), log_probs=False, capture=capture)
-    beside, *steered = check.complete(pair.llm, asked, log_probs=False, capture=capture)
+    plain, *_ = complete(pair.llm, asked[:1] * len(asked), log_probs=False, capture=capture)
+    beside, *steered = complete(pair.llm, asked, log_probs=False, capture=capture)
     assert all(torch.equal(beside.rows[site], rows) for site, rows in plain.rows.items())
     for (ops, others), done in zip(cases, steered, strict=True):
         want, wrong = (

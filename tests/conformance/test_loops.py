@@ -14,6 +14,7 @@ import torch
 
 from tests.conformance import models
 from tests.conformance import runner as check
+from tests.conformance.completions import GENERATED, complete
 from tests.conformance.engine import Runner, engine, make_llm, shut_down
 from tests.conformance.test_conformance import Pair, failures
 from tests.conformance.zoo.looped import DEPTH
@@ -68,7 +69,7 @@ def test_write_acts_in_one_execution(pair: Pair, runner: Runner) -> None:
         vector = torch.randn(models.HIDDEN, generator=torch.Generator().manual_seed(3))
         vector *= size / vector.norm()
         cases = [(prompt, {"steering_vectors": {point: {n: vector}}}) for n in TWICE[name]]
-        for site, done in zip(sites, check.complete(pair.llm, cases), strict=True):
+        for site, done in zip(sites, complete(pair.llm, cases), strict=True):
             delta = vector.expand(len(done.token_ids), -1)
             assert done.log_probs is not None
             for steered in sites:
@@ -89,7 +90,7 @@ def test_what_loops_lack_is_refused(pair: Pair) -> None:
     ):
         request = {"capture": {"inline": {"hooks": hooks, "positions": "last_prompt"}}}
         with pytest.raises(ValueError, match=says):
-            check.complete(pair.llm, [([1, 2, 3], request)], log_probs=False)
+            complete(pair.llm, [([1, 2, 3], request)], log_probs=False)
 
 
 @pytest.mark.parametrize("name", sorted(EXECUTIONS))
@@ -111,16 +112,16 @@ def test_prompts_that_see_both_ways_are_not_split(tiny_models: TinyModels) -> No
     path = tiny_models.path(row.name)
     both = [check.TwoWay(prompt) for prompt in check.prompts(lengths=(17, 11))]
     reference = check.Reference(row, models.load(row, path), both)
-    site, room = ("post_block", 15), 17 + check.GENERATED
+    site, room = ("post_block", 15), 17 + GENERATED
     buffer = {"capture_buffer_bytes": room * 4 * models.HIDDEN}
     capture = {"hooks": {"post_block": [15]}, "positions": "all"}
     with engine(path, capture_consumers=["inline"], **buffer) as llm:
         cases: list[Any] = [(prompt, {}) for prompt in both]
-        for done in check.complete(llm, cases, log_probs=False, capture=capture):
+        for done in complete(llm, cases, log_probs=False, capture=capture):
             want = reference.run(done.token_ids).rows[site]
             assert check.worst_row(done.rows[site], want) <= check.READ_TOLERANCE
             causal = check.ref.run(reference.model, row.adapter, done.token_ids).rows[site]
             assert check.worst_row(done.rows[site], causal) >= check.LEAST_MOVE
         two = {**capture, "hooks": {"post_block": [14, 15]}}
         with pytest.raises(ValueError, match=f"capture: {room - 1} positions at once need"):
-            check.complete(llm, cases[:1], log_probs=False, capture=two)
+            complete(llm, cases[:1], log_probs=False, capture=two)

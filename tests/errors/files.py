@@ -12,7 +12,7 @@ import numpy as np
 import safetensors.numpy
 
 from tests.errors.case import Case, path
-from tests.errors.steering import steering
+from tests.errors.steering_calls import steering
 from tests.support.plans import LANES, SHAPE, VECTOR, config_of
 from vllm.config.steering import FAMILIES, SteeringConfig
 from vllm.v1.interventions.plan import TapShape

@@ -98,12 +98,13 @@ def steerings(plain: Plain) -> dict[str, tuple[dict[str, Any], Site, Change, Cha
 def checks(llm: Any, plain: Plain, stock: bool, limit: float) -> Iterator[tuple[str, Any]]:
     """(name, numbers with "ok") of each check."""
     from tests.conformance import runner
+    from tests.conformance.completions import complete, log_probs_of
 
     prompts = runner.prompts()
-    said_all = runner.complete(llm, [(p, {}) for p in prompts])
+    said_all = complete(llm, [(p, {}) for p in prompts])
     errors, moved = [], []
     for done in said_all:
-        said, wanted = runner.log_probs_of(done), plain.run(done.token_ids)[1]
+        said, wanted = log_probs_of(done), plain.run(done.token_ids)[1]
         errors.append(worst(said, wanted))
         moved.append(float((said.roll(1, 0) - wanted).norm() / wanted.norm()))
     yield FIRST, within(max(errors), limit, min(moved))
@@ -112,7 +113,7 @@ def checks(llm: Any, plain: Plain, stock: bool, limit: float) -> Iterator[tuple[
 
     def read(cases: list[Any]) -> list[Any]:
         capture = {"hooks": {p: "all" for p in POINTS} | {"final": "all"}, "positions": "all"}
-        return runner.complete(llm, cases, log_probs=False, capture=capture)
+        return complete(llm, cases, log_probs=False, capture=capture)
 
     alone = read([(p, {}) for p in prompts])
     whole, wrong, step, skew, head = [], [], [], [], []
@@ -136,7 +137,7 @@ def checks(llm: Any, plain: Plain, stock: bool, limit: float) -> Iterator[tuple[
 
     asked = steerings(plain)
     cases = [(prompts[i % 3], given) for i, (given, *_) in enumerate(asked.values())]
-    wrote = runner.complete(llm, cases)
+    wrote = complete(llm, cases)
     seen = read(cases)
     for (name, (_, site, change, other)), steered, captured in zip(
         asked.items(), wrote, seen, strict=True
@@ -144,7 +145,7 @@ def checks(llm: Any, plain: Plain, stock: bool, limit: float) -> Iterator[tuple[
         told = plain.run(steered.token_ids, {site: change})
         others = [plain.run(steered.token_ids, changes) for changes in ({site: other}, {})]
         least = min(apart(twin, told, site) for twin in others)
-        error = worst(runner.log_probs_of(steered), told[1])
+        error = worst(log_probs_of(steered), told[1])
         by_rows = plain.run(captured.token_ids, {site: change})[0]
         read_error = max(worst(captured.rows[s], r) for s, r in by_rows.items())
         yield f"steered: {name}", within(max(error, read_error), 2 * limit, least, 0.03)

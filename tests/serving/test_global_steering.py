@@ -22,10 +22,6 @@ from tests.support.serving import Judge, capture, prompt_of, vector
 from tests.support.timeline import Timeline, Vectors
 from vllm import LLM
 from vllm.config import KVEventsConfig
-from vllm.v1.interventions.messages import FIRST_SLOT, ROWS_PER_SLOT, GlobalTiers, StepInterventions
-from vllm.v1.interventions.plan import TapShape, VectorSum
-from vllm.v1.interventions.vectors import vector_set_of
-from vllm.v1.interventions.worker.steering_table import SteeringTable
 
 if TYPE_CHECKING:
     from tests.conftest import TinyModels
@@ -89,27 +85,6 @@ def timeline(pair: tuple[LLM, Judge]) -> Iterator[Timeline]:
     line = Timeline(llm, judge)
     yield line
     line.close()
-
-
-def test_summed_in_float32_and_cast_once() -> None:
-    """256 + 1 + 1 is 258 in bfloat16, but rounded after each addition it is 256."""
-    site = ("post_block", 0)
-    table = SteeringTable([site], 8, TapShape(4, "bfloat16", {}), torch.device("cpu"))
-    large, one = (vector_set_of({site: torch.full((4,), x).double().numpy()}) for x in (256.0, 1.0))
-    half = vector_set_of({site: torch.full((4,), 0.5).double().numpy()})
-    content = VectorSum("content", [(one.digest, 1.0), (half.digest, 2.0)])
-    step = StepInterventions(
-        version=1,
-        new_sets=[one, half],
-        tiers=GlobalTiers(1, {"prefill": large}),
-        sums=[(FIRST_SLOT, content, True)],
-    )
-    table.apply(step)
-    row = ROWS_PER_SLOT * FIRST_SLOT
-    assert table.at[site][row].tolist() == [258.0] * 4
-    assert table.at[site][row + 1].tolist() == [2.0] * 4
-    rounded = torch.tensor(256.0, dtype=torch.bfloat16) + 1 + 1
-    assert rounded == 256.0
 
 
 @pytest.mark.v2

@@ -55,7 +55,7 @@ DEFECTS: dict[str, list[str]] = {
     ],
     "a point is read or steered twice, or its result is used by nobody": [
         "conformance/test_conformance.py::test_read_while_writing",
-        "taps/test_taps_codemod.py",
+        "taps/test_taps_proof.py",
     ],
     "an op on an input nobody reads is removed by the compiler: rows of zeros": [
         "serving/test_compiled.py::test_taps_are_in_the_code_of_one_form",
@@ -65,7 +65,7 @@ DEFECTS: dict[str, list[str]] = {
         "conformance/test_conformance.py::test_point_the_model_lacks_is_refused",
         "errors/test_errors.py::test_error",
     ],
-    "sequence-parallel rows are taken for whole ones": ["config/test_config.py::test_refused"],
+    "sequence-parallel rows are taken for whole ones": ["config/test_refusals.py::test_refused"],
     # What acts where.
     "a chunk of prompt and generated tokens, computed again, gets one phase": [
         "serving/test_preemption.py::test_recomputed_tokens_keep_their_phase",
@@ -103,7 +103,7 @@ DEFECTS: dict[str, list[str]] = {
     "layers as JSON strings are not found": ["interventions/test_vectors.py::test_forms_of_layers"],
     "a vector of the wrong width reaches the worker and ends the engine": [
         "errors/test_errors_fuzz.py::test_a_plan_or_a_named_error",
-        "steering/test_steering_files.py::test_errors_name_the_file_and_the_tensor",
+        "steering/test_broken_files.py::test_errors_name_the_file_and_the_tensor",
         "serving/test_global_steering.py::test_refused_changes_change_nothing",
     ],
     "a message that cannot be decoded ends the engine's input thread": [
@@ -184,8 +184,8 @@ DEFECTS: dict[str, list[str]] = {
         "serving/test_capture_serving.py::test_selectors",
     ],
     "a capture that failed is an empty result": [
-        "interventions/frontend/test_results.py::test_a_lost_row_is_an_error",
-        "interventions/frontend/test_results.py::test_an_abort_says_which_rows_are_missing",
+        "interventions/frontend/test_row_collector.py::test_a_lost_row_is_an_error",
+        "interventions/frontend/test_row_collector.py::test_an_abort_says_which_rows_are_missing",
     ],
     "cached positions have no rows": ["serving/test_cache.py::test_capture_caps_the_hit"],
     # The two model runners.

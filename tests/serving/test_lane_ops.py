@@ -15,6 +15,7 @@ import torch
 
 from tests.conformance import models
 from tests.conformance import runner as check
+from tests.conformance.completions import complete, log_probs_of
 from tests.conformance.engine import make_llm, shut_down
 from tests.conformance.test_conformance import Pair
 from tests.conformance.zoo.sandwich import LANES
@@ -145,10 +146,10 @@ def test_each_operation_is_of_each_lane(pair: Pair) -> None:
     """All in one batch, beside a request that asks for nothing and gets what it gets alone."""
     wanted = cases()
     given = [(PROMPT, {}), *((PROMPT, {"steering": ops}) for ops, _ in wanted.values())]
-    [alone] = check.complete(pair.llm, given[:1], log_probs=False, capture=READ)
+    [alone] = complete(pair.llm, given[:1], log_probs=False, capture=READ)
     pair.llm.reset_prefix_cache()
-    _, *written = check.complete(pair.llm, given)
-    plain, *read = check.complete(pair.llm, given, log_probs=False, capture=READ)
+    _, *written = complete(pair.llm, given)
+    plain, *read = complete(pair.llm, given, log_probs=False, capture=READ)
     for site, expected in alone.rows.items():
         assert check.worst_row(plain.rows[site], expected) < NEIGHBOUR_TOLERANCE, site
     for name, logits, rows in zip(wanted, written, read, strict=True):
@@ -157,7 +158,7 @@ def test_each_operation_is_of_each_lane(pair: Pair) -> None:
             for tokens in [logits.token_ids]
             for ops in wanted[name]
         )
-        got = check.log_probs_of(logits)
+        got = log_probs_of(logits)
         assert check.worst_row(got, want.logits.log_softmax(-1)) < check.WRITE_TOLERANCE, name
         assert check.worst_row(got, wrong.logits.log_softmax(-1)) > check.LEAST_MOVE, name
         assert rows.token_ids == logits.token_ids

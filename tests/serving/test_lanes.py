@@ -15,6 +15,7 @@ import torch
 
 from tests.conformance import models
 from tests.conformance import runner as check
+from tests.conformance.completions import complete, log_probs_of
 from tests.conformance.engine import make_llm, shut_down
 from tests.conformance.test_conformance import Pair
 from tests.conformance.zoo.sandwich import LANES
@@ -114,8 +115,8 @@ WAYS: dict[str, tuple[dict[str, Any], tuple[str, int], torch.Tensor, torch.Tenso
 def test_each_way_to_write(pair: Pair) -> None:
     """All in one batch, each as the reference; another lane in its place would be seen."""
     cases = [(PROMPT, fields) for fields, *_ in WAYS.values()]
-    written = check.complete(pair.llm, cases)
-    read = check.complete(pair.llm, cases, log_probs=False, capture=READ)
+    written = complete(pair.llm, cases)
+    read = complete(pair.llm, cases, log_probs=False, capture=READ)
     for name, logits, rows in zip(WAYS, written, read, strict=True):
         _, site, delta, other = WAYS[name]
         length = len(logits.token_ids)
@@ -123,7 +124,7 @@ def test_each_way_to_write(pair: Pair) -> None:
             pair.reference.run(logits.token_ids, {site: d.flatten().expand(length, -1)})
             for d in (delta, other)
         )
-        got = check.log_probs_of(logits)
+        got = log_probs_of(logits)
         assert check.worst_row(got, want.logits.log_softmax(-1)) < check.WRITE_TOLERANCE, name
         assert check.worst_row(got, wrong.logits.log_softmax(-1)) > check.LEAST_MOVE, name
         assert rows.token_ids == logits.token_ids
@@ -136,7 +137,7 @@ def test_values_of_positions(pair: Pair) -> None:
     values, places = vector(8, 2), [9, 3]
     entry = {"op": "add", "point": "pre_attn", "layers": 2, "values": values, "lane": 1}
     fields = {"steering": [{**entry, "positions": places}]}
-    [got] = check.complete(pair.llm, [(PROMPT, fields)])
+    [got] = complete(pair.llm, [(PROMPT, fields)])
     deltas = []
     for order in (places, places[::-1]):
         delta = torch.zeros(len(got.token_ids), LANES, models.HIDDEN)
@@ -145,8 +146,8 @@ def test_values_of_positions(pair: Pair) -> None:
     want, wrong = (
         pair.reference.run(got.token_ids, d).logits.log_softmax(-1) for d in deltas
     )  # fmt: skip
-    assert check.worst_row(check.log_probs_of(got), want) < check.WRITE_TOLERANCE
-    assert check.worst_row(check.log_probs_of(got), wrong) > check.LEAST_MOVE
+    assert check.worst_row(log_probs_of(got), want) < check.WRITE_TOLERANCE
+    assert check.worst_row(log_probs_of(got), wrong) > check.LEAST_MOVE
 
 
 def ask(pair: Pair, **fields: Any) -> Any:
@@ -259,7 +260,7 @@ def test_plain_neighbours_keep_their_bits(pair: Pair) -> None:
     for neighbours in (nothing, fields):
         cases = [(PROMPT, {}), *((PROMPT, one) for one in neighbours)]
         pair.llm.reset_prefix_cache()
-        batches.append(check.complete(pair.llm, cases, log_probs=False, capture=READ))
+        batches.append(complete(pair.llm, cases, log_probs=False, capture=READ))
     (alone, *_), (plain, steered, *_) = batches
     for site, rows in alone.rows.items():
         assert torch.equal(rows, plain.rows[site]), site

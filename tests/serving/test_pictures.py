@@ -18,6 +18,7 @@ import torch
 
 from tests.conformance import models
 from tests.conformance import runner as check
+from tests.conformance.completions import as_prompt
 from tests.conformance.engine import make_llm, shut_down
 from tests.conformance.pictures import Shown, noise, prompts
 from tests.support.serving import capture, vector
@@ -69,7 +70,7 @@ class Pair:
             "allowed_token_ids": list(range(prompt.num_words)),
         }
         params = SamplingParams(**{**settings, **fields})
-        prompts: Any = [check.as_prompt(prompt)]
+        prompts: Any = [as_prompt(prompt)]
         (output,) = self.llm.generate(prompts, params, use_tqdm=False)
         assert output.prompt_token_ids == list(prompt)
         return output

@@ -12,6 +12,7 @@ from torch import nn
 
 from tests.conformance import models
 from tests.conformance import runner as check
+from tests.conformance.completions import complete
 from tests.conformance.engine import make_llm, shut_down
 from tests.conformance.tiny import NO_HEAD_DIM, PARALLEL, WINDOW, TinyModel
 from vllm import LLM
@@ -88,7 +89,7 @@ def test_writes(pair: tuple[LLM, check.Reference]) -> None:
 def test_post_attn_is_refused(pair: tuple[LLM, check.Reference]) -> None:
     request = {"steering_vectors": {"post_attn": {1: torch.ones(models.HIDDEN)}}}
     with pytest.raises(ValueError, match="no point 'post_attn'; it has pre_attn, post_block"):
-        check.complete(pair[0], [(PROMPTS[-1], request)], log_probs=False)
+        complete(pair[0], [(PROMPTS[-1], request)], log_probs=False)
 
 
 class Twice(nn.Module):

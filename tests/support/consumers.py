@@ -23,6 +23,7 @@ from vllm.v1.capture.transport.host import ConsumerHost
 
 SITES = (("post_block", 0), ("post_block", 2))
 WIDTH = 3
+END = RequestEnd(num_tokens=9)
 PATIENCE = 30.0
 """Seconds after which a test gives up waiting."""
 

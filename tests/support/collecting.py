@@ -1,0 +1,76 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A collector of made-up rows, and what it gives for a request of five prompt tokens."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+
+from tests.support.plans import HIDDEN, SHAPE
+from vllm.v1.capture import CaptureResult
+from vllm.v1.capture.registry import ConsumerSpec
+from vllm.v1.interventions.frontend.capture_request import parse_capture
+from vllm.v1.interventions.frontend.row_collector import RowCollector
+from vllm.v1.interventions.frontend.selectors import Prompt
+from vllm.v1.interventions.frontend.work import Work
+from vllm.v1.interventions.messages import CapturedChunk
+from vllm.v1.interventions.plan import CapturePlan, TapShape
+
+PROMPT_IDS = [100, 101, 102, 103, 104]
+PROMPT = len(PROMPT_IDS)
+MAX_TOKENS = 4
+VERSION = 7
+SITES = [("pre_attn", 1), ("post_block", 0)]
+HOOKS = {"pre_attn": [1], "post_block": [0]}
+
+
+def specs_of(*names: str) -> dict[str, ConsumerSpec]:
+    return {name: ConsumerSpec(name) for name in names}
+
+
+def plan_for(positions: Any, shape: TapShape = SHAPE, **more: Any) -> CapturePlan:
+    consumers = {"inline": {"hooks": HOOKS, "positions": positions}}
+    consumers |= {name: {"hooks": HOOKS, "positions": p} for name, p in more.items()}
+    plan = parse_capture(
+        consumers,
+        "capture",
+        shape,
+        Prompt([0] * PROMPT, MAX_TOKENS, None, Work(1 << 23)),
+        specs_of(*consumers),
+    )
+    assert plan is not None
+    return plan
+
+
+def collector_for(plan: CapturePlan) -> RowCollector:
+    return RowCollector(plan, PROMPT_IDS, plan.consumers, {})
+
+
+def chunk(
+    positions: list[int], dtype: torch.dtype = torch.float32, version: int = VERSION
+) -> CapturedChunk:
+    """Rows that say where they are from: site index, position, column."""
+    at = np.array(positions, dtype=np.int64)
+    values = torch.zeros(len(positions), len(SITES), HIDDEN, dtype=dtype)
+    for i in range(len(SITES)):
+        values[:, i] = 100 * i + torch.from_numpy(at)[:, None] + torch.arange(HIDDEN) / 8
+    return CapturedChunk(at, [values], version, [("r", len(at))])
+
+
+def results_of(
+    collector: RowCollector, num_output: int, *, end: str | None = "stop", only_new: bool = False
+) -> dict[str, CaptureResult]:
+    return collector.results(
+        list(range(200, 200 + num_output)),
+        finished=end is not None,
+        aborted=end == "abort",
+        only_new=only_new,
+    )
+
+
+def collect(
+    collector: RowCollector, num_output: int, *, end: str | None = "stop", only_new: bool = False
+) -> CaptureResult:
+    return results_of(collector, num_output, end=end, only_new=only_new)["inline"]
