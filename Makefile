@@ -31,7 +31,7 @@ endef
 test: install lint ## install, lint, the quick tests on both model runners (ARGS='-k name' for some)
 	$(call run_tests,quick)
 
-test-full: install lint ## the same with all tests but the long ones: what CI runs (about 40 minutes)
+test-full: install lint ## the same with all tests but the long ones: what CI runs (40 to 65 minutes)
 	$(call run_tests,full)
 
 test-models: install ## every architecture against transformers (half an hour), into docs/models.md
