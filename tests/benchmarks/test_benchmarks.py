@@ -28,7 +28,7 @@ def run(name: str, *arguments: str) -> str:
     # Engines of several processes would each take the first cores.
     environment = {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_USE_V2_MODEL_RUNNER": "0"}
     done = subprocess.run(
-        command, env={**os.environ, **environment}, capture_output=True, text=True, timeout=600
+        command, env={**os.environ, **environment}, capture_output=True, text=True, timeout=1800
     )
     assert done.returncode == 0, done.stderr[-4000:]
     return done.stdout

@@ -9,6 +9,7 @@ import time
 import weakref
 from concurrent.futures import Future
 from dataclasses import dataclass
+from itertools import count
 from typing import Any
 
 import msgspec
@@ -212,10 +213,15 @@ def test_fail_is_an_error_at_once() -> None:
 
 
 def test_nothing_is_kept_of_a_finished_completion(caplog: pytest.LogCaptureFixture) -> None:
-    consumer = Recorder(
-        rows=lambda name: boom(name) if name.startswith("bad") else None,
-        done=lambda name: Future() if name == "late" else name,
-    )
+    asked = threading.Event()
+
+    def done(name: str) -> Any:
+        if name != "late":
+            return name
+        asked.set()
+        return Future()
+
+    consumer = Recorder(rows=lambda name: boom(name) if name.startswith("bad") else None, done=done)
     alive: list[weakref.ref[Any]] = []
 
     def one(name: str) -> None:
@@ -228,10 +234,14 @@ def test_nothing_is_kept_of_a_finished_completion(caplog: pytest.LogCaptureFixtu
     caplog.set_level(
         100, "vllm.v1.capture.transport.host"
     )  # pytest keeps the exceptions that are logged
-    with Running(consumer, timeout=1) as running:
-        for name in [*(f"good{i}" for i in range(10)), *(f"bad{i}" for i in range(10)), "late"]:
+    with Running(consumer) as running:
+        for name in [*(f"good{i}" for i in range(10)), *(f"bad{i}" for i in range(10))]:
             one(name)
             running.result(name)
+        one("late")
+        assert asked.wait(PATIENCE)
+        with running.impatient():
+            running.result("late")
         running.run("last")
         consumer.calls.clear()
         gc.collect()
@@ -245,14 +255,18 @@ KEEPERS = ("_completions", "_waiting", "_ready", "_results", "_stuck")
 
 
 def test_rows_that_were_taken_are_let_go_while_the_session_goes_on() -> None:
-    with Running(Recorder()) as running:
+    taken, calls = threading.Event(), count()
+
+    def second(_: str) -> None:
+        if next(calls):
+            taken.set()
+
+    with Running(Recorder(rows=second)) as running:
         running.host.open(request_of("a"))
         batch = batch_of(0)
         ref = weakref.ref(batch)
         running.host.rows("a", batch)
         del batch
-        taken = threading.Event()
-        running.host._consumer.do = {"rows": lambda _: taken.set()}  # type: ignore[attr-defined]
         running.host.rows("a", batch_of(1))
         assert taken.wait(PATIENCE)
         assert ref() is None

@@ -15,13 +15,16 @@ import pytest
 from tests.support.consumers import (
     END,
     PATIENCE,
+    SHORT,
     SITES,
     Recorder,
     Running,
     batch_of,
+    limit,
     request_of,
 )
 from vllm.v1.capture.consumer import CaptureConsumer
+from vllm.v1.capture.transport import host
 
 pytestmark = pytest.mark.quick
 
@@ -38,10 +41,18 @@ def gate() -> Iterator[threading.Event]:
 
 
 def test_a_result_that_does_not_come_is_an_error(gate: threading.Event) -> None:
-    late: Future[str] = Future()
-    consumer = Recorder(done=lambda name: late if name == "a" else name)
-    with Running(consumer, timeout=0.2) as running:
-        result = running.run("a", batch_of(0))
+    late, asked = Future[str](), threading.Event()
+
+    def done(name: str) -> Any:
+        asked.set()
+        return late if name == "a" else name
+
+    consumer = Recorder(done=done)
+    with Running(consumer) as running:
+        running.send("a", batch_of(0))
+        assert asked.wait(PATIENCE)
+        with running.impatient():
+            result = running.result("a")
         assert result.error == "consumer 'probe' gave no result within 0.2 s"
         assert result.rows == len(SITES)
         assert running.run("b").payload == "b"
@@ -51,12 +62,20 @@ def test_a_result_that_does_not_come_is_an_error(gate: threading.Event) -> None:
 
 
 def test_a_thread_that_is_stuck_is_replaced(gate: threading.Event) -> None:
-    told = threading.Event()
-    consumer = Recorder(
-        done=lambda name: gate.wait() if name == "stuck" else name, failed=lambda _: told.set()
-    )
-    with Running(consumer, threads=2, timeout=0.2) as running:
-        assert running.run("stuck").status == "error"
+    entered, told = threading.Event(), threading.Event()
+
+    def done(name: str) -> Any:
+        if name == "stuck":
+            entered.set()
+            gate.wait()
+        return name
+
+    consumer = Recorder(done=done, failed=lambda _: told.set())
+    with Running(consumer, threads=2) as running:
+        running.send("stuck")
+        assert entered.wait(PATIENCE)
+        with running.impatient():
+            assert running.result("stuck").status == "error"
         assert running.run("b").payload == "b"
         assert not told.is_set()  # one thread at a time: not before the call returns
         gate.set()
@@ -65,7 +84,9 @@ def test_a_thread_that_is_stuck_is_replaced(gate: threading.Event) -> None:
     assert running.reports == 3  # the late result was ignored
 
 
-def test_a_call_before_the_end_has_a_limit_too(gate: threading.Event) -> None:
+def test_a_call_before_the_end_has_a_limit_too(
+    gate: threading.Event, monkeypatch: pytest.MonkeyPatch
+) -> None:
     entered, served = threading.Event(), threading.Event()
 
     def hang(name: str) -> None:
@@ -74,13 +95,19 @@ def test_a_call_before_the_end_has_a_limit_too(gate: threading.Event) -> None:
             gate.wait()
         served.set()
 
-    with Running(Recorder(rows=hang), threads=1, timeout=0.2) as running:
+    def log(text: str, *_: Any) -> None:
+        assert "does not return" in text
+        limit(running.host, PATIENCE)  # of what is served next
+
+    monkeypatch.setattr(host.logger, "error", log)
+    with Running(Recorder(rows=hang), threads=1) as running:
         running.host.open(request_of("stuck"))
         running.host.rows("stuck", batch_of(0))
         assert entered.wait(PATIENCE)
         # The only thread is stuck, and no session has ended: it is replaced all the same.
         running.host.open(request_of("b"))
         running.host.rows("b", batch_of(0))
+        limit(running.host, SHORT)
         assert served.wait(PATIENCE)
         running.host.end("b", END)
         assert running.result("b").status == "ok"
@@ -91,11 +118,23 @@ def test_a_call_before_the_end_has_a_limit_too(gate: threading.Event) -> None:
 
 def test_stuck_threads_are_bounded(gate: threading.Event) -> None:
     threads, before = 2, set(threading.enumerate())
-    consumer = Recorder(done=lambda name: gate.wait() if name.startswith("stuck") else name)
-    with Running(consumer, threads=threads, timeout=0.2) as running:
+    entered = threading.Semaphore(0)
+
+    def done(name: str) -> Any:
+        if name.startswith("stuck"):
+            entered.release()
+            gate.wait()
+        return name
+
+    consumer = Recorder(done=done)
+    with Running(consumer, threads=threads) as running:
         for i in range(threads):
-            assert running.run(f"stuck-{i}").status == "error"
-        refused = running.run("a")
+            running.send(f"stuck-{i}")
+            assert entered.acquire(timeout=PATIENCE)
+            with running.impatient():
+                assert running.result(f"stuck-{i}").status == "error"
+        with running.impatient():
+            refused = running.run("a")
         assert refused.error == (
             "consumer 'probe' takes no requests: 2 of its calls have not returned for 0.2 s"
         )

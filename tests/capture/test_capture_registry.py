@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from tests import ROOT
 from tests.errors.page import PATTERNS
-from tests.support.consumers import PATIENCE, Recorder, Running, batch_of, request_of
+from tests.support.consumers import Recorder, Running, batch_of, request_of
 from vllm.config.capture import CaptureConfig
 from vllm.v1.capture.consumer import CaptureConsumer, RequestEnd
 from vllm.v1.capture.consumers.callback import CallbackConsumer
@@ -336,5 +336,5 @@ def test_what_a_callback_raises_is_the_result() -> None:
     def look(request: Any, rows: Any) -> None:
         raise KeyError("surprise")
 
-    with Running(one(look).make(), timeout=PATIENCE) as running:
+    with Running(one(look).make()) as running:
         assert running.run("a", batch_of(0)).error == "KeyError: 'surprise'"

@@ -155,5 +155,5 @@ def test_through_messages_to_another_process() -> None:
     gc.collect()
     ours.send(None)
     assert ours.recv() == [total for _, _, total in got]
-    process.join(30)
+    process.join(300)
     assert process.exitcode == 0

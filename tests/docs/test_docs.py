@@ -150,7 +150,7 @@ def run(program: str, model: Path, folder: Path, *, multiprocess: bool, started:
         env=environment,
         capture_output=True,
         text=True,
-        timeout=900,
+        timeout=1800,
         check=False,
     )
     assert done.returncode == 0, done.stderr[-4000:]

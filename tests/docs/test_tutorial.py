@@ -51,7 +51,7 @@ def test_tutorial_program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
         [evaluated] = [block for block in programs("docs/tutorial.md") if PLACE in block]
         done = subprocess.run(
             [sys.executable, "-c", evaluated.replace(PLACE, server.url)],
-            env=os.environ, capture_output=True, text=True, timeout=300, check=False,
+            env=os.environ, capture_output=True, text=True, timeout=1800, check=False,
         )  # fmt: skip
     assert done.returncode == 0, done.stderr[-3000:]
     moods = dict(re.findall(r"^([+-]\d\.\d) mood ([+-]\d+\.\d+) ", done.stdout, re.M))

@@ -70,10 +70,10 @@ class Server:
     process: subprocess.Popen[bytes]
 
     def post(self, path: str, body: Any, **headers: str) -> httpx.Response:
-        return httpx.post(self.url + path, json=body, headers=headers, timeout=60)
+        return httpx.post(self.url + path, json=body, headers=headers, timeout=300)
 
     def get(self, path: str, **headers: str) -> httpx.Response:
-        return httpx.get(self.url + path, headers=headers, timeout=60)
+        return httpx.get(self.url + path, headers=headers, timeout=300)
 
     def complete(self, prompt: Any = "Today I went", **fields: Any) -> dict[str, Any]:
         """The answer to a greedy completion of 6 tokens."""

@@ -179,7 +179,9 @@ def test_errors_are_400_with_the_path(
     ):
         content = json.dumps(greedy(**said, **fields, stream=stream))
         headers = {"Content-Type": "application/json"}
-        answer = httpx.post(f"{server.url}/v1/{path}", content=content, headers=headers, timeout=60)
+        answer = httpx.post(
+            f"{server.url}/v1/{path}", content=content, headers=headers, timeout=300
+        )
         error = answer.json()["error"]
         assert (answer.status_code, error["code"], error["param"]) == (400, 400, param)
         assert error["message"].startswith(f"{param}: ")
@@ -296,7 +298,7 @@ def test_a_disconnected_client_gives_its_slot_back(server: Server, client: Steer
         )
         next(chunks)
         chunks.close()
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 300
     while client.state()["slots"]["in_use"] and time.monotonic() < deadline:
         time.sleep(0.05)
     assert client.state()["slots"]["in_use"] == 0

@@ -97,7 +97,7 @@ def test_a_name_that_is_taken(client: SteeringClient, root: Path) -> None:
 
 def idle(client: SteeringClient, server: Server) -> None:
     """Waits until the server holds nothing for requests."""
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 300
     while True:
         consumers = server.get("/v1/capture").json()["consumers"]
         pending = {name: c["counters"]["pending"] for name, c in consumers.items()}
@@ -111,7 +111,7 @@ def idle(client: SteeringClient, server: Server) -> None:
 
 def found(root: Path, name: str) -> reader.StoredRequest:
     """The file of a request whose client is gone: no answer says when it is there."""
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 300
     while True:
         try:
             return reader.open(str(root)).find(name, "http")
@@ -128,7 +128,7 @@ def test_a_client_that_goes_away_leaves_nothing_behind(
     whole = client.complete(PROMPT, **asked, capture=both("gone.not")).choices[0]
     slots, cut = 0, []
     # Several: on a busy machine one may be through before its client has closed.
-    for i in range(6):
+    for i in range(50):
         chunks = client.stream(PROMPT, **asked, capture=both(f"gone.{i}"))
         next(chunks)
         slots = max(slots, client.state()["slots"]["in_use"])
@@ -142,6 +142,8 @@ def test_a_client_that_goes_away_leaves_nothing_behind(
         if not stored.complete:
             assert len(rows) >= len(PROMPT) and "abort" in str(stored.error)
             cut.append(i)
+        if slots and len(cut) > 3:
+            break
     assert slots, "none held a slot while it ran"
     assert cut, "none was cut off"
     assert not list(root.rglob("*.tmp"))

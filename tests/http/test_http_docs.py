@@ -31,7 +31,7 @@ def run(command: list[str], program: str, server: Server, folder: Path = ROOT) -
     environment = os.environ | {"VLLM_STEERING_API_KEY": KEY}
     done = subprocess.run(
         command, input=program.replace(PLACE, server.url), env=environment, cwd=folder,
-        capture_output=True, text=True, timeout=120, check=False,
+        capture_output=True, text=True, timeout=1800, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-3000:]
     return done.stdout

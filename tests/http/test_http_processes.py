@@ -141,7 +141,7 @@ def test_a_module_that_went_is_a_400_everywhere(server: Server) -> None:
     assert server.change("/v1/steering/modules", body).status_code == 200
     first_rows(server, steering_modules=["gone"])
     url = f"{server.url}/v1/steering/modules/gone"
-    assert httpx.delete(url, headers={"X-Steering-Key": KEY}).status_code == 200
+    assert httpx.delete(url, headers={"X-Steering-Key": KEY}, timeout=300).status_code == 200
     for _ in range(PER_CHANGE):
         answer = server.post("/v1/completions", greedy(prompt=PROMPT, steering_modules=["gone"]))
         assert answer.status_code == 400

@@ -563,7 +563,7 @@ def cut(server: Server, after: int, die: threading.Event) -> Iterator[str]:
             kind = {"Content-Type": "application/json"}
             asked = urllib.request.Request(server.url + self.path, data=body, headers=kind)
             try:
-                answer = urllib.request.urlopen(asked, timeout=60)
+                answer = urllib.request.urlopen(asked, timeout=300)
             except urllib.error.HTTPError as error:
                 answer = error
             data = answer.read()

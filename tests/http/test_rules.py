@@ -201,5 +201,5 @@ def test_a_threshold_of_nan_is_refused(server: Server) -> None:
         f'"layer": {LAYER}, "probe": {probe}, "threshold": NaN}}]}}'
     )
     headers = {"Content-Type": "application/json"}
-    answer = httpx.post(server.url + "/v1/completions", content=body, headers=headers, timeout=60)
+    answer = httpx.post(server.url + "/v1/completions", content=body, headers=headers, timeout=300)
     assert answer.status_code == 400

@@ -52,10 +52,10 @@ def test_a_step_of_any_size_arrives_whole(size: int) -> None:
     with ThreadPoolExecutor(2) as pool:
         ready = pool.submit(reader.wait_until_ready)
         writer.wait_until_ready()
-        ready.result(timeout=60)
-        got = pool.submit(reader.dequeue, timeout=60)
+        ready.result(timeout=300)
+        got = pool.submit(reader.dequeue, timeout=300)
         writer.enqueue(("success", ModelRunnerOutput(["a"], {"a": 0}, captured=sent)))
-        _, output = got.result(timeout=60)
+        _, output = got.result(timeout=300)
     block = arena[: 2 * SITES * count].view(2 * count, SITES, WIDTH)
     for name, part in (("a", block[:count]), ("b", block[count:])):
         chunk = output.captured.of(name)

@@ -190,7 +190,7 @@ def test_transformer_lens_itself(pair: Pair, tiny_models: TinyModels, tmp_path: 
     done = subprocess.run(
         [sys.executable, "-c", THEIRS, str(save_model(tiny_models, tmp_path / "m")), str(tmp_path)],
         env={**os.environ, "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(folder_of("transformer-lens"))},
-        capture_output=True, text=True, check=False, timeout=600,
+        capture_output=True, text=True, check=False, timeout=1800,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-3000:]
     theirs = torch.load(out, weights_only=True)

@@ -89,7 +89,7 @@ def ran(tiny_models: TinyModels, tmp_path_factory: pytest.TempPathFactory) -> Ra
         done = subprocess.run(
             [sys.executable, "-m", "tests.peers.inspect_task", server.url, str(folder)],
             env={**os.environ, "PYTHONPATH": path, "OPENAI_API_KEY": "none"},
-            capture_output=True, text=True, check=False, timeout=900, cwd=ROOT,
+            capture_output=True, text=True, check=False, timeout=1800, cwd=ROOT,
         )  # fmt: skip
         assert done.returncode == 0, done.stderr[-4000:]
         client = SteeringClient(server.url, model=NAME)
@@ -176,4 +176,4 @@ def test_the_server_does_not_need_inspect() -> None:
         "import sys; sys.modules['inspect_ai'] = None\n"
         "import vllm.entrypoints.compat.doors, vllm.entrypoints.serve.steering.serving"
     )
-    subprocess.run([sys.executable, "-c", program], check=True, timeout=300)
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=1800)

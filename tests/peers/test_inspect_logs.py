@@ -30,7 +30,7 @@ def said(tmp_path_factory: pytest.TempPathFactory) -> Said:
     done = subprocess.run(
         [sys.executable, "-m", "tests.peers.inspect_logs", str(folder)],
         env={**os.environ, "PYTHONPATH": os.pathsep.join(path), "OPENAI_API_KEY": "none"},
-        capture_output=True, text=True, check=False, timeout=900, cwd=ROOT,
+        capture_output=True, text=True, check=False, timeout=1800, cwd=ROOT,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-4000:]
     made: Said = json.loads((folder / "said.json").read_text())

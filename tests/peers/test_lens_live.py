@@ -88,7 +88,7 @@ def test_theirs(tmp_path: Path) -> None:
         }
         done = subprocess.run(
             command, env={**os.environ, **settings}, cwd=tmp_path,
-            capture_output=True, text=True, check=False, timeout=900,
+            capture_output=True, text=True, check=False, timeout=1800,
         )  # fmt: skip
         log = (tmp_path / "log").read_text()  # before it is told to end, which upstream logs
     assert report.exists(), (done.stdout + done.stderr)[-4000:]

@@ -77,7 +77,7 @@ def test_chat_and_its_stream(server: Server) -> None:
     want = rows_of(whole)
     assert torch.equal(rows_of(whole["choices"][0]), want)
     url = server.url + "/v1/chat/completions"
-    with httpx.stream("POST", url, json=body | {"stream": True}, timeout=60) as answer:
+    with httpx.stream("POST", url, json=body | {"stream": True}, timeout=300) as answer:
         events = [line[6:] for line in answer.iter_lines() if line.startswith("data: ")]
     assert events[-1] == "[DONE]"
     last = json.loads(events[-2])
@@ -159,7 +159,7 @@ def test_their_client_captures_attention(server: Server, theirs: Any) -> None:
     assert relative(weights[0], weights[1]) > 0.01
     body = greedy(messages=SAID, vllm_xargs={"output_qk": f"[{LAYER}, 3]"}, max_tokens=4)
     url = server.url + "/v1/chat/completions"
-    with httpx.stream("POST", url, json=body | {"stream": True}, timeout=60) as answer:
+    with httpx.stream("POST", url, json=body | {"stream": True}, timeout=300) as answer:
         events = [line[6:] for line in answer.iter_lines() if line.startswith("data: ")]
     whole = server.post("/v1/chat/completions", body).json()["activations"]
     streamed = json.loads(events[-2])["activations"]
@@ -172,7 +172,7 @@ def test_malformed_vectors(server: Server, count: int) -> None:
     """What `make fuzz` does, over a socket."""
 
     async def run() -> None:
-        async with httpx.AsyncClient(base_url=server.url, timeout=120) as client:
+        async with httpx.AsyncClient(base_url=server.url, timeout=300) as client:
             ended = await fuzz_vectors(client, count, seed=count)
             assert ended["refused"] > 0.8 * count and ended["acted"] > 0
 

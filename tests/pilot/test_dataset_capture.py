@@ -44,7 +44,6 @@ SETTINGS: dict[str, Any] = {
     "capture_consumers": ["inline"],
     "capture_points": ["pre_attn", "post_block", "z"],
 }
-ENTRY = [sys.executable, "-m", "vllm.entrypoints.cli.main"]
 ENGINE_OPTIONS = [
     "--enforce-eager", "--dtype=float32", "--max-model-len=96", "--max-num-seqs=16",
     "--block-size=32", "--kv-cache-memory-bytes=16777216", "--max-num-batched-tokens=256",
@@ -183,6 +182,19 @@ def test_chats_and_token_ids(llm: LLM, tmp_path: Path) -> None:
     assert [line["prompt_tokens"] for line in activations.manifest()][1] == 3
 
 
+SLOW = """
+import time
+from vllm.pilot.dataset.writer import ShardWriter
+add = ShardWriter.add
+
+def slow(writer, captured):
+    if captured.example.number >= LAST:
+        time.sleep(600)
+    add(writer, captured)
+
+ShardWriter.add = slow
+"""
+"""Of a program that is to be stopped: it never comes to example LAST, however late that is."""
 KILLED = """
 from pathlib import Path
 from tests.conformance.engine import prepare_environment
@@ -191,6 +203,8 @@ if __name__ == "__main__":
     from tests.conformance.engine import engine
     from tests.pilot.test_dataset_capture import HOOKS, SETTINGS
     from vllm.pilot import dataset
+    LAST = 50
+    exec({slow!r})
     with engine(Path({model!r}), **SETTINGS) as llm:
         data = dataset.DataFile({data!r})
         dataset.capture(llm, data, {out!r}, HOOKS, "all_prompt", shard_bytes=1)
@@ -201,7 +215,7 @@ def test_killed_and_continued(
     llm: LLM, model: Path, data: dataset.DataFile, tmp_path: Path
 ) -> None:
     out = tmp_path / "acts"
-    code = KILLED.format(model=str(model), data=data.path, out=str(out))
+    code = KILLED.format(model=str(model), data=data.path, out=str(out), slow=SLOW)
     child = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT)
     while child.poll() is None and len(list(out.glob("*.safetensors"))) < 4:
         time.sleep(0.002)
@@ -229,7 +243,9 @@ def test_ctrl_c_and_continued(llm: LLM, model: Path, tmp_path: Path) -> None:
     data = write(tmp_path / "many.jsonl", many)
     out, said = tmp_path / "acts", tmp_path / "said"
     asked = ["--data", data.path, "--out", str(out), "--hooks", json.dumps(HOOKS)]
-    command = [*ENTRY, "capture", "run", str(model), *asked, "--yes", "--shard-bytes=1"]
+    code = f"LAST = 900{SLOW}from vllm.entrypoints.cli.main import main\nmain()"
+    command = [sys.executable, "-c", code, "capture", "run", str(model), *asked]
+    command += ["--yes", "--shard-bytes=1"]
     # What a shell starts in the background, as `make test-full` does with these tests, ignores
     # interrupts, and hands that down; a handler is not handed down, so the child has the default.
     inherited = signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -58,8 +58,13 @@ def store_all(
     shard_bytes: int = 200,
     dtype: torch.dtype | None = None,
     only: Iterable[int] | None = None,
+    waits: Path | None = None,
 ) -> None:
-    """Write what is missing, as `dataset.capture` does."""
+    """Write what is missing, as `dataset.capture` does.
+
+    Args:
+        waits: a file to make before the last example, which then never comes.
+    """
     store = ShardStore(root)
     with store.locked():
         store.check(plan(total))
@@ -68,6 +73,9 @@ def store_all(
         try:
             for shard in store.missing(total):
                 for number in range(shard.start, shard.stop):
+                    if waits is not None and number == total - 1:
+                        waits.touch()
+                        signal.pause()
                     if only is None or number in only:
                         writer.add(captured(number))
         finally:
@@ -89,32 +97,29 @@ def need_all(root: str, total: int, dtype: torch.dtype = torch.bfloat16) -> None
 
 # -- killed --------------------------------------------------------------------------------------
 
-TOTAL = 400
+TOTAL, KILLS = 400, 6
 
 
 def test_killed_at_any_moment(tmp_path: Path) -> None:
     processes = multiprocessing.get_context("fork")
     random = np.random.default_rng()
     root = str(tmp_path / "acts")
-    killed = 0
-    while True:
-        child = processes.Process(target=store_all, args=(root, TOTAL))
+    for number in range(KILLS):
+        # It waits at its end, so that it is killed before that, however late.
+        waits = tmp_path / f"waits{number}"
+        child = processes.Process(target=store_all, args=(root, TOTAL), kwargs={"waits": waits})
         before = len(list(tmp_path.glob("acts/*.safetensors")))
         child.start()
         # Not to synchronise: it is in the middle of it, at whatever moment.
-        while child.is_alive() and len(list(tmp_path.glob("acts/*.safetensors"))) < before + 5:
+        while len(list(tmp_path.glob("acts/*.safetensors"))) < before + 5 and not waits.exists():
+            assert child.is_alive()
             time.sleep(0.001)
         time.sleep(random.uniform(0, 0.01))
-        assert child.pid is not None
-        if child.is_alive() and killed < 6:
-            os.kill(child.pid, signal.SIGKILL)
+        child.kill()
         child.join()
-        if child.exitcode == 0:
-            break
         assert child.exitcode == -signal.SIGKILL
-        killed += 1
         assert not Activations(root).complete
-    assert killed
+    store_all(root, TOTAL)
     ShardStore(root).write_manifest()
     need_all(root, TOTAL)
     assert not [name for name in os.listdir(root) if name.endswith(".tmp")]

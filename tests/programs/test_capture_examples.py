@@ -50,7 +50,7 @@ def run(*command: object, path: Path = ROOT) -> str:
         env=environment,
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=1800,
         check=False,
     )
     assert done.returncode == 0, done.stderr[-4000:]

@@ -48,7 +48,7 @@ class Server:
     here: Keep
 
     def run(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
-        return self.loop.run_until_complete(asyncio.wait_for(coroutine, 90))
+        return self.loop.run_until_complete(asyncio.wait_for(coroutine, 300))
 
     async def stream(self, name: str, params: SamplingParams) -> list[Any]:
         prompt = TokensPrompt(prompt_token_ids=PROMPT)
@@ -214,16 +214,20 @@ def test_an_abort_of_a_held_output_gives_one_output(server: Server) -> None:
 
 
 def test_a_client_that_goes_away(server: Server) -> None:
-    async def run() -> None:
+    async def run(name: str) -> None:
         params = asking("core", "here", kind=DELTA, max_tokens=23)
         prompt = TokensPrompt(prompt_token_ids=PROMPT)
-        async for _ in server.engine.generate(prompt, params, "gone"):
+        async for _ in server.engine.generate(prompt, params, name):
             break
         # All that it held is free again, or this one could not start.
-        await server.stream("next", asking("core", "here", kind=FINAL, max_tokens=23))
+        await server.stream(f"next {name}", asking("core", "here", kind=FINAL, max_tokens=23))
 
-    server.run(run())
-    assert ("aborted", "gone") in server.here.seen
+    # On a busy machine one may be through before its client has read anything.
+    for attempt in range(20):
+        server.run(run(name := f"gone {attempt}"))
+        if ("aborted", name) in server.here.seen:
+            return
+    raise AssertionError("none was aborted")
 
 
 def test_a_request_waits_for_room(server: Server) -> None:

@@ -97,7 +97,7 @@ def started(
     tiny_models: TinyModels, policy: str, pending: int = PENDING
 ) -> Iterator[tuple[LLM, dict[str, Gated]]]:
     here = GatedHere()
-    limits = {"pending_bytes": pending, "threads": 2}
+    limits = {"pending_bytes": pending, "threads": 2, "timeout": PATIENCE}
     llm = make_llm(
         tiny_models.path("llama"),
         capture_consumers=[

@@ -29,10 +29,9 @@ if TYPE_CHECKING:
 
 pytestmark = pytest.mark.full
 
-ORPHAN_SECONDS = 10
-"""How long an orphan may live, times the load where others share the processors."""
-IMPORT_SECONDS = 120
-"""The same of one that imports: it ends when it has, and a busy machine imports for long."""
+ORPHAN_SECONDS = 300
+"""A deadline: they need two where nothing else runs. One that imports ends when it has, and a busy
+machine imports for long; orphans used to live for hours."""
 STANDS = "the engine stands"
 PATIENCE = 900
 """Seconds until a test gives up: on a busy machine each process imports for minutes."""
@@ -131,15 +130,13 @@ def test_an_engine_core_and_its_workers_end_with_their_frontend(
         core = engine_processes(frontend)
         frontend.send_signal(signal.SIGTERM if loading else signal.SIGKILL)
         told = time.monotonic()
-        while any(map(lives, core)) and time.monotonic() - told < IMPORT_SECONDS:
+        while any(map(lives, core)) and time.monotonic() - told < ORPHAN_SECONDS:
             time.sleep(0.1)
         lived = time.monotonic() - told
-        share = max(1.0, os.getloadavg()[0] / len(os.sched_getaffinity(0)))
         for orphan in (orphans := [*filter(lives, core)]):
             orphan.kill()
     assert not orphans
     print(f"orphans lived for {lived:.2f} s")
-    assert loading or lived < ORPHAN_SECONDS * share
 
 
 @pytest.mark.long

@@ -205,7 +205,7 @@ def test_several_processes(tiny_models: TinyModels, tmp_path: Any) -> None:
     model = str(tiny_models.path("llama"))
     program = f"from tests.serving.test_metrics import _api_servers; _api_servers({model!r})"
     environment = {**os.environ, "PROMETHEUS_MULTIPROC_DIR": str(tmp_path)}
-    subprocess.run([sys.executable, "-c", program], env=environment, check=True, timeout=300)
+    subprocess.run([sys.executable, "-c", program], env=environment, check=True, timeout=1800)
     registry = CollectorRegistry()
     multiprocess.MultiProcessCollector(registry, path=str(tmp_path))
     values = {

@@ -54,7 +54,7 @@ class Server:
     loop: asyncio.AbstractEventLoop
 
     def run(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
-        return self.loop.run_until_complete(asyncio.wait_for(coroutine, 60))
+        return self.loop.run_until_complete(asyncio.wait_for(coroutine, 300))
 
     async def stream(
         self, name: str, ask: Ask, kind: RequestOutputKind, late: bool = False
@@ -71,11 +71,13 @@ class Server:
                 await asyncio.sleep(0.01)
         return outputs
 
-    def in_pieces(self, name: str, ask: Ask, kind: RequestOutputKind, least: int) -> list[Any]:
+    def in_pieces(
+        self, name: str, ask: Ask, kind: RequestOutputKind, least: int, late: bool = False
+    ) -> list[Any]:
         """All outputs of one request that came in at least so many: on a busy machine a reader may
         be so late that they were merged, and then it is asked again."""
         for _ in range(20):
-            outputs: list[Any] = self.run(self.stream(name, ask, kind))
+            outputs: list[Any] = self.run(self.stream(name, ask, kind, late))
             if len(outputs) >= least:
                 return outputs
         raise AssertionError(f"never in {least} outputs")
@@ -127,11 +129,8 @@ def test_delta(server: Server, judge: Judge, positions: Any, late: bool) -> None
     """Each row once, in order, with the output that makes it known; also for deltas that were
     merged because nobody read them."""
     ask = Ask(LONG[:17], {"max_tokens": 12, **STEERED, **capture(positions)})
-    if late:
-        outputs = server.run(server.stream("delta", ask, RequestOutputKind.DELTA, late))
-        assert len(outputs) == 2
-    else:
-        outputs = server.in_pieces("delta", ask, RequestOutputKind.DELTA, least=3)
+    outputs = server.in_pieces("delta", ask, RequestOutputKind.DELTA, 2 if late else 3, late)
+    assert not late or len(outputs) == 2
     tokens = [t for output in outputs for t in output.outputs[0].token_ids]
     assert len(tokens) == 12
     sequence = [*ask.prompt, *tokens][:-1]
@@ -193,7 +192,8 @@ def test_abort(server: Server, judge: Judge, kind: RequestOutputKind) -> None:
         outputs = []
         async for output in server.engine.generate({"prompt_token_ids": PROMPT}, params, "long"):
             outputs.append(output)
-            if len(outputs) == 5:
+            if len(outputs) == 5 and not output.finished:
+                stopped.append(output)
                 await server.engine.abort("long")
         return outputs
 
@@ -201,8 +201,13 @@ def test_abort(server: Server, judge: Judge, kind: RequestOutputKind) -> None:
         final = RequestOutputKind.FINAL_ONLY
         return await asyncio.gather(aborted(), server.stream("other", other, final))
 
-    outputs, (finished,) = server.run(together())
-    judge.check(other, finished)
+    # Whoever reads late finds outputs merged, and may find the last before it can abort.
+    for _ in range(20):
+        stopped: list[Any] = []
+        outputs, (finished,) = server.run(together())
+        judge.check(other, finished)
+        if stopped:
+            break
     last = outputs[-1].outputs[0]
     assert last.finish_reason == "abort"
     assert last.capture_results["inline"].status == "ok"

@@ -200,20 +200,26 @@ def test_modules(server: Server, judge: Judge, monkeypatch: pytest.MonkeyPatch) 
         assert max(serving.worst_row(rows[s], want[s]) for s in rows) <= READ_TOLERANCE
         assert max(serving.relative(other[s], want[s]) for s in rows) >= LEAST_MOVE
 
+    send, on_its_way = core.add_request_async, asyncio.Event()
+
+    async def told(request: Any) -> None:
+        await send(request)
+        on_its_way.set()
+
     async def re_registered() -> Any:
         await steering.register_module("mood", A)
         sent = asyncio.ensure_future(server.stream("early", ask, FINAL))
-        await asyncio.sleep(0.05)
+        await on_its_way.wait()
         await steering.register_module("mood", B)
         return (await sent)[0], (await server.stream("late", ask, FINAL))[0]
 
-    early, late = server.run(re_registered())
+    with monkeypatch.context() as patch:
+        patch.setattr(core, "add_request_async", told)
+        early, late = server.run(re_registered())
     check_meaning(early, "a")
     check_meaning(late, "b")
     with pytest.raises(ValueError, match=r"steering_modules\[0\]: unknown module 'none'"):
         server.run(server.stream("none", Ask(PROMPT, {"steering_modules": ["none"]}), FINAL))
-
-    send = core.add_request_async
 
     async def too_late(request: Any) -> None:
         await steering.unregister_module("mood")

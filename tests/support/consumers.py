@@ -4,7 +4,9 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -24,8 +26,10 @@ from vllm.v1.capture.transport.host import ConsumerHost
 SITES = (("post_block", 0), ("post_block", 2))
 WIDTH = 3
 END = RequestEnd(num_tokens=9)
-PATIENCE = 30.0
-"""Seconds after which a test gives up waiting."""
+PATIENCE = 300.0
+"""Seconds after which a test gives up waiting: others may hold the processors for long."""
+SHORT = 0.2
+"""Seconds of what must not come in time; what must come has PATIENCE."""
 
 
 def request_of(request_id: str, rows: int = 8, **fields: Any) -> RequestInfo:
@@ -105,6 +109,14 @@ class Recorder(CaptureConsumer):
             self.do["shutdown"]("")
 
 
+def limit(host: ConsumerHost, seconds: float) -> None:
+    """Give a host's calls and results another limit, those that are awaited already too."""
+    with host._lock:
+        limits = replace(host._spec.limits, timeout=seconds)
+        host._spec = replace(host._spec, limits=limits)
+        host._tick.notify()
+
+
 class Running:
     """A host and what it reported."""
 
@@ -113,10 +125,9 @@ class Running:
         consumer: CaptureConsumer,
         *,
         threads: int = 2,
-        timeout: float = PATIENCE,
         cls: type[CaptureConsumer] | None = None,
     ) -> None:
-        limits = HostLimits(threads=threads, timeout=timeout)
+        limits = HostLimits(threads=threads, timeout=PATIENCE)
         instance = consumer if cls is None else None
         spec = ConsumerSpec("probe", cls=cls or type(consumer), instance=instance, limits=limits)
         self.results: dict[str, ConsumerResult] = {}
@@ -130,22 +141,35 @@ class Running:
             self.reports += 1
             self._changed.notify_all()
 
+    @contextmanager
+    def impatient(self) -> Iterator[None]:
+        """Calls and results, those that are awaited already too, have SHORT meanwhile."""
+        limit(self.host, SHORT)
+        try:
+            yield
+        finally:
+            limit(self.host, PATIENCE)
+
     def result(self, request_id: str) -> ConsumerResult:
         with self._changed:
             there = self._changed.wait_for(lambda: request_id in self.results, PATIENCE)
             assert there, f"no result of {request_id}"
             return self.results[request_id]
 
-    def run(self, request_id: str, *batches: RowBatch, error: str | None = None) -> ConsumerResult:
-        """One completion from open to result."""
+    def send(self, request_id: str, *batches: RowBatch, error: str | None = None) -> None:
+        """One completion from open to end."""
         self.host.open(request_of(request_id))
         for batch in batches:
             self.host.rows(request_id, batch)
         self.host.end(request_id, RequestEnd(num_tokens=9, error=error))
+
+    def run(self, request_id: str, *batches: RowBatch, error: str | None = None) -> ConsumerResult:
+        """One completion from open to result."""
+        self.send(request_id, *batches, error=error)
         return self.result(request_id)
 
     def __enter__(self) -> Running:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.host.shutdown(timeout=5)
+        self.host.shutdown(PATIENCE)

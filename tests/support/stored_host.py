@@ -10,26 +10,24 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
+from tests.support.consumers import PATIENCE
 from tests.support.stored import batch, context, request
 from vllm.v1.capture.consumer import ConsumerResult, RequestEnd, RequestInfo
 from vllm.v1.capture.consumers.filesystem import FilesystemConsumer
 from vllm.v1.capture.registry import ConsumerSpec, HostLimits
 from vllm.v1.capture.transport.host import ConsumerHost
 
-PATIENCE = 60.0
-"""Seconds until a test gives up waiting."""
-
 
 class Running:
     """A consumer in its host, and the results it gave."""
 
-    def __init__(self, timeout: float, options: dict[str, Any]) -> None:
+    def __init__(self, options: dict[str, Any]) -> None:
         self._there = threading.Condition()
         self._results: dict[str, ConsumerResult] = {}
         self._ids = count()
         consumer = FilesystemConsumer(**({"flush_seconds": 0.01} | options))
         consumer.start(context())
-        limits = HostLimits(timeout=timeout, threads=2)
+        limits = HostLimits(timeout=PATIENCE, threads=2)
         spec = ConsumerSpec("filesystem", cls=FilesystemConsumer, limits=limits)
         self.host = ConsumerHost(spec, consumer, self._take)
 
@@ -56,8 +54,8 @@ class Running:
 
 
 @contextmanager
-def running(timeout: float = PATIENCE, **options: Any) -> Iterator[Running]:
-    each = Running(timeout, options)
+def running(**options: Any) -> Iterator[Running]:
+    each = Running(options)
     try:
         yield each
     finally:
