@@ -139,10 +139,10 @@ def verdict(target: Target, ratio: Json) -> str:
 
 
 def measured(target: Target, runs: Sequence[Json]) -> Iterator[tuple[Json, str, Json]]:
-    """Rows of the case, each with the baseline that counts and the ratio to it."""
+    """Rows of the case on GPUs, each with the baseline that counts and the ratio to it."""
     seen = []
     for run in runs:
-        if run["benchmark"] != target.benchmark:
+        if run["benchmark"] != target.benchmark or not run["setup"]["gpu"]:
             continue
         for row in run["rows"]:
             if (row["case"], row["quantity"]) != (target.case, target.quantity):

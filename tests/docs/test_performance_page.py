@@ -81,12 +81,19 @@ def test_a_target_is_met_or_missed(idle: float, said: str) -> None:
     assert (baseline, targets.verdict(IDLE, ratio)) == ("stock", said)
 
 
+def test_targets_are_of_gpus() -> None:
+    """Of a run on a CPU ratios are shown, and judged by no target."""
+    run = made(idle=10.0) | {"setup": {"gpu": ""}}
+    assert not [*targets.measured(IDLE, [run])]
+    assert "a.json" in report.render({"a.json": run}, TEMPLATE)
+
+
 def test_rounds_that_disagree_are_told() -> None:
     rows = [
         Row("stock", "TPOT", "ms", [10.0, 10.0, 10.0], {"batch": 32}),
         Row("idle", "TPOT", "ms", [9.0, 10.0, 11.0], {"batch": 32}),
     ]
-    [(_, _, ratio)] = targets.measured(IDLE, [Run("tpot", {}, rows).as_json()])
+    [(_, _, ratio)] = targets.measured(IDLE, [Run("tpot", {"gpu": "none"}, rows).as_json()])
     assert targets.verdict(IDLE, ratio) == "yes; not the same in all rounds"
 
 
