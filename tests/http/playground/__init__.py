@@ -1,0 +1,2 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The playground in a real Chromium, against a server of its own."""
