@@ -36,6 +36,11 @@ def load(folder: Path) -> dict[str, Json]:
     return {name: run for name, run in found.items() if isinstance(run, dict) and "rows" in run}
 
 
+def is_plotted(run: Json) -> bool:
+    """Whether a run has a plot: those of GPUs, whose cases are of one order of magnitude."""
+    return run["benchmark"] in PLOTTED and bool(run["setup"]["gpu"])
+
+
 def figure(name: str) -> str:
     """Where the plot of a run is, from the page's folder."""
     return f"figures/{Path(name).stem}.svg"
@@ -68,7 +73,7 @@ def section(name: str, run: Json, titled: bool) -> Iterator[str]:
     where = ", ".join(str(setup[key]) for key in ("gpu", "cpu", "date") if setup.get(key))
     yield f"{where}: [{name}](measurements/{name})."
     yield ""
-    if run["benchmark"] in PLOTTED:
+    if is_plotted(run):
         yield f"![{run['benchmark']}]({figure(name)})"
         yield ""
     yield from TABLES.get(run["benchmark"], show.tables)(run)
@@ -87,7 +92,7 @@ def draw(runs: dict[str, Json], page: Path) -> Sequence[Path]:
         old.unlink()
     drawn = []
     for name, run in runs.items():
-        if run["benchmark"] in PLOTTED:
+        if is_plotted(run):
             plots.draw(run, page.parent / figure(name))
             drawn.append(page.parent / figure(name))
     return drawn

@@ -68,10 +68,12 @@ def test_first_call_has_a_target_of_its_own() -> None:
     target = next(t for t in targets.TARGETS if t.facts)
     for first, said in ((95, "yes"), (80, "no, by 10.0 %")):
         facts = {"call 1": first, "call 2": 100}
-        run = Run("peers", {}, [Row(ALL_INLINE, "prompt rate", "tok/s", [100.0], {}, facts)])
+        run = Run(
+            "peers", {"gpu": "none"}, [Row(ALL_INLINE, "prompt rate", "tok/s", [100.0], {}, facts)]
+        )
         [(_, _, ratio)] = targets.measured(target, [run.as_json()])
         assert targets.verdict(target, ratio) == said
-    run = Run("peers", {}, [Row(ALL_INLINE, "prompt rate", "tok/s", [100.0])])
+    run = Run("peers", {"gpu": "none"}, [Row(ALL_INLINE, "prompt rate", "tok/s", [100.0])])
     assert not list(targets.measured(target, [run.as_json()]))
 
 
@@ -83,7 +85,7 @@ def test_files_are_compared_with_the_disk_alone() -> None:
         Row(DISK, "prompt rate", "tok/s", [20.0]),
     ]
     for measured, count in ((rows, 1), (rows[:2], 0)):
-        run = Run("peers", {}, measured, baselines=(PLAIN,), paired=False)
+        run = Run("peers", {"gpu": "none"}, measured, baselines=(PLAIN,), paired=False)
         assert len(list(targets.measured(target, [run.as_json()]))) == count
 
 
