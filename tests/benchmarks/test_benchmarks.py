@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 pytestmark = pytest.mark.full
 
 SMALL = ["--dtype", "float32", "--eager", "--kv-bytes", "16777216", "--rounds", "1"]
+CASES = ["off", "idle", "steer", "capture 1 layer", "bystanders", "rule"]
+"""Of `benchmarks.tpot`: those that need no tree of upstream's."""
 
 
 def run(name: str, *arguments: str) -> str:
@@ -85,14 +87,12 @@ def test_parts(name: str, arguments: list[str]) -> None:
 @pytest.mark.parametrize(
     ("name", "arguments"),
     [
-        ("tpot", [*SMALL, "--batch", "1", "--tokens", "4", "--prompt", "8", "--cases", "off"]),
+        ("tpot", [*SMALL, "--batch", "1", "--tokens", "4", "--prompt", "8", "--cases", *CASES]),
         ("prefill", [*SMALL, "--prompt", "16", "--last-requests", "4", "--last-prompt", "8"]),
         ("attention", [*SMALL, "--batch", "2", "--tokens", "4", "--prompt", "64", "--long", "128"]),
     ],
 )
 def test_engines(name: str, arguments: list[str], config: str, tmp_path: Path) -> None:
-    if name == "tpot":
-        arguments = [*arguments, "idle", "steer", "capture 1 layer", "bystanders", "rule"]
     run(name, "--model", config, *arguments, "--json", str(tmp_path / "run.json"))
     assert "off" in cases(tmp_path / "run.json")
 
