@@ -21,6 +21,8 @@ from .reference import Site
 
 GENERATED = 6
 """Tokens of each completion."""
+GREEDY: Mapping[str, Any] = {"temperature": 0.0, "ignore_eos": True, "detokenize": False}
+"""Sampling parameters of completions that are the same each time, and as long as asked."""
 
 
 class Engine(Protocol):
@@ -57,12 +59,7 @@ def complete(
         log_probs: ask for full-vocabulary log-probabilities of every position.
         capture: an inline capture request made of every case.
     """
-    fields: dict[str, Any] = {
-        "max_tokens": GENERATED,
-        "temperature": 0.0,
-        "ignore_eos": True,
-        "detokenize": False,
-    }
+    fields: dict[str, Any] = {"max_tokens": GENERATED, **GREEDY}
     if log_probs:
         fields |= {"logprobs": -1, "prompt_logprobs": -1}
     if capture is not None:

@@ -19,6 +19,7 @@ import numpy as np
 import pytest
 import torch
 
+from tests.conformance.completions import GREEDY
 from tests.conformance.models import HIDDEN, VOCAB
 from tests.conformance.reference import Site
 from tests.conformance.runner import LEAST_MOVE, READ_TOLERANCE, WRITE_TOLERANCE, Reference
@@ -69,12 +70,7 @@ class Ask:
 
         Prompt log-probabilities would switch the prefix cache off, so they are not asked for.
         """
-        settings: dict[str, Any] = {
-            "max_tokens": GENERATED,
-            "temperature": 0.0,
-            "ignore_eos": True,
-            "detokenize": False,
-        }
+        settings: dict[str, Any] = {"max_tokens": GENERATED, **GREEDY}
         if log_probs:
             settings["logprobs"] = -1
         return SamplingParams(**{**settings, **self.fields})
