@@ -122,12 +122,12 @@ class Silent:
     shape = SHAPE
     sites = (("pre_attn", 0),)
     table = None
-    capture = SimpleNamespace(arena=torch.zeros(1, HIDDEN))
+    capture = SimpleNamespace(arena=torch.zeros(1, HIDDEN), sites=sites, most_rows=1)
 
     def captures(self, site: Any) -> bool:
         return True
 
-    def probing(self, site: Any, vector: Any) -> Any:
+    def capturing(self, rows: Any, size: int) -> Any:
         """The poison stays in the arena."""
         self.capture.arena.fill_(float("nan"))
         return nullcontext()

@@ -3,70 +3,111 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from types import SimpleNamespace
+from types import MappingProxyType, SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 from tests.support.plans import SHAPE
+from vllm.config.steering import POINTS
+from vllm.v1.interventions.plan import Site
 from vllm.v1.interventions.worker.tap_check import NUM_TOKENS, _lent_blocks, _lent_by, check_sites
 
 pytestmark = pytest.mark.quick
 
 HIDDEN = SHAPE.hidden_size
-SITE = ("pre_attn", 0)
+SITES = [(point, layer) for layer in (0, 1) for point in POINTS]
 
 
 class Rank:
-    """A worker with one site, whose taps act or do not."""
+    """A worker whose taps act or do not.
+
+    Args:
+        captures: whether it does; the others of its ranks do in any case.
+        room: rows of the arena.
+        places: the site whose place a site's rows go to.
+    """
 
     shape = SHAPE
     tokens = SimpleNamespace(slots=torch.zeros(1))
 
-    def __init__(self, *, captures: bool, steers: bool = True, acts: bool = True) -> None:
-        self.sites = [SITE]
+    def __init__(
+        self,
+        *,
+        captures: bool,
+        steers: bool = True,
+        acts: bool = True,
+        sites: Sequence[Site] = SITES,
+        room: int = 100,
+        places: Mapping[Site, Site] = MappingProxyType({}),
+    ) -> None:
+        self.sites = sites
         self.captures = lambda site: captures
-        self.table = SimpleNamespace(at={SITE: torch.zeros(1, HIDDEN)}) if steers else None
-        self.capture = SimpleNamespace(arena=torch.full((1, HIDDEN), float("nan")))
-        self.acts = acts
+        tables = {site: torch.zeros(1, HIDDEN) for site in sites}
+        self.table = SimpleNamespace(at=tables) if steers else None
+        arena = torch.full((room if captures else 1, HIDDEN), float("nan"))
+        self.capture = SimpleNamespace(arena=arena, sites=sites, most_rows=room)
+        self.acts, self.places = acts, places
         self.forwards = 0
 
     @contextmanager
-    def probing(self, site: Any, vector: torch.Tensor | None) -> Iterator[None]:
-        if self.acts:
-            self.capture.arena[0] = torch.ones(HIDDEN) + (0 if vector is None else vector)
+    def capturing(self, rows: Mapping[Site, int], size: int) -> Iterator[None]:
+        assert size <= len(self.capture.arena)
+        self.capture.arena[:size] = float("nan")
+        for site in rows if self.acts else ():
+            if (place := self.places.get(site, site)) in rows:
+                self.capture.arena[rows[place]] = float(self.sites.index(site))
         yield
+
+    @contextmanager
+    def probing(self, site: Site, vector: torch.Tensor) -> Iterator[None]:
+        with self.capturing({site: 0} if self.captures(site) else {}, self.captures(site)):
+            self.capture.arena[0] += vector
+            yield
 
     def capture_final(self, hidden_states: torch.Tensor) -> None:
         """Its site is another."""
 
-    def run(self, *, hidden: bool) -> None:
+    def run(self, *, hidden: bool = True) -> None:
         def dummy_run(num_tokens: int) -> list[Any]:
             self.forwards += 1
-            return [self.capture.arena.expand(num_tokens, -1) if hidden else None]
+            return [torch.rand(num_tokens, HIDDEN) if hidden else None]
 
         check_sites(self, dummy_run)  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize("room", [1, 2, 5, 100])
 @pytest.mark.parametrize("steers", [True, False])
-def test_all_ranks_run_as_many_forwards(steers: bool) -> None:
-    first = Rank(captures=True, steers=steers)
-    second = Rank(captures=False, steers=steers)
-    of_first_stage = Rank(captures=False, steers=steers)
-    first.run(hidden=True)
-    second.run(hidden=True)
+def test_all_ranks_run_as_many_forwards(steers: bool, room: int) -> None:
+    first = Rank(captures=True, steers=steers, room=room)
+    second = Rank(captures=False, steers=steers, room=room)
+    of_first_stage = Rank(captures=False, steers=steers, room=room)
+    first.run()
+    second.run()
     of_first_stage.run(hidden=False)
-    assert first.forwards == second.forwards == of_first_stage.forwards == 1 + steers
+    # Numbers of six sites have three bits; those of parts have fewer.
+    unsteered = {1: 6, 2: 3 * 2, 5: 3 + 1, 100: 3}[room]
+    assert first.forwards == second.forwards == of_first_stage.forwards == unsteered + 6 * steers
 
 
 def test_also_where_a_tap_is_silent() -> None:
     silent = Rank(captures=True, acts=False)
     with pytest.raises(RuntimeError, match="do not act"):
-        silent.run(hidden=True)
-    assert silent.forwards == 2
+        silent.run()
+    assert silent.forwards == 3 + 6
+
+
+def test_rows_in_the_place_of_another_site_are_seen() -> None:
+    """As of an artifact that was compiled for another order of sites: rows arrive at all places."""
+    a, b = SITES[1], SITES[4]
+    with pytest.raises(
+        RuntimeError, match=re.escape(f"do not act although they are bound: {[a, b]}")
+    ):
+        Rank(captures=True, steers=False, places={a: b, b: a}).run()
 
 
 def test_no_two_groups_of_a_hybrid_get_the_same_blocks() -> None:

@@ -81,8 +81,10 @@ class CaptureArena:
         """The row of `dest` of each."""
         # The start-up check captures one token of any site, which may need several rows.
         rows = max(map(shape.arena_rows, sites), default=1)
+        self.most_rows = max(config.capture_buffer_bytes // shape.row_bytes, rows)
+        """Those of the arena, of a worker that captures."""
         if self.fills:
-            rows = max(config.capture_buffer_bytes // shape.row_bytes, rows)
+            rows = self.most_rows
         self.arena = torch.zeros(rows, hidden, dtype=shape.torch_dtype, device=device)
         """[rows, hidden]."""
         max_tokens = self._config.scheduler_config.max_num_batched_tokens

@@ -267,7 +267,7 @@ class WorkerInterventions:
         """
         assert self._variants is not None
         self._variants.choose(tapped=True)
-        if rows:
+        if size:
             assert self.capture is not None
             self.capture.arena[:size].fill_(float("nan"))
         self._probe = lambda: self._map_probe(rows, steered, focused)

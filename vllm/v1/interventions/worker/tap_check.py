@@ -171,9 +171,12 @@ def _lent_by(block_tables: "BlockTables", fill: Fill = lambda tables: None) -> I
 
 def check_sites(interventions: "WorkerInterventions", dummy_run: DummyRun) -> None:
     """Raise RuntimeError naming the sites that do not act, if there are any."""
-    # One site at a time: attention would carry one token's vector into another's row.
+    # One site is steered at a time: attention would carry one token's vector into another's row.
     silent = [
-        site for site in interventions.sites if not site_moves_row(interventions, site, dummy_run)
+        site
+        for sites in _parts(interventions)
+        for site, row in _unsteered(interventions, sites, dummy_run).items()
+        if not _acts(interventions, site, row, dummy_run)
     ]
     if silent:
         raise RuntimeError(
@@ -183,30 +186,112 @@ def check_sites(interventions: "WorkerInterventions", dummy_run: DummyRun) -> No
         )
 
 
-def site_moves_row(interventions: "WorkerInterventions", site: Site, dummy_run: DummyRun) -> bool:
-    """Whether a site acts: steering there moves the row, and a row is captured, as far as this
-    worker does either."""
-    before = _run(interventions, site, None, dummy_run)
-    if interventions.table is None or site not in interventions.table.at:
-        return not interventions.captures(site) or _arrived(before)
+def _parts(interventions: "WorkerInterventions") -> Iterator[list[Site]]:
+    """All sites, in parts of which a token's rows fit into the arena; alike on all ranks, of those
+    too that capture nothing."""
+    shape, capture = interventions.shape, interventions.capture
+    assert shape is not None
+    part: list[Site] = []
+    rows = 0
+    for site in interventions.sites:
+        if capture is not None and site in capture.sites:
+            rows += shape.arena_rows(site)
+            if part and rows > capture.most_rows:
+                yield part
+                part, rows = [], shape.arena_rows(site)
+        part.append(site)
+    if part:
+        yield part
+
+
+def _unsteered(
+    interventions: "WorkerInterventions", sites: list[Site], dummy_run: DummyRun
+) -> dict[Site, torch.Tensor | None]:
+    """The row of a dummy token at each site or, where this worker captures none, the model's output
+    of it: [width], None if it has neither or if what was captured is wrong.
+
+    A forward captures those sites whose number, counted from 1, has a certain bit. No two are in
+    the same forwards: a site that writes to another's rows is seen, too.
+    """
+    shape = interventions.shape
+    assert shape is not None
+    places: dict[Site, int] = {}
+    size = 0
+    for site in filter(interventions.captures, sites):
+        places[site] = size
+        size += shape.arena_rows(site)
+    rows: dict[Site, torch.Tensor | None] = {}
+    wrong = set()
     # Forwards are collective: all ranks run as many, whatever each of them sees.
+    for bit in range(len(sites).bit_length()):
+        numbered = {site for number, site in enumerate(sites, 1) if number >> bit & 1}
+        wanted = {site: place for site, place in places.items() if site in numbered}
+        with interventions.capturing(wanted, size):
+            hidden = dummy_run(NUM_TOKENS)[0]
+            interventions.capture_final(hidden)
+            output = hidden[0].clone() if isinstance(hidden, torch.Tensor) else None
+            found = _arena(interventions, size)
+        rows |= {site: output for site in sites if site not in places}
+        finite = found.isfinite().sum(dim=1).tolist()
+        for site, place in places.items():
+            row = _first_row(interventions, site, found[place])
+            if finite[place] != (len(row) if site in wanted else 0):
+                wrong.add(site)
+            elif site in wanted:
+                rows[site] = row
+    return {site: None if site in wrong else rows[site] for site in sites}
+
+
+def _acts(
+    interventions: "WorkerInterventions",
+    site: Site,
+    before: torch.Tensor | None,
+    dummy_run: DummyRun,
+) -> bool:
+    """Whether a site acts: a row is captured, and steering there moves it, as far as this worker
+    does either.
+
+    Args:
+        before: the row unsteered.
+    """
+    captures = interventions.captures(site)
+    if interventions.table is None or site not in interventions.table.at:
+        return before is not None or not captures
     vector = probe_vector(interventions, site, before)
-    after = _run(interventions, site, vector, dummy_run)
+    with interventions.probing(site, vector):
+        hidden = dummy_run(NUM_TOKENS)[0]
+        interventions.capture_final(hidden)
+        after = hidden[0].clone() if isinstance(hidden, torch.Tensor) else None
+        if captures:
+            after = _first_row(interventions, site, _arena(interventions, 1)[0])
+    if captures and before is None:
+        return False
     if before is None or after is None:
         logger.warning_once(
             "This worker does not capture where it steers and gets no hidden states from a dummy "
             "run of its pipeline stage: those steering taps are not checked at start-up."
         )
         return True
-    if interventions.captures(site) and not _arrived(before):
-        return False
     moved = after.float() - before.float()
-    if not interventions.captures(site):
+    if not captures:
         return bool(moved.any())  # seen through the layers above
     # Of heads, this rank's come first, and as much was read as lies in one row.
     here = min(len(moved), len(vector))
     moved, vector = moved[:here], vector[:here].float()
     return bool((moved - vector).norm() <= 0.1 * vector.norm())
+
+
+def _arena(interventions: "WorkerInterventions", size: int) -> torch.Tensor:
+    """A copy of the arena's first rows, [size, hidden]; of none where nothing is captured."""
+    if interventions.capture is None:
+        return torch.empty(0, 0)
+    return interventions.capture.arena[:size].clone()
+
+
+def _first_row(interventions: "WorkerInterventions", site: Site, row: torch.Tensor) -> torch.Tensor:
+    """What a site has in its first row of the arena: of many heads, those that lie there."""
+    assert interventions.shape is not None
+    return row[: interventions.shape.row_width(site)]
 
 
 def _arrived(row: torch.Tensor | None) -> bool:
@@ -236,21 +321,3 @@ def probe_vector(
 
 def _rms(row: torch.Tensor) -> float:
     return float(row.float().square().mean().sqrt())
-
-
-def _run(
-    interventions: "WorkerInterventions",
-    site: Site,
-    vector: torch.Tensor | None,
-    dummy_run: DummyRun,
-) -> torch.Tensor | None:
-    """The row of one dummy token at `site`, or else of the model's output: [width], None if this
-    worker has neither."""
-    with interventions.probing(site, vector):
-        hidden = dummy_run(NUM_TOKENS)[0]
-        interventions.capture_final(hidden)
-        if interventions.captures(site):
-            assert interventions.capture is not None and interventions.shape is not None
-            # Of many heads, those that lie in the first row.
-            return interventions.capture.arena[0, : interventions.shape.row_width(site)].clone()
-        return hidden[0].clone() if isinstance(hidden, torch.Tensor) else None
