@@ -9,6 +9,7 @@ steering and capture: their artifacts in the compile cache are the same.
 """
 
 import copy
+import gc
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, TypeVar
 from weakref import WeakKeyDictionary, ref
@@ -105,11 +106,17 @@ class ModelVariants:
         items = list(items)
         if graph_owner is not None:
             self._graph_owner = ref(graph_owner)
-        for variant in self._variants:
-            self._use(variant)
-            # Else what this variant compiles would lie in the directory of the one before it.
-            self._compilation.cache_dir = self._cache_dir
-            yield from items
+        # Loading compiled code makes so many objects that the garbage collector would go through
+        # all others again and again. Upstream does the same where graphs are captured.
+        gc.freeze()
+        try:
+            for variant in self._variants:
+                self._use(variant)
+                # Else what this variant compiles would lie in the directory of the one before it.
+                self._compilation.cache_dir = self._cache_dir
+                yield from items
+        finally:
+            gc.unfreeze()
 
     def choose(self, tapped: bool) -> bool:
         """Use the variant with taps where they are needed, else the plain one if there is one.
