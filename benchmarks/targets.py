@@ -139,9 +139,10 @@ def verdict(target: Target, ratio: Json) -> str:
 
 
 def measured(target: Target, runs: Sequence[Json]) -> Iterator[tuple[Json, str, Json]]:
-    """Rows of the case on GPUs, each with the baseline that counts and the ratio to it."""
+    """Rows of the case on GPUs, of the newest run that has them, each with the baseline that counts
+    and the ratio to it."""
     seen = []
-    for run in runs:
+    for run in sorted(runs, key=lambda run: run["setup"]["date"], reverse=True):
         if run["benchmark"] != target.benchmark or not run["setup"]["gpu"]:
             continue
         for row in run["rows"]:

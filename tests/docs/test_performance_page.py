@@ -16,6 +16,7 @@ from benchmarks.results import Row, Run
 pytestmark = pytest.mark.quick
 
 TEMPLATE = report.TEMPLATE.read_text()
+MADE_BY = {"gpu": "none", "date": "2026-01-01 00:00 UTC"}
 IDLE = next(t for t in targets.TARGETS if (t.benchmark, t.case) == ("tpot", "idle"))
 
 
@@ -25,7 +26,7 @@ def made(idle: float) -> dict[str, Any]:
         Row("stock", "TPOT", "ms", [10.0, 11.0, 12.0], {"batch": 32}),
         Row("idle", "TPOT", "ms", [idle, idle * 1.1, idle * 1.2], {"batch": 32}),
     ]
-    run: dict[str, Any] = json.loads(json.dumps(Run("tpot", {"gpu": "none"}, rows).as_json()))
+    run: dict[str, Any] = json.loads(json.dumps(Run("tpot", MADE_BY, rows).as_json()))
     return run
 
 
@@ -83,9 +84,17 @@ def test_a_target_is_met_or_missed(idle: float, said: str) -> None:
 
 def test_targets_are_of_gpus() -> None:
     """Of a run on a CPU ratios are shown, and judged by no target."""
-    run = made(idle=10.0) | {"setup": {"gpu": ""}}
+    run = made(idle=10.0) | {"setup": MADE_BY | {"gpu": ""}}
     assert not [*targets.measured(IDLE, [run])]
     assert "a.json" in report.render({"a.json": run}, TEMPLATE)
+
+
+def test_a_newer_run_takes_the_place_of_an_older_one() -> None:
+    old, new = made(idle=20.0), made(idle=10.0)
+    new["setup"] = MADE_BY | {"date": "2026-01-02 00:00 UTC"}
+    for runs in ([old, new], [new, old]):
+        [(row, _, _)] = targets.measured(IDLE, runs)
+        assert row["median"] == new["rows"][1]["median"] != old["rows"][1]["median"]
 
 
 def test_rounds_that_disagree_are_told() -> None:
@@ -93,7 +102,7 @@ def test_rounds_that_disagree_are_told() -> None:
         Row("stock", "TPOT", "ms", [10.0, 10.0, 10.0], {"batch": 32}),
         Row("idle", "TPOT", "ms", [9.0, 10.0, 11.0], {"batch": 32}),
     ]
-    [(_, _, ratio)] = targets.measured(IDLE, [Run("tpot", {"gpu": "none"}, rows).as_json()])
+    [(_, _, ratio)] = targets.measured(IDLE, [Run("tpot", MADE_BY, rows).as_json()])
     assert targets.verdict(IDLE, ratio) == "yes; not the same in all rounds"
 
 
@@ -150,7 +159,7 @@ def test_long_tables_turn() -> None:
 
 
 def test_results_are_written_as_they_are_read(tmp_path: Path) -> None:
-    run = Run("tpot", {"gpu": "none"}, [Row("off", "TPOT", "ms", [1.0, 3.0], {"batch": 1})])
+    run = Run("tpot", MADE_BY, [Row("off", "TPOT", "ms", [1.0, 3.0], {"batch": 1})])
     results.write(run, tmp_path / "a.json")
     (tmp_path / "old.json").write_text('[{"batch": 1}]')  # of another form
     [(name, loaded)] = report.load(tmp_path).items()
