@@ -26,6 +26,7 @@ from benchmarks.results import Row, Run
 pytestmark = pytest.mark.quick
 
 LOAD = Load(4, 8)
+MADE_BY = {"gpu": "none", "date": "2026-01-01 00:00 UTC"}
 
 
 class Result:
@@ -69,11 +70,11 @@ def test_first_call_has_a_target_of_its_own() -> None:
     for first, said in ((95, "yes"), (80, "no, by 10.0 %")):
         facts = {"call 1": first, "call 2": 100}
         run = Run(
-            "peers", {"gpu": "none"}, [Row(ALL_INLINE, "prompt rate", "tok/s", [100.0], {}, facts)]
+            "peers", MADE_BY, [Row(ALL_INLINE, "prompt rate", "tok/s", [100.0], {}, facts)]
         )
         [(_, _, ratio)] = targets.measured(target, [run.as_json()])
         assert targets.verdict(target, ratio) == said
-    run = Run("peers", {"gpu": "none"}, [Row(ALL_INLINE, "prompt rate", "tok/s", [100.0])])
+    run = Run("peers", MADE_BY, [Row(ALL_INLINE, "prompt rate", "tok/s", [100.0])])
     assert not list(targets.measured(target, [run.as_json()]))
 
 
@@ -85,7 +86,7 @@ def test_files_are_compared_with_the_disk_alone() -> None:
         Row(DISK, "prompt rate", "tok/s", [20.0]),
     ]
     for measured, count in ((rows, 1), (rows[:2], 0)):
-        run = Run("peers", {"gpu": "none"}, measured, baselines=(PLAIN,), paired=False)
+        run = Run("peers", MADE_BY, measured, baselines=(PLAIN,), paired=False)
         assert len(list(targets.measured(target, [run.as_json()]))) == count
 
 
