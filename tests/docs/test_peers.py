@@ -69,9 +69,7 @@ def test_first_call_has_a_target_of_its_own() -> None:
     target = next(t for t in targets.TARGETS if t.facts)
     for first, said in ((95, "yes"), (80, "no, by 10.0 %")):
         facts = {"call 1": first, "call 2": 100}
-        run = Run(
-            "peers", MADE_BY, [Row(ALL_INLINE, "prompt rate", "tok/s", [100.0], {}, facts)]
-        )
+        run = Run("peers", MADE_BY, [Row(ALL_INLINE, "prompt rate", "tok/s", [100.0], {}, facts)])
         [(_, _, ratio)] = targets.measured(target, [run.as_json()])
         assert targets.verdict(target, ratio) == said
     run = Run("peers", MADE_BY, [Row(ALL_INLINE, "prompt rate", "tok/s", [100.0])])
