@@ -139,6 +139,15 @@ class TapShape(msgspec.Struct, frozen=True):
         """How many rows of hidden_size a token takes on the device at a site."""
         return -(-self.row_width(site) // self.hidden_size)
 
+    def arena_places(self, sites: Iterable[Site]) -> tuple[dict[Site, int], int]:
+        """Where the rows of one token begin on the device, site after site, and how many they
+        are."""
+        places, rows = {}, 0
+        for site in sites:
+            places[site] = rows
+            rows += self.arena_rows(site)
+        return places, rows
+
     def share_rows(self, sites: Iterable[Site]) -> int:
         """The most rows of hidden_size that a token takes on one device, of those whose workers
         share these sites by layers."""

@@ -16,7 +16,6 @@ from vllm.distributed import get_tp_group
 from vllm.logger import init_logger
 from vllm.model_executor.layers.attention.mla_attention import MLAAttention
 from vllm.v1.interventions.focus import FACTOR, SHARE
-from vllm.v1.interventions.plan import Site
 from vllm.v1.interventions.worker.attention_layers import KeyTable
 from vllm.v1.interventions.worker.attention_reader import AttentionReader
 from vllm.v1.interventions.worker.kv_pages import unreadable
@@ -108,12 +107,7 @@ def _errors(
     shape, capture = interventions.shape, interventions.capture
     assert shape is not None and capture is not None
     arena = capture.arena
-    rows: dict[Site, int] = {}
-    needed = 0
-    for layer in layers:
-        for site in (("q", layer), ("z", layer)):
-            rows[site] = needed
-            needed += shape.arena_rows(site)
+    rows, needed = shape.arena_places((p, layer) for layer in layers for p in ("q", "z"))
     blocks, keys = _lend(layers, tables, most_keys)
     lent = {layer: tables[layer].pages_of(blocks[tables[layer].group]) for layer in layers}
     generator = torch.Generator(arena.device).manual_seed(0)

@@ -215,11 +215,7 @@ def _unsteered(
     """
     shape = interventions.shape
     assert shape is not None
-    places: dict[Site, int] = {}
-    size = 0
-    for site in filter(interventions.captures, sites):
-        places[site] = size
-        size += shape.arena_rows(site)
+    places, size = shape.arena_places(filter(interventions.captures, sites))
     rows: dict[Site, torch.Tensor | None] = {}
     wrong = set()
     # Forwards are collective: all ranks run as many, whatever each of them sees.
@@ -227,9 +223,7 @@ def _unsteered(
         numbered = {site for number, site in enumerate(sites, 1) if number >> bit & 1}
         wanted = {site: place for site, place in places.items() if site in numbered}
         with interventions.capturing(wanted, size):
-            hidden = dummy_run(NUM_TOKENS)[0]
-            interventions.capture_final(hidden)
-            output = hidden[0].clone() if isinstance(hidden, torch.Tensor) else None
+            output = _run(interventions, dummy_run)
             found = _arena(interventions, size)
         rows |= {site: output for site in sites if site not in places}
         finite = found.isfinite().sum(dim=1).tolist()
@@ -259,9 +253,7 @@ def _acts(
         return before is not None or not captures
     vector = probe_vector(interventions, site, before)
     with interventions.probing(site, vector):
-        hidden = dummy_run(NUM_TOKENS)[0]
-        interventions.capture_final(hidden)
-        after = hidden[0].clone() if isinstance(hidden, torch.Tensor) else None
+        after = _run(interventions, dummy_run)
         if captures:
             after = _first_row(interventions, site, _arena(interventions, 1)[0])
     if captures and before is None:
@@ -279,6 +271,13 @@ def _acts(
     here = min(len(moved), len(vector))
     moved, vector = moved[:here], vector[:here].float()
     return bool((moved - vector).norm() <= 0.1 * vector.norm())
+
+
+def _run(interventions: "WorkerInterventions", dummy_run: DummyRun) -> torch.Tensor | None:
+    """Run dummy tokens; the model's output of the first, [hidden], None at other stages."""
+    hidden = dummy_run(NUM_TOKENS)[0]
+    interventions.capture_final(hidden)
+    return hidden[0].clone() if isinstance(hidden, torch.Tensor) else None
 
 
 def _arena(interventions: "WorkerInterventions", size: int) -> torch.Tensor:
