@@ -35,6 +35,7 @@ import torch
 from benchmarks.results import At, Row, Run, add_arguments, publish, setup
 from tools import native
 from vllm.model_executor.layers.native_rows import load
+from vllm.model_executor.layers.residual_taps import rows_of
 from vllm.model_executor.layers.row_capture import capture_rows
 
 Call = Callable[[int], object]
@@ -74,6 +75,7 @@ class Site:
             "none": torch.full((tokens,), -1, device=device, dtype=torch.int32),
             "all": torch.randperm(tokens, device=device).int(),
         }
+        self.switch = torch.tensor(True)
         self.copied = rows(2 * tokens), rows(2 * tokens)
 
     def copy(self, count: int) -> Call:
@@ -82,7 +84,7 @@ class Site:
         return lambda _: target.copy_(source)
 
     def steer(self, rows: torch.Tensor) -> torch.Tensor:
-        return rows + self.table[self.slots[: rows.shape[0]]]
+        return rows + rows_of(self.table, self.slots[: rows.shape[0]])
 
     def captures(self) -> Iterator[Timed]:
         vllm, pilot, h, arena = torch.ops.vllm, torch.ops.pilot, self.h, self.arena
@@ -90,7 +92,7 @@ class Site:
             name, moved = f"capture {wanted}", 2 if wanted == "all" else 0
 
             def present(i: int, dest: torch.Tensor = dest) -> object:
-                return vllm.capture_rows(h[i], arena, dest)
+                return vllm.capture_rows(h[i], arena, dest, self.switch)
 
             def one(i: int, dest: torch.Tensor = dest) -> object:
                 return pilot.capture_rows(h[i], None, arena, dest)
@@ -116,7 +118,9 @@ class Site:
 
             def present(i: int, dest: torch.Tensor = dest) -> object:
                 steered = self.steer(self.r[i])
-                return torch.ops.vllm.capture_rows(self.h[i] + steered, self.arena, dest)
+                return torch.ops.vllm.capture_rows(
+                    self.h[i] + steered, self.arena, dest, self.switch
+                )
 
             def one(i: int, dest: torch.Tensor = dest) -> object:
                 return pilot.steer_and_capture_rows(
@@ -136,7 +140,7 @@ class Site:
         dest = self.wanted["all"]
         steered = self.steer(self.r[0])
         assert torch.equal(steered, torch.ops.pilot.steer_rows(self.r[0], self.table, self.slots))
-        capture_rows(self.h[0] + steered, self.arena, dest)
+        capture_rows(self.h[0] + steered, self.arena, dest, self.switch)
         arena = torch.zeros_like(self.arena)
         torch.ops.pilot.steer_and_capture_rows(
             self.r[0], self.h[0], self.table, self.slots, arena, dest

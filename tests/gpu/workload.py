@@ -105,9 +105,9 @@ def forms(mode: Mode, tokens: list[list[int]]) -> dict[str, Any]:
     used_forms, count = runner.interventions._variants, Counter[bool]()
     choose = used_forms.choose
 
-    def counted(tapped: bool) -> bool:
-        count[used := choose(tapped)] += 1
-        return used
+    def counted(tapped: bool, captures: bool) -> None:
+        choose(tapped, captures)
+        count[used_forms.tapped] += 1
 
     vector = torch.randn(mode.hidden, generator=torch.Generator().manual_seed(23)) * 2
     steered = {"steering_vectors": {p: {"all": vector} for p in ("pre_attn", "post_block")}}

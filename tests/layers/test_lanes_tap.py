@@ -21,7 +21,7 @@ def tap(steered: bool, arena: torch.Tensor | None = None) -> LanesTap:
     table[1] = torch.linspace(-1, 1, LANES * HIDDEN)
     slots = torch.tensor([1, 0, 1, 0, 1], dtype=torch.int32)
     dest = torch.tensor([-1, 0, -1, -1, -1], dtype=torch.int32)
-    return LanesTap(table if steered else None, None, slots, arena, dest)
+    return LanesTap(table if steered else None, None, slots, arena, dest, torch.tensor(True))
 
 
 def write(branch: torch.Tensor, lanes: torch.Tensor) -> torch.Tensor:

@@ -76,7 +76,7 @@ def test_a_native_tap_is_a_tap(library: Path, steered: bool, captured: bool, wid
 
     def made(kind: type[SiteTap], table: torch.Tensor) -> SiteTap:
         arena = torch.empty_like(case.arena)
-        places = (arena, case.dest) if captured else (None, None)
+        places = (arena, case.dest, torch.tensor(True)) if captured else (None, None, None)
         return kind(table if steered else None, None, case.slots, *places)
 
     want = run_tap(made(SiteTap, case.table), h, r)

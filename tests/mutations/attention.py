@@ -179,7 +179,10 @@ def _own_alone(self: HeadTap, rows: torch.Tensor) -> None:
     """In place of those of other ranks there are zeros."""
     rows = rows.flatten(1)
     capture_rows(
-        torch.nn.functional.pad(rows, (0, self.width - rows.shape[1])), self.arena, self.dest
+        torch.nn.functional.pad(rows, (0, self.width - rows.shape[1])),
+        self.arena,
+        self.dest,
+        self.switch,
     )
 
 

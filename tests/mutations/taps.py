@@ -59,7 +59,7 @@ def _each(kind: type[SiteTap]) -> Callable[[Taps], Taps]:
     def one(tap: PassTap | SiteTap) -> PassTap | SiteTap:
         if isinstance(tap, PassTap):
             return tap
-        return kind(tap.table, tap.terms, tap.slots, tap.arena, tap.dest)
+        return kind(tap.table, tap.terms, tap.slots, tap.arena, tap.dest, tap.switch)
 
     def change(taps: Taps) -> Taps:
         return {

@@ -5,21 +5,27 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import nn
 
 from tests.conformance.engine import engine
 from tests.support.serving import Ask, capture, prompt_of, same_completion, serve, vector
 from vllm import LLM
-from vllm.config import VllmConfig
+from vllm.compilation.cuda_graph import CUDAGraphWrapper
+from vllm.config import CUDAGraphMode, VllmConfig
 from vllm.model_executor.layers.residual_taps import BoundTaps, PassTap, UnboundTaps
-from vllm.v1.interventions.worker.model_variants import ModelVariants
+from vllm.platforms import current_platform
+from vllm.v1.interventions.worker.model_variants import ModelVariants, coarse
 from vllm.v1.interventions.worker.runner import WorkerInterventions
+from vllm.v1.worker.gpu import cudagraph_utils
 from vllm.v1.worker.gpu.cudagraph_utils import CudaGraphManager
 
 if TYPE_CHECKING:
@@ -28,22 +34,24 @@ if TYPE_CHECKING:
 pytestmark = [pytest.mark.quick, pytest.mark.v2("full")]
 
 PLAIN, TAPPED = False, True
+SIZES = [1, 2, 4, *range(8, 256, 8), *range(256, 513, 16)]
+"""Of upstream's graphs."""
 STEERED = {"steering_vectors": {"post_attn": {1: vector(150)}}}
 
 
 @contextmanager
-def watching_forms(llm: LLM) -> Iterator[list[bool]]:
-    """Whether each step ran the form with taps."""
+def watching_forms(llm: LLM, captures: bool = False) -> Iterator[list[bool]]:
+    """Whether each step ran the form with taps, or, if `captures`, whether its captures ran."""
     interventions: WorkerInterventions = (
         llm.llm_engine.model_executor.driver_worker.worker.model_runner.interventions
     )
-    forms = interventions._variants
-    assert forms is not None
+    forms, arena = interventions._variants, interventions.capture
+    assert forms is not None and arena is not None
     chosen, choose = list[bool](), forms.choose
 
-    def recorded(tapped: bool) -> bool:
-        chosen.append(used := choose(tapped))
-        return used
+    def recorded(*wanted: bool) -> None:
+        choose(*wanted)
+        chosen.append(bool(arena.switch) if captures else forms.tapped)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(forms, "choose", recorded)
@@ -94,6 +102,23 @@ def test_the_form_follows_the_requests(tiny_models: TinyModels) -> None:
         assert set(cleared) == {PLAIN}
 
 
+def test_captures_rest_while_none_is_wanted(tiny_models: TinyModels) -> None:
+    """A step that steers alone turns them off; rows are those of an engine in which they never
+    rested."""
+    prompt = prompt_of(9, 150)
+    options: dict[str, Any] = {"enable_steering": True, "capture_consumers": ["inline"]}
+    both = Ask(prompt, {"max_tokens": 3, **STEERED, **capture("all")})
+    with engine(tiny_models.path("llama"), **options) as llm:
+        [fresh], [unsteered] = serve(llm, [both]), serve(llm, [Ask(prompt, capture("all"))])
+        with watching_forms(llm, captures=True) as seen:
+            _, beside = serve(llm, [Ask(prompt, {"max_tokens": 6, **STEERED}), both])
+            [again] = serve(llm, [both])
+    assert seen == [True] * 3 + [False] * 3 + [True] * 3
+    for one in (beside, again):
+        assert same_completion(one.outputs[0], fresh.outputs[0])
+    assert not same_completion(unsteered.outputs[0], fresh.outputs[0])
+
+
 def test_plain_is_what_upstream_runs(tiny_models: TinyModels) -> None:
     """The same bits as an engine that was started without steering and capture."""
     asks = [Ask(prompt_of(7 + 5 * i, 151 + i), {"max_tokens": 8, "logprobs": 5}) for i in range(4)]
@@ -116,10 +141,12 @@ class Layer(nn.Module):
     taps = UnboundTaps("pre_attn")
 
 
-def made() -> tuple[ModelVariants, Layer]:
+def made(switch: torch.Tensor | None = None) -> tuple[ModelVariants, Layer]:
     layer = Layer()
     bound = BoundTaps(PassTap(), PassTap(), PassTap())
-    return ModelVariants(VllmConfig(), nn.Sequential(layer), {layer: bound}), layer
+    config = VllmConfig()
+    config.steering_config.enable_steering = switch is not None
+    return ModelVariants(config, nn.Sequential(layer), {layer: bound}, switch), layer
 
 
 def tapped(layer: Layer) -> bool:
@@ -127,46 +154,111 @@ def tapped(layer: Layer) -> bool:
     return isinstance(taps, BoundTaps)
 
 
+@pytest.fixture
+def manager(monkeypatch: pytest.MonkeyPatch) -> Callable[[], CudaGraphManager]:
+    """Makes upstream's own, which plans graphs of whole forwards and of pieces."""
+    stage = SimpleNamespace(is_first_rank=True, is_last_rank=True)
+    monkeypatch.setattr(cudagraph_utils, "get_pp_group", lambda: stage)
+    monkeypatch.setattr(type(current_platform), "_global_graph_pool", object())
+
+    def make() -> CudaGraphManager:
+        config = VllmConfig()
+        config.compilation_config.cudagraph_capture_sizes = SIZES
+        config.compilation_config.max_cudagraph_capture_size = SIZES[-1]
+        config.scheduler_config.max_num_seqs = SIZES[-1]
+        both = CUDAGraphMode.FULL_AND_PIECEWISE
+        return CudaGraphManager(config, torch.device("cpu"), both, decode_query_len=1)
+
+    return make
+
+
+def planned(manager: CudaGraphManager, mode: CUDAGraphMode) -> list[int]:
+    return sorted(desc.num_tokens for desc in manager._capture_descs.get(mode, []))
+
+
 def test_each_form_has_taps_of_its_own() -> None:
     forms, layer = made()
-    assert tapped(layer)
-    assert not forms.choose(tapped=False)
+    seen = [(tapped(layer), forms.tapped)]
+    for wanted in ((False, False), (True, False), (True, True)):
+        forms.choose(*wanted)
+        seen.append((tapped(layer), forms.tapped))
+    assert seen == [(True, True), (False, False), (True, True), (True, True)]
+    forms.choose(tapped=False, captures=False)
     assert layer.taps is Layer.taps
-    assert forms.choose(tapped=True)
-    assert tapped(layer)
 
 
-def test_each_form_has_graphs_of_its_own() -> None:
+def test_each_form_has_graphs_of_its_own(manager: Callable[[], CudaGraphManager]) -> None:
     """And those of a holder that upstream replaces, as after profiling, are let go."""
-    forms, layer = made()
-    taken: Counter[str] = Counter()
-    for round_number in range(2):
-        manager: Any = CudaGraphManager.__new__(CudaGraphManager)
-        manager.graphs = {}
-        for size in forms.each((8, 4), manager):
-            form = "tapped" if tapped(layer) else "plain"
-            taken[form] += 1
-            assert size not in manager.graphs
-            manager.graphs[size] = nn.Linear(1, 1)
-        with_taps = dict(manager.graphs)
-        forms.choose(tapped=False)
-        plain = dict(manager.graphs)
-        assert set(plain) == set(with_taps) == {8, 4}
-        assert all(plain[size] is not with_taps[size] for size in plain)
-        forms.choose(tapped=True)
-        assert manager.graphs == with_taps
-        assert taken == {"plain": 2 * (round_number + 1), "tapped": 2 * (round_number + 1)}
-        graph = weakref.ref(plain[8])
-        del plain, with_taps, manager
+    switch = torch.tensor(True)
+    forms, layer = made(switch)
+    full, pieces = CUDAGraphMode.FULL, CUDAGraphMode.PIECEWISE
+    for _ in range(2):
+        holder = manager()
+        assert planned(holder, full) == planned(holder, pieces) == SIZES
+        taken = []
+        for _ in forms.each([None], holder):
+            taken.append((tapped(layer), bool(switch), planned(holder, full)))
+            assert not holder.graphs
+            of_pieces = planned(holder, pieces)
+            assert of_pieces == ([] if not switch else taken[-1][-1])
+            for desc in holder._capture_descs[full]:
+                holder.graphs[desc] = nn.Linear(1, 1)  # type: ignore[assignment]
+        thin = coarse(SIZES)
+        assert taken == [(False, True, SIZES), (True, True, thin), (True, False, thin)]
+        assert forms.num_full_graphs(holder) == len(SIZES) + 2 * len(thin)
+        holder._graphs_captured = True
+        found = {}
+        for wants in ((False, False), (True, True), (True, False)):
+            forms.choose(*wants)
+            assert bool(switch) == wants[1]
+            for tokens in range(1, SIZES[-1] + 1):
+                desc = holder.dispatch(tokens, tokens, 1, 0)
+                sizes = thin if wants[0] else SIZES
+                assert desc.num_tokens == min(size for size in sizes if size >= tokens)
+                found[wants, tokens] = holder.graphs[desc]
+        assert len(set(map(id, found.values()))) == len(SIZES) + 2 * len(thin)
+        assert forms.num_graphs(full=True) == 3 and forms.num_graphs(full=False) == 2
+        graph = weakref.ref(found[(False, False), 8])
+        forms.choose(tapped=False, captures=False)
+        del found, holder
         gc.collect()
         assert graph() is None
+
+
+def test_graphs_of_pieces_are_recorded_with_captures() -> None:
+    """V1 goes through modes and sizes itself: what hangs off the code that two forms have is
+    recorded once, while it captures."""
+    switch = torch.tensor(True)
+    forms, layer = made(switch)
+    wrapper: Any = CUDAGraphWrapper.__new__(CUDAGraphWrapper)
+    wrapper.concrete_cudagraph_entries = {}
+    items = [(CUDAGraphMode.PIECEWISE, [8]), (CUDAGraphMode.FULL, [4])]
+    seen = [(tapped(layer), bool(switch), item) for item in forms.each(items, wrapper)]
+    plain, captures = [(False, True, i) for i in items], [(True, True, i) for i in items]
+    assert seen == [*plain, *captures, (True, False, items[1])]
+    assert [*forms.each(items)] == 2 * items, "nothing is compiled for the third"
+
+
+@given(st.lists(st.integers(1, 1024), min_size=1, max_size=80, unique=True))
+def test_fewer_sizes_pad_little(sizes: list[int]) -> None:
+    kept = coarse(sizes)
+    assert kept == sorted(kept) and set(kept) <= set(sizes)
+    for size in sizes:
+        assert min(k for k in kept if k >= size) <= 1.25 * size
+
+
+def test_upstreams_sizes_are_halved() -> None:
+    assert len(SIZES) == 51 and len(coarse(SIZES)) == 23
+    assert coarse([1, 100, 200]) == [1, 100, 200]
 
 
 def test_batch_invariance_has_one_form(monkeypatch: pytest.MonkeyPatch) -> None:
     """There results must not depend on what other requests ask for, not even by rounding."""
     monkeypatch.setattr("vllm.envs.VLLM_BATCH_INVARIANT", True)
-    forms, layer = made()
-    assert forms.count == 1
-    assert forms.choose(tapped=False)
-    assert tapped(layer)
+    switch = torch.tensor(True)
+    forms, layer = made(switch)
+    assert forms.num_graphs(full=True) == forms.num_graphs(full=False) == 1
+    forms.choose(tapped=False, captures=False)
+    assert tapped(layer) and forms.tapped and not switch
     assert list(forms.each((1, 2))) == [1, 2]
+    assert switch

@@ -29,7 +29,7 @@ READ_POINTS = ("embed", *CAPTURE_POINTS[:-3], "attn_out", POINTS[1], "mlp_out", 
 LOGIT = "logit"
 """The lens that is the model's own final norm and head."""
 
-SCHEMA = 3
+SCHEMA = 4
 """Part of the compile-cache key: raise it when traced tap code or an op's meaning changes."""
 
 OverloadPolicy = Literal["block", "drop"]

@@ -30,7 +30,7 @@ HEADS = "z"
 STEERING_POINTS = (POINTS[0], HEADS, *POINTS[1:])
 """All points that can be steered, in the order in which a layer computes them."""
 
-SCHEMA = 5
+SCHEMA = 6
 """Part of the compile-cache key: raise it when traced tap code or an op's meaning changes."""
 
 

@@ -30,6 +30,7 @@ pytestmark = pytest.mark.quick
 
 SITES: list[Site] = [(p, n) for n in HEADS.points for p in HEADS.offers(n)]
 HEAD_SITES = [site for site in SITES if site[0] in "qkvz"]
+ON = torch.tensor(True)
 RESIDUAL = [site for site in SITES if site[0] not in "qkvz"]
 MATRIX = torch.randn(2, HIDDEN, generator=torch.Generator().manual_seed(1))
 
@@ -90,8 +91,8 @@ def test_rows_of_a_step(asked: list[tuple[WorkerRequest, int]], last_stage: bool
     arena = torch.full((size, HIDDEN), torch.nan)
     for site, rows in given.items():
         places = dest[own.index(site)]
-        residual = SiteTap(None, None, places, arena, places)
-        tap = residual if site in RESIDUAL else HeadTap(arena, places, HEADS.row_width(site))
+        residual = SiteTap(None, None, places, arena, places, ON)
+        tap = residual if site in RESIDUAL else HeadTap(arena, places, ON, HEADS.row_width(site))
         tap.read(rows)
     step = StepRows(1, blocks, HIDDEN, torch.float32)
     projections = ProjectionTable(HIDDEN, torch.device("cpu"))
@@ -142,7 +143,7 @@ def test_ranks_have_parts_of_the_heads(replicas: int, monkeypatch: pytest.Monkey
 
     monkeypatch.setattr(attention_taps, "tensor_model_parallel_all_gather", gather)
     arena, dest = torch.zeros(9, 16 // replicas), torch.tensor([8, 4, 2], dtype=torch.int32)
-    HeadTap(arena, dest, 16 // replicas, True, replicas).read(parts[1])
+    HeadTap(arena, dest, ON, 16 // replicas, True, replicas).read(parts[1])
     want = torch.arange(4 // replicas).repeat_interleave(4).float()
     assert torch.equal(arena[4], want) and torch.equal(arena[2], want)
     assert not arena[[0, 1, 3, 5, 6, 7]].any()

@@ -122,6 +122,37 @@ def test_the_batch_is_not_stale() -> None:
     token_map.update({"b"}, {})
     run(token_map, ["b", "a"], [[4], [4]])
     assert found(token_map)[:2] == [(0, 0), (0, 0)]
+    token_map.update(set(), {"a": one(4), "b": one(8)})
+    run(token_map, ["b", "a"], [[1], [1]])
+    token_map.update({"a"}, {})
+    run(token_map, ["b", "a"], [[2], [2]])
+    assert found(token_map)[:2] == [(8, 0), (0, 0)]
+
+
+def test_rows_that_no_position_changes_are_written_once() -> None:
+    """And again after any other forward."""
+    token_map = TokenMap(MAX_TOKENS, CPU)
+    token_map.update(set(), {"a": told([0], [4], [2]), "b": told([0], [6], [0]), "c": one(8)})
+
+    def steady(written: bool) -> None:
+        token_map.slots[0] = 9
+        run(token_map, ["a", "b"], [[3], [8]])
+        assert found(token_map)[:3] == [(4 if written else 9, 2), (6, 0), (0, 0)]
+        token_map.slots[0] = 4
+
+    steady(written=True)
+    steady(written=False)
+    token_map.clear(0)  # a dummy forward
+    steady(written=True)
+    run(token_map, ["c", "b"], [[4], [9]])
+    assert found(token_map)[:3] == [(8, 0), (6, 0), (0, 0)]
+    steady(written=True)
+    token_map.update(set(), {"a": told([0], [5], [0])})
+    run(token_map, ["a", "b"], [[4], [9]])
+    assert found(token_map)[:3] == [(5, 0), (6, 0), (0, 0)]
+    run(token_map, ["c", "b"], [[4], [9]])
+    run(token_map, ["c", "b"], [[5], [10]])  # a second segment, so positions matter
+    assert found(token_map)[:3] == [(9, 0), (6, 0), (0, 0)]
 
 
 def test_an_id_that_ends_and_comes_back_in_one_step_is_the_new_one() -> None:

@@ -12,6 +12,7 @@ import torch
 
 from vllm.distributed import tensor_model_parallel_all_gather
 from vllm.forward_context import get_forward_context
+from vllm.model_executor.layers.residual_taps import rows_of
 from vllm.model_executor.layers.row_capture import capture_rows
 from vllm.platforms import current_platform
 from vllm.utils.torch_utils import (
@@ -61,6 +62,7 @@ class HeadTap:
         arena: [rows, hidden] in the model's dtype, where captured rows go; a token's heads take as
             many neighbouring rows as they need.
         dest: int32 [max tokens], the first arena row of each token, -1 for none.
+        switch: bool [] in the host's memory, whether this step captures anything.
         width: of all heads together, of all ranks.
         gathers: whether tensor-parallel ranks have the heads in parts.
         replicas: how many ranks in a row have the same heads.
@@ -70,12 +72,14 @@ class HeadTap:
         self,
         arena: torch.Tensor,
         dest: torch.Tensor,
+        switch: torch.Tensor,
         width: int,
         gathers: bool = False,
         replicas: int = 1,
     ) -> None:
         self.arena = arena
         self.dest = dest
+        self.switch = switch
         self.width = width
         self.gathers = gathers
         self.replicas = replicas
@@ -89,7 +93,7 @@ class HeadTap:
             if self.replicas > 1:
                 rows = rows.unflatten(1, (-1, self.replicas, mine))[:, :, 0].flatten(1)
         assert rows.shape[1] == self.width, "more would lie on rows of others"
-        capture_rows(rows, self.arena, self.dest)
+        capture_rows(rows, self.arena, self.dest, self.switch)
 
 
 class HeadSteering:
@@ -111,12 +115,11 @@ class HeadSteering:
     def steer(self, output: torch.Tensor) -> torch.Tensor:
         """`output`, [tokens, heads, width] or [tokens, heads * width], times factor plus vector:
         computed in float32 where there are factors and rounded once."""
-        # Plain aten ops, as at residual points: Inductor makes one kernel of them.
         rows, flat = self.slots[: output.shape[0]], output.flatten(1)
-        added = self.table[rows]
+        added = rows_of(self.table, rows)
         if self.factors is None:
             return (flat + added).view_as(output)
-        factor = self.factors[rows]
+        factor = rows_of(self.factors, rows)
         # A factor of 0 leaves a head out, also where a huge row makes it infinite.
         kept = torch.where(factor != 0, factor * flat.float(), 0.0)
         return (kept + added.float()).to(output.dtype).view_as(output)

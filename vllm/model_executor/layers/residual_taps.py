@@ -132,6 +132,8 @@ class SiteTap:
         arena: [rows, hidden] in the model's dtype, where captured rows go, shared by all sites;
             None when the engine captures nothing.
         dest: int32 [max tokens], the arena row of each token at this site, -1 for none.
+        switch: bool [] in the host's memory, whether this step captures anything; shared by all
+            sites.
     """
 
     def __init__(
@@ -141,12 +143,14 @@ class SiteTap:
         slots: torch.Tensor,
         arena: torch.Tensor | None,
         dest: torch.Tensor | None,
+        switch: torch.Tensor | None,
     ) -> None:
         self.table = table
         self.terms = terms
         self.slots = slots
         self.arena = arena
         self.dest = dest
+        self.switch = switch
 
     def __call__(self, h: torch.Tensor) -> torch.Tensor:
         """Steer and then capture a stream that is whole in `h`."""
@@ -178,13 +182,12 @@ class SiteTap:
             h = h.clone()  # the op works in place; the caller may keep the tensor it gave
             steer_terms(h, self.table, self.slots, self.terms)
             return h
-        # Plain aten ops: Inductor fuses them into the neighbouring add and norm.
-        return h + self.table[self.slots[: h.shape[0]]]
+        return h + rows_of(self.table, self.slots[: h.shape[0]])
 
     def read(self, h: torch.Tensor) -> None:
         """Capture rows of a stream that is whole in `h`."""
-        if self.arena is not None and self.dest is not None:
-            capture_rows(h, self.arena, self.dest)
+        if self.arena is not None and self.dest is not None and self.switch is not None:
+            capture_rows(h, self.arena, self.dest, self.switch)
 
     def steer_and_capture_pair(
         self, h: torch.Tensor, r: torch.Tensor | None, partial: bool = False
@@ -223,13 +226,13 @@ class LanesTap(SiteTap):
             h = h.clone(memory_format=torch.contiguous_format)
             steer_terms(h, self.table, self.slots, self.terms)
             return h
-        added = self.table[self.slots[: h.shape[1]]]
+        added = rows_of(self.table, self.slots[: h.shape[1]])
         return h + added.unflatten(1, (h.shape[0], -1)).transpose(0, 1)
 
     def read(self, h: torch.Tensor) -> None:
         """Capture rows of all lanes, one lane after the other."""
-        if self.arena is not None and self.dest is not None:
-            capture_rows(h.transpose(0, 1).flatten(1), self.arena, self.dest)
+        if self.arena is not None and self.dest is not None and self.switch is not None:
+            capture_rows(h.transpose(0, 1).flatten(1), self.arena, self.dest, self.switch)
 
     def renorm(
         self, n: Made, s: torch.Tensor, norm: Callable[[torch.Tensor], Made]
@@ -259,6 +262,15 @@ class LanesTap(SiteTap):
         lanes = s.transpose(0, 1)
         new = self(lanes)
         return s if new is lanes else new.transpose(0, 1).contiguous()
+
+
+def rows_of(table: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+    """`table[rows]`, [tokens, width], of rows that are there.
+
+    Inductor fuses it into the neighbouring add and norm, and makes no check of bounds in the loop
+    of that kernel, which takes longer than the addition where there are few tokens.
+    """
+    return torch.ops.aten._unsafe_index.Tensor(table, [rows])
 
 
 def whole(h: torch.Tensor, partial: bool) -> torch.Tensor:

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The op with which a tap captures: it copies the rows that are wanted to the arena.
 
-It is opaque to torch.compile. Where nothing is wanted it returns early on a CPU, and on a GPU each
-of its programs ends after reading one index.
+It is opaque to torch.compile. Where the switch is off it launches nothing, so a CUDA graph that is
+recorded then has nothing of it. Where it is on, each of its programs reads one index, and ends if
+that is -1.
 """
 
 import torch
@@ -12,7 +13,9 @@ from vllm.triton_utils import HAS_TRITON, tl, triton
 from vllm.utils.torch_utils import direct_register_custom_op
 
 
-def capture_rows(h: torch.Tensor, arena: torch.Tensor, dest: torch.Tensor) -> None:
+def capture_rows(
+    h: torch.Tensor, arena: torch.Tensor, dest: torch.Tensor, switch: torch.Tensor
+) -> None:
     """Copy wanted rows: h[i] to the numbers of the arena from row dest[i] on, if that is not -1.
 
     Args:
@@ -20,11 +23,17 @@ def capture_rows(h: torch.Tensor, arena: torch.Tensor, dest: torch.Tensor) -> No
             the last keeps what it had behind the row's end.
         arena: [rows, hidden], contiguous, changed in place.
         dest: int32 [>= tokens], where not negative far enough apart that no two rows meet.
+        switch: bool [], in the host's memory: whether anything is wanted in this step. Off, `dest`
+            is not read.
     """
-    torch.ops.vllm.capture_rows(h, arena, dest)
+    torch.ops.vllm.capture_rows(h, arena, dest, switch)
 
 
-def _capture_rows(h: torch.Tensor, arena: torch.Tensor, dest: torch.Tensor) -> None:
+def _capture_rows(
+    h: torch.Tensor, arena: torch.Tensor, dest: torch.Tensor, switch: torch.Tensor
+) -> None:
+    if not switch.item():
+        return
     if h.is_cuda:
         _capture_rows_triton(h, arena, dest)
         return
@@ -37,7 +46,9 @@ def _capture_rows(h: torch.Tensor, arena: torch.Tensor, dest: torch.Tensor) -> N
         arena[:, : part.shape[1]][places + n] = part
 
 
-def _capture_rows_fake(h: torch.Tensor, arena: torch.Tensor, dest: torch.Tensor) -> None:
+def _capture_rows_fake(
+    h: torch.Tensor, arena: torch.Tensor, dest: torch.Tensor, switch: torch.Tensor
+) -> None:
     return None
 
 

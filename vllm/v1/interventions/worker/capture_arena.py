@@ -5,7 +5,7 @@ Per step: `update` with what the scheduler decided, `map` before the forward or 
 that captures nothing, `collect` after it.
 """
 
-from collections.abc import KeysView, Mapping
+from collections.abc import Iterable, KeysView, Mapping
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -90,6 +90,8 @@ class CaptureArena:
         max_tokens = self._config.scheduler_config.max_num_batched_tokens
         self.dest = torch.full((len(sites), max_tokens), -1, dtype=torch.int32, device=device)
         """[sites, tokens] the arena row in which each token's begins, -1 for none."""
+        self.switch = torch.ones((), dtype=torch.bool)
+        """Whether taps capture in this step; `ModelVariants` turns it."""
         self._dest_host = np.full(tuple(self.dest.shape), -1, dtype=np.int32)
         self._final = None if shape.final is None else self.sites.get((FINAL, shape.final))
         self._groups = [CaptureGroups(self.sites, shape)]
@@ -146,7 +148,7 @@ class CaptureArena:
         if self._outbox is not None:
             self._outbox.projections.forget()
 
-    def wants(self, req_ids: list[str]) -> bool:
+    def wants(self, req_ids: Iterable[str]) -> bool:
         """Whether one of these captures in this step."""
         return not self._wanted.keys().isdisjoint(req_ids)
 
@@ -212,7 +214,7 @@ class CaptureArena:
             return
         blocks = [] if self._pending is None else self._pending[0].blocks.all
         if probed or any(self._final in block.group.sites for block in blocks):
-            capture_rows(hidden_states, self.arena, self.dest[self._final])
+            capture_rows(hidden_states, self.arena, self.dest[self._final], self.switch)
 
     def clear(self) -> None:
         """Capture nothing in the next forward."""

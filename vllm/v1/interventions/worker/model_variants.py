@@ -1,19 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The two variants of the target model: with taps, and plain as upstream compiles it.
+"""The variants of the target model: with taps, and plain as upstream compiles it.
 
 A step that steers and captures nothing runs the plain one, so that an engine pays for its taps
 only while they are used. Both share weights, input and output buffers; each has its own compiled
-code and its own CUDA graphs of the same sizes, so whatever picks a graph need not know which
-variant is in use. The plain one is compiled under the configuration of an engine without
+code and CUDA graphs. The plain one is compiled under the configuration of an engine without
 steering and capture: their artifacts in the compile cache are the same.
+
+A step that steers and captures nothing runs the code with taps while their switch is off, and the
+launches of captures are not in its graphs: those of whole forwards, of which it has its own. Code
+with taps has fewer sizes of graphs, `coarse`; what picks one asks for the variant in use.
 """
 
 import copy
 import gc
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any, TypeVar
+from typing import Any
 from weakref import WeakKeyDictionary, ref
 
+import torch
 from torch import nn
 
 import vllm.envs as envs
@@ -27,8 +31,6 @@ from vllm.model_executor.layers.attention.attention import unified_attention_wit
 from vllm.model_executor.layers.attention_taps import HeadTaps
 from vllm.model_executor.layers.residual_taps import BoundTaps, LoopedTaps
 from vllm.v1.worker.gpu.cudagraph_utils import CudaGraphManager
-
-_Item = TypeVar("_Item")
 
 _COMPILED = (
     "vllm_config",
@@ -51,14 +53,22 @@ _Taps = BoundTaps | LoopedTaps | HeadTaps
 class _Variant:
     """What makes one variant, kept here while the other is in use."""
 
-    def __init__(self, taps: Mapping[nn.Module, _Taps | None]) -> None:
+    def __init__(
+        self,
+        taps: Mapping[nn.Module, _Taps | None],
+        compiled: dict[nn.Module, dict[str, Any]],
+        captures: bool = True,
+    ) -> None:
         self.taps = taps
         """The taps of each layer and its attention; None for those of its class, which do nothing.
         """
-        self.compiled: dict[nn.Module, dict[str, Any]] = {}
+        self.compiled = compiled
         """Module -> its attributes named in `_COMPILED`."""
-        self.graphs: WeakKeyDictionary[Any, dict[Any, Any]] = WeakKeyDictionary()
-        """Graph dict per upstream owner; weak, because owners replaced during start-up drop out."""
+        self.captures = captures
+        """Whether graphs are recorded with what the taps capture."""
+        self.graphs: WeakKeyDictionary[Any, dict[str, Any]] = WeakKeyDictionary()
+        """Attributes of each upstream owner of graphs, by name; weak, because owners replaced
+        during start-up drop out."""
 
 
 class ModelVariants:
@@ -67,21 +77,29 @@ class ModelVariants:
     Args:
         model: loaded, its taps not bound.
         taps: those of each layer, bound.
+        switch: bool [] in the host's memory, whether taps capture; None of an engine without.
     """
 
     def __init__(
-        self, config: VllmConfig, model: nn.Module, taps: Mapping[nn.Module, _Taps]
+        self,
+        config: VllmConfig,
+        model: nn.Module,
+        taps: Mapping[nn.Module, _Taps],
+        switch: torch.Tensor | None = None,
     ) -> None:
         self._compilation = config.compilation_config
+        # Data-parallel ranks run graphs of one size, and each may run another variant.
+        self._coarse = config.parallel_config.data_parallel_size == 1
+        self._switch, self._on = switch, True
         self._cache_dir = self._compilation.cache_dir
         self._graph_owner: Callable[[], Any] = lambda: None
         self._modules = _compiled_modules(model, taps)
-        self._tapped = self._current = _Variant(taps)
-        self._variants = [self._tapped]
+        self._plain = self._steering = self._tapped = self._current = _Variant(taps, {})
         self._set_taps(self._tapped)
         if _can_switch(config):
-            self._plain = _Variant(dict.fromkeys(taps))
-            self._variants = [self._plain, self._tapped]
+            self._plain = _Variant(dict.fromkeys(taps), {})
+            if config.steering_config.enable_steering and switch is not None:
+                self._steering = _Variant(taps, self._tapped.compiled, captures=False)
             plain_config = copy.copy(config)
             plain_config.steering_config = SteeringConfig()
             plain_config.capture_config = CaptureConfig()
@@ -93,38 +111,88 @@ class ModelVariants:
             self._use(self._tapped)
 
     @property
-    def count(self) -> int:
-        """Number of variants: 1 where no plain one can be kept beside the other."""
-        return len(self._variants)
+    def _variants(self) -> list[_Variant]:
+        return [*dict.fromkeys((self._plain, self._tapped, self._steering))]
 
-    def each(self, items: Iterable[_Item], graph_owner: Any = None) -> Iterator[_Item]:
+    def num_graphs(self, full: bool) -> int:
+        """How many graphs there are of one size: of whole forwards, or of pieces."""
+        return sum(full or variant.captures for variant in self._variants)
+
+    def num_full_graphs(self, manager: CudaGraphManager) -> int:
+        """How many graphs of whole forwards there are of all sizes; `each` has been called."""
+        found = [variant.graphs[manager]["_capture_descs"] for variant in self._variants]
+        return sum(len(descs.get(CUDAGraphMode.FULL, ())) for descs in found)
+
+    def each(self, items: Iterable[Any], graph_owner: Any = None) -> Iterator[Any]:
         """Yield all items once in each variant; afterwards the one with taps is in use.
 
         Args:
-            graph_owner: upstream's object that keeps the CUDA graphs which are captured meanwhile.
+            graph_owner: upstream's object that keeps the CUDA graphs which are captured meanwhile;
+                a `CUDAGraphWrapper`'s items are pairs, a mode and the sizes of its graphs.
         """
-        items = list(items)
-        if graph_owner is not None:
+        items, variants = list(items), self._variants
+        if _graphs_of(graph_owner):
             self._graph_owner = ref(graph_owner)
+            for variant in variants:
+                variant.graphs[graph_owner] = self._no_graphs(graph_owner, variant)
+            vars(graph_owner).update(self._current.graphs[graph_owner])
+        else:
+            variants = [variant for variant in variants if variant.captures]
         # Loading compiled code makes so many objects that the garbage collector would go through
         # all others again and again. Upstream does the same where graphs are captured.
         gc.freeze()
         try:
-            for variant in self._variants:
+            for variant in variants:
                 self._use(variant)
+                self._turn(variant.captures)
                 # Else what this variant compiles would lie in the directory of the one before it.
                 self._compilation.cache_dir = self._cache_dir
+                if not variant.captures and isinstance(graph_owner, CUDAGraphWrapper):
+                    # Graphs of pieces hang off the compiled code, which is that of both.
+                    items = [item for item in items if item[0] == CUDAGraphMode.FULL]
                 yield from items
+            self.choose(tapped=True, captures=True)
         finally:
             gc.unfreeze()
 
-    def choose(self, tapped: bool) -> bool:
-        """Use the variant with taps where they are needed, else the plain one if there is one.
-        Returns whether the one with taps is in use."""
-        variant = self._tapped if tapped or self.count == 1 else self._plain
+    def choose(self, tapped: bool, captures: bool) -> None:
+        """Use the variant that a step needs, for the forwards to come.
+
+        Args:
+            tapped: whether it steers or captures.
+            captures: whether it captures.
+        """
+        variant = self._plain
+        if tapped:
+            variant = self._tapped if captures else self._steering
         if variant is not self._current:
             self._use(variant)
-        return variant is self._tapped
+        self._turn(captures)
+
+    @property
+    def tapped(self) -> bool:
+        """Whether the variant in use has taps."""
+        return self._current.taps is self._tapped.taps
+
+    def _turn(self, on: bool) -> None:
+        if self._switch is not None and on is not self._on:
+            self._switch.fill_(on)
+            self._on = on
+
+    def _no_graphs(self, graph_owner: Any, variant: _Variant) -> dict[str, Any]:
+        """What a graph owner has before any graph of this variant is recorded."""
+        state: dict[str, Any] = {name: {} for name in _graphs_of(graph_owner)}
+        if isinstance(graph_owner, CudaGraphManager):
+            planned = copy.copy(graph_owner)
+            vars(planned).update(state)
+            compilation = planned.compilation_config = copy.copy(graph_owner.compilation_config)
+            sizes = compilation.cudagraph_capture_sizes
+            if sizes and self._coarse and variant is not self._plain:
+                compilation.cudagraph_capture_sizes = coarse(sizes)
+            planned._init_candidates()
+            if not variant.captures:
+                state["_capture_descs"].pop(CUDAGraphMode.PIECEWISE, None)
+        return state
 
     def _use(self, variant: _Variant) -> None:
         for module in self._modules:
@@ -132,9 +200,9 @@ class ModelVariants:
             self._current.compiled[module] = {n: state.pop(n) for n in _COMPILED if n in state}
             state.update(variant.compiled.get(module, {}))
         graph_owner = self._graph_owner()
-        if (name := _graphs_of(graph_owner)) is not None:
-            self._current.graphs[graph_owner] = getattr(graph_owner, name)
-            setattr(graph_owner, name, variant.graphs.setdefault(graph_owner, {}))
+        if names := _graphs_of(graph_owner):
+            self._current.graphs[graph_owner] = {n: getattr(graph_owner, n) for n in names}
+            vars(graph_owner).update(variant.graphs[graph_owner])
         self._set_taps(variant)
         self._current = variant
 
@@ -190,9 +258,23 @@ def refuse_late_breaks(config: VllmConfig) -> None:
         )
 
 
-def _graphs_of(graph_owner: Any) -> str | None:
-    """The attribute in which a graph owner keeps the graphs of whole forwards; None if it keeps
-    none. Those of pieces hang off the compiled code."""
+def _graphs_of(graph_owner: Any) -> tuple[str, ...]:
+    """The attributes in which a graph owner keeps the graphs of whole forwards, and which sizes it
+    has; none if it keeps none. Graphs of pieces hang off the compiled code."""
     if isinstance(graph_owner, CUDAGraphWrapper):
-        return "concrete_cudagraph_entries"
-    return "graphs" if isinstance(graph_owner, CudaGraphManager) else None
+        return ("concrete_cudagraph_entries",)
+    if isinstance(graph_owner, CudaGraphManager):
+        return ("graphs", "_candidates", "_capture_descs")
+    return ()
+
+
+def coarse(sizes: Iterable[int]) -> list[int]:
+    """Those of graphs' sizes that code with taps has, ascending: four between a power of two and
+    the next, so that recording takes half the time, and no batch runs a graph of more than 5/4 of
+    the size that it would have had."""
+    kept: list[int] = []
+    for size in sorted(sizes, reverse=True):
+        quarter = max(1, 1 << max(0, (size - 1).bit_length() - 3))
+        if size % quarter == 0 or not kept or 4 * kept[-1] > 5 * size:
+            kept.append(size)
+    return kept[::-1]

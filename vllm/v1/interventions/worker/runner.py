@@ -5,7 +5,7 @@ Per step: `apply_updates` (also when no token is scheduled, else an update would
 `map_rows` before the forward or `map_dummy` before a dummy one, `collect` after it.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -135,7 +135,8 @@ class WorkerInterventions:
             taps[found.module] = bound
             if self.focus is not None and name is not None:
                 self.focus.taps[index] = bound
-        self._variants = ModelVariants(self._config, model, taps)
+        switch = None if self.capture is None else self.capture.switch
+        self._variants = ModelVariants(self._config, model, taps, switch)
 
     def _allocate(self, shape: TapShape) -> None:
         max_tokens = self._config.scheduler_config.max_num_batched_tokens
@@ -173,9 +174,10 @@ class WorkerInterventions:
 
     def _tap(self, point: str, layer: int) -> PassTap | SiteTap:
         site = (point, layer)
-        arena = dest = None
+        arena = dest = switch = None
         if self.capture is not None and site in self.capture.sites:
-            arena, dest = self.capture.arena, self.capture.dest_of(site)
+            arena, switch = self.capture.arena, self.capture.switch
+            dest = self.capture.dest_of(site)
         table = None if self.table is None else self.table.at.get(site)
         terms = None if self._terms is None else self._terms.at.get(site)
         if dest is None and table is None:
@@ -184,7 +186,7 @@ class WorkerInterventions:
         assert self.shape is not None
         kind = NativeTap if NATIVE_ROWS and not traced else SiteTap
         kind = LanesTap if self.shape.lanes > 1 else kind
-        return kind(table, terms, self.tokens.slots, arena, dest)
+        return kind(table, terms, self.tokens.slots, arena, dest, switch)
 
     def _head_tap(self, point: str, layer: int, found: AttentionHeads) -> HeadTap | None:
         site = (point, layer)
@@ -193,7 +195,8 @@ class WorkerInterventions:
         dest, width = self.capture.dest_of(site), self.capture.shape.row_width(site)
         gathers = self._config.parallel_config.tensor_parallel_size > 1
         replicas = found.replicas if point in ("k", "v") else 1
-        return HeadTap(self.capture.arena, dest, width, gathers, replicas)
+        arena, switch = self.capture.arena, self.capture.switch
+        return HeadTap(arena, dest, switch, width, gathers, replicas)
 
     def _head_steering(self, layer: int) -> HeadSteering | None:
         site = (HEADS, layer)
@@ -202,10 +205,13 @@ class WorkerInterventions:
         factors = self.table.factors.get(site)
         return HeadSteering(self.table.at[site], factors, self.tokens.slots)
 
-    @property
-    def num_variants(self) -> int:
-        """Number of model variants, each to be compiled and recorded."""
-        return self._variants.count if self._variants is not None else 1
+    def num_graphs(self, full: bool) -> int:
+        """How many graphs are recorded of one size: of whole forwards, or of pieces."""
+        return self._variants.num_graphs(full) if self._variants is not None else 1
+
+    def num_full_graphs(self, manager: Any, planned: int) -> int:
+        """How many graphs of whole forwards are recorded of all sizes; `planned` without taps."""
+        return planned if self._variants is None else self._variants.num_full_graphs(manager)
 
     def each_variant(
         self, items: Iterable[Any] = (None,), graph_owner: Any = None
@@ -266,7 +272,7 @@ class WorkerInterventions:
             focused: the focus program of the token, and its position.
         """
         assert self._variants is not None
-        self._variants.choose(tapped=True)
+        self._variants.choose(tapped=True, captures=True)
         if size:
             assert self.capture is not None
             self.capture.arena[:size].fill_(float("nan"))
@@ -303,6 +309,7 @@ class WorkerInterventions:
         self.tokens.update(scheduler_output.finished_req_ids, step.admitted if step else {})
         if self.capture is not None:
             self.capture.update(scheduler_output)
+        self._choose_variant(scheduler_output.num_scheduled_tokens.keys())
         if step is None:
             return
         if self.table is not None:
@@ -311,6 +318,12 @@ class WorkerInterventions:
             self._terms.apply(step)
         if self.focus is not None:
             self.focus.table.apply(step)
+
+    def _choose_variant(self, req_ids: Collection[str]) -> None:
+        """Use what a step of these needs, before upstream picks a graph: sizes may differ."""
+        if self._variants is not None and req_ids:
+            captures = self.capture is not None and self.capture.wants(req_ids)
+            self._variants.choose(captures or self.tokens.steers(req_ids), captures)
 
     def forget(self) -> None:
         """Clear all tables: after sleep the device's memory holds anything, and the scheduler sends
@@ -346,10 +359,7 @@ class WorkerInterventions:
             positions: int [>= total tokens] on the device, the *true* position of each token; the
                 host's are only optimistic under speculation.
         """
-        if self._variants is None:
-            return
-        captures = self.capture is not None and self.capture.wants(req_ids)
-        if not self._variants.choose(tapped=captures or self.tokens.steers(req_ids)):
+        if self._variants is None or not self._variants.tapped:
             return  # what was mapped for an earlier step stays, unread, until the next is mapped
         self.tokens.map(req_ids, num_tokens[: len(req_ids)], positions)
         if self.capture is not None:

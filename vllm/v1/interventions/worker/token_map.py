@@ -1,6 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """From requests' segments to what each token of a step gets: its table row and its program."""
 
+from collections.abc import Iterable
+from typing import NamedTuple
+
 import numpy as np
 import torch
 
@@ -10,7 +13,24 @@ _SHIFT = 40
 """Bits of a position: (request << _SHIFT) + position is one number, so one sorted search serves a
 whole batch."""
 
+_NOBODYS = np.zeros(1, np.int32)
 _PLAIN = WorkerRequest(np.zeros(1, np.int64), np.zeros(1, np.int32), np.zeros(1, np.int32))
+
+
+class _Uploaded(NamedTuple):
+    """A batch on the device."""
+
+    base: torch.Tensor
+    """int64 [tokens], request << _SHIFT."""
+    keys: torch.Tensor
+    """int64 [segments], (request << _SHIFT) + first position."""
+    table_rows: torch.Tensor
+    """int32 [1 + segments], like the next two; the first is nobody's."""
+    programs: torch.Tensor | None
+    """None where no segment has one."""
+    focus: torch.Tensor | None
+    constant: bool
+    """Whether no request has more than one segment, and none a focus."""
 
 
 class TokenMap:
@@ -35,12 +55,17 @@ class TokenMap:
         """Whether any token may have a focus program."""
         self._requests: dict[str, WorkerRequest] = {}
         self._mapped = 0
-        self._batch: tuple[list[str], np.ndarray, list[torch.Tensor]] | None = None
+        self._programs = False
+        """Whether any token may have a program."""
+        self._batch: tuple[list[str], np.ndarray, _Uploaded] | None = None
+        self._placed: _Uploaded | None = None
+        """The batch whose rows the tokens have."""
 
     def update(self, finished: set[str], admitted: dict[str, WorkerRequest]) -> None:
         """Forget requests that ended, and keep those admitted ones that are steered."""
         for req_id in finished:
-            self._requests.pop(req_id, None)
+            if self._requests.pop(req_id, None) is not None:
+                self._batch = None
         for req_id, request in admitted.items():
             self._batch = None
             if request.table_rows.any() or request.programs.any() or any(request.focus):
@@ -48,7 +73,7 @@ class TokenMap:
             else:
                 self._requests.pop(req_id, None)
 
-    def steers(self, req_ids: list[str]) -> bool:
+    def steers(self, req_ids: Iterable[str]) -> bool:
         """Whether any of these requests is steered at any position."""
         return not self._requests.keys().isdisjoint(req_ids)
 
@@ -64,23 +89,28 @@ class TokenMap:
             self.clear(0)
             self._clear_focus()
             return
-        base, keys, table_rows, programs, *focus = self._uploaded(req_ids, num_tokens)
-        total = len(base)
-        segment = torch.searchsorted(keys, base + positions[:total], right=True) - 1
-        self.slots[:total] = table_rows[segment]
-        self.program[:total] = programs[segment]
+        batch = self._uploaded(req_ids, num_tokens)
+        if batch is self._placed and batch.constant:
+            return  # no position changes a row
+        total = len(batch.base)
+        segment = torch.searchsorted(batch.keys, batch.base + positions[:total], right=True)
+        torch.index_select(batch.table_rows, 0, segment, out=self.slots[:total])
+        if batch.programs is not None:
+            torch.index_select(batch.programs, 0, segment, out=self.program[:total])
+        elif self._programs:
+            self.program.zero_()
+        self._programs = batch.programs is not None
         self.clear(total)
-        if not focus:
+        self._placed = batch
+        if batch.focus is None:
             self._clear_focus()
             return
         self.focuses = True
-        self.focus[:total] = focus[0][segment]
-        self.requests[:total] = base >> _SHIFT
+        torch.index_select(batch.focus, 0, segment, out=self.focus[:total])
+        self.requests[:total] = batch.base >> _SHIFT
         self.positions[:total] = positions[:total]
 
-    def _uploaded(self, req_ids: list[str], num_tokens: np.ndarray) -> list[torch.Tensor]:
-        """The batch on the device: request << _SHIFT of each token; of each segment (request <<
-        _SHIFT) + first position, table row and program, and focus program if any has one."""
+    def _uploaded(self, req_ids: list[str], num_tokens: np.ndarray) -> _Uploaded:
         batch = self._batch
         # While nothing but positions changes, as in steady decoding, nothing is sent.
         if batch is not None and batch[0] == req_ids and np.array_equal(batch[1], num_tokens):
@@ -88,16 +118,19 @@ class TokenMap:
         told = [self._requests.get(req_id, _PLAIN) for req_id in req_ids]
         requests = np.arange(len(req_ids), dtype=np.int64) << _SHIFT
         counts = [len(r.firsts) for r in told]
-        arrays = [
-            np.repeat(requests, num_tokens),
-            np.repeat(requests, counts) + np.concatenate([r.firsts for r in told]),
-            np.concatenate([r.table_rows for r in told]),
-            np.concatenate([r.programs for r in told]),
-        ]
+        programs = np.concatenate([_NOBODYS, *(r.programs for r in told)])
+        focus = None
         if any(any(r.focus) for r in told):
             rows = [r.focus or [0] * n for r, n in zip(told, counts, strict=True)]
-            arrays.append(np.concatenate(rows).astype(np.int32))
-        uploaded = [self._upload(array) for array in arrays]
+            focus = self._upload(np.concatenate([_NOBODYS, *rows]).astype(np.int32))
+        uploaded = _Uploaded(
+            self._upload(np.repeat(requests, num_tokens)),
+            self._upload(np.repeat(requests, counts) + np.concatenate([r.firsts for r in told])),
+            self._upload(np.concatenate([_NOBODYS, *(r.table_rows for r in told)])),
+            self._upload(programs) if programs.any() else None,
+            focus,
+            constant=focus is None and max(counts) == 1,
+        )
         self._batch = (list(req_ids), num_tokens.copy(), uploaded)
         return uploaded
 
@@ -106,6 +139,7 @@ class TokenMap:
 
     def clear(self, total: int) -> None:
         """Give tokens from `total` on no row: graphs replay with more tokens than the step has."""
+        self._placed = None
         if self._mapped > total:
             self.slots[total : self._mapped].zero_()
             self.program[total : self._mapped].zero_()
@@ -122,7 +156,7 @@ class TokenMap:
         self.slots.zero_()
         self.program.zero_()
         self.focus.zero_()
-        self._mapped, self._batch = 0, None
+        self._mapped, self._programs, self._batch, self._placed = 0, False, None, None
 
     def probe(self, table_row: int) -> None:
         """Give the first token a row, until `clear`."""
