@@ -83,7 +83,8 @@ class SteeringConfig:
     single_variant: bool = False
     """Run all steps by the variant of the model with taps, of those that nobody steers or captures
     in, too. The engine starts about as fast as without steering and capture, and has half as many
-    CUDA graphs; an idle step costs what a steered one does, and is no longer upstream's code."""
+    CUDA graphs or less; an idle step costs what one that captures does, and is no longer upstream's
+    code."""
 
     steering_modules: list[str] = Field(default_factory=list)
     """Named vectors to load at start-up, as `name=path` (.safetensors, .gguf or .npz)."""

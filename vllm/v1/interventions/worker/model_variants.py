@@ -7,8 +7,8 @@ code and CUDA graphs. The plain one is compiled under the configuration of an en
 steering and capture: their artifacts in the compile cache are the same.
 
 A step that steers and captures nothing runs the code with taps while their switch is off, and the
-launches of captures are not in its graphs: those of whole forwards, of which it has its own. Code
-with taps has fewer sizes of graphs, `coarse`; what picks one asks for the variant in use.
+launches of captures are not in its graphs: those of whole forwards, of which it has its own. Under
+V2 graphs with taps have fewer sizes, `coarse`; a variant is chosen before one of them is.
 """
 
 import copy
