@@ -1,14 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """The variants of the target model: with taps, and plain as upstream compiles it.
 
-A step that steers and captures nothing runs the plain one, so that an engine pays for its taps
+A step in which nobody steers or captures runs the plain one, so that an engine pays for its taps
 only while they are used. Both share weights, input and output buffers; each has its own compiled
 code and CUDA graphs. The plain one is compiled under the configuration of an engine without
 steering and capture: their artifacts in the compile cache are the same.
 
-A step that steers and captures nothing runs the code with taps while their switch is off, and the
-launches of captures are not in its graphs: those of whole forwards, of which it has its own. Under
-V2 graphs with taps have fewer sizes, `coarse`; a variant is chosen before one of them is.
+A step that steers alone runs the code with taps while the switch of their captures is off. It has
+graphs of whole forwards of its own, recorded so: the launches of captures are not in them. Graphs of
+pieces have them, as they hang off the code. Under V2 graphs with taps have fewer sizes, `coarse`,
+which is why a step's variant is chosen before its graph.
 """
 
 import copy
@@ -195,15 +196,16 @@ class ModelVariants:
         return state
 
     def _use(self, variant: _Variant) -> None:
-        for module in self._modules:
-            state = vars(module)
-            self._current.compiled[module] = {n: state.pop(n) for n in _COMPILED if n in state}
-            state.update(variant.compiled.get(module, {}))
+        if variant.taps is not self._current.taps:  # else the code is that of both, too
+            for module in self._modules:
+                state = vars(module)
+                self._current.compiled[module] = {n: state.pop(n) for n in _COMPILED if n in state}
+                state.update(variant.compiled.get(module, {}))
+            self._set_taps(variant)
         graph_owner = self._graph_owner()
         if names := _graphs_of(graph_owner):
             self._current.graphs[graph_owner] = {n: getattr(graph_owner, n) for n in names}
             vars(graph_owner).update(variant.graphs[graph_owner])
-        self._set_taps(variant)
         self._current = variant
 
     def _set_taps(self, variant: _Variant) -> None:
