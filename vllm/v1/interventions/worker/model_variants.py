@@ -7,7 +7,7 @@ code and CUDA graphs. The plain one is compiled under the configuration of an en
 steering and capture: their artifacts in the compile cache are the same.
 
 A step that steers alone runs the code with taps while the switch of their captures is off. It has
-graphs of whole forwards of its own, recorded so: the launches of captures are not in them. Graphs of
+graphs of whole forwards of its own, recorded so: the launches of captures are not in them. Those of
 pieces have them, as they hang off the code. Under V2 graphs with taps have fewer sizes, `coarse`,
 which is why a step's variant is chosen before its graph.
 """
