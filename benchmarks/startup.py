@@ -7,8 +7,10 @@ For each model and arm: a start with empty compile caches, then --warm starts wi
 one left there. Each is a process of its own (one_start.py), one after the other; with --at-once the
 first starts of a model's arms run side by side, and share the processors. The key-value cache has
 the same bytes in all arms, so that what differs in memory is the arm's. A start is from the call of
-`LLM(...)` to the first token; imports are apart. Phases are what the engine's log says. Run it
-where both trees' files have been read before: reading them from a disk is not what is measured.
+`LLM(...)` to the first token; imports are apart. Phases are what the engine's log says. Compiled
+code is kept as upstream does with its own torch, 2.13, where a host's torch is older, too
+(VLLM_USE_MEGA_AOT_ARTIFACT). Run it where both trees' files have been read before: reading them
+from a disk is not what is measured.
 """
 
 from __future__ import annotations
@@ -108,6 +110,7 @@ class Starts:
         if ARMS[self._arm].tree == "stock":
             path.insert(0, str(args.stock.absolute()))
         environment = {
+            "VLLM_USE_MEGA_AOT_ARTIFACT": "1",
             **os.environ,
             "PYTHONPATH": os.pathsep.join(filter(None, path)),
             "VLLM_CACHE_ROOT": str(caches / "vllm"),
