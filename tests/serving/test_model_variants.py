@@ -20,7 +20,7 @@ from tests.conformance.engine import engine
 from tests.support.serving import Ask, capture, prompt_of, same_completion, serve, vector
 from vllm import LLM
 from vllm.compilation.cuda_graph import CUDAGraphWrapper
-from vllm.config import CUDAGraphMode, VllmConfig
+from vllm.config import CUDAGraphMode, KVTransferConfig, VllmConfig
 from vllm.model_executor.layers.residual_taps import BoundTaps, PassTap, UnboundTaps
 from vllm.platforms import current_platform
 from vllm.v1.interventions.worker.model_variants import ModelVariants, coarse
@@ -141,10 +141,13 @@ class Layer(nn.Module):
     taps = UnboundTaps("pre_attn")
 
 
-def made(switch: torch.Tensor | None = None) -> tuple[ModelVariants, Layer]:
+def made(switch: torch.Tensor | None = None, late: bool = True) -> tuple[ModelVariants, Layer]:
+    """`late`: whether graphs with taps may be recorded when they are needed."""
     layer = Layer()
     bound = BoundTaps(PassTap(), PassTap(), PassTap())
     config = VllmConfig()
+    if not late:
+        config.kv_transfer_config = KVTransferConfig()
     config.steering_config.enable_steering = switch is not None
     return ModelVariants(config, nn.Sequential(layer), {layer: bound}, switch), layer
 
@@ -190,7 +193,7 @@ def test_each_form_has_taps_of_its_own() -> None:
 def test_each_form_has_graphs_of_its_own(manager: Callable[[], CudaGraphManager]) -> None:
     """And those of a holder that upstream replaces, as after profiling, are let go."""
     switch = torch.tensor(True)
-    forms, layer = made(switch)
+    forms, layer = made(switch, late=False)
     full, pieces = CUDAGraphMode.FULL, CUDAGraphMode.PIECEWISE
     for _ in range(2):
         holder = manager()
@@ -223,6 +226,71 @@ def test_each_form_has_graphs_of_its_own(manager: Callable[[], CudaGraphManager]
         del found, holder
         gc.collect()
         assert graph() is None
+
+
+def test_graphs_with_taps_are_recorded_when_first_needed(
+    manager: Callable[[], CudaGraphManager], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """But for the largest, at start-up; those of pieces once, while their captures are on."""
+    monkeypatch.setattr(torch.accelerator, "synchronize", lambda: None)  # there is none here
+    switch = torch.tensor(True)
+    forms, layer = made(switch)
+    full, pieces = CUDAGraphMode.FULL, CUDAGraphMode.PIECEWISE
+    holder, recorded = manager(), list[tuple[bool, bool, list[int], list[int]]]()
+
+    def capture(**kwargs: object) -> None:
+        sizes = planned(holder, full), planned(holder, pieces)
+        recorded.append((tapped(layer), bool(switch), *sizes))
+        for desc in holder._capture_descs.get(full, []):
+            assert desc not in holder.graphs
+            holder.graphs[desc] = nn.Linear(1, 1)  # type: ignore[assignment]
+        holder._graphs_captured = True
+
+    forms.recorder = capture
+    for _ in forms.each([None], holder):
+        capture()
+    most = [SIZES[-1]]
+    assert recorded == [
+        (False, True, SIZES, SIZES),
+        (True, True, most, most),
+        (True, False, most, []),
+    ]
+    thin = coarse(SIZES)
+    assert forms.num_full_graphs(holder) == len(SIZES) + 2 * len(thin), "what memory is kept for"
+
+    def step(wants: tuple[bool, bool], tokens: int, uniform: bool) -> list[Any]:
+        """What was recorded for it."""
+        recorded.clear()
+        forms.choose(*wants)
+        desc = holder.dispatch(tokens, tokens, 1 if uniform else None, 0)
+        assert desc.cg_mode == (full if uniform else pieces)
+        if forms.lacks(desc):
+            forms.record(desc)
+        assert bool(switch) == wants[1] and not forms.lacks(desc)
+        assert uniform is False or desc in holder.graphs
+        return [*recorded]
+
+    plain, captures, steers = (False, False), (True, True), (True, False)
+    for uniform in (True, False):
+        for tokens in (1, 7, 500):
+            assert step(plain, tokens, uniform) == []
+        assert step(captures, 500, uniform) == step(steers, 500, uniform) == []
+    assert step(captures, 7, True) == [(True, True, [8], [])]
+    assert step(captures, 8, True) == []
+    assert step(steers, 7, True) == [(True, False, [8], [])]
+    assert step(steers, 7, True) == []
+    assert step(steers, 7, False) == [(True, True, [], [8])]
+    assert step(captures, 7, False) == step(steers, 7, False) == []
+    assert forms.num_full_graphs(holder) == len(SIZES) + 2 * len(thin)
+
+
+def test_memory_of_all_graphs_is_measured(manager: Callable[[], CudaGraphManager]) -> None:
+    """When upstream asks how much they take, it records all that it would."""
+    forms, _ = made(torch.tensor(True))
+    holder = manager()
+    holder._max_full_descs_to_capture = 2
+    found = [planned(holder, CUDAGraphMode.FULL) for _ in forms.each([None], holder)]
+    assert found == [SIZES, coarse(SIZES), coarse(SIZES)]
 
 
 def test_graphs_of_pieces_are_recorded_with_captures() -> None:

@@ -9,12 +9,14 @@ steering and capture: their artifacts in the compile cache are the same.
 A step that steers alone runs the code with taps while the switch of their captures is off. It has
 graphs of whole forwards of its own, recorded so: the launches of captures are not in them. Those of
 pieces have them, as they hang off the code. Under V2 graphs with taps have fewer sizes, `coarse`,
-which is why a step's variant is chosen before its graph.
+which is why a step's variant is chosen before its graph; but for the largest, each is recorded when
+a step first needs it (`ModelVariants.record`).
 """
 
 import copy
 import gc
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 from weakref import WeakKeyDictionary, ref
 
@@ -31,7 +33,7 @@ from vllm.config.steering import SteeringConfig
 from vllm.model_executor.layers.attention.attention import unified_attention_with_output
 from vllm.model_executor.layers.attention_taps import HeadTaps
 from vllm.model_executor.layers.residual_taps import BoundTaps, LoopedTaps
-from vllm.v1.worker.gpu.cudagraph_utils import CudaGraphManager
+from vllm.v1.worker.gpu.cudagraph_utils import BatchExecutionDescriptor, CudaGraphManager
 
 _COMPILED = (
     "vllm_config",
@@ -91,6 +93,11 @@ class ModelVariants:
         self._compilation = config.compilation_config
         # Data-parallel ranks run graphs of one size, and each may run another variant.
         self._coarse = config.parallel_config.data_parallel_size == 1
+        self._late = _can_record_late(config)
+        self.recorder: Callable[..., None] | None = None
+        """Upstream's, of a V2 runner: records the graphs that its manager plans."""
+        self._pieces: set[BatchExecutionDescriptor] = set()
+        """Which graphs of pieces with taps are recorded, where they are when needed."""
         self._switch, self._on = switch, True
         self._cache_dir = self._compilation.cache_dir
         self._graph_owner: Callable[[], Any] = lambda: None
@@ -134,6 +141,7 @@ class ModelVariants:
         items, variants = list(items), self._variants
         if _graphs_of(graph_owner):
             self._graph_owner = ref(graph_owner)
+            self._pieces.clear()
             for variant in variants:
                 variant.graphs[graph_owner] = self._no_graphs(graph_owner, variant)
             vars(graph_owner).update(self._current.graphs[graph_owner])
@@ -151,7 +159,14 @@ class ModelVariants:
                 if not variant.captures and isinstance(graph_owner, CUDAGraphWrapper):
                     # Graphs of pieces hang off the compiled code, which is that of both.
                     items = [item for item in items if item[0] == CUDAGraphMode.FULL]
-                yield from items
+                if not self._records_late(graph_owner):
+                    yield from items
+                    continue
+                # The largest needs the most memory, which smaller ones use, too.
+                descs = {mode: sizes[:1] for mode, sizes in graph_owner._capture_descs.items()}
+                self._pieces.update(descs.get(CUDAGraphMode.PIECEWISE, ()))
+                with _planning(graph_owner, descs):
+                    yield from items
             self.choose(tapped=True, captures=True)
         finally:
             gc.unfreeze()
@@ -174,6 +189,38 @@ class ModelVariants:
     def tapped(self) -> bool:
         """Whether the variant in use has taps."""
         return self._current.taps is self._tapped.taps
+
+    def lacks(self, desc: BatchExecutionDescriptor) -> bool:
+        """Whether the variant in use has no graph of a size that upstream chose yet."""
+        manager = self._graph_owner()
+        if desc.cg_mode == CUDAGraphMode.NONE or not self._records_late(manager):
+            return False
+        return desc not in (
+            self._pieces if desc.cg_mode == CUDAGraphMode.PIECEWISE else manager.graphs
+        )
+
+    def record(self, desc: BatchExecutionDescriptor) -> None:
+        """Record the graph of a size, once tokens are mapped as those of a dummy forward."""
+        assert self.recorder is not None
+        torch.accelerator.synchronize()  # what the step before reads is written to
+        pieces, on = desc.cg_mode == CUDAGraphMode.PIECEWISE, self._on
+        # Those of pieces are of steps that capture, too: they hang off the code of both.
+        self._turn(on or pieces)
+        with _planning(self._graph_owner(), {desc.cg_mode: [desc]}):
+            self.recorder(progress_bar_desc="A CUDA graph with taps, first needed")
+        torch.accelerator.synchronize()  # its warm-up was on another stream
+        self._turn(on)
+        if pieces:
+            self._pieces.add(desc)
+
+    def _records_late(self, graph_owner: Any) -> bool:
+        return (
+            self._late
+            and self._current is not self._plain
+            and isinstance(graph_owner, CudaGraphManager)
+            # Else the memory of all is measured.
+            and graph_owner._max_full_descs_to_capture is None
+        )
 
     def _turn(self, on: bool) -> None:
         if self._switch is not None and on is not self._on:
@@ -238,6 +285,30 @@ def _can_switch(config: VllmConfig) -> bool:
         or envs.VLLM_USE_BREAKABLE_CUDAGRAPH
         or config.compilation_config.mode == CompilationMode.STOCK_TORCH_COMPILE
     )
+
+
+def _can_record_late(config: VllmConfig) -> bool:
+    """Whether graphs with taps may be recorded between steps of requests."""
+    # Data-parallel ranks would have to record together. Recording leaves dummy adapters, a
+    # connector's state and draft models' graphs as they are at start-up, not as requests need them.
+    return (
+        config.parallel_config.data_parallel_size == 1
+        and config.lora_config is None
+        and config.kv_transfer_config is None
+        and config.speculative_config is None
+    )
+
+
+@contextmanager
+def _planning(
+    manager: CudaGraphManager, descs: dict[CUDAGraphMode, list[BatchExecutionDescriptor]]
+) -> Iterator[None]:
+    """Within, a manager records the graphs of these sizes alone."""
+    planned, manager._capture_descs = manager._capture_descs, descs
+    try:
+        yield
+    finally:
+        manager._capture_descs = planned
 
 
 def refuse_late_breaks(config: VllmConfig) -> None:

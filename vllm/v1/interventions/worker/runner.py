@@ -7,6 +7,7 @@ Per step: `apply_updates` (also when no token is scheduled, else an update would
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -53,6 +54,7 @@ from vllm.v1.outputs import ModelRunnerOutput
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.worker.gpu.cudagraph_utils import BatchExecutionDescriptor, CudaGraphManager
 
 _PROBE_ROW = 1
 """A row of the steering table that no request uses."""
@@ -150,10 +152,8 @@ class WorkerInterventions:
             steered = [site for site in self.sites if site[0] in config.steering_points]
             num_rows = num_table_rows(config.max_steering_configs)
             ranks = self._config.parallel_config.tensor_parallel_size
-            rank, scales = (
-                self._config.parallel_config.rank % ranks,
-                "scale" in config.steering_families,
-            )
+            rank = self._config.parallel_config.rank % ranks
+            scales = "scale" in config.steering_families
             self.table = SteeringTable(steered, num_rows, shape, device, scales, rank, ranks)
             if config.has_ops:
                 of_stream = [site for site in steered if site[0] != HEADS]
@@ -228,6 +228,18 @@ class WorkerInterventions:
         yield from self._variants.each(items, graph_owner) if self._variants is not None else items
         if pinning is not None:
             pinning.pause()
+
+    def recording(self, manager: "CudaGraphManager") -> Callable[..., None]:
+        """Upstream's `manager.capture` for each model variant, kept for what is recorded later."""
+
+        def capture(*args: Any, **kwargs: Any) -> None:
+            recorder = partial(manager.capture, *args, **kwargs)
+            for _ in self.each_variant(graph_owner=manager):
+                recorder()
+            if self._variants is not None:
+                self._variants.recorder = recorder
+
+        return capture
 
     def started(self) -> None:
         """Go on with what has to rest while graphs are captured: all of them are."""
@@ -325,9 +337,14 @@ class WorkerInterventions:
             captures = self.capture is not None and self.capture.wants(req_ids)
             self._variants.choose(captures or self.tokens.steers(req_ids), captures)
 
+    def need_graph(self, desc: "BatchExecutionDescriptor") -> None:
+        """Have the graph that upstream chose for a step, before its inputs are put in place."""
+        if self._variants is not None and self._variants.lacks(desc):
+            self.map_dummy()
+            self._variants.record(desc)
+
     def forget(self) -> None:
-        """Clear all tables: after sleep the device's memory holds anything, and the scheduler sends
-        everything again."""
+        """Clear all tables: after sleep memory holds anything, and all is sent again."""
         if not self.sites:
             return
         self.tokens.forget()
@@ -366,8 +383,7 @@ class WorkerInterventions:
             self.capture.map(req_ids, num_tokens, positions)
 
     def capture_final(self, hidden_states: torch.Tensor) -> None:
-        """Capture what goes to the head, if that is wanted, before anything else runs that may use
-        its memory.
+        """Capture what goes to the head, if wanted, before anything else may use its memory.
 
         Args:
             hidden_states: what the model returned, [>= tokens, hidden]; on the last stage.
@@ -376,14 +392,11 @@ class WorkerInterventions:
             self.capture.capture_final(hidden_states, probed=self._probe is not None)
 
     def collect(self) -> StepRows | None:
-        """Send this step's rows to the host, after the forward; None if it captured none, or if
-        another rank sends them."""
+        """Send this step's rows to the host; None if it captured none, or another rank sends."""
         return None if self.capture is None else self.capture.collect()
 
     def rows_alone(self) -> ModelRunnerOutput | None:
-        """An output with this step's rows alone, for a worker not of the last stage; None without
-        rows."""
-        captured = self.collect()
-        if captured is None:
+        """An output with this step's rows alone, if any, for a worker not of the last stage."""
+        if (captured := self.collect()) is None:
             return None
         return ModelRunnerOutput(req_ids=[], req_id_to_index={}, captured=captured)
