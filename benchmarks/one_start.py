@@ -3,7 +3,8 @@
 
     python -m benchmarks.one_start --model DIR --arm NAME [--eager]
 
-Imports, then `LLM(...)`, then one token. The engine core is in this process, so that torch's counts
+Imports, then `LLM(...)`, then one token; where requests may steer, twice two steered ones: graphs
+with taps are recorded when they are first needed. The engine core is in this process, so that torch's counts
 of device memory are the engine's. Prints a `Start` as the last line of JSON; the engine's log goes
 before it.
 """
@@ -121,7 +122,8 @@ def start(args: argparse.Namespace) -> Start:
     found.seconds["imports"] = clock.lap()
     need_tree(ARMS[args.arm].tree)
     before = device_used()
-    layers = json.loads((args.model / "config.json").read_text())["num_hidden_layers"]
+    config = json.loads((args.model / "config.json").read_text())
+    layers = config["num_hidden_layers"]
     with tempfile.TemporaryDirectory() as folder:
         options = ARMS[args.arm].options(layers, folder)
         clock.lap()
@@ -145,6 +147,14 @@ def start(args: argparse.Namespace) -> Start:
         if len(output.outputs[0].token_ids) != 1:
             raise SystemExit("no token came")
         found.seconds["first token"] = clock.lap()
+        if "enable_steering" in options:
+            vectors = {"post_block": {layers // 2: torch.full([config["hidden_size"]], 0.1)}}
+            params = SamplingParams(
+                max_tokens=2, temperature=0.0, detokenize=False, steering_vectors=vectors
+            )
+            for name in ("first steered tokens", "next steered tokens"):
+                llm.generate(prompts, params, use_tqdm=False)
+                found.seconds[name] = clock.lap()
     if torch.cuda.is_available():
         found.memory |= {
             "allocated": torch.cuda.memory_allocated() / GIB,
