@@ -4,9 +4,9 @@
     python -m benchmarks.one_start --model DIR --arm NAME [--eager]
 
 Imports, then `LLM(...)`, then one token; where requests may steer, twice two steered ones: graphs
-with taps are recorded when they are first needed. The engine core is in this process, so that torch's counts
-of device memory are the engine's. Prints a `Start` as the last line of JSON; the engine's log goes
-before it.
+with taps are recorded when they are first needed. The engine core is in this process, so that
+torch's counts of device memory are the engine's. Prints a `Start` as the last line of JSON; the
+engine's log goes before it.
 """
 
 from __future__ import annotations
