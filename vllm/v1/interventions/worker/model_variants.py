@@ -10,7 +10,7 @@ A step that steers alone runs the code with taps while the switch of their captu
 graphs of whole forwards of its own, recorded so: the launches of captures are not in them. Those of
 pieces have them, as they hang off the code. Under V2 graphs with taps have fewer sizes, `coarse`,
 which is why a step's variant is chosen before its graph; but for the largest, each is recorded when
-a step first needs it (`ModelVariants.record`).
+a step needs it (`ModelVariants.record`).
 """
 
 import copy
@@ -98,6 +98,8 @@ class ModelVariants:
         """Upstream's, of a V2 runner: records the graphs that its manager plans."""
         self._pieces: set[BatchExecutionDescriptor] = set()
         """Which graphs of pieces with taps are recorded, where they are when needed."""
+        self._ran: set[BatchExecutionDescriptor] = set()
+        """Sizes of pieces that a step with taps ran without a graph."""
         self._switch, self._on = switch, True
         self._cache_dir = self._compilation.cache_dir
         self._graph_owner: Callable[[], Any] = lambda: None
@@ -199,6 +201,18 @@ class ModelVariants:
             self._pieces if desc.cg_mode == CUDAGraphMode.PIECEWISE else manager.graphs
         )
 
+    def runs_first(self, desc: BatchExecutionDescriptor) -> bool:
+        """Whether a step runs once without the graph of its size, before that is recorded.
+
+        It computes the same, and is what warms up: a step in which graphs of pieces are both warmed
+        up and recorded takes too long. A graph of a whole forward may have other attention kernels.
+        """
+        if desc.cg_mode != CUDAGraphMode.PIECEWISE or desc in self._ran:
+            return False
+        self._ran.add(desc)
+        self._turn(True)
+        return True
+
     def record(self, desc: BatchExecutionDescriptor) -> None:
         """Record the graph of a size, once tokens are mapped as those of a dummy forward."""
         assert self.recorder is not None
@@ -206,8 +220,8 @@ class ModelVariants:
         pieces, on = desc.cg_mode == CUDAGraphMode.PIECEWISE, self._on
         # Those of pieces are of steps that capture, too: they hang off the code of both.
         self._turn(on or pieces)
-        with _planning(self._graph_owner(), {desc.cg_mode: [desc]}):
-            self.recorder(progress_bar_desc="A CUDA graph with taps, first needed")
+        with _planning(self._graph_owner(), {desc.cg_mode: [desc]}, warms_up=not pieces):
+            self.recorder(progress_bar_desc="A CUDA graph with taps, needed now")
         torch.accelerator.synchronize()  # its warm-up was on another stream
         self._turn(on)
         if pieces:
@@ -301,14 +315,17 @@ def _can_record_late(config: VllmConfig) -> bool:
 
 @contextmanager
 def _planning(
-    manager: CudaGraphManager, descs: dict[CUDAGraphMode, list[BatchExecutionDescriptor]]
+    manager: CudaGraphManager,
+    descs: dict[CUDAGraphMode, list[BatchExecutionDescriptor]],
+    warms_up: bool = True,
 ) -> Iterator[None]:
-    """Within, a manager records the graphs of these sizes alone."""
+    """Within, a manager records the graphs of these sizes alone; `warms_up` each before."""
     planned, manager._capture_descs = manager._capture_descs, descs
+    manager.warms_up = warms_up
     try:
         yield
     finally:
-        manager._capture_descs = planned
+        manager._capture_descs, manager.warms_up = planned, True
 
 
 def refuse_late_breaks(config: VllmConfig) -> None:

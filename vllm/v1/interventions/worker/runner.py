@@ -7,6 +7,7 @@ Per step: `apply_updates` (also when no token is scheduled, else an update would
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -14,7 +15,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from vllm.config import CompilationMode, VllmConfig
+from vllm.config import CompilationMode, CUDAGraphMode, VllmConfig
 from vllm.config.capture import CAPTURE_POINTS, HEAD_POINTS
 from vllm.config.steering import HEADS, POINTS
 from vllm.model_executor.layers.attention.attention import Attention
@@ -337,11 +338,19 @@ class WorkerInterventions:
             captures = self.capture is not None and self.capture.wants(req_ids)
             self._variants.choose(captures or self.tokens.steers(req_ids), captures)
 
-    def need_graph(self, desc: "BatchExecutionDescriptor") -> None:
-        """Have the graph that upstream chose for a step, before its inputs are put in place."""
-        if self._variants is not None and self._variants.lacks(desc):
-            self.map_dummy()
-            self._variants.record(desc)
+    def need_graph(self, desc: "BatchExecutionDescriptor") -> "BatchExecutionDescriptor":
+        """Have the graph that upstream chose for a step, before its inputs are put in place.
+
+        Returns: what the step runs: that graph, or the same without one.
+        """
+        variants = self._variants
+        if variants is None or not variants.lacks(desc):
+            return desc
+        if variants.runs_first(desc):
+            return replace(desc, cg_mode=CUDAGraphMode.NONE)
+        self.map_dummy()
+        variants.record(desc)
+        return desc
 
     def forget(self) -> None:
         """Clear all tables: after sleep memory holds anything, and all is sent again."""
