@@ -122,9 +122,12 @@ class Measured:
         batch = Batch(self._requests, self._args.prompt, tokens, asks)
         return self._engines.ask(case.engine, batch)
 
-    def warm_up(self) -> None:
+    def warm_up(self, tokens: int) -> None:
+        """`tokens`: so many of each case, or more."""
+        most = SHORT + self._args.tokens
         for name in self._cases:
-            self._ask(name, SHORT)
+            for begun in range(0, tokens, most):
+                self._ask(name, min(tokens - begun, most))
 
     def round(self, number: int) -> None:
         for name in [*self._cases] if number % 2 else [*reversed(self._cases)]:
@@ -169,6 +172,9 @@ def main() -> None:
     parser.add_argument("--cases", nargs="+", default=[*CASES], choices=[*CASES])
     parser.add_argument("--tokens", type=int, default=128, help="that the difference is over")
     parser.add_argument("--prompt", type=int, default=32, help="tokens of each prompt")
+    parser.add_argument(
+        "--warm-up", type=int, default=512, help="tokens, after which graphs for one site are there"
+    )
     parser.add_argument("--landing-gib", type=float, help="of captured rows in host memory")
     parser.add_argument(
         "--settle", type=float, default=0, help="seconds before the first round, without requests"
@@ -191,8 +197,8 @@ def main() -> None:
     with Engines(started, args, **common) as engines:
         setup = results.setup(args, model=model_shape(args.model), engines=engines.versions)
         batches = [Measured(args, engines, requests) for requests in args.batch]
-        for measured in batches:
-            measured.warm_up()
+        for number, measured in enumerate(batches):
+            measured.warm_up(SHORT if number else args.warm_up)
         time.sleep(args.settle)  # memory that rows land in is registered after the start, too
         for number in range(args.rounds):
             if number and engines.time_is_up:

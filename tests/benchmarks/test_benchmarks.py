@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 pytestmark = pytest.mark.full
 
 SMALL = ["--dtype", "float32", "--eager", "--kv-bytes", "16777216", "--rounds", "1"]
+TPOT = ["--batch", "1", "--tokens", "4", "--prompt", "8", "--warm-up", "16"]
 CASES = ["off", "idle", "steer", "capture 1 layer", "bystanders", "rule"]
 """Of `benchmarks.tpot`: those that need no tree of upstream's."""
 
@@ -87,7 +88,7 @@ def test_parts(name: str, arguments: list[str]) -> None:
 @pytest.mark.parametrize(
     ("name", "arguments"),
     [
-        ("tpot", [*SMALL, "--batch", "1", "--tokens", "4", "--prompt", "8", "--cases", *CASES]),
+        ("tpot", [*SMALL, *TPOT, "--cases", *CASES]),
         ("prefill", [*SMALL, "--prompt", "16", "--last-requests", "4", "--last-prompt", "8"]),
         ("attention", [*SMALL, "--batch", "2", "--tokens", "4", "--prompt", "64", "--long", "128"]),
     ],

@@ -37,7 +37,7 @@ def worst_row(got: torch.Tensor, want: torch.Tensor) -> float:
 
 
 class Mode:
-    hidden, adapter, noise_limit = HIDDEN, LLAMA, NOISE_LIMIT
+    hidden, layers, adapter, noise_limit = HIDDEN, LAYERS, LLAMA, NOISE_LIMIT
     worst_row = staticmethod(worst_row)
 
     def __init__(self, model: Path, options: Mapping[str, Any], root: Path) -> None:
@@ -280,6 +280,7 @@ def main() -> None:
         "projections": lambda: capture.projections(mode, prompts(9, seed=10), HIDDEN),
         "rules": lambda: rules.rules(mode, prompts(9, seed=18), HIDDEN),
         "forms": lambda: workload.forms(mode, prompts(9, seed=11)),
+        "few sites": lambda: workload.few_sites(mode, prompts(1, seed=22)[0]),
         "prefix cache": lambda: workload.prefix_cache(mode, prompts(9, seed=12)),
         "tiers under way": lambda: workload.tiers_under_way(mode, prompts(9, seed=13)),
         "files": lambda: capture.files(mode, prompts(9, seed=21)),

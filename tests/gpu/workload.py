@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Checks of what a scheduler does to requests, with graphs on, for `tests.gpu.mode`: the prefix
-cache, preemption, global tiers that change under way, and the model's two forms."""
+cache, preemption, global tiers that change under way, the model's two forms, and graphs that
+capture at few sites."""
 
 from __future__ import annotations
 
@@ -10,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from tests.conformance import reference as ref
+from vllm.v1.worker.gpu.cudagraph_utils import CudaGraphManager
 
 if TYPE_CHECKING:
     from tests.gpu.mode import Mode
@@ -127,3 +129,22 @@ def forms(mode: Mode, tokens: list[list[int]]) -> dict[str, Any]:
     found = {"plain_steps": plain_steps.get(False, 0), "tapped_steps": count[True]}
     ok = split and noise <= FORMS_NOISE and moved > 5 * FORMS_NOISE
     return {**found, "difference": noise, "identical": noise == 0, "steered_moved": moved, "ok": ok}
+
+
+def few_sites(mode: Mode, ids: list[int]) -> dict[str, Any]:
+    """Rows of one site are the same bits whether all are captured, that one alone, or by graphs
+    that capture nowhere else, which are recorded meanwhile; another site's are others."""
+    first, other = ("post_block", 0), ("post_block", mode.layers - 1)
+    ((answer, everywhere),) = mode.run([ids], [{}], max_tokens=200)
+    runs = [mode.run([ids], [{}], {first[0]: [0]}, max_tokens=200)[0] for _ in range(4)]
+    same = all(tokens == answer and torch.equal(rows[first], everywhere[first])
+               for tokens, rows in runs)  # fmt: skip
+    apart = mode.worst_row(runs[-1][1][first], everywhere[other].float())
+    found: dict[str, Any] = {"identical": same, "other": apart, "ok": same and apart > 0.3}
+    if (runner := mode.runner()) is not None:
+        variants = runner.interventions._variants
+        manager = variants._graph_owner()
+        wanted = frozenset([runner.interventions.capture.sites[first]])
+        found["kept"] = wanted in variants._sets.sets
+        found["ok"] &= found["kept"] == (variants._late and isinstance(manager, CudaGraphManager))
+    return found

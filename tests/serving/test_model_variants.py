@@ -7,6 +7,7 @@ import gc
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -23,8 +24,10 @@ from vllm.compilation.cuda_graph import CUDAGraphWrapper
 from vllm.config import CUDAGraphMode, KVTransferConfig, VllmConfig
 from vllm.model_executor.layers.residual_taps import BoundTaps, PassTap, UnboundTaps
 from vllm.platforms import current_platform
+from vllm.v1.interventions.worker import site_sets
 from vllm.v1.interventions.worker.model_variants import ModelVariants, coarse
 from vllm.v1.interventions.worker.runner import WorkerInterventions
+from vllm.v1.interventions.worker.site_sets import SETS
 from vllm.v1.worker.gpu import cudagraph_utils
 from vllm.v1.worker.gpu.cudagraph_utils import CudaGraphManager
 
@@ -49,9 +52,10 @@ def watching_forms(llm: LLM, captures: bool = False) -> Iterator[list[bool]]:
     assert forms is not None and arena is not None
     chosen, choose = list[bool](), forms.choose
 
-    def recorded(*wanted: bool) -> None:
-        choose(*wanted)
-        chosen.append(bool(arena.switch) if captures else forms.tapped)
+    def recorded(tapped: bool, wanted: frozenset[int]) -> None:
+        choose(tapped, wanted)
+        assert on(arena.switches) == wanted
+        chosen.append(bool(wanted) if captures else forms.tapped)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(forms, "choose", recorded)
@@ -141,15 +145,29 @@ class Layer(nn.Module):
     taps = UnboundTaps("pre_attn")
 
 
-def made(switch: torch.Tensor | None = None, late: bool = True) -> tuple[ModelVariants, Layer]:
+NONE, ONE, TWO = frozenset[int](), frozenset([1]), frozenset([0, 1])
+ALL = frozenset(range(4))
+STEERS, CAPTURES, NEITHER = (True, NONE), (True, ALL), (False, NONE)
+"""What steps want: taps, and where they capture."""
+
+
+def switches_of(sites: frozenset[int] = ALL) -> torch.Tensor:
+    return torch.tensor([site in sites for site in ALL])
+
+
+def on(switches: torch.Tensor) -> frozenset[int]:
+    return frozenset(switches.nonzero().flatten().tolist())
+
+
+def made(switches: torch.Tensor | None = None, late: bool = True) -> tuple[ModelVariants, Layer]:
     """`late`: whether graphs with taps may be recorded when they are needed."""
     layer = Layer()
     bound = BoundTaps(PassTap(), PassTap(), PassTap())
     config = VllmConfig()
     if not late:
         config.kv_transfer_config = KVTransferConfig()
-    config.steering_config.enable_steering = switch is not None
-    return ModelVariants(config, nn.Sequential(layer), {layer: bound}, switch), layer
+    config.steering_config.enable_steering = switches is not None
+    return ModelVariants(config, nn.Sequential(layer), {layer: bound}, switches), layer
 
 
 def tapped(layer: Layer) -> bool:
@@ -182,38 +200,38 @@ def planned(manager: CudaGraphManager, mode: CUDAGraphMode) -> list[int]:
 def test_each_form_has_taps_of_its_own() -> None:
     forms, layer = made()
     seen = [(tapped(layer), forms.tapped)]
-    for wanted in ((False, False), (True, False), (True, True)):
-        forms.choose(*wanted)
+    for taps in (False, True, True):
+        forms.choose(taps, NONE)
         seen.append((tapped(layer), forms.tapped))
     assert seen == [(True, True), (False, False), (True, True), (True, True)]
-    forms.choose(tapped=False, captures=False)
+    forms.choose(*NEITHER)
     assert layer.taps is Layer.taps
 
 
 def test_each_form_has_graphs_of_its_own(manager: Callable[[], CudaGraphManager]) -> None:
     """And those of a holder that upstream replaces, as after profiling, are let go."""
-    switch = torch.tensor(True)
-    forms, layer = made(switch, late=False)
+    switches = switches_of()
+    forms, layer = made(switches, late=False)
     full, pieces = CUDAGraphMode.FULL, CUDAGraphMode.PIECEWISE
     for _ in range(2):
         holder = manager()
         assert planned(holder, full) == planned(holder, pieces) == SIZES
         taken = []
         for _ in forms.each([None], holder):
-            taken.append((tapped(layer), bool(switch), planned(holder, full)))
+            taken.append((tapped(layer), on(switches), planned(holder, full)))
             assert not holder.graphs
             of_pieces = planned(holder, pieces)
-            assert of_pieces == ([] if not switch else taken[-1][-1])
+            assert of_pieces == ([] if not on(switches) else taken[-1][-1])
             for desc in holder._capture_descs[full]:
                 holder.graphs[desc] = nn.Linear(1, 1)  # type: ignore[assignment]
         thin = coarse(SIZES)
-        assert taken == [(False, True, SIZES), (True, True, thin), (True, False, thin)]
+        assert taken == [(False, ALL, SIZES), (*CAPTURES, thin), (*STEERS, thin)]
         assert forms.num_full_graphs(holder) == len(SIZES) + 2 * len(thin)
         holder._graphs_captured = True
         found = {}
-        for wants in ((False, False), (True, True), (True, False)):
+        for wants in (NEITHER, CAPTURES, STEERS):
             forms.choose(*wants)
-            assert bool(switch) == wants[1]
+            assert on(switches) == wants[1]
             for tokens in range(1, SIZES[-1] + 1):
                 desc = holder.dispatch(tokens, tokens, 1, 0)
                 sizes = thin if wants[0] else SIZES
@@ -221,8 +239,8 @@ def test_each_form_has_graphs_of_its_own(manager: Callable[[], CudaGraphManager]
                 found[wants, tokens] = holder.graphs[desc]
         assert len(set(map(id, found.values()))) == len(SIZES) + 2 * len(thin)
         assert forms.num_graphs(full=True) == 3 and forms.num_graphs(full=False) == 2
-        graph = weakref.ref(found[(False, False), 8])
-        forms.choose(tapped=False, captures=False)
+        graph = weakref.ref(found[NEITHER, 8])
+        forms.choose(*NEITHER)
         del found, holder
         gc.collect()
         assert graph() is None
@@ -234,15 +252,16 @@ def test_graphs_with_taps_are_recorded_when_first_needed(
     """But for the largest, at start-up; those of pieces once, while their captures are on, after
     a step without them had the same kernels run."""
     monkeypatch.setattr(torch.accelerator, "synchronize", lambda: None)  # there is none here
-    switch = torch.tensor(True)
-    forms, layer = made(switch)
+    monkeypatch.setattr(site_sets, "STEPS", 3)
+    switches = switches_of()
+    forms, layer = made(switches)
     full, pieces = CUDAGraphMode.FULL, CUDAGraphMode.PIECEWISE
-    holder, recorded = manager(), list[tuple[bool, bool, list[int], list[int]]]()
+    holder, recorded, dummies = manager(), list[Any](), list[None]()
 
     def capture(**kwargs: object) -> None:
         sizes = planned(holder, full), planned(holder, pieces)
         assert not kwargs or holder.warms_up is bool(sizes[0])
-        recorded.append((tapped(layer), bool(switch), *sizes))
+        recorded.append((tapped(layer), on(switches), *sizes))
         for desc in holder._capture_descs.get(full, []):
             assert desc not in holder.graphs
             holder.graphs[desc] = nn.Linear(1, 1)  # type: ignore[assignment]
@@ -252,48 +271,62 @@ def test_graphs_with_taps_are_recorded_when_first_needed(
     for _ in forms.each([None], holder):
         capture()
     most = [SIZES[-1]]
-    assert recorded == [
-        (False, True, SIZES, SIZES),
-        (True, True, most, most),
-        (True, False, most, []),
-    ]
+    assert recorded == [(False, ALL, SIZES, SIZES), (*CAPTURES, most, most), (*STEERS, most, [])]
     thin = coarse(SIZES)
-    assert forms.num_full_graphs(holder) == len(SIZES) + 2 * len(thin), "what memory is kept for"
+    memory_is_kept_for = len(SIZES) + (2 + SETS) * len(thin)
+    assert forms.num_full_graphs(holder) == memory_is_kept_for
 
-    def step(wants: tuple[bool, bool], tokens: int, uniform: bool) -> list[Any]:
-        """What was recorded for it."""
+    def step(wants: tuple[bool, frozenset[int]], tokens: int, uniform: bool = True) -> Any:
+        """What was recorded for it; None if it runs without a graph."""
         recorded.clear()
+        dummies.clear()
         forms.choose(*wants)
         desc = holder.dispatch(tokens, tokens, 1 if uniform else None, 0)
         assert desc.cg_mode == (full if uniform else pieces)
-        if forms.lacks(desc):
-            if forms.runs_first(desc):
-                assert forms.lacks(desc) and bool(switch), "its captures are to be warm, too"
-                return ["no graph"]
-            forms.record(desc)
-        assert bool(switch) == wants[1] and not forms.lacks(desc) and holder.warms_up
-        assert uniform is False or desc in holder.graphs
+        runs = forms.need_graph(desc, lambda: dummies.append(None))
+        assert len(dummies) == len(recorded) and holder.warms_up
+        if runs != desc:
+            assert runs == replace(desc, cg_mode=CUDAGraphMode.NONE) and not recorded
+            assert on(switches) == ALL, "what is to be warm"
+            return None
+        assert on(switches) == wants[1] and (not uniform or desc in holder.graphs)
         return [*recorded]
 
-    plain, captures, steers = (False, False), (True, True), (True, False)
     for uniform in (True, False):
         for tokens in (1, 7, 500):
-            assert step(plain, tokens, uniform) == []
-        assert step(captures, 500, uniform) == step(steers, 500, uniform) == []
-    assert step(captures, 7, True) == [(True, True, [8], [])]
-    assert step(captures, 8, True) == []
-    assert step(steers, 7, True) == [(True, False, [8], [])]
-    assert step(steers, 7, True) == []
-    assert step(steers, 7, False) == step(captures, 90, False) == ["no graph"]
-    assert step(captures, 7, False) == [(True, True, [], [8])]
-    assert step(steers, 90, False) == [(True, True, [], [96])]
-    assert step(captures, 7, False) == step(steers, 7, False) == []
-    assert forms.num_full_graphs(holder) == len(SIZES) + 2 * len(thin)
+            assert step(NEITHER, tokens, uniform) == []
+        assert step(CAPTURES, 500, uniform) == step(STEERS, 500, uniform) == []
+    assert step(CAPTURES, 7) == [(*CAPTURES, [8], [])]
+    assert step(CAPTURES, 8) == []
+    assert step(STEERS, 7) == [(*STEERS, [8], [])]
+    assert step(STEERS, 7) == []
+    assert step(STEERS, 7, False) is step(CAPTURES, 90, False) is None
+    assert step(CAPTURES, 7, False) == [(*CAPTURES, [], [8])]
+    assert step(STEERS, 90, False) == [(*CAPTURES, [], [96])]
+    assert step(CAPTURES, 7, False) == step(STEERS, 7, False) == []
+    # A set that is wanted often has graphs of its own, others those of all sites.
+    one, two, three = (True, ONE), (True, TWO), (True, frozenset([0, 1, 2]))
+    assert step(one, 8) == step(one, 8) == []
+    assert step(one, 8) == [(*one, [8], [])]
+    assert step(one, 8) == step(one, 7, False) == step(CAPTURES, 8) == step(STEERS, 8) == []
+    assert step(one, 16) == [(*one, [16], [])]
+    assert step(one, 500) == [(*one, most, [])]
+    for wants in (two, three):
+        assert step(wants, 8) == step(wants, 8) == []
+        assert step(wants, 8) == [(*wants, [8], [])]
+    # Those of the one not used for longest are let go: it runs those of two, then its own again.
+    assert step(one, 8) == step(one, 8) == []
+    assert step(one, 8) == [(*one, [8], [])]
+    assert forms.num_full_graphs(holder) == memory_is_kept_for
+    fresh = manager()
+    assert len([*forms.each([None], fresh)]) == 3, "all go with what upstream replaces"
+    forms.choose(*one)
+    assert on(switches) == ONE and not fresh.graphs
 
 
 def test_memory_of_all_graphs_is_measured(manager: Callable[[], CudaGraphManager]) -> None:
     """When upstream asks how much they take, it records all that it would."""
-    forms, _ = made(torch.tensor(True))
+    forms, _ = made(switches_of())
     holder = manager()
     holder._max_full_descs_to_capture = 2
     found = [planned(holder, CUDAGraphMode.FULL) for _ in forms.each([None], holder)]
@@ -303,14 +336,14 @@ def test_memory_of_all_graphs_is_measured(manager: Callable[[], CudaGraphManager
 def test_graphs_of_pieces_are_recorded_with_captures() -> None:
     """V1 goes through modes and sizes itself: what hangs off the code that two forms have is
     recorded once, while it captures."""
-    switch = torch.tensor(True)
-    forms, layer = made(switch)
+    switches = switches_of()
+    forms, layer = made(switches)
     wrapper: Any = CUDAGraphWrapper.__new__(CUDAGraphWrapper)
     wrapper.concrete_cudagraph_entries = {}
     items = [(CUDAGraphMode.PIECEWISE, [8]), (CUDAGraphMode.FULL, [4])]
-    seen = [(tapped(layer), bool(switch), item) for item in forms.each(items, wrapper)]
-    plain, captures = [(False, True, i) for i in items], [(True, True, i) for i in items]
-    assert seen == [*plain, *captures, (True, False, items[1])]
+    seen = [(tapped(layer), on(switches), item) for item in forms.each(items, wrapper)]
+    plain, captures = [(False, ALL, i) for i in items], [(*CAPTURES, i) for i in items]
+    assert seen == [*plain, *captures, (*STEERS, items[1])]
     assert [*forms.each(items)] == 2 * items, "nothing is compiled for the third"
 
 
@@ -330,10 +363,10 @@ def test_upstreams_sizes_are_halved() -> None:
 def test_batch_invariance_has_one_form(monkeypatch: pytest.MonkeyPatch) -> None:
     """There results must not depend on what other requests ask for, not even by rounding."""
     monkeypatch.setattr("vllm.envs.VLLM_BATCH_INVARIANT", True)
-    switch = torch.tensor(True)
-    forms, layer = made(switch)
+    switches = switches_of()
+    forms, layer = made(switches)
     assert forms.num_graphs(full=True) == forms.num_graphs(full=False) == 1
-    forms.choose(tapped=False, captures=False)
-    assert tapped(layer) and forms.tapped and not switch
+    forms.choose(*NEITHER)
+    assert tapped(layer) and forms.tapped and on(switches) == NONE
     assert list(forms.each((1, 2))) == [1, 2]
-    assert switch
+    assert on(switches) == ALL

@@ -62,7 +62,7 @@ class HeadTap:
         arena: [rows, hidden] in the model's dtype, where captured rows go; a token's heads take as
             many neighbouring rows as they need.
         dest: int32 [max tokens], the first arena row of each token, -1 for none.
-        switch: bool [] in the host's memory, whether this step captures anything.
+        switch: bool [] in the host's memory, whether this step captures here.
         width: of all heads together, of all ranks.
         gathers: whether tensor-parallel ranks have the heads in parts.
         replicas: how many ranks in a row have the same heads.

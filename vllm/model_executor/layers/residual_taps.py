@@ -132,8 +132,7 @@ class SiteTap:
         arena: [rows, hidden] in the model's dtype, where captured rows go, shared by all sites;
             None when the engine captures nothing.
         dest: int32 [max tokens], the arena row of each token at this site, -1 for none.
-        switch: bool [] in the host's memory, whether this step captures anything; shared by all
-            sites.
+        switch: bool [] in the host's memory, whether this step captures here.
     """
 
     def __init__(

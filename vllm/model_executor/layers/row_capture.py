@@ -23,8 +23,8 @@ def capture_rows(
             the last keeps what it had behind the row's end.
         arena: [rows, hidden], contiguous, changed in place.
         dest: int32 [>= tokens], where not negative far enough apart that no two rows meet.
-        switch: bool [], in the host's memory: whether anything is wanted in this step. Off, `dest`
-            is not read.
+        switch: bool [], in the host's memory: whether anything is wanted here in this step. Off,
+            `dest` is not read.
     """
     torch.ops.vllm.capture_rows(h, arena, dest, switch)
 

@@ -89,6 +89,7 @@ class CaptureGroup:
     ) -> None:
         self.num_raw = num_raw
         self.sites = np.array(sites, dtype=np.int64)
+        self.site_set = frozenset(sites)
         self.rest_rows = sum(sizes)
         """Arena rows of a token at the sites that are not raw, together."""
         self.rest_at = np.cumsum([0, *sizes], dtype=np.int32)[:-1]

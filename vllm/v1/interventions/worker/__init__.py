@@ -6,6 +6,7 @@ tap_layers.py          finds the wired decoder layers of a model
 transformers_taps.py   wires layers of the Transformers backend
 tap_check.py           start-up check: every site moves its row
 model_variants.py      the model with taps and without, and its graphs, switched by step
+site_sets.py           for which sets of sites it has graphs
 token_map.py           which table row and program each token of a step gets
 capture_arena.py       which arena row each captured token of a step gets
 steering_table.py      sums of vectors

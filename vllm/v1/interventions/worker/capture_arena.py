@@ -5,7 +5,7 @@ Per step: `update` with what the scheduler decided, `map` before the forward or 
 that captures nothing, `collect` after it.
 """
 
-from collections.abc import Iterable, KeysView, Mapping
+from collections.abc import Collection, Iterable, KeysView, Mapping
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -90,8 +90,8 @@ class CaptureArena:
         max_tokens = self._config.scheduler_config.max_num_batched_tokens
         self.dest = torch.full((len(sites), max_tokens), -1, dtype=torch.int32, device=device)
         """[sites, tokens] the arena row in which each token's begins, -1 for none."""
-        self.switch = torch.ones((), dtype=torch.bool)
-        """Whether taps capture in this step; `ModelVariants` turns it."""
+        self.switches = torch.ones(len(sites), dtype=torch.bool)
+        """[sites] whether the tap of each captures in this step; `ModelVariants` turns them."""
         self._dest_host = np.full(tuple(self.dest.shape), -1, dtype=np.int32)
         self._final = None if shape.final is None else self.sites.get((FINAL, shape.final))
         self._groups = [CaptureGroups(self.sites, shape)]
@@ -113,6 +113,10 @@ class CaptureArena:
         """Where rows of a site go: int32 [tokens], a view of `dest`."""
         return self.dest[self.sites[site]]
 
+    def switch_of(self, site: Site) -> torch.Tensor:
+        """Whether rows of a site go there: bool [], a view of `switches`."""
+        return self.switches[self.sites[site]]
+
     def read_attention(self, reader: AttentionReader) -> None:
         """Read attention by this from now on."""
         assert self._outbox is not None
@@ -130,16 +134,18 @@ class CaptureArena:
             self._captures.pop(req_id, None)
         self._wanted = step.rows if step is not None else {}
         self._attention.update(scheduler_output)
-        if step is None or self._outbox is None:
+        if step is None:
+            return
+        if step.admitted:
+            self._decoding = None
+            groups = {r: [g.of(w) for g in self._groups] for r, w in step.admitted.items()}
+            self._captures |= {r: found for r, found in groups.items() if found[0] is not None}
+        if self._outbox is None:
             return
         self._version = step.version
         if step.split != self._split:
             self._split, self._decoding = step.split, None
         self._outbox.projections.apply(step.projections)
-        if step.admitted:
-            self._decoding = None
-            groups = {r: [g.of(w) for g in self._groups] for r, w in step.admitted.items()}
-            self._captures |= {r: found for r, found in groups.items() if found[0] is not None}
 
     def forget(self) -> None:
         """Clear all that sleep took away."""
@@ -149,8 +155,14 @@ class CaptureArena:
             self._outbox.projections.forget()
 
     def wants(self, req_ids: Iterable[str]) -> bool:
-        """Whether one of these captures in this step."""
+        """Whether one of these captures in this step, here or at another pipeline stage."""
         return not self._wanted.keys().isdisjoint(req_ids)
+
+    def wanted_sites(self, req_ids: Collection[str]) -> frozenset[int]:
+        """The sites at which these capture here in this step, of every tensor-parallel rank."""
+        here = self._captures.keys()
+        groups = {self._captures[r][0] for r in self._wanted if r in req_ids and r in here}
+        return frozenset[int]().union(*(group.site_set for group in groups if group))
 
     def probe(self, rows: Mapping[Site, int]) -> None:
         """Have the next forward capture its first token, each site in this row of the arena."""
@@ -214,7 +226,8 @@ class CaptureArena:
             return
         blocks = [] if self._pending is None else self._pending[0].blocks.all
         if probed or any(self._final in block.group.sites for block in blocks):
-            capture_rows(hidden_states, self.arena, self.dest[self._final], self.switch)
+            on = self.switches[self._final]
+            capture_rows(hidden_states, self.arena, self.dest[self._final], on)
 
     def clear(self) -> None:
         """Capture nothing in the next forward."""

@@ -6,17 +6,19 @@ only while they are used. Both share weights, input and output buffers; each has
 code and CUDA graphs. The plain one is compiled under the configuration of an engine without
 steering and capture: their artifacts in the compile cache are the same.
 
-A step that steers alone runs the code with taps while the switch of their captures is off. It has
-graphs of whole forwards of its own, recorded so: the launches of captures are not in them. Those of
-pieces have them, as they hang off the code. Under V2 graphs with taps have fewer sizes, `coarse`,
+Each site has a switch: where it is off, the tap launches no capture. So there are graphs of whole
+forwards with all captures, without any, for steps that steer alone, and with those of the few sets
+of sites that steps want most (`SiteSets`); each is a variant of the same code. Graphs of pieces
+have all captures, as they hang off the code. Under V2 graphs with taps have fewer sizes, `coarse`,
 which is why a step's variant is chosen before its graph; but for the largest, each is recorded when
-a step needs it (`ModelVariants.record`).
+a step needs it (`ModelVariants.need_graph`).
 """
 
 import copy
 import gc
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 from weakref import WeakKeyDictionary, ref
 
@@ -33,6 +35,7 @@ from vllm.config.steering import SteeringConfig
 from vllm.model_executor.layers.attention.attention import unified_attention_with_output
 from vllm.model_executor.layers.attention_taps import HeadTaps
 from vllm.model_executor.layers.residual_taps import BoundTaps, LoopedTaps
+from vllm.v1.interventions.worker.site_sets import SETS, SiteSets
 from vllm.v1.worker.gpu.cudagraph_utils import BatchExecutionDescriptor, CudaGraphManager
 
 _COMPILED = (
@@ -60,15 +63,15 @@ class _Variant:
         self,
         taps: Mapping[nn.Module, _Taps | None],
         compiled: dict[nn.Module, dict[str, Any]],
-        captures: bool = True,
+        sites: frozenset[int],
     ) -> None:
         self.taps = taps
         """The taps of each layer and its attention; None for those of its class, which do nothing.
         """
         self.compiled = compiled
         """Module -> its attributes named in `_COMPILED`."""
-        self.captures = captures
-        """Whether graphs are recorded with what the taps capture."""
+        self.sites = sites
+        """Those whose captures are in its graphs of whole forwards."""
         self.graphs: WeakKeyDictionary[Any, dict[str, Any]] = WeakKeyDictionary()
         """Attributes of each upstream owner of graphs, by name; weak, because owners replaced
         during start-up drop out."""
@@ -80,7 +83,8 @@ class ModelVariants:
     Args:
         model: loaded, its taps not bound.
         taps: those of each layer, bound.
-        switch: bool [] in the host's memory, whether taps capture; None of an engine without.
+        switches: bool [sites] in the host's memory, whether each one's tap captures; None of an
+            engine that captures nothing.
     """
 
     def __init__(
@@ -88,7 +92,7 @@ class ModelVariants:
         config: VllmConfig,
         model: nn.Module,
         taps: Mapping[nn.Module, _Taps],
-        switch: torch.Tensor | None = None,
+        switches: torch.Tensor | None = None,
     ) -> None:
         self._compilation = config.compilation_config
         # Data-parallel ranks run graphs of one size, and each may run another variant.
@@ -100,16 +104,19 @@ class ModelVariants:
         """Which graphs of pieces with taps are recorded, where they are when needed."""
         self._ran: set[BatchExecutionDescriptor] = set()
         """Sizes of pieces that a step with taps ran without a graph."""
-        self._switch, self._on = switch, True
+        self._switches = switches
+        self._all = frozenset(range(0 if switches is None else len(switches)))
+        self._on = self._all
+        """The sites whose switches are on."""
         self._cache_dir = self._compilation.cache_dir
         self._graph_owner: Callable[[], Any] = lambda: None
         self._modules = _compiled_modules(model, taps)
-        self._plain = self._steering = self._tapped = self._current = _Variant(taps, {})
+        self._plain = self._steering = self._tapped = self._current = _Variant(taps, {}, self._all)
         self._set_taps(self._tapped)
         if _can_switch(config):
-            self._plain = _Variant(dict.fromkeys(taps), {})
-            if config.steering_config.enable_steering and switch is not None:
-                self._steering = _Variant(taps, self._tapped.compiled, captures=False)
+            self._plain = _Variant(dict.fromkeys(taps), {}, self._all)
+            if config.steering_config.enable_steering and self._all:
+                self._steering = _Variant(taps, self._tapped.compiled, frozenset())
             plain_config = copy.copy(config)
             plain_config.steering_config = SteeringConfig()
             plain_config.capture_config = CaptureConfig()
@@ -119,6 +126,8 @@ class ModelVariants:
                     TorchCompileWithNoGuardsWrapper.__init__(module, compile_prefix="plain")
                 vars(module)["was_aot_compile_fn_loaded_from_disk"] = False
             self._use(self._tapped)
+        of_taps = {variant.sites: variant for variant in (self._tapped, self._steering)}
+        self._of_taps, self._sets = of_taps, SiteSets(of_taps)
 
     @property
     def _variants(self) -> list[_Variant]:
@@ -126,11 +135,12 @@ class ModelVariants:
 
     def num_graphs(self, full: bool) -> int:
         """How many graphs there are of one size: of whole forwards, or of pieces."""
-        return sum(full or variant.captures for variant in self._variants)
+        return sum(full or variant.sites == self._all for variant in self._variants)
 
     def num_full_graphs(self, manager: CudaGraphManager) -> int:
         """How many graphs of whole forwards there are of all sizes; `each` has been called."""
-        found = [variant.graphs[manager]["_capture_descs"] for variant in self._variants]
+        variants = self._variants + [self._tapped] * (SETS if self._late else 0)
+        found = [variant.graphs[manager]["_capture_descs"] for variant in variants]
         return sum(len(descs.get(CUDAGraphMode.FULL, ())) for descs in found)
 
     def each(self, items: Iterable[Any], graph_owner: Any = None) -> Iterator[Any]:
@@ -142,23 +152,27 @@ class ModelVariants:
         """
         items, variants = list(items), self._variants
         if _graphs_of(graph_owner):
+            self.choose(tapped=True)  # not one of those that go
             self._graph_owner = ref(graph_owner)
             self._pieces.clear()
+            self._ran.clear()
+            self._sets.clear()
+            self._of_taps = {sites: self._of_taps[sites] for sites in self._sets.sets}
             for variant in variants:
                 variant.graphs[graph_owner] = self._no_graphs(graph_owner, variant)
             vars(graph_owner).update(self._current.graphs[graph_owner])
         else:
-            variants = [variant for variant in variants if variant.captures]
+            variants = [variant for variant in variants if variant.sites == self._all]
         # Loading compiled code makes so many objects that the garbage collector would go through
         # all others again and again. Upstream does the same where graphs are captured.
         gc.freeze()
         try:
             for variant in variants:
                 self._use(variant)
-                self._turn(variant.captures)
+                self._turn(variant.sites)
                 # Else what this variant compiles would lie in the directory of the one before it.
                 self._compilation.cache_dir = self._cache_dir
-                if not variant.captures and isinstance(graph_owner, CUDAGraphWrapper):
+                if variant.sites != self._all and isinstance(graph_owner, CUDAGraphWrapper):
                     # Graphs of pieces hang off the compiled code, which is that of both.
                     items = [item for item in items if item[0] == CUDAGraphMode.FULL]
                 if not self._records_late(graph_owner):
@@ -167,65 +181,83 @@ class ModelVariants:
                 # The largest needs the most memory, which smaller ones use, too.
                 descs = {mode: sizes[:1] for mode, sizes in graph_owner._capture_descs.items()}
                 self._pieces.update(descs.get(CUDAGraphMode.PIECEWISE, ()))
+                self._ran.update(self._pieces)
                 with _planning(graph_owner, descs):
                     yield from items
-            self.choose(tapped=True, captures=True)
+            self.choose(tapped=True)
         finally:
             gc.unfreeze()
 
-    def choose(self, tapped: bool, captures: bool) -> None:
+    def choose(self, tapped: bool, wanted: frozenset[int] | None = None) -> None:
         """Use the variant that a step needs, for the forwards to come.
 
         Args:
             tapped: whether it steers or captures.
-            captures: whether it captures.
+            wanted: the sites at which it captures; None for all.
         """
-        variant = self._plain
-        if tapped:
-            variant = self._tapped if captures else self._steering
+        wanted = self._all if wanted is None else wanted
+        variant = self._of(wanted) if tapped else self._plain
         if variant is not self._current:
             self._use(variant)
-        self._turn(captures)
+        self._turn(wanted)
+
+    def _of(self, wanted: frozenset[int]) -> _Variant:
+        manager = self._graph_owner()
+        keeps = self._late and self._tapped is not self._plain
+        sites = self._sets.choose(wanted, keeps and isinstance(manager, CudaGraphManager))
+        if sites not in self._of_taps:
+            variant = _Variant(self._tapped.taps, self._tapped.compiled, sites)
+            variant.graphs[manager] = self._no_graphs(manager, variant)
+            made = {**self._of_taps, sites: variant}
+            self._of_taps = {kept: made[kept] for kept in self._sets.sets}
+        return self._of_taps[sites]
 
     @property
     def tapped(self) -> bool:
         """Whether the variant in use has taps."""
         return self._current.taps is self._tapped.taps
 
-    def lacks(self, desc: BatchExecutionDescriptor) -> bool:
-        """Whether the variant in use has no graph of a size that upstream chose yet."""
+    def need_graph(
+        self, desc: BatchExecutionDescriptor, map_dummy: Callable[[], None]
+    ) -> BatchExecutionDescriptor:
+        """Have the graph that upstream chose for a step, before its inputs are put in place.
+
+        Args:
+            map_dummy: maps tokens as those of a dummy forward.
+
+        Returns: what the step runs: that graph, or the same without one.
+        """
         manager = self._graph_owner()
         if desc.cg_mode == CUDAGraphMode.NONE or not self._records_late(manager):
-            return False
-        return desc not in (
-            self._pieces if desc.cg_mode == CUDAGraphMode.PIECEWISE else manager.graphs
-        )
+            return desc
+        if desc.cg_mode == CUDAGraphMode.FULL:
+            if desc not in manager.graphs:
+                map_dummy()
+                self._record(desc, self._current.sites)
+        elif desc not in self._ran:
+            # The step computes the same without, and is what warms up: to warm up and record takes
+            # too long for one. A graph of a whole forward may have other attention kernels.
+            self._ran.add(desc)
+            self._turn(self._all)
+            return replace(desc, cg_mode=CUDAGraphMode.NONE)
+        elif desc not in self._pieces:
+            map_dummy()
+            self._record(desc, self._all, warms_up=False)
+            self._pieces.add(desc)
+        return desc
 
-    def runs_first(self, desc: BatchExecutionDescriptor) -> bool:
-        """Whether a step runs once without the graph of its size, before that is recorded.
-
-        It computes the same, and is what warms up: a step in which graphs of pieces are both warmed
-        up and recorded takes too long. A graph of a whole forward may have other attention kernels.
-        """
-        if desc.cg_mode != CUDAGraphMode.PIECEWISE or desc in self._ran:
-            return False
-        self._ran.add(desc)
-        self._turn(True)
-        return True
-
-    def record(self, desc: BatchExecutionDescriptor) -> None:
-        """Record the graph of a size, once tokens are mapped as those of a dummy forward."""
+    def _record(
+        self, desc: BatchExecutionDescriptor, sites: frozenset[int], warms_up: bool = True
+    ) -> None:
+        """Record the graph of a size, with captures of these sites."""
         assert self.recorder is not None
         torch.accelerator.synchronize()  # what the step before reads is written to
-        pieces, on = desc.cg_mode == CUDAGraphMode.PIECEWISE, self._on
-        # Those of pieces are of steps that capture, too: they hang off the code of both.
-        self._turn(on or pieces)
-        with _planning(self._graph_owner(), {desc.cg_mode: [desc]}, warms_up=not pieces):
+        on = self._on
+        self._turn(sites)
+        with _planning(self._graph_owner(), {desc.cg_mode: [desc]}, warms_up):
             self.recorder(progress_bar_desc="A CUDA graph with taps, needed now")
         torch.accelerator.synchronize()  # its warm-up was on another stream
         self._turn(on)
-        if pieces:
-            self._pieces.add(desc)
 
     def _records_late(self, graph_owner: Any) -> bool:
         return (
@@ -236,9 +268,10 @@ class ModelVariants:
             and graph_owner._max_full_descs_to_capture is None
         )
 
-    def _turn(self, on: bool) -> None:
-        if self._switch is not None and on is not self._on:
-            self._switch.fill_(on)
+    def _turn(self, on: frozenset[int]) -> None:
+        if self._switches is not None and on != self._on:
+            self._switches.fill_(False)
+            self._switches[list(on)] = True
             self._on = on
 
     def _no_graphs(self, graph_owner: Any, variant: _Variant) -> dict[str, Any]:
@@ -252,7 +285,7 @@ class ModelVariants:
             if sizes and self._coarse and variant is not self._plain:
                 compilation.cudagraph_capture_sizes = coarse(sizes)
             planned._init_candidates()
-            if not variant.captures:
+            if variant.sites != self._all:
                 state["_capture_descs"].pop(CUDAGraphMode.PIECEWISE, None)
         return state
 
@@ -303,10 +336,12 @@ def _can_switch(config: VllmConfig) -> bool:
 
 def _can_record_late(config: VllmConfig) -> bool:
     """Whether graphs with taps may be recorded between steps of requests."""
-    # Data-parallel ranks would have to record together. Recording leaves dummy adapters, a
-    # connector's state and draft models' graphs as they are at start-up, not as requests need them.
+    # Data-parallel ranks would have to record together, as tensor-parallel ones do; two of these
+    # did not come to an end on GPUs. Recording leaves dummy adapters, a connector's state and draft
+    # models' graphs as they are at start-up, not as requests need them.
     return (
         config.parallel_config.data_parallel_size == 1
+        and config.parallel_config.tensor_parallel_size == 1
         and config.lora_config is None
         and config.kv_transfer_config is None
         and config.speculative_config is None

@@ -7,7 +7,6 @@ Per step: `apply_updates` (also when no token is scheduled, else an update would
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +14,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from vllm.config import CompilationMode, CUDAGraphMode, VllmConfig
+from vllm.config import CompilationMode, VllmConfig
 from vllm.config.capture import CAPTURE_POINTS, HEAD_POINTS
 from vllm.config.steering import HEADS, POINTS
 from vllm.model_executor.layers.attention.attention import Attention
@@ -138,8 +137,8 @@ class WorkerInterventions:
             taps[found.module] = bound
             if self.focus is not None and name is not None:
                 self.focus.taps[index] = bound
-        switch = None if self.capture is None else self.capture.switch
-        self._variants = ModelVariants(self._config, model, taps, switch)
+        switches = None if self.capture is None else self.capture.switches
+        self._variants = ModelVariants(self._config, model, taps, switches)
 
     def _allocate(self, shape: TapShape) -> None:
         max_tokens = self._config.scheduler_config.max_num_batched_tokens
@@ -177,7 +176,7 @@ class WorkerInterventions:
         site = (point, layer)
         arena = dest = switch = None
         if self.capture is not None and site in self.capture.sites:
-            arena, switch = self.capture.arena, self.capture.switch
+            arena, switch = self.capture.arena, self.capture.switch_of(site)
             dest = self.capture.dest_of(site)
         table = None if self.table is None else self.table.at.get(site)
         terms = None if self._terms is None else self._terms.at.get(site)
@@ -196,7 +195,7 @@ class WorkerInterventions:
         dest, width = self.capture.dest_of(site), self.capture.shape.row_width(site)
         gathers = self._config.parallel_config.tensor_parallel_size > 1
         replicas = found.replicas if point in ("k", "v") else 1
-        arena, switch = self.capture.arena, self.capture.switch
+        arena, switch = self.capture.arena, self.capture.switch_of(site)
         return HeadTap(arena, dest, switch, width, gathers, replicas)
 
     def _head_steering(self, layer: int) -> HeadSteering | None:
@@ -285,7 +284,7 @@ class WorkerInterventions:
             focused: the focus program of the token, and its position.
         """
         assert self._variants is not None
-        self._variants.choose(tapped=True, captures=True)
+        self._variants.choose(tapped=True)
         if size:
             assert self.capture is not None
             self.capture.arena[:size].fill_(float("nan"))
@@ -335,22 +334,14 @@ class WorkerInterventions:
     def _choose_variant(self, req_ids: Collection[str]) -> None:
         """Use what a step of these needs, before upstream picks a graph: sizes may differ."""
         if self._variants is not None and req_ids:
-            captures = self.capture is not None and self.capture.wants(req_ids)
-            self._variants.choose(captures or self.tokens.steers(req_ids), captures)
+            wanted, tapped = frozenset[int](), self.tokens.steers(req_ids)
+            if self.capture is not None and self.capture.wants(req_ids):
+                wanted, tapped = self.capture.wanted_sites(req_ids), True
+            self._variants.choose(tapped, wanted)
 
     def need_graph(self, desc: "BatchExecutionDescriptor") -> "BatchExecutionDescriptor":
-        """Have the graph that upstream chose for a step, before its inputs are put in place.
-
-        Returns: what the step runs: that graph, or the same without one.
-        """
-        variants = self._variants
-        if variants is None or not variants.lacks(desc):
-            return desc
-        if variants.runs_first(desc):
-            return replace(desc, cg_mode=CUDAGraphMode.NONE)
-        self.map_dummy()
-        variants.record(desc)
-        return desc
+        """As `ModelVariants.need_graph`."""
+        return desc if self._variants is None else self._variants.need_graph(desc, self.map_dummy)
 
     def forget(self) -> None:
         """Clear all tables: after sleep memory holds anything, and all is sent again."""
