@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""For which sets of sites there are graphs of their own."""
+"""Sets of sites have graphs of their own once steps want them often."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""For which sets of sites there are graphs that capture there and nowhere else."""
+"""Keeps count of the sets of sites for which there are graphs that capture there alone."""
 
 from collections import Counter
 from collections.abc import Iterable
@@ -28,6 +28,7 @@ class SiteSets:
 
     @property
     def sets(self) -> list[frozenset[int]]:
+        """All that have graphs."""
         return [*self._always, *self._kept]
 
     def clear(self) -> None:
