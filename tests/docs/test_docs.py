@@ -187,9 +187,10 @@ def test_readme_measurements_are_on_the_pages_that_it_links() -> None:
     readme = (ROOT / "README.md").read_text()
     measured = readme.split("## What was measured")[1].split("\n## ")[0]
     pages = "".join((ROOT / page).read_text() for page in ("docs/models.md", "docs/performance.md"))
-    assert len(re.findall(r"\d\.\d{4}", measured)) >= 9
+    found = re.findall(r"\d\.\d{4}", measured)
+    assert len(found) >= 9
     assert numbers_not_in(measured, pages) == set()
-    assert numbers_not_in(measured.replace("1.0129", "1.9999"), pages) == {"1.9999"}
+    assert numbers_not_in(measured.replace(found[0], "1.9999"), pages) == {"1.9999"}
 
 
 @pytest.mark.full

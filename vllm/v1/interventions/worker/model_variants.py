@@ -337,8 +337,8 @@ def _can_switch(config: VllmConfig) -> bool:
 def _can_record_late(config: VllmConfig) -> bool:
     """Whether graphs with taps may be recorded between steps of requests."""
     # Data-parallel ranks would have to record together, and so would tensor-parallel ones, which
-    # do, but have not been seen to on GPUs. Recording leaves dummy adapters, a connector's state and
-    # draft models' graphs as they are at start-up, not as requests need them.
+    # do, but have not been seen to on GPUs. Recording leaves dummy adapters, a connector's state
+    # and draft models' graphs as they are at start-up, not as requests need them.
     return (
         config.parallel_config.data_parallel_size == 1
         and config.parallel_config.tensor_parallel_size == 1
