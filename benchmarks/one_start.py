@@ -128,16 +128,7 @@ def start(args: argparse.Namespace) -> Start:
         options = ARMS[args.arm].options(layers, folder)
         clock.lap()
         llm = LLM(
-            model=str(args.model),
-            load_format="dummy",
-            skip_tokenizer_init=True,
-            dtype="bfloat16",
-            max_model_len=args.max_model_len,
-            kv_cache_memory_bytes=args.kv_bytes,
-            gpu_memory_utilization=0.1,  # others may start beside it; the line above decides
-            enforce_eager=args.eager,
-            enable_prefix_caching=False,
-            disable_log_stats=True,
+            **engine_options(args),
             **options,
         )
         found.seconds["engine"] = clock.lap()
@@ -168,6 +159,22 @@ def start(args: argparse.Namespace) -> Start:
     cache = llm.llm_engine.vllm_config.cache_config
     found.memory["KV cache tokens"] = (cache.num_gpu_blocks or 0) * cache.block_size
     return found
+
+
+def engine_options(args: argparse.Namespace) -> dict[str, Any]:
+    """Of every engine that is started by `arguments`."""
+    return {
+        "model": str(args.model),
+        "load_format": "dummy",
+        "skip_tokenizer_init": True,
+        "dtype": "bfloat16",
+        "max_model_len": args.max_model_len,
+        "kv_cache_memory_bytes": args.kv_bytes,
+        "gpu_memory_utilization": 0.1,  # others may start beside it; the line above decides
+        "enforce_eager": args.eager,
+        "enable_prefix_caching": False,
+        "disable_log_stats": True,
+    }
 
 
 def need_tree(tree: str) -> None:

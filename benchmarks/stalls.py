@@ -18,7 +18,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from benchmarks.one_start import arguments, device_used
+from benchmarks.one_start import arguments, device_used, engine_options
 from benchmarks.results import Row, Run, add_arguments, publish, setup
 
 TOKENS = 12
@@ -33,20 +33,7 @@ class Arrivals:
 
         from vllm import LLM
 
-        llm = LLM(
-            model=str(args.model),
-            load_format="dummy",
-            skip_tokenizer_init=True,
-            dtype="bfloat16",
-            max_model_len=args.max_model_len,
-            kv_cache_memory_bytes=args.kv_bytes,
-            gpu_memory_utilization=0.1,  # the line above decides
-            enforce_eager=args.eager,
-            enable_prefix_caching=False,
-            disable_log_stats=True,
-            enable_steering=True,
-            capture_consumers=["inline"],
-        )
+        llm = LLM(**engine_options(args), enable_steering=True, capture_consumers=["inline"])
         self._engine = llm.llm_engine
         config = self._engine.model_config
         middle = config.get_total_num_hidden_layers() // 2

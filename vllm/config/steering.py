@@ -82,8 +82,8 @@ class SteeringConfig:
 
     single_variant: bool = False
     """Run all steps by the variant of the model with taps, of those that nobody steers or captures
-    in, too. The engine starts about as fast as without steering and capture, and has half as many
-    CUDA graphs or less; an idle step costs what one that captures does, and is no longer upstream's
+    in, too. The model is compiled once, so a first start takes about as long as without steering
+    and capture; an idle step costs what one that captures does, and is no longer upstream's
     code."""
 
     steering_modules: list[str] = Field(default_factory=list)
