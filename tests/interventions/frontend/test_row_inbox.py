@@ -10,6 +10,8 @@ import io
 import pickle
 import subprocess
 import sys
+import threading
+import time
 import weakref
 from concurrent.futures import Future
 from types import SimpleNamespace
@@ -364,3 +366,31 @@ def test_a_pickled_site_has_its_own_rows_only(monkeypatch: pytest.MonkeyPatch) -
     assert torch.equal(copied, plain) and copied.untyped_storage().nbytes() == 1000 * WIDTH * 4
     # What is computed from it is a plain tensor.
     assert {type(t) for t in (again.values, copied, rows.values + 0, rows.at(3))} == {torch.Tensor}
+
+
+@pytest.mark.parametrize("axis", [0, 1])
+@pytest.mark.parametrize("least", [0, 1 << 40])
+def test_rows_are_joined_alike_by_one_thread_and_by_several(
+    least: int, axis: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those of any number of steps, or senders; and no thread stays."""
+    monkeypatch.setattr(copies, "JOINED_BYTES", least)
+    monkeypatch.setattr(copies, "THREADS", 4)
+    monkeypatch.setattr(copies, "PIECE_BYTES", 1 << 10)
+    monkeypatch.setattr(copies, "DIRECT_BYTES", 0)
+    copied: list[int] = []
+    copy_some = copies.copy
+    monkeypatch.setattr(
+        copies, "copy", lambda some: (copied.append(threading.get_ident()), copy_some(some))
+    )
+    whole = torch.randn(96, 96, 8).bfloat16()
+    parts = list(whole.split([1, 60, 35], dim=axis))
+    before = threading.active_count()
+    assert torch.equal(copies.joined(parts, axis), whole)
+    assert not torch.equal(copies.joined(parts[::-1], axis), whole)
+    assert bool(copied) == (not least) and threading.get_ident() not in copied
+    gc.collect()
+    until = time.monotonic() + 10
+    while threading.active_count() > before:
+        assert time.monotonic() < until
+        time.sleep(0.01)

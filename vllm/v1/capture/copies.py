@@ -20,6 +20,8 @@ PIECE_BYTES = 4 << 20
 """The bytes for which another thread is woken."""
 DIRECT_BYTES = 1 << 20
 """The bytes below which the caller copies itself."""
+JOINED_BYTES = 4 * PIECE_BYTES
+"""The bytes that are worth threads of their own, where rows are joined that somebody waits for."""
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """By the bytes of a number."""
 UNDERWAY_BYTES = 256 << 20
@@ -44,7 +46,8 @@ def copy(copies: Copies) -> None:
 
 
 def joined(parts: Sequence[torch.Tensor], axis: int = 0) -> torch.Tensor:
-    """Return rows one after the other, [sum of n, ...], copied by this thread alone.
+    """Return rows one after the other, [sum of n, ...], copied by this thread alone, or by several
+    where they are many.
 
     torch shares a copy among as many threads as there are cores, and waits for each of them: where
     workers keep cores busy, that took 8 ms for half a megabyte.
@@ -56,6 +59,10 @@ def joined(parts: Sequence[torch.Tensor], axis: int = 0) -> torch.Tensor:
     shape = list(parts[0].shape)
     shape[axis] = sum(part.shape[axis] for part in parts)
     values = empty(shape, parts[0].dtype)
+    if values.nbytes >= JOINED_BYTES:
+        places = values.split([part.shape[axis] for part in parts], dim=axis)
+        CopyThreads("joined-rows").run((list(places), list(parts)))
+        return values
     same = _INTEGERS[values.itemsize]  # numpy lacks bfloat16
     rows = [part.view(same).numpy() for part in parts]
     np.concatenate(rows, axis, out=values.view(same).numpy())

@@ -336,12 +336,11 @@ def _can_switch(config: VllmConfig) -> bool:
 
 def _can_record_late(config: VllmConfig) -> bool:
     """Whether graphs with taps may be recorded between steps of requests."""
-    # Data-parallel ranks would have to record together, and so would tensor-parallel ones, which
-    # do, but have not been seen to on GPUs. Recording leaves dummy adapters, a connector's state
-    # and draft models' graphs as they are at start-up, not as requests need them.
+    # Data-parallel ranks would have to record together; tensor-parallel ones do, as they run the
+    # same steps. Recording leaves dummy adapters, a connector's state and draft models' graphs as
+    # they are at start-up, not as requests need them.
     return (
         config.parallel_config.data_parallel_size == 1
-        and config.parallel_config.tensor_parallel_size == 1
         and config.lora_config is None
         and config.kv_transfer_config is None
         and config.speculative_config is None
