@@ -380,9 +380,12 @@ def test_rows_are_joined_alike_by_one_thread_and_by_several(
     monkeypatch.setattr(copies, "DIRECT_BYTES", 0)
     copied: list[int] = []
     copy_some = copies.copy
-    monkeypatch.setattr(
-        copies, "copy", lambda some: (copied.append(threading.get_ident()), copy_some(some))
-    )
+
+    def counted(some: copies.Copies) -> None:
+        copied.append(threading.get_ident())
+        copy_some(some)
+
+    monkeypatch.setattr(copies, "copy", counted)
     whole = torch.randn(96, 96, 8).bfloat16()
     parts = list(whole.split([1, 60, 35], dim=axis))
     before = threading.active_count()

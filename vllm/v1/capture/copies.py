@@ -20,7 +20,7 @@ PIECE_BYTES = 4 << 20
 """The bytes for which another thread is woken."""
 DIRECT_BYTES = 1 << 20
 """The bytes below which the caller copies itself."""
-JOINED_BYTES = 4 * PIECE_BYTES
+JOINED_BYTES = PIECE_BYTES
 """The bytes that are worth threads of their own, where rows are joined that somebody waits for."""
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """By the bytes of a number."""

@@ -103,7 +103,10 @@ class CaptureArena:
         if self.fills:
             files = config.lens_files
             self.lenses = {n: FileLens(n, path, shape, device) for n, path in files.items()}
-            self._outbox = Outbox(self.arena, self._landing, ProjectionTable(hidden, device))
+            # Alone, a worker is the engine core, whose one thread launches, and waits.
+            apart = self._config.parallel_config.world_size > 1
+            projections = ProjectionTable(hidden, device)
+            self._outbox = Outbox(self.arena, self._landing, projections, sleeps=apart)
 
     def captures(self, site: Site) -> bool:
         """Whether this worker can capture at a site."""

@@ -28,13 +28,19 @@ class Outbox:
     Args:
         arena: [rows, hidden] on the device.
         landing: None on a rank that sends nothing.
+        sleeps: whether who waits for rows sleeps meanwhile: a thread of a worker beside the one
+            that launches kernels, which takes up to twice as long for each while another spins.
     """
 
     def __init__(
-        self, arena: torch.Tensor, landing: Landing | None, projections: ProjectionTable
+        self,
+        arena: torch.Tensor,
+        landing: Landing | None,
+        projections: ProjectionTable,
+        sleeps: bool = False,
     ) -> None:
         self._arena, self._landing, self.projections = arena, landing, projections
-        self._cuda = arena.device.type == "cuda"
+        self._cuda, self._sleeps = arena.device.type == "cuda", sleeps
         self._columns: WeakKeyDictionary[CaptureGroup, list[torch.Tensor | None]] = (
             WeakKeyDictionary()
         )
@@ -59,8 +65,7 @@ class Outbox:
         places = None if memory is None else self._landing
         if memory is None:
             memory = torch.empty(size, dtype=torch.uint8, pin_memory=self._cuda)
-        # Its waiter sleeps: beside one that spins, launches of the next step take twice as long.
-        sent = torch.cuda.Event(blocking=True) if self._cuda else None
+        sent = torch.cuda.Event(blocking=self._sleeps) if self._cuda else None
         step.fill(memory, places, sent)
         *others_there, rows_there = step.tensors()
         rows, others = self._arena[: step.blocks.num_raw], [positions, *made]
