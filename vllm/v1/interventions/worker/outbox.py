@@ -28,8 +28,8 @@ class Outbox:
     Args:
         arena: [rows, hidden] on the device.
         landing: None on a rank that sends nothing.
-        sleeps: whether who waits for rows sleeps meanwhile: a thread of a worker beside the one
-            that launches kernels, which takes up to twice as long for each while another spins.
+        sleeps: whether who waits for rows sleeps meanwhile, and does not spin beside the thread
+            that launches kernels; upstream waits for a step's tokens so.
     """
 
     def __init__(
