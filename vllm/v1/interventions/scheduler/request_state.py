@@ -50,6 +50,8 @@ class RequestInterventions:
         summed = [n for s in capture.streams if s.summed for n in s.runs] if capture else []
         self._summed = Positions.from_flat(summed) if summed else NO_POSITIONS
         self.blocks = BlockIdentity(self.plan.steering, num_prompt_tokens)
+        self.last_run = (self.wanted.runs() or [(0, 0)])[-1]
+        """The last of the runs of `wanted`: what most tokens are looked up in, without a call."""
         self._next_row = 0
 
     def cache_hit_limit(self) -> int:
@@ -74,7 +76,10 @@ class RequestInterventions:
     def accept_one(self, position: int, num_tokens: int) -> bool:
         """Accept the only row of a step, if it is the one that the step's token came from; returns
         whether it is. The common case, without a chunk."""
-        if not self._next_row <= position == num_tokens - 2 or position not in self.wanted:
+        start, stop = self.last_run
+        if not self._next_row <= position == num_tokens - 2:
+            return False
+        if not start <= position < stop and position not in self.wanted:
             return False
         self._next_row = num_tokens - 1
         return True

@@ -48,6 +48,8 @@ class RowBudget:
             self._senders = config.tap_shape.senders
             self._whole_prompts = config.tap_shape.whole_prompts
         self._offsets: dict[str, np.ndarray] = {}
+        self._decoding = True
+        """Whether all of them are `FIRST_TOKEN`."""
         self._taken = 0
         self._step = 0
         self._claims: dict[str, Claim] = {}
@@ -74,7 +76,8 @@ class RowBudget:
             self._give_back(request)
         if num_tokens == 1 and not self._speculates:
             # Decoding, the common case, without numpy and with few calls.
-            if first not in ours.wanted:
+            start, stop = ours.last_run
+            if not start <= first < stop and first not in ours.wanted:
                 return 1
             room = self._room(request) if self._claims else self._capacity - self._taken
             if each > room:
@@ -139,6 +142,7 @@ class RowBudget:
             self._claims.pop(request.request_id, None)
             self._refused.pop(request.request_id, None)
         self._offsets[request.request_id] = offsets
+        self._decoding = False
         self._taken += rows
 
     def _give_back(self, request: "Request") -> None:
@@ -156,6 +160,9 @@ class RowBudget:
         """Rows to capture, and start the next step: request id -> int32 offsets into its tokens."""
         offsets, self._offsets, self._taken = self._offsets, {}, 0
         self._claims, self._refused, self._step = self._refused, {}, self._step + 1
+        decoding, self._decoding = self._decoding, True
+        if decoding and offsets.keys() <= num_scheduled_tokens.keys():
+            return offsets
         return {
             req_id: kept
             for req_id, at in offsets.items()

@@ -71,6 +71,8 @@ class CaptureArena:
         self._version = 0
         self._captured_tokens = 0
         self._decoding: Decoding | None = None
+        self._last_sites: tuple[set[str], frozenset[int]] | None = None
+        """What `wanted_sites` found, and for whom, while these capture the same."""
         self._pending: tuple[StepRows, Captured] | None = None
 
     def allocate(self, shape: TapShape, sites: list[Site], tokens: TokenMap) -> None:
@@ -134,13 +136,14 @@ class CaptureArena:
         """Take over whose rows are wanted in this step, and of whom in those to come."""
         step = scheduler_output.interventions
         for req_id in scheduler_output.finished_req_ids:
-            self._captures.pop(req_id, None)
+            if self._captures.pop(req_id, None) is not None:
+                self._last_sites = None
         self._wanted = step.rows if step is not None else {}
         self._attention.update(scheduler_output)
         if step is None:
             return
         if step.admitted:
-            self._decoding = None
+            self._decoding = self._last_sites = None
             groups = {r: [g.of(w) for g in self._groups] for r, w in step.admitted.items()}
             self._captures |= {r: found for r, found in groups.items() if found[0] is not None}
         if self._outbox is None:
@@ -163,9 +166,12 @@ class CaptureArena:
 
     def wanted_sites(self, req_ids: Collection[str]) -> frozenset[int]:
         """The sites at which these capture here in this step, of every tensor-parallel rank."""
-        here = self._captures.keys()
-        groups = {self._captures[r][0] for r in self._wanted if r in req_ids and r in here}
-        return frozenset[int]().union(*(group.site_set for group in groups if group))
+        wanted = self._wanted.keys() & req_ids
+        if self._last_sites is None or self._last_sites[0] != wanted:
+            groups = {self._captures[r][0] for r in wanted & self._captures.keys()}
+            sites = frozenset[int]().union(*(group.site_set for group in groups if group))
+            self._last_sites = wanted, sites
+        return self._last_sites[1]
 
     def probe(self, rows: Mapping[Site, int]) -> None:
         """Have the next forward capture its first token, each site in this row of the arena."""
