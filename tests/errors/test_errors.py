@@ -52,7 +52,7 @@ from vllm.v1.interventions.plan import TapShape
 from vllm.v1.interventions.reads import AttentionRead
 from vllm.v1.interventions.scheduler.request_state import RequestInterventions
 from vllm.v1.interventions.startup import start_taps
-from vllm.v1.interventions.worker.model_variants import refuse_late_breaks
+from vllm.v1.interventions.worker.graph_owners import refuse_late_breaks
 from vllm.v1.interventions.worker.runner import WorkerInterventions
 from vllm.v1.interventions.worker.tap_check import check_sites
 from vllm.v1.interventions.worker.tap_layers import find_layers, num_lanes, refuse_layers

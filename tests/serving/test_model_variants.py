@@ -25,7 +25,8 @@ from vllm.config import CUDAGraphMode, KVTransferConfig, VllmConfig
 from vllm.model_executor.layers.residual_taps import BoundTaps, PassTap, UnboundTaps
 from vllm.platforms import current_platform
 from vllm.v1.interventions.worker import site_sets
-from vllm.v1.interventions.worker.model_variants import ModelVariants, coarse
+from vllm.v1.interventions.worker.graph_owners import coarse
+from vllm.v1.interventions.worker.model_variants import ModelVariants
 from vllm.v1.interventions.worker.runner import WorkerInterventions
 from vllm.v1.interventions.worker.site_sets import SETS
 from vllm.v1.worker.gpu import cudagraph_utils

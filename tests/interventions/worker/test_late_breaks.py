@@ -26,7 +26,7 @@ REFUSES = """
 import os
 from types import SimpleNamespace
 from vllm.config import CUDAGraphMode
-from vllm.v1.interventions.worker.model_variants import refuse_late_breaks
+from vllm.v1.interventions.worker.graph_owners import refuse_late_breaks
 os.environ["VLLM_USE_BREAKABLE_CUDAGRAPH"] = "1"
 for mode in (CUDAGraphMode.NONE, CUDAGraphMode.FULL_AND_PIECEWISE):
     try:

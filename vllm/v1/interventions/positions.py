@@ -62,6 +62,8 @@ class Positions:
         return self - (self - other)
 
     def __sub__(self, other: "Positions") -> "Positions":
+        if not other._stop_list:
+            return self
         edges = sorted({*self.flat(), *other.flat()})
         at = np.array(edges, np.int64)
         kept = (self.mask(at) & ~other.mask(at)).tolist()  # what holds at an edge holds to the next

@@ -123,11 +123,6 @@ class CaptureSessions:
                     capture.plan, name, info.prompt_token_ids, self.threads, hold=capture.hold
                 )
 
-    def has_local_consumers(self, request_id: str) -> bool:
-        """Whether consumers of this process want rows of the request."""
-        capture = self._captures.get(request_id)
-        return capture is not None and bool(capture.feeds)
-
     def route_rows(self, request: Request, chunk: CapturedChunk) -> None:
         """Hand rows that were accepted to the consumers of this process."""
         capture = self._captures.get(request.request_id)

@@ -50,8 +50,7 @@ class RowRelay:
             self.encoder.places = captured.places or self.encoder.places
         name, num_tokens = request.request_id, request.num_tokens
         client = request.client_index
-        local = self._captures.has_local_consumers(name)
-        if ours.relays_all and not local:
+        if ours.relays_all:  # what consumers of this process get is not relayed
             position = self._singles.get(name)
             if position is not None and ours.accept_one(position, num_tokens):
                 self._whole[client].append(name)
@@ -64,7 +63,7 @@ class RowRelay:
             self._whole[client].append(name)
         elif relayed := ours.relayed(accepted):
             self._cut[client].append(relayed)
-        if local:
+        if not ours.relays_all:
             self._captures.route_rows(request, accepted)
 
     def join(self, outputs: dict[int, EngineCoreOutputs]) -> None:

@@ -7,6 +7,7 @@ transformers_taps.py   wires layers of the Transformers backend
 tap_check.py           start-up check: every site moves its row
 model_variants.py      the model with taps and without, and its graphs, switched by step
 site_sets.py           for which sets of sites it has graphs
+graph_owners.py        what upstream keeps of graphs, and which are recorded when
 token_map.py           which table row and program each token of a step gets
 capture_arena.py       which arena row each captured token of a step gets
 steering_table.py      sums of vectors

@@ -17,7 +17,6 @@ a step needs it (`ModelVariants.need_graph`).
 import copy
 import gc
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 from weakref import WeakKeyDictionary, ref
@@ -26,15 +25,19 @@ import torch
 from torch import nn
 
 import vllm.envs as envs
-from vllm.compilation import breakable_cudagraph
 from vllm.compilation.cuda_graph import CUDAGraphWrapper
 from vllm.compilation.wrapper import TorchCompileWithNoGuardsWrapper
 from vllm.config import CompilationMode, CUDAGraphMode, VllmConfig, set_current_vllm_config
 from vllm.config.capture import CaptureConfig
 from vllm.config.steering import SteeringConfig
-from vllm.model_executor.layers.attention.attention import unified_attention_with_output
 from vllm.model_executor.layers.attention_taps import HeadTaps
 from vllm.model_executor.layers.residual_taps import BoundTaps, LoopedTaps
+from vllm.v1.interventions.worker.graph_owners import (
+    can_record_late,
+    graphs_of,
+    no_graphs,
+    planning,
+)
 from vllm.v1.interventions.worker.site_sets import SETS, SiteSets
 from vllm.v1.worker.gpu.cudagraph_utils import BatchExecutionDescriptor, CudaGraphManager
 
@@ -97,7 +100,7 @@ class ModelVariants:
         self._compilation = config.compilation_config
         # Data-parallel ranks run graphs of one size, and each may run another variant.
         self._coarse = config.parallel_config.data_parallel_size == 1
-        self._late = _can_record_late(config)
+        self._late = can_record_late(config)
         self.recorder: Callable[..., None] | None = None
         """Upstream's, of a V2 runner: records the graphs that its manager plans."""
         self._pieces: set[BatchExecutionDescriptor] = set()
@@ -151,7 +154,7 @@ class ModelVariants:
                 a `CUDAGraphWrapper`'s items are pairs, a mode and the sizes of its graphs.
         """
         items, variants = list(items), self._variants
-        if _graphs_of(graph_owner):
+        if graphs_of(graph_owner):
             self.choose(tapped=True)  # not one of those that go
             self._graph_owner = ref(graph_owner)
             self._pieces.clear()
@@ -182,7 +185,7 @@ class ModelVariants:
                 descs = {mode: sizes[:1] for mode, sizes in graph_owner._capture_descs.items()}
                 self._pieces.update(descs.get(CUDAGraphMode.PIECEWISE, ()))
                 self._ran.update(self._pieces)
-                with _planning(graph_owner, descs):
+                with planning(graph_owner, descs):
                     yield from items
             self.choose(tapped=True)
         finally:
@@ -254,7 +257,7 @@ class ModelVariants:
         torch.accelerator.synchronize()  # what the step before reads is written to
         on = self._on
         self._turn(sites)
-        with _planning(self._graph_owner(), {desc.cg_mode: [desc]}, warms_up):
+        with planning(self._graph_owner(), {desc.cg_mode: [desc]}, warms_up):
             self.recorder(progress_bar_desc="A CUDA graph with taps, needed now")
         torch.accelerator.synchronize()  # its warm-up was on another stream
         self._turn(on)
@@ -276,18 +279,8 @@ class ModelVariants:
 
     def _no_graphs(self, graph_owner: Any, variant: _Variant) -> dict[str, Any]:
         """What a graph owner has before any graph of this variant is recorded."""
-        state: dict[str, Any] = {name: {} for name in _graphs_of(graph_owner)}
-        if isinstance(graph_owner, CudaGraphManager):
-            planned = copy.copy(graph_owner)
-            vars(planned).update(state)
-            compilation = planned.compilation_config = copy.copy(graph_owner.compilation_config)
-            sizes = compilation.cudagraph_capture_sizes
-            if sizes and self._coarse and variant is not self._plain:
-                compilation.cudagraph_capture_sizes = coarse(sizes)
-            planned._init_candidates()
-            if variant.sites != self._all:
-                state["_capture_descs"].pop(CUDAGraphMode.PIECEWISE, None)
-        return state
+        thinned = self._coarse and variant is not self._plain
+        return no_graphs(graph_owner, thinned, of_pieces=variant.sites == self._all)
 
     def _use(self, variant: _Variant) -> None:
         if variant.taps is not self._current.taps:  # else the code is that of both, too
@@ -297,7 +290,7 @@ class ModelVariants:
                 state.update(variant.compiled.get(module, {}))
             self._set_taps(variant)
         graph_owner = self._graph_owner()
-        if names := _graphs_of(graph_owner):
+        if names := graphs_of(graph_owner):
             self._current.graphs[graph_owner] = {n: getattr(graph_owner, n) for n in names}
             vars(graph_owner).update(variant.graphs[graph_owner])
         self._current = variant
@@ -332,73 +325,3 @@ def _can_switch(config: VllmConfig) -> bool:
         or envs.VLLM_USE_BREAKABLE_CUDAGRAPH
         or config.compilation_config.mode == CompilationMode.STOCK_TORCH_COMPILE
     )
-
-
-def _can_record_late(config: VllmConfig) -> bool:
-    """Whether graphs with taps may be recorded between steps of requests."""
-    # Data-parallel ranks would have to record together; tensor-parallel ones do, as they run the
-    # same steps. Recording leaves dummy adapters, a connector's state and draft models' graphs as
-    # they are at start-up, not as requests need them.
-    return (
-        config.parallel_config.data_parallel_size == 1
-        and config.lora_config is None
-        and config.kv_transfer_config is None
-        and config.speculative_config is None
-    )
-
-
-@contextmanager
-def _planning(
-    manager: CudaGraphManager,
-    descs: dict[CUDAGraphMode, list[BatchExecutionDescriptor]],
-    warms_up: bool = True,
-) -> Iterator[None]:
-    """Within, a manager records the graphs of these sizes alone; `warms_up` each before."""
-    planned, manager._capture_descs = manager._capture_descs, descs
-    manager.warms_up = warms_up
-    try:
-        yield
-    finally:
-        manager._capture_descs, manager.warms_up = planned, True
-
-
-def refuse_late_breaks(config: VllmConfig) -> None:
-    """Refuse breakable CUDA graphs in which attention is recorded like any other kernel.
-
-    They are to end before it. Upstream's attention decides that when it is imported, and a config
-    turns them on for some architectures: too late in a process that had imported it by then, or was
-    forked from one. Graphs are recorded without requests, so that prompts would get no attention.
-
-    Raises:
-        ValueError: they were turned on too late.
-    """
-    breaks = unified_attention_with_output.__globals__ is vars(breakable_cudagraph)
-    records = config.compilation_config.cudagraph_mode != CUDAGraphMode.NONE
-    if envs.VLLM_USE_BREAKABLE_CUDAGRAPH and records and not breaks:
-        raise ValueError(
-            "this model's breakable CUDA graphs were turned on after attention had been imported, "
-            "and would not end before it; set VLLM_USE_BREAKABLE_CUDAGRAPH=1 in the environment "
-            "in which Python starts, or 0 to do without them"
-        )
-
-
-def _graphs_of(graph_owner: Any) -> tuple[str, ...]:
-    """The attributes in which a graph owner keeps the graphs of whole forwards, and which sizes it
-    has; none if it keeps none. Graphs of pieces hang off the compiled code."""
-    if isinstance(graph_owner, CUDAGraphWrapper):
-        return ("concrete_cudagraph_entries",)
-    if isinstance(graph_owner, CudaGraphManager):
-        return ("graphs", "_candidates", "_capture_descs")
-    return ()
-
-
-def coarse(sizes: Iterable[int]) -> list[int]:
-    """Those of graphs' sizes that code with taps has, ascending: four between a power of two and
-    the next, so that recording takes half the time, and no batch runs a graph of more than 5/4 of
-    the size that it would have had."""
-    kept: list[int] = []
-    for size in sorted(sizes, reverse=True):
-        quarter = max(1, 1 << max(0, (size - 1).bit_length() - 3))
-        if size % quarter == 0 or not kept or 4 * kept[-1] > 5 * size:
-            kept.append(size)
-    return kept[::-1]

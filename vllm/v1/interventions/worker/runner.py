@@ -35,8 +35,9 @@ from vllm.v1.interventions.step_rows import StepRows
 from vllm.v1.interventions.worker.attention_layers import AttentionHeads, attention_of
 from vllm.v1.interventions.worker.capture_arena import CaptureArena
 from vllm.v1.interventions.worker.focus_layers import FocusLayers
+from vllm.v1.interventions.worker.graph_owners import refuse_late_breaks
 from vllm.v1.interventions.worker.lens_reader import LensReader
-from vllm.v1.interventions.worker.model_variants import ModelVariants, refuse_late_breaks
+from vllm.v1.interventions.worker.model_variants import ModelVariants
 from vllm.v1.interventions.worker.steering_table import SteeringTable
 from vllm.v1.interventions.worker.tap_layers import (
     bound_taps,
