@@ -20,6 +20,7 @@ from tests.support.serving import Ask, Judge, Steps, capture, prompt_of, serve
 from vllm import LLM
 from vllm.multimodal.inputs import PlaceholderRange
 from vllm.v1.interventions.scheduler.row_budget import RowBudget
+from vllm.v1.request import RequestStatus
 
 if TYPE_CHECKING:
     from tests.conftest import TinyModels
@@ -38,7 +39,11 @@ def without_claims(monkeypatch: pytest.MonkeyPatch) -> None:
 def step_of(ours: Any, *asked: tuple[Any, int, int]) -> list[int]:
     """Tokens granted to (request, first, count), in a step of its own."""
     granted = [ours.rows.cap_tokens(*one) for one in asked]
-    ours.message({r.request_id: n for (r, _, _), n in zip(asked, granted, strict=True) if n})
+    runs = {r.request_id: n for (r, _, _), n in zip(asked, granted, strict=True) if n}
+    for one, _, _ in asked:
+        if one.request_id in runs:
+            one.status = RequestStatus.RUNNING
+    ours.message(runs)
     return granted
 
 
@@ -67,6 +72,20 @@ def test_prompts_that_waited_together_are_not_cut() -> None:
     assert step_of(ours, *((p, 0, 8) for p in prompts)) == [8, 0, 0]
     assert step_of(ours, *((p, 0, 8) for p in prompts[1:])) == [8, 0]
     assert step_of(ours, (prompts[2], 0, 8)) == [8]
+
+
+def test_later_prompts_do_not_cut_those_that_were_not_asked() -> None:
+    """Of parked requests few are asked in a step. Others that came meanwhile and were refused are
+    not served before them: the twin is one that came last."""
+    ours = scheduler(rows=8)
+    prompts = [request(f"p{i}", "all_prompt") for i in range(5)]
+    for arrived, prompt in enumerate(prompts):
+        prompt.arrival_time = arrived
+    first, parked, *later, last = prompts
+    assert step_of(ours, *((p, 0, 8) for p in (first, *later))) == [8, 0, 0]
+    assert step_of(ours, (parked, 0, 8)) == [8]
+    assert step_of(ours, *((p, 0, 8) for p in (later[0], later[1]))) == [8, 0]
+    assert step_of(ours, (last, 0, 8), (later[1], 0, 8)) == [7, 1]
 
 
 @pytest.mark.parametrize("gone", ["finish", "preempt", "withdraw"])
@@ -108,7 +127,7 @@ def test_an_image_is_in_one_step(whole: bool) -> None:
 
 def test_positions_without_rows_need_no_room() -> None:
     ours = scheduler(rows=1)
-    long, decoding = request("long", [5]), request("d", "all")
+    decoding, long = request("d", "all"), request("long", [5])
     assert step_of(ours, (request("first", "all"), 0, 1), (decoding, 8, 1)) == [1, 0]
     assert ours.rows.cap_tokens(long, 0, 8) == 5
     assert ours.rows.cap_tokens(request("plain"), 0, 8) == 8
@@ -141,6 +160,7 @@ def longest_wait(seed: int, can_run: float) -> int:
             worst = max(worst, waits[i])
             if count:
                 scheduled[one.request_id] = count
+                one.status = RequestStatus.RUNNING
         assert taken <= room, "more rows than fit"
         ours.message(scheduled)
     return worst

@@ -30,7 +30,7 @@ from vllm.v1.interventions.messages import FIRST_SLOT, ROWS_PER_SLOT, WorkerRequ
 from vllm.v1.interventions.scheduler.decisions import SchedulerInterventions
 from vllm.v1.interventions.scheduler.turns import MAX_SKIPS
 from vllm.v1.interventions.step_rows import Blocks, StepRows
-from vllm.v1.request import Request
+from vllm.v1.request import Request, RequestStatus
 
 pytestmark = pytest.mark.quick
 
@@ -105,7 +105,9 @@ def test_room_is_shared_and_given_back() -> None:
     ours.preempt(first)
     assert ours.rows.cap_tokens(second, 0, 8) == 3
     assert rows_of(ours.message({"second": 3})) == {"second": [0, 1, 2]}
-    assert ours.rows.cap_tokens(first, 2, 8) == 2  # a new step, in which one row is the third's
+    assert ours.rows.cap_tokens(first, 2, 8) == 3  # a new step, and it waits longer than the third
+    first.status = RequestStatus.RUNNING
+    assert ours.rows.cap_tokens(first, 2, 8) == 2  # now one row is the third's
 
 
 def test_tokens_the_scheduler_took_back_have_no_rows() -> None:

@@ -6,10 +6,10 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from vllm.v1.interventions.sites import needs_whole_items
+from vllm.v1.request import Request, RequestStatus
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
-    from vllm.v1.request import Request
 
 FIRST_TOKEN = np.zeros(1, dtype=np.int32)
 """The offsets of a request that captures the one token it has in a step."""
@@ -25,6 +25,8 @@ class Claim(NamedTuple):
     """The step of its first refusal."""
     rows: int
     """The fewest rows it can run with."""
+    arrived: float
+    """When it came to the frontend."""
 
 
 class RowBudget:
@@ -32,7 +34,9 @@ class RowBudget:
 
     A request that was refused rows has first claim in the next step, so that no prompt which
     captures everything keeps the others waiting. Claims are served in the order of the first
-    refusal. They last one step: a request that cannot run now keeps nobody else from running.
+    refusal. They last one step: a request that cannot run now keeps nobody else from running. Of
+    those that wait to start, most are not asked in a step, and none is put behind later ones for
+    that.
     """
 
     def __init__(self, config: "VllmConfig") -> None:
@@ -62,7 +66,7 @@ class RowBudget:
         """Whether the rows of this step are so many that all senders send their share."""
         return self._senders > 1 and self._senders * self._taken > self._whole
 
-    def cap_tokens(self, request: "Request", first: int, num_tokens: int) -> int:
+    def cap_tokens(self, request: Request, first: int, num_tokens: int) -> int:
         """How many of the `num_tokens` positions from `first` this step's rows have room for.
 
         0 means: not in this step. Where nobody has a claim, the first request of a step gets some
@@ -112,32 +116,35 @@ class RowBudget:
         self._grant(request, (wanted - first).astype(np.int32), len(wanted) * each)
         return num_tokens
 
-    def _room(self, request: "Request") -> int:
+    def _room(self, request: Request) -> int:
         """Rows the request may take: what nobody has an older claim on. A prompt that waited with
         others is not cut up for their sake: rows of one step are one piece."""
         free = self._capacity - self._taken
         if not self._claims:
             return free
-        mine = self._claims.get(request.request_id)
-        older = [
+        mine, arrived = self._claims.get(request.request_id), float("inf")
+        if request.status != RequestStatus.RUNNING:
+            arrived = request.arrival_time
+        before = [
             claim.rows
             for name, claim in self._claims.items()
-            if name != request.request_id and (mine is None or claim.since < mine.since)
+            if name != request.request_id
+            and (claim.arrived <= arrived if mine is None else claim.since < mine.since)
         ]
-        return max(free - sum(older), 0)
+        return max(free - sum(before), 0)
 
-    def _refuse(self, request: "Request", needed: int) -> int:
+    def _refuse(self, request: Request, needed: int) -> int:
         # What was kept for it did not do, so others may have it.
         claim = self._claims.pop(request.request_id, None)
         since = self._step if claim is None else claim.since
-        self._refused[request.request_id] = Claim(since, needed)
+        self._refused[request.request_id] = Claim(since, needed, request.arrival_time)
         return 0
 
-    def has_refused(self, request: "Request") -> bool:
+    def has_refused(self, request: Request) -> bool:
         """Whether a request was refused rows in this step."""
         return request.request_id in self._refused
 
-    def _grant(self, request: "Request", offsets: np.ndarray, rows: int) -> None:
+    def _grant(self, request: Request, offsets: np.ndarray, rows: int) -> None:
         if self._claims or self._refused:
             self._claims.pop(request.request_id, None)
             self._refused.pop(request.request_id, None)
@@ -145,12 +152,12 @@ class RowBudget:
         self._decoding = False
         self._taken += rows
 
-    def _give_back(self, request: "Request") -> None:
+    def _give_back(self, request: Request) -> None:
         offsets = self._offsets.pop(request.request_id, None)
         if offsets is not None:
             self._taken -= len(offsets) * request.interventions.arena_rows
 
-    def withdraw(self, request: "Request") -> None:
+    def withdraw(self, request: Request) -> None:
         """Drop a request that is not part of this step after all, or has ended."""
         self._give_back(request)
         self._claims.pop(request.request_id, None)
@@ -171,7 +178,7 @@ class RowBudget:
         }
 
 
-def _split_item(request: "Request", first: int, stop: int) -> tuple[int, int] | None:
+def _split_item(request: Request, first: int, stop: int) -> tuple[int, int] | None:
     """The image that a step over positions [first, stop) would begin and not end: start, stop."""
     places = (feature.mm_position for feature in request.mm_features or ())
     items = ((place.offset, place.offset + place.length) for place in places)
