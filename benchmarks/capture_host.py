@@ -217,7 +217,8 @@ def run(args: argparse.Namespace, num_sites: int) -> dict[str, float]:
         for output in outputs:
             if frontend.handle_output(output):
                 continue
-            states[output.request_id].capture.deliver(tokens)
+            if states[output.request_id].capture.feeds:
+                states[output.request_id].capture.deliver(tokens)
         frontend.pop_ready(None)
         del rows, outputs, message
         mark.append(time.perf_counter())

@@ -64,11 +64,12 @@ class CompletionCapture:
         if inline:
             self._collector = RowCollector(plan, self._prompt, inline, outputs.forms)
             outputs.inbox.open(self._request_id, self._collector)
-        self._feeds = {
+        self.feeds = {
             name: Feed(plan, name, self._prompt, outputs.threads)
             for name in plan.consumers
             if name in outputs.hosts
         }
+        """Of the consumers of this process."""
         self._rows: list[CapturedChunk] = []
         """Rows for the feeds that came ahead of their tokens."""
         self._open: set[str] = set()
@@ -89,7 +90,7 @@ class CompletionCapture:
     def add(self, rows: CapturedChunk) -> None:
         """Take rows for the consumers of this process. Those of generated tokens wait for the
         output that brings the tokens."""
-        if self._feeds:
+        if self.feeds:
             self._rows.append(rows)
             if not len(rows.positions) or rows.positions[-1] < len(self._prompt):
                 self.deliver(())
@@ -102,7 +103,7 @@ class CompletionCapture:
         """
         rows, self._rows = self._rows, []
         for chunk in rows:
-            for name, feed in self._feeds.items():
+            for name, feed in self.feeds.items():
                 delivery = feed.deliver(chunk, output_token_ids)
                 if delivery is not None and name not in self._dropped:
                     self._session(name).rows(self._request_id, *delivery)
@@ -164,7 +165,7 @@ class CompletionCapture:
         if self.pending_consumers:
             end = CaptureEnd(num_tokens, aborted, failed)
             self._outputs.link.send(CaptureCall(self._request_id, end))
-        for name, feed in self._feeds.items():
+        for name, feed in self.feeds.items():
             if name not in self._dropped:
                 feed.finish(self._session(name), self._request_id, num_tokens, aborted, failed)
         for name in self._dropped:
