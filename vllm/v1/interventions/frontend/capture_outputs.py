@@ -69,7 +69,7 @@ class CompletionCapture:
             for name in plan.consumers
             if name in outputs.hosts
         }
-        """Of the consumers of this process."""
+        """What feeds the consumers of this process, by name."""
         self._rows: list[CapturedChunk] = []
         """Rows for the feeds that came ahead of their tokens."""
         self._open: set[str] = set()
