@@ -86,6 +86,66 @@ def test_every_token_and_no_padding(batches: list[list[Request]]) -> None:
         assert found(token_map) == want + [(0, 0)] * (MAX_TOKENS - len(want))
 
 
+@given(st.data(), st.lists(requests(), min_size=1, max_size=3))
+def test_requests_that_grow_step_by_step(data: st.DataObject, asking: list[Request]) -> None:
+    """Prompts in chunks and from the prefix cache, decoding, and preemptions."""
+    token_map = TokenMap(MAX_TOKENS, CPU, grows=True)
+    at: dict[int, int] = {}
+    for _ in range(data.draw(st.integers(1, 30), label="steps")):
+        runs = data.draw(st.permutations(range(len(asking))), label="order")
+        runs = runs[: data.draw(st.integers(1, len(asking)), label="how many")]
+        for i in list(at):
+            if data.draw(st.integers(0, 9), label="preempted") == 0:
+                del at[i]
+        new = [i for i in runs if i not in at]
+        at |= {i: data.draw(st.integers(0, 6), label="cached") for i in new}
+        token_map.update(set(), {str(i): asking[i].worker for i in new if asking[i].known})
+        size = st.one_of(st.just(1), st.integers(1, 6))
+        positions = [list(range(at[i], at[i] + data.draw(size, label="tokens"))) for i in runs]
+        run(token_map, [str(i) for i in runs], positions)
+        for i, each in zip(runs, positions, strict=True):
+            at[i] = each[-1] + 1
+        want = [asking[i].at(p) for i, ps in zip(runs, positions, strict=True) for p in ps]
+        assert found(token_map) == want + [(0, 0)] * (MAX_TOKENS - len(want))
+
+
+@pytest.mark.parametrize("grows", [True, False])
+def test_a_batch_that_stays_the_same_goes_on_to_its_next_segment(grows: bool) -> None:
+    """And back, where drafts may be rejected."""
+    token_map = TokenMap(MAX_TOKENS, CPU, grows)
+    token_map.update(set(), {"a": one(4)})
+    for position in [*range(9), *([] if grows else [3, 8])]:
+        run(token_map, ["a", "plain"], [[position], [position]])
+        assert found(token_map)[:2] == [(4 if position < 5 else 5, 0), (0, 0)]
+
+
+@pytest.mark.parametrize("grows", [True, False])
+def test_in_their_last_segments_rows_are_written_once(grows: bool) -> None:
+    """And a prompt that came from the cache is known to be done some steps later."""
+    token_map = TokenMap(MAX_TOKENS, CPU, grows)
+    token_map.update(set(), {"a": one(4), "b": one(6)})
+
+    def written(a: int, b: int) -> bool:
+        run(token_map, ["a", "b"], [[a], [b]])
+        assert found(token_map)[:3] == [(5, 0), (7, 0), (0, 0)]
+        token_map.slots[0] = 9
+        run(token_map, ["a", "b"], [[a + 1], [b + 1]])
+        kept = token_map.slots[0] == 9
+        token_map.slots[0] = 5
+        return not kept
+
+    run(token_map, ["a", "b"], [[0, 1, 2, 3, 4], [2, 3, 4]])  # two of b's were cached
+    assert written(5, 5), "b is at 3 or later, as far as is known"
+    assert written(7, 7) != grows
+    token_map.update(set(), {"b": one(6)})  # preempted, it begins anew
+    run(token_map, ["a", "b"], [[9], [0]])
+    assert found(token_map)[:2] == [(5, 0), (6, 0)]
+    run(token_map, ["a", "b"], [[10], [1]])
+    assert found(token_map)[:2] == [(5, 0), (6, 0)]
+    run(token_map, ["a", "b"], [[11], [5]])
+    assert found(token_map)[:2] == [(5, 0), (7, 0)]
+
+
 def one(row: int) -> WorkerRequest:
     return told([0, 5], [row, row + 1], [0, 0])
 

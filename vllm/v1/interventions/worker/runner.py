@@ -147,7 +147,8 @@ class WorkerInterventions:
         self.sites = [
             (p, n) for n in sorted(shape.points) for p in shape.offers(n) if p in CAPTURE_POINTS
         ]
-        self.tokens = TokenMap(max_tokens, device)
+        drafts, connector = self._config.speculative_config, self._config.kv_transfer_config
+        self.tokens = TokenMap(max_tokens, device, grows=drafts is None and connector is None)
         if self._steering:
             config = self._config.steering_config
             steered = [site for site in self.sites if site[0] in config.steering_points]

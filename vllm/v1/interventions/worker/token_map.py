@@ -29,8 +29,9 @@ class _Uploaded(NamedTuple):
     programs: torch.Tensor | None
     """None where no segment has one."""
     focus: torch.Tensor | None
-    constant: bool
-    """Whether no request has more than one segment, and none a focus."""
+    fixed_after: float
+    """After how many steps of the batch no position changes a row: each request is in its last
+    segment, and none has a focus."""
 
 
 class TokenMap:
@@ -38,9 +39,15 @@ class TokenMap:
 
     The row follows from the token's *true* position, which only the device knows in time: the
     host's is optimistic under speculation and asynchronous scheduling.
+
+    Args:
+        grows: whether the positions of a request that runs only grow, so that one in its last
+            segment stays there: without drafts, which may be rejected, and without a KV connector,
+            which may fail to load.
     """
 
-    def __init__(self, max_tokens: int, device: torch.device) -> None:
+    def __init__(self, max_tokens: int, device: torch.device, grows: bool = False) -> None:
+        self._grows = grows
         self.slots = torch.zeros(max_tokens, dtype=torch.int32, device=device)
         """The table row of each token; 0 for padding and plain tokens."""
         self.program = torch.zeros(max_tokens, dtype=torch.int32, device=device)
@@ -59,15 +66,22 @@ class TokenMap:
         """Whether any token may have a program."""
         self._batch: tuple[list[str], np.ndarray, _Uploaded] | None = None
         self._placed: _Uploaded | None = None
-        """The batch whose rows the tokens have."""
+        """The batch whose rows the tokens have, if no position changes them."""
+        self._ran: dict[str, int] = {}
+        """Tokens that ran of steered requests since they were admitted, before `_batch`: no more
+        than their positions."""
+        self._steps = 0
+        """Steps of `_batch`."""
 
     def update(self, finished: set[str], admitted: dict[str, WorkerRequest]) -> None:
         """Forget requests that ended, and keep those admitted ones that are steered."""
         for req_id in finished:
             if self._requests.pop(req_id, None) is not None:
-                self._batch = None
+                self._end_batch()
+                self._ran.pop(req_id, None)
         for req_id, request in admitted.items():
-            self._batch = None
+            self._end_batch()
+            self._ran.pop(req_id, None)
             if request.table_rows.any() or request.programs.any() or any(request.focus):
                 self._requests[req_id] = request
             else:
@@ -90,8 +104,9 @@ class TokenMap:
             self._clear_focus()
             return
         batch = self._uploaded(req_ids, num_tokens)
-        if batch is self._placed and batch.constant:
-            return  # no position changes a row
+        steps, self._steps = self._steps, self._steps + 1
+        if batch is self._placed:
+            return
         total = len(batch.base)
         segment = torch.searchsorted(batch.keys, batch.base + positions[:total], right=True)
         torch.index_select(batch.table_rows, 0, segment, out=self.slots[:total])
@@ -101,7 +116,8 @@ class TokenMap:
             self.program.zero_()
         self._programs = batch.programs is not None
         self.clear(total)
-        self._placed = batch
+        if steps >= batch.fixed_after:
+            self._placed = batch
         if batch.focus is None:
             self._clear_focus()
             return
@@ -115,6 +131,7 @@ class TokenMap:
         # While nothing but positions changes, as in steady decoding, nothing is sent.
         if batch is not None and batch[0] == req_ids and np.array_equal(batch[1], num_tokens):
             return batch[2]
+        self._end_batch()
         told = [self._requests.get(req_id, _PLAIN) for req_id in req_ids]
         requests = np.arange(len(req_ids), dtype=np.int64) << _SHIFT
         counts = [len(r.firsts) for r in told]
@@ -123,16 +140,31 @@ class TokenMap:
         if any(any(r.focus) for r in told):
             rows = [r.focus or [0] * n for r, n in zip(told, counts, strict=True)]
             focus = self._upload(np.concatenate([_NOBODYS, *rows]).astype(np.int32))
+        missing = np.array([int(r.firsts[-1]) for r in told])
+        if self._grows:
+            missing -= [self._ran.get(req_id, 0) for req_id in req_ids]
+        steps = float((missing.clip(0) / num_tokens).max())
+        if focus is not None or (steps and not self._grows):
+            steps = float("inf")
         uploaded = _Uploaded(
             self._upload(np.repeat(requests, num_tokens)),
             self._upload(np.repeat(requests, counts) + np.concatenate([r.firsts for r in told])),
             self._upload(np.concatenate([_NOBODYS, *(r.table_rows for r in told)])),
             self._upload(programs) if programs.any() else None,
             focus,
-            constant=focus is None and max(counts) == 1,
+            steps,
         )
         self._batch = (list(req_ids), num_tokens.copy(), uploaded)
         return uploaded
+
+    def _end_batch(self) -> None:
+        """Forget the batch on the device, as another follows."""
+        if self._batch is not None:
+            req_ids, num_tokens, _ = self._batch
+            for req_id, ran in zip(req_ids, (num_tokens * self._steps).tolist(), strict=True):
+                if req_id in self._requests:
+                    self._ran[req_id] = self._ran.get(req_id, 0) + ran
+        self._batch, self._steps = None, 0
 
     def _upload(self, array: np.ndarray) -> torch.Tensor:
         return to_device(array, self.slots.device)
@@ -156,7 +188,8 @@ class TokenMap:
         self.slots.zero_()
         self.program.zero_()
         self.focus.zero_()
-        self._mapped, self._programs, self._batch, self._placed = 0, False, None, None
+        self._end_batch()
+        self._mapped, self._programs, self._placed = 0, False, None
 
     def probe(self, table_row: int) -> None:
         """Give the first token a row, until `clear`."""
