@@ -4,7 +4,7 @@
 from collections.abc import Collection
 from itertools import accumulate, groupby
 from math import prod
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -74,6 +74,15 @@ class Block:
         return rest.view(self.count, -1).index_select(1, columns)
 
 
+class Part(NamedTuple):
+    """A part of a step's memory: its bytes [first, stop), and what they are."""
+
+    first: int
+    stop: int
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
 class Blocks:
     """Where the rows of a step lie in the arena; valid while nothing but positions changes.
 
@@ -90,6 +99,8 @@ class Blocks:
         for block in self.all:
             block.rest, row = row, row + block.num_rest
         self.names = frozenset(name for block in self.all for name, _ in block.owners)
+        self.parts: list[Part] = []
+        """As `StepRows.parts`, once a step asked for them."""
 
     def split(self, positions: torch.Tensor) -> list[tuple["Block", torch.Tensor]]:
         """The blocks, each with the positions of its tokens; all are [n], in block order."""
@@ -127,17 +138,25 @@ class StepRows:
         """Whether `packed` may be used: each sender has a part of every request's rows."""
         self._event: torch.cuda.Event | None = None
 
-    def _shapes(self) -> list[tuple[tuple[int, ...], torch.dtype]]:
+    @property
+    def parts(self) -> list[Part]:
         """What the memory holds: int64 [n] positions in block order, what is made of rows on the
         device, and [num_raw, hidden] rows as they lay in the arena."""
-        made = [
-            self._made(block, stream)
-            for block in self.blocks.all
-            for stream in block.group.streams
-            if not stream.is_raw
-        ]
-        positions = (sum(block.count for block in self.blocks.all),), torch.int64
-        return [positions, *made, ((self.blocks.num_raw, self._hidden_size), self._dtype)]
+        if not self.blocks.parts:
+            made = [
+                self._made(block, stream)
+                for block in self.blocks.all
+                for stream in block.group.streams
+                if not stream.is_raw
+            ]
+            positions = (sum(block.count for block in self.blocks.all),), torch.int64
+            rows = (self.blocks.num_raw, self._hidden_size), self._dtype
+            first = 0
+            for shape, dtype in (positions, *made, rows):
+                stop = first + prod(shape) * dtype.itemsize
+                self.blocks.parts.append(Part(first, stop, shape, dtype))
+                first = _aligned(stop)
+        return self.blocks.parts
 
     def _made(self, block: Block, stream: LocalStream) -> tuple[tuple[int, ...], torch.dtype]:
         """Scores, heads and differences, [count, sites, width], or sums, [requests, sites,
@@ -153,7 +172,7 @@ class StepRows:
     @property
     def num_bytes(self) -> int:
         """Bytes of the memory that `fill` takes."""
-        return sum(_aligned(prod(shape) * dtype.itemsize) for shape, dtype in self._shapes())
+        return _aligned(self.parts[-1].stop)
 
     def fill(
         self, memory: torch.Tensor, places: Places | None, copied: torch.cuda.Event | None = None
@@ -168,14 +187,10 @@ class StepRows:
         self._memory, self.places, self._event = memory, places, copied
 
     def tensors(self) -> list[torch.Tensor]:
-        """Positions, what was made and rows, views of the memory: see `_shapes`."""
-        assert isinstance(self._memory, torch.Tensor)
-        tensors, first = [], 0
-        for shape, dtype in self._shapes():
-            stop = first + prod(shape) * dtype.itemsize
-            tensors.append(self._memory[first:stop].view(dtype).view(shape))
-            first = _aligned(stop)
-        return tensors
+        """Views of the memory's parts."""
+        memory = self._memory
+        assert isinstance(memory, torch.Tensor)
+        return [memory[p.first : p.stop].view(p.dtype).view(p.shape) for p in self.parts]
 
     def receive(self, places: Places) -> None:
         """Map the memory, where it came from another process of this host.

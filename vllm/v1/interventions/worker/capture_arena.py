@@ -185,8 +185,8 @@ class CaptureArena:
         if not self._wanted or not (sends or self._config.capture_config.shared):
             self.clear()
             return
-        starts = np.cumsum(num_tokens[: len(req_ids)]) - num_tokens[: len(req_ids)]
-        total = int(num_tokens[: len(req_ids)].sum())
+        num_tokens = num_tokens[: len(req_ids)]
+        total = int(num_tokens.sum())
         last, wanted = self._decoding, self._wanted.keys()
         if last and len(req_ids) == total and (last.req_ids, last.wanted) == (req_ids, wanted):
             # As in the step before: nothing is sent.
@@ -196,7 +196,7 @@ class CaptureArena:
         self.clear()
         # Requests that want the same share one dense block of the arena.
         groups: dict[CaptureGroup, Members] = {}
-        for req_id, start in zip(req_ids, starts, strict=True):
+        for req_id, start in zip(req_ids, np.cumsum(num_tokens) - num_tokens, strict=True):
             offsets, found = self._wanted.get(req_id), self._captures.get(req_id)
             group = found[self._split] if found is not None else None
             if offsets is not None and group is not None:
