@@ -50,16 +50,20 @@ class Outbox:
         """Where attention can be read, once the KV cache exists."""
         self.lens: LensReader | None = None
         """Where lenses can be read, once the norm before the head is known."""
+        self._rows = _bytes_of(arena)
         if self._cuda and landing is not None:
-            self._leaving = torch.empty_like(arena)
+            self._leaving = torch.empty_like(self._rows)
             self._stream = torch.cuda.Stream(arena.device)
+            self._left = torch.cuda.Event()
 
     def send(self, step: StepRows, captured: Captured) -> None:
         """Give a step's result the rows that its forward left in the arena."""
         assert self._landing is not None
-        blocks = captured.of_blocks(step.blocks)
-        made = [values for block, at in blocks for values in self._made_of(block, at)]
-        positions = captured.positions
+        *others_at, rows_at = step.parts
+        others = [captured.positions]
+        if len(others_at) > 1:
+            blocks = captured.of_blocks(step.blocks)
+            others += [values for block, at in blocks for values in self._made_of(block, at)]
         size = step.num_bytes
         memory = self._landing.take(size)
         places = None if memory is None else self._landing
@@ -67,35 +71,35 @@ class Outbox:
             memory = torch.empty(size, dtype=torch.uint8, pin_memory=self._cuda)
         sent = torch.cuda.Event(blocking=self._sleeps) if self._cuda else None
         step.fill(memory, places, sent)
-        *others_there, rows_there = step.tensors()
-        rows, others = self._arena[: step.blocks.num_raw], [positions, *made]
+        rows = self._rows[: rows_at.stop - rows_at.first]
         if sent is None:
-            for there, values in zip((rows_there, *others_there), (rows, *others), strict=True):
-                there.copy_(values.view(there.shape))
+            for part, values in zip(step.parts, (*map(_bytes_of, others), rows), strict=True):
+                memory[part.first : part.stop].copy_(values)
             return
         main = torch.cuda.current_stream()
         if self._sent is not None:
             main.wait_event(self._sent)
         leaving = self._leaving[: len(rows)]
         leaving.copy_(rows)
-        self._stream.wait_stream(main)
+        self._left.record(main)
+        self._stream.wait_event(self._left)
         with torch.cuda.stream(self._stream):
-            self._copy_rows(rows_there, leaving)
-            for there, values in zip(others_there, others, strict=True):
-                self._copy_rows(there, values)
+            self._copy(memory, rows_at.first, leaving)
+            for part, values in zip(others_at, others, strict=True):
+                self._copy(memory, part.first, _bytes_of(values))
                 values.record_stream(self._stream)
             sent.record()
         self._sent = sent
 
-    def _copy_rows(self, there: torch.Tensor, rows: torch.Tensor) -> None:
-        """Copy rows in parts that each lie in one of the pieces that the GPU knows."""
+    def _copy(self, memory: torch.Tensor, first: int, values: torch.Tensor) -> None:
+        """Copy bytes to a step's memory, from byte `first` on, in parts that each lie in one of the
+        pieces that the GPU knows."""
         assert self._landing is not None
-        there, rows = (values.reshape(-1).view(torch.uint8) for values in (there, rows))
-        first = there.data_ptr() - self._landing.memory.ctypes.data
+        start = memory.data_ptr() - self._landing.memory.ctypes.data + first
         done = 0
-        while done < len(rows):
-            stop = done + PIECE_BYTES - (first + done) % PIECE_BYTES
-            there[done:stop].copy_(rows[done:stop], non_blocking=True)
+        while done < len(values):
+            stop = min(len(values), done + PIECE_BYTES - (start + done) % PIECE_BYTES)
+            memory[first + done : first + stop].copy_(values[done:stop], non_blocking=True)
             done = stop
 
     def _made_of(self, block: Block, captured: Captured) -> Iterator[torch.Tensor]:
@@ -207,3 +211,8 @@ class Outbox:
                 for some, which in zip(rows.split(at_once), takes.split(at_once), strict=True):
                     total += some.where(which, 0).sum(0, dtype=kind)
         return sums
+
+
+def _bytes_of(values: torch.Tensor) -> torch.Tensor:
+    """What a tensor holds, uint8 [n]; a view if it is contiguous."""
+    return values.reshape(-1).view(torch.uint8)
