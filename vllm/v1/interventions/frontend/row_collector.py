@@ -14,7 +14,13 @@ from vllm.v1.capture.lens import LensRows
 from vllm.v1.capture.results import CapturedRows, CaptureResult, SiteRows
 from vllm.v1.capture.transport.mean import Mean
 from vllm.v1.capture.transport.selected import RowsLost, Selected
-from vllm.v1.interventions.frontend.row_pieces import Piece, Run, StreamRows, of_stream
+from vllm.v1.interventions.frontend.row_pieces import (
+    Piece,
+    Run,
+    StreamRows,
+    in_a_row,
+    of_stream,
+)
 from vllm.v1.interventions.plan import AttentionForm, CapturePlan, Site, dtype_of
 from vllm.v1.interventions.reads import LensRead
 
@@ -94,7 +100,7 @@ class RowCollector:
             return
         number, streams = len(self._plan.streams), self._plan.streams
         values, into, rows = [], [], []
-        positions = np.concatenate([piece.positions for piece in pieces])
+        positions = in_a_row([piece.positions for piece in pieces])
         for i, stream in enumerate(streams):
             if stream.summed:
                 values.append(torch.empty(0))  # added up by now
@@ -106,7 +112,7 @@ class RowCollector:
             for step, place in zip(steps, own.split([len(p[0]) for p in steps]), strict=True):
                 into += place.split([part.shape[1] for part in step], dim=1)
                 rows += step
-        versions = np.concatenate([piece.versions for piece in pieces])
+        versions = in_a_row([piece.versions for piece in pieces])
         copies = threads.follow((into, rows))
         self._moved.append(Piece(positions, versions, [values], slice(None), copies))
 
@@ -129,9 +135,8 @@ class RowCollector:
         self._add_up()
         token_ids = [*self._prompt_token_ids, *output_token_ids]
         pieces = self._moved + self._unmoved()
-        none = np.empty(0, dtype=np.int64)
-        positions = np.concatenate([none, *(piece.positions for piece in pieces)])
-        versions = np.concatenate([none, *(piece.versions for piece in pieces)])
+        positions = in_a_row([piece.positions for piece in pieces])
+        versions = in_a_row([piece.versions for piece in pieces])
         results = {}
         for name, selected in self._selected.items():
             num_rows = selected.num_rows(len(token_ids))
@@ -173,7 +178,8 @@ class RowCollector:
         at: np.ndarray,
         token_ids: list[int],
     ) -> SiteRows[Any]:
-        ids = np.array([token_ids[position] for position in positions.tolist()], dtype=np.int64)
+        at_each = map(token_ids.__getitem__, positions.tolist())
+        ids = np.fromiter(at_each, np.int64, len(positions))
         selection, number = selected.selection, len(self._plan.streams)
         values: dict[Site, Callable[[], torch.Tensor]] = {}
         for index in selection.streams:

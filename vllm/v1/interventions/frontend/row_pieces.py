@@ -13,6 +13,17 @@ from vllm.v1.capture.copies import finished, joined
 from vllm.v1.interventions.messages import CapturedChunk
 
 
+class Steps(NamedTuple):
+    """What all requests of a run share of its steps."""
+
+    positions: np.ndarray
+    """int64 [steps, rows]."""
+    versions: np.ndarray
+    """int64 [steps], of the global steering."""
+    values: list[list[torch.Tensor]]
+    """Those of each step, as in `CapturedChunk`."""
+
+
 class Run:
     """Rows of the same requests in successive steps.
 
@@ -29,13 +40,17 @@ class Run:
         self.chunks: list[CapturedChunk] = []
         self.last_ordinary = -1
         """The last step whose rows did not land; they lie in ordinary memory."""
-        self._table: np.ndarray | None = None
+        self._steps: Steps | None = None
 
-    def positions(self) -> np.ndarray:
-        """The positions of all rows: int64 [steps, rows]."""
-        if self._table is None or len(self._table) < len(self.chunks):
-            self._table = np.stack([chunk.positions for chunk in self.chunks])
-        return self._table
+    def steps(self) -> Steps:
+        """All steps, which are put together once for all requests, as long as none comes."""
+        if self._steps is None or len(self._steps.values) < len(self.chunks):
+            self._steps = Steps(
+                np.stack([chunk.positions for chunk in self.chunks]),
+                np.array([chunk.version for chunk in self.chunks], dtype=np.int64),
+                [chunk.values for chunk in self.chunks],
+            )
+        return self._steps
 
 
 class Piece(NamedTuple):
@@ -55,12 +70,11 @@ class Piece(NamedTuple):
     @classmethod
     def of(cls, run: Run, rows: slice, first: int) -> "Piece":
         """One request's rows of a run, from its step `first` on."""
-        chunks = run.chunks[first:]
-        versions = np.array([chunk.version for chunk in chunks], dtype=np.int64)
+        positions, versions, values = run.steps()
         return cls(
-            run.positions()[first:, rows].ravel(),
-            versions.repeat(rows.stop - rows.start),
-            [chunk.values for chunk in chunks],
+            positions[first:, rows].ravel(),
+            versions[first:].repeat(rows.stop - rows.start),
+            values[first:],
             rows,
         )
 
@@ -68,6 +82,11 @@ class Piece(NamedTuple):
         """The values of a stream: [rows, its sites, width] of each sender, of each step."""
         finished(self.copies)
         return [[v[self.rows] for v in values[stream::num_streams]] for values in self.steps]
+
+
+def in_a_row(parts: list[np.ndarray]) -> np.ndarray:
+    """The int64 [n] of all parts; what is one part already is not copied."""
+    return parts[0] if len(parts) == 1 else np.concatenate([np.empty(0, np.int64), *parts])
 
 
 def of_stream(values: list[torch.Tensor], stream: int, num_streams: int) -> torch.Tensor:
