@@ -78,7 +78,7 @@ class Steps:
         return made
 
     def step(self, *collectors: RowCollector) -> None:
-        """A row of each, full of the step's number."""
+        """A row of each, full of the step's number; the version is one more."""
         at, self._number = self._number, self._number + 1
         shape = REQUESTS, SITES, WIDTH
         place = None if self._landing is None else self._landing.take(STEP_BYTES)
@@ -93,7 +93,7 @@ class Steps:
         positions = np.full(len(owners), at)
         parts = self._senders if at % 2 else 1
         values = list(rows[: len(owners)].tensor_split(parts, dim=1))
-        self.inbox.add([CapturedChunk(positions, values, 1, owners)])
+        self.inbox.add([CapturedChunk(positions, values, at + 1, owners)])
         self.inbox.step()
 
     @property
@@ -141,6 +141,22 @@ def test_rows_stay_where_they_landed(monkeypatch: pytest.MonkeyPatch) -> None:
     steps.inbox.step()
     gc.collect()
     assert landing.held == 0
+
+
+def test_steps_go_on_after_they_were_read() -> None:
+    """What a run's requests share of its steps is put together again when there are more."""
+    steps = Steps(Landing(1 << 20))
+    stream, whole = steps.open(2, 9)
+    for number in range(5):
+        steps.step(stream, whole)
+        tokens = [0] * (number + 1)
+        delta = stream.results(tokens, finished=False, aborted=False, only_new=True)
+        for rows in delta["inline"].payload.values():
+            assert (rows.positions.tolist(), rows.versions.tolist()) == ([number], [number + 1])
+            assert torch.equal(rows.values[:, 0], torch.tensor([float(number)]))
+    payload = finish(steps.inbox, whole, 5)
+    check(payload, 5)
+    assert all(rows.versions.tolist() == [1, 2, 3, 4, 5] for rows in payload.values())
 
 
 def test_where_rows_lie_is_found_once_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
