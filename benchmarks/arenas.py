@@ -129,6 +129,8 @@ def allocated(
         capture_config=capture,
         scheduler_config=SimpleNamespace(max_num_batched_tokens=tokens),
         parallel_config=ParallelConfig(),
+        speculative_config=None,
+        kv_transfer_config=None,
     )
     before = torch.cuda.memory_allocated() if device.type == "cuda" else 0
     made = WorkerInterventions(config, device)
