@@ -10,6 +10,7 @@ import torch
 
 from tests.support.plans import HIDDEN, SHAPE
 from vllm.v1.interventions.errors import InterventionError
+from vllm.v1.interventions.frontend import vector_memo as module
 from vllm.v1.interventions.frontend.vector_memo import KEPT, VectorMemo
 from vllm.v1.interventions.plan import VectorSet
 from vllm.v1.interventions.vectors import parse_vectors, vector_set_of
@@ -83,11 +84,50 @@ def test_what_is_refused_stays_refused() -> None:
 def test_only_the_latest_are_kept() -> None:
     memo = VectorMemo()
     first = parsed(memo, content())
-    for scale in range(2, KEPT + 2):
+    for scale in range(2, KEPT + 1):
         parsed(memo, content(float(scale)))
+    assert parsed(memo, content()) is first
+    parsed(memo, content(KEPT + 1.0))
     again = parsed(memo, content())
     assert again == first
     assert again is not first
+
+
+def test_only_so_many_bytes_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A float32 of it is kept as it came, as float64, and as the set has it."""
+    monkeypatch.setattr(module, "KEPT_BYTES", 2 * HIDDEN * (4 + 8 + 4))
+    memo = VectorMemo()
+    first, second = (parsed(memo, content(scale)) for scale in (1.0, 2.0))
+    assert parsed(memo, content(1.0)) is first
+    parsed(memo, content(3.0))
+    assert parsed(memo, content(2.0)) is second
+    assert parsed(memo, content(1.0)) is not first
+    monkeypatch.setattr(module, "KEPT_BYTES", 0)
+    largest = parsed(memo, content(4.0))
+    assert parsed(memo, content(4.0)) is largest, "one is, whatever its size"
+
+
+def test_alike_but_for_the_middle() -> None:
+    """What contents are found by is the same: the later takes the place of the earlier."""
+
+    def three(number: float) -> dict[str, Any]:
+        rows = torch.ones(3, HIDDEN)
+        rows[1] = number
+        return {"pre_attn": {1: rows[0]}, "post_block": {1: rows[1], 3: rows[2]}}
+
+    memo = VectorMemo()
+    sets = [parsed(memo, three(number)) for number in (5.0, 7.0, 5.0, 5.0)]
+    assert [s.rows[1][0] for s in sets if s is not None] == [5.0, 7.0, 5.0, 5.0]
+    assert sets[0] is not sets[2] and sets[2] is sets[3]
+
+
+def test_what_torch_cannot_compare_is_parsed_each_time() -> None:
+    memo = VectorMemo()
+    value = {"post_block": {1: torch.ones(HIDDEN).to(torch.float8_e4m3fn)}}
+    for _ in range(2):
+        [(vectors, _, vector_set)] = memo.parse(value, "steering_vectors", SHAPE, SELECT)
+        assert vector_set is None
+        assert vectors["post_block", 1].tolist() == [1.0] * HIDDEN
 
 
 def test_lists_are_parsed_each_time() -> None:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Frontend: vectors that come again are neither parsed nor hashed again."""
 
-from collections import deque
 from collections.abc import Iterator, Mapping
+from threading import Lock
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -12,27 +12,42 @@ from vllm.v1.interventions.plan import TapShape, VectorSet
 from vllm.v1.interventions.positions import Positions
 from vllm.v1.interventions.vectors import Select, Vectors, parse_vectors, vector_set_of
 
-KEPT = 4
-"""Contents that are kept, each up to 5 times as large as it was given."""
+KEPT = 256
+"""The most contents that are kept, as many as requests of a large batch."""
+KEPT_BYTES = 256 << 20
+"""The most bytes of them; each is up to 5 times as large as it was given."""
+
+_COMPARED = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+"""The dtypes of tensors that are kept; torch cannot compare all others."""
 
 Array = torch.Tensor | np.ndarray
 
 
 class _Known(NamedTuple):
-    names: list[Any]
     arrays: list[Array]
     vectors: Vectors
     vector_set: VectorSet
+
+    @property
+    def num_bytes(self) -> int:
+        arrays = [*self.arrays, *self.vectors.values()]
+        return len(self.vector_set.data) + sum(array.nbytes for array in arrays)
 
 
 class VectorMemo:
     """The contents that requests brought lately.
 
-    What comes is compared with a copy: an array may be changed in place between two requests.
+    What comes is compared with a copy: an array may be changed in place between two requests. It is
+    found by what it says but the numbers, and by a few of these: of two that are alike so far, one
+    is kept.
     """
 
     def __init__(self) -> None:
-        self._kept: deque[_Known] = deque(maxlen=KEPT)
+        self._kept: dict[Any, _Known] = {}
+        """The oldest first."""
+        self._bytes = 0
+        self._lock = Lock()
+        """Held while contents are added; several threads parse."""
 
     def parse(
         self, value: Any, path: str, shape: TapShape, select: Select
@@ -44,14 +59,24 @@ class VectorMemo:
                 yield vectors, positions, None
             return
         names, arrays = given
-        known = next((k for k in tuple(self._kept) if _is_same(k, names, arrays)), None)
-        if known is None:
+        numbers = (array.reshape(-1)[:4].tolist() for array in (arrays[0], arrays[-1]))
+        key = *names, *map(tuple, numbers)
+        known = self._kept.get(key)
+        if known is None or not _are_equal(known.arrays, arrays):
             copies = [a.clone() if isinstance(a, torch.Tensor) else a.copy() for a in arrays]
             [(vectors, _)] = parse_vectors(value, path, shape, select)
             with np.errstate(over="ignore"):  # the sum of all that acts is looked at
-                known = _Known(names, copies, vectors, vector_set_of(vectors))
-            self._kept.append(known)
+                known = _Known(copies, vectors, vector_set_of(vectors))
+            self._keep(key, known)
         yield known.vectors, None, known.vector_set
+
+    def _keep(self, key: Any, known: _Known) -> None:
+        with self._lock:
+            replaced = self._kept.pop(key, None)
+            self._bytes += known.num_bytes - (replaced.num_bytes if replaced is not None else 0)
+            self._kept[key] = known
+            while len(self._kept) > KEPT or (self._bytes > KEPT_BYTES and len(self._kept) > 1):
+                self._bytes -= self._kept.pop(next(iter(self._kept))).num_bytes
 
 
 def _arrays_in(value: Any) -> tuple[list[Any], list[Array]] | None:
@@ -67,7 +92,9 @@ def _arrays_in(value: Any) -> tuple[list[Any], list[Array]] | None:
             if isinstance(array, torch.Tensor):
                 if array.device.type != "cpu" or array.layout != torch.strided:
                     return None
-            elif not isinstance(array, np.ndarray):
+                if array.dtype not in _COMPARED:
+                    return None
+            elif not isinstance(array, np.ndarray) or array.dtype.kind != "f":
                 return None
             # With their types: True is 1, too, and no layer.
             names += point, type(layer), layer, array.dtype, array.shape
@@ -75,8 +102,8 @@ def _arrays_in(value: Any) -> tuple[list[Any], list[Array]] | None:
     return (names, arrays) if arrays else None
 
 
-def _is_same(known: _Known, names: list[Any], arrays: list[Array]) -> bool:
-    return known.names == names and all(
+def _are_equal(known: list[Array], arrays: list[Array]) -> bool:
+    return all(
         torch.equal(a, b) if isinstance(a, torch.Tensor) else np.array_equal(a, b)  # type: ignore[arg-type]
-        for a, b in zip(known.arrays, arrays, strict=True)
+        for a, b in zip(known, arrays, strict=True)
     )
