@@ -136,3 +136,8 @@ END = 1 << 40
 
 ALL = Positions([(0, END)])
 """Every position."""
+
+
+def in_a_row(parts: list[np.ndarray]) -> np.ndarray:
+    """The int64 [n] of all parts; what is one part already is not copied."""
+    return parts[0] if len(parts) == 1 else np.concatenate([np.empty(0, np.int64), *parts])

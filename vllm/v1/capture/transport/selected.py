@@ -4,7 +4,7 @@
 import numpy as np
 
 from vllm.v1.interventions.plan import Selection
-from vllm.v1.interventions.positions import Positions
+from vllm.v1.interventions.positions import Positions, in_a_row
 
 
 class Selected:
@@ -66,7 +66,7 @@ class Selected:
         """
         wanted = self.all(num_rows)
         needed = wanted.array()
-        there = arrived[0] if len(arrived) == 1 else np.concatenate([needed[:0], *arrived])
+        there = in_a_row(arrived)
         # As a rule all came, and nothing else; and that is seen in less time.
         absent = needed[:0] if np.array_equal(needed, there) else np.setdiff1d(needed, there)
         if len(absent):

@@ -84,11 +84,6 @@ class Piece(NamedTuple):
         return [[v[self.rows] for v in values[stream::num_streams]] for values in self.steps]
 
 
-def in_a_row(parts: list[np.ndarray]) -> np.ndarray:
-    """The int64 [n] of all parts; what is one part already is not copied."""
-    return parts[0] if len(parts) == 1 else np.concatenate([np.empty(0, np.int64), *parts])
-
-
 def of_stream(values: list[torch.Tensor], stream: int, num_streams: int) -> torch.Tensor:
     """All sites of a stream, of all senders."""
     parts = values[stream::num_streams]
