@@ -71,7 +71,7 @@ CASES = {
     "steering, 256 configs": Options({"max_steering_configs": 256}),
     "steering, 32 configs, post_block alone": Options({"steering_points": ["post_block"]}),
     "steering, 32 configs, all families": Options({"steering_families": [*FAMILIES]}),
-    "capture (default, 512 MiB)": Options(None, INLINE),
+    "capture (default, 1 GiB)": Options(None, INLINE),
     "capture, 2 GiB": Options(None, {**INLINE, "capture_buffer_bytes": 2 << 30}),
     "steering and capture (defaults)": Options({}, INLINE),
 }
@@ -101,7 +101,7 @@ def computed(options: Options, layers: int, hidden: int, tokens: int, gpu: bool)
         row = hidden * DTYPE.itemsize
         parts.of["capture buffer"] = capture.capture_buffer_bytes // row * row
         if gpu:
-            parts.of["rows on their way to the host"] = parts.of["capture buffer"]
+            parts.of["rows on their way to the host"] = parts.of["capture buffer"] // 2
         parts.of["map of captured tokens"] = layers * len(POINTS) * tokens * WORD
         parts.of["projections"] = PROJECTION_ROWS * hidden * WORD
     return parts

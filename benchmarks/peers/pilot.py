@@ -3,9 +3,9 @@
 
 python -m benchmarks.peers.pilot --model DIR --stock STOCK
 
-The capture buffer is the default one, 512 MiB: prompts whose rows of a step would be more are
-computed in smaller steps, and rows of one leave while the next one runs. --landing-gib sets how
-much memory results may hold where the device wrote them; without it the default does.
+Prompts whose rows of a step are more than the capture buffer has room for are computed in smaller
+steps, and rows of one leave while the next one runs. --buffer-mib sets its size, and --landing-gib
+how much memory results may hold where the device wrote them; without them the defaults do.
 
 "disk alone": as many files of the same sizes as the call before left, written in the same folder by
 as many threads as ours, each file synced. The two take turns.
@@ -90,8 +90,10 @@ class Pilot:
             "pending_bytes": ROOM,
             "threads": WRITERS,
         }
-        landing = args.landing_gib
+        landing, buffer = args.landing_gib, args.buffer_mib
         options = {} if landing is None else {"capture_landing_bytes": int(landing * (1 << 30))}
+        if buffer is not None:
+            options["capture_buffer_bytes"] = buffer << 20
         llm = start(
             args,
             enable_steering=True,
@@ -106,6 +108,7 @@ class Pilot:
             files=f"packed, synced, in {args.files} ({filesystem_of(args.files)})",
             writers=str(WRITERS),
             landing="the default" if landing is None else f"{landing:g} GiB",
+            buffer="the default" if buffer is None else f"{buffer} MiB",
         )
         ready(args)
         for load in args.extract:

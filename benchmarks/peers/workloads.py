@@ -131,6 +131,7 @@ def arguments(description: str | None) -> argparse.ArgumentParser:
     parser.add_argument("--kv-bytes", type=int, default=16 << 30)
     parser.add_argument("--tensor-parallel-size", type=int, default=1, help="of engines of vLLM")
     parser.add_argument("--landing-gib", type=float, help="capture_landing_bytes of ours, in GiB")
+    parser.add_argument("--buffer-mib", type=int, help="capture_buffer_bytes of ours, in MiB")
     parser.add_argument("--wait", action="store_true", help="measure when stdin says so")
     parser.add_argument("--eager", action="store_true", help="no compilation, as on a CPU")
     return parser

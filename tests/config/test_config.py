@@ -62,7 +62,7 @@ DEFAULTS = {
     "compat": [],
     "capture_consumers": [],
     "capture_points": [*POINTS, "final"],
-    "capture_buffer_bytes": 512 << 20,
+    "capture_buffer_bytes": 1 << 30,
     "capture_landing_bytes": None,
     "capture_inline_max_bytes": 64 << 20,
     "capture_overload_policy": "block",

@@ -52,6 +52,9 @@ FLEX: dict[str, Any] = {"attention_config": {"backend": "FLEX_ATTENTION"}}
 
 LENS: dict[str, Any] = {"capture_lens": ["logit"], "capture_lens_rows": 256}
 
+PARTS: dict[str, Any] = {"capture_buffer_bytes": 32 << 20}
+"""The rows of large steps are many, and leave in parts, more than graphs have tokens."""
+
 MODES: dict[str, dict[str, Any]] = {
     "full_and_piecewise": {},
     "piecewise": {"compilation_config": {"cudagraph_mode": "PIECEWISE"}},
@@ -79,6 +82,8 @@ MODES: dict[str, dict[str, Any]] = {
         }
     },
     "preempt": {"kv_cache_memory_bytes": 6 << 20},
+    "parts": PARTS,
+    "parts_eager": {**PARTS, "enforce_eager": True},
     "ops": {"steering_families": steering.FAMILIES},
     "ops_eager": {"steering_families": steering.FAMILIES, "enforce_eager": True},
     "heads": HEADS,

@@ -81,13 +81,17 @@ def watching_senders() -> Iterator[list[Sent]]:
 
     def recorded(rows: Any, places: Any) -> None:
         of_step: Sent = []
-        for part in (rows, *rows._later):
+        for part in rows._each():
             layers = {
                 name: sorted({n for s in block.group.streams for n, _ in s.heads})
                 for block in part.blocks.all
                 for name, _ in block.owners
             }
-            of_step.append((part._memory.place.pid, layers))
+            pid = part._memory.place.pid
+            if not of_step or of_step[-1][0] != pid:
+                of_step.append((pid, {}))
+            for name, new in layers.items():  # of all parts in which one sender sent them
+                of_step[-1][1].setdefault(name, []).extend(new)
         steps.append(of_step)
         receive(rows, places)
 

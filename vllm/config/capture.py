@@ -49,8 +49,8 @@ class CaptureConfig:
     heads of attention, and final. Fewer cost less, but for final, which costs nothing until it is
     asked for. Does not limit steering."""
 
-    capture_buffer_bytes: int = Field(default=512 << 20, ge=1)
-    """Device memory for the rows of one step; a GPU takes as much again, from which they leave
+    capture_buffer_bytes: int = Field(default=1 << 30, ge=1)
+    """Device memory for the rows of one step; a GPU takes half as much again, from which they leave
     while the next step runs. Prompts whose rows do not fit at once are computed in more, smaller
     steps."""
 

@@ -3,14 +3,27 @@
 
 It is opaque to torch.compile. Where the switch is off it launches nothing, so a CUDA graph that is
 recorded then has nothing of it. Where it is on, each of its programs reads one index, and ends if
-that is -1.
+that is -1. A forward that runs no graph of it tells the `Written` of its engine what is there.
 """
+
+from typing import Protocol
 
 import torch
 
+from vllm.forward_context import get_forward_context, is_forward_context_available
 from vllm.platforms import current_platform
 from vllm.triton_utils import HAS_TRITON, tl, triton
 from vllm.utils.torch_utils import direct_register_custom_op
+
+WRITTEN = "captured rows"
+"""Under this name an engine has a `Written` among the layers that its ops find by name."""
+
+
+class Written(Protocol):
+    """What wants to know when a forward has left rows in the arena."""
+
+    def wrote(self, dest: torch.Tensor) -> None:
+        """Hear that the launch is under way which writes the rows of the site with this `dest`."""
 
 
 def capture_rows(
@@ -36,7 +49,15 @@ def _capture_rows(
         return
     if h.is_cuda:
         _capture_rows_triton(h, arena, dest)
-        return
+    else:
+        _capture_rows_cpu(h, arena, dest)
+    if is_forward_context_available():
+        written: Written | None = get_forward_context().no_compile_layers.get(WRITTEN)
+        if written is not None:
+            written.wrote(dest)
+
+
+def _capture_rows_cpu(h: torch.Tensor, arena: torch.Tensor, dest: torch.Tensor) -> None:
     wanted = dest[: h.shape[0]]
     tokens = (wanted >= 0).nonzero().squeeze(1)
     if not tokens.numel():

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a worker captures of a request: the sites it owns, and the streams their rows leave in."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from itertools import accumulate, groupby
 from math import ceil
 from typing import TYPE_CHECKING, NamedTuple
@@ -121,14 +121,21 @@ class CaptureGroups:
         shape: of the model.
         sender: which one of `senders` this is that share these sites: of what a request captures
             here, each has about as many neighbouring layers.
+        layers: those that count; None for all.
     """
 
     def __init__(
-        self, sites: dict[Site, int], shape: TapShape, sender: int = 0, senders: int = 1
+        self,
+        sites: dict[Site, int],
+        shape: TapShape,
+        sender: int = 0,
+        senders: int = 1,
+        layers: Collection[int] | None = None,
     ) -> None:
         self._sites = sites
         self._shape = shape
         self._sender, self._senders = sender, senders
+        self._layers = layers
         self._groups: WeakValueDictionary[_Asked, CaptureGroup] = WeakValueDictionary()
 
     def of(self, request: WorkerRequest) -> CaptureGroup | None:
@@ -147,6 +154,8 @@ class CaptureGroups:
         layers = sorted({asked[i][1] for i in own})
         of_each = len(layers) / self._senders
         share = layers[ceil(of_each * self._sender) : ceil(of_each * (self._sender + 1))]
+        if self._layers is not None:
+            share = [layer for layer in share if layer in self._layers]
         own = [i for i in own if asked[i][1] in share]
         if not own:
             return None

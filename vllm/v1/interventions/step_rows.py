@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The captured rows of one step on their way from the arena to their requests."""
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from itertools import accumulate, groupby
 from math import prod
 from typing import Any, NamedTuple
@@ -49,18 +49,19 @@ class Block:
         rest = self.group.rest_at[:, None] + tokens
         return np.concatenate([raw.reshape(self.count, -1).T, rest])
 
-    def of(self, arena: torch.Tensor, first: int, number: int) -> torch.Tensor:
+    def of(self, arena: torch.Tensor, first: int, number: int, begins: int = 0) -> torch.Tensor:
         """Rows of neighbouring sites of the residual stream, all of them raw or none: [count,
         number, hidden], a view.
 
         Args:
-            arena: [rows, hidden].
+            arena: [rows, hidden], of the arena those from the row `begins` on.
             first: index into the group's sites of the first one.
         """
         at, num_sites = self.raw, self.group.num_raw
         if first >= num_sites:
             first -= num_sites
             at, num_sites = self.rest, self.group.rest_rows
+        at -= begins
         rows = arena[at : at + self.count * num_sites]
         return rows.view(self.count, num_sites, -1)[:, first : first + number]
 
@@ -88,16 +89,19 @@ class Blocks:
 
     Args:
         groups: the requests of each capture group; a request is in one.
+        first: the arena row in which they begin.
     """
 
-    def __init__(self, groups: dict[CaptureGroup, Members]) -> None:
+    def __init__(self, groups: dict[CaptureGroup, Members], first: int = 0) -> None:
         self.all = [Block(group, members) for group, members in groups.items()]
-        row = 0
+        self.first = row = first
         for block in self.all:
             block.raw, row = row, row + block.num_raw
-        self.num_raw = row
+        self.num_raw = row - first
         for block in self.all:
             block.rest, row = row, row + block.num_rest
+        self.stop = row
+        """One past the last arena row."""
         self.names = frozenset(name for block in self.all for name, _ in block.owners)
         self.parts: list[Part] = []
         """As `StepRows.parts`, once a step asked for them."""
@@ -198,9 +202,15 @@ class StepRows:
         Args:
             places: those of this process.
         """
-        for rows in (self, *self._later):
+        for rows in self._each():
             if isinstance(rows._memory, Reference):
                 rows._memory, rows.places = places.borrow(rows._memory), places
+
+    def _each(self) -> Iterator["StepRows"]:
+        """These rows, and those that joined them."""
+        yield self
+        for later in self._later:
+            yield from later._each()
 
     def _whole(self) -> list[tuple[np.ndarray, list[torch.Tensor]]]:
         """All rows by block: int64 [count] positions, and [count, sites, width] of each stream,
@@ -213,7 +223,8 @@ class StepRows:
             for block in self.blocks.all:
                 own, positions = positions[: block.count], positions[block.count :]
                 values = [
-                    _raw(block, rows, s) if s.is_raw else next(left) for s in block.group.streams
+                    _raw(block, rows, s, self.blocks.first) if s.is_raw else next(left)
+                    for s in block.group.streams
                 ]
                 self._parts.append((own, values))
             for later in self._later if self.packs else ():
@@ -268,10 +279,10 @@ class StepRows:
         return chunks
 
     def join(self, later: "StepRows") -> None:
-        """Add the same step's rows of a later worker, whose sites follow in each stream."""
+        """Add the same step's rows of a later part or worker, whose sites follow in each stream."""
         self._later.append(later)
         owners, others = ([block.owners for block in rows.blocks.all] for rows in (self, later))
-        self.packs = self.packs and owners == others
+        self.packs = self.packs and later.packs and owners == others
 
     def of(self, request_id: str) -> CapturedChunk | None:
         """The rows of one request, None if it has none: views of the step's rows."""
@@ -306,9 +317,9 @@ def _aligned(num_bytes: int) -> int:
     return -(-num_bytes // 8) * 8
 
 
-def _raw(block: Block, rows: torch.Tensor, stream: LocalStream) -> torch.Tensor:
+def _raw(block: Block, rows: torch.Tensor, stream: LocalStream, begins: int) -> torch.Tensor:
     """A stream's rows as they are, [count, sites, hidden]; a view if its sites are neighbours."""
-    parts = [block.of(rows, *run) for run in stream.runs]
+    parts = [block.of(rows, *run, begins) for run in stream.runs]
     if len(parts) == 1:
         return parts[0]
     return torch.cat([rows.new_empty(block.count, 0, rows.shape[1]), *parts], dim=1)

@@ -12,9 +12,10 @@ import numpy as np
 import torch
 
 from vllm.config import VllmConfig
-from vllm.model_executor.layers.row_capture import capture_rows
+from vllm.model_executor.layers.row_capture import WRITTEN, capture_rows
 from vllm.v1.capture.transport.landing import Landing
 from vllm.v1.interventions.capture_groups import CaptureGroup, CaptureGroups, num_senders
+from vllm.v1.interventions.messages import WorkerRequest
 from vllm.v1.interventions.plan import FINAL, Site, TapShape
 from vllm.v1.interventions.step_rows import Blocks, Members, StepRows
 from vllm.v1.interventions.worker.attention_reader import AttentionReader
@@ -29,6 +30,19 @@ from vllm.v1.interventions.worker.token_map import TokenMap, to_device
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
+
+
+PARTS = 4
+"""In so many parts the rows of a step of many leave, each of half of the layers that are left: the
+first ones have time, and for the last one waits who asked."""
+
+
+class Groups(NamedTuple):
+    """What a request captures here."""
+
+    whole: CaptureGroup
+    parts: list[CaptureGroup | None]
+    """The same by part; None where there is nothing in one."""
 
 
 class Decoding(NamedTuple):
@@ -62,7 +76,7 @@ class CaptureArena:
         self.pinning: Pinning | None = None
         if self._landing is not None and device.type == "cuda":
             self.pinning = Pinning(self._landing, device)
-        self._captures: dict[str, list[CaptureGroup | None]] = {}
+        self._captures: dict[str, list[Groups | None]] = {}
         """What is captured here of each request: if the step is not split, and if it is."""
         self._split = False
         """Whether this step is."""
@@ -73,7 +87,12 @@ class CaptureArena:
         self._decoding: Decoding | None = None
         self._last_sites: tuple[set[str], frozenset[int]] | None = None
         """What `wanted_sites` found, and for whom, while these capture the same."""
-        self._pending: tuple[StepRows, Captured] | None = None
+        self._pending: list[tuple[StepRows, Captured]] = []
+        """The parts of this step's rows."""
+        self._part_of: dict[int, int] = {}
+        """The part of each site that the forward has not come to yet, where they leave early."""
+        self._missing: list[int] = []
+        """How many of these sites each part has; parts with none have left."""
 
     def allocate(self, shape: TapShape, sites: list[Site], tokens: TokenMap) -> None:
         """Make what the taps of `sites` write to."""
@@ -96,9 +115,15 @@ class CaptureArena:
         """[sites] whether the tap of each captures in this step; `ModelVariants` turns them."""
         self._dest_host = np.full(tuple(self.dest.shape), -1, dtype=np.int32)
         self._final = None if shape.final is None else self.sites.get((FINAL, shape.final))
-        self._groups = [CaptureGroups(self.sites, shape)]
-        if shape.senders > 1:
-            self._groups.append(CaptureGroups(self.sites, shape, self._sender, shape.senders))
+        shares = [(0, 1)] + [(self._sender, shape.senders)] * (shape.senders > 1)
+        self._groups = [CaptureGroups(self.sites, shape, *share) for share in shares]
+        layers = sorted({layer for _, layer in sites})
+        of_part = np.split(layers, [len(layers) * (2**n - 1) // 2**n for n in range(1, PARTS)])
+        self._parts = [
+            [CaptureGroups(self.sites, shape, *share, set(map(int, own))) for own in of_part]
+            for share in shares
+        ]
+        self._config.compilation_config.static_forward_context[WRITTEN] = self
         self.lenses: dict[str, FileLens] = {}
         """Those of files, by name."""
         self._outbox: Outbox | None = None
@@ -144,7 +169,7 @@ class CaptureArena:
             return
         if step.admitted:
             self._decoding = self._last_sites = None
-            groups = {r: [g.of(w) for g in self._groups] for r, w in step.admitted.items()}
+            groups = {r: self._groups_of(asked) for r, asked in step.admitted.items()}
             self._captures |= {r: found for r, found in groups.items() if found[0] is not None}
         if self._outbox is None:
             return
@@ -152,6 +177,13 @@ class CaptureArena:
         if step.split != self._split:
             self._split, self._decoding = step.split, None
         self._outbox.projections.apply(step.projections)
+
+    def _groups_of(self, asked: WorkerRequest) -> list[Groups | None]:
+        found = []
+        for groups, parts in zip(self._groups, self._parts, strict=True):
+            whole = groups.of(asked)
+            found.append(None if whole is None else Groups(whole, [p.of(asked) for p in parts]))
+        return found
 
     def forget(self) -> None:
         """Clear all that sleep took away."""
@@ -168,8 +200,9 @@ class CaptureArena:
         """The sites at which these capture here in this step, of every tensor-parallel rank."""
         wanted = self._wanted.keys() & req_ids
         if self._last_sites is None or self._last_sites[0] != wanted:
-            groups = {self._captures[r][0] for r in wanted & self._captures.keys()}
-            sites = frozenset[int]().union(*(group.site_set for group in groups if group))
+            found = [self._captures[r][0] for r in wanted & self._captures.keys()]
+            groups = {one.whole for one in found if one is not None}
+            sites = frozenset[int]().union(*(group.site_set for group in groups))
             self._last_sites = wanted, sites
         return self._last_sites[1]
 
@@ -187,35 +220,79 @@ class CaptureArena:
             return
         num_tokens = num_tokens[: len(req_ids)]
         total = int(num_tokens.sum())
+        if self._outbox is not None:
+            self._outbox.next_step()
         last, wanted = self._decoding, self._wanted.keys()
         if last and len(req_ids) == total and (last.req_ids, last.wanted) == (req_ids, wanted):
             # As in the step before: nothing is sent.
             self._attention.count_keys(last.blocks)
-            self._pending = self._rows_at(last.blocks, positions, last.token_index)
+            self._pending = [self._rows_at(last.blocks, positions, last.token_index)]
             return
         self.clear()
-        # Requests that want the same share one dense block of the arena.
-        groups: dict[CaptureGroup, Members] = {}
+        members = []
         for req_id, start in zip(req_ids, np.cumsum(num_tokens) - num_tokens, strict=True):
             offsets, found = self._wanted.get(req_id), self._captures.get(req_id)
-            group = found[self._split] if found is not None else None
-            if offsets is not None and group is not None:
-                groups.setdefault(group, []).append((req_id, start + offsets))
-        if not sends:
-            groups = {group: members for group, members in groups.items() if group.shared}
-        if not groups:
+            groups = found[self._split] if found is not None else None
+            if offsets is not None and groups is not None and (sends or groups.whole.shared):
+                members.append((groups, req_id, start + offsets))
+        if not members:
             return  # all of it at other pipeline stages, or for others to send
-        blocks = Blocks(groups)
-        of_block = [np.concatenate([t for _, t in members]) for members in groups.values()]
-        for block, tokens in zip(blocks.all, of_block, strict=True):
-            self._dest_host[np.ix_(block.group.sites, tokens)] = block.rows()
-        self._attention.place(blocks, req_ids)
+        parts = self._laid_out(members)
         self.dest[:, :total] = to_device(self._dest_host[:, :total], self._device)
         self._captured_tokens = total
-        token_index = to_device(np.concatenate(of_block), self._device)
-        self._pending = self._rows_at(blocks, positions, token_index)
-        if total == len(req_ids):
+        for blocks, tokens in parts:
+            self._attention.place(blocks, req_ids)
+            token_index = to_device(tokens, self._device)
+            self._pending.append(self._rows_at(blocks, positions, token_index))
+        if len(parts) > 1:
+            for n, (blocks, _) in enumerate(parts):
+                sites = frozenset[int]().union(*(block.group.site_set for block in blocks.all))
+                self._part_of |= dict.fromkeys(sites, n)
+                self._missing.append(len(sites))
+        elif total == len(req_ids):
             self._decoding = Decoding(list(req_ids), wanted, blocks, token_index)
+
+    def _laid_out(
+        self, members: list[tuple[Groups, str, np.ndarray]]
+    ) -> list[tuple[Blocks, np.ndarray]]:
+        """Write to `_dest_host` where the rows of a step go, in as many parts as they are worth:
+        the blocks of each, and the places in the batch of their tokens.
+
+        Args:
+            members: the requests: (what it captures, request id, places of its captured tokens).
+        """
+        rows = sum((g.whole.num_raw + g.whole.rest_rows) * len(at) for g, _, at in members)
+        whole = rows * PARTS < self.most_rows or any(g.whole.shared for g, _, _ in members)
+        parts, row = [], 0
+        for part in range(1 if whole else PARTS):
+            # Requests that want the same share one dense block of the arena.
+            groups: dict[CaptureGroup, Members] = {}
+            for found, req_id, at in members:
+                group = found.whole if whole else found.parts[part]
+                if group is not None:
+                    groups.setdefault(group, []).append((req_id, at))
+            if not groups:
+                continue
+            blocks, of_block = Blocks(groups, row), []
+            for block, owners in zip(blocks.all, groups.values(), strict=True):
+                of_block.append(np.concatenate([at for _, at in owners]))
+                self._dest_host[np.ix_(block.group.sites, of_block[-1])] = block.rows()
+            row = blocks.stop
+            parts.append((blocks, np.concatenate(of_block)))
+        return parts
+
+    def wrote(self, dest: torch.Tensor) -> None:
+        """As `Written.wrote`: send a part of the rows when the forward has left all of it."""
+        if not self._part_of:
+            return
+        # Not by its offset: compiled code makes a copy of what is not aligned.
+        site, rest = divmod(dest.data_ptr() - self.dest.data_ptr(), self.dest[0].nbytes)
+        part = None if rest else self._part_of.pop(site, None)
+        if part is None:
+            return
+        self._missing[part] -= 1
+        if not self._missing[part] and self._outbox is not None:
+            self._outbox.send(*self._pending[part], early=any(self._missing))
 
     def _rows_at(
         self, blocks: Blocks, positions: torch.Tensor, token_index: torch.Tensor
@@ -231,9 +308,9 @@ class CaptureArena:
         Args:
             probed: whether this is a forward of the start-up check.
         """
-        if self._final is None or (self._pending is None and not probed):
+        if self._final is None or not (self._pending or probed):
             return
-        blocks = [] if self._pending is None else self._pending[0].blocks.all
+        blocks = [block for rows, _ in self._pending for block in rows.blocks.all]
         if probed or any(self._final in block.group.sites for block in blocks):
             on = self.switches[self._final]
             capture_rows(hidden_states, self.arena, self.dest[self._final], on)
@@ -245,15 +322,22 @@ class CaptureArena:
             self._dest_host[:, : self._captured_tokens] = -1
         self._captured_tokens = 0
         self._decoding = None
+        self._pending, self._part_of, self._missing = [], {}, []
 
     def collect(self) -> StepRows | None:
         """As `WorkerInterventions.collect`."""
-        if self._pending is None:
+        if not self._pending:
             return None
-        (rows, captured), self._pending = self._pending, None
+        pending, missing = self._pending, self._missing or [1]
+        self._pending, self._part_of, self._missing = [], {}, []
         assert self._outbox is not None
+        (rows, captured), *later = pending
         if self._landing is None:
             self._outbox.take_part(rows, captured)
             return None
-        self._outbox.send(rows, captured)
+        for part, left in zip(pending, missing, strict=True):
+            if left:  # the forward ran a graph, or has not told of all its sites
+                self._outbox.send(*part)
+        for more, _ in later:
+            rows.join(more)
         return rows

@@ -22,8 +22,10 @@ class Outbox:
     """Writes the rows of steps to a landing; on a GPU on a stream of its own, while the next steps
     run.
 
-    There they leave from a second buffer, because the next step writes to the arena: a move on the
-    device takes next to no time.
+    What is sent after a forward leaves from a second buffer of half the size, because the next step
+    writes to the arena: a move on the device takes next to no time. What is sent while its forward
+    goes on leaves from the arena itself, as does what has no room there, and the next forward waits
+    for that.
 
     Args:
         arena: [rows, hidden] on the device.
@@ -45,19 +47,34 @@ class Outbox:
             WeakKeyDictionary()
         )
         """The columns of each stream of the groups in use, on the device."""
+        self._straight: list[torch.cuda.Event] = []
+        """When what leaves from the arena itself has arrived."""
+        self._moved = 0
+        """Bytes of this step in the second buffer."""
         self._sent: torch.cuda.Event | None = None
+        """When the last of what leaves from there has arrived."""
         self.attention: BlockAttention | None = None
         """Where attention can be read, once the KV cache exists."""
         self.lens: LensReader | None = None
         """Where lenses can be read, once the norm before the head is known."""
-        self._rows = _bytes_of(arena)
+        self._rows, self._row_bytes = _bytes_of(arena), arena.shape[1] * arena.itemsize
         if self._cuda and landing is not None:
-            self._leaving = torch.empty_like(self._rows)
+            self._leaving = torch.empty_like(self._rows[: len(self._rows) // 2])
             self._stream = torch.cuda.Stream(arena.device)
             self._left = torch.cuda.Event()
 
-    def send(self, step: StepRows, captured: Captured) -> None:
-        """Give a step's result the rows that its forward left in the arena."""
+    def next_step(self) -> None:
+        """Have the forward that comes next wait for what leaves from the arena itself."""
+        for arrived in self._straight:
+            torch.cuda.current_stream().wait_event(arrived)
+        self._straight, self._moved = [], 0
+
+    def send(self, step: StepRows, captured: Captured, early: bool = False) -> None:
+        """Give a step's result the rows that its forward left in the arena.
+
+        Args:
+            early: whether the forward goes on, and will have ended much later than these arrive.
+        """
         assert self._landing is not None
         *others_at, rows_at = step.parts
         others = [captured.positions]
@@ -71,25 +88,31 @@ class Outbox:
             memory = torch.empty(size, dtype=torch.uint8, pin_memory=self._cuda)
         sent = torch.cuda.Event(blocking=self._sleeps) if self._cuda else None
         step.fill(memory, places, sent)
-        rows = self._rows[: rows_at.stop - rows_at.first]
+        first = step.blocks.first * self._row_bytes
+        stop = first + rows_at.stop - rows_at.first
+        rows = self._rows[first:stop]
         if sent is None:
             for part, values in zip(step.parts, (*map(_bytes_of, others), rows), strict=True):
                 memory[part.first : part.stop].copy_(values)
             return
         main = torch.cuda.current_stream()
-        if self._sent is not None:
-            main.wait_event(self._sent)
-        leaving = self._leaving[: len(rows)]
-        leaving.copy_(rows)
+        begin, end = self._moved, self._moved + len(rows)
+        moves = not early and end <= len(self._leaving)
+        if moves:
+            if not begin and self._sent is not None:
+                main.wait_event(self._sent)
+            rows = self._leaving[begin:end].copy_(rows)
+            self._moved, self._sent = end, sent
+        else:
+            self._straight.append(sent)
         self._left.record(main)
         self._stream.wait_event(self._left)
         with torch.cuda.stream(self._stream):
-            self._copy(memory, rows_at.first, leaving)
+            self._copy(memory, rows_at.first, rows)
             for part, values in zip(others_at, others, strict=True):
                 self._copy(memory, part.first, _bytes_of(values))
                 values.record_stream(self._stream)
             sent.record()
-        self._sent = sent
 
     def _copy(self, memory: torch.Tensor, first: int, values: torch.Tensor) -> None:
         """Copy bytes to a step's memory, from byte `first` on, in parts that each lie in one of the
