@@ -42,7 +42,7 @@ class Groups(NamedTuple):
 
     whole: CaptureGroup
     parts: list[CaptureGroup | None]
-    """The same by part; None where there is nothing in one."""
+    """What of it is in each part; None where there is nothing."""
 
 
 class Decoding(NamedTuple):
