@@ -237,32 +237,35 @@ class CaptureArena:
                 members.append((groups, req_id, start + offsets))
         if not members:
             return  # all of it at other pipeline stages, or for others to send
-        parts = self._laid_out(members)
+        # Those that decode run graphs, which tell nothing, and are mapped once for many steps.
+        decodes = total == len(req_ids)
+        parts = self._laid_out(members, whole=decodes)
         self.dest[:, :total] = to_device(self._dest_host[:, :total], self._device)
         self._captured_tokens = total
         for blocks, tokens in parts:
             self._attention.place(blocks, req_ids)
             token_index = to_device(tokens, self._device)
             self._pending.append(self._rows_at(blocks, positions, token_index))
-        if len(parts) > 1:
+        if decodes:
+            self._decoding = Decoding(list(req_ids), wanted, blocks, token_index)
+        elif len(parts) > 1:
             for n, (blocks, _) in enumerate(parts):
                 sites = frozenset[int]().union(*(block.group.site_set for block in blocks.all))
                 self._part_of |= dict.fromkeys(sites, n)
                 self._missing.append(len(sites))
-        elif total == len(req_ids):
-            self._decoding = Decoding(list(req_ids), wanted, blocks, token_index)
 
     def _laid_out(
-        self, members: list[tuple[Groups, str, np.ndarray]]
+        self, members: list[tuple[Groups, str, np.ndarray]], whole: bool
     ) -> list[tuple[Blocks, np.ndarray]]:
         """Write to `_dest_host` where the rows of a step go, in as many parts as they are worth:
         the blocks of each, and the places in the batch of their tokens.
 
         Args:
             members: the requests: (what it captures, request id, places of its captured tokens).
+            whole: whether there is to be one part in any case.
         """
         rows = sum((g.whole.num_raw + g.whole.rest_rows) * len(at) for g, _, at in members)
-        whole = rows * PARTS < self.most_rows or any(g.whole.shared for g, _, _ in members)
+        whole |= rows * PARTS < self.most_rows or any(g.whole.shared for g, _, _ in members)
         parts, row = [], 0
         for part in range(1 if whole else PARTS):
             # Requests that want the same share one dense block of the arena.
