@@ -196,8 +196,8 @@ def run(args: argparse.Namespace, num_sites: int) -> dict[str, float]:
         first = step * args.tokens
         rows = StepRows(1, blocks, args.hidden, torch.bfloat16)
         positions = torch.arange(first, first + args.tokens).repeat(args.requests)
-        # On a GPU the copy engine does this.
         outbox.next_step()
+        # On a GPU the copy engine does this.
         outbox.send(rows, Captured(positions))
         time.sleep(args.pause / 1e3)
         reached = first + args.tokens + 1

@@ -5,8 +5,10 @@ Per step: `update` with what the scheduler decided, `map` before the forward or 
 that captures nothing, `collect` after it.
 """
 
+from collections import Counter
 from collections.abc import Collection, Iterable, KeysView, Mapping
 from typing import TYPE_CHECKING, NamedTuple
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
@@ -35,14 +37,6 @@ if TYPE_CHECKING:
 PARTS = 4
 """In so many parts the rows of a step of many leave, each of half of the layers that are left: the
 first ones have time, and for the last one waits who asked."""
-
-
-class Groups(NamedTuple):
-    """What a request captures here."""
-
-    whole: CaptureGroup
-    parts: list[CaptureGroup | None]
-    """What of it is in each part; None where there is nothing."""
 
 
 class Decoding(NamedTuple):
@@ -76,8 +70,12 @@ class CaptureArena:
         self.pinning: Pinning | None = None
         if self._landing is not None and device.type == "cuda":
             self.pinning = Pinning(self._landing, device)
-        self._captures: dict[str, list[Groups | None]] = {}
+        self._captures: dict[str, list[CaptureGroup | None]] = {}
         """What is captured here of each request: if the step is not split, and if it is."""
+        self._parts_of: WeakKeyDictionary[CaptureGroup, list[CaptureGroup | None]] = (
+            WeakKeyDictionary()
+        )
+        """What of each of these groups is in each part; None where there is nothing."""
         self._split = False
         """Whether this step is."""
         self._attention = AttentionRequests()
@@ -178,11 +176,11 @@ class CaptureArena:
             self._split, self._decoding = step.split, None
         self._outbox.projections.apply(step.projections)
 
-    def _groups_of(self, asked: WorkerRequest) -> list[Groups | None]:
-        found = []
-        for groups, parts in zip(self._groups, self._parts, strict=True):
-            whole = groups.of(asked)
-            found.append(None if whole is None else Groups(whole, [p.of(asked) for p in parts]))
+    def _groups_of(self, asked: WorkerRequest) -> list[CaptureGroup | None]:
+        found = [groups.of(asked) for groups in self._groups]
+        for group, parts in zip(found, self._parts, strict=True):
+            if group is not None and group not in self._parts_of:
+                self._parts_of[group] = [part.of(asked) for part in parts]
         return found
 
     def forget(self) -> None:
@@ -200,9 +198,8 @@ class CaptureArena:
         """The sites at which these capture here in this step, of every tensor-parallel rank."""
         wanted = self._wanted.keys() & req_ids
         if self._last_sites is None or self._last_sites[0] != wanted:
-            found = [self._captures[r][0] for r in wanted & self._captures.keys()]
-            groups = {one.whole for one in found if one is not None}
-            sites = frozenset[int]().union(*(group.site_set for group in groups))
+            groups = {self._captures[r][0] for r in wanted & self._captures.keys()}
+            sites = frozenset[int]().union(*(group.site_set for group in groups if group))
             self._last_sites = wanted, sites
         return self._last_sites[1]
 
@@ -232,9 +229,9 @@ class CaptureArena:
         members = []
         for req_id, start in zip(req_ids, np.cumsum(num_tokens) - num_tokens, strict=True):
             offsets, found = self._wanted.get(req_id), self._captures.get(req_id)
-            groups = found[self._split] if found is not None else None
-            if offsets is not None and groups is not None and (sends or groups.whole.shared):
-                members.append((groups, req_id, start + offsets))
+            group = found[self._split] if found is not None else None
+            if offsets is not None and group is not None and (sends or group.shared):
+                members.append((group, req_id, start + offsets))
         if not members:
             return  # all of it at other pipeline stages, or for others to send
         # Those that decode run graphs, which tell nothing, and are mapped once for many steps.
@@ -250,12 +247,12 @@ class CaptureArena:
             self._decoding = Decoding(list(req_ids), wanted, blocks, token_index)
         elif len(parts) > 1:
             for n, (blocks, _) in enumerate(parts):
-                sites = frozenset[int]().union(*(block.group.site_set for block in blocks.all))
-                self._part_of |= dict.fromkeys(sites, n)
-                self._missing.append(len(sites))
+                self._part_of |= {s: n for block in blocks.all for s in block.group.site_set}
+            sites = Counter(self._part_of.values())
+            self._missing = [sites[n] for n in range(len(parts))]
 
     def _laid_out(
-        self, members: list[tuple[Groups, str, np.ndarray]], whole: bool
+        self, members: list[tuple[CaptureGroup, str, np.ndarray]], whole: bool
     ) -> list[tuple[Blocks, np.ndarray]]:
         """Write to `_dest_host` where the rows of a step go, in as many parts as they are worth:
         the blocks of each, and the places in the batch of their tokens.
@@ -264,14 +261,14 @@ class CaptureArena:
             members: the requests: (what it captures, request id, places of its captured tokens).
             whole: whether there is to be one part in any case.
         """
-        rows = sum((g.whole.num_raw + g.whole.rest_rows) * len(at) for g, _, at in members)
-        whole |= rows * PARTS < self.most_rows or any(g.whole.shared for g, _, _ in members)
+        rows = sum((group.num_raw + group.rest_rows) * len(at) for group, _, at in members)
+        whole |= rows * PARTS < self.most_rows or any(group.shared for group, _, _ in members)
         parts, row = [], 0
         for part in range(1 if whole else PARTS):
             # Requests that want the same share one dense block of the arena.
             groups: dict[CaptureGroup, Members] = {}
-            for found, req_id, at in members:
-                group = found.whole if whole else found.parts[part]
+            for asked, req_id, at in members:
+                group = asked if whole else self._parts_of[asked][part]
                 if group is not None:
                     groups.setdefault(group, []).append((req_id, at))
             if not groups:
