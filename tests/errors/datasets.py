@@ -26,7 +26,7 @@ from vllm.v1.capture import CaptureResult
 from vllm.v1.capture.results import CapturedRows, SiteRows
 
 ONE = np.zeros(1, np.int64)
-ROWS = SiteRows({("post_block", 0): CapturedRows(ONE, ONE, torch.zeros(1, 4), ONE)})
+ROWS = SiteRows([("post_block", 0)], lambda site: CapturedRows(ONE, ONE, torch.zeros(1, 4), ONE))
 PLAN = {"data": {"examples": 3}, "max_tokens": 1}
 
 

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import pickle
+import weakref
 from typing import Any
 
 import numpy as np
@@ -72,11 +73,11 @@ def output(*completions: CompletionOutput) -> RequestOutput:
 def captured(
     offset: float, status: Any = "ok", error: str | None = None, number: int = 3
 ) -> RequestOutput:
-    payload: SiteRows[CapturedRows] = SiteRows()
-    for layer in (0, 1, 2):
+    def of_layer(site: tuple[str, int]) -> CapturedRows:
         values = torch.arange(3 * HIDDEN, dtype=torch.float32).view(3, HIDDEN)
-        values = (values + offset + 1000 * layer)[:number]
-        payload["post_block", layer] = rows([2, 3, 4][:number], values)
+        return rows([2, 3, 4][:number], (values + offset + 1000 * site[1])[:number])
+
+    payload = SiteRows([("post_block", layer) for layer in (0, 1, 2)], of_layer)
     return output(completion(results={"inline": CaptureResult(status, error, payload)}))
 
 
@@ -117,11 +118,34 @@ def test_a_payload_answers_a_point_or_says_its_keys() -> None:
     at_point = result.payload["post_block"]
     assert list(at_point) == [0, 1, 2]
     assert at_point[1] is result.payload["post_block", 1]
-    assert "post_block" not in result.payload and result.payload.get("post_block") is None
+    assert result.payload.get("post_block") == at_point and "post_block" in result.payload
+    assert result.payload.get("post_attn") is None and "post_attn" not in result.payload
     for absent in ("pre_attn", ("post_block", 3), 1):
         with pytest.raises(KeyError, match=r"keys are \(point, layer\): .*'post_block', 2"):
             result.payload[absent]
     assert list(pickle.loads(pickle.dumps(result.payload))["post_block"]) == [0, 1, 2]
+
+
+def test_a_payload_makes_rows_once_when_looked_up_and_lets_go_of_what_they_are_made_of() -> None:
+    class Source:
+        def __init__(self) -> None:
+            self.made: list[int] = []
+
+        def of_layer(self, site: tuple[str, int]) -> CapturedRows:
+            self.made.append(site[1])
+            return rows([2], torch.full((1, HIDDEN), float(site[1])))
+
+    source = Source()
+    alive = weakref.ref(source)
+    payload = SiteRows([("post_block", 0), ("post_block", 1)], source.of_layer)
+    made = source.made
+    del source
+    assert len(payload) == 2 and list(payload)[1] == ("post_block", 1) and made == []
+    assert payload["post_block", 1] is payload["post_block", 1] and made == [1]
+    assert alive() is not None
+    copied = pickle.loads(pickle.dumps(payload))
+    assert made == [1, 0] and alive() is None
+    assert [float(rows.values[0, 0]) for rows in copied.values()] == [0.0, 1.0]
 
 
 def test_stack_takes_completions_and_partial_rows() -> None:

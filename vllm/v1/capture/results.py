@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The results that a user gets back: a `CaptureResult` per consumer, `CapturedRows` per site."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
@@ -36,15 +36,47 @@ class CaptureResult:
 _R = TypeVar("_R")
 
 
-class SiteRows(dict[Any, _R]):
+class SiteRows(Mapping[Any, _R]):
     """Rows by site, {(point, layer): `CapturedRows`}; of attention `AttentionRows`, at the point
-    "attn". A point alone is {layer: rows}."""
+    "attn". A point alone is {layer: rows}.
 
-    def __missing__(self, key: Any) -> dict[int, _R]:
-        at_point = {layer: rows for (point, layer), rows in self.items() if point == key}
-        if not at_point:
-            raise KeyError(f"{key!r} was not captured; keys are (point, layer): {list(self)}")
-        return at_point
+    Args:
+        sites: the keys, in order.
+        make: returns the rows of one, called when they are first looked up.
+    """
+
+    # Most results are read at a few sites: the rows of all are thousands of objects for a batch,
+    # and have Python look through everything it holds for garbage.
+
+    def __init__(self, sites: Iterable[Any], make: Callable[[Any], _R]) -> None:
+        self._make: Callable[[Any], _R] | None = make
+        self._rows: dict[Any, _R | None] = dict.fromkeys(sites)
+
+    def __getitem__(self, key: Any) -> Any:
+        if key not in self._rows:
+            at_point = {layer: self[point, layer] for point, layer in self._rows if point == key}
+            if not at_point:
+                raise KeyError(f"{key!r} was not captured; keys are (point, layer): {list(self)}")
+            return at_point
+        make, rows = self._make, self._rows[key]  # in this order: another thread may make the last
+        if rows is None and make is not None:
+            rows = self._rows[key] = make(key)
+            if all(made is not None for made in self._rows.values()):
+                self._make = None  # with all that it holds
+        return rows
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self._rows)
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __repr__(self) -> str:
+        """Return that of the mapping."""
+        return repr(dict(self))
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"_rows": dict(self), "_make": None}
 
 
 class _Landed(torch.Tensor):
@@ -247,10 +279,8 @@ def merged(
 
 
 def _merged_result(old: CaptureResult, new: CaptureResult) -> CaptureResult:
-    payload = SiteRows[Any]()
-    for site, rows in new.payload.items():
-        payload[site] = old.payload[site].joined(rows)
-    return CaptureResult(new.status, new.error, payload)
+    joined = {site: old.payload[site].joined(rows) for site, rows in new.payload.items()}
+    return CaptureResult(new.status, new.error, SiteRows(joined, joined.__getitem__))
 
 
 def results_of_only_completion(

@@ -65,13 +65,11 @@ class _Session(CaptureSession):
 
 def by_site(request: RequestInfo, batch: RowBatch) -> SiteRows[CapturedRows]:
     """Split a batch into the rows of each site, which are views of it."""
-    of_site = dict(zip(request.sites, request.heads, strict=False))
-    return SiteRows(
-        (
-            site,
-            CapturedRows(
-                batch.positions, batch.token_ids, values, batch.versions, of_site.get(site, ())
-            ),
-        )
-        for site, values in zip(request.sites, batch.values, strict=True)
-    )
+    at = {site: i for i, site in enumerate(request.sites)}
+
+    def rows(site: Site) -> CapturedRows:
+        heads = request.heads[at[site]] if request.heads else ()
+        values = batch.values[at[site]]
+        return CapturedRows(batch.positions, batch.token_ids, values, batch.versions, heads)
+
+    return SiteRows(at, rows)

@@ -175,36 +175,42 @@ class RowCollector:
     ) -> SiteRows[Any]:
         at_each = map(token_ids.__getitem__, positions.tolist())
         ids = np.fromiter(at_each, np.int64, len(positions))
-        selection, number = selected.selection, len(self._plan.streams)
-        values: dict[Site, Callable[[], torch.Tensor]] = {}
+        selection, streams = selected.selection, list[tuple[list[Site], StreamRows]]()
         for index in selection.streams:
-            stream = self._plan.streams[index]
+            stream, number = self._plan.streams[index], len(self._plan.streams)
             rows = StreamRows(pieces, index, number, at)
             if not pieces:
                 none = torch.empty(0, len(stream.sites), stream.width, dtype=dtype_of(stream.dtype))
                 rows = StreamRows([Piece(at, at, [[none]], slice(None))], 0, 1, at)
-            values |= {site: partial(rows.site, i) for i, site in enumerate(stream.sites)}
-        heads = selection.heads
-        if isinstance(read := selection.reads, LensRead):
+            streams.append((stream.sites, rows))
+        heads, read, forms = selection.heads, selection.reads, self._forms
+
+        def values(site: Site) -> Callable[[], torch.Tensor]:
+            of_site = (partial(r.site, s.index(site)) for s, r in streams if site in s)
+            return next(of_site)
+
+        def captured(site: Site) -> CapturedRows:
+            form = forms.get(site[1]) if site[0] == "q" else None
+            chosen = heads.get(site, ())
+            return CapturedRows(positions, ids, values(site), versions, chosen, form)
+
+        if isinstance(read, LensRead):
             return SiteRows(
-                (site, LensRows(positions, ids, values[site], versions, read))
-                for site in selection.sites
+                selection.sites, lambda site: LensRows(positions, ids, values(site), versions, read)
             )
         if read is not None:
             of_layer: dict[int | None, tuple[Callable[[], torch.Tensor], tuple[int, ...]]]
-            of_layer = {layer: (values["q", layer], heads["q", layer]) for _, layer in heads}
+            of_layer = {layer: (values(("q", layer)), heads["q", layer]) for _, layer in heads}
             if read.sum == "all":
-                parts = list(values.values())
+                parts = [values(site) for sites, _ in streams for site in sites]
                 of_layer = {None: (lambda: torch.stack([part() for part in parts]).sum(0), ())}
-            return SiteRows(
-                (("attn", layer), AttentionRows(positions, ids, rows, versions, chosen, read))
-                for layer, (rows, chosen) in of_layer.items()
-            )
-        return SiteRows(
-            (site, CapturedRows(positions, ids, values[site], versions, heads.get(site, ()), form))
-            for site in selection.sites
-            for form in [self._forms.get(site[1]) if site[0] == "q" else None]
-        )
+
+            def attended(site: Site) -> AttentionRows:
+                rows, chosen = of_layer[site[1]]
+                return AttentionRows(positions, ids, rows, versions, chosen, read)
+
+            return SiteRows([("attn", layer) for layer in of_layer], attended)
+        return SiteRows(selection.sites, captured)
 
     def _mean_rows(self, selected: Selected, mean: Mean, finished: bool) -> SiteRows[CapturedRows]:
         """One row a site, at the last position; none before the end, or without all of them."""
@@ -218,8 +224,8 @@ class RowCollector:
         heads = selected.selection.heads
         versions = np.full(len(at), mean.version, dtype=np.int64)
         return SiteRows(
-            (site, CapturedRows(at, ids, rows[:, index[site]], versions, heads.get(site, ())))
-            for site in selected.selection.sites
+            selected.selection.sites,
+            lambda site: CapturedRows(at, ids, rows[:, index[site]], versions, heads.get(site, ())),
         )
 
     def _result(
