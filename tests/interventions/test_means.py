@@ -98,7 +98,7 @@ class Way:
         self.plan, self.rows = plan, rows
         self.state = RequestInterventions(Plan(capture=plan), PROMPT, None)
         inline = [name for name in plan.consumers if name.startswith("inline")]
-        self.collector = RowCollector(plan, IDS, inline, {})
+        self.collector = RowCollector(plan, IDS, inline, {}, HERE)
         self.feed = Feed(plan, "files", IDS, HERE) if "files" in plan.consumers else None
         self.runs: dict[Any, Run] = {}
 
@@ -129,7 +129,7 @@ class Way:
 
     def move(self) -> None:
         self.runs = {}
-        self.collector.move(HERE)
+        self.collector.move()
 
 
 @st.composite

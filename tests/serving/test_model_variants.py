@@ -253,6 +253,8 @@ def test_graphs_with_taps_are_recorded_when_first_needed(
     """But for the largest, at start-up; those of pieces once, while their captures are on, after
     a step without them had the same kernels run."""
     monkeypatch.setattr(torch.accelerator, "synchronize", lambda: None)  # there is none here
+    emptied = list[None]()
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: emptied.append(None))
     monkeypatch.setattr(site_sets, "STEPS", 3)
     switches = switches_of()
     forms, layer = made(switches)
@@ -262,6 +264,8 @@ def test_graphs_with_taps_are_recorded_when_first_needed(
     def capture(**kwargs: object) -> None:
         sizes = planned(holder, full), planned(holder, pieces)
         assert not kwargs or holder.warms_up is bool(sizes[0])
+        for _ in range(3):
+            torch.cuda.empty_cache()  # as torch's recorder does, before each piece
         recorded.append((tapped(layer), on(switches), *sizes))
         for desc in holder._capture_descs.get(full, []):
             assert desc not in holder.graphs
@@ -274,6 +278,7 @@ def test_graphs_with_taps_are_recorded_when_first_needed(
     most = [SIZES[-1]]
     assert recorded == [(False, ALL, SIZES, SIZES), (*CAPTURES, most, most), (*STEERS, most, [])]
     thin = coarse(SIZES)
+    assert len(emptied) == 3 * 3
     memory_is_kept_for = len(SIZES) + (2 + SETS) * len(thin)
     assert forms.num_full_graphs(holder) == memory_is_kept_for
 
@@ -281,11 +286,12 @@ def test_graphs_with_taps_are_recorded_when_first_needed(
         """What was recorded for it; None if it runs without a graph."""
         recorded.clear()
         dummies.clear()
+        emptied.clear()
         forms.choose(*wants)
         desc = holder.dispatch(tokens, tokens, 1 if uniform else None, 0)
         assert desc.cg_mode == (full if uniform else pieces)
         runs = forms.need_graph(desc, lambda: dummies.append(None))
-        assert len(dummies) == len(recorded) and holder.warms_up
+        assert len(dummies) == len(emptied) == len(recorded) and holder.warms_up
         if runs != desc:
             assert runs == replace(desc, cg_mode=CUDAGraphMode.NONE) and not recorded
             assert on(switches) == ALL, "what is to be warm"

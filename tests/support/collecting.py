@@ -10,6 +10,7 @@ import torch
 
 from tests.support.plans import HIDDEN, SHAPE
 from vllm.v1.capture import CaptureResult
+from vllm.v1.capture.copies import CopyThreads
 from vllm.v1.capture.registry import ConsumerSpec
 from vllm.v1.interventions.frontend.capture_request import parse_capture
 from vllm.v1.interventions.frontend.row_collector import RowCollector
@@ -45,7 +46,7 @@ def plan_for(positions: Any, shape: TapShape = SHAPE, **more: Any) -> CapturePla
 
 
 def collector_for(plan: CapturePlan) -> RowCollector:
-    return RowCollector(plan, PROMPT_IDS, plan.consumers, {})
+    return RowCollector(plan, PROMPT_IDS, plan.consumers, {}, CopyThreads("test"))
 
 
 def chunk(

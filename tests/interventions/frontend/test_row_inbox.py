@@ -22,10 +22,11 @@ import numpy as np
 import pytest
 import torch
 
-from vllm.v1.capture import copies, results
+from vllm.v1.capture import copies
 from vllm.v1.capture.copies import THREADS, CopyThreads
 from vllm.v1.capture.transport.landing import Landing
 from vllm.v1.interventions.frontend import row_inbox as module
+from vllm.v1.interventions.frontend import row_pieces
 from vllm.v1.interventions.frontend.row_collector import RowCollector
 from vllm.v1.interventions.frontend.row_inbox import RowInbox
 from vllm.v1.interventions.messages import CapturedChunk
@@ -53,7 +54,7 @@ def collector_for(num_rows: int, selected: list[int] | None = None) -> RowCollec
         hidden_size=WIDTH,
         dtype="float32",
     )
-    return RowCollector(plan, [0], plan.consumers, {})
+    return RowCollector(plan, [0], plan.consumers, {}, CopyThreads("test"))
 
 
 class Steps:
@@ -69,7 +70,7 @@ class Steps:
         self._number = 0
         self._ordinary: list[weakref.ref[Any]] = []
         link: Any = SimpleNamespace(places=landing)
-        self.inbox = RowInbox(link, CopyThreads("test"), frontends=1)
+        self.inbox = RowInbox(link, frontends=1)
 
     def open(self, number: int, num_rows: int) -> list[RowCollector]:
         made = [collector_for(num_rows) for _ in range(number)]
@@ -120,7 +121,7 @@ def check(payload: dict[Any, Any], num_rows: int) -> None:
 
 def test_rows_stay_where_they_landed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Until somebody reads what came in several steps; one step's are a view for ever."""
-    monkeypatch.setattr(results, "SHARED_BYTES", 0)
+    monkeypatch.setattr(row_pieces, "SHARED_BYTES", 0)
     landing = Landing(1 << 20)
     steps = Steps(landing)
     collectors = steps.open(REQUESTS, 3)
@@ -189,7 +190,7 @@ def test_results_cannot_fill_the_landing(
 ) -> None:
     """However long a request runs, and however many results are kept: there is always room for
     steps; and rows in ordinary memory keep those of others for a while only."""
-    monkeypatch.setattr(results, "SHARED_BYTES", 0)
+    monkeypatch.setattr(row_pieces, "SHARED_BYTES", 0)
     monkeypatch.setattr(module, "ORDINARY_BYTES", 8 * STEP_BYTES)
     landing = Landing(64 * STEP_BYTES) if lands else None
     steps, kept, num_steps = Steps(landing, senders), [], 300
@@ -243,7 +244,7 @@ def test_a_request_alone_and_with_others() -> None:
 
 def test_parts_of_several_senders(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each has some of the sites, and they stay where they landed."""
-    monkeypatch.setattr(results, "SHARED_BYTES", 0)
+    monkeypatch.setattr(row_pieces, "SHARED_BYTES", 0)
     collector, landing = collector_for(2), Landing(1 << 20)
     inbox = Steps(landing).inbox
     inbox.open("r", collector)
@@ -266,7 +267,7 @@ def test_who_reads_waits_for_the_copies(monkeypatch: pytest.MonkeyPatch) -> None
     steps = Steps()
     first, second = steps.open(2, 1)
     stuck: Future[None] = Future()
-    monkeypatch.setattr(steps.inbox._threads, "follow", lambda _: [stuck])
+    monkeypatch.setattr(CopyThreads, "follow", lambda *_: [stuck])
     steps.step(first, second)
     payload = finish(steps.inbox, first, 1)
     assert not stuck.done()
@@ -363,9 +364,42 @@ def test_few_rows_are_their_own_when_they_are_read() -> None:
     assert saved(values[0]) < 4096 < saved(step[:1, 0])
 
 
+@pytest.mark.parametrize("senders", [1, 2])
+@pytest.mark.parametrize("least", [0, 1 << 40])
+def test_few_rows_of_several_steps_are_their_own(
+    least: int, senders: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whether threads take those of all sites apart when one is read, or each is when it is."""
+    monkeypatch.setattr(row_pieces, "JOINED_BYTES", least)
+    ran: list[int] = []
+    run = CopyThreads.run
+
+    def counted(threads: CopyThreads, some: copies.Copies) -> None:
+        ran.append(len(some[0]))
+        run(threads, some)
+
+    monkeypatch.setattr(CopyThreads, "run", counted)
+    landing = Landing(64 * STEP_BYTES)
+    steps = Steps(landing, senders)
+    [one] = steps.open(1, 5)
+    for _ in range(5):
+        steps.step(one)
+    payload = finish(steps.inbox, one, 5)
+    del one
+    steps.inbox.step()
+    for order in (reversed(range(SITES)), range(SITES)):
+        for i in order:
+            values = payload["post_block", i].values
+            assert values.untyped_storage().nbytes() == 5 * WIDTH * 4
+            assert torch.equal(values, torch.arange(5.0)[:, None].repeat(1, WIDTH))
+    assert ran == ([] if least else [SITES])
+    gc.collect()
+    assert landing.held == 0
+
+
 def test_a_pickled_site_has_its_own_rows_only(monkeypatch: pytest.MonkeyPatch) -> None:
     """In memory many rows are views of one block, and a pickled view is a pickle of all of it."""
-    monkeypatch.setattr(results, "SHARED_BYTES", 1000 * WIDTH * 4)
+    monkeypatch.setattr(row_pieces, "SHARED_BYTES", 1000 * WIDTH * 4)
     collector, inbox = collector_for(1000), Steps().inbox
     inbox.open("r", collector)
     values = torch.arange(1000.0)[:, None, None].repeat(1, SITES, WIDTH)

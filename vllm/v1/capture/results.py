@@ -14,9 +14,6 @@ from vllm.v1.interventions.plan import AttentionForm
 if TYPE_CHECKING:
     from vllm.outputs import CompletionOutput, RequestOutput
 
-SHARED_BYTES = 1 << 20
-"""The size from which the rows of a site are not copied when they are read."""
-
 CaptureStatus = Literal["ok", "partial_error", "error"]
 """How a capture ended: with all rows, without some that were asked for, or without a payload."""
 
@@ -145,13 +142,12 @@ class CapturedRows:
     def values(self) -> torch.Tensor:
         """The rows, [n, hidden] on the CPU in the model's dtype, at q, k, v, z [n, heads, width],
         where the stream has lanes [n, lanes, hidden];
-        with `project` their scores, float32 [n, k]. From `SHARED_BYTES` on they are a view of
+        with `project` their scores, float32 [n, k]. From a megabyte on they are a view of
         memory that they share with other sites, and as a rule with other requests, and one that is
         kept keeps all of it: clone() what is to stay alone. What is pickled, or saved by
         `torch.save`, is these rows alone."""
         if not isinstance(self._values, torch.Tensor):
-            values = self._by_head(self._values())
-            self._values = values._own() if values.nbytes < SHARED_BYTES else values
+            self._values = self._by_head(self._values())
         return self._values
 
     def __repr__(self) -> str:

@@ -62,7 +62,9 @@ class CompletionCapture:
         inline = self._inline = [name for name in plan.consumers if is_inline(name)]
         self._collector = None
         if inline:
-            self._collector = RowCollector(plan, self._prompt, inline, outputs.forms)
+            self._collector = RowCollector(
+                plan, self._prompt, inline, outputs.forms, outputs.threads
+            )
             outputs.inbox.open(self._request_id, self._collector)
         self.feeds = {
             name: Feed(plan, name, self._prompt, outputs.threads)
@@ -234,7 +236,7 @@ class CaptureOutputs:
         """All rows that results had, and their bytes."""
         self.threads = CopyThreads("capture-rows")
         frontends = config.parallel_config._api_process_count
-        self.inbox = RowInbox(link, self.threads, frontends)
+        self.inbox = RowInbox(link, frontends)
         self.rules = RuleWatches()
         self.forms = {} if config.tap_shape is None else config.tap_shape.forms
         """How layers make attention weights, by layer."""

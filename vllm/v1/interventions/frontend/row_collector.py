@@ -28,6 +28,7 @@ class RowCollector:
 
     Args:
         forms: of attention, by layer: rows of queries have them beside.
+        threads: copy rows.
     """
 
     def __init__(
@@ -36,8 +37,9 @@ class RowCollector:
         prompt_token_ids: list[int],
         consumers: Iterable[str],
         forms: Mapping[int, AttentionForm],
+        threads: CopyThreads,
     ) -> None:
-        self._plan, self._forms = plan, forms
+        self._plan, self._forms, self._threads = plan, forms, threads
         self._prompt_token_ids = prompt_token_ids
         self._selected = {
             name: Selected(plan.consumers[name], len(prompt_token_ids)) for name in consumers
@@ -85,7 +87,7 @@ class RowCollector:
         """Whether all rows that were not moved lie where they landed."""
         return all(run.last_ordinary < first for run, _, first in self._runs)
 
-    def move(self, threads: CopyThreads) -> None:
+    def move(self) -> None:
         """Have rows copied to memory of their own; none of their runs may go on. Whoever reads them
         waits for that."""
         self._add_up()
@@ -108,7 +110,7 @@ class RowCollector:
                 into += place.split([part.shape[1] for part in step], dim=1)
                 rows += step
         versions = in_a_row([piece.versions for piece in pieces])
-        copies = threads.follow((into, rows))
+        copies = self._threads.follow((into, rows))
         self._moved.append(Piece(positions, versions, [values], slice(None), copies))
 
     def results(
@@ -178,10 +180,11 @@ class RowCollector:
         selection, streams = selected.selection, list[tuple[list[Site], StreamRows]]()
         for index in selection.streams:
             stream, number = self._plan.streams[index], len(self._plan.streams)
-            rows = StreamRows(pieces, index, number, at)
+            rows = StreamRows(pieces, index, number, at, self._threads)
             if not pieces:
                 none = torch.empty(0, len(stream.sites), stream.width, dtype=dtype_of(stream.dtype))
-                rows = StreamRows([Piece(at, at, [[none]], slice(None))], 0, 1, at)
+                nothing = [Piece(at, at, [[none]], slice(None))]
+                rows = StreamRows(nothing, 0, 1, at, self._threads)
             streams.append((stream.sites, rows))
         heads, read, forms = selection.heads, selection.reads, self._forms
 

@@ -5,7 +5,6 @@ from weakref import WeakValueDictionary
 
 import torch
 
-from vllm.v1.capture.copies import CopyThreads
 from vllm.v1.interventions.frontend.capture_link import CaptureLink
 from vllm.v1.interventions.frontend.row_collector import RowCollector
 from vllm.v1.interventions.frontend.row_pieces import Run
@@ -28,8 +27,8 @@ class RowInbox:
         frontends: how many frontends the engine core has.
     """
 
-    def __init__(self, link: CaptureLink, threads: CopyThreads, frontends: int) -> None:
-        self._link, self._threads, self._frontends = link, threads, frontends
+    def __init__(self, link: CaptureLink, frontends: int) -> None:
+        self._link, self._frontends = link, frontends
         self._collectors: WeakValueDictionary[str, RowCollector] = WeakValueDictionary()
         self._runs: dict[tuple[tuple[str, int], ...], Run] = {}
         """Those of the last message, by owners; the next may continue them."""
@@ -75,7 +74,7 @@ class RowInbox:
     def finish(self, collector: RowCollector) -> None:
         """Have the rows of an ended request copied where they cannot stay."""
         if self._crowded or not collector.lies_in_landing:
-            collector.move(self._threads)
+            collector.move()
 
     def step(self) -> None:
         """Have rows of running requests copied where too many gather, after a message."""
@@ -88,4 +87,4 @@ class RowInbox:
             self._runs = {}
             self._ordinary = self._landed = 0
             for collector in list(self._collectors.values()):
-                collector.move(self._threads)
+                collector.move()

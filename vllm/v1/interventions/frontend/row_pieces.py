@@ -9,8 +9,11 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from vllm.v1.capture.copies import finished, joined
+from vllm.v1.capture.copies import JOINED_BYTES, CopyThreads, empty, finished, joined
 from vllm.v1.interventions.messages import CapturedChunk
+
+SHARED_BYTES = 1 << 20
+"""The size from which the rows of a site are not copied when they are read."""
 
 
 class Steps(NamedTuple):
@@ -95,24 +98,39 @@ class StreamRows:
 
     Args:
         at: indices of the rows that are wanted, int64 [n], sorted.
+        threads: copy rows of several steps, where they are many.
     """
 
-    def __init__(self, pieces: list[Piece], stream: int, num_streams: int, at: np.ndarray) -> None:
+    def __init__(
+        self,
+        pieces: list[Piece],
+        stream: int,
+        num_streams: int,
+        at: np.ndarray,
+        threads: CopyThreads,
+    ) -> None:
         self._pieces, self._stream, self._num_streams = pieces, stream, num_streams
-        self._at = at
+        self._at, self._threads = at, threads
         self._values: list[torch.Tensor] | None = None
+        self._alone: list[torch.Tensor] = []
+        """Those of each site in memory of its own, where threads made it so."""
 
     def site(self, index: int) -> torch.Tensor:
-        """The rows of a site, [n, width]; from any thread."""
+        """The rows of a site, [n, width]; from any thread. From `SHARED_BYTES` on they are a view
+        of memory that others share, fewer are alone in theirs."""
         pieces, values = self._pieces, self._values
         if values is None:
-            values = self._values = self._join(pieces)
-            self._pieces = []
-        for part in values[:-1]:
+            values = self._join(pieces)
+            self._alone = self._split(values)
+            self._values, self._pieces = values, []
+        if self._alone:
+            return self._alone[index][:, 0]
+        for part in values:
             if index < part.shape[1]:
-                return part[:, index]
+                break
             index -= part.shape[1]
-        return values[-1][:, index]
+        rows = part[:, index]
+        return rows if rows.nbytes >= SHARED_BYTES else joined([rows])
 
     def _join(self, pieces: list[Piece]) -> list[torch.Tensor]:
         """The rows [n, its sites, width] of each sender, which are not put together: where one step
@@ -122,6 +140,17 @@ class StreamRows:
             steps = [[of_stream(step, 0, 1)] for step in steps]
         of_senders = zip(*steps, strict=True)
         return [self._cut(p[0] if len(p) == 1 else joined(p)) for p in of_senders]
+
+    def _split(self, values: list[torch.Tensor]) -> list[torch.Tensor]:
+        """Those of each site, [n, 1, width], where they would be copied site after site by whoever
+        reads all; else none. Fresh memory takes longer than the copy."""
+        parts = [part for part in values if part[:, :1].nbytes < SHARED_BYTES]
+        if sum(part.nbytes for part in parts) < JOINED_BYTES or len(parts) < len(values):
+            return []
+        rows = [site for part in parts for site in part.split(1, dim=1)]
+        alone = [empty(site.shape, site.dtype) for site in rows]
+        self._threads.run((alone, rows))
+        return alone
 
     def _cut(self, values: torch.Tensor) -> torch.Tensor:
         first, last = (int(self._at[0]), int(self._at[-1]) + 1) if len(self._at) else (0, 0)

@@ -5,6 +5,9 @@ import copy
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
+from unittest.mock import patch
+
+import torch
 
 import vllm.envs as envs
 from vllm.compilation import breakable_cudagraph
@@ -57,6 +60,18 @@ def planning(
         yield
     finally:
         manager._capture_descs, manager.warms_up = planned, True
+
+
+@contextmanager
+def emptied_once() -> Iterator[None]:
+    """Within, torch gives back the memory that it keeps and nobody uses, of the device and of the
+    host, once: before each piece that is recorded it would look for more."""
+    torch.cuda.empty_cache()
+    with (
+        patch("torch.cuda.empty_cache", lambda: None),
+        patch("torch._C._host_emptyCache", lambda: None, create=True),
+    ):
+        yield
 
 
 def coarse(sizes: Iterable[int]) -> list[int]:

@@ -34,6 +34,7 @@ from vllm.model_executor.layers.attention_taps import HeadTaps
 from vllm.model_executor.layers.residual_taps import BoundTaps, LoopedTaps
 from vllm.v1.interventions.worker.graph_owners import (
     can_record_late,
+    emptied_once,
     graphs_of,
     no_graphs,
     planning,
@@ -257,7 +258,7 @@ class ModelVariants:
         torch.accelerator.synchronize()  # what the step before reads is written to
         on = self._on
         self._turn(sites)
-        with planning(self._graph_owner(), {desc.cg_mode: [desc]}, warms_up):
+        with planning(self._graph_owner(), {desc.cg_mode: [desc]}, warms_up), emptied_once():
             self.recorder(progress_bar_desc="A CUDA graph with taps, needed now")
         torch.accelerator.synchronize()  # its warm-up was on another stream
         self._turn(on)
