@@ -120,9 +120,8 @@ class StreamRows:
         of memory that others share, fewer are alone in theirs."""
         pieces, values = self._pieces, self._values
         if values is None:
-            values = self._join(pieces)
-            self._alone = self._split(values)
-            self._values, self._pieces = values, []
+            values = self._values = self._join(pieces)
+            self._pieces = []
         if self._alone:
             return self._alone[index][:, 0]
         for part in values:
@@ -139,7 +138,10 @@ class StreamRows:
         if len({tuple(part.shape[1] for part in step) for step in steps}) > 1:
             steps = [[of_stream(step, 0, 1)] for step in steps]
         of_senders = zip(*steps, strict=True)
-        return [self._cut(p[0] if len(p) == 1 else joined(p)) for p in of_senders]
+        values = [self._cut(p[0] if len(p) == 1 else joined(p)) for p in of_senders]
+        if len(steps) > 1:
+            self._alone = self._split(values)
+        return values
 
     def _split(self, values: list[torch.Tensor]) -> list[torch.Tensor]:
         """Those of each site, [n, 1, width], where they would be copied site after site by whoever
