@@ -64,8 +64,8 @@ def planning(
 
 @contextmanager
 def emptied_once() -> Iterator[None]:
-    """Within, torch gives back the memory that it keeps and nobody uses, of the device and of the
-    host, once: before each piece that is recorded it would look for more."""
+    """Within, torch keeps the memory that it has and nobody uses: it would give it back before each
+    piece that is recorded. That of the device it gives back before, so that a graph finds room."""
     torch.cuda.empty_cache()
     with (
         patch("torch.cuda.empty_cache", lambda: None),
