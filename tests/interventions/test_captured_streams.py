@@ -86,7 +86,11 @@ def captured(
     own = [SITES.index(site) for site in sites]
     for block, members in zip(blocks.all, groups.values(), strict=True):
         at = np.concatenate([t for _, t in members])
-        for site, into in zip(block.group.sites, block.rows(), strict=True):
+        dest = torch.full((len(sites), first), -1, dtype=torch.int32)
+        block.map(dest, torch.from_numpy(at))
+        assert set(dest.ge(0).nonzero().unique(dim=0)[:, 0].tolist()) == block.group.site_set
+        for site in block.group.sites:
+            into = dest[site, at]
             assert arena[into].isnan().all(), "two rows in one place"
             arena[into] = stream[own[site], at]
     assert not arena[:-1].isnan().any(), "the arena has gaps"

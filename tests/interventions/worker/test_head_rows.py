@@ -86,7 +86,7 @@ def test_rows_of_a_step(asked: list[tuple[WorkerRequest, int]], last_stage: bool
     dest = torch.full((len(own), total), -1, dtype=torch.int32)
     for block, members in zip(blocks.all, groups.values(), strict=True):
         at = np.concatenate([t for _, t in members])
-        dest[np.ix_(block.group.sites, at)] = torch.from_numpy(block.rows())
+        block.map(dest, torch.from_numpy(at))
     captured = sum(b.count for b in blocks.all)
     arena = torch.full((size, HIDDEN), torch.nan)
     for site, rows in given.items():

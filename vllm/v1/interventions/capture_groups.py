@@ -9,6 +9,7 @@ from weakref import WeakValueDictionary
 
 import msgspec
 import numpy as np
+import torch
 
 from vllm.v1.interventions.messages import WorkerRequest, WorkerStream
 from vllm.v1.interventions.plan import Site, TapShape
@@ -69,6 +70,15 @@ class LocalStream(NamedTuple):
         return not self.width and not self.summed
 
 
+class _Places(NamedTuple):
+    """Some of a group's sites, on the device."""
+
+    sites: torch.Tensor
+    """int64 [n, 1]: the worker's index of each."""
+    rows: torch.Tensor
+    """int32 [n, 1]: which of a token's rows is the first of each."""
+
+
 class CaptureGroup:
     """What a set of requests captures alike: their rows lie in one dense block of the arena.
 
@@ -92,13 +102,25 @@ class CaptureGroup:
         self.site_set = frozenset(sites)
         self.rest_rows = sum(sizes)
         """Arena rows of a token at the sites that are not raw, together."""
-        self.rest_at = np.cumsum([0, *sizes], dtype=np.int32)[:-1]
-        """int32: the first of them of each of these sites."""
+        self._rest_at = np.cumsum([0, *sizes])[:-1]
+        """The first of them of each of these sites."""
+        self._places: list[_Places] = []
         self.streams = [s._replace(runs=self._runs(s)) for s in streams]
         self.attends = any(isinstance(s.reads, AttentionRead) for s in self.streams)
         """Whether attention is read."""
         self.shared = any(s.reads is not None for s in self.streams)
         """Whether every tensor-parallel rank makes a part of it."""
+
+    def places(self, device: torch.device) -> list[_Places]:
+        """Where a token's rows lie among those of its block: of sites that are raw, and of others;
+        put on the device once."""
+        if not self._places:
+            sites = np.split(self.sites, [self.num_raw])
+            for at, rows in zip(sites, (np.arange(self.num_raw), self._rest_at), strict=True):
+                own = (torch.from_numpy(each)[:, None].to(device) for each in (at, rows))
+                index, first = own
+                self._places.append(_Places(index, first.int()))
+        return self._places
 
     def _runs(self, stream: LocalStream) -> list[tuple[int, int]]:
         places, projection = stream.places, stream.projection

@@ -42,12 +42,19 @@ class Block:
         self.stop = 0
         """There, one past the last position of this step, or more."""
 
-    def rows(self) -> np.ndarray:
-        """The arena row of each token at each site, the first of them: int32 [sites, count]."""
-        raw = np.arange(self.num_raw, dtype=np.int32) + self.raw
-        tokens = np.arange(self.count, dtype=np.int32) * self.group.rest_rows + self.rest
-        rest = self.group.rest_at[:, None] + tokens
-        return np.concatenate([raw.reshape(self.count, -1).T, rest])
+    def map(self, dest: torch.Tensor, tokens: torch.Tensor) -> None:
+        """Write in which arena row each token's begin at each site.
+
+        Args:
+            dest: int32 [sites, tokens].
+            tokens: those of the block, int64 [count], on the same device.
+        """
+        group, nth = self.group, torch.arange(self.count, dtype=torch.int32, device=dest.device)
+        raw, rest = group.places(dest.device)
+        if group.num_raw:
+            dest[raw.sites, tokens] = raw.rows + (nth * group.num_raw + self.raw)
+        if group.rest_rows:
+            dest[rest.sites, tokens] = rest.rows + (nth * group.rest_rows + self.rest)
 
     def of(self, arena: torch.Tensor, first: int, number: int, begins: int = 0) -> torch.Tensor:
         """Rows of neighbouring sites of the residual stream, all of them raw or none: [count,

@@ -111,7 +111,6 @@ class CaptureArena:
         """[sites, tokens] the arena row in which each token's begins, -1 for none."""
         self.switches = torch.ones(len(sites), dtype=torch.bool)
         """[sites] whether the tap of each captures in this step; `ModelVariants` turns them."""
-        self._dest_host = np.full(tuple(self.dest.shape), -1, dtype=np.int32)
         self._final = None if shape.final is None else self.sites.get((FINAL, shape.final))
         shares = [(0, 1)] + [(self._sender, shape.senders)] * (shape.senders > 1)
         self._groups = [CaptureGroups(self.sites, shape, *share) for share in shares]
@@ -237,11 +236,12 @@ class CaptureArena:
         # Those that decode run graphs, which tell nothing, and are mapped once for many steps.
         decodes = total == len(req_ids)
         parts = self._laid_out(members, whole=decodes)
-        self.dest[:, :total] = to_device(self._dest_host[:, :total], self._device)
         self._captured_tokens = total
         for blocks, tokens in parts:
             self._attention.place(blocks, req_ids)
             token_index = to_device(tokens, self._device)
+            for block, own in blocks.split(token_index):
+                block.map(self.dest, own)
             self._pending.append(self._rows_at(blocks, positions, token_index))
         if decodes:
             self._decoding = Decoding(list(req_ids), wanted, blocks, token_index)
@@ -254,8 +254,8 @@ class CaptureArena:
     def _laid_out(
         self, members: list[tuple[CaptureGroup, str, np.ndarray]], whole: bool
     ) -> list[tuple[Blocks, np.ndarray]]:
-        """Write to `_dest_host` where the rows of a step go, in as many parts as they are worth:
-        the blocks of each, and the places in the batch of their tokens.
+        """Where the rows of a step go, in as many parts as they are worth: the blocks of each, and
+        the places in the batch of their tokens.
 
         Args:
             members: the requests: (what it captures, request id, places of its captured tokens).
@@ -273,11 +273,9 @@ class CaptureArena:
                     groups.setdefault(group, []).append((req_id, at))
             if not groups:
                 continue
-            blocks, of_block = Blocks(groups, row), []
-            for block, owners in zip(blocks.all, groups.values(), strict=True):
-                of_block.append(np.concatenate([at for _, at in owners]))
-                self._dest_host[np.ix_(block.group.sites, of_block[-1])] = block.rows()
+            blocks = Blocks(groups, row)
             row = blocks.stop
+            of_block = [at for owners in groups.values() for _, at in owners]
             parts.append((blocks, np.concatenate(of_block)))
         return parts
 
@@ -319,7 +317,6 @@ class CaptureArena:
         """Capture nothing in the next forward."""
         if self._captured_tokens:
             self.dest[:, : self._captured_tokens].fill_(-1)
-            self._dest_host[:, : self._captured_tokens] = -1
         self._captured_tokens = 0
         self._decoding = None
         self._pending, self._part_of, self._missing = [], {}, []
