@@ -127,8 +127,11 @@ class TapShape(msgspec.Struct, frozen=True):
     def parts(self, site: Site) -> tuple[int, int]:
         """How many heads or lanes a token's row at a site has, and the width of one."""
         point, layer = site
-        lanes = self.lanes if point in self.points.get(layer, ()) else 1
-        return self.heads.get(layer, {}).get(point, (lanes, self.hidden_size))
+        heads = self.heads.get(layer, {}).get(point)
+        if heads is not None:
+            return heads
+        lanes = self.lanes if self.lanes > 1 and point in self.points.get(layer, ()) else 1
+        return lanes, self.hidden_size
 
     def row_width(self, site: Site) -> int:
         """Width of a token's row at a site; of all heads or lanes together."""
@@ -137,7 +140,8 @@ class TapShape(msgspec.Struct, frozen=True):
 
     def arena_rows(self, site: Site) -> int:
         """How many rows of hidden_size a token takes on the device at a site."""
-        return -(-self.row_width(site) // self.hidden_size)
+        count, width = self.parts(site)
+        return -(-count * width // self.hidden_size)
 
     def arena_places(self, sites: Iterable[Site]) -> tuple[dict[Site, int], int]:
         """Where the rows of one token begin on the device, site after site, and how many they
@@ -151,6 +155,8 @@ class TapShape(msgspec.Struct, frozen=True):
     def share_rows(self, sites: Iterable[Site]) -> int:
         """The most rows of hidden_size that a token takes on one device, of those whose workers
         share these sites by layers."""
+        if self.senders == 1:
+            return sum(map(self.arena_rows, sites))
         rows: Counter[int] = Counter()
         for site in sites:
             rows[site[1]] += self.arena_rows(site)

@@ -10,7 +10,7 @@ import msgspec
 from vllm.config.capture import READ_POINTS, CaptureConfig
 from vllm.config.steering import HEADS, POINTS, STEERING_POINTS, SteeringConfig
 from vllm.v1.interventions.errors import reject, show, show_key
-from vllm.v1.interventions.plan import Site, TapShape, taps_of
+from vllm.v1.interventions.plan import MADE_OF, Site, TapShape
 from vllm.v1.interventions.values import plain, plain_list
 
 if TYPE_CHECKING:
@@ -35,8 +35,8 @@ def need_point(value: Any, path: str, shape: TapShape, allowed: Sequence[str] = 
         if isinstance(value, str) and value in INSTEAD:
             reject(path, f"{value!r} can only be captured; here use {INSTEAD[value]}")
         reject(path, f"unknown point {show(value)}; points are {', '.join(allowed)}")
-    offered = {p for layer in shape.points for p in shape.offers(layer)}
-    if value not in offered:
+    if not any(value in shape.offers(layer) for layer in shape.points):
+        offered = {p for layer in shape.points for p in shape.offers(layer)}
         near = offered.intersection(POINTS if value in POINTS else allowed)
         has = sorted(near, key=allowed.index)
         reject(path, f"this model has no point {value!r}; it has {', '.join(has)}")
@@ -171,12 +171,12 @@ def need_captured_points(sites: Iterable[Site], path: str, config: CaptureConfig
 
 
 def _need_points(sites: Iterable[Site], path: str, option: str, points: Sequence[str]) -> None:
-    for site in sites:
-        for tap, _ in taps_of(site):
+    for point in dict.fromkeys(point for point, _ in sites):
+        for tap in MADE_OF.get(point, (point,)):
             if tap not in points:
-                of = "" if tap == site[0] else f"is made of {tap}, and "
+                of = "" if tap == point else f"is made of {tap}, and "
                 started = f"{of}the engine was started with {option}={list(points)}"
-                reject(f"{path}.{site[0]}", started)
+                reject(f"{path}.{point}", started)
 
 
 def _layers_of(value: Any, point: str, path: str, shape: TapShape) -> list[int]:

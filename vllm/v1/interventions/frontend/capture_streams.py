@@ -8,7 +8,7 @@ import msgspec
 
 from vllm.v1.capture.registry import is_inline
 from vllm.v1.interventions.errors import reject
-from vllm.v1.interventions.plan import Selection, Site, Stream, TapShape, taps_of
+from vllm.v1.interventions.plan import MADE_OF, Selection, Site, Stream, TapShape
 from vllm.v1.interventions.positions import Positions
 from vllm.v1.interventions.reads import AttentionRead, LensRead
 from vllm.v1.interventions.sites import site_order
@@ -67,7 +67,7 @@ class Streams:
         """
         parts: dict[_Form, list[Site]] = {}
         runs = tuple(selection.runs) if summed else ()
-        differing = [site for site in selection.sites if len(taps_of(site)) > 1]
+        differing = [site for site in selection.sites if len(MADE_OF.get(site[0], ())) > 1]
         widths = {0}
         if selection.heads:
             widths = {self._width(selection, site) for site in selection.sites}
