@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from vllm.v1.capture.transport import landing as module
-from vllm.v1.capture.transport.landing import Landing, Places, RowEncoder
+from vllm.v1.capture.transport.landing import Landing, Places, Room, RowEncoder, own_memory
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
 pytestmark = pytest.mark.quick
@@ -116,6 +116,24 @@ def test_what_is_not_ready_is_not_taken() -> None:
     landing.ready = 100 * KB
     assert written(landing, 0, 11) is not None
     assert Landing(0).take(1) is None
+
+
+def test_memory_of_a_process_alone_is_used_again() -> None:
+    """The lowest place that is free, and never one that somebody has a view of."""
+    room = Room(own_memory(100 * KB))
+    first, second = (room.take(40 * KB) for _ in range(2))
+    assert first is not None and second is not None
+    assert room.take(40 * KB) is None and room.take(20 * KB) is not None
+    place, view = first.data_ptr(), first.fill_(1)[KB:]
+    second.fill_(2)
+    del first
+    assert room.take(40 * KB) is None
+    del view
+    again = room.take(40 * KB)
+    assert again is not None and again.data_ptr() == place
+    again.fill_(3)
+    assert bool((second == 2).all())
+    assert Room(own_memory(0)).take(1) is None
 
 
 def _frontend(pipe: Connection) -> None:

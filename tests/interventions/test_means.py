@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.support.plans import HIDDEN, SHAPE
-from vllm.v1.capture.copies import CopyThreads
+from vllm.v1.capture.copies import CopyThreads, empty
 from vllm.v1.capture.registry import ConsumerSpec
 from vllm.v1.capture.transport.feed import Feed, request_info
 from vllm.v1.capture.transport.mean import Mean
@@ -129,7 +129,7 @@ class Way:
 
     def move(self) -> None:
         self.runs = {}
-        self.collector.move()
+        self.collector.move(empty)
 
 
 @st.composite

@@ -26,6 +26,7 @@ from tests.support.collecting import (
 from tests.support.plans import HIDDEN, SHAPE
 from tests.support.rows import give
 from vllm.v1.capture import CaptureResult
+from vllm.v1.capture.copies import empty
 from vllm.v1.capture.results import merged
 from vllm.v1.interventions.frontend import row_pieces
 from vllm.v1.interventions.plan import TapShape
@@ -182,7 +183,7 @@ def stream(
             give(collector, *new)
             give(every, *new)
             if step in moves:
-                collector.move()
+                collector.move(empty)
         seen = cut
         deltas.append(collect(collector, cut, end=None, only_new=True))
     deltas.append(collect(collector, total, end=end, only_new=True))

@@ -7,6 +7,7 @@ call that lets go of it.
 
 import ctypes
 import os
+from collections import deque
 from collections.abc import Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 
@@ -24,7 +25,7 @@ JOINED_BYTES = PIECE_BYTES
 """The bytes that are worth threads of their own, where rows are joined that somebody waits for."""
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """By the bytes of a number."""
-UNDERWAY_BYTES = 256 << 20
+UNDERWAY_BYTES = 512 << 20
 """The most bytes of copies underway that nobody waits for."""
 
 Copies = tuple[list[torch.Tensor], list[torch.Tensor]]
@@ -78,8 +79,10 @@ class CopyThreads:
 
     def __init__(self, name: str) -> None:
         self._threads = ThreadPoolExecutor(THREADS, name, initializer=_without_team)
-        self._underway: list[Future[None]] = []
+        self._underway: deque[tuple[list[Future[None]], int]] = deque()
+        """Copies that nobody waits for, and their bytes, the oldest first."""
         self._bytes = 0
+        """All of theirs."""
 
     def start(self, copies: Copies) -> list[Future[None]]:
         """Start copying in as many threads as the size is worth; return a future for each."""
@@ -96,8 +99,8 @@ class CopyThreads:
     def follow(self, copies: Copies) -> list[Future[None]]:
         """Start copying, and do not wait for it.
 
-        A small copy is done when this returns. If more than `UNDERWAY_BYTES` are underway, these
-        are waited for first.
+        A small copy is done when this returns. If more than `UNDERWAY_BYTES` are underway, the
+        oldest of these are waited for first.
 
         Returns:
             The futures of the copies that are not done.
@@ -106,11 +109,12 @@ class CopyThreads:
         if num_bytes < DIRECT_BYTES:
             copy(copies)
             return []
-        if self._bytes > UNDERWAY_BYTES:
-            wait(self._underway)  # who needs what was copied gets the error
-            self._underway, self._bytes = [], 0
+        while self._bytes > UNDERWAY_BYTES:
+            oldest, done = self._underway.popleft()
+            wait(oldest)  # who needs what was copied gets the error
+            self._bytes -= done
         started = self.start(copies)
-        self._underway += started
+        self._underway.append((started, num_bytes))
         self._bytes += num_bytes
         return started
 

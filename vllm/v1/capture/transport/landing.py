@@ -14,6 +14,7 @@ import weakref
 from bisect import insort
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import IO, Any, NamedTuple
 from weakref import WeakValueDictionary
 
@@ -27,6 +28,9 @@ LEASES = 1 << 16
 """The most tensors that a process has passed on and not got back."""
 ALIGNMENT = 64
 """Bytes that the beginning of a place is a multiple of."""
+
+_MAP_NORESERVE = 0x4000
+"""Python names it from 3.13 on."""
 
 
 class Address(NamedTuple):
@@ -171,33 +175,26 @@ class RowEncoder(OOBTensorConsumer):
         return self if all(path.startswith("ipc://") for path in output_paths) else None
 
 
-class Landing(Places):
-    """A worker's landing. It alone takes places; the lowest one that is free, so that memory which
-    was used is used again.
+class Room:
+    """Memory that is taken in places. The lowest one that is free is taken first, so that memory
+    which was used is used again.
 
     Args:
-        size: its bytes.
+        memory: uint8, all of it.
     """
 
-    def __init__(self, size: int) -> None:
-        super().__init__()
-        self._file, self.memory = open_memory("vllm-captured-rows", size)
+    def __init__(self, memory: np.ndarray) -> None:
+        self.memory = memory
         """All its bytes."""
-        self._mapped[os.getpid(), self._file.fileno()] = self.memory
-        self.ready = size
+        self.ready = len(memory)
         """How many of them can be taken, from the first one on."""
         self._taken: list[tuple[int, int]] = []
         """The first byte and the end of each place in use, sorted."""
         self._free: deque[tuple[int, int]] = deque()
         """Places given back that are in `_taken` yet."""
 
-    @property
-    def size(self) -> int:
-        """The bytes that can be taken."""
-        return self.ready
-
-    def take(self, size: int) -> torch.Tensor | None:
-        """Take a place of at least `size` bytes, of any content, uint8; None if there is none."""
+    def _find(self, size: int) -> tuple[int, int] | None:
+        """Take a place of at least `size` bytes, until it is in `_free`; None if there is none."""
         size = -(-max(size, 1) // ALIGNMENT) * ALIGNMENT
         while self._free:
             self._taken.remove(self._free.popleft())
@@ -208,9 +205,45 @@ class Landing(Places):
             first = taken[1]
         if first + size > self.ready:
             return None
-        taken = first, first + size
-        insort(self._taken, taken)
-        place = Address(os.getpid(), self._file.fileno(), first, size)
+        insort(self._taken, (first, first + size))
+        return first, first + size
+
+    def take(self, size: int) -> torch.Tensor | None:
+        """Take a place of at least `size` bytes, of any content, uint8; None if there is none. It
+        is free again when nobody has a view of it."""
+        taken = self._find(size)
+        if taken is None:
+            return None
+        array = self.memory[slice(*taken)]
+        weakref.finalize(array, self._free.append, taken).atexit = False
+        return torch.from_numpy(array)
+
+
+class Landing(Places, Room):
+    """A worker's landing. It alone takes places.
+
+    Args:
+        size: its bytes.
+    """
+
+    def __init__(self, size: int) -> None:
+        Places.__init__(self)
+        self._file, memory = open_memory("vllm-captured-rows", size)
+        Room.__init__(self, memory)
+        self._mapped[os.getpid(), self._file.fileno()] = memory
+
+    @property
+    def size(self) -> int:
+        """The bytes that can be taken."""
+        return self.ready
+
+    def take(self, size: int) -> torch.Tensor | None:
+        """As of a `Room`, and other processes find it."""
+        taken = self._find(size)
+        if taken is None:
+            return None
+        first, end = taken
+        place = Address(os.getpid(), self._file.fileno(), first, end - first)
         return torch.from_numpy(self._view(place, lambda: self._free.append(taken)))
 
 
@@ -223,3 +256,14 @@ def open_memory(name: str, size: int) -> tuple[IO[bytes], np.ndarray]:
     file.truncate(size)
     memory = mmap.mmap(file.fileno(), 0) if size else b""
     return file, np.frombuffer(memory, np.uint8)
+
+
+def own_memory(size: int) -> np.ndarray:
+    """Return memory of this process alone, uint8 [size], which the kernel gives as it is first
+    used: in huge pages, which come several times faster than small ones."""
+    if not size:
+        return np.empty(0, np.uint8)
+    memory = mmap.mmap(-1, size, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE)
+    with suppress(OSError):  # a kernel without them
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    return np.frombuffer(memory, np.uint8)

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from vllm.v1.capture.attention import AttentionRows
-from vllm.v1.capture.copies import CopyThreads, empty
+from vllm.v1.capture.copies import CopyThreads
 from vllm.v1.capture.lens import LensRows
 from vllm.v1.capture.results import CapturedRows, CaptureResult, SiteRows
 from vllm.v1.capture.transport.mean import Mean
@@ -87,9 +87,13 @@ class RowCollector:
         """Whether all rows that were not moved lie where they landed."""
         return all(run.last_ordinary < first for run, _, first in self._runs)
 
-    def move(self) -> None:
+    def move(self, memory: Callable[[Sequence[int], torch.dtype], torch.Tensor]) -> None:
         """Have rows copied to memory of their own; none of their runs may go on. Whoever reads them
-        waits for that."""
+        waits for that.
+
+        Args:
+            memory: returns it, of a shape and a dtype.
+        """
         self._add_up()
         pieces = self._unmoved()
         self._runs, self._summed = [], []
@@ -104,7 +108,7 @@ class RowCollector:
                 continue
             steps = [step for piece in pieces for step in piece.parts(i, number)]
             num_sites, width = sum(p.shape[1] for p in steps[0]), steps[0][0].shape[2]
-            own = empty((len(positions), num_sites, width), dtype_of(stream.dtype))
+            own = memory((len(positions), num_sites, width), dtype_of(stream.dtype))
             values.append(own)
             for step, place in zip(steps, own.split([len(p[0]) for p in steps]), strict=True):
                 into += place.split([part.shape[1] for part in step], dim=1)

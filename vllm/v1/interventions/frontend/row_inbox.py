@@ -1,10 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Rows as they come from the engine core: those of many requests together, for each to read."""
 
+from collections.abc import Sequence
+from math import prod
 from weakref import WeakValueDictionary
 
 import torch
 
+from vllm.v1.capture.copies import empty
+from vllm.v1.capture.transport.landing import Room, own_memory
 from vllm.v1.interventions.frontend.capture_link import CaptureLink
 from vllm.v1.interventions.frontend.row_collector import RowCollector
 from vllm.v1.interventions.frontend.row_pieces import Run
@@ -14,14 +18,21 @@ ORDINARY_BYTES = 192 << 20
 """Rows in ordinary memory that may gather before they are copied: each keeps its whole step's."""
 LANDING_SHARE = 16
 """What part of the landing may gather before it is copied, where results hold too much of it."""
+ROOM_STEPS = 5
+"""The steps that have room in the landing beside what results hold: those that run, that are on
+their way here, and that are copied."""
+KEPT_BYTES = 4 << 20
+"""The size from which memory of copied rows is kept for further ones."""
 
 
 class RowInbox:
     """Gives the rows of one frontend's requests to their collectors.
 
     They stay where they landed, and results are views of them, until those hold three quarters of
-    the landing. From then on threads copy rows to memory of their request's own: of one that ends,
-    and of those that run when their steps hold much.
+    the landing, or less where steps are large, but half. From then on threads copy rows to memory
+    of their request's own: of one that ends, and of those that run when their steps hold much. That
+    memory is kept when a result lets go of it, as much as the landing has, because the kernel takes
+    several times longer to give new memory than a copy to it does.
 
     Args:
         frontends: how many frontends the engine core has.
@@ -34,6 +45,10 @@ class RowInbox:
         """Those of the last message, by owners; the next may continue them."""
         self._ordinary = self._landed = 0
         """Bytes that came since rows were last copied."""
+        self._largest = 0
+        """The most bytes that a message had in the landing."""
+        self._own: Room | None = None
+        """Where rows are copied to."""
 
     def open(self, request_id: str, collector: RowCollector) -> None:
         """Give a collector what comes for its request, for as long as it is in use."""
@@ -41,7 +56,7 @@ class RowInbox:
 
     def add(self, chunks: list[CapturedChunk]) -> None:
         """Take the rows of a message; some of their owners may have no collector."""
-        before, self._runs = self._runs, {}
+        before, self._runs, landed = self._runs, {}, self._landed
         for chunk in chunks:
             key = tuple(chunk.owners)
             run = before.get(key)
@@ -60,6 +75,7 @@ class RowInbox:
             else:
                 self._ordinary += num_bytes
                 run.last_ordinary = len(run.chunks) - 1
+        self._largest = max(self._largest, self._landed - landed)
 
     def _lies_in_landing(self, values: list[torch.Tensor]) -> bool:
         places = self._link.places
@@ -69,12 +85,25 @@ class RowInbox:
     def _crowded(self) -> bool:
         """Whether results hold too much of the landing for further ones to stay there."""
         places = self._link.places
-        return places is not None and places.held > 3 * places.size // 4 // self._frontends
+        if places is None:
+            return False
+        share = places.size // self._frontends
+        return places.held > share - min(max(share // 4, ROOM_STEPS * self._largest), share // 2)
+
+    def _memory(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        """Memory for rows, of any content."""
+        places, size = self._link.places, prod(shape) * dtype.itemsize
+        if self._own is None and places is not None and self._crowded:
+            self._own = Room(own_memory(places.size // self._frontends))
+        memory = None
+        if self._own is not None and size >= KEPT_BYTES:
+            memory = self._own.take(size)
+        return empty(shape, dtype) if memory is None else memory[:size].view(dtype).view(*shape)
 
     def finish(self, collector: RowCollector) -> None:
         """Have the rows of an ended request copied where they cannot stay."""
         if self._crowded or not collector.lies_in_landing:
-            collector.move()
+            collector.move(self._memory)
 
     def step(self) -> None:
         """Have rows of running requests copied where too many gather, after a message."""
@@ -87,4 +116,4 @@ class RowInbox:
             self._runs = {}
             self._ordinary = self._landed = 0
             for collector in list(self._collectors.values()):
-                collector.move()
+                collector.move(self._memory)
