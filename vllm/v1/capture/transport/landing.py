@@ -260,10 +260,13 @@ def open_memory(name: str, size: int) -> tuple[IO[bytes], np.ndarray]:
 
 def own_memory(size: int) -> np.ndarray:
     """Return memory of this process alone, uint8 [size], which the kernel gives as it is first
-    used: in huge pages, which come several times faster than small ones."""
-    if not size:
+    used: in huge pages, which come several times faster than small ones. [0] where it refuses, as
+    it may where it promises no more than it has."""
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE
+    try:
+        memory = mmap.mmap(-1, size, flags)
+    except (OSError, ValueError):  # ValueError for nothing
         return np.empty(0, np.uint8)
-    memory = mmap.mmap(-1, size, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE)
     with suppress(OSError):  # a kernel without them
         memory.madvise(mmap.MADV_HUGEPAGE)
     return np.frombuffer(memory, np.uint8)
