@@ -57,8 +57,8 @@ class CaptureConfig:
     capture_landing_bytes: int | None = Field(default=None, ge=0)
     """Host memory of a pipeline stage in which rows arrive, and where results and consumers read
     them; tensor-parallel ranks that send rows have equal parts of it. By default a quarter of what
-    the machine has free, 32 GiB at most. Results may hold three quarters of it; the rows of further
-    ones are copied to memory of their own."""
+    the machine has free, 32 GiB at most. Results may hold three quarters of it, or half where steps
+    are large; the rows of further ones are copied to memory of their own."""
 
     capture_inline_max_bytes: int = Field(default=64 << 20, ge=1)
     """Most bytes of rows one request may return inline."""
