@@ -144,6 +144,20 @@ def test_rows_stay_where_they_landed(monkeypatch: pytest.MonkeyPatch) -> None:
     assert landing.held == 0
 
 
+def test_a_place_is_free_before_the_next_message() -> None:
+    """If all whose rows are there have ended; others may have more in the next."""
+    landing = Landing(64 * STEP_BYTES)
+    steps = Steps(landing)
+    [other] = steps.open(1, 1)
+    for beside in ([], [other]):
+        [one] = steps.open(1, 1)
+        steps.step(one, *beside)
+        del one
+        steps.inbox.step()
+        gc.collect()
+        assert landing.held == len(beside) * STEP_BYTES
+
+
 def test_steps_go_on_after_they_were_read() -> None:
     """What a run's requests share of its steps is put together again when there are more."""
     steps = Steps(Landing(1 << 20))

@@ -11,6 +11,7 @@ import msgspec
 import numpy as np
 import torch
 
+from vllm.utils.torch_utils import async_tensor_h2d
 from vllm.v1.interventions.messages import WorkerRequest, WorkerStream
 from vllm.v1.interventions.plan import Site, TapShape
 from vllm.v1.interventions.reads import AttentionRead, LensRead
@@ -117,9 +118,9 @@ class CaptureGroup:
         if not self._places:
             sites = np.split(self.sites, [self.num_raw])
             for at, rows in zip(sites, (np.arange(self.num_raw), self._rest_at), strict=True):
-                own = (torch.from_numpy(each)[:, None].to(device) for each in (at, rows))
-                index, first = own
-                self._places.append(_Places(index, first.int()))
+                first = rows.astype(np.int32)
+                own = (async_tensor_h2d(each[:, None], device) for each in (at, first))
+                self._places.append(_Places(*own))
         return self._places
 
     def _runs(self, stream: LocalStream) -> list[tuple[int, int]]:

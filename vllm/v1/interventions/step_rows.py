@@ -313,7 +313,6 @@ class StepRows:
         self._wait()
         memory = self._memory
         if self.places is not None and isinstance(memory, torch.Tensor):
-            self.places.reclaim()
             memory = self.places.lend(memory) or memory
         made = dict.fromkeys(("places", "_parts", "_singles", "_chunks"))
         return {**self.__dict__, **made, "_memory": memory}

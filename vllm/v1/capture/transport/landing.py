@@ -10,6 +10,7 @@ on another host, are ordinary memory, and go by the messages themselves.
 
 import mmap
 import os
+import threading
 import weakref
 from bisect import insort
 from collections import deque
@@ -62,6 +63,8 @@ class Places:
         self._borrowed: WeakValueDictionary[Address, np.ndarray] = WeakValueDictionary()
         self._own_leases: tuple[IO[bytes], np.ndarray] | None = None
         self._lent: list[tuple[int, torch.Tensor]] = []
+        self._lends = threading.Lock()
+        """Held by who changes these: messages are written by a thread of their own."""
 
     @property
     def held(self) -> int:
@@ -103,21 +106,23 @@ class Places:
             None if the tensor is ordinary memory.
         """
         place = self.address_of(tensor)
-        if place is None or len(self._lent) == LEASES:
-            return None
-        if self._own_leases is None:
-            self._own_leases = open_memory("vllm-row-leases", LEASES)
-        file, flags = self._own_leases
-        lease = int(flags.argmin())
-        flags[lease] = 1
-        self._lent.append((lease, tensor))
+        with self._lends:
+            if place is None or len(self._lent) == LEASES:
+                return None
+            if self._own_leases is None:
+                self._own_leases = open_memory("vllm-row-leases", LEASES)
+            file, flags = self._own_leases
+            lease = int(flags.argmin())
+            flags[lease] = 1
+            self._lent.append((lease, tensor))
         return Reference(place, Address(os.getpid(), file.fileno(), lease, 1))
 
     def reclaim(self) -> None:
         """Let go of the places that their receivers have given back."""
-        if self._own_leases is not None:
-            flags = self._own_leases[1]
-            self._lent = [(lease, kept) for lease, kept in self._lent if flags[lease]]
+        with self._lends:
+            if self._own_leases is not None:
+                flags = self._own_leases[1]
+                self._lent = [(lease, kept) for lease, kept in self._lent if flags[lease]]
 
     def borrow(self, reference: Reference) -> torch.Tensor:
         """Return a place that another process passed on, uint8 [size]."""
@@ -239,6 +244,7 @@ class Landing(Places, Room):
 
     def take(self, size: int) -> torch.Tensor | None:
         """As of a `Room`, and other processes find it."""
+        self.reclaim()
         taken = self._find(size)
         if taken is None:
             return None

@@ -107,8 +107,13 @@ class RowInbox:
 
     def step(self) -> None:
         """Have rows of running requests copied where too many gather, after a message."""
+        # What nobody's request will continue keeps no place.
+        self._runs = {
+            key: run
+            for key, run in self._runs.items()
+            if any(name in self._collectors for name, _ in key)
+        }
         if not self._collectors:
-            self._runs = {}
             self._ordinary = self._landed = 0
         places = self._link.places
         full = places is not None and LANDING_SHARE * self._landed > places.size

@@ -13,12 +13,12 @@ import numpy as np
 import torch
 from torch.distributed import ProcessGroup, all_reduce
 
+from vllm.utils.torch_utils import async_tensor_h2d
 from vllm.v1.interventions.reads import AttentionRead
 from vllm.v1.interventions.worker.focused_weights import Focus, normalised
 from vllm.v1.interventions.worker.kv_pages import Sight
 from vllm.v1.interventions.worker.layer_reader import LayerReader, Queriers
 from vllm.v1.interventions.worker.projection_table import CHUNK_BYTES
-from vllm.v1.interventions.worker.token_map import to_device
 
 
 class AlikeSites(NamedTuple):
@@ -184,7 +184,7 @@ class AttentionReader:
             columns.append(
                 slice(begin + elsewhere[0] * layer.width, stops[i] - elsewhere[1] * layer.width)
             )
-        on_device = to_device(key_heads.astype(np.int32), self._device)
+        on_device = async_tensor_h2d(key_heads.astype(np.int32), self._device)
         return AlikeSites(places, layers, chosen, elsewhere, columns, on_device, sight)
 
     def read(

@@ -7,12 +7,12 @@ from weakref import WeakKeyDictionary
 
 import torch
 
+from vllm.utils.torch_utils import async_tensor_h2d
 from vllm.v1.interventions.capture_groups import CaptureGroup
 from vllm.v1.interventions.reads import AttentionRead
 from vllm.v1.interventions.step_rows import Block, Blocks
 from vllm.v1.interventions.worker.attention_reader import AlikeSites, AttentionReader
 from vllm.v1.interventions.worker.layer_reader import Queriers
-from vllm.v1.interventions.worker.token_map import to_device
 
 
 class Captured(NamedTuple):
@@ -58,9 +58,9 @@ class BlockAttention:
         group, device = block.group, self._arena.device
         if group not in self._sites:
             self._sites[group] = [
-                (stream.reads, self._reader.sites(stream.heads), to_device(stream.columns, device))
-                for stream in group.streams
-                if isinstance(stream.reads, AttentionRead) and stream.columns is not None
+                (s.reads, self._reader.sites(s.heads), async_tensor_h2d(s.columns, device))
+                for s in group.streams
+                if isinstance(s.reads, AttentionRead) and s.columns is not None
             ]
         if block not in self._queriers:
             self._queriers[block] = [

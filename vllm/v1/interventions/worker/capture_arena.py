@@ -15,6 +15,7 @@ import torch
 
 from vllm.config import VllmConfig
 from vllm.model_executor.layers.row_capture import WRITTEN, capture_rows
+from vllm.utils.torch_utils import async_tensor_h2d
 from vllm.v1.capture.transport.landing import Landing
 from vllm.v1.interventions.capture_groups import CaptureGroup, CaptureGroups, num_senders
 from vllm.v1.interventions.messages import WorkerRequest
@@ -28,7 +29,7 @@ from vllm.v1.interventions.worker.lens_reader import LensReader
 from vllm.v1.interventions.worker.outbox import Outbox
 from vllm.v1.interventions.worker.pinning import Pinning, landing_bytes
 from vllm.v1.interventions.worker.projection_table import ProjectionTable
-from vllm.v1.interventions.worker.token_map import TokenMap, to_device
+from vllm.v1.interventions.worker.token_map import TokenMap
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
@@ -239,7 +240,7 @@ class CaptureArena:
         self._captured_tokens = total
         for blocks, tokens in parts:
             self._attention.place(blocks, req_ids)
-            token_index = to_device(tokens, self._device)
+            token_index = async_tensor_h2d(tokens, self._device)
             for block, own in blocks.split(token_index):
                 block.map(self.dest, own)
             self._pending.append(self._rows_at(blocks, positions, token_index))

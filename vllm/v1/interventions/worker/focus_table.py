@@ -8,6 +8,7 @@ import numpy as np
 import torch
 
 from vllm.model_executor.layers.attention.attention import Attention
+from vllm.utils.torch_utils import async_tensor_h2d
 from vllm.v1.interventions.focus import FACTOR, MAX_FACTORS, MAX_RUNS, FocusOp
 from vllm.v1.interventions.messages import PlacedFocus, StepInterventions
 from vllm.v1.interventions.worker.attention_reader import AttentionReader
@@ -21,7 +22,7 @@ from vllm.v1.interventions.worker.focus_kernel import (
 from vllm.v1.interventions.worker.kv_pages import Sight, pages_of, sight_of, unreadable
 from vllm.v1.interventions.worker.layer_reader import LayerReader, Queriers
 from vllm.v1.interventions.worker.projection_table import CHUNK_BYTES
-from vllm.v1.interventions.worker.token_map import TokenMap, to_device
+from vllm.v1.interventions.worker.token_map import TokenMap
 
 _LATER = np.iinfo(np.int32).max
 """Where runs begin and end that are none: behind all keys."""
@@ -57,7 +58,7 @@ class FocusTable:
 
     def place(self, placed: PlacedFocus) -> None:
         """Write the programs of a request to their rows."""
-        rows = to_device(placed.rows, self._device)
+        rows = async_tensor_h2d(placed.rows, self._device)
         for layer, number in self._heads.items():
             made = _empty(len(placed.rows), number)
             here = range(self._rank * number, (self._rank + 1) * number)
@@ -65,7 +66,7 @@ class FocusTable:
                 ops = [op for op in (placed.ops[n] for n in acting) if layer in op.heads]
                 _write(ops, layer, here, made.forms[i], made.runs[i], made.numbers[i])
             for there, values in zip(self.at[layer], made, strict=True):
-                there[rows] = to_device(values.numpy(), self._device)
+                there[rows] = async_tensor_h2d(values, self._device)
 
 
 def _empty(rows: int, heads: int, device: torch.device | None = None) -> LayerTable:

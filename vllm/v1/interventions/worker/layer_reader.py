@@ -10,11 +10,11 @@ import torch
 
 from vllm.model_executor.layers.attention.attention import Attention
 from vllm.model_executor.layers.attention.mla_attention import MLAAttention
+from vllm.utils.torch_utils import async_tensor_h2d
 from vllm.v1.interventions.positions import END
 from vllm.v1.interventions.worker.focus_kernel import LayerTable
 from vllm.v1.interventions.worker.kv_pages import pages_of, sight_of
 from vllm.v1.interventions.worker.paged_products import FEW, grouped_heads, paged_products
-from vllm.v1.interventions.worker.token_map import to_device
 
 
 class Queriers(NamedTuple):
@@ -50,10 +50,10 @@ class Queriers(NamedTuple):
             for own, begin in zip(ranges, bases, strict=True)
             for runs, base in zip(own, begin, strict=True)
         ]
-        edges = to_device(np.concatenate([np.empty(0, np.int64), *flat]), device)
-        requests = to_device(np.repeat(np.array(places, np.int32), counts), device)
-        pairs = list(zip(places, counts, strict=True))
-        return Queriers(pairs, requests, to_device(np.repeat(bases, counts, 0), device), edges)
+        edges = async_tensor_h2d(np.concatenate([np.empty(0, np.int64), *flat]), device)
+        requests = async_tensor_h2d(np.repeat(np.array(places, np.int32), counts), device)
+        begins = async_tensor_h2d(np.repeat(bases, counts, 0), device)
+        return Queriers(list(zip(places, counts, strict=True)), requests, begins, edges)
 
     def masks(self, keys: int) -> torch.Tensor:
         """Which of the first keys are in a range: float32 [n, ranges, keys], 1 or 0."""

@@ -12,9 +12,9 @@ import numpy as np
 import torch
 
 from vllm.model_executor.models.interfaces_base import VllmModelForTextGeneration
+from vllm.utils.torch_utils import async_tensor_h2d
 from vllm.v1.interventions.reads import LensRead
 from vllm.v1.interventions.worker.lens_files import FileLens
-from vllm.v1.interventions.worker.token_map import to_device
 
 Norm = Callable[[torch.Tensor], torch.Tensor]
 """What rows [n, hidden] pass before the head."""
@@ -49,7 +49,7 @@ class LensReader:
 
         @lru_cache(TOKEN_LISTS)
         def tokens_on_device(tokens: tuple[int, ...]) -> torch.Tensor:
-            return to_device(np.array(tokens, dtype=np.int64), device)
+            return async_tensor_h2d(np.array(tokens, dtype=np.int64), device)
 
         self._tokens = tokens_on_device
 

@@ -7,6 +7,7 @@ from weakref import WeakKeyDictionary
 import numpy as np
 import torch
 
+from vllm.utils.torch_utils import async_tensor_h2d
 from vllm.v1.capture.transport.landing import Landing
 from vllm.v1.interventions.capture_groups import CaptureGroup, LocalStream
 from vllm.v1.interventions.reads import LensRead
@@ -15,7 +16,6 @@ from vllm.v1.interventions.worker.block_attention import BlockAttention, Capture
 from vllm.v1.interventions.worker.lens_reader import LensReader
 from vllm.v1.interventions.worker.pinning import PIECE_BYTES
 from vllm.v1.interventions.worker.projection_table import CHUNK_BYTES, ProjectionTable
-from vllm.v1.interventions.worker.token_map import to_device
 
 
 class Outbox:
@@ -136,7 +136,7 @@ class Outbox:
         if block.group not in self._columns:
             device = self._arena.device
             self._columns[block.group] = [
-                None if s.columns is None else to_device(s.columns, device) for s in streams
+                None if s.columns is None else async_tensor_h2d(s.columns, device) for s in streams
             ]
         reads = self._attention(block, captured)
         for stream, columns in zip(streams, self._columns[block.group], strict=True):
@@ -222,7 +222,7 @@ class Outbox:
     ) -> torch.Tensor:
         """The sum of each request's rows at the stream's positions, float32 [requests, sites *
         lanes, hidden] on the device, a bounded number of rows at a time."""
-        edges = to_device(np.array(stream.summed), self._arena.device)
+        edges = async_tensor_h2d(np.array(stream.summed), self._arena.device)
         wanted = (torch.bucketize(positions, edges, right=True) % 2 == 1).view(-1, 1, 1)
         hidden, kind = self._arena.shape[1], torch.float32
         number = len(stream.places) * stream.lanes

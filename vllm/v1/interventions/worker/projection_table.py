@@ -5,7 +5,7 @@ import numpy as np
 import torch
 
 from vllm.config.capture import PROJECTION_ROWS
-from vllm.v1.interventions.worker.token_map import to_device
+from vllm.utils.torch_utils import async_tensor_h2d
 
 CHUNK_BYTES = 32 << 20
 """Device memory that rows may take as float32, at a time."""
@@ -22,7 +22,7 @@ class ProjectionTable:
         """Take over new matrices, see `StepInterventions.projections`."""
         for first, data in projections:
             matrix = np.frombuffer(data, dtype=np.float32).reshape(-1, self._rows.shape[1])
-            self._rows[first : first + len(matrix)] = to_device(matrix.copy(), self._rows.device)
+            async_tensor_h2d(matrix.copy(), out=self._rows[first : first + len(matrix)])
 
     def forget(self) -> None:
         """Zero the table: the device's memory was lost."""

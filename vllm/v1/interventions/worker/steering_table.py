@@ -5,6 +5,7 @@ import numpy as np
 import torch
 
 from vllm.config.steering import HEADS
+from vllm.utils.torch_utils import async_tensor_h2d
 from vllm.v1.interventions.messages import (
     GLOBALS_ALONE,
     ROWS_PER_SLOT,
@@ -129,10 +130,8 @@ class SteeringTable:
             self._factors[:, first : first + ROWS_PER_SLOT].fill_(1)
 
     def _put(self, table: torch.Tensor, slot: int, values: torch.Tensor) -> None:
-        if table.is_cuda:
-            values = values.pin_memory()
         first = ROWS_PER_SLOT * slot
-        table[:, first : first + ROWS_PER_SLOT].copy_(values, non_blocking=True)
+        async_tensor_h2d(values, out=table[:, first : first + ROWS_PER_SLOT])
 
     def _with_tier(
         self, rows: torch.Tensor, tier: str, factors: torch.Tensor | None

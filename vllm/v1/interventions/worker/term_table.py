@@ -6,10 +6,10 @@ import torch
 
 from vllm.config.steering import SteeringConfig
 from vllm.model_executor.layers.steering_terms import TermTables
+from vllm.utils.torch_utils import async_tensor_h2d
 from vllm.v1.interventions.messages import PlacedTerm, StepInterventions
 from vllm.v1.interventions.plan import Site, TapShape
 from vllm.v1.interventions.terms import Scalars
-from vllm.v1.interventions.worker.token_map import to_device
 
 _LANE = Scalars._fields.index("lane")
 
@@ -109,4 +109,4 @@ class TermTable:
             self._vectors.index_copy_(0, rows, self._on_device(probes))
 
     def _on_device(self, array: np.ndarray) -> torch.Tensor:
-        return to_device(array, self._vectors.device)
+        return async_tensor_h2d(array, self._vectors.device)

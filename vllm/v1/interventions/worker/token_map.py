@@ -7,6 +7,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
+from vllm.utils.torch_utils import async_tensor_h2d
 from vllm.v1.interventions.messages import WorkerRequest
 
 _SHIFT = 40
@@ -167,7 +168,7 @@ class TokenMap:
         self._batch, self._steps = None, 0
 
     def _upload(self, array: np.ndarray) -> torch.Tensor:
-        return to_device(array, self.slots.device)
+        return async_tensor_h2d(array, self.slots.device)
 
     def clear(self, total: int) -> None:
         """Give tokens from `total` on no row: graphs replay with more tokens than the step has."""
@@ -200,12 +201,3 @@ class TokenMap:
         """Focus the first token, which is the first request's, until `clear`."""
         self.focus[0], self.requests[0], self.positions[0] = program, 0, position
         self._mapped = 1
-
-
-def to_device(array: np.ndarray, device: torch.device) -> torch.Tensor:
-    """Copy an array to the device, in stream order."""
-    host = torch.from_numpy(np.ascontiguousarray(array))
-    if device.type == "cpu":
-        return host.clone()
-    # A fresh pinned tensor each time: the previous step's copy may still be reading its own.
-    return host.pin_memory().to(device, non_blocking=True)
