@@ -18,9 +18,9 @@ ORDINARY_BYTES = 192 << 20
 """Rows in ordinary memory that may gather before they are copied: each keeps its whole step's."""
 LANDING_SHARE = 16
 """What part of the landing may gather before it is copied, where results hold too much of it."""
-ROOM_STEPS = 5
-"""The steps that have room in the landing beside what results hold: those that run, that are on
-their way here, and that are copied."""
+ROOM_STEPS = 7
+"""The steps that have room in the landing beside what results hold: two that run, two on their way
+here, one that is copied, and two whose places are on their way back to their worker."""
 KEPT_BYTES = 4 << 20
 """The size from which memory of copied rows is kept for further ones."""
 
