@@ -22,6 +22,7 @@ from vllm.v1.interventions.positions import Positions
 from vllm.v1.interventions.startup import StageRows
 from vllm.v1.interventions.step_rows import Blocks, Members, StepRows
 from vllm.v1.interventions.worker.projection_table import ProjectionTable
+from vllm.v1.interventions.worker.row_map import RowMap
 from vllm.v1.outputs import ModelRunnerOutput
 
 pytestmark = pytest.mark.quick
@@ -86,8 +87,9 @@ def captured(
     own = [SITES.index(site) for site in sites]
     for block, members in zip(blocks.all, groups.values(), strict=True):
         at = np.concatenate([t for _, t in members])
-        dest = torch.full((len(sites), first), -1, dtype=torch.int32)
-        block.map(dest, torch.from_numpy(at))
+        row_map = RowMap(len(sites), first, CPU)
+        row_map.write(block, torch.from_numpy(at))
+        dest = row_map.dest
         assert set(dest.ge(0).nonzero().unique(dim=0)[:, 0].tolist()) == block.group.site_set
         for site in block.group.sites:
             into = dest[site, at]

@@ -9,6 +9,7 @@ import gc
 import io
 import pickle
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import numpy as np
 import pytest
@@ -20,6 +21,7 @@ from vllm.v1.capture.transport.landing import Landing, Places
 from vllm.v1.interventions.capture_groups import CaptureGroup, LocalStream
 from vllm.v1.interventions.step_rows import Blocks, StepRows
 from vllm.v1.interventions.worker.projection_table import ProjectionTable
+from vllm.v1.interventions.worker.row_map import RowMap
 from vllm.v1.outputs import ModelRunnerOutput
 
 pytestmark = pytest.mark.quick
@@ -82,6 +84,26 @@ def test_nothing_is_copied_to_be_sent() -> None:
     assert sent[rows.tensors()[0].data_ptr()] == rows.num_bytes == size
     assert sum(sent.values()) < size + 1024
     assert len(stream.getvalue()) < 4096
+
+
+@pytest.mark.parametrize("lands", [True, False])
+def test_no_tensor_is_sent_of_rows_that_landed(lands: bool) -> None:
+    """One on a device would wait for all work there, and start CUDA in the engine core."""
+    rows, _ = rows_of(4, Landing(1 << 20 if lands else 0))
+    row_map = RowMap(SITES, 12, torch.device("cpu"))
+    for block in rows.blocks.all:
+        row_map.write(block, torch.arange(block.count))
+    assert int(row_map.dest.ge(0).sum()) == 8 * SITES
+    sent: list[torch.Tensor] = []
+
+    def reduced(tensor: torch.Tensor) -> tuple[Any, ...]:
+        sent.append(tensor)
+        return _reduce_tensor(tensor)
+
+    pickler = pickle.Pickler(io.BytesIO(), pickle.HIGHEST_PROTOCOL)
+    pickler.dispatch_table = {**copyreg.dispatch_table, torch.Tensor: reduced}
+    pickler.dump(rows)
+    assert len(sent) == (not lands)
 
 
 @pytest.mark.parametrize("lands", [True, False])

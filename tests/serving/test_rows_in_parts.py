@@ -60,6 +60,8 @@ class Sends:
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self.early = self.late = 0
+        self.goes_on: list[bool] = []
+        """Whether the forward does, of those in its middle."""
         self._told = False
         wrote, send = CaptureArena.wrote, Outbox.send
 
@@ -70,6 +72,7 @@ class Sends:
 
         def count(outbox: Any, step: Any, captured: Any, early: bool = False) -> None:
             self.early += self._told
+            self.goes_on += [early] * self._told
             self.late += not self._told
             send(outbox, step, captured, early)
 
@@ -88,6 +91,19 @@ def test_parts_leave_early(
     assert sends.early >= PARTS and sends.late, "decoding leaves in one piece, after its forward"
 
 
+@pytest.mark.parametrize(("layer", "goes_on"), [(0, True), (models.LAYERS - 1, False)])
+def test_a_part_alone_leaves_early_too(
+    engine: tuple[LLM, Judge], monkeypatch: pytest.MonkeyPatch, layer: int, goes_on: bool
+) -> None:
+    """As the rows of a rank that has the first half of the layers."""
+    llm, judge = engine
+    sends = Sends(monkeypatch)
+    ask = Ask(prompt_of(41, 120), capture("all_prompt", POINTS, [layer]))
+    [output] = serve(llm, [ask])
+    judge.check(ask, output)
+    assert sends.goes_on == [goes_on] and not sends.late
+
+
 def test_a_part_that_left_too_early_lacks_rows(
     engine: tuple[LLM, Judge], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -95,10 +111,10 @@ def test_a_part_that_left_too_early_lacks_rows(
     llm, judge = engine
 
     def at_once(arena: Any, dest: Any) -> None:
-        for part, missing in enumerate(arena._missing):
-            if missing:
-                arena._missing[part] = 0
-                arena._outbox.send(*arena._pending[part])
+        for part in arena._pending:
+            if part.missing:
+                part.missing.clear()
+                arena._outbox.send(part.rows, part.captured)
 
     monkeypatch.setattr(CaptureArena, "wrote", at_once)
     outputs = serve(llm, ALIKE)

@@ -25,6 +25,7 @@ from vllm.v1.interventions.worker.attention_layers import attention_of
 from vllm.v1.interventions.worker.block_attention import Captured
 from vllm.v1.interventions.worker.outbox import Outbox
 from vllm.v1.interventions.worker.projection_table import ProjectionTable
+from vllm.v1.interventions.worker.row_map import RowMap
 
 pytestmark = pytest.mark.quick
 
@@ -83,14 +84,14 @@ def test_rows_of_a_step(asked: list[tuple[WorkerRequest, int]], last_stage: bool
         return
     blocks = Blocks(groups)
     size = sum(b.num_raw + b.num_rest for b in blocks.all)
-    dest = torch.full((len(own), total), -1, dtype=torch.int32)
+    row_map = RowMap(len(own), total, torch.device("cpu"))
     for block, members in zip(blocks.all, groups.values(), strict=True):
         at = np.concatenate([t for _, t in members])
-        block.map(dest, torch.from_numpy(at))
+        row_map.write(block, torch.from_numpy(at))
     captured = sum(b.count for b in blocks.all)
     arena = torch.full((size, HIDDEN), torch.nan)
     for site, rows in given.items():
-        places = dest[own.index(site)]
+        places = row_map.dest[own.index(site)]
         residual = SiteTap(None, None, places, arena, places, ON)
         tap = residual if site in RESIDUAL else HeadTap(arena, places, ON, HEADS.row_width(site))
         tap.read(rows)

@@ -9,9 +9,7 @@ from weakref import WeakValueDictionary
 
 import msgspec
 import numpy as np
-import torch
 
-from vllm.utils.torch_utils import async_tensor_h2d
 from vllm.v1.interventions.messages import WorkerRequest, WorkerStream
 from vllm.v1.interventions.plan import Site, TapShape
 from vllm.v1.interventions.reads import AttentionRead, LensRead
@@ -71,17 +69,9 @@ class LocalStream(NamedTuple):
         return not self.width and not self.summed
 
 
-class _Places(NamedTuple):
-    """Some of a group's sites, on the device."""
-
-    sites: torch.Tensor
-    """int64 [n, 1]: the worker's index of each."""
-    rows: torch.Tensor
-    """int32 [n, 1]: which of a token's rows is the first of each."""
-
-
 class CaptureGroup:
-    """What a set of requests captures alike: their rows lie in one dense block of the arena.
+    """What a set of requests captures alike: their rows lie in one dense block of the arena. It
+    goes to the engine core with the rows of each step, so it has nothing on a device.
 
     Args:
         sites: the worker's index of each site.
@@ -100,28 +90,17 @@ class CaptureGroup:
     ) -> None:
         self.num_raw = num_raw
         self.sites = np.array(sites, dtype=np.int64)
+        """The raw ones first."""
         self.site_set = frozenset(sites)
         self.rest_rows = sum(sizes)
         """Arena rows of a token at the sites that are not raw, together."""
-        self._rest_at = np.cumsum([0, *sizes])[:-1]
-        """The first of them of each of these sites."""
-        self._places: list[_Places] = []
+        self.rest_at = np.cumsum([0, *sizes])[:-1]
+        """The first of them of each of these sites, int64."""
         self.streams = [s._replace(runs=self._runs(s)) for s in streams]
         self.attends = any(isinstance(s.reads, AttentionRead) for s in self.streams)
         """Whether attention is read."""
         self.shared = any(s.reads is not None for s in self.streams)
         """Whether every tensor-parallel rank makes a part of it."""
-
-    def places(self, device: torch.device) -> list[_Places]:
-        """Where a token's rows lie among those of its block: of sites that are raw, and of others;
-        put on the device once."""
-        if not self._places:
-            sites = np.split(self.sites, [self.num_raw])
-            for at, rows in zip(sites, (np.arange(self.num_raw), self._rest_at), strict=True):
-                first = rows.astype(np.int32)
-                own = (async_tensor_h2d(each[:, None], device) for each in (at, first))
-                self._places.append(_Places(*own))
-        return self._places
 
     def _runs(self, stream: LocalStream) -> list[tuple[int, int]]:
         places, projection = stream.places, stream.projection

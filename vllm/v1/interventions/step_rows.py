@@ -42,20 +42,6 @@ class Block:
         self.stop = 0
         """There, one past the last position of this step, or more."""
 
-    def map(self, dest: torch.Tensor, tokens: torch.Tensor) -> None:
-        """Write in which arena row each token's begin at each site.
-
-        Args:
-            dest: int32 [sites, tokens].
-            tokens: those of the block, int64 [count], on the same device.
-        """
-        group, nth = self.group, torch.arange(self.count, dtype=torch.int32, device=dest.device)
-        raw, rest = group.places(dest.device)
-        if group.num_raw:
-            dest[raw.sites, tokens] = raw.rows + (nth * group.num_raw + self.raw)
-        if group.rest_rows:
-            dest[rest.sites, tokens] = rest.rows + (nth * group.rest_rows + self.rest)
-
     def of(self, arena: torch.Tensor, first: int, number: int, begins: int = 0) -> torch.Tensor:
         """Rows of neighbouring sites of the residual stream, all of them raw or none: [count,
         number, hidden], a view.

@@ -10,6 +10,7 @@ site_sets.py           for which sets of sites it has graphs
 graph_owners.py        what upstream keeps of graphs, and which are recorded when
 token_map.py           which table row and program each token of a step gets
 capture_arena.py       which arena row each captured token of a step gets
+row_map.py             where taps read that
 steering_table.py      sums of vectors
 term_table.py          operations other than addition
 projection_table.py    `project` matrices, and scores of rows

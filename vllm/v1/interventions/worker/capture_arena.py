@@ -5,7 +5,6 @@ Per step: `update` with what the scheduler decided, `map` before the forward or 
 that captures nothing, `collect` after it.
 """
 
-from collections import Counter
 from collections.abc import Collection, Iterable, KeysView, Mapping
 from typing import TYPE_CHECKING, NamedTuple
 from weakref import WeakKeyDictionary
@@ -29,6 +28,7 @@ from vllm.v1.interventions.worker.lens_reader import LensReader
 from vllm.v1.interventions.worker.outbox import Outbox
 from vllm.v1.interventions.worker.pinning import Pinning, landing_bytes
 from vllm.v1.interventions.worker.projection_table import ProjectionTable
+from vllm.v1.interventions.worker.row_map import RowMap
 from vllm.v1.interventions.worker.token_map import TokenMap
 
 if TYPE_CHECKING:
@@ -47,6 +47,18 @@ class Decoding(NamedTuple):
     wanted: KeysView[str]
     blocks: Blocks
     token_index: torch.Tensor
+
+
+class Leaving(NamedTuple):
+    """The rows of a step that leave together, and when."""
+
+    rows: StepRows
+    captured: Captured
+    missing: set[int] | None = None
+    """The sites that the forward has not come to yet; with none they have left. None of what leaves
+    after the forward."""
+    early: bool = False
+    """Whether the forward goes on for long after the last of these sites."""
 
 
 class CaptureArena:
@@ -86,12 +98,8 @@ class CaptureArena:
         self._decoding: Decoding | None = None
         self._last_sites: tuple[set[str], frozenset[int]] | None = None
         """What `wanted_sites` found, and for whom, while these capture the same."""
-        self._pending: list[tuple[StepRows, Captured]] = []
+        self._pending: list[Leaving] = []
         """The parts of this step's rows."""
-        self._part_of: dict[int, int] = {}
-        """The part of each site that the forward has not come to yet, where they leave early."""
-        self._missing: list[int] = []
-        """How many of these sites each part has; parts with none have left."""
 
     def allocate(self, shape: TapShape, sites: list[Site], tokens: TokenMap) -> None:
         """Make what the taps of `sites` write to."""
@@ -108,8 +116,8 @@ class CaptureArena:
         self.arena = torch.zeros(rows, hidden, dtype=shape.torch_dtype, device=device)
         """[rows, hidden]."""
         max_tokens = self._config.scheduler_config.max_num_batched_tokens
-        self.dest = torch.full((len(sites), max_tokens), -1, dtype=torch.int32, device=device)
-        """[sites, tokens] the arena row in which each token's begins, -1 for none."""
+        self._row_map = RowMap(len(sites), max_tokens, device)
+        self.dest = self._row_map.dest
         self.switches = torch.ones(len(sites), dtype=torch.bool)
         """[sites] whether the tap of each captures in this step; `ModelVariants` turns them."""
         self._final = None if shape.final is None else self.sites.get((FINAL, shape.final))
@@ -223,7 +231,7 @@ class CaptureArena:
         if last and len(req_ids) == total and (last.req_ids, last.wanted) == (req_ids, wanted):
             # As in the step before: nothing is sent.
             self._attention.count_keys(last.blocks)
-            self._pending = [self._rows_at(last.blocks, positions, last.token_index)]
+            self._pending = [Leaving(*self._rows_at(last.blocks, positions, last.token_index))]
             return
         self.clear()
         members = []
@@ -236,34 +244,32 @@ class CaptureArena:
             return  # all of it at other pipeline stages, or for others to send
         # Those that decode run graphs, which tell nothing, and are mapped once for many steps.
         decodes = total == len(req_ids)
-        parts = self._laid_out(members, whole=decodes)
+        rows = sum((group.num_raw + group.rest_rows) * len(at) for group, _, at in members)
+        whole = decodes or rows * PARTS < self.most_rows or any(g.shared for g, _, _ in members)
         self._captured_tokens = total
-        for blocks, tokens in parts:
+        for part, blocks, tokens in self._laid_out(members, whole):
             self._attention.place(blocks, req_ids)
             token_index = async_tensor_h2d(tokens, self._device)
             for block, own in blocks.split(token_index):
-                block.map(self.dest, own)
-            self._pending.append(self._rows_at(blocks, positions, token_index))
+                self._row_map.write(block, own)
+            missing, early = None, not whole and part + 1 < PARTS
+            if not whole:
+                missing = {site for block in blocks.all for site in block.group.site_set}
+            leaving = self._rows_at(blocks, positions, token_index)
+            self._pending.append(Leaving(*leaving, missing, early))
         if decodes:
             self._decoding = Decoding(list(req_ids), wanted, blocks, token_index)
-        elif len(parts) > 1:
-            for n, (blocks, _) in enumerate(parts):
-                self._part_of |= {s: n for block in blocks.all for s in block.group.site_set}
-            sites = Counter(self._part_of.values())
-            self._missing = [sites[n] for n in range(len(parts))]
 
     def _laid_out(
         self, members: list[tuple[CaptureGroup, str, np.ndarray]], whole: bool
-    ) -> list[tuple[Blocks, np.ndarray]]:
-        """Where the rows of a step go, in as many parts as they are worth: the blocks of each, and
+    ) -> list[tuple[int, Blocks, np.ndarray]]:
+        """Where the rows of a step go, by the part in which they leave: its number, its blocks, and
         the places in the batch of their tokens.
 
         Args:
             members: the requests: (what it captures, request id, places of its captured tokens).
-            whole: whether there is to be one part in any case.
+            whole: whether there is one part.
         """
-        rows = sum((group.num_raw + group.rest_rows) * len(at) for group, _, at in members)
-        whole |= rows * PARTS < self.most_rows or any(group.shared for group, _, _ in members)
         parts, row = [], 0
         for part in range(1 if whole else PARTS):
             # Requests that want the same share one dense block of the arena.
@@ -277,21 +283,20 @@ class CaptureArena:
             blocks = Blocks(groups, row)
             row = blocks.stop
             of_block = [at for owners in groups.values() for _, at in owners]
-            parts.append((blocks, np.concatenate(of_block)))
+            parts.append((part, blocks, np.concatenate(of_block)))
         return parts
 
     def wrote(self, dest: torch.Tensor) -> None:
         """As `Written.wrote`: send a part of the rows when the forward has left all of it."""
-        if not self._part_of:
+        if not any(part.missing for part in self._pending):
             return
         # Not by its offset: compiled code makes a copy of what is not aligned.
         site, rest = divmod(dest.data_ptr() - self.dest.data_ptr(), self.dest[0].nbytes)
-        part = None if rest else self._part_of.pop(site, None)
-        if part is None:
-            return
-        self._missing[part] -= 1
-        if not self._missing[part] and self._outbox is not None:
-            self._outbox.send(*self._pending[part], early=any(self._missing))
+        for part in () if rest else self._pending:
+            if part.missing and site in part.missing:
+                part.missing.remove(site)
+                if not part.missing and self._outbox is not None:
+                    self._outbox.send(part.rows, part.captured, early=part.early)
 
     def _rows_at(
         self, blocks: Blocks, positions: torch.Tensor, token_index: torch.Tensor
@@ -309,7 +314,7 @@ class CaptureArena:
         """
         if self._final is None or not (self._pending or probed):
             return
-        blocks = [block for rows, _ in self._pending for block in rows.blocks.all]
+        blocks = [block for part in self._pending for block in part.rows.blocks.all]
         if probed or any(self._final in block.group.sites for block in blocks):
             on = self.switches[self._final]
             capture_rows(hidden_states, self.arena, self.dest[self._final], on)
@@ -319,23 +324,21 @@ class CaptureArena:
         if self._captured_tokens:
             self.dest[:, : self._captured_tokens].fill_(-1)
         self._captured_tokens = 0
-        self._decoding = None
-        self._pending, self._part_of, self._missing = [], {}, []
+        self._decoding, self._pending = None, []
 
     def collect(self) -> StepRows | None:
         """As `WorkerInterventions.collect`."""
         if not self._pending:
             return None
-        pending, missing = self._pending, self._missing or [1]
-        self._pending, self._part_of, self._missing = [], {}, []
+        pending, self._pending = self._pending, []
         assert self._outbox is not None
-        (rows, captured), *later = pending
+        first, *later = pending
         if self._landing is None:
-            self._outbox.take_part(rows, captured)
+            self._outbox.take_part(first.rows, first.captured)
             return None
-        for part, left in zip(pending, missing, strict=True):
-            if left:  # the forward ran a graph, or has not told of all its sites
-                self._outbox.send(*part)
-        for more, _ in later:
-            rows.join(more)
-        return rows
+        for part in pending:
+            if part.missing or part.missing is None:  # a graph tells of no site
+                self._outbox.send(part.rows, part.captured)
+        for part in later:
+            first.rows.join(part.rows)
+        return first.rows
