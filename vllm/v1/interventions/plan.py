@@ -33,10 +33,9 @@ MADE_OF = {
 reads, and branches, which are the first point less the second in float32."""
 
 
-def taps_of(site: Site) -> list[Site]:
-    """The sites whose rows are copied for those of a site: itself, or what `MADE_OF` says."""
-    point, layer = site
-    return [(tap, layer) for tap in MADE_OF.get(point, (point,))]
+def taps_of(point: str) -> tuple[str, ...]:
+    """The points whose rows are copied for those of a point: itself, or what `MADE_OF` says."""
+    return MADE_OF.get(point, (point,))
 
 
 TIERS = ("base", "prefill", "decode")

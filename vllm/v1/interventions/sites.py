@@ -10,7 +10,7 @@ import msgspec
 from vllm.config.capture import READ_POINTS, CaptureConfig
 from vllm.config.steering import HEADS, POINTS, STEERING_POINTS, SteeringConfig
 from vllm.v1.interventions.errors import reject, show, show_key
-from vllm.v1.interventions.plan import MADE_OF, Site, TapShape
+from vllm.v1.interventions.plan import Site, TapShape, taps_of
 from vllm.v1.interventions.values import plain, plain_list
 
 if TYPE_CHECKING:
@@ -172,7 +172,7 @@ def need_captured_points(sites: Iterable[Site], path: str, config: CaptureConfig
 
 def _need_points(sites: Iterable[Site], path: str, option: str, points: Sequence[str]) -> None:
     for point in dict.fromkeys(point for point, _ in sites):
-        for tap in MADE_OF.get(point, (point,)):
+        for tap in taps_of(point):
             if tap not in points:
                 of = "" if tap == point else f"is made of {tap}, and "
                 started = f"{of}the engine was started with {option}={list(points)}"

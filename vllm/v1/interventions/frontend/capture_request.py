@@ -133,7 +133,8 @@ def parse_capture(
     placed = streams.placed(projections)
     sites, runs = union(placed)
     if any(point in MADE_OF for point, _ in sites):
-        sites = sorted({tap for site in sites for tap in taps_of(site)}, key=site_order)
+        taps = {(tap, layer) for point, layer in sites for tap in taps_of(point)}
+        sites = sorted(taps, key=site_order)
     # What is made of rows takes room, too, while it is on the device; rows under a lens take time.
     made = sum(s.row_bytes * len(s.sites) for s in placed if s.differs or s.reads is not None)
     under = sum(len(s.sites) for s in placed if isinstance(s.reads, LensRead))
@@ -146,7 +147,6 @@ def parse_capture(
         arena_rows=shape.share_rows(sites) + -(-made // shape.row_bytes) + under * shape.lens_rows,
         hidden_size=shape.hidden_size,
         dtype=shape.dtype,
-        prompt=value.prompt if isinstance(value, NumberedCapture) else None,
         projections=projections,
         rules=placed_rules,
     )

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from vllm.v1.interventions.calls import GLOBAL_OPS
+from vllm.v1.interventions.frontend.capture_memo import CaptureMemo
 from vllm.v1.interventions.frontend.vector_memo import VectorMemo
 from vllm.v1.interventions.given_rules import GivenRule
 from vllm.v1.steering.files import startup_modules
@@ -31,6 +32,7 @@ class ModuleCatalog:
     def __init__(self, config: "VllmConfig") -> None:
         self.vectors = VectorMemo()
         """What requests brought along, in place of a name."""
+        self.captures = CaptureMemo()
         self._config = config
         self._modules: dict[str, Module] | None = None
 

@@ -3,7 +3,10 @@
 
 import copy
 from collections.abc import Mapping
+from functools import partial
 from typing import TYPE_CHECKING, Any
+
+import msgspec
 
 from vllm.pooling_params import PoolingParams
 from vllm.sampling_params import BeamSearchParams, SamplingParams
@@ -13,7 +16,7 @@ from vllm.v1.capture.registry import is_inline
 from vllm.v1.capture.transport.feed import prompt_tokens, request_info, reserved_bytes
 from vllm.v1.capture.transport.selected import Selected
 from vllm.v1.interventions.errors import reject
-from vllm.v1.interventions.frontend.capture_request import parse_capture
+from vllm.v1.interventions.frontend.capture_request import NumberedCapture, parse_capture
 from vllm.v1.interventions.frontend.chat_turns import KEY
 from vllm.v1.interventions.frontend.media import NOWHERE, Media
 from vllm.v1.interventions.frontend.module_catalog import ModuleCatalog, origin
@@ -144,7 +147,13 @@ def resolve(
                 "capture is not enabled; start the engine with capture_consumers=['inline'] "
                 "(--capture-consumers inline)",
             )
-        capture = _capture(params, prompt, config, shape, modules)
+        make = partial(_capture, params, prompt, config, shape, modules)
+        if judged or config.capture_config.captures_all:
+            capture = make()
+        else:
+            capture = modules.captures.plan(params.capture, prompt, make)
+        if capture is not None and isinstance(params.capture, NumberedCapture):
+            capture = msgspec.structs.replace(capture, prompt=params.capture.prompt)
     plan = Plan(steering=steering, capture=capture)
     # Each completion is sent its own. All that is in it counts, whichever field it is of.
     num_bytes = n * sum(map(len, MsgpackEncoder().encode(plan)))

@@ -74,8 +74,8 @@ class ProjectionPool:
                 firsts *= len(stream.sites)
             size = stream.width // len([*stream.heads, (0,)][0])
             projection = (tuple(firsts), size) if firsts else None
-            sites = tuple(at[taps_of(site)[0]] for site in stream.sites)
-            minus = tuple(at[taps_of(site)[1]] for site in stream.sites if stream.differs)
+            sites = tuple(at[taps_of(point)[0], n] for point, n in stream.sites)
+            minus = tuple(at[taps_of(p)[1], n] for p, n in stream.sites if stream.differs)
             heads, summed = tuple(stream.heads), tuple(stream.runs * stream.summed)
             width = stream.width if heads or minus or stream.reads is not None else 0
             streams.append(

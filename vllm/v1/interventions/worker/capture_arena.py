@@ -252,11 +252,11 @@ class CaptureArena:
             token_index = async_tensor_h2d(tokens, self._device)
             for block, own in blocks.split(token_index):
                 self._row_map.write(block, own)
-            missing, early = None, not whole and part + 1 < PARTS
+            leaving = Leaving(*self._rows_at(blocks, positions, token_index))
             if not whole:
                 missing = {site for block in blocks.all for site in block.group.site_set}
-            leaving = self._rows_at(blocks, positions, token_index)
-            self._pending.append(Leaving(*leaving, missing, early))
+                leaving = leaving._replace(missing=missing, early=part + 1 < PARTS)
+            self._pending.append(leaving)
         if decodes:
             self._decoding = Decoding(list(req_ids), wanted, blocks, token_index)
 
