@@ -146,6 +146,27 @@ def test_the_oldest_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
     assert parse.parsed == 4  # 1, 2, 3, and 1 once more
 
 
+@pytest.mark.parametrize(
+    ("hooks", "kept"),
+    [
+        ({"post_block": list(range(900))}, True),
+        ({"post_block": list(range(1100))}, False),
+        ({str(point): 0 for point in range(400)}, False),
+    ],
+)
+def test_long_ones_are_not_kept(hooks: dict[str, Any], kept: bool) -> None:
+    memo, plan = CaptureMemo(), Parser().alone(asked(), prompt_of())
+    made: list[int] = []
+
+    def make() -> CapturePlan | None:
+        made.append(1)
+        return plan
+
+    for _ in range(2):
+        memo.plan({"inline": {"hooks": hooks}}, prompt_of(), make)
+    assert len(made) == (1 if kept else 2)
+
+
 def test_prompts_of_a_body_keep_their_numbers() -> None:
     config = config_of()
     catalog = ModuleCatalog(config)

@@ -12,7 +12,7 @@ from vllm.v1.interventions.plan import CapturePlan
 KEPT = 256
 """The most plans that are kept."""
 LONGEST = 1024
-"""The most layers that a capture which is kept may name."""
+"""The most entries that a capture which is kept may have: three for a point, and its layers."""
 
 
 class CaptureMemo:
@@ -65,8 +65,10 @@ def _said(value: Any) -> list[Hashable] | None:
     for point, layers in hooks.items():
         is_list = type(layers) is list
         listed = layers if is_list else [layers]
+        if len(said) + len(listed) > LONGEST:
+            return None
         # Of these types only: True is 1, too, and no layer.
-        if len(listed) > LONGEST or not {type(point), *map(type, listed)} <= {str, int}:
+        if not {type(point), *map(type, listed)} <= {str, int}:
             return None
         said += point, is_list, len(listed), *listed
     return said
