@@ -459,6 +459,22 @@ def test_few_rows_of_several_steps_are_their_own(
     assert landing.held == 0
 
 
+def test_reading_rows_of_several_steps_starts_no_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The frontend has some; to start others takes longer than to copy 16 MiB."""
+    steps = Steps(Landing(64 * STEP_BYTES))
+    [one] = steps.open(1, 5)
+    for _ in range(5):
+        steps.step(one)
+    payload = finish(steps.inbox, one, 5)
+    monkeypatch.setattr(row_pieces, "SHARED_BYTES", 0)
+    monkeypatch.setattr(copies, "JOINED_BYTES", 0)
+    monkeypatch.setattr(copies, "CopyThreads", Mock(side_effect=AssertionError))
+    values = payload["post_block", 0].values.as_subclass(torch.Tensor)
+    assert torch.equal(values, torch.arange(5.0)[:, None].repeat(1, WIDTH))
+    with pytest.raises(AssertionError):
+        copies.joined([values, values])
+
+
 def test_a_pickled_site_has_its_own_rows_only(monkeypatch: pytest.MonkeyPatch) -> None:
     """In memory many rows are views of one block, and a pickled view is a pickle of all of it."""
     monkeypatch.setattr(row_pieces, "SHARED_BYTES", 1000 * WIDTH * 4)

@@ -46,7 +46,9 @@ def copy(copies: Copies) -> None:
         torch._foreach_copy_(*copies)
 
 
-def joined(parts: Sequence[torch.Tensor], axis: int = 0) -> torch.Tensor:
+def joined(
+    parts: Sequence[torch.Tensor], axis: int = 0, threads: "CopyThreads | None" = None
+) -> torch.Tensor:
     """Return rows one after the other, [sum of n, ...], copied by this thread alone, or by several
     where they are many.
 
@@ -56,13 +58,15 @@ def joined(parts: Sequence[torch.Tensor], axis: int = 0) -> torch.Tensor:
     Args:
         parts: [n, ...], at least one; alike but for n.
         axis: which one n is of.
+        threads: copy where there is much to copy. Without them some are started for it, which takes
+            longer than to copy 16 MiB.
     """
     shape = list(parts[0].shape)
     shape[axis] = sum(part.shape[axis] for part in parts)
     values = empty(shape, parts[0].dtype)
     if values.nbytes >= JOINED_BYTES:
         places = values.split([part.shape[axis] for part in parts], dim=axis)
-        CopyThreads("joined-rows").run((list(places), list(parts)))
+        (threads or CopyThreads("joined-rows")).run((list(places), list(parts)))
         return values
     same = _INTEGERS[values.itemsize]  # numpy lacks bfloat16
     rows = [part.view(same).numpy() for part in parts]

@@ -138,7 +138,10 @@ class StreamRows:
         if len({tuple(part.shape[1] for part in step) for step in steps}) > 1:
             steps = [[of_stream(step, 0, 1)] for step in steps]
         of_senders = zip(*steps, strict=True)
-        values = [self._cut(p[0] if len(p) == 1 else joined(p)) for p in of_senders]
+        threads = self._threads
+        values = [
+            self._cut(p[0] if len(p) == 1 else joined(p, threads=threads)) for p in of_senders
+        ]
         if len(steps) > 1:
             self._alone = self._split(values)
         return values
