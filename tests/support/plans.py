@@ -95,6 +95,7 @@ def plan_of(
     resumable: bool = False,
     tokenizer: TokenizerLike | None = None,
     modules: dict[str, Module] | None = None,
+    catalog: ModuleCatalog | None = None,
     num_prompts: int = 1,
     images: Sequence[tuple[int, int]] = (),
     embedded: Sequence[int] = (),
@@ -105,6 +106,7 @@ def plan_of(
     Args:
         prompt: tokens of the prompt.
         modules: the registered ones.
+        catalog: that of requests before; else this one is the first.
         num_prompts: in the same body.
         images: where each begins, and how many tokens it has.
         embedded: the positions that are given as embeddings.
@@ -119,7 +121,7 @@ def plan_of(
         given["is_token_ids"] = [i not in embedded for i in range(prompt)]
         given["prompt_embeds"] = torch.zeros(prompt, HIDDEN)
     config = config or config_of()
-    catalog = ModuleCatalog(config)
+    catalog = catalog or ModuleCatalog(config)
     if modules is not None:
         catalog.replace(modules)
     return resolve(

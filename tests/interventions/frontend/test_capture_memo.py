@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.support.plans import SHAPE, config_of
+from tests.support.plans import SHAPE, config_of, plan_of
 from vllm import SamplingParams
 from vllm.multimodal.inputs import PlaceholderRange
 from vllm.v1.interventions.frontend import capture_memo
@@ -18,7 +18,6 @@ from vllm.v1.interventions.frontend.capture_memo import CaptureMemo
 from vllm.v1.interventions.frontend.capture_request import numbered, parse_capture
 from vllm.v1.interventions.frontend.media import Media
 from vllm.v1.interventions.frontend.module_catalog import ModuleCatalog
-from vllm.v1.interventions.frontend.resolve import resolve, without_plan_fields
 from vllm.v1.interventions.frontend.selectors import Prompt
 from vllm.v1.interventions.frontend.work import Work
 from vllm.v1.interventions.plan import CapturePlan
@@ -171,18 +170,7 @@ def test_prompts_of_a_body_keep_their_numbers() -> None:
     config = config_of()
     catalog = ModuleCatalog(config)
     params = numbered(SamplingParams(max_tokens=4, capture=asked()), 3)
-    plans = [
-        resolve(
-            each,
-            without_plan_fields(each),
-            {"prompt_token_ids": [1, 2]},
-            False,
-            config,
-            None,
-            catalog,
-        )
-        for each in params
-    ]
+    plans = [plan_of(config=config, catalog=catalog, capture=each.capture) for each in params]
     captures = [plan.capture for plan in plans if plan is not None and plan.capture is not None]
     assert [capture.prompt for capture in captures] == [0, 1, 2]
     assert captures[0].sites is captures[2].sites
@@ -191,10 +179,6 @@ def test_prompts_of_a_body_keep_their_numbers() -> None:
 def test_what_the_engine_has_no_room_for_is_refused_each_time() -> None:
     config = config_of(capture_inline_max_bytes=1)
     catalog = ModuleCatalog(config)
-    params = SamplingParams(max_tokens=4, capture=asked())
     for _ in range(2):
         with pytest.raises(ValueError, match="capture_inline_max_bytes"):
-            resolve(
-                params, without_plan_fields(params), {"prompt_token_ids": [1, 2]}, False, config,
-                None, catalog,
-            )  # fmt: skip
+            plan_of(config=config, catalog=catalog, capture=asked())
