@@ -136,6 +136,45 @@ def test_memory_of_a_process_alone_is_used_again() -> None:
         assert Room(own_memory(refused)).take(1) is None
 
 
+def test_places_next_to_each_other_are_free_one_by_one() -> None:
+    room = Room(own_memory(8 * KB))
+    [(together, each)] = room.take_each(KB - 1, 4)
+    assert (together.shape, {one.shape for one in each}) == ((4, KB), {(KB,)})
+    for i, one in enumerate(each):
+        one.fill_(i)
+    del one
+    assert together.float().mean(1).tolist() == [0, 1, 2, 3]
+    places = [one.data_ptr() for one in each]
+    del each[3], each[1]
+    assert not room.take_each(KB, 7) and not room.take_each(5 * KB + 1, 1)
+    one, rest = room.take_each(KB, 3)
+    assert [one.data_ptr() for one in one.each] == places[1:2], "gaps are filled first"
+    assert [one.data_ptr() for one in rest.each] == [places[3], places[3] + KB]
+    for i, taken in enumerate((one, rest)):
+        taken.together.fill_(10 + i)
+    assert together.float().mean(1).tolist() == [0, 10, 2, 11]
+    del one, rest, taken, each
+    [whole] = room.take_each(8 * KB, 1)
+    assert whole.each[0].data_ptr() == places[0], "what is free again is found as one"
+
+
+@given(st.lists(st.tuples(st.integers(1, 9), st.integers(1, 3), st.integers(0, 9)), max_size=60))
+def test_places_never_overlap(steps: list[tuple[int, int, int]]) -> None:
+    """Whatever is taken and given back, and when."""
+    room, held = Room(own_memory(4 * KB)), list[torch.Tensor]()
+    for size, number, drops in steps:
+        taken = [one for neighbours in room.take_each(size * 40, number) for one in neighbours.each]
+        assert len(taken) in (0, number)
+        held += taken
+        del taken
+        for i in range(len(held)):
+            held[i].fill_(i % 251)
+        assert all(bool((one == i % 251).all()) for i, one in enumerate(held))
+        del held[:drops:2]
+    held.clear()
+    assert room.take(4 * KB) is not None
+
+
 def _frontend(pipe: Connection) -> None:
     places = Places()
     decoder = MsgpackDecoder(list[torch.Tensor], oob_tensor_provider=places)

@@ -13,12 +13,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.support.plans import HIDDEN, SHAPE
-from vllm.v1.capture.copies import CopyThreads, empty
+from vllm.v1.capture.copies import CopyThreads
 from vllm.v1.capture.registry import ConsumerSpec
 from vllm.v1.capture.transport.feed import Feed, request_info
 from vllm.v1.capture.transport.mean import Mean
 from vllm.v1.engine import EngineCoreOutput
 from vllm.v1.interventions.frontend.capture_request import parse_capture
+from vllm.v1.interventions.frontend.kept_memory import KeptMemory
 from vllm.v1.interventions.frontend.row_collector import RowCollector
 from vllm.v1.interventions.frontend.row_pieces import Run
 from vllm.v1.interventions.frontend.selectors import Prompt
@@ -98,7 +99,7 @@ class Way:
         self.plan, self.rows = plan, rows
         self.state = RequestInterventions(Plan(capture=plan), PROMPT, None)
         inline = [name for name in plan.consumers if name.startswith("inline")]
-        self.collector = RowCollector(plan, IDS, inline, {}, HERE)
+        self.collector = RowCollector(plan, IDS, inline, {}, HERE, KeptMemory())
         self.feed = Feed(plan, "files", IDS, HERE) if "files" in plan.consumers else None
         self.runs: dict[Any, Run] = {}
 
@@ -129,7 +130,7 @@ class Way:
 
     def move(self) -> None:
         self.runs = {}
-        self.collector.move(empty)
+        self.collector.move()
 
 
 @st.composite

@@ -13,6 +13,7 @@ from vllm.v1.capture import CaptureResult
 from vllm.v1.capture.copies import CopyThreads
 from vllm.v1.capture.registry import ConsumerSpec
 from vllm.v1.interventions.frontend.capture_request import parse_capture
+from vllm.v1.interventions.frontend.kept_memory import KeptMemory
 from vllm.v1.interventions.frontend.row_collector import RowCollector
 from vllm.v1.interventions.frontend.selectors import Prompt
 from vllm.v1.interventions.frontend.work import Work
@@ -46,7 +47,7 @@ def plan_for(positions: Any, shape: TapShape = SHAPE, **more: Any) -> CapturePla
 
 
 def collector_for(plan: CapturePlan) -> RowCollector:
-    return RowCollector(plan, PROMPT_IDS, plan.consumers, {}, CopyThreads("test"))
+    return RowCollector(plan, PROMPT_IDS, plan.consumers, {}, CopyThreads("test"), KeptMemory())
 
 
 def chunk(

@@ -26,9 +26,7 @@ from tests.support.collecting import (
 from tests.support.plans import HIDDEN, SHAPE
 from tests.support.rows import give
 from vllm.v1.capture import CaptureResult
-from vllm.v1.capture.copies import empty
 from vllm.v1.capture.results import merged
-from vllm.v1.interventions.frontend import row_pieces
 from vllm.v1.interventions.plan import TapShape
 from vllm.v1.interventions.positions import Positions
 
@@ -53,9 +51,7 @@ def check_rows(result: CaptureResult, num_output: int) -> None:
         assert torch.equal(got.values, chunk(got.positions.tolist()).values[0][:, i])
 
 
-@pytest.mark.parametrize("least", [0, 1 << 40])
-def test_rows_of_a_finished_request(least: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(row_pieces, "JOINED_BYTES", least)
+def test_rows_of_a_finished_request() -> None:
     collector = collector_for(plan_for("all"))
     give(collector, chunk([0, 1, 2]), chunk([3, 4]))
     give(collector, chunk([5]))
@@ -183,7 +179,7 @@ def stream(
             give(collector, *new)
             give(every, *new)
             if step in moves:
-                collector.move(empty)
+                collector.move()
         seen = cut
         deltas.append(collect(collector, cut, end=None, only_new=True))
     deltas.append(collect(collector, total, end=end, only_new=True))

@@ -16,17 +16,17 @@ import weakref
 from concurrent.futures import Future
 from types import SimpleNamespace
 from typing import Any
-from unittest.mock import Mock
+from unittest.mock import Mock, patch
 
 import numpy as np
 import pytest
 import torch
 
 from vllm.v1.capture import copies
-from vllm.v1.capture.copies import THREADS, CopyThreads
+from vllm.v1.capture.copies import THREADS, CopyThreads, empty
 from vllm.v1.capture.transport.landing import Landing
-from vllm.v1.interventions.frontend import row_inbox as module
-from vllm.v1.interventions.frontend import row_pieces
+from vllm.v1.interventions.frontend import kept_memory, row_inbox, row_pieces
+from vllm.v1.interventions.frontend.kept_memory import KeptMemory
 from vllm.v1.interventions.frontend.row_collector import RowCollector
 from vllm.v1.interventions.frontend.row_inbox import RowInbox
 from vllm.v1.interventions.messages import CapturedChunk
@@ -39,10 +39,13 @@ ROW_BYTES = SITES * WIDTH * 4
 STEP_BYTES = REQUESTS * ROW_BYTES
 
 
-def collector_for(num_rows: int, selected: list[int] | None = None) -> RowCollector:
+def collector_for(
+    num_rows: int, selected: list[int] | None = None, memory: KeptMemory | None = None
+) -> RowCollector:
     """
     Args:
         selected: runs; all rows if it is None.
+        memory: what rows are copied to; none is kept if it is None.
     """
     sites, runs = [("post_block", i) for i in range(SITES)], [0, num_rows]
     plan = CapturePlan(
@@ -54,7 +57,8 @@ def collector_for(num_rows: int, selected: list[int] | None = None) -> RowCollec
         hidden_size=WIDTH,
         dtype="float32",
     )
-    return RowCollector(plan, [0], plan.consumers, {}, CopyThreads("test"))
+    threads = CopyThreads("test")
+    return RowCollector(plan, [0], plan.consumers, {}, threads, memory or KeptMemory())
 
 
 class Steps:
@@ -73,7 +77,7 @@ class Steps:
         self.inbox = RowInbox(link, frontends=1)
 
     def open(self, number: int, num_rows: int) -> list[RowCollector]:
-        made = [collector_for(num_rows) for _ in range(number)]
+        made = [collector_for(num_rows, memory=self.inbox.memory) for _ in range(number)]
         for collector in made:
             self.inbox.open(str(id(collector)), collector)
         return made
@@ -205,7 +209,7 @@ def test_results_cannot_fill_the_landing(
     """However long a request runs, and however many results are kept: there is always room for
     steps; and rows in ordinary memory keep those of others for a while only."""
     monkeypatch.setattr(row_pieces, "SHARED_BYTES", 0)
-    monkeypatch.setattr(module, "ORDINARY_BYTES", 8 * STEP_BYTES)
+    monkeypatch.setattr(row_inbox, "ORDINARY_BYTES", 8 * STEP_BYTES)
     landing = Landing(64 * STEP_BYTES) if lands else None
     steps, kept, num_steps = Steps(landing, senders), [], 300
     long, *_ = everybody = steps.open(REQUESTS, num_steps)
@@ -230,7 +234,7 @@ def test_results_cannot_fill_the_landing(
 def test_large_steps_have_room(size: int, stay: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """A quarter of the landing, or seven steps, or half of it."""
     moved: list[RowCollector] = []
-    monkeypatch.setattr(RowCollector, "move", lambda collector, _: moved.append(collector))
+    monkeypatch.setattr(RowCollector, "move", lambda collector: moved.append(collector))
     steps, kept = Steps(Landing(size * STEP_BYTES)), []
     while not moved:
         steps._number = 0
@@ -246,8 +250,8 @@ def test_memory_of_copied_rows_is_used_again(
 ) -> None:
     """That of results that are gone; what is kept stays as it is."""
     monkeypatch.setattr(row_pieces, "SHARED_BYTES", 0)
-    monkeypatch.setattr(module, "KEPT_BYTES", kept_bytes)
-    monkeypatch.setattr(module, "empty", new := Mock(side_effect=module.empty))
+    monkeypatch.setattr(kept_memory, "KEPT_BYTES", kept_bytes)
+    monkeypatch.setattr(kept_memory, "empty", new := Mock(side_effect=empty))
     landing = Landing(8 * STEP_BYTES)
     held = [landing.take(STEP_BYTES) for _ in range(7)]
     steps, payloads, places = Steps(landing), list[dict[Any, Any]](), list[set[int]]()
@@ -273,7 +277,7 @@ def test_memory_of_copied_rows_is_used_again(
 
 def test_without_copies_the_landing_fills(monkeypatch: pytest.MonkeyPatch) -> None:
     """What the test above can see."""
-    monkeypatch.setattr(RowCollector, "move", lambda *_: None)
+    monkeypatch.setattr(RowCollector, "move", lambda _: None)
     landing = Landing(64 * STEP_BYTES)
     steps = Steps(landing)
     [long] = steps.open(1, 100)
@@ -407,7 +411,6 @@ def saved(tensor: torch.Tensor) -> int:
 def test_few_rows_are_their_own_when_they_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is kept or saved of them is they alone, and their step's place is free again. Of one
     step, other sites' are not touched."""
-    monkeypatch.setattr(row_pieces, "JOINED_BYTES", 0)
     monkeypatch.setattr(CopyThreads, "run", Mock(side_effect=AssertionError))
     landing = Landing(64 * STEP_BYTES)
     steps = Steps(landing)
@@ -427,12 +430,14 @@ def test_few_rows_are_their_own_when_they_are_read(monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.parametrize("senders", [1, 2])
-@pytest.mark.parametrize("least", [0, 1 << 40])
+@pytest.mark.parametrize("kept_bytes", [0, 1 << 40])
 def test_few_rows_of_several_steps_are_their_own(
-    least: int, senders: int, monkeypatch: pytest.MonkeyPatch
+    kept_bytes: int, senders: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whether threads take those of all sites apart when one is read, or each is when it is."""
-    monkeypatch.setattr(row_pieces, "JOINED_BYTES", least)
+    """In memory that is kept, where they are copied once, and in other."""
+    monkeypatch.setattr(kept_memory, "KEPT_BYTES", kept_bytes)
+    joined = Mock(side_effect=row_pieces.joined)
+    monkeypatch.setattr(row_pieces, "joined", joined)
     ran: list[int] = []
     run = CopyThreads.run
 
@@ -454,9 +459,36 @@ def test_few_rows_of_several_steps_are_their_own(
             values = payload["post_block", i].values
             assert values.untyped_storage().nbytes() == 5 * WIDTH * 4
             assert torch.equal(values, torch.arange(5.0)[:, None].repeat(1, WIDTH))
-    assert ran == ([] if least else [SITES])
+    assert ran == [5 if senders == 1 else 7]
+    assert joined.call_count == (SITES if kept_bytes else 0)
     gc.collect()
     assert landing.held == 0
+
+
+@pytest.mark.parametrize("senders", [1, 2])
+def test_a_site_that_is_kept_keeps_no_other(senders: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows of several steps: the memory of the others is used again, and that of the site is not
+    before it is let go."""
+    monkeypatch.setattr(kept_memory, "KEPT_BYTES", 0)
+    steps, kept = Steps(Landing(64 * STEP_BYTES), senders), []
+    for _ in range(9):
+        steps._number = 0
+        [one] = steps.open(1, 5)
+        for _ in range(5):
+            steps.step(one)
+        payload = finish(steps.inbox, one, 5)
+        del one
+        steps.inbox.step()
+        last = [payload["post_block", i].values for i in range(SITES)]
+        kept.append(last[1])
+        del payload
+    everything = [*kept[:-1], *last]
+    assert len({rows.data_ptr() for rows in everything}) == 8 + SITES
+    room: Any = steps.inbox.memory._room
+    places = (8 + 2 * SITES) * 5 * WIDTH * 4
+    assert max(rows.data_ptr() for rows in everything) - room.memory.ctypes.data < places
+    for rows in everything:
+        assert torch.equal(rows, torch.arange(5.0)[:, None].repeat(1, WIDTH))
 
 
 def test_reading_rows_of_several_steps_starts_no_threads(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -468,6 +500,7 @@ def test_reading_rows_of_several_steps_starts_no_threads(monkeypatch: pytest.Mon
     payload = finish(steps.inbox, one, 5)
     monkeypatch.setattr(row_pieces, "SHARED_BYTES", 0)
     monkeypatch.setattr(copies, "JOINED_BYTES", 0)
+    monkeypatch.setattr(copies, "DIRECT_BYTES", 0)
     monkeypatch.setattr(copies, "CopyThreads", Mock(side_effect=AssertionError))
     values = payload["post_block", 0].values.as_subclass(torch.Tensor)
     assert torch.equal(values, torch.arange(5.0)[:, None].repeat(1, WIDTH))
@@ -525,3 +558,15 @@ def test_rows_are_joined_alike_by_one_thread_and_by_several(
     while threading.active_count() > before:
         assert time.monotonic() < until
         time.sleep(0.01)
+
+
+def test_a_thread_that_copies_alone_has_no_team() -> None:
+    """Large copies are numpy's there; what is copied is the same, of any strides."""
+    rows = torch.randn(96, 8, 1024).bfloat16()
+    for number, torchs in ((1, 1), (96, 0)):
+        own = torch.zeros(8, number, 1024, dtype=torch.bfloat16)
+        into, parts = own.transpose(0, 1), rows[:number]
+        with patch.object(copies, "copy", wraps=copies.copy) as torchs_copy:
+            copies.copy_alone(([into], [parts]))
+        assert torch.equal(own, parts.transpose(0, 1)) and torchs_copy.call_count == torchs
+    copies.copy_alone(([], []))

@@ -23,6 +23,8 @@ DIRECT_BYTES = 1 << 20
 """The bytes below which the caller copies itself."""
 JOINED_BYTES = PIECE_BYTES
 """The bytes that are worth threads of their own, where rows are joined that somebody waits for."""
+TEAM_NUMBERS = 1 << 15
+"""The numbers of a tensor from which torch shares its copy among threads."""
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """By the bytes of a number."""
 UNDERWAY_BYTES = 512 << 20
@@ -46,27 +48,62 @@ def copy(copies: Copies) -> None:
         torch._foreach_copy_(*copies)
 
 
-def joined(
-    parts: Sequence[torch.Tensor], axis: int = 0, threads: "CopyThreads | None" = None
-) -> torch.Tensor:
+def copy_alone(copies: Copies) -> None:
+    """Copy in a thread that is not of `CopyThreads`.
+
+    torch shares a large copy among as many threads as there are cores, and waits for each of them:
+    where workers keep cores busy, that took 8 ms for half a megabyte.
+    """
+    if max((rows.numel() for rows in copies[1]), default=0) < TEAM_NUMBERS:
+        copy(copies)
+        return
+    for into, rows in zip(*copies, strict=True):
+        same = _INTEGERS[rows.itemsize]  # numpy lacks bfloat16
+        into.view(same).numpy()[...] = rows.view(same).numpy()
+
+
+def steps_into(places: Sequence[torch.Tensor], steps: Sequence[Sequence[torch.Tensor]]) -> Copies:
+    """Return the copies that put the rows of steps one after the other.
+
+    Args:
+        places: for some sites each, [rows of all steps, its sites, width].
+        steps: of each, what several senders have of it: [rows, its sites, width].
+    """
+    into: list[torch.Tensor] = []
+    rows: list[torch.Tensor] = []
+    counts, first = [step[0].shape[0] for step in steps], 0
+    for place in places:
+        stop = first + place.shape[1]
+        for step, own in zip(steps, place.split(counts), strict=True):
+            parts = _of_sites(step, first, stop) if places[1:] else step
+            into += own.split([part.shape[1] for part in parts], dim=1) if parts[1:] else [own]
+            rows += parts
+        first = stop
+    return into, rows
+
+
+def _of_sites(step: Sequence[torch.Tensor], first: int, stop: int) -> list[torch.Tensor]:
+    parts = []
+    for part in step:
+        parts.append(part[:, max(first, 0) : max(stop, 0)])
+        first, stop = first - part.shape[1], stop - part.shape[1]
+    return [part for part in parts if part.shape[1]]
+
+
+def joined(parts: Sequence[torch.Tensor], axis: int = 0) -> torch.Tensor:
     """Return rows one after the other, [sum of n, ...], copied by this thread alone, or by several
     where they are many.
-
-    torch shares a copy among as many threads as there are cores, and waits for each of them: where
-    workers keep cores busy, that took 8 ms for half a megabyte.
 
     Args:
         parts: [n, ...], at least one; alike but for n.
         axis: which one n is of.
-        threads: copy where there is much to copy. Without them some are started for it, which takes
-            longer than to copy 16 MiB.
     """
     shape = list(parts[0].shape)
     shape[axis] = sum(part.shape[axis] for part in parts)
     values = empty(shape, parts[0].dtype)
     if values.nbytes >= JOINED_BYTES:
         places = values.split([part.shape[axis] for part in parts], dim=axis)
-        (threads or CopyThreads("joined-rows")).run((list(places), list(parts)))
+        CopyThreads("joined-rows").run((list(places), list(parts)))
         return values
     same = _INTEGERS[values.itemsize]  # numpy lacks bfloat16
     rows = [part.view(same).numpy() for part in parts]
@@ -96,7 +133,7 @@ class CopyThreads:
     def run(self, copies: Copies) -> None:
         """Copy, and wait until it is done."""
         if _bytes_of(copies) < DIRECT_BYTES:
-            copy(copies)
+            copy_alone(copies)
         else:
             finished(self.start(copies))
 
@@ -111,7 +148,7 @@ class CopyThreads:
         """
         num_bytes = _bytes_of(copies)
         if num_bytes < DIRECT_BYTES:
-            copy(copies)
+            copy_alone(copies)
             return []
         while self._bytes > UNDERWAY_BYTES:
             oldest, done = self._underway.popleft()

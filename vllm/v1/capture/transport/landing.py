@@ -12,7 +12,7 @@ import mmap
 import os
 import threading
 import weakref
-from bisect import insort
+from bisect import bisect
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -180,6 +180,15 @@ class RowEncoder(OOBTensorConsumer):
         return self if all(path.startswith("ipc://") for path in output_paths) else None
 
 
+class Neighbours(NamedTuple):
+    """Places that lie one after the other."""
+
+    together: torch.Tensor
+    """All of them, uint8 [places, bytes], for as long as none is free again."""
+    each: list[torch.Tensor]
+    """Each, uint8 [bytes]."""
+
+
 class Room:
     """Memory that is taken in places. The lowest one that is free is taken first, so that memory
     which was used is used again.
@@ -193,35 +202,52 @@ class Room:
         """All its bytes."""
         self.ready = len(memory)
         """How many of them can be taken, from the first one on."""
-        self._taken: list[tuple[int, int]] = []
-        """The first byte and the end of each place in use, sorted."""
+        self._gaps = [(0, len(memory))]
+        """The first byte and the end of all that is not in use, sorted."""
         self._free: deque[tuple[int, int]] = deque()
-        """Places given back that are in `_taken` yet."""
+        """Places given back that are not in `_gaps` yet."""
 
-    def _find(self, size: int) -> tuple[int, int] | None:
-        """Take a place of at least `size` bytes, until it is in `_free`; None if there is none."""
-        size = -(-max(size, 1) // ALIGNMENT) * ALIGNMENT
+    def _find(self, size: int, number: int = 1) -> tuple[int, int] | None:
+        """Take places of `size` bytes, until they are in `_free`: as many of `number` as lie next
+        to each other where the first one does; None if there is none."""
         while self._free:
-            self._taken.remove(self._free.popleft())
-        first = 0
-        for taken in self._taken:
-            if taken[0] - first >= size:
-                break
-            first = taken[1]
-        if first + size > self.ready:
-            return None
-        insort(self._taken, (first, first + size))
-        return first, first + size
+            self._give_back(*self._free.popleft())
+        for i, (first, end) in enumerate(self._gaps):
+            if fit := max(0, min(end, self.ready) - first) // size:
+                stop = first + size * min(fit, number)
+                self._gaps[i : i + 1] = [(stop, end)] if stop < end else []
+                return first, stop
+        return None
+
+    def _give_back(self, first: int, end: int) -> None:
+        at = bisect(self._gaps, (first, end))
+        if at < len(self._gaps) and self._gaps[at][0] == end:
+            end = self._gaps.pop(at)[1]
+        if at and self._gaps[at - 1][1] == first:
+            at -= 1
+            first = self._gaps.pop(at)[0]
+        self._gaps.insert(at, (first, end))
 
     def take(self, size: int) -> torch.Tensor | None:
         """Take a place of at least `size` bytes, of any content, uint8; None if there is none. It
         is free again when nobody has a view of it."""
-        taken = self._find(size)
-        if taken is None:
-            return None
-        array = self.memory[slice(*taken)]
-        weakref.finalize(array, self._free.append, taken).atexit = False
-        return torch.from_numpy(array)
+        taken = self.take_each(size, 1)
+        return taken[0].each[0] if taken else None
+
+    def take_each(self, size: int, number: int) -> "list[Neighbours]":
+        """Take places of at least `size` bytes; none if there are not so many. Each is free again
+        when nobody has a view of it."""
+        size, taken = aligned(size), list[Neighbours]()
+        while number and (found := self._find(size, number)):
+            each = []
+            for first in range(*found, size):
+                array = self.memory[first : first + size]
+                weakref.finalize(array, self._free.append, (first, first + size)).atexit = False
+                each.append(torch.from_numpy(array))
+            together = self.memory[slice(*found)].reshape(len(each), size)
+            taken.append(Neighbours(torch.from_numpy(together), each))
+            number -= len(each)
+        return [] if number else taken
 
 
 class Landing(Places, Room):
@@ -245,12 +271,17 @@ class Landing(Places, Room):
     def take(self, size: int) -> torch.Tensor | None:
         """As of a `Room`, and other processes find it."""
         self.reclaim()
-        taken = self._find(size)
+        taken = self._find(aligned(size))
         if taken is None:
             return None
         first, end = taken
         place = Address(os.getpid(), self._file.fileno(), first, end - first)
         return torch.from_numpy(self._view(place, lambda: self._free.append(taken)))
+
+
+def aligned(size: int) -> int:
+    """The bytes of a place for at least so many, and at least one."""
+    return -(-max(size, 1) // ALIGNMENT) * ALIGNMENT
 
 
 def open_memory(name: str, size: int) -> tuple[IO[bytes], np.ndarray]:

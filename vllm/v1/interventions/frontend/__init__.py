@@ -28,6 +28,7 @@ rule_watch.py         decides the rules of a completion as its rows and tokens c
 row_inbox.py          rows as they come from the engine core, for each request to read
 row_collector.py      gathers the rows of one completion for `inline`
 row_pieces.py         where rows came to lie, and what joins them when they are read
+kept_memory.py        memory that rows are copied to
 capture_link.py       how captures reach the engine core
 sending.py            requests on their way to the engine core
 progress.py           what an offline run shows beside the prompts

@@ -63,7 +63,7 @@ class CompletionCapture:
         self._collector = None
         if inline:
             self._collector = RowCollector(
-                plan, self._prompt, inline, outputs.forms, outputs.threads
+                plan, self._prompt, inline, outputs.forms, outputs.threads, outputs.inbox.memory
             )
             outputs.inbox.open(self._request_id, self._collector)
         self.feeds = {

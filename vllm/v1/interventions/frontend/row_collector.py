@@ -9,11 +9,12 @@ import numpy as np
 import torch
 
 from vllm.v1.capture.attention import AttentionRows
-from vllm.v1.capture.copies import CopyThreads
+from vllm.v1.capture.copies import Copies, CopyThreads, steps_into
 from vllm.v1.capture.lens import LensRows
 from vllm.v1.capture.results import CapturedRows, CaptureResult, SiteRows
 from vllm.v1.capture.transport.mean import Mean
 from vllm.v1.capture.transport.selected import RowsLost, Selected
+from vllm.v1.interventions.frontend.kept_memory import KeptMemory
 from vllm.v1.interventions.frontend.row_pieces import Piece, Run, StreamRows, of_stream
 from vllm.v1.interventions.plan import AttentionForm, CapturePlan, Site, dtype_of
 from vllm.v1.interventions.positions import in_a_row
@@ -29,6 +30,7 @@ class RowCollector:
     Args:
         forms: of attention, by layer: rows of queries have them beside.
         threads: copy rows.
+        memory: what they are copied to.
     """
 
     def __init__(
@@ -38,8 +40,9 @@ class RowCollector:
         consumers: Iterable[str],
         forms: Mapping[int, AttentionForm],
         threads: CopyThreads,
+        memory: KeptMemory,
     ) -> None:
-        self._plan, self._forms, self._threads = plan, forms, threads
+        self._plan, self._forms, self._threads, self._memory = plan, forms, threads, memory
         self._prompt_token_ids = prompt_token_ids
         self._selected = {
             name: Selected(plan.consumers[name], len(prompt_token_ids)) for name in consumers
@@ -87,20 +90,17 @@ class RowCollector:
         """Whether all rows that were not moved lie where they landed."""
         return all(run.last_ordinary < first for run, _, first in self._runs)
 
-    def move(self, memory: Callable[[Sequence[int], torch.dtype], torch.Tensor]) -> None:
+    def move(self) -> None:
         """Have rows copied to memory of their own; none of their runs may go on. Whoever reads them
-        waits for that.
-
-        Args:
-            memory: returns it, of a shape and a dtype.
-        """
+        waits for that."""
         self._add_up()
         pieces = self._unmoved()
         self._runs, self._summed = [], []
         if not pieces:
             return
         number, streams = len(self._plan.streams), self._plan.streams
-        values, into, rows = [], [], []
+        values = []
+        copies: Copies = [], []
         positions = in_a_row([piece.positions for piece in pieces])
         for i, stream in enumerate(streams):
             if stream.summed:
@@ -108,14 +108,13 @@ class RowCollector:
                 continue
             steps = [step for piece in pieces for step in piece.parts(i, number)]
             num_sites, width = sum(p.shape[1] for p in steps[0]), steps[0][0].shape[2]
-            own = memory((len(positions), num_sites, width), dtype_of(stream.dtype))
-            values.append(own)
-            for step, place in zip(steps, own.split([len(p[0]) for p in steps]), strict=True):
-                into += place.split([part.shape[1] for part in step], dim=1)
-                rows += step
+            shape = len(positions), num_sites, width
+            values.append(self._memory.of_rows(shape, dtype_of(stream.dtype)))
+            for all_of_them, more in zip(copies, steps_into(values[-1:], steps), strict=True):
+                all_of_them += more
         versions = in_a_row([piece.versions for piece in pieces])
-        copies = self._threads.follow((into, rows))
-        self._moved.append(Piece(positions, versions, [values], slice(None), copies))
+        started = self._threads.follow(copies)
+        self._moved.append(Piece(positions, versions, [values], slice(None), started))
 
     def results(
         self,
@@ -184,11 +183,11 @@ class RowCollector:
         selection, streams = selected.selection, list[tuple[list[Site], StreamRows]]()
         for index in selection.streams:
             stream, number = self._plan.streams[index], len(self._plan.streams)
-            rows = StreamRows(pieces, index, number, at, self._threads)
+            rows = StreamRows(pieces, index, number, at, self._threads, self._memory)
             if not pieces:
                 none = torch.empty(0, len(stream.sites), stream.width, dtype=dtype_of(stream.dtype))
                 nothing = [Piece(at, at, [[none]], slice(None))]
-                rows = StreamRows(nothing, 0, 1, at, self._threads)
+                rows = StreamRows(nothing, 0, 1, at, self._threads, self._memory)
             streams.append((stream.sites, rows))
         heads, read, forms = selection.heads, selection.reads, self._forms
 

@@ -1,15 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Rows as they come from the engine core: those of many requests together, for each to read."""
 
-from collections.abc import Sequence
-from math import prod
 from weakref import WeakValueDictionary
 
 import torch
 
-from vllm.v1.capture.copies import empty
-from vllm.v1.capture.transport.landing import Room, own_memory
 from vllm.v1.interventions.frontend.capture_link import CaptureLink
+from vllm.v1.interventions.frontend.kept_memory import KeptMemory
 from vllm.v1.interventions.frontend.row_collector import RowCollector
 from vllm.v1.interventions.frontend.row_pieces import Run
 from vllm.v1.interventions.messages import CapturedChunk
@@ -21,8 +18,6 @@ LANDING_SHARE = 16
 ROOM_STEPS = 7
 """The steps that have room in the landing beside what results hold: two that run, two on their way
 here, one that is copied, and two whose places are on their way back to their worker."""
-KEPT_BYTES = 4 << 20
-"""The size from which memory of copied rows is kept for further ones."""
 
 
 class RowInbox:
@@ -30,9 +25,7 @@ class RowInbox:
 
     They stay where they landed, and results are views of them, until those hold three quarters of
     the landing, or less where steps are large, but half. From then on threads copy rows to memory
-    of their request's own: of one that ends, and of those that run when their steps hold much. That
-    memory is kept when a result lets go of it, as much as the landing has, because the kernel takes
-    several times longer to give new memory than a copy to it does.
+    of their request's own: of one that ends, and of those that run when their steps hold much.
 
     Args:
         frontends: how many frontends the engine core has.
@@ -47,8 +40,8 @@ class RowInbox:
         """Bytes that came since rows were last copied."""
         self._largest = 0
         """The most bytes that a message had in the landing."""
-        self._own: Room | None = None
-        """Where rows are copied to."""
+        self.memory = KeptMemory()
+        """What rows are copied to: as much is kept as the landing has."""
 
     def open(self, request_id: str, collector: RowCollector) -> None:
         """Give a collector what comes for its request, for as long as it is in use."""
@@ -76,6 +69,8 @@ class RowInbox:
                 self._ordinary += num_bytes
                 run.last_ordinary = len(run.chunks) - 1
         self._largest = max(self._largest, self._landed - landed)
+        if (places := self._link.places) is not None:
+            self.memory.most = places.size // self._frontends
 
     def _lies_in_landing(self, values: list[torch.Tensor]) -> bool:
         places = self._link.places
@@ -90,20 +85,10 @@ class RowInbox:
         share = places.size // self._frontends
         return places.held > share - min(max(share // 4, ROOM_STEPS * self._largest), share // 2)
 
-    def _memory(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-        """Memory for rows, of any content."""
-        places, size = self._link.places, prod(shape) * dtype.itemsize
-        if self._own is None and places is not None and self._crowded:
-            self._own = Room(own_memory(places.size // self._frontends))
-        memory = None
-        if self._own is not None and size >= KEPT_BYTES:
-            memory = self._own.take(size)
-        return empty(shape, dtype) if memory is None else memory[:size].view(dtype).view(*shape)
-
     def finish(self, collector: RowCollector) -> None:
         """Have the rows of an ended request copied where they cannot stay."""
         if self._crowded or not collector.lies_in_landing:
-            collector.move(self._memory)
+            collector.move()
 
     def step(self) -> None:
         """Have rows of running requests copied where too many gather, after a message."""
@@ -121,4 +106,4 @@ class RowInbox:
             self._runs = {}
             self._ordinary = self._landed = 0
             for collector in list(self._collectors.values()):
-                collector.move(self._memory)
+                collector.move()

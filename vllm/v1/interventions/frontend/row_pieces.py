@@ -9,7 +9,8 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from vllm.v1.capture.copies import JOINED_BYTES, CopyThreads, empty, finished, joined
+from vllm.v1.capture.copies import CopyThreads, empty, finished, joined, steps_into
+from vllm.v1.interventions.frontend.kept_memory import KeptMemory
 from vllm.v1.interventions.messages import CapturedChunk
 
 SHARED_BYTES = 1 << 20
@@ -99,6 +100,7 @@ class StreamRows:
     Args:
         at: indices of the rows that are wanted, int64 [n], sorted.
         threads: copy rows of several steps, where they are many.
+        memory: what they are copied to.
     """
 
     def __init__(
@@ -108,22 +110,24 @@ class StreamRows:
         num_streams: int,
         at: np.ndarray,
         threads: CopyThreads,
+        memory: KeptMemory,
     ) -> None:
         self._pieces, self._stream, self._num_streams = pieces, stream, num_streams
-        self._at, self._threads = at, threads
+        self._at, self._threads, self._memory = at, threads, memory
         self._values: list[torch.Tensor] | None = None
+        """The rows, [n, its sites, width] of each sender, where sites share memory."""
         self._alone: list[torch.Tensor] = []
-        """Those of each site in memory of its own, where threads made it so."""
+        """Those of each site, [n, width], where each has memory of its own."""
 
     def site(self, index: int) -> torch.Tensor:
         """The rows of a site, [n, width]; from any thread. From `SHARED_BYTES` on they are a view
         of memory that others share, fewer are alone in theirs."""
         pieces, values = self._pieces, self._values
         if values is None:
-            values = self._values = self._join(pieces)
+            values = self._values = self._read(pieces)
             self._pieces = []
         if self._alone:
-            return self._alone[index][:, 0]
+            return self._alone[index]
         for part in values:
             if index < part.shape[1]:
                 break
@@ -131,31 +135,20 @@ class StreamRows:
         rows = part[:, index]
         return rows if rows.nbytes >= SHARED_BYTES else joined([rows])
 
-    def _join(self, pieces: list[Piece]) -> list[torch.Tensor]:
-        """The rows [n, its sites, width] of each sender, which are not put together: where one step
-        has them all, they stay where they are."""
+    def _read(self, pieces: list[Piece]) -> list[torch.Tensor]:
+        """Where one step has all rows, they stay where they are. Those of several are copied
+        once."""
         steps = [p for piece in pieces for p in piece.parts(self._stream, self._num_streams)]
-        if len({tuple(part.shape[1] for part in step) for step in steps}) > 1:
-            steps = [[of_stream(step, 0, 1)] for step in steps]
-        of_senders = zip(*steps, strict=True)
-        threads = self._threads
-        values = [
-            self._cut(p[0] if len(p) == 1 else joined(p, threads=threads)) for p in of_senders
-        ]
-        if len(steps) > 1:
-            self._alone = self._split(values)
-        return values
-
-    def _split(self, values: list[torch.Tensor]) -> list[torch.Tensor]:
-        """Those of each site, [n, 1, width], where they would be copied site after site by whoever
-        reads all; else none. Fresh memory takes longer than the copy."""
-        parts = [part for part in values if part[:, :1].nbytes < SHARED_BYTES]
-        if sum(part.nbytes for part in parts) < JOINED_BYTES or len(parts) < len(values):
-            return []
-        rows = [site for part in parts for site in part.split(1, dim=1)]
-        alone = [empty(site.shape, site.dtype) for site in rows]
-        self._threads.run((alone, rows))
-        return alone
+        if len(steps) == 1:
+            return [self._cut(part) for part in steps[0]]
+        like, num_rows = steps[0][0], sum(step[0].shape[0] for step in steps)
+        num_sites = sum(part.shape[1] for part in steps[0])
+        taken = self._memory.of_sites(num_sites, (num_rows, like.shape[2]), like.dtype)
+        places = [sites.together.transpose(0, 1) for sites in taken]
+        shared = [] if taken else [empty((num_rows, num_sites, like.shape[2]), like.dtype)]
+        self._threads.run(steps_into(places or shared, steps))
+        self._alone = [self._cut(site) for sites in taken for site in sites.each]
+        return [self._cut(rows) for rows in shared]
 
     def _cut(self, values: torch.Tensor) -> torch.Tensor:
         first, last = (int(self._at[0]), int(self._at[-1]) + 1) if len(self._at) else (0, 0)
