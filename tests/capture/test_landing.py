@@ -140,20 +140,19 @@ def test_places_next_to_each_other_are_free_one_by_one() -> None:
     room = Room(own_memory(8 * KB))
     [(together, each)] = room.take_each(KB - 1, 4)
     assert (together.shape, {one.shape for one in each}) == ((4, KB), {(KB,)})
-    for i, one in enumerate(each):
-        one.fill_(i)
-    del one
+    for i in range(4):
+        each[i].fill_(i)
     assert together.float().mean(1).tolist() == [0, 1, 2, 3]
     places = [one.data_ptr() for one in each]
     del each[3], each[1]
     assert not room.take_each(KB, 7) and not room.take_each(5 * KB + 1, 1)
-    one, rest = room.take_each(KB, 3)
-    assert [one.data_ptr() for one in one.each] == places[1:2], "gaps are filled first"
+    gap, rest = room.take_each(KB, 3)
+    assert [one.data_ptr() for one in gap.each] == places[1:2], "gaps are filled first"
     assert [one.data_ptr() for one in rest.each] == [places[3], places[3] + KB]
-    for i, taken in enumerate((one, rest)):
+    for i, taken in enumerate((gap, rest)):
         taken.together.fill_(10 + i)
     assert together.float().mean(1).tolist() == [0, 10, 2, 11]
-    del one, rest, taken, each
+    del gap, rest, taken, each
     [whole] = room.take_each(8 * KB, 1)
     assert whole.each[0].data_ptr() == places[0], "what is free again is found as one"
 

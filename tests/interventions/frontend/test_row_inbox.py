@@ -21,6 +21,8 @@ from unittest.mock import Mock, patch
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from vllm.v1.capture import copies
 from vllm.v1.capture.copies import THREADS, CopyThreads, empty
@@ -431,11 +433,13 @@ def test_few_rows_are_their_own_when_they_are_read(monkeypatch: pytest.MonkeyPat
 
 @pytest.mark.parametrize("senders", [1, 2])
 @pytest.mark.parametrize("kept_bytes", [0, 1 << 40])
+@pytest.mark.parametrize("least", [0, 1 << 40])
 def test_few_rows_of_several_steps_are_their_own(
-    kept_bytes: int, senders: int, monkeypatch: pytest.MonkeyPatch
+    least: int, kept_bytes: int, senders: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In memory that is kept, where they are copied once, and in other."""
+    """In memory that is kept, where they are copied once, and in other; by threads or without."""
     monkeypatch.setattr(kept_memory, "KEPT_BYTES", kept_bytes)
+    monkeypatch.setattr(copies, "JOINED_BYTES", least)
     joined = Mock(side_effect=row_pieces.joined)
     monkeypatch.setattr(row_pieces, "joined", joined)
     ran: list[int] = []
@@ -459,7 +463,8 @@ def test_few_rows_of_several_steps_are_their_own(
             values = payload["post_block", i].values
             assert values.untyped_storage().nbytes() == 5 * WIDTH * 4
             assert torch.equal(values, torch.arange(5.0)[:, None].repeat(1, WIDTH))
-    assert ran == [5 if senders == 1 else 7]
+    by_threads = ran[:1] if kept_bytes else ran  # `joined` of each site would have them, too
+    assert by_threads == ([] if least else [5 if senders == 1 else 7])
     assert joined.call_count == (SITES if kept_bytes else 0)
     gc.collect()
     assert landing.held == 0
@@ -570,3 +575,25 @@ def test_a_thread_that_copies_alone_has_no_team() -> None:
             copies.copy_alone(([into], [parts]))
         assert torch.equal(own, parts.transpose(0, 1)) and torchs_copy.call_count == torchs
     copies.copy_alone(([], []))
+
+
+@given(
+    st.lists(st.tuples(st.integers(1, 4), st.sets(st.integers(1, 5))), min_size=1, max_size=6),
+    st.sets(st.integers(1, 5)),
+    st.booleans(),
+)
+def test_rows_of_steps_by_any_senders_at_any_places(
+    steps: list[tuple[int, set[int]]], cuts: set[int], by_threads: bool
+) -> None:
+    """Each step has so many rows, and its sites cut among senders there; places are cut, too."""
+    values = torch.randn(sum(number for number, _ in steps), 6, 4).bfloat16()
+    parts = [
+        [copies.integers(part) for part in rows.tensor_split(sorted(at), dim=1)]
+        for rows, (_, at) in zip(values.split([n for n, _ in steps]), steps, strict=True)
+    ]
+    places = [torch.zeros_like(part) for part in values.tensor_split(sorted(cuts), dim=1)]
+    filled = copies.steps_into([copies.integers(place) for place in places], parts)
+    with patch.object(copies, "JOINED_BYTES", 0 if by_threads else 1 << 40):
+        copies.fill(filled, CopyThreads("test"))
+    assert torch.equal(torch.cat(places, dim=1), values)
+    assert not torch.equal(torch.cat(places, dim=1), values.flip(0, 1))

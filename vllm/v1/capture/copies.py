@@ -10,6 +10,7 @@ import os
 from collections import deque
 from collections.abc import Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from itertools import accumulate, groupby
 
 import numpy as np
 import torch
@@ -32,6 +33,8 @@ UNDERWAY_BYTES = 512 << 20
 
 Copies = tuple[list[torch.Tensor], list[torch.Tensor]]
 """A list of tensors to copy into, and one of the tensors to copy there, in the same order."""
+Filled = tuple[np.ndarray, Sequence[np.ndarray]]
+"""Where rows are to be, and they, one after the other; all `integers`."""
 
 
 def empty(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
@@ -58,36 +61,57 @@ def copy_alone(copies: Copies) -> None:
         copy(copies)
         return
     for into, rows in zip(*copies, strict=True):
-        same = _INTEGERS[rows.itemsize]  # numpy lacks bfloat16
-        into.view(same).numpy()[...] = rows.view(same).numpy()
+        integers(into)[...] = integers(rows)
 
 
-def steps_into(places: Sequence[torch.Tensor], steps: Sequence[Sequence[torch.Tensor]]) -> Copies:
-    """Return the copies that put the rows of steps one after the other.
+def integers(tensor: torch.Tensor) -> np.ndarray:
+    """The same memory for numpy, which lacks bfloat16."""
+    return tensor.view(_INTEGERS[tensor.itemsize]).numpy()
+
+
+def steps_into(places: Sequence[np.ndarray], steps: Iterable[Sequence[np.ndarray]]) -> list[Filled]:
+    """Put the rows of steps one after the other.
 
     Args:
         places: for some sites each, [rows of all steps, its sites, width].
         steps: of each, what several senders have of it: [rows, its sites, width].
     """
+    filled, row = list[Filled](), 0
+    for counts, alike in groupby(steps, lambda step: [part.shape[1] for part in step]):
+        some = list(alike)
+        stop_row, first = row + sum(len(step[0]) for step in some), 0
+        for place in places:
+            for sender, (count, end) in enumerate(zip(counts, accumulate(counts), strict=True)):
+                begin, stop = end - count, min(end, first + place.shape[1])
+                if (start := max(begin, first)) < stop:
+                    parts = [step[sender][:, start - begin : stop - begin] for step in some]
+                    filled.append((place[row:stop_row, start - first : stop - first], parts))
+            first += place.shape[1]
+        row = stop_row
+    return filled
+
+
+def fill(filled: list[Filled], threads: "CopyThreads | None" = None) -> None:
+    """Copy rows where they are to be: this thread alone, or several where they are many.
+
+    Args:
+        threads: without them some are started, which takes longer than to copy 16 MiB.
+    """
+    if sum(place.nbytes for place, _ in filled) < JOINED_BYTES:
+        for place, rows in filled:
+            np.concatenate(rows, out=place)
+    else:
+        (threads or CopyThreads("joined-rows")).run(copies_of(filled))
+
+
+def copies_of(filled: Iterable[Filled]) -> Copies:
+    """The copies that `fill` would do."""
     into: list[torch.Tensor] = []
     rows: list[torch.Tensor] = []
-    counts, first = [step[0].shape[0] for step in steps], 0
-    for place in places:
-        stop = first + place.shape[1]
-        for step, own in zip(steps, place.split(counts), strict=True):
-            parts = _of_sites(step, first, stop) if places[1:] else step
-            into += own.split([part.shape[1] for part in parts], dim=1) if parts[1:] else [own]
-            rows += parts
-        first = stop
+    for place, parts in filled:
+        into += torch.from_numpy(place).split([len(part) for part in parts])
+        rows += map(torch.from_numpy, parts)
     return into, rows
-
-
-def _of_sites(step: Sequence[torch.Tensor], first: int, stop: int) -> list[torch.Tensor]:
-    parts = []
-    for part in step:
-        parts.append(part[:, max(first, 0) : max(stop, 0)])
-        first, stop = first - part.shape[1], stop - part.shape[1]
-    return [part for part in parts if part.shape[1]]
 
 
 def joined(parts: Sequence[torch.Tensor], axis: int = 0) -> torch.Tensor:
@@ -101,13 +125,8 @@ def joined(parts: Sequence[torch.Tensor], axis: int = 0) -> torch.Tensor:
     shape = list(parts[0].shape)
     shape[axis] = sum(part.shape[axis] for part in parts)
     values = empty(shape, parts[0].dtype)
-    if values.nbytes >= JOINED_BYTES:
-        places = values.split([part.shape[axis] for part in parts], dim=axis)
-        CopyThreads("joined-rows").run((list(places), list(parts)))
-        return values
-    same = _INTEGERS[values.itemsize]  # numpy lacks bfloat16
-    rows = [part.view(same).numpy() for part in parts]
-    np.concatenate(rows, axis, out=values.view(same).numpy())
+    place, *rows = (np.moveaxis(integers(one), axis, 0) for one in (values, *parts))
+    fill([(place, rows)])
     return values
 
 

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from vllm.v1.capture.attention import AttentionRows
-from vllm.v1.capture.copies import Copies, CopyThreads, steps_into
+from vllm.v1.capture.copies import CopyThreads, Filled, copies_of, integers, steps_into
 from vllm.v1.capture.lens import LensRows
 from vllm.v1.capture.results import CapturedRows, CaptureResult, SiteRows
 from vllm.v1.capture.transport.mean import Mean
@@ -99,21 +99,19 @@ class RowCollector:
         if not pieces:
             return
         number, streams = len(self._plan.streams), self._plan.streams
-        values = []
-        copies: Copies = [], []
+        values, filled = list[np.ndarray](), list[Filled]()
         positions = in_a_row([piece.positions for piece in pieces])
         for i, stream in enumerate(streams):
             if stream.summed:
-                values.append(torch.empty(0))  # added up by now
+                values.append(np.empty(0))  # added up by now
                 continue
             steps = [step for piece in pieces for step in piece.parts(i, number)]
             num_sites, width = sum(p.shape[1] for p in steps[0]), steps[0][0].shape[2]
             shape = len(positions), num_sites, width
-            values.append(self._memory.of_rows(shape, dtype_of(stream.dtype)))
-            for all_of_them, more in zip(copies, steps_into(values[-1:], steps), strict=True):
-                all_of_them += more
+            values.append(integers(self._memory.of_rows(shape, dtype_of(stream.dtype))))
+            filled += steps_into(values[-1:], steps)
         versions = in_a_row([piece.versions for piece in pieces])
-        started = self._threads.follow(copies)
+        started = self._threads.follow(copies_of(filled))
         self._moved.append(Piece(positions, versions, [values], slice(None), started))
 
     def results(
@@ -183,11 +181,12 @@ class RowCollector:
         selection, streams = selected.selection, list[tuple[list[Site], StreamRows]]()
         for index in selection.streams:
             stream, number = self._plan.streams[index], len(self._plan.streams)
-            rows = StreamRows(pieces, index, number, at, self._threads, self._memory)
+            dtype, copied = dtype_of(stream.dtype), (self._threads, self._memory)
+            rows = StreamRows(pieces, index, number, dtype, at, *copied)
             if not pieces:
-                none = torch.empty(0, len(stream.sites), stream.width, dtype=dtype_of(stream.dtype))
+                none = integers(torch.empty(0, len(stream.sites), stream.width, dtype=dtype))
                 nothing = [Piece(at, at, [[none]], slice(None))]
-                rows = StreamRows(nothing, 0, 1, at, self._threads, self._memory)
+                rows = StreamRows(nothing, 0, 1, dtype, at, *copied)
             streams.append((stream.sites, rows))
         heads, read, forms = selection.heads, selection.reads, self._forms
 
