@@ -65,7 +65,7 @@ def copy_alone(copies: Copies) -> None:
 
 
 def integers(tensor: torch.Tensor) -> np.ndarray:
-    """The same memory for numpy, which lacks bfloat16."""
+    """Return the same memory for numpy, which lacks bfloat16."""
     return tensor.view(_INTEGERS[tensor.itemsize]).numpy()
 
 
@@ -105,7 +105,7 @@ def fill(filled: list[Filled], threads: "CopyThreads | None" = None) -> None:
 
 
 def copies_of(filled: Iterable[Filled]) -> Copies:
-    """The copies that `fill` would do."""
+    """Return the copies that `fill` would do."""
     into: list[torch.Tensor] = []
     rows: list[torch.Tensor] = []
     for place, parts in filled:
@@ -125,7 +125,7 @@ def joined(parts: Sequence[torch.Tensor], axis: int = 0) -> torch.Tensor:
     shape = list(parts[0].shape)
     shape[axis] = sum(part.shape[axis] for part in parts)
     values = empty(shape, parts[0].dtype)
-    place, *rows = (np.moveaxis(integers(one), axis, 0) for one in (values, *parts))
+    place, *rows = (integers(one).swapaxes(0, axis) for one in (values, *parts))
     fill([(place, rows)])
     return values
 

@@ -75,8 +75,8 @@ class Piece(NamedTuple):
     versions: np.ndarray
     """int64 [n], of the global steering."""
     steps: list[list[np.ndarray]]
-    """The values of each step, as in `CapturedChunk`, but `integers`: of many steps numpy's views
-    are made in a tenth of the time."""
+    """The values of each step, as in `CapturedChunk`, but `integers`: of many steps numpy makes
+    views faster than torch."""
     rows: slice
     """Which rows of each step."""
     copies: Sequence[Future[None]] = ()
