@@ -32,6 +32,12 @@ def written(landing: Landing, number: int, kilobytes: int) -> torch.Tensor | Non
     return rows.fill_(number)
 
 
+def taken(room: Room, size: int) -> torch.Tensor | None:
+    """A place of a process's own memory."""
+    neighbours = room.take_each(size, 1)
+    return neighbours[0].each[0] if neighbours else None
+
+
 def encoder_of(places: Places) -> RowEncoder:
     encoder = RowEncoder()
     encoder.places = places
@@ -120,20 +126,20 @@ def test_what_is_not_ready_is_not_taken() -> None:
 def test_memory_of_a_process_alone_is_used_again() -> None:
     """The lowest place that is free, and never one that somebody has a view of."""
     room = Room(own_memory(100 * KB))
-    first, second = (room.take(40 * KB) for _ in range(2))
+    first, second = (taken(room, 40 * KB) for _ in range(2))
     assert first is not None and second is not None
-    assert room.take(40 * KB) is None and room.take(20 * KB) is not None
+    assert taken(room, 40 * KB) is None and taken(room, 20 * KB) is not None
     place, view = first.data_ptr(), first.fill_(1)[KB:]
     second.fill_(2)
     del first
-    assert room.take(40 * KB) is None
+    assert taken(room, 40 * KB) is None
     del view
-    again = room.take(40 * KB)
+    again = taken(room, 40 * KB)
     assert again is not None and again.data_ptr() == place
     again.fill_(3)
     assert bool((second == 2).all())
     for refused in (0, 1 << 60):
-        assert Room(own_memory(refused)).take(1) is None
+        assert taken(Room(own_memory(refused)), 1) is None
 
 
 def test_places_next_to_each_other_are_free_one_by_one() -> None:
@@ -149,10 +155,10 @@ def test_places_next_to_each_other_are_free_one_by_one() -> None:
     gap, rest = room.take_each(KB, 3)
     assert [one.data_ptr() for one in gap.each] == places[1:2], "gaps are filled first"
     assert [one.data_ptr() for one in rest.each] == [places[3], places[3] + KB]
-    for i, taken in enumerate((gap, rest)):
-        taken.together.fill_(10 + i)
+    for i, run in enumerate((gap, rest)):
+        run.together.fill_(10 + i)
     assert together.float().mean(1).tolist() == [0, 10, 2, 11]
-    del gap, rest, taken, each
+    del gap, rest, run, each
     [whole] = room.take_each(8 * KB, 1)
     assert whole.each[0].data_ptr() == places[0], "what is free again is found as one"
 
@@ -162,16 +168,16 @@ def test_places_never_overlap(steps: list[tuple[int, int, int]]) -> None:
     """Whatever is taken and given back, and when."""
     room, held = Room(own_memory(4 * KB)), list[torch.Tensor]()
     for size, number, drops in steps:
-        taken = [one for neighbours in room.take_each(size * 40, number) for one in neighbours.each]
-        assert len(taken) in (0, number)
-        held += taken
-        del taken
+        places = [one for found in room.take_each(size * 40, number) for one in found.each]
+        assert len(places) in (0, number)
+        held += places
+        del places
         for i in range(len(held)):
             held[i].fill_(i % 251)
         assert all(bool((one == i % 251).all()) for i, one in enumerate(held))
         del held[:drops:2]
     held.clear()
-    assert room.take(4 * KB) is not None
+    assert taken(room, 4 * KB) is not None
 
 
 def _frontend(pipe: Connection) -> None:

@@ -103,6 +103,17 @@ class Steps:
         self.inbox.add([CapturedChunk(positions, values, at + 1, owners)])
         self.inbox.step()
 
+    def of_one(self, num_rows: int) -> dict[Any, Any]:
+        """The payload of a request that was alone in as many steps, counted anew."""
+        self._number = 0
+        [one] = self.open(1, num_rows)
+        for _ in range(num_rows):
+            self.step(one)
+        payload = finish(self.inbox, one, num_rows)
+        del one
+        self.inbox.step()
+        return payload
+
     @property
     def ordinary(self) -> int:
         """Steps in ordinary memory that somebody has views of."""
@@ -416,11 +427,7 @@ def test_few_rows_are_their_own_when_they_are_read(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(CopyThreads, "run", Mock(side_effect=AssertionError))
     landing = Landing(64 * STEP_BYTES)
     steps = Steps(landing)
-    [one] = steps.open(1, 1)
-    steps.step(one)
-    payload = finish(steps.inbox, one, 1)
-    del one
-    steps.inbox.step()
+    payload = steps.of_one(1)
     values = [payload["post_block", i].values for i in range(SITES)]
     assert [v.untyped_storage().nbytes() for v in values] == [WIDTH * 4] * SITES
     gc.collect()
@@ -452,12 +459,7 @@ def test_few_rows_of_several_steps_are_their_own(
     monkeypatch.setattr(CopyThreads, "run", counted)
     landing = Landing(64 * STEP_BYTES)
     steps = Steps(landing, senders)
-    [one] = steps.open(1, 5)
-    for _ in range(5):
-        steps.step(one)
-    payload = finish(steps.inbox, one, 5)
-    del one
-    steps.inbox.step()
+    payload = steps.of_one(5)
     for order in (reversed(range(SITES)), range(SITES)):
         for i in order:
             values = payload["post_block", i].values
@@ -477,13 +479,7 @@ def test_a_site_that_is_kept_keeps_no_other(senders: int, monkeypatch: pytest.Mo
     monkeypatch.setattr(kept_memory, "KEPT_BYTES", 0)
     steps, kept = Steps(Landing(64 * STEP_BYTES), senders), []
     for _ in range(9):
-        steps._number = 0
-        [one] = steps.open(1, 5)
-        for _ in range(5):
-            steps.step(one)
-        payload = finish(steps.inbox, one, 5)
-        del one
-        steps.inbox.step()
+        payload = steps.of_one(5)
         last = [payload["post_block", i].values for i in range(SITES)]
         kept.append(last[1])
         del payload
@@ -498,11 +494,7 @@ def test_a_site_that_is_kept_keeps_no_other(senders: int, monkeypatch: pytest.Mo
 
 def test_reading_rows_of_several_steps_starts_no_threads(monkeypatch: pytest.MonkeyPatch) -> None:
     """The frontend has some; to start others takes longer than to copy 16 MiB."""
-    steps = Steps(Landing(64 * STEP_BYTES))
-    [one] = steps.open(1, 5)
-    for _ in range(5):
-        steps.step(one)
-    payload = finish(steps.inbox, one, 5)
+    payload = Steps(Landing(64 * STEP_BYTES)).of_one(5)
     monkeypatch.setattr(row_pieces, "SHARED_BYTES", 0)
     monkeypatch.setattr(copies, "JOINED_BYTES", 0)
     monkeypatch.setattr(copies, "DIRECT_BYTES", 0)

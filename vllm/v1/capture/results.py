@@ -142,7 +142,7 @@ class CapturedRows:
     def values(self) -> torch.Tensor:
         """The rows, [n, hidden] on the CPU in the model's dtype, at q, k, v, z [n, heads, width],
         where the stream has lanes [n, lanes, hidden];
-        with `project` their scores, float32 [n, k]. From a megabyte on they are a view of
+        with `project` their scores, float32 [n, k]. From a megabyte on they may be a view of
         memory that they share with other sites, and as a rule with other requests, and one that is
         kept keeps all of it: clone() what is to stay alone. What is pickled, or saved by
         `torch.save`, is these rows alone."""

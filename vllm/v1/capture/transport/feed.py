@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from vllm.v1.capture.consumer import RequestEnd, RequestInfo, RowBatch
-from vllm.v1.capture.copies import Copies, CopyThreads, empty, joined
+from vllm.v1.capture.copies import Copies, CopyThreads, empty, of_stream
 from vllm.v1.capture.results import NO_TOKEN
 from vllm.v1.capture.transport.host import ConsumerHost
 from vllm.v1.capture.transport.mean import Mean
@@ -130,7 +130,8 @@ class Feed:
         """
         if self._mean is not None:
             summed = chunk.positions if chunk.summed is None else chunk.summed
-            self._mean.add(summed, self._values_of(chunk)[0], chunk.version)
+            sums = of_stream(chunk.values, self._stream, self._num_streams)
+            self._mean.add(summed, sums[0], chunk.version)
             return None
         num_rows = self._selected.num_rows(len(self._prompt) + len(output_token_ids))
         positions = chunk.positions
@@ -214,11 +215,6 @@ class Feed:
         batch, copies = self._batch(chunk, at, output_token_ids)
         self._threads.run(copies)
         return batch
-
-    def _values_of(self, chunk: CapturedChunk) -> torch.Tensor:
-        """All sites of the stream, of all senders; of sums, which are few."""
-        parts = chunk.values[self._stream :: self._num_streams]
-        return parts[0] if len(parts) == 1 else joined(parts, axis=1)
 
     def _batch(
         self, chunk: CapturedChunk, at: np.ndarray, output_token_ids: Sequence[int]

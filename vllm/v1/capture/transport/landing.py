@@ -228,15 +228,9 @@ class Room:
             first = self._gaps.pop(at)[0]
         self._gaps.insert(at, (first, end))
 
-    def take(self, size: int) -> torch.Tensor | None:
-        """Take a place of at least `size` bytes, of any content, uint8; None if there is none. It
+    def take_each(self, size: int, number: int) -> list[Neighbours]:
+        """Take places of at least `size` bytes, of any content; none if there are not so many. Each
         is free again when nobody has a view of it."""
-        taken = self.take_each(size, 1)
-        return taken[0].each[0] if taken else None
-
-    def take_each(self, size: int, number: int) -> "list[Neighbours]":
-        """Take places of at least `size` bytes; none if there are not so many. Each is free again
-        when nobody has a view of it."""
         size, taken = aligned(size), list[Neighbours]()
         while number and (found := self._find(size, number)):
             each = []
@@ -269,7 +263,8 @@ class Landing(Places, Room):
         return self.ready
 
     def take(self, size: int) -> torch.Tensor | None:
-        """As of a `Room`, and other processes find it."""
+        """Take a place of at least `size` bytes, of any content, uint8, which other processes find;
+        None if there is none. It is free again when nobody has a view of it."""
         self.reclaim()
         taken = self._find(aligned(size))
         if taken is None:

@@ -9,13 +9,13 @@ import numpy as np
 import torch
 
 from vllm.v1.capture.attention import AttentionRows
-from vllm.v1.capture.copies import CopyThreads, Filled, copies_of, integers, steps_into
+from vllm.v1.capture.copies import CopyThreads, Filled, copies_of, integers, of_stream, steps_into
 from vllm.v1.capture.lens import LensRows
 from vllm.v1.capture.results import CapturedRows, CaptureResult, SiteRows
 from vllm.v1.capture.transport.mean import Mean
 from vllm.v1.capture.transport.selected import RowsLost, Selected
 from vllm.v1.interventions.frontend.kept_memory import KeptMemory
-from vllm.v1.interventions.frontend.row_pieces import Piece, Run, StreamRows, of_stream
+from vllm.v1.interventions.frontend.row_pieces import Piece, Run, StreamRows
 from vllm.v1.interventions.plan import AttentionForm, CapturePlan, Site, dtype_of
 from vllm.v1.interventions.positions import in_a_row
 from vllm.v1.interventions.reads import LensRead

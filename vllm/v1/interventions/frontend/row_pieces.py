@@ -99,12 +99,6 @@ class Piece(NamedTuple):
         return [[v[self.rows] for v in values[stream::num_streams]] for values in self.steps]
 
 
-def of_stream(values: list[torch.Tensor], stream: int, num_streams: int) -> torch.Tensor:
-    """All sites of a stream, of all senders."""
-    parts = values[stream::num_streams]
-    return parts[0] if len(parts) == 1 else joined(parts, axis=1)
-
-
 class StreamRows:
     """Rows of one stream of a completion, which are put together when they are first read.
 
@@ -133,8 +127,9 @@ class StreamRows:
         """Those of each site, [n, width], where each has memory of its own."""
 
     def site(self, index: int) -> torch.Tensor:
-        """The rows of a site, [n, width]; from any thread. From `SHARED_BYTES` on they are a view
-        of memory that others share, fewer are alone in theirs."""
+        """The rows of a site, [n, width]; from any thread. From `SHARED_BYTES` on they may be a
+        view of memory that others share; fewer, and those of several steps as long as memory is
+        kept, are alone in theirs."""
         pieces, values = self._pieces, self._values
         if values is None:
             values = self._values = self._read(pieces)

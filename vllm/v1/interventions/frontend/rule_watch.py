@@ -14,9 +14,9 @@ from weakref import WeakValueDictionary
 
 import numpy as np
 
+from vllm.v1.capture.copies import of_stream
 from vllm.v1.capture.rules import RULE, RULES_DO, RuleResult
 from vllm.v1.engine import EngineCoreOutput, FinishReason
-from vllm.v1.interventions.frontend.row_pieces import of_stream
 from vllm.v1.interventions.messages import CapturedChunk
 from vllm.v1.interventions.plan import CapturePlan, Rule
 from vllm.v1.interventions.positions import Positions
