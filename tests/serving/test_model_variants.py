@@ -26,7 +26,7 @@ from vllm.model_executor.layers.residual_taps import BoundTaps, PassTap, Unbound
 from vllm.platforms import current_platform
 from vllm.v1.interventions.worker import site_sets
 from vllm.v1.interventions.worker.graph_owners import coarse
-from vllm.v1.interventions.worker.model_variants import ModelVariants
+from vllm.v1.interventions.worker.model_variants import STAND_INS, ModelVariants
 from vllm.v1.interventions.worker.runner import WorkerInterventions
 from vllm.v1.interventions.worker.site_sets import SETS
 from vllm.v1.worker.gpu import cudagraph_utils
@@ -329,6 +329,52 @@ def test_graphs_with_taps_are_recorded_when_first_needed(
     assert len([*forms.each([None], fresh)]) == 3, "all go with what upstream replaces"
     forms.choose(*one)
     assert on(switches) == ONE and not fresh.graphs
+
+
+def test_a_larger_graph_stands_in_for_one_that_few_steps_want(
+    manager: Callable[[], CudaGraphManager], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One of the same kind and of at most twice the size; the steps that still come record it."""
+    monkeypatch.setattr(torch.accelerator, "synchronize", lambda: None)  # there is none here
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    forms, _ = made(switches_of())
+    full, pieces, none = CUDAGraphMode.FULL, CUDAGraphMode.PIECEWISE, CUDAGraphMode.NONE
+    holder = manager()
+
+    def capture(**kwargs: object) -> None:
+        for desc in holder._capture_descs.get(full, []):
+            holder.graphs[desc] = nn.Linear(1, 1)  # type: ignore[assignment]
+        holder._graphs_captured = True
+
+    forms.recorder = capture
+    for _ in forms.each([None], holder):
+        capture()
+
+    def step(wants: tuple[bool, frozenset[int]], tokens: int, uniform: bool) -> Any:
+        """Which graph it runs: its kind and size."""
+        forms.choose(*wants)
+        desc = holder.dispatch(tokens, tokens, 1 if uniform else None, 0)
+        runs = forms.need_graph(desc, lambda: None)
+        assert runs.num_reqs == (runs.num_tokens if uniform else None)
+        assert not uniform or runs in holder.graphs
+        return runs.cg_mode, runs.num_tokens
+
+    most, half, less = 512, 256, 224
+    for wants in (CAPTURES, STEERS):
+        for _ in range(STAND_INS):
+            assert step(wants, half, True) == (full, most)
+        assert step(wants, less, True) == (full, less), "the largest is more than twice its size"
+        assert step(wants, half, True) == step(wants, half, True) == (full, half)
+        # Now there is one closer by for those smaller.
+        assert step(wants, 192, True) == (full, less)
+        assert step(wants, 128, True) == (full, less)
+        assert step(wants, 96, True) == (full, 96)
+        assert step(wants, most, True) == (full, most)
+    for _ in range(STAND_INS):
+        assert step(CAPTURES, half, False) == (pieces, most), "graphs of forwards are no pieces"
+    assert step(CAPTURES, half, False) == (none, half)
+    assert step(CAPTURES, half, False) == (pieces, half)
+    assert step(CAPTURES, 128, False) == (pieces, half)
 
 
 def test_memory_of_all_graphs_is_measured(manager: Callable[[], CudaGraphManager]) -> None:

@@ -11,11 +11,12 @@ forwards with all captures, without any, for steps that steer alone, and with th
 of sites that steps want most (`SiteSets`); each is a variant of the same code. Graphs of pieces
 have all captures, as they hang off the code. Under V2 graphs with taps have fewer sizes, `coarse`,
 which is why a step's variant is chosen before its graph; but for the largest, each is recorded when
-a step needs it (`ModelVariants.need_graph`).
+steps need it (`ModelVariants.need_graph`).
 """
 
 import copy
 import gc
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
@@ -58,6 +59,9 @@ _COMPILED = (
 
 
 _Taps = BoundTaps | LoopedTaps | HeadTaps
+STAND_INS = 8
+"""So many steps of a size that has no graph yet run one of up to twice that size, where there is
+one: most sizes that a batch passes through are not wanted for longer, and recording stalls all."""
 
 
 class _Variant:
@@ -79,6 +83,8 @@ class _Variant:
         self.graphs: WeakKeyDictionary[Any, dict[str, Any]] = WeakKeyDictionary()
         """Attributes of each upstream owner of graphs, by name; weak, because owners replaced
         during start-up drop out."""
+        self.stood_in: Counter[BatchExecutionDescriptor] = Counter()
+        """Steps of each size that ran a larger graph."""
 
 
 class ModelVariants:
@@ -229,26 +235,47 @@ class ModelVariants:
         Args:
             map_dummy: maps tokens as those of a dummy forward.
 
-        Returns: what the step runs: that graph, or the same without one.
+        Returns: what the step runs: that graph, a larger one, or the same without one.
         """
         manager = self._graph_owner()
         if desc.cg_mode == CUDAGraphMode.NONE or not self._records_late(manager):
             return desc
-        if desc.cg_mode == CUDAGraphMode.FULL:
-            if desc not in manager.graphs:
-                map_dummy()
-                self._record(desc, self._current.sites)
+        full = desc.cg_mode == CUDAGraphMode.FULL
+        recorded = manager.graphs if full else self._pieces
+        if desc in recorded:
+            return desc
+        if (larger := self._stand_in(desc, recorded)) is not None:
+            return larger
+        if full:
+            map_dummy()
+            self._record(desc, self._current.sites)
         elif desc not in self._ran:
             # The step computes the same without, and is what warms up: to warm up and record takes
             # too long for one. A graph of a whole forward may have other attention kernels.
             self._ran.add(desc)
             self._turn(self._all)
             return replace(desc, cg_mode=CUDAGraphMode.NONE)
-        elif desc not in self._pieces:
+        else:
             map_dummy()
             self._record(desc, self._all, warms_up=False)
             self._pieces.add(desc)
         return desc
+
+    def _stand_in(
+        self, desc: BatchExecutionDescriptor, recorded: Iterable[BatchExecutionDescriptor]
+    ) -> BatchExecutionDescriptor | None:
+        """The smallest of these graphs that does for a size, if it is the size's turn."""
+        # Larger only in what upstream pads.
+        larger = [
+            found
+            for found in recorded
+            if desc.num_tokens < found.num_tokens <= 2 * desc.num_tokens
+            and replace(found, num_tokens=desc.num_tokens, num_reqs=desc.num_reqs) == desc
+        ]
+        if not larger or self._current.stood_in[desc] == STAND_INS:
+            return None
+        self._current.stood_in[desc] += 1
+        return min(larger, key=lambda found: found.num_tokens)
 
     def _record(
         self, desc: BatchExecutionDescriptor, sites: frozenset[int], warms_up: bool = True
