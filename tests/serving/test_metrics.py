@@ -23,6 +23,7 @@ from tests.support.serving import Ask, prompt_of, vector
 from vllm import LLM
 from vllm.config import VllmConfig
 from vllm.engine.arg_utils import EngineArgs
+from vllm.sampling_params import RequestOutputKind
 from vllm.v1.capture.consumer import (
     CaptureConsumer,
     CaptureSession,
@@ -309,3 +310,13 @@ def test_engine(engine: tuple[LLM, Slow]) -> None:
         assert values["vllm:capture_bytes_total", "0", name] == rows * HIDDEN * 4
         assert values["vllm:capture_publish_seconds_count", "0", name] == 1
         assert values["vllm:capture_pending", "0", name] == 0
+    # A stream of deltas brings the same rows in parts.
+    params = params.clone()
+    params.output_kind = RequestOutputKind.DELTA
+    params.capture = {"inline": asked["inline"]}
+    llm.llm_engine.add_request("two", {"prompt_token_ids": prompt}, params)
+    while llm.llm_engine.has_unfinished_requests():
+        llm.llm_engine.step()
+    values = read("vllm:capture_")
+    assert values["vllm:capture_rows_total", "0", "inline"] == 2 * 2 * 20
+    assert values["vllm:capture_bytes_total", "0", "inline"] == 2 * 2 * 20 * HIDDEN * 4

@@ -183,7 +183,10 @@ def stream(
         seen = cut
         deltas.append(collect(collector, cut, end=None, only_new=True))
     deltas.append(collect(collector, total, end=end, only_new=True))
-    return deltas, collect(every, total, end=end)
+    final = collect(every, total, end=end)
+    counted = [one.num_rows["inline"] for one in (collector, every)]
+    assert counted == [sum(len(positions_of(d)) for d in deltas), len(positions_of(final))]
+    return deltas, final
 
 
 POSITIONS = st.sampled_from(

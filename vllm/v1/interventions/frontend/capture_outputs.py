@@ -182,9 +182,9 @@ class CompletionCapture:
     def _inline_result(self, name: str) -> ConsumerResult:
         result = self._results[name]
         assert result.status is not None
-        # Every site has the same rows.
-        rows = len(result.payload) * len(next(iter(result.payload.values())))
-        num_bytes = rows // len(result.payload) * self._plan.row_bytes(name)
+        assert self._collector is not None
+        of_site = self._collector.num_rows[name]
+        rows, num_bytes = of_site * len(result.payload), of_site * self._plan.row_bytes(name)
         return ConsumerResult(INLINE, result.status, rows=rows, num_bytes=num_bytes)
 
     def _dropped_result(self, name: str, num_tokens: int) -> ConsumerResult:

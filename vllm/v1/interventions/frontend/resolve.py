@@ -35,7 +35,6 @@ from vllm.v1.interventions.plan import (
 from vllm.v1.interventions.positions import Positions
 from vllm.v1.interventions.reads import AttentionRead
 from vllm.v1.interventions.sites import need_captured_points, needs_whole_items
-from vllm.v1.serial_utils import MsgpackEncoder
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -156,8 +155,7 @@ def resolve(
             capture = msgspec.structs.replace(capture, prompt=params.capture.prompt)
     plan = Plan(steering=steering, capture=capture)
     # Each completion is sent its own. All that is in it counts, whichever field it is of.
-    num_bytes = n * sum(map(len, MsgpackEncoder().encode(plan)))
-    work.charge(num_bytes >> 10, Unit.KILOBYTE, field)
+    work.charge(n * len(msgspec.msgpack.encode(plan)) >> 10, Unit.KILOBYTE, field)
     return plan
 
 

@@ -2,6 +2,7 @@
 """Rows of one completion, gathered as they come: what `inline` returns."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -16,9 +17,52 @@ from vllm.v1.capture.transport.mean import Mean
 from vllm.v1.capture.transport.selected import RowsLost, Selected
 from vllm.v1.interventions.frontend.kept_memory import KeptMemory
 from vllm.v1.interventions.frontend.row_pieces import Piece, Run, StreamRows
-from vllm.v1.interventions.plan import AttentionForm, CapturePlan, Site, dtype_of
+from vllm.v1.interventions.plan import AttentionForm, CapturePlan, Selection, Site, dtype_of
 from vllm.v1.interventions.positions import in_a_row
-from vllm.v1.interventions.reads import LensRead
+from vllm.v1.interventions.reads import AttentionRead, LensRead
+
+
+@dataclass(slots=True)
+class _Rows:
+    """The rows of a result, from which those of a site are made."""
+
+    positions: np.ndarray
+    token_ids: np.ndarray
+    versions: np.ndarray
+    streams: list[tuple[list[Site], StreamRows]]
+    """Each with its sites."""
+    selection: Selection
+    forms: Mapping[int, AttentionForm]
+
+    def _values(self, site: Site) -> Callable[[], torch.Tensor]:
+        of_site = (partial(r.site, s.index(site)) for s, r in self.streams if site in s)
+        return next(of_site)
+
+    def captured(self, site: Site) -> CapturedRows:
+        """Those at a site."""
+        form = self.forms.get(site[1]) if site[0] == "q" else None
+        heads, at = self.selection.heads.get(site, ()), (self.positions, self.token_ids)
+        return CapturedRows(*at, self._values(site), self.versions, heads, form)
+
+    def under_lens(self, site: Site) -> LensRows:
+        """What a lens read there."""
+        read, at = self.selection.reads, (self.positions, self.token_ids)
+        assert isinstance(read, LensRead)
+        return LensRows(*at, self._values(site), self.versions, read)
+
+    def attended(self, site: tuple[str, int | None]) -> AttentionRows:
+        """The attention of a layer's heads, or of those of all."""
+        read, layer = self.selection.reads, site[1]
+        assert isinstance(read, AttentionRead)
+        heads, values = tuple[int, ...](), self._sum
+        if layer is not None:
+            heads, values = self.selection.heads["q", layer], self._values(("q", layer))
+        at = self.positions, self.token_ids
+        return AttentionRows(*at, values, self.versions, heads, read)
+
+    def _sum(self) -> torch.Tensor:
+        parts = [rows.site(i) for sites, rows in self.streams for i in range(len(sites))]
+        return torch.stack(parts).sum(0)
 
 
 class RowCollector:
@@ -63,6 +107,8 @@ class RowCollector:
         self._gone: list[np.ndarray] = []
         """Positions of rows that were returned and let go."""
         self._delivered = 0
+        self.num_rows = dict.fromkeys(self._selected, 0)
+        """Rows that each consumer has got of a site."""
 
     def add(self, run: Run, name: str) -> None:
         """Take what a request, this completion, has in all steps that a run is going to have."""
@@ -141,8 +187,10 @@ class RowCollector:
             if (mean := self._means.get(selected.selection.streams[0])) is not None:
                 payload, came = self._mean_rows(selected, mean, finished), [mean.positions]
                 results[name] = self._result(selected, payload, came, num_rows, finished, aborted)
+                self.num_rows[name] = len(next(iter(payload.values())))
                 continue
             at = self._wanted(selected, positions, num_rows, finished, only_new)
+            self.num_rows[name] = len(at) + self.num_rows[name] * only_new
             payload = self._payload(selected, pieces, positions[at], versions[at], at, token_ids)
             came = [*self._gone, positions]
             results[name] = self._result(selected, payload, came, num_rows, finished, aborted)
@@ -188,34 +236,13 @@ class RowCollector:
                 nothing = [Piece(at, at, [[none]], slice(None))]
                 rows = StreamRows(nothing, 0, 1, dtype, at, *copied)
             streams.append((stream.sites, rows))
-        heads, read, forms = selection.heads, selection.reads, self._forms
-
-        def values(site: Site) -> Callable[[], torch.Tensor]:
-            of_site = (partial(r.site, s.index(site)) for s, r in streams if site in s)
-            return next(of_site)
-
-        def captured(site: Site) -> CapturedRows:
-            form = forms.get(site[1]) if site[0] == "q" else None
-            chosen = heads.get(site, ())
-            return CapturedRows(positions, ids, values(site), versions, chosen, form)
-
-        if isinstance(read, LensRead):
-            return SiteRows(
-                selection.sites, lambda site: LensRows(positions, ids, values(site), versions, read)
-            )
-        if read is not None:
-            of_layer: dict[int | None, tuple[Callable[[], torch.Tensor], tuple[int, ...]]]
-            of_layer = {layer: (values(("q", layer)), heads["q", layer]) for _, layer in heads}
-            if read.sum == "all":
-                parts = [values(site) for sites, _ in streams for site in sites]
-                of_layer = {None: (lambda: torch.stack([part() for part in parts]).sum(0), ())}
-
-            def attended(site: Site) -> AttentionRows:
-                rows, chosen = of_layer[site[1]]
-                return AttentionRows(positions, ids, rows, versions, chosen, read)
-
-            return SiteRows([("attn", layer) for layer in of_layer], attended)
-        return SiteRows(selection.sites, captured)
+        made = _Rows(positions, ids, versions, streams, selection, self._forms)
+        if isinstance(selection.reads, LensRead):
+            return SiteRows(selection.sites, made.under_lens)
+        if selection.reads is not None:
+            layers = [None] if selection.reads.sum == "all" else [n for _, n in selection.heads]
+            return SiteRows([("attn", layer) for layer in layers], made.attended)
+        return SiteRows(selection.sites, made.captured)
 
     def _mean_rows(self, selected: Selected, mean: Mean, finished: bool) -> SiteRows[CapturedRows]:
         """One row a site, at the last position; none before the end, or without all of them."""
