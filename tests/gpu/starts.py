@@ -103,7 +103,8 @@ def start(
         "VLLM_USE_FLASHINFER_SAMPLER": "0",
     }
     if tree:
-        env["PYTHONPATH"] = os.pathsep.join([tree, os.getcwd()])
+        path = [tree, os.environ.get("PYTHONPATH", ""), os.getcwd()]  # its dependencies are ours
+        env["PYTHONPATH"] = os.pathsep.join(filter(None, path))
     work = json.dumps([str(model), options, steer])
     command = [sys.executable, "-m", "tests.gpu.starts", "--serve", work]
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=300)
