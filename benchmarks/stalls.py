@@ -3,10 +3,11 @@
 
     python -m benchmarks.stalls --model CONFIG_DIR [--running 8] [--arrivals 1 2 4 8 16 32]
 
-Some plain requests run. Beside them arrive as many that steer as `--arrivals` says, then as many
-that capture, until their steps have run; then all of it once more, when what they need is there.
-A row has the longest step of each arrival, of a prompt's and of decoding. In this process, the
-engine's thread does all, so that a step is what every running request waits for.
+Some plain requests run. Beside them arrive as many more as `--arrivals` says, then as many that
+steer, then as many that capture, until their steps have run; then all of it once more, when what
+they need is there. A row has the longest step of each arrival, of a prompt's and of decoding; what
+plain ones wait for is upstream's own. In this process, the engine's thread does all, so that a step
+is what every running request waits for.
 """
 
 from __future__ import annotations
@@ -40,6 +41,7 @@ class Arrivals:
         hooks = {"hooks": {"post_block": [middle]}, "positions": "all"}
         vector = torch.full([config.get_hidden_size()], 0.1)
         self.kinds: Mapping[str, dict[str, Any]] = {
+            "plain": {},
             "steering": {"steering_vectors": {"post_block": {middle: vector}}},
             "capturing": {"capture": {"inline": hooks}},
         }
@@ -67,7 +69,8 @@ class Arrivals:
 def measure(args: argparse.Namespace) -> list[Row]:
     arrivals, rows = Arrivals(args), list[Row]()
     steps = TOKENS + 4
-    arrivals.add(args.running, 32, (4 * len(args.arrivals) + 3) * steps)
+    turns = 2 * len(arrivals.kinds) * len(args.arrivals)
+    arrivals.add(args.running, 32, (turns + 3) * steps)
     alone = [arrivals.longest(steps) for _ in range(2)][1:]
     rows.append(Row("nobody arrives", "longest step", "ms", alone))
     for case in ("first", "again"):

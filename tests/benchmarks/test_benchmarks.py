@@ -105,7 +105,7 @@ def test_engines(name: str, arguments: list[str], config: str, tmp_path: Path) -
         ("hit_rate", ["--requests", "4"]),
         ("host_time", ["--requests", "8", "--tokens", "4"]),
         ("waiting", ["--waiting", "20"]),
-        ("stalls", ["--arrivals", "1", "2", "--max-model-len", "256", *SMALL[2:5]]),
+        ("stalls", ["--arrivals", "1", "2", "--max-model-len", "512", *SMALL[2:5]]),
     ],
 )
 def test_schedulers(name: str, arguments: list[str], config: str) -> None:
