@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import pytest
@@ -246,3 +247,26 @@ def test_requests_are_remembered_over_sleep() -> None:
     assert not any(map(any, found(token_map)))
     run(token_map, ["a"], [[0]])
     assert found(token_map)[:2] == [(4, 0), (0, 0)]
+
+
+@pytest.mark.parametrize("most", [8, MAX_TOKENS])
+def test_kernels_are_loaded_before_there_are_requests(
+    most: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of small steps and of larger ones, as torch has two; nothing of it stays."""
+    token_map, sizes = TokenMap(most, CPU), set[int]()
+    select = torch.index_select
+
+    def selecting(*args: Any, out: torch.Tensor) -> None:
+        sizes.add(len(out))
+        select(*args, out=out)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(torch, "index_select", selecting)
+        token_map.load_kernels()
+    assert sizes == {1, min(17, most)}
+    assert not any(map(any, found(token_map))) and not token_map.focus.any()
+    assert not token_map.steers([""])
+    token_map.update(set(), {"a": one(4)})
+    run(token_map, ["a"], [[4, 5]])
+    assert found(token_map) == [(4, 0), (5, 0)] + [(0, 0)] * (most - 2)

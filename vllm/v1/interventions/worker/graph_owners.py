@@ -52,14 +52,16 @@ def planning(
     manager: CudaGraphManager,
     descs: dict[CUDAGraphMode, list[BatchExecutionDescriptor]],
     warms_up: bool = True,
+    records: bool = True,
 ) -> Iterator[None]:
-    """Within, a manager records the graphs of these sizes alone; `warms_up` each before."""
+    """Within, a manager `warms_up` and `records` the graphs of these sizes alone."""
     planned, manager._capture_descs = manager._capture_descs, descs
-    manager.warms_up = warms_up
+    manager.warms_up, manager.records = warms_up, records
     try:
         yield
     finally:
-        manager._capture_descs, manager.warms_up = planned, True
+        manager._capture_descs = planned
+        manager.warms_up = manager.records = True
 
 
 @contextmanager

@@ -11,7 +11,7 @@ forwards with all captures, without any, for steps that steer alone, and with th
 of sites that steps want most (`SiteSets`); each is a variant of the same code. Graphs of pieces
 have all captures, as they hang off the code. Under V2 graphs with taps have fewer sizes, `coarse`,
 which is why a step's variant is chosen before its graph; but for the largest, each is recorded when
-steps need it (`ModelVariants.need_graph`).
+steps need it (`ModelVariants.need_graph`): one step warms up, the next records.
 """
 
 import copy
@@ -112,8 +112,8 @@ class ModelVariants:
         """Upstream's, of a V2 runner: records the graphs that its manager plans."""
         self._pieces: set[BatchExecutionDescriptor] = set()
         """Which graphs of pieces with taps are recorded, where they are when needed."""
-        self._ran: set[BatchExecutionDescriptor] = set()
-        """Sizes of pieces that a step with taps ran without a graph."""
+        self._warm: set[tuple[BatchExecutionDescriptor, frozenset[int]]] = set()
+        """The graphs that can be recorded: their kernels ran, with captures of these sites."""
         self._switches = switches
         self._all = frozenset(range(0 if switches is None else len(switches)))
         self._on = self._all
@@ -165,7 +165,7 @@ class ModelVariants:
             self.choose(tapped=True)  # not one of those that go
             self._graph_owner = ref(graph_owner)
             self._pieces.clear()
-            self._ran.clear()
+            self._warm.clear()
             self._sets.clear()
             self._of_taps = {sites: self._of_taps[sites] for sites in self._sets.sets}
             for variant in variants:
@@ -191,7 +191,6 @@ class ModelVariants:
                 # The largest needs the most memory, which smaller ones use, too.
                 descs = {mode: sizes[:1] for mode, sizes in graph_owner._capture_descs.items()}
                 self._pieces.update(descs.get(CUDAGraphMode.PIECEWISE, ()))
-                self._ran.update(self._pieces)
                 with planning(graph_owner, descs):
                     yield from items
             self.choose(tapped=True)
@@ -244,48 +243,38 @@ class ModelVariants:
         recorded = manager.graphs if full else self._pieces
         if desc in recorded:
             return desc
-        if (larger := self._stand_in(desc, recorded)) is not None:
+        larger = _larger(desc, recorded)
+        if larger is not None and self._current.stood_in[desc] < STAND_INS:
+            self._current.stood_in[desc] += 1
             return larger
-        if full:
+        wanted = desc, self._current.sites if full else self._all
+        if wanted in self._warm:
             map_dummy()
-            self._record(desc, self._current.sites)
-        elif desc not in self._ran:
-            # The step computes the same without, and is what warms up: to warm up and record takes
-            # too long for one. A graph of a whole forward may have other attention kernels.
-            self._ran.add(desc)
+            self._record(*wanted)
+            if not full:
+                self._pieces.add(desc)
+            return desc
+        # To warm up and record takes too long for one step.
+        self._warm.add(wanted)
+        without = replace(desc, cg_mode=CUDAGraphMode.NONE)
+        if not full:
             self._turn(self._all)
-            return replace(desc, cg_mode=CUDAGraphMode.NONE)
-        else:
-            map_dummy()
-            self._record(desc, self._all, warms_up=False)
-            self._pieces.add(desc)
-        return desc
-
-    def _stand_in(
-        self, desc: BatchExecutionDescriptor, recorded: Iterable[BatchExecutionDescriptor]
-    ) -> BatchExecutionDescriptor | None:
-        """The smallest of these graphs that does for a size, if it is the size's turn."""
-        # Larger only in what upstream pads.
-        larger = [
-            found
-            for found in recorded
-            if desc.num_tokens < found.num_tokens <= 2 * desc.num_tokens
-            and replace(found, num_tokens=desc.num_tokens, num_reqs=desc.num_reqs) == desc
-        ]
-        if not larger or self._current.stood_in[desc] == STAND_INS:
-            return None
-        self._current.stood_in[desc] += 1
-        return min(larger, key=lambda found: found.num_tokens)
+            return without  # which runs the same kernels
+        # Its attention may have kernels that no step without it runs.
+        map_dummy()
+        self._record(*wanted, warm_up=True)
+        return larger or without
 
     def _record(
-        self, desc: BatchExecutionDescriptor, sites: frozenset[int], warms_up: bool = True
+        self, desc: BatchExecutionDescriptor, sites: frozenset[int], warm_up: bool = False
     ) -> None:
-        """Record the graph of a size, with captures of these sites."""
+        """Record the graph of a size, with captures of these sites; or only run its `warm_up`."""
         assert self.recorder is not None
         torch.accelerator.synchronize()  # what the step before reads is written to
         on = self._on
         self._turn(sites)
-        with planning(self._graph_owner(), {desc.cg_mode: [desc]}, warms_up), emptied_once():
+        planned = planning(self._graph_owner(), {desc.cg_mode: [desc]}, warm_up, not warm_up)
+        with planned, emptied_once():
             self.recorder(progress_bar_desc="A CUDA graph with taps, needed now")
         torch.accelerator.synchronize()  # its warm-up was on another stream
         self._turn(on)
@@ -329,6 +318,20 @@ class ModelVariants:
                 vars(layer).pop("taps", None)
             else:
                 vars(layer)["taps"] = taps
+
+
+def _larger(
+    desc: BatchExecutionDescriptor, recorded: Iterable[BatchExecutionDescriptor]
+) -> BatchExecutionDescriptor | None:
+    """The smallest of these graphs that does for a size, if it is at most twice that."""
+    found = [
+        larger
+        for larger in recorded
+        if desc.num_tokens < larger.num_tokens <= 2 * desc.num_tokens
+        # Larger only in what upstream pads.
+        and replace(larger, num_tokens=desc.num_tokens, num_reqs=desc.num_reqs) == desc
+    ]
+    return min(found, key=lambda larger: larger.num_tokens, default=None)
 
 
 def _compiled_modules(model: nn.Module, layers: Iterable[nn.Module]) -> list[Any]:

@@ -244,7 +244,9 @@ class WorkerInterventions:
         return capture
 
     def started(self) -> None:
-        """Go on with what has to rest while graphs are captured: all of them are."""
+        """Get ready for requests. All graphs are captured: what had to rest meanwhile goes on."""
+        if self.sites:
+            self.tokens.load_kernels()
         if self.capture is not None and self.capture.pinning is not None:
             self.capture.pinning.resume()
 

@@ -88,7 +88,7 @@ def check_worker(worker: Any) -> TapShape | None:
         most_keys = max(runner.max_model_len - NUM_TOKENS, 1)
         tables = key_tables(runner, interventions.attention)
         unread = prove_attention(interventions, tables, run, most_keys)
-    interventions.started()
+        interventions.started()
     points = runner.vllm_config.capture_config.capture_points
     forms = {
         layer: form_of(module, shape.heads[layer]["q"][0] // shape.heads[layer]["k"][0])

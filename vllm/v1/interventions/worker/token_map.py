@@ -192,6 +192,16 @@ class TokenMap:
         self._end_batch()
         self._mapped, self._programs, self._placed = 0, False, None
 
+    def load_kernels(self) -> None:
+        """Map steps of nobody: CUDA loads a kernel when it first runs, and requests would wait."""
+        every = np.ones(1, np.int32)
+        self.update(set(), {"": WorkerRequest(np.zeros(1, np.int64), every, every, focus=(1,))})
+        for tokens in (1, 17):  # torch gathers more than 16 by another kernel
+            tokens = min(tokens, len(self.slots))
+            self.map([""], np.array([tokens]), torch.zeros_like(self.positions))
+        self.update({""}, {})
+        self.forget()
+
     def probe(self, table_row: int) -> None:
         """Give the first token a row, until `clear`."""
         self.slots[0] = table_row
