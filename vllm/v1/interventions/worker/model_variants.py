@@ -256,7 +256,8 @@ class ModelVariants:
             return desc
         # To warm up and record takes too long for one step.
         self._warm.add(wanted)
-        without = replace(desc, cg_mode=CUDAGraphMode.NONE)
+        # As many requests as it has: attention pads them for a graph of a whole forward alone.
+        without = replace(desc, cg_mode=CUDAGraphMode.NONE, num_reqs=None)
         if not full:
             self._turn(self._all)
             return without  # which runs the same kernels
