@@ -29,6 +29,7 @@ from vllm.v1.interventions.worker.graph_owners import coarse
 from vllm.v1.interventions.worker.model_variants import STAND_INS, ModelVariants
 from vllm.v1.interventions.worker.runner import WorkerInterventions
 from vllm.v1.interventions.worker.site_sets import SETS
+from vllm.v1.interventions.worker.token_map import TokenMap
 from vllm.v1.worker.gpu import cudagraph_utils
 from vllm.v1.worker.gpu.cudagraph_utils import CudaGraphManager
 
@@ -122,6 +123,21 @@ def test_captures_rest_while_none_is_wanted(tiny_models: TinyModels) -> None:
     for one in (beside, again):
         assert same_completion(one.outputs[0], fresh.outputs[0])
     assert not same_completion(unsteered.outputs[0], fresh.outputs[0])
+
+
+def test_kernels_of_steering_run_before_there_are_requests(
+    tiny_models: TinyModels, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """CUDA loads a kernel when it first runs, and steps would wait for it."""
+    loaded, load = list[bool](), TokenMap.load_kernels
+
+    def loading(tokens: TokenMap) -> None:
+        loaded.append(torch.is_inference_mode_enabled())
+        load(tokens)
+
+    monkeypatch.setattr(TokenMap, "load_kernels", loading)
+    with engine(tiny_models.path("llama"), enable_steering=True):
+        assert loaded == [True], "as in a step, whose tensors cannot be written to otherwise"
 
 
 def test_plain_is_what_upstream_runs(tiny_models: TinyModels) -> None:
