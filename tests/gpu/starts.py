@@ -129,9 +129,10 @@ def main() -> None:
         model, cache = Path(folder) / "model", Path(folder) / "cache"
         save_model(model)
         if args.stock:  # first: it is what the others are compared with
-            found = start(model, Path(folder) / "stock", {}, tree=args.stock)
+            tree = str(Path(args.stock).absolute())
+            found = start(model, Path(folder) / "stock", {}, tree=tree)
             print(f"stock upstream: {found}", flush=True)
-            assert found["tree"].startswith(args.stock), found
+            assert found["tree"].startswith(tree), found
             digests["stock upstream"] = found["digest"]
         for name, options, expected in STARTS:
             found = start(model, cache, options)
