@@ -30,6 +30,10 @@ LENS, EASYSTEER = "lens", "easysteer"
 _FAMILIES = {LENS: {"add", "norm_match"}, EASYSTEER: {"add", "ablate", "replace", "normalize"}}
 """Which operations requests of a tool come to."""
 
+READS = {LENS: lens.READS, EASYSTEER: easysteer.READS}
+"""By door, the paths of all fields of a body that it reads; `[]` is each entry of a list."""
+assert READS.keys() == _FAMILIES.keys()
+
 
 def open_doors(args: "EngineArgs") -> None:
     """Turn on, among the engine arguments, what their `compat` needs.

@@ -35,6 +35,13 @@ _APPLY_KEYS = {*_PHASES} | {
     for what in _WHERE
 }
 
+READS = (
+    *(f"steering.{key}" for key in sorted(_SPEC_KEYS)),
+    *(f"steering.vectors[].{key}" for key in sorted(_VECTOR_KEYS)),
+    *(f"steering.vectors[].apply.{key}" for key in sorted(_APPLY_KEYS)),
+)
+"""The paths of all fields of a body that are read here; `[]` is each entry of a list."""
+
 
 def fields_of(spec: Any, path: str = "steering") -> dict[str, Any]:
     """Return the fields of `SamplingParams` that mean a specification.

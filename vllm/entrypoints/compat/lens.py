@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from vllm.entrypoints.compat.wire import MAX_BYTES, decoded, encoded, need_int, need_keys
+from vllm.entrypoints.compat.wire import MAX_BYTES, WIRE_KEYS, decoded, encoded, need_int, need_keys
 from vllm.v1.capture.results import CapturedRows, CaptureResult
 from vllm.v1.interventions.errors import reject, show
 from vllm.v1.interventions.plan import AttentionForm, Site, TapShape, dtype_of
@@ -27,6 +27,13 @@ MAX_ROWS = 1 << 16
 """Most rows of all vectors of a request, layers times positions."""
 
 _VECTOR_KEYS = {"activations", "layer_indices", "scale", "norm_match", "position_indices"}
+
+READS = (
+    *(f"vllm_xargs.{key}" for key in KEYS),
+    *(f"vllm_xargs.{STEER}[].{key}" for key in sorted(_VECTOR_KEYS)),
+    *(f"vllm_xargs.{STEER}[].activations.{key}" for key in sorted(WIRE_KEYS)),
+)
+"""The paths of all fields of a body that are read here; `[]` is each entry of a list."""
 
 
 def fields_of(args: Mapping[str, Any], path: str, shape: TapShape) -> dict[str, Any]:

@@ -23,7 +23,8 @@ MAX_BYTES = 256 << 20
 
 _STORED = {"bfloat16": "<i2", "float16": "<f2", "float32": "<f4", "float64": "<f8"}
 """Dtype of a tensor -> of numpy's that it travels as."""
-_WIRE_KEYS = {"data", "dtype", "original_dtype", "shape", "compression"}
+WIRE_KEYS = {"data", "dtype", "original_dtype", "shape", "compression"}
+"""The keys of a tensor."""
 
 
 def need_int(value: Any, path: str) -> int:
@@ -53,7 +54,7 @@ def decoded(value: Mapping[str, Any], path: str, limit: int = MAX_BYTES) -> torc
     Raises:
         ValueError: a key is missing, unknown or wrong, or the data are not what the others say.
     """
-    need_keys(value, path, _WIRE_KEYS, ("data", "dtype", "shape"))
+    need_keys(value, path, WIRE_KEYS, ("data", "dtype", "shape"))
     name = value.get("original_dtype", value["dtype"])
     name = name.removeprefix("torch.") if isinstance(name, str) else ""
     if name not in _STORED:
