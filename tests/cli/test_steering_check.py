@@ -3,17 +3,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import TYPE_CHECKING, Any
 
 import pytest
+import torch
+from torch import nn
 
 from tests.conformance.engine import engine
 from tests.mutations.taps import BOUND, bound_taps
+from tests.support.serving import watching
 from vllm.entrypoints.cli.steering.findings import Finding, table
 from vllm.entrypoints.cli.steering.huggingface import compare
 from vllm.entrypoints.cli.steering.identities import check_identities
-from vllm.entrypoints.cli.steering.probe import Probe
+from vllm.entrypoints.cli.steering.probe import GENERATED, Probe, worst_row
 from vllm.v1.interventions.worker.tap_layers import find_layers
 
 if TYPE_CHECKING:
@@ -27,6 +31,11 @@ def probe(tiny_models: TinyModels) -> Iterator[Probe]:
     model = tiny_models.path("llama")
     with engine(model, enable_steering=True, capture_consumers=["inline"]) as llm:
         yield Probe(llm)
+
+
+def model_of(probe: Probe) -> Any:
+    [model] = probe.llm.apply_model(lambda model: model)
+    return model
 
 
 def disagreeing(findings: list[Finding]) -> list[str]:
@@ -44,16 +53,93 @@ def test_right_model(probe: Probe) -> None:
         assert f"write {point}[0] = transformers" in names
 
 
+@contextmanager
+def massive(probe: Probe) -> Iterator[None]:
+    """Within, the second layer adds some 20,000 to one number of the stream, another for each
+    token, and the last but one takes 20,000 away, as models that people have do."""
+    layers: list[Any] = list(find_layers(model_of(probe)).values())
+
+    def adds(module: nn.Module, args: tuple[torch.Tensor], output: torch.Tensor) -> None:
+        output[:, 5] += 2e4 + args[0][:, 3]
+
+    def takes(module: nn.Module, args: tuple[torch.Tensor], output: torch.Tensor) -> None:
+        output[:, 5] -= 2e4
+
+    first = layers[1].mlp.register_forward_hook(adds)
+    second = layers[-2].mlp.register_forward_hook(takes)
+    try:
+        yield
+    finally:
+        first.remove()
+        second.remove()
+
+
+@contextmanager
+def padding(probe: Probe) -> Iterator[None]:
+    """Within, every second token has an embedding of zeros."""
+    weight = model_of(probe).model.embed_tokens.weight
+    before = weight.clone()
+    try:
+        with torch.inference_mode():
+            weight[::2] = 0
+        yield
+    finally:
+        with torch.inference_mode():
+            weight.copy_(before)
+
+
+def test_massive_activations(probe: Probe) -> None:
+    """What rounding does to a sum of large numbers is no mistake."""
+    with massive(probe):
+        (answer,) = probe.run([(probe.prompts[0], {})])
+        findings = check_identities(probe)
+    largest = [float(rows.abs().max()) for rows in answer.rows.values()]
+    assert max(largest) > 1e4 > 100 * largest[-1], "nothing is massive, or it stays"
+    assert [f for f in findings if not f.agrees] == []
+
+
+def test_rows_of_zeros(probe: Probe) -> None:
+    with padding(probe):
+        (answer,) = probe.run([(probe.prompts[0], {})])
+        findings = check_identities(probe)
+    assert not answer.rows["pre_attn", 0].any(dim=-1).all()
+    assert [f for f in findings if not f.agrees] == []
+    assert worst_row(torch.zeros(2, 3), torch.zeros(2, 3)) == 0
+    assert worst_row(torch.ones(2, 3), torch.zeros(2, 3)) == torch.inf
+
+
+def test_a_batch_has_all_that_was_asked_for_at_once(
+    probe: Probe, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where the engine runs while requests still arrive, as in a process of its own."""
+    llm = probe.llm
+    add = llm.llm_engine.add_request
+
+    def add_and_run(*args: Any, **kwargs: Any) -> Any:
+        made = add(*args, **kwargs)
+        llm.llm_engine.step()
+        return made
+
+    monkeypatch.setattr(llm.llm_engine, "add_request", add_and_run)
+    with watching(llm) as steps:
+        probe.run([(prompt, {}) for prompt in probe.prompts])
+    assert len(steps.outputs[0].num_scheduled_tokens) == len(probe.prompts)
+    assert len(steps.outputs) == GENERATED
+
+
+@pytest.mark.parametrize("within", [nullcontext, massive])
 @pytest.mark.parametrize("mistake", BOUND)
-def test_broken_taps(probe: Probe, mistake: str) -> None:
-    model = probe.llm.apply_model(lambda model: model)[0]
-    layers = find_layers(model)
+def test_broken_taps(
+    probe: Probe, mistake: str, within: Callable[[Probe], AbstractContextManager[None]]
+) -> None:
+    layers = find_layers(model_of(probe))
     before = bound_taps(layers)
     broken = BOUND[mistake](before)
     try:
         for index, layer in layers.items():
             layer.taps = broken[index]  # type: ignore[assignment]
-        assert disagreeing(check_identities(probe))
+        with within(probe):
+            assert disagreeing(check_identities(probe))
     finally:
         for index, layer in layers.items():
             layer.taps = before[index]  # type: ignore[assignment]

@@ -5,6 +5,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 
+class Unknown(Exception):
+    """Raised where a check cannot be made; its text says why."""
+
+
 @dataclass(frozen=True)
 class Finding:
     """The outcome of one check, a line of the table."""

@@ -17,7 +17,7 @@ import transformers
 from torch import nn
 
 from vllm import LLM
-from vllm.entrypoints.cli.steering.findings import Finding
+from vllm.entrypoints.cli.steering.findings import Finding, Unknown
 from vllm.entrypoints.cli.steering.identities import steer
 from vllm.entrypoints.cli.steering.probe import Completion, Probe, worst_row
 from vllm.v1.interventions.plan import Site
@@ -37,10 +37,6 @@ SECOND_NORMS = (
 )
 """The names that the norm before the MLP may have, whose input is the stream. The first that a
 block has counts."""
-
-
-class Unknown(Exception):
-    """Raised when the reference cannot be used; its text says why."""
 
 
 def why_not(llm: LLM) -> str:

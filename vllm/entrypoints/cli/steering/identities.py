@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Checks what must hold whatever the weights are, so that no reference is needed.
 
-Bits are compared only between runs of the same batch; otherwise errors are relative L2 of the worst
-row, and the tolerance is a few roundings of the model's dtype.
+Bits are compared only between runs of the same batch: of requests that the engine starts together,
+as long and captured alike. Otherwise errors are relative L2 of the worst row, and a few roundings
+are allowed: of the numbers that are summed, which may be far larger than their sum.
 """
 
 from collections.abc import Mapping
@@ -11,13 +12,13 @@ from typing import Any
 
 import torch
 
-from vllm.entrypoints.cli.steering.findings import Finding
+from vllm.entrypoints.cli.steering.findings import Finding, Unknown
 from vllm.entrypoints.cli.steering.head import head_log_probs
 from vllm.entrypoints.cli.steering.probe import Completion, Probe, worst_row
 from vllm.v1.interventions.plan import Site
 
 ROUNDINGS = 4
-"""How many roundings of the model's dtype a relative error may be."""
+"""How many roundings an error may be: of the model's dtype, or as they were measured."""
 BETWEEN_BLOCKS = {"SolarForCausalLM": "this model mixes earlier streams in between blocks"}
 """The architectures whose model changes the stream between a block and the next, and how."""
 
@@ -74,29 +75,41 @@ def same_stream(probe: Probe, plain: list[Completion]) -> Finding:
 
 
 def head(probe: Probe, plain: list[Completion]) -> list[Finding]:
-    """Check that the log-probabilities are made of the last block's rows."""
+    """Check that the log-probabilities are made of the last block's rows.
+
+    How far rounding moves them is measured: with each number of the rows changed by one.
+    """
     name = "log_softmax(head(norm(last))) = logprobs"
     last = list(probe.shape.points)[-1]
-    # Logits are sums over the width: their error grows with what they are, some ten.
-    tolerance = 100 * probe.rounding
+    generator = torch.Generator().manual_seed(5)
 
-    def error(answer: Completion, point: str) -> float | str:
+    def made(answer: Completion, rows: torch.Tensor) -> torch.Tensor:
         # Arguments of a call by function travel untyped: a tensor would arrive as a list.
-        args = (answer.rows[point, last].tolist(), answer.next_ids)
+        args = (rows.tolist(), answer.next_ids)
         for found in probe.llm.collective_rpc(head_log_probs, args=args):
             if isinstance(found, str):
-                return found
+                raise Unknown(found)
             if found is not None:
-                return float((torch.tensor(found) - answer.log_probs).abs().max())
-        return "no rank has logits"
+                return torch.tensor(found)
+        raise Unknown("no rank has logits")
 
-    errors = [error(answer, "post_block") for answer in plain]
-    twin = error(plain[0], "pre_attn")
-    if isinstance(twin, str):
-        return [Finding.skipped(name, twin)]
-    worst = max(e for e in errors if not isinstance(e, str))
-    note = f"largest difference; from the last block's input: {twin:.1e}"
-    return [Finding.at_most(name, worst, min(tolerance, twin / 4), note)]
+    first = plain[0]
+    try:
+        twin = made(first, first.rows["pre_attn", last])
+    except Unknown as error:
+        return [Finding.skipped(name, str(error))]
+    other = float((twin - first.log_probs).abs().max())
+    worst = noise = 0.0
+    for answer in plain:
+        rows = answer.rows["post_block", last].float()
+        rounded = rows * (1 + probe.rounding * torch.randn(rows.shape, generator=generator))
+        found, moved = (made(answer, each) for each in (rows, rounded))
+        worst = max(worst, float((found - answer.log_probs).abs().max()))
+        # A logit is a sum, rounded as often as it has terms: no less than itself is.
+        size = probe.rounding * float(answer.log_probs.abs().max())
+        noise = max(noise, size, float((moved - found).abs().max()))
+    note = f"noise {noise:.1e}; from the last block's input: {other:.1e}"
+    return [Finding.at_most(name, worst, min(ROUNDINGS * noise, other / 4), note)]
 
 
 def nothing_added(probe: Probe, plain: list[Completion]) -> list[Finding]:
@@ -142,61 +155,75 @@ def sites(probe: Probe, plain: Completion) -> list[Finding]:
     """Check each site on its own.
 
     The vector arrives, whole, at the positions of its phase. The branch that reads the site sees
-    it, and it moves the output.
+    it, and it moves the output. Steered requests are compared with unsteered ones in their place of
+    a batch of the same lengths and captures, so that only the vectors differ.
     """
     vectors = {s: probe.direction(s) * length(plain.rows[s]) for s in probe.steered}
-    following = dict(zip(probe.sites, [*probe.sites[1:], probe.sites[-1]], strict=True))
-    findings = []
-    for phase in ("prefill", "decode"):
-        fields = f"{phase}_steering_vectors"
-        cases = [(probe.prompts[0], steer(fields, {s: v})) for s, v in vectors.items()]
-        captured = [sorted({site, following[site], probe.sites[-1]}) for site in vectors]
-        answers = probe.run([(probe.prompts[0], {}), *cases], [probe.sites, *captured])
-        # In a batch of its own, so that only the vectors differ.
-        base, steered = answers[0], dict(zip(vectors, answers[1:], strict=True))
-        findings += _phase(probe, phase, base, steered, vectors, following)
-    return findings
+    base: dict[Site, Completion] = {}
+    steered: dict[str, dict[Site, Completion]] = {"prefill": {}, "decode": {}}
+    for start in range(0, len(probe.steered), probe.slots):
+        some = {site: vectors[site] for site in probe.steered[start : start + probe.slots]}
+        captured = [around(probe, site) for site in some]
+        base |= zip(some, probe.run([(probe.prompts[0], {})] * len(some), captured), strict=True)
+        for phase, found in steered.items():
+            fields = f"{phase}_steering_vectors"
+            cases = [(probe.prompts[0], steer(fields, {s: v})) for s, v in some.items()]
+            found |= zip(some, probe.run(cases, captured), strict=True)
+    return [
+        finding
+        for phase, found in steered.items()
+        for finding in _phase(probe, phase, base, found, vectors)
+    ]
+
+
+def around(probe: Probe, site: Site) -> list[Site]:
+    """Return the two sites before one in the stream, itself, the next and the last one."""
+    at = probe.sites.index(site)
+    return list(dict.fromkeys([*probe.sites[max(at - 2, 0) : at + 2], probe.sites[-1]]))
 
 
 def _phase(
     probe: Probe,
     phase: str,
-    base: Completion,
+    base: Mapping[Site, Completion],
     steered: Mapping[Site, Completion],
     vectors: Mapping[Site, torch.Tensor],
-    following: Mapping[Site, Site],
 ) -> list[Finding]:
     """Check the sites in one phase, "prefill" or "decode".
 
     Args:
-        base: the unsteered completion.
+        base: site -> the unsteered completion in the place of the steered one.
         steered: site -> the completion with its vector there.
         vectors: site -> its vector, float32 [hidden].
-        following: site -> the next one in the stream; the last one is its own.
     """
-    prompt = base.num_prompt
+    prompt = next(iter(base.values())).num_prompt
     # The first generated token is chosen by a prompt position: it is the same under "decode".
     acts = slice(0, prompt) if phase == "prefill" else slice(prompt, prompt + 1)
     arrived, seen, moved = {}, {}, {}
     before = 0.0
+    last = probe.sites[-1]
     for site, answer in steered.items():
-        rows, plain = answer.rows[site].float(), base.rows[site].float()
+        rows, plain = answer.rows[site].float(), base[site].rows[site].float()
         delta, vector = rows[acts] - plain[acts], vectors[site]
-        size = torch.maximum(rows[acts].norm(dim=-1), plain[acts].norm(dim=-1))
+        captured = around(probe, site)
+        after = captured[min(captured.index(site) + 1, len(captured) - 1)]
+        # The stream is the sum of an earlier one and of what branches add. Where they cancel each
+        # other it is small, and its roundings are those of the summands.
+        summands = [base[site].rows[s].float() for s in captured[: captured.index(site) + 1]]
+        size = torch.stack([one[acts].norm(dim=-1) for one in (rows, *summands)]).amax(0)
         arrived[site] = float(
             ((delta - vector).norm(dim=-1) / size).nan_to_num(nan=torch.inf).max()
         )
         if phase == "decode":
-            before = max(before, worst_row(answer.rows[site][:prompt], base.rows[site][:prompt]))
-        after = following[site]
-        adds = not torch.equal(base.rows[after], base.rows[site])  # some layers have no mixer
+            early = answer.rows[site][:prompt], base[site].rows[site][:prompt]
+            before = max(before, worst_row(*early))
+        plain_after = base[site].rows[after].float()
+        adds = not torch.equal(plain_after, plain)  # some layers have no mixer
         if after[1] == site[1] and after != site and adds:
-            change = answer.rows[after][acts].float() - base.rows[after][acts].float() - vector
+            change = answer.rows[after][acts].float() - plain_after[acts] - vector
             seen[site] = float(change.norm(dim=-1).max() / vector.norm())
         # What the head reads: a log-probability near 0 would hardly show that it moved.
-        moved[site] = worst_row(
-            answer.rows[probe.sites[-1]][acts], base.rows[probe.sites[-1]][acts]
-        )
+        moved[site] = worst_row(answer.rows[last][acts], base[site].rows[last][acts])
     tolerance = ROUNDINGS * probe.rounding
     where = "prompt" if phase == "prefill" else "generated"
 

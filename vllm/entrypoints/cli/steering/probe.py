@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from vllm import LLM, SamplingParams
+from vllm import LLM, RequestOutput, SamplingParams
 from vllm.config.steering import POINTS
 from vllm.v1.interventions.plan import Site
 from vllm.v1.interventions.sites import need_one_lane
@@ -47,6 +47,8 @@ class Probe:
         steered = config.steering_config.steering_points
         self.steered = [site for site in self.sites if site[0] in steered]
         self.rounding = torch.finfo(shape.torch_dtype).eps
+        self.slots = config.steering_config.max_steering_configs
+        """How many requests with vectors of their own run at a time."""
         self.architecture: str = config.model_config.architecture
         self._config = config
         self.prompts = self._prompts()
@@ -88,6 +90,9 @@ class Probe:
     ) -> list[Completion]:
         """Complete prompts greedily, in one batch.
 
+        The engine starts when all requests are there. Else a first step would have as many of them
+        as have arrived, and cases of the same lengths would not be the same batch.
+
         Args:
             cases: for each request its prompt, and further fields of SamplingParams.
             sites: for each case what to capture, at all positions; default: all.
@@ -104,13 +109,19 @@ class Probe:
                 detokenize=False,
                 logprobs=0,
                 prompt_logprobs=0,
+                skip_reading_prefix_cache=True,
                 capture={"inline": {"hooks": _hooks(at), "positions": "all"}},
                 **fields,
             )
             for (_, fields), at in zip(cases, wanted, strict=True)
         ]
         prompts = [{"prompt_token_ids": prompt} for prompt, _ in cases]
-        outputs = self.llm.generate(prompts, params, use_tqdm=False)  # type: ignore[arg-type]
+        self.llm.sleep(level=0)
+        try:
+            self.llm.enqueue(prompts, params, use_tqdm=False)  # type: ignore[arg-type]
+        finally:
+            self.llm.wake_up(["scheduling"])
+        outputs = self.llm.wait_for_completion(RequestOutput, use_tqdm=False)
         return [_answer(p, output) for (p, _), output in zip(cases, outputs, strict=True)]
 
 
@@ -148,5 +159,7 @@ def worst_row(got: torch.Tensor, want: torch.Tensor) -> float:
     Returns:
         max over rows of |got - want| / |want|; infinite where that is not a number.
     """
-    errors = (got.float() - want.float()).norm(dim=-1) / want.float().norm(dim=-1)
-    return float(errors.nan_to_num(nan=torch.inf).max())
+    off = (got.float() - want.float()).norm(dim=-1)
+    # Rows of zeros are what some tokens have.
+    errors = off.where(off == 0, off / want.float().norm(dim=-1))
+    return float(errors.nan_to_num(nan=torch.inf, posinf=torch.inf).max())
