@@ -89,7 +89,8 @@ def several_servers() -> object:
 def beams() -> object:
     config = config_of(steering=False)
     catalog = ModuleCatalog(config)
-    catalog.replace(judged()["modules"])
+    for name, module in judged()["modules"].items():
+        catalog.put(name, module)
     refuse_beam_search(BeamSearchParams(2, 4), config, catalog)
     return None
 

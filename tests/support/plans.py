@@ -122,8 +122,8 @@ def plan_of(
         given["prompt_embeds"] = torch.zeros(prompt, HIDDEN)
     config = config or config_of()
     catalog = catalog or ModuleCatalog(config)
-    if modules is not None:
-        catalog.replace(modules)
+    for name, module in (modules or {}).items():
+        catalog.put(name, module)
     return resolve(
         params, without_plan_fields(params), given, resumable, config, tokenizer, catalog,
         num_prompts,

@@ -84,6 +84,9 @@ def test_operations_of_all_requests() -> None:
     def ask(**fields: object) -> object:
         return plan_of(config=config, modules=catalog.modules, **fields)  # type: ignore[arg-type]
 
+    def make(change: Change) -> None:
+        builder.made(change, 0)
+
     def set_to(value: float) -> Change:
         return builder.set(
             {"ops": [{**PIN, "value": value}], "base": {"pre_attn": {0: VECTOR}}}, False
@@ -93,19 +96,19 @@ def test_operations_of_all_requests() -> None:
         return plan_of(config=config, modules={}, steering=[{**PIN, "value": value}])
 
     assert ask() is None
-    builder.made(set_to(2.0))
+    make(set_to(2.0))
     first = ask()
     assert first == own(2.0) is not None
-    builder.made(builder.set({"base": {"pre_attn": {0: VECTOR}}}, replace=False))
+    make(builder.set({"base": {"pre_attn": {0: VECTOR}}}, replace=False))
     assert ask() == first, "vectors were set, and no operations"
-    builder.made(set_to(3.0))
+    make(set_to(3.0))
     assert ask() == own(3.0) != first
     for cleared in (builder.clear("ops"), builder.clear(None), builder.set({}, True),
                     builder.set({"ops": []}, False)):  # fmt: skip
-        builder.made(set_to(2.0))
-        builder.made(builder.clear("base"))
+        make(set_to(2.0))
+        make(builder.clear("base"))
         assert ask() == first
-        builder.made(cleared)
+        make(cleared)
         assert ask() is None
     for ops, said in (
         ([{**PIN, "positions": [0]}], r"^ops\[0\]: positions belong to a request"),

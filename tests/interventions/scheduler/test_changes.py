@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import sys
+from types import FrameType
 from typing import Any
 
 import msgspec
@@ -13,11 +15,13 @@ from vllm.v1.interventions.calls import GLOBAL_OPS, Change, SteeringCall
 from vllm.v1.interventions.frontend.module_catalog import ModuleCatalog
 from vllm.v1.interventions.plan import VectorSet
 from vllm.v1.interventions.scheduler import changes as changes_module
+from vllm.v1.interventions.scheduler import tiers as tiers_module
 from vllm.v1.interventions.scheduler.changes import LEASE_SECONDS
 from vllm.v1.interventions.scheduler.decisions import SchedulerInterventions
 from vllm.v1.interventions.scheduler.tiers import KEPT_SECONDS
-from vllm.v1.interventions.vectors import vector_set_of
-from vllm.v1.steering.modules import Module, parse_module
+from vllm.v1.interventions.vectors import norms_of, vector_set_of
+from vllm.v1.steering import modules as modules_module
+from vllm.v1.steering.modules import Module, Told, parse_module
 
 pytestmark = pytest.mark.quick
 
@@ -31,6 +35,10 @@ def vector_set(value: float) -> VectorSet:
 def module(value: float) -> Module:
     config = config_of().steering_config
     return parse_module({"pre_attn": {0: [value] * HIDDEN}}, "source", SHAPE, config)
+
+
+def register(name: str, value: float) -> Change:
+    return Change("register", name=name, module=module(value))
 
 
 def setting(value: float, tier: str = "base") -> Change:
@@ -167,12 +175,11 @@ def test_a_refused_change_is_not_prepared(engine: Engine) -> None:
 
 def test_modules(engine: Engine) -> None:
     engine.make(Change("register", name="m", module=module(1.0)))
-    one = engine.state()["modules"]["m"]
-    assert one["tiers"]["base"] == {"pre_attn": {0: 2.0}}
+    assert engine.core.modules.named == {"m": module(1.0)}
     engine.make(Change("register", name="m", module=module(2.0)))
-    assert engine.state()["modules"]["m"]["digest"] != one["digest"]
+    assert engine.core.modules.named == {"m": module(2.0)}
     engine.make(Change("unregister", name="m"))
-    assert engine.state()["modules"] == {}
+    assert engine.core.modules.named == {}
     assert "error" in engine.prepare("a", Change("unregister", name="m"))
     assert engine.state()["version"] == 0, "modules are no global state"
 
@@ -182,14 +189,14 @@ def test_operations_of_all_requests(engine: Engine) -> None:
     ops = module(3.0)
     both = Change("set", tiers={"base": vector_set(1.0)}, name=GLOBAL_OPS, module=ops)
     engine.make(both)
-    assert engine.core.modules.items() == {GLOBAL_OPS: ops}
-    assert engine.state()["tiers"].keys() == {"base"} and engine.state()["modules"] == {}
+    assert engine.core.modules.named == {GLOBAL_OPS: ops}
+    assert engine.state()["tiers"].keys() == {"base"}
     engine.make(setting(2.0))
-    assert engine.core.modules.items() == {GLOBAL_OPS: ops}
+    assert engine.core.modules.named == {GLOBAL_OPS: ops}
     for gone in (Change("clear", name=GLOBAL_OPS), Change("set", replace=True, name=GLOBAL_OPS)):
         engine.make(both)
         engine.make(gone)
-        assert engine.core.modules.items() == {} and engine.state()["tiers"] == {}
+        assert engine.core.modules.named == {} and engine.state()["tiers"] == {}
 
 
 def test_a_request_on_its_way_has_what_its_module_meant_or_an_error(engine: Engine) -> None:
@@ -228,28 +235,112 @@ def test_what_another_engine_has_made_already_is_here_from_the_preparation_on(
     assert filled is not None
     assert filled.steering is not None
     assert [p.digest for p in filled.steering.sets] == [vector_set(1.0).digest]
-    assert engine.state()["modules"] == {}
+    assert engine.core.modules.named == {}
 
 
 def test_a_frontend_learns_what_another_registered(engine: Engine) -> None:
     catalog = ModuleCatalog(config_of())
 
-    def learn() -> dict[str, list[str]]:
-        known = {name: m.digest for name, m in catalog.modules.items()}
-        news = engine.core.changes.call(SteeringCall("modules", known=known), [])
+    def learn() -> list[str]:
+        """What is sent."""
+        call = SteeringCall("modules", since=catalog.changes)
+        news = engine.core.changes.call(call, [])
         news = msgspec.msgpack.decode(msgspec.msgpack.encode(news))  # it is plain data
         catalog.learn(news)
-        return {name: sorted(news["new"]) for name in catalog.modules}
+        assert catalog.modules == engine.core.modules.named
+        return sorted(news["new"])
 
-    assert learn() == {}
-    engine.make(Change("register", name="m", module=module(1.0)))
-    engine.make(Change("register", name="n", module=module(2.0)))
-    assert learn() == {"m": ["m", "n"], "n": ["m", "n"]}
+    assert learn() == []
+    engine.make(register("m", 1.0))
+    engine.make(register("n", 2.0))
+    assert learn() == ["m", "n"]
     assert catalog.get("m", "path") == module(1.0)
-    engine.make(Change("register", name="n", module=module(3.0)))
+    engine.make(register("n", 3.0))
     engine.make(Change("unregister", name="m"))
-    assert learn() == {"n": ["n"]}, "only what is new is sent"
-    assert catalog.get("n", "path") == module(3.0)
+    assert learn() == ["n"], "only what is new is sent"
+    engine.make(register("m", 1.0))
+    engine.make(Change("unregister", name="m"))
+    assert learn() == []
+    # What it had made itself it knows; not if another had made something before.
+    own = engine.make(register("own", 4.0))
+    catalog.made("own", module(4.0), own["changes"])
+    assert learn() == []
+    engine.make(register("other", 5.0))
+    own = engine.make(register("own", 6.0))
+    catalog.made("own", module(6.0), own["changes"])
+    assert learn() == ["other", "own"]
+
+
+def counted(engine: Engine, number: int) -> tuple[int, int]:
+    """Names so many modules, one frontend; calls of functions of the last change, and of asking
+    what is the state."""
+    for i in range(number):
+        engine.make(register(f"m{i}", i + 1.0))
+    calls = 0
+
+    def called(frame: FrameType, event: str, argument: Any) -> None:
+        nonlocal calls
+        calls += event in ("call", "c_call")
+
+    found = []
+    for do in (lambda: engine.make(register("last", 0.5)), engine.state):
+        calls = 0
+        sys.setprofile(called)
+        do()
+        sys.setprofile(None)
+        found.append(calls)
+    return found[0], found[1]
+
+
+def test_a_change_costs_the_same_with_many_modules(engine: Engine) -> None:
+    few, many = counted(engine, 3), counted(engine, 300)
+    assert many[0] < few[0] + 100 and many[1] < few[1] + 100, (few, many)
+    reply = engine.make(register("last", 0.5))
+    assert reply.keys() == {"version", "changes"}, "what comes back does not grow, either"
+    assert "modules" not in engine.state()
+
+
+def test_norms_are_made_once_for_a_module_and_for_a_state(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[VectorSet] = []
+
+    def norms(vector_set: VectorSet) -> dict[str, dict[int, float]]:
+        made.append(vector_set)
+        return norms_of(vector_set)
+
+    for place in (modules_module, tiers_module):
+        monkeypatch.setattr(place, "norms_of", norms)
+    catalog = ModuleCatalog(config_of())
+    for i in range(3):
+        catalog.put(f"m{i}", module(float(i + 1)))
+    told = catalog.told()
+    assert len(made) == 3 and list(told) == ["m0", "m1", "m2"]
+    assert msgspec.json.decode(told["m1"], type=Told)["tiers"]["base"] == {"pre_attn": {0: 4.0}}
+    catalog.put("m3", module(4.0))
+    assert catalog.told().keys() == {*told, "m3"} and len(made) == 4
+    engine.make(setting(1.0))
+    assert engine.norms == engine.norms == {"base": 2.0} and len(made) == 5
+    engine.make(setting(2.0))
+    assert engine.norms == {"base": 4.0} and len(made) == 6
+
+
+def test_what_was_kept_long_enough_is_forgotten(engine: Engine) -> None:
+    """At the next call; vector sets that another module has, too, stay."""
+    engine.make(register("m", 1.0))
+    engine.make(register("twin", 1.0))
+    engine.make(register("n", 2.0))
+    engine.make(Change("unregister", name="m"))
+    engine.make(Change("unregister", name="n"))
+    sets = engine.core.modules._sets
+    assert sets.keys() == {vector_set(1.0).digest, vector_set(2.0).digest}
+    engine.now += KEPT_SECONDS + 1
+    engine.state()
+    assert sets.keys() == {vector_set(1.0).digest}
+    engine.make(Change("unregister", name="twin"))
+    engine.now += KEPT_SECONDS + 1
+    engine.state()
+    assert not sets
 
 
 def test_any_number_of_modules_takes_no_slot(engine: Engine) -> None:

@@ -38,8 +38,8 @@ class SteeringCall(msgspec.Struct, frozen=True):
     token: str = ""
     """Names a change from its preparation to its end."""
     change: Change | None = None
-    known: dict[str, str] = {}
-    """Modules that the frontend has, name -> digest, for "modules"."""
+    since: int = 0
+    """How many changes of modules the frontend knows, for "modules"."""
 
 
 class CaptureEnd(msgspec.Struct, frozen=True):

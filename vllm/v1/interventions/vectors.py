@@ -254,6 +254,14 @@ def digest_of(text: str, data: bytes = b"") -> str:
     return hashlib.sha256(text.encode() + data).hexdigest()
 
 
+def norms_of(vector_set: VectorSet) -> dict[str, dict[int, float]]:
+    """Euclidean norms of a set's vectors: point -> layer -> norm."""
+    norms: dict[str, dict[int, float]] = {}
+    for (point, layer), row in zip(vector_set.sites, vector_set.rows, strict=True):
+        norms.setdefault(point, {})[layer] = float(np.linalg.norm(row.astype(np.float64)))
+    return norms
+
+
 def vectors_of(vector_set: VectorSet) -> Vectors:
     """The vectors of a set as float64."""
     rows = (row.astype(np.float64) for row in vector_set.rows)

@@ -6,7 +6,7 @@ import json
 import re
 from collections.abc import Mapping
 from functools import cached_property
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypedDict
 
 import msgspec
 import numpy as np
@@ -25,6 +25,7 @@ from vllm.v1.interventions.vectors import (
     Vectors,
     add_up,
     need_number,
+    norms_of,
     parse_vectors,
     vector_set_of,
     vectors_of,
@@ -77,6 +78,16 @@ class ModuleOp(msgspec.Struct, frozen=True):
         )
 
 
+class Told(TypedDict):
+    """What is told of a module to anybody who asks: no values."""
+
+    digest: str
+    tiers: dict[str, dict[str, dict[int, float]]]
+    """Tier -> point -> layer -> norm of the vector."""
+    ops: list[str]
+    """Names of the operations."""
+
+
 class Module(msgspec.Struct, frozen=True, dict=True):
     """Vectors of up to three tiers, and operations. Modules of the same digest do the same."""
 
@@ -112,6 +123,13 @@ class Module(msgspec.Struct, frozen=True, dict=True):
         """The sites where its vectors and operations act, in stream order."""
         of_parts = {site for vector_set in self.tiers.values() for site in vector_set.sites}
         return sorted(of_parts.union(*(op.sites for op in self.ops)), key=site_order)
+
+    @cached_property
+    def told(self) -> bytes:
+        """A `Told` as JSON, made once: many may ask, of many modules."""
+        tiers = {tier: norms_of(vector_set) for tier, vector_set in self.tiers.items()}
+        ops = [op.name for op in self.ops]
+        return msgspec.json.encode(Told(digest=self.digest, tiers=tiers, ops=ops))
 
     @cached_property
     def prefill(self) -> VectorSet | None:
@@ -168,7 +186,8 @@ def need_module(modules: Mapping[str, Module], name: Any, path: str) -> Module:
     if not isinstance(name, str):
         reject(path, f"must be a name or (name, scale), got {show(name)}")
     if name not in modules or name.startswith("_"):
-        known = ", ".join(sorted(n for n in modules if not n.startswith("_"))[:20]) or "none"
+        # Sorted first: another thread may add one.
+        known = ", ".join([n for n in sorted(modules) if not n.startswith("_")][:20]) or "none"
         reject(path, f"unknown module {show(name)}; registered are {known}")
     return modules[name]
 

@@ -8,13 +8,16 @@ import asyncio
 from http import HTTPStatus
 from typing import Any, cast
 
+import msgspec
 from fastapi import APIRouter, FastAPI, HTTPException, Request
+from fastapi.responses import JSONResponse, Response
 
 from vllm import envs
 from vllm.entrypoints.compat.doors import LENS
 from vllm.entrypoints.compat.lens_routes import router as lens_router
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.interventions.errors import reject
+from vllm.v1.interventions.frontend.global_steering import AsyncSteering
 from vllm.v1.interventions.sites import INSTEAD
 from vllm.v1.steering.modules import FIELDS, need_module_name
 
@@ -36,6 +39,13 @@ def _may_change(request: Request) -> None:
     cast(SteeringAccess, request.app.state.steering_access).need(request)
 
 
+def _with_modules(told: dict[str, Any], steering: AsyncSteering) -> Response:
+    """Write an answer with what is told of all modules; they may be many."""
+    modules = {name: msgspec.Raw(each) for name, each in steering.told().items()}
+    content = msgspec.json.encode({**told, "modules": modules})
+    return Response(content, media_type="application/json")
+
+
 async def _made(change: Any) -> Any:
     """Wait for a change of the engines; one that times out is a 503."""
     try:
@@ -45,19 +55,21 @@ async def _made(change: Any) -> Any:
 
 
 @router.get("")
-async def state(request: Request) -> dict[str, Any]:
+async def state(request: Request) -> Response:
     """Return the version, the tiers' norms and digests, the modules, and the slots in use."""
     engine = _engine(request)
     config = engine.vllm_config.steering_config
     if not config.enable_steering:
-        return {"enabled": False}
+        return JSONResponse({"enabled": False})
+    await engine.steering.refresh()
     states = await engine.steering.states()
     used = {
         what: {key: sum(state[what][key] for state in states) for key in ("in_use", "size")}
         for what in ("slots", "rows")
     }
     defaults = {"default_steering_modules": config.default_steering_modules}
-    return {"enabled": True, **states[0], **used, **defaults, "engines": len(states)}
+    told = {"enabled": True, **states[0], **used, **defaults, "engines": len(states)}
+    return await asyncio.to_thread(_with_modules, told, engine.steering)
 
 
 @router.get("/layers")
@@ -111,12 +123,13 @@ async def clear(request: Request) -> dict[str, Any]:
 
 
 @router.get("/modules")
-async def modules(request: Request) -> dict[str, Any]:
+async def modules(request: Request) -> Response:
     """Return each module's digest, norms of its vectors and names of its operations, by name."""
     engine = _engine(request)
     if not engine.vllm_config.steering_config.enable_steering:
-        return {"modules": {}}
-    return {"modules": await engine.steering.modules()}
+        return JSONResponse({"modules": {}})
+    await engine.steering.refresh()
+    return await asyncio.to_thread(_with_modules, {}, engine.steering)
 
 
 @router.post("/modules")

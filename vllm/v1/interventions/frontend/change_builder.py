@@ -140,14 +140,10 @@ class ChangeBuilder:
         assert self.shape
         return Change("unregister", name=plain(name))
 
-    def made(self, change: Change) -> None:
-        """Take over into the catalog a change that the engines have made."""
-        if change.name:
-            modules = dict(self._catalog.modules)
-            modules.pop(change.name, None)
-            if change.module is not None:
-                modules[change.name] = change.module
-            self._catalog.replace(modules)
+    def made(self, change: Change, changes: int) -> None:
+        """Take over into the catalog a change that the engines have made, see
+        `ModuleCatalog.made`."""
+        self._catalog.made(change.name, change.module, changes)
 
     @property
     def enabled(self) -> bool:
@@ -159,10 +155,14 @@ class ChangeBuilder:
         """Whether there is anything that several API servers share: modules or rules."""
         return self.enabled or self._config.capture_config.enabled
 
-    def known(self) -> dict[str, str]:
-        """The modules of this frontend, `GLOBAL_OPS` and `OPERATOR_RULES` among them: name ->
-        digest."""
-        return {name: module.digest for name, module in self._catalog.modules.items()}
+    def known(self) -> int:
+        """How many changes of modules this frontend knows."""
+        return self._catalog.changes
+
+    def told(self) -> dict[str, bytes]:
+        """What is told of the modules, see `ModuleCatalog.told`."""
+        assert self.shape
+        return self._catalog.told()
 
     def learn(self, news: dict[str, Any]) -> None:
         """Take over modules that other frontends registered, see `ModuleCatalog.learn`."""

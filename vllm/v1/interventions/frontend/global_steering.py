@@ -7,12 +7,14 @@ import uuid
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+import msgspec
+
 from vllm.v1.engine.core_client import InprocClient, SyncMPClient
 from vllm.v1.interventions.calls import Change, SteeringCall
 from vllm.v1.interventions.errors import InterventionError, reject
 from vllm.v1.interventions.frontend.change_builder import OPS, ChangeBuilder
 from vllm.v1.interventions.frontend.module_catalog import ModuleCatalog
-from vllm.v1.steering.modules import Module
+from vllm.v1.steering.modules import Module, Told
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -31,6 +33,11 @@ def _verdict(replies: Replies) -> str:
         if "error" in reply:
             raise InterventionError(reply["error"], parameter=reply.get("parameter"))
     return "busy" if any("busy" in reply for reply in replies) else "ok"
+
+
+def _decoded(told: dict[str, bytes]) -> dict[str, Any]:
+    """What is told of modules, made anew, so that whoever gets it may change it."""
+    return {name: msgspec.json.decode(each, type=Told) for name, each in told.items()}
 
 
 class Steering:
@@ -99,8 +106,7 @@ class Steering:
 
     def modules(self) -> dict[str, Any]:
         """Registered modules: name -> digest, norms of its vectors, names of its ops."""
-        modules: dict[str, Any] = self.state()["modules"]
-        return modules
+        return _decoded(self._changes.told())
 
     def module(self, name: str) -> Module:
         """What is registered under a name, to save or export (vllm.v1.steering.files)."""
@@ -109,7 +115,7 @@ class Steering:
     def state(self) -> dict[str, Any]:
         """Version, norms and digests of the global tiers, modules, slots and rows in use."""
         assert self._changes.shape
-        return self._call(SteeringCall("state"))[0]
+        return self._call(SteeringCall("state"))[0] | {"modules": self.modules()}
 
     def layers(self) -> dict[int, tuple[str, ...]]:
         """Layer -> the points at which it can be steered; in an engine that only captures, read."""
@@ -124,7 +130,7 @@ class Steering:
             time.sleep(0.05)
         replies = self._call(SteeringCall("commit", token))
         _verdict(replies)
-        self._changes.made(change)
+        self._changes.made(change, replies[0]["changes"])
         return int(replies[0]["version"])
 
     def _call(self, call: SteeringCall) -> Replies:
@@ -209,14 +215,17 @@ class AsyncSteering:
     async def refresh(self) -> None:
         """Learn of the modules and rules that other API servers of these engines have set."""
         if self._core.client_count > 1 and self._changes.has_shared:
-            known = self._changes.known()
-            call = SteeringCall("modules", known=known)
+            call = SteeringCall("modules", since=self._changes.known())
             self._changes.learn(await self._core.call_utility_async("steering", call))
 
     async def modules(self) -> dict[str, Any]:
         """Registered modules: name -> digest, norms of its vectors, names of its ops."""
-        modules: dict[str, Any] = (await self.state())["modules"]
-        return modules
+        await self.refresh()
+        return await asyncio.to_thread(_decoded, self.told())
+
+    def told(self) -> dict[str, bytes]:
+        """What `modules` says, of each as JSON (`Module.told`), as this frontend knows them."""
+        return self._changes.told()
 
     def module(self, name: str) -> Module:
         """What is registered under a name, to save or export (vllm.v1.steering.files)."""
@@ -224,10 +233,10 @@ class AsyncSteering:
 
     async def state(self) -> dict[str, Any]:
         """State of the first engine, see `Steering.state`."""
-        return (await self.states())[0]
+        return (await self.states())[0] | {"modules": await self.modules()}
 
     async def states(self) -> Replies:
-        """State of each engine: they differ in slots and rows in use."""
+        """State of each engine, without the modules: they differ in slots and rows in use."""
         assert self._changes.shape
         return await self._call(SteeringCall("state"))
 
@@ -248,9 +257,12 @@ class AsyncSteering:
             await self._call(SteeringCall("cancel", token))
             raise
         # Nothing between the phases may cut them apart: a caller that goes away, for one.
-        replies = await asyncio.shield(self._call(SteeringCall("commit", token)))
+        return await asyncio.shield(self._commit(token, change))
+
+    async def _commit(self, token: str, change: Change) -> int:
+        replies = await self._call(SteeringCall("commit", token))
         _verdict(replies)
-        self._changes.made(change)
+        self._changes.made(change, replies[0]["changes"])
         return int(replies[0]["version"])
 
     async def _call(self, call: SteeringCall) -> Replies:

@@ -35,6 +35,8 @@ class ModuleCatalog:
         self.captures = CaptureMemo()
         self._config = config
         self._modules: dict[str, Module] | None = None
+        self.changes = 0
+        """How many changes of the engine core's modules are known here."""
 
     @property
     def modules(self) -> dict[str, Module]:
@@ -71,15 +73,38 @@ class ModuleCatalog:
         """The module of a name. Raises ValueError if there is none, naming `path`."""
         return need_module(self.modules, name, path)
 
+    def told(self) -> dict[str, bytes]:
+        """What is told of the modules that requests may name, sorted: `Module.told` by name."""
+        modules = sorted(self.modules.items())
+        return {name: module.told for name, module in modules if not name.startswith("_")}
+
     def learn(self, news: dict[str, Any]) -> None:
         """Take over what the engine core has and this frontend lacks.
 
         Args:
             news: the reply of `Changes.call` to "modules".
         """
-        new = {n: msgspec.msgpack.decode(data, type=Module) for n, data in news["new"].items()}
-        self._modules = {name: new.get(name) or self.modules[name] for name in news["names"]}
+        for name, data in news["new"].items():
+            self.put(name, msgspec.msgpack.decode(data, type=Module))
+        if news["names"] is not None:
+            for name in self.modules.keys() - news["names"]:
+                self.put(name, None)
+        self.changes = news["changes"]
 
-    def replace(self, modules: dict[str, Module]) -> None:
-        """Make `modules` all that is registered."""
-        self._modules = modules
+    def made(self, name: str, module: Module | None, changes: int) -> None:
+        """Take over a change that this frontend had the engines make; "" is no name.
+
+        Args:
+            changes: how many there were with this one.
+        """
+        if name:
+            self.put(name, module)
+        if changes == self.changes + 1:  # else there is one of another frontend to ask for
+            self.changes = changes
+
+    def put(self, name: str, module: Module | None) -> None:
+        """Make a name mean a module, or nothing."""
+        if module is not None:
+            self.modules[name] = module
+        else:
+            self.modules.pop(name, None)

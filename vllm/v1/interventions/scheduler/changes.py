@@ -5,15 +5,11 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
-import msgspec
-
 from vllm.v1.interventions.calls import GLOBAL_OPS, Change, SteeringCall
 from vllm.v1.interventions.errors import InterventionError
-from vllm.v1.interventions.plan import TIERS
 from vllm.v1.interventions.scheduler.admission import Pool
-from vllm.v1.interventions.scheduler.tiers import GlobalState, ModuleStore, norms_of
-from vllm.v1.steering.modules import Module, need_module
-from vllm.v1.steering.rule_files import OPERATOR_RULES
+from vllm.v1.interventions.scheduler.tiers import GlobalState, ModuleStore
+from vllm.v1.steering.modules import need_module
 
 if TYPE_CHECKING:
     from vllm.v1.request import Request
@@ -56,11 +52,15 @@ class Changes:
 
         Returns:
             What msgpack can send: the state; "error" and "parameter" if the change cannot be made;
-            "busy" if it must wait; for the phase "modules" what the frontend lacks.
+            "busy" if it must wait; "version" and how many "changes" of modules there were if it was
+            made; for the phase "modules" what the frontend lacks.
         """
+        self._modules.forget()
         match call.phase:
+            case "state":
+                return self._state()
             case "modules":
-                return self._news(call.known)
+                return self._modules.news(call.since)
             case "prepare":
                 if self._token not in ("", call.token) and time.monotonic() < self._expires:
                     return {"busy": True}
@@ -75,7 +75,7 @@ class Changes:
             case "cancel":
                 if self._token == call.token:
                     self._token = ""
-        return self._state()
+        return {"version": self._current().current.version, "changes": self._modules.changes}
 
     def _prepare(self, call: SteeringCall) -> None:
         assert call.change is not None
@@ -86,7 +86,7 @@ class Changes:
         elif change.action == "clear":
             changed = tiers.cleared(change.tier)
         elif change.action == "unregister" and change.name not in self._modules:
-            need_module(self._modules.items(), change.name, "name")
+            need_module(self._modules.named, change.name, "name")
         if change.module is not None:
             # Another engine may have the change made, and a request here, before the commit comes.
             self._modules.keep(change.module)
@@ -103,39 +103,11 @@ class Changes:
             self._modules.remove(self._change.name)
         self._token = ""
 
-    def _news(self, known: dict[str, str]) -> dict[str, Any]:
-        """The names there are, and the modules a frontend lacks; as bytes, which it can decode."""
-        modules = self._modules.items()
-        return {
-            "names": list(modules),
-            "new": {
-                name: msgspec.msgpack.encode(module)
-                for name, module in modules.items()
-                if known.get(name) != module.digest
-            },
-        }
-
     def _state(self) -> dict[str, Any]:
-        current = self._current().current
-        modules = self._modules.items()
-        ops = modules.pop(GLOBAL_OPS, None)
-        modules.pop(OPERATOR_RULES, None)  # who may look asks for them by name
+        ops = self._modules.named.get(GLOBAL_OPS)
+        tiers = self._current()
         return {
-            "version": current.version,
+            "version": tiers.current.version,
             "ops": [op.name for op in ops.ops] if ops is not None else [],
-            "tiers": {
-                tier: {"digest": vector_set.digest, "norms": norms_of(vector_set)}
-                for tier in TIERS
-                if (vector_set := current.tiers.get(tier)) is not None
-            },
-            "modules": {name: describe(module) for name, module in sorted(modules.items())},
+            "tiers": tiers.told,
         } | {name: {"in_use": p.in_use, "size": p.size} for name, p in self._usage.items()}
-
-
-def describe(module: Module) -> dict[str, Any]:
-    """What the state says of a module: digest, norms of vectors, names of ops; no values."""
-    return {
-        "digest": module.digest,
-        "tiers": {tier: norms_of(vector_set) for tier, vector_set in module.tiers.items()},
-        "ops": [op.name for op in module.ops],
-    }

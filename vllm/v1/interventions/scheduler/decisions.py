@@ -52,10 +52,8 @@ class SchedulerInterventions:
         self.captures = CaptureSessions(config)
         self.relay = RowRelay(self.captures)
         self.tiers = GlobalState(shape)
-        self.modules = ModuleStore()
-        if steering.steering_modules or config.capture_config.rules is not None:
-            for name, module in startup_modules(config).items():
-                self.modules.put(name, module)
+        at_start = steering.steering_modules or config.capture_config.rules is not None
+        self.modules = ModuleStore(startup_modules(config) if at_start else {})
         usage: dict[str, Pool] = {"slots": self.slots, "rows": self.terms}
         self.changes = Changes(self.modules, usage, lambda: self.tiers, self.set_tiers)
         self._hash_block_size = hash_block_size

@@ -3,6 +3,11 @@
 frontends share them."""
 
 import time
+from collections import Counter, deque
+from collections.abc import Mapping
+from functools import cached_property
+from types import MappingProxyType
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -10,7 +15,7 @@ import numpy as np
 from vllm.v1.interventions.messages import GlobalTiers
 from vllm.v1.interventions.plan import TIERS, UNSTEERED, Plan, Site, TapShape, VectorSet
 from vllm.v1.interventions.scheduler.block_identity import Era
-from vllm.v1.interventions.vectors import add_up, need_finite_sum, vector_set_of
+from vllm.v1.interventions.vectors import add_up, need_finite_sum, norms_of, vector_set_of
 from vllm.v1.steering.modules import Module
 
 PHASE_TIERS = {"prefill": ("base", "prefill"), "decode": ("base", "decode")}
@@ -61,6 +66,14 @@ class GlobalState:
         new.current = GlobalTiers(version=self.current.version + 1, tiers=sets)
         return new
 
+    @cached_property
+    def told(self) -> dict[str, Any]:
+        """The digest and the norms of each tier that has vectors."""
+        return {
+            tier: {"digest": vector_set.digest, "norms": norms_of(vector_set)}
+            for tier, vector_set in self.current.tiers.items()
+        }
+
     def era(self, first: int, nonce: str = "") -> Era:
         """The era of positions from `first` on that run under this state."""
         tiers = self.current.tiers
@@ -72,14 +85,6 @@ class GlobalState:
         return Era(first, prefill, decode, nonce)
 
 
-def norms_of(vector_set: VectorSet) -> dict[str, dict[int, float]]:
-    """Euclidean norms of a set's vectors: point -> layer -> norm."""
-    norms: dict[str, dict[int, float]] = {}
-    for (point, layer), row in zip(vector_set.sites, vector_set.rows, strict=True):
-        norms.setdefault(point, {})[layer] = float(np.linalg.norm(row.astype(np.float64)))
-    return norms
-
-
 KEPT_SECONDS = 60.0
 """How long the vector sets of a module outlive its name, for requests that were on their way."""
 
@@ -87,41 +92,80 @@ KEPT_SECONDS = 60.0
 class ModuleStore:
     """Named modules. Requests refer to their vector sets by digest."""
 
-    def __init__(self) -> None:
-        self._modules: dict[str, Module] = {}
-        self._kept: list[tuple[float, Module]] = []
+    def __init__(self, modules: Mapping[str, Module] = MappingProxyType({})) -> None:
+        self._modules = dict(modules)
+        self._made: dict[str, int] = {}
+        """Name -> the number of the change that gave it its module, ascending; none if it has had
+        it from the start."""
+        self._removed = 0
+        """The number of the last change that removed a name."""
+        self.changes = 0
+        """How many changes there were."""
+        self._kept: deque[tuple[float, Module]] = deque()
         self._sets: dict[str, VectorSet] = {}
+        self._uses: Counter[str] = Counter()
+        for module in self._modules.values():
+            self._use(module)
 
     def put(self, name: str, module: Module) -> None:
         """Give a module a name; the one that had it is kept."""
+        self._use(module)
         if name in self._modules:
-            self.keep(self._modules[name])
+            self._leave(self._modules.pop(name))
         self._modules[name] = module
-        self._index()
+        self.changes += 1
+        self._made.pop(name, None)
+        self._made[name] = self.changes
 
     def remove(self, name: str) -> None:
         """Remove a name; its module is kept."""
-        self.keep(self._modules.pop(name))
+        self._leave(self._modules.pop(name))
+        self._made.pop(name, None)
+        self.changes += 1
+        self._removed = self.changes
 
     def keep(self, module: Module) -> None:
-        """Keep for `KEPT_SECONDS` the vector sets of a module that has no name any more, or on
-        this engine not yet."""
-        now = time.monotonic()
-        self._kept = [entry for entry in self._kept if entry[0] > now]
-        self._kept.append((now + KEPT_SECONDS, module))
-        self._index()
+        """Keep for `KEPT_SECONDS` the vector sets of a module that has on this engine no name
+        yet."""
+        self._use(module)
+        self._leave(module)
 
-    def _index(self) -> None:
-        # Built aside and swapped: `fill` reads it in another thread.
-        modules = [*self._modules.values(), *(module for _, module in self._kept)]
-        self._sets = {p.digest: p for m in modules for p in (m.prefill, m.decode) if p is not None}
+    def forget(self) -> None:
+        """Drop the modules that were kept long enough."""
+        now = time.monotonic()
+        while self._kept and self._kept[0][0] <= now:
+            _, module = self._kept.popleft()
+            for vector_set in _sets_of(module):
+                self._uses[vector_set.digest] -= 1
+                if not self._uses[vector_set.digest]:
+                    del self._uses[vector_set.digest], self._sets[vector_set.digest]
+
+    def _use(self, module: Module) -> None:
+        for vector_set in _sets_of(module):
+            self._uses[vector_set.digest] += 1
+            self._sets.setdefault(vector_set.digest, vector_set)
+
+    def _leave(self, module: Module) -> None:
+        self._kept.append((time.monotonic() + KEPT_SECONDS, module))
+
+    def news(self, since: int) -> dict[str, Any]:
+        """What a frontend lacks that knows `since` changes: modules, as bytes that it can decode;
+        and all names, if some were removed."""
+        new = {}
+        for name, number in reversed(self._made.items()):
+            if number <= since:
+                break
+            new[name] = msgspec.msgpack.encode(self._modules[name])
+        names = list(self._modules) if self._removed > since else None
+        return {"changes": self.changes, "new": new, "names": names}
 
     def __contains__(self, name: str) -> bool:
         return name in self._modules
 
-    def items(self) -> dict[str, Module]:
-        """Name -> module, a copy."""
-        return dict(self._modules)
+    @property
+    def named(self) -> Mapping[str, Module]:
+        """Name -> module, as they are."""
+        return self._modules
 
     def fill(self, plan: Plan | None) -> Plan | None:
         """`plan` with the vector sets of the modules it refers to: they are the request's from
@@ -136,12 +180,18 @@ class ModuleStore:
         wanted = {d for vector_sum in plan.steering.sums for d, _ in vector_sum.sets} - given
         if not wanted:
             return plan
-        sets = self._sets
-        if missing := wanted - sets.keys():
+        # Looked up once: another thread may drop one.
+        found = {digest: self._sets.get(digest) for digest in sorted(wanted)}
+        sets = [vector_set for vector_set in found.values() if vector_set is not None]
+        if missing := [digest for digest in found if found[digest] is None]:
             raise ValueError(
                 f"steering_modules: a module of this request was unregistered or registered anew "
-                f"while the request was on its way (digest {min(missing)[:12]}); send it again"
+                f"while the request was on its way (digest {missing[0][:12]}); send it again"
             )
-        all_sets = [*plan.steering.sets, *(sets[digest] for digest in sorted(wanted))]
+        all_sets = [*plan.steering.sets, *sets]
         steering = msgspec.structs.replace(plan.steering, sets=all_sets)
         return msgspec.structs.replace(plan, steering=steering)
+
+
+def _sets_of(module: Module) -> list[VectorSet]:
+    return [each for each in (module.prefill, module.decode) if each is not None]
