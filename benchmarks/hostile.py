@@ -1,12 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """How long a plain request takes while another client sends bodies that are made to be costly.
 
-    python -m benchmarks.hostile [--model DIR] [--seconds 6] [--only NAME ...] [--json FILE]
+    python -m benchmarks.hostile [--model DIR] [--seconds 6] [--only NAME ...] [--fields]
+                                 [--json FILE]
 
 Starts `vllm serve`, asks it for one token again and again, and has another process send one hostile
 body after the other, each as soon as the last was answered. Without --model: a tiny random Llama,
 eager, on a CPU. With it: a model of that folder's config.json (nothing else is read, weights are
 random and tokens are single letters), with graphs, on what the host has.
+
+With --fields it sends a body for each field of each endpoint and each --compat in place of those
+(`tests/support/costly_fields.py` makes them), with 8 MiB of empty objects where the field stands.
 
 "plain" is the twin of each body: the same bytes, its fields of ours under a name that nobody reads,
 so what that does to others is upstream's. A body is within the bound if no answer took longer than
@@ -24,24 +28,31 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import Future, ProcessPoolExecutor
+from functools import partial
 from typing import Any
 
 import httpx
 
 from benchmarks import servers
 from benchmarks.results import Row, Run, add_arguments, publish, setup
+from tests.support.costly_fields import Place, all_places, as_sent
 
+KEY = "let-me-steer"
 LONG = 32_000
 """Tokens of a long prompt; on a CPU 4,000, as its model alone would hold everybody up with more."""
 BOUND = 250.0
 """Milliseconds that a plain request may take beside any body."""
-OURS = ("steering", "steering_vectors", "capture")
+FIELD_BYTES = 8 << 20
+"""What stands in the place of a field."""
 OPTIONS = (
     "--enable-steering", "--capture-consumers=inline", "--max-steering-configs=4",
     "--steering-families", "add", "ablate", "replace", "--max-steering-rows=4096",
     "--max-model-len=32768", "--max-num-seqs=32", "--no-enable-prefix-caching",
     "--hf-overrides", json.dumps({"max_position_embeddings": 32768}),
 )  # fmt: skip
+ALL = ("--compat", "lens", "easysteer", f"--steering-api-key={KEY}", "--capture-lens=logit")
+"""What opens the rest of the fields."""
+COMPLETIONS = "/v1/completions"
 
 Body = dict[str, Any]
 
@@ -101,17 +112,35 @@ def bodies(
     }  # fmt: skip
 
 
+def field_bodies(hidden: int) -> dict[str, tuple[str, Callable[[], Body]]]:
+    """Name -> endpoint, and what makes a body: one for each field."""
+
+    def made(place: Place) -> Body:
+        body = as_sent(place.with_long([{}] * (FIELD_BYTES // 4)))
+        match place.legal.endpoint:
+            case "/v1/completions":
+                return {"prompt": "Today I", **body}
+            case "/v1/chat/completions":
+                return {"messages": [{"role": "user", "content": "Today I"}], **body}
+        return body
+
+    found = all_places([1.0] * hidden).items()
+    return {name: (each.legal.endpoint, partial(made, each)) for name, each in found}
+
+
 def plain(body: Body) -> Body:
     """The twin of a body: as many bytes, and nothing that is ours to do."""
-    unread = {name: value for name, value in body.items() if name in OURS}
-    return {**{n: v for n, v in body.items() if n not in OURS}, "unread": unread}
+    upstreams = {name: body[name] for name in body.keys() & {"prompt", "n", "stream", "max_tokens"}}
+    unread = {name: value for name, value in body.items() if name not in upstreams}
+    return {"prompt": "Today I", **upstreams, "unread": unread}
 
 
 def send(url: str, content: bytes, seconds: float) -> Counter[int]:
     """Send one body again and again, for at least `seconds`; how it was answered."""
     statuses: Counter[int] = Counter()
     until = time.monotonic() + seconds
-    with httpx.Client(timeout=600, headers={"Content-Type": "application/json"}) as client:
+    headers = {"Content-Type": "application/json", "X-Steering-Key": KEY}
+    with httpx.Client(timeout=600, headers=headers) as client:
         while not statuses or time.monotonic() < until:
             statuses[client.post(url, content=content).status_code] += 1
     return statuses
@@ -135,26 +164,35 @@ def main() -> int:
     servers.add_arguments(parser)
     parser.add_argument("--seconds", type=float, default=6.0, help="of each body, and of its twin")
     parser.add_argument("--only", nargs="+", help="names of bodies")
+    parser.add_argument("--fields", action="store_true", help="a body for each field")
     add_arguments(parser)
     args = parser.parse_args()
     spawn = multiprocessing.get_context("spawn")  # a client of its own; forks of threads can hang
     more = [] if args.model else ["--max-num-batched-tokens=1024"]
     with (
-        servers.served(args, *OPTIONS, *more) as (server, model),
+        servers.served(args, *OPTIONS, *ALL, *more) as (server, model),
         ProcessPoolExecutor(1, spawn) as other,
     ):
-        url = server.url + "/v1/completions"
+        url = server.url + COMPLETIONS
         latencies(url, other.submit(time.sleep, 2))  # a warm-up
         idle = latencies(url, other.submit(time.sleep, args.seconds))
         bound = max(BOUND, 2 * max(idle))
         rows, late = [Row("idle", "plain request", "ms", idle)], []
         itemsize, tokens = (4, LONG // 8) if args.model is None else (2, LONG)
-        makers = bodies(model["hidden_size"], model["num_hidden_layers"], itemsize, tokens)
+        hidden = model["hidden_size"]
+        listed = bodies(hidden, model["num_hidden_layers"], itemsize, tokens)
+        makers = {name: (COMPLETIONS, make) for name, make in listed.items()}
+        if args.fields:
+            makers = field_bodies(hidden)
         for name in args.only or makers:
-            body, worst = makers[name](), {}
-            for case, sends in (("plain", plain(body)), ("hostile", body)):
-                content = json.dumps({"max_tokens": 1, **sends}).encode()
-                sent = other.submit(send, url, content, args.seconds)
+            endpoint, make = makers[name]
+            body, worst = make(), {}
+            if endpoint.endswith("completions"):
+                body["max_tokens"] = 1
+            cases = (("plain", COMPLETIONS, plain(body)), ("hostile", endpoint, body))
+            for case, path, sends in cases:
+                content = json.dumps(sends).encode()
+                sent = other.submit(send, server.url + path, content, args.seconds)
                 found = latencies(url, sent)
                 worst[case] = max(found)
                 answers = ", ".join(f"{n} x {status}" for status, n in sent.result().items())

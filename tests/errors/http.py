@@ -43,7 +43,9 @@ class Sent:
 
     def __init__(self, body: bytes, headers: dict[str, str], times: int = 1) -> None:
         self.headers = Headers(headers)
-        self.app: Any = SimpleNamespace(state=SimpleNamespace())
+        threads = SimpleNamespace(run=asyncio.to_thread)
+        engine = SimpleNamespace(input_processor=SimpleNamespace(plan_threads=threads))
+        self.app: Any = SimpleNamespace(state=SimpleNamespace(engine_client=engine))
         self._chunks = [body] * times
 
     async def stream(self) -> Any:
@@ -76,7 +78,8 @@ def endpoint(function: Any, body: Any) -> Any:
     config = config_of()
     config.tap_shape = None
     request.app.state.steering_access = SteeringAccess(["k"], bearer=False)
-    request.app.state.engine_client = SimpleNamespace(vllm_config=config, steering=None)
+    request.app.state.engine_client.vllm_config = config
+    request.app.state.engine_client.steering = None
     return lambda: _plain(function(request))
 
 
@@ -109,6 +112,10 @@ HTTP = [
     ),
     # Packed arrays.
     Case(path("p", allowed="shape"), do=packed(shape=None)),
+    Case(
+        path("v.post_block", "65537", "65536"),
+        do=lambda: read_vectors({"post_block": dict.fromkeys(range(65537))}, "v"),
+    ),
     Case(path("p", "['x']", "dtype, shape, data"), do=packed(x=1)),
     Case(path("p.dtype", "'float64'", "float16, bfloat16, float32"), do=packed(dtype="float64")),
     Case(path("p.shape"), do=packed(shape=[1, 1, 1])),

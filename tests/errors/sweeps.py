@@ -38,7 +38,12 @@ def asked(ids: list[int] = PROMPT, **changed: Any) -> Any:
 
 def rendered(prompt: Any, model: Any = None, serving: Any = None) -> Any:
     """A prompt of a body, given to a server that serves nothing."""
-    state = SimpleNamespace(openai_serving_chat=serving, openai_serving_completion=serving)
+    config = SimpleNamespace(model_config=SimpleNamespace(max_model_len=20))
+    state = SimpleNamespace(
+        openai_serving_chat=serving,
+        openai_serving_completion=serving,
+        engine_client=SimpleNamespace(vllm_config=config),
+    )
     request: Any = SimpleNamespace(app=SimpleNamespace(state=state))
     body = {"prompt": prompt, "model": model}
     return lambda: asyncio.run(_rendered(request, body, "prompt"))
@@ -60,6 +65,7 @@ EMPTY = SimpleNamespace(
 SWEEPS = [
     Case(path("prompt", "got 3"), do=rendered(3)),
     Case(path("prompt"), do=rendered([{"role": 3}], serving=EMPTY)),
+    Case(path("prompt", "21", "20"), do=rendered([{}] * 21, serving=EMPTY)),
     Case(path("model", "3"), do=rendered("a", model=3)),
     Case(path("prompt"), do=rendered("a", serving=EMPTY)),
     Case(path("prompt", "chats"), do=rendered([{"role": "user"}])),

@@ -4,7 +4,10 @@
 from __future__ import annotations
 
 import math
+import sys
+from dataclasses import replace
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import numpy as np
@@ -45,6 +48,31 @@ def test_noise_is_looked_for_everywhere() -> None:
     assert {(cell.point, cell.layer) for cell in noise} == {
         (point, layer) for point, layers in hooks.items() for layer in layers
     }
+
+
+def test_cells_are_made_one_by_one() -> None:
+    """What comes before the first cell costs the same with a thousand times as many."""
+
+    def calls(positions: int) -> int:
+        whole = replace(plan(points=["pre_attn"]), positions=list(range(positions)))
+        counted = 0
+
+        def called(frame: FrameType, event: str, argument: Any) -> None:
+            nonlocal counted
+            counted += event in ("call", "c_call")
+
+        sys.setprofile(called)
+        whole.noise_cells()
+        whole.of_prompt()
+        next(whole.cells())
+        sys.setprofile(None)
+        assert whole.num_cells == 4 * positions
+        return counted
+
+    assert calls(16_000) < calls(16) + 200
+    whole = plan(points=["pre_attn", "post_block"])
+    noise = whole.noise_cells()
+    assert [cell for cell in whole.cells() if cell in noise] == noise, "in the order of the cells"
 
 
 @pytest.mark.parametrize("metric", ["diff", "recovered"])

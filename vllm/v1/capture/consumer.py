@@ -16,7 +16,7 @@ import msgspec
 import numpy as np
 import torch
 
-from vllm.v1.interventions.errors import reject, show_key
+from vllm.v1.interventions.errors import reject, unknown_keys
 from vllm.v1.interventions.plan import Site, TapShape
 from vllm.v1.interventions.reads import AttentionRead
 
@@ -191,8 +191,10 @@ class CaptureConsumer(ABC):
                 naming the field below `path`.
         """
         if fields:
-            unknown = sorted(show_key(key) for key in fields)[:8]
-            reject(path, f"unknown keys {unknown}, allowed are {', '.join(SHARED_FIELDS)}")
+            reject(
+                path,
+                f"unknown keys {unknown_keys(fields, ())}, allowed are {', '.join(SHARED_FIELDS)}",
+            )
         return {}
 
     def start(self, context: ConsumerContext) -> None:  # noqa: B027

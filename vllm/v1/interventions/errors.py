@@ -5,7 +5,8 @@ Every error names the path of the offending field (`steering_vectors.post_block.
 was given and what is allowed. Offline it is a `ValueError`, over HTTP a 400.
 """
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Container, Iterable, Mapping, Sequence
+from itertools import islice
 from typing import Any, NoReturn
 
 from vllm.exceptions import VLLMValidationError
@@ -49,6 +50,15 @@ def printable(text: str) -> str:
     return "".join(c if c.isprintable() else repr(c)[1:-1] for c in encoded)
 
 
+_MOST_UNKNOWN = 100
+
+
+def unknown_keys(given: Iterable[Any], known: Container[Any]) -> list[str]:
+    """Show keys that are not known: a few, in order, however many there are."""
+    unknown = islice((key for key in given if key not in known), _MOST_UNKNOWN)
+    return sorted(show_key(key) for key in unknown)[:8]
+
+
 def need_mapping(value: Any, path: str) -> Mapping[Any, Any]:
     """Return `value` if it is a mapping, else raise ValueError."""
     if not isinstance(value, Mapping):
@@ -79,10 +89,9 @@ def need_keys(
     allowed: tuple[str, ...],
 ) -> None:
     """Raise ValueError for unknown keys of a mapping, and for needed ones that it lacks."""
-    unknown = sorted(show_key(k) for k in given.keys() - {*needed, *allowed})
-    if unknown:
+    if unknown := unknown_keys(given, {*needed, *allowed}):
         known = ", ".join(dict.fromkeys((*needed, *allowed)))
-        reject(path, f"unknown keys {unknown[:8]}, {name} has {known}")
+        reject(path, f"unknown keys {unknown}, {name} has {known}")
     missing = [key for key in needed if key not in given]
     if missing:
         reject(path, f"{name} needs {missing[0]!r}")
@@ -90,8 +99,9 @@ def need_keys(
 
 def refuse_unknown_keys(given: Iterable[Any], allowed: Sequence[str], path: str) -> None:
     """Raise ValueError for keys of the mapping at `path` that are not allowed."""
-    if unknown := [show(key) for key in given if key not in allowed]:
-        reject(path, f"unknown keys {', '.join(unknown[:8])}, allowed are {', '.join(allowed)}")
+    unknown = [show(key) for key in islice((k for k in given if k not in allowed), 8)]
+    if unknown:
+        reject(path, f"unknown keys {', '.join(unknown)}, allowed are {', '.join(allowed)}")
 
 
 def describe(error: BaseException) -> str:

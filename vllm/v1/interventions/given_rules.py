@@ -10,7 +10,7 @@ import msgspec
 import numpy as np
 
 from vllm.v1.capture.rules import RULES_DO
-from vllm.v1.interventions.errors import need_mapping, reject, show, show_key
+from vllm.v1.interventions.errors import need_mapping, reject, show, unknown_keys
 from vllm.v1.interventions.plan import Site, TapShape
 from vllm.v1.interventions.sites import need_layers, need_one_lane, need_point
 from vllm.v1.interventions.values import plain, plain_list
@@ -94,8 +94,8 @@ def given_rules(
 
 def _rule(entry: Any, path: str, shape: TapShape, direction_of: DirectionOf) -> GivenRule:
     entry = need_mapping(entry, path)
-    if unknown := sorted(show_key(key) for key in entry.keys() - set(_ALLOWED)):
-        reject(path, f"unknown keys {unknown[:8]}, allowed are {', '.join(_ALLOWED)}")
+    if unknown := unknown_keys(entry, _ALLOWED):
+        reject(path, f"unknown keys {unknown}, allowed are {', '.join(_ALLOWED)}")
     if missing := [key for key in _NEEDED if key not in entry]:
         reject(f"{path}.{missing[0]}", "is missing")
     name = plain(entry["name"])

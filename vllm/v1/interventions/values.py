@@ -11,6 +11,10 @@ from typing import Any
 import numpy as np
 import torch
 
+MOST_ENTRIES = 65_536
+"""The most entries of a list or mapping over HTTP that is gone through before it is known what they
+are: more than any model has layers, or than operations fit at its sites."""
+
 _PLAIN = (int, float, str, bool, type(None))
 _REAL = "biuf"
 """The kinds of numpy dtypes that are numbers or bools."""

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from vllm.config.steering import POINTS, STEERING_POINTS
-from vllm.v1.interventions.errors import need_mapping, reject, show, show_key
+from vllm.v1.interventions.errors import need_mapping, reject, show, show_key, unknown_keys
 from vllm.v1.interventions.plan import Site, TapShape, VectorSet
 from vllm.v1.interventions.positions import Positions
 from vllm.v1.interventions.sites import need_layers, need_point, site_order
@@ -74,10 +74,10 @@ def _entry(
     if not isinstance(entry, Mapping):
         return _of_lanes(entry, path, width, lanes), None
     known = {"vector", "scale", "positions", *("lane",) * (lanes > 1)}
-    if unknown := sorted(show_key(k) for k in entry.keys() - known):
+    if unknown := unknown_keys(entry, known):
         lane = ", 'lane'" * (lanes > 1)
         said = f"allowed are 'vector', 'scale'{lane} and 'positions'"
-        reject(path, f"unknown keys {unknown[:8]}, {said}")
+        reject(path, f"unknown keys {unknown}, {said}")
     if "vector" not in entry:
         reject(path, "'vector' is missing")
     scale = need_number(entry.get("scale", 1.0), f"{path}.scale")

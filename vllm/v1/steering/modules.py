@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from vllm.config.steering import SteeringConfig
-from vllm.v1.interventions.errors import need_mapping, reject, show, show_key
+from vllm.v1.interventions.errors import need_mapping, reject, show, unknown_keys
 from vllm.v1.interventions.given_rules import GivenRule
 from vllm.v1.interventions.ops import Op, parse_ops
 from vllm.v1.interventions.plan import TIERS, Site, TapShape, VectorSet
@@ -206,10 +206,10 @@ def parse_module(value: Any, path: str, shape: TapShape, config: SteeringConfig)
     given = need_mapping(value, path)
     if not given.keys() & {*FIELDS, "ops"}:
         given = {FIELDS[0]: given}
-    unknown = sorted(show_key(key) for key in given.keys() - {*FIELDS, "ops"})
+    unknown = unknown_keys(given, {*FIELDS, "ops"})
     path, below = path or "module", f"{path}." if path else ""
     if unknown:
-        reject(path, f"unknown keys {unknown[:8]}, a module has {', '.join(FIELDS)} and ops")
+        reject(path, f"unknown keys {unknown}, a module has {', '.join(FIELDS)} and ops")
     tiers = {}
     for tier, field in zip(TIERS, FIELDS, strict=True):
         if field in given:

@@ -14,6 +14,8 @@ from pydantic import BaseModel, model_validator
 from vllm.entrypoints.compat import peers
 from vllm.exceptions import VLLMValidationError
 from vllm.v1.interventions.errors import reject, show_key
+from vllm.v1.interventions.frontend.capture_request import MAX_CAPTURES
+from vllm.v1.interventions.given_rules import MAX_RULES
 from vllm.v1.interventions.plan import INHERIT, PLAN_FIELDS, VECTOR_FIELDS
 
 from .packed import read_capture, read_ops, read_rules, read_vectors
@@ -86,8 +88,9 @@ def refuse_misspelt(extra_fields: Set[str], path: str = "") -> None:
     Raises:
         UnservedField: there is such a field; the message says which was meant.
     """
-    unknown = sorted(extra_fields - READERS.keys() - peers.KNOWN.keys())
-    for field in unknown if len(unknown) <= MOST_UNKNOWN else ():
+    if len(extra_fields) > MOST_UNKNOWN:
+        return
+    for field in sorted(extra_fields - READERS.keys() - peers.KNOWN.keys()):
         meant = get_close_matches(field[:40].lower(), PLAN_FIELDS, 1, ALIKE)
         if meant:
             field = path + show_key(field)
@@ -136,11 +139,11 @@ def names_modules(asked: Mapping[str, Any]) -> bool:
     if "steering_modules" in asked:
         return True
     rules, capture = asked.get("rules"), asked.get("capture")
-    for rule in rules if isinstance(rules, list) else ():
+    for rule in rules[:MAX_RULES] if isinstance(rules, list) else ():
         if isinstance(rule, Mapping) and "module" in rule:
             return True
     for each in capture.values() if isinstance(capture, Mapping) else ():
-        for one in each if isinstance(each, list) else [each]:
+        for one in each[:MAX_CAPTURES] if isinstance(each, list) else [each]:
             project = one.get("project") if isinstance(one, Mapping) else None
             if isinstance(project, Mapping) and "modules" in project:
                 return True
@@ -161,7 +164,7 @@ def set_plan_fields(params: "SamplingParams", asked: Mapping[str, Any]) -> None:
     """Set the fields of a body on `params`, with their packed arrays read.
 
     Raises:
-        ValueError: an array cannot be read; the message has the path of the field.
+        ValueError: an array cannot be read, or a field is too long; the message has its path.
     """
     for field, value in asked.items():
         setattr(params, field, READERS[field](value, field))

@@ -8,13 +8,16 @@ hold the vectors of all layers of a point. Whatever a client sends is checked fi
 import base64
 import binascii
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sized
 from typing import Any
 
 import numpy as np
 import torch
 
-from vllm.v1.interventions.errors import need_mapping, reject, show, show_key
+from vllm.v1.interventions.errors import need_mapping, reject, show, show_key, unknown_keys
+from vllm.v1.interventions.frontend.capture_request import MAX_CAPTURES
+from vllm.v1.interventions.given_rules import MAX_RULES
+from vllm.v1.interventions.values import MOST_ENTRIES
 from vllm.v1.interventions.vectors import need_number
 
 PACKED_DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32}
@@ -53,10 +56,9 @@ def unpack(value: Any, path: str, *, extra: tuple[str, ...] = ()) -> torch.Tenso
     missing = [key for key in _KEYS if key not in given]
     if missing:
         reject(path, f"a packed array needs {missing[0]!r}")
-    unknown = sorted(show_key(key) for key in given.keys() - {*_KEYS, *extra})
-    if unknown:
+    if unknown := unknown_keys(given, {*_KEYS, *extra}):
         known = ", ".join((*_KEYS, *extra))
-        reject(path, f"unknown keys {unknown[:8]}, a packed array has {known}")
+        reject(path, f"unknown keys {unknown}, a packed array has {known}")
     name = given["dtype"]
     if not isinstance(name, str) or name not in PACKED_DTYPES:
         reject(f"{path}.dtype", f"unknown dtype {show(name)}; use {', '.join(PACKED_DTYPES)}")
@@ -105,6 +107,12 @@ def _bytes(value: Any, expected: int, path: str) -> bytes:
     return raw
 
 
+def _need_few(value: Sized, path: str) -> None:
+    """Refuse a list or mapping that is too long to look at."""
+    if len(value) > MOST_ENTRIES:
+        reject(path, f"has {len(value)} entries, at most {MOST_ENTRIES} are looked at")
+
+
 def is_packed(value: Any) -> bool:
     """Tell whether a value is meant as a packed array.
 
@@ -126,6 +134,7 @@ def read_vectors(value: Any, path: str) -> Any:
     """
     if not isinstance(value, Mapping):
         return value
+    _need_few(value, path)
     return {point: _read_point(e, f"{path}.{show_key(point)}") for point, e in value.items()}
 
 
@@ -134,6 +143,7 @@ def _read_point(entries: Any, path: str) -> Any:
         return _by_layer(entries, path)
     if not isinstance(entries, Mapping):
         return entries
+    _need_few(entries, path)
     return {layer: _read_entry(e, f"{path}.{show_key(layer)}") for layer, e in entries.items()}
 
 
@@ -176,6 +186,7 @@ def read_ops(value: Any, path: str) -> Any:
     """Read the packed arrays in a list of operations; raises ValueError as `unpack`."""
     if not isinstance(value, list):
         return value
+    _need_few(value, path)
     return [read_op(entry, f"{path}[{i}]") for i, entry in enumerate(value)]
 
 
@@ -195,7 +206,7 @@ def read_op(entry: Any, path: str) -> Any:
 
 def read_rules(value: Any, path: str) -> Any:
     """Read the packed probes in a list of rules; raises ValueError as `unpack`."""
-    if not isinstance(value, list):
+    if not isinstance(value, list) or len(value) > MAX_RULES:  # refused where they are parsed
         return value
     return [
         {**rule, "probe": read_array(rule["probe"], f"{path}[{i}].probe")}
@@ -209,11 +220,14 @@ def read_capture(value: Any, path: str) -> Any:
     """Read the packed projections in `{consumer: {...}}`; raises ValueError as `unpack`."""
     if not isinstance(value, Mapping):
         return value
+    _need_few(value, path)
     return {name: _read_asked(a, f"{path}.{show_key(name)}") for name, a in value.items()}
 
 
 def _read_asked(asked: Any, path: str) -> Any:
     if isinstance(asked, list):
+        if len(asked) > MAX_CAPTURES:  # refused where they are parsed
+            return asked
         return [_read_asked(one, f"{path}[{i}]") for i, one in enumerate(asked)]
     if not isinstance(asked, Mapping) or "project" not in asked:
         return asked
@@ -227,4 +241,5 @@ def _read_matrices(value: Any, path: str, deep: int = 2) -> Any:
     """Read a packed matrix, or those in `{point: {layers: matrix}}`."""
     if is_packed(value) or not deep or not isinstance(value, Mapping):
         return read_array(value, path)
+    _need_few(value, path)
     return {k: _read_matrices(v, f"{path}.{show_key(k)}", deep - 1) for k, v in value.items()}

@@ -6,15 +6,18 @@ import binascii
 import json
 from collections.abc import Mapping
 from http import HTTPStatus
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 from fastapi import HTTPException, Request
 
-from vllm.v1.interventions.errors import reject, show, show_key
+from vllm.v1.interventions.errors import reject, show, unknown_keys
 from vllm.v1.interventions.plan import TIERS
 from vllm.v1.steering.modules import FIELDS
 
 from .packed import read_ops, read_vectors
+
+if TYPE_CHECKING:
+    from vllm.v1.engine.async_llm import AsyncLLM
 
 MAX_BODY_BYTES = 512 << 20
 """The largest body of a change. Vectors for every site of a model of 100 layers, 8192 wide, are a
@@ -24,7 +27,7 @@ quarter of it."""
 async def read_body(
     request: Request, allowed: tuple[str, ...], max_bytes: int = MAX_BODY_BYTES
 ) -> dict[str, Any]:
-    """Read a body, which must be a JSON object.
+    """Read a body, which must be a JSON object. It is parsed in the threads of plans.
 
     Args:
         allowed: the keys that it may have.
@@ -41,14 +44,18 @@ async def read_body(
                 status_code=HTTPStatus.REQUEST_ENTITY_TOO_LARGE.value,
                 detail=f"the body has more than {max_bytes} bytes",
             )
+    engine = cast("AsyncLLM", request.app.state.engine_client)
+    return await engine.input_processor.plan_threads.run(_parsed, bytes(raw), allowed)
+
+
+def _parsed(raw: bytes, allowed: tuple[str, ...]) -> dict[str, Any]:
     try:
-        body = json.loads(bytes(raw) or b"{}", object_pairs_hook=_once)
+        body = json.loads(raw or b"{}", object_pairs_hook=_once)
     except (ValueError, RecursionError) as error:
         reject("body", f"is not JSON: {str(error)[:200]}")
     if not isinstance(body, dict):
         reject("body", f"must be a JSON object, got {show(body)}")
-    unknown = sorted(show_key(key) for key in body.keys() - set(allowed))
-    if unknown:
+    if unknown := unknown_keys(body, allowed):
         reject(unknown[0], f"is not a field of this endpoint; it has {', '.join(allowed)}")
     return body
 

@@ -77,10 +77,14 @@ class SweepPlan:
 
     def cells(self) -> Iterator[Cell]:
         """All cells by falling position: those of one share the prefix before it in the cache."""
-        for position in reversed(self.positions):
-            for point, layer in self.sites:
-                for scale in self.scale_axis:
-                    yield Cell(point, layer, position, scale)
+        return map(self._cell, range(self.num_cells))
+
+    def _cell(self, i: int) -> Cell:
+        """The cell at a place in the order of `cells`."""
+        i, scale = divmod(i, len(self.scale_axis))
+        i, site = divmod(i, len(self.sites))
+        point, layer = self.sites[site]
+        return Cell(point, layer, self.positions[-1 - i], self.scale_axis[scale])
 
     def noise_cells(self) -> list[Cell]:
         """The places where rows are replaced by themselves; none where no rows are put in."""
@@ -88,8 +92,7 @@ class SweepPlan:
             return []
         # Drawn, always alike: every n-th cell may be of one point.
         count = min(NOISE_CELLS, self.num_cells)
-        chosen = set(Random(0).sample(range(self.num_cells), count))
-        return [cell for i, cell in enumerate(self.cells()) if i in chosen]
+        return [self._cell(i) for i in sorted(Random(0).sample(range(self.num_cells), count))]
 
     def asks(self) -> dict[str, Any]:
         """Return the fields of `SamplingParams` that all requests have."""

@@ -87,6 +87,8 @@ def parse_sweep(
             f"points, layers, positions and scales make {count} cells, a sweep has at most "
             f"{MOST_CELLS}",
         )
+    ids = [prompt[position] for position in positions]
+    texts = {} if tokenizer is None else {one: tokenizer.decode([one]) for one in set(ids)}
     return SweepPlan(
         op=op,
         patches=patches,
@@ -96,7 +98,7 @@ def parse_sweep(
         scales=_scales(given, scales),
         answers=answers,
         metric=metric,
-        tokens=None if tokenizer is None else [tokenizer.decode([prompt[p]]) for p in positions],
+        tokens=None if tokenizer is None else [texts[one] for one in ids],
     )
 
 

@@ -79,8 +79,8 @@ async def _answer(body: dict[str, Any], raw_request: Request) -> Response:
         grid.add(*first)
         async for one in cells:
             grid.add(*one)
-    answer = {**grid.head(), **_summary(grid, begun)}
-    return await asyncio.to_thread(JSONResponse, answer)
+    seconds = time.monotonic() - begun
+    return await asyncio.to_thread(lambda: JSONResponse({**grid.head(), **_summary(grid, seconds)}))
 
 
 async def _events(
@@ -91,7 +91,8 @@ async def _events(
 ) -> AsyncGenerator[str]:
     """The events of a stream. An error ends it with an event of its own."""
     async with aclosing(cells):
-        yield _event("start", grid.head())
+        # Both may be of many cells.
+        yield await asyncio.to_thread(lambda: _event("start", grid.head()))
         yield _event("cell", _shown(grid, *first))
         try:
             async for one in cells:
@@ -99,7 +100,8 @@ async def _events(
         except Exception as error:
             yield _event("error", {"error": {"message": describe(error), "code": 500}})
         else:
-            yield _event("summary", _summary(grid, begun))
+            seconds = time.monotonic() - begun
+            yield await asyncio.to_thread(lambda: _event("summary", _summary(grid, seconds)))
     yield "data: [DONE]\n\n"
 
 
@@ -114,9 +116,9 @@ def _shown(grid: Grid, cell: Cell, score: float) -> dict[str, Any]:
     return {**shown, "value": as_json(grid.add(cell, score))}
 
 
-def _summary(grid: Grid, begun: float) -> dict[str, Any]:
-    seconds = max(time.monotonic() - begun, 1e-9)
-    return {"grid": grid.table(), "cells_per_second": round(grid.plan.num_cells / seconds, 1)}
+def _summary(grid: Grid, seconds: float) -> dict[str, Any]:
+    rate = grid.plan.num_cells / max(seconds, 1e-9)
+    return {"grid": grid.table(), "cells_per_second": round(rate, 1)}
 
 
 async def _rendered(
@@ -130,6 +132,10 @@ async def _rendered(
     state, value, model = request.app.state, body.get(path), body.get("model")
     if model is not None and not isinstance(model, str):
         reject("model", f"must be a name, got {show(model)}")
+    if isinstance(value, list):
+        longest = cast(AsyncLLM, state.engine_client).vllm_config.model_config.max_model_len
+        if len(value) > longest:  # a message is a token at least
+            reject(path, f"has {len(value)} entries, the model takes up to {longest} tokens")
     chat = isinstance(value, list) and bool(value) and isinstance(value[0], Mapping)
     ids = isinstance(value, list) and all(type(entry) is int for entry in value)
     if not value or not (chat or ids or isinstance(value, str)):

@@ -9,13 +9,24 @@ import numpy as np
 
 from vllm.tokenizers import TokenizerLike
 from vllm.v1.capture import NO_TOKEN
-from vllm.v1.interventions.errors import reject, show, show_key
+from vllm.v1.interventions.errors import reject, show, unknown_keys
 from vllm.v1.interventions.frontend.chat_turns import ChatTurns, need_turns
 from vllm.v1.interventions.frontend.media import Media
 from vllm.v1.interventions.frontend.prompt_text import BROKEN, PromptText, occurrences
 from vllm.v1.interventions.frontend.work import Unit, Work
 from vllm.v1.interventions.positions import Positions, Run
 from vllm.v1.interventions.values import plain, plain_list
+
+KEYS = (
+    ("text", "which"),
+    ("token_ids", "which"),
+    ("role", "turn"),
+    ("images",),
+    ("modality",),
+    ("start", "stop", "step", "of"),
+    ("at", "of"),
+)
+"""The keys of each selector that is a mapping; beside these there is `except`."""
 
 NAMED_SELECTORS = (
     "last_prompt",
@@ -153,25 +164,25 @@ class Selector:
         if isinstance(name := plain(value), str):
             return self._by_name(name, path)
         if isinstance(value, Mapping):
-            keys = set(value)
-            if "text" in keys and keys <= {"text", "which"}:
-                return self._outright(self._by_text(value, path))
-            if "token_ids" in keys and keys <= {"token_ids", "which"}:
-                return self._outright(self._by_token_ids(value, path))
-            if "role" in keys and keys <= {"role", "turn"}:
-                return self._outright(self._by_role(value, path))
-            if keys == {"images"}:
-                return self._outright(self._images(value["images"], f"{path}.images"))
-            if keys == {"modality"}:
-                asked, path = value["modality"], f"{path}.modality"
-                runs = self._prompt.media.modality(asked, path, self._length)
-                return self._outright(self._few(runs, path))
-            if keys <= {"start", "stop", "step", "of"}:
-                return self._outright(self._range(value, path))
-            if "at" in keys and keys <= {"at", "of"}:
-                return self._outright(self._at(value, path))
-            given = sorted(show_key(key) for key in keys)
-            reject(path, f"no selector has the keys {given[:8]}; {self._allowed()}")
+            match _kind(value):
+                case "text":
+                    return self._outright(self._by_text(value, path))
+                case "token_ids":
+                    return self._outright(self._by_token_ids(value, path))
+                case "role":
+                    return self._outright(self._by_role(value, path))
+                case "images":
+                    return self._outright(self._images(value["images"], f"{path}.images"))
+                case "modality":
+                    asked, path = value["modality"], f"{path}.modality"
+                    runs = self._prompt.media.modality(asked, path, self._length)
+                    return self._outright(self._few(runs, path))
+                case "start":
+                    return self._outright(self._range(value, path))
+                case "at":
+                    return self._outright(self._at(value, path))
+            given = unknown_keys(value, ())
+            reject(path, f"no selector has the keys {given}; {self._allowed()}")
         reject(path, f"unknown selector {show(value)}; {self._allowed()}")
 
     def _by_name(self, name: str, path: str) -> list[Run]:
@@ -334,6 +345,16 @@ class Selector:
             "'of'}, {'at', 'of'}, {'text', 'which'}, {'token_ids', 'which'}, {'role', 'turn'}, "
             "{'images'}, {'modality'} or a list of these, with {'except'}"
         )
+
+
+def _kind(value: Mapping[Any, Any]) -> str:
+    """The first key of the selector that a mapping is; "" if it is none."""
+    for kind in KEYS:
+        # A range needs none of its keys.
+        needed = kind[0] in value or kind[0] == "start"
+        if needed and len(value) <= len(kind) and value.keys() <= {*kind}:
+            return kind[0]
+    return ""
 
 
 def _need_int(value: Any, path: str) -> int:

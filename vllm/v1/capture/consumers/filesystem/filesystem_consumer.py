@@ -46,7 +46,7 @@ from vllm.v1.interventions.errors import (
     need_mapping,
     reject,
     show,
-    show_key,
+    unknown_keys,
 )
 from vllm.v1.interventions.values import plain
 
@@ -129,8 +129,7 @@ class FilesystemConsumer(CaptureConsumer):
             ValueError: a key is unknown, a name or layout is not allowed, or the metadata are no
                 JSON object or too many.
         """
-        unknown = sorted(show_key(key) for key in fields if key not in _FIELDS)[:8]
-        if unknown:
+        if unknown := unknown_keys(fields, _FIELDS):
             allowed = ", ".join((*SHARED_FIELDS, *_FIELDS))
             reject(path, f"unknown keys {unknown}; filesystem takes {allowed}")
         given = {key: value for key, value in fields.items() if value is not None}
