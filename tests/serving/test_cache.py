@@ -147,6 +147,59 @@ def test_a_tenant_with_a_salt_finds_no_block_of_another(
     assert serve(llm, [Ask(PROMPT, fields)])[0].num_cached_tokens == 0
 
 
+@pytest.fixture
+def by_any_way(pair: tuple[LLM, Judge]) -> Iterator[Any]:
+    """`serve(fields, tiers, meant)` serves one request under global tiers, judges it as one that
+    brings `meant` itself, and returns its cached tokens."""
+    llm, judge = pair
+    assert llm.reset_prefix_cache()
+    llm.steering.register_module("module", BASE["steering_vectors"])
+
+    def served(fields: Fields, tiers: dict[str, Any], meant: Fields) -> int:
+        llm.steering.set_tiers(tiers, replace=True)
+        (output,) = serve(llm, [Ask(PROMPT, fields)])
+        judge.check(Ask(PROMPT, meant), output)
+        cached: int = output.num_cached_tokens
+        return cached
+
+    yield served
+    llm.steering.clear()
+    llm.steering.unregister_module("module")
+
+
+ONE, TWO = BASE["steering_vectors"], OTHER["steering_vectors"]
+WAYS: dict[str, tuple[Fields, dict[str, Any]]] = {
+    "inline": (BASE, {}),
+    "module": ({"steering_modules": ["module"]}, {}),
+    "global": ({}, {"base": ONE}),
+    "global, prompts": ({}, {"prefill": ONE, "decode": ONE}),
+}
+
+
+@pytest.mark.parametrize("first", WAYS)
+def test_a_vector_is_shared_whoever_brings_it(by_any_way: Any, first: str) -> None:
+    assert by_any_way(*WAYS[first], BASE) == 0
+    assert [by_any_way(*way, BASE) for way in WAYS.values()] == [FULL] * len(WAYS)
+    # Another vector brought the same ways is not.
+    assert by_any_way({}, {"base": TWO}, OTHER) == 0
+    assert by_any_way(OTHER, {}, OTHER) == FULL
+
+
+def test_two_vectors_are_shared_where_workers_add_the_same(by_any_way: Any) -> None:
+    both = {**BASE, "prefill_steering_vectors": TWO, "decode_steering_vectors": TWO}
+    assert by_any_way(BASE, {"base": TWO}, both) == 0
+    for fields, tiers in (
+        (OTHER, {"base": ONE}),
+        ({}, {"base": ONE, "prefill": TWO, "decode": TWO}),
+        ({**OTHER, "steering_modules": ["module"]}, {}),
+    ):
+        assert by_any_way(fields, tiers, both) == FULL
+    # One request's own vectors are added up in float64, and rounded once.
+    assert by_any_way(both, {}, both) == 0
+    alone = {**BASE, "steering_inherit_global": False}
+    assert by_any_way(alone, {"base": TWO}, BASE) == 0
+
+
 def test_capturing_fills_the_cache(ask: Any) -> None:
     assert ask(capture("all")) == 0
     assert ask(PLAIN) == FULL

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Cache identity under changing global tiers: equal histories are equal keys, others are not."""
+"""Cache identity under changing global tiers: equal histories are equal keys, others are not.
+
+Whatever brought it: a history has the bits that workers add up, of a request and of the tiers.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +11,7 @@ from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -16,19 +20,46 @@ from tests.support.plans import HIDDEN, VECTOR, array, config_of, plan_of
 from vllm import SamplingParams
 from vllm.utils.hashing import sha256_cbor
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
-from vllm.v1.interventions.plan import UNSTEERED, Segment, SteeringPlan
+from vllm.v1.interventions.plan import UNSTEERED, Segment, SteeringPlan, VectorSum
 from vllm.v1.interventions.scheduler.block_identity import BlockIdentity, Era
 from vllm.v1.interventions.scheduler.decisions import SchedulerInterventions
 from vllm.v1.interventions.scheduler.tiers import GlobalState
-from vllm.v1.interventions.vectors import vector_set_of
+from vllm.v1.interventions.vectors import sum_digest, vector_set_of
 from vllm.v1.request import Request, RequestStatus
 
 pytestmark = pytest.mark.quick
 
 LENGTH, BLOCK = 24, 4
-NAMES = st.sampled_from([UNSTEERED, "a", "b"])
-STATES = st.tuples(st.sampled_from(["", "x", "y"]), st.sampled_from(["", "x", "y"]))
+SETS = {
+    name: array.astype(np.float32)
+    for name, array in zip("xyz", np.random.default_rng(0).normal(size=(3, 64)), strict=True)
+}
+OWN = [("x", 1.0)], [("y", 1.0)], [("x", 0.3)], [("x", 1.0), ("z", 1.0)]
+FACTORS = [(("z", 0), np.float32(0.7).tobytes())]
+SUMS = {
+    each.digest: each
+    for sets in OWN
+    for factors in ([], FACTORS)
+    for each in [VectorSum(digest=sum_digest(sets, factors), sets=sets, factors=factors)]
+}
+NAMES = st.sampled_from([UNSTEERED, *SUMS])
+ADDED = st.sampled_from([(), ("x",), ("y",), ("z", "x")])
+STATES = st.tuples(ADDED, ADDED)
 """(what is added to the prompt, to generated positions)."""
+
+
+State = tuple[tuple[str, ...], tuple[str, ...]]
+
+
+def row_of(name: str, tiers: tuple[str, ...]) -> bytes:
+    """What a worker puts into its table, and by what it multiplies, bit for bit."""
+    own = SUMS.get(name)
+    row, factor = np.zeros(64, np.float32), np.float32(0.7 if own and own.factors else 1)
+    for part, scale in own.sets if own else []:
+        row += np.float32(scale) * SETS[part]
+    for tier in tiers:
+        row += factor * SETS[tier]
+    return row.tobytes() + factor.tobytes() if own or tiers else b""
 
 
 @dataclass
@@ -39,9 +70,9 @@ class History:
     own: list[tuple[str, str]]
     """(sum, program) of each position."""
     inherits: bool
-    state: tuple[str, str]
+    state: State
     nonce: str = ""
-    ran_under: list[tuple[tuple[str, str], str]] = field(default_factory=list)
+    ran_under: list[tuple[State, str]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.ran_under = [(self.state, "")] * LENGTH
@@ -50,14 +81,14 @@ class History:
             for p, (before, now) in enumerate(pairwise(self.own), 1)
             if now != before or p == self.prompt
         ]
-        plan = SteeringPlan(segments=segments, inherit=self.inherits)
+        plan = SteeringPlan(segments=segments, inherit=self.inherits, sums=list(SUMS.values()))
         self.blocks = BlockIdentity(plan, self.prompt)
         self.blocks.restart(self.era(0))
 
     def era(self, first: int, nonce: str = "") -> Era:
         return Era(first, *self.state, nonce)
 
-    def change(self, state: tuple[str, str], computed: int, unsure: int, nonce: str) -> None:
+    def change(self, state: State, computed: int, unsure: int, nonce: str) -> None:
         """Positions from `computed` on run under `state`; `unsure` before it may or may not."""
         self.state = state
         first = max(computed - unsure, 0)
@@ -80,8 +111,9 @@ class History:
         (prefill, decode), nonce = self.ran_under[position]
         added = prefill if position < self.prompt else decode
         if not self.inherits:
-            added, nonce = "", ""
-        everything = (*self.own[position], added, nonce)
+            added, nonce = (), ""
+        vector_sum, program = self.own[position]
+        everything = (row_of(vector_sum, added), program, nonce)
         return everything if any(everything) else None
 
 

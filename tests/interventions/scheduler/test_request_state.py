@@ -39,7 +39,7 @@ def steered(prompt: int, prefill: str = UNSTEERED, decode: str = UNSTEERED) -> R
 
 def text(digest: str) -> str:
     """In a key: the sum, and no ops, no global tiers, no nonce."""
-    return f"{digest}///" if digest else UNSTEERED
+    return f"{digest}//" if digest else UNSTEERED
 
 
 def key(*segments: tuple[int, str]) -> list[tuple[str, str]]:

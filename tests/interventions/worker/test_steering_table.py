@@ -119,6 +119,19 @@ def test_global_tiers_by_phase_and_inheritance() -> None:
     assert rows(into, 0) == [[0.0] * 3] * 2
 
 
+def test_whoever_brings_a_vector_rows_are_equal_bit_for_bit() -> None:
+    """So blocks are shared: `vllm/v1/interventions/vectors.py:sum_digest`."""
+    into, p, q = table(), vector_set(s0=0.1, s1=3.7e5), vector_set(s0=1e-9, s1=-0.3)
+    apply(into, new_sets=[p, q], sums=[(ONE, made_of((p, 1.0)), False)])
+    apply(into, tiers=tiers(base=p))
+    assert rows(into, ONE) == rows(into, GLOBALS_ALONE)
+    both = (ONE, made_of((p, 1.0)), True), (TWO, made_of((q, 1.0), (p, 1.0)), False)
+    apply(into, tiers=tiers(base=q), sums=list(both))
+    assert rows(into, ONE) == rows(into, TWO)
+    apply(into, tiers=tiers(prefill=p, decode=p), sums=[(ONE, made_of((q, 1.0)), True)])
+    assert rows(into, ONE) == rows(into, TWO) != rows(into, GLOBALS_ALONE)
+
+
 def test_a_change_of_the_globals_reaches_slots_written_before_and_sends_no_part() -> None:
     into, p = table(), vector_set(s0=1.0)
     apply(

@@ -187,17 +187,22 @@ def _need_shape(given: Sequence[int], path: str, width: int) -> None:
         reject(path, f"has shape {list(given)}, the model needs [{width}]")
 
 
+def unit(vector: np.ndarray) -> np.ndarray:
+    """A float64 vector that is not zero, brought to length 1."""
+    # By the largest entry first: a square may overflow, or underflow to 0.
+    scaled: np.ndarray = vector / np.abs(vector).max()
+    return scaled / np.linalg.norm(scaled)
+
+
 def pack_unit(direction: np.ndarray, path: str) -> bytes:
     """Scale a float64 direction [width] to length 1, as float32 bytes, native endian; raises
     ValueError if it is zero."""
     largest = np.abs(direction).max()
     if largest == 0:
         reject(path, "is zero: it has no direction")
-    # By the largest entry first: a square may overflow, or underflow to 0.
     scaled = direction / largest
-    norm = np.linalg.norm(scaled)
-    if abs(norm * largest - 1) > np.finfo(np.float32).eps:
-        direction = scaled / norm
+    if abs(np.linalg.norm(scaled) * largest - 1) > np.finfo(np.float32).eps:
+        direction = unit(scaled)
     # Else it is one that was rounded, which stays as it is: so a saved module is loaded.
     return pack_float32(direction, path)
 
@@ -260,6 +265,21 @@ def norms_of(vector_set: VectorSet) -> dict[str, dict[int, float]]:
     for (point, layer), row in zip(vector_set.sites, vector_set.rows, strict=True):
         norms.setdefault(point, {})[layer] = float(np.linalg.norm(row.astype(np.float64)))
     return norms
+
+
+def sum_digest(
+    sets: Sequence[tuple[str, float]], factors: Sequence[tuple[Site, bytes]] = ()
+) -> str:
+    """The digest of a sum of vector sets (digest, scale), and of the factors of heads, float32.
+
+    Equal ones are equal bit for bit: workers add in the order of `sets`, which matters in float32
+    but for two of scale 1.
+    """
+    if len(sets) == 2 and sets[0][1] == sets[1][1] == 1:
+        sets = sorted(sets)
+    text = ";".join(f"{digest}*{scale.hex()}" for digest, scale in sets)
+    text += "".join(f"|{point}.{layer}" for (point, layer), _ in factors)
+    return digest_of(text, b"".join(numbers for _, numbers in factors))
 
 
 def vectors_of(vector_set: VectorSet) -> Vectors:

@@ -34,6 +34,7 @@ from vllm.v1.interventions.vectors import (
     digest_of,
     largest_sum,
     need_finite_sum,
+    sum_digest,
     vector_set_of,
     vectors_of,
 )
@@ -281,11 +282,8 @@ class _Sums:
         if not scaled and not factors:
             return UNSTEERED
         scaled.sort()
-        text = ";".join(f"{digest}*{scale.hex()}" for digest, scale in scaled)
         at = [(site, factors[site].astype(np.float32).tobytes()) for site in sorted(factors)]
-        text += "".join(f"|{point}.{layer}" for (point, layer), _ in at)
-        digest = digest_of(text, b"".join(numbers for _, numbers in at))
-        vector_sum = VectorSum(digest=digest, sets=scaled, factors=at)
+        vector_sum = VectorSum(digest=sum_digest(scaled, at), sets=scaled, factors=at)
         self.sums[vector_sum.digest] = vector_sum
         return vector_sum.digest
 

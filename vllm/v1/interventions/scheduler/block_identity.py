@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from vllm.v1.interventions.plan import UNSTEERED, SteeringPlan
+from vllm.v1.interventions.vectors import sum_digest
 
 
 @dataclass(frozen=True)
@@ -13,16 +14,16 @@ class Era:
     """The global tiers that positions from `first` on run under."""
 
     first: int
-    prefill: str
-    """Digest of what is added at prompt positions, "" for nothing."""
-    decode: str
-    """Digest of what is added at generated positions."""
+    prefill: tuple[str, ...]
+    """Digests of the vector sets that are added at prompt positions, in that order."""
+    decode: tuple[str, ...]
+    """Digests of those that are added at generated positions."""
     nonce: str = ""
     """Makes the blocks of this era the request's own, where it is not known which side of a change
     a position is on."""
 
 
-NO_GLOBALS = Era(0, UNSTEERED, UNSTEERED)
+NO_GLOBALS = Era(0, (), ())
 """The era of an engine whose global tiers were never set."""
 
 
@@ -36,11 +37,13 @@ class BlockIdentity:
 
     def __init__(self, plan: SteeringPlan | None, num_prompt_tokens: int) -> None:
         self._prompt = num_prompt_tokens
-        self._own = [(0, UNSTEERED), (num_prompt_tokens, UNSTEERED)]
+        self._own = [(0, UNSTEERED, UNSTEERED), (num_prompt_tokens, UNSTEERED, UNSTEERED)]
+        self._sums = {} if plan is None else {each.digest: each for each in plan.sums}
+        self._rows: dict[tuple[str, tuple[str, ...]], str] = {}
         self._inherits = plan is None or plan.inherit
         if plan is not None:
             self._own = [
-                (s.first, _join(s.vector_sum, s.program, *filter(None, [s.focus_key])))
+                (s.first, s.vector_sum, _join(s.program, *filter(None, [s.focus_key])))
                 for s in plan.segments
             ]
         self._eras = [NO_GLOBALS]
@@ -70,18 +73,30 @@ class BlockIdentity:
         """The segments, neighbours of equal digest made one: turn 2 of a steered chat finds the
         blocks of turn 1, though its prompt ends elsewhere."""
         merged: list[tuple[int, str]] = []
-        own_ends = [first for first, _ in self._own[1:]] + [sys.maxsize]
+        own_ends = [first for first, _, _ in self._own[1:]] + [sys.maxsize]
         era_ends = [era.first for era in self._eras[1:]] + [sys.maxsize]
-        for (first, digest), end in zip(self._own, own_ends, strict=True):
+        for (first, vector_sum, ops), end in zip(self._own, own_ends, strict=True):
             for era, era_end in zip(self._eras, era_ends, strict=True):
                 start = max(first, era.first)
                 if start >= min(end, era_end):
                     continue
                 added = era.prefill if start < self._prompt else era.decode
-                here = _join(digest, added, era.nonce)
+                here = _join(self._row(vector_sum, added), ops, era.nonce)
                 if not merged or merged[-1][1] != here:
                     merged.append((start, here))
         return merged
+
+    def _row(self, vector_sum: str, tiers: tuple[str, ...]) -> str:
+        """The digest of a row of the steering table: of what its workers add up, in their order,
+        whether the request brings it or the global tiers do."""
+        if not tiers:
+            return vector_sum
+        made = vector_sum, tiers
+        if made not in self._rows:
+            own = self._sums.get(vector_sum)
+            sets = [] if own is None else [(own.digest, 1.0)] if own.factors else own.sets
+            self._rows[made] = sum_digest([*sets, *((tier, 1.0) for tier in tiers)])
+        return self._rows[made]
 
     def keys(self, start: int, stop: int) -> list[tuple[str, str]]:
         """Extra keys of the block of positions [start, stop).

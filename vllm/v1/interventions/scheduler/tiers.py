@@ -13,7 +13,7 @@ import msgspec
 import numpy as np
 
 from vllm.v1.interventions.messages import GlobalTiers
-from vllm.v1.interventions.plan import TIERS, UNSTEERED, Plan, Site, TapShape, VectorSet
+from vllm.v1.interventions.plan import TIERS, Plan, Site, TapShape, VectorSet
 from vllm.v1.interventions.scheduler.block_identity import Era
 from vllm.v1.interventions.vectors import add_up, need_finite_sum, norms_of, vector_set_of
 from vllm.v1.steering.modules import Module
@@ -77,11 +77,10 @@ class GlobalState:
     def era(self, first: int, nonce: str = "") -> Era:
         """The era of positions from `first` on that run under this state."""
         tiers = self.current.tiers
-        phases = {
-            phase: "+".join(tiers[tier].digest if tier in tiers else "" for tier in names)
-            for phase, names in PHASE_TIERS.items()
-        }
-        prefill, decode = (d if d != "+" else UNSTEERED for d in phases.values())
+        prefill, decode = (
+            tuple(tiers[tier].digest for tier in names if tier in tiers)
+            for names in PHASE_TIERS.values()
+        )
         return Era(first, prefill, decode, nonce)
 
 
