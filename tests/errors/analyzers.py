@@ -23,10 +23,10 @@ from vllm.v1.interventions.reads import AttentionRead
 ONE = np.array([2])
 
 
-def rows(sum: str = "") -> AttentionRows:
+def rows(sum: str = "", weight: float = 1 / 3) -> AttentionRows:
     """Of query 2 over three keys: weights of two heads, or their sum."""
     read = AttentionRead(("weights",), (), (), 0, sum, 3)
-    return AttentionRows(ONE, ONE, torch.ones(1, 3 if sum else 6) / 3, ONE, (0, 1), read)
+    return AttentionRows(ONE, ONE, torch.full((1, 3 if sum else 6), weight), ONE, (0, 1), read)
 
 
 def output(payload: Any, status: Literal["ok", "partial_error"] = "ok") -> Any:
@@ -73,8 +73,10 @@ ANALYZERS = [
     Case({}, do=lambda: SCORES.of([])),
     Case({}, do=lambda: important_heads([SCORES], [])),
     Case({}, do=lambda: important_heads([SCORES], [OTHERS])),
+    Case({"given": "2"}, do=lambda: mean_weights(rows(weight=np.nan))),
     Case({}, do=lambda: mean_weights(rows(), [])),
     Case({}, do=lambda: rank([], [])),
+    Case({"given": "1"}, do=lambda: rank([np.ones(2)] * 2, [np.ones(2), np.full(2, np.inf)])),
     Case({}, do=lambda: rerank(SUMMED, SUMMED, [[0, 1]], [[0]])),
     Case(
         {"name": "documents[1]", "given": "[0, 2]", "most": "1"},

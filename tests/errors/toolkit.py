@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -14,12 +15,14 @@ import torch
 from tests.errors.case import Case, path
 from vllm.engine.arg_utils import EngineArgs
 from vllm.entrypoints.cli.steering.start import start_engine
-from vllm.pilot.directions import direction, pca
+from vllm.pilot.bench import Reply
+from vllm.pilot.directions import d_prime, direction, lat, mean_difference, pca
 from vllm.pilot.fitting import find_directions
+from vllm.pilot.linear_probe import fit_probe
 from vllm.pilot.metrics import Odds, score_function
 from vllm.pilot.pairs import Example, Pairs
 from vllm.pilot.report import need_folder
-from vllm.pilot.rows import need_layers, need_read
+from vllm.pilot.rows import need_layers, need_read, read_rows
 from vllm.pilot.training import Settings
 
 PAIR = '{"positive": "p", "negative": "n"}\n'
@@ -55,6 +58,21 @@ def finding(**settings: Any) -> Callable[[], object]:
     return lambda: find_directions(BENCH, LOOSE, [1], **asked)
 
 
+def answering(**parts: Any) -> Any:
+    """A bench of one layer with one answer."""
+    reply = Reply((0, 1), (0,), "", False, **{"logprobs": [], "rows": {}, **parts})
+    return SimpleNamespace(
+        layers={0: ("post_block",)},
+        hidden=3,
+        encode=lambda text, special=True, answer=False: [0, 1],
+        ask=lambda prompts, fields: [reply] * len(prompts),
+    )
+
+
+PROMPTED = Pairs.of(["p"], ["n"], prompt="?")
+IMPOSSIBLE = answering(logprobs=[{}, {1: -math.inf}, {0: 0.0}, {1: -math.inf}])
+UNKNOWN = answering(rows={("post_block", 0): torch.full((1, 3), torch.nan)})
+ALIKE = ROWS[:1].expand(9, 2, 3)
 TOOLKIT = [
     Case({}, do=reading('{"positive": "p", "negative": "p"}')),
     Case({"side": "negative"}, do=reading('{"text": "t", "label": 1}')),
@@ -63,6 +81,30 @@ TOOLKIT = [
     Case({}, do=reading(PAIR + '{"text": "t", "label": 1}')),
     Case({"given": "'choose'", "side": "positive"}, do=Pairs.of(["a"], ["b"]).split),
     Case({"given": "[0, 1]"}, do=lambda: pca(ROWS, ROWS)),
+    Case({}, do=lambda: fit_probe(ROWS[:1, 0], ROWS[:1, 0])),
+    Case({}, do=lambda: fit_probe(ROWS[:, 0], ROWS[:, 0])),
+    Case(
+        {"side": "negative", "given": "0", "layer": "0"},
+        do=lambda: mean_difference(ROWS, ROWS / 0),
+    ),
+    Case(
+        {"where": "positive[0]", "point": "post_block", "layer": "0"},
+        do=lambda: read_rows(UNKNOWN, PROMPTED),
+    ),
+    Case(
+        {"where": "positive[0]", "given": "no steering"},
+        do=lambda: Odds(PROMPTED)(IMPOSSIBLE, [None]),
+    ),
+    Case(
+        {"name": "mean", "given": "1.5e+60"},
+        do=lambda: mean_difference(ROWS, ROWS.double() + 3e60),
+    ),
+    Case({"given": "[0, 1]"}, do=lambda: pca(ROWS, ROWS + 1, centred=True)),
+    Case(
+        {"seed": "0", "given": "[0, 1]"},
+        do=lambda: lat(torch.cat([ALIKE, ROWS[1:]]), torch.cat([ALIKE] * 9)),
+    ),
+    Case({"positive": "1", "negative": "2"}, do=lambda: d_prime(ROWS[0, 0, :1], ROWS[:, 0, 0])),
     Case({"given": "[2, 2, 3]"}, do=lambda: pca(ROWS, ROWS[:1])),
     Case({"given": "'pca'"}, do=finding()),
     Case({}, do=lambda: direction("mean-centred", ROWS, ROWS + 1)),

@@ -28,7 +28,14 @@ from tests.support.plans import (
 from vllm.v1.interventions.plan import UNSTEERED, TapShape, VectorSet
 from vllm.v1.interventions.positions import Positions
 from vllm.v1.interventions.sites import need_layers
-from vllm.v1.interventions.vectors import Vectors, add_up, parse_vectors, vector_set_of
+from vllm.v1.interventions.vectors import (
+    Vectors,
+    add_up,
+    pack_unit,
+    parse_vectors,
+    unit,
+    vector_set_of,
+)
 from vllm.v1.steering.modules import no_positions
 
 pytestmark = pytest.mark.quick
@@ -165,6 +172,16 @@ def test_summed_before_it_is_rounded() -> None:
 
 def _part(vector: list[float], site: str = "pre_attn") -> VectorSet:
     return vector_set_of({(site, 0): np.array(vector)})
+
+
+@pytest.mark.parametrize("size", [1e-300, 1e-12, 1.0, 1e12, 1e300])
+def test_a_direction_of_any_size(size: float) -> None:
+    """Squares of these overflow or underflow in float64, too."""
+    made = unit(np.array([3.0, 0.0, -4.0]) * size)
+    assert np.allclose(made, [0.6, 0.0, -0.8], rtol=1e-12, atol=0)
+    assert np.frombuffer(pack_unit(made * size, "path"), np.float32).tolist() == [
+        np.float32(0.6), 0.0, np.float32(-0.8),
+    ]  # fmt: skip
 
 
 def test_digest_is_of_everything_that_matters_and_nothing_else() -> None:

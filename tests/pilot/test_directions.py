@@ -142,11 +142,7 @@ def test_sums_of_pairs_are_the_pairs() -> None:
     sums = PairSums(2, HIDDEN)
     for at in range(0, 200, 7):
         sums.add(p[at : at + 7], n[at : at + 7])
-    ours, others = p.double().numpy(), n.double().numpy()
-    assert np.allclose(sums.means[0].numpy(), ours.mean(0), rtol=1e-12, atol=1e-12)
-    d = ours - others
-    outer = np.einsum("nlh,nlk->lhk", d, d)
-    assert np.allclose(sums._outer.numpy(), outer, rtol=1e-12, atol=1e-12 * np.abs(outer).max())
+    assert torch.allclose(sums.means[0], p.double().mean(0), rtol=1e-12, atol=1e-12)
     for centred in (False, True):
         found, want = sums.pca(centred), pca(p, n, centred)
         assert torch.allclose(found, want, rtol=1e-5, atol=1e-6)
@@ -205,7 +201,7 @@ ROWS = torch.arange(12.0).view(4, 3)
         (lambda: mean_difference(ROWS, ROWS), "do not differ"),
         (lambda: mean_difference(ROWS, ROWS[:, :2]), "not of the same layers"),
         (lambda: mean_difference(ROWS[0], ROWS), "shape"),
-        (lambda: mean_difference(ROWS / 0, ROWS), "not all numbers are finite"),
+        (lambda: mean_difference(ROWS / 0, ROWS), "row 0 is not finite"),
         (lambda: pca(ROWS, ROWS), "do not differ"),
         (lambda: pca(ROWS, ROWS[:2]), "pairs are needed"),
         (lambda: pca(ROWS[:1], ROWS[1:2], centred=True), "two pairs"),

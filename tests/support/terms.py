@@ -246,5 +246,5 @@ def _array(value: Any) -> Any:
 
 def worst(got: torch.Tensor, want: torch.Tensor, *passed: torch.Tensor) -> float:
     """The worst row's, relative to the largest row among `want` and `passed`."""
-    largest = max(float(t.norm(dim=-1).max()) for t in (want, *passed))
+    largest = max(float(t.double().norm(dim=-1).max()) for t in (want, *passed))
     return float((got.double() - want).norm(dim=-1).max()) / largest

@@ -11,6 +11,7 @@ pairs.py        contrasting examples, from the forms in which people have them
 rows.py         the rows of examples
 directions.py   a function for each method; how well a direction separates
 linear_probe.py logistic regression
+row_checks.py   what rows must be before numbers are made of them
 metrics.py      what steering changes, as a number
 sweeps.py       layers x scales
 patching.py     points x layers x positions: activation patching, causal tracing

@@ -53,9 +53,10 @@ def query_weights(rows: AttentionRows | Attention, query: int = -1) -> np.ndarra
         query: its position, or negative: counted from the end of the captured queries.
 
     Raises:
-        ValueError: it was not captured, or the capture gives no `weights`.
+        ValueError: it was not captured, one is not finite, or the capture gives no `weights`.
     """
-    return np.asarray(_all_weights(rows)[_index(rows, query)])
+    at = _index(rows, query)
+    return _finite(np.asarray(_all_weights(rows)[at]), rows, at)
 
 
 def mean_weights(
@@ -78,7 +79,7 @@ def mean_weights(
         raise ValueError("queries: there are none")
     total = np.zeros(max(weights[i].shape[-1] for i in places))
     for i in places:
-        one = np.asarray(weights[i], dtype=np.float64)
+        one = _finite(np.asarray(weights[i], dtype=np.float64), rows, i)
         total[: one.shape[-1]] += one.reshape(-1, one.shape[-1]).sum(axis=0)
     return total / len(places)
 
@@ -153,7 +154,14 @@ def _over(name: str, rows: AttentionRows | Attention, keys: Keys, query: int) ->
         values = rows.given[name]
     else:
         values = (rows.mass if name == "mass" else rows.peak).numpy()
-    return values[_index(rows, query), :, rows.ranges.index(keys)].astype(np.float64)
+    at = _index(rows, query)
+    return _finite(values[at, :, rows.ranges.index(keys)].astype(np.float64), rows, at)
+
+
+def _finite(values: np.ndarray, rows: AttentionRows | Attention, at: int) -> np.ndarray:
+    if not np.isfinite(values).all():
+        raise ValueError(f"query {rows.positions[at]}: its attention is not finite")
+    return values
 
 
 def _all_weights(rows: AttentionRows | Attention) -> Sequence[Any]:

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The choice of a layer and a scale: a strong effect, as long as the text stays ordinary."""
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
@@ -73,7 +74,8 @@ class KlGuard:
                 found.append(sum(divergence(p, q) for p, q in pairs if p) / count)
             else:
                 found.append(surprise_of(self._ids, listed) / count - self.plain)
-        return found
+        # Where the steered model's numbers are none, nothing is small.
+        return [math.inf if math.isnan(nats) else nats for nats in found]
 
 
 def divergence(plain: Mapping[int, float], steered: Mapping[int, float]) -> float:
@@ -88,7 +90,9 @@ def divergence(plain: Mapping[int, float], steered: Mapping[int, float]) -> floa
     p, q = (np.exp([of[token] for token in both], dtype=np.float64) for of in (plain, steered))
     # What is left for the others is a difference of rounded numbers, and may be nothing.
     p, q = (np.append(of, max(1 - of.sum(), 1e-9)) for of in (p, q))
-    return float(p @ np.log(p / q))
+    listed = p > 0
+    with np.errstate(divide="ignore"):  # infinite, where a token has become impossible
+        return float(p[listed] @ np.log(p[listed] / q[listed]))
 
 
 def written_surprise(bench: Bench, answers: Sequence[Written]) -> float:

@@ -6,20 +6,25 @@ dtype. Everything is computed in float64 and returned as float32. With paired ex
 `positive` belongs to row i of `negative`; d = positive - negative.
 """
 
+import math
 from collections.abc import Callable
 from typing import Literal, get_args
 
-import numpy as np
 import torch
 
-from vllm.pilot.linear_probe import fit_probe
+from vllm.pilot.linear_probe import fit
+from vllm.pilot.row_checks import Rows, as_float32, need_differ, need_finite, need_rows, need_width
 
 Method = Literal["mean", "pca", "pca-centred", "logistic", "lat", "mean-centred"]
 
 PAIRED: tuple[Method, ...] = ("pca", "pca-centred")
 """The methods that need to know which examples belong together."""
 
-Rows = torch.Tensor | np.ndarray
+_SHORTEST = 1e-6
+"""How long a direction is at least, as a share of the distance of the class means."""
+_ROUNDING = 1e-12
+"""The share of differences that may be rounding."""
+
 _Find = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 
@@ -35,9 +40,9 @@ def mean_difference(positive: Rows, negative: Rows) -> torch.Tensor:
     Raises:
         ValueError: a class is empty, the widths differ, or the means do not.
     """
-    p, n = _rows(positive, "positive"), _rows(negative, "negative")
-    _need_width(p, n)
-    return _need_difference((p.mean(0) - n.mean(0)) / 2).float()
+    p, n = need_rows(positive, "positive"), need_rows(negative, "negative")
+    need_width(p, n)
+    return as_float32(_differs(p.mean(0) - n.mean(0)) / 2, "mean")
 
 
 def pca(positive: Rows, negative: Rows, centred: bool = False) -> torch.Tensor:
@@ -46,7 +51,7 @@ def pca(positive: Rows, negative: Rows, centred: bool = False) -> torch.Tensor:
     It is stretched to half the distance of the class means along it, and points to `positive`.
 
     Args:
-        positive, negative: pairs, [n, hidden] or [n, layers, hidden].
+        positive, negative: pairs, [n, hidden] or [n, layers, hidden], whose means differ.
         centred: whether the mean difference is subtracted first, which takes the concept itself out
             where all pairs differ by it alone: see `centring_removes`.
 
@@ -54,15 +59,17 @@ def pca(positive: Rows, negative: Rows, centred: bool = False) -> torch.Tensor:
         [hidden] or [layers, hidden].
 
     Raises:
-        ValueError: the classes are not as long, a class is empty, or there is no difference.
+        ValueError: the classes are not as long, a class is empty, there is no difference, or
+            centring leaves none.
     """
     difference = _differences(positive, negative)
     if centred and len(difference) < 2:
         raise ValueError("pca: centred needs two pairs or more")
-    mean = difference.mean(0)
-    return _per_layer(
-        difference, lambda d, m: _stretched(_top(d - m if centred else d), m), mean
-    ).float()
+    mean = _differs(difference.mean(0))
+    around = difference - mean if centred else difference
+    if centred:
+        _need_spread(around.square().sum((0, -1)), difference.square().sum((0, -1)))
+    return as_float32(_per_layer(around, lambda d, m: _stretched(_top(d), m), mean), "pca")
 
 
 def lat(positive: Rows, negative: Rows, seed: int = 0) -> torch.Tensor:
@@ -78,18 +85,22 @@ def lat(positive: Rows, negative: Rows, seed: int = 0) -> torch.Tensor:
         [hidden] or [layers, hidden].
 
     Raises:
-        ValueError: a class is empty, or there is no difference.
+        ValueError: a class is empty, or there is no difference, or none in the random pairs.
     """
-    p, n = _rows(positive, "positive"), _rows(negative, "negative")
-    _need_width(p, n)
+    p, n = need_rows(positive, "positive"), need_rows(negative, "negative")
+    need_width(p, n)
     both = torch.cat([p, n])
     order = torch.randperm(len(both), generator=torch.Generator().manual_seed(seed))
     half = len(both) // 2
     difference = both[order[:half]] - both[order[half : 2 * half]]
     length = difference.norm(dim=-1, keepdim=True)
-    difference = difference / length.clamp(min=torch.finfo(torch.float64).tiny)
-    mean = _need_difference(p.mean(0) - n.mean(0))
-    return _per_layer(difference, lambda d, m: _stretched(_top(d), m), mean).float()
+    mean = _differs(p.mean(0) - n.mean(0))
+    need_differ(
+        (length == 0).all(0).squeeze(-1),
+        f"lat: take another seed than {seed} or more rows, no random pair differs",
+    )
+    difference = difference / length.where(length > 0, 1.0)
+    return as_float32(_per_layer(difference, lambda d, m: _stretched(_top(d), m), mean), "lat")
 
 
 def mean_centred(positive: Rows, negative: Rows, background: Rows) -> torch.Tensor:
@@ -106,14 +117,18 @@ def mean_centred(positive: Rows, negative: Rows, background: Rows) -> torch.Tens
         ValueError: a class is empty, the widths differ, or there is no difference.
     """
     p, n, b = (
-        _rows(rows, name)
-        for rows, name in ((positive, "positive"), (negative, "negative"), (background, "back"))
+        need_rows(rows, name)
+        for rows, name in (
+            (positive, "positive"), (negative, "negative"), (background, "background"),
+        )
+    )  # fmt: skip
+    need_width(p, n)
+    need_width(p, b)
+    mean = _differs(p.mean(0) - n.mean(0))
+    direction = _differs(p.mean(0) - b.mean(0))
+    return as_float32(
+        _per_layer(direction[None], lambda d, m: _stretched(d[0], m), mean), "mean-centred"
     )
-    _need_width(p, n)
-    _need_width(p, b)
-    mean = _need_difference(p.mean(0) - n.mean(0))
-    direction = _need_difference(p.mean(0) - b.mean(0))
-    return _per_layer(direction[None], lambda d, m: _stretched(d[0], m), mean).float()
 
 
 def logistic(
@@ -135,11 +150,11 @@ def logistic(
     Raises:
         ValueError: a class is empty, the widths differ, or there is no difference.
     """
-    p, n = _rows(positive, "positive"), _rows(negative, "negative")
-    _need_width(p, n)
+    p, n = need_rows(positive, "positive"), need_rows(negative, "negative")
+    need_width(p, n)
     if paired:
         _differences(p, n)
-    mean = _need_difference(p.mean(0) - n.mean(0))
+    mean = _differs(p.mean(0) - n.mean(0))
     layers = p[:, None] if p.ndim == 2 else p
     others = n[:, None] if n.ndim == 2 else n
     found = []
@@ -148,9 +163,9 @@ def logistic(
         if paired:
             middle = (at + of) / 2
             at, of = at - middle, of - middle
-        weight = fit_probe(at, of, penalty=penalty, intercept=not paired).weight
-        found.append(_stretched(weight.double(), m))
-    return torch.stack(found).view(mean.shape).float()
+        weight, _ = fit(at, of, penalty, intercept=not paired)
+        found.append(_stretched(weight, m))
+    return as_float32(torch.stack(found).view(mean.shape), "logistic")
 
 
 def direction(
@@ -188,6 +203,7 @@ def centring_removes(positive: Rows, negative: Rows) -> torch.Tensor:
         bool [] or [layers]: |mean d|^2 > mean |d|^2 / 2. There a centred `pca` finds what is left.
     """
     d = _differences(positive, negative)
+    _differs(d.abs().amax(0))
     return d.mean(0).square().sum(-1) > d.square().sum(-1).mean(0) / 2
 
 
@@ -203,15 +219,26 @@ class PairSums:
     def __init__(self, layers: int, hidden: int) -> None:
         self.count = 0
         self._sums = torch.zeros(2, layers, hidden, dtype=torch.float64)
+        self._origin: torch.Tensor | None = None
+        """A mean difference, [layers, hidden]: around it squares keep small differences."""
         self._outer = torch.zeros(layers, hidden, hidden, dtype=torch.float64)
 
     def add(self, positive: torch.Tensor, negative: torch.Tensor) -> None:
-        """Add pairs, [n, layers, hidden] each."""
+        """Add pairs, [n, layers, hidden] each.
+
+        Raises:
+            ValueError: a row is not finite; the message has its number.
+        """
+        for rows, name in ((positive, "positive"), (negative, "negative")):
+            need_finite(rows, name, self.count)
         self.count += len(positive)
-        for layer, outer in enumerate(self._outer):
-            p, n = positive[:, layer].double(), negative[:, layer].double()
-            self._sums[:, layer] += torch.stack([p.sum(0), n.sum(0)])
-            outer.addmm_((p - n).T, p - n)
+        sums = torch.stack([rows.sum(0, dtype=torch.float64) for rows in (positive, negative)])
+        self._sums += sums
+        if self._origin is None:
+            self._origin = (sums[0] - sums[1]) / len(positive)
+        for layer, (outer, origin) in enumerate(zip(self._outer, self._origin, strict=True)):
+            d = positive[:, layer].double() - negative[:, layer].double() - origin
+            outer.addmm_(d.T, d)
 
     @property
     def means(self) -> torch.Tensor:
@@ -221,23 +248,38 @@ class PairSums:
     @property
     def centring_removes(self) -> torch.Tensor:
         """As `centring_removes` says of the rows, bool [layers]."""
-        difference = self.means[0] - self.means[1]
-        whole = self._outer.diagonal(dim1=1, dim2=2).sum(-1) / self.count
-        return difference.square().sum(-1) > whole / 2
+        around, of_mean = self._squares
+        return of_mean > (around + of_mean) / 2
+
+    @property
+    def _moved(self) -> torch.Tensor:
+        """From the origin to the mean difference, float64 [layers, hidden]."""
+        return self.means[0] - self.means[1] - (0.0 if self._origin is None else self._origin)
+
+    @property
+    def _squares(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Sums of squares of the differences around their mean, and of this; [layers] each."""
+        traces = self._outer.diagonal(dim1=1, dim2=2).sum(-1)
+        around = traces - self.count * self._moved.square().sum(-1)
+        return around, self.count * (self.means[0] - self.means[1]).square().sum(-1)
 
     def pca(self, centred: bool = False) -> torch.Tensor:
         """As `pca` of the rows, float32 [layers, hidden].
 
         Raises:
-            ValueError: there is no difference at a layer.
+            ValueError: there is no difference at a layer, or centring leaves none.
         """
-        mean = self.means[0] - self.means[1]
-        _need_difference(self._outer.diagonal(dim1=1, dim2=2))
+        mean = _differs(self.means[0] - self.means[1])
+        around, of_mean = self._squares
+        if centred:
+            _need_spread(around, around + of_mean)
         found = []
-        for outer, m in zip(self._outer, mean, strict=True):
-            around = outer - self.count * m[:, None] * m if centred else outer
-            found.append(_stretched(torch.linalg.eigh(around).eigenvectors[:, -1], m))
-        return torch.stack(found).float()
+        for outer, m, moved in zip(self._outer, mean, self._moved, strict=True):
+            squares = torch.addr(outer, moved, moved, alpha=-self.count)
+            if not centred:
+                squares.addr_(m, m, alpha=self.count)
+            found.append(_stretched(torch.linalg.eigh(squares).eigenvectors[:, -1], m))
+        return as_float32(torch.stack(found), "pca")
 
 
 def auroc(positive: Rows, negative: Rows) -> torch.Tensor:
@@ -249,7 +291,7 @@ def auroc(positive: Rows, negative: Rows) -> torch.Tensor:
     Returns:
         float64 [] or [layers].
     """
-    p, n = _rows(positive, "positive", 1), _rows(negative, "negative", 1)
+    p, n = need_rows(positive, "positive", 1), need_rows(negative, "negative", 1)
     ordered = n.sort(0).values.movedim(0, -1).contiguous()
     asked = p.movedim(0, -1).contiguous()
     below = torch.searchsorted(ordered, asked, right=False)
@@ -264,52 +306,43 @@ def d_prime(positive: Rows, negative: Rows) -> torch.Tensor:
         positive, negative: scores, [n] or [n, layers], two or more of each.
 
     Returns:
-        float64 [] or [layers]; 0 where nothing differs.
+        float64 [] or [layers]; 0 where nothing differs, infinite where each class is one score.
+
+    Raises:
+        ValueError: a class has less than two.
     """
-    p, n = _rows(positive, "positive", 1), _rows(negative, "negative", 1)
-    spread = ((p.var(0) + n.var(0)) / 2).sqrt()
-    found = (p.mean(0) - n.mean(0)) / spread
-    return torch.where(p.mean(0) == n.mean(0), torch.zeros_like(found), found)
-
-
-def _rows(rows: Rows, name: str, least: int = 2) -> torch.Tensor:
-    made = torch.as_tensor(rows).detach().cpu().double()
-    if made.ndim not in (least, least + 1):
-        raise ValueError(f"{name}: shape {list(made.shape)}, wanted [n, hidden] or one axis more")
-    if not len(made):
-        raise ValueError(f"{name}: there are no examples of this class")
-    if not made.isfinite().all():
-        raise ValueError(f"{name}: not all numbers are finite")
-    return made
-
-
-def _need_width(positive: torch.Tensor, negative: torch.Tensor) -> None:
-    if positive.shape[1:] != negative.shape[1:]:
-        raise ValueError(
-            f"rows of shape {list(positive.shape[1:])} and {list(negative.shape[1:])} are not of "
-            "the same layers"
-        )
+    p, n = need_rows(positive, "positive", 1), need_rows(negative, "negative", 1)
+    if min(len(p), len(n)) < 2:
+        raise ValueError(f"d_prime: {len(p)} and {len(n)} scores, two of each are needed")
+    # From a score of each, so that equal ones have no spread by rounding.
+    ours, others = p - p[0], n - n[0]
+    spread = ((ours.var(0) + others.var(0)) / 2).sqrt()
+    away = p[0] - n[0] + ours.mean(0) - others.mean(0)
+    return torch.where(away == 0, 0.0, away / spread)
 
 
 def _differences(positive: Rows, negative: Rows) -> torch.Tensor:
-    p, n = _rows(positive, "positive"), _rows(negative, "negative")
+    p, n = need_rows(positive, "positive"), need_rows(negative, "negative")
     if p.shape != n.shape:
         raise ValueError(
             f"pairs are needed: positive is {list(p.shape)} and negative {list(n.shape)}; "
             "mean_difference and logistic do without"
         )
-    difference = p - n
-    _need_difference(difference.square().sum(0))
-    return difference
+    return p - n
 
 
-def _need_difference(found: torch.Tensor) -> torch.Tensor:
+def _differs(found: torch.Tensor) -> torch.Tensor:
     """[..., hidden] as it is; refused where it is zero, as no direction can be found in it."""
-    same = (found == 0).all(-1)
-    if same.any():
-        where = "" if same.ndim == 0 else f" at layers {same.nonzero().flatten().tolist()}"
-        raise ValueError(f"positive and negative do not differ{where}")
+    need_differ((found == 0).all(-1))
     return found
+
+
+def _need_spread(left: torch.Tensor, whole: torch.Tensor) -> None:
+    """Raise ValueError where of squares of differences, [] or [layers], rounding alone is left."""
+    need_differ(
+        left <= _ROUNDING**2 * whole,
+        "pca-centred: take pca or mean, all pairs differ by the same and centring leaves nothing",
+    )
 
 
 def _per_layer(rows: torch.Tensor, find: _Find, mean: torch.Tensor) -> torch.Tensor:
@@ -336,5 +369,4 @@ def _stretched(found: torch.Tensor, mean: torch.Tensor) -> torch.Tensor:
     """
     unit = found / found.norm()
     along = float(unit @ mean)
-    least = 1e-6
-    return unit * (along / 2 if abs(along) > least else least)
+    return unit * math.copysign(max(abs(along) / 2, _SHORTEST * float(mean.norm())), along)

@@ -61,7 +61,8 @@ def random_directions(vector: torch.Tensor, count: int, seed: int) -> torch.Tens
     """Directions as long as `vector`, float32 [count, hidden]."""
     generator = torch.Generator().manual_seed(seed)
     noise = torch.randn(count, len(vector), generator=generator)
-    return noise * (vector.norm() / noise.norm(dim=-1, keepdim=True))
+    lengths = vector.double().norm() / noise.double().norm(dim=-1, keepdim=True)
+    return (noise * lengths).float()
 
 
 def separation_evidence(

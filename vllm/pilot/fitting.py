@@ -16,6 +16,7 @@ from vllm.pilot.directions import (
     direction,
 )
 from vllm.pilot.pairs import Example, Pairs, Text
+from vllm.pilot.row_checks import need_finite
 from vllm.pilot.rows import Read, row_chunks
 
 _COPIES = 5
@@ -47,9 +48,10 @@ class Directions:
 
     def projection(self, rows: torch.Tensor, layer: int) -> torch.Tensor:
         """Project rows [n, hidden]: +1 is at the mean positive row, -1 at the negative one."""
-        vector = self.at(layer)
+        vector = self.at(layer).double()
         middle = self.middle[self.layers.index(layer)]
-        return (rows.float() - middle) @ vector / vector.dot(vector)
+        away = need_finite(rows, "rows").double() - middle
+        return (away @ vector / vector.dot(vector)).float()
 
 
 @dataclass(frozen=True)
@@ -142,7 +144,7 @@ def separate(
     """Tell how far examples are apart along the directions.
 
     Returns:
-        That, and the scores of each class, float32 [examples, layers]: rows by unit directions.
+        That, and the scores of each class, float64 [examples, layers]: rows by unit directions.
     """
     scores = scores_of(bench, pairs, found.layers, found.vectors, read, point)
     return separation_of(*scores, pairs.paired), scores[:2]
@@ -168,16 +170,18 @@ def scores_of(
         vectors: [layers, hidden]; or [layers, several, hidden] for several directions of each.
 
     Returns:
-        positive, negative: float32 [examples, layers], or with several [examples, layers, several];
+        positive, negative: float64 [examples, layers], or with several [examples, layers, several];
         and the mean length of the rows of each layer.
     """
-    unit = vectors / vectors.norm(dim=-1, keepdim=True)
+    wide = vectors.double()
+    unit = wide / wide.norm(dim=-1, keepdim=True)
     sides: list[list[torch.Tensor]] = [[], []]
     lengths = torch.zeros(len(layers), dtype=torch.float64)
     for chunk in row_chunks(bench, pairs, layers, read, point, "separating"):
         for side, rows in zip(sides, chunk, strict=True):
-            side.append(torch.einsum("nlh,l...h->nl...", rows, unit))
-            lengths += rows.norm(dim=-1).double().sum(0)
+            wide = rows.double()
+            side.append(torch.einsum("nlh,l...h->nl...", wide, unit))
+            lengths += wide.norm(dim=-1).sum(0)
     mean = lengths / (len(pairs.positive) + len(pairs.negative))
     return torch.cat(sides[0]), torch.cat(sides[1]), mean.tolist()
 

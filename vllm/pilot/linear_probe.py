@@ -3,13 +3,14 @@
 
 from dataclasses import dataclass
 
-import numpy as np
 import torch
+
+from vllm.pilot.row_checks import Rows, as_float32, need_finite, need_rows, need_width
 
 _STEPS = 100
 """Newton steps at most; a handful is usual."""
 _ENOUGH = 1e-10
-"""The gradient, relative to the first one, at which it has converged."""
+"""The step, as a share of the way from zero in the metric of the curvature, that ends it."""
 
 
 @dataclass(frozen=True)
@@ -24,27 +25,31 @@ class Probe:
         """Say its size, not its numbers."""
         return f"Probe({len(self.weight)} weights, bias {self.bias:+.3g})"
 
-    def scores(self, rows: torch.Tensor | np.ndarray) -> torch.Tensor:
-        """Log-odds of rows [n, hidden], float32 [n]."""
-        return torch.as_tensor(rows).float() @ self.weight + self.bias
+    def scores(self, rows: Rows) -> torch.Tensor:
+        """Log-odds of rows [n, hidden], float32 [n].
 
-    def accuracy(
-        self, positive: torch.Tensor | np.ndarray, negative: torch.Tensor | np.ndarray
-    ) -> float:
+        Raises:
+            ValueError: a row is not finite; the message has its number.
+        """
+        wide = need_finite(torch.as_tensor(rows).detach().cpu().double(), "rows")
+        return (wide @ self.weight.double() + self.bias).float()
+
+    def accuracy(self, positive: Rows, negative: Rows) -> float:
         """The share of rows, [n, hidden] of each class, on their own side."""
         right = torch.cat([self.scores(positive) > 0, self.scores(negative) <= 0])
         return float(right.float().mean())
 
 
 def fit_probe(
-    positive: torch.Tensor | np.ndarray,
-    negative: torch.Tensor | np.ndarray,
+    positive: Rows,
+    negative: Rows,
     penalty: float = 1.0,
     intercept: bool = True,
 ) -> Probe:
     """Fit a logistic regression: sum of log(1 + exp(-y (x w + b))) + penalty |w|^2 / 2.
 
-    scikit-learn's `LogisticRegression(C=1 / penalty)` has the same minimum.
+    scikit-learn's `LogisticRegression(C=1 / penalty)` has the same minimum. Rows that are c times
+    as large have, with c^2 times the penalty, weights that are divided by c.
 
     Args:
         positive, negative: rows of each class, [n, hidden] in any float dtype.
@@ -52,60 +57,84 @@ def fit_probe(
         intercept: whether there is one; without it the bias is 0.
 
     Raises:
-        ValueError: a class is empty, shapes differ, the penalty is not above 0, or it did not
-            converge.
+        ValueError: a class is empty, shapes differ, a row is not finite, nothing tells the classes
+            apart, the penalty is not above 0, or it did not converge.
     """
-    p, n = (torch.as_tensor(rows).detach().cpu().double() for rows in (positive, negative))
+    weight, bias = fit(positive, negative, penalty, intercept)
+    if not weight.any():
+        raise ValueError("fit_probe: nothing tells positive from negative, no weight is above 0")
+    return Probe(as_float32(weight, "fit_probe"), bias)
+
+
+def fit(
+    positive: Rows, negative: Rows, penalty: float, intercept: bool
+) -> tuple[torch.Tensor, float]:
+    """Find the weights, float64 [hidden], and the bias, as `fit_probe` does and raises."""
+    p, n = need_rows(positive, "positive"), need_rows(negative, "negative")
     for rows, name in ((p, "positive"), (n, "negative")):
-        if rows.ndim != 2 or not len(rows):
+        if rows.ndim != 2:
             raise ValueError(f"{name}: rows [n, hidden] are needed, got {list(rows.shape)}")
-        if not rows.isfinite().all():
-            raise ValueError(f"{name}: not all numbers are finite")
-    if p.shape[1] != n.shape[1]:
-        raise ValueError(f"positive has rows of {p.shape[1]}, negative of {n.shape[1]}")
+    need_width(p, n)
     if not penalty > 0:
         raise ValueError(f"penalty: {penalty} is not above 0")
     rows = torch.cat([p, n])
-    # The weights are a sum of rows: in a basis of these there may be far fewer unknowns.
-    basis = None
-    if len(rows) < rows.shape[1]:
-        basis = torch.linalg.qr(rows.T).Q
-        rows = rows @ basis
+    first = rows[0].clone() if intercept else torch.zeros_like(rows[0])
+    away = rows - first  # exactly 0 where all rows have one number
+    middle = away.mean(0) if intercept else first
+    # Unknowns of one size, however large the rows are and each of their channels: the weights are a
+    # sum of rows, so of singular vectors, and of these each has its own penalty.
+    unknowns, sizes, basis = torch.linalg.svd(away - middle, full_matrices=False)
+    kept = sizes > sizes[0] * max(rows.shape) * torch.finfo(rows.dtype).eps
+    if not kept.any():
+        raise ValueError("positive and negative do not differ: all rows are the same")
+    unknowns, sizes, basis = unknowns[:, kept], sizes[kept], basis[kept]
+    cost = (penalty**0.5 / sizes).square()
     if intercept:
-        rows = torch.cat([rows, torch.ones(len(rows), 1, dtype=rows.dtype)], 1)
+        unknowns = torch.cat([unknowns, torch.ones_like(unknowns[:, :1])], 1)
+        cost = torch.cat([cost, torch.zeros_like(cost[:1])])
     sides = torch.cat([torch.ones(len(p)), -torch.ones(len(n))]).double()
-    cost = torch.full((rows.shape[1],), float(penalty), dtype=torch.float64)
-    if intercept:
-        cost[-1] = 0.0
-    found = _newton(rows, sides, cost)
-    bias = float(found[-1]) if intercept else 0.0
-    weight = found[:-1] if intercept else found
-    return Probe((weight if basis is None else basis @ weight).float(), bias)
+    found = _newton(unknowns, sides, cost)
+    weight = (found[: len(sizes)] / sizes) @ basis
+    # Of the weights as they are given: what a large channel of all rows rounds off is taken back.
+    bias = float(found[-1] - weight.float().double() @ (first + middle)) if intercept else 0.0
+    return weight, bias
 
 
 def _newton(rows: torch.Tensor, sides: torch.Tensor, cost: torch.Tensor) -> torch.Tensor:
-    """Minimise; rows [n, k], sides +-1 [n], cost [k] of each weight. Returns [k]."""
-
-    def loss(at: torch.Tensor) -> torch.Tensor:
-        return torch.nn.functional.softplus(-sides * (rows @ at)).sum() + (cost * at * at).sum() / 2
-
-    at = torch.zeros(rows.shape[1], dtype=rows.dtype)
-    first = 0.0
+    """Minimise; rows [n, k], sides +-1 [n], cost [k] of each unknown. Returns [k]."""
+    at, eps = torch.zeros(rows.shape[1], dtype=rows.dtype), torch.finfo(rows.dtype).eps
     for _ in range(_STEPS):
-        wrong = torch.sigmoid(-sides * (rows @ at))
+        margin = sides * (rows @ at)
+        wrong, right = torch.sigmoid(-margin), torch.sigmoid(margin)
         gradient = cost * at - rows.T @ (sides * wrong)
-        size = float(gradient.norm())
-        first = first or size
-        if size <= _ENOUGH * max(first, 1.0):
+        if (gradient.abs() <= 8 * eps * (rows.abs().T @ wrong + (cost * at).abs())).all():
+            return at  # rounding is all that is left
+        curve = (rows.T * (wrong * right)) @ rows + torch.diag(cost)
+        size = curve.diagonal().sqrt()
+        change = torch.linalg.solve(curve / size / size[:, None], gradient / size) / size
+        gain = float(gradient @ change)
+        if gain <= _ENOUGH**2 * float(at @ curve @ at):
             return at
-        curve = (rows.T * (wrong * (1 - wrong))) @ rows + torch.diag(cost)
-        if not cost[-1]:
-            curve[-1, -1] += 1e-12  # an intercept that is sure has no curvature left
-        change = torch.linalg.solve(curve, gradient)
-        before, length = loss(at), 1.0
-        while length > 1e-8 and loss(at - length * change) > before:
+        length = 1.0
+        while (
+            _rise(margin, wrong, right, sides * (rows @ change), length)
+            + float((cost * change) @ change) * length**2 / 2
+            > length * gain
+        ):
             length /= 2
-        if length <= 1e-8:  # rounding is all that is left
-            return at
         at = at - length * change
     raise ValueError(f"fit_probe did not converge in {_STEPS} steps; raise the penalty")
+
+
+def _rise(
+    margin: torch.Tensor,
+    wrong: torch.Tensor,
+    right: torch.Tensor,
+    falls: torch.Tensor,
+    length: float,
+) -> float:
+    """How much a step raises the loss above its tangent; of small ones without the difference."""
+    fall = length * falls
+    log = torch.nn.functional.logsigmoid
+    exact = log(margin) - log(margin - fall) - wrong * fall
+    return float(torch.where(fall.abs() < 1e-3, wrong * right * fall * fall / 2, exact).sum())

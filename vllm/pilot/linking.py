@@ -83,8 +83,9 @@ def link(
     scores = np.array(
         [row[need_positions(at, len(row), f"items.{name}")].mean() for name, at in items.items()]
     )
-    logits = np.log(scores + EPSILON) / temperature
-    chances = np.exp(logits - logits.max())
+    logits = np.log(scores + EPSILON)
+    with np.errstate(over="ignore"):  # so small a temperature leaves the greatest alone
+        chances = np.exp((logits - logits.max()) / temperature)
     chances /= chances.sum()
     order = np.argsort(-chances, kind="stable")
     # Rounding must not ask for one item more than all.

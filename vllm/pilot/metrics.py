@@ -74,6 +74,11 @@ class Odds:
         examples = [*self.pairs.positive, *self.pairs.negative]
         encoded = [encode(bench, replace(e, prompt=e.question)) for e in examples]
         nats = surprise(bench, [(e.ids, e.start) for e in encoded], steerings)
+        if not np.isfinite(nats).all():
+            number, case = np.argwhere(~np.isfinite(nats))[0].tolist()
+            steered = steerings[number]
+            under = f"layer {steered.layer}, scale {steered.scale:g}" if steered else "no steering"
+            raise ValueError(f"{examples[case].where}: log P is not finite under {under}")
         half = len(self.pairs.positive)
         return Scored(nats[:, half:] - nats[:, :half])
 

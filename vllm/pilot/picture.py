@@ -57,7 +57,7 @@ def heat_map(
     """
     from matplotlib.patches import Rectangle
 
-    bound = max(float(abs(effect).max()), 1e-9)
+    bound = float(abs(effect).max()) or 1.0
     image = axes.imshow(
         effect, cmap="RdBu_r", vmin=-bound, vmax=bound, aspect="auto", origin="lower"
     )
@@ -69,7 +69,7 @@ def heat_map(
         for row, values in enumerate(effect):
             for column, value in enumerate(values):
                 colour = "white" if abs(value) > 0.6 * bound else "black"
-                text = f"{value:+.1f}" if bound >= 1 else f"{value:+.2g}"
+                text = f"{value:+.1f}" if 1 <= bound < 1e4 else f"{value:+.2g}"
                 axes.text(column, row, text, ha="center", va="center", fontsize=8, color=colour)
     for layer, scale in chosen:
         corner = (scales.index(scale) - 0.5, layers.index(layer) - 0.5)
@@ -93,7 +93,7 @@ def place_map(
         where: what a layer is, below the map.
     """
     found = values[np.isfinite(values)]
-    bound = max(float(abs(found).max()) if found.size else 0.0, 1e-9)
+    bound = float(abs(found).max(initial=0.0)) or 1.0
     image = axes.imshow(values, cmap="RdBu_r", vmin=-bound, vmax=bound, aspect="auto")
     axes.set_xticks(range(len(layers)), [str(layer) for layer in layers])
     axes.set_yticks(range(len(names)), names, fontsize=8, family="monospace")

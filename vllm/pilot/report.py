@@ -81,7 +81,7 @@ def as_numbers(trained: Trained, command: str = "") -> dict[str, Any]:
                 "auroc": _number(separation.auroc[i]),
                 "d_prime": _number(separation.d_prime[i]),
                 "share": _number(separation.share[i]),
-                "vector_norm": float(trained.directions.vectors[i].norm()),
+                "vector_norm": float(trained.directions.vectors[i].double().norm()),
                 "stream_norm": _number(separation.stream[i]),
             }
             for i, layer in enumerate(trained.directions.layers)

@@ -101,11 +101,14 @@ def rank(with_query: Sequence[np.ndarray], without: Sequence[np.ndarray]) -> Ran
         with_query, without: for each document float64 [tokens], a[d] and b[d].
 
     Raises:
-        ValueError: there is no document, or one has not as many tokens in both.
+        ValueError: there is no document, one has not as many tokens in both, or a number is not
+            finite.
     """
     if not with_query or [len(a) for a in with_query] != [len(b) for b in without]:
         raise ValueError("documents: must be some, of as many tokens in both prompts")
     tokens = [a - b for a, b in zip(with_query, without, strict=True)]
+    if bad := [i for i, one in enumerate(tokens) if not np.isfinite(one).all()]:
+        raise ValueError(f"documents[{bad[0]}]: what its tokens receive is not finite")
     scores = np.array([_kept(one).sum() for one in tokens])
     return Ranking(scores, np.argsort(-scores, kind="stable").tolist(), tokens)
 

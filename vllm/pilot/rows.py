@@ -9,6 +9,7 @@ import torch
 
 from vllm.pilot.bench import Bench, LateBar, bench_of
 from vllm.pilot.pairs import Example, Pairs
+from vllm.pilot.row_checks import need_finite
 
 if TYPE_CHECKING:
     from vllm import LLM
@@ -140,8 +141,20 @@ def row_chunks(
             if pairs.paired:
                 sides = [list(side) for side in zip(*map(_common, *sides), strict=True)]
             rows = read_encoded(bench, [*sides[0], *sides[1]], layers, read, point)
+            examples = [*pairs.positive[at : at + chunk], *pairs.negative[at : at + chunk]]
+            _need_finite_rows(rows, examples, layers, point)
             yield rows[: len(sides[0])], rows[len(sides[0]) :]
             bar.update(min(chunk, longest - at))
+
+
+def _need_finite_rows(
+    rows: torch.Tensor, examples: Sequence[Example], layers: Sequence[int], point: str
+) -> None:
+    finite = rows.isfinite().all(-1)
+    if not finite.all():
+        example, layer = (~finite).nonzero()[0].tolist()
+        where = examples[example].where or repr(examples[example].text)
+        raise ValueError(f"{where}: its row at {point} of layer {layers[layer]} is not finite")
 
 
 def read_encoded(
@@ -198,13 +211,13 @@ def reduce_rows(values: torch.Tensor, how: str = "none") -> torch.Tensor:
             the length of each, float32 [n].
 
     Raises:
-        ValueError: another word.
+        ValueError: another word, or a row is not finite.
     """
     match how:
         case "none":
             return values
         case "mean":
-            return values.float().mean(dim=0).to(values.dtype)
+            return need_finite(values, "values").double().mean(dim=0).to(values.dtype)
         case "norm":
-            return values.float().norm(dim=-1)
+            return need_finite(values, "values").double().norm(dim=-1).float()
     raise ValueError(f"reduce: must be 'none', 'mean' or 'norm', got {how!r}")

@@ -17,7 +17,7 @@ from vllm.v1.capture.results import CapturedRows, CaptureResult
 from vllm.v1.interventions.errors import reject, show
 from vllm.v1.interventions.plan import AttentionForm, Site, TapShape, dtype_of
 from vllm.v1.interventions.values import plain, plain_list
-from vllm.v1.interventions.vectors import need_number
+from vllm.v1.interventions.vectors import need_number, unit
 
 CAPTURE, QK, STEER = "output_residual_stream", "output_qk", "apply_steering_vectors"
 KEYS = (CAPTURE, QK, STEER, "skip_reading_prefix_cache", "activations_transport")
@@ -145,9 +145,8 @@ class _Vectors:
         for layer, rows in zip(layers, values.unbind(), strict=True):
             sums = self._sums.setdefault((layer, matched), {})
             for place, row in zip(places, rows.reshape(len(places), -1).unbind(), strict=True):
-                added = row.to("cpu", torch.float64).numpy() * scale
-                if matched and added.any():
-                    added = added * (abs(scale) / np.linalg.norm(added))
+                added = row.to("cpu", torch.float64).numpy()
+                added = scale * (unit(added) if matched and added.any() else added)
                 sums[place] = sums[place] + added if place in sums else added
 
     def _tensor(self, value: Any, path: str) -> torch.Tensor:

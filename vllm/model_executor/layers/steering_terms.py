@@ -18,6 +18,10 @@ from vllm.v1.interventions.terms import Scalars
 
 _COLUMN = {name: column for column, name in enumerate(Scalars._fields)}
 
+HUGE, TINY, SHRINK = 2.0**60, 2.0**-40, 2.0**-70
+"""Rows with a number above the first, or none above the second, have squares that float32 cannot
+hold; the third makes them others."""
+
 
 @dataclass(frozen=True)
 class TermTables:
@@ -155,7 +159,7 @@ def _steer_tokens(
     arrived = h[tokens].float()
     rows = arrived + table[slots[tokens].long()].float()
     program = program[tokens]
-    norm = arrived.norm(dim=1) if terms.norms else None
+    norm = _norms(arrived) if terms.norms else None
     for column, term in enumerate(terms.programs[program].long().unbind(1)):
         acting = (term > 0).nonzero().squeeze(1)
         if acting.numel():
@@ -185,12 +189,20 @@ def _apply_term(
     gate = _gates(h, term, program, column, at, terms) if terms.gated else torch.ones_like(along)
     keep = 1.0 - gate * (at["replace"] + at["renorm"])
     if arrived_norm is not None:
-        norm = h.norm(dim=1)
+        norm = _norms(h)
         amount = amount + torch.where(at["norm"] != 0, at["norm"] * norm, 0.0)
         restored = torch.where(norm > 0, arrived_norm / norm, 1.0)
         keep = keep + torch.where(at["renorm"] != 0, gate * at["renorm"] * restored, 0.0)
     kept = torch.where(keep[:, None] != 0, keep[:, None] * h, 0.0)
     return kept + (gate * amount)[:, None] * v
+
+
+def _norms(h: torch.Tensor) -> torch.Tensor:
+    """The length of each row, float32 [n]. Rows whose squares float32 cannot hold are scaled by a
+    power of two for it, others keep their bits."""
+    largest = h.abs().amax(dim=1)
+    by = torch.where(largest > HUGE, SHRINK, torch.where(largest < TINY, 1 / SHRINK, 1.0))
+    return (h * by[:, None]).norm(dim=1) / by
 
 
 def _gates(
@@ -234,6 +246,15 @@ if HAS_TRITON:
     _THRESHOLD = tl.constexpr(_COLUMN["threshold"])
     _SHARPNESS = tl.constexpr(_COLUMN["sharpness"])
     _FROZEN = tl.constexpr(_COLUMN["frozen"])
+    _HUGE, _TINY, _SHRINK = tl.constexpr(HUGE), tl.constexpr(TINY), tl.constexpr(SHRINK)
+
+    @triton.jit
+    def _norm(row):  # type: ignore[no-untyped-def]
+        """See `_norms`."""
+        largest = tl.max(tl.abs(row))
+        by = tl.where(largest > _HUGE, _SHRINK, tl.where(largest < _TINY, 1 / _SHRINK, 1.0))
+        scaled = row * by
+        return tl.sqrt(tl.sum(scaled * scaled)) / by
 
     @triton.jit
     def _steer_rows_kernel(  # type: ignore[no-untyped-def]
@@ -274,7 +295,7 @@ if HAS_TRITON:
         mask = cols < hidden
         row = tl.load(h + token * h_stride + cols, mask=mask, other=0.0).to(tl.float32)
         if NORMS:
-            arrived = tl.sqrt(tl.sum(row * row))
+            arrived = _norm(row)
         row += tl.load(table + slot * table_stride + cols, mask=mask, other=0.0).to(tl.float32)
         for column in range(num_terms):
             term = tl.load(programs + mine * programs_stride + column).to(tl.int64)
@@ -302,7 +323,7 @@ if HAS_TRITON:
                 renorm = tl.load(at + _RENORM)
                 keep = 1.0 - gate * (tl.load(at + _REPLACE) + renorm)
                 if NORMS:
-                    norm = tl.sqrt(tl.sum(row * row))
+                    norm = _norm(row)
                     factor = tl.load(at + _NORM)
                     amount += tl.where(factor != 0, factor * norm, 0.0)
                     restored = tl.where(norm > 0, arrived / norm, 1.0)

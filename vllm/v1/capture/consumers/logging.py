@@ -38,8 +38,8 @@ class _Session(CaptureSession):
         self._norms = torch.zeros(len(request.sites), dtype=torch.float64)
 
     def rows(self, batch: RowBatch) -> None:
-        norms = torch.linalg.vector_norm(batch.values, dim=-1, dtype=torch.float32)
-        self._norms += norms.double().sum(dim=1)
+        norms = torch.linalg.vector_norm(batch.values, dim=-1, dtype=torch.float64)
+        self._norms += norms.sum(dim=1)
         self._rows += len(batch.positions)
 
     def done(self, end: RequestEnd) -> str:
