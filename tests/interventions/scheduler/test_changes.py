@@ -4,8 +4,11 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
+from functools import partial
 from types import FrameType
 from typing import Any
+from unittest.mock import Mock
 
 import msgspec
 import pytest
@@ -52,6 +55,22 @@ class Engine:
         self.core = SchedulerInterventions(config_of(), hash_block_size=4)
         self.now = 1000.0
         monkeypatch.setattr(changes_module.time, "monotonic", lambda: self.now)
+        self.timers: list[tuple[float, Callable[[], None]]] = []
+        monkeypatch.setattr(tiers_module, "Timer", self._timer)
+
+    def _timer(self, seconds: float, function: Callable[[], None]) -> Mock:
+        start = partial(self.timers.append, (self.now + seconds, function))
+        return Mock(start=start)
+
+    def wait(self, seconds: float) -> None:
+        """Let this time pass; nobody asks the engine for anything."""
+        until = self.now + seconds
+        while due := [timer for timer in self.timers if timer[0] <= until]:
+            first = min(due, key=lambda timer: timer[0])
+            self.timers.remove(first)
+            self.now = first[0]
+            first[1]()
+        self.now = until
 
     def prepare(self, token: str, change: Change) -> dict[str, Any]:
         return self.core.changes.call(SteeringCall("prepare", token, change), [])
@@ -214,9 +233,7 @@ def test_a_request_on_its_way_has_what_its_module_meant_or_an_error(engine: Engi
     assert engine.core.modules.fill(plan) == filled, "the same content under another name"
     engine.make(Change("unregister", name="n"))
     assert engine.core.modules.fill(plan) == filled, "kept for a while"
-    # Later, at the next change.
-    engine.now += KEPT_SECONDS + 1
-    engine.make(Change("unregister", name="m"))
+    engine.wait(KEPT_SECONDS + 1)
     with pytest.raises(ValueError, match="unregistered or registered anew"):
         engine.core.modules.fill(plan)
     plain = plan_of(steering_vectors={"pre_attn": {0: VECTOR}})
@@ -334,13 +351,26 @@ def test_what_was_kept_long_enough_is_forgotten(engine: Engine) -> None:
     engine.make(Change("unregister", name="n"))
     sets = engine.core.modules._sets
     assert sets.keys() == {vector_set(1.0).digest, vector_set(2.0).digest}
-    engine.now += KEPT_SECONDS + 1
-    engine.state()
+    engine.wait(KEPT_SECONDS + 1)
     assert sets.keys() == {vector_set(1.0).digest}
     engine.make(Change("unregister", name="twin"))
-    engine.now += KEPT_SECONDS + 1
-    engine.state()
+    engine.wait(KEPT_SECONDS + 1)
     assert not sets
+
+
+def test_modules_that_were_deleted_are_freed_while_nobody_asks(engine: Engine) -> None:
+    """Each when its time has come, by few timers; a name that is there keeps what it means."""
+    sets = engine.core.modules._sets
+    engine.make(Change("register", name="stays", module=module(0.5)))
+    for i in range(100):
+        engine.make(Change("register", name="m", module=module(float(i + 1))))
+        engine.wait(0.1)
+    engine.make(Change("unregister", name="m"))
+    assert len(sets) == 101 and len(engine.timers) == 1
+    engine.wait(KEPT_SECONDS - 5)
+    assert 40 < len(sets) < 70 and len(engine.timers) == 1
+    engine.wait(6)
+    assert sets.keys() == {vector_set(0.5).digest} and not engine.timers
 
 
 def test_any_number_of_modules_takes_no_slot(engine: Engine) -> None:

@@ -55,7 +55,6 @@ class Changes:
             "busy" if it must wait; "version" and how many "changes" of modules there were if it was
             made; for the phase "modules" what the frontend lacks.
         """
-        self._modules.forget()
         match call.phase:
             case "state":
                 return self._state()

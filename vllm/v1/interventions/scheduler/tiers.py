@@ -6,6 +6,7 @@ import time
 from collections import Counter, deque
 from collections.abc import Mapping
 from functools import cached_property
+from threading import Lock, Timer
 from types import MappingProxyType
 from typing import Any
 
@@ -100,6 +101,8 @@ class ModuleStore:
         """The number of the last change that removed a name."""
         self.changes = 0
         """How many changes there were."""
+        self._lock = Lock()
+        """Held while what follows changes: a timer's thread forgets."""
         self._kept: deque[tuple[float, Module]] = deque()
         self._sets: dict[str, VectorSet] = {}
         self._uses: Counter[str] = Counter()
@@ -130,22 +133,35 @@ class ModuleStore:
         self._leave(module)
 
     def forget(self) -> None:
-        """Drop the modules that were kept long enough."""
-        now = time.monotonic()
-        while self._kept and self._kept[0][0] <= now:
-            _, module = self._kept.popleft()
-            for vector_set in _sets_of(module):
-                self._uses[vector_set.digest] -= 1
-                if not self._uses[vector_set.digest]:
-                    del self._uses[vector_set.digest], self._sets[vector_set.digest]
+        """Drop the modules that were kept long enough; called when the first of them was."""
+        with self._lock:
+            now = time.monotonic()
+            while self._kept and self._kept[0][0] <= now:
+                _, module = self._kept.popleft()
+                for vector_set in _sets_of(module):
+                    self._uses[vector_set.digest] -= 1
+                    if not self._uses[vector_set.digest]:
+                        del self._uses[vector_set.digest], self._sets[vector_set.digest]
+            if self._kept:
+                self._forget_in(self._kept[0][0] - now)
+
+    def _forget_in(self, seconds: float) -> None:
+        # A thread, as an idle engine does nothing; not one for each of many neighbours.
+        timer = Timer(max(seconds, 1.0), self.forget)
+        timer.daemon = True
+        timer.start()
 
     def _use(self, module: Module) -> None:
-        for vector_set in _sets_of(module):
-            self._uses[vector_set.digest] += 1
-            self._sets.setdefault(vector_set.digest, vector_set)
+        with self._lock:
+            for vector_set in _sets_of(module):
+                self._uses[vector_set.digest] += 1
+                self._sets.setdefault(vector_set.digest, vector_set)
 
     def _leave(self, module: Module) -> None:
-        self._kept.append((time.monotonic() + KEPT_SECONDS, module))
+        with self._lock:
+            self._kept.append((time.monotonic() + KEPT_SECONDS, module))
+            if len(self._kept) == 1:
+                self._forget_in(KEPT_SECONDS)
 
     def news(self, since: int) -> dict[str, Any]:
         """What a frontend lacks that knows `since` changes: modules, as bytes that it can decode;
