@@ -7,11 +7,13 @@ from __future__ import annotations
 import shutil
 import threading
 from collections.abc import Iterator
+from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 import pytest
 import torch
+from tqdm import tqdm
 
 from tests.conformance import models
 from tests.conformance.engine import make_llm, shut_down
@@ -22,6 +24,7 @@ from tests.support.serving import prompt_of
 from vllm import LLM, SamplingParams
 from vllm.config.capture import CAPTURE_POINTS, CaptureConfig
 from vllm.inputs import TokensPrompt
+from vllm.pilot.bench import LateBar
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.capture.consumer import (
     CaptureConsumer,
@@ -390,3 +393,18 @@ def test_a_run_shows_its_captures_beside_the_prompts(llm: LLM, kept: dict[str, K
     assert last[-1].endswith(f", captured: {sites} rows, 0.0 MiB"), "of this run alone"
     assert "captur" not in "".join(plain)
     assert all(text.count("captured") <= 1 for text in waited)
+
+
+@pytest.mark.parametrize("kind", [tqdm, LateBar])
+@pytest.mark.parametrize("capture", [None, "core"])
+def test_a_bar_that_is_turned_off_stops_nothing(
+    llm: LLM, kind: type[tqdm[Any]], capture: str | None, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """As `TQDM_DISABLE` makes every bar, with neither a postfix nor a time; a plain run too."""
+    asked = SamplingParams(max_tokens=1) if capture is None else params("all", capture)
+    prompts = [TokensPrompt(prompt_token_ids=PROMPT)] * 2
+    for disable in (True, False):
+        outputs = llm.generate(prompts, asked, use_tqdm=partial(kind, disable=disable))
+        assert len(outputs) == 2 and all(output.finished for output in outputs)
+        drawn = "Processed prompts" in capfd.readouterr().err
+        assert not (drawn and disable) and (drawn or disable or kind is LateBar)

@@ -4,6 +4,8 @@
 import time
 from typing import TYPE_CHECKING, Any
 
+from tqdm import tqdm
+
 if TYPE_CHECKING:
     from vllm.v1.interventions.frontend.capture_outputs import CaptureOutputs
 
@@ -22,6 +24,12 @@ class CaptureProgress:
         self._rows, self._bytes = captures.rows, captures.num_bytes
         self._shown = ""
         self._drawn = 0.0
+
+    @property
+    def has_bar(self) -> bool:
+        """Whether there is something to draw: a bar that `TQDM_DISABLE` turned off has neither a
+        postfix nor a time that speeds can be made of."""
+        return not (isinstance(self._bar, tqdm) and self._bar.disable)
 
     def show(self) -> None:
         """Bring the end of the bar's postfix up to date; before the bar is drawn, and after a step,
