@@ -53,8 +53,8 @@ def token(value: Any, tokenizer: Any = None) -> dict[str, Any]:
     return lens({**LOGIT, "tokens": [5, value]}, tokenizer)
 
 
-def prove(captures: bool) -> None:
-    """A model without any norm, whose head gets something else than its last layer returns."""
+def prove(captures: bool, times: int = 2) -> None:
+    """A model without any norm, whose head gets `times` what its last layer returns."""
     arena, model = torch.ones(2, 4), torch.nn.Sequential(torch.nn.Linear(4, 4))
     interventions = SimpleNamespace(
         shape=SHAPE,
@@ -63,7 +63,7 @@ def prove(captures: bool) -> None:
         layers={3: model[0]},
         probing=lambda site, vector: nullcontext(),
     )
-    prove_lenses(cast("Any", interventions), CaptureConfig(), model, lambda: 2 * arena)
+    prove_lenses(cast("Any", interventions), CaptureConfig(), model, lambda draw: times * arena)
 
 
 CPU = torch.device("cpu")
@@ -213,4 +213,5 @@ LENSES = [
     Case({}, do=lambda: CaptureConfig(capture_consumers=["logging"], capture_lens=["logit"])),
     Case({"layer": "3"}, do=lambda: prove(captures=False)),
     Case({"given": "Sequential", "allowed": "0.0001"}, do=lambda: prove(captures=True)),
+    Case({"given": "Sequential", "number": "16"}, do=lambda: prove(captures=True, times=0)),
 ]

@@ -196,7 +196,7 @@ OTHERS = [
     Case({}, do=lambda: break_late()),
     Case(
         {"given": "[('pre_attn', 0)]"},
-        do=lambda: check_sites(Silent(), lambda n: [torch.zeros(n, HIDDEN)]),  # type: ignore[arg-type]
+        do=lambda: check_sites(Silent(), lambda draw: [torch.zeros(2, HIDDEN)]),  # type: ignore[arg-type]
     ),
     # Results.
     Case({"given": "'mass'", "allowed": "weights"}, do=lambda: NO_WEIGHTS.mass),

@@ -73,9 +73,9 @@ class Rank:
         """Its site is another."""
 
     def run(self, *, hidden: bool = True) -> None:
-        def dummy_run(num_tokens: int) -> list[Any]:
+        def dummy_run(draw: int) -> list[Any]:
             self.forwards += 1
-            return [torch.rand(num_tokens, HIDDEN) if hidden else None]
+            return [torch.rand(NUM_TOKENS, HIDDEN) if hidden else None]
 
         check_sites(self, dummy_run)  # type: ignore[arg-type]
 

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Start-up proof of lenses: which module is the norm between the last layer and the head.
 
-No name says it for all models. So a token is driven through the model, in the code and graphs that
-will serve, and the norm is the one that makes of the last layer's captured row what the model hands
-to its head. A model of which none does is refused.
+No name says it for all models. So a drawn token is driven through the model, in the code and graphs
+that will serve, and the norm is the one that makes of the last layer's captured row what the model
+hands to its head. A model of which none does is refused.
 """
 
 from collections.abc import Callable, Iterator
@@ -23,20 +23,23 @@ from vllm.v1.interventions.worker.lens_reader import LensReader, Norm
 if TYPE_CHECKING:
     from vllm.v1.interventions.worker.runner import WorkerInterventions
 
+DRAWS = 16
+"""How many tokens are tried: some may have a row of zeros, of which any norm makes zeros."""
+
 
 def prove_lenses(
     interventions: "WorkerInterventions",
     config: CaptureConfig,
     model: nn.Module,
-    run: Callable[[], torch.Tensor],
+    run: Callable[[int], torch.Tensor],
 ) -> None:
     """Find the norm, and have lenses read by it.
 
     Args:
-        run: runs dummy tokens; gives what goes to the head, [>= 1, hidden].
+        run: runs dummy tokens of a draw; gives what goes to the head, [>= 1, hidden].
 
     Raises:
-        RuntimeError: the last layer's rows are not captured, or no norm is the one.
+        RuntimeError: the last layer's rows are not captured, no norm is the one, or no token says.
     """
     shape, capture = interventions.shape, interventions.capture
     assert shape is not None and capture is not None
@@ -47,8 +50,17 @@ def prove_lenses(
             "before the head: have post_block among capture_points, or start without capture_lens"
         )
     with interventions.probing(last, None):
-        wanted = run()[:1].float()
-        row = capture.arena[:1].clone()
+        for draw in range(DRAWS):
+            wanted = run(draw)[:1].float()
+            row = capture.arena[:1].clone()
+            if 0 < float(wanted.norm()) < float("inf"):
+                break
+        else:
+            raise RuntimeError(
+                f"what goes to the head of {type(model).__name__} is zero or not finite for each "
+                f"of {DRAWS} random tokens, so that the norm before it cannot be found; check the "
+                "weights, or start without capture_lens"
+            )
     limit, closest = TOLERANCE.get(shape.torch_dtype, ROUNDED), float("inf")
     for norm in _norms(model, interventions.layers[last[1]]):
         closest = min(closest, off := float((norm(row).float() - wanted).norm() / wanted.norm()))

@@ -8,7 +8,6 @@ as configured, each steered at one site, and each must come out moved.
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -34,7 +33,8 @@ NUM_TOKENS = 2
 """Tokens of a dummy run: should it be the first forward, 1 would be compiled as a constant."""
 
 DummyRun = Callable[[int], Sequence[Any]]
-"""Runs n dummy tokens; its first result is the last stage's hidden states [>= n, hidden]."""
+"""Runs dummy tokens of a draw; its first result is the last stage's hidden states, [>= NUM_TOKENS,
+hidden]."""
 
 
 def check_worker(worker: Any) -> TapShape | None:
@@ -56,33 +56,32 @@ def check_worker(worker: Any) -> TapShape | None:
         # of oneDNN, and a step of few tokens before it, as the first one here, would end us.
         torch.cpu._init_amx()
 
-    def lenses(dummy_run: DummyRun) -> None:
+    def check(**options: Any) -> None:
+        def dummy_run(draw: int) -> Any:
+            return _drawn(runner, draw, **options)
+
+        check_sites(interventions, dummy_run)
         if runner.vllm_config.capture_config.capture_lens:
-            model, run = runner.get_model(), lambda: dummy_run(NUM_TOKENS)[0]
-            prove_lenses(interventions, runner.vllm_config.capture_config, model, run)
+            config, model = runner.vllm_config.capture_config, runner.get_model()
+            prove_lenses(interventions, config, model, lambda draw: dummy_run(draw)[0])
 
     with torch.inference_mode():
         if runner.vllm_config.use_v2_model_runner:
             with _lent_by(runner.block_tables):
-                check_sites(interventions, runner._dummy_run)
-                lenses(runner._dummy_run)
+                check()
 
             def run(context: int, fill: Fill) -> None:
                 with _lent_by(runner.block_tables, fill), _as_served(runner.attn_groups):
-                    runner._dummy_run(NUM_TOKENS, context_len=context)
+                    _drawn(runner, context_len=context)
         else:
             in_v1 = runner.input_batch.block_table.block_tables
             with _lent_blocks(in_v1):
                 # V1 leaves out attention by default, and its output uninitialised.
-                attending = partial(runner._dummy_run, force_attention=True)
-                check_sites(interventions, attending)
-                lenses(attending)
+                check(force_attention=True)
 
             def run(context: int, fill: Fill) -> None:
                 with _lent_blocks(in_v1, fill), _as_served(runner.attn_groups):
-                    runner._dummy_run(
-                        NUM_TOKENS, force_attention=True, profile_seq_lens=context + 1
-                    )
+                    _drawn(runner, force_attention=True, profile_seq_lens=context + 1)
 
         shape = interventions.shape
         most_keys = max(runner.max_model_len - NUM_TOKENS, 1)
@@ -98,6 +97,28 @@ def check_worker(worker: Any) -> TapShape | None:
     }
     latent = tuple(n for n, m in interventions.attention.items() if not isinstance(m, Attention))
     return msgspec.structs.replace(shape, unread=unread, forms=forms, latent=latent)
+
+
+def _drawn(runner: Any, draw: int = 0, **options: Any) -> Any:
+    """Run dummy tokens that are drawn, alike in each run of a draw and on all ranks.
+
+    Those of upstream are all token 0, whose embedding may be zero (of padding), and where a model
+    gets embeddings, none: a stream of zeros would prove nothing.
+    """
+    embeds = None
+    if not runner.vllm_config.use_v2_model_runner:
+        embeds = runner.inputs_embeds.gpu[:NUM_TOKENS]
+    elif runner.uses_inputs_embeds and runner.is_first_pp_rank:
+        embeds = runner.model_state.dummy_inputs_embeds(NUM_TOKENS)
+    devices = [] if runner.device.type == "cpu" else [runner.device]
+    with torch.random.fork_rng(devices, device_type=runner.device.type):
+        torch.manual_seed(draw)
+        if embeds is not None:
+            embeds.normal_()
+        made = runner._dummy_run(NUM_TOKENS, randomize_inputs=True, **options)
+    if embeds is not None:
+        embeds.zero_()
+    return made
 
 
 def assign_dummy_blocks(tables: Sequence[torch.Tensor]) -> None:
@@ -275,7 +296,7 @@ def _acts(
 
 def _run(interventions: "WorkerInterventions", dummy_run: DummyRun) -> torch.Tensor | None:
     """Run dummy tokens; the model's output of the first, [hidden], None at other stages."""
-    hidden = dummy_run(NUM_TOKENS)[0]
+    hidden = dummy_run(0)[0]
     interventions.capture_final(hidden)
     return hidden[0].clone() if isinstance(hidden, torch.Tensor) else None
 
