@@ -4,7 +4,11 @@
 from __future__ import annotations
 
 import asyncio
+import json
+from types import SimpleNamespace
+from typing import Any
 
+import msgspec
 import pytest
 
 from tests.support.plans import (
@@ -16,12 +20,14 @@ from tests.support.plans import (
     plan_of,
     steering_of,
 )
-from vllm.v1.interventions.calls import Change
+from vllm.entrypoints.serve.steering import api_router
+from vllm.v1.interventions.calls import Change, SteeringCall
 from vllm.v1.interventions.errors import InterventionError
 from vllm.v1.interventions.frontend.change_builder import ChangeBuilder
 from vllm.v1.interventions.frontend.early_checks import check_early
 from vllm.v1.interventions.frontend.global_steering import AsyncSteering
 from vllm.v1.interventions.frontend.module_catalog import ModuleCatalog
+from vllm.v1.interventions.scheduler.decisions import SchedulerInterventions
 
 CALM, LOUD = ({"vectors": {"pre_attn": {n: VECTOR}}} for n in (0, 1))
 PIN = {"op": "pin", "point": "pre_attn", "layers": [1], "direction": VECTOR, "value": 1.0}
@@ -163,3 +169,67 @@ def test_default_modules_that_nobody_registered_do_nothing() -> None:
         )
     with pytest.raises(InterventionError, match=r"^default_steering_modules\[1\]: '\.\./x' is not"):
         check_early(config_of(default_steering_modules=["ok", "../x"]))
+
+
+class Engines:
+    """The link of one frontend to a real engine core's side; it lets other tasks run first."""
+
+    client_count = 2
+
+    def __init__(self) -> None:
+        self.core = SchedulerInterventions(config_of(), hash_block_size=4)
+
+    async def call_utility_async(self, method: str, call: SteeringCall) -> dict[str, Any]:
+        await asyncio.sleep(0)
+        sent = msgspec.msgpack.decode(msgspec.msgpack.encode(call), type=SteeringCall)
+        return self.core.changes.call(sent, [])
+
+    async def call_utility_all_async(self, method: str, call: SteeringCall) -> list[Any]:
+        return [await self.call_utility_async(method, call)]
+
+
+def test_frontends_tell_the_modules_that_any_has_registered() -> None:
+    engines: Any = Engines()
+    one, other = (AsyncSteering(config_of(), ModuleCatalog(config_of()), engines) for _ in "ab")
+
+    def endpoint(read: Any) -> Any:
+        engine = SimpleNamespace(vllm_config=config_of(), steering=other)
+        request: Any = SimpleNamespace(app=SimpleNamespace(state=SimpleNamespace()))
+        request.app.state.engine_client = engine
+        return json.loads(asyncio.run(read(request)).body)
+
+    async def change() -> None:
+        await one.register_module("calm", CALM)
+        await one.set({"pre_attn": {0: VECTOR}})
+
+    asyncio.run(change())
+    told = asyncio.run(one.modules())
+    assert told.keys() == {"calm"} and told["calm"]["tiers"]["base"]["pre_attn"].keys() == {0}
+    told["calm"]["tiers"].clear()  # the caller's own
+    assert asyncio.run(one.state())["modules"]["calm"]["tiers"]
+    state = endpoint(api_router.state)
+    assert state["version"] == 1 and state["modules"] == endpoint(api_router.modules)["modules"]
+    assert state["modules"]["calm"]["tiers"]["base"]["pre_attn"].keys() == {"0"}
+    asyncio.run(other.unregister_module("calm"))
+    assert asyncio.run(one.modules()) == endpoint(api_router.modules)["modules"] == {}
+
+
+def test_a_change_is_known_here_whoever_waits_for_it() -> None:
+    """A caller that goes away between the phases leaves frontend and engines alike."""
+    engines: Any = Engines()
+    engines.client_count = 1
+    steering = AsyncSteering(config_of(), ModuleCatalog(config_of()), engines)
+
+    async def leave() -> None:
+        task = asyncio.create_task(steering._make(steering._changes.register("calm", CALM)))
+        for _ in range(100):
+            if engines.core.changes._token:  # it is prepared
+                break
+            await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        task.cancel()
+        for _ in range(10):
+            await asyncio.sleep(0)
+
+    asyncio.run(leave())
+    assert list(engines.core.modules.named) == list(steering.told())
