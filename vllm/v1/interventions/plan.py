@@ -110,6 +110,8 @@ class TapShape(msgspec.Struct, frozen=True):
     """How many lanes of hidden_size the stream has."""
     senders: int = 1
     """How many workers of a pipeline stage share the rows of a step of many."""
+    reads_masked: bool = False
+    """True if attention may multiply what it masks, so that a NaN in a block reaches who has it."""
     whole_prompts: bool = False
     """Whether a prompt's tokens see each other both ways, so that one step has all of them."""
 

@@ -17,6 +17,7 @@ from vllm.v1.interventions.scheduler.projection_pool import ProjectionPool
 from vllm.v1.interventions.scheduler.row_budget import RowBudget
 from vllm.v1.interventions.scheduler.row_relay import RowRelay
 from vllm.v1.interventions.scheduler.slots import SlotTable
+from vllm.v1.interventions.scheduler.stale_blocks import StaleBlocks
 from vllm.v1.interventions.scheduler.term_pool import TermPool
 from vllm.v1.interventions.scheduler.tiers import GlobalState, ModuleStore
 from vllm.v1.interventions.scheduler.turns import Turns
@@ -52,6 +53,8 @@ class SchedulerInterventions:
         self.captures = CaptureSessions(config)
         self.relay = RowRelay(self.captures)
         self.tiers = GlobalState(shape)
+        self.stale_blocks = StaleBlocks(config.cache_config.num_gpu_blocks or 0, shape.reads_masked)
+        self._loads_blocks = config.kv_transfer_config is not None
         at_start = steering.steering_modules or config.capture_config.rules is not None
         self.modules = ModuleStore(startup_modules(config) if at_start else {})
         usage: dict[str, Pool] = {"slots": self.slots, "rows": self.terms}
@@ -125,7 +128,9 @@ class SchedulerInterventions:
             for pool in self._pools:
                 pool.reserve(request.request_id, plan)
             self.captures.admit(request)
-        if plan.steering is not None or plan.capture is not None or self.tiers.current.active:
+        if plan.steering is not None or self.tiers.current.active:
+            self.stale_blocks.writers.add(request.request_id)
+        if asks or self.tiers.current.active:
             self._admitted[request.request_id] = self._worker_request(request)
 
     def _worker_request(self, request: Request) -> WorkerRequest:
@@ -167,6 +172,11 @@ class SchedulerInterventions:
         """Release all that an ended request holds, whether or not it was ever admitted."""
         for turns in self._waits:
             turns.leave(request.request_id)
+        steered = request.interventions.plan.steering is not None or self.tiers.current.active
+        never_ran = request.request_id not in self.stale_blocks.writers
+        if steered and never_ran and self._loads_blocks:
+            self.stale_blocks.suspect_all()  # some may have been loaded for it
+        self.stale_blocks.writers.discard(request.request_id)
         self._reserved.discard(request.request_id)
         for pool in self._pools:
             pool.release(request.request_id)
@@ -189,6 +199,8 @@ class SchedulerInterventions:
         Args:
             requests: all of the scheduler's.
         """
+        if state.current.active and not self.tiers.current.active:
+            self.stale_blocks.suspect_all()  # what runs now writes under it to blocks that it has
         self.tiers = state
         self._changed_tiers = state.current
         for request in requests:
@@ -206,6 +218,8 @@ class SchedulerInterventions:
             if request.interventions.blocks.change(eras):
                 _rehash(request, eras[0].first // self._hash_block_size)
             if request.status == RequestStatus.RUNNING:
+                if state.current.active:
+                    self.stale_blocks.writers.add(request.request_id)
                 self._admitted[request.request_id] = self._worker_request(request)
 
     def restore(self) -> None:

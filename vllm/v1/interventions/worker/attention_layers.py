@@ -11,6 +11,7 @@ from vllm.distributed import get_tensor_model_parallel_world_size
 from vllm.model_executor.layers.attention.attention import Attention
 from vllm.model_executor.layers.attention.mla_attention import MLAAttention
 from vllm.model_executor.layers.linear import QKVParallelLinear
+from vllm.v1.attention.backends.flash_attn import FlashAttentionImpl
 
 if TYPE_CHECKING:
     from vllm.v1.worker.utils import AttentionGroup
@@ -62,6 +63,23 @@ def _latent_heads_of(module: MLAAttention) -> AttentionHeads:
     heads = module.num_heads * get_tensor_model_parallel_world_size()
     query = module.qk_nope_head_dim + module.qk_rope_head_dim
     return AttentionHeads(module, {"q": (heads, query), "z": (heads, module.v_head_dim)}, 1)
+
+
+def reads_masked(model: nn.Module) -> bool:
+    """Return True if some attention of a model may multiply values that it masks.
+
+    TRITON_ATTN loads zeros in their place, and FlashAttention 2 and 3 put zeros there;
+    `python -m tests.gpu.stale` shows it. Nothing is known of the others, and a CPU's multiplies.
+    """
+    layers = [m for m in model.modules() if isinstance(m, Attention | MLAAttention)]
+    return any(
+        layer.attn_backend.get_name() != "TRITON_ATTN"
+        and not (
+            isinstance(layer.impl, FlashAttentionImpl)
+            and layer.impl.vllm_flash_attn_version in (2, 3)
+        )
+        for layer in layers
+    )
 
 
 class KeyTable(NamedTuple):

@@ -32,7 +32,11 @@ from vllm.v1.interventions.capture_groups import num_senders
 from vllm.v1.interventions.messages import num_table_rows
 from vllm.v1.interventions.plan import Site, TapShape
 from vllm.v1.interventions.step_rows import StepRows
-from vllm.v1.interventions.worker.attention_layers import AttentionHeads, attention_of
+from vllm.v1.interventions.worker.attention_layers import (
+    AttentionHeads,
+    attention_of,
+    reads_masked,
+)
 from vllm.v1.interventions.worker.capture_arena import CaptureArena
 from vllm.v1.interventions.worker.focus_layers import FocusLayers
 from vllm.v1.interventions.worker.graph_owners import refuse_late_breaks
@@ -116,6 +120,7 @@ class WorkerInterventions:
             heads={index: found.points for index, found in attention.items()},
             lanes=num_lanes(layers, self._config),
             whole_prompts=has_whole_prompts(layers),
+            reads_masked=reads_masked(model),
             branches={index: unbound_taps(layer).branches for index, layer in layers.items()},
             senders=num_senders(self._config),
             final=last if last in layers and head_reads_rows(model, hidden_size) else None,
