@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -194,8 +195,8 @@ def test_unregistered_on_the_way(line: Timeline, monkeypatch: pytest.MonkeyPatch
 
     def too_late(request: Any) -> Any:
         modules.remove("calm")
-        modules._kept.clear()
-        modules._index()
+        modules._kept = deque((0.0, module) for _, module in modules._kept)
+        modules.forget()
         return preprocess(request)
 
     with monkeypatch.context() as patch:
