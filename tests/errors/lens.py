@@ -21,10 +21,12 @@ from vllm.entrypoints.compat import doors, lens
 from vllm.entrypoints.compat.lens_routes import hooks
 from vllm.entrypoints.compat.peers import ARGS
 from vllm.entrypoints.compat.wire import MAX_BYTES, decoded, encoded
+from vllm.v1.interventions.frontend.work import Work
 from vllm.v1.interventions.plan import AttentionForm
 
 GOOD = torch.ones(2, HIDDEN)
 WIRE = encoded(GOOD)
+MOST = 1 << 23
 STEER = "x.apply_steering_vectors"
 
 
@@ -36,14 +38,14 @@ def vectors(**changed: Any) -> Any:
 
 
 def asking(**args: Any) -> Any:
-    return lambda: lens.fields_of(args, "x.", SHAPE)
+    return lambda: lens.fields_of(args, "x.", SHAPE, Work(MOST))
 
 
 def unlike() -> None:
     form: AttentionForm = {"scale": 0.5, "group": 1}
     heads = {layer: {"q": (4, layer + 1), "k": (4, layer + 1)} for layer in (0, 1)}
     shape = msgspec.structs.replace(SHAPE, heads=heads, forms={0: form, 1: form})
-    lens.fields_of({"output_qk": True}, "x.", shape)
+    lens.fields_of({"output_qk": True}, "x.", shape, Work(MOST))
 
 
 def sent(**changed: Any) -> Any:
@@ -100,8 +102,8 @@ LENS = [
     ),
     Case(path(f"{AT}.position_indices"), do=vectors(position_indices=[0, 1])),
     Case(
-        path(f"{AT}.activations", allowed=str(lens.MAX_ROWS), bytes=str(MAX_BYTES)),
-        do=vectors(activations=torch.ones(2, lens.MAX_ROWS, HIDDEN)),
+        path(f"{AT}.activations", allowed=str(MOST)),
+        do=vectors(activations=GOOD[:, None].expand(2, MOST, HIDDEN)),
     ),
     Case(path("p.original_dtype"), do=sent(original_dtype="torch.int8")),
     Case(path("p.dtype", "'int8'", "float32", dtype="float32"), do=sent(dtype="int8")),

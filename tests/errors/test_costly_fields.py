@@ -318,7 +318,6 @@ def test_each_field_stands_in_a_legal_body(servers: dict[bool, Server]) -> None:
         assert not missing, (door, missing)
 
 
-@pytest.mark.xfail(reason="--compat easysteer is still read on the event loop", strict=False)
 @pytest.mark.parametrize("kind", LONG)
 def test_what_is_long_costs_nobody_else(servers: dict[bool, Server], kind: str) -> None:
     """On the event loop a body costs the same with four times as much in the place of a field; in

@@ -19,6 +19,7 @@ from vllm.entrypoints.compat.peers import (
     NESTS,
     refuse_peer_args,
     refuse_peer_fields,
+    refuse_peer_ops,
 )
 from vllm.v1.interventions.errors import InterventionError
 from vllm.v1.interventions.plan import PLAN_FIELDS
@@ -112,6 +113,7 @@ def test_an_engine_without_steering_and_capture_stays_upstreams(named: str) -> N
         with pytest.raises(InterventionError):
             refuse_peer_fields(fields, config)
             refuse_peer_args(xargs, config)
+            refuse_peer_ops(fields.get("steering"))
 
 
 @pytest.mark.quick

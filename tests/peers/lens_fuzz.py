@@ -24,6 +24,7 @@ from tests.http.server import greedy
 from tests.support.plans import SHAPE
 from vllm.entrypoints.compat import lens, wire
 from vllm.v1.interventions.errors import InterventionError
+from vllm.v1.interventions.frontend.work import Work
 
 LAYER = 1
 DOOR = ("--compat", "lens")
@@ -84,7 +85,7 @@ def acts(text: str, hidden: int) -> bool | None:
     """Whether vectors that are right change rows; None where they are to be refused."""
     shape = msgspec.structs.replace(SHAPE, hidden_size=hidden)
     try:
-        return "steering" in lens.fields_of({lens.STEER: text}, "", shape)
+        return "steering" in lens.fields_of({lens.STEER: text}, "", shape, Work(1 << 23))
     except InterventionError:
         return None
 

@@ -26,6 +26,7 @@ from vllm import LLM, SamplingParams
 from vllm.entrypoints.compat import lens, wire
 from vllm.entrypoints.compat.doors import open_doors
 from vllm.v1.interventions.errors import InterventionError
+from vllm.v1.interventions.frontend.work import Work
 
 zstandard = pytest.importorskip("zstandard")
 
@@ -237,7 +238,7 @@ def test_malformed_vectors_are_refused_by_name() -> None:
         given: Any = broken(rng, HIDDEN)
         given = given if rng.random() < 0.5 else json.dumps(given)
         try:
-            lens.fields_of({lens.STEER: given}, "extra_args.", SHAPE)
+            lens.fields_of({lens.STEER: given}, "extra_args.", SHAPE, Work(1 << 23))
         except InterventionError as error:
             assert error.parameter is not None and error.parameter.startswith(path)
             assert str(error).startswith(f"{error.parameter}: ") and len(str(error)) < 400
@@ -245,7 +246,8 @@ def test_malformed_vectors_are_refused_by_name() -> None:
         else:  # what it became is right again, such as another finite scale
             right += 1
     assert refused > 9_000, (refused, right)
-    assert lens.fields_of({lens.STEER: [small(HIDDEN)]}, "extra_args.", SHAPE)["steering"]
+    right_again = {lens.STEER: [small(HIDDEN)]}
+    assert lens.fields_of(right_again, "extra_args.", SHAPE, Work(1 << 23))["steering"]
 
 
 def opening(*doors: str) -> Any:

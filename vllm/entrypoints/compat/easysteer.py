@@ -6,11 +6,13 @@ A specification is made operations of ours exactly, or refused. Its arrays stay 
 reads operations reads them.
 """
 
+import sys
 from collections.abc import Mapping
 from dataclasses import fields, is_dataclass
 from typing import Any
 
-from vllm.v1.interventions.errors import reject, show, show_key
+from vllm.v1.interventions.errors import reject, show, unknown_keys
+from vllm.v1.interventions.frontend.work import Unit, Work
 from vllm.v1.interventions.values import plain, plain_list
 
 MAX_VECTORS = 32
@@ -43,16 +45,18 @@ READS = (
 """The paths of all fields of a body that are read here; `[]` is each entry of a list."""
 
 
-def fields_of(spec: Any, path: str = "steering") -> dict[str, Any]:
+def fields_of(spec: Any, path: str = "steering", work: Work | None = None) -> dict[str, Any]:
     """Return the fields of `SamplingParams` that mean a specification.
 
     Args:
         spec: a mapping, or a dataclass, with `vectors` and `conflict`.
         path: where it stands, for errors.
+        work: counts what is made of it, before it is made; None for as much as it takes.
 
     Raises:
         ValueError: a value is wrong, or cannot be honoured exactly; the message has its path.
     """
+    work = Work(sys.maxsize) if work is None else work
     given = _mapping(spec, path, _SPEC_KEYS)
     listed = plain_list(given.get("vectors"))
     if not listed or len(listed) > MAX_VECTORS:
@@ -60,11 +64,13 @@ def fields_of(spec: Any, path: str = "steering") -> dict[str, Any]:
     at = [f"{path}.vectors[{i}]" for i in range(len(listed))]
     vectors = [_mapping(v, p, _VECTOR_KEYS) for v, p in zip(listed, at, strict=True)]
     _need_one_kind(vectors, path)
-    excluded = _excluded(given, vectors, at, path)
+    chosen = [
+        _positions(v.get("apply"), f"{p}.apply", work) for v, p in zip(vectors, at, strict=True)
+    ]
+    excluded = _excluded(given, vectors, chosen, path, work)
     ops: list[dict[str, Any]] = []
     modules: list[tuple[str, Any]] = []
-    for vector, where, taken in zip(vectors, at, excluded, strict=True):
-        positions = _positions(vector.get("apply"), f"{where}.apply")
+    for vector, where, positions, taken in zip(vectors, at, chosen, excluded, strict=True):
         if taken:
             positions = [*(positions or ["all"]), {"except": taken}]
         if vector.get("source") is not None:
@@ -76,7 +82,7 @@ def fields_of(spec: Any, path: str = "steering") -> dict[str, Any]:
                 )
             modules.append(_module(vector, where))
         else:
-            ops += _op(vector, where, positions)
+            ops += _op(vector, where, positions, work)
     return {k: v for k, v in (("steering", ops), ("steering_modules", modules)) if v}
 
 
@@ -86,8 +92,8 @@ def _mapping(value: Any, path: str, known: set[str]) -> dict[str, Any]:
         value = {field.name: vars(value)[field.name] for field in fields(value)}
     if not isinstance(value, Mapping):
         reject(path, f"must be an object, got {show(value)}")
-    if unknown := sorted(show_key(key) for key in value.keys() - known):
-        reject(path, f"has the keys {unknown[:8]}, which nothing reads; it has {sorted(known)}")
+    if unknown := unknown_keys(value, known):
+        reject(path, f"has the keys {unknown}, which nothing reads; it has {sorted(known)}")
     return {key: entry for key, entry in value.items() if entry is not None}
 
 
@@ -102,9 +108,14 @@ def _need_one_kind(vectors: list[dict[str, Any]], path: str) -> None:
 
 
 def _excluded(
-    spec: Mapping[str, Any], vectors: list[dict[str, Any]], at: list[str], path: str
+    spec: Mapping[str, Any],
+    vectors: list[dict[str, Any]],
+    chosen: list[list[Any] | None],
+    path: str,
+    work: Work,
 ) -> list[list[Any]]:
-    """The positions that earlier vectors take from each, by `conflict`."""
+    """The positions that earlier vectors take from each, by `conflict`; `chosen` are those of each
+    vector."""
     if len(vectors) == 1:
         return [[]]
     conflict = plain(spec.get("conflict"))
@@ -116,12 +127,13 @@ def _excluded(
     if any(vector.get("layers") != layers for vector in vectors):
         reject(f"{path}.conflict", f"{conflict}: needs vectors of the same 'layers'")
     if conflict == "priority":
-        where = [_positions(v.get("apply"), f"{p}.apply") for v, p in zip(vectors, at, strict=True)]
-        if any(_has_except(positions) for positions in where[:-1]):
+        if any(_has_except(positions) for positions in chosen[:-1]):
             reject(f"{path}.conflict", "priority: cannot be combined with exclude_ fields")
-        taken: list[list[Any]] = []
-        for i in range(len(vectors)):
-            taken.append([one for each in where[:i] for one in each or ["all"]])
+        taken: list[list[Any]] = [[]]
+        for positions in chosen[:-1]:
+            one = positions or ["all"]
+            work.charge(len(taken[-1]) + len(one), Unit.ENTRY, f"{path}.conflict")
+            taken.append([*taken[-1], *one])
         return taken
     phases = [_phases(vector.get("apply")) for vector in vectors]
     if len(vectors) > 2 or phases[0] & phases[1]:
@@ -148,13 +160,13 @@ def _acts(given: Mapping[str, Any], phase: str) -> bool:
     return includes or given.get(phase, "all") == "all"
 
 
-def _positions(apply: Any, path: str) -> list[Any] | None:
+def _positions(apply: Any, path: str, work: Work) -> list[Any] | None:
     """The selectors of `apply`; None for all positions."""
     given = _mapping({} if apply is None else apply, path, _APPLY_KEYS)
     included: list[Any] = []
     for phase, whole in _PHASES.items():
         said = plain(given.get(phase))
-        narrowed = _selectors(given, phase, "", path)
+        narrowed = _selectors(given, phase, "", path, work)
         if narrowed and said not in (None, False):
             reject(f"{path}.{phase}", f"{show(said)} beside {phase}_ fields: leave one of them out")
         if said not in (None, False, "all", "none"):
@@ -163,7 +175,9 @@ def _positions(apply: Any, path: str) -> list[Any] | None:
             included += narrowed
         elif said in (None, "all"):
             included.append(whole)
-    excluded = [one for phase in _PHASES for one in _selectors(given, phase, "exclude_", path)]
+    excluded = [
+        one for phase in _PHASES for one in _selectors(given, phase, "exclude_", path, work)
+    ]
     if not included:
         reject(path, "selects nothing: it takes neither the prompt nor the generation")
     if included == [*_PHASES.values()]:
@@ -173,7 +187,9 @@ def _positions(apply: Any, path: str) -> list[Any] | None:
     return [*included, *({"except": one} for one in excluded)]
 
 
-def _selectors(given: Mapping[str, Any], phase: str, exclude: str, path: str) -> list[Any]:
+def _selectors(
+    given: Mapping[str, Any], phase: str, exclude: str, path: str, work: Work
+) -> list[Any]:
     """Our selectors of the fields of a phase that include, or those that exclude."""
     made: list[Any] = []
     of = {"of": "prompt" if phase == "prompt" else "generated"}
@@ -184,6 +200,9 @@ def _selectors(given: Mapping[str, Any], phase: str, exclude: str, path: str) ->
         listed = plain_list(given[key])
         if not listed:
             reject(f"{path}.{key}", f"must be a list of numbers, got {show(given[key])}")
+        # Each token becomes a selector.
+        unit = Unit.SEGMENT if what == "tokens" else Unit.ENTRY
+        work.charge(len(listed), unit, f"{path}.{key}")
         if what == "window":
             if len(listed) != 2:
                 reject(f"{path}.{key}", f"must be [start, stop], got {show(given[key])}")
@@ -208,7 +227,9 @@ def _module(vector: Mapping[str, Any], path: str) -> tuple[str, Any]:
     return name, vector.get("scale", 1.0)
 
 
-def _op(vector: Mapping[str, Any], path: str, positions: list[Any] | None) -> list[dict[str, Any]]:
+def _op(
+    vector: Mapping[str, Any], path: str, positions: list[Any] | None, work: Work
+) -> list[dict[str, Any]]:
     """The operations of a vector that is given inline, one for each layer with its own."""
     algorithm = plain(vector.get("algorithm", "direct"))
     if not isinstance(algorithm, str) or algorithm not in _OPS:
@@ -224,14 +245,19 @@ def _op(vector: Mapping[str, Any], path: str, positions: list[Any] | None) -> li
     layers = plain_list(vector["layers"]) if "layers" in vector else None
     if not by_layer and not layers:
         reject(f"{path}.layers", "is missing: one vector says nothing of layers")
-    found = [([n], v) for n, v in data.items()] if by_layer else [(list(layers or ()), data)]
+    work.charge(len(layers or ()), Unit.ENTRY, f"{path}.layers")
+    numbers = None if layers is None else [_layer(n, path) for n in layers]
+    if by_layer:
+        work.charge(len(data), Unit.ENTRY, f"{path}.data")
+        wanted = None if numbers is None else {*numbers}
+        found = [([_layer(n, path)], values) for n, values in data.items()]
+        found = [(at, v) for at, v in found if wanted is None or at[0] in wanted]
+    else:
+        found = [(numbers or [], data)]
     name, field = _OPS[algorithm]
     ops: list[dict[str, Any]] = []
     for at, values in found:
-        numbers = [_layer(n, path) for n in at]
-        if by_layer and layers is not None and numbers[0] not in layers:
-            continue
-        place: dict[str, Any] = {"point": "post_block", "layers": numbers}
+        place: dict[str, Any] = {"point": "post_block", "layers": at}
         if positions is not None:
             place["positions"] = positions
         elif name == "replace":

@@ -4,27 +4,26 @@
 A request of its is made one of ours exactly, or refused.
 """
 
-import base64
 import json
-from collections.abc import AsyncIterator, Mapping, Sequence
-from typing import Any
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
 
+import msgspec
 import numpy as np
 import torch
 
-from vllm.entrypoints.compat.wire import MAX_BYTES, WIRE_KEYS, decoded, encoded, need_int, need_keys
+from vllm.entrypoints.compat.wire import WIRE_KEYS, decoded, encoded, need_int, need_keys
 from vllm.v1.capture.results import CapturedRows, CaptureResult
 from vllm.v1.interventions.errors import reject, show
+from vllm.v1.interventions.frontend.work import Unit, Work
 from vllm.v1.interventions.plan import AttentionForm, Site, TapShape, dtype_of
 from vllm.v1.interventions.values import plain, plain_list
-from vllm.v1.interventions.vectors import need_number, unit
+from vllm.v1.interventions.vectors import need_number, pack_float32, pack_unit, unit
 
 CAPTURE, QK, STEER = "output_residual_stream", "output_qk", "apply_steering_vectors"
 KEYS = (CAPTURE, QK, STEER, "skip_reading_prefix_cache", "activations_transport")
 """What is read here; vLLM-Lens's other keys are refused by name."""
-
-MAX_ROWS = 1 << 16
-"""Most rows of all vectors of a request, layers times positions."""
 
 _VECTOR_KEYS = {"activations", "layer_indices", "scale", "norm_match", "position_indices"}
 
@@ -36,40 +35,44 @@ READS = (
 """The paths of all fields of a body that are read here; `[]` is each entry of a list."""
 
 
-def fields_of(args: Mapping[str, Any], path: str, shape: TapShape) -> dict[str, Any]:
+def fields_of(args: Mapping[str, Any], path: str, shape: TapShape, work: Work) -> dict[str, Any]:
     """Return the fields of `SamplingParams` for a request's `KEYS`.
 
     Args:
         args: its `extra_args`.
         path: what stands before a key in errors, with a dot.
         shape: what the model offers.
+        work: counts what is made of them, before it is made.
 
     Raises:
         ValueError: a value is wrong, or cannot be honoured exactly; the message has its path.
     """
     fields: dict[str, Any] = {}
     hooks = {}
-    if layers := _layers(args.get(CAPTURE), f"{path}{CAPTURE}", shape, "all"):
+    if layers := _layers(args.get(CAPTURE), f"{path}{CAPTURE}", shape, "all", work):
         hooks["post_block"] = layers
-    if layers := _layers(args.get(QK), f"{path}{QK}", shape, [*(shape.heads or shape.points)]):
+    every = [*(shape.heads or shape.points)]
+    if layers := _layers(args.get(QK), f"{path}{QK}", shape, every, work):
         _need_forms(layers, f"{path}{QK}", shape)
         hooks |= {"q": layers, "k": layers}
     if hooks:
         fields["capture"] = {"inline": {"hooks": hooks, "positions": "all"}}
-    if (given := _json(args.get(STEER), f"{path}{STEER}")) is not None:
+    if (given := _json(args.get(STEER), f"{path}{STEER}", work)) is not None:
         if not isinstance(given, list | tuple):
             reject(f"{path}{STEER}", f"must be a list of vectors, got {show(given)}")
-        if ops := _Vectors(given, f"{path}{STEER}", shape).ops():
+        if ops := _Vectors(given, f"{path}{STEER}", shape, work).ops():
             fields["steering"] = ops
     if args.get("skip_reading_prefix_cache"):
         fields["skip_reading_prefix_cache"] = True
     return fields
 
 
-def _json(value: Any, path: str) -> Any:
-    """Return a value that may be given as JSON text, as it is over HTTP."""
+def _json(value: Any, path: str, work: Work) -> Any:
+    """Return a value that may be given as JSON text, as it is over HTTP. What is in the text is
+    counted before it is read: a list of empty lists takes 30 times its text."""
     if not isinstance(value, str):
         return value
+    work.charge(sum(map(value.count, ",[{")), Unit.ENTRY, path)
     try:
         return json.loads(value)
     except (ValueError, RecursionError):
@@ -83,11 +86,12 @@ def _layer(value: Any, path: str, shape: TapShape) -> int:
     return layer
 
 
-def _layers(given: Any, path: str, shape: TapShape, every: Any) -> Any:
+def _layers(given: Any, path: str, shape: TapShape, every: Any, work: Work) -> Any:
     """The layers that are asked for: those of a list, or `every` for what is true."""
-    given = _json(given, path)
+    given = _json(given, path, work)
     if (listed := plain_list(given)) is None:
         return every if given else []
+    work.charge(len(listed), Unit.ENTRY, path)
     return [_layer(n, f"{path}[{i}]", shape) for i, n in enumerate(listed)]
 
 
@@ -105,18 +109,33 @@ def _need_forms(layers: list[int], path: str, shape: TapShape) -> None:
         reject(path, "these layers have heads of different numbers or widths; ask for some of them")
 
 
+class _Row(NamedTuple):
+    """A row of a vector that was given, times what."""
+
+    rows: torch.Tensor
+    """[positions, hidden] of one layer."""
+    number: int
+    """Which of them."""
+    scale: float
+
+    def added(self, matched: bool) -> np.ndarray:
+        """What it adds, float64 [hidden]: in units of the stream's norm if it is norm-matched."""
+        row = self.rows[self.number].to("cpu", torch.float64).numpy()
+        return self.scale * (unit(row) if matched and row.any() else row)
+
+
 class _Vectors:
     """The vectors of a request by layer: those of all positions, and those of single ones.
 
     vLLM-Lens takes the norm of a row before it adds any vector of its layer, so the vectors of a
-    layer are one sum, and those in units of the row's norm another.
+    layer are one sum, and those in units of the row's norm another. Rows stay as they were given
+    until their sum is made, in float64, and that is kept in float32.
     """
 
-    def __init__(self, given: Sequence[Any], path: str, shape: TapShape) -> None:
-        self._shape = shape
-        self._left, self._rows_left = MAX_BYTES, MAX_ROWS
-        self._sums: dict[tuple[int, bool], dict[int | None, np.ndarray]] = {}
-        """By layer and whether norm-matched: position, None for all -> float64 [hidden]."""
+    def __init__(self, given: Sequence[Any], path: str, shape: TapShape, work: Work) -> None:
+        self._path, self._shape, self._work = path, shape, work
+        self._sums: dict[tuple[int, bool], dict[int | None, list[_Row]]] = {}
+        """By layer and whether norm-matched: position, None for all -> what is added."""
         for i, each in enumerate(given):
             self._add(_mapping(each, f"{path}[{i}]"), f"{path}[{i}]")
 
@@ -144,32 +163,35 @@ class _Vectors:
             reject(f"{path}.position_indices", "needs activations [layers, positions, hidden]")
         for layer, rows in zip(layers, values.unbind(), strict=True):
             sums = self._sums.setdefault((layer, matched), {})
-            for place, row in zip(places, rows.reshape(len(places), -1).unbind(), strict=True):
-                added = row.to("cpu", torch.float64).numpy()
-                added = scale * (unit(added) if matched and added.any() else added)
-                sums[place] = sums[place] + added if place in sums else added
+            rows = rows.reshape(len(places), -1)
+            for i, place in enumerate(places):
+                sums.setdefault(place, []).append(_Row(rows, i, scale))
 
     def _tensor(self, value: Any, path: str) -> torch.Tensor:
         """Return `activations`, [layers, hidden] or [layers, positions, hidden], on the CPU."""
+
+        def admit(given: Sequence[int]) -> None:
+            hidden = self._shape.hidden_size
+            if len(given) not in (2, 3) or given[-1] != hidden:
+                allowed = f"[layers, {hidden}] or [layers, positions, {hidden}]"
+                reject(path, f"has shape {list(given)}, the model needs {allowed}")
+            rows = math.prod(given[:-1])
+            self._work.charge(rows, Unit.ENTRY, path)
+            self._work.charge(rows * 4 * hidden >> 10, Unit.KILOBYTE, path)
+
         if isinstance(value, Mapping):
-            tensor = decoded(value, path, self._left)
+            tensor = decoded(value, path, admit)
         elif isinstance(value, torch.Tensor | np.ndarray):
-            tensor = torch.as_tensor(value)
+            tensor = torch.as_tensor(value).detach()
+            admit(tensor.shape)
         else:
             reject(path, f"must be a tensor, got {show(value)}")
-        if tensor.ndim not in (2, 3) or tensor.shape[-1] != self._shape.hidden_size:
-            hidden = self._shape.hidden_size
-            allowed = f"[layers, {hidden}] or [layers, positions, {hidden}]"
-            reject(path, f"has shape {list(tensor.shape)}, the model needs {allowed}")
         if not tensor.is_floating_point() or not tensor.numel():
             reject(path, f"must have floats, has {tensor.numel()} of {tensor.dtype}")
-        if not torch.isfinite(tensor).all():
+        # In parts, as what is looked at is copied.
+        if not all(torch.isfinite(part).all() for part in tensor.flatten().split(1 << 20)):
             reject(path, "is not finite")
-        self._left -= tensor.numel() * tensor.itemsize
-        self._rows_left -= tensor.shape[:-1].numel()
-        if self._left < 0 or self._rows_left < 0:
-            reject(path, f"takes a request past {MAX_BYTES} bytes or {MAX_ROWS} rows of vectors")
-        return tensor.detach()
+        return tensor
 
     def _listed(self, value: Any, path: str, count: int) -> Sequence[Any]:
         listed = plain_list(value)
@@ -181,27 +203,34 @@ class _Vectors:
     def ops(self) -> list[dict[str, Any]]:
         """Return the operations: of a layer first what takes the row's norm, then what adds."""
         ops = []
-        for (layer, matched), sums in sorted(self._sums.items(), key=lambda item: not item[0][1]):
-            base = sums.pop(None, np.zeros(self._shape.hidden_size))
-            places = sorted(place for place in sums if place is not None)
-            rows = [(place, base + sums[place]) for place in places]
-            acting = [(place, row) for place, row in rows if row.any()]
+        for (layer, matched), rows in sorted(self._sums.items(), key=lambda item: not item[0][1]):
+            base = self._sum(rows.pop(None, ()), matched)
+            places = sorted(place for place in rows if place is not None)
             at = {"point": "post_block", "layers": [layer]}
             if base.any():
                 elsewhere = {"positions": ["all", {"except": {"at": places}}]} if places else {}
                 ops.append({**at, **elsewhere, **_change(base, matched)})
-            groups: dict[float, list[tuple[int, np.ndarray]]] = {}
-            for place, row in acting:  # of one length those that one operation can have
-                length = float(np.float32(np.linalg.norm(row))) if matched else 1.0
-                groups.setdefault(length, []).append((place, row))
+            values = np.empty((len(places), self._shape.hidden_size), np.float32)
+            groups: dict[float, list[int]] = {}
+            for i, place in enumerate(places):  # of one length those that one operation can have
+                row = base + self._sum(rows[place], matched)
+                if row.any():
+                    length = float(np.float32(np.linalg.norm(row))) if matched else 1.0
+                    pack = pack_unit if matched else pack_float32
+                    values[i] = np.frombuffer(pack(row, self._path), np.float32)
+                    groups.setdefault(length, []).append(i)
             for length, group in groups.items():
-                values = np.stack([row for _, row in group])
+                acting = values if len(group) == len(places) else values[group]
                 name = "norm_match" if matched else "add"
-                where = [place for place, _ in group]
+                where = [places[i] for i in group]
                 ops.append(
-                    {**at, "op": name, "values": values, "positions": where, "scale": length}
+                    {**at, "op": name, "values": acting, "positions": where, "scale": length}
                 )
         return ops
+
+    def _sum(self, rows: Iterable[_Row], matched: bool) -> np.ndarray:
+        """What several rows add together, float64 [hidden]."""
+        return sum((row.added(matched) for row in rows), np.zeros(self._shape.hidden_size))
 
 
 def _change(vector: np.ndarray, matched: bool) -> dict[str, Any]:
@@ -281,25 +310,59 @@ def _sent(made: dict[str, Any] | None) -> dict[str, Any] | None:
     }
 
 
-async def with_activations(stream: AsyncIterator[str]) -> AsyncIterator[str]:
-    """Pass a stream of chat chunks on, with one more event of `activations` before its end."""
-    rows: dict[Site, list[torch.Tensor]] = {}
-    forms: dict[int, AttentionForm] = {}
-    async for event in stream:
-        if event.startswith("data: [DONE]") and rows:
-            made = _activations({site: torch.cat(parts) for site, parts in rows.items()}, forms)
-            yield f"data: {json.dumps({'activations': _sent(made)})}\n\n"
-        elif event.startswith("data: {"):
-            for choice in json.loads(event[6:]).get("choices", ()):
-                shown = choice.get("capture_results", {}).get("inline", {})
-                for site in shown.get("payload") or () if not choice["index"] else ():
-                    rows.setdefault((site["point"], site["layer"]), []).append(_shown(site))
-                    if "form" in site:
-                        forms[site["layer"]] = site["form"]
-        yield event
+class _Site(msgspec.Struct):
+    """What is read of a site of a chunk, as the server has just written it."""
+
+    point: str
+    layer: int
+    dtype: str
+    shape: list[int]
+    data: bytes
+    form: Any = None
+
+    def rows(self) -> torch.Tensor:
+        flat = torch.frombuffer(bytearray(self.data), dtype=dtype_of(self.dtype))
+        return flat.reshape(self.shape)
 
 
-def _shown(site: Mapping[str, Any]) -> torch.Tensor:
-    """Return the rows of one site of a chunk, as the server has just written them."""
-    raw = torch.frombuffer(bytearray(base64.b64decode(site["data"])), dtype=torch.uint8)
-    return raw.view(dtype_of(site["dtype"])).reshape(site["shape"])
+class _Inline(msgspec.Struct):
+    payload: list[_Site] | None = None
+
+
+class _Results(msgspec.Struct):
+    inline: _Inline = msgspec.field(default_factory=_Inline)
+
+
+class _Choice(msgspec.Struct):
+    index: int
+    capture_results: _Results = msgspec.field(default_factory=_Results)
+
+
+class _Chunk(msgspec.Struct):
+    choices: list[_Choice] = msgspec.field(default_factory=list)
+
+
+class StreamedRows:
+    """Gathers the rows of a chat's answer from its events. Both methods take time: call them in a
+    thread."""
+
+    def __init__(self) -> None:
+        self._rows: dict[Site, list[torch.Tensor]] = {}
+        self._forms: dict[int, AttentionForm] = {}
+
+    def add(self, event: str) -> None:
+        """Take the rows out of an event."""
+        for choice in msgspec.json.decode(event.removeprefix("data: "), type=_Chunk).choices:
+            sites = choice.capture_results.inline.payload or ()
+            for site in sites if not choice.index else ():
+                if site.data:
+                    self._rows.setdefault((site.point, site.layer), []).append(site.rows())
+                if site.form is not None:
+                    self._forms[site.layer] = site.form
+
+    def event(self) -> str:
+        """Return one more event, of `activations`; an empty text if there were no rows."""
+        values = {site: torch.cat(self._rows.pop(site)) for site in [*self._rows]}
+        made = _sent(_activations(values, self._forms))
+        said = msgspec.json.encode({"activations": made}).decode()
+        return f"data: {said}\n\n" if made else ""

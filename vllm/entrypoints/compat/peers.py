@@ -113,7 +113,8 @@ def refuse_peer_args(
 
 
 def refuse_peer_fields(extra: Mapping[str, Any] | None, config: "VllmConfig") -> None:
-    """Refuse what a body of a completion or chat says to another tool, or where nothing reads it.
+    """Refuse what a body of a completion or chat says to another tool, or where nothing reads it,
+    by names alone.
 
     Args:
         extra: the fields of the body that its model does not have.
@@ -133,14 +134,22 @@ def refuse_peer_fields(extra: Mapping[str, Any] | None, config: "VllmConfig") ->
     steering = extra.get("steering")
     if isinstance(steering, Mapping) and "easysteer" not in config.steering_config.compat:
         reject("steering", said(SPEC))
-    for i, entry in enumerate(steering if isinstance(steering, list) else ()):
-        if isinstance(entry, Mapping) and "op" not in entry and "scope" in entry:
-            reject(f"steering[{i}]", said(Foreign(RHIZO, "an operation with a 'gate'")))
     if steering is not None and extra.get("conversation_id") is not None:
         reject(
             "conversation_id",
             said(Foreign(RHIZO, "'steering' in each turn: no state is kept between requests")),
         )
+
+
+def refuse_peer_ops(steering: Any) -> None:
+    """Refuse entries of a `steering` that are for another tool; it looks at each.
+
+    Raises:
+        ValueError: as `refuse_peer_args`.
+    """
+    for i, entry in enumerate(steering if isinstance(steering, list) else ()):
+        if isinstance(entry, Mapping) and "op" not in entry and "scope" in entry:
+            reject(f"steering[{i}]", said(Foreign(RHIZO, "an operation with a 'gate'")))
 
 
 Found = tuple[str, str]

@@ -8,18 +8,18 @@ sends is bounded by what it says of itself, before anything is decoded or decomp
 import base64
 import binascii
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 
-from vllm.v1.interventions.errors import reject, show, show_key
+from vllm.v1.interventions.errors import reject, show, unknown_keys
 from vllm.v1.interventions.plan import dtype_of
 from vllm.v1.interventions.values import plain
 
 MAX_BYTES = 256 << 20
-"""Most bytes of all tensors of a request, decompressed."""
+"""Most bytes of a tensor, decompressed."""
 
 _STORED = {"bfloat16": "<i2", "float16": "<f2", "float32": "<f4", "float64": "<f8"}
 """Dtype of a tensor -> of numpy's that it travels as."""
@@ -37,19 +37,20 @@ def need_int(value: Any, path: str) -> int:
 
 def need_keys(given: Mapping[str, Any], path: str, known: set[str], needed: Sequence[str]) -> None:
     """Raise ValueError for a key that is not `known`, or one that is missing."""
-    unknown = sorted(show_key(key) for key in given.keys() - known)
-    if unknown:
-        reject(path, f"has the keys {unknown[:8]}, which nothing reads; it has {sorted(known)}")
+    if unknown := unknown_keys(given, known):
+        reject(path, f"has the keys {unknown}, which nothing reads; it has {sorted(known)}")
     for key in needed:
         if key not in given:
             reject(path, f"lacks {key!r}")
 
 
-def decoded(value: Mapping[str, Any], path: str, limit: int = MAX_BYTES) -> torch.Tensor:
+def decoded(
+    value: Mapping[str, Any], path: str, admit: Callable[[list[int]], None] | None = None
+) -> torch.Tensor:
     """Return the tensor of a wire form, of the dtype that it had.
 
     Args:
-        limit: most bytes of it, checked before anything is decoded.
+        admit: is told the shape before anything is decoded, and may refuse it.
 
     Raises:
         ValueError: a key is missing, unknown or wrong, or the data are not what the others say.
@@ -69,8 +70,10 @@ def decoded(value: Mapping[str, Any], path: str, limit: int = MAX_BYTES) -> torc
         reject(f"{path}.shape", "must be a list of one to three ints")
     shape = [need_int(size, f"{path}.shape[{i}]") for i, size in enumerate(shape)]
     size = math.prod(shape) * stored.itemsize
-    if min(shape) < 1 or size > limit:
-        reject(f"{path}.shape", f"must be of 1 to {limit} bytes, is of {show(size)}")
+    if min(shape) < 1 or size > MAX_BYTES:
+        reject(f"{path}.shape", f"must be of 1 to {MAX_BYTES} bytes, is of {show(size)}")
+    if admit is not None:
+        admit(shape)
     data = value["data"]
     # Compressed, what cannot be made smaller is a little larger.
     if not isinstance(data, str) or len(data) > 4 * (size + size // 128 + 1024) // 3:

@@ -136,7 +136,7 @@ def asked_fields(request: BaseModel) -> dict[str, Any]:
 
 def names_modules(asked: Mapping[str, Any]) -> bool:
     """Tell whether fields name modules, which another API server may have registered."""
-    if "steering_modules" in asked:
+    if asked.get("steering_modules") is not None:
         return True
     rules, capture = asked.get("rules"), asked.get("capture")
     for rule in rules[:MAX_RULES] if isinstance(rules, list) else ():

@@ -119,7 +119,20 @@ async def written(
 
 def streamed(chunks: AsyncGenerator[str, None], request: "ChatCompletionRequest") -> Any:
     """Return the chunks of a chat's answer, with what the tool of its request expects beside."""
-    return lens.with_activations(chunks) if _speaks_lens(request) else chunks
+    return _with_activations(chunks) if _speaks_lens(request) else chunks
+
+
+async def _with_activations(chunks: AsyncGenerator[str, None]) -> AsyncGenerator[str, None]:
+    """Pass events on, with one more of what vLLM-Lens calls activations before the last; all work
+    on them is done in threads."""
+    rows = lens.StreamedRows()
+    async for event in chunks:
+        if event.startswith("data: [DONE]"):
+            if more := await run_in_threadpool(rows.event):
+                yield more
+        elif event.startswith("data: {"):
+            await run_in_threadpool(rows.add, event)
+        yield event
 
 
 def _speaks_lens(request: "CompletionRequest | ChatCompletionRequest") -> bool:

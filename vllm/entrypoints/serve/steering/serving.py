@@ -2,12 +2,12 @@
 """Takes steering and capture out of the bodies of completions and chats, before they generate."""
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
-from vllm.entrypoints.compat.doors import read_args, read_fields
-from vllm.entrypoints.compat.peers import refuse_peer_args, refuse_peer_fields
+from vllm.entrypoints.compat.doors import is_asked, read_args, read_fields
+from vllm.entrypoints.compat.peers import refuse_peer_args, refuse_peer_fields, refuse_peer_ops
 from vllm.logger import init_logger
 from vllm.sampling_params import BeamSearchParams, SamplingParams
 from vllm.v1.interventions.errors import printable
@@ -18,6 +18,7 @@ from vllm.v1.interventions.plan import PLAN_FIELDS, Plan
 from .body import asked_fields, names_modules, refuse_beams, set_plan_fields
 
 if TYPE_CHECKING:
+    from vllm.config import VllmConfig
     from vllm.entrypoints.generate.base.serving import GenerateBaseServing
     from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
     from vllm.entrypoints.openai.completion.protocol import CompletionRequest
@@ -41,6 +42,7 @@ async def intervene(
 ) -> None:
     """Put what a body asks of steering and capture into `params`; refuse what it asks other tools.
 
+    What is in the fields is looked at in the threads of plans, and not on the event loop.
     Where the response is streamed, all of it is checked here: an error of the engine would come
     after a 200. So it is for several prompts: they have the limits of one together.
 
@@ -55,32 +57,46 @@ async def intervene(
     engine = cast("AsyncLLM", serving.engine_client)
     config, processor = engine.vllm_config, engine.input_processor
     refuse_peer_fields(request.model_extra, config)
-    asked = read_fields(asked_fields(request), config)
+    asked = asked_fields(request)
     if isinstance(params, BeamSearchParams):
         refuse_peer_args(request.vllm_xargs, config, XARGS)
         if asked:
             refuse_beams(asked)
         await engine.steering.refresh()  # of rules: a beam is refused where some hold for all
         return
-    if asked:
-        await processor.plan_threads.run(set_plan_fields, params, asked)
-    if params.extra_args:
-        opened = await processor.plan_threads.run(read_args, params, config, XARGS)
-        for name in (*PLAN_FIELDS, "extra_args", "skip_reading_prefix_cache"):
-            setattr(params, name, getattr(opened, name))
+    if not asked and not is_asked(params, config):
+        refuse_peer_args(params.extra_args, config, XARGS)
+        return
+    run = processor.plan_threads.run
+    if await run(_read, params, asked, config, num_prompts):
+        await engine.steering.refresh()
     if all(getattr(params, name) is None for name in PLAN_FIELDS):
         return
     if num_prompts > 1 and isinstance(params.capture, Mapping):
         params.capture = NumberedCapture(params.capture, number)
-    if names_modules(asked):
-        await engine.steering.refresh()
     if request.stream or num_prompts > 1 or serving.request_logger is not None:
-        plan = await processor.plan_threads.run(
+        plan = await run(
             resolve, params, params, prompt, False, config, processor.tokenizer,
             processor.modules, num_prompts,
         )  # fmt: skip
         if serving.request_logger is not None and plan is not None:
-            logger.info("Request %s: %s", printable(request_id), described(plan))
+            logger.info("Request %s: %s", printable(request_id), await run(described, plan))
+
+
+def _read(
+    params: SamplingParams, asked: Mapping[str, Any], config: "VllmConfig", num_prompts: int
+) -> bool:
+    """Put the fields of a body into `params`, also those that are in another tool's words.
+
+    Returns:
+        whether they name modules.
+    """
+    refuse_peer_ops(asked.get("steering"))
+    set_plan_fields(params, read_fields(asked, config, num_prompts))
+    opened = read_args(params, config, XARGS, num_prompts)
+    for name in (*PLAN_FIELDS, "extra_args", "skip_reading_prefix_cache"):
+        setattr(params, name, getattr(opened, name))
+    return names_modules({name: getattr(params, name) for name in PLAN_FIELDS})
 
 
 def described(plan: Plan) -> str:

@@ -24,10 +24,16 @@ class PlanThreads:
     Args:
         process_inputs: `InputProcessor.process_inputs`, which resolves what a request asks for.
         modules: those that requests may name.
+        is_asked: whether parameters say anything in another tool's words, which is read, too.
     """
 
-    def __init__(self, process_inputs: Callable[..., T], modules: ModuleCatalog) -> None:
-        self._process_inputs, self._modules = process_inputs, modules
+    def __init__(
+        self,
+        process_inputs: Callable[..., T],
+        modules: ModuleCatalog,
+        is_asked: Callable[[SamplingParams], bool],
+    ) -> None:
+        self._process_inputs, self._modules, self._is_asked = process_inputs, modules, is_asked
         self._threads = ThreadPoolExecutor(MAX_THREADS, "plan")
 
     async def run(self, work: Callable[..., T], *args: Any, **kwargs: Any) -> T:
@@ -42,8 +48,8 @@ class PlanThreads:
         if self._modules.asks_others:
             await self._modules.refresh()
         work = partial(self._process_inputs, request_id, prompt, params, **kwargs)
-        if isinstance(params, SamplingParams) and any(
-            getattr(params, field) is not None for field in PLAN_FIELDS
-        ):
-            return await self.run(work)
+        if isinstance(params, SamplingParams):
+            steers = any(getattr(params, field) is not None for field in PLAN_FIELDS)
+            if steers or self._is_asked(params):
+                return await self.run(work)
         return work()
