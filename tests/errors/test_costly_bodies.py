@@ -168,6 +168,32 @@ def test_attention_weights_are_counted_before_any_is_made() -> None:
         assert cost.error.startswith("capture.inline.attention: takes the request past"), cost.error
 
 
+def test_attention_is_counted_of_all_positions_that_are_captured() -> None:
+    """It is read of each of them: with rows of all of a long prompt, so are all its weights."""
+    rows = {"hooks": {"q": {0: [0]}}, "positions": "all_prompt"}
+    asked = {"heads": "all", "queries": "last_prompt", "give": ["weights"]}
+    every: dict[str, Any] = {"config": HEADED, "prompt": PROMPT}
+    for legal in (
+        [rows],
+        [{"attention": asked}],
+        [rows, {"attention": {**asked, "heads": {0: 0}}}],
+    ):
+        assert Cost({"capture": {"inline": legal}}, **every).plan is not None
+    costly = Cost({"capture": {"inline": [rows, {"attention": asked}]}}, **every)
+    assert costly.error.startswith("capture.inline[1].attention: takes the request past")
+
+
+def test_a_step_is_told_what_its_queries_cost() -> None:
+    def key_weights(**asked: Any) -> int:
+        plan = Cost(weights({0: [0, 1, 2], 1: 0}, **asked), config=HEADED, prompt=64).plan
+        assert plan is not None and plan.capture is not None
+        return plan.capture.key_weights
+
+    assert key_weights(ranges=0, give=["weights"]) == 4
+    assert key_weights(ranges=64) == 8
+    assert key_weights(ranges=64, give=["peak", "top"], top=3) == 4 * 66
+
+
 def under_lens(positions: Any, **lens: Any) -> dict[str, Any]:
     asked = {"hooks": {"post_block": "all"}, "positions": positions}
     return {"capture": {"inline": {**asked, "lens": {"name": "logit", "top_k": 1, **lens}}}}

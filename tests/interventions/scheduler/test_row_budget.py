@@ -9,16 +9,25 @@ from typing import Any
 import pytest
 
 from vllm.v1.interventions.positions import Positions
-from vllm.v1.interventions.scheduler.row_budget import RowBudget
+from vllm.v1.interventions.scheduler.row_budget import STEP_WEIGHTS, RowBudget
+from vllm.v1.request import RequestStatus
 
 pytestmark = pytest.mark.quick
 
 
-def request(name: str, *runs: tuple[int, int]) -> Any:
+def request(name: str, *runs: tuple[int, int], key_weights: int = 0) -> Any:
     wanted = Positions(runs)
-    ours = SimpleNamespace(arena_rows=1, wanted=wanted, last_run=wanted.runs()[-1])
+    ours = SimpleNamespace(
+        arena_rows=1, key_weights=key_weights, wanted=wanted, last_run=wanted.runs()[-1]
+    )
     return SimpleNamespace(
-        request_id=name, interventions=ours, num_prompt_tokens=8, num_tokens=9, mm_features=None
+        request_id=name,
+        interventions=ours,
+        num_prompt_tokens=8,
+        num_tokens=9,
+        mm_features=None,
+        arrival_time=0.0,
+        status=RequestStatus.RUNNING,
     )
 
 
@@ -56,3 +65,36 @@ def test_positions_of_any_run_are_found() -> None:
     for position, wanted in {10: True, 12: False, 19: False, 20: True, 29: True, 30: False}.items():
         assert rows.cap_tokens(some, position, 1) == 1
         assert bool(rows.pop_offsets({"some": 1})) == wanted
+
+
+def steps_of(rows: RowBudget, prompt: Any, length: int) -> list[int]:
+    """In how many tokens a prompt is computed, step by step."""
+    done: list[int] = []
+    while sum(done) < length:
+        done.append(rows.cap_tokens(prompt, sum(done), length - sum(done)))
+        rows.pop_offsets({prompt.request_id: done[-1]})
+        assert len(done) < 1000
+    return done
+
+
+def test_a_step_makes_a_bounded_number_of_weights() -> None:
+    """A prompt is computed in more steps the more is read of its queries, and one query fits
+    whatever it costs."""
+    length, most = 64, STEP_WEIGHTS // 64
+    assert steps_of(budget(), request("rows", (0, length)), length) == [length]
+    for key_weights in (most // 64, most // 4, 8 * most):
+        prompt = request("weights", (0, length), key_weights=key_weights)
+        done = steps_of(budget(), prompt, length)
+        stops = [sum(done[: i + 1]) for i in range(len(done))]
+        made = [n * stop * key_weights for n, stop in zip(done, stops, strict=True)]
+        assert all(n == 1 or one <= 2 * STEP_WEIGHTS for n, one in zip(done, made, strict=True))
+        assert len(done) > 1
+    rows = budget()
+    heavy = [request(name, (0, 99), key_weights=most) for name in ("one", "two")]
+    for first, second in ((1, 0), (0, 1)):  # each in its turn
+        assert [rows.cap_tokens(r, 62, 1) for r in heavy] == [first, second]
+        rows.pop_offsets({"one": 1, "two": 1})
+    withdrawn = heavy[0]
+    assert rows.cap_tokens(withdrawn, 62, 1) == 1
+    rows.withdraw(withdrawn)
+    assert rows.cap_tokens(heavy[1], 62, 1) == 1

@@ -192,7 +192,7 @@ def test_requests_read_together_have_their_own_ranges(monkeypatch: pytest.Monkey
         monkeypatch.setattr(attention_reader, "CHUNK_BYTES", chunk_bytes)
         both = Queriers.of([1, 0], [3, 1], [read.ranges for read in reads], q.device)
         # What a request's ranges take does not grow with its queries, nor with the others' ranges.
-        assert both.edges.numel() == 4 + 2 and both.bases.shape == (4, 1)
+        assert both.edges.numel() == 4 + 2 and both.bases.shape == (2, 1)
         got = reader.read(reads[0].form, sites, q, at, both, KEYS)
         for own, place, read in ((slice(0, 3), 1, reads[0]), (slice(3, 4), 0, reads[1])):
             alone = Queriers.of([place], [own.stop - own.start], [read.ranges], q.device)
@@ -200,6 +200,35 @@ def test_requests_read_together_have_their_own_ranges(monkeypatch: pytest.Monkey
             assert torch.allclose(got[own], want, atol=1e-6)
         other = Queriers.of([1, 0], [3, 1], [reads[1].ranges, reads[0].ranges], q.device)
         assert (reader.read(reads[0].form, sites, q, at, other, KEYS) - got).abs().max() > 0.02
+
+
+def test_ranges_are_looked_up_once_for_all_queries(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However many queries and parts there are: what is looked up is ranges times keys."""
+    layer, _ = layer_of(PLAIN, monkeypatch)
+    looked_up, bucketize = [], torch.bucketize
+    monkeypatch.setattr(
+        torch,
+        "bucketize",
+        lambda at, *a, **k: looked_up.append(at.numel()) or bucketize(at, *a, **k),
+    )
+    ranges = tuple((n % 9, n % 9 + 7, 18, 19 + n % 3) for n in range(64))
+    reader, number = AttentionReader({0: layer}, torch.device("cpu")), 40
+    sites, at = reader.sites([(0, (4,))]), torch.arange(number) % KEYS
+    q = torch.randn(number, WIDTH)
+    every = AttentionRead(("weights",), (), (), 0, "", KEYS)
+    asked = Queriers.of([1], [number], [()], q.device)
+    weights = reader.read(every, sites, q, at, asked, KEYS)[:, 0]
+    want = torch.stack(
+        [weights[:, [*range(a, b), *range(c, d)]].sum(1) for a, b, c, d in ranges], 1
+    )
+    read = AttentionRead(("mass",), tuple(map(str, range(64))), ranges, 0, "", KEYS)
+    for chunk_bytes in (1, 1 << 20):
+        monkeypatch.setattr(attention_reader, "CHUNK_BYTES", chunk_bytes)
+        asked = Queriers.of([1], [number], [ranges], q.device)
+        mass = reader.read(read.form, sites, q, at, asked, KEYS)[:, 0]
+        assert (mass - want).abs().max() < 1e-6
+        assert looked_up == [64 * KEYS]
+        looked_up.clear()
 
 
 @pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="Triton is not interpreted")

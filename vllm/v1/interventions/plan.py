@@ -344,6 +344,9 @@ class CapturePlan(msgspec.Struct, frozen=True):
     projections: dict[str, bytes] = {}
     """Digest -> float32 [k, hidden], C order, native endian."""
     rules: list[Rule] = []
+    key_weights: int = 0
+    """How many weights of attention are made, or gone through, of a captured position for each key
+    up to it."""
     num_samples: int = 1
     sample: int = 0
     """Which of the request's completions this is."""

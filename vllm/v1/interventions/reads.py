@@ -43,6 +43,18 @@ class AttentionRead(msgspec.Struct, frozen=True, array_like=True, tag=True):
         empty = ((),) * len(self.ranges)
         return msgspec.structs.replace(self, names=(), ranges=empty, stop=stop)
 
+    @property
+    def passes(self) -> float:
+        """How often weights are made or gone through; sums over ranges are products with masks,
+        as cheap as those with keys."""
+        ranges = len(self.ranges)
+        return (
+            1
+            + ("mass" in self.give) * ranges / 64
+            + ("peak" in self.give) * ranges
+            + (self.top > 0)
+        )
+
     def width(self, heads: int) -> int:
         """How many numbers a row has."""
         return self.stop if self.sum else heads * sum(self.widths)

@@ -2,6 +2,7 @@
 """What a request may say about attention weights: parsed, checked and resolved to positions."""
 
 from collections.abc import Mapping
+from math import ceil
 from typing import Any
 
 import msgspec
@@ -71,7 +72,6 @@ def attention_selection(
         _sum(asked, give, path),
         runs.stop,
     )
-    _charge(read, runs, sum(map(len, heads.values())), path, prompt)
     sites = sorted((("q", layer) for layer in heads), key=site_order)
     return Selection(
         sites=sites,
@@ -84,13 +84,29 @@ def attention_selection(
     )
 
 
-def _charge(read: AttentionRead, runs: Positions, heads: int, path: str, prompt: Prompt) -> None:
+def charge_attention(
+    selections: Mapping[str, Selection], runs: list[int], prompt: Prompt, path: str
+) -> int:
     """Count the weights of the prompt's queries, over all of the prompt's keys: they are made in
-    the steps that all requests share. A generated token has one query a step."""
-    length = len(prompt.token_ids)
-    times = 1 + ("peak" in read.give) * len(read.ranges) + ("top" in read.give)
-    number = len(runs.below(length)) * length * heads * times * prompt.work.n
-    prompt.work.charge(number >> 10, Unit.WEIGHTS, path)
+    the steps that all requests share, of every captured position. A generated token has one query a
+    step.
+
+    Args:
+        selections: by name, of a request.
+        runs: all positions that it captures, as `Selection.runs`.
+
+    Returns:
+        `CapturePlan.key_weights`.
+    """
+    length, together = len(prompt.token_ids), 0.0
+    queries = len(Positions.from_flat(runs).below(length))
+    for name, selection in selections.items():
+        if isinstance(selection.reads, AttentionRead):
+            each = selection.reads.passes * sum(map(len, selection.heads.values()))
+            number = int(queries * length * each) * prompt.work.n
+            prompt.work.charge(number >> 10, Unit.WEIGHTS, f"{path}.{name}.attention")
+            together += each
+    return ceil(together)
 
 
 def _of_pairs(value: Any, path: str) -> Any:

@@ -18,7 +18,10 @@ from vllm.sampling_params import SamplingParams
 from vllm.v1.capture.consumer import SHARED_FIELDS, CaptureConsumer
 from vllm.v1.capture.registry import INLINE, ConsumerSpec
 from vllm.v1.interventions.errors import need_mapping, reject, show, show_key
-from vllm.v1.interventions.frontend.attention_request import attention_selection
+from vllm.v1.interventions.frontend.attention_request import (
+    attention_selection,
+    charge_attention,
+)
 from vllm.v1.interventions.frontend.capture_streams import Streams, union
 from vllm.v1.interventions.frontend.lens_request import charge_lenses, lens_read
 from vllm.v1.interventions.frontend.module_catalog import ModuleCatalog
@@ -139,6 +142,7 @@ def parse_capture(
     made = sum(s.row_bytes * len(s.sites) for s in placed if s.differs or s.reads is not None)
     under = sum(len(s.sites) for s in placed if isinstance(s.reads, LensRead))
     charge_lenses(selections, runs, shape, prompt, path)
+    key_weights = charge_attention(selections, runs, prompt, path)
     return CapturePlan(
         sites=sites,
         runs=runs,
@@ -149,6 +153,7 @@ def parse_capture(
         dtype=shape.dtype,
         projections=projections,
         rules=placed_rules,
+        key_weights=key_weights,
     )
 
 

@@ -37,6 +37,8 @@ class RequestInterventions:
         capture = self.plan.capture
         self.arena_rows = capture.arena_rows if capture else 0
         """Rows that a captured position takes on the device; 0 if it captures nothing."""
+        self.key_weights = capture.key_weights if capture else 0
+        """As `CapturePlan` has it."""
         self.wanted = Positions.from_flat(capture.runs) if capture else NO_POSITIONS
         self._relayed = [s.relayed for s in capture.streams] if capture else []
         self.relays_all = all(self._relayed)

@@ -17,6 +17,10 @@ SPLIT_BYTES = 128 << 20
 """The rows of a step that are worth a message of each sender. Fewer leave one GPU while the next
 step runs."""
 
+STEP_WEIGHTS = 1 << 28
+"""Weights of attention that are made in one step for captures: a GPU takes some 50 ms for them,
+two cores of a CPU take seconds. One position's may be more."""
+
 
 class Claim(NamedTuple):
     """What a request is owed that was refused rows."""
@@ -51,7 +55,12 @@ class RowBudget:
             self._whole = min(self._capacity, SPLIT_BYTES // config.tap_shape.row_bytes)
             self._senders = config.tap_shape.senders
             self._whole_prompts = config.tap_shape.whole_prompts
+        drafts = config.speculative_config
+        self._at_once = 1 if drafts is None else 1 + drafts.num_speculative_tokens
+        """How many positions of a request cannot be in different steps."""
         self._offsets: dict[str, np.ndarray] = {}
+        self._each: dict[str, int] = {}
+        """The rows of each position of requests that read attention."""
         self._decoding = True
         """Whether all of them are `FIRST_TOKEN`."""
         self._taken = 0
@@ -78,6 +87,8 @@ class RowBudget:
             return num_tokens
         if name in self._offsets:
             self._give_back(request)
+        if ours.key_weights and not (self._whole_items or self._whole_prompts):
+            each = self._each[name] = self._with_weights(request, first + num_tokens)
         if num_tokens == 1 and not self._speculates:
             # Decoding, the common case, without numpy and with few calls.
             start, stop = ours.last_run
@@ -115,6 +126,14 @@ class RowBudget:
             wanted = wanted[wanted < first + num_tokens]
         self._grant(request, (wanted - first).astype(np.int32), len(wanted) * each)
         return num_tokens
+
+    def _with_weights(self, request: Request, stop: int) -> int:
+        """The rows that a position of a request takes which reads attention of `stop` keys: its
+        share of `STEP_WEIGHTS` is one of the capacity, too."""
+        ours = request.interventions
+        weights = ours.key_weights * stop
+        rows = ours.arena_rows + weights * self._capacity // STEP_WEIGHTS
+        return max(min(rows, self._capacity // self._at_once), ours.arena_rows)
 
     def _room(self, request: Request) -> int:
         """Rows the request may take: what nobody has an older claim on. A prompt that waited with
@@ -155,7 +174,8 @@ class RowBudget:
     def _give_back(self, request: Request) -> None:
         offsets = self._offsets.pop(request.request_id, None)
         if offsets is not None:
-            self._taken -= len(offsets) * request.interventions.arena_rows
+            each = self._each.pop(request.request_id, request.interventions.arena_rows)
+            self._taken -= len(offsets) * each
 
     def withdraw(self, request: Request) -> None:
         """Drop a request that is not part of this step after all, or has ended."""
@@ -165,7 +185,7 @@ class RowBudget:
 
     def pop_offsets(self, num_scheduled_tokens: dict[str, int]) -> dict[str, np.ndarray]:
         """Rows to capture, and start the next step: request id -> int32 offsets into its tokens."""
-        offsets, self._offsets, self._taken = self._offsets, {}, 0
+        offsets, self._offsets, self._taken, self._each = self._offsets, {}, 0, {}
         self._claims, self._refused, self._step = self._refused, {}, self._step + 1
         decoding, self._decoding = self._decoding, True
         if decoding and offsets.keys() <= num_scheduled_tokens.keys():

@@ -6,7 +6,8 @@ next step can write to a block. Layers that see keys alike are read together, wh
 of requests, so that a step launches little more for many than for one.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import lru_cache
 from typing import NamedTuple
 
 import numpy as np
@@ -209,6 +210,8 @@ class AttentionReader:
             float32 [n, sites, `read.width`], as `AttentionRead` says.
         """
         made: dict[int, torch.Tensor] = {}
+        # A prompt's queries are read in many parts, and have the same ranges in all.
+        masks = lru_cache(1)(queriers.masks)
         # Queries of the request's other captures may lie behind: what is made of them is not read.
         stop = min(stop, read.stop or stop)
         for alike in sites:
@@ -217,14 +220,12 @@ class AttentionReader:
             for some in alike.cut(max(CHUNK_BYTES // (4 * stop * max(heads, 1)), 1)):
                 shape = (len(queries), len(some.places), read.width(heads))
                 into = torch.zeros(shape, device=self._device)
-                # Five numbers of a range's mask: the keys on the line and the counts have two each.
-                each = 4 * stop * (len(some.places) * heads + 5 * len(read.ranges))
-                at_once = max(CHUNK_BYTES // each, 1)
+                at_once = max(CHUNK_BYTES // (4 * stop * len(some.places) * max(heads, 1)), 1)
                 for first in range(0, len(queries) if heads else 0, at_once):
                     own = slice(first, first + at_once)
                     part = queriers.part(own)
                     weights, _ = some.weights(queries[own], positions[own], part, stop)
-                    _reduce(read, weights, part, into[own])
+                    _reduce(read, weights, part, masks, into[own])
                 if self._ranks is not None and not read.sum:
                     into = torch.nn.functional.pad(into, (before, behind))
                 made |= zip(some.places, into.unbind(1), strict=True)
@@ -238,23 +239,32 @@ class AttentionReader:
 
 
 def _reduce(
-    read: AttentionRead, weights: torch.Tensor, queriers: Queriers, into: torch.Tensor
+    read: AttentionRead,
+    weights: torch.Tensor,
+    queriers: Queriers,
+    masks: Callable[[range, int], torch.Tensor],
+    into: torch.Tensor,
 ) -> None:
-    """Write what is given of weights [n, sites, heads, keys] to [n, sites, width]."""
+    """Write what is given of weights [n, sites, heads, keys] to [n, sites, width].
+
+    Args:
+        masks: as `Queriers.masks`.
+    """
     keys = weights.shape[3]
     if read.sum:
         into[..., :keys] = weights.sum(2)
         return
     parts = iter(into.unflatten(2, (weights.shape[2], -1)).split(read.widths, dim=3))
-    if read.ranges:
-        masks = queriers.masks(keys)
-    if "mass" in read.give:
-        mass = weights.flatten(1, 2) @ masks.transpose(1, 2)
-        next(parts).copy_(mass.unflatten(1, weights.shape[1:3]))
-    if "peak" in read.give:
-        there = next(parts)
-        for i in range(masks.shape[1]):
-            there[..., i] = (weights * masks[:, None, None, i]).amax(-1)
+    mass, peak = (next(parts) if name in read.give else None for name in ("mass", "peak"))
+    # Five numbers of a range's mask: the keys on the line and the counts have two each.
+    most = max(CHUNK_BYTES // (20 * keys * max(len(read.ranges), 1)), 1)
+    for which, own in queriers.alike(most) if read.ranges else ():
+        inside = masks(which, keys)
+        rows = weights[own].reshape(len(which), -1, keys)
+        if mass is not None:
+            mass[own] = (rows @ inside.transpose(1, 2)).view(mass[own].shape)
+        for i in range(len(read.ranges)) if peak is not None else ():
+            peak[own][..., i] = (rows * inside[:, i : i + 1]).amax(-1).view(peak[own].shape[:3])
     if "top" in read.give:
         found = weights.topk(min(read.top, keys))
         numbers = found.indices.to(torch.int32).where(found.values > 0, -1)

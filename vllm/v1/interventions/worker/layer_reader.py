@@ -2,7 +2,8 @@
 """Keys and values of one layer, read from its pages for the queries of a step."""
 
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from itertools import groupby
 from typing import NamedTuple
 
 import numpy as np
@@ -25,12 +26,14 @@ class Queriers(NamedTuple):
     requests: torch.Tensor
     """int32 [n] on the device: the place of each query's request."""
     bases: torch.Tensor
-    """int64 [n, ranges] there: where position 0 of each query's key ranges lies on a line that has
-    all ranges of all requests behind each other, `END` positions for each."""
+    """int64 [all requests, ranges] there: where position 0 of each one's key ranges lies on a line
+    that has all ranges of all requests behind each other, `END` positions for each."""
     edges: torch.Tensor
     """int64 [edges] there, sorted: where the ranges' runs begin and end on that line, in turn."""
     programs: torch.Tensor | None = None
     """int [n] there: what focus does at each query; None where there is no focus."""
+    first: int = 0
+    """How many of all requests come before these."""
 
     @staticmethod
     def of(
@@ -52,25 +55,42 @@ class Queriers(NamedTuple):
         ]
         edges = async_tensor_h2d(np.concatenate([np.empty(0, np.int64), *flat]), device)
         requests = async_tensor_h2d(np.repeat(np.array(places, np.int32), counts), device)
-        begins = async_tensor_h2d(np.repeat(bases, counts, 0), device)
+        begins = async_tensor_h2d(bases, device)
         return Queriers(list(zip(places, counts, strict=True)), requests, begins, edges)
 
-    def masks(self, keys: int) -> torch.Tensor:
-        """Which of the first keys are in a range: float32 [n, ranges, keys], 1 or 0."""
-        every = self.bases[:, :, None] + torch.arange(keys, device=self.bases.device)
+    def alike(self, most: int) -> Iterator[tuple[range, slice]]:
+        """Neighbouring requests with as many queries each, at most `most` at a time: which of all
+        requests, and where their queries are."""
+        first, done = self.first, 0
+        for count, members in groupby(count for _, count in self.places):
+            left = len(list(members))
+            while left:
+                some = min(left, most)
+                own = slice(done, done + some * count)
+                yield range(first, first + some), own
+                first, done, left = first + some, own.stop, left - some
+
+    def masks(self, which: range, keys: int) -> torch.Tensor:
+        """Which of the first keys are in a range of these of all requests: float32 [requests,
+        ranges, keys], 1 or 0."""
+        bases = self.bases[which.start : which.stop, :, None]
+        every = bases + torch.arange(keys, device=bases.device)
         # A range has an even number of edges, so the parity counts its own alone.
         return (torch.bucketize(every, self.edges, right=True) % 2).float()
 
     def part(self, own: slice) -> "Queriers":
         """Those of some of the queries."""
-        places, first = [], 0
+        places, first, before = [], 0, self.first
         for place, count in self.places:
             inside = min(first + count, own.stop) - max(first, own.start)
             if inside > 0:
                 places.append((place, inside))
             first += count
+            before += first <= own.start
         programs = None if self.programs is None else self.programs[own]
-        return Queriers(places, self.requests[own], self.bases[own], self.edges, programs)
+        return self._replace(
+            places=places, requests=self.requests[own], programs=programs, first=before
+        )
 
 
 class LayerReader:
