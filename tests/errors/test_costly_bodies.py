@@ -15,6 +15,7 @@ import tracemalloc
 from types import FrameType
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -35,15 +36,10 @@ CONFIG = config_of(
     max_steering_rows=4096,
     max_steering_ops=8,
 )
-HEADED = config_of(
-    TapShape(
-        hidden_size=HIDDEN,
-        dtype="float32",
-        points=SHAPE.points,
-        heads={layer: {"q": (32, 8), "z": (32, 8)} for layer in SHAPE.points},
-    ),
-    capture_points=["q", "z"],
+WITH_HEADS = msgspec.structs.replace(
+    SHAPE, heads={layer: {"q": (32, 8), "z": (32, 8)} for layer in SHAPE.points}
 )
+HEADED = config_of(WITH_HEADS, capture_points=["q", "z"])
 EIGHT_B = config_of(
     TapShape(
         hidden_size=4096,
@@ -181,6 +177,31 @@ def test_attention_is_counted_of_all_positions_that_are_captured() -> None:
         assert Cost({"capture": {"inline": legal}}, **every).plan is not None
     costly = Cost({"capture": {"inline": [rows, {"attention": asked}]}}, **every)
     assert costly.error.startswith("capture.inline[1].attention: takes the request past")
+
+
+@pytest.mark.parametrize("fuses", [False, True])
+def test_focus_is_counted_before_any_is_made(fuses: bool) -> None:
+    """By queries, keys and heads; kernels make many more in the same time, of fewer runs."""
+    shape = msgspec.structs.replace(WITH_HEADS, fuses_focus=fuses)
+    config = config_of(shape, capture_points=["q", "z"], steering_families=["focus"])
+
+    def of(heads: Any, runs: int, **more: Any) -> dict[str, Any]:
+        op = {"op": "focus", "heads": heads, "span": [*range(0, 2 * runs, 2)], "factor": 2.0}
+        return {"steering": [{**op, **more}]}
+
+    prompt = LONG if fuses else PROMPT
+    legal = (
+        of("all" if fuses else {"0-5": "all"}, 1),
+        of("all", 64, positions="last_prompt"),
+        of({"0-3": "all"}, 64),
+    )
+    for fields in legal:
+        cost = Cost(fields, config=config, prompt=prompt)
+        assert cost.plan is not None and cost.plan.steering is not None, cost.error
+        assert cost.plan.steering.key_weights > 0
+    for fields in (of("all", 64), {**of({"0-3": "all"}, 64), "n": 100}):
+        refused = Cost(fields, config=config, prompt=prompt)
+        assert refused.error.startswith("steering: takes the request past"), refused.error
 
 
 def test_a_step_is_told_what_its_queries_cost() -> None:

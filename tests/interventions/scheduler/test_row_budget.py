@@ -15,10 +15,15 @@ from vllm.v1.request import RequestStatus
 pytestmark = pytest.mark.quick
 
 
-def request(name: str, *runs: tuple[int, int], key_weights: int = 0) -> Any:
+def request(name: str, *runs: tuple[int, int], key_weights: int = 0, focus_weights: int = 0) -> Any:
     wanted = Positions(runs)
     ours = SimpleNamespace(
-        arena_rows=1, key_weights=key_weights, wanted=wanted, last_run=wanted.runs()[-1]
+        arena_rows=1,
+        key_weights=key_weights,
+        wanted=wanted,
+        last_run=wanted.runs()[-1],
+        focus_weights=focus_weights,
+        focused=wanted,
     )
     return SimpleNamespace(
         request_id=name,
@@ -98,3 +103,25 @@ def test_a_step_makes_a_bounded_number_of_weights() -> None:
     assert rows.cap_tokens(withdrawn, 62, 1) == 1
     rows.withdraw(withdrawn)
     assert rows.cap_tokens(heavy[1], 62, 1) == 1
+
+
+def test_a_step_focuses_a_bounded_number_of_weights() -> None:
+    """A prompt with focus is computed in more steps; where it focuses only its end, the rest is
+    not; one token passes whatever it costs, so that nobody waits for ever."""
+    length, most = 64, STEP_WEIGHTS // 64
+    for focus_weights, steps in ((0, 1), (most // 64, 1), (most // 4, 5), (8 * most, length)):
+        prompt = request("prompt", (0, length), focus_weights=focus_weights)
+        prompt.num_tokens = length
+        done = steps_of(budget(), prompt, length)
+        assert (len(done) == 1) == (steps == 1) and steps <= len(done) <= length, done
+        stops = [sum(done[: i + 1]) for i in range(len(done))]
+        made = [n * stop * focus_weights for n, stop in zip(done, stops, strict=True)]
+        assert all(n == 1 or one <= STEP_WEIGHTS for n, one in zip(done, made, strict=True))
+    end = request("end", (length - 1, length), focus_weights=8 * most)
+    end.num_tokens = length
+    assert steps_of(budget(), end, length) == [length - 1, 1]
+    rows, one, two = budget(), *(request(n, (0, 64), focus_weights=most) for n in "ab")
+    one.num_tokens = two.num_tokens = length
+    assert [rows.cap_tokens(r, 0, length) for r in (one, two)] == [1, 1]
+    drafts = request("drafts", (0, 99), focus_weights=8 * most)
+    assert rows.cap_tokens(drafts, 20, 4) == 4

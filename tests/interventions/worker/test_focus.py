@@ -16,7 +16,7 @@ import torch
 
 from vllm.v1.interventions.focus import FACTOR, RATIO, SHARE, FocusOp
 from vllm.v1.interventions.messages import PlacedFocus, StepInterventions, WorkerRequest
-from vllm.v1.interventions.worker import focus_kernel, focus_table, layer_reader
+from vllm.v1.interventions.worker import focus_kernel, focus_table, focused_weights, layer_reader
 from vllm.v1.interventions.worker.focus_kernel import Workspace
 from vllm.v1.interventions.worker.focus_table import FocusedAttention, FocusTable
 from vllm.v1.interventions.worker.kv_pages import Pages, Sight
@@ -241,6 +241,27 @@ def test_rows(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
         workspace = Workspace.of(HEADS, want.shape[2], CPU)
         case.attention(workspace).attend(case.query, made, lse)
         compare(case, made, want, changed)
+
+
+def test_runs_are_looked_up_once_for_all_queries(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In torch, of each program; and weights are made of the heads that it changes alone."""
+    case, looked_up, made_of = Case("plain", monkeypatch), [], []
+    searchsorted, apply = torch.searchsorted, focused_weights.Focus.apply
+
+    def counted(sorted_: torch.Tensor, values: torch.Tensor, **how: Any) -> torch.Tensor:
+        looked_up.append(values.numel())
+        return searchsorted(sorted_, values, **how)
+
+    def applied(self: Any, logits: torch.Tensor, *more: Any) -> torch.Tensor:
+        made_of.append(logits.shape[1])
+        return apply(self, logits, *more)
+
+    monkeypatch.setattr(torch, "searchsorted", counted)
+    monkeypatch.setattr(focused_weights.Focus, "apply", applied)
+    case.attention().attend(case.query, case.before.clone())
+    assert sum(looked_up) <= sum(max(LENGTHS) for _ in PROGRAMS)
+    assert len(made_of) == len(PROGRAMS) - 1  # one of them is of another layer
+    assert sorted({*made_of}) == [2, HEADS]
 
 
 def test_sums_of_attention_are_used(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -106,6 +106,8 @@ class TapShape(msgspec.Struct, frozen=True):
     final: int | None = None
     """The last layer, if its head reads what the model returns, as it is."""
 
+    fuses_focus: bool = False
+    """Whether kernels focus, which keep no weights; else torch does."""
     lanes: int = 1
     """How many lanes of hidden_size the stream has."""
     senders: int = 1
@@ -124,6 +126,11 @@ class TapShape(msgspec.Struct, frozen=True):
             *points,
             *(FINAL,) * (layer == self.final),
         )
+
+    def focus_passes(self, runs: int) -> float:
+        """How often weights are made or gone through where a span of so many runs is focused. A
+        kernel goes through the runs for some keys at a time."""
+        return (1 + runs / 8) / 128 if self.fuses_focus else 4
 
     def parts(self, site: Site) -> tuple[int, int]:
         """How many heads or lanes a token's row at a site has, and the width of one."""
@@ -249,6 +256,9 @@ class SteeringPlan(msgspec.Struct, frozen=True):
     terms: list[Term] = []
     focus_programs: list[FocusProgram] = []
     focus_ops: list[FocusOp] = []
+    key_weights: int = 0
+    """How many weights of attention are made, or gone through, of a focused position for each key
+    up to it."""
 
 
 class Stream(msgspec.Struct, frozen=True):

@@ -4,6 +4,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from math import ceil
 from typing import Any
 
 import numpy as np
@@ -19,6 +20,7 @@ from vllm.v1.interventions.focus import (
     FocusOp,
     FocusProgram,
 )
+from vllm.v1.interventions.frontend.selectors import Prompt
 from vllm.v1.interventions.frontend.work import Unit, Work
 from vllm.v1.interventions.plan import UNSTEERED, TapShape
 from vllm.v1.interventions.positions import ALL, END, Positions
@@ -65,14 +67,14 @@ class FocusParser:
         shape: what the model offers.
         families: what the engine was started with.
         select: resolves `positions` and `span`.
-        work: counts what they cost.
+        prompt: whose budget counts what they cost.
     """
 
     def __init__(
-        self, shape: TapShape, families: frozenset[str], select: Select, work: Work
+        self, shape: TapShape, families: frozenset[str], select: Select, prompt: Prompt
     ) -> None:
         self._shape, self._families = shape, families
-        self._select, self._work = select, work
+        self._select, self._prompt = select, prompt
         self._at: dict[int, list[Focusing]] = {}
 
     def parse(self, entry: Any, path: str) -> Focusing:
@@ -104,10 +106,34 @@ class FocusParser:
             )
         before = queries & Positions([(first, END)])
         found = Focusing(FocusOp(rule, value, heads, span.flat()), span, before)
-        self._work.charge(len(heads), Unit.SEGMENT, path)
+        self._prompt.work.charge(len(heads), Unit.SEGMENT, path)
         for layer in heads:
             self._need_room(layer, found, path)
         return found
+
+    def charge(self, path: str) -> int:
+        """Count the weights of the prompt's queries, over the keys up to each, which are made once
+        more in the steps that all requests share. A generated token has one query a step.
+
+        Returns:
+            `SteeringPlan.key_weights`.
+        """
+        together, length = 0.0, len(self._prompt.token_ids)
+        made: dict[tuple[int, ...], int] = {}
+        """The pairs of queries and keys of entries that act together, by their places in memory."""
+        for layer, entries in self._at.items():
+            of_all, _ = self._shape.heads[layer][_POINT]
+            heads = {h for e in entries for h in e.op.heads[layer] or range(of_all)}
+            runs = sum(len(e.op.runs) // 2 for e in entries)
+            each = len(heads) * self._shape.focus_passes(runs)
+            which = tuple(map(id, entries))
+            if which not in made:
+                queries = Positions(run for e in entries for run in e.queries.below(length).runs())
+                made[which] = sum((b - a) * (a + 1 + b) // 2 for a, b in queries.runs())
+            number = int(made[which] * each) * self._prompt.work.n
+            self._prompt.work.charge(number >> 10, Unit.WEIGHTS, path)
+            together += each
+        return ceil(together)
 
     def _heads(self, value: Any, key: str, path: str) -> dict[int, tuple[int, ...]]:
         """`FocusOp.heads` of `layers` or `heads`."""

@@ -88,6 +88,7 @@ class SegmentBuilder:
         self.on_heads: list[_OnHeads] = []
         self.ops: list[Op] = []
         self.focused: list[Focusing] = []
+        self.key_weights = 0
 
     @property
     def phases(self) -> dict[str, Positions]:
@@ -212,6 +213,7 @@ class SegmentBuilder:
             terms=list(programs.terms.values()),
             focus_programs=list(focus.programs.values()),
             focus_ops=[each.op for each in self.focused],
+            key_weights=self.key_weights,
         )
 
 

@@ -121,7 +121,7 @@ class _Request:
 
     def add_ops(self, value: Any) -> None:
         families, paths = frozenset(self._config.steering_families), []
-        focus = FocusParser(self._shape, families, self._select, self._prompt.work)
+        focus = FocusParser(self._shape, families, self._select, self._prompt)
 
         def focused(entry: Any, path: str) -> bool:
             if is_focus(entry):
@@ -132,6 +132,7 @@ class _Request:
 
         most = self._config.max_steering_ops
         ops = parse_ops(value, "steering", self._shape, families, self._select, most, focused)
+        self._segments.key_weights = focus.charge("steering")
         for path, op in zip(paths, ops, strict=True):
             need_steered_points(op.sites, path, self._config)
         self._segments.operate(ops, self._config)

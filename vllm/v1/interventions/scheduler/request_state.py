@@ -7,8 +7,8 @@ import numpy as np
 
 from vllm.sampling_params import SamplingParams
 from vllm.v1.interventions.messages import CapturedChunk
-from vllm.v1.interventions.plan import PLAN_FIELDS, Plan
-from vllm.v1.interventions.positions import Positions
+from vllm.v1.interventions.plan import PLAN_FIELDS, UNSTEERED, Plan, SteeringPlan
+from vllm.v1.interventions.positions import END, Positions
 from vllm.v1.interventions.scheduler.block_identity import BlockIdentity
 
 NO_PLAN, NO_POSITIONS = Plan(), Positions()
@@ -39,6 +39,7 @@ class RequestInterventions:
         """Rows that a captured position takes on the device; 0 if it captures nothing."""
         self.key_weights = capture.key_weights if capture else 0
         """As `CapturePlan` has it."""
+        self.focus_weights, self.focused = _focus_of(self.plan.steering)
         self.wanted = Positions.from_flat(capture.runs) if capture else NO_POSITIONS
         self._relayed = [s.relayed for s in capture.streams] if capture else []
         self.relays_all = all(self._relayed)
@@ -145,3 +146,13 @@ class RequestInterventions:
         summed = chunk.positions if chunk.summed is None else chunk.summed
         [(name, _)] = chunk.owners
         return CapturedChunk(positions, values, chunk.version, [(name, len(positions))], summed)
+
+
+def _focus_of(steering: SteeringPlan | None) -> tuple[int, Positions]:
+    """As `SteeringPlan.key_weights`, and the positions that are focused."""
+    if steering is None or not steering.focus_programs:
+        return 0, NO_POSITIONS
+    stops = [s.first for s in steering.segments[1:]] + [END]
+    pairs = zip(steering.segments, stops, strict=True)
+    runs = [(s.first, stop) for s, stop in pairs if s.focus != UNSTEERED]
+    return steering.key_weights, Positions(runs)

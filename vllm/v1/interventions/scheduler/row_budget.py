@@ -18,8 +18,8 @@ SPLIT_BYTES = 128 << 20
 step runs."""
 
 STEP_WEIGHTS = 1 << 28
-"""Weights of attention that are made in one step for captures: a GPU takes some 50 ms for them,
-two cores of a CPU take seconds. One position's may be more."""
+"""Weights of attention that are made in one step for captures, and as many for focus: a GPU takes
+some 50 ms for them, two cores of a CPU take seconds. One position's may be more."""
 
 
 class Claim(NamedTuple):
@@ -64,6 +64,8 @@ class RowBudget:
         self._decoding = True
         """Whether all of them are `FIRST_TOKEN`."""
         self._taken = 0
+        self._focused = 0
+        """Weights that prompts of this step focus."""
         self._step = 0
         self._claims: dict[str, Claim] = {}
         """Claims of requests refused in the step before that have not asked again."""
@@ -83,6 +85,8 @@ class RowBudget:
         """
         ours, name = request.interventions, request.request_id
         each = ours.arena_rows
+        if ours.focus_weights and num_tokens > 1:
+            num_tokens = self._cap_focus(request, first, num_tokens)
         if not each or num_tokens <= 0:
             return num_tokens
         if name in self._offsets:
@@ -125,6 +129,19 @@ class RowBudget:
                 return self._refuse(request, fewest * each)
             wanted = wanted[wanted < first + num_tokens]
         self._grant(request, (wanted - first).astype(np.int32), len(wanted) * each)
+        return num_tokens
+
+    def _cap_focus(self, request: Request, first: int, num_tokens: int) -> int:
+        """How many of these positions what is left of `STEP_WEIGHTS` has room for; one at least."""
+        ours, stop = request.interventions, first + num_tokens
+        # What is drafted, or sees what comes after it, stays together.
+        if self._whole_items or self._whole_prompts or stop > request.num_tokens:
+            return num_tokens
+        focused, each = ours.focused.between(first, stop), stop * ours.focus_weights
+        room = max(STEP_WEIGHTS - self._focused, 0) // each
+        if len(focused) > room:
+            num_tokens = max(int(focused[room]) - first, 1)
+        self._focused += min(len(focused), room) * each
         return num_tokens
 
     def _with_weights(self, request: Request, stop: int) -> int:
@@ -186,6 +203,7 @@ class RowBudget:
     def pop_offsets(self, num_scheduled_tokens: dict[str, int]) -> dict[str, np.ndarray]:
         """Rows to capture, and start the next step: request id -> int32 offsets into its tokens."""
         offsets, self._offsets, self._taken, self._each = self._offsets, {}, 0, {}
+        self._focused = 0
         self._claims, self._refused, self._step = self._refused, {}, self._step + 1
         decoding, self._decoding = self._decoding, True
         if decoding and offsets.keys() <= num_scheduled_tokens.keys():

@@ -189,6 +189,6 @@ def _attended(
     programs = torch.tensor([program], device=q.device) if program else None
     queriers = Queriers.of([0], [1], [()], q.device)._replace(programs=programs)
     weights, _ = sites.weights(q.view(1, -1), at, queriers, keys)
-    [made] = reader.attended(weights[:, 0], 0)
+    [made] = reader.attended(weights[:, 0], 0, range(weights.shape[2]))
     reader.table[0] = kept
     return made

@@ -85,8 +85,15 @@ class AlikeSites(NamedTuple):
             if queriers.programs is not None and layer.focus is not None:
                 focus = Focus.of(layer.focus, queriers.programs, stop, self.heads[i])
                 sinks = None if self.sight.sinks is None else self.sight.sinks[i]
+                focus = focus._replace(rule=queriers.rule)
                 changed[:, i] = focus.apply(logits[:, i], weights[:, i], sinks)
         return weights, changed
+
+
+def queries_at_once(query_bytes: int, focused: bool) -> int:
+    """How many queries are read together whose weights take so many bytes each: focus makes about
+    sixteen things as large."""
+    return max(CHUNK_BYTES // (16 if focused else 1) // query_bytes, 1)
 
 
 def logits_of(scores: torch.Tensor, positions: torch.Tensor, sight: Sight) -> torch.Tensor:
@@ -220,7 +227,8 @@ class AttentionReader:
             for some in alike.cut(max(CHUNK_BYTES // (4 * stop * max(heads, 1)), 1)):
                 shape = (len(queries), len(some.places), read.width(heads))
                 into = torch.zeros(shape, device=self._device)
-                at_once = max(CHUNK_BYTES // (4 * stop * len(some.places) * max(heads, 1)), 1)
+                each = 4 * stop * len(some.places) * max(heads, 1)
+                at_once = queries_at_once(each, queriers.programs is not None)
                 for first in range(0, len(queries) if heads else 0, at_once):
                     own = slice(first, first + at_once)
                     part = queriers.part(own)

@@ -11,7 +11,7 @@ from vllm.model_executor.layers.attention.attention import Attention
 from vllm.utils.torch_utils import async_tensor_h2d
 from vllm.v1.interventions.focus import FACTOR, MAX_FACTORS, MAX_RUNS, FocusOp
 from vllm.v1.interventions.messages import PlacedFocus, StepInterventions
-from vllm.v1.interventions.worker.attention_reader import AttentionReader
+from vllm.v1.interventions.worker.attention_reader import AttentionReader, queries_at_once
 from vllm.v1.interventions.worker.focus_kernel import (
     TOKENS,
     LayerTable,
@@ -21,7 +21,6 @@ from vllm.v1.interventions.worker.focus_kernel import (
 )
 from vllm.v1.interventions.worker.kv_pages import Sight, pages_of, sight_of, unreadable
 from vllm.v1.interventions.worker.layer_reader import LayerReader, Queriers
-from vllm.v1.interventions.worker.projection_table import CHUNK_BYTES
 from vllm.v1.interventions.worker.token_map import TokenMap
 
 _LATER = np.iinfo(np.int32).max
@@ -177,14 +176,25 @@ class FocusedAttention:
         rows = self._tokens.focus[: len(query)]
         focused = rows.nonzero().squeeze(1)
         reader = LayerReader(self._module, self._block_table, focus=self._table)
-        [sites] = AttentionReader({0: reader}, query.device).sites([(0, tuple(reader.heads))])
-        for request in self._tokens.requests[focused].unique().tolist():
-            own = focused[self._tokens.requests[focused] == request]
-            stop = int(self._tokens.positions[own].max()) + 1
-            for some in own.split(max(CHUNK_BYTES // (4 * stop * len(reader.heads)), 1)):
+        of_heads = AttentionReader({0: reader}, query.device)
+        # Rows of one program are of one request.
+        for program in rows[focused].unique().tolist():
+            heads = self._table.numbers[program].any(1).nonzero().flatten().tolist()
+            if not heads:
+                continue
+            own = focused[rows[focused] == program]
+            request = int(self._tokens.requests[own[0]])
+            rule = int(self._table.forms[program, 0])
+            [sites] = of_heads.sites([(0, tuple(heads))])
+            most = int(self._tokens.positions[own[-1]]) + 1
+            for some in own.split(queries_at_once(4 * most * len(heads), focused=True)):
                 queriers = Queriers.of([request], [len(some)], [()], query.device)
-                queriers = queriers._replace(programs=rows[some])
+                queriers = queriers._replace(programs=rows[some[:1]], rule=rule)
                 at = self._tokens.positions[some]
-                weights, changed = sites.weights(query[some].flatten(1), at, queriers, stop)
-                made = reader.attended(weights[:, 0], request).to(output.dtype)
-                output[some] = made.where(changed[:, 0, :, None], output[some])
+                asked = query[some][:, heads]
+                stop = int(at[-1]) + 1
+                weights, changed = sites.weights(asked.flatten(1), at, queriers, stop)
+                made = reader.attended(weights[:, 0], request, heads).to(output.dtype)
+                before = output[some]
+                before[:, heads] = made.where(changed[:, 0, :, None], before[:, heads])
+                output[some] = before

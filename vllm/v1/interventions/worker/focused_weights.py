@@ -25,7 +25,8 @@ def normalised(logits: torch.Tensor, sinks: torch.Tensor | None) -> torch.Tensor
 
 
 class Focus(NamedTuple):
-    """What the programs of n queries do to some heads of one layer."""
+    """What the programs of n queries do to some heads of one layer; of one program, what it does at
+    any number of queries."""
 
     rules: torch.Tensor
     """int32 [n, 1]; 0 for none."""
@@ -34,6 +35,8 @@ class Focus(NamedTuple):
     from 1 on."""
     numbers: torch.Tensor
     """float32 [n, heads, 1 + MAX_FACTORS]: the first is 0, the others as in `LayerTable`."""
+    rule: int = 0
+    """What all rules are, where the host knows; else 0."""
 
     @staticmethod
     def of(table: LayerTable, programs: torch.Tensor, keys: int, heads: Sequence[int]) -> "Focus":
@@ -72,13 +75,43 @@ class Focus(NamedTuple):
         """
         if not self.rules.numel():
             return self.rules.bool()
-        at = self.places[:, None].expand_as(logits)
-        bias, seen = self.numbers.gather(2, at), logits > -torch.inf
-        most = bias.where(seen, -torch.inf).amax(-1)
-        changed = most > bias.where(seen, torch.inf).amin(-1)
+        seen = logits[:, :1] > -torch.inf
+        if self.rule == FACTOR:
+            made, changed = self._by_factors(logits, seen, sinks)
+        elif self.rule:
+            made, changed = self._by_share(logits, sinks)
+        else:
+            made, changed = self._by_share(logits, sinks)
+            of_factors, by_factors = self._by_factors(logits, seen, sinks)
+            factors = self.rules == FACTOR
+            made = torch.where(factors[..., None], of_factors, made)
+            changed = torch.where(factors, by_factors, changed & (self.rules > FACTOR))
+        weights.copy_(torch.where(changed[..., None], made, weights))
+        return changed
+
+    def _by_factors(
+        self, logits: torch.Tensor, seen: torch.Tensor, sinks: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """What factors make, and which rows they change.
+
+        Args:
+            seen: bool [n, 1, keys].
+        """
+        at = self.places[:, None]
+        bias = self.numbers.gather(2, at.expand(-1, self.numbers.shape[1], -1))
+        places = range(self.numbers.shape[2])
+        there = torch.stack([(seen & (at == place)).any(-1) for place in places], -1)
+        most = self.numbers.where(there, -torch.inf).amax(-1)
+        changed = most > self.numbers.where(there, torch.inf).amin(-1)
         if sinks is not None:
             changed |= most != 0
-        inside = at == 1
+        return normalised(logits + bias, sinks), changed
+
+    def _by_share(
+        self, logits: torch.Tensor, sinks: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """What a share makes, and which rows it changes."""
+        inside = self.places[:, None] == 1
         span = logits.where(inside, -torch.inf).logsumexp(-1)
         rest = logits.where(~inside, -torch.inf).logsumexp(-1)
         if sinks is not None:
@@ -86,14 +119,7 @@ class Focus(NamedTuple):
         mass, share = torch.sigmoid(span - rest), self.numbers[..., 1]
         raised = (mass < share) & (span > -torch.inf) & (rest > -torch.inf)
         share = torch.where(self.rules == RATIO, share / (share + 1 - mass), share)
-        of_span = share[..., None] * (logits - span[..., None]).exp()
-        of_rest = (1 - share[..., None]) * (logits - rest[..., None]).exp()
-        factors = self.rules == FACTOR
-        changed = torch.where(factors, changed, raised & (self.rules > FACTOR))
-        made = torch.where(
-            factors[..., None],
-            normalised(logits + bias, sinks),
-            torch.where(inside, of_span, of_rest),
-        )
-        weights.copy_(torch.where(changed[..., None], made, weights))
-        return changed
+        # Logits of each side of the span, beside the log of what all of it is to have.
+        span, rest = span - share.log(), rest - (1 - share).log()
+        shift = torch.where(inside, span[..., None], rest[..., None])
+        return (logits - shift).exp_(), raised

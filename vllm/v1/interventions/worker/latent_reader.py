@@ -34,7 +34,8 @@ class LatentReader(LayerReader):
         plain, rest = queries.float().split([weight.shape[1], rotated], dim=2)
         return torch.cat([torch.einsum("nhp,hpl->nhl", plain, weight), rest], 2)
 
-    def attended(self, weights: torch.Tensor, request: int) -> torch.Tensor:
+    def attended(self, weights: torch.Tensor, request: int, heads: Sequence[int]) -> torch.Tensor:
         """As `LayerReader.attended`, [n, heads, v_head_dim]."""
-        latent = super().attended(weights, request)
-        return torch.einsum("nhl,hlv->nhv", latent, self._module.get_parameter("W_UV").float())
+        latent = super().attended(weights, request, heads)
+        values = self._module.get_parameter("W_UV")[list(heads)].float()
+        return torch.einsum("nhl,hlv->nhv", latent, values)

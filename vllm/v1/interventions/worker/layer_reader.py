@@ -32,6 +32,8 @@ class Queriers(NamedTuple):
     """int64 [edges] there, sorted: where the ranges' runs begin and end on that line, in turn."""
     programs: torch.Tensor | None = None
     """int [n] there: what focus does at each query; None where there is no focus."""
+    rule: int = 0
+    """As in `Focus`."""
     first: int = 0
     """How many of all requests come before these."""
 
@@ -168,11 +170,12 @@ class LayerReader:
         blocks = self.table[request, : -(-stop // tokens)].long()
         return pages[blocks, head].reshape(len(blocks) * tokens, -1)[:stop]
 
-    def attended(self, weights: torch.Tensor, request: int) -> torch.Tensor:
+    def attended(self, weights: torch.Tensor, request: int, heads: Sequence[int]) -> torch.Tensor:
         """The sums of weights times values of a request's first positions.
 
         Args:
-            weights: float32 [n, all heads here, positions].
+            weights: float32 [n, heads, positions].
+            heads: their numbers here, sorted.
 
         Returns:
             float32 [n, heads, E].
@@ -180,6 +183,6 @@ class LayerReader:
         stop = weights.shape[2]
         made = [
             weights[:, which] @ self.rows(self.pages.values, request, key_head, stop).float()
-            for key_head, which in grouped_heads(range(weights.shape[1]), self.group)
+            for key_head, which in grouped_heads(heads, self.group)
         ]
         return torch.cat(made, 1)

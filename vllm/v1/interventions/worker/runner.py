@@ -123,6 +123,7 @@ class WorkerInterventions:
             reads_masked=reads_masked(model),
             branches={index: unbound_taps(layer).branches for index, layer in layers.items()},
             senders=num_senders(self._config),
+            fuses_focus=self._device.type == "cuda",
             final=last if last in layers and head_reads_rows(model, hidden_size) else None,
         )
         refuse_layers(layers, self.shape.torch_dtype)
