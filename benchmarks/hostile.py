@@ -46,7 +46,8 @@ FIELD_BYTES = 8 << 20
 """What stands in the place of a field."""
 OPTIONS = (
     "--enable-steering", "--capture-consumers=inline", "--max-steering-configs=4",
-    "--steering-families", "add", "ablate", "replace", "--max-steering-rows=4096",
+    "--steering-families", "add", "ablate", "replace", "focus", "--max-steering-rows=4096",
+    "--capture-points", "pre_attn", "post_attn", "post_block", "q", "z",
     "--max-model-len=32768", "--max-num-seqs=32", "--no-enable-prefix-caching",
     "--hf-overrides", json.dumps({"max_position_embeddings": 32768}),
 )  # fmt: skip
@@ -90,6 +91,9 @@ def bodies(
         op = {"op": "replace", "point": "pre_attn", "layers": [0], "positions": positions}
         return {"steering": [{**op, "values": [vector] * rows}]}
 
+    ranges = {str(n): {"start": n, "step": 2} for n in range(64)}
+    weights = {"heads": {"0": [0]}, "queries": "all_prompt", "keys": ranges, "give": ["mass"]}
+    focus = {"op": "focus", "layers": [0], "span": [*range(0, 128, 2)], "factor": 8.0}
     everywhere = dict.fromkeys(("pre_attn", "post_attn", "post_block"), "all")
     rows = {"prompt": inline, **capture({"positions": "all_prompt"}, everywhere)}
     steered = {"steering_vectors": {"post_block": {"0": vector}}}
@@ -103,6 +107,11 @@ def bodies(
         "layers all x 400,000": lambda: {
             "prompt": short, **capture({}, {"post_block": ["all"] * 400_000}),
         },
+        "every second row": lambda: at({"start": 0, "step": 2}),
+        "64 ranges of weights": lambda: {
+            "prompt": long, "capture": {"inline": {"attention": weights}},
+        },
+        "focus over 64 runs": lambda: {"prompt": long, "steering": [focus]},
         "1,024 programs": lambda: {"prompt": short, "steering": ablations()},
         "1,024 programs, n 128": lambda: {"prompt": short, "n": 128, "steering": ablations()},
         "2,000 samples": lambda: {"prompt": short[:20], "n": 2000, "max_tokens": 2, **steered},

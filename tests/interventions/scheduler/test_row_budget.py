@@ -120,7 +120,8 @@ def test_a_step_focuses_a_bounded_number_of_weights() -> None:
     end = request("end", (length - 1, length), focus_weights=8 * most)
     end.num_tokens = length
     assert steps_of(budget(), end, length) == [length - 1, 1]
-    rows, one, two = budget(), *(request(n, (0, 64), focus_weights=most) for n in "ab")
+    rows = budget()
+    one, two = (request(name, (0, 64), focus_weights=most) for name in "ab")
     one.num_tokens = two.num_tokens = length
     assert [rows.cap_tokens(r, 0, length) for r in (one, two)] == [1, 1]
     drafts = request("drafts", (0, 99), focus_weights=8 * most)

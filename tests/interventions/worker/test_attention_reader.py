@@ -205,12 +205,14 @@ def test_requests_read_together_have_their_own_ranges(monkeypatch: pytest.Monkey
 def test_ranges_are_looked_up_once_for_all_queries(monkeypatch: pytest.MonkeyPatch) -> None:
     """However many queries and parts there are: what is looked up is ranges times keys."""
     layer, _ = layer_of(PLAIN, monkeypatch)
-    looked_up, bucketize = [], torch.bucketize
-    monkeypatch.setattr(
-        torch,
-        "bucketize",
-        lambda at, *a, **k: looked_up.append(at.numel()) or bucketize(at, *a, **k),
-    )
+    looked_up: list[int] = []
+    bucketize = torch.bucketize
+
+    def counted(values: torch.Tensor, edges: torch.Tensor, **how: Any) -> torch.Tensor:
+        looked_up.append(values.numel())
+        return bucketize(values, edges, **how)
+
+    monkeypatch.setattr(torch, "bucketize", counted)
     ranges = tuple((n % 9, n % 9 + 7, 18, 19 + n % 3) for n in range(64))
     reader, number = AttentionReader({0: layer}, torch.device("cpu")), 40
     sites, at = reader.sites([(0, (4,))]), torch.arange(number) % KEYS

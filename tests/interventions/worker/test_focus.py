@@ -245,7 +245,9 @@ def test_rows(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_runs_are_looked_up_once_for_all_queries(monkeypatch: pytest.MonkeyPatch) -> None:
     """In torch, of each program; and weights are made of the heads that it changes alone."""
-    case, looked_up, made_of = Case("plain", monkeypatch), [], []
+    case = Case("plain", monkeypatch)
+    looked_up: list[int] = []
+    made_of: list[int] = []
     searchsorted, apply = torch.searchsorted, focused_weights.Focus.apply
 
     def counted(sorted_: torch.Tensor, values: torch.Tensor, **how: Any) -> torch.Tensor:

@@ -271,8 +271,10 @@ def _reduce(
         rows = weights[own].reshape(len(which), -1, keys)
         if mass is not None:
             mass[own] = (rows @ inside.transpose(1, 2)).view(mass[own].shape)
-        for i in range(len(read.ranges)) if peak is not None else ():
-            peak[own][..., i] = (rows * inside[:, i : i + 1]).amax(-1).view(peak[own].shape[:3])
+        if peak is not None:
+            for i in range(len(read.ranges)):
+                largest = (rows * inside[:, i : i + 1]).amax(-1)
+                peak[own][..., i] = largest.view(peak[own].shape[:3])
     if "top" in read.give:
         found = weights.topk(min(read.top, keys))
         numbers = found.indices.to(torch.int32).where(found.values > 0, -1)
