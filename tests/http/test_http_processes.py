@@ -1,13 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """Two API server processes over two data-parallel engines: all know a change when its call returns,
-every answer is its twin's under many clients, and one that stops holds nobody up.
+every answer is its twin's under many clients, one that stops holds nobody up, a disk that is full
+is an error of its consumer's results alone, and no link is followed.
 
 Each request has a connection of its own, so that the kernel spreads them over the processes.
 """
 
 from __future__ import annotations
 
+import json
 import re
+import subprocess
 import threading
 import time
 from collections.abc import Iterator
@@ -23,8 +26,11 @@ import pytest
 from benchmarks import serve_soak
 from tests.conformance.models import HIDDEN
 from tests.http.server import KEY, Server, greedy, save_model, serve
+from tests.support.disks import small_disk
 from tests.support.serving import vector
+from tests.support.stored import LAYOUTS
 from vllm.entrypoints.serve.steering.client import pack_layers, read_rows
+from vllm.v1.capture import reader
 
 if TYPE_CHECKING:
     from tests.conftest import TinyModels
@@ -45,7 +51,15 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def server(tiny_models: TinyModels, folder: Path) -> Iterator[Server]:
+def disk(folder: Path) -> Iterator[Path]:
+    """A disk of 4 MiB, if this may be mounted; else a folder."""
+    with small_disk(folder / "disk", "4m"):
+        yield folder / "disk"
+
+
+@pytest.fixture(scope="module")
+def server(tiny_models: TinyModels, folder: Path, disk: Path) -> Iterator[Server]:
+    small = {"name": "filesystem", "instance_name": "small", "root": str(disk / "acts")}
     model = save_model(tiny_models, folder / "model")
     options = (
         "--api-server-count=2",
@@ -53,6 +67,7 @@ def server(tiny_models: TinyModels, folder: Path) -> Iterator[Server]:
         "--enable-log-requests",
         f"--capture-landing-bytes={1 << 20}",
         f"--capture-consumers=filesystem:root={folder / 'acts'}",
+        f"--capture-consumers={json.dumps(small)}",
         f"--rules={folder / 'rules.json'}",
     )
     (folder / "rules.json").write_text('{"rules": []}')
@@ -198,6 +213,88 @@ def test_an_api_server_that_stops_holds_up_only_its_own_clients(server: Server) 
     print(f"{newcomers} newcomers were answered; answers of those who were there: {answered}")
     assert all(answered)
     assert all(np.array_equal(want, row) for row in first_rows(server))
+
+
+def results_of(server: Server, tags: list[str]) -> list[dict[str, Any]]:
+    """The results of requests for both disks, all sent at once, one for each tag; inline has its
+    rows whatever the others say."""
+    [want] = first_rows(server)[:1]
+
+    def ask(number: int) -> dict[str, Any]:
+        tag, layout = tags[number], LAYOUTS[number % 3]
+        stored = {**ALL["inline"], "tag": tag, "request_id": f"r{number}", "layout": layout}
+        capture = {**READ, "filesystem": stored, "small": stored}
+        answer = server.post("/v1/completions", greedy(prompt=PROMPT, capture=capture))
+        assert answer.status_code == 200, answer.text
+        [choice] = answer.json()["choices"]
+        results: dict[str, Any] = choice["capture_results"]
+        rows = read_rows(results["inline"]["payload"])["post_block", 1]
+        assert np.array_equal(rows.values[0], want)
+        assert results["filesystem"]["status"] == "ok", results["filesystem"]
+        return results
+
+    with ThreadPoolExecutor(CLIENTS) as pool:
+        return list(pool.map(ask, range(len(tags))))
+
+
+def test_a_disk_is_full_or_read_only_behind_both(server: Server, disk: Path) -> None:
+    """Errors of that disk's results, of each engine's; all is well again when the disk is."""
+    if not disk.is_mount():
+        pytest.skip("only root may mount a tmpfs")
+
+    def said(tag: str) -> set[str]:
+        results = [each["small"] for each in results_of(server, [tag] * PER_CHANGE)]
+        names = {f"r{n}" for n, result in enumerate(results) if result["status"] == "ok"}
+        stored = [r for r in reader.open(str(disk / "acts")) if r.tag == tag]
+        assert {r.name for r in stored if r.complete} == names
+        return {result["error"] for result in results}
+
+    assert said("before") == {None}
+    with pytest.raises(OSError, match="No space"), open(disk / "ballast", "wb", 0) as ballast:
+        while True:
+            ballast.write(bytes(4096))
+    assert all(str(error).endswith("No space left on device") for error in said("full"))
+    (disk / "ballast").unlink()
+    assert said("emptied") == {None}
+    subprocess.run(["mount", "-o", "remount,ro", str(disk)], check=True)
+    try:
+        assert all(str(error).endswith("Read-only file system") for error in said("read-only"))
+    finally:
+        subprocess.run(["mount", "-o", "remount,rw", str(disk)], check=True)
+    assert said("after") == {None}
+    assert not list(disk.rglob("*.tmp"))
+
+
+def test_links_below_a_root_of_both_are_not_followed(
+    server: Server, disk: Path, folder: Path
+) -> None:
+    """Planted before, and while both engines make folders of those names."""
+    root, elsewhere = disk / "acts", folder / "elsewhere"
+    root.mkdir(exist_ok=True)
+    elsewhere.mkdir()
+    (root / "planted").symlink_to(elsewhere)
+    raced, ended = [f"raced{n}" for n in range(PER_CHANGE)], threading.Event()
+
+    def plant() -> int:
+        links = [root / tag for tag in raced]
+        while not ended.is_set():
+            for link in links:
+                if link.is_dir() and not link.is_symlink():
+                    link.rename(link.with_name(f"{link.name}-{time.monotonic_ns()}"))
+                    link.symlink_to(elsewhere)
+        return sum(link.is_symlink() for link in links)
+
+    with ThreadPoolExecutor(1) as pool:
+        planting = pool.submit(plant)
+        try:
+            results = results_of(server, [*raced, "planted", "free"] * 3)
+        finally:
+            ended.set()
+        assert planting.result(), "no link was planted in time"
+    *_, planted, free = results
+    assert planted["small"]["status"] == "error" and free["small"]["status"] == "ok"
+    print("raced:", [each["small"]["error"] for each in results])
+    assert list(elsewhere.rglob("*")) == []
 
 
 def api_server(server: Server, number: int) -> psutil.Process:
