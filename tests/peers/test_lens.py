@@ -24,7 +24,7 @@ from tests.support.plans import HIDDEN, SHAPE
 from tests.support.serving import relative
 from vllm import LLM, SamplingParams
 from vllm.entrypoints.compat import lens, wire
-from vllm.entrypoints.compat.doors import open_doors
+from vllm.entrypoints.compat.opening import open_doors
 from vllm.v1.interventions.errors import InterventionError
 from vllm.v1.interventions.frontend.work import Work
 

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 def steering_config_of(args: "EngineArgs") -> SteeringConfig:
     """Make the steering config of the engine arguments."""
     if args.compat:
-        from vllm.entrypoints.compat.doors import open_doors
+        from vllm.entrypoints.compat.opening import open_doors
 
         open_doors(args)
     return SteeringConfig(

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What `--compat` opens: requests of other tools that this server answers.
+"""Requests of other tools that a server started with `--compat` answers.
 
 Whoever opens a door gets what it needs (families, consumers). A request speaks one tool's language
 at a time: with fields of ours beside it is refused.
@@ -8,11 +8,10 @@ at a time: with fields of ours beside it is refused.
 import copy
 from collections.abc import Mapping
 from dataclasses import is_dataclass
-from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from vllm.config.steering import refuse_unknown
 from vllm.entrypoints.compat import easysteer, lens
+from vllm.entrypoints.compat.opening import EASYSTEER, FAMILIES, LENS
 from vllm.entrypoints.compat.peers import SPEC, refuse_peer_args, said
 from vllm.logger import init_logger
 from vllm.sampling_params import SamplingParams
@@ -22,43 +21,13 @@ from vllm.v1.interventions.plan import INHERIT, PLAN_FIELDS, STEERING_FIELDS
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
-    from vllm.engine.arg_utils import EngineArgs
 
 logger = init_logger(__name__)
 _P = TypeVar("_P")
 
-LENS, EASYSTEER = "lens", "easysteer"
-_FAMILIES = {LENS: {"add", "norm_match"}, EASYSTEER: {"add", "ablate", "replace", "normalize"}}
-"""Which operations requests of a tool come to."""
-
 READS = {LENS: lens.READS, EASYSTEER: easysteer.READS}
 """By door, the paths of all fields of a body that it reads; `[]` is each entry of a list."""
-assert READS.keys() == _FAMILIES.keys()
-
-
-def open_doors(args: "EngineArgs") -> None:
-    """Turn on, among the engine arguments, what their `compat` needs.
-
-    Raises:
-        ValueError: a door is unknown, or a package that it needs is not installed.
-    """
-    refuse_unknown("compat", args.compat, [*_FAMILIES])
-    if not args.compat:
-        return
-    if LENS in args.compat and find_spec("zstandard") is None:
-        raise ValueError("compat: 'lens' needs the package zstandard: pip install zstandard")
-    args.enable_steering = True
-    families = set(args.steering_families).union(*(_FAMILIES[door] for door in args.compat))
-    args.steering_families = sorted(families)
-    is_there = any(one in ("inline", {"name": "inline"}) for one in args.capture_consumers)
-    if LENS in args.compat and not is_there:
-        args.capture_consumers = [*args.capture_consumers, "inline"]
-    logger.info(
-        "compat %s: steering is on with the families %s%s",
-        ", ".join(args.compat),
-        ", ".join(args.steering_families),
-        ", capture with inline" if LENS in args.compat else "",
-    )
+assert READS.keys() == FAMILIES.keys()
 
 
 def read_fields(

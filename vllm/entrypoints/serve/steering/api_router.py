@@ -13,8 +13,8 @@ from fastapi import APIRouter, FastAPI, HTTPException, Request
 from fastapi.responses import JSONResponse, Response
 
 from vllm import envs
-from vllm.entrypoints.compat.doors import LENS
 from vllm.entrypoints.compat.lens_routes import router as lens_router
+from vllm.entrypoints.compat.opening import LENS
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.interventions.errors import reject
 from vllm.v1.interventions.frontend.global_steering import AsyncSteering
