@@ -23,7 +23,7 @@ from tests.support.serving import Ask, Judge, prompt_of, relative, serve, vector
 from vllm import LLM
 from vllm.entrypoints.cli import main
 from vllm.entrypoints.cli.steering.convert import convert_lens
-from vllm.v1.interventions.worker import lens_check, lens_reader
+from vllm.v1.interventions.worker import lens_check, lens_reader, tap_check
 from vllm.v1.interventions.worker.tap_check import check_worker
 
 if TYPE_CHECKING:
@@ -39,6 +39,7 @@ ROWS = 40
 """Rows a step may read under lenses; seven of them at once."""
 LAST = "post_block", LAYERS - 1
 STEERED = {"steering_vectors": {"post_block": {1: vector(70)}}}
+NORMS = lens_check._norms
 EVERYWHERE = dict.fromkeys(serving.POINTS, "all")
 FULL: dict[str, Any] = {"name": "logit", "top_k": 5, "tokens": [3, 200, 17], "entropy": True}
 
@@ -99,6 +100,7 @@ def pair(tiny_models: TinyModels, files: dict[str, Path]) -> Iterator[tuple[LLM,
             path,
             enable_steering=True,
             capture_consumers=["inline"],
+            capture_points=[*serving.POINTS, "final", "q", "k", "z"],
             capture_lens=["logit", *[f"{name}={file}" for name, file in files.items()]],
             capture_lens_rows=ROWS,
             **row.engine,
@@ -273,24 +275,25 @@ def test_deltas_are_the_whole(pair: tuple[LLM, Judge]) -> None:
             assert torch.equal(getattr(rows, name), getattr(expected[site], name)), (site, name)
 
 
+def scaled_norms(model: Any, layer: Any) -> Iterator[Any]:
+    """Those of `lens_check._norms`, scaled by a little."""
+    for norm in NORMS(model, layer):
+        yield lambda rows, norm=norm: norm(rows) * 1.001
+
+
 def test_a_model_whose_norm_is_not_found_does_not_start(
     pair: tuple[LLM, Judge], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """No norm at all, one of a layer, and the right one scaled by a little."""
     llm, _ = pair
-    norms = lens_check._norms
-
-    def scaled(model: Any, layer: Any) -> Iterator[Any]:
-        for norm in norms(model, layer):
-            yield lambda rows, norm=norm: norm(rows) * 1.001
 
     def of_a_layer(model: Any, layer: Any) -> Iterator[Any]:
         yield layer.input_layernorm
 
     def none(model: Any, layer: Any) -> Iterator[Any]:
-        yield next(norms(model, layer))
+        yield next(NORMS(model, layer))
 
-    for wrong in (scaled, of_a_layer, none):
+    for wrong in (scaled_norms, of_a_layer, none):
         with monkeypatch.context() as patch:
             patch.setattr(lens_check, "_norms", wrong)
             with pytest.raises(RuntimeError, match="no norm of Gemma2ForCausalLM gives"):
@@ -298,3 +301,56 @@ def test_a_model_whose_norm_is_not_found_does_not_start(
     [shape] = llm.collective_rpc(check_worker)
     assert shape is not None and shape.vocab_size == VOCAB
     assert set(shape.lenses) == {"logit", "tuned", "moved", "same"}
+
+
+@pytest.mark.parametrize("weights", ["zero row", "mostly zero", "one row", "massive", "all zero"])
+def test_start_up_proofs_of_degenerate_embeddings(
+    pair: tuple[LLM, Judge], weights: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As of padding and massive activations, without biases; a norm that is off by a little is
+    refused as before. The embedding is the head, too."""
+    llm, _ = pair
+    model: Any = llm.apply_model(lambda model: model)[0]
+    embedding = model.model.embed_tokens.weight
+    changed = [embedding, *(p for n, p in model.named_parameters() if n.endswith(".bias"))]
+    before = [each.clone() for each in changed]
+    [whole] = llm.collective_rpc(check_worker)
+    [caches] = llm.collective_rpc(lambda worker: worker.worker.model_runner.kv_caches)
+
+    def prove(*args: Any) -> None:
+        """As where nothing was steered before: no keys and values are left in the cache."""
+        for pages in caches:
+            pages.zero_()
+        lens_check.prove_lenses(*args)
+
+    monkeypatch.setattr(tap_check, "prove_lenses", prove)
+    try:
+        with torch.inference_mode():
+            for bias in changed[1:]:
+                bias.zero_()
+            match weights:
+                case "zero row":
+                    embedding[0] = 0
+                case "mostly zero":
+                    embedding[torch.arange(len(embedding)) % 4 > 0] = 0
+                case "one row":
+                    embedding.copy_(before[0][3].expand_as(embedding))
+                case "massive":
+                    embedding[:, 5] = 2e4
+                case _:
+                    embedding.zero_()
+        if weights == "all zero":
+            with pytest.raises(RuntimeError, match="is zero or not finite for each of 16 random"):
+                llm.collective_rpc(check_worker)
+            return
+        [shape] = llm.collective_rpc(check_worker)
+        assert shape is not None and whole is not None
+        assert shape.lenses == whole.lenses and shape.unread == whole.unread == {}
+        assert set(shape.forms) == set(range(LAYERS)), "no attention was proved"
+        monkeypatch.setattr(lens_check, "_norms", scaled_norms)
+        with pytest.raises(RuntimeError, match="no norm of Gemma2ForCausalLM gives"):
+            llm.collective_rpc(check_worker)
+    finally:
+        with torch.inference_mode():
+            for each, kept in zip(changed, before, strict=True):
+                each.copy_(kept)
