@@ -19,6 +19,7 @@ from tests.support.plans import HIDDEN, SHAPE, config_of
 from vllm import SamplingParams
 from vllm.entrypoints.compat import doors, lens
 from vllm.entrypoints.compat.lens_routes import hooks
+from vllm.entrypoints.compat.opening import open_doors
 from vllm.entrypoints.compat.peers import ARGS
 from vllm.entrypoints.compat.wire import MAX_BYTES, decoded, encoded
 from vllm.v1.interventions.frontend.work import Work
@@ -67,7 +68,7 @@ def mixed() -> None:
 
 
 def opening(*names: str) -> None:
-    doors.open_doors(SimpleNamespace(compat=[*names]))  # type: ignore[arg-type]
+    open_doors(SimpleNamespace(compat=[*names]))  # type: ignore[arg-type]
 
 
 def without_zstandard() -> None:

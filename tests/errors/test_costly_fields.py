@@ -13,7 +13,7 @@ import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import CodeType, FrameType, SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 import pytest
@@ -256,7 +256,7 @@ class Server:
         )
         if endpoint == SWEEP:
             names = (*sweep_router.FIELDS, "model", "stream")
-            body = await sweep_router.read_body(request, names)
+            body = await sweep_router.read_body(cast(Any, request), names)
             await sweep_router._answer.__wrapped__(body, request)
             return
         function: Any = {

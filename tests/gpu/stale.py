@@ -89,8 +89,14 @@ def check_mode(name: str, model: Path) -> None:
         **MODES[name],
     )
     huge = {p: {n: [1.6e38] * HIDDEN for n in range(LAYERS)} for p in POINTS}
-    greedy = {"temperature": 0, "detokenize": False}
-    sampled = {"temperature": 1, "top_k": 7, "top_p": 0.9, "seed": 1, "detokenize": False}
+    greedy: dict[str, Any] = {"temperature": 0, "detokenize": False}
+    sampled: dict[str, Any] = {
+        "temperature": 1,
+        "top_k": 7,
+        "top_p": 0.9,
+        "seed": 1,
+        "detokenize": False,
+    }
 
     def prompt(seed: int, salt: str) -> Any:
         tokens = [(seed * 7919 + i * 104729) % 2000 for i in range(17 + seed % 32)]
@@ -134,9 +140,9 @@ def check_mode(name: str, model: Path) -> None:
     finite = all(math.isfinite(value) for row in found for value in row)
     report("plain requests beside steered ones", [finite, apart], finite and apart <= CLOSE)
     llm.collective_rpc(fill_cache)
-    found = num_different(plain(), right)
+    differ = num_different(plain(), right)
     multiplies = llm.llm_engine.vllm_config.tap_shape.reads_masked
-    report(f"a cache full of NaN, cleared: {multiplies}", found, (found > 0) == multiplies)
+    report(f"a cache full of NaN, cleared: {multiplies}", differ, (differ > 0) == multiplies)
     report("end", True, True)
 
 

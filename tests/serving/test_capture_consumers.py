@@ -8,7 +8,7 @@ import shutil
 import threading
 from collections.abc import Iterator
 from functools import partial
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 import numpy as np
 import pytest
@@ -404,7 +404,7 @@ def test_a_bar_that_is_turned_off_stops_nothing(
     asked = SamplingParams(max_tokens=1) if capture is None else params("all", capture)
     prompts = [TokensPrompt(prompt_token_ids=PROMPT)] * 2
     for disable in (True, False):
-        outputs = llm.generate(prompts, asked, use_tqdm=partial(kind, disable=disable))
+        outputs = llm.generate(prompts, asked, use_tqdm=partial(cast(Any, kind), disable=disable))
         assert len(outputs) == 2 and all(output.finished for output in outputs)
         drawn = "Processed prompts" in capfd.readouterr().err
         assert not (drawn and disable) and (drawn or disable or kind is LateBar)

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import count, pairwise
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import pytest
 import torch
@@ -265,7 +265,7 @@ def test_requests_that_are_preempted_or_aborted(pair: Pair) -> None:
     done: dict[str, Any] = {}
     with serving.watching(pair.llm) as steps:
         for i, (prompt, fields) in enumerate(asked):
-            engine.add_request(f"{i}", as_prompt(prompt), pair.params(prompt, **fields))
+            engine.add_request(f"{i}", cast(Any, as_prompt(prompt)), pair.params(prompt, **fields))
         for step in count():
             if not engine.has_unfinished_requests():
                 break

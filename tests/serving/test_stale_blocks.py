@@ -45,7 +45,7 @@ def llm(tiny_models: TinyModels) -> Iterator[LLM]:
 
 def logprobs(llm: LLM) -> list[list[float]]:
     """Logprobs of the tokens that plain requests generate, nothing of them cached."""
-    prompts = [
+    prompts: list[Any] = [
         {"prompt_token_ids": prompt_of(20 + i, 100 + i), "cache_salt": f"plain {i}"}
         for i in range(6)
     ]
@@ -61,7 +61,7 @@ def logprobs(llm: LLM) -> list[list[float]]:
 
 def poison(llm: LLM, fields: dict[str, Any]) -> None:
     """Fill all blocks by steered requests, some of which are preempted."""
-    prompts = [
+    prompts: list[Any] = [
         {"prompt_token_ids": prompt_of(40, 500 + i), "cache_salt": f"steered {i}"} for i in range(8)
     ]
     llm.generate(prompts, SamplingParams(temperature=0, max_tokens=30, **fields))

@@ -63,7 +63,7 @@ class Given:
 
     def __init__(self, positive: Rows, negative: Rows) -> None:
         self.hidden = positive.shape[1]
-        self.layers = {0: ("post_block",)}
+        self.layers: dict[int, tuple[str, ...]] = {0: ("post_block",)}
         self.rows = positive, negative
 
     def encode(self, text: Text, special: bool = True, answer: bool = False) -> list[int]:
@@ -189,7 +189,7 @@ DIRECTIONS: dict[str, Call] = {
     ),
     "fitting.find_directions, lat": lambda p, n, c: found_by("lat", p, n).vectors.double() / c,
 } | {
-    f"directions.direction, {name}": lambda p, n, c, name=name: (  # type: ignore[misc]
+    f"directions.direction, {name}": lambda p, n, c, name=name: (
         direction(name, p, n, torch.cat([n, p[:5]])).double() / c
     )
     for name in get_args(Method)
