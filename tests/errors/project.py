@@ -12,12 +12,15 @@ import torch
 from tests.errors.case import Case, path
 from tests.support.plans import BF16, HIDDEN, SHAPE, VECTOR, config_of, sees_both_ways
 from vllm.config.capture import PROJECTION_ROWS, CaptureConfig
+from vllm.renderers.params import TokenizeParams
 from vllm.v1.capture.consumers.logging import LoggingConsumer
 from vllm.v1.capture.registry import ConsumerSpec
 from vllm.v1.interventions.frontend.capture_request import check_global, parse_capture
-from vllm.v1.interventions.frontend.chat_turns import ChatTurns
+from vllm.v1.interventions.frontend.chat_turns import ChatTurns, tokens_of_turn
+from vllm.v1.interventions.frontend.prompt_text import PromptText
 from vllm.v1.interventions.frontend.selectors import Prompt, Selector
 from vllm.v1.interventions.frontend.work import Work
+from vllm.v1.interventions.frontend.written_text import WrittenText
 from vllm.v1.interventions.plan import TapShape
 from vllm.v1.steering.modules import parse_module
 
@@ -57,14 +60,29 @@ CHAT = [{"role": "user", "content": "a"}, {"role": "tool", "content": "b"}]
 
 
 def turn(
-    value: dict[str, Any], chat: list[Any] | None = CHAT, end: str = "", work: int = 1 << 23
+    value: dict[str, Any],
+    chat: list[Any] | None = CHAT,
+    end: str = "",
+    work: int = 1 << 23,
+    written: WrittenText | None = None,
 ) -> object:
     """Resolve the turn of a chat whose prompt, a character a token, is `user:a a, tool:b`."""
     text, params = "user:a a\ntool:b", cast("ChatParams", None)
     turns = ChatTurns(chat, params, cast("Any", Template(end))) if chat is not None else None
     tokenizer = cast("Any", SimpleNamespace(decode=bytes_of, all_special_ids=[]))
-    prompt = Prompt(list(text.encode()), 2, tokenizer, Work(work), turns)
+    prompt = Prompt(list(text.encode()), 2, tokenizer, Work(work), turns, written=written)
     return Selector(prompt).resolve(value, "p")
+
+
+def written(text: str, limit: int | None = None) -> WrittenText:
+    return WrittenText(text, TokenizeParams(64, truncate_prompt_tokens=limit))
+
+
+def half_a_turn() -> None:
+    """Of a chat whose second character was cut off."""
+    edges, cut = np.array([0, 1]), np.array([False, True])
+    text = PromptText("ab", edges, np.array([1, 1]), np.array([False, False]), cut)
+    tokens_of_turn("ab", [(0, 2)], [text], True, "p")
 
 
 def bytes_of(token_ids: list[int], skip_special_tokens: bool) -> str:
@@ -134,6 +152,16 @@ PROJECT = [
     Case(path("p"), do=lambda: turn({"role": "user"}, [CHAT[0], IMAGE])),
     Case(path("p"), do=lambda: turn({"role": "user"})),
     Case(path("p"), do=lambda: turn(TOOL, end="...")),
+    Case(path("p"), do=lambda: turn(TOOL, end="...", written=written("user:a a\ntool:b...", 15))),
+    Case(path("p"), do=half_a_turn),
+    Case(
+        path("p.text", "'tool:b...'", prompt="15"),
+        do=lambda: turn({"text": "tool:b..."}, written=written("user:a a\ntool:b...", 15)),
+    ),
+    Case(
+        path("p.text", "'User'", text="'user:a a\\ntool:b'"),
+        do=lambda: turn({"text": "User"}, written=written("User:A a\ntool:b")),
+    ),
     # Each turn is a rendering of the whole chat.
     Case(path("p", "", "1000"), do=lambda: turn(TOOL, work=1000)),
     Case(path("capture.inline.tokens", "'yes'"), reduced(tokens="yes")),

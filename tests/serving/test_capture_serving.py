@@ -183,18 +183,83 @@ def worst(rows: torch.Tensor, of: Any) -> float:
     return serving.worst_row(rows, of.payload["post_block", 1].values)
 
 
+LISTS = (
+    "{% for m in messages %}t2 {% for part in m.content %}t5 {{ part.text | trim }} {% endfor %}t3 "
+    "{% endfor %}"
+)
+"""As some templates do: given a list, they write something before each of its texts."""
+PARTS: list[Any] = [
+    {"role": "user", "content": [{"type": "text", "text": t} for t in ("t7 t9 ", "t9", "", " t8")]},
+    {"role": "assistant", "content": "t9 t9"},
+    {"role": "tool", "content": ["t9", {"type": "refusal", "refusal": "t7"}]},
+]
+PARTS_IDS = [2, 7, 9, 9, 8, 3, 4, 9, 9, 3, 4, 9, 7, 3]
+LISTS_IDS = [2, 5, 7, 9, 5, 9, 5, 5, 8, 3, 2, 5, 9, 9, 3]
+
+
+@pytest.mark.parametrize(
+    ("template", "chat", "positions", "expected"),
+    [
+        (TURNS, PARTS, {"role": "user"}, [1, 2, 3, 4]),
+        (TURNS, PARTS, {"role": "assistant"}, [7, 8]),
+        (TURNS, PARTS, {"role": "tool"}, [11, 12]),
+        (LISTS, PARTS[:2], {"role": "user"}, [2, 3, 5, 8]),
+        (LISTS, PARTS[:2], {"role": "assistant"}, [12, 13]),
+    ],
+)
+def test_turns_of_several_texts(
+    llm: LLM, template: str, chat: Any, positions: Any, expected: list[int]
+) -> None:
+    """A template that takes a list may write between them, which is no part of the turn."""
+    params = Ask([], ONE | capture(positions)).params()
+    (output,) = llm.chat(
+        chat, params, chat_template=template, add_generation_prompt=False, use_tqdm=False
+    )
+    assert output.prompt_token_ids == (PARTS_IDS if template is TURNS else LISTS_IDS)
+    rows = inline(output.outputs[0]).payload["post_block", 1]
+    assert rows.positions.tolist() == expected
+
+
+@pytest.mark.parametrize(
+    ("side", "positions", "expected"),
+    [
+        ("left", {"role": "assistant", "turn": -1}, [4]),
+        ("left", {"role": "user", "turn": -1}, [1]),
+        ("left", {"role": "assistant", "turn": 0}, "has not all of this turn: truncate"),
+        ("left", {"text": "t9", "which": "first"}, [1]),
+        ("left", {"text": "t8 t3"}, "is not wholly in the truncated prompt"),
+        ("right", {"role": "user", "turn": 0}, [1, 2]),
+        ("right", {"role": "assistant", "turn": 0}, "has not all of this turn: truncate"),
+        ("right", {"role": "user"}, "has not all of this turn: truncate"),
+    ],
+)
+def test_turns_of_a_truncated_chat(
+    llm: LLM, side: str, positions: Any, expected: list[int] | str
+) -> None:
+    """Those that are wholly there are as always, although the same texts were elsewhere."""
+    params = Ask([], ONE | capture(positions)).params()
+
+    def run() -> Any:
+        cut = {"truncate_prompt_tokens": 7, "truncation_side": side}
+        (output,) = llm.chat(
+            CHAT, params, chat_template=TURNS, use_tqdm=False, tokenization_kwargs=cut
+        )
+        assert output.prompt_token_ids == (CHAT_IDS[-7:] if side == "left" else CHAT_IDS[:7])
+        return inline(output.outputs[0]).payload["post_block", 1].positions.tolist()
+
+    if isinstance(expected, list):
+        assert run() == expected
+        return
+    with pytest.raises(ValueError, match=expected):
+        run()
+
+
 UNSURE = [
     (TURNS, CHAT, {"role": "tool"}, "role: no turn is of 'tool'; roles are user, assistant"),
     (TURNS, CHAT, {"role": "user", "turn": 2}, "turn: 2 is out of reach: 'user' has 2 turns"),
     (TURNS, CHAT, {"role": 3}, "role: must be a string"),
     (TURNS, [*CHAT, {"role": "user", "content": " "}], {"role": "user", "turn": 2}, "as it is"),
     (TURNS, [{"role": "user", "content": ""}], {"role": "user"}, "must have text"),
-    (
-        TURNS,
-        [{"role": "user", "content": [{"type": "text", "text": "t7"}] * 2}],
-        {"role": "user"},
-        "as one piece",
-    ),
     # The template leaves something out, says it twice, or decides by what is in it.
     ("t1 {% for m in messages %}{{ m.content.split('t9')[0] }}{% endfor %}", CHAT[:1],
      {"role": "user"}, None),

@@ -19,7 +19,7 @@ from transformers import PreTrainedTokenizerFast
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from vllm.tokenizers import TokenizerLike
-from vllm.v1.interventions.frontend.prompt_text import BROKEN, PromptText, occurrences
+from vllm.v1.interventions.frontend.prompt_text import BROKEN, decoded, occurrences
 from vllm.v1.interventions.frontend.selectors import Prompt, Selector
 from vllm.v1.interventions.frontend.work import Unit, Work
 
@@ -126,7 +126,7 @@ def test_byte_level(texts: tuple[str, str], cuts: set[int], which: str) -> None:
     text, part = texts
     pieces = cut(text.encode(), cuts)
     tokenizer, token_ids = byte_level(pieces)
-    assert PromptText(token_ids, tokenizer).text == text
+    assert decoded(token_ids, tokenizer).text == text
     assert select(tokenizer, token_ids, text=part, which=which) == touched(
         text, part, pieces, which
     )
@@ -139,7 +139,7 @@ def test_byte_fallback(texts: tuple[str, str], whole: list[bool], which: str) ->
     text, part = texts
     pieces = by_character(text, whole)
     tokenizer, token_ids = byte_fallback(pieces)
-    assert PromptText(token_ids, tokenizer).text == text
+    assert decoded(token_ids, tokenizer).text == text
     assert select(tokenizer, token_ids, text=part, which=which) == touched(
         text, part, pieces, which
     )
@@ -204,10 +204,10 @@ def test_a_decoder_that_treats_the_first_token_in_another_way() -> None:
         [decoders.Replace("▁", " "), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
     )
     tokenizer = tokenizer_of(["▁The", "▁cat", "s"], decoder, ["<s>"])
-    assert PromptText([0, 1, 2, 1], tokenizer).text == "The cats cat"
+    assert decoded([0, 1, 2, 1], tokenizer).text == "The cats cat"
     assert select(tokenizer, [0, 1, 2, 1], text=" cat") == [1, 3]
-    assert PromptText([3, 0, 1], tokenizer).text == "<s> The cat"
-    assert PromptText([0, 900, 900, 1], tokenizer).text == "The cat"  # 900 has no text
+    assert decoded([3, 0, 1], tokenizer).text == "<s> The cat"
+    assert decoded([0, 900, 900, 1], tokenizer).text == "The cat"  # 900 has no text
     assert select(tokenizer, [3, 0, 1], text=" The") == [1]
 
 
@@ -215,7 +215,7 @@ def test_tokens_without_text() -> None:
     """Placeholders of images have ids that no tokenizer knows; they do not hide what is around."""
     tokenizer, (a, b) = byte_level([b" one", b" two"])
     holes = [900] * 50
-    assert PromptText([*holes, a, *holes, b, *holes], tokenizer).text == " one two"
+    assert decoded([*holes, a, *holes, b, *holes], tokenizer).text == " one two"
     assert select(tokenizer, [*holes, a, *holes, b], text=" two") == [101]
     assert select(tokenizer, [*holes, a, *holes, b], text="one two") == [50, 101]
 

@@ -10,6 +10,7 @@ from vllm.v1.interventions.errors import InterventionError, need_mapping, reject
 from vllm.v1.interventions.frontend.chat_turns import ChatTurns
 from vllm.v1.interventions.frontend.selectors import Prompt, Selector
 from vllm.v1.interventions.frontend.work import Work
+from vllm.v1.interventions.frontend.written_text import WrittenText
 from vllm.v1.interventions.plan import Site, TapShape
 from vllm.v1.interventions.sites import (
     need_captured_points,
@@ -57,6 +58,7 @@ def parse_sweep(
     config: "VllmConfig",
     tokenizer: TokenizerLike | None,
     turns: ChatTurns | None = None,
+    written: WrittenText | None = None,
 ) -> SweepPlan:
     """Check what a sweep asks for. Its cells are counted before anything is made of them.
 
@@ -64,6 +66,7 @@ def parse_sweep(
         body: `FIELDS`, of which null ones are as if they were not there.
         prompt, clean: the tokens of these prompts.
         turns: those of `prompt`, if it is a chat.
+        written: its text; None if it was given as tokens.
 
     Raises:
         ValueError: with the path of the field, see docs/errors.md.
@@ -77,7 +80,7 @@ def parse_sweep(
     if patches:
         need_captured_points(sites, "points", config.capture_config)
     work = Work(config.steering_config.max_request_work)
-    asked = Prompt(prompt, 1, tokenizer, work, turns)
+    asked = Prompt(prompt, 1, tokenizer, work, turns, written=written)
     positions, shift = _positions(given, asked, clean)
     scales = plain_list(given["scales"]) if "scales" in given else None
     count = len(sites) * len(positions) * (1 if scales is None else len(scales))

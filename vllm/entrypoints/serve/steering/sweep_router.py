@@ -25,6 +25,7 @@ from vllm.lora.request import LoRARequest
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.interventions.errors import describe, reject, show
 from vllm.v1.interventions.frontend.chat_turns import KEY, ChatTurns
+from vllm.v1.interventions.frontend.written_text import written_text
 
 from .protocol import flag_of, read_body
 from .sweep_plan import Cell, Grid, as_json
@@ -60,7 +61,7 @@ async def _answer(body: dict[str, Any], raw_request: Request) -> Response:
     processor = engine.input_processor
     plan = await processor.plan_threads.run(
         parse_sweep, body, ids, clean_ids, engine.vllm_config, processor.tokenizer,
-        cast("ChatTurns | None", prompt.get(KEY)),
+        cast("ChatTurns | None", prompt.get(KEY)), written_text(prompt),
     )  # fmt: skip
     if state.sweep_slots is None:
         state.sweep_slots = SweepSlots(engine)

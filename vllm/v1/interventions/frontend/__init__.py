@@ -19,6 +19,7 @@ chat_turns.py         where the turns of a chat stand in its prompt
 media.py              where the images, videos and sounds of a prompt stand
 work.py               how much work its fields are, and that it is not too much
 prompt_text.py        the prompt as text, for selectors that give a text
+written_text.py       where its tokenizer changes that: the tokens of what was written
 module_catalog.py     what the names in `steering_modules` mean now
 change_builder.py     makes and checks changes of what holds for all requests
 global_steering.py    `llm.steering`: global tiers and named modules at run time

@@ -1,13 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
 """Where the turns of a chat stand in its prompt: for selectors that say a role."""
 
+import itertools
+import re
 import uuid
 from collections.abc import Iterable, Mapping, Sequence
-from functools import partial
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from vllm.v1.interventions.errors import reject, show
+from vllm.v1.interventions.frontend.prompt_text import PromptText
 from vllm.v1.interventions.frontend.work import Unit, Work
+from vllm.v1.interventions.positions import Run
 
 if TYPE_CHECKING:
     from vllm.renderers.base import BaseRenderer
@@ -20,8 +26,8 @@ KEY = "chat_turns"
 class ChatTurns:
     """The messages of a chat, and the template that wrote its prompt.
 
-    A turn's characters are what the template writes in place of its content: the chat is rendered
-    again with a word of its own there. Whatever else differs then, the template decides by content,
+    A turn's characters are what the template writes in place of its texts: the chat is rendered
+    again with words of its own there. Whatever else differs then, the template decides by content,
     and the turn is refused.
     """
 
@@ -30,7 +36,6 @@ class ChatTurns:
     ) -> None:
         self._messages = messages
         self._write = partial(_written, params, renderer)
-        self._whole: str | None = None
 
     def of(self, role: str) -> list[int]:
         """The indices of the messages of a role."""
@@ -41,39 +46,99 @@ class ChatTurns:
         """The roles there are, in order."""
         return list(dict.fromkeys(str(message.get("role")) for message in self._messages))
 
-    def characters(self, index: int, prompt: str, work: Work, path: str) -> tuple[int, int]:
-        """The characters of a turn, without space around it: first, stop.
+    @cached_property
+    def _texts(self) -> list[list[str] | None]:
+        """Those of each message; None if it has anything else."""
+        return [_texts(message) for message in self._messages]
+
+    @cached_property
+    def _whole(self) -> str | None:
+        return self._write(self._messages)
+
+    def characters(self, index: int, length: int, work: Work, path: str) -> tuple[str, list[Run]]:
+        """What the template writes, and where in it a turn is, without space around it.
 
         Args:
             index: of its message.
-            prompt: the prompt's tokens as text.
+            length: of the prompt, as text.
 
         Raises:
             ValueError: the chat has more than text in it, or it is not certain which they are.
         """
-        content = _content(self._messages[index])
-        if any(_content(m) is None for m in self._messages if m.get("content")) or not content:
-            reject(path, "a turn must have text, as one piece, and the chat nothing but text")
-        work.charge(2 * len(prompt), Unit.SEARCHED, path)
+        texts = self._texts[index]
+        if not texts or any(of is None for of in self._texts):
+            reject(path, "a turn must have text, and the chat nothing but text")
+        length = max(length, sum(len(text) for of in self._texts for text in of or ()))
+        work.charge(2 * length, Unit.SEARCHED, path)
         work.charge(2 * len(self._messages), Unit.SEGMENT, path)
-        whole = self._whole = self._whole or self._write(self._messages)
-        word = f"turn{uuid.uuid4().hex}"
-        messages = [dict(message) for message in self._messages]
-        messages[index]["content"] = word
-        parts = (self._write(messages) or "").split(word)
-        # Decoders add and leave out spaces beside special tokens, so only what is solid counts.
-        solid = [i for i, c in enumerate(prompt) if not c.isspace()]
-        shift = len(solid) - len(_solid(whole or ""))
-        if not whole or not _solid(prompt).endswith(_solid(whole)):
+        work.charge(2 * sum(len(of or ()) for of in self._texts), Unit.ENTRY, path)
+        if self._whole is None:
             reject(path, f"the prompt is not the text that the chat template writes; {_REMEDY}")
-        before, after = parts if len(parts) == 2 else ("", "")
-        start, stop = len(before), len(whole) - len(after)
-        found = whole[start:stop].strip()
-        exact = len(parts) == 2 and whole.startswith(before) and whole.endswith(after)
-        if not exact or not found or found not in content:
+        runs = self._runs(index, texts, self._whole)
+        if not runs:
             reject(path, f"the chat template does not write this turn as it is; {_REMEDY}")
-        first = shift + len(_solid(before))
-        return solid[first], solid[first + len(_solid(found)) - 1] + 1
+        return self._whole, runs
+
+    def _runs(self, index: int, texts: list[str], whole: str) -> list[Run]:
+        word = uuid.uuid4().hex
+        messages = list(self._messages)
+        messages[index] = _with_words(messages[index], word)
+        parts = re.split(rf"turn{word}n([0-9]+)e", self._write(messages) or "")
+        order, (before, *between, after) = parts[1::2], parts[::2] if len(parts) > 1 else ["", ""]
+        if order != [str(i) for i in range(len(texts))]:
+            return []
+        start, stop = len(before), len(whole) - len(after)
+        if start > stop or not whole.startswith(before) or not whole.endswith(after):
+            return []
+        written = whole[start:stop]
+        if not "".join(between).strip() and written.strip() in _joined(texts, between):
+            return _solid_runs([written], [], start)
+        # A template may strip the turn, or each of its texts.
+        ends = [texts[0].lstrip(), *texts[1:]]
+        ends[-1] = ends[-1].rstrip()
+        for said in (texts, ends, [text.strip() for text in texts]):
+            if _joined(said, between) == written:
+                return _solid_runs(said, between, start)
+        return []
+
+
+def tokens_of_turn(
+    chat: str, pieces: list[Run], texts: Sequence[PromptText], truncated: bool, path: str
+) -> np.ndarray:
+    """Return the tokens that have a character of a turn: int64 [n].
+
+    Args:
+        chat, pieces: as `ChatTurns.characters` gives them.
+        texts: of the prompt, what its tokens decode to last.
+        truncated: whether the prompt may lack tokens of the chat.
+
+    Raises:
+        ValueError: the prompt is not the chat, or not all of this turn.
+    """
+    for text in texts:
+        shift = text.text.rfind(chat)
+        if shift >= 0:
+            if not all(text.has_all(shift + start, shift + stop) for start, stop in pieces):
+                reject(path, f"the prompt has not all of this turn: {_TRUNCATED}")
+            return _tokens_of([(shift + start, shift + stop) for start, stop in pieces], text)
+    # Decoders add and leave out spaces beside special tokens, so only what is solid counts.
+    said = texts[-1]
+    solid = [i for i, c in enumerate(said.text) if not c.isspace()]
+    written = _solid(chat)
+    if not _solid(said.text).endswith(written):
+        why = f" ({_TRUNCATED})" if truncated else ""
+        reject(path, f"the prompt is not the text that the chat template writes{why}; {_REMEDY}")
+    found = []
+    for start, stop in pieces:
+        first = len(solid) - len(written) + len(_solid(chat[:start]))
+        last = first + len(_solid(chat[start:stop])) - 1
+        found.append((solid[first], solid[last] + 1))
+    return _tokens_of(found, said)
+
+
+def _tokens_of(pieces: list[Run], text: PromptText) -> np.ndarray:
+    found = [text.tokens_of(np.array([start]), stop - start) for start, stop in pieces]
+    return np.unique(np.concatenate(found))
 
 
 def _solid(text: str) -> str:
@@ -81,14 +146,64 @@ def _solid(text: str) -> str:
 
 
 _REMEDY = "use 'text' or 'token_ids'"
+_TRUNCATED = "truncate_prompt_tokens cuts it"
+_TEXT_FIELDS = {
+    "text": "text",
+    "input_text": "text",
+    "output_text": "text",
+    "refusal": "refusal",
+    "thinking": "thinking",
+}
+"""Where the text of each kind of part is that has one."""
 
 
-def _content(message: Mapping[str, Any]) -> str | None:
-    """The text of a message; None if it has anything else, or several pieces."""
+def _parts(message: Mapping[str, Any]) -> list[Any]:
     content = message.get("content")
-    if isinstance(content, list) and len(content) == 1 and isinstance(content[0], Mapping):
-        content = content[0].get("text")
-    return content if isinstance(content, str) else None
+    return content if isinstance(content, list) else [content] if content else []
+
+
+def _text(part: Any) -> str | None:
+    """The text of a part; None if it is something else."""
+    if isinstance(part, Mapping):
+        part = part.get(_TEXT_FIELDS.get(str(part.get("type")), ""))
+    return part if isinstance(part, str) else None
+
+
+def _texts(message: Mapping[str, Any]) -> list[str] | None:
+    """The texts of a message that are not empty; None if it has anything else."""
+    texts = [_text(part) for part in _parts(message)]
+    return None if None in texts else [text for text in texts if text]
+
+
+def _with_words(message: Mapping[str, Any], word: str) -> dict[str, Any]:
+    """A message with a word of its own in place of each of its texts, numbered."""
+    parts, number = [], itertools.count()
+    for part in _parts(message):
+        if _text(part):
+            said = f"turn{word}n{next(number)}e"
+            part = {**part, _TEXT_FIELDS[part["type"]]: said} if isinstance(part, dict) else said
+        parts.append(part)
+    return {**message, "content": parts if isinstance(message["content"], list) else parts[0]}
+
+
+def _joined(texts: Sequence[str], between: Sequence[str]) -> str:
+    return "".join(itertools.chain(*itertools.zip_longest(texts, between, fillvalue="")))
+
+
+def _solid_runs(texts: Sequence[str], between: Sequence[str], start: int) -> list[Run]:
+    """Where texts stand that begin at `start`, without space around them. What stands between two
+    is no part of them, unless it is space."""
+    runs: list[Run] = []
+    joins = False
+    for text, gap in itertools.zip_longest(texts, between, fillvalue=""):
+        if text.strip():
+            stop = start + len(text.rstrip())
+            first = start + len(text) - len(text.lstrip())
+            runs.append((runs.pop()[0] if joins else first, stop))
+            joins = True
+        joins &= not gap.strip()
+        start += len(text) + len(gap)
+    return runs
 
 
 def _written(

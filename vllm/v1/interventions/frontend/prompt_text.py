@@ -17,53 +17,102 @@ _MOST_TOKENS_OF_A_CHARACTER = 4
 
 
 class PromptText:
-    """The prompt decoded, special tokens included.
+    """A text of the prompt, with the characters of each of its tokens.
 
-    Found with nothing but `decode`, which every tokenizer has, and in linear time: token by token,
-    behind the few tokens before it, since many decoders treat the first token in another way.
-
-    text: what the prompt says.
-    starts, ends: int64 [tokens], the characters of each token. A character that is spread over
-        several tokens is of all of them. A token without text has none.
-
-    Positions in `silent`, those of images, are no text, whatever their tokens say: in their place
-    stands `BROKEN`, of no token and in no text that is looked for, so none is found across them.
+    Args:
+        text: what is searched.
+        starts, ends: int64 [tokens], the characters of each token. A character that is spread over
+            several tokens is of all of them. A token without text has none.
+        special: bool [tokens], whether a token is one of the tokenizer's special ones.
+        cut: bool [characters], those of which the prompt has no token, or not all; None if none is.
     """
 
     def __init__(
-        self, token_ids: list[int], tokenizer: TokenizerLike, silent: Positions = _NONE
+        self,
+        text: str,
+        starts: np.ndarray,
+        ends: np.ndarray,
+        special: np.ndarray,
+        cut: np.ndarray | None = None,
     ) -> None:
-        special = set(tokenizer.all_special_ids)
-        decoder = _Decoder(tokenizer)
-        for position, token_id in enumerate(token_ids):
-            if position in silent:
-                decoder.skip()
-            else:
-                decoder.add(token_id, token_id in special)
-        self.text = decoder.finish()
-        self.starts = np.clip(np.array(decoder.starts, dtype=np.int64), 0, len(self.text))
-        self.ends = np.clip(np.array(decoder.ends, dtype=np.int64), 0, len(self.text))
-        self._inside_special = np.zeros(len(self.text) + 1, dtype=bool)
-        for token_id, start, end in zip(token_ids, self.starts, self.ends, strict=True):
-            if token_id in special:
-                self._inside_special[start + 1 : end] = True
+        self.text, self.starts, self.ends, self._special = text, starts, ends, special
+        self._inside_special = np.zeros(len(text) + 1, dtype=bool)
+        for start, end in zip(starts[special], ends[special], strict=True):
+            # Some take the space around them, which is none of theirs.
+            written = text[start:end]
+            first = start + len(written) - len(written.lstrip())
+            self._inside_special[first + 1 : start + len(written.rstrip())] = True
+        self._with_token = _sums(tokens_at(starts, ends, len(text)) > 0)
+        self._cut = _sums(np.zeros(len(text), dtype=bool) if cut is None else cut)
 
     def find(self, text: str) -> np.ndarray:
-        """Where `text` begins, matches that overlap included: int64 [n].
+        """Where `text` begins and the prompt has tokens of it, matches that overlap included:
+        int64 [n].
 
         A special token is one thing: no match begins or ends inside. Otherwise "text" would be
         found in "<|begin_of_text|>".
         """
-        found = np.array(occurrences(self.text, text), dtype=np.int64)
-        return found[~(self._inside_special[found] | self._inside_special[found + len(text)])]
+        # What is longer cannot be in it, and a search would first make a table of its length.
+        places = occurrences(self.text, text) if len(text) <= len(self.text) else []
+        found = np.array(places, dtype=np.int64)
+        behind = found + len(text)
+        found = found[~(self._inside_special[found] | self._inside_special[behind])]
+        behind = found + len(text)
+        there = self._with_token[behind] > self._with_token[found]
+        return found[there & (self._cut[behind] == self._cut[found])]
+
+    def within(self, start: int, stop: int) -> "PromptText":
+        """These characters of it alone; all tokens, of which those elsewhere have none."""
+        starts, ends = (np.clip(edges, start, stop) - start for edges in (self.starts, self.ends))
+        return PromptText(self.text[start:stop], starts, ends, self._special)
+
+    def has_all(self, start: int, stop: int) -> bool:
+        """Whether the prompt has all tokens of these characters."""
+        return bool(self._cut[start] == self._cut[stop])
 
     def tokens_of(self, found: np.ndarray, length: int) -> np.ndarray:
         """The tokens with a character in a match of `length` from one of `found`: int64 [n]."""
-        edges = np.zeros(len(self.text) + 1, dtype=np.int64)
-        np.add.at(edges, found, 1)
-        np.add.at(edges, found + length, -1)
-        matched = np.concatenate([[0], np.cumsum(np.cumsum(edges) > 0)])
+        matched = _sums(tokens_at(found, found + length, len(self.text)) > 0)
         return np.flatnonzero(matched[self.ends] > matched[self.starts])
+
+
+def tokens_at(starts: np.ndarray, ends: np.ndarray, length: int) -> np.ndarray:
+    """How many tokens have each of `length` characters: int64 [length]."""
+    edges = np.zeros(length + 1, dtype=np.int64)
+    np.add.at(edges, starts, 1)
+    np.add.at(edges, ends, -1)
+    return np.cumsum(edges)[:-1]
+
+
+def _sums(flags: np.ndarray) -> np.ndarray:
+    """How many of the flags before each place, and before the end, are true."""
+    return np.concatenate([[0], np.cumsum(flags)])
+
+
+def decoded(
+    token_ids: list[int], tokenizer: TokenizerLike, silent: Positions = _NONE
+) -> PromptText:
+    """Return what the prompt's tokens say, special tokens included.
+
+    Found with nothing but `decode`, which every tokenizer has, and in linear time: token by token,
+    behind the few tokens before it, since many decoders treat the first token in another way.
+
+    Positions in `silent`, those of images, are no text, whatever their tokens say: in their place
+    stands `BROKEN`, of no token and in no text that is looked for, so none is found across them.
+    """
+    special = set(tokenizer.all_special_ids)
+    decoder = _Decoder(tokenizer)
+    for position, token_id in enumerate(token_ids):
+        if position in silent:
+            decoder.skip()
+        else:
+            decoder.add(token_id, token_id in special)
+    text = decoder.finish()
+    starts, ends = (
+        np.clip(np.array(edges, dtype=np.int64), 0, len(text))
+        for edges in (decoder.starts, decoder.ends)
+    )
+    return PromptText(text, starts, ends, np.array([t in special for t in token_ids], dtype=bool))
 
 
 def occurrences(text: Sequence[Hashable], part: Sequence[Hashable]) -> list[int]:

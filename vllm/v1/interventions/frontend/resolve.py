@@ -17,13 +17,14 @@ from vllm.v1.capture.transport.feed import prompt_tokens, request_info, reserved
 from vllm.v1.capture.transport.selected import Selected
 from vllm.v1.interventions.errors import reject
 from vllm.v1.interventions.frontend.capture_request import NumberedCapture, parse_capture
-from vllm.v1.interventions.frontend.chat_turns import KEY
+from vllm.v1.interventions.frontend.chat_turns import KEY as TURNS
 from vllm.v1.interventions.frontend.media import NOWHERE, Media
 from vllm.v1.interventions.frontend.module_catalog import ModuleCatalog, origin
 from vllm.v1.interventions.frontend.rule_request import parse_rules
 from vllm.v1.interventions.frontend.selectors import Prompt
 from vllm.v1.interventions.frontend.steering_request import steering_plan
 from vllm.v1.interventions.frontend.work import Unit, Work
+from vllm.v1.interventions.frontend.written_text import written_text
 from vllm.v1.interventions.plan import (
     INHERIT,
     PLAN_FIELDS,
@@ -125,8 +126,15 @@ def resolve(
     if embeds is not None:
         embedded = Positions.of(i for i, token_id in enumerate(token_ids) if token_id == NO_TOKEN)
     media = Media(given.get("mm_placeholders") or {}, embedded)
-    turns = given.get(KEY)
-    prompt = Prompt(token_ids, final_params.max_tokens, tokenizer, work, turns, media)
+    prompt = Prompt(
+        token_ids,
+        final_params.max_tokens,
+        tokenizer,
+        work,
+        given.get(TURNS),
+        media,
+        written_text(given),
+    )
     shape = config.tap_shape
     steering = capture = None
     asked = any(getattr(params, name) is not None for name in (*STEERING_FIELDS, INHERIT))

@@ -1,19 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a request may say about positions: checked and resolved on its prompt."""
 
-from collections.abc import Mapping, Sized
+from collections.abc import Iterator, Mapping, Sized
 from functools import cached_property
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 
 from vllm.tokenizers import TokenizerLike
 from vllm.v1.capture import NO_TOKEN
 from vllm.v1.interventions.errors import reject, show, unknown_keys
-from vllm.v1.interventions.frontend.chat_turns import ChatTurns, need_turns
+from vllm.v1.interventions.frontend.chat_turns import ChatTurns, need_turns, tokens_of_turn
 from vllm.v1.interventions.frontend.media import Media
-from vllm.v1.interventions.frontend.prompt_text import BROKEN, PromptText, occurrences
+from vllm.v1.interventions.frontend.prompt_text import BROKEN, PromptText, decoded, occurrences
 from vllm.v1.interventions.frontend.work import Unit, Work
+from vllm.v1.interventions.frontend.written_text import WrittenText
 from vllm.v1.interventions.positions import Positions, Run
 from vllm.v1.interventions.values import plain, plain_list
 
@@ -50,6 +51,7 @@ class Prompt:
         work: counts what resolving them costs.
         turns: those of the chat that the prompt is; None if it is none.
         media: its images, videos and sounds; None if it has none.
+        written: what the tokenizer got; None if the prompt was given as tokens.
     """
 
     def __init__(
@@ -60,6 +62,7 @@ class Prompt:
         work: Work,
         turns: ChatTurns | None = None,
         media: Media | None = None,
+        written: WrittenText | None = None,
     ) -> None:
         self.token_ids = token_ids
         self.max_tokens = max_tokens
@@ -67,12 +70,45 @@ class Prompt:
         self.work = work
         self.turns = turns
         self.media = media if media is not None else Media({})
+        self.written = written
 
     @cached_property
     def text(self) -> PromptText:
         """The prompt as text, decoded when a selector first asks."""
         assert self.tokenizer is not None
-        return PromptText(self.token_ids, self.tokenizer, self.media.positions)
+        return decoded(self.token_ids, self.tokenizer, self.media.positions)
+
+    def texts(self, path: str) -> Iterator[PromptText]:
+        """What a text is looked for in, until one has it: what was written, then what the prompt's
+        tokens say, which has more of them."""
+        written, said = self.written, self.text
+        # Items stand in the prompt for more tokens than the text has.
+        if written is not None and not self.media.items:
+            assert self.tokenizer is not None
+            start = said.text.rfind(written.text)
+            if start >= 0:
+                yield said.within(start, start + len(written.text))
+            elif placed := written.placed(self.token_ids, self.tokenizer, self.work, path):
+                yield placed
+        yield said
+
+    def without(self, text: str, path: str) -> NoReturn:
+        """Raise ValueError, as no tokens of the prompt are a text."""
+        there, said = f"which has {len(self.token_ids)} tokens", self.text.text
+        # Where both have it, it is inside of a special token.
+        if self.written is None or text in said or text not in self.written.text:
+            reject(path, f"{show(text)} is not in the prompt, {there}")
+        if self.written.truncated:
+            reject(
+                path,
+                f"{show(text)} is not wholly in the truncated prompt, {there}; raise "
+                "truncate_prompt_tokens",
+            )
+        reject(
+            path,
+            f"{show(text)} is not in the prompt as the tokenizer changed it, which says "
+            f"{show(said)}; use what is there, or token_ids",
+        )
 
     def need_tokens(self, path: str) -> None:
         """Raise ValueError if the prompt has no token that a field could mean."""
@@ -283,25 +319,25 @@ class Selector:
                 "needs a tokenizer, and the engine was started with skip_tokenizer_init; "
                 "start it without, or use token_ids",
             )
-        prompt = self._prompt.text
-        self._prompt.work.charge(len(prompt.text), Unit.SEARCHED, path)
-        # What is longer cannot be in it, and a search would first make a table of its length.
-        found = prompt.find(text) if len(text) <= len(prompt.text) else ()
-        if not len(found):
-            reject(path, f"{show(text)} is not in the prompt, which has {self._length} tokens")
-        begins = prompt.tokens_of(np.asarray(found[_chosen(which)]), len(text))
-        return self._few(_runs(begins, 1), path)
+        for prompt in self._prompt.texts(path):
+            self._prompt.work.charge(len(prompt.text), Unit.SEARCHED, path)
+            found = prompt.find(text)
+            if len(found):
+                tokens = prompt.tokens_of(found[_chosen(which)], len(text))
+                return self._few(_runs(tokens, 1), path)
+        self._prompt.without(text, path)
 
     def _by_role(self, value: Mapping[Any, Any], path: str) -> list[Run]:
         """All tokens that have a character of a turn's content."""
         turn = None if value.get("turn") is None else _need_int(value["turn"], f"{path}.turn")
-        turns, work = self._prompt.turns, self._prompt.work
+        prompt, turns = self._prompt, self._prompt.turns
+        truncated = prompt.written is not None and prompt.written.truncated
         found: list[Run] = []
         for index in need_turns(turns, plain(value["role"]), turn, path):
             assert turns is not None
-            prompt = self._prompt.text
-            start, stop = turns.characters(index, prompt.text, work, path)
-            found += _runs(prompt.tokens_of(np.array([start]), stop - start), 1)
+            chat, pieces = turns.characters(index, len(prompt.text.text), prompt.work, path)
+            tokens = tokens_of_turn(chat, pieces, [*prompt.texts(path)], truncated, path)
+            found += _runs(tokens, 1)
         return self._few(found, path)
 
     def _images(self, value: Any, path: str) -> list[Run]:

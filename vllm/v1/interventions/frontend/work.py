@@ -11,6 +11,8 @@ class Unit(IntEnum):
 
     SEARCHED = 1
     """A character or token of the prompt that a selector looks at."""
+    TOKENIZED = 4
+    """A character of the prompt that is tokenized again, to find where its tokens are."""
     CELL = 8
     """One thing that acts, or not, in one segment."""
     ENTRY = 16
