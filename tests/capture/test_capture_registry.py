@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import copy
 import json
+import logging
 import pickle
 import re
 import tomllib
@@ -14,11 +15,16 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from pydantic import TypeAdapter
 
 from tests import ROOT
 from tests.errors.page import PATTERNS
 from tests.support.consumers import Recorder, Running, batch_of, request_of
 from vllm.config.capture import CaptureConfig
+from vllm.engine.arg_utils import EngineArgs
+from vllm.entrypoints.launchers.cli_args import make_arg_parser
+from vllm.entrypoints.serve.utils.api_utils import log_non_default_args
+from vllm.utils.argparse_utils import FlexibleArgumentParser
 from vllm.v1.capture.consumer import CaptureConsumer, RequestEnd
 from vllm.v1.capture.consumers.callback import CallbackConsumer
 from vllm.v1.capture.consumers.logging import LoggingConsumer
@@ -29,6 +35,7 @@ from vllm.v1.capture.registry import (
     ConsumerSpec,
     HostLimits,
     parse_consumers,
+    shown,
 )
 
 pytestmark = pytest.mark.quick
@@ -202,8 +209,8 @@ WRONG: list[tuple[list[Any], str]] = [
     ),
     (["{nonsense"], "is not JSON"),
     (["engine:root='a"], "has a quote that is not closed"),
-    (["engine:root"], "'root' in 'engine:root' is not key=value"),
-    (["engine:root=a,b"], "'b' in 'engine:root=a,b' is not key=value"),
+    (["engine:root"], "entry 1 of 'engine' is not key=value"),
+    (["engine:root=a,b"], "entry 2 of 'engine' is not key=value"),
     (["engine:capture=all"], "'capture' cannot be given in this form"),
     (["engine:root=a,root=b"], "gives 'root' twice"),
     (["engine:name=a"], "gives 'name' twice"),
@@ -338,3 +345,55 @@ def test_what_a_callback_raises_is_the_result() -> None:
 
     with Running(one(look).make()) as running:
         assert running.run("a", batch_of(0)).error == "KeyError: 'surprise'"
+
+
+SECRET = "AKIA-planted"
+OPTIONS = {"root": "memory://acts", "storage_options": {"secret": SECRET}}
+
+
+def as_text(**more: Any) -> str:
+    return json.dumps({"name": "filesystem", "instance_name": "far", **OPTIONS, **more})
+
+
+def test_no_log_and_no_dump_has_the_options_of_a_consumer(
+    caplog: pytest.LogCaptureFixture, tmp_path: Path
+) -> None:
+    """The twin, which has them: what makes the consumer."""
+    parser = make_arg_parser(FlexibleArgumentParser())
+    namespace = parser.parse_args(["--model", "m", "--capture-consumers", as_text(), "inline"])
+    offline = EngineArgs(model=str(tmp_path), capture_consumers=[{"name": "filesystem", **OPTIONS}])
+    config = CaptureConfig(namespace.capture_consumers)
+    with caplog.at_level("INFO"):
+        logging.getLogger("vllm").addHandler(caplog.handler)
+        log_non_default_args(namespace)
+        log_non_default_args(offline)
+        logging.getLogger("vllm").removeHandler(caplog.handler)
+    dumped = TypeAdapter(CaptureConfig).dump_python(config, mode="json", fallback=str)
+    for text in (repr(namespace), caplog.text, repr(config), str(dumped), repr(config.consumers)):
+        assert SECRET not in text
+    for text in (repr(namespace), caplog.text):
+        assert "filesystem(" in text and "root, storage_options" in text
+    assert config.consumers["far"].options == OPTIONS
+    assert offline.capture_consumers[0]["storage_options"] == {"secret": SECRET}
+    assert pickle.loads(pickle.dumps(namespace)).capture_consumers == [as_text(), "inline"]
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        as_text() + "}",
+        as_text(bad=1),
+        as_text(threads=0),
+        as_text(storage_options=SECRET),
+        f"filesystem:root=a,{SECRET}",
+        f"filesystem:root=a,token={SECRET},token=b",
+        f"filesystem:root=a,token='{SECRET}",
+        f"filesystem:root=a,capture={SECRET}",
+    ],
+)
+def test_no_error_has_the_options_of_a_consumer(value: str) -> None:
+    with pytest.raises(ValueError, match="capture_consumers: ") as refused:
+        for spec in parse_consumers([value]).values():
+            spec.check()
+    assert SECRET not in str(refused.value)
+    assert SECRET not in shown(value)

@@ -21,8 +21,18 @@ from vllm.entrypoints.serve.steering.body import refuse_beams, refuse_unserved
 from vllm.entrypoints.serve.steering.packed import MAX_ARRAY_BYTES, pack, read_vectors, unpack
 from vllm.entrypoints.serve.steering.playground_router import need_playground
 from vllm.entrypoints.serve.steering.protocol import MAX_BODY_BYTES, module_of, read_body
+from vllm.entrypoints.serve.steering.serving import need_finite
 from vllm.v1.steering.files import parse_safetensors
 from vllm.v1.steering.unshaped import ANY_FAMILY
+
+
+def steered_to_nan(prompt: bool) -> Any:
+    nan = SimpleNamespace(logprob=float("nan"))
+    request = SimpleNamespace(model_extra={"steering": []}, vllm_xargs=None)
+    answer = SimpleNamespace(prompt_logprobs=[None, {5: nan}] if prompt else None)
+    output = SimpleNamespace(cumulative_logprob=-1.0 if prompt else float("nan"))
+    return lambda: need_finite(request, answer, output)  # type: ignore[arg-type]
+
 
 GOOD = pack(torch.zeros(2, HIDDEN))
 
@@ -84,6 +94,8 @@ def endpoint(function: Any, body: Any) -> Any:
 
 
 HTTP = [
+    Case(path("steering", "prompt"), do=steered_to_nan(True)),
+    Case(path("steering", "answer"), do=steered_to_nan(False)),
     Case(path("capture"), do=lambda: refuse_unserved({"prompt": "", "capture": {}}, served=False)),
     Case(
         path("captures", "capture"),

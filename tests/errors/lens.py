@@ -10,6 +10,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import msgspec
+import numpy as np
 import pytest
 import torch
 from fastapi import HTTPException
@@ -85,7 +86,12 @@ LENS = [
     Case(path(AT, "['hook']"), do=vectors(hook=1)),
     Case(path(AT, "'activations'"), do=vectors(activations=None)),
     Case(path(f"{AT}.activations", "list"), do=vectors(activations=[[1.0] * HIDDEN] * 2)),
-    Case(path(f"{AT}.activations", "8", "torch.int64"), do=vectors(activations=GOOD.long())),
+    Case(path(f"{AT}.activations", "torch.int64"), do=vectors(activations=GOOD.long())),
+    Case(path(f"{AT}.activations", "matrix"), do=vectors(activations=np.matrix(GOOD.numpy()))),
+    Case(
+        path(f"{AT}.activations", "0", "torch.float32"),
+        do=vectors(activations=GOOD[:0], layer_indices=[]),
+    ),
     Case(path("x.output_residual_stream[0]", "-1"), do=asking(output_residual_stream=[-1])),
     Case(
         path(

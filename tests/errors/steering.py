@@ -124,6 +124,12 @@ STEERING = [
     Case(path(f"{OP}.values", "[1, 3]", "[n, 4]"), replace(values=np.ones((1, 3)))),
     Case(path(f"{OP}.values", "'abc'"), replace(values="abc")),
     Case(
+        path("max_tokens", "steering_vectors", "2147483648"),
+        {"steering_vectors": EVERYWHERE, "max_tokens": 1 << 64},
+    ),
+    Case(path(f"{OP}.values", "matrix"), replace(values=np.matrix([VECTOR]))),
+    Case(path(f"{OP}.direction", "MaskedArray"), op(direction=np.ma.array(VECTOR))),
+    Case(
         path(f"{OP}.values", "torch.sparse_coo on cpu"),
         replace(values=torch.ones(1, HIDDEN).to_sparse()),
     ),

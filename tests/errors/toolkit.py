@@ -10,6 +10,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import torch
 
 from tests.errors.case import Case, path
@@ -106,6 +107,8 @@ TOOLKIT = [
     ),
     Case({"positive": "1", "negative": "2"}, do=lambda: d_prime(ROWS[0, 0, :1], ROWS[:, 0, 0])),
     Case({"given": "[2, 2, 3]"}, do=lambda: pca(ROWS, ROWS[:1])),
+    Case(path("negative", "MaskedArray"), do=lambda: pca(ROWS, np.ma.array(ROWS.numpy()))),
+    Case(path("negative", "torch.complex64"), do=lambda: pca(ROWS, ROWS * 1j)),
     Case({"given": "'pca'"}, do=finding()),
     Case({}, do=lambda: direction("mean-centred", ROWS, ROWS + 1)),
     Case({"given": "2"}, do=finding(method="lat", memory=8)),

@@ -6,6 +6,7 @@ vLLM is imported in the fixtures: pytest reads this file before it sets the envi
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -35,11 +36,15 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="package")
 def options(root: Path) -> tuple[str, ...]:
     """Of the server, beside those of `tests.http.server`."""
+    from tests.http.server import SECRET
+
+    secrets = {"storage_options": {"secret": SECRET}}
+    writer = json.dumps({"name": "filesystem", "root": str(root), **secrets})
     return (
         "--enable-log-requests",
         "--playground",
         "--default-steering-modules=house",
-        f"--capture-consumers=filesystem:root={root}",
+        f"--capture-consumers={writer}",
         *("--capture-points", "pre_attn", "post_attn", "post_block", "q", "z", "final"),
         *("--steering-points", "pre_attn", "z", "post_attn", "post_block"),
         *("--steering-families", "add", "ablate", "replace", "clamp", "scale", "gate", "focus"),

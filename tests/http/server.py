@@ -27,6 +27,8 @@ import vllm
 if TYPE_CHECKING:
     from tests.conftest import TinyModels
 
+SECRET = "planted-secret"
+"""An option of a consumer that no log may have."""
 KEY = "let-me-steer"
 NAME = "tiny"
 START_SECONDS = 1200.0

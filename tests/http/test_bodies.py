@@ -19,7 +19,7 @@ import openai
 import pytest
 
 from tests.conformance.models import HIDDEN
-from tests.http.server import KEY, NAME, Server, greedy
+from tests.http.server import KEY, NAME, SECRET, Server, greedy
 from vllm.entrypoints.serve.steering import client as client_module
 from vllm.entrypoints.serve.steering.client import (
     AsyncSteeringClient,
@@ -287,8 +287,61 @@ def test_the_log_has_digests_and_no_values(server: Server, client: SteeringClien
     assert "capture for inline at 2 sites" in log
     assert "3.0625" not in log
     assert KEY not in log
-    # Upstream logs what ends a request of /v1/messages, also what is the client's own fault.
-    assert log.count("Traceback") == log.count("Error in create_messages: ")
+    assert SECRET not in log and "'filesystem(root, storage_options)'" in log
+    # Upstream logs what ends a request of /v1/messages, also what is the client's own fault, and
+    # what ends a stream.
+    own = log.count("Error in create_messages: ") + log.count(" stream generator.")
+    assert log.count("Traceback") == own
+
+
+@pytest.mark.parametrize("n", [1, 2])
+@pytest.mark.parametrize("prompt", [PROMPT, SAID], ids=["completion", "chat"])
+def test_steering_to_nan_is_an_error_that_names_it(server: Server, prompt: Any, n: int) -> None:
+    """Where log-probabilities are asked for, whole and streamed; those that are finite are sent,
+    and so is the text of who asked for none. Nobody else is hurt."""
+    chat = isinstance(prompt, list)
+    path = "/v1/chat/completions" if chat else "/v1/completions"
+    said = {"messages": prompt, "logprobs": True} if chat else {"prompt": prompt, "logprobs": 1}
+    body = greedy(**said, n=n, temperature=1.0, seed=1)
+    before = server.post(path, body)
+    points = ("pre_attn", "post_attn", "post_block")
+    huge = np.full(HIDDEN, 1e38).tolist()
+    nan = {"steering_vectors": {point: {"all": huge} for point in points}}
+    whole = server.post(path, {**body, **nan})
+    error = whole.json()["error"]
+    assert (whole.status_code, error["param"]) == (400, "steering_vectors")
+    assert "log-probabilities of the answer are not finite" in error["message"]
+    streamed = server.post(path, {**body, **nan, "stream": True}).text
+    (event,) = [line for line in streamed.splitlines() if '"error"' in line]
+    assert json.loads(event.removeprefix("data: "))["error"]["param"] == "steering_vectors"
+    assert streamed.rstrip().endswith("data: [DONE]")
+    silent = {**{k: v for k, v in body.items() if k != "logprobs"}, **nan}
+    assert len(server.post(path, silent).json()["choices"]) == n
+    small = {"steering_vectors": {point: {"all": VECTOR.tolist()} for point in points}}
+    assert server.post(path, {**body, **small}).status_code == 200
+    # Other salts: this is of the answer, and not of blocks that were written by it.
+    after = server.post(path, {**body, "cache_salt": f"other{chat}{n}"})
+    assert before.status_code == after.status_code == 200
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("token", [1 << 40, 1 << 70, -1, 1000])
+def test_a_token_that_is_none_is_refused_beside_a_text(
+    server: Server, token: int, stream: bool
+) -> None:
+    """As without: by the engine's own rule, and before anything decodes it."""
+    capture = {"inline": {**READ["inline"], "positions": {"text": "bc"}}}
+    body = greedy(prompt=[1, 2, 3, token], stream=stream)
+    plain, asked = (
+        server.post("/v1/completions", each) for each in (body, {**body, "capture": capture})
+    )
+    assert plain.status_code == 400 or stream
+    error = asked.json()["error"]
+    assert (asked.status_code, error["code"]) == (400, 400)
+    assert error["message"].startswith(f"Token id {token} is out of vocabulary")
+    assert error["param"] == ("prompt" if stream else None)
+    right = server.post("/v1/completions", {**body, "prompt": [1, 2, 3, 4], "capture": capture})
+    assert right.status_code == 200
 
 
 def test_a_disconnected_client_gives_its_slot_back(server: Server, client: SteeringClient) -> None:

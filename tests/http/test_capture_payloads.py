@@ -98,11 +98,13 @@ LOOP.append(LOOP)
         torch.eye(2).to_sparse(),
         np.array(["a", "b"]),
         np.array([object()]),
+        np.ma.array([1.0, 2.0], mask=[0, 1]),
+        np.array([1.0], np.longdouble),
         LOOP,
         "half \ud800",
         {"half \ud800": 1},
     ],
-    ids=["meta", "sparse", "strings", "objects", "loop", "text", "key"],
+    ids=["meta", "sparse", "strings", "objects", "masked", "long double", "loop", "text", "key"],
 )
 def test_what_json_cannot_hold_is_an_error_of_that_result(payload: Any) -> None:
     result = sent(payload)

@@ -202,6 +202,19 @@ def test_answers_end_with_the_token_whose_row_fired(llm: LLM) -> None:
     assert scheduler.interventions.projections.in_use == 0, "answers that ended early hold probes"
 
 
+def test_a_rule_ends_an_answer_below_min_tokens(llm: LLM) -> None:
+    """As docs/capture.md says; the same answer is whole where the rule does not fire."""
+    fields = {**LIMIT, "min_tokens": GENERATED}
+    [want] = plain(llm, PROMPTS[:1], min_tokens=GENERATED)
+    one = rule(then="stop")
+    one["threshold"] = want.between(one, 0.6)
+    rules = (one, {**one, "threshold": NEVER})
+    asks = [Ask(want.prompt, {**fields, "rules": [each]}) for each in rules]
+    ended, whole = serve(llm, asks, log_probs=False)
+    assert check(ended.outputs[0], want, [one]) is not None
+    assert len(ended.outputs[0].token_ids) < GENERATED == len(whole.outputs[0].token_ids)
+
+
 def test_several_rules_beside_captures_and_steering(llm: LLM) -> None:
     """Flags and stops over several positions and windows; one that never fires changes nothing."""
     steered = {"steering_vectors": {"post_attn": {0: vector(70)}}}

@@ -39,7 +39,7 @@ OverloadPolicy = Literal["block", "drop"]
 class CaptureConfig:
     """Activation capture: read rows of the residual stream, per request."""
 
-    capture_consumers: list[Any] = Field(default_factory=list)
+    capture_consumers: list[Any] = Field(default_factory=list, repr=False, exclude=True)
     """Who may get rows: `inline` returns them with the request's output, `filesystem:root=PATH`
     writes files, `logging` logs; or an installed plug-in. As `name` or `name:key=value,key=value`,
     in Python also dicts, functions and instances of `CaptureConsumer`. See docs/capture.md."""

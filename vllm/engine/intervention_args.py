@@ -6,11 +6,18 @@ from typing import TYPE_CHECKING, Any
 
 from vllm.config.capture import CaptureConfig
 from vllm.config.steering import SteeringConfig
+from vllm.v1.capture.registry import ConsumerText, shown
 
 if TYPE_CHECKING:
     from argparse import ArgumentParser
 
     from vllm.engine.arg_utils import EngineArgs
+
+
+def hide_secrets(args: dict[str, Any]) -> None:
+    """Put what may be logged of consumers in place of their options, in arguments to be logged."""
+    if "capture_consumers" in args:
+        args["capture_consumers"] = list(map(shown, args["capture_consumers"]))
 
 
 def steering_config_of(args: "EngineArgs") -> SteeringConfig:
@@ -62,5 +69,5 @@ def add_intervention_args(
         for name, kwargs in get_kwargs(config).items():
             if name == "capture_consumers":
                 # Specs are text here; the flag may be repeated or take several.
-                kwargs |= {"type": str, "nargs": "+", "action": "extend"}
+                kwargs |= {"type": ConsumerText, "nargs": "+", "action": "extend"}
             group.add_argument(f"--{name.replace('_', '-')}", **kwargs)

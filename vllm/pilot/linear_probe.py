@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 import torch
 
+from vllm.pilot.numbers import as_numbers
 from vllm.pilot.row_checks import Rows, as_float32, need_finite, need_rows, need_width
 
 _STEPS = 100
@@ -31,7 +32,7 @@ class Probe:
         Raises:
             ValueError: a row is not finite; the message has its number.
         """
-        wide = need_finite(torch.as_tensor(rows).detach().cpu().double(), "rows")
+        wide = need_finite(as_numbers(rows, "rows"), "rows")
         return (wide @ self.weight.double() + self.bias).float()
 
     def accuracy(self, positive: Rows, negative: Rows) -> float:

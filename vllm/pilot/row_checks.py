@@ -8,6 +8,8 @@ rows' own size.
 import numpy as np
 import torch
 
+from vllm.pilot.numbers import as_numbers
+
 Rows = torch.Tensor | np.ndarray
 
 
@@ -22,7 +24,7 @@ def need_rows(rows: Rows, name: str, least: int = 2, first: int = 0) -> torch.Te
     Raises:
         ValueError: another shape, there are none, or one is not finite; the message has its number.
     """
-    made = torch.as_tensor(rows).detach().cpu().double()
+    made = as_numbers(rows, name)
     if made.ndim not in (least, least + 1):
         raise ValueError(f"{name}: shape {list(made.shape)}, wanted [n, hidden] or one axis more")
     if not len(made):

@@ -11,6 +11,7 @@ import torch
 
 from vllm.pilot.bench import Bench, LateBar, Steering, bench_of
 from vllm.pilot.metrics import Metric, Written
+from vllm.pilot.numbers import as_numbers
 from vllm.pilot.picture import heat_map, save_figure, subplots
 from vllm.pilot.rows import need_layers
 
@@ -123,7 +124,7 @@ def _vector(
             raise ValueError(f"vectors: there is none for layer {layer}")
     elif len(vectors) != len(bench.layers):
         raise ValueError(f"vectors: {len(vectors)} of them for {len(bench.layers)} layers")
-    vector = torch.as_tensor(vectors[layer]).float()
+    vector = as_numbers(vectors[layer], f"vectors[{layer}]").float()
     if vector.shape != (bench.hidden,):
         raise ValueError(
             f"vectors[{layer}]: shape {list(vector.shape)}, the model has {bench.hidden} values"

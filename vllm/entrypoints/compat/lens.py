@@ -18,8 +18,15 @@ from vllm.v1.capture.results import CapturedRows, CaptureResult
 from vllm.v1.interventions.errors import reject, show
 from vllm.v1.interventions.frontend.work import Unit, Work
 from vllm.v1.interventions.plan import AttentionForm, Site, TapShape, dtype_of
-from vllm.v1.interventions.values import plain, plain_list
-from vllm.v1.interventions.vectors import need_number, pack_float32, pack_unit, unit
+from vllm.v1.interventions.values import Array, plain, plain_list
+from vllm.v1.interventions.vectors import (
+    floats_of,
+    need_array,
+    need_number,
+    pack_float32,
+    pack_unit,
+    unit,
+)
 
 CAPTURE, QK, STEER = "output_residual_stream", "output_qk", "apply_steering_vectors"
 KEYS = (CAPTURE, QK, STEER, "skip_reading_prefix_cache", "activations_transport")
@@ -181,9 +188,10 @@ class _Vectors:
 
         if isinstance(value, Mapping):
             tensor = decoded(value, path, admit)
-        elif isinstance(value, torch.Tensor | np.ndarray):
-            tensor = torch.as_tensor(value).detach()
-            admit(tensor.shape)
+        elif isinstance(value, Array):
+            given = need_array(value, path)
+            admit(given.shape)
+            tensor = floats_of(given, path)
         else:
             reject(path, f"must be a tensor, got {show(value)}")
         if not tensor.is_floating_point() or not tensor.numel():

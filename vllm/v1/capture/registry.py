@@ -64,8 +64,8 @@ class ConsumerSpec:
     """The name by which requests know it."""
     cls: type[CaptureConsumer] | None = None
     """The consumer's class; None for `inline`, and for a consumer that runs in another process."""
-    options: Mapping[str, Any] = field(default_factory=dict)
-    """The keywords of the constructor."""
+    options: Mapping[str, Any] = field(default_factory=dict, repr=False)
+    """The keywords of the constructor; they may have secrets, and no log has them."""
     instance: CaptureConsumer | None = None
     """The consumer itself where the user made it; it always runs in the frontend."""
     capture: Mapping[str, Any] | None = None
@@ -119,6 +119,24 @@ class ConsumerSpec:
         return replace(self, cls=None, options={}, instance=None)
 
 
+class ConsumerText(str):
+    """A value of the option `capture_consumers` as it stands on a command line. What a log has of
+    it says which keys it gives, and not their values, which may be secrets."""
+
+    def __repr__(self) -> str:
+        return repr(shown(self))
+
+
+def shown(value: Any) -> str:
+    """Say which consumer a value of the option `capture_consumers` means, and the keys it gives."""
+    try:
+        fields = _given(value)
+        name = fields.pop("name", None) or _own_name(fields.pop("consumer", value))
+    except ValueError:
+        return "a consumer that cannot be read"
+    return f"{name}({', '.join(map(str, fields))})" if fields else str(name)
+
+
 def parse_consumers(values: Sequence[Any]) -> dict[str, ConsumerSpec]:
     """Parse the option `capture_consumers`.
 
@@ -151,12 +169,7 @@ def _refuse(message: str) -> NoReturn:
 
 
 def _parse(value: Any) -> ConsumerSpec:
-    if isinstance(value, str):
-        fields = _fields_of(value)
-    elif isinstance(value, Mapping):
-        fields = dict(value)
-    else:
-        fields = {"consumer": value}
+    fields = _given(value)
     if ("name" in fields) == ("consumer" in fields):
         _refuse(f"{show(value)} needs a 'name', or in its place a 'consumer' made in Python")
     if not all(isinstance(key, str) for key in fields):
@@ -193,13 +206,19 @@ def _parse(value: Any) -> ConsumerSpec:
     return ConsumerSpec(name, cls=cls, options=fields, capture=own, limits=limits)
 
 
+def _given(value: Any) -> dict[str, Any]:
+    if isinstance(value, str):
+        return _fields_of(value)
+    return dict(value) if isinstance(value, Mapping) else {"consumer": value}
+
+
 def _fields_of(text: str) -> dict[str, Any]:
     """Parse the fields of "name:key=value,key=value", or of JSON."""
     if text.startswith("{"):
         try:
             fields = json.loads(text)
         except ValueError as error:
-            _refuse(f"{show(text)} is not JSON: {error}")
+            _refuse(f"a text of {len(text)} characters is not JSON: {error}")
         assert isinstance(fields, dict)
         return fields
     name, _, options = text.partition(":")
@@ -209,19 +228,19 @@ def _fields_of(text: str) -> dict[str, Any]:
     try:
         items = list(lexer)
     except ValueError:
-        _refuse(f"{show(text)} has a quote that is not closed")
+        _refuse(f"{show(name)} has a quote that is not closed")
     fields = {"name": name}
-    for item in items:
+    for number, item in enumerate(items, 1):  # no error has values
         key, equals, value = item.partition("=")
         if not equals or not key.isidentifier():
             _refuse(
-                f"{show(item)} in {show(text)} is not key=value; a value with a comma in it is put "
-                "in quotes"
+                f"entry {number} of {show(name)} is not key=value; a value with a comma in it is "
+                "put in quotes"
             )
         if key == "consumer" or key == "capture":
-            _refuse(f"{show(text)}: {key!r} cannot be given in this form; use a dict or JSON")
+            _refuse(f"{show(name)}: {key!r} cannot be given in this form; use a dict or JSON")
         if key in fields:
-            _refuse(f"{show(text)} gives {key!r} twice")
+            _refuse(f"{show(name)} gives {key!r} twice")
         fields[key] = value
     return fields
 

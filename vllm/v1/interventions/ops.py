@@ -17,9 +17,10 @@ from vllm.v1.interventions.plan import Site, TapShape
 from vllm.v1.interventions.positions import ALL, Positions
 from vllm.v1.interventions.sites import need_heads, need_layers, need_sites
 from vllm.v1.interventions.terms import HEAD_OPS, OPS, Scalars, Term, make_term
-from vllm.v1.interventions.values import plain, plain_list
+from vllm.v1.interventions.values import Array, plain, plain_list
 from vllm.v1.interventions.vectors import (
     Select,
+    need_array,
     need_lane,
     need_lanes,
     need_number,
@@ -262,8 +263,8 @@ class _Entry:
         values = self.given.get("values")
         if self.lanes > 1 and not self.given.keys() & {"lane", "positions"}:
             return False  # two dimensions are one row's lanes
-        if isinstance(values, np.ndarray | torch.Tensor):
-            return values.ndim != 1
+        if isinstance(values, Array):
+            return need_array(values, f"{self.path}.values").ndim != 1
         return values is not None and not (
             isinstance(values, list) and values and isinstance(plain(values[0]), int | float)
         )
@@ -337,14 +338,11 @@ class _Entry:
                     ordered[position] = None
             order = list(ordered)
         path, values = f"{self.path}.values", self.given["values"]
-        if isinstance(values, torch.Tensor) and (values.layout != torch.strided or values.is_meta):
-            reject(path, f"must be a dense tensor, got {values.layout} on {values.device}")
-        if isinstance(values, np.ndarray | torch.Tensor):
+        if not isinstance(values, list):
+            values = need_array(values, path)
             of_lanes = (self.lanes, self.width) if self.lane < 0 else (self.width,)
             if values.shape[1:] not in ((self.width,), of_lanes):
                 reject(path, f"has shape {list(values.shape)}, the model needs [n, {self.width}]")
-        elif not isinstance(values, list):
-            reject(path, f"must be a list, a numpy array or a torch tensor, got {show(values)}")
         if len(values) != len(positions):
             reject(path, f"has {len(values)} rows, positions select {len(positions)}")
         rows = [self.vector(name, value, f"{path}[{i}]") for i, value in enumerate(values)]

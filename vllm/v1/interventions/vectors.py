@@ -13,7 +13,7 @@ from vllm.v1.interventions.errors import need_mapping, reject, show, show_key, u
 from vllm.v1.interventions.plan import Site, TapShape, VectorSet
 from vllm.v1.interventions.positions import Positions
 from vllm.v1.interventions.sites import need_layers, need_point, site_order
-from vllm.v1.interventions.values import plain
+from vllm.v1.interventions.values import Array, is_array, is_plain, plain
 
 Vectors = dict[Site, np.ndarray]
 """Site -> float64 [hidden], of all lanes [lanes * hidden], of z [heads * width]; scale applied."""
@@ -114,12 +114,10 @@ def need_lane(value: Any, path: str, lanes: int) -> tuple[int]:
 def need_lanes(value: Any, path: str, hidden: int, lanes: int) -> np.ndarray:
     """As `need_vector`; of a stream of several lanes also one for each, [lanes, hidden], which is
     returned flat."""
-    if isinstance(value, torch.Tensor):
-        is_rows = value.ndim == 2 and value.layout == torch.strided and not value.is_meta
-    elif isinstance(value, np.ndarray):
-        is_rows = value.ndim == 2
+    if isinstance(value, list | tuple):
+        is_rows = isinstance([*value[:1], 0][0], list | tuple)
     else:
-        is_rows = isinstance(value, list | tuple) and isinstance([*value[:1], 0][0], list | tuple)
+        is_rows = need_array(value, path).ndim == 2
     if lanes == 1 or not is_rows:
         return need_vector(value, path, hidden)
     if len(value) != lanes:
@@ -156,19 +154,7 @@ def need_vector(value: Any, path: str, width: int) -> np.ndarray:
     Raises:
         ValueError: none of these, the wrong width, or not finite.
     """
-    if isinstance(value, torch.Tensor):
-        if not value.is_floating_point():
-            reject(path, f"must be of a float dtype, got {value.dtype}")
-        if value.layout != torch.strided or value.is_meta:
-            reject(path, f"must be a dense tensor, got {value.layout} on {value.device}")
-        _need_shape(value.shape, path, width)
-        array = value.detach().to("cpu", torch.float64).numpy()
-    elif isinstance(value, np.ndarray):
-        if value.dtype.kind != "f":
-            reject(path, f"must be of a float dtype, got {value.dtype}")
-        _need_shape(value.shape, path, width)
-        array = value.astype(np.float64)
-    elif isinstance(value, list | tuple):
+    if isinstance(value, list | tuple):
         if len(value) != width:
             reject(path, f"has {len(value)} values, the model needs {width}")
         # A list of lists would reach numpy's own errors; a bool is an int to Python.
@@ -176,15 +162,39 @@ def need_vector(value: Any, path: str, width: int) -> np.ndarray:
             value = [need_number(x, f"{path}[{i}]") for i, x in enumerate(value)]
         array = np.array(value, np.float64)
     else:
-        reject(path, f"must be a list, a numpy array or a torch tensor, got {show(value)}")
+        given = need_array(value, path)
+        if list(given.shape) != [width]:
+            reject(path, f"has shape {list(given.shape)}, the model needs [{width}]")
+        array = floats_of(given, path).to(torch.float64).numpy()
     if not np.isfinite(array).all():
         reject(path, f"is not finite at index {int(np.argmin(np.isfinite(array)))}")
     return array
 
 
-def _need_shape(given: Sequence[int], path: str, width: int) -> None:
-    if list(given) != [width]:
-        reject(path, f"has shape {list(given)}, the model needs [{width}]")
+def need_array(value: Any, path: str) -> Array:
+    """Return a request's array or tensor as it is; raise ValueError if it is none, is not dense, or
+    is of a subclass, for what that says of its values would be lost: a mask, a unit."""
+    if is_array(value):
+        return value
+    name = type(value).__name__
+    if isinstance(value, torch.Tensor) and is_plain(value):
+        layout = "nested" if value.is_nested else value.layout
+        reject(path, f"must be a dense tensor, got {layout} on {value.device}")
+    if isinstance(value, Array):
+        reject(path, f"must be a plain array or tensor, got {name}, which says more of its values")
+    reject(path, f"must be a list, a numpy array or a torch tensor, got {show(value)}")
+
+
+def floats_of(array: Array, path: str) -> torch.Tensor:
+    """Return the values of an array as a CPU tensor of a dtype that torch computes in; raise
+    ValueError if they are no floats."""
+    if isinstance(array, torch.Tensor):
+        if array.is_floating_point() and array.dtype != torch.float4_e2m1fn_x2:  # pairs in bytes
+            return array.detach().cpu().resolve_neg()
+    elif array.dtype.kind == "f":
+        with np.errstate(over="ignore"):  # of long doubles; who needs finite ones looks
+            return torch.from_numpy(array.astype(f"=f{min(array.itemsize, 8)}"))
+    reject(path, f"must be of a float dtype, got {array.dtype}")
 
 
 def unit(vector: np.ndarray) -> np.ndarray:

@@ -4,13 +4,10 @@
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-import numpy as np
-import torch
-
 from vllm.config.steering import FAMILIES, POINTS, SteeringConfig
 from vllm.v1.interventions.errors import need_mapping, reject, show, show_key
 from vllm.v1.interventions.plan import TapShape
-from vllm.v1.interventions.values import plain, plain_list
+from vllm.v1.interventions.values import is_array, plain, plain_list
 from vllm.v1.steering.modules import FIELDS, Module, parse_module
 
 ANY_FAMILY = SteeringConfig(
@@ -62,7 +59,7 @@ def _items(value: Any) -> Any:
 
 
 def _is_vector(value: Any) -> bool:
-    if isinstance(value, np.ndarray | torch.Tensor):
+    if is_array(value):
         return value.ndim == 1
     return isinstance(value, list | tuple)
 

@@ -243,6 +243,8 @@ def plain(value: Any) -> Any:
         return pack(value.detach().cpu().resolve_conj().resolve_neg())
     if isinstance(value, np.generic):
         return plain(value.item())
+    if isinstance(value, np.ma.MaskedArray):
+        raise TypeError("a masked array would lose its mask")
     if isinstance(value, np.ndarray):
         if not value.ndim:
             return plain(value.item())

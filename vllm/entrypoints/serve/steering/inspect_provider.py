@@ -101,7 +101,7 @@ class SteeringAPI(VLLMAPI):
         body = config.extra_body or {}
         if isinstance(asked := body.get("capture"), Mapping):
             body = {**body, "capture": _kept(asked, self._rows == "server")}
-        sent = {key: packed_fields(v) for key, v in body.items() if key in PLAN_FIELDS}
+        sent = {key: packed_fields(v, key) for key, v in body.items() if key in PLAN_FIELDS}
         request = _Request(sent)
         logged = {**body, **{key: _described(body[key]) for key in sent}}
         headers = dict(config.extra_headers or {})
@@ -190,8 +190,8 @@ class _Array(np.ndarray):
 
 
 def _keyed(value: Any) -> Any:
-    if isinstance(value, np.ndarray):
-        return value.view(_Array)
+    if isinstance(value, np.ndarray) and not isinstance(value, np.ma.MaskedArray):
+        return value.view(_Array)  # a masked one is refused where it is packed
     if isinstance(value, Mapping):
         return {key: _keyed(entry) for key, entry in value.items()}
     return [_keyed(entry) for entry in value] if isinstance(value, list | tuple) else value

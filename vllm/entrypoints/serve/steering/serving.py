@@ -1,19 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
 """Takes steering and capture out of the bodies of completions and chats, before they generate."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from math import inf
 from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
 from vllm.entrypoints.compat.doors import is_asked, read_args, read_fields
+from vllm.entrypoints.compat.lens import STEER
 from vllm.entrypoints.compat.peers import refuse_peer_args, refuse_peer_fields, refuse_peer_ops
 from vllm.logger import init_logger
 from vllm.sampling_params import BeamSearchParams, SamplingParams
-from vllm.v1.interventions.errors import printable
+from vllm.v1.interventions.errors import printable, reject
 from vllm.v1.interventions.frontend.capture_request import NumberedCapture
 from vllm.v1.interventions.frontend.resolve import resolve
-from vllm.v1.interventions.plan import PLAN_FIELDS, Plan
+from vllm.v1.interventions.plan import PLAN_FIELDS, STEERING_FIELDS, Plan
 
 from .body import asked_fields, names_modules, refuse_beams, set_plan_fields
 
@@ -23,6 +25,7 @@ if TYPE_CHECKING:
     from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
     from vllm.entrypoints.openai.completion.protocol import CompletionRequest
     from vllm.inputs import EngineInput
+    from vllm.outputs import CompletionOutput, RequestOutput
     from vllm.v1.engine.async_llm import AsyncLLM
 
 logger = init_logger(__name__)
@@ -75,6 +78,9 @@ async def intervene(
     if num_prompts > 1 and isinstance(params.capture, Mapping):
         params.capture = NumberedCapture(params.capture, number)
     if request.stream or num_prompts > 1 or serving.request_logger is not None:
+        if prompt["type"] != "embeds":  # as the engine does, ahead of who decodes them
+            ids = cast("Sequence[int]", prompt.get("prompt_token_ids") or [])
+            processor.renderer.validate_token_ids(ids, parameter="prompt")
         plan = await run(
             resolve, params, params, prompt, False, config, processor.tokenizer,
             processor.modules, num_prompts,
@@ -97,6 +103,39 @@ def _read(
     for name in (*PLAN_FIELDS, "extra_args", "skip_reading_prefix_cache"):
         setattr(params, name, getattr(opened, name))
     return names_modules({name: getattr(params, name) for name in PLAN_FIELDS})
+
+
+def need_finite(
+    request: "CompletionRequest | ChatCompletionRequest",
+    answer: "RequestOutput",
+    output: "CompletionOutput",
+) -> None:
+    """Refuse to answer with log-probabilities that steering has made NaN: there is no such number
+    in JSON, and the text is drawn from nothing.
+
+    Raises:
+        ValueError: the message names the field that steers; a streamed answer ends with it.
+    """
+    total, prompt = output.cumulative_logprob, answer.prompt_logprobs or ()
+    field = _steers(request) if total is not None or prompt else None
+    if field is None:
+        return
+    of_prompt = any(one.logprob != one.logprob for each in prompt for one in (each or {}).values())
+    if of_prompt or (total is not None and not total < inf):
+        reject(
+            field,
+            f"the log-probabilities of the {'prompt' if of_prompt else 'answer'} are not finite, "
+            "since the steered stream is not; use smaller vectors or scales",
+        )
+
+
+def _steers(request: "CompletionRequest | ChatCompletionRequest") -> str | None:
+    """The first field of a body that steers; None if none does."""
+    extra, args = request.model_extra or {}, request.vllm_xargs or {}
+    for field in STEERING_FIELDS:
+        if extra.get(field) is not None:
+            return field
+    return f"{XARGS}{STEER}" if args.get(STEER) else None
 
 
 def described(plan: Plan) -> str:

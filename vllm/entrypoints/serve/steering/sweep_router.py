@@ -164,4 +164,5 @@ async def _rendered(
     tokens = serving._extract_prompt_components(prompt).token_ids
     if not tokens:
         reject(path, "has no tokens")
+    state.engine_client.input_processor.renderer.validate_token_ids(tokens, parameter=path)
     return prompt, serving._maybe_get_adapters(asked), list(tokens)

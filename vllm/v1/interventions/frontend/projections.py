@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
-import torch
 
 from vllm.config.capture import HEAD_POINTS, PROJECTION_ROWS, READ_POINTS
 from vllm.config.steering import MAX_MODULES
@@ -15,8 +14,8 @@ from vllm.v1.interventions.frontend.module_catalog import ModuleCatalog
 from vllm.v1.interventions.frontend.work import Unit, Work
 from vllm.v1.interventions.plan import Site, TapShape
 from vllm.v1.interventions.sites import need_layers, need_one_lane, need_point
-from vllm.v1.interventions.values import plain_list
-from vllm.v1.interventions.vectors import need_vector
+from vllm.v1.interventions.values import Array, plain_list
+from vllm.v1.interventions.vectors import need_array, need_vector
 
 _POINTS = [point for point in READ_POINTS if point not in HEAD_POINTS]
 
@@ -100,8 +99,8 @@ def direction_of(
 
 def _matrix(value: Any, path: str, shape: TapShape) -> bytes:
     """Bytes of float32 [k, hidden], from a list of vectors, a 2-D array or a 2-D tensor."""
-    if isinstance(value, np.ndarray | torch.Tensor):
-        if value.ndim != 2:
+    if isinstance(value, Array):
+        if need_array(value, path).ndim != 2:
             reject(path, f"has shape {list(value.shape)}, the model needs [k, {shape.hidden_size}]")
     elif not isinstance(value, list):
         reject(path, f"must be a list of lists, a numpy array or a torch tensor, got {show(value)}")

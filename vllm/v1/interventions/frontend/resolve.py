@@ -41,6 +41,10 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
 
+MOST_TOKENS = 1 << 31
+"""The largest `max_tokens`: positions are 64-bit numbers, and no model has as many."""
+
+
 def without_plan_fields(params: SamplingParams) -> SamplingParams:
     """`params` without what a plan carries, so that it is neither copied nor sent twice.
 
@@ -119,6 +123,8 @@ def resolve(
     if resumable:
         reject(field, "is not supported for streaming input sessions; send the whole prompt")
     assert final_params is not None and final_params.max_tokens is not None
+    if final_params.max_tokens > MOST_TOKENS:
+        reject("max_tokens", f"with {field}, must be at most {MOST_TOKENS}")
     n = params.n or 1
     work = Work(config.steering_config.max_request_work, n, num_prompts)
     embeds, embedded = given.get("prompt_embeds"), NOWHERE

@@ -10,6 +10,7 @@ import torch
 
 from vllm.v1.interventions.plan import TapShape, VectorSet
 from vllm.v1.interventions.positions import Positions
+from vllm.v1.interventions.values import Array, is_array
 from vllm.v1.interventions.vectors import Select, Vectors, parse_vectors, vector_set_of
 
 KEPT = 256
@@ -19,8 +20,6 @@ KEPT_BYTES = 256 << 20
 
 _COMPARED = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 """The dtypes of tensors that are kept; torch cannot compare all others."""
-
-Array = torch.Tensor | np.ndarray
 
 
 class _Known(NamedTuple):
@@ -89,12 +88,12 @@ def _arrays_in(value: Any) -> tuple[list[Any], list[Array]] | None:
         if not isinstance(entries, Mapping):
             return None
         for layer, array in entries.items():
+            if not is_array(array):
+                return None
             if isinstance(array, torch.Tensor):
-                if array.device.type != "cpu" or array.layout != torch.strided:
+                if array.device.type != "cpu" or array.dtype not in _COMPARED:
                     return None
-                if array.dtype not in _COMPARED:
-                    return None
-            elif not isinstance(array, np.ndarray) or array.dtype.kind != "f":
+            elif array.dtype.kind != "f":
                 return None
             # With their types: True is 1, too, and no layer.
             names += point, type(layer), layer, array.dtype, array.shape

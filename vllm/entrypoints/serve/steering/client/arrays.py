@@ -10,13 +10,17 @@ import numpy as np
 _FLOATS = {"float16": "<f2", "float32": "<f4"}
 
 
-def pack(values: Any) -> dict[str, Any]:
+def pack(values: Any, path: str = "values") -> dict[str, Any]:
     """Pack an array as `{"dtype", "shape", "data"}`, which a request may have in place of numbers.
 
     Args:
         values: [hidden] or [n, hidden]; float16 and float32 as they are, others as float32.
+        path: what errors call it.
+
+    Raises:
+        ValueError: values are masked, or no real numbers: a packed array cannot say so.
     """
-    array = np.asarray(values)
+    array = _numbers(values, path)
     name = array.dtype.name if array.dtype.name in _FLOATS else "float32"
     data = np.ascontiguousarray(array, dtype=_FLOATS[name]).tobytes()
     return {
@@ -24,6 +28,15 @@ def pack(values: Any) -> dict[str, Any]:
         "shape": list(array.shape),
         "data": base64.b64encode(data).decode(),
     }
+
+
+def _numbers(values: Any, path: str) -> np.ndarray:
+    array = np.asarray(values)
+    if isinstance(values, np.ma.MaskedArray):
+        raise ValueError(f"{path}: is a {type(values).__name__}; fill in what is masked")
+    if array.dtype.kind == "b" or not np.can_cast(array.dtype, np.float64, "same_kind"):
+        raise ValueError(f"{path}: must be of real numbers, got {array.dtype}")
+    return array
 
 
 def unpack(packed: Mapping[str, Any]) -> np.ndarray:
@@ -46,21 +59,28 @@ def pack_layers(
         scales: layer -> scale; 1 for layers that are not named.
     """
     layers = list(vectors)
-    packed = pack(np.stack([np.asarray(vectors[layer]) for layer in layers]))
+    packed = pack(np.stack([_numbers(vectors[layer], f"vectors[{layer}]") for layer in layers]))
     packed["layers"] = layers
     if scales:
         packed["scales"] = [float(scales.get(layer, 1.0)) for layer in layers]
     return packed
 
 
-def packed_fields(value: Any) -> Any:
-    """Return a request with every numpy array in it packed."""
+def packed_fields(value: Any, path: str = "") -> Any:
+    """Return a request with every numpy array in it packed.
+
+    Args:
+        path: where it stands, for errors.
+
+    Raises:
+        ValueError: as `pack`, with the path of the array.
+    """
     if isinstance(value, np.ndarray):
-        return pack(value)
+        return pack(value, path)
     if isinstance(value, np.generic):
         return value.item()
     if isinstance(value, Mapping):
-        return {key: packed_fields(entry) for key, entry in value.items()}
+        return {key: packed_fields(v, f"{path}.{key}".strip(".")) for key, v in value.items()}
     if isinstance(value, list | tuple):
-        return [packed_fields(entry) for entry in value]
+        return [packed_fields(v, f"{path}[{i}]") for i, v in enumerate(value)]
     return value

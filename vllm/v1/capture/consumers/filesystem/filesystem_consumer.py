@@ -103,7 +103,9 @@ class FilesystemConsumer(CaptureConsumer):
         self._shard_max_bytes = int(_number("shard_max_bytes", shard_max_bytes, 1, 1 << 40))
         self._flush_seconds = _number("flush_seconds", flush_seconds, 0, 3600)
         if not isinstance(storage_options, Mapping | None):
-            raise ValueError(f"storage_options: must be a dict, got {storage_options!r}")
+            raise ValueError(
+                f"storage_options: must be a dict, got {type(storage_options).__name__}"
+            )
         self._store = open_store(root, storage_options or {})
         self._context: ConsumerContext | None = None
         self._shards: Shards | None = None
