@@ -88,7 +88,7 @@ REFUSED: dict[str, Callable[[np.ndarray], Any]] = {
     "ints": lambda a: a.astype(int),
     "complex": lambda a: a.astype(complex),
     "raising": lambda a: Raising(),
-    "memory": lambda a: memoryview(a),
+    "memory": lambda a: memoryview(a.data),
     "tensor subclass": lambda a: torch.from_numpy(a).as_subclass(Tagged),
     "lazy": lambda a: torch.nn.UninitializedParameter(),
     "sparse": lambda a: torch.from_numpy(a).to_sparse(),
