@@ -19,6 +19,7 @@ from tests.errors.case import Case, path
 from tests.support.plans import HIDDEN, SHAPE, config_of
 from vllm import SamplingParams
 from vllm.entrypoints.compat import doors, lens
+from vllm.entrypoints.compat import opening as opening_module
 from vllm.entrypoints.compat.lens_routes import hooks
 from vllm.entrypoints.compat.opening import open_doors
 from vllm.entrypoints.compat.peers import ARGS
@@ -74,7 +75,9 @@ def opening(*names: str) -> None:
 
 def without_zstandard() -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(doors, "find_spec", lambda name: importlib.util.find_spec("no_" + name))
+        patch.setattr(
+            opening_module, "find_spec", lambda name: importlib.util.find_spec("no_" + name)
+        )
         opening("lens")
 
 

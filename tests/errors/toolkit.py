@@ -73,7 +73,15 @@ def answering(**parts: Any) -> Any:
 PROMPTED = Pairs.of(["p"], ["n"], prompt="?")
 IMPOSSIBLE = answering(logprobs=[{}, {1: -math.inf}, {0: 0.0}, {1: -math.inf}])
 UNKNOWN = answering(rows={("post_block", 0): torch.full((1, 3), torch.nan)})
-ALIKE = ROWS[:1].expand(9, 2, 3)
+
+
+def unpaired() -> object:
+    """Find a direction of rows of which one differs, which the random pairs leave out."""
+    rows = ROWS[:1].repeat(9, 1, 1)
+    rows[torch.randperm(9, generator=torch.Generator().manual_seed(0))[-1]] += 1
+    return lat(rows[:4], rows[4:])
+
+
 TOOLKIT = [
     Case({}, do=reading('{"positive": "p", "negative": "p"}')),
     Case({"side": "negative"}, do=reading('{"text": "t", "label": 1}')),
@@ -103,7 +111,7 @@ TOOLKIT = [
     Case({"given": "[0, 1]"}, do=lambda: pca(ROWS, ROWS + 1, centred=True)),
     Case(
         {"seed": "0", "given": "[0, 1]"},
-        do=lambda: lat(torch.cat([ALIKE, ROWS[1:]]), torch.cat([ALIKE] * 9)),
+        do=unpaired,
     ),
     Case({"positive": "1", "negative": "2"}, do=lambda: d_prime(ROWS[0, 0, :1], ROWS[:, 0, 0])),
     Case({"given": "[2, 2, 3]"}, do=lambda: pca(ROWS, ROWS[:1])),
