@@ -325,7 +325,7 @@ def test_steering_to_nan_is_an_error_that_names_it(server: Server, prompt: Any, 
 
 
 @pytest.mark.parametrize("stream", [False, True])
-@pytest.mark.parametrize("token", [1 << 40, 1 << 70, -1, 1000])
+@pytest.mark.parametrize("token", [1 << 40, 1 << 70, 1000])
 def test_a_token_that_is_none_is_refused_beside_a_text(
     server: Server, token: int, stream: bool
 ) -> None:
@@ -339,7 +339,7 @@ def test_a_token_that_is_none_is_refused_beside_a_text(
     error = asked.json()["error"]
     assert (asked.status_code, error["code"]) == (400, 400)
     assert error["message"].startswith(f"Token id {token} is out of vocabulary")
-    assert error["param"] == ("prompt" if stream else None)
+    assert error["param"] == "prompt"
     right = server.post("/v1/completions", {**body, "prompt": [1, 2, 3, 4], "capture": capture})
     assert right.status_code == 200
 
