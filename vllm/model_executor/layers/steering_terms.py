@@ -250,7 +250,7 @@ if HAS_TRITON:
 
     @triton.jit
     def _norm(row):  # type: ignore[no-untyped-def]
-        """See `_norms`."""
+        """Do as `_norms` does, in the kernel."""
         largest = tl.max(tl.abs(row))
         by = tl.where(largest > _HUGE, _SHRINK, tl.where(largest < _TINY, 1 / _SHRINK, 1.0))
         scaled = row * by
