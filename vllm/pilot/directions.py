@@ -21,7 +21,7 @@ PAIRED: tuple[Method, ...] = ("pca", "pca-centred")
 """The methods that need to know which examples belong together."""
 
 _SHORTEST = 1e-6
-"""How long a direction is at least, as a share of the distance of the class means."""
+"""Least length of a direction, as a share of the distance of the class means."""
 _ROUNDING = 1e-12
 """The share of differences that may be rounding."""
 

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from vllm.entrypoints.compat import easysteer, lens
 from vllm.entrypoints.compat.opening import EASYSTEER, FAMILIES, LENS
 from vllm.entrypoints.compat.peers import SPEC, refuse_peer_args, said
-from vllm.logger import init_logger
 from vllm.sampling_params import SamplingParams
 from vllm.v1.interventions.errors import reject
 from vllm.v1.interventions.frontend.work import Work
@@ -22,7 +21,6 @@ from vllm.v1.interventions.plan import INHERIT, PLAN_FIELDS, STEERING_FIELDS
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
-logger = init_logger(__name__)
 _P = TypeVar("_P")
 
 READS = {LENS: lens.READS, EASYSTEER: easysteer.READS}

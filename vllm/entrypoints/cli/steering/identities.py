@@ -18,7 +18,7 @@ from vllm.entrypoints.cli.steering.probe import Completion, Probe, worst_row
 from vllm.v1.interventions.plan import Site
 
 ROUNDINGS = 4
-"""How many roundings an error may be: of the model's dtype, or as they were measured."""
+"""Number of roundings that an error may be: of the model's dtype, or as they were measured."""
 BETWEEN_BLOCKS = {"SolarForCausalLM": "this model mixes earlier streams in between blocks"}
 """The architectures whose model changes the stream between a block and the next, and how."""
 

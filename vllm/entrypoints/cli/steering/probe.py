@@ -48,7 +48,7 @@ class Probe:
         self.steered = [site for site in self.sites if site[0] in steered]
         self.rounding = torch.finfo(shape.torch_dtype).eps
         self.slots = config.steering_config.max_steering_configs
-        """How many requests with vectors of their own run at a time."""
+        """Number of requests with vectors of their own that run at a time."""
         self.architecture: str = config.model_config.architecture
         self._config = config
         self.prompts = self._prompts()
