@@ -56,6 +56,7 @@ from vllm.v1.interventions.frontend.chat_turns import KEY
 from vllm.v1.interventions.frontend.global_steering import AsyncSteering
 from vllm.v1.interventions.frontend.module_catalog import ModuleCatalog
 from vllm.v1.interventions.plan import PLAN_FIELDS, AttentionForm
+from vllm.v1.interventions.positions import Run
 from vllm.v1.steering.modules import parse_module
 
 pytestmark = pytest.mark.full
@@ -120,15 +121,15 @@ class Meter:
 
 
 class Turn:
-    """The turns of a chat: one, of all that was written."""
+    """The turns of a chat: one, of the first two letters that were written."""
 
     roles = ("user",)
 
     def of(self, role: str) -> list[int]:
         return [0] if role == "user" else []
 
-    def characters(self, index: int, text: str, work: Any, path: str) -> tuple[int, int]:
-        return 0, len(text)
+    def characters(self, index: int, length: int, work: Any, path: str) -> tuple[str, list[Run]]:
+        return "cd", [(0, 2)]
 
 
 def configs() -> dict[bool, VllmConfig]:
@@ -194,7 +195,12 @@ class Server:
             made = parse_module(vectors, "m", config.tap_shape, config.steering_config)
             catalog.put("m", made)
         threads = SimpleNamespace(run=meter.run)
-        processor = SimpleNamespace(plan_threads=threads, tokenizer=Tokenizer(), modules=catalog)
+        processor = SimpleNamespace(
+            plan_threads=threads,
+            tokenizer=Tokenizer(),
+            modules=catalog,
+            renderer=SimpleNamespace(validate_token_ids=lambda ids, parameter: None),
+        )
         self.engine_client: Any = SimpleNamespace(
             vllm_config=config,
             input_processor=processor,
@@ -209,7 +215,12 @@ class Server:
     def prompt(self) -> dict[str, Any]:
         """ "cdefghij", of which "ef" is an image in the place of text."""
         places = {"image": [PlaceholderRange(4, 2)]}
-        return {"prompt_token_ids": list(range(100, 108)), "mm_placeholders": places, KEY: Turn()}
+        return {
+            "type": "multimodal",
+            "prompt_token_ids": list(range(100, 108)),
+            "mm_placeholders": places,
+            KEY: Turn(),
+        }
 
     def _generate(self, *args: object, **kwargs: object) -> None:
         raise Ran

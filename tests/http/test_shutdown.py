@@ -89,7 +89,9 @@ def test_a_request_id_cannot_forge_a_line_of_the_log(
     log = Mock()
     monkeypatch.setattr(serving, "logger", log)
     monkeypatch.setattr(serving, "resolve", lambda *_: Plan())
-    processor = SimpleNamespace(plan_threads=Threads(), tokenizer=None, modules=None)
+    processor = SimpleNamespace(
+        plan_threads=Threads(), tokenizer=None, modules=None, renderer=Mock()
+    )
     stub: Any = SimpleNamespace(
         engine_client=SimpleNamespace(input_processor=processor, vllm_config=config_of()),
         request_logger=object(),

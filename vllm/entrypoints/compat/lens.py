@@ -20,6 +20,7 @@ from vllm.v1.interventions.frontend.work import Unit, Work
 from vllm.v1.interventions.plan import AttentionForm, Site, TapShape, dtype_of
 from vllm.v1.interventions.values import Array, plain, plain_list
 from vllm.v1.interventions.vectors import (
+    MAX_SCALE,
     floats_of,
     need_array,
     need_number,
@@ -217,13 +218,14 @@ class _Vectors:
             at = {"point": "post_block", "layers": [layer]}
             if base.any():
                 elsewhere = {"positions": ["all", {"except": {"at": places}}]} if places else {}
-                ops.append({**at, **elsewhere, **_change(base, matched)})
+                ops.append({**at, **elsewhere, **self._change(base, matched)})
             values = np.empty((len(places), self._shape.hidden_size), np.float32)
             groups: dict[float, list[int]] = {}
             for i, place in enumerate(places):  # of one length those that one operation can have
                 row = base + self._sum(rows[place], matched)
                 if row.any():
-                    length = float(np.float32(np.linalg.norm(row))) if matched else 1.0
+                    length = float(np.float32(self._length(row))) if matched else 1.0
+                    length = min(length, MAX_SCALE)
                     pack = pack_unit if matched else pack_float32
                     values[i] = np.frombuffer(pack(row, self._path), np.float32)
                     groups.setdefault(length, []).append(i)
@@ -240,11 +242,17 @@ class _Vectors:
         """What several rows add together, float64 [hidden]."""
         return sum((row.added(matched) for row in rows), np.zeros(self._shape.hidden_size))
 
+    def _change(self, vector: np.ndarray, matched: bool) -> dict[str, Any]:
+        if matched:
+            return {"op": "norm_match", "direction": vector, "scale": self._length(vector)}
+        return {"op": "add", "vector": vector}
 
-def _change(vector: np.ndarray, matched: bool) -> dict[str, Any]:
-    if matched:
-        return {"op": "norm_match", "direction": vector, "scale": float(np.linalg.norm(vector))}
-    return {"op": "add", "vector": vector}
+    def _length(self, vector: np.ndarray) -> float:
+        """Return the norm of a sum, which may be the largest scale but for rounding."""
+        norm = float(np.linalg.norm(vector))
+        if norm > MAX_SCALE * (1 + 2**-23):
+            reject(self._path, f"what a layer's rows add together must be at most {MAX_SCALE:g}")
+        return min(norm, MAX_SCALE)
 
 
 def _mapping(value: Any, path: str) -> Mapping[str, Any]:
