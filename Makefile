@@ -1,6 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 PYTHON ?= python3.11
 RUN := .venv/bin/python
+# Where the environment says that Python keeps no bytecode, each process of a server compiles
+# 15 seconds of sources again.
+export PYTHONDONTWRITEBYTECODE :=
 OURS := setup.py vllm tools patches tests demo examples benchmarks
 
 .PHONY: help install test test-full test-long test-models workloads lint format fuzz mutations demo playground tree diffstat native wheel clean
