@@ -199,7 +199,9 @@ class Server:
             plan_threads=threads,
             tokenizer=Tokenizer(),
             modules=catalog,
-            renderer=SimpleNamespace(validate_token_ids=lambda ids, parameter: None),
+            renderer=SimpleNamespace(
+                validate_token_ids=lambda ids, parameter: None, mm_processor_cache=None
+            ),
         )
         self.engine_client: Any = SimpleNamespace(
             vllm_config=config,

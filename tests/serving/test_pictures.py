@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Requests with images: rows at their positions, selectors that say them, steering limited to them,
-and what the prefix cache shares. Real engines on tiny models, transformers as the reference.
+what the prefix cache shares, what is preempted or aborted. Real engines on tiny models,
+transformers as the reference.
 
 The engines' row budget is a few positions, so that prompts are computed in pieces that begin and
 end inside images.
@@ -10,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import count, pairwise
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -21,9 +22,11 @@ from tests.conformance import runner as check
 from tests.conformance.completions import as_prompt
 from tests.conformance.engine import make_llm, shut_down
 from tests.conformance.pictures import Shown, noise, prompts
+from tests.support import serving
 from tests.support.serving import capture, vector
 from vllm import LLM, SamplingParams
 from vllm.model_executor.models import registry
+from vllm.multimodal.cache import MultiModalCacheMissError
 
 if TYPE_CHECKING:
     from tests.conformance.pictures import Pictures
@@ -41,6 +44,8 @@ IMAGE_TOKENS = {
 Molmo 2 has are the image's, too."""
 POSITIONS_A_STEP = {"llava": 13, "qwen3_vl": 13, "mistral3": 13, "molmo2": 33}
 """An image of Molmo 2 is computed at once, of up to 31 tokens."""
+BLOCKS = {"llava": 12, "qwen3_vl": 12, "mistral3": 12, "molmo2": 7}
+"""Of 32 positions: enough for each request, and for half of a batch."""
 LAYER = 1
 STRONG = 100.0
 """The norm of a vector that shows after images, too, of which text sees little."""
@@ -60,8 +65,8 @@ class Pair:
         tokens = {self.pictures.id_of(token) for token in IMAGE_TOKENS[self.reference.row.name]}
         return [i for i, t in enumerate(prompt) if t in tokens]
 
-    def generate(self, prompt: Shown, **fields: Any) -> Any:
-        """One greedy request, its log-probabilities those of the whole vocabulary."""
+    def params(self, prompt: Shown, **fields: Any) -> SamplingParams:
+        """Greedy, the log-probabilities those of the whole vocabulary."""
         settings: dict[str, Any] = {
             "max_tokens": 3,
             "temperature": 0.0,
@@ -69,9 +74,12 @@ class Pair:
             "detokenize": False,
             "allowed_token_ids": list(range(prompt.num_words)),
         }
-        params = SamplingParams(**{**settings, **fields})
+        return SamplingParams(**{**settings, **fields})
+
+    def generate(self, prompt: Shown, **fields: Any) -> Any:
+        """One request of these parameters."""
         prompts: Any = [as_prompt(prompt)]
-        (output,) = self.llm.generate(prompts, params, use_tqdm=False)
+        (output,) = self.llm.generate(prompts, self.params(prompt, **fields), use_tqdm=False)
         assert output.prompt_token_ids == list(prompt)
         return output
 
@@ -95,6 +103,7 @@ def pair(request: pytest.FixtureRequest, tiny_models: TinyModels) -> Iterator[Pa
             enable_steering=True,
             capture_consumers=["inline"],
             enable_prefix_caching=True,
+            num_gpu_blocks_override=BLOCKS[row.name],
             capture_buffer_bytes=POSITIONS_A_STEP[row.name] * 3 * models.LAYERS * models.HIDDEN * 4,
             **row.engine,
         )
@@ -239,6 +248,68 @@ def test_prefix_cache_tells_images_apart(pair: Pair) -> None:
     assert run(twin, **steered)[0] == 32
     cached, last = run(prompt)
     assert cached == 64 and torch.equal(last, again)
+
+
+def test_requests_that_are_preempted_or_aborted(pair: Pair) -> None:
+    """Of a batch with and without images, steered and captured, some are thrown out and computed
+    anew, and some go away: each other one is what it is alone."""
+    entry = {"vector": vector(9, STRONG), "positions": {"modality": "text"}}
+    steered = {"prefill_steering_vectors": {"pre_attn": {0: entry}}}
+    decoding = {"decode_steering_vectors": {"post_block": {LAYER: vector(10)}}}
+    rows = capture("all", ("post_block",), [LAYER])
+    asked = [
+        (prompt, {**fields, **rows, "max_tokens": 90 - len(prompt)})
+        for fields in ({}, steered, decoding)
+        for prompt in pair.shown
+    ]
+    engine, gone = pair.llm.llm_engine, {1, 4, 6}
+    done: dict[str, Any] = {}
+    with serving.watching(pair.llm) as steps:
+        for i, (prompt, fields) in enumerate(asked):
+            engine.add_request(f"{i}", as_prompt(prompt), pair.params(prompt, **fields))
+        for step in count():
+            if not engine.has_unfinished_requests():
+                break
+            done |= {output.request_id: output for output in engine.step() if output.finished}
+            if step in (5, 20, 35):
+                engine.abort_request([f"{sorted(gone)[step // 15]}"])
+    assert len(set(steps.preempted)) > 1
+    for i, (prompt, fields) in enumerate(asked):
+        if i in gone:
+            continue
+        alone, got = pair.generate(prompt, **fields), done[f"{i}"]
+        one, other = got.outputs[0], alone.outputs[0]
+        assert one.token_ids == other.token_ids
+        assert apart(log_probs(got), log_probs(alone)) < check.WRITE_TOLERANCE
+        read, want = (
+            o.capture_results["inline"].payload["post_block", LAYER] for o in (one, other)
+        )
+        assert read.positions.tolist() == want.positions.tolist()
+        assert check.worst_row(read.values.float(), want.values.float()) < check.READ_TOLERANCE
+        assert apart(read.values.float().roll(1, 0), want.values.float()) > check.LEAST_MOVE
+
+
+def test_images_of_a_refused_request_are_sent_again(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A request that is refused after its images were read does not fail the next one with them."""
+    prompt = pair.shown[0]
+    wrong = capture("all", ("post_block",), [models.LAYERS])
+    want = list(pair.generate(prompt).outputs[0].token_ids)
+    pair.llm.reset_mm_cache()
+    with pytest.raises(ValueError, match="capture"):
+        pair.generate(prompt, **wrong)
+    assert list(pair.generate(prompt).outputs[0].token_ids) == want
+    pair.llm.reset_mm_cache()
+    cache = pair.llm.llm_engine.input_processor.renderer.mm_processor_cache
+    assert cache is not None
+    with monkeypatch.context() as patch:  # the twin
+        patch.setattr(cache, "invalidate", lambda mm_hash: None)
+        with pytest.raises(ValueError, match="capture"):
+            pair.generate(prompt, **wrong)
+        with pytest.raises(MultiModalCacheMissError):
+            pair.generate(prompt)
+    pair.llm.reset_mm_cache()
 
 
 def test_images_differ() -> None:

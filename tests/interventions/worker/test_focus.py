@@ -215,7 +215,14 @@ class Case:
         return (weight[:, None] * values).sum(0) / (weight.sum() + sink)
 
 
-@pytest.mark.parametrize("name", SIGHTS)
+@pytest.mark.parametrize(
+    "name",
+    # Interpreted, each takes a minute and more.
+    [
+        pytest.param(n, marks=[] if n in ("plain", "all") else pytest.mark.v2("long"))
+        for n in SIGHTS
+    ],
+)
 def test_rows(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """In torch and, where Triton is interpreted, in the kernel; rows that are not written keep
     their bits."""

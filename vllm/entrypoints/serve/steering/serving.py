@@ -14,6 +14,7 @@ from vllm.logger import init_logger
 from vllm.sampling_params import BeamSearchParams, SamplingParams
 from vllm.v1.interventions.errors import printable, reject
 from vllm.v1.interventions.frontend.capture_request import NumberedCapture
+from vllm.v1.interventions.frontend.media import sent_again
 from vllm.v1.interventions.frontend.resolve import resolve
 from vllm.v1.interventions.plan import PLAN_FIELDS, STEERING_FIELDS, Plan
 
@@ -59,34 +60,35 @@ async def intervene(
     """
     engine = cast("AsyncLLM", serving.engine_client)
     config, processor = engine.vllm_config, engine.input_processor
-    refuse_peer_fields(request.model_extra, config)
-    asked = asked_fields(request)
-    if isinstance(params, BeamSearchParams):
-        refuse_peer_args(request.vllm_xargs, config, XARGS)
-        if asked:
-            refuse_beams(asked)
-        await engine.steering.refresh()  # of rules: a beam is refused where some hold for all
-        return
-    if not asked and not is_asked(params, config):
-        refuse_peer_args(params.extra_args, config, XARGS)
-        return
-    run = processor.plan_threads.run
-    if await run(_read, params, asked, config, num_prompts):
-        await engine.steering.refresh()
-    if all(getattr(params, name) is None for name in PLAN_FIELDS):
-        return
-    if num_prompts > 1 and isinstance(params.capture, Mapping):
-        params.capture = NumberedCapture(params.capture, number)
-    if request.stream or num_prompts > 1 or serving.request_logger is not None:
-        if prompt["type"] != "embeds":  # as the engine does, ahead of who decodes them
-            ids = cast("Sequence[int]", prompt.get("prompt_token_ids") or [])
-            processor.renderer.validate_token_ids(ids, parameter="prompt")
-        plan = await run(
-            resolve, params, params, prompt, False, config, processor.tokenizer,
-            processor.modules, num_prompts,
-        )  # fmt: skip
-        if serving.request_logger is not None and plan is not None:
-            logger.info("Request %s: %s", printable(request_id), await run(described, plan))
+    with sent_again(prompt, processor.renderer):
+        refuse_peer_fields(request.model_extra, config)
+        asked = asked_fields(request)
+        if isinstance(params, BeamSearchParams):
+            refuse_peer_args(request.vllm_xargs, config, XARGS)
+            if asked:
+                refuse_beams(asked)
+            await engine.steering.refresh()  # of rules: a beam is refused where some hold for all
+            return
+        if not asked and not is_asked(params, config):
+            refuse_peer_args(params.extra_args, config, XARGS)
+            return
+        run = processor.plan_threads.run
+        if await run(_read, params, asked, config, num_prompts):
+            await engine.steering.refresh()
+        if all(getattr(params, name) is None for name in PLAN_FIELDS):
+            return
+        if num_prompts > 1 and isinstance(params.capture, Mapping):
+            params.capture = NumberedCapture(params.capture, number)
+        if request.stream or num_prompts > 1 or serving.request_logger is not None:
+            if prompt["type"] != "embeds":  # as the engine does, ahead of who decodes them
+                ids = cast("Sequence[int]", prompt.get("prompt_token_ids") or [])
+                processor.renderer.validate_token_ids(ids, parameter="prompt")
+            plan = await run(
+                resolve, params, params, prompt, False, config, processor.tokenizer,
+                processor.modules, num_prompts,
+            )  # fmt: skip
+            if serving.request_logger is not None and plan is not None:
+                logger.info("Request %s: %s", printable(request_id), await run(described, plan))
 
 
 def _read(

@@ -1,8 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where the images, videos and sounds of a prompt stand: for selectors that say one of them."""
+"""Where the images, videos and sounds of a prompt stand, for selectors that say one of them; and
+that those of a refused request are sent again."""
 
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import wraps
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, cast
 
 from vllm.v1.interventions.errors import reject, show
 from vllm.v1.interventions.positions import Positions, Run
@@ -10,6 +13,9 @@ from vllm.v1.interventions.values import plain
 
 if TYPE_CHECKING:
     from vllm.multimodal.inputs import PlaceholderRange
+    from vllm.renderers.base import BaseRenderer
+
+Method = TypeVar("Method", bound=Callable[..., Any])
 
 NOWHERE = Positions()
 TEXT = "text"
@@ -109,3 +115,38 @@ class Media:
         if name not in there:
             reject(path, f"nothing of the prompt is {show(name)}; it has {', '.join(there)}")
         return [run for item in self.of(name) for run in item.runs]
+
+
+@contextmanager
+def sent_again(prompt: object, renderer: "BaseRenderer[Any]") -> Iterator[None]:
+    """Make the next request send an item that a request brought which is refused in this context.
+
+    A frontend's cache holds an item as known to the engine as soon as a prompt with it is rendered.
+    Where that prompt never comes to the engine, the next one with the same item would fail there.
+
+    Args:
+        prompt: an engine input, or what is not rendered yet.
+    """
+    try:
+        yield
+    except BaseException:
+        cache = renderer.mm_processor_cache
+        if cache is not None and isinstance(prompt, Mapping):
+            # Those without data are with the engine.
+            for modality, hashes in prompt.get("mm_hashes", {}).items():
+                items = prompt["mm_kwargs"][modality]
+                for item, mm_hash in zip(items, hashes, strict=True):
+                    if item is not None:
+                        cache.invalidate(mm_hash)
+        raise
+
+
+def sends_again(process_inputs: Method) -> Method:
+    """Wrap `InputProcessor.process_inputs` in `sent_again`."""
+
+    @wraps(process_inputs)
+    def process(self: Any, request_id: str, prompt: Any, *args: Any, **kwargs: Any) -> Any:
+        with sent_again(prompt, self.renderer):
+            return process_inputs(self, request_id, prompt, *args, **kwargs)
+
+    return cast(Method, process)
