@@ -185,7 +185,7 @@ def test_the_landing_is_full_while_one_stops(server: Server) -> None:
     assert not any(settled(server.url).values())
 
 
-@pytest.mark.parametrize("server", ["EngineCore", "ApiServer_0"], indirect=True)
+@pytest.mark.parametrize("server", ["EngineCore", "ApiServer_0", "MainProcess"], indirect=True)
 def test_nobody_waits_for_one_that_was_killed(
     server: Server, request: pytest.FixtureRequest
 ) -> None:

@@ -130,7 +130,8 @@ def end_with_parent() -> None:
     """End this process within seconds of the one that started it, whatever that died of.
 
     Engine cores call it, and their workers: upstream has those wait on a pipe, once they have
-    loaded, and then tear down for as long as that takes.
+    loaded, and then tear down for as long as that takes. So do API servers that are several, which
+    would go on to accept what nobody answers, and what else a server starts.
     """
     parent = multiprocessing.parent_process()
     if parent is None:
