@@ -66,7 +66,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "rows": {"capture": {"inline": ROWS}},
     "rows, streamed": {"capture": {"inline": ROWS}, "stream": True},
     "many rows": {"capture": {"inline": EVERYTHING}, "prompt": [PROMPT] * 8},
-    "means": {"capture": {"inline": {**ROWS, "reduce": "mean"}}},
+    "means": {"capture": {"inline": {**ROWS, "positions": "all_prompt", "reduce": "mean"}}},
     "weights": {"capture": {"inline": {"attention": WEIGHTS}}},
     "lens": {"capture": {"inline": {**ROWS, "lens": {"name": "logit", "top_k": 2}}}},
     "files": {"capture": {"filesystem": ROWS}},
