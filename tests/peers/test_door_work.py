@@ -98,7 +98,9 @@ def intervene(fields: dict[str, Any]) -> tuple[int, SamplingParams | str]:
 
     engine = SimpleNamespace(
         vllm_config=CONFIG,
-        input_processor=SimpleNamespace(plan_threads=threads),
+        input_processor=SimpleNamespace(
+            plan_threads=threads, renderer=SimpleNamespace(mm_processor_cache=None)
+        ),
         steering=SimpleNamespace(refresh=refresh),
     )
     server: Any = SimpleNamespace(engine_client=engine, request_logger=None)
@@ -189,6 +191,15 @@ def test_rows_are_counted_before_they_are_unpacked() -> None:
     assert not Cost(told(ones(1000)), num_prompts=8).error
     many = Cost(told(ones(1000)), num_prompts=64)
     assert "takes the request past max_request_work" in many.error and many.peak < 1 << 20
+
+
+def test_prompts_of_one_specification_have_one_budget() -> None:
+    """Also where the parameters have it, and not the body."""
+    params = SamplingParams()
+    params.steering = spec({"apply": {"prompt_positions": [*range(20_000)]}})["steering"]
+    assert read_args(params, WIDE, num_prompts=8).steering
+    with pytest.raises(InterventionError, match="past max_request_work"):
+        read_args(params, WIDE, num_prompts=1000)
 
 
 def test_text_is_counted_before_it_is_read() -> None:

@@ -266,7 +266,8 @@ def test_requests_that_are_preempted_or_aborted(pair: Pair) -> None:
     done: dict[str, Any] = {}
     with serving.watching(pair.llm) as steps:
         for i, (prompt, fields) in enumerate(asked):
-            engine.add_request(f"{i}", as_prompt(prompt), pair.params(prompt, **fields))
+            given: Any = as_prompt(prompt)
+            engine.add_request(f"{i}", given, pair.params(prompt, **fields))
         for step in count():
             if not engine.has_unfinished_requests():
                 break

@@ -53,9 +53,9 @@ def read_fields(
     )
 
 
-def _with_spec(params: _P, config: "VllmConfig") -> _P:
+def _with_spec(params: _P, config: "VllmConfig", num_prompts: int) -> _P:
     asked = {f: v for f in PLAN_FIELDS if (v := getattr(params, f)) is not None}
-    fields = read_fields(asked, config)
+    fields = read_fields(asked, config, num_prompts)
     if fields is asked:
         reject("steering", said(SPEC))
     opened: Any = copy.copy(params)
@@ -103,7 +103,7 @@ def read_args(
     if not isinstance(params, SamplingParams):
         return params
     if is_spec(params.steering):
-        return read_args(_with_spec(params, config), config, path)
+        return read_args(_with_spec(params, config, num_prompts), config, path, num_prompts)
     if not is_asked(params, config):
         refuse_peer_args(params.extra_args, config, path)
         return params
