@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How much device memory steering and capture set aside: a table of shapes and options.
+"""Device memory that steering and capture set aside: a table of shapes and options.
 
     python -m benchmarks.arenas [--tokens 8192] [--json FILE]
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How fast the filesystem consumer writes, against what the disk does by itself.
+"""Speed at which the filesystem consumer writes, against what the disk does by itself.
 
     python -m benchmarks.filesystem --root DIR [--sites 32] [--rows 16] [--json FILE]
 

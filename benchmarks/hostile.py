@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How long a plain request takes while another client sends bodies that are made to be costly.
+"""Time that a plain request takes while another client sends bodies that are made to be costly.
 
     python -m benchmarks.hostile [--model DIR] [--seconds 6] [--only NAME ...] [--fields]
                                  [--json FILE]

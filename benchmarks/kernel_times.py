@@ -190,7 +190,8 @@ class Cases:
 
 
 def union(spans: list[tuple[float, float]]) -> tuple[float, float]:
-    """How long something was going on, and how long nothing was between the first and the last."""
+    """Time in which something was going on, and in which nothing was between the first and the
+    last."""
     busy = gaps = 0.0
     reached = min(start for start, _ in spans)
     for start, end in sorted(spans):

@@ -37,7 +37,7 @@ def load(folder: Path) -> dict[str, Json]:
 
 
 def is_plotted(run: Json) -> bool:
-    """Whether a run has a plot: those of GPUs, whose cases are of one order of magnitude."""
+    """Tell whether a run has a plot: those of GPUs, whose cases are of one order of magnitude."""
     return run["benchmark"] in PLOTTED and bool(run["setup"]["gpu"])
 
 

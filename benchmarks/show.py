@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How the page of measurements writes numbers, places and tables."""
+"""Style in which the page of measurements writes numbers, places and tables."""
 
 from __future__ import annotations
 

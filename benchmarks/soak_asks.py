@@ -36,7 +36,7 @@ class Ask:
     chat: bool
     tokens: int
     sent: Mapping[str, Any]
-    """How a body says what `steering` does."""
+    """Words in which a body says what `steering` does."""
     steering: Mapping[str, Any]
     """Fields of SamplingParams."""
     consumers: tuple[str, ...]
@@ -182,7 +182,7 @@ class Drawer:
         )
 
     def _steering(self) -> tuple[dict[str, Any], dict[str, Any]]:
-        """How it is sent and what it is."""
+        """Draw a change: the fields of a body, and those of `SamplingParams` that mean the same."""
         rng = self.rng
         layer, which = int(rng.integers(self.layers)), int(rng.integers(4))
         at = {"post_block": {layer: self.vectors[which]}}

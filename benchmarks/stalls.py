@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How long steps take in which a graph with taps is first needed, for those who run meanwhile.
+"""Time of steps in which a graph with taps is first needed, for those who run meanwhile.
 
     python -m benchmarks.stalls --model CONFIG_DIR [--running 8] [--arrivals 1 2 4 8 16 32]
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How long an engine takes to start and what memory it then has: off, enabled, and upstream's.
+"""Time that an engine takes to start and what memory it then has: off, enabled, and upstream's.
 
     python -m benchmarks.startup --models DIR ... --stock DIR [--warm 2] [--json FILE]
 

@@ -201,7 +201,7 @@ def derivations(speaker: Speaker, mood: Mood) -> tuple[tuple[float, tuple[Slot, 
 
 
 def is_mood_slot(speaker: Speaker, slot: Slot) -> bool:
-    """Whether a slot's distribution depends on the mood."""
+    """Tell whether a slot's distribution depends on the mood."""
     return slot not in _neutral_slots(speaker)
 
 

@@ -19,7 +19,7 @@ from vllm.pilot.training import Trained
 
 
 def directions(console: Console, trained: Trained) -> None:
-    """How well each layer tells contrasting prompts apart that made no direction."""
+    """Separation by each layer of contrasting prompts that made no direction."""
     table = Table(title=f"Direction per layer ({POINT}, last prompt token, difference of means)")
     for heading in ("layer", "length of v", "length of the stream", "separation"):
         table.add_column(heading, justify="right")

@@ -117,7 +117,7 @@ def misplaced(root: Path) -> list[str]:
 
 
 def is_patch(name: str) -> bool:
-    """Whether `name` is what the build reads; `series` itself says which seams are listed."""
+    """Tell whether `name` is what the build reads; `series` itself says which seams are listed."""
     path = PurePosixPath(name)
     return name in ("patches/__init__.py", "patches/seams/series") or (
         (str(path.parent), path.suffix) in (("patches/seams", ".patch"), ("patches/taps", ".py"))

@@ -298,7 +298,7 @@ def _named(scope: str) -> str:
 
 
 def _last_field(text: list[str], scope: str, hunk: Hunk) -> bool:
-    """Whether the hunk's last line is the last field of the class it stands in.
+    """Tell whether the hunk's last line is the last field of the class it stands in.
 
     In a class that travels as an array, the order of the fields is the format.
     """

@@ -56,7 +56,7 @@ class Report:
 
     @property
     def fits(self) -> bool:
-        """Whether nothing is to be done by hand."""
+        """True if nothing is to be done by hand."""
         states = [*(file.state for file in self.files), *(row.state for row in self.classes)]
         return "by hand" not in states and not self.gone
 

@@ -13,8 +13,8 @@ from pathlib import Path
 _PIECE = 16 << 20
 _POOL = 64 << 20
 _APART, _STEP = 1_000_003, 4099
-"""How far apart in the random bytes two files begin, and two pieces of a file: odd, so that no two
-blocks are alike."""
+"""Distance in the random bytes at which two files begin, and two pieces of a file: odd, so that no
+two blocks are alike."""
 
 
 class Disk:
@@ -33,7 +33,7 @@ class Disk:
         return sizes
 
     def seconds(self, sizes: Sequence[int]) -> float:
-        """How long files of these sizes take, each synced. They are removed afterwards."""
+        """Time that files of these sizes take, each synced. They are removed afterwards."""
         folder = self._folder / "alone"
         folder.mkdir()
         with ThreadPoolExecutor(self._threads) as pool:

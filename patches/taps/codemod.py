@@ -36,7 +36,7 @@ class Outcome:
 
     @property
     def ok(self) -> bool:
-        """Whether the class fits its idiom."""
+        """True if the class fits its idiom."""
         return self.error is None
 
 

@@ -14,7 +14,7 @@ FAMILIES = "vllm/models/"
 
 
 class Idiom(Enum):
-    """How a decoder block carries the stream (docs/hook-contract.md)."""
+    """Way in which a decoder block carries the stream (docs/hook-contract.md)."""
 
     FUSED = "fused"  # (hidden, residual) pair, norms that add
     FUSED_SINGLE = "fused-single-mixer"  # FUSED with one mixer and no second norm

@@ -31,7 +31,7 @@ class Atom:
 
     @property
     def computed(self) -> bool:
-        """Whether it was computed from the stream, rather than being a piece of it."""
+        """True if it was computed from the stream, rather than being a piece of it."""
         return bool(self.src)
 
 

@@ -19,7 +19,7 @@ pytestmark = pytest.mark.quick
 FOLDERS = ("vllm", "tools", "patches")
 FILES = sorted(path for folder in FOLDERS for path in (ROOT / folder).rglob("*.py"))
 
-_RIDDLE = re.compile(r"(Of|For|The same|See)\b|(Args|Raises|Returns):|\(")
+_RIDDLE = re.compile(r"(Of|For|The same|See|How|Whether)\b|(Args|Raises|Returns):|\(")
 """How no docstring begins: one that does cannot be understood by itself."""
 _SENTENCE = re.compile(r'[A-Z0-9`]|"\w')
 
@@ -169,6 +169,7 @@ def test_good_source_has_no_complaints() -> None:
         ('"""A module."""', '"""Of a module."""', ":1: begins with a riddle: 'Of a module.'"),
         ('"""Do it."""', '"""\n        Args:\n        """', ":10: begins with a riddle: 'Args:'"),
         ('"""int64 [n]."""', '"""(a, b)."""', ":7: begins with a riddle: '(a, b).'"),
+        ('"""Do it."""', '"""How many."""', ":10: begins with a riddle: 'How many.'"),
         ('"""Do it."""', '"""The same, later."""', ":10: begins with a riddle: 'The same, later.'"),
     ],
 )

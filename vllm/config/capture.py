@@ -73,8 +73,8 @@ class CaptureConfig:
     reserved without. See docs/capture.md."""
 
     capture_lens_rows: int = Field(default=512, ge=1)
-    """How many rows a step may read under lenses: each goes through the head. What does not fit is
-    computed in more, smaller steps."""
+    """Number of rows that a step may read under lenses: each goes through the head. What does not
+    fit is computed in more, smaller steps."""
 
     rules: str | None = None
     """A file of rules that hold for all requests, which cannot turn them off: JSON,
@@ -83,7 +83,7 @@ class CaptureConfig:
 
     @property
     def enabled(self) -> bool:
-        """Whether there are consumers."""
+        """True if there are consumers."""
         return bool(self.capture_consumers)
 
     def __post_init__(self) -> None:
@@ -97,17 +97,17 @@ class CaptureConfig:
 
     @property
     def captures_heads(self) -> bool:
-        """Whether points of attention can be captured."""
+        """True if points of attention can be captured."""
         return self.enabled and not set(HEAD_POINTS).isdisjoint(self.capture_points)
 
     @property
     def reads_attention(self) -> bool:
-        """Whether weights of attention can be captured: of queries, and z is what proves them."""
+        """True if weights of attention can be captured: of queries, and z is what proves them."""
         return self.enabled and {"q", "z"} <= set(self.capture_points)
 
     @property
     def shared(self) -> bool:
-        """Whether every tensor-parallel rank makes a part of something that is captured."""
+        """True if every tensor-parallel rank makes a part of something that is captured."""
         return self.reads_attention or bool(self.capture_lens)
 
     @cached_property
@@ -148,7 +148,7 @@ class CaptureConfig:
 
     @cached_property
     def captures_all(self) -> bool:
-        """Whether a consumer captures of requests that do not name it."""
+        """True if a consumer captures of requests that do not name it."""
         return any(spec.capture is not None for spec in self.consumers.values())
 
     def compute_hash(self) -> str:

@@ -88,7 +88,8 @@ def refuse_unsupported(config: "VllmConfig") -> None:
 
 
 def _joins_stages(parallel: "ParallelConfig") -> bool:
-    """Whether all stages' replies come to the engine core, where `StageRows` joins their rows."""
+    """Tell whether all stages' replies come to the engine core, where `StageRows` joins their
+    rows."""
     backend = parallel.distributed_executor_backend
     return backend == "mp" or (backend == "ray" and envs.VLLM_USE_RAY_V2_EXECUTOR_BACKEND)
 

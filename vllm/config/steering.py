@@ -105,17 +105,17 @@ class SteeringConfig:
 
     @property
     def has_ops(self) -> bool:
-        """Whether the residual stream has more than addition."""
+        """True if the residual stream has more than addition."""
         return not {"add", "scale", "focus"}.issuperset(self.steering_families)
 
     @property
     def focuses(self) -> bool:
-        """Whether weights of attention can be changed."""
+        """True if weights of attention can be changed."""
         return self.enable_steering and "focus" in self.steering_families
 
     @property
     def steers_heads(self) -> bool:
-        """Whether the heads of attention can be steered."""
+        """True if the heads of attention can be steered."""
         return self.enable_steering and HEADS in self.steering_points
 
     def compute_hash(self) -> str:

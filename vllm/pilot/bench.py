@@ -75,7 +75,7 @@ class Reply:
     token_ids: tuple[int, ...]
     text: str
     finished: bool
-    """Whether it ended the text itself."""
+    """True if it ended the text itself."""
     logprobs: list[dict[int, float]]
     """log P of every prompt token given those before it, by its id, and of as many others as were
     asked for; nothing for the first token, and an empty list where none was asked for."""
@@ -219,7 +219,7 @@ def bench_of(llm: "LLM | Bench | str") -> Bench:
 def surprise(
     bench: Bench, texts: Sequence[tuple[Sequence[int], int]], steerings: Sequence[Steering | None]
 ) -> np.ndarray:
-    """How surprising texts are to the model under each steering.
+    """Surprise of the model at texts, under each steering.
 
     Args:
         texts: tokens, and the index from which on they count.
@@ -245,7 +245,7 @@ def likelihoods(
     steerings: Sequence[Steering | None],
     others: int = 0,
 ) -> list[list[list[dict[int, float]]]]:
-    """How likely the tokens of texts are to the model under each steering.
+    """Log-probabilities of the tokens of texts, under each steering.
 
     Args:
         texts: tokens, and the index from which on they count.

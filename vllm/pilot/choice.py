@@ -33,11 +33,11 @@ class Choice:
     plain_nats: float
     """The surprise of the guard's text to the plain model, nats a token."""
     within: bool
-    """Whether the guard allows it."""
+    """True if the guard allows it."""
 
 
 LIKELIEST = 20
-"""How many tokens a divergence is of at each place; no server need be asked to allow more."""
+"""Number of tokens that a divergence is of at each place; no server need be asked to allow more."""
 
 
 class KlGuard:

@@ -26,7 +26,7 @@ class Evidence:
     """The effect of the chosen layer and scale on the report examples."""
 
     measured: bool
-    """Whether an effect was; else it is the separation alone."""
+    """True if an effect was; else it is the separation alone."""
     unit: str
     strength: float
     """Half of what the scale does more than its negative; without an effect d'."""
@@ -51,7 +51,7 @@ class Evidence:
 
     @property
     def above_random(self) -> bool:
-        """Whether the effect is more than that of every random direction, and than chance."""
+        """True if the effect is more than that of every random direction, and than chance."""
         return self.strength > max(self.randoms, default=0.0) and (
             self.strength > ERRORS * self.error
         )

@@ -20,7 +20,8 @@ from vllm.pilot.row_checks import need_finite
 from vllm.pilot.rows import Read, row_chunks
 
 _COPIES = 5
-"""How many times the rows of a layer are in memory while its direction is computed, in float32."""
+"""Number of times that the rows of a layer are in memory while its direction is computed, in
+float32."""
 
 
 @dataclass(frozen=True)
@@ -56,7 +57,7 @@ class Directions:
 
 @dataclass(frozen=True)
 class Separation:
-    """How well examples that made no direction are told apart by it, for each layer."""
+    """Separation of examples that made no direction, for each layer."""
 
     auroc: list[float]
     d_prime: list[float]

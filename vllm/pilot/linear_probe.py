@@ -134,7 +134,7 @@ def _rise(
     falls: torch.Tensor,
     length: float,
 ) -> float:
-    """How much a step raises the loss above its tangent; of small ones without the difference."""
+    """Rise of the loss above its tangent by a step; of small ones without the difference."""
     fall = length * falls
     log = torch.nn.functional.logsigmoid
     exact = log(margin) - log(margin - fall) - wrong * fall

@@ -74,7 +74,7 @@ class Pairs:
     positive: list[Example]
     negative: list[Example]
     paired: bool = True
-    """Whether positive[i] belongs to negative[i]."""
+    """True if positive[i] belongs to negative[i]."""
     read: str | int | None = None
     """Where rows are read if nobody says: -2 for CAA, whose answers end with a letter in
     brackets."""
@@ -184,7 +184,7 @@ class Pairs:
 
     @property
     def comparable(self) -> bool:
-        """Whether each pair continues a prompt, so that one can ask which text is likelier."""
+        """True if each pair continues a prompt, so that one can ask which text is likelier."""
         return self.paired and all(e.prompt for e in self.positive)
 
 

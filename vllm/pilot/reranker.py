@@ -25,7 +25,7 @@ SPREAD = 2.0
 
 @dataclass(frozen=True)
 class Ranking:
-    """How much a query's tokens attend to each document."""
+    """Attention of a query's tokens to each document."""
 
     scores: np.ndarray
     """float64 [documents]."""

@@ -15,9 +15,9 @@ if TYPE_CHECKING:
     from vllm import LLM
 
 CHUNK = 256
-"""How many examples of each class are read at a time, at most."""
+"""Most examples of each class that are read at a time."""
 CHUNK_BYTES = 32 << 20
-"""How many bytes their rows may have: they are there some five times while they are read."""
+"""Bytes that their rows may have: they are there some five times while they are read."""
 
 Read = Any
 """Where rows are read: "last" (of the text), "answer-mean" (all tokens after what both of a pair

@@ -37,7 +37,7 @@ _NEUTRAL_TOKENS = 32
 
 @dataclass(frozen=True)
 class Settings:
-    """How directions are found and chosen; `train` says what each means.
+    """Settings that find and choose directions; `train` says what each means.
 
     Raises:
         ValueError: a setting is none, whatever the model and the data; the message names it.
@@ -94,12 +94,12 @@ class Trained:
 
     @property
     def held(self) -> bool:
-        """Whether the effect is above random directions, within the guard."""
+        """True if the effect is above random directions, within the guard."""
         return self.evidence.above_random and self.choice.within and not self.broken
 
     @property
     def broken(self) -> bool:
-        """Whether v plus -v changed an answer, which it must not."""
+        """True if v plus -v changed an answer, which it must not."""
         return self.evidence.changed_by_zero > 0
 
     def module(self) -> dict[str, dict[int, torch.Tensor]]:

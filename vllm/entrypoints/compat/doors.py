@@ -70,7 +70,7 @@ def _work(config: "VllmConfig", num_prompts: int) -> Work:
 
 
 def is_spec(steering: Any) -> bool:
-    """Whether a field `steering` is for EasySteer: ours is a list."""
+    """Tell whether a field `steering` is for EasySteer: ours is a list."""
     return isinstance(steering, Mapping) or is_dataclass(steering)
 
 

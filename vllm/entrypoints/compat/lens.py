@@ -283,7 +283,7 @@ def activations_of(results: Mapping[str, CaptureResult] | None) -> dict[str, Any
 
 
 def _is_whole(queries: CapturedRows, keys: CapturedRows | None, form: AttentionForm) -> bool:
-    """Whether queries and keys are of the same positions and of all heads."""
+    """Tell whether queries and keys are of the same positions and of all heads."""
     if keys is None or not np.array_equal(queries.positions, keys.positions):
         return False
     every = tuple(range(len(queries.heads)))

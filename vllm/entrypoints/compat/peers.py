@@ -197,6 +197,6 @@ def _serves(config: "VllmConfig") -> bool:
 
 
 def _lens_is_loaded() -> bool:
-    """Whether vLLM-Lens's own plug-in reads its keys in this process."""
+    """Tell whether vLLM-Lens's own plug-in reads its keys in this process."""
     off = os.environ.get("VLLM_LENS_DISABLE", "").lower() in ("1", "true", "yes", "on")
     return _LENS_PLUGIN in sys.modules and not off

@@ -27,7 +27,7 @@ class UnboundHeadTaps:
     """Taps that do nothing and trace to nothing."""
 
     wants_lse = False
-    """Whether FlashAttention is to leave `lse` here."""
+    """True if FlashAttention is to leave `lse` here."""
     lse: torch.Tensor | None = None
     """float32 [heads, tokens]: the log of the sum of each row's weights before they were
     normalised, from attention to the focus behind it."""

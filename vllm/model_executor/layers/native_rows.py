@@ -32,14 +32,14 @@ def load(library: Path, key: str) -> bool:
 
 
 NATIVE_ROWS = load(Path(__file__).parents[2] / "_pilot.so", current_platform.dispatch_key)
-"""Whether this process has the ops of csrc/."""
+"""True if this process has the ops of csrc/."""
 
 
 class NativeTap(SiteTap):
     """One launch where `SiteTap` has up to five. Traced code wants `SiteTap`: Inductor fuses it."""
 
     def _adds(self, *rows: torch.Tensor) -> bool:
-        """Whether this tap steers, by an addition in the dtype that all of `rows` have."""
+        """Tell whether this tap steers, by an addition in the dtype that all of `rows` have."""
         table = self.table
         return (
             table is not None and self.terms is None and all(r.dtype is table.dtype for r in rows)

@@ -50,9 +50,9 @@ class TermTables:
     """float32 [P, T], this site's own tensor: the op changes it, and no view of what another site's
     op changes. [1, 1] and shared if `gated` is False."""
     norms: bool
-    """Whether the engine has norm_match or normalize."""
+    """True if the engine has norm_match or normalize."""
     gated: bool
-    """Whether the engine has gates."""
+    """True if the engine has gates."""
 
 
 def steer_terms(

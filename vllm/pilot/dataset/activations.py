@@ -46,7 +46,7 @@ class Activations:
 
     @property
     def num_examples(self) -> int:
-        """How many examples the data set has."""
+        """Number of examples in the data set."""
         return int(self.plan["data"]["examples"])
 
     @cached_property
@@ -61,7 +61,7 @@ class Activations:
 
     @property
     def complete(self) -> bool:
-        """Whether all examples are there."""
+        """True if all examples are there."""
         return not self.missing
 
     @cached_property
@@ -133,7 +133,7 @@ class Rows(Dataset[dict[str, Any]]):
         return (len(self), *self._headers[0].tensors[self._site].shape[1:])
 
     def __len__(self) -> int:
-        """How many rows there are."""
+        """Number of rows."""
         return self._stops[-1] if self._stops else 0
 
     def __getitem__(self, index: int) -> dict[str, Any]:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How much disk and time a data set will take, measured on a sample of it."""
+"""Disk and time that a data set will take, measured on a sample of it."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,11 +13,11 @@ class Estimate:
     """What a run will come to."""
 
     num_examples: int
-    """How many are left to do."""
+    """Number of examples that are left to do."""
     num_bytes: int
     """Bytes of the files."""
     exact: bool
-    """Whether all examples of the sample were equally large."""
+    """True if all examples of the sample were equally large."""
     seconds: float
     free_bytes: int | None
     """What the disk has left; None of an object store."""
@@ -25,7 +25,7 @@ class Estimate:
 
     @property
     def fits(self) -> bool:
-        """Whether the disk has room for it, and a hundredth more."""
+        """True if the disk has room for it, and a hundredth more."""
         return self.free_bytes is None or self.num_bytes * 1.01 <= self.free_bytes
 
     def __str__(self) -> str:

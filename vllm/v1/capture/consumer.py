@@ -67,7 +67,7 @@ class RequestInfo:
     dtype: torch.dtype
     """The dtype of the rows: the model's, or with `project` and `reduce` float32."""
     projected: bool
-    """Whether the rows are scores, made by `project`."""
+    """True if the rows are scores, made by `project`."""
     max_rows: int
     """The most rows that a site can have."""
     fields: Mapping[str, Any]
@@ -154,7 +154,7 @@ class CaptureConsumer(ABC):
     """The process it runs in."""
 
     takes_attention: ClassVar[bool] = False
-    """Whether requests may capture attention weights for it."""
+    """True if requests may capture attention weights for it."""
 
     capture: Mapping[str, Any] | None = None
     """The capture request of every request that does not name this consumer, such as
@@ -217,11 +217,11 @@ class ConsumerResult(msgspec.Struct, frozen=True):
     error: str | None = None
     payload: Any = None
     rows: int = 0
-    """How many rows it took, over all sites."""
+    """Number of rows that it took, over all sites."""
     num_bytes: int = 0
     """The size of these rows."""
     seconds: float = 0.0
     """The time from the completion's end to its result."""
     dropped: bool = False
-    """Whether the consumer had no room for the request (overload policy "drop"). Such a result is
+    """True if the consumer had no room for the request (overload policy "drop"). Such a result is
     sent when the request starts."""

@@ -16,8 +16,8 @@ import numpy as np
 import torch
 
 THREADS = min(8, max(1, len(os.sched_getaffinity(0)) // 2))
-"""How many threads copy. Fresh memory costs a core more time than the copy, so it takes several to
-keep up with a GPU."""
+"""Number of threads that copy. Fresh memory costs a core more time than the copy, so it takes
+several to keep up with a GPU."""
 PIECE_BYTES = 4 << 20
 """The bytes for which another thread is woken."""
 DIRECT_BYTES = 1 << 20

@@ -35,7 +35,7 @@ FORMAT = "1"
 """The version of the format, `capture_format` in the metadata of each file."""
 
 FileLayout = Literal["per_file", "packed", "sharded", "ehs"]
-"""How requests are laid out in files; the module's docstring shows each layout."""
+"""Layout of requests in files; the module's docstring shows each one."""
 LAYOUTS: tuple[FileLayout, ...] = get_args(FileLayout)
 
 SUFFIX = ".safetensors"
@@ -62,7 +62,7 @@ _DTYPE_NAMES = {str(dtype).removeprefix("torch.") for dtype in _NAMES}
 _MAX_HEADER = 100_000_000
 """The longest header in bytes that the safetensors library allows."""
 _FIRST_READ = 1 << 16
-"""How many bytes of a file are read first to get its header."""
+"""Bytes of a file that are read first to get its header."""
 
 Buffer = bytes | memoryview
 
@@ -96,7 +96,7 @@ class Record:
     """The model's own width."""
     projected: bool
     rows: int
-    """How many rows each site has."""
+    """Number of rows of each site."""
     num_prompt_tokens: int
     num_tokens: int
     """Prompt and generated tokens of the final sequence."""
@@ -104,7 +104,7 @@ class Record:
     error: str
     """The reason why rows that were asked for are absent; "" if `complete`."""
     replaces: bool
-    """Whether an earlier request of this name is no longer valid."""
+    """True if an earlier request of this name is no longer valid."""
     publication: str
     """A unique id: files with the same one belong together."""
     given_id: str = ""

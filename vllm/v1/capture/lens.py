@@ -64,8 +64,8 @@ class LensRows(MadeRows):
 
     @property
     def token_ranks(self) -> torch.Tensor:
-        """How many tokens are as likely as each of them or likelier, itself included, so that the
-        likeliest has 1: int32 [n, tokens]."""
+        """Number of tokens that are as likely as each of them or likelier, itself included, so that
+        the likeliest has 1: int32 [n, tokens]."""
         return self._part("token_ranks").view(torch.int32)
 
     @property

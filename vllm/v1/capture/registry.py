@@ -21,7 +21,7 @@ needs no session."""
 
 
 def is_inline(capture: str) -> bool:
-    """Whether a capture is for `inline`: its only one, or `inline[0]` of a list."""
+    """Tell whether a capture is for `inline`: its only one, or `inline[0]` of a list."""
     return capture.partition("[")[0] == INLINE
 
 
@@ -50,10 +50,10 @@ class HostLimits:
     max_request_bytes: int = 1 << 30
     """The most bytes of rows of one completion."""
     timeout: float = 60.0
-    """How many seconds a result may take after its completion's end, or one call of the consumer,
+    """Seconds that a result may take after its completion's end, or one call of the consumer,
     before that is an error."""
     threads: int = 4
-    """How many threads call the consumer."""
+    """Number of threads that call the consumer."""
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,7 @@ class ConsumerSpec:
 
     @property
     def in_frontend(self) -> bool:
-        """Whether it runs in the process that holds the `LLM` or serves HTTP."""
+        """True if it runs in the process that holds the `LLM` or serves HTTP."""
         return self.cls is None or self.instance is not None or self.cls.location == "frontend"
 
     def check(self) -> None:

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from vllm.outputs import CompletionOutput, RequestOutput
 
 CaptureStatus = Literal["ok", "partial_error", "error"]
-"""How a capture ended: with all rows, without some that were asked for, or without a payload."""
+"""End of a capture: with all rows, without some that were asked for, or without a payload."""
 
 
 @dataclass

@@ -21,7 +21,7 @@ class RuleResult:
     fired: int
     """At how many rows it fired."""
     rows: int
-    """How many rows it looked at."""
+    """Number of rows that it looked at."""
     max: float | None
     """The largest of their scores, those that are not finite left out; None if there is none."""
     min: float | None

@@ -12,7 +12,7 @@ InShard = tuple[Header, Record]
 """The header of a shard, and the record of one request in it."""
 
 _SETTLED_SECONDS = 2.0
-"""How old the time of a folder's last change must be to tell a later one apart."""
+"""Age of a folder's last change, in seconds, at which a later one can be told apart."""
 
 
 class ShardIndex:

@@ -90,7 +90,7 @@ class StoredRequest:
 
     @property
     def num_rows(self) -> int:
-        """How many rows each site has."""
+        """Number of rows of each site."""
         return self.record.rows
 
     @property
@@ -100,7 +100,7 @@ class StoredRequest:
 
     @property
     def complete(self) -> bool:
-        """Whether all rows are there that the request asked for."""
+        """True if all rows are there that the request asked for."""
         return not self.error
 
     @property

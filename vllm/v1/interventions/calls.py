@@ -20,7 +20,7 @@ class Change(msgspec.Struct, frozen=True):
     tiers: dict[str, VectorSet] = {}
     """The vectors of each tier, for "set"."""
     replace: bool = False
-    """Whether "set" clears all that it does not name."""
+    """True if "set" clears all that it does not name."""
     tier: str | None = None
     """The tier to "clear"; None for all."""
     name: str = ""
@@ -39,7 +39,7 @@ class SteeringCall(msgspec.Struct, frozen=True):
     """Names a change from its preparation to its end."""
     change: Change | None = None
     since: int = 0
-    """How many changes of modules the frontend knows, for "modules"."""
+    """Number of changes of modules that the frontend knows, for "modules"."""
 
 
 class CaptureEnd(msgspec.Struct, frozen=True):

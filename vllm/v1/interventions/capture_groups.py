@@ -22,7 +22,7 @@ _Projection = tuple[tuple[int, ...], int]
 
 
 def num_senders(config: "VllmConfig") -> int:
-    """How many tensor-parallel ranks of a stage send rows in a step of many, each its share.
+    """Number of tensor-parallel ranks of a stage that send rows in a step of many, each its share.
 
     It is the first alone where all ranks make a part of what is captured, where a KV connector
     aggregates outputs in its way, and where the engine core has not started all workers here.
@@ -44,7 +44,7 @@ class LocalStream(NamedTuple):
     """int64 [sites * width]: where the numbers of heads lie among a token's in its block's rest;
     None at points of the residual stream."""
     width: int = 0
-    """How many numbers leave of a site, if that is not its row as it is."""
+    """Numbers that leave of a site, if that is not its row as it is."""
     summed: tuple[int, ...] = ()
     """As in `WorkerStream`."""
     reads: AttentionRead | LensRead | None = None
@@ -60,12 +60,12 @@ class LocalStream(NamedTuple):
 
     @property
     def lanes(self) -> int:
-        """How many rows of hidden_size a token has at a site, where something is made of them."""
+        """Rows of hidden_size of a token at a site, where something is made of them."""
         return max((len(chosen) for _, chosen in self.heads), default=0) or 1
 
     @property
     def is_raw(self) -> bool:
-        """Whether rows leave as they are."""
+        """True if rows leave as they are."""
         return not self.width and not self.summed
 
 
@@ -98,9 +98,9 @@ class CaptureGroup:
         """The first of them of each of these sites, int64."""
         self.streams = [s._replace(runs=self._runs(s)) for s in streams]
         self.attends = any(isinstance(s.reads, AttentionRead) for s in self.streams)
-        """Whether attention is read."""
+        """True if attention is read."""
         self.shared = any(s.reads is not None for s in self.streams)
-        """Whether every tensor-parallel rank makes a part of it."""
+        """True if every tensor-parallel rank makes a part of it."""
 
     def _runs(self, stream: LocalStream) -> list[tuple[int, int]]:
         places, projection = stream.places, stream.projection

@@ -47,7 +47,7 @@ class GlobalTiers(msgspec.Struct, frozen=True):
 
     @property
     def active(self) -> bool:
-        """Whether any tier has vectors."""
+        """True if any tier has vectors."""
         return bool(self.tiers)
 
 
@@ -140,11 +140,11 @@ class StepInterventions(msgspec.Struct):
     rows: dict[str, np.ndarray] = {}
     """Rows to capture: request id -> int32 offsets into the request's tokens of this step."""
     split: bool = False
-    """Whether all senders capture and send them, each of its share; else the first alone."""
+    """True if all senders capture and send them, each of its share; else the first alone."""
 
     @property
     def empty(self) -> bool:
-        """Whether there is nothing to tell the workers."""
+        """True if there is nothing to tell the workers."""
         return not (
             self.new_sets
             or self.tiers

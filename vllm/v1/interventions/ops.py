@@ -60,7 +60,7 @@ class Op:
     terms: list[Term]
     """One term; with `values` of two dimensions one for each of `positions`, ascending."""
     frozen: bool
-    """Whether its gate is decided once, at the last prompt row. It acts from there on; if not
+    """True if its gate is decided once, at the last prompt row. It acts from there on; if not
     on that row itself, the row needs `terms[0].deciding()`."""
     heads: dict[Site, tuple[int, ...]] = field(default_factory=dict)
     """At points of attention, which heads of each site: `()` for all, with a vector of the whole
@@ -68,7 +68,7 @@ class Op:
 
     @property
     def gated(self) -> bool:
-        """Whether it has a gate."""
+        """True if it has a gate."""
         return bool(self.terms[0].probe)
 
     def parts(self) -> list[tuple[Term, Positions]]:
@@ -259,7 +259,7 @@ class _Entry:
         return positions
 
     def has_rows(self) -> bool:
-        """Whether `values` is a row for each position, and not one row for all."""
+        """Tell whether `values` is a row for each position, and not one row for all."""
         values = self.given.get("values")
         if self.lanes > 1 and not self.given.keys() & {"lane", "positions"}:
             return False  # two dimensions are one row's lanes

@@ -61,16 +61,16 @@ def dtype_of(name: str) -> torch.dtype:
 
 
 class AttentionForm(TypedDict, total=False):
-    """How a layer makes attention weights of its queries' products with keys. What it does not do
-    is left out, all but the first two."""
+    """Form in which a layer makes attention weights of its queries' products with keys. What it
+    does not do is left out, all but the first two."""
 
     scale: float
     group: int
-    """How many heads of queries have a head of keys in common."""
+    """Number of heads of queries that have a head of keys in common."""
     cap: float
     """The soft-cap of scaled products."""
     window: int
-    """How many keys a query sees, its own the last."""
+    """Number of keys that a query sees, its own the last."""
     chunk: int
     """A query sees keys of its own chunk of so many positions."""
     slopes: list[float]
@@ -98,24 +98,24 @@ class TapShape(msgspec.Struct, frozen=True):
     lenses: dict[str, list[Site]] = {}
     """Lens -> the sites whose rows it can read."""
     vocab_size: int = 0
-    """How many logits the head has, where there are lenses."""
+    """Number of logits of the head, where there are lenses."""
     lens_rows: int = 0
-    """How many more rows of hidden_size of a step's budget a row under a lens takes."""
+    """Number of more rows of hidden_size that a row under a lens takes of a step's budget."""
     branches: dict[int, tuple[str, ...]] = {}
     """Layer -> its branches that are exactly the difference of two of its points."""
     final: int | None = None
     """The last layer, if its head reads what the model returns, as it is."""
 
     fuses_focus: bool = False
-    """Whether kernels focus, which keep no weights; else torch does."""
+    """True if kernels focus, which keep no weights; else torch does."""
     lanes: int = 1
-    """How many lanes of hidden_size the stream has."""
+    """Number of lanes of hidden_size in the stream."""
     senders: int = 1
-    """How many workers of a pipeline stage share the rows of a step of many."""
+    """Number of workers of a pipeline stage that share the rows of a step of many."""
     reads_masked: bool = False
     """True if attention may multiply what it masks, so that a NaN in a block reaches who has it."""
     whole_prompts: bool = False
-    """Whether a prompt's tokens see each other both ways, so that one step has all of them."""
+    """True if a prompt's tokens see each other both ways, so that one step has all of them."""
 
     def offers(self, layer: int) -> tuple[str, ...]:
         """All that can be captured at a layer; the first has what it reads, and the last what the
@@ -128,12 +128,12 @@ class TapShape(msgspec.Struct, frozen=True):
         )
 
     def focus_passes(self, runs: int) -> float:
-        """How often weights are made or gone through where a span of so many runs is focused. A
-        kernel goes through the runs for some keys at a time."""
+        """Number of times that weights are made or gone through where a span of so many runs is
+        focused. A kernel goes through the runs for some keys at a time."""
         return (1 + runs / 8) / 128 if self.fuses_focus else 4
 
     def parts(self, site: Site) -> tuple[int, int]:
-        """How many heads or lanes a token's row at a site has, and the width of one."""
+        """Number of heads or lanes of a token's row at a site, and the width of one."""
         point, layer = site
         heads = self.heads.get(layer, {}).get(point)
         if heads is not None:
@@ -147,7 +147,7 @@ class TapShape(msgspec.Struct, frozen=True):
         return count * width
 
     def arena_rows(self, site: Site) -> int:
-        """How many rows of hidden_size a token takes on the device at a site."""
+        """Rows of hidden_size that a token takes on the device at a site."""
         count, width = self.parts(site)
         return -(-count * width // self.hidden_size)
 
@@ -224,7 +224,7 @@ class Program(msgspec.Struct, frozen=True):
     terms: list[str]
     """The digest of each op's term; "" for an op that does not act."""
     decides: bool
-    """Whether gates that are decided once are decided here, at the last prompt token."""
+    """True if gates that are decided once are decided here, at the last prompt token."""
 
 
 class Segment(msgspec.Struct, frozen=True, array_like=True):
@@ -245,7 +245,7 @@ class SteeringPlan(msgspec.Struct, frozen=True):
     segments: list[Segment]
     """Sorted; the first starts at 0, the last has no end, one starts where the prompt ends."""
     inherit: bool
-    """Whether the global tiers are added."""
+    """True if the global tiers are added."""
     sums: list[VectorSum] = []
     sets: list[VectorSet] = []
     """The vector sets of `sums`, but for those of modules, which the engine core has."""
@@ -257,8 +257,8 @@ class SteeringPlan(msgspec.Struct, frozen=True):
     focus_programs: list[FocusProgram] = []
     focus_ops: list[FocusOp] = []
     key_weights: int = 0
-    """How many weights of attention are made, or gone through, of a focused position for each key
-    up to it."""
+    """Number of weights of attention that are made, or gone through, of a focused position for each
+    key up to it."""
 
 
 class Stream(msgspec.Struct, frozen=True):
@@ -269,7 +269,7 @@ class Stream(msgspec.Struct, frozen=True):
     runs: list[int]
     """Positions, as in `Selection.runs`."""
     relayed: bool
-    """Whether they go on to the frontend; else they stay in the engine core."""
+    """True if they go on to the frontend; else they stay in the engine core."""
     width: int
     """hidden_size; with a projection the number of its rows; of heads their widths together."""
     dtype: str
@@ -280,12 +280,12 @@ class Stream(msgspec.Struct, frozen=True):
     heads: list[tuple[int, ...]] = []
     """Which heads of each site; empty at points of the residual stream."""
     summed: bool = False
-    """Whether a step sends the sum of its rows in `runs`, which are of the prompt, and the mean is
+    """True if a step sends the sum of its rows in `runs`, which are of the prompt, and the mean is
     what consumers get: one row a site."""
     reads: AttentionRead | LensRead | None = None
     """What is made of its rows on the device and leaves in place of them."""
     differs: bool = False
-    """Whether its sites are branches, whose rows are differences, float32."""
+    """True if its sites are branches, whose rows are differences, float32."""
 
     @property
     def row_bytes(self) -> int:
@@ -302,7 +302,7 @@ class Selection(msgspec.Struct, frozen=True):
     named: list[int] = []
     """The part of `runs` the user named outright: reported if the request ends before it."""
     last_generated: bool = False
-    """Whether, of generated positions, only those in `named` and the last (known at the end) are
+    """True if, of generated positions, only those in `named` and the last (known at the end) are
     kept."""
     streams: tuple[int, ...] = (0,)
     """Indices of the plan's streams that have the rows, perhaps among others: one for each width of
@@ -325,17 +325,17 @@ class Rule(msgspec.Struct, frozen=True):
     """The positions whose rows count, as `Selection.runs`."""
     threshold: float
     below: bool
-    """Whether scores cross it that are smaller; else those that are larger."""
+    """True if scores cross it that are smaller; else those that are larger."""
     need: int
     of: int
     stops: bool
-    """Whether the answer ends with the token of the first row at which it fires."""
+    """True if the answer ends with the token of the first row at which it fires."""
     stream: int = 0
     """The index of the plan's stream that has the scores."""
     column: int = 0
     """Which row of that stream's matrix is the probe."""
     for_all: bool = False
-    """Whether it is the operator's: of such a rule requests are told the name, if it fired."""
+    """True if it is the operator's: of such a rule requests are told the name, if it fired."""
 
 
 class CapturePlan(msgspec.Struct, frozen=True):
@@ -347,7 +347,7 @@ class CapturePlan(msgspec.Struct, frozen=True):
     streams: list[Stream]
     consumers: dict[str, Selection]
     arena_rows: int
-    """How many rows of hidden_size a position takes on one device, where all senders share them."""
+    """Rows of hidden_size that a position takes on one device, where all senders share them."""
     hidden_size: int
     dtype: str
     """The model's dtype."""
@@ -355,8 +355,8 @@ class CapturePlan(msgspec.Struct, frozen=True):
     """Digest -> float32 [k, hidden], C order, native endian."""
     rules: list[Rule] = []
     key_weights: int = 0
-    """How many weights of attention are made, or gone through, of a captured position for each key
-    up to it."""
+    """Number of weights of attention that are made, or gone through, of a captured position for
+    each key up to it."""
     num_samples: int = 1
     sample: int = 0
     """Which of the request's completions this is."""
@@ -367,7 +367,7 @@ class CapturePlan(msgspec.Struct, frozen=True):
 
     @property
     def stops(self) -> bool:
-        """Whether a rule may end the answer, which only the frontend finds."""
+        """True if a rule may end the answer, which only the frontend finds."""
         return any(rule.stops for rule in self.rules)
 
     def row_bytes(self, consumer: str) -> int:

@@ -21,7 +21,8 @@ class AttentionRead(msgspec.Struct, frozen=True, array_like=True, tag=True):
     ranges: tuple[tuple[int, ...], ...]
     """The keys of each, as `Selection.runs`."""
     top: int
-    """How many of the largest weights: their positions, bits of int32, and then they."""
+    """Number of the largest weights that are given: their positions, bits of int32, and then
+    they."""
     sum: str
     """"" for each head's own, "heads" for the sum over heads, "all" for that over layers too, which
     are added up where rows are read."""
@@ -30,7 +31,7 @@ class AttentionRead(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
     @property
     def widths(self) -> list[int]:
-        """How many numbers of a head each part has."""
+        """Numbers of a head that each part has."""
         ranges = len(self.ranges)
         parts = {"mass": [ranges], "peak": [ranges], "top": [self.top] * 2, "weights": [self.stop]}
         return [width for name in self.give for width in parts[name]]
@@ -45,8 +46,8 @@ class AttentionRead(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
     @property
     def passes(self) -> float:
-        """How often weights are made or gone through; sums over ranges are products with masks,
-        as cheap as those with keys."""
+        """Number of times that weights are made or gone through; sums over ranges are products with
+        masks, as cheap as those with keys."""
         ranges = len(self.ranges)
         return (
             1
@@ -56,7 +57,7 @@ class AttentionRead(msgspec.Struct, frozen=True, array_like=True, tag=True):
         )
 
     def width(self, heads: int) -> int:
-        """How many numbers a row has."""
+        """Number of numbers in a row."""
         return self.stop if self.sum else heads * sum(self.widths)
 
 
@@ -76,5 +77,5 @@ class LensRead(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
     @property
     def widths(self) -> list[int]:
-        """How many numbers each part has."""
+        """Number of numbers in each part."""
         return [self.top_k] * 2 + [len(self.tokens)] * 2 + [int(self.entropy)]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How requests name points and layers: parsed and checked against what the model has."""
+"""Names of points and layers in requests: parsed and checked against what the model has."""
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -226,7 +226,8 @@ def site_order(site: Site) -> tuple[int, int]:
 
 
 def needs_whole_items(config: "VllmConfig") -> bool:
-    """Whether an image's tokens see each other both ways, so that a step has all of them or none.
+    """Tell whether an image's tokens see each other both ways, so that a step has all of them or
+    none.
 
     Upstream then splits none at the end of a step; what we cut off a step has to keep to it, too.
     """

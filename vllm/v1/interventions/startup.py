@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 logger = init_logger(__name__)
 
 PARENT_SECONDS = 1.0
-"""How often an engine core looks whether its frontend lives."""
+"""Seconds between two looks of an engine core whether its frontend lives."""
 
 
 class StageRows(KVOutputAggregator):

@@ -132,7 +132,7 @@ class StepRows:
         self._chunks: dict[str, CapturedChunk] | None = None
         self._later: list[StepRows] = []
         self.packs = True
-        """Whether `packed` may be used: each sender has a part of every request's rows."""
+        """True if `packed` may be used: each sender has a part of every request's rows."""
         self._event: torch.cuda.Event | None = None
 
     @property

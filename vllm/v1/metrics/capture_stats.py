@@ -24,7 +24,7 @@ _SIZES = (0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0)
 SCORES = (*(-size for size in reversed(_SIZES)), 0.0, *_SIZES)
 """The buckets of scores, on both sides of 0."""
 MAX_LABELS = 256
-"""How many names of rules have series of their own, as long as the frontend runs."""
+"""Number of names of rules that have series of their own, as long as the frontend runs."""
 OTHER_RULES = "(others)"
 """The label of all further ones; no rule has this name."""
 
@@ -72,8 +72,8 @@ class CaptureStats:
 
     results: list[ResultStats] = field(default_factory=list)
     pending: Counter[str] | None = None
-    """How many completions have ended and wait for a consumer's result, by consumer; None if that
-    is not known."""
+    """Number of completions that have ended and wait for a consumer's result, by consumer; None if
+    that is not known."""
     rules: RuleStats = field(default_factory=RuleStats)
 
     def add(self, results: Iterable[ConsumerResult]) -> None:

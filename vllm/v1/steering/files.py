@@ -56,11 +56,11 @@ OPS_VERSION = "2"
 """The version of those that hold operations, which readers of the first would leave out."""
 
 _HEADERS = 1 << 20
-"""How many bytes a file may have beside its vectors."""
+"""Bytes that a file may have beside its vectors."""
 
 _JSON = ".json"
 _DIGITS = 3
-"""How many times longer a float64 may be when it is written out, with what is between two."""
+"""Times that a float64 may be longer when it is written out, with what is between two."""
 
 _DTYPES = {
     "F64": torch.float64,

@@ -48,7 +48,7 @@ class ModuleOp(msgspec.Struct, frozen=True):
     sites: list[Site]
     term: Term
     frozen: bool
-    """Whether its gate is decided at the last prompt token."""
+    """True if its gate is decided at the last prompt token."""
     heads: dict[Site, tuple[int, ...]] = {}
     """As of `Op`."""
 

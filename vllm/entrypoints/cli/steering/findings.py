@@ -15,7 +15,7 @@ class Finding:
 
     check: str
     agrees: bool | None
-    """Whether it holds; None if it was not checked."""
+    """True if it holds; None if it was not checked."""
     measured: str = ""
     allowed: str = ""
     note: str = ""

@@ -23,7 +23,7 @@ from vllm.entrypoints.cli.steering.probe import Completion, Probe, worst_row
 from vllm.v1.interventions.plan import Site
 
 NOISES = 4
-"""How many times the reference's own rounding noise an error may be."""
+"""Multiple of the reference's own rounding noise that an error may be."""
 LEAST = 1e-5
 """The error that is allowed in any case: float32 sums in another order."""
 

@@ -13,9 +13,9 @@ from vllm.v1.interventions.plan import Site
 from vllm.v1.interventions.sites import need_one_lane
 
 GENERATED = 4
-"""How many tokens each request generates."""
+"""Number of tokens that each request generates."""
 LENGTHS = (23, 9, 14)
-"""How many tokens the prompts have."""
+"""Number of tokens in the prompts."""
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from vllm.config.capture import CaptureConfig
 from vllm.engine.arg_utils import EngineArgs
 
 INLINE_BYTES = 8 << 30
-"""How many bytes of rows a request may return: all layers of a large model at some thirty
+"""Bytes of rows that a request may return: all layers of a large model at some thirty
 positions."""
 
 

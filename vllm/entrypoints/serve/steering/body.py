@@ -31,13 +31,13 @@ READERS: dict[str, Callable[[Any, str], Any]] = {
     "capture": read_capture,
     "rules": read_rules,
 }
-"""How a field is read from JSON, by name; the functions take the value and its path."""
+"""Field -> reader of it from JSON; the functions take the value and its path."""
 assert READERS.keys() == set(PLAN_FIELDS)
 
 
 ALIKE = 0.75
-"""How alike an unknown field and one of ours must be, as `difflib` measures it, to be meant for it.
-"streaming" is as like "steering" as 0.71."""
+"""Likeness that an unknown field and one of ours must have, as `difflib` measures it, to be meant
+for it. "streaming" is as like "steering" as 0.71."""
 
 MOST_UNKNOWN = 200
 """With more unknown fields a body is no slip of a pen, and comparing takes time."""

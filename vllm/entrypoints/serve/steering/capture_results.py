@@ -136,7 +136,7 @@ async def _with_activations(chunks: AsyncGenerator[str, None]) -> AsyncGenerator
 
 
 def _speaks_lens(request: "CompletionRequest | ChatCompletionRequest") -> bool:
-    """Whether a request that was not refused asked as vLLM-Lens does, and so in its words."""
+    """Tell whether a request that was not refused asked as vLLM-Lens does, and so in its words."""
     args = request.vllm_xargs or {}
     return bool(args.get(lens.CAPTURE) or args.get(lens.QK))
 

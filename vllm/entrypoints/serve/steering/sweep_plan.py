@@ -42,7 +42,7 @@ class SweepPlan:
     op: Mapping[str, Any]
     """The operation, without its place; without `values` if the clean prompt's rows are those."""
     patches: bool
-    """Whether rows of the clean prompt are put in."""
+    """True if rows of the clean prompt are put in."""
     sites: list[Site]
     positions: list[int]
     """Positions of the prompt, ascending."""
@@ -67,7 +67,7 @@ class SweepPlan:
 
     @property
     def num_cells(self) -> int:
-        """How many cells there are."""
+        """Number of cells."""
         return len(self.sites) * len(self.positions) * len(self.scale_axis)
 
     @property

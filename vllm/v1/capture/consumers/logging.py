@@ -18,7 +18,7 @@ from vllm.v1.capture.consumer import (
 logger = init_logger(__name__)
 
 _SHOWN = 4
-"""How many sites a line names."""
+"""Number of sites that a line names."""
 
 
 class LoggingConsumer(CaptureConsumer):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How captured rows get to consumers.
+"""Transport of captured rows to consumers.
 
 selected.py      which rows of a completion a selection means, and whether they came
 feed.py          from a completion's rows, as they come, to what one consumer gets

@@ -36,12 +36,12 @@ class Completion:
     request: RequestInfo
     calls: deque[Call] = field(default_factory=deque)
     scheduled: bool = False
-    """Whether it is in the queue of ready completions, or in a thread's hands."""
+    """True if it is in the queue of ready completions, or in a thread's hands."""
     failure: str | None = None
     end: RequestEnd | None = None
     ended_at: float = 0.0
     closed: bool = False
-    """Whether its result is decided."""
+    """True if its result is decided."""
     session: CaptureSession | None = None
     future: Future[Any] | None = None
     rows: int = 0

@@ -26,7 +26,7 @@ from vllm.v1.interventions.errors import describe
 logger = init_logger(__name__)
 
 SHUTDOWN_SECONDS = 30.0
-"""How long consumers may take to write what is left when the engine stops."""
+"""Seconds that consumers may take to write what is left when the engine stops."""
 
 
 class _Worker:

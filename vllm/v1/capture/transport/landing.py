@@ -201,7 +201,7 @@ class Room:
         self.memory = memory
         """All its bytes."""
         self.ready = len(memory)
-        """How many of them can be taken, from the first one on."""
+        """Number of them that can be taken, from the first one on."""
         self._gaps = [(0, len(memory))]
         """The first byte and the end of all that is not in use, sorted."""
         self._free: deque[tuple[int, int]] = deque()

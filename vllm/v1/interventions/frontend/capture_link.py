@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How a frontend tells the engine core of captures, and how threads give it their results."""
+"""Link of a frontend to the engine core's captures, and of threads that give it their results."""
 
 import asyncio
 import uuid

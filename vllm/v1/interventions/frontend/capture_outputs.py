@@ -86,7 +86,7 @@ class CompletionCapture:
 
     @property
     def waits(self) -> bool:
-        """Whether results are still to come."""
+        """True if results are still to come."""
         return bool(self.pending_consumers)
 
     def add(self, rows: CapturedChunk) -> None:
@@ -229,7 +229,7 @@ class CaptureOutputs:
         # When the engine is collected or the program ends: hosts hold nothing that holds this.
         self._finalizer = weakref.finalize(self, _shut_down, self.hosts)
         self._counts = False
-        """Whether anybody takes statistics."""
+        """True if anybody takes statistics."""
         self.finished = CaptureStats()
         """Results since the statistics were last taken."""
         self.rows = self.num_bytes = 0
@@ -239,7 +239,7 @@ class CaptureOutputs:
         self.inbox = RowInbox(link, frontends)
         self.rules = RuleWatches()
         self.forms = {} if config.tap_shape is None else config.tap_shape.forms
-        """How layers make attention weights, by layer."""
+        """Layer -> form of its attention weights."""
         self._open: dict[str, CompletionCapture] = {}
         """Captures with consumers whose results are not all in, by request."""
         self._ready: list[RequestOutput] = []

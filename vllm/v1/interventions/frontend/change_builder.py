@@ -132,7 +132,7 @@ class ChangeBuilder:
 
     @property
     def asks_others(self) -> bool:
-        """Whether each request asks first what other API servers have changed."""
+        """True if each request asks first what other API servers have changed."""
         return self._catalog.asks_others
 
     def unregister(self, name: str) -> Change:
@@ -147,16 +147,16 @@ class ChangeBuilder:
 
     @property
     def enabled(self) -> bool:
-        """Whether the engine steers."""
+        """True if the engine steers."""
         return self._config.steering_config.enable_steering
 
     @property
     def has_shared(self) -> bool:
-        """Whether there is anything that several API servers share: modules or rules."""
+        """True if there is anything that several API servers share: modules or rules."""
         return self.enabled or self._config.capture_config.enabled
 
     def known(self) -> int:
-        """How many changes of modules this frontend knows."""
+        """Number of changes of modules that this frontend knows."""
         return self._catalog.changes
 
     def told(self) -> dict[str, bytes]:

@@ -33,7 +33,7 @@ _POINT = "z"
 
 
 def is_focus(entry: Any) -> bool:
-    """Whether an entry of `steering` is one of these."""
+    """Tell whether an entry of `steering` is one of these."""
     return isinstance(entry, Mapping) and plain(entry.get("op")) == FOCUS
 
 

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from vllm.v1.engine.core_client import AsyncMPClient, EngineCoreClient
 
 BUSY_SECONDS = 60.0
-"""How long to wait for another frontend's change before giving up."""
+"""Seconds to wait for another frontend's change before giving up."""
 
 Replies = list[dict[str, Any]]
 """The replies of all engines, one each."""

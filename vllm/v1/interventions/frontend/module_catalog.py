@@ -36,7 +36,7 @@ class ModuleCatalog:
         self._config = config
         self._modules: dict[str, Module] | None = None
         self.changes = 0
-        """How many changes of the engine core's modules are known here."""
+        """Number of changes of the engine core's modules that are known here."""
 
     @property
     def modules(self) -> dict[str, Module]:
@@ -64,7 +64,7 @@ class ModuleCatalog:
 
     @property
     def asks_others(self) -> bool:
-        """Whether each request asks first what other API servers have changed."""
+        """True if each request asks first what other API servers have changed."""
         config = self._config
         defaults = config.steering_config.default_steering_modules
         return bool(defaults) or config.capture_config.rules is not None

@@ -27,7 +27,7 @@ class CaptureProgress:
 
     @property
     def has_bar(self) -> bool:
-        """Whether there is something to draw: a bar that `TQDM_DISABLE` turned off has neither a
+        """True if there is something to draw: a bar that `TQDM_DISABLE` turned off has neither a
         postfix nor a time that speeds can be made of."""
         return not (isinstance(self._bar, tqdm) and self._bar.disable)
 

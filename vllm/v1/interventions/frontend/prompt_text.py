@@ -67,7 +67,7 @@ class PromptText:
         return PromptText(self.text[start:stop], starts, ends, self._special)
 
     def has_all(self, start: int, stop: int) -> bool:
-        """Whether the prompt has all tokens of these characters."""
+        """Tell whether the prompt has all tokens of these characters."""
         return bool(self._cut[start] == self._cut[stop])
 
     def tokens_of(self, found: np.ndarray, length: int) -> np.ndarray:
@@ -77,7 +77,7 @@ class PromptText:
 
 
 def tokens_at(starts: np.ndarray, ends: np.ndarray, length: int) -> np.ndarray:
-    """How many tokens have each of `length` characters: int64 [length]."""
+    """Number of tokens that have each of `length` characters: int64 [length]."""
     edges = np.zeros(length + 1, dtype=np.int64)
     np.add.at(edges, starts, 1)
     np.add.at(edges, ends, -1)
@@ -85,7 +85,7 @@ def tokens_at(starts: np.ndarray, ends: np.ndarray, length: int) -> np.ndarray:
 
 
 def _sums(flags: np.ndarray) -> np.ndarray:
-    """How many of the flags before each place, and before the end, are true."""
+    """Number of flags before each place, and before the end, that are true."""
     return np.concatenate([[0], np.cumsum(flags)])
 
 

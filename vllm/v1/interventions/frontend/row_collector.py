@@ -133,7 +133,7 @@ class RowCollector:
 
     @property
     def lies_in_landing(self) -> bool:
-        """Whether all rows that were not moved lie where they landed."""
+        """True if all rows that were not moved lie where they landed."""
         return all(run.last_ordinary < first for run, _, first in self._runs)
 
     def move(self) -> None:

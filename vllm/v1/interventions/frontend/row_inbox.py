@@ -78,7 +78,7 @@ class RowInbox:
 
     @property
     def _crowded(self) -> bool:
-        """Whether results hold too much of the landing for further ones to stay there."""
+        """True if results hold too much of the landing for further ones to stay there."""
         places = self._link.places
         if places is None:
             return False

@@ -140,12 +140,12 @@ class Selector:
         self._named: list[Run] = []
         self._excepted = Positions()
         self.wants_last_generated = False
-        """Whether it was named; which position it is, is known only when the request has ended."""
+        """True if it was named; which position it is, is known only when the request has ended."""
         self.wants_all_generated = False
 
     @property
     def only_last_generated(self) -> bool:
-        """Whether the last generated position is wanted and not all of them."""
+        """True if the last generated position is wanted and not all of them."""
         return self.wants_last_generated and not self.wants_all_generated
 
     @property

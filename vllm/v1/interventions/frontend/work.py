@@ -40,7 +40,7 @@ class Work:
         self.limit = limit
         self.n = n
         self.completions = n * num_prompts
-        """How many there are, of all prompts."""
+        """Number of completions, of all prompts."""
         self._num_prompts = num_prompts
         self._spent = 0
 

@@ -49,7 +49,7 @@ class WrittenText:
     def __init__(self, text: str, params: "TokenizeParams") -> None:
         self.text = text
         self.truncated = params.truncate_prompt_tokens is not None
-        """Whether the prompt may lack tokens of it."""
+        """True if the prompt may lack tokens of it."""
         self._params = params
         self._placed: PromptText | None = None
         self._tried = False
@@ -109,7 +109,8 @@ def _cut(tokenizer: "TokenizersBackend", text: str, **kwargs: Any) -> TokensProm
 
 
 def _trims(tokenizer: "TokenizersBackend") -> bool:
-    """Whether the spaces at the ends of tokens are left out of what it says of their characters."""
+    """Tell whether the spaces at the ends of tokens are left out of what it says of their
+    characters."""
     processor = tokenizer.backend_tokenizer.post_processor
     if processor is None:
         return False

@@ -23,7 +23,8 @@ class Pool(Protocol):
         """Places that admitted requests hold."""
 
     def fits(self, plan: Plan) -> bool:
-        """Whether all that `plan` needs here is free now, and can be sent in the coming step."""
+        """Tell whether all that `plan` needs here is free now, and can be sent in the coming
+        step."""
 
     def reserve(self, request_id: str, plan: Plan) -> None:
         """Take what `fits` promised; nothing where `plan` needs nothing here."""

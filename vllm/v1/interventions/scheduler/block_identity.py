@@ -51,7 +51,7 @@ class BlockIdentity:
 
     @property
     def steers(self) -> bool:
-        """Whether anything acts at any position."""
+        """True if anything acts at any position."""
         return any(digest for _, digest in self._segments)
 
     def restart(self, era: Era) -> bool:

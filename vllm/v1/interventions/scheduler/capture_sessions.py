@@ -84,7 +84,7 @@ class CaptureSessions:
             self._captures[request.request_id] = _Capture(request, names)
 
     def can_admit(self, request: Request) -> bool:
-        """Whether consumers have room now for all rows that a waiting request can come to.
+        """Tell whether consumers have room now for all rows that a waiting request can come to.
 
         Who has waited long for a consumer goes before later ones; requests that do not need it
         are not held up.

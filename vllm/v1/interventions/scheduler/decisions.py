@@ -77,7 +77,7 @@ class SchedulerInterventions:
         self.captures.arrive(request)
 
     def can_admit(self, request: Request) -> bool:
-        """Whether a waiting request may start now: all it will ever need is free."""
+        """Tell whether a waiting request may start now: all it will ever need is free."""
         if request.request_id in self._reserved:
             return True
         steering, capture = request.interventions.plan.steering, request.interventions.plan.capture

@@ -25,7 +25,7 @@ class FocusPool:
         return self.size - len(self._free)
 
     def fits(self, plan: Plan) -> bool:
-        """Whether all programs of `plan` have rows now."""
+        """Tell whether all programs of `plan` have rows now."""
         return plan.steering is None or len(plan.steering.focus_programs) <= len(self._free)
 
     def reserve(self, request_id: str, plan: Plan) -> None:

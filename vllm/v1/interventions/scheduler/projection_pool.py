@@ -29,7 +29,7 @@ class ProjectionPool:
         return sum(rows for _, rows in self._placed.values())
 
     def fits(self, plan: Plan) -> bool:
-        """Whether all matrices of `plan` have rows now, and can be sent in this step."""
+        """Tell whether all matrices of `plan` have rows now, and can be sent in this step."""
         capture = plan.capture
         if capture is None or not (new := self._new(capture)):
             return True

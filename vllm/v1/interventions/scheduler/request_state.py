@@ -43,13 +43,13 @@ class RequestInterventions:
         self.wanted = Positions.from_flat(capture.runs) if capture else NO_POSITIONS
         self._relayed = [s.relayed for s in capture.streams] if capture else []
         self.relays_all = all(self._relayed)
-        """Whether all that it captures goes on to the frontend."""
+        """True if all that it captures goes on to the frontend."""
         self._relayed_positions = self.wanted
         if capture is not None and not self.relays_all:
             runs = [s.runs for s in capture.streams if s.relayed]
             self._relayed_positions = Positions.from_flat([n for flat in runs for n in flat])
         self._sums = [s.summed for s in capture.streams] if capture else []
-        """Whether sums leave the device, for each stream."""
+        """True if sums leave the device, for each stream."""
         summed = [n for s in capture.streams if s.summed for n in s.runs] if capture else []
         self._summed = Positions.from_flat(summed) if summed else NO_POSITIONS
         self.blocks = BlockIdentity(self.plan.steering, num_prompt_tokens)
@@ -69,7 +69,8 @@ class RequestInterventions:
         return first
 
     def needs_computed(self, start: int, num_tokens: int | None) -> bool:
-        """Whether a row is wanted of the `num_tokens` from `start` on, which a KV connector offers.
+        """Tell whether a row is wanted of the `num_tokens` from `start` on, which a KV connector
+        offers.
 
         Then none of them is loaded, as upstream does where log-probabilities of the prompt are
         asked for: connectors load all that they offered, or nothing. None is "not known yet".

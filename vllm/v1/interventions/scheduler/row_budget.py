@@ -57,12 +57,12 @@ class RowBudget:
             self._whole_prompts = config.tap_shape.whole_prompts
         drafts = config.speculative_config
         self._at_once = 1 if drafts is None else 1 + drafts.num_speculative_tokens
-        """How many positions of a request cannot be in different steps."""
+        """Number of positions of a request that cannot be in different steps."""
         self._offsets: dict[str, np.ndarray] = {}
         self._each: dict[str, int] = {}
         """The rows of each position of requests that read attention."""
         self._decoding = True
-        """Whether all of them are `FIRST_TOKEN`."""
+        """True if all of them are `FIRST_TOKEN`."""
         self._taken = 0
         self._focused = 0
         """Weights that prompts of this step focus."""
@@ -74,11 +74,11 @@ class RowBudget:
 
     @property
     def split(self) -> bool:
-        """Whether the rows of this step are so many that all senders send their share."""
+        """True if the rows of this step are so many that all senders send their share."""
         return self._senders > 1 and self._senders * self._taken > self._whole
 
     def cap_tokens(self, request: Request, first: int, num_tokens: int) -> int:
-        """How many of the `num_tokens` positions from `first` this step's rows have room for.
+        """Number of the `num_tokens` positions from `first` that this step's rows have room for.
 
         0 means: not in this step. Where nobody has a claim, the first request of a step gets some
         (the frontend refused what can never fit).
@@ -132,7 +132,7 @@ class RowBudget:
         return num_tokens
 
     def _cap_focus(self, request: Request, first: int, num_tokens: int) -> int:
-        """How many of these positions what is left of `STEP_WEIGHTS` has room for; one at least."""
+        """Number of these positions that fit in the rest of `STEP_WEIGHTS`; one at least."""
         ours, stop = request.interventions, first + num_tokens
         # What is drafted, or sees what comes after it, stays together.
         if self._whole_items or self._whole_prompts or stop > request.num_tokens:
@@ -177,7 +177,7 @@ class RowBudget:
         return 0
 
     def has_refused(self, request: Request) -> bool:
-        """Whether a request was refused rows in this step."""
+        """Tell whether a request was refused rows in this step."""
         return request.request_id in self._refused
 
     def _grant(self, request: Request, offsets: np.ndarray, rows: int) -> None:

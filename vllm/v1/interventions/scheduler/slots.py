@@ -36,7 +36,7 @@ class SlotTable:
         return len(self._users)
 
     def fits(self, plan: Plan) -> bool:
-        """Whether all sums of `plan` have a slot now, and their vectors fit in this step."""
+        """Tell whether all sums of `plan` have a slot now, and their vectors fit in this step."""
         if plan.steering is None:
             return True
         return self._fits(plan.steering)

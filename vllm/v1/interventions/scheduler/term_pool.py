@@ -38,7 +38,7 @@ class TermPool:
         return self.size - len(self._free_rows)
 
     def fits(self, plan: Plan) -> bool:
-        """Whether all terms and programs of `plan` have rows now, and fit in this step."""
+        """Tell whether all terms and programs of `plan` have rows now, and fit in this step."""
         if plan.steering is None:
             return True
         return self._fits(plan.steering)

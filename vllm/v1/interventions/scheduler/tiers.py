@@ -86,7 +86,8 @@ class GlobalState:
 
 
 KEPT_SECONDS = 60.0
-"""How long the vector sets of a module outlive its name, for requests that were on their way."""
+"""Seconds that the vector sets of a module outlive its name, for requests that were on their
+way."""
 
 
 class ModuleStore:
@@ -100,7 +101,7 @@ class ModuleStore:
         self._removed = 0
         """The number of the last change that removed a name."""
         self.changes = 0
-        """How many changes there were."""
+        """Number of changes."""
         self._lock = Lock()
         """Held while what follows changes: a timer's thread forgets."""
         self._kept: deque[tuple[float, Module]] = deque()

@@ -59,7 +59,7 @@ class Turns:
         return len(self._parked)
 
     def try_admit(self, request: Request) -> bool:
-        """Whether a request may start now. A refusal is remembered."""
+        """Tell whether a request may start now. A refusal is remembered."""
         if self._has_turn(self._place(request)) and self._fits(request):
             return True
         self.refuse(request)
@@ -118,8 +118,8 @@ class Turns:
         return priority, request.arrival_time, request.request_id
 
     def _has_turn(self, place: Place) -> bool:
-        """Whether nobody before it has waited too long. Sharers of what is there have to wait too:
-        what keeps finding new users never gets free."""
+        """Tell whether nobody before it has waited too long. Sharers of what is there have to wait
+        too: what keeps finding new users never gets free."""
         longest, since = next(iter(self._waiting.values()), (place, self._step))
         return self._step - since <= MAX_SKIPS or place <= longest
 

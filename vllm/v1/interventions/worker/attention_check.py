@@ -28,7 +28,8 @@ if TYPE_CHECKING:
 logger = init_logger(__name__)
 
 TOLERANCE = {torch.float32: 1e-4}
-"""How far a head of z may be off, relative to its norm; ROUNDED where the dtype is not here."""
+"""Distance that a head of z may be off, relative to its norm; ROUNDED where the dtype is not
+here."""
 ROUNDED = 1e-2
 
 _FOCUSED: tuple[tuple[int, float], ...] = (FACTOR, 4.0), (SHARE, 0.9)
@@ -101,7 +102,7 @@ def _errors(
     run: AttendingRun,
     most_keys: int,
 ) -> dict[int, float]:
-    """How far z is off in each layer, the worst head."""
+    """Distance that z is off in each layer, the worst head."""
     if not layers:
         return {}
     shape, capture = interventions.shape, interventions.capture

@@ -24,7 +24,7 @@ class AttentionHeads(NamedTuple):
     points: dict[str, tuple[int, int]]
     """Point -> (heads of all tensor-parallel ranks, width of one)."""
     replicas: int
-    """How many ranks in a row have the same heads of keys and values."""
+    """Number of ranks in a row that have the same heads of keys and values."""
 
 
 def attention_of(layers: Mapping[int, nn.Module]) -> dict[int, AttentionHeads]:
@@ -95,14 +95,14 @@ class KeyTable(NamedTuple):
 
     @property
     def pages_a_block(self) -> int:
-        """How many pages a block has."""
+        """Number of pages in a block."""
         offsets = None if self.splits is None else self.splits.kernel_block_offsets
         return 1 if offsets is None else len(offsets)
 
     @property
     def apart(self) -> int:
-        """How many numbers of pages lie between the first of a block and of the next: more than it
-        has where those of other layers are between."""
+        """Number of page numbers that lie between the first of a block and of the next: more than
+        it has where those of other layers are between."""
         return (self.splits and self.splits.kernel_block_stride) or self.pages_a_block
 
     def pages_of(self, blocks: torch.Tensor) -> torch.Tensor:

@@ -31,7 +31,7 @@ class AlikeSites(NamedTuple):
     heads: Sequence[tuple[int, ...]]
     """The heads of each that are here, by their numbers here."""
     elsewhere: tuple[int, int]
-    """How many heads of each other ranks have: before these and behind them."""
+    """Number of heads of each capture on other ranks: before these and behind them."""
     columns: Sequence[slice]
     """Where the queries of each lie in a row of all sites' queries."""
     key_heads: torch.Tensor
@@ -91,8 +91,8 @@ class AlikeSites(NamedTuple):
 
 
 def queries_at_once(query_bytes: int, focused: bool) -> int:
-    """How many queries are read together whose weights take so many bytes each: focus makes about
-    sixteen things as large."""
+    """Number of queries that are read together whose weights take so many bytes each: focus makes
+    about sixteen things as large."""
     return max(CHUNK_BYTES // (16 if focused else 1) // query_bytes, 1)
 
 

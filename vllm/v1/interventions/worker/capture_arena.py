@@ -58,7 +58,7 @@ class Leaving(NamedTuple):
     """The sites that the forward has not come to yet; with none they have left. None of what leaves
     after the forward."""
     early: bool = False
-    """Whether the forward goes on for long after the last of these sites."""
+    """True if the forward goes on for long after the last of these sites."""
 
 
 class CaptureArena:
@@ -77,7 +77,7 @@ class CaptureArena:
         self._sender = parallel.rank % parallel.tensor_parallel_size
         lands = self._sender < num_senders(config)
         self.fills = lands or config.capture_config.shared
-        """Whether rows are captured here, or only where graphs are alike on all ranks."""
+        """True if rows are captured here, or only where graphs are alike on all ranks."""
         self.reads_attention = config.capture_config.reads_attention
         self._landing = Landing(landing_bytes(config)) if lands else None
         self.pinning: Pinning | None = None
@@ -90,7 +90,7 @@ class CaptureArena:
         )
         """What of each of these groups is in each part; None where there is nothing."""
         self._split = False
-        """Whether this step is."""
+        """True if this step is."""
         self._attention = AttentionRequests()
         self._wanted: dict[str, np.ndarray] = {}
         self._version = 0
@@ -142,7 +142,7 @@ class CaptureArena:
             self._outbox = Outbox(self.arena, self._landing, projections, sleeps=apart)
 
     def captures(self, site: Site) -> bool:
-        """Whether this worker can capture at a site."""
+        """Tell whether this worker can capture at a site."""
         return self.fills and site in self.sites
 
     def dest_of(self, site: Site) -> torch.Tensor:
@@ -150,7 +150,7 @@ class CaptureArena:
         return self.dest[self.sites[site]]
 
     def switch_of(self, site: Site) -> torch.Tensor:
-        """Whether rows of a site go there: bool [], a view of `switches`."""
+        """Tell whether rows of a site go there: bool [], a view of `switches`."""
         return self.switches[self.sites[site]]
 
     def read_attention(self, reader: AttentionReader) -> None:
@@ -199,7 +199,7 @@ class CaptureArena:
             self._outbox.projections.forget()
 
     def wants(self, req_ids: Iterable[str]) -> bool:
-        """Whether one of these captures in this step, here or at another pipeline stage."""
+        """Tell whether one of these captures in this step, here or at another pipeline stage."""
         return not self._wanted.keys().isdisjoint(req_ids)
 
     def wanted_sites(self, req_ids: Collection[str]) -> frozenset[int]:

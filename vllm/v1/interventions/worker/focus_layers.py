@@ -89,8 +89,8 @@ class FocusLayers:
 
 
 def _gives_lse(impl: Any) -> bool:
-    """Whether a backend returns the log of each row's sum as `focus_rows` takes it: with slopes
-    FlashAttention's is of other logits, and of sinks nobody says."""
+    """Tell whether a backend returns the log of each row's sum as `focus_rows` takes it: with
+    slopes FlashAttention's is of other logits, and of sinks nobody says."""
     return (
         isinstance(impl, FlashAttentionImpl)
         and impl.vllm_flash_attn_version in (2, 3)

@@ -8,7 +8,7 @@ from vllm.triton_utils import tl, triton
 def _reads_alone(  # type: ignore[no-untyped-def]
     forms, program, alone, LSE: tl.constexpr, SINKS: tl.constexpr
 ):
-    """Whether one program of `sum_kernel` reads the span of rows and writes them."""
+    """Tell whether one program of `sum_kernel` reads the span of rows and writes them."""
     short = 0
     if LSE and not SINKS:
         length = tl.load(forms + program * 5 + 3) - tl.load(forms + program * 5 + 2)

@@ -89,7 +89,7 @@ def coarse(sizes: Iterable[int]) -> list[int]:
 
 
 def can_record_late(config: VllmConfig) -> bool:
-    """Whether graphs with taps may be recorded between steps of requests."""
+    """Tell whether graphs with taps may be recorded between steps of requests."""
     # Data-parallel ranks would have to record together; tensor-parallel ones do, as they run the
     # same steps. Recording leaves dummy adapters, a connector's state and draft models' graphs as
     # they are at start-up, not as requests need them.

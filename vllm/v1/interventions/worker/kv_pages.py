@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How attention layers of this worker see keys, and where the pages of their KV cache have them.
+"""Keys as attention layers of this worker see them, and where the pages of their KV cache have
+them.
 
 A backend, a cache or a kind of attention that is not listed here is refused by its name; what is
 listed has to pass the start-up proof (attention_check.py).
@@ -48,7 +49,7 @@ class Pages(NamedTuple):
 
     @property
     def tokens(self) -> int:
-        """How many tokens a block has."""
+        """Number of tokens in a block."""
         return math.prod(self.keys.shape[2 : self.keys.dim() // 2 + 1])
 
 
@@ -59,7 +60,7 @@ class Sight(NamedTuple):
     cap: float
     """The soft-cap of scaled products; 0 for none."""
     window: int
-    """How many keys a query sees, its own the last; 0 for all."""
+    """Number of keys that a query sees, its own the last; 0 for all."""
     chunk: int
     """A query sees keys of its own chunk of so many positions; 0 for all."""
     slopes: torch.Tensor | None
@@ -97,7 +98,7 @@ def unreadable(module: Attention | MLAAttention) -> str:
 
 
 def sight_of(module: Attention | MLAAttention) -> Sight:
-    """How a layer that is not `unreadable` sees keys."""
+    """Sight of a layer that is not `unreadable`."""
     impl: Any = module.impl
     if isinstance(module, MLAAttention):
         return Sight(impl.scale, 0.0, module.sliding_window or 0, 0, None, None)

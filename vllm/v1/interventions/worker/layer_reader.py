@@ -35,7 +35,7 @@ class Queriers(NamedTuple):
     rule: int = 0
     """As in `Focus`."""
     first: int = 0
-    """How many of all requests come before these."""
+    """Number of all requests that come before these."""
 
     @staticmethod
     def of(

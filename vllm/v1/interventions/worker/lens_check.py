@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from vllm.v1.interventions.worker.runner import WorkerInterventions
 
 DRAWS = 16
-"""How many tokens are tried: some may have a row of zeros, of which any norm makes zeros."""
+"""Number of tokens that are tried: some may have a row of zeros, of which any norm makes zeros."""
 
 
 def prove_lenses(

@@ -22,7 +22,8 @@ Norm = Callable[[torch.Tensor], torch.Tensor]
 LOGIT_BYTES = 64 << 20
 """Device memory that logits may take as float32, at a time."""
 TOKEN_LISTS = 256
-"""How many lists of tokens stay on the device: steps ask for the same ones again and again."""
+"""Number of lists of tokens that stay on the device: steps ask for the same ones again and
+again."""
 
 
 class LensReader:

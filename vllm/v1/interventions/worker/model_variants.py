@@ -144,11 +144,11 @@ class ModelVariants:
         return [*dict.fromkeys((self._plain, self._tapped, self._steering))]
 
     def num_graphs(self, full: bool) -> int:
-        """How many graphs there are of one size: of whole forwards, or of pieces."""
+        """Number of graphs of one size: of whole forwards, or of pieces."""
         return sum(full or variant.sites == self._all for variant in self._variants)
 
     def num_full_graphs(self, manager: CudaGraphManager) -> int:
-        """How many graphs of whole forwards there are of all sizes; `each` has been called."""
+        """Number of graphs of whole forwards, of all sizes; `each` has been called."""
         variants = self._variants + [self._tapped] * (SETS if self._late else 0)
         found = [variant.graphs[manager]["_capture_descs"] for variant in variants]
         return sum(len(descs.get(CUDAGraphMode.FULL, ())) for descs in found)
@@ -223,7 +223,7 @@ class ModelVariants:
 
     @property
     def tapped(self) -> bool:
-        """Whether the variant in use has taps."""
+        """True if the variant in use has taps."""
         return self._current.taps is self._tapped.taps
 
     def need_graph(
@@ -348,7 +348,7 @@ def _compiled_modules(model: nn.Module, layers: Iterable[nn.Module]) -> list[Any
 
 
 def _can_switch(config: VllmConfig) -> bool:
-    """Whether there is to be a plain variant beside the other."""
+    """Tell whether there is to be a plain variant beside the other."""
     # Results must not depend on what other requests do: rounding may differ between the variants.
     # Breakable graphs, and torch.compile with guards, are kept where they cannot be exchanged.
     return not (

@@ -56,7 +56,7 @@ def paged_products(
 
 
 def block_sizes(width: int) -> tuple[int, int]:
-    """How many keys of a width one program reads, and how wide they are padded."""
+    """Number of keys of a width that one program reads, and the width they are padded to."""
     padded = triton.next_power_of_2(width)
     return max(min(_KEYS, _NUMBERS // padded), 1), padded
 

@@ -26,7 +26,7 @@ MOST_BYTES = 32 << 30
 LEFT_SHARE = 8
 """What part of the machine's memory is left to others, however much is wanted."""
 THREADS = min(4, max(1, len(os.sched_getaffinity(0)) // 2))
-"""How many threads have the kernel give memory."""
+"""Number of threads that have the kernel give memory."""
 
 _MADV_POPULATE_WRITE = 23
 

@@ -214,11 +214,11 @@ class WorkerInterventions:
         return HeadSteering(self.table.at[site], factors, self.tokens.slots)
 
     def num_graphs(self, full: bool) -> int:
-        """How many graphs are recorded of one size: of whole forwards, or of pieces."""
+        """Number of graphs that are recorded of one size: of whole forwards, or of pieces."""
         return self._variants.num_graphs(full) if self._variants is not None else 1
 
     def num_full_graphs(self, manager: Any, planned: int) -> int:
-        """How many graphs of whole forwards are recorded of all sizes; `planned` without taps."""
+        """Number of graphs of whole forwards, recorded of all sizes; `planned` without taps."""
         return planned if self._variants is None else self._variants.num_full_graphs(manager)
 
     def each_variant(
@@ -257,7 +257,7 @@ class WorkerInterventions:
             self.capture.pinning.resume()
 
     def captures(self, site: Site) -> bool:
-        """Whether this worker can capture at a site."""
+        """Tell whether this worker can capture at a site."""
         return self.capture is not None and self.capture.captures(site)
 
     @contextmanager

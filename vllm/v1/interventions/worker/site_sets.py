@@ -24,7 +24,7 @@ class SiteSets:
         self._kept: list[frozenset[int]] = []
         """Last the one used last."""
         self._wanted: Counter[frozenset[int]] = Counter()
-        """How many steps wanted each set that has no graphs of its own."""
+        """Number of steps that wanted each set that has no graphs of its own."""
 
     @property
     def sets(self) -> list[frozenset[int]]:

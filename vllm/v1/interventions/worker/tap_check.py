@@ -263,8 +263,8 @@ def _acts(
     before: torch.Tensor | None,
     dummy_run: DummyRun,
 ) -> bool:
-    """Whether a site acts: a row is captured, and steering there moves it, as far as this worker
-    does either.
+    """Tell whether a site acts: a row is captured, and steering there moves it, as far as this
+    worker does either.
 
     Args:
         before: the row unsteered.
@@ -315,7 +315,7 @@ def _first_row(interventions: "WorkerInterventions", site: Site, row: torch.Tens
 
 
 def _arrived(row: torch.Tensor | None) -> bool:
-    """Whether something was captured: the poison is gone."""
+    """Tell whether something was captured: the poison is gone."""
     return row is not None and bool(torch.isfinite(row).all())
 
 

@@ -82,13 +82,14 @@ def bound_taps(
 
 
 def has_whole_prompts(layers: Mapping[int, nn.Module]) -> bool:
-    """Whether a prompt's tokens see each other both ways, so that one step has all of them."""
+    """Tell whether a prompt's tokens see each other both ways, so that one step has all of them."""
     parts = (part for layer in layers.values() for part in layer.modules())
     return any(isinstance(part, PrefillPrefixLMAttention) for part in parts)
 
 
 def head_reads_rows(model: nn.Module, width: int) -> bool:
-    """Whether the head reads what the model's forward returns, as it is: some models norm it there.
+    """Tell whether the head reads what the model's forward returns, as it is: some models norm it
+    there.
 
     Nothing is computed: the head is stopped when it is called.
 
@@ -139,7 +140,7 @@ def own_layers(layers: Mapping[int, nn.Module], depth: int) -> dict[int, nn.Modu
 
 
 def num_lanes(layers: Mapping[int, nn.Module], config: VllmConfig) -> int:
-    """How many lanes the stream has.
+    """Number of lanes of the stream.
 
     Raises:
         ValueError: it has several, and an option is on that is for one.

@@ -60,11 +60,11 @@ class TokenMap:
         self.positions = torch.zeros(max_tokens, dtype=torch.int64, device=device)
         """The true position of each token; of steps with focus."""
         self.focuses = False
-        """Whether any token may have a focus program."""
+        """True if any token may have a focus program."""
         self._requests: dict[str, WorkerRequest] = {}
         self._mapped = 0
         self._programs = False
-        """Whether any token may have a program."""
+        """True if any token may have a program."""
         self._batch: tuple[list[str], np.ndarray, _Uploaded] | None = None
         self._placed: _Uploaded | None = None
         """The batch whose rows the tokens have, if no position changes them."""
@@ -89,7 +89,7 @@ class TokenMap:
                 self._requests.pop(req_id, None)
 
     def steers(self, req_ids: Iterable[str]) -> bool:
-        """Whether any of these requests is steered at any position."""
+        """Tell whether any of these requests is steered at any position."""
         return not self._requests.keys().isdisjoint(req_ids)
 
     def map(self, req_ids: list[str], num_tokens: np.ndarray, positions: torch.Tensor) -> None:

@@ -70,7 +70,7 @@ def name_of(identity: str) -> str:
 
 
 def is_published(name: str) -> bool:
-    """Whether a file may have this name, so that it is safe as a part of a path."""
+    """Tell whether a file may have this name, so that it is safe as a part of a path."""
     return bool(_PUBLISHED.fullmatch(name))
 
 

@@ -40,7 +40,7 @@ class Publication:
     tensors: dict[str, Pieces]
     """The three tensors of `LABELS`, and one for each site."""
     named: bool
-    """Whether the client chose the name; else it is unique by itself."""
+    """True if the client chose the name; else it is unique by itself."""
 
     @property
     def num_bytes(self) -> int:

@@ -34,7 +34,7 @@ class FilesystemCaptureRequest(Mapping[str, Any]):
     reduce: str | None = None
     """"mean" publishes the mean of the rows in their place."""
     layout: FileLayout | None = None
-    """How the request is stored; None for the consumer's layout."""
+    """Layout of the request; None for the consumer's."""
     metadata: Mapping[str, Any] | None = None
     """A small JSON object that is kept with the rows: labels, ids of a data set."""
 

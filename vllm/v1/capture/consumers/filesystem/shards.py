@@ -23,7 +23,7 @@ from vllm.v1.capture.consumers.filesystem.store import Store
 from vllm.v1.capture.file_format import SHARDS, SUFFIX, Pieces, encode, read_header, shard_metadata
 
 _THREADS = 4
-"""How many threads write: while one waits for the store to sync, or hangs, others work."""
+"""Number of threads that write: while one waits for the store to sync, or hangs, others work."""
 _MAX_REQUESTS = 10_000
 """The most requests in a shard, which bounds its header."""
 
@@ -35,7 +35,7 @@ class ShardEntry:
     publication: Publication
     future: "Future[dict[str, Any]]" = field(default_factory=Future)
     dropped: bool = False
-    """Whether it is to be left out. Guarded by the lock of `Shards`."""
+    """True if it is to be left out. Guarded by the lock of `Shards`."""
 
 
 @dataclass(eq=False)
