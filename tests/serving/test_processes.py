@@ -250,6 +250,7 @@ class Unready(CaptureConsumer):
         raise AssertionError("opened")
 
 
+@pytest.mark.v2("long")
 def test_the_last_exception_says_why_the_engine_core_did_not_start(
     tiny_models: TinyModels, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -212,6 +212,7 @@ def test_other_workers_are_awaited_in_split_steps_alone(pair: tuple[LLM, Judge, 
     assert awaited.count(True) == 1 and not awaited[-1]
 
 
+@pytest.mark.v2("long")
 def test_asynchronous_scheduling(tiny_models: TinyModels, tmp_path: Path) -> None:
     """The next step, split or not, is on its way before this one's replies are read."""
     with asynchronous(), started(tiny_models, tmp_path) as (llm, judge):
@@ -223,6 +224,7 @@ def test_asynchronous_scheduling(tiny_models: TinyModels, tmp_path: Path) -> Non
         check_senders(steps)
 
 
+@pytest.mark.v2("long")
 def test_an_engine_of_its_own_process(
     tiny_models: TinyModels, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
