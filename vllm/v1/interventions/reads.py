@@ -21,8 +21,8 @@ class AttentionRead(msgspec.Struct, frozen=True, array_like=True, tag=True):
     ranges: tuple[tuple[int, ...], ...]
     """The keys of each, as `Selection.runs`."""
     top: int
-    """Number of the largest weights that are given: their positions, bits of int32, and then
-    they."""
+    """Number of the largest weights that are given: their positions, bits of int32,
+    and then the weights."""
     sum: str
     """"" for each head's own, "heads" for the sum over heads, "all" for that over layers too, which
     are added up where rows are read."""

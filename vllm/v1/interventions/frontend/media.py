@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where the images, videos and sounds of a prompt stand, for selectors that say one of them; and
-that those of a refused request are sent again."""
+"""Places of the images, videos and sounds of a prompt, for selectors that say one of them; and a
+context that has those of a refused request sent again."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager

@@ -35,7 +35,7 @@ class Queriers(NamedTuple):
     rule: int = 0
     """As in `Focus`."""
     first: int = 0
-    """Number of all requests that come before these."""
+    """Number of requests before these, of all."""
 
     @staticmethod
     def of(
