@@ -319,6 +319,11 @@ def test_steering_to_nan_is_an_error_that_names_it(server: Server, prompt: Any, 
     assert len(server.post(path, silent).json()["choices"]) == n
     small = {"steering_vectors": {point: {"all": VECTOR.tolist()} for point in points}}
     assert server.post(path, {**body, **small}).status_code == 200
+    tier = {"vectors": nan["steering_vectors"]}
+    assert server.change("/v1/steering/set", tier).is_success
+    of_all = server.post(path, {**body, "cache_salt": f"all{chat}{n}"})
+    assert server.change("/v1/steering/clear", {}).is_success
+    assert (of_all.status_code, of_all.json()["error"]["param"]) == (400, "logprobs")
     # Other salts: this is of the answer, and not of blocks that were written by it.
     after = server.post(path, {**body, "cache_salt": f"other{chat}{n}"})
     assert before.status_code == after.status_code == 200

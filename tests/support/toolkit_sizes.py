@@ -259,6 +259,7 @@ ABSENT = {
     "fitting.Separation": "numbers of others",
     "linking": "weights of a query sum to 1, what is added is the paper's; tried below",
     "metrics": "nats, or the unit of the user's function",
+    "numbers": "numbers as they are, in float64",
     "pairs": "texts",
     "patching": "nats; tests/http/test_sweep_plan.py",
     "persona": "texts",

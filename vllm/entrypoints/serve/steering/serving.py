@@ -116,18 +116,22 @@ def need_finite(
     in JSON, and the text is drawn from nothing.
 
     Raises:
-        ValueError: the message names the field that steers; a streamed answer ends with it.
+        ValueError: the message names the field that steers, or `logprobs` where only the global
+            tiers do; a streamed answer ends with it.
     """
     total, prompt = output.cumulative_logprob, answer.prompt_logprobs or ()
-    field = _steers(request) if total is not None or prompt else None
-    if field is None:
+    if total is None and not prompt:
         return
-    of_prompt = any(one.logprob != one.logprob for each in prompt for one in (each or {}).values())
+    field = _steers(request)
+    looked_at = prompt if field else prompt[-1:]  # a global vector acts on all positions
+    of_prompt = any(
+        one.logprob != one.logprob for each in looked_at for one in (each or {}).values()
+    )
     if of_prompt or (total is not None and not total < inf):
         reject(
-            field,
+            field or ("prompt_logprobs" if of_prompt else "logprobs"),
             f"the log-probabilities of the {'prompt' if of_prompt else 'answer'} are not finite, "
-            "since the steered stream is not; use smaller vectors or scales",
+            "since the stream is not; use smaller vectors or scales, here or in the global tiers",
         )
 
 
