@@ -224,8 +224,7 @@ class _Vectors:
             for i, place in enumerate(places):  # of one length those that one operation can have
                 row = base + self._sum(rows[place], matched)
                 if row.any():
-                    length = float(np.float32(self._length(row))) if matched else 1.0
-                    length = min(length, MAX_SCALE)
+                    length = self._length(row) if matched else 1.0
                     pack = pack_unit if matched else pack_float32
                     values[i] = np.frombuffer(pack(row, self._path), np.float32)
                     groups.setdefault(length, []).append(i)
@@ -248,11 +247,11 @@ class _Vectors:
         return {"op": "add", "vector": vector}
 
     def _length(self, vector: np.ndarray) -> float:
-        """Return the norm of a sum, which may be the largest scale but for rounding."""
+        """Return the norm of a sum as float32 has it; rounding alone may not exceed the limit."""
         norm = float(np.linalg.norm(vector))
         if norm > MAX_SCALE * (1 + 2**-23):
             reject(self._path, f"what a layer's rows add together must be at most {MAX_SCALE:g}")
-        return min(norm, MAX_SCALE)
+        return min(float(np.float32(norm)), MAX_SCALE)
 
 
 def _mapping(value: Any, path: str) -> Mapping[str, Any]:

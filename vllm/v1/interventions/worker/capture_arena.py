@@ -90,7 +90,7 @@ class CaptureArena:
         )
         """What of each of these groups is in each part; None where there is nothing."""
         self._split = False
-        """True if this step is."""
+        """True if this step leaves in parts."""
         self._attention = AttentionRequests()
         self._wanted: dict[str, np.ndarray] = {}
         self._version = 0
