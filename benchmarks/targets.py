@@ -27,7 +27,7 @@ class Target:
 
     `ratio`: at most so much, if `most`, else at least. `baselines`: the first that was measured
     counts. `facts`: of the row, the first one's ratio to the second one is meant in place of that
-    to a baseline.
+    to a baseline. `headline`: its name among the twelve that the page begins with.
     """
 
     text: str
@@ -38,20 +38,24 @@ class Target:
     most: bool = True
     baselines: Sequence[str] = ("stock", "off")
     facts: tuple[str, str] | None = None
+    headline: str = ""
 
     @property
     def wanted(self) -> str:
         return f"{'≤' if self.most else '≥'} {self.ratio:g}"
 
 
-def _extraction(text: str, case: str, ratio: float) -> Target:
+def _extraction(text: str, case: str, ratio: float, headline: str = "") -> Target:
     """The prompt rate of a case of ours, against upstream's of the same prompts."""
-    return Target(text, "peers", case, PROMPT, ratio, most=False, baselines=(PLAIN,))
+    baselines = (PLAIN,)
+    return Target(
+        text, "peers", case, PROMPT, ratio, most=False, baselines=baselines, headline=headline
+    )
 
 
-def _apart(text: str, case: str, quantity: str, ratio: float) -> Target:
+def _apart(text: str, case: str, quantity: str, ratio: float, headline: str) -> Target:
     """Time per token of an engine in a process of its own, as users run it."""
-    return Target(text, "tpot-processes", case, quantity, ratio)
+    return Target(text, "tpot-processes", case, quantity, ratio, headline=headline)
 
 
 _LAST = "last token, all heads"
@@ -60,8 +64,22 @@ _STEER = "every token steered at 3 points x all layers, each request with vector
 _ALL = "everything enabled, engine in a process of its own"
 
 TARGETS = (
-    Target("nothing enabled: TPOT", "tpot", "off", "TPOT", 1.003),
-    Target("enabled, idle: TPOT", "tpot", "idle", "TPOT", 1.003),
+    Target(
+        "nothing enabled: TPOT",
+        "tpot",
+        "off",
+        "TPOT",
+        1.003,
+        headline="time per token, nothing enabled",
+    ),
+    Target(
+        "enabled, idle: TPOT",
+        "tpot",
+        "idle",
+        "TPOT",
+        1.003,
+        headline="time per token, enabled and idle",
+    ),
     Target("enabled, idle: prefill", "prefill", "idle", "prefill", 0.997, most=False),
     Target(f"{_STEER}: TPOT", "tpot", "steer", "TPOT", 1.01),
     Target("the same: prefill", "prefill", "steer", "prefill", 0.99, most=False),
@@ -70,31 +88,50 @@ TARGETS = (
         *("tpot", "steer", "TPOT", 1.02),
         baselines=(ONE_CONTENT,),
     ),
-    _apart(f"{_STEER}, {_ALL}: TPOT", "steer, all taps", "TPOT", 1.01),
+    _apart(
+        f"{_STEER}, {_ALL}: TPOT",
+        *("steer, all taps", "TPOT", 1.01),
+        "time per token, every token steered at 3 points of all layers",
+    ),
     _apart(
         f"capture of every generated token, 1 layer, {_ALL}: TPOT",
         *("capture 1 layer, all taps", "TPOT", 1.01),
+        "time per token, every token captured at one layer",
     ),
-    _apart("the same, all layers", "capture all layers, all taps", "TPOT", 1.03),
+    _apart(
+        "the same, all layers",
+        *("capture all layers, all taps", "TPOT", 1.03),
+        "time per token, every token captured at all layers",
+    ),
     _apart(
         f"bystanders, where others steer and capture, {_ALL}: TPOT",
         *("bystanders", OTHERS, 1.01),
+        "time per token, plain requests beside others that steer and capture",
     ),
     _extraction(
         f"capture of every prompt token, {FEW} layers, to host memory: prompt rate",
         *(few_inline(FEW), 0.98),
     ),
-    _extraction("the same, all layers", ALL_INLINE, 0.98),
+    _extraction(
+        "the same, all layers",
+        *(ALL_INLINE, 0.98),
+        "prompt tokens per second, all rows of all layers to host memory",
+    ),
     Target(
         "the same, the first call against the second",
         *("peers", ALL_INLINE, PROMPT, 0.9),
         most=False,
         facts=(call(1), call(2)),
     ),
-    _extraction("capture of the last prompt token, all layers: prompt rate", LAST_ROW, 0.99),
+    _extraction(
+        "capture of the last prompt token, all layers: prompt rate",
+        *(LAST_ROW, 0.99),
+        "prompt tokens per second, the last row of all layers",
+    ),
     Target(
         "attention of each generated token to two ranges of keys, 4 heads of 6 layers: TPOT",
         *("attention-processes", "tracker", "TPOT", 1.05),
+        headline="time per token, attention sums of 4 heads in 6 layers",
     ),
     Target(
         "the same of prompts' last tokens, all heads of all layers: prompt rate",
@@ -104,6 +141,7 @@ TARGETS = (
     Target(
         "focus of each generated token, all heads of all layers: TPOT",
         *("attention-processes", "focus", "TPOT", 1.10),
+        headline="time per token, focus in all heads of all layers",
     ),
     Target(
         f"attention of two ranges of keys, as above{_ONE}: TPOT",
@@ -120,10 +158,12 @@ TARGETS = (
         *("peers", ALL_FILES, PROMPT, 0.9),
         most=False,
         baselines=(DISK,),
+        headline="prompt tokens per second to files, against the disk alone",
     ),
     Target(
         "start-up, all enabled, from a warm compile cache",
         *("startup", "steering + capture", "warm start", 1.2),
+        headline="warm start with everything enabled",
     ),
 )
 
@@ -180,3 +220,26 @@ def table(runs: Sequence[Json]) -> Iterator[str]:
             yield f"| {case} | {target.wanted} | {seen} | {verdict(target, ratio)} |"
         if nothing:
             yield f"| {target.text} | {target.wanted} | not measured | |"
+
+
+RESOLVED = 0.02
+"""Hosts differ by so much in equal programs: a target within it is met."""
+
+
+def headlines(runs: Sequence[Json]) -> Iterator[str]:
+    """Lines of the short table: a line for each headline on one GPU, in two digits."""
+    yield "| quantity, as a ratio to stock | target | measured | met within 2 % |"
+    yield "|---|---|---|---|"
+    for target in (t for t in TARGETS if t.headline):
+        found = [
+            (row["at"], ratio["median"])
+            for row, _, ratio in measured(target, runs)
+            if "tensor parallel" not in row["at"]
+        ]
+        found.sort(key=lambda one: [str(value).zfill(8) for value in one[0].values()])
+        said = ", ".join(f"{value:.2f} ({place(at) or 'all'})" for at, value in found)
+        sign = 1 if target.most else -1
+        met = [sign * (value - target.ratio) <= RESOLVED for _, value in found]
+        verdict = "yes" if all(met) else f"{sum(met)} of {len(met)}" if any(met) else "no"
+        wanted = f"{'≤' if target.most else '≥'} {target.ratio:.2f}"
+        yield f"| {target.headline} | {wanted} | {said or 'not measured'} | {verdict} |"

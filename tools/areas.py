@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where our files live, and how many lines of code each place has: `make diffstat`, `make lint`."""
+"""Places of our files, and the lines of code of each place: `make diffstat`, `make lint`."""
 
 from __future__ import annotations
 

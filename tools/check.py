@@ -14,7 +14,7 @@ MAX_HUNK = 6
 
 
 def check_patch(patch: udiff.Patch) -> list[str]:
-    """What is wrong with one patch, each with its remedy."""
+    """Return the faults of one patch, each with its remedy."""
     wrong = []
     for key in ("Concern", "Why", "Files"):
         if patch.fields.get(key, "").strip("( )") == "" or patch.fields[key].startswith("("):

@@ -37,23 +37,23 @@ WIDE = 40
 
 @dataclass(frozen=True)
 class Carried:
-    """What became of one hunk."""
+    """Outcome of carrying one hunk into the new upstream's file."""
 
     state: str
     """untouched, merged or by hand."""
     line: int
-    """Where it begins in the pinned file, 1-based."""
+    """Line of the pinned file at which the hunk begins, 1-based."""
     scope: str
     """The function or class it stands in, in the pinned file."""
     note: str = ""
-    """Why it is not untouched."""
+    """Reason why the hunk is not untouched; "" if it is."""
     shown: str = ""
     """Its place in the new file, or by hand in the pinned one; our lines begin with `+`."""
 
 
 @dataclass
 class _Place:
-    """Where one hunk goes: `lines` in place of the file's [low, high)."""
+    """Place of one hunk in a file: `lines` replace the lines [low, high) of the file."""
 
     hunk: Hunk
     low: int
@@ -142,9 +142,10 @@ def _conflict(ours: list[str], pinned: list[str], theirs: list[str]) -> list[str
 
 
 def _places(merged: list[str], hunks: list[Hunk]) -> Iterator[_Place]:
-    """Where git put the tokens, in their order.
+    """Yield the place of each hunk, found by its token in git's merge, in the merge's order.
 
-    Of what it calls a conflict, two insertions at one place that do not mind each other are none.
+    Git calls two insertions at one place a conflict; insertions that do not affect each other
+    are none.
     """
     known = {_token(number): hunk for number, hunk in enumerate(hunks)}
     ends = (f"{'|' * WIDE} old", "=" * WIDE, f"{'>' * WIDE} new")
@@ -176,7 +177,7 @@ def _places(merged: list[str], hunks: list[Hunk]) -> Iterator[_Place]:
 
 
 def _touched(hunk: Hunk, ahead: list[str], behind: list[str]) -> str:
-    """Why git did not place a hunk that has these lines around it in its conflict."""
+    """Return why git did not place a hunk, given the lines around it in git's conflict."""
     if hunk.removed:
         return "upstream changed the lines that it replaces, or one beside them"
     sides = [name for name, lines in (("before", ahead), ("after", behind)) if lines]
@@ -188,7 +189,7 @@ _ENDS = re.compile(r"\s*(elif|else|except|finally)\b")
 
 
 def _related(ours: list[str], theirs: list[str]) -> str:
-    """Why the order of two insertions at one place may matter; empty when it does not."""
+    """Return why the order of two insertions at one place may matter; "" if it does not."""
     if not any(_code(line) for line in theirs):
         return ""
     if any(map(_LEAVES.match, ours)):

@@ -27,7 +27,7 @@ class NativeBuildError(Exception):
 
 
 def missing() -> str:
-    """What a build needs and this machine does not have, empty if nothing."""
+    """Return the first tool that a build needs and this machine lacks, empty if it has all."""
     if shutil.which("cmake") is None:
         return "cmake"
     if not any(shutil.which(name) for name in (os.environ.get("CXX", "c++"), "g++", "clang++")):

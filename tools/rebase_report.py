@@ -52,7 +52,7 @@ class Report:
     new: tuple[str, ...]
     """Decoder-like classes that no row of the table knows, `file:Class`."""
     gone: tuple[Gone, ...]
-    """What our files use of upstream, and it has no more."""
+    """Names that our files use of upstream, and that upstream no longer has."""
 
     @property
     def fits(self) -> bool:
@@ -122,7 +122,7 @@ class Report:
                     yield f"{where}: {hunk.note}.\n\n```diff\n{hunk.shown}\n```\n"
 
     def _before(self, key: str) -> str:
-        """Where the table has a class of that name that does not fit any more."""
+        """Return a note on the table's row for a class of this name that no longer fits, or ""."""
         name = key.partition(":")[2]
         rows = [row.key for row in self._rows("by hand") if row.key.endswith(f":{name}")]
         return f" (by hand above: {rows[0]})" if rows else ""

@@ -56,7 +56,7 @@ class Name:
     path: str
     symbol: str
     shown: str = ""
-    """What is drawn, if not the whole symbol: the end of it."""
+    """End of the symbol that is drawn in its place; "" if the whole symbol is drawn."""
 
 
 def _short(path: str) -> str:
@@ -128,7 +128,7 @@ class Drawing:
         self.text(x + width / 2, y + height / 2 + 4, words, "", "middle")
 
     def plus(self, x: float, y: float) -> None:
-        """Where a branch is added to the stream."""
+        """Draw a plus in a circle: the place where a branch is added to the stream."""
         self._parts.append(f'<circle class="box" cx="{x:g}" cy="{y:g}" r="11"/>')
         self._parts.append(f'<path class="line" d="M{x - 6:g} {y:g} H{x + 6:g}"/>')
         self._parts.append(f'<path class="line" d="M{x:g} {y - 6:g} V{y + 6:g}"/>')

@@ -19,7 +19,10 @@ pytestmark = pytest.mark.quick
 FOLDERS = ("vllm", "tools", "patches")
 FILES = sorted(path for folder in FOLDERS for path in (ROOT / folder).rglob("*.py"))
 
-_RIDDLE = re.compile(r"(Of|For|The same|See|How|Whether)\b|(Args|Raises|Returns):|\(")
+_RIDDLE = re.compile(
+    r"(Of|For|The same|See|How|Whether|What|Where|Those|Which|Who|Whose|So many|As|When|That|Why)\b"
+    r"|(Args|Raises|Returns):|\("
+)
 """How no docstring begins: one that does cannot be understood by itself."""
 _SENTENCE = re.compile(r'[A-Z0-9`]|"\w')
 
@@ -170,6 +173,8 @@ def test_good_source_has_no_complaints() -> None:
         ('"""Do it."""', '"""\n        Args:\n        """', ":10: begins with a riddle: 'Args:'"),
         ('"""int64 [n]."""', '"""(a, b)."""', ":7: begins with a riddle: '(a, b).'"),
         ('"""Do it."""', '"""How many."""', ":10: begins with a riddle: 'How many.'"),
+        ('"""Do it."""', '"""What it does."""', ":10: begins with a riddle: 'What it does.'"),
+        ('"""Do it."""', '"""Where it is."""', ":10: begins with a riddle: 'Where it is.'"),
         ('"""Do it."""', '"""The same, later."""', ":10: begins with a riddle: 'The same, later.'"),
     ],
 )

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""docs/performance.md is what the measurements say; and results say what was measured."""
+"""docs/performance.md and the pages of runs follow the measurements; results name their setup."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from benchmarks.results import Row, Run
 
 pytestmark = pytest.mark.quick
 
-TEMPLATE = report.TEMPLATE.read_text()
+TEMPLATE, INDEX_TEMPLATE = report.TEMPLATE.read_text(), report.INDEX_TEMPLATE.read_text()
 MADE_BY = {"gpu": "none", "date": "2026-01-01 00:00 UTC"}
 IDLE = next(t for t in targets.TARGETS if (t.benchmark, t.case) == ("tpot", "idle"))
 
@@ -30,10 +30,12 @@ def made(idle: float) -> dict[str, Any]:
     return run
 
 
-def test_page_is_generated() -> None:
+def test_pages_are_generated() -> None:
     """After measuring, or a change of the words: `python -m benchmarks.report`."""
     runs = report.load(report.MEASUREMENTS)
     assert report.PAGE.read_text() == report.render(runs, TEMPLATE)
+    found = {path.name: path.read_text() for path in report.MEASUREMENTS.glob("*.md")}
+    assert found == report.pages(runs)
     shown = {name for name, run in runs.items() if report.is_plotted(run)}
     figures = {path.name for path in (report.PAGE.parent / "figures").glob("*.svg")}
     assert figures == {Path(report.figure(name)).name for name in shown}
@@ -49,28 +51,41 @@ def test_page_of_many_gpus_is_generated() -> None:
     assert scale.render(other, template) != scale.render(runs, template)
 
 
-def test_page_follows_the_numbers() -> None:
-    """The twin: one number that changes changes the page."""
+def test_pages_follow_the_numbers() -> None:
+    """The twin: one number that changes changes the summary, the index and the run's page."""
     run = made(idle=10.0)
     other = deepcopy(run)
     other["rows"][1]["median"] += 0.5
-    page = report.render({"a.json": run}, TEMPLATE)
-    assert page == report.render({"a.json": deepcopy(run)}, TEMPLATE)
-    assert page != report.render({"a.json": other}, TEMPLATE)
-    assert page != report.render({}, TEMPLATE)
+    other["rows"][1]["against"]["stock"]["median"] += 0.05
+    for template in (TEMPLATE, INDEX_TEMPLATE):
+        page = report.render({"a.json": run}, template)
+        assert page == report.render({"a.json": deepcopy(run)}, template)
+        assert page != report.render({"a.json": other}, template)
+        assert page != report.render({}, template)
+    assert report.run_page("a.json", run) != report.run_page("a.json", other)
 
 
-def test_runs_that_the_words_do_not_name_are_shown() -> None:
+def test_runs_that_the_words_do_not_name_are_listed() -> None:
     run = made(idle=10.0) | {"benchmark": "of another helper"}
-    assert "### of another helper" in report.render({"a.json": run}, TEMPLATE)
+    listed = report.render({"a.json": run}, INDEX_TEMPLATE)
+    assert "[of another helper](a.md)" in listed.split("## More runs")[1]
 
 
-def test_engines_in_processes_of_their_own_are_shown_apart() -> None:
+def test_engines_in_processes_of_their_own_are_listed_apart() -> None:
     """In the place that the words have for them, and not against the targets of the others."""
-    page = report.render({"a.json": made(idle=10.0) | {"benchmark": "tpot-processes"}}, TEMPLATE)
+    page = report.render(
+        {"a.json": made(idle=10.0) | {"benchmark": "tpot-processes"}}, INDEX_TEMPLATE
+    )
     before, after = page.split("## Time per output token, engine in a process of its own")
     assert "a.json" in after.split("\n## ")[0] and "a.json" not in before
-    assert "### tpot-processes" not in page
+
+
+def test_headlines_are_twelve() -> None:
+    """Each has a line, one that is missed by more than hosts differ says so."""
+    assert sum(bool(target.headline) for target in targets.TARGETS) == 12
+    for idle, said in ((10.0, "| yes |"), (10.15, "| yes |"), (10.5, "| no |")):
+        [line] = [each for each in targets.headlines([made(idle)]) if "enabled and idle" in each]
+        assert line.endswith(said), line
 
 
 @pytest.mark.parametrize(
@@ -86,7 +101,7 @@ def test_targets_are_of_gpus() -> None:
     """Of a run on a CPU ratios are shown, and judged by no target."""
     run = made(idle=10.0) | {"setup": MADE_BY | {"gpu": ""}}
     assert not [*targets.measured(IDLE, [run])]
-    assert "a.json" in report.render({"a.json": run}, TEMPLATE)
+    assert "a.json" in report.render({"a.json": run}, INDEX_TEMPLATE)
 
 
 def test_a_newer_run_takes_the_place_of_an_older_one() -> None:

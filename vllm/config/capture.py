@@ -40,9 +40,10 @@ class CaptureConfig:
     """Activation capture: read rows of the residual stream, per request."""
 
     capture_consumers: list[Any] = Field(default_factory=list, repr=False, exclude=True)
-    """Who may get rows: `inline` returns them with the request's output, `filesystem:root=PATH`
-    writes files, `logging` logs; or an installed plug-in. As `name` or `name:key=value,key=value`,
-    in Python also dicts, functions and instances of `CaptureConsumer`. See docs/capture.md."""
+    """Consumers that may get rows: `inline` returns them with the request's output,
+    `filesystem:root=PATH` writes files, `logging` logs; or an installed plug-in. Each is `name` or
+    `name:key=value,key=value`, in Python also a dict, a function or an instance of
+    `CaptureConsumer`. See docs/capture.md."""
 
     capture_points: list[str] = Field(default_factory=lambda: [*POINTS, FINAL], min_length=1)
     """The points that can be captured, of pre_attn, post_attn and post_block, of q, k, v and z, the
@@ -64,8 +65,9 @@ class CaptureConfig:
     """Most bytes of rows one request may return inline."""
 
     capture_overload_policy: OverloadPolicy = "block"
-    """What happens to a request when a consumer has no room for what it can come to
-    (`pending_bytes`): it waits (block), or that capture is an error and the request runs (drop)."""
+    """Treatment of a request that may come to more bytes than a consumer has room for
+    (`pending_bytes`): the request waits (block), or that capture is an error and the request runs
+    (drop)."""
 
     capture_lens: list[str] = Field(default_factory=list)
     """The lenses that rows can be read under: `logit`, the model's own final norm and head, and
@@ -131,7 +133,7 @@ class CaptureConfig:
         return files
 
     def __getstate__(self) -> dict[str, Any]:
-        """What goes to the engine core: what the user made in Python stays in the frontend."""
+        """Return what the engine core gets: what the user made in Python stays in the frontend."""
         state = vars(self).copy()
         state["consumers"] = {name: s.portable() for name, s in self.consumers.items()}
         state["capture_consumers"] = list(self.consumers)

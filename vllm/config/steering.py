@@ -19,7 +19,7 @@ FAMILIES = (
     "focus",
     "gate",
 )
-"""What an engine can be started with: the operations, and gates on them."""
+"""Families that an engine can be started with: the operations, and gates on them."""
 
 POINTS = ("pre_attn", "post_attn", "post_block")
 """The points of a decoder block, in the order the stream passes them."""
@@ -62,10 +62,11 @@ class SteeringConfig:
     attention. Fewer cost less. Does not limit capture."""
 
     steering_families: list[str] = Field(default_factory=lambda: ["add"], min_length=1)
-    """What requests may ask for in `steering`, of add, norm_match, ablate, clamp, pin, replace,
-    normalize, gate (any of these times a sigmoid of a probe), scale, of heads at z, and focus, of
-    weights of attention, which needs q and z among capture_points. More than add, scale and focus
-    puts an op at every steered site, and focus one in every layer."""
+    """Families that requests may use in `steering`, of add, norm_match, ablate, clamp, pin,
+    replace, normalize, gate (any of these times a sigmoid of a probe), scale, of heads at z, and
+    focus, of weights of attention, which needs q and z among capture_points. Any family
+    other than add, scale and focus puts an op at every steered site, and focus puts one in every
+    layer."""
 
     max_steering_rows: int = Field(default=1024, ge=1, le=1 << 20)
     """Rows in use at once for the vectors of ops: one per op, per replaced position and per gate's

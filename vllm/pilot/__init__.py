@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What researchers do all day on top of the engine, as functions on its public interface.
+"""Tools for the daily work of researchers, as functions on the public interface of the engine.
 
     llm = LLM(MODEL, enable_steering=True, capture_consumers=["inline"])
     pairs = Pairs.read_file("pairs.jsonl")

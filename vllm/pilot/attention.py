@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from vllm.outputs import CompletionOutput, RequestOutput
 
     Captured = RequestOutput | CompletionOutput | Choice
-    """What a capture with `attention` came back with: of `LLM.generate`, or of the client."""
+    """An output with the result of a capture with `attention`: of `LLM.generate` or the client."""
 
 Heads = Any
 """Heads as `heads` of a capture says: "all", layers, {layer: heads}, pairs [layer, head]."""

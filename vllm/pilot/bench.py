@@ -69,7 +69,7 @@ class Steering:
 
 @dataclass(frozen=True)
 class Reply:
-    """What a model answered to one prompt."""
+    """Answer of a model to one prompt."""
 
     prompt_ids: tuple[int, ...]
     token_ids: tuple[int, ...]
@@ -84,7 +84,7 @@ class Reply:
 
 
 class Bench(Protocol):
-    """What experiments need of a model."""
+    """Interface to a model, as experiments need it."""
 
     name: str
     hidden: int

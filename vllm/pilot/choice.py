@@ -18,8 +18,9 @@ ENOUGH = 0.8
 """The smallest scale with this share of the strongest effect is chosen."""
 
 Guard = Literal["kl", "written"]
-"""What must stay small, in nats a token: "kl" is KL(plain||steered), see `KlGuard`; "written" is
-how much more surprising what the steered model wrote is to the plain one than its own."""
+"""Measure that must stay small, in nats a token: "kl" is KL(plain||steered), see `KlGuard`;
+"written" is how much more the text that the steered model wrote surprises the plain model than its
+own text does."""
 
 
 @dataclass(frozen=True)

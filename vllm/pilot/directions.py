@@ -197,10 +197,11 @@ def direction(
 
 
 def centring_removes(positive: Rows, negative: Rows) -> torch.Tensor:
-    """Where the mean difference is more than half of what the differences are.
+    """Tell where the mean difference is more than half of what the differences are.
 
     Returns:
-        bool [] or [layers]: |mean d|^2 > mean |d|^2 / 2. There a centred `pca` finds what is left.
+        bool [] or [layers]: |mean d|^2 > mean |d|^2 / 2. Where it is true, a centred `pca` finds
+        what is left.
     """
     d = _differences(positive, negative)
     _differs(d.abs().amax(0))
@@ -247,7 +248,7 @@ class PairSums:
 
     @property
     def centring_removes(self) -> torch.Tensor:
-        """As `centring_removes` says of the rows, bool [layers]."""
+        """Result of the function `centring_removes` for the pairs' rows, bool [layers]."""
         around, of_mean = self._squares
         return of_mean > (around + of_mean) / 2
 
@@ -264,7 +265,7 @@ class PairSums:
         return around, self.count * (self.means[0] - self.means[1]).square().sum(-1)
 
     def pca(self, centred: bool = False) -> torch.Tensor:
-        """As `pca` of the rows, float32 [layers, hidden].
+        """Compute what the function `pca` returns for the pairs' rows, float32 [layers, hidden].
 
         Raises:
             ValueError: there is no difference at a layer, or centring leaves none.

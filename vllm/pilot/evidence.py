@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is claimed of a direction, measured on examples that no decision was made on."""
+"""Evidence for the claims about a direction, measured on examples that no decision was made on."""
 
 import math
 from dataclasses import dataclass, field
@@ -47,7 +47,7 @@ class Evidence:
     auroc: float
     d_prime: float
     answers: dict[float, list[Written]] = field(repr=False)
-    """What was written for some scales; 0 is v plus -v."""
+    """Scale -> the texts written at it, for some scales; scale 0 means v plus -v."""
 
     @property
     def above_random(self) -> bool:

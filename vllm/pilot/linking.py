@@ -17,12 +17,12 @@ if TYPE_CHECKING:
     from vllm.pilot.attention import Captured
 
 EPSILON = 1e-8
-"""What each score has more before its logarithm is taken."""
+"""Number added to each score before its logarithm is taken."""
 
 
 @dataclass(frozen=True)
 class Links:
-    """What a head looks at, the most first."""
+    """Items by how much a head looks at them, the most first."""
 
     names: list[str]
     """The names of all items."""

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What steering changes, in numbers: odds of one text against another, or a score of what is
-written."""
+"""Metrics of the change that steering makes: the odds of one text against another, or a score of
+the text that the model writes."""
 
 import importlib
 from collections.abc import Callable, Sequence
@@ -26,7 +26,7 @@ class Written:
 
 @dataclass(frozen=True)
 class Scored:
-    """What a metric found."""
+    """The values that a metric found."""
 
     values: np.ndarray
     """float64 [steerings, cases]."""
@@ -43,7 +43,7 @@ class Metric(Protocol):
 
     @property
     def prompts(self) -> Sequence[Text]:
-        """What the model is given, of each case."""
+        """The prompt that the model is given in each case."""
 
     def __call__(self, bench: Bench, steerings: Sequence[Steering | None]) -> Scored:
         """Score all cases under all steerings, in one batch."""

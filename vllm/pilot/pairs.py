@@ -23,7 +23,7 @@ from typing import Any, NoReturn
 from vllm.pilot.records import parse_json, read_csv, read_jsonl, read_lines
 
 SPLITS = ("train", "choose", "report")
-"""What examples are for: to find directions, to choose among them, and to report on the choice."""
+"""Splits of the examples: to find directions, to choose among them, to report on the choice."""
 SHARES = (0.6, 0.2, 0.2)
 
 _LABELS = {
@@ -45,7 +45,7 @@ class Example:
 
     text: Text
     prompt: Text = ""
-    """What is given: the model is asked how likely `text` is after it."""
+    """Text or chat before `text`. The model is asked how likely `text` is after it, or `asked`."""
     split: str | None = None
     where: str = ""
     """The file and line, for errors."""
@@ -54,7 +54,7 @@ class Example:
 
     @property
     def question(self) -> Text:
-        """What the model is given when one asks how likely `text` is."""
+        """Text or chat after which the model is asked how likely `text` is."""
         return self.asked or self.prompt
 
 
@@ -76,10 +76,10 @@ class Pairs:
     paired: bool = True
     """True if positive[i] belongs to negative[i]."""
     read: str | int | None = None
-    """Where rows are read if nobody says: -2 for CAA, whose answers end with a letter in
-    brackets."""
+    """Place where rows are read unless the caller names one: -2 for CAA, whose answers end with a
+    letter in brackets."""
     persona: Persona | None = None
-    """Where the examples are still to be written."""
+    """Persona by which the examples are still to be written; None if none are."""
     digest: str = ""
     """SHA-256 of the file."""
     source: str = field(default="pairs", compare=False)

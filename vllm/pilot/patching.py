@@ -31,7 +31,7 @@ BATCH = 1024
 
 @dataclass(frozen=True)
 class PatchSweep:
-    """What an operation changes of the next token, at each place."""
+    """Effect of an operation on the next token, at each place."""
 
     metric: str
     """"logprob": log P(answer); "diff": less log P(other); "recovered": 0 is what the prompt
@@ -48,7 +48,7 @@ class PatchSweep:
     clean: float | None
     """The metric of the clean prompt, nats also where shares are recovered."""
     corrupt: float
-    """That of the prompt, with nothing done."""
+    """The metric of the prompt without the operation."""
     noise_floor: float | None
     """The largest change, in nats, where a row is replaced by itself: what rounding does."""
 

@@ -120,7 +120,7 @@ def as_numbers(trained: Trained, command: str = "") -> dict[str, Any]:
 
 
 def verdict(trained: Trained) -> str:
-    """What came out, in a sentence."""
+    """Return the result of the training, in a sentence."""
     evidence, choice = trained.evidence, trained.choice
     most = max(evidence.randoms, default=0.0)
     what = "effect" if evidence.measured else "separation (the effect was not measured)"
@@ -142,7 +142,7 @@ def verdict(trained: Trained) -> str:
 
 
 def limits(trained: Trained) -> list[str]:
-    """What a reader should know before relying on it."""
+    """Return what a reader should know before relying on the result, a sentence each."""
     evidence, settings = trained.evidence, trained.settings
     found = [
         f"Measured on {evidence.cases} held-out cases of the same data; other prompts were not "
@@ -249,7 +249,7 @@ def _curve(trained: Trained) -> str:
 
 
 def _answers(trained: Trained) -> str:
-    """What was written, side by side."""
+    """Return the written answers side by side, as HTML; "" if there are none."""
     evidence, scale = trained.evidence, trained.choice.scale
     if not evidence.answers:
         return ""

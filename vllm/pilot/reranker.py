@@ -32,7 +32,7 @@ class Ranking:
     order: list[int]
     """Numbers of the documents, the best first."""
     tokens: list[np.ndarray]
-    """What each document's tokens get more than without a query, float64 [tokens]."""
+    """Attention to each document's tokens with the query, less that without, float64 [tokens]."""
 
     def draw(self, target: str | Path, names: Sequence[str], title: str = "") -> None:
         """Write the scores as bars; PNG or SVG by the suffix.

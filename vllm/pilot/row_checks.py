@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What rows must be before numbers are made of them, and these numbers before they are given.
+"""Checks of rows before numbers are made of them, and of these numbers before they are given.
 
-Nothing here or in what uses it knows how large rows usually are: a threshold is a share of the
+Neither this module nor its users know how large rows usually are: a threshold is a share of the
 rows' own size.
 """
 

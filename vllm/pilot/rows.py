@@ -20,8 +20,9 @@ CHUNK_BYTES = 32 << 20
 """Bytes that their rows may have: they are there some five times while they are read."""
 
 Read = Any
-"""Where rows are read: "last" (of the text), "answer-mean" (all tokens after what both of a pair
-share), "answer-last", or a selector as in a capture request; of several rows the mean is taken."""
+"""Places at which rows are read: "last" (of the text), "answer-mean" (all tokens after those that
+both examples of a pair share), "answer-last", or a selector as in a capture request; of several
+rows the mean is taken."""
 READ_WORDS = "last", "answer-mean", "answer-last", "last_prompt", "all_prompt", "predicting", "all"
 """The words among them; the last four are selectors."""
 
@@ -32,7 +33,7 @@ class Encoded:
 
     ids: list[int]
     start: int
-    """Where its text begins: after the prompt."""
+    """Index of the first token of the text, which follows the prompt."""
 
 
 def encode(bench: Bench, example: Example) -> Encoded:

@@ -35,7 +35,7 @@ class Sweep:
     unit: str
     point: str
     answers: dict[tuple[int, float], list[Written]]
-    """What was written for each layer and scale, if the metric had texts written."""
+    """Layer and scale -> the texts written under them; empty if the metric had no texts written."""
     plain_answers: list[Written] | None
 
     @property

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from vllm.pilot.attention import Captured
 
 EPSILON = 1e-8
-"""What a denominator has more, as published."""
+"""Number that is added to the denominator of a score, as published."""
 
 
 @dataclass(frozen=True)

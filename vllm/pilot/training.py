@@ -103,7 +103,7 @@ class Trained:
         return self.evidence.changed_by_zero > 0
 
     def module(self) -> dict[str, dict[int, torch.Tensor]]:
-        """What `register_module` takes: the chosen layer's vector, where scale 1 is the chosen."""
+        """Return the chosen layer's vector for `register_module`; scale 1 is the chosen scale."""
         layer, scale = self.choice.layer, self.choice.scale
         return {self.settings.point: {layer: self.directions.at(layer) * scale}}
 

@@ -18,7 +18,7 @@ ABSENT: dict[str, str] = {
 APART: dict[str, str] = {
     "vllm/models/glm5next/common/model.py:Glm5NextDecoderLayer": "tests.gpu.hyper on an H100 in "
     "bfloat16: read and steered at every point, against [formulas in plain PyTorch]"
-    "(hook-contract.md#hyper-connections) ([output](measurements/h100-hyper.txt))",
+    "(hook-contract-families.md#hyper-connections) ([output](measurements/h100-hyper.txt))",
     "vllm/models/qwen4_exp/nvidia/model.py:Qwen4ExpDecoderLayer": "tests.gpu.hyper on an H100 in "
     "bfloat16: the same ([output](measurements/h100-qwen4-exp.txt))",
 }

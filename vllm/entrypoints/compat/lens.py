@@ -31,7 +31,7 @@ from vllm.v1.interventions.vectors import (
 
 CAPTURE, QK, STEER = "output_residual_stream", "output_qk", "apply_steering_vectors"
 KEYS = (CAPTURE, QK, STEER, "skip_reading_prefix_cache", "activations_transport")
-"""What is read here; vLLM-Lens's other keys are refused by name."""
+"""Keys that are read here; vLLM-Lens's other keys are refused by name."""
 
 _VECTOR_KEYS = {"activations", "layer_indices", "scale", "norm_match", "position_indices"}
 
@@ -123,11 +123,12 @@ class _Row(NamedTuple):
     rows: torch.Tensor
     """[positions, hidden] of one layer."""
     number: int
-    """Which of them."""
+    """Index of the row in `rows`."""
     scale: float
 
     def added(self, matched: bool) -> np.ndarray:
-        """What it adds, float64 [hidden]: in units of the stream's norm if it is norm-matched."""
+        """Return the vector that the row adds, float64 [hidden]; if norm-matched, in units of the
+        stream's norm."""
         row = self.rows[self.number].to("cpu", torch.float64).numpy()
         return self.scale * (unit(row) if matched and row.any() else row)
 
@@ -238,7 +239,7 @@ class _Vectors:
         return ops
 
     def _sum(self, rows: Iterable[_Row], matched: bool) -> np.ndarray:
-        """What several rows add together, float64 [hidden]."""
+        """Return the sum of the vectors that several rows add, float64 [hidden]."""
         return sum((row.added(matched) for row in rows), np.zeros(self._shape.hidden_size))
 
     def _change(self, vector: np.ndarray, matched: bool) -> dict[str, Any]:
@@ -326,7 +327,7 @@ def _sent(made: dict[str, Any] | None) -> dict[str, Any] | None:
 
 
 class _Site(msgspec.Struct):
-    """What is read of a site of a chunk, as the server has just written it."""
+    """Fields that are read of one site of a chunk, as the server has just written it."""
 
     point: str
     layer: int

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What requests of other tools say: refused by name, with the field of ours that does it.
+"""Fields of other tools in requests: each is refused by name, with our field that does the same.
 
 Upstream ignores unknown fields of a body and unknown keys of `vllm_xargs` and `extra_args`. A
 request written for another tool would be answered with unsteered text.
@@ -37,7 +37,7 @@ class Foreign(NamedTuple):
 
     peer: Peer
     ours: str
-    """What does the same here."""
+    """Words for our way to do the same, as they follow "use" in an error."""
 
 
 CAPTURE = "'capture'"
@@ -86,7 +86,7 @@ _LENS_PLUGIN = "vllm_lens._activations_plugin"
 
 
 def said(foreign: Foreign) -> str:
-    """What an error says of a peer's field."""
+    """Return the words of an error about a peer's field."""
     peer = foreign.peer
     return (
         f"is for {peer.name} and would be ignored; use {foreign.ours} "

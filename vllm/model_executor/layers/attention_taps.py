@@ -47,7 +47,7 @@ class UnboundHeadTaps:
 
 
 class Focused(Protocol):
-    """What writes the rows of focused tokens; the worker's."""
+    """The worker's object that writes the output rows of focused tokens."""
 
     def attend(
         self, query: torch.Tensor, output: torch.Tensor, lse: torch.Tensor | None = None
@@ -97,7 +97,8 @@ class HeadTap:
 
 
 class HeadSteering:
-    """What is added to the heads of one layer, and multiplies them, for this step's requests.
+    """Factors that multiply the heads of one layer and vectors that are added to them, for the
+    requests of this step.
 
     Args:
         table: [rows, this rank's heads * width] in the model's dtype, row 0 zeros.
@@ -146,7 +147,7 @@ class HeadTaps(UnboundHeadTaps):
         self.steering = steering
         self.focuses = focuses
         self.focused: Focused | None = None
-        """What focuses the layer, once there is a KV cache."""
+        """Object that focuses the layer; None until there is a KV cache."""
 
     def enter(
         self,

@@ -27,10 +27,11 @@ from vllm.model_executor.layers.steering_terms import TermTables, steer_terms
 from vllm.v1.interventions.plan import MADE_OF
 
 Made = TypeVar("Made")
-"""What upstream makes of the stream in the kernel that completes it: its norm, or a mixture of its
-lanes and their factors."""
+"""Type of the result that upstream makes of the stream in the kernel that completes the stream: the
+stream's norm, or a mixture of its lanes and their factors."""
 Parts = TypeVar("Parts", bound=tuple[torch.Tensor | None, ...])
-"""What upstream hands from kernel to kernel instead of the stream, which the next one completes."""
+"""Type of the tensors that upstream hands from kernel to kernel instead of the stream, which the
+next kernel completes."""
 
 
 class PassTap:
@@ -114,7 +115,7 @@ class UnboundTaps:
         made = {b: taps for b, taps in MADE_OF.items() if len(taps) > 1}
         kept = set(points).difference(replaced)
         self.branches = tuple(b for b, (at, less) in made.items() if at in kept and less in points)
-        """Those that are the difference of two of the points."""
+        """Branches that are the difference of two of the points, as `MADE_OF` names them."""
 
     def at(self, execution: int) -> "UnboundTaps":
         """Hand itself on: no execution of the layer has taps."""
@@ -236,7 +237,8 @@ class LanesTap(SiteTap):
     def renorm(
         self, n: Made, s: torch.Tensor, norm: Callable[[torch.Tensor], Made]
     ) -> tuple[Made, torch.Tensor]:
-        """As of a stream of one lane; `s` is [tokens, lanes, hidden], `n` what was mixed of it."""
+        """Steer and capture a stream `s`, [tokens, lanes, hidden], of which the mixture `n` is made
+        already; returns the new mixture and the new stream."""
         new = self.by_token(s)
         return (n if new is s else norm(new)), new
 

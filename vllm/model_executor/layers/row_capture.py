@@ -20,7 +20,7 @@ WRITTEN = "captured rows"
 
 
 class Written(Protocol):
-    """What wants to know when a forward has left rows in the arena."""
+    """A listener that is told when a forward has left rows in the arena."""
 
     def wrote(self, dest: torch.Tensor) -> None:
         """Hear that the launch is under way which writes the rows of the site with this `dest`."""

@@ -25,7 +25,8 @@ hold; the third makes them others."""
 
 @dataclass(frozen=True)
 class TermTables:
-    """What the terms of one site read. Live as long as the engine, changed in place.
+    """Tables that the terms of one site read. They change in place and live as long as the
+    engine.
 
     R rows in the pool, P programs, T terms at most at one site. Row 0 of the pool is no term,
     program 0 has no terms. All but `programs` and `gates` are shared by the sites. Where the stream

@@ -17,14 +17,14 @@ from vllm.v1.capture.file_format import Header, site_of, tensor_name
 
 
 class Activations:
-    """What `capture` wrote, also while it is being written.
+    """Activations of a data set as `capture` wrote them; they can be read while it still writes.
 
     Args:
         root: the folder or URL.
         storage_options: keywords of the fsspec file system.
 
     Raises:
-        DatasetError: there is none.
+        DatasetError: no data set was captured at `root`.
     """
 
     def __init__(self, root: str, storage_options: Mapping[str, Any] | None = None) -> None:
@@ -35,7 +35,7 @@ class Activations:
         if plan is None:
             raise DatasetError(f"{root}: has no {PLAN}, so no data set was captured there")
         self.plan: dict[str, Any] = plan
-        """What was asked for, of which data: what dataset.json says."""
+        """Content of dataset.json: what was asked for, and of which data."""
 
     def __repr__(self) -> str:
         """Say where, how many examples and whether they are all there."""

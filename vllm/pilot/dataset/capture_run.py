@@ -22,7 +22,7 @@ IN_FLIGHT = 1024
 
 @dataclass(frozen=True)
 class Captured:
-    """What was captured of one example."""
+    """The captured rows of one example, and the text that the model generated after it."""
 
     example: Example
     positions: np.ndarray
@@ -35,7 +35,7 @@ class Captured:
     num_generated: int
     text: str
     error: str | None
-    """Why rows are absent; None if all are there."""
+    """Reason why rows are absent; None if all are there."""
 
     @property
     def num_bytes(self) -> int:

@@ -153,7 +153,7 @@ def _saying_what_is_safe(store: ShardStore, contents: Contents) -> Iterator[None
 
 
 def _safe(store: ShardStore, contents: Contents) -> str:
-    """What a message says of what is on the disk."""
+    """Return the end of an error message: how many examples are safe on the disk."""
     shards = store.shards()
     done = sum(shard.stop - shard.start for shard in shards)
     return (
@@ -191,7 +191,7 @@ def _estimate(
 
 
 def _identity(llm: LLM) -> dict[str, Any]:
-    """What of a model changes its activations."""
+    """Return the properties of a model that change its activations."""
     config = llm.model_config
     model = str(config.model)
     return {

@@ -17,7 +17,7 @@ from typing import Any
 from vllm.pilot.records import DatasetError, read_csv, read_jsonl
 
 PROMPT_COLUMNS = ("messages", "prompt", "text")
-"""Where prompts are looked for if no column is named."""
+"""Columns in which prompts are looked for if no column is named."""
 
 Prompt = str | list[dict[str, str]] | list[int]
 """A text, the messages of a chat, or token ids."""
@@ -30,9 +30,9 @@ class Example:
     number: int
     """Counted from 0 in the order of the data set."""
     place: str
-    """Where it stands: `file:line`, or `file[row]` where there are no lines."""
+    """Place of the example: `file:line`, or `file[row]` where there are no lines."""
     id: str | int
-    """What the data set calls it; its number if there is no such column."""
+    """Id of the example in the data set; the example's number if the data set has none for it."""
     label: Any
     """A JSON value; None if there is no such column."""
     prompt: Prompt
@@ -40,7 +40,7 @@ class Example:
 
 @dataclass(frozen=True)
 class Contents:
-    """What one pass over a data set found."""
+    """Facts about a data set that one pass over it found."""
 
     num_examples: int
     sha256: str
@@ -72,7 +72,7 @@ class DataFile:
     label_column: str | None = None
     """The column of labels; "label" if there is one."""
     split: str | None = None
-    """Which split of a folder that has several."""
+    """Name of the split to read, of a folder that has several."""
 
     def __iter__(self) -> Iterator[Example]:
         """Iterate over all examples, each checked."""

@@ -230,7 +230,7 @@ class ShardStore:
 
 
 def _differences(begun: Any, now: Any, path: str = "") -> list[str]:
-    """What two plans say differently, `hooks: was ..., is ...`."""
+    """Return the differences of two plans, each as `path was ..., is ...`."""
     if isinstance(begun, dict) and isinstance(now, dict):
         keys = sorted(begun.keys() | now.keys())
         parts = (_differences(begun.get(k), now.get(k), f"{path}.{k}" if path else k) for k in keys)

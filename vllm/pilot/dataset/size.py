@@ -10,7 +10,7 @@ from vllm.pilot.dataset.examples import size_of
 
 @dataclass(frozen=True)
 class Estimate:
-    """What a run will come to."""
+    """Estimated disk space and time of a run."""
 
     num_examples: int
     """Number of examples that are left to do."""
@@ -20,7 +20,7 @@ class Estimate:
     """True if all examples of the sample were equally large."""
     seconds: float
     free_bytes: int | None
-    """What the disk has left; None of an object store."""
+    """Bytes that are free on the disk; None for an object store."""
     out: str
 
     @property

@@ -11,11 +11,11 @@ from vllm.v1.interventions.reads import AttentionRead
 
 
 class AttentionRows(MadeRows):
-    """What was asked of the attention weights of one layer, query by query in position order.
+    """Values that were asked of one layer's attention weights, by query in position order.
 
     Args:
-        values: [n, width], as `AttentionRead` says, or what returns them, called when they are
-            first read.
+        values: [n, width], as `AttentionRead` says, or a function that returns them, called when
+            they are first read.
     """
 
     heads: tuple[int, ...]
@@ -35,7 +35,7 @@ class AttentionRows(MadeRows):
 
     @property
     def give(self) -> tuple[str, ...]:
-        """What there is: of mass, peak, top and weights."""
+        """Names of the values that can be read: some of mass, peak, top and weights."""
         return self._read.give
 
     @property

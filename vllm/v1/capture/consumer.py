@@ -21,8 +21,8 @@ from vllm.v1.interventions.plan import Site, TapShape
 from vllm.v1.interventions.reads import AttentionRead
 
 SHARED_FIELDS = ("hooks", "lane", "positions", "project", "reduce", "attention", "lens")
-"""What a request may say to every consumer; `lens` to `inline` alone, `attention` also to classes
-that take it."""
+"""Fields of a capture request that are not for one consumer alone; only `inline` takes `lens`, and
+`attention` is for `inline` and for classes that take it."""
 
 Location = Literal["engine", "frontend"]
 """The process a consumer runs in.
@@ -80,8 +80,8 @@ class RequestInfo:
     reduce: str = ""
     """"mean" if a site has one row, the mean of the positions asked for, at the last of them."""
     attention: AttentionRead | None = None
-    """What rows are in a capture of attention weights, float32, whose sites are `("attn", layer)`;
-    only for classes with `takes_attention`."""
+    """Content of the rows in a capture of attention weights: they are float32, and their sites are
+    `("attn", layer)`. Only for classes with `takes_attention`."""
 
     @property
     def max_bytes(self) -> int:

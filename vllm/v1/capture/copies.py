@@ -34,7 +34,7 @@ UNDERWAY_BYTES = 512 << 20
 Copies = tuple[list[torch.Tensor], list[torch.Tensor]]
 """A list of tensors to copy into, and one of the tensors to copy there, in the same order."""
 Filled = tuple[np.ndarray, Sequence[np.ndarray]]
-"""Where rows are to be, and they, one after the other; all `integers`."""
+"""A place for rows, and the rows to copy there one after the other; all made by `integers`."""
 
 
 def empty(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:

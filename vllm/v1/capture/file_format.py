@@ -110,14 +110,14 @@ class Record:
     given_id: str = ""
     """The `request_id` that the request gave; "" if none."""
     metadata: Mapping[str, Any] = field(default_factory=dict)
-    """What the request said to keep with its rows: a JSON object."""
+    """JSON object that the request said to keep with its rows."""
     heads: tuple[tuple[int, ...], ...] = ()
     """The numbers of the heads of each site, which lie one after the other in a row; empty at
     points of the residual stream."""
     reduce: str = ""
     """"mean" if a site's row is the mean of the positions asked for, which end with its own."""
     attention: AttentionRead | None = None
-    """What the rows of sites `("attn", layer)` are."""
+    """Content of the rows of sites `("attn", layer)`; None without such sites."""
 
     def to_strings(self) -> dict[str, str]:
         """Return the record as metadata of a file, with the version of the format."""

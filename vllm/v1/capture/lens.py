@@ -44,7 +44,7 @@ class LensRows(MadeRows):
 
     @property
     def give(self) -> tuple[str, ...]:
-        """What there is: the names of the properties below that can be read."""
+        """Names of the properties below that can be read."""
         return tuple(n for n, width in zip(_PARTS, self._read.widths, strict=True) if width)
 
     @property

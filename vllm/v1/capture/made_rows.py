@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the device made of rows, as a user gets it back: the part that all kinds of it share."""
+"""Results that the device made of rows, as a user gets them back: the part that all kinds share."""
 
 from collections.abc import Callable
 from copy import copy
@@ -12,10 +12,10 @@ from vllm.v1.capture.copies import joined
 
 
 class MadeRows:
-    """What was made of the rows of one site, in position order.
+    """Results that the device made of the rows of one site, in position order.
 
-    What was not asked for raises ValueError when it is read. Everything is float32 on the CPU, but
-    for positions and ids.
+    A result that was not asked for raises ValueError when it is read. All results are float32 on
+    the CPU, but for positions and ids.
 
     Args:
         values: [n, width], or what returns them, called when they are first read.

@@ -1,19 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What comes of a request's rules."""
+"""Results of a request's rules."""
 
 from dataclasses import dataclass
 
 RULES_DO = ("flag", "stop")
-"""What a rule may do where it fires."""
+"""Actions that a rule may take where it fires."""
 RULE = "rule:"
-"""What stands before a rule's name where it is the reason why an answer stopped."""
+"""Prefix of a rule's name where the rule is the reason why an answer stopped."""
 
 
 @dataclass(frozen=True)
 class RuleResult:
-    """What a rule saw of one completion. Positions are indices in prompt plus generated text.
+    """Result of a rule for one completion. Positions are indices in prompt plus generated text.
 
-    Of a rule of the operator an answer has the name alone, with None, and only if it fired.
+    An answer has a rule of the operator only if the rule fired, and then its name alone, with None.
     """
 
     fired_at: int | None

@@ -70,7 +70,7 @@ class StoredRequest:
 
     @property
     def metadata(self) -> Mapping[str, Any]:
-        """What the request said to keep with its rows."""
+        """Metadata that the request gave, to be kept with its rows."""
         return self.record.metadata
 
     @property

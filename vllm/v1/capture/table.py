@@ -115,7 +115,8 @@ def read_table(
 
 
 def _row(rows: CapturedRows, position: int, request: "StoredRequest") -> slice:
-    """Where the row of a position is."""
+    """Return the slice with the row at a position, where a negative one counts from the last row;
+    raise KeyError if there is no such row."""
     if position < 0:
         at = len(rows.positions) + position
         found = at >= 0

@@ -27,7 +27,7 @@ class Change(msgspec.Struct, frozen=True):
     """The module's, for "register" and "unregister"; `GLOBAL_OPS` where "set" or "clear" changes
     the operations of all requests, `OPERATOR_RULES` where their rules are registered."""
     module: Module | None = None
-    """What is registered; with the name `GLOBAL_OPS`, None for no operations."""
+    """The module to register; with the name `GLOBAL_OPS`, the operations to set, None for none."""
 
 
 class SteeringCall(msgspec.Struct, frozen=True):
@@ -43,13 +43,14 @@ class SteeringCall(msgspec.Struct, frozen=True):
 
 
 class CaptureEnd(msgspec.Struct, frozen=True):
-    """Where a completion ended. Only the frontend knows: it finds stop strings and aborts."""
+    """End of a completion. Only the frontend knows it: the frontend finds stop strings and
+    aborts."""
 
     num_tokens: int
     """Prompt and generated tokens of the final sequence."""
     aborted: bool
     failed: str = ""
-    """Why the request failed, "" if it did not: nothing of a failed one is published."""
+    """Reason why the request failed, "" if it did not: nothing of a failed request is published."""
 
 
 class CaptureCall(msgspec.Struct, frozen=True):

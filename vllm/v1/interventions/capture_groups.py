@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a worker captures of a request: the sites it owns, and the streams their rows leave in."""
+"""Captures of a request in one worker: the sites it owns, and the streams their rows leave in."""
 
 from collections.abc import Collection, Iterable, Sequence
 from itertools import accumulate, groupby
@@ -39,21 +39,23 @@ class LocalStream(NamedTuple):
     places: tuple[int, ...]
     """Indices into the group's sites; sites of other workers are left out."""
     projection: _Projection | None = None
-    """As in `WorkerStream`, of the sites in `places`."""
+    """First row of the matrix of each site in `places` in the table of projections, and the number
+    of rows that each matrix has; None for rows as they are."""
     columns: np.ndarray | None = None
     """int64 [sites * width]: where the numbers of heads lie among a token's in its block's rest;
     None at points of the residual stream."""
     width: int = 0
     """Numbers that leave of a site, if that is not its row as it is."""
     summed: tuple[int, ...] = ()
-    """As in `WorkerStream`."""
+    """Positions whose sum leaves the device in place of rows, as `Selection.runs`; () for rows."""
     reads: AttentionRead | LensRead | None = None
-    """What leaves in place of rows; of attention, of the queries in `columns`, and the ranges are
-    each request's."""
+    """Values that leave in place of rows; None for rows. Values of attention are those of the
+    queries in `columns`, and their key ranges are each request's own."""
     heads: Sequence[tuple[int, tuple[int, ...]]] = ()
-    """What each of the sites has: (layer, heads), where rows are not heads without any."""
+    """Pair (layer, heads) of each site in `places`; heads is () where rows are not of heads."""
     minus: tuple[int, ...] = ()
-    """As in `WorkerStream`, of the sites in `places`."""
+    """Indices of the sites whose rows are taken away from those in `places`, one for each; () for
+    none."""
     runs: Sequence[tuple[int, int]] = ()
     """`places` as runs of neighbours in the arena with one matrix: (first index, number). Each
     place is one where something is taken away."""
@@ -70,15 +72,17 @@ class LocalStream(NamedTuple):
 
 
 class CaptureGroup:
-    """What a set of requests captures alike: their rows lie in one dense block of the arena. It
-    goes to the engine core with the rows of each step, so it has nothing on a device.
+    """Sites and streams that a set of requests captures alike: the requests' rows lie in one dense
+    block of the arena. The group goes to the engine core with the rows of each step, so it has
+    nothing on a device.
 
     Args:
         sites: the worker's index of each site.
-        num_raw: rows of the first so many leave the device as they are, of the others only what is
-            made of them there does: first come those of the residual stream, then those of heads.
+        num_raw: number of the first sites, whose rows leave the device as they are. Of the other
+            sites only what is made of their rows leaves: first come those of the residual stream,
+            then those of heads.
         streams: without their runs.
-        sizes: how many arena rows a token takes at each of the others.
+        sizes: how many arena rows a token takes at each of the other sites.
     """
 
     def __init__(
@@ -188,7 +192,8 @@ class CaptureGroups:
         return group
 
     def _columns(self, site: Site, first_row: int, heads: tuple[int, ...]) -> np.ndarray:
-        """Where the numbers of heads lie, if those of the site begin in a row: int64 [width]."""
+        """Return the columns of heads of a site whose numbers begin in row `first_row`: int64
+        [heads * width]."""
         _, width = self._shape.parts(site)
         starts = first_row * self._shape.hidden_size + np.array(heads, np.int64) * width
         return (starts[:, None] + np.arange(width)).ravel()

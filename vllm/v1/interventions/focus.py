@@ -37,7 +37,7 @@ class FocusOp(msgspec.Struct, frozen=True, array_like=True):
 
 
 class FocusProgram(msgspec.Struct, frozen=True, array_like=True):
-    """Which of a request's focus operations act together."""
+    """A set of a request's focus operations that act together."""
 
     digest: str
     """Hex SHA-256 over what acts."""

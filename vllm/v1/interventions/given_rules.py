@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is said of a rule, by a request or by the operator, but for a prompt's positions: parsed and
-checked."""
+"""Rules as a request or the operator gives them, parsed and checked: all but the positions, which
+are those of a prompt."""
 
 import re
 from collections.abc import Callable, Mapping
@@ -47,7 +47,7 @@ class GivenRule(msgspec.Struct, frozen=True):
     stops: bool
 
     def told(self) -> dict[str, Any]:
-        """What the operator is told of it; of the probe its length."""
+        """Return what the operator is told of the rule; of its probe only the norm."""
         point, layer = self.site
         return {
             "name": self.name,

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the processes tell each other in a step: decisions down to the workers, rows back up."""
+"""Messages between the processes in a step: decisions down to the workers, rows back up."""
 
 from collections.abc import Iterator
 from itertools import accumulate
@@ -60,7 +60,7 @@ class WorkerStream(msgspec.Struct, frozen=True, array_like=True):
     """First row of each site's matrix in the table of projections, and the number of rows that each
     has; None for rows as they are."""
     heads: tuple[tuple[int, ...], ...] = ()
-    """Which heads of each site; empty at points of the residual stream."""
+    """Numbers of the heads of each site; empty at points of the residual stream."""
     width: int = 0
     """The widths of a site's heads together, or of what is made of a row; 0 for rows as they are,
     and where `projection` says it."""
@@ -68,13 +68,13 @@ class WorkerStream(msgspec.Struct, frozen=True, array_like=True):
     """The positions whose sum leaves the device in place of rows, as `Selection.runs`; () for
     rows."""
     reads: AttentionRead | LensRead | None = None
-    """As in `Stream`."""
+    """Result that is made of rows and leaves in place of them, as in `Stream`; None for rows."""
     minus: tuple[int, ...] = ()
     """Indices of the sites whose rows are taken away, one for each of `sites`; () for none."""
 
 
 class WorkerRequest(msgspec.Struct, frozen=True):
-    """What a worker keeps of a request from its admission to its end."""
+    """A request as a worker keeps it, from its admission to its end."""
 
     firsts: np.ndarray
     """int64 [segments]: the first position of each."""
@@ -94,7 +94,7 @@ class PlacedFocus(msgspec.Struct, frozen=True, array_like=True):
     rows: np.ndarray
     """int64 [programs]: their rows of the workers' tables."""
     programs: list[list[int]]
-    """What each does: places in `ops`."""
+    """Operations of each program, as indices into `ops`."""
     ops: list[FocusOp]
 
 
@@ -106,7 +106,7 @@ class PlacedPrograms(msgspec.Struct, frozen=True):
     gate_owner_row: int
     """The row of the program that decides all gates; 0 if none are decided once."""
     op_sites: list[tuple[Site, list[int]]]
-    """As in `SteeringPlan`."""
+    """The sites of ops, each with its ops, as in `SteeringPlan`."""
     terms: np.ndarray
     """int32 [programs, ops]: rows of terms, 0 for none."""
 
@@ -129,7 +129,7 @@ class StepInterventions(msgspec.Struct):
     tiers: GlobalTiers | None = None
     """The global tiers, if they changed."""
     sums: list[tuple[int, VectorSum, bool]] = []
-    """What to write into the table before this step's forward: (slot, sum, inherit)."""
+    """Sums to write into the table before this step's forward: (slot, sum, inherit)."""
     dropped_sets: list[str] = []
     terms: list[PlacedTerm] = []
     programs: list[PlacedPrograms] = []
@@ -171,7 +171,7 @@ class CapturedChunk(msgspec.Struct, array_like=True, gc=False):
     version: int
     """Version of the global steering that the step ran under."""
     owners: list[tuple[str, int]]
-    """Whose rows these are: (request id, number of rows)."""
+    """Owners of the rows, in the rows' order: (request id, number of rows)."""
     summed: np.ndarray | None = None
     """The positions that sums were made of, int64 [m], where they are not `positions`: rows of one
     request were left out."""

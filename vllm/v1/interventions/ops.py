@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a request may say about operations (`SamplingParams.steering`): parsed and checked."""
+"""Operations in a request (`SamplingParams.steering`): parsed and checked."""
 
 from collections import Counter
 from collections.abc import Callable
@@ -56,7 +56,7 @@ class Op:
     """One of `terms.OPS`."""
     sites: list[Site]
     positions: Positions | None
-    """Where it acts; None for everywhere."""
+    """Positions at which the operation acts; None for all."""
     terms: list[Term]
     """One term; with `values` of two dimensions one for each of `positions`, ascending."""
     frozen: bool
@@ -245,7 +245,8 @@ class _Entry:
         return _Gate(self.in_lanes(probe), numbers | frozen)
 
     def after_decision(self, positions: Positions | None, select: Select) -> Positions:
-        """Where an operation with a frozen gate acts: nowhere before the gate is decided."""
+        """Return the positions at which an operation with a frozen gate acts; raise ValueError if
+        one is before the gate is decided."""
         path = f"{self.path}.positions"
         decided = select("predicting", path)
         if positions is None:

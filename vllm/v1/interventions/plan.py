@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What travels with a request, from the frontend to the workers and back.
+"""Data that travels with a request, from the frontend to the workers and back.
 
 A `Plan` is made once, by the frontend (`vllm.v1.interventions.frontend.resolve`), from what the
 user asked. It is a field of its own on `EngineCoreRequest`, so no client can send a ready-made one.
@@ -22,15 +22,15 @@ Site = tuple[str, int]
 """A place in the model: (point, layer), layer the global decoder layer index from 0."""
 
 FINAL = "final"
-"""What the head reads. It has no tap: it is what the model returns."""
+"""Name of the point that the head reads, which has no tap: its rows are what the model returns."""
 
 MADE_OF = {
     "embed": ("pre_attn",),
     "attn_out": ("post_attn", "pre_attn"),
     "mlp_out": ("post_block", "post_attn"),
 }
-"""What else can be captured, and of which points of its layer it is made: what the first block
-reads, and branches, which are the first point less the second in float32."""
+"""Point that is made of others -> those points of its layer: `embed` is what the first block reads,
+and the rest are branches, which are the first point less the second in float32."""
 
 
 def taps_of(point: str) -> tuple[str, ...]:
@@ -39,7 +39,8 @@ def taps_of(point: str) -> tuple[str, ...]:
 
 
 TIERS = ("base", "prefill", "decode")
-"""Where vectors act: base at all positions, prefill at the prompt's, decode at generated ones."""
+"""Names of the tiers, by where their vectors act: base at all positions, prefill at the prompt's,
+decode at generated ones."""
 
 VECTOR_FIELDS = ("steering_vectors", "prefill_steering_vectors", "decode_steering_vectors")
 """The fields of `SamplingParams` that hold a tier's vectors, in the order of `TIERS`."""
@@ -80,7 +81,8 @@ class AttentionForm(TypedDict, total=False):
 
 
 class TapShape(msgspec.Struct, frozen=True):
-    """What the loaded model offers, reported by the workers at start-up."""
+    """Layers, points and widths that the loaded model offers, reported by the workers at
+    start-up."""
 
     hidden_size: int
     dtype: str
@@ -152,8 +154,8 @@ class TapShape(msgspec.Struct, frozen=True):
         return -(-count * width // self.hidden_size)
 
     def arena_places(self, sites: Iterable[Site]) -> tuple[dict[Site, int], int]:
-        """Where the rows of one token begin on the device, site after site, and how many they
-        are."""
+        """Return the row at which each site of one token begins on the device, site after site, and
+        the number of rows of all sites."""
         places, rows = {}, 0
         for site in sites:
             places[site] = rows
@@ -205,19 +207,19 @@ class VectorSet(msgspec.Struct, frozen=True):
 
 
 class VectorSum(msgspec.Struct, frozen=True):
-    """What one slot of the steering table holds, the global tiers aside: a sum of vector sets."""
+    """Sum of vector sets that one slot of the steering table holds, the global tiers aside."""
 
     digest: str
     """Hex SHA-256 over `sets` and `factors`."""
     sets: list[tuple[str, float]]
-    """What is summed: (digest of the vector set, scale)."""
+    """The sets that are summed: (digest of the vector set, scale)."""
     factors: list[tuple[Site, bytes]] = []
     """float32 [heads] of sites whose heads are scaled, native endian. The global tiers there are
     scaled too, and these sets are not: what acts before the factors has them in it."""
 
 
 class Program(msgspec.Struct, frozen=True):
-    """What each op of a request does at a position."""
+    """Terms by which the ops of a request act at a position."""
 
     digest: str
     """Hex SHA-256 over what acts at each site, and `decides`."""
@@ -228,7 +230,8 @@ class Program(msgspec.Struct, frozen=True):
 
 
 class Segment(msgspec.Struct, frozen=True, array_like=True):
-    """What acts from position `first` to the next segment's: digests, `UNSTEERED` for nothing."""
+    """Vectors, ops and focus that act from position `first` to the next segment's: digests,
+    `UNSTEERED` for nothing."""
 
     first: int
     vector_sum: str
@@ -236,7 +239,7 @@ class Segment(msgspec.Struct, frozen=True, array_like=True):
     focus: str = UNSTEERED
     """The digest of one of `SteeringPlan.focus_programs`."""
     focus_key: str = UNSTEERED
-    """What of it can act here: the keys that are there."""
+    """Digest of what the focus can do here, with the keys of its spans that are there."""
 
 
 class SteeringPlan(msgspec.Struct, frozen=True):
@@ -278,12 +281,13 @@ class Stream(msgspec.Struct, frozen=True):
     """Digests of the matrices the rows are multiplied with on the device: of one for all sites, or
     of one for each; none for rows as they are."""
     heads: list[tuple[int, ...]] = []
-    """Which heads of each site; empty at points of the residual stream."""
+    """Heads that are captured at each site; empty at points of the residual stream."""
     summed: bool = False
     """True if a step sends the sum of its rows in `runs`, which are of the prompt, and the mean is
     what consumers get: one row a site."""
     reads: AttentionRead | LensRead | None = None
-    """What is made of its rows on the device and leaves in place of them."""
+    """Reading of attention or under a lens that the device makes of the rows and sends in their
+    place."""
     differs: bool = False
     """True if its sites are branches, whose rows are differences, float32."""
 
@@ -294,7 +298,7 @@ class Stream(msgspec.Struct, frozen=True):
 
 
 class Selection(msgspec.Struct, frozen=True):
-    """What one consumer gets of a request."""
+    """Rows of a request that one consumer gets."""
 
     sites: list[Site]
     runs: list[int]
@@ -308,15 +312,15 @@ class Selection(msgspec.Struct, frozen=True):
     """Indices of the plan's streams that have the rows, perhaps among others: one for each width of
     rows, and only `inline` may have several."""
     heads: dict[Site, tuple[int, ...]] = {}
-    """Which heads of each site; sites of the residual stream are left out."""
+    """Site -> the heads that are captured there; sites of the residual stream are left out."""
     reads: AttentionRead | LensRead | None = None
-    """What is given in place of rows; for attention `sites` are the queries'."""
+    """Reading that is given in place of rows; for attention `sites` are the queries'."""
     fields: dict[str, Any] = {}
-    """What the consumer's class made of the fields that are its own."""
+    """Fields that are the consumer's own, as its class checked and returned them."""
 
 
 class Rule(msgspec.Struct, frozen=True):
-    """What is decided from the scores of a request's rows: it fires at a row whose score crosses
+    """Decision from the scores of a request's rows: the rule fires at a row whose score crosses
     `threshold`, if at least `need` of the last `of` rows do, that one included."""
 
     name: str
@@ -333,7 +337,7 @@ class Rule(msgspec.Struct, frozen=True):
     stream: int = 0
     """The index of the plan's stream that has the scores."""
     column: int = 0
-    """Which row of that stream's matrix is the probe."""
+    """Index of the probe among the rows of that stream's matrix."""
     for_all: bool = False
     """True if it is the operator's: of such a rule requests are told the name, if it fired."""
 
@@ -342,7 +346,7 @@ class CapturePlan(msgspec.Struct, frozen=True):
     """The union of the consumers' selections: the rows that are written on the device."""
 
     sites: list[Site]
-    """Those that have taps, in layer order, so that pipeline stages have runs of them."""
+    """Sites that have taps, in layer order, so that pipeline stages have runs of them."""
     runs: list[int]
     streams: list[Stream]
     consumers: dict[str, Selection]
@@ -359,9 +363,10 @@ class CapturePlan(msgspec.Struct, frozen=True):
     each key up to it."""
     num_samples: int = 1
     sample: int = 0
-    """Which of the request's completions this is."""
+    """Index of this completion among the request's `num_samples`."""
     prompt: int | None = None
-    """Which of the prompts that were sent with the same parameters; None if there was one."""
+    """Index of the prompt among those that were sent with the same parameters; None if there was
+    one."""
     external_id: str = ""
     """The request's id as its caller knows it."""
 

@@ -88,7 +88,7 @@ class Positions:
         return self._stop_list[-1] if self._stop_list else 0
 
     def mask(self, positions: np.ndarray) -> np.ndarray:
-        """Which of int [n] `positions` are in the set: bool [n]."""
+        """Return which of int [n] `positions` are in the set: bool [n]."""
         if len(self._stop_list) <= 1:
             start, stop = self.runs()[0] if self._stop_list else (0, 0)
             return (positions >= start) & (positions < stop)

@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is made of captured rows on the device, and leaves it in place of them."""
+"""Values that are made of captured rows on the device, and leave it in place of the rows."""
 
 import msgspec
 
 GIVES = ("mass", "peak", "top", "weights")
-"""What may be given of attention weights, in the order in which it lies in a row."""
+"""Names of what may be given of attention weights, in the order in which it lies in a row."""
 
 
 class AttentionRead(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """What is given of the attention weights of captured queries.
+    """Values that are given of the attention weights of captured queries.
 
     A row is float32: for each head, one after the other, what `give` says; or the sum of weights
     over heads.
@@ -38,8 +38,8 @@ class AttentionRead(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
     @property
     def form(self) -> "AttentionRead":
-        """What requests may differ in left out: which keys the ranges have, and how long they are
-        where no row depends on it."""
+        """Copy without what requests of one group may differ in: the names and keys of the ranges,
+        and `stop` where no row depends on it."""
         stop = self.stop if "weights" in self.give else 0
         empty = ((),) * len(self.ranges)
         return msgspec.structs.replace(self, names=(), ranges=empty, stop=stop)
@@ -62,7 +62,7 @@ class AttentionRead(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 
 class LensRead(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """What is given of the next token's distribution, were the stream after a row the last one.
+    """Values that are given of the next token's distribution, as if a row were the last layer's.
 
     A row is float32, one part after the other: ids of the likeliest tokens (bits of int32) and
     their log-probabilities, the log-probabilities of `tokens` and their ranks (bits of int32), and

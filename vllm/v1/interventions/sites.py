@@ -22,7 +22,7 @@ INSTEAD = {
     "mlp_out": "post_block",
     "final": "post_block of the last layer",
 }
-"""What stands for a point that is read alone, where it cannot stand."""
+"""Point that can only be captured -> the point to name where it is not allowed."""
 
 _INT = re.compile(r"-?\d{1,9}")
 _RANGE = re.compile(r"(\d{1,9})-(\d{1,9})")

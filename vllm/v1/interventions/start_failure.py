@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Why an engine core did not start, told to the frontend that waits for it.
+"""Reason why an engine core did not start, told to the frontend that waits for the core.
 
 Upstream's frontend sees a process end, and refers to a traceback far above in the log.
 """

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the engine core sets up over all workers: taps checked, rows of several workers joined."""
+"""Start-up of the engine core over all workers: taps checked, rows of several workers joined."""
 
 import multiprocessing
 import os

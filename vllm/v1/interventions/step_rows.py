@@ -16,7 +16,7 @@ from vllm.v1.interventions.messages import CapturedChunk
 Members = list[tuple[str, np.ndarray]]
 """The requests of a group: (request id, int [n] places of its captured tokens in the batch)."""
 KeyRanges = tuple[tuple[int, ...], ...]
-"""As `AttentionRead.ranges`."""
+"""Key ranges of one stream of a request, in the form of `AttentionRead.ranges`."""
 
 
 class Block:
@@ -38,7 +38,7 @@ class Block:
         self.in_batch: list[int] = []
         """The place of each request in the batch."""
         self.ranges: list[list[KeyRanges]] = []
-        """Where attention is read, the key ranges of each request, for each stream that has any."""
+        """Key ranges of each request, for each stream that has any, where attention is read."""
         self.stop = 0
         """There, one past the last position of this step, or more."""
 
@@ -78,7 +78,7 @@ class Part(NamedTuple):
 
 
 class Blocks:
-    """Where the rows of a step lie in the arena; valid while nothing but positions changes.
+    """Places of the rows of a step in the arena; valid while nothing but positions changes.
 
     Args:
         groups: the requests of each capture group; a request is in one.
@@ -97,7 +97,7 @@ class Blocks:
         """One past the last arena row."""
         self.names = frozenset(name for block in self.all for name, _ in block.owners)
         self.parts: list[Part] = []
-        """As `StepRows.parts`, once a step asked for them."""
+        """Parts of the memory that `StepRows.parts` returns, once a step asked for them."""
 
     def split(self, positions: torch.Tensor) -> list[tuple["Block", torch.Tensor]]:
         """The blocks, each with the positions of its tokens; all are [n], in block order."""
@@ -126,7 +126,7 @@ class StepRows:
         self._dtype = dtype
         self._memory: torch.Tensor | Reference | None = None
         self.places: Places | None = None
-        """What knows where the memory is; None if that is ordinary memory."""
+        """Object that knows the memory's place in a landing; None if it is ordinary memory."""
         self._parts: list[tuple[np.ndarray, list[torch.Tensor]]] | None = None
         self._singles: dict[str, int] | None = None
         self._chunks: dict[str, CapturedChunk] | None = None
@@ -137,7 +137,7 @@ class StepRows:
 
     @property
     def parts(self) -> list[Part]:
-        """What the memory holds: int64 [n] positions in block order, what is made of rows on the
+        """Parts of the memory: int64 [n] positions in block order, what is made of rows on the
         device, and [num_raw, hidden] rows as they lay in the arena."""
         if not self.blocks.parts:
             made = [
@@ -305,7 +305,7 @@ class StepRows:
 
 
 def _aligned(num_bytes: int) -> int:
-    """As many bytes that a tensor of any dtype may follow."""
+    """Round a number of bytes up, so that a tensor of any dtype may follow."""
     return -(-num_bytes // 8) * 8
 
 

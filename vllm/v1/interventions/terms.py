@@ -30,7 +30,7 @@ import msgspec
 OPS = ("add", "norm_match", "ablate", "clamp", "pin", "replace", "normalize")
 """The names of operations on the residual stream in requests."""
 HEAD_OPS = ("add", "scale")
-"""Those of operations on heads of attention, which are sums and factors and no terms."""
+"""Names of operations on heads of attention, which are sums and factors and no terms."""
 INF = float("inf")
 
 
@@ -49,7 +49,8 @@ class Scalars(NamedTuple):
     frozen: float = 0.0
     """1 if the gate is decided at the last prompt row and kept."""
     lane: float = -1.0
-    """Where the stream has several lanes, the one that it acts on; -1 for each by itself."""
+    """Index of the lane that it acts on, where the stream has several; -1 for each lane by
+    itself."""
 
 
 class Term(msgspec.Struct, frozen=True):
@@ -60,7 +61,7 @@ class Term(msgspec.Struct, frozen=True):
     vector: bytes
     """float32 [hidden], native endian; of a stream of several lanes [lanes, hidden]."""
     probe: bytes
-    """As `vector`; empty without a gate."""
+    """Probe of the gate, in the dtype and shape of `vector`; empty without a gate."""
     scalars: Scalars
 
     def deciding(self) -> "Term":

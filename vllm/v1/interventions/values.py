@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What people give as numbers, strings and lists, made Python's own: the one place for it.
+"""Numbers, strings and lists that people give, made Python's own: the one place for it.
 
 What travels to the engine core is plain data, and a subclass of `str` cannot be encoded.
 """

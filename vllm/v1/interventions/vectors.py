@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a request may say about steering: parsed and checked, nothing composed."""
+"""Parser of steering vectors in requests: it checks them and composes nothing."""
 
 import hashlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -112,8 +112,8 @@ def need_lane(value: Any, path: str, lanes: int) -> tuple[int]:
 
 
 def need_lanes(value: Any, path: str, hidden: int, lanes: int) -> np.ndarray:
-    """As `need_vector`; of a stream of several lanes also one for each, [lanes, hidden], which is
-    returned flat."""
+    """Return a request's vector as `need_vector` does; for a stream of several lanes it may also be
+    one vector for each lane, [lanes, hidden], which is returned flat."""
     if isinstance(value, list | tuple):
         is_rows = isinstance([*value[:1], 0][0], list | tuple)
     else:

@@ -42,7 +42,7 @@ class ResultStats:
 
 @dataclass
 class RuleStats:
-    """What rules did in one iteration of the engine."""
+    """Counts and scores of rules in one iteration of the engine."""
 
     fired: Counter[tuple[str, str]] = field(default_factory=Counter)
     """In how many completions a rule fired, by its name, which is "" for those of requests, and by

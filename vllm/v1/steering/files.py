@@ -78,7 +78,7 @@ Named = dict[str, np.ndarray | torch.Tensor]
 
 @dataclass(frozen=True)
 class Content:
-    """What a file holds."""
+    """Content of a file: vectors and operations."""
 
     vectors: Named
     ops: list[Any] = field(default_factory=list)

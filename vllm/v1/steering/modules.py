@@ -50,7 +50,7 @@ class ModuleOp(msgspec.Struct, frozen=True):
     frozen: bool
     """True if its gate is decided at the last prompt token."""
     heads: dict[Site, tuple[int, ...]] = {}
-    """As of `Op`."""
+    """Site at a point of attention -> its heads, as in `Op`."""
 
     def for_request(self, scale: float, path: str, num_prompt_tokens: int, shape: TapShape) -> Op:
         """Return the operation of a request that names its module with `scale`.
@@ -79,7 +79,7 @@ class ModuleOp(msgspec.Struct, frozen=True):
 
 
 class Told(TypedDict):
-    """What is told of a module to anybody who asks: no values."""
+    """Description of a module for anybody who asks: no values."""
 
     digest: str
     tiers: dict[str, dict[str, dict[int, float]]]
@@ -97,7 +97,7 @@ class Module(msgspec.Struct, frozen=True, dict=True):
     """The vectors of the tiers base, prefill and decode; those without vectors are left out."""
     ops: list[ModuleOp]
     rules: list[GivenRule] = []
-    """Those of the operator; nothing that requests can name has some."""
+    """Rules of the operator; no module that requests can name has any."""
 
     def direction(self, name: str, site: Site, path: str) -> np.ndarray:
         """The base vector at a site, brought to length 1: float64 [hidden].

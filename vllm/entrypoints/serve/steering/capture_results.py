@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     Chunk = CompletionStreamResponse | ChatCompletionStreamResponse
 
 _INLINE = CapturedRows | AttentionRows | LensRows
-"""What `inline` returns of a site."""
+"""Types of result that the consumer `inline` returns for a site."""
 
 
 def add_capture_results(choice: BaseModel, output: "CompletionOutput") -> None:

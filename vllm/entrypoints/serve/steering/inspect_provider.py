@@ -32,12 +32,12 @@ from vllm.v1.interventions.plan import PLAN_FIELDS
 from .client import Rows, packed_fields, read_rows
 
 NAME = "vllm-steer"
-"""What stands before a model's name."""
+"""Name of this provider, which stands before a model's name: `vllm-steer/MODEL`."""
 
 Site = tuple[str, int]
 _LABELS = ("positions", "token_ids", "versions")
 _MORE = ("heads", "tokens", "form")
-"""What rows of some captures have besides."""
+"""Fields of `Rows` that only the rows of some captures have, besides `_LABELS`."""
 
 
 class HeldRows(UserList[dict[str, dict[Site, Rows]]]):
@@ -53,7 +53,7 @@ class _Request:
 
     body: dict[str, Any]
     capture: list[dict[str, Any]] = field(default_factory=list)
-    """What `ModelOutput.metadata` says of each choice, by consumer."""
+    """Results of each choice by consumer, which `ModelOutput.metadata` has as "capture"."""
     rows: HeldRows = field(default_factory=HeldRows)
 
 
@@ -199,7 +199,7 @@ def _keyed(value: Any) -> Any:
 
 @hooks(name="vllm_steer_cache", description="Tells arrays apart in the cache of outputs.")
 class CacheKeys(Hooks):
-    """What Inspect calls before it looks into its cache."""
+    """Hook that Inspect calls before it looks into its cache."""
 
     @override
     async def on_before_model_generate(self, data: BeforeModelGenerate) -> None:

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 logger = init_logger(__name__)
 
 XARGS = "vllm_xargs."
-"""What stands before a key of it in errors."""
+"""Prefix of a key of `vllm_xargs` in errors."""
 
 
 async def intervene(

@@ -47,7 +47,7 @@ class SweepPlan:
     positions: list[int]
     """Positions of the prompt, ascending."""
     shift: int
-    """What is added to a position of the prompt for the one of the clean prompt."""
+    """Number to add to a position of the prompt to get the same place in the clean prompt."""
     scales: list[float] | None
     answers: list[int]
     """The token ids of `answer` and, if given, `other`."""
@@ -155,7 +155,7 @@ class SweepPlan:
 
 @dataclass
 class Grid:
-    """What was found."""
+    """Results of a sweep: the scores without the operation, and a value for each cell."""
 
     plan: SweepPlan
     clean: float | None

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What may be asked of a sweep: checked, and its cells counted before anything is made of them."""
+"""Parser of a sweep's request: it checks the fields, and counts the cells before it makes anything
+of them."""
 
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn

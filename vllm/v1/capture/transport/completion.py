@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a host does to one completion: the calls of its session, in their order."""
+"""One completion as a host handles it: the calls of its session, in their order."""
 
 from collections import deque
 from collections.abc import Callable, Sequence

@@ -156,7 +156,7 @@ class RowEncoder(OOBTensorConsumer):
 
     def __init__(self) -> None:
         self.places: Places | None = None
-        """Where the rows of steps lie, once there are some."""
+        """Places in which the rows of steps lie; None while there are none."""
 
     def new_message(self) -> None:
         """Let go of what receivers have given back."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What runs in the frontend: requests are checked here, and every user error is raised here.
+"""Modules that run in the frontend: they check requests and raise every user error.
 
 early_checks.py       what would fail once the model is loaded, refused before
 resolve.py            entry: `SamplingParams` to a `Plan`

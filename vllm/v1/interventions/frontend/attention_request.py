@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a request may say about attention weights: parsed, checked and resolved to positions."""
+"""Parser of a request's fields about attention weights: it checks them and finds their
+positions."""
 
 from collections.abc import Mapping
 from math import ceil

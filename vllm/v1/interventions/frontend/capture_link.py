@@ -29,7 +29,8 @@ class CaptureLink(ABC):
     @property
     @abstractmethod
     def places(self) -> Places | None:
-        """Where rows that come from the engine core lie; None before the first in this process."""
+        """Places where rows from the engine core lie; None before the first rows of an engine core
+        that is in this process."""
 
     @abstractmethod
     def send(self, call: CaptureCall) -> None:

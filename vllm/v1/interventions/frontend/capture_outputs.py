@@ -71,7 +71,7 @@ class CompletionCapture:
             for name in plan.consumers
             if name in outputs.hosts
         }
-        """What feeds the consumers of this process, by name."""
+        """Name -> the feed of that consumer, for each consumer of this process."""
         self._rows: list[CapturedChunk] = []
         """Rows for the feeds that came ahead of their tokens."""
         self._open: set[str] = set()
@@ -80,7 +80,7 @@ class CompletionCapture:
         """Consumers whose results are still to come."""
         self._results: dict[str, CaptureResult] = {}
         self._texts: dict[int, str] = {NO_TOKEN: ""}
-        """Those of the tokens of captures that want them, by id."""
+        """Token id -> the token's text, for captures that want texts."""
         self.hold = hold
         self.ended = False
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a request may say about capture: parsed, checked and resolved to positions."""
+"""Capture in a request (`SamplingParams.capture`): parsed, checked and resolved to positions."""
 
 import copy
 import sys
@@ -43,7 +43,7 @@ from vllm.v1.interventions.values import plain
 from vllm.v1.interventions.vectors import need_lane
 
 TOKENS = "tokens"
-"""What only `inline` may be asked for: the texts of the rows' tokens beside them."""
+"""Name of the field, for `inline` alone, that asks for the texts of the rows' tokens as well."""
 
 MAX_CAPTURES = 16
 """The longest list of captures for `inline`."""
@@ -183,8 +183,8 @@ def check_global(config: CaptureConfig, shape: TapShape) -> None:
 
 
 def _each(name: str, request: Any, path: str) -> dict[str, Any]:
-    """What a consumer is asked for, by the name of its result: `inline[0]` is the first of a
-    list."""
+    """Return each capture that a consumer is asked for, by the name of its result: `inline[0]` is
+    the first of a list."""
     if not isinstance(request, list | tuple):
         return {name: request}
     if name != INLINE:

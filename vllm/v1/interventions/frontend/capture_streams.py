@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which streams the rows of a request leave the device in: one for each form and process."""
+"""Streams in which the rows of a request leave the device: one for each form and process."""
 
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
@@ -15,7 +15,7 @@ from vllm.v1.interventions.sites import site_order
 
 
 class _Form(NamedTuple):
-    """What rows of a stream have in common."""
+    """Properties that the rows of a stream have in common."""
 
     relayed: bool
     digests: tuple[str, ...] = ()
@@ -25,7 +25,7 @@ class _Form(NamedTuple):
     width: int = 0
     """The width of a site's heads together; 0 in the residual stream."""
     consumer: str = ""
-    """Whose heads these are."""
+    """Name of the consumer whose heads the rows are; "" in the residual stream."""
     summed: tuple[int, ...] = ()
     """The positions of a mean, as `Selection.runs`."""
     reads: AttentionRead | LensRead | None = None

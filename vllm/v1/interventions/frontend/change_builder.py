@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
 OPS = "ops"
-"""What stands in the place of a tier for the operations of all requests."""
+"""Name that stands in the place of a tier for the operations of all requests."""
 
 
 class ChangeBuilder:
@@ -39,7 +39,7 @@ class ChangeBuilder:
 
     @property
     def shape(self) -> TapShape:
-        """What the model offers; raises ValueError if steering is not enabled."""
+        """Layers, points and widths of the model; raises ValueError if steering is not enabled."""
         shape = self._config.tap_shape
         if not self._config.steering_config.enable_steering or shape is None:
             reject(
@@ -160,7 +160,7 @@ class ChangeBuilder:
         return self._catalog.changes
 
     def told(self) -> dict[str, bytes]:
-        """What is told of the modules, see `ModuleCatalog.told`."""
+        """Return the descriptions of the modules by name, see `ModuleCatalog.told`."""
         assert self.shape
         return self._catalog.told()
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where the turns of a chat stand in its prompt: for selectors that say a role."""
+"""Places of the turns of a chat in its prompt, for selectors that name a role."""
 
 import itertools
 import re
@@ -48,7 +48,7 @@ class ChatTurns:
 
     @cached_property
     def _texts(self) -> list[list[str] | None]:
-        """Those of each message; None if it has anything else."""
+        """The texts of each message; None for a message that has anything else."""
         return [_texts(message) for message in self._messages]
 
     @cached_property
@@ -56,14 +56,16 @@ class ChatTurns:
         return self._write(self._messages)
 
     def characters(self, index: int, length: int, work: Work, path: str) -> tuple[str, list[Run]]:
-        """What the template writes, and where in it a turn is, without space around it.
+        """Return the text that the template writes, and the runs of it that are a turn, without the
+        space around the turn.
 
         Args:
-            index: of its message.
+            index: of the turn's message.
             length: of the prompt, as text.
 
         Raises:
-            ValueError: the chat has more than text in it, or it is not certain which they are.
+            ValueError: the chat has more than text in it, or it is not certain which characters are
+                the turn's.
         """
         texts = self._texts[index]
         if not texts or any(of is None for of in self._texts):
@@ -154,7 +156,7 @@ _TEXT_FIELDS = {
     "refusal": "refusal",
     "thinking": "thinking",
 }
-"""Where the text of each kind of part is that has one."""
+"""Type of a message's part -> the field with its text, for the types that have a text."""
 
 
 def _parts(message: Mapping[str, Any]) -> list[Any]:
@@ -191,8 +193,8 @@ def _joined(texts: Sequence[str], between: Sequence[str]) -> str:
 
 
 def _solid_runs(texts: Sequence[str], between: Sequence[str], start: int) -> list[Run]:
-    """Where texts stand that begin at `start`, without space around them. What stands between two
-    is no part of them, unless it is space."""
+    """Return the runs of characters of texts that begin at `start`, without space around them. The
+    characters between two texts are in no run, unless they are space."""
     runs: list[Run] = []
     joins = False
     for text, gap in itertools.zip_longest(texts, between, fillvalue=""):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a request may say about focus, an entry of `SamplingParams.steering`: parsed and checked."""
+"""Focus in a request, an entry of `SamplingParams.steering`: parsed and checked."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -49,13 +49,13 @@ class Focusing:
 
     @cached_property
     def name(self) -> str:
-        """What it does, but for the keys it does it to."""
+        """The rule, number and heads of the operation, without the keys that it acts on."""
         heads = ";".join(f"{layer}:{own}" for layer, own in sorted(self.op.heads.items()))
         return f"{self.op.rule},{self.op.number.hex()},{heads}"
 
     def seen(self, position: int) -> list[tuple[int, ...]]:
-        """What there is of the span at a position: runs that ended before, and where one began that
-        goes on."""
+        """Return the part of the span that is there at a position: (start, stop) of each run that
+        ended before it, (start,) of one that goes on."""
         runs = [run for run in self.span.runs() if run[0] <= position]
         return [(a, b) if b <= position else (a,) for a, b in runs]
 

@@ -28,7 +28,7 @@ Replies = list[dict[str, Any]]
 
 
 def _verdict(replies: Replies) -> str:
-    """What all engines together say, "ok" or "busy"; raises the error of one that refuses."""
+    """Return what all engines together say, "ok" or "busy"; raise the error of one that refuses."""
     for reply in replies:
         if "error" in reply:
             raise InterventionError(reply["error"], parameter=reply.get("parameter"))
@@ -36,7 +36,7 @@ def _verdict(replies: Replies) -> str:
 
 
 def _decoded(told: dict[str, bytes]) -> dict[str, Any]:
-    """What is told of modules, made anew, so that whoever gets it may change it."""
+    """Decode the descriptions of modules anew, so that whoever gets them may change them."""
     return {name: msgspec.json.decode(each, type=Told) for name, each in told.items()}
 
 
@@ -109,7 +109,7 @@ class Steering:
         return _decoded(self._changes.told())
 
     def module(self, name: str) -> Module:
-        """What is registered under a name, to save or export (vllm.v1.steering.files)."""
+        """Return the module registered under a name, to save or export (vllm.v1.steering.files)."""
         return self._changes.module(name)
 
     def state(self) -> dict[str, Any]:
@@ -224,11 +224,12 @@ class AsyncSteering:
         return await asyncio.to_thread(_decoded, self.told())
 
     def told(self) -> dict[str, bytes]:
-        """What `modules` says, of each as JSON (`Module.told`), as this frontend knows them."""
+        """Return what `modules` says, as far as this frontend knows: name -> JSON
+        (`Module.told`)."""
         return self._changes.told()
 
     def module(self, name: str) -> Module:
-        """What is registered under a name, to save or export (vllm.v1.steering.files)."""
+        """Return the module registered under a name, to save or export (vllm.v1.steering.files)."""
         return self._changes.module(name)
 
     async def state(self) -> dict[str, Any]:

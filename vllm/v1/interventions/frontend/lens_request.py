@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a request may say about a lens: parsed and checked."""
+"""Parsing and checks of what a request may say about a lens."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -20,7 +20,7 @@ MAX_TEXT = 256
 """The most characters of one that is given as text."""
 
 _RANK = 128
-"""As many products take as long as one number that is read from memory."""
+"""Number of products that take as long as one number that is read from memory."""
 _KEYS = ("name", "top_k", "tokens", "entropy")
 
 

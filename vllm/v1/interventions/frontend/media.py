@@ -30,7 +30,7 @@ class Item(NamedTuple):
     """An image, or another thing that is no token."""
 
     modality: str
-    """As upstream calls it: image, video, audio, prompt_embeds."""
+    """Upstream's name of the kind of item: image, video, audio or prompt_embeds."""
     runs: list[Run]
     """The positions that get a row of the encoder. Tokens around and between them, which say where
     the image or a line of it begins and ends, are text."""

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 def origin(name: str) -> str:
-    """What errors call the reason why a module acts on a request that does not name it."""
+    """Return what errors name as the reason why a module acts on a request without being named."""
     return "llm.steering.set" if name == GLOBAL_OPS else "default_steering_modules"
 
 
@@ -31,7 +31,7 @@ class ModuleCatalog:
 
     def __init__(self, config: "VllmConfig") -> None:
         self.vectors = VectorMemo()
-        """What requests brought along, in place of a name."""
+        """Memo of the vectors that requests brought along, in place of a module's name."""
         self.captures = CaptureMemo()
         self._config = config
         self._modules: dict[str, Module] | None = None
@@ -49,7 +49,7 @@ class ModuleCatalog:
 
     @property
     def defaults(self) -> dict[str, Module]:
-        """Those of `default_steering_modules` that are registered, in the option's order, and the
+        """Modules of `default_steering_modules` that are registered, in the option's order, and the
         operations of `llm.steering.set`."""
         names = self._config.steering_config.default_steering_modules
         modules = self.modules if names else self._modules or {}
@@ -57,7 +57,7 @@ class ModuleCatalog:
 
     @property
     def rules(self) -> list[GivenRule]:
-        """Those of the operator, which hold for all requests."""
+        """Rules of the operator, which hold for all requests."""
         at_start = self._config.capture_config.rules is not None
         modules = self.modules if at_start else self._modules or {}
         return modules[OPERATOR_RULES].rules if OPERATOR_RULES in modules else []
@@ -74,7 +74,7 @@ class ModuleCatalog:
         return need_module(self.modules, name, path)
 
     def told(self) -> dict[str, bytes]:
-        """What is told of the modules that requests may name, sorted: `Module.told` by name."""
+        """Return `Module.told` of each module that requests may name, by name, sorted."""
         modules = sorted(self.modules.items())
         return {name: module.told for name, module in modules if not name.startswith("_")}
 

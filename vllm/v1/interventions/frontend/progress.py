@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What an offline run shows of its captures, beside tqdm's prompts."""
+"""Progress of an offline run's captures, shown beside tqdm's count of prompts."""
 
 import time
 from typing import TYPE_CHECKING, Any

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a request may multiply rows with: the matrices of `project`, and directions of modules."""
+"""Matrices and directions that a request may multiply rows with: of `project`, and of modules."""
 
 import hashlib
 from collections.abc import Mapping

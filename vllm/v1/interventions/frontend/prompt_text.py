@@ -9,7 +9,7 @@ from vllm.tokenizers import TokenizerLike
 from vllm.v1.interventions.positions import Positions
 
 BROKEN = "\ufffd"
-"""What decoders write for bytes that are no character (yet)."""
+"""Character that decoders write for bytes that are no character (yet)."""
 
 _NONE = Positions()
 _MOST_PENDING = 16
@@ -46,8 +46,8 @@ class PromptText:
         self._cut = _sums(np.zeros(len(text), dtype=bool) if cut is None else cut)
 
     def find(self, text: str) -> np.ndarray:
-        """Where `text` begins and the prompt has tokens of it, matches that overlap included:
-        int64 [n].
+        """Return the indices where `text` begins and the prompt has tokens of it: int64 [n].
+        Matches may overlap.
 
         A special token is one thing: no match begins or ends inside. Otherwise "text" would be
         found in "<|begin_of_text|>".
@@ -116,9 +116,10 @@ def decoded(
 
 
 def occurrences(text: Sequence[Hashable], part: Sequence[Hashable]) -> list[int]:
-    """Where `part`, not empty, begins in `text`, matches that overlap included.
+    """Return the indices where `part`, not empty, begins in `text`; matches may overlap.
 
-    In linear time (Knuth, Morris, Pratt): both may be a client's, and made to be slow.
+    The search takes linear time (Knuth, Morris, Pratt): both may be a client's, and made to be
+    slow.
     """
     borders = [0]  # [i]: length of the longest proper beginning of part[: i + 1] that also ends it
     length = 0

@@ -87,7 +87,8 @@ def resolve(
     modules: ModuleCatalog,
     num_prompts: int = 1,
 ) -> Plan | None:
-    """What `params` asks for, checked and composed; None if it asks for nothing.
+    """Return the plan, checked and composed, of what `params` and the engine's defaults ask for;
+    None if they ask for nothing.
 
     Args:
         params: as the user gave them.

@@ -39,13 +39,13 @@ class _Rows:
         return next(of_site)
 
     def captured(self, site: Site) -> CapturedRows:
-        """Those at a site."""
+        """Return the rows at a site."""
         form = self.forms.get(site[1]) if site[0] == "q" else None
         heads, at = self.selection.heads.get(site, ()), (self.positions, self.token_ids)
         return CapturedRows(*at, self._values(site), self.versions, heads, form)
 
     def under_lens(self, site: Site) -> LensRows:
-        """What a lens read there."""
+        """Return what a lens read at a site."""
         read, at = self.selection.reads, (self.positions, self.token_ids)
         assert isinstance(read, LensRead)
         return LensRows(*at, self._values(site), self.versions, read)

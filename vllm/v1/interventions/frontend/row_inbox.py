@@ -14,7 +14,8 @@ from vllm.v1.interventions.messages import CapturedChunk
 ORDINARY_BYTES = 192 << 20
 """Rows in ordinary memory that may gather before they are copied: each keeps its whole step's."""
 LANDING_SHARE = 16
-"""What part of the landing may gather before it is copied, where results hold too much of it."""
+"""Divisor of the landing's size: the part that may gather before rows are copied, where results
+hold too much of the landing."""
 ROOM_STEPS = 7
 """The steps that have room in the landing beside what results hold: two that run, two on their way
 here, one that is copied, and two whose places are on their way back to their worker."""
@@ -35,13 +36,14 @@ class RowInbox:
         self._link, self._frontends = link, frontends
         self._collectors: WeakValueDictionary[str, RowCollector] = WeakValueDictionary()
         self._runs: dict[tuple[tuple[str, int], ...], Run] = {}
-        """Those of the last message, by owners; the next may continue them."""
+        """Runs of the last message, by owners; the next message may continue them."""
         self._ordinary = self._landed = 0
         """Bytes that came since rows were last copied."""
         self._largest = 0
         """The most bytes that a message had in the landing."""
         self.memory = KeptMemory()
-        """What rows are copied to: as much is kept as the landing has."""
+        """Memory that rows are copied to: as much of it is kept as this frontend's share of the
+        landing."""
 
     def open(self, request_id: str, collector: RowCollector) -> None:
         """Give a collector what comes for its request, for as long as it is in use."""

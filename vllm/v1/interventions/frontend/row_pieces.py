@@ -26,14 +26,14 @@ SHARED_BYTES = 1 << 20
 
 
 class Steps(NamedTuple):
-    """What all requests of a run share of its steps."""
+    """The steps of a run, in arrays that all requests of the run share."""
 
     positions: np.ndarray
     """int64 [steps, rows]."""
     versions: np.ndarray
     """int64 [steps], of the global steering."""
     values: list[list[np.ndarray]]
-    """Those of each step, as in `CapturedChunk`, but `integers`."""
+    """The values of each step, as in `CapturedChunk`, but as `integers` gives them."""
 
 
 class Run:
@@ -78,7 +78,7 @@ class Piece(NamedTuple):
     """The values of each step, as in `CapturedChunk`, but `integers`: of many steps numpy makes
     views faster than torch."""
     rows: slice
-    """Which rows of each step."""
+    """Slice of the rows of each step that are of this completion."""
     copies: Sequence[Future[None]] = ()
     """The copies that fill the values."""
 
@@ -124,7 +124,7 @@ class StreamRows:
         self._values: list[torch.Tensor] | None = None
         """The rows, [n, its sites, width] of each sender, where sites share memory."""
         self._alone: list[torch.Tensor] = []
-        """Those of each site, [n, width], where each has memory of its own."""
+        """The rows of each site, [n, width], where each site has memory of its own."""
 
     def site(self, index: int) -> torch.Tensor:
         """The rows of a site, [n, width]; from any thread. From `SHARED_BYTES` on they may be a
@@ -144,8 +144,8 @@ class StreamRows:
         return rows if rows.nbytes >= SHARED_BYTES else joined([rows])
 
     def _read(self, pieces: list[Piece]) -> list[torch.Tensor]:
-        """Where one step has all rows, they stay where they are. Those of several are copied
-        once."""
+        """Return the rows as `_values` has them, or fill `_alone` and return an empty list. Rows of
+        a single step stay where they are; rows of several steps are copied once."""
         steps = [p for piece in pieces for p in piece.parts(self._stream, self._num_streams)]
         if len(steps) == 1:
             return [self._cut(torch.from_numpy(part).view(self._dtype)) for part in steps[0]]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a request may say in `rules`: parsed, checked and resolved to positions."""
+"""Parser of a request's `rules`: it checks them and finds their positions."""
 
 from collections.abc import Sequence
 from functools import partial

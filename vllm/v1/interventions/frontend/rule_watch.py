@@ -70,7 +70,7 @@ class _Judge:
         self._crossed = crossed[max(len(crossed) - rule.need + 1, 0) :]
 
     def result(self, stop: int) -> RuleResult:
-        """What it saw of the rows below `stop`."""
+        """Return what the rule saw of the rows at positions below `stop`."""
         rows, fired = bisect_left(self._at, stop), bisect_left(self.fired, stop)
         scores = np.array(self._scores[:rows])
         scores = scores[np.isfinite(scores)]
@@ -128,14 +128,15 @@ class RuleWatch:
         return tokens, reason
 
     def stop_reason(self, stop_string: str | None) -> str | None:
-        """Why the answer ends; a stop string in the tokens that were kept comes before a rule."""
+        """Return the reason why the answer ends; a stop string in the tokens that were kept comes
+        before a rule."""
         if stop_string is not None:
             self._stop = None
         return f"{RULE}{self._stop[1]}" if self._stop is not None else stop_string
 
     def results(self, num_tokens: int) -> dict[str, RuleResult | None]:
-        """What the rules saw of an answer that ended, by name; None for one of the operator, which
-        is there if it fired.
+        """Return what the rules saw of an answer that ended, by name; None for a rule of the
+        operator, which is there only if it fired.
 
         Args:
             num_tokens: of prompt and answer.
@@ -160,7 +161,7 @@ class RuleWatches:
     def __init__(self) -> None:
         self._watches: WeakValueDictionary[str, RuleWatch] = WeakValueDictionary()
         self.stats = RuleStats()
-        """What they saw of completions that ended since it was last taken."""
+        """Results of rules in completions that ended since the statistics were last taken."""
 
     def open(self, request_id: str, plan: CapturePlan, num_prompt_tokens: int) -> RuleWatch | None:
         """Make the watch of a completion, which gets its rows while it is in use; None without
@@ -191,8 +192,8 @@ class RuleWatches:
 def rule_results(
     state: "RequestState", finish_reason: FinishReason | None
 ) -> dict[str, RuleResult | None] | None:
-    """What the rules saw, for the completion output being made; None if there is nothing to say,
-    and before its end."""
+    """Return what the rules saw, for the completion output being made; None if there is nothing to
+    say, and before the completion's end."""
     if state.rules is None or finish_reason is None:
         return None
     assert state.detokenizer is not None

@@ -49,7 +49,7 @@ class _Addition:
     vectors: Vectors
     positions: Positions
     vector_set: VectorSet | None
-    """What the vectors make by themselves, if somebody made it."""
+    """The set that `vectors` alone make; None if it is not made yet."""
 
 
 @dataclass(frozen=True)
@@ -328,8 +328,8 @@ def _scaled(shared: _Shared) -> Vectors:
 
 
 ProgramKey = tuple[bytes, bool, int]
-"""What makes a program: bool [ops] which ones act, whether gates are decided here, the position if
-it matters and -1 otherwise."""
+"""Key of a program: the bytes of bool [ops], true for those that act; whether gates are decided
+here; the position if it matters, else -1."""
 
 
 class _Programs:

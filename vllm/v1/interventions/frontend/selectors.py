@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a request may say about positions: checked and resolved on its prompt."""
+"""Positions as a request may name them: checked and resolved on its prompt."""
 
 from collections.abc import Iterator, Mapping, Sized
 from functools import cached_property
@@ -41,7 +41,7 @@ WHICH = ("first", "last", "all")
 
 
 class Prompt:
-    """What selectors of one request are resolved on. Make one per request: its text is kept.
+    """Prompt on which selectors are resolved. Make one for each request: it keeps its text.
 
     Args:
         token_ids: of the prompt, as the model gets it; `NO_TOKEN` where it gets an embedding.
@@ -79,8 +79,8 @@ class Prompt:
         return decoded(self.token_ids, self.tokenizer, self.media.positions)
 
     def texts(self, path: str) -> Iterator[PromptText]:
-        """What a text is looked for in, until one has it: what was written, then what the prompt's
-        tokens say, which has more of them."""
+        """Yield the texts to search for a text, until one has it: the text that was written, then
+        the text that the prompt's tokens decode to, which covers more of the tokens."""
         written, said = self.written, self.text
         # Items stand in the prompt for more tokens than the text has.
         if written is not None and not self.media.items:
@@ -408,7 +408,7 @@ def _need_which(value: Mapping[Any, Any], path: str) -> str:
 
 
 def _chosen(which: str) -> slice:
-    """Which of the matches, in order."""
+    """Return the slice that chooses these of the matches, in order."""
     return {"first": slice(1), "last": slice(-1, None), "all": slice(None)}[which]
 
 

@@ -103,7 +103,7 @@ class _Request:
             self._segments.operate(ops, self._config)
 
     def _named_modules(self, catalog: ModuleCatalog) -> list[tuple[str, str, Module, float]]:
-        """What the request names: (path, name, module, scale)."""
+        """Return the modules that the request names: (path, name, module, scale)."""
         value, named = self._params.steering_modules, []
         if not isinstance(value, list | tuple):
             reject("steering_modules", f"must be a list of names, got {show(value)}")

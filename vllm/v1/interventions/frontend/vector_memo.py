@@ -51,7 +51,8 @@ class VectorMemo:
     def parse(
         self, value: Any, path: str, shape: TapShape, select: Select
     ) -> Iterator[tuple[Vectors, Positions | None, VectorSet | None]]:
-        """As `parse_vectors`; with the set that the vectors make, if it is known."""
+        """Yield what `parse_vectors` returns, each with the set that the vectors make; None if the
+        set is not known."""
         given = _arrays_in(value)
         if given is None:
             for vectors, positions in parse_vectors(value, path, shape, select):

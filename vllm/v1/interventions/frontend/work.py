@@ -7,7 +7,7 @@ from vllm.v1.interventions.errors import reject
 
 
 class Unit(IntEnum):
-    """What is counted, in units of about 0.1 us of a processor."""
+    """Cost of one item of each kind, in units of about 0.1 us of a processor."""
 
     SEARCHED = 1
     """A character or token of the prompt that a selector looks at."""

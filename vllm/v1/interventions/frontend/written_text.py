@@ -40,7 +40,7 @@ def written_text(engine_input: Mapping[str, Any]) -> "WrittenText | None":
 
 
 class WrittenText:
-    """What the tokenizer got. Make one per request: what it made of it is kept.
+    """The text that the tokenizer got. Make one per request: it keeps the characters of each token.
 
     Tokenizers change a text before they cut it: they compose or drop accents, make it lower case,
     replace characters, strip spaces. Fast ones say which of its characters each token is.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What runs beside the scheduler in the engine core: all decisions, each with one owner.
+"""Parts that run beside the scheduler in the engine core: all decisions, each with one owner.
 
 decisions.py          entry: what the scheduler calls, and the message to the workers
 request_state.py      what is remembered of one request

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a waiting request needs before it may start: room in every pool."""
+"""Room that a waiting request needs in every pool before it may start."""
 
 from typing import Protocol
 

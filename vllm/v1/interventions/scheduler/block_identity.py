@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What steering contributes to the identity of a request's prefix-cache blocks."""
+"""Contribution of steering to the identity of a request's prefix-cache blocks."""
 
 import sys
 from dataclasses import dataclass
@@ -28,7 +28,8 @@ NO_GLOBALS = Era(0, (), ())
 
 
 class BlockIdentity:
-    """What acts on a request: segments of (first position, digest), and block keys made of them.
+    """Segments of a request by what acts in them, (first position, digest), and block keys made
+    of them.
 
     Args:
         plan: None for a plain request.

@@ -252,7 +252,7 @@ class SchedulerInterventions:
 
 
 def _need(request: Request) -> Hashable:
-    """What a request needs of the pools: all of equal need fit, or none does."""
+    """Return what a request needs of the pools: of requests with equal need all fit, or none."""
     steering, capture = request.interventions.plan.steering, request.interventions.plan.capture
     steers = steering and (
         steering.inherit,

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which rows of the workers' tables hold the focus programs of requests. Owned by the scheduler."""
+"""Pool of the rows of the workers' tables that hold requests' focus programs. Owned by the
+scheduler."""
 
 import numpy as np
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the engine core remembers of one request's plan."""
+"""State of one request's plan, as the engine core keeps it."""
 
 import sys
 
@@ -12,7 +12,7 @@ from vllm.v1.interventions.positions import END, Positions
 from vllm.v1.interventions.scheduler.block_identity import BlockIdentity
 
 NO_PLAN, NO_POSITIONS = Plan(), Positions()
-"""What plain requests share: they should not pay for making it."""
+"""Empty plan and positions that all plain requests share, so that none pays for making them."""
 
 
 class RequestInterventions:
@@ -38,7 +38,7 @@ class RequestInterventions:
         self.arena_rows = capture.arena_rows if capture else 0
         """Rows that a captured position takes on the device; 0 if it captures nothing."""
         self.key_weights = capture.key_weights if capture else 0
-        """As `CapturePlan` has it."""
+        """Number of attention weights of a captured position for each key, as in `CapturePlan`."""
         self.focus_weights, self.focused = _focus_of(self.plan.steering)
         self.wanted = Positions.from_flat(capture.runs) if capture else NO_POSITIONS
         self._relayed = [s.relayed for s in capture.streams] if capture else []
@@ -123,7 +123,7 @@ class RequestInterventions:
         return self._cut(chunk, at, sites)
 
     def relayed(self, chunk: CapturedChunk) -> CapturedChunk | None:
-        """What goes on to the frontend of accepted rows; None for nothing."""
+        """Return the part of accepted rows that goes on to the frontend; None for nothing."""
         if self.relays_all:
             return chunk
         kept = np.flatnonzero(self._relayed_positions.mask(chunk.positions))
@@ -150,7 +150,7 @@ class RequestInterventions:
 
 
 def _focus_of(steering: SteeringPlan | None) -> tuple[int, Positions]:
-    """As `SteeringPlan.key_weights`, and the positions that are focused."""
+    """Return `SteeringPlan.key_weights`, and the positions that are focused."""
     if steering is None or not steering.focus_programs:
         return 0, NO_POSITIONS
     stops = [s.first for s in steering.segments[1:]] + [END]

@@ -23,14 +23,14 @@ some 50 ms for them, two cores of a CPU take seconds. One position's may be more
 
 
 class Claim(NamedTuple):
-    """What a request is owed that was refused rows."""
+    """A claim on rows, of a request that was refused some."""
 
     since: int
     """The step of its first refusal."""
     rows: int
     """The fewest rows it can run with."""
     arrived: float
-    """When it came to the frontend."""
+    """Time at which the request came to the frontend."""
 
 
 class RowBudget:

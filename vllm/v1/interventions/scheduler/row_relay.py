@@ -27,7 +27,7 @@ class RowRelay:
         self.encoder = RowEncoder()
         """Passes on where rows lie, to frontends that are processes of this host."""
         self._places = Places()
-        """Where the rows of workers in processes of their own lie."""
+        """Places of the rows of workers that run in processes of their own."""
         self._step: StepRows | None = None
         self._singles: dict[str, int] = {}
         self._whole: defaultdict[int, list[str]] = defaultdict(list)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which sum of vectors each slot of the steering table holds. Owned by the scheduler."""
+"""Record of the sum of vectors in each slot of the steering table. Owned by the scheduler."""
 
 from collections import Counter, OrderedDict
 
@@ -8,7 +8,7 @@ from vllm.v1.interventions.plan import UNSTEERED, Plan, SteeringPlan, VectorSet,
 from vllm.v1.interventions.scheduler.admission import MAX_STEP_BYTES
 
 Key = tuple[str, bool]
-"""What a slot holds: (digest of the sum, whether the global tiers are added)."""
+"""Content of a slot: (digest of the sum, True if the global tiers are added)."""
 
 
 class SlotTable:

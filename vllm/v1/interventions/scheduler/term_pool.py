@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which rows of the workers' tables hold the terms and programs of requests with ops. Owned by the
-scheduler."""
+"""Record of the rows of the workers' tables that hold the terms and programs of requests with ops.
+Owned by the scheduler."""
 
 from collections import Counter
 

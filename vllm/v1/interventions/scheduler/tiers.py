@@ -165,8 +165,8 @@ class ModuleStore:
                 self._forget_in(KEPT_SECONDS)
 
     def news(self, since: int) -> dict[str, Any]:
-        """What a frontend lacks that knows `since` changes: modules, as bytes that it can decode;
-        and all names, if some were removed."""
+        """Return what a frontend lacks that knows `since` changes: modules, as bytes that it can
+        decode; and all names, if some were removed."""
         new = {}
         for name, number in reversed(self._made.items()):
             if number <= since:

@@ -15,7 +15,7 @@ MAX_TRIED = 16
 many wait."""
 
 Place = tuple[int, float, str]
-"""Where a request is in its queue: priority, arrival time, request id."""
+"""Place of a request in its queue: priority, arrival time, request id."""
 
 
 class Turns:
@@ -44,11 +44,11 @@ class Turns:
         self._waiting: OrderedDict[str, tuple[Place, int]] = OrderedDict()
         """Request id -> place, and step of the first refusal, of all that were refused."""
         self._refused: set[str] = set()
-        """Those refused in this step."""
+        """Ids of the requests that were refused in this step."""
         self._failed: set[Hashable] = set()
         """Needs for which there is no room in this step."""
         self._woken: set[str] = set()
-        """Who is in the scheduler's queue again; at most one."""
+        """Ids of the requests that are in the scheduler's queue again; at most one."""
         self._parked: dict[str, tuple[Request, Place, Hashable]] = {}
         self._groups: dict[Hashable, list[Place]] = {}
         """Need -> the parked requests, sorted."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What runs in a worker: it copies what was decided, and cannot fail.
+"""Modules that run in a worker: they copy what was decided, and cannot fail.
 
 runner.py              entry: the one object that model runners call
 tap_layers.py          finds the wired decoder layers of a model

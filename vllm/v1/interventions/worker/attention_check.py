@@ -33,7 +33,7 @@ here."""
 ROUNDED = 1e-2
 
 _FOCUSED: tuple[tuple[int, float], ...] = (FACTOR, 4.0), (SHARE, 0.9)
-"""What is proved of layers that may be focused."""
+"""Rule and number of each focus that is proved of layers that may be focused."""
 
 Fill = Callable[[Sequence[torch.Tensor]], None]
 """Writes to block tables of the runner, one a group."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which modules of a loaded model are its layers' attention, and what heads they have."""
+"""Attention modules of the layers of a loaded model, and the heads of each."""
 
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -83,13 +83,13 @@ def reads_masked(model: nn.Module) -> bool:
 
 
 class KeyTable(NamedTuple):
-    """Which pages have the keys of a layer."""
+    """Table of the pages that have the keys of a layer."""
 
     pages: torch.Tensor
     """int32 [requests, pages] on the device, in batch order: what the layer's backend reads, a
     tensor that a runner keeps."""
     group: int
-    """Which of the KV groups; those of a group have one table of blocks."""
+    """Index of the layer's KV group; all layers of a group have one table of blocks."""
     splits: "AttentionGroup | None" = None
     """Writes `pages` in each step, where a backend takes smaller ones than the group's blocks."""
 
@@ -134,7 +134,8 @@ def key_tables(runner: Any, modules: Mapping[int, Attention | MLAAttention]) -> 
 
 
 def group_of(module: Attention | MLAAttention, groups: Sequence[Sequence[str]]) -> int | None:
-    """Which of the groups, given by their layers' names, has a layer's keys."""
+    """Return the index of the group that has a layer's keys, None if none has; groups are given by
+    the names of their layers."""
     # A layer that has the pages of another may be in no group.
     shared = module.kv_sharing_target_layer_name if isinstance(module, Attention) else None
     names = (module.layer_name, shared)

@@ -33,7 +33,7 @@ class AlikeSites(NamedTuple):
     elsewhere: tuple[int, int]
     """Number of heads of each capture on other ranks: before these and behind them."""
     columns: Sequence[slice]
-    """Where the queries of each lie in a row of all sites' queries."""
+    """Columns of each site's queries in a row of the queries of all sites."""
     key_heads: torch.Tensor
     """int32 [sites, heads] on the device: which keys they use."""
     sight: Sight
@@ -204,13 +204,13 @@ class AttentionReader:
         queriers: Queriers,
         stop: int,
     ) -> torch.Tensor:
-        """What leaves the device of queries.
+        """Compute the numbers that leave the device in place of queries.
 
         Args:
             sites: those of the stream.
             queries: [n, numbers of all sites' heads].
             positions: int64 [n] on the device.
-            queriers: whose the n queries are.
+            queriers: the requests of the n queries.
             stop: one past the last query, or more.
 
         Returns:

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a worker knows of requests whose attention is read: their key ranges, and how many keys they
-have."""
+"""Requests whose attention is read, as a worker knows them: their key ranges, and the number of
+keys that they have."""
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING

@@ -45,7 +45,7 @@ class BlockAttention:
         self._sites: WeakKeyDictionary[
             CaptureGroup, list[tuple[AttentionRead, list[AlikeSites], torch.Tensor]]
         ] = WeakKeyDictionary()
-        """What each stream reads of attention, the sites of which, and its columns."""
+        """Group -> (values to read, sites, columns) of each of its streams that reads attention."""
         self._queriers: WeakKeyDictionary[Block, list[Queriers]] = WeakKeyDictionary()
         """The requests of each of these streams, by block."""
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which row of the arena each captured token of a step gets, and what leaves of it afterwards.
+"""Arena of captured rows: the row that each token of a step gets, and what leaves afterwards.
 
 Per step: `update` with what the scheduler decided, `map` before the forward or `clear` before one
 that captures nothing, `collect` after it.
@@ -41,7 +41,8 @@ first ones have time, and for the last one waits who asked."""
 
 
 class Decoding(NamedTuple):
-    """What `dest` was written for, if each request had one token; an equal step sends nothing."""
+    """The step that `dest` was written for, if each request had one token; an equal step sends
+    nothing."""
 
     req_ids: list[str]
     wanted: KeysView[str]
@@ -62,7 +63,7 @@ class Leaving(NamedTuple):
 
 
 class CaptureArena:
-    """Where taps of a worker leave captured rows.
+    """The arena, in which the taps of a worker leave captured rows.
 
     Its memory on the host is registered from the first moment, beside the loading of weights; that
     on the device exists since `allocate`.
@@ -84,11 +85,11 @@ class CaptureArena:
         if self._landing is not None and device.type == "cuda":
             self.pinning = Pinning(self._landing, device)
         self._captures: dict[str, list[CaptureGroup | None]] = {}
-        """What is captured here of each request: if the step is not split, and if it is."""
+        """Request id -> its groups here: one for steps that are not split, one for split ones."""
         self._parts_of: WeakKeyDictionary[CaptureGroup, list[CaptureGroup | None]] = (
             WeakKeyDictionary()
         )
-        """What of each of these groups is in each part; None where there is nothing."""
+        """Group of `_captures` -> the group of its rows in each part; None if it has none."""
         self._split = False
         """True if this step leaves in parts."""
         self._attention = AttentionRequests()
@@ -97,7 +98,7 @@ class CaptureArena:
         self._captured_tokens = 0
         self._decoding: Decoding | None = None
         self._last_sites: tuple[set[str], frozenset[int]] | None = None
-        """What `wanted_sites` found, and for whom, while these capture the same."""
+        """Request ids, and what `wanted_sites` found for them, while they capture the same."""
         self._pending: list[Leaving] = []
         """The parts of this step's rows."""
 
@@ -110,7 +111,7 @@ class CaptureArena:
         # The start-up check captures one token of any site, which may need several rows.
         rows = max(map(shape.arena_rows, sites), default=1)
         self.most_rows = max(config.capture_buffer_bytes // shape.row_bytes, rows)
-        """Those of the arena, of a worker that captures."""
+        """Number of rows of the arena, on a worker that captures."""
         if self.fills:
             rows = self.most_rows
         self.arena = torch.zeros(rows, hidden, dtype=shape.torch_dtype, device=device)
@@ -131,7 +132,7 @@ class CaptureArena:
         ]
         self._config.compilation_config.static_forward_context[WRITTEN] = self
         self.lenses: dict[str, FileLens] = {}
-        """Those of files, by name."""
+        """Name -> lens, of the lenses that are read from files."""
         self._outbox: Outbox | None = None
         if self.fills:
             files = config.lens_files
@@ -146,7 +147,7 @@ class CaptureArena:
         return self.fills and site in self.sites
 
     def dest_of(self, site: Site) -> torch.Tensor:
-        """Where rows of a site go: int32 [tokens], a view of `dest`."""
+        """Return the arena row of each token at a site: int32 [tokens], a view of `dest`."""
         return self.dest[self.sites[site]]
 
     def switch_of(self, site: Site) -> torch.Tensor:
@@ -218,7 +219,7 @@ class CaptureArena:
             self._captured_tokens = 1
 
     def map(self, req_ids: list[str], num_tokens: np.ndarray, positions: torch.Tensor) -> None:
-        """As `WorkerInterventions.map_rows`: write `dest`."""
+        """Write `dest` for a step, with the arguments of `WorkerInterventions.map_rows`."""
         sends = self._split or self._sender == 0
         if not self._wanted or not (sends or self._config.capture_config.shared):
             self.clear()
@@ -263,8 +264,8 @@ class CaptureArena:
     def _laid_out(
         self, members: list[tuple[CaptureGroup, str, np.ndarray]], whole: bool
     ) -> list[tuple[int, Blocks, np.ndarray]]:
-        """Where the rows of a step go, by the part in which they leave: its number, its blocks, and
-        the places in the batch of their tokens.
+        """Lay out the rows of a step by the part in which they leave: (the part's number, its
+        blocks, the places in the batch of their tokens).
 
         Args:
             members: the requests: (what it captures, request id, places of its captured tokens).
@@ -287,7 +288,7 @@ class CaptureArena:
         return parts
 
     def wrote(self, dest: torch.Tensor) -> None:
-        """As `Written.wrote`: send a part of the rows when the forward has left all of it."""
+        """Send a part of the rows when the forward has left all of it, as `Written.wrote`."""
         if not any(part.missing for part in self._pending):
             return
         # Not by its offset: compiled code makes a copy of what is not aligned.
@@ -307,7 +308,7 @@ class CaptureArena:
         return rows, Captured(positions[token_index].long(), programs)
 
     def capture_final(self, hidden_states: torch.Tensor, probed: bool) -> None:
-        """As `WorkerInterventions.capture_final`.
+        """Capture what goes to the head, if wanted, as `WorkerInterventions.capture_final`.
 
         Args:
             probed: whether this is a forward of the start-up check.
@@ -327,7 +328,7 @@ class CaptureArena:
         self._decoding, self._pending = None, []
 
     def collect(self) -> StepRows | None:
-        """As `WorkerInterventions.collect`."""
+        """Send the rows of this step to the host, as `WorkerInterventions.collect` says."""
         if not self._pending:
             return None
         pending, self._pending = self._pending, []

@@ -31,7 +31,7 @@ ROWS = 32
 PARTS = 2
 """Sums of a row: over the span, and over the rest; of factors all are in one."""
 TILE_BYTES = 32 << 10
-"""What a program loads of keys at a time, and as much of values."""
+"""Most bytes of keys that a program loads at a time, and of values as many."""
 ALONE = 256
 """The longest span, in keys, that one program reads alone where others could help it."""
 STATS = 4
@@ -39,7 +39,7 @@ STATS = 4
 
 
 class LayerTable(NamedTuple):
-    """What programs do at one layer: views of the worker's table, P programs, the first none."""
+    """Focus at one layer: views of the worker's table, P programs, of which the first is empty."""
 
     forms: torch.Tensor
     """int32 [P, 5]: the rule, how many runs, the first key of all runs and one past the last, and
@@ -51,7 +51,7 @@ class LayerTable(NamedTuple):
 
 
 class TokenTable(NamedTuple):
-    """What focused tokens are: tensors of all tokens that a step may have."""
+    """The program, request and position of tokens: tensors of all tokens that a step may have."""
 
     focus: torch.Tensor
     """int32: the program of each token, which is of one request; 0 for none."""

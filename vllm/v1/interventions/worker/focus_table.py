@@ -24,7 +24,7 @@ from vllm.v1.interventions.worker.layer_reader import LayerReader, Queriers
 from vllm.v1.interventions.worker.token_map import TokenMap
 
 _LATER = np.iinfo(np.int32).max
-"""Where runs begin and end that are none: behind all keys."""
+"""Position at which unused runs begin and end: behind all keys."""
 
 
 class FocusTable:

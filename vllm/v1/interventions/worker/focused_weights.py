@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What focus does to weights of attention, in torch: the reference of the kernel, what runs on a
+"""Effect of focus on weights of attention, in torch: the reference of the kernel, what runs on a
 CPU, and what captured weights are made by."""
 
 from collections.abc import Sequence
@@ -25,7 +25,7 @@ def normalised(logits: torch.Tensor, sinks: torch.Tensor | None) -> torch.Tensor
 
 
 class Focus(NamedTuple):
-    """What the programs of n queries do to some heads of one layer; of one program, what it does at
+    """Effect of the programs of n queries on some heads of one layer; of one program, its effect at
     any number of queries."""
 
     rules: torch.Tensor
@@ -36,7 +36,7 @@ class Focus(NamedTuple):
     numbers: torch.Tensor
     """float32 [n, heads, 1 + MAX_FACTORS]: the first is 0, the others as in `LayerTable`."""
     rule: int = 0
-    """What all rules are, where the host knows; else 0."""
+    """Value of all `rules`, where the host knows that they have one; else 0."""
 
     @staticmethod
     def of(table: LayerTable, programs: torch.Tensor, keys: int, heads: Sequence[int]) -> "Focus":
@@ -92,7 +92,7 @@ class Focus(NamedTuple):
     def _by_factors(
         self, logits: torch.Tensor, seen: torch.Tensor, sinks: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """What factors make, and which rows they change.
+        """Return the weights that factors make, and which rows they change.
 
         Args:
             seen: bool [n, 1, keys].
@@ -110,7 +110,7 @@ class Focus(NamedTuple):
     def _by_share(
         self, logits: torch.Tensor, sinks: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """What a share makes, and which rows it changes."""
+        """Return the weights that a share makes, and which rows it changes."""
         inside = self.places[:, None] == 1
         span = logits.where(inside, -torch.inf).logsumexp(-1)
         rest = logits.where(~inside, -torch.inf).logsumexp(-1)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What upstream's owners of CUDA graphs keep, and which graphs they record and when."""
+"""State that upstream's owners of CUDA graphs keep, and the graphs that they record, and when."""
 
 import copy
 from collections.abc import Iterable, Iterator
@@ -28,7 +28,7 @@ def graphs_of(graph_owner: Any) -> tuple[str, ...]:
 
 
 def no_graphs(graph_owner: Any, thinned: bool, of_pieces: bool) -> dict[str, Any]:
-    """What a graph owner has before any graph is recorded: its attributes by name.
+    """Return the attributes by name that a graph owner has before any graph is recorded.
 
     Args:
         thinned: whether its graphs are to have the sizes that `coarse` leaves.
@@ -77,9 +77,9 @@ def emptied_once() -> Iterator[None]:
 
 
 def coarse(sizes: Iterable[int]) -> list[int]:
-    """Those of graphs' sizes that code with taps has, ascending: four between a power of two and
-    the next, so that recording takes half the time, and no batch runs a graph of more than 5/4 of
-    the size that it would have had."""
+    """Return those of the graphs' sizes that code with taps has, ascending: four between a power of
+    two and the next, so that recording takes half the time, and no batch runs a graph of more than
+    5/4 of the size that it would have had."""
     kept: list[int] = []
     for size in sorted(sizes, reverse=True):
         quarter = max(1, 1 << max(0, (size - 1).bit_length() - 3))

@@ -54,7 +54,7 @@ class Pages(NamedTuple):
 
 
 class Sight(NamedTuple):
-    """What a layer does with a query's products with keys before they are weights."""
+    """Rules by which a layer makes attention weights of a query's products with keys."""
 
     scale: float
     cap: float
@@ -71,7 +71,8 @@ class Sight(NamedTuple):
 
 
 def unreadable(module: Attention | MLAAttention) -> str:
-    """Why the weights of a layer cannot be read; "" if they can, as far as its form tells."""
+    """Return why the attention weights of a layer cannot be read; "" if they can, as far as the
+    layer's form tells."""
     if isinstance(module, MLAAttention):
         latent = module.attn_backend.get_name()
         quantised = is_quantized_kv_cache(module.kv_cache_dtype)

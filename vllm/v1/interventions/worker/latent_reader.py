@@ -35,7 +35,7 @@ class LatentReader(LayerReader):
         return torch.cat([torch.einsum("nhp,hpl->nhl", plain, weight), rest], 2)
 
     def attended(self, weights: torch.Tensor, request: int, heads: Sequence[int]) -> torch.Tensor:
-        """As `LayerReader.attended`, [n, heads, v_head_dim]."""
+        """Return the sums of `LayerReader.attended`, here [n, heads, v_head_dim]."""
         latent = super().attended(weights, request, heads)
         values = self._module.get_parameter("W_UV")[list(heads)].float()
         return torch.einsum("nhl,hlv->nhv", latent, values)

@@ -33,7 +33,7 @@ class Queriers(NamedTuple):
     programs: torch.Tensor | None = None
     """int [n] there: what focus does at each query; None where there is no focus."""
     rule: int = 0
-    """As in `Focus`."""
+    """Rule of all programs, where the host knows that they have one, as in `Focus`; else 0."""
     first: int = 0
     """Number of requests before these, of all."""
 
@@ -73,15 +73,15 @@ class Queriers(NamedTuple):
                 first, done, left = first + some, own.stop, left - some
 
     def masks(self, which: range, keys: int) -> torch.Tensor:
-        """Which of the first keys are in a range of these of all requests: float32 [requests,
-        ranges, keys], 1 or 0."""
+        """Mark the keys that are in each range of the requests `which`, of the first `keys` ones:
+        float32 [requests, ranges, keys], 1 or 0."""
         bases = self.bases[which.start : which.stop, :, None]
         every = bases + torch.arange(keys, device=bases.device)
         # A range has an even number of edges, so the parity counts its own alone.
         return (torch.bucketize(every, self.edges, right=True) % 2).float()
 
     def part(self, own: slice) -> "Queriers":
-        """Those of some of the queries."""
+        """Return some of the queries, with their requests."""
         places, first, before = [], 0, self.first
         for place, count in self.places:
             inside = min(first + count, own.stop) - max(first, own.start)
@@ -123,7 +123,7 @@ class LayerReader:
         """The model's numbers of the heads here."""
 
     def within(self, heads: Sequence[int]) -> slice:
-        """Which of sorted heads of the model are here."""
+        """Return the slice of sorted heads of the model that are here."""
         return slice(bisect_left(heads, self.heads.start), bisect_left(heads, self.heads.stop))
 
     def products(

@@ -91,7 +91,8 @@ def prove_lenses(
 
 
 def _norms(model: nn.Module, layer: nn.Module) -> Iterator[Norm]:
-    """Those beside the layers and outside; first none, for a head that norms by itself."""
+    """Yield no norm, for a head that norms by itself, then the norms beside the layers and outside
+    them."""
     yield lambda rows: rows
     names = next(name for name, each in model.named_modules() if each is layer).split(".")
     for depth in range(len(names)):

@@ -17,7 +17,7 @@ from vllm.v1.interventions.reads import LensRead
 from vllm.v1.interventions.worker.lens_files import FileLens
 
 Norm = Callable[[torch.Tensor], torch.Tensor]
-"""What rows [n, hidden] pass before the head."""
+"""Function that rows [n, hidden] pass before the head."""
 
 LOGIT_BYTES = 64 << 20
 """Device memory that logits may take as float32, at a time."""
@@ -55,7 +55,7 @@ class LensReader:
         self._tokens = tokens_on_device
 
     def read(self, read: LensRead, layers: Sequence[int], rows: torch.Tensor) -> torch.Tensor:
-        """What leaves the device of rows.
+        """Return what leaves the device in place of rows.
 
         Args:
             layers: of each site.

@@ -55,17 +55,17 @@ _COMPILED = (
     "_compiled_bytecode",
     "_bytecode_hook_handle",
 )
-"""What upstream keeps of a module's compilation on the module."""
+"""Attributes of a module in which upstream keeps the module's compilation."""
 
 
 _Taps = BoundTaps | LoopedTaps | HeadTaps
 STAND_INS = 8
-"""So many steps of a size that has no graph yet run one of up to twice that size, where there is
+"""Number of steps of a size without a graph that run a graph of up to twice that size, if there is
 one: most sizes that a batch passes through are not wanted for longer, and recording stalls all."""
 
 
 class _Variant:
-    """What makes one variant, kept here while the other is in use."""
+    """State that makes one variant, kept here while another is in use."""
 
     def __init__(
         self,
@@ -79,7 +79,7 @@ class _Variant:
         self.compiled = compiled
         """Module -> its attributes named in `_COMPILED`."""
         self.sites = sites
-        """Those whose captures are in its graphs of whole forwards."""
+        """Sites whose captures are in this variant's graphs of whole forwards."""
         self.graphs: WeakKeyDictionary[Any, dict[str, Any]] = WeakKeyDictionary()
         """Attributes of each upstream owner of graphs, by name; weak, because owners replaced
         during start-up drop out."""
@@ -111,7 +111,7 @@ class ModelVariants:
         self.recorder: Callable[..., None] | None = None
         """Upstream's, of a V2 runner: records the graphs that its manager plans."""
         self._pieces: set[BatchExecutionDescriptor] = set()
-        """Which graphs of pieces with taps are recorded, where they are when needed."""
+        """Graphs of pieces with taps that are recorded, where graphs are recorded when needed."""
         self._warm: set[tuple[BatchExecutionDescriptor, frozenset[int]]] = set()
         """The graphs that can be recorded: their kernels ran, with captures of these sites."""
         self._switches = switches
@@ -296,7 +296,8 @@ class ModelVariants:
             self._on = on
 
     def _no_graphs(self, graph_owner: Any, variant: _Variant) -> dict[str, Any]:
-        """What a graph owner has before any graph of this variant is recorded."""
+        """Return the attributes that a graph owner has before any graph of this variant is
+        recorded."""
         thinned = self._coarse and variant is not self._plain
         return no_graphs(graph_owner, thinned, of_pieces=variant.sites == self._all)
 

@@ -48,15 +48,15 @@ class Outbox:
         )
         """The columns of each stream of the groups in use, on the device."""
         self._straight: list[torch.cuda.Event] = []
-        """When what leaves from the arena itself has arrived."""
+        """Events that mark that what leaves from the arena itself has arrived."""
         self._moved = 0
         """Bytes of this step in the second buffer."""
         self._sent: torch.cuda.Event | None = None
-        """When the last of what leaves from there has arrived."""
+        """Event that marks that the last of what leaves from the second buffer has arrived."""
         self.attention: BlockAttention | None = None
-        """Where attention can be read, once the KV cache exists."""
+        """Reader of attention; None until the KV cache exists."""
         self.lens: LensReader | None = None
-        """Where lenses can be read, once the norm before the head is known."""
+        """Reader of rows under lenses; None until the norm before the head is known."""
         self._rows, self._row_bytes = _bytes_of(arena), arena.shape[1] * arena.itemsize
         if self._cuda and landing is not None:
             self._leaving = torch.empty_like(self._rows[: len(self._rows) // 2])
@@ -126,8 +126,8 @@ class Outbox:
             done = stop
 
     def _made_of(self, block: Block, captured: Captured) -> Iterator[torch.Tensor]:
-        """What leaves of a block's rest: scores, sums, heads, differences, and what lenses and
-        attention make.
+        """Yield what leaves of a block's rest: scores, sums, heads, differences, and what lenses
+        and attention make.
 
         Args:
             captured: the block's tokens.
@@ -168,14 +168,15 @@ class Outbox:
                     next(reads)
 
     def _attention(self, block: Block, captured: Captured) -> Iterator[torch.Tensor]:
-        """What leaves of the attention of a block's queries, of each stream that reads it."""
+        """Return what leaves of the attention of a block's queries: one tensor for each stream that
+        reads attention."""
         if not block.group.attends:
             return iter(())
         assert self.attention is not None
         return self.attention.read(block, captured)
 
     def _under_lens(self, block: Block, stream: LocalStream, read: LensRead) -> torch.Tensor:
-        """What leaves of rows under a lens, float32 [count, sites, width] on the device."""
+        """Return what leaves of rows under a lens, float32 [count, sites, width] on the device."""
         assert self.lens is not None
         rows = torch.cat([rows for _, rows in self._rows_of(block, stream)], dim=1)
         return self.lens.read(read, [layer for layer, _ in stream.heads], rows)
@@ -183,9 +184,10 @@ class Outbox:
     def _rows_of(
         self, block: Block, stream: LocalStream, columns: torch.Tensor | None = None
     ) -> Iterator[tuple[slice, torch.Tensor]]:
-        """Which of a stream's sites, and their rows [count, number, hidden]: views of the arena in
-        the model's dtype, or of branches float32, each the difference of two rows. With `columns`
-        they are of lanes, each of which counts as a site."""
+        """Yield parts of a stream's sites, as slices, each with the rows [count, number, hidden] of
+        these sites: views of the arena in the model's dtype, or of branches float32, each the
+        difference of two rows. With `columns` the rows are of lanes, each of which counts as a
+        site."""
         done = 0
         if columns is not None:
             rows = block.heads(self._arena, columns).view(block.count, -1, self._arena.shape[1])
@@ -237,5 +239,5 @@ class Outbox:
 
 
 def _bytes_of(values: torch.Tensor) -> torch.Tensor:
-    """What a tensor holds, uint8 [n]; a view if it is contiguous."""
+    """Return the bytes of a tensor, uint8 [n]; a view if the tensor is contiguous."""
     return values.reshape(-1).view(torch.uint8)

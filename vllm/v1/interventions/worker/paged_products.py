@@ -94,7 +94,7 @@ if HAS_TRITON:
 
 
 def grouped_heads(heads: Sequence[int], group: int) -> list[tuple[int, slice]]:
-    """Which of some heads, sorted, use the same keys: (key head, where they are among `heads`)."""
+    """Group sorted heads that use the same keys: (key head, where they are among `heads`)."""
     found, done = [], 0
     for key_head, members in groupby(heads, lambda head: head // group):
         found.append((key_head, slice(done, done + len(list(members)))))

@@ -20,11 +20,11 @@ from vllm.v1.interventions.capture_groups import num_senders
 logger = init_logger(__name__)
 
 PIECE_BYTES = 64 << 20
-"""What is registered at a time. A copy must lie in one piece."""
+"""Number of bytes that are registered at a time. A copy must lie in one piece."""
 MOST_BYTES = 32 << 30
 """The most that a landing has unless it is told."""
 LEFT_SHARE = 8
-"""What part of the machine's memory is left to others, however much is wanted."""
+"""Divisor that gives the part of the machine's memory left to others, however much is wanted."""
 THREADS = min(4, max(1, len(os.sched_getaffinity(0)) // 2))
 """Number of threads that have the kernel give memory."""
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where each captured token's rows begin in the arena, at each site, on the device."""
+"""Map from captured tokens to the arena rows where they begin, at each site, on the device."""
 
 from weakref import WeakKeyDictionary
 
@@ -12,7 +12,7 @@ from vllm.v1.interventions.step_rows import Block
 
 
 class RowMap:
-    """What taps read before they write rows.
+    """First arena row of each token at each site, which taps read before they write rows.
 
     Args:
         num_sites: of this worker.

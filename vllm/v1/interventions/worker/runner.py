@@ -350,7 +350,7 @@ class WorkerInterventions:
             self._variants.choose(tapped, wanted)
 
     def need_graph(self, desc: "BatchExecutionDescriptor") -> "BatchExecutionDescriptor":
-        """As `ModelVariants.need_graph`."""
+        """Return the graph for a step, by `ModelVariants.need_graph`; `desc` without variants."""
         return desc if self._variants is None else self._variants.need_graph(desc, self.map_dummy)
 
     def forget(self) -> None:

@@ -5,10 +5,10 @@ from collections import Counter
 from collections.abc import Iterable
 
 SETS = 2
-"""So many are kept beside those that there always are."""
+"""Number of sets that are kept beside those that are never given up."""
 STEPS = 400
-"""So many steps want a set before it has graphs: the launches of other captures, 2 % of a step of
-a model of 8B, have then taken as long as recording a graph does."""
+"""Number of steps that want a set before it has graphs: the launches of other captures, 2 % of a
+step of a model of 8B, have then taken as long as recording a graph does."""
 _COUNTED = 64
 
 

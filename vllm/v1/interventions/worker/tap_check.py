@@ -309,7 +309,7 @@ def _arena(interventions: "WorkerInterventions", size: int) -> torch.Tensor:
 
 
 def _first_row(interventions: "WorkerInterventions", site: Site, row: torch.Tensor) -> torch.Tensor:
-    """What a site has in its first row of the arena: of many heads, those that lie there."""
+    """Return what a site has in its first row of the arena: of many heads, those that lie there."""
     assert interventions.shape is not None
     return row[: interventions.shape.row_width(site)]
 

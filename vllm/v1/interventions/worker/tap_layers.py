@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which modules of a loaded model are wired decoder layers."""
+"""Wired decoder layers among the modules of a loaded model."""
 
 from collections.abc import Callable, Mapping
 from operator import attrgetter

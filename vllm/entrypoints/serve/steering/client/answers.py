@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a server answers: completions, and what was captured for them."""
+"""Answers of a server: completions, and the captures that were made for them."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -48,7 +48,7 @@ class Rows:
 
 @dataclass
 class Made:
-    """What the server made of rows, in position order."""
+    """Results that the server computed from rows, in position order."""
 
     positions: np.ndarray
     """The positions of the rows, int64 [n]."""
@@ -57,7 +57,7 @@ class Made:
     versions: np.ndarray
     """The version of the global steering that each ran under, int64 [n]."""
     given: dict[str, np.ndarray]
-    """What was asked for, by name."""
+    """Name of each result that was asked for -> its values."""
 
 
 @dataclass
@@ -76,9 +76,9 @@ class Lens(Made):
 
 @dataclass
 class Attention(Made):
-    """What was asked of the attention weights of one layer, query by query. `given` has what was
-    asked for of "mass" and "peak" [n, heads, ranges], and of "top_positions" and "top_weights"
-    [n, heads, top]."""
+    """Results that were asked for of the attention weights of one layer, query by query. `given`
+    has those that were asked for among "mass" and "peak" [n, heads, ranges], and "top_positions"
+    and "top_weights" [n, heads, top]."""
 
     heads: tuple[int, ...]
     """The numbers of the heads."""
@@ -102,12 +102,12 @@ class Choice:
     attention: dict[str, dict[int | None, Attention]] = field(default_factory=dict)
     """The attention of each such capture, by layer; by None with `"sum": "all"`."""
     lenses: dict[str, dict[Site, Lens]] = field(default_factory=dict)
-    """What each such capture read under a lens, by site."""
+    """The rows under a lens of each capture for the consumer `inline`, by site."""
     stop_reason: int | str | None = None
     """The stop string, token or rule (`"rule:NAME"`) that ended it."""
     rules: dict[str, Any] = field(default_factory=dict)
-    """What came of each rule, by name, once the choice has ended: {"fired_at", ...}; None for one
-    of the operator that fired."""
+    """The outcome of each rule, by name, once the choice has ended: {"fired_at", ...}; None for a
+    rule of the operator that fired."""
     capture_results: dict[str, Any] = field(default_factory=dict)
     """The result of each consumer as the server sent it, {"status", "error", "payload"}, by name.
     The status is None before the last chunk of a stream."""

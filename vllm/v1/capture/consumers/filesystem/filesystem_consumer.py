@@ -59,7 +59,8 @@ MAX_METADATA = 16 << 10
 """The most bytes of a request's metadata, as JSON."""
 
 LOCK = ".lock"
-"""What upstream's reader appends to the path of a file, for a lock that is free from the start."""
+"""Suffix that upstream's reader appends to a file's path to find a lock, which is free from the
+start."""
 
 _FIELDS = ("request_id", "tag", "layout", "metadata")
 

@@ -18,9 +18,10 @@ class FilesystemCaptureRequest(Mapping[str, Any]):
     hooks: Mapping[str, Any] | None = None
     """The layers of each point to capture, `{point: layers}`."""
     attention: Mapping[str, Any] | None = None
-    """What to capture of attention weights, in place of `hooks` and `positions`."""
+    """Fields that say what to capture of attention weights, in place of `hooks` and `positions`."""
     positions: Any = None
-    """Which positions; "last_prompt" where none are given, but with `attention`, which has none."""
+    """Positions to capture; "last_prompt" where none are given, except with `attention`, which has
+    none."""
     lane: int | None = None
     """The lane to capture, where the stream has several; None for all."""
     request_id: str | int | None = None
