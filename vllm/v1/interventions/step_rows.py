@@ -40,7 +40,7 @@ class Block:
         self.ranges: list[list[KeyRanges]] = []
         """Key ranges of each request, for each stream that has any, where attention is read."""
         self.stop = 0
-        """There, one past the last position of this step, or more."""
+        """One past the last position that this step computes for these requests, or more."""
 
     def of(self, arena: torch.Tensor, first: int, number: int, begins: int = 0) -> torch.Tensor:
         """Rows of neighbouring sites of the residual stream, all of them raw or none: [count,
