@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which tests a tier has; and a module without a tier is an error that says what to do."""
+"""Tests of each tier; a module without a tier is an error that says what to do; and the programs
+that make runs set their process up before they import vLLM."""
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -52,3 +54,52 @@ def test_a_module_without_a_tier(tmp_path: Path) -> None:
     got = collected(tmp_path, TESTS)
     assert got.returncode != 0
     assert "test_it.py is in no tier: put `pytestmark = pytest.mark.quick`" in got.stderr
+
+
+def prepared() -> list[str]:
+    """Modules that make runs, and that prepare an environment."""
+    names = re.findall(r"-m (tests[\w.]*)", (ROOT / "Makefile").read_text())
+    files = {name: ROOT / name.replace(".", "/") for name in names}
+    sources = {
+        name: (path / "__main__.py" if path.is_dir() else path.with_suffix(".py")).read_text()
+        for name, path in files.items()
+    }
+    return [name for name, source in sources.items() if "prepare_environment(" in source]
+
+
+UNTIL_PREPARED = """
+import runpy, sys
+from tests.conformance import engine
+
+def prepare(*given, really=engine.prepare_environment):
+    really(*given)
+    sys.exit("prepared")
+
+engine.prepare_environment = prepare
+sys.argv = [sys.argv[1]]
+{late}
+runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
+"""
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", prepared())
+def test_programs_prepare_before_they_import(name: str) -> None:
+    """With a twin that imports vLLM first."""
+    ends = []
+    for late in ("", "import vllm"):
+        code = UNTIL_PREPARED.format(late=late)
+        done = subprocess.run(
+            [sys.executable, "-c", code, name],
+            cwd=ROOT,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        ends.append(done.stderr.strip().splitlines()[-1])
+    assert ends[0] == "prepared"
+    assert "call it first" in ends[1]
+
+
+def test_programs_are_found() -> None:
+    assert {"tests.http.fuzz", "tests.peers.lens_fuzz", "tests.mutations"} <= set(prepared())

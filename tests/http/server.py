@@ -22,8 +22,6 @@ import transformers
 from tokenizers import Regex, Tokenizer, decoders, pre_tokenizers
 from tokenizers.models import WordLevel
 
-import vllm
-
 if TYPE_CHECKING:
     from tests.conftest import TinyModels
 
@@ -100,6 +98,8 @@ def start(
     base: tuple[str, ...] = OPTIONS,
 ) -> subprocess.Popen[bytes]:
     """`vllm serve` in a process of its own, which writes to `log`."""
+    import vllm  # late: `tests.http.fuzz` prepares its environment first
+
     settings = {
         **os.environ,
         "PYTHONPATH": str(Path(vllm.__file__).parents[1]),

@@ -19,6 +19,11 @@ import httpx
 import msgspec
 import torch
 
+from tests.conformance.engine import prepare_environment
+
+if __name__ == "__main__":
+    prepare_environment("v1")  # before vLLM is imported
+
 from tests.http import fuzz
 from tests.http.server import greedy
 from tests.support.plans import SHAPE
@@ -135,7 +140,4 @@ async def main(count: int) -> None:
 
 
 if __name__ == "__main__":
-    from tests.conformance.engine import prepare_environment
-
-    prepare_environment("v1")
     asyncio.run(main(int(sys.argv[1]) if len(sys.argv) > 1 else 10_000))
