@@ -6,7 +6,7 @@ RUN := .venv/bin/python
 export PYTHONDONTWRITEBYTECODE :=
 OURS := setup.py vllm tools patches tests demo examples benchmarks
 
-.PHONY: help install test test-full test-long test-models workloads lint format fuzz mutations demo playground tree diffstat native wheel clean
+.PHONY: help install test test-full test-long test-models workloads lint format fuzz mutations demo playground tree diffstat docs-stats native wheel clean
 .DEFAULT_GOAL := help
 
 help: ## this list
@@ -34,7 +34,7 @@ endef
 test: install lint ## install, lint, the quick tests on both model runners (ARGS='-k name' for some)
 	$(call run_tests,quick)
 
-test-full: install lint ## the same with all tests but the long ones: what CI runs (40 to 65 minutes)
+test-full: install lint ## the same with all tests but the long ones: what CI runs (50 to 80 minutes on 2 cores)
 	$(call run_tests,full)
 
 test-models: install ## every architecture against transformers (half an hour), into docs/models.md
@@ -76,6 +76,9 @@ tree: install ## leave build/tree, the fork as four git commits, for reading
 
 diffstat: install ## how little the fork changes
 	@$(RUN) -m tools diffstat
+
+docs-stats: install ## words of each page, and its budget
+	@$(RUN) -m tools.docs_stats
 
 # The ops are found by engines without torch.compile; without them taps use torch and Triton.
 native: install ## build csrc/ into the live tree (optional; needs CMake and a C++ compiler, for GPUs nvcc)
