@@ -33,6 +33,9 @@ def test_tutorial_program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     printed = run("".join(here), model, tmp_path, multiprocess=False)
     assert re.search(r"^held True layer \d scale", printed, re.M), printed
     assert "Sweep of post_block" in printed
+    assert re.search(r"^caa \S|^caa  ", printed, re.M), printed
+    [score] = re.findall(r"^probe tensor\(\[(-?\d+\.\d+)\]\)", printed, re.M)
+    assert float(score) > 0, printed
     texts = said_by_scale(printed)
     assert len(texts) == 3 and texts["-1.0"] != texts["+1.0"]
     assert "saved ['straight.safetensors']" in printed
