@@ -24,7 +24,7 @@ BUDGETS = {
     "docs/http.md": 1250,
     "docs/performance.md": 900,
     "docs/playground.md": 650,
-    "docs/reliability.md": 400,
+    "docs/reliability.md": 500,
     "docs/scale.md": 450,
     "docs/steering.md": 1300,
     "docs/tutorial.md": 800,

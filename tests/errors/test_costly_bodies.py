@@ -215,6 +215,21 @@ def test_a_step_is_told_what_its_queries_cost() -> None:
     assert key_weights(ranges=64, give=["peak", "top"], top=3) == 4 * 66
 
 
+def test_exceptions_are_charged_and_taken_away_at_once() -> None:
+    """Twice as many cost twice as much: no union grows with each of them."""
+
+    def of(count: int) -> dict[str, Any]:
+        return capture(["all", *({"except": [2 * p + 1]} for p in range(count))])
+
+    half, whole = Cost(of(1000)), Cost(of(2000))
+    assert half.plan is not None and whole.plan is not None
+    assert whole.calls < 2.5 * half.calls
+    odd = {"except": {"start": 1, "step": 2}}
+    assert Cost(capture(["all", *[odd] * 8])).plan is not None
+    refused = Cost(capture(["all", *[odd] * 64])).error
+    assert ".except: takes the request past max_request_work" in refused
+
+
 def under_lens(positions: Any, **lens: Any) -> dict[str, Any]:
     asked = {"hooks": {"post_block": "all"}, "positions": positions}
     return {"capture": {"inline": {**asked, "lens": {"name": "logit", "top_k": 1, **lens}}}}
@@ -263,6 +278,20 @@ def test_many_programs_of_many_operations_are_charged_before_they_are_made() -> 
     for refused in (often, tight):
         assert "steering: takes the request past max_request_work" in refused.error
     assert tight.peak + 200_000 < allowed.peak
+
+
+def test_operations_on_heads_are_charged_as_they_are_read() -> None:
+    """They may be any number, as they come to one factor a head; thousands are too much to read."""
+    config = config_of(WITH_HEADS, steering_families=["scale"], steering_points=["z"])
+    entry = {"op": "scale", "point": "z", "layers": "all", "factor": 0.5}
+
+    def of(count: int) -> Cost:
+        return Cost({"steering": [entry] * count}, config=config, prompt=PROMPT)
+
+    assert of(100).plan is not None
+    costly, twice = of(20_000), of(40_000)
+    assert "steering[" in costly.error and "takes the request past" in costly.error
+    assert twice.calls < 1.1 * costly.calls
 
 
 def modules(scale: float) -> dict[str, Any]:

@@ -25,6 +25,7 @@ from vllm.entrypoints.pooling.embed.protocol import (
     EmbeddingCompletionRequest,
 )
 from vllm.entrypoints.scale_out.token_in_token_out.protocol import GenerateRequest
+from vllm.entrypoints.serve.steering import body as body_module
 from vllm.entrypoints.serve.steering.access import SteeringAccess
 from vllm.entrypoints.serve.steering.body import UnservedField, asked_fields
 from vllm.entrypoints.serve.steering.client.requests import generation_call
@@ -144,6 +145,25 @@ def test_a_misspelt_sampling_parameter() -> None:
     body = {"token_ids": [1], "sampling_params": {"max_tokens": 1, "captures": {}}}
     with pytest.raises(UnservedField, match=r"^sampling_params.captures: is not a field"):
         GenerateRequest(**body)  # type: ignore[arg-type]
+
+
+def test_few_names_are_compared_letter_by_letter(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of a body, if it has few: objects in it may be thousands. With a twin that compares."""
+    compared = []
+
+    def counted(name: str, *given: Any) -> list[str]:
+        compared.append(name)
+        return []
+
+    monkeypatch.setattr(body_module, "get_close_matches", counted)
+    names: dict[str, Any] = {f"srotcev_gnireets{n}": 0 for n in range(body_module.MOST_UNKNOWN)}
+    tool = {"type": "function", **names, "function": {"name": "f", **names}}
+    said: dict[str, Any] = {"model": "m", "messages": SAID}
+    ChatCompletionRequest(**said, tools=[tool] * 50, tool_choice="none")
+    ChatCompletionRequest(**{**said, **names, "one_more": 0})
+    assert not compared
+    ChatCompletionRequest(**said, **names)
+    assert sorted(compared) == sorted(names)
 
 
 @pytest.mark.parametrize("field", ["some_other_field", "streaming", "features", "caption", "x" * 9])

@@ -39,7 +39,7 @@ ALIKE = 0.75
 """Likeness that an unknown field and one of ours must have, as `difflib` measures it, to be meant
 for it. "streaming" is as like "steering" as 0.71."""
 
-MOST_UNKNOWN = 200
+MOST_UNKNOWN = 16
 """With more unknown fields a body is no slip of a pen, and comparing takes time."""
 
 
@@ -53,13 +53,15 @@ class UnservedField(VLLMValidationError):
         return str(self.args[0])
 
 
-def refuse_unserved(extra: Mapping[str, Any], served: bool) -> None:
+def refuse_unserved(extra: Mapping[str, Any], served: bool, is_body: bool = True) -> None:
     """Refuse a body with fields that its endpoint would ignore.
 
     Args:
         extra: the fields of the body that its model does not have.
         served: whether the model's endpoint takes the fields; what they say to other tools is then
             left to it.
+        is_body: whether these are fields of a body, and not of an object in it: a body may have
+            any number of objects, so names in these are not compared letter by letter.
 
     Raises:
         UnservedField: there is such a field, one of another tool, or one whose name is nearly that
@@ -70,7 +72,8 @@ def refuse_unserved(extra: Mapping[str, Any], served: bool) -> None:
             if field in extra:
                 _unserved(field, field)
         _refuse_found(peers.foreign(extra) or peers.nested(extra))
-    refuse_misspelt(extra.keys())
+    if is_body:
+        refuse_misspelt(extra.keys())
 
 
 def _refuse_found(found: peers.Found | None) -> None:

@@ -57,7 +57,7 @@ def add_capture_results(choice: BaseModel, output: "CompletionOutput") -> None:
     shown = {
         name: result
         for name, result in output.capture_results.items()
-        if finished or _rows_of(result.payload)
+        if finished or _has_rows(result.payload)
     }
     if shown:
         # The models of choices keep extra fields, so nothing is added where nothing is captured.
@@ -154,7 +154,7 @@ async def written_chunk(chunk: "Chunk") -> str:
 
 def has_rows(output: "CompletionOutput") -> bool:
     """Tell whether a chunk has rows, so that it must be sent even without text."""
-    return any(_rows_of(result.payload) for result in (output.capture_results or {}).values())
+    return any(_has_rows(result.payload) for result in (output.capture_results or {}).values())
 
 
 def _result(result: CaptureResult, finished: bool) -> dict[str, Any]:
@@ -178,11 +178,11 @@ def _result(result: CaptureResult, finished: bool) -> dict[str, Any]:
     }
 
 
-def _rows_of(payload: Any) -> int:
-    """Count the rows of a payload, over all sites."""
+def _has_rows(payload: Any) -> bool:
+    """Tell whether a payload has rows at a site; the rows of later sites are not made for it."""
     if not isinstance(payload, Mapping):
-        return 0
-    return sum(len(rows) for rows in payload.values() if isinstance(rows, _INLINE))
+        return False
+    return any(isinstance(rows, _INLINE) and len(rows) for rows in payload.values())
 
 
 def _rows(point: str, layer: int | None, rows: _INLINE) -> dict[str, Any]:

@@ -29,13 +29,13 @@ class _Rows:
     positions: np.ndarray
     token_ids: np.ndarray
     versions: np.ndarray
-    streams: list[tuple[list[Site], StreamRows]]
-    """Each with its sites."""
+    streams: list[tuple[Mapping[Site, int], StreamRows]]
+    """Each with the indices of its sites."""
     selection: Selection
     forms: Mapping[int, AttentionForm]
 
     def _values(self, site: Site) -> Callable[[], torch.Tensor]:
-        of_site = (partial(r.site, s.index(site)) for s, r in self.streams if site in s)
+        of_site = (partial(r.site, s[site]) for s, r in self.streams if site in s)
         return next(of_site)
 
     def captured(self, site: Site) -> CapturedRows:
@@ -88,6 +88,8 @@ class RowCollector:
     ) -> None:
         self._plan, self._forms, self._threads, self._memory = plan, forms, threads, memory
         self._prompt_token_ids = prompt_token_ids
+        self._places = [{site: i for i, site in enumerate(s.sites)} for s in plan.streams]
+        """The index of each site in its stream."""
         self._selected = {
             name: Selected(plan.consumers[name], len(prompt_token_ids)) for name in consumers
         }
@@ -226,7 +228,7 @@ class RowCollector:
     ) -> SiteRows[Any]:
         at_each = map(token_ids.__getitem__, positions.tolist())
         ids = np.fromiter(at_each, np.int64, len(positions))
-        selection, streams = selected.selection, list[tuple[list[Site], StreamRows]]()
+        selection, streams = selected.selection, list[tuple[Mapping[Site, int], StreamRows]]()
         for index in selection.streams:
             stream, number = self._plan.streams[index], len(self._plan.streams)
             dtype, copied = dtype_of(stream.dtype), (self._threads, self._memory)
@@ -235,7 +237,7 @@ class RowCollector:
                 none = integers(torch.empty(0, len(stream.sites), stream.width, dtype=dtype))
                 nothing = [Piece(at, at, [[none]], slice(None))]
                 rows = StreamRows(nothing, 0, 1, dtype, at, *copied)
-            streams.append((stream.sites, rows))
+            streams.append((self._places[index], rows))
         made = _Rows(positions, ids, versions, streams, selection, self._forms)
         if isinstance(selection.reads, LensRead):
             return SiteRows(selection.sites, made.under_lens)
@@ -252,7 +254,7 @@ class RowCollector:
         ids = np.array([self._prompt_token_ids[i] for i in at], dtype=np.int64)
         none = torch.empty(0, len(stream.sites), stream.width)
         rows = none if value is None else value[None]
-        index = {site: i for i, site in enumerate(stream.sites)}
+        index = self._places[selected.selection.streams[0]]
         heads = selected.selection.heads
         versions = np.full(len(at), mean.version, dtype=np.int64)
         return SiteRows(

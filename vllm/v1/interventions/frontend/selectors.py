@@ -138,7 +138,7 @@ class Selector:
         self._length = len(prompt.token_ids)
         self._end = self._length + prompt.max_tokens - 1
         self._named: list[Run] = []
-        self._excepted = Positions()
+        self._excepted: list[Run] = []
         self.wants_last_generated = False
         """True if it was named; which position it is, is known only when the request has ended."""
         self.wants_all_generated = False
@@ -151,7 +151,7 @@ class Selector:
     @property
     def named(self) -> Positions:
         """The positions said outright: by number, range, text or token ids."""
-        return Positions(self._named) - self._excepted
+        return Positions(self._named) - Positions(self._excepted)
 
     def resolve(self, value: Any, path: str) -> Positions:
         """The positions a value means; maybe none: "all_generated" where one token is generated.
@@ -186,14 +186,17 @@ class Selector:
                 runs += self._entry(entry, f"{path}[{i}]")
         if self._excepted and self.wants_last_generated:
             reject(path, "'last_generated' and 'except' cannot be told apart before the end")
-        return Positions(runs) - self._excepted if self._excepted else Positions(runs)
+        return Positions(runs) - Positions(self._excepted)
 
     def _except(self, value: Any, path: str) -> None:
         other = Selector(self._prompt)
         entries = plain_list(value)
         if any(isinstance(e, Mapping) and "except" in e for e in entries or ()):
             reject(path, "is an 'except' inside an 'except'")
-        self._excepted = self._excepted | other.resolve(value, path)
+        runs = other.resolve(value, path).runs()
+        # A union of all at the end: one after the other, n of them would take n squared steps.
+        self._prompt.work.charge(len(runs), Unit.ENTRY, path)
+        self._excepted += runs
         self.wants_last_generated |= other.wants_last_generated
 
     def _entry(self, value: Any, path: str) -> list[Run]:

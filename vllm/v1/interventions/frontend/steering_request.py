@@ -124,6 +124,9 @@ class _Request:
         focus = FocusParser(self._shape, families, self._select, self._prompt)
 
         def focused(entry: Any, path: str) -> bool:
+            # Reading an entry looks at each layer, where it names all, more than once.
+            self._prompt.work.charge(1, Unit.SEGMENT, path)
+            self._prompt.work.charge(2 * len(self._shape.points), Unit.CELL, path)
             if is_focus(entry):
                 self._segments.focused.append(focus.parse(entry, path))
             else:
