@@ -48,6 +48,7 @@ def counted(root: Path = ROOT) -> dict[str, int]:
 
 
 def main() -> int:
+    """Print the words of each page; exit status 1 if a page has more than its budget."""
     found = counted()
     for page, count in found.items():
         print(f"{count:6} of {BUDGETS[page]:6}  {page}")

@@ -157,7 +157,7 @@ def test_few_names_are_compared_letter_by_letter(monkeypatch: pytest.MonkeyPatch
 
     monkeypatch.setattr(body_module, "get_close_matches", counted)
     names: dict[str, Any] = {f"srotcev_gnireets{n}": 0 for n in range(body_module.MOST_UNKNOWN)}
-    tool = {"type": "function", **names, "function": {"name": "f", **names}}
+    tool: Any = {"type": "function", **names, "function": {"name": "f", **names}}
     said: dict[str, Any] = {"model": "m", "messages": SAID}
     ChatCompletionRequest(**said, tools=[tool] * 50, tool_choice="none")
     ChatCompletionRequest(**{**said, **names, "one_more": 0})
