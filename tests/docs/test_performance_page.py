@@ -78,6 +78,7 @@ def test_engines_in_processes_of_their_own_are_listed_apart() -> None:
     )
     before, after = page.split("## Time per output token, engine in a process of its own")
     assert "a.json" in after.split("\n## ")[0] and "a.json" not in before
+    assert "a.json" not in page.split("## More runs")[1]
 
 
 def test_headlines_are_twelve() -> None:
