@@ -3,11 +3,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
 import sys
+from collections.abc import AsyncGenerator
 from dataclasses import replace
 from pathlib import Path
-from types import FrameType
+from types import FrameType, SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -16,7 +18,12 @@ import pytest
 from tests.errors.sweeps import ADD, plan
 from vllm.entrypoints.serve.steering.sweep_plan import NOISE_CELLS, Grid
 from vllm.entrypoints.serve.steering.sweep_request import MOST_CELLS
+from vllm.entrypoints.serve.steering.sweep_run import MOST_HOLDING, SweepRun, SweepSlots
+from vllm.logprobs import Logprob
+from vllm.outputs import CompletionOutput
 from vllm.pilot.patching import _read
+from vllm.v1.capture import CaptureResult
+from vllm.v1.capture.results import SiteRows
 
 pytestmark = pytest.mark.quick
 
@@ -95,3 +102,49 @@ def test_a_grid(metric: str, tmp_path: Path) -> None:
     assert said[1] == f"  post_attn 3 position 0 'a': {strongest:+.3f}" and len(said) == 6
     found.draw(tmp_path / "map.svg")
     assert (tmp_path / "map.svg").stat().st_size > 1000
+
+
+class Engine:
+    """An engine that answers at once: a token's log probability, and rows where these are asked."""
+
+    vllm_config = SimpleNamespace(scheduler_config=SimpleNamespace(max_num_seqs=8))
+
+    async def generate(self, *args: Any, **kwargs: Any) -> AsyncGenerator[Any]:
+        await asyncio.sleep(0)
+        logprobs = [{token: Logprob(-1.0) for token in (100, 101)}]
+        made = SiteRows([], lambda site: site)
+        rows = {"inline": CaptureResult("ok", None, made)}
+        output = CompletionOutput(0, "", [100], None, logprobs, capture_results=rows)
+        yield SimpleNamespace(outputs=[output])
+
+
+def test_sweeps_that_hold_rows_wait_for_their_turn() -> None:
+    """So that any number of sweeps holds a bounded number of bytes."""
+
+    async def turns() -> tuple[list[bool], list[bool], list[bool]]:
+        engine: Any = Engine()
+        slots = SweepSlots(engine)
+        prompt: Any = {}
+        clean = replace(plan(), patches=False)
+        holding = [
+            SweepRun(engine, slots, clean, prompt, prompt, None) for _ in range(MOST_HOLDING + 3)
+        ]
+        others = [SweepRun(engine, slots, plan(**ADD), prompt, None, None) for _ in range(3)]
+        begun = [asyncio.create_task(one.begin()) for one in holding]
+        free = [asyncio.create_task(one.begin()) for one in others]
+        await asyncio.sleep(0.2)
+        before = [task.done() for task in begun]
+        begun[MOST_HOLDING].cancel()  # while it waits
+        cells = holding[0].cells()
+        with pytest.raises(KeyError):  # its rows have no site
+            await anext(cells)
+        await asyncio.sleep(0.2)
+        after = [task.done() for task in begun]
+        begun[-1].cancel()
+        await asyncio.gather(*begun, return_exceptions=True)
+        return before, [task.done() for task in free], after
+
+    before, others, after = asyncio.run(turns())
+    assert before == [True] * MOST_HOLDING + [False] * 3
+    assert others == [True] * 3
+    assert after == [True] * (MOST_HOLDING + 2) + [False]

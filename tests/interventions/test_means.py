@@ -12,9 +12,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.support.collecting import texts_of
 from tests.support.plans import HIDDEN, SHAPE
 from vllm.v1.capture.copies import CopyThreads
 from vllm.v1.capture.registry import ConsumerSpec
+from vllm.v1.capture.results import merged
 from vllm.v1.capture.transport.feed import Feed, request_info
 from vllm.v1.capture.transport.mean import Mean
 from vllm.v1.engine import EngineCoreOutput
@@ -99,7 +101,7 @@ class Way:
         self.plan, self.rows = plan, rows
         self.state = RequestInterventions(Plan(capture=plan), PROMPT, None)
         inline = [name for name in plan.consumers if name.startswith("inline")]
-        self.collector = RowCollector(plan, IDS, inline, {}, HERE, KeptMemory())
+        self.collector = RowCollector(plan, IDS, inline, {}, HERE, KeptMemory(), texts_of)
         self.feed = Feed(plan, "files", IDS, HERE) if "files" in plan.consumers else None
         self.runs: dict[Any, Run] = {}
 
@@ -236,9 +238,13 @@ def test_before_its_end_a_mean_is_none() -> None:
     for finished in (False, True):
         result = running.collector.results([], finished=finished, aborted=True, only_new=True)
         assert {len(rows) for rows in result["inline"].payload.values()} == {0}
+    unread = running.collector.results([], finished=False, aborted=False, only_new=True)
     assert result["inline"].status == "partial_error"
     assert result["inline"].error is not None and "before 6 of 13 rows" in result["inline"].error
     running.step(running.chunk(7, PROMPT), PROMPT + 1)
-    done = running.collector.results([9], finished=True, aborted=False, only_new=True)["inline"]
+    last = running.collector.results([9], finished=True, aborted=False, only_new=True)
+    together = merged(unread, last)
+    assert together is not None
+    done = together["inline"]
     assert done.status == "ok" and len(done.payload["post_block", 0]) == 1
     assert done.payload["post_block", 0].values.isfinite().all()

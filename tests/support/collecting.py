@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -14,7 +15,7 @@ from vllm.v1.capture.copies import CopyThreads
 from vllm.v1.capture.registry import ConsumerSpec
 from vllm.v1.interventions.frontend.capture_request import parse_capture
 from vllm.v1.interventions.frontend.kept_memory import KeptMemory
-from vllm.v1.interventions.frontend.row_collector import RowCollector
+from vllm.v1.interventions.frontend.row_collector import RowCollector, Texts
 from vllm.v1.interventions.frontend.selectors import Prompt
 from vllm.v1.interventions.frontend.work import Work
 from vllm.v1.interventions.messages import CapturedChunk
@@ -32,22 +33,29 @@ def specs_of(*names: str) -> dict[str, ConsumerSpec]:
     return {name: ConsumerSpec(name) for name in names}
 
 
-def plan_for(positions: Any, shape: TapShape = SHAPE, **more: Any) -> CapturePlan:
+def plan_for(
+    positions: Any, shape: TapShape = SHAPE, max_tokens: int = MAX_TOKENS, **more: Any
+) -> CapturePlan:
     consumers = {"inline": {"hooks": HOOKS, "positions": positions}}
     consumers |= {name: {"hooks": HOOKS, "positions": p} for name, p in more.items()}
     plan = parse_capture(
         consumers,
         "capture",
         shape,
-        Prompt([0] * PROMPT, MAX_TOKENS, None, Work(1 << 23)),
+        Prompt([0] * PROMPT, max_tokens, None, Work(1 << 23)),
         specs_of(*consumers),
     )
     assert plan is not None
     return plan
 
 
-def collector_for(plan: CapturePlan) -> RowCollector:
-    return RowCollector(plan, PROMPT_IDS, plan.consumers, {}, CopyThreads("test"), KeptMemory())
+def texts_of(token_ids: Sequence[int]) -> list[str]:
+    return [f"t{one}" for one in token_ids]
+
+
+def collector_for(plan: CapturePlan, texts: Texts = texts_of) -> RowCollector:
+    copied = CopyThreads("test"), KeptMemory()
+    return RowCollector(plan, PROMPT_IDS, plan.consumers, {}, *copied, texts)
 
 
 def chunk(

@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.support.plans import GAPS, HIDDEN, SHAPE, config_of, plan_of
+from vllm.sampling_params import RequestOutputKind
 from vllm.v1.capture.registry import ConsumerSpec
 from vllm.v1.interventions.frontend.capture_request import parse_capture
 from vllm.v1.interventions.frontend.selectors import Prompt
@@ -272,3 +273,19 @@ def test_a_selection_of_many_parts_is_resolved_soon() -> None:
     positions = ["last_prompt", *range(0, 2 * (HUGE - 3), 2)]
     assert len(select(positions, prompt=3 * HUGE).runs) == 2 * len(positions)
     assert time.process_time() - began < 5
+
+
+def test_what_each_chunk_of_a_stream_takes_is_charged() -> None:
+    """By sites and completions, where generated rows leave in the chunks of an answer."""
+    layers = {point: "all" for point in ("pre_attn", "post_block")}
+    n = (1 << 23) // (Unit.WRITTEN * 2 * len(SHAPE.points))
+
+    def streamed(n: int, kind: RequestOutputKind, positions: str) -> None:
+        value = {"inline": {"hooks": layers, "positions": positions}}
+        plan_of(capture=value, n=n, output_kind=kind, max_tokens=3)
+
+    streamed(n // 2, RequestOutputKind.DELTA, "all_generated")
+    streamed(n + 1, RequestOutputKind.FINAL_ONLY, "all_generated")
+    streamed(n + 1, RequestOutputKind.DELTA, "all_prompt")
+    with pytest.raises(ValueError, match=r"capture\.inline: takes the request past max_request"):
+        streamed(n + 1, RequestOutputKind.DELTA, "all_generated")

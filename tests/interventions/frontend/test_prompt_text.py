@@ -10,6 +10,7 @@ import time
 from itertools import accumulate, pairwise
 from typing import Any, cast
 
+import numpy as np
 import pytest
 from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
@@ -19,7 +20,8 @@ from transformers import PreTrainedTokenizerFast
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from vllm.tokenizers import TokenizerLike
-from vllm.v1.interventions.frontend.prompt_text import BROKEN, decoded, occurrences
+from vllm.v1.interventions.frontend import prompt_text
+from vllm.v1.interventions.frontend.prompt_text import BROKEN, decoded, last_place, occurrences
 from vllm.v1.interventions.frontend.selectors import Prompt, Selector
 from vllm.v1.interventions.frontend.work import Unit, Work
 
@@ -126,7 +128,7 @@ def test_byte_level(texts: tuple[str, str], cuts: set[int], which: str) -> None:
     text, part = texts
     pieces = cut(text.encode(), cuts)
     tokenizer, token_ids = byte_level(pieces)
-    assert decoded(token_ids, tokenizer).text == text
+    assert decoded(token_ids, tokenizer, Work(1 << 23), "p").text == text
     assert select(tokenizer, token_ids, text=part, which=which) == touched(
         text, part, pieces, which
     )
@@ -139,7 +141,7 @@ def test_byte_fallback(texts: tuple[str, str], whole: list[bool], which: str) ->
     text, part = texts
     pieces = by_character(text, whole)
     tokenizer, token_ids = byte_fallback(pieces)
-    assert decoded(token_ids, tokenizer).text == text
+    assert decoded(token_ids, tokenizer, Work(1 << 23), "p").text == text
     assert select(tokenizer, token_ids, text=part, which=which) == touched(
         text, part, pieces, which
     )
@@ -204,10 +206,11 @@ def test_a_decoder_that_treats_the_first_token_in_another_way() -> None:
         [decoders.Replace("▁", " "), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
     )
     tokenizer = tokenizer_of(["▁The", "▁cat", "s"], decoder, ["<s>"])
-    assert decoded([0, 1, 2, 1], tokenizer).text == "The cats cat"
+    assert decoded([0, 1, 2, 1], tokenizer, Work(1 << 23), "p").text == "The cats cat"
     assert select(tokenizer, [0, 1, 2, 1], text=" cat") == [1, 3]
-    assert decoded([3, 0, 1], tokenizer).text == "<s> The cat"
-    assert decoded([0, 900, 900, 1], tokenizer).text == "The cat"  # 900 has no text
+    assert decoded([3, 0, 1], tokenizer, Work(1 << 23), "p").text == "<s> The cat"
+    without_text = [0, 900, 900, 1]
+    assert decoded(without_text, tokenizer, Work(1 << 23), "p").text == "The cat"
     assert select(tokenizer, [3, 0, 1], text=" The") == [1]
 
 
@@ -215,7 +218,7 @@ def test_tokens_without_text() -> None:
     """Placeholders of images have ids that no tokenizer knows; they do not hide what is around."""
     tokenizer, (a, b) = byte_level([b" one", b" two"])
     holes = [900] * 50
-    assert decoded([*holes, a, *holes, b, *holes], tokenizer).text == " one two"
+    assert decoded([*holes, a, *holes, b, *holes], tokenizer, Work(1 << 23), "p").text == " one two"
     assert select(tokenizer, [*holes, a, *holes, b], text=" two") == [101]
     assert select(tokenizer, [*holes, a, *holes, b], text="one two") == [50, 101]
 
@@ -268,6 +271,42 @@ def test_a_long_prompt_is_decoded_and_searched_soon() -> None:
     with pytest.raises(ValueError, match="is not in the prompt"):
         Selector(prompt).resolve({"text": "a" * 15_000 + "c"}, "p")
     assert time.process_time() - began < 30
+
+
+def test_decoding_is_charged_before_it_is_done() -> None:
+    """By token, and for each call of the tokenizer where a character is spread over tokens."""
+    tokenizer, whole = byte_level([b"a", b" b", b"\xc3\xa9"] * 40)
+    most = len(whole) * Unit.DECODED
+    assert decoded(whole, tokenizer, Work(most), "p").text == "a b\xe9" * 40
+    with pytest.raises(ValueError, match="p: takes the request past max_request_work"):
+        decoded(whole, tokenizer, Work(most - 1), "p")
+    tokenizer, spread = byte_level([b"a", b"\xf0", b"\x9f\x98", b"\x80"] * 30)
+    with pytest.raises(ValueError, match="p: takes the request past max_request_work"):
+        decoded(spread, tokenizer, Work(most), "p")
+    calls = 4 * len(spread)
+    text = decoded(spread, tokenizer, Work(most + calls * Unit.ALONE), "p").text
+    assert text == "a\U0001f600" * 30
+
+
+def test_tokens_decoded_at_once_are_what_they_are_one_by_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for make in (byte_level, byte_fallback):
+        pieces = [b"a", b" b", b"\xe2", b"\x82", b"\xac", b" ", b"a", b"\xff", b"c"] * 5
+        tokenizer, token_ids = make(pieces)
+        at_once = decoded(token_ids, tokenizer, Work(1 << 23), "p")
+        with monkeypatch.context() as alone:
+            alone.setattr(prompt_text, "_at_once", lambda *args: {})
+            slowly = decoded(token_ids, tokenizer, Work(1 << 23), "p")
+        assert at_once.text == slowly.text and "a b" in at_once.text
+        assert np.array_equal(at_once.starts, slowly.starts)
+        assert np.array_equal(at_once.ends, slowly.ends)
+        assert not np.array_equal(at_once.starts, at_once.ends)
+
+
+@given(st.text("ab"), st.text("ab", min_size=1))
+def test_last_place(text: str, part: str) -> None:
+    assert last_place(text, part) == text.rfind(part)
 
 
 def test_searches_of_a_request_are_counted_together() -> None:

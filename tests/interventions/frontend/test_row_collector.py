@@ -4,7 +4,10 @@
 from __future__ import annotations
 
 import gc
+import pickle
 import weakref
+from collections.abc import Sequence
+from concurrent.futures import Future
 from typing import Any
 
 import numpy as np
@@ -22,10 +25,12 @@ from tests.support.collecting import (
     collector_for,
     plan_for,
     results_of,
+    texts_of,
 )
 from tests.support.plans import HIDDEN, SHAPE
 from tests.support.rows import give
 from vllm.v1.capture import CaptureResult
+from vllm.v1.capture.copies import Copies, CopyThreads
 from vllm.v1.capture.results import merged
 from vllm.v1.interventions.plan import TapShape
 from vllm.v1.interventions.positions import Positions
@@ -163,30 +168,36 @@ def stream(
     total: int,
     end: str = "stop",
     moves: frozenset[int] = frozenset(),
-) -> tuple[list[CaptureResult], CaptureResult]:
-    """Deltas after each of `cuts` output tokens, and what one final output would have said.
+) -> tuple[list[CaptureResult], CaptureResult, CaptureResult]:
+    """Deltas after each of `cuts` output tokens, the same for a reader who gets all of them at the
+    end, and what one final output would have said.
 
     Rows arrive as the engine sends them: those wanted of the prompt, then of each token fed back.
     """
     plan = plan_for(positions)
     wanted = Positions.from_flat(plan.runs)
-    every, collector = collector_for(plan), collector_for(plan)
+    every, collector, unread = (collector_for(plan) for _ in range(3))
     deltas, seen = [], 0
+    together: dict[str, CaptureResult] | None = None
     for cut in [*cuts, total]:
         for step in range(seen, cut):
             parts = [[0, 1], [2, 3, 4]] if step == 0 else [[PROMPT + step - 1]]
             new = [chunk(at) for part in parts if (at := [p for p in part if p in wanted])]
-            give(collector, *new)
-            give(every, *new)
+            for one in (collector, every, unread):
+                give(one, *new)
             if step in moves:
                 collector.move()
+                unread.move()
         seen = cut
         deltas.append(collect(collector, cut, end=None, only_new=True))
+        together = merged(together, results_of(unread, cut, end=None, only_new=True))
     deltas.append(collect(collector, total, end=end, only_new=True))
+    together = merged(together, results_of(unread, total, end=end, only_new=True))
+    assert together is not None
     final = collect(every, total, end=end)
     counted = [one.num_rows["inline"] for one in (collector, every)]
     assert counted == [sum(len(positions_of(d)) for d in deltas), len(positions_of(final))]
-    return deltas, final
+    return deltas, together["inline"], final
 
 
 POSITIONS = st.sampled_from(
@@ -211,12 +222,7 @@ POSITIONS = st.sampled_from(
 def test_deltas_add_up(positions: Any, total: int, cuts: set[int], moves: frozenset[int]) -> None:
     """Whichever rows were moved to memory of their own on the way."""
     parts = sorted(c for c in cuts if c < total)
-    deltas, final = stream(positions, parts, total, moves=moves)
-    together: dict[str, CaptureResult] | None = None
-    for delta in deltas:
-        together = merged(together, {"inline": delta})
-    assert together is not None
-    result = together["inline"]
+    deltas, result, final = stream(positions, parts, total, moves=moves)
     assert (result.status, result.error) == (final.status, final.error)
     assert positions_of(result) == positions_of(final)
     check_rows(result, total)
@@ -224,12 +230,12 @@ def test_deltas_add_up(positions: Any, total: int, cuts: set[int], moves: frozen
 
 
 def test_a_delta_has_only_what_is_new() -> None:
-    deltas, _ = stream("all", [1, 2], 4)
+    deltas, _, _ = stream("all", [1, 2], 4)
     assert [positions_of(d) for d in deltas] == [[0, 1, 2, 3, 4], [5], [6, 7], []]
 
 
 def test_the_last_generated_row_comes_with_an_end_that_brings_no_token() -> None:
-    deltas, _ = stream("last_generated", [1, 2], 3, end="abort")
+    deltas, _, _ = stream("last_generated", [1, 2], 3, end="abort")
     assert [positions_of(d) for d in deltas] == [[], [], [], [6]]
 
 
@@ -246,6 +252,72 @@ def test_a_stream_does_not_keep_what_it_delivered() -> None:
     collect(collector, 3, end=None, only_new=True)
     gc.collect()
     assert [values() is not None for values in kept] == [False, False, True]
+
+
+@pytest.mark.parametrize("moves", [False, True])
+def test_rows_that_nobody_reads_are_copied_once(
+    moves: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Once for each output that follows, a client who does not read would have them copied, on the
+    event loop; and views of the steps they came in would keep these steps whole."""
+    copied: list[int] = []
+    follow = CopyThreads.follow
+
+    def count(threads: CopyThreads, copies: Copies) -> list[Future[None]]:
+        copied.append(sum(values.nbytes for values in copies[1]))
+        return follow(threads, copies)
+
+    collector = collector_for(plan_for("all", max_tokens=40))
+    give(collector, chunk([0, 1, 2, 3, 4]))
+    monkeypatch.setattr(CopyThreads, "follow", count)
+    together = results_of(collector, 1, end=None, only_new=True)
+    kept = []
+    for number in range(1, 30):
+        new = chunk([PROMPT + number - 1])
+        kept.append(weakref.ref(new.values[0]))
+        give(collector, new)
+        if moves:
+            collector.move()
+        del new
+        later = results_of(collector, number + 1, end=None, only_new=True)
+        joined = merged(together, later)
+        assert joined is not None
+        together = joined
+        del later
+    rows = 2 * HIDDEN * 4
+    assert sum(copied) == (5 + 29) * rows * (1 + moves)
+    gc.collect()
+    assert [values() is not None for values in kept[:-1]] == [False] * 28
+    check_rows(together["inline"], 40)
+    assert positions_of(together["inline"]) == list(range(5 + 29))
+
+
+def test_the_texts_of_tokens_are_made_when_somebody_reads_them() -> None:
+    """By whoever reads them, and once for all sites: a tokenizer takes its time."""
+    asked: list[list[int]] = []
+
+    def texts(token_ids: Sequence[int]) -> list[str]:
+        asked.append(list(token_ids))
+        return texts_of(token_ids)
+
+    plan = plan_for("all")
+    plan.consumers["inline"].fields["tokens"] = True
+    collector = collector_for(plan, texts)
+    give(collector, chunk([0, 1, 2, 3, 4]))
+    first = results_of(collector, 1, end=None, only_new=True)
+    give(collector, chunk([5]))
+    second = results_of(collector, 2, end=None, only_new=True)
+    together = merged(first, second)
+    assert together is not None
+    sites = list(together["inline"].payload.values())
+    assert asked == []
+    for rows in sites:
+        assert rows.tokens == ["t100", "t101", "t102", "t103", "t104", "t200"]
+        assert pickle.loads(pickle.dumps(rows)).tokens == rows.tokens
+    assert asked == [[100, 101, 102, 103, 104, 200]]
+    plain = collector_for(plan_for("all"))
+    give(plain, chunk([0, 1, 2, 3, 4]))
+    assert collect(plain, 1).payload["pre_attn", 1].tokens is None
 
 
 def test_merged_in_the_models_dtype() -> None:

@@ -24,6 +24,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.support.collecting import texts_of
 from vllm.v1.capture import copies
 from vllm.v1.capture.copies import THREADS, CopyThreads, empty
 from vllm.v1.capture.transport.landing import Landing
@@ -59,8 +60,8 @@ def collector_for(
         hidden_size=WIDTH,
         dtype="float32",
     )
-    threads = CopyThreads("test")
-    return RowCollector(plan, [0], plan.consumers, {}, threads, memory or KeptMemory())
+    copied = CopyThreads("test"), memory or KeptMemory()
+    return RowCollector(plan, [0], plan.consumers, {}, *copied, texts_of)
 
 
 class Steps:

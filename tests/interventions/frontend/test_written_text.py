@@ -232,7 +232,7 @@ def test_of_a_truncated_prompt(
     ]
     if found:
         assert select(tokenizer, ids, text, params, part, which) == chosen(found, which)
-    elif part not in decoded(ids, tokenizer).text:
+    elif part not in decoded(ids, tokenizer, Work(1 << 23), "p").text:
         with pytest.raises(ValueError, match=r"is not (in|wholly in) the"):
             select(tokenizer, ids, text, params, part, which)
 
@@ -305,13 +305,16 @@ def test_a_text_is_tokenized_again_once_and_charged_before() -> None:
     tokenizer, _ = made("NFC")
     text = "e\u0301 " * 100
     ids = tokenizer(text)["input_ids"]
-    again = Unit.TOKENIZED * len(text)
+    decoding = Work(1 << 23)
+    decoded(ids, tokenizer, decoding, "p")
+    again = Unit.TOKENIZED * len(text) + decoding._spent
 
     def search(work: Work, times: int) -> None:
         prompt = Prompt(ids, 3, tokenizer, work, written=WrittenText(text, TokenizeParams(None)))
         Selector(prompt).resolve([{"text": "e\u0301"}] * times, "p")
 
-    each = len(text) + 2 * Unit.ENTRY + 100 * Unit.ENTRY
+    # What it decodes to and what was written are searched.
+    each = len(tokenizer.decode(ids)) + len(text) + 2 * Unit.ENTRY + 100 * Unit.ENTRY
     search(Work(again + 3 * each), 3)
     with pytest.raises(ValueError, match=r"p\[0\]\.text: takes the request past"):
         search(Work(again), 1)

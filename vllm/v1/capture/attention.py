@@ -29,8 +29,9 @@ class AttentionRows(MadeRows):
         versions: np.ndarray,
         heads: tuple[int, ...],
         read: AttentionRead,
+        texts: Callable[[], list[str]] | None = None,
     ) -> None:
-        super().__init__(positions, token_ids, values, versions)
+        super().__init__(positions, token_ids, values, versions, texts)
         self.heads, self._read = heads, read
 
     @property

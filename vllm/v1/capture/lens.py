@@ -28,8 +28,9 @@ class LensRows(MadeRows):
         values: torch.Tensor | Callable[[], torch.Tensor],
         versions: np.ndarray,
         read: LensRead,
+        texts: Callable[[], list[str]] | None = None,
     ) -> None:
-        super().__init__(positions, token_ids, values, versions)
+        super().__init__(positions, token_ids, values, versions, texts)
         self._read = read
 
     @property

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Results that the device made of rows, as a user gets them back: the part that all kinds share."""
+"""The part that all kinds of results share: what says which token each row is of."""
 
 from collections.abc import Callable
 from copy import copy
@@ -11,7 +11,46 @@ import torch
 from vllm.v1.capture.copies import joined
 
 
-class MadeRows:
+class TokenRows:
+    """Rows of one site, in position order, of any kind.
+
+    Args:
+        positions, token_ids, versions: as the attributes.
+        texts: returns the text of each row's token, called when they are first read.
+    """
+
+    positions: np.ndarray
+    """The positions of the rows, int64 [n]. A row has read its token and predicts the next."""
+    token_ids: np.ndarray
+    """The token that each row has read, int64 [n]; `NO_TOKEN` for a given embedding."""
+    versions: np.ndarray
+    """The version of the global steering that each row ran under, int64 [n], see `llm.steering`."""
+
+    def __init__(
+        self,
+        positions: np.ndarray,
+        token_ids: np.ndarray,
+        versions: np.ndarray,
+        texts: Callable[[], list[str]] | None = None,
+    ) -> None:
+        self.positions, self.token_ids, self.versions = positions, token_ids, versions
+        self._texts: list[str] | Callable[[], list[str]] | None = texts
+
+    @property
+    def tokens(self) -> list[str] | None:
+        """The text of each row's token, where the capture says `"tokens": true`."""
+        if callable(self._texts):
+            self._texts = self._texts()
+        return self._texts
+
+    def __len__(self) -> int:
+        return len(self.positions)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_texts": self.tokens}
+
+
+class MadeRows(TokenRows):
     """Results that the device made of the rows of one site, in position order.
 
     A result that was not asked for raises ValueError when it is read. All results are float32 on
@@ -21,24 +60,15 @@ class MadeRows:
         values: [n, width], or what returns them, called when they are first read.
     """
 
-    positions: np.ndarray
-    """The positions of the rows, int64 [n]."""
-    token_ids: np.ndarray
-    """The token of each, int64 [n]."""
-    versions: np.ndarray
-    """The version of the global steering that each ran under, int64 [n], see `llm.steering`."""
-    tokens: list[str] | None
-    """The text of each row's token, where the capture says `"tokens": true`."""
-
     def __init__(
         self,
         positions: np.ndarray,
         token_ids: np.ndarray,
         values: torch.Tensor | Callable[[], torch.Tensor],
         versions: np.ndarray,
+        texts: Callable[[], list[str]] | None = None,
     ) -> None:
-        self.positions, self.token_ids, self.versions = positions, token_ids, versions
-        self.tokens = None
+        super().__init__(positions, token_ids, versions, texts)
         self._values = values
 
     def at(self, position: int) -> Self:
@@ -53,19 +83,8 @@ class MadeRows:
         one = copy(self)
         one.positions, one.token_ids = self.positions[found], self.token_ids[found]
         one.versions, one._values = self.versions[found], self._rows()[torch.from_numpy(found)]
-        one.tokens = None if self.tokens is None else [self.tokens[int(found[0])]]
+        one._texts = None if self.tokens is None else [self.tokens[int(found[0])]]
         return one
-
-    def joined(self, later: Self) -> Self:
-        """These rows and then `later`'s, of the same capture."""
-        both = copy(self)
-        both.positions = np.concatenate([self.positions, later.positions])
-        both.token_ids = np.concatenate([self.token_ids, later.token_ids])
-        both.versions = np.concatenate([self.versions, later.versions])
-        both._values = joined([self._rows(), later._rows()])
-        if later.tokens is not None:
-            both.tokens = [*(self.tokens or ()), *later.tokens]
-        return both
 
     def _rows(self) -> torch.Tensor:
         if not isinstance(self._values, torch.Tensor):
@@ -73,8 +92,5 @@ class MadeRows:
             self._values = joined([self._values()])
         return self._values
 
-    def __len__(self) -> int:
-        return len(self.positions)
-
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_values": self._rows()}
+        return {**super().__getstate__(), "_values": self._rows()}

@@ -1,14 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """The results that a user gets back: a `CaptureResult` per consumer, `CapturedRows` per site."""
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar
 
 import numpy as np
 import torch
 
 from vllm.v1.capture.copies import joined
+from vllm.v1.capture.made_rows import TokenRows
 from vllm.v1.interventions.plan import AttentionForm
 
 if TYPE_CHECKING:
@@ -33,6 +35,18 @@ class CaptureResult:
 _R = TypeVar("_R")
 
 
+class RowSource(ABC):
+    """The rows of all sites together, from which those of each are made."""
+
+    @abstractmethod
+    def joined(self, later: Self) -> "SiteRows[Any]":
+        """Return these rows and then `later`'s, which were captured next, in memory of their own.
+
+        A slow reader has this done at each step: rows that are in memory of their own already are
+        not copied again.
+        """
+
+
 class SiteRows(Mapping[Any, _R]):
     """Rows by site, {(point, layer): `CapturedRows`}; of attention `AttentionRows`, at the point
     "attn". A point alone is {layer: rows}.
@@ -40,40 +54,52 @@ class SiteRows(Mapping[Any, _R]):
     Args:
         sites: the keys, in order.
         make: returns the rows of one, called when they are first looked up.
+        source: of rows that others may follow.
     """
 
     # Most results are read at a few sites: the rows of all are thousands of objects for a batch,
     # and have Python look through everything it holds for garbage.
 
-    def __init__(self, sites: Iterable[Any], make: Callable[[Any], _R]) -> None:
+    def __init__(
+        self, sites: Iterable[Any], make: Callable[[Any], _R], source: RowSource | None = None
+    ) -> None:
+        self._sites = dict.fromkeys(sites)
         self._make: Callable[[Any], _R] | None = make
-        self._rows: dict[Any, _R | None] = dict.fromkeys(sites)
+        self._source = source
+        self._rows: dict[Any, _R] = {}
+        """The rows that were made."""
 
     def __getitem__(self, key: Any) -> Any:
-        if key not in self._rows:
-            at_point = {layer: self[point, layer] for point, layer in self._rows if point == key}
+        if key not in self._sites:
+            at_point = {layer: self[point, layer] for point, layer in self._sites if point == key}
             if not at_point:
                 raise KeyError(f"{key!r} was not captured; keys are (point, layer): {list(self)}")
             return at_point
-        make, rows = self._make, self._rows[key]  # in this order: another thread may make the last
-        if rows is None and make is not None:
-            rows = self._rows[key] = make(key)
-            if all(made is not None for made in self._rows.values()):
-                self._make = None  # with all that it holds
-        return rows
+        make = self._make  # before the look: another thread may make the last
+        if key not in self._rows:
+            assert make is not None
+            self._rows[key] = make(key)
+            if len(self._rows) == len(self._sites):
+                self._make = self._source = None  # with all that they hold
+        return self._rows[key]
 
     def __iter__(self) -> Iterator[Any]:
-        return iter(self._rows)
+        return iter(self._sites)
 
     def __len__(self) -> int:
-        return len(self._rows)
+        return len(self._sites)
 
     def __repr__(self) -> str:
         """Return that of the mapping."""
         return repr(dict(self))
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"_rows": dict(self), "_make": None}
+        return {"_sites": self._sites, "_rows": dict(self), "_make": None, "_source": None}
+
+    def joined(self, later: "SiteRows[_R]") -> "SiteRows[_R]":
+        """Return these rows and then `later`'s, at the same sites; nobody has read either."""
+        assert self._source is not None and later._source is not None
+        return self._source.joined(later._source)
 
 
 class _Landed(torch.Tensor):
@@ -96,7 +122,7 @@ NO_TOKEN = -1
 """The token id of a row whose prompt has an embedding there in place of a token."""
 
 
-class CapturedRows:
+class CapturedRows(TokenRows):
     """The rows of one site, in position order.
 
     Args:
@@ -105,17 +131,9 @@ class CapturedRows:
         form: of their attention.
     """
 
-    positions: np.ndarray
-    """The positions of the rows, int64 [n]. A row has read its token and predicts the next."""
-    token_ids: np.ndarray
-    """The token that each row has read, int64 [n]; `NO_TOKEN` for a given embedding."""
-    versions: np.ndarray
-    """The version of the global steering that each row ran under, int64 [n], see `llm.steering`."""
     heads: tuple[int, ...]
     """The numbers of the heads, at q, k, v and z, or of the stream's lanes, where it has several;
     else empty."""
-    tokens: list[str] | None
-    """The text of each row's token, where the capture says `"tokens": true`."""
     form: AttentionForm | None
     """At q, how its products with keys become weights, where `TapShape.forms` says it."""
 
@@ -127,9 +145,10 @@ class CapturedRows:
         versions: np.ndarray,
         heads: tuple[int, ...] = (),
         form: AttentionForm | None = None,
+        texts: Callable[[], list[str]] | None = None,
     ) -> None:
-        self.positions, self.token_ids, self.versions = positions, token_ids, versions
-        self.heads, self.tokens, self.form = heads, None, form
+        super().__init__(positions, token_ids, versions, texts)
+        self.heads, self.form = heads, form
         self._values: torch.Tensor | Callable[[], torch.Tensor] = values
         if isinstance(values, torch.Tensor):
             self._values = self._by_head(values)
@@ -160,11 +179,8 @@ class CapturedRows:
         """Return the values for `numpy.asarray`, as `numpy` does."""
         return np.array(self.numpy(), dtype=dtype, copy=copy)
 
-    def __len__(self) -> int:
-        return len(self.positions)
-
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_values": self.values}
+        return {**super().__getstate__(), "_values": self.values}
 
     def numpy(self) -> np.ndarray:
         """Return the values, of the same shape; bfloat16, which numpy lacks, becomes float32."""
@@ -181,20 +197,6 @@ class CapturedRows:
         if not len(found):
             raise KeyError(f"position {position} was not captured, these were: {self.positions}")
         return self.values[int(found[0])]
-
-    def joined(self, later: "CapturedRows") -> "CapturedRows":
-        """These rows and then `later`'s, of the same site."""
-        both = CapturedRows(
-            np.concatenate([self.positions, later.positions]),
-            np.concatenate([self.token_ids, later.token_ids]),
-            joined([self.values, later.values]).flatten(1),
-            np.concatenate([self.versions, later.versions]),
-            self.heads,
-            self.form,
-        )
-        if later.tokens is not None:
-            both.tokens = [*(self.tokens or ()), *later.tokens]
-        return both
 
 
 def stack(
@@ -275,8 +277,7 @@ def merged(
 
 
 def _merged_result(old: CaptureResult, new: CaptureResult) -> CaptureResult:
-    joined = {site: old.payload[site].joined(rows) for site, rows in new.payload.items()}
-    return CaptureResult(new.status, new.error, SiteRows(joined, joined.__getitem__))
+    return CaptureResult(new.status, new.error, old.payload.joined(new.payload))
 
 
 def results_of_only_completion(

@@ -21,10 +21,12 @@ if TYPE_CHECKING:
 
 MOST_AT_ONCE = 64
 """Cells in flight of all sweeps of a server together, at most."""
+MOST_HOLDING = 8
+"""Sweeps of a server that hold rows at once, at most: up to `capture_inline_max_bytes` each."""
 
 
 class SweepSlots:
-    """Bounds the cells that all sweeps of a server have in the engine at once.
+    """Bounds what all sweeps of a server have in the engine at once, and the rows that they hold.
 
     Half of what the engine runs at once is left to others, however many sweeps there are.
     """
@@ -33,6 +35,7 @@ class SweepSlots:
         half = engine.vllm_config.scheduler_config.max_num_seqs // 2
         self.size = max(1, min(MOST_AT_ONCE, half))
         self.free = asyncio.Semaphore(self.size)
+        self.holding = asyncio.Semaphore(MOST_HOLDING)
 
 
 class SweepRun:
@@ -61,13 +64,31 @@ class SweepRun:
         self._name = f"sweep-{uuid4().hex}"
         self._count = 0
         self._rows: Rows | None = None
+        self._holds = False
 
     async def begin(self) -> Grid:
-        """Run both prompts, and the rows that are replaced by themselves.
+        """Run both prompts, and the rows that are replaced by themselves. Where rows are held, it
+        waits for its turn to hold some, which ends with the cells.
 
         Raises:
             ValueError: the engine refuses; the message names the field of the sweep.
         """
+        if self._clean is not None or self._plan.patches:
+            await self._slots.holding.acquire()
+            self._holds = True
+        try:
+            return await self._begin()
+        except BaseException:
+            self._let_go()
+            raise
+
+    def _let_go(self) -> None:
+        self._rows = None
+        if self._holds:
+            self._holds = False
+            self._slots.holding.release()
+
+    async def _begin(self) -> Grid:
         plan, clean = self._plan, None
         if self._clean is not None:
             output = await self._ask(self._clean, plan.of_clean())
@@ -81,14 +102,20 @@ class SweepRun:
                 grid.note_noise([score async for _, score in scores])
         return grid
 
-    def cells(self) -> AsyncGenerator[tuple[Cell, float]]:
+    async def cells(self) -> AsyncGenerator[tuple[Cell, float]]:
         """Yield each cell and its score, as they come; closing it aborts what is in flight.
 
         Raises:
             ValueError: as `begin`.
         """
         plan = self._plan
-        return self._scores((cell, plan.of_cell(cell, self._rows)) for cell in plan.cells())
+        asked = ((cell, plan.of_cell(cell, self._rows)) for cell in plan.cells())
+        try:
+            async with aclosing(self._scores(asked)) as scores:
+                async for one in scores:
+                    yield one
+        finally:
+            self._let_go()
 
     async def _scores(
         self, asked: Iterable[tuple[Cell, dict[str, Any]]]

@@ -9,6 +9,7 @@
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -20,13 +21,13 @@ from vllm.tokenizers.detokenizer_utils import convert_ids_list_to_tokens
 from vllm.v1.capture.consumer import ConsumerContext, ConsumerResult
 from vllm.v1.capture.copies import CopyThreads
 from vllm.v1.capture.registry import INLINE, is_inline
-from vllm.v1.capture.results import NO_TOKEN, CapturedRows, CaptureResult
+from vllm.v1.capture.results import NO_TOKEN, CaptureResult
 from vllm.v1.capture.transport.feed import Feed, prompt_tokens, request_info
 from vllm.v1.capture.transport.host import SHUTDOWN_SECONDS, ConsumerHost
 from vllm.v1.capture.transport.selected import Selected
 from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest, FinishReason
 from vllm.v1.interventions.calls import CaptureCall, CaptureEnd
-from vllm.v1.interventions.frontend.capture_request import TOKENS, check_global
+from vllm.v1.interventions.frontend.capture_request import check_global
 from vllm.v1.interventions.frontend.output_hold import OutputHold
 from vllm.v1.interventions.frontend.row_collector import RowCollector
 from vllm.v1.interventions.frontend.row_inbox import RowInbox
@@ -62,8 +63,10 @@ class CompletionCapture:
         inline = self._inline = [name for name in plan.consumers if is_inline(name)]
         self._collector = None
         if inline:
+            copied = outputs.threads, outputs.inbox.memory
+            texts = partial(_texts, outputs.tokenizer)
             self._collector = RowCollector(
-                plan, self._prompt, inline, outputs.forms, outputs.threads, outputs.inbox.memory
+                plan, self._prompt, inline, outputs.forms, *copied, texts
             )
             outputs.inbox.open(self._request_id, self._collector)
         self.feeds = {
@@ -79,8 +82,6 @@ class CompletionCapture:
         self.pending_consumers = [name for name in plan.consumers if not is_inline(name)]
         """Consumers whose results are still to come."""
         self._results: dict[str, CaptureResult] = {}
-        self._texts: dict[int, str] = {NO_TOKEN: ""}
-        """Token id -> the token's text, for captures that want texts."""
         self.hold = hold
         self.ended = False
 
@@ -139,9 +140,6 @@ class CompletionCapture:
             inline = self._collector.results(
                 output_token_ids, finished=finished, aborted=aborted, only_new=only_new
             )
-            for name, result in inline.items():
-                if self._plan.consumers[name].fields.get(TOKENS):
-                    self._add_texts(list(result.payload.values()))
         if not finished:
             # A mapping of its own: this output may still be in a queue when results are there.
             return inline
@@ -150,16 +148,6 @@ class CompletionCapture:
             self.ended = True
             self._end(len(self._prompt) + len(output_token_ids), finish_reason, aborted)
         return self._results
-
-    def _add_texts(self, sites: list[CapturedRows]) -> None:
-        """Say what the tokens of rows are; all sites of a capture have the same."""
-        ids = sites[0].token_ids.tolist()
-        new = [one for one in dict.fromkeys(ids) if one not in self._texts]
-        tokenizer = self._outputs.tokenizer
-        assert tokenizer is not None  # or the request was refused
-        self._texts |= zip(new, convert_ids_list_to_tokens(tokenizer, new), strict=True)
-        for rows in sites:
-            rows.tokens = [self._texts[one] for one in ids]
 
     def _end(self, num_tokens: int, reason: FinishReason | None, aborted: bool) -> None:
         self._outputs.count(map(self._inline_result, self._inline))
@@ -211,6 +199,14 @@ class CompletionCapture:
         self.pending_consumers.remove(result.consumer)
         self._outputs.count([result])
         self._results[result.consumer] = CaptureResult(result.status, result.error, result.payload)
+
+
+def _texts(tokenizer: TokenizerLike | None, token_ids: Sequence[int]) -> list[str]:
+    """Return the text of each token; of given embeddings there is none."""
+    assert tokenizer is not None  # or the request was refused
+    ids = [one for one in dict.fromkeys(token_ids) if one != NO_TOKEN]
+    texts = dict(zip(ids, convert_ids_list_to_tokens(tokenizer, ids), strict=True))
+    return [texts.get(one, "") for one in token_ids]
 
 
 class CaptureOutputs:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from vllm.v1.interventions.errors import reject, show
-from vllm.v1.interventions.frontend.prompt_text import PromptText
+from vllm.v1.interventions.frontend.prompt_text import PromptText, last_place
 from vllm.v1.interventions.frontend.work import Unit, Work
 from vllm.v1.interventions.positions import Run
 
@@ -118,7 +118,7 @@ def tokens_of_turn(
         ValueError: the prompt is not the chat, or not all of this turn.
     """
     for text in texts:
-        shift = text.text.rfind(chat)
+        shift = last_place(text.text, chat)
         if shift >= 0:
             if not all(text.has_all(shift + start, shift + stop) for start, stop in pieces):
                 reject(path, f"the prompt has not all of this turn: {_TRUNCATED}")

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from vllm.pooling_params import PoolingParams
-from vllm.sampling_params import BeamSearchParams, SamplingParams
+from vllm.sampling_params import BeamSearchParams, RequestOutputKind, SamplingParams
 from vllm.tokenizers import TokenizerLike
 from vllm.v1.capture import NO_TOKEN
 from vllm.v1.capture.registry import is_inline
@@ -168,10 +168,20 @@ def resolve(
             capture = modules.captures.plan(params.capture, prompt, make)
         if capture is not None and isinstance(params.capture, NumberedCapture):
             capture = msgspec.structs.replace(capture, prompt=params.capture.prompt)
+        if capture is not None and params.output_kind == RequestOutputKind.DELTA:
+            _charge_chunks(capture, prompt)
     plan = Plan(steering=steering, capture=capture)
     # Each completion is sent its own. All that is in it counts, whichever field it is of.
     work.charge(n * len(msgspec.msgpack.encode(plan)) >> 10, Unit.KILOBYTE, field)
     return plan
+
+
+def _charge_chunks(plan: CapturePlan, prompt: Prompt) -> None:
+    """Count what it takes to write the rows of each generated token, for all completions."""
+    for name, selection in plan.consumers.items():
+        if is_inline(name) and selection.runs[-1] > len(prompt.token_ids):
+            number = len(selection.sites) * prompt.work.n
+            prompt.work.charge(number, Unit.WRITTEN, f"capture.{name}")
 
 
 def _capture(

@@ -2,9 +2,9 @@
 """Rows of one completion, gathered as they come: what `inline` returns."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from functools import partial
-from typing import Any
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
+from typing import Any, Self
 
 import numpy as np
 import torch
@@ -12,18 +12,22 @@ import torch
 from vllm.v1.capture.attention import AttentionRows
 from vllm.v1.capture.copies import CopyThreads, Filled, copies_of, integers, of_stream, steps_into
 from vllm.v1.capture.lens import LensRows
-from vllm.v1.capture.results import CapturedRows, CaptureResult, SiteRows
+from vllm.v1.capture.results import CapturedRows, CaptureResult, RowSource, SiteRows
 from vllm.v1.capture.transport.mean import Mean
 from vllm.v1.capture.transport.selected import RowsLost, Selected
+from vllm.v1.interventions.frontend.capture_request import TOKENS
 from vllm.v1.interventions.frontend.kept_memory import KeptMemory
 from vllm.v1.interventions.frontend.row_pieces import Piece, Run, StreamRows
 from vllm.v1.interventions.plan import AttentionForm, CapturePlan, Selection, Site, dtype_of
 from vllm.v1.interventions.positions import in_a_row
 from vllm.v1.interventions.reads import AttentionRead, LensRead
 
+Texts = Callable[[Sequence[int]], list[str]]
+"""A function that returns the text of each of some tokens."""
 
-@dataclass(slots=True)
-class _Rows:
+
+@dataclass
+class _Rows(RowSource):
     """The rows of a result, from which those of a site are made."""
 
     positions: np.ndarray
@@ -33,36 +37,97 @@ class _Rows:
     """Each with the indices of its sites."""
     selection: Selection
     forms: Mapping[int, AttentionForm]
+    texts: Texts | None
+    """Where the capture asks for the tokens' texts."""
+
+    def by_site(self) -> SiteRows[Any]:
+        """Return the rows as a user gets them."""
+        reads, sites = self.selection.reads, self.selection.sites
+        if isinstance(reads, LensRead):
+            return SiteRows(sites, self._under_lens, self)
+        if reads is None:
+            return SiteRows(sites, self._captured, self)
+        layers = [None] if reads.sum == "all" else [layer for _, layer in self.selection.heads]
+        return SiteRows([("attn", layer) for layer in layers], self._attended, self)
+
+    def joined(self, later: Self) -> SiteRows[Any]:
+        """Return these rows and then `later`'s, of the same completion and capture."""
+        streams = [
+            (sites, rows.joined(more))
+            for (sites, rows), (_, more) in zip(self.streams, later.streams, strict=True)
+        ]
+        return replace(
+            self,
+            positions=np.concatenate([self.positions, later.positions]),
+            token_ids=np.concatenate([self.token_ids, later.token_ids]),
+            versions=np.concatenate([self.versions, later.versions]),
+            streams=streams,
+        ).by_site()
+
+    @cached_property
+    def _tokens(self) -> list[str]:
+        """The text of each row's token, which all sites share."""
+        assert self.texts is not None
+        return self.texts(self.token_ids.tolist())
+
+    def _of_tokens(self) -> Callable[[], list[str]] | None:
+        return None if self.texts is None else lambda: self._tokens
 
     def _values(self, site: Site) -> Callable[[], torch.Tensor]:
         of_site = (partial(r.site, s[site]) for s, r in self.streams if site in s)
         return next(of_site)
 
-    def captured(self, site: Site) -> CapturedRows:
+    def _captured(self, site: Site) -> CapturedRows:
         """Return the rows at a site."""
         form = self.forms.get(site[1]) if site[0] == "q" else None
         heads, at = self.selection.heads.get(site, ()), (self.positions, self.token_ids)
-        return CapturedRows(*at, self._values(site), self.versions, heads, form)
+        values, texts = self._values(site), self._of_tokens()
+        return CapturedRows(*at, values, self.versions, heads, form, texts)
 
-    def under_lens(self, site: Site) -> LensRows:
+    def _under_lens(self, site: Site) -> LensRows:
         """Return what a lens read at a site."""
         read, at = self.selection.reads, (self.positions, self.token_ids)
         assert isinstance(read, LensRead)
-        return LensRows(*at, self._values(site), self.versions, read)
+        return LensRows(*at, self._values(site), self.versions, read, self._of_tokens())
 
-    def attended(self, site: tuple[str, int | None]) -> AttentionRows:
-        """The attention of a layer's heads, or of those of all."""
+    def _attended(self, site: tuple[str, int | None]) -> AttentionRows:
+        """Return the attention of a layer's heads, or of those of all."""
         read, layer = self.selection.reads, site[1]
         assert isinstance(read, AttentionRead)
         heads, values = tuple[int, ...](), self._sum
         if layer is not None:
             heads, values = self.selection.heads["q", layer], self._values(("q", layer))
         at = self.positions, self.token_ids
-        return AttentionRows(*at, values, self.versions, heads, read)
+        return AttentionRows(*at, values, self.versions, heads, read, self._of_tokens())
 
     def _sum(self) -> torch.Tensor:
         parts = [rows.site(i) for sites, rows in self.streams for i in range(len(sites))]
         return torch.stack(parts).sum(0)
+
+
+@dataclass
+class _MeanRow(RowSource):
+    """The mean of a stream: one row a site, or none yet."""
+
+    positions: np.ndarray
+    token_ids: np.ndarray
+    versions: np.ndarray
+    values: torch.Tensor
+    """[0 or 1, sites, hidden]."""
+    index: Mapping[Site, int]
+    selection: Selection
+
+    def by_site(self) -> SiteRows[CapturedRows]:
+        """Return the mean as a user gets it."""
+        return SiteRows(self.selection.sites, self._of_site, self)
+
+    def joined(self, later: Self) -> SiteRows[CapturedRows]:
+        """Return the later one: a mean comes once."""
+        return later.by_site()
+
+    def _of_site(self, site: Site) -> CapturedRows:
+        values, heads = self.values[:, self.index[site]], self.selection.heads.get(site, ())
+        return CapturedRows(self.positions, self.token_ids, values, self.versions, heads)
 
 
 class RowCollector:
@@ -75,6 +140,7 @@ class RowCollector:
         forms: of attention, by layer: rows of queries have them beside.
         threads: copy rows.
         memory: what they are copied to.
+        texts: says the tokens, for captures that ask for it.
     """
 
     def __init__(
@@ -85,9 +151,10 @@ class RowCollector:
         forms: Mapping[int, AttentionForm],
         threads: CopyThreads,
         memory: KeptMemory,
+        texts: Texts,
     ) -> None:
         self._plan, self._forms, self._threads, self._memory = plan, forms, threads, memory
-        self._prompt_token_ids = prompt_token_ids
+        self._prompt_token_ids, self._texts = prompt_token_ids, texts
         self._places = [{site: i for i, site in enumerate(s.sites)} for s in plan.streams]
         """The index of each site in its stream."""
         self._selected = {
@@ -179,13 +246,13 @@ class RowCollector:
             only_new: leave out rows that an earlier call returned (streaming of deltas).
         """
         self._add_up()
-        token_ids = [*self._prompt_token_ids, *output_token_ids]
+        num_tokens = len(self._prompt_token_ids) + len(output_token_ids)
         pieces = self._moved + self._unmoved()
         positions = in_a_row([piece.positions for piece in pieces])
         versions = in_a_row([piece.versions for piece in pieces])
         results = {}
         for name, selected in self._selected.items():
-            num_rows = selected.num_rows(len(token_ids))
+            num_rows = selected.num_rows(num_tokens)
             if (mean := self._means.get(selected.selection.streams[0])) is not None:
                 payload, came = self._mean_rows(selected, mean, finished), [mean.positions]
                 results[name] = self._result(selected, payload, came, num_rows, finished, aborted)
@@ -193,11 +260,12 @@ class RowCollector:
                 continue
             at = self._wanted(selected, positions, num_rows, finished, only_new)
             self.num_rows[name] = len(at) + self.num_rows[name] * only_new
-            payload = self._payload(selected, pieces, positions[at], versions[at], at, token_ids)
+            rows = positions[at], self._tokens_at(positions[at], output_token_ids), versions[at]
+            payload = self._payload(selected, pieces, at, *rows)
             came = [*self._gone, positions]
             results[name] = self._result(selected, payload, came, num_rows, finished, aborted)
         if only_new:
-            self._delivered = len(token_ids) - 1
+            self._delivered = num_tokens - 1
             self._forget(pieces)
         return results
 
@@ -217,17 +285,21 @@ class RowCollector:
             keep |= selected.last(num_rows).mask(positions)  # so never delivered before
         return np.flatnonzero(keep)
 
+    def _tokens_at(self, positions: np.ndarray, generated: Sequence[int]) -> np.ndarray:
+        """Return the tokens at some positions, int64 [n]."""
+        prompt, length = self._prompt_token_ids, len(self._prompt_token_ids)
+        at_each = (prompt[p] if p < length else generated[p - length] for p in positions.tolist())
+        return np.fromiter(at_each, np.int64, len(positions))
+
     def _payload(
         self,
         selected: Selected,
         pieces: list[Piece],
-        positions: np.ndarray,
-        versions: np.ndarray,
         at: np.ndarray,
-        token_ids: list[int],
+        positions: np.ndarray,
+        token_ids: np.ndarray,
+        versions: np.ndarray,
     ) -> SiteRows[Any]:
-        at_each = map(token_ids.__getitem__, positions.tolist())
-        ids = np.fromiter(at_each, np.int64, len(positions))
         selection, streams = selected.selection, list[tuple[Mapping[Site, int], StreamRows]]()
         for index in selection.streams:
             stream, number = self._plan.streams[index], len(self._plan.streams)
@@ -238,13 +310,9 @@ class RowCollector:
                 nothing = [Piece(at, at, [[none]], slice(None))]
                 rows = StreamRows(nothing, 0, 1, dtype, at, *copied)
             streams.append((self._places[index], rows))
-        made = _Rows(positions, ids, versions, streams, selection, self._forms)
-        if isinstance(selection.reads, LensRead):
-            return SiteRows(selection.sites, made.under_lens)
-        if selection.reads is not None:
-            layers = [None] if selection.reads.sum == "all" else [n for _, n in selection.heads]
-            return SiteRows([("attn", layer) for layer in layers], made.attended)
-        return SiteRows(selection.sites, made.captured)
+        texts = self._texts if selection.fields.get(TOKENS) else None
+        made = _Rows(positions, token_ids, versions, streams, selection, self._forms, texts)
+        return made.by_site()
 
     def _mean_rows(self, selected: Selected, mean: Mean, finished: bool) -> SiteRows[CapturedRows]:
         """One row a site, at the last position; none before the end, or without all of them."""
@@ -255,12 +323,8 @@ class RowCollector:
         none = torch.empty(0, len(stream.sites), stream.width)
         rows = none if value is None else value[None]
         index = self._places[selected.selection.streams[0]]
-        heads = selected.selection.heads
         versions = np.full(len(at), mean.version, dtype=np.int64)
-        return SiteRows(
-            selected.selection.sites,
-            lambda site: CapturedRows(at, ids, rows[:, index[site]], versions, heads.get(site, ())),
-        )
+        return _MeanRow(at, ids, versions, rows, index, selected.selection).by_site()
 
     def _result(
         self,

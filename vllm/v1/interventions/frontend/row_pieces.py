@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Rows of one completion where they came to lie, in pieces that are joined when they are read."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from itertools import accumulate
 from typing import NamedTuple
@@ -11,6 +11,7 @@ import torch
 
 from vllm.v1.capture.copies import (
     CopyThreads,
+    copies_of,
     empty,
     fill,
     finished,
@@ -125,6 +126,8 @@ class StreamRows:
         """The rows, [n, its sites, width] of each sender, where sites share memory."""
         self._alone: list[torch.Tensor] = []
         """The rows of each site, [n, width], where each site has memory of its own."""
+        self._is_owned = False
+        """True if the pieces are in memory of their own, and all their rows are wanted."""
 
     def site(self, index: int) -> torch.Tensor:
         """The rows of a site, [n, width]; from any thread. From `SHARED_BYTES` on they may be a
@@ -142,6 +145,34 @@ class StreamRows:
             index -= part.shape[1]
         rows = part[:, index]
         return rows if rows.nbytes >= SHARED_BYTES else joined([rows])
+
+    def joined(self, later: "StreamRows") -> "StreamRows":
+        """Return these rows and then `later`'s, in memory of their own; nobody has read either."""
+        pieces = [*self._owned(), *later._owned()]
+        at = np.arange(len(self._at) + len(later._at))
+        both = StreamRows(pieces, 0, 1, self._dtype, at, self._threads, self._memory)
+        both._is_owned = True
+        return both
+
+    def _owned(self) -> list[Piece]:
+        """Return the pieces with the rows that are wanted, in memory of their own."""
+        if self._is_owned:
+            return self._pieces
+        steps = list(self._wanted_steps())
+        shape = len(self._at), sum(part.shape[1] for part in steps[0]), steps[0][0].shape[2]
+        values = integers(self._memory.of_rows(shape, self._dtype))
+        copies = self._threads.follow(copies_of(steps_into([values], steps)))
+        return [Piece(self._at, self._at, [[values]], slice(None), copies)]
+
+    def _wanted_steps(self) -> Iterator[list[np.ndarray]]:
+        """Yield the rows that are wanted of each step, as `Piece.parts` gives them."""
+        first = 0
+        for piece in self._pieces:
+            for parts in piece.parts(self._stream, self._num_streams):
+                stop = first + len(parts[0])
+                wanted = self._at[slice(*np.searchsorted(self._at, [first, stop]))] - first
+                yield parts if len(wanted) == len(parts[0]) else [part[wanted] for part in parts]
+                first = stop
 
     def _read(self, pieces: list[Piece]) -> list[torch.Tensor]:
         """Return the rows as `_values` has them, or fill `_alone` and return an empty list. Rows of

@@ -2,7 +2,6 @@
 """Positions as a request may name them: checked and resolved on its prompt."""
 
 from collections.abc import Iterator, Mapping, Sized
-from functools import cached_property
 from typing import Any, NoReturn
 
 import numpy as np
@@ -12,7 +11,13 @@ from vllm.v1.capture import NO_TOKEN
 from vllm.v1.interventions.errors import reject, show, unknown_keys
 from vllm.v1.interventions.frontend.chat_turns import ChatTurns, need_turns, tokens_of_turn
 from vllm.v1.interventions.frontend.media import Media
-from vllm.v1.interventions.frontend.prompt_text import BROKEN, PromptText, decoded, occurrences
+from vllm.v1.interventions.frontend.prompt_text import (
+    BROKEN,
+    PromptText,
+    decoded,
+    last_place,
+    occurrences,
+)
 from vllm.v1.interventions.frontend.work import Unit, Work
 from vllm.v1.interventions.frontend.written_text import WrittenText
 from vllm.v1.interventions.positions import Positions, Run
@@ -71,21 +76,25 @@ class Prompt:
         self.turns = turns
         self.media = media if media is not None else Media({})
         self.written = written
+        self._text: PromptText | None = None
 
-    @cached_property
-    def text(self) -> PromptText:
-        """The prompt as text, decoded when a selector first asks."""
-        assert self.tokenizer is not None
-        return decoded(self.token_ids, self.tokenizer, self.media.positions)
+    def text(self, path: str) -> PromptText:
+        """The prompt as text, decoded when a selector first asks, at `path`."""
+        if self._text is None:
+            assert self.tokenizer is not None
+            asked = self.work, path, self.media.positions
+            self._text = decoded(self.token_ids, self.tokenizer, *asked)
+        return self._text
 
     def texts(self, path: str) -> Iterator[PromptText]:
         """Yield the texts to search for a text, until one has it: the text that was written, then
         the text that the prompt's tokens decode to, which covers more of the tokens."""
-        written, said = self.written, self.text
+        written, said = self.written, self.text(path)
         # Items stand in the prompt for more tokens than the text has.
         if written is not None and not self.media.items:
             assert self.tokenizer is not None
-            start = said.text.rfind(written.text)
+            self.work.charge(len(said.text), Unit.SEARCHED, path)
+            start = last_place(said.text, written.text)
             if start >= 0:
                 yield said.within(start, start + len(written.text))
             elif placed := written.placed(self.token_ids, self.tokenizer, self.work, path):
@@ -94,7 +103,7 @@ class Prompt:
 
     def without(self, text: str, path: str) -> NoReturn:
         """Raise ValueError, as no tokens of the prompt are a text."""
-        there, said = f"which has {len(self.token_ids)} tokens", self.text.text
+        there, said = f"which has {len(self.token_ids)} tokens", self.text(path).text
         # Where both have it, it is inside of a special token.
         if self.written is None or text in said or text not in self.written.text:
             reject(path, f"{show(text)} is not in the prompt, {there}")
@@ -338,7 +347,7 @@ class Selector:
         found: list[Run] = []
         for index in need_turns(turns, plain(value["role"]), turn, path):
             assert turns is not None
-            chat, pieces = turns.characters(index, len(prompt.text.text), prompt.work, path)
+            chat, pieces = turns.characters(index, len(prompt.text(path).text), prompt.work, path)
             tokens = tokens_of_turn(chat, pieces, [*prompt.texts(path)], truncated, path)
             found += _runs(tokens, 1)
         return self._few(found, path)

@@ -11,6 +11,12 @@ class Unit(IntEnum):
 
     SEARCHED = 1
     """A character or token of the prompt that a selector looks at."""
+    DECODED = 48
+    """A token of the prompt that is decoded with all others, for what its characters are."""
+    ALONE = 128
+    """A call of the tokenizer for some of them, where bytes of a character are spread."""
+    WRITTEN = 768
+    """A site of a completion whose rows are written into each chunk of a streamed answer."""
     TOKENIZED = 4
     """A character of the prompt that is tokenized again, to find where its tokens are."""
     CELL = 8
