@@ -121,16 +121,16 @@ def run(args: argparse.Namespace, num_sites: int) -> dict[str, float]:
     from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest, FinishReason
     from vllm.v1.engine.output_processor import RequestState
     from vllm.v1.interventions.capture_groups import CaptureGroups
-    from vllm.v1.interventions.frontend.capture_outputs import CaptureOutputs
+    from vllm.v1.interventions.frontend.results.outputs import CaptureOutputs
     from vllm.v1.interventions.messages import WorkerRequest, WorkerStream
     from vllm.v1.interventions.plan import CapturePlan, Plan, Selection, Stream, TapShape
-    from vllm.v1.interventions.scheduler.capture_sessions import CaptureSessions
-    from vllm.v1.interventions.scheduler.request_state import RequestInterventions
-    from vllm.v1.interventions.scheduler.row_relay import RowRelay
+    from vllm.v1.interventions.scheduler.consumers import CaptureSessions
+    from vllm.v1.interventions.scheduler.relay import RowRelay
+    from vllm.v1.interventions.scheduler.request import RequestInterventions
     from vllm.v1.interventions.step_rows import Blocks, StepRows
-    from vllm.v1.interventions.worker.block_attention import Captured
-    from vllm.v1.interventions.worker.outbox import Outbox
-    from vllm.v1.interventions.worker.projection_table import ProjectionTable
+    from vllm.v1.interventions.worker.making.attention import Captured
+    from vllm.v1.interventions.worker.rows.outbox import Outbox
+    from vllm.v1.interventions.worker.tables.matrices import ProjectionTable
     from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
     sites = [("post_block", layer) for layer in range(num_sites)]

@@ -18,8 +18,8 @@ import torch
 from tests.support.plans import config_of, plan_of
 from vllm.v1.interventions.messages import StepInterventions
 from vllm.v1.interventions.plan import Plan, TapShape
-from vllm.v1.interventions.scheduler.term_pool import TermPool
-from vllm.v1.interventions.worker.term_table import TermTable
+from vllm.v1.interventions.scheduler.pools.terms import TermPool
+from vllm.v1.interventions.worker.tables.terms import TermTable
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
 LAYERS, HIDDEN, PROMPT, ROWS = 16, 2048, 1024, 4096

@@ -67,7 +67,7 @@ def processes() -> Drawing:
     )
     d.arrow((left + 128, params), (left + 128, 146))
     resolved = d.box(
-        left, 146, wide, Name(f"{FRONTEND}/resolve.py", "resolve"),
+        left, 146, wide, Name(f"{FRONTEND}/request/resolve.py", "resolve"),
         "names, layers, positions, vectors;", "every user error is raised here",
     )  # fmt: skip
     d.arrow((left + 128, resolved), (left + 128, 241))
@@ -88,11 +88,11 @@ def processes() -> Drawing:
     d.text(middle + 136, 148, "asks", "note")
     pools = 152.0
     for file, symbol, note in (
-        ("slots.py", "SlotTable", "rows of vectors"),
-        ("term_pool.py", "TermPool", "rows of operations"),
-        ("projection_pool.py", "ProjectionPool", "matrices that captures ask for"),
+        ("pools/slots.py", "SlotTable", "rows of vectors"),
+        ("pools/terms.py", "TermPool", "rows of operations"),
+        ("pools/matrices.py", "ProjectionPool", "matrices that captures ask for"),
         ("row_budget.py", "RowBudget", "captured rows that fit into a step"),
-        ("block_identity.py", "BlockIdentity", "keys of blocks in the prefix cache"),
+        ("identity.py", "BlockIdentity", "keys of blocks in the prefix cache"),
     ):
         pools = d.box(middle, pools, wide, Name(f"{SCHEDULER}/{file}", symbol), note) + 8
     d.arrow((middle + 128, pools - 8), (middle + 128, pools + 8))
@@ -109,11 +109,11 @@ def processes() -> Drawing:
     d.arrow((middle + wide, pools + 28), (642, pools + 28), (642, 102), (right, 102))
     d.arrow((right + 128, takes), (right + 128, 160))
     table = d.box(
-        right, 160, wide, Name(f"{WORKER}/steering_table.py", "SteeringTable"),
+        right, 160, wide, Name(f"{WORKER}/tables/sums.py", "SteeringTable"),
         "sums of vectors, one row a slot and phase",
     )  # fmt: skip
     terms = d.box(
-        right, table + 8, wide, Name(f"{WORKER}/term_table.py", "TermTable"),
+        right, table + 8, wide, Name(f"{WORKER}/tables/terms.py", "TermTable"),
         "operations, if the engine has them",
     )  # fmt: skip
     mapped = d.box(
@@ -134,7 +134,7 @@ def processes() -> Drawing:
     )  # fmt: skip
     d.arrow((right, back + 28), (middle + wide, back + 28))
     d.box(
-        middle, back, wide, Name(f"{SCHEDULER}/row_relay.py", "RowRelay"),
+        middle, back, wide, Name(f"{SCHEDULER}/relay.py", "RowRelay"),
         "each accepted row once",
     )  # fmt: skip
     d.arrow((middle, back + 28), (left + wide, back + 28))
@@ -159,7 +159,9 @@ def rows() -> Drawing:
     y = 72
     d.box(x[0], y, wide, Name(TAPS, "SiteTap.read"), "copies wanted rows of its site")
     d.box(x[1], y, wide, Name(TAPS, "SiteTap.arena"), "one buffer, all sites, one step")
-    d.box(x[2], y, wide, Name(f"{WORKER}/outbox.py", "Outbox"), "to the landing, beside a step")
+    d.box(
+        x[2], y, wide, Name(f"{WORKER}/rows/outbox.py", "Outbox"), "to the landing, beside a step"
+    )
     d.box(
         x[3], y, wide, Name(f"{OURS}/step_rows.py", "StepRows"), "waits for the copy when read",
         kind="message",
@@ -169,16 +171,16 @@ def rows() -> Drawing:
 
     y = 224
     d.arrow((x[3] + 160, 129), (x[3] + 160, y))
-    accept = Name(f"{SCHEDULER}/row_relay.py", "RowRelay.accept")
+    accept = Name(f"{SCHEDULER}/relay.py", "RowRelay.accept")
     d.box(x[3], y, wide, accept, "once each; drops rejected drafts")
     d.arrow((x[3], y + 28), (x[2] + wide, y + 28))
-    join = Name(f"{SCHEDULER}/row_relay.py", "RowRelay.join")
+    join = Name(f"{SCHEDULER}/relay.py", "RowRelay.join")
     d.box(x[2], y, wide, join, "all rows of a step at once, uncut,", "ahead of its outputs")
     d.arrow((x[2] + centre, y + 72), (x[2] + centre, y + 88))
     encoder = Name(f"{TRANSPORT}/landing.py", "RowEncoder")
     d.box(x[2], y + 88, wide, encoder, "sends where they lie")
     d.arrow((x[3] + 60, y), (x[3] + 60, y - 18), (x[1] + centre, y - 18), (x[1] + centre, y))
-    sessions = Name(f"{SCHEDULER}/capture_sessions.py", "CaptureSessions")
+    sessions = Name(f"{SCHEDULER}/consumers.py", "CaptureSessions")
     d.box(x[1], y, wide, sessions, "rows for consumers that run here")
     d.arrow((x[1], y + 28), (x[0] + wide, y + 28))
     d.box(x[0], y, wide, Name(f"{TRANSPORT}/feed.py", "Feed"), "what one consumer selected")
@@ -188,13 +190,15 @@ def rows() -> Drawing:
     )
 
     y = 458
-    outputs = Name(f"{FRONTEND}/capture_outputs.py", "CaptureOutputs")
+    outputs = Name(f"{FRONTEND}/results/outputs.py", "CaptureOutputs")
     d.box(x[3], y, wide, outputs, "all captures of this frontend")
     d.arrow((x[2] + centre, 369), (x[2] + centre, 384), (x[3] + 60, 384), (x[3] + 60, y))
     captured = Name("vllm/v1/engine/__init__.py", "EngineCoreOutput.captured")
     d.name(x[3] + 52, 440, captured, "end")
-    d.box(x[2], y, wide, Name(f"{FRONTEND}/row_inbox.py", "RowInbox"), "for each of its requests")
-    collector = Name(f"{FRONTEND}/row_collector.py", "RowCollector")
+    d.box(
+        x[2], y, wide, Name(f"{FRONTEND}/results/inbox.py", "RowInbox"), "for each of its requests"
+    )
+    collector = Name(f"{FRONTEND}/results/collector.py", "RowCollector")
     d.box(x[1], y, wide, collector, "of one completion; trims its end")
     d.box(
         x[0], y, wide, Name("vllm/v1/capture/results.py", "CaptureResult"), "what the user gets",

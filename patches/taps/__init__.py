@@ -39,5 +39,5 @@ each member says what it permits, and the class must mean just that. Then add th
 the conformance table: only that makes it supported.
 
 What a row assumes away (`Row.assume`) goes into the class attribute, as does the reason of a
-refused class; `vllm/v1/interventions/worker/tap_layers.py:refuse_layers` checks both at start-up.
+refused class; `vllm/v1/interventions/worker/layers.py:refuse_layers` checks both at start-up.
 """

@@ -19,7 +19,7 @@ import torch
 from tests.support.stored import LAYOUTS, SITES, WIDTH, publish, request, same, started, whole
 from vllm.v1.capture import reader
 from vllm.v1.capture.file_format import CaptureFileError
-from vllm.v1.interventions.reads import AttentionRead
+from vllm.v1.interventions.makings import AttentionRead
 
 pytestmark = pytest.mark.quick
 

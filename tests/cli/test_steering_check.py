@@ -18,7 +18,7 @@ from vllm.entrypoints.cli.steering.findings import Finding, table
 from vllm.entrypoints.cli.steering.huggingface import compare
 from vllm.entrypoints.cli.steering.identities import check_identities
 from vllm.entrypoints.cli.steering.probe import GENERATED, Probe, worst_row
-from vllm.v1.interventions.worker.tap_layers import find_layers
+from vllm.v1.interventions.worker.layers import find_layers
 
 if TYPE_CHECKING:
     from tests.conftest import TinyModels

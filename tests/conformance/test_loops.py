@@ -95,7 +95,7 @@ def test_what_loops_lack_is_refused(pair: Pair) -> None:
 
 @pytest.mark.parametrize("name", sorted(EXECUTIONS))
 def test_what_is_bound_is_each_execution_once(name: str, tiny_models: TinyModels) -> None:
-    from vllm.v1.interventions.worker.tap_layers import executions, find_layers
+    from vllm.v1.interventions.worker.layers import executions, find_layers
 
     def found(model: Any) -> list[tuple[int, int]]:
         layers = find_layers(model)

@@ -15,12 +15,12 @@ pytestmark = pytest.mark.quick
 
 IN = "vllm/v1/interventions/"
 BROKEN = [
-    (f"{IN}frontend/selectors.py", "vllm.v1.interventions.scheduler.slots"),
-    (f"{IN}scheduler/slots.py", "vllm.v1.interventions.worker.token_map"),
-    (f"{IN}worker/token_map.py", "vllm.v1.interventions.frontend.segments"),
+    (f"{IN}frontend/request/selectors.py", "vllm.v1.interventions.scheduler.pools.slots"),
+    (f"{IN}scheduler/pools/slots.py", "vllm.v1.interventions.worker.token_map"),
+    (f"{IN}worker/token_map.py", "vllm.v1.interventions.frontend.request.segments"),
     (f"{IN}plan.py", "vllm.v1.interventions.messages"),
-    (f"{IN}errors.py", "vllm.v1.interventions.scheduler.tiers"),
-    ("vllm/v1/capture/registry.py", "vllm.v1.interventions.frontend.capture_request"),
+    (f"{IN}errors.py", "vllm.v1.interventions.scheduler.state"),
+    ("vllm/v1/capture/registry.py", "vllm.v1.interventions.frontend.request.capture"),
     ("vllm/v1/capture/results.py", "vllm.v1.capture.reader"),
     ("vllm/entrypoints/serve/steering/body.py", "vllm.v1.interventions.scheduler.changes"),
     ("vllm/config/steering.py", "vllm.config.capture"),

@@ -18,7 +18,7 @@ from vllm.pilot.reranker import rank, rerank
 from vllm.pilot.rows import reduce_rows
 from vllm.pilot.tracker import HeadScores, attention_tracker, important_heads
 from vllm.v1.capture import AttentionRows, CaptureResult
-from vllm.v1.interventions.reads import AttentionRead
+from vllm.v1.interventions.makings import AttentionRead
 
 ONE = np.array([2])
 

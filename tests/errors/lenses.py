@@ -21,9 +21,9 @@ from tests.support.plans import HEADS, HIDDEN, SHAPE, VECTOR, config_of
 from vllm.config.capture import CaptureConfig
 from vllm.entrypoints.cli.steering.convert import convert_lens
 from vllm.v1.capture.lens import LensRows
-from vllm.v1.interventions.reads import LensRead
-from vllm.v1.interventions.worker.lens_check import prove_lenses
-from vllm.v1.interventions.worker.lens_files import FileLens
+from vllm.v1.interventions.makings import LensRead
+from vllm.v1.interventions.worker.check.lens import prove_lenses
+from vllm.v1.interventions.worker.making.lens import FileLens
 
 STREAM = [("pre_attn", 0), ("post_block", 0), ("post_block", 1)]
 OFFERED = msgspec.structs.replace(

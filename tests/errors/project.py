@@ -15,12 +15,12 @@ from vllm.config.capture import PROJECTION_ROWS, CaptureConfig
 from vllm.renderers.params import TokenizeParams
 from vllm.v1.capture.consumers.logging import LoggingConsumer
 from vllm.v1.capture.registry import ConsumerSpec
-from vllm.v1.interventions.frontend.capture_request import check_global, parse_capture
-from vllm.v1.interventions.frontend.chat_turns import ChatTurns, tokens_of_turn
-from vllm.v1.interventions.frontend.prompt_text import PromptText
-from vllm.v1.interventions.frontend.selectors import Prompt, Selector
-from vllm.v1.interventions.frontend.work import Work
-from vllm.v1.interventions.frontend.written_text import WrittenText
+from vllm.v1.interventions.frontend.request.budget import Work
+from vllm.v1.interventions.frontend.request.capture import check_global, parse_capture
+from vllm.v1.interventions.frontend.request.chat import ChatTurns, tokens_of_turn
+from vllm.v1.interventions.frontend.request.selectors import Prompt, Selector
+from vllm.v1.interventions.frontend.request.text import PromptText
+from vllm.v1.interventions.frontend.request.written_text import WrittenText
 from vllm.v1.interventions.plan import TapShape
 from vllm.v1.steering.modules import parse_module
 

@@ -17,9 +17,9 @@ from tests.support.plans import HIDDEN, SHAPE, VECTOR, config_of
 from vllm.config import VllmConfig
 from vllm.config.capture import CaptureConfig
 from vllm.sampling_params import BeamSearchParams
-from vllm.v1.interventions.frontend.global_steering import AsyncSteering
-from vllm.v1.interventions.frontend.module_catalog import ModuleCatalog
-from vllm.v1.interventions.frontend.resolve import refuse_beam_search
+from vllm.v1.interventions.frontend.control.steering import AsyncSteering
+from vllm.v1.interventions.frontend.request.catalog import ModuleCatalog
+from vllm.v1.interventions.frontend.request.resolve import refuse_beam_search
 from vllm.v1.steering import rule_files
 from vllm.v1.steering.files import startup_modules
 from vllm.v1.steering.modules import parse_module

@@ -14,10 +14,10 @@ from vllm.config import KVTransferConfig, VllmConfig
 from vllm.sampling_params import BeamSearchParams
 from vllm.v1.engine.core_client import InprocClient
 from vllm.v1.interventions.calls import Change, SteeringCall
-from vllm.v1.interventions.frontend import global_steering as engine_steering
-from vllm.v1.interventions.frontend.global_steering import Steering
-from vllm.v1.interventions.frontend.module_catalog import ModuleCatalog
-from vllm.v1.interventions.frontend.resolve import refuse_beam_search
+from vllm.v1.interventions.frontend.control import steering as engine_steering
+from vllm.v1.interventions.frontend.control.steering import Steering
+from vllm.v1.interventions.frontend.request.catalog import ModuleCatalog
+from vllm.v1.interventions.frontend.request.resolve import refuse_beam_search
 from vllm.v1.interventions.scheduler.changes import Changes
 from vllm.v1.interventions.scheduler.decisions import SchedulerInterventions
 from vllm.v1.steering.modules import parse_module_args

@@ -21,7 +21,7 @@ import pytest
 
 from tests.support.plans import HIDDEN, POINTS, VECTOR, config_of, plan_of
 from vllm.v1.interventions.errors import InterventionError
-from vllm.v1.interventions.frontend.steering_request import MAX_MODULES
+from vllm.v1.interventions.frontend.request.steering import MAX_MODULES
 from vllm.v1.interventions.plan import INHERIT, PLAN_FIELDS, VECTOR_FIELDS, Plan, TapShape
 from vllm.v1.steering.modules import Module, parse_module
 

@@ -51,10 +51,11 @@ from vllm.entrypoints.serve.steering.serving import intervene
 from vllm.multimodal.inputs import PlaceholderRange
 from vllm.v1.capture.consumer import SHARED_FIELDS
 from vllm.v1.interventions import errors
-from vllm.v1.interventions.frontend import capture_request, selectors
-from vllm.v1.interventions.frontend.chat_turns import KEY
-from vllm.v1.interventions.frontend.global_steering import AsyncSteering
-from vllm.v1.interventions.frontend.module_catalog import ModuleCatalog
+from vllm.v1.interventions.frontend.control.steering import AsyncSteering
+from vllm.v1.interventions.frontend.request import capture as capture_request
+from vllm.v1.interventions.frontend.request import selectors
+from vllm.v1.interventions.frontend.request.catalog import ModuleCatalog
+from vllm.v1.interventions.frontend.request.chat import KEY
 from vllm.v1.interventions.plan import PLAN_FIELDS, AttentionForm
 from vllm.v1.interventions.positions import Run
 from vllm.v1.steering.modules import parse_module

@@ -47,15 +47,15 @@ from vllm.config.intervention_refusals import refuse_connector
 from vllm.config.steering import SteeringConfig
 from vllm.model_executor.layers.residual_taps import UnboundTaps
 from vllm.v1.capture import AttentionRows, stack
-from vllm.v1.interventions.frontend.row_collector import RowCollector
+from vllm.v1.interventions.frontend.results.collector import RowCollector
+from vllm.v1.interventions.makings import AttentionRead
 from vllm.v1.interventions.plan import TapShape
-from vllm.v1.interventions.reads import AttentionRead
-from vllm.v1.interventions.scheduler.request_state import RequestInterventions
+from vllm.v1.interventions.scheduler.request import RequestInterventions
 from vllm.v1.interventions.startup import start_taps
-from vllm.v1.interventions.worker.graph_owners import refuse_late_breaks
+from vllm.v1.interventions.worker.check.taps import check_sites
+from vllm.v1.interventions.worker.layers import find_layers, num_lanes, refuse_layers
 from vllm.v1.interventions.worker.runner import WorkerInterventions
-from vllm.v1.interventions.worker.tap_check import check_sites
-from vllm.v1.interventions.worker.tap_layers import find_layers, num_lanes, refuse_layers
+from vllm.v1.interventions.worker.variants.graphs import refuse_late_breaks
 
 pytestmark = pytest.mark.quick
 

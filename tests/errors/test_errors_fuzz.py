@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from tests.support.plans import HIDDEN, POINTS, SHAPE, VECTOR, config_of, plan_of
 from vllm.config.steering import FAMILIES
 from vllm.v1.interventions.errors import InterventionError
-from vllm.v1.interventions.frontend.selectors import NAMED_SELECTORS
+from vllm.v1.interventions.frontend.request.selectors import NAMED_SELECTORS
 from vllm.v1.interventions.plan import UNSTEERED, Plan, SteeringPlan, TapShape
 from vllm.v1.interventions.terms import OPS
 from vllm.v1.steering.modules import parse_module

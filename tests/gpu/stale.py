@@ -7,7 +7,7 @@ Of each backend: forty requests with vectors of 1.6e38 at every site fill a smal
 greedy and some sampled, then plain requests, whose prompts end at every place of a block, must get
 the bits that they got before. Then plain requests run in one batch with steered ones.
 Last, the whole cache is filled with NaN. Backends whose blocks are not cleared
-(`vllm/v1/interventions/worker/attention_layers.py:reads_masked`) must still get those bits; in the
+(`vllm/v1/interventions/worker/attention/layers.py:reads_masked`) must still get those bits; in the
 others, the twin, plain requests must differ. The vocabulary is no multiple of any kernel's block.
 Prints one JSON object a check; exit status 1 if one fails.
 """

@@ -21,8 +21,8 @@ from vllm.v1.interventions.plan import Site
 from vllm.v1.interventions.positions import Positions
 from vllm.v1.interventions.startup import StageRows
 from vllm.v1.interventions.step_rows import Blocks, Members, StepRows
-from vllm.v1.interventions.worker.projection_table import ProjectionTable
-from vllm.v1.interventions.worker.row_map import RowMap
+from vllm.v1.interventions.worker.rows.arena import RowMap
+from vllm.v1.interventions.worker.tables.matrices import ProjectionTable
 from vllm.v1.outputs import ModelRunnerOutput
 
 pytestmark = pytest.mark.quick
@@ -246,7 +246,7 @@ def test_equal_requests_share_a_block() -> None:
 
 def test_scores_come_in_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows become float32 a bounded number at a time; the result is the same."""
-    monkeypatch.setattr("vllm.v1.interventions.worker.projection_table.CHUNK_BYTES", 4 * HIDDEN * 3)
+    monkeypatch.setattr("vllm.v1.interventions.worker.tables.matrices.CHUNK_BYTES", 4 * HIDDEN * 3)
     table = ProjectionTable(HIDDEN, CPU)
     table.apply([(2, MATRICES[0, 3].numpy().tobytes())])
     rows, out = torch.randn(10, HIDDEN).bfloat16(), torch.zeros(10, 3)

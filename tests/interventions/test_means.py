@@ -20,16 +20,16 @@ from vllm.v1.capture.results import merged
 from vllm.v1.capture.transport.feed import Feed, request_info
 from vllm.v1.capture.transport.mean import Mean
 from vllm.v1.engine import EngineCoreOutput
-from vllm.v1.interventions.frontend.capture_request import parse_capture
-from vllm.v1.interventions.frontend.kept_memory import KeptMemory
-from vllm.v1.interventions.frontend.row_collector import RowCollector
-from vllm.v1.interventions.frontend.row_pieces import Run
-from vllm.v1.interventions.frontend.selectors import Prompt
-from vllm.v1.interventions.frontend.work import Work
+from vllm.v1.interventions.frontend.request.budget import Work
+from vllm.v1.interventions.frontend.request.capture import parse_capture
+from vllm.v1.interventions.frontend.request.selectors import Prompt
+from vllm.v1.interventions.frontend.results.collector import RowCollector
+from vllm.v1.interventions.frontend.results.memory import KeptMemory
+from vllm.v1.interventions.frontend.results.pieces import Run
 from vllm.v1.interventions.messages import CapturedChunk
 from vllm.v1.interventions.plan import CapturePlan, Plan
 from vllm.v1.interventions.positions import Positions
-from vllm.v1.interventions.scheduler.request_state import RequestInterventions
+from vllm.v1.interventions.scheduler.request import RequestInterventions
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
 pytestmark = pytest.mark.quick

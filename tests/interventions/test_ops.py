@@ -12,7 +12,7 @@ import torch
 from tests.support.plans import GAPS, SHAPE, VECTOR
 from tests.support.terms import FAMILIES, selecting
 from vllm.v1.interventions.errors import InterventionError
-from vllm.v1.interventions.ops import Op, parse_ops
+from vllm.v1.interventions.operations import Op, parse_ops
 from vllm.v1.interventions.positions import Positions
 from vllm.v1.interventions.terms import INF, OPS, Scalars, make_term
 

@@ -20,8 +20,8 @@ from vllm.distributed.device_communicators.shm_broadcast import MessageQueue, _r
 from vllm.v1.capture.transport.landing import Landing, Places
 from vllm.v1.interventions.capture_groups import CaptureGroup, LocalStream
 from vllm.v1.interventions.step_rows import Blocks, StepRows
-from vllm.v1.interventions.worker.projection_table import ProjectionTable
-from vllm.v1.interventions.worker.row_map import RowMap
+from vllm.v1.interventions.worker.rows.arena import RowMap
+from vllm.v1.interventions.worker.tables.matrices import ProjectionTable
 from vllm.v1.outputs import ModelRunnerOutput
 
 pytestmark = pytest.mark.quick

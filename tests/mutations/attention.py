@@ -14,20 +14,19 @@ from tests.mutations.rules import Mistake
 from vllm.model_executor.layers.attention_taps import HeadTap
 from vllm.model_executor.layers.row_capture import capture_rows
 from vllm.v1.interventions.focus import SHARE
-from vllm.v1.interventions.frontend import focus_request, segments
-from vllm.v1.interventions.scheduler import block_identity
-from vllm.v1.interventions.worker import (
-    attention_layers,
-    attention_reader,
-    block_attention,
-    focus_table,
-    focused_weights,
-    layer_reader,
-    tap_check,
-    token_map,
-)
-from vllm.v1.interventions.worker.focus_table import FocusTable
-from vllm.v1.interventions.worker.kv_pages import sight_of
+from vllm.v1.interventions.frontend.request import focus as focus_request
+from vllm.v1.interventions.frontend.request import segments
+from vllm.v1.interventions.scheduler import identity as block_identity
+from vllm.v1.interventions.worker import token_map
+from vllm.v1.interventions.worker.attention import formula as focused_weights
+from vllm.v1.interventions.worker.attention import keys as layer_reader
+from vllm.v1.interventions.worker.attention import layers as attention_layers
+from vllm.v1.interventions.worker.attention import reader as attention_reader
+from vllm.v1.interventions.worker.attention.pages import sight_of
+from vllm.v1.interventions.worker.check import taps as tap_check
+from vllm.v1.interventions.worker.focus import table as focus_table
+from vllm.v1.interventions.worker.focus.table import FocusTable
+from vllm.v1.interventions.worker.making import attention as block_attention
 
 _SEEN = "[(a, b) if b <= position else (a,) for a, b in runs]"
 _EDGES = "edges |= {edge for focus in self.focused for edge in focus.op.runs if edge < END}"
@@ -148,7 +147,7 @@ def _ratio_as_share(patch: pytest.MonkeyPatch) -> None:
 def _all_queries(patch: pytest.MonkeyPatch) -> None:
     mistake = Mistake("", focus_request, 'if "positions" in given:', "if False:")
     patch.setattr(
-        "vllm.v1.interventions.frontend.steering_request.FocusParser", mistake.made().FocusParser
+        "vllm.v1.interventions.frontend.request.steering.FocusParser", mistake.made().FocusParser
     )
 
 

@@ -7,7 +7,9 @@ import inspect
 from dataclasses import dataclass
 from types import ModuleType
 
-from vllm.v1.interventions.frontend import resolve, rule_request, rule_watch
+from vllm.v1.interventions.frontend.request import resolve
+from vllm.v1.interventions.frontend.request import rules as rule_request
+from vllm.v1.interventions.frontend.results import watch as rule_watch
 
 
 @dataclass(frozen=True)

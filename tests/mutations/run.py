@@ -23,7 +23,7 @@ from tests.conformance import runner as check
 from tests.conformance.engine import engine
 from tests.mutations.source import source_mutants
 from tests.mutations.taps import BOUND, bound_taps
-from vllm.v1.interventions.worker.tap_layers import find_layers
+from vllm.v1.interventions.worker.layers import find_layers
 
 BUILD = ROOT / "build"
 TREE = BUILD / "tree"

@@ -18,8 +18,9 @@ from tests.serving.test_focus_scheduling import asked, check_focused, start
 from tests.support.focus import Focusing
 from tests.support.serving import Ask, Judge, prompt_of, serve
 from vllm import LLM
-from vllm.v1.interventions.frontend import segments, steering_request
-from vllm.v1.interventions.worker.tap_check import check_worker
+from vllm.v1.interventions.frontend.request import segments
+from vllm.v1.interventions.frontend.request import steering as steering_request
+from vllm.v1.interventions.worker.check.taps import check_worker
 
 if TYPE_CHECKING:
     from tests.conftest import TinyModels

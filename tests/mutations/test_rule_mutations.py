@@ -13,7 +13,7 @@ from tests.interventions.frontend import test_rule_watch as judged
 from tests.mutations.rules import FOR_ALL, JUDGED, Mistake
 from tests.support import plans
 from vllm.sampling_params import RequestOutputKind
-from vllm.v1.interventions.frontend import resolve
+from vllm.v1.interventions.frontend.request import resolve
 
 pytestmark = pytest.mark.quick
 

@@ -29,7 +29,7 @@ from tests.http.server import greedy
 from tests.support.plans import SHAPE
 from vllm.entrypoints.compat import lens, wire
 from vllm.v1.interventions.errors import InterventionError
-from vllm.v1.interventions.frontend.work import Work
+from vllm.v1.interventions.frontend.request.budget import Work
 
 LAYER = 1
 DOOR = ("--compat", "lens")

@@ -29,8 +29,8 @@ from vllm.entrypoints.compat.doors import EASYSTEER, LENS, READS, is_asked, read
 from vllm.entrypoints.serve.steering import capture_results, serving
 from vllm.v1.capture.results import CapturedRows, CaptureResult
 from vllm.v1.interventions.errors import InterventionError
-from vllm.v1.interventions.frontend.module_catalog import ModuleCatalog
-from vllm.v1.interventions.frontend.plan_threads import PlanThreads
+from vllm.v1.interventions.frontend.request.catalog import ModuleCatalog
+from vllm.v1.interventions.frontend.request.plan_threads import PlanThreads
 from vllm.v1.interventions.plan import PLAN_FIELDS, TapShape
 
 zstandard = pytest.importorskip("zstandard")

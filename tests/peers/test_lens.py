@@ -26,7 +26,7 @@ from vllm import LLM, SamplingParams
 from vllm.entrypoints.compat import lens, wire
 from vllm.entrypoints.compat.opening import open_doors
 from vllm.v1.interventions.errors import InterventionError
-from vllm.v1.interventions.frontend.work import Work
+from vllm.v1.interventions.frontend.request.budget import Work
 
 zstandard = pytest.importorskip("zstandard")
 

@@ -45,7 +45,7 @@ from vllm.pilot.linear_probe import fit_probe
 from vllm.pilot.linking import link
 from vllm.pilot.row_checks import as_float32
 from vllm.v1.capture import AttentionRows
-from vllm.v1.interventions.reads import AttentionRead
+from vllm.v1.interventions.makings import AttentionRead
 
 pytestmark = pytest.mark.quick
 

@@ -18,12 +18,12 @@ from tests.conformance.engine import make_llm, shut_down
 from vllm import LLM, SamplingParams
 from vllm.inputs import TokensPrompt
 from vllm.v1.interventions.plan import TapShape
-from vllm.v1.interventions.worker import layer_reader
-from vllm.v1.interventions.worker.focus_table import FocusedAttention
-from vllm.v1.interventions.worker.kv_pages import Sight, sight_of
-from vllm.v1.interventions.worker.latent_reader import LatentReader
-from vllm.v1.interventions.worker.layer_reader import LayerReader
-from vllm.v1.interventions.worker.tap_check import check_worker
+from vllm.v1.interventions.worker.attention import keys as layer_reader
+from vllm.v1.interventions.worker.attention.keys import LayerReader
+from vllm.v1.interventions.worker.attention.latent import LatentReader
+from vllm.v1.interventions.worker.attention.pages import Sight, sight_of
+from vllm.v1.interventions.worker.check.taps import check_worker
+from vllm.v1.interventions.worker.focus.table import FocusedAttention
 
 if TYPE_CHECKING:
     from tests.conftest import TinyModels

@@ -34,7 +34,7 @@ from vllm.v1.capture.consumer import (
     RequestInfo,
     RowBatch,
 )
-from vllm.v1.interventions.frontend.capture_request import check_global
+from vllm.v1.interventions.frontend.request.capture import check_global
 
 if TYPE_CHECKING:
     from tests.conftest import TinyModels

@@ -28,7 +28,7 @@ from tests.support.plans import (
     vector_set,
 )
 from vllm import SamplingParams
-from vllm.v1.interventions.frontend.resolve import without_plan_fields
+from vllm.v1.interventions.frontend.request.resolve import without_plan_fields
 from vllm.v1.interventions.plan import Plan
 from vllm.v1.interventions.scheduler.decisions import SchedulerInterventions
 from vllm.v1.interventions.vectors import vector_set_of

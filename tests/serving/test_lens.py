@@ -23,8 +23,10 @@ from tests.support.serving import Ask, Judge, prompt_of, relative, serve, vector
 from vllm import LLM
 from vllm.entrypoints.cli import main
 from vllm.entrypoints.cli.steering.convert import convert_lens
-from vllm.v1.interventions.worker import lens_check, lens_reader, tap_check
-from vllm.v1.interventions.worker.tap_check import check_worker
+from vllm.v1.interventions.worker.check import lens as lens_check
+from vllm.v1.interventions.worker.check import taps as tap_check
+from vllm.v1.interventions.worker.check.taps import check_worker
+from vllm.v1.interventions.worker.making import lens as lens_reader
 
 if TYPE_CHECKING:
     from tests.conftest import TinyModels

@@ -24,12 +24,12 @@ from vllm.compilation.cuda_graph import CUDAGraphWrapper
 from vllm.config import CUDAGraphMode, KVTransferConfig, VllmConfig
 from vllm.model_executor.layers.residual_taps import BoundTaps, PassTap, UnboundTaps
 from vllm.platforms import current_platform
-from vllm.v1.interventions.worker import site_sets
-from vllm.v1.interventions.worker.graph_owners import coarse
-from vllm.v1.interventions.worker.model_variants import STAND_INS, ModelVariants
 from vllm.v1.interventions.worker.runner import WorkerInterventions
-from vllm.v1.interventions.worker.site_sets import SETS
 from vllm.v1.interventions.worker.token_map import TokenMap
+from vllm.v1.interventions.worker.variants import site_sets
+from vllm.v1.interventions.worker.variants.graphs import coarse
+from vllm.v1.interventions.worker.variants.site_sets import SETS
+from vllm.v1.interventions.worker.variants.variants import STAND_INS, ModelVariants
 from vllm.v1.worker.gpu import cudagraph_utils
 from vllm.v1.worker.gpu.cudagraph_utils import CudaGraphManager
 

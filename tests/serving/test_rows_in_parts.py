@@ -14,8 +14,8 @@ from tests.conformance.engine import Runner, make_llm, shut_down
 from tests.conformance.runner import Reference
 from tests.support.serving import POINTS, Ask, Judge, capture, prompt_of, serve, vector
 from vllm import LLM
-from vllm.v1.interventions.worker.capture_arena import PARTS, CaptureArena
-from vllm.v1.interventions.worker.outbox import Outbox
+from vllm.v1.interventions.worker.rows.arena import PARTS, CaptureArena
+from vllm.v1.interventions.worker.rows.outbox import Outbox
 
 if TYPE_CHECKING:
     from tests.conftest import TinyModels

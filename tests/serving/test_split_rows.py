@@ -22,7 +22,7 @@ from tests.support import serving
 from tests.support.serving import POINTS, Ask, Judge, capture, core_of, prompt_of, serve, vector
 from vllm import LLM
 from vllm.v1.capture import reader
-from vllm.v1.interventions.frontend.row_inbox import RowInbox
+from vllm.v1.interventions.frontend.results.inbox import RowInbox
 from vllm.v1.interventions.step_rows import StepRows
 
 if TYPE_CHECKING:

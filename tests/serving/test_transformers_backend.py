@@ -16,7 +16,7 @@ from tests.conformance.completions import complete
 from tests.conformance.engine import make_llm, shut_down
 from tests.conformance.tiny import NO_HEAD_DIM, PARALLEL, WINDOW, TinyModel
 from vllm import LLM
-from vllm.v1.interventions.worker.transformers_taps import tapped
+from vllm.v1.interventions.worker.layers import tapped
 
 pytestmark = pytest.mark.full
 

@@ -13,11 +13,11 @@ from tests.support.plans import HIDDEN, SHAPE
 from vllm.v1.capture import CaptureResult
 from vllm.v1.capture.copies import CopyThreads
 from vllm.v1.capture.registry import ConsumerSpec
-from vllm.v1.interventions.frontend.capture_request import parse_capture
-from vllm.v1.interventions.frontend.kept_memory import KeptMemory
-from vllm.v1.interventions.frontend.row_collector import RowCollector, Texts
-from vllm.v1.interventions.frontend.selectors import Prompt
-from vllm.v1.interventions.frontend.work import Work
+from vllm.v1.interventions.frontend.request.budget import Work
+from vllm.v1.interventions.frontend.request.capture import parse_capture
+from vllm.v1.interventions.frontend.request.selectors import Prompt
+from vllm.v1.interventions.frontend.results.collector import RowCollector, Texts
+from vllm.v1.interventions.frontend.results.memory import KeptMemory
 from vllm.v1.interventions.messages import CapturedChunk
 from vllm.v1.interventions.plan import CapturePlan, TapShape
 

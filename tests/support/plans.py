@@ -16,8 +16,8 @@ from vllm.config.capture import CaptureConfig
 from vllm.config.steering import SteeringConfig
 from vllm.multimodal.inputs import PlaceholderRange
 from vllm.tokenizers import TokenizerLike
-from vllm.v1.interventions.frontend.module_catalog import ModuleCatalog
-from vllm.v1.interventions.frontend.resolve import resolve, without_plan_fields
+from vllm.v1.interventions.frontend.request.catalog import ModuleCatalog
+from vllm.v1.interventions.frontend.request.resolve import resolve, without_plan_fields
 from vllm.v1.interventions.plan import (
     UNSTEERED,
     Plan,

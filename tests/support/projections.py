@@ -9,9 +9,9 @@ import torch
 
 from tests.support.plans import HIDDEN, SHAPE
 from vllm.v1.capture.registry import ConsumerSpec
-from vllm.v1.interventions.frontend.capture_request import parse_capture
-from vllm.v1.interventions.frontend.selectors import Prompt
-from vllm.v1.interventions.frontend.work import Work
+from vllm.v1.interventions.frontend.request.budget import Work
+from vllm.v1.interventions.frontend.request.capture import parse_capture
+from vllm.v1.interventions.frontend.request.selectors import Prompt
 from vllm.v1.interventions.plan import CapturePlan, TapShape
 
 SPECS = {name: ConsumerSpec(name) for name in ("inline", "one", "two")}

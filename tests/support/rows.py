@@ -6,13 +6,13 @@ from __future__ import annotations
 import torch
 
 from vllm.v1.capture.transport.landing import Landing
-from vllm.v1.interventions.frontend.row_collector import RowCollector
-from vllm.v1.interventions.frontend.row_pieces import Run
+from vllm.v1.interventions.frontend.results.collector import RowCollector
+from vllm.v1.interventions.frontend.results.pieces import Run
 from vllm.v1.interventions.messages import CapturedChunk
 from vllm.v1.interventions.step_rows import Blocks, StepRows
-from vllm.v1.interventions.worker.block_attention import Captured
-from vllm.v1.interventions.worker.outbox import Outbox
-from vllm.v1.interventions.worker.projection_table import ProjectionTable
+from vllm.v1.interventions.worker.making.attention import Captured
+from vllm.v1.interventions.worker.rows.outbox import Outbox
+from vllm.v1.interventions.worker.tables.matrices import ProjectionTable
 
 
 def step_rows(

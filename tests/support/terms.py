@@ -16,7 +16,7 @@ import torch
 
 from tests.support import op_reference
 from vllm.model_executor.layers.steering_terms import TermTables
-from vllm.v1.interventions.ops import Op, parse_ops
+from vllm.v1.interventions.operations import Op, parse_ops
 from vllm.v1.interventions.plan import TapShape
 from vllm.v1.interventions.positions import Positions
 from vllm.v1.interventions.terms import OPS, Scalars, Term

@@ -13,13 +13,13 @@ from hypothesis import strategies as st
 from tests.support.plans import SHAPE, config_of, plan_of
 from vllm import SamplingParams
 from vllm.multimodal.inputs import PlaceholderRange
-from vllm.v1.interventions.frontend import capture_memo
-from vllm.v1.interventions.frontend.capture_memo import CaptureMemo
-from vllm.v1.interventions.frontend.capture_request import numbered, parse_capture
-from vllm.v1.interventions.frontend.media import Media
-from vllm.v1.interventions.frontend.module_catalog import ModuleCatalog
-from vllm.v1.interventions.frontend.selectors import Prompt
-from vllm.v1.interventions.frontend.work import Work
+from vllm.v1.interventions.frontend.request import memo as capture_memo
+from vllm.v1.interventions.frontend.request.budget import Work
+from vllm.v1.interventions.frontend.request.capture import numbered, parse_capture
+from vllm.v1.interventions.frontend.request.catalog import ModuleCatalog
+from vllm.v1.interventions.frontend.request.media import Media
+from vllm.v1.interventions.frontend.request.memo import CaptureMemo
+from vllm.v1.interventions.frontend.request.selectors import Prompt
 from vllm.v1.interventions.plan import CapturePlan
 
 pytestmark = pytest.mark.quick

@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 from tests.support.plans import GAPS, HIDDEN, SHAPE, config_of, plan_of
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.capture.registry import ConsumerSpec
-from vllm.v1.interventions.frontend.capture_request import parse_capture
-from vllm.v1.interventions.frontend.selectors import Prompt
-from vllm.v1.interventions.frontend.work import Unit, Work
+from vllm.v1.interventions.frontend.request.budget import Unit, Work
+from vllm.v1.interventions.frontend.request.capture import parse_capture
+from vllm.v1.interventions.frontend.request.selectors import Prompt
 from vllm.v1.interventions.plan import CapturePlan, Selection
 from vllm.v1.interventions.positions import Positions
 

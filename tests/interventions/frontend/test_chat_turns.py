@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from vllm.renderers.chat_utils import parse_chat_messages
-from vllm.v1.interventions.frontend.chat_turns import ChatTurns
-from vllm.v1.interventions.frontend.work import Work
+from vllm.v1.interventions.frontend.request.budget import Work
+from vllm.v1.interventions.frontend.request.chat import ChatTurns
 
 pytestmark = pytest.mark.quick
 

@@ -11,7 +11,7 @@ import pytest
 from tests.support.plans import config_of
 from vllm.v1.capture.consumer import CaptureConsumer
 from vllm.v1.interventions.errors import InterventionError
-from vllm.v1.interventions.frontend.early_checks import check_early
+from vllm.v1.interventions.frontend.control.early_checks import check_early
 
 pytestmark = pytest.mark.quick
 

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.support.plans import HEADS, config_of, steering_of
-from vllm.v1.interventions.scheduler.block_identity import BlockIdentity
+from vllm.v1.interventions.scheduler.identity import BlockIdentity
 
 pytestmark = pytest.mark.quick
 

@@ -23,10 +23,10 @@ from tests.support.plans import (
 from vllm.entrypoints.serve.steering import api_router
 from vllm.v1.interventions.calls import Change, SteeringCall
 from vllm.v1.interventions.errors import InterventionError
-from vllm.v1.interventions.frontend.change_builder import ChangeBuilder
-from vllm.v1.interventions.frontend.early_checks import check_early
-from vllm.v1.interventions.frontend.global_steering import AsyncSteering
-from vllm.v1.interventions.frontend.module_catalog import ModuleCatalog
+from vllm.v1.interventions.frontend.control.changes import ChangeBuilder
+from vllm.v1.interventions.frontend.control.early_checks import check_early
+from vllm.v1.interventions.frontend.control.steering import AsyncSteering
+from vllm.v1.interventions.frontend.request.catalog import ModuleCatalog
 from vllm.v1.interventions.scheduler.decisions import SchedulerInterventions
 
 CALM, LOUD = ({"vectors": {"pre_attn": {n: VECTOR}}} for n in (0, 1))

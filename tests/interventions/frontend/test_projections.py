@@ -15,9 +15,9 @@ from tests.support.projections import SPECS, matrix, parse
 from vllm.config.capture import PROJECTION_ROWS, CaptureConfig
 from vllm.v1.capture.consumers.logging import LoggingConsumer
 from vllm.v1.capture.registry import ConsumerSpec
-from vllm.v1.interventions.frontend.capture_request import check_global, parse_capture
-from vllm.v1.interventions.frontend.selectors import Prompt
-from vllm.v1.interventions.frontend.work import Work
+from vllm.v1.interventions.frontend.request.budget import Work
+from vllm.v1.interventions.frontend.request.capture import check_global, parse_capture
+from vllm.v1.interventions.frontend.request.selectors import Prompt
 from vllm.v1.interventions.plan import TapShape
 from vllm.v1.steering.modules import parse_module
 

@@ -28,10 +28,12 @@ from tests.support.collecting import texts_of
 from vllm.v1.capture import copies
 from vllm.v1.capture.copies import THREADS, CopyThreads, empty
 from vllm.v1.capture.transport.landing import Landing
-from vllm.v1.interventions.frontend import kept_memory, row_inbox, row_pieces
-from vllm.v1.interventions.frontend.kept_memory import KeptMemory
-from vllm.v1.interventions.frontend.row_collector import RowCollector
-from vllm.v1.interventions.frontend.row_inbox import RowInbox
+from vllm.v1.interventions.frontend.results import inbox as row_inbox
+from vllm.v1.interventions.frontend.results import memory as kept_memory
+from vllm.v1.interventions.frontend.results import pieces as row_pieces
+from vllm.v1.interventions.frontend.results.collector import RowCollector
+from vllm.v1.interventions.frontend.results.inbox import RowInbox
+from vllm.v1.interventions.frontend.results.memory import KeptMemory
 from vllm.v1.interventions.messages import CapturedChunk
 from vllm.v1.interventions.plan import CapturePlan, Selection, Stream
 

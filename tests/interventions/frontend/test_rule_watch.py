@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from tests.support.plans import VECTOR, plan_of
 from vllm.v1.engine import EngineCoreOutput, FinishReason
-from vllm.v1.interventions.frontend.rule_watch import RuleWatches
+from vllm.v1.interventions.frontend.results.watch import RuleWatches
 from vllm.v1.interventions.messages import CapturedChunk
 from vllm.v1.interventions.plan import CapturePlan
 

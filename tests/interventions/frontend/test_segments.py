@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from tests.support.plans import HIDDEN, POINTS, SHAPE, config_of, segment_at, steering_of, sum_at
 from vllm.config.steering import FAMILIES
 from vllm.v1.interventions.plan import UNSTEERED, Plan, Site, SteeringPlan
-from vllm.v1.interventions.scheduler.tiers import ModuleStore
+from vllm.v1.interventions.scheduler.state import ModuleStore
 from vllm.v1.interventions.terms import Scalars, Term, make_term
 from vllm.v1.steering.modules import Module, parse_module
 

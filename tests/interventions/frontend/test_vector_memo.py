@@ -10,8 +10,8 @@ import torch
 
 from tests.support.plans import HIDDEN, SHAPE
 from vllm.v1.interventions.errors import InterventionError
-from vllm.v1.interventions.frontend import vector_memo as module
-from vllm.v1.interventions.frontend.vector_memo import KEPT, VectorMemo
+from vllm.v1.interventions.frontend.request import memo as module
+from vllm.v1.interventions.frontend.request.memo import KEPT, VectorMemo
 from vllm.v1.interventions.plan import VectorSet
 from vllm.v1.interventions.vectors import parse_vectors, vector_set_of
 

@@ -25,10 +25,10 @@ from transformers.convert_slow_tokenizer import bytes_to_unicode
 from vllm.renderers.params import TokenizeParams
 from vllm.tokenizers import TokenizerLike
 from vllm.tokenizers.hf import get_cached_tokenizer, maybe_make_thread_pool
-from vllm.v1.interventions.frontend.prompt_text import decoded
-from vllm.v1.interventions.frontend.selectors import Prompt, Selector
-from vllm.v1.interventions.frontend.work import Unit, Work
-from vllm.v1.interventions.frontend.written_text import WrittenText
+from vllm.v1.interventions.frontend.request.budget import Unit, Work
+from vllm.v1.interventions.frontend.request.selectors import Prompt, Selector
+from vllm.v1.interventions.frontend.request.text import decoded
+from vllm.v1.interventions.frontend.request.written_text import WrittenText
 
 pytestmark = pytest.mark.quick
 

@@ -15,13 +15,13 @@ import pytest
 
 from tests.support.plans import HIDDEN, SHAPE, VECTOR, array, config_of, plan_of
 from vllm.v1.interventions.calls import GLOBAL_OPS, Change, SteeringCall
-from vllm.v1.interventions.frontend.module_catalog import ModuleCatalog
+from vllm.v1.interventions.frontend.request.catalog import ModuleCatalog
 from vllm.v1.interventions.plan import VectorSet
 from vllm.v1.interventions.scheduler import changes as changes_module
-from vllm.v1.interventions.scheduler import tiers as tiers_module
+from vllm.v1.interventions.scheduler import state as tiers_module
 from vllm.v1.interventions.scheduler.changes import LEASE_SECONDS
 from vllm.v1.interventions.scheduler.decisions import SchedulerInterventions
-from vllm.v1.interventions.scheduler.tiers import KEPT_SECONDS
+from vllm.v1.interventions.scheduler.state import KEPT_SECONDS
 from vllm.v1.interventions.vectors import norms_of, vector_set_of
 from vllm.v1.steering import modules as modules_module
 from vllm.v1.steering.modules import Module, Told, parse_module

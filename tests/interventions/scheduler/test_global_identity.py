@@ -21,9 +21,9 @@ from vllm import SamplingParams
 from vllm.utils.hashing import sha256_cbor
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.interventions.plan import UNSTEERED, Segment, SteeringPlan, VectorSum
-from vllm.v1.interventions.scheduler.block_identity import BlockIdentity, Era
 from vllm.v1.interventions.scheduler.decisions import SchedulerInterventions
-from vllm.v1.interventions.scheduler.tiers import GlobalState
+from vllm.v1.interventions.scheduler.identity import BlockIdentity, Era
+from vllm.v1.interventions.scheduler.state import GlobalState
 from vllm.v1.interventions.vectors import sum_digest, vector_set_of
 from vllm.v1.request import Request, RequestStatus
 

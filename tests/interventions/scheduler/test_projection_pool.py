@@ -13,8 +13,8 @@ from tests.support.plans import HIDDEN, SHAPE
 from tests.support.projections import matrix, parse
 from vllm.v1.interventions.messages import StepInterventions
 from vllm.v1.interventions.plan import CapturePlan, Plan, TapShape
-from vllm.v1.interventions.scheduler.admission import MAX_STEP_BYTES
-from vllm.v1.interventions.scheduler.projection_pool import ProjectionPool
+from vllm.v1.interventions.scheduler.pools.matrices import ProjectionPool
+from vllm.v1.interventions.scheduler.pools.protocol import MAX_STEP_BYTES
 
 pytestmark = pytest.mark.quick
 

@@ -17,7 +17,7 @@ from vllm import SamplingParams
 from vllm.v1.core.kv_cache_utils import generate_block_hash_extra_keys
 from vllm.v1.interventions.messages import CapturedChunk
 from vllm.v1.interventions.plan import UNSTEERED, Plan, Segment, SteeringPlan
-from vllm.v1.interventions.scheduler.request_state import RequestInterventions
+from vllm.v1.interventions.scheduler.request import RequestInterventions
 from vllm.v1.request import Request
 
 pytestmark = pytest.mark.quick

@@ -20,8 +20,8 @@ from vllm.v1.capture.transport.landing import Landing, Places
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
 from vllm.v1.interventions.capture_groups import CaptureGroup, LocalStream
 from vllm.v1.interventions.messages import CapturedChunk
-from vllm.v1.interventions.scheduler.capture_sessions import CaptureSessions
-from vllm.v1.interventions.scheduler.row_relay import RowRelay
+from vllm.v1.interventions.scheduler.consumers import CaptureSessions
+from vllm.v1.interventions.scheduler.relay import RowRelay
 from vllm.v1.interventions.step_rows import Blocks, Members, StepRows
 from vllm.v1.request import Request
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder

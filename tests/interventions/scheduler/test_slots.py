@@ -18,8 +18,8 @@ from hypothesis.stateful import (
 from tests.support.plans import asking, vector_sum
 from vllm.v1.interventions.messages import FIRST_SLOT, GLOBALS_ALONE, NOTHING, StepInterventions
 from vllm.v1.interventions.plan import UNSTEERED, Plan, SteeringPlan, VectorSet, VectorSum
-from vllm.v1.interventions.scheduler.admission import MAX_STEP_BYTES
-from vllm.v1.interventions.scheduler.slots import SlotTable
+from vllm.v1.interventions.scheduler.pools.protocol import MAX_STEP_BYTES
+from vllm.v1.interventions.scheduler.pools.slots import SlotTable
 
 pytestmark = pytest.mark.quick
 

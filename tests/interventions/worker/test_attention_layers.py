@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from vllm.model_executor.layers.attention.attention import Attention
-from vllm.v1.interventions.worker.attention_layers import key_tables
+from vllm.v1.interventions.worker.attention.layers import key_tables
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 from vllm.v1.worker.utils import AttentionGroup
 

@@ -11,12 +11,14 @@ from typing import Any
 import pytest
 import torch
 
-from vllm.v1.interventions.reads import AttentionRead
-from vllm.v1.interventions.worker import attention_reader, layer_reader, paged_products
-from vllm.v1.interventions.worker.attention_reader import AttentionReader
-from vllm.v1.interventions.worker.kv_pages import Pages, Sight, pages_of
-from vllm.v1.interventions.worker.latent_reader import LatentReader
-from vllm.v1.interventions.worker.layer_reader import LayerReader, Queriers
+from vllm.v1.interventions.makings import AttentionRead
+from vllm.v1.interventions.worker.attention import keys as layer_reader
+from vllm.v1.interventions.worker.attention import products as paged_products
+from vllm.v1.interventions.worker.attention import reader as attention_reader
+from vllm.v1.interventions.worker.attention.keys import LayerReader, Queriers
+from vllm.v1.interventions.worker.attention.latent import LatentReader
+from vllm.v1.interventions.worker.attention.pages import Pages, Sight, pages_of
+from vllm.v1.interventions.worker.attention.reader import AttentionReader
 
 pytestmark = [pytest.mark.quick, pytest.mark.v2]
 

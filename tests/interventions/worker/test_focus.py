@@ -16,10 +16,13 @@ import torch
 
 from vllm.v1.interventions.focus import FACTOR, RATIO, SHARE, FocusOp
 from vllm.v1.interventions.messages import PlacedFocus, StepInterventions, WorkerRequest
-from vllm.v1.interventions.worker import focus_kernel, focus_table, focused_weights, layer_reader
-from vllm.v1.interventions.worker.focus_kernel import Workspace
-from vllm.v1.interventions.worker.focus_table import FocusedAttention, FocusTable
-from vllm.v1.interventions.worker.kv_pages import Pages, Sight
+from vllm.v1.interventions.worker.attention import formula as focused_weights
+from vllm.v1.interventions.worker.attention import keys as layer_reader
+from vllm.v1.interventions.worker.attention.pages import Pages, Sight
+from vllm.v1.interventions.worker.focus import kernel as focus_kernel
+from vllm.v1.interventions.worker.focus import table as focus_table
+from vllm.v1.interventions.worker.focus.kernel import Workspace
+from vllm.v1.interventions.worker.focus.table import FocusedAttention, FocusTable
 from vllm.v1.interventions.worker.token_map import TokenMap
 
 pytestmark = [pytest.mark.quick, pytest.mark.v2]

@@ -21,11 +21,11 @@ from vllm.v1.interventions.capture_groups import CaptureGroup, CaptureGroups
 from vllm.v1.interventions.messages import WorkerRequest, WorkerStream
 from vllm.v1.interventions.plan import Site
 from vllm.v1.interventions.step_rows import Blocks, Members, StepRows
-from vllm.v1.interventions.worker.attention_layers import attention_of
-from vllm.v1.interventions.worker.block_attention import Captured
-from vllm.v1.interventions.worker.outbox import Outbox
-from vllm.v1.interventions.worker.projection_table import ProjectionTable
-from vllm.v1.interventions.worker.row_map import RowMap
+from vllm.v1.interventions.worker.attention.layers import attention_of
+from vllm.v1.interventions.worker.making.attention import Captured
+from vllm.v1.interventions.worker.rows.arena import RowMap
+from vllm.v1.interventions.worker.rows.outbox import Outbox
+from vllm.v1.interventions.worker.tables.matrices import ProjectionTable
 
 pytestmark = pytest.mark.quick
 
@@ -166,7 +166,7 @@ def attention(cls: type[Attention]) -> Attention:
 
 def test_which_layers_have_heads(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
-        "vllm.v1.interventions.worker.attention_layers.get_tensor_model_parallel_world_size",
+        "vllm.v1.interventions.worker.attention.layers.get_tensor_model_parallel_world_size",
         lambda: 2,
     )
     shared = attention(Attention)

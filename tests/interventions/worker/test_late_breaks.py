@@ -18,7 +18,7 @@ IMPORTS = f"""
 import sys
 from vllm import LLM
 print("{ATTENTION}" in sys.modules)
-import vllm.v1.interventions.worker.tap_check
+import vllm.v1.interventions.worker.check.taps
 print("{ATTENTION}" in sys.modules)
 """
 
@@ -26,7 +26,7 @@ REFUSES = """
 import os
 from types import SimpleNamespace
 from vllm.config import CUDAGraphMode
-from vllm.v1.interventions.worker.graph_owners import refuse_late_breaks
+from vllm.v1.interventions.worker.variants.graphs import refuse_late_breaks
 os.environ["VLLM_USE_BREAKABLE_CUDAGRAPH"] = "1"
 for mode in (CUDAGraphMode.NONE, CUDAGraphMode.FULL_AND_PIECEWISE):
     try:

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vllm.v1.interventions.worker import site_sets
-from vllm.v1.interventions.worker.site_sets import SETS, STEPS, SiteSets
+from vllm.v1.interventions.worker.variants import site_sets
+from vllm.v1.interventions.worker.variants.site_sets import SETS, STEPS, SiteSets
 
 pytestmark = pytest.mark.quick
 

@@ -23,7 +23,7 @@ from vllm.v1.interventions.messages import (
 )
 from vllm.v1.interventions.plan import Site, TapShape, VectorSet, VectorSum
 from vllm.v1.interventions.vectors import vector_set_of
-from vllm.v1.interventions.worker.steering_table import SteeringTable
+from vllm.v1.interventions.worker.tables.sums import SteeringTable
 
 pytestmark = pytest.mark.quick
 

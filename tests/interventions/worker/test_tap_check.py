@@ -15,7 +15,7 @@ import torch
 from tests.support.plans import SHAPE
 from vllm.config.steering import POINTS
 from vllm.v1.interventions.plan import Site
-from vllm.v1.interventions.worker.tap_check import NUM_TOKENS, _lent_blocks, _lent_by, check_sites
+from vllm.v1.interventions.worker.check.taps import NUM_TOKENS, _lent_blocks, _lent_by, check_sites
 
 pytestmark = pytest.mark.quick
 

@@ -11,14 +11,14 @@ from torch import nn
 
 from tests.support.plans import config_of
 from vllm.model_executor.layers.residual_taps import BoundTaps, PassTap, UnboundTaps
-from vllm.v1.interventions.worker.runner import WorkerInterventions
-from vllm.v1.interventions.worker.tap_layers import (
+from vllm.v1.interventions.worker.layers import (
     bound_taps,
     executions,
     find_layers,
     own_layers,
     refuse_layers,
 )
+from vllm.v1.interventions.worker.runner import WorkerInterventions
 
 pytestmark = pytest.mark.quick
 

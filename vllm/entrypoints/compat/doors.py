@@ -15,7 +15,7 @@ from vllm.entrypoints.compat.opening import EASYSTEER, FAMILIES, LENS
 from vllm.entrypoints.compat.peers import SPEC, refuse_peer_args, said
 from vllm.sampling_params import SamplingParams
 from vllm.v1.interventions.errors import reject
-from vllm.v1.interventions.frontend.work import Work
+from vllm.v1.interventions.frontend.request.budget import Work
 from vllm.v1.interventions.plan import INHERIT, PLAN_FIELDS, STEERING_FIELDS
 
 if TYPE_CHECKING:

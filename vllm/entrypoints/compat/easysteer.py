@@ -12,7 +12,7 @@ from dataclasses import fields, is_dataclass
 from typing import Any
 
 from vllm.v1.interventions.errors import reject, show, unknown_keys
-from vllm.v1.interventions.frontend.work import Unit, Work
+from vllm.v1.interventions.frontend.request.budget import Unit, Work
 from vllm.v1.interventions.values import plain, plain_list
 
 MAX_VECTORS = 32

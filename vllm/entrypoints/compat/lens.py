@@ -16,7 +16,7 @@ import torch
 from vllm.entrypoints.compat.wire import WIRE_KEYS, decoded, encoded, need_int, need_keys
 from vllm.v1.capture.results import CapturedRows, CaptureResult
 from vllm.v1.interventions.errors import reject, show
-from vllm.v1.interventions.frontend.work import Unit, Work
+from vllm.v1.interventions.frontend.request.budget import Unit, Work
 from vllm.v1.interventions.plan import AttentionForm, Site, TapShape, dtype_of
 from vllm.v1.interventions.values import Array, plain, plain_list
 from vllm.v1.interventions.vectors import (

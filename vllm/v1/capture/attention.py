@@ -7,7 +7,7 @@ import numpy as np
 import torch
 
 from vllm.v1.capture.made_rows import MadeRows
-from vllm.v1.interventions.reads import AttentionRead
+from vllm.v1.interventions.makings import AttentionRead
 
 
 class AttentionRows(MadeRows):

@@ -28,8 +28,8 @@ import msgspec
 import torch
 from fsspec import AbstractFileSystem
 
+from vllm.v1.interventions.makings import AttentionRead
 from vllm.v1.interventions.plan import Site
-from vllm.v1.interventions.reads import AttentionRead
 
 FORMAT = "1"
 """The version of the format, `capture_format` in the metadata of each file."""

@@ -7,7 +7,7 @@ import numpy as np
 import torch
 
 from vllm.v1.capture.made_rows import MadeRows
-from vllm.v1.interventions.reads import LensRead
+from vllm.v1.interventions.makings import LensRead
 
 _PARTS = ("top_ids", "top_logprobs", "token_logprobs", "token_ranks", "entropy")
 

@@ -9,14 +9,14 @@ startup.py          checks the taps of all workers, and joins the rows of severa
 The rest is shared by the three, which do not import each other:
 
 plan.py             what travels with a request from the frontend to the workers
-reads.py            what is made of captured rows on the device
+makings.py          what is made of captured rows on the device
 messages.py         what scheduler and workers tell each other in a step
 calls.py            what frontends ask of the engine core beside requests
 capture_groups.py   requests that capture the same on one worker
 step_rows.py        the captured rows of one step, from the arena to their requests
 vectors.py          steering vectors of a request: parsed and checked
 focus.py            what a request attends to, and by which rule
-ops.py              operations and gates of a request: parsed and checked
+operations.py       operations and gates of a request: parsed and checked
 given_rules.py      rules of a request or of the operator: parsed and checked
 terms.py            the one formula behind all operations
 sites.py            how requests name points and layers

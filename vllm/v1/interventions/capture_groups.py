@@ -10,9 +10,9 @@ from weakref import WeakValueDictionary
 import msgspec
 import numpy as np
 
+from vllm.v1.interventions.makings import AttentionRead, LensRead
 from vllm.v1.interventions.messages import WorkerRequest, WorkerStream
 from vllm.v1.interventions.plan import Site, TapShape
-from vllm.v1.interventions.reads import AttentionRead, LensRead
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig

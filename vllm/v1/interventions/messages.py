@@ -9,8 +9,8 @@ import numpy as np
 import torch
 
 from vllm.v1.interventions.focus import FocusOp
+from vllm.v1.interventions.makings import AttentionRead, LensRead
 from vllm.v1.interventions.plan import Site, VectorSet, VectorSum
-from vllm.v1.interventions.reads import AttentionRead, LensRead
 from vllm.v1.interventions.terms import Term
 
 NOTHING, GLOBALS_ALONE = 0, 1

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Data that travels with a request, from the frontend to the workers and back.
 
-A `Plan` is made once, by the frontend (`vllm.v1.interventions.frontend.resolve`), from what the
-user asked. It is a field of its own on `EngineCoreRequest`, so no client can send a ready-made one.
+A `Plan` is made once, by the frontend (`vllm.v1.interventions.frontend.request.resolve`), from
+what the user asked. It is a field of its own on `EngineCoreRequest`, so no client can send a
+ready-made one.
 """
 
 from collections import Counter
@@ -15,7 +16,7 @@ import numpy as np
 import torch
 
 from vllm.v1.interventions.focus import FocusOp, FocusProgram
-from vllm.v1.interventions.reads import AttentionRead, LensRead
+from vllm.v1.interventions.makings import AttentionRead, LensRead
 from vllm.v1.interventions.terms import Term
 
 Site = tuple[str, int]

@@ -87,7 +87,7 @@ def start_taps(executor: "Executor") -> TapShape | None:
     """
     # Late: attention decides when it is imported whether breakable CUDA graphs end before it, and
     # a frontend, which imports this file, has not read its model's config by then.
-    from vllm.v1.interventions.worker.tap_check import check_worker
+    from vllm.v1.interventions.worker.check.taps import check_worker
 
     shapes = [s for s in executor.collective_rpc(check_worker) if s is not None]
     if not shapes:

@@ -11,7 +11,7 @@ from vllm.config.capture import READ_POINTS
 from vllm.entrypoints.cli.steering.start import start_engine, with_inline
 from vllm.pilot import dataset
 from vllm.pilot.dataset.shard_store import ShardStore
-from vllm.v1.interventions.frontend.selectors import NAMED_SELECTORS
+from vllm.v1.interventions.frontend.request.selectors import NAMED_SELECTORS
 
 
 def capture_dataset(args: argparse.Namespace) -> int:

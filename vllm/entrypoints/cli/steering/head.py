@@ -8,7 +8,7 @@ from torch import nn
 
 from vllm.distributed.parallel_state import get_pp_group
 from vllm.forward_context import set_forward_context
-from vllm.v1.interventions.worker.tap_layers import find_layers
+from vllm.v1.interventions.worker.layers import find_layers
 
 
 def head_log_probs(

@@ -19,8 +19,8 @@ from vllm.distributed import (
 from vllm.engine.arg_utils import EngineArgs
 from vllm.model_executor.model_loader.utils import initialize_model
 from vllm.utils.torch_utils import set_default_torch_dtype
-from vllm.v1.interventions.worker.attention_layers import attention_of
-from vllm.v1.interventions.worker.tap_layers import (
+from vllm.v1.interventions.worker.attention.layers import attention_of
+from vllm.v1.interventions.worker.layers import (
     find_layers,
     head_reads_rows,
     num_lanes,

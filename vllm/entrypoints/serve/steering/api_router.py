@@ -17,7 +17,7 @@ from vllm.entrypoints.compat.lens_routes import router as lens_router
 from vllm.entrypoints.compat.opening import LENS
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.interventions.errors import reject
-from vllm.v1.interventions.frontend.global_steering import AsyncSteering
+from vllm.v1.interventions.frontend.control.steering import AsyncSteering
 from vllm.v1.interventions.sites import INSTEAD
 from vllm.v1.steering.modules import FIELDS, need_module_name
 

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from vllm.v1.interventions.errors import need_mapping, reject, show, show_key, unknown_keys
-from vllm.v1.interventions.frontend.capture_request import MAX_CAPTURES
+from vllm.v1.interventions.frontend.request.capture import MAX_CAPTURES
 from vllm.v1.interventions.given_rules import MAX_RULES
 from vllm.v1.interventions.values import MOST_ENTRIES
 from vllm.v1.interventions.vectors import need_number

@@ -13,9 +13,9 @@ from vllm.entrypoints.compat.peers import refuse_peer_args, refuse_peer_fields, 
 from vllm.logger import init_logger
 from vllm.sampling_params import BeamSearchParams, SamplingParams
 from vllm.v1.interventions.errors import printable, reject
-from vllm.v1.interventions.frontend.capture_request import NumberedCapture
-from vllm.v1.interventions.frontend.media import sent_again
-from vllm.v1.interventions.frontend.resolve import resolve
+from vllm.v1.interventions.frontend.request.capture import NumberedCapture
+from vllm.v1.interventions.frontend.request.media import sent_again
+from vllm.v1.interventions.frontend.request.resolve import resolve
 from vllm.v1.interventions.plan import PLAN_FIELDS, STEERING_FIELDS, Plan
 
 from .body import asked_fields, names_modules, refuse_beams, set_plan_fields

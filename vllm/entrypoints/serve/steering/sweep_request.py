@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from vllm.config.steering import POINTS
 from vllm.tokenizers import TokenizerLike
 from vllm.v1.interventions.errors import InterventionError, need_mapping, reject, show
-from vllm.v1.interventions.frontend.chat_turns import ChatTurns
-from vllm.v1.interventions.frontend.selectors import Prompt, Selector
-from vllm.v1.interventions.frontend.work import Work
-from vllm.v1.interventions.frontend.written_text import WrittenText
+from vllm.v1.interventions.frontend.request.budget import Work
+from vllm.v1.interventions.frontend.request.chat import ChatTurns
+from vllm.v1.interventions.frontend.request.selectors import Prompt, Selector
+from vllm.v1.interventions.frontend.request.written_text import WrittenText
 from vllm.v1.interventions.plan import Site, TapShape
 from vllm.v1.interventions.sites import (
     need_captured_points,

@@ -24,8 +24,8 @@ from vllm.inputs import EngineInput
 from vllm.lora.request import LoRARequest
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.interventions.errors import describe, reject, show
-from vllm.v1.interventions.frontend.chat_turns import KEY, ChatTurns
-from vllm.v1.interventions.frontend.written_text import written_text
+from vllm.v1.interventions.frontend.request.chat import KEY, ChatTurns
+from vllm.v1.interventions.frontend.request.written_text import written_text
 
 from .protocol import flag_of, read_body
 from .sweep_plan import Cell, Grid, as_json

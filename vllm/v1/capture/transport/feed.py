@@ -14,10 +14,10 @@ from vllm.v1.capture.results import NO_TOKEN
 from vllm.v1.capture.transport.host import ConsumerHost
 from vllm.v1.capture.transport.mean import Mean
 from vllm.v1.capture.transport.selected import RowsLost, Selected
+from vllm.v1.interventions.makings import AttentionRead
 from vllm.v1.interventions.messages import CapturedChunk
 from vllm.v1.interventions.plan import CapturePlan, dtype_of
 from vllm.v1.interventions.positions import Positions
-from vllm.v1.interventions.reads import AttentionRead
 
 
 def prompt_tokens(

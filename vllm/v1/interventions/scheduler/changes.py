@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 from vllm.v1.interventions.calls import GLOBAL_OPS, Change, SteeringCall
 from vllm.v1.interventions.errors import InterventionError
-from vllm.v1.interventions.scheduler.admission import Pool
-from vllm.v1.interventions.scheduler.tiers import GlobalState, ModuleStore
+from vllm.v1.interventions.scheduler.pools.protocol import Pool
+from vllm.v1.interventions.scheduler.state import GlobalState, ModuleStore
 from vllm.v1.steering.modules import need_module
 
 if TYPE_CHECKING:

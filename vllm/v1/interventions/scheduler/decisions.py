@@ -9,17 +9,17 @@ import numpy as np
 from vllm.config.capture import PROJECTION_ROWS
 from vllm.v1.interventions.messages import GlobalTiers, StepInterventions, WorkerRequest, table_row
 from vllm.v1.interventions.plan import UNSTEERED, Segment, SteeringPlan, TapShape
-from vllm.v1.interventions.scheduler.admission import Pool
-from vllm.v1.interventions.scheduler.capture_sessions import CaptureSessions
 from vllm.v1.interventions.scheduler.changes import Changes
-from vllm.v1.interventions.scheduler.focus_pool import FocusPool
-from vllm.v1.interventions.scheduler.projection_pool import ProjectionPool
+from vllm.v1.interventions.scheduler.consumers import CaptureSessions
+from vllm.v1.interventions.scheduler.pools.focus import FocusPool
+from vllm.v1.interventions.scheduler.pools.matrices import ProjectionPool
+from vllm.v1.interventions.scheduler.pools.protocol import Pool
+from vllm.v1.interventions.scheduler.pools.slots import SlotTable
+from vllm.v1.interventions.scheduler.pools.terms import TermPool
+from vllm.v1.interventions.scheduler.relay import RowRelay
 from vllm.v1.interventions.scheduler.row_budget import RowBudget
-from vllm.v1.interventions.scheduler.row_relay import RowRelay
-from vllm.v1.interventions.scheduler.slots import SlotTable
 from vllm.v1.interventions.scheduler.stale_blocks import StaleBlocks
-from vllm.v1.interventions.scheduler.term_pool import TermPool
-from vllm.v1.interventions.scheduler.tiers import GlobalState, ModuleStore
+from vllm.v1.interventions.scheduler.state import GlobalState, ModuleStore
 from vllm.v1.interventions.scheduler.turns import Turns
 from vllm.v1.metrics.steering_stats import SteeringStats
 from vllm.v1.request import Request, RequestStatus

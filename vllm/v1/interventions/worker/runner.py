@@ -32,18 +32,13 @@ from vllm.v1.interventions.capture_groups import num_senders
 from vllm.v1.interventions.messages import num_table_rows
 from vllm.v1.interventions.plan import Site, TapShape
 from vllm.v1.interventions.step_rows import StepRows
-from vllm.v1.interventions.worker.attention_layers import (
+from vllm.v1.interventions.worker.attention.layers import (
     AttentionHeads,
     attention_of,
     reads_masked,
 )
-from vllm.v1.interventions.worker.capture_arena import CaptureArena
-from vllm.v1.interventions.worker.focus_layers import FocusLayers
-from vllm.v1.interventions.worker.graph_owners import refuse_late_breaks
-from vllm.v1.interventions.worker.lens_reader import LensReader
-from vllm.v1.interventions.worker.model_variants import ModelVariants
-from vllm.v1.interventions.worker.steering_table import SteeringTable
-from vllm.v1.interventions.worker.tap_layers import (
+from vllm.v1.interventions.worker.focus.layers import FocusLayers
+from vllm.v1.interventions.worker.layers import (
     bound_taps,
     find_layers,
     has_whole_prompts,
@@ -53,8 +48,13 @@ from vllm.v1.interventions.worker.tap_layers import (
     refuse_layers,
     unbound_taps,
 )
-from vllm.v1.interventions.worker.term_table import TermTable
+from vllm.v1.interventions.worker.making.lens import LensReader
+from vllm.v1.interventions.worker.rows.arena import CaptureArena
+from vllm.v1.interventions.worker.tables.sums import SteeringTable
+from vllm.v1.interventions.worker.tables.terms import TermTable
 from vllm.v1.interventions.worker.token_map import TokenMap
+from vllm.v1.interventions.worker.variants.graphs import refuse_late_breaks
+from vllm.v1.interventions.worker.variants.variants import ModelVariants
 from vllm.v1.outputs import ModelRunnerOutput
 
 if TYPE_CHECKING:

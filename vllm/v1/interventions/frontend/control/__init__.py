@@ -1,0 +1,7 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Control: what is changed for all requests, beside any of them.
+
+early_checks.py  refusals that need no loaded model
+changes.py       checks and builds changes of global state
+steering.py      `llm.steering`: global tiers and named modules at run time
+"""

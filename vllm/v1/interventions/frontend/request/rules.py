@@ -1,0 +1,123 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Parser of a request's `rules`: it checks them and finds their positions."""
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import msgspec
+
+from vllm.v1.interventions.errors import reject
+from vllm.v1.interventions.frontend.request.budget import Unit
+from vllm.v1.interventions.frontend.request.catalog import ModuleCatalog
+from vllm.v1.interventions.frontend.request.matrices import direction_of, matrix_digest
+from vllm.v1.interventions.frontend.request.selectors import Prompt, Selector
+from vllm.v1.interventions.frontend.request.streams import Streams
+from vllm.v1.interventions.given_rules import MAX_RULES, OVER, GivenRule, given_rules
+from vllm.v1.interventions.plan import Rule, Selection, Site, TapShape
+from vllm.v1.interventions.positions import Positions
+from vllm.v1.interventions.values import plain
+
+
+class AskedRule(NamedTuple):
+    """A rule and the probe that makes its scores."""
+
+    rule: Rule
+    probe: bytes
+    """float32 [hidden], native endian."""
+
+
+def parse_rules(
+    value: Any, path: str, shape: TapShape, prompt: Prompt, catalog: ModuleCatalog
+) -> list[AskedRule]:
+    """Parse `SamplingParams.rules`, and add those of the operator, which come first.
+
+    Args:
+        value: the user's list, or None.
+        path: the field's name, for errors.
+        shape: what the model offers.
+        prompt: what `over` is resolved on.
+        catalog: what names of modules mean, and the rules that hold for all requests.
+
+    Raises:
+        ValueError: as `given_rules`; positions that are known at the end only, or none at all; a
+            name that a rule of the operator has, or with those too many.
+    """
+    of_all = catalog.rules
+    named = partial(_direction, catalog=catalog, prompt=prompt)
+    own = [] if value is None else given_rules(value, path, shape, named)
+    if len(own) > (room := MAX_RULES - len(of_all)):
+        reject(path, f"has {len(own)} rules, beside the operator's there may be {room}")
+    names = {rule.name for rule in of_all}
+    asked = []
+    for rule in of_all:
+        runs = Selector(prompt).resolve(_positions(rule), path)
+        if runs:  # an answer of one token has no row
+            asked.append(_asked(rule, runs, True, path, prompt, shape))
+    for i, rule in enumerate(own):
+        if rule.name in names:
+            reject(f"{path}[{i}].name", f"{rule.name!r} is the name of a rule of the operator")
+        at = f"{path}[{i}].over"
+        selector = Selector(prompt)
+        runs = selector.resolve(_positions(rule), at)
+        if selector.wants_last_generated:
+            reject(at, "'last_generated' is known when the answer has ended, too late for a rule")
+        prompt.need_some(runs, at)
+        asked.append(_asked(rule, runs, False, f"{path}[{i}]", prompt, shape))
+    return asked
+
+
+def _direction(name: Any, path: str, site: Site, *, catalog: ModuleCatalog, prompt: Prompt) -> Any:
+    return direction_of(name, path, site, catalog, prompt.work)
+
+
+def _positions(rule: GivenRule) -> Any:
+    """`over`, as selectors of others say it."""
+    if isinstance(rule.over, list | tuple):
+        return [OVER.get(one, one) if isinstance(one, str) else one for one in rule.over]
+    named = plain(rule.over)
+    return OVER.get(named, rule.over) if isinstance(named, str) else rule.over
+
+
+def _asked(
+    rule: GivenRule, runs: Positions, for_all: bool, path: str, prompt: Prompt, shape: TapShape
+) -> AskedRule:
+    prompt.work.charge(shape.hidden_size >> 8, Unit.KILOBYTE, path)
+    made = Rule(
+        name=rule.name,
+        site=rule.site,
+        runs=runs.flat(),
+        threshold=rule.threshold,
+        below=rule.below,
+        need=rule.need,
+        of=rule.of,
+        stops=rule.stops,
+        for_all=for_all,
+    )
+    return AskedRule(made, rule.probe)
+
+
+def place_rules(
+    asked: Sequence[AskedRule], streams: Streams, shape: TapShape, projections: dict[str, bytes]
+) -> list[Rule]:
+    """The rules with the place of their scores. Those at one site over the same positions share a
+    matrix, so that a step makes their scores at once.
+
+    Args:
+        streams: those of the request; the rules' are added.
+        projections: as in `CapturePlan`; the rules' are added.
+    """
+    groups: dict[tuple[Site, tuple[int, ...]], list[int]] = {}
+    for i, (rule, _) in enumerate(asked):
+        groups.setdefault((rule.site, tuple(rule.runs)), []).append(i)
+    placed: dict[int, Rule] = {}
+    for (site, runs), members in groups.items():
+        matrix = b"".join(asked[i].probe for i in members)
+        digest = matrix_digest(matrix, shape)
+        projections[digest] = matrix
+        selection = streams.add("rules", Selection([site], list(runs)), True, [digest], "rules")
+        for column, i in enumerate(members):
+            placed[i] = msgspec.structs.replace(
+                asked[i].rule, stream=selection.streams[0], column=column
+            )
+    return [placed[i] for i in range(len(asked))]

@@ -1,0 +1,144 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Streams in which the rows of a request leave the device: one for each form and process."""
+
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+import msgspec
+
+from vllm.v1.capture.registry import is_inline
+from vllm.v1.interventions.errors import reject
+from vllm.v1.interventions.makings import AttentionRead, LensRead
+from vllm.v1.interventions.plan import MADE_OF, Selection, Site, Stream, TapShape
+from vllm.v1.interventions.positions import Positions
+from vllm.v1.interventions.sites import site_order
+
+
+class _Form(NamedTuple):
+    """Properties that the rows of a stream have in common."""
+
+    relayed: bool
+    digests: tuple[str, ...] = ()
+    """Digests of the matrices of a projection."""
+    apart: tuple[Site, ...] = ()
+    """The sites, where each has a matrix of its own."""
+    width: int = 0
+    """The width of a site's heads together; 0 in the residual stream."""
+    consumer: str = ""
+    """Name of the consumer whose heads the rows are; "" in the residual stream."""
+    summed: tuple[int, ...] = ()
+    """The positions of a mean, as `Selection.runs`."""
+    reads: AttentionRead | LensRead | None = None
+    differs: bool = False
+
+
+class Streams:
+    """The streams of one request, and the consumers that get each.
+
+    Args:
+        shape: what the model offers.
+    """
+
+    def __init__(self, shape: TapShape) -> None:
+        self._shape = shape
+        self._members: dict[_Form, list[Selection]] = {}
+
+    def add(
+        self,
+        name: str,
+        selection: Selection,
+        relayed: bool,
+        digests: Sequence[str],
+        path: str,
+        summed: bool = False,
+    ) -> Selection:
+        """Add what a consumer gets.
+
+        Args:
+            digests: of its matrices, as in `Stream.projections`; none for heads.
+            path: of its request.
+            summed: whether it gets the mean of its rows.
+
+        Returns:
+            The selection with its streams.
+
+        Raises:
+            ValueError: rows of several widths for a consumer other than `inline`.
+        """
+        parts: dict[_Form, list[Site]] = {}
+        runs = tuple(selection.runs) if summed else ()
+        differing = [site for site in selection.sites if len(MADE_OF.get(site[0], ())) > 1]
+        widths = {0}
+        if selection.heads:
+            widths = {self._width(selection, site) for site in selection.sites}
+        if len(widths) == 1 and len(differing) in (0, len(selection.sites)):
+            apart = tuple(selection.sites) if len(digests) > 1 else ()
+            [width], kind = widths, bool(differing)
+            consumer = name if width else ""
+            of_rows = width, consumer, runs, selection.reads, kind
+            parts[_Form(relayed, tuple(digests), apart, *of_rows)] = selection.sites
+        elif digests or summed:
+            reject(
+                f"{path}.{'reduce' if summed else 'project'}",
+                "takes points of one kind: branches (attn_out, mlp_out), final where the stream "
+                "has lanes, or others; give a list of captures",
+            )
+        for site in () if parts else selection.sites:
+            width, differs = self._width(selection, site), site in differing
+            consumer = name if width else ""
+            form = _Form(relayed, (), (), width, consumer, runs, selection.reads, differs)
+            parts.setdefault(form, []).append(site)
+        if len(parts) > 1 and not is_inline(name):
+            reject(
+                f"{path}.{'hooks' if selection.reads is None else 'attention.heads'}",
+                "rows have different widths or dtypes, and only 'inline' takes these together; "
+                "choose sites with as many heads of one width each, or branches (attn_out, "
+                "mlp_out) alone, which are float32",
+            )
+        for form, sites in parts.items():
+            part = selection if len(parts) == 1 else msgspec.structs.replace(selection, sites=sites)
+            self._members.setdefault(form, []).append(part)
+        order = list(self._members)
+        streams = tuple(order.index(form) for form in parts)
+        if streams == selection.streams:
+            return selection
+        return msgspec.structs.replace(selection, streams=streams)
+
+    def _width(self, selection: Selection, site: Site) -> int:
+        """The width of the heads chosen at a site together; 0 for the residual stream."""
+        heads = selection.heads.get(site)
+        if heads and isinstance(selection.reads, AttentionRead):
+            return selection.reads.width(len(heads))
+        return len(heads) * self._shape.parts(site)[1] if heads else 0
+
+    def placed(self, projections: Mapping[str, bytes]) -> list[Stream]:
+        """The streams, in the order of the selections' indices.
+
+        Args:
+            projections: as in `CapturePlan`.
+        """
+        shape, made = self._shape, []
+        for form, members in self._members.items():
+            sites, runs = union(members)
+            width, dtype = form.width or shape.hidden_size, shape.dtype
+            if form.digests:
+                size = len(projections[form.digests[0]]) // (4 * shape.hidden_size)
+                width, dtype = size * width // shape.hidden_size, "float32"
+            if isinstance(form.reads, LensRead):
+                width = sum(form.reads.widths)
+            heads = [members[0].heads[site] for site in sites] if form.width else []
+            digests, summed = list(form.digests), bool(form.summed)
+            dtype = "float32" if summed or form.differs or form.reads is not None else dtype
+            of_rows = heads, summed, form.reads, form.differs
+            made.append(Stream(sites, runs, form.relayed, width, dtype, digests, *of_rows))
+        return made
+
+
+def union(parts: Sequence[Selection | Stream]) -> tuple[list[Site], list[int]]:
+    """All sites in layer order, and all positions as runs."""
+    if len(parts) == 1:
+        return parts[0].sites, parts[0].runs
+    rows = Positions()
+    for part in parts:
+        rows = rows | Positions.from_flat(part.runs)
+    return sorted({s for part in parts for s in part.sites}, key=site_order), rows.flat()

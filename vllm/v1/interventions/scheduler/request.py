@@ -1,0 +1,159 @@
+# SPDX-License-Identifier: Apache-2.0
+"""State of one request's plan, as the engine core keeps it."""
+
+import sys
+
+import numpy as np
+
+from vllm.sampling_params import SamplingParams
+from vllm.v1.interventions.messages import CapturedChunk
+from vllm.v1.interventions.plan import PLAN_FIELDS, UNSTEERED, Plan, SteeringPlan
+from vllm.v1.interventions.positions import END, Positions
+from vllm.v1.interventions.scheduler.identity import BlockIdentity
+
+NO_PLAN, NO_POSITIONS = Plan(), Positions()
+"""Empty plan and positions that all plain requests share, so that none pays for making them."""
+
+
+class RequestInterventions:
+    """Cache identity and capture cursor of one request.
+
+    Args:
+        plan: None for a plain request.
+        num_prompt_tokens: where the phase changes; a property of positions, not of steps.
+        params: must not carry raw vectors: a request built around the input processor would be
+            served unsteered.
+    """
+
+    def __init__(
+        self, plan: Plan | None, num_prompt_tokens: int, params: SamplingParams | None
+    ) -> None:
+        if params is not None and any(getattr(params, f) is not None for f in PLAN_FIELDS):
+            raise ValueError(
+                "sampling_params carries steering or capture fields that did not pass the input "
+                "processor; send the prompt through LLM.generate or AsyncLLM.generate"
+            )
+        self.plan = plan or NO_PLAN
+        capture = self.plan.capture
+        self.arena_rows = capture.arena_rows if capture else 0
+        """Rows that a captured position takes on the device; 0 if it captures nothing."""
+        self.key_weights = capture.key_weights if capture else 0
+        """Number of attention weights of a captured position for each key, as in `CapturePlan`."""
+        self.focus_weights, self.focused = _focus_of(self.plan.steering)
+        self.wanted = Positions.from_flat(capture.runs) if capture else NO_POSITIONS
+        self._relayed = [s.relayed for s in capture.streams] if capture else []
+        self.relays_all = all(self._relayed)
+        """True if all that it captures goes on to the frontend."""
+        self._relayed_positions = self.wanted
+        if capture is not None and not self.relays_all:
+            runs = [s.runs for s in capture.streams if s.relayed]
+            self._relayed_positions = Positions.from_flat([n for flat in runs for n in flat])
+        self._sums = [s.summed for s in capture.streams] if capture else []
+        """True if sums leave the device, for each stream."""
+        summed = [n for s in capture.streams if s.summed for n in s.runs] if capture else []
+        self._summed = Positions.from_flat(summed) if summed else NO_POSITIONS
+        self.blocks = BlockIdentity(self.plan.steering, num_prompt_tokens)
+        self.last_run = (self.wanted.runs() or [(0, 0)])[-1]
+        """The last of the runs of `wanted`: what most tokens are looked up in, without a call."""
+        self._next_row = 0
+
+    def cache_hit_limit(self) -> int:
+        """Most tokens that may come from the prefix cache: cached positions are not computed, so
+        the lowest selected position not yet delivered must lie behind them."""
+        first = self.wanted.first_from(self._next_row)
+        if first is None:
+            return sys.maxsize
+        if first < self._summed.stop:
+            # A sum that was begun begins anew: the steps will be others.
+            return min(first, self._summed.flat()[0])
+        return first
+
+    def needs_computed(self, start: int, num_tokens: int | None) -> bool:
+        """Tell whether a row is wanted of the `num_tokens` from `start` on, which a KV connector
+        offers.
+
+        Then none of them is loaded, as upstream does where log-probabilities of the prompt are
+        asked for: connectors load all that they offered, or nothing. None is "not known yet".
+        """
+        return (num_tokens or 0) > max(self.cache_hit_limit() - start, 0)
+
+    def accept_one(self, position: int, num_tokens: int) -> bool:
+        """Accept the only row of a step, if it is the one that the step's token came from; returns
+        whether it is. The common case, without a chunk."""
+        start, stop = self.last_run
+        if not self._next_row <= position == num_tokens - 2:
+            return False
+        if not start <= position < stop and position not in self.wanted:
+            return False
+        self._next_row = num_tokens - 1
+        return True
+
+    def accept(self, chunk: CapturedChunk, num_tokens: int) -> CapturedChunk | None:
+        """Take the rows of a step, each position once.
+
+        Args:
+            chunk: may hold positions that were captured before (recomputed after a preemption),
+                are not wanted (reserved in advance for drafts) or belong to rejected drafts.
+            num_tokens: accepted tokens of the request, this step's included; the last of them has
+                not been fed back, so rows end before it.
+
+        Returns:
+            What was accepted, of all streams; `chunk` itself if all was. Sums stay as they came:
+            who adds them up knows which to leave out.
+        """
+        positions = chunk.positions
+        if len(positions) == 1 and not self._summed:  # decoding, without numpy
+            position = positions.item()
+            if not self._next_row <= position < num_tokens - 1 or position not in self.wanted:
+                return None
+            self._next_row = position + 1
+            return chunk
+        keep = self.wanted.mask(positions)
+        keep &= (positions >= self._next_row) & (positions < num_tokens - 1)
+        kept = np.flatnonzero(keep)
+        sites = [slice(None)] * len(self._sums)
+        if not len(kept):
+            return self._cut(chunk, kept, sites) if self._summed else None
+        self._next_row = int(positions[kept[-1]]) + 1
+        if keep.all():
+            return chunk
+        # Neighbours stay where they lie.
+        first, last = int(kept[0]), int(kept[-1]) + 1
+        at = slice(first, last) if last - first == len(kept) else kept
+        return self._cut(chunk, at, sites)
+
+    def relayed(self, chunk: CapturedChunk) -> CapturedChunk | None:
+        """Return the part of accepted rows that goes on to the frontend; None for nothing."""
+        if self.relays_all:
+            return chunk
+        kept = np.flatnonzero(self._relayed_positions.mask(chunk.positions))
+        if not len(kept) and not self._summed:
+            return None
+        sites = [slice(None) if relayed else slice(0) for relayed in self._relayed]
+        return self._cut(chunk, kept, sites)
+
+    def _cut(
+        self, chunk: CapturedChunk, at: slice | np.ndarray, sites: list[slice]
+    ) -> CapturedChunk:
+        """Rows `at` of this request's chunk, and all its sums, at some sites of each stream."""
+        stages = len(chunk.values) // len(sites)
+        values = [
+            v[:, where] if is_sum else v[at, where]
+            for v, where, is_sum in zip(
+                chunk.values, sites * stages, self._sums * stages, strict=True
+            )
+        ]
+        positions = chunk.positions[at]
+        summed = chunk.positions if chunk.summed is None else chunk.summed
+        [(name, _)] = chunk.owners
+        return CapturedChunk(positions, values, chunk.version, [(name, len(positions))], summed)
+
+
+def _focus_of(steering: SteeringPlan | None) -> tuple[int, Positions]:
+    """Return `SteeringPlan.key_weights`, and the positions that are focused."""
+    if steering is None or not steering.focus_programs:
+        return 0, NO_POSITIONS
+    stops = [s.first for s in steering.segments[1:]] + [END]
+    pairs = zip(steering.segments, stops, strict=True)
+    runs = [(s.first, stop) for s, stop in pairs if s.focus != UNSTEERED]
+    return steering.key_weights, Positions(runs)

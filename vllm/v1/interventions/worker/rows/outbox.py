@@ -1,0 +1,243 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The captured rows of a step on their way from a worker's device to its landing."""
+
+from collections.abc import Iterator
+from weakref import WeakKeyDictionary
+
+import numpy as np
+import torch
+
+from vllm.utils.torch_utils import async_tensor_h2d
+from vllm.v1.capture.transport.landing import Landing
+from vllm.v1.interventions.capture_groups import CaptureGroup, LocalStream
+from vllm.v1.interventions.makings import LensRead
+from vllm.v1.interventions.step_rows import Block, StepRows
+from vllm.v1.interventions.worker.making.attention import BlockAttention, Captured
+from vllm.v1.interventions.worker.making.lens import LensReader
+from vllm.v1.interventions.worker.rows.pinning import PIECE_BYTES
+from vllm.v1.interventions.worker.tables.matrices import CHUNK_BYTES, ProjectionTable
+
+
+class Outbox:
+    """Writes the rows of steps to a landing; on a GPU on a stream of its own, while the next steps
+    run.
+
+    What is sent after a forward leaves from a second buffer of half the size, because the next step
+    writes to the arena: a move on the device takes next to no time. What is sent while its forward
+    goes on leaves from the arena itself, as does what has no room there, and the next forward waits
+    for that.
+
+    Args:
+        arena: [rows, hidden] on the device.
+        landing: None on a rank that sends nothing.
+        sleeps: whether who waits for rows sleeps meanwhile, and does not spin beside the thread
+            that launches kernels; upstream waits for a step's tokens so.
+    """
+
+    def __init__(
+        self,
+        arena: torch.Tensor,
+        landing: Landing | None,
+        projections: ProjectionTable,
+        sleeps: bool = False,
+    ) -> None:
+        self._arena, self._landing, self.projections = arena, landing, projections
+        self._cuda, self._sleeps = arena.device.type == "cuda", sleeps
+        self._columns: WeakKeyDictionary[CaptureGroup, list[torch.Tensor | None]] = (
+            WeakKeyDictionary()
+        )
+        """The columns of each stream of the groups in use, on the device."""
+        self._straight: list[torch.cuda.Event] = []
+        """Events that mark that what leaves from the arena itself has arrived."""
+        self._moved = 0
+        """Bytes of this step in the second buffer."""
+        self._sent: torch.cuda.Event | None = None
+        """Event that marks that the last of what leaves from the second buffer has arrived."""
+        self.attention: BlockAttention | None = None
+        """Reader of attention; None until the KV cache exists."""
+        self.lens: LensReader | None = None
+        """Reader of rows under lenses; None until the norm before the head is known."""
+        self._rows, self._row_bytes = _bytes_of(arena), arena.shape[1] * arena.itemsize
+        if self._cuda and landing is not None:
+            self._leaving = torch.empty_like(self._rows[: len(self._rows) // 2])
+            self._stream = torch.cuda.Stream(arena.device)
+            self._left = torch.cuda.Event()
+
+    def next_step(self) -> None:
+        """Have the forward that comes next wait for what leaves from the arena itself."""
+        for arrived in self._straight:
+            torch.cuda.current_stream().wait_event(arrived)
+        self._straight, self._moved = [], 0
+
+    def send(self, step: StepRows, captured: Captured, early: bool = False) -> None:
+        """Give a step's result the rows that its forward left in the arena.
+
+        Args:
+            early: whether the forward goes on, and will have ended much later than these arrive.
+        """
+        assert self._landing is not None
+        *others_at, rows_at = step.parts
+        others = [captured.positions]
+        if len(others_at) > 1:
+            blocks = captured.of_blocks(step.blocks)
+            others += [values for block, at in blocks for values in self._made_of(block, at)]
+        size = step.num_bytes
+        memory = self._landing.take(size)
+        places = None if memory is None else self._landing
+        if memory is None:
+            memory = torch.empty(size, dtype=torch.uint8, pin_memory=self._cuda)
+        sent = torch.cuda.Event(blocking=self._sleeps) if self._cuda else None
+        step.fill(memory, places, sent)
+        first = step.blocks.first * self._row_bytes
+        stop = first + rows_at.stop - rows_at.first
+        rows = self._rows[first:stop]
+        if sent is None:
+            for part, values in zip(step.parts, (*map(_bytes_of, others), rows), strict=True):
+                memory[part.first : part.stop].copy_(values)
+            return
+        main = torch.cuda.current_stream()
+        begin, end = self._moved, self._moved + len(rows)
+        moves = not early and end <= len(self._leaving)
+        if moves:
+            if not begin and self._sent is not None:
+                main.wait_event(self._sent)
+            rows = self._leaving[begin:end].copy_(rows)
+            self._moved, self._sent = end, sent
+        else:
+            self._straight.append(sent)
+        self._left.record(main)
+        self._stream.wait_event(self._left)
+        with torch.cuda.stream(self._stream):
+            self._copy(memory, rows_at.first, rows)
+            for part, values in zip(others_at, others, strict=True):
+                self._copy(memory, part.first, _bytes_of(values))
+                values.record_stream(self._stream)
+            sent.record()
+
+    def _copy(self, memory: torch.Tensor, first: int, values: torch.Tensor) -> None:
+        """Copy bytes to a step's memory, from byte `first` on, in parts that each lie in one of the
+        pieces that the GPU knows."""
+        assert self._landing is not None
+        start = memory.data_ptr() - self._landing.memory.ctypes.data + first
+        done = 0
+        while done < len(values):
+            stop = min(len(values), done + PIECE_BYTES - (start + done) % PIECE_BYTES)
+            memory[first + done : first + stop].copy_(values[done:stop], non_blocking=True)
+            done = stop
+
+    def _made_of(self, block: Block, captured: Captured) -> Iterator[torch.Tensor]:
+        """Yield what leaves of a block's rest: scores, sums, heads, differences, and what lenses
+        and attention make.
+
+        Args:
+            captured: the block's tokens.
+        """
+        streams = block.group.streams
+        if block.group not in self._columns:
+            device = self._arena.device
+            self._columns[block.group] = [
+                None if s.columns is None else async_tensor_h2d(s.columns, device) for s in streams
+            ]
+        reads = self._attention(block, captured)
+        for stream, columns in zip(streams, self._columns[block.group], strict=True):
+            if isinstance(stream.reads, LensRead):
+                yield self._under_lens(block, stream, stream.reads)
+            elif stream.projection is not None:
+                yield self._scores_of(block, stream, columns)
+            elif stream.summed:
+                yield self._sums_of(block, stream, columns, captured.positions)
+            elif columns is not None:
+                yield next(reads) if stream.reads is not None else block.heads(self._arena, columns)
+            elif not stream.is_raw:
+                made = torch.empty(
+                    block.count, len(stream.places), stream.width, device=self._arena.device
+                )
+                for sites, rows in self._rows_of(block, stream):
+                    made[:, sites] = rows
+                yield made
+
+    def take_part(self, step: StepRows, captured: Captured) -> None:
+        """Make what all tensor-parallel ranks make together, of rows under lenses and of attention,
+        in the order in which the first rank does, which sends it."""
+        for block, at in captured.of_blocks(step.blocks):
+            reads = self._attention(block, at)
+            for stream in block.group.streams:
+                if isinstance(stream.reads, LensRead):
+                    self._under_lens(block, stream, stream.reads)
+                elif stream.reads is not None:
+                    next(reads)
+
+    def _attention(self, block: Block, captured: Captured) -> Iterator[torch.Tensor]:
+        """Return what leaves of the attention of a block's queries: one tensor for each stream that
+        reads attention."""
+        if not block.group.attends:
+            return iter(())
+        assert self.attention is not None
+        return self.attention.read(block, captured)
+
+    def _under_lens(self, block: Block, stream: LocalStream, read: LensRead) -> torch.Tensor:
+        """Return what leaves of rows under a lens, float32 [count, sites, width] on the device."""
+        assert self.lens is not None
+        rows = torch.cat([rows for _, rows in self._rows_of(block, stream)], dim=1)
+        return self.lens.read(read, [layer for layer, _ in stream.heads], rows)
+
+    def _rows_of(
+        self, block: Block, stream: LocalStream, columns: torch.Tensor | None = None
+    ) -> Iterator[tuple[slice, torch.Tensor]]:
+        """Yield parts of a stream's sites, as slices, each with the rows [count, number, hidden] of
+        these sites: views of the arena in the model's dtype, or of branches float32, each the
+        difference of two rows. With `columns` the rows are of lanes, each of which counts as a
+        site."""
+        done = 0
+        if columns is not None:
+            rows = block.heads(self._arena, columns).view(block.count, -1, self._arena.shape[1])
+            for part in rows.split(stream.lanes, dim=1):
+                yield slice(done, done + stream.lanes), part
+                done += stream.lanes
+            return
+        for i, (first, number) in enumerate(stream.runs):
+            rows = block.of(self._arena, first, number)
+            if stream.minus:
+                rows = rows.float() - block.of(self._arena, stream.minus[i], 1).float()
+            yield slice(done, done + number), rows
+            done += number
+
+    def _scores_of(
+        self, block: Block, stream: LocalStream, columns: torch.Tensor | None
+    ) -> torch.Tensor:
+        """The scores of a projected stream, float32 [count, sites * lanes, k] on the device."""
+        assert stream.projection is not None
+        matrices, size = stream.projection
+        shape = (block.count, len(stream.places) * stream.lanes, size)
+        scores = torch.empty(shape, device=self._arena.device)
+        for sites, rows in self._rows_of(block, stream, columns):
+            matrix = matrices[sites.start // stream.lanes], size
+            self.projections.scores(rows, matrix, scores[:, sites])
+        return scores
+
+    def _sums_of(
+        self,
+        block: Block,
+        stream: LocalStream,
+        columns: torch.Tensor | None,
+        positions: torch.Tensor,
+    ) -> torch.Tensor:
+        """The sum of each request's rows at the stream's positions, float32 [requests, sites *
+        lanes, hidden] on the device, a bounded number of rows at a time."""
+        edges = async_tensor_h2d(np.array(stream.summed), self._arena.device)
+        wanted = (torch.bucketize(positions, edges, right=True) % 2 == 1).view(-1, 1, 1)
+        hidden, kind = self._arena.shape[1], torch.float32
+        number = len(stream.places) * stream.lanes
+        sums = torch.zeros(len(block.owners), number, hidden, device=edges.device)
+        for sites, of_run in self._rows_of(block, stream, columns):
+            into, parts = sums[:, sites], of_run.split(block.counts)
+            at_once = max(CHUNK_BYTES // (parts[0].shape[1] * hidden * 4), 1)
+            for total, rows, takes in zip(into, parts, wanted.split(block.counts), strict=True):
+                for some, which in zip(rows.split(at_once), takes.split(at_once), strict=True):
+                    total += some.where(which, 0).sum(0, dtype=kind)
+        return sums
+
+
+def _bytes_of(values: torch.Tensor) -> torch.Tensor:
+    """Return the bytes of a tensor, uint8 [n]; a view if the tensor is contiguous."""
+    return values.reshape(-1).view(torch.uint8)
