@@ -8,6 +8,7 @@ why). So do those whose models read images, marked `pictures`: they want torchvi
 from __future__ import annotations
 
 import os
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -15,7 +16,7 @@ import hypothesis
 import pytest
 
 from tests import ROOT
-from tests.conformance.engine import Runner, prepare_environment
+from tests.conformance.engine import Runner, prepare_environment, start_cheaply
 from tests.support.vision import add_torchvision
 
 if TYPE_CHECKING:
@@ -88,6 +89,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     chosen_items = [item for item in items if chosen(item)]
     config.hook.pytest_deselected(items=[item for item in items if item not in set(chosen_items)])
     items[:] = chosen_items
+
+
+def pytest_collection_finish() -> None:
+    """Modules of tests have imported most of what engines need."""
+    if "vllm" in sys.modules:
+        start_cheaply()
 
 
 def tier_of(item: pytest.Item) -> str:

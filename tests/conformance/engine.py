@@ -7,12 +7,14 @@ the first `import vllm`, and one process serves one runner: `pytest` is V1, `pyt
 
 from __future__ import annotations
 
+import atexit
 import gc
 import importlib
 import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -24,6 +26,7 @@ Device = Literal["cpu", "cuda"]
 
 MAX_MODEL_LEN = 96
 MAX_BATCHED_TOKENS = 256
+CAPTURE_BUFFER_BYTES = 64 << 20
 
 _TRITON_CPU = Path(__file__).parent / "triton_cpu"
 
@@ -73,6 +76,37 @@ def prepare_environment(runner: Runner, device: Device = "cpu") -> None:
         importlib.import_module(".triton_cpu.sitecustomize", __package__)
 
 
+@cache
+def start_cheaply() -> None:
+    """Spare engines of this process, on CPU, what an earlier one did, and a Python of their own.
+
+    What engines serve and how they end stays as it is:
+    * vLLM looks at a model's class in a new Python, which imports vLLM again: here, this one does.
+    * A worker seeks upstream's Triton kernels in all modules, to replace them: here, the first one
+      does, and they stay replaced.
+    * An engine collects garbage eight times, through all of torch, transformers and vLLM: here,
+      what is imported by now is left out for good, and what engines make is never left out.
+    """
+    from vllm.model_executor.models import registry
+    from vllm.platforms import current_platform
+
+    if not current_platform.is_cpu():
+        return
+    platform = type(current_platform)
+    replace_kernels = cache(platform.register_triton_kernel_overrides)
+    instead: list[tuple[Any, str, Any]] = [
+        (registry, "_run_in_subprocess", lambda inspect: inspect()),
+        (platform, "register_triton_kernel_overrides", staticmethod(replace_kernels)),
+        (gc, "freeze", lambda: None),
+        (gc, "unfreeze", lambda: None),
+    ]
+    atexit.register(gc.unfreeze)
+    gc.collect()
+    gc.freeze()
+    for owner, name, function in instead:
+        setattr(owner, name, function)
+
+
 @contextmanager
 def engine(model: Path, **options: Any) -> Iterator[LLM]:
     """An eager float32 engine on a tiny model, shut down at the end.
@@ -92,10 +126,7 @@ def make_llm(model: Path, **options: Any) -> LLM:
     """Start the engine; the caller ends it with `shut_down`. See `engine`."""
     from vllm import LLM
 
-    # An engine collects garbage five times as it starts, each time through all of torch,
-    # transformers and vLLM: half its start. Its shutdown unfreezes, so this is done for each.
-    gc.collect()
-    gc.freeze()
+    start_cheaply()
     settings: dict[str, Any] = {
         "enforce_eager": True,
         "dtype": "float32",
@@ -109,6 +140,9 @@ def make_llm(model: Path, **options: Any) -> LLM:
         "disable_log_stats": True,
         "seed": 0,
     }
+    if options.get("capture_consumers"):
+        # The default, of 1 GiB, is filled with zeros, which takes longer than all else.
+        settings["capture_buffer_bytes"] = CAPTURE_BUFFER_BYTES
     return LLM(model=str(model), **{**settings, **options})
 
 
