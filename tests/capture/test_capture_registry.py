@@ -363,7 +363,8 @@ def test_no_log_and_no_dump_has_the_options_of_a_consumer(
     namespace = parser.parse_args(["--model", "m", "--capture-consumers", as_text(), "inline"])
     offline = EngineArgs(model=str(tmp_path), capture_consumers=[{"name": "filesystem", **OPTIONS}])
     config = CaptureConfig(namespace.capture_consumers)
-    with caplog.at_level("INFO"):
+    # The logger's own level: that of all of vLLM is another after an engine has started.
+    with caplog.at_level("INFO", logger=log_non_default_args.__module__):
         logging.getLogger("vllm").addHandler(caplog.handler)
         log_non_default_args(namespace)
         log_non_default_args(offline)
