@@ -38,7 +38,7 @@ test-full: install lint ## the same with all tests but the long ones: what CI ru
 	$(call run_tests,full)
 
 test-models: install ## every architecture against transformers (half an hour), into docs/models.md
-	$(RUN) -m tests.conformance --jobs 2 --out build/conformance; $(RUN) -m tests.conformance.report build/conformance
+	$(RUN) -m tests.conformance --jobs 2 --out build/conformance; $(RUN) -m tests.conformance --jobs 2 --runner v2 --out build/conformance; $(RUN) -m tests.conformance.report build/conformance
 
 fuzz: install ## malformed HTTP bodies and vectors: is each refused by name? (N=20000)
 	$(RUN) -m tests.http.fuzz $(or $(N),20000)

@@ -24,11 +24,15 @@ from tests.support.vision import add_torchvision
 
 from .engine import Device, Runner, prepare_environment
 from .proof import Result, load_results, prove
+from .selection import V2_MODELS, sources_digest
 
 if TYPE_CHECKING:
     from .tiny import TinyModel
 
-_NAMES = "tiny models; default: all, on CUDA those that are verified nowhere yet"
+_NAMES = (
+    "tiny models; default: all, with V2 on a CPU those of the tests, on CUDA those that are "
+    "verified nowhere yet"
+)
 BUILD = ROOT / "build"
 
 
@@ -68,7 +72,8 @@ def main() -> int:
     where += f" {options.backend}" if options.backend else ""
     out: Path = options.out / where.replace(" ", "-")
     out.mkdir(parents=True, exist_ok=True)
-    default = _unverified(list(MODELS)) if device == "cuda" else list(MODELS)
+    default = list(V2_MODELS) if runner == "v2" else list(MODELS)
+    default = _unverified(list(MODELS)) if device == "cuda" else default
     rows = [
         MODELS[name]
         for name in options.names or default
@@ -107,6 +112,7 @@ def _run_all(
 ) -> list[Result]:
     import vllm.entrypoints.llm  # noqa: F401  the forked processes find it imported
 
+    sources_digest()  # and this computed
     context = multiprocessing.get_context("fork")
     waiting, results = list(rows), list[Result]()
     running: dict[str, tuple[TinyModel, ForkProcess, float]] = {}
@@ -152,8 +158,7 @@ def _child(row: TinyModel, out: Path, where: str, settings: dict[str, Any]) -> N
     os.dup2(log, 1)
     os.dup2(log, 2)
     os.setpgrp()
-    # vLLM looks at a model's class in a process of its own, so as not to import it here: this one
-    # ends with the model, and starting Python and vLLM again would take longer than the rest.
+    # As `engine.start_cheaply`, on CUDA too: this process ends with the model.
     registry._run_in_subprocess = lambda inspect: inspect()  # type: ignore[assignment]
     started = time.monotonic()
     try:
@@ -162,7 +167,8 @@ def _child(row: TinyModel, out: Path, where: str, settings: dict[str, Any]) -> N
         traceback.print_exc()
         problem = f"{type(error).__name__}: {error}".splitlines()
         result = Result(row.name, row.architecture, "", problem=" ".join(problem)[:600])
-    result = replace(result, where=where, seconds=round(time.monotonic() - started, 1))
+    seconds = round(time.monotonic() - started, 1)
+    result = replace(result, where=where, seconds=seconds, sources=sources_digest())
     file.write_text(result.to_json() + "\n")
     sys.stdout.flush()
     sys.stderr.flush()

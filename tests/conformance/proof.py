@@ -80,6 +80,8 @@ class Result:
     problem: str = ""
     """Why there are no numbers: what was raised."""
     seconds: float = 0.0
+    sources: str = ""
+    """What the sources were that made it: `selection.sources_digest`. Older results have none."""
 
     def failures(self) -> list[str]:
         """What is out of the tolerances of the hook contract, in words; empty when verified."""
@@ -118,7 +120,7 @@ class Result:
 
     def to_json(self) -> str:
         fields = asdict(self)
-        for name in ("heads", "focus", "without"):
+        for name in ("heads", "focus", "without", "sources"):
             if not fields[name]:
                 del fields[name]
         for heads in fields.get("heads", {}).values():

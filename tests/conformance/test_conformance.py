@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Our points are the residual stream of Hugging Face, read and written, per architecture.
 
-One engine serves all checks of an architecture. Here a dozen, at least one of each way a block
-carries its stream, V2 (`--runner v2`) most of it: the taps are the same code under both runners.
-`make test-models` does all that vLLM has, into docs/models.md.
+One engine serves all checks of an architecture. Here a dozen, V2 (`--runner v2`) most of it; fewer
+while what `make test-models` measured still holds: tests/conformance/selection.py. That does all
+that vLLM has, into docs/models.md.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from tests.conformance import runner as check
 from tests.conformance.completions import complete
 from tests.conformance.engine import Runner, make_llm, shut_down
 from tests.conformance.focus import focus_errors
+from tests.conformance.selection import ALWAYS, CHOSEN, V2_MODELS, is_measured
 from vllm import LLM
 from vllm.config.capture import CAPTURE_POINTS, HEAD_POINTS
 from vllm.config.steering import STEERING_POINTS
@@ -32,22 +33,6 @@ pytestmark = pytest.mark.full
 PROMPTS = check.prompts()
 # Log-probabilities of a whole vocabulary are slow under Triton's interpreter.
 LOGIT_PROMPTS = check.prompts(lengths=(17, 5))
-CHOSEN = (
-    "cohere2",  # parallel, a norm that hands its argument back
-    "dbrx",  # a call hands on a stream and its norm
-    "exaone4",  # sandwich, summed, no norm before a branch
-    "gemma2",  # sandwich, deferred
-    "gemma4",  # the block ends in operations on the whole stream
-    "gpt2",  # summed
-    "gptj",  # parallel
-    "granite",  # summed, with multipliers
-    "lfm2",  # attention and short convolutions
-    "llama",  # deferred
-    "minicpm3",  # a forward() that is inherited
-    "qwen2_moe",  # experts, and a layer without
-    "solar",  # the model changes the stream between blocks
-)
-V2_MODELS = ("cohere2", "dbrx", "exaone4", "gemma2", "gpt2", "gptj", "llama", "qwen2_moe")
 QUICK = {"v1": ("cohere2", "exaone4", "gemma2", "gpt2", "llama"), "v2": ("gpt2", "llama")}
 """One of each way a block carries its stream, and two in V2."""
 
@@ -71,7 +56,9 @@ def each_model() -> list[Any]:
 
 
 @pytest.fixture(scope="module", params=each_model())
-def pair(request: pytest.FixtureRequest, tiny_models: TinyModels) -> Iterator[Pair]:
+def pair(request: pytest.FixtureRequest, tiny_models: TinyModels, runner: Runner) -> Iterator[Pair]:
+    if request.param not in ALWAYS[runner] and is_measured(request.param, runner):
+        pytest.skip("measured with these taps and this zoo: tests/conformance/results.jsonl")
     row = tiny_models.row(request.param)
     path = tiny_models.path(row.name)
     options = {"capture_consumers": ["inline"], "capture_points": list(CAPTURE_POINTS)}

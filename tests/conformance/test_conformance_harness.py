@@ -7,16 +7,22 @@ real implementation could have.
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from tests.conformance import models
+from patches.taps.table import ROWS
+from tests import ROOT
+from tests.conformance import models, selection
 from tests.conformance import runner as check
 from tests.conformance.cases import TIERS, SteeringCase
+from tests.conformance.proof import load_results
 from tests.conformance.reference import Forward, Site
 from vllm import SamplingParams
 
@@ -134,3 +140,63 @@ def test_wrong_reads_are_caught(reference: check.Reference, fault: str) -> None:
 def test_wrong_writes_are_caught(reference: check.Reference, fault: str) -> None:
     results = check.write_errors(ReferenceEngine(reference, fault), reference, PROMPTS)
     assert max(r.error for r in results) > 10 * check.WRITE_TOLERANCE
+
+
+def test_sources_are_the_same_until_their_code_changes(tmp_path: Path) -> None:
+    for folder in selection.FOLDERS:
+        shutil.copytree(ROOT / folder, tmp_path / folder)
+    shutil.copy(ROOT / "upstream.toml", tmp_path)
+
+    def digest() -> str:
+        return selection.sources_digest.__wrapped__(tmp_path)
+
+    assert digest() == selection.sources_digest()
+    rows = tmp_path / "patches/taps/rows.py"
+    rows.rename(rows.with_name("other.py"))
+    tests = tmp_path / "tests/conformance/test_conformance.py"
+    tests.write_text("")
+    taps = tmp_path / "vllm/model_executor/layers/residual_taps.py"
+    text = taps.read_text()
+    taps.write_text(f"import os\n# A comment.\n{text}")
+    assert digest() == selection.sources_digest()
+    changed = set()
+    for file in (taps, tmp_path / "patches/taps/fused.py", tmp_path / "tests/conformance/tiny.py"):
+        file.write_text(f"{file.read_text()}\nx = 1\n")
+        changed.add(digest())
+    pin = tmp_path / "upstream.toml"
+    pin.write_text(pin.read_text() + "# another\n")
+    changed.add(digest())
+    assert len(changed - {selection.sources_digest()}) == 4
+
+
+def test_an_architecture_is_left_out_while_its_result_holds(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Not for a result of older sources, of another runner, or out of tolerance."""
+    where = "cpu v1 float32"
+    [old] = [r for r in load_results() if (r.name, r.where) == ("solar", where)]
+    new = replace(old, sources=selection.sources_digest())
+
+    def is_measured(result: Any, runner: Any = "v1") -> bool:
+        monkeypatch.setattr(selection, "load_results", lambda: [result])
+        return selection.is_measured("solar", runner)
+
+    assert is_measured(new)
+    assert not is_measured(new, "v2")
+    assert not is_measured(replace(new, sources="older"))
+    assert not is_measured(replace(new, sources=""))
+    assert not is_measured(replace(new, plain=1.0))
+
+
+def test_each_idiom_runs_always() -> None:
+    """Every idiom that one of the chosen has."""
+    idiom = {row.key: row.idiom for row in ROWS}
+    idioms = {
+        r.name: {idiom[cls] for cls in r.classes}
+        for r in load_results()
+        if r.name in selection.CHOSEN and r.where == "cpu v1 float32"
+    }
+    assert idioms.keys() == set(selection.CHOSEN)
+    always = set().union(*(idioms[name] for name in selection.ALWAYS["v1"]))
+    assert always == set().union(*idioms.values())
+    assert not {*selection.ALWAYS["v2"], *selection.V2_MODELS} - set(selection.CHOSEN)

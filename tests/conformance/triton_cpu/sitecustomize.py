@@ -3,9 +3,9 @@
 
 vLLM looks for an entry "cpu" in `triton.backends.backends` and asks its driver `is_active()`;
 Triton asks how to time a kernel's configurations. That is all, since under `TRITON_INTERPRET=1` no
-kernel is ever compiled. The interpreter is made faster, too. This file is called sitecustomize because with its directory on
-`PYTHONPATH` Python imports it at start-up, which is how the processes that an engine spawns get it
-too. Without `TRITON_INTERPRET=1` it does nothing.
+kernel is ever compiled. The interpreter is made faster, too. This file is called sitecustomize
+because with its directory on `PYTHONPATH` Python imports it at start-up, which is how the processes
+that an engine spawns get it too. Without `TRITON_INTERPRET=1` it does nothing.
 """
 
 from __future__ import annotations
