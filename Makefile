@@ -4,9 +4,9 @@ RUN := .venv/bin/python
 # Where the environment says that Python keeps no bytecode, each process of a server compiles
 # 15 seconds of sources again.
 export PYTHONDONTWRITEBYTECODE :=
-OURS := setup.py vllm tools patches tests demo examples benchmarks
+OURS := setup.py vllm vllm_pilot tools patches tests demo examples benchmarks
 
-.PHONY: help install test test-full test-long test-models workloads lint format fuzz mutations demo playground tree diffstat docs-stats native wheel clean
+.PHONY: help install test test-full test-long test-models workloads lint format fuzz mutations demo playground tree diffstat docs-stats native wheel pilot-wheel clean
 .DEFAULT_GOAL := help
 
 help: ## this list
@@ -86,6 +86,9 @@ native: install ## build csrc/ into the live tree (optional; needs CMake and a C
 
 wheel: install ## the distributable wheel, in dist/; says whether it has native ops
 	$(RUN) setup.py bdist_wheel
+
+pilot-wheel: install ## the small wheel vllm-pilot, in dist/: patches an installed vLLM
+	$(RUN) -m tools pilot-wheel
 
 clean: ## delete .venv and build/
 	rm -rf .venv build dist .mypy_cache .pytest_cache .ruff_cache

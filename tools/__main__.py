@@ -8,7 +8,7 @@ import sys
 from collections.abc import Iterable
 from pathlib import Path
 
-from tools import areas
+from tools import areas, pilot_wheel
 from tools.assemble import assemble, git
 from tools.check import check
 from tools.export import export
@@ -31,6 +31,7 @@ def arguments() -> argparse.Namespace:
     choice = verb.add_mutually_exclusive_group(required=True)
     choice.add_argument("wheel", nargs="?", metavar="VERSION|WHEEL")
     choice.add_argument("--finish", action="store_true", help="write build/rebase to patches/seams")
+    verbs.add_parser("pilot-wheel", help="the wheel vllm-pilot, in dist/")
     verbs.add_parser("diffstat", help="how little the fork is")
     return parser.parse_args()
 
@@ -75,6 +76,8 @@ def run(options: argparse.Namespace) -> str:
             report = rebase(find_wheel(options.wheel))
             print(report.summary())
             return f"docs/rebase-{report.version}.md has the rest"
+        case "pilot-wheel":
+            return str(pilot_wheel.build(ROOT / "dist", load_pin()))
         case _:
             return diffstat()
 

@@ -9,8 +9,8 @@ import tokenize
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
-from tools import udiff
 from tools.assemble import overlay_files
+from vllm_pilot import udiff
 
 CORE_BUDGET = 5500
 """Lines of code that the core may have."""

@@ -21,8 +21,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
 
-from tools import udiff, wheels
+from tools import wheels
 from tools.pins import ROOT, BuildError, Pin
+from vllm_pilot import udiff
 
 
 def overlay_files(root: Path = ROOT) -> list[str]:
@@ -168,7 +169,7 @@ def copy_or_link(source: str, target: str) -> None:
         shutil.copy2(source, target)
 
 
-INPUTS = ("patches/**/*.py", "patches/seams/*", "tools/assemble.py", "tools/udiff.py")
+INPUTS = ("patches/**/*.py", "patches/seams/*", "tools/assemble.py", "vllm_pilot/udiff.py")
 
 
 def inputs_digest(root: Path, pin: Pin) -> str:

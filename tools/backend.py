@@ -22,6 +22,7 @@ from typing import Any
 
 from tools import assemble, native, wheels
 from tools.pins import ROOT, BuildError, Pin, load_pin
+from vllm_pilot import state
 
 Settings = Mapping[str, Any] | None
 
@@ -93,7 +94,7 @@ def pack(folder: Path, info: Path, target: Path) -> None:
                 entry = zipfile.ZipInfo(name, date_time=(2000, 1, 1, 0, 0, 0))
                 entry.external_attr, entry.compress_type = mode << 16, zipfile.ZIP_DEFLATED
                 archive.writestr(entry, data)
-                rows.append(f"{quoted(name)},{wheels.record_hash(data)},{len(data)}\n")
+                rows.append(f"{quoted(name)},{state.digest(data)},{len(data)}\n")
         name = str((info / "RECORD").relative_to(folder))
         archive.writestr(name, "".join(rows) + f"{name},,\n")
 

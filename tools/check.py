@@ -5,10 +5,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from tools import areas, native, udiff, wheels
+from tools import areas, native, wheels
 from tools.assemble import edited, locked, overlay_files
 from tools.export import changed
 from tools.pins import ROOT, Pin, load_pin
+from vllm_pilot import state, udiff
 
 MAX_HUNK = 6
 
@@ -72,7 +73,7 @@ def check_tree(tree: Path, upstream: Path, root: Path) -> list[str]:
     for name in sorted(present & set(record) - wired - edits):
         data = (tree / name).read_bytes()
         same = udiff.blob(data) == seams[name].after if name in seams else False
-        if not same and (name in seams or wheels.record_hash(data) != record[name]):
+        if not same and (name in seams or state.digest(data) != record[name]):
             wrong.append(f"{name} in {tree} is not upstream's; {remedy}")
     return wrong
 

@@ -10,9 +10,9 @@ from __future__ import annotations
 from collections.abc import Set
 from pathlib import Path
 
-from tools import udiff
 from tools.assemble import edited, git
 from tools.pins import ROOT, BuildError
+from vllm_pilot import udiff
 
 DIFF = ["diff", "--unified=0", "--full-index", "--no-color", "--no-ext-diff", "--no-textconv"]
 DIFF += ["--no-renames", "--diff-algorithm=histogram", "--src-prefix=a/", "--dst-prefix=b/"]

@@ -24,7 +24,7 @@ from itertools import chain, takewhile
 from pathlib import Path
 
 from tools.pins import BuildError
-from tools.udiff import Hunk
+from vllm_pilot.udiff import Hunk
 
 AROUND = 3
 """Lines before and after a hunk that count as its surroundings, as in a usual patch."""

@@ -10,12 +10,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from vllm_pilot import BuildError
+
+__all__ = ["ROOT", "TARGETS", "BuildError", "Pin", "default_target", "load_pin", "read_toml"]
+
 ROOT = Path(__file__).resolve().parent.parent
 TARGETS = ("cpu", "cuda")
-
-
-class BuildError(Exception):
-    """Raised when the build cannot go on. The message names the file and the remedy."""
 
 
 @dataclass(frozen=True)
@@ -42,6 +42,11 @@ class Pin:
         """
         local = f"cpu.{self.ours}" if self.target == "cpu" else self.ours
         return f"{self.upstream_version}+{local}"
+
+    @property
+    def pilot_version(self) -> str:
+        """The version of our files: of the wheel `vllm-pilot`, and the end of `version`."""
+        return self.ours.removeprefix("pilot.")
 
     @property
     def tag(self) -> str:

@@ -18,12 +18,13 @@ import tempfile
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from tools import merge, udiff, wheels
+from tools import merge, wheels
 from tools.assemble import codemod, commit, git, locked
 from tools.export import unified
 from tools.pins import ROOT, BuildError, Pin, load_pin
 from tools.rebase_report import Class, File, Report
 from tools.upstream_names import gone
+from vllm_pilot import udiff
 
 
 @dataclass(frozen=True)

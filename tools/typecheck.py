@@ -16,7 +16,7 @@ def main() -> int:
     tree = ROOT / "build" / "tree"
     files = [name for name in overlay_files() if name.endswith(".py")]
     files.append(os.path.relpath(ROOT / "setup.py", tree))
-    for folder in ("tools", "patches", "tests", "demo", "examples", "benchmarks"):
+    for folder in ("vllm_pilot", "tools", "patches", "tests", "demo", "examples", "benchmarks"):
         files += [os.path.relpath(path, tree) for path in sorted((ROOT / folder).rglob("*.py"))]
     command = [sys.executable, "-m", "mypy", "--config-file", str(ROOT / "pyproject.toml")]
     command += ["--cache-dir", str(ROOT / "build" / "mypy"), *files]

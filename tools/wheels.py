@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import base64
 import csv
 import hashlib
 import os
@@ -110,12 +109,6 @@ def dist_info(folder: Path) -> Path:
             f"{folder} has {len(found)} vllm-*.dist-info folders, one is needed; unpack anew"
         )
     return found[0]
-
-
-def record_hash(data: bytes) -> str:
-    """Hash a file's contents as a wheel's RECORD writes it."""
-    digest = base64.urlsafe_b64encode(hashlib.sha256(data).digest()).rstrip(b"=").decode()
-    return f"sha256={digest}"
 
 
 def record(folder: Path) -> dict[str, str]:

@@ -13,6 +13,7 @@ from pathlib import Path
 from tools import assemble, wheels
 from tools.export import export
 from tools.pins import Pin, load_pin
+from vllm_pilot import state
 
 LINES = "\n".join(f"line_{number} = {number}" for number in range(1, 21)) + "\n"
 UPSTREAM = {
@@ -66,7 +67,7 @@ def write_wheel(path: Path, files: Mapping[str, str]) -> None:
     members = {name: text.encode() for name, text in files.items()}
     rows = io.StringIO()
     for name, data in members.items():
-        csv.writer(rows).writerow([name, wheels.record_hash(data), len(data)])
+        csv.writer(rows).writerow([name, state.digest(data), len(data)])
     members[f"{info}/METADATA"] = METADATA.encode()
     members[f"{info}/entry_points.txt"] = ENTRY_POINTS.encode()
     members[f"{info}/RECORD"] = rows.getvalue().encode()

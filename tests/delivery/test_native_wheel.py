@@ -18,9 +18,10 @@ import pytest
 
 from tests import ROOT
 from tests.delivery.fork import Fork
-from tools import backend, native, wheels
+from tools import backend, native
 from tools.native import NativeBuildError
 from tools.pins import Pin, load_pin
+from vllm_pilot import state
 
 if TYPE_CHECKING:
     from tests.conftest import TinyModels
@@ -77,7 +78,7 @@ def test_the_wheel_says_what_it_carries(
     if isinstance(made, str):
         assert LIBRARY not in files and LIBRARY not in recorded(files)
     else:
-        assert files[LIBRARY] == made and recorded(files)[LIBRARY] == wheels.record_hash(made)
+        assert files[LIBRARY] == made and recorded(files)[LIBRARY] == state.digest(made)
 
 
 def test_kernels_for_gpus_are_built_for_the_wheel_of_gpus_only(

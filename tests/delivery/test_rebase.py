@@ -9,10 +9,11 @@ import pytest
 
 from tests.delivery import fork
 from tests.delivery.fork import Fork
-from tools import merge, udiff
+from tools import merge
 from tools.pins import BuildError
 from tools.rebase import Wheel, finish, rebase
 from tools.upstream_names import Modules
+from vllm_pilot import udiff
 
 pytestmark = pytest.mark.quick
 

@@ -17,10 +17,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tests.delivery.fork import METADATA, UPSTREAM, Fork
-from tools import backend, install, native, udiff, wheels
+from tools import backend, install, native
 from tools.assemble import git
 from tools.export import unified
 from tools.pins import ROOT, BuildError, load_pin
+from vllm_pilot import state, udiff
 
 pytestmark = pytest.mark.quick
 
@@ -36,7 +37,7 @@ def test_wheel(miniature: Fork, tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         files = {member: archive.read(member) for member in archive.namelist()}
     info = "vllm-0.32.0+cpu.pilot.0.1.0.dist-info"
     for member, digest, _ in csv.reader(io.StringIO(files[f"{info}/RECORD"].decode())):
-        assert digest == ("" if "RECORD" in member else wheels.record_hash(files.pop(member)))
+        assert digest == ("" if "RECORD" in member else state.digest(files.pop(member)))
     assert set(files) == {f"{info}/RECORD"}
     with zipfile.ZipFile(tmp_path / name) as archive:
         assert set(UPSTREAM) | {"vllm/v1/steering/steer.py"} <= set(archive.namelist())

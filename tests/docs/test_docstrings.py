@@ -16,7 +16,7 @@ from tests import ROOT
 
 pytestmark = pytest.mark.quick
 
-FOLDERS = ("vllm", "tools", "patches")
+FOLDERS = ("vllm", "vllm_pilot", "tools", "patches")
 FILES = sorted(path for folder in FOLDERS for path in (ROOT / folder).rglob("*.py"))
 
 _RIDDLE = re.compile(

@@ -1,0 +1,123 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The command `vllm-pilot`: puts steering and capture into the vLLM that is installed."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from vllm_pilot import BuildError, change, installed, payload, state
+
+EDITED, NOT_APPLIED = "changed since", "not applied"
+
+
+def arguments(given: list[str] | None = None) -> argparse.Namespace:
+    """Parse the command line."""
+    parser = argparse.ArgumentParser(prog="vllm-pilot", description=__doc__)
+    parser.add_argument(
+        "--site", type=Path, help="a folder that holds vllm/; default: where Python finds vLLM"
+    )
+    verbs = parser.add_subparsers(dest="verb", required=True)
+    verbs.add_parser("apply", help="patch the installed vLLM and add our files, all or nothing")
+    verb = verbs.add_parser("remove", help="give the installed vLLM its own bytes back")
+    verb.add_argument("--discard", action="store_true", help="give up files edited since")
+    verb = verbs.add_parser("status", help="is it applied and intact? exit status 0 if so, else 1")
+    verb.add_argument("--files", action="store_true", help="list the files")
+    verb = verbs.add_parser("demo", help="train a small model, find a direction in it, steer it")
+    verb.add_argument("options", nargs=argparse.REMAINDER, help="`--help` lists them")
+    return parser.parse_args(given)
+
+
+def apply(site: Path | None) -> str:
+    """Apply our files, and return what to print."""
+    manifest = payload.read_manifest()
+    one = installed.find(manifest.upstream, manifest.distributions, site)
+    changed = change.apply(one.site, payload.wanted(one))
+    done = "is applied" if changed else "was applied already"
+    return (
+        f"vllm-pilot {manifest.version} {done} to {one.name} {one.version} in {one.site}: "
+        f"{len(manifest.changed)} files patched, {len(manifest.added)} added"
+    )
+
+
+def remove(site: Path | None, discard: bool) -> str:
+    """Remove our files, and return what to print."""
+    place = installed.recorded_site(site)
+    if place is None:
+        return "nothing is applied"
+    there = [one for one in installed.find_all(place) if one.site == place]
+    version = (there[0].name, there[0].public) if len(there) == 1 else None
+    gone = change.remove(place, version, discard=discard)
+    return f"{place}: {len(gone)} files are as they were before `vllm-pilot apply`"
+
+
+def status(site: Path | None, files: bool) -> tuple[str, bool]:
+    """Return what to print, and whether our files are applied and intact."""
+    manifest = payload.read_manifest()
+    place = installed.recorded_site(site)
+    found = state.read(place) if place else None
+    if place is None or found is None:
+        one = installed.find(manifest.upstream, manifest.distributions, site)
+        text = f"{one.name} {one.version} in {one.site}: vllm-pilot {manifest.version} is "
+        return f"{text}{NOT_APPLIED}; run `vllm-pilot apply`", False
+    patched = [name for name, entry in found.files.items() if entry.before]
+    lines = [
+        f"{found.distribution} {found.upstream} in {place}: vllm-pilot {found.version}, "
+        f"{len(patched)} files patched, {len(found.files) - len(patched)} added"
+    ]
+    if files:
+        lines += [f"  {'M' if entry.before else 'A'} {name}" for name, entry in found.files.items()]
+    wrong = []
+    if found.phase is not state.Phase.APPLIED:
+        wrong.append("a change was cut short: run `vllm-pilot apply`, or `vllm-pilot remove`")
+    else:
+        there = [(one.name, one.public) for one in installed.find_all(place) if one.site == place]
+        if there != [(found.distribution, found.upstream)]:
+            now = " and ".join(f"{name} {version}" for name, version in there) or "nothing"
+            wrong.append(f"{now} is installed there now: run `vllm-pilot remove`")
+        if found.version != manifest.version:
+            wrong.append(f"this is vllm-pilot {manifest.version}: run `vllm-pilot apply`")
+        wrong += [f"{EDITED}: {n} is {w}" for n, w in state.altered(place, found).items()]
+    return "\n".join(lines + (wrong or ["intact"])), not wrong
+
+
+def demo(options: list[str]) -> int:
+    """Run the demo from a folder of its own, and return its exit status."""
+    if importlib.util.find_spec("matplotlib") is None:
+        raise BuildError("the demo draws a picture: pip install 'vllm-pilot[pilot]'")
+    base = Path(os.environ.get("VLLM_PILOT_CACHE") or Path.home() / ".cache" / "vllm-pilot")
+    folder = base / f"demo-{payload.read_manifest().version}"
+    payload.extract_demo(folder)
+    return subprocess.run(
+        [sys.executable, "-m", "demo", *options], cwd=folder, check=False
+    ).returncode
+
+
+def main(given: list[str] | None = None) -> int:
+    """Do what the command line says, and return the exit status."""
+    options = arguments(given)
+    site = options.site.resolve() if options.site else None
+    try:
+        match options.verb:
+            case "apply":
+                print(apply(site))
+            case "remove":
+                print(remove(site, options.discard))
+            case "status":
+                text, well = status(site, options.files)
+                print(text)
+                return 0 if well else 1
+            case _:
+                return demo(options.options)
+    except BuildError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
