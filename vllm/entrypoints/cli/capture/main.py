@@ -33,6 +33,7 @@ class CaptureSubcommand(CLISubcommand):
         self, subparsers: "argparse._SubParsersAction[FlexibleArgumentParser]"
     ) -> "FlexibleArgumentParser":
         """Add the parser of `vllm capture`."""
+        from vllm.entrypoints.cli.steering.early import VERBS
         from vllm.entrypoints.cli.steering.verbs import add_verb
 
         capture = subparsers.add_parser(
@@ -45,6 +46,7 @@ class CaptureSubcommand(CLISubcommand):
             verbs,
             "capture run",
             add_options,
+            help=VERBS[self.name]["run"],
             description=DESCRIPTION,
             usage="vllm capture run MODEL --data FILE --out DIR --hooks POINT:LAYERS [options]",
         )

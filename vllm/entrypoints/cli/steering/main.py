@@ -52,6 +52,7 @@ class SteeringSubcommand(CLISubcommand):
         self, subparsers: "argparse._SubParsersAction[FlexibleArgumentParser]"
     ) -> "FlexibleArgumentParser":
         """Add the parser of `vllm steering`."""
+        from vllm.entrypoints.cli.steering.early import VERBS
         from vllm.entrypoints.cli.steering.train import add_options
         from vllm.entrypoints.cli.steering.verbs import add_verb
 
@@ -65,11 +66,13 @@ class SteeringSubcommand(CLISubcommand):
             verbs,
             "steering check",
             _check_options,
+            help=VERBS[self.name]["check"],
             description=CHECK,
             usage="vllm steering check MODEL [serve options]",
         )
         convert = verbs.add_parser(
             "convert",
+            help=VERBS[self.name]["convert"],
             description=CONVERT,
             usage="vllm steering convert LENS.pt OUT.safetensors",
         )
@@ -80,6 +83,7 @@ class SteeringSubcommand(CLISubcommand):
             verbs,
             "steering points",
             lambda _: None,
+            help=VERBS[self.name]["points"],
             description=POINTS,
             usage="vllm steering points MODEL [serve options]",
         )
@@ -87,6 +91,7 @@ class SteeringSubcommand(CLISubcommand):
             verbs,
             "steering train",
             add_options,
+            help=VERBS[self.name]["train"],
             description=TRAIN,
             usage="vllm steering train MODEL --data FILE --out FOLDER [options] [serve options]",
         )
