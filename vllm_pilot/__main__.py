@@ -52,6 +52,8 @@ def remove(site: Path | None, discard: bool) -> str:
     there = [one for one in installed.find_all(place) if one.site == place]
     version = (there[0].name, there[0].public) if len(there) == 1 else None
     gone = change.remove(place, version, discard=discard)
+    if not gone:
+        return "nothing is applied"
     return f"{place}: {len(gone)} files are as they were before `vllm-pilot apply`"
 
 

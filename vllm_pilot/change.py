@@ -116,7 +116,7 @@ def remove(site: Path, installed: tuple[str, str] | None, *, discard: bool = Fal
         BuildError: vLLM runs, another change is at work, the folder cannot be written, or a file
             was edited since; nothing was changed then.
     """
-    if read(site) is None:
+    if not (site / STATE).exists():
         return []
     with locked(site):
         refuse_running(site)
@@ -144,7 +144,7 @@ def locked(site: Path) -> Iterator[None]:
     busy = f"another vllm-pilot is at work on {site}; wait for it to end; {UNCHANGED}"
     try:
         folder.mkdir(exist_ok=True)
-        file = (folder / "lock").open("w")
+        file = (folder / "lock").open("a")
     except FileNotFoundError:
         raise BuildError(busy) from None
     except OSError as error:

