@@ -27,9 +27,14 @@ def arguments(given: list[str] | None = None) -> argparse.Namespace:
     verb.add_argument("--discard", action="store_true", help="give up files edited since")
     verb = verbs.add_parser("status", help="is it applied and intact? exit status 0 if so, else 1")
     verb.add_argument("--files", action="store_true", help="list the files")
-    verb = verbs.add_parser("demo", help="train a small model, find a direction in it, steer it")
-    verb.add_argument("options", nargs=argparse.REMAINDER, help="`--help` lists them")
-    return parser.parse_args(given)
+    verbs.add_parser(
+        "demo", add_help=False, help="train a small model, find a direction in it, steer along it"
+    )
+    options, rest = parser.parse_known_args(given)
+    if rest and options.verb != "demo":
+        parser.error(f"unrecognized arguments: {' '.join(rest)}")
+    options.rest = rest
+    return options
 
 
 def apply(site: Path | None) -> str:
@@ -114,7 +119,7 @@ def main(given: list[str] | None = None) -> int:
                 print(text)
                 return 0 if well else 1
             case _:
-                return demo(options.options)
+                return demo(options.rest)
     except BuildError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1

@@ -107,7 +107,7 @@ inline = "vllm.v1.steering.steer:Inline"
     )
     (root / "README.md").write_text("# A fork\n")
     (root / "demo").mkdir()
-    (root / "demo/__main__.py").write_text("print('the demo')\n")
+    (root / "demo/__main__.py").write_text("import sys\nprint('the demo', *sys.argv[1:])\n")
     (root / "patches/taps/codemod.py").write_text("")
     (root / "patches/seams/series").write_text("engine.patch\n")
     (root / "patches/seams/engine.patch").write_text(SEAM)

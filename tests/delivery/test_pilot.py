@@ -390,8 +390,10 @@ def test_the_demo(
     site: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("VLLM_PILOT_CACHE", str(tmp_path / "cache"))
-    assert run(site, "demo") == 0
-    assert capfd.readouterr().out == "the demo\n"
+    assert run(site, "demo", "--quick") == 0
+    assert capfd.readouterr().out == "the demo --quick\n"
+    with pytest.raises(SystemExit, match="2"):
+        run(site, "apply", "--quick")
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     assert run(site, "demo") == 1

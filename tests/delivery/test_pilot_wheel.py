@@ -43,6 +43,7 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def site(built: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The pinned wheel as pip unpacks it; a few megabytes, as extensions are links."""
     monkeypatch.setattr(payload, "PAYLOAD", built)
+    monkeypatch.setattr(notice.metadata, "version", lambda name: PIN.pilot_version)
     monkeypatch.setattr(sys, "dont_write_bytecode", True)
     monkeypatch.setattr(change, "refuse_running", lambda site: None)  # many are linked to it
     upstream = wheels.upstream_folder(PIN, ROOT / "build")

@@ -38,6 +38,7 @@ DOCUMENTS = sorted(
     for path in (
         ROOT / "README.md",
         ROOT / "CONTRIBUTING.md",
+        ROOT / "AGENTS.md",
         *(ROOT / "docs").glob("*.md"),
         ROOT / "docs" / "measurements" / "README.md",
     )
