@@ -86,17 +86,20 @@ def write_dist_info(upstream: Path, folder: Path, pin: Pin) -> Path:
 def pack(folder: Path, info: Path, target: Path) -> None:
     """Writes `folder` (with its dist-info `info`) as the wheel `target`, RECORD last."""
     rows = []
-    with zipfile.ZipFile(target, "w", zipfile.ZIP_DEFLATED, compresslevel=3) as archive:
+
+    def add(name: str, data: bytes, mode: int) -> None:
+        entry = zipfile.ZipInfo(name, date_time=(2000, 1, 1, 0, 0, 0))
+        entry.external_attr = (stat.S_IFREG | mode) << 16
+        archive.writestr(entry, data, zipfile.ZIP_DEFLATED, compresslevel=3)
+
+    with zipfile.ZipFile(target, "w") as archive:
         for path in sorted(folder.rglob("*")):
             if path.is_file() and ".git" not in path.relative_to(folder).parts:
                 data, name = path.read_bytes(), str(path.relative_to(folder))
-                mode = stat.S_IFREG | (0o755 if os.access(path, os.X_OK) else 0o644)
-                entry = zipfile.ZipInfo(name, date_time=(2000, 1, 1, 0, 0, 0))
-                entry.external_attr, entry.compress_type = mode << 16, zipfile.ZIP_DEFLATED
-                archive.writestr(entry, data)
+                add(name, data, 0o755 if os.access(path, os.X_OK) else 0o644)
                 rows.append(f"{quoted(name)},{state.digest(data)},{len(data)}\n")
         name = str((info / "RECORD").relative_to(folder))
-        archive.writestr(name, "".join(rows) + f"{name},,\n")
+        add(name, ("".join(rows) + f"{name},,\n").encode(), 0o644)
 
 
 def quoted(name: str) -> str:
