@@ -249,6 +249,7 @@ ABSENT = {
     "attention": "weights of a query sum to 1; what is not finite is below",
     "bench": "asks models, and adds nats",
     "captures": "rows as they are; its direction is mean_difference's",
+    "checkpoints": "files",
     "choice.Choice": "numbers of others",
     "choice.KlGuard": "nats",
     "choice.candidate_layers": "ranks by d'",

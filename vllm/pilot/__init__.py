@@ -23,6 +23,7 @@ training.py     all of it: from pairs to a checked vector
 fitting.py, choice.py, evidence.py, persona.py, report.py, picture.py    its steps
 captures.py     straight from captures: a vector as a file, rows as one array
 records.py      lines of data files
+checkpoints.py  a small model with real weights, from the package registry
 dataset/        activations of whole data sets, on disk
 
 Nothing of the engine imports this, and it imports nothing of the engine that users do not have:
