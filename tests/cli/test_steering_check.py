@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
@@ -11,13 +12,20 @@ import pytest
 import torch
 from torch import nn
 
+from tests.conformance.checkpoints import section
 from tests.conformance.engine import engine
 from tests.mutations.taps import BOUND, bound_taps
 from tests.support.serving import watching
+from vllm.entrypoints.cli.steering.check import row
 from vllm.entrypoints.cli.steering.findings import Finding, table
 from vllm.entrypoints.cli.steering.huggingface import compare
 from vllm.entrypoints.cli.steering.identities import check_identities
-from vllm.entrypoints.cli.steering.probe import GENERATED, Probe, worst_row
+from vllm.entrypoints.cli.steering.probe import (
+    GENERATED,
+    Probe,
+    without_largest,
+    worst_row,
+)
 from vllm.v1.interventions.worker.layers import find_layers
 
 if TYPE_CHECKING:
@@ -50,6 +58,7 @@ def test_right_model(probe: Probe) -> None:
         assert name in names
     for point in ("pre_attn", "post_attn", "post_block"):
         assert f"read {point} = transformers" in names
+        assert f"read {point} but for its largest channels" in names
         assert f"write {point}[0] = transformers" in names
 
 
@@ -156,3 +165,32 @@ def test_table() -> None:
     assert "DISAGREES" in lines[1] and "why" in lines[1]
     assert "DISAGREES" in lines[2]
     assert "not checked" in lines[3] and "no head" in lines[3]
+
+
+def test_a_massive_channel_does_not_hide_the_rest() -> None:
+    """Half of each number is missing but for the massive one's; without it that is seen."""
+    want = torch.randn(5, 96, generator=torch.Generator().manual_seed(1))
+    want[:, 7] = 22_528.0
+    got = want / 2
+    got[:, 7] = want[:, 7]
+    assert worst_row(got, want) < 1e-3
+    rest = worst_row(without_largest(got, want), without_largest(want, want))
+    assert rest == pytest.approx(0.5)
+
+
+def test_a_row_for_the_page(probe: Probe) -> None:
+    """What is printed makes a row; what disagrees is named in it."""
+    findings = [
+        Finding.at_most("read pre_attn = transformers", 2e-6, 1e-5),
+        Finding.at_most("read pre_attn but for its largest channels", 3e-5, 1e-5),
+        Finding.at_most("write pre_attn[0] = transformers", 4e-5, 1e-3),
+        Finding.at_most("write pre_attn[9] = transformers", 7e-5, 1e-3),
+        Finding.skipped("c", "no head"),
+    ]
+    made = json.loads(row("models/small/", probe, findings))
+    assert (made["model"], made["layers"], made["dtype"]) == ("small", 4, "float32")
+    assert {"tp", "pp", "mode", "graphs", "device", "version", "points"} < made.keys()
+    line = section([{**made, "by": "me | here"}]).splitlines()[-1]
+    assert line.startswith("| small | LlamaForCausalLM | cpu, float32, eager, tp 1, ")
+    assert "| 2e-06, 3e-05 | none, none | none, none | 7e-05 | none |" in line
+    assert line.endswith("| 3 of 4; not read pre_attn but for its largest channels | me / here |")

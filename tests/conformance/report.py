@@ -4,19 +4,21 @@
 Results of the folders given (written by `python -m tests.conformance --out DIR`) replace those of
 the same model, device, runner and dtype in `results.jsonl`, which is in the repository because no
 one machine can measure everything. The page is that file and the table of wired classes, and
-nothing else.
+nothing else; but for real checkpoints, which `checkpoints.jsonl` has.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from patches.taps.rows import WIRED, Idiom, Row
 from patches.taps.table import ROWS
 from tests import ROOT
 
+from .checkpoints import load_rows, section
 from .proof import RESULTS, Result, load_results
 from .zoo import MODELS
 from .zoo.absent import ABSENT, APART
@@ -66,8 +68,12 @@ def merge(folders: Iterable[Path]) -> list[Result]:
     return results
 
 
-def render(results: list[Result], rows: tuple[Row, ...] = ROWS) -> str:
-    """docs/models.md."""
+def render(
+    results: list[Result],
+    rows: tuple[Row, ...] = ROWS,
+    checkpoints: Sequence[Mapping[str, Any]] | None = None,
+) -> str:
+    """docs/models.md; its real checkpoints are those of the repository, or others."""
     by_key = {row.key: row for row in rows}
     good = [r for r in results if not r.failures() and _wired(r, by_key)]
     verified = {r.architecture for r in good}
@@ -79,6 +85,7 @@ def render(results: list[Result], rows: tuple[Row, ...] = ROWS) -> str:
         f"Verified: {len(verified)} architectures over {len(classes)} decoder layer classes, "
         f"and {len(backend)} of the Transformers backend; {len(wired)} classes are wired.",
         "",
+        section(load_rows() if checkpoints is None else checkpoints),
         "## Verified",
         "",
         "| architecture | layer class | idiom | points | plain | read | write | moved | q | k | v "

@@ -186,7 +186,7 @@ def test_layers_and_positions_as_people_write_them() -> None:
     "command, own",
     [
         ("steering train", ("--data FILE", "--score MODULE:FUNCTION", "--max-kl NATS")),
-        ("steering check", ("--hf, --no-hf",)),
+        ("steering check", ("--hf, --no-hf", "--json")),
         ("steering points", ()),
         ("capture run", ("--data DATA", "--positions POSITIONS", "-y, --yes")),
     ],

@@ -7,7 +7,7 @@ that this makes is allowed.
 """
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +19,10 @@ from torch import nn
 from vllm import LLM
 from vllm.entrypoints.cli.steering.findings import Finding, Unknown
 from vllm.entrypoints.cli.steering.identities import steer
-from vllm.entrypoints.cli.steering.probe import Completion, Probe, worst_row
+from vllm.entrypoints.cli.steering.probe import Completion, Probe, without_largest, worst_row
 from vllm.v1.interventions.plan import Site
+
+Rows = Mapping[Site, torch.Tensor]
 
 NOISES = 4
 """Multiple of the reference's own rounding noise that an error may be."""
@@ -66,19 +68,27 @@ def compare(probe: Probe) -> list[Finding]:
         if not at:
             findings.append(Finding.skipped(f"read {point} = transformers", "no norm known there"))
             continue
-        errors = {site: worst_row(answer.rows[site], rows[site]) for site in at}
-        noise = max(worst_row(noisy_rows[site], rows[site]) for site in at)
-        worst = max(errors, key=lambda site: errors[site])
-        note = f"worst at layer {worst[1]}; noise {noise:.1e}"
-        allowed = max(LEAST, NOISES * noise)
-        findings.append(
-            Finding.at_most(f"read {point} = transformers", errors[worst], allowed, note)
-        )
+        findings.append(_read(f"read {point} = transformers", at, answer.rows, noisy_rows, rows))
+        # A row is compared once more without what would hide the rest of it.
+        some = [
+            {site: without_largest(of[site], rows[site]) for site in at}
+            for of in (answer.rows, noisy_rows, rows)
+        ]
+        findings.append(_read(f"read {point} but for its largest channels", at, *some))
     base = float((noisy - log_probs).abs().max())
     plain = float((answer.log_probs - log_probs).abs().max())
     allowed = max(10 * LEAST, NOISES * base)
     findings.append(Finding.at_most("logprobs = transformers", plain, allowed, f"noise {base:.1e}"))
     return findings + writes(probe, reference, answer, allowed)
+
+
+def _read(check: str, at: Sequence[Site], got: Rows, noisy: Rows, want: Rows) -> Finding:
+    """Compare the rows of some sites; what they may be off is measured at all of them."""
+    errors = {site: worst_row(got[site], want[site]) for site in at}
+    noise = max(worst_row(noisy[site], want[site]) for site in at)
+    worst = max(errors, key=lambda site: errors[site])
+    note = f"worst at layer {worst[1]}; noise {noise:.1e}"
+    return Finding.at_most(check, errors[worst], max(LEAST, NOISES * noise), note)
 
 
 def writes(probe: Probe, reference: "Reference", plain: Completion, least: float) -> list[Finding]:

@@ -106,6 +106,12 @@ def _check_options(options: argparse._ArgumentGroup) -> None:
         help="Compare with Hugging Face transformers on the CPU. Default: when the weights need "
         "less than half of the free memory.",
     )
+    options.add_argument(
+        "--json",
+        action="store_true",
+        help="Print what was found once more, as the last line and in JSON: a row for the table of "
+        "real checkpoints in docs/models.md.",
+    )
 
 
 def _check(args: argparse.Namespace) -> int:

@@ -18,6 +18,10 @@ LENGTHS = (23, 9, 14)
 """Number of tokens in the prompts."""
 
 
+SHARE = 64
+"""One channel in so many is left out where a row is compared without its largest ones."""
+
+
 @dataclass(frozen=True)
 class Completion:
     """One request's completion."""
@@ -53,18 +57,30 @@ class Probe:
         self._config = config
         self.prompts = self._prompts()
 
-    def describe(self) -> str:
-        """Describe in a line what was started."""
+    def facts(self) -> dict[str, Any]:
+        """Return what was started, as JSON takes it."""
         config = self._config
         parallel, compilation = config.parallel_config, config.compilation_config
         eager = config.model_config.enforce_eager
+        return {
+            "architecture": self.architecture,
+            "layers": len(self.shape.points),
+            "hidden_size": self.shape.hidden_size,
+            "dtype": self.shape.dtype,
+            "tp": parallel.tensor_parallel_size,
+            "pp": parallel.pipeline_parallel_size,
+            "mode": "eager" if eager else compilation.mode.name.lower(),
+            "graphs": "none" if eager else str(compilation.cudagraph_mode),
+            "points": [p for p in POINTS if any(p == site[0] for site in self.sites)],
+        }
+
+    def describe(self) -> str:
+        """Describe in a line what was started."""
+        facts = self.facts()
         return (
-            f"{self.architecture}, {len(self.shape.points)} layers of {self.shape.hidden_size}, "
-            f"{self.shape.dtype}, tp {parallel.tensor_parallel_size}, "
-            f"pp {parallel.pipeline_parallel_size}, "
-            f"{'eager' if eager else compilation.mode.name.lower()}, "
-            f"graphs {'none' if eager else compilation.cudagraph_mode}, points "
-            f"{', '.join(p for p in POINTS if any(p == site[0] for site in self.sites))}"
+            f"{facts['architecture']}, {facts['layers']} layers of {facts['hidden_size']}, "
+            f"{facts['dtype']}, tp {facts['tp']}, pp {facts['pp']}, {facts['mode']}, "
+            f"graphs {facts['graphs']}, points {', '.join(facts['points'])}"
         )
 
     def _prompts(self) -> list[list[int]]:
@@ -148,6 +164,19 @@ def _answer(prompt: list[int], output: Any) -> Completion:
     log_probs = [entry[token].logprob for entry, token in zip(entries, next_ids, strict=True)]
     rows = {site: rows.values for site, rows in result.payload.items()}
     return Completion(fed, len(prompt), torch.tensor(log_probs), next_ids, rows)
+
+
+def without_largest(rows: torch.Tensor, want: torch.Tensor) -> torch.Tensor:
+    """Return rows with zeros for the channels that are largest in `want`, one of `SHARE` or one.
+
+    In a row of numbers of order one and a single one of 20,000 the error of the whole row is that
+    of this number: all others may be wrong.
+
+    Args:
+        rows, want: [n, width].
+    """
+    largest = want.float().abs().topk(max(1, want.shape[-1] // SHARE), dim=-1).indices
+    return rows.scatter(-1, largest, 0.0)
 
 
 def worst_row(got: torch.Tensor, want: torch.Tensor) -> float:
