@@ -1,0 +1,413 @@
+# SPDX-License-Identifier: Apache-2.0
+"""SmolLM2-135M-Instruct, weights that people have, beside transformers on the same folder.
+
+One engine in float32 offers everything; one in bfloat16 is compiled, of the first layers; V2 has
+one in float32 under the interpreter. All of them cut prompts into chunks and read the prefix cache.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from tests.conformance.engine import Runner, make_llm, shut_down
+from tests.conformance.reference import Site
+from tests.support.focus import Focusing, focused
+from tests.support.real import (
+    CHAT,
+    GENERATED,
+    TOP,
+    Answer,
+    Errors,
+    Real,
+    answer_of,
+    errors,
+    log_prob_error,
+    model_folder,
+    rows_of,
+    worst,
+)
+from vllm import SamplingParams
+from vllm.config.capture import CAPTURE_POINTS, HEAD_POINTS
+from vllm.config.steering import STEERING_POINTS
+
+pytestmark = pytest.mark.full
+
+CHUNK = 48
+FEW = 10
+"""Layers of the compiled engine, the first: Inductor takes a minute for thirty."""
+STREAM = ("pre_attn", "post_attn", "post_block")
+ENDS = ("embed", "final")
+BRANCHES = ("attn_out", "mlp_out")
+APART = 1.5
+"""Multiple of what an error may be that rows of another layer or token are away, at least."""
+EVERYTHING: dict[str, Any] = {
+    "capture_points": list(CAPTURE_POINTS),
+    "steering_points": list(STEERING_POINTS),
+    "steering_families": ["add", "scale", "focus"],
+    "capture_lens": ["logit"],
+}
+
+
+def start(dtype: str, **options: Any) -> Real:
+    folder = model_folder()
+    llm = make_llm(
+        folder,
+        dtype=dtype,
+        enable_steering=True,
+        capture_consumers=["inline"],
+        capture_inline_max_bytes=1 << 30,
+        max_model_len=160,
+        max_num_batched_tokens=CHUNK,
+        max_num_seqs=8,
+        kv_cache_memory_bytes=64 << 20,
+        skip_tokenizer_init=False,
+        **options,
+    )
+    return Real(llm, folder)
+
+
+@pytest.fixture(scope="module")
+def full() -> Iterator[Real]:
+    """In float32, eager, with all points and families."""
+    real = start("float32", **EVERYTHING)
+    yield real
+    shut_down(real.llm)
+
+
+@pytest.fixture(
+    scope="module",
+    params=["float32", pytest.param("bfloat16", id="bfloat16 compiled")],
+)
+def real(request: pytest.FixtureRequest, runner: Runner) -> Iterator[Real]:
+    """Each engine; the points of the stream are enough."""
+    if request.param == "float32" and runner == "v1":
+        yield request.getfixturevalue("full")
+        return
+    few = {"hf_overrides": {"num_hidden_layers": FEW}} if request.param == "bfloat16" else {}
+    made = start(request.param, enforce_eager=runner == "v2", **few)
+    yield made
+    shut_down(made.llm)
+
+
+def hooks(*points: str) -> dict[str, Any]:
+    return {"hooks": dict.fromkeys(points, "all"), "positions": "all"}
+
+
+def inline(*captures: dict[str, Any]) -> dict[str, Any]:
+    return {"capture": {"inline": captures[0] if len(captures) == 1 else list(captures)}}
+
+
+def prompts(real: Real) -> list[list[int]]:
+    long = real.tokens(real.chat_text(CHAT))
+    assert len(long) > CHUNK, "nothing is cut"
+    return [
+        long,
+        real.tokens("The capital of France is"),
+        real.tokens("def add(a, b):\n    return"),
+    ]
+
+
+def neighbour(site: Site, layers: range) -> Site:
+    point, layer = site
+    return point, layer - 1 if layer == layers[-1] else layer + 1
+
+
+def check_rows(
+    real: Real, answers: list[Answer], deltas: list[dict[Site, torch.Tensor] | None]
+) -> dict[str, Errors]:
+    """All captured rows are those of transformers, and not those of the layer beside or, where a
+    point has one layer, of the token before; returns the worst errors of each point."""
+    found: dict[str, list[Errors]] = {}
+    noise: dict[str, list[Errors]] = {}
+    twins: dict[str, list[float]] = {}
+    for answer, delta in zip(answers, deltas, strict=True):
+        exact, same = (rows_of(forward) for forward in real.both(answer.ids, delta))
+        for site, rows in answer.rows.items():
+            want, (point, _) = exact[site], site
+            found.setdefault(point, []).append(errors(rows, want))
+            noise.setdefault(point, []).append(errors(same[site], want))
+            other = exact.get(neighbour(site, real.layers))
+            twin = rows.roll(1, 0) if point in ENDS or other is None else other.to(rows.dtype)
+            twins.setdefault(point, []).append(errors(twin, want)[1])
+    made = {point: worst(each) for point, each in found.items()}
+    for point, (whole, rest) in made.items():
+        most = real.allowed(worst(noise[point]))
+        said = " ".join(f"{number:.1e}" for number in (whole, rest, *most, min(twins[point])))
+        print(f"{point}: {said}")
+        assert whole <= most[0] and rest <= most[1], (point, whole, rest, most)
+        assert min(twins[point]) >= APART * most[1], (point, min(twins[point]), most)
+    return made
+
+
+@pytest.mark.v2
+def test_every_point_of_every_layer_is_read(real: Real) -> None:
+    points = STREAM if real.dtype == torch.bfloat16 else (*STREAM, *ENDS, *BRANCHES)
+    answers = real.ask([(prompt, inline(hooks(*points))) for prompt in prompts(real)])
+    check_rows(real, answers, [None] * len(answers))
+    assert {site[1] for site in answers[0].rows} == set(real.layers)
+    largest = max(float(rows.abs().max()) for rows in answers[0].rows.values())
+    typical = float(answers[0].rows["post_block", 5].float().abs().median())
+    print(f"largest {largest:.0f}, median {typical:.2f}")
+    assert largest > 1000 * typical, "this model had massive activations"
+
+
+@pytest.mark.v2
+def test_every_point_of_every_layer_is_written(real: Real) -> None:
+    """Each with a vector of its own, all at once: the rows behind each are captured, too. Without
+    one of the vectors its site's rows would be others."""
+    prompt = real.tokens("The capital of France is")
+    plain = real.run("exact", prompt)
+    generator = torch.Generator().manual_seed(7)
+    vectors: dict[Site, torch.Tensor] = {}
+    for point in STREAM:
+        for layer in real.layers:
+            rows = plain.rows[point, layer]
+            vector = torch.randn(rows.shape[-1], generator=generator)
+            # As long as the typical number of the stream makes it, whatever the massive ones are.
+            vectors[point, layer] = 0.5 * vector * float(rows.abs().median())
+    fields: dict[str, Any] = {}
+    for (point, layer), vector in vectors.items():
+        fields.setdefault(point, {})[layer] = vector
+    [answer] = real.ask([(prompt, {"steering_vectors": fields, **inline(hooks(*STREAM))})], TOP)
+    count = len(answer.ids)
+    deltas = {site: vector.expand(count, -1) for site, vector in vectors.items()}
+    check_rows(real, [answer], [deltas])
+    exact, same = real.both(answer.ids, deltas)
+    noise = worst([errors(same.rows[site], exact.rows[site]) for site in vectors])
+    for site, vector in vectors.items():
+        without = exact.rows[site] - vector
+        assert errors(without, exact.rows[site])[1] >= APART * real.allowed(noise)[1], site
+    check_log_probs(answer, real, deltas)
+
+
+def check_log_probs(answer: Answer, real: Real, deltas: dict[Site, torch.Tensor]) -> None:
+    """The log-probabilities are those of transformers steered so, and not those of plain ones."""
+    exact, same = real.both(answer.ids, deltas)
+    most = real.allowed_nats(answer.top, same, exact)
+    off, plain = (log_prob_error(answer.top, f) for f in (exact, real.run("exact", answer.ids)))
+    print(f"log-probabilities: {off:.1e} of {most:.1e}; plain {plain:.1e}")
+    assert off <= most
+    assert plain >= 2 * most
+
+
+@pytest.mark.v2
+def test_single_sites_move_the_answer_as_in_transformers(real: Real) -> None:
+    """First, middle and last layer; steered and plain neighbours in a batch."""
+    prompt = real.tokens("def add(a, b):\n    return")
+    plain = real.run("exact", prompt)
+    generator = torch.Generator().manual_seed(8)
+    cases: list[tuple[Site, torch.Tensor]] = []
+    for layer in (0, len(real.layers) // 2, real.layers[-1]):
+        for point in STREAM:
+            size = float(plain.rows[point, layer].norm(dim=-1).median())
+            vector = torch.randn(576, generator=generator)
+            cases.append(((point, layer), vector * (size / vector.norm())))
+    asked = [(prompt, {"steering_vectors": {p: {n: v}}}) for (p, n), v in cases]
+    *answers, bystander = real.ask([*asked, (prompt, {})], TOP)
+    for (site, vector), answer in zip(cases, answers, strict=True):
+        check_log_probs(answer, real, {site: vector.expand(len(answer.ids), -1)})
+    exact, same = real.both(bystander.ids)
+    most = real.allowed_nats(bystander.top, same, exact)
+    assert log_prob_error(bystander.top, exact) <= most
+
+
+def test_heads_are_read(full: Real) -> None:
+    asked = hooks(*HEAD_POINTS)
+    answers = full.ask([(prompt, inline(asked)) for prompt in prompts(full)])
+    check_rows(full, answers, [None] * len(answers))
+    for site, rows in answers[0].rows.items():
+        want = rows_of(full.run("exact", answers[0].ids))[site]
+        assert errors(rows.roll(1, 1), want)[0] > 0.1, f"{site}: heads are alike"
+
+
+def test_attention_weights(full: Real) -> None:
+    """All weights of all heads; at the first token is the sink that real models have."""
+    asked = {"attention": {"heads": "all", "queries": "all", "give": ["weights"]}}
+    [answer] = full.ask([(prompts(full)[0], inline(asked))])
+    exact, same = (forward.heads for forward in full.both(answer.ids))
+    sites = answer.rows
+    assert {layer for _, layer in sites} == set(full.layers)
+    noise = max(float((same[site] - exact[site]).abs().max()) for site in sites)
+    off = max(float((rows - exact[site]).abs().max()) for site, rows in sites.items())
+    assert off <= max(1e-6, 4 * noise), (off, noise)
+    for site, rows in sites.items():
+        assert float((rows.roll(1, 1) - exact[site]).abs().max()) > 0.05, "heads are alike"
+    sink = torch.stack([rows[-1, :, 0] for rows in sites.values()]).mean()
+    assert sink > 0.3, "no attention sink"
+
+
+def test_heads_are_written_and_focused(full: Real) -> None:
+    """A vector at z, a head turned round, and keys in focus."""
+    prompt = full.tokens("The capital of France is")
+    width, layer = 9 * 64, 10
+    vector = torch.randn(width, generator=torch.Generator().manual_seed(9))
+    size = full.run("exact", prompt).heads["z", layer].flatten(1).norm(dim=-1).mean()
+    vector = vector * float(4 * size / vector.norm())
+    turned = {"op": "scale", "point": "z", "heads": {12: [0, 4, 8]}, "factor": -3.0}
+    focus = Focusing({n: range(9) for n in full.layers}, range(1, 3), factor=32.0)
+    added, scaled, focusing = full.ask(
+        [
+            (prompt, {"steering_vectors": {"z": {layer: vector}}}),
+            (prompt, {"steering": [turned]}),
+            (prompt, {"steering": [focus.request(len(prompt))]}),
+        ],
+        TOP,
+    )
+    check_log_probs(added, full, {("z", layer): vector.expand(len(added.ids), -1)})
+    rows = full.run("exact", scaled.ids).heads["z", 12]
+    factors = torch.zeros(9, 1, dtype=rows.dtype)
+    factors[[0, 4, 8]] = -4.0
+    check_log_probs(scaled, full, {("z", 12): (factors * rows).flatten(1)})
+    plain = full.run("exact", focusing.ids)
+    made = []
+    for name in ("exact", "same"):
+        model = getattr(full, name)
+        with focused(model, list(model.model.layers), [focus]):
+            # Deltas of nothing, so that it is not taken for the plain run.
+            made.append(full.run(name, focusing.ids, {}))
+    most = full.allowed_nats(focusing.top, made[1], made[0])
+    assert log_prob_error(focusing.top, made[0]) <= most
+    assert log_prob_error(focusing.top, plain) >= 2 * most
+
+
+def test_logit_lens(full: Real) -> None:
+    """At all layers, by transformers' own norm and head."""
+    lens = {"name": "logit", "top_k": 5, "tokens": [260, 7042], "entropy": True}
+    asked = {**hooks("pre_attn", "post_block"), "lens": lens}
+    [answer] = full.ask([(full.tokens("The capital of France is"), inline(asked))])
+    model: Any = full.exact
+    exact, same = full.both(answer.ids)
+
+    def said(rows: torch.Tensor) -> torch.Tensor:
+        with torch.inference_mode():
+            table: torch.Tensor = model.lm_head(model.model.norm(rows.double())).log_softmax(-1)
+        return table
+
+    off, noise, apart = [], [], []
+    for site, rows in answer.captured["inline"].items():
+        want, near = said(exact.rows[site]), said(same.rows[site])
+        top = want.gather(1, rows.top_ids.long())
+        off.append(float((rows.top_logprobs - top).abs().max()))
+        off.append(float((rows.token_logprobs - want[:, lens["tokens"]]).abs().max()))
+        off.append(float((rows.entropy + (want.exp() * want).sum(-1)).abs().max()))
+        noise.append(float((near - want).abs().max()))
+        assert (rows.top_logprobs - want.topk(5).values).abs().max() <= off[-3] + 1e-3
+        other = said(exact.rows[neighbour(site, full.layers)]).gather(1, rows.top_ids.long())
+        apart.append(float((other - top).abs().max()))
+    print(f"lens: {max(off):.1e}, noise {max(noise):.1e}, apart {min(apart):.1e}")
+    assert max(off) <= max(1e-4, 4 * max(noise))
+    assert min(apart) >= 10 * max(off)
+
+
+def test_scores_means_and_the_prefix_cache(real: Real) -> None:
+    """Of a prompt in chunks that was read before, plain and steered."""
+    prompt = prompts(real)[0]
+    matrix = torch.randn(3, 576, generator=torch.Generator().manual_seed(4))
+    steered = {"steering_vectors": {"post_block": {4: 2.0 * matrix[0]}}}
+    # What the prefix cache keeps is of the plain model.
+    real.ask([(prompt, {})])
+    last = {"hooks": {"post_block": "all"}, "positions": "predicting"}
+    [again] = real.ask([(prompt, inline(last))])
+    assert again.output.num_cached_tokens > 0, "no prefix was cached"
+    every = hooks("post_block")
+    mean = {**every, "positions": "all_prompt", "reduce": "mean"}
+    asked = inline(every, {**every, "project": matrix}, mean)
+    for fields in ({}, steered):
+        [answer] = real.ask([(prompt, {**fields, **asked})])
+        count = len(answer.ids)
+        deltas = {("post_block", 4): 2.0 * matrix[0].expand(count, -1)} if fields else None
+        exact, same = real.both(answer.ids, deltas)
+        at = slice(len(prompt) - 1, None)
+        for layer in real.layers:
+            site = "post_block", layer
+            want, near = exact.rows[site].double(), same.rows[site].double()
+            most = real.allowed(errors(near, want))
+            if not fields:
+                got = again.captured["inline"][site]
+                assert got.positions.tolist() == list(range(len(prompt) - 1, count))
+                assert errors(got.values, want[at])[1] <= most[1]
+            rows, scores, means = (answer.captured[f"inline[{i}]"][site].values for i in range(3))
+            assert errors(rows, want)[1] <= most[1]
+            size = want.norm(dim=-1, keepdim=True) * matrix.norm(dim=-1)
+            assert ((scores - want @ matrix.double().T).abs() / size).max() <= most[0]
+            assert ((scores - want @ matrix.double().T.roll(1, 1)).abs() / size).max() > 3 * most[0]
+            prompt_rows = want[: len(prompt)]
+            assert errors(means, prompt_rows.mean(0, keepdim=True))[1] <= most[1]
+            fewer = errors(means, prompt_rows[:-1].mean(0, keepdim=True))
+            assert fewer[1] > LEAST_APART if real.dtype == torch.float32 else fewer[1] > 0
+
+
+LEAST_APART = 1e-3
+"""Relative distance of a mean from that of one row fewer."""
+
+
+def test_a_rule_ends_the_answer_where_its_row_says(full: Real) -> None:
+    prompt, site = prompts(full)[0], ("post_block", 20)
+    probe = torch.randn(576, generator=torch.Generator().manual_seed(3))
+    [plain] = full.ask([(prompt, {})], generated=12)
+    scores = full.run("exact", plain.ids).rows[site].double()[len(prompt) :] @ probe.double()
+    ordered = scores.sort().values
+    # Between two scores that are far from each other, so that some fire and some do not.
+    middle = range(2, len(ordered) - 2)
+    cut = max(middle, key=lambda i: float(ordered[i + 1] - ordered[i]))
+    rule = {"name": "r", "point": site[0], "layer": site[1], "probe": probe, "then": "stop"}
+    rule["threshold"] = float(ordered[cut] + ordered[cut + 1]) / 2
+    first = int((scores > rule["threshold"]).nonzero()[0])
+    never = {**rule, "threshold": 1e30}
+    ended, whole = full.ask([(prompt, {"rules": [one]}) for one in (rule, never)], generated=12)
+    said = ended.output.outputs[0]
+    assert said.stop_reason == "rule:r" and whole.output.outputs[0].finish_reason == "length"
+    assert said.rules["r"].fired_at == len(prompt) + first
+    assert list(said.token_ids) == whole.output.outputs[0].token_ids[: first + 1]
+
+
+@pytest.mark.parametrize(
+    ("positions", "turns"),
+    [
+        ({"role": "system"}, [0]),
+        ({"role": "user"}, [1, 3]),
+        ({"role": "assistant", "turn": -1}, [2]),
+        ({"role": "user", "turn": -1}, [3]),
+    ],
+)
+def test_turns_of_its_own_template(full: Real, positions: Any, turns: list[int]) -> None:
+    """The tokens of the content, in the text that transformers makes of the chat."""
+    text = full.chat_text(CHAT)
+    encoded = full.tokenizer(text, return_offsets_mapping=True, add_special_tokens=False)
+    spans, at = [], 0
+    for turn in CHAT:
+        at = text.index(turn["content"], at)
+        spans.append((at, at + len(turn["content"])))
+    expected = [
+        i
+        for i, (start, stop) in enumerate(encoded.offset_mapping)
+        if any(start < spans[turn][1] and stop > spans[turn][0] for turn in turns)
+    ]
+    asked = {"hooks": {"post_block": [15]}, "positions": positions}
+    [output] = full.llm.chat(CHAT, params_of(inline(asked)), use_tqdm=False)
+    answer = answer_of(output)
+    assert output.prompt_token_ids == encoded.input_ids
+    [rows] = answer.captured["inline"].values()
+    assert rows.positions.tolist() == expected
+    assert full.tokenizer.decode([answer.ids[i] for i in expected]) == "".join(
+        CHAT[turn]["content"] for turn in turns
+    )
+    exact, same = (forward.rows["post_block", 15] for forward in full.both(answer.ids))
+    assert errors(rows.values, exact[expected])[1] <= full.allowed(errors(same, exact))[1]
+
+
+def params_of(fields: dict[str, Any]) -> SamplingParams:
+    return SamplingParams(max_tokens=GENERATED, temperature=0.0, ignore_eos=True, **fields)
+
+
+def test_a_turn_that_the_template_adds_is_nobody_s(full: Real) -> None:
+    """Without a system turn the template writes one of its own."""
+    chat: list[Any] = CHAT[1:2]
+    assert "SmolLM" in full.chat_text(chat)
+    asked = {"hooks": {"post_block": [15]}, "positions": {"role": "system"}}
+    with pytest.raises(ValueError, match="no turn is of"):
+        full.llm.chat(chat, params_of(inline(asked)), use_tqdm=False)
