@@ -107,9 +107,10 @@ def environment(folder: Path) -> Path:
     packages = Path(sys.prefix) / place
     for path in packages.iterdir():
         if "vllm" not in path.name and not (folder / place / path.name).exists():
-            copy = shutil.copytree if path.is_dir() else shutil.copy2
-            options = {"copy_function": os.link} if path.is_dir() else {}
-            copy(path, folder / place / path.name, **options)  # type: ignore[operator]
+            if path.is_dir():
+                shutil.copytree(path, folder / place / path.name, copy_function=os.link)
+            else:
+                shutil.copy2(path, folder / place / path.name)
     return folder / "bin" / "python"
 
 

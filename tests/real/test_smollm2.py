@@ -130,11 +130,11 @@ def check_rows(
             twin = rows.roll(1, 0) if point in ENDS or other is None else other.to(rows.dtype)
             twins.setdefault(point, []).append(errors(twin + rest, want + rest)[1])
     made = {point: worst(each) for point, each in found.items()}
-    for point, (whole, rest) in made.items():
+    for point, (whole, kept) in made.items():
         most = real.allowed(worst(noise[point]))
-        said = " ".join(f"{number:.1e}" for number in (whole, rest, *most, min(twins[point])))
+        said = " ".join(f"{number:.1e}" for number in (whole, kept, *most, min(twins[point])))
         print(f"{point}: {said}")
-        assert whole <= most[0] and rest <= most[1], (point, whole, rest, most)
+        assert whole <= most[0] and kept <= most[1], (point, whole, kept, most)
         assert min(twins[point]) >= APART * most[1], (point, min(twins[point]), most)
     return made
 
@@ -272,7 +272,7 @@ def test_heads_are_written_and_focused(full: Real) -> None:
 
 def test_logit_lens(full: Real) -> None:
     """At all layers, by transformers' own norm and head."""
-    lens = {"name": "logit", "top_k": 5, "tokens": [260, 7042], "entropy": True}
+    lens: dict[str, Any] = {"name": "logit", "top_k": 5, "tokens": [260, 7042], "entropy": True}
     asked = {**hooks("pre_attn", "post_block"), "lens": lens}
     [answer] = full.ask([(full.tokens("The capital of France is"), inline(asked))])
     model: Any = full.exact
@@ -350,9 +350,12 @@ def test_a_rule_ends_the_answer_where_its_row_says(full: Real) -> None:
     # Between two scores that are far from each other, so that some fire and some do not.
     middle = range(2, len(ordered) - 2)
     cut = max(middle, key=lambda i: float(ordered[i + 1] - ordered[i]))
-    rule = {"name": "r", "point": site[0], "layer": site[1], "probe": probe, "then": "stop"}
-    rule["threshold"] = float(ordered[cut] + ordered[cut + 1]) / 2
-    first = int((scores > rule["threshold"]).nonzero()[0])
+    threshold = float(ordered[cut] + ordered[cut + 1]) / 2
+    rule: dict[str, Any] = {
+        "name": "r", "point": site[0], "layer": site[1], "probe": probe, "threshold": threshold,
+        "then": "stop",
+    }  # fmt: skip
+    first = int((scores > threshold).nonzero()[0])
     never = {**rule, "threshold": 1e30}
     ended, whole = full.ask([(prompt, {"rules": [one]}) for one in (rule, never)], generated=12)
     said = ended.output.outputs[0]

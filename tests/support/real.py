@@ -136,7 +136,9 @@ class Real:
             num_hidden_layers=len(self.layers),
             attn_implementation="eager",
         )
-        self.dtype: torch.dtype = llm.llm_engine.model_config.dtype
+        dtype = llm.llm_engine.model_config.dtype
+        assert isinstance(dtype, torch.dtype)
+        self.dtype = dtype
         self.tokenizer = AutoTokenizer.from_pretrained(folder)
         self._known: dict[tuple[str, tuple[int, ...]], Forward] = {}
 
@@ -153,7 +155,7 @@ class Real:
         model = self._load(dtype=self.dtype)
         assert isinstance(model, nn.Module)
         model = model.double().eval()
-        model.model.rotary_emb = _Rotary(model.config)  # type: ignore[union-attr]
+        model.model.rotary_emb = _Rotary(model.config)
         return model
 
     def allowed(self, noise: Errors) -> Errors:
