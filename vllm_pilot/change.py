@@ -266,6 +266,8 @@ def restore(site: Path, state: State, *, foreign: bool, discard: bool = False) -
     for name, entry in state.files.items():
         if entry.before is None and found[name] in gone:
             discard_file(site / name)
+        elif found[name] is Found.MISSING and name not in patched:
+            drop_bytecode(site / name)  # which `apply` made, and pip did not know of
     folders = {folder for name in state.files for folder in PurePosixPath(name).parents}
     for folder in sorted(folders - {PurePosixPath(".")}, key=lambda f: -len(f.parts)):
         with contextlib.suppress(OSError):  # where other files are in it

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import fcntl
 import json
+import logging
 import os
 import shutil
 import subprocess
@@ -346,6 +347,8 @@ def test_plug_ins(
     site: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(notice, "imported_site", lambda: site)
+    # An engine of another test may have silenced vLLM's logger, which passes nothing on.
+    monkeypatch.setattr(notice, "logger", logging.getLogger("tests.pilot_files"))
     notice.refuse()
     notice.warn()
     assert "vllm-pilot is installed and not applied: run `vllm-pilot apply`" in caplog.text

@@ -248,3 +248,18 @@ def test_before_its_end_a_mean_is_none() -> None:
     done = together["inline"]
     assert done.status == "ok" and len(done.payload["post_block", 0]) == 1
     assert done.payload["post_block", 0].values.isfinite().all()
+
+
+def test_a_mean_at_one_site_of_a_stream_that_nobody_reads() -> None:
+    """Nothing of it is made before it is read: what was made is not joined with what follows."""
+    asked = {**mean("all_prompt"), "hooks": {"post_block": [0]}}
+    running = Way(parse({"inline": asked}), torch.randn(PROMPT, 1, HIDDEN))
+    running.step(running.chunk(0, PROMPT), PROMPT + 1)
+    together = None
+    for number in range(1, 4):
+        ids, finished = list(range(number)), number == 3
+        delta = running.collector.results(ids, finished=finished, aborted=False, only_new=True)
+        together = merged(together, delta)
+    assert together is not None
+    assert len(together["inline"].payload["post_block", 0]) == 1
+    assert running.collector.num_rows == {"inline": 1}

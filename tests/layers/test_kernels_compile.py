@@ -25,7 +25,9 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from vllm.model_executor.layers import steering_terms
-from vllm.v1.interventions.worker import focus_kernel, focus_triton, paged_products
+from vllm.v1.interventions.worker.attention import products
+from vllm.v1.interventions.worker.focus import kernel as focus_kernel
+from vllm.v1.interventions.worker.focus import triton as focus_triton
 
 del triton.backends.backends["cpu"]
 kernel = steering_terms._steer_rows_kernel
@@ -43,11 +45,11 @@ for dtype in ("bf16", "fp16", "fp32"):
             warps = {"num_warps": steering_terms.num_warps(block)}
             compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=warps)
             print(json.dumps([dtype, constants, len(compiled.asm["cubin"])]))
-kernel = paged_products._products_kernel
+kernel = products._products_kernel
 same = [(dtype, width, dtype) for dtype in ("bf16", "fp16", "fp32") for width in (64, 256)]
 # Absorbed queries, of MLA, are float32 beside a cache of the model's dtype.
 for dtype, width, queries in (*same, ("bf16", 576, "fp32"), ("fp16", 576, "fp32")):
-    keys, padded = paged_products.block_sizes(width)
+    keys, padded = products.block_sizes(width)
     constants = {"TOKENS": 16, "WIDTH": padded, "KEYS": keys}
     types = {"queries": "*" + queries, "pages": "*" + dtype}
     types |= dict.fromkeys(("key_heads", "table", "requests"), "*i32")

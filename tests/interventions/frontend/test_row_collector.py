@@ -8,7 +8,8 @@ import pickle
 import weakref
 from collections.abc import Sequence
 from concurrent.futures import Future
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -32,6 +33,7 @@ from tests.support.rows import give
 from vllm.v1.capture import CaptureResult
 from vllm.v1.capture.copies import Copies, CopyThreads
 from vllm.v1.capture.results import merged
+from vllm.v1.interventions.frontend.results.inbox import RUN_STEPS, RowInbox
 from vllm.v1.interventions.plan import TapShape
 from vllm.v1.interventions.positions import Positions
 
@@ -318,6 +320,21 @@ def test_the_texts_of_tokens_are_made_when_somebody_reads_them() -> None:
     plain = collector_for(plan_for("all"))
     give(plain, chunk([0, 1, 2, 3, 4]))
     assert collect(plain, 1).payload["pre_attn", 1].tokens is None
+
+
+def test_what_a_stream_remembers_of_its_rows_grows_with_them_alone() -> None:
+    """Not with the square of its steps, as views of all positions of a run would."""
+    steps = 300
+    collector = collector_for(plan_for("all", max_tokens=2 * steps))
+    inbox = RowInbox(cast("Any", SimpleNamespace(places=None)), frontends=1)
+    inbox.open("r", collector)
+    for number in range(steps):
+        inbox.add([chunk([number])])
+        results_of(collector, number + 1, end=None, only_new=True)
+        inbox.step()
+    kept = sum((at if at.base is None else at.base).nbytes for at in collector._gone)
+    assert steps - 10 <= sum(map(len, collector._gone)) and kept <= 8 * steps
+    assert len(collector._runs) == 1 and len(collector._runs[0][0].chunks) <= RUN_STEPS
 
 
 def test_merged_in_the_models_dtype() -> None:

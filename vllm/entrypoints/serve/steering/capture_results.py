@@ -3,6 +3,7 @@
 
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from dataclasses import fields, is_dataclass
+from itertools import islice
 from math import isfinite
 from pathlib import PurePath
 from typing import TYPE_CHECKING, Any
@@ -18,7 +19,7 @@ from torch.nn.utils.rnn import pad_sequence
 from vllm.entrypoints.compat import lens
 from vllm.v1.capture.attention import AttentionRows
 from vllm.v1.capture.lens import LensRows
-from vllm.v1.capture.results import CapturedRows, CaptureResult
+from vllm.v1.capture.results import CapturedRows, CaptureResult, SiteRows
 from vllm.v1.interventions.errors import describe
 
 from .packed import pack
@@ -182,6 +183,8 @@ def _has_rows(payload: Any) -> bool:
     """Tell whether a payload has rows at a site; the rows of later sites are not made for it."""
     if not isinstance(payload, Mapping):
         return False
+    if isinstance(payload, SiteRows):  # with the same rows at each site
+        return any(len(rows) for rows in islice(payload.values(), 1))
     return any(isinstance(rows, _INLINE) and len(rows) for rows in payload.values())
 
 

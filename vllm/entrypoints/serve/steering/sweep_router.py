@@ -90,19 +90,37 @@ async def _events(
     cells: AsyncGenerator[tuple[Cell, float]],
     begun: float,
 ) -> AsyncGenerator[str]:
-    """The events of a stream. An error ends it with an event of its own."""
-    async with aclosing(cells):
+    """The events of a stream. An error ends it with an event of its own.
+
+    The cells run whether or not the client reads: a sweep ends and makes room for others.
+    """
+    found: asyncio.Queue[tuple[Cell, float] | Exception | None] = asyncio.Queue()
+
+    async def run() -> None:
+        try:
+            async with aclosing(cells):
+                async for one in cells:
+                    found.put_nowait(one)
+        except Exception as error:
+            found.put_nowait(error)
+        else:
+            found.put_nowait(None)
+
+    running = asyncio.create_task(run())
+    try:
         # Both may be of many cells.
         yield await asyncio.to_thread(lambda: _event("start", grid.head()))
         yield _event("cell", _shown(grid, *first))
-        try:
-            async for one in cells:
-                yield _event("cell", _shown(grid, *one))
-        except Exception as error:
-            yield _event("error", {"error": {"message": describe(error), "code": 500}})
-        else:
+        while isinstance(one := await found.get(), tuple):
+            yield _event("cell", _shown(grid, *one))
+        if one is None:
             seconds = time.monotonic() - begun
             yield await asyncio.to_thread(lambda: _event("summary", _summary(grid, seconds)))
+        else:
+            yield _event("error", {"error": {"message": describe(one), "code": 500}})
+    finally:
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
     yield "data: [DONE]\n\n"
 
 

@@ -93,6 +93,7 @@ class SweepRun:
         if self._clean is not None:
             output = await self._ask(self._clean, plan.of_clean())
             clean, self._rows = plan.score(_logprobs(output)), _payload(output)
+            await asyncio.to_thread(_read, self._rows)
         output = await self._ask(self._prompt, plan.of_prompt())
         grid = Grid(plan, clean, plan.score(_logprobs(output)))
         if noise := plan.noise_cells():
@@ -161,6 +162,12 @@ def _logprobs(output: "CompletionOutput") -> Any:
     if not output.logprobs:
         reject("prompt", f"the engine ended a request of the sweep with {output.finish_reason!r}")
     return output.logprobs[0]
+
+
+def _read(rows: Rows) -> None:
+    """Put rows together, up to `capture_inline_max_bytes`; not on the event loop."""
+    for each in rows.values():
+        each.values  # noqa: B018
 
 
 def _payload(output: "CompletionOutput") -> Rows:

@@ -17,7 +17,11 @@ from vllm.v1.capture.transport.feed import prompt_tokens, request_info, reserved
 from vllm.v1.capture.transport.selected import Selected
 from vllm.v1.interventions.errors import reject
 from vllm.v1.interventions.frontend.request.budget import Unit, Work
-from vllm.v1.interventions.frontend.request.capture import NumberedCapture, parse_capture
+from vllm.v1.interventions.frontend.request.capture import (
+    TOKENS,
+    NumberedCapture,
+    parse_capture,
+)
 from vllm.v1.interventions.frontend.request.catalog import ModuleCatalog, origin
 from vllm.v1.interventions.frontend.request.chat import KEY as TURNS
 from vllm.v1.interventions.frontend.request.media import NOWHERE, Media
@@ -170,6 +174,8 @@ def resolve(
             capture = msgspec.structs.replace(capture, prompt=params.capture.prompt)
         if capture is not None and params.output_kind == RequestOutputKind.DELTA:
             _charge_chunks(capture, prompt)
+        if capture is not None:
+            _charge_texts(capture, prompt)
     plan = Plan(steering=steering, capture=capture)
     # Each completion is sent its own. All that is in it counts, whichever field it is of.
     work.charge(n * len(msgspec.msgpack.encode(plan)) >> 10, Unit.KILOBYTE, field)
@@ -177,11 +183,21 @@ def resolve(
 
 
 def _charge_chunks(plan: CapturePlan, prompt: Prompt) -> None:
-    """Count what it takes to write the rows of each generated token, for all completions."""
+    """Count what each chunk takes of a capture: for each completion as much as four sites, and each
+    site where generated tokens have rows."""
     for name, selection in plan.consumers.items():
-        if is_inline(name) and selection.runs[-1] > len(prompt.token_ids):
-            number = len(selection.sites) * prompt.work.n
+        if is_inline(name):
+            goes_on = selection.runs[-1] > len(prompt.token_ids)
+            number = (4 + len(selection.sites) * goes_on) * prompt.work.n
             prompt.work.charge(number, Unit.WRITTEN, f"capture.{name}")
+
+
+def _charge_texts(plan: CapturePlan, prompt: Prompt) -> None:
+    """Count the prompt's tokens whose texts are looked up, for all completions."""
+    for name, selection in plan.consumers.items():
+        if is_inline(name) and selection.fields.get(TOKENS):
+            rows = len(Positions.from_flat(selection.runs).below(len(prompt.token_ids)))
+            prompt.work.charge(rows * prompt.work.n, Unit.DECODED, f"capture.{name}.{TOKENS}")
 
 
 def _capture(

@@ -5,6 +5,7 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from itertools import pairwise
 
 import numpy as np
+from tokenizers.models import BPE
 
 from vllm.tokenizers import TokenizerLike
 from vllm.v1.interventions.frontend.request.budget import Unit, Work
@@ -14,6 +15,8 @@ BROKEN = "\ufffd"
 """Character that decoders write for bytes that are no character (yet)."""
 
 _NONE = Positions()
+_AT_ONCE = 4096
+"""Tokens that are decoded in one call: while it begins and ends, no other thread runs."""
 _MOST_PENDING = 16
 _MOST_TOKENS_OF_A_CHARACTER = 4
 
@@ -138,12 +141,18 @@ def _at_once(token_ids: list[int], tokenizer: TokenizerLike) -> dict[tuple[int, 
     if (
         not isinstance(fast, TokenizersBackend)
         or type(fast)._decode is not TokenizersBackend._decode
-        or fast.clean_up_tokenization_spaces
+        # transformers does not do this to what BPE gives, whatever the flag says.
+        or (fast.clean_up_tokenization_spaces and not isinstance(fast.backend_tokenizer.model, BPE))
+        or fast.clean_up_tokenization_spaces_for_bpe_even_though_it_will_corrupt_output
     ):
         return {}
-    several = list({*zip(token_ids), *pairwise(token_ids)})
-    texts = fast.backend_tokenizer.decode_batch(several, skip_special_tokens=False)
-    return dict(zip(several, texts, strict=True))
+    texts: dict[tuple[int, ...], str] = {}
+    for start in range(0, len(token_ids), _AT_ONCE):
+        part = token_ids[start : start + _AT_ONCE + 1]
+        new = list({*zip(part), *pairwise(part)} - texts.keys())
+        found = fast.backend_tokenizer.decode_batch(new, skip_special_tokens=False)
+        texts |= zip(new, found, strict=True)
+    return texts
 
 
 def last_place(text: str, part: str) -> int:

@@ -254,15 +254,16 @@ class RowCollector:
         for name, selected in self._selected.items():
             num_rows = selected.num_rows(num_tokens)
             if (mean := self._means.get(selected.selection.streams[0])) is not None:
-                payload, came = self._mean_rows(selected, mean, finished), [mean.positions]
+                made, came = self._mean_row(selected, mean, finished), [mean.positions]
+                payload: SiteRows[Any] = made.by_site()
                 results[name] = self._result(selected, payload, came, num_rows, finished, aborted)
-                self.num_rows[name] = len(next(iter(payload.values())))
+                self.num_rows[name] = len(made.positions)
                 continue
             at = self._wanted(selected, positions, num_rows, finished, only_new)
             self.num_rows[name] = len(at) + self.num_rows[name] * only_new
             rows = positions[at], self._tokens_at(positions[at], output_token_ids), versions[at]
             payload = self._payload(selected, pieces, at, *rows)
-            came = [*self._gone, positions]
+            came = [*self._gone, positions] if finished else []
             results[name] = self._result(selected, payload, came, num_rows, finished, aborted)
         if only_new:
             self._delivered = num_tokens - 1
@@ -314,7 +315,7 @@ class RowCollector:
         made = _Rows(positions, token_ids, versions, streams, selection, self._forms, texts)
         return made.by_site()
 
-    def _mean_rows(self, selected: Selected, mean: Mean, finished: bool) -> SiteRows[CapturedRows]:
+    def _mean_row(self, selected: Selected, mean: Mean, finished: bool) -> _MeanRow:
         """One row a site, at the last position; none before the end, or without all of them."""
         stream = self._plan.streams[selected.selection.streams[0]]
         value = mean.value() if finished else None
@@ -324,7 +325,7 @@ class RowCollector:
         rows = none if value is None else value[None]
         index = self._places[selected.selection.streams[0]]
         versions = np.full(len(at), mean.version, dtype=np.int64)
-        return _MeanRow(at, ids, versions, rows, index, selected.selection).by_site()
+        return _MeanRow(at, ids, versions, rows, index, selected.selection)
 
     def _result(
         self,
@@ -350,8 +351,9 @@ class RowCollector:
             return
         last = pieces[-1]
         kept = len(last.positions) // len(last.steps)
-        self._gone += [piece.positions for piece in pieces[:-1]]
-        self._gone.append(last.positions[:-kept])
+        # Copies: a view would keep the positions of all steps before it, for each step anew.
+        self._gone += [piece.positions.copy() for piece in pieces[:-1]]
+        self._gone.append(last.positions[:-kept].copy())
         is_moved = len(pieces) == len(self._moved)
         self._moved = [last] if is_moved else []
         self._runs = [

@@ -16,6 +16,8 @@ ORDINARY_BYTES = 192 << 20
 LANDING_SHARE = 16
 """Divisor of the landing's size: the part that may gather before rows are copied, where results
 hold too much of the landing."""
+RUN_STEPS = 64
+"""Steps of a run, at most: a stream has all of its run's put together again at each step."""
 ROOM_STEPS = 7
 """The steps that have room in the landing beside what results hold: two that run, two on their way
 here, one that is copied, and two whose places are on their way back to their worker."""
@@ -55,7 +57,7 @@ class RowInbox:
         for chunk in chunks:
             key = tuple(chunk.owners)
             run = before.get(key)
-            if run is None:
+            if run is None or len(run.chunks) == RUN_STEPS:
                 collectors = {name: c for name, _ in key if (c := self._collectors.get(name))}
                 if not collectors:
                     continue

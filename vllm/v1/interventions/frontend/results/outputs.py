@@ -10,6 +10,7 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
+from threading import Lock
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -64,7 +65,7 @@ class CompletionCapture:
         self._collector = None
         if inline:
             copied = outputs.threads, outputs.inbox.memory
-            texts = partial(_texts, outputs.tokenizer)
+            texts = partial(outputs.texts.of, {NO_TOKEN: ""})
             self._collector = RowCollector(
                 plan, self._prompt, inline, outputs.forms, *copied, texts
             )
@@ -201,12 +202,23 @@ class CompletionCapture:
         self._results[result.consumer] = CaptureResult(result.status, result.error, result.payload)
 
 
-def _texts(tokenizer: TokenizerLike | None, token_ids: Sequence[int]) -> list[str]:
-    """Return the text of each token; of given embeddings there is none."""
-    assert tokenizer is not None  # or the request was refused
-    ids = [one for one in dict.fromkeys(token_ids) if one != NO_TOKEN]
-    texts = dict(zip(ids, convert_ids_list_to_tokens(tokenizer, ids), strict=True))
-    return [texts.get(one, "") for one in token_ids]
+class _Texts:
+    """Says what tokens are, to one thread at a time: a tokenizer that several use copies itself."""
+
+    def __init__(self, tokenizer: TokenizerLike | None) -> None:
+        self._tokenizer, self._lock = tokenizer, Lock()
+
+    def of(self, known: dict[int, str], token_ids: Sequence[int]) -> list[str]:
+        """Return the text of each token.
+
+        Args:
+            known: token id -> text, which gets those that are new.
+        """
+        assert self._tokenizer is not None  # or the request was refused
+        with self._lock:
+            new = [one for one in dict.fromkeys(token_ids) if one not in known]
+            known |= zip(new, convert_ids_list_to_tokens(self._tokenizer, new), strict=True)
+        return [known[one] for one in token_ids]
 
 
 class CaptureOutputs:
@@ -220,7 +232,7 @@ class CaptureOutputs:
     def __init__(
         self, config: "VllmConfig", link: "CaptureLink", tokenizer: TokenizerLike | None
     ) -> None:
-        self.link, self.tokenizer = link, tokenizer
+        self.link, self.texts = link, _Texts(tokenizer)
         self.hosts: dict[str, ConsumerHost] = {}
         # When the engine is collected or the program ends: hosts hold nothing that holds this.
         self._finalizer = weakref.finalize(self, _shut_down, self.hosts)
