@@ -38,7 +38,7 @@ class _Rows(RowSource):
     selection: Selection
     forms: Mapping[int, AttentionForm]
     texts: Texts | None
-    """Where the capture asks for the tokens' texts."""
+    """The function that says the tokens, if the capture asks for their texts."""
 
     def by_site(self) -> SiteRows[Any]:
         """Return the rows as a user gets them."""
