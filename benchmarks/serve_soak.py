@@ -2,13 +2,15 @@
 """Many clients at one real server, every answer checked.
 
     python -m benchmarks.serve_soak [--requests 2000] [--clients 16] [--seed 0] [--model DIR]
+        [--device cuda]
         [--url URL --root DIR]     # a server that runs, and the root of its filesystem consumer
 
-Starts `vllm serve` on the CPU with steering and capture (a tiny random Llama, if no model is
-given), and sends it plain, steered and captured requests, whole, streamed, read slowly, two prompts
-in a body, and streams whose client goes away. Every answer is compared with its offline twin
-(`benchmarks.soak_asks`), at the end every file is read, and the server must be as it was: no slot,
-no row and no capture held, its memory near the start's. Exits with 1 on any disagreement.
+Starts `vllm serve`, on the CPU if no other device is named, with steering and capture (a tiny
+random Llama, if no model is given), and sends it plain, steered and captured requests, whole,
+streamed, read slowly, two prompts in a body, and streams whose client goes away. Every answer is
+compared with its offline twin (`benchmarks.soak_asks`), at the end every file is read, and the
+server must be as it was: no slot, no row and no capture held, its memory near the start's. Exits
+with 1 on any disagreement.
 
 A server of its own must offer families `add` and `ablate`, consumers `inline` and `filesystem`, and
 float32; VLLM_STEERING_API_KEY is its key.
@@ -37,6 +39,7 @@ from benchmarks.server_state import Counters, counters, resident, settled
 
 if TYPE_CHECKING:
     from benchmarks.soak_asks import Ask, Asks
+    from tests.conformance.engine import Device
     from vllm.entrypoints.serve.steering.client import (
         AsyncSteeringClient,
         Choice,
@@ -298,11 +301,12 @@ def soak(
     yield f"{len(run.problems)} disagreements" if run.problems else ""
 
 
-def make_asks(model: Path, pairs: int, seed: int) -> Asks:
+def make_asks(model: Path, pairs: int, seed: int, device: Device = "cpu") -> Asks:
     from benchmarks.soak_asks import Drawer, offline_options
     from tests.conformance.engine import engine
 
-    with engine(model, **offline_options()) as llm:
+    more = {"gpu_memory_utilization": 0.05} if device == "cuda" else {}
+    with engine(model, **offline_options(), **more) as llm:
         return Drawer(llm, seed).draw(pairs)
 
 
@@ -313,6 +317,7 @@ def main() -> int:
     parser.add_argument("--pairs", type=int, default=60, help="of distinct requests")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--model", type=Path, help="default: a tiny random Llama")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--url", help="of a server of that model that runs")
     parser.add_argument("--root", type=Path, help="of that server's filesystem consumer")
     args = parser.parse_args()
@@ -321,14 +326,14 @@ def main() -> int:
 
     from tests.conformance.engine import prepare_environment
 
-    prepare_environment("v1")
+    prepare_environment("v1" if args.device == "cpu" else "v2", args.device)
     from tests.conftest import TinyModels
-    from tests.http.server import KEY, save_model, serve
+    from tests.http.server import CUDA_OPTIONS, KEY, save_model, serve
 
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="serve-soak-")))
         model = args.model or save_model(TinyModels(), folder / "model")
-        asks = make_asks(model, args.pairs, args.seed)
+        asks = make_asks(model, args.pairs, args.seed, args.device)
         jobs = draw_jobs(asks, args.requests, args.seed)
         print(f"{platform.platform()}, {os.cpu_count()} cores; seed {args.seed}", flush=True)
         if args.url:
@@ -337,7 +342,8 @@ def main() -> int:
         else:
             root = folder / "acts"
             more = f"--capture-consumers=filesystem:root={root}"  # beside inline
-            server = stack.enter_context(serve(model, folder / "server.log", more))
+            options = (more, *CUDA_OPTIONS) if args.device == "cuda" else (more,)
+            server = stack.enter_context(serve(model, folder / "server.log", *options))
             lines = soak(server.url, KEY, asks, root, jobs, args.clients, server.process.pid)
         last = ""
         try:

@@ -64,7 +64,11 @@ def prepared() -> list[str]:
         name: (path / "__main__.py" if path.is_dir() else path.with_suffix(".py")).read_text()
         for name, path in files.items()
     }
-    return [name for name, source in sources.items() if "prepare_environment(" in source]
+    return [
+        name
+        for name, source in sources.items()
+        if re.search(r"[ .]prepare(d|_environment)\(", source)
+    ]
 
 
 UNTIL_PREPARED = """

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Malformed bodies for a server in this process: every one must be refused, naming its field.
 
-    python -m tests.http.fuzz 20000
+    python -m tests.http.fuzz 20000 [--seed 0] [--device cuda]
 
 A body is well formed but for one thing that is wrong wherever it stands, so that each check is
 reached, the deepest too.
@@ -9,11 +9,11 @@ reached, the deepest too.
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import copy
 import json
 import random
-import sys
 import tempfile
 import time
 from collections import Counter
@@ -25,7 +25,8 @@ from typing import Any
 import httpx
 import numpy as np
 
-from tests.http.server import KEY, OPTIONS, greedy, save_model
+from tests.conformance.engine import prepare_environment
+from tests.http.server import CUDA_OPTIONS, KEY, OPTIONS, greedy, save_model
 
 PROMPT = "Today I went"
 HIDDEN = 96
@@ -296,17 +297,27 @@ async def fuzz(client: httpx.AsyncClient, count: int, seed: int) -> Counter[str]
     return refused
 
 
-async def main(count: int) -> None:
+async def main(args: argparse.Namespace) -> None:
     started = time.monotonic()
-    async with server() as client:
-        refused = await fuzz(client, count, seed=count)
+    async with server(*args.options) as client:
+        refused = await fuzz(client, args.count, args.seed)
     for kind, times in sorted(refused.items()):
         print(f"{times:6} {kind}")
     print(f"{refused.total()} malformed bodies refused in {time.monotonic() - started:.0f} s")
 
 
-if __name__ == "__main__":
-    from tests.conformance.engine import prepare_environment
+def prepared(doc: str, count: int) -> argparse.Namespace:
+    """The command's arguments, with the `options` of its server; prepares this process."""
+    parser = argparse.ArgumentParser(description=doc.splitlines()[0])
+    parser.add_argument("count", type=int, nargs="?", default=count)
+    parser.add_argument("--seed", type=int, help="default: the count")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    args = parser.parse_args()
+    args.seed = args.count if args.seed is None else args.seed
+    args.options = CUDA_OPTIONS if args.device == "cuda" else ()
+    prepare_environment("v1" if args.device == "cpu" else "v2", args.device)
+    return args
 
-    prepare_environment("v1")
-    asyncio.run(main(int(sys.argv[1]) if len(sys.argv) > 1 else 20_000))
+
+if __name__ == "__main__":
+    asyncio.run(main(prepared(__doc__ or "", 20_000)))

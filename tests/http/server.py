@@ -44,6 +44,9 @@ OPTIONS = (
     f"--served-model-name={NAME}", "--generation-config=vllm",
 )  # fmt: skip
 
+CUDA_OPTIONS = ("--gpu-memory-utilization=0.05",)
+"""Further options on a GPU, of which `--kv-cache-memory-bytes` takes a part."""
+
 
 def save_model(tiny_models: TinyModels, folder: Path) -> Path:
     """The tiny Llama with a tokenizer, in `folder`."""

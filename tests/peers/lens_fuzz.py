@@ -2,15 +2,15 @@
 """Malformed vectors of vLLM-Lens for a server in this process: each is refused by name, or is right
 again and acts; none is answered with text that nothing steered.
 
-    python -m tests.peers.lens_fuzz 10000
+    python -m tests.peers.lens_fuzz 10000 [--seed 0] [--device cuda]
 """
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import json
 import random
-import sys
 import time
 from collections import Counter
 from typing import Any
@@ -19,12 +19,11 @@ import httpx
 import msgspec
 import torch
 
-from tests.conformance.engine import prepare_environment
+from tests.http import fuzz
 
 if __name__ == "__main__":
-    prepare_environment("v1")  # before vLLM is imported
+    ARGS = fuzz.prepared(__doc__ or "", 10_000)  # before vLLM is imported
 
-from tests.http import fuzz
 from tests.http.server import greedy
 from tests.support.plans import SHAPE
 from vllm.entrypoints.compat import lens, wire
@@ -132,12 +131,12 @@ async def fuzz_vectors(client: httpx.AsyncClient, count: int, seed: int) -> Coun
     return ended
 
 
-async def main(count: int) -> None:
+async def main(args: argparse.Namespace) -> None:
     started = time.monotonic()
-    async with fuzz.server(*DOOR) as client:
-        ended = await fuzz_vectors(client, count, seed=count)
+    async with fuzz.server(*DOOR, *args.options) as client:
+        ended = await fuzz_vectors(client, args.count, args.seed)
     print(f"{dict(ended)} in {time.monotonic() - started:.0f} s")
 
 
 if __name__ == "__main__":
-    asyncio.run(main(int(sys.argv[1]) if len(sys.argv) > 1 else 10_000))
+    asyncio.run(main(ARGS))
