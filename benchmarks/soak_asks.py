@@ -89,7 +89,11 @@ def apart(one: Mapping[Site, Rows], other: Mapping[Site, Rows]) -> float:
 
 
 def values_apart(one: Mapping[Site, Rows], other: Mapping[Site, Rows]) -> float:
-    """The same of the values alone; infinite where shapes differ, and for no rows."""
+    """The same of the values alone; infinite where shapes differ, and for no rows.
+
+    A row that is smaller than the median of its site's is measured by that median: scores may be
+    near zero, where the products that they are sums of are not.
+    """
     if not one or one.keys() != other.keys():
         return np.inf
     worst = 0.0
@@ -98,6 +102,7 @@ def values_apart(one: Mapping[Site, Rows], other: Mapping[Site, Rows]) -> float:
         if rows.values.shape != like.values.shape or not len(rows.values):
             return np.inf
         norms = np.linalg.norm(like.values, axis=1)
+        norms = np.maximum(norms, np.median(norms))
         worst = max(worst, (np.linalg.norm(rows.values - like.values, axis=1) / norms).max())
     return float(worst)
 
