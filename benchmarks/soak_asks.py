@@ -65,7 +65,8 @@ class Asks:
     least_steered: float = np.inf
     """Least difference of the rows of an ask that are steered, from those without."""
     refused: int = 0
-    """Pairs that were drawn and not taken: a margin too small, or a text like another's."""
+    """Pairs that were drawn and not taken: a margin or a change of rows too small, or a text like
+    another's."""
 
     def body(self, number: int) -> dict[str, Any]:
         """The fields of a body, without prompt and capture."""
@@ -140,21 +141,28 @@ class Drawer:
             answers = [self._answer(ask) for ask in pair]
             steered = [ask for ask in pair if ask.steering]
             plain = [self._answer(replace(ask, steering={}))[0] for ask in steered]
+            moved = [
+                values_apart(twin.rows, other.rows)
+                for (twin, _), other in zip(answers, plain, strict=False)
+            ]
+            moved = [by for by in moved if by]
             texts = [twin.text for twin in (*made.twins, *(twin for twin, _ in answers), *plain)]
-            if len(set(texts)) < len(texts) or min(margin for _, margin in answers) < MARGIN:
+            if (
+                len(set(texts)) < len(texts)
+                or min(margin for _, margin in answers) < MARGIN
+                or min(moved, default=np.inf) < LEAST_APART
+            ):
                 made.refused += 1
                 continue
             made.asks += pair
             made.twins += [twin for twin, _ in answers]
-            for (twin, _), other in zip(answers, plain, strict=False):
-                if (by := values_apart(twin.rows, other.rows)) > 0:
-                    made.least_steered = min(made.least_steered, by)
+            made.least_steered = min([made.least_steered, *moved])
         with_rows = [twin.rows for twin in made.twins if twin.rows]
         made.least_apart = min(
             (values_apart(a, b) for i, a in enumerate(with_rows) for b in with_rows[:i]),
             default=np.inf,
         )
-        if min(made.least_apart, made.least_steered) < LEAST_APART:
+        if made.least_apart < LEAST_APART:
             raise RuntimeError(f"with this seed a mix-up of rows could pass: {made.least_apart=}")
         return made
 
