@@ -207,7 +207,7 @@ def stage(site: Path, wanted: Wanted) -> None:
             f"{some(strange)}; reinstall it: pip install --force-reinstall --no-deps "
             f"{wanted.distribution}=={wanted.upstream}; {UNCHANGED}"
         )
-    for folder in {existing((site / name).parent) for name in state.files}:
+    for folder in sorted({existing((site / name).parent) for name in state.files}):
         if not os.access(folder, os.W_OK):
             raise BuildError(
                 f"{folder} cannot be written; run vllm-pilot as the user who installed vLLM; "
