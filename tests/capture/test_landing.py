@@ -6,8 +6,11 @@ from __future__ import annotations
 
 import gc
 import multiprocessing
+import sys
 from multiprocessing.connection import Connection
 from random import Random
+from types import FrameType
+from typing import Any
 
 import pytest
 import torch
@@ -98,6 +101,35 @@ def test_a_place_is_free_when_the_last_view_is_gone() -> None:
     assert landing.held == 80 * KB, "it is free when that is noticed, as somebody takes a place"
     assert written(landing, 2, 40) is not None
     assert bool((first == 0).all())
+
+
+@pytest.mark.parametrize("given_back", [0, 300])
+def test_places_that_are_kept_cost_nothing_to_look_through(given_back: int) -> None:
+    """With a twin in which some were given back: one looks at those alone."""
+    landing, places = Landing(KB), Places()
+    rows = written(landing, 0, 1)
+    assert rows is not None
+    references = [landing.lend(rows) for _ in range(5000)]
+    assert all(references) and len(set(references)) == 5000
+    for reference in references[1 : 1 + given_back]:  # by a receiver that has the place already
+        assert reference is not None
+        places._map(reference.lease)[reference.lease.first] = 0
+    ran = 0
+
+    def count(frame: FrameType, event: str, arg: Any) -> Any:
+        nonlocal ran
+        ran += event == "line"
+        return count
+
+    before = sys.gettrace()
+    sys.settrace(count)
+    try:
+        landing.reclaim()
+    finally:
+        sys.settrace(before)
+    assert given_back <= ran <= 10 + 4 * given_back
+    again = [landing.lend(rows) for _ in range(given_back)]
+    assert set(again) == set(references[1 : 1 + given_back]), "those are free, and no others"
 
 
 def test_ordinary_memory_and_other_hosts_go_by_the_message(monkeypatch: pytest.MonkeyPatch) -> None:

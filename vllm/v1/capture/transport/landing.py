@@ -62,7 +62,10 @@ class Places:
         """Shared memory, by the process that made it and its file there."""
         self._borrowed: WeakValueDictionary[Address, np.ndarray] = WeakValueDictionary()
         self._own_leases: tuple[IO[bytes], np.ndarray] | None = None
-        self._lent: list[tuple[int, torch.Tensor]] = []
+        self._lent: dict[int, torch.Tensor] = {}
+        """Lease -> the tensor that is passed on by it."""
+        self._leased = np.zeros(0, np.uint8)
+        """1 for each lease in `_lent`, up to the highest that there was."""
         self._lends = threading.Lock()
         """Held by who changes these: messages are written by a thread of their own."""
 
@@ -113,16 +116,21 @@ class Places:
                 self._own_leases = open_memory("vllm-row-leases", LEASES)
             file, flags = self._own_leases
             lease = int(flags.argmin())
-            flags[lease] = 1
-            self._lent.append((lease, tensor))
+            if lease >= len(self._leased):
+                more = np.zeros(lease + 1 - len(self._leased), np.uint8)
+                self._leased = np.concatenate([self._leased, more])
+            flags[lease] = self._leased[lease] = 1
+            self._lent[lease] = tensor
         return Reference(place, Address(os.getpid(), file.fileno(), lease, 1))
 
     def reclaim(self) -> None:
         """Let go of the places that their receivers have given back."""
         with self._lends:
             if self._own_leases is not None:
-                flags = self._own_leases[1]
-                self._lent = [(lease, kept) for lease, kept in self._lent if flags[lease]]
+                flags = self._own_leases[1][: len(self._leased)]
+                for lease in (self._leased > flags).nonzero()[0].tolist():
+                    self._leased[lease] = 0
+                    del self._lent[lease]
 
     def borrow(self, reference: Reference) -> torch.Tensor:
         """Return a place that another process passed on, uint8 [size]."""
