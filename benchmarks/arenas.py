@@ -26,7 +26,8 @@ import torch
 from benchmarks.results import Row, Run, add_arguments, publish, setup
 from vllm.config import ParallelConfig
 from vllm.config.capture import PROJECTION_ROWS, CaptureConfig
-from vllm.config.steering import FAMILIES, POINTS, SteeringConfig
+from vllm.config.points import STREAM_POINTS
+from vllm.config.steering import FAMILIES, SteeringConfig
 from vllm.v1.interventions.messages import num_table_rows
 from vllm.v1.interventions.plan import TapShape
 from vllm.v1.interventions.terms import Scalars
@@ -102,7 +103,7 @@ def computed(options: Options, layers: int, hidden: int, tokens: int, gpu: bool)
         parts.of["capture buffer"] = capture.capture_buffer_bytes // row * row
         if gpu:
             parts.of["rows on their way to the host"] = parts.of["capture buffer"] // 2
-        parts.of["map of captured tokens"] = layers * len(POINTS) * tokens * WORD
+        parts.of["map of captured tokens"] = layers * len(STREAM_POINTS) * tokens * WORD
         parts.of["projections"] = PROJECTION_ROWS * hidden * WORD
     return parts
 
@@ -134,7 +135,7 @@ def allocated(
     )
     before = torch.cuda.memory_allocated() if device.type == "cuda" else 0
     made = WorkerInterventions(config, device)
-    shape = TapShape(hidden, _NAME, dict.fromkeys(range(layers), POINTS))
+    shape = TapShape(hidden, _NAME, dict.fromkeys(range(layers), STREAM_POINTS))
     made._allocate(shape)
     found = {"tensors": tensor_bytes(made, device)}
     if device.type == "cuda":

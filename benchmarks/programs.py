@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from tests.support.plans import config_of, plan_of
+from vllm.config.points import STREAM_POINTS
 from vllm.v1.interventions.messages import StepInterventions
 from vllm.v1.interventions.plan import Plan, TapShape
 from vllm.v1.interventions.scheduler.pools.terms import TermPool
@@ -23,7 +24,6 @@ from vllm.v1.interventions.worker.tables.terms import TermTable
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
 LAYERS, HIDDEN, PROMPT, ROWS = 16, 2048, 1024, 4096
-POINTS = ("pre_attn", "post_attn", "post_block")
 
 
 def timed(what: str, work: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -36,20 +36,20 @@ def timed(what: str, work: Callable[..., Any], *args: Any, **kwargs: Any) -> Any
 
 def main() -> None:
     config = config_of(steering_families=["add", "ablate", "replace"], max_steering_rows=ROWS)
-    shape = TapShape(HIDDEN, "bfloat16", dict.fromkeys(range(LAYERS), POINTS))
+    shape = TapShape(HIDDEN, "bfloat16", dict.fromkeys(range(LAYERS), STREAM_POINTS))
     config.tap_shape = shape
     bits = [[p for p in range(PROMPT) if p >> bit & 1] for bit in range(10)]
     ops = [
         {
             "op": "ablate",
-            "point": POINTS[i % 3],
+            "point": STREAM_POINTS[i % 3],
             "layers": "all",
             "direction": [i + 2.0, *[1.0] * (HIDDEN - 1)],
             "positions": bits[i % 10],
         }
         for i in range(12)
     ]
-    sites = [(point, layer) for layer in range(LAYERS) for point in POINTS]
+    sites = [(point, layer) for layer in range(LAYERS) for point in STREAM_POINTS]
     for _ in range(2):  # the first warms up
         plan = timed("resolve", plan_of, config=config, prompt=PROMPT, steering=ops)
         message = timed("encode", MsgpackEncoder().encode, plan)

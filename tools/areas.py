@@ -32,6 +32,7 @@ AREAS = (
         (
             "vllm/config/capture.py",
             "vllm/config/intervention_refusals.py",
+            "vllm/config/points.py",
             "vllm/config/steering.py",
             "vllm/engine/intervention_args.py",
         ),

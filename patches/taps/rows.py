@@ -1,10 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """The table's vocabulary: what a row may say about a decoder class."""
 
+import runpy
 from dataclasses import dataclass
 from enum import Enum
+from pathlib import Path
 
-ALL_POINTS = ("pre_attn", "post_attn", "post_block")
+_POINTS = Path(__file__).parents[2] / "vllm/config/points.py"
+ALL_POINTS: tuple[str, ...] = runpy.run_path(str(_POINTS))["STREAM_POINTS"]
 """The points that a block can have, in stream order."""
 FLOAT16 = "hidden_states.dtype == torch.float16"
 """The test of upstream for float16, as `Row.assume` names it."""

@@ -16,6 +16,7 @@ from tests.conformance.checkpoints import section
 from tests.conformance.engine import engine
 from tests.mutations.taps import BOUND, bound_taps
 from tests.support.serving import watching
+from vllm.config.points import STREAM_POINTS
 from vllm.entrypoints.cli.steering.check import row
 from vllm.entrypoints.cli.steering.findings import Finding, table
 from vllm.entrypoints.cli.steering.huggingface import compare
@@ -56,7 +57,7 @@ def test_right_model(probe: Probe) -> None:
     names = "\n".join(f.check for f in findings)
     for name in ("post_block[l] = pre_attn[l+1]", "head(norm", "scale 0", "beside steered"):
         assert name in names
-    for point in ("pre_attn", "post_attn", "post_block"):
+    for point in STREAM_POINTS:
         assert f"read {point} = transformers" in names
         assert f"read {point} but for its largest channels" in names
         assert f"write {point}[0] = transformers" in names

@@ -13,7 +13,8 @@ from pydantic import ValidationError
 
 from vllm.config import VllmConfig
 from vllm.config.capture import CaptureConfig
-from vllm.config.steering import POINTS, SteeringConfig
+from vllm.config.points import STREAM_POINTS
+from vllm.config.steering import SteeringConfig
 from vllm.engine.arg_utils import AsyncEngineArgs, EngineArgs
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
@@ -51,7 +52,7 @@ def options_of(args: Any) -> dict[str, Any]:
 DEFAULTS = {
     "enable_steering": False,
     "max_steering_configs": 32,
-    "steering_points": list(POINTS),
+    "steering_points": list(STREAM_POINTS),
     "steering_families": ["add"],
     "max_steering_rows": 1024,
     "max_steering_ops": 4,
@@ -61,7 +62,7 @@ DEFAULTS = {
     "default_steering_modules": [],
     "compat": [],
     "capture_consumers": [],
-    "capture_points": [*POINTS, "final"],
+    "capture_points": [*STREAM_POINTS, "final"],
     "capture_buffer_bytes": 1 << 30,
     "capture_landing_bytes": None,
     "capture_inline_max_bytes": 64 << 20,
@@ -219,9 +220,9 @@ SAME: list[tuple[dict[str, Any], dict[str, Any]]] = [
     (CAPTURE, CAPTURE | {"capture_inline_max_bytes": 1}),
     (CAPTURE, CAPTURE | {"capture_overload_policy": "drop"}),
     (CAPTURE, {"capture_consumers": ["logging", print]}),
-    (CAPTURE, CAPTURE | {"capture_points": list(POINTS)[::-1]}),
+    (CAPTURE, CAPTURE | {"capture_points": list(STREAM_POINTS)[::-1]}),
     (STEERING, STEERING | {"capture_points": ["post_block"]}),
-    (STEERING, STEERING | {"steering_points": list(POINTS)[::-1]}),
+    (STEERING, STEERING | {"steering_points": list(STREAM_POINTS)[::-1]}),
     (STEERING, STEERING | {"capture_inline_max_bytes": 1}),
     (STEERING, STEERING | {"steering_modules": ["m=file.npz"]}),
     (STEERING, STEERING | {"default_steering_modules": ["m"]}),

@@ -9,8 +9,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from patches.taps.rows import ALL_POINTS
+
 ROWS = Path(__file__).with_name("checkpoints.jsonl")
-POINTS = ("pre_attn", "post_attn", "post_block")
 
 HEAD = """## Real checkpoints
 
@@ -69,7 +70,7 @@ def _cells(row: Mapping[str, Any]) -> list[str]:
         *(
             f"{worst(f'read {point} = transformers')}, "
             f"{worst(f'read {point} but for its largest channels')}"
-            for point in POINTS
+            for point in ALL_POINTS
         ),
         worst(*(name for name in found if name.startswith("write "))),
         worst("logprobs = transformers"),

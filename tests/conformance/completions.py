@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import torch
 
 from vllm import SamplingParams
-from vllm.config.steering import POINTS
+from vllm.config.points import STREAM_POINTS
 
 from .pictures import Shown
 from .reference import Site
@@ -111,7 +111,7 @@ def _captured_rows(output: Any, token_ids: list[int]) -> dict[Site, torch.Tensor
         if torch.as_tensor(captured.token_ids).tolist() != token_ids:
             raise AssertionError(f"{site}: token ids of the rows are not those of the sequence")
         rows[site] = weights_of(captured) if site[0] == "attn" else captured.values.float()
-        if site[0] in POINTS and rows[site].ndim > 2:  # lanes, as the reference has them
+        if site[0] in STREAM_POINTS and rows[site].ndim > 2:  # lanes, as the reference has them
             rows[site] = rows[site].flatten(1)
     return rows
 

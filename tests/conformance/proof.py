@@ -166,8 +166,7 @@ def prove(row: TinyModel, cache: Path, **options: Any) -> Result:
         cache: directory for the tiny models; made when missing.
         options: engine options.
     """
-    from vllm.config.capture import CAPTURE_POINTS, HEAD_POINTS
-    from vllm.config.steering import STEERING_POINTS
+    from vllm.config.points import CAPTURE_POINTS, HEAD_POINTS, STEERING_POINTS
 
     from . import models, pictures
     from .engine import engine

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from patches.taps.rows import WIRED, Idiom, Row
+from patches.taps.rows import ALL_POINTS, WIRED, Idiom, Row
 from patches.taps.table import ROWS
 from tests import ROOT
 
@@ -24,7 +24,6 @@ from .zoo import MODELS
 from .zoo.absent import ABSENT, APART
 
 PAGE = ROOT / "docs" / "models.md"
-_STREAM_ORDER = ("pre_attn", "post_attn", "post_block")
 _CARRIES = WIRED | {Idiom.INHERITED}
 
 _HEAD = """# Models
@@ -146,7 +145,7 @@ def _verified_line(result: Result, by_key: dict[str, Row]) -> str:
         result.architecture,
         ", ".join(f"`{_short(cls)}`" for cls in result.classes),
         ", ".join(sorted({_idiom(cls, by_key) for cls in result.classes})),
-        ", ".join(sorted(result.points, key=_STREAM_ORDER.index)),
+        ", ".join(sorted(result.points, key=ALL_POINTS.index)),
         f"{result.plain:.0e}",
         f"{worst['read']:.0e}",
         f"{worst['write']:.0e}",

@@ -42,17 +42,18 @@ ALWAYS: dict[Runner, tuple[str, ...]] = {
 """One for each idiom that CHOSEN has. The taps are the same code under both runners, so V2 has one
 whose stream is one tensor and one whose stream is two."""
 
+POINTS = "vllm/config/points.py"
 FOLDERS = ("patches/taps", "vllm/model_executor/layers", "tests/conformance")
 
 
 @cache
 def sources_digest(root: Path = ROOT) -> str:
-    """SHA-256 of the code of FOLDERS and of the pin of upstream, in hexadecimal.
+    """SHA-256 of the code of FOLDERS and POINTS and of the pin of upstream, in hexadecimal.
 
     Docstrings, comments, imports and the names of files are left out, so that moving a module is
     no change; so are tests.
     """
-    parts = [(root / "upstream.toml").read_text()]
+    parts = [(root / "upstream.toml").read_text(), _code((root / POINTS).read_text())]
     for folder in FOLDERS:
         files = [p for p in (root / folder).rglob("*.py") if not p.name.startswith("test_")]
         if not files:

@@ -22,8 +22,7 @@ from tests.conformance.engine import Runner, make_llm, shut_down
 from tests.conformance.focus import focus_errors
 from tests.conformance.selection import ALWAYS, CHOSEN, V2_MODELS, is_measured
 from vllm import LLM
-from vllm.config.capture import CAPTURE_POINTS, HEAD_POINTS
-from vllm.config.steering import STEERING_POINTS
+from vllm.config.points import CAPTURE_POINTS, HEAD_POINTS, STEERING_POINTS
 
 if TYPE_CHECKING:
     from tests.conftest import TinyModels

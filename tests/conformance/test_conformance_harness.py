@@ -146,6 +146,8 @@ def test_sources_are_the_same_until_their_code_changes(tmp_path: Path) -> None:
     for folder in selection.FOLDERS:
         shutil.copytree(ROOT / folder, tmp_path / folder)
     shutil.copy(ROOT / "upstream.toml", tmp_path)
+    (tmp_path / selection.POINTS).parent.mkdir()
+    shutil.copy(ROOT / selection.POINTS, tmp_path / selection.POINTS)
 
     def digest() -> str:
         return selection.sources_digest.__wrapped__(tmp_path)

@@ -18,7 +18,7 @@ from tests.conformance.completions import GENERATED, complete
 from tests.conformance.engine import Runner, engine, make_llm, shut_down
 from tests.conformance.test_conformance import Pair, failures
 from tests.conformance.zoo.looped import DEPTH
-from vllm.config.capture import CAPTURE_POINTS
+from vllm.config.points import CAPTURE_POINTS, STREAM_POINTS
 
 if TYPE_CHECKING:
     from tests.conftest import TinyModels
@@ -63,7 +63,7 @@ def test_write_acts_in_one_execution(pair: Pair, runner: Runner) -> None:
     """A vector at one execution of a layer acts then, and not when the layer runs again."""
     [prompt, *_], name = prompts(runner), pair.reference.row.name
     plain = pair.reference.run(prompt)
-    for point in ("pre_attn", "post_attn", "post_block"):
+    for point in STREAM_POINTS:
         sites = [(point, layer) for layer in TWICE[name]]
         size = plain.rows[sites[0]].norm(dim=1).mean()
         vector = torch.randn(models.HIDDEN, generator=torch.Generator().manual_seed(3))

@@ -12,7 +12,7 @@ import torch
 
 from tests.errors.case import Case, path
 from tests.support.plans import GAPS, HEADS, HIDDEN, PARALLEL_ONLY, SHAPE, VECTOR, config_of
-from vllm.config.capture import CAPTURE_POINTS
+from vllm.config.points import CAPTURE_POINTS
 
 
 def steer(value: Any, **more: Any) -> dict[str, Any]:

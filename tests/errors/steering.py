@@ -11,7 +11,8 @@ import torch
 from tests.errors.case import Case, path
 from tests.support.plans import BF16, HEADS, HIDDEN, LANES, SHAPE, VECTOR, config_of
 from vllm.config import VllmConfig
-from vllm.config.steering import FAMILIES, STEERING_POINTS
+from vllm.config.points import STEERING_POINTS
+from vllm.config.steering import FAMILIES
 from vllm.v1.interventions.frontend.request.steering import MAX_MODULES
 from vllm.v1.steering.modules import Module, parse_module
 

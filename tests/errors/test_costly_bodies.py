@@ -19,7 +19,8 @@ import msgspec
 import numpy as np
 import pytest
 
-from tests.support.plans import HIDDEN, POINTS, VECTOR, config_of, plan_of
+from tests.support.plans import HIDDEN, VECTOR, config_of, plan_of
+from vllm.config.points import STREAM_POINTS
 from vllm.v1.interventions.errors import InterventionError
 from vllm.v1.interventions.frontend.request.steering import MAX_MODULES
 from vllm.v1.interventions.plan import INHERIT, PLAN_FIELDS, VECTOR_FIELDS, Plan, TapShape
@@ -29,7 +30,9 @@ pytestmark = pytest.mark.quick
 
 LONG = 32_768
 """Tokens of the prompt."""
-SHAPE = TapShape(hidden_size=HIDDEN, dtype="float32", points=dict.fromkeys(range(40), POINTS))
+SHAPE = TapShape(
+    hidden_size=HIDDEN, dtype="float32", points=dict.fromkeys(range(40), STREAM_POINTS)
+)
 CONFIG = config_of(
     SHAPE,
     steering_families=["add", "ablate", "replace"],
@@ -44,7 +47,7 @@ EIGHT_B = config_of(
     TapShape(
         hidden_size=4096,
         dtype="bfloat16",
-        points=dict.fromkeys(range(32), POINTS),
+        points=dict.fromkeys(range(32), STREAM_POINTS),
         lenses={"logit": [("post_block", layer) for layer in range(32)]},
         vocab_size=128_256,
         lens_rows=128,
@@ -301,7 +304,7 @@ def modules(scale: float) -> dict[str, Any]:
 
 def module(largest: float = 1.0) -> Module:
     return parse_module(
-        {point: {"0-39": [largest] * HIDDEN} for point in POINTS},
+        {point: {"0-39": [largest] * HIDDEN} for point in STREAM_POINTS},
         "m",
         SHAPE,
         CONFIG.steering_config,
@@ -409,7 +412,7 @@ def costly(chance: random.Random) -> dict[str, Any]:
     vector = {"vector": [1.0] * HIDDEN, "positions": positions}
     match chance.randrange(4):
         case 0:
-            hooks = {point: layers for point in POINTS[: chance.randint(1, 3)]}
+            hooks = {point: layers for point in STREAM_POINTS[: chance.randint(1, 3)]}
             asked = {"hooks": hooks, "positions": positions}
             by_layer = {"pre_attn": {key: [[1.0] * HIDDEN] for key in ("0-39", *layers)}}
             several = [asked, {**asked, "project": by_layer}] * min(times, 8)

@@ -40,7 +40,7 @@ from tests.support.costly_fields import (
 from tests.support.plans import HEADS, LANES, VECTOR, config_of
 from vllm import SamplingParams
 from vllm.config import VllmConfig
-from vllm.config.capture import CAPTURE_POINTS
+from vllm.config.points import CAPTURE_POINTS, STEERING_POINTS
 from vllm.config.steering import FAMILIES
 from vllm.entrypoints.compat import doors
 from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
@@ -152,7 +152,7 @@ def configs() -> dict[bool, VllmConfig]:
             steering_families=[*FAMILIES],
             max_steering_rows=64,
             max_steering_ops=8,
-            steering_points=["pre_attn", "post_attn", "z", "post_block"],
+            steering_points=[*STEERING_POINTS],
             capture_points=[*CAPTURE_POINTS],
             capture_consumers=["inline", "filesystem:root=/nowhere"],
             compat=["lens", "easysteer"],

@@ -42,8 +42,9 @@ from tests.support.plans import GAPS, HIDDEN, SHAPE, config_of
 from tests.support.rows import give
 from vllm import SamplingParams
 from vllm.config import CUDAGraphMode, KVTransferConfig
-from vllm.config.capture import CAPTURE_POINTS, CaptureConfig
+from vllm.config.capture import CaptureConfig
 from vllm.config.intervention_refusals import refuse_connector
+from vllm.config.points import CAPTURE_POINTS
 from vllm.config.steering import SteeringConfig
 from vllm.model_executor.layers.residual_taps import UnboundTaps
 from vllm.v1.capture import AttentionRows, stack

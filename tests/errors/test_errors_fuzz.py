@@ -12,7 +12,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.support.plans import HIDDEN, POINTS, SHAPE, VECTOR, config_of, plan_of
+from tests.support.plans import HIDDEN, SHAPE, VECTOR, config_of, plan_of
+from vllm.config.points import STREAM_POINTS
 from vllm.config.steering import FAMILIES
 from vllm.v1.interventions.errors import InterventionError
 from vllm.v1.interventions.frontend.request.selectors import NAMED_SELECTORS
@@ -256,7 +257,7 @@ def test_length_is_refused(fields: dict[str, Any]) -> None:
     assert isinstance(outcome(fields), str)
 
 
-WIDE = TapShape(hidden_size=1024, dtype="float32", points=dict.fromkeys(range(40), POINTS))
+WIDE = TapShape(hidden_size=1024, dtype="float32", points=dict.fromkeys(range(40), STREAM_POINTS))
 STEPS = [{"step": n} for n in (2, 3, 5, 7, 11, 13, 17, 19)]
 ROW = np.ones(1024)
 
@@ -279,7 +280,7 @@ ROW = np.ones(1024)
             {
                 "steering": [
                     {"op": "normalize", "point": point, "layers": "all", "positions": step}
-                    for point in POINTS
+                    for point in STREAM_POINTS
                     for step in STEPS
                 ]
             },

@@ -23,7 +23,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from tests.gpu.model import HIDDEN, LAYERS, POINTS, prompts, save_model
+from patches.taps.rows import ALL_POINTS
+from tests.gpu.model import HIDDEN, LAYERS, prompts, save_model
 
 ENABLED = {"enable_steering": True, "capture_consumers": ["inline"]}
 CASES: dict[str, tuple[str, bool, dict[str, Any]]] = {
@@ -72,7 +73,7 @@ def serve(model: Path, name: str) -> list[dict[str, Any]]:
         return [{"refused": str(error)}]
     fields: dict[str, Any] = {"max_tokens": 1, "temperature": 0.0, "detokenize": False}
     vector = 4 * torch.randn(HIDDEN, generator=torch.Generator().manual_seed(1))
-    steered = {"steering_vectors": {p: {LAYERS // 2: vector} for p in POINTS}}
+    steered = {"steering_vectors": {p: {LAYERS // 2: vector} for p in ALL_POINTS}}
     found = []
     for more in [{}, steered] if enabled else [{}]:
         asks: dict[str, Any] = {**fields, **more}

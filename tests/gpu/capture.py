@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from tests.conformance import reference as ref
+from vllm.config.points import HEAD_POINTS
 
 if TYPE_CHECKING:
     from tests.gpu.mode import Mode
 
-HEAD_POINTS = ("q", "k", "v", "z")
 
 FLOAT32 = 1e-4
 """Most error of a score, relative to the norms it is made of: TF32 would be above it."""

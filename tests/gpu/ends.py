@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from tests.conformance import reference as ref
+from vllm.config.points import POINTS, STREAM_POINTS, Rows
 
 if TYPE_CHECKING:
     from tests.gpu.mode import Mode
 
-POINTS = ("pre_attn", "post_attn", "post_block")
-BRANCHES = {"attn_out": ("post_attn", "pre_attn"), "mlp_out": ("post_block", "post_attn")}
+BRANCHES = {p.name: p.made_of for p in POINTS.values() if p.rows is Rows.BRANCH}
 READ = ("embed", "final", *BRANCHES)
 
 
@@ -22,7 +22,7 @@ def ends(mode: Mode, tokens: list[list[int]], layers: int) -> dict[str, Any]:
     """embed is pre_attn of layer 0 and branches are float32 differences of their points, bit for
     bit; all are transformers', branches as precise as the stream. Other rows would not pass."""
     last, worst, least_other, same = layers - 1, 0.0, 9e9, True
-    hooks = dict.fromkeys((*READ, *POINTS), "all")
+    hooks = dict.fromkeys((*READ, *STREAM_POINTS), "all")
     places = ("embed", 0), ("final", last)
     for ids, rows in mode.run(tokens, [{}] * len(tokens), hooks):
         want = ref.run(mode.hf, mode.adapter, ids)

@@ -27,8 +27,9 @@ import torch
 
 from tests.conformance.engine import prepare_environment
 from tests.gpu.hyper_models import MODELS
-from tests.gpu.hyper_models.plain import LAYERS, POINTS, Change, Plain, Site
+from tests.gpu.hyper_models.plain import LAYERS, Change, Plain, Site
 from tests.gpu.processes import Processes, all_good
+from vllm.config.points import STREAM_POINTS
 
 MODES: dict[str, dict[str, Any]] = {
     "stock eager": {"enforce_eager": True},
@@ -67,12 +68,12 @@ def steerings(plain: Plain) -> dict[str, tuple[dict[str, Any], Site, Change, Cha
 
     found: dict[str, tuple[dict[str, Any], Site, Change, Change]] = {}
     for layer in range(LAYERS):
-        for point in POINTS:
+        for point in STREAM_POINTS:
             given = {"steering_vectors": {point: {layer: one}}}
             found[f"all lanes {point} {layer}"] = (
                 given, (point, layer), lambda h: h + one, on(1, lambda h: h + one),
             )  # fmt: skip
-    for point in POINTS:
+    for point in STREAM_POINTS:
         site = (point, 1)
         lane = {"steering_vectors": {point: {1: {"vector": one, "lane": 2}}}}
         found[f"one lane {point}"] = (
@@ -112,14 +113,21 @@ def checks(llm: Any, plain: Plain, stock: bool, limit: float) -> Iterator[tuple[
         return
 
     def read(cases: list[Any]) -> list[Any]:
-        capture = {"hooks": {p: "all" for p in POINTS} | {"final": "all"}, "positions": "all"}
+        capture = {
+            "hooks": {p: "all" for p in STREAM_POINTS} | {"final": "all"},
+            "positions": "all",
+        }
         return complete(llm, cases, log_probs=False, capture=capture)
 
     alone = read([(p, {}) for p in prompts])
     whole, wrong, step, skew, head = [], [], [], [], []
     for done in alone:
         rows, _ = plain.run(done.token_ids)
-        got = {s: r.unflatten(1, (plain.lanes, -1)) for s, r in done.rows.items() if s[0] in POINTS}
+        got = {
+            s: r.unflatten(1, (plain.lanes, -1))
+            for s, r in done.rows.items()
+            if s[0] in STREAM_POINTS
+        }
         for site, want in rows.items():
             whole.append(worst(got[site], want))
         for layer in range(LAYERS):
@@ -207,7 +215,7 @@ def run_mode(name: str, folder: Path, device: str) -> int:
         settings |= {
             "enable_steering": True, "steering_families": list(OPS), "max_steering_ops": 4,
             "max_steering_configs": 40, "capture_consumers": ["inline"],
-            "capture_points": [*POINTS, "final"],
+            "capture_points": [*STREAM_POINTS, "final"],
         }  # fmt: skip
     llm = make_llm(folder, **settings)
     ok = True

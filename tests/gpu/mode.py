@@ -23,7 +23,8 @@ from transformers import AutoModelForCausalLM
 
 from tests.conformance import reference as ref
 from tests.gpu import capture, ends, focus, rules, steering, workload
-from tests.gpu.model import HEADS, HIDDEN, LAYERS, POINTS, VOCAB, prompts
+from tests.gpu.model import HEADS, HIDDEN, LAYERS, VOCAB, prompts
+from vllm.config.points import STREAM_POINTS
 
 LLAMA = ref.Adapter(blocks="model.layers", branch=("self_attn",))
 GENERATED = 8
@@ -90,7 +91,7 @@ class Mode:
         """
         from vllm import SamplingParams
 
-        inline = {"hooks": hooks or dict.fromkeys(POINTS, "all"), "positions": "all"}
+        inline = {"hooks": hooks or dict.fromkeys(STREAM_POINTS, "all"), "positions": "all"}
         if project is not None:
             inline["project"] = project
         params = [
@@ -182,7 +183,9 @@ class Mode:
         return {"error": worst, "limit": NOISE_LIMIT, "ok": worst <= NOISE_LIMIT}
 
     def write(self) -> dict[str, Any]:
-        sites = [(point, layer) for point in POINTS for layer in (0, LAYERS // 2, LAYERS - 1)]
+        sites = [
+            (point, layer) for point in STREAM_POINTS for layer in (0, LAYERS // 2, LAYERS - 1)
+        ]
         tokens = prompts(len(sites), seed=2)
         generator = torch.Generator().manual_seed(3)
         vectors = []
@@ -209,7 +212,7 @@ class Mode:
         """Plain rows are bit-identical whether or not their neighbours are steered."""
         tokens = prompts(plain + steered, seed=plain)
         vector = torch.randn(HIDDEN, generator=torch.Generator().manual_seed(4)) * 2
-        everywhere = {"steering_vectors": {point: {"all": vector} for point in POINTS}}
+        everywhere = {"steering_vectors": {point: {"all": vector} for point in STREAM_POINTS}}
         before = self.run(tokens, [{}] * (plain + steered))
         after = self.run(tokens, [{}] * plain + [everywhere] * steered)
         same = all(
@@ -225,9 +228,9 @@ class Mode:
         """A vector plus its negative is bit-identical to nothing."""
         tokens = prompts(8, seed=5)
         vector = torch.randn(HIDDEN, generator=torch.Generator().manual_seed(6))
-        minus = {p: {"all": -vector} for p in POINTS}
+        minus = {p: {"all": -vector} for p in STREAM_POINTS}
         null = {
-            "steering_vectors": {p: {"all": vector} for p in POINTS},
+            "steering_vectors": {p: {"all": vector} for p in STREAM_POINTS},
             "prefill_steering_vectors": minus,
             "decode_steering_vectors": minus,
         }

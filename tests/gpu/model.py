@@ -8,7 +8,6 @@ from pathlib import Path
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-POINTS = ("pre_attn", "post_attn", "post_block")
 LAYERS, HIDDEN, VOCAB, HEADS = 8, 512, 2048, 8
 
 

@@ -24,20 +24,20 @@ from pathlib import Path
 from typing import Any
 
 from tests.gpu import steering
-from tests.gpu.capture import HEAD_POINTS
 from tests.gpu.drafts import save_eagle
-from tests.gpu.model import POINTS, save_model
+from tests.gpu.model import save_model
 from tests.gpu.processes import Processes, all_good
+from vllm.config.points import CAPTURE_POINTS, STEERING_POINTS, STREAM_POINTS
 
 HEADS: dict[str, Any] = {
-    "capture_points": [*POINTS, *HEAD_POINTS, "final"],
-    "steering_points": [*POINTS, "z"],
+    "capture_points": list(CAPTURE_POINTS),
+    "steering_points": list(STEERING_POINTS),
     "steering_families": ["add", "scale"],
     "compat": ["lens"],
 }
 
 FOCUS: dict[str, Any] = {
-    "capture_points": ["q", "z", *POINTS],
+    "capture_points": ["q", "z", *STREAM_POINTS],
     "steering_families": ["add", "focus"],
     "max_model_len": 2048,
     "max_num_batched_tokens": 1024,

@@ -24,8 +24,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from tests.gpu.model import HIDDEN, LAYERS, POINTS, save_model
+from tests.gpu.model import HIDDEN, LAYERS, save_model
 from tests.gpu.processes import Processes, all_good
+from vllm.config.points import STREAM_POINTS
 
 BACKENDS = ("FLASH_ATTN", "TRITON_ATTN", "FLEX_ATTENTION")
 NGRAM = {
@@ -88,7 +89,7 @@ def check_mode(name: str, model: Path) -> None:
         seed=0,
         **MODES[name],
     )
-    huge = {p: {n: [1.6e38] * HIDDEN for n in range(LAYERS)} for p in POINTS}
+    huge = {p: {n: [1.6e38] * HIDDEN for n in range(LAYERS)} for p in STREAM_POINTS}
     greedy: dict[str, Any] = {"temperature": 0, "detokenize": False}
     sampled: dict[str, Any] = {
         "temperature": 1,

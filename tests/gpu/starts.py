@@ -21,7 +21,8 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from tests.gpu.model import HIDDEN, LAYERS, POINTS, prompts, save_model
+from patches.taps.rows import ALL_POINTS
+from tests.gpu.model import HIDDEN, LAYERS, prompts, save_model
 
 ENABLED = {"enable_steering": True, "capture_consumers": ["inline"]}
 BATCHES = (1, 7, 13, 32)
@@ -65,7 +66,7 @@ def serve(model: Path, options: dict[str, Any], steer: bool) -> dict[str, Any]:
     fields: dict[str, Any] = {}
     if steer:
         vector = torch.randn(HIDDEN, generator=torch.Generator().manual_seed(1))
-        fields["steering_vectors"] = {p: {LAYERS // 2: vector} for p in POINTS}
+        fields["steering_vectors"] = {p: {LAYERS // 2: vector} for p in ALL_POINTS}
     params = SamplingParams(
         max_tokens=16,
         temperature=0.0,

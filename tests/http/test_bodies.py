@@ -20,6 +20,7 @@ import pytest
 
 from tests.conformance.models import HIDDEN
 from tests.http.server import KEY, NAME, SECRET, Server, greedy
+from vllm.config.points import STREAM_POINTS
 from vllm.entrypoints.serve.steering import client as client_module
 from vllm.entrypoints.serve.steering.client import (
     AsyncSteeringClient,
@@ -104,7 +105,7 @@ def test_a_stream_brings_the_rows_as_they_appear(
 
 
 def test_prompts_of_one_body_share_what_a_request_may_cost(server: Server) -> None:
-    vectors = {point: {"all": VECTOR.tolist()} for point in ("pre_attn", "post_attn", "post_block")}
+    vectors = {point: {"all": VECTOR.tolist()} for point in STREAM_POINTS}
     body = {**greedy(max_tokens=1, steering_vectors=vectors), "temperature": 1.0, "n": 64}
     few = server.post("/v1/completions", {**body, "prompt": [[5, 6]] * 2})
     assert few.status_code == 200 and len(few.json()["choices"]) == 128
@@ -304,9 +305,8 @@ def test_steering_to_nan_is_an_error_that_names_it(server: Server, prompt: Any, 
     said = {"messages": prompt, "logprobs": True} if chat else {"prompt": prompt, "logprobs": 1}
     body = greedy(**said, n=n, temperature=1.0, seed=1)
     before = server.post(path, body)
-    points = ("pre_attn", "post_attn", "post_block")
     huge = np.full(HIDDEN, 1e38).tolist()
-    nan = {"steering_vectors": {point: {"all": huge} for point in points}}
+    nan = {"steering_vectors": {point: {"all": huge} for point in STREAM_POINTS}}
     whole = server.post(path, {**body, **nan})
     error = whole.json()["error"]
     assert (whole.status_code, error["param"]) == (400, "steering_vectors")
@@ -317,7 +317,7 @@ def test_steering_to_nan_is_an_error_that_names_it(server: Server, prompt: Any, 
     assert streamed.rstrip().endswith("data: [DONE]")
     silent = {**{k: v for k, v in body.items() if k != "logprobs"}, **nan}
     assert len(server.post(path, silent).json()["choices"]) == n
-    small = {"steering_vectors": {point: {"all": VECTOR.tolist()} for point in points}}
+    small = {"steering_vectors": {point: {"all": VECTOR.tolist()} for point in STREAM_POINTS}}
     assert server.post(path, {**body, **small}).status_code == 200
     tier = {"vectors": nan["steering_vectors"]}
     assert server.change("/v1/steering/set", tier).is_success

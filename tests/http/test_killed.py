@@ -23,7 +23,7 @@ from benchmarks.server_state import resident, settled
 from tests.conformance.models import HIDDEN
 from tests.http.server import Server, greedy, save_model, serve
 from tests.support.serving import vector
-from vllm.config.capture import CAPTURE_POINTS
+from vllm.config.points import CAPTURE_POINTS, STREAM_POINTS
 from vllm.entrypoints.serve.steering.client import pack, pack_layers
 from vllm.v1.capture import reader
 
@@ -41,7 +41,7 @@ TOKENS = 80
 VECTORS = {"post_block": pack_layers({1: vector(1).numpy()})}
 ROWS = {"hooks": {"post_block": "all"}, "positions": "all"}
 EVERYTHING = {
-    "hooks": {p: "all" for p in ("pre_attn", "post_attn", "post_block")},
+    "hooks": {p: "all" for p in STREAM_POINTS},
     "positions": "all",
 }
 ABLATE = {

@@ -13,6 +13,7 @@ import pytest
 
 from benchmarks.server_state import resident, settled
 from tests.http.server import Server, greedy, save_model, serve
+from vllm.config.points import STREAM_POINTS
 from vllm.entrypoints.serve.steering.client import SteeringClient, pack_layers
 
 if TYPE_CHECKING:
@@ -21,7 +22,6 @@ if TYPE_CHECKING:
 pytestmark = pytest.mark.long
 
 HIDDEN, LAYERS, SLOTS = 1024, 8, 4
-POINTS = ("pre_attn", "post_attn", "post_block")
 FIELDS = ("steering_vectors", "prefill_steering_vectors", "decode_steering_vectors")
 KINDS, REQUESTS, CLIENTS = 16, 256, 64
 GROWTH = 64 << 20
@@ -48,7 +48,7 @@ def vectors_of(kind: int) -> dict[str, Any]:
 
     def tier() -> dict[str, Any]:
         rows = draw.normal(size=(LAYERS, HIDDEN)).astype(np.float32)
-        return {point: pack_layers(dict(enumerate(rows))) for point in POINTS}
+        return {point: pack_layers(dict(enumerate(rows))) for point in STREAM_POINTS}
 
     return {field: tier() for field in FIELDS}
 

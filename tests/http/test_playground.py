@@ -15,7 +15,7 @@ import pytest
 from fastapi import FastAPI
 
 from tools.assemble import overlay_files
-from vllm.config.capture import CAPTURE_POINTS
+from vllm.config.points import CAPTURE_POINTS
 from vllm.config.steering import FAMILIES
 from vllm.entrypoints.launchers.cli_args import make_arg_parser
 from vllm.entrypoints.serve.steering.api_router import attach_router

@@ -15,7 +15,6 @@ from hypothesis.extra import numpy as hnp
 from tests.support.plans import (
     GAPS,
     HIDDEN,
-    POINTS,
     SHAPE,
     VECTOR,
     array,
@@ -25,6 +24,7 @@ from tests.support.plans import (
     steering_of,
     sum_at,
 )
+from vllm.config.points import STREAM_POINTS
 from vllm.v1.interventions.plan import UNSTEERED, TapShape, VectorSet
 from vllm.v1.interventions.positions import Positions
 from vllm.v1.interventions.sites import need_layers
@@ -155,7 +155,9 @@ def test_a_part_is_the_sum_rounded_once(tiers: list[Vectors]) -> None:
         for site, row in tier.items():
             total[site] = total.get(site, np.zeros(HIDDEN)) + row
     # In the order of the stream, so that equal sums have equal bytes.
-    assert vector_set.sites == sorted(total, key=lambda site: (site[1], POINTS.index(site[0])))
+    assert vector_set.sites == sorted(
+        total, key=lambda site: (site[1], STREAM_POINTS.index(site[0]))
+    )
     rows = np.stack(vector_set.rows)
     assert rows.dtype == np.float32
     assert np.array_equal(rows, np.stack([total[s] for s in vector_set.sites]).astype(np.float32))

@@ -17,8 +17,9 @@ from tests.conformance import models
 from tests.conformance.engine import engine
 from tests.conformance.runner import Reference
 from tests.support.native_rows import cases, equal, unnoticed, wrong
-from tests.support.serving import POINTS, Ask, Judge, capture, prompt_of, serve, vector
+from tests.support.serving import Ask, Judge, capture, prompt_of, serve, vector
 from tools import native
+from vllm.config.points import STREAM_POINTS
 from vllm.model_executor.layers import native_rows
 from vllm.model_executor.layers.native_rows import NativeTap, load
 from vllm.model_executor.layers.residual_taps import SiteTap
@@ -98,7 +99,7 @@ def test_an_eager_engine_uses_native_taps(
     judge = Judge(Reference(row, models.load(row, path)))
     asks = [
         Ask(prompt_of(19, 7), {"steering_vectors": {point: {1: vector(9)}}, **capture("all")})
-        for point in POINTS
+        for point in STREAM_POINTS
     ]
     asks += [Ask(prompt_of(11, 8), capture("all")), Ask(prompt_of(7, 9))]
     options = {"enable_steering": True, "capture_consumers": ["inline"]}

@@ -28,7 +28,8 @@ from tests.peers.named_calls import HEAD, NAMED, without_head
 from tests.peers.packages import folder_of
 from tests.support.serving import relative
 from vllm import LLM, SamplingParams
-from vllm.config.steering import FAMILIES, POINTS
+from vllm.config.points import CAPTURE_POINTS, STEERING_POINTS
+from vllm.config.steering import FAMILIES
 from vllm.inputs import TokensPrompt
 
 if TYPE_CHECKING:
@@ -92,10 +93,10 @@ def pair(tiny_models: TinyModels, tmp_path_factory: pytest.TempPathFactory) -> I
     llm = make_llm(
         path,
         enable_steering=True,
-        steering_points=[*POINTS, "z"],
+        steering_points=list(STEERING_POINTS),
         steering_families=[family for family in FAMILIES if family != "focus"],
         capture_consumers=["inline"],
-        capture_points=[*POINTS, "q", "k", "v", "z", "final"],
+        capture_points=list(CAPTURE_POINTS),
         enable_prefix_caching=False,
     )
     llm.steering.register_module("happy", {"post_block": {LAYER: V}})

@@ -22,8 +22,9 @@ import numpy as np
 import pytest
 import torch
 
-from tests.support.plans import HIDDEN, POINTS, VECTOR, config_of
+from tests.support.plans import HIDDEN, VECTOR, config_of
 from vllm import SamplingParams
+from vllm.config.points import STREAM_POINTS
 from vllm.entrypoints.compat import lens, wire
 from vllm.entrypoints.compat.doors import EASYSTEER, LENS, READS, is_asked, read_args, read_fields
 from vllm.entrypoints.serve.steering import capture_results, serving
@@ -39,7 +40,8 @@ pytestmark = pytest.mark.quick
 
 CONFIG = config_of(compat=[LENS, EASYSTEER])
 WIDE = config_of(
-    TapShape(hidden_size=2048, dtype="bfloat16", points={0: POINTS}), compat=[LENS, EASYSTEER]
+    TapShape(hidden_size=2048, dtype="bfloat16", points={0: STREAM_POINTS}),
+    compat=[LENS, EASYSTEER],
 )
 ROW_BYTES = 4 * 2048
 STEER = "vllm_xargs.apply_steering_vectors"

@@ -31,13 +31,11 @@ from tests.support.real import (
     worst,
 )
 from vllm import SamplingParams
-from vllm.config.capture import CAPTURE_POINTS, HEAD_POINTS
-from vllm.config.steering import STEERING_POINTS
+from vllm.config.points import CAPTURE_POINTS, HEAD_POINTS, STEERING_POINTS, STREAM_POINTS
 
 pytestmark = pytest.mark.full
 
 CHUNK = 48
-STREAM = ("pre_attn", "post_attn", "post_block")
 ENDS = ("embed", "final")
 BRANCHES = ("attn_out", "mlp_out")
 APART = 1.5
@@ -141,7 +139,7 @@ def check_rows(
 
 @pytest.mark.v2
 def test_every_point_of_every_layer_is_read(real: Real) -> None:
-    points = STREAM if real.dtype == torch.bfloat16 else (*STREAM, *ENDS, *BRANCHES)
+    points = STREAM_POINTS if real.dtype == torch.bfloat16 else (*STREAM_POINTS, *ENDS, *BRANCHES)
     answers = real.ask([(prompt, inline(hooks(*points))) for prompt in prompts(real)])
     check_rows(real, answers, [None] * len(answers))
     assert {site[1] for site in answers[0].rows} == set(real.layers)
@@ -159,7 +157,7 @@ def test_every_point_of_every_layer_is_written(real: Real) -> None:
     plain = real.run("exact", prompt)
     generator = torch.Generator().manual_seed(7)
     vectors: dict[Site, torch.Tensor] = {}
-    for point in STREAM:
+    for point in STREAM_POINTS:
         for layer in real.layers:
             rows = plain.rows[point, layer]
             vector = torch.randn(rows.shape[-1], generator=generator)
@@ -168,7 +166,9 @@ def test_every_point_of_every_layer_is_written(real: Real) -> None:
     fields: dict[str, Any] = {}
     for (point, layer), vector in vectors.items():
         fields.setdefault(point, {})[layer] = vector
-    [answer] = real.ask([(prompt, {"steering_vectors": fields, **inline(hooks(*STREAM))})], TOP)
+    [answer] = real.ask(
+        [(prompt, {"steering_vectors": fields, **inline(hooks(*STREAM_POINTS))})], TOP
+    )
     count = len(answer.ids)
     deltas = {site: vector.expand(count, -1) for site, vector in vectors.items()}
     check_rows(real, [answer], [deltas])
@@ -198,7 +198,7 @@ def test_single_sites_move_the_answer_as_in_transformers(real: Real) -> None:
     generator = torch.Generator().manual_seed(8)
     cases: list[tuple[Site, torch.Tensor]] = []
     for layer in (0, len(real.layers) // 2, real.layers[-1]):
-        for point in STREAM:
+        for point in STREAM_POINTS:
             size = float(plain.rows[point, layer].norm(dim=-1).median())
             vector = torch.randn(576, generator=generator)
             cases.append(((point, layer), vector * (size / vector.norm())))

@@ -22,7 +22,8 @@ from tests.support import plans
 from tests.support.consumers import PATIENCE
 from tests.support.serving import prompt_of
 from vllm import LLM, SamplingParams
-from vllm.config.capture import CAPTURE_POINTS, CaptureConfig
+from vllm.config.capture import CaptureConfig
+from vllm.config.points import CAPTURE_POINTS
 from vllm.inputs import TokensPrompt
 from vllm.pilot.bench import LateBar
 from vllm.sampling_params import RequestOutputKind

@@ -24,8 +24,9 @@ from tests.conformance.engine import make_llm, shut_down
 from tests.serving.test_speculation import ALL_SITES, ROW_BYTES
 from tests.support import serving
 from tests.support.consumers import PATIENCE
-from tests.support.serving import POINTS, Ask, prompt_of
+from tests.support.serving import Ask, prompt_of
 from vllm import LLM
+from vllm.config.points import STREAM_POINTS
 from vllm.v1.capture.consumer import (
     CaptureConsumer,
     CaptureSession,
@@ -151,7 +152,7 @@ class Drive:
     def add(self, name: str, consumer: str | None) -> None:
         fields: dict[str, Any] = {"max_tokens": GENERATED}
         if consumer is not None:
-            hooks = {point: "all" for point in POINTS}
+            hooks = {point: "all" for point in STREAM_POINTS}
             fields["capture"] = {consumer: {"hooks": hooks, "positions": "all"}}
         params = Ask(self.prompt, fields).params(log_probs=False)
         self.engine.add_request(name, {"prompt_token_ids": self.prompt}, params)

@@ -12,6 +12,7 @@ from tests.conformance import models
 from tests.conformance.engine import engine
 from tests.conformance.runner import Reference
 from tests.support.serving import Ask, Judge, capture, prompt_of, serve, vector
+from vllm.config.points import STREAM_POINTS
 
 if TYPE_CHECKING:
     from tests.conftest import TinyModels
@@ -34,7 +35,7 @@ def kinds(model: Any) -> set[tuple[str, bool, bool]]:
             vars(getattr(bound, point)).get("dest") is not None,
         )
         for bound in taps
-        for point in ("pre_attn", "post_attn", "post_block")
+        for point in STREAM_POINTS
     }
 
 

@@ -17,6 +17,7 @@ from tests.conformance.runner import READ_TOLERANCE, Reference
 from tests.support import serving
 from tests.support.serving import GENERATED, Ask, Judge, capture, prompt_of, serve, vector
 from vllm import LLM
+from vllm.config.points import STREAM_POINTS
 from vllm.v1.capture import stack
 
 if TYPE_CHECKING:
@@ -93,7 +94,7 @@ SELECTORS = [
 def test_selectors(llm: LLM, judge: Judge, fields: dict[str, Any]) -> None:
     """All in one batch, over sites that overlap, are equal, or are disjoint."""
     sites: list[tuple[tuple[str, ...], Any]] = [
-        (serving.POINTS, "all"),
+        (STREAM_POINTS, "all"),
         (("post_block",), [1, 3]),
         (("pre_attn", "post_attn"), [0]),
     ]

@@ -15,6 +15,7 @@ from tests.conformance.runner import Reference
 from tests.support import serving
 from tests.support.serving import GENERATED, Ask, Judge, capture, prompt_of, serve, vector
 from vllm import LLM
+from vllm.config.points import STREAM_POINTS
 
 if TYPE_CHECKING:
     from tests.conftest import TinyModels
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
 pytestmark = [pytest.mark.full, pytest.mark.v2]
 
 LONG, MIDDLE, SHORT = prompt_of(41, 40), prompt_of(17, 41), prompt_of(5, 42)
-ALL_SITES = len(serving.POINTS) * models.LAYERS
+ALL_SITES = len(STREAM_POINTS) * models.LAYERS
 ROW_BYTES = models.HIDDEN * 4
 
 

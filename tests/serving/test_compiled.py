@@ -17,8 +17,7 @@ from tests.support import serving
 from tests.support.focus import Focusing, focused
 from tests.support.serving import Ask, Judge, capture, prompt_of, serve, vector
 from vllm import LLM
-from vllm.config.capture import CAPTURE_POINTS, HEAD_POINTS
-from vllm.config.steering import STEERING_POINTS
+from vllm.config.points import CAPTURE_POINTS, HEAD_POINTS, STEERING_POINTS, STREAM_POINTS
 
 if TYPE_CHECKING:
     from tests.conftest import TinyModels
@@ -61,7 +60,7 @@ def test_taps_are_in_the_code_of_one_form(pair: tuple[LLM, Judge], caches: Path)
     assert sorted("vllm.capture_rows" in text for text in code) == [False, True]
 
 
-@pytest.mark.parametrize("point", serving.POINTS)
+@pytest.mark.parametrize("point", STREAM_POINTS)
 def test_read_and_write(pair: tuple[LLM, Judge], point: str) -> None:
     """Each point at the first, a middle and the last layer, chunked, beside plain neighbours."""
     llm, judge = pair

@@ -21,7 +21,7 @@ from tests.conformance.runner import READ_TOLERANCE, Reference
 from tests.support import serving
 from tests.support.serving import Ask, Judge, prompt_of, serve, vector
 from vllm import LLM
-from vllm.config.capture import CAPTURE_POINTS
+from vllm.config.points import CAPTURE_POINTS
 from vllm.v1.capture import CapturedRows
 from vllm.v1.capture.reader import open as open_captures
 

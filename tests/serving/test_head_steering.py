@@ -20,8 +20,7 @@ from tests.conformance.runner import LEAST_MOVE, Reference
 from tests.support import serving
 from tests.support.serving import Ask, Judge, capture, prompt_of, same_completion, serve, vector
 from vllm import LLM
-from vllm.config.capture import CAPTURE_POINTS
-from vllm.config.steering import STEERING_POINTS
+from vllm.config.points import CAPTURE_POINTS, STEERING_POINTS
 from vllm.v1.steering.files import save
 
 if TYPE_CHECKING:

@@ -21,6 +21,7 @@ from tests.conformance.runner import Reference
 from tests.support import serving
 from tests.support.serving import Ask, Judge, prompt_of, relative, serve, vector
 from vllm import LLM
+from vllm.config.points import STREAM_POINTS
 from vllm.entrypoints.cli import main
 from vllm.entrypoints.cli.steering.convert import convert_lens
 from vllm.v1.interventions.worker.check import lens as lens_check
@@ -42,7 +43,7 @@ ROWS = 40
 LAST = "post_block", LAYERS - 1
 STEERED = {"steering_vectors": {"post_block": {1: vector(70)}}}
 NORMS = lens_check._norms
-EVERYWHERE = dict.fromkeys(serving.POINTS, "all")
+EVERYWHERE = dict.fromkeys(STREAM_POINTS, "all")
 FULL: dict[str, Any] = {"name": "logit", "top_k": 5, "tokens": [3, 200, 17], "entropy": True}
 
 
@@ -102,7 +103,7 @@ def pair(tiny_models: TinyModels, files: dict[str, Path]) -> Iterator[tuple[LLM,
             path,
             enable_steering=True,
             capture_consumers=["inline"],
-            capture_points=[*serving.POINTS, "final", "q", "k", "z"],
+            capture_points=[*STREAM_POINTS, "final", "q", "k", "z"],
             capture_lens=["logit", *[f"{name}={file}" for name, file in files.items()]],
             capture_lens_rows=ROWS,
             **row.engine,

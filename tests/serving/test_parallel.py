@@ -24,8 +24,7 @@ from tests.support import serving
 from tests.support.focus import Focusing
 from tests.support.serving import Ask, Judge, capture, prompt_of, relative, serve, vector
 from vllm import LLM
-from vllm.config.capture import CAPTURE_POINTS, HEAD_POINTS
-from vllm.config.steering import STEERING_POINTS
+from vllm.config.points import CAPTURE_POINTS, HEAD_POINTS, STEERING_POINTS
 from vllm.v1.capture.lens import LensRows
 
 if TYPE_CHECKING:

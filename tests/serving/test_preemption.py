@@ -21,7 +21,7 @@ from tests.serving.test_async_scheduling import asynchronous, need_asynchronous
 from tests.support import serving
 from tests.support.serving import Ask, Judge, capture, prompt_of, serve, vector
 from vllm import LLM
-from vllm.config.capture import CAPTURE_POINTS
+from vllm.config.points import CAPTURE_POINTS
 from vllm.v1.capture.attention import AttentionRows
 from vllm.v1.capture.made_rows import MadeRows
 

@@ -19,6 +19,7 @@ from tests.support import serving
 from tests.support.selected import expected_positions
 from tests.support.serving import Ask, Judge, prompt_of, relative, serve, vector
 from vllm import LLM
+from vllm.config.points import STREAM_POINTS
 from vllm.v1.capture import stack
 
 if TYPE_CHECKING:
@@ -39,13 +40,13 @@ def matrix(k: int, seed: int = 0) -> torch.Tensor:
 
 def scores(project: Any, positions: Any = "all", hooks: Any = None) -> dict[str, Any]:
     """The `capture` field for inline scores."""
-    hooks = hooks or dict.fromkeys(serving.POINTS, "all")
+    hooks = hooks or dict.fromkeys(STREAM_POINTS, "all")
     return {"capture": {"inline": {"hooks": hooks, "positions": positions, "project": project}}}
 
 
 def mean(positions: Any, hooks: Any = None) -> dict[str, Any]:
     """The `capture` field for an inline mean."""
-    hooks = hooks or dict.fromkeys(serving.POINTS, "all")
+    hooks = hooks or dict.fromkeys(STREAM_POINTS, "all")
     return {"capture": {"inline": {"hooks": hooks, "positions": positions, "reduce": "mean"}}}
 
 
@@ -64,7 +65,7 @@ def pair(tiny_models: TinyModels) -> Iterator[tuple[LLM, Judge]]:
         enable_prefix_caching=False,
         num_gpu_blocks_override=8,
         long_prefill_token_threshold=7,
-        capture_buffer_bytes=5 * len(serving.POINTS) * models.LAYERS * models.HIDDEN * 4,
+        capture_buffer_bytes=5 * len(STREAM_POINTS) * models.LAYERS * models.HIDDEN * 4,
     )
     yield llm, Judge(Reference(row, models.load(row, path)))
     shut_down(llm)
@@ -214,7 +215,7 @@ def test_each_consumer_has_its_own_matrix(pair: tuple[LLM, Judge]) -> None:
     llm, judge = pair
     everywhere = {"hooks": {"post_block": "all"}, "positions": "all"}
     asked = {
-        "inline": {"hooks": dict.fromkeys(serving.POINTS, "all"), "positions": "all"},
+        "inline": {"hooks": dict.fromkeys(STREAM_POINTS, "all"), "positions": "all"},
         "core": {**everywhere, "project": matrix(2, seed=5)},
         "here": {**everywhere, "project": matrix(3, seed=6), "positions": "predicting"},
     }

@@ -22,6 +22,7 @@ from tests.conformance.runner import LEAST_MOVE, READ_TOLERANCE, Reference
 from tests.support import serving
 from tests.support.serving import Ask, Judge, prompt_of, relative, serve, vector, worst_row
 from vllm import LLM
+from vllm.config.points import STREAM_POINTS
 from vllm.engine.arg_utils import EngineArgs
 from vllm.entrypoints.cli.steering.points import list_points
 from vllm.utils.argparse_utils import FlexibleArgumentParser
@@ -112,7 +113,7 @@ def test_branches_are_differences_in_float32(running: Running) -> None:
     hooks = {**BRANCHES, "pre_attn": 2, "post_attn": 2, "post_block": 2}
     [output] = serve(running.llm, [Ask(prompt_of(17, 157), reading(hooks))])
     rows = output.capture_results["inline"].payload
-    pre, post, block = (rows[point, 2].values.float() for point in serving.POINTS)
+    pre, post, block = (rows[point, 2].values.float() for point in STREAM_POINTS)
     assert torch.equal(rows["attn_out", 2].values, post - pre)
     assert torch.equal(rows["mlp_out", 2].values, block - post)
     assert rows["mlp_out", 2].values.dtype == torch.float32

@@ -18,6 +18,7 @@ from tests.support import serving
 from tests.support.plans import config_of, sees_both_ways
 from tests.support.serving import Ask, Judge, Steps, capture, prompt_of, serve
 from vllm import LLM
+from vllm.config.points import STREAM_POINTS
 from vllm.multimodal.inputs import PlaceholderRange
 from vllm.v1.interventions.scheduler.row_budget import RowBudget
 from vllm.v1.request import RequestStatus
@@ -184,7 +185,7 @@ def pair(tiny_models: TinyModels) -> Iterator[tuple[LLM, Judge]]:
         path,
         capture_consumers=["inline"],
         enable_prefix_caching=False,
-        capture_buffer_bytes=3 * len(serving.POINTS) * models.LAYERS * models.HIDDEN * 4,
+        capture_buffer_bytes=3 * len(STREAM_POINTS) * models.LAYERS * models.HIDDEN * 4,
     )
     yield llm, Judge(Reference(row, models.load(row, path)))
     shut_down(llm)
@@ -210,7 +211,7 @@ def test_decoding_beside_a_long_prompt(
         outputs = serve(llm, asks)
     for ask, output in zip(asks, outputs, strict=True):
         judge.check(ask, output)
-    assert steps.largest_row_count == 3 * len(serving.POINTS) * models.LAYERS
+    assert steps.largest_row_count == 3 * len(STREAM_POINTS) * models.LAYERS
     long, *short = ends_of(steps)
     prefill = len([n for n in steps.chunks(0) if n > 1])
     assert max(short) < prefill < long, "a decoding request waited for the prompt"

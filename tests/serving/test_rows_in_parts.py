@@ -12,8 +12,9 @@ import torch
 from tests.conformance import models
 from tests.conformance.engine import Runner, make_llm, shut_down
 from tests.conformance.runner import Reference
-from tests.support.serving import POINTS, Ask, Judge, capture, prompt_of, serve, vector
+from tests.support.serving import Ask, Judge, capture, prompt_of, serve, vector
 from vllm import LLM
+from vllm.config.points import STREAM_POINTS
 from vllm.v1.interventions.worker.rows.arena import PARTS, CaptureArena
 from vllm.v1.interventions.worker.rows.outbox import Outbox
 
@@ -30,9 +31,9 @@ ASKS = [
     Ask(prompt_of(30, 101), {**STEERED, **capture("all")}),
     Ask(prompt_of(22, 102), capture("all", ("pre_attn", "post_block"), [0, 2])),
     Ask(prompt_of(19, 103), {**STEERED, **capture("all", ("post_block",), [models.LAYERS - 1])}),
-    Ask(prompt_of(23, 104), capture("all_prompt", (*POINTS, "final"), "all")),
+    Ask(prompt_of(23, 104), capture("all_prompt", (*STREAM_POINTS, "final"), "all")),
 ]
-ALIKE = [Ask(prompt_of(12, 110 + i), capture("all", POINTS, "all")) for i in range(4)]
+ALIKE = [Ask(prompt_of(12, 110 + i), capture("all", STREAM_POINTS, "all")) for i in range(4)]
 
 
 @pytest.fixture(scope="module", params=[True, False], ids=["eager", "compiled"])
@@ -44,8 +45,8 @@ def engine(request: Any, tiny_models: TinyModels, runner: Runner) -> Iterator[tu
         path,
         enable_steering=True,
         capture_consumers=["inline"],
-        capture_points=[*POINTS, "final"],
-        capture_buffer_bytes=ROOM * (len(POINTS) * models.LAYERS + 1) * models.HIDDEN * 4,
+        capture_points=[*STREAM_POINTS, "final"],
+        capture_buffer_bytes=ROOM * (len(STREAM_POINTS) * models.LAYERS + 1) * models.HIDDEN * 4,
         enable_prefix_caching=False,
         enforce_eager=request.param,
     )
@@ -98,7 +99,7 @@ def test_a_part_alone_leaves_early_too(
     """As the rows of a rank that has the first half of the layers."""
     llm, judge = engine
     sends = Sends(monkeypatch)
-    ask = Ask(prompt_of(41, 120), capture("all_prompt", POINTS, [layer]))
+    ask = Ask(prompt_of(41, 120), capture("all_prompt", STREAM_POINTS, [layer]))
     [output] = serve(llm, [ask])
     judge.check(ask, output)
     assert sends.goes_on == [goes_on] and not sends.late

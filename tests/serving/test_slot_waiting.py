@@ -15,6 +15,7 @@ from tests.conformance.runner import Reference
 from tests.support import serving
 from tests.support.serving import Ask, Judge, capture, prompt_of, serve, vector
 from vllm import LLM
+from vllm.config.points import STREAM_POINTS
 
 if TYPE_CHECKING:
     from tests.conftest import TinyModels
@@ -41,7 +42,7 @@ def pair(tiny_models: TinyModels) -> Iterator[tuple[LLM, Judge]]:
 
 def content(seed: int) -> dict[str, Any]:
     """At sites that differ from seed to seed: a slot used again must forget the old ones."""
-    point = serving.POINTS[seed % len(serving.POINTS)]
+    point = STREAM_POINTS[seed % len(STREAM_POINTS)]
     return {"steering_vectors": {point: {seed % models.LAYERS: vector(70 + seed)}}}
 
 

@@ -16,6 +16,7 @@ from tests.conformance.runner import Reference
 from tests.support import serving
 from tests.support.serving import Ask, Judge, capture, prompt_of, serve, vector
 from vllm import LLM
+from vllm.config.points import STREAM_POINTS
 
 if TYPE_CHECKING:
     from tests.conftest import TinyModels
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
 pytestmark = pytest.mark.quick
 
 DRAFTS = 3
-ALL_SITES = len(serving.POINTS) * models.LAYERS
+ALL_SITES = len(STREAM_POINTS) * models.LAYERS
 ROW_BYTES = models.HIDDEN * 4
 TIGHT = 6
 """Positions whose rows fit into the small buffer: more than 1 + DRAFTS, less than twice that."""

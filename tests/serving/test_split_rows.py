@@ -19,8 +19,9 @@ from tests.serving.test_async_scheduling import asynchronous, need_asynchronous
 from tests.serving.test_project_serving import check as check_scores
 from tests.serving.test_project_serving import matrix, mean, scores
 from tests.support import serving
-from tests.support.serving import POINTS, Ask, Judge, capture, core_of, prompt_of, serve, vector
+from tests.support.serving import Ask, Judge, capture, core_of, prompt_of, serve, vector
 from vllm import LLM
+from vllm.config.points import STREAM_POINTS
 from vllm.v1.capture import reader
 from vllm.v1.interventions.frontend.results.inbox import RowInbox
 from vllm.v1.interventions.step_rows import StepRows
@@ -33,7 +34,7 @@ pytestmark = [pytest.mark.full, pytest.mark.v2]
 STEERED = {"steering_vectors": {"post_attn": {1: vector(70)}}}
 ROOM = 8
 """Positions of which one rank can have the rows of all sites; two ranks of twice as many."""
-BUFFER = ROOM * len(POINTS) * models.LAYERS * models.HIDDEN * 4
+BUFFER = ROOM * len(STREAM_POINTS) * models.LAYERS * models.HIDDEN * 4
 
 
 @contextmanager
@@ -48,7 +49,7 @@ def started(tiny_models: TinyModels, root: Path, **options: Any) -> Iterator[tup
             tensor_parallel_size=2,
             enable_steering=True,
             capture_consumers=["inline", f"filesystem:root={root}"],
-            capture_points=[*POINTS, "k", "final"],
+            capture_points=[*STREAM_POINTS, "k", "final"],
             capture_buffer_bytes=BUFFER,
             max_num_batched_tokens=24,
             enable_prefix_caching=False,
@@ -134,7 +135,7 @@ def test_both_ranks_send(pair: tuple[LLM, Judge, Path]) -> None:
     for ask, output in zip(ASKS, outputs, strict=True):
         judge.check(ask, output)
     check_senders(steps)
-    assert scheduled.largest_row_count > ROOM * len(POINTS) * models.LAYERS
+    assert scheduled.largest_row_count > ROOM * len(STREAM_POINTS) * models.LAYERS
     with pytest.raises(AssertionError, match="rows off by"):
         judge.check(Ask(ASKS[2].prompt, ASKS[0].fields), outputs[2])
 

@@ -17,6 +17,7 @@ from tests.conformance import models
 from tests.conformance.engine import make_llm, shut_down
 from tests.support.serving import prompt_of
 from vllm import LLM, SamplingParams
+from vllm.config.points import STEERING_POINTS, STREAM_POINTS
 from vllm.v1.interventions.scheduler.stale_blocks import StaleBlocks
 
 if TYPE_CHECKING:
@@ -26,7 +27,6 @@ pytestmark = [pytest.mark.full, pytest.mark.v2]
 
 HUGE = 1.6e38
 """Within half of float32 at each site, and beyond its end after a few of them."""
-POINTS = ("pre_attn", "post_attn", "post_block")
 
 
 @pytest.fixture(scope="module")
@@ -35,7 +35,7 @@ def llm(tiny_models: TinyModels) -> Iterator[LLM]:
         tiny_models.path("gemma3"),
         enable_steering=True,
         steering_families=["add", "scale", "replace"],
-        steering_points=[*POINTS, "z"],
+        steering_points=list(STEERING_POINTS),
         enable_prefix_caching=True,
         num_gpu_blocks_override=16,
     )
@@ -69,7 +69,8 @@ def poison(llm: LLM, fields: dict[str, Any]) -> None:
 
 def at_all_sites(llm: LLM, value: float) -> dict[str, Any]:
     return {
-        point: dict.fromkeys(llm.steering.layers(), [value] * models.HIDDEN) for point in POINTS
+        point: dict.fromkeys(llm.steering.layers(), [value] * models.HIDDEN)
+        for point in STREAM_POINTS
     }
 
 

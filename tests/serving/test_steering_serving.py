@@ -16,6 +16,7 @@ from tests.conformance.runner import LEAST_MOVE, WRITE_TOLERANCE, Reference
 from tests.support import serving
 from tests.support.serving import Ask, Judge, capture, prompt_of, serve, vector
 from vllm import LLM
+from vllm.config.points import STREAM_POINTS
 from vllm.inputs import TokensPrompt
 from vllm.sampling_params import RequestOutputKind
 
@@ -149,7 +150,7 @@ def test_zero_sum_is_bit_identical_to_nothing(llm: LLM) -> None:
     assert not serving.same_completion(twin.outputs[0], plain[0].outputs[0])
 
 
-@pytest.mark.parametrize("point", serving.POINTS)
+@pytest.mark.parametrize("point", STREAM_POINTS)
 def test_phases(llm: LLM, judge: Judge, point: str) -> None:
     """Each tier acts on its positions: the reference with that mask agrees, with another not."""
     tiers = ("steering_vectors", "prefill_steering_vectors", "decode_steering_vectors")

@@ -24,6 +24,7 @@ from tests.support import write_repeng
 from tests.support.disks import largest_file
 from tests.support.module_files import GOOD, rows, tensors
 from tests.support.plans import HIDDEN, PARALLEL_ONLY, SHAPE
+from vllm.config.points import STREAM_POINTS
 from vllm.config.steering import SteeringConfig
 from vllm.v1.interventions.errors import InterventionError
 from vllm.v1.interventions.plan import TapShape
@@ -38,7 +39,7 @@ Tiers = dict[str, dict[tuple[str, int], np.ndarray]]
 REPENG_SHAPE = TapShape(
     hidden_size=write_repeng.HIDDEN,
     dtype="float32",
-    points={layer: ("pre_attn", "post_attn", "post_block") for layer in range(5)},
+    points={layer: STREAM_POINTS for layer in range(5)},
 )
 
 

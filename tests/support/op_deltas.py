@@ -18,8 +18,7 @@ from tests.conformance.reference import Site
 from tests.conformance.runner import Reference
 from tests.support.op_reference import apply_site
 from tests.support.selected import expected_positions
-
-_ORDER = ("pre_attn", "z", "post_attn", "post_block")
+from vllm.config.points import STEERING_POINTS
 
 
 def with_ops(
@@ -48,7 +47,7 @@ def with_ops(
                 resolved = _of_heads(resolved, layer, plain.heads["z", layer].shape[1:])
             at_site.setdefault((op["point"], layer), []).append(resolved)
     total = dict(added)
-    for site in sorted(at_site, key=lambda site: (site[1], _ORDER.index(site[0]))):
+    for site in sorted(at_site, key=lambda site: (site[1], STEERING_POINTS.index(site[0]))):
         others = {other: delta for other, delta in total.items() if other != site}
         forward = reference.run(sequence, others)
         arrived = (

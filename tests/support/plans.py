@@ -13,6 +13,7 @@ import torch
 from vllm import SamplingParams
 from vllm.config import VllmConfig
 from vllm.config.capture import CaptureConfig
+from vllm.config.points import STREAM_POINTS
 from vllm.config.steering import SteeringConfig
 from vllm.multimodal.inputs import PlaceholderRange
 from vllm.tokenizers import TokenizerLike
@@ -31,19 +32,20 @@ from vllm.v1.interventions.plan import (
 from vllm.v1.steering.modules import Module
 
 HIDDEN = 4
-POINTS = ("pre_attn", "post_attn", "post_block")
 PARALLEL = ("pre_attn", "post_block")
 
 SHAPE = TapShape(
     hidden_size=HIDDEN,
     dtype="float32",
-    points={0: POINTS, 1: POINTS, 2: PARALLEL, 3: POINTS},
+    points={0: STREAM_POINTS, 1: STREAM_POINTS, 2: PARALLEL, 3: STREAM_POINTS},
 )
 """Four layers, of which layer 2 is a parallel block."""
 
 BF16 = TapShape(hidden_size=HIDDEN, dtype="bfloat16", points=SHAPE.points)
 PARALLEL_ONLY = TapShape(hidden_size=HIDDEN, dtype="float32", points={0: PARALLEL, 1: PARALLEL})
-GAPS = TapShape(hidden_size=HIDDEN, dtype="float32", points={0: POINTS, 2: POINTS, 5: PARALLEL})
+GAPS = TapShape(
+    hidden_size=HIDDEN, dtype="float32", points={0: STREAM_POINTS, 2: STREAM_POINTS, 5: PARALLEL}
+)
 """A model some of whose layers have no tap at all."""
 
 _HEADS = {"q": (4, 2), "k": (2, 2), "v": (2, 3), "z": (4, 3)}

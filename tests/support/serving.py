@@ -26,6 +26,7 @@ from tests.conformance.runner import LEAST_MOVE, READ_TOLERANCE, WRITE_TOLERANCE
 from tests.support.op_deltas import with_ops
 from tests.support.selected import expected_positions
 from vllm import LLM, RequestOutput, SamplingParams
+from vllm.config.points import STREAM_POINTS
 from vllm.inputs import TokensPrompt
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.capture import copies
@@ -33,7 +34,6 @@ from vllm.v1.capture.results import merged
 from vllm.v1.engine.core_client import InprocClient
 
 GENERATED = 6
-POINTS = ("pre_attn", "post_attn", "post_block")
 
 _TIERS = {
     "steering_vectors": (True, True),
@@ -89,7 +89,7 @@ def vector(seed: int, norm: float = 24.0, width: int = HIDDEN) -> torch.Tensor:
 
 
 def capture(
-    positions: Any = "all", points: Sequence[str] = POINTS, layers: Any = "all"
+    positions: Any = "all", points: Sequence[str] = STREAM_POINTS, layers: Any = "all"
 ) -> dict[str, Any]:
     """The `capture` field for inline rows."""
     hooks = {point: layers for point in points}

@@ -23,8 +23,9 @@ from tests.conformance.reference import Site
 from tests.conformance.runner import READ_TOLERANCE
 from tests.support import serving
 from tests.support.selected import expected_positions
-from tests.support.serving import POINTS, Ask, Judge, capture, deltas_of, vector, worst_row
+from tests.support.serving import Ask, Judge, capture, deltas_of, vector, worst_row
 from vllm import LLM
+from vllm.config.points import STREAM_POINTS
 from vllm.sampling_params import RequestOutputKind
 
 MOST_STEPS = 2000
@@ -104,9 +105,9 @@ def _fields(rng: np.random.Generator, prompt: list[int]) -> dict[str, Any]:
     if rng.random() < 0.5:
         tier = ("steering_vectors", "prefill_steering_vectors", "decode_steering_vectors")
         at = {int(rng.integers(LAYERS)): vector(int(rng.integers(600, 603)))}
-        fields[tier[rng.integers(3 if most > 1 else 2)]] = {str(rng.choice(POINTS)): at}
+        fields[tier[rng.integers(3 if most > 1 else 2)]] = {str(rng.choice(STREAM_POINTS)): at}
     if rng.random() < 0.85:
-        points = rng.choice(POINTS, size=rng.integers(1, 4), replace=False).tolist()
+        points = rng.choice(STREAM_POINTS, size=rng.integers(1, 4), replace=False).tolist()
         layers = "all" if rng.random() < 0.4 else [int(rng.integers(LAYERS))]
         fields |= capture(_selectors(rng, prompt, most), points, layers)
     return fields

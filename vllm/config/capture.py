@@ -4,27 +4,20 @@
 import re
 from copy import copy
 from functools import cached_property
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import Field
 
-from vllm.config.steering import POINTS, refuse_unknown
+from vllm.config.points import ATTENTION_POINTS, CAPTURE_POINTS, FINAL, HEAD_POINTS, STREAM_POINTS
+from vllm.config.steering import refuse_unknown
 from vllm.config.utils import config
-from vllm.v1.capture.registry import ConsumerSpec, parse_consumers
-from vllm.v1.interventions.plan import FINAL
+
+if TYPE_CHECKING:
+    from vllm.v1.capture.registry import ConsumerSpec
 
 PROJECTION_ROWS = 1024
 """Rows of all `project` matrices in use at once; a matrix that requests share counts once. A
 request waits until its own have room."""
-
-HEAD_POINTS = ("q", "k", "v", "z")
-"""The points of an attention layer, whose rows are heads: what it gets, and what it returns."""
-
-CAPTURE_POINTS = (POINTS[0], *HEAD_POINTS, *POINTS[1:], FINAL)
-"""All points whose rows are copied, in the order in which the model computes them."""
-
-READ_POINTS = ("embed", *CAPTURE_POINTS[:-3], "attn_out", POINTS[1], "mlp_out", POINTS[2], FINAL)
-"""All that a capture may name, in the order in which the model computes it."""
 
 LOGIT = "logit"
 """The lens that is the model's own final norm and head."""
@@ -45,7 +38,7 @@ class CaptureConfig:
     `name:key=value,key=value`, in Python also a dict, a function or an instance of
     `CaptureConsumer`. See docs/capture.md."""
 
-    capture_points: list[str] = Field(default_factory=lambda: [*POINTS, FINAL], min_length=1)
+    capture_points: list[str] = Field(default_factory=lambda: [*STREAM_POINTS, FINAL], min_length=1)
     """The points that can be captured, of pre_attn, post_attn and post_block, of q, k, v and z, the
     heads of attention, and final. Fewer cost less, but for final, which costs nothing until it is
     asked for. Does not limit steering."""
@@ -105,7 +98,7 @@ class CaptureConfig:
     @property
     def reads_attention(self) -> bool:
         """True if weights of attention can be captured: of queries, and z is what proves them."""
-        return self.enabled and {"q", "z"} <= set(self.capture_points)
+        return self.enabled and set(ATTENTION_POINTS) <= set(self.capture_points)
 
     @property
     def shared(self) -> bool:
@@ -113,8 +106,10 @@ class CaptureConfig:
         return self.reads_attention or bool(self.capture_lens)
 
     @cached_property
-    def consumers(self) -> dict[str, ConsumerSpec]:
+    def consumers(self) -> "dict[str, ConsumerSpec]":
         """Name -> spec, of `capture_consumers`."""
+        from vllm.v1.capture.registry import parse_consumers
+
         return parse_consumers(self.capture_consumers)
 
     @cached_property

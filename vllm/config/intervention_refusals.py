@@ -61,14 +61,12 @@ def refuse_unsupported(config: "VllmConfig") -> None:
         }
         _refuse("capture", refused)
     refuse_connector(config)
-    if config.steering_config.focuses:
-        lacking = [p for p in ("q", "z") if p not in config.capture_config.capture_points]
-        if not capture or lacking:
-            raise ValueError(
-                "steering_families: 'focus' needs q and z among capture_points, and a consumer, "
-                "such as capture_consumers=['inline']: by them is proved at start-up of which "
-                "layers keys can be read"
-            )
+    if config.steering_config.focuses and not config.capture_config.reads_attention:
+        raise ValueError(
+            "steering_families: 'focus' needs q and z among capture_points, and a consumer, such "
+            "as capture_consumers=['inline']: by them is proved at start-up of which layers keys "
+            "can be read"
+        )
     if config.capture_config.capture_lens:
         refused = {
             "pipeline parallelism": parallel.pipeline_parallel_size > 1,

@@ -5,6 +5,7 @@ from collections.abc import Iterable, Sequence
 
 from pydantic import Field
 
+from vllm.config.points import RETURNED, STEERING_POINTS, STREAM_POINTS
 from vllm.config.utils import config
 
 FAMILIES = (
@@ -20,15 +21,6 @@ FAMILIES = (
     "gate",
 )
 """Families that an engine can be started with: the operations, and gates on them."""
-
-POINTS = ("pre_attn", "post_attn", "post_block")
-"""The points of a decoder block, in the order the stream passes them."""
-
-HEADS = "z"
-"""The point of attention that can be steered: what each head returns."""
-
-STEERING_POINTS = (POINTS[0], HEADS, *POINTS[1:])
-"""All points that can be steered, in the order in which a layer computes them."""
 
 SCHEMA = 6
 """Part of the compile-cache key: raise it when traced tap code or an op's meaning changes."""
@@ -57,7 +49,7 @@ class SteeringConfig:
     once, and as many programs of focus. Further requests wait for a slot. Costs two rows per point
     and layer each."""
 
-    steering_points: list[str] = Field(default_factory=lambda: list(POINTS), min_length=1)
+    steering_points: list[str] = Field(default_factory=lambda: list(STREAM_POINTS), min_length=1)
     """The points that can be steered, of pre_attn, post_attn and post_block, and of z, the heads of
     attention. Fewer cost less. Does not limit capture."""
 
@@ -117,7 +109,7 @@ class SteeringConfig:
     @property
     def steers_heads(self) -> bool:
         """True if the heads of attention can be steered."""
-        return self.enable_steering and HEADS in self.steering_points
+        return self.enable_steering and RETURNED in self.steering_points
 
     def compute_hash(self) -> str:
         """Hash of everything that changes the traced code or the shapes in it."""

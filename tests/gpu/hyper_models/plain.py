@@ -14,7 +14,8 @@ import safetensors.torch
 import torch
 from torch.nn import functional as F
 
-POINTS = ("pre_attn", "post_attn", "post_block")
+from vllm.config.points import STREAM_POINTS
+
 LAYERS, VOCAB = 4, 251
 
 Site = tuple[str, int]
@@ -107,8 +108,8 @@ class Plain(ABC):
         changes, rows = changes or {}, dict[Site, torch.Tensor]()
         x = self.weights["model.embed_tokens.weight"][tokens][:, None].expand(-1, self.lanes, -1)
         for layer in range(LAYERS):
-            for i, point in enumerate(POINTS):
-                x = self.half(x, layer, POINTS[i - 1]) if i else x
+            for i, point in enumerate(STREAM_POINTS):
+                x = self.half(x, layer, STREAM_POINTS[i - 1]) if i else x
                 x = rows[point, layer] = changes.get((point, layer), lambda rows: rows)(x)
         return rows, self.log_probs(self.final(x))
 

@@ -11,15 +11,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from tests.support.plans import (
-    PARALLEL,
-    POINTS,
-    SHAPE,
-    VECTOR,
-    config_of,
-    plan_of,
-    steering_of,
-)
+from tests.support.plans import PARALLEL, SHAPE, VECTOR, config_of, plan_of, steering_of
+from vllm.config.points import STREAM_POINTS
 from vllm.entrypoints.serve.steering import api_router
 from vllm.v1.interventions.calls import Change, SteeringCall
 from vllm.v1.interventions.errors import InterventionError
@@ -46,7 +39,7 @@ def test_layers_are_said_by_an_engine_that_only_captures() -> None:
     assert two.layers() == dict.fromkeys(SHAPE.points, PARALLEL)
     steers = builder(steering_points=["post_attn"], capture_points=list(PARALLEL))
     assert steers.layers() == {n: ("post_attn",) if n != 2 else () for n in SHAPE.points}
-    assert builder().layers()[0] == POINTS
+    assert builder().layers()[0] == STREAM_POINTS
     with pytest.raises(ValueError, match="steering is not enabled"):
         builder(shape=None, steering=False).layers()
 

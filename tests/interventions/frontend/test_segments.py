@@ -11,7 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.support.plans import HIDDEN, POINTS, SHAPE, config_of, segment_at, steering_of, sum_at
+from tests.support.plans import HIDDEN, SHAPE, config_of, segment_at, steering_of, sum_at
+from vllm.config.points import STREAM_POINTS
 from vllm.config.steering import FAMILIES
 from vllm.v1.interventions.plan import UNSTEERED, Plan, Site, SteeringPlan
 from vllm.v1.interventions.scheduler.state import ModuleStore
@@ -25,7 +26,7 @@ MAX_TOKENS = 6
 TOLERANCE = 1e-6
 """Relative to the sum of the sizes of what was added: a float32 rounding of each vector set."""
 
-SITES = st.sampled_from([(p, n) for n in (0, 1, 3) for p in POINTS])
+SITES = st.sampled_from([(p, n) for n in (0, 1, 3) for p in STREAM_POINTS])
 VECTORS = st.lists(st.floats(-100, 100, width=32), min_size=HIDDEN, max_size=HIDDEN)
 SCALES = st.sampled_from([-2.0, 0.0, 0.3, 1.0, 7.0])
 Given = list[tuple[Site, list[float], float]]
@@ -303,7 +304,7 @@ def test_programs_travel_once_and_not_for_each_site() -> None:
         return len(msgspec.msgpack.encode(plan)), plan
 
     (few_bytes, few), (many_bytes, many) = (
-        encoded(["pre_attn"], [0]), encoded(list(POINTS), "all"),
+        encoded(["pre_attn"], [0]), encoded(list(STREAM_POINTS), "all"),
     )  # fmt: skip
     assert len(few.programs) == len(many.programs) == 63
     assert len(few.op_sites) == 1 < len(many.op_sites)

@@ -13,7 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.support.plans import HEADS, config_of, segment_at, steering_of
-from vllm.config.steering import FAMILIES, STEERING_POINTS
+from vllm.config.points import STEERING_POINTS
+from vllm.config.steering import FAMILIES
 from vllm.model_executor.layers.attention_taps import HeadSteering, HeadTaps, UnboundHeadTaps
 from vllm.v1.interventions.messages import (
     FIRST_SLOT,

@@ -13,14 +13,14 @@ import pytest
 import torch
 
 from tests.support.plans import SHAPE
-from vllm.config.steering import POINTS
+from vllm.config.points import STREAM_POINTS
 from vllm.v1.interventions.plan import Site
 from vllm.v1.interventions.worker.check.taps import NUM_TOKENS, _lent_blocks, _lent_by, check_sites
 
 pytestmark = pytest.mark.quick
 
 HIDDEN = SHAPE.hidden_size
-SITES = [(point, layer) for layer in (0, 1) for point in POINTS]
+SITES = [(point, layer) for layer in (0, 1) for point in STREAM_POINTS]
 
 
 class Rank:

@@ -20,11 +20,10 @@ from typing import TypeVar
 
 import torch
 
-from vllm.config.steering import POINTS
+from vllm.config.points import POINTS, STREAM_POINTS, Rows
 from vllm.distributed import tensor_model_parallel_all_reduce
 from vllm.model_executor.layers.row_capture import capture_rows
 from vllm.model_executor.layers.steering_terms import TermTables, steer_terms
-from vllm.v1.interventions.plan import MADE_OF
 
 Made = TypeVar("Made")
 """Type of the result that upstream makes of the stream in the kernel that completes the stream: the
@@ -80,7 +79,7 @@ class UnboundTaps:
     """Class-level default of a wired decoder layer class.
 
     Args:
-        points: the points this class's `forward` calls, a subset of `POINTS`.
+        points: the points this class's `forward` calls, a subset of `STREAM_POINTS`.
         unless: what the wiring assumes away: attributes of the layer that must be false, or true
             after "not ", and "float16", the model's dtype.
         loops: of layers that run several times for a token, the submodule whose children are the
@@ -104,18 +103,21 @@ class UnboundTaps:
         refused: str = "",
         replaced: tuple[str, ...] = (),
     ) -> None:
-        unknown = sorted(set(points) - set(POINTS))
+        unknown = sorted(set(points) - set(STREAM_POINTS))
         if unknown:
-            raise ValueError(f"UnboundTaps: unknown points {unknown}, allowed are {POINTS}")
-        self.points = tuple(p for p in POINTS if p in points)
+            raise ValueError(f"UnboundTaps: unknown points {unknown}, allowed are {STREAM_POINTS}")
+        self.points = tuple(p for p in STREAM_POINTS if p in points)
         self.unless = unless
         self.loops = loops
         self.lanes = lanes
         self.refused = refused
-        made = {b: taps for b, taps in MADE_OF.items() if len(taps) > 1}
         kept = set(points).difference(replaced)
-        self.branches = tuple(b for b, (at, less) in made.items() if at in kept and less in points)
-        """Branches that are the difference of two of the points, as `MADE_OF` names them."""
+        self.branches = tuple(
+            p.name
+            for p in POINTS.values()
+            if p.rows is Rows.BRANCH and p.made_of[0] in kept and p.made_of[1] in points
+        )
+        """Branches that are the difference of two of the points."""
 
     def at(self, execution: int) -> "UnboundTaps":
         """Hand itself on: no execution of the layer has taps."""

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from vllm.config.steering import HEADS
+from vllm.config.points import RETURNED
 from vllm.v1.interventions.errors import need_family, need_keys, need_mapping, reject, show
 from vllm.v1.interventions.focus import FOCUS
 from vllm.v1.interventions.plan import Site, TapShape
@@ -153,7 +153,7 @@ class _Entry:
         self.path = path
         self.shape = shape
         self.families = families
-        self.of_heads = plain(self.given.get("point")) == HEADS
+        self.of_heads = plain(self.given.get("point")) == RETURNED
         self.lanes = 1 if self.of_heads else shape.lanes
         self.lane = -1
         self.width = shape.hidden_size
@@ -188,15 +188,15 @@ class _Entry:
         chosen: dict[int, tuple[int, ...]]
         if "heads" in self.given:
             path = f"{self.path}.heads"
-            chosen = need_heads(self.given["heads"], HEADS, path, self.shape)
-            widths = {self.shape.heads[layer][HEADS][1] for layer in chosen}
+            chosen = need_heads(self.given["heads"], RETURNED, path, self.shape)
+            widths = {self.shape.heads[layer][RETURNED][1] for layer in chosen}
         else:
             path = f"{self.path}.layers"
-            layers = need_layers(self.given["layers"], HEADS, path, self.shape)
+            layers = need_layers(self.given["layers"], RETURNED, path, self.shape)
             chosen = dict.fromkeys(layers, ())
-            widths = {self.shape.row_width((HEADS, layer)) for layer in chosen}
-        self.width = max(widths) if name == "scale" else need_one_width(HEADS, widths, path)
-        return {(HEADS, layer): chosen[layer] for layer in sorted(chosen)}
+            widths = {self.shape.row_width((RETURNED, layer)) for layer in chosen}
+        self.width = max(widths) if name == "scale" else need_one_width(RETURNED, widths, path)
+        return {(RETURNED, layer): chosen[layer] for layer in sorted(chosen)}
 
     def name(self) -> str:
         """The operation, its keys checked."""
@@ -210,9 +210,11 @@ class _Entry:
                 f"unknown operation {show(name)}; operations are {known}",
             )
         if self.of_heads and name not in HEAD_OPS:
-            reject(f"{self.path}.op", f"{name} does not act on heads; at {HEADS} do add and scale")
+            reject(
+                f"{self.path}.op", f"{name} does not act on heads; at {RETURNED} do add and scale"
+            )
         if name == "scale" and not self.of_heads:
-            reject(f"{self.path}.point", f"scale acts on heads: its point is {HEADS!r}")
+            reject(f"{self.path}.point", f"scale acts on heads: its point is {RETURNED!r}")
         self.need_family(name, "op")
         needed, allowed = _KEYS[name]
         if name in _ROWS and "values" in self.given:

@@ -15,29 +15,13 @@ import msgspec
 import numpy as np
 import torch
 
+from vllm.config.points import EMBED, FINAL
 from vllm.v1.interventions.focus import FocusOp, FocusProgram
 from vllm.v1.interventions.makings import AttentionRead, LensRead
 from vllm.v1.interventions.terms import Term
 
 Site = tuple[str, int]
 """A place in the model: (point, layer), layer the global decoder layer index from 0."""
-
-FINAL = "final"
-"""Name of the point that the head reads, which has no tap: its rows are what the model returns."""
-
-MADE_OF = {
-    "embed": ("pre_attn",),
-    "attn_out": ("post_attn", "pre_attn"),
-    "mlp_out": ("post_block", "post_attn"),
-}
-"""Point that is made of others -> those points of its layer: `embed` is what the first block reads,
-and the rest are branches, which are the first point less the second in float32."""
-
-
-def taps_of(point: str) -> tuple[str, ...]:
-    """The points whose rows are copied for those of a point: itself, or what `MADE_OF` says."""
-    return MADE_OF.get(point, (point,))
-
 
 TIERS = ("base", "prefill", "decode")
 """Names of the tiers, by where their vectors act: base at all positions, prefill at the prompt's,
@@ -125,7 +109,7 @@ class TapShape(msgspec.Struct, frozen=True):
         head reads."""
         points = *self.points[layer], *self.heads.get(layer, ()), *self.branches.get(layer, ())
         return (
-            *("embed",) * (layer == 0 and self.lanes == 1),
+            *(EMBED,) * (layer == 0 and self.lanes == 1),
             *points,
             *(FINAL,) * (layer == self.final),
         )

@@ -7,37 +7,32 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from vllm.config.capture import READ_POINTS, CaptureConfig
-from vllm.config.steering import HEADS, POINTS, STEERING_POINTS, SteeringConfig
+from vllm.config.capture import CaptureConfig
+from vllm.config.points import POINTS, READ_POINTS, RETURNED, STEERING_POINTS, STREAM_POINTS
+from vllm.config.steering import SteeringConfig
 from vllm.v1.interventions.errors import reject, show, show_key
-from vllm.v1.interventions.plan import Site, TapShape, taps_of
+from vllm.v1.interventions.plan import Site, TapShape
 from vllm.v1.interventions.values import plain, plain_list
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
-INSTEAD = {
-    "embed": "pre_attn of layer 0",
-    "attn_out": "post_attn",
-    "mlp_out": "post_block",
-    "final": "post_block of the last layer",
-}
-"""Point that can only be captured -> the point to name where it is not allowed."""
-
 _INT = re.compile(r"-?\d{1,9}")
 _RANGE = re.compile(r"(\d{1,9})-(\d{1,9})")
 
 
-def need_point(value: Any, path: str, shape: TapShape, allowed: Sequence[str] = POINTS) -> str:
+def need_point(
+    value: Any, path: str, shape: TapShape, allowed: Sequence[str] = STREAM_POINTS
+) -> str:
     """Return the point a user names; raise ValueError if it is not `allowed` or no layer has it."""
     value = plain(value)
     if not isinstance(value, str) or value not in allowed:
-        if isinstance(value, str) and value in INSTEAD:
-            reject(path, f"{value!r} can only be captured; here use {INSTEAD[value]}")
+        if isinstance(value, str) and value in POINTS and (instead := POINTS[value].instead):
+            reject(path, f"{value!r} can only be captured; here use {instead}")
         reject(path, f"unknown point {show(value)}; points are {', '.join(allowed)}")
     if not any(value in shape.offers(layer) for layer in shape.points):
         offered = {p for layer in shape.points for p in shape.offers(layer)}
-        near = offered.intersection(POINTS if value in POINTS else allowed)
+        near = offered.intersection(STREAM_POINTS if value in STREAM_POINTS else allowed)
         has = sorted(near, key=allowed.index)
         reject(path, f"this model has no point {value!r}; it has {', '.join(has)}")
     return value
@@ -149,8 +144,8 @@ def need_sites(points: Any, layers: Any, path: str, shape: TapShape) -> list[Sit
         names = [need_point(each, at, shape, STEERING_POINTS) for each in _listed(points)]
         if not names or len(set(names)) < len(names):
             reject(at, "must name a point, each once")
-        if HEADS in names:
-            reject(at, f"{HEADS} stands alone and not in a list: its rows are heads")
+        if RETURNED in names:
+            reject(at, f"{RETURNED} stands alone and not in a list: its rows are heads")
         sites = [(p, n) for p in names for n in need_layers(layers, p, f"{path}.layers", shape)]
     return sorted(sites, key=site_order)
 
@@ -172,7 +167,7 @@ def need_captured_points(sites: Iterable[Site], path: str, config: CaptureConfig
 
 def _need_points(sites: Iterable[Site], path: str, option: str, points: Sequence[str]) -> None:
     for point in dict.fromkeys(point for point, _ in sites):
-        for tap in taps_of(point):
+        for tap in POINTS[point].copied:
             if tap not in points:
                 of = "" if tap == point else f"is made of {tap}, and "
                 started = f"{of}the engine was started with {option}={list(points)}"
@@ -206,7 +201,7 @@ def _layers_of(value: Any, point: str, path: str, shape: TapShape) -> list[int]:
     layers = list(range(first, last + 1))
     for layer in layers:
         if point not in shape.offers(layer):
-            has = ", ".join(shape.points[layer] if point in POINTS else shape.offers(layer))
+            has = ", ".join(shape.points[layer] if point in STREAM_POINTS else shape.offers(layer))
             reject(path, f"layer {layer} has no point {point!r}; it has {has}")
     return layers
 

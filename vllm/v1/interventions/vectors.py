@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from vllm.config.steering import POINTS, STEERING_POINTS
+from vllm.config.points import STEERING_POINTS, STREAM_POINTS
 from vllm.v1.interventions.errors import need_mapping, reject, show, show_key, unknown_keys
 from vllm.v1.interventions.plan import Site, TapShape, VectorSet
 from vllm.v1.interventions.positions import Positions
@@ -54,7 +54,7 @@ def parse_vectors(
             layers = need_layers(layer_key, point, entry_path, shape)
             widths = {shape.row_width((point, layer)) for layer in layers}
             width = need_one_width(point, widths, entry_path)
-            lanes = shape.lanes if point in POINTS else 1
+            lanes = shape.lanes if point in STREAM_POINTS else 1
             vector, positions = _entry(entry, entry_path, width, select, lanes)
             for layer in layers:
                 if (point, layer) in seen:

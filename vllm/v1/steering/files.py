@@ -22,7 +22,8 @@ import safetensors
 import safetensors.numpy
 import torch
 
-from vllm.config.steering import HEADS, POINTS, STEERING_POINTS, SteeringConfig
+from vllm.config.points import RETURNED, STEERING_POINTS, STREAM_POINTS
+from vllm.config.steering import SteeringConfig
 from vllm.v1.interventions.errors import reject, show, show_key
 from vllm.v1.interventions.plan import TIERS, Site, TapShape
 from vllm.v1.interventions.sites import (
@@ -197,7 +198,7 @@ def save(path: str | Path, source: Module | Mapping[str, Any], model_hint: str =
         ops, of_ops = split_ops(module.ops)
         metadata |= {"steering_format": OPS_VERSION, "ops": ops}
         vectors |= of_ops
-    sizes = [len(row) for name, row in vectors.items() if name.split(".")[1] in POINTS]
+    sizes = [len(row) for name, row in vectors.items() if name.split(".")[1] in STREAM_POINTS]
     sizes += [len(op.term.vector) // 4 for op in module.ops if not op.heads]
     if sizes:  # rows of heads may have any width
         metadata["hidden_size"] = str(sizes[0])
@@ -239,7 +240,7 @@ def export_gguf(path: str | Path, source: Module | Mapping[str, Any], model_hint
 def _most_bytes(shape: TapShape) -> int:
     """Return the size of a file with a float64 vector for all sites and tiers of the model, and for
     an operation with a gate at each."""
-    sites = [(point, n) for n in shape.points for point in (*shape.points[n], HEADS)]
+    sites = [(point, n) for n in shape.points for point in (*shape.points[n], RETURNED)]
     return _HEADERS + 8 * (len(TIERS) + 2) * sum(map(shape.row_width, sites))
 
 

@@ -7,7 +7,7 @@ import sys
 from typing import Any
 
 from vllm import LLM
-from vllm.config.capture import READ_POINTS
+from vllm.config.points import READ_POINTS
 from vllm.entrypoints.cli.steering.start import start_engine, with_inline
 from vllm.pilot import dataset
 from vllm.pilot.dataset.shard_store import ShardStore

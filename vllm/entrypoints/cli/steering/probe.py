@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from vllm import LLM, RequestOutput, SamplingParams
-from vllm.config.steering import POINTS
+from vllm.config.points import STREAM_POINTS
 from vllm.v1.interventions.plan import Site
 from vllm.v1.interventions.sites import need_one_lane
 
@@ -71,7 +71,7 @@ class Probe:
             "pp": parallel.pipeline_parallel_size,
             "mode": "eager" if eager else compilation.mode.name.lower(),
             "graphs": "none" if eager else str(compilation.cudagraph_mode),
-            "points": [p for p in POINTS if any(p == site[0] for site in self.sites)],
+            "points": [p for p in STREAM_POINTS if any(p == site[0] for site in self.sites)],
         }
 
     def describe(self) -> str:

@@ -13,12 +13,12 @@ from fastapi import APIRouter, FastAPI, HTTPException, Request
 from fastapi.responses import JSONResponse, Response
 
 from vllm import envs
+from vllm.config.points import POINTS
 from vllm.entrypoints.compat.lens_routes import router as lens_router
 from vllm.entrypoints.compat.opening import LENS
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.interventions.errors import reject
 from vllm.v1.interventions.frontend.control.steering import AsyncSteering
-from vllm.v1.interventions.sites import INSTEAD
 from vllm.v1.steering.modules import FIELDS, need_module_name
 
 from .access import SteeringAccess
@@ -92,7 +92,7 @@ async def layers(request: Request) -> dict[str, Any]:
         "layers": {str(layer): list(points) for layer, points in sorted(shape.points.items())},
         "heads": {str(layer): points for layer, points in sorted(shape.heads.items())},
         "captured": {
-            str(layer): [p for p in shape.offers(layer) if p in INSTEAD]
+            str(layer): [p for p in shape.offers(layer) if POINTS[p].instead]
             for layer in sorted(shape.points)
         },
         "steering_points": list(steering.steering_points) if steering.enable_steering else [],

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from vllm.config.steering import POINTS
+from vllm.config.points import STREAM_POINTS
 from vllm.v1.interventions.errors import reject
 from vllm.v1.interventions.plan import Site
 from vllm.v1.interventions.sites import site_order
@@ -58,7 +58,7 @@ class SweepPlan:
     @cached_property
     def points(self) -> list[str]:
         """The points, in the order of the stream."""
-        return [point for point in POINTS if any(point == one for one, _ in self.sites)]
+        return [point for point in STREAM_POINTS if any(point == one for one, _ in self.sites)]
 
     @cached_property
     def layers(self) -> list[int]:

@@ -5,7 +5,7 @@ of them."""
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from vllm.config.steering import POINTS
+from vllm.config.points import STREAM_POINTS
 from vllm.tokenizers import TokenizerLike
 from vllm.v1.interventions.errors import InterventionError, need_mapping, reject, show
 from vllm.v1.interventions.frontend.request.budget import Work
@@ -176,7 +176,7 @@ def _token(value: Any, path: str, vocabulary: int, tokenizer: TokenizerLike | No
 def _sites(given: Mapping[str, Any], shape: TapShape) -> list[Site]:
     asked = given.get("points", ["post_block"])
     listed = plain_list(asked)
-    names = [asked] if listed is None else listed[: len(POINTS) + 1]
+    names = [asked] if listed is None else listed[: len(STREAM_POINTS) + 1]
     points = [need_point(name, f"points[{i}]", shape) for i, name in enumerate(names)]
     if not points or len(set(points)) < len(points):
         reject("points", "must name a point, each once")

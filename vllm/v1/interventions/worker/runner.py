@@ -15,8 +15,7 @@ import torch
 from torch import nn
 
 from vllm.config import CompilationMode, VllmConfig
-from vllm.config.capture import CAPTURE_POINTS, HEAD_POINTS
-from vllm.config.steering import HEADS, POINTS
+from vllm.config.points import CAPTURE_POINTS, HEAD_POINTS, RETURNED, STREAM_POINTS
 from vllm.model_executor.layers.attention.attention import Attention
 from vllm.model_executor.layers.attention.mla_attention import MLAAttention
 from vllm.model_executor.layers.attention_taps import HeadSteering, HeadTap, HeadTaps
@@ -129,7 +128,7 @@ class WorkerInterventions:
         refuse_layers(layers, self.shape.torch_dtype)
         self._allocate(self.shape)
         taps: dict[nn.Module, BoundTaps | LoopedTaps | HeadTaps] = {
-            **bound_taps(layers, lambda n: BoundTaps(*(self._tap(point, n) for point in POINTS)))
+            **bound_taps(layers, lambda n: BoundTaps(**{p: self._tap(p, n) for p in STREAM_POINTS}))
         }
         config = self._config
         if not (config.capture_config.captures_heads or config.steering_config.steers_heads):
@@ -164,7 +163,7 @@ class WorkerInterventions:
             scales = "scale" in config.steering_families
             self.table = SteeringTable(steered, num_rows, shape, device, scales, rank, ranks)
             if config.has_ops:
-                of_stream = [site for site in steered if site[0] != HEADS]
+                of_stream = [site for site in steered if site[0] not in HEAD_POINTS]
                 self._terms = TermTable(of_stream, config, shape, self.tokens.program)
         if self.capture is not None:
             points = self._config.capture_config.capture_points
@@ -207,7 +206,7 @@ class WorkerInterventions:
         return HeadTap(arena, dest, switch, width, gathers, replicas)
 
     def _head_steering(self, layer: int) -> HeadSteering | None:
-        site = (HEADS, layer)
+        site = (RETURNED, layer)
         if self.table is None or site not in self.table.at:
             return None
         factors = self.table.factors.get(site)

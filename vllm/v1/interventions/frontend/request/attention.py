@@ -8,6 +8,7 @@ from typing import Any
 
 import msgspec
 
+from vllm.config.points import QUERIES
 from vllm.v1.interventions.errors import need_mapping, refuse_unknown_keys, reject, show, show_key
 from vllm.v1.interventions.frontend.request.budget import Unit
 from vllm.v1.interventions.frontend.request.selectors import Prompt, Selector
@@ -53,10 +54,12 @@ def attention_selection(
     if "heads" not in asked:
         reject(f"{path}.heads", "is missing: give {layers: heads}, layers or 'all'")
     points = {layer: shape.offers(layer) for layer in shape.points}
-    if not any("q" in offers for offers in points.values()):
+    if not any(QUERIES in offers for offers in points.values()):
         reject(path, "no layer of this model has queries")
     offered = msgspec.structs.replace(shape, points=points)
-    heads = need_heads(_of_pairs(asked["heads"], f"{path}.heads"), "q", f"{path}.heads", offered)
+    heads = need_heads(
+        _of_pairs(asked["heads"], f"{path}.heads"), QUERIES, f"{path}.heads", offered
+    )
     for layer in heads:
         if layer in shape.unread:
             reject(
@@ -73,13 +76,13 @@ def attention_selection(
         _sum(asked, give, path),
         runs.stop,
     )
-    sites = sorted((("q", layer) for layer in heads), key=site_order)
+    sites = sorted(((QUERIES, layer) for layer in heads), key=site_order)
     return Selection(
         sites=sites,
         runs=runs.flat(),
         named=selector.named.flat(),
         last_generated=selector.only_last_generated,
-        heads={("q", layer): chosen for layer, chosen in heads.items()},
+        heads={(QUERIES, layer): chosen for layer, chosen in heads.items()},
         reads=read,
         fields=fields,
     )

@@ -7,13 +7,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from itertools import chain
 from typing import Any, TypeVar
 
-from vllm.config.capture import (
-    HEAD_POINTS,
-    PROJECTION_ROWS,
-    READ_POINTS,
-    CaptureConfig,
-)
-from vllm.config.steering import POINTS
+from vllm.config.capture import PROJECTION_ROWS, CaptureConfig
+from vllm.config.points import HEAD_POINTS, POINTS, READ_POINTS, STREAM_POINTS
 from vllm.sampling_params import SamplingParams
 from vllm.v1.capture.consumer import SHARED_FIELDS, CaptureConsumer
 from vllm.v1.capture.registry import INLINE, ConsumerSpec
@@ -30,7 +25,7 @@ from vllm.v1.interventions.frontend.request.rules import AskedRule, place_rules
 from vllm.v1.interventions.frontend.request.selectors import NAMED_SELECTORS, Prompt, Selector
 from vllm.v1.interventions.frontend.request.streams import Streams, union
 from vllm.v1.interventions.makings import AttentionRead, LensRead
-from vllm.v1.interventions.plan import MADE_OF, CapturePlan, Selection, Site, TapShape, taps_of
+from vllm.v1.interventions.plan import CapturePlan, Selection, Site, TapShape
 from vllm.v1.interventions.sites import (
     need_captured_points,
     need_heads,
@@ -135,8 +130,8 @@ def parse_capture(
         )
     placed = streams.placed(projections)
     sites, runs = union(placed)
-    if any(point in MADE_OF for point, _ in sites):
-        taps = {(tap, layer) for point, layer in sites for tap in taps_of(point)}
+    if any(POINTS[point].made_of for point, _ in sites):
+        taps = {(tap, layer) for point, layer in sites for tap in POINTS[point].copied}
         sites = sorted(taps, key=site_order)
     # What is made of rows takes room, too, while it is on the device; rows under a lens take time.
     made = sum(s.row_bytes * len(s.sites) for s in placed if s.differs or s.reads is not None)
@@ -226,7 +221,7 @@ def _selection(
     if "lane" in request:
         lanes = need_lane(request["lane"], f"{path}.lane", shape.lanes)
     sites, heads = _sites(request["hooks"], f"{path}.hooks", shape, lanes)
-    if "lane" in request and not any(point in POINTS for point, _ in sites):
+    if "lane" in request and not any(point in STREAM_POINTS for point, _ in sites):
         reject(f"{path}.lane", "is of the stream, and hooks name no point there")
     if request.get("lens") is not None:
         need_one_lane(f"{path}.lens", shape)
@@ -283,7 +278,7 @@ def _sites(
             continue
         layers = _layers(value, point, f"{path}.{point}", shape)
         points.append([(point, layer) for layer in sorted(layers)])
-        if shape.lanes > 1 and point in POINTS:
+        if shape.lanes > 1 and point in STREAM_POINTS:
             heads |= dict.fromkeys(points[-1], lanes)
     if not points:
         reject(path, "name no layer")

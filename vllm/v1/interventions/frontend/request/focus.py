@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from vllm.config.points import RETURNED
 from vllm.v1.interventions.errors import need_family, need_keys, need_mapping, reject, show
 from vllm.v1.interventions.focus import (
     FACTOR,
@@ -27,9 +28,6 @@ from vllm.v1.interventions.positions import ALL, END, Positions
 from vllm.v1.interventions.sites import need_heads, need_layers
 from vllm.v1.interventions.values import plain
 from vllm.v1.interventions.vectors import Select, digest_of, need_number
-
-_POINT = "z"
-"""Layers that have it have attention of their own."""
 
 
 def is_focus(entry: Any) -> bool:
@@ -122,7 +120,7 @@ class FocusParser:
         made: dict[tuple[int, ...], int] = {}
         """The pairs of queries and keys of entries that act together, by their places in memory."""
         for layer, entries in self._at.items():
-            of_all, _ = self._shape.heads[layer][_POINT]
+            of_all, _ = self._shape.heads[layer][RETURNED]
             heads = {h for e in entries for h in e.op.heads[layer] or range(of_all)}
             runs = sum(len(e.op.runs) // 2 for e in entries)
             each = len(heads) * self._shape.focus_passes(runs)
@@ -139,12 +137,12 @@ class FocusParser:
         """`FocusOp.heads` of `layers` or `heads`."""
         path = f"{path}.{key}"
         if key == "layers":
-            layers = need_layers(value, _POINT, path, self._shape)
+            layers = need_layers(value, RETURNED, path, self._shape)
             if not layers:
                 reject(path, "names no layer")
             found: dict[int, tuple[int, ...]] = dict.fromkeys(layers, ())
         else:
-            found = need_heads(value, _POINT, path, self._shape)
+            found = need_heads(value, RETURNED, path, self._shape)
         for layer in found:
             latent = "attention over a latent cache (MLA)" if layer in self._shape.latent else ""
             if why := self._shape.unread.get(layer, latent):

@@ -7,7 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from vllm.config.capture import HEAD_POINTS, PROJECTION_ROWS, READ_POINTS
+from vllm.config.capture import PROJECTION_ROWS
+from vllm.config.points import HEAD_POINTS, RESIDUAL_POINTS
 from vllm.config.steering import MAX_MODULES
 from vllm.v1.interventions.errors import need_mapping, reject, show, show_key
 from vllm.v1.interventions.frontend.request.budget import Unit, Work
@@ -16,8 +17,6 @@ from vllm.v1.interventions.plan import Site, TapShape
 from vllm.v1.interventions.sites import need_layers, need_one_lane, need_point
 from vllm.v1.interventions.values import Array, plain_list
 from vllm.v1.interventions.vectors import need_array, need_vector
-
-_POINTS = [point for point in READ_POINTS if point not in HEAD_POINTS]
 
 
 def matrix_digest(matrix: bytes, shape: TapShape) -> str:
@@ -49,7 +48,7 @@ def matrices_of(
         return [data]
     made: dict[Site, bytes] = {}
     for key, entries in value.items():
-        point = need_point(key, f"{path}.{show_key(key)}", shape, _POINTS)
+        point = need_point(key, f"{path}.{show_key(key)}", shape, RESIDUAL_POINTS)
         for layers, matrix in need_mapping(entries, f"{path}.{point}").items():
             at = f"{path}.{point}.{show_key(layers)}"
             data = _matrix(matrix, at, shape)

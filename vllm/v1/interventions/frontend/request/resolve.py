@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from vllm.config.points import RETURNED
 from vllm.pooling_params import PoolingParams
 from vllm.sampling_params import BeamSearchParams, RequestOutputKind, SamplingParams
 from vllm.tokenizers import TokenizerLike
@@ -219,7 +220,7 @@ def _capture(
         sites, field = selection.sites, "hooks"
         if isinstance(selection.reads, AttentionRead):
             # What attention returned proved at start-up that its weights can be read.
-            sites, field = [*sites, ("z", sites[0][1])], "attention"
+            sites, field = [*sites, (RETURNED, sites[0][1])], "attention"
         need_captured_points(sites, f"capture.{name}.{field}", config.capture_config)
     num_prompt_tokens = len(prompt.token_ids)
     at_once = 1

@@ -6,10 +6,11 @@ from typing import NamedTuple
 
 import msgspec
 
+from vllm.config.points import POINTS, Rows
 from vllm.v1.capture.registry import is_inline
 from vllm.v1.interventions.errors import reject
 from vllm.v1.interventions.makings import AttentionRead, LensRead
-from vllm.v1.interventions.plan import MADE_OF, Selection, Site, Stream, TapShape
+from vllm.v1.interventions.plan import Selection, Site, Stream, TapShape
 from vllm.v1.interventions.positions import Positions
 from vllm.v1.interventions.sites import site_order
 
@@ -67,7 +68,7 @@ class Streams:
         """
         parts: dict[_Form, list[Site]] = {}
         runs = tuple(selection.runs) if summed else ()
-        differing = [site for site in selection.sites if len(MADE_OF.get(site[0], ())) > 1]
+        differing = [s for s in selection.sites if POINTS[s[0]].rows is Rows.BRANCH]
         widths = {0}
         if selection.heads:
             widths = {self._width(selection, site) for site in selection.sites}

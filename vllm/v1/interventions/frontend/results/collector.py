@@ -9,6 +9,7 @@ from typing import Any, Self
 import numpy as np
 import torch
 
+from vllm.config.points import QUERIES
 from vllm.v1.capture.attention import AttentionRows
 from vllm.v1.capture.copies import CopyThreads, Filled, copies_of, integers, of_stream, steps_into
 from vllm.v1.capture.lens import LensRows
@@ -79,7 +80,7 @@ class _Rows(RowSource):
 
     def _captured(self, site: Site) -> CapturedRows:
         """Return the rows at a site."""
-        form = self.forms.get(site[1]) if site[0] == "q" else None
+        form = self.forms.get(site[1]) if site[0] == QUERIES else None
         heads, at = self.selection.heads.get(site, ()), (self.positions, self.token_ids)
         values, texts = self._values(site), self._of_tokens()
         return CapturedRows(*at, values, self.versions, heads, form, texts)
@@ -96,7 +97,7 @@ class _Rows(RowSource):
         assert isinstance(read, AttentionRead)
         heads, values = tuple[int, ...](), self._sum
         if layer is not None:
-            heads, values = self.selection.heads["q", layer], self._values(("q", layer))
+            heads, values = self.selection.heads[QUERIES, layer], self._values((QUERIES, layer))
         at = self.positions, self.token_ids
         return AttentionRows(*at, values, self.versions, heads, read, self._of_tokens())
 

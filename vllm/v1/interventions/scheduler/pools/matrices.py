@@ -3,8 +3,9 @@
 
 from itertools import pairwise
 
+from vllm.config.points import POINTS
 from vllm.v1.interventions.messages import StepInterventions, WorkerStream
-from vllm.v1.interventions.plan import CapturePlan, Plan, taps_of
+from vllm.v1.interventions.plan import CapturePlan, Plan
 from vllm.v1.interventions.scheduler.pools.protocol import MAX_STEP_BYTES
 
 
@@ -74,8 +75,8 @@ class ProjectionPool:
                 firsts *= len(stream.sites)
             size = stream.width // len([*stream.heads, (0,)][0])
             projection = (tuple(firsts), size) if firsts else None
-            sites = tuple(at[taps_of(point)[0], n] for point, n in stream.sites)
-            minus = tuple(at[taps_of(p)[1], n] for p, n in stream.sites if stream.differs)
+            sites = tuple(at[POINTS[point].copied[0], n] for point, n in stream.sites)
+            minus = tuple(at[POINTS[p].copied[1], n] for p, n in stream.sites if stream.differs)
             heads, summed = tuple(stream.heads), tuple(stream.runs * stream.summed)
             width = stream.width if heads or minus or stream.reads is not None else 0
             streams.append(

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from vllm.config.points import ATTENTION_POINTS
 from vllm.distributed import get_tp_group
 from vllm.logger import init_logger
 from vllm.model_executor.layers.attention.mla_attention import MLAAttention
@@ -74,7 +75,7 @@ def prove_attention(
             layers[layer] = LatentReader(module, table, rank)
         else:
             layers[layer] = LayerReader(module, table, rank, focused.get(layer))
-    needed = sum(shape.arena_rows((p, layer)) for layer in layers for p in ("q", "z"))
+    needed = sum(shape.arena_rows((p, layer)) for layer in layers for p in ATTENTION_POINTS)
     if needed > len(capture.arena):
         why = f"its start-up proof needs capture_buffer_bytes={needed * shape.row_bytes} or more"
         unread |= dict.fromkeys(layers, why)
@@ -108,7 +109,7 @@ def _errors(
     shape, capture = interventions.shape, interventions.capture
     assert shape is not None and capture is not None
     arena = capture.arena
-    rows, needed = shape.arena_places((p, layer) for layer in layers for p in ("q", "z"))
+    rows, needed = shape.arena_places((p, layer) for layer in layers for p in ATTENTION_POINTS)
     blocks, keys = _lend(layers, tables, most_keys)
     lent = {layer: tables[layer].pages_of(blocks[tables[layer].group]) for layer in layers}
     generator = torch.Generator(arena.device).manual_seed(0)
@@ -136,7 +137,7 @@ def _errors(
                     .flatten()[: shape.row_width(site)]
                     .view(*shape.heads[layer][site[0]])[reader.heads.start : reader.heads.stop]
                     .float()
-                    for site in (("q", layer), ("z", layer))
+                    for site in ((p, layer) for p in ATTENTION_POINTS)
                 )
                 made = _attended(reader, q, lent[layer], keys, program)
                 off = (made - z).norm(dim=-1) / z.norm(dim=-1).clamp_min(1e-6)

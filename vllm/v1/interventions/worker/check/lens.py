@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from vllm.config.capture import LOGIT, CaptureConfig
-from vllm.config.steering import POINTS
+from vllm.config.points import STREAM_POINTS
 from vllm.model_executor.models.interfaces_base import is_text_generation_model
 from vllm.v1.interventions.worker.check.attention import ROUNDED, TOLERANCE
 from vllm.v1.interventions.worker.making.lens import LensReader, Norm
@@ -75,7 +75,7 @@ def prove_lenses(
     logits = model.compute_logits(wanted.to(row.dtype))
     assert logits is not None
     vocab_size = logits.shape[1]
-    sites = [(point, layer) for point, layer in interventions.sites if point in POINTS]
+    sites = [(point, layer) for point, layer in interventions.sites if point in STREAM_POINTS]
     lenses = {LOGIT: sites} if LOGIT in config.capture_lens else {}
     for name, lens in capture.lenses.items():
         lenses[name] = [("post_block", layer) for layer in lens.layers]

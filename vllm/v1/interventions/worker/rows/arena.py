@@ -13,12 +13,13 @@ import numpy as np
 import torch
 
 from vllm.config import VllmConfig
+from vllm.config.points import FINAL
 from vllm.model_executor.layers.row_capture import WRITTEN, capture_rows
 from vllm.utils.torch_utils import async_tensor_h2d
 from vllm.v1.capture.transport.landing import Landing
 from vllm.v1.interventions.capture_groups import CaptureGroup, CaptureGroups, num_senders
 from vllm.v1.interventions.messages import WorkerRequest
-from vllm.v1.interventions.plan import FINAL, Site, TapShape
+from vllm.v1.interventions.plan import Site, TapShape
 from vllm.v1.interventions.step_rows import Block, Blocks, Members, StepRows
 from vllm.v1.interventions.worker.attention.reader import AttentionReader
 from vllm.v1.interventions.worker.making.attention import (

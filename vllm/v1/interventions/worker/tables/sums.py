@@ -4,7 +4,7 @@
 import numpy as np
 import torch
 
-from vllm.config.steering import HEADS
+from vllm.config.points import HEAD_POINTS
 from vllm.utils.torch_utils import async_tensor_h2d
 from vllm.v1.interventions.messages import (
     GLOBALS_ALONE,
@@ -51,7 +51,7 @@ class SteeringTable:
         size, dtype = (len(sites), num_rows, widest), shape.torch_dtype
         self._rows = torch.zeros(size, dtype=dtype, device=device)
         self._index = {site: i for i, site in enumerate(sites)}
-        heads = [i for i, (point, _) in enumerate(sites) if scales and point == HEADS]
+        heads = [i for i, (point, _) in enumerate(sites) if scales and point in HEAD_POINTS]
         self._heads = torch.tensor(heads, dtype=torch.int64)
         self._factors = torch.ones(len(heads), *size[1:], device=device)
         self.at: dict[Site, torch.Tensor] = {}
@@ -59,9 +59,11 @@ class SteeringTable:
         self.factors: dict[Site, torch.Tensor] = {}
         """Site of heads -> float32 of the same size, a view; empty without `scales`."""
         for site, i in self._index.items():
-            width = shape.row_width(site)
-            part = width // ranks if site[0] == HEADS else width
-            columns = slice(rank * part, (rank + 1) * part) if site[0] == HEADS else slice(width)
+            first, width = 0, shape.row_width(site)
+            if site[0] in HEAD_POINTS:
+                width //= ranks
+                first = rank * width
+            columns = slice(first, first + width)
             self.at[site] = self._rows[i, :, columns]
             if i in heads:
                 self.factors[site] = self._factors[heads.index(i), :, columns]
