@@ -29,7 +29,7 @@ from vllm.config.capture import PROJECTION_ROWS, CaptureConfig
 from vllm.config.points import STREAM_POINTS
 from vllm.config.steering import FAMILIES, SteeringConfig
 from vllm.v1.interventions.messages import num_table_rows
-from vllm.v1.interventions.plan import TapShape
+from vllm.v1.interventions.shape import LayerShape, TapShape
 from vllm.v1.interventions.terms import Scalars
 from vllm.v1.interventions.worker.runner import WorkerInterventions
 
@@ -135,7 +135,7 @@ def allocated(
     )
     before = torch.cuda.memory_allocated() if device.type == "cuda" else 0
     made = WorkerInterventions(config, device)
-    shape = TapShape(hidden, _NAME, dict.fromkeys(range(layers), STREAM_POINTS))
+    shape = TapShape(hidden, _NAME, dict.fromkeys(range(layers), LayerShape(STREAM_POINTS)))
     made._allocate(shape)
     found = {"tensors": tensor_bytes(made, device)}
     if device.type == "cuda":

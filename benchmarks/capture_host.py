@@ -123,10 +123,11 @@ def run(args: argparse.Namespace, num_sites: int) -> dict[str, float]:
     from vllm.v1.interventions.capture_groups import CaptureGroups
     from vllm.v1.interventions.frontend.results.outputs import CaptureOutputs
     from vllm.v1.interventions.messages import WorkerRequest, WorkerStream
-    from vllm.v1.interventions.plan import CapturePlan, Plan, Selection, Stream, TapShape
+    from vllm.v1.interventions.plan import CapturePlan, Plan, Selection, Stream
     from vllm.v1.interventions.scheduler.consumers import CaptureSessions
     from vllm.v1.interventions.scheduler.relay import RowRelay
     from vllm.v1.interventions.scheduler.request import RequestInterventions
+    from vllm.v1.interventions.shape import TapShape
     from vllm.v1.interventions.step_rows import Blocks, StepRows
     from vllm.v1.interventions.worker.making.attention import Captured
     from vllm.v1.interventions.worker.rows.outbox import Outbox

@@ -35,7 +35,7 @@ from vllm.v1.capture.copies import CopyThreads, empty
 from vllm.v1.capture.file_format import LAYOUTS
 from vllm.v1.capture.registry import ConsumerSpec, HostLimits
 from vllm.v1.capture.transport.host import ConsumerHost
-from vllm.v1.interventions.plan import TapShape
+from vllm.v1.interventions.shape import LayerShape, TapShape
 
 _PIECE, _FILE = 16 << 20, 256 << 20
 
@@ -61,7 +61,7 @@ def consumer(folder: Path, layout: str, data: torch.Tensor) -> float:
     """
     requests, sites, rows, width = data.shape
     at = np.arange(rows)
-    shape = TapShape(width, "bfloat16", {n: ("post_block",) for n in range(sites)})
+    shape = TapShape(width, "bfloat16", dict.fromkeys(range(sites), LayerShape(("post_block",))))
     made = FilesystemConsumer(root=str(folder), layout=layout)
     made.start(ConsumerContext("filesystem", "benchmark", shape, 0))
     waiting, errors, finished = requests, list[str](), threading.Event()

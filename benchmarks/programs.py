@@ -18,8 +18,9 @@ import torch
 from tests.support.plans import config_of, plan_of
 from vllm.config.points import STREAM_POINTS
 from vllm.v1.interventions.messages import StepInterventions
-from vllm.v1.interventions.plan import Plan, TapShape
+from vllm.v1.interventions.plan import Plan
 from vllm.v1.interventions.scheduler.pools.terms import TermPool
+from vllm.v1.interventions.shape import LayerShape, TapShape
 from vllm.v1.interventions.worker.tables.terms import TermTable
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
@@ -36,7 +37,7 @@ def timed(what: str, work: Callable[..., Any], *args: Any, **kwargs: Any) -> Any
 
 def main() -> None:
     config = config_of(steering_families=["add", "ablate", "replace"], max_steering_rows=ROWS)
-    shape = TapShape(HIDDEN, "bfloat16", dict.fromkeys(range(LAYERS), STREAM_POINTS))
+    shape = TapShape(HIDDEN, "bfloat16", dict.fromkeys(range(LAYERS), LayerShape(STREAM_POINTS)))
     config.tap_shape = shape
     bits = [[p for p in range(PROMPT) if p >> bit & 1] for bit in range(10)]
     ops = [

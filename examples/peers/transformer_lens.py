@@ -134,8 +134,8 @@ class HookedLLM:
         """Return all that can be read of this model."""
         shape = self.llm.llm_engine.vllm_config.tap_shape
         assert shape is not None
-        sites = [(p, n) for n in sorted(shape.points) for p in (*shape.offers(n), "attn")]
-        weights = set(shape.forms)
+        sites = [(p, n) for n in sorted(shape.layers) for p in (*shape.offers(n), "attn")]
+        weights = {n for n, layer in shape.layers.items() if layer.rule is not None}
         return [
             f"blocks.{n}.{_NAMES[p]}"
             for p, n in sites

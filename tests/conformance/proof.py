@@ -183,6 +183,8 @@ def prove(row: TinyModel, cache: Path, **options: Any) -> Result:
         prompts,
         read_errors,
         steered_read_errors,
+        unread,
+        with_heads,
         write_errors,
     )
 
@@ -207,24 +209,25 @@ def prove(row: TinyModel, cache: Path, **options: Any) -> Result:
         writes = write_errors(llm, reference, logit_prompts)
         shape = llm.llm_engine.vllm_config.tap_shape
         assert shape is not None
-        points = {layer: tuple(heads) for layer, heads in shape.heads.items()}
-        heads = head_errors(llm, reference, token_prompts, points, shape.unread)
+        layers = with_heads(shape)
+        points = {n: tuple(layer.heads) for n, layer in layers.items()}
+        heads = head_errors(llm, reference, token_prompts, points, unread(shape))
         if "z" in heads:
             written = head_write_errors(llm, reference, logit_prompts[1], sorted(points))
             heads["z"] = replace(heads["z"], write=written[0], moved=written[1])
         heads |= other_errors(llm, reference, token_prompts, offered_others(shape))
-        readable = {n: of["z"][0] for n, of in shape.heads.items() if n not in shape.unread}
-        focusable = {n: number for n, number in readable.items() if n not in shape.latent}
+        readable = {n: of.heads["z"][0] for n, of in layers.items() if not of.unread}
+        focusable = {n: number for n, number in readable.items() if not layers[n].latent}
         focus = focus_errors(llm, reference, logit_prompts, focusable)
-    offered = {point for of in shape.heads.values() for point in of}
+    offered = {point for of in points.values() for point in of}
     without = {p: "unseen" if p in offered else "none" for p in HEAD_POINTS if p not in heads}
     for name, found, here in (
         ("attn", heads.get("attn"), readable),
         ("focus", focus, focusable),
     ):
         if found is None:
-            whys = {f"refused: {why}" for why in shape.unread.values()}
-            if shape.latent and name == "focus":
+            whys = {f"refused: {why}" for why in unread(shape).values()}
+            if any(of.latent for of in layers.values()) and name == "focus":
                 whys.add("refused: attention over a latent cache (MLA)")
             without[name] = "unseen" if here else "; ".join(sorted(whys)) or "none"
 

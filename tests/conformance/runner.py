@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from vllm.v1.interventions.plan import TapShape
+from vllm.v1.interventions.shape import LayerShape, TapShape
 
 from . import reference as ref
 from .cases import SteeringCase, phase_mask, steering_cases
@@ -203,8 +203,20 @@ def other_errors(
 
 def offered_others(shape: TapShape) -> list[str]:
     """Those of embed, final and branches that an engine offers."""
-    branches = {name: None for offers in shape.branches.values() for name in offers}
-    return [*["embed"] * (shape.lanes == 1), *branches, *["final"] * (shape.final is not None)]
+    layers = shape.layers.values()
+    branches = {name: None for layer in layers for name in layer.branches}
+    final = any(layer.final for layer in layers)
+    return [*["embed"] * (shape.lanes == 1), *branches, *["final"] * final]
+
+
+def with_heads(shape: TapShape) -> dict[int, LayerShape]:
+    """The layers whose heads can be captured."""
+    return {n: layer for n, layer in shape.layers.items() if layer.heads}
+
+
+def unread(shape: TapShape) -> dict[int, str]:
+    """Layer -> why its attention weights cannot be read, of those."""
+    return {n: layer.unread for n, layer in shape.layers.items() if layer.unread}
 
 
 def head_write_errors(

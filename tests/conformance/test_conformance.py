@@ -93,9 +93,10 @@ def test_heads(pair: Pair) -> None:
     """Every head at q, k, v and z and the weights of its attention, and none would pass for its
     neighbour."""
     shape = pair.llm.llm_engine.vllm_config.tap_shape
-    assert shape is not None and shape.heads
-    points = {layer: tuple(heads) for layer, heads in shape.heads.items()}
-    errors = check.head_errors(pair.llm, pair.reference, PROMPTS, points, shape.unread)
+    assert shape is not None
+    points = {n: tuple(layer.heads) for n, layer in check.with_heads(shape).items()}
+    assert points
+    errors = check.head_errors(pair.llm, pair.reference, PROMPTS, points, check.unread(shape))
     # GPT-J's attention in transformers is one method, so nothing of it can be seen.
     assert set(errors) == (set() if pair.reference.row.name == "gptj" else {*HEAD_POINTS, "attn"})
     for heads in errors.values():
@@ -110,8 +111,8 @@ def test_focus(pair: Pair) -> None:
     """Weights of keys all over the sequence raised at every head, and taken away at half of them;
     each moves log-probabilities by 20 times what they may be off."""
     shape = pair.llm.llm_engine.vllm_config.tap_shape
-    assert shape is not None and not shape.unread
-    heads = {layer: of["z"][0] for layer, of in shape.heads.items()}
+    assert shape is not None and not check.unread(shape)
+    heads = {n: layer.heads["z"][0] for n, layer in check.with_heads(shape).items()}
     errors = focus_errors(pair.llm, pair.reference, LOGIT_PROMPTS, heads)
     assert errors is not None
     assert errors.write <= check.WRITE_TOLERANCE and errors.moved >= check.LEAST_BRANCH_MOVE
@@ -120,7 +121,7 @@ def test_focus(pair: Pair) -> None:
 def test_ends_and_branches(pair: Pair) -> None:
     """embed and final, by hooks and by what transformers says itself, and the branches."""
     shape = pair.llm.llm_engine.vllm_config.tap_shape
-    assert shape is not None and shape.final == models.LAYERS - 1
+    assert shape is not None and shape.layers[models.LAYERS - 1].final
     offered = check.offered_others(shape)
     assert ("attn_out" in offered) == ("post_attn" in pair.reference.row.points)
     errors = check.other_errors(pair.llm, pair.reference, PROMPTS, offered)

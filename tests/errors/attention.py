@@ -5,11 +5,9 @@ from __future__ import annotations
 
 from typing import Any
 
-import msgspec
-
 from tests.errors.case import Case, path
 from tests.errors.requests import HEADED_CONFIG, SELECTORS
-from tests.support.plans import HEADS, config_of
+from tests.support.plans import HEADS, config_of, with_layers
 
 IN_ATTENTION = "capture.inline.attention"
 _ASKED: list[tuple[dict[str, str], Any]] = [
@@ -74,7 +72,7 @@ ATTENTION = [
     Case(
         path("capture.inline.attention.heads", "a head of stone", layer="1"),
         {"capture": {"inline": {"attention": {"heads": {"0-1": 0}, "give": ["weights"]}}}}
-        | {"config": config_of(msgspec.structs.replace(HEADS, unread={1: "a head of stone"}))},
+        | {"config": config_of(with_layers(HEADS, [1], unread="a head of stone"))},
     ),
     Case(
         path("capture.inline.attention.z", allowed="['q']"),

@@ -15,7 +15,7 @@ from tests.errors.case import Case, path
 from tests.errors.steering_calls import steering
 from tests.support.plans import LANES, SHAPE, VECTOR, config_of
 from vllm.config.steering import FAMILIES, SteeringConfig
-from vllm.v1.interventions.plan import TapShape
+from vllm.v1.interventions.shape import TapShape
 from vllm.v1.steering.files import (
     export_gguf,
     load,

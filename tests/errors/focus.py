@@ -6,18 +6,16 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
-import msgspec
-
 from tests.errors.case import Case, path
-from tests.support.plans import HEADS, config_of
+from tests.support.plans import HEADS, config_of, with_layers
 from vllm.config.intervention_refusals import refuse_unsupported
 from vllm.config.steering import FAMILIES
-from vllm.v1.interventions.plan import TapShape
+from vllm.v1.interventions.shape import TapShape
 from vllm.v1.steering.modules import parse_module
 
 CONFIG = config_of(HEADS, steering_families=["add", "focus"])
-UNREAD = msgspec.structs.replace(HEADS, unread={1: "backend ODD"})
-LATENT = msgspec.structs.replace(HEADS, latent=(1,))
+UNREAD = with_layers(HEADS, [1], unread="backend ODD")
+LATENT = with_layers(HEADS, [1], latent=True)
 
 
 def focus(*more: dict[str, Any], shape: TapShape = HEADS, **fields: Any) -> dict[str, Any]:

@@ -9,14 +9,13 @@ import json
 from types import SimpleNamespace
 from typing import Any
 
-import msgspec
 import numpy as np
 import pytest
 import torch
 from fastapi import HTTPException
 
 from tests.errors.case import Case, path
-from tests.support.plans import HIDDEN, SHAPE, config_of
+from tests.support.plans import HIDDEN, SHAPE, config_of, with_layers
 from vllm import SamplingParams
 from vllm.entrypoints.compat import doors, lens
 from vllm.entrypoints.compat import opening as opening_module
@@ -25,7 +24,7 @@ from vllm.entrypoints.compat.opening import open_doors
 from vllm.entrypoints.compat.peers import ARGS
 from vllm.entrypoints.compat.wire import MAX_BYTES, decoded, encoded
 from vllm.v1.interventions.frontend.request.budget import Work
-from vllm.v1.interventions.plan import AttentionForm
+from vllm.v1.interventions.shape import AttentionRule
 
 GOOD = torch.ones(2, HIDDEN)
 WIRE = encoded(GOOD)
@@ -45,9 +44,10 @@ def asking(**args: Any) -> Any:
 
 
 def unlike() -> None:
-    form: AttentionForm = {"scale": 0.5, "group": 1}
-    heads = {layer: {"q": (4, layer + 1), "k": (4, layer + 1)} for layer in (0, 1)}
-    shape = msgspec.structs.replace(SHAPE, heads=heads, forms={0: form, 1: form})
+    rule: AttentionRule = {"scale": 0.5, "group": 1}
+    shape = SHAPE
+    for n in (0, 1):
+        shape = with_layers(shape, [n], heads={"q": (4, n + 1), "k": (4, n + 1)}, rule=rule)
     lens.fields_of({"output_qk": True}, "x.", shape, Work(MOST))
 
 

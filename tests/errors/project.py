@@ -21,7 +21,7 @@ from vllm.v1.interventions.frontend.request.chat import ChatTurns, tokens_of_tur
 from vllm.v1.interventions.frontend.request.selectors import Prompt, Selector
 from vllm.v1.interventions.frontend.request.text import PromptText
 from vllm.v1.interventions.frontend.request.written_text import WrittenText
-from vllm.v1.interventions.plan import TapShape
+from vllm.v1.interventions.shape import TapShape
 from vllm.v1.steering.modules import parse_module
 
 if TYPE_CHECKING:
@@ -35,7 +35,7 @@ def project(value: Any, **more: Any) -> dict[str, Any]:
 
 def two_large_ones() -> object:
     """Two consumers whose matrices fit one by one."""
-    shape = TapShape(hidden_size=PROJECTION_ROWS, dtype="float32", points=SHAPE.points)
+    shape = TapShape(hidden_size=PROJECTION_ROWS, dtype="float32", layers=SHAPE.layers)
     asked = {
         name: {"hooks": {"post_block": [1]}, "project": np.full((1000, PROJECTION_ROWS), size)}
         for name, size in (("one", 1.0), ("two", 2.0))
@@ -104,7 +104,7 @@ HOOKS = {"post_block": [1]}
 def named(names: Any, **more: Any) -> dict[str, Any]:
     """Scores of modules: a direction at each layer, one at layer 1 alone, and one that is zero."""
     with_vectors = {
-        "all": {layer: [1.0, 2.0, 0.0, 0.0] for layer in SHAPE.points},
+        "all": {layer: [1.0, 2.0, 0.0, 0.0] for layer in SHAPE.layers},
         "one": {0: VECTOR},
         "zero": {1: [0.0] * HIDDEN},
     }

@@ -6,12 +6,20 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
-import msgspec
 import numpy as np
 import torch
 
 from tests.errors.case import Case, path
-from tests.support.plans import GAPS, HEADS, HIDDEN, PARALLEL_ONLY, SHAPE, VECTOR, config_of
+from tests.support.plans import (
+    GAPS,
+    HEADS,
+    HIDDEN,
+    PARALLEL_ONLY,
+    SHAPE,
+    VECTOR,
+    config_of,
+    with_layers,
+)
 from vllm.config.points import CAPTURE_POINTS
 
 
@@ -38,11 +46,10 @@ HEADED = config_of(
     HEADS, capture_consumers=["inline", "logging"], capture_points=list(CAPTURE_POINTS)
 )
 HEADED_CONFIG = {"config": HEADED}
-BRANCHES = {1: ("attn_out", "mlp_out")}
-"""Of layer 1 alone."""
+BRANCHES = ("attn_out", "mlp_out")
 BRANCHED_CONFIG = {
     "config": config_of(
-        msgspec.structs.replace(SHAPE, branches=BRANCHES),
+        with_layers(SHAPE, [1], branches=BRANCHES),
         capture_consumers=["inline", "logging"],
     )
 }

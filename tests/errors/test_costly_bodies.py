@@ -19,11 +19,12 @@ import msgspec
 import numpy as np
 import pytest
 
-from tests.support.plans import HIDDEN, VECTOR, config_of, plan_of
+from tests.support.plans import HIDDEN, VECTOR, config_of, plan_of, with_layers
 from vllm.config.points import STREAM_POINTS
 from vllm.v1.interventions.errors import InterventionError
 from vllm.v1.interventions.frontend.request.steering import MAX_MODULES
-from vllm.v1.interventions.plan import INHERIT, PLAN_FIELDS, VECTOR_FIELDS, Plan, TapShape
+from vllm.v1.interventions.plan import INHERIT, PLAN_FIELDS, VECTOR_FIELDS, Plan
+from vllm.v1.interventions.shape import LayerShape, TapShape
 from vllm.v1.steering.modules import Module, parse_module
 
 pytestmark = pytest.mark.quick
@@ -31,7 +32,7 @@ pytestmark = pytest.mark.quick
 LONG = 32_768
 """Tokens of the prompt."""
 SHAPE = TapShape(
-    hidden_size=HIDDEN, dtype="float32", points=dict.fromkeys(range(40), STREAM_POINTS)
+    hidden_size=HIDDEN, dtype="float32", layers=dict.fromkeys(range(40), LayerShape(STREAM_POINTS))
 )
 CONFIG = config_of(
     SHAPE,
@@ -39,15 +40,13 @@ CONFIG = config_of(
     max_steering_rows=4096,
     max_steering_ops=8,
 )
-WITH_HEADS = msgspec.structs.replace(
-    SHAPE, heads={layer: {"q": (32, 8), "z": (32, 8)} for layer in SHAPE.points}
-)
+WITH_HEADS = with_layers(SHAPE, SHAPE.layers, heads={"q": (32, 8), "z": (32, 8)})
 HEADED = config_of(WITH_HEADS, capture_points=["q", "z"])
 EIGHT_B = config_of(
     TapShape(
         hidden_size=4096,
         dtype="bfloat16",
-        points=dict.fromkeys(range(32), STREAM_POINTS),
+        layers=dict.fromkeys(range(32), LayerShape(STREAM_POINTS)),
         lenses={"logit": [("post_block", layer) for layer in range(32)]},
         vocab_size=128_256,
         lens_rows=128,

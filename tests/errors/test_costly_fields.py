@@ -37,7 +37,7 @@ from tests.support.costly_fields import (
     name_of,
     places,
 )  # fmt: skip
-from tests.support.plans import HEADS, LANES, VECTOR, config_of
+from tests.support.plans import HEADS, LANES, VECTOR, config_of, with_layers
 from vllm import SamplingParams
 from vllm.config import VllmConfig
 from vllm.config.points import CAPTURE_POINTS, STEERING_POINTS
@@ -56,8 +56,9 @@ from vllm.v1.interventions.frontend.request import capture as capture_request
 from vllm.v1.interventions.frontend.request import selectors
 from vllm.v1.interventions.frontend.request.catalog import ModuleCatalog
 from vllm.v1.interventions.frontend.request.chat import KEY
-from vllm.v1.interventions.plan import PLAN_FIELDS, AttentionForm
+from vllm.v1.interventions.plan import PLAN_FIELDS
 from vllm.v1.interventions.positions import Run
+from vllm.v1.interventions.shape import AttentionRule
 from vllm.v1.steering.modules import parse_module
 
 pytestmark = pytest.mark.full
@@ -135,12 +136,9 @@ class Turn:
 
 def configs() -> dict[bool, VllmConfig]:
     """Of an engine that can do all, by whether its stream has several lanes."""
-    form: AttentionForm = {"scale": 0.5, "group": 2}
-    alike = {**HEADS.heads[0], "k": (2, 2)}
+    rule: AttentionRule = {"scale": 0.5, "group": 2}
     able = msgspec.structs.replace(
-        HEADS,
-        heads=dict.fromkeys((0, 1), alike),
-        forms=dict.fromkeys((0, 1), form),
+        with_layers(with_layers(HEADS, (0, 1), rule=rule), [3], heads={}),
         lenses={"logit": [("post_block", 0)]},
         vocab_size=200,
         lens_rows=64,

@@ -50,8 +50,8 @@ from vllm.model_executor.layers.residual_taps import UnboundTaps
 from vllm.v1.capture import AttentionRows, stack
 from vllm.v1.interventions.frontend.results.collector import RowCollector
 from vllm.v1.interventions.makings import AttentionRead
-from vllm.v1.interventions.plan import TapShape
 from vllm.v1.interventions.scheduler.request import RequestInterventions
+from vllm.v1.interventions.shape import TapShape
 from vllm.v1.interventions.startup import start_taps
 from vllm.v1.interventions.worker.check.taps import check_sites
 from vllm.v1.interventions.worker.layers import find_layers, num_lanes, refuse_layers

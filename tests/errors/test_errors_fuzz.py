@@ -17,7 +17,8 @@ from vllm.config.points import STREAM_POINTS
 from vllm.config.steering import FAMILIES
 from vllm.v1.interventions.errors import InterventionError
 from vllm.v1.interventions.frontend.request.selectors import NAMED_SELECTORS
-from vllm.v1.interventions.plan import UNSTEERED, Plan, SteeringPlan, TapShape
+from vllm.v1.interventions.plan import UNSTEERED, Plan, SteeringPlan
+from vllm.v1.interventions.shape import LayerShape, TapShape
 from vllm.v1.interventions.terms import OPS
 from vllm.v1.steering.modules import parse_module
 
@@ -257,7 +258,9 @@ def test_length_is_refused(fields: dict[str, Any]) -> None:
     assert isinstance(outcome(fields), str)
 
 
-WIDE = TapShape(hidden_size=1024, dtype="float32", points=dict.fromkeys(range(40), STREAM_POINTS))
+WIDE = TapShape(
+    hidden_size=1024, dtype="float32", layers=dict.fromkeys(range(40), LayerShape(STREAM_POINTS))
+)
 STEPS = [{"step": n} for n in (2, 3, 5, 7, 11, 13, 17, 19)]
 ROW = np.ones(1024)
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from tests.conformance import reference as ref
+from tests.conformance.runner import unread
 from vllm.config.points import HEAD_POINTS
 
 if TYPE_CHECKING:
@@ -97,8 +98,8 @@ def attention(mode: Mode, tokens: list[list[int]]) -> dict[str, Any]:
 
     shape = mode.llm.llm_engine.vllm_config.tap_shape
     assert shape is not None
-    if shape.unread:
-        return {"unread": shape.unread, "ok": False}
+    if refused := unread(shape):
+        return {"unread": refused, "ok": False}
     asked = {"attention": {"heads": "all", "queries": "all", "give": ["weights"]}}
     params = SamplingParams(
         max_tokens=8, temperature=0.0, ignore_eos=True, detokenize=False, capture={"inline": asked}

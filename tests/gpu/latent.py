@@ -79,11 +79,12 @@ def run_mode(name: str, folder: Path, device: str) -> int:
     with engine(folder, **settings) as llm:
         shape = llm.llm_engine.vllm_config.tap_shape
         assert shape is not None
-        show(name, "start-up proof", ok=not shape.unread, unread=shape.unread)
+        unread = runner.unread(shape)
+        show(name, "start-up proof", ok=not unread, unread=unread)
         reference = runner.Reference(row, models.load(row, folder))
-        points = {layer: tuple(heads) for layer, heads in shape.heads.items()}
-        errors = runner.head_errors(llm, reference, runner.prompts(), points, shape.unread)
-    good = not shape.unread and errors.keys() == {"q", "z", "attn"}
+        points = {n: tuple(layer.heads) for n, layer in runner.with_heads(shape).items()}
+        errors = runner.head_errors(llm, reference, runner.prompts(), points, unread)
+    good = not unread and errors.keys() == {"q", "z", "attn"}
     for point, found in errors.items():
         ok = found.read <= LIMITS[dtype] and found.apart >= LEAST_APART
         show(name, point, ok=ok, error=found.read, limit=LIMITS[dtype], apart=found.apart)

@@ -104,7 +104,7 @@ def test_several_points_at_once() -> None:
     one = [("pre_attn", 1), ("post_attn", 1), ("post_block", 1)]
     assert op.sites == [*one, ("pre_attn", 2), ("post_block", 2)]
     (op,) = parse(entry("normalize", point="all", layers="all"))
-    assert len(op.sites) == sum(map(len, SHAPE.points.values()))
+    assert len(op.sites) == sum(len(layer.points) for layer in SHAPE.layers.values())
     (op,) = parse(entry("normalize", point=["post_block", "pre_attn"], layers=[2, 0]))
     pairs = [(n, p) for n in (0, 2) for p in ("pre_attn", "post_block")]
     assert op.sites == [(point, layer) for layer, point in pairs]
@@ -342,7 +342,7 @@ def test_no_operations() -> None:
 
 
 def test_numbers_must_fit_the_models_dtype() -> None:
-    half = type(SHAPE)(hidden_size=4, dtype="float16", points=SHAPE.points)
+    half = type(SHAPE)(hidden_size=4, dtype="float16", layers=SHAPE.layers)
     parse(entry("pin", direction=VECTOR, value=6e4), shape=half)
     for asked in (
         entry("pin", direction=VECTOR, value=7e4),

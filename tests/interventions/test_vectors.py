@@ -25,8 +25,9 @@ from tests.support.plans import (
     sum_at,
 )
 from vllm.config.points import STREAM_POINTS
-from vllm.v1.interventions.plan import UNSTEERED, TapShape, VectorSet
+from vllm.v1.interventions.plan import UNSTEERED, VectorSet
 from vllm.v1.interventions.positions import Positions
+from vllm.v1.interventions.shape import TapShape
 from vllm.v1.interventions.sites import need_layers
 from vllm.v1.interventions.vectors import (
     Vectors,
@@ -42,7 +43,7 @@ pytestmark = pytest.mark.quick
 
 NUMBERS = st.floats(-1e3, 1e3)
 ROW = hnp.arrays(np.float64, HIDDEN, elements=NUMBERS)
-SITES = st.sampled_from([(p, n) for n in sorted(SHAPE.points) for p in SHAPE.points[n]])
+SITES = st.sampled_from([(p, n) for n, layer in SHAPE.layers.items() for p in layer.points])
 TIER = st.dictionaries(SITES, ROW, max_size=4)
 
 

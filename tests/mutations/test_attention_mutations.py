@@ -66,7 +66,7 @@ def unread(
 
     def refused() -> set[int]:
         shapes: list[Any] = llm.collective_rpc(check_worker)
-        return set(shapes[0].unread)
+        return set(unread(shapes[0]))
 
     yield request.param, refused
     shut_down(llm)

@@ -32,7 +32,8 @@ from vllm.v1.capture.results import CapturedRows, CaptureResult
 from vllm.v1.interventions.errors import InterventionError
 from vllm.v1.interventions.frontend.request.catalog import ModuleCatalog
 from vllm.v1.interventions.frontend.request.plan_threads import PlanThreads
-from vllm.v1.interventions.plan import PLAN_FIELDS, TapShape
+from vllm.v1.interventions.plan import PLAN_FIELDS
+from vllm.v1.interventions.shape import LayerShape, TapShape
 
 zstandard = pytest.importorskip("zstandard")
 
@@ -40,7 +41,7 @@ pytestmark = pytest.mark.quick
 
 CONFIG = config_of(compat=[LENS, EASYSTEER])
 WIDE = config_of(
-    TapShape(hidden_size=2048, dtype="bfloat16", points={0: STREAM_POINTS}),
+    TapShape(hidden_size=2048, dtype="bfloat16", layers={0: LayerShape(STREAM_POINTS)}),
     compat=[LENS, EASYSTEER],
 )
 ROW_BYTES = 4 * 2048

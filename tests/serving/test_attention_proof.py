@@ -15,9 +15,10 @@ import torch
 from tests import ROOT
 from tests.conformance import models
 from tests.conformance.engine import make_llm, shut_down
+from tests.conformance.runner import unread
 from vllm import LLM, SamplingParams
 from vllm.inputs import TokensPrompt
-from vllm.v1.interventions.plan import TapShape
+from vllm.v1.interventions.shape import TapShape
 from vllm.v1.interventions.worker.attention import keys as layer_reader
 from vllm.v1.interventions.worker.attention.keys import LayerReader
 from vllm.v1.interventions.worker.attention.latent import LatentReader
@@ -215,7 +216,7 @@ def _unread(llm: Any) -> set[int]:
     """The layers that fail it."""
     shapes: list[Any] = llm.collective_rpc(check_worker)
     assert isinstance(shapes[0], TapShape)
-    return set(shapes[0].unread)
+    return set(unread(shapes[0]))
 
 
 def _sights(llm: Any) -> dict[int, Sight]:

@@ -12,7 +12,7 @@ import pytest
 
 from tests.conformance import models
 from tests.conformance.engine import make_llm, shut_down
-from tests.conformance.runner import Reference
+from tests.conformance.runner import Reference, unread, with_heads
 from tests.support import serving
 from tests.support.focus import Focusing, focused
 from tests.support.serving import Ask, Judge, capture, prompt_of, serve, vector
@@ -99,7 +99,7 @@ def test_attention_weights(pair: tuple[LLM, Judge]) -> None:
     """Their start-up proof ran in compiled code."""
     llm, judge = pair
     shape = llm.llm_engine.vllm_config.tap_shape
-    assert shape is not None and shape.heads and not shape.unread
+    assert shape is not None and with_heads(shape) and not unread(shape)
     asked = {"attention": {"heads": "all", "queries": "all", "give": ["weights"]}}
     asks = [Ask(p, {"capture": {"inline": asked}}) for p in (PROMPT, SHORT)]
     for ask, output in zip(asks, serve(llm, asks), strict=True):

@@ -16,7 +16,7 @@ import torch
 from tests.conformance import models
 from tests.conformance import reference as ref
 from tests.conformance.engine import make_llm, shut_down
-from tests.conformance.runner import Reference
+from tests.conformance.runner import Reference, unread, with_heads
 from tests.support.focus import ENGINE, Focusing, focused
 from tests.support.serving import (
     Ask,
@@ -57,8 +57,8 @@ def running(request: pytest.FixtureRequest, tiny_models: TinyModels) -> Iterator
         max_num_batched_tokens=24,
     )
     shape = llm.llm_engine.vllm_config.tap_shape
-    assert shape is not None and not shape.unread
-    every = {layer: list(range(points["z"][0])) for layer, points in shape.heads.items()}
+    assert shape is not None and not unread(shape)
+    every = {n: list(range(layer.heads["z"][0])) for n, layer in with_heads(shape).items()}
     yield Running(llm, Reference(row, models.load(row, path)), every)
     shut_down(llm)
 

@@ -17,7 +17,7 @@ from safetensors.torch import save_file
 from tests.conformance import models
 from tests.conformance.engine import make_llm, shut_down
 from tests.conformance.models import HIDDEN, LAYERS, VOCAB
-from tests.conformance.runner import Reference
+from tests.conformance.runner import Reference, unread
 from tests.support import serving
 from tests.support.serving import Ask, Judge, prompt_of, relative, serve, vector
 from vllm import LLM
@@ -348,8 +348,8 @@ def test_start_up_proofs_of_degenerate_embeddings(
             return
         [shape] = llm.collective_rpc(check_worker)
         assert shape is not None and whole is not None
-        assert shape.lenses == whole.lenses and shape.unread == whole.unread == {}
-        assert set(shape.forms) == set(range(LAYERS)), "no attention was proved"
+        assert shape.lenses == whole.lenses and unread(shape) == unread(whole) == {}
+        assert all(layer.rule for layer in shape.layers.values()), "no attention was proved"
         monkeypatch.setattr(lens_check, "_norms", scaled_norms)
         with pytest.raises(RuntimeError, match="no norm of Gemma2ForCausalLM gives"):
             llm.collective_rpc(check_worker)

@@ -27,7 +27,7 @@ from tests.support.plans import HIDDEN, PARALLEL_ONLY, SHAPE
 from vllm.config.points import STREAM_POINTS
 from vllm.config.steering import SteeringConfig
 from vllm.v1.interventions.errors import InterventionError
-from vllm.v1.interventions.plan import TapShape
+from vllm.v1.interventions.shape import LayerShape, TapShape
 from vllm.v1.interventions.vectors import vectors_of
 from vllm.v1.steering.files import export_gguf, load, save
 from vllm.v1.steering.modules import Module, make_module, parse_module
@@ -39,7 +39,7 @@ Tiers = dict[str, dict[tuple[str, int], np.ndarray]]
 REPENG_SHAPE = TapShape(
     hidden_size=write_repeng.HIDDEN,
     dtype="float32",
-    points={layer: STREAM_POINTS for layer in range(5)},
+    layers=dict.fromkeys(range(5), LayerShape(STREAM_POINTS)),
 )
 
 
@@ -67,7 +67,7 @@ FULL = {
     "decode": {("post_attn", 1): rows(3)[0], ("post_block", 2): rows(4)[0]},
 }
 
-SITES = [(point, layer) for layer, points in SHAPE.points.items() for point in points]
+SITES = [(point, n) for n, layer in SHAPE.layers.items() for point in layer.points]
 FLOATS = st.floats(width=32, allow_nan=False, allow_infinity=False)
 VECTORS = st.lists(FLOATS, min_size=HIDDEN, max_size=HIDDEN)
 TIERS = st.dictionaries(

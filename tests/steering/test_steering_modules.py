@@ -15,8 +15,9 @@ from tests.errors.test_errors_fuzz import JUNK, STEERING
 from tests.support.plans import HIDDEN, SHAPE, VECTOR
 from vllm.config.steering import FAMILIES, SteeringConfig
 from vllm.v1.interventions.errors import InterventionError
-from vllm.v1.interventions.plan import TapShape, VectorSet
+from vllm.v1.interventions.plan import VectorSet
 from vllm.v1.interventions.positions import Positions
+from vllm.v1.interventions.shape import TapShape
 from vllm.v1.interventions.vectors import vectors_of
 from vllm.v1.steering.modules import (
     Module,
@@ -29,7 +30,7 @@ from vllm.v1.steering.modules import (
 pytestmark = pytest.mark.quick
 
 CONFIG = SteeringConfig(enable_steering=True, steering_families=list(FAMILIES))
-HALF = TapShape(hidden_size=HIDDEN, dtype="float16", points=SHAPE.points)
+HALF = TapShape(hidden_size=HIDDEN, dtype="float16", layers=SHAPE.layers)
 UNIT = [1.0, 0.0, 0.0, 0.0]
 
 

@@ -19,7 +19,8 @@ from vllm.v1.interventions.frontend.request.selectors import Prompt
 from vllm.v1.interventions.frontend.results.collector import RowCollector, Texts
 from vllm.v1.interventions.frontend.results.memory import KeptMemory
 from vllm.v1.interventions.messages import CapturedChunk
-from vllm.v1.interventions.plan import CapturePlan, TapShape
+from vllm.v1.interventions.plan import CapturePlan
+from vllm.v1.interventions.shape import TapShape
 
 PROMPT_IDS = [100, 101, 102, 103, 104]
 PROMPT = len(PROMPT_IDS)

@@ -3,10 +3,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import numpy as np
 import torch
 
@@ -25,42 +26,55 @@ from vllm.v1.interventions.plan import (
     Segment,
     Site,
     SteeringPlan,
-    TapShape,
     VectorSet,
     VectorSum,
 )
+from vllm.v1.interventions.shape import LayerShape, TapShape
 from vllm.v1.steering.modules import Module
 
 HIDDEN = 4
 PARALLEL = ("pre_attn", "post_block")
+_WHOLE, _PARALLEL = LayerShape(STREAM_POINTS), LayerShape(PARALLEL)
 
 SHAPE = TapShape(
     hidden_size=HIDDEN,
     dtype="float32",
-    points={0: STREAM_POINTS, 1: STREAM_POINTS, 2: PARALLEL, 3: STREAM_POINTS},
+    layers={0: _WHOLE, 1: _WHOLE, 2: _PARALLEL, 3: _WHOLE},
 )
 """Four layers, of which layer 2 is a parallel block."""
 
-BF16 = TapShape(hidden_size=HIDDEN, dtype="bfloat16", points=SHAPE.points)
-PARALLEL_ONLY = TapShape(hidden_size=HIDDEN, dtype="float32", points={0: PARALLEL, 1: PARALLEL})
-GAPS = TapShape(
-    hidden_size=HIDDEN, dtype="float32", points={0: STREAM_POINTS, 2: STREAM_POINTS, 5: PARALLEL}
-)
+BF16 = TapShape(hidden_size=HIDDEN, dtype="bfloat16", layers=SHAPE.layers)
+PARALLEL_ONLY = TapShape(hidden_size=HIDDEN, dtype="float32", layers={0: _PARALLEL, 1: _PARALLEL})
+GAPS = TapShape(hidden_size=HIDDEN, dtype="float32", layers={0: _WHOLE, 2: _WHOLE, 5: _PARALLEL})
 """A model some of whose layers have no tap at all."""
 
-_HEADS = {"q": (4, 2), "k": (2, 2), "v": (2, 3), "z": (4, 3)}
+_HEADED = LayerShape(STREAM_POINTS, {"q": (4, 2), "k": (2, 2), "v": (2, 3), "z": (4, 3)})
 HEADS = TapShape(
     hidden_size=HIDDEN,
     dtype="float32",
-    points=SHAPE.points,
-    heads={0: _HEADS, 1: _HEADS, 3: {"q": (4, 4), "z": (4, 4)}},
+    layers={
+        0: _HEADED,
+        1: _HEADED,
+        2: _PARALLEL,
+        3: LayerShape(STREAM_POINTS, {"q": (4, 4), "z": (4, 4)}),
+    },
 )
 """Layer 2 has no attention, layer 3 uses the keys of layer 1 and has wider heads."""
 
 LANES = TapShape(
-    hidden_size=HIDDEN, dtype="float32", points={0: PARALLEL, 1: PARALLEL}, final=1, lanes=3
+    hidden_size=HIDDEN,
+    dtype="float32",
+    layers={0: _PARALLEL, 1: LayerShape(PARALLEL, final=True)},
+    lanes=3,
 )
 """A stream of three lanes."""
+
+
+def with_layers(shape: TapShape, numbers: Iterable[int], **fields: Any) -> TapShape:
+    """A model some of whose layers offer something else."""
+    changed = {n: msgspec.structs.replace(shape.layers[n], **fields) for n in numbers}
+    return msgspec.structs.replace(shape, layers={**shape.layers, **changed})
+
 
 VECTOR = [1.0, -2.0, 0.5, 3.0]
 

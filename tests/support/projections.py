@@ -12,7 +12,8 @@ from vllm.v1.capture.registry import ConsumerSpec
 from vllm.v1.interventions.frontend.request.budget import Work
 from vllm.v1.interventions.frontend.request.capture import parse_capture
 from vllm.v1.interventions.frontend.request.selectors import Prompt
-from vllm.v1.interventions.plan import CapturePlan, TapShape
+from vllm.v1.interventions.plan import CapturePlan
+from vllm.v1.interventions.shape import TapShape
 
 SPECS = {name: ConsumerSpec(name) for name in ("inline", "one", "two")}
 

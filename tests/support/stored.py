@@ -20,11 +20,14 @@ from vllm.v1.capture.consumer import (
 )
 from vllm.v1.capture.consumers.filesystem import FilesystemConsumer
 from vllm.v1.capture.results import CapturedRows
-from vllm.v1.interventions.plan import Site, TapShape
+from vllm.v1.interventions.plan import Site
+from vllm.v1.interventions.shape import LayerShape, TapShape
 
 SITES: tuple[Site, ...] = (("pre_attn", 0), ("post_block", 0), ("post_block", 12))
 WIDTH = 8
-SHAPE = TapShape(WIDTH, "bfloat16", {0: ("pre_attn", "post_block"), 12: ("post_block",)})
+SHAPE = TapShape(
+    WIDTH, "bfloat16", {0: LayerShape(("pre_attn", "post_block")), 12: LayerShape(("post_block",))}
+)
 LAYOUTS = ("per_file", "packed", "sharded")
 
 

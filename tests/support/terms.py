@@ -17,8 +17,8 @@ import torch
 from tests.support import op_reference
 from vllm.model_executor.layers.steering_terms import TermTables
 from vllm.v1.interventions.operations import Op, parse_ops
-from vllm.v1.interventions.plan import TapShape
 from vllm.v1.interventions.positions import Positions
+from vllm.v1.interventions.shape import LayerShape, TapShape
 from vllm.v1.interventions.terms import OPS, Scalars, Term
 
 POINT, LAYER = "post_block", 1
@@ -33,7 +33,7 @@ Steer = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, TermTables], None]
 
 def shape_of(hidden: int, dtype: torch.dtype = torch.float32) -> TapShape:
     """A model with the one site."""
-    return TapShape(hidden, str(dtype).removeprefix("torch."), {LAYER: (POINT,)})
+    return TapShape(hidden, str(dtype).removeprefix("torch."), {LAYER: LayerShape((POINT,))})
 
 
 def selecting(num_prompt: int, end: int) -> Callable[[Any, str], Positions]:

@@ -278,7 +278,7 @@ def test_a_selection_of_many_parts_is_resolved_soon() -> None:
 def test_what_each_chunk_of_a_stream_takes_is_charged() -> None:
     """By sites and completions, where generated rows leave in the chunks of an answer."""
     layers = {point: "all" for point in ("pre_attn", "post_block")}
-    n = (1 << 23) // (Unit.WRITTEN * 2 * len(SHAPE.points))
+    n = (1 << 23) // (Unit.WRITTEN * 2 * len(SHAPE.layers))
 
     def streamed(n: int, kind: RequestOutputKind, positions: str) -> None:
         value = {"inline": {"hooks": layers, "positions": positions}}

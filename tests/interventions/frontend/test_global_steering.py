@@ -34,11 +34,13 @@ def builder(**options: object) -> ChangeBuilder:
 
 
 def test_layers_are_said_by_an_engine_that_only_captures() -> None:
-    assert builder(steering=False).layers() == SHAPE.points
+    assert builder(steering=False).layers() == {
+        n: layer.points for n, layer in SHAPE.layers.items()
+    }
     two = builder(steering=False, capture_points=list(PARALLEL), steering_points=["post_attn"])
-    assert two.layers() == dict.fromkeys(SHAPE.points, PARALLEL)
+    assert two.layers() == dict.fromkeys(SHAPE.layers, PARALLEL)
     steers = builder(steering_points=["post_attn"], capture_points=list(PARALLEL))
-    assert steers.layers() == {n: ("post_attn",) if n != 2 else () for n in SHAPE.points}
+    assert steers.layers() == {n: ("post_attn",) if n != 2 else () for n in SHAPE.layers}
     assert builder().layers()[0] == STREAM_POINTS
     with pytest.raises(ValueError, match="steering is not enabled"):
         builder(shape=None, steering=False).layers()

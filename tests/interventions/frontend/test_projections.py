@@ -18,7 +18,7 @@ from vllm.v1.capture.registry import ConsumerSpec
 from vllm.v1.interventions.frontend.request.budget import Work
 from vllm.v1.interventions.frontend.request.capture import check_global, parse_capture
 from vllm.v1.interventions.frontend.request.selectors import Prompt
-from vllm.v1.interventions.plan import TapShape
+from vllm.v1.interventions.shape import TapShape
 from vllm.v1.steering.modules import parse_module
 
 pytestmark = pytest.mark.quick
@@ -120,7 +120,7 @@ def test_scores_never_cost_more_than_rows() -> None:
     assert parse(BF16, inline={"project": matrix(2)}).streams[0].row_bytes == BF16.row_bytes
     with pytest.raises(ValueError, match=r"has 3 rows, allowed are 1-2"):
         parse(BF16, inline={"project": matrix(3)})
-    wide = TapShape(hidden_size=PROJECTION_ROWS, dtype="float32", points=SHAPE.points)
+    wide = TapShape(hidden_size=PROJECTION_ROWS, dtype="float32", layers=SHAPE.layers)
     most = matrix(PROJECTION_ROWS, hidden=PROJECTION_ROWS)
     assert parse(wide, inline={"project": most}).streams[0].width == PROJECTION_ROWS
     with pytest.raises(ValueError, match=rf"^capture: its .* {PROJECTION_ROWS + 1} rows together"):

@@ -34,8 +34,8 @@ from vllm.v1.capture import CaptureResult
 from vllm.v1.capture.copies import Copies, CopyThreads
 from vllm.v1.capture.results import merged
 from vllm.v1.interventions.frontend.results.inbox import RUN_STEPS, RowInbox
-from vllm.v1.interventions.plan import TapShape
 from vllm.v1.interventions.positions import Positions
+from vllm.v1.interventions.shape import TapShape
 
 pytestmark = pytest.mark.quick
 
@@ -153,7 +153,7 @@ def test_an_abort_that_misses_nothing_is_ok() -> None:
 
 
 def test_no_rows_have_the_models_width_and_dtype() -> None:
-    shape = TapShape(HIDDEN, "bfloat16", SHAPE.points)
+    shape = TapShape(HIDDEN, "bfloat16", SHAPE.layers)
     collector = collector_for(plan_for("all_generated", shape))
     site = collect(collector, 1).payload["pre_attn", 1]
     assert site.values.shape == (0, HIDDEN)
@@ -338,7 +338,7 @@ def test_what_a_stream_remembers_of_its_rows_grows_with_them_alone() -> None:
 
 
 def test_merged_in_the_models_dtype() -> None:
-    shape = TapShape(HIDDEN, "bfloat16", SHAPE.points)
+    shape = TapShape(HIDDEN, "bfloat16", SHAPE.layers)
     collector = collector_for(plan_for("all_generated", shape))
     empty = collect(collector, 1, end=None, only_new=True)
     give(collector, chunk([5], torch.bfloat16))

@@ -166,7 +166,7 @@ def test_no_sender_has_more_rows_than_room(
     if step is None:
         return
     sites = {
-        site: i for i, site in enumerate((p, n) for n in SHAPE.points for p in SHAPE.offers(n))
+        site: i for i, site in enumerate((p, n) for n in SHAPE.layers for p in SHAPE.offers(n))
     }
     of_each = [CaptureGroups(sites, shape, n, senders) for n in range(senders)]
     of_one = [CaptureGroups(sites, shape)]

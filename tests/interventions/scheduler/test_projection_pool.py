@@ -12,9 +12,10 @@ import torch
 from tests.support.plans import HIDDEN, SHAPE
 from tests.support.projections import matrix, parse
 from vllm.v1.interventions.messages import StepInterventions
-from vllm.v1.interventions.plan import CapturePlan, Plan, TapShape
+from vllm.v1.interventions.plan import CapturePlan, Plan
 from vllm.v1.interventions.scheduler.pools.matrices import ProjectionPool
 from vllm.v1.interventions.scheduler.pools.protocol import MAX_STEP_BYTES
+from vllm.v1.interventions.shape import TapShape
 
 pytestmark = pytest.mark.quick
 
@@ -79,7 +80,7 @@ def test_matrices_come_and_go() -> None:
 
 def test_a_step_sends_no_more_than_fits_a_message() -> None:
     hidden = MAX_STEP_BYTES // 4 // 3
-    shape = TapShape(hidden_size=hidden, dtype="float32", points=SHAPE.points)
+    shape = TapShape(hidden_size=hidden, dtype="float32", layers=SHAPE.layers)
     pool = ProjectionPool(16)
     plans = [
         parse(shape, inline={"project": np.full((k, hidden), k, np.float32)}) for k in (1, 2, 4)

@@ -29,7 +29,7 @@ from vllm.v1.interventions.worker.tables.matrices import ProjectionTable
 
 pytestmark = pytest.mark.quick
 
-SITES: list[Site] = [(p, n) for n in HEADS.points for p in HEADS.offers(n)]
+SITES: list[Site] = [(p, n) for n in HEADS.layers for p in HEADS.offers(n)]
 HEAD_SITES = [site for site in SITES if site[0] in "qkvz"]
 ON = torch.tensor(True)
 RESIDUAL = [site for site in SITES if site[0] not in "qkvz"]
@@ -47,10 +47,11 @@ def requests(draw: st.DrawFn) -> WorkerRequest:
     ]
     for _ in range(2):
         sites = draw(st.lists(st.sampled_from(HEAD_SITES), unique=True, max_size=3))
-        width = HEADS.heads[sites[0][1]][sites[0][0]][1] if sites else 0
-        sites = sorted((s for s in sites if HEADS.heads[s[1]][s[0]][1] == width), key=SITES.index)
+        width = HEADS.parts(sites[0])[1] if sites else 0
+        sites = sorted((s for s in sites if HEADS.parts(s)[1] == width), key=SITES.index)
         heads = tuple(
-            tuple(sorted(draw(st.permutations(range(HEADS.heads[n][p][0])))[:2])) for p, n in sites
+            tuple(sorted(draw(st.permutations(range(HEADS.parts((p, n))[0])))[:2]))
+            for p, n in sites
         )
         streams.append((sites, WorkerStream((), None, heads, 2 * width)))
     asked = sorted({site for sites, _ in streams for site in sites}, key=SITES.index)
@@ -111,7 +112,7 @@ def test_rows_of_a_step(asked: list[tuple[WorkerRequest, int]], last_stage: bool
             for place, j in enumerate(here):
                 want = given[sites[j]][tokens[i]]
                 if stream.heads:
-                    count = HEADS.heads[sites[j][1]][sites[j][0]][0]
+                    count = HEADS.parts(sites[j])[0]
                     want = want.unflatten(1, (count, -1))[:, list(stream.heads[j])].flatten(1)
                 elif stream.projection:
                     want = want @ MATRIX.T

@@ -23,7 +23,8 @@ from vllm.v1.interventions.messages import (
     num_table_rows,
     table_row,
 )
-from vllm.v1.interventions.plan import Site, SteeringPlan, TapShape, VectorSum
+from vllm.v1.interventions.plan import Site, SteeringPlan, VectorSum
+from vllm.v1.interventions.shape import LayerShape, TapShape
 from vllm.v1.interventions.vectors import vector_set_of
 from vllm.v1.interventions.worker.tables.sums import SteeringTable
 
@@ -145,7 +146,7 @@ def test_without_factors() -> None:
 
 
 def test_tables_without_heads_are_as_before() -> None:
-    wide = TapShape(4, "float32", {1: ("pre_attn",)}, {1: {"z": (4, 3)}})
+    wide = TapShape(4, "float32", {1: LayerShape(("pre_attn",), {"z": (4, 3)})})
     table = SteeringTable([("pre_attn", 1)], 4, wide, torch.device("cpu"), scales=True)
     assert table.at["pre_attn", 1].shape == (4, 4) and table.at["pre_attn", 1].is_contiguous()
     assert not table.factors

@@ -21,7 +21,8 @@ from vllm.v1.interventions.messages import (
     num_table_rows,
     table_row,
 )
-from vllm.v1.interventions.plan import Site, TapShape, VectorSet, VectorSum
+from vllm.v1.interventions.plan import Site, VectorSet, VectorSum
+from vllm.v1.interventions.shape import TapShape
 from vllm.v1.interventions.vectors import vector_set_of
 from vllm.v1.interventions.worker.tables.sums import SteeringTable
 

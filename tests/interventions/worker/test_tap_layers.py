@@ -104,7 +104,7 @@ def test_drafts_in_the_same_tree_stay_unbound() -> None:
     interventions.bind(model)
     assert all(isinstance(layer.taps, BoundTaps) for layer in own)
     assert not isinstance(draft["2"].taps, BoundTaps)
-    assert interventions.shape is not None and set(interventions.shape.points) == {0, 1}
+    assert interventions.shape is not None and set(interventions.shape.layers) == {0, 1}
 
 
 def looped() -> nn.Module:

@@ -17,7 +17,8 @@ from vllm.entrypoints.compat.wire import WIRE_KEYS, decoded, encoded, need_int, 
 from vllm.v1.capture.results import CapturedRows, CaptureResult
 from vllm.v1.interventions.errors import reject, show
 from vllm.v1.interventions.frontend.request.budget import Unit, Work
-from vllm.v1.interventions.plan import AttentionForm, Site, TapShape, dtype_of
+from vllm.v1.interventions.plan import Site, dtype_of
+from vllm.v1.interventions.shape import AttentionRule, TapShape
 from vllm.v1.interventions.values import Array, plain, plain_list
 from vllm.v1.interventions.vectors import (
     MAX_SCALE,
@@ -59,7 +60,7 @@ def fields_of(args: Mapping[str, Any], path: str, shape: TapShape, work: Work) -
     hooks = {}
     if layers := _layers(args.get(CAPTURE), f"{path}{CAPTURE}", shape, "all", work):
         hooks["post_block"] = layers
-    every = [*(shape.heads or shape.points)]
+    every = [n for n, layer in shape.layers.items() if layer.heads] or [*shape.layers]
     if layers := _layers(args.get(QK), f"{path}{QK}", shape, every, work):
         _need_forms(layers, f"{path}{QK}", shape)
         hooks |= {"q": layers, "k": layers}
@@ -89,7 +90,7 @@ def _json(value: Any, path: str, work: Work) -> Any:
 
 def _layer(value: Any, path: str, shape: TapShape) -> int:
     layer = need_int(value, path)
-    if "post_block" not in shape.points.get(layer, ()):
+    if "post_block" not in shape.layer(layer).points:
         reject(path, f"the model has no layer {show(layer)} that can be read and steered")
     return layer
 
@@ -108,11 +109,12 @@ def _need_forms(layers: list[int], path: str, shape: TapShape) -> None:
     are not alike, for their heads are one tensor."""
     none = "it has no keys of its own, or q, k and z are not all among capture_points"
     for layer in layers:
-        form = shape.forms.get(layer)
-        if form is None or "chunk" in form:
-            why = shape.unread.get(layer, none) if form is None else "it attends within chunks"
+        rule, why = shape.layers[layer].rule, shape.layers[layer].unread or none
+        if rule is not None:
+            why = "it attends within chunks" if "chunk" in rule else ""
+        if why:
             reject(path, f"attention weights of layer {layer} cannot be made: {why}")
-    alike = {(shape.heads[layer]["q"], shape.heads[layer]["k"]) for layer in layers}
+    alike = {(heads["q"], heads["k"]) for heads in (shape.layers[layer].heads for layer in layers)}
     if len(alike) > 1:
         reject(path, "these layers have heads of different numbers or widths; ask for some of them")
 
@@ -282,7 +284,7 @@ def activations_of(results: Mapping[str, CaptureResult] | None) -> dict[str, Any
     return _activations({site: made.values for site, made in mine.items()}, whole)
 
 
-def _is_whole(queries: CapturedRows, keys: CapturedRows | None, form: AttentionForm) -> bool:
+def _is_whole(queries: CapturedRows, keys: CapturedRows | None, form: AttentionRule) -> bool:
     """Tell whether queries and keys are of the same positions and of all heads."""
     if keys is None or not np.array_equal(queries.positions, keys.positions):
         return False
@@ -291,7 +293,7 @@ def _is_whole(queries: CapturedRows, keys: CapturedRows | None, form: AttentionF
 
 
 def _activations(
-    values: Mapping[Site, torch.Tensor], forms: Mapping[int, AttentionForm]
+    values: Mapping[Site, torch.Tensor], forms: Mapping[int, AttentionRule]
 ) -> dict[str, Any] | None:
     made: dict[str, Any] = {}
     if stream := sorted(layer for point, layer in values if point == "post_block"):
@@ -304,7 +306,7 @@ def _activations(
     return made or None
 
 
-def _meta(form: AttentionForm, q: torch.Tensor, k: torch.Tensor) -> dict[str, Any]:
+def _meta(form: AttentionRule, q: torch.Tensor, k: torch.Tensor) -> dict[str, Any]:
     """A form in vLLM-Lens's words; its windows are (keys before, keys after)."""
     window = [form["window"] - 1, 0] if "window" in form else [-1, -1]
     said: dict[str, Any] = {"scale": form["scale"], "logits_soft_cap": form.get("cap", 0.0)}
@@ -364,7 +366,7 @@ class StreamedRows:
 
     def __init__(self) -> None:
         self._rows: dict[Site, list[torch.Tensor]] = {}
-        self._forms: dict[int, AttentionForm] = {}
+        self._forms: dict[int, AttentionRule] = {}
 
     def add(self, event: str) -> None:
         """Take the rows out of an event."""

@@ -18,7 +18,8 @@ import torch
 
 from vllm.v1.interventions.errors import reject, unknown_keys
 from vllm.v1.interventions.makings import AttentionRead
-from vllm.v1.interventions.plan import Site, TapShape
+from vllm.v1.interventions.plan import Site
+from vllm.v1.interventions.shape import TapShape
 
 SHARED_FIELDS = ("hooks", "lane", "positions", "project", "reduce", "attention", "lens")
 """Fields of a capture request that are not for one consumer alone; only `inline` takes `lens`, and

@@ -11,7 +11,7 @@ import torch
 
 from vllm.v1.capture.copies import joined
 from vllm.v1.capture.made_rows import TokenRows
-from vllm.v1.interventions.plan import AttentionForm
+from vllm.v1.interventions.shape import AttentionRule
 
 if TYPE_CHECKING:
     from vllm.outputs import CompletionOutput, RequestOutput
@@ -134,8 +134,8 @@ class CapturedRows(TokenRows):
     heads: tuple[int, ...]
     """The numbers of the heads, at q, k, v and z, or of the stream's lanes, where it has several;
     else empty."""
-    form: AttentionForm | None
-    """At q, how its products with keys become weights, where `TapShape.forms` says it."""
+    form: AttentionRule | None
+    """At q, how its products with keys become weights, where `LayerShape.rule` says it."""
 
     def __init__(
         self,
@@ -144,7 +144,7 @@ class CapturedRows(TokenRows):
         values: torch.Tensor | Callable[[], torch.Tensor],
         versions: np.ndarray,
         heads: tuple[int, ...] = (),
-        form: AttentionForm | None = None,
+        form: AttentionRule | None = None,
         texts: Callable[[], list[str]] | None = None,
     ) -> None:
         super().__init__(positions, token_ids, versions, texts)

@@ -9,6 +9,7 @@ startup.py          checks the taps of all workers, and joins the rows of severa
 The rest is shared by the three, which do not import each other:
 
 plan.py             what travels with a request from the frontend to the workers
+shape.py            what a loaded model offers, layer by layer
 makings.py          what is made of captured rows on the device
 messages.py         what scheduler and workers tell each other in a step
 calls.py            what frontends ask of the engine core beside requests

@@ -12,7 +12,8 @@ import numpy as np
 
 from vllm.v1.interventions.makings import AttentionRead, LensRead
 from vllm.v1.interventions.messages import WorkerRequest, WorkerStream
-from vllm.v1.interventions.plan import Site, TapShape
+from vllm.v1.interventions.plan import Site
+from vllm.v1.interventions.shape import TapShape
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig

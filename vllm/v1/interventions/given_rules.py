@@ -11,7 +11,8 @@ import numpy as np
 
 from vllm.v1.capture.rules import RULES_DO
 from vllm.v1.interventions.errors import need_mapping, reject, show, unknown_keys
-from vllm.v1.interventions.plan import Site, TapShape
+from vllm.v1.interventions.plan import Site
+from vllm.v1.interventions.shape import TapShape
 from vllm.v1.interventions.sites import need_layers, need_one_lane, need_point
 from vllm.v1.interventions.values import plain, plain_list
 from vllm.v1.interventions.vectors import need_number, need_vector

@@ -13,8 +13,9 @@ import torch
 from vllm.config.points import RETURNED
 from vllm.v1.interventions.errors import need_family, need_keys, need_mapping, reject, show
 from vllm.v1.interventions.focus import FOCUS
-from vllm.v1.interventions.plan import Site, TapShape
+from vllm.v1.interventions.plan import Site
 from vllm.v1.interventions.positions import ALL, Positions
+from vllm.v1.interventions.shape import TapShape
 from vllm.v1.interventions.sites import need_heads, need_layers, need_sites
 from vllm.v1.interventions.terms import HEAD_OPS, OPS, Scalars, Term, make_term
 from vllm.v1.interventions.values import Array, plain, plain_list
@@ -189,7 +190,7 @@ class _Entry:
         if "heads" in self.given:
             path = f"{self.path}.heads"
             chosen = need_heads(self.given["heads"], RETURNED, path, self.shape)
-            widths = {self.shape.heads[layer][RETURNED][1] for layer in chosen}
+            widths = {self.shape.layers[layer].heads[RETURNED][1] for layer in chosen}
         else:
             path = f"{self.path}.layers"
             layers = need_layers(self.given["layers"], RETURNED, path, self.shape)

@@ -6,16 +6,12 @@ what the user asked. It is a field of its own on `EngineCoreRequest`, so no clie
 ready-made one.
 """
 
-from collections import Counter
-from collections.abc import Iterable
-from math import ceil
-from typing import Any, TypedDict
+from typing import Any
 
 import msgspec
 import numpy as np
 import torch
 
-from vllm.config.points import EMBED, FINAL
 from vllm.v1.interventions.focus import FocusOp, FocusProgram
 from vllm.v1.interventions.makings import AttentionRead, LensRead
 from vllm.v1.interventions.terms import Term
@@ -44,129 +40,6 @@ def dtype_of(name: str) -> torch.dtype:
     dtype = getattr(torch, name)
     assert isinstance(dtype, torch.dtype)
     return dtype
-
-
-class AttentionForm(TypedDict, total=False):
-    """Form in which a layer makes attention weights of its queries' products with keys. What it
-    does not do is left out, all but the first two."""
-
-    scale: float
-    group: int
-    """Number of heads of queries that have a head of keys in common."""
-    cap: float
-    """The soft-cap of scaled products."""
-    window: int
-    """Number of keys that a query sees, its own the last."""
-    chunk: int
-    """A query sees keys of its own chunk of so many positions."""
-    slopes: list[float]
-    """ALiBi, of each head of queries."""
-    sinks: list[float]
-    """Logits that join the denominator of each head."""
-
-
-class TapShape(msgspec.Struct, frozen=True):
-    """Layers, points and widths that the loaded model offers, reported by the workers at
-    start-up."""
-
-    hidden_size: int
-    dtype: str
-    """Model dtype, torch's name without the prefix: "bfloat16"."""
-    points: dict[int, tuple[str, ...]]
-    """Layer -> the points it has."""
-    heads: dict[int, dict[str, tuple[int, int]]] = {}
-    """Layer -> point of its attention -> (heads, width of one), of all tensor-parallel ranks."""
-    unread: dict[int, str] = {}
-    """Layer with queries -> why its attention weights cannot be read; the others' can."""
-    latent: tuple[int, ...] = ()
-    """Layers over a latent cache (MLA), whose weights cannot be focused."""
-    forms: dict[int, AttentionForm] = {}
-    """Layer with weights that can be read and captured queries and keys -> how it sees keys."""
-    lenses: dict[str, list[Site]] = {}
-    """Lens -> the sites whose rows it can read."""
-    vocab_size: int = 0
-    """Number of logits of the head, where there are lenses."""
-    lens_rows: int = 0
-    """Number of more rows of hidden_size that a row under a lens takes of a step's budget."""
-    branches: dict[int, tuple[str, ...]] = {}
-    """Layer -> its branches that are exactly the difference of two of its points."""
-    final: int | None = None
-    """The last layer, if its head reads what the model returns, as it is."""
-
-    fuses_focus: bool = False
-    """True if kernels focus, which keep no weights; else torch does."""
-    lanes: int = 1
-    """Number of lanes of hidden_size in the stream."""
-    senders: int = 1
-    """Number of workers of a pipeline stage that share the rows of a step of many."""
-    reads_masked: bool = False
-    """True if attention may multiply what it masks, so that a NaN in a block reaches who has it."""
-    whole_prompts: bool = False
-    """True if a prompt's tokens see each other both ways, so that one step has all of them."""
-
-    def offers(self, layer: int) -> tuple[str, ...]:
-        """All that can be captured at a layer; the first has what it reads, and the last what the
-        head reads."""
-        points = *self.points[layer], *self.heads.get(layer, ()), *self.branches.get(layer, ())
-        return (
-            *(EMBED,) * (layer == 0 and self.lanes == 1),
-            *points,
-            *(FINAL,) * (layer == self.final),
-        )
-
-    def focus_passes(self, runs: int) -> float:
-        """Number of times that weights are made or gone through where a span of so many runs is
-        focused. A kernel goes through the runs for some keys at a time."""
-        return (1 + runs / 8) / 128 if self.fuses_focus else 4
-
-    def parts(self, site: Site) -> tuple[int, int]:
-        """Number of heads or lanes of a token's row at a site, and the width of one."""
-        point, layer = site
-        heads = self.heads.get(layer, {}).get(point)
-        if heads is not None:
-            return heads
-        lanes = self.lanes if self.lanes > 1 and point in self.points.get(layer, ()) else 1
-        return lanes, self.hidden_size
-
-    def row_width(self, site: Site) -> int:
-        """Width of a token's row at a site; of all heads or lanes together."""
-        count, width = self.parts(site)
-        return count * width
-
-    def arena_rows(self, site: Site) -> int:
-        """Rows of hidden_size that a token takes on the device at a site."""
-        count, width = self.parts(site)
-        return -(-count * width // self.hidden_size)
-
-    def arena_places(self, sites: Iterable[Site]) -> tuple[dict[Site, int], int]:
-        """Return the row at which each site of one token begins on the device, site after site, and
-        the number of rows of all sites."""
-        places, rows = {}, 0
-        for site in sites:
-            places[site] = rows
-            rows += self.arena_rows(site)
-        return places, rows
-
-    def share_rows(self, sites: Iterable[Site]) -> int:
-        """The most rows of hidden_size that a token takes on one device, of those whose workers
-        share these sites by layers."""
-        if self.senders == 1:
-            return sum(map(self.arena_rows, sites))
-        rows: Counter[int] = Counter()
-        for site in sites:
-            rows[site[1]] += self.arena_rows(site)
-        of_layers = ceil(len(rows) / self.senders) * max(rows.values(), default=0)
-        return min(of_layers, rows.total())
-
-    @property
-    def torch_dtype(self) -> torch.dtype:
-        """The model's dtype."""
-        return dtype_of(self.dtype)
-
-    @property
-    def row_bytes(self) -> int:
-        """Bytes of a row at one site."""
-        return self.hidden_size * self.torch_dtype.itemsize
 
 
 class VectorSet(msgspec.Struct, frozen=True):

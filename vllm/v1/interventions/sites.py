@@ -11,7 +11,8 @@ from vllm.config.capture import CaptureConfig
 from vllm.config.points import POINTS, READ_POINTS, RETURNED, STEERING_POINTS, STREAM_POINTS
 from vllm.config.steering import SteeringConfig
 from vllm.v1.interventions.errors import reject, show, show_key
-from vllm.v1.interventions.plan import Site, TapShape
+from vllm.v1.interventions.plan import Site
+from vllm.v1.interventions.shape import LayerShape, TapShape
 from vllm.v1.interventions.values import plain, plain_list
 
 if TYPE_CHECKING:
@@ -30,8 +31,8 @@ def need_point(
         if isinstance(value, str) and value in POINTS and (instead := POINTS[value].instead):
             reject(path, f"{value!r} can only be captured; here use {instead}")
         reject(path, f"unknown point {show(value)}; points are {', '.join(allowed)}")
-    if not any(value in shape.offers(layer) for layer in shape.points):
-        offered = {p for layer in shape.points for p in shape.offers(layer)}
+    if not any(value in shape.offers(layer) for layer in shape.layers):
+        offered = {p for layer in shape.layers for p in shape.offers(layer)}
         near = offered.intersection(STREAM_POINTS if value in STREAM_POINTS else allowed)
         has = sorted(near, key=allowed.index)
         reject(path, f"this model has no point {value!r}; it has {', '.join(has)}")
@@ -81,7 +82,7 @@ def need_heads(value: Any, point: str, path: str, shape: TapShape) -> dict[int, 
         for layer in need_layers(key, point, at, shape):
             if layer in heads:
                 reject(path, f"names layer {layer} twice")
-            heads[layer] = _heads_of(asked, at, layer, shape.heads[layer][point][0])
+            heads[layer] = _heads_of(asked, at, layer, shape.layers[layer].heads[point][0])
     if not heads:
         reject(path, "names no layer")
     return heads
@@ -136,9 +137,10 @@ def need_sites(points: Any, layers: Any, path: str, shape: TapShape) -> list[Sit
         ValueError: as `need_point` and `need_layers`; or a point is there twice, or none.
     """
     if plain(points) == "all":
-        anywhere = msgspec.structs.replace(shape, points=dict.fromkeys(shape.points, ("all",)))
+        everywhere = dict.fromkeys(shape.layers, LayerShape(("all",)))
+        anywhere = msgspec.structs.replace(shape, layers=everywhere)
         chosen = need_layers(layers, "all", f"{path}.layers", anywhere)
-        sites = [(point, layer) for layer in chosen for point in shape.points[layer]]
+        sites = [(point, layer) for layer in chosen for point in shape.layers[layer].points]
     else:
         at = f"{path}.point"
         names = [need_point(each, at, shape, STEERING_POINTS) for each in _listed(points)]
@@ -178,7 +180,7 @@ def _layers_of(value: Any, point: str, path: str, shape: TapShape) -> list[int]:
     """The layers of an int, digits, a range or "all"."""
     value = plain(value)
     if isinstance(value, str) and value == "all":
-        return [layer for layer in sorted(shape.points) if point in shape.offers(layer)]
+        return [layer for layer in sorted(shape.layers) if point in shape.offers(layer)]
     if isinstance(value, int) and not isinstance(value, bool):
         first = last = value
     elif isinstance(value, str) and _INT.fullmatch(value):
@@ -192,23 +194,23 @@ def _layers_of(value: Any, point: str, path: str, shape: TapShape) -> list[int]:
             path,
             f"{show(value)} is not a layer: use an int, a range like '4-11', 'all' or a list",
         )
-    if -(count := max(shape.points) + 1) <= first < 0:
+    if -(count := max(shape.layers) + 1) <= first < 0:
         first = last = first + count
     # The ends first: between them a client may put any number of layers.
-    for layer in (first, last, *(range(first, last + 1) if last in shape.points else ())):
-        if layer not in shape.points:
+    for layer in (first, last, *(range(first, last + 1) if last in shape.layers else ())):
+        if layer not in shape.layers:
             reject(path, f"layer {show(layer)} is out of range, the model has {_has(shape)}")
     layers = list(range(first, last + 1))
     for layer in layers:
         if point not in shape.offers(layer):
-            has = ", ".join(shape.points[layer] if point in STREAM_POINTS else shape.offers(layer))
-            reject(path, f"layer {layer} has no point {point!r}; it has {has}")
+            has = shape.layers[layer].points if point in STREAM_POINTS else shape.offers(layer)
+            reject(path, f"layer {layer} has no point {point!r}; it has {', '.join(has)}")
     return layers
 
 
 def _has(shape: TapShape) -> str:
     """The layers that have taps; not every decoder layer of every model has."""
-    layers = sorted(shape.points)
+    layers = sorted(shape.layers)
     if layers == list(range(layers[-1] + 1)):
         return f"0-{layers[-1]}"
     return ", ".join(map(str, layers))

@@ -16,7 +16,7 @@ from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
 from vllm.logger import init_logger
 from vllm.utils.network_utils import make_zmq_socket
 from vllm.v1.executor import Executor
-from vllm.v1.interventions.plan import AttentionForm, TapShape
+from vllm.v1.interventions.shape import LayerShape, TapShape
 from vllm.v1.outputs import ModelRunnerOutput
 
 if TYPE_CHECKING:
@@ -92,38 +92,18 @@ def start_taps(executor: "Executor") -> TapShape | None:
     shapes = [s for s in executor.collective_rpc(check_worker) if s is not None]
     if not shapes:
         return None
-    points = {layer: p for shape in shapes for layer, p in shape.points.items()}
-    heads = {layer: h for shape in shapes for layer, h in shape.heads.items()}
-    unread = {layer: why for shape in shapes for layer, why in shape.unread.items()}
-    latent = tuple(sorted({layer for shape in shapes for layer in shape.latent}))
-    forms: dict[int, AttentionForm] = {}
-    for layer, form in (one for shape in shapes for one in shape.forms.items()):
-        known = forms.setdefault(layer, form)
-        if known is not form:  # of a further tensor-parallel rank, which has heads of its own
-            if "slopes" in form:
-                known["slopes"] += form["slopes"]
-            if "sinks" in form:
-                known["sinks"] += form["sinks"]
-    branches = {layer: b for shape in shapes for layer, b in shape.branches.items()}
-    final = next((shape.final for shape in shapes if shape.final is not None), None)
+    layers: dict[int, LayerShape] = {}
+    for shape in shapes:
+        for n, layer in shape.layers.items():
+            layers[n] = layers[n].joined(layer) if n in layers else layer
     num_layers = executor.vllm_config.model_config.get_total_num_hidden_layers()
-    if missing := sorted(set(range(num_layers)) - set(points)):
+    if missing := sorted(set(range(num_layers)) - set(layers)):
         raise RuntimeError(
             f"decoder layers {missing} are of a class that is not wired for steering or capture; "
             "start without enable_steering and capture_consumers, or wire it in patches/taps"
         )
     collect_stages(executor)
-    first, points = shapes[0], dict(sorted(points.items()))
-    return msgspec.structs.replace(
-        first,
-        points=points,
-        heads=heads,
-        unread=unread,
-        latent=latent,
-        forms=forms,
-        branches=branches,
-        final=final,
-    )
+    return msgspec.structs.replace(shapes[0], layers=dict(sorted(layers.items())))
 
 
 def end_with_parent() -> None:

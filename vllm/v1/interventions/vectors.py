@@ -10,8 +10,9 @@ import torch
 
 from vllm.config.points import STEERING_POINTS, STREAM_POINTS
 from vllm.v1.interventions.errors import need_mapping, reject, show, show_key, unknown_keys
-from vllm.v1.interventions.plan import Site, TapShape, VectorSet
+from vllm.v1.interventions.plan import Site, VectorSet
 from vllm.v1.interventions.positions import Positions
+from vllm.v1.interventions.shape import TapShape
 from vllm.v1.interventions.sites import need_layers, need_point, site_order
 from vllm.v1.interventions.values import Array, is_array, is_plain, plain
 

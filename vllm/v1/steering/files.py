@@ -25,7 +25,8 @@ import torch
 from vllm.config.points import RETURNED, STEERING_POINTS, STREAM_POINTS
 from vllm.config.steering import SteeringConfig
 from vllm.v1.interventions.errors import reject, show, show_key
-from vllm.v1.interventions.plan import TIERS, Site, TapShape
+from vllm.v1.interventions.plan import TIERS, Site
+from vllm.v1.interventions.shape import TapShape
 from vllm.v1.interventions.sites import (
     need_layers,
     need_one_lane,
@@ -240,7 +241,7 @@ def export_gguf(path: str | Path, source: Module | Mapping[str, Any], model_hint
 def _most_bytes(shape: TapShape) -> int:
     """Return the size of a file with a float64 vector for all sites and tiers of the model, and for
     an operation with a gate at each."""
-    sites = [(point, n) for n in shape.points for point in (*shape.points[n], RETURNED)]
+    sites = [(point, n) for n, layer in shape.layers.items() for point in (*layer.points, RETURNED)]
     return _HEADERS + 8 * (len(TIERS) + 2) * sum(map(shape.row_width, sites))
 
 

@@ -16,8 +16,9 @@ from vllm.config.steering import SteeringConfig
 from vllm.v1.interventions.errors import need_mapping, reject, show, unknown_keys
 from vllm.v1.interventions.given_rules import GivenRule
 from vllm.v1.interventions.operations import Op, parse_ops
-from vllm.v1.interventions.plan import TIERS, Site, TapShape, VectorSet
+from vllm.v1.interventions.plan import TIERS, Site, VectorSet
 from vllm.v1.interventions.positions import ALL, END, Positions
+from vllm.v1.interventions.shape import TapShape
 from vllm.v1.interventions.sites import site_order
 from vllm.v1.interventions.terms import Term, make_term
 from vllm.v1.interventions.values import plain

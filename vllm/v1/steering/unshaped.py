@@ -7,7 +7,7 @@ from typing import Any
 from vllm.config.points import STREAM_POINTS
 from vllm.config.steering import FAMILIES, SteeringConfig
 from vllm.v1.interventions.errors import need_mapping, reject, show, show_key
-from vllm.v1.interventions.plan import TapShape
+from vllm.v1.interventions.shape import LayerShape, TapShape
 from vllm.v1.interventions.values import is_array, plain, plain_list
 from vllm.v1.steering.modules import FIELDS, Module, parse_module
 
@@ -36,8 +36,8 @@ def module_without_model(source: Mapping[str, Any], path: str) -> Module:
     if not given.keys() & {*FIELDS, "ops"}:
         given = {FIELDS[0]: given}
     widths = [len(vector) for vector in _vectors(given, path) if _is_vector(vector)]
-    points: dict[int, tuple[str, ...]] = dict.fromkeys(range(_MOST_LAYERS), STREAM_POINTS)
-    return parse_module(given, path, TapShape((widths or [1])[0], "float32", points), ANY_FAMILY)
+    layers = dict.fromkeys(range(_MOST_LAYERS), LayerShape(STREAM_POINTS))
+    return parse_module(given, path, TapShape((widths or [1])[0], "float32", layers), ANY_FAMILY)
 
 
 def _vectors(given: Mapping[str, Any], path: str) -> Iterator[Any]:

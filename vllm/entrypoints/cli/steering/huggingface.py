@@ -98,7 +98,7 @@ def writes(probe: Probe, reference: "Reference", plain: Completion, least: float
         plain: the unsteered completion.
         least: the error of log-probabilities that is allowed in any case.
     """
-    layers = list(probe.shape.points)
+    layers = list(probe.shape.layers)
     chosen = sorted({layers[0], layers[len(layers) // 2], layers[-1]})
     sites = [s for s in probe.steered if s[1] in chosen and s in reference.sites]
     vectors = {
@@ -134,18 +134,18 @@ class Reference:
             attn_implementation="eager",
         )
         self.model.train(False)
-        count = len(probe.shape.points)
+        count = len(probe.shape.layers)
         lists = [m for m in self.model.modules() if isinstance(m, nn.ModuleList)]
         blocks = [m for m in lists if len(m) == count and "DecoderLayer" in type(m[0]).__name__]
         blocks = blocks or [m for m in lists if len(m) == count]
         if not blocks:
             raise Unknown(f"{type(self.model).__name__} has no list of {count} blocks")
-        self.blocks = dict(zip(probe.shape.points, blocks[0], strict=True))
+        self.blocks = dict(zip(probe.shape.layers, blocks[0], strict=True))
         self.norms = {}
         for layer, block in self.blocks.items():
             children = dict(block.named_children())
             found = next((children[name] for name in SECOND_NORMS if name in children), None)
-            if found is not None and "post_attn" in probe.shape.points[layer]:
+            if found is not None and "post_attn" in probe.shape.layers[layer].points:
                 self.norms[layer] = found
         self.sites = {(p, n) for n in self.blocks for p in ("pre_attn", "post_block")}
         # A block that ends by scaling the stream scales what its skip carries, too.

@@ -56,7 +56,7 @@ def same_stream(probe: Probe, plain: list[Completion]) -> Finding:
     name = "post_block[l] = pre_attn[l+1]"
     if reason := BETWEEN_BLOCKS.get(probe.architecture):
         return Finding.skipped(name, reason)
-    layers = list(probe.shape.points)
+    layers = list(probe.shape.layers)
     if len(layers) < 2:
         return Finding.skipped(name, "the model has one layer")
     errors = {
@@ -80,7 +80,7 @@ def head(probe: Probe, plain: list[Completion]) -> list[Finding]:
     How far rounding moves them is measured: with each number of the rows changed by one.
     """
     name = "log_softmax(head(norm(last))) = logprobs"
-    last = list(probe.shape.points)[-1]
+    last = list(probe.shape.layers)[-1]
     generator = torch.Generator().manual_seed(5)
 
     def made(answer: Completion, rows: torch.Tensor) -> torch.Tensor:
@@ -129,7 +129,7 @@ def neighbours(probe: Probe, plain: list[Completion]) -> list[Finding]:
     cases: list[Case] = [(probe.prompts[0], {}), *((p, fields) for p in probe.prompts[1:])]
     mixed = probe.run(cases)
     finding = _bits("unsteered beside steered, bit for bit", probe, mixed[:1], plain[:1])
-    last = ("post_block", list(probe.shape.points)[-1])
+    last = ("post_block", list(probe.shape.layers)[-1])
     count = mixed[1].num_prompt
     moved = worst_row(mixed[1].rows[last][:count], plain[1].rows[last][:count])
     return [finding, Finding.at_least("steered neighbours moved", moved, 0.01)]

@@ -47,7 +47,7 @@ class Probe:
         assert shape is not None
         need_one_lane("vllm steering check", shape)
         self.shape = shape
-        self.sites: list[Site] = [(p, n) for n, points in shape.points.items() for p in points]
+        self.sites: list[Site] = [(p, n) for n, layer in shape.layers.items() for p in layer.points]
         steered = config.steering_config.steering_points
         self.steered = [site for site in self.sites if site[0] in steered]
         self.rounding = torch.finfo(shape.torch_dtype).eps
@@ -64,7 +64,7 @@ class Probe:
         eager = config.model_config.enforce_eager
         return {
             "architecture": self.architecture,
-            "layers": len(self.shape.points),
+            "layers": len(self.shape.layers),
             "hidden_size": self.shape.hidden_size,
             "dtype": self.shape.dtype,
             "tp": parallel.tensor_parallel_size,

@@ -83,18 +83,15 @@ async def layers(request: Request) -> dict[str, Any]:
             "neither steering nor capture is enabled; start the server with --enable-steering "
             "or --capture-consumers",
         )
-    steering = config.steering_config
+    steering, layers = config.steering_config, sorted(shape.layers.items())
     return {
         "hidden_size": shape.hidden_size,
         "lanes": shape.lanes,
         "dtype": shape.dtype,
-        "num_layers": len(shape.points),
-        "layers": {str(layer): list(points) for layer, points in sorted(shape.points.items())},
-        "heads": {str(layer): points for layer, points in sorted(shape.heads.items())},
-        "captured": {
-            str(layer): [p for p in shape.offers(layer) if POINTS[p].instead]
-            for layer in sorted(shape.points)
-        },
+        "num_layers": len(shape.layers),
+        "layers": {str(n): list(layer.points) for n, layer in layers},
+        "heads": {str(n): layer.heads for n, layer in layers if layer.heads},
+        "captured": {str(n): [p for p in shape.offers(n) if POINTS[p].instead] for n, _ in layers},
         "steering_points": list(steering.steering_points) if steering.enable_steering else [],
         "steering_families": list(steering.steering_families) if steering.enable_steering else [],
     }

@@ -8,7 +8,7 @@ from fastapi import APIRouter, Request
 
 from vllm.v1.capture.registry import ConsumerSpec
 from vllm.v1.engine.async_llm import AsyncLLM
-from vllm.v1.interventions.plan import TapShape
+from vllm.v1.interventions.shape import TapShape
 from vllm.v1.metrics.prometheus import get_prometheus_registry
 
 router = APIRouter(prefix="/v1/capture", tags=["capture"])

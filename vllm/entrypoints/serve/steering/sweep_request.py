@@ -12,7 +12,8 @@ from vllm.v1.interventions.frontend.request.budget import Work
 from vllm.v1.interventions.frontend.request.chat import ChatTurns
 from vllm.v1.interventions.frontend.request.selectors import Prompt, Selector
 from vllm.v1.interventions.frontend.request.written_text import WrittenText
-from vllm.v1.interventions.plan import Site, TapShape
+from vllm.v1.interventions.plan import Site
+from vllm.v1.interventions.shape import TapShape
 from vllm.v1.interventions.sites import (
     need_captured_points,
     need_layers,

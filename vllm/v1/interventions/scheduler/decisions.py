@@ -8,7 +8,7 @@ import numpy as np
 
 from vllm.config.capture import PROJECTION_ROWS
 from vllm.v1.interventions.messages import GlobalTiers, StepInterventions, WorkerRequest, table_row
-from vllm.v1.interventions.plan import UNSTEERED, Segment, SteeringPlan, TapShape
+from vllm.v1.interventions.plan import UNSTEERED, Segment, SteeringPlan
 from vllm.v1.interventions.scheduler.changes import Changes
 from vllm.v1.interventions.scheduler.consumers import CaptureSessions
 from vllm.v1.interventions.scheduler.pools.focus import FocusPool
@@ -21,6 +21,7 @@ from vllm.v1.interventions.scheduler.row_budget import RowBudget
 from vllm.v1.interventions.scheduler.stale_blocks import StaleBlocks
 from vllm.v1.interventions.scheduler.state import GlobalState, ModuleStore
 from vllm.v1.interventions.scheduler.turns import Turns
+from vllm.v1.interventions.shape import TapShape
 from vllm.v1.metrics.steering_stats import SteeringStats
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.steering.files import startup_modules
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.core.sched.request_queue import RequestQueue
 
-NO_SHAPE = TapShape(hidden_size=0, dtype="float32", points={})
+NO_SHAPE = TapShape(hidden_size=0, dtype="float32", layers={})
 """The shape in an engine with neither steering nor capture."""
 
 

@@ -14,8 +14,9 @@ import msgspec
 import numpy as np
 
 from vllm.v1.interventions.messages import GlobalTiers
-from vllm.v1.interventions.plan import TIERS, Plan, Site, TapShape, VectorSet
+from vllm.v1.interventions.plan import TIERS, Plan, Site, VectorSet
 from vllm.v1.interventions.scheduler.identity import Era
+from vllm.v1.interventions.shape import TapShape
 from vllm.v1.interventions.vectors import add_up, need_finite_sum, norms_of, vector_set_of
 from vllm.v1.steering.modules import Module
 

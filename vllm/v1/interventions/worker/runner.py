@@ -29,7 +29,8 @@ from vllm.model_executor.layers.residual_taps import (
 )
 from vllm.v1.interventions.capture_groups import num_senders
 from vllm.v1.interventions.messages import num_table_rows
-from vllm.v1.interventions.plan import Site, TapShape
+from vllm.v1.interventions.plan import Site
+from vllm.v1.interventions.shape import LayerShape, TapShape
 from vllm.v1.interventions.step_rows import StepRows
 from vllm.v1.interventions.worker.attention.layers import (
     AttentionHeads,
@@ -112,18 +113,24 @@ class WorkerInterventions:
         # Attention that runs several times is several, and each token of a prompt that is seen both
         # ways has weights which a later one changes: neither has rows of heads.
         attention = attention_of({n: m for n, m in layers.items() if not unbound_taps(m).loops})
+        shapes = {}
+        for index, layer in layers.items():
+            unbound = unbound_taps(layer)
+            shapes[index] = LayerShape(
+                points=unbound.points,
+                heads=attention[index].points if index in attention else {},
+                branches=unbound.branches,
+                final=index == last and head_reads_rows(model, hidden_size),
+            )
         self.shape = TapShape(
             hidden_size=hidden_size,
             dtype=str(model_config.dtype).removeprefix("torch."),
-            points={index: unbound_taps(layer).points for index, layer in layers.items()},
-            heads={index: found.points for index, found in attention.items()},
+            layers=shapes,
             lanes=num_lanes(layers, self._config),
             whole_prompts=has_whole_prompts(layers),
             reads_masked=reads_masked(model),
-            branches={index: unbound_taps(layer).branches for index, layer in layers.items()},
             senders=num_senders(self._config),
             fuses_focus=self._device.type == "cuda",
-            final=last if last in layers and head_reads_rows(model, hidden_size) else None,
         )
         refuse_layers(layers, self.shape.torch_dtype)
         self._allocate(self.shape)
@@ -150,7 +157,7 @@ class WorkerInterventions:
         max_tokens = self._config.scheduler_config.max_num_batched_tokens
         device = self._device
         self.sites = [
-            (p, n) for n in sorted(shape.points) for p in shape.offers(n) if p in CAPTURE_POINTS
+            (p, n) for n in sorted(shape.layers) for p in shape.offers(n) if p in CAPTURE_POINTS
         ]
         drafts, connector = self._config.speculative_config, self._config.kv_transfer_config
         self.tokens = TokenMap(max_tokens, device, grows=drafts is None and connector is None)

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 from vllm.v1.interventions.calls import GLOBAL_OPS, Change
 from vllm.v1.interventions.errors import reject, show
 from vllm.v1.interventions.frontend.request.catalog import ModuleCatalog
-from vllm.v1.interventions.plan import TIERS, TapShape
+from vllm.v1.interventions.plan import TIERS
+from vllm.v1.interventions.shape import TapShape
 from vllm.v1.interventions.sites import need_steered_points
 from vllm.v1.interventions.values import plain
 from vllm.v1.interventions.vectors import parse_vectors, vector_set_of
@@ -179,7 +180,7 @@ class ChangeBuilder:
         if not self.enabled and shape is not None:
             points = config.capture_config.capture_points
         shape = shape or self.shape
-        return {n: tuple(p for p in shape.offers(n) if p in points) for n in shape.points}
+        return {n: tuple(p for p in shape.offers(n) if p in points) for n in shape.layers}
 
 
 def _need_tier(value: Any) -> str:

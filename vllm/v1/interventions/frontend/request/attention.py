@@ -6,15 +6,14 @@ from collections.abc import Mapping
 from math import ceil
 from typing import Any
 
-import msgspec
-
 from vllm.config.points import QUERIES
 from vllm.v1.interventions.errors import need_mapping, refuse_unknown_keys, reject, show, show_key
 from vllm.v1.interventions.frontend.request.budget import Unit
 from vllm.v1.interventions.frontend.request.selectors import Prompt, Selector
 from vllm.v1.interventions.makings import GIVES, AttentionRead
-from vllm.v1.interventions.plan import Selection, TapShape
+from vllm.v1.interventions.plan import Selection
 from vllm.v1.interventions.positions import Positions
+from vllm.v1.interventions.shape import TapShape
 from vllm.v1.interventions.sites import need_heads, site_order
 from vllm.v1.interventions.values import plain, plain_list
 
@@ -53,19 +52,12 @@ def attention_selection(
     refuse_unknown_keys(asked, _KEYS, path)
     if "heads" not in asked:
         reject(f"{path}.heads", "is missing: give {layers: heads}, layers or 'all'")
-    points = {layer: shape.offers(layer) for layer in shape.points}
-    if not any(QUERIES in offers for offers in points.values()):
+    if not any(QUERIES in layer.heads for layer in shape.layers.values()):
         reject(path, "no layer of this model has queries")
-    offered = msgspec.structs.replace(shape, points=points)
-    heads = need_heads(
-        _of_pairs(asked["heads"], f"{path}.heads"), QUERIES, f"{path}.heads", offered
-    )
+    heads = need_heads(_of_pairs(asked["heads"], f"{path}.heads"), QUERIES, f"{path}.heads", shape)
     for layer in heads:
-        if layer in shape.unread:
-            reject(
-                f"{path}.heads",
-                f"attention weights of layer {layer} cannot be read: {shape.unread[layer]}",
-            )
+        if why := shape.layers[layer].unread:
+            reject(f"{path}.heads", f"attention weights of layer {layer} cannot be read: {why}")
     selector = Selector(prompt)
     runs = selector.resolve(asked.get("queries", "last_prompt"), f"{path}.queries")
     give = _give(asked, path)

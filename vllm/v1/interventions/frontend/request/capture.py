@@ -25,7 +25,8 @@ from vllm.v1.interventions.frontend.request.rules import AskedRule, place_rules
 from vllm.v1.interventions.frontend.request.selectors import NAMED_SELECTORS, Prompt, Selector
 from vllm.v1.interventions.frontend.request.streams import Streams, union
 from vllm.v1.interventions.makings import AttentionRead, LensRead
-from vllm.v1.interventions.plan import CapturePlan, Selection, Site, TapShape
+from vllm.v1.interventions.plan import CapturePlan, Selection, Site
+from vllm.v1.interventions.shape import TapShape
 from vllm.v1.interventions.sites import (
     need_captured_points,
     need_heads,
@@ -289,8 +290,8 @@ def _sites(
 
 def _layers(value: Any, point: str, path: str, shape: TapShape) -> Iterable[int]:
     """`need_layers`, in less time where a list of ints is given, as mostly."""
-    if type(value) is list and len(value) <= len(shape.points):
-        known = {n for n in value if type(n) is int and point in shape.points.get(n, ())}
+    if type(value) is list and len(value) <= len(shape.layers):
+        known = {n for n in value if type(n) is int and point in shape.layer(n).points}
         if known and len(known) == len(value):
             return known
     return need_layers(value, point, path, shape)

@@ -23,8 +23,9 @@ from vllm.v1.interventions.focus import (
 )
 from vllm.v1.interventions.frontend.request.budget import Unit, Work
 from vllm.v1.interventions.frontend.request.selectors import Prompt
-from vllm.v1.interventions.plan import UNSTEERED, TapShape
+from vllm.v1.interventions.plan import UNSTEERED
 from vllm.v1.interventions.positions import ALL, END, Positions
+from vllm.v1.interventions.shape import TapShape
 from vllm.v1.interventions.sites import need_heads, need_layers
 from vllm.v1.interventions.values import plain
 from vllm.v1.interventions.vectors import Select, digest_of, need_number
@@ -120,7 +121,7 @@ class FocusParser:
         made: dict[tuple[int, ...], int] = {}
         """The pairs of queries and keys of entries that act together, by their places in memory."""
         for layer, entries in self._at.items():
-            of_all, _ = self._shape.heads[layer][RETURNED]
+            of_all, _ = self._shape.layers[layer].heads[RETURNED]
             heads = {h for e in entries for h in e.op.heads[layer] or range(of_all)}
             runs = sum(len(e.op.runs) // 2 for e in entries)
             each = len(heads) * self._shape.focus_passes(runs)
@@ -144,8 +145,9 @@ class FocusParser:
         else:
             found = need_heads(value, RETURNED, path, self._shape)
         for layer in found:
-            latent = "attention over a latent cache (MLA)" if layer in self._shape.latent else ""
-            if why := self._shape.unread.get(layer, latent):
+            of = self._shape.layers[layer]
+            latent = "attention over a latent cache (MLA)" if of.latent else ""
+            if why := of.unread or latent:
                 reject(path, f"layer {layer} cannot be focused: {why}")
         return {layer: found[layer] for layer in sorted(found)}
 

@@ -8,8 +8,9 @@ from vllm.v1.interventions.errors import need_mapping, refuse_unknown_keys, reje
 from vllm.v1.interventions.frontend.request.budget import Unit
 from vllm.v1.interventions.frontend.request.selectors import Prompt
 from vllm.v1.interventions.makings import LensRead
-from vllm.v1.interventions.plan import Selection, Site, TapShape
+from vllm.v1.interventions.plan import Selection, Site
 from vllm.v1.interventions.positions import Positions
+from vllm.v1.interventions.shape import TapShape
 from vllm.v1.interventions.values import plain, plain_list
 
 MAX_TOP = 128

@@ -13,7 +13,8 @@ from vllm.config.steering import MAX_MODULES
 from vllm.v1.interventions.errors import need_mapping, reject, show, show_key
 from vllm.v1.interventions.frontend.request.budget import Unit, Work
 from vllm.v1.interventions.frontend.request.catalog import ModuleCatalog
-from vllm.v1.interventions.plan import Site, TapShape
+from vllm.v1.interventions.plan import Site
+from vllm.v1.interventions.shape import TapShape
 from vllm.v1.interventions.sites import need_layers, need_one_lane, need_point
 from vllm.v1.interventions.values import Array, plain_list
 from vllm.v1.interventions.vectors import need_array, need_vector

@@ -31,15 +31,9 @@ from vllm.v1.interventions.frontend.request.selectors import Prompt
 from vllm.v1.interventions.frontend.request.steering import steering_plan
 from vllm.v1.interventions.frontend.request.written_text import written_text
 from vllm.v1.interventions.makings import AttentionRead
-from vllm.v1.interventions.plan import (
-    INHERIT,
-    PLAN_FIELDS,
-    STEERING_FIELDS,
-    CapturePlan,
-    Plan,
-    TapShape,
-)
+from vllm.v1.interventions.plan import INHERIT, PLAN_FIELDS, STEERING_FIELDS, CapturePlan, Plan
 from vllm.v1.interventions.positions import Positions
+from vllm.v1.interventions.shape import TapShape
 from vllm.v1.interventions.sites import need_captured_points, needs_whole_items
 
 if TYPE_CHECKING:

@@ -14,8 +14,9 @@ from vllm.v1.interventions.frontend.request.matrices import direction_of, matrix
 from vllm.v1.interventions.frontend.request.selectors import Prompt, Selector
 from vllm.v1.interventions.frontend.request.streams import Streams
 from vllm.v1.interventions.given_rules import MAX_RULES, OVER, GivenRule, given_rules
-from vllm.v1.interventions.plan import Rule, Selection, Site, TapShape
+from vllm.v1.interventions.plan import Rule, Selection, Site
 from vllm.v1.interventions.positions import Positions
+from vllm.v1.interventions.shape import TapShape
 from vllm.v1.interventions.values import plain
 
 

@@ -21,11 +21,11 @@ from vllm.v1.interventions.plan import (
     Segment,
     Site,
     SteeringPlan,
-    TapShape,
     VectorSet,
     VectorSum,
 )
 from vllm.v1.interventions.positions import ALL, END, Positions
+from vllm.v1.interventions.shape import TapShape
 from vllm.v1.interventions.sites import site_order
 from vllm.v1.interventions.terms import Term
 from vllm.v1.interventions.vectors import (

@@ -13,8 +13,9 @@ from vllm.v1.interventions.frontend.request.memo import VectorMemo
 from vllm.v1.interventions.frontend.request.segments import SegmentBuilder
 from vllm.v1.interventions.frontend.request.selectors import Prompt, Selector
 from vllm.v1.interventions.operations import parse_ops
-from vllm.v1.interventions.plan import STEERING_FIELDS, TIERS, VECTOR_FIELDS, SteeringPlan, TapShape
+from vllm.v1.interventions.plan import STEERING_FIELDS, TIERS, VECTOR_FIELDS, SteeringPlan
 from vllm.v1.interventions.positions import Positions
+from vllm.v1.interventions.shape import TapShape
 from vllm.v1.interventions.sites import need_steered_points
 from vllm.v1.interventions.terms import rows_needed
 from vllm.v1.interventions.values import plain
@@ -126,7 +127,7 @@ class _Request:
         def focused(entry: Any, path: str) -> bool:
             # Reading an entry looks at each layer, where it names all, more than once.
             self._prompt.work.charge(1, Unit.SEGMENT, path)
-            self._prompt.work.charge(2 * len(self._shape.points), Unit.CELL, path)
+            self._prompt.work.charge(2 * len(self._shape.layers), Unit.CELL, path)
             if is_focus(entry):
                 self._segments.focused.append(focus.parse(entry, path))
             else:

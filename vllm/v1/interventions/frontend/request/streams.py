@@ -10,8 +10,9 @@ from vllm.config.points import POINTS, Rows
 from vllm.v1.capture.registry import is_inline
 from vllm.v1.interventions.errors import reject
 from vllm.v1.interventions.makings import AttentionRead, LensRead
-from vllm.v1.interventions.plan import Selection, Site, Stream, TapShape
+from vllm.v1.interventions.plan import Selection, Site, Stream
 from vllm.v1.interventions.positions import Positions
+from vllm.v1.interventions.shape import TapShape
 from vllm.v1.interventions.sites import site_order
 
 

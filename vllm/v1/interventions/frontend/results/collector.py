@@ -20,8 +20,9 @@ from vllm.v1.interventions.frontend.request.capture import TOKENS
 from vllm.v1.interventions.frontend.results.memory import KeptMemory
 from vllm.v1.interventions.frontend.results.pieces import Piece, Run, StreamRows
 from vllm.v1.interventions.makings import AttentionRead, LensRead
-from vllm.v1.interventions.plan import AttentionForm, CapturePlan, Selection, Site, dtype_of
+from vllm.v1.interventions.plan import CapturePlan, Selection, Site, dtype_of
 from vllm.v1.interventions.positions import in_a_row
+from vllm.v1.interventions.shape import LayerShape
 
 Texts = Callable[[Sequence[int]], list[str]]
 """A function that returns the text of each of some tokens."""
@@ -37,7 +38,7 @@ class _Rows(RowSource):
     streams: list[tuple[Mapping[Site, int], StreamRows]]
     """Each with the indices of its sites."""
     selection: Selection
-    forms: Mapping[int, AttentionForm]
+    layers: Mapping[int, LayerShape]
     texts: Texts | None
     """The function that says the tokens, if the capture asks for their texts."""
 
@@ -80,10 +81,10 @@ class _Rows(RowSource):
 
     def _captured(self, site: Site) -> CapturedRows:
         """Return the rows at a site."""
-        form = self.forms.get(site[1]) if site[0] == QUERIES else None
+        rule = self.layers[site[1]].rule if site[0] == QUERIES else None
         heads, at = self.selection.heads.get(site, ()), (self.positions, self.token_ids)
         values, texts = self._values(site), self._of_tokens()
-        return CapturedRows(*at, values, self.versions, heads, form, texts)
+        return CapturedRows(*at, values, self.versions, heads, rule, texts)
 
     def _under_lens(self, site: Site) -> LensRows:
         """Return what a lens read at a site."""
@@ -138,7 +139,7 @@ class RowCollector:
     the final length (stop strings are found here, after the engine sampled on) is trimmed here.
 
     Args:
-        forms: of attention, by layer: rows of queries have them beside.
+        layers: of the model; rows of queries have the rule of their attention beside.
         threads: copy rows.
         memory: what they are copied to.
         texts: says the tokens, for captures that ask for it.
@@ -149,12 +150,12 @@ class RowCollector:
         plan: CapturePlan,
         prompt_token_ids: list[int],
         consumers: Iterable[str],
-        forms: Mapping[int, AttentionForm],
+        layers: Mapping[int, LayerShape],
         threads: CopyThreads,
         memory: KeptMemory,
         texts: Texts,
     ) -> None:
-        self._plan, self._forms, self._threads, self._memory = plan, forms, threads, memory
+        self._plan, self._layers, self._threads, self._memory = plan, layers, threads, memory
         self._prompt_token_ids, self._texts = prompt_token_ids, texts
         self._places = [{site: i for i, site in enumerate(s.sites)} for s in plan.streams]
         """The index of each site in its stream."""
@@ -313,7 +314,7 @@ class RowCollector:
                 rows = StreamRows(nothing, 0, 1, dtype, at, *copied)
             streams.append((self._places[index], rows))
         texts = self._texts if selection.fields.get(TOKENS) else None
-        made = _Rows(positions, token_ids, versions, streams, selection, self._forms, texts)
+        made = _Rows(positions, token_ids, versions, streams, selection, self._layers, texts)
         return made.by_site()
 
     def _mean_row(self, selected: Selected, mean: Mean, finished: bool) -> _MeanRow:

@@ -67,7 +67,7 @@ class CompletionCapture:
             copied = outputs.threads, outputs.inbox.memory
             texts = partial(outputs.texts.of, {NO_TOKEN: ""})
             self._collector = RowCollector(
-                plan, self._prompt, inline, outputs.forms, *copied, texts
+                plan, self._prompt, inline, outputs.layers, *copied, texts
             )
             outputs.inbox.open(self._request_id, self._collector)
         self.feeds = {
@@ -246,8 +246,7 @@ class CaptureOutputs:
         frontends = config.parallel_config._api_process_count
         self.inbox = RowInbox(link, frontends)
         self.rules = RuleWatches()
-        self.forms = {} if config.tap_shape is None else config.tap_shape.forms
-        """Layer -> form of its attention weights."""
+        self.layers = {} if config.tap_shape is None else config.tap_shape.layers
         self._open: dict[str, CompletionCapture] = {}
         """Captures with consumers whose results are not all in, by request."""
         self._ready: list[RequestOutput] = []

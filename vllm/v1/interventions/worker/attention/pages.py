@@ -16,7 +16,7 @@ from vllm.model_executor.layers.attention.chunked_local_attention import Chunked
 from vllm.model_executor.layers.attention.mla_attention import MLAAttention
 from vllm.utils.torch_utils import is_quantized_kv_cache
 from vllm.v1.attention.backend import AttentionType
-from vllm.v1.interventions.plan import AttentionForm
+from vllm.v1.interventions.shape import AttentionRule
 
 SPLIT_BACKENDS = ("FLASH_ATTN", "TRITON_ATTN", "FLEX_ATTENTION")
 """Backends whose pages are [blocks, heads, block, D + E], keys before values, as strided views."""
@@ -116,11 +116,11 @@ def sight_of(module: Attention | MLAAttention) -> Sight:
     )
 
 
-def form_of(module: Attention, group: int) -> AttentionForm:
+def rule_of(module: Attention, group: int) -> AttentionRule:
     """`sight_of` as it is reported, of this rank's heads."""
     said = sight_of(module)._asdict()
     made = {k: v.tolist() if isinstance(v, torch.Tensor) else v for k, v in said.items()}
-    return cast(AttentionForm, {k: v for k, v in made.items() if v} | {"group": group})
+    return cast(AttentionRule, {k: v for k, v in made.items() if v} | {"group": group})
 
 
 def pages_of(module: Attention | MLAAttention) -> Pages:

@@ -135,7 +135,7 @@ def _errors(
                 q, z = (
                     arena[rows[site] : rows[site] + shape.arena_rows(site)]
                     .flatten()[: shape.row_width(site)]
-                    .view(*shape.heads[layer][site[0]])[reader.heads.start : reader.heads.stop]
+                    .view(*shape.parts(site))[reader.heads.start : reader.heads.stop]
                     .float()
                     for site in ((p, layer) for p in ATTENTION_POINTS)
                 )

@@ -43,7 +43,7 @@ def prove_lenses(
     """
     shape, capture = interventions.shape, interventions.capture
     assert shape is not None and capture is not None
-    last = "post_block", max(shape.points)
+    last = "post_block", max(shape.layers)
     if not interventions.captures(last):
         raise RuntimeError(
             f"capture_lens needs post_block of layer {last[1]}, the last one, to find the norm "

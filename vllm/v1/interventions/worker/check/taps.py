@@ -13,11 +13,13 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import torch
 
+from vllm.config.points import QUERIES
 from vllm.logger import init_logger
 from vllm.model_executor.layers.attention.attention import Attention
-from vllm.v1.interventions.plan import Site, TapShape
+from vllm.v1.interventions.plan import Site
+from vllm.v1.interventions.shape import TapShape
 from vllm.v1.interventions.worker.attention.layers import key_tables
-from vllm.v1.interventions.worker.attention.pages import form_of
+from vllm.v1.interventions.worker.attention.pages import rule_of
 from vllm.v1.interventions.worker.check.attention import Fill, prove_attention
 from vllm.v1.interventions.worker.check.lens import prove_lenses
 
@@ -89,14 +91,14 @@ def check_worker(worker: Any) -> TapShape | None:
         unread = prove_attention(interventions, tables, run, most_keys)
         interventions.started()
     points = runner.vllm_config.capture_config.capture_points
-    forms = {
-        layer: form_of(module, shape.heads[layer]["q"][0] // shape.heads[layer]["k"][0])
-        for layer, module in interventions.attention.items()
-        if isinstance(module, Attention) and layer not in unread
-        if "k" in shape.heads[layer] and "k" in points
-    }
-    latent = tuple(n for n, m in interventions.attention.items() if not isinstance(m, Attention))
-    return msgspec.structs.replace(shape, unread=unread, forms=forms, latent=latent)
+    layers = dict(shape.layers)
+    for layer, module in interventions.attention.items():
+        why, heads, rule = unread.get(layer, ""), layers[layer].heads, None
+        if isinstance(module, Attention) and not why and "k" in heads and "k" in points:
+            rule = rule_of(module, heads[QUERIES][0] // heads["k"][0])
+        latent = not isinstance(module, Attention)
+        layers[layer] = msgspec.structs.replace(layers[layer], unread=why, latent=latent, rule=rule)
+    return msgspec.structs.replace(shape, layers=layers)
 
 
 def _drawn(runner: Any, draw: int = 0, **options: Any) -> Any:

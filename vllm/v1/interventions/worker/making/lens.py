@@ -23,7 +23,7 @@ from vllm.model_executor.models.interfaces_base import VllmModelForTextGeneratio
 from vllm.utils.torch_utils import async_tensor_h2d
 from vllm.v1.interventions.errors import describe, show
 from vllm.v1.interventions.makings import LensRead
-from vllm.v1.interventions.plan import TapShape
+from vllm.v1.interventions.shape import TapShape
 
 _KEY = re.compile(r"(\d{1,9})\.(weight|bias)")
 _KINDS = {"tuned": ("weight", "bias"), "jacobian": ("weight",)}
@@ -50,7 +50,7 @@ class FileLens:
         for key, tensor in given.items():
             match = _KEY.fullmatch(key)
             layer, part = (int(match[1]), match[2]) if match else (-1, "")
-            if part not in _KINDS[self._kind] or "post_block" not in shape.points.get(layer, ()):
+            if part not in _KINDS[self._kind] or "post_block" not in shape.layer(layer).points:
                 self._refuse(f"{show(key)} is not of this model's layers and the lens's kind")
             wanted = [shape.hidden_size] * (1 + (part == "weight"))
             if list(tensor.shape) != wanted or not tensor.is_floating_point():

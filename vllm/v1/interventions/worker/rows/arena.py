@@ -19,7 +19,8 @@ from vllm.utils.torch_utils import async_tensor_h2d
 from vllm.v1.capture.transport.landing import Landing
 from vllm.v1.interventions.capture_groups import CaptureGroup, CaptureGroups, num_senders
 from vllm.v1.interventions.messages import WorkerRequest
-from vllm.v1.interventions.plan import Site, TapShape
+from vllm.v1.interventions.plan import Site
+from vllm.v1.interventions.shape import TapShape
 from vllm.v1.interventions.step_rows import Block, Blocks, Members, StepRows
 from vllm.v1.interventions.worker.attention.reader import AttentionReader
 from vllm.v1.interventions.worker.making.attention import (
@@ -123,7 +124,7 @@ class CaptureArena:
         self.dest = self._row_map.dest
         self.switches = torch.ones(len(sites), dtype=torch.bool)
         """[sites] whether the tap of each captures in this step; `ModelVariants` turns them."""
-        self._final = None if shape.final is None else self.sites.get((FINAL, shape.final))
+        self._final = next((i for (point, _), i in self.sites.items() if point == FINAL), None)
         shares = [(0, 1)] + [(self._sender, shape.senders)] * (shape.senders > 1)
         self._groups = [CaptureGroups(self.sites, shape, *share) for share in shares]
         layers = sorted({layer for _, layer in sites})

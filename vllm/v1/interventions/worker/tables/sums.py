@@ -11,7 +11,8 @@ from vllm.v1.interventions.messages import (
     ROWS_PER_SLOT,
     StepInterventions,
 )
-from vllm.v1.interventions.plan import Site, TapShape, VectorSet, VectorSum
+from vllm.v1.interventions.plan import Site, VectorSet, VectorSum
+from vllm.v1.interventions.shape import TapShape
 
 _EMPTY = VectorSum(digest="", sets=[])
 

@@ -8,7 +8,8 @@ from vllm.config.steering import SteeringConfig
 from vllm.model_executor.layers.steering_terms import TermTables
 from vllm.utils.torch_utils import async_tensor_h2d
 from vllm.v1.interventions.messages import PlacedTerm, StepInterventions
-from vllm.v1.interventions.plan import Site, TapShape
+from vllm.v1.interventions.plan import Site
+from vllm.v1.interventions.shape import TapShape
 from vllm.v1.interventions.terms import Scalars
 
 _LANE = Scalars._fields.index("lane")
