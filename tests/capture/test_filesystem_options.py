@@ -117,7 +117,7 @@ def test_wrong_requests() -> None:
         ({"layout": ["packed"]}, "capture.filesystem.layout: unknown layout list"),
         (
             {"prompt": 1},
-            "capture.filesystem: unknown keys ['prompt']; filesystem takes hooks, lane, positions",
+            "capture.filesystem: unknown keys ['prompt'], allowed are hooks, lane, positions",
         ),
     ):
         with pytest.raises(ValueError) as raised:

@@ -12,7 +12,7 @@ from tests.support.plans import HEADS, config_of, with_layers
 IN_ATTENTION = "capture.inline.attention"
 _ASKED: list[tuple[dict[str, str], Any]] = [
     (path(IN_ATTENTION, "None"), None),
-    (path(IN_ATTENTION, "'head'"), {"head": 0}),
+    (path(IN_ATTENTION, "['head']", "heads, queries, keys, give, top, sum"), {"head": 0}),
     (path(f"{IN_ATTENTION}.heads"), {"give": ["weights"]}),
     (path(f"{IN_ATTENTION}.heads", "'q'", "pre_attn, post_block", layer="2"), {"heads": 2}),
     (path(f"{IN_ATTENTION}.heads.1", "4", "0-3", layer="1"), {"heads": {1: 4}}),

@@ -58,14 +58,22 @@ FOCUS = [
         path("steering[0].op", allowed="add"),
         focus() | {"config": config_of(HEADS, steering_families=["add"])},
     ),
-    Case(path("steering[0]", "['point']", op="focus"), focus(point="z")),
-    Case(path("steering[0]", "['gate']", op="focus"), focus(gate={})),
-    Case(path("steering[0]", "['rule']", op="focus"), focus(rule="ratio")),
-    Case(path("steering[0]", "['factor']", op="focus"), share(0.5) | focus(share=0.5)),
+    Case(path("steering[0]", "['point']", "op, layers, span, factor, positions"), focus(point="z")),
+    Case(path("steering[0]", "['gate']", "op, layers, span, factor, positions"), focus(gate={})),
+    Case(
+        path("steering[0]", "['rule']", "op, layers, span, factor, positions"), focus(rule="ratio")
+    ),
+    Case(
+        path("steering[0]", "['factor']", "op, layers, span, share, positions, rule"),
+        share(0.5) | focus(share=0.5),
+    ),
     Case(path("steering[0]", allowed="span"), focus(span=None)),
     Case(path("steering[0]", allowed="factor"), focus(factor=None)),
     Case(path("steering[0]", allowed="layers"), focus(layers=None)),
-    Case(path("steering[0]", "['layers']", op="focus"), focus(heads={1: [0]})),
+    Case(
+        path("steering[0]", "['layers']", "op, heads, span, factor, positions"),
+        focus(heads={1: [0]}),
+    ),
     Case(path("steering[0].heads.1", "4", "0-3"), focus(layers=None, heads={1: [4]})),
     Case(path("steering[0].layers"), focus(layers=2)),
     Case(path("steering[0].layers"), focus(layers=[])),

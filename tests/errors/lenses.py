@@ -113,7 +113,7 @@ def read(name: str) -> object:
 
 AT = "capture.inline.lens"
 LENSES = [
-    Case(path(AT, "'k'"), lens({**LOGIT, "k": 5})),
+    Case(path(AT, "['k']", "name, top_k, tokens, entropy"), lens({**LOGIT, "k": 5})),
     Case(path(AT, "5"), lens(5)),
     Case(path(AT), {**lens(LOGIT), "config": config_of()}),
     Case(path(f"{AT}.name", "'small'", "logit, big"), lens({"name": "small"})),

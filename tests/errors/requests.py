@@ -221,7 +221,9 @@ REQUESTS = [
     Case(path(f"{V1}.scale", "nan", "1e+30"), at(1, {"vector": VECTOR, "scale": float("nan")})),
     Case(path(f"{V1}.scale", "-1e+31", "1e+30"), at(1, {"vector": VECTOR, "scale": -1e31})),
     Case(path(f"{V1}.scale", "an int of 16610 bits"), at(1, {"vector": VECTOR, "scale": HUGE_INT})),
-    Case(path(V1, "['factor']"), at(1, {"vector": VECTOR, "factor": 2.0})),
+    Case(
+        path(V1, "['factor']", "vector, scale, positions"), at(1, {"vector": VECTOR, "factor": 2.0})
+    ),
     Case(path(V1), at(1, {"scale": 2.0})),
     Case(
         path("steering_vectors + decode_steering_vectors", "post_block layer 1", "float32"),

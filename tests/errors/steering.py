@@ -94,10 +94,15 @@ STEERING = [
         path(f"{OP}.gate", allowed="ablate, add"),
         op(gate=GATE, config=config_of(steering_families=["add", "ablate"])),
     ),
-    Case(path(OP, "['depth']", op="ablate"), op(depth=1)),
+    Case(
+        path(OP, "['depth']", "op, point, layers, direction, strength, positions, gate"),
+        op(depth=1),
+    ),
     Case(path(OP, allowed="direction", op="ablate"), without_direction("ablate")),
     Case(path(OP, allowed="layers", op="ablate"), op(layers=None)),
-    Case(path(f"{OP}.gate", "['when_ever']", op="a gate"), gated(when_ever=1)),
+    Case(
+        path(f"{OP}.gate", "['when_ever']", "probe, threshold, sharpness, when"), gated(when_ever=1)
+    ),
     Case(
         path(f"{OP}.gate", allowed="probe", op="a gate"), op(gate={"threshold": 0, "sharpness": 1})
     ),
@@ -218,7 +223,10 @@ STEERING = [
         in_lanes("replace", vector=None, values=np.ones((3, 4)), lane=1),
     ),
     Case(path(f"{OP}.gate.probe", "2", "3"), in_lanes(gate={**GATE, "probe": [VECTOR] * 2})),
-    Case(path(OP, "['lane']", op="add"), op("add", direction=None, vector=VECTOR, lane=0)),
+    Case(
+        path(OP, "['lane']", "op, point, layers, vector, scale, positions, gate"),
+        op("add", direction=None, vector=VECTOR, lane=0),
+    ),
     Case(path("steering_vectors.pre_attn.0.lane", "True", "0-2"), lane_vector(lane=True)),
     Case(path("steering_vectors.pre_attn.0.vector", "3", "4"), lane_vector(VECTOR[:3], lane=0)),
     Case(path("steering_vectors.pre_attn.0.vector", "4", "3"), lane_vector(np.ones((4, 4)))),
@@ -257,8 +265,12 @@ STEERING = [
     Case(path(f"{OP}.heads.2", "'z'", layer="2"), at_heads(heads={2: [0]}, factor=0)),
     Case(path(OP, allowed="factor", op="scale"), at_heads()),
     Case(path(OP, allowed="layers", op="scale"), at_heads(heads=None, factor=0)),
-    Case(path(OP, "['gate']", op="scale"), at_heads(factor=0, gate=GATE)),
-    Case(path(OP, "['layers']", op="scale"), at_heads(factor=0, layers=1)),
+    Case(
+        path(OP, "['gate']", "op, point, heads, factor, positions"), at_heads(factor=0, gate=GATE)
+    ),
+    Case(
+        path(OP, "['layers']", "op, point, heads, factor, positions"), at_heads(factor=0, layers=1)
+    ),
     Case(path(f"{OP}.factor", "nan", "1e+30"), at_heads(factor=float("nan"))),
     Case(path(f"{OP}.op", op="ablate"), at_heads("ablate")),
     Case(

@@ -111,7 +111,7 @@ STEERING_CALLS = [
     Case(path("name", "'../m'"), do=lambda: steering().register_module("../m", {})),
     Case(path("source"), do=lambda: steering().register_module("m", {})),
     Case(
-        path("source", "['vector']", op="a module"),
+        path("source", "['vector']", "vectors, prefill_vectors, decode_vectors, ops"),
         do=lambda: steering().register_module("m", {"ops": [], "vector": {}}),
     ),
     Case(path("source", allowed="float32"), do=lambda: module({"pre_attn": {0: [1e39] * HIDDEN}})),

@@ -83,10 +83,7 @@ class Meter:
         """All keys that a parser knows -> those of them that it was given."""
         self._away = 0
         self._ours: dict[CodeType, bool] = {}
-        self._parsers = {
-            errors.unknown_keys.__code__: "known",
-            errors.refuse_unknown_keys.__code__: "allowed",
-        }
+        self._parsers = {errors.unknown_keys.__code__: "known"}
 
     def __enter__(self) -> Meter:
         self.loop = self.threads = 0

@@ -254,8 +254,8 @@ def replace_with(values: Any, positions: Any = (1, 2, 3), **more: Any) -> dict[s
         ({"op": "normalize", "layers": 1}, "steering[0]: normalize needs 'point'"),
         ({"op": "normalize", "point": "pre_attn"}, "steering[0]: normalize needs 'layers'"),
         (entry("pin", direction=VECTOR), "steering[0]: pin needs 'value'"),
-        (entry("normalize", scale=1), "steering[0]: unknown keys ['scale'], normalize has op"),
-        (entry("add", vector=VECTOR, lo=1), "steering[0]: unknown keys ['lo'], add has"),
+        (entry("normalize", scale=1), "steering[0]: unknown keys ['scale'], allowed are op"),
+        (entry("add", vector=VECTOR, lo=1), "steering[0]: unknown keys ['lo'], allowed are op"),
         (entry("normalize", point="mid"), "steering[0].point: unknown point 'mid'"),
         (entry("normalize", layers=4), "steering[0].layers: layer 4 is out of range"),
         (entry("normalize", layers=[1, "1"]), "steering[0].layers: names layer 1 twice"),
@@ -286,7 +286,7 @@ def replace_with(values: Any, positions: Any = (1, 2, 3), **more: Any) -> dict[s
         (entry("add", values=ROWS), "steering[0]: add needs 'positions'"),
         (
             entry("add", values=ROWS, vector=VECTOR, positions=[1]),
-            "steering[0]: unknown keys ['vector'], add has",
+            "steering[0]: unknown keys ['vector'], allowed are op",
         ),
         (
             entry("norm_match", values=0 * ROWS, scale=1, positions=[1, 2, 3]),
@@ -294,7 +294,7 @@ def replace_with(values: Any, positions: Any = (1, 2, 3), **more: Any) -> dict[s
         ),
         (
             entry("ablate", direction=VECTOR, values=ROWS, positions=[1, 2, 3]),
-            "steering[0]: unknown keys ['values'], ablate has",
+            "steering[0]: unknown keys ['values'], allowed are op",
         ),
         (entry("pin", direction=VECTOR, value=1, strength="2"), "steering[0].strength: must be"),
         (replace_with(torch.from_numpy(ROWS).to_sparse()), "steering[0].values: must be a dense"),
@@ -306,7 +306,10 @@ def replace_with(values: Any, positions: Any = (1, 2, 3), **more: Any) -> dict[s
         (replace_with([VECTOR], [3, 3]), "steering[0].positions: names position 3 twice"),
         (entry("normalize", gate=1), "steering[0].gate: must be a mapping, got 1"),
         (entry("normalize", gate={}), "steering[0].gate: a gate needs 'probe'"),
-        (entry("normalize", gate=GATE | {"x": 1}), "steering[0].gate: unknown keys ['x'], a gate"),
+        (
+            entry("normalize", gate=GATE | {"x": 1}),
+            "steering[0].gate: unknown keys ['x'], allowed are probe",
+        ),
         (
             entry("normalize", gate=GATE | {"when": "now"}),
             "steering[0].gate.when: unknown 'now'; use 'row' or 'last_prompt'",

@@ -181,7 +181,7 @@ ERRORS: list[tuple[Any, str]] = [
     (3, "source: must be a mapping, got 3"),
     ({}, "source: has neither vectors nor operations"),
     ({"vectors": {}, "ops": []}, "source: has neither vectors nor operations"),
-    ({"vectors": {}, "tier": 1}, "source: unknown keys ['tier'], a module has vectors, prefill_v"),
+    ({"vectors": {}, "tier": 1}, "source: unknown keys ['tier'], allowed are vectors, prefill_v"),
     ({"vectors": {"mlp": {}}}, "source.vectors.mlp: unknown point"),
     ({"mlp": {1: VECTOR}}, "source.vectors.mlp: unknown point 'mlp'"),
     ({"decode_vectors": {"pre_attn": {9: VECTOR}}}, "source.decode_vectors.pre_attn.9: layer 9 is"),

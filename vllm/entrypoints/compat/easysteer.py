@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import fields, is_dataclass
 from typing import Any
 
-from vllm.v1.interventions.errors import reject, show, unknown_keys
+from vllm.v1.interventions.errors import refuse_unknown_keys, reject, show
 from vllm.v1.interventions.frontend.request.budget import Unit, Work
 from vllm.v1.interventions.values import plain, plain_list
 
@@ -92,8 +92,7 @@ def _mapping(value: Any, path: str, known: set[str]) -> dict[str, Any]:
         value = {field.name: vars(value)[field.name] for field in fields(value)}
     if not isinstance(value, Mapping):
         reject(path, f"must be an object, got {show(value)}")
-    if unknown := unknown_keys(value, known):
-        reject(path, f"has the keys {unknown}, which nothing reads; it has {sorted(known)}")
+    refuse_unknown_keys(value, sorted(known), path)
     return {key: entry for key, entry in value.items() if entry is not None}
 
 

@@ -17,18 +17,11 @@ from vllm.entrypoints.compat.wire import WIRE_KEYS, decoded, encoded, need_int, 
 from vllm.v1.capture.results import CapturedRows, CaptureResult
 from vllm.v1.interventions.errors import reject, show
 from vllm.v1.interventions.frontend.request.budget import Unit, Work
+from vllm.v1.interventions.given import MAX_SCALE, Given
 from vllm.v1.interventions.plan import Site, dtype_of
 from vllm.v1.interventions.shape import AttentionRule, TapShape
-from vllm.v1.interventions.values import Array, plain, plain_list
-from vllm.v1.interventions.vectors import (
-    MAX_SCALE,
-    floats_of,
-    need_array,
-    need_number,
-    pack_float32,
-    pack_unit,
-    unit,
-)
+from vllm.v1.interventions.values import Array, plain_list
+from vllm.v1.interventions.vectors import pack_float32, pack_unit, unit
 
 CAPTURE, QK, STEER = "output_residual_stream", "output_qk", "apply_steering_vectors"
 KEYS = (CAPTURE, QK, STEER, "skip_reading_prefix_cache", "activations_transport")
@@ -157,10 +150,9 @@ class _Vectors:
         layers = [
             _layer(n, f"{path}.layer_indices[{i}]", self._shape) for i, n in enumerate(layers)
         ]
-        scale = need_number(vector.get("scale", 1.0), f"{path}.scale")
-        matched = plain(vector.get("norm_match", False))
-        if not isinstance(matched, bool):
-            reject(f"{path}.norm_match", f"must be true or false, got {show(matched)}")
+        fields = Given(vector, path)
+        scale = fields.get("scale", 1.0).number()
+        matched = fields.get("norm_match", False).flag()
         places: list[int | None] = [None]
         where = vector.get("position_indices")
         if values.ndim == 3:
@@ -193,9 +185,9 @@ class _Vectors:
         if isinstance(value, Mapping):
             tensor = decoded(value, path, admit)
         elif isinstance(value, Array):
-            given = need_array(value, path)
-            admit(given.shape)
-            tensor = floats_of(given, path)
+            given = Given(value, path)
+            admit(given.array().shape)
+            tensor = given.floats()
         else:
             reject(path, f"must be a tensor, got {show(value)}")
         if not tensor.is_floating_point() or not tensor.numel():

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from vllm.v1.interventions.errors import reject, show, unknown_keys
+from vllm.v1.interventions.errors import refuse_unknown_keys, reject, show
 from vllm.v1.interventions.plan import dtype_of
 from vllm.v1.interventions.values import plain
 
@@ -37,8 +37,7 @@ def need_int(value: Any, path: str) -> int:
 
 def need_keys(given: Mapping[str, Any], path: str, known: set[str], needed: Sequence[str]) -> None:
     """Raise ValueError for a key that is not `known`, or one that is missing."""
-    if unknown := unknown_keys(given, known):
-        reject(path, f"has the keys {unknown}, which nothing reads; it has {sorted(known)}")
+    refuse_unknown_keys(given, sorted(known), path)
     for key in needed:
         if key not in given:
             reject(path, f"lacks {key!r}")

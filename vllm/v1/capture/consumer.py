@@ -16,7 +16,7 @@ import msgspec
 import numpy as np
 import torch
 
-from vllm.v1.interventions.errors import reject, unknown_keys
+from vllm.v1.interventions.errors import refuse_unknown_keys
 from vllm.v1.interventions.makings import AttentionRead
 from vllm.v1.interventions.plan import Site
 from vllm.v1.interventions.shape import TapShape
@@ -191,11 +191,7 @@ class CaptureConsumer(ABC):
             ValueError: a field is wrong. It is raised by `vllm.v1.interventions.errors.reject`,
                 naming the field below `path`.
         """
-        if fields:
-            reject(
-                path,
-                f"unknown keys {unknown_keys(fields, ())}, allowed are {', '.join(SHARED_FIELDS)}",
-            )
+        refuse_unknown_keys(fields, (), path, beside=SHARED_FIELDS)
         return {}
 
     def start(self, context: ConsumerContext) -> None:  # noqa: B027

@@ -23,6 +23,7 @@ terms.py            the one formula behind all operations
 sites.py            how requests name points and layers
 positions.py        sets of token positions
 values.py           numbers, strings and lists as people have them
+given.py            one reader of what users say: a value with the path of its field
 errors.py           the error of a request that cannot be honoured exactly
 start_failure.py    why an engine core did not start, for its frontend
 """

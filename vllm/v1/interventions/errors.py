@@ -5,7 +5,7 @@ Every error names the path of the offending field (`steering_vectors.post_block.
 was given and what is allowed. Offline it is a `ValueError`, over HTTP a 400.
 """
 
-from collections.abc import Collection, Container, Iterable, Mapping, Sequence
+from collections.abc import Collection, Container, Iterable, Sequence
 from itertools import islice
 from typing import Any, NoReturn
 
@@ -59,13 +59,6 @@ def unknown_keys(given: Iterable[Any], known: Container[Any]) -> list[str]:
     return sorted(show_key(key) for key in unknown)[:8]
 
 
-def need_mapping(value: Any, path: str) -> Mapping[Any, Any]:
-    """Return `value` if it is a mapping, else raise ValueError."""
-    if not isinstance(value, Mapping):
-        reject(path, f"must be a mapping, got {show(value)}")
-    return value
-
-
 def need_family(family: str, families: Collection[str], path: str) -> None:
     """Raise ValueError if the engine was started without `family`.
 
@@ -81,27 +74,16 @@ def need_family(family: str, families: Collection[str], path: str) -> None:
         )
 
 
-def need_keys(
-    given: Mapping[Any, Any],
-    path: str,
-    name: str,
-    needed: tuple[str, ...],
-    allowed: tuple[str, ...],
+def refuse_unknown_keys(
+    given: Iterable[Any], known: Sequence[str], path: str, beside: Sequence[str] = ()
 ) -> None:
-    """Raise ValueError for unknown keys of a mapping, and for needed ones that it lacks."""
-    if unknown := unknown_keys(given, {*needed, *allowed}):
-        known = ", ".join(dict.fromkeys((*needed, *allowed)))
-        reject(path, f"unknown keys {unknown}, {name} has {known}")
-    missing = [key for key in needed if key not in given]
-    if missing:
-        reject(path, f"{name} needs {missing[0]!r}")
+    """Raise ValueError for keys of the mapping at `path` that are not known.
 
-
-def refuse_unknown_keys(given: Iterable[Any], allowed: Sequence[str], path: str) -> None:
-    """Raise ValueError for keys of the mapping at `path` that are not allowed."""
-    unknown = [show(key) for key in islice((k for k in given if k not in allowed), 8)]
-    if unknown:
-        reject(path, f"unknown keys {', '.join(unknown)}, allowed are {', '.join(allowed)}")
+    Args:
+        beside: other keys that the mapping may have, which `given` lacks.
+    """
+    if unknown := unknown_keys(given, known):
+        reject(path, f"unknown keys {unknown}, allowed are {', '.join((*beside, *known))}")
 
 
 def describe(error: BaseException) -> str:

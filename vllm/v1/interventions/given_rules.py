@@ -3,19 +3,20 @@
 are those of a prompt."""
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
 import numpy as np
 
 from vllm.v1.capture.rules import RULES_DO
-from vllm.v1.interventions.errors import need_mapping, reject, show, unknown_keys
+from vllm.v1.interventions.errors import reject
+from vllm.v1.interventions.given import Given
 from vllm.v1.interventions.plan import Site
 from vllm.v1.interventions.shape import TapShape
-from vllm.v1.interventions.sites import need_layers, need_one_lane, need_point
+from vllm.v1.interventions.sites import need_one_lane
 from vllm.v1.interventions.values import plain, plain_list
-from vllm.v1.interventions.vectors import need_number, need_vector
+from vllm.v1.interventions.vectors import pack_float32
 
 MAX_RULES = 32
 """The most rules that a request is judged by, the operator's among them."""
@@ -25,7 +26,8 @@ OVER = {"generated": "all_generated", "prompt": "all_prompt"}
 """The names of positions that only rules have, and what they are to others."""
 
 _NEEDED = ("name", "point", "layer", "threshold")
-_ALLOWED = (*_NEEDED, "probe", "module", "below", "over", "need", "of", "then")
+_ALLOWED = ("probe", "module", "below", "over", "need", "of", "then")
+_WINDOW = f"must be an int between 1 and {MAX_WINDOW}, got {{given}}"
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,63}")
 _FOR_ALL = (*OVER, "all", "predicting", "last_prompt")
 
@@ -81,11 +83,9 @@ def given_rules(
         ValueError: too many rules, a name that is used twice or no name, an unknown key or point, a
             layer out of range, a probe of the wrong width, a number that is not finite.
     """
-    entries = plain_list(value)
-    if entries is None or not least <= len(entries) <= MAX_RULES:
-        given = show(value) if entries is None else f"{len(entries)}"
-        reject(path, f"must be a list of {least}-{MAX_RULES} rules, got {given}")
-    rules = [_rule(entry, f"{path}[{i}]", shape, direction_of) for i, entry in enumerate(entries)]
+    message = f"must be a list of {least}-{MAX_RULES} rules, got {{given}}"
+    entries = Given(value, path).entries(message, least, MAX_RULES)
+    rules = [_rule(entry, shape, direction_of) for entry in entries]
     names = [rule.name for rule in rules]
     for i, name in enumerate(names):
         if name in names[:i]:
@@ -93,65 +93,38 @@ def given_rules(
     return rules
 
 
-def _rule(entry: Any, path: str, shape: TapShape, direction_of: DirectionOf) -> GivenRule:
-    entry = need_mapping(entry, path)
-    if unknown := unknown_keys(entry, _ALLOWED):
-        reject(path, f"unknown keys {unknown}, allowed are {', '.join(_ALLOWED)}")
-    if missing := [key for key in _NEEDED if key not in entry]:
-        reject(f"{path}.{missing[0]}", "is missing")
-    name = plain(entry["name"])
-    if not isinstance(name, str) or not _NAME.fullmatch(name):
-        reject(f"{path}.name", f"must be up to 64 letters, digits and _.-, got {show(name)}")
-    need_one_lane(path, shape)
-    point = need_point(entry["point"], f"{path}.point", shape)
-    layers = need_layers(entry["layer"], point, f"{path}.layer", shape)
+def _rule(given: Given, shape: TapShape, direction_of: DirectionOf) -> GivenRule:
+    rule = given.fields(needed=_NEEDED, allowed=_ALLOWED)
+    name = rule["name"].text("must be up to 64 letters, digits and _.-, got {given}", _NAME)
+    need_one_lane(rule.path, shape)
+    point = rule["point"].point(shape)
+    layers = rule["layer"].layers(point, shape)
     if len(layers) > 1:
-        reject(f"{path}.layer", "names several layers; give a rule for each")
-    then = plain(entry.get("then", "flag"))
-    if then not in RULES_DO:
-        reject(f"{path}.then", f"must be 'flag' or 'stop', got {show(then)}")
-    below = plain(entry.get("below", False))
-    if not isinstance(below, bool):
-        reject(f"{path}.below", f"must be true or false, got {show(below)}")
-    need = _count(entry.get("need", 1), f"{path}.need")
-    of = _count(entry.get("of", need), f"{path}.of")
+        rule["layer"].refuse("names several layers; give a rule for each")
+    then = rule.get("then", "flag").choice(RULES_DO, "must be 'flag' or 'stop', got {given}")
+    need = rule.get("need", 1).int(1, MAX_WINDOW, _WINDOW)
+    of = rule.get("of", need).int(1, MAX_WINDOW, _WINDOW)
     if need > of:
-        reject(f"{path}.need", f"is {need}, more than of={of}")
-    site = point, layers[0]
+        rule["need"].refuse(f"is {need}, more than of={of}")
+    if ("probe" in rule) == ("module" in rule):
+        rule.refuse("needs either 'probe' or 'module'")
+    site, probe = (point, layers[0]), rule["probe"]
+    if "module" in rule:
+        module = rule["module"]
+        direction = direction_of(module.plain(), module.path, site)
+    else:
+        direction = probe.vector(shape.hidden_size)
     return GivenRule(
         name=name,
         site=site,
-        probe=_probe(entry, path, site, shape, direction_of),
-        threshold=need_number(entry["threshold"], f"{path}.threshold"),
-        below=below,
-        over=entry.get("over", "generated"),
+        probe=pack_float32(direction, probe.path),
+        threshold=rule["threshold"].number(),
+        below=rule.get("below", False).flag(),
+        over=rule.get("over", "generated").value,
         need=need,
         of=of,
         stops=then == "stop",
     )
-
-
-def _count(value: Any, path: str) -> int:
-    value = plain(value)
-    if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= MAX_WINDOW:
-        reject(path, f"must be an int between 1 and {MAX_WINDOW}, got {show(value)}")
-    return value
-
-
-def _probe(
-    entry: Mapping[Any, Any], path: str, site: Site, shape: TapShape, direction_of: DirectionOf
-) -> bytes:
-    """float32 [hidden], native endian."""
-    if ("probe" in entry) == ("module" in entry):
-        reject(path, "needs either 'probe' or 'module'")
-    if "module" in entry:
-        direction = direction_of(plain(entry["module"]), f"{path}.module", site)
-        return direction.astype(np.float32).tobytes()
-    with np.errstate(over="ignore"):
-        vector = need_vector(entry["probe"], f"{path}.probe", shape.hidden_size).astype(np.float32)
-    if not np.isfinite(vector).all():
-        reject(f"{path}.probe", "overflows float32")
-    return vector.tobytes()
 
 
 def rules_for_all(

@@ -11,24 +11,16 @@ import numpy as np
 import torch
 
 from vllm.config.points import RETURNED
-from vllm.v1.interventions.errors import need_family, need_keys, need_mapping, reject, show
+from vllm.v1.interventions.errors import need_family
 from vllm.v1.interventions.focus import FOCUS
+from vllm.v1.interventions.given import Given, Select
 from vllm.v1.interventions.plan import Site
 from vllm.v1.interventions.positions import ALL, Positions
 from vllm.v1.interventions.shape import TapShape
-from vllm.v1.interventions.sites import need_heads, need_layers, need_sites
+from vllm.v1.interventions.sites import need_sites
 from vllm.v1.interventions.terms import HEAD_OPS, OPS, Scalars, Term, make_term
 from vllm.v1.interventions.values import Array, plain, plain_list
-from vllm.v1.interventions.vectors import (
-    Select,
-    need_array,
-    need_lane,
-    need_lanes,
-    need_number,
-    need_one_width,
-    pack_float32,
-    pack_unit,
-)
+from vllm.v1.interventions.vectors import need_one_width, pack_float32, pack_unit
 
 _KEYS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "add": (("vector",), ("scale",)),
@@ -46,7 +38,6 @@ _ROWS = {"add": "vector", "norm_match": "direction"}
 """Operations that may have `values`, one for each of `positions`, in place of this key."""
 
 _GATE_KEYS = ("probe", "threshold", "sharpness")
-_WHEN = ("row", "last_prompt")
 
 
 @dataclass(frozen=True)
@@ -130,18 +121,16 @@ def parse_ops(
             a family the engine does not have, a vector of the wrong width, zero or not finite, a
             number out of its range, too many operations at one site.
     """
-    if not isinstance(value, list | tuple):
-        reject(path, f"must be a list of operations, got {show(value)}")
     ops: list[Op] = []
     at_site: Counter[Site] = Counter()
-    for i, entry in enumerate(value):
-        if others(entry, f"{path}[{i}]"):
+    for entry in Given(value, path).entries("must be a list of operations, got {given}"):
+        if others(entry.value, entry.path):
             continue
-        op = _Entry(entry, f"{path}[{i}]", shape, families).parse(select)
+        op = _Entry(entry, shape, families).parse(select)
         at_site.update(() if op.heads else op.sites)
         for point, layer in op.sites:
             if at_site[point, layer] > max_terms:
-                reject(f"{path}[{i}]", f"is one operation more than {max_terms} at {point} {layer}")
+                entry.refuse(f"is one operation more than {max_terms} at {point} {layer}")
         ops.append(op)
     return ops
 
@@ -149,12 +138,12 @@ def parse_ops(
 class _Entry:
     """One operation as the user wrote it."""
 
-    def __init__(self, entry: Any, path: str, shape: TapShape, families: frozenset[str]) -> None:
-        self.given = need_mapping(entry, path)
-        self.path = path
+    def __init__(self, entry: Given, shape: TapShape, families: frozenset[str]) -> None:
+        entry.mapping()
+        self.given = entry
         self.shape = shape
         self.families = families
-        self.of_heads = plain(self.given.get("point")) == RETURNED
+        self.of_heads = self.given["point"].plain() == RETURNED
         self.lanes = 1 if self.of_heads else shape.lanes
         self.lane = -1
         self.width = shape.hidden_size
@@ -164,12 +153,13 @@ class _Entry:
         heads = self.heads(name) if self.of_heads else {}
         sites = list(heads)
         if not sites:
-            sites = need_sites(self.given["point"], self.given["layers"], self.path, self.shape)
+            points, layers = self.given["point"].value, self.given["layers"].value
+            sites = need_sites(points, layers, self.given.path, self.shape)
         if "lane" in self.given:
-            [self.lane] = need_lane(self.given["lane"], f"{self.path}.lane", self.lanes)
+            self.lane = self.given["lane"].lane(self.lanes)
         positions = None
         if "positions" in self.given:
-            positions = select(self.given["positions"], f"{self.path}.positions")
+            positions = self.given["positions"].positions(select)
         gate = self.gate()
         frozen = bool(gate.scalars.get("frozen"))
         if frozen:
@@ -180,42 +170,36 @@ class _Entry:
             vectors = self.rows(name, positions, select)
         else:
             key = "values" if "values" in self.given else _ROWS.get(name, "direction")
-            vectors = [self.vector(name, self.given.get(key), f"{self.path}.{key}")]
+            vectors = [self.vector(name, self.given[key])]
         terms = [make_term(scalars, vector, gate.probe) for vector in vectors]
         return Op(name, sites, positions, terms, frozen, heads)
 
     def heads(self, name: str) -> dict[Site, tuple[int, ...]]:
         """`Op.heads` of an entry at z; `width` becomes that of its vectors."""
         chosen: dict[int, tuple[int, ...]]
+        asked = self.given["heads" if "heads" in self.given else "layers"]
         if "heads" in self.given:
-            path = f"{self.path}.heads"
-            chosen = need_heads(self.given["heads"], RETURNED, path, self.shape)
+            chosen = asked.heads(RETURNED, self.shape)
             widths = {self.shape.layers[layer].heads[RETURNED][1] for layer in chosen}
         else:
-            path = f"{self.path}.layers"
-            layers = need_layers(self.given["layers"], RETURNED, path, self.shape)
-            chosen = dict.fromkeys(layers, ())
+            chosen = dict.fromkeys(asked.layers(RETURNED, self.shape), ())
             widths = {self.shape.row_width((RETURNED, layer)) for layer in chosen}
-        self.width = max(widths) if name == "scale" else need_one_width(RETURNED, widths, path)
+        self.width = (
+            max(widths) if name == "scale" else need_one_width(RETURNED, widths, asked.path)
+        )
         return {(RETURNED, layer): chosen[layer] for layer in sorted(chosen)}
 
     def name(self) -> str:
         """The operation, its keys checked."""
-        name = plain(self.given.get("op"))
-        if name == FOCUS:
-            reject(f"{self.path}.op", "focus belongs to a request, as its span does")
-        if not isinstance(name, str) or name not in (*OPS, *HEAD_OPS):
-            known = ", ".join(dict.fromkeys((*OPS, *HEAD_OPS, FOCUS)))
-            reject(
-                f"{self.path}.op",
-                f"unknown operation {show(name)}; operations are {known}",
-            )
+        op, known = self.given["op"], (*OPS, *HEAD_OPS)
+        if op.plain() == FOCUS:
+            op.refuse("focus belongs to a request, as its span does")
+        said = ", ".join(dict.fromkeys((*known, FOCUS)))
+        name = op.choice(known, f"unknown operation {{given}}; operations are {said}")
         if self.of_heads and name not in HEAD_OPS:
-            reject(
-                f"{self.path}.op", f"{name} does not act on heads; at {RETURNED} do add and scale"
-            )
+            op.refuse(f"{name} does not act on heads; at {RETURNED} do add and scale")
         if name == "scale" and not self.of_heads:
-            reject(f"{self.path}.point", f"scale acts on heads: its point is {RETURNED!r}")
+            self.given["point"].refuse(f"scale acts on heads: its point is {RETURNED!r}")
         self.need_family(name, "op")
         needed, allowed = _KEYS[name]
         if name in _ROWS and "values" in self.given:
@@ -225,50 +209,47 @@ class _Entry:
         layers = "heads" if self.of_heads and "heads" in self.given else "layers"
         needed = ("op", "point", layers, *needed)
         more = () if self.of_heads else ("gate", *("lane",) * (self.lanes > 1))
-        need_keys(self.given, self.path, name, needed, (*allowed, "positions", *more))
+        self.given = self.given.fields(needed, (*allowed, "positions", *more), name)
         return name
 
     def need_family(self, family: str, key: str) -> None:
-        need_family(family, self.families, f"{self.path}.{key}")
+        need_family(family, self.families, self.given[key].path)
 
     def gate(self) -> _Gate:
         """The entry's gate, or `_UNGATED`."""
         if "gate" not in self.given:
             return _UNGATED
         self.need_family("gate", "gate")
-        path = f"{self.path}.gate"
-        gate = need_mapping(self.given["gate"], path)
-        need_keys(gate, path, "a gate", _GATE_KEYS, ("when",))
-        when = gate.get("when", "row")
-        if not isinstance(when, str) or when not in _WHEN:
-            reject(f"{path}.when", f"unknown {show(when)}; use 'row' or 'last_prompt'")
-        probe = pack_float32(self.of_lanes(gate["probe"], f"{path}.probe"), f"{path}.probe")
-        numbers = {name: need_number(gate[name], f"{path}.{name}") for name in _GATE_KEYS[1:]}
+        gate = self.given["gate"].fields(_GATE_KEYS, ("when",), "a gate")
+        unknown = "unknown {given}; use 'row' or 'last_prompt'"
+        when = gate.get("when", "row").choice(("row", "last_prompt"), unknown)
+        probe = pack_float32(self.of_lanes(gate["probe"]), gate["probe"].path)
+        numbers = {name: gate[name].number() for name in _GATE_KEYS[1:]}
         frozen = {"frozen": float(when == "last_prompt")}
         return _Gate(self.in_lanes(probe), numbers | frozen)
 
     def after_decision(self, positions: Positions | None, select: Select) -> Positions:
         """Return the positions at which an operation with a frozen gate acts; raise ValueError if
         one is before the gate is decided."""
-        path = f"{self.path}.positions"
-        decided = select("predicting", path)
+        given = self.given["positions"]
+        decided = select("predicting", given.path)
         if positions is None:
             return decided
         first, last_prompt = positions.first_from(0), decided.first_from(0)
         assert last_prompt is not None
         if first is not None and first < last_prompt:
-            reject(
-                path, f"position {first} is before the last prompt token, which decides the gate"
+            given.refuse(
+                f"position {first} is before the last prompt token, which decides the gate"
             )
         return positions
 
     def has_rows(self) -> bool:
         """Tell whether `values` is a row for each position, and not one row for all."""
-        values = self.given.get("values")
-        if self.lanes > 1 and not self.given.keys() & {"lane", "positions"}:
+        values = self.given["values"].value
+        if self.lanes > 1 and not ("lane" in self.given or "positions" in self.given):
             return False  # two dimensions are one row's lanes
         if isinstance(values, Array):
-            return need_array(values, f"{self.path}.values").ndim != 1
+            return self.given["values"].array().ndim != 1
         return values is not None and not (
             isinstance(values, list) and values and isinstance(plain(values[0]), int | float)
         )
@@ -290,7 +271,7 @@ class _Entry:
             case "replace":
                 alpha = self.number("alpha", 1.0)
                 if not 0 <= alpha <= 1:
-                    reject(f"{self.path}.alpha", f"must be from 0 to 1, got {show(alpha)}")
+                    self.given["alpha"].refuse(f"must be from 0 to 1, got {alpha}")
                 return {"replace": alpha, "constant": alpha}
             case "scale":
                 return {"constant": self.number("factor")}
@@ -298,26 +279,26 @@ class _Entry:
                 assert name == "normalize"
                 return {"renorm": 1.0}
 
-    def vector(self, name: str, value: Any, path: str) -> bytes:
-        """The operation's vector of `value`, float32 [width] or [lanes, width]."""
+    def vector(self, name: str, given: Given) -> bytes:
+        """The operation's vector, float32 [width] or [lanes, width]."""
         if name in ("normalize", "scale"):
             return bytes(4 * self.width * self.lanes if name == "normalize" else 0)
-        vector = self.of_lanes(value, path)
+        vector, path = self.of_lanes(given), given.path
         if name == "add":
             packed = pack_float32(vector, path)
             with np.errstate(over="ignore"):
-                self.need_range(vector * self.number("scale", 1.0), self.path)
+                self.need_range(vector * self.number("scale", 1.0), self.given)
             return self.in_lanes(packed)
         if name == "replace":
-            self.need_range(vector, path)
+            self.need_range(vector, given)
             return self.in_lanes(pack_float32(vector, path))
         rows = vector.reshape(-1, self.width)
         paths = [path] if len(rows) == 1 else [f"{path}[{i}]" for i in range(len(rows))]
         return self.in_lanes(b"".join(map(pack_unit, rows, paths)))
 
-    def of_lanes(self, value: Any, path: str) -> np.ndarray:
+    def of_lanes(self, given: Given) -> np.ndarray:
         """A vector for every lane, float64 [width], or of several one for each, flat."""
-        return need_lanes(value, path, self.width, self.lanes if self.lane < 0 else 1)
+        return given.of_lanes(self.width, self.lanes if self.lane < 0 else 1)
 
     def in_lanes(self, vector: bytes) -> bytes:
         """A vector as `Term.vector` has it: zeros in the lanes that the operation leaves alone."""
@@ -330,45 +311,47 @@ class _Entry:
 
     def rows(self, name: str, positions: Positions, select: Select) -> list[bytes]:
         """`values` as vectors, one for each position, ascending."""
-        path = f"{self.path}.positions"
+        asked, values = self.given["positions"], self.given["values"]
         order = positions.array().tolist()
-        if (given := plain_list(self.given["positions"])) is not None:
+        if (listed := plain_list(asked.value)) is not None:
             # A mapping keeps the order. The first repeat ends it: an entry may mean all positions.
             ordered: dict[int, None] = {}
-            for entry in given:
-                for position in select([entry], path).array().tolist():
+            for entry in listed:
+                for position in select([entry], asked.path).array().tolist():
                     if position in ordered:
-                        reject(path, f"names position {position} twice")
+                        asked.refuse(f"names position {position} twice")
                     ordered[position] = None
             order = list(ordered)
-        path, values = f"{self.path}.values", self.given["values"]
-        if not isinstance(values, list):
-            values = need_array(values, path)
+        given = values.value
+        if not isinstance(given, list):
+            shape = values.array().shape
             of_lanes = (self.lanes, self.width) if self.lane < 0 else (self.width,)
-            if values.shape[1:] not in ((self.width,), of_lanes):
-                reject(path, f"has shape {list(values.shape)}, the model needs [n, {self.width}]")
-        if len(values) != len(positions):
-            reject(path, f"has {len(values)} rows, positions select {len(positions)}")
-        rows = [self.vector(name, value, f"{path}[{i}]") for i, value in enumerate(values)]
+            if shape[1:] not in ((self.width,), of_lanes):
+                values.refuse(f"has shape {list(shape)}, the model needs [n, {self.width}]")
+        if len(given) != len(positions):
+            values.refuse(f"has {len(given)} rows, positions select {len(positions)}")
+        rows = [
+            self.vector(name, Given(value, f"{values.path}[{i}]")) for i, value in enumerate(given)
+        ]
         return [row for _, row in sorted(zip(order, rows, strict=True), key=lambda pair: pair[0])]
 
     def number(self, key: str, default: float | None = None) -> float:
-        return need_number(self.given.get(key, default), f"{self.path}.{key}")
+        return self.given.get(key, default).number()
 
     def in_range(self, key: str) -> float:
         number = self.number(key)
-        self.need_range(np.array(number), f"{self.path}.{key}")
+        self.need_range(np.array(number), self.given[key])
         return number
 
     def bounds(self) -> dict[str, float]:
         bounds = {key: self.in_range(key) for key in ("lo", "hi") if key in self.given}
         if not bounds:
-            reject(self.path, "clamp needs 'lo' or 'hi'")
+            self.given.refuse("clamp needs 'lo' or 'hi'")
         if len(bounds) == 2 and bounds["lo"] > bounds["hi"]:
-            reject(f"{self.path}.lo", f"{bounds['lo']:g} is greater than hi, {bounds['hi']:g}")
+            self.given["lo"].refuse(f"{bounds['lo']:g} is greater than hi, {bounds['hi']:g}")
         return bounds
 
-    def need_range(self, values: np.ndarray, path: str) -> None:
+    def need_range(self, values: np.ndarray, given: Given) -> None:
         """Raise unless `values`, which are written into the stream, fit its dtype."""
         if not (np.abs(values) <= torch.finfo(self.shape.torch_dtype).max).all():
-            reject(path, f"overflows {self.shape.dtype}")
+            given.refuse(f"overflows {self.shape.dtype}")

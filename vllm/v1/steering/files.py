@@ -25,6 +25,7 @@ import torch
 from vllm.config.points import RETURNED, STEERING_POINTS, STREAM_POINTS
 from vllm.config.steering import SteeringConfig
 from vllm.v1.interventions.errors import reject, show, show_key
+from vllm.v1.interventions.given import Given
 from vllm.v1.interventions.plan import TIERS, Site
 from vllm.v1.interventions.shape import TapShape
 from vllm.v1.interventions.sites import (
@@ -33,7 +34,7 @@ from vllm.v1.interventions.sites import (
     need_point,
     need_steered_points,
 )
-from vllm.v1.interventions.vectors import Vectors, need_vector
+from vllm.v1.interventions.vectors import Vectors
 from vllm.v1.steering.gguf import read_gguf, write_gguf
 from vllm.v1.steering.json_modules import read_json_module, without_repeats
 from vllm.v1.steering.modules import (
@@ -144,7 +145,7 @@ def _module(
     for name, vector in content.vectors.items():
         where = f"{file}[{show_key(name)}]"
         tier, site = site_of(name, where, shape)
-        tiers[tier][site] = need_vector(vector, where, shape.row_width(site))
+        tiers[tier][site] = Given(vector, where).vector(shape.row_width(site))
     ops = parse_module_ops(content.ops, f"{file}[ops]", shape, config)
     return make_module(tiers, ops, file, shape)
 

@@ -13,7 +13,8 @@ import numpy as np
 import torch
 
 from vllm.config.steering import SteeringConfig
-from vllm.v1.interventions.errors import need_mapping, reject, show, unknown_keys
+from vllm.v1.interventions.errors import refuse_unknown_keys, reject, show
+from vllm.v1.interventions.given import Given
 from vllm.v1.interventions.given_rules import GivenRule
 from vllm.v1.interventions.operations import Op, parse_ops
 from vllm.v1.interventions.plan import TIERS, Site, VectorSet
@@ -25,7 +26,6 @@ from vllm.v1.interventions.values import plain
 from vllm.v1.interventions.vectors import (
     Vectors,
     add_up,
-    need_number,
     norms_of,
     parse_vectors,
     vector_set_of,
@@ -68,7 +68,7 @@ class ModuleOp(msgspec.Struct, frozen=True):
                 scaled = ", ".join(_SCALED)
                 reject(path, f"scale {scale:g}: its {self.name} has no scale, only {scaled} have")
             field = _SCALED[self.name]
-            number = need_number(term.scalars._asdict()[field] * scale, path)
+            number = Given(term.scalars._asdict()[field] * scale, path).number()
             term = make_term(term.scalars._replace(**{field: number}), term.vector, term.probe)
             largest = float(np.abs(np.frombuffer(term.vector, np.float32)).max())
             if not largest * abs(term.scalars.constant) <= torch.finfo(shape.torch_dtype).max:
@@ -204,13 +204,11 @@ def parse_module(value: Any, path: str, shape: TapShape, config: SteeringConfig)
     Raises:
         ValueError: as for the fields of a request; also for positions, which belong to a request.
     """
-    given = need_mapping(value, path)
+    given = Given(value, path).mapping()
     if not given.keys() & {*FIELDS, "ops"}:
         given = {FIELDS[0]: given}
-    unknown = unknown_keys(given, {*FIELDS, "ops"})
     path, below = path or "module", f"{path}." if path else ""
-    if unknown:
-        reject(path, f"unknown keys {unknown}, a module has {', '.join(FIELDS)} and ops")
+    refuse_unknown_keys(given, (*FIELDS, "ops"), path)
     tiers = {}
     for tier, field in zip(TIERS, FIELDS, strict=True):
         if field in given:

@@ -6,7 +6,8 @@ from typing import Any
 
 from vllm.config.points import STREAM_POINTS
 from vllm.config.steering import FAMILIES, SteeringConfig
-from vllm.v1.interventions.errors import need_mapping, reject, show, show_key
+from vllm.v1.interventions.errors import reject, show, show_key
+from vllm.v1.interventions.given import Given
 from vllm.v1.interventions.shape import LayerShape, TapShape
 from vllm.v1.interventions.values import is_array, plain, plain_list
 from vllm.v1.steering.modules import FIELDS, Module, parse_module
@@ -32,7 +33,7 @@ def module_without_model(source: Mapping[str, Any], path: str) -> Module:
         ValueError: as for a module that is registered; or layers or points that only a model can
             tell ("all", negative ones).
     """
-    given = need_mapping(source, path)
+    given = Given(source, path).mapping()
     if not given.keys() & {*FIELDS, "ops"}:
         given = {FIELDS[0]: given}
     widths = [len(vector) for vector in _vectors(given, path) if _is_vector(vector)]

@@ -14,11 +14,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from vllm.v1.interventions.errors import need_mapping, reject, show, show_key, unknown_keys
+from vllm.v1.interventions.errors import reject, show, show_key
 from vllm.v1.interventions.frontend.request.capture import MAX_CAPTURES
+from vllm.v1.interventions.given import Given
 from vllm.v1.interventions.given_rules import MAX_RULES
 from vllm.v1.interventions.values import MOST_ENTRIES
-from vllm.v1.interventions.vectors import need_number
 
 PACKED_DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32}
 
@@ -52,24 +52,17 @@ def unpack(value: Any, path: str, *, extra: tuple[str, ...] = ()) -> torch.Tenso
             not a list of one or two positive ints, the array is too large, `data` is not base64 of
             just as many bytes, or a value is not finite.
     """
-    given = need_mapping(value, path)
-    missing = [key for key in _KEYS if key not in given]
-    if missing:
-        reject(path, f"a packed array needs {missing[0]!r}")
-    if unknown := unknown_keys(given, {*_KEYS, *extra}):
-        known = ", ".join((*_KEYS, *extra))
-        reject(path, f"unknown keys {unknown}, a packed array has {known}")
-    name = given["dtype"]
-    if not isinstance(name, str) or name not in PACKED_DTYPES:
-        reject(f"{path}.dtype", f"unknown dtype {show(name)}; use {', '.join(PACKED_DTYPES)}")
-    shape = _shape(given["shape"], f"{path}.shape")
+    given = Given(value, path).fields(_KEYS, extra, "a packed array")
+    unknown = f"unknown dtype {{given}}; use {', '.join(PACKED_DTYPES)}"
+    name = given["dtype"].choice(PACKED_DTYPES, unknown)
+    shape = _shape(given["shape"])
     dtype = PACKED_DTYPES[name]
     expected = math.prod(shape) * dtype.itemsize
     if expected > MAX_ARRAY_BYTES:
         reject(
             f"{path}.shape", f"{show(expected)} bytes are more than the {MAX_ARRAY_BYTES} allowed"
         )
-    raw = _bytes(given["data"], expected, f"{path}.data")
+    raw = _bytes(given["data"], expected)
     # numpy does the byte order, and has no bfloat16.
     words = np.frombuffer(raw, f"<i{dtype.itemsize}").astype(f"=i{dtype.itemsize}")
     values = torch.from_numpy(words).view(dtype).reshape(shape)
@@ -78,32 +71,29 @@ def unpack(value: Any, path: str, *, extra: tuple[str, ...] = ()) -> torch.Tenso
     return values
 
 
-def _shape(value: Any, path: str) -> list[int]:
-    if not isinstance(value, list) or len(value) not in (1, 2):
-        reject(path, "must be a list of one or two ints")
-    for i, size in enumerate(value):
-        if not isinstance(size, int) or isinstance(size, bool) or size < 1:
-            reject(f"{path}[{i}]", f"must be an int of at least 1, got {show(size)}")
-    return value
+def _shape(given: Given) -> list[int]:
+    message = "must be a list of one or two ints"
+    if not isinstance(given.value, list):
+        given.refuse(message)
+    at_least = "must be an int of at least 1, got {given}"
+    return [size.int(1, message=at_least) for size in given.entries(message, 1, 2)]
 
 
-def _bytes(value: Any, expected: int, path: str) -> bytes:
+def _bytes(given: Given, expected: int) -> bytes:
     """Decode base64, which must be of as many bytes as expected; too many are never decoded."""
-    if not isinstance(value, str):
-        reject(path, f"must be a string, base64, got {show(value)}")
+    value = given.text("must be a string, base64, got {given}")
     characters = 4 * -(-expected // 3)
     if len(value) != characters:
-        reject(
-            path,
+        given.refuse(
             f"has {len(value)} characters; the {expected} bytes of this shape and dtype are "
-            f"{characters} in base64",
+            f"{characters} in base64"
         )
     try:
         raw = base64.b64decode(value, validate=True)
     except (binascii.Error, ValueError):
-        reject(path, "is not base64")
+        given.refuse("is not base64")
     if len(raw) != expected:
-        reject(path, f"has {len(raw)} bytes, shape and dtype make {expected}")
+        given.refuse(f"has {len(raw)} bytes, shape and dtype make {expected}")
     return raw
 
 
@@ -164,13 +154,12 @@ def _by_layer(value: Any, path: str) -> dict[int, Any]:
     scales = _list(value.get("scales", [1.0] * len(vectors)), len(vectors), f"{path}.scales")
     entries: dict[int, Any] = {}
     for i, (layer, scale, vector) in enumerate(zip(layers, scales, vectors, strict=True)):
-        if not isinstance(layer, int) or isinstance(layer, bool):
-            reject(f"{path}.layers[{i}]", f"must be an int, got {show(layer)}")
+        layer = Given(layer, f"{path}.layers[{i}]").int()
         if layer in entries:
             reject(f"{path}.layers", f"names layer {show(layer)} twice")
         entries[layer] = {
             "vector": vector,
-            "scale": need_number(scale, f"{path}.scales[{i}]"),
+            "scale": Given(scale, f"{path}.scales[{i}]").number(),
         }
     return entries
 

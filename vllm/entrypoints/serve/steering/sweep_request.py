@@ -7,11 +7,12 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from vllm.config.points import STREAM_POINTS
 from vllm.tokenizers import TokenizerLike
-from vllm.v1.interventions.errors import InterventionError, need_mapping, reject, show
+from vllm.v1.interventions.errors import InterventionError, reject, show
 from vllm.v1.interventions.frontend.request.budget import Work
 from vllm.v1.interventions.frontend.request.chat import ChatTurns
 from vllm.v1.interventions.frontend.request.selectors import Prompt, Selector
 from vllm.v1.interventions.frontend.request.written_text import WrittenText
+from vllm.v1.interventions.given import Given
 from vllm.v1.interventions.plan import Site
 from vllm.v1.interventions.shape import TapShape
 from vllm.v1.interventions.sites import (
@@ -22,7 +23,6 @@ from vllm.v1.interventions.sites import (
     site_order,
 )
 from vllm.v1.interventions.values import plain, plain_list
-from vllm.v1.interventions.vectors import need_number
 
 from .packed import read_op
 from .sweep_plan import SweepPlan
@@ -120,7 +120,7 @@ def translated(error: InterventionError) -> NoReturn:
 
 def _op(given: Mapping[str, Any]) -> tuple[dict[str, Any], bool]:
     """The operation, and whether its values are the clean prompt's rows."""
-    op = dict(need_mapping(read_op(given.get("op", {"op": "replace"}), "op"), "op"))
+    op = dict(Given(read_op(given.get("op", {"op": "replace"}), "op"), "op").mapping())
     for key, axis in _AXES.items():
         if key in op:
             reject(f"op.{key}", f"is an axis of the sweep: say {axis!r} beside 'op'")
@@ -227,7 +227,7 @@ def _scales(given: Mapping[str, Any], scales: Sequence[Any] | None) -> list[floa
         reject("scales", f"is for the ops {', '.join(_SCALED)}")
     if "scale" in op:
         reject("op.scale", "is an axis of the sweep: say 'scales' beside 'op'")
-    found = [need_number(scale, f"scales[{i}]") for i, scale in enumerate(scales)]
+    found = [Given(scale, f"scales[{i}]").number() for i, scale in enumerate(scales)]
     if len(set(found)) < len(found):
         reject("scales", "names a scale twice")
     return found

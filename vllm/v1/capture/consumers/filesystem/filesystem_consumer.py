@@ -43,11 +43,11 @@ from vllm.v1.capture.file_format import (
 )
 from vllm.v1.interventions.errors import (
     InterventionError,
-    need_mapping,
+    refuse_unknown_keys,
     reject,
     show,
-    unknown_keys,
 )
+from vllm.v1.interventions.given import Given
 from vllm.v1.interventions.values import plain
 
 _T = TypeVar("_T", bound=str)
@@ -132,9 +132,7 @@ class FilesystemConsumer(CaptureConsumer):
             ValueError: a key is unknown, a name or layout is not allowed, or the metadata are no
                 JSON object or too many.
         """
-        if unknown := unknown_keys(fields, _FIELDS):
-            allowed = ", ".join((*SHARED_FIELDS, *_FIELDS))
-            reject(path, f"unknown keys {unknown}; filesystem takes {allowed}")
+        refuse_unknown_keys(fields, _FIELDS, path, beside=SHARED_FIELDS)
         given = {key: value for key, value in fields.items() if value is not None}
         if "request_id" in given:
             given["request_id"] = names.need_request_id(given["request_id"], f"{path}.request_id")
@@ -336,7 +334,7 @@ def _tensors(request: RequestInfo, batches: Sequence[RowBatch]) -> dict[str, Pie
 def _need_json(value: Any, path: str) -> dict[str, Any]:
     """Return metadata as a file keeps them: a JSON object, keys made strings."""
     try:
-        text = json.dumps(dict(need_mapping(value, path)), default=_own, allow_nan=False)
+        text = json.dumps(dict(Given(value, path).mapping()), default=_own, allow_nan=False)
     except (TypeError, ValueError, RecursionError) as error:
         if isinstance(error, InterventionError):
             raise

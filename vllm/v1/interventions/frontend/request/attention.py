@@ -7,14 +7,15 @@ from math import ceil
 from typing import Any
 
 from vllm.config.points import QUERIES
-from vllm.v1.interventions.errors import need_mapping, refuse_unknown_keys, reject, show, show_key
+from vllm.v1.interventions.errors import reject, show
 from vllm.v1.interventions.frontend.request.budget import Unit
 from vllm.v1.interventions.frontend.request.selectors import Prompt, Selector
+from vllm.v1.interventions.given import Given
 from vllm.v1.interventions.makings import GIVES, AttentionRead
 from vllm.v1.interventions.plan import Selection
 from vllm.v1.interventions.positions import Positions
 from vllm.v1.interventions.shape import TapShape
-from vllm.v1.interventions.sites import need_heads, site_order
+from vllm.v1.interventions.sites import site_order
 from vllm.v1.interventions.values import plain, plain_list
 
 MAX_RANGES = 64
@@ -24,18 +25,16 @@ MAX_NAME = 64
 MAX_TOP = 64
 """The most of the largest weights that may be asked for."""
 
-_KEYS = ("heads", "queries", "keys", "give", "top", "sum")
-_SUMS = ("heads", "all")
+_RANGE_NAME = f"a range's name must be 1-{MAX_NAME} printable characters, got {{given}}"
 
 
 def attention_selection(
-    value: Any, path: str, shape: TapShape, prompt: Prompt, fields: dict[str, Any]
+    given: Given, shape: TapShape, prompt: Prompt, fields: dict[str, Any]
 ) -> Selection:
     """Parse `{"heads": ..., "queries": ..., "keys": {name: selector}, "give": [...]}`.
 
     Args:
-        value: the user's mapping.
-        path: its own, for errors.
+        given: the user's mapping.
         shape: what the model offers.
         prompt: what selectors are resolved on.
         fields: the consumer's own.
@@ -48,26 +47,21 @@ def attention_selection(
             else to give; ranges, `top` or `sum` without what they are for; a layer whose weights
             cannot be read.
     """
-    asked = {plain(key): entry for key, entry in need_mapping(value, path).items()}
-    refuse_unknown_keys(asked, _KEYS, path)
+    asked = given.fields(allowed=("heads", "queries", "keys", "give", "top", "sum"))
     if "heads" not in asked:
-        reject(f"{path}.heads", "is missing: give {layers: heads}, layers or 'all'")
+        asked["heads"].refuse("is missing: give {layers: heads}, layers or 'all'")
     if not any(QUERIES in layer.heads for layer in shape.layers.values()):
-        reject(path, "no layer of this model has queries")
-    heads = need_heads(_of_pairs(asked["heads"], f"{path}.heads"), QUERIES, f"{path}.heads", shape)
+        given.refuse("no layer of this model has queries")
+    heads = _by_layer(asked["heads"]).heads(QUERIES, shape)
     for layer in heads:
         if why := shape.layers[layer].unread:
-            reject(f"{path}.heads", f"attention weights of layer {layer} cannot be read: {why}")
+            asked["heads"].refuse(f"attention weights of layer {layer} cannot be read: {why}")
     selector = Selector(prompt)
-    runs = selector.resolve(asked.get("queries", "last_prompt"), f"{path}.queries")
-    give = _give(asked, path)
-    read = AttentionRead(
-        give,
-        *_ranges(asked, give, path, prompt),
-        _top(asked, give, path),
-        _sum(asked, give, path),
-        runs.stop,
-    )
+    runs = asked.get("queries", "last_prompt").positions(selector.resolve)
+    give = _give(asked["give"])
+    ranges = _ranges(asked.get("keys", {}), give, prompt)
+    top, summed = _top(asked["top"], give), _sum(asked["sum"], give)
+    read = AttentionRead(give, *ranges, top, summed, runs.stop)
     sites = sorted(((QUERIES, layer) for layer in heads), key=site_order)
     return Selection(
         sites=sites,
@@ -105,75 +99,60 @@ def charge_attention(
     return ceil(together)
 
 
-def _of_pairs(value: Any, path: str) -> Any:
+def _by_layer(given: Given) -> Given:
     """Heads given as pairs [layer, head], by layer; anything else as it is."""
-    entries = plain_list(value) or ()
+    entries = plain_list(given.value) or ()
     pairs = [plain_list(entry) for entry in entries]
     if not pairs or None in pairs:
-        return value
+        return given
     by_layer: dict[Any, list[Any]] = {}
     for i, pair in enumerate(pairs):
         layer = plain(pair[0]) if pair is not None and len(pair) == 2 else None
         if pair is None or not isinstance(layer, int) or isinstance(layer, bool):
-            reject(f"{path}[{i}]", f"must be [layer, head], got {show(entries[i])}")
+            reject(f"{given.path}[{i}]", f"must be [layer, head], got {show(entries[i])}")
         by_layer.setdefault(layer, []).append(pair[1])
-    return by_layer
+    return Given(by_layer, given.path)
 
 
-def _give(asked: Mapping[str, Any], path: str) -> tuple[str, ...]:
-    names = [plain(name) for name in plain_list(asked.get("give", ())) or ()]
+def _give(given: Given) -> tuple[str, ...]:
+    names = [plain(name) for name in plain_list(given.value) or ()]
     if not names or any(name not in GIVES for name in names):
-        reject(
-            f"{path}.give", f"must be a list of {', '.join(GIVES)}, got {show(asked.get('give'))}"
-        )
+        given.refuse(f"must be a list of {', '.join(GIVES)}, got {{given}}")
     return tuple(name for name in GIVES if name in names)
 
 
 def _ranges(
-    asked: Mapping[str, Any], give: tuple[str, ...], path: str, prompt: Prompt
+    given: Given, give: tuple[str, ...], prompt: Prompt
 ) -> tuple[tuple[str, ...], tuple[tuple[int, ...], ...]]:
     """The names of the key ranges, and the positions of each."""
-    ranges = need_mapping(asked.get("keys", {}), f"{path}.keys")
-    needed = "mass" in give or "peak" in give
-    if bool(ranges) != needed:
-        reject(f"{path}.keys", "go with 'mass' and 'peak' in give: name ranges of keys, or neither")
-    if len(ranges) > MAX_RANGES:
-        reject(f"{path}.keys", f"has {len(ranges)} ranges, allowed are 1-{MAX_RANGES}")
+    count = len(given.mapping())
+    if bool(count) != ("mass" in give or "peak" in give):
+        given.refuse("go with 'mass' and 'peak' in give: name ranges of keys, or neither")
+    if count > MAX_RANGES:
+        given.refuse(f"has {count} ranges, allowed are 1-{MAX_RANGES}")
     found: dict[str, tuple[int, ...]] = {}
-    for key, value in ranges.items():
-        name, at = plain(key), f"{path}.keys.{show_key(key)}"
-        if not isinstance(name, str) or not name.isprintable() or not 1 <= len(name) <= MAX_NAME:
-            reject(
-                at, f"a range's name must be 1-{MAX_NAME} printable characters, got {show(name)}"
-            )
+    for key, value in given.items():
+        name = key.text(_RANGE_NAME)
+        if not name.isprintable() or not 1 <= len(name) <= MAX_NAME:
+            key.refuse(_RANGE_NAME)
         selector = Selector(prompt)
-        runs = selector.resolve(value, at)
+        found[name] = tuple(value.positions(selector.resolve).flat())
         if selector.wants_last_generated:
-            reject(at, "which position is the last generated one is known only when it is over")
-        found[name] = tuple(runs.flat())
+            value.refuse("which position is the last generated one is known only when it is over")
         if not found[name]:
-            reject(at, "selects no key")
+            value.refuse("selects no key")
     return tuple(found), tuple(found.values())
 
 
-def _top(asked: Mapping[str, Any], give: tuple[str, ...], path: str) -> int:
-    top = plain(asked.get("top"))
-    if "top" not in give and top is None:
+def _top(given: Given, give: tuple[str, ...]) -> int:
+    if "top" not in give and given.value is None:
         return 0
-    if (
-        "top" not in give
-        or not isinstance(top, int)
-        or isinstance(top, bool)
-        or not 1 <= top <= MAX_TOP
-    ):
-        reject(f"{path}.top", f"goes with 'top' in give, and must be 1-{MAX_TOP}, got {show(top)}")
-    return top
+    most = MAX_TOP if "top" in give else 0
+    return given.int(1, most, f"goes with 'top' in give, and must be 1-{MAX_TOP}, got {{given}}")
 
 
-def _sum(asked: Mapping[str, Any], give: tuple[str, ...], path: str) -> str:
-    over = plain(asked.get("sum"))
-    if over is None:
+def _sum(given: Given, give: tuple[str, ...]) -> str:
+    if given.value is None:
         return ""
-    if over not in _SUMS or give != ("weights",):
-        reject(f"{path}.sum", "must be 'heads' or 'all', with ['weights'] alone in give")
-    return str(over)
+    sums = ("heads", "all") if give == ("weights",) else ()
+    return given.choice(sums, "must be 'heads' or 'all', with ['weights'] alone in give")

@@ -12,7 +12,7 @@ from vllm.config.points import HEAD_POINTS, POINTS, READ_POINTS, STREAM_POINTS
 from vllm.sampling_params import SamplingParams
 from vllm.v1.capture.consumer import SHARED_FIELDS, CaptureConsumer
 from vllm.v1.capture.registry import INLINE, ConsumerSpec
-from vllm.v1.interventions.errors import need_mapping, reject, show, show_key
+from vllm.v1.interventions.errors import reject
 from vllm.v1.interventions.frontend.request.attention import (
     attention_selection,
     charge_attention,
@@ -24,19 +24,16 @@ from vllm.v1.interventions.frontend.request.matrices import matrices_of, matrix_
 from vllm.v1.interventions.frontend.request.rules import AskedRule, place_rules
 from vllm.v1.interventions.frontend.request.selectors import NAMED_SELECTORS, Prompt, Selector
 from vllm.v1.interventions.frontend.request.streams import Streams, union
+from vllm.v1.interventions.given import Given
 from vllm.v1.interventions.makings import AttentionRead, LensRead
 from vllm.v1.interventions.plan import CapturePlan, Selection, Site
 from vllm.v1.interventions.shape import TapShape
 from vllm.v1.interventions.sites import (
     need_captured_points,
-    need_heads,
-    need_layers,
     need_one_lane,
-    need_point,
     site_order,
 )
 from vllm.v1.interventions.values import plain
-from vllm.v1.interventions.vectors import need_lane
 
 TOKENS = "tokens"
 """Name of the field, for `inline` alone, that asks for the texts of the rows' tokens as well."""
@@ -76,50 +73,45 @@ def parse_capture(
             of reach, a selection of nothing, a matrix of a wrong shape or with too many rows, a
             mean of anything but rows of the prompt.
     """
-    asked = {} if value is None else need_mapping(value, path)
-    if value is not None and not asked:
-        reject(path, "names no consumer")
-    given: dict[str, tuple[Any, ConsumerSpec]] = {}
+    asked = Given({} if value is None else value, path)
+    if not asked.mapping() and value is not None:
+        asked.refuse("names no consumer")
+    given: dict[str, tuple[Given, ConsumerSpec]] = {}
     for key, request in asked.items():
-        name = plain(key)
-        at = f"{path}.{show_key(name)}"
-        if name not in specs:
-            reject(at, f"unknown consumer {show(name)}; known are {list(specs)}")
-        given |= {each: (one, specs[name]) for each, one in _each(name, request, at).items()}
+        name = key.choice(specs, f"unknown consumer {{given}}; known are {list(specs)}")
+        given |= {each: (one, specs[name]) for each, one in _each(name, request).items()}
     selections: dict[str, Selection] = {}
     for name, (request, spec) in given.items():
-        at = f"{path}.{show_key(name)}"
-        selections[name] = selection = _selection(request, at, shape, prompt, spec)
+        selections[name] = selection = _selection(request, shape, prompt, spec)
         of_attention = isinstance(selection.reads, AttentionRead)
         where = "attention.queries" if of_attention else "positions"
-        prompt.need_some(selection.runs, f"{at}.{where}")
+        prompt.need_some(selection.runs, f"{request.path}.{where}")
     for name, spec in specs.items():
         if spec.capture is not None and name not in asked:
-            of_all = _selection(spec.capture, f"{path}.{name}", shape, prompt, spec)
+            request = Given(spec.capture, f"{path}.{name}")
+            of_all = _selection(request, shape, prompt, spec)
             if of_all.runs:
                 selections[name] = of_all
-                given[name] = spec.capture, spec
+                given[name] = request, spec
     if not selections and not rules:
         return None
     projections: dict[str, bytes] = {}
     streams = Streams(shape)
     for name, selection in selections.items():
         request, spec = given[name]
-        at = f"{path}.{name}"
         if spec.name == INLINE and selection.fields and prompt.tokenizer is None:
-            reject(
-                f"{at}.{TOKENS}",
+            request[TOKENS].refuse(
                 "needs a tokenizer, and the engine was started with skip_tokenizer_init; read "
-                "token_ids",
+                "token_ids"
             )
         digests: list[str] = []
-        if request.get("project") is not None:
-            matrices = matrices_of(
-                request["project"], f"{at}.project", shape, selection.sites, prompt.work, catalog
-            )
+        project = request["project"]
+        if project.value is not None:
+            matrices = matrices_of(project, shape, selection.sites, prompt.work, catalog)
             digests = [matrix_digest(matrix, shape) for matrix in matrices]
             projections |= zip(digests, matrices, strict=True)
-        summed = request.get("reduce") is not None
+        summed = request["reduce"].value is not None
+        at = request.path
         selections[name] = streams.add(name, selection, spec.in_frontend, digests, at, summed)
     placed_rules = place_rules(rules, streams, shape, projections)
     num_rows = sum(map(len, projections.values())) // (4 * shape.hidden_size)
@@ -163,95 +155,85 @@ def check_global(config: CaptureConfig, shape: TapShape) -> None:
     for name, spec in config.consumers.items():
         if spec.capture is None:
             continue
-        path = f"capture_consumers.{name}.capture"
+        given = Given(spec.capture, f"capture_consumers.{name}.capture")
         positions = spec.capture.get("positions", "last_prompt")
         for selector in positions if isinstance(positions, list | tuple) else [positions]:
             if not isinstance(selector, str) or selector not in NAMED_SELECTORS:
-                reject(f"{path}.positions", f"must be of {', '.join(NAMED_SELECTORS)}")
-        selection = _selection(
-            spec.capture, path, shape, Prompt([0], 2, None, Work(sys.maxsize)), spec
-        )
-        need_captured_points(selection.sites, f"{path}.hooks", config)
-        Streams(shape).add(name, selection, spec.in_frontend, (), path)
-        if spec.capture.get("project") is not None:
-            work = Work(sys.maxsize)
-            matrices_of(spec.capture["project"], f"{path}.project", shape, selection.sites, work)
+                given["positions"].refuse(f"must be of {', '.join(NAMED_SELECTORS)}")
+        work = Work(sys.maxsize)
+        selection = _selection(given, shape, Prompt([0], 2, None, work), spec)
+        need_captured_points(selection.sites, given["hooks"].path, config)
+        Streams(shape).add(name, selection, spec.in_frontend, (), given.path)
+        if given["project"].value is not None:
+            matrices_of(given["project"], shape, selection.sites, work)
 
 
-def _each(name: str, request: Any, path: str) -> dict[str, Any]:
+def _each(name: str, request: Given) -> dict[str, Given]:
     """Return each capture that a consumer is asked for, by the name of its result: `inline[0]` is
     the first of a list."""
-    if not isinstance(request, list | tuple):
+    if not isinstance(request.value, list | tuple):
         return {name: request}
     if name != INLINE:
-        reject(
-            path,
+        request.refuse(
             f"is a list, which only {INLINE!r} takes; start the consumer twice, once with another "
-            "instance_name",
+            "instance_name"
         )
-    if not 1 <= len(request) <= MAX_CAPTURES:
-        reject(path, f"has {len(request)} captures, allowed are 1-{MAX_CAPTURES}")
-    return {f"{name}[{i}]": one for i, one in enumerate(request)}
+    message = f"has {{given}} captures, allowed are 1-{MAX_CAPTURES}"
+    entries = request.entries(message, 1, MAX_CAPTURES)
+    return {f"{name}[{i}]": one for i, one in enumerate(entries)}
 
 
-def _selection(
-    request: Any, path: str, shape: TapShape, prompt: Prompt, spec: ConsumerSpec
-) -> Selection:
-    request = need_mapping(request, path)
-    own = {plain(k): plain(field) for k, field in request.items() if k not in SHARED_FIELDS}
-    tokens = own.pop(TOKENS, False) if spec.name == INLINE else False
-    if not isinstance(tokens, bool):
-        reject(f"{path}.{TOKENS}", f"must be true or false, got {show(tokens)}")
-    fields = (spec.cls or CaptureConsumer).check_request(own, path)
+def _selection(request: Given, shape: TapShape, prompt: Prompt, spec: ConsumerSpec) -> Selection:
+    asked = request.mapping()
+    own = {plain(k): plain(field) for k, field in asked.items() if k not in SHARED_FIELDS}
+    tokens = False
+    if spec.name == INLINE:
+        tokens = Given(own.pop(TOKENS, False), request[TOKENS].path).flag()
+    fields = (spec.cls or CaptureConsumer).check_request(own, request.path)
     if tokens:
         fields[TOKENS] = True
+    attention, lens, reduce = request["attention"], request["lens"], request["reduce"]
     if "attention" in request:
-        if not (spec.cls is None or spec.cls.takes_attention) or len(request) - len(own) > 1:
-            reject(
-                f"{path}.attention",
+        if not (spec.cls is None or spec.cls.takes_attention) or len(asked) - len(own) > 1:
+            attention.refuse(
                 f"is for {INLINE!r} and 'filesystem', and stands there without hooks, positions, "
-                "project, reduce and tokens; name another consumer, or give a list of captures",
+                "project, reduce and tokens; name another consumer, or give a list of captures"
             )
-        of_attention = f"{path}.attention"
-        return attention_selection(request["attention"], of_attention, shape, prompt, fields)
+        return attention_selection(attention, shape, prompt, fields)
     if "lens" in request and spec.cls is not None:
-        reject(f"{path}.lens", f"is for {INLINE!r} alone")
+        lens.refuse(f"is for {INLINE!r} alone")
     if "hooks" not in request:
-        reject(f"{path}.hooks", "is missing: give {point: layers}")
+        request["hooks"].refuse("is missing: give {point: layers}")
     lanes = tuple(range(shape.lanes))
     if "lane" in request:
-        lanes = need_lane(request["lane"], f"{path}.lane", shape.lanes)
-    sites, heads = _sites(request["hooks"], f"{path}.hooks", shape, lanes)
+        lanes = (request["lane"].lane(shape.lanes),)
+    sites, heads = _sites(request["hooks"], shape, lanes)
     if "lane" in request and not any(point in STREAM_POINTS for point, _ in sites):
-        reject(f"{path}.lane", "is of the stream, and hooks name no point there")
-    if request.get("lens") is not None:
-        need_one_lane(f"{path}.lens", shape)
+        request["lane"].refuse("is of the stream, and hooks name no point there")
+    if lens.value is not None:
+        need_one_lane(lens.path, shape)
     selector = Selector(prompt)
-    runs = selector.resolve(request.get("positions", "last_prompt"), f"{path}.positions")
-    if (reduce := plain(request.get("reduce"))) is not None:
-        if reduce != "mean":
-            reject(f"{path}.reduce", f"must be 'mean', got {show(reduce)}")
+    runs = request.get("positions", "last_prompt").positions(selector.resolve)
+    projects = request["project"].value is not None
+    if reduce.value is not None:
+        reduce.choice(("mean",), "must be 'mean', got {given}")
         if any(point in HEAD_POINTS for point, _ in sites):
-            reject(f"{path}.reduce", "is for the residual stream; leave out q, k, v and z")
-        if request.get("project") is not None:
-            reject(
-                f"{path}.reduce", "stands without 'project': multiply the mean, which is the same"
-            )
+            reduce.refuse("is for the residual stream; leave out q, k, v and z")
+        if projects:
+            reduce.refuse("stands without 'project': multiply the mean, which is the same")
         if selector.wants_last_generated or runs.stop > len(prompt.token_ids):
-            reject(
-                f"{path}.reduce",
+            reduce.refuse(
                 f"takes positions of the prompt, which has {len(prompt.token_ids)} tokens; for the "
-                "mean of an answer send it as the end of a prompt",
+                "mean of an answer send it as the end of a prompt"
             )
     reads = None
     if "lens" in request:
-        if heads or request.get("project") is not None or reduce is not None:
-            reject(
-                f"{path}.lens",
+        if heads or projects or reduce.value is not None:
+            lens.refuse(
                 "is for the residual stream, without 'project' and 'reduce'; give a list of "
-                "captures",
+                "captures"
             )
-        reads = lens_read(request["lens"], f"{path}.lens", sites, shape, prompt)
+        reads = lens_read(lens, sites, shape, prompt)
     return Selection(
         sites=sites,
         runs=runs.flat(),
@@ -264,37 +246,37 @@ def _selection(
 
 
 def _sites(
-    hooks: Any, path: str, shape: TapShape, lanes: tuple[int, ...]
+    hooks: Given, shape: TapShape, lanes: tuple[int, ...]
 ) -> tuple[list[Site], dict[Site, tuple[int, ...]]]:
     """All sites in layer order, and which heads of those of attention; where the stream has
     several lanes, they are its heads."""
     points: list[list[Site]] = []
     heads: dict[Site, tuple[int, ...]] = {}
-    for key, value in need_mapping(hooks, path).items():
-        point = need_point(key, f"{path}.{show_key(key)}", shape, READ_POINTS)
+    for key, value in hooks.items():
+        point = key.point(shape, READ_POINTS)
         if point in HEAD_POINTS:
-            chosen = need_heads(value, point, f"{path}.{point}", shape)
+            chosen = value.heads(point, shape)
             heads |= {(point, layer): chosen[layer] for layer in chosen}
             points.append([(point, layer) for layer in sorted(chosen)])
             continue
-        layers = _layers(value, point, f"{path}.{point}", shape)
-        points.append([(point, layer) for layer in sorted(layers)])
+        points.append([(point, layer) for layer in sorted(_layers(value, point, shape))])
         if shape.lanes > 1 and point in STREAM_POINTS:
             heads |= dict.fromkeys(points[-1], lanes)
     if not points:
-        reject(path, "name no layer")
+        hooks.refuse("name no layer")
     if len(points) == 1:
         return points[0], heads
     return sorted(chain(*points), key=site_order), heads
 
 
-def _layers(value: Any, point: str, path: str, shape: TapShape) -> Iterable[int]:
-    """`need_layers`, in less time where a list of ints is given, as mostly."""
+def _layers(given: Given, point: str, shape: TapShape) -> Iterable[int]:
+    """The layers, in less time where a list of ints is given, as mostly."""
+    value = given.value
     if type(value) is list and len(value) <= len(shape.layers):
         known = {n for n in value if type(n) is int and point in shape.layer(n).points}
         if known and len(known) == len(value):
             return known
-    return need_layers(value, point, path, shape)
+    return given.layers(point, shape)
 
 
 _P = TypeVar("_P")

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from vllm.config.points import RETURNED
-from vllm.v1.interventions.errors import need_family, need_keys, need_mapping, reject, show
+from vllm.v1.interventions.errors import need_family, reject, show
 from vllm.v1.interventions.focus import (
     FACTOR,
     FOCUS,
@@ -23,12 +23,12 @@ from vllm.v1.interventions.focus import (
 )
 from vllm.v1.interventions.frontend.request.budget import Unit, Work
 from vllm.v1.interventions.frontend.request.selectors import Prompt
+from vllm.v1.interventions.given import Given, Select
 from vllm.v1.interventions.plan import UNSTEERED
 from vllm.v1.interventions.positions import ALL, END, Positions
 from vllm.v1.interventions.shape import TapShape
-from vllm.v1.interventions.sites import need_heads, need_layers
 from vllm.v1.interventions.values import plain
-from vllm.v1.interventions.vectors import Select, digest_of, need_number
+from vllm.v1.interventions.vectors import digest_of
 
 
 def is_focus(entry: Any) -> bool:
@@ -84,18 +84,18 @@ class FocusParser:
                 attention or whose keys cannot be read, heads out of range, a span or positions of
                 nothing, a number out of its range, or more at a layer than there may be.
         """
-        given = need_mapping(entry, path)
+        asked = Given(entry, path)
         need_family(FOCUS, self._families, f"{path}.op")
-        number = "share" if "share" in given else "factor"
-        layers = "heads" if "heads" in given else "layers"
+        number = "share" if "share" in asked.mapping() else "factor"
+        layers = "heads" if "heads" in asked else "layers"
         allowed = ("positions", "rule") if number == "share" else ("positions",)
-        need_keys(given, path, FOCUS, ("op", layers, "span", number), allowed)
-        heads = self._heads(given[layers], layers, path)
-        rule, value = self._number(given, number, path)
-        span = self._select(given["span"], f"{path}.span")
+        given = asked.fields(("op", layers, "span", number), allowed, FOCUS)
+        heads = self._heads(given[layers], layers)
+        rule, value = self._number(given, number)
+        span = given["span"].positions(self._select)
         queries = ALL
         if "positions" in given:
-            queries = self._select(given["positions"], f"{path}.positions")
+            queries = given["positions"].positions(self._select)
         first = span.first_from(0)
         assert first is not None
         if queries.stop <= first:
@@ -134,35 +134,34 @@ class FocusParser:
             together += each
         return ceil(together)
 
-    def _heads(self, value: Any, key: str, path: str) -> dict[int, tuple[int, ...]]:
+    def _heads(self, given: Given, key: str) -> dict[int, tuple[int, ...]]:
         """`FocusOp.heads` of `layers` or `heads`."""
-        path = f"{path}.{key}"
+        found: dict[int, tuple[int, ...]]
         if key == "layers":
-            layers = need_layers(value, RETURNED, path, self._shape)
-            if not layers:
-                reject(path, "names no layer")
-            found: dict[int, tuple[int, ...]] = dict.fromkeys(layers, ())
+            found = dict.fromkeys(given.layers(RETURNED, self._shape), ())
+            if not found:
+                given.refuse("names no layer")
         else:
-            found = need_heads(value, RETURNED, path, self._shape)
+            found = given.heads(RETURNED, self._shape)
         for layer in found:
             of = self._shape.layers[layer]
             latent = "attention over a latent cache (MLA)" if of.latent else ""
             if why := of.unread or latent:
-                reject(path, f"layer {layer} cannot be focused: {why}")
+                given.refuse(f"layer {layer} cannot be focused: {why}")
         return {layer: found[layer] for layer in sorted(found)}
 
-    def _number(self, given: Mapping[Any, Any], key: str, path: str) -> tuple[int, float]:
-        number = need_number(given[key], f"{path}.{key}")
+    def _number(self, given: Given, key: str) -> tuple[int, float]:
+        number = given[key].number()
         if key == "factor":
             if number < 0:
-                reject(f"{path}.factor", f"must be 0 or more, got {show(number)}")
+                given[key].refuse(f"must be 0 or more, got {show(number)}")
             return FACTOR, number
         if not 0 < number < 1:
-            reject(f"{path}.share", f"must be between 0 and 1, both excluded, got {show(number)}")
-        rule = plain(given.get("rule"))
-        if rule is not None and rule != "ratio":
-            reject(f"{path}.rule", f"must be 'ratio' or left out, got {show(rule)}")
-        return (SHARE if rule is None else RATIO), number
+            given[key].refuse(f"must be between 0 and 1, both excluded, got {show(number)}")
+        if given["rule"].value is None:
+            return SHARE, number
+        given["rule"].choice(("ratio",), "must be 'ratio' or left out, got {given}")
+        return RATIO, number
 
     def _need_room(self, layer: int, found: Focusing, path: str) -> None:
         others = self._at.setdefault(layer, [])

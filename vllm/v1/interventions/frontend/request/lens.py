@@ -2,16 +2,14 @@
 """Parsing and checks of what a request may say about a lens."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any
 
-from vllm.v1.interventions.errors import need_mapping, refuse_unknown_keys, reject, show
 from vllm.v1.interventions.frontend.request.budget import Unit
 from vllm.v1.interventions.frontend.request.selectors import Prompt
+from vllm.v1.interventions.given import Given
 from vllm.v1.interventions.makings import LensRead
 from vllm.v1.interventions.plan import Selection, Site
 from vllm.v1.interventions.positions import Positions
 from vllm.v1.interventions.shape import TapShape
-from vllm.v1.interventions.values import plain, plain_list
 
 MAX_TOP = 128
 """The most of the likeliest tokens that may be asked for."""
@@ -22,17 +20,13 @@ MAX_TEXT = 256
 
 _RANK = 128
 """Number of products that take as long as one number that is read from memory."""
-_KEYS = ("name", "top_k", "tokens", "entropy")
 
 
-def lens_read(
-    value: Any, path: str, sites: Sequence[Site], shape: TapShape, prompt: Prompt
-) -> LensRead:
+def lens_read(given: Given, sites: Sequence[Site], shape: TapShape, prompt: Prompt) -> LensRead:
     """Parse `{"name": ..., "top_k": ..., "tokens": [...], "entropy": ...}`.
 
     Args:
-        value: the user's mapping.
-        path: its own, for errors.
+        given: the user's mapping.
         sites: whose rows are read.
         shape: what the model offers.
         prompt: has the tokenizer that makes tokens of texts.
@@ -41,54 +35,43 @@ def lens_read(
         ValueError: an unknown key or lens, a site that the lens does not read, nothing asked for, a
             number out of range, a token that is none, or a text that is not one token.
     """
-    asked = {plain(key): plain(entry) for key, entry in need_mapping(value, path).items()}
-    refuse_unknown_keys(asked, _KEYS, path)
+    asked = given.fields(allowed=("name", "top_k", "tokens", "entropy"))
     if not shape.lenses:
-        reject(path, "needs an engine started with capture_lens (--capture-lens logit)")
-    name = asked.get("name")
-    if not isinstance(name, str) or name not in shape.lenses:
-        reject(f"{path}.name", f"unknown lens {show(name)}; known are {', '.join(shape.lenses)}")
+        asked.refuse("needs an engine started with capture_lens (--capture-lens logit)")
+    known = ", ".join(shape.lenses)
+    name = asked["name"].choice(shape.lenses, f"unknown lens {{given}}; known are {known}")
     for point, layer in sites:
         if (point, layer) not in shape.lenses[name]:
-            reject(f"{path}.name", f"lens {name} does not read {point} of layer {layer}")
-    top_k, entropy = asked.get("top_k", 0), asked.get("entropy", False)
+            asked["name"].refuse(f"lens {name} does not read {point} of layer {layer}")
     most = min(MAX_TOP, shape.vocab_size)
-    if not isinstance(top_k, int) or isinstance(top_k, bool) or not 0 <= top_k <= most:
-        reject(f"{path}.top_k", f"must be an int from 0 to {most}, got {show(top_k)}")
-    if not isinstance(entropy, bool):
-        reject(f"{path}.entropy", f"must be true or false, got {show(entropy)}")
-    listed = plain_list(asked.get("tokens", ()))
-    # A slice, because a `range` may be longer than len() can say.
-    if listed is None or len(listed[: MAX_TOKENS + 1]) > MAX_TOKENS:
-        reject(f"{path}.tokens", f"must be a list of at most {MAX_TOKENS} ids or texts of a token")
-    tokens = tuple(
-        _token(plain(one), f"{path}.tokens[{i}]", shape, prompt) for i, one in enumerate(listed)
-    )
+    top_k = asked.get("top_k", 0).int(0, most, f"must be an int from 0 to {most}, got {{given}}")
+    entropy = asked.get("entropy", False).flag()
+    message = f"must be a list of at most {MAX_TOKENS} ids or texts of a token"
+    listed = asked.get("tokens", ()).entries(message, most=MAX_TOKENS)
+    tokens = tuple(_token(one, shape, prompt) for one in listed)
     if not (top_k or tokens or entropy):
-        reject(path, "asks for nothing: give top_k, tokens or entropy")
+        asked.refuse("asks for nothing: give top_k, tokens or entropy")
     return LensRead(name, top_k, tokens, entropy)
 
 
-def _token(value: Any, path: str, shape: TapShape, prompt: Prompt) -> int:
+def _token(given: Given, shape: TapShape, prompt: Prompt) -> int:
     """The id of a token."""
+    value = given.plain()
     if isinstance(value, int) and not isinstance(value, bool):
-        if not 0 <= value < shape.vocab_size:
-            reject(path, f"token {show(value)} is out of range, there are 0-{shape.vocab_size - 1}")
-        return value
+        most = shape.vocab_size - 1
+        return given.int(0, most, f"token {{given}} is out of range, there are 0-{most}")
     surrogates = isinstance(value, str) and any("\ud800" <= c <= "\udfff" for c in value[:MAX_TEXT])
     if not isinstance(value, str) or len(value) > MAX_TEXT or surrogates:
-        reject(path, f"must be an id or a text of at most {MAX_TEXT} characters, got {show(value)}")
+        given.refuse(f"must be an id or a text of at most {MAX_TEXT} characters, got {{given}}")
     if prompt.tokenizer is None:
-        reject(
-            path,
-            "needs a tokenizer, and the engine was started with skip_tokenizer_init; give ids",
+        given.refuse(
+            "needs a tokenizer, and the engine was started with skip_tokenizer_init; give ids"
         )
     ids = prompt.tokenizer.encode(value, add_special_tokens=False)
     if len(ids) != 1:
-        reject(
-            path,
-            f"{show(value)} is {len(ids)} tokens, not one: a space before a word belongs to it; or "
-            "give an id",
+        given.refuse(
+            f"{{given}} is {len(ids)} tokens, not one: a space before a word belongs to it; or "
+            "give an id"
         )
     return ids[0]
 

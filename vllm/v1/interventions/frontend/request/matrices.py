@@ -10,14 +10,14 @@ import numpy as np
 from vllm.config.capture import PROJECTION_ROWS
 from vllm.config.points import HEAD_POINTS, RESIDUAL_POINTS
 from vllm.config.steering import MAX_MODULES
-from vllm.v1.interventions.errors import need_mapping, reject, show, show_key
 from vllm.v1.interventions.frontend.request.budget import Unit, Work
 from vllm.v1.interventions.frontend.request.catalog import ModuleCatalog
+from vllm.v1.interventions.given import Given
 from vllm.v1.interventions.plan import Site
 from vllm.v1.interventions.shape import TapShape
-from vllm.v1.interventions.sites import need_layers, need_one_lane, need_point
+from vllm.v1.interventions.sites import need_one_lane
 from vllm.v1.interventions.values import Array, plain_list
-from vllm.v1.interventions.vectors import need_array, need_vector
+from vllm.v1.interventions.vectors import pack_float32
 
 
 def matrix_digest(matrix: bytes, shape: TapShape) -> str:
@@ -26,8 +26,7 @@ def matrix_digest(matrix: bytes, shape: TapShape) -> str:
 
 
 def matrices_of(
-    value: Any,
-    path: str,
+    given: Given,
     shape: TapShape,
     sites: list[Site],
     work: Work,
@@ -37,47 +36,43 @@ def matrices_of(
     of them, from `{point: {layers: matrix}}` or the directions of `{"modules": names}`.
     """
     if any(point in HEAD_POINTS for point, _ in sites):
-        reject(path, "is for the residual stream; leave out q, k, v and z")
-    if isinstance(value, Mapping) and "modules" in value:
+        given.refuse("is for the residual stream; leave out q, k, v and z")
+    if isinstance(given.value, Mapping) and "modules" in given:
         if catalog is None:
-            reject(f"{path}.modules", "names of modules belong to requests; give the matrix")
-        need_one_lane(f"{path}.modules", shape)
-        value = _directions(value, path, sites, catalog, work)
-    if not isinstance(value, Mapping):
-        data = _matrix(value, path, shape)
-        work.charge(len(data) >> 10, Unit.KILOBYTE, path)
-        return [data]
+            given["modules"].refuse("names of modules belong to requests; give the matrix")
+        need_one_lane(given["modules"].path, shape)
+        given = Given(_directions(given, sites, catalog, work), given.path)
+    if not isinstance(given.value, Mapping):
+        return [_matrix(given, shape, work)]
     made: dict[Site, bytes] = {}
-    for key, entries in value.items():
-        point = need_point(key, f"{path}.{show_key(key)}", shape, RESIDUAL_POINTS)
-        for layers, matrix in need_mapping(entries, f"{path}.{point}").items():
-            at = f"{path}.{point}.{show_key(layers)}"
-            data = _matrix(matrix, at, shape)
-            work.charge(len(data) >> 10, Unit.KILOBYTE, at)
-            for layer in need_layers(layers, point, at, shape):
+    for key, entries in given.items():
+        point = key.point(shape, RESIDUAL_POINTS)
+        for layers, matrix in entries.items():
+            data = _matrix(matrix, shape, work)
+            for layer in layers.layers(point, shape):
                 if (point, layer) in made or (point, layer) not in sites:
                     twice = (point, layer) in made
-                    reject(at, f"layer {layer} is {'named twice' if twice else 'not in hooks'}")
+                    layers.refuse(f"layer {layer} is {'named twice' if twice else 'not in hooks'}")
                 made[point, layer] = data
                 if len(data) != len(next(iter(made.values()))):
-                    reject(at, "has another number of rows than the first matrix")
+                    layers.refuse("has another number of rows than the first matrix")
     if lacks := [site for site in sites if site not in made]:
-        reject(path, f"has no matrix for {lacks[0][0]} at layer {lacks[0][1]}")
+        given.refuse(f"has no matrix for {lacks[0][0]} at layer {lacks[0][1]}")
     matrices = [made[site] for site in sites]
     return matrices if len(set(matrices)) > 1 else matrices[:1]
 
 
 def _directions(
-    value: Mapping[Any, Any], path: str, sites: list[Site], catalog: ModuleCatalog, work: Work
+    given: Given, sites: list[Site], catalog: ModuleCatalog, work: Work
 ) -> dict[str, dict[int, np.ndarray]]:
     """The directions of modules as `{point: {layer: [names, hidden]}}`."""
-    names = plain_list(value["modules"])
-    if not names or len(value) > 1 or len(names) > MAX_MODULES:
-        reject(path, f"must be {{'modules': names}} alone, with 1-{MAX_MODULES} names")
+    names = plain_list(given["modules"].value)
+    if not names or len(given.value) > 1 or len(names) > MAX_MODULES:
+        given.refuse(f"must be {{'modules': names}} alone, with 1-{MAX_MODULES} names")
     matrices: dict[str, dict[int, np.ndarray]] = {}
     for point, layer in sites:
         rows = [
-            direction_of(name, f"{path}.modules[{i}]", (point, layer), catalog, work)
+            direction_of(name, f"{given.path}.modules[{i}]", (point, layer), catalog, work)
             for i, name in enumerate(names)
         ]
         matrices.setdefault(point, {})[layer] = np.stack(rows)
@@ -97,24 +92,21 @@ def direction_of(
     return direction
 
 
-def _matrix(value: Any, path: str, shape: TapShape) -> bytes:
+def _matrix(given: Given, shape: TapShape, work: Work) -> bytes:
     """Bytes of float32 [k, hidden], from a list of vectors, a 2-D array or a 2-D tensor."""
+    value, hidden = given.value, shape.hidden_size
     if isinstance(value, Array):
-        if need_array(value, path).ndim != 2:
-            reject(path, f"has shape {list(value.shape)}, the model needs [k, {shape.hidden_size}]")
+        if given.array().ndim != 2:
+            given.refuse(f"has shape {list(value.shape)}, the model needs [k, {hidden}]")
     elif not isinstance(value, list):
-        reject(path, f"must be a list of lists, a numpy array or a torch tensor, got {show(value)}")
-    k, most = len(value), shape.row_bytes // 4
-    if not 1 <= k <= min(most, PROJECTION_ROWS):
-        reject(
-            path,
-            f"has {k} rows, allowed are 1-{min(most, PROJECTION_ROWS)}: scores may take no more "
-            f"bytes than the row they are made of, and the engine holds {PROJECTION_ROWS} rows of "
-            "matrices",
+        given.refuse("must be a list of lists, a numpy array or a torch tensor, got {given}")
+    k, most = len(value), min(shape.row_bytes // 4, PROJECTION_ROWS)
+    if not 1 <= k <= most:
+        given.refuse(
+            f"has {k} rows, allowed are 1-{most}: scores may take no more bytes than the row they "
+            f"are made of, and the engine holds {PROJECTION_ROWS} rows of matrices"
         )
-    rows = [need_vector(row, f"{path}[{i}]", shape.hidden_size) for i, row in enumerate(value)]
-    with np.errstate(over="ignore"):
-        matrix = np.stack(rows).astype(np.float32)
-    if not np.isfinite(matrix).all():
-        reject(path, "overflows float32")
-    return matrix.tobytes()
+    rows = [Given(row, f"{given.path}[{i}]").vector(hidden) for i, row in enumerate(value)]
+    data = pack_float32(np.stack(rows), given.path)
+    work.charge(len(data) >> 10, Unit.KILOBYTE, given.path)
+    return data

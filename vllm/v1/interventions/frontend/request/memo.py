@@ -11,11 +11,12 @@ import torch
 
 from vllm.v1.capture.registry import INLINE
 from vllm.v1.interventions.frontend.request.selectors import Prompt
+from vllm.v1.interventions.given import Select
 from vllm.v1.interventions.plan import CapturePlan, VectorSet
 from vllm.v1.interventions.positions import Positions
 from vllm.v1.interventions.shape import TapShape
 from vllm.v1.interventions.values import Array, is_array
-from vllm.v1.interventions.vectors import Select, Vectors, parse_vectors, vector_set_of
+from vllm.v1.interventions.vectors import Vectors, parse_vectors, vector_set_of
 
 KEPT = 256
 """The most contents that are kept, and the most plans: as many as requests of a large batch."""

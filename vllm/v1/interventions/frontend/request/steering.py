@@ -12,14 +12,13 @@ from vllm.v1.interventions.frontend.request.focus import FocusParser, is_focus
 from vllm.v1.interventions.frontend.request.memo import VectorMemo
 from vllm.v1.interventions.frontend.request.segments import SegmentBuilder
 from vllm.v1.interventions.frontend.request.selectors import Prompt, Selector
+from vllm.v1.interventions.given import Given
 from vllm.v1.interventions.operations import parse_ops
 from vllm.v1.interventions.plan import STEERING_FIELDS, TIERS, VECTOR_FIELDS, SteeringPlan
 from vllm.v1.interventions.positions import Positions
 from vllm.v1.interventions.shape import TapShape
 from vllm.v1.interventions.sites import need_steered_points
 from vllm.v1.interventions.terms import rows_needed
-from vllm.v1.interventions.values import plain
-from vllm.v1.interventions.vectors import need_number
 from vllm.v1.steering.modules import Module
 
 
@@ -116,7 +115,7 @@ class _Request:
             if isinstance(entry, list | tuple):
                 if len(entry) != 2:
                     reject(path, f"must be a name or (name, scale), has {len(entry)} entries")
-                name, scale = entry[0], need_number(entry[1], f"{path}[1]")
+                name, scale = entry[0], Given(entry[1], f"{path}[1]").number()
             named.append((path, name, catalog.get(name, path), scale))
         return named
 
@@ -166,10 +165,8 @@ class _Request:
         return plan
 
     def _inherit(self) -> bool:
-        inherit = plain(self._params.steering_inherit_global)
-        if inherit is not None and not isinstance(inherit, bool):
-            reject("steering_inherit_global", f"must be true or false, got {show(inherit)}")
-        return inherit is None or inherit
+        inherit = self._params.steering_inherit_global
+        return inherit is None or Given(inherit, "steering_inherit_global").flag()
 
 
 def _first_outside(positions: Positions, phase: Positions) -> int | None:
