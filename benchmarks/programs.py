@@ -9,6 +9,7 @@ objects of an engine, without a model.
 
 from __future__ import annotations
 
+import pickle
 import time
 from collections.abc import Callable
 from typing import Any
@@ -19,9 +20,9 @@ from tests.support.plans import config_of, plan_of
 from vllm.config.points import STREAM_POINTS
 from vllm.v1.interventions.messages import StepInterventions
 from vllm.v1.interventions.plan import Plan
-from vllm.v1.interventions.scheduler.pools.terms import TermPool
+from vllm.v1.interventions.scheduler.tables import Tables
 from vllm.v1.interventions.shape import LayerShape, TapShape
-from vllm.v1.interventions.worker.tables.terms import TermTable
+from vllm.v1.interventions.worker.tables.terms import ProgramTable, TermTable
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
 LAYERS, HIDDEN, PROMPT, ROWS = 16, 2048, 1024, 4096
@@ -56,12 +57,17 @@ def main() -> None:
         message = timed("encode", MsgpackEncoder().encode, plan)
         print(f"{'message':12}{sum(map(len, message)) / 1e6:8.2f} MB")
         got = timed("decode", MsgpackDecoder(Plan).decode, message)
-        pool, step = TermPool(ROWS), StepInterventions(1)
-        timed("TermPool", pool.reserve, "request", got)
-        pool.upload(step)
+        tables, step = Tables(config.steering_config, HIDDEN), StepInterventions(1)
+        timed("reserve", tables.reserve, "request", got)
+        timed("put_new", tables.put_new, step)
+        sent = timed("pickle", pickle.dumps, step)
+        print(f"{'message':12}{len(sent) / 1e6:8.2f} MB")
+        placed = timed("unpickle", pickle.loads, sent).placed
         program = torch.zeros(2048, dtype=torch.int32)
-        table = TermTable(sites, config.steering_config, shape, program)
-        timed("TermTable", table.apply, step)
+        terms = TermTable(config.steering_config, shape, program.device)
+        timed("TermTable", terms.write, placed["terms"])
+        table = ProgramTable(sites, config.steering_config, shape, terms, program)
+        timed("ProgramTable", table.write, placed["programs"])
         print(f"{len(got.steering.programs)} programs\n")
 
 

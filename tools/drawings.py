@@ -88,9 +88,8 @@ def processes() -> Drawing:
     d.text(middle + 136, 148, "asks", "note")
     pools = 152.0
     for file, symbol, note in (
-        ("pools/slots.py", "SlotTable", "rows of vectors"),
-        ("pools/terms.py", "TermPool", "rows of operations"),
-        ("pools/matrices.py", "ProjectionPool", "matrices that captures ask for"),
+        ("tables.py", "Tables", "rows of the workers' tables"),
+        ("pools.py", "Pool", "what lies in the rows of one of them"),
         ("row_budget.py", "RowBudget", "captured rows that fit into a step"),
         ("identity.py", "BlockIdentity", "keys of blocks in the prefix cache"),
     ):

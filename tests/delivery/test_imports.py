@@ -15,8 +15,8 @@ pytestmark = pytest.mark.quick
 
 IN = "vllm/v1/interventions/"
 BROKEN = [
-    (f"{IN}frontend/request/selectors.py", "vllm.v1.interventions.scheduler.pools.slots"),
-    (f"{IN}scheduler/pools/slots.py", "vllm.v1.interventions.worker.token_map"),
+    (f"{IN}frontend/request/selectors.py", "vllm.v1.interventions.scheduler.pools"),
+    (f"{IN}scheduler/pools.py", "vllm.v1.interventions.worker.token_map"),
     (f"{IN}worker/token_map.py", "vllm.v1.interventions.frontend.request.segments"),
     (f"{IN}plan.py", "vllm.v1.interventions.messages"),
     (f"{IN}errors.py", "vllm.v1.interventions.scheduler.state"),

@@ -98,7 +98,7 @@ def captured(
     assert not arena[:-1].isnan().any(), "the arena has gaps"
     index = np.concatenate([t for members in groups.values() for _, t in members])
     table = ProjectionTable(HIDDEN, CPU)
-    table.apply([(row, m.numpy().tobytes()) for (row, _), m in MATRICES.items()])
+    table.write([(row, m.numpy().tobytes()) for (row, _), m in MATRICES.items()])
     rows = step_rows(7, blocks, arena, torch.from_numpy(index) + 100, table)
     arena.fill_(torch.nan)
     needed = sum(b.num_raw for b in blocks.all)
@@ -248,7 +248,7 @@ def test_scores_come_in_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows become float32 a bounded number at a time; the result is the same."""
     monkeypatch.setattr("vllm.v1.interventions.worker.tables.matrices.CHUNK_BYTES", 4 * HIDDEN * 3)
     table = ProjectionTable(HIDDEN, CPU)
-    table.apply([(2, MATRICES[0, 3].numpy().tobytes())])
+    table.write([(2, MATRICES[0, 3].numpy().tobytes())])
     rows, out = torch.randn(10, HIDDEN).bfloat16(), torch.zeros(10, 3)
     seen: list[int] = []
     split = torch.Tensor.split

@@ -40,7 +40,7 @@ def rows_of(count: int, landing: Landing | None = None) -> tuple[StepRows, torch
     groups = {RAW: [("a", tokens[0]), ("b", tokens[1])], SCORES: [("c", tokens[2])]}
     arena = torch.randn(3 * SITES * count, WIDTH)
     table = ProjectionTable(WIDTH, torch.device("cpu"))
-    table.apply([(0, np.eye(3, WIDTH, dtype=np.float32).tobytes())])
+    table.write([(0, np.eye(3, WIDTH, dtype=np.float32).tobytes())])
     rows = step_rows(7, Blocks(groups), arena, torch.arange(3 * count), table, landing)
     return rows, arena
 

@@ -103,15 +103,15 @@ def _numbers(change: Callable[[torch.Tensor], torch.Tensor]) -> Change:
 
 def _stale_row(patch: pytest.MonkeyPatch) -> None:
     """What a row had before stays, once it had any."""
-    right = FocusTable.place
+    right = FocusTable.write
     seen: set[int] = set()
 
-    def place(self: FocusTable, placed: Any) -> None:
-        if not seen.issuperset(placed.rows.tolist()):
-            right(self, placed)
-        seen.update(placed.rows.tolist())
+    def write(self: FocusTable, placed: list[tuple[int, Any]]) -> None:
+        if new := [each for each in placed if each[0] not in seen]:
+            right(self, new)
+        seen.update(row for row, _ in placed)
 
-    patch.setattr(FocusTable, "place", place)
+    patch.setattr(FocusTable, "write", write)
 
 
 def _stale_tokens(patch: pytest.MonkeyPatch) -> None:

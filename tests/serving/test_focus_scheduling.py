@@ -125,7 +125,7 @@ def test_recomputed(tight: tuple[LLM, Judge]) -> None:
         assert len(output.outputs[0].token_ids) == GENERATED
         check_focused(judge, ask, entries, output)
     # All rows of the tables were given back.
-    pool = serving.scheduler_of(llm).interventions.focus
+    pool = serving.scheduler_of(llm).interventions.tables.focus
     assert pool.in_use == 0
 
 

@@ -359,7 +359,7 @@ def test_an_id_used_again_brings_nothing_along() -> None:
     step = ours.message({"r": 5})
     assert step is not None
     assert again.interventions.plan.steering is not None
-    assert [c for _, c, _ in step.sums] == again.interventions.plan.steering.sums
+    assert [c for _, (c, _) in step.placed["sums"]] == again.interventions.plan.steering.sums
     ours.finish(again)
     plain = request()
     ours.admit(plain)

@@ -148,7 +148,7 @@ def test_scores_of_any_width(pair: tuple[LLM, Judge]) -> None:
             judge.check_rows(ask, output.outputs[0])
         else:
             check(judge, ask, output, matrix(len(project), seed=9))
-    assert serving.scheduler_of(llm).interventions.projections.in_use == 0
+    assert serving.scheduler_of(llm).interventions.tables.matrices.in_use == 0
 
 
 def test_means(pair: tuple[LLM, Judge]) -> None:

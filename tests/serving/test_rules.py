@@ -199,7 +199,9 @@ def test_answers_end_with_the_token_whose_row_fired(llm: LLM) -> None:
     assert sum(a < b for a, b in zip(early, ends, strict=True)) >= 3, "thresholds changed nothing"
     scheduler = serving.scheduler_of(llm)
     assert not scheduler.running
-    assert scheduler.interventions.projections.in_use == 0, "answers that ended early hold probes"
+    assert scheduler.interventions.tables.matrices.in_use == 0, (
+        "answers that ended early hold probes"
+    )
 
 
 def test_a_rule_ends_an_answer_below_min_tokens(llm: LLM) -> None:
@@ -270,7 +272,7 @@ def test_a_rule_that_never_fires_changes_no_bit(llm: LLM) -> None:
 
 def test_an_abort_frees_what_rules_hold(llm: LLM) -> None:
     engine = llm.llm_engine
-    held = serving.scheduler_of(llm).interventions.projections
+    held = serving.scheduler_of(llm).interventions.tables.matrices
     before = held.in_use
     asked = Ask(PROMPTS[0], {**LIMIT, "rules": [rule("stop", 33, threshold=NEVER, then="stop")]})
     engine.add_request("gone", {"prompt_token_ids": asked.prompt}, asked.params(False))

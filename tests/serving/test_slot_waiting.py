@@ -47,7 +47,7 @@ def content(seed: int) -> dict[str, Any]:
 
 
 def slots_in_use(llm: LLM) -> int:
-    count: int = serving.scheduler_of(llm).interventions.slots.in_use
+    count: int = serving.scheduler_of(llm).interventions.tables.sums.in_use
     return count
 
 

@@ -10,10 +10,13 @@ from vllm.v1.interventions.messages import (
     FIRST_SLOT,
     GLOBALS_ALONE,
     ROWS_PER_SLOT,
+    PlacedProgram,
+    PlacedTerm,
     StepInterventions,
     WorkerRequest,
 )
 from vllm.v1.interventions.plan import UNSTEERED, SteeringPlan, VectorSum
+from vllm.v1.interventions.terms import make_term
 from vllm.v1.request import Request
 
 SLOTS, ROWS, PROMPT = 5, 9, 6
@@ -31,10 +34,8 @@ class Worker:
     sets: set[str] = field(default_factory=set)
     slots: dict[int, tuple[VectorSum, bool]] = field(default_factory=dict)
     globals: tuple[str, ...] = ()
-    terms: dict[int, str] = field(default_factory=dict)
-    probes: dict[int, str] = field(default_factory=dict)
-    """Row -> the term whose probe it holds."""
-    programs: dict[int, Any] = field(default_factory=dict)
+    terms: dict[int, PlacedTerm] = field(default_factory=dict)
+    programs: dict[int, PlacedProgram] = field(default_factory=dict)
     requests: dict[str, WorkerRequest] = field(default_factory=dict)
 
     def apply(self, finished: set[str], step: StepInterventions | None) -> None:
@@ -46,26 +47,18 @@ class Worker:
         self.sets |= {p.digest for p in step.new_sets}
         if step.tiers is not None:
             self.globals = tuple(sorted(p.digest for p in step.tiers.tiers.values()))
-        for slot, vector_sum, inherit in step.sums:
+        placed = step.placed
+        for slot, content in placed.get("sums", []):
             assert FIRST_SLOT <= slot < FIRST_SLOT + SLOTS
-            self.slots[slot] = vector_sum, inherit
+            self.slots[slot] = content
         assert self.sets >= set(step.dropped_sets)
         self.sets -= set(step.dropped_sets)
         # Also of idle slots: a change of the global tiers makes them anew.
         assert self.sets == {name for c, _ in self.slots.values() for name, _ in c.sets}
-        for placed in step.terms:
-            assert 1 <= placed.row <= ROWS
-            assert bool(placed.probe_row) == bool(placed.term.probe)
-            self.terms[placed.row] = placed.term.digest
-            self.probes.pop(placed.row, None)
-            if placed.probe_row:
-                assert 1 <= placed.probe_row <= ROWS
-                self.probes[placed.probe_row] = placed.term.digest
-                self.terms.pop(placed.probe_row, None)
-        for mine in step.programs:
-            for row, terms in zip(mine.rows.tolist(), mine.terms.tolist(), strict=True):
+        for name, table in (("terms", self.terms), ("programs", self.programs)):
+            for row, content in placed.get(name, []):
                 assert 1 <= row <= ROWS
-                self.programs[row] = (mine, terms)
+                table[row] = content
         self.requests |= step.admitted
 
     def check(self, request: Request) -> None:
@@ -96,13 +89,19 @@ class Worker:
             if segment.program == UNSTEERED:
                 assert program == 0
                 continue
-            (placed, rows), asked = self.programs[int(program)], programs[segment.program]
+            placed, asked = self.programs[int(program)], programs[segment.program]
             assert placed.op_sites == plan.op_sites
-            assert [self.terms.get(row, UNSTEERED) if row else UNSTEERED for row in rows] == (
-                asked.terms
-            )
+            assert [self.term_in(row) for row in placed.terms] == asked.terms
             deciders = [i for i, s in enumerate(plan.segments) if self.decides(programs, s.program)]
             assert placed.gate_owner_row == (int(mine.programs[deciders[0]]) if deciders else 0)
+
+    def term_in(self, row: int) -> str:
+        """The digest of the term that a row of the table makes, with the probe that it names."""
+        if not row:
+            return UNSTEERED
+        term = self.terms[row]
+        probe = self.terms[term.probe_row].vector if term.probe_row else b""
+        return make_term(term.scalars, term.vector, probe).digest
 
     @staticmethod
     def decides(programs: dict[str, Any], digest: str) -> bool:

@@ -253,8 +253,8 @@ class Simulation:
             self.worker.check(request)
         self.worker.check_apart()
         held = Counts(list(self.holders.values()))
-        assert self.ours.slots.in_use == len(held.keys)
-        assert self.ours.terms.in_use == held.rows
+        assert self.ours.tables.sums.in_use == len(held.keys)
+        assert self.ours.tables.terms.in_use == held.rows
 
     def change_globals(self) -> None:
         self.seen["changed globals"] += 1
@@ -303,11 +303,11 @@ def test_ten_thousand_requests(skips: int, monkeypatch: pytest.MonkeyPatch) -> N
     ):
         assert world.seen[what] > 20, f"the test tried too little: {world.seen}"
     assert (world.seen["passed over"] > 20) == (skips == 5)
-    assert world.ours.slots.in_use == world.ours.terms.in_use == 0
+    assert world.ours.tables.sums.in_use == world.ours.tables.terms.in_use == 0
     assert world.seen["sent"] < arrivals / 2, "equal contents were not shared"
     # Nothing leaked: one request can have everything there is.
     world.arrive(EVERYTHING, f"r{arrivals}")
     assert world.may_start(world.waiting[0])
     world.admit(world.waiting[0])
     world.step()
-    assert (world.ours.slots.in_use, world.ours.terms.in_use) == (SLOTS, ROWS)
+    assert (world.ours.tables.sums.in_use, world.ours.tables.terms.in_use) == (SLOTS, ROWS)

@@ -377,8 +377,8 @@ def test_any_number_of_modules_takes_no_slot(engine: Engine) -> None:
     small = SchedulerInterventions(config_of(max_steering_configs=1), hash_block_size=4)
     for i in range(50):
         small.modules.put(f"m{i}", module(float(i + 1)))
-    assert small.slots.in_use == 0
+    assert small.tables.sums.in_use == 0
     plan = small.modules.fill(plan_of(modules={"m7": module(8.0)}, steering_modules=["m7"]))
     assert plan is not None
     assert plan.steering is not None
-    assert small.slots.fits(plan)
+    assert small.tables.fits("r", plan)

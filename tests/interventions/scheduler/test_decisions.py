@@ -266,7 +266,7 @@ def test_an_admitted_request_is_told_to_the_workers_once() -> None:
     plan = steers.interventions.plan.steering
     assert plan is not None
     digests = [segment.vector_sum for segment in plan.segments]
-    assert [(slot, c.digest, inherit) for slot, c, inherit in step.sums] == [
+    assert [(slot, c.digest, inherit) for slot, (c, inherit) in step.placed["sums"]] == [
         (slots[0], digests[0], True),
         (slots[1], digests[1], True),
     ]
@@ -275,7 +275,7 @@ def test_an_admitted_request_is_told_to_the_workers_once() -> None:
     ours.admit(steers)  # after a preemption: its slots again, nothing is sent twice
     step = ours.message({"r": 8})
     assert step is not None
-    assert (list(step.admitted), step.sums, step.new_sets) == (["r"], [], [])
+    assert (list(step.admitted), step.placed, step.new_sets) == (["r"], {}, [])
 
 
 def test_an_unsteered_phase_is_row_zero() -> None:
@@ -300,7 +300,7 @@ def test_requests_wait_for_slots_and_get_them_when_one_ends() -> None:
     # Only what is in the slot now is sent: the first one never ran.
     plan = two.interventions.plan.steering
     assert plan is not None
-    assert step.sums == [(FIRST_SLOT, plan.sums[0], True)]
+    assert step.placed == {"sums": [(FIRST_SLOT, (plan.sums[0], True))]}
     assert [p.digest for p in step.new_sets] == [p.digest for p in plan.sets]
     rows = [row(FIRST_SLOT, False), row(FIRST_SLOT, True)]
     assert told(step, "b") == ([0, PROMPT], rows, [0, 0])
@@ -320,7 +320,7 @@ def test_requests_wait_for_rows_of_ops_too() -> None:
     )
     ungated = request("three", steering=[{**op, "direction": VECTOR}], config=config)
     ours.admit(one)
-    assert ours.terms.in_use == 2
+    assert ours.tables.terms.in_use == 2
     assert not ours.can_admit(two)
     assert ours.can_admit(ungated)
     ours.admit(ungated)
@@ -329,7 +329,7 @@ def test_requests_wait_for_rows_of_ops_too() -> None:
     ours.admit(two)
     step = ours.message({"two": 8, "three": 8})
     assert step is not None
-    assert len(step.terms) == 2
+    assert len(step.placed["terms"]) == 3, "two terms and the probe of one"
     [three, two_] = (told(step, name)[2] for name in ("three", "two"))
     assert 0 not in three + two_
     assert not set(three) & set(two_)

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -11,26 +12,39 @@ import torch
 
 from tests.support.plans import HIDDEN, SHAPE
 from tests.support.projections import matrix, parse
+from vllm.config.steering import SteeringConfig
 from vllm.v1.interventions.messages import StepInterventions
 from vllm.v1.interventions.plan import CapturePlan, Plan
-from vllm.v1.interventions.scheduler.pools.matrices import ProjectionPool
-from vllm.v1.interventions.scheduler.pools.protocol import MAX_STEP_BYTES
+from vllm.v1.interventions.scheduler import tables
+from vllm.v1.interventions.scheduler.pools import MAX_STEP_BYTES
+from vllm.v1.interventions.scheduler.tables import Tables
 from vllm.v1.interventions.shape import TapShape
 
 pytestmark = pytest.mark.quick
 
 
-def matrices_sent(pool: ProjectionPool) -> list[tuple[int, bytes]]:
+@pytest.fixture
+def room(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Tables]:
+    """Makes tables with so many rows for matrices."""
+
+    def made(size: int, hidden: int = HIDDEN) -> Tables:
+        monkeypatch.setattr(tables, "PROJECTION_ROWS", size)
+        return Tables(SteeringConfig(), hidden)
+
+    return made
+
+
+def matrices_sent(pool: Tables) -> list[tuple[int, bytes]]:
     """(first row, data) of what the coming step's message has."""
     step = StepInterventions(version=0)
-    pool.upload(step)
-    return step.projections
+    pool.put_new(step)
+    return step.placed.get("matrices", [])
 
 
-def test_matrices_come_and_go() -> None:
+def test_matrices_come_and_go(room: Callable[..., Tables]) -> None:
     """A worker that replays the messages has every matrix of every admitted request."""
     chance = random.Random(5)
-    pool, held = ProjectionPool(9), dict[str, CapturePlan]()
+    pool, held = room(9), dict[str, CapturePlan]()
     table = torch.zeros(9, HIDDEN)
     matrices = [matrix(1 + i % 4, seed=i) for i in range(7)]
     refused = shared = restored = layered = 0
@@ -54,7 +68,7 @@ def test_matrices_come_and_go() -> None:
             for d in plan.projections
             if d not in {d for p in held.values() for d in p.projections}
         ]
-        if pool.fits(Plan(capture=plan)):
+        if pool.fits("", Plan(capture=plan)):
             shared += len(new) < 2
             held[f"r{step}"] = plan
             pool.reserve(f"r{step}", Plan(capture=plan))
@@ -65,9 +79,10 @@ def test_matrices_come_and_go() -> None:
             rows = torch.frombuffer(bytearray(data), dtype=torch.float32).view(-1, HIDDEN)
             table[first : first + len(rows)] = rows
         distinct = {d: data for p in held.values() for d, data in p.projections.items()}
-        assert pool.in_use == sum(len(data) // (4 * HIDDEN) for data in distinct.values())
-        for held_plan in held.values():
-            for stream, worker in zip(held_plan.streams, pool.streams(held_plan), strict=True):
+        assert pool.matrices.in_use == sum(len(data) // (4 * HIDDEN) for data in distinct.values())
+        for name, held_plan in held.items():
+            told = pool.worker_request(name, Plan(capture=held_plan), 9, tiers=False)
+            for stream, worker in zip(held_plan.streams, told.capture_streams, strict=True):
                 assert worker.projection is not None
                 firsts, size = worker.projection
                 digests = stream.projections * (len(firsts) if len(stream.projections) == 1 else 1)
@@ -78,27 +93,27 @@ def test_matrices_come_and_go() -> None:
     pool.release("nobody")
 
 
-def test_a_step_sends_no_more_than_fits_a_message() -> None:
+def test_a_step_sends_no_more_than_fits_a_message(room: Callable[..., Tables]) -> None:
     hidden = MAX_STEP_BYTES // 4 // 3
     shape = TapShape(hidden_size=hidden, dtype="float32", layers=SHAPE.layers)
-    pool = ProjectionPool(16)
+    pool = room(16, hidden)
     plans = [
         parse(shape, inline={"project": np.full((k, hidden), k, np.float32)}) for k in (1, 2, 4)
     ]
     pool.reserve("one", Plan(capture=plans[0]))
-    assert pool.fits(Plan(capture=plans[1]))
+    assert pool.fits("", Plan(capture=plans[1]))
     pool.reserve("two", Plan(capture=plans[1]))
-    assert not pool.fits(Plan(capture=plans[2]))
+    assert not pool.fits("", Plan(capture=plans[2]))
     assert len(matrices_sent(pool)) == 2
-    assert pool.fits(Plan(capture=plans[2])), "a single larger one goes alone"
+    assert pool.fits("", Plan(capture=plans[2])), "a single larger one goes alone"
 
 
-def test_what_ends_before_it_is_sent_is_not() -> None:
-    pool, plan = ProjectionPool(4), parse(inline={"project": matrix(4)})
+def test_what_ends_before_it_is_sent_is_not(room: Callable[..., Tables]) -> None:
+    pool, plan = room(4), parse(inline={"project": matrix(4)})
     pool.reserve("one", Plan(capture=plan))
     pool.reserve("two", Plan(capture=plan))
     pool.release("one")
-    assert not pool.fits(Plan(capture=parse(inline={"project": matrix(1)})))
+    assert not pool.fits("", Plan(capture=parse(inline={"project": matrix(1)})))
     pool.release("two")
     assert matrices_sent(pool) == []
-    assert pool.fits(Plan(capture=parse(inline={"project": matrix(1)})))
+    assert pool.fits("", Plan(capture=parse(inline={"project": matrix(1)})))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The slot table: what a worker that replays the uploads finds in each request's slots."""
+"""Slots of vector sums: what a worker that replays the messages finds in each request's slots."""
 
 from __future__ import annotations
 
@@ -15,11 +15,18 @@ from hypothesis.stateful import (
     rule,
 )
 
-from tests.support.plans import asking, vector_sum
-from vllm.v1.interventions.messages import FIRST_SLOT, GLOBALS_ALONE, NOTHING, StepInterventions
-from vllm.v1.interventions.plan import UNSTEERED, Plan, SteeringPlan, VectorSet, VectorSum
-from vllm.v1.interventions.scheduler.pools.protocol import MAX_STEP_BYTES
-from vllm.v1.interventions.scheduler.pools.slots import SlotTable
+from tests.support.plans import HIDDEN, asking, vector_sum
+from vllm.config.steering import SteeringConfig
+from vllm.v1.interventions.messages import (
+    FIRST_SLOT,
+    GLOBALS_ALONE,
+    NOTHING,
+    ROWS_PER_SLOT,
+    StepInterventions,
+)
+from vllm.v1.interventions.plan import UNSTEERED, Plan, Segment, SteeringPlan, VectorSet, VectorSum
+from vllm.v1.interventions.scheduler.pools import MAX_STEP_BYTES
+from vllm.v1.interventions.scheduler.tables import Tables
 
 pytestmark = pytest.mark.quick
 
@@ -35,13 +42,26 @@ CATALOGUE = {
 ASKS = st.lists(st.sampled_from(sorted(CATALOGUE)), min_size=1, max_size=2, unique=True)
 
 
+def slots_of(size: int) -> Tables:
+    """Tables with so many slots for requests."""
+    return Tables(SteeringConfig(max_steering_configs=size), HIDDEN)
+
+
+def slot_of(table: Tables, digest: str, inherit: bool) -> int:
+    """The slot that a request with a sum is told, or that of nobody's for `UNSTEERED`."""
+    plan = Plan(SteeringPlan([Segment(0, digest, UNSTEERED)], inherit))
+    [row] = table.worker_request("", plan, num_prompt_tokens=1, tiers=True).table_rows
+    return int(row) // ROWS_PER_SLOT
+
+
 def uploads_of(
-    table: SlotTable,
+    table: Tables,
 ) -> tuple[list[VectorSet], list[tuple[int, VectorSum, bool]], list[str]]:
     """(new vector sets, (slot, sum, inherit) to write, dropped vector sets) of the coming step."""
     step = StepInterventions(version=0)
-    table.upload(step)
-    return step.new_sets, step.sums, step.dropped_sets
+    table.put_new(step)
+    sums = [(slot, *content) for slot, content in step.placed.get("sums", [])]
+    return step.new_sets, sums, step.dropped_sets
 
 
 class Worker:
@@ -52,7 +72,7 @@ class Worker:
         self.sets: dict[str, int] = {}
         self.slots: dict[int, tuple[VectorSum, bool]] = {}
 
-    def apply(self, table: SlotTable) -> list[tuple[int, str, bool]]:
+    def apply(self, table: Tables) -> list[tuple[int, str, bool]]:
         """(slot, digest, inherit) of what was written."""
         new, uploads, dropped = uploads_of(table)
         for vector_set in new:
@@ -60,7 +80,7 @@ class Worker:
             self.sets[vector_set.digest] = len(vector_set.data)
         self.got = new
         for slot, what, inherit in uploads:
-            assert FIRST_SLOT <= slot < FIRST_SLOT + table.size
+            assert FIRST_SLOT <= slot < FIRST_SLOT + table.sums.size
             assert all(name in self.sets for name, _ in what.sets)
             self.slots[slot] = what, inherit
         for name in dropped:
@@ -79,7 +99,7 @@ class Serving(RuleBasedStateMachine):
 
     @initialize(size=st.integers(2, 4))
     def start(self, size: int) -> None:
-        self.table = SlotTable(size)
+        self.table = slots_of(size)
         self.worker = Worker()
         self.asks: dict[str, SteeringPlan] = {}
         self.admitted: set[str] = set()
@@ -104,7 +124,7 @@ class Serving(RuleBasedStateMachine):
     @rule(name=seen)
     def try_again(self, name: str) -> None:
         ask = self.asks.get(name)
-        if ask is not None and name not in self.admitted and self.table.fits(Plan(ask)):
+        if ask is not None and name not in self.admitted and self.table.fits(name, Plan(ask)):
             self.table.reserve(name, Plan(ask))
             self.admitted.add(name)
             self.fresh.append(ask)
@@ -134,7 +154,7 @@ class Serving(RuleBasedStateMachine):
         for name in self.admitted:
             plan = self.asks[name]
             for what in plan.sums:
-                slot = self.table.slot(what.digest, plan.inherit)
+                slot = slot_of(self.table, what.digest, plan.inherit)
                 assert self.worker.slots[slot] == (what, plan.inherit)
         assert uploads_of(self.table) == ([], [], [])
 
@@ -150,8 +170,8 @@ class Serving(RuleBasedStateMachine):
             return
         plans = [self.asks[name] for name in self.admitted]
         needed = {(c.digest, plan.inherit) for plan in plans for c in plan.sums}
-        assert self.table.in_use == len(needed) <= self.table.size
-        slots = {self.table.slot(*key) for key in needed}
+        assert self.table.sums.in_use == len(needed) <= self.table.sums.size
+        slots = {slot_of(self.table, *key) for key in needed}
         assert len(slots) == len(needed)
         assert not slots & {NOTHING, GLOBALS_ALONE}
 
@@ -160,17 +180,15 @@ TestServing = Serving.TestCase
 TestServing.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
 
 
-def admit(
-    table: SlotTable, name: str, *ask: VectorSum, size: int = 16, inherit: bool = True
-) -> bool:
+def admit(table: Tables, name: str, *ask: VectorSum, size: int = 16, inherit: bool = True) -> bool:
     plan = asking(*ask, size=size, inherit=inherit)
-    fits = table.fits(Plan(plan))
+    fits = table.fits(name, Plan(plan))
     if fits:
         table.reserve(name, Plan(plan))
     return fits
 
 
-def written(table: SlotTable) -> list[str]:
+def written(table: Tables) -> list[str]:
     """What the next step writes into the table."""
     return [c.digest for _, c, _ in uploads_of(table)[1]]
 
@@ -179,28 +197,28 @@ A, B, C, D = (vector_sum(name) for name in "abcd")
 
 
 def test_two_slots_belong_to_nobody() -> None:
-    table = SlotTable(2)
-    assert table.slot(UNSTEERED, inherit=False) == NOTHING
-    assert table.slot(UNSTEERED, inherit=True) == GLOBALS_ALONE
+    table = slots_of(2)
+    assert slot_of(table, UNSTEERED, inherit=False) == NOTHING
+    assert slot_of(table, UNSTEERED, inherit=True) == GLOBALS_ALONE
 
 
 def test_equal_contents_share_a_slot_and_are_sent_once() -> None:
-    table = SlotTable(2)
+    table = slots_of(2)
     assert admit(table, "one", A, B)
     assert admit(table, "two", A)
-    assert table.in_use == 2
+    assert table.sums.in_use == 2
     assert written(table) == ["a", "b"]
     table.release("one")
     assert not admit(table, "three", C, D)
     assert admit(table, "four", C)  # b is idle, a is still in use by "two"
-    assert table.slot("a", True) != table.slot("c", True)
+    assert slot_of(table, "a", True) != slot_of(table, "c", True)
 
 
 def test_with_and_without_the_globals_are_two_slots_of_the_same_parts() -> None:
-    table = SlotTable(2)
+    table = slots_of(2)
     assert admit(table, "one", A)
     assert admit(table, "two", A, inherit=False)
-    assert table.slot("a", True) != table.slot("a", False)
+    assert slot_of(table, "a", True) != slot_of(table, "a", False)
     new, uploads, _ = uploads_of(table)
     assert [p.digest for p in new] == ["a"]
     assert [inherit for _, _, inherit in uploads] == [True, False]
@@ -208,30 +226,30 @@ def test_with_and_without_the_globals_are_two_slots_of_the_same_parts() -> None:
 
 
 def test_all_of_a_requests_contents_or_none() -> None:
-    table = SlotTable(2)
+    table = slots_of(2)
     assert admit(table, "one", A)
     assert not admit(table, "two", B, C)
-    assert table.in_use == 1
+    assert table.sums.in_use == 1
     assert admit(table, "three", A, B)
 
 
 def test_a_content_used_again_soon_is_not_sent_again() -> None:
-    table = SlotTable(2)
+    table = slots_of(2)
     admit(table, "one", A)
     assert written(table) == ["a"]
     table.release("one")
-    assert table.in_use == 0
+    assert table.sums.in_use == 0
     assert admit(table, "two", A)
     assert uploads_of(table) == ([], [], [])
 
 
 def test_the_longest_idle_content_goes_first() -> None:
-    table = SlotTable(2)
+    table = slots_of(2)
     admit(table, "one", A)
     admit(table, "two", B)
     table.release("two")
     table.release("one")
-    old = table.slot("b", True)
+    old = slot_of(table, "b", True)
     uploads_of(table)
     admit(table, "three", C)
     new, uploads, dropped = uploads_of(table)
@@ -242,7 +260,7 @@ def test_the_longest_idle_content_goes_first() -> None:
 
 
 def test_a_part_stays_while_another_content_is_made_of_it() -> None:
-    table, both = SlotTable(1), vector_sum("both", "a", "b")
+    table, both = slots_of(1), vector_sum("both", "a", "b")
     admit(table, "one", A)
     uploads_of(table)
     table.release("one")
@@ -256,7 +274,7 @@ def test_a_part_stays_while_another_content_is_made_of_it() -> None:
 
 
 def test_what_was_never_sent_is_not_taken_back() -> None:
-    table = SlotTable(1)
+    table = slots_of(1)
     admit(table, "one", A)
     table.release("one")
     admit(table, "two", B)
@@ -266,24 +284,24 @@ def test_what_was_never_sent_is_not_taken_back() -> None:
 
 
 def test_releasing_a_request_that_never_ran_takes_nothing_from_others() -> None:
-    table = SlotTable(1)
+    table = slots_of(1)
     admit(table, "one", A)
     table.release("two")
-    assert table.in_use == 1
+    assert table.sums.in_use == 1
     assert not admit(table, "four", B)
 
 
 def test_a_step_sends_a_bounded_number_of_bytes() -> None:
-    table = SlotTable(4)
+    table = slots_of(4)
     assert admit(table, "one", A, size=BIG)
     assert not admit(table, "two", B, size=BIG)
     uploads_of(table)
     assert admit(table, "two", B, size=BIG)
-    assert uploads_of(table)[1] == [(table.slot("b", True), B, True)]
+    assert uploads_of(table)[1] == [(slot_of(table, "b", True), B, True)]
 
 
 def test_a_single_larger_content_goes_alone() -> None:
-    table = SlotTable(4)
+    table = slots_of(4)
     huge = vector_sum("huge")
     assert admit(table, "one", A)
     assert not admit(table, "two", huge, size=MAX_STEP_BYTES + 1)
@@ -298,7 +316,7 @@ def test_a_single_larger_content_goes_alone() -> None:
 
 def test_a_request_does_not_evict_its_own_idle_content() -> None:
     table, idle, other, new = (
-        SlotTable(2),
+        slots_of(2),
         vector_sum("idle"),
         vector_sum("other"),
         vector_sum("new"),
@@ -313,7 +331,7 @@ def test_a_request_does_not_evict_its_own_idle_content() -> None:
 
 
 def test_after_sleep_everything_is_sent_again_and_idle_contents_still_count() -> None:
-    table = SlotTable(3)
+    table = slots_of(3)
     admit(table, "one", A)
     admit(table, "two", B, inherit=False)
     table.release("two")

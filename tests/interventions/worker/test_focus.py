@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from vllm.v1.interventions.focus import FACTOR, RATIO, SHARE, FocusOp
-from vllm.v1.interventions.messages import PlacedFocus, StepInterventions, WorkerRequest
+from vllm.v1.interventions.messages import WorkerRequest
 from vllm.v1.interventions.worker.attention import formula as focused_weights
 from vllm.v1.interventions.worker.attention import keys as layer_reader
 from vllm.v1.interventions.worker.attention.pages import Pages, Sight
@@ -56,6 +56,7 @@ OPS = [
     FocusOp(FACTOR, 3.0, {LAYER: ()}, [0, 99]),
 ]
 PROGRAMS = [[0, 1, 2], [3], [4], [5], [6], [7], [0, 7], [8]]
+PLACED = [(row, [OPS[i] for i in acting]) for row, acting in enumerate(PROGRAMS, 1)]
 LENGTHS = [23, 70, 41, 9]
 """Of four requests."""
 NEW = [1, 1, 38, 9]
@@ -68,19 +69,17 @@ USED = [(1,), (2,), (5, 4, 3, 7), (0, 6, 8)]
 def table() -> FocusTable:
     """A table whose rows 1.. are PROGRAMS, one after the other."""
     made = FocusTable({LAYER: HEADS}, len(PROGRAMS) + 2, CPU)
-    rows = np.arange(1, 1 + len(PROGRAMS))
-    made.apply(StepInterventions(1, focus=[PlacedFocus(rows, PROGRAMS, OPS)]))
+    made.write(PLACED)
     return made
 
 
 def test_each_rank_has_its_heads() -> None:
     """Of a layer whose heads two ranks share: each has its part of what one would have."""
-    whole, rows = table().at[LAYER], np.arange(1, 1 + len(PROGRAMS))
-    step = StepInterventions(1, focus=[PlacedFocus(rows, PROGRAMS, OPS)])
+    whole = table().at[LAYER]
     parts = []
     for rank in range(2):
         part = FocusTable({LAYER: HEADS // 2}, len(PROGRAMS) + 2, CPU, rank)
-        part.apply(step)
+        part.write(PLACED)
         parts.append(part.at[LAYER])
         assert torch.equal(parts[rank].forms, whole.forms)
         assert torch.equal(parts[rank].runs, whole.runs)

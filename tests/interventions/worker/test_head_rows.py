@@ -98,7 +98,7 @@ def test_rows_of_a_step(asked: list[tuple[WorkerRequest, int]], last_stage: bool
         tap.read(rows)
     step = StepRows(1, blocks, HIDDEN, torch.float32)
     projections = ProjectionTable(HIDDEN, torch.device("cpu"))
-    projections.apply([(0, MATRIX.numpy().tobytes())])
+    projections.write([(0, MATRIX.numpy().tobytes())])
     Outbox(arena, Landing(1 << 20), projections).send(step, Captured(torch.arange(captured)))
     for i, (request, _) in enumerate(asked):
         if kept[i] is None:

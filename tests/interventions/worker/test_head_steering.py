@@ -45,8 +45,8 @@ def tables(plan: SteeringPlan, tiers: GlobalTiers | None = None) -> list[Steerin
         table = SteeringTable(
             SITES, num_table_rows(2), HEADS, torch.device("cpu"), True, rank, ranks=2
         )
-        sums = [(FIRST_SLOT, placed, True)]
-        table.apply(StepInterventions(1, new_sets=plan.sets, tiers=tiers, sums=sums))
+        table.take(StepInterventions(1, new_sets=plan.sets, tiers=tiers))
+        table.write([(FIRST_SLOT, (placed, True))])
         made.append(table)
     return made
 
@@ -123,7 +123,7 @@ def test_a_slot_that_is_used_again() -> None:
     [table, _] = tables(plan)
     row = table_row(FIRST_SLOT, generated=False)
     assert not table.factors["z", 1][row].any()
-    table.apply(StepInterventions(1, sums=[(FIRST_SLOT, VectorSum("", []), True)]))
+    table.write([(FIRST_SLOT, (VectorSum("", []), True))])
     assert table.factors["z", 1][row].all()
 
 

@@ -4,6 +4,7 @@ test."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -52,8 +53,16 @@ def made_of(*sets: tuple[VectorSet, float]) -> VectorSum:
     return VectorSum(digest=repr(named), sets=named)
 
 
-def apply(into: SteeringTable, **fields: Any) -> None:
-    into.apply(StepInterventions(version=0, **fields))
+def apply(
+    into: SteeringTable, sums: Sequence[tuple[int, VectorSum, bool]] = (), **fields: Any
+) -> None:
+    """One message.
+
+    Args:
+        sums: (slot, sum, whether the global tiers are added) of each that it writes.
+    """
+    into.take(StepInterventions(version=0, **fields))
+    into.write([(slot, (vector_sum, inherit)) for slot, vector_sum, inherit in sums])
 
 
 def tiers(**sets: VectorSet) -> GlobalTiers:

@@ -3,15 +3,15 @@
 
 from collections.abc import Iterator
 from itertools import accumulate
+from typing import Any, Literal
 
 import msgspec
 import numpy as np
 import torch
 
-from vllm.v1.interventions.focus import FocusOp
 from vllm.v1.interventions.makings import AttentionRead, LensRead
-from vllm.v1.interventions.plan import Site, VectorSet, VectorSum
-from vllm.v1.interventions.terms import Term
+from vllm.v1.interventions.plan import Site, VectorSet
+from vllm.v1.interventions.terms import Scalars
 
 NOTHING, GLOBALS_ALONE = 0, 1
 """Slots that belong to nobody: zeros, and what plain requests get while global tiers are set."""
@@ -88,36 +88,28 @@ class WorkerRequest(msgspec.Struct, frozen=True):
     """The row of the table of focus programs of each segment, 0 for none; () for none anywhere."""
 
 
-class PlacedFocus(msgspec.Struct, frozen=True, array_like=True):
-    """The focus programs of a request, and where they are."""
+class PlacedTerm(msgspec.Struct, frozen=True, gc=False):
+    """A term, or the probe of a gate, as workers know it."""
 
-    rows: np.ndarray
-    """int64 [programs]: their rows of the workers' tables."""
-    programs: list[list[int]]
-    """Operations of each program, as indices into `ops`."""
-    ops: list[FocusOp]
-
-
-class PlacedPrograms(msgspec.Struct, frozen=True):
-    """The programs of a request, and the rows of the workers' tables that they refer to."""
-
-    rows: np.ndarray
-    """int64 [programs]: where each is."""
-    gate_owner_row: int
-    """The row of the program that decides all gates; 0 if none are decided once."""
-    op_sites: list[tuple[Site, list[int]]]
-    """The sites of ops, each with its ops, as in `SteeringPlan`."""
-    terms: np.ndarray
-    """int32 [programs, ops]: rows of terms, 0 for none."""
-
-
-class PlacedTerm(msgspec.Struct, frozen=True):
-    """A term and its rows in the workers' table of vectors."""
-
-    row: int
+    vector: bytes
+    """As `Term.vector`."""
+    scalars: Scalars
     probe_row: int
-    """The row of its gate's probe; 0 for no gate."""
-    term: Term
+    """The row of its gate's probe in the same table; 0 for no gate."""
+
+
+class PlacedProgram(msgspec.Struct, frozen=True, gc=False):
+    """A program of a request as workers know it."""
+
+    op_sites: list[tuple[Site, list[int]]]
+    """As in `SteeringPlan`: the same object for all programs of a request, so it is sent once."""
+    terms: list[int]
+    """The row of each op's term, 0 for none."""
+    gate_owner_row: int
+    """The row of the program that decides all gates of the request; 0 if none are decided once."""
+
+
+TableName = Literal["sums", "terms", "programs", "focus", "matrices"]
 
 
 class StepInterventions(msgspec.Struct):
@@ -128,14 +120,12 @@ class StepInterventions(msgspec.Struct):
     new_sets: list[VectorSet] = []
     tiers: GlobalTiers | None = None
     """The global tiers, if they changed."""
-    sums: list[tuple[int, VectorSum, bool]] = []
-    """Sums to write into the table before this step's forward: (slot, sum, inherit)."""
     dropped_sets: list[str] = []
-    terms: list[PlacedTerm] = []
-    programs: list[PlacedPrograms] = []
-    focus: list[PlacedFocus] = []
-    projections: list[tuple[int, bytes]] = []
-    """New matrices: (first row in the table, float32 [k, hidden], C order, native endian)."""
+    placed: dict[TableName, list[tuple[int, Any]]] = {}
+    """Contents to write into each table before this step's forward, each with the first of its
+    rows. Sums: (`VectorSum`, True if the global tiers are added). Terms: `PlacedTerm`.
+    Programs: `PlacedProgram`. Focus: `FocusOp`s that act together. Matrices: float32 [k, hidden], C
+    order, native endian."""
     admitted: dict[str, WorkerRequest] = {}
     rows: dict[str, np.ndarray] = {}
     """Rows to capture: request id -> int32 offsets into the request's tokens of this step."""
@@ -148,12 +138,8 @@ class StepInterventions(msgspec.Struct):
         return not (
             self.new_sets
             or self.tiers
-            or self.sums
             or self.dropped_sets
-            or self.terms
-            or self.programs
-            or self.focus
-            or self.projections
+            or self.placed
             or self.admitted
             or self.rows
         )

@@ -23,6 +23,7 @@ al. 2024 (arXiv:2406.11717).
 
 import hashlib
 import struct
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import msgspec
@@ -63,6 +64,18 @@ class Term(msgspec.Struct, frozen=True):
     probe: bytes
     """Probe of the gate, in the dtype and shape of `vector`; empty without a gate."""
     scalars: Scalars
+
+    @property
+    def probe_digest(self) -> str:
+        """The digest of the probe as a content of its own; "" without a gate."""
+        return f"{self.digest}/probe" if self.probe else ""
+
+    def contents(self) -> "Iterator[Term]":
+        """What takes a row of the workers' table each: the term, and the probe of its gate as one
+        that no program lists."""
+        yield self
+        if self.probe:
+            yield Term(digest=self.probe_digest, vector=self.probe, probe=b"", scalars=Scalars())
 
     def deciding(self) -> "Term":
         """A term with this gate and no change: for a last prompt row that only decides."""

@@ -2,7 +2,8 @@
 """Parts that run beside the scheduler in the engine core: all decisions, each with one owner.
 
 decisions.py     entry: the scheduler's calls, and the message to the workers
-pools/           pools of what requests need in the workers' tables
+tables.py        rows of the workers' tables: what each request needs and holds, what is sent
+pools.py         rows of one table, handed out
 request.py       state of one request
 identity.py      prefix-cache keys of a request's blocks
 stale_blocks.py  blocks that may hold NaN, and must be cleared before others get them

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from vllm.v1.interventions.calls import GLOBAL_OPS, Change, SteeringCall
 from vllm.v1.interventions.errors import InterventionError
-from vllm.v1.interventions.scheduler.pools.protocol import Pool
+from vllm.v1.interventions.scheduler.pools import Pool
 from vllm.v1.interventions.scheduler.state import GlobalState, ModuleStore
 from vllm.v1.steering.modules import need_module
 
@@ -31,7 +31,7 @@ class Changes:
     def __init__(
         self,
         modules: ModuleStore,
-        usage: Mapping[str, Pool],
+        usage: Mapping[str, Pool[Any]],
         current: Callable[[], GlobalState],
         set_tiers: Callable[[GlobalState, Iterable["Request"]], None],
     ) -> None:

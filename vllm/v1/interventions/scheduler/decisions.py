@@ -2,24 +2,17 @@
 """Scheduler side: who gets which slot, which rows a step captures, what is sent to the workers."""
 
 from collections.abc import Hashable, Iterable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
-from vllm.config.capture import PROJECTION_ROWS
-from vllm.v1.interventions.messages import GlobalTiers, StepInterventions, WorkerRequest, table_row
-from vllm.v1.interventions.plan import UNSTEERED, Segment, SteeringPlan
+from vllm.v1.interventions.messages import GlobalTiers, StepInterventions, WorkerRequest
 from vllm.v1.interventions.scheduler.changes import Changes
 from vllm.v1.interventions.scheduler.consumers import CaptureSessions
-from vllm.v1.interventions.scheduler.pools.focus import FocusPool
-from vllm.v1.interventions.scheduler.pools.matrices import ProjectionPool
-from vllm.v1.interventions.scheduler.pools.protocol import Pool
-from vllm.v1.interventions.scheduler.pools.slots import SlotTable
-from vllm.v1.interventions.scheduler.pools.terms import TermPool
+from vllm.v1.interventions.scheduler.pools import Pool
 from vllm.v1.interventions.scheduler.relay import RowRelay
 from vllm.v1.interventions.scheduler.row_budget import RowBudget
 from vllm.v1.interventions.scheduler.stale_blocks import StaleBlocks
 from vllm.v1.interventions.scheduler.state import GlobalState, ModuleStore
+from vllm.v1.interventions.scheduler.tables import Tables
 from vllm.v1.interventions.scheduler.turns import Turns
 from vllm.v1.interventions.shape import TapShape
 from vllm.v1.metrics.steering_stats import SteeringStats
@@ -45,12 +38,8 @@ class SchedulerInterventions:
 
     def __init__(self, config: "VllmConfig", hash_block_size: int) -> None:
         steering, shape = config.steering_config, config.tap_shape or NO_SHAPE
-        self.slots = SlotTable(steering.max_steering_configs)
-        self.terms = TermPool(steering.max_steering_rows if steering.has_ops else 0)
+        self.tables = Tables(steering, shape.hidden_size)
         self.rows = RowBudget(config)
-        self.projections = ProjectionPool(PROJECTION_ROWS)
-        self.focus = FocusPool(steering.max_steering_configs if steering.focuses else 0)
-        self._pools: tuple[Pool, ...] = (self.slots, self.terms, self.focus, self.projections)
         self.captures = CaptureSessions(config)
         self.relay = RowRelay(self.captures)
         self.tiers = GlobalState(shape)
@@ -58,7 +47,7 @@ class SchedulerInterventions:
         self._loads_blocks = config.kv_transfer_config is not None
         at_start = steering.steering_modules or config.capture_config.rules is not None
         self.modules = ModuleStore(startup_modules(config) if at_start else {})
-        usage: dict[str, Pool] = {"slots": self.slots, "rows": self.terms}
+        usage: dict[str, Pool[Any]] = {"slots": self.tables.sums, "rows": self.tables.terms}
         self.changes = Changes(self.modules, usage, lambda: self.tiers, self.set_tiers)
         self._hash_block_size = hash_block_size
         self._speculates = config.speculative_config is not None
@@ -91,7 +80,7 @@ class SchedulerInterventions:
         return self.captures.can_admit(request)
 
     def _fits(self, request: Request) -> bool:
-        return all(pool.fits(request.interventions.plan) for pool in self._pools)
+        return self.tables.fits(request.request_id, request.interventions.plan)
 
     def wake(self, queue: "RequestQueue") -> None:
         """Put parked requests that have room now in front of the waiting ones, one at a time: room
@@ -126,8 +115,7 @@ class SchedulerInterventions:
             self._row_turns.leave(request.request_id)
         if asks and request.request_id not in self._reserved:
             self._reserved.add(request.request_id)
-            for pool in self._pools:
-                pool.reserve(request.request_id, plan)
+            self.tables.reserve(request.request_id, plan)
             self.captures.admit(request)
         if plan.steering is not None or self.tiers.current.active:
             self.stale_blocks.writers.add(request.request_id)
@@ -135,33 +123,11 @@ class SchedulerInterventions:
             self._admitted[request.request_id] = self._worker_request(request)
 
     def _worker_request(self, request: Request) -> WorkerRequest:
-        plan = request.interventions.plan
-        prompt = request.num_prompt_tokens
-        steering = plan.steering or _plain_plan(prompt)
-        inherit = steering.inherit and self.tiers.current.active
-        return WorkerRequest(
-            firsts=np.array([s.first for s in steering.segments], dtype=np.int64),
-            table_rows=np.array(
-                [
-                    table_row(
-                        self.slots.slot(s.vector_sum, steering.inherit)
-                        if s.vector_sum or inherit
-                        else 0,
-                        generated=s.first >= prompt,
-                    )
-                    for s in steering.segments
-                ],
-                dtype=np.int32,
-            ),
-            programs=np.array(
-                [self.terms.program(request.request_id, s.program) for s in steering.segments],
-                dtype=np.int32,
-            ),
-            capture_sites=tuple(plan.capture.sites) if plan.capture else (),
-            capture_streams=self.projections.streams(plan.capture) if plan.capture else (),
-            focus=tuple(self.focus.row(request.request_id, s.focus) for s in steering.segments)
-            if steering.focus_programs
-            else (),
+        return self.tables.worker_request(
+            request.request_id,
+            request.interventions.plan,
+            request.num_prompt_tokens,
+            tiers=self.tiers.current.active,
         )
 
     def preempt(self, request: Request) -> None:
@@ -179,8 +145,7 @@ class SchedulerInterventions:
             self.stale_blocks.suspect_all()  # some may have been loaded for it
         self.stale_blocks.writers.discard(request.request_id)
         self._reserved.discard(request.request_id)
-        for pool in self._pools:
-            pool.release(request.request_id)
+        self.tables.release(request.request_id)
         self.rows.withdraw(request)
         self._admitted.pop(request.request_id, None)
 
@@ -226,12 +191,12 @@ class SchedulerInterventions:
     def restore(self) -> None:
         """Send everything again: the workers' tables were lost in sleep."""
         self._changed_tiers = self.tiers.current
-        for pool in self._pools:
-            pool.restore()
+        self.tables.restore()
 
     def stats(self) -> SteeringStats:
         """Slots and rows in use, and the version of the global tiers."""
-        return SteeringStats(self.slots.in_use, self.terms.in_use, self.tiers.current.version)
+        slots, rows = self.tables.sums.in_use, self.tables.terms.in_use
+        return SteeringStats(slots, rows, self.tiers.current.version)
 
     # -- a step -----------------------------------------------------------------------------
 
@@ -244,8 +209,7 @@ class SchedulerInterventions:
             split=self.rows.split,
             rows=self.rows.pop_offsets(num_scheduled_tokens),
         )
-        for pool in self._pools:
-            pool.upload(step)
+        self.tables.put_new(step)
         for turns in self._waits:
             turns.next_step()
         self._changed_tiers, self._admitted = None, {}
@@ -263,12 +227,6 @@ def _need(request: Request) -> Hashable:
         len(steering.focus_programs),
     )
     return steers, tuple(capture.projections) if capture else ()
-
-
-def _plain_plan(num_prompt_tokens: int) -> SteeringPlan:
-    """The plan of a request that says nothing: the global tiers alone."""
-    segments = [Segment(first, UNSTEERED, UNSTEERED) for first in (0, num_prompt_tokens)]
-    return SteeringPlan(segments, inherit=True)
 
 
 def _rehash(request: Request, first_block: int) -> None:

@@ -8,7 +8,7 @@ Per step: `apply_updates` (also when no token is scheduled, else an update would
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import torch
@@ -28,7 +28,7 @@ from vllm.model_executor.layers.residual_taps import (
     SiteTap,
 )
 from vllm.v1.interventions.capture_groups import num_senders
-from vllm.v1.interventions.messages import num_table_rows
+from vllm.v1.interventions.messages import TableName, num_table_rows
 from vllm.v1.interventions.plan import Site
 from vllm.v1.interventions.shape import LayerShape, TapShape
 from vllm.v1.interventions.step_rows import StepRows
@@ -51,7 +51,7 @@ from vllm.v1.interventions.worker.layers import (
 from vllm.v1.interventions.worker.making.lens import LensReader
 from vllm.v1.interventions.worker.rows.arena import CaptureArena
 from vllm.v1.interventions.worker.tables.sums import SteeringTable
-from vllm.v1.interventions.worker.tables.terms import TermTable
+from vllm.v1.interventions.worker.tables.terms import ProgramTable, TermTable
 from vllm.v1.interventions.worker.token_map import TokenMap
 from vllm.v1.interventions.worker.variants.graphs import refuse_late_breaks
 from vllm.v1.interventions.worker.variants.variants import ModelVariants
@@ -65,6 +65,16 @@ _PROBE_ROW = 1
 """A row of the steering table that no request uses."""
 
 
+class Table(Protocol):
+    """A table on the device, whose rows the scheduler gives to requests."""
+
+    def write(self, placed: list[tuple[int, Any]]) -> None:
+        """Write the contents of a table in `StepInterventions.placed`."""
+
+    def forget(self) -> None:
+        """Empty the table: the device's memory was lost."""
+
+
 class WorkerInterventions:
     """Device state of steering and capture of one worker, and the map of this step's tokens."""
 
@@ -75,7 +85,8 @@ class WorkerInterventions:
         self.capture = CaptureArena(config, device) if config.capture_config.enabled else None
         self.sites: list[Site] = []
         self.table: SteeringTable | None = None
-        self._terms: TermTable | None = None
+        self._programs: ProgramTable | None = None
+        self._tables: dict[TableName, Table] = {}
         self.focus: FocusLayers | None = None
         """The layers that are focused, if any may be."""
         self.shape: TapShape | None = None
@@ -143,6 +154,7 @@ class WorkerInterventions:
         self.attention = {index: found.module for index, found in attention.items()}
         if config.steering_config.focuses:
             self.focus = FocusLayers(self._config, self.attention, self._device)
+            self._tables["focus"] = self.focus.table
         for index, found in attention.items():
             q, k, v, z = (self._head_tap(point, index, found) for point in HEAD_POINTS)
             name = None if self.focus is None else self.focus.names.get(index)
@@ -169,13 +181,18 @@ class WorkerInterventions:
             rank = self._config.parallel_config.rank % ranks
             scales = "scale" in config.steering_families
             self.table = SteeringTable(steered, num_rows, shape, device, scales, rank, ranks)
+            self._tables["sums"] = self.table
             if config.has_ops:
                 of_stream = [site for site in steered if site[0] not in HEAD_POINTS]
-                self._terms = TermTable(of_stream, config, shape, self.tokens.program)
+                terms, program = TermTable(config, shape, device), self.tokens.program
+                self._programs = ProgramTable(of_stream, config, shape, terms, program)
+                self._tables |= {"terms": terms, "programs": self._programs}
         if self.capture is not None:
             points = self._config.capture_config.capture_points
             captured = [site for site in self.sites if site[0] in points]
             self.capture.allocate(shape, captured, self.tokens)
+            if self.capture.projections is not None:
+                self._tables["matrices"] = self.capture.projections
 
     def bind_caches(self, runner: Any) -> None:
         """Tell layers that are focused where the pages of their KV cache are.
@@ -193,7 +210,7 @@ class WorkerInterventions:
             arena, switch = self.capture.arena, self.capture.switch_of(site)
             dest = self.capture.dest_of(site)
         table = None if self.table is None else self.table.at.get(site)
-        terms = None if self._terms is None else self._terms.at.get(site)
+        terms = None if self._programs is None else self._programs.at.get(site)
         if dest is None and table is None:
             return PassTap()
         traced = self._config.compilation_config.mode != CompilationMode.NONE
@@ -341,11 +358,10 @@ class WorkerInterventions:
         if step is None:
             return
         if self.table is not None:
-            self.table.apply(step)
-        if self._terms is not None:
-            self._terms.apply(step)
-        if self.focus is not None:
-            self.focus.table.apply(step)
+            self.table.take(step)
+        for name, placed in step.placed.items():
+            if name in self._tables:
+                self._tables[name].write(placed)
 
     def _choose_variant(self, req_ids: Collection[str]) -> None:
         """Use what a step of these needs, before upstream picks a graph: sizes may differ."""
@@ -366,12 +382,8 @@ class WorkerInterventions:
         self.tokens.forget()
         if self.capture is not None:
             self.capture.forget()
-        if self.table is not None:
-            self.table.forget()
-        if self._terms is not None:
-            self._terms.forget()
-        if self.focus is not None:
-            self.focus.table.forget()
+        for table in self._tables.values():
+            table.forget()
 
     def map_dummy(self) -> None:
         """Prepare a dummy forward: no token is steered or captured, but by the start-up check."""

@@ -4,7 +4,6 @@
 from collections.abc import Mapping
 from typing import Any
 
-import numpy as np
 import torch
 
 from vllm.config import VllmConfig
@@ -13,7 +12,6 @@ from vllm.model_executor.layers.attention.mla_attention import MLAAttention
 from vllm.model_executor.layers.attention_taps import FOCUS_OP, HeadTaps
 from vllm.v1.attention.backends.flash_attn import FlashAttentionImpl
 from vllm.v1.interventions.focus import MAX_RUNS, FocusOp
-from vllm.v1.interventions.messages import PlacedFocus
 from vllm.v1.interventions.worker.attention.layers import key_tables
 from vllm.v1.interventions.worker.focus.kernel import Workspace
 from vllm.v1.interventions.worker.focus.table import FocusedAttention, FocusTable
@@ -64,7 +62,7 @@ class FocusLayers:
         first = keys % 2 + max(0, keys - 2 * MAX_RUNS) // 2 * 2
         runs = [edge for key in range(first, keys, 2) for edge in (key, key + 1)]
         op = FocusOp(rule, number, dict.fromkeys(self.names, ()), runs)
-        self.table.place(PlacedFocus(np.array([1]), [[0]], [op]))
+        self.table.write([(1, [op])])
         return 1
 
     def bind(self, runner: Any, tokens: TokenMap) -> None:

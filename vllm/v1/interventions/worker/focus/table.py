@@ -10,7 +10,6 @@ import torch
 from vllm.model_executor.layers.attention.attention import Attention
 from vllm.utils.torch_utils import async_tensor_h2d
 from vllm.v1.interventions.focus import FACTOR, MAX_FACTORS, MAX_RUNS, FocusOp
-from vllm.v1.interventions.messages import PlacedFocus, StepInterventions
 from vllm.v1.interventions.worker.attention.formula import LayerTable
 from vllm.v1.interventions.worker.attention.keys import LayerReader, Queriers
 from vllm.v1.interventions.worker.attention.pages import Sight, pages_of, sight_of, unreadable
@@ -38,11 +37,6 @@ class FocusTable:
         self.at = {layer: _empty(size + 1, number, device) for layer, number in heads.items()}
         """Layer -> its table."""
 
-    def apply(self, step: StepInterventions) -> None:
-        """Take over programs of requests that were admitted."""
-        for placed in step.focus:
-            self.place(placed)
-
     def forget(self) -> None:
         """Empty the tables: the device's memory was lost."""
         for layer, number in self._heads.items():
@@ -50,14 +44,14 @@ class FocusTable:
             for there, empty in zip(table, _empty(len(table.forms), number), strict=True):
                 there.copy_(empty)
 
-    def place(self, placed: PlacedFocus) -> None:
-        """Write the programs of a request to their rows."""
-        rows = async_tensor_h2d(placed.rows, self._device)
+    def write(self, placed: list[tuple[int, list[FocusOp]]]) -> None:
+        """Write programs, each the operations that act together, to their rows."""
+        rows = async_tensor_h2d(np.array([row for row, _ in placed]), self._device)
         for layer, number in self._heads.items():
-            made = _empty(len(placed.rows), number)
+            made = _empty(len(placed), number)
             here = range(self._rank * number, (self._rank + 1) * number)
-            for i, acting in enumerate(placed.programs):
-                ops = [op for op in (placed.ops[n] for n in acting) if layer in op.heads]
+            for i, (_, acting) in enumerate(placed):
+                ops = [op for op in acting if layer in op.heads]
                 _write(ops, layer, here, made.forms[i], made.runs[i], made.numbers[i])
             for there, values in zip(self.at[layer], made, strict=True):
                 there[rows] = async_tensor_h2d(values, self._device)

@@ -137,13 +137,15 @@ class CaptureArena:
         self.lenses: dict[str, FileLens] = {}
         """Name -> lens, of the lenses that are read from files."""
         self._outbox: Outbox | None = None
+        self.projections: ProjectionTable | None = None
+        """The matrices of `project`, on a worker that captures."""
         if self.fills:
             files = config.lens_files
             self.lenses = {n: FileLens(n, path, shape, device) for n, path in files.items()}
             # Alone, a worker is the engine core, whose one thread launches, and waits.
             apart = self._config.parallel_config.world_size > 1
-            projections = ProjectionTable(hidden, device)
-            self._outbox = Outbox(self.arena, self._landing, projections, sleeps=apart)
+            self.projections = ProjectionTable(hidden, device)
+            self._outbox = Outbox(self.arena, self._landing, self.projections, sleeps=apart)
 
     def captures(self, site: Site) -> bool:
         """Tell whether this worker can capture at a site."""
@@ -186,7 +188,6 @@ class CaptureArena:
         self._version = step.version
         if step.split != self._split:
             self._split, self._decoding = step.split, None
-        self._outbox.projections.apply(step.projections)
 
     def _groups_of(self, asked: WorkerRequest) -> list[CaptureGroup | None]:
         found = [groups.of(asked) for groups in self._groups]
@@ -199,8 +200,6 @@ class CaptureArena:
         """Clear all that sleep took away."""
         self.dest.fill_(-1)
         self._decoding = None
-        if self._outbox is not None:
-            self._outbox.projections.forget()
 
     def wants(self, req_ids: Iterable[str]) -> bool:
         """Tell whether one of these captures in this step, here or at another pipeline stage."""

@@ -41,7 +41,7 @@ class Outbox:
         projections: ProjectionTable,
         sleeps: bool = False,
     ) -> None:
-        self._arena, self._landing, self.projections = arena, landing, projections
+        self._arena, self._landing, self._projections = arena, landing, projections
         self._cuda, self._sleeps = arena.device.type == "cuda", sleeps
         self._columns: WeakKeyDictionary[CaptureGroup, list[torch.Tensor | None]] = (
             WeakKeyDictionary()
@@ -212,7 +212,7 @@ class Outbox:
         scores = torch.empty(shape, device=self._arena.device)
         for sites, rows in self._rows_of(block, stream, columns):
             matrix = matrices[sites.start // stream.lanes], size
-            self.projections.scores(rows, matrix, scores[:, sites])
+            self._projections.scores(rows, matrix, scores[:, sites])
         return scores
 
     def _sums_of(

@@ -18,9 +18,9 @@ class ProjectionTable:
         self._rows = torch.zeros(PROJECTION_ROWS, hidden_size, device=device)
         self._chunk = max(CHUNK_BYTES // (4 * hidden_size), 1)
 
-    def apply(self, projections: list[tuple[int, bytes]]) -> None:
-        """Take over new matrices, see `StepInterventions.projections`."""
-        for first, data in projections:
+    def write(self, placed: list[tuple[int, bytes]]) -> None:
+        """Write new matrices, see `StepInterventions.placed`."""
+        for first, data in placed:
             matrix = np.frombuffer(data, dtype=np.float32).reshape(-1, self._rows.shape[1])
             async_tensor_h2d(matrix.copy(), out=self._rows[first : first + len(matrix)])
 

@@ -6,11 +6,7 @@ import torch
 
 from vllm.config.points import HEAD_POINTS
 from vllm.utils.torch_utils import async_tensor_h2d
-from vllm.v1.interventions.messages import (
-    GLOBALS_ALONE,
-    ROWS_PER_SLOT,
-    StepInterventions,
-)
+from vllm.v1.interventions.messages import GLOBALS_ALONE, ROWS_PER_SLOT, StepInterventions
 from vllm.v1.interventions.plan import Site, VectorSet, VectorSum
 from vllm.v1.interventions.shape import TapShape
 
@@ -72,22 +68,27 @@ class SteeringTable:
         self._tiers: dict[str, _Rows] = {}
         self._slots: dict[int, tuple[VectorSum, bool]] = {}
 
-    def apply(self, step: StepInterventions) -> None:
-        """Take over new vector sets, sums and global tiers."""
+    def take(self, step: StepInterventions) -> None:
+        """Take over new vector sets and global tiers, and drop sets: the sums that are made of them
+        are to be overwritten."""
         for vector_set in step.new_sets:
             self._sets[vector_set.digest] = self._own(vector_set)
-        changed = {slot: (vector_sum, inherit) for slot, vector_sum, inherit in step.sums}
-        self._slots |= changed
         if step.tiers is not None:
             self._tiers = {
                 tier: self._own(vector_set) for tier, vector_set in step.tiers.tiers.items()
             }
             self._write(GLOBALS_ALONE, _EMPTY, inherit=True)
-            changed = {s: (c, i) for s, (c, i) in self._slots.items() if i or s in changed}
-        for slot, (vector_sum, inherit) in changed.items():
-            self._write(slot, vector_sum, inherit)
+            for slot, (vector_sum, inherit) in self._slots.items():
+                if inherit:
+                    self._write(slot, vector_sum, inherit)
         for digest in step.dropped_sets:
             del self._sets[digest]
+
+    def write(self, placed: list[tuple[int, tuple[VectorSum, bool]]]) -> None:
+        """Write sums into slots, see `StepInterventions.placed`."""
+        for slot, (vector_sum, inherit) in placed:
+            self._slots[slot] = vector_sum, inherit
+            self._write(slot, vector_sum, inherit)
 
     def forget(self) -> None:
         """Zero the table: the device's memory was lost."""

@@ -1,13 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """Device side of ops other than addition: terms, and the programs that list them."""
 
+from itertools import groupby
+
 import numpy as np
 import torch
 
 from vllm.config.steering import SteeringConfig
 from vllm.model_executor.layers.steering_terms import TermTables
 from vllm.utils.torch_utils import async_tensor_h2d
-from vllm.v1.interventions.messages import PlacedTerm, StepInterventions
+from vllm.v1.interventions.messages import PlacedProgram, PlacedTerm
 from vllm.v1.interventions.plan import Site
 from vllm.v1.interventions.shape import TapShape
 from vllm.v1.interventions.terms import Scalars
@@ -16,11 +18,44 @@ _LANE = Scalars._fields.index("lane")
 
 
 class TermTable:
-    """The tables that `TermTables` of all sites refer to.
+    """The vectors and numbers of terms, which programs of all sites list: the fields of
+    `TermTables` that all sites share."""
+
+    def __init__(self, config: SteeringConfig, shape: TapShape, device: torch.device) -> None:
+        rows, kind = config.max_steering_rows + 1, torch.float32
+        lanes, columns = shape.lanes, len(Scalars._fields)
+        self.vectors = torch.zeros(rows, lanes * shape.hidden_size, dtype=kind, device=device)
+        self._scalars = torch.zeros(lanes, rows, columns, dtype=kind, device=device)
+        self.scalars = self._scalars if lanes > 1 else self._scalars[0]
+        self.probes = torch.zeros(rows, dtype=torch.int32, device=device)
+
+    def write(self, placed: list[tuple[int, PlacedTerm]]) -> None:
+        """Write new terms to their rows."""
+        device, terms = self.vectors.device, [term for _, term in placed]
+        rows = async_tensor_h2d(np.array([row for row, _ in placed], dtype=np.int64), device)
+        vectors = np.stack([np.frombuffer(term.vector, np.float32) for term in terms])
+        self.vectors.index_copy_(0, rows, async_tensor_h2d(vectors, device))
+        scalars = np.array([term.scalars for term in terms], dtype=np.float32)
+        # In a lane that it leaves alone a term's numbers are zeros, with which it does nothing.
+        lane, lanes = scalars[:, _LANE, None], np.arange(len(self._scalars))[:, None, None]
+        of_lanes = np.where((lane < 0) | (lane == lanes), scalars, np.float32(0))
+        self._scalars.index_copy_(1, rows, async_tensor_h2d(of_lanes, device))
+        probes = np.array([term.probe_row for term in terms], dtype=np.int32)
+        self.probes.index_copy_(0, rows, async_tensor_h2d(probes, device))
+
+    def forget(self) -> None:
+        """Zero the table: the device's memory was lost."""
+        for table in (self.vectors, self._scalars, self.probes):
+            table.zero_()
+
+
+class ProgramTable:
+    """The programs of all sites.
 
     Args:
         sites: those of this worker that may be steered.
         shape: of the model.
+        terms: that the programs list.
         program: int32 [max tokens], the program of each token of a step.
     """
 
@@ -29,85 +64,51 @@ class TermTable:
         sites: list[Site],
         config: SteeringConfig,
         shape: TapShape,
+        terms: TermTable,
         program: torch.Tensor,
     ) -> None:
-        device = program.device
         self._index = {site: i for i, site in enumerate(sites)}
-        rows, terms = config.max_steering_rows + 1, config.max_steering_ops
-        gated = "gate" in config.steering_families
-
-        def zeros(*shape: int, dtype: torch.dtype) -> torch.Tensor:
-            return torch.zeros(shape, dtype=dtype, device=device)
-
-        hidden, lanes = shape.hidden_size, shape.lanes
-        self._vectors = zeros(rows, lanes * hidden, dtype=torch.float32)
-        self._scalars = zeros(lanes, rows, len(Scalars._fields), dtype=torch.float32)
-        self._probes = zeros(rows, dtype=torch.int32)
-        self._gate_owners = zeros(rows, dtype=torch.int32)
-        self._programs = zeros(len(sites), rows, terms, dtype=torch.int32)
-        ungated = zeros(1, 1, dtype=torch.float32)
-        of_lanes = (lanes,) if lanes > 1 else ()
+        rows, most = config.max_steering_rows + 1, config.max_steering_ops
+        gated, device = "gate" in config.steering_families, program.device
+        self._gate_owners = torch.zeros(rows, dtype=torch.int32, device=device)
+        self._programs = torch.zeros(len(sites), rows, most, dtype=torch.int32, device=device)
+        ungated = torch.zeros(1, 1, device=device)
+        of_lanes = (shape.lanes,) if shape.lanes > 1 else ()
         self.at = {
             site: TermTables(
                 program=program,
                 programs=self._programs[i],
-                vectors=self._vectors,
-                scalars=self._scalars if of_lanes else self._scalars[0],
-                probes=self._probes,
+                vectors=terms.vectors,
+                scalars=terms.scalars,
+                probes=terms.probes,
                 gate_owners=self._gate_owners,
-                gates=zeros(*of_lanes, rows, terms, dtype=torch.float32) if gated else ungated,
+                gates=torch.zeros(*of_lanes, rows, most, device=device) if gated else ungated,
                 norms=bool({"norm_match", "normalize"} & set(config.steering_families)),
                 gated=gated,
             )
             for i, site in enumerate(sites)
         }
+        """Site -> the tables that its tap reads."""
 
-    def apply(self, step: StepInterventions) -> None:
-        """Take over new terms and programs."""
-        if step.terms:
-            self._put_terms(step.terms)
-        if step.programs:
-            counts = [len(placed.rows) for placed in step.programs]
-            shape = len(self._index), sum(counts), self._programs.shape[2]
-            listed, first = np.zeros(shape, dtype=np.int32), 0
-            for placed, count in zip(step.programs, counts, strict=True):
-                for site, ops in placed.op_sites:
-                    if site in self._index:
-                        at = listed[self._index[site], first : first + count]
-                        at[:, : len(ops)] = placed.terms[:, ops]
-                first += count
-            rows = self._on_device(np.concatenate([placed.rows for placed in step.programs]))
-            self._programs.index_copy_(1, rows, self._on_device(listed))
-            gate_owners = np.array([p.gate_owner_row for p in step.programs], dtype=np.int32)
-            self._gate_owners.index_copy_(0, rows, self._on_device(gate_owners.repeat(counts)))
+    def write(self, placed: list[tuple[int, PlacedProgram]]) -> None:
+        """Write new programs to their rows."""
+        shape = len(self._index), len(placed), self._programs.shape[2]
+        listed, first = np.zeros(shape, dtype=np.int32), 0
+        # Those of a request follow each other, and a request may have a thousand.
+        for op_sites, programs in groupby((each for _, each in placed), lambda p: p.op_sites):
+            terms = np.array([program.terms for program in programs], dtype=np.int32)
+            for site, ops in op_sites:
+                if site in self._index:
+                    at = listed[self._index[site], first : first + len(terms)]
+                    at[:, : len(ops)] = terms[:, ops]
+            first += len(terms)
+        device = self._programs.device
+        rows = async_tensor_h2d(np.array([row for row, _ in placed], dtype=np.int64), device)
+        self._programs.index_copy_(1, rows, async_tensor_h2d(listed, device))
+        gate_owners = np.array([each.gate_owner_row for _, each in placed], dtype=np.int32)
+        self._gate_owners.index_copy_(0, rows, async_tensor_h2d(gate_owners, device))
 
     def forget(self) -> None:
         """Zero the tables: the device's memory was lost."""
-        for table in (
-            self._vectors,
-            self._scalars,
-            self._probes,
-            self._gate_owners,
-            self._programs,
-        ):
-            table.zero_()
-
-    def _put_terms(self, placed: list[PlacedTerm]) -> None:
-        rows = self._on_device(np.array([p.row for p in placed], dtype=np.int64))
-        vectors = np.stack([np.frombuffer(p.term.vector, np.float32) for p in placed])
-        self._vectors.index_copy_(0, rows, self._on_device(vectors))
-        scalars = np.array([p.term.scalars for p in placed], dtype=np.float32)
-        # In a lane that it leaves alone a term's numbers are zeros, with which it does nothing.
-        lane, lanes = scalars[:, _LANE, None], np.arange(len(self._scalars))[:, None, None]
-        of_lanes = np.where((lane < 0) | (lane == lanes), scalars, np.float32(0))
-        self._scalars.index_copy_(1, rows, self._on_device(of_lanes))
-        probe_rows = np.array([p.probe_row for p in placed], dtype=np.int32)
-        self._probes.index_copy_(0, rows, self._on_device(probe_rows))
-        gated = [p for p in placed if p.probe_row]
-        if gated:
-            rows = self._on_device(np.array([p.probe_row for p in gated], dtype=np.int64))
-            probes = np.stack([np.frombuffer(p.term.probe, np.float32) for p in gated])
-            self._vectors.index_copy_(0, rows, self._on_device(probes))
-
-    def _on_device(self, array: np.ndarray) -> torch.Tensor:
-        return async_tensor_h2d(array, self._vectors.device)
+        self._programs.zero_()
+        self._gate_owners.zero_()

@@ -1,0 +1,209 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Scheduler side of the workers' tables: the rows that requests hold, and what is sent of them."""
+
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from vllm.config.capture import PROJECTION_ROWS
+from vllm.config.points import POINTS
+from vllm.config.steering import SteeringConfig
+from vllm.v1.interventions.focus import FocusOp
+from vllm.v1.interventions.messages import (
+    FIRST_SLOT,
+    GLOBALS_ALONE,
+    NOTHING,
+    PlacedProgram,
+    PlacedTerm,
+    StepInterventions,
+    TableName,
+    WorkerRequest,
+    WorkerStream,
+    table_row,
+)
+from vllm.v1.interventions.plan import (
+    UNSTEERED,
+    CapturePlan,
+    Plan,
+    Program,
+    Segment,
+    Site,
+    SteeringPlan,
+    VectorSum,
+)
+from vllm.v1.interventions.scheduler.pools import Pool, VectorSets
+from vllm.v1.interventions.terms import Term
+
+
+class _Program(NamedTuple):
+    """A program of one request."""
+
+    program: Program
+    op_sites: list[tuple[Site, list[int]]]
+    gate_owner: str
+    """The key of the request's program that decides gates; `UNSTEERED` if none does."""
+
+
+class Tables:
+    """A pool for each table of the workers, and what a plan needs of each.
+
+    Args:
+        hidden_size: the model's; 0 in an engine with neither steering nor capture.
+    """
+
+    def __init__(self, steering: SteeringConfig, hidden_size: int) -> None:
+        slots = steering.max_steering_configs
+        rows = steering.max_steering_rows if steering.has_ops else 0
+        self.sums = Pool[tuple[VectorSum, bool]](slots, keeps=True, first=FIRST_SLOT)
+        self.terms = Pool[Term](rows, num_bytes=lambda term: len(term.vector))
+        # Rows of one program are of one request: gates that are decided once are kept by row, and
+        # by their row of focus it is known whose keys are meant.
+        self.programs = Pool[_Program](rows)
+        self.focus = Pool[list[FocusOp]](slots if steering.focuses else 0)
+        self.matrices = Pool[bytes](
+            PROJECTION_ROWS, lambda matrix: len(matrix) // (4 * hidden_size), len, first=0
+        )
+        self._pools = self.sums, self.terms, self.programs, self.focus, self.matrices
+        self._sets = VectorSets()
+        self._has_new = False
+
+    def _wanted(self, request_id: str, plan: Plan) -> Iterator[tuple[Pool[Any], Mapping[str, Any]]]:
+        """What a plan needs of each pool: digest -> content."""
+        steering, capture = plan.steering, plan.capture
+        if steering is not None and steering.sums:
+            inherit = steering.inherit
+            yield self.sums, {_sum_key(s.digest, inherit): (s, inherit) for s in steering.sums}
+        if steering is not None and steering.programs:
+            yield self.terms, {each.digest: each for t in steering.terms for each in t.contents()}
+            decides = next((p.digest for p in steering.programs if p.decides), UNSTEERED)
+            sites, owner = steering.op_sites, _own_key(request_id, decides)
+            programs = [_Program(p, sites, owner) for p in steering.programs]
+            yield self.programs, {_own_key(request_id, p.program.digest): p for p in programs}
+        if steering is not None and steering.focus_programs:
+            ops, sets = steering.focus_ops, steering.focus_programs
+            focus = {_own_key(request_id, p.digest): [ops[i] for i in p.ops] for p in sets}
+            yield self.focus, focus
+        if capture is not None and capture.projections:
+            yield self.matrices, capture.projections
+
+    def fits(self, request_id: str, plan: Plan) -> bool:
+        """Tell whether all that a plan needs has rows now, and can be sent in the coming step."""
+        sets = [] if plan.steering is None else plan.steering.sets
+        wanted = self._wanted(request_id, plan)
+        return self._sets.fits(sets) and all(pool.fits(contents) for pool, contents in wanted)
+
+    def reserve(self, request_id: str, plan: Plan) -> None:
+        """Take the rows that `fits` promised."""
+        self._has_new = True
+        for pool, contents in self._wanted(request_id, plan):
+            pool.reserve(request_id, contents)
+        if plan.steering is not None:
+            sets = {each.digest: each for each in plan.steering.sets}
+            for vector_sum in plan.steering.sums:
+                slot = self.sums.row(_sum_key(vector_sum.digest, plan.steering.inherit))
+                self._sets.hold(slot, [sets[digest] for digest, _ in vector_sum.sets])
+
+    def release(self, request_id: str) -> None:
+        """Give back what an ended request holds, whether or not it was ever admitted."""
+        for pool in self._pools:
+            pool.release(request_id)
+
+    def worker_request(
+        self, request_id: str, plan: Plan, num_prompt_tokens: int, tiers: bool
+    ) -> WorkerRequest:
+        """An admitted request, as its workers are told.
+
+        Args:
+            tiers: whether there are global tiers.
+        """
+        steering, capture = plan.steering or _plain_plan(num_prompt_tokens), plan.capture
+        segments, inherit = steering.segments, steering.inherit
+        alone = GLOBALS_ALONE if inherit and tiers else NOTHING
+        slots = [
+            self.sums.row(_sum_key(s.vector_sum, inherit)) if s.vector_sum else alone
+            for s in segments
+        ]
+        return WorkerRequest(
+            firsts=np.array([s.first for s in segments], dtype=np.int64),
+            table_rows=np.array(
+                [
+                    table_row(slot, generated=s.first >= num_prompt_tokens)
+                    for slot, s in zip(slots, segments, strict=True)
+                ],
+                dtype=np.int32,
+            ),
+            programs=np.array(
+                [self.programs.row(_own_key(request_id, s.program)) for s in segments],
+                dtype=np.int32,
+            ),
+            capture_sites=tuple(capture.sites) if capture else (),
+            capture_streams=self._streams(capture) if capture else (),
+            focus=tuple(self.focus.row(_own_key(request_id, s.focus)) for s in segments)
+            if steering.focus_programs
+            else (),
+        )
+
+    def _streams(self, plan: CapturePlan) -> tuple[WorkerStream, ...]:
+        """The streams of an admitted request, as its workers are told."""
+        at = {site: i for i, site in enumerate(plan.sites)}
+        streams = []
+        for stream in plan.streams:
+            firsts = [self.matrices.row(digest) for digest in stream.projections]
+            if len(firsts) == 1:
+                firsts *= len(stream.sites)
+            size = stream.width // len([*stream.heads, (0,)][0])
+            projection = (tuple(firsts), size) if firsts else None
+            sites = tuple(at[POINTS[point].copied[0], n] for point, n in stream.sites)
+            minus = tuple(at[POINTS[p].copied[1], n] for p, n in stream.sites if stream.differs)
+            heads, summed = tuple(stream.heads), tuple(stream.runs * stream.summed)
+            width = stream.width if heads or minus or stream.reads is not None else 0
+            streams.append(
+                WorkerStream(sites, projection, heads, width, summed, stream.reads, minus)
+            )
+        return tuple(streams)
+
+    def put_new(self, step: StepInterventions) -> None:
+        """Put into the coming step's message what the workers do not have yet."""
+        if not self._has_new:
+            return
+        self._has_new = False
+        step.new_sets, step.dropped_sets = self._sets.pop_changes()
+        row = self.terms.row
+        placed: dict[TableName, list[tuple[int, Any]]] = {
+            "sums": self.sums.pop_new(),
+            "terms": [
+                (at, PlacedTerm(term.vector, term.scalars, row(term.probe_digest)))
+                for at, term in self.terms.pop_new()
+            ],
+            "programs": [
+                (at, PlacedProgram(sites, list(map(row, p.terms)), self.programs.row(owner)))
+                for at, (p, sites, owner) in self.programs.pop_new()
+            ],
+            "focus": self.focus.pop_new(),
+            "matrices": self.matrices.pop_new(),
+        }
+        step.placed = {name: new for name, new in placed.items() if new}
+
+    def restore(self) -> None:
+        """Have everything sent again with the coming step: the workers have lost it."""
+        self._has_new = True
+        self._sets.restore()
+        for pool in self._pools:
+            pool.restore()
+
+
+def _sum_key(digest: str, inherit: bool) -> str:
+    """The digest of a slot's content: the sum's, and whether the global tiers are added."""
+    return f"{digest}+" if inherit else digest
+
+
+def _own_key(request_id: str, digest: str) -> str:
+    """The digest of a content that is the request's own."""
+    return f"{request_id}:{digest}" if digest != UNSTEERED else UNSTEERED
+
+
+def _plain_plan(num_prompt_tokens: int) -> SteeringPlan:
+    """The plan of a request that says nothing: the global tiers alone."""
+    segments = [Segment(first, UNSTEERED, UNSTEERED) for first in (0, num_prompt_tokens)]
+    return SteeringPlan(segments, inherit=True)
