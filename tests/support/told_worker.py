@@ -55,10 +55,9 @@ class Worker:
         self.sets -= set(step.dropped_sets)
         # Also of idle slots: a change of the global tiers makes them anew.
         assert self.sets == {name for c, _ in self.slots.values() for name, _ in c.sets}
-        for name, table in (("terms", self.terms), ("programs", self.programs)):
-            for row, content in placed.get(name, []):
-                assert 1 <= row <= ROWS
-                table[row] = content
+        self.terms |= placed.get("terms", [])
+        self.programs |= placed.get("programs", [])
+        assert (self.terms.keys() | self.programs.keys()) <= set(range(1, ROWS + 1))
         self.requests |= step.admitted
 
     def check(self, request: Request) -> None:
