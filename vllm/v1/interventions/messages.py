@@ -92,7 +92,7 @@ class PlacedTerm(msgspec.Struct, frozen=True, gc=False):
     """A term, or the probe of a gate, as workers know it."""
 
     vector: bytes
-    """As `Term.vector`."""
+    """Bytes of `Term.vector`, or of `Term.probe`."""
     scalars: Scalars
     probe_row: int
     """The row of its gate's probe in the same table; 0 for no gate."""
@@ -102,7 +102,7 @@ class PlacedProgram(msgspec.Struct, frozen=True, gc=False):
     """A program of a request as workers know it."""
 
     op_sites: list[tuple[Site, list[int]]]
-    """As in `SteeringPlan`: the same object for all programs of a request, so it is sent once."""
+    """Sites of `SteeringPlan.op_sites`: one object for all programs of a request, sent once."""
     terms: list[int]
     """The row of each op's term, 0 for none."""
     gate_owner_row: int

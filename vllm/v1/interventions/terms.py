@@ -71,8 +71,8 @@ class Term(msgspec.Struct, frozen=True):
         return f"{self.digest}/probe" if self.probe else ""
 
     def contents(self) -> "Iterator[Term]":
-        """What takes a row of the workers' table each: the term, and the probe of its gate as one
-        that no program lists."""
+        """Yield the contents that take a row of the workers' table each: the term, and the probe of
+        its gate as a term that no program lists."""
         yield self
         if self.probe:
             yield Term(digest=self.probe_digest, vector=self.probe, probe=b"", scalars=Scalars())

@@ -69,7 +69,7 @@ class Tables:
         self._has_new = False
 
     def _wanted(self, request_id: str, plan: Plan) -> Iterator[tuple[Pool[Any], Mapping[str, Any]]]:
-        """What a plan needs of each pool: digest -> content."""
+        """Yield the contents that a plan needs of each pool, digest -> content."""
         steering, capture = plan.steering, plan.capture
         if steering is not None and steering.sums:
             inherit = steering.inherit
