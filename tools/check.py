@@ -82,7 +82,7 @@ def check(root: Path = ROOT, pin: Pin | None = None) -> list[str]:
     """All that is wrong; empty when nothing is."""
     pin = pin or load_pin(root)
     wrong = [line for p in udiff.series(root / "patches" / "seams") for line in check_patch(p)]
-    wrong += areas.misplaced(root)
+    wrong += areas.misplaced(root) + areas.over_budget(root)
     if (root / "vllm" / "__init__.py").exists():
         wrong.append("vllm/__init__.py: it would hide the built package; delete it")
     build = root / "build"

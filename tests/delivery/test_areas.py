@@ -15,14 +15,16 @@ from tools.pins import ROOT, BuildError
 pytestmark = pytest.mark.quick
 
 LEGAL = {
-    "vllm/v1/capture/consumer.py": ("capture", True),
-    "vllm/v1/capture/consumers/logging.py": ("consumers", False),
-    "vllm/v1/capture/reader.py": ("files", False),
-    "vllm/v1/capture/transport/host.py": ("capture transport", True),
-    "vllm/v1/interventions/terms.py": ("shared words", True),
-    "vllm/v1/interventions/worker/runner.py": ("worker", True),
-    "vllm/entrypoints/serve/steering/client/answers.py": ("HTTP client", False),
-    "vllm/entrypoints/serve/steering/body.py": ("HTTP server", False),
+    "vllm/v1/capture/consumer.py": ("consumers", True),
+    "vllm/v1/capture/consumers/logging.py": ("files and consumers", False),
+    "vllm/v1/capture/reader.py": ("files and consumers", False),
+    "vllm/v1/capture/transport/host.py": ("transport", True),
+    "vllm/v1/interventions/terms.py": ("operations, gates", True),
+    "vllm/v1/interventions/sites.py": ("shared words", True),
+    "vllm/v1/interventions/worker/runner.py": ("runner, start-up", True),
+    "vllm/v1/interventions/worker/making/lens.py": ("lenses", True),
+    "vllm/entrypoints/serve/steering/client/answers.py": ("server and client", False),
+    "vllm/entrypoints/serve/steering/body.py": ("server and client", False),
     "vllm/pilot/sweep.py": ("toolkit", False),
 }
 
@@ -121,10 +123,31 @@ def test_table(miniature: Fork) -> None:
     write(reader)
     reader.write_text("a = 1\n# not code\nb = 2\n")
     lines = areas.table(miniature.root).splitlines()
-    got = {line[:20].strip(): line[20:].split() for line in lines[1:]}
-    assert got["steering"] == ["1"] and got["core"] == ["1", "of", "5,500"]
-    assert got["files"] == got["satellites"] == ["2"]
-    assert got["seams"] == ["1"] and "toolkit" not in got
+    got = {line[:25].strip(): line[25:].split() for line in lines[2:]}
+    assert got["modules, globals"][0] == got["core"][0] == got["seams"][0] == "1"
+    assert got["files and consumers"][0] == got["satellites"][0] == "2"
+    assert got["toolkit"][0] == "0"
+    core = [area for area in areas.AREAS if area.core]
+    assert got["core"][1:] == [f"{sum(area.budget for area in core):,}", "10,045"]
+
+
+def test_more_lines_than_the_budget(miniature: Fork) -> None:
+    """With a twin that has as many lines as it may have."""
+    rules = miniature.root / "vllm/v1/capture/rules.py"
+    write(rules)
+    [budget] = [area.budget for area in areas.AREAS if area.name == "rules"]
+    rules.write_text("a = 1\n" * budget)
+    assert areas.over_budget(miniature.root) == []
+    rules.write_text("a = 1\n" * (budget + 1))
+    miniature.seam()
+    miniature.assemble()
+    [said] = areas.over_budget(miniature.root)
+    assert said.startswith(f"rules has {budget + 1} lines of code, its budget in tools/areas.py")
+    assert check(miniature.root, miniature.pin) == [said]
+
+
+def test_every_area_is_within_its_budget() -> None:
+    assert areas.over_budget(ROOT) == []
 
 
 def test_no_place_is_listed_twice_and_files_exist() -> None:
