@@ -13,13 +13,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.support.plans import HIDDEN, SHAPE, VECTOR, config_of, plan_of
+from vllm.config.operations import STREAM_OPERATIONS
 from vllm.config.points import STREAM_POINTS
 from vllm.config.steering import FAMILIES
 from vllm.v1.interventions.errors import InterventionError
 from vllm.v1.interventions.frontend.request.selectors import NAMED_SELECTORS
 from vllm.v1.interventions.plan import UNSTEERED, Plan, SteeringPlan
 from vllm.v1.interventions.shape import LayerShape, TapShape
-from vllm.v1.interventions.terms import OPS
 from vllm.v1.steering.modules import parse_module
 
 pytestmark = pytest.mark.quick
@@ -108,7 +108,11 @@ GATES = st.fixed_dictionaries(
     optional={"when": mostly(st.sampled_from(["row", "last_prompt"]), JUNK)},
 )
 OPERATION = st.fixed_dictionaries(
-    {"op": mostly(st.sampled_from(OPS), SCALARS), "point": POINTS_GIVEN, "layers": LAYERS},
+    {
+        "op": mostly(st.sampled_from(STREAM_OPERATIONS), SCALARS),
+        "point": POINTS_GIVEN,
+        "layers": LAYERS,
+    },
     optional={
         "positions": mostly(st.one_of(ENTRIES, some(ENTRIES)), JUNK),
         "gate": mostly(GATES, JUNK),
@@ -130,7 +134,7 @@ NEEDS = {
 def tidied(entry: dict[str, Any]) -> dict[str, Any]:
     """Mostly with the keys its operation has: the deeper checks come after that one."""
     op = entry["op"]
-    if not isinstance(op, str) or op not in OPS:
+    if not isinstance(op, str) or op not in STREAM_OPERATIONS:
         return entry
     has = {"op", "point", "layers", "positions", "gate", *NEEDS.get(op, ())}
     return {key: value for key, value in entry.items() if key in has}

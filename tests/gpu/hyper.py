@@ -195,7 +195,7 @@ def run_mode(name: str, folder: Path, device: str) -> int:
     # Their configs turn these graphs on, too late for attention that this process has imported.
     os.environ.setdefault("VLLM_USE_BREAKABLE_CUDAGRAPH", str(int(device == "cuda")))
     from tests.conformance.engine import make_llm, shut_down
-    from vllm.v1.interventions.terms import OPS
+    from vllm.config.operations import STREAM_OPERATIONS
 
     settings: dict[str, Any] = dict(MODES[mode])
     if device == "cuda":
@@ -213,7 +213,8 @@ def run_mode(name: str, folder: Path, device: str) -> int:
     stock = mode.startswith("stock")
     if not stock:
         settings |= {
-            "enable_steering": True, "steering_families": list(OPS), "max_steering_ops": 4,
+            "enable_steering": True, "steering_families": list(STREAM_OPERATIONS),
+            "max_steering_ops": 4,
             "max_steering_configs": 40, "capture_consumers": ["inline"],
             "capture_points": [*STREAM_POINTS, "final"],
         }  # fmt: skip

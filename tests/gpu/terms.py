@@ -17,13 +17,13 @@ from typing import Any
 import torch
 
 from tests.support.terms import FAMILIES, LENGTH, Maker, Site, entry, worst
+from vllm.config.operations import STREAM_OPERATIONS
 from vllm.model_executor.layers.steering_terms import (
     TermTables,
     steer_rows_torch,
     steer_rows_triton,
     steer_terms,
 )
-from vllm.v1.interventions.terms import OPS
 
 NUM_PROMPT = 5
 TOLERANCE = {torch.float32: 5e-6, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
@@ -32,7 +32,7 @@ TOLERANCE = {torch.float32: 5e-6, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-
 
 def asked_of(maker: Maker, gated: bool) -> Iterator[tuple[str, list[dict[str, Any]]]]:
     """Each operation alone, and all of them with gates of both kinds."""
-    for name in OPS:
+    for name in STREAM_OPERATIONS:
         more = {"gate": maker.gate()} if gated else {}
         yield name, [maker.op("add"), maker.op(name, **more)]
     mixed = [maker.op(name) for name in ("norm_match", "clamp", "replace", "ablate", "normalize")]

@@ -11,10 +11,11 @@ import torch
 
 from tests.support.plans import GAPS, SHAPE, VECTOR
 from tests.support.terms import FAMILIES, selecting
+from vllm.config.operations import STREAM_OPERATIONS
 from vllm.v1.interventions.errors import InterventionError
 from vllm.v1.interventions.operations import Op, parse_ops
 from vllm.v1.interventions.positions import Positions
-from vllm.v1.interventions.terms import INF, OPS, Scalars, make_term
+from vllm.v1.interventions.terms import INF, Scalars, make_term
 
 pytestmark = pytest.mark.quick
 
@@ -237,7 +238,7 @@ def test_each_family_is_asked_for_by_name() -> None:
         with pytest.raises(InterventionError, match=f"{path}: .*without '{family}'") as error:
             parse(op, families=rest)
         assert family not in str(error.value).rpartition(" has ")[2].split(", ")
-    assert set(OPS) < FAMILIES
+    assert set(STREAM_OPERATIONS) < FAMILIES
 
 
 def replace_with(values: Any, positions: Any = (1, 2, 3), **more: Any) -> dict[str, Any]:

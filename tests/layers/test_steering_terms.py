@@ -18,8 +18,8 @@ from hypothesis import strategies as st
 from tests.conformance.engine import Runner
 from tests.support import op_reference
 from tests.support.terms import FAMILIES, LENGTH, Maker, Site, Steer, entry, worst
+from vllm.config.operations import STREAM_OPERATIONS
 from vllm.model_executor.layers import steering_terms
-from vllm.v1.interventions.terms import OPS
 
 pytestmark = [pytest.mark.quick, pytest.mark.v2]
 
@@ -51,7 +51,7 @@ def whole(steer: Steer, site: Site, rows: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("gated", [False, True])
-@pytest.mark.parametrize("name", OPS)
+@pytest.mark.parametrize("name", STREAM_OPERATIONS)
 @MANY
 @given(maker=makers())
 def test_each_operation_is_what_the_reference_says(
@@ -71,7 +71,9 @@ def test_each_operation_is_what_the_reference_says(
 @MANY
 @given(
     maker=makers(),
-    names=st.lists(st.tuples(st.sampled_from(OPS), st.booleans()), min_size=2, max_size=6),
+    names=st.lists(
+        st.tuples(st.sampled_from(STREAM_OPERATIONS), st.booleans()), min_size=2, max_size=6
+    ),
     data=st.data(),
 )
 def test_several_operations_with_additive_tiers_and_positions(
@@ -286,7 +288,7 @@ def test_tokens_without_steering_come_out_bit_for_bit(
     maker = Maker(9, 40, 3.0)
     rows = maker.rows().to(dtype)
     rows[3, :4] = torch.tensor([-0.0, torch.nan, torch.inf, 1e-40]).to(dtype)
-    families = FAMILIES if gated else frozenset(OPS)
+    families = FAMILIES if gated else frozenset(STREAM_OPERATIONS)
     table = torch.stack([torch.full((40,), torch.nan), maker.rows(1)[0]])
     slots = torch.tensor([0, 0, 1, 0, 0, 0, 1, 0, 0], dtype=torch.int32)
     asked = maker.op("add", positions=[0, 6])

@@ -20,7 +20,7 @@ from tests.conformance.engine import make_llm, shut_down
 from tests.conformance.test_conformance import Pair
 from tests.conformance.zoo.sandwich import LANES
 from tests.support.op_deltas import with_ops
-from vllm.v1.interventions.terms import OPS
+from vllm.config.operations import STREAM_OPERATIONS
 
 if TYPE_CHECKING:
     from tests.conftest import TinyModels
@@ -57,7 +57,7 @@ def pair(
             path,
             enforce_eager=request.param == "eager",
             enable_steering=True,
-            steering_families=[*OPS, "gate"],
+            steering_families=[*STREAM_OPERATIONS, "gate"],
             max_steering_ops=4,
             capture_consumers=["inline"],
             enable_prefix_caching=True,
@@ -98,7 +98,7 @@ def gate(seed: int, *shape: int, when: str = "row") -> dict[str, Any]:
 def cases() -> dict[str, tuple[Ops, Ops]]:
     """What is asked for, and what it must not be."""
     found: dict[str, tuple[Ops, Ops]] = {}
-    for seed, name in enumerate(OPS):
+    for seed, name in enumerate(STREAM_OPERATIONS):
         # `normalize` alone undoes nothing.
         first = [op("add", 50, LANES, vector=9 * made(50, LANES))] if name == "normalize" else []
         ways = {

@@ -19,7 +19,7 @@ from tests.conformance.runner import LEAST_MOVE, Reference
 from tests.support import serving
 from tests.support.serving import GENERATED, Ask, Judge, capture, prompt_of, serve, vector
 from vllm import LLM
-from vllm.v1.interventions.terms import OPS
+from vllm.config.operations import STREAM_OPERATIONS
 
 if TYPE_CHECKING:
     from tests.conftest import TinyModels
@@ -28,7 +28,7 @@ pytestmark = [pytest.mark.full, pytest.mark.v2]
 
 LONG, MIDDLE, SHORT = prompt_of(41, 70), prompt_of(17, 71), prompt_of(5, 72)
 PROMPT, BLOCK, FULL = prompt_of(70, 73), 32, 64
-FAMILIES = [*OPS, "gate"]
+FAMILIES = [*STREAM_OPERATIONS, "gate"]
 
 Pair = tuple[LLM, Judge]
 
@@ -75,7 +75,7 @@ def asks_of(points: Sequence[str]) -> list[Ask]:
     """Each operation at each point: some gated, some limited to positions."""
     places: list[Any] = [None, "predicting", {"start": 3}, ["last_prompt", "all_generated"]]
     found = []
-    for i, name in enumerate(OPS):
+    for i, name in enumerate(STREAM_OPERATIONS):
         for j, point in enumerate(points):
             turn, more = i + j, {}
             if turn % 3 == 0:

@@ -15,17 +15,18 @@ import numpy as np
 import torch
 
 from tests.support import op_reference
+from vllm.config.operations import STREAM_OPERATIONS
 from vllm.model_executor.layers.steering_terms import TermTables
 from vllm.v1.interventions.operations import Op, parse_ops
 from vllm.v1.interventions.positions import Positions
 from vllm.v1.interventions.shape import LayerShape, TapShape
-from vllm.v1.interventions.terms import OPS, Scalars, Term
+from vllm.v1.interventions.terms import Scalars, Term
 
 POINT, LAYER = "post_block", 1
 MAX_TERMS = 8
 LENGTH = 9
 """Rows of a made-up request."""
-FAMILIES = frozenset({*OPS, "gate"})
+FAMILIES = frozenset({*STREAM_OPERATIONS, "gate"})
 
 Steer = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, TermTables], None]
 """`steer_rows_torch` or `steer_rows_triton`."""

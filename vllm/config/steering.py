@@ -5,21 +5,11 @@ from collections.abc import Iterable, Sequence
 
 from pydantic import Field
 
+from vllm.config.operations import OPERATIONS
 from vllm.config.points import RETURNED, STEERING_POINTS, STREAM_POINTS
 from vllm.config.utils import config
 
-FAMILIES = (
-    "add",
-    "norm_match",
-    "ablate",
-    "clamp",
-    "pin",
-    "replace",
-    "normalize",
-    "scale",
-    "focus",
-    "gate",
-)
+FAMILIES = (*OPERATIONS, "focus", "gate")
 """Families that an engine can be started with: the operations, and gates on them."""
 
 SCHEMA = 6

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from vllm.config.operations import HEAD_OPERATIONS, OPERATIONS, Operation
 from vllm.config.points import RETURNED
 from vllm.v1.interventions.errors import need_family
 from vllm.v1.interventions.focus import FOCUS
@@ -18,24 +19,9 @@ from vllm.v1.interventions.plan import Site
 from vllm.v1.interventions.positions import ALL, Positions
 from vllm.v1.interventions.shape import TapShape
 from vllm.v1.interventions.sites import need_sites
-from vllm.v1.interventions.terms import HEAD_OPS, OPS, Scalars, Term, make_term
+from vllm.v1.interventions.terms import Scalars, Term, make_term
 from vllm.v1.interventions.values import Array, plain, plain_list
 from vllm.v1.interventions.vectors import need_one_width, pack_float32, pack_unit
-
-_KEYS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
-    "add": (("vector",), ("scale",)),
-    "norm_match": (("direction", "scale"), ()),
-    "ablate": (("direction",), ("strength",)),
-    "clamp": (("direction",), ("lo", "hi", "strength")),
-    "pin": (("direction", "value"), ("strength",)),
-    "replace": (("values",), ("alpha",)),
-    "normalize": ((), ()),
-    "scale": (("factor",), ()),
-}
-"""Operation -> (keys it needs, keys it may have), beside those of every operation."""
-
-_ROWS = {"add": "vector", "norm_match": "direction"}
-"""Operations that may have `values`, one for each of `positions`, in place of this key."""
 
 _GATE_KEYS = ("probe", "threshold", "sharpness")
 
@@ -45,7 +31,7 @@ class Op:
     """One parsed entry of `SamplingParams.steering`."""
 
     name: str
-    """One of `terms.OPS`."""
+    """A name of `OPERATIONS`."""
     sites: list[Site]
     positions: Positions | None
     """Positions at which the operation acts; None for all."""
@@ -149,8 +135,8 @@ class _Entry:
         self.width = shape.hidden_size
 
     def parse(self, select: Select) -> Op:
-        name = self.name()
-        heads = self.heads(name) if self.of_heads else {}
+        operation = self.operation()
+        heads = self.heads(operation) if self.of_heads else {}
         sites = list(heads)
         if not sites:
             points, layers = self.given["point"].value, self.given["layers"].value
@@ -164,17 +150,18 @@ class _Entry:
         frozen = bool(gate.scalars.get("frozen"))
         if frozen:
             positions = self.after_decision(positions, select)
-        scalars = Scalars(**self.scalars(name), **gate.scalars, lane=float(self.lane))
+        numbers = self.numbers(operation)
+        scalars = Scalars(**numbers, **gate.scalars, lane=float(self.lane))
         if self.has_rows():
             assert positions is not None
-            vectors = self.rows(name, positions, select)
+            vectors = self.rows(operation, positions, select)
         else:
-            key = "values" if "values" in self.given else _ROWS.get(name, "direction")
-            vectors = [self.vector(name, self.given[key])]
+            key = "values" if "values" in self.given else operation.vector
+            vectors = [self.vector(operation, self.given[key])]
         terms = [make_term(scalars, vector, gate.probe) for vector in vectors]
-        return Op(name, sites, positions, terms, frozen, heads)
+        return Op(operation.name, sites, positions, terms, frozen, heads)
 
-    def heads(self, name: str) -> dict[Site, tuple[int, ...]]:
+    def heads(self, operation: Operation) -> dict[Site, tuple[int, ...]]:
         """`Op.heads` of an entry at z; `width` becomes that of its vectors."""
         chosen: dict[int, tuple[int, ...]]
         asked = self.given["heads" if "heads" in self.given else "layers"]
@@ -184,33 +171,36 @@ class _Entry:
         else:
             chosen = dict.fromkeys(asked.layers(RETURNED, self.shape), ())
             widths = {self.shape.row_width((RETURNED, layer)) for layer in chosen}
-        self.width = (
-            max(widths) if name == "scale" else need_one_width(RETURNED, widths, asked.path)
-        )
+        self.width = max(widths)
+        if operation.vector:
+            need_one_width(RETURNED, widths, asked.path)
         return {(RETURNED, layer): chosen[layer] for layer in sorted(chosen)}
 
-    def name(self) -> str:
+    def operation(self) -> Operation:
         """The operation, its keys checked."""
-        op, known = self.given["op"], (*OPS, *HEAD_OPS)
+        op = self.given["op"]
         if op.plain() == FOCUS:
             op.refuse("focus belongs to a request, as its span does")
-        said = ", ".join(dict.fromkeys((*known, FOCUS)))
-        name = op.choice(known, f"unknown operation {{given}}; operations are {said}")
-        if self.of_heads and name not in HEAD_OPS:
-            op.refuse(f"{name} does not act on heads; at {RETURNED} do add and scale")
-        if name == "scale" and not self.of_heads:
-            self.given["point"].refuse(f"scale acts on heads: its point is {RETURNED!r}")
+        said = ", ".join((*OPERATIONS, FOCUS))
+        name = op.choice(OPERATIONS, f"unknown operation {{given}}; operations are {said}")
+        operation = OPERATIONS[name]
+        if self.of_heads and not operation.on_heads:
+            do = " and ".join(HEAD_OPERATIONS)
+            op.refuse(f"{name} does not act on heads; at {RETURNED} do {do}")
+        if not self.of_heads and not operation.on_stream:
+            self.given["point"].refuse(f"{name} acts on heads: its point is {RETURNED!r}")
         self.need_family(name, "op")
-        needed, allowed = _KEYS[name]
-        if name in _ROWS and "values" in self.given:
-            needed = tuple("values" if key == _ROWS[name] else key for key in needed)
+        needed = operation.needed
+        if operation.rows and "values" in self.given:
+            needed = tuple("values" if key == operation.vector else key for key in needed)
         if "values" in needed and self.has_rows():
             needed = (*needed, "positions")
         layers = "heads" if self.of_heads and "heads" in self.given else "layers"
         needed = ("op", "point", layers, *needed)
         more = () if self.of_heads else ("gate", *("lane",) * (self.lanes > 1))
-        self.given = self.given.fields(needed, (*allowed, "positions", *more), name)
-        return name
+        allowed = (*operation.optional, "positions", *more)
+        self.given = self.given.fields(needed, allowed, name)
+        return operation
 
     def need_family(self, family: str, key: str) -> None:
         need_family(family, self.families, self.given[key].path)
@@ -254,42 +244,39 @@ class _Entry:
             isinstance(values, list) and values and isinstance(plain(values[0]), int | float)
         )
 
-    def scalars(self, name: str) -> dict[str, float]:
-        """The operation's numbers, those of its gate aside."""
-        match name:
-            case "add":
-                return {"constant": self.number("scale", 1.0)}
-            case "norm_match":
-                return {"norm": self.number("scale")}
-            case "ablate":
-                return {"strength": self.number("strength", 1.0), "lo": 0.0, "hi": 0.0}
-            case "clamp":
-                return {"strength": self.number("strength", 1.0), **self.bounds()}
-            case "pin":
-                value = self.in_range("value")
-                return {"strength": self.number("strength", 1.0), "lo": value, "hi": value}
-            case "replace":
-                alpha = self.number("alpha", 1.0)
-                if not 0 <= alpha <= 1:
-                    self.given["alpha"].refuse(f"must be from 0 to 1, got {alpha}")
-                return {"replace": alpha, "constant": alpha}
-            case "scale":
-                return {"constant": self.number("factor")}
-            case _:
-                assert name == "normalize"
-                return {"renorm": 1.0}
+    def numbers(self, operation: Operation) -> dict[str, float]:
+        """The operation's numbers of the formula, those of its gate aside."""
+        made = dict(operation.fixed)
+        for number in operation.numbers:
+            value = number.default
+            if value is None or number.key in self.given:
+                given = self.given[number.key]
+                value = given.number()
+                if number.of_stream:
+                    self.need_range(np.array(value), given)
+                if not number.least <= value <= number.most:
+                    given.refuse(f"must be from {number.least:g} to {number.most:g}, got {value}")
+            made |= dict.fromkeys(number.becomes, value)
+        if operation.one_of and not any(key in self.given for key in operation.one_of):
+            keys = " or ".join(map(repr, operation.one_of))
+            self.given.refuse(f"{operation.name} needs {keys}")
+        lo, hi = made.get("lo", 0.0), made.get("hi", 0.0)
+        if lo > hi:
+            self.given["lo"].refuse(f"{lo:g} is greater than hi, {hi:g}")
+        return made
 
-    def vector(self, name: str, given: Given) -> bytes:
+    def vector(self, operation: Operation, given: Given) -> bytes:
         """The operation's vector, float32 [width] or [lanes, width]."""
-        if name in ("normalize", "scale"):
-            return bytes(4 * self.width * self.lanes if name == "normalize" else 0)
+        if not operation.vector:
+            return b"" if self.of_heads else bytes(4 * self.width * self.lanes)
         vector, path = self.of_lanes(given), given.path
-        if name == "add":
+        if operation.times:
             packed = pack_float32(vector, path)
             with np.errstate(over="ignore"):
-                self.need_range(vector * self.number("scale", 1.0), self.given)
+                made = vector * self.given.get(operation.times, 1.0).number()
+            self.need_range(made, self.given)
             return self.in_lanes(packed)
-        if name == "replace":
+        if not operation.unit:
             self.need_range(vector, given)
             return self.in_lanes(pack_float32(vector, path))
         rows = vector.reshape(-1, self.width)
@@ -309,7 +296,7 @@ class _Entry:
         every[lanes] = np.frombuffer(vector, np.float32).reshape(-1, self.width)
         return every.tobytes()
 
-    def rows(self, name: str, positions: Positions, select: Select) -> list[bytes]:
+    def rows(self, operation: Operation, positions: Positions, select: Select) -> list[bytes]:
         """`values` as vectors, one for each position, ascending."""
         asked, values = self.given["positions"], self.given["values"]
         order = positions.array().tolist()
@@ -331,25 +318,10 @@ class _Entry:
         if len(given) != len(positions):
             values.refuse(f"has {len(given)} rows, positions select {len(positions)}")
         rows = [
-            self.vector(name, Given(value, f"{values.path}[{i}]")) for i, value in enumerate(given)
+            self.vector(operation, Given(value, f"{values.path}[{i}]"))
+            for i, value in enumerate(given)
         ]
         return [row for _, row in sorted(zip(order, rows, strict=True), key=lambda pair: pair[0])]
-
-    def number(self, key: str, default: float | None = None) -> float:
-        return self.given.get(key, default).number()
-
-    def in_range(self, key: str) -> float:
-        number = self.number(key)
-        self.need_range(np.array(number), self.given[key])
-        return number
-
-    def bounds(self) -> dict[str, float]:
-        bounds = {key: self.in_range(key) for key in ("lo", "hi") if key in self.given}
-        if not bounds:
-            self.given.refuse("clamp needs 'lo' or 'hi'")
-        if len(bounds) == 2 and bounds["lo"] > bounds["hi"]:
-            self.given["lo"].refuse(f"{bounds['lo']:g} is greater than hi, {bounds['hi']:g}")
-        return bounds
 
     def need_range(self, values: np.ndarray, given: Given) -> None:
         """Raise unless `values`, which are written into the stream, fit its dtype."""

@@ -28,10 +28,6 @@ from typing import NamedTuple
 
 import msgspec
 
-OPS = ("add", "norm_match", "ablate", "clamp", "pin", "replace", "normalize")
-"""The names of operations on the residual stream in requests."""
-HEAD_OPS = ("add", "scale")
-"""Names of operations on heads of attention, which are sums and factors and no terms."""
 INF = float("inf")
 
 

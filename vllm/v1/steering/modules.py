@@ -12,6 +12,7 @@ import msgspec
 import numpy as np
 import torch
 
+from vllm.config.operations import OPERATIONS
 from vllm.config.steering import SteeringConfig
 from vllm.v1.interventions.errors import refuse_unknown_keys, reject, show
 from vllm.v1.interventions.given import Given
@@ -34,9 +35,6 @@ from vllm.v1.interventions.vectors import (
 
 FIELDS = ("vectors", "prefill_vectors", "decode_vectors")
 """The keys of a module given inline that hold a tier's vectors, in the order of `TIERS`."""
-
-_SCALED = {"add": "constant", "norm_match": "norm", "ablate": "strength"}
-"""The scalar that a module's scale multiplies, by operation; others cannot be scaled."""
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 
@@ -64,10 +62,10 @@ class ModuleOp(msgspec.Struct, frozen=True):
         """
         term = self.term
         if scale != 1:
-            if self.name not in _SCALED:
-                scaled = ", ".join(_SCALED)
+            field = OPERATIONS[self.name].scaled
+            if not field:
+                scaled = ", ".join(o.name for o in OPERATIONS.values() if o.scaled)
                 reject(path, f"scale {scale:g}: its {self.name} has no scale, only {scaled} have")
-            field = _SCALED[self.name]
             number = Given(term.scalars._asdict()[field] * scale, path).number()
             term = make_term(term.scalars._replace(**{field: number}), term.vector, term.probe)
             largest = float(np.abs(np.frombuffer(term.vector, np.float32)).max())

@@ -8,9 +8,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from vllm.config.operations import OPERATIONS, VECTORS
 from vllm.v1.steering.modules import ModuleOp
-
-_VECTORS = ("vector", "direction")
 
 
 def split_ops(ops: Sequence[ModuleOp]) -> tuple[str, dict[str, np.ndarray]]:
@@ -43,27 +42,9 @@ def _entry(op: ModuleOp) -> tuple[dict[str, Any], list[tuple[str, bytes]]]:
         if named:
             entry["heads"] = named
             del entry["layers"]
-    key = "direction"
-    match op.name:
-        case "add":
-            entry["scale"], key = numbers.constant, "vector"
-        case "scale":
-            entry["factor"], key = numbers.constant, ""
-        case "norm_match":
-            entry["scale"] = numbers.norm
-        case "ablate":
-            entry["strength"] = numbers.strength
-        case "clamp":
-            bounds = {"lo": numbers.lo, "hi": numbers.hi}
-            entry |= {name: number for name, number in bounds.items() if np.isfinite(number)}
-        case "pin":
-            entry["value"] = numbers.lo
-        case _:
-            assert op.name == "normalize"
-            key = ""
-    if op.name in ("clamp", "pin") and numbers.strength != 1:
-        entry["strength"] = numbers.strength
-    vectors = [(key, op.term.vector)] if key else []
+    operation = OPERATIONS[op.name]
+    entry |= operation.written(numbers._asdict())
+    vectors = [(operation.vector, op.term.vector)] if operation.vector else []
     if op.term.probe:
         when = "last_prompt" if op.frozen else "row"
         gate = {"threshold": numbers.threshold, "sharpness": numbers.sharpness, "when": when}
@@ -85,7 +66,7 @@ def joined_ops(text: str, tensors: dict[str, torch.Tensor]) -> list[Any]:
     if not isinstance(entries, list) or not all(isinstance(entry, dict) for entry in entries):
         raise ValueError("its ops are no list of operations")
     for i, entry in enumerate(entries):
-        for key in _VECTORS:
+        for key in VECTORS:
             if f"ops.{i}.{key}" in tensors:
                 entry[key] = tensors.pop(f"ops.{i}.{key}")
         if f"ops.{i}.probe" in tensors and isinstance(entry.get("gate"), dict):

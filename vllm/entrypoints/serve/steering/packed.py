@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from vllm.config.operations import VECTORS
 from vllm.v1.interventions.errors import reject, show, show_key
 from vllm.v1.interventions.frontend.request.capture import MAX_CAPTURES
 from vllm.v1.interventions.given import Given
@@ -184,7 +185,7 @@ def read_op(entry: Any, path: str) -> Any:
     if not isinstance(entry, Mapping):
         return entry
     read = dict(entry)
-    for key in ("vector", "direction", "values"):
+    for key in VECTORS:
         if key in read:
             read[key] = read_array(read[key], f"{path}.{key}")
     gate = read.get("gate")

@@ -6,6 +6,7 @@ from itertools import groupby
 import numpy as np
 import torch
 
+from vllm.config.operations import OPERATIONS
 from vllm.config.steering import SteeringConfig
 from vllm.model_executor.layers.steering_terms import TermTables
 from vllm.utils.torch_utils import async_tensor_h2d
@@ -69,7 +70,8 @@ class ProgramTable:
     ) -> None:
         self._index = {site: i for i, site in enumerate(sites)}
         rows, most = config.max_steering_rows + 1, config.max_steering_ops
-        gated, device = "gate" in config.steering_families, program.device
+        families, device = config.steering_families, program.device
+        gated = "gate" in families
         self._gate_owners = torch.zeros(rows, dtype=torch.int32, device=device)
         self._programs = torch.zeros(len(sites), rows, most, dtype=torch.int32, device=device)
         ungated = torch.zeros(1, 1, device=device)
@@ -83,7 +85,7 @@ class ProgramTable:
                 probes=terms.probes,
                 gate_owners=self._gate_owners,
                 gates=torch.zeros(*of_lanes, rows, most, device=device) if gated else ungated,
-                norms=bool({"norm_match", "normalize"} & set(config.steering_families)),
+                norms=any(o.of_norms for o in OPERATIONS.values() if o.name in families),
                 gated=gated,
             )
             for i, site in enumerate(sites)

@@ -1,0 +1,121 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Operations that steer, each in one record of a table.
+
+An operation is numbers of the formula in `vllm.v1.interventions.terms`, some fixed and some that a
+user gives, and a vector. How it is read, written to files, scaled and documented follows from its
+record.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+INF = float("inf")
+
+
+@dataclass(frozen=True)
+class Number:
+    """A number that a user gives.
+
+    Args:
+        key: of the operation, in requests and files.
+        default: its value where it is not given; None if it must be. An infinite one is no value.
+        columns: the formula's numbers that it becomes, fields of `Scalars`; the key if not given.
+    """
+
+    key: str
+    default: float | None = None
+    columns: tuple[str, ...] = ()
+    least: float = -INF
+    most: float = INF
+    of_stream: bool = False
+    """True if it is written into the stream, whose dtype it must fit."""
+
+    @property
+    def becomes(self) -> tuple[str, ...]:
+        """The formula's numbers that it becomes."""
+        return self.columns or (self.key,)
+
+
+@dataclass(frozen=True)
+class Operation:
+    """An operation, by what a user gives and what becomes of it."""
+
+    name: str
+    numbers: tuple[Number, ...] = ()
+    fixed: tuple[tuple[str, float], ...] = ()
+    """Numbers of the formula that are the same always."""
+    vector: str = ""
+    """The key of its vector; "" if it has none."""
+    times: str = ""
+    """The key of the number that the vector is multiplied with as it is written into the stream."""
+    unit: bool = False
+    """True if the vector is made to be of length 1."""
+    rows: bool = False
+    """True if `values`, one vector for each of `positions`, may stand in place of the vector."""
+    one_of: tuple[str, ...] = ()
+    """Keys of numbers of which one must be given."""
+    scaled: str = ""
+    """The formula's number that a module's scale multiplies; "" if none can be."""
+    on_stream: bool = True
+    """True if it acts on the residual stream."""
+    on_heads: bool = False
+    """True if it acts on heads of attention."""
+
+    @property
+    def needed(self) -> tuple[str, ...]:
+        """Keys that must be given, beside those of every operation."""
+        vector = (self.vector,) * bool(self.vector)
+        return (*vector, *(n.key for n in self.numbers if n.default is None))
+
+    @property
+    def optional(self) -> tuple[str, ...]:
+        """Keys that may be left out, beside those of every operation."""
+        return tuple(n.key for n in self.numbers if n.default is not None)
+
+    @property
+    def of_norms(self) -> bool:
+        """True if the formula needs the row's norm for it."""
+        columns = {column for n in self.numbers for column in n.becomes}
+        return bool({"norm", "renorm"} & columns.union(dict(self.fixed)))
+
+    def written(self, numbers: dict[str, float]) -> dict[str, Any]:
+        """Return the keys and values that a user gives for some numbers of the formula: the first
+        one always, others if they are not their default."""
+        said: dict[str, Any] = {}
+        for i, number in enumerate(self.numbers):
+            value = numbers[number.becomes[0]]
+            if abs(value) < INF and (i == 0 or value != number.default):
+                said[number.key] = value
+        return said
+
+
+_SCALE = Number("scale", 1.0, ("constant",))
+_BY_NORM = Number("scale", None, ("norm",))
+_STRENGTH = Number("strength", 1.0)
+_LO, _HI = Number("lo", -INF, of_stream=True), Number("hi", INF, of_stream=True)
+_VALUE = Number("value", None, ("lo", "hi"), of_stream=True)
+_ALPHA = Number("alpha", 1.0, ("replace", "constant"), least=0, most=1)
+_FACTOR = Number("factor", None, ("constant",))
+_ZERO = (("lo", 0.0), ("hi", 0.0))
+
+_LISTED = (
+    Operation("add", (_SCALE,), (), "vector", "scale", rows=True, scaled="constant", on_heads=True),
+    Operation("norm_match", (_BY_NORM,), (), "direction", unit=True, rows=True, scaled="norm"),
+    Operation("ablate", (_STRENGTH,), _ZERO, "direction", unit=True, scaled="strength"),
+    Operation("clamp", (_LO, _HI, _STRENGTH), (), "direction", unit=True, one_of=("lo", "hi")),
+    Operation("pin", (_VALUE, _STRENGTH), (), "direction", unit=True),
+    Operation("replace", (_ALPHA,), (), "values"),
+    Operation("normalize", fixed=(("renorm", 1.0),)),
+    Operation("scale", (_FACTOR,), on_stream=False, on_heads=True),
+)
+OPERATIONS = {operation.name: operation for operation in _LISTED}
+"""Name -> operation."""
+
+STREAM_OPERATIONS = tuple(o.name for o in OPERATIONS.values() if o.on_stream)
+"""Names of operations on the residual stream."""
+
+HEAD_OPERATIONS = tuple(o.name for o in OPERATIONS.values() if o.on_heads)
+"""Names of operations on heads of attention, which are sums and factors and no terms."""
+
+VECTORS = tuple(dict.fromkeys(o.vector for o in OPERATIONS.values() if o.vector))
+"""Keys under which operations have vectors."""
