@@ -164,7 +164,7 @@ AREAS = (
     ),
     Area(
         "consumers",
-        budget=1130,
+        budget=1140,
         planned=1140,
         places=(
             "vllm/v1/capture/",

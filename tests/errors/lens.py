@@ -24,7 +24,7 @@ from vllm.entrypoints.compat.opening import open_doors
 from vllm.entrypoints.compat.peers import ARGS
 from vllm.entrypoints.compat.wire import MAX_BYTES, decoded, encoded
 from vllm.v1.interventions.frontend.request.budget import Work
-from vllm.v1.interventions.shape import AttentionRule
+from vllm.v1.interventions.makings import AttentionRule
 
 GOOD = torch.ones(2, HIDDEN)
 WIRE = encoded(GOOD)

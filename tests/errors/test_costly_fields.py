@@ -56,9 +56,9 @@ from vllm.v1.interventions.frontend.request import capture as capture_request
 from vllm.v1.interventions.frontend.request import selectors
 from vllm.v1.interventions.frontend.request.catalog import ModuleCatalog
 from vllm.v1.interventions.frontend.request.chat import KEY
+from vllm.v1.interventions.makings import AttentionRule
 from vllm.v1.interventions.plan import PLAN_FIELDS
 from vllm.v1.interventions.positions import Run
-from vllm.v1.interventions.shape import AttentionRule
 from vllm.v1.steering.modules import parse_module
 
 pytestmark = pytest.mark.full

@@ -18,8 +18,9 @@ from vllm.v1.capture.results import CapturedRows, CaptureResult
 from vllm.v1.interventions.errors import reject, show
 from vllm.v1.interventions.frontend.request.budget import Unit, Work
 from vllm.v1.interventions.given import MAX_SCALE, Given
+from vllm.v1.interventions.makings import AttentionRule
 from vllm.v1.interventions.plan import Site, dtype_of
-from vllm.v1.interventions.shape import AttentionRule, TapShape
+from vllm.v1.interventions.shape import TapShape
 from vllm.v1.interventions.values import Array, plain_list
 from vllm.v1.interventions.vectors import pack_float32, pack_unit, unit
 

@@ -10,7 +10,7 @@ own requests.
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import msgspec
 import numpy as np
@@ -19,7 +19,9 @@ import torch
 from vllm.v1.interventions.errors import refuse_unknown_keys
 from vllm.v1.interventions.makings import AttentionRead
 from vllm.v1.interventions.plan import Site
-from vllm.v1.interventions.shape import TapShape
+
+if TYPE_CHECKING:
+    from vllm.v1.interventions.shape import TapShape
 
 SHARED_FIELDS = ("hooks", "lane", "positions", "project", "reduce", "attention", "lens")
 """Fields of a capture request that are not for one consumer alone; only `inline` takes `lens`, and
@@ -41,7 +43,7 @@ class ConsumerContext:
     """The consumer's name in requests and results."""
     model: str
     """The name or path of the model."""
-    shape: TapShape
+    shape: "TapShape"
     """The model's width, dtype, and the points of its layers."""
     engine_index: int
     """The number of the data-parallel engine it runs in; 0 in a frontend."""

@@ -11,7 +11,7 @@ import torch
 
 from vllm.v1.capture.copies import joined
 from vllm.v1.capture.made_rows import TokenRows
-from vllm.v1.interventions.shape import AttentionRule
+from vllm.v1.interventions.makings import AttentionRule
 
 if TYPE_CHECKING:
     from vllm.outputs import CompletionOutput, RequestOutput

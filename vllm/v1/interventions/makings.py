@@ -1,10 +1,31 @@
 # SPDX-License-Identifier: Apache-2.0
 """Values that are made of captured rows on the device, and leave it in place of the rows."""
 
+from typing import TypedDict
+
 import msgspec
 
 GIVES = ("mass", "peak", "top", "weights")
 """Names of what may be given of attention weights, in the order in which it lies in a row."""
+
+
+class AttentionRule(TypedDict, total=False):
+    """Rule by which a layer makes attention weights of its queries' products with keys. What it
+    does not do is left out, all but the first two."""
+
+    scale: float
+    group: int
+    """Number of heads of queries that have a head of keys in common."""
+    cap: float
+    """The soft-cap of scaled products."""
+    window: int
+    """Number of keys that a query sees, its own the last."""
+    chunk: int
+    """A query sees keys of its own chunk of so many positions."""
+    slopes: list[float]
+    """ALiBi, of each head of queries."""
+    sinks: list[float]
+    """Logits that join the denominator of each head."""
 
 
 class AttentionRead(msgspec.Struct, frozen=True, array_like=True, tag=True):

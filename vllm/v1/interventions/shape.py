@@ -4,32 +4,13 @@
 from collections import Counter
 from collections.abc import Iterable
 from math import ceil
-from typing import TypedDict
 
 import msgspec
 import torch
 
 from vllm.config.points import EMBED, FINAL
+from vllm.v1.interventions.makings import AttentionRule
 from vllm.v1.interventions.plan import Site, dtype_of
-
-
-class AttentionRule(TypedDict, total=False):
-    """Rule by which a layer makes attention weights of its queries' products with keys. What it
-    does not do is left out, all but the first two."""
-
-    scale: float
-    group: int
-    """Number of heads of queries that have a head of keys in common."""
-    cap: float
-    """The soft-cap of scaled products."""
-    window: int
-    """Number of keys that a query sees, its own the last."""
-    chunk: int
-    """A query sees keys of its own chunk of so many positions."""
-    slopes: list[float]
-    """ALiBi, of each head of queries."""
-    sinks: list[float]
-    """Logits that join the denominator of each head."""
 
 
 class LayerShape(msgspec.Struct, frozen=True):

@@ -42,12 +42,10 @@ from vllm.v1.capture.file_format import (
     tensor_name,
 )
 from vllm.v1.interventions.errors import (
-    InterventionError,
     refuse_unknown_keys,
     reject,
     show,
 )
-from vllm.v1.interventions.given import Given
 from vllm.v1.interventions.values import plain
 
 _T = TypeVar("_T", bound=str)
@@ -333,11 +331,11 @@ def _tensors(request: RequestInfo, batches: Sequence[RowBatch]) -> dict[str, Pie
 
 def _need_json(value: Any, path: str) -> dict[str, Any]:
     """Return metadata as a file keeps them: a JSON object, keys made strings."""
+    if not isinstance(value, Mapping):
+        reject(path, f"must be a mapping, got {show(value)}")
     try:
-        text = json.dumps(dict(Given(value, path).mapping()), default=_own, allow_nan=False)
+        text = json.dumps(dict(value), default=_own, allow_nan=False)
     except (TypeError, ValueError, RecursionError) as error:
-        if isinstance(error, InterventionError):
-            raise
         reject(path, f"cannot be kept as JSON: {str(error)[:200]}")
     if len(text) > MAX_METADATA:
         reject(path, f"has {len(text)} bytes as JSON, at most {MAX_METADATA} are kept")

@@ -16,7 +16,7 @@ from vllm.model_executor.layers.attention.chunked_local_attention import Chunked
 from vllm.model_executor.layers.attention.mla_attention import MLAAttention
 from vllm.utils.torch_utils import is_quantized_kv_cache
 from vllm.v1.attention.backend import AttentionType
-from vllm.v1.interventions.shape import AttentionRule
+from vllm.v1.interventions.makings import AttentionRule
 
 SPLIT_BACKENDS = ("FLASH_ATTN", "TRITON_ATTN", "FLEX_ATTENTION")
 """Backends whose pages are [blocks, heads, block, D + E], keys before values, as strided views."""
