@@ -66,7 +66,7 @@ def unread(
 
     def refused() -> set[int]:
         shapes: list[Any] = llm.collective_rpc(check_worker)
-        return set(unread(shapes[0]))
+        return {layer for layer, shape in shapes[0].layers.items() if shape.unread}
 
     yield request.param, refused
     shut_down(llm)
