@@ -32,6 +32,8 @@ def row_of_page(name: str) -> str:
 def said(operation: Operation) -> list[str]:
     """The fields of a record as the page writes them."""
     fields = [f"`{operation.vector}`"] if operation.vector else []
+    if operation.other:
+        fields.append(f"`{operation.other}`")
     if operation.rows:
         fields.append("`values`")
     for number in operation.numbers:

@@ -168,7 +168,7 @@ OTHERS = [
         {
             "given": "['twist']",
             "allowed": "['add', 'norm_match', 'ablate', 'clamp', 'pin', "
-            "'replace', 'normalize', 'scale', 'focus', 'gate']",
+            "'replace', 'normalize', 'swap', 'scale', 'focus', 'gate']",
         },
         do=lambda: SteeringConfig(steering_families=["add", "twist"]),
     ),

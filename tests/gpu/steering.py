@@ -18,7 +18,7 @@ from tests.support.op_reference import apply_site
 if TYPE_CHECKING:
     from tests.gpu.mode import Mode
 
-FAMILIES = ["add", "norm_match", "ablate", "clamp", "pin", "replace", "normalize", "gate"]
+FAMILIES = ["add", "norm_match", "ablate", "clamp", "pin", "replace", "normalize", "swap", "gate"]
 ROUNDING = 2.0**-7
 """Of a bfloat16 row, relative: an op reads one that was rounded and is rounded again."""
 

@@ -67,6 +67,11 @@ def floats(data: bytes) -> list[float]:
             VECTOR,
         ),
         (entry("normalize"), Scalars(renorm=1.0), [0.0] * 4),
+        (
+            entry("swap", direction=[3.0, 0, 0, 0], other=[0, 0, 2.0, 0]),
+            Scalars(strength=2.0, lo=0.0, hi=0.0),
+            [0.5**0.5, 0.0, -(0.5**0.5), 0.0],
+        ),
     ],
 )
 def test_each_operation(asked: dict[str, Any], scalars: Scalars, vector: list[float]) -> None:
@@ -78,6 +83,14 @@ def test_each_operation(asked: dict[str, Any], scalars: Scalars, vector: list[fl
     assert floats(term.vector) == pytest.approx(vector, rel=1e-7)
     assert term.probe == b""
     assert op.term_at(0) is term and op.term_at(1000) is term
+
+
+def test_a_direction_and_itself_have_nothing_to_swap() -> None:
+    for other in (VECTOR, np.array(VECTOR) * 3):
+        with pytest.raises(InterventionError, match="is zero: it has no direction"):
+            parse(entry("swap", direction=VECTOR, other=other))
+    with pytest.raises(InterventionError, match=r"other: is zero"):
+        parse(entry("swap", direction=VECTOR, other=[0.0] * 4))
 
 
 @pytest.mark.parametrize("tiny", [1e-200, 1e200])
@@ -228,6 +241,7 @@ def test_each_family_is_asked_for_by_name() -> None:
         "pin": entry("pin", direction=VECTOR, value=0),
         "replace": entry("replace", values=ROWS, positions=[0, 1, 2]),
         "normalize": entry("normalize"),
+        "swap": entry("swap", direction=VECTOR, other=VECTOR[::-1]),
         "gate": entry("add", vector=VECTOR, gate=GATE),
     }
     assert asked.keys() == FAMILIES

@@ -56,6 +56,7 @@ def op(name: str, point: str, layers: Any, seed: int = 1, **more: Any) -> dict[s
         "pin": {"direction": vector(seed), "value": -24.0},
         "replace": {"values": torch.stack([vector(seed + i, 40.0) for i in range(3)])},
         "normalize": {},
+        "swap": {"direction": vector(seed), "other": vector(seed + 1)},
     }
     if name == "replace" and "positions" not in more:
         more["positions"] = [-1, 0, -3]

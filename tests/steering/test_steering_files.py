@@ -288,6 +288,7 @@ ALL_OPS: list[dict[str, Any]] = [
         "gate": {**GATE, "when": "last_prompt"},
     },
     {"op": "normalize"},
+    {"op": "swap", "direction": rows(8)[0], "other": rows(9)[0] * 7},
     {"op": "normalize", "point": "all", "layers": [1, 2]},
     {"op": "normalize", "point": ["pre_attn", "post_block"], "layers": [0, 2]},
 ]

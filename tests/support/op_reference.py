@@ -47,6 +47,13 @@ def replace(h: Row, values: Row, alpha: float = 1.0) -> Row:
     return (1 - alpha) * h + alpha * values
 
 
+def swap(h: Row, direction: Row, other: Row) -> Row:
+    """The components of h along both, by least squares, change places; the rest stays."""
+    both = np.stack([unit(direction), unit(other)], axis=1)
+    first, second = np.linalg.lstsq(both, h, rcond=None)[0]
+    return h + both @ np.array([second - first, first - second])
+
+
 def normalize(h: Row, norm: float) -> Row:
     """`norm` is that of the row as it arrived at the point. A zero row has no direction to keep."""
     return h if not h.any() else norm / np.linalg.norm(h) * h
@@ -121,6 +128,8 @@ def _changed(h: Row, arrived: Row, op: Mapping[str, Any], position: int) -> Row:
             return pin(h, **given)
         case "scale":
             return scale(h, **given)
+        case "swap":
+            return swap(h, **given)
     raise ValueError(op["op"])
 
 

@@ -104,6 +104,7 @@ class Maker:
                 "alpha": abs(self.number()) / 2,
             },
             "normalize": lambda: {},
+            "swap": lambda: {"direction": self.direction(), "other": self.direction()},
         }
         return entry(name, **(fields[name]() | more))
 

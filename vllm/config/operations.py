@@ -50,6 +50,9 @@ class Operation:
     """The key of the number that the vector is multiplied with as it is written into the stream."""
     unit: bool = False
     """True if the vector is made to be of length 1."""
+    other: str = ""
+    """The key of a second direction: the vector is then along the first less the second, both of
+    length 1; "" if there is none."""
     rows: bool = False
     """True if `values`, one vector for each of `positions`, may stand in place of the vector."""
     one_of: tuple[str, ...] = ()
@@ -64,8 +67,8 @@ class Operation:
     @property
     def needed(self) -> tuple[str, ...]:
         """Keys that must be given, beside those of every operation."""
-        vector = (self.vector,) * bool(self.vector)
-        return (*vector, *(n.key for n in self.numbers if n.default is None))
+        vectors = filter(None, (self.vector, self.other))
+        return (*vectors, *(n.key for n in self.numbers if n.default is None))
 
     @property
     def optional(self) -> tuple[str, ...]:
@@ -97,6 +100,7 @@ _VALUE = Number("value", None, ("lo", "hi"), of_stream=True)
 _ALPHA = Number("alpha", 1.0, ("replace", "constant"), least=0, most=1)
 _FACTOR = Number("factor", None, ("constant",))
 _ZERO = (("lo", 0.0), ("hi", 0.0))
+_MIRROR = (("strength", 2.0), *_ZERO)
 
 _LISTED = (
     Operation("add", (_SCALE,), (), "vector", "scale", rows=True, scaled="constant", on_heads=True),
@@ -106,6 +110,7 @@ _LISTED = (
     Operation("pin", (_VALUE, _STRENGTH), (), "direction", unit=True),
     Operation("replace", (_ALPHA,), (), "values"),
     Operation("normalize", fixed=(("renorm", 1.0),)),
+    Operation("swap", (), _MIRROR, "direction", unit=True, other="other"),
     Operation("scale", (_FACTOR,), on_stream=False, on_heads=True),
 )
 OPERATIONS = {operation.name: operation for operation in _LISTED}
@@ -117,5 +122,5 @@ STREAM_OPERATIONS = tuple(o.name for o in OPERATIONS.values() if o.on_stream)
 HEAD_OPERATIONS = tuple(o.name for o in OPERATIONS.values() if o.on_heads)
 """Names of operations on heads of attention, which are sums and factors and no terms."""
 
-VECTORS = tuple(dict.fromkeys(o.vector for o in OPERATIONS.values() if o.vector))
+VECTORS = tuple(dict.fromkeys(k for o in _LISTED for k in (o.vector, o.other) if k))
 """Keys under which operations have vectors."""

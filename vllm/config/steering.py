@@ -45,10 +45,10 @@ class SteeringConfig:
 
     steering_families: list[str] = Field(default_factory=lambda: ["add"], min_length=1)
     """Families that requests may use in `steering`, of add, norm_match, ablate, clamp, pin,
-    replace, normalize, gate (any of these times a sigmoid of a probe), scale, of heads at z, and
-    focus, of weights of attention, which needs q and z among capture_points. Any family
-    other than add, scale and focus puts an op at every steered site, and focus puts one in every
-    layer."""
+    replace, normalize, swap, gate (any of these times a sigmoid of a probe), scale, of heads at z,
+    and focus, of weights of attention, which needs q and z among capture_points. Any family other
+    than add, scale and focus puts an op at every steered site, and focus puts one in every layer.
+    """
 
     max_steering_rows: int = Field(default=1024, ge=1, le=1 << 20)
     """Rows in use at once for the vectors of ops: one per op, per replaced position and per gate's

@@ -21,7 +21,7 @@ from vllm.v1.interventions.shape import TapShape
 from vllm.v1.interventions.sites import need_sites
 from vllm.v1.interventions.terms import Scalars, Term, make_term
 from vllm.v1.interventions.values import Array, plain, plain_list
-from vllm.v1.interventions.vectors import need_one_width, pack_float32, pack_unit
+from vllm.v1.interventions.vectors import need_one_width, need_unit, pack_float32, pack_unit
 
 _GATE_KEYS = ("probe", "threshold", "sharpness")
 
@@ -280,6 +280,13 @@ class _Entry:
             self.need_range(vector, given)
             return self.in_lanes(pack_float32(vector, path))
         rows = vector.reshape(-1, self.width)
+        if operation.other:
+            other = self.given[operation.other]
+            others = self.of_lanes(other).reshape(-1, self.width)
+            pairs = zip(rows, others, strict=True)
+            # Halved, so that a line that a module wrote is read as it was.
+            halves = [need_unit(a, path) - need_unit(b, other.path) for a, b in pairs]
+            rows = np.stack(halves) / 2
         paths = [path] if len(rows) == 1 else [f"{path}[{i}]" for i in range(len(rows))]
         return self.in_lanes(b"".join(map(pack_unit, rows, paths)))
 

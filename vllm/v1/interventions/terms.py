@@ -14,11 +14,13 @@ it arrived at the point, `v` the term's vector and `g` its gate (1 without one):
     pin         strength = 1, lo = hi = value v of length 1
     replace     replace = constant = alpha    v the new row
     normalize   renorm = 1                    v zeros
+    swap        strength = 2, lo = hi = 0     v of length 1, along the difference of two directions
 
     g = sigmoid(sharpness (h.probe - threshold))
 
 Where they come from: add, Turner et al. 2023 (arXiv:2308.10248); ablate with strength 1, Arditi et
-al. 2024 (arXiv:2406.11717).
+al. 2024 (arXiv:2406.11717); swap, the reflection of Householder 1958 that takes one direction to
+the other.
 """
 
 import hashlib

@@ -98,17 +98,20 @@ def unit(vector: np.ndarray) -> np.ndarray:
     return scaled / np.linalg.norm(scaled)
 
 
-def pack_unit(direction: np.ndarray, path: str) -> bytes:
-    """Scale a float64 direction [width] to length 1, as float32 bytes, native endian; raises
-    ValueError if it is zero."""
+def need_unit(direction: np.ndarray, path: str) -> np.ndarray:
+    """Scale a float64 direction [width] to length 1; raises ValueError if it is zero."""
     largest = np.abs(direction).max()
     if largest == 0:
         reject(path, "is zero: it has no direction")
     scaled = direction / largest
-    if abs(np.linalg.norm(scaled) * largest - 1) > np.finfo(np.float32).eps:
-        direction = unit(scaled)
-    # Else it is one that was rounded, which stays as it is: so a saved module is loaded.
-    return pack_float32(direction, path)
+    # One that was rounded stays as it is: so a saved module is loaded.
+    rounded = abs(np.linalg.norm(scaled) * largest - 1) <= np.finfo(np.float32).eps
+    return direction if rounded else unit(scaled)
+
+
+def pack_unit(direction: np.ndarray, path: str) -> bytes:
+    """Pack what `need_unit` makes as float32 bytes, native endian."""
+    return pack_float32(need_unit(direction, path), path)
 
 
 def pack_float32(values: np.ndarray, path: str) -> bytes:
