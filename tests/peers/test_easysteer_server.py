@@ -199,7 +199,11 @@ def test_chat_and_its_stream(client: openai.OpenAI) -> None:
         ({"steering": one(data=V[:-1])}, "steering[0].vector", "the model needs 96"),
         ({"steering": one(layers=[99])}, "steering[0].layers", "out of range"),
         ({"steering": where(prompt_positions=[50])}, "steering[0].positions", "out of reach"),
-        ({"steering": one(hidden=1)}, "steering.vectors[0]", "unknown keys [.hidden.], allowed are"),
+        (
+            {"steering": one(hidden=1)},
+            "steering.vectors[0]",
+            "unknown keys ['hidden'], allowed are",
+        ),
         (
             {"steering": one(), "steering_vectors": at(LAYER)},
             "steering_vectors",
