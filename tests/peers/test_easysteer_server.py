@@ -202,7 +202,7 @@ def test_chat_and_its_stream(client: openai.OpenAI) -> None:
         (
             {"steering": one(hidden=1)},
             "steering.vectors[0]",
-            "unknown keys ['hidden'], allowed are",
+            r"unknown keys \['hidden'\], allowed are",
         ),
         (
             {"steering": one(), "steering_vectors": at(LAYER)},
