@@ -85,8 +85,10 @@ def asks_of(points: Sequence[str]) -> list[Ask]:
             if name != "replace" and where is not None:
                 more["positions"] = where
             layer = (0, models.LAYERS // 2, models.LAYERS - 1)[turn % 3]
+            if name == "swap":
+                more["direction"] = vector(turn + 50)
             ops = [op(name, point, layer, turn, **more)]
-            if name == "normalize":  # there must be something to undo
+            if name in ("normalize", "swap"):  # there must be something to undo, or to exchange
                 ops.insert(0, op("add", point, layer, turn + 50))
             found.append(ask((MIDDLE, SHORT, LONG)[turn % 3], *ops, **capture("all", points)))
     return found
