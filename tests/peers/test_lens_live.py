@@ -23,7 +23,7 @@ from tests.http.server import save_tokenizer, serve
 from tests.peers.lens_runs import judged
 from tests.peers.packages import folder_of, source_of
 
-pytestmark = pytest.mark.full
+pytestmark = pytest.mark.long  # in make test-full: test_lens_suite, test_lens_server, test_lens_qk
 
 NAME = "tiny-Llama"
 """They want the name of a Llama."""

@@ -23,7 +23,9 @@ from vllm import LLM
 if TYPE_CHECKING:
     from tests.conftest import TinyModels
 
-pytestmark = [pytest.mark.full, pytest.mark.v2]
+# V2 has the tests of a cache that is shared and cut; keys of blocks are the scheduler's, whichever
+# runner there is.
+pytestmark = pytest.mark.full
 
 BLOCK = 32
 PROMPT = prompt_of(70, 10)
@@ -74,6 +76,7 @@ DECODE: Fields = {"decode_steering_vectors": {"post_block": {1: vector(20)}}}
 PLAIN: Fields = {}
 
 
+@pytest.mark.v2
 @pytest.mark.parametrize(
     ("first", "second", "cached"),
     [
@@ -98,6 +101,7 @@ def test_sharing(ask: Any, first: Fields, second: Fields, cached: int) -> None:
     assert ask(first) == FULL, "the second request spoiled the first one's blocks"
 
 
+@pytest.mark.v2
 @pytest.mark.parametrize(
     ("positions", "cached"),
     [
@@ -119,6 +123,7 @@ def test_capture_caps_the_hit(ask: Any, positions: Any, cached: int, fields: Fie
     assert ask({**fields, **capture(positions)}) == cached
 
 
+@pytest.mark.v2
 def test_a_mean_is_of_computed_rows(ask: Any) -> None:
     """Positions that are in the cache are computed again; those below the first are not."""
     assert ask(BASE) == 0
@@ -127,6 +132,7 @@ def test_a_mean_is_of_computed_rows(ask: Any) -> None:
         assert ask({**BASE, "capture": {"inline": field}}) == cached
 
 
+@pytest.mark.v2
 @pytest.mark.parametrize("fields", [PLAIN, BASE, {**BASE, **capture("last_prompt")}])
 def test_a_tenant_with_a_salt_finds_no_block_of_another(
     pair: tuple[LLM, Judge], fields: Fields
@@ -227,6 +233,7 @@ def test_second_turn(ask: Any, fields: Fields, following: Fields, cached: int) -
     assert ask({**following, **capture([-1, -3])}, [*history, 7, 8, 9]) == cached
 
 
+@pytest.mark.v2
 def test_one_batch(pair: tuple[LLM, Judge]) -> None:
     """Requests of one prompt and different contents, at once, with a warm cache for two of them."""
     llm, judge = pair
