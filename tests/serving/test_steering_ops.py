@@ -78,7 +78,8 @@ def asks_of(points: Sequence[str]) -> list[Ask]:
     found = []
     for i, name in enumerate(STREAM_OPERATIONS):
         for j, point in enumerate(points):
-            turn, more = i + j, {}
+            turn = i + j
+            more: dict[str, Any] = {}
             if turn % 3 == 0:
                 more["gate"] = gate(turn)
             where = places[turn % 4]
