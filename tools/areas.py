@@ -3,13 +3,11 @@
 
 from __future__ import annotations
 
-import ast
-import io
-import tokenize
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
 from tools.assemble import overlay_files
+from tools.code_lines import count
 from vllm_pilot import udiff
 
 
@@ -95,7 +93,7 @@ AREAS = (
     ),
     Area(
         "operations, gates",
-        budget=700,
+        budget=710,
         planned=580,
         places=(
             "vllm/model_executor/layers/steering_terms.py",
@@ -212,7 +210,7 @@ AREAS = (
     ),
     Area(
         "lenses",
-        budget=250,
+        budget=245,
         planned=180,
         places=(
             "vllm/v1/capture/lens.py",
@@ -223,7 +221,7 @@ AREAS = (
     ),
     Area(
         "rules",
-        budget=330,
+        budget=325,
         planned=280,
         places=(
             "vllm/v1/capture/rules.py",
@@ -352,46 +350,6 @@ def is_patch(name: str) -> bool:
     return name in ("patches/__init__.py", "patches/seams/series") or (
         (str(path.parent), path.suffix) in (("patches/seams", ".patch"), ("patches/taps", ".py"))
     )
-
-
-def code_lines(text: str) -> int:
-    """Lines of a Python file with code on them: not blank, and not of comments, docstrings or
-    imports, which the formatter spreads over as many lines as their names are long."""
-    tree = ast.parse(text)
-    imports = (ast.Import, ast.ImportFrom)
-    imported = {
-        line
-        for node in ast.walk(tree)
-        if isinstance(node, imports)
-        for line in range(node.lineno, (node.end_lineno or node.lineno) + 1)
-    }
-    docstrings = {
-        (node.lineno, node.col_offset)
-        for node in ast.walk(tree)
-        if isinstance(node, ast.Expr)
-        and isinstance(node.value, ast.Constant)
-        and isinstance(node.value.value, str)
-    }
-    lines: set[int] = set()
-    for token in tokenize.generate_tokens(io.StringIO(text).readline):
-        if token.type not in LAYOUT and token.start not in docstrings:
-            lines.update(range(token.start[0], token.end[0] + 1))
-    return len(lines - imported)
-
-
-LAYOUT = {
-    tokenize.COMMENT,
-    tokenize.NL,
-    tokenize.NEWLINE,
-    tokenize.INDENT,
-    tokenize.DEDENT,
-    tokenize.ENDMARKER,
-}
-
-
-def count(files: list[Path]) -> int:
-    """Lines of code of the Python files among `files`."""
-    return sum(code_lines(path.read_text()) for path in files if path.suffix == ".py")
 
 
 def counted(root: Path) -> dict[Area, int]:

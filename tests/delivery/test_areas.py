@@ -10,6 +10,7 @@ import pytest
 from tests.delivery.fork import Fork
 from tools import areas
 from tools.check import check
+from tools.code_lines import code_lines
 from tools.pins import ROOT, BuildError
 
 pytestmark = pytest.mark.quick
@@ -112,9 +113,9 @@ class One:
 
 
 def test_code_lines() -> None:
-    assert areas.code_lines(CODE) == 3 + 3 + 4
-    assert areas.code_lines(CODE.replace('"""Of a field."""', "other: int = 0")) == 11
-    assert areas.code_lines("# nothing\n\n") == 0
+    assert code_lines(CODE) == 3 + 3 + 4
+    assert code_lines(CODE.replace('"""Of a field."""', "other: int = 0")) == 11
+    assert code_lines("# nothing\n\n") == 0
 
 
 def test_table(miniature: Fork) -> None:

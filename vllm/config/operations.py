@@ -47,7 +47,7 @@ class Operation:
     vector: str = ""
     """The key of its vector; "" if it has none."""
     times: str = ""
-    """The key of the number that the vector is multiplied with as it is written into the stream."""
+    """The formula's number that the vector is multiplied with as it is written into the stream."""
     unit: bool = False
     """True if the vector is made to be of length 1."""
     other: str = ""
@@ -103,7 +103,9 @@ _ZERO = (("lo", 0.0), ("hi", 0.0))
 _MIRROR = (("strength", 2.0), *_ZERO)
 
 _LISTED = (
-    Operation("add", (_SCALE,), (), "vector", "scale", rows=True, scaled="constant", on_heads=True),
+    Operation(
+        "add", (_SCALE,), (), "vector", "constant", rows=True, scaled="constant", on_heads=True
+    ),
     Operation("norm_match", (_BY_NORM,), (), "direction", unit=True, rows=True, scaled="norm"),
     Operation("ablate", (_STRENGTH,), _ZERO, "direction", unit=True, scaled="strength"),
     Operation("clamp", (_LO, _HI, _STRENGTH), (), "direction", unit=True, one_of=("lo", "hi")),

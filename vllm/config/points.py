@@ -68,13 +68,13 @@ POINTS = {
 """Name -> point, in the order in which the model computes them."""
 
 READ_POINTS = tuple(POINTS)
-"""All that a capture may name."""
+"""Names of the points that a capture may name."""
 
 CAPTURE_POINTS = tuple(p.name for p in POINTS.values() if not p.made_of)
-"""All points that are copied themselves."""
+"""Names of the points that are copied themselves."""
 
 STEERING_POINTS = tuple(p.name for p in POINTS.values() if p.steered)
-"""All points that can be steered."""
+"""Names of the points that can be steered."""
 
 STREAM_POINTS = tuple(p for p in STEERING_POINTS if POINTS[p].rows is Rows.STREAM)
 """The points of a decoder block, each of which is a tap in the residual stream."""
@@ -83,7 +83,7 @@ HEAD_POINTS = tuple(p.name for p in POINTS.values() if p.rows is Rows.HEADS)
 """The points of an attention layer, whose rows are heads: what it gets, and what it returns."""
 
 RESIDUAL_POINTS = tuple(p for p in READ_POINTS if p not in HEAD_POINTS)
-"""All points whose rows are as wide as the residual stream."""
+"""Names of the points whose rows are as wide as the residual stream."""
 
 ATTENTION_POINTS = (QUERIES, RETURNED)
 """The points that attention weights need: queries, and z, which proves the weights."""

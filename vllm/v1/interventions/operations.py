@@ -154,10 +154,10 @@ class _Entry:
         scalars = Scalars(**numbers, **gate.scalars, lane=float(self.lane))
         if self.has_rows():
             assert positions is not None
-            vectors = self.rows(operation, positions, select)
+            vectors = self.rows(operation, numbers, positions, select)
         else:
             key = "values" if "values" in self.given else operation.vector
-            vectors = [self.vector(operation, self.given[key])]
+            vectors = [self.vector(operation, numbers, self.given[key])]
         terms = [make_term(scalars, vector, gate.probe) for vector in vectors]
         return Op(operation.name, sites, positions, terms, frozen, heads)
 
@@ -265,7 +265,7 @@ class _Entry:
             self.given["lo"].refuse(f"{lo:g} is greater than hi, {hi:g}")
         return made
 
-    def vector(self, operation: Operation, given: Given) -> bytes:
+    def vector(self, operation: Operation, numbers: dict[str, float], given: Given) -> bytes:
         """The operation's vector, float32 [width] or [lanes, width]."""
         if not operation.vector:
             return b"" if self.of_heads else bytes(4 * self.width * self.lanes)
@@ -273,7 +273,7 @@ class _Entry:
         if operation.times:
             packed = pack_float32(vector, path)
             with np.errstate(over="ignore"):
-                made = vector * self.given.get(operation.times, 1.0).number()
+                made = vector * numbers[operation.times]
             self.need_range(made, self.given)
             return self.in_lanes(packed)
         if not operation.unit:
@@ -303,7 +303,13 @@ class _Entry:
         every[lanes] = np.frombuffer(vector, np.float32).reshape(-1, self.width)
         return every.tobytes()
 
-    def rows(self, operation: Operation, positions: Positions, select: Select) -> list[bytes]:
+    def rows(
+        self,
+        operation: Operation,
+        numbers: dict[str, float],
+        positions: Positions,
+        select: Select,
+    ) -> list[bytes]:
         """`values` as vectors, one for each position, ascending."""
         asked, values = self.given["positions"], self.given["values"]
         order = positions.array().tolist()
@@ -325,7 +331,7 @@ class _Entry:
         if len(given) != len(positions):
             values.refuse(f"has {len(given)} rows, positions select {len(positions)}")
         rows = [
-            self.vector(operation, Given(value, f"{values.path}[{i}]"))
+            self.vector(operation, numbers, Given(value, f"{values.path}[{i}]"))
             for i, value in enumerate(given)
         ]
         return [row for _, row in sorted(zip(order, rows, strict=True), key=lambda pair: pair[0])]

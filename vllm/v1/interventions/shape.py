@@ -78,8 +78,8 @@ class TapShape(msgspec.Struct, frozen=True):
         return self.layers.get(number, _NOTHING)
 
     def offers(self, number: int) -> tuple[str, ...]:
-        """All that can be captured at a layer; the first has what it reads, and the last what the
-        head reads."""
+        """Names of the points that can be captured at a layer; the first has what it reads, and the
+        last what the head reads."""
         layer = self.layer(number)
         return (
             *(EMBED,) * (number == 0 and self.lanes == 1),

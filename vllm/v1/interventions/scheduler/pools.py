@@ -126,7 +126,7 @@ class Pool(Generic[T]):
         return [self._placed[digest] for digest in new]
 
     def restore(self) -> None:
-        """Have everything sent again: the workers have lost it."""
+        """Send all contents again: the workers have lost them."""
         self._new = dict.fromkeys(self._placed)
         self._new_bytes = sum(self._num_bytes(content) for _, content in self._placed.values())
 
@@ -184,7 +184,7 @@ class VectorSets:
         return new, dropped
 
     def restore(self) -> None:
-        """Have all sets sent again: the workers have lost them."""
+        """Send all sets again: the workers have lost them."""
         self._new, self._dropped = dict(self._held), {}
         self._new_bytes = sum(len(each.data) for each in self._held.values())
 

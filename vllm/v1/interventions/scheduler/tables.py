@@ -186,7 +186,7 @@ class Tables:
         step.placed = {name: new for name, new in placed.items() if new}
 
     def restore(self) -> None:
-        """Have everything sent again with the coming step: the workers have lost it."""
+        """Send all contents again with the coming step: the workers have lost them."""
         self._has_new = True
         self._sets.restore()
         for pool in self._pools:
