@@ -20,7 +20,7 @@ from tests.conformance.engine import make_llm, shut_down
 from tests.conformance.test_conformance import Pair
 from tests.conformance.zoo.sandwich import LANES
 from tests.support.op_deltas import with_ops
-from vllm.config.operations import STREAM_OPERATIONS
+from vllm.config.operations import STREAM_OPERATIONS, VECTORS
 
 if TYPE_CHECKING:
     from tests.conftest import TinyModels
@@ -85,6 +85,7 @@ def op(name: str, seed: int, *shape: int, **more: Any) -> dict[str, Any]:
             "values": made(seed, len(PLACES), *shape), "positions": PLACES, "alpha": 0.9,
         },
         "normalize": {},
+        "swap": {"direction": made(seed, *shape), "other": made(seed + 60, *shape)},
     }  # fmt: skip
     return {"op": name, "point": "post_block", "layers": 1, **fields[name], **more}
 
@@ -111,8 +112,8 @@ def cases() -> dict[str, tuple[Ops, Ops]]:
         }
         if name != "normalize":
             each = op(name, seed, LANES)
-            [key] = each.keys() & {"vector", "direction", "values"}
-            ways["lane by lane"] = each, {**each, key: each[key].flip(-2)}
+            turned = {key: each[key].flip(-2) for key in VECTORS if key in each}
+            ways["lane by lane"] = each, {**each, **turned}
         found |= {f"{name} {way}": ([*first, a], [*first, b]) for way, (a, b) in ways.items()}
     kept = gate(30, LANES, when="last_prompt")
     # What would act as vectors do, before all operations, stands behind one: the order is kept.

@@ -18,6 +18,7 @@ from tests.conformance.reference import Site
 from tests.conformance.runner import Reference
 from tests.support.op_reference import apply_site
 from tests.support.selected import expected_positions
+from vllm.config.operations import VECTORS
 from vllm.config.points import STEERING_POINTS
 
 
@@ -83,7 +84,7 @@ def _of_lane(ops: Sequence[Mapping[str, Any]], lane: int) -> list[dict[str, Any]
     for op in ops:
         own = {name: value for name, value in op.items() if name != "lane"}
         # With positions the first dimension of `values` is theirs.
-        of_lanes = {"vector": 2, "direction": 2, "values": 3 if "positions" in op else 2}
+        of_lanes = dict.fromkeys(VECTORS, 2) | {"values": 3 if "positions" in op else 2}
         for key, ndim in of_lanes.items():
             if np.ndim(own.get(key, 0.0)) == ndim:
                 own[key] = np.asarray(own[key])[..., lane, :]
