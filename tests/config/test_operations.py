@@ -76,6 +76,32 @@ def test_families_and_help() -> None:
     assert [name for name in OPERATIONS if not re.search(rf"\b{name}\b", text)] == []
 
 
+EXAMPLES = (
+    "tests/support/op_reference.py",
+    "tests/support/terms.py",
+    "tests/support/costly_fields.py",
+    "tests/serving/test_steering_ops.py",
+    "tests/serving/test_lane_ops.py",
+    "tests/gpu/steering.py",
+    "tests/interventions/test_ops.py",
+)
+"""Files in which every operation on the stream has an example or its meaning. Most of them are read
+by tests with engines, which take minutes; this test tells at once which lack an operation."""
+
+
+def named_in(source: str) -> set[str]:
+    """Operations whose name is a string in a source."""
+    return {name for name in STREAM_OPERATIONS if re.search(rf"[\"']{name}[\"']", source)}
+
+
+@pytest.mark.parametrize("path", EXAMPLES)
+def test_each_operation_has_its_examples(path: str) -> None:
+    source = (ROOT / path).read_text()
+    assert named_in(source) == set(STREAM_OPERATIONS)
+    assert named_in(source.replace('"ablate"', "")) == {*STREAM_OPERATIONS} - {"ablate"}
+    assert f"`{path}:" in (ROOT / "CONTRIBUTING.md").read_text()
+
+
 @pytest.mark.parametrize(
     ("name", "numbers", "expected"),
     [
