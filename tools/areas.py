@@ -72,6 +72,7 @@ AREAS = (
         places=(
             "vllm/v1/interventions/frontend/request/chat.py",
             "vllm/v1/interventions/frontend/request/media.py",
+            "vllm/v1/interventions/frontend/request/prompt.py",
             "vllm/v1/interventions/frontend/request/selectors.py",
             "vllm/v1/interventions/frontend/request/text.py",
             "vllm/v1/interventions/frontend/request/written_text.py",

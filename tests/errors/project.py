@@ -18,7 +18,8 @@ from vllm.v1.capture.registry import ConsumerSpec
 from vllm.v1.interventions.frontend.request.budget import Work
 from vllm.v1.interventions.frontend.request.capture import check_global, parse_capture
 from vllm.v1.interventions.frontend.request.chat import ChatTurns, tokens_of_turn
-from vllm.v1.interventions.frontend.request.selectors import Prompt, Selector
+from vllm.v1.interventions.frontend.request.prompt import Prompt
+from vllm.v1.interventions.frontend.request.selectors import Selector
 from vllm.v1.interventions.frontend.request.text import PromptText
 from vllm.v1.interventions.frontend.request.written_text import WrittenText
 from vllm.v1.interventions.shape import TapShape

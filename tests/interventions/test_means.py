@@ -22,7 +22,7 @@ from vllm.v1.capture.transport.mean import Mean
 from vllm.v1.engine import EngineCoreOutput
 from vllm.v1.interventions.frontend.request.budget import Work
 from vllm.v1.interventions.frontend.request.capture import parse_capture
-from vllm.v1.interventions.frontend.request.selectors import Prompt
+from vllm.v1.interventions.frontend.request.prompt import Prompt
 from vllm.v1.interventions.frontend.results.collector import RowCollector
 from vllm.v1.interventions.frontend.results.memory import KeptMemory
 from vllm.v1.interventions.frontend.results.pieces import Run

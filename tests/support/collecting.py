@@ -15,7 +15,7 @@ from vllm.v1.capture.copies import CopyThreads
 from vllm.v1.capture.registry import ConsumerSpec
 from vllm.v1.interventions.frontend.request.budget import Work
 from vllm.v1.interventions.frontend.request.capture import parse_capture
-from vllm.v1.interventions.frontend.request.selectors import Prompt
+from vllm.v1.interventions.frontend.request.prompt import Prompt
 from vllm.v1.interventions.frontend.results.collector import RowCollector, Texts
 from vllm.v1.interventions.frontend.results.memory import KeptMemory
 from vllm.v1.interventions.messages import CapturedChunk

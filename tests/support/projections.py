@@ -11,7 +11,7 @@ from tests.support.plans import HIDDEN, SHAPE
 from vllm.v1.capture.registry import ConsumerSpec
 from vllm.v1.interventions.frontend.request.budget import Work
 from vllm.v1.interventions.frontend.request.capture import parse_capture
-from vllm.v1.interventions.frontend.request.selectors import Prompt
+from vllm.v1.interventions.frontend.request.prompt import Prompt
 from vllm.v1.interventions.plan import CapturePlan
 from vllm.v1.interventions.shape import TapShape
 

@@ -19,7 +19,7 @@ from vllm.v1.interventions.frontend.request.capture import numbered, parse_captu
 from vllm.v1.interventions.frontend.request.catalog import ModuleCatalog
 from vllm.v1.interventions.frontend.request.media import Media
 from vllm.v1.interventions.frontend.request.memo import CaptureMemo
-from vllm.v1.interventions.frontend.request.selectors import Prompt
+from vllm.v1.interventions.frontend.request.prompt import Prompt
 from vllm.v1.interventions.plan import CapturePlan
 
 pytestmark = pytest.mark.quick

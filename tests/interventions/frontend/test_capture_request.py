@@ -16,7 +16,7 @@ from vllm.sampling_params import RequestOutputKind
 from vllm.v1.capture.registry import ConsumerSpec
 from vllm.v1.interventions.frontend.request.budget import Unit, Work
 from vllm.v1.interventions.frontend.request.capture import parse_capture
-from vllm.v1.interventions.frontend.request.selectors import Prompt
+from vllm.v1.interventions.frontend.request.prompt import Prompt
 from vllm.v1.interventions.plan import CapturePlan, Selection
 from vllm.v1.interventions.positions import Positions
 

@@ -22,7 +22,8 @@ from transformers.convert_slow_tokenizer import bytes_to_unicode
 from vllm.tokenizers import TokenizerLike
 from vllm.v1.interventions.frontend.request import text as prompt_text
 from vllm.v1.interventions.frontend.request.budget import Unit, Work
-from vllm.v1.interventions.frontend.request.selectors import Prompt, Selector
+from vllm.v1.interventions.frontend.request.prompt import Prompt
+from vllm.v1.interventions.frontend.request.selectors import Selector
 from vllm.v1.interventions.frontend.request.text import BROKEN, decoded, last_place, occurrences
 
 pytestmark = pytest.mark.quick

@@ -26,7 +26,8 @@ from vllm.renderers.params import TokenizeParams
 from vllm.tokenizers import TokenizerLike
 from vllm.tokenizers.hf import get_cached_tokenizer, maybe_make_thread_pool
 from vllm.v1.interventions.frontend.request.budget import Unit, Work
-from vllm.v1.interventions.frontend.request.selectors import Prompt, Selector
+from vllm.v1.interventions.frontend.request.prompt import Prompt
+from vllm.v1.interventions.frontend.request.selectors import Selector
 from vllm.v1.interventions.frontend.request.text import decoded
 from vllm.v1.interventions.frontend.request.written_text import WrittenText
 

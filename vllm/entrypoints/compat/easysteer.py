@@ -13,6 +13,7 @@ from typing import Any
 
 from vllm.v1.interventions.errors import refuse_unknown_keys, reject, show
 from vllm.v1.interventions.frontend.request.budget import Unit, Work
+from vllm.v1.interventions.given import Given
 from vllm.v1.interventions.values import plain, plain_list
 
 MAX_VECTORS = 32
@@ -274,7 +275,5 @@ def _op(
 
 def _layer(value: Any, path: str) -> int:
     is_number = isinstance(value, str) and value.isdecimal() and len(value) < 10
-    number = int(value) if is_number else plain(value)
-    if not isinstance(number, int) or isinstance(number, bool):
-        reject(f"{path}.layers", f"must be numbers, got {show(value)}")
-    return number
+    number = int(value) if is_number else value
+    return Given(number, f"{path}.layers").int(message="must be numbers, got {given}")

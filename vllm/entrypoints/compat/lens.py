@@ -13,7 +13,7 @@ import msgspec
 import numpy as np
 import torch
 
-from vllm.entrypoints.compat.wire import WIRE_KEYS, decoded, encoded, need_int, need_keys
+from vllm.entrypoints.compat.wire import WIRE_KEYS, decoded, encoded, need_keys
 from vllm.v1.capture.results import CapturedRows, CaptureResult
 from vllm.v1.interventions.errors import reject, show
 from vllm.v1.interventions.frontend.request.budget import Unit, Work
@@ -83,7 +83,7 @@ def _json(value: Any, path: str, work: Work) -> Any:
 
 
 def _layer(value: Any, path: str, shape: TapShape) -> int:
-    layer = need_int(value, path)
+    layer = Given(value, path).int()
     if "post_block" not in shape.layer(layer).points:
         reject(path, f"the model has no layer {show(layer)} that can be read and steered")
     return layer
@@ -159,7 +159,8 @@ class _Vectors:
         if values.ndim == 3:
             where = range(values.shape[1]) if where is None else where
             listed = self._listed(where, f"{path}.position_indices", values.shape[1])
-            numbers = [need_int(p, f"{path}.position_indices[{i}]") for i, p in enumerate(listed)]
+            of = f"{path}.position_indices"
+            numbers = [Given(p, f"{of}[{i}]").int() for i, p in enumerate(listed)]
             if min(numbers) < 0 or len(set(numbers)) < len(numbers):
                 reject(f"{path}.position_indices", "must be of different positions from 0 on")
             places = [*numbers]

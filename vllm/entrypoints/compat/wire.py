@@ -6,7 +6,6 @@ sends is bounded by what it says of itself, before anything is decoded or decomp
 """
 
 import base64
-import binascii
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -15,8 +14,8 @@ import numpy as np
 import torch
 
 from vllm.v1.interventions.errors import refuse_unknown_keys, reject, show
+from vllm.v1.interventions.given import Given
 from vllm.v1.interventions.plan import dtype_of
-from vllm.v1.interventions.values import plain
 
 MAX_BYTES = 256 << 20
 """Most bytes of a tensor, decompressed."""
@@ -25,14 +24,6 @@ _STORED = {"bfloat16": "<i2", "float16": "<f2", "float32": "<f4", "float64": "<f
 """Dtype of a tensor -> of numpy's that it travels as."""
 WIRE_KEYS = {"data", "dtype", "original_dtype", "shape", "compression"}
 """The keys of a tensor."""
-
-
-def need_int(value: Any, path: str) -> int:
-    """Return an int; raise ValueError if it is none."""
-    value = plain(value)
-    if not isinstance(value, int) or isinstance(value, bool):
-        reject(path, f"must be an int, got {show(value)}")
-    return value
 
 
 def need_keys(given: Mapping[str, Any], path: str, known: set[str], needed: Sequence[str]) -> None:
@@ -67,7 +58,7 @@ def decoded(
     shape = value["shape"]
     if not isinstance(shape, list) or not 1 <= len(shape) <= 3:
         reject(f"{path}.shape", "must be a list of one to three ints")
-    shape = [need_int(size, f"{path}.shape[{i}]") for i, size in enumerate(shape)]
+    shape = [Given(size, f"{path}.shape[{i}]").int() for i, size in enumerate(shape)]
     size = math.prod(shape) * stored.itemsize
     if min(shape) < 1 or size > MAX_BYTES:
         reject(f"{path}.shape", f"must be of 1 to {MAX_BYTES} bytes, is of {show(size)}")
@@ -77,10 +68,7 @@ def decoded(
     # Compressed, what cannot be made smaller is a little larger.
     if not isinstance(data, str) or len(data) > 4 * (size + size // 128 + 1024) // 3:
         reject(f"{path}.data", f"must be a string, base64, of at most {show(size)} bytes")
-    try:
-        raw = base64.b64decode(data, validate=True)
-    except (binascii.Error, ValueError):
-        reject(f"{path}.data", "is not base64")
+    raw = Given(data, f"{path}.data").base64()
     match value.get("compression"):
         case "zstd":
             raw = _decompressed(raw, size, f"{path}.data")

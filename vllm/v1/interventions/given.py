@@ -4,6 +4,7 @@
 import math
 import re
 import sys
+from base64 import b64decode
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, NoReturn
 
@@ -33,7 +34,7 @@ class Given:
 
     Args:
         value: anything.
-        path: where it stands, such as `rules[0].need`.
+        path: where it stands, such as `rules[0].need`; "" for a body, whose fields are named alone.
     """
 
     __slots__ = ("path", "value")
@@ -47,11 +48,14 @@ class Given:
 
     def __getitem__(self, key: str) -> "Given":
         """The value of a field; None if it is not given."""
-        return Given(self.value.get(key), f"{self.path}.{key}")
+        return Given(self.value.get(key), self._at(key))
 
     def get(self, key: str, default: Any) -> "Given":
         """The value of a field, or its default, which is read as if it was given."""
-        return Given(self.value.get(key, default), f"{self.path}.{key}")
+        return Given(self.value.get(key, default), self._at(key))
+
+    def _at(self, key: str) -> str:
+        return f"{self.path}.{key}" if self.path else key
 
     def refuse(self, message: str, shown: str = "") -> NoReturn:
         """Raise an `InterventionError` for this field.
@@ -78,7 +82,7 @@ class Given:
             if key not in found and of:
                 self.refuse(f"{of} needs {key!r}")
             if key not in found:
-                reject(f"{self.path}.{key}", "is missing")
+                reject(self._at(key), "is missing")
         return Given(found, self.path)
 
     def mapping(self) -> Mapping[Any, Any]:
@@ -121,6 +125,14 @@ class Given:
         if not isinstance(value, str) or (pattern and not pattern.fullmatch(value)):
             self.refuse(message)
         return value
+
+    def base64(self, message: str = "must be a string, base64, got {given}") -> bytes:
+        """The bytes that a text in base64 stands for."""
+        text = self.text(message)
+        try:
+            return b64decode(text, validate=True)
+        except ValueError:
+            self.refuse("is not base64")
 
     def flag(self) -> bool:
         """True or false."""

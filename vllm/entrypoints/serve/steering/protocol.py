@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Reads the bodies of `/v1/steering`: at most so many bytes, and only fields that it knows."""
 
-import base64
-import binascii
 import json
 from collections.abc import Mapping
 from http import HTTPStatus
@@ -11,6 +9,7 @@ from typing import TYPE_CHECKING, Any, cast
 from fastapi import HTTPException, Request
 
 from vllm.v1.interventions.errors import reject, show, unknown_keys
+from vllm.v1.interventions.given import Given
 from vllm.v1.interventions.plan import TIERS
 from vllm.v1.steering.modules import FIELDS
 
@@ -101,10 +100,7 @@ def flag_of(body: Mapping[str, Any], field: str) -> bool:
     Raises:
         ValueError: it is anything else.
     """
-    value = body.get(field)
-    if value is not None and not isinstance(value, bool):
-        reject(field, f"must be true or false, got {show(value)}")
-    return bool(value)
+    return body.get(field) is not None and Given(body[field], field).flag()
 
 
 def module_of(body: Mapping[str, Any]) -> dict[str, Any] | bytes:
@@ -125,9 +121,4 @@ def module_of(body: Mapping[str, Any]) -> dict[str, Any] | bytes:
         }
     if given:
         reject("safetensors", f"stands alone, {next(iter(given))} is given too")
-    if not isinstance(packed, str):
-        reject("safetensors", f"must be a string, base64, got {show(packed)}")
-    try:
-        return base64.b64decode(packed, validate=True)
-    except (binascii.Error, ValueError):
-        reject("safetensors", "is not base64")
+    return Given(packed, "safetensors").base64()

@@ -7,22 +7,21 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from vllm.config.points import STREAM_POINTS
 from vllm.tokenizers import TokenizerLike
-from vllm.v1.interventions.errors import InterventionError, reject, show
+from vllm.v1.interventions.errors import InterventionError, reject
 from vllm.v1.interventions.frontend.request.budget import Work
 from vllm.v1.interventions.frontend.request.chat import ChatTurns
-from vllm.v1.interventions.frontend.request.selectors import Prompt, Selector
+from vllm.v1.interventions.frontend.request.prompt import Prompt
+from vllm.v1.interventions.frontend.request.selectors import Selector
 from vllm.v1.interventions.frontend.request.written_text import WrittenText
 from vllm.v1.interventions.given import Given
 from vllm.v1.interventions.plan import Site
 from vllm.v1.interventions.shape import TapShape
 from vllm.v1.interventions.sites import (
     need_captured_points,
-    need_layers,
-    need_point,
     need_steered_points,
     site_order,
 )
-from vllm.v1.interventions.values import plain, plain_list
+from vllm.v1.interventions.values import plain_list
 
 from .packed import read_op
 from .sweep_plan import SweepPlan
@@ -74,7 +73,7 @@ def parse_sweep(
         ValueError: with the path of the field, see docs/errors.md.
     """
     shape = need_steering(config)
-    given = {name: body[name] for name in FIELDS if body.get(name) is not None}
+    given = Given({name: body[name] for name in FIELDS if body.get(name) is not None}, "")
     op, patches = _op(given)
     answers, metric = _metric(given, config, tokenizer)
     sites = _sites(given, shape)
@@ -84,7 +83,7 @@ def parse_sweep(
     work = Work(config.steering_config.max_request_work)
     asked = Prompt(prompt, 1, tokenizer, work, turns, written=written)
     positions, shift = _positions(given, asked, clean)
-    scales = plain_list(given["scales"]) if "scales" in given else None
+    scales = plain_list(given["scales"].value)
     count = len(sites) * len(positions) * (1 if scales is None else len(scales))
     if count > MOST_CELLS:
         reject(
@@ -100,7 +99,7 @@ def parse_sweep(
         sites=sites,
         positions=positions,
         shift=shift,
-        scales=_scales(given, scales),
+        scales=_scales(given, op, scales),
         answers=answers,
         metric=metric,
         tokens=None if tokenizer is None else [texts[one] for one in ids],
@@ -118,9 +117,10 @@ def translated(error: InterventionError) -> NoReturn:
     raise InterventionError(path + said, parameter=path) from error
 
 
-def _op(given: Mapping[str, Any]) -> tuple[dict[str, Any], bool]:
+def _op(given: Given) -> tuple[dict[str, Any], bool]:
     """The operation, and whether its values are the clean prompt's rows."""
-    op = dict(Given(read_op(given.get("op", {"op": "replace"}), "op"), "op").mapping())
+    asked = given.get("op", {"op": "replace"})
+    op = dict(Given(read_op(asked.value, asked.path), asked.path).mapping())
     for key, axis in _AXES.items():
         if key in op:
             reject(f"op.{key}", f"is an axis of the sweep: say {axis!r} beside 'op'")
@@ -135,12 +135,11 @@ def _op(given: Mapping[str, Any]) -> tuple[dict[str, Any], bool]:
 
 
 def _metric(
-    given: Mapping[str, Any], config: "VllmConfig", tokenizer: TokenizerLike | None
+    given: Given, config: "VllmConfig", tokenizer: TokenizerLike | None
 ) -> tuple[list[int], str]:
     """The tokens that are scored, and the metric."""
-    metric = given.get("metric", "diff" if "other" in given else "logprob")
-    if metric not in METRICS:
-        reject("metric", f"must be {', '.join(METRICS)}, got {show(metric)}")
+    asked = given.get("metric", "diff" if "other" in given else "logprob")
+    metric = asked.choice(METRICS, f"must be {', '.join(METRICS)}, got {{given}}")
     if (mode := config.model_config.logprobs_mode).endswith("logits"):
         reject("metric", f"needs log-probabilities, the engine was started with {mode}")
     if metric == "diff" and "other" not in given:
@@ -153,59 +152,55 @@ def _metric(
         reject("answer", "is missing: the token whose log-probability is looked at")
     vocabulary = config.model_config.get_vocab_size()
     names = [name for name in ("answer", "other") if name in given]
-    tokens = [_token(given[name], name, vocabulary, tokenizer) for name in names]
+    tokens = [_token(given[name], vocabulary, tokenizer) for name in names]
     if len(set(tokens)) < len(tokens):
         reject("other", f"is the token of answer, {tokens[0]}")
     return tokens, metric
 
 
-def _token(value: Any, path: str, vocabulary: int, tokenizer: TokenizerLike | None) -> int:
-    value = plain(value)
-    if isinstance(value, str) and tokenizer is not None:
+def _token(given: Given, vocabulary: int, tokenizer: TokenizerLike | None) -> int:
+    text = given.plain()
+    if isinstance(text, str) and tokenizer is not None:
         # Longer texts are more than one token, and tokenizing them takes time.
-        ids = tokenizer.encode(value[:1000], add_special_tokens=False)
+        ids = tokenizer.encode(text[:1000], add_special_tokens=False)
         if len(ids) != 1:
-            reject(path, f"{show(value)} is {len(ids)} tokens; one is needed, as text or id")
+            given.refuse(f"{{given}} is {len(ids)} tokens; one is needed, as text or id")
         return int(ids[0])
-    if not isinstance(value, int) or isinstance(value, bool):
-        reject(path, f"must be a text of one token or a token id, got {show(value)}")
-    if not 0 <= value < vocabulary:
-        reject(path, f"token {show(value)} is out of range, the model has {vocabulary}")
-    return value
+    token = given.int(message="must be a text of one token or a token id, got {given}")
+    if not 0 <= token < vocabulary:
+        given.refuse(f"token {{given}} is out of range, the model has {vocabulary}")
+    return token
 
 
-def _sites(given: Mapping[str, Any], shape: TapShape) -> list[Site]:
-    asked = given.get("points", ["post_block"])
-    listed = plain_list(asked)
-    names = [asked] if listed is None else listed[: len(STREAM_POINTS) + 1]
-    points = [need_point(name, f"points[{i}]", shape) for i, name in enumerate(names)]
+def _sites(given: Given, shape: TapShape) -> list[Site]:
+    asked, layers = given.get("points", ["post_block"]), given.get("layers", "all")
+    listed = plain_list(asked.value)
+    names = [asked.value] if listed is None else listed[: len(STREAM_POINTS) + 1]
+    points = [Given(name, f"{asked.path}[{i}]").point(shape) for i, name in enumerate(names)]
     if not points or len(set(points)) < len(points):
-        reject("points", "must name a point, each once")
-    layers = given.get("layers", "all")
-    sites = [(point, n) for point in points for n in need_layers(layers, point, "layers", shape)]
+        asked.refuse("must name a point, each once")
+    sites = [(point, n) for point in points for n in layers.layers(point, shape)]
     return sorted(sites, key=site_order)
 
 
-def _positions(
-    given: Mapping[str, Any], prompt: Prompt, clean: list[int] | None
-) -> tuple[list[int], int]:
+def _positions(given: Given, prompt: Prompt, clean: list[int] | None) -> tuple[list[int], int]:
     """Positions of the prompt, and what is added to one for that of the clean prompt."""
-    align, first, shift = given.get("align"), 0, 0
-    if align not in (None, "end"):
-        reject("align", f"must be 'end', got {show(align)}")
+    aligned, first, shift = "align" in given, 0, 0
+    if aligned:
+        given["align"].choice(("end",), "must be 'end', got {given}")
     length = len(prompt.token_ids)
     if clean is not None:
         shift = len(clean) - length
         first = max(0, -shift)
-        if shift and align is None:
+        if shift and not aligned:
             reject(
                 "clean",
                 f"has {len(clean)} tokens and prompt {length}; with 'align': 'end' they are "
                 "compared from the end",
             )
     asked = given.get("positions", "all_prompt")
-    found = Selector(prompt).resolve(asked, "positions").array().tolist()
-    if plain(asked) == "all_prompt":
+    found = asked.positions(Selector(prompt).resolve).array().tolist()
+    if asked.plain() == "all_prompt":
         found = [position for position in found if position >= first]
     if not found:
         reject("positions", "no token of the prompt is at them")
@@ -217,12 +212,13 @@ def _positions(
     return found, shift
 
 
-def _scales(given: Mapping[str, Any], scales: Sequence[Any] | None) -> list[float] | None:
+def _scales(
+    given: Given, op: Mapping[str, Any], scales: Sequence[Any] | None
+) -> list[float] | None:
     if "scales" not in given:
         return None
     if not scales:
-        reject("scales", f"must be a list of numbers, got {show(given['scales'])}")
-    op = given.get("op", {"op": "replace"})
+        given["scales"].refuse("must be a list of numbers, got {given}")
     if op.get("op") not in _SCALED:
         reject("scales", f"is for the ops {', '.join(_SCALED)}")
     if "scale" in op:

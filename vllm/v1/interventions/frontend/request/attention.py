@@ -9,7 +9,8 @@ from typing import Any
 from vllm.config.points import QUERIES
 from vllm.v1.interventions.errors import reject, show
 from vllm.v1.interventions.frontend.request.budget import Unit
-from vllm.v1.interventions.frontend.request.selectors import Prompt, Selector
+from vllm.v1.interventions.frontend.request.prompt import Prompt
+from vllm.v1.interventions.frontend.request.selectors import Selector
 from vllm.v1.interventions.given import Given
 from vllm.v1.interventions.makings import GIVES, AttentionRead
 from vllm.v1.interventions.plan import Selection

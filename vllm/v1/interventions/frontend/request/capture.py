@@ -21,8 +21,9 @@ from vllm.v1.interventions.frontend.request.budget import Work
 from vllm.v1.interventions.frontend.request.catalog import ModuleCatalog
 from vllm.v1.interventions.frontend.request.lens import charge_lenses, lens_read
 from vllm.v1.interventions.frontend.request.matrices import matrices_of, matrix_digest
+from vllm.v1.interventions.frontend.request.prompt import Prompt
 from vllm.v1.interventions.frontend.request.rules import AskedRule, place_rules
-from vllm.v1.interventions.frontend.request.selectors import NAMED_SELECTORS, Prompt, Selector
+from vllm.v1.interventions.frontend.request.selectors import NAMED_SELECTORS, Selector
 from vllm.v1.interventions.frontend.request.streams import Streams, union
 from vllm.v1.interventions.given import Given
 from vllm.v1.interventions.makings import AttentionRead, LensRead

@@ -13,6 +13,7 @@ import numpy as np
 from vllm.v1.interventions.errors import reject, show
 from vllm.v1.interventions.frontend.request.budget import Unit, Work
 from vllm.v1.interventions.frontend.request.text import PromptText, last_place
+from vllm.v1.interventions.given import Given
 from vllm.v1.interventions.positions import Run
 
 if TYPE_CHECKING:
@@ -230,24 +231,24 @@ def add_turns(
             prompt[KEY] = ChatTurns(messages, params, renderer)
 
 
-def need_turns(turns: ChatTurns | None, role: Any, turn: Any, path: str) -> list[int]:
+def need_turns(turns: ChatTurns | None, given: Given) -> list[int]:
     """The indices of the messages that a selector means.
 
     Args:
         turns: None where the prompt is no chat.
-        turn: which of the role's, negative from the last; None for all.
+        given: the selector, with a `role`, and a `turn`: which one of the role's, negative from the
+            last; all if there is none.
     """
+    role, turn = given["role"], given["turn"]
+    number = None if turn.value is None else turn.int()
     if turns is None:
-        reject(path, "is for chats: LLM.chat and /v1/chat/completions")
-    if not isinstance(role, str):
-        reject(f"{path}.role", f"must be a string, got {show(role)}")
-    found = turns.of(role)
+        given.refuse("is for chats: LLM.chat and /v1/chat/completions")
+    found = turns.of(role.text("must be a string, got {given}"))
+    shown = show(role.value)
     if not found:
-        reject(
-            f"{path}.role", f"no turn is of {show(role)}; roles are {', '.join(turns.roles)[:80]}"
-        )
-    if turn is None:
+        reject(role.path, f"no turn is of {shown}; roles are {', '.join(turns.roles)[:80]}")
+    if number is None:
         return found
-    if not -len(found) <= turn < len(found):
-        reject(f"{path}.turn", f"{show(turn)} is out of reach: {show(role)} has {len(found)} turns")
-    return [found[turn]]
+    if not -len(found) <= number < len(found):
+        reject(turn.path, f"{show(number)} is out of reach: {shown} has {len(found)} turns")
+    return [found[number]]

@@ -22,7 +22,7 @@ from vllm.v1.interventions.focus import (
     FocusProgram,
 )
 from vllm.v1.interventions.frontend.request.budget import Unit, Work
-from vllm.v1.interventions.frontend.request.selectors import Prompt
+from vllm.v1.interventions.frontend.request.prompt import Prompt
 from vllm.v1.interventions.given import Given, Select
 from vllm.v1.interventions.plan import UNSTEERED
 from vllm.v1.interventions.positions import ALL, END, Positions

@@ -4,7 +4,7 @@
 from collections.abc import Mapping, Sequence
 
 from vllm.v1.interventions.frontend.request.budget import Unit
-from vllm.v1.interventions.frontend.request.selectors import Prompt
+from vllm.v1.interventions.frontend.request.prompt import Prompt
 from vllm.v1.interventions.given import Given
 from vllm.v1.interventions.makings import LensRead
 from vllm.v1.interventions.plan import Selection, Site

@@ -7,9 +7,8 @@ from contextlib import contextmanager
 from functools import wraps
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, cast
 
-from vllm.v1.interventions.errors import reject, show
+from vllm.v1.interventions.given import Given
 from vllm.v1.interventions.positions import Positions, Run
-from vllm.v1.interventions.values import plain
 
 if TYPE_CHECKING:
     from vllm.multimodal.inputs import PlaceholderRange
@@ -22,6 +21,7 @@ TEXT = "text"
 """The modality of all that is none of the others."""
 
 
+_NUMBERS = "must be a number, a list of numbers or 'all', got {given}"
 EMBEDDINGS = "prompt_embeds"
 """The modality of what was given as embeddings, as upstream calls it."""
 
@@ -73,11 +73,11 @@ class Media:
         """The items of a modality."""
         return [item for item in self.items if item.modality == modality]
 
-    def images(self, value: Any, entries: Sequence[Any] | None, path: str) -> list[Run]:
+    def images(self, asked: Given, entries: Sequence[Any] | None) -> list[Run]:
         """The positions of some images. Negative numbers count from the last.
 
         Args:
-            value: a number, or "all".
+            asked: a number, or "all".
             entries: in its place a list of numbers.
 
         Raises:
@@ -85,20 +85,19 @@ class Media:
         """
         images = self.of("image")
         if not images:
-            reject(path, "asks for an image, and the prompt is without")
+            asked.refuse("asks for an image, and the prompt is without")
         if entries is None:
-            entries = range(len(images)) if plain(value) == "all" else [value]
+            entries = range(len(images)) if asked.plain() == "all" else [asked.value]
         runs: list[Run] = []
-        for given in entries:
-            index = plain(given)
-            if not isinstance(index, int) or isinstance(index, bool):
-                reject(path, f"must be a number, a list of numbers or 'all', got {show(index)}")
+        for entry in entries:
+            given = Given(entry, asked.path)
+            index = given.int(message=_NUMBERS)
             if not -len(images) <= index < len(images):
-                reject(path, f"{show(index)} is out of reach: the prompt has {len(images)} images")
+                given.refuse(f"{{given}} is out of reach: the prompt has {len(images)} images")
             runs += images[index].runs
         return runs
 
-    def modality(self, value: Any, path: str, length: int) -> list[Run]:
+    def modality(self, asked: Given, length: int) -> list[Run]:
         """The positions of all items of a modality; for "text", of the prompt's tokens that are of
         none.
 
@@ -108,12 +107,12 @@ class Media:
         Raises:
             ValueError: nothing in the prompt is of it.
         """
-        name = plain(value)
+        name = asked.plain()
         if name == TEXT:
             return (Positions([(0, length)]) - self.positions).runs()
         there = [TEXT, *dict.fromkeys(item.modality for item in self.items)]
         if name not in there:
-            reject(path, f"nothing of the prompt is {show(name)}; it has {', '.join(there)}")
+            asked.refuse(f"nothing of the prompt is {{given}}; it has {', '.join(there)}")
         return [run for item in self.of(name) for run in item.runs]
 
 

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from vllm.v1.capture.registry import INLINE
-from vllm.v1.interventions.frontend.request.selectors import Prompt
+from vllm.v1.interventions.frontend.request.prompt import Prompt
 from vllm.v1.interventions.given import Select
 from vllm.v1.interventions.plan import CapturePlan, VectorSet
 from vllm.v1.interventions.positions import Positions

@@ -26,8 +26,8 @@ from vllm.v1.interventions.frontend.request.capture import (
 from vllm.v1.interventions.frontend.request.catalog import ModuleCatalog, origin
 from vllm.v1.interventions.frontend.request.chat import KEY as TURNS
 from vllm.v1.interventions.frontend.request.media import NOWHERE, Media
+from vllm.v1.interventions.frontend.request.prompt import Prompt
 from vllm.v1.interventions.frontend.request.rules import parse_rules
-from vllm.v1.interventions.frontend.request.selectors import Prompt
 from vllm.v1.interventions.frontend.request.steering import steering_plan
 from vllm.v1.interventions.frontend.request.written_text import written_text
 from vllm.v1.interventions.makings import AttentionRead

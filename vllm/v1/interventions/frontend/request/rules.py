@@ -11,7 +11,8 @@ from vllm.v1.interventions.errors import reject
 from vllm.v1.interventions.frontend.request.budget import Unit
 from vllm.v1.interventions.frontend.request.catalog import ModuleCatalog
 from vllm.v1.interventions.frontend.request.matrices import direction_of, matrix_digest
-from vllm.v1.interventions.frontend.request.selectors import Prompt, Selector
+from vllm.v1.interventions.frontend.request.prompt import Prompt
+from vllm.v1.interventions.frontend.request.selectors import Selector
 from vllm.v1.interventions.frontend.request.streams import Streams
 from vllm.v1.interventions.given_rules import MAX_RULES, OVER, GivenRule, given_rules
 from vllm.v1.interventions.plan import Rule, Selection, Site

@@ -1,38 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
 """Positions as a request may name them: checked and resolved on its prompt."""
 
-from collections.abc import Iterator, Mapping, Sized
-from typing import Any, NoReturn
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
-from vllm.tokenizers import TokenizerLike
 from vllm.v1.capture import NO_TOKEN
 from vllm.v1.interventions.errors import reject, show, unknown_keys
-from vllm.v1.interventions.frontend.request.budget import Unit, Work
-from vllm.v1.interventions.frontend.request.chat import ChatTurns, need_turns, tokens_of_turn
-from vllm.v1.interventions.frontend.request.media import Media
-from vllm.v1.interventions.frontend.request.text import (
-    BROKEN,
-    PromptText,
-    decoded,
-    last_place,
-    occurrences,
-)
-from vllm.v1.interventions.frontend.request.written_text import WrittenText
+from vllm.v1.interventions.frontend.request.budget import Unit
+from vllm.v1.interventions.frontend.request.chat import need_turns, tokens_of_turn
+from vllm.v1.interventions.frontend.request.prompt import Prompt
+from vllm.v1.interventions.frontend.request.text import BROKEN, occurrences
+from vllm.v1.interventions.given import Given
 from vllm.v1.interventions.positions import Positions, Run
 from vllm.v1.interventions.values import plain, plain_list
-
-KEYS = (
-    ("text", "which"),
-    ("token_ids", "which"),
-    ("role", "turn"),
-    ("images",),
-    ("modality",),
-    ("start", "stop", "step", "of"),
-    ("at", "of"),
-)
-"""The keys of each selector that is a mapping; beside these there is `except`."""
 
 NAMED_SELECTORS = (
     "last_prompt",
@@ -42,101 +25,24 @@ NAMED_SELECTORS = (
     "predicting",
     "all",
 )
-WHICH = ("first", "last", "all")
 
 
-class Prompt:
-    """Prompt on which selectors are resolved. Make one for each request: it keeps its text.
+@dataclass(frozen=True)
+class Kind:
+    """A selector that is a mapping."""
 
-    Args:
-        token_ids: of the prompt, as the model gets it; `NO_TOKEN` where it gets an embedding.
-        max_tokens: upper bound of the generated tokens. The last one is never fed back, so the
-            request has at most `len(token_ids) + max_tokens - 1` rows.
-        tokenizer: None if the engine has none.
-        work: counts what resolving them costs.
-        turns: those of the chat that the prompt is; None if it is none.
-        media: its images, videos and sounds; None if it has none.
-        written: what the tokenizer got; None if the prompt was given as tokens.
-    """
+    keys: tuple[str, ...]
+    """Keys that it may have; the first says which selector it is."""
+    find: "Callable[[Selector, Given], list[Run]]"
+    """Function that returns the positions it means."""
+    needed: bool = True
+    """True if its first key must be there."""
 
-    def __init__(
-        self,
-        token_ids: list[int],
-        max_tokens: int,
-        tokenizer: TokenizerLike | None,
-        work: Work,
-        turns: ChatTurns | None = None,
-        media: Media | None = None,
-        written: WrittenText | None = None,
-    ) -> None:
-        self.token_ids = token_ids
-        self.max_tokens = max_tokens
-        self.tokenizer = tokenizer
-        self.work = work
-        self.turns = turns
-        self.media = media if media is not None else Media({})
-        self.written = written
-        self._text: PromptText | None = None
-
-    def text(self, path: str) -> PromptText:
-        """The prompt as text, decoded when a selector first asks, at `path`."""
-        if self._text is None:
-            assert self.tokenizer is not None
-            asked = self.work, path, self.media.positions
-            self._text = decoded(self.token_ids, self.tokenizer, *asked)
-        return self._text
-
-    def texts(self, path: str) -> Iterator[PromptText]:
-        """Yield the texts to search for a text, until one has it: the text that was written, then
-        the text that the prompt's tokens decode to, which covers more of the tokens."""
-        written, said = self.written, self.text(path)
-        # Items stand in the prompt for more tokens than the text has.
-        if written is not None and not self.media.items:
-            assert self.tokenizer is not None
-            self.work.charge(len(said.text), Unit.SEARCHED, path)
-            start = last_place(said.text, written.text)
-            if start >= 0:
-                yield said.within(start, start + len(written.text))
-            elif placed := written.placed(self.token_ids, self.tokenizer, self.work, path):
-                yield placed
-        yield said
-
-    def without(self, text: str, path: str) -> NoReturn:
-        """Raise ValueError, as no tokens of the prompt are a text."""
-        there, said = f"which has {len(self.token_ids)} tokens", self.text(path).text
-        # Where both have it, it is inside of a special token.
-        if self.written is None or text in said or text not in self.written.text:
-            reject(path, f"{show(text)} is not in the prompt, {there}")
-        if self.written.truncated:
-            reject(
-                path,
-                f"{show(text)} is not wholly in the truncated prompt, {there}; raise "
-                "truncate_prompt_tokens",
-            )
-        reject(
-            path,
-            f"{show(text)} is not in the prompt as the tokenizer changed it, which says "
-            f"{show(said)}; use what is there, or token_ids",
-        )
-
-    def need_tokens(self, path: str) -> None:
-        """Raise ValueError if the prompt has no token that a field could mean."""
-        if all(token_id == NO_TOKEN for token_id in self.token_ids):
-            reject(
-                path,
-                "means tokens, and the prompt was given as embeddings; say positions by number, "
-                "range or name",
-            )
-
-    def need_some(self, runs: Sized, path: str) -> None:
-        """Raise ValueError if the positions that a field selects are none."""
-        if not runs:
-            reject(
-                path,
-                f"select nothing: the prompt has {len(self.token_ids)} tokens and "
-                f"max_tokens={self.max_tokens} gives {max(self.max_tokens - 1, 0)} generated "
-                "positions",
-            )
+    def reads(self, given: Given) -> bool:
+        """True if the keys of a mapping are those of this selector."""
+        keys = given.value.keys()
+        named = not self.needed or self.keys[0] in keys
+        return named and len(keys) <= len(self.keys) and keys <= {*self.keys}
 
 
 class Selector:
@@ -175,67 +81,52 @@ class Selector:
         """
         entries = plain_list(value)
         if entries is None:
-            return Positions(self._entry(value, path))
+            return Positions(self._entry(Given(value, path)))
         if not entries:
             reject(path, "is empty")
         # A slice, because a `range` may be longer than len() can say.
         self._prompt.work.charge(len(entries[: self._prompt.work.limit]), Unit.ENTRY, path)
         runs = []
-        for i, given in enumerate(entries):
-            if plain_list(given) is not None:
-                reject(f"{path}[{i}]", "is a list inside a list")
-            if isinstance(given, Mapping) and given.keys() == {"except"}:
-                self._except(given["except"], f"{path}[{i}].except")
+        for i, entry in enumerate(entries):
+            given = Given(entry, f"{path}[{i}]")
+            if plain_list(entry) is not None:
+                given.refuse("is a list inside a list")
+            if isinstance(entry, Mapping) and entry.keys() == {"except"}:
+                self._except(given["except"])
                 continue
-            entry = plain(given)
-            if isinstance(entry, int) and not isinstance(entry, bool):
-                position = self._one(entry, f"{path}[{i}]")
+            number = plain(entry)
+            if isinstance(number, int) and not isinstance(number, bool):
+                position = self._one(number, given.path)
                 runs += self._outright([(position, position + 1)])
             else:
-                runs += self._entry(entry, f"{path}[{i}]")
+                runs += self._entry(given)
         if self._excepted and self.wants_last_generated:
             reject(path, "'last_generated' and 'except' cannot be told apart before the end")
         return Positions(runs) - Positions(self._excepted)
 
-    def _except(self, value: Any, path: str) -> None:
+    def _except(self, given: Given) -> None:
         other = Selector(self._prompt)
-        entries = plain_list(value)
+        entries = plain_list(given.value)
         if any(isinstance(e, Mapping) and "except" in e for e in entries or ()):
-            reject(path, "is an 'except' inside an 'except'")
-        runs = other.resolve(value, path).runs()
+            given.refuse("is an 'except' inside an 'except'")
+        runs = other.resolve(given.value, given.path).runs()
         # A union of all at the end: one after the other, n of them would take n squared steps.
-        self._prompt.work.charge(len(runs), Unit.ENTRY, path)
+        self._prompt.work.charge(len(runs), Unit.ENTRY, given.path)
         self._excepted += runs
         self.wants_last_generated |= other.wants_last_generated
 
-    def _entry(self, value: Any, path: str) -> list[Run]:
-        if isinstance(name := plain(value), str):
-            return self._by_name(name, path)
-        if isinstance(value, Mapping):
-            match _kind(value):
-                case "text":
-                    return self._outright(self._by_text(value, path))
-                case "token_ids":
-                    return self._outright(self._by_token_ids(value, path))
-                case "role":
-                    return self._outright(self._by_role(value, path))
-                case "images":
-                    return self._outright(self._images(value["images"], f"{path}.images"))
-                case "modality":
-                    asked, path = value["modality"], f"{path}.modality"
-                    runs = self._prompt.media.modality(asked, path, self._length)
-                    return self._outright(self._few(runs, path))
-                case "start":
-                    return self._outright(self._range(value, path))
-                case "at":
-                    return self._outright(self._at(value, path))
-            given = unknown_keys(value, ())
-            reject(path, f"no selector has the keys {given}; {self._allowed()}")
-        reject(path, f"unknown selector {show(value)}; {self._allowed()}")
+    def _entry(self, given: Given) -> list[Run]:
+        value = given.value
+        if isinstance(plain(value), str):
+            return self._by_name(given.choice(NAMED_SELECTORS, f"{_UNKNOWN}; {_allowed()}"))
+        if not isinstance(value, Mapping):
+            given.refuse(f"{_UNKNOWN}; {_allowed()}")
+        for kind in KINDS:
+            if kind.reads(given):
+                return self._outright(kind.find(self, given))
+        given.refuse(f"no selector has the keys {unknown_keys(value, ())}; {_allowed()}")
 
-    def _by_name(self, name: str, path: str) -> list[Run]:
-        if name not in NAMED_SELECTORS:
-            reject(path, f"unknown selector {show(name)}; {self._allowed()}")
+    def _by_name(self, name: str) -> list[Run]:
         if name == "last_generated":
             self.wants_last_generated = True
         elif name in ("all_generated", "predicting", "all"):
@@ -262,121 +153,114 @@ class Selector:
             )
         return absolute
 
-    def _bounds(self, value: Mapping[Any, Any], path: str) -> tuple[int, int]:
+    def _bounds(self, given: Given) -> tuple[int, int]:
         """The position from which a mapping counts, and where what it can mean ends."""
-        match plain(value.get("of")):
-            case None:
-                return 0, self._end
-            case "prompt":
-                return 0, self._length
-            case "generated":
-                return self._length, self._end
-            case other:
-                reject(f"{path}.of", f"must be 'prompt' or 'generated', got {show(other)}")
+        of = given["of"]
+        if of.plain() is None:
+            return 0, self._end
+        prompt = of.choice(("prompt", "generated"), _OF) == "prompt"
+        return (0, self._length) if prompt else (self._length, self._end)
 
-    def _after(self, first: int, number: Any, path: str) -> int:
+    def _after(self, first: int, given: Given) -> int:
         """The position that a number means, counted from `first`."""
-        number = _need_int(number, path)
+        number = given.int()
         if first and number < 0:
-            reject(path, f"{show(number)} counts from the end of the answer, which is not known")
+            given.refuse("{given} counts from the end of the answer, which is not known")
         return number + first
 
-    def _at(self, value: Mapping[Any, Any], path: str) -> list[Run]:
-        (first, end), entries = self._bounds(value, path), plain_list(value["at"])
-        if not entries:
-            reject(f"{path}.at", f"must be a list of positions, got {show(value['at'])}")
-        self._prompt.work.charge(len(entries[: self._prompt.work.limit]), Unit.ENTRY, path)
-        found = [
-            self._one(self._after(first, entry, f"{path}.at[{i}]"), f"{path}.at[{i}]", end)
-            for i, entry in enumerate(entries)
-        ]
+    def _at(self, given: Given) -> list[Run]:
+        (first, end), at = self._bounds(given), given["at"]
+        if not (entries := plain_list(at.value)):
+            at.refuse("must be a list of positions, got {given}")
+        self._prompt.work.charge(len(entries[: self._prompt.work.limit]), Unit.ENTRY, given.path)
+        listed = (Given(entry, f"{at.path}[{i}]") for i, entry in enumerate(entries))
+        found = [self._one(self._after(first, entry), entry.path, end) for entry in listed]
         return [(position, position + 1) for position in found]
 
-    def _range(self, value: Mapping[Any, Any], path: str) -> list[Run]:
-        first, end = self._bounds(value, path)
+    def _range(self, given: Given) -> list[Run]:
+        first, end = self._bounds(given)
         numbers = {"start": first, "stop": end, "step": 1}
-        for key in value.keys() & numbers.keys():
-            from_first = first if key != "step" else 0
-            numbers[key] = self._after(from_first, value[key], f"{path}.{key}")
+        for key in given.value.keys() & numbers.keys():
+            numbers[key] = self._after(first if key != "step" else 0, given[key])
         if numbers["step"] < 1:
-            reject(f"{path}.step", f"must be at least 1, got {show(numbers['step'])}")
-        start = self._one(numbers["start"], f"{path}.start", end)
+            given["step"].refuse("must be at least 1, got {given}")
+        start = self._one(numbers["start"], given["start"].path, end)
         last = numbers["stop"] if numbers["stop"] >= 0 else numbers["stop"] + self._length
         if not start < last <= end:
-            reject(
-                f"{path}.stop",
+            given["stop"].refuse(
                 f"{show(numbers['stop'])} must be after start and at most {end}, "
                 "one past the last row",
             )
         if numbers["step"] == 1:
             return [(start, last)]
         positions = range(start, last, numbers["step"])
-        self._prompt.work.charge(len(positions), Unit.ENTRY, path)
+        self._prompt.work.charge(len(positions), Unit.ENTRY, given.path)
         return [(p, p + 1) for p in positions]
 
-    def _by_text(self, value: Mapping[Any, Any], path: str) -> list[Run]:
+    def _by_text(self, given: Given) -> list[Run]:
         """All tokens that have a character of a match."""
-        text, which = value["text"], _need_which(value, path)
-        path += ".text"
-        if not isinstance(text, str):
-            reject(path, f"must be a string, got {show(text)}")
+        chosen, asked = _chosen(given), given["text"]
+        text = asked.text("must be a string, got {given}")
         if not text:
-            reject(path, "is empty")
-        self._prompt.need_tokens(path)
+            asked.refuse("is empty")
+        self._prompt.need_tokens(asked.path)
         if BROKEN in text:
-            reject(path, "has U+FFFD, which decoded text has in place of broken characters")
+            asked.refuse("has U+FFFD, which decoded text has in place of broken characters")
         if self._prompt.tokenizer is None:
-            reject(
-                path,
+            asked.refuse(
                 "needs a tokenizer, and the engine was started with skip_tokenizer_init; "
                 "start it without, or use token_ids",
             )
-        for prompt in self._prompt.texts(path):
-            self._prompt.work.charge(len(prompt.text), Unit.SEARCHED, path)
+        for prompt in self._prompt.texts(asked.path):
+            self._prompt.work.charge(len(prompt.text), Unit.SEARCHED, asked.path)
             found = prompt.find(text)
             if len(found):
-                tokens = prompt.tokens_of(found[_chosen(which)], len(text))
-                return self._few(_runs(tokens, 1), path)
-        self._prompt.without(text, path)
+                tokens = prompt.tokens_of(found[chosen], len(text))
+                return self._few(_runs(tokens, 1), asked.path)
+        self._prompt.without(text, asked.path)
 
-    def _by_role(self, value: Mapping[Any, Any], path: str) -> list[Run]:
+    def _by_role(self, given: Given) -> list[Run]:
         """All tokens that have a character of a turn's content."""
-        turn = None if value.get("turn") is None else _need_int(value["turn"], f"{path}.turn")
-        prompt, turns = self._prompt, self._prompt.turns
+        prompt, turns, path = self._prompt, self._prompt.turns, given.path
         truncated = prompt.written is not None and prompt.written.truncated
         found: list[Run] = []
-        for index in need_turns(turns, plain(value["role"]), turn, path):
+        for index in need_turns(turns, given):
             assert turns is not None
             chat, pieces = turns.characters(index, len(prompt.text(path).text), prompt.work, path)
             tokens = tokens_of_turn(chat, pieces, [*prompt.texts(path)], truncated, path)
             found += _runs(tokens, 1)
         return self._few(found, path)
 
-    def _images(self, value: Any, path: str) -> list[Run]:
-        work, entries = self._prompt.work, plain_list(value)
+    def _images(self, given: Given) -> list[Run]:
+        work, asked = self._prompt.work, given["images"]
+        entries = plain_list(asked.value)
         if entries is not None:
             if not entries:
-                reject(path, "is empty")
-            work.charge(len(entries[: work.limit]), Unit.ENTRY, path)
-        return self._few(self._prompt.media.images(value, entries, path), path)
+                asked.refuse("is empty")
+            work.charge(len(entries[: work.limit]), Unit.ENTRY, asked.path)
+        return self._few(self._prompt.media.images(asked, entries), asked.path)
 
-    def _by_token_ids(self, value: Mapping[Any, Any], path: str) -> list[Run]:
-        token_ids, which = plain_list(value["token_ids"]), _need_which(value, path)
-        path += ".token_ids"
-        if token_ids is None:
-            reject(path, f"must be a list of token ids, got {show(value['token_ids'])}")
-        if not token_ids:
-            reject(path, "is empty")
-        self._prompt.need_tokens(path)
-        if len(token_ids) > self._length:
-            reject(path, f"has {len(token_ids)} tokens, the prompt has {self._length}")
-        token_ids = [_need_int(token_id, f"{path}[{i}]") for i, token_id in enumerate(token_ids)]
-        self._prompt.work.charge(self._length, Unit.SEARCHED, path)
+    def _modality(self, given: Given) -> list[Run]:
+        asked = given["modality"]
+        return self._few(self._prompt.media.modality(asked, self._length), asked.path)
+
+    def _by_token_ids(self, given: Given) -> list[Run]:
+        chosen, asked = _chosen(given), given["token_ids"]
+        listed = plain_list(asked.value)
+        if listed is None:
+            asked.refuse("must be a list of token ids, got {given}")
+        if not listed:
+            asked.refuse("is empty")
+        self._prompt.need_tokens(asked.path)
+        if len(listed) > self._length:
+            asked.refuse(f"has {len(listed)} tokens, the prompt has {self._length}")
+        token_ids = [Given(entry, f"{asked.path}[{i}]").int() for i, entry in enumerate(listed)]
+        self._prompt.work.charge(self._length, Unit.SEARCHED, asked.path)
         found = occurrences(self._prompt.token_ids, token_ids) if NO_TOKEN not in token_ids else []
         if not found:
-            given = ", ".join([show(t) for t in token_ids[:8]] + ["..."][: len(token_ids) > 8])
-            reject(path, f"[{given}] is not in the prompt, which has {self._length} tokens")
-        return self._few(_runs(found[_chosen(which)], len(token_ids)), path)
+            shown = ", ".join([show(t) for t in token_ids[:8]] + ["..."][: len(token_ids) > 8])
+            asked.refuse(f"[{shown}] is not in the prompt, which has {self._length} tokens")
+        return self._few(_runs(found[chosen], len(token_ids)), asked.path)
 
     def _outright(self, runs: list[Run]) -> list[Run]:
         self._named += runs
@@ -386,42 +270,35 @@ class Selector:
         self._prompt.work.charge(len(runs), Unit.ENTRY, path)
         return runs
 
-    @staticmethod
-    def _allowed() -> str:
-        return (
-            f"use {', '.join(NAMED_SELECTORS)}, a list of positions, {{'start', 'stop', 'step', "
-            "'of'}, {'at', 'of'}, {'text', 'which'}, {'token_ids', 'which'}, {'role', 'turn'}, "
-            "{'images'}, {'modality'} or a list of these, with {'except'}"
-        )
+
+KINDS = (
+    Kind(("start", "stop", "step", "of"), Selector._range, needed=False),
+    Kind(("at", "of"), Selector._at),
+    Kind(("text", "which"), Selector._by_text),
+    Kind(("token_ids", "which"), Selector._by_token_ids),
+    Kind(("role", "turn"), Selector._by_role),
+    Kind(("images",), Selector._images),
+    Kind(("modality",), Selector._modality),
+)
+"""Selectors that are mappings; beside these there is `except`, in a list."""
+
+_UNKNOWN = "unknown selector {given}"
+_OF = "must be 'prompt' or 'generated', got {given}"
+_CHOSEN = {"first": slice(1), "last": slice(-1, None), "all": slice(None)}
 
 
-def _kind(value: Mapping[Any, Any]) -> str:
-    """The first key of the selector that a mapping is; "" if it is none."""
-    for kind in KEYS:
-        # A range needs none of its keys.
-        needed = kind[0] in value or kind[0] == "start"
-        if needed and len(value) <= len(kind) and value.keys() <= {*kind}:
-            return kind[0]
-    return ""
+def _allowed() -> str:
+    mappings = ", ".join("{" + ", ".join(map(repr, kind.keys)) + "}" for kind in KINDS)
+    names = ", ".join(NAMED_SELECTORS)
+    return f"use {names}, a list of positions, {mappings} or a list of these, with {{'except'}}"
 
 
-def _need_int(value: Any, path: str) -> int:
-    value = plain(value)
-    if not isinstance(value, int) or isinstance(value, bool):
-        reject(path, f"must be an int, got {show(value)}")
-    return value
-
-
-def _need_which(value: Mapping[Any, Any], path: str) -> str:
-    which = value.get("which", "all")
-    if not isinstance(which, str) or which not in WHICH:
-        reject(f"{path}.which", f"must be {', '.join(WHICH)}, got {show(which)}")
-    return which
-
-
-def _chosen(which: str) -> slice:
-    """Return the slice that chooses these of the matches, in order."""
-    return {"first": slice(1), "last": slice(-1, None), "all": slice(None)}[which]
+def _chosen(given: Given) -> slice:
+    """Return the slice that chooses among the matches of a selector, in order."""
+    which = given.get("which", "all").choice(
+        _CHOSEN, f"must be {', '.join(_CHOSEN)}, got {{given}}"
+    )
+    return _CHOSEN[which]
 
 
 def _runs(begins: list[int] | np.ndarray, length: int) -> list[Run]:

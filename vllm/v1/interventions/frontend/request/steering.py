@@ -10,8 +10,9 @@ from vllm.v1.interventions.frontend.request.budget import Unit
 from vllm.v1.interventions.frontend.request.catalog import ModuleCatalog, origin
 from vllm.v1.interventions.frontend.request.focus import FocusParser, is_focus
 from vllm.v1.interventions.frontend.request.memo import VectorMemo
+from vllm.v1.interventions.frontend.request.prompt import Prompt
 from vllm.v1.interventions.frontend.request.segments import SegmentBuilder
-from vllm.v1.interventions.frontend.request.selectors import Prompt, Selector
+from vllm.v1.interventions.frontend.request.selectors import Selector
 from vllm.v1.interventions.given import Given
 from vllm.v1.interventions.operations import parse_ops
 from vllm.v1.interventions.plan import STEERING_FIELDS, TIERS, VECTOR_FIELDS, SteeringPlan
