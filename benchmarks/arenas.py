@@ -30,8 +30,8 @@ from vllm.config.points import STREAM_POINTS
 from vllm.config.steering import FAMILIES, SteeringConfig
 from vllm.v1.interventions.messages import num_table_rows
 from vllm.v1.interventions.shape import LayerShape, TapShape
-from vllm.v1.interventions.terms import Scalars
 from vllm.v1.interventions.worker.runner import WorkerInterventions
+from vllm.v1.steering_formula import Scalars
 
 MIB, WORD, DTYPE = 1 << 20, 4, torch.bfloat16
 _NAME = str(DTYPE).removeprefix("torch.")

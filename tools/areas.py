@@ -101,6 +101,7 @@ AREAS = (
             "vllm/config/operations.py",
             "vllm/v1/interventions/operations.py",
             "vllm/v1/interventions/terms.py",
+            "vllm/v1/steering_formula.py",
             "vllm/v1/interventions/worker/tables/terms.py",
         ),
     ),
@@ -286,7 +287,11 @@ AREAS = (
         "compatibility",
         budget=730,
         planned=640,
-        places=("vllm/entrypoints/compat/",),
+        places=(
+            "vllm/config/compat.py",
+            "vllm/v1/capture/lens_activations.py",
+            "vllm/v1/interventions/frontend/compat/",
+        ),
         core=False,
     ),
     Area(

@@ -12,6 +12,6 @@ exactly is a ValueError that names the field.
 
 from __future__ import annotations
 
-from vllm.entrypoints.compat.easysteer import fields_of as fields
+from vllm.v1.interventions.frontend.compat.easysteer import fields_of as fields
 
 __all__ = ["fields"]

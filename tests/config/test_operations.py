@@ -17,7 +17,7 @@ from vllm.config.operations import (
     Operation,
 )
 from vllm.config.steering import FAMILIES
-from vllm.v1.interventions.terms import Scalars
+from vllm.v1.steering_formula import Scalars
 
 pytestmark = pytest.mark.quick
 

@@ -26,13 +26,21 @@ BROKEN = [
     ("vllm/config/steering.py", "vllm.config.capture"),
     ("vllm/pilot/directions.py", "vllm.v1.interventions.vectors"),
     ("vllm/v1/capture/results.py", "vllm.pilot"),
+    (f"{IN}frontend/request/resolve.py", "vllm.entrypoints.serve.steering.body"),
+    ("vllm/model_executor/layers/steering_terms.py", "vllm.v1.interventions.errors"),
 ]
+SEAMS = [
+    ("request.patch", "frontend.compat.doors import is_asked", "vllm.entrypoints.llm"),
+    ("results.patch", "lens_activations import", "vllm.v1.interventions.frontend.compat.lens"),
+]
+"""Seam, a part of an import that it adds, a module that it may not import in its place."""
 
 
 @pytest.fixture
 def copied(tmp_path: Path) -> Path:
     """The repository's own files and settings, to be broken."""
     shutil.copytree(ROOT / "vllm", tmp_path / "vllm")
+    shutil.copytree(ROOT / "patches" / "seams", tmp_path / "patches" / "seams")
     shutil.copy(ROOT / "pyproject.toml", tmp_path)
     return tmp_path
 
@@ -52,3 +60,16 @@ def test_an_import_that_is_forbidden(
     said = " ".join(capfd.readouterr().out.split())
     assert Path(importer).stem in said
     assert "BROKEN" in said
+
+
+@pytest.mark.parametrize(("seam", "part", "imported"), SEAMS)
+def test_a_seam_that_imports_what_is_forbidden(
+    copied: Path, seam: str, part: str, imported: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    file = copied / "patches" / "seams" / seam
+    lines = file.read_text().splitlines(keepends=True)
+    [at] = [i for i, line in enumerate(lines) if line.startswith("+from vllm") and part in line]
+    lines[at] = f"+import {imported}\n"
+    file.write_text("".join(lines))
+    assert imports.main(copied) == 1
+    assert "BROKEN" in capfd.readouterr().out

@@ -64,7 +64,7 @@ def test_what_is_not_there_is_reported() -> None:
 
 ### A thing
 
-1. `vllm/v1/interventions/terms.py:Scalars` and `vllm/v1/interventions/terms.py:NOTHING`
+1. `vllm/v1/steering_formula.py:Scalars` and `vllm/v1/interventions/terms.py:NOTHING`
 2. `vllm/v1/nothing.py`, `tests/support`, `tests/nowhere`, `upstream.toml`, `nothing.toml`
 
 ## Else

@@ -7,8 +7,8 @@ from typing import Any
 
 from tests.errors.case import Case, path
 from tests.support.plans import VECTOR, config_of
-from vllm.entrypoints.compat import doors
-from vllm.entrypoints.compat.easysteer import MAX_VECTORS, fields_of
+from vllm.v1.interventions.frontend.compat import doors
+from vllm.v1.interventions.frontend.compat.easysteer import MAX_VECTORS, fields_of
 
 GOOD = {"data": VECTOR, "layers": [1]}
 V0, V1 = "s.vectors[0]", "s.vectors[1]"

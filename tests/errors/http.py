@@ -14,7 +14,6 @@ from starlette.datastructures import Headers
 
 from tests.errors.case import Case, path
 from tests.support.plans import HIDDEN, SHAPE, config_of
-from vllm.entrypoints.compat.peers import refuse_peer_args
 from vllm.entrypoints.serve.steering.access import SteeringAccess
 from vllm.entrypoints.serve.steering.api_router import layers, register, set_tiers
 from vllm.entrypoints.serve.steering.body import refuse_beams, refuse_unserved
@@ -22,6 +21,7 @@ from vllm.entrypoints.serve.steering.packed import MAX_ARRAY_BYTES, pack, read_v
 from vllm.entrypoints.serve.steering.playground_router import need_playground
 from vllm.entrypoints.serve.steering.protocol import MAX_BODY_BYTES, module_of, read_body
 from vllm.entrypoints.serve.steering.serving import need_finite
+from vllm.v1.interventions.frontend.compat.peers import refuse_peer_args
 from vllm.v1.steering.files import parse_safetensors
 from vllm.v1.steering.unshaped import ANY_FAMILY
 

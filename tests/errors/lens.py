@@ -17,12 +17,12 @@ from fastapi import HTTPException
 from tests.errors.case import Case, path
 from tests.support.plans import HIDDEN, SHAPE, config_of, with_layers
 from vllm import SamplingParams
-from vllm.entrypoints.compat import doors, lens
-from vllm.entrypoints.compat import opening as opening_module
-from vllm.entrypoints.compat.lens_routes import hooks
-from vllm.entrypoints.compat.opening import open_doors
-from vllm.entrypoints.compat.peers import ARGS
-from vllm.entrypoints.compat.wire import MAX_BYTES, decoded, encoded
+from vllm.config import compat as opening_module
+from vllm.config.compat import open_doors
+from vllm.entrypoints.serve.steering.lens_routes import hooks
+from vllm.v1.interventions.frontend.compat import doors, lens
+from vllm.v1.interventions.frontend.compat.peers import ARGS
+from vllm.v1.interventions.frontend.compat.wire import MAX_BYTES, decoded, encoded
 from vllm.v1.interventions.frontend.request.budget import Work
 from vllm.v1.interventions.makings import AttentionRule
 

@@ -42,7 +42,6 @@ from vllm import SamplingParams
 from vllm.config import VllmConfig
 from vllm.config.points import CAPTURE_POINTS, STEERING_POINTS
 from vllm.config.steering import FAMILIES
-from vllm.entrypoints.compat import doors
 from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
 from vllm.entrypoints.openai.completion.protocol import CompletionRequest
 from vllm.entrypoints.serve.steering import api_router, sweep_router
@@ -51,6 +50,7 @@ from vllm.entrypoints.serve.steering.serving import intervene
 from vllm.multimodal.inputs import PlaceholderRange
 from vllm.v1.capture.consumer import SHARED_FIELDS
 from vllm.v1.interventions import errors
+from vllm.v1.interventions.frontend.compat import doors
 from vllm.v1.interventions.frontend.control.steering import AsyncSteering
 from vllm.v1.interventions.frontend.request import capture as capture_request
 from vllm.v1.interventions.frontend.request import selectors

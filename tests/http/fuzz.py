@@ -194,7 +194,7 @@ def far(fields: dict[str, Any], rng: random.Random) -> None:
 
 def foreign(fields: dict[str, Any], rng: random.Random) -> None:
     """A field of another tool beside those that are right, or one of ours that nothing reads."""
-    from vllm.entrypoints.compat.peers import KNOWN, NESTS
+    from vllm.v1.interventions.frontend.compat.peers import KNOWN, NESTS
     from vllm.v1.interventions.plan import PLAN_FIELDS
 
     if (chance := rng.random()) < 0.4:

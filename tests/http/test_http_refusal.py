@@ -11,7 +11,6 @@ import pytest
 from fastapi import HTTPException, Request, UploadFile
 
 from vllm.entrypoints.anthropic.protocol import AnthropicMessagesRequest
-from vllm.entrypoints.compat.peers import KNOWN, NESTS
 from vllm.entrypoints.launchers.cli_args import make_arg_parser
 from vllm.entrypoints.openai.chat_completion.protocol import (
     BatchChatCompletionRequest,
@@ -33,6 +32,7 @@ from vllm.entrypoints.serve.tokenize.protocol import TokenizeCompletionRequest
 from vllm.entrypoints.serve.utils.api_utils import redact_sensitive_args
 from vllm.entrypoints.speech_to_text.transcription.protocol import TranscriptionRequest
 from vllm.utils.argparse_utils import FlexibleArgumentParser
+from vllm.v1.interventions.frontend.compat.peers import KNOWN, NESTS
 from vllm.v1.interventions.plan import PLAN_FIELDS
 
 pytestmark = pytest.mark.quick

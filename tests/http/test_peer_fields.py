@@ -13,15 +13,15 @@ from tests.docs.links import anchors
 from tests.http.checks import PROMPT, SAID
 from tests.http.server import Server, greedy
 from tests.support.plans import config_of
-from vllm.entrypoints.compat import peers
-from vllm.entrypoints.compat.peers import (
+from vllm.v1.interventions.errors import InterventionError
+from vllm.v1.interventions.frontend.compat import peers
+from vllm.v1.interventions.frontend.compat.peers import (
     KNOWN,
     NESTS,
     refuse_peer_args,
     refuse_peer_fields,
     refuse_peer_ops,
 )
-from vllm.v1.interventions.errors import InterventionError
 from vllm.v1.interventions.plan import PLAN_FIELDS
 
 pytestmark = pytest.mark.full

@@ -15,7 +15,8 @@ from vllm.config.operations import STREAM_OPERATIONS
 from vllm.v1.interventions.errors import InterventionError
 from vllm.v1.interventions.operations import Op, parse_ops
 from vllm.v1.interventions.positions import Positions
-from vllm.v1.interventions.terms import INF, Scalars, make_term
+from vllm.v1.interventions.terms import make_term
+from vllm.v1.steering_formula import INF, Scalars
 
 pytestmark = pytest.mark.quick
 

@@ -36,7 +36,7 @@ from tests.peers.call import (
     to,
     without_v,
 )
-from vllm.entrypoints.compat.easysteer import fields_of
+from vllm.v1.interventions.frontend.compat.easysteer import fields_of
 
 
 def easy(*vectors: dict[str, Any], data: Any = V, **spec: Any) -> dict[str, Any]:

@@ -26,8 +26,8 @@ if __name__ == "__main__":
 
 from tests.http.server import greedy
 from tests.support.plans import SHAPE
-from vllm.entrypoints.compat import lens, wire
 from vllm.v1.interventions.errors import InterventionError
+from vllm.v1.interventions.frontend.compat import lens, wire
 from vllm.v1.interventions.frontend.request.budget import Work
 
 LAYER = 1

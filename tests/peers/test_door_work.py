@@ -25,11 +25,18 @@ import torch
 from tests.support.plans import HIDDEN, VECTOR, config_of
 from vllm import SamplingParams
 from vllm.config.points import STREAM_POINTS
-from vllm.entrypoints.compat import lens, wire
-from vllm.entrypoints.compat.doors import EASYSTEER, LENS, READS, is_asked, read_args, read_fields
 from vllm.entrypoints.serve.steering import capture_results, serving
 from vllm.v1.capture.results import CapturedRows, CaptureResult
 from vllm.v1.interventions.errors import InterventionError
+from vllm.v1.interventions.frontend.compat import lens, wire
+from vllm.v1.interventions.frontend.compat.doors import (
+    EASYSTEER,
+    LENS,
+    READS,
+    is_asked,
+    read_args,
+    read_fields,
+)
 from vllm.v1.interventions.frontend.request.catalog import ModuleCatalog
 from vllm.v1.interventions.frontend.request.plan_threads import PlanThreads
 from vllm.v1.interventions.plan import PLAN_FIELDS

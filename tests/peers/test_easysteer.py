@@ -13,12 +13,12 @@ import pytest
 from examples.peers.easysteer import fields
 from tests.support.plans import HIDDEN, config_of
 from vllm import SamplingParams
-from vllm.entrypoints.compat import peers
-from vllm.entrypoints.compat.doors import read_args, read_fields
-from vllm.entrypoints.compat.opening import open_doors
+from vllm.config.compat import open_doors
 from vllm.entrypoints.serve.steering.body import set_plan_fields
 from vllm.entrypoints.serve.steering.client import pack
 from vllm.v1.interventions.errors import InterventionError
+from vllm.v1.interventions.frontend.compat import peers
+from vllm.v1.interventions.frontend.compat.doors import read_args, read_fields
 
 pytestmark = pytest.mark.quick
 

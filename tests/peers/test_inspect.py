@@ -174,6 +174,7 @@ def test_what_is_refused_names_the_field(ran: Ran) -> None:
 def test_the_server_does_not_need_inspect() -> None:
     program = (
         "import sys; sys.modules['inspect_ai'] = None\n"
-        "import vllm.entrypoints.compat.doors, vllm.entrypoints.serve.steering.serving"
+        "import vllm.v1.interventions.frontend.compat.doors\n"
+        "import vllm.entrypoints.serve.steering.serving"
     )
     subprocess.run([sys.executable, "-c", program], check=True, timeout=1800)

@@ -23,9 +23,9 @@ from tests.peers.lens_fuzz import broken, small
 from tests.support.plans import HIDDEN, SHAPE
 from tests.support.serving import relative
 from vllm import LLM, SamplingParams
-from vllm.entrypoints.compat import lens, wire
-from vllm.entrypoints.compat.opening import open_doors
+from vllm.config.compat import open_doors
 from vllm.v1.interventions.errors import InterventionError
+from vllm.v1.interventions.frontend.compat import lens, wire
 from vllm.v1.interventions.frontend.request.budget import Work
 
 zstandard = pytest.importorskip("zstandard")

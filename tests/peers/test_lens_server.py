@@ -32,7 +32,7 @@ V = vector(31)
 
 def asked(**more: Any) -> dict[str, Any]:
     """`vllm_xargs` that capture a layer, and add V there if `scale` is given."""
-    from vllm.entrypoints.compat import wire
+    from vllm.v1.interventions.frontend.compat import wire
 
     args: dict[str, Any] = {"output_residual_stream": f"[{LAYER}]"}
     if more:
@@ -43,7 +43,7 @@ def asked(**more: Any) -> dict[str, Any]:
 
 def rows_of(answer: Any) -> torch.Tensor:
     """[1, n, hidden] of an answer, or of one of its choices."""
-    from vllm.entrypoints.compat import wire
+    from vllm.v1.interventions.frontend.compat import wire
 
     return wire.decoded(answer["activations"]["residual_stream"], "activations")
 

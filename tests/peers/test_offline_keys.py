@@ -15,8 +15,8 @@ from tests.conformance.engine import make_llm, shut_down
 from tests.http.server import save_model
 from vllm import SamplingParams
 from vllm.engine.arg_utils import AsyncEngineArgs
-from vllm.entrypoints.compat.peers import FIELDS, KNOWN
 from vllm.v1.engine.async_llm import AsyncLLM
+from vllm.v1.interventions.frontend.compat.peers import FIELDS, KNOWN
 from vllm.v1.interventions.plan import PLAN_FIELDS
 
 if TYPE_CHECKING:

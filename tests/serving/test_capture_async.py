@@ -20,11 +20,11 @@ from tests.support.consumers import PATIENCE
 from tests.support.serving import prompt_of
 from vllm import SamplingParams
 from vllm.engine.arg_utils import AsyncEngineArgs
-from vllm.entrypoints.compat.peers import ARGS
 from vllm.inputs import TokensPrompt
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError
+from vllm.v1.interventions.frontend.compat.peers import ARGS
 
 if TYPE_CHECKING:
     from tests.conftest import TinyModels

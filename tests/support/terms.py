@@ -20,7 +20,8 @@ from vllm.model_executor.layers.steering_terms import TermTables
 from vllm.v1.interventions.operations import Op, parse_ops
 from vllm.v1.interventions.positions import Positions
 from vllm.v1.interventions.shape import LayerShape, TapShape
-from vllm.v1.interventions.terms import Scalars, Term
+from vllm.v1.interventions.terms import Term
+from vllm.v1.steering_formula import Scalars
 
 POINT, LAYER = "post_block", 1
 MAX_TERMS = 8

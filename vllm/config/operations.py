@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Operations that steer, each in one record of a table.
 
-An operation is numbers of the formula in `vllm.v1.interventions.terms`, some fixed and some that a
+An operation is numbers of the formula in `vllm.v1.steering_formula`, some fixed and some that a
 user gives, and a vector. How it is read, written to files, scaled and documented follows from its
 record.
 """

@@ -23,7 +23,7 @@ def hide_secrets(args: dict[str, Any]) -> None:
 def steering_config_of(args: "EngineArgs") -> SteeringConfig:
     """Make the steering config of the engine arguments."""
     if args.compat:
-        from vllm.entrypoints.compat.opening import open_doors
+        from vllm.config.compat import open_doors
 
         open_doors(args)
     return SteeringConfig(

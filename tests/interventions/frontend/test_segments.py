@@ -16,8 +16,9 @@ from vllm.config.points import STREAM_POINTS
 from vllm.config.steering import FAMILIES
 from vllm.v1.interventions.plan import UNSTEERED, Plan, Site, SteeringPlan
 from vllm.v1.interventions.scheduler.state import ModuleStore
-from vllm.v1.interventions.terms import Scalars, Term, make_term
+from vllm.v1.interventions.terms import Term, make_term
 from vllm.v1.steering.modules import Module, parse_module
+from vllm.v1.steering_formula import Scalars
 
 pytestmark = pytest.mark.quick
 

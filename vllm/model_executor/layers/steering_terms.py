@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The general update of a residual stream: one opaque op a site, `torch.ops.vllm.steer_rows`.
 
-`vllm/v1/interventions/terms.py` has the formula, `tests/support/op_reference.py` its meaning in
+`vllm/v1/steering_formula.py` has the formula, `tests/support/op_reference.py` its meaning in
 float64. A token's *program* is a row of `programs`: the terms that act on it at this site, in
 order. On CUDA a Triton kernel does the work, elsewhere torch; both compute in float32 and cast
 once.
@@ -14,7 +14,7 @@ import torch
 from vllm.platforms import current_platform
 from vllm.triton_utils import HAS_TRITON
 from vllm.utils.torch_utils import direct_register_custom_op
-from vllm.v1.interventions.terms import Scalars
+from vllm.v1.steering_formula import Scalars
 
 _COLUMN = {name: column for column, name in enumerate(Scalars._fields)}
 

@@ -11,7 +11,7 @@ import torch
 
 from vllm.v1.interventions.makings import AttentionRead, LensRead
 from vllm.v1.interventions.plan import Site, VectorSet
-from vllm.v1.interventions.terms import Scalars
+from vllm.v1.steering_formula import Scalars
 
 NOTHING, GLOBALS_ALONE = 0, 1
 """Slots that belong to nobody: zeros, and what plain requests get while global tiers are set."""

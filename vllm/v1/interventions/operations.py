@@ -19,9 +19,10 @@ from vllm.v1.interventions.plan import Site
 from vllm.v1.interventions.positions import ALL, Positions
 from vllm.v1.interventions.shape import TapShape
 from vllm.v1.interventions.sites import need_sites
-from vllm.v1.interventions.terms import Scalars, Term, make_term
+from vllm.v1.interventions.terms import Term, make_term
 from vllm.v1.interventions.values import Array, plain, plain_list
 from vllm.v1.interventions.vectors import need_one_width, need_unit, pack_float32, pack_unit
+from vllm.v1.steering_formula import Scalars
 
 _GATE_KEYS = ("probe", "threshold", "sharpness")
 

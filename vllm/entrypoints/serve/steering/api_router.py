@@ -13,9 +13,9 @@ from fastapi import APIRouter, FastAPI, HTTPException, Request
 from fastapi.responses import JSONResponse, Response
 
 from vllm import envs
+from vllm.config.compat import LENS
 from vllm.config.points import POINTS
-from vllm.entrypoints.compat.lens_routes import router as lens_router
-from vllm.entrypoints.compat.opening import LENS
+from vllm.entrypoints.serve.steering.lens_routes import router as lens_router
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.interventions.errors import reject
 from vllm.v1.interventions.frontend.control.steering import AsyncSteering

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from pydantic import BaseModel, model_validator
 
-from vllm.entrypoints.compat import peers
 from vllm.exceptions import VLLMValidationError
 from vllm.v1.interventions.errors import reject, show_key
+from vllm.v1.interventions.frontend.compat import peers
 from vllm.v1.interventions.frontend.request.capture import MAX_CAPTURES
 from vllm.v1.interventions.given_rules import MAX_RULES
 from vllm.v1.interventions.plan import INHERIT, PLAN_FIELDS, VECTOR_FIELDS

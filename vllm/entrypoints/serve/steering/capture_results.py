@@ -16,11 +16,11 @@ from pydantic import BaseModel, PrivateAttr, model_serializer
 from starlette.concurrency import run_in_threadpool
 from torch.nn.utils.rnn import pad_sequence
 
-from vllm.entrypoints.compat import lens
 from vllm.v1.capture.attention import AttentionRows
 from vllm.v1.capture.lens import LensRows
 from vllm.v1.capture.results import CapturedRows, CaptureResult, SiteRows
 from vllm.v1.interventions.errors import describe
+from vllm.v1.interventions.frontend.compat import lens
 
 from .packed import pack
 

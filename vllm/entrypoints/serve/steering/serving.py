@@ -7,12 +7,16 @@ from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
-from vllm.entrypoints.compat.doors import is_asked, read_args, read_fields
-from vllm.entrypoints.compat.lens import STEER
-from vllm.entrypoints.compat.peers import refuse_peer_args, refuse_peer_fields, refuse_peer_ops
 from vllm.logger import init_logger
 from vllm.sampling_params import BeamSearchParams, SamplingParams
 from vllm.v1.interventions.errors import printable, reject
+from vllm.v1.interventions.frontend.compat.doors import is_asked, read_args, read_fields
+from vllm.v1.interventions.frontend.compat.lens import STEER
+from vllm.v1.interventions.frontend.compat.peers import (
+    refuse_peer_args,
+    refuse_peer_fields,
+    refuse_peer_ops,
+)
 from vllm.v1.interventions.frontend.request.capture import NumberedCapture
 from vllm.v1.interventions.frontend.request.media import sent_again
 from vllm.v1.interventions.frontend.request.resolve import resolve

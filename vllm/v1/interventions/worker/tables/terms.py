@@ -13,7 +13,7 @@ from vllm.utils.torch_utils import async_tensor_h2d
 from vllm.v1.interventions.messages import PlacedProgram, PlacedTerm
 from vllm.v1.interventions.plan import Site
 from vllm.v1.interventions.shape import TapShape
-from vllm.v1.interventions.terms import Scalars
+from vllm.v1.steering_formula import Scalars
 
 _LANE = Scalars._fields.index("lane")
 

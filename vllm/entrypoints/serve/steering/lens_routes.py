@@ -5,7 +5,7 @@ from http import HTTPStatus
 
 from fastapi import APIRouter, HTTPException
 
-from vllm.entrypoints.compat.peers import ARGS, LENS
+from vllm.v1.interventions.frontend.compat.peers import ARGS, LENS
 
 router = APIRouter(include_in_schema=False)
 

@@ -10,11 +10,11 @@ from collections.abc import Mapping
 from dataclasses import is_dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from vllm.entrypoints.compat import easysteer, lens
-from vllm.entrypoints.compat.opening import EASYSTEER, FAMILIES, LENS
-from vllm.entrypoints.compat.peers import SPEC, refuse_peer_args, said
+from vllm.config.compat import EASYSTEER, FAMILIES, LENS
 from vllm.sampling_params import SamplingParams
 from vllm.v1.interventions.errors import reject
+from vllm.v1.interventions.frontend.compat import easysteer, lens
+from vllm.v1.interventions.frontend.compat.peers import SPEC, refuse_peer_args, said
 from vllm.v1.interventions.frontend.request.budget import Work
 from vllm.v1.interventions.plan import INHERIT, PLAN_FIELDS, STEERING_FIELDS
 
