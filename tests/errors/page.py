@@ -11,7 +11,10 @@ PAGE = ROOT / "docs" / "errors.md"
 _ROW = re.compile(r"^\| `(.+?)` \|", re.MULTILINE)
 _PLACE = re.compile(r"\\\{([a-z]+)\\\}")
 
-MESSAGES = _ROW.findall(PAGE.read_text())
+BEGIN = "<!-- mistakes: python -m tests.errors.mistakes -->"
+"""Begins the table of mistakes, which is generated; tables of messages stand before it."""
+
+MESSAGES = _ROW.findall(PAGE.read_text().partition(BEGIN)[0])
 
 
 def pattern(message: str) -> re.Pattern[str]:

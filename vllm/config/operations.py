@@ -63,6 +63,8 @@ class Operation:
     """True if it acts on the residual stream."""
     on_heads: bool = False
     """True if it acts on heads of attention."""
+    also: tuple[str, ...] = ()
+    """Names that it has elsewhere, for errors that say which one was meant."""
 
     @property
     def needed(self) -> tuple[str, ...]:
@@ -104,19 +106,45 @@ _MIRROR = (("strength", 2.0), *_ZERO)
 
 _LISTED = (
     Operation(
-        "add", (_SCALE,), (), "vector", "constant", rows=True, scaled="constant", on_heads=True
+        "add",
+        (_SCALE,),
+        (),
+        "vector",
+        "constant",
+        rows=True,
+        scaled="constant",
+        on_heads=True,
+        also=("actadd", "activation_addition", "add_vector", "caa", "direct", "steer"),
     ),
     Operation("norm_match", (_BY_NORM,), (), "direction", unit=True, rows=True, scaled="norm"),
-    Operation("ablate", (_STRENGTH,), _ZERO, "direction", unit=True, scaled="strength"),
+    Operation(
+        "ablate",
+        (_STRENGTH,),
+        _ZERO,
+        "direction",
+        unit=True,
+        scaled="strength",
+        also=("ablation", "directional_ablation", "erase", "orthogonalize", "project_out"),
+    ),
     Operation("clamp", (_LO, _HI, _STRENGTH), (), "direction", unit=True, one_of=("lo", "hi")),
-    Operation("pin", (_VALUE, _STRENGTH), (), "direction", unit=True),
-    Operation("replace", (_ALPHA,), (), "values"),
-    Operation("normalize", fixed=(("renorm", 1.0),)),
+    Operation(
+        "pin",
+        (_VALUE, _STRENGTH),
+        (),
+        "direction",
+        unit=True,
+        also=("adjust_rs", "set", "set_value"),
+    ),
+    Operation("replace", (_ALPHA,), (), "values", also=("patch", "substitute")),
+    Operation("normalize", fixed=(("renorm", 1.0),), also=("norm", "renormalize")),
     Operation("swap", (), _MIRROR, "direction", unit=True, other="other"),
     Operation("scale", (_FACTOR,), on_stream=False, on_heads=True),
 )
 OPERATIONS = {operation.name: operation for operation in _LISTED}
 """Name -> operation."""
+
+ALSO = {name: operation.name for operation in _LISTED for name in operation.also}
+"""Name of an operation elsewhere -> its name here."""
 
 STREAM_OPERATIONS = tuple(o.name for o in OPERATIONS.values() if o.on_stream)
 """Names of operations on the residual stream."""

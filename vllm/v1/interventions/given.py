@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from vllm.config.points import STREAM_POINTS
-from vllm.v1.interventions.errors import refuse_unknown_keys, reject, show, show_key
+from vllm.v1.interventions.errors import likely, refuse_unknown_keys, reject, show, show_key
 from vllm.v1.interventions.positions import Positions
 from vllm.v1.interventions.shape import TapShape
 from vllm.v1.interventions.sites import need_heads, need_layers, need_point
@@ -21,6 +21,8 @@ from vllm.v1.interventions.values import Array, is_array, is_plain, plain, plain
 MAX_SCALE = 1e30
 """Largest number in a request: products stay far inside float64, and the sum is checked again in
 the model's dtype."""
+
+_NOTHING: Mapping[str, str] = {}
 
 Select = Callable[[Any, str], Positions]
 """Resolves a value of `positions`, given with its path, to the positions it means."""
@@ -112,11 +114,17 @@ class Given:
         """The value, as `values.plain` makes it."""
         return plain(self.value)
 
-    def choice(self, options: Collection[str], message: str) -> str:
-        """One of some texts."""
+    def choice(
+        self, options: Collection[str], message: str, also: Mapping[str, str] = _NOTHING
+    ) -> str:
+        """One of some texts; where it is refused, the error names the one that was probably meant.
+
+        Args:
+            also: names of other tools -> the options that they mean, for that error.
+        """
         value = plain(self.value)
         if not isinstance(value, str) or value not in options:
-            self.refuse(message)
+            self.refuse(message, show(value) + likely(value, options, also))
         return value
 
     def text(self, message: str, pattern: re.Pattern[str] | None = None) -> str:

@@ -2,7 +2,7 @@
 """Operations in a request (`SamplingParams.steering`): parsed and checked."""
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from vllm.config.operations import HEAD_OPERATIONS, OPERATIONS, Operation
+from vllm.config.operations import ALSO, HEAD_OPERATIONS, OPERATIONS, Operation
 from vllm.config.points import RETURNED
-from vllm.v1.interventions.errors import need_family
+from vllm.v1.interventions.errors import first_likely, need_family, show
 from vllm.v1.interventions.focus import FOCUS
 from vllm.v1.interventions.given import Given, Select
 from vllm.v1.interventions.plan import Site
@@ -110,7 +110,10 @@ def parse_ops(
     """
     ops: list[Op] = []
     at_site: Counter[Site] = Counter()
-    for entry in Given(value, path).entries("must be a list of operations, got {given}"):
+    given = Given(value, path)
+    if isinstance(value, Mapping):
+        given.refuse(_LIST, f"{show(value)} (one operation stands in a list of one)")
+    for entry in given.entries(_LIST):
         if others(entry.value, entry.path):
             continue
         op = _Entry(entry, shape, families).parse(select)
@@ -120,6 +123,9 @@ def parse_ops(
                 entry.refuse(f"is one operation more than {max_terms} at {point} {layer}")
         ops.append(op)
     return ops
+
+
+_LIST = "must be a list of operations, got {given}"
 
 
 class _Entry:
@@ -183,7 +189,10 @@ class _Entry:
         if op.plain() == FOCUS:
             op.refuse("focus belongs to a request, as its span does")
         said = ", ".join((*OPERATIONS, FOCUS))
-        name = op.choice(OPERATIONS, f"unknown operation {{given}}; operations are {said}")
+        unknown = f"unknown operation {{given}}; operations are {said}"
+        if "op" not in self.given and (meant := first_likely(self.given.value, "op")):
+            op.refuse(unknown, f"None (did you mean 'op' by {meant}?)")
+        name = op.choice(OPERATIONS, unknown, ALSO)
         operation = OPERATIONS[name]
         if self.of_heads and not operation.on_heads:
             do = " and ".join(HEAD_OPERATIONS)

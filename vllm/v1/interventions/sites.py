@@ -10,7 +10,7 @@ import msgspec
 from vllm.config.capture import CaptureConfig
 from vllm.config.points import POINTS, READ_POINTS, RETURNED, STEERING_POINTS, STREAM_POINTS
 from vllm.config.steering import SteeringConfig
-from vllm.v1.interventions.errors import reject, show, show_key
+from vllm.v1.interventions.errors import likely, reject, show, show_key
 from vllm.v1.interventions.plan import Site
 from vllm.v1.interventions.shape import LayerShape, TapShape
 from vllm.v1.interventions.values import plain, plain_list
@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 
 _INT = re.compile(r"-?\d{1,9}")
 _RANGE = re.compile(r"(\d{1,9})-(\d{1,9})")
+_SLICE = re.compile(r"(\d{1,9}):(\d{1,9})")
+_MOST_LAYERS = 1e9
 
 
 def need_point(
@@ -30,13 +32,49 @@ def need_point(
     if not isinstance(value, str) or value not in allowed:
         if isinstance(value, str) and value in POINTS and (instead := POINTS[value].instead):
             reject(path, f"{value!r} can only be captured; here use {instead}")
-        reject(path, f"unknown point {show(value)}; points are {', '.join(allowed)}")
+        meant = likely(_plain_name(value), allowed, _ELSEWHERE)
+        reject(path, f"unknown point {show(value)}{meant}; points are {', '.join(allowed)}")
     if not any(value in shape.offers(layer) for layer in shape.layers):
         offered = {p for layer in shape.layers for p in shape.offers(layer)}
         near = offered.intersection(STREAM_POINTS if value in STREAM_POINTS else allowed)
         has = sorted(near, key=allowed.index)
         reject(path, f"this model has no point {value!r}; it has {', '.join(has)}")
     return value
+
+
+_ELSEWHERE = {
+    "resid_pre": "pre_attn",
+    "block_input": "pre_attn",
+    "input": "pre_attn",
+    "resid_mid": "post_attn",
+    "resid_post": "post_block",
+    "block_output": "post_block",
+    "output": "post_block",
+    "residual": "post_block",
+    "residual_stream": "post_block",
+    "hidden_states": "post_block",
+    "attention_output": "attn_out",
+    "self_attn": "attn_out",
+    "mlp": "mlp_out",
+    "mlp_output": "mlp_out",
+    "rot_q": "q",
+    "rot_k": "k",
+    "attention_value_output": "z",
+    "embedding": "embed",
+    "embeddings": "embed",
+    "ln_final": "final",
+    "norm": "final",
+}
+"""Name of a point in TransformerLens, nnsight, pyvene and other tools, without what stands around
+it -> the point here (docs/coming-from.md)."""
+
+
+def _plain_name(value: Any) -> Any:
+    """The last part of another tool's path, such as `resid_post` of `blocks.5.hook_resid_post`."""
+    if not isinstance(value, str):
+        return value
+    parts = [part for part in value[:80].split(".") if not part.isdecimal()]
+    return parts[-1].removeprefix("hook_") if parts else value
 
 
 def need_layers(value: Any, point: str, path: str, shape: TapShape) -> list[int]:
@@ -173,7 +211,7 @@ def _need_points(sites: Iterable[Site], path: str, option: str, points: Sequence
             if tap not in points:
                 of = "" if tap == point else f"is made of {tap}, and "
                 started = f"{of}the engine was started with {option}={list(points)}"
-                reject(f"{path}.{point}", started)
+                reject(f"{path}.{point}", f"{started}; start it with {tap!r} among them")
 
 
 def _layers_of(value: Any, point: str, path: str, shape: TapShape) -> list[int]:
@@ -192,7 +230,8 @@ def _layers_of(value: Any, point: str, path: str, shape: TapShape) -> list[int]:
     else:
         reject(
             path,
-            f"{show(value)} is not a layer: use an int, a range like '4-11', 'all' or a list",
+            f"{show(value)}{_likely_layers(value)} is not a layer: use an int, a range like "
+            "'4-11', 'all' or a list",
         )
     if -(count := max(shape.layers) + 1) <= first < 0:
         first = last = first + count
@@ -206,6 +245,16 @@ def _layers_of(value: Any, point: str, path: str, shape: TapShape) -> list[int]:
             has = shape.layers[layer].points if point in STREAM_POINTS else shape.offers(layer)
             reject(path, f"layer {layer} has no point {point!r}; it has {', '.join(has)}")
     return layers
+
+
+def _likely_layers(value: Any) -> str:
+    """Name the layers that were probably meant: of a slice as Python has it, or of a float."""
+    if isinstance(value, str) and (match := _SLICE.fullmatch(value)):
+        first, last = int(match[1]), int(match[2]) - 1
+        return f" (did you mean '{first}-{last}'?)" if first <= last else ""
+    if isinstance(value, float) and value.is_integer() and abs(value) < _MOST_LAYERS:
+        return f" (did you mean {int(value)}?)"
+    return ""
 
 
 def _has(shape: TapShape) -> str:

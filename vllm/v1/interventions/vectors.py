@@ -9,12 +9,13 @@ import numpy as np
 import torch
 
 from vllm.config.points import STEERING_POINTS, STREAM_POINTS
-from vllm.v1.interventions.errors import reject
+from vllm.v1.interventions.errors import reject, show
 from vllm.v1.interventions.given import Given, Select
 from vllm.v1.interventions.plan import Site, VectorSet
 from vllm.v1.interventions.positions import Positions
 from vllm.v1.interventions.shape import TapShape
 from vllm.v1.interventions.sites import site_order
+from vllm.v1.interventions.values import is_array
 
 Vectors = dict[Site, np.ndarray]
 """Site -> float64 [hidden], of all lanes [lanes * hidden], of z [heads * width]; scale applied."""
@@ -43,6 +44,9 @@ def parse_vectors(
     seen: set[Site] = set()
     for point_key, entries in Given(value, path).items():
         point = point_key.point(shape, STEERING_POINTS)
+        if is_array(entries.value) and entries.value.ndim > 1:
+            each = f"{show(entries.value)} (for a vector of each layer: dict(enumerate(rows)))"
+            entries.refuse("must be a mapping, got {given}", each)
         for layers_key, entry in entries.items():
             layers = layers_key.layers(point, shape)
             widths = {shape.row_width((point, layer)) for layer in layers}

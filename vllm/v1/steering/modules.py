@@ -14,7 +14,7 @@ import torch
 
 from vllm.config.operations import OPERATIONS
 from vllm.config.steering import SteeringConfig
-from vllm.v1.interventions.errors import refuse_unknown_keys, reject, show
+from vllm.v1.interventions.errors import likely, refuse_unknown_keys, reject, show
 from vllm.v1.interventions.given import Given
 from vllm.v1.interventions.given_rules import GivenRule
 from vllm.v1.interventions.operations import Op, parse_ops
@@ -186,8 +186,9 @@ def need_module(modules: Mapping[str, Module], name: Any, path: str) -> Module:
         reject(path, f"must be a name or (name, scale), got {show(name)}")
     if name not in modules or name.startswith("_"):
         # Sorted first: another thread may add one.
-        known = ", ".join([n for n in sorted(modules) if not n.startswith("_")][:20]) or "none"
-        reject(path, f"unknown module {show(name)}; registered are {known}")
+        named = [n for n in sorted(modules) if not n.startswith("_")]
+        known = ", ".join(named[:20]) or "none"
+        reject(path, f"unknown module {show(name)}{likely(name, named)}; registered are {known}")
     return modules[name]
 
 

@@ -7,14 +7,13 @@ at a time: with fields of ours beside it is refused.
 
 import copy
 from collections.abc import Mapping
-from dataclasses import is_dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from vllm.config.compat import EASYSTEER, FAMILIES, LENS
 from vllm.sampling_params import SamplingParams
 from vllm.v1.interventions.errors import reject
 from vllm.v1.interventions.frontend.compat import easysteer, lens
-from vllm.v1.interventions.frontend.compat.peers import SPEC, refuse_peer_args, said
+from vllm.v1.interventions.frontend.compat.peers import SPEC, is_spec, refuse_peer_args, said
 from vllm.v1.interventions.frontend.request.budget import Work
 from vllm.v1.interventions.plan import INHERIT, PLAN_FIELDS, STEERING_FIELDS
 
@@ -67,11 +66,6 @@ def _with_spec(params: _P, config: "VllmConfig", num_prompts: int) -> _P:
 def _work(config: "VllmConfig", num_prompts: int) -> Work:
     """Make the budget of what a door does for one request: as much as its fields have then."""
     return Work(config.steering_config.max_request_work, num_prompts=num_prompts)
-
-
-def is_spec(steering: Any) -> bool:
-    """Tell whether a field `steering` is for EasySteer: ours is a list."""
-    return isinstance(steering, Mapping) or is_dataclass(steering)
 
 
 def is_asked(params: Any, config: "VllmConfig") -> bool:

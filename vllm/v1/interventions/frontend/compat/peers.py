@@ -8,6 +8,7 @@ request written for another tool would be answered with unsteered text.
 import os
 import sys
 from collections.abc import Mapping
+from dataclasses import is_dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from vllm.v1.interventions.errors import reject
@@ -132,7 +133,7 @@ def refuse_peer_fields(extra: Mapping[str, Any] | None, config: "VllmConfig") ->
             said(Foreign(RHIZO, "it not at all: a finished answer is a finished capture")),
         )
     steering = extra.get("steering")
-    if isinstance(steering, Mapping) and "easysteer" not in config.steering_config.compat:
+    if is_spec(steering) and "easysteer" not in config.steering_config.compat:
         reject("steering", said(SPEC))
     if steering is not None and extra.get("conversation_id") is not None:
         reject(
@@ -150,6 +151,12 @@ def refuse_peer_ops(steering: Any) -> None:
     for i, entry in enumerate(steering if isinstance(steering, list) else ()):
         if isinstance(entry, Mapping) and "op" not in entry and "scope" in entry:
             reject(f"steering[{i}]", said(Foreign(RHIZO, "an operation with a 'gate'")))
+
+
+def is_spec(steering: Any) -> bool:
+    """Tell whether a field `steering` is for EasySteer: ours is a list, of which one entry alone is
+    not taken for a specification."""
+    return is_dataclass(steering) or (isinstance(steering, Mapping) and "op" not in steering)
 
 
 Found = tuple[str, str]

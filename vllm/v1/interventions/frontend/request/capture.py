@@ -12,7 +12,7 @@ from vllm.config.points import HEAD_POINTS, POINTS, READ_POINTS, STREAM_POINTS
 from vllm.sampling_params import SamplingParams
 from vllm.v1.capture.consumer import SHARED_FIELDS, CaptureConsumer
 from vllm.v1.capture.registry import INLINE, ConsumerSpec
-from vllm.v1.interventions.errors import reject
+from vllm.v1.interventions.errors import reject, show
 from vllm.v1.interventions.frontend.request.attention import (
     attention_selection,
     charge_attention,
@@ -41,6 +41,9 @@ TOKENS = "tokens"
 
 MAX_CAPTURES = 16
 """The longest list of captures for `inline`."""
+
+
+_NAME_IT = "name the consumer: {'inline': {'hooks': ...}}"
 
 
 def parse_capture(
@@ -79,7 +82,10 @@ def parse_capture(
         asked.refuse("names no consumer")
     given: dict[str, tuple[Given, ConsumerSpec]] = {}
     for key, request in asked.items():
-        name = key.choice(specs, f"unknown consumer {{given}}; known are {list(specs)}")
+        unknown = f"unknown consumer {{given}}; known are {list(specs)}"
+        if key.plain() in SHARED_FIELDS and key.plain() not in specs:
+            key.refuse(unknown, f"{show(key.value)} ({_NAME_IT})")
+        name = key.choice(specs, unknown)
         given |= {each: (one, specs[name]) for each, one in _each(name, request).items()}
     selections: dict[str, Selection] = {}
     for name, (request, spec) in given.items():

@@ -98,6 +98,9 @@ def _matrix(given: Given, shape: TapShape, work: Work) -> bytes:
     if isinstance(value, Array):
         if given.array().ndim != 2:
             given.refuse(f"has shape {list(value.shape)}, the model needs [k, {hidden}]")
+        if value.shape[0] == hidden != value.shape[1]:
+            shape_of = f"{list(value.shape)} (transpose it)"
+            given.refuse(f"has shape {shape_of}, the model needs [k, {hidden}]")
     elif not isinstance(value, list):
         given.refuse("must be a list of lists, a numpy array or a torch tensor, got {given}")
     k, most = len(value), min(shape.row_bytes // 4, PROJECTION_ROWS)

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Positions as a request may name them: checked and resolved on its prompt."""
 
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -8,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from vllm.v1.capture import NO_TOKEN
-from vllm.v1.interventions.errors import reject, show, unknown_keys
+from vllm.v1.interventions.errors import likely_key, reject, show, unknown_keys
 from vllm.v1.interventions.frontend.request.budget import Unit
 from vllm.v1.interventions.frontend.request.chat import need_turns, tokens_of_turn
 from vllm.v1.interventions.frontend.request.prompt import Prompt
@@ -118,13 +119,18 @@ class Selector:
     def _entry(self, given: Given) -> list[Run]:
         value = given.value
         if isinstance(plain(value), str):
-            return self._by_name(given.choice(NAMED_SELECTORS, f"{_UNKNOWN}; {_allowed()}"))
+            if value not in NAMED_SELECTORS and (meant := _likely(plain(value))):
+                given.refuse(f"{_UNKNOWN}; {_allowed()}", show(value) + meant)
+            return self._by_name(given.choice(NAMED_SELECTORS, f"{_UNKNOWN}; {_allowed()}", _ALSO))
         if not isinstance(value, Mapping):
-            given.refuse(f"{_UNKNOWN}; {_allowed()}")
+            given.refuse(f"{_UNKNOWN}; {_allowed()}", show(value) + _likely(plain(value)))
         for kind in KINDS:
             if kind.reads(given):
                 return self._outright(kind.find(self, given))
-        given.refuse(f"no selector has the keys {unknown_keys(value, ())}; {_allowed()}")
+        keys = unknown_keys(value, ())
+        others = [key for key in keys if key not in _ALL_KEYS]
+        meant = likely_key(others[0], value, _ALL_KEYS) if others else ""
+        given.refuse(f"no selector has the keys {keys}{meant}; {_allowed()}")
 
     def _by_name(self, name: str) -> list[Run]:
         if name == "last_generated":
@@ -282,9 +288,40 @@ KINDS = (
 )
 """Selectors that are mappings; beside these there is `except`, in a list."""
 
+_ALL_KEYS = tuple(dict.fromkeys(key for kind in KINDS for key in kind.keys))
+_ALSO = {
+    "answer": "all_generated",
+    "completion": "all_generated",
+    "generated": "all_generated",
+    "generation": "all_generated",
+    "last": "last_prompt",
+    "last_token": "last_prompt",
+    "prefill": "all_prompt",
+    "prompt": "all_prompt",
+}
+"""Common name of positions -> the selector that means them."""
+
+_RANGE = re.compile(r"(\d{1,9})[-:](\d{1,9})")
 _UNKNOWN = "unknown selector {given}"
 _OF = "must be 'prompt' or 'generated', got {given}"
 _CHOSEN = {"first": slice(1), "last": slice(-1, None), "all": slice(None)}
+
+
+def _likely(value: Any) -> str:
+    """Name the selector that was probably meant by a value that is no list, mapping or name."""
+    start = stop = None
+    if isinstance(value, slice) and value.step is None:
+        start, stop = plain(value.start), plain(value.stop)
+    elif isinstance(value, str) and (match := _RANGE.fullmatch(value)):
+        # As a layer's range has its last one in it, and a slice has not.
+        start, stop = int(match[1]), int(match[2]) + ("-" in value)
+    elif isinstance(value, bool):
+        return " (for a mask say the positions where it is true)"
+    elif isinstance(value, int):
+        return f" (did you mean [{show(value)}]?)"
+    bounds = {"start": start, "stop": stop}
+    said = ", ".join(f"{k!r}: {show(n)}" for k, n in bounds.items() if isinstance(n, int))
+    return f" (did you mean {{{said}}}?)" if said else ""
 
 
 def _allowed() -> str:

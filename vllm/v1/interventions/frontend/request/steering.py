@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Frontend: the steering fields of one request, made into segments."""
 
+from collections.abc import Mapping
 from typing import Any
 
 from vllm.config.steering import MAX_MODULES, SteeringConfig
@@ -107,7 +108,9 @@ class _Request:
         """Return the modules that the request names: (path, name, module, scale)."""
         value, named = self._params.steering_modules, []
         if not isinstance(value, list | tuple):
-            reject("steering_modules", f"must be a list of names, got {show(value)}")
+            given = Given(value, "steering_modules")
+            pairs = " (a name with a scale is a pair in it)" if isinstance(value, Mapping) else ""
+            given.refuse("must be a list of names, got {given}", show(value) + pairs)
         if len(value) > MAX_MODULES:
             reject("steering_modules", f"has {len(value)} names, at most {MAX_MODULES} are read")
         for i, entry in enumerate(value):

@@ -1,0 +1,32 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Errors name what people meant; the page shows each mistake with its error."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.errors.mistakes import MISTAKES, message, table
+from tests.errors.page import PAGE
+from vllm.v1.interventions.errors import likely
+
+pytestmark = pytest.mark.quick
+
+
+@pytest.mark.parametrize(("asked", "meant"), MISTAKES, ids=[str(asked) for asked, _ in MISTAKES])
+def test_the_error_names_what_was_meant(asked: dict[str, Any], meant: str) -> None:
+    assert meant in message(asked)
+
+
+def test_the_page_has_them() -> None:
+    assert table() in PAGE.read_text(), "run python -m tests.errors.mistakes"
+
+
+@pytest.mark.parametrize("said", ["zebra", "", "x" * 10_000, 7, None, ["post_block"]])
+def test_no_guess_without_likeness(said: Any) -> None:
+    assert likely(said, ("post_block", "pre_attn")) == ""
+
+
+def test_what_is_not_allowed_is_not_named() -> None:
+    assert likely("resid_mid", ("post_block",), {"resid_mid": "post_attn"}) == ""
