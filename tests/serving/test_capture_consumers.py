@@ -4,6 +4,7 @@ and no output is finished before its captures are."""
 
 from __future__ import annotations
 
+import logging
 import shutil
 import threading
 from collections.abc import Iterator
@@ -36,6 +37,7 @@ from vllm.v1.capture.consumer import (
     RowBatch,
 )
 from vllm.v1.interventions.frontend.request.capture import check_global
+from vllm.v1.interventions.frontend.results import progress
 
 if TYPE_CHECKING:
     from tests.conftest import TinyModels
@@ -231,10 +233,24 @@ def test_the_last_output_waits_for_the_result(llm: LLM, kept: dict[str, Keep], n
 
 @pytest.mark.parametrize("name", ["core", "here"])
 @pytest.mark.parametrize(("when", "text"), [("open", "cannot open"), ("rows", "disk full")])
-def test_a_consumer_that_raises(llm: LLM, name: str, when: str, text: str) -> None:
+def test_a_consumer_that_raises(
+    llm: LLM,
+    name: str,
+    when: str,
+    text: str,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """One line says so at the end of the run, which is silent where nothing is lost."""
     capture = asked("all", name, fail=when)
     failing = SamplingParams(max_tokens=3, temperature=0.0, capture=capture)
+    monkeypatch.setattr(progress, "logger", logging.getLogger("tests.losses"))
+    generate(llm, (PROMPT, params("all", name)))
+    assert caplog.messages == []
     broken, fine = generate(llm, (PROMPT, failing), (PROMPT, params("all", name)))
+    *_, said = caplog.messages
+    assert not any(record.exc_info for record in caplog.records), "no trace of a full disk"
+    assert said.startswith("1 of 4 captures failed, the first: ") and text in said
     result = broken.capture_results[name]
     assert result.status == "error"
     assert text in result.error

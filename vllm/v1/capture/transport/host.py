@@ -349,7 +349,9 @@ class ConsumerHost:
             self._fail(completion, reason)
         if not known:
             who = (self._spec.name, completion.request.request_id)
-            logger.error("capture consumer %r: request %r: %s", *who, reason, exc_info=error)
+            # A full disk says all in one line; where the consumer itself is wrong is in the trace.
+            trace = None if isinstance(error, OSError) else error
+            logger.error("capture consumer %r: request %r: %s", *who, reason, exc_info=trace)
 
     def _do_end(self, completion: Completion, end: RequestEnd, aborted: bool) -> None:
         payload = completion.finish(end, aborted)

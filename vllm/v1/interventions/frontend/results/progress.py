@@ -1,15 +1,38 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Progress of an offline run's captures, shown beside tqdm's count of prompts."""
+"""Captures of an offline run: their progress beside tqdm's count of prompts, and what was lost."""
 
 import time
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 from tqdm import tqdm
 
+from vllm.logger import init_logger
+from vllm.outputs import RequestOutput
+
 if TYPE_CHECKING:
     from vllm.v1.interventions.frontend.results.outputs import CaptureOutputs
 
+logger = init_logger(__name__)
+
 REFRESH_SECONDS = 0.1
+
+
+def warn_of_losses(outputs: Iterable[Any]) -> None:
+    """Log one line where captures of a run have failed, or lack rows that were asked for."""
+    results = [
+        result
+        for output in outputs
+        if isinstance(output, RequestOutput)
+        for completion in output.outputs
+        for result in (completion.capture_results or {}).values()
+    ]
+    if lost := [result for result in results if result.status != "ok"]:
+        logger.warning(
+            "%d of %d captures failed, the first: %s; see status and error of each in "
+            "capture_results",
+            len(lost), len(results), lost[0].error,
+        )  # fmt: skip
 
 
 class CaptureProgress:
