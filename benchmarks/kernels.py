@@ -107,7 +107,7 @@ class Site:
         pilot, total = torch.ops.pilot, 2 * self.row_bytes
         yield Timed("steer", "present", lambda i: self.steer(self.r[i]), total)
         yield Timed(
-            "steer", "native", lambda i: pilot.steer_rows(self.r[i], self.table, self.slots), total
+            "steer", "native", lambda i: pilot.add_rows(self.r[i], self.table, self.slots), total
         )
         yield Timed("steer", "copy", self.copy(2), total)
 
@@ -123,7 +123,7 @@ class Site:
                 )
 
             def one(i: int, dest: torch.Tensor = dest) -> object:
-                return pilot.steer_and_capture_rows(
+                return pilot.add_and_capture_rows(
                     self.r[i], self.h[i], self.table, self.slots, self.arena, dest
                 )
 
@@ -139,10 +139,10 @@ class Site:
         """The ways agree here, so that what is timed is the same work."""
         dest = self.wanted["all"]
         steered = self.steer(self.r[0])
-        assert torch.equal(steered, torch.ops.pilot.steer_rows(self.r[0], self.table, self.slots))
+        assert torch.equal(steered, torch.ops.pilot.add_rows(self.r[0], self.table, self.slots))
         capture_rows(self.h[0] + steered, self.arena, dest, self.switch)
         arena = torch.zeros_like(self.arena)
-        torch.ops.pilot.steer_and_capture_rows(
+        torch.ops.pilot.add_and_capture_rows(
             self.r[0], self.h[0], self.table, self.slots, arena, dest
         )
         assert torch.equal(arena, self.arena)

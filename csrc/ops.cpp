@@ -136,7 +136,7 @@ void capture_rows(Tensor stream, std::optional<Tensor> addend, Tensor arena, Ten
   run({dense, other ? &*other : nullptr, nullptr, nullptr, nullptr, &arena, &dest});
 }
 
-Tensor steer_rows(Tensor stream, Tensor table, Tensor slots) {
+Tensor add_rows(Tensor stream, Tensor table, Tensor slots) {
   check({stream, nullptr, &table, &slots});
   const Tensor dense = with_dense_rows(stream);
   Tensor out = empty_rows(stream);
@@ -144,7 +144,7 @@ Tensor steer_rows(Tensor stream, Tensor table, Tensor slots) {
   return out;
 }
 
-Tensor steer_and_capture_rows(
+Tensor add_and_capture_rows(
     Tensor stream,
     std::optional<Tensor> addend,
     Tensor table,
@@ -163,22 +163,22 @@ Tensor steer_and_capture_rows(
 
 STABLE_TORCH_LIBRARY(pilot, m) {
   m.def("capture_rows(Tensor stream, Tensor? addend, Tensor(a!) arena, Tensor dest) -> ()");
-  m.def("steer_rows(Tensor stream, Tensor table, Tensor slots) -> Tensor");
+  m.def("add_rows(Tensor stream, Tensor table, Tensor slots) -> Tensor");
   m.def(
-      "steer_and_capture_rows(Tensor stream, Tensor? addend, Tensor table, Tensor slots, "
+      "add_and_capture_rows(Tensor stream, Tensor? addend, Tensor table, Tensor slots, "
       "Tensor(a!) arena, Tensor dest) -> Tensor");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(pilot, CPU, m) {
   m.impl("capture_rows", TORCH_BOX(&capture_rows));
-  m.impl("steer_rows", TORCH_BOX(&steer_rows));
-  m.impl("steer_and_capture_rows", TORCH_BOX(&steer_and_capture_rows));
+  m.impl("add_rows", TORCH_BOX(&add_rows));
+  m.impl("add_and_capture_rows", TORCH_BOX(&add_and_capture_rows));
 }
 
 #ifdef WITH_CUDA
 STABLE_TORCH_LIBRARY_IMPL(pilot, CUDA, m) {
   m.impl("capture_rows", TORCH_BOX(&capture_rows));
-  m.impl("steer_rows", TORCH_BOX(&steer_rows));
-  m.impl("steer_and_capture_rows", TORCH_BOX(&steer_and_capture_rows));
+  m.impl("add_rows", TORCH_BOX(&add_rows));
+  m.impl("add_and_capture_rows", TORCH_BOX(&add_and_capture_rows));
 }
 #endif

@@ -172,7 +172,7 @@ def test_an_engine_of_the_installed_wheel_uses_them(
     model = tiny_models.path("llama")
     found = run_in(python, model)
     assert found["package"] == str(packages / "vllm/__init__.py") and found["there"]
-    assert "pilot::steer_and_capture_rows" in found["ops"]
+    assert "pilot::add_and_capture_rows" in found["ops"]
     (packages / LIBRARY).unlink()
     without = run_in(python, model)
     assert not without["there"] and without["ops"] == []

@@ -28,11 +28,11 @@ def in_graph(case: Case) -> list[str]:
     arena = case.arena.clone()
     ops = torch.ops.pilot
     arguments = (case.addend, case.table, case.slots, arena, case.dest)
-    ops.steer_and_capture_rows(case.stream, *arguments)
+    ops.add_and_capture_rows(case.stream, *arguments)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        out = ops.steer_and_capture_rows(case.stream, *arguments)
+        out = ops.add_and_capture_rows(case.stream, *arguments)
     case.slots.copy_(case.slots.roll(1))
     case.dest.copy_(case.dest.roll(1))
     arena.copy_(case.arena)

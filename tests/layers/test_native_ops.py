@@ -106,7 +106,7 @@ def test_an_eager_engine_uses_native_taps(
     with engine(path, **options) as llm, profile() as seen:
         answers = serve(llm, asks)
     ops = {event.name for event in seen.events()}
-    assert "pilot::steer_and_capture_rows" in ops
+    assert "pilot::add_and_capture_rows" in ops
     assert "vllm::capture_rows" not in ops
     for ask, answer in zip(asks, answers, strict=True):
         judge.check(ask, answer)
@@ -116,7 +116,7 @@ def test_what_the_ops_do_not_take_is_an_error(library: Path) -> None:
     ops = torch.ops.pilot
     h, table = torch.zeros(4, 16), torch.zeros(2, 16)
     slots = torch.zeros(4, dtype=torch.int32)
-    ops.steer_rows(h, table, slots)
+    ops.add_rows(h, table, slots)
     for said, bad in {
         "stream: neither float32": (h.double(), table.double(), slots),
         "table: not of the stream's dtype": (h, table.half(), slots),
@@ -126,7 +126,7 @@ def test_what_the_ops_do_not_take_is_an_error(library: Path) -> None:
         "stream: not .tokens, hidden": (h[0], table, slots),
     }.items():
         with pytest.raises(RuntimeError, match=said):
-            ops.steer_rows(*bad)
+            ops.add_rows(*bad)
     with pytest.raises(RuntimeError, match="addend: not the stream's tokens"):
         ops.capture_rows(h, h[:3], torch.zeros(4, 16), slots)
 

@@ -104,8 +104,8 @@ def wrong(case: Case) -> list[str]:
     ops.capture_rows(case.stream, case.addend, captured, case.dest)
     got = {
         "capture": captured,
-        "steer": ops.steer_rows(case.stream, case.table, case.slots),
-        "steer of both": ops.steer_and_capture_rows(
+        "steer": ops.add_rows(case.stream, case.table, case.slots),
+        "steer of both": ops.add_and_capture_rows(
             case.stream, case.addend, case.table, case.slots, both, case.dest
         ),
         "capture of both": both,

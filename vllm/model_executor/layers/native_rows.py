@@ -3,6 +3,10 @@
 
 `python -m tools.native VLLM_PACKAGE_DIRECTORY` builds `_pilot.so`. Without it, or where it has no
 kernels for this platform, taps use torch and Triton, with the same results bit for bit.
+
+`pilot::add_rows` returns the stream with each token's row of the table added, which is all that the
+family `add` needs. Engines with other families run `vllm::steer_rows` (`steering_terms.py`), which
+changes the stream in place.
 """
 
 from pathlib import Path
@@ -26,7 +30,7 @@ def load(library: Path, key: str) -> bool:
     except OSError as error:
         logger.warning("%s cannot be loaded, taps use torch and Triton: %s", library, error)
         return False
-    found = torch._C._dispatch_has_kernel_for_dispatch_key("pilot::steer_rows", key)
+    found = torch._C._dispatch_has_kernel_for_dispatch_key("pilot::add_rows", key)
     logger.debug("%s %s for %s", library, "is used" if found else "has nothing", key)
     return found
 
@@ -48,7 +52,7 @@ class NativeTap(SiteTap):
     def __call__(self, h: torch.Tensor) -> torch.Tensor:
         if self.arena is None or not self._adds(h):
             return super().__call__(h)
-        return torch.ops.pilot.steer_and_capture_rows(
+        return torch.ops.pilot.add_and_capture_rows(
             h, None, self.table, self.slots, self.arena, self.dest
         )
 
@@ -56,7 +60,7 @@ class NativeTap(SiteTap):
         """Steer in one launch, where that is an addition."""
         if not self._adds(h):
             return super().steer(h)
-        return torch.ops.pilot.steer_rows(h, self.table, self.slots)
+        return torch.ops.pilot.add_rows(h, self.table, self.slots)
 
     def read(self, h: torch.Tensor) -> None:
         """Capture in one launch, where dtypes are equal."""
@@ -71,7 +75,7 @@ class NativeTap(SiteTap):
         if self.arena is None or r is None:
             return super().steer_and_capture_pair(h, r, partial)
         if self._adds(h, r):
-            return h, torch.ops.pilot.steer_and_capture_rows(
+            return h, torch.ops.pilot.add_and_capture_rows(
                 r, whole(h, partial), self.table, self.slots, self.arena, self.dest
             )
         if self.table is None and h.dtype is r.dtype is self.arena.dtype:
