@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import ast
+import inspect
 import pickle
 import weakref
 from typing import Any, Self
@@ -22,6 +24,8 @@ from vllm.v1.capture.results import (
     merged,
     results_of_only_completion,
 )
+from vllm.v1.engine import output_processor
+from vllm.v1.interventions.frontend.results.hold import OutputHold
 
 pytestmark = pytest.mark.quick
 
@@ -235,3 +239,28 @@ def test_a_result_is_told_by_its_consumer() -> None:
     with pytest.raises(ValueError, match="no 'inline' capture"):
         stack(outputs, "post_block", [0])
     assert stack(outputs, "post_block", [0], consumer="other").shape == (1, 1, HIDDEN)
+
+
+def test_a_queue_is_only_put_to() -> None:
+    """An `OutputHold` stands where a request's queue would, in the one file that uses it."""
+    tree = ast.parse(inspect.getsource(output_processor))
+    queues = {
+        node
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Attribute)
+        and node.attr == "queue"
+        and node.ctx.__class__ is ast.Load
+    }
+    known = set[ast.AST]()
+    for node in ast.walk(tree):
+        match node:
+            case ast.Compare(left=ast.Attribute() as queue, ops=[ast.IsNot() | ast.Is()]):
+                known.add(queue)
+            case ast.Call(func=ast.Attribute(value=ast.Attribute() as queue, attr=name)):
+                assert queue not in queues or callable(getattr(OutputHold, name, None)), (
+                    f"upstream calls {name} of a request's queue, which an OutputHold lacks"
+                )
+                known.add(queue)
+    assert queues, "upstream keeps a request's queue elsewhere: put an OutputHold there"
+    new = [ast.unparse(queue) for queue in queues - known]
+    assert not new, f"upstream uses {new} otherwise than to put: can an OutputHold stand there?"

@@ -12,7 +12,11 @@ Deliver = Callable[[Any], None]
 
 class OutputHold:
     """Holds outputs of one request back until the captures of the completions that end in them are
-    complete. It stands where the request's queue would.
+    complete.
+
+    `RequestState.queue` is one, or upstream's queue, or None. `OutputProcessor` asks of it only
+    whether it is None, and to `put`; `tests/interventions/frontend/test_results.py` reads its
+    source for more.
 
     Args:
         deliver: where complete outputs go.

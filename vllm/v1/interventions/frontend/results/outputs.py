@@ -287,7 +287,7 @@ class CaptureOutputs:
             hold.waits[state.request_index] = lambda: capture.waits
             self._open[request.request_id] = capture
             self.link.opened()
-            state.queue = hold  # type: ignore[assignment]
+            state.queue = hold
 
     def _hold(self, state: "RequestState") -> OutputHold:
         """The hold that a request's completions share: its very last output waits for all."""
