@@ -33,7 +33,7 @@ class StageRows(KVOutputAggregator):
 
     It takes the place of a KV connector's aggregator, which capture of several workers excludes:
     with an aggregator the executor has all workers reply to a step, not only the first of the last
-    stage.
+    stage. `tests/interventions/test_replies.py` holds what executors do with one.
     """
 
     def __init__(self) -> None:
@@ -59,20 +59,19 @@ class StageRows(KVOutputAggregator):
 
 
 def collect_stages(executor: Executor) -> None:
-    """Install `StageRows` in an executor with several stages that capture."""
+    """Install `StageRows` in an executor with several stages that capture, for good."""
     config = executor.vllm_config
     if config.capture_config.enabled and config.parallel_config.pipeline_parallel_size > 1:
         executor.kv_output_aggregator = StageRows()
 
 
-def await_senders(executor: Executor, scheduler_output: "SchedulerOutput") -> None:
-    """Have all workers reply to a step if its rows are split, else the one whose tokens count; with
-    several stages all do anyway."""
-    step = scheduler_output.interventions
-    split = step is not None and step.split
-    alone = executor.parallel_config.pipeline_parallel_size == 1
-    if alone and split != isinstance(executor.kv_output_aggregator, StageRows):
-        executor.kv_output_aggregator = StageRows() if split else None
+def step_aggregator(executor: Executor, step: "SchedulerOutput") -> KVOutputAggregator | None:
+    """Return the aggregator of a step, for which all workers reply: `StageRows` if its rows are
+    split, else the executor's. Without one only the worker replies whose tokens count."""
+    ours = step.interventions
+    if executor.kv_output_aggregator is None and ours is not None and ours.split:
+        return StageRows()
+    return executor.kv_output_aggregator
 
 
 def start_taps(executor: "Executor") -> TapShape | None:
