@@ -6,7 +6,7 @@ from __future__ import annotations
 import gc
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -26,7 +26,7 @@ from vllm.model_executor.layers.residual_taps import BoundTaps, PassTap, Unbound
 from vllm.platforms import current_platform
 from vllm.v1.interventions.worker.runner import WorkerInterventions
 from vllm.v1.interventions.worker.token_map import TokenMap
-from vllm.v1.interventions.worker.variants import site_sets
+from vllm.v1.interventions.worker.variants import recording, site_sets
 from vllm.v1.interventions.worker.variants.graphs import coarse
 from vllm.v1.interventions.worker.variants.site_sets import SETS
 from vllm.v1.interventions.worker.variants.variants import STAND_INS, ModelVariants
@@ -271,6 +271,11 @@ def test_graphs_with_taps_are_recorded_when_first_needed(
     monkeypatch.setattr(torch.accelerator, "synchronize", lambda: None)  # there is none here
     emptied = list[None]()
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: emptied.append(None))
+    for name in ("synchronize", "stream"):
+        monkeypatch.setattr(torch.cuda, name, lambda *_: nullcontext())
+    monkeypatch.setattr(torch._C, "_host_emptyCache", lambda: None, raising=False)
+    piece: Any = SimpleNamespace(capture_begin=lambda *_, **__: None, capture_end=lambda: None)
+    stream: Any = object()
     monkeypatch.setattr(site_sets, "STEPS", 3)
     switches = switches_of()
     forms, layer = made(switches)
@@ -282,7 +287,8 @@ def test_graphs_with_taps_are_recorded_when_first_needed(
         sizes = planned(holder, full), planned(holder, pieces)
         assert kwargs or (holder.warms_up and holder.records)
         for _ in range(3):
-            torch.cuda.empty_cache()  # as torch's recorder does, before each piece
+            with recording.recorded(piece, pool=None, stream=stream):
+                pass  # at start-up torch gives memory back before each
         if kwargs and holder.warms_up:
             warm.append((tapped(layer), on(switches), *sizes))
         if not holder.records:

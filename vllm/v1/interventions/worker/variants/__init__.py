@@ -4,4 +4,5 @@
 variants.py   the model with taps and without, and its graphs, switched by step
 site_sets.py  for which sets of sites it has graphs
 graphs.py     what upstream keeps of graphs, and which are recorded when
+recording.py  one graph recorded, with memory given back or kept
 """

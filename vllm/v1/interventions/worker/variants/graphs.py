@@ -5,9 +5,6 @@ import copy
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
-from unittest.mock import patch
-
-import torch
 
 import vllm.envs as envs
 from vllm.compilation import breakable_cudagraph
@@ -62,18 +59,6 @@ def planning(
     finally:
         manager._capture_descs = planned
         manager.warms_up = manager.records = True
-
-
-@contextmanager
-def emptied_once() -> Iterator[None]:
-    """Within, torch keeps the memory that it has and nobody uses: it would give it back before each
-    piece that is recorded. That of the device it gives back before, so that a graph finds room."""
-    torch.cuda.empty_cache()
-    with (
-        patch("torch.cuda.empty_cache", lambda: None),
-        patch("torch._C._host_emptyCache", lambda: None, create=True),
-    ):
-        yield
 
 
 def coarse(sizes: Iterable[int]) -> list[int]:

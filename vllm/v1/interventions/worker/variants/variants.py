@@ -19,8 +19,9 @@ import gc
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
+from functools import cached_property
 from typing import Any
-from weakref import WeakKeyDictionary, ref
+from weakref import WeakKeyDictionary, finalize, ref
 
 import torch
 from torch import nn
@@ -35,28 +36,13 @@ from vllm.model_executor.layers.attention_taps import HeadTaps
 from vllm.model_executor.layers.residual_taps import BoundTaps, LoopedTaps
 from vllm.v1.interventions.worker.variants.graphs import (
     can_record_late,
-    emptied_once,
     graphs_of,
     no_graphs,
     planning,
 )
+from vllm.v1.interventions.worker.variants.recording import emptied_once
 from vllm.v1.interventions.worker.variants.site_sets import SETS, SiteSets
 from vllm.v1.worker.gpu.cudagraph_utils import BatchExecutionDescriptor, CudaGraphManager
-
-_COMPILED = (
-    "vllm_config",
-    "compiled",
-    "first_compile",
-    "aot_compiled_fn",
-    "was_aot_compile_fn_loaded_from_disk",
-    "_aot_compilation_path",
-    "_aot_cache_dir",
-    "_compiled_callable",
-    "_compiled_bytecode",
-    "_bytecode_hook_handle",
-)
-"""Attributes of a module in which upstream keeps the module's compilation."""
-
 
 _Taps = BoundTaps | LoopedTaps | HeadTaps
 STAND_INS = 8
@@ -67,17 +53,10 @@ one: most sizes that a batch passes through are not wanted for longer, and recor
 class _Variant:
     """State that makes one variant, kept here while another is in use."""
 
-    def __init__(
-        self,
-        taps: Mapping[nn.Module, _Taps | None],
-        compiled: dict[nn.Module, dict[str, Any]],
-        sites: frozenset[int],
-    ) -> None:
+    def __init__(self, taps: Mapping[nn.Module, _Taps | None], sites: frozenset[int]) -> None:
         self.taps = taps
         """The taps of each layer and its attention; None for those of its class, which do nothing.
         """
-        self.compiled = compiled
-        """Module -> its attributes named in `_COMPILED`."""
         self.sites = sites
         """Sites whose captures are in this variant's graphs of whole forwards."""
         self.graphs: WeakKeyDictionary[Any, dict[str, Any]] = WeakKeyDictionary()
@@ -121,21 +100,15 @@ class ModelVariants:
         self._cache_dir = self._compilation.cache_dir
         self._graph_owner: Callable[[], Any] = lambda: None
         self._modules = _compiled_modules(model, taps)
-        self._plain = self._steering = self._tapped = self._current = _Variant(taps, {}, self._all)
+        self._plain_config = copy.copy(config)
+        self._plain_config.steering_config = SteeringConfig()
+        self._plain_config.capture_config = CaptureConfig()
+        self._plain = self._steering = self._tapped = self._current = _Variant(taps, self._all)
         self._set_taps(self._tapped)
         if _can_switch(config):
-            self._plain = _Variant(dict.fromkeys(taps), {}, self._all)
+            self._plain = _Variant(dict.fromkeys(taps), self._all)
             if config.steering_config.enable_steering and self._all:
-                self._steering = _Variant(taps, self._tapped.compiled, frozenset())
-            plain_config = copy.copy(config)
-            plain_config.steering_config = SteeringConfig()
-            plain_config.capture_config = CaptureConfig()
-            self._use(self._plain)
-            for module in self._modules:
-                with set_current_vllm_config(plain_config):
-                    TorchCompileWithNoGuardsWrapper.__init__(module, compile_prefix="plain")
-                vars(module)["was_aot_compile_fn_loaded_from_disk"] = False
-            self._use(self._tapped)
+                self._steering = _Variant(taps, frozenset())
         of_taps = {variant.sites: variant for variant in (self._tapped, self._steering)}
         self._of_taps, self._sets = of_taps, SiteSets(of_taps)
 
@@ -215,7 +188,7 @@ class ModelVariants:
         keeps = self._late and self._tapped is not self._plain
         sites = self._sets.choose(wanted, keeps and isinstance(manager, CudaGraphManager))
         if sites not in self._of_taps:
-            variant = _Variant(self._tapped.taps, self._tapped.compiled, sites)
+            variant = _Variant(self._tapped.taps, sites)
             variant.graphs[manager] = self._no_graphs(manager, variant)
             made = {**self._of_taps, sites: variant}
             self._of_taps = {kept: made[kept] for kept in self._sets.sets}
@@ -303,16 +276,36 @@ class ModelVariants:
 
     def _use(self, variant: _Variant) -> None:
         if variant.taps is not self._current.taps:  # else the code is that of both, too
-            for module in self._modules:
-                state = vars(module)
-                self._current.compiled[module] = {n: state.pop(n) for n in _COMPILED if n in state}
-                state.update(variant.compiled.get(module, {}))
+            for module, stand_in in self._stand_ins.items():
+                if variant is self._plain:
+                    vars(module)["stand_in"] = stand_in
+                else:
+                    del vars(module)["stand_in"]
             self._set_taps(variant)
         graph_owner = self._graph_owner()
         if names := graphs_of(graph_owner):
             self._current.graphs[graph_owner] = {n: getattr(graph_owner, n) for n in names}
             vars(graph_owner).update(variant.graphs[graph_owner])
         self._current = variant
+
+    @cached_property
+    def _stand_ins(self) -> dict[nn.Module, nn.Module]:
+        """Compiled module -> its copy, on which upstream keeps what it compiles of the plain
+        variant.
+
+        Both share weights and submodules. The copy is made when the plain variant is first used:
+        then upstream has set what it sets once the model is loaded, and nothing is compiled, as
+        that variant is the first to run. A module calls its `stand_in` by a seam in `__call__` of
+        upstream's `compilation/decorators.py`.
+        """
+        made: dict[nn.Module, nn.Module] = {}
+        for module in self._modules:
+            stand_in = made[module] = copy.copy(module)
+            with set_current_vllm_config(self._plain_config):
+                TorchCompileWithNoGuardsWrapper.__init__(stand_in, compile_prefix="plain")
+            # An engine that goes cleans up the modules of its model, of which this is none.
+            finalize(module, stand_in.cleanup)
+        return made
 
     def _set_taps(self, variant: _Variant) -> None:
         for layer, taps in variant.taps.items():
