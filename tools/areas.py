@@ -155,7 +155,7 @@ AREAS = (
     ),
     Area(
         "transport",
-        budget=770,
+        budget=817,
         planned=740,
         places=(
             "vllm/v1/capture/transport/",
@@ -164,7 +164,7 @@ AREAS = (
     ),
     Area(
         "consumers",
-        budget=1140,
+        budget=1112,
         planned=1140,
         places=(
             "vllm/v1/capture/",
@@ -176,7 +176,7 @@ AREAS = (
     ),
     Area(
         "results",
-        budget=400,
+        budget=374,
         planned=230,
         places=("vllm/v1/interventions/frontend/results/",),
     ),

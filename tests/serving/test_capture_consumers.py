@@ -137,7 +137,7 @@ def llm(
         max_num_batched_tokens=64,
         skip_tokenizer_init=False,
     )
-    hosts = llm.llm_engine.engine_core.engine_core.scheduler.interventions.captures._hosts  # type: ignore[attr-defined]
+    hosts = llm.llm_engine.engine_core.engine_core.scheduler.interventions.captures.hosted.hosts  # type: ignore[attr-defined]
     kept["core"] = hosts["core"]._consumer
     yield llm
     shut_down(llm)
@@ -290,7 +290,7 @@ def held_bytes(llm: LLM) -> dict[str, int]:
     """What requests still hold of each consumer's budget."""
     captures = llm.llm_engine.engine_core.engine_core.scheduler.interventions.captures  # type: ignore[attr-defined]
     assert not captures._captures
-    specs = captures._specs
+    specs = llm.llm_engine.vllm_config.capture_config.consumers
     return {n: f for n, f in captures._free.items() if f != specs[n].limits.pending_bytes}
 
 

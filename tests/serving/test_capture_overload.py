@@ -110,7 +110,7 @@ def started(
         max_model_len=models.MAX_LENGTH,
         max_num_seqs=32,
     )
-    core: Any = captures_of(llm)._hosts["core"]._consumer
+    core: Any = captures_of(llm).hosted.hosts["core"]._consumer
     consumers = {"core": core, "here": here}
     try:
         yield llm, consumers

@@ -29,6 +29,10 @@ SHUTDOWN_SECONDS = 30.0
 """Seconds that consumers may take to write what is left when the engine stops."""
 
 
+Report = Callable[[str, ConsumerResult], None]
+"""Called with (request id, result)."""
+
+
 class _Worker:
     """A thread, and the completion it works on."""
 
@@ -47,18 +51,13 @@ class ConsumerHost:
     but `shutdown` blocks, and each may be called from any thread.
     """
 
-    def __init__(
-        self,
-        spec: ConsumerSpec,
-        consumer: CaptureConsumer,
-        report: Callable[[str, ConsumerResult], None],
-    ) -> None:
+    def __init__(self, spec: ConsumerSpec, consumer: CaptureConsumer, report: Report) -> None:
         """Start the threads.
 
         Args:
             consumer: the consumer, already started.
-            report: called with (request id, result) once for each opened completion, after its
-                `end` or `fail` or at shutdown; by a thread of the host, one call at a time.
+            report: called once for each opened completion, after its `end` or `fail` or at
+                shutdown; by a thread of the host, one call at a time.
         """
         self._spec = spec
         self._consumer = consumer

@@ -8,11 +8,10 @@ from collections.abc import Iterable
 from functools import partial
 from typing import TYPE_CHECKING
 
-from vllm.v1.capture.consumer import ConsumerContext, ConsumerResult
-from vllm.v1.capture.copies import CopyThreads
+from vllm.v1.capture.consumer import ConsumerResult
 from vllm.v1.capture.registry import INLINE
-from vllm.v1.capture.transport.feed import Feed, prompt_tokens, request_info, reserved_bytes
-from vllm.v1.capture.transport.host import SHUTDOWN_SECONDS, ConsumerHost
+from vllm.v1.capture.transport.feed import prompt_tokens, request_info, reserved_bytes
+from vllm.v1.capture.transport.hosted import Feeds, HostedConsumers
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
 from vllm.v1.interventions.calls import CaptureCall
 from vllm.v1.interventions.messages import CapturedChunk
@@ -26,20 +25,21 @@ if TYPE_CHECKING:
 class _Capture:
     """One request that captures for consumers."""
 
-    def __init__(self, request: Request, names: Iterable[str]) -> None:
+    def __init__(self, request: Request, names: Iterable[str], hosted: HostedConsumers) -> None:
         plan, sampling = request.interventions.plan.capture, request.sampling_params
         assert plan is not None and sampling is not None
         prompt = prompt_tokens(
             request.prompt_token_ids, request.prompt_embeds, request.prompt_is_token_ids
         )
         self.client_index = request.client_index
-        self.plan = plan
-        self.hold = bool(sampling.stop) or plan.stops
-        self.infos = {n: request_info(request.request_id, plan, n, prompt) for n in names}
-        self.needs = {n: reserved_bytes(info, plan, n, self.hold) for n, info in self.infos.items()}
+        hold = bool(sampling.stop) or plan.stops
+        self.feeds = Feeds(hosted, request.request_id, plan, prompt, hold)
+        self.admitted = False
+        infos = {name: request_info(request.request_id, plan, name, prompt) for name in names}
+        self.needs = {name: reserved_bytes(info, plan, name, hold) for name, info in infos.items()}
+        """Consumer -> the most bytes of rows that may wait for it."""
         self.reserved_bytes = dict.fromkeys(names, 0)
         """Consumer whose result is not in -> bytes reserved."""
-        self.feeds: dict[str, Feed] = {}
 
 
 class CaptureSessions:
@@ -49,39 +49,28 @@ class CaptureSessions:
         self.results: queue.Queue[tuple[int, EngineCoreOutputs] | bytes] = queue.Queue()
         """Messages for the frontends: (client, results). A process of its own puts its output queue
         in the place of this one, so that an idle engine delivers too."""
-        specs = config.capture_config.consumers
-        self._specs = {name: spec for name, spec in specs.items() if name != INLINE}
         self._drop = config.capture_config.capture_overload_policy == "drop"
         self._lock = threading.Lock()
-        self._free = {name: spec.limits.pending_bytes for name, spec in self._specs.items()}
+        consumers = config.capture_config.consumers.items()
+        self._free = {n: spec.limits.pending_bytes for n, spec in consumers if n != INLINE}
         by_priority = config.scheduler_config.policy == "priority"
         self.turns = {
             name: Turns(partial(self._has_room, name), partial(self._need, name), by_priority)
-            for name in self._specs
+            for name in self._free
         }
         """Consumer -> the turns of those that wait for room for their rows."""
         self._captures: dict[str, _Capture] = {}
-        self._hosts: dict[str, ConsumerHost] = {}
-        self.threads = CopyThreads("capture")
-        """Threads that copy rows in the engine core."""
-        if config.tap_shape is None:
-            return
-        for name, spec in self._specs.items():
-            if not spec.in_frontend:
-                consumer = spec.make()
-                index = config.parallel_config.data_parallel_index
-                model = config.model_config.model
-                consumer.start(ConsumerContext(name, model, config.tap_shape, index))
-                self._hosts[name] = ConsumerHost(spec, consumer, self._report)
+        self.hosted = HostedConsumers("capture")
+        self.hosted.start(config, self._report, in_frontend=False)
 
     # -- a request's life -------------------------------------------------------------------
 
     def arrive(self, request: Request) -> None:
         """Note a new request, if it captures for consumers."""
         plan = request.interventions.plan.capture
-        names = [n for n in plan.consumers if n in self._specs] if plan is not None else []
+        names = [n for n in plan.consumers if n in self._free] if plan is not None else []
         if names:
-            self._captures[request.request_id] = _Capture(request, names)
+            self._captures[request.request_id] = _Capture(request, names, self.hosted)
 
     def can_admit(self, request: Request) -> bool:
         """Tell whether consumers have room now for all rows that a waiting request can come to.
@@ -115,23 +104,17 @@ class CaptureSessions:
                     self._free[name] -= size
                     capture.reserved_bytes[name] = size
             if not fits:
+                capture.feeds.drop(name)
                 self._report(request.request_id, ConsumerResult(name, "error", dropped=True))
-            elif name in self._hosts:
-                info = capture.infos[name]
-                self._hosts[name].open(info)
-                capture.feeds[name] = Feed(
-                    capture.plan, name, info.prompt_token_ids, self.threads, hold=capture.hold
-                )
+            elif name in self.hosted.hosts:
+                capture.feeds.open(name)
+        capture.admitted = True
 
     def route_rows(self, request: Request, chunk: CapturedChunk) -> None:
         """Hand rows that were accepted to the consumers of this process."""
         capture = self._captures.get(request.request_id)
-        if capture is None:
-            return
-        for name, feed in capture.feeds.items():
-            delivery = feed.deliver(chunk, request.output_token_ids)
-            if delivery is not None:
-                self._hosts[name].rows(request.request_id, *delivery)
+        if capture is not None:
+            capture.feeds.deliver(chunk, request.output_token_ids)
 
     def call(self, call: CaptureCall) -> None:
         """Take a frontend's word that its consumer is done, or where a completion ended."""
@@ -142,14 +125,12 @@ class CaptureSessions:
             self._settle(call.request_id, call.released)
         if call.end is None:
             return
-        feeds, capture.feeds = capture.feeds, {}
-        for name in [n for n in capture.reserved_bytes if n in self._hosts]:
-            if name in feeds:
-                end, host = call.end, self._hosts[name]
-                feeds[name].finish(host, call.request_id, end.num_tokens, end.aborted, end.failed)
-            else:
-                error = "the request ended before it started, so it has no rows"
-                self._report(call.request_id, ConsumerResult(name, "error", error))
+        if capture.admitted:
+            capture.feeds.finish(call.end.num_tokens, call.end.aborted, call.end.failed)
+            return
+        for name in [n for n in capture.reserved_bytes if n in self.hosted.hosts]:
+            error = "the request ended before it started, so it has no rows"
+            self._report(call.request_id, ConsumerResult(name, "error", error))
 
     def _report(self, request_id: str, result: ConsumerResult) -> None:
         """Send a result to the request's frontend; from any thread."""
@@ -202,5 +183,4 @@ class CaptureSessions:
 
     def shutdown(self) -> None:
         """Let the consumers write what is left."""
-        for host in self._hosts.values():
-            host.shutdown(SHUTDOWN_SECONDS)
+        self.hosted.shutdown()

@@ -8,7 +8,7 @@
 
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from functools import partial
 from threading import Lock
 from typing import TYPE_CHECKING
@@ -19,12 +19,12 @@ from vllm.outputs import RequestOutput
 from vllm.sampling_params import RequestOutputKind
 from vllm.tokenizers import TokenizerLike
 from vllm.tokenizers.detokenizer_utils import convert_ids_list_to_tokens
-from vllm.v1.capture.consumer import ConsumerContext, ConsumerResult
-from vllm.v1.capture.copies import CopyThreads
+from vllm.v1.capture.consumer import ConsumerResult
 from vllm.v1.capture.registry import INLINE, is_inline
 from vllm.v1.capture.results import NO_TOKEN, CaptureResult
-from vllm.v1.capture.transport.feed import Feed, prompt_tokens, request_info
-from vllm.v1.capture.transport.host import SHUTDOWN_SECONDS, ConsumerHost
+from vllm.v1.capture.transport.feed import prompt_tokens
+from vllm.v1.capture.transport.host import Report
+from vllm.v1.capture.transport.hosted import Feeds, HostedConsumers
 from vllm.v1.capture.transport.selected import Selected
 from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest, FinishReason
 from vllm.v1.interventions.calls import CaptureCall, CaptureEnd
@@ -64,21 +64,16 @@ class CompletionCapture:
         inline = self._inline = [name for name in plan.consumers if is_inline(name)]
         self._collector = None
         if inline:
-            copied = outputs.threads, outputs.inbox.memory
+            copied = outputs.hosted.threads, outputs.inbox.memory
             texts = partial(outputs.texts.of, {NO_TOKEN: ""})
             self._collector = RowCollector(
                 plan, self._prompt, inline, outputs.layers, *copied, texts
             )
             outputs.inbox.open(self._request_id, self._collector)
-        self.feeds = {
-            name: Feed(plan, name, self._prompt, outputs.threads)
-            for name in plan.consumers
-            if name in outputs.hosts
-        }
-        """Name -> the feed of that consumer, for each consumer of this process."""
+        self.feeds = Feeds(outputs.hosted, self._request_id, plan, self._prompt)
+        """Feeds of the consumers of this process."""
         self._rows: list[CapturedChunk] = []
         """Rows for the feeds that came ahead of their tokens."""
-        self._open: set[str] = set()
         self._dropped: set[str] = set()
         self.pending_consumers = [name for name in plan.consumers if not is_inline(name)]
         """Consumers whose results are still to come."""
@@ -107,17 +102,7 @@ class CompletionCapture:
         """
         rows, self._rows = self._rows, []
         for chunk in rows:
-            for name, feed in self.feeds.items():
-                delivery = feed.deliver(chunk, output_token_ids)
-                if delivery is not None and name not in self._dropped:
-                    self._session(name).rows(self._request_id, *delivery)
-
-    def _session(self, name: str) -> ConsumerHost:
-        host = self._outputs.hosts[name]
-        if name not in self._open:
-            self._open.add(name)
-            host.open(request_info(self._request_id, self._plan, name, self._prompt))
-        return host
+            self.feeds.deliver(chunk, output_token_ids)
 
     def results(
         self, output_token_ids: Sequence[int], finish_reason: FinishReason | None, only_new: bool
@@ -156,9 +141,7 @@ class CompletionCapture:
         if self.pending_consumers:
             end = CaptureEnd(num_tokens, aborted, failed)
             self._outputs.link.send(CaptureCall(self._request_id, end))
-        for name, feed in self.feeds.items():
-            if name not in self._dropped:
-                feed.finish(self._session(name), self._request_id, num_tokens, aborted, failed)
+        self.feeds.finish(num_tokens, aborted, failed)
         for name in self._dropped:
             self._settle(self._dropped_result(name, num_tokens))
         if failed:
@@ -191,6 +174,7 @@ class CompletionCapture:
         """Take a consumer's result, or word that it had no room for the request."""
         if result.dropped and not self.ended:
             self._dropped.add(result.consumer)
+            self.feeds.drop(result.consumer)
         elif result.consumer in self.pending_consumers:
             self._settle(result)
             if not self.pending_consumers:
@@ -233,16 +217,15 @@ class CaptureOutputs:
         self, config: "VllmConfig", link: "CaptureLink", tokenizer: TokenizerLike | None
     ) -> None:
         self.link, self.texts = link, _Texts(tokenizer)
-        self.hosts: dict[str, ConsumerHost] = {}
+        self.hosted = HostedConsumers("capture-rows")
         # When the engine is collected or the program ends: hosts hold nothing that holds this.
-        self._finalizer = weakref.finalize(self, _shut_down, self.hosts)
+        self._finalizer = weakref.finalize(self, self.hosted.shutdown)
         self._counts = False
         """True if anybody takes statistics."""
         self.finished = CaptureStats()
         """Results since the statistics were last taken."""
         self.rows = self.num_bytes = 0
         """All rows that results had, and their bytes."""
-        self.threads = CopyThreads("capture-rows")
         frontends = config.parallel_config._api_process_count
         self.inbox = RowInbox(link, frontends)
         self.rules = RuleWatches()
@@ -255,14 +238,8 @@ class CaptureOutputs:
         )
         if config.tap_shape is None:
             return
-        specs = config.capture_config.consumers
         check_global(config.capture_config, config.tap_shape)
-        for name, spec in specs.items():
-            if name != INLINE and spec.in_frontend:
-                consumer = spec.make()
-                model = config.model_config.model
-                consumer.start(ConsumerContext(name, model, config.tap_shape, engine_index=0))
-                self.hosts[name] = ConsumerHost(spec, consumer, _weakly(link.post))
+        self.hosted.start(config, _weakly(link.post), in_frontend=True)
 
     def open(self, state: "RequestState", request: EngineCoreRequest) -> None:
         """Give a completion that is about to start its capture and rules, if it has some; with
@@ -309,7 +286,7 @@ class CaptureOutputs:
         if output.captured:
             self.inbox.add(output.captured)
             self.rules.add(output.captured)
-            for chunk in output.captured if self.hosts else ():
+            for chunk in output.captured if self.hosted.hosts else ():
                 for rows in chunk.by_owner():
                     capture = self._open.get(rows.owners[0][0])
                     if capture is not None:
@@ -321,7 +298,7 @@ class CaptureOutputs:
             capture = self._open.get(output.request_id)
             if capture is not None:
                 capture.handle_result(result)
-            if result.consumer in self.hosts and not result.dropped:
+            if result.consumer in self.hosted.hosts and not result.dropped:
                 call = CaptureCall(output.request_id, released=result.consumer)
                 self.link.send(call)
         return True
@@ -377,12 +354,7 @@ class CaptureOutputs:
         self._finalizer()
 
 
-def _shut_down(hosts: dict[str, ConsumerHost]) -> None:
-    for host in hosts.values():
-        host.shutdown(SHUTDOWN_SECONDS)
-
-
-def _weakly(report: Callable[[str, ConsumerResult], None]) -> Callable[[str, ConsumerResult], None]:
+def _weakly(report: Report) -> Report:
     """Wrap `report`, a method, so that threads which call it do not keep the engine alive."""
     method = weakref.WeakMethod(report)
 
