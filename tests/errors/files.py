@@ -15,15 +15,15 @@ from tests.errors.case import Case, path
 from tests.errors.steering_calls import steering
 from tests.support.plans import LANES, SHAPE, VECTOR, config_of
 from vllm.config.steering import FAMILIES, SteeringConfig
+from vllm.v1.interventions.global_state import startup_state
 from vllm.v1.interventions.shape import TapShape
 from vllm.v1.steering.files import (
     export_gguf,
     load,
-    need_startup_files,
     save,
-    startup_modules,
 )
 from vllm.v1.steering.modules import parse_module
+from vllm.v1.steering.startup_files import need_startup_files
 
 FOLDER = Path(tempfile.gettempdir())
 GOOD = np.array(VECTOR, np.float32)
@@ -89,7 +89,7 @@ def starting() -> object:
     with tempfile.TemporaryDirectory() as folder:
         safetensors.numpy.save_file({"base.pre_attn.1": GOOD}, Path(folder) / "m.safetensors")
         modules = [f"calm={folder}/m.safetensors"]
-        return startup_modules(config_of(steering_modules=modules, **ONLY_POST_BLOCK))
+        return startup_state(config_of(steering_modules=modules, **ONLY_POST_BLOCK))
 
 
 def missing() -> object:

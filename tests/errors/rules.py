@@ -20,10 +20,10 @@ from vllm.sampling_params import BeamSearchParams
 from vllm.v1.interventions.frontend.control.steering import AsyncSteering
 from vllm.v1.interventions.frontend.request.catalog import ModuleCatalog
 from vllm.v1.interventions.frontend.request.resolve import refuse_beam_search
+from vllm.v1.interventions.global_state import startup_state
 from vllm.v1.steering import rule_files
-from vllm.v1.steering.files import startup_modules
 from vllm.v1.steering.modules import parse_module
-from vllm.v1.steering.rule_files import OPERATOR_RULES, parse_operator_rules, read_rules_file
+from vllm.v1.steering.rule_files import parse_operator_rules, read_rules_file
 
 SELECTORS = (
     "last_prompt, all_prompt, all_generated, last_generated, predicting, all, "
@@ -57,8 +57,9 @@ def by_module(name: Any) -> dict[str, Any]:
 
 def judged(ours: Any = (), **fields: Any) -> dict[str, Any]:
     """A request beside rules of the operator."""
-    module = parse_operator_rules([RULE, *ours], "rules", config_of(), {})
-    return {"modules": {OPERATOR_RULES: module}, **fields}
+    catalog = ModuleCatalog(config_of())
+    catalog.state.rules[""] = parse_operator_rules([RULE, *ours], "rules", config_of(), {})
+    return {"catalog": catalog, **fields}
 
 
 def set_rules(value: Any, config: VllmConfig | None = None) -> object:
@@ -70,7 +71,7 @@ def of_file(content: str) -> object:
     with tempfile.NamedTemporaryFile("w") as file:
         file.write(content)
         file.flush()
-        return startup_modules(config_of(rules=file.name))
+        return startup_state(config_of(rules=file.name))
 
 
 def large() -> object:
@@ -88,10 +89,7 @@ def several_servers() -> object:
 
 def beams() -> object:
     config = config_of(steering=False)
-    catalog = ModuleCatalog(config)
-    for name, module in judged()["modules"].items():
-        catalog.put(name, module)
-    refuse_beam_search(BeamSearchParams(2, 4), config, catalog)
+    refuse_beam_search(BeamSearchParams(2, 4), config, judged()["catalog"])
     return None
 
 

@@ -13,14 +13,16 @@ from tests.support.plans import HIDDEN, VECTOR, config_of, plan_of
 from vllm.config import KVTransferConfig, VllmConfig
 from vllm.sampling_params import BeamSearchParams
 from vllm.v1.engine.core_client import InprocClient
-from vllm.v1.interventions.calls import Change, SteeringCall
+from vllm.v1.interventions.calls import SteeringCall
 from vllm.v1.interventions.frontend.control import steering as engine_steering
+from vllm.v1.interventions.frontend.control.changes import ChangeBuilder
 from vllm.v1.interventions.frontend.control.steering import Steering
 from vllm.v1.interventions.frontend.request.catalog import ModuleCatalog
 from vllm.v1.interventions.frontend.request.resolve import refuse_beam_search
+from vllm.v1.interventions.global_state import Change
 from vllm.v1.interventions.scheduler.changes import Changes
 from vllm.v1.interventions.scheduler.decisions import SchedulerInterventions
-from vllm.v1.steering.modules import parse_module_args
+from vllm.v1.steering.startup_files import parse_module_args
 
 
 def with_connector() -> VllmConfig:
@@ -67,9 +69,7 @@ def overlapping() -> None:
     """Two tiers of which each fits and the sum does not."""
     changes, vector = scheduler().changes, {"pre_attn": {0: [1.5e38] * HIDDEN}}
     for tier in ("base", "prefill"):
-        change = engine_steering.ChangeBuilder(CONFIG, ModuleCatalog(CONFIG)).set(
-            {tier: vector}, False
-        )
+        change = ChangeBuilder(CONFIG, ModuleCatalog(CONFIG)).set({tier: vector}, False)
         call(changes, "prepare", change)
         call(changes, "commit")
 
@@ -118,7 +118,7 @@ STEERING_CALLS = [
     Case(path("source.ops[0]"), do=lambda: module({"ops": [{**PIN, "positions": "all"}]})),
     Case(
         path("name", "'m'", "none"),
-        do=lambda: call(scheduler().changes, "prepare", Change("unregister", name="m")),
+        do=lambda: call(scheduler().changes, "prepare", Change(drop=[("modules", "m")])),
     ),
     Case({"given": "30"}, do=lambda: call(scheduler().changes, "commit")),
     Case({}, do=impatient),

@@ -189,7 +189,7 @@ class Server:
         if config.tap_shape is not LANES:
             assert config.tap_shape is not None
             made = parse_module(vectors, "m", config.tap_shape, config.steering_config)
-            catalog.put("m", made)
+            catalog.state.modules["m"] = made
         threads = SimpleNamespace(run=meter.run)
         processor = SimpleNamespace(
             plan_threads=threads,

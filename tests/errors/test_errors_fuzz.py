@@ -181,7 +181,7 @@ def check_plan(plan: SteeringPlan, prompt: int) -> None:
     assert {0, prompt} <= set(firsts)
     named = {segment.vector_sum for segment in plan.segments} - {UNSTEERED}
     assert named == {c.digest for c in plan.sums}
-    shared = {p.digest for m in MODULES.values() for p in (m.prefill, m.decode) if p is not None}
+    shared = {one.digest for module in MODULES.values() for one in module.phases.values()}
     parts = {name for c in plan.sums for name, _ in c.sets}
     assert parts - shared == {p.digest for p in plan.sets} - shared
     programs = {segment.program for segment in plan.segments} - {UNSTEERED}

@@ -276,7 +276,7 @@ def test_modules_and_inline_vectors_add_up() -> None:
         decode_steering_vectors={"pre_attn": {0: [100.0] * HIDDEN}},
     )
     ours = SchedulerInterventions(config_of(), hash_block_size=4)
-    ours.modules.put("m", named)
+    ours.modules.replace(None, named)
     filled = ours.modules.fill(plan)
     assert filled is not None
     assert filled.steering is not None

@@ -19,6 +19,8 @@ from tests.support import serving
 from tests.support.serving import Ask, Judge, capture, deltas_of, prompt_of, serve, vector
 from tests.support.timeline import Own, Timeline, added
 from vllm import LLM
+from vllm.v1.interventions.calls import SteeringCall
+from vllm.v1.interventions.global_state import Change
 from vllm.v1.steering import files
 
 if TYPE_CHECKING:
@@ -186,15 +188,20 @@ def test_unregistered_on_the_way(line: Timeline, monkeypatch: pytest.MonkeyPatch
     keeps what it meant. Long after, it is refused."""
     core = serving.core_of(line.llm)
     steering, preprocess = line.llm.steering, core.preprocess_add_request
-    modules = core.scheduler.interventions.modules
+    ours = core.scheduler.interventions
+    modules = ours.modules
     steering.register_module("calm", CALM)
 
+    def unregister() -> None:
+        ours.changes.call(SteeringCall("prepare", "a", Change(drop=[("modules", "calm")])), [])
+        ours.changes.call(SteeringCall("commit", "a"), [])
+
     def late(request: Any) -> Any:
-        modules.remove("calm")
+        unregister()
         return preprocess(request)
 
     def too_late(request: Any) -> Any:
-        modules.remove("calm")
+        unregister()
         modules._kept = deque((0.0, module) for _, module in modules._kept)
         modules.forget()
         return preprocess(request)

@@ -24,8 +24,8 @@ from vllm.v1.steering.modules import (
     ModuleOp,
     need_module_name,
     parse_module,
-    parse_module_args,
 )
+from vllm.v1.steering.startup_files import parse_module_args
 
 pytestmark = pytest.mark.quick
 
@@ -61,9 +61,12 @@ def test_tiers() -> None:
     assert values(module.tiers["base"]) == base
     assert [*module.tiers] == ["base", "prefill", "decode"]
     summed = np.float32(np.float64(np.float32(0.1)) + np.array(VECTOR)).tolist()
-    assert values(module.prefill) == {("post_block", 1): summed, ("post_block", 3): doubled}
+    assert values(module.phases["prefill"]) == {
+        ("post_block", 1): summed,
+        ("post_block", 3): doubled,
+    }
     decode = {("pre_attn", 0): VECTOR, ("post_block", 1): VECTOR, ("pre_attn", 1): VECTOR}
-    assert values(module.decode) == {**decode, ("post_block", 3): doubled}
+    assert values(module.phases["decode"]) == {**decode, ("post_block", 3): doubled}
     assert module.ops == []
 
 
@@ -75,11 +78,10 @@ def test_sites_are_of_vectors_and_operations() -> None:
 def test_a_mapping_of_points_is_the_base_tier() -> None:
     module = parse(TIERS["vectors"])
     assert module == parse({"vectors": TIERS["vectors"]})
-    assert module.prefill == module.decode == module.tiers["base"]
+    assert module.phases == dict.fromkeys(("prefill", "decode"), module.tiers["base"])
     other = parse({"prefill_vectors": TIERS["vectors"]})
     assert other.digest != module.digest
-    assert other.prefill == module.prefill
-    assert other.decode is None
+    assert other.phases == {"prefill": module.phases["prefill"]}
 
 
 def test_identity_is_content() -> None:
@@ -105,11 +107,11 @@ def test_identity_is_content() -> None:
 def test_a_module_travels() -> None:
     gate = {"probe": VECTOR, "threshold": 0, "sharpness": 1, "when": "last_prompt"}
     module = parse({**TIERS, "ops": [op("clamp", direction=VECTOR, lo=0, gate=gate)]})
-    assert module.prefill is not None  # kept, and not sent
+    assert module.phases  # kept, and not sent
     sent = msgspec.msgpack.encode(module)
     again = msgspec.msgpack.decode(sent, type=Module)
     assert again == module
-    assert again.prefill == module.prefill
+    assert again.phases == module.phases
     assert len(sent) < 2000
 
 

@@ -139,7 +139,7 @@ def plan_of(
     config = config or config_of()
     catalog = catalog or ModuleCatalog(config)
     for name, module in (modules or {}).items():
-        catalog.put(name, module)
+        catalog.state.modules[name] = module
     return resolve(
         params, without_plan_fields(params), given, resumable, config, tokenizer, catalog,
         num_prompts,

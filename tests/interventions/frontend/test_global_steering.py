@@ -14,12 +14,13 @@ import pytest
 from tests.support.plans import PARALLEL, SHAPE, VECTOR, config_of, plan_of, steering_of
 from vllm.config.points import STREAM_POINTS
 from vllm.entrypoints.serve.steering import api_router
-from vllm.v1.interventions.calls import Change, SteeringCall
+from vllm.v1.interventions.calls import SteeringCall
 from vllm.v1.interventions.errors import InterventionError
 from vllm.v1.interventions.frontend.control.changes import ChangeBuilder
 from vllm.v1.interventions.frontend.control.early_checks import check_early
 from vllm.v1.interventions.frontend.control.steering import AsyncSteering
 from vllm.v1.interventions.frontend.request.catalog import ModuleCatalog
+from vllm.v1.interventions.global_state import Change
 from vllm.v1.interventions.scheduler.decisions import SchedulerInterventions
 
 CALM, LOUD = ({"vectors": {"pre_attn": {n: VECTOR}}} for n in (0, 1))
@@ -53,7 +54,7 @@ def test_default_modules_are_as_if_named_first() -> None:
     )
     made = {"calm": CALM, "loud": LOUD, "pin": {"ops": [PIN]}}
     make = ChangeBuilder(config, ModuleCatalog(config)).register
-    modules = {n: module for n, m in made.items() if (module := make(n, m).module)}
+    modules = {n: make(n, m).put.modules[n] for n, m in made.items()}
 
     def ask(*names: object, defaults: bool = True, **fields: object) -> object:
         asked = {"steering_modules": list(names), **fields} if names else fields
@@ -83,10 +84,10 @@ def test_operations_of_all_requests() -> None:
     builder = ChangeBuilder(config, catalog)
 
     def ask(**fields: object) -> object:
-        return plan_of(config=config, modules=catalog.modules, **fields)  # type: ignore[arg-type]
+        return plan_of(config=config, catalog=catalog, **fields)  # type: ignore[arg-type]
 
     def make(change: Change) -> None:
-        builder.made(change, 0)
+        catalog.made(change, 0)
 
     def set_to(value: float) -> Change:
         return builder.set(
@@ -146,19 +147,18 @@ def test_operations_of_all_requests_need_servers_that_ask() -> None:
 def test_default_modules_that_nobody_registered_do_nothing() -> None:
     config = config_of(default_steering_modules=["calm"])
     assert plan_of(config=config) is None
-    module = ChangeBuilder(config, ModuleCatalog(config)).register("calm", CALM).module
-    assert module is not None
+    module = ChangeBuilder(config, ModuleCatalog(config)).register("calm", CALM).put.modules["calm"]
     assert plan_of(config=config, modules={"calm": module}) is not None
     # One that can act on no position of a request is no error of that request.
     answer = ChangeBuilder(config, ModuleCatalog(config)).register(
         "calm", {"decode_vectors": CALM["vectors"]}
     )
-    assert answer.module is not None
-    assert plan_of(config=config, modules={"calm": answer.module}, max_tokens=1) is not None
+    late = answer.put.modules
+    assert plan_of(config=config, modules=late, max_tokens=1) is not None
     with pytest.raises(InterventionError, match="can act on no position"):
         plan_of(
             config=config_of(),
-            modules={"calm": answer.module},
+            modules=late,
             max_tokens=1,
             steering_modules=["calm"],
         )
@@ -227,4 +227,4 @@ def test_a_change_is_known_here_whoever_waits_for_it() -> None:
             await asyncio.sleep(0)
 
     asyncio.run(leave())
-    assert list(engines.core.modules.named) == list(steering.told())
+    assert list(engines.core.state.contents.modules) == list(steering.told())

@@ -10,8 +10,9 @@ import pytest
 from tests.support.plans import VECTOR, config_of, plan_of
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.capture.rules import RULES_DO
+from vllm.v1.interventions.frontend.request.catalog import ModuleCatalog
 from vllm.v1.interventions.plan import Rule
-from vllm.v1.steering.rule_files import OPERATOR_RULES, parse_operator_rules
+from vllm.v1.steering.rule_files import parse_operator_rules
 
 pytestmark = pytest.mark.quick
 
@@ -28,8 +29,9 @@ RULE: dict[str, Any] = {
 
 
 def rules_of(*operators: dict[str, Any], **asked: Any) -> list[Rule]:
-    modules = {OPERATOR_RULES: parse_operator_rules(list(operators), "rules", config_of(), {})}
-    plan = plan_of(modules=modules, **asked)
+    catalog = ModuleCatalog(config_of())
+    catalog.state.rules[""] = parse_operator_rules(list(operators), "rules", config_of(), {})
+    plan = plan_of(catalog=catalog, **asked)
     return plan.capture.rules if plan is not None and plan.capture is not None else []
 
 
@@ -65,13 +67,11 @@ def test_positions_are_those_of_each_prompt() -> None:
 
 
 def test_what_is_told_of_them_has_no_probe() -> None:
-    module = parse_operator_rules(
+    rules = parse_operator_rules(
         [RULE, {**RULE, "name": "b", "then": "flag"}], "r", config_of(), {}
     )
-    told = [rule.told() for rule in module.rules]
+    told = [rule.told() for rule in rules]
     assert [rule["then"] for rule in told] == ["stop", "flag"] == list(reversed(RULES_DO))
     given = {key: value for key, value in RULE.items() if key != "probe"}
     assert told[0].pop("probe_norm") > 0
     assert told[0] == {**given, "below": False, "over": "generated"}
-    again = parse_operator_rules([RULE, {**RULE, "name": "b"}], "r", config_of(), {})
-    assert again.digest != module.digest

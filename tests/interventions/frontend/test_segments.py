@@ -15,7 +15,7 @@ from tests.support.plans import HIDDEN, SHAPE, config_of, segment_at, steering_o
 from vllm.config.points import STREAM_POINTS
 from vllm.config.steering import FAMILIES
 from vllm.v1.interventions.plan import UNSTEERED, Plan, Site, SteeringPlan
-from vllm.v1.interventions.scheduler.state import ModuleStore
+from vllm.v1.interventions.scheduler.module_sets import ModuleSets
 from vllm.v1.interventions.terms import Term, make_term
 from vllm.v1.steering.modules import Module, parse_module
 from vllm.v1.steering_formula import Scalars
@@ -137,10 +137,7 @@ def test_the_sum_at_every_position(data: st.DataObject, prompt: int) -> None:
 
 def with_modules(plan: SteeringPlan, modules: dict[str, Module]) -> SteeringPlan:
     """As the engine core completes it."""
-    store = ModuleStore()
-    for name, module in modules.items():
-        store.put(name, module)
-    filled = store.fill(Plan(steering=plan))
+    filled = ModuleSets(modules.values()).fill(Plan(steering=plan))
     assert filled is not None
     assert filled.steering is not None
     return filled.steering

@@ -20,7 +20,8 @@ from tests.support.plans import HIDDEN, config_of, plan_of
 from tests.support.told_worker import PROMPT, ROWS, SLOTS, Worker, steering_of
 from vllm import SamplingParams
 from vllm.v1.core.sched.request_queue import FCFSRequestQueue
-from vllm.v1.interventions.plan import Plan, SteeringPlan
+from vllm.v1.interventions.global_state import Change, Globals
+from vllm.v1.interventions.plan import TIERS, Plan, SteeringPlan
 from vllm.v1.interventions.scheduler import turns
 from vllm.v1.interventions.scheduler.decisions import SchedulerInterventions
 from vllm.v1.interventions.terms import rows_needed
@@ -258,15 +259,14 @@ class Simulation:
 
     def change_globals(self) -> None:
         self.seen["changed globals"] += 1
-        state = self.ours.tiers
-        if self.random.random() < 0.4:
-            state = state.cleared(None)
-        else:
+        change = Change(drop=[("tiers", tier) for tier in TIERS])
+        if self.random.random() >= 0.4:
             vector_set = vector_set_of({("pre_attn", 1): np.array(axis(self.random.randrange(4)))})
-            state = state.changed(
-                {self.random.choice(["base", "decode"]): vector_set}, replace=False
-            )
-        self.ours.set_tiers(state, [*self.waiting, *self.parked.values(), *self.running])
+            tiers = {self.random.choice(["base", "decode"]): vector_set}
+            change = Change(Globals(tiers=tiers))
+        self.ours.set_state(
+            self.ours.state.changed(change), [*self.waiting, *self.parked.values(), *self.running]
+        )
 
     def sleep(self) -> None:
         self.seen["slept"] += 1

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Changes of global tiers and modules in two phases: all of one change, or nothing of it."""
+"""Changes of the global state in two phases: all of one change, or nothing of it."""
 
 from __future__ import annotations
 
@@ -14,14 +14,16 @@ import msgspec
 import pytest
 
 from tests.support.plans import HIDDEN, SHAPE, VECTOR, array, config_of, plan_of
-from vllm.v1.interventions.calls import GLOBAL_OPS, Change, SteeringCall
+from vllm.v1.interventions.calls import SteeringCall
 from vllm.v1.interventions.frontend.request.catalog import ModuleCatalog
+from vllm.v1.interventions.global_state import LEARNED_KINDS, SET_KINDS, Change, Globals
 from vllm.v1.interventions.plan import VectorSet
 from vllm.v1.interventions.scheduler import changes as changes_module
-from vllm.v1.interventions.scheduler import state as tiers_module
+from vllm.v1.interventions.scheduler import module_sets
+from vllm.v1.interventions.scheduler import state as state_module
 from vllm.v1.interventions.scheduler.changes import LEASE_SECONDS
 from vllm.v1.interventions.scheduler.decisions import SchedulerInterventions
-from vllm.v1.interventions.scheduler.state import KEPT_SECONDS
+from vllm.v1.interventions.scheduler.module_sets import KEPT_SECONDS
 from vllm.v1.interventions.vectors import norms_of, vector_set_of
 from vllm.v1.steering import modules as modules_module
 from vllm.v1.steering.modules import Module, Told, parse_module
@@ -29,6 +31,7 @@ from vllm.v1.steering.modules import Module, Told, parse_module
 pytestmark = pytest.mark.quick
 
 SITE = ("pre_attn", 0)
+ALL_SET = [("tiers", "base"), ("tiers", "prefill"), ("tiers", "decode"), ("ops", "")]
 
 
 def vector_set(value: float) -> VectorSet:
@@ -41,11 +44,15 @@ def module(value: float) -> Module:
 
 
 def register(name: str, value: float) -> Change:
-    return Change("register", name=name, module=module(value))
+    return Change(Globals(modules={name: module(value)}))
+
+
+def unregister(name: str) -> Change:
+    return Change(drop=[("modules", name)])
 
 
 def setting(value: float, tier: str = "base") -> Change:
-    return Change("set", tiers={tier: vector_set(value)})
+    return Change(Globals(tiers={tier: vector_set(value)}))
 
 
 class Engine:
@@ -56,7 +63,7 @@ class Engine:
         self.now = 1000.0
         monkeypatch.setattr(changes_module.time, "monotonic", lambda: self.now)
         self.timers: list[tuple[float, Callable[[], None]]] = []
-        monkeypatch.setattr(tiers_module, "Timer", self._timer)
+        monkeypatch.setattr(module_sets, "Timer", self._timer)
 
     def _timer(self, seconds: float, function: Callable[[], None]) -> Mock:
         start = partial(self.timers.append, (self.now + seconds, function))
@@ -103,22 +110,22 @@ def test_set_replace_clear(engine: Engine) -> None:
     assert engine.make(setting(1.0))["version"] == 1
     assert engine.make(setting(2.0, "decode"))["version"] == 2
     assert engine.norms == {"base": 2.0, "decode": 4.0}
-    engine.make(Change("set", tiers={"prefill": vector_set(3.0)}, replace=True))
+    engine.make(Change(Globals(tiers={"prefill": vector_set(3.0)}), ALL_SET))
     assert engine.norms == {"prefill": 6.0}
     engine.make(setting(1.0))
-    engine.make(Change("clear", tier="prefill"))
+    engine.make(Change(drop=[("tiers", "prefill")]))
     assert engine.norms == {"base": 2.0}
-    assert engine.make(Change("clear"))["version"] == 6
+    assert engine.make(Change(drop=ALL_SET))["version"] == 6
     assert engine.norms == {}
 
 
 def test_the_same_vectors_are_the_same_state_again(engine: Engine) -> None:
     engine.make(setting(1.0))
-    first = engine.core.tiers.era(0)
+    first = engine.core.state.era(0)
     engine.make(setting(2.0))
-    assert engine.core.tiers.era(0) != first
+    assert engine.core.state.era(0) != first
     engine.make(setting(1.0))
-    assert engine.core.tiers.era(0) == first
+    assert engine.core.state.era(0) == first
     assert engine.state()["version"] == 3
 
 
@@ -179,7 +186,7 @@ def test_a_late_commit_that_nobody_replaced_is_made(engine: Engine) -> None:
 def test_a_refused_change_leaves_the_prepared_one_alone(engine: Engine) -> None:
     engine.prepare("slow", setting(1.0))
     engine.now += LEASE_SECONDS + 1
-    assert "unknown module 'm'" in engine.prepare("b", Change("unregister", name="m"))["error"]
+    assert "unknown module 'm'" in engine.prepare("b", unregister("m"))["error"]
     assert engine.commit("slow")["version"] == 1
     assert engine.norms == {"base": 2.0}
 
@@ -193,33 +200,41 @@ def test_a_refused_change_is_not_prepared(engine: Engine) -> None:
 
 
 def test_modules(engine: Engine) -> None:
-    engine.make(Change("register", name="m", module=module(1.0)))
-    assert engine.core.modules.named == {"m": module(1.0)}
-    engine.make(Change("register", name="m", module=module(2.0)))
-    assert engine.core.modules.named == {"m": module(2.0)}
-    engine.make(Change("unregister", name="m"))
-    assert engine.core.modules.named == {}
-    assert "error" in engine.prepare("a", Change("unregister", name="m"))
+    engine.make(register("m", 1.0))
+    assert engine.core.state.contents.modules == {"m": module(1.0)}
+    engine.make(register("m", 2.0))
+    assert engine.core.state.contents.modules == {"m": module(2.0)}
+    engine.make(unregister("m"))
+    assert engine.core.state.contents.modules == {}
+    assert "error" in engine.prepare("a", unregister("m"))
     assert engine.state()["version"] == 0, "modules are no global state"
 
 
+def test_each_kind_has_its_place() -> None:
+    """A kind is versioned, or learned by frontends, or both; else nobody would get to know it."""
+    assert {*SET_KINDS, *LEARNED_KINDS} == {*Globals.__struct_fields__}
+
+
 def test_operations_of_all_requests(engine: Engine) -> None:
-    """A module that is set and cleared with the tiers; no name that requests see."""
+    """They are set and cleared with the tiers, and requests see no name of them."""
     ops = module(3.0)
-    both = Change("set", tiers={"base": vector_set(1.0)}, name=GLOBAL_OPS, module=ops)
+    both = Change(Globals(tiers={"base": vector_set(1.0)}, ops={"": ops}))
     engine.make(both)
-    assert engine.core.modules.named == {GLOBAL_OPS: ops}
+    assert engine.core.state.contents.ops == {"": ops}
     assert engine.state()["tiers"].keys() == {"base"}
     engine.make(setting(2.0))
-    assert engine.core.modules.named == {GLOBAL_OPS: ops}
-    for gone in (Change("clear", name=GLOBAL_OPS), Change("set", replace=True, name=GLOBAL_OPS)):
+    assert engine.core.state.contents.ops == {"": ops}
+    for gone in (Change(drop=ALL_SET), Change(drop=[("ops", "")])):
         engine.make(both)
         engine.make(gone)
-        assert engine.core.modules.named == {} and engine.state()["tiers"] == {}
+        assert engine.core.state.contents.ops == {}
+    assert engine.state()["tiers"].keys() == {"base"}, "operations alone were cleared"
+    engine.make(Change(drop=ALL_SET))
+    assert engine.state()["tiers"] == {} and engine.core.state.contents.modules == {}
 
 
 def test_a_request_on_its_way_has_what_its_module_meant_or_an_error(engine: Engine) -> None:
-    engine.make(Change("register", name="m", module=module(1.0)))
+    engine.make(register("m", 1.0))
     plan = plan_of(modules={"m": module(1.0)}, steering_modules=[("m", 3.0)])
     assert plan is not None
     assert plan.steering is not None
@@ -228,10 +243,10 @@ def test_a_request_on_its_way_has_what_its_module_meant_or_an_error(engine: Engi
     assert filled is not None
     assert filled.steering is not None
     assert [p.digest for p in filled.steering.sets] == [vector_set(1.0).digest]
-    engine.make(Change("register", name="n", module=module(1.0)))
-    engine.make(Change("register", name="m", module=module(2.0)))
+    engine.make(register("n", 1.0))
+    engine.make(register("m", 2.0))
     assert engine.core.modules.fill(plan) == filled, "the same content under another name"
-    engine.make(Change("unregister", name="n"))
+    engine.make(unregister("n"))
     assert engine.core.modules.fill(plan) == filled, "kept for a while"
     engine.wait(KEPT_SECONDS + 1)
     with pytest.raises(ValueError, match="unregistered or registered anew"):
@@ -247,12 +262,12 @@ def test_what_another_engine_has_made_already_is_here_from_the_preparation_on(
     plan = plan_of(modules={"m": module(1.0)}, steering_modules=["m"])
     with pytest.raises(ValueError, match="unregistered or registered anew"):
         engine.core.modules.fill(plan)
-    engine.prepare("a", Change("register", name="m", module=module(1.0)))
+    engine.prepare("a", register("m", 1.0))
     filled = engine.core.modules.fill(plan)
     assert filled is not None
     assert filled.steering is not None
     assert [p.digest for p in filled.steering.sets] == [vector_set(1.0).digest]
-    assert engine.core.modules.named == {}
+    assert engine.core.state.contents.modules == {}
 
 
 def test_a_frontend_learns_what_another_registered(engine: Engine) -> None:
@@ -260,12 +275,13 @@ def test_a_frontend_learns_what_another_registered(engine: Engine) -> None:
 
     def learn() -> list[str]:
         """What is sent."""
-        call = SteeringCall("modules", since=catalog.changes)
+        call = SteeringCall("news", since=catalog.changes)
         news = engine.core.changes.call(call, [])
         news = msgspec.msgpack.decode(msgspec.msgpack.encode(news))  # it is plain data
         catalog.learn(news)
-        assert catalog.modules == engine.core.modules.named
-        return sorted(news["new"])
+        assert catalog.state == engine.core.state.contents
+        new = msgspec.msgpack.decode(news["new"], type=Globals)
+        return sorted(name or kind for kind, name in new.keys)
 
     assert learn() == []
     engine.make(register("m", 1.0))
@@ -273,19 +289,23 @@ def test_a_frontend_learns_what_another_registered(engine: Engine) -> None:
     assert learn() == ["m", "n"]
     assert catalog.get("m", "path") == module(1.0)
     engine.make(register("n", 3.0))
-    engine.make(Change("unregister", name="m"))
+    engine.make(unregister("m"))
     assert learn() == ["n"], "only what is new is sent"
     engine.make(register("m", 1.0))
-    engine.make(Change("unregister", name="m"))
+    engine.make(unregister("m"))
     assert learn() == []
     # What it had made itself it knows; not if another had made something before.
     own = engine.make(register("own", 4.0))
-    catalog.made("own", module(4.0), own["changes"])
+    catalog.made(register("own", 4.0), own["changes"])
     assert learn() == []
     engine.make(register("other", 5.0))
     own = engine.make(register("own", 6.0))
-    catalog.made("own", module(6.0), own["changes"])
+    catalog.made(register("own", 6.0), own["changes"])
     assert learn() == ["other", "own"]
+    engine.make(Change(Globals(ops={"": module(7.0)}, rules={"": []})))
+    assert learn() == ["ops", "rules"]
+    engine.make(Change(drop=[("ops", "")]))
+    assert learn() == []
 
 
 def counted(engine: Engine, number: int) -> tuple[int, int]:
@@ -326,15 +346,15 @@ def test_norms_are_made_once_for_a_module_and_for_a_state(
         made.append(vector_set)
         return norms_of(vector_set)
 
-    for place in (modules_module, tiers_module):
+    for place in (modules_module, state_module):
         monkeypatch.setattr(place, "norms_of", norms)
     catalog = ModuleCatalog(config_of())
     for i in range(3):
-        catalog.put(f"m{i}", module(float(i + 1)))
+        catalog.state.modules[f"m{i}"] = module(float(i + 1))
     told = catalog.told()
     assert len(made) == 3 and list(told) == ["m0", "m1", "m2"]
     assert msgspec.json.decode(told["m1"], type=Told)["tiers"]["base"] == {"pre_attn": {0: 4.0}}
-    catalog.put("m3", module(4.0))
+    catalog.state.modules["m3"] = module(4.0)
     assert catalog.told().keys() == {*told, "m3"} and len(made) == 4
     engine.make(setting(1.0))
     assert engine.norms == engine.norms == {"base": 2.0} and len(made) == 5
@@ -347,13 +367,13 @@ def test_what_was_kept_long_enough_is_forgotten(engine: Engine) -> None:
     engine.make(register("m", 1.0))
     engine.make(register("twin", 1.0))
     engine.make(register("n", 2.0))
-    engine.make(Change("unregister", name="m"))
-    engine.make(Change("unregister", name="n"))
+    engine.make(unregister("m"))
+    engine.make(unregister("n"))
     sets = engine.core.modules._sets
     assert sets.keys() == {vector_set(1.0).digest, vector_set(2.0).digest}
     engine.wait(KEPT_SECONDS + 1)
     assert sets.keys() == {vector_set(1.0).digest}
-    engine.make(Change("unregister", name="twin"))
+    engine.make(unregister("twin"))
     engine.wait(KEPT_SECONDS + 1)
     assert not sets
 
@@ -361,11 +381,11 @@ def test_what_was_kept_long_enough_is_forgotten(engine: Engine) -> None:
 def test_modules_that_were_deleted_are_freed_while_nobody_asks(engine: Engine) -> None:
     """Each when its time has come, by few timers; a name that is there keeps what it means."""
     sets = engine.core.modules._sets
-    engine.make(Change("register", name="stays", module=module(0.5)))
+    engine.make(register("stays", 0.5))
     for i in range(100):
-        engine.make(Change("register", name="m", module=module(float(i + 1))))
+        engine.make(register("m", float(i + 1)))
         engine.wait(0.1)
-    engine.make(Change("unregister", name="m"))
+    engine.make(unregister("m"))
     assert len(sets) == 101 and len(engine.timers) == 1
     engine.wait(KEPT_SECONDS - 5)
     assert 40 < len(sets) < 70 and len(engine.timers) == 1
@@ -376,7 +396,7 @@ def test_modules_that_were_deleted_are_freed_while_nobody_asks(engine: Engine) -
 def test_any_number_of_modules_takes_no_slot(engine: Engine) -> None:
     small = SchedulerInterventions(config_of(max_steering_configs=1), hash_block_size=4)
     for i in range(50):
-        small.modules.put(f"m{i}", module(float(i + 1)))
+        small.modules.replace(None, module(float(i + 1)))
     assert small.tables.sums.in_use == 0
     plan = small.modules.fill(plan_of(modules={"m7": module(8.0)}, steering_modules=["m7"]))
     assert plan is not None

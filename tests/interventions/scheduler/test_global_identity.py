@@ -20,6 +20,7 @@ from tests.support.plans import HIDDEN, VECTOR, array, config_of, plan_of
 from vllm import SamplingParams
 from vllm.utils.hashing import sha256_cbor
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+from vllm.v1.interventions.global_state import Change, Globals
 from vllm.v1.interventions.plan import UNSTEERED, Segment, SteeringPlan, VectorSum
 from vllm.v1.interventions.scheduler.decisions import SchedulerInterventions
 from vllm.v1.interventions.scheduler.identity import BlockIdentity, Era
@@ -166,7 +167,7 @@ def test_a_change_that_changes_nothing_is_told(history: History) -> None:
 def state(value: float, tier: str = "base") -> GlobalState:
     before = GlobalState(config_of().tap_shape)
     vector_set = vector_set_of({("pre_attn", 0): array(*[value] * HIDDEN)})
-    return before.changed({tier: vector_set}, replace=False)
+    return before.changed(Change(Globals(tiers={tier: vector_set})))
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -204,7 +205,7 @@ def test_a_request_that_was_hashed_before_it_was_known_is_hashed_again() -> None
     before = list(plain.block_hashes)
     ours.arrive(plain)
     assert plain.block_hashes == before
-    ours.set_tiers(state(1.0), [])
+    ours.set_state(state(1.0), [])
     late, aside = request("late"), request("aside", steering_inherit_global=False)
     assert late.block_hashes == before
     for one in (late, aside):
@@ -217,7 +218,7 @@ def test_a_request_that_was_hashed_before_it_was_known_is_hashed_again() -> None
 def test_blocks_computed_before_a_change_stay_and_later_ones_do_not() -> None:
     ours, running, waiting = scheduler(), request("running"), request("waiting")
     before = list(running.block_hashes)
-    ours.set_tiers(state(1.0), [computed(running, 4), waiting])
+    ours.set_state(state(1.0), [computed(running, 4), waiting])
     assert running.block_hashes[0] == before[0]
     assert not set(running.block_hashes[1:]) & set(before)
     assert not set(waiting.block_hashes) & set(before)
@@ -226,13 +227,13 @@ def test_blocks_computed_before_a_change_stay_and_later_ones_do_not() -> None:
     step = ours.message({})
     assert step is not None
     assert list(step.admitted) == ["running"]
-    ours.set_tiers(state(1.0).cleared(None), [running, waiting])
+    ours.set_state(state(1.0).changed(Change(drop=[("tiers", "base")])), [running, waiting])
     assert waiting.block_hashes == before
 
 
 def test_a_change_in_the_middle_of_a_block_is_a_block_of_its_own() -> None:
     ours, one, two = scheduler(), request("one"), request("two")
-    ours.set_tiers(state(1.0), [computed(one, 5), computed(two, 6)])
+    ours.set_state(state(1.0), [computed(one, 5), computed(two, 6)])
     assert one.block_hashes[0] == two.block_hashes[0]
     assert one.block_hashes[1] != two.block_hashes[1]
     assert one.block_hashes[2] != two.block_hashes[2], "the parent is chained in"
@@ -240,7 +241,7 @@ def test_a_change_in_the_middle_of_a_block_is_a_block_of_its_own() -> None:
 
 def test_preempted_across_a_change_is_computed_under_one_state() -> None:
     ours, one, fresh = scheduler(), request("one"), request("fresh")
-    ours.set_tiers(state(1.0), [computed(one, 6)])
+    ours.set_state(state(1.0), [computed(one, 6)])
     one.num_computed_tokens = 0
     one.status = RequestStatus.PREEMPTED
     ours.preempt(one)
@@ -253,20 +254,21 @@ def test_positions_of_drafts_in_flight_are_nobody_elses() -> None:
     for mine in (one, two):
         computed(mine, 6)
         mine.num_in_flight_tokens = 3
-    ours.set_tiers(state(1.0), [one, two])
+    ours.set_state(state(1.0), [one, two])
     # Positions 3-5 may be computed again: the first block has one of them.
     assert not set(one.block_hashes) & set(two.block_hashes)
     sure, others = scheduler(), [computed(request(name), 6) for name in ("three", "four")]
     for mine in others:
         mine.num_in_flight_tokens = 3
-    sure.set_tiers(state(1.0), others)
+    sure.set_state(state(1.0), others)
     assert others[0].block_hashes == others[1].block_hashes
 
 
 def test_only_the_phase_that_changed_is_hashed_again() -> None:
     ours, one = scheduler(), request("one", steering_vectors={"pre_attn": {1: VECTOR}})
     before = list(one.block_hashes)
-    ours.set_tiers(state(1.0, "decode"), [one])
+    ours.set_state(state(1.0, "decode"), [one])
     assert one.block_hashes == before
-    ours.set_tiers(state(1.0, "prefill"), [one])
+    tiers = {"prefill": ours.state.contents.tiers["decode"]}
+    ours.set_state(ours.state.changed(Change(Globals(tiers=tiers))), [one])
     assert not set(one.block_hashes) & set(before)

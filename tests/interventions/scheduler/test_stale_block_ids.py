@@ -15,6 +15,7 @@ import pytest
 
 from tests.interventions.scheduler.test_decisions import request, scheduler
 from tests.support.plans import SHAPE, VECTOR
+from vllm.v1.interventions.global_state import Change, Globals
 from vllm.v1.interventions.scheduler.decisions import SchedulerInterventions
 from vllm.v1.interventions.scheduler.stale_blocks import StaleBlocks
 from vllm.v1.interventions.vectors import vector_set_of
@@ -88,9 +89,9 @@ def test_global_vectors_make_all_blocks_stale() -> None:
     step(ours.stale_blocks, {"running": [1]})
     row = np.array(VECTOR, dtype=np.float32)
     running.num_computed_tokens = 4
-    tiers = ours.tiers.changed({"base": vector_set_of({("pre_attn", 0): row})}, replace=False)
-    ours.set_tiers(tiers, [running])
-    ours.set_tiers(ours.tiers.cleared(None), [running])
+    base = {"base": vector_set_of({("pre_attn", 0): row})}
+    ours.set_state(ours.state.changed(Change(Globals(tiers=base))), [running])
+    ours.set_state(ours.state.changed(Change(drop=[("tiers", "base")])), [running])
     assert step(ours.stale_blocks, {}, {"running": [2]}) == [2], "it attends to what it wrote"
     assert step(ours.stale_blocks, {"plain": [1, 2, 3]}) == [1, 2, 3]
     assert step(ours.stale_blocks, {"plain": [1, 2, 3]}) is None

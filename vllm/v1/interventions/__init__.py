@@ -12,6 +12,7 @@ plan.py             what travels with a request from the frontend to the workers
 shape.py            what a loaded model offers, layer by layer
 makings.py          what is made of captured rows on the device
 messages.py         what scheduler and workers tell each other in a step
+global_state.py     contents of the global state: tiers, operations, rules and modules; changes
 calls.py            what frontends ask of the engine core beside requests
 capture_groups.py   requests that capture the same on one worker
 step_rows.py        the captured rows of one step, from the arena to their requests

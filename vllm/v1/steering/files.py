@@ -15,7 +15,7 @@ import zipfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import safetensors
@@ -32,7 +32,6 @@ from vllm.v1.interventions.sites import (
     need_layers,
     need_one_lane,
     need_point,
-    need_steered_points,
 )
 from vllm.v1.interventions.vectors import Vectors
 from vllm.v1.steering.gguf import read_gguf, write_gguf
@@ -40,17 +39,11 @@ from vllm.v1.steering.json_modules import read_json_module, without_repeats
 from vllm.v1.steering.modules import (
     Module,
     make_module,
-    need_module_name,
     parse_module,
-    parse_module_args,
     parse_module_ops,
 )
 from vllm.v1.steering.op_files import joined_ops, split_ops
-from vllm.v1.steering.rule_files import startup_rules
 from vllm.v1.steering.unshaped import ANY_FAMILY, module_without_model
-
-if TYPE_CHECKING:
-    from vllm.config import VllmConfig
 
 FORMAT_VERSION = "1"
 """The version of our safetensors files, `steering_format` in the metadata."""
@@ -109,7 +102,7 @@ def load(path: str | Path, shape: TapShape, config: SteeringConfig = ANY_FAMILY)
         OSError: the file cannot be read.
     """
     file, suffix = str(path), Path(path).suffix.lower()
-    found = _need_file(path)
+    found = need_file(path)
     most = _most_bytes(shape) * (_DIGITS if suffix == _JSON else 1)
     if found.st_size > most:
         reject(file, f"has {found.st_size} bytes, a module of this model has at most {most}")
@@ -126,8 +119,13 @@ def load(path: str | Path, shape: TapShape, config: SteeringConfig = ANY_FAMILY)
     return _module(content, site_of, file, shape, config)
 
 
-def _need_file(path: str | Path) -> os.stat_result:
-    """Find out of which size a file is, once it is known to be one that is read."""
+def need_file(path: str | Path) -> os.stat_result:
+    """Find out of which size a file is, once it is known to be one that is read.
+
+    Raises:
+        ValueError: its suffix is of no module, or it is no regular file; the message names it.
+        OSError: it is not there.
+    """
     if Path(path).suffix.lower() not in (*_READERS, _JSON):
         reject(str(path), f"is not a module: {', '.join((*_READERS, _JSON))} are read")
     found = os.stat(path)
@@ -356,47 +354,3 @@ _READERS: dict[
     ".gguf": (_read_gguf, _site_of_direction),
     ".npz": (_read_npz, _site_of),
 }
-
-
-def _startup_files(steering: SteeringConfig) -> dict[str, Path]:
-    """The files of `--steering-modules` by name. Of a folder, as `vllm steering train` leaves it,
-    it is `NAME.safetensors`."""
-    paths = {n: Path(path) for n, path in parse_module_args(steering.steering_modules).items()}
-    return {n: path / f"{n}.safetensors" if path.is_dir() else path for n, path in paths.items()}
-
-
-def need_startup_files(steering: SteeringConfig) -> None:
-    """Check that the files of `--steering-modules` are there; the model's shape is not known yet.
-
-    Raises:
-        ValueError: one is missing, cannot be opened, or is of a kind that is not read; or what is
-            no name is among `--default-steering-modules`.
-    """
-    for i, name in enumerate(steering.default_steering_modules):
-        need_module_name(name, f"default_steering_modules[{i}]")
-    for name, path in _startup_files(steering).items():
-        try:
-            _need_file(path)
-            with open(path, "rb"):
-                pass
-        except OSError as error:
-            reject(f"steering_modules.{name}", f"cannot be opened: {error}")
-
-
-def startup_modules(config: "VllmConfig") -> dict[str, Module]:
-    """Read the modules of `--steering-modules` from their files, by name, and the rules of
-    `--rules`.
-
-    Raises:
-        ValueError: a file is no module of this model, has a site that this engine cannot steer, or
-            has a rule that is none; the message names the file and the tensor or entry.
-        OSError: a file cannot be read.
-    """
-    shape = config.tap_shape
-    assert shape is not None
-    steering = config.steering_config
-    files = _startup_files(steering)
-    modules = {name: load(path, shape, steering) for name, path in files.items()}
-    for name, module in modules.items():
-        need_steered_points(module.sites, f"steering_modules.{name}", steering)
-    return modules | startup_rules(config, modules)

@@ -2,7 +2,6 @@
 """Modules are named vectors and operations, which requests refer to in `steering_modules`."""
 
 import hashlib
-import json
 import re
 from collections.abc import Mapping
 from functools import cached_property
@@ -16,7 +15,6 @@ from vllm.config.operations import OPERATIONS
 from vllm.config.steering import SteeringConfig
 from vllm.v1.interventions.errors import likely, refuse_unknown_keys, reject, show
 from vllm.v1.interventions.given import Given
-from vllm.v1.interventions.given_rules import GivenRule
 from vllm.v1.interventions.operations import Op, parse_ops
 from vllm.v1.interventions.plan import TIERS, Site, VectorSet
 from vllm.v1.interventions.positions import ALL, END, Positions
@@ -35,6 +33,9 @@ from vllm.v1.interventions.vectors import (
 
 FIELDS = ("vectors", "prefill_vectors", "decode_vectors")
 """The keys of a module given inline that hold a tier's vectors, in the order of `TIERS`."""
+
+PHASE_TIERS = {"prefill": ("base", "prefill"), "decode": ("base", "decode")}
+"""Phase -> the tiers that act in it."""
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 
@@ -95,8 +96,6 @@ class Module(msgspec.Struct, frozen=True, dict=True):
     tiers: dict[str, VectorSet]
     """The vectors of the tiers base, prefill and decode; those without vectors are left out."""
     ops: list[ModuleOp]
-    rules: list[GivenRule] = []
-    """Rules of the operator; no module that requests can name has any."""
 
     def direction(self, name: str, site: Site, path: str) -> np.ndarray:
         """The base vector at a site, brought to length 1: float64 [hidden].
@@ -131,20 +130,16 @@ class Module(msgspec.Struct, frozen=True, dict=True):
         return msgspec.json.encode(Told(digest=self.digest, tiers=tiers, ops=ops))
 
     @cached_property
-    def prefill(self) -> VectorSet | None:
-        """The vectors that prompt positions get: base and prefill, summed and rounded once."""
-        return self._sum("base", "prefill")
-
-    @cached_property
-    def decode(self) -> VectorSet | None:
-        """The vectors that generated positions get: base and decode, summed and rounded once."""
-        return self._sum("base", "decode")
-
-    def _sum(self, *tiers: str) -> VectorSet | None:
-        sets = [self.tiers[tier] for tier in tiers if tier in self.tiers]
-        if len(sets) < 2:
-            return sets[0] if sets else None
-        return vector_set_of(add_up(map(vectors_of, sets)))
+    def phases(self) -> dict[str, VectorSet]:
+        """Phase -> the vectors that its positions get: those of its tiers, summed and rounded
+        once. A phase without any is left out."""
+        summed = {}
+        for phase, tiers in PHASE_TIERS.items():
+            sets = [self.tiers[tier] for tier in tiers if tier in self.tiers]
+            if sets:
+                total = sets[0] if len(sets) == 1 else vector_set_of(add_up(map(vectors_of, sets)))
+                summed[phase] = total
+        return summed
 
 
 def make_module(
@@ -165,15 +160,10 @@ def make_module(
         listed = [f"{tier}={vector_set.digest}" for tier, vector_set in sets.items()]
         listed += [f"{op.name}:{op.sites}:{op.term.digest}:{op.frozen}:{op.heads}" for op in ops]
         module = Module(hashlib.sha256(";".join(listed).encode()).hexdigest(), sets, ops)
-        for vector_set in (*sets.values(), module.prefill, module.decode):
-            if vector_set is not None and not np.isfinite(vector_set.largest):
+        for vector_set in (*sets.values(), *module.phases.values()):
+            if not np.isfinite(vector_set.largest):
                 reject(path, "overflows float32")
     return module
-
-
-def rules_module(rules: list[GivenRule]) -> Module:
-    """Make the module that has the operator's rules."""
-    return Module(hashlib.sha256(msgspec.msgpack.encode(rules)).hexdigest(), {}, [], rules)
 
 
 def need_module(modules: Mapping[str, Module], name: Any, path: str) -> Module:
@@ -184,9 +174,9 @@ def need_module(modules: Mapping[str, Module], name: Any, path: str) -> Module:
     """
     if not isinstance(name, str):
         reject(path, f"must be a name or (name, scale), got {show(name)}")
-    if name not in modules or name.startswith("_"):
+    if name not in modules:
         # Sorted first: another thread may add one.
-        named = [n for n in sorted(modules) if not n.startswith("_")]
+        named = sorted(modules)
         known = ", ".join(named[:20]) or "none"
         reject(path, f"unknown module {show(name)}{likely(name, named)}; registered are {known}")
     return modules[name]
@@ -254,42 +244,3 @@ def need_module_name(value: Any, path: str) -> str:
             "a letter or digit",
         )
     return name
-
-
-def parse_module_args(values: list[str]) -> dict[str, str]:
-    """Parse the values of `--steering-modules`.
-
-    Args:
-        values: each `name=path` or `{"name": ..., "path": ...}`.
-
-    Returns:
-        The paths by name.
-
-    Raises:
-        ValueError: a value is of another form, a name is not one, or is there twice.
-    """
-    paths: dict[str, str] = {}
-    for i, value in enumerate(values):
-        field = f"steering_modules[{i}]"
-        name, _, path = value.partition("=")
-        if value.lstrip().startswith("{"):
-            name, path = _from_json(value, field)
-        if not path:
-            reject(field, f"has no path: give name=path, got {show(value)}")
-        need_module_name(name, field)
-        if name in paths:
-            reject(field, f"names {name} twice")
-        paths[name] = path
-    return paths
-
-
-def _from_json(value: str, field: str) -> tuple[str, str]:
-    try:
-        given = json.loads(value)
-    except (ValueError, RecursionError):
-        given = None
-    if not isinstance(given, dict) or given.keys() != {"name", "path"}:
-        reject(field, f'must be name=path or {{"name": ..., "path": ...}}, got {show(value)}')
-    if not isinstance(given["path"], str):
-        reject(f"{field}.path", f"must be a string, got {show(given['path'])}")
-    return given["name"], given["path"]

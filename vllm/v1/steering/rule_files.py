@@ -1,22 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The rules of the operator, which hold for all requests: kept where modules are, under a name that
-no module has, and read from a file when the engine starts."""
+"""The rules of the operator, which hold for all requests, as a file or a call gives them."""
 
 import json
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from vllm.v1.interventions.errors import describe, reject
-from vllm.v1.interventions.given_rules import rules_for_all
+from vllm.v1.interventions.given_rules import GivenRule, rules_for_all
 from vllm.v1.interventions.sites import need_captured_points
 from vllm.v1.steering.json_modules import without_repeats
-from vllm.v1.steering.modules import Module, need_module, rules_module
+from vllm.v1.steering.modules import Module, need_module
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
-
-OPERATOR_RULES = "_rules"
-"""The name of the module that has them. Nobody else can give it: it begins with an underscore."""
 
 MAX_FILE_BYTES = 64 << 20
 """The largest file: 32 probes of a model 16,384 wide, written out, are a fifth of it."""
@@ -24,7 +20,7 @@ MAX_FILE_BYTES = 64 << 20
 
 def parse_operator_rules(
     value: Any, path: str, config: "VllmConfig", modules: Mapping[str, Module]
-) -> Module:
+) -> list[GivenRule]:
     """Parse the rules that hold for all requests.
 
     Args:
@@ -50,7 +46,7 @@ def parse_operator_rules(
     )
     for i, rule in enumerate(rules):
         need_captured_points([rule.site], f"{path}[{i}]", config.capture_config)
-    return rules_module(rules)
+    return rules
 
 
 def read_rules_file(path: str) -> Any:
@@ -75,18 +71,3 @@ def read_rules_file(path: str) -> Any:
     if not isinstance(given, dict) or given.keys() != {"rules"}:
         reject(f"rules ({path})", 'must be JSON of the form {"rules": [...]}')
     return given["rules"]
-
-
-def startup_rules(config: "VllmConfig", modules: Mapping[str, Module]) -> dict[str, Module]:
-    """The rules of `--rules`, under their name; nothing where the option is not given.
-
-    Args:
-        modules: those of start-up.
-
-    Raises:
-        ValueError: the message names the file and the entry.
-    """
-    if (path := config.capture_config.rules) is None:
-        return {}
-    rules = parse_operator_rules(read_rules_file(path), f"rules ({path})", config, modules)
-    return {OPERATOR_RULES: rules}

@@ -11,6 +11,7 @@ turns.py         queues of refused requests, and their turns
 row_budget.py    chooses the rows that leave the device in a step, and checks that they fit
 relay.py         hands a step's rows to frontends and consumers
 consumers.py     consumers of this process, and the memory reserved for all of them
-state.py         the global tiers and named modules
-changes.py       changes of tiers, modules and rules, in two phases
+state.py         the global state between two changes: tiers, operations, rules and modules
+module_sets.py   vector sets of modules, for requests that name them by digest
+changes.py       changes of the global state, in two phases
 """

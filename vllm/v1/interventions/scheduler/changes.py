@@ -1,15 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Changes of global tiers and modules, in two phases, so that all engines make one or none."""
+"""Changes of the global state, in two phases, so that all engines make one or none."""
 
 import time
 from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from vllm.v1.interventions.calls import GLOBAL_OPS, Change, SteeringCall
+from vllm.v1.interventions.calls import SteeringCall
 from vllm.v1.interventions.errors import InterventionError
+from vllm.v1.interventions.global_state import Change
+from vllm.v1.interventions.scheduler.module_sets import ModuleSets
 from vllm.v1.interventions.scheduler.pools import Pool
-from vllm.v1.interventions.scheduler.state import GlobalState, ModuleStore
-from vllm.v1.steering.modules import need_module
+from vllm.v1.interventions.scheduler.state import GlobalState
 
 if TYPE_CHECKING:
     from vllm.v1.request import Request
@@ -22,26 +23,26 @@ class Changes:
     """The change that is being made, if any, and the state that results.
 
     Args:
-        modules: what names mean; changed here.
+        modules: the vector sets of modules; changed here.
         usage: what the state says of pools, by name.
-        current: returns the global tiers as they are.
-        set_tiers: makes others the global tiers, for requests that are under way too.
+        current: returns the state as it is.
+        set_state: makes another the state, for requests that are under way too.
     """
 
     def __init__(
         self,
-        modules: ModuleStore,
+        modules: ModuleSets,
         usage: Mapping[str, Pool[Any]],
         current: Callable[[], GlobalState],
-        set_tiers: Callable[[GlobalState, Iterable["Request"]], None],
+        set_state: Callable[[GlobalState, Iterable["Request"]], None],
     ) -> None:
         self._modules = modules
         self._usage = usage
         self._current = current
-        self._set_tiers = set_tiers
+        self._set_state = set_state
         self._token = ""
-        self._change: Change | None = None
-        self._tiers: GlobalState | None = None
+        self._change = Change()
+        self._next = current()
         self._expires = 0.0
 
     def call(self, call: SteeringCall, requests: Iterable["Request"]) -> dict[str, Any]:
@@ -52,14 +53,16 @@ class Changes:
 
         Returns:
             What msgpack can send: the state; "error" and "parameter" if the change cannot be made;
-            "busy" if it must wait; "version" and how many "changes" of modules there were if it was
-            made; for the phase "modules" what the frontend lacks.
+            "busy" if it must wait; "version" and how many "changes" there were if it was made; for
+            the phase "news" what the frontend lacks.
         """
         match call.phase:
             case "state":
-                return self._state()
-            case "modules":
-                return self._modules.news(call.since)
+                pools = self._usage.items()
+                usage = {name: {"in_use": pool.in_use, "size": pool.size} for name, pool in pools}
+                return self._current().told | usage
+            case "news":
+                return self._current().news(call.since)
             case "prepare":
                 if self._token not in ("", call.token) and time.monotonic() < self._expires:
                     return {"busy": True}
@@ -74,39 +77,21 @@ class Changes:
             case "cancel":
                 if self._token == call.token:
                     self._token = ""
-        return {"version": self._current().current.version, "changes": self._modules.changes}
+        return {"version": self._current().version, "changes": self._current().number}
 
     def _prepare(self, call: SteeringCall) -> None:
         assert call.change is not None
-        change, tiers = call.change, self._current()
-        changed = None
-        if change.action == "set":
-            changed = tiers.changed(change.tiers, change.replace)
-        elif change.action == "clear":
-            changed = tiers.cleared(change.tier)
-        elif change.action == "unregister" and change.name not in self._modules:
-            need_module(self._modules.named, change.name, "name")
-        if change.module is not None:
+        self._next = self._current().changed(call.change)
+        for module in call.change.put.modules.values():
             # Another engine may have the change made, and a request here, before the commit comes.
-            self._modules.keep(change.module)
-        self._token, self._change, self._tiers = call.token, change, changed
+            self._modules.keep(module)
+        self._token, self._change = call.token, call.change
         self._expires = time.monotonic() + LEASE_SECONDS
 
     def _commit(self, requests: Iterable["Request"]) -> None:
-        assert self._change is not None
-        if self._tiers is not None:
-            self._set_tiers(self._tiers, requests)
-        if self._change.module is not None:
-            self._modules.put(self._change.name, self._change.module)
-        elif self._change.name in self._modules:
-            self._modules.remove(self._change.name)
+        before, after = self._current().contents.modules, self._next.contents.modules
+        for kind, name in self._change.keys:
+            if kind == "modules":
+                self._modules.replace(before.get(name), after.get(name))
+        self._set_state(self._next, requests)
         self._token = ""
-
-    def _state(self) -> dict[str, Any]:
-        ops = self._modules.named.get(GLOBAL_OPS)
-        tiers = self._current()
-        return {
-            "version": tiers.current.version,
-            "ops": [op.name for op in ops.ops] if ops is not None else [],
-            "tiers": tiers.told,
-        } | {name: {"in_use": p.in_use, "size": p.size} for name, p in self._usage.items()}

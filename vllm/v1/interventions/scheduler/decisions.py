@@ -4,20 +4,21 @@
 from collections.abc import Hashable, Iterable
 from typing import TYPE_CHECKING, Any
 
+from vllm.v1.interventions.global_state import startup_state
 from vllm.v1.interventions.messages import GlobalTiers, StepInterventions, WorkerRequest
 from vllm.v1.interventions.scheduler.changes import Changes
 from vllm.v1.interventions.scheduler.consumers import CaptureSessions
+from vllm.v1.interventions.scheduler.module_sets import ModuleSets
 from vllm.v1.interventions.scheduler.pools import Pool
 from vllm.v1.interventions.scheduler.relay import RowRelay
 from vllm.v1.interventions.scheduler.row_budget import RowBudget
 from vllm.v1.interventions.scheduler.stale_blocks import StaleBlocks
-from vllm.v1.interventions.scheduler.state import GlobalState, ModuleStore
+from vllm.v1.interventions.scheduler.state import GlobalState
 from vllm.v1.interventions.scheduler.tables import Tables
 from vllm.v1.interventions.scheduler.turns import Turns
 from vllm.v1.interventions.shape import TapShape
 from vllm.v1.metrics.steering_stats import SteeringStats
 from vllm.v1.request import Request, RequestStatus
-from vllm.v1.steering.files import startup_modules
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -42,13 +43,12 @@ class SchedulerInterventions:
         self.rows = RowBudget(config)
         self.captures = CaptureSessions(config)
         self.relay = RowRelay(self.captures)
-        self.tiers = GlobalState(shape)
+        self.state = GlobalState(shape, startup_state(config))
         self.stale_blocks = StaleBlocks(config.cache_config.num_gpu_blocks or 0, shape.reads_masked)
         self._loads_blocks = config.kv_transfer_config is not None
-        at_start = steering.steering_modules or config.capture_config.rules is not None
-        self.modules = ModuleStore(startup_modules(config) if at_start else {})
+        self.modules = ModuleSets(self.state.contents.modules.values())
         usage: dict[str, Pool[Any]] = {"slots": self.tables.sums, "rows": self.tables.terms}
-        self.changes = Changes(self.modules, usage, lambda: self.tiers, self.set_tiers)
+        self.changes = Changes(self.modules, usage, lambda: self.state, self.set_state)
         self._hash_block_size = hash_block_size
         self._speculates = config.speculative_config is not None
         by_priority = config.scheduler_config.policy == "priority"
@@ -117,9 +117,9 @@ class SchedulerInterventions:
             self._reserved.add(request.request_id)
             self.tables.reserve(request.request_id, plan)
             self.captures.admit(request)
-        if plan.steering is not None or self.tiers.current.active:
+        if plan.steering is not None or self.state.tiers.active:
             self.stale_blocks.writers.add(request.request_id)
-        if asks or self.tiers.current.active:
+        if asks or self.state.tiers.active:
             self._admitted[request.request_id] = self._worker_request(request)
 
     def _worker_request(self, request: Request) -> WorkerRequest:
@@ -127,7 +127,7 @@ class SchedulerInterventions:
             request.request_id,
             request.interventions.plan,
             request.num_prompt_tokens,
-            tiers=self.tiers.current.active,
+            tiers=self.state.tiers.active,
         )
 
     def preempt(self, request: Request) -> None:
@@ -139,7 +139,7 @@ class SchedulerInterventions:
         """Release all that an ended request holds, whether or not it was ever admitted."""
         for turns in self._waits:
             turns.leave(request.request_id)
-        steered = request.interventions.plan.steering is not None or self.tiers.current.active
+        steered = request.interventions.plan.steering is not None or self.state.tiers.active
         never_ran = request.request_id not in self.stale_blocks.writers
         if steered and never_ran and self._loads_blocks:
             self.stale_blocks.suspect_all()  # some may have been loaded for it
@@ -151,24 +151,26 @@ class SchedulerInterventions:
 
     def _restart(self, request: Request) -> None:
         """Have all of a request run under the tiers of now: nothing of it is computed."""
-        if request.interventions.blocks.restart(self.tiers.era(0)):
+        if request.interventions.blocks.restart(self.state.era(0)):
             _rehash(request, 0)
 
     # -- changes from outside ---------------------------------------------------------------
 
-    def set_tiers(self, state: GlobalState, requests: Iterable[Request]) -> None:
-        """Make `state` the global tiers, from the next scheduled step on.
+    def set_state(self, state: GlobalState, requests: Iterable[Request]) -> None:
+        """Make `state` the global state: its tiers from the next scheduled step on.
 
         Positions computed before keep their identity; blocks of later ones get another, so no
-        block computed under one state is found under another. Nothing is reset or preempted.
+        block computed under one version is found under another. Nothing is reset or preempted.
 
         Args:
             requests: all of the scheduler's.
         """
-        if state.current.active and not self.tiers.current.active:
+        before, self.state = self.state, state
+        if state.version == before.version:
+            return
+        if state.tiers.active and not before.tiers.active:
             self.stale_blocks.suspect_all()  # what runs now writes under it to blocks that it has
-        self.tiers = state
-        self._changed_tiers = state.current
+        self._changed_tiers = state.tiers
         for request in requests:
             computed = request.num_computed_tokens
             if not computed:
@@ -179,31 +181,31 @@ class SchedulerInterventions:
                 # Drafts in flight may be rejected, and their positions computed again after the
                 # change: which ones is not known yet.
                 first = max(computed - request.num_in_flight_tokens, 0)
-                nonce = f"{request.request_id}@{state.current.version}"
+                nonce = f"{request.request_id}@{state.version}"
                 eras = [state.era(first, nonce), *eras]
             if request.interventions.blocks.change(eras):
                 _rehash(request, eras[0].first // self._hash_block_size)
             if request.status == RequestStatus.RUNNING:
-                if state.current.active:
+                if state.tiers.active:
                     self.stale_blocks.writers.add(request.request_id)
                 self._admitted[request.request_id] = self._worker_request(request)
 
     def restore(self) -> None:
         """Send everything again: the workers' tables were lost in sleep."""
-        self._changed_tiers = self.tiers.current
+        self._changed_tiers = self.state.tiers
         self.tables.restore()
 
     def stats(self) -> SteeringStats:
         """Slots and rows in use, and the version of the global tiers."""
         slots, rows = self.tables.sums.in_use, self.tables.terms.in_use
-        return SteeringStats(slots, rows, self.tiers.current.version)
+        return SteeringStats(slots, rows, self.state.version)
 
     # -- a step -----------------------------------------------------------------------------
 
     def message(self, num_scheduled_tokens: dict[str, int]) -> StepInterventions | None:
         """This step's decisions, or None if there are none; starts the next step."""
         step = StepInterventions(
-            version=self.tiers.current.version,
+            version=self.state.version,
             tiers=self._changed_tiers,
             admitted=self._admitted,
             split=self.rows.split,

@@ -3,5 +3,5 @@
 
 early_checks.py  refusals that need no loaded model
 changes.py       checks and builds changes of global state
-steering.py      `llm.steering`: global tiers and named modules at run time
+steering.py      `llm.steering`: the global state, read and changed at run time
 """

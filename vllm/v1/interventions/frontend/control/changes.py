@@ -1,13 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Makes and checks changes of what holds for all requests, before an engine is asked."""
+"""Makes and checks changes of the global state, before an engine is asked."""
 
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from vllm.v1.interventions.calls import GLOBAL_OPS, Change
 from vllm.v1.interventions.errors import reject, show
 from vllm.v1.interventions.frontend.request.catalog import ModuleCatalog
+from vllm.v1.interventions.frontend.request.resolve import need_steering
+from vllm.v1.interventions.global_state import Change, Globals
 from vllm.v1.interventions.plan import TIERS
 from vllm.v1.interventions.shape import TapShape
 from vllm.v1.interventions.sites import need_steered_points
@@ -22,13 +23,16 @@ from vllm.v1.steering.modules import (
     parse_module,
     parse_module_ops,
 )
-from vllm.v1.steering.rule_files import OPERATOR_RULES, parse_operator_rules
+from vllm.v1.steering.rule_files import parse_operator_rules
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
 OPS = "ops"
 """Name that stands in the place of a tier for the operations of all requests."""
+
+ALL_SET = [*(("tiers", tier) for tier in TIERS), (OPS, "")]
+"""All that `set` sets, as keys of the global state."""
 
 
 class ChangeBuilder:
@@ -41,14 +45,7 @@ class ChangeBuilder:
     @property
     def shape(self) -> TapShape:
         """Layers, points and widths of the model; raises ValueError if steering is not enabled."""
-        shape = self._config.tap_shape
-        if not self._config.steering_config.enable_steering or shape is None:
-            reject(
-                "steering",
-                "steering is not enabled; start the engine with enable_steering=True "
-                "(--enable-steering)",
-            )
-        return shape
+        return need_steering(self._config, "steering")
 
     def set(
         self, tiers: dict[str, Any], replace: bool, fields: Mapping[str, str] | None = None
@@ -63,12 +60,14 @@ class ChangeBuilder:
         Raises:
             ValueError: an unknown tier, or vectors or operations that this engine cannot add.
         """
-        sets, config, shape = {}, self._config.steering_config, self.shape
+        put, config, shape = Globals(), self._config.steering_config, self.shape
+        drop = list(ALL_SET) if replace else []
         tiers = dict(tiers)
-        ops, module = tiers.pop(OPS, None), None
-        if ops is not None and len(parsed := parse_module_ops(ops, OPS, shape, config)):
-            module = make_module({}, parsed, OPS, shape)
-            need_steered_points(module.sites, OPS, config)
+        if (ops := tiers.pop(OPS, None)) is not None:
+            drop.append((OPS, ""))
+            if parsed := parse_module_ops(ops, OPS, shape, config):
+                put.ops[""] = make_module({}, parsed, OPS, shape)
+                need_steered_points(put.ops[""].sites, OPS, config)
         if tiers and self._config.kv_transfer_config is not None:
             reject(
                 "steering",
@@ -88,96 +87,52 @@ class ChangeBuilder:
             [(vectors, _)] = parse_vectors(value, path, shape, no_positions)
             need_steered_points(vectors, path, config)
             if vectors:
-                sets[tier] = vector_set_of(vectors)
-        name = GLOBAL_OPS if replace or ops is not None else ""
-        return Change("set", tiers=sets, replace=replace, name=name, module=module)
+                put.tiers[tier] = vector_set_of(vectors)
+        return Change(put, drop)
 
     def clear(self, tier: str | None) -> Change:
         """Make a change that clears one tier, "ops", or all for None."""
         assert self.shape
-        if tier == OPS:
-            return Change("set", name=GLOBAL_OPS)
-        name = GLOBAL_OPS if tier is None else ""
-        return Change("clear", tier=None if tier is None else _need_tier(tier), name=name)
+        if tier is None:
+            return Change(drop=list(ALL_SET))
+        return Change(drop=[(OPS, "") if tier == OPS else ("tiers", _need_tier(tier))])
 
     def register(self, name: Any, source: Any) -> Change:
         """Make a change that names a module: a path to load, or a mapping."""
-        name = need_module_name(name, "name")
-        config = self._config.steering_config
+        name, config = need_module_name(name, "name"), self._config.steering_config
         if isinstance(source, str | Path):
-            module = load(str(source), self.shape, config)
-        else:
-            module = parse_module(source, "source", self.shape, config)
-        need_steered_points(module.sites, "source", config)
-        return Change("register", name=name, module=module)
+            return self._named(name, load(str(source), self.shape, config), "source")
+        return self._named(name, parse_module(source, "source", self.shape, config), "source")
 
     def register_content(self, name: Any, content: Mapping[str, Any] | bytes) -> Change:
         """Make a change like `register`, of content that came over a network: no path is opened."""
-        name = need_module_name(name, "name")
-        config = self._config.steering_config
+        name, config = need_module_name(name, "name"), self._config.steering_config
         if isinstance(content, bytes):
             module = parse_safetensors(content, "safetensors", self.shape, config)
         else:
             module = parse_module(content, "", self.shape, config)
-        need_steered_points(module.sites, "module", config)
-        return Change("register", name=name, module=module)
+        return self._named(name, module, "module")
 
-    def set_rules(self, rules: Any) -> Change:
-        """Make a change of the rules that hold for all requests: a list, maybe of none."""
-        modules = parse_operator_rules(rules, "rules", self._config, self._catalog.modules)
-        return Change("register", name=OPERATOR_RULES, module=modules)
-
-    def rules(self) -> list[dict[str, Any]]:
-        """The rules that hold for all requests, without their probes."""
-        return [rule.told() for rule in self._catalog.rules]
-
-    @property
-    def asks_others(self) -> bool:
-        """True if each request asks first what other API servers have changed."""
-        return self._catalog.asks_others
+    def _named(self, name: str, module: Module, path: str) -> Change:
+        need_steered_points(module.sites, path, self._config.steering_config)
+        return Change(Globals(modules={name: module}))
 
     def unregister(self, name: str) -> Change:
         """Make a change that removes a name; the engines refuse one that is unknown."""
         assert self.shape
-        return Change("unregister", name=plain(name))
+        return Change(drop=[("modules", plain(name))])
 
-    def made(self, change: Change, changes: int) -> None:
-        """Take over into the catalog a change that the engines have made, see
-        `ModuleCatalog.made`."""
-        self._catalog.made(change.name, change.module, changes)
-
-    @property
-    def enabled(self) -> bool:
-        """True if the engine steers."""
-        return self._config.steering_config.enable_steering
-
-    @property
-    def has_shared(self) -> bool:
-        """True if there is anything that several API servers share: modules or rules."""
-        return self.enabled or self._config.capture_config.enabled
-
-    def known(self) -> int:
-        """Number of changes of modules that this frontend knows."""
-        return self._catalog.changes
-
-    def told(self) -> dict[str, bytes]:
-        """Return the descriptions of the modules by name, see `ModuleCatalog.told`."""
-        assert self.shape
-        return self._catalog.told()
-
-    def learn(self, news: dict[str, Any]) -> None:
-        """Take over modules that other frontends registered, see `ModuleCatalog.learn`."""
-        self._catalog.learn(news)
-
-    def module(self, name: str) -> Module:
-        """The module of a name; raises ValueError if there is none."""
-        return self._catalog.get(name, "name")
+    def set_rules(self, rules: Any) -> Change:
+        """Make a change of the rules that hold for all requests: a list, maybe of none."""
+        modules = self._catalog.state.modules
+        parsed = parse_operator_rules(rules, "rules", self._config, modules)
+        return Change(Globals(rules={"": parsed}))
 
     def layers(self) -> dict[int, tuple[str, ...]]:
         """Layer -> the points at which it can be steered; in an engine that only captures, read."""
         config, shape = self._config, self._config.tap_shape
         points = config.steering_config.steering_points
-        if not self.enabled and shape is not None:
+        if not config.steering_config.enable_steering and shape is not None:
             points = config.capture_config.capture_points
         shape = shape or self.shape
         return {n: tuple(p for p in shape.offers(n) if p in points) for n in shape.layers}

@@ -3,8 +3,8 @@
 
 from typing import TYPE_CHECKING
 
-from vllm.v1.steering.files import need_startup_files
 from vllm.v1.steering.rule_files import read_rules_file
+from vllm.v1.steering.startup_files import need_startup_files
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig

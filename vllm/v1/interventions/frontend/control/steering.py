@@ -1,19 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`llm.steering` and `engine.steering`: global tiers and named modules, at run time."""
+"""`llm.steering` and `engine.steering`: the global state, read and changed at run time."""
 
 import asyncio
 import time
 import uuid
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Coroutine, Mapping
+from functools import wraps
+from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar, cast
 
 import msgspec
 
 from vllm.v1.engine.core_client import InprocClient, SyncMPClient
-from vllm.v1.interventions.calls import Change, SteeringCall
+from vllm.v1.interventions.calls import SteeringCall
 from vllm.v1.interventions.errors import InterventionError, reject
-from vllm.v1.interventions.frontend.control.changes import OPS, ChangeBuilder
+from vllm.v1.interventions.frontend.control.changes import ChangeBuilder
 from vllm.v1.interventions.frontend.request.catalog import ModuleCatalog
+from vllm.v1.interventions.global_state import Change
 from vllm.v1.steering.modules import Module, Told
 
 if TYPE_CHECKING:
@@ -25,6 +28,9 @@ BUSY_SECONDS = 60.0
 
 Replies = list[dict[str, Any]]
 """The replies of all engines, one each."""
+
+T = TypeVar("T")
+P = ParamSpec("P")
 
 
 def _verdict(replies: Replies) -> str:
@@ -40,20 +46,37 @@ def _decoded(told: dict[str, bytes]) -> dict[str, Any]:
     return {name: msgspec.json.decode(each, type=Told) for name, each in told.items()}
 
 
-class Steering:
-    """Global steering of an `LLM`. Every method raises ValueError for what cannot be done exactly.
+class _Known:
+    """Global state as far as this frontend knows it without a question."""
 
-    A change acts from the next scheduled step on, on all ranks at once, also on running requests.
-    It raises TimeoutError if another one is under way for longer than `BUSY_SECONDS`.
-    """
-
-    def __init__(
-        self, config: "VllmConfig", catalog: ModuleCatalog, core: "EngineCoreClient"
-    ) -> None:
+    def __init__(self, config: "VllmConfig", catalog: ModuleCatalog) -> None:
         self._changes = ChangeBuilder(config, catalog)
-        self._core = core
+        self._catalog = catalog
 
-    def set(self, vectors: Any, tier: str = "base", replace: bool = False) -> int:
+    def module(self, name: str) -> Module:
+        """Return the module registered under a name, to save or export (vllm.v1.steering.files)."""
+        return self._catalog.get(name, "name")
+
+    def layers(self) -> dict[int, tuple[str, ...]]:
+        """Layer -> the points at which it can be steered; in an engine that only captures, read."""
+        return self._changes.layers()
+
+
+class _Coroutines(_Known, ABC):
+    """Methods of `llm.steering`, said once, as coroutines."""
+
+    _shared = False
+    """True if other API servers change the state of the same engines."""
+
+    @abstractmethod
+    async def _call(self, call: SteeringCall) -> Replies:
+        """Ask the engines; for news, which all have, one is enough."""
+
+    async def _work(self, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """Run what takes long without an engine."""
+        return work(*args, **kwargs)
+
+    async def set(self, vectors: Any, tier: str = "base", replace: bool = False) -> int:
         """Set global vectors: `{point: {layers: vector}}`, as in `SamplingParams.steering_vectors`.
         Or, with "ops" as tier, operations, as in `SamplingParams.steering`: they act on requests
         that come later, in the place of those that were set before.
@@ -66,91 +89,6 @@ class Steering:
         Returns:
             The version, which captured rows report.
         """
-        return self.set_tiers({tier: vectors}, replace)
-
-    def set_tiers(self, tiers: dict[str, Any], replace: bool = False) -> int:
-        """Set several tiers at once: `{tier: vectors, "ops": operations}`. Returns the version."""
-        return self._make(self._changes.set(tiers, replace))
-
-    def clear(self, tier: str | None = None) -> int:
-        """Clear one tier, "ops", or all of these. Returns the version."""
-        return self._make(self._changes.clear(tier))
-
-    def register_module(self, name: str, source: Any) -> None:
-        """Name vectors and ops, for `SamplingParams.steering_modules`.
-
-        Running requests keep what the name meant when they came; later ones get the new meaning.
-
-        Args:
-            source: a path (.safetensors, .gguf, .npz); `{point: {layers: vector}}`; or a mapping
-                with "vectors", "prefill_vectors", "decode_vectors" and "ops".
-        """
-        self._make(self._changes.register(name, source))
-
-    def unregister_module(self, name: str) -> None:
-        """Remove a name. Requests that came before keep what it meant."""
-        self._make(self._changes.unregister(name))
-
-    def set_rules(self, rules: Any) -> None:
-        """Set the rules that hold for all requests that come later, in the place of those before.
-
-        Args:
-            rules: as in `SamplingParams.rules`, over positions that any prompt has; or none. A
-                rule with "module" takes the direction that the module has now.
-        """
-        self._make(self._changes.set_rules(rules))
-
-    def rules(self) -> list[dict[str, Any]]:
-        """The rules that hold for all requests, as they are; of a probe its norm alone."""
-        return self._changes.rules()
-
-    def modules(self) -> dict[str, Any]:
-        """Registered modules: name -> digest, norms of its vectors, names of its ops."""
-        return _decoded(self._changes.told())
-
-    def module(self, name: str) -> Module:
-        """Return the module registered under a name, to save or export (vllm.v1.steering.files)."""
-        return self._changes.module(name)
-
-    def state(self) -> dict[str, Any]:
-        """Version, norms and digests of the global tiers, modules, slots and rows in use."""
-        assert self._changes.shape
-        return self._call(SteeringCall("state"))[0] | {"modules": self.modules()}
-
-    def layers(self) -> dict[int, tuple[str, ...]]:
-        """Layer -> the points at which it can be steered; in an engine that only captures, read."""
-        return self._changes.layers()
-
-    def _make(self, change: Change) -> int:
-        token = uuid.uuid4().hex
-        deadline = time.monotonic() + BUSY_SECONDS
-        while _verdict(self._call(SteeringCall("prepare", token, change))) == "busy":
-            if time.monotonic() > deadline:
-                raise TimeoutError("another change of global steering is under way")
-            time.sleep(0.05)
-        replies = self._call(SteeringCall("commit", token))
-        _verdict(replies)
-        self._changes.made(change, replies[0]["changes"])
-        return int(replies[0]["version"])
-
-    def _call(self, call: SteeringCall) -> Replies:
-        if isinstance(self._core, InprocClient):
-            return [self._core.engine_core.steering(call)]
-        assert isinstance(self._core, SyncMPClient)
-        return [self._core.call_utility("steering", call)]
-
-
-class AsyncSteering:
-    """Global steering of an `AsyncLLM`: the methods of `Steering` as coroutines. With several
-    data-parallel engines all make a change or none does."""
-
-    def __init__(self, config: "VllmConfig", catalog: ModuleCatalog, core: "AsyncMPClient") -> None:
-        self._changes = ChangeBuilder(config, catalog)
-        self._core = core
-        catalog.refresh = self.refresh
-
-    async def set(self, vectors: Any, tier: str = "base", replace: bool = False) -> int:
-        """Set global vectors of one tier, see `Steering.set`. Returns the version."""
         return await self.set_tiers({tier: vectors}, replace)
 
     async def set_tiers(
@@ -164,38 +102,22 @@ class AsyncSteering:
         Args:
             fields: tier -> what errors call it, if not its name.
         """
-        change = await asyncio.to_thread(self._changes.set, tiers, replace, fields)
-        if change.module is not None:
-            self._need_asking(OPS)
-        return await self._make(change)
-
-    def _need_asking(self, field: str) -> None:
-        if self._core.client_count > 1 and not self._changes.asks_others:
-            reject(
-                field,
-                "with several API servers each has to ask what is set, which it does if the server "
-                "is started with default_steering_modules, whatever it names, or with rules "
-                "(--rules), of an empty list too",
-            )
-
-    async def set_rules(self, rules: Any) -> None:
-        """Set the rules that hold for all requests that come later, see `Steering.set_rules`."""
-        change = await asyncio.to_thread(self._changes.set_rules, rules)
-        self._need_asking("rules")
-        await self._make(change)
-
-    async def rules(self) -> list[dict[str, Any]]:
-        """The rules that hold for all requests, see `Steering.rules`."""
-        await self.refresh()
-        return self._changes.rules()
+        return await self._make(await self._work(self._changes.set, tiers, replace, fields))
 
     async def clear(self, tier: str | None = None) -> int:
         """Clear one tier, "ops", or all of these. Returns the version."""
         return await self._make(self._changes.clear(tier))
 
     async def register_module(self, name: str, source: Any) -> None:
-        """Name vectors and ops, see `Steering.register_module`."""
-        await self._make(await asyncio.to_thread(self._changes.register, name, source))
+        """Name vectors and ops, for `SamplingParams.steering_modules`.
+
+        Running requests keep what the name meant when they came; later ones get the new meaning.
+
+        Args:
+            source: a path (.safetensors, .gguf, .npz); `{point: {layers: vector}}`; or a mapping
+                with "vectors", "prefill_vectors", "decode_vectors" and "ops".
+        """
+        await self._make(await self._work(self._changes.register, name, source))
 
     async def register_content(self, name: str, content: Mapping[str, Any] | bytes) -> str:
         """Name vectors and ops that came over a network. Returns the digest.
@@ -203,37 +125,42 @@ class AsyncSteering:
         Args:
             content: the fields of a module, or the content of a safetensors file; never a path.
         """
-        change = await asyncio.to_thread(self._changes.register_content, name, content)
+        change = await self._work(self._changes.register_content, name, content)
         await self._make(change)
-        assert change.module is not None
-        return change.module.digest
+        return change.put.modules[name].digest
 
     async def unregister_module(self, name: str) -> None:
         """Remove a name. Requests that came before keep what it meant."""
         await self._make(self._changes.unregister(name))
 
-    async def refresh(self) -> None:
-        """Learn of the modules and rules that other API servers of these engines have set."""
-        if self._core.client_count > 1 and self._changes.has_shared:
-            call = SteeringCall("modules", since=self._changes.known())
-            self._changes.learn(await self._core.call_utility_async("steering", call))
+    async def set_rules(self, rules: Any) -> None:
+        """Set the rules that hold for all requests that come later, in the place of those before.
+
+        Args:
+            rules: as in `SamplingParams.rules`, over positions that any prompt has; or none. A
+                rule with "module" takes the direction that the module has now.
+        """
+        await self._make(await self._work(self._changes.set_rules, rules))
+
+    async def rules(self) -> list[dict[str, Any]]:
+        """The rules that hold for all requests, as they are; of a probe its norm alone."""
+        await self.refresh()
+        return [rule.told() for rule in self._catalog.rules]
 
     async def modules(self) -> dict[str, Any]:
         """Registered modules: name -> digest, norms of its vectors, names of its ops."""
         await self.refresh()
-        return await asyncio.to_thread(_decoded, self.told())
+        return await self._work(_decoded, self.told())
 
     def told(self) -> dict[str, bytes]:
         """Return what `modules` says, as far as this frontend knows: name -> JSON
         (`Module.told`)."""
-        return self._changes.told()
-
-    def module(self, name: str) -> Module:
-        """Return the module registered under a name, to save or export (vllm.v1.steering.files)."""
-        return self._changes.module(name)
+        assert self._changes.shape
+        return self._catalog.told()
 
     async def state(self) -> dict[str, Any]:
-        """State of the first engine, see `Steering.state`."""
+        """Version, norms and digests of the global tiers, modules, slots and rows in use, of the
+        first engine."""
         return (await self.states())[0] | {"modules": await self.modules()}
 
     async def states(self) -> Replies:
@@ -241,11 +168,24 @@ class AsyncSteering:
         assert self._changes.shape
         return await self._call(SteeringCall("state"))
 
-    def layers(self) -> dict[int, tuple[str, ...]]:
-        """Layer -> the points at which it can be steered; in an engine that only captures, read."""
-        return self._changes.layers()
+    async def refresh(self) -> None:
+        """Learn of the modules and rules that other API servers of these engines have set."""
+        if self._shared:
+            [news] = await self._call(SteeringCall("news", since=self._catalog.changes))
+            self._catalog.learn(news)
+
+    def _need_asking(self, change: Change) -> None:
+        for field in ("ops", "rules"):
+            if change.put.of(field) and self._shared and not self._catalog.asks_others:
+                reject(
+                    field,
+                    "with several API servers each has to ask what is set, which it does if the "
+                    "server is started with default_steering_modules, whatever it names, or with "
+                    "rules (--rules), of an empty list too",
+                )
 
     async def _make(self, change: Change) -> int:
+        self._need_asking(change)
         token = uuid.uuid4().hex
         deadline = time.monotonic() + BUSY_SECONDS
         try:
@@ -253,18 +193,94 @@ class AsyncSteering:
                 await self._call(SteeringCall("cancel", token))  # others may have said yes
                 if time.monotonic() > deadline:
                     raise TimeoutError("another change of global steering is under way")
-                await asyncio.sleep(0.05)
+                await self._work(time.sleep, 0.05)
         except BaseException:
             await self._call(SteeringCall("cancel", token))
             raise
-        # Nothing between the phases may cut them apart: a caller that goes away, for one.
-        return await asyncio.shield(self._commit(token, change))
+        return await self._commit(token, change)
 
     async def _commit(self, token: str, change: Change) -> int:
         replies = await self._call(SteeringCall("commit", token))
         _verdict(replies)
-        self._changes.made(change, replies[0]["changes"])
+        self._catalog.made(change, replies[0]["changes"])
         return int(replies[0]["version"])
 
+
+class AsyncSteering(_Coroutines):
+    """Global steering of an `AsyncLLM`: the methods of `Steering` as coroutines. With several
+    data-parallel engines all make a change or none does."""
+
+    def __init__(self, config: "VllmConfig", catalog: ModuleCatalog, core: "AsyncMPClient") -> None:
+        super().__init__(config, catalog)
+        self._core = core
+        changes = config.steering_config.enable_steering or config.capture_config.enabled
+        self._shared = changes and core.client_count > 1
+        catalog.refresh = self.refresh
+
     async def _call(self, call: SteeringCall) -> Replies:
+        if call.phase == "news":
+            return [await self._core.call_utility_async("steering", call)]
         return await self._core.call_utility_all_async("steering", call)
+
+    async def _work(self, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        return await asyncio.to_thread(work, *args, **kwargs)
+
+    async def _commit(self, token: str, change: Change) -> int:
+        # Nothing between the phases may cut them apart: a caller that goes away, for one.
+        return await asyncio.shield(super()._commit(token, change))
+
+
+class _Direct(_Coroutines):
+    """Coroutines that never wait for an event loop: one engine, and the caller's thread."""
+
+    def __init__(
+        self, config: "VllmConfig", catalog: ModuleCatalog, core: "EngineCoreClient"
+    ) -> None:
+        super().__init__(config, catalog)
+        self._core = core
+
+    async def _call(self, call: SteeringCall) -> Replies:
+        if isinstance(self._core, InprocClient):
+            return [self._core.engine_core.steering(call)]
+        assert isinstance(self._core, SyncMPClient)
+        return [self._core.call_utility("steering", call)]
+
+
+def _blocking(
+    method: Callable[Concatenate[_Coroutines, P], Coroutine[Any, Any, T]],
+) -> Callable[Concatenate["Steering", P], T]:
+    """Make a method of `Steering` of a coroutine."""
+
+    @wraps(method)
+    def call(self: "Steering", *args: P.args, **kwargs: P.kwargs) -> T:
+        try:
+            method(self._direct, *args, **kwargs).send(None)
+        except StopIteration as end:
+            return cast(T, end.value)
+        raise AssertionError("it waits for an event loop")
+
+    return call
+
+
+class Steering(_Known):
+    """Global steering of an `LLM`. Every method raises ValueError for what cannot be done exactly.
+
+    A change acts from the next scheduled step on, on all ranks at once, also on running requests.
+    It raises TimeoutError if another one is under way for longer than `BUSY_SECONDS`.
+    """
+
+    def __init__(
+        self, config: "VllmConfig", catalog: ModuleCatalog, core: "EngineCoreClient"
+    ) -> None:
+        super().__init__(config, catalog)
+        self._direct = _Direct(config, catalog, core)
+
+    set = _blocking(_Coroutines.set)
+    set_tiers = _blocking(_Coroutines.set_tiers)
+    clear = _blocking(_Coroutines.clear)
+    register_module = _blocking(_Coroutines.register_module)
+    unregister_module = _blocking(_Coroutines.unregister_module)
+    set_rules = _blocking(_Coroutines.set_rules)
+    rules = _blocking(_Coroutines.rules)
+    modules = _blocking(_Coroutines.modules)
+    state = _blocking(_Coroutines.state)

@@ -19,6 +19,6 @@ media.py         finds images, videos and sounds in a prompt
 budget.py        counts the work that a request's fields cause, and refuses too much
 text.py          the prompt as text, for selectors by text
 written_text.py  the text before the tokenizer changes it, and its tokens
-catalog.py       the modules that names in `steering_modules` mean now
+catalog.py       the global state that plans are made of: modules, operations, rules
 sending.py       requests on their way to the engine core
 """

@@ -23,7 +23,7 @@ from vllm.v1.interventions.frontend.request.capture import (
     NumberedCapture,
     parse_capture,
 )
-from vllm.v1.interventions.frontend.request.catalog import ModuleCatalog, origin
+from vllm.v1.interventions.frontend.request.catalog import ModuleCatalog
 from vllm.v1.interventions.frontend.request.chat import KEY as TURNS
 from vllm.v1.interventions.frontend.request.media import NOWHERE, Media
 from vllm.v1.interventions.frontend.request.prompt import Prompt
@@ -76,6 +76,18 @@ def refuse_beam_search(
         )
 
 
+def need_steering(config: "VllmConfig", path: str) -> TapShape:
+    """Layers, points and widths of a model that is steered; raises ValueError, naming `path`, if
+    steering is not enabled."""
+    if not config.steering_config.enable_steering or config.tap_shape is None:
+        reject(
+            path,
+            "steering is not enabled; start the engine with enable_steering=True "
+            "(--enable-steering)",
+        )
+    return config.tap_shape
+
+
 def resolve(
     params: SamplingParams | PoolingParams,
     final_params: SamplingParams | None,
@@ -112,8 +124,9 @@ def resolve(
             "tiers could not act on them exactly; send the whole prompt",
         )
     field = next((f for f in PLAN_FIELDS if getattr(params, f) is not None), None)
-    if field is None and modules.defaults:
-        field = origin(next(iter(modules.defaults)))
+    defaults = modules.defaults()
+    if field is None and defaults:
+        field = defaults[0][0]
     if field is None and config.capture_config.captures_all:
         field = "capture"
     if field is None and modules.rules:
@@ -144,14 +157,9 @@ def resolve(
     shape = config.tap_shape
     steering = capture = None
     asked = any(getattr(params, name) is not None for name in (*STEERING_FIELDS, INHERIT))
-    if asked or modules.defaults:
-        if not config.steering_config.enable_steering or shape is None:
-            reject(
-                field,
-                "steering is not enabled; start the engine with enable_steering=True "
-                "(--enable-steering)",
-            )
-        steering = steering_plan(params, prompt, config.steering_config, shape, modules)
+    if asked or defaults:
+        steered = need_steering(config, field)
+        steering = steering_plan(params, prompt, config.steering_config, steered, modules)
     judged = params.rules is not None or bool(modules.rules)
     if params.capture is not None or judged or config.capture_config.captures_all:
         if not config.capture_config.enabled or shape is None:

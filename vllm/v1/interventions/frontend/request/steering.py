@@ -8,7 +8,7 @@ from vllm.config.steering import MAX_MODULES, SteeringConfig
 from vllm.sampling_params import SamplingParams
 from vllm.v1.interventions.errors import reject, show
 from vllm.v1.interventions.frontend.request.budget import Unit
-from vllm.v1.interventions.frontend.request.catalog import ModuleCatalog, origin
+from vllm.v1.interventions.frontend.request.catalog import ModuleCatalog
 from vllm.v1.interventions.frontend.request.focus import FocusParser, is_focus
 from vllm.v1.interventions.frontend.request.memo import VectorMemo
 from vllm.v1.interventions.frontend.request.prompt import Prompt
@@ -58,7 +58,7 @@ class _Request:
         self._shape = shape
         self._segments = SegmentBuilder(shape, len(prompt.token_ids), prompt.work)
         self._given = [field for field in STEERING_FIELDS if getattr(params, field) is not None]
-        self._defaults: dict[str, Module] = {}
+        self._defaults: list[tuple[str, Module]] = []
 
     def _select(self, value: Any, path: str) -> Positions:
         selector = Selector(self._prompt)
@@ -92,13 +92,11 @@ class _Request:
         """Add the modules that act by default, then those that the request names."""
         named = self._named_modules(catalog) if "steering_modules" in self._given else []
         if self._inherit():
-            names = [name for _, name, _, _ in named]
-            self._defaults = {n: m for n, m in catalog.defaults.items() if n not in names}
-        by_default = [(origin(name), name, m, 1.0) for name, m in self._defaults.items()]
-        for path, _, module, scale in by_default + named:
-            for vector_set, tier in ((module.prefill, "prefill"), (module.decode, "decode")):
-                if vector_set is not None:
-                    self._segments.add_shared(vector_set, scale, self._segments.phases[tier])
+            self._defaults = catalog.defaults(besides=[name for _, name, _, _ in named])
+        by_default = [(origin, module, 1.0) for origin, module in self._defaults]
+        for path, module, scale in by_default + [(p, m, scale) for p, _, m, scale in named]:
+            for phase, vector_set in module.phases.items():
+                self._segments.add_shared(vector_set, scale, self._segments.phases[phase])
             self._prompt.work.charge(len(module.ops), Unit.SEGMENT, path)
             prompt = len(self._prompt.token_ids)
             ops = [op.for_request(scale, path, prompt, self._shape) for op in module.ops]
@@ -146,7 +144,7 @@ class _Request:
 
     def plan(self) -> SteeringPlan:
         config = self._config
-        given = self._given + list(dict.fromkeys(map(origin, self._defaults)))
+        given = self._given + list(dict.fromkeys(origin for origin, _ in self._defaults))
         path = " + ".join(given) or "steering_inherit_global"
         if self._segments.most_ops() > config.max_steering_ops:
             reject(
