@@ -9,7 +9,7 @@ import pytest
 
 from tests.errors.mistakes import MISTAKES, message, table
 from tests.errors.page import PAGE
-from vllm.v1.interventions.errors import likely
+from vllm.v1.interventions.likely import likely
 
 pytestmark = pytest.mark.quick
 

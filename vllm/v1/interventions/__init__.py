@@ -20,11 +20,12 @@ vectors.py          steering vectors of a request: parsed and checked
 focus.py            what a request attends to, and by which rule
 operations.py       operations and gates of a request: parsed and checked
 given_rules.py      rules of a request or of the operator: parsed and checked
-terms.py            the one formula behind all operations
+terms.py            an operation at one site, as the workers' tables hold it
 sites.py            how requests name points and layers
 positions.py        sets of token positions
 values.py           numbers, strings and lists as people have them
 given.py            one reader of what users say: a value with the path of its field
 errors.py           the error of a request that cannot be honoured exactly
+likely.py           the name or key that a user probably meant, for errors
 start_failure.py    why an engine core did not start, for its frontend
 """

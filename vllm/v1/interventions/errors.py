@@ -5,50 +5,15 @@ Every error names the path of the offending field (`steering_vectors.post_block.
 was given and what is allowed. Offline it is a `ValueError`, over HTTP a 400.
 """
 
-from collections.abc import Collection, Container, Iterable, Mapping, Sequence
-from difflib import get_close_matches
+from collections.abc import Collection, Container, Iterable, Sequence
 from itertools import islice
 from typing import Any, NoReturn
 
 from vllm.exceptions import VLLMValidationError
+from vllm.v1.interventions.likely import likely_key
 from vllm.v1.interventions.values import plain
 
 _MOST_UNKNOWN = 100
-_MOST_COMPARED = 40
-_ALIKE = 0.7
-"""Likeness, as `difflib` measures it, from which on a name is taken for a misspelt one."""
-_NONE: Mapping[str, str] = {}
-_KEYS = {
-    "activations": ("vector", "direction"),
-    "coefficient": ("scale", "strength"),
-    "coeff": ("scale", "strength"),
-    "direction": ("vector", "values"),
-    "end": ("stop",),
-    "hook": ("hooks", "point"),
-    "hook_point": ("point", "hooks"),
-    "layer": ("layers",),
-    "layer_indices": ("layers",),
-    "layers": ("layer", "hooks"),
-    "max": ("hi",),
-    "method": ("op",),
-    "min": ("lo",),
-    "multiplier": ("scale", "strength"),
-    "operation": ("op",),
-    "point": ("hooks",),
-    "points": ("point", "hooks"),
-    "position_indices": ("positions",),
-    "steering_vector": ("vector", "direction"),
-    "string": ("text",),
-    "token": ("token_ids", "tokens"),
-    "tokens": ("token_ids",),
-    "type": ("op",),
-    "value": ("vector", "values"),
-    "values": ("vector", "value"),
-    "vec": ("vector", "direction"),
-    "vector": ("direction", "values"),
-}
-"""Key of another tool, or a common one -> the keys that say the same here; the first one that is
-allowed is meant."""
 
 
 class InterventionError(VLLMValidationError, ValueError):
@@ -88,23 +53,6 @@ def printable(text: str) -> str:
     return "".join(c if c.isprintable() else repr(c)[1:-1] for c in encoded)
 
 
-def likely(said: Any, options: Iterable[str], also: Mapping[str, str] = _NONE) -> str:
-    """Name the option that was probably meant, to stand behind what was said; "" for no idea.
-
-    Args:
-        options: names that are allowed here; so many are compared, the first ones.
-        also: a name of another tool, or a common one -> the option it means.
-    """
-    said = plain(said)
-    if not isinstance(said, str):
-        return ""
-    word = said[:_MOST_COMPARED].lower().replace("-", "_")
-    options = list(islice(options, _MOST_UNKNOWN))
-    elsewhere = [option for option in options if option == also.get(word)]
-    found = elsewhere or get_close_matches(word, options, 1, _ALIKE)
-    return f" (did you mean {found[0]!r}?)" if found else ""
-
-
 def unknown_keys(given: Iterable[Any], known: Container[Any]) -> list[str]:
     """Show keys that are not known: a few, in order, however many there are."""
     unknown = islice((key for key in given if key not in known), _MOST_UNKNOWN)
@@ -138,22 +86,6 @@ def refuse_unknown_keys(
         allowed = (*beside, *known)
         meant = likely_key(unknown[0], given, allowed)
         reject(path, f"unknown keys {unknown}{meant}, allowed are {', '.join(allowed)}")
-
-
-def likely_key(said: str, given: Iterable[Any], allowed: Sequence[str]) -> str:
-    """Name the key that was probably meant, as `likely` does: one that is not given."""
-    there = {key for key in islice(given, _MOST_UNKNOWN) if isinstance(key, str)}
-    free = [key for key in allowed if key not in there]
-    also = {name: key for name, keys in _KEYS.items() for key in reversed(keys) if key in free}
-    return likely(said, free, also)
-
-
-def first_likely(given: Iterable[Any], needed: str) -> str:
-    """Show the first key that was probably meant for one that is needed; "" if there is none."""
-    for key in islice(given, _MOST_UNKNOWN):
-        if isinstance(key, str) and needed in _KEYS.get(key, ()):
-            return repr(key)
-    return ""
 
 
 def describe(error: BaseException) -> str:

@@ -12,7 +12,8 @@ import numpy as np
 import torch
 
 from vllm.config.points import STREAM_POINTS
-from vllm.v1.interventions.errors import likely, refuse_unknown_keys, reject, show, show_key
+from vllm.v1.interventions.errors import refuse_unknown_keys, reject, show, show_key
+from vllm.v1.interventions.likely import likely
 from vllm.v1.interventions.positions import Positions
 from vllm.v1.interventions.shape import TapShape
 from vllm.v1.interventions.sites import need_heads, need_layers, need_point

@@ -12,9 +12,10 @@ import torch
 
 from vllm.config.operations import ALSO, HEAD_OPERATIONS, OPERATIONS, Operation
 from vllm.config.points import RETURNED
-from vllm.v1.interventions.errors import first_likely, need_family, show
+from vllm.v1.interventions.errors import need_family, show
 from vllm.v1.interventions.focus import FOCUS
 from vllm.v1.interventions.given import Given, Select
+from vllm.v1.interventions.likely import first_likely
 from vllm.v1.interventions.plan import Site
 from vllm.v1.interventions.positions import ALL, Positions
 from vllm.v1.interventions.shape import TapShape

@@ -10,7 +10,8 @@ import msgspec
 from vllm.config.capture import CaptureConfig
 from vllm.config.points import POINTS, READ_POINTS, RETURNED, STEERING_POINTS, STREAM_POINTS
 from vllm.config.steering import SteeringConfig
-from vllm.v1.interventions.errors import likely, reject, show, show_key
+from vllm.v1.interventions.errors import reject, show, show_key
+from vllm.v1.interventions.likely import likely
 from vllm.v1.interventions.plan import Site
 from vllm.v1.interventions.shape import LayerShape, TapShape
 from vllm.v1.interventions.values import plain, plain_list

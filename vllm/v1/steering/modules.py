@@ -13,8 +13,9 @@ import torch
 
 from vllm.config.operations import OPERATIONS
 from vllm.config.steering import SteeringConfig
-from vllm.v1.interventions.errors import likely, refuse_unknown_keys, reject, show
+from vllm.v1.interventions.errors import refuse_unknown_keys, reject, show
 from vllm.v1.interventions.given import Given
+from vllm.v1.interventions.likely import likely
 from vllm.v1.interventions.operations import Op, parse_ops
 from vllm.v1.interventions.plan import TIERS, Site, VectorSet
 from vllm.v1.interventions.positions import ALL, END, Positions

@@ -9,12 +9,13 @@ from typing import Any
 import numpy as np
 
 from vllm.v1.capture import NO_TOKEN
-from vllm.v1.interventions.errors import likely_key, reject, show, unknown_keys
+from vllm.v1.interventions.errors import reject, show, unknown_keys
 from vllm.v1.interventions.frontend.request.budget import Unit
 from vllm.v1.interventions.frontend.request.chat import need_turns, tokens_of_turn
 from vllm.v1.interventions.frontend.request.prompt import Prompt
 from vllm.v1.interventions.frontend.request.text import BROKEN, occurrences
 from vllm.v1.interventions.given import Given
+from vllm.v1.interventions.likely import likely_key
 from vllm.v1.interventions.positions import Positions, Run
 from vllm.v1.interventions.values import plain, plain_list
 
