@@ -243,7 +243,7 @@ AREAS = (
     ),
     Area(
         "variants, graphs",
-        budget=319,
+        budget=317,
         planned=310,
         places=("vllm/v1/interventions/worker/variants/",),
     ),
