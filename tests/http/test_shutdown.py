@@ -88,7 +88,7 @@ def test_a_request_id_cannot_forge_a_line_of_the_log(
 
     log = Mock()
     monkeypatch.setattr(serving, "logger", log)
-    monkeypatch.setattr(serving, "resolve", lambda *_: Plan())
+    monkeypatch.setattr(serving, "checked", lambda *_: Plan())
     processor = SimpleNamespace(
         plan_threads=Threads(), tokenizer=None, modules=None, renderer=Mock()
     )

@@ -19,7 +19,7 @@ from vllm.v1.interventions.frontend.compat.peers import (
 )
 from vllm.v1.interventions.frontend.request.capture import NumberedCapture
 from vllm.v1.interventions.frontend.request.media import sent_again
-from vllm.v1.interventions.frontend.request.resolve import resolve
+from vllm.v1.interventions.frontend.request.resolve import checked
 from vllm.v1.interventions.plan import PLAN_FIELDS, STEERING_FIELDS, Plan
 
 from .body import asked_fields, names_modules, refuse_beams, set_plan_fields
@@ -88,7 +88,7 @@ async def intervene(
                 ids = cast("Sequence[int]", prompt.get("prompt_token_ids") or [])
                 processor.renderer.validate_token_ids(ids, parameter="prompt")
             plan = await run(
-                resolve, params, params, prompt, False, config, processor.tokenizer,
+                checked, params, cast("dict[str, Any]", prompt), config, processor.tokenizer,
                 processor.modules, num_prompts,
             )  # fmt: skip
             if serving.request_logger is not None and plan is not None:

@@ -29,6 +29,9 @@ class ModuleCatalog:
         self._state: Globals | None = None
         self.changes = 0
         """Number of changes of the engine core's state that are known here."""
+        self.applied = 0
+        """Number of changes that this frontend's state went through: plans that were made before
+        the last one may name what is gone."""
 
     @property
     def state(self) -> Globals:
@@ -102,3 +105,4 @@ class ModuleCatalog:
     def _apply(self, change: Change) -> None:
         if any(kind in LEARNED_KINDS for kind, _ in change.keys):  # else nothing need be loaded
             change.apply(self.state)
+            self.applied += 1

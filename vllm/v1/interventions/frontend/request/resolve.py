@@ -4,7 +4,7 @@
 import copy
 from collections.abc import Mapping
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 
@@ -42,6 +42,33 @@ if TYPE_CHECKING:
 
 MOST_TOKENS = 1 << 31
 """The largest `max_tokens`: positions are 64-bit numbers, and no model has as many."""
+
+
+RESOLVED = "resolved"
+"""Key of an engine input whose request was `checked`."""
+
+
+class _Resolved(NamedTuple):
+    plan: Plan | None
+    params: SamplingParams
+    max_tokens: int | None
+    applied: int
+    """As `ModuleCatalog.applied`."""
+
+
+def checked(
+    params: SamplingParams,
+    given: dict[str, Any],
+    config: "VllmConfig",
+    tokenizer: TokenizerLike | None,
+    modules: ModuleCatalog,
+    num_prompts: int,
+) -> Plan | None:
+    """`resolve`, ahead of the engine, which finds the plan in the engine input."""
+    applied = modules.applied
+    plan = resolve(params, params, given, False, config, tokenizer, modules, num_prompts)
+    given[RESOLVED] = _Resolved(plan, params, params.max_tokens, applied)
+    return plan
 
 
 def without_plan_fields(params: SamplingParams) -> SamplingParams:
@@ -105,7 +132,8 @@ def resolve(
         params: as the user gave them.
         final_params: the engine's copy, `max_tokens` resolved.
         given: the prompt as the renderer made it, upstream's `EngineInput`: tokens or embeddings,
-            where its images, videos and sounds stand, and its turns if it is a chat.
+            where its images, videos and sounds stand, its turns if it is a chat, and the plan if
+            the request was `checked` and nothing has changed since.
         resumable: whether the prompt is a session that grows.
         config: of the engine; `tap_shape` says what the model offers.
         tokenizer: None with `skip_tokenizer_init`.
@@ -117,6 +145,11 @@ def resolve(
     """
     if not isinstance(params, SamplingParams):
         return None
+    known: _Resolved | None = given.get(RESOLVED)
+    if known is not None and known.params is params and known.applied == modules.applied:
+        assert final_params is not None
+        if known.max_tokens == final_params.max_tokens and not resumable:
+            return known.plan
     if resumable and config.steering_config.enable_steering:
         reject(
             "steering",
