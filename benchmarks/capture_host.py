@@ -129,7 +129,7 @@ def run(args: argparse.Namespace, num_sites: int) -> dict[str, float]:
     from vllm.v1.interventions.scheduler.request import RequestInterventions
     from vllm.v1.interventions.shape import TapShape
     from vllm.v1.interventions.step_rows import Blocks, StepRows
-    from vllm.v1.interventions.worker.making.attention import Captured
+    from vllm.v1.interventions.worker.making.maker import Captured
     from vllm.v1.interventions.worker.rows.outbox import Outbox
     from vllm.v1.interventions.worker.tables.matrices import ProjectionTable
     from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder

@@ -16,6 +16,7 @@ from tests.support.plans import HIDDEN, SHAPE
 from tests.support.projections import matrix
 from tests.support.rows import step_rows
 from vllm.v1.interventions.capture_groups import CaptureGroup, CaptureGroups
+from vllm.v1.interventions.makings import AsIs, Mean
 from vllm.v1.interventions.messages import WorkerRequest, WorkerStream
 from vllm.v1.interventions.plan import Site
 from vllm.v1.interventions.positions import Positions
@@ -57,7 +58,11 @@ def worker_requests(draw: st.DrawFn) -> WorkerRequest:
         programs=np.zeros(1, np.int32),
         capture_sites=tuple(SITES[i] for i in union),
         capture_streams=tuple(
-            WorkerStream(tuple(union.index(i) for i in part), drawn(part, at), summed=runs)
+            WorkerStream(
+                tuple(union.index(i) for i in part),
+                drawn(part, at),
+                making=Mean(runs) if runs else AsIs(),
+            )
             for part, at, runs in zip(parts, matrices, summed, strict=True)
         ),
     )
@@ -130,8 +135,8 @@ def test_streams(asked: list[tuple[WorkerRequest, int]], data: st.DataObject) ->
             sites = [request.capture_sites[i] for i in wanted.sites]
             want = stream[[SITES.index(site) for site in sites if site in stage], mine]
             want = want.transpose(0, 1)
-            if wanted.summed:
-                inside = Positions.from_flat(list(wanted.summed)).mask(chunk.positions)
+            if isinstance(wanted.making, Mean):
+                inside = Positions.from_flat(list(wanted.making.runs)).mask(chunk.positions)
                 assert values.dtype == torch.float32 and values.shape[0] == 1
                 torch.testing.assert_close(values[0], want[torch.from_numpy(inside)].sum(0))
             elif wanted.projection is None:

@@ -18,7 +18,7 @@ from vllm.v1.capture.copies import CopyThreads
 from vllm.v1.capture.registry import ConsumerSpec
 from vllm.v1.capture.results import merged
 from vllm.v1.capture.transport.feed import Feed, request_info
-from vllm.v1.capture.transport.mean import Mean
+from vllm.v1.capture.transport.mean import RunningMean
 from vllm.v1.engine import EngineCoreOutput
 from vllm.v1.interventions.frontend.request.budget import Work
 from vllm.v1.interventions.frontend.request.capture import parse_capture
@@ -64,7 +64,7 @@ def test_a_stream_for_each_set_of_positions() -> None:
         }
     )
     assert [plan.consumers[n].streams for n in plan.consumers] == [(0,), (1,), (1,), (2,)]
-    assert [s.summed for s in plan.streams] == [True, True, False]
+    assert [s.making.adds_up for s in plan.streams] == [True, True, False]
     assert [s.dtype for s in plan.streams] == ["float32", "float32", SHAPE.dtype]
     assert plan.streams[1].sites[-1] == ("post_block", 3)
     info = request_info("id", plan, "inline[0]", IDS)
@@ -111,7 +111,7 @@ class Way:
         values = []
         for stream in self.plan.streams:
             own = self.rows[:, [self.plan.sites.index(site) for site in stream.sites]]
-            if stream.summed:
+            if stream.making.adds_up:
                 inside = at[Positions.from_flat(stream.runs).mask(at)]
                 values.append(own[torch.from_numpy(inside)].sum(0, dtype=torch.float32)[None])
             else:
@@ -220,7 +220,7 @@ def test_rows_that_were_cut_keep_their_sums_in_a_message() -> None:
 def test_sums_that_do_not_go_on_are_left_out() -> None:
     """Whatever comes, a mean is of each position once, or there is none."""
     [stream] = parse({"inline": mean([2, 3, 7, 8])}).streams
-    one, total = torch.ones(3, HIDDEN), Mean(stream)
+    one, total = torch.ones(3, HIDDEN), RunningMean(stream)
     for at in ([3, 7], [2, 3], [8], [2, 3], [3, 7]):
         total.add(np.array(at), one, 0)
         assert total.value() is None

@@ -10,7 +10,7 @@ from vllm.v1.interventions.frontend.results.collector import RowCollector
 from vllm.v1.interventions.frontend.results.pieces import Run
 from vllm.v1.interventions.messages import CapturedChunk
 from vllm.v1.interventions.step_rows import Blocks, StepRows
-from vllm.v1.interventions.worker.making.attention import Captured
+from vllm.v1.interventions.worker.making.maker import Captured
 from vllm.v1.interventions.worker.rows.outbox import Outbox
 from vllm.v1.interventions.worker.tables.matrices import ProjectionTable
 

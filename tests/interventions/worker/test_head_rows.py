@@ -22,7 +22,7 @@ from vllm.v1.interventions.messages import WorkerRequest, WorkerStream
 from vllm.v1.interventions.plan import Site
 from vllm.v1.interventions.step_rows import Blocks, Members, StepRows
 from vllm.v1.interventions.worker.attention.layers import attention_of
-from vllm.v1.interventions.worker.making.attention import Captured
+from vllm.v1.interventions.worker.making.maker import Captured
 from vllm.v1.interventions.worker.rows.arena import RowMap
 from vllm.v1.interventions.worker.rows.outbox import Outbox
 from vllm.v1.interventions.worker.tables.matrices import ProjectionTable

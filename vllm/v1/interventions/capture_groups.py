@@ -4,13 +4,13 @@
 from collections.abc import Collection, Iterable, Sequence
 from itertools import accumulate, groupby
 from math import ceil
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 from weakref import WeakValueDictionary
 
 import msgspec
 import numpy as np
 
-from vllm.v1.interventions.makings import AttentionRead, LensRead
+from vllm.v1.interventions.makings import AnyMaking, AsIs, AttentionRead, LensRead
 from vllm.v1.interventions.messages import WorkerRequest, WorkerStream
 from vllm.v1.interventions.plan import Site
 from vllm.v1.interventions.shape import TapShape
@@ -34,8 +34,8 @@ def num_senders(config: "VllmConfig") -> int:
     return 1 if alone else parallel.tensor_parallel_size
 
 
-class LocalStream(NamedTuple):
-    """The part of a stream that this worker has."""
+class LocalStream(msgspec.Struct, frozen=True, eq=False, weakref=True):
+    """The part of a stream that this worker has; equal to itself alone."""
 
     places: tuple[int, ...]
     """Indices into the group's sites; sites of other workers are left out."""
@@ -47,8 +47,8 @@ class LocalStream(NamedTuple):
     None at points of the residual stream."""
     width: int = 0
     """Numbers that leave of a site, if that is not its row as it is."""
-    summed: tuple[int, ...] = ()
-    """Positions whose sum leaves the device in place of rows, as `Selection.runs`; () for rows."""
+    making: AnyMaking = AsIs()
+    """Values that are made of the rows and leave in their place."""
     reads: AttentionRead | LensRead | None = None
     """Values that leave in place of rows; None for rows. Values of attention are those of the
     queries in `columns`, and their key ranges are each request's own."""
@@ -69,7 +69,7 @@ class LocalStream(NamedTuple):
     @property
     def is_raw(self) -> bool:
         """True if rows leave as they are."""
-        return not self.width and not self.summed
+        return not self.width and isinstance(self.making, AsIs)
 
 
 class CaptureGroup:
@@ -101,7 +101,7 @@ class CaptureGroup:
         """Arena rows of a token at the sites that are not raw, together."""
         self.rest_at = np.cumsum([0, *sizes])[:-1]
         """The first of them of each of these sites, int64."""
-        self.streams = [s._replace(runs=self._runs(s)) for s in streams]
+        self.streams = [msgspec.structs.replace(s, runs=self._runs(s)) for s in streams]
         self.attends = any(isinstance(s.reads, AttentionRead) for s in self.streams)
         """True if attention is read."""
         self.shared = any(s.reads is not None for s in self.streams)
@@ -167,7 +167,7 @@ class CaptureGroups:
         if not own:
             return None
         of_heads = {i for s in streams if s.heads for i in s.sites}
-        made = [s for s in streams if s.projection or s.width or s.summed]
+        made = [s for s in streams if s.projection or s.width or s.making != AsIs()]
         raw = {i for s in streams if s not in made for i in s.sites}
         own.sort(key=lambda i: (i not in raw, i in of_heads))
         sizes = {i: self._shape.arena_rows(asked[i]) for i in own if i not in raw}
@@ -185,7 +185,7 @@ class CaptureGroups:
                 parts = [self._columns(asked[i], firsts[i], chosen) for i, chosen in own_heads]
                 columns = np.concatenate([np.empty(0, np.int64), *parts])
             minus = tuple(place[i] for i in stream.minus if i in place)
-            of_rows = stream.summed, stream.reads, heads, minus
+            of_rows = stream.making, stream.reads, heads, minus
             local.append(LocalStream(places, projection, columns, width, *of_rows))
         group = self._groups[asked, streams] = CaptureGroup(
             [self._sites[asked[i]] for i in own], len(own) - len(sizes), local, list(sizes.values())

@@ -1,9 +1,32 @@
 # SPDX-License-Identifier: Apache-2.0
 """Values that are made of captured rows on the device, and leave it in place of the rows."""
 
-from typing import TypedDict
+from typing import ClassVar, TypedDict
 
 import msgspec
+
+
+class Making(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """Values that leave the device in place of a stream's rows."""
+
+    adds_up: ClassVar[bool] = False
+    """True if a step gives one row for each request, its part of a sum; else one for each captured
+    token."""
+
+
+class AsIs(Making):
+    """Rows as they are."""
+
+
+class Mean(Making):
+    """The mean of a request's rows: a step gives the sum of its own, float32."""
+
+    adds_up: ClassVar[bool] = True
+    runs: tuple[int, ...]
+    """The positions whose rows are summed, all of the prompt, as `Selection.runs`."""
+
+
+AnyMaking = AsIs | Mean
 
 GIVES = ("mass", "peak", "top", "weights")
 """Names of what may be given of attention weights, in the order in which it lies in a row."""

@@ -9,7 +9,7 @@ import msgspec
 import numpy as np
 import torch
 
-from vllm.v1.interventions.makings import AttentionRead, LensRead
+from vllm.v1.interventions.makings import AnyMaking, AsIs, AttentionRead, LensRead
 from vllm.v1.interventions.plan import Site, VectorSet
 from vllm.v1.steering_formula import Scalars
 
@@ -64,9 +64,8 @@ class WorkerStream(msgspec.Struct, frozen=True, array_like=True):
     width: int = 0
     """The widths of a site's heads together, or of what is made of a row; 0 for rows as they are,
     and where `projection` says it."""
-    summed: tuple[int, ...] = ()
-    """The positions whose sum leaves the device in place of rows, as `Selection.runs`; () for
-    rows."""
+    making: AnyMaking = AsIs()
+    """Values that are made of the rows and leave in their place."""
     reads: AttentionRead | LensRead | None = None
     """Result that is made of rows and leaves in place of them, as in `Stream`; None for rows."""
     minus: tuple[int, ...] = ()

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from vllm.v1.interventions.focus import FocusOp, FocusProgram
-from vllm.v1.interventions.makings import AttentionRead, LensRead
+from vllm.v1.interventions.makings import AnyMaking, AsIs, AttentionRead, LensRead
 from vllm.v1.interventions.terms import Term
 
 Site = tuple[str, int]
@@ -140,9 +140,8 @@ class Stream(msgspec.Struct, frozen=True):
     of one for each; none for rows as they are."""
     heads: list[tuple[int, ...]] = []
     """Heads that are captured at each site; empty at points of the residual stream."""
-    summed: bool = False
-    """True if a step sends the sum of its rows in `runs`, which are of the prompt, and the mean is
-    what consumers get: one row a site."""
+    making: AnyMaking = AsIs()
+    """Values that are made of the rows and leave in their place."""
     reads: AttentionRead | LensRead | None = None
     """Reading of attention or under a lens that the device makes of the rows and sends in their
     place."""

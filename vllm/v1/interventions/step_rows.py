@@ -158,7 +158,7 @@ class StepRows:
     def _made(self, block: Block, stream: LocalStream) -> tuple[tuple[int, ...], torch.dtype]:
         """Scores, heads and differences, [count, sites, width], or sums, [requests, sites,
         width]."""
-        if stream.summed:
+        if stream.making.adds_up:
             width = stream.width or self._hidden_size
             return (len(block.owners), len(stream.places), width), torch.float32
         made = stream.reads is not None or stream.projection is not None

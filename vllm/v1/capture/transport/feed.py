@@ -12,7 +12,7 @@ from vllm.v1.capture.consumer import RequestEnd, RequestInfo, RowBatch
 from vllm.v1.capture.copies import Copies, CopyThreads, empty, of_stream
 from vllm.v1.capture.results import NO_TOKEN
 from vllm.v1.capture.transport.host import ConsumerHost
-from vllm.v1.capture.transport.mean import Mean
+from vllm.v1.capture.transport.mean import RunningMean
 from vllm.v1.capture.transport.selected import RowsLost, Selected
 from vllm.v1.interventions.makings import AttentionRead
 from vllm.v1.interventions.messages import CapturedChunk
@@ -57,10 +57,12 @@ def request_info(
         width=stream.width,
         dtype=dtype_of(stream.dtype),
         projected=bool(stream.projections),
-        max_rows=1 if stream.summed else Selected(selection, len(prompt_token_ids)).max_rows,
+        max_rows=1
+        if stream.making.adds_up
+        else Selected(selection, len(prompt_token_ids)).max_rows,
         fields=selection.fields,
         heads=tuple(selection.heads[site] for site in selection.sites) if selection.heads else (),
-        reduce="mean" if stream.summed else "",
+        reduce="mean" if stream.making.adds_up else "",
         attention=attention,
     )
 
@@ -109,7 +111,7 @@ class Feed:
         [self._stream] = selection.streams
         stream = plan.streams[self._stream]
         order = stream.sites
-        self._mean = Mean(stream) if stream.summed else None
+        self._mean = RunningMean(stream) if stream.making.adds_up else None
         self._prompt = prompt_token_ids
         self._threads = threads
         self._selected = Selected(selection, len(prompt_token_ids))
@@ -179,7 +181,7 @@ class Feed:
         return [batch for batch in rest if len(batch.positions)], error
 
     def _mean_of_all(
-        self, mean: Mean, num_rows: int, aborted: bool
+        self, mean: RunningMean, num_rows: int, aborted: bool
     ) -> tuple[list[RowBatch], str | None]:
         error = self._selected.missing(num_rows, [mean.positions], aborted)
         if (value := mean.value()) is None:

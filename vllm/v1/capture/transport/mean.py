@@ -8,7 +8,7 @@ from vllm.v1.interventions.plan import Stream
 from vllm.v1.interventions.positions import Positions
 
 
-class Mean:
+class RunningMean:
     """The mean of one completion's rows at the positions of a stream of sums.
 
     Sums come in the order of steps. A request that is preempted begins anew, in steps of other

@@ -48,9 +48,10 @@ class RequestInterventions:
         if capture is not None and not self.relays_all:
             runs = [s.runs for s in capture.streams if s.relayed]
             self._relayed_positions = Positions.from_flat([n for flat in runs for n in flat])
-        self._sums = [s.summed for s in capture.streams] if capture else []
+        self._sums = [s.making.adds_up for s in capture.streams] if capture else []
         """True if sums leave the device, for each stream."""
-        summed = [n for s in capture.streams if s.summed for n in s.runs] if capture else []
+        sums = [s.runs for s in capture.streams if s.making.adds_up] if capture else []
+        summed = [n for runs in sums for n in runs]
         self._summed = Positions.from_flat(summed) if summed else NO_POSITIONS
         self.blocks = BlockIdentity(self.plan.steering, num_prompt_tokens)
         self.last_run = (self.wanted.runs() or [(0, 0)])[-1]

@@ -156,10 +156,10 @@ class Tables:
             projection = (tuple(firsts), size) if firsts else None
             sites = tuple(at[POINTS[point].copied[0], n] for point, n in stream.sites)
             minus = tuple(at[POINTS[p].copied[1], n] for p, n in stream.sites if stream.differs)
-            heads, summed = tuple(stream.heads), tuple(stream.runs * stream.summed)
+            heads, making = tuple(stream.heads), stream.making
             width = stream.width if heads or minus or stream.reads is not None else 0
             streams.append(
-                WorkerStream(sites, projection, heads, width, summed, stream.reads, minus)
+                WorkerStream(sites, projection, heads, width, making, stream.reads, minus)
             )
         return tuple(streams)
 

@@ -9,7 +9,7 @@ import msgspec
 from vllm.config.points import POINTS, Rows
 from vllm.v1.capture.registry import is_inline
 from vllm.v1.interventions.errors import reject
-from vllm.v1.interventions.makings import AttentionRead, LensRead
+from vllm.v1.interventions.makings import AnyMaking, AsIs, AttentionRead, LensRead, Mean
 from vllm.v1.interventions.plan import Selection, Site, Stream
 from vllm.v1.interventions.positions import Positions
 from vllm.v1.interventions.shape import TapShape
@@ -28,8 +28,7 @@ class _Form(NamedTuple):
     """The width of a site's heads together; 0 in the residual stream."""
     consumer: str = ""
     """Name of the consumer whose heads the rows are; "" in the residual stream."""
-    summed: tuple[int, ...] = ()
-    """The positions of a mean, as `Selection.runs`."""
+    making: AnyMaking = AsIs()
     reads: AttentionRead | LensRead | None = None
     differs: bool = False
 
@@ -68,7 +67,7 @@ class Streams:
             ValueError: rows of several widths for a consumer other than `inline`.
         """
         parts: dict[_Form, list[Site]] = {}
-        runs = tuple(selection.runs) if summed else ()
+        making = Mean(tuple(selection.runs)) if summed else AsIs()
         differing = [s for s in selection.sites if POINTS[s[0]].rows is Rows.BRANCH]
         widths = {0}
         if selection.heads:
@@ -77,7 +76,7 @@ class Streams:
             apart = tuple(selection.sites) if len(digests) > 1 else ()
             [width], kind = widths, bool(differing)
             consumer = name if width else ""
-            of_rows = width, consumer, runs, selection.reads, kind
+            of_rows = width, consumer, making, selection.reads, kind
             parts[_Form(relayed, tuple(digests), apart, *of_rows)] = selection.sites
         elif digests or summed:
             reject(
@@ -88,7 +87,7 @@ class Streams:
         for site in () if parts else selection.sites:
             width, differs = self._width(selection, site), site in differing
             consumer = name if width else ""
-            form = _Form(relayed, (), (), width, consumer, runs, selection.reads, differs)
+            form = _Form(relayed, (), (), width, consumer, making, selection.reads, differs)
             parts.setdefault(form, []).append(site)
         if len(parts) > 1 and not is_inline(name):
             reject(
@@ -129,9 +128,9 @@ class Streams:
             if isinstance(form.reads, LensRead):
                 width = sum(form.reads.widths)
             heads = [members[0].heads[site] for site in sites] if form.width else []
-            digests, summed = list(form.digests), bool(form.summed)
+            digests, summed = list(form.digests), form.making.adds_up
             dtype = "float32" if summed or form.differs or form.reads is not None else dtype
-            of_rows = heads, summed, form.reads, form.differs
+            of_rows = heads, form.making, form.reads, form.differs
             made.append(Stream(sites, runs, form.relayed, width, dtype, digests, *of_rows))
         return made
 

@@ -14,7 +14,7 @@ from vllm.v1.capture.attention import AttentionRows
 from vllm.v1.capture.copies import CopyThreads, Filled, copies_of, integers, of_stream, steps_into
 from vllm.v1.capture.lens import LensRows
 from vllm.v1.capture.results import CapturedRows, CaptureResult, RowSource, SiteRows
-from vllm.v1.capture.transport.mean import Mean
+from vllm.v1.capture.transport.mean import RunningMean
 from vllm.v1.capture.transport.selected import RowsLost, Selected
 from vllm.v1.interventions.frontend.request.capture import TOKENS
 from vllm.v1.interventions.frontend.results.memory import KeptMemory
@@ -163,9 +163,10 @@ class RowCollector:
             name: Selected(plan.consumers[name], len(prompt_token_ids)) for name in consumers
         }
         self._means = {
-            i: Mean(stream)
+            i: RunningMean(stream)
             for i, stream in enumerate(plan.streams)
-            if stream.summed and any(i in s.selection.streams for s in self._selected.values())
+            if stream.making.adds_up
+            and any(i in s.selection.streams for s in self._selected.values())
         }
         """By stream."""
         self._summed: list[tuple[Run, slice, int, int]] = []
@@ -219,7 +220,7 @@ class RowCollector:
         values, filled = list[np.ndarray](), list[Filled]()
         positions = in_a_row([piece.positions for piece in pieces])
         for i, stream in enumerate(streams):
-            if stream.summed:
+            if stream.making.adds_up:
                 values.append(np.empty(0))  # added up by now
                 continue
             steps = [step for piece in pieces for step in piece.parts(i, number)]
@@ -317,7 +318,7 @@ class RowCollector:
         made = _Rows(positions, token_ids, versions, streams, selection, self._layers, texts)
         return made.by_site()
 
-    def _mean_row(self, selected: Selected, mean: Mean, finished: bool) -> _MeanRow:
+    def _mean_row(self, selected: Selected, mean: RunningMean, finished: bool) -> _MeanRow:
         """One row a site, at the last position; none before the end, or without all of them."""
         stream = self._plan.streams[selected.selection.streams[0]]
         value = mean.value() if finished else None

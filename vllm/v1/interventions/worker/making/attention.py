@@ -3,7 +3,7 @@
 is read."""
 
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary
 
 import torch
@@ -14,26 +14,10 @@ from vllm.v1.interventions.makings import AttentionRead
 from vllm.v1.interventions.step_rows import Block, Blocks, KeyRanges
 from vllm.v1.interventions.worker.attention.keys import Queriers
 from vllm.v1.interventions.worker.attention.reader import AlikeSites, AttentionReader
+from vllm.v1.interventions.worker.making.maker import Captured
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
-
-
-class Captured(NamedTuple):
-    """Captured tokens, on the device, in block order."""
-
-    positions: torch.Tensor
-    """int64 [n]."""
-    programs: torch.Tensor | None = None
-    """int32 [n]: their focus; None where no token of the step has any."""
-
-    def of_blocks(self, blocks: Blocks) -> list[tuple[Block, "Captured"]]:
-        """The blocks of a step, each with its tokens."""
-        pairs = blocks.split(self.positions)
-        if self.programs is None:
-            return [(block, Captured(at)) for block, at in pairs]
-        both = zip(pairs, blocks.split(self.programs), strict=True)
-        return [(block, Captured(at, programs)) for (block, at), (_, programs) in both]
 
 
 class BlockAttention:

@@ -23,12 +23,9 @@ from vllm.v1.interventions.plan import Site
 from vllm.v1.interventions.shape import TapShape
 from vllm.v1.interventions.step_rows import Block, Blocks, Members, StepRows
 from vllm.v1.interventions.worker.attention.reader import AttentionReader
-from vllm.v1.interventions.worker.making.attention import (
-    AttentionRequests,
-    BlockAttention,
-    Captured,
-)
+from vllm.v1.interventions.worker.making.attention import AttentionRequests, BlockAttention
 from vllm.v1.interventions.worker.making.lens import FileLens, LensReader
+from vllm.v1.interventions.worker.making.maker import Captured
 from vllm.v1.interventions.worker.rows.outbox import Outbox
 from vllm.v1.interventions.worker.rows.pinning import Pinning, landing_bytes
 from vllm.v1.interventions.worker.tables.matrices import ProjectionTable

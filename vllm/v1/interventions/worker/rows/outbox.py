@@ -2,20 +2,19 @@
 """The captured rows of a step on their way from a worker's device to its landing."""
 
 from collections.abc import Iterator
-from weakref import WeakKeyDictionary
 
-import numpy as np
 import torch
 
-from vllm.utils.torch_utils import async_tensor_h2d
 from vllm.v1.capture.transport.landing import Landing
-from vllm.v1.interventions.capture_groups import CaptureGroup, LocalStream
+from vllm.v1.interventions.capture_groups import LocalStream
 from vllm.v1.interventions.makings import LensRead
 from vllm.v1.interventions.step_rows import Block, StepRows
-from vllm.v1.interventions.worker.making.attention import BlockAttention, Captured
+from vllm.v1.interventions.worker.making.attention import BlockAttention
 from vllm.v1.interventions.worker.making.lens import LensReader
+from vllm.v1.interventions.worker.making.maker import Captured, Material
+from vllm.v1.interventions.worker.making.makers import MAKERS
 from vllm.v1.interventions.worker.rows.pinning import PIECE_BYTES
-from vllm.v1.interventions.worker.tables.matrices import CHUNK_BYTES, ProjectionTable
+from vllm.v1.interventions.worker.tables.matrices import ProjectionTable
 
 
 class Outbox:
@@ -43,10 +42,8 @@ class Outbox:
     ) -> None:
         self._arena, self._landing, self._projections = arena, landing, projections
         self._cuda, self._sleeps = arena.device.type == "cuda", sleeps
-        self._columns: WeakKeyDictionary[CaptureGroup, list[torch.Tensor | None]] = (
-            WeakKeyDictionary()
-        )
-        """The columns of each stream of the groups in use, on the device."""
+        self._material = Material(arena, projections)
+        self._makers = {made: maker(self._material) for made, maker in MAKERS.items()}
         self._straight: list[torch.cuda.Event] = []
         """Events that mark that what leaves from the arena itself has arrived."""
         self._moved = 0
@@ -133,26 +130,22 @@ class Outbox:
             captured: the block's tokens.
         """
         streams = block.group.streams
-        if block.group not in self._columns:
-            device = self._arena.device
-            self._columns[block.group] = [
-                None if s.columns is None else async_tensor_h2d(s.columns, device) for s in streams
-            ]
         reads = self._attention(block, captured)
-        for stream, columns in zip(streams, self._columns[block.group], strict=True):
-            if isinstance(stream.reads, LensRead):
+        for stream in streams:
+            if (maker := self._makers.get(type(stream.making))) is not None:
+                yield maker.make(block, stream, captured)
+            elif isinstance(stream.reads, LensRead):
                 yield self._under_lens(block, stream, stream.reads)
             elif stream.projection is not None:
-                yield self._scores_of(block, stream, columns)
-            elif stream.summed:
-                yield self._sums_of(block, stream, columns, captured.positions)
-            elif columns is not None:
-                yield next(reads) if stream.reads is not None else block.heads(self._arena, columns)
+                yield self._scores_of(block, stream)
+            elif stream.columns is not None:
+                attended = stream.reads is not None
+                yield next(reads) if attended else self._material.heads(block, stream)
             elif not stream.is_raw:
                 made = torch.empty(
                     block.count, len(stream.places), stream.width, device=self._arena.device
                 )
-                for sites, rows in self._rows_of(block, stream):
+                for sites, rows in self._material.by_run(block, stream):
                     made[:, sites] = rows
                 yield made
 
@@ -178,64 +171,19 @@ class Outbox:
     def _under_lens(self, block: Block, stream: LocalStream, read: LensRead) -> torch.Tensor:
         """Return what leaves of rows under a lens, float32 [count, sites, width] on the device."""
         assert self.lens is not None
-        rows = torch.cat([rows for _, rows in self._rows_of(block, stream)], dim=1)
+        rows = torch.cat([rows for _, rows in self._material.by_run(block, stream)], dim=1)
         return self.lens.read(read, [layer for layer, _ in stream.heads], rows)
 
-    def _rows_of(
-        self, block: Block, stream: LocalStream, columns: torch.Tensor | None = None
-    ) -> Iterator[tuple[slice, torch.Tensor]]:
-        """Yield parts of a stream's sites, as slices, each with the rows [count, number, hidden] of
-        these sites: views of the arena in the model's dtype, or of branches float32, each the
-        difference of two rows. With `columns` the rows are of lanes, each of which counts as a
-        site."""
-        done = 0
-        if columns is not None:
-            rows = block.heads(self._arena, columns).view(block.count, -1, self._arena.shape[1])
-            for part in rows.split(stream.lanes, dim=1):
-                yield slice(done, done + stream.lanes), part
-                done += stream.lanes
-            return
-        for i, (first, number) in enumerate(stream.runs):
-            rows = block.of(self._arena, first, number)
-            if stream.minus:
-                rows = rows.float() - block.of(self._arena, stream.minus[i], 1).float()
-            yield slice(done, done + number), rows
-            done += number
-
-    def _scores_of(
-        self, block: Block, stream: LocalStream, columns: torch.Tensor | None
-    ) -> torch.Tensor:
+    def _scores_of(self, block: Block, stream: LocalStream) -> torch.Tensor:
         """The scores of a projected stream, float32 [count, sites * lanes, k] on the device."""
         assert stream.projection is not None
         matrices, size = stream.projection
         shape = (block.count, len(stream.places) * stream.lanes, size)
         scores = torch.empty(shape, device=self._arena.device)
-        for sites, rows in self._rows_of(block, stream, columns):
+        for sites, rows in self._material.by_run(block, stream):
             matrix = matrices[sites.start // stream.lanes], size
             self._projections.scores(rows, matrix, scores[:, sites])
         return scores
-
-    def _sums_of(
-        self,
-        block: Block,
-        stream: LocalStream,
-        columns: torch.Tensor | None,
-        positions: torch.Tensor,
-    ) -> torch.Tensor:
-        """The sum of each request's rows at the stream's positions, float32 [requests, sites *
-        lanes, hidden] on the device, a bounded number of rows at a time."""
-        edges = async_tensor_h2d(np.array(stream.summed), self._arena.device)
-        wanted = (torch.bucketize(positions, edges, right=True) % 2 == 1).view(-1, 1, 1)
-        hidden, kind = self._arena.shape[1], torch.float32
-        number = len(stream.places) * stream.lanes
-        sums = torch.zeros(len(block.owners), number, hidden, device=edges.device)
-        for sites, of_run in self._rows_of(block, stream, columns):
-            into, parts = sums[:, sites], of_run.split(block.counts)
-            at_once = max(CHUNK_BYTES // (parts[0].shape[1] * hidden * 4), 1)
-            for total, rows, takes in zip(into, parts, wanted.split(block.counts), strict=True):
-                for some, which in zip(rows.split(at_once), takes.split(at_once), strict=True):
-                    total += some.where(which, 0).sum(0, dtype=kind)
-        return sums
 
 
 def _bytes_of(values: torch.Tensor) -> torch.Tensor:

@@ -1,0 +1,9 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Makers of all kinds of values."""
+
+from vllm.v1.interventions.makings import Making, Mean
+from vllm.v1.interventions.worker.making.maker import Maker
+from vllm.v1.interventions.worker.making.means import SumMaker
+
+MAKERS: dict[type[Making], type[Maker]] = {Mean: SumMaker}
+"""Making -> its maker. A worker has one of each."""
