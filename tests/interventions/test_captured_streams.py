@@ -16,7 +16,7 @@ from tests.support.plans import HIDDEN, SHAPE
 from tests.support.projections import matrix
 from tests.support.rows import step_rows
 from vllm.v1.interventions.capture_groups import CaptureGroup, CaptureGroups
-from vllm.v1.interventions.makings import AsIs, Mean
+from vllm.v1.interventions.makings import AnyMaking, AsIs, Mean, Scores
 from vllm.v1.interventions.messages import WorkerRequest, WorkerStream
 from vllm.v1.interventions.plan import Site
 from vllm.v1.interventions.positions import Positions
@@ -46,11 +46,18 @@ def worker_requests(draw: st.DrawFn) -> WorkerRequest:
     ]
     union = sorted({i for part in parts for i in part})
 
-    def drawn(part: list[int], at: tuple[int, int] | None) -> tuple[tuple[int, ...], int] | None:
+    def drawn(part: list[int], at: tuple[int, int] | None, runs: tuple[int, ...]) -> AnyMaking:
         if at is None:
-            return None
+            return Mean(runs) if runs else AsIs()
         alike = st.sampled_from([n for n, k in MATRICES if k == at[1]])
-        return tuple(draw(st.just(at[0]) | alike) for _ in part), at[1]
+        places = tuple(draw(st.just(at[0]) | alike) for _ in part)
+        return Scores((), at[1], places if len(set(places)) > 1 else places[:1])
+
+    def stream(part: list[int], making: AnyMaking) -> WorkerStream:
+        sites, width = tuple(union.index(i) for i in part), 0
+        if not isinstance(making, AsIs):
+            width = making.size if isinstance(making, Scores) else HIDDEN
+        return WorkerStream(sites, width=width, making=making)
 
     return WorkerRequest(
         firsts=np.zeros(1, np.int64),
@@ -58,11 +65,7 @@ def worker_requests(draw: st.DrawFn) -> WorkerRequest:
         programs=np.zeros(1, np.int32),
         capture_sites=tuple(SITES[i] for i in union),
         capture_streams=tuple(
-            WorkerStream(
-                tuple(union.index(i) for i in part),
-                drawn(part, at),
-                making=Mean(runs) if runs else AsIs(),
-            )
+            stream(part, drawn(part, at, runs))
             for part, at, runs in zip(parts, matrices, summed, strict=True)
         ),
     )
@@ -139,10 +142,11 @@ def test_streams(asked: list[tuple[WorkerRequest, int]], data: st.DataObject) ->
                 inside = Positions.from_flat(list(wanted.making.runs)).mask(chunk.positions)
                 assert values.dtype == torch.float32 and values.shape[0] == 1
                 torch.testing.assert_close(values[0], want[torch.from_numpy(inside)].sum(0))
-            elif wanted.projection is None:
+            elif isinstance(wanted.making, AsIs):
                 assert torch.equal(values, want)
             else:
-                firsts, k = wanted.projection
+                firsts, k = wanted.making.places, wanted.making.size
+                firsts *= len(sites) if len(firsts) == 1 else 1
                 own = [n for s, n in zip(sites, firsts, strict=True) if s in stage]
                 scores = want.new_empty(count, len(own), k)
                 for at, n in enumerate(own):

@@ -19,6 +19,7 @@ from tests.support.rows import step_rows
 from vllm.distributed.device_communicators.shm_broadcast import MessageQueue, _reduce_tensor
 from vllm.v1.capture.transport.landing import Landing, Places
 from vllm.v1.interventions.capture_groups import CaptureGroup, LocalStream
+from vllm.v1.interventions.makings import Scores
 from vllm.v1.interventions.step_rows import Blocks, StepRows
 from vllm.v1.interventions.worker.rows.arena import RowMap
 from vllm.v1.interventions.worker.tables.matrices import ProjectionTable
@@ -30,7 +31,7 @@ SITES, WIDTH, RING = 8, 64, 16 << 20
 """RING: bytes of a message that leaves the shared-memory ring."""
 ALL = tuple(range(SITES))
 RAW = CaptureGroup(ALL, SITES, [LocalStream(ALL)])
-SCORES = CaptureGroup(ALL, 0, [LocalStream(ALL, ((0,) * SITES, 3), width=3)], [1] * SITES)
+SCORES = CaptureGroup(ALL, 0, [LocalStream(ALL, width=3, making=Scores((), 3, (0,)))], [1] * SITES)
 
 
 def rows_of(count: int, landing: Landing | None = None) -> tuple[StepRows, torch.Tensor]:

@@ -18,6 +18,7 @@ from vllm.v1.capture.registry import ConsumerSpec
 from vllm.v1.interventions.frontend.request.budget import Work
 from vllm.v1.interventions.frontend.request.capture import check_global, parse_capture
 from vllm.v1.interventions.frontend.request.prompt import Prompt
+from vllm.v1.interventions.makings import AsIs, Scores
 from vllm.v1.interventions.shape import TapShape
 from vllm.v1.steering.modules import parse_module
 
@@ -38,7 +39,7 @@ def test_forms_mean_the_same(k: int) -> None:
     assert all(plan == plans[0] for plan in plans)
     assert plans[0].projections[digest] == given_as.float().numpy().tobytes()
     [stream] = plans[0].streams
-    assert (stream.width, stream.dtype, stream.projections) == (k, "float32", [digest])
+    assert (stream.width, stream.dtype, stream.making) == (k, "float32", Scores((digest,), k))
     other = parse(inline={"project": given_as * 2})
     assert list(other.projections) != [digest]
 
@@ -57,7 +58,7 @@ def test_one_stream_for_each_matrix() -> None:
     assert plan.sites == [("post_block", 0), ("pre_attn", 1), ("post_block", 2), ("post_block", 3)]
     assert len(plan.projections) == 2
     raw = parse(inline={}, one={"project": one})
-    assert [s.projections == [] for s in raw.streams] == [True, False]
+    assert [s.making == AsIs() for s in raw.streams] == [True, False]
     assert raw.streams[0].dtype == SHAPE.dtype
 
 
@@ -70,8 +71,8 @@ def test_a_matrix_for_each_layer() -> None:
     assert plan.streams[0].sites == [("post_block", n) for n in (0, 1, 2)] + [("pre_attn", 3)]
     digests = {plan.projections[d]: d for d in plan.projections}
     a, b = (digests[m.numpy().tobytes()] for m in (one, two))
-    assert plan.streams[0].projections == [a, a, b, b]
-    assert plan.streams[1].projections == [a]
+    assert plan.streams[0].making == Scores((a, a, b, b), 2)
+    assert plan.streams[1].making == Scores((a,), 2)
     same = {"post_block": {"0-2": one}, "pre_attn": {3: one.tolist()}}
     [stream] = parse(inline={"project": same, "hooks": hooks}).streams
     assert stream == parse(inline={"project": one, "hooks": hooks}).streams[0]
@@ -79,7 +80,10 @@ def test_a_matrix_for_each_layer() -> None:
     both = parse(
         inline={"project": by_layer, "hooks": hooks}, one={"project": other, "hooks": hooks}
     )
-    assert [s.projections for s in both.streams] == [[a, a, b, b], [b, b, a, a]]
+    assert [s.making for s in both.streams] == [
+        Scores((a, a, b, b), 2),
+        Scores((b, b, a, a), 2),
+    ]
     assert len(both.projections) == 2
 
 
@@ -101,8 +105,8 @@ def test_modules_by_name_are_their_directions() -> None:
         plan = plan_of(config=config, modules=catalog, capture={"inline": asked})
         assert plan is not None and plan.capture is not None
         [stream] = plan.capture.streams
-        assert stream.width == 2
-        raw = [plan.capture.projections[digest] for digest in stream.projections]
+        assert stream.width == 2 and isinstance(stream.making, Scores)
+        raw = [plan.capture.projections[digest] for digest in stream.making.digests]
         return [np.frombuffer(data, np.float32).reshape(2, HIDDEN) for data in raw]
 
     found = projections({"modules": ["up", "down"]})

@@ -13,6 +13,7 @@ import torch
 from tests.support.plans import HIDDEN, SHAPE
 from tests.support.projections import matrix, parse
 from vllm.config.steering import SteeringConfig
+from vllm.v1.interventions.makings import Scores
 from vllm.v1.interventions.messages import StepInterventions
 from vllm.v1.interventions.plan import CapturePlan, Plan
 from vllm.v1.interventions.scheduler import tables
@@ -83,10 +84,9 @@ def test_matrices_come_and_go(room: Callable[..., Tables]) -> None:
         for name, held_plan in held.items():
             told = pool.worker_request(name, Plan(capture=held_plan), 9, tiers=False)
             for stream, worker in zip(held_plan.streams, told.capture_streams, strict=True):
-                assert worker.projection is not None
-                firsts, size = worker.projection
-                digests = stream.projections * (len(firsts) if len(stream.projections) == 1 else 1)
-                for first, digest in zip(firsts, digests, strict=True):
+                assert isinstance(worker.making, Scores) and isinstance(stream.making, Scores)
+                firsts, size = worker.making.places, worker.making.size
+                for first, digest in zip(firsts, stream.making.digests, strict=True):
                     want = held_plan.projections[digest]
                     assert table[first : first + size].numpy().tobytes() == want
     assert refused > 100 and shared > 100 and restored > 10 and layered > 100

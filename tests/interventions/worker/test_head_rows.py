@@ -18,6 +18,7 @@ from vllm.model_executor.layers.attention_taps import HeadTap
 from vllm.model_executor.layers.residual_taps import SiteTap
 from vllm.v1.capture.transport.landing import Landing
 from vllm.v1.interventions.capture_groups import CaptureGroup, CaptureGroups
+from vllm.v1.interventions.makings import Scores
 from vllm.v1.interventions.messages import WorkerRequest, WorkerStream
 from vllm.v1.interventions.plan import Site
 from vllm.v1.interventions.step_rows import Blocks, Members, StepRows
@@ -33,6 +34,7 @@ SITES: list[Site] = [(p, n) for n in HEADS.layers for p in HEADS.offers(n)]
 HEAD_SITES = [site for site in SITES if site[0] in "qkvz"]
 ON = torch.tensor(True)
 RESIDUAL = [site for site in SITES if site[0] not in "qkvz"]
+SCORES = Scores((), 2, (0,))
 MATRIX = torch.randn(2, HIDDEN, generator=torch.Generator().manual_seed(1))
 
 
@@ -43,7 +45,7 @@ def requests(draw: st.DrawFn) -> WorkerRequest:
     scored = draw(st.lists(st.sampled_from(RESIDUAL), unique=True, max_size=2))
     streams: list[tuple[list[Site], WorkerStream]] = [
         (raw, WorkerStream(())),
-        (scored, WorkerStream((), ((0,) * len(scored), len(MATRIX)))),
+        (scored, WorkerStream((), width=len(MATRIX), making=SCORES)),
     ]
     for _ in range(2):
         sites = draw(st.lists(st.sampled_from(HEAD_SITES), unique=True, max_size=3))
@@ -53,10 +55,10 @@ def requests(draw: st.DrawFn) -> WorkerRequest:
             tuple(sorted(draw(st.permutations(range(HEADS.parts((p, n))[0])))[:2]))
             for p, n in sites
         )
-        streams.append((sites, WorkerStream((), None, heads, 2 * width)))
+        streams.append((sites, WorkerStream((), heads, 2 * width)))
     asked = sorted({site for sites, _ in streams for site in sites}, key=SITES.index)
     placed = tuple(
-        WorkerStream(tuple(asked.index(s) for s in sites), w.projection, w.heads, w.width)
+        WorkerStream(tuple(asked.index(s) for s in sites), w.heads, w.width, w.making)
         for sites, w in streams
         if sites
     )
@@ -114,7 +116,7 @@ def test_rows_of_a_step(asked: list[tuple[WorkerRequest, int]], last_stage: bool
                 if stream.heads:
                     count = HEADS.parts(sites[j])[0]
                     want = want.unflatten(1, (count, -1))[:, list(stream.heads[j])].flatten(1)
-                elif stream.projection:
+                elif stream.making == SCORES:
                     want = want @ MATRIX.T
                 assert torch.allclose(values[:, place], want)
 
@@ -124,7 +126,7 @@ def test_heads_of_one_request_are_not_anothers() -> None:
     zeros = np.zeros(1, np.int64)
 
     def ask(head: int) -> WorkerRequest:
-        stream = WorkerStream((0,), None, ((head,),), 2)
+        stream = WorkerStream((0,), ((head,),), 2)
         return WorkerRequest(zeros, zeros, zeros, (("q", 0),), (stream,))
 
     layouts = CaptureGroups({("q", 0): 0}, HEADS)

@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
 _Asked = tuple[tuple[Site, ...], tuple[WorkerStream, ...]]
-_Projection = tuple[tuple[int, ...], int]
 
 
 def num_senders(config: "VllmConfig") -> int:
@@ -39,9 +38,6 @@ class LocalStream(msgspec.Struct, frozen=True, eq=False, weakref=True):
 
     places: tuple[int, ...]
     """Indices into the group's sites; sites of other workers are left out."""
-    projection: _Projection | None = None
-    """First row of the matrix of each site in `places` in the table of projections, and the number
-    of rows that each matrix has; None for rows as they are."""
     columns: np.ndarray | None = None
     """int64 [sites * width]: where the numbers of heads lie among a token's in its block's rest;
     None at points of the residual stream."""
@@ -58,8 +54,8 @@ class LocalStream(msgspec.Struct, frozen=True, eq=False, weakref=True):
     """Indices of the sites whose rows are taken away from those in `places`, one for each; () for
     none."""
     runs: Sequence[tuple[int, int]] = ()
-    """`places` as runs of neighbours in the arena with one matrix: (first index, number). Each
-    place is one where something is taken away."""
+    """`places` as runs of neighbours in the arena that are made together: (first index, number).
+    Each place is one where something is taken away."""
 
     @property
     def lanes(self) -> int:
@@ -69,7 +65,7 @@ class LocalStream(msgspec.Struct, frozen=True, eq=False, weakref=True):
     @property
     def is_raw(self) -> bool:
         """True if rows leave as they are."""
-        return not self.width and isinstance(self.making, AsIs)
+        return not self.width
 
 
 class CaptureGroup:
@@ -108,12 +104,11 @@ class CaptureGroup:
         """True if every tensor-parallel rank makes a part of it."""
 
     def _runs(self, stream: LocalStream) -> list[tuple[int, int]]:
-        places, projection = stream.places, stream.projection
+        places, making = stream.places, stream.making
         if stream.minus:
             return [(place, 1) for place in places]
-        firsts = projection[0] if projection is not None else (0,) * len(places)
         groups = groupby(
-            enumerate(places), lambda p: (p[1] - p[0], p[1] < self.num_raw, firsts[p[0]])
+            enumerate(places), lambda p: (p[1] - p[0], p[1] < self.num_raw, making.apart(p[0]))
         )
         runs = [[place for _, place in group] for _, group in groups]
         return [(run[0], len(run)) for run in runs]
@@ -167,7 +162,7 @@ class CaptureGroups:
         if not own:
             return None
         of_heads = {i for s in streams if s.heads for i in s.sites}
-        made = [s for s in streams if s.projection or s.width or s.making != AsIs()]
+        made = [s for s in streams if s.width]
         raw = {i for s in streams if s not in made for i in s.sites}
         own.sort(key=lambda i: (i not in raw, i in of_heads))
         sizes = {i: self._shape.arena_rows(asked[i]) for i in own if i not in raw}
@@ -175,9 +170,9 @@ class CaptureGroups:
         place = {i: n for n, i in enumerate(own)}
         local = []
         for stream in streams:
-            places = tuple(place[i] for i in stream.sites if i in place)
-            columns, projection = None, _local(stream, place)
-            width = stream.width or (0 if projection is None else projection[1])
+            here = [n for n, i in enumerate(stream.sites) if i in place]
+            places = tuple(place[stream.sites[n]] for n in here)
+            columns, making = None, stream.making.at_sites(here)
             of_site = zip(stream.sites, stream.heads or [()] * len(stream.sites), strict=True)
             own_heads = [(i, chosen) for i, chosen in of_site if i in place]
             heads = [(asked[i][1], chosen) for i, chosen in own_heads]
@@ -185,8 +180,8 @@ class CaptureGroups:
                 parts = [self._columns(asked[i], firsts[i], chosen) for i, chosen in own_heads]
                 columns = np.concatenate([np.empty(0, np.int64), *parts])
             minus = tuple(place[i] for i in stream.minus if i in place)
-            of_rows = stream.making, stream.reads, heads, minus
-            local.append(LocalStream(places, projection, columns, width, *of_rows))
+            of_rows = making, stream.reads, heads, minus
+            local.append(LocalStream(places, columns, stream.width, *of_rows))
         group = self._groups[asked, streams] = CaptureGroup(
             [self._sites[asked[i]] for i in own], len(own) - len(sizes), local, list(sizes.values())
         )
@@ -198,11 +193,3 @@ class CaptureGroups:
         _, width = self._shape.parts(site)
         starts = first_row * self._shape.hidden_size + np.array(heads, np.int64) * width
         return (starts[:, None] + np.arange(width)).ravel()
-
-
-def _local(stream: WorkerStream, place: dict[int, int]) -> _Projection | None:
-    """The projection of those of a stream's sites that have a place on this worker."""
-    if stream.projection is None:
-        return None
-    firsts, size = stream.projection
-    return tuple(n for i, n in zip(stream.sites, firsts, strict=True) if i in place), size

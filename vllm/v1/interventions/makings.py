@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Values that are made of captured rows on the device, and leave it in place of the rows."""
 
-from typing import ClassVar, TypedDict
+from collections.abc import Callable, Sequence
+from typing import ClassVar, Self, TypedDict
 
 import msgspec
 
@@ -9,24 +10,69 @@ import msgspec
 class Making(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """Values that leave the device in place of a stream's rows."""
 
+    field: ClassVar[str] = ""
+    """Field of a capture request that asks for it, of sites of one kind."""
     adds_up: ClassVar[bool] = False
     """True if a step gives one row for each request, its part of a sum; else one for each captured
     token."""
+
+    def placed(self, row: Callable[[str], int]) -> Self:
+        """Return it as workers are told.
+
+        Args:
+            row: gives the row of the workers' table at which the matrix of a digest begins.
+        """
+        return self
+
+    def at_sites(self, indices: Sequence[int]) -> Self:
+        """Return what is made of some of a stream's sites alone, by their indices."""
+        return self
+
+    def apart(self, index: int) -> int:
+        """Number that tells neighbouring sites apart which are not made together."""
+        return 0
 
 
 class AsIs(Making):
     """Rows as they are."""
 
 
+class Scores(Making):
+    """Rows times the transposed rows of matrices, float32."""
+
+    field: ClassVar[str] = "project"
+    digests: tuple[str, ...]
+    """Of the matrix of all sites, or of the one of each; () on workers."""
+    size: int
+    """Number of rows that each matrix has, and of scores of a row."""
+    places: tuple[int, ...] = ()
+    """The first row of each matrix in the workers' table; () in a plan."""
+
+    def placed(self, row: Callable[[str], int]) -> Self:
+        """Return it with places in place of digests."""
+        return msgspec.structs.replace(self, digests=(), places=tuple(map(row, self.digests)))
+
+    def at_sites(self, indices: Sequence[int]) -> Self:
+        """Return it with the matrices of some sites alone."""
+        if len(self.places) == 1:
+            return self
+        return msgspec.structs.replace(self, places=tuple(self.places[i] for i in indices))
+
+    def apart(self, index: int) -> int:
+        """Place of a site's matrix."""
+        return self.places[index] if len(self.places) > 1 else 0
+
+
 class Mean(Making):
     """The mean of a request's rows: a step gives the sum of its own, float32."""
 
+    field: ClassVar[str] = "reduce"
     adds_up: ClassVar[bool] = True
     runs: tuple[int, ...]
     """The positions whose rows are summed, all of the prompt, as `Selection.runs`."""
 
 
-AnyMaking = AsIs | Mean
+AnyMaking = AsIs | Scores | Mean
 
 GIVES = ("mass", "peak", "top", "weights")
 """Names of what may be given of attention weights, in the order in which it lies in a row."""

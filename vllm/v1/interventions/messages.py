@@ -52,18 +52,15 @@ class GlobalTiers(msgspec.Struct, frozen=True):
 
 
 class WorkerStream(msgspec.Struct, frozen=True, array_like=True):
-    """A `Stream` as workers know it: sites by index, matrices by their places."""
+    """A `Stream` as workers know it: sites by index, and what is made by its places in tables."""
 
     sites: tuple[int, ...]
     """Indices into the request's `capture_sites`."""
-    projection: tuple[tuple[int, ...], int] | None = None
-    """First row of each site's matrix in the table of projections, and the number of rows that each
-    has; None for rows as they are."""
     heads: tuple[tuple[int, ...], ...] = ()
     """Numbers of the heads of each site; empty at points of the residual stream."""
     width: int = 0
-    """The widths of a site's heads together, or of what is made of a row; 0 for rows as they are,
-    and where `projection` says it."""
+    """The widths of a site's heads together, or of what is made of a row; 0 for rows as they
+    are."""
     making: AnyMaking = AsIs()
     """Values that are made of the rows and leave in their place."""
     reads: AttentionRead | LensRead | None = None

@@ -135,9 +135,6 @@ class Stream(msgspec.Struct, frozen=True):
     """hidden_size; with a projection the number of its rows; of heads their widths together."""
     dtype: str
     """The model's dtype; of what was made of rows "float32"."""
-    projections: list[str] = []
-    """Digests of the matrices the rows are multiplied with on the device: of one for all sites, or
-    of one for each; none for rows as they are."""
     heads: list[tuple[int, ...]] = []
     """Heads that are captured at each site; empty at points of the residual stream."""
     making: AnyMaking = AsIs()

@@ -11,6 +11,7 @@ import torch
 
 from vllm.v1.capture.transport.landing import Places, Reference
 from vllm.v1.interventions.capture_groups import CaptureGroup, LocalStream
+from vllm.v1.interventions.makings import AsIs
 from vllm.v1.interventions.messages import CapturedChunk
 
 Members = list[tuple[str, np.ndarray]]
@@ -159,9 +160,8 @@ class StepRows:
         """Scores, heads and differences, [count, sites, width], or sums, [requests, sites,
         width]."""
         if stream.making.adds_up:
-            width = stream.width or self._hidden_size
-            return (len(block.owners), len(stream.places), width), torch.float32
-        made = stream.reads is not None or stream.projection is not None
+            return (len(block.owners), len(stream.places), stream.width), torch.float32
+        made = stream.reads is not None or not isinstance(stream.making, AsIs)
         of_heads = stream.columns is not None and not made
         dtype = self._dtype if of_heads else torch.float32
         return (block.count, len(stream.places), stream.width), dtype

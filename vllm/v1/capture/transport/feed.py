@@ -14,7 +14,7 @@ from vllm.v1.capture.results import NO_TOKEN
 from vllm.v1.capture.transport.host import ConsumerHost
 from vllm.v1.capture.transport.mean import RunningMean
 from vllm.v1.capture.transport.selected import RowsLost, Selected
-from vllm.v1.interventions.makings import AttentionRead
+from vllm.v1.interventions.makings import AttentionRead, Scores
 from vllm.v1.interventions.messages import CapturedChunk
 from vllm.v1.interventions.plan import CapturePlan, dtype_of
 from vllm.v1.interventions.positions import Positions
@@ -56,7 +56,7 @@ def request_info(
         sites=tuple(sites),
         width=stream.width,
         dtype=dtype_of(stream.dtype),
-        projected=bool(stream.projections),
+        projected=isinstance(stream.making, Scores),
         max_rows=1
         if stream.making.adds_up
         else Selected(selection, len(prompt_token_ids)).max_rows,

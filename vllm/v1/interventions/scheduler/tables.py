@@ -10,6 +10,7 @@ from vllm.config.capture import PROJECTION_ROWS
 from vllm.config.points import POINTS
 from vllm.config.steering import SteeringConfig
 from vllm.v1.interventions.focus import FocusOp
+from vllm.v1.interventions.makings import AsIs
 from vllm.v1.interventions.messages import (
     FIRST_SLOT,
     GLOBALS_ALONE,
@@ -149,18 +150,12 @@ class Tables:
         at = {site: i for i, site in enumerate(plan.sites)}
         streams = []
         for stream in plan.streams:
-            firsts = [self.matrices.row(digest) for digest in stream.projections]
-            if len(firsts) == 1:
-                firsts *= len(stream.sites)
-            size = stream.width // len([*stream.heads, (0,)][0])
-            projection = (tuple(firsts), size) if firsts else None
             sites = tuple(at[POINTS[point].copied[0], n] for point, n in stream.sites)
             minus = tuple(at[POINTS[p].copied[1], n] for p, n in stream.sites if stream.differs)
-            heads, making = tuple(stream.heads), stream.making
-            width = stream.width if heads or minus or stream.reads is not None else 0
-            streams.append(
-                WorkerStream(sites, projection, heads, width, making, stream.reads, minus)
-            )
+            heads, making = tuple(stream.heads), stream.making.placed(self.matrices.row)
+            whole = not (heads or minus or stream.reads) and isinstance(making, AsIs)
+            width = 0 if whole else stream.width
+            streams.append(WorkerStream(sites, heads, width, making, stream.reads, minus))
         return tuple(streams)
 
     def put_new(self, step: StepInterventions) -> None:

@@ -26,7 +26,14 @@ from vllm.v1.interventions.frontend.request.rules import AskedRule, place_rules
 from vllm.v1.interventions.frontend.request.selectors import NAMED_SELECTORS, Selector
 from vllm.v1.interventions.frontend.request.streams import Streams, union
 from vllm.v1.interventions.given import Given
-from vllm.v1.interventions.makings import AttentionRead, LensRead
+from vllm.v1.interventions.makings import (
+    AnyMaking,
+    AsIs,
+    AttentionRead,
+    LensRead,
+    Mean,
+    Scores,
+)
 from vllm.v1.interventions.plan import CapturePlan, Selection, Site
 from vllm.v1.interventions.shape import TapShape
 from vllm.v1.interventions.sites import (
@@ -111,15 +118,17 @@ def parse_capture(
                 "needs a tokenizer, and the engine was started with skip_tokenizer_init; read "
                 "token_ids"
             )
-        digests: list[str] = []
+        making: AnyMaking = AsIs()
         project = request["project"]
         if project.value is not None:
             matrices = matrices_of(project, shape, selection.sites, prompt.work, catalog)
-            digests = [matrix_digest(matrix, shape) for matrix in matrices]
+            digests = tuple(matrix_digest(matrix, shape) for matrix in matrices)
             projections |= zip(digests, matrices, strict=True)
-        summed = request["reduce"].value is not None
+            making = Scores(digests, len(matrices[0]) // (4 * shape.hidden_size))
+        elif request["reduce"].value is not None:
+            making = Mean(tuple(selection.runs))
         at = request.path
-        selections[name] = streams.add(name, selection, spec.in_frontend, digests, at, summed)
+        selections[name] = streams.add(name, selection, spec.in_frontend, making, at)
     placed_rules = place_rules(rules, streams, shape, projections)
     num_rows = sum(map(len, projections.values())) // (4 * shape.hidden_size)
     if num_rows > PROJECTION_ROWS:
@@ -128,7 +137,7 @@ def parse_capture(
             f"its matrices ('project') have {num_rows} rows together, the engine holds "
             f"{PROJECTION_ROWS}",
         )
-    placed = streams.placed(projections)
+    placed = streams.placed()
     sites, runs = union(placed)
     if any(POINTS[point].made_of for point, _ in sites):
         taps = {(tap, layer) for point, layer in sites for tap in POINTS[point].copied}
@@ -170,7 +179,7 @@ def check_global(config: CaptureConfig, shape: TapShape) -> None:
         work = Work(sys.maxsize)
         selection = _selection(given, shape, Prompt([0], 2, None, work), spec)
         need_captured_points(selection.sites, given["hooks"].path, config)
-        Streams(shape).add(name, selection, spec.in_frontend, (), given.path)
+        Streams(shape).add(name, selection, spec.in_frontend, AsIs(), given.path)
         if given["project"].value is not None:
             matrices_of(given["project"], shape, selection.sites, work)
 

@@ -15,6 +15,7 @@ from vllm.v1.interventions.frontend.request.prompt import Prompt
 from vllm.v1.interventions.frontend.request.selectors import Selector
 from vllm.v1.interventions.frontend.request.streams import Streams
 from vllm.v1.interventions.given_rules import MAX_RULES, OVER, GivenRule, given_rules
+from vllm.v1.interventions.makings import Scores
 from vllm.v1.interventions.plan import Rule, Selection, Site
 from vllm.v1.interventions.positions import Positions
 from vllm.v1.interventions.shape import TapShape
@@ -117,7 +118,8 @@ def place_rules(
         matrix = b"".join(asked[i].probe for i in members)
         digest = matrix_digest(matrix, shape)
         projections[digest] = matrix
-        selection = streams.add("rules", Selection([site], list(runs)), True, [digest], "rules")
+        making = Scores((digest,), len(members))
+        selection = streams.add("rules", Selection([site], list(runs)), True, making, "rules")
         for column, i in enumerate(members):
             placed[i] = msgspec.structs.replace(
                 asked[i].rule, stream=selection.streams[0], column=column

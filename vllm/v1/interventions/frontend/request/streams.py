@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Streams in which the rows of a request leave the device: one for each form and process."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import msgspec
@@ -9,7 +9,7 @@ import msgspec
 from vllm.config.points import POINTS, Rows
 from vllm.v1.capture.registry import is_inline
 from vllm.v1.interventions.errors import reject
-from vllm.v1.interventions.makings import AnyMaking, AsIs, AttentionRead, LensRead, Mean
+from vllm.v1.interventions.makings import AnyMaking, AsIs, AttentionRead, LensRead, Scores
 from vllm.v1.interventions.plan import Selection, Site, Stream
 from vllm.v1.interventions.positions import Positions
 from vllm.v1.interventions.shape import TapShape
@@ -20,8 +20,6 @@ class _Form(NamedTuple):
     """Properties that the rows of a stream have in common."""
 
     relayed: bool
-    digests: tuple[str, ...] = ()
-    """Digests of the matrices of a projection."""
     apart: tuple[Site, ...] = ()
     """The sites, where each has a matrix of its own."""
     width: int = 0
@@ -49,16 +47,14 @@ class Streams:
         name: str,
         selection: Selection,
         relayed: bool,
-        digests: Sequence[str],
+        making: AnyMaking,
         path: str,
-        summed: bool = False,
     ) -> Selection:
         """Add what a consumer gets.
 
         Args:
-            digests: of its matrices, as in `Stream.projections`; none for heads.
+            making: what is made of its rows; of heads nothing.
             path: of its request.
-            summed: whether it gets the mean of its rows.
 
         Returns:
             The selection with its streams.
@@ -67,27 +63,27 @@ class Streams:
             ValueError: rows of several widths for a consumer other than `inline`.
         """
         parts: dict[_Form, list[Site]] = {}
-        making = Mean(tuple(selection.runs)) if summed else AsIs()
         differing = [s for s in selection.sites if POINTS[s[0]].rows is Rows.BRANCH]
         widths = {0}
         if selection.heads:
             widths = {self._width(selection, site) for site in selection.sites}
         if len(widths) == 1 and len(differing) in (0, len(selection.sites)):
-            apart = tuple(selection.sites) if len(digests) > 1 else ()
+            by_site = isinstance(making, Scores) and len(making.digests) > 1
+            apart = tuple(selection.sites) if by_site else ()
             [width], kind = widths, bool(differing)
             consumer = name if width else ""
             of_rows = width, consumer, making, selection.reads, kind
-            parts[_Form(relayed, tuple(digests), apart, *of_rows)] = selection.sites
-        elif digests or summed:
+            parts[_Form(relayed, apart, *of_rows)] = selection.sites
+        elif making.field:
             reject(
-                f"{path}.{'reduce' if summed else 'project'}",
+                f"{path}.{making.field}",
                 "takes points of one kind: branches (attn_out, mlp_out), final where the stream "
                 "has lanes, or others; give a list of captures",
             )
         for site in () if parts else selection.sites:
             width, differs = self._width(selection, site), site in differing
             consumer = name if width else ""
-            form = _Form(relayed, (), (), width, consumer, making, selection.reads, differs)
+            form = _Form(relayed, (), width, consumer, making, selection.reads, differs)
             parts.setdefault(form, []).append(site)
         if len(parts) > 1 and not is_inline(name):
             reject(
@@ -112,26 +108,21 @@ class Streams:
             return selection.reads.width(len(heads))
         return len(heads) * self._shape.parts(site)[1] if heads else 0
 
-    def placed(self, projections: Mapping[str, bytes]) -> list[Stream]:
-        """The streams, in the order of the selections' indices.
-
-        Args:
-            projections: as in `CapturePlan`.
-        """
+    def placed(self) -> list[Stream]:
+        """The streams, in the order of the selections' indices."""
         shape, made = self._shape, []
         for form, members in self._members.items():
             sites, runs = union(members)
             width, dtype = form.width or shape.hidden_size, shape.dtype
-            if form.digests:
-                size = len(projections[form.digests[0]]) // (4 * shape.hidden_size)
-                width, dtype = size * width // shape.hidden_size, "float32"
+            if isinstance(form.making, Scores):
+                width, dtype = form.making.size * width // shape.hidden_size, "float32"
             if isinstance(form.reads, LensRead):
                 width = sum(form.reads.widths)
             heads = [members[0].heads[site] for site in sites] if form.width else []
-            digests, summed = list(form.digests), form.making.adds_up
+            summed = form.making.adds_up
             dtype = "float32" if summed or form.differs or form.reads is not None else dtype
             of_rows = heads, form.making, form.reads, form.differs
-            made.append(Stream(sites, runs, form.relayed, width, dtype, digests, *of_rows))
+            made.append(Stream(sites, runs, form.relayed, width, dtype, *of_rows))
         return made
 
 

@@ -40,7 +40,7 @@ class Outbox:
         projections: ProjectionTable,
         sleeps: bool = False,
     ) -> None:
-        self._arena, self._landing, self._projections = arena, landing, projections
+        self._arena, self._landing = arena, landing
         self._cuda, self._sleeps = arena.device.type == "cuda", sleeps
         self._material = Material(arena, projections)
         self._makers = {made: maker(self._material) for made, maker in MAKERS.items()}
@@ -136,8 +136,6 @@ class Outbox:
                 yield maker.make(block, stream, captured)
             elif isinstance(stream.reads, LensRead):
                 yield self._under_lens(block, stream, stream.reads)
-            elif stream.projection is not None:
-                yield self._scores_of(block, stream)
             elif stream.columns is not None:
                 attended = stream.reads is not None
                 yield next(reads) if attended else self._material.heads(block, stream)
@@ -173,17 +171,6 @@ class Outbox:
         assert self.lens is not None
         rows = torch.cat([rows for _, rows in self._material.by_run(block, stream)], dim=1)
         return self.lens.read(read, [layer for layer, _ in stream.heads], rows)
-
-    def _scores_of(self, block: Block, stream: LocalStream) -> torch.Tensor:
-        """The scores of a projected stream, float32 [count, sites * lanes, k] on the device."""
-        assert stream.projection is not None
-        matrices, size = stream.projection
-        shape = (block.count, len(stream.places) * stream.lanes, size)
-        scores = torch.empty(shape, device=self._arena.device)
-        for sites, rows in self._material.by_run(block, stream):
-            matrix = matrices[sites.start // stream.lanes], size
-            self._projections.scores(rows, matrix, scores[:, sites])
-        return scores
 
 
 def _bytes_of(values: torch.Tensor) -> torch.Tensor:
