@@ -19,7 +19,7 @@ import torch
 from tests.support.stored import LAYOUTS, SITES, WIDTH, publish, request, same, started, whole
 from vllm.v1.capture import reader
 from vllm.v1.capture.file_format import CaptureFileError
-from vllm.v1.interventions.makings import AttentionRead
+from vllm.v1.interventions.makings import Attention
 
 pytestmark = pytest.mark.quick
 
@@ -184,7 +184,7 @@ def test_damaged_files(tmp_path: Path, layout: str) -> None:
     read_all(tmp_path)
 
 
-READ = AttentionRead(("mass", "top"), ("a", "b"), ((0, 2), (1, 3)), 2, "", 3)
+READ = Attention(("mass", "top"), ("a", "b"), ((0, 2), (1, 3)), 2, "", 3)
 """A row of it has six numbers a head."""
 
 

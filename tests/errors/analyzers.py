@@ -18,14 +18,14 @@ from vllm.pilot.reranker import rank, rerank
 from vllm.pilot.rows import reduce_rows
 from vllm.pilot.tracker import HeadScores, attention_tracker, important_heads
 from vllm.v1.capture import AttentionRows, CaptureResult
-from vllm.v1.interventions.makings import AttentionRead
+from vllm.v1.interventions import makings
 
 ONE = np.array([2])
 
 
 def rows(sum: str = "", weight: float = 1 / 3) -> AttentionRows:
     """Of query 2 over three keys: weights of two heads, or their sum."""
-    read = AttentionRead(("weights",), (), (), 0, sum, 3)
+    read = makings.Attention(("weights",), (), (), 0, sum, 3)
     return AttentionRows(ONE, ONE, torch.full((1, 3 if sum else 6), weight), ONE, (0, 1), read)
 
 

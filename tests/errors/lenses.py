@@ -21,7 +21,7 @@ from tests.support.plans import HEADS, HIDDEN, SHAPE, VECTOR, config_of
 from vllm.config.capture import CaptureConfig
 from vllm.entrypoints.cli.steering.convert import convert_lens
 from vllm.v1.capture.lens import LensRows
-from vllm.v1.interventions.makings import LensRead
+from vllm.v1.interventions.makings import Lens
 from vllm.v1.interventions.worker.check.lens import prove_lenses
 from vllm.v1.interventions.worker.making.lens import FileLens
 
@@ -107,7 +107,7 @@ def converted(write: Callable[[Path], object], out: str = "lens.safetensors") ->
 
 def read(name: str) -> object:
     none = np.empty(0)
-    rows = LensRows(none, none, torch.empty(0, 2), none, LensRead("logit", 1, (), False))
+    rows = LensRows(none, none, torch.empty(0, 2), none, Lens("logit", 1, (), False))
     return getattr(rows, name)
 
 

@@ -50,7 +50,7 @@ from vllm.config.steering import SteeringConfig
 from vllm.model_executor.layers.residual_taps import UnboundTaps
 from vllm.v1.capture import AttentionRows, stack
 from vllm.v1.interventions.frontend.results.collector import RowCollector
-from vllm.v1.interventions.makings import AttentionRead
+from vllm.v1.interventions.makings import Attention
 from vllm.v1.interventions.scheduler.request import RequestInterventions
 from vllm.v1.interventions.shape import TapShape
 from vllm.v1.interventions.startup import start_taps
@@ -150,7 +150,7 @@ def raw_params() -> SamplingParams:
 
 _NONE = np.empty(0, np.int64)
 NO_WEIGHTS = AttentionRows(
-    _NONE, _NONE, torch.empty(0, 5), _NONE, (0,), AttentionRead(("weights",), (), (), 0, "", 5)
+    _NONE, _NONE, torch.empty(0, 5), _NONE, (0,), Attention(("weights",), (), (), 0, "", 5)
 )
 
 OTHERS = [

@@ -145,6 +145,7 @@ def test_streams(asked: list[tuple[WorkerRequest, int]], data: st.DataObject) ->
             elif isinstance(wanted.making, AsIs):
                 assert torch.equal(values, want)
             else:
+                assert isinstance(wanted.making, Scores)
                 firsts, k = wanted.making.places, wanted.making.size
                 firsts *= len(sites) if len(firsts) == 1 else 1
                 own = [n for s, n in zip(sites, firsts, strict=True) if s in stage]

@@ -45,7 +45,7 @@ from vllm.pilot.linear_probe import fit_probe
 from vllm.pilot.linking import link
 from vllm.pilot.row_checks import as_float32
 from vllm.v1.capture import AttentionRows
-from vllm.v1.interventions.makings import AttentionRead
+from vllm.v1.interventions.makings import Attention
 
 pytestmark = pytest.mark.quick
 
@@ -245,7 +245,7 @@ def attended(weights: list[float]) -> Any:
         torch.tensor(weights)[None],
         at,
         (0,),
-        AttentionRead(("weights",), (), (), 0, "", len(weights)),
+        Attention(("weights",), (), (), 0, "", len(weights)),
     )
     result = SimpleNamespace(status="ok", payload={("attn", 0): rows})
     return SimpleNamespace(capture_results={"inline": result})

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from vllm.v1.interventions.makings import AttentionRead
+from vllm.v1.interventions.makings import Attention
 from vllm.v1.interventions.worker.attention import keys as layer_reader
 from vllm.v1.interventions.worker.attention import products as paged_products
 from vllm.v1.interventions.worker.attention import reader as attention_reader
@@ -87,14 +87,16 @@ def test_weights(name: str, chunk_bytes: int, monkeypatch: pytest.MonkeyPatch) -
         for sight in (SIGHTS[name], PLAIN._replace(scale=0.33))
     )
     give = ("mass", "peak", "top", "weights")
-    read = AttentionRead(give, ("a", "b"), ((0, 3), (5, 6, 8, 100)), 4, "", KEYS)
+    read = Attention(give, ("a", "b"), ((0, 3), (5, 6, 8, 100)), 4, "", KEYS)
     reader = AttentionReader({3: layer}, torch.device("cpu"))
     sites, device = reader.sites([(3, heads)]), torch.device("cpu")
     asked = Queriers.of([1], [3], [read.ranges], device)
-    made = reader.read(read.form, sites, q.flatten(1), at, asked, KEYS)
-    assert made.shape == (3, 1, read.width(len(heads)))
+    made = reader.read(read.grouped(), sites, q.flatten(1), at, asked, KEYS)
+    assert made.shape == (3, 1, read.width(len(heads), 0))
     mass, peak, numbers, top, weights = (
-        made[:, 0].unflatten(1, (len(heads), -1)).split(read.widths, dim=2)
+        made[:, 0]
+        .unflatten(1, (len(heads), -1))
+        .split([field.width for field in read.fields], dim=2)
     )
     assert (weights - want).abs().max() < 1e-6
     assert (weights - twin).abs().max() > 1e-3
@@ -110,9 +112,9 @@ def test_weights(name: str, chunk_bytes: int, monkeypatch: pytest.MonkeyPatch) -
     said = numbers.view(torch.int32)
     assert torch.equal(said, best.indices.to(torch.int32).where(best.values > 0, -1))
     for over, total in (("heads", want.sum(1)), ("all", want.sum(1))):
-        summed = AttentionRead(("weights",), (), (), 0, over, KEYS)
+        summed = Attention(("weights",), (), (), 0, over, KEYS)
         asked = Queriers.of([1], [3], [summed.ranges], device)
-        got = reader.read(summed.form, sites, q.flatten(1), at, asked, KEYS)
+        got = reader.read(summed.grouped(), sites, q.flatten(1), at, asked, KEYS)
         assert (got[:, 0] - total).abs().max() < 3e-6
 
 
@@ -121,7 +123,7 @@ def test_requests_of_a_step_have_their_own_pages(monkeypatch: pytest.MonkeyPatch
     layer, _ = layer_of(PLAIN, monkeypatch)
     layer.pages.keys[8, :, 1:] = float("nan")  # row 1: keys from 9 on
     q = torch.randn(2, WIDTH)
-    read = AttentionRead(("weights",), (), (), 0, "", KEYS)
+    read = Attention(("weights",), (), (), 0, "", KEYS)
     reader = AttentionReader({0: layer}, torch.device("cpu"))
     asked = Queriers.of([1, 2], [1, 1], [(), ()], q.device)
     made = reader.read(read, reader.sites([(0, (4,))]), q, torch.tensor([8, 3]), asked, KEYS)
@@ -186,8 +188,8 @@ def test_requests_read_together_have_their_own_ranges(monkeypatch: pytest.Monkey
     table[0, :6] = torch.tensor([4, 6, 0, 3, 1, 2])
     q, at = torch.randn(4, 2 * WIDTH), torch.tensor([5, 20, 3, KEYS - 1])
     give, heads = ("mass", "peak"), (1, 4)
-    reads = [AttentionRead(give, ("a",), (runs,), 0, "", KEYS) for runs in ((0, 2, 4, 6), (1, 20))]
-    assert reads[0].form == reads[1].form and reads[0] != reads[1]
+    reads = [Attention(give, ("a",), (runs,), 0, "", KEYS) for runs in ((0, 2, 4, 6), (1, 20))]
+    assert reads[0].grouped() == reads[1].grouped() and reads[0] != reads[1]
     reader = AttentionReader({0: layer}, torch.device("cpu"))
     sites = reader.sites([(0, heads)])
     for chunk_bytes in (1, 200, 1 << 20):
@@ -195,13 +197,13 @@ def test_requests_read_together_have_their_own_ranges(monkeypatch: pytest.Monkey
         both = Queriers.of([1, 0], [3, 1], [read.ranges for read in reads], q.device)
         # What a request's ranges take does not grow with its queries, nor with the others' ranges.
         assert both.edges.numel() == 4 + 2 and both.bases.shape == (2, 1)
-        got = reader.read(reads[0].form, sites, q, at, both, KEYS)
+        got = reader.read(reads[0].grouped(), sites, q, at, both, KEYS)
         for own, place, read in ((slice(0, 3), 1, reads[0]), (slice(3, 4), 0, reads[1])):
             alone = Queriers.of([place], [own.stop - own.start], [read.ranges], q.device)
-            want = reader.read(read.form, sites, q[own], at[own], alone, KEYS)
+            want = reader.read(read.grouped(), sites, q[own], at[own], alone, KEYS)
             assert torch.allclose(got[own], want, atol=1e-6)
         other = Queriers.of([1, 0], [3, 1], [reads[1].ranges, reads[0].ranges], q.device)
-        assert (reader.read(reads[0].form, sites, q, at, other, KEYS) - got).abs().max() > 0.02
+        assert (reader.read(reads[0].grouped(), sites, q, at, other, KEYS) - got).abs().max() > 0.02
 
 
 def test_ranges_are_looked_up_once_for_all_queries(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -219,17 +221,17 @@ def test_ranges_are_looked_up_once_for_all_queries(monkeypatch: pytest.MonkeyPat
     reader, number = AttentionReader({0: layer}, torch.device("cpu")), 40
     sites, at = reader.sites([(0, (4,))]), torch.arange(number) % KEYS
     q = torch.randn(number, WIDTH)
-    every = AttentionRead(("weights",), (), (), 0, "", KEYS)
+    every = Attention(("weights",), (), (), 0, "", KEYS)
     asked = Queriers.of([1], [number], [()], q.device)
     weights = reader.read(every, sites, q, at, asked, KEYS)[:, 0]
     want = torch.stack(
         [weights[:, [*range(a, b), *range(c, d)]].sum(1) for a, b, c, d in ranges], 1
     )
-    read = AttentionRead(("mass",), tuple(map(str, range(64))), ranges, 0, "", KEYS)
+    read = Attention(("mass",), tuple(map(str, range(64))), ranges, 0, "", KEYS)
     for chunk_bytes in (1, 1 << 20):
         monkeypatch.setattr(attention_reader, "CHUNK_BYTES", chunk_bytes)
         asked = Queriers.of([1], [number], [ranges], q.device)
-        mass = reader.read(read.form, sites, q, at, asked, KEYS)[:, 0]
+        mass = reader.read(read.grouped(), sites, q, at, asked, KEYS)[:, 0]
         assert (mass - want).abs().max() < 1e-6
         assert looked_up == [64 * KEYS]
         looked_up.clear()

@@ -7,14 +7,14 @@ import numpy as np
 import torch
 
 from vllm.v1.capture.made_rows import MadeRows
-from vllm.v1.interventions.makings import AttentionRead
+from vllm.v1.interventions.makings import Attention
 
 
 class AttentionRows(MadeRows):
     """Values that were asked of one layer's attention weights, by query in position order.
 
     Args:
-        values: [n, width], as `AttentionRead` says, or a function that returns them, called when
+        values: [n, width], as `Attention` says, or a function that returns them, called when
             they are first read.
     """
 
@@ -28,16 +28,11 @@ class AttentionRows(MadeRows):
         values: torch.Tensor | Callable[[], torch.Tensor],
         versions: np.ndarray,
         heads: tuple[int, ...],
-        read: AttentionRead,
+        read: Attention,
         texts: Callable[[], list[str]] | None = None,
     ) -> None:
-        super().__init__(positions, token_ids, values, versions, texts)
-        self.heads, self._read = heads, read
-
-    @property
-    def give(self) -> tuple[str, ...]:
-        """Names of the values that can be read: some of mass, peak, top and weights."""
-        return self._read.give
+        super().__init__(positions, token_ids, values, versions, read, texts, heads)
+        self._read = read
 
     @property
     def ranges(self) -> tuple[str, ...]:
@@ -47,39 +42,39 @@ class AttentionRows(MadeRows):
     @property
     def mass(self) -> torch.Tensor:
         """The sum of the weights of each range's keys, [n, heads, ranges]."""
-        return self._part("mass", 0)
+        return self._field("mass")
 
     @property
     def peak(self) -> torch.Tensor:
         """The largest weight of each range's keys, [n, heads, ranges]."""
-        return self._part("peak", 0)
+        return self._field("peak")
 
     @property
     def top_positions(self) -> torch.Tensor:
         """The keys with the largest weights, the largest first: int32 [n, heads, top], -1 where
         fewer have any."""
-        return self._part("top", 0).view(torch.int32)
+        return self._field("top_positions")
 
     @property
     def top_weights(self) -> torch.Tensor:
         """Their weights, [n, heads, top]."""
-        return self._part("top", 1)
+        return self._field("top_weights")
 
     @property
     def weights(self) -> list[torch.Tensor]:
         """The weights of all keys up to the query's own, t: n tensors [heads, t + 1], summed
         [t + 1]."""
-        rows = self._rows() if self._read.sum else self._part("weights", 0)
+        rows = self._rows() if self._read.sum else self._field("weights")
         return [row[..., : t + 1] for row, t in zip(rows, self.positions.tolist(), strict=True)]
 
-    def _part(self, name: str, which: int) -> torch.Tensor:
-        if name not in self.give or self._read.sum:
-            summed = f", summed over {self._read.sum}" if self._read.sum else ""
-            given = ", ".join(self.give)
-            raise ValueError(f"{name!r} was not asked for: the capture gives {given}{summed}")
-        rows = self._rows().unflatten(1, (len(self.heads), -1))
-        order = [kept for kept in self.give for _ in range(1 + (kept == "top"))]
-        return rows.split(self._read.widths, dim=2)[order.index(name) + which]
+    def _field(self, name: str) -> torch.Tensor:
+        if self._read.sum:
+            raise self._not_given(name)
+        return super()._field(name)
+
+    def _not_given(self, name: str) -> ValueError:
+        summed = f", summed over {self._read.sum}" if self._read.sum else ""
+        return ValueError(f"{super()._not_given(name)}{summed}")
 
     def __repr__(self) -> str:
         """Say how many queries these are and what there is of them."""

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from vllm.v1.interventions.errors import refuse_unknown_keys
-from vllm.v1.interventions.makings import AttentionRead
+from vllm.v1.interventions.makings import Attention
 from vllm.v1.interventions.plan import Site
 
 if TYPE_CHECKING:
@@ -82,7 +82,7 @@ class RequestInfo:
     lanes, where the stream has several; else empty."""
     reduce: str = ""
     """"mean" if a site has one row, the mean of the positions asked for, at the last of them."""
-    attention: AttentionRead | None = None
+    attention: Attention | None = None
     """Content of the rows in a capture of attention weights: they are float32, and their sites are
     `("attn", layer)`. Only for classes with `takes_attention`."""
 

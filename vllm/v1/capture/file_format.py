@@ -28,7 +28,7 @@ import msgspec
 import torch
 from fsspec import AbstractFileSystem
 
-from vllm.v1.interventions.makings import AttentionRead
+from vllm.v1.interventions.makings import Attention
 from vllm.v1.interventions.plan import Site
 
 FORMAT = "1"
@@ -116,7 +116,7 @@ class Record:
     points of the residual stream."""
     reduce: str = ""
     """"mean" if a site's row is the mean of the positions asked for, which end with its own."""
-    attention: AttentionRead | None = None
+    attention: Attention | None = None
     """Content of the rows of sites `("attn", layer)`; None without such sites."""
 
     def to_strings(self) -> dict[str, str]:
@@ -170,7 +170,7 @@ class Record:
             if len(fields.get("heads") or fields["sites"]) != len(fields["sites"]):
                 raise ValueError("heads of other sites")
             if (read := fields.get("attention")) is not None:
-                widths = {read.width(len(heads)) for heads in fields["heads"]}
+                widths = {read.width(len(heads), 0) for heads in fields["heads"]}
                 if widths != {fields["width"]} or fields["dtype"] != "float32":
                     raise ValueError("attention of another width or dtype")
         except (KeyError, TypeError, ValueError) as error:
@@ -190,11 +190,11 @@ def _object(text: str) -> dict[str, Any]:
     return made
 
 
-def _attention(text: str) -> AttentionRead:
+def _attention(text: str) -> Attention:
     """Read what `Record.to_strings` made of it, every field and its type checked."""
     given = _object(text)
-    values = [given[name] for name in AttentionRead.__struct_fields__]
-    return msgspec.convert([AttentionRead.__name__, *values], AttentionRead)
+    values = [given[name] for name in Attention.__struct_fields__]
+    return msgspec.convert([Attention.__name__, *values], Attention)
 
 
 def _string(value: Any) -> str:

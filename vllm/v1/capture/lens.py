@@ -7,9 +7,7 @@ import numpy as np
 import torch
 
 from vllm.v1.capture.made_rows import MadeRows
-from vllm.v1.interventions.makings import LensRead
-
-_PARTS = ("top_ids", "top_logprobs", "token_logprobs", "token_ranks", "entropy")
+from vllm.v1.interventions.makings import Lens
 
 
 class LensRows(MadeRows):
@@ -18,7 +16,7 @@ class LensRows(MadeRows):
     Logarithms are natural, and of probabilities over the whole vocabulary.
 
     Args:
-        values: [n, width], as `LensRead` says, or what returns them.
+        values: [n, width], as `Lens` says, or what returns them.
     """
 
     def __init__(
@@ -27,10 +25,10 @@ class LensRows(MadeRows):
         token_ids: np.ndarray,
         values: torch.Tensor | Callable[[], torch.Tensor],
         versions: np.ndarray,
-        read: LensRead,
+        read: Lens,
         texts: Callable[[], list[str]] | None = None,
     ) -> None:
-        super().__init__(positions, token_ids, values, versions, texts)
+        super().__init__(positions, token_ids, values, versions, read, texts)
         self._read = read
 
     @property
@@ -44,46 +42,30 @@ class LensRows(MadeRows):
         return self._read.tokens
 
     @property
-    def give(self) -> tuple[str, ...]:
-        """Names of the properties below that can be read."""
-        return tuple(n for n, width in zip(_PARTS, self._read.widths, strict=True) if width)
-
-    @property
     def top_ids(self) -> torch.Tensor:
         """The likeliest tokens, the likeliest first: int32 [n, top_k]."""
-        return self._part("top_ids").view(torch.int32)
+        return self._field("top_ids")
 
     @property
     def top_logprobs(self) -> torch.Tensor:
         """Their log-probabilities, [n, top_k]."""
-        return self._part("top_logprobs")
+        return self._field("top_logprobs")
 
     @property
     def token_logprobs(self) -> torch.Tensor:
         """The log-probabilities of the tokens that were asked for, [n, tokens]."""
-        return self._part("token_logprobs")
+        return self._field("token_logprobs")
 
     @property
     def token_ranks(self) -> torch.Tensor:
         """Number of tokens that are as likely as each of them or likelier, itself included, so that
         the likeliest has 1: int32 [n, tokens]."""
-        return self._part("token_ranks").view(torch.int32)
+        return self._field("token_ranks")
 
     @property
     def entropy(self) -> torch.Tensor:
         """The entropy in nats, [n]."""
-        return self._part("entropy")[:, 0]
-
-    def parts(self) -> dict[str, torch.Tensor]:
-        """All that there is, by the names of the properties."""
-        return {name: getattr(self, name) for name in self.give}
-
-    def _part(self, name: str) -> torch.Tensor:
-        if name not in self.give:
-            raise ValueError(
-                f"{name!r} was not asked for: the capture gives {', '.join(self.give)}"
-            )
-        return self._rows().split(self._read.widths, dim=1)[_PARTS.index(name)]
+        return self._field("entropy")[:, 0]
 
     def __repr__(self) -> str:
         """Say how many rows these are and what there is of them."""

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 
 from vllm.v1.capture.copies import joined
+from vllm.v1.interventions.makings import Making
 
 
 class TokenRows:
@@ -58,7 +59,12 @@ class MadeRows(TokenRows):
 
     Args:
         values: [n, width], or what returns them, called when they are first read.
+        making: has the fields of a row, of each head where there are any.
+        heads: as the attribute.
     """
+
+    heads: tuple[int, ...]
+    """The numbers of the heads; empty if these are not results of heads."""
 
     def __init__(
         self,
@@ -66,10 +72,39 @@ class MadeRows(TokenRows):
         token_ids: np.ndarray,
         values: torch.Tensor | Callable[[], torch.Tensor],
         versions: np.ndarray,
+        making: Making,
         texts: Callable[[], list[str]] | None = None,
+        heads: tuple[int, ...] = (),
     ) -> None:
         super().__init__(positions, token_ids, versions, texts)
-        self._values = values
+        self._values, self._making, self.heads = values, making, heads
+
+    @property
+    def give(self) -> tuple[str, ...]:
+        """Names of the results that were asked for."""
+        given = (f.given or f.name for f in self._making.fields if f.width)
+        return tuple(dict.fromkeys(given))
+
+    def parts(self) -> dict[str, Any]:
+        """All results that there are, by the names of their attributes."""
+        return {f.name: getattr(self, f.name) for f in self._making.fields if f.width}
+
+    def _field(self, name: str) -> torch.Tensor:
+        """Return the numbers of a field, [n, width], of heads [n, heads, width]."""
+        fields = self._making.fields
+        at = [field.name for field in fields].index(name)
+        if not fields[at].width:
+            raise self._not_given(name)
+        rows = self._rows()
+        if self.heads:
+            rows = rows.unflatten(1, (len(self.heads), -1))
+        found = rows.split([field.width for field in fields], dim=-1)[at]
+        return found.view(torch.int32) if fields[at].dtype == "int32" else found
+
+    def _not_given(self, name: str) -> ValueError:
+        [asked] = [f.given or name for f in self._making.fields if f.name == name]
+        given = ", ".join(self.give)
+        return ValueError(f"{asked!r} was not asked for: the capture gives {given}")
 
     def at(self, position: int) -> Self:
         """Return what there is of one position, n = 1.

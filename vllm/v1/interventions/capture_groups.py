@@ -10,7 +10,7 @@ from weakref import WeakValueDictionary
 import msgspec
 import numpy as np
 
-from vllm.v1.interventions.makings import AnyMaking, AsIs, AttentionRead, LensRead
+from vllm.v1.interventions.makings import AnyMaking, AsIs, Making
 from vllm.v1.interventions.messages import WorkerRequest, WorkerStream
 from vllm.v1.interventions.plan import Site
 from vllm.v1.interventions.shape import TapShape
@@ -45,9 +45,6 @@ class LocalStream(msgspec.Struct, frozen=True, eq=False, weakref=True):
     """Numbers that leave of a site, if that is not its row as it is."""
     making: AnyMaking = AsIs()
     """Values that are made of the rows and leave in their place."""
-    reads: AttentionRead | LensRead | None = None
-    """Values that leave in place of rows; None for rows. Values of attention are those of the
-    queries in `columns`, and their key ranges are each request's own."""
     heads: Sequence[tuple[int, tuple[int, ...]]] = ()
     """Pair (layer, heads) of each site in `places`; heads is () where rows are not of heads."""
     minus: tuple[int, ...] = ()
@@ -98,9 +95,9 @@ class CaptureGroup:
         self.rest_at = np.cumsum([0, *sizes])[:-1]
         """The first of them of each of these sites, int64."""
         self.streams = [msgspec.structs.replace(s, runs=self._runs(s)) for s in streams]
-        self.attends = any(isinstance(s.reads, AttentionRead) for s in self.streams)
-        """True if attention is read."""
-        self.shared = any(s.reads is not None for s in self.streams)
+        self.kinds: frozenset[type[Making]] = frozenset(type(s.making) for s in self.streams)
+        """Kinds of values that are made."""
+        self.shared = any(kind.shared for kind in self.kinds)
         """True if every tensor-parallel rank makes a part of it."""
 
     def _runs(self, stream: LocalStream) -> list[tuple[int, int]]:
@@ -144,9 +141,9 @@ class CaptureGroups:
         """The group of a request; None where it captures nothing on this worker."""
         asked = request.capture_sites
         streams = tuple(
-            msgspec.structs.replace(s, reads=s.reads.form)
-            if isinstance(s.reads, AttentionRead)
-            else s
+            s
+            if (grouped := s.making.grouped()) is s.making
+            else msgspec.structs.replace(s, making=grouped)
             for s in request.capture_streams
         )
         group = self._groups.get((asked, streams))
@@ -180,7 +177,7 @@ class CaptureGroups:
                 parts = [self._columns(asked[i], firsts[i], chosen) for i, chosen in own_heads]
                 columns = np.concatenate([np.empty(0, np.int64), *parts])
             minus = tuple(place[i] for i in stream.minus if i in place)
-            of_rows = making, stream.reads, heads, minus
+            of_rows = making, heads, minus
             local.append(LocalStream(places, columns, stream.width, *of_rows))
         group = self._groups[asked, streams] = CaptureGroup(
             [self._sites[asked[i]] for i in own], len(own) - len(sizes), local, list(sizes.values())

@@ -2,77 +2,9 @@
 """Values that are made of captured rows on the device, and leave it in place of the rows."""
 
 from collections.abc import Callable, Sequence
-from typing import ClassVar, Self, TypedDict
+from typing import ClassVar, Literal, NamedTuple, Self, TypedDict
 
 import msgspec
-
-
-class Making(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """Values that leave the device in place of a stream's rows."""
-
-    field: ClassVar[str] = ""
-    """Field of a capture request that asks for it, of sites of one kind."""
-    adds_up: ClassVar[bool] = False
-    """True if a step gives one row for each request, its part of a sum; else one for each captured
-    token."""
-
-    def placed(self, row: Callable[[str], int]) -> Self:
-        """Return it as workers are told.
-
-        Args:
-            row: gives the row of the workers' table at which the matrix of a digest begins.
-        """
-        return self
-
-    def at_sites(self, indices: Sequence[int]) -> Self:
-        """Return what is made of some of a stream's sites alone, by their indices."""
-        return self
-
-    def apart(self, index: int) -> int:
-        """Number that tells neighbouring sites apart which are not made together."""
-        return 0
-
-
-class AsIs(Making):
-    """Rows as they are."""
-
-
-class Scores(Making):
-    """Rows times the transposed rows of matrices, float32."""
-
-    field: ClassVar[str] = "project"
-    digests: tuple[str, ...]
-    """Of the matrix of all sites, or of the one of each; () on workers."""
-    size: int
-    """Number of rows that each matrix has, and of scores of a row."""
-    places: tuple[int, ...] = ()
-    """The first row of each matrix in the workers' table; () in a plan."""
-
-    def placed(self, row: Callable[[str], int]) -> Self:
-        """Return it with places in place of digests."""
-        return msgspec.structs.replace(self, digests=(), places=tuple(map(row, self.digests)))
-
-    def at_sites(self, indices: Sequence[int]) -> Self:
-        """Return it with the matrices of some sites alone."""
-        if len(self.places) == 1:
-            return self
-        return msgspec.structs.replace(self, places=tuple(self.places[i] for i in indices))
-
-    def apart(self, index: int) -> int:
-        """Place of a site's matrix."""
-        return self.places[index] if len(self.places) > 1 else 0
-
-
-class Mean(Making):
-    """The mean of a request's rows: a step gives the sum of its own, float32."""
-
-    field: ClassVar[str] = "reduce"
-    adds_up: ClassVar[bool] = True
-    runs: tuple[int, ...]
-    """The positions whose rows are summed, all of the prompt, as `Selection.runs`."""
-
-
-AnyMaking = AsIs | Scores | Mean
 
 GIVES = ("mass", "peak", "top", "weights")
 """Names of what may be given of attention weights, in the order in which it lies in a row."""
@@ -97,13 +29,130 @@ class AttentionRule(TypedDict, total=False):
     """Logits that join the denominator of each head."""
 
 
-class AttentionRead(msgspec.Struct, frozen=True, array_like=True, tag=True):
+class Field(NamedTuple):
+    """Numbers of a row that results give by a name."""
+
+    name: str
+    """Name of the attribute of a result."""
+    width: int
+    """Number of numbers; 0 if they were not asked for."""
+    dtype: Literal["float32", "int32"] = "float32"
+    """Their dtype; in the row they are bits of float32."""
+    given: str = ""
+    """Name by which a request asks for them, if it is another."""
+
+
+class Making(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """Values that leave the device in place of a stream's rows."""
+
+    field: ClassVar[str]
+    """Path in a capture request of the field that is refused, where sites of several kinds are."""
+    mixes: ClassVar[bool] = False
+    """True if sites may be of several kinds, for a consumer that takes rows of several widths."""
+    shared: ClassVar[bool] = False
+    """True if every tensor-parallel rank makes a part of it."""
+    takes_room: ClassVar[bool] = False
+    """True if what is made counts among the rows of a step: it may take as much memory as they
+    do."""
+    dtype: ClassVar[str] = "float32"
+    """Dtype of what is made; "" for that of the rows."""
+    adds_up: ClassVar[bool] = False
+    """True if a step gives one row for each request, its part of a sum; else one for each captured
+    token."""
+
+    @property
+    def fields(self) -> tuple[Field, ...]:
+        """Fields of a row, or of a head, one after the other; () if results give the row whole."""
+        return ()
+
+    def width(self, heads: int, width: int) -> int:
+        """Number of numbers that are made of a row.
+
+        Args:
+            heads: how many heads or lanes a row has, 1 in a residual stream without lanes.
+            width: of each.
+        """
+        return heads * width
+
+    def grouped(self) -> Self:
+        """Return it without what requests may differ in that are captured together."""
+        return self
+
+    def placed(self, row: Callable[[str], int]) -> Self:
+        """Return it as workers are told.
+
+        Args:
+            row: gives the row of the workers' table at which the matrix of a digest begins.
+        """
+        return self
+
+    def at_sites(self, indices: Sequence[int]) -> Self:
+        """Return what is made of some of a stream's sites alone, by their indices."""
+        return self
+
+    def apart(self, index: int) -> int:
+        """Number that tells neighbouring sites apart which are not made together."""
+        return 0
+
+
+class AsIs(Making, frozen=True):
+    """Rows as they are."""
+
+    field: ClassVar[str] = "hooks"
+    mixes: ClassVar[bool] = True
+    dtype: ClassVar[str] = ""
+
+
+class Scores(Making, frozen=True):
+    """Rows times the transposed rows of matrices, float32."""
+
+    field: ClassVar[str] = "project"
+    digests: tuple[str, ...]
+    """Of the matrix of all sites, or of the one of each; () on workers."""
+    size: int
+    """Number of rows that each matrix has, and of scores of a row."""
+    places: tuple[int, ...] = ()
+    """The first row of each matrix in the workers' table; () in a plan."""
+
+    def width(self, heads: int, width: int) -> int:
+        """Width of the scores, those of each lane."""
+        return heads * self.size
+
+    def placed(self, row: Callable[[str], int]) -> Self:
+        """Return it with places in place of digests."""
+        return msgspec.structs.replace(self, digests=(), places=tuple(map(row, self.digests)))
+
+    def at_sites(self, indices: Sequence[int]) -> Self:
+        """Return it with the matrices of some sites alone."""
+        if len(self.places) == 1:
+            return self
+        return msgspec.structs.replace(self, places=tuple(self.places[i] for i in indices))
+
+    def apart(self, index: int) -> int:
+        """Place of a site's matrix."""
+        return self.places[index] if len(self.places) > 1 else 0
+
+
+class Mean(Making, frozen=True):
+    """The mean of a request's rows: a step gives the sum of its own, float32."""
+
+    field: ClassVar[str] = "reduce"
+    adds_up: ClassVar[bool] = True
+    runs: tuple[int, ...]
+    """The positions whose rows are summed, all of the prompt, as `Selection.runs`."""
+
+
+class Attention(Making, frozen=True):
     """Values that are given of the attention weights of captured queries.
 
     A row is float32: for each head, one after the other, what `give` says; or the sum of weights
     over heads.
     """
 
+    field: ClassVar[str] = "attention.heads"
+    mixes: ClassVar[bool] = True
+    shared: ClassVar[bool] = True
+    takes_room: ClassVar[bool] = True
     give: tuple[str, ...]
     """Some of `GIVES`, in that order."""
     names: tuple[str, ...]
@@ -120,16 +169,20 @@ class AttentionRead(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """One past the last query: how many weights there are, those of later keys zeros."""
 
     @property
-    def widths(self) -> list[int]:
-        """Numbers of a head that each part has."""
-        ranges = len(self.ranges)
-        parts = {"mass": [ranges], "peak": [ranges], "top": [self.top] * 2, "weights": [self.stop]}
-        return [width for name in self.give for width in parts[name]]
+    def fields(self) -> tuple[Field, ...]:
+        """Numbers of a head."""
+        give, ranges = self.give, len(self.ranges)
+        return (
+            Field("mass", ranges * ("mass" in give)),
+            Field("peak", ranges * ("peak" in give)),
+            Field("top_positions", self.top, "int32", "top"),
+            Field("top_weights", self.top, "float32", "top"),
+            Field("weights", self.stop * ("weights" in give)),
+        )
 
-    @property
-    def form(self) -> "AttentionRead":
-        """Copy without what requests of one group may differ in: the names and keys of the ranges,
-        and `stop` where no row depends on it."""
+    def grouped(self) -> Self:
+        """Return it without the names and keys of the ranges, and without `stop` where no row
+        depends on it."""
         stop = self.stop if "weights" in self.give else 0
         empty = ((),) * len(self.ranges)
         return msgspec.structs.replace(self, names=(), ranges=empty, stop=stop)
@@ -146,12 +199,16 @@ class AttentionRead(msgspec.Struct, frozen=True, array_like=True, tag=True):
             + (self.top > 0)
         )
 
-    def width(self, heads: int) -> int:
-        """Number of numbers in a row."""
-        return self.stop if self.sum else heads * sum(self.widths)
+    def width(self, heads: int, width: int) -> int:
+        """Width of what is made; the sum over heads is as wide as there are keys."""
+        if self.sum:
+            return self.stop
+        give, ranges = self.give, len(self.ranges)
+        of_ranges = ranges * (("mass" in give) + ("peak" in give))
+        return heads * (of_ranges + 2 * self.top + self.stop * ("weights" in give))
 
 
-class LensRead(msgspec.Struct, frozen=True, array_like=True, tag=True):
+class Lens(Making, frozen=True):
     """Values that are given of the next token's distribution, as if a row were the last layer's.
 
     A row is float32, one part after the other: ids of the likeliest tokens (bits of int32) and
@@ -159,6 +216,9 @@ class LensRead(msgspec.Struct, frozen=True, array_like=True, tag=True):
     the entropy in nats.
     """
 
+    field: ClassVar[str] = "lens"
+    shared: ClassVar[bool] = True
+    takes_room: ClassVar[bool] = True
     name: str
     """A lens of `TapShape.lenses`."""
     top_k: int
@@ -166,6 +226,19 @@ class LensRead(msgspec.Struct, frozen=True, array_like=True, tag=True):
     entropy: bool
 
     @property
-    def widths(self) -> list[int]:
-        """Number of numbers in each part."""
-        return [self.top_k] * 2 + [len(self.tokens)] * 2 + [int(self.entropy)]
+    def fields(self) -> tuple[Field, ...]:
+        """Numbers of a row."""
+        return (
+            Field("top_ids", self.top_k, "int32"),
+            Field("top_logprobs", self.top_k),
+            Field("token_logprobs", len(self.tokens)),
+            Field("token_ranks", len(self.tokens), "int32"),
+            Field("entropy", int(self.entropy)),
+        )
+
+    def width(self, heads: int, width: int) -> int:
+        """Width of all fields together."""
+        return 2 * (self.top_k + len(self.tokens)) + self.entropy
+
+
+AnyMaking = AsIs | Scores | Mean | Attention | Lens

@@ -9,7 +9,7 @@ import msgspec
 import numpy as np
 import torch
 
-from vllm.v1.interventions.makings import AnyMaking, AsIs, AttentionRead, LensRead
+from vllm.v1.interventions.makings import AnyMaking, AsIs
 from vllm.v1.interventions.plan import Site, VectorSet
 from vllm.v1.steering_formula import Scalars
 
@@ -63,8 +63,6 @@ class WorkerStream(msgspec.Struct, frozen=True, array_like=True):
     are."""
     making: AnyMaking = AsIs()
     """Values that are made of the rows and leave in their place."""
-    reads: AttentionRead | LensRead | None = None
-    """Result that is made of rows and leaves in place of them, as in `Stream`; None for rows."""
     minus: tuple[int, ...] = ()
     """Indices of the sites whose rows are taken away, one for each of `sites`; () for none."""
 

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from vllm.v1.interventions.focus import FocusOp, FocusProgram
-from vllm.v1.interventions.makings import AnyMaking, AsIs, AttentionRead, LensRead
+from vllm.v1.interventions.makings import AnyMaking, AsIs
 from vllm.v1.interventions.terms import Term
 
 Site = tuple[str, int]
@@ -139,9 +139,6 @@ class Stream(msgspec.Struct, frozen=True):
     """Heads that are captured at each site; empty at points of the residual stream."""
     making: AnyMaking = AsIs()
     """Values that are made of the rows and leave in their place."""
-    reads: AttentionRead | LensRead | None = None
-    """Reading of attention or under a lens that the device makes of the rows and sends in their
-    place."""
     differs: bool = False
     """True if its sites are branches, whose rows are differences, float32."""
 
@@ -167,8 +164,8 @@ class Selection(msgspec.Struct, frozen=True):
     rows, and only `inline` may have several."""
     heads: dict[Site, tuple[int, ...]] = {}
     """Site -> the heads that are captured there; sites of the residual stream are left out."""
-    reads: AttentionRead | LensRead | None = None
-    """Reading that is given in place of rows; for attention `sites` are the queries'."""
+    making: AnyMaking = AsIs()
+    """Values that are given in place of rows; for attention `sites` are the queries'."""
     fields: dict[str, Any] = {}
     """Fields that are the consumer's own, as its class checked and returned them."""
 

@@ -17,7 +17,7 @@ from vllm.v1.interventions.messages import CapturedChunk
 Members = list[tuple[str, np.ndarray]]
 """The requests of a group: (request id, int [n] places of its captured tokens in the batch)."""
 KeyRanges = tuple[tuple[int, ...], ...]
-"""Key ranges of one stream of a request, in the form of `AttentionRead.ranges`."""
+"""Key ranges of one stream of a request, in the form of `Attention.ranges`."""
 
 
 class Block:
@@ -161,7 +161,7 @@ class StepRows:
         width]."""
         if stream.making.adds_up:
             return (len(block.owners), len(stream.places), stream.width), torch.float32
-        made = stream.reads is not None or not isinstance(stream.making, AsIs)
+        made = not isinstance(stream.making, AsIs)
         of_heads = stream.columns is not None and not made
         dtype = self._dtype if of_heads else torch.float32
         return (block.count, len(stream.places), stream.width), dtype

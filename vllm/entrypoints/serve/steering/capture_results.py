@@ -18,6 +18,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from vllm.v1.capture.attention import AttentionRows
 from vllm.v1.capture.lens import LensRows
+from vllm.v1.capture.made_rows import MadeRows
 from vllm.v1.capture.results import CapturedRows, CaptureResult, SiteRows
 from vllm.v1.interventions.errors import describe
 from vllm.v1.interventions.frontend.compat import lens
@@ -40,7 +41,7 @@ if TYPE_CHECKING:
     Answer = CompletionResponse | ChatCompletionResponse
     Chunk = CompletionStreamResponse | ChatCompletionStreamResponse
 
-_INLINE = CapturedRows | AttentionRows | LensRows
+_INLINE = CapturedRows | MadeRows
 """Types of result that the consumer `inline` returns for a site."""
 
 
@@ -199,7 +200,7 @@ def _rows(point: str, layer: int | None, rows: _INLINE) -> dict[str, Any]:
     }
     if rows.versions.any():
         shown["versions"] = rows.versions.tolist()
-    if not isinstance(rows, LensRows) and rows.heads:
+    if rows.heads:
         shown["heads"] = list(rows.heads)
     if rows.tokens is not None:
         shown["tokens"] = rows.tokens
@@ -213,21 +214,18 @@ def _values(rows: _INLINE) -> dict[str, Any]:
     up to the last query's."""
     if isinstance(rows, CapturedRows):
         return pack(rows.values)
+    shown: dict[str, Any] = {}
     if isinstance(rows, LensRows):
-        parts = {name: pack(part) for name, part in rows.parts().items()}
-        return {"lens": rows.lens, "asked": list(rows.asked), **parts}
-    shown: dict[str, Any] = {"ranges": list(rows.ranges)} if rows.ranges else {}
-    for name in rows.give:
-        if name == "top":
-            shown["top_positions"], shown["top_weights"] = (
-                pack(rows.top_positions), pack(rows.top_weights)
-            )  # fmt: skip
-        elif name == "weights":
-            weights = [row.movedim(-1, 0) for row in rows.weights]
+        shown = {"lens": rows.lens, "asked": list(rows.asked)}
+    elif isinstance(rows, AttentionRows) and rows.ranges:
+        shown = {"ranges": list(rows.ranges)}
+    for name, part in rows.parts().items():
+        if isinstance(rows, AttentionRows) and name == "weights":
+            weights = [row.movedim(-1, 0) for row in part]
             padded = pad_sequence(weights, batch_first=True) if weights else torch.empty(0)
             shown["weights"] = pack(padded.movedim(1, -1) if weights else padded)
         else:
-            shown[name] = pack(rows.mass if name == "mass" else rows.peak)
+            shown[name] = pack(part)
     return shown
 
 

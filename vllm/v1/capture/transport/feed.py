@@ -14,7 +14,7 @@ from vllm.v1.capture.results import NO_TOKEN
 from vllm.v1.capture.transport.host import ConsumerHost
 from vllm.v1.capture.transport.mean import RunningMean
 from vllm.v1.capture.transport.selected import RowsLost, Selected
-from vllm.v1.interventions.makings import AttentionRead, Scores
+from vllm.v1.interventions.makings import Attention, Scores
 from vllm.v1.interventions.messages import CapturedChunk
 from vllm.v1.interventions.plan import CapturePlan, dtype_of
 from vllm.v1.interventions.positions import Positions
@@ -44,7 +44,7 @@ def request_info(
     """Describe a completion for the session of one of its consumers."""
     selection = plan.consumers[consumer]
     stream = plan.streams[selection.streams[0]]
-    attention = selection.reads if isinstance(selection.reads, AttentionRead) else None
+    attention = selection.making if isinstance(selection.making, Attention) else None
     sites = selection.sites if attention is None else [("attn", n) for _, n in selection.sites]
     return RequestInfo(
         request_id=request_id,

@@ -153,9 +153,9 @@ class Tables:
             sites = tuple(at[POINTS[point].copied[0], n] for point, n in stream.sites)
             minus = tuple(at[POINTS[p].copied[1], n] for p, n in stream.sites if stream.differs)
             heads, making = tuple(stream.heads), stream.making.placed(self.matrices.row)
-            whole = not (heads or minus or stream.reads) and isinstance(making, AsIs)
+            whole = not (heads or minus) and isinstance(making, AsIs)
             width = 0 if whole else stream.width
-            streams.append(WorkerStream(sites, heads, width, making, stream.reads, minus))
+            streams.append(WorkerStream(sites, heads, width, making, minus))
         return tuple(streams)
 
     def put_new(self, step: StepInterventions) -> None:

@@ -12,7 +12,7 @@ from vllm.v1.interventions.frontend.request.budget import Unit
 from vllm.v1.interventions.frontend.request.prompt import Prompt
 from vllm.v1.interventions.frontend.request.selectors import Selector
 from vllm.v1.interventions.given import Given
-from vllm.v1.interventions.makings import GIVES, AttentionRead
+from vllm.v1.interventions.makings import GIVES, Attention
 from vllm.v1.interventions.plan import Selection
 from vllm.v1.interventions.positions import Positions
 from vllm.v1.interventions.shape import TapShape
@@ -62,7 +62,7 @@ def attention_selection(
     give = _give(asked["give"])
     ranges = _ranges(asked.get("keys", {}), give, prompt)
     top, summed = _top(asked["top"], give), _sum(asked["sum"], give)
-    read = AttentionRead(give, *ranges, top, summed, runs.stop)
+    read = Attention(give, *ranges, top, summed, runs.stop)
     sites = sorted(((QUERIES, layer) for layer in heads), key=site_order)
     return Selection(
         sites=sites,
@@ -70,7 +70,7 @@ def attention_selection(
         named=selector.named.flat(),
         last_generated=selector.only_last_generated,
         heads={(QUERIES, layer): chosen for layer, chosen in heads.items()},
-        reads=read,
+        making=read,
         fields=fields,
     )
 
@@ -92,8 +92,8 @@ def charge_attention(
     length, together = len(prompt.token_ids), 0.0
     queries = len(Positions.from_flat(runs).below(length))
     for name, selection in selections.items():
-        if isinstance(selection.reads, AttentionRead):
-            each = selection.reads.passes * sum(map(len, selection.heads.values()))
+        if isinstance(selection.making, Attention):
+            each = selection.making.passes * sum(map(len, selection.heads.values()))
             number = int(queries * length * each) * prompt.work.n
             prompt.work.charge(number >> 10, Unit.WEIGHTS, f"{path}.{name}.attention")
             together += each

@@ -7,6 +7,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from itertools import chain
 from typing import Any, TypeVar
 
+import msgspec
+
 from vllm.config.capture import PROJECTION_ROWS, CaptureConfig
 from vllm.config.points import HEAD_POINTS, POINTS, READ_POINTS, STREAM_POINTS
 from vllm.sampling_params import SamplingParams
@@ -19,7 +21,7 @@ from vllm.v1.interventions.frontend.request.attention import (
 )
 from vllm.v1.interventions.frontend.request.budget import Work
 from vllm.v1.interventions.frontend.request.catalog import ModuleCatalog
-from vllm.v1.interventions.frontend.request.lens import charge_lenses, lens_read
+from vllm.v1.interventions.frontend.request.lens import charge_lenses, lens_making
 from vllm.v1.interventions.frontend.request.matrices import matrices_of, matrix_digest
 from vllm.v1.interventions.frontend.request.prompt import Prompt
 from vllm.v1.interventions.frontend.request.rules import AskedRule, place_rules
@@ -29,8 +31,8 @@ from vllm.v1.interventions.given import Given
 from vllm.v1.interventions.makings import (
     AnyMaking,
     AsIs,
-    AttentionRead,
-    LensRead,
+    Attention,
+    Lens,
     Mean,
     Scores,
 )
@@ -97,7 +99,7 @@ def parse_capture(
     selections: dict[str, Selection] = {}
     for name, (request, spec) in given.items():
         selections[name] = selection = _selection(request, shape, prompt, spec)
-        of_attention = isinstance(selection.reads, AttentionRead)
+        of_attention = isinstance(selection.making, Attention)
         where = "attention.queries" if of_attention else "positions"
         prompt.need_some(selection.runs, f"{request.path}.{where}")
     for name, spec in specs.items():
@@ -118,17 +120,14 @@ def parse_capture(
                 "needs a tokenizer, and the engine was started with skip_tokenizer_init; read "
                 "token_ids"
             )
-        making: AnyMaking = AsIs()
         project = request["project"]
         if project.value is not None:
             matrices = matrices_of(project, shape, selection.sites, prompt.work, catalog)
             digests = tuple(matrix_digest(matrix, shape) for matrix in matrices)
             projections |= zip(digests, matrices, strict=True)
-            making = Scores(digests, len(matrices[0]) // (4 * shape.hidden_size))
-        elif request["reduce"].value is not None:
-            making = Mean(tuple(selection.runs))
-        at = request.path
-        selections[name] = streams.add(name, selection, spec.in_frontend, making, at)
+            scores = Scores(digests, len(matrices[0]) // (4 * shape.hidden_size))
+            selection = msgspec.structs.replace(selection, making=scores)
+        selections[name] = streams.add(name, selection, spec.in_frontend, request.path)
     placed_rules = place_rules(rules, streams, shape, projections)
     num_rows = sum(map(len, projections.values())) // (4 * shape.hidden_size)
     if num_rows > PROJECTION_ROWS:
@@ -143,8 +142,8 @@ def parse_capture(
         taps = {(tap, layer) for point, layer in sites for tap in POINTS[point].copied}
         sites = sorted(taps, key=site_order)
     # What is made of rows takes room, too, while it is on the device; rows under a lens take time.
-    made = sum(s.row_bytes * len(s.sites) for s in placed if s.differs or s.reads is not None)
-    under = sum(len(s.sites) for s in placed if isinstance(s.reads, LensRead))
+    made = sum(s.row_bytes * len(s.sites) for s in placed if s.differs or s.making.takes_room)
+    under = sum(len(s.sites) for s in placed if isinstance(s.making, Lens))
     charge_lenses(selections, runs, shape, prompt, path)
     key_weights = charge_attention(selections, runs, prompt, path)
     return CapturePlan(
@@ -179,7 +178,7 @@ def check_global(config: CaptureConfig, shape: TapShape) -> None:
         work = Work(sys.maxsize)
         selection = _selection(given, shape, Prompt([0], 2, None, work), spec)
         need_captured_points(selection.sites, given["hooks"].path, config)
-        Streams(shape).add(name, selection, spec.in_frontend, AsIs(), given.path)
+        Streams(shape).add(name, selection, spec.in_frontend, given.path)
         if given["project"].value is not None:
             matrices_of(given["project"], shape, selection.sites, work)
 
@@ -231,6 +230,7 @@ def _selection(request: Given, shape: TapShape, prompt: Prompt, spec: ConsumerSp
     selector = Selector(prompt)
     runs = request.get("positions", "last_prompt").positions(selector.resolve)
     projects = request["project"].value is not None
+    making: AnyMaking = AsIs()
     if reduce.value is not None:
         reduce.choice(("mean",), "must be 'mean', got {given}")
         if any(point in HEAD_POINTS for point, _ in sites):
@@ -242,21 +242,21 @@ def _selection(request: Given, shape: TapShape, prompt: Prompt, spec: ConsumerSp
                 f"takes positions of the prompt, which has {len(prompt.token_ids)} tokens; for the "
                 "mean of an answer send it as the end of a prompt"
             )
-    reads = None
+        making = Mean(tuple(runs.flat()))
     if "lens" in request:
         if heads or projects or reduce.value is not None:
             lens.refuse(
                 "is for the residual stream, without 'project' and 'reduce'; give a list of "
                 "captures"
             )
-        reads = lens_read(lens, sites, shape, prompt)
+        making = lens_making(lens, sites, shape, prompt)
     return Selection(
         sites=sites,
         runs=runs.flat(),
         named=selector.named.flat(),
         last_generated=selector.only_last_generated,
         heads=heads,
-        reads=reads,
+        making=making,
         fields=fields,
     )
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from vllm.v1.interventions.frontend.request.budget import Unit
 from vllm.v1.interventions.frontend.request.prompt import Prompt
 from vllm.v1.interventions.given import Given
-from vllm.v1.interventions.makings import LensRead
+from vllm.v1.interventions.makings import Lens
 from vllm.v1.interventions.plan import Selection, Site
 from vllm.v1.interventions.positions import Positions
 from vllm.v1.interventions.shape import TapShape
@@ -22,7 +22,7 @@ _RANK = 128
 """Number of products that take as long as one number that is read from memory."""
 
 
-def lens_read(given: Given, sites: Sequence[Site], shape: TapShape, prompt: Prompt) -> LensRead:
+def lens_making(given: Given, sites: Sequence[Site], shape: TapShape, prompt: Prompt) -> Lens:
     """Parse `{"name": ..., "top_k": ..., "tokens": [...], "entropy": ...}`.
 
     Args:
@@ -51,7 +51,7 @@ def lens_read(given: Given, sites: Sequence[Site], shape: TapShape, prompt: Prom
     tokens = tuple(_token(one, shape, prompt) for one in listed)
     if not (top_k or tokens or entropy):
         asked.refuse("asks for nothing: give top_k, tokens or entropy")
-    return LensRead(name, top_k, tokens, entropy)
+    return Lens(name, top_k, tokens, entropy)
 
 
 def _token(given: Given, shape: TapShape, prompt: Prompt) -> int:
@@ -89,8 +89,8 @@ def charge_lenses(
     rows = len(Positions.from_flat(runs).below(len(prompt.token_ids)))
     hidden, vocab = shape.hidden_size, shape.vocab_size
     for name, selection in selections.items():
-        if isinstance(selection.reads, LensRead):
+        if isinstance(selection.making, Lens):
             # The head, a matrix of the lens before it, and one look at all logits for each rank.
-            each = hidden * (hidden + vocab) + _RANK * len(selection.reads.tokens) * vocab
+            each = hidden * (hidden + vocab) + _RANK * len(selection.making.tokens) * vocab
             number = rows * len(selection.sites) * each * prompt.work.n
             prompt.work.charge(number >> 24, Unit.PRODUCTS, f"{path}.{name}.lens")

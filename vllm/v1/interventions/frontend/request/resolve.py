@@ -30,7 +30,7 @@ from vllm.v1.interventions.frontend.request.prompt import Prompt
 from vllm.v1.interventions.frontend.request.rules import parse_rules
 from vllm.v1.interventions.frontend.request.steering import steering_plan
 from vllm.v1.interventions.frontend.request.written_text import written_text
-from vllm.v1.interventions.makings import AttentionRead
+from vllm.v1.interventions.makings import Attention
 from vllm.v1.interventions.plan import INHERIT, PLAN_FIELDS, STEERING_FIELDS, CapturePlan, Plan
 from vllm.v1.interventions.positions import Positions
 from vllm.v1.interventions.shape import TapShape
@@ -253,7 +253,7 @@ def _capture(
         return None
     for name, selection in plan.consumers.items():
         sites, field = selection.sites, "hooks"
-        if isinstance(selection.reads, AttentionRead):
+        if isinstance(selection.making, Attention):
             # What attention returned proved at start-up that its weights can be read.
             sites, field = [*sites, (RETURNED, sites[0][1])], "attention"
         need_captured_points(sites, f"capture.{name}.{field}", config.capture_config)

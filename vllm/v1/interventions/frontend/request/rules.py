@@ -118,8 +118,8 @@ def place_rules(
         matrix = b"".join(asked[i].probe for i in members)
         digest = matrix_digest(matrix, shape)
         projections[digest] = matrix
-        making = Scores((digest,), len(members))
-        selection = streams.add("rules", Selection([site], list(runs)), True, making, "rules")
+        scores = Selection([site], list(runs), making=Scores((digest,), len(members)))
+        selection = streams.add("rules", scores, True, "rules")
         for column, i in enumerate(members):
             placed[i] = msgspec.structs.replace(
                 asked[i].rule, stream=selection.streams[0], column=column

@@ -9,7 +9,7 @@ import msgspec
 from vllm.config.points import POINTS, Rows
 from vllm.v1.capture.registry import is_inline
 from vllm.v1.interventions.errors import reject
-from vllm.v1.interventions.makings import AnyMaking, AsIs, AttentionRead, LensRead, Scores
+from vllm.v1.interventions.makings import AnyMaking, AsIs, Attention, Lens, Scores
 from vllm.v1.interventions.plan import Selection, Site, Stream
 from vllm.v1.interventions.positions import Positions
 from vllm.v1.interventions.shape import TapShape
@@ -27,7 +27,6 @@ class _Form(NamedTuple):
     consumer: str = ""
     """Name of the consumer whose heads the rows are; "" in the residual stream."""
     making: AnyMaking = AsIs()
-    reads: AttentionRead | LensRead | None = None
     differs: bool = False
 
 
@@ -47,13 +46,11 @@ class Streams:
         name: str,
         selection: Selection,
         relayed: bool,
-        making: AnyMaking,
         path: str,
     ) -> Selection:
         """Add what a consumer gets.
 
         Args:
-            making: what is made of its rows; of heads nothing.
             path: of its request.
 
         Returns:
@@ -62,6 +59,7 @@ class Streams:
         Raises:
             ValueError: rows of several widths for a consumer other than `inline`.
         """
+        making = selection.making
         parts: dict[_Form, list[Site]] = {}
         differing = [s for s in selection.sites if POINTS[s[0]].rows is Rows.BRANCH]
         widths = {0}
@@ -72,9 +70,9 @@ class Streams:
             apart = tuple(selection.sites) if by_site else ()
             [width], kind = widths, bool(differing)
             consumer = name if width else ""
-            of_rows = width, consumer, making, selection.reads, kind
+            of_rows = width, consumer, making, kind
             parts[_Form(relayed, apart, *of_rows)] = selection.sites
-        elif making.field:
+        elif not making.mixes:
             reject(
                 f"{path}.{making.field}",
                 "takes points of one kind: branches (attn_out, mlp_out), final where the stream "
@@ -83,11 +81,11 @@ class Streams:
         for site in () if parts else selection.sites:
             width, differs = self._width(selection, site), site in differing
             consumer = name if width else ""
-            form = _Form(relayed, (), width, consumer, making, selection.reads, differs)
+            form = _Form(relayed, (), width, consumer, making, differs)
             parts.setdefault(form, []).append(site)
         if len(parts) > 1 and not is_inline(name):
             reject(
-                f"{path}.{'hooks' if selection.reads is None else 'attention.heads'}",
+                f"{path}.{making.field}",
                 "rows have different widths or dtypes, and only 'inline' takes these together; "
                 "choose sites with as many heads of one width each, or branches (attn_out, "
                 "mlp_out) alone, which are float32",
@@ -104,8 +102,8 @@ class Streams:
     def _width(self, selection: Selection, site: Site) -> int:
         """The width of the heads chosen at a site together; 0 for the residual stream."""
         heads = selection.heads.get(site)
-        if heads and isinstance(selection.reads, AttentionRead):
-            return selection.reads.width(len(heads))
+        if heads and isinstance(selection.making, Attention):
+            return selection.making.width(len(heads), 0)
         return len(heads) * self._shape.parts(site)[1] if heads else 0
 
     def placed(self) -> list[Stream]:
@@ -115,13 +113,12 @@ class Streams:
             sites, runs = union(members)
             width, dtype = form.width or shape.hidden_size, shape.dtype
             if isinstance(form.making, Scores):
-                width, dtype = form.making.size * width // shape.hidden_size, "float32"
-            if isinstance(form.reads, LensRead):
-                width = sum(form.reads.widths)
+                width = form.making.width(width // shape.hidden_size, shape.hidden_size)
+            if isinstance(form.making, Lens):
+                width = form.making.width(1, width)
             heads = [members[0].heads[site] for site in sites] if form.width else []
-            summed = form.making.adds_up
-            dtype = "float32" if summed or form.differs or form.reads is not None else dtype
-            of_rows = heads, form.making, form.reads, form.differs
+            dtype = form.making.dtype or ("float32" if form.differs else dtype)
+            of_rows = heads, form.making, form.differs
             made.append(Stream(sites, runs, form.relayed, width, dtype, *of_rows))
         return made
 

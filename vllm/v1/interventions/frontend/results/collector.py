@@ -13,13 +13,14 @@ from vllm.config.points import QUERIES
 from vllm.v1.capture.attention import AttentionRows
 from vllm.v1.capture.copies import CopyThreads, Filled, copies_of, integers, of_stream, steps_into
 from vllm.v1.capture.lens import LensRows
+from vllm.v1.capture.made_rows import MadeRows
 from vllm.v1.capture.results import CapturedRows, CaptureResult, RowSource, SiteRows
 from vllm.v1.capture.transport.mean import RunningMean
 from vllm.v1.capture.transport.selected import RowsLost, Selected
 from vllm.v1.interventions.frontend.request.capture import TOKENS
 from vllm.v1.interventions.frontend.results.memory import KeptMemory
 from vllm.v1.interventions.frontend.results.pieces import Piece, Run, StreamRows
-from vllm.v1.interventions.makings import AttentionRead, LensRead
+from vllm.v1.interventions.makings import Attention, Lens
 from vllm.v1.interventions.plan import CapturePlan, Selection, Site, dtype_of
 from vllm.v1.interventions.positions import in_a_row
 from vllm.v1.interventions.shape import LayerShape
@@ -44,13 +45,14 @@ class _Rows(RowSource):
 
     def by_site(self) -> SiteRows[Any]:
         """Return the rows as a user gets them."""
-        reads, sites = self.selection.reads, self.selection.sites
-        if isinstance(reads, LensRead):
-            return SiteRows(sites, self._under_lens, self)
-        if reads is None:
+        making, sites = self.selection.making, self.selection.sites
+        if not making.fields:
             return SiteRows(sites, self._captured, self)
-        layers = [None] if reads.sum == "all" else [layer for _, layer in self.selection.heads]
-        return SiteRows([("attn", layer) for layer in layers], self._attended, self)
+        if isinstance(making, Attention):
+            layers = [layer for _, layer in self.selection.heads]
+            of_all = making.sum == "all"
+            return SiteRows([("attn", n) for n in ([None] if of_all else layers)], self._made, self)
+        return SiteRows(sites, self._made, self)
 
     def joined(self, later: Self) -> SiteRows[Any]:
         """Return these rows and then `later`'s, of the same completion and capture."""
@@ -86,21 +88,18 @@ class _Rows(RowSource):
         values, texts = self._values(site), self._of_tokens()
         return CapturedRows(*at, values, self.versions, heads, rule, texts)
 
-    def _under_lens(self, site: Site) -> LensRows:
-        """Return what a lens read at a site."""
-        read, at = self.selection.reads, (self.positions, self.token_ids)
-        assert isinstance(read, LensRead)
-        return LensRows(*at, self._values(site), self.versions, read, self._of_tokens())
-
-    def _attended(self, site: tuple[str, int | None]) -> AttentionRows:
-        """Return the attention of a layer's heads, or of those of all."""
-        read, layer = self.selection.reads, site[1]
-        assert isinstance(read, AttentionRead)
-        heads, values = tuple[int, ...](), self._sum
-        if layer is not None:
+    def _made(self, site: tuple[str, int | None]) -> MadeRows:
+        """Return what was made at a site, of attention at a layer or of the heads of all."""
+        making, (point, layer) = self.selection.making, site
+        at, texts = (self.positions, self.token_ids), self._of_tokens()
+        if layer is None:
+            assert isinstance(making, Attention)
+            return AttentionRows(*at, self._sum, self.versions, (), making, texts)
+        if isinstance(making, Attention):
             heads, values = self.selection.heads[QUERIES, layer], self._values((QUERIES, layer))
-        at = self.positions, self.token_ids
-        return AttentionRows(*at, values, self.versions, heads, read, self._of_tokens())
+            return AttentionRows(*at, values, self.versions, heads, making, texts)
+        assert isinstance(making, Lens)
+        return LensRows(*at, self._values((point, layer)), self.versions, making, texts)
 
     def _sum(self) -> torch.Tensor:
         parts = [rows.site(i) for sites, rows in self.streams for i in range(len(sites))]

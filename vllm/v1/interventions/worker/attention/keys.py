@@ -47,7 +47,7 @@ class Queriers(NamedTuple):
         """Put on the device what is known of requests.
 
         Args:
-            ranges: of each request, as `AttentionRead.ranges`.
+            ranges: of each request, as `Attention.ranges`.
         """
         bases = np.arange(len(ranges) * len(ranges[0])).reshape(len(ranges), -1) * END
         flat = [

@@ -15,7 +15,7 @@ import torch
 from torch.distributed import ProcessGroup, all_reduce
 
 from vllm.utils.torch_utils import async_tensor_h2d
-from vllm.v1.interventions.makings import AttentionRead
+from vllm.v1.interventions.makings import Attention
 from vllm.v1.interventions.worker.attention.formula import Focus, normalised
 from vllm.v1.interventions.worker.attention.keys import LayerReader, Queriers
 from vllm.v1.interventions.worker.attention.pages import Sight
@@ -197,7 +197,7 @@ class AttentionReader:
 
     def read(
         self,
-        read: AttentionRead,
+        read: Attention,
         sites: Sequence[AlikeSites],
         queries: torch.Tensor,
         positions: torch.Tensor,
@@ -214,7 +214,7 @@ class AttentionReader:
             stop: one past the last query, or more.
 
         Returns:
-            float32 [n, sites, `read.width`], as `AttentionRead` says.
+            float32 [n, sites, `read.width`], as `Attention` says.
         """
         made: dict[int, torch.Tensor] = {}
         # A prompt's queries are read in many parts, and have the same ranges in all.
@@ -223,9 +223,9 @@ class AttentionReader:
         stop = min(stop, read.stop or stop)
         for alike in sites:
             heads = len(alike.heads[0])
-            before, behind = (read.width(number) for number in alike.elsewhere)
+            before, behind = (read.width(number, 0) for number in alike.elsewhere)
             for some in alike.cut(max(CHUNK_BYTES // (4 * stop * max(heads, 1)), 1)):
-                shape = (len(queries), len(some.places), read.width(heads))
+                shape = (len(queries), len(some.places), read.width(heads, 0))
                 into = torch.zeros(shape, device=self._device)
                 each = 4 * stop * len(some.places) * max(heads, 1)
                 at_once = queries_at_once(each, queriers.programs is not None)
@@ -247,7 +247,7 @@ class AttentionReader:
 
 
 def _reduce(
-    read: AttentionRead,
+    read: Attention,
     weights: torch.Tensor,
     queriers: Queriers,
     masks: Callable[[range, int], torch.Tensor],
@@ -262,23 +262,24 @@ def _reduce(
     if read.sum:
         into[..., :keys] = weights.sum(2)
         return
-    parts = iter(into.unflatten(2, (weights.shape[2], -1)).split(read.widths, dim=3))
-    mass, peak = (next(parts) if name in read.give else None for name in ("mass", "peak"))
+    widths = [field.width for field in read.fields]
+    parts = into.unflatten(2, (weights.shape[2], -1)).split(widths, dim=3)
+    mass, peak, top_positions, top_weights, every = parts
     # Five numbers of a range's mask: the keys on the line and the counts have two each.
     most = max(CHUNK_BYTES // (20 * keys * max(len(read.ranges), 1)), 1)
     for which, own in queriers.alike(most) if read.ranges else ():
         inside = masks(which, keys)
         rows = weights[own].reshape(len(which), -1, keys)
-        if mass is not None:
+        if "mass" in read.give:
             mass[own] = (rows @ inside.transpose(1, 2)).view(mass[own].shape)
-        if peak is not None:
+        if "peak" in read.give:
             for i in range(len(read.ranges)):
                 largest = (rows * inside[:, i : i + 1]).amax(-1)
                 peak[own][..., i] = largest.view(peak[own].shape[:3])
     if "top" in read.give:
         found = weights.topk(min(read.top, keys))
         numbers = found.indices.to(torch.int32).where(found.values > 0, -1)
-        next(parts).view(torch.int32).fill_(-1)[..., : numbers.shape[3]] = numbers
-        next(parts)[..., : numbers.shape[3]] = found.values
+        top_positions.view(torch.int32).fill_(-1)[..., : numbers.shape[3]] = numbers
+        top_weights[..., : numbers.shape[3]] = found.values
     if "weights" in read.give:
-        next(parts)[..., :keys] = weights
+        every[..., :keys] = weights

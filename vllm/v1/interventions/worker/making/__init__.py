@@ -3,6 +3,7 @@
 
 maker.py      makers, and the rows that they start from
 makers.py     which one makes what
+rows.py       rows of heads and branches
 scores.py     rows times matrices
 means.py      sums of rows
 attention.py  what a step reads of attention, block by block, and for whom

@@ -2,66 +2,54 @@
 """The attention of a step's captured queries, block by block, and the requests whose attention
 is read."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary
 
 import torch
 
-from vllm.utils.torch_utils import async_tensor_h2d
-from vllm.v1.interventions.capture_groups import CaptureGroup
-from vllm.v1.interventions.makings import AttentionRead
+from vllm.v1.interventions.capture_groups import LocalStream
+from vllm.v1.interventions.makings import Attention
 from vllm.v1.interventions.step_rows import Block, Blocks, KeyRanges
 from vllm.v1.interventions.worker.attention.keys import Queriers
 from vllm.v1.interventions.worker.attention.reader import AlikeSites, AttentionReader
-from vllm.v1.interventions.worker.making.maker import Captured
+from vllm.v1.interventions.worker.making.maker import Captured, Maker, Material
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
 
 
-class BlockAttention:
-    """Reads attention of the queries in an arena; it keeps what it sends to the device once for
-    each group of requests, and for each block.
+class AttentionMaker(Maker):
+    """Makes `Attention`. It keeps what it sends to the device once for each stream, and for each
+    block."""
 
-    Args:
-        arena: [rows, hidden] on the device.
-    """
+    def __init__(self, material: Material) -> None:
+        super().__init__(material)
+        self.reader: AttentionReader | None = None
+        """Reader of attention; None until the KV cache exists."""
+        self._sites: WeakKeyDictionary[LocalStream, list[AlikeSites]] = WeakKeyDictionary()
+        self._queriers: WeakKeyDictionary[Block, dict[LocalStream, Queriers]] = WeakKeyDictionary()
+        """The requests of each block, with their key ranges in each stream."""
 
-    def __init__(self, reader: AttentionReader, arena: torch.Tensor) -> None:
-        self._reader, self._arena = reader, arena
-        self._sites: WeakKeyDictionary[
-            CaptureGroup, list[tuple[AttentionRead, list[AlikeSites], torch.Tensor]]
-        ] = WeakKeyDictionary()
-        """Group -> (values to read, sites, columns) of each of its streams that reads attention."""
-        self._queriers: WeakKeyDictionary[Block, list[Queriers]] = WeakKeyDictionary()
-        """The requests of each of these streams, by block."""
+    def make(self, block: Block, stream: LocalStream, captured: Captured) -> torch.Tensor:
+        """Read the attention of a block's queries."""
+        reader, making = self.reader, stream.making
+        assert reader is not None and isinstance(making, Attention)
+        if (sites := self._sites.get(stream)) is None:
+            sites = self._sites[stream] = reader.sites(stream.heads)
+        if (of_streams := self._queriers.get(block)) is None:
+            of_streams = self._queriers[block] = self._queriers_of(block)
+        queries = self.material.heads(block, stream)
+        asking = of_streams[stream]._replace(programs=captured.programs)
+        return reader.read(making, sites, queries, captured.positions, asking, block.stop)
 
-    def read(self, block: Block, captured: Captured) -> Iterator[torch.Tensor]:
-        """Yield what leaves of the attention of a block's queries, of each stream that has any.
-
-        Args:
-            captured: the block's tokens.
-        """
-        group, device = block.group, self._arena.device
-        if group not in self._sites:
-            self._sites[group] = [
-                (s.reads, self._reader.sites(s.heads), async_tensor_h2d(s.columns, device))
-                for s in group.streams
-                if isinstance(s.reads, AttentionRead) and s.columns is not None
-            ]
-        if block not in self._queriers:
-            self._queriers[block] = [
-                Queriers.of(block.in_batch, block.counts, ranges, device)
-                for ranges in zip(*block.ranges, strict=True)
-            ]
-        for (read, sites, columns), queriers in zip(
-            self._sites[group], self._queriers[block], strict=True
-        ):
-            queries = block.heads(self._arena, columns)
-            asking = queriers._replace(programs=captured.programs)
-            at = captured.positions
-            yield self._reader.read(read, sites, queries, at, asking, block.stop)
+    def _queriers_of(self, block: Block) -> dict[LocalStream, Queriers]:
+        streams = [s for s in block.group.streams if isinstance(s.making, Attention)]
+        device = self.material.arena.device
+        return {
+            stream: Queriers.of(block.in_batch, block.counts, ranges, device)
+            for stream, ranges in zip(streams, zip(*block.ranges, strict=True), strict=True)
+        }
 
 
 class AttentionRequests:
@@ -80,8 +68,8 @@ class AttentionRequests:
             self._ranges.pop(req_id, None)
         step = scheduler_output.interventions
         for req_id, request in step.admitted.items() if step is not None else ():
-            reads = [s.reads for s in request.capture_streams]
-            if ranges := [read.ranges for read in reads if isinstance(read, AttentionRead)]:
+            made = [s.making for s in request.capture_streams]
+            if ranges := [m.ranges for m in made if isinstance(m, Attention)]:
                 self._ranges[req_id] = ranges
         if not self._ranges:
             return
@@ -97,7 +85,7 @@ class AttentionRequests:
         Args:
             req_ids: in batch order.
         """
-        attending = [block for block in blocks.all if block.group.attends]
+        attending = [block for block in blocks.all if Attention in block.group.kinds]
         places = {req_id: i for i, req_id in enumerate(req_ids)} if attending else {}
         for block in attending:
             block.in_batch = [places[req_id] for req_id, _ in block.owners]
@@ -107,5 +95,5 @@ class AttentionRequests:
     def count_keys(self, blocks: Blocks) -> None:
         """Tell blocks how many keys this step's queries may see."""
         for block in blocks.all:
-            if block.group.attends:
+            if Attention in block.group.kinds:
                 block.stop = max(self._stops[req_id] for req_id, _ in block.owners)

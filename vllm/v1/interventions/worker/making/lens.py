@@ -21,9 +21,12 @@ from safetensors import SafetensorError, safe_open
 
 from vllm.model_executor.models.interfaces_base import VllmModelForTextGeneration
 from vllm.utils.torch_utils import async_tensor_h2d
+from vllm.v1.interventions.capture_groups import LocalStream
 from vllm.v1.interventions.errors import describe, show
-from vllm.v1.interventions.makings import LensRead
+from vllm.v1.interventions.makings import Lens
 from vllm.v1.interventions.shape import TapShape
+from vllm.v1.interventions.step_rows import Block
+from vllm.v1.interventions.worker.making.maker import Captured, Maker, Material
 
 _KEY = re.compile(r"(\d{1,9})\.(weight|bias)")
 _KINDS = {"tuned": ("weight", "bias"), "jacobian": ("weight",)}
@@ -76,6 +79,21 @@ class FileLens:
         return rows + made if self._kind == "tuned" else made
 
 
+class LensMaker(Maker):
+    """Makes `Lens`."""
+
+    def __init__(self, material: Material) -> None:
+        super().__init__(material)
+        self.reader: LensReader | None = None
+        """Reader of lenses; None until the norm before the head is known."""
+
+    def make(self, block: Block, stream: LocalStream, captured: Captured) -> torch.Tensor:
+        """Read the rows of all sites under a lens."""
+        assert self.reader is not None and isinstance(stream.making, Lens)
+        rows = torch.cat([rows for _, rows in self.material.by_run(block, stream)], dim=1)
+        return self.reader.read(stream.making, [layer for layer, _ in stream.heads], rows)
+
+
 Norm = Callable[[torch.Tensor], torch.Tensor]
 """Function that rows [n, hidden] pass before the head."""
 
@@ -114,33 +132,36 @@ class LensReader:
 
         self._tokens = tokens_on_device
 
-    def read(self, read: LensRead, layers: Sequence[int], rows: torch.Tensor) -> torch.Tensor:
-        """Return what leaves the device in place of rows.
+    def read(self, read: Lens, layers: Sequence[int], rows: torch.Tensor) -> torch.Tensor:
+        """Return what a lens says of rows.
 
         Args:
             layers: of each site.
             rows: [n, sites, hidden] in the model's dtype, on the device.
 
         Returns:
-            float32 [n, sites, width], as `LensRead` says.
+            float32 [n, sites, width], as `Lens` says.
         """
         if (lens := self._lenses.get(read.name)) is not None:
             parts = zip(rows.unbind(1), layers, strict=True)
             rows = torch.stack([lens.apply(part, layer) for part, layer in parts], dim=1)
         flat = rows.flatten(0, 1)
-        made = torch.empty(len(flat), sum(read.widths), device=rows.device)
-        tokens = self._tokens(read.tokens)
+        made = torch.empty(len(flat), read.width(1, rows.shape[-1]), device=rows.device)
+        tokens, widths = self._tokens(read.tokens), [field.width for field in read.fields]
         # All sites at once: the head is read from memory once for many rows.
         for some, into in zip(flat.split(self._at_once), made.split(self._at_once), strict=True):
             logits = self._model.compute_logits(self._norm(some))
             assert logits is not None  # as all ranks get the whole of them
-            _reduce(read, logits.float(), tokens, into)
+            _reduce(read, logits.float(), tokens, into.split(widths, dim=1))
         return made.unflatten(0, rows.shape[:2])
 
 
-def _reduce(read: LensRead, logits: torch.Tensor, tokens: torch.Tensor, into: torch.Tensor) -> None:
-    """Write what is given of float32 logits [n, vocabulary] to [n, width]."""
-    ids, of_ids, of_tokens, ranks, entropy = into.split(read.widths, dim=1)
+def _reduce(
+    read: Lens, logits: torch.Tensor, tokens: torch.Tensor, into: Sequence[torch.Tensor]
+) -> None:
+    """Write what is given of float32 logits [n, vocabulary] to the fields of rows, each [n,
+    width]."""
+    ids, of_ids, of_tokens, ranks, entropy = into
     total = logits.logsumexp(1, keepdim=True)
     if read.top_k:
         found = logits.topk(read.top_k)

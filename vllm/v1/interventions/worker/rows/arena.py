@@ -18,13 +18,14 @@ from vllm.model_executor.layers.row_capture import WRITTEN, capture_rows
 from vllm.utils.torch_utils import async_tensor_h2d
 from vllm.v1.capture.transport.landing import Landing
 from vllm.v1.interventions.capture_groups import CaptureGroup, CaptureGroups, num_senders
+from vllm.v1.interventions.makings import Attention, Lens
 from vllm.v1.interventions.messages import WorkerRequest
 from vllm.v1.interventions.plan import Site
 from vllm.v1.interventions.shape import TapShape
 from vllm.v1.interventions.step_rows import Block, Blocks, Members, StepRows
 from vllm.v1.interventions.worker.attention.reader import AttentionReader
-from vllm.v1.interventions.worker.making.attention import AttentionRequests, BlockAttention
-from vllm.v1.interventions.worker.making.lens import FileLens, LensReader
+from vllm.v1.interventions.worker.making.attention import AttentionMaker, AttentionRequests
+from vllm.v1.interventions.worker.making.lens import FileLens, LensMaker, LensReader
 from vllm.v1.interventions.worker.making.maker import Captured
 from vllm.v1.interventions.worker.rows.outbox import Outbox
 from vllm.v1.interventions.worker.rows.pinning import Pinning, landing_bytes
@@ -159,12 +160,16 @@ class CaptureArena:
     def read_attention(self, reader: AttentionReader) -> None:
         """Read attention by this from now on."""
         assert self._outbox is not None
-        self._outbox.attention = BlockAttention(reader, self.arena)
+        maker = self._outbox.makers[Attention]
+        assert isinstance(maker, AttentionMaker)
+        maker.reader = reader
 
     def read_lenses(self, reader: LensReader) -> None:
         """Read lenses by this from now on."""
         assert self._outbox is not None
-        self._outbox.lens = reader
+        maker = self._outbox.makers[Lens]
+        assert isinstance(maker, LensMaker)
+        maker.reader = reader
 
     def update(self, scheduler_output: "SchedulerOutput") -> None:
         """Take over whose rows are wanted in this step, and of whom in those to come."""

@@ -6,11 +6,7 @@ from collections.abc import Iterator
 import torch
 
 from vllm.v1.capture.transport.landing import Landing
-from vllm.v1.interventions.capture_groups import LocalStream
-from vllm.v1.interventions.makings import LensRead
 from vllm.v1.interventions.step_rows import Block, StepRows
-from vllm.v1.interventions.worker.making.attention import BlockAttention
-from vllm.v1.interventions.worker.making.lens import LensReader
 from vllm.v1.interventions.worker.making.maker import Captured, Material
 from vllm.v1.interventions.worker.making.makers import MAKERS
 from vllm.v1.interventions.worker.rows.pinning import PIECE_BYTES
@@ -42,18 +38,14 @@ class Outbox:
     ) -> None:
         self._arena, self._landing = arena, landing
         self._cuda, self._sleeps = arena.device.type == "cuda", sleeps
-        self._material = Material(arena, projections)
-        self._makers = {made: maker(self._material) for made, maker in MAKERS.items()}
+        material = Material(arena, projections)
+        self.makers = {making: maker(material) for making, maker in MAKERS.items()}
         self._straight: list[torch.cuda.Event] = []
         """Events that mark that what leaves from the arena itself has arrived."""
         self._moved = 0
         """Bytes of this step in the second buffer."""
         self._sent: torch.cuda.Event | None = None
         """Event that marks that the last of what leaves from the second buffer has arrived."""
-        self.attention: BlockAttention | None = None
-        """Reader of attention; None until the KV cache exists."""
-        self.lens: LensReader | None = None
-        """Reader of rows under lenses; None until the norm before the head is known."""
         self._rows, self._row_bytes = _bytes_of(arena), arena.shape[1] * arena.itemsize
         if self._cuda and landing is not None:
             self._leaving = torch.empty_like(self._rows[: len(self._rows) // 2])
@@ -123,54 +115,22 @@ class Outbox:
             done = stop
 
     def _made_of(self, block: Block, captured: Captured) -> Iterator[torch.Tensor]:
-        """Yield what leaves of a block's rest: scores, sums, heads, differences, and what lenses
-        and attention make.
+        """Yield what leaves of a block's rest, stream by stream.
 
         Args:
             captured: the block's tokens.
         """
-        streams = block.group.streams
-        reads = self._attention(block, captured)
-        for stream in streams:
-            if (maker := self._makers.get(type(stream.making))) is not None:
-                yield maker.make(block, stream, captured)
-            elif isinstance(stream.reads, LensRead):
-                yield self._under_lens(block, stream, stream.reads)
-            elif stream.columns is not None:
-                attended = stream.reads is not None
-                yield next(reads) if attended else self._material.heads(block, stream)
-            elif not stream.is_raw:
-                made = torch.empty(
-                    block.count, len(stream.places), stream.width, device=self._arena.device
-                )
-                for sites, rows in self._material.by_run(block, stream):
-                    made[:, sites] = rows
-                yield made
+        for stream in block.group.streams:
+            if not stream.is_raw:
+                yield self.makers[type(stream.making)].make(block, stream, captured)
 
     def take_part(self, step: StepRows, captured: Captured) -> None:
-        """Make what all tensor-parallel ranks make together, of rows under lenses and of attention,
-        in the order in which the first rank does, which sends it."""
+        """Make what all tensor-parallel ranks make together, in the order in which the first rank
+        does, which sends it."""
         for block, at in captured.of_blocks(step.blocks):
-            reads = self._attention(block, at)
             for stream in block.group.streams:
-                if isinstance(stream.reads, LensRead):
-                    self._under_lens(block, stream, stream.reads)
-                elif stream.reads is not None:
-                    next(reads)
-
-    def _attention(self, block: Block, captured: Captured) -> Iterator[torch.Tensor]:
-        """Return what leaves of the attention of a block's queries: one tensor for each stream that
-        reads attention."""
-        if not block.group.attends:
-            return iter(())
-        assert self.attention is not None
-        return self.attention.read(block, captured)
-
-    def _under_lens(self, block: Block, stream: LocalStream, read: LensRead) -> torch.Tensor:
-        """Return what leaves of rows under a lens, float32 [count, sites, width] on the device."""
-        assert self.lens is not None
-        rows = torch.cat([rows for _, rows in self._material.by_run(block, stream)], dim=1)
-        return self.lens.read(read, [layer for layer, _ in stream.heads], rows)
+                if stream.making.shared:
+                    self.makers[type(stream.making)].make(block, stream, at)
 
 
 def _bytes_of(values: torch.Tensor) -> torch.Tensor:
