@@ -122,7 +122,7 @@ def run(args: argparse.Namespace, num_sites: int) -> dict[str, float]:
     from vllm.v1.engine.output_processor import RequestState
     from vllm.v1.interventions.capture_groups import CaptureGroups
     from vllm.v1.interventions.frontend.results.outputs import CaptureOutputs
-    from vllm.v1.interventions.messages import WorkerRequest, WorkerStream
+    from vllm.v1.interventions.messages import WorkerRequest
     from vllm.v1.interventions.plan import CapturePlan, Plan, Selection, Stream
     from vllm.v1.interventions.scheduler.consumers import CaptureSessions
     from vllm.v1.interventions.scheduler.relay import RowRelay
@@ -137,11 +137,12 @@ def run(args: argparse.Namespace, num_sites: int) -> dict[str, float]:
     sites = [("post_block", layer) for layer in range(num_sites)]
     num_rows = args.tokens * args.steps
     runs = [0, num_rows]
+    stream = Stream(tuple(sites), args.hidden, "bfloat16", relayed=True, runs=tuple(runs))
     plan = Plan(
         capture=CapturePlan(
             sites=sites,
             runs=runs,
-            streams=[Stream(sites, runs, True, args.hidden, "bfloat16")],
+            streams=[stream],
             consumers={"inline": Selection(sites, runs)},
             arena_rows=num_sites,
             hidden_size=args.hidden,
@@ -152,8 +153,7 @@ def run(args: argparse.Namespace, num_sites: int) -> dict[str, float]:
         np.zeros(1, np.int64),
         np.zeros(1, np.int32),
         np.zeros(1, np.int32),
-        tuple(sites),
-        (WorkerStream(tuple(range(num_sites))),),
+        (Stream(tuple(sites), args.hidden, "bfloat16"),),
     )
     shape = TapShape(args.hidden, "bfloat16", {})
     layout = CaptureGroups({site: i for i, site in enumerate(sites)}, shape).of(place)

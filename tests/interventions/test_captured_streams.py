@@ -14,11 +14,11 @@ from hypothesis import strategies as st
 
 from tests.support.plans import HIDDEN, SHAPE
 from tests.support.projections import matrix
-from tests.support.rows import step_rows
+from tests.support.rows import step_rows, taps_of
 from vllm.v1.interventions.capture_groups import CaptureGroup, CaptureGroups
 from vllm.v1.interventions.makings import AnyMaking, AsIs, Mean, Scores
-from vllm.v1.interventions.messages import WorkerRequest, WorkerStream
-from vllm.v1.interventions.plan import Site
+from vllm.v1.interventions.messages import WorkerRequest
+from vllm.v1.interventions.plan import Site, Stream
 from vllm.v1.interventions.positions import Positions
 from vllm.v1.interventions.startup import StageRows
 from vllm.v1.interventions.step_rows import Blocks, Members, StepRows
@@ -44,7 +44,6 @@ def worker_requests(draw: st.DrawFn) -> WorkerRequest:
         sorted(draw(st.sets(st.integers(0, len(SITES) - 1), min_size=1, max_size=5)))
         for _ in matrices
     ]
-    union = sorted({i for part in parts for i in part})
 
     def drawn(part: list[int], at: tuple[int, int] | None, runs: tuple[int, ...]) -> AnyMaking:
         if at is None:
@@ -53,18 +52,15 @@ def worker_requests(draw: st.DrawFn) -> WorkerRequest:
         places = tuple(draw(st.just(at[0]) | alike) for _ in part)
         return Scores((), at[1], places if len(set(places)) > 1 else places[:1])
 
-    def stream(part: list[int], making: AnyMaking) -> WorkerStream:
-        sites, width = tuple(union.index(i) for i in part), 0
-        if not isinstance(making, AsIs):
-            width = making.size if isinstance(making, Scores) else HIDDEN
-        return WorkerStream(sites, width=width, making=making)
+    def stream(part: list[int], making: AnyMaking) -> Stream:
+        sites, dtype = tuple(SITES[i] for i in part), making.dtype or SHAPE.dtype
+        return Stream(sites, making.width(1, HIDDEN), dtype, making=making)
 
     return WorkerRequest(
         firsts=np.zeros(1, np.int64),
         table_rows=np.zeros(1, np.int32),
         programs=np.zeros(1, np.int32),
-        capture_sites=tuple(SITES[i] for i in union),
-        capture_streams=tuple(
+        streams=tuple(
             stream(part, drawn(part, at, runs))
             for part, at, runs in zip(parts, matrices, summed, strict=True)
         ),
@@ -129,13 +125,13 @@ def test_streams(asked: list[tuple[WorkerRequest, int]], data: st.DataObject) ->
     for i, (request, count) in enumerate(asked):
         chunk = rows.of(str(i)) if rows is not None else None
         mine = slice(first, first := first + count)
-        if not set(request.capture_sites) & set(stage):
+        if not taps_of(request) & set(stage):
             assert chunk is None
             continue
         assert chunk is not None and chunk.version == 7
         assert chunk.positions.tolist() == [100 + n for n in range(mine.start, mine.stop)]
-        for values, wanted in zip(chunk.values, request.capture_streams, strict=True):
-            sites = [request.capture_sites[i] for i in wanted.sites]
+        for values, wanted in zip(chunk.values, request.streams, strict=True):
+            sites = wanted.sites
             want = stream[[SITES.index(site) for site in sites if site in stage], mine]
             want = want.transpose(0, 1)
             if isinstance(wanted.making, Mean):
@@ -245,8 +241,7 @@ def test_equal_requests_share_a_block() -> None:
         firsts=np.zeros(1, np.int64),
         table_rows=np.zeros(1, np.int32),
         programs=np.zeros(1, np.int32),
-        capture_sites=tuple(SITES),
-        capture_streams=(WorkerStream(tuple(range(len(SITES)))),),
+        streams=(Stream(tuple(SITES), HIDDEN, SHAPE.dtype),),
     )
     rows = captured(sites, [every] * 3, [2, 1, 4], torch.randn(len(SITES), 7, HIDDEN))
     assert rows is not None and len(rows.blocks.all) == 1

@@ -31,7 +31,12 @@ SITES, WIDTH, RING = 8, 64, 16 << 20
 """RING: bytes of a message that leaves the shared-memory ring."""
 ALL = tuple(range(SITES))
 RAW = CaptureGroup(ALL, SITES, [LocalStream(ALL)])
-SCORES = CaptureGroup(ALL, 0, [LocalStream(ALL, width=3, making=Scores((), 3, (0,)))], [1] * SITES)
+SCORES = CaptureGroup(
+    ALL,
+    0,
+    [LocalStream(ALL, is_raw=False, width=3, dtype="float32", making=Scores((), 3, (0,)))],
+    [1] * SITES,
+)
 
 
 def rows_of(count: int, landing: Landing | None = None) -> tuple[StepRows, torch.Tensor]:

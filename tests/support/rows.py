@@ -8,7 +8,8 @@ import torch
 from vllm.v1.capture.transport.landing import Landing
 from vllm.v1.interventions.frontend.results.collector import RowCollector
 from vllm.v1.interventions.frontend.results.pieces import Run
-from vllm.v1.interventions.messages import CapturedChunk
+from vllm.v1.interventions.messages import CapturedChunk, WorkerRequest
+from vllm.v1.interventions.plan import Site
 from vllm.v1.interventions.step_rows import Blocks, StepRows
 from vllm.v1.interventions.worker.making.maker import Captured
 from vllm.v1.interventions.worker.rows.outbox import Outbox
@@ -29,6 +30,11 @@ def step_rows(
     rows = StepRows(version, blocks, hidden, arena.dtype)
     Outbox(arena, landing or Landing(0), table).send(rows, Captured(positions))
     return rows
+
+
+def taps_of(request: WorkerRequest) -> set[Site]:
+    """The sites that are copied for a request."""
+    return {tap for s in request.streams for tap in (*s.taps, *s.minus)}
 
 
 def give(collector: RowCollector, *chunks: CapturedChunk) -> None:

@@ -24,6 +24,7 @@ from tests.conformance.models import HIDDEN, VOCAB
 from tests.conformance.reference import Site
 from tests.conformance.runner import LEAST_MOVE, READ_TOLERANCE, WRITE_TOLERANCE, Reference
 from tests.support.op_deltas import with_ops
+from tests.support.rows import taps_of
 from tests.support.selected import expected_positions
 from vllm import LLM, RequestOutput, SamplingParams
 from vllm.config.points import STREAM_POINTS
@@ -328,7 +329,7 @@ class Steps:
         for o in self.outputs:
             if o.interventions is None:
                 continue
-            sites |= {i: len(r.capture_sites) for i, r in o.interventions.admitted.items()}
+            sites |= {i: len(taps_of(r)) for i, r in o.interventions.admitted.items()}
             rows = sum(len(np.asarray(r)) * sites[i] for i, r in o.interventions.rows.items())
             worst = max(worst, rows)
         return worst

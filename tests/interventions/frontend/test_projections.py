@@ -53,8 +53,8 @@ def test_one_stream_for_each_matrix() -> None:
     )
     assert [s.width for s in plan.streams] == [2, 3]
     assert [plan.consumers[name].streams for name in SPECS] == [(0,), (1,), (0,)]
-    assert plan.streams[0].sites == [("post_block", n) for n in (0, 2, 3)]
-    assert plan.streams[1].sites == [("pre_attn", 1)]
+    assert plan.streams[0].sites == tuple(("post_block", n) for n in (0, 2, 3))
+    assert plan.streams[1].sites == (("pre_attn", 1),)
     assert plan.sites == [("post_block", 0), ("pre_attn", 1), ("post_block", 2), ("post_block", 3)]
     assert len(plan.projections) == 2
     raw = parse(inline={}, one={"project": one})
@@ -68,7 +68,7 @@ def test_a_matrix_for_each_layer() -> None:
     hooks = {"pre_attn": [3], "post_block": [0, 1, 2]}
     by_layer = {"post_block": {"0-1": one, 2: two}, "pre_attn": {-1: two}}
     plan = parse(inline={"project": by_layer, "hooks": hooks}, two={"project": one})
-    assert plan.streams[0].sites == [("post_block", n) for n in (0, 1, 2)] + [("pre_attn", 3)]
+    assert plan.streams[0].sites == (*(("post_block", n) for n in (0, 1, 2)), ("pre_attn", 3))
     digests = {plan.projections[d]: d for d in plan.projections}
     a, b = (digests[m.numpy().tobytes()] for m in (one, two))
     assert plan.streams[0].making == Scores((a, a, b, b), 2)

@@ -56,7 +56,7 @@ def collector_for(
     plan = CapturePlan(
         sites=sites,
         runs=runs,
-        streams=[Stream(sites, runs, True, WIDTH, "float32")],
+        streams=[Stream(tuple(sites), WIDTH, "float32", relayed=True, runs=tuple(runs))],
         consumers={"inline": Selection(sites, selected or runs)},
         arena_rows=SITES,
         hidden_size=WIDTH,

@@ -262,7 +262,8 @@ def test_an_admitted_request_is_told_to_the_workers_once() -> None:
     assert step is not None
     slots = (FIRST_SLOT, FIRST_SLOT + 1)
     assert told(step, "r") == ([0, PROMPT], [row(slots[0], False), row(slots[1], True)], [0, 0])
-    assert step.admitted["r"].capture_sites == (("post_block", 0),)
+    [stream] = step.admitted["r"].streams
+    assert stream.sites == (("post_block", 0),) and not stream.runs
     plan = steers.interventions.plan.steering
     assert plan is not None
     digests = [segment.vector_sum for segment in plan.segments]

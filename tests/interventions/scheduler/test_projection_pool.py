@@ -83,7 +83,7 @@ def test_matrices_come_and_go(room: Callable[..., Tables]) -> None:
         assert pool.matrices.in_use == sum(len(data) // (4 * HIDDEN) for data in distinct.values())
         for name, held_plan in held.items():
             told = pool.worker_request(name, Plan(capture=held_plan), 9, tiers=False)
-            for stream, worker in zip(held_plan.streams, told.capture_streams, strict=True):
+            for stream, worker in zip(held_plan.streams, told.streams, strict=True):
                 assert isinstance(worker.making, Scores) and isinstance(stream.making, Scores)
                 firsts, size = worker.making.places, worker.making.size
                 for first, digest in zip(firsts, stream.making.digests, strict=True):

@@ -12,15 +12,16 @@ from hypothesis import strategies as st
 from torch import nn
 
 from tests.support.plans import HEADS, HIDDEN
+from vllm.config.points import CAPTURE_POINTS
 from vllm.model_executor.layers import attention_taps
 from vllm.model_executor.layers.attention.attention import Attention
 from vllm.model_executor.layers.attention_taps import HeadTap
 from vllm.model_executor.layers.residual_taps import SiteTap
 from vllm.v1.capture.transport.landing import Landing
 from vllm.v1.interventions.capture_groups import CaptureGroup, CaptureGroups
-from vllm.v1.interventions.makings import Scores
-from vllm.v1.interventions.messages import WorkerRequest, WorkerStream
-from vllm.v1.interventions.plan import Site
+from vllm.v1.interventions.makings import Heads, Scores
+from vllm.v1.interventions.messages import WorkerRequest
+from vllm.v1.interventions.plan import Site, Stream
 from vllm.v1.interventions.step_rows import Blocks, Members, StepRows
 from vllm.v1.interventions.worker.attention.layers import attention_of
 from vllm.v1.interventions.worker.making.maker import Captured
@@ -30,7 +31,7 @@ from vllm.v1.interventions.worker.tables.matrices import ProjectionTable
 
 pytestmark = pytest.mark.quick
 
-SITES: list[Site] = [(p, n) for n in HEADS.layers for p in HEADS.offers(n)]
+SITES: list[Site] = [(p, n) for n in HEADS.layers for p in HEADS.offers(n) if p in CAPTURE_POINTS]
 HEAD_SITES = [site for site in SITES if site[0] in "qkvz"]
 ON = torch.tensor(True)
 RESIDUAL = [site for site in SITES if site[0] not in "qkvz"]
@@ -43,9 +44,9 @@ def requests(draw: st.DrawFn) -> WorkerRequest:
     """Some raw rows, some scores, and two streams of heads of one width each."""
     raw = draw(st.lists(st.sampled_from(RESIDUAL), unique=True, max_size=3))
     scored = draw(st.lists(st.sampled_from(RESIDUAL), unique=True, max_size=2))
-    streams: list[tuple[list[Site], WorkerStream]] = [
-        (raw, WorkerStream(())),
-        (scored, WorkerStream((), width=len(MATRIX), making=SCORES)),
+    streams = [
+        Stream(tuple(raw), HIDDEN, "float32"),
+        Stream(tuple(scored), len(MATRIX), "float32", making=SCORES),
     ]
     for _ in range(2):
         sites = draw(st.lists(st.sampled_from(HEAD_SITES), unique=True, max_size=3))
@@ -55,15 +56,9 @@ def requests(draw: st.DrawFn) -> WorkerRequest:
             tuple(sorted(draw(st.permutations(range(HEADS.parts((p, n))[0])))[:2]))
             for p, n in sites
         )
-        streams.append((sites, WorkerStream((), heads, 2 * width)))
-    asked = sorted({site for sites, _ in streams for site in sites}, key=SITES.index)
-    placed = tuple(
-        WorkerStream(tuple(asked.index(s) for s in sites), w.heads, w.width, w.making)
-        for sites, w in streams
-        if sites
-    )
+        streams.append(Stream(tuple(sites), 2 * width, "float32", Heads(heads)))
     zeros = np.zeros(1, np.int64)
-    return WorkerRequest(zeros, zeros, zeros, tuple(asked), placed)
+    return WorkerRequest(zeros, zeros, zeros, tuple(s for s in streams if s.sites))
 
 
 @settings(max_examples=60, deadline=None)
@@ -107,15 +102,17 @@ def test_rows_of_a_step(asked: list[tuple[WorkerRequest, int]], last_stage: bool
             continue
         chunk = step.of(str(i))
         assert chunk is not None
-        for stream, values in zip(request.capture_streams, chunk.values, strict=True):
-            sites = [request.capture_sites[n] for n in stream.sites]
+        for stream, values in zip(request.streams, chunk.values, strict=True):
+            sites = stream.sites
             here = [j for j, site in enumerate(sites) if site in own]
             assert values.shape[1] == len(here)
             for place, j in enumerate(here):
                 want = given[sites[j]][tokens[i]]
-                if stream.heads:
+                if isinstance(stream.source, Heads):
                     count = HEADS.parts(sites[j])[0]
-                    want = want.unflatten(1, (count, -1))[:, list(stream.heads[j])].flatten(1)
+                    want = want.unflatten(1, (count, -1))[:, list(stream.source.chosen[j])].flatten(
+                        1
+                    )
                 elif stream.making == SCORES:
                     want = want @ MATRIX.T
                 assert torch.allclose(values[:, place], want)
@@ -126,8 +123,8 @@ def test_heads_of_one_request_are_not_anothers() -> None:
     zeros = np.zeros(1, np.int64)
 
     def ask(head: int) -> WorkerRequest:
-        stream = WorkerStream((0,), ((head,),), 2)
-        return WorkerRequest(zeros, zeros, zeros, (("q", 0),), (stream,))
+        stream = Stream((("q", 0),), 2, "float32", Heads(((head,),)))
+        return WorkerRequest(zeros, zeros, zeros, (stream,))
 
     layouts = CaptureGroups({("q", 0): 0}, HEADS)
     one, same, other = (layouts.of(ask(head)) for head in (1, 1, 2))

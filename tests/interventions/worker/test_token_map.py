@@ -26,7 +26,6 @@ def told(firsts: list[int], rows: list[int], programs: list[int]) -> WorkerReque
         firsts=np.array(firsts, np.int64),
         table_rows=np.array(rows, np.int32),
         programs=np.array(programs, np.int32),
-        capture_sites=(),
     )
 
 

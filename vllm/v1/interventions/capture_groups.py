@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Captures of a request in one worker: the sites it owns, and the streams their rows leave in."""
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from itertools import accumulate, groupby
 from math import ceil
 from typing import TYPE_CHECKING
@@ -10,15 +10,14 @@ from weakref import WeakValueDictionary
 import msgspec
 import numpy as np
 
-from vllm.v1.interventions.makings import AnyMaking, AsIs, Making
-from vllm.v1.interventions.messages import WorkerRequest, WorkerStream
-from vllm.v1.interventions.plan import Site
+from vllm.v1.interventions.makings import AnyMaking, AsIs, Heads, Making
+from vllm.v1.interventions.messages import WorkerRequest
+from vllm.v1.interventions.plan import Site, Stream
 from vllm.v1.interventions.shape import TapShape
+from vllm.v1.interventions.sites import site_order
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
-
-_Asked = tuple[tuple[Site, ...], tuple[WorkerStream, ...]]
 
 
 def num_senders(config: "VllmConfig") -> int:
@@ -41,8 +40,12 @@ class LocalStream(msgspec.Struct, frozen=True, eq=False, weakref=True):
     columns: np.ndarray | None = None
     """int64 [sites * width]: where the numbers of heads lie among a token's in its block's rest;
     None at points of the residual stream."""
+    is_raw: bool = True
+    """True if rows leave as they were copied."""
     width: int = 0
-    """Numbers that leave of a site, if that is not its row as it is."""
+    """Number of numbers that leave of a site, where these are not rows as they were copied."""
+    dtype: str = ""
+    """Their dtype, there too."""
     making: AnyMaking = AsIs()
     """Values that are made of the rows and leave in their place."""
     heads: Sequence[tuple[int, tuple[int, ...]]] = ()
@@ -50,19 +53,11 @@ class LocalStream(msgspec.Struct, frozen=True, eq=False, weakref=True):
     minus: tuple[int, ...] = ()
     """Indices of the sites whose rows are taken away from those in `places`, one for each; () for
     none."""
+    lanes: int = 1
+    """Rows of hidden_size of a token at a site, where something is made of them."""
     runs: Sequence[tuple[int, int]] = ()
     """`places` as runs of neighbours in the arena that are made together: (first index, number).
     Each place is one where something is taken away."""
-
-    @property
-    def lanes(self) -> int:
-        """Rows of hidden_size of a token at a site, where something is made of them."""
-        return max((len(chosen) for _, chosen in self.heads), default=0) or 1
-
-    @property
-    def is_raw(self) -> bool:
-        """True if rows leave as they are."""
-        return not self.width
 
 
 class CaptureGroup:
@@ -135,54 +130,68 @@ class CaptureGroups:
         self._shape = shape
         self._sender, self._senders = sender, senders
         self._layers = layers
-        self._groups: WeakValueDictionary[_Asked, CaptureGroup] = WeakValueDictionary()
+        self._groups: WeakValueDictionary[tuple[Stream, ...], CaptureGroup] = WeakValueDictionary()
 
     def of(self, request: WorkerRequest) -> CaptureGroup | None:
         """The group of a request; None where it captures nothing on this worker."""
-        asked = request.capture_sites
         streams = tuple(
             s
             if (grouped := s.making.grouped()) is s.making
             else msgspec.structs.replace(s, making=grouped)
-            for s in request.capture_streams
+            for s in request.streams
         )
-        group = self._groups.get((asked, streams))
+        group = self._groups.get(streams)
         if group is not None:
             return group
-        own = [i for i, site in enumerate(asked) if site in self._sites]
-        layers = sorted({asked[i][1] for i in own})
+        taps = sorted({tap for s in streams for tap in (*s.taps, *s.minus)}, key=site_order)
+        own = [site for site in taps if site in self._sites]
+        layers = sorted({layer for _, layer in own})
         of_each = len(layers) / self._senders
         share = layers[ceil(of_each * self._sender) : ceil(of_each * (self._sender + 1))]
         if self._layers is not None:
             share = [layer for layer in share if layer in self._layers]
-        own = [i for i in own if asked[i][1] in share]
+        own = [site for site in own if site[1] in share]
         if not own:
             return None
-        of_heads = {i for s in streams if s.heads for i in s.sites}
-        made = [s for s in streams if s.width]
-        raw = {i for s in streams if s not in made for i in s.sites}
-        own.sort(key=lambda i: (i not in raw, i in of_heads))
-        sizes = {i: self._shape.arena_rows(asked[i]) for i in own if i not in raw}
+        of_heads = {tap for s in streams if isinstance(s.source, Heads) for tap in s.taps}
+        raw = {tap for s in streams if s.is_raw for tap in s.taps}
+        own.sort(key=lambda site: (site not in raw, site in of_heads))
+        sizes = {site: self._shape.arena_rows(site) for site in own if site not in raw}
         firsts = dict(zip(sizes, accumulate([0, *sizes.values()]), strict=False))
-        place = {i: n for n, i in enumerate(own)}
-        local = []
-        for stream in streams:
-            here = [n for n, i in enumerate(stream.sites) if i in place]
-            places = tuple(place[stream.sites[n]] for n in here)
-            columns, making = None, stream.making.at_sites(here)
-            of_site = zip(stream.sites, stream.heads or [()] * len(stream.sites), strict=True)
-            own_heads = [(i, chosen) for i, chosen in of_site if i in place]
-            heads = [(asked[i][1], chosen) for i, chosen in own_heads]
-            if stream.heads:
-                parts = [self._columns(asked[i], firsts[i], chosen) for i, chosen in own_heads]
-                columns = np.concatenate([np.empty(0, np.int64), *parts])
-            minus = tuple(place[i] for i in stream.minus if i in place)
-            of_rows = making, heads, minus
-            local.append(LocalStream(places, columns, stream.width, *of_rows))
-        group = self._groups[asked, streams] = CaptureGroup(
-            [self._sites[asked[i]] for i in own], len(own) - len(sizes), local, list(sizes.values())
+        place = {site: n for n, site in enumerate(own)}
+        local = [self._local(stream, place, firsts) for stream in streams]
+        group = self._groups[streams] = CaptureGroup(
+            [self._sites[site] for site in own], len(own) - len(sizes), local, [*sizes.values()]
         )
         return group
+
+    def _local(
+        self, stream: Stream, place: Mapping[Site, int], firsts: Mapping[Site, int]
+    ) -> LocalStream:
+        """The part of a stream at sites that have a place here.
+
+        Args:
+            firsts: the first row of a token's of each site that is not raw.
+        """
+        taps = stream.taps
+        here = [n for n, tap in enumerate(taps) if tap in place]
+        heads, columns = [(taps[n][1], tuple[int, ...]()) for n in here], None
+        if isinstance(stream.source, Heads):
+            chosen = stream.source.chosen
+            heads = [(taps[n][1], chosen[n]) for n in here]
+            parts = [self._columns(taps[n], firsts[taps[n]], chosen[n]) for n in here]
+            columns = np.concatenate([np.empty(0, np.int64), *parts])
+        return LocalStream(
+            places=tuple(place[taps[n]] for n in here),
+            columns=columns,
+            is_raw=stream.is_raw,
+            width=stream.width,
+            dtype=stream.dtype,
+            making=stream.making.at_sites(here),
+            heads=heads,
+            minus=tuple(place[tap] for tap in stream.minus if tap in place),
+            lanes=max((len(chosen) for _, chosen in heads), default=0) or 1,
+        )
 
     def _columns(self, site: Site, first_row: int, heads: tuple[int, ...]) -> np.ndarray:
         """Return the columns of heads of a site whose numbers begin in row `first_row`: int64

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Values that are made of captured rows on the device, and leave it in place of the rows."""
+"""Rows that captures start from, and values that are made of them on the device and leave it in
+their place."""
 
 from collections.abc import Callable, Sequence
 from typing import ClassVar, Literal, NamedTuple, Self, TypedDict
@@ -40,6 +41,36 @@ class Field(NamedTuple):
     """Their dtype; in the row they are bits of float32."""
     given: str = ""
     """Name by which a request asks for them, if it is another."""
+
+
+class Source(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """Rows that a stream starts from."""
+
+    dtype: ClassVar[str] = ""
+    """Their dtype; "" for the model's."""
+    takes_room: ClassVar[bool] = False
+    """True if they take memory beside the rows that are copied."""
+
+
+class Rows(Source, frozen=True):
+    """Rows of the residual stream."""
+
+
+class Heads(Source, frozen=True):
+    """Rows of some heads; of lanes, where the residual stream has several."""
+
+    chosen: tuple[tuple[int, ...], ...]
+    """Numbers of the heads of each site."""
+
+
+class Difference(Source, frozen=True):
+    """Rows of branches: of each the difference of two rows of the residual stream."""
+
+    dtype: ClassVar[str] = "float32"
+    takes_room: ClassVar[bool] = True
+
+
+AnySource = Rows | Heads | Difference
 
 
 class Making(msgspec.Struct, frozen=True, array_like=True, tag=True):
@@ -86,6 +117,11 @@ class Making(msgspec.Struct, frozen=True, array_like=True, tag=True):
         """
         return self
 
+    @property
+    def by_site(self) -> bool:
+        """True if it may differ from site to site."""
+        return False
+
     def at_sites(self, indices: Sequence[int]) -> Self:
         """Return what is made of some of a stream's sites alone, by their indices."""
         return self
@@ -121,6 +157,11 @@ class Scores(Making, frozen=True):
     def placed(self, row: Callable[[str], int]) -> Self:
         """Return it with places in place of digests."""
         return msgspec.structs.replace(self, digests=(), places=tuple(map(row, self.digests)))
+
+    @property
+    def by_site(self) -> bool:
+        """True if each site has a matrix of its own."""
+        return len(self.digests) > 1
 
     def at_sites(self, indices: Sequence[int]) -> Self:
         """Return it with the matrices of some sites alone."""

@@ -9,8 +9,7 @@ import msgspec
 import numpy as np
 import torch
 
-from vllm.v1.interventions.makings import AnyMaking, AsIs
-from vllm.v1.interventions.plan import Site, VectorSet
+from vllm.v1.interventions.plan import Site, Stream, VectorSet
 from vllm.v1.steering_formula import Scalars
 
 NOTHING, GLOBALS_ALONE = 0, 1
@@ -51,22 +50,6 @@ class GlobalTiers(msgspec.Struct, frozen=True):
         return bool(self.tiers)
 
 
-class WorkerStream(msgspec.Struct, frozen=True, array_like=True):
-    """A `Stream` as workers know it: sites by index, and what is made by its places in tables."""
-
-    sites: tuple[int, ...]
-    """Indices into the request's `capture_sites`."""
-    heads: tuple[tuple[int, ...], ...] = ()
-    """Numbers of the heads of each site; empty at points of the residual stream."""
-    width: int = 0
-    """The widths of a site's heads together, or of what is made of a row; 0 for rows as they
-    are."""
-    making: AnyMaking = AsIs()
-    """Values that are made of the rows and leave in their place."""
-    minus: tuple[int, ...] = ()
-    """Indices of the sites whose rows are taken away, one for each of `sites`; () for none."""
-
-
 class WorkerRequest(msgspec.Struct, frozen=True):
     """A request as a worker keeps it, from its admission to its end."""
 
@@ -76,8 +59,8 @@ class WorkerRequest(msgspec.Struct, frozen=True):
     """int32 [segments]: the row of the steering table."""
     programs: np.ndarray
     """int32 [segments]: the row of the program table, 0 for no ops."""
-    capture_sites: tuple[Site, ...] = ()
-    capture_streams: tuple[WorkerStream, ...] = ()
+    streams: tuple[Stream, ...] = ()
+    """Streams of what it captures, without positions."""
     focus: tuple[int, ...] = ()
     """The row of the table of focus programs of each segment, 0 for none; () for none anywhere."""
 

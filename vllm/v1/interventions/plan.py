@@ -12,8 +12,9 @@ import msgspec
 import numpy as np
 import torch
 
+from vllm.config.points import POINTS
 from vllm.v1.interventions.focus import FocusOp, FocusProgram
-from vllm.v1.interventions.makings import AnyMaking, AsIs
+from vllm.v1.interventions.makings import AnyMaking, AnySource, AsIs, Difference, Rows
 from vllm.v1.interventions.terms import Term
 
 Site = tuple[str, int]
@@ -123,24 +124,40 @@ class SteeringPlan(msgspec.Struct, frozen=True):
 
 
 class Stream(msgspec.Struct, frozen=True):
-    """Rows that leave the device together: in one form, for one process."""
+    """Rows that leave the device together: made alike of rows of one kind, for one process."""
 
-    sites: list[Site]
+    sites: tuple[Site, ...]
     """A part of the plan's sites, in its order."""
-    runs: list[int]
-    """Positions, as in `Selection.runs`."""
-    relayed: bool
-    """True if they go on to the frontend; else they stay in the engine core."""
     width: int
-    """hidden_size; with a projection the number of its rows; of heads their widths together."""
+    """Number of numbers that leave of a site."""
     dtype: str
-    """The model's dtype; of what was made of rows "float32"."""
-    heads: list[tuple[int, ...]] = []
-    """Heads that are captured at each site; empty at points of the residual stream."""
+    """Their dtype."""
+    source: AnySource = Rows()
+    """Rows that they are made of."""
     making: AnyMaking = AsIs()
     """Values that are made of the rows and leave in their place."""
-    differs: bool = False
-    """True if its sites are branches, whose rows are differences, float32."""
+    relayed: bool = False
+    """True if they go on to the frontend; else they stay in the engine core, as they do for workers
+    to know."""
+    runs: tuple[int, ...] = ()
+    """Positions, as in `Selection.runs`; () on workers, which are told of each step's."""
+
+    @property
+    def is_raw(self) -> bool:
+        """True if rows leave as they were copied."""
+        return isinstance(self.making, AsIs) and isinstance(self.source, Rows)
+
+    @property
+    def taps(self) -> list[Site]:
+        """Site that is copied for each; of a branch the one from which another is taken away."""
+        return [(POINTS[point].copied[0], layer) for point, layer in self.sites]
+
+    @property
+    def minus(self) -> list[Site]:
+        """Site of the rows that are taken away from those of each in `taps`; [] for none."""
+        if not isinstance(self.source, Difference):
+            return []
+        return [(POINTS[point].copied[1], layer) for point, layer in self.sites]
 
     @property
     def row_bytes(self) -> int:

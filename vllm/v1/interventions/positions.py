@@ -2,7 +2,7 @@
 """Sets of token positions as sorted, disjoint runs."""
 
 from bisect import bisect_right
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from functools import cached_property
 
 import numpy as np
@@ -41,7 +41,7 @@ class Positions:
         return cls((p, p + 1) for p in positions)
 
     @classmethod
-    def from_flat(cls, flat: list[int]) -> "Positions":
+    def from_flat(cls, flat: Sequence[int]) -> "Positions":
         """The set whose `flat` this is: start, stop, start, stop, ..."""
         return cls(zip(flat[::2], flat[1::2], strict=True))
 

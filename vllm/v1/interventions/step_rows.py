@@ -11,8 +11,8 @@ import torch
 
 from vllm.v1.capture.transport.landing import Places, Reference
 from vllm.v1.interventions.capture_groups import CaptureGroup, LocalStream
-from vllm.v1.interventions.makings import AsIs
 from vllm.v1.interventions.messages import CapturedChunk
+from vllm.v1.interventions.plan import dtype_of
 
 Members = list[tuple[str, np.ndarray]]
 """The requests of a group: (request id, int [n] places of its captured tokens in the batch)."""
@@ -142,7 +142,7 @@ class StepRows:
         device, and [num_raw, hidden] rows as they lay in the arena."""
         if not self.blocks.parts:
             made = [
-                self._made(block, stream)
+                (_shape(block, stream), dtype_of(stream.dtype))
                 for block in self.blocks.all
                 for stream in block.group.streams
                 if not stream.is_raw
@@ -155,16 +155,6 @@ class StepRows:
                 self.blocks.parts.append(Part(first, stop, shape, dtype))
                 first = _aligned(stop)
         return self.blocks.parts
-
-    def _made(self, block: Block, stream: LocalStream) -> tuple[tuple[int, ...], torch.dtype]:
-        """Scores, heads and differences, [count, sites, width], or sums, [requests, sites,
-        width]."""
-        if stream.making.adds_up:
-            return (len(block.owners), len(stream.places), stream.width), torch.float32
-        made = not isinstance(stream.making, AsIs)
-        of_heads = stream.columns is not None and not made
-        dtype = self._dtype if of_heads else torch.float32
-        return (block.count, len(stream.places), stream.width), dtype
 
     @property
     def num_bytes(self) -> int:
@@ -302,6 +292,13 @@ class StepRows:
             memory = self.places.lend(memory) or memory
         made = dict.fromkeys(("places", "_parts", "_singles", "_chunks"))
         return {**self.__dict__, **made, "_memory": memory}
+
+
+def _shape(block: Block, stream: LocalStream) -> tuple[int, int, int]:
+    """The shape of what is made of a stream's rows: [count, sites, width], or of sums [requests,
+    sites, width]."""
+    number = len(block.owners) if stream.making.adds_up else block.count
+    return number, len(stream.places), stream.width
 
 
 def _aligned(num_bytes: int) -> int:

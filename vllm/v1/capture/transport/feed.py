@@ -117,7 +117,7 @@ class Feed:
         self._selected = Selected(selection, len(prompt_token_ids))
         self._num_streams = len(plan.streams)
         self._sites = torch.tensor([order.index(site) for site in selection.sites])
-        self._all_sites = selection.sites == order
+        self._all_sites = tuple(selection.sites) == order
         self._hold = hold
         self._held: list[RowBatch] = []
         self._last: list[RowBatch] = []

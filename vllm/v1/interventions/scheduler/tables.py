@@ -4,13 +4,12 @@
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
+import msgspec
 import numpy as np
 
 from vllm.config.capture import PROJECTION_ROWS
-from vllm.config.points import POINTS
 from vllm.config.steering import SteeringConfig
 from vllm.v1.interventions.focus import FocusOp
-from vllm.v1.interventions.makings import AsIs
 from vllm.v1.interventions.messages import (
     FIRST_SLOT,
     GLOBALS_ALONE,
@@ -20,7 +19,6 @@ from vllm.v1.interventions.messages import (
     StepInterventions,
     TableName,
     WorkerRequest,
-    WorkerStream,
     table_row,
 )
 from vllm.v1.interventions.plan import (
@@ -31,6 +29,7 @@ from vllm.v1.interventions.plan import (
     Segment,
     Site,
     SteeringPlan,
+    Stream,
     VectorSum,
 )
 from vllm.v1.interventions.scheduler.pools import Pool, VectorSets
@@ -138,25 +137,19 @@ class Tables:
                 [self.programs.row(_own_key(request_id, s.program)) for s in segments],
                 dtype=np.int32,
             ),
-            capture_sites=tuple(capture.sites) if capture else (),
-            capture_streams=self._streams(capture) if capture else (),
+            streams=self._streams(capture) if capture else (),
             focus=tuple(self.focus.row(_own_key(request_id, s.focus)) for s in segments)
             if steering.focus_programs
             else (),
         )
 
-    def _streams(self, plan: CapturePlan) -> tuple[WorkerStream, ...]:
+    def _streams(self, plan: CapturePlan) -> tuple[Stream, ...]:
         """The streams of an admitted request, as its workers are told."""
-        at = {site: i for i, site in enumerate(plan.sites)}
-        streams = []
-        for stream in plan.streams:
-            sites = tuple(at[POINTS[point].copied[0], n] for point, n in stream.sites)
-            minus = tuple(at[POINTS[p].copied[1], n] for p, n in stream.sites if stream.differs)
-            heads, making = tuple(stream.heads), stream.making.placed(self.matrices.row)
-            whole = not (heads or minus) and isinstance(making, AsIs)
-            width = 0 if whole else stream.width
-            streams.append(WorkerStream(sites, heads, width, making, minus))
-        return tuple(streams)
+        row = self.matrices.row
+        return tuple(
+            msgspec.structs.replace(s, relayed=False, runs=(), making=s.making.placed(row))
+            for s in plan.streams
+        )
 
     def put_new(self, step: StepInterventions) -> None:
         """Put into the coming step's message what the workers do not have yet."""

@@ -142,7 +142,9 @@ def parse_capture(
         taps = {(tap, layer) for point, layer in sites for tap in POINTS[point].copied}
         sites = sorted(taps, key=site_order)
     # What is made of rows takes room, too, while it is on the device; rows under a lens take time.
-    made = sum(s.row_bytes * len(s.sites) for s in placed if s.differs or s.making.takes_room)
+    made = sum(
+        s.row_bytes * len(s.sites) for s in placed if s.source.takes_room or s.making.takes_room
+    )
     under = sum(len(s.sites) for s in placed if isinstance(s.making, Lens))
     charge_lenses(selections, runs, shape, prompt, path)
     key_weights = charge_attention(selections, runs, prompt, path)

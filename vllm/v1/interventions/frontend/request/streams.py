@@ -1,33 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Streams in which the rows of a request leave the device: one for each form and process."""
+"""Streams in which the rows of a request leave the device: one for each source, making and
+process."""
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import msgspec
 
-from vllm.config.points import POINTS, Rows
+from vllm.config.points import POINTS
+from vllm.config.points import Rows as RowKind
 from vllm.v1.capture.registry import is_inline
 from vllm.v1.interventions.errors import reject
-from vllm.v1.interventions.makings import AnyMaking, AsIs, Attention, Lens, Scores
+from vllm.v1.interventions.makings import AnySource, Difference, Heads, Rows, Source
 from vllm.v1.interventions.plan import Selection, Site, Stream
 from vllm.v1.interventions.positions import Positions
 from vllm.v1.interventions.shape import TapShape
 from vllm.v1.interventions.sites import site_order
-
-
-class _Form(NamedTuple):
-    """Properties that the rows of a stream have in common."""
-
-    relayed: bool
-    apart: tuple[Site, ...] = ()
-    """The sites, where each has a matrix of its own."""
-    width: int = 0
-    """The width of a site's heads together; 0 in the residual stream."""
-    consumer: str = ""
-    """Name of the consumer whose heads the rows are; "" in the residual stream."""
-    making: AnyMaking = AsIs()
-    differs: bool = False
 
 
 class Streams:
@@ -39,15 +26,11 @@ class Streams:
 
     def __init__(self, shape: TapShape) -> None:
         self._shape = shape
-        self._members: dict[_Form, list[Selection]] = {}
+        self._members: dict[Stream, list[Selection]] = {}
+        """Stream without positions, and without sites unless all members have the same -> what is
+        selected of it."""
 
-    def add(
-        self,
-        name: str,
-        selection: Selection,
-        relayed: bool,
-        path: str,
-    ) -> Selection:
+    def add(self, name: str, selection: Selection, relayed: bool, path: str) -> Selection:
         """Add what a consumer gets.
 
         Args:
@@ -59,30 +42,13 @@ class Streams:
         Raises:
             ValueError: rows of several widths for a consumer other than `inline`.
         """
-        making = selection.making
-        parts: dict[_Form, list[Site]] = {}
-        differing = [s for s in selection.sites if POINTS[s[0]].rows is Rows.BRANCH]
-        widths = {0}
-        if selection.heads:
-            widths = {self._width(selection, site) for site in selection.sites}
-        if len(widths) == 1 and len(differing) in (0, len(selection.sites)):
-            by_site = isinstance(making, Scores) and len(making.digests) > 1
-            apart = tuple(selection.sites) if by_site else ()
-            [width], kind = widths, bool(differing)
-            consumer = name if width else ""
-            of_rows = width, consumer, making, kind
-            parts[_Form(relayed, apart, *of_rows)] = selection.sites
-        elif not making.mixes:
+        making, parts = selection.making, self._parts(selection)
+        if len(parts) > 1 and not making.mixes:
             reject(
                 f"{path}.{making.field}",
                 "takes points of one kind: branches (attn_out, mlp_out), final where the stream "
                 "has lanes, or others; give a list of captures",
             )
-        for site in () if parts else selection.sites:
-            width, differs = self._width(selection, site), site in differing
-            consumer = name if width else ""
-            form = _Form(relayed, (), width, consumer, making, differs)
-            parts.setdefault(form, []).append(site)
         if len(parts) > 1 and not is_inline(name):
             reject(
                 f"{path}.{making.field}",
@@ -90,43 +56,56 @@ class Streams:
                 "choose sites with as many heads of one width each, or branches (attn_out, "
                 "mlp_out) alone, which are float32",
             )
-        for form, sites in parts.items():
+        streams = []
+        for (kind, width), sites in parts.items():
+            source: AnySource = Difference() if kind is Difference else Rows()
+            if kind is Heads:
+                source = Heads(tuple(selection.heads[site] for site in sites))
+            stream = Stream(
+                sites=tuple(sites) if kind is Heads or making.by_site else (),
+                width=width,
+                dtype=making.dtype or source.dtype or self._shape.dtype,
+                source=source,
+                making=making,
+                relayed=relayed,
+            )
             part = selection if len(parts) == 1 else msgspec.structs.replace(selection, sites=sites)
-            self._members.setdefault(form, []).append(part)
-        order = list(self._members)
-        streams = tuple(order.index(form) for form in parts)
-        if streams == selection.streams:
+            self._members.setdefault(stream, []).append(part)
+            streams.append(list(self._members).index(stream))
+        if tuple(streams) == selection.streams:
             return selection
-        return msgspec.structs.replace(selection, streams=streams)
+        return msgspec.structs.replace(selection, streams=tuple(streams))
 
-    def _width(self, selection: Selection, site: Site) -> int:
-        """The width of the heads chosen at a site together; 0 for the residual stream."""
-        heads = selection.heads.get(site)
-        if heads and isinstance(selection.making, Attention):
-            return selection.making.width(len(heads), 0)
-        return len(heads) * self._shape.parts(site)[1] if heads else 0
+    def _parts(self, selection: Selection) -> dict[tuple[type[Source], int], list[Site]]:
+        """The sites of a selection by their source, and the width of what is made of it."""
+        making, parts = selection.making, dict[tuple[type[Source], int], list[Site]]()
+        whole = making.width(1, self._shape.hidden_size)
+        of_point: dict[str, tuple[type[Source], int]] = {
+            point: (Difference if POINTS[point].rows is RowKind.BRANCH else Rows, whole)
+            for point in {point for point, _ in selection.sites}
+        }
+        if not selection.heads and len(kinds := {*of_point.values()}) == 1:
+            return {kinds.pop(): selection.sites}
+        for site in selection.sites:
+            kind = of_point[site[0]]
+            if chosen := selection.heads.get(site):
+                kind = Heads, making.width(len(chosen), self._shape.parts(site)[1])
+            parts.setdefault(kind, []).append(site)
+        return parts
 
     def placed(self) -> list[Stream]:
         """The streams, in the order of the selections' indices."""
-        shape, made = self._shape, []
-        for form, members in self._members.items():
+        made = []
+        for stream, members in self._members.items():
             sites, runs = union(members)
-            width, dtype = form.width or shape.hidden_size, shape.dtype
-            if isinstance(form.making, Scores):
-                width = form.making.width(width // shape.hidden_size, shape.hidden_size)
-            if isinstance(form.making, Lens):
-                width = form.making.width(1, width)
-            heads = [members[0].heads[site] for site in sites] if form.width else []
-            dtype = form.making.dtype or ("float32" if form.differs else dtype)
-            of_rows = heads, form.making, form.differs
-            made.append(Stream(sites, runs, form.relayed, width, dtype, *of_rows))
+            made.append(msgspec.structs.replace(stream, sites=tuple(sites), runs=tuple(runs)))
         return made
 
 
 def union(parts: Sequence[Selection | Stream]) -> tuple[list[Site], list[int]]:
     """All sites in layer order, and all positions as runs."""
     if len(parts) == 1:
-        return parts[0].sites, parts[0].runs
+        return list(parts[0].sites), list(parts[0].runs)
     rows = Positions()
     for part in parts:
         rows = rows | Positions.from_flat(part.runs)

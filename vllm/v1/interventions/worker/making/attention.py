@@ -68,7 +68,7 @@ class AttentionRequests:
             self._ranges.pop(req_id, None)
         step = scheduler_output.interventions
         for req_id, request in step.admitted.items() if step is not None else ():
-            made = [s.making for s in request.capture_streams]
+            made = [s.making for s in request.streams]
             if ranges := [m.ranges for m in made if isinstance(m, Attention)]:
                 self._ranges[req_id] = ranges
         if not self._ranges:
