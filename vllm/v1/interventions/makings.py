@@ -144,7 +144,7 @@ class Scores(Making, frozen=True):
 
     field: ClassVar[str] = "project"
     digests: tuple[str, ...]
-    """Of the matrix of all sites, or of the one of each; () on workers."""
+    """Digest of the matrix of all sites, or of each one's; () on workers."""
     size: int
     """Number of rows that each matrix has, and of scores of a row."""
     places: tuple[int, ...] = ()

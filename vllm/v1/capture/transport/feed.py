@@ -44,7 +44,8 @@ def request_info(
     """Describe a completion for the session of one of its consumers."""
     selection = plan.consumers[consumer]
     stream = plan.streams[selection.streams[0]]
-    attention = selection.making if isinstance(selection.making, Attention) else None
+    making = selection.making
+    attention = making if isinstance(making, Attention) else None
     sites = selection.sites if attention is None else [("attn", n) for _, n in selection.sites]
     return RequestInfo(
         request_id=request_id,
@@ -56,13 +57,11 @@ def request_info(
         sites=tuple(sites),
         width=stream.width,
         dtype=dtype_of(stream.dtype),
-        projected=isinstance(stream.making, Scores),
-        max_rows=1
-        if stream.making.adds_up
-        else Selected(selection, len(prompt_token_ids)).max_rows,
+        projected=isinstance(making, Scores),
+        max_rows=1 if making.adds_up else Selected(selection, len(prompt_token_ids)).max_rows,
         fields=selection.fields,
         heads=tuple(selection.heads[site] for site in selection.sites) if selection.heads else (),
-        reduce="mean" if stream.making.adds_up else "",
+        reduce="mean" if making.adds_up else "",
         attention=attention,
     )
 
