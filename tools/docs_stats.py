@@ -15,7 +15,7 @@ BUDGETS = {
     "docs/analyzers.md": 550,
     "docs/attention.md": 1900,
     "docs/capture-files.md": 1050,
-    "docs/capture.md": 3900,
+    "docs/capture.md": 3950,
     "docs/coming-from.md": 1000,
     "docs/cookbook.md": 550,
     "docs/datasets.md": 800,

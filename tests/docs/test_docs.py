@@ -278,6 +278,7 @@ def test_capture_page(model: Path, tmp_path: Path) -> None:
     assert said["several"] == "['inline[0]', 'inline[1]']"
     assert said["whole"] == f"torch.Size([1, {layers}, {hidden}])"
     assert said["means"] == said["stacked"]
+    assert said["norms"] == f"torch.Size([{prompt + 4}, 1])"
     assert said["lens"] == "torch.Size([5, 5]) torch.Size([5, 1]) torch.Size([5])"
     likeliest, answer = said["said"].split("] [")
     assert likeliest.strip("[") == answer.strip("]"), "the last layer says what was sampled"

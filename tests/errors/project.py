@@ -102,6 +102,10 @@ def reduced(**more: Any) -> dict[str, Any]:
 HOOKS = {"post_block": [1]}
 
 
+def inline(**more: Any) -> dict[str, Any]:
+    return {"capture": {"inline": {"hooks": HOOKS, **more}}}
+
+
 def named(names: Any, **more: Any) -> dict[str, Any]:
     """Scores of modules: a direction at each layer, one at layer 1 alone, and one that is zero."""
     with_vectors = {
@@ -135,6 +139,16 @@ PROJECT = [
     Case(path("capture.inline.reduce", "'max'"), reduced(reduce="max")),
     Case(path("capture.inline.reduce"), reduced(project=[VECTOR])),
     Case(path("capture.inline.reduce", prompt="5"), reduced(positions="all")),
+    Case(path("capture.inline.norms"), reduced(norms=True)),
+    Case(path("capture.inline.norms"), inline(project=[VECTOR], norms=True)),
+    Case(path("capture.inline.norms", "1"), inline(norms=1)),
+    Case(
+        path("capture.logging.norms"),
+        {
+            "capture": {"logging": {"hooks": HOOKS, "norms": True}},
+            "config": config_of(capture_consumers=["logging"]),
+        },
+    ),
     Case(path("p"), do=lambda: turn(TOOL, None)),
     Case(path(f"{AT_IMAGES}.images"), image({"images": 0}, images=[])),
     Case(path(f"{AT_IMAGES}.images", "'first'"), image({"images": "first"})),

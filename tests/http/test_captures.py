@@ -52,6 +52,22 @@ def test_scores(
         assert np.abs(scores.values - plain).max() > 1, "without steering they differ"
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_norms(client: SteeringClient, reference: Reference, stream: bool) -> None:
+    asked = greedy(capture={"inline": {**READ["inline"], "norms": True}}, steering_vectors=STEER)
+    choice = answered(client, PROMPT, asked, stream)
+    assert choice.capture_status == {"inline": "ok"}
+    for (_, layer), norms in choice.rows.items():
+        read = norms.token_ids.tolist()
+        steered, plain = (
+            reference.rows(read, deltas)[layer].norm(dim=-1, keepdim=True).numpy()
+            for deltas in ({LAYER: VECTOR}, {})
+        )
+        assert norms.values.dtype == np.float32 and norms.values.shape == (len(read), 1)
+        np.testing.assert_allclose(norms.values, steered, atol=1e-3)
+        assert np.abs(norms.values - plain).max() > 1, "without steering they differ"
+
+
 @pytest.mark.parametrize("prompt", [PROMPT, SAID], ids=["completion", "chat"])
 @pytest.mark.parametrize("stream", [False, True])
 def test_scores_of_modules_beside_their_tokens(

@@ -151,6 +151,40 @@ def test_scores_of_any_width(pair: tuple[LLM, Judge]) -> None:
     assert serving.scheduler_of(llm).interventions.tables.matrices.in_use == 0
 
 
+@pytest.mark.v2
+def test_norms(pair: tuple[LLM, Judge]) -> None:
+    """The length of each row that a steered, chunked request computes beside
+    one that asks for rows; those of no steering differ."""
+    llm, judge = pair
+    hooks = dict.fromkeys(STREAM_POINTS, "all")
+    asked = [
+        {"hooks": hooks, "positions": "all", "norms": True},
+        {"hooks": {"post_block": [2]}, "positions": [0, 11], "norms": True},
+    ]
+    fields = {"max_tokens": 6, **STEERED}
+    ask = Ask(prompt_of(20, 85), {**fields, "capture": {"inline": asked}})
+    beside = Ask(prompt_of(20, 86), {**fields, **serving.capture("all")})
+    with serving.watching(llm, most=2000) as steps:
+        output, rows_alone = serve(llm, [ask, beside], log_probs=False)
+    assert max(steps.chunks(0)) in (5, 7)
+    judge.check_rows(beside, rows_alone.outputs[0])
+    results = output.outputs[0].capture_results
+    assert {result.status for result in results.values()} == {"ok"}
+    sequence = [*ask.prompt, *output.outputs[0].token_ids][:-1]
+    steered = judge.reference.run(sequence, judge.deltas(ask, sequence)).rows
+    plain = judge.reference.run(sequence, {}).rows
+    for site, rows in results["inline[0]"].payload.items():
+        assert rows.positions.tolist() == list(range(len(sequence)))
+        assert rows.values.dtype == torch.float32 and rows.values.shape == (len(sequence), 1)
+        want = steered[site].norm(dim=-1, keepdim=True)
+        assert relative(rows.values, want) <= READ_TOLERANCE, site
+        moved = site[1] > 1 or (site[1] == 1 and site[0] != "pre_attn")
+        other = plain[site].norm(dim=-1, keepdim=True)
+        assert (relative(rows.values, other) >= 0.01) == moved, site
+    [rows] = results["inline[1]"].payload.values()
+    assert torch.equal(rows.values, results["inline[0]"].payload["post_block", 2].values[[0, 11]])
+
+
 def test_means(pair: tuple[LLM, Judge]) -> None:
     """Of prompts that are chunked, and of requests that are preempted while and after their prompt
     is computed; beside rows and means of other positions, for all kinds of consumers."""

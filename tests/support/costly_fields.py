@@ -97,6 +97,7 @@ def _captures(vector: list[float], width: int) -> Iterator[Body]:
     hooks = {"pre_attn": [0]}
     yield {"inline": [{"hooks": hooks, "positions": [1], "tokens": True}]}
     yield {"inline": {"hooks": hooks, "positions": "all_prompt", "reduce": "mean"}}
+    yield {"inline": {"hooks": hooks, "positions": "all_prompt", "norms": True}}
     yield {"inline": {"hooks": hooks, "project": {"pre_attn": {"0": [vector]}}}}
     yield {"inline": {"hooks": hooks, "project": packed(2, width)}}
     yield {"inline": {"hooks": hooks, "project": {"modules": ["m"]}}}

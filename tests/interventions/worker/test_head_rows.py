@@ -19,7 +19,7 @@ from vllm.model_executor.layers.attention_taps import HeadTap
 from vllm.model_executor.layers.residual_taps import SiteTap
 from vllm.v1.capture.transport.landing import Landing
 from vllm.v1.interventions.capture_groups import CaptureGroup, CaptureGroups
-from vllm.v1.interventions.makings import Heads, Scores
+from vllm.v1.interventions.makings import AnyMaking, AsIs, Heads, Norms, Scores
 from vllm.v1.interventions.messages import WorkerRequest
 from vllm.v1.interventions.plan import Site, Stream
 from vllm.v1.interventions.step_rows import Blocks, Members, StepRows
@@ -35,13 +35,14 @@ SITES: list[Site] = [(p, n) for n in HEADS.layers for p in HEADS.offers(n) if p 
 HEAD_SITES = [site for site in SITES if site[0] in "qkvz"]
 ON = torch.tensor(True)
 RESIDUAL = [site for site in SITES if site[0] not in "qkvz"]
+MAKINGS: list[AnyMaking] = [AsIs(), Norms()]
 SCORES = Scores((), 2, (0,))
 MATRIX = torch.randn(2, HIDDEN, generator=torch.Generator().manual_seed(1))
 
 
 @st.composite
 def requests(draw: st.DrawFn) -> WorkerRequest:
-    """Some raw rows, some scores, and two streams of heads of one width each."""
+    """Some raw rows, some scores, and two streams of heads of one width each, or of their norms."""
     raw = draw(st.lists(st.sampled_from(RESIDUAL), unique=True, max_size=3))
     scored = draw(st.lists(st.sampled_from(RESIDUAL), unique=True, max_size=2))
     streams = [
@@ -56,7 +57,8 @@ def requests(draw: st.DrawFn) -> WorkerRequest:
             tuple(sorted(draw(st.permutations(range(HEADS.parts((p, n))[0])))[:2]))
             for p, n in sites
         )
-        streams.append(Stream(tuple(sites), 2 * width, "float32", Heads(heads)))
+        made = draw(st.sampled_from(MAKINGS))
+        streams.append(Stream(tuple(sites), made.width(2, width), "float32", Heads(heads), made))
     zeros = np.zeros(1, np.int64)
     return WorkerRequest(zeros, zeros, zeros, tuple(s for s in streams if s.sites))
 
@@ -109,10 +111,9 @@ def test_rows_of_a_step(asked: list[tuple[WorkerRequest, int]], last_stage: bool
             for place, j in enumerate(here):
                 want = given[sites[j]][tokens[i]]
                 if isinstance(stream.source, Heads):
-                    count = HEADS.parts(sites[j])[0]
-                    want = want.unflatten(1, (count, -1))[:, list(stream.source.chosen[j])].flatten(
-                        1
-                    )
+                    count, chosen = HEADS.parts(sites[j])[0], stream.source.chosen[j]
+                    want = want.unflatten(1, (count, -1))[:, list(chosen)]
+                    want = want.flatten(1) if stream.making == AsIs() else want.norm(dim=2)
                 elif stream.making == SCORES:
                     want = want @ MATRIX.T
                 assert torch.allclose(values[:, place], want)

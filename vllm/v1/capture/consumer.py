@@ -23,9 +23,9 @@ from vllm.v1.interventions.plan import Site
 if TYPE_CHECKING:
     from vllm.v1.interventions.shape import TapShape
 
-SHARED_FIELDS = ("hooks", "lane", "positions", "project", "reduce", "attention", "lens")
-"""Fields of a capture request that are not for one consumer alone; only `inline` takes `lens`, and
-`attention` is for `inline` and for classes that take it."""
+SHARED_FIELDS = ("hooks", "lane", "positions", "project", "reduce", "norms", "attention", "lens")
+"""Fields of a capture request that are not for one consumer alone; only `inline` takes `norms` and
+`lens`, and `attention` is for `inline` and for classes that take it."""
 
 Location = Literal["engine", "frontend"]
 """The process a consumer runs in.

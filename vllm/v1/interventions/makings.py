@@ -174,6 +174,16 @@ class Scores(Making, frozen=True):
         return self.places[index] if len(self.places) > 1 else 0
 
 
+class Norms(Making, frozen=True):
+    """Length of each row, of each head and lane by itself, in the L2 norm: float32."""
+
+    field: ClassVar[str] = "norms"
+
+    def width(self, heads: int, width: int) -> int:
+        """One number for each head or lane."""
+        return heads
+
+
 class Mean(Making, frozen=True):
     """The mean of a request's rows: a step gives the sum of its own, float32."""
 
@@ -282,4 +292,4 @@ class Lens(Making, frozen=True):
         return 2 * (self.top_k + len(self.tokens)) + self.entropy
 
 
-AnyMaking = AsIs | Scores | Mean | Attention | Lens
+AnyMaking = AsIs | Scores | Norms | Mean | Attention | Lens

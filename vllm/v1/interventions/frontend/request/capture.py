@@ -34,6 +34,7 @@ from vllm.v1.interventions.makings import (
     Attention,
     Lens,
     Mean,
+    Norms,
     Scores,
 )
 from vllm.v1.interventions.plan import CapturePlan, Selection, Site
@@ -66,8 +67,8 @@ def parse_capture(
 ) -> CapturePlan | None:
     """Parse `SamplingParams.capture`:
     `{consumer: {"hooks": {point: layers}, "positions": ..., "project": ..., "reduce": ...}}`, for
-    `inline` also `"lens"` and a list of captures, for it and files `{"attention": ...}`; and add
-    what consumers capture of every request that does not name them.
+    `inline` also `"norms"`, `"lens"` and a list of captures, for it and files
+    `{"attention": ...}`; and add what consumers capture of every request that does not name them.
 
     Args:
         value: the user's mapping, or None.
@@ -252,6 +253,14 @@ def _selection(request: Given, shape: TapShape, prompt: Prompt, spec: ConsumerSp
                 "captures"
             )
         making = lens_making(lens, sites, shape, prompt)
+    if request.get("norms", False).flag():
+        if spec.cls is not None:
+            request["norms"].refuse(f"is for {INLINE!r} alone")
+        if projects or making != AsIs():
+            request["norms"].refuse(
+                "stands without 'project', 'reduce' and 'lens'; give a list of captures"
+            )
+        making = Norms()
     return Selection(
         sites=sites,
         runs=runs.flat(),

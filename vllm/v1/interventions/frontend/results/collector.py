@@ -20,7 +20,7 @@ from vllm.v1.capture.transport.selected import RowsLost, Selected
 from vllm.v1.interventions.frontend.request.capture import TOKENS
 from vllm.v1.interventions.frontend.results.memory import KeptMemory
 from vllm.v1.interventions.frontend.results.pieces import Piece, Run, StreamRows
-from vllm.v1.interventions.makings import Attention, Lens
+from vllm.v1.interventions.makings import AsIs, Attention, Lens
 from vllm.v1.interventions.plan import CapturePlan, Selection, Site, dtype_of
 from vllm.v1.interventions.positions import in_a_row
 from vllm.v1.interventions.shape import LayerShape
@@ -83,23 +83,24 @@ class _Rows(RowSource):
 
     def _captured(self, site: Site) -> CapturedRows:
         """Return the rows at a site."""
-        rule = self.layers[site[1]].rule if site[0] == QUERIES else None
+        as_is = isinstance(self.selection.making, AsIs)
+        rule = self.layers[site[1]].rule if as_is and site[0] == QUERIES else None
         heads, at = self.selection.heads.get(site, ()), (self.positions, self.token_ids)
         values, texts = self._values(site), self._of_tokens()
         return CapturedRows(*at, values, self.versions, heads, rule, texts)
 
     def _made(self, site: tuple[str, int | None]) -> MadeRows:
         """Return what was made at a site, of attention at a layer or of the heads of all."""
-        making, (point, layer) = self.selection.making, site
+        making, layer = self.selection.making, site[1]
         at, texts = (self.positions, self.token_ids), self._of_tokens()
-        if layer is None:
-            assert isinstance(making, Attention)
-            return AttentionRows(*at, self._sum, self.versions, (), making, texts)
-        if isinstance(making, Attention):
-            heads, values = self.selection.heads[QUERIES, layer], self._values((QUERIES, layer))
-            return AttentionRows(*at, values, self.versions, heads, making, texts)
-        assert isinstance(making, Lens)
-        return LensRows(*at, self._values((point, layer)), self.versions, making, texts)
+        values: Callable[[], torch.Tensor] = self._sum
+        if layer is not None:
+            values = self._values((QUERIES if isinstance(making, Attention) else site[0], layer))
+        if isinstance(making, Lens):
+            return LensRows(*at, values, self.versions, making, texts)
+        assert isinstance(making, Attention)
+        heads = () if layer is None else self.selection.heads[QUERIES, layer]
+        return AttentionRows(*at, values, self.versions, heads, making, texts)
 
     def _sum(self) -> torch.Tensor:
         parts = [rows.site(i) for sites, rows in self.streams for i in range(len(sites))]
