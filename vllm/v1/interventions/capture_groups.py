@@ -4,7 +4,7 @@
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from itertools import accumulate, groupby
 from math import ceil
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 from weakref import WeakValueDictionary
 
 import msgspec
@@ -94,6 +94,11 @@ class CaptureGroup:
         """Kinds of values that are made."""
         self.shared = any(kind.shared for kind in self.kinds)
         """True if every tensor-parallel rank makes a part of it."""
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Leave out what only the worker asks for: each step's rows are sent with their groups."""
+        own = {"sites", "site_set", "rest_at", "kinds", "shared"}
+        return {name: value for name, value in self.__dict__.items() if name not in own}
 
     def _runs(self, stream: LocalStream) -> list[tuple[int, int]]:
         places, making = stream.places, stream.making
