@@ -144,7 +144,7 @@ AREAS = (
     ),
     Area(
         "capture's request",
-        budget=400,
+        budget=410,
         planned=360,
         places=(
             "vllm/v1/interventions/capture_groups.py",

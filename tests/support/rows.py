@@ -6,6 +6,7 @@ from __future__ import annotations
 import torch
 
 from vllm.v1.capture.transport.landing import Landing
+from vllm.v1.interventions import capture_groups
 from vllm.v1.interventions.frontend.results.collector import RowCollector
 from vllm.v1.interventions.frontend.results.pieces import Run
 from vllm.v1.interventions.messages import CapturedChunk, WorkerRequest
@@ -34,7 +35,11 @@ def step_rows(
 
 def taps_of(request: WorkerRequest) -> set[Site]:
     """The sites that are copied for a request."""
-    return {tap for s in request.streams for tap in (*s.taps, *s.minus)}
+    return {
+        tap
+        for s in request.streams
+        for tap in (*capture_groups.taps_of(s), *capture_groups.minus_of(s))
+    }
 
 
 def give(collector: RowCollector, *chunks: CapturedChunk) -> None:

@@ -10,7 +10,8 @@ from weakref import WeakValueDictionary
 import msgspec
 import numpy as np
 
-from vllm.v1.interventions.makings import AnyMaking, AsIs, Heads, Making
+from vllm.config.points import POINTS
+from vllm.v1.interventions.makings import AnyMaking, AsIs, Difference, Heads, Making
 from vllm.v1.interventions.messages import WorkerRequest
 from vllm.v1.interventions.plan import Site, Stream
 from vllm.v1.interventions.shape import TapShape
@@ -18,6 +19,19 @@ from vllm.v1.interventions.sites import site_order
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
+
+
+def taps_of(stream: Stream) -> list[Site]:
+    """Site that is copied for each of a stream; of a branch the one from which another is taken
+    away."""
+    return [(POINTS[point].copied[0], layer) for point, layer in stream.sites]
+
+
+def minus_of(stream: Stream) -> list[Site]:
+    """Site of the rows that are taken away from those of each of `taps_of`; [] for none."""
+    if not isinstance(stream.source, Difference):
+        return []
+    return [(POINTS[point].copied[1], layer) for point, layer in stream.sites]
 
 
 def num_senders(config: "VllmConfig") -> int:
@@ -148,7 +162,8 @@ class CaptureGroups:
         group = self._groups.get(streams)
         if group is not None:
             return group
-        taps = sorted({tap for s in streams for tap in (*s.taps, *s.minus)}, key=site_order)
+        copied = {tap for s in streams for tap in (*taps_of(s), *minus_of(s))}
+        taps = sorted(copied, key=site_order)
         own = [site for site in taps if site in self._sites]
         layers = sorted({layer for _, layer in own})
         of_each = len(layers) / self._senders
@@ -158,8 +173,8 @@ class CaptureGroups:
         own = [site for site in own if site[1] in share]
         if not own:
             return None
-        of_heads = {tap for s in streams if isinstance(s.source, Heads) for tap in s.taps}
-        raw = {tap for s in streams if s.is_raw for tap in s.taps}
+        of_heads = {tap for s in streams if isinstance(s.source, Heads) for tap in taps_of(s)}
+        raw = {tap for s in streams if s.is_raw for tap in taps_of(s)}
         own.sort(key=lambda site: (site not in raw, site in of_heads))
         sizes = {site: self._shape.arena_rows(site) for site in own if site not in raw}
         firsts = dict(zip(sizes, accumulate([0, *sizes.values()]), strict=False))
@@ -178,7 +193,7 @@ class CaptureGroups:
         Args:
             firsts: the first row of a token's of each site that is not raw.
         """
-        taps = stream.taps
+        taps = taps_of(stream)
         here = [n for n, tap in enumerate(taps) if tap in place]
         heads, columns = [(taps[n][1], tuple[int, ...]()) for n in here], None
         if isinstance(stream.source, Heads):
@@ -194,7 +209,7 @@ class CaptureGroups:
             dtype=stream.dtype,
             making=stream.making.at_sites(here),
             heads=heads,
-            minus=tuple(place[tap] for tap in stream.minus if tap in place),
+            minus=tuple(place[tap] for tap in minus_of(stream) if tap in place),
             lanes=max((len(chosen) for _, chosen in heads), default=0) or 1,
         )
 

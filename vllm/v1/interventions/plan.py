@@ -12,9 +12,8 @@ import msgspec
 import numpy as np
 import torch
 
-from vllm.config.points import POINTS
 from vllm.v1.interventions.focus import FocusOp, FocusProgram
-from vllm.v1.interventions.makings import AnyMaking, AnySource, AsIs, Difference, Rows
+from vllm.v1.interventions.makings import AnyMaking, AnySource, AsIs, Rows
 from vllm.v1.interventions.terms import Term
 
 Site = tuple[str, int]
@@ -146,18 +145,6 @@ class Stream(msgspec.Struct, frozen=True):
     def is_raw(self) -> bool:
         """True if rows leave as they were copied."""
         return isinstance(self.making, AsIs) and isinstance(self.source, Rows)
-
-    @property
-    def taps(self) -> list[Site]:
-        """Site that is copied for each; of a branch the one from which another is taken away."""
-        return [(POINTS[point].copied[0], layer) for point, layer in self.sites]
-
-    @property
-    def minus(self) -> list[Site]:
-        """Site of the rows that are taken away from those of each in `taps`; [] for none."""
-        if not isinstance(self.source, Difference):
-            return []
-        return [(POINTS[point].copied[1], layer) for point, layer in self.sites]
 
     @property
     def row_bytes(self) -> int:

@@ -53,7 +53,7 @@ class _Resolved(NamedTuple):
     params: SamplingParams
     max_tokens: int | None
     applied: int
-    """As `ModuleCatalog.applied`."""
+    """Number of changes that the catalog had gone through."""
 
 
 def checked(
