@@ -50,6 +50,13 @@ ROWS: dict[str, Callable[[Any], dict[str, Any]]] = {
 """Fields that have rows."""
 
 
+def captured(values: np.ndarray) -> CapturedRows:
+    """The rows of a site, as a user gets them; of one row if that is a vector."""
+    rows = np.atleast_2d(values)
+    at = np.arange(len(rows))
+    return CapturedRows(at, at, torch.from_numpy(rows), at)
+
+
 class Quantity(np.ndarray):
     """An array with a unit, as packages for physics have them."""
 
@@ -119,8 +126,15 @@ TAKEN: dict[str, Callable[[np.ndarray], Any]] = {
     "captured": lambda a: CapturedRows(
         np.zeros(1), np.zeros(1), torch.from_numpy(np.atleast_2d(a)), np.zeros(1)
     ).values[slice(None) if a.ndim == 2 else 0],
+    "captured rows": captured,
 }
 """Twins, which all say `VECTOR`."""
+
+
+def test_a_vector_is_one_captured_row() -> None:
+    """Of several rows it is not clear which one is meant."""
+    with pytest.raises(InterventionError, match=r"has shape \[2, 4\], the model needs \[4\]"):
+        sent(FIELDS["rules[0].probe"](captured(np.stack([ROW, ROW]))))
 
 
 def sent(fields: dict[str, Any]) -> bytes:

@@ -199,6 +199,10 @@ def test_modules_and_global_tiers(pair: tuple[LLM, Judge], tmp_path: Path) -> No
     llm.steering.register_module("again", str(tmp_path / "m.safetensors"))
     assert llm.steering.modules()["again"] == llm.steering.modules()["m"]
     assert set(llm.steering.layers()[1]) == set(STEERING_POINTS)
+    shape = llm.llm_engine.vllm_config.tap_shape
+    counts = llm.steering.heads()
+    assert counts == {n: layer.heads for n, layer in shape.layers.items() if layer.heads}
+    assert counts[1]["z"] == judge.reference.run(prompt_of(3, 1)).heads["z", 1].shape[1:]
     ops = [scale(-0.5, {1: [3, 0]}), scale(0.3, {MIDDLE: [1]})]
     prompt = prompt_of(17, 172)
     base: dict[str, Any] = {"steering_vectors": {"z": {1: row(13) + row(16), MIDDLE: row(14)}}}

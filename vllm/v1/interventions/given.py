@@ -12,6 +12,7 @@ import numpy as np
 import torch
 
 from vllm.config.points import STREAM_POINTS
+from vllm.v1.capture.results import CapturedRows
 from vllm.v1.interventions.errors import refuse_unknown_keys, reject, show, show_key
 from vllm.v1.interventions.likely import likely
 from vllm.v1.interventions.positions import Positions
@@ -51,11 +52,11 @@ class Given:
 
     def __getitem__(self, key: str) -> "Given":
         """The value of a field; None if it is not given."""
-        return Given(self.value.get(key), self._at(key))
+        return Given(_values(self.value.get(key)), self._at(key))
 
     def get(self, key: str, default: Any) -> "Given":
         """The value of a field, or its default, which is read as if it was given."""
-        return Given(self.value.get(key, default), self._at(key))
+        return Given(_values(self.value.get(key, default)), self._at(key))
 
     def _at(self, key: str) -> str:
         return f"{self.path}.{key}" if self.path else key
@@ -98,7 +99,7 @@ class Given:
         """The keys and values of a mapping, both with the path of the value."""
         for key, entry in self.mapping().items():
             at = f"{self.path}.{show_key(key)}"
-            yield Given(key, at), Given(entry, at)
+            yield Given(key, at), Given(_values(entry), at)
 
     def entries(self, message: str, least: float = 0, most: float = math.inf) -> Iterator["Given"]:
         """The entries of a list, which is counted before."""
@@ -248,6 +249,13 @@ class Given:
         if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= most:
             self.refuse(message)
         return value
+
+
+def _values(entry: Any) -> Any:
+    """Captured rows as the tensor of their values: of one row a vector."""
+    if isinstance(entry, CapturedRows):
+        return entry.values[0] if len(entry) == 1 else entry.values
+    return entry
 
 
 def _number(value: Any, path: str) -> float:

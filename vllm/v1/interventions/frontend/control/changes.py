@@ -137,6 +137,11 @@ class ChangeBuilder:
         shape = shape or self.shape
         return {n: tuple(p for p in shape.offers(n) if p in points) for n in shape.layers}
 
+    def heads(self) -> dict[int, dict[str, tuple[int, int]]]:
+        """Layer -> point of attention -> number of heads and width of each."""
+        shape = self._config.tap_shape or self.shape
+        return {n: dict(layer.heads) for n, layer in shape.layers.items() if layer.heads}
+
 
 def _need_tier(value: Any) -> str:
     if (tier := plain(value)) not in TIERS:

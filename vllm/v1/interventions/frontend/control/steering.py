@@ -61,6 +61,11 @@ class _Known:
         """Layer -> the points at which it can be steered; in an engine that only captures, read."""
         return self._changes.layers()
 
+    def heads(self) -> dict[int, dict[str, tuple[int, int]]]:
+        """Layer -> point of attention (q, k, v, z) -> number of heads and width of each, for layers
+        whose heads can be captured."""
+        return self._changes.heads()
+
 
 class _Coroutines(_Known, ABC):
     """Methods of `llm.steering`, said once, as coroutines."""
