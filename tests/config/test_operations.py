@@ -16,7 +16,7 @@ from vllm.config.operations import (
     Number,
     Operation,
 )
-from vllm.config.steering import FAMILIES
+from vllm.config.steering import FAMILIES, SteeringConfig
 from vllm.v1.steering_formula import Scalars
 
 pytestmark = pytest.mark.quick
@@ -74,6 +74,15 @@ def test_families_and_help() -> None:
     field = source[source.index("steering_families: list[str]") :]
     text = field[: field.index("max_steering_rows")]
     assert [name for name in OPERATIONS if not re.search(rf"\b{name}\b", text)] == []
+
+
+@pytest.mark.parametrize("more", [[], ["focus"], ["ablate"]])
+def test_all_is_every_family_but_focus(more: list[str]) -> None:
+    config = SteeringConfig(enable_steering=True, steering_families=["all", *more])
+    named = {*FAMILIES} if more == ["focus"] else {*FAMILIES} - {"focus"}
+    assert {*config.steering_families} == named and config.focuses == (more == ["focus"])
+    each = SteeringConfig(enable_steering=True, steering_families=sorted(named))
+    assert config.compute_hash() == each.compute_hash()
 
 
 EXAMPLES = (

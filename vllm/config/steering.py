@@ -21,6 +21,10 @@ MAX_MODULES = 64
 positions a megabyte."""
 
 
+ALL = "all"
+"""Name of all families but focus, which needs other options, too."""
+
+
 def refuse_unknown(option: str, given: Iterable[str], allowed: Sequence[str]) -> None:
     """Raise a ValueError for entries of the list `option` that are not allowed."""
     if unknown := sorted(set(given) - set(allowed)):
@@ -46,8 +50,9 @@ class SteeringConfig:
     steering_families: list[str] = Field(default_factory=lambda: ["add"], min_length=1)
     """Families that requests may use in `steering`, of add, norm_match, ablate, clamp, pin,
     replace, normalize, swap, gate (any of these times a sigmoid of a probe), scale, of heads at z,
-    and focus, of weights of attention, which needs q and z among capture_points. Any family other
-    than add, scale and focus puts an op at every steered site, and focus puts one in every layer.
+    and focus, of weights of attention, which needs q and z among capture_points; "all" is all but
+    focus. Any family other than add, scale and focus puts an op at every steered site, and focus
+    puts one in every layer.
     """
 
     max_steering_rows: int = Field(default=1024, ge=1, le=1 << 20)
@@ -81,7 +86,10 @@ class SteeringConfig:
 
     def __post_init__(self) -> None:
         refuse_unknown("steering_points", self.steering_points, STEERING_POINTS)
-        refuse_unknown("steering_families", self.steering_families, FAMILIES)
+        refuse_unknown("steering_families", self.steering_families, (*FAMILIES, ALL))
+        if ALL in self.steering_families:
+            named = {*self.steering_families}
+            self.steering_families = [f for f in FAMILIES if f != "focus" or f in named]
         for option in ("steering_modules", "default_steering_modules"):
             if getattr(self, option) and not self.enable_steering:
                 raise ValueError(f"{option}: needs enable_steering (--enable-steering)")
