@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from tests.support.plans import HEADS, HIDDEN
+from tests.support.plans import HEADS, HIDDEN, config_of, plan_of, with_layers
 from vllm.config.points import CAPTURE_POINTS
 from vllm.model_executor.layers import attention_taps
 from vllm.model_executor.layers.attention.attention import Attention
@@ -19,12 +19,13 @@ from vllm.model_executor.layers.attention_taps import HeadTap
 from vllm.model_executor.layers.residual_taps import SiteTap
 from vllm.v1.capture.transport.landing import Landing
 from vllm.v1.interventions.capture_groups import CaptureGroup, CaptureGroups
-from vllm.v1.interventions.makings import AnyMaking, AsIs, Heads, Norms, Scores
+from vllm.v1.interventions.makings import AnyMaking, AsIs, Heads, Mean, Norms, Rows, Scores
 from vllm.v1.interventions.messages import WorkerRequest
 from vllm.v1.interventions.plan import Site, Stream
 from vllm.v1.interventions.step_rows import Blocks, Members, StepRows
 from vllm.v1.interventions.worker.attention.layers import attention_of
-from vllm.v1.interventions.worker.making.maker import Captured
+from vllm.v1.interventions.worker.making.maker import Captured, Material
+from vllm.v1.interventions.worker.making.makers import MAKERS
 from vllm.v1.interventions.worker.rows.arena import RowMap
 from vllm.v1.interventions.worker.rows.outbox import Outbox
 from vllm.v1.interventions.worker.tables.matrices import ProjectionTable
@@ -117,6 +118,40 @@ def test_rows_of_a_step(asked: list[tuple[WorkerRequest, int]], last_stage: bool
                 elif stream.making == SCORES:
                     want = want @ MATRIX.T
                 assert torch.allclose(values[:, place], want)
+
+
+def test_norms_of_heads_of_two_widths_leave_apart() -> None:
+    """Layer 1 has heads half as wide, whose norms are as many."""
+    wide = with_layers(HEADS, [1], heads={"q": (4, 2), "z": (4, 2)})
+    wide = with_layers(wide, [0], heads={"q": (4, 4), "z": (4, 4)})
+    asked = {"hooks": {"q": [0, 1], "z": [0], "post_block": [1]}, "norms": True}
+    config = config_of(wide, capture_points=list(CAPTURE_POINTS))
+    plan = plan_of(config=config, capture={"inline": asked})
+    assert plan is not None and plan.capture is not None
+    widths = [{wide.parts(site)[1] for site in s.sites} for s in plan.capture.streams if s.sites]
+    assert [s.width for s in plan.capture.streams].count(4) == 2
+    assert [len(each) for each in widths] == [1] * len(widths)
+    apart = {site: i for i, s in enumerate(plan.capture.streams) for site in s.sites}
+    assert apart["q", 0] == apart["z", 0] != apart["q", 1]
+
+
+@pytest.mark.parametrize("making", [Mean(()), SCORES, Scores((), 2, ()), Norms()])
+def test_a_stream_whose_sites_are_elsewhere_is_empty(making: AnyMaking) -> None:
+    """On another stage, or in another part; also where the stream has lanes, so columns."""
+    own, other = Stream((("post_block", 1),), HIDDEN, "float32"), ("post_block", 0)
+    for source in (Rows(), Heads(((0, 1),))):
+        made = Stream((other,), 2, "float32", source, making)
+        zeros = np.zeros(1, np.int64)
+        group = CaptureGroups({own.sites[0]: 0}, HEADS).of(
+            WorkerRequest(zeros, zeros, zeros, (own, made))
+        )
+        assert group is not None and not group.streams[1].places
+        blocks = Blocks({group: [("0", np.arange(3))]})
+        arena = torch.zeros(blocks.all[0].num_raw + blocks.all[0].num_rest, HIDDEN)
+        table = ProjectionTable(HIDDEN, torch.device("cpu"))
+        maker = MAKERS[type(making)](Material(arena, table))
+        values = maker.make(blocks.all[0], group.streams[1], Captured(torch.arange(3)))
+        assert values.shape[1] == 0
 
 
 def test_heads_of_one_request_are_not_anothers() -> None:

@@ -85,6 +85,9 @@ class Making(msgspec.Struct, frozen=True, array_like=True, tag=True):
     takes_room: ClassVar[bool] = False
     """True if what is made counts among the rows of a step: it may take as much memory as they
     do."""
+    by_head: ClassVar[bool] = False
+    """True if heads that are made together must be of one width, though what is made of them may be
+    equally wide."""
     dtype: ClassVar[str] = "float32"
     """Dtype of what is made; "" for that of the rows."""
     adds_up: ClassVar[bool] = False
@@ -178,6 +181,8 @@ class Norms(Making, frozen=True):
     """Length of each row, of each head and lane by itself, in the L2 norm: float32."""
 
     field: ClassVar[str] = "norms"
+    mixes: ClassVar[bool] = True
+    by_head: ClassVar[bool] = True
 
     def width(self, heads: int, width: int) -> int:
         """One number for each head or lane."""

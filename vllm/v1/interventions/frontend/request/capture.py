@@ -253,7 +253,7 @@ def _selection(request: Given, shape: TapShape, prompt: Prompt, spec: ConsumerSp
                 "captures"
             )
         making = lens_making(lens, sites, shape, prompt)
-    if request.get("norms", False).flag():
+    if request["norms"].value is not None and request["norms"].flag():
         if spec.cls is not None:
             request["norms"].refuse(f"is for {INLINE!r} alone")
         if projects or making != AsIs():

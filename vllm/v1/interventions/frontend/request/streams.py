@@ -16,6 +16,9 @@ from vllm.v1.interventions.positions import Positions
 from vllm.v1.interventions.shape import TapShape
 from vllm.v1.interventions.sites import site_order
 
+_Part = tuple[type[Source], int, int]
+"""Source of sites, width of what is made of it, and width of a head where that counts; else 0."""
+
 
 class Streams:
     """The streams of one request, and the consumers that get each.
@@ -57,7 +60,7 @@ class Streams:
                 "mlp_out) alone, which are float32",
             )
         streams = []
-        for (kind, width), sites in parts.items():
+        for (kind, width, _), sites in parts.items():
             source: AnySource = Difference() if kind is Difference else Rows()
             if kind is Heads:
                 source = Heads(tuple(selection.heads[site] for site in sites))
@@ -76,12 +79,12 @@ class Streams:
             return selection
         return msgspec.structs.replace(selection, streams=tuple(streams))
 
-    def _parts(self, selection: Selection) -> dict[tuple[type[Source], int], list[Site]]:
-        """The sites of a selection by their source, and the width of what is made of it."""
-        making, parts = selection.making, dict[tuple[type[Source], int], list[Site]]()
+    def _parts(self, selection: Selection) -> dict[_Part, list[Site]]:
+        """The sites of a selection that share a stream."""
+        making, parts = selection.making, dict[_Part, list[Site]]()
         whole = making.width(1, self._shape.hidden_size)
-        of_point: dict[str, tuple[type[Source], int]] = {
-            point: (Difference if POINTS[point].rows is RowKind.BRANCH else Rows, whole)
+        of_point: dict[str, _Part] = {
+            point: (Difference if POINTS[point].rows is RowKind.BRANCH else Rows, whole, 0)
             for point in {point for point, _ in selection.sites}
         }
         if not selection.heads and len(kinds := {*of_point.values()}) == 1:
@@ -89,7 +92,8 @@ class Streams:
         for site in selection.sites:
             kind = of_point[site[0]]
             if chosen := selection.heads.get(site):
-                kind = Heads, making.width(len(chosen), self._shape.parts(site)[1])
+                width = self._shape.parts(site)[1]
+                kind = Heads, making.width(len(chosen), width), width * making.by_head
             parts.setdefault(kind, []).append(site)
         return parts
 

@@ -64,6 +64,8 @@ class Material:
         """Yield parts of a stream's sites, as slices, each with the rows [count, number, hidden] of
         these sites: views of the arena in the model's dtype, or of branches float32, each the
         difference of two rows. Each lane counts as a site, where the stream has lanes."""
+        if not stream.places:
+            return  # another worker or part has them
         done = 0
         if stream.columns is not None:
             rows = self.heads(block, stream).view(block.count, -1, self.arena.shape[1])
