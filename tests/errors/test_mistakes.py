@@ -28,5 +28,10 @@ def test_no_guess_without_likeness(said: Any) -> None:
     assert likely(said, ("post_block", "pre_attn")) == ""
 
 
+@pytest.mark.parametrize(("said", "option"), [("bad", "BAD"), ("my_modul", "My-Module")])
+def test_letters_and_hyphens_are_compared_alike(said: str, option: str) -> None:
+    assert likely(said, ["other", option]) == f" (did you mean {option!r}?)"
+
+
 def test_what_is_not_allowed_is_not_named() -> None:
     assert likely("resid_mid", ("post_block",), {"resid_mid": "post_attn"}) == ""

@@ -131,6 +131,33 @@ TAKEN: dict[str, Callable[[np.ndarray], Any]] = {
 """Twins, which all say `VECTOR`."""
 
 
+NAMES = np.array(["pre_attn", "post_block"])
+NAMED: dict[str, dict[str, Any]] = {
+    "steering[0].point": {"steering": [{**ABLATE, "point": NAMES}]},
+    "steering[0].op": {"steering": [{**ABLATE, "op": NAMES}]},
+    "steering[0].positions": {"steering": [{**ABLATE, "positions": NAMES}]},
+    "capture.inline.positions.modality": {
+        "capture": {"inline": {**HOOKS, "positions": {"modality": NAMES}}}
+    },
+    "capture.inline.positions.images": {
+        "images": [(1, 2)],
+        "capture": {"inline": {**HOOKS, "positions": {"images": NAMES}}},
+    },
+    "capture.inline.positions.of": {
+        "capture": {"inline": {**HOOKS, "positions": {"start": 0, "of": NAMES}}}
+    },
+    "steering_modules": {"steering_modules": NAMES},
+}
+"""Fields with an array where a name is meant."""
+
+
+@pytest.mark.parametrize("field", NAMED)
+def test_an_array_of_names_is_refused_by_its_field(field: str) -> None:
+    with pytest.raises(InterventionError) as refused:
+        sent(NAMED[field])
+    assert str(refused.value.parameter) == field
+
+
 def test_a_vector_is_one_captured_row() -> None:
     """Of several rows it is not clear which one is meant."""
     with pytest.raises(InterventionError, match=r"has shape \[2, 4\], the model needs \[4\]"):

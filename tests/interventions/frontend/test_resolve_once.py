@@ -71,6 +71,8 @@ def test_what_was_checked_is_not_parsed_again(engine: Engine, parses: list[str])
     assert parses == ["steering_plan", "parse_capture"]
     assert engine.resolve() is plan
     assert len(parses) == 2
+    assert engine.prompt[resolving.RESOLVED] is None
+    assert engine.resolve() is not plan
 
 
 @pytest.mark.parametrize(

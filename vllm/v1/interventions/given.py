@@ -18,7 +18,7 @@ from vllm.v1.interventions.likely import likely
 from vllm.v1.interventions.positions import Positions
 from vllm.v1.interventions.shape import TapShape
 from vllm.v1.interventions.sites import need_heads, need_layers, need_point
-from vllm.v1.interventions.values import Array, is_array, is_plain, plain, plain_list
+from vllm.v1.interventions.values import Array, is_array, is_plain, plain, plain_list, says
 
 MAX_SCALE = 1e30
 """Largest number in a request: products stay far inside float64, and the sum is checked again in
@@ -115,6 +115,10 @@ class Given:
     def plain(self) -> Any:
         """The value, as `values.plain` makes it."""
         return plain(self.value)
+
+    def says(self, word: str) -> bool:
+        """True if the value is this text."""
+        return says(self.value, word)
 
     def choice(
         self, options: Collection[str], message: str, also: Mapping[str, str] = _NOTHING

@@ -69,12 +69,19 @@ class Change(msgspec.Struct, frozen=True):
         """True if the state has a new version with it, which captured rows report."""
         return all(kind in SET_KINDS for kind, _ in self.keys)
 
-    def apply(self, state: Globals) -> None:
-        """Change `state`, all but the new vectors of tiers."""
+    @property
+    def learned(self) -> bool:
+        """True if frontends make plans of what it changes."""
+        return any(kind in LEARNED_KINDS for kind, _ in self.keys)
+
+    def applied(self, state: Globals) -> Globals:
+        """Return what becomes of `state`, but for the new vectors of tiers."""
+        changed = Globals(**{kind: dict(state.of(kind)) for kind in state.__struct_fields__})
         for kind, name in self.drop:
-            state.of(kind).pop(name, None)
+            changed.of(kind).pop(name, None)
         for kind in LEARNED_KINDS:
-            state.of(kind).update(self.put.of(kind))
+            changed.of(kind).update(self.put.of(kind))
+        return changed
 
 
 def startup_state(config: "VllmConfig") -> Globals:

@@ -56,11 +56,16 @@ def likely(said: Any, options: Iterable[str], also: Mapping[str, str] = _NONE) -
     said = plain(said)
     if not isinstance(said, str):
         return ""
-    word = said[:_MOST_COMPARED].lower().replace("-", "_")
-    options = list(islice(options, _MOST_LOOKED_AT))
-    elsewhere = [option for option in options if option == also.get(word)]
-    found = elsewhere or get_close_matches(word, options, 1, _ALIKE)
+    word = _bare(said)
+    known = {_bare(option): option for option in islice(options, _MOST_LOOKED_AT)}
+    elsewhere = [option for option in known.values() if option == also.get(word)]
+    found = elsewhere or [known[one] for one in get_close_matches(word, known, 1, _ALIKE)]
     return f" (did you mean {found[0]!r}?)" if found else ""
+
+
+def _bare(name: str) -> str:
+    """A name without what people mix up, and not longer than is compared."""
+    return name[:_MOST_COMPARED].lower().replace("-", "_")
 
 
 def likely_key(said: str, given: Iterable[Any], allowed: Sequence[str]) -> str:

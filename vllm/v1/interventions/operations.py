@@ -137,7 +137,7 @@ class _Entry:
         self.given = entry
         self.shape = shape
         self.families = families
-        self.of_heads = self.given["point"].plain() == RETURNED
+        self.of_heads = self.given["point"].says(RETURNED)
         self.lanes = 1 if self.of_heads else shape.lanes
         self.lane = -1
         self.width = shape.hidden_size
@@ -187,7 +187,7 @@ class _Entry:
     def operation(self) -> Operation:
         """The operation, its keys checked."""
         op = self.given["op"]
-        if op.plain() == FOCUS:
+        if op.says(FOCUS):
             op.refuse("focus belongs to a request, as its span does")
         said = ", ".join((*OPERATIONS, FOCUS))
         unknown = f"unknown operation {{given}}; operations are {said}"

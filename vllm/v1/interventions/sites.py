@@ -14,7 +14,7 @@ from vllm.v1.interventions.errors import reject, show, show_key
 from vllm.v1.interventions.likely import likely
 from vllm.v1.interventions.plan import Site
 from vllm.v1.interventions.shape import LayerShape, TapShape
-from vllm.v1.interventions.values import plain, plain_list
+from vllm.v1.interventions.values import plain, plain_list, says
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -175,7 +175,7 @@ def need_sites(points: Any, layers: Any, path: str, shape: TapShape) -> list[Sit
     Raises:
         ValueError: as `need_point` and `need_layers`; or a point is there twice, or none.
     """
-    if plain(points) == "all":
+    if says(points, "all"):
         everywhere = dict.fromkeys(shape.layers, LayerShape(("all",)))
         anywhere = msgspec.structs.replace(shape, layers=everywhere)
         chosen = need_layers(layers, "all", f"{path}.layers", anywhere)

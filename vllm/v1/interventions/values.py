@@ -70,6 +70,11 @@ def plain(value: Any) -> Any:
         return value
 
 
+def says(value: Any, word: str) -> bool:
+    """True if a value is a text, and this one; an array is compared number by number."""
+    return isinstance(text := plain(value), str) and text == word
+
+
 def plain_list(value: Any) -> Sequence[Any] | None:
     """Return a list, tuple, range, or one-dimensional array or tensor of integers as a sequence;
     None for other values. Its entries are still to be made plain."""

@@ -200,7 +200,7 @@ def _positions(given: Given, prompt: Prompt, clean: list[int] | None) -> tuple[l
             )
     asked = given.get("positions", "all_prompt")
     found = asked.positions(Selector(prompt).resolve).array().tolist()
-    if asked.plain() == "all_prompt":
+    if asked.says("all_prompt"):
         found = [position for position in found if position >= first]
     if not found:
         reject("positions", "no token of the prompt is at them")

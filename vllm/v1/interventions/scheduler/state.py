@@ -46,15 +46,13 @@ class GlobalState:
                 than the model's dtype leaves room for, of which one that goes may have balanced
                 another.
         """
-        kinds = Globals.__struct_fields__
-        contents = Globals(**{kind: dict(self.contents.of(kind)) for kind in kinds})
         made, number, removed = dict(self.made), self.number + 1, self.removed
         for kind, name in change.drop:
             if kind == "modules":
-                need_module(contents.modules, name, "name")
-            if kind in LEARNED_KINDS and name in contents.of(kind):
+                need_module(self.contents.modules, name, "name")
+            if kind in LEARNED_KINDS and name in self.contents.of(kind):
                 removed = number
-        change.apply(contents)
+        contents = change.applied(self.contents)
         for key in change.keys:
             made.pop(key, None)
         made |= {key: number for key in change.put.keys if key[0] in LEARNED_KINDS}

@@ -177,6 +177,7 @@ class _Coroutines(_Known, ABC):
         """Learn of the modules and rules that other API servers of these engines have set."""
         if self._shared:
             [news] = await self._call(SteeringCall("news", since=self._catalog.changes))
+            await self._work(self._catalog.load)
             self._catalog.learn(news)
 
     def _need_asking(self, change: Change) -> None:
@@ -191,6 +192,8 @@ class _Coroutines(_Known, ABC):
 
     async def _make(self, change: Change) -> int:
         self._need_asking(change)
+        if change.learned:
+            await self._work(self._catalog.load)
         token = uuid.uuid4().hex
         deadline = time.monotonic() + BUSY_SECONDS
         try:

@@ -2,13 +2,14 @@
 """Frontend: what the names in `steering_modules` mean at this moment, and vectors without one."""
 
 from collections.abc import Awaitable, Callable, Collection
+from threading import Lock
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from vllm.v1.interventions.frontend.request.memo import CaptureMemo, VectorMemo
 from vllm.v1.interventions.given_rules import GivenRule
-from vllm.v1.interventions.global_state import LEARNED_KINDS, Change, Globals, startup_state
+from vllm.v1.interventions.global_state import Change, Globals, startup_state
 from vllm.v1.steering.modules import Module, need_module
 
 if TYPE_CHECKING:
@@ -27,6 +28,9 @@ class ModuleCatalog:
         self.captures = CaptureMemo()
         self._config = config
         self._state: Globals | None = None
+        """What plans are made of now. A change puts another in its place, as threads read it."""
+        self._lock = Lock()
+        """Held while the state is loaded, or another takes its place."""
         self.changes = 0
         """Number of changes of the engine core's state that are known here."""
         self.applied = 0
@@ -37,9 +41,15 @@ class ModuleCatalog:
     def state(self) -> Globals:
         """Global state, without vectors of tiers; that of start-up is loaded at the first look."""
         if self._state is None:
-            # Not before: the model's shape comes with the engine's ready message.
-            self._state = startup_state(self._config)
+            with self._lock:  # what a change made meanwhile is not lost
+                if self._state is None:
+                    # Not before: the model's shape comes with the engine's ready message.
+                    self._state = startup_state(self._config)
         return self._state
+
+    def load(self) -> None:
+        """Read what the options name, if nobody has; it takes long, so do it in a thread."""
+        assert self.state is not None
 
     @property
     def asks_others(self) -> bool:
@@ -103,6 +113,8 @@ class ModuleCatalog:
             self.changes = changes
 
     def _apply(self, change: Change) -> None:
-        if any(kind in LEARNED_KINDS for kind, _ in change.keys):  # else nothing need be loaded
-            change.apply(self.state)
-            self.applied += 1
+        if change.learned:  # else nothing need be loaded
+            old = self.state
+            with self._lock:
+                self._state = change.applied(self._state or old)
+                self.applied += 1

@@ -27,13 +27,13 @@ from vllm.v1.interventions.given import Given, Select
 from vllm.v1.interventions.plan import UNSTEERED
 from vllm.v1.interventions.positions import ALL, END, Positions
 from vllm.v1.interventions.shape import TapShape
-from vllm.v1.interventions.values import plain
+from vllm.v1.interventions.values import says
 from vllm.v1.interventions.vectors import digest_of
 
 
 def is_focus(entry: Any) -> bool:
     """Tell whether an entry of `steering` is one of these."""
-    return isinstance(entry, Mapping) and plain(entry.get("op")) == FOCUS
+    return isinstance(entry, Mapping) and says(entry.get("op"), FOCUS)
 
 
 @dataclass(frozen=True)

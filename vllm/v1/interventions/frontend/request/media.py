@@ -87,7 +87,7 @@ class Media:
         if not images:
             asked.refuse("asks for an image, and the prompt is without")
         if entries is None:
-            entries = range(len(images)) if asked.plain() == "all" else [asked.value]
+            entries = range(len(images)) if asked.says("all") else [asked.value]
         runs: list[Run] = []
         for entry in entries:
             given = Given(entry, asked.path)
@@ -107,12 +107,10 @@ class Media:
         Raises:
             ValueError: nothing in the prompt is of it.
         """
-        name = asked.plain()
-        if name == TEXT:
+        if asked.says(TEXT):
             return (Positions([(0, length)]) - self.positions).runs()
         there = [TEXT, *dict.fromkeys(item.modality for item in self.items)]
-        if name not in there:
-            asked.refuse(f"nothing of the prompt is {{given}}; it has {', '.join(there)}")
+        name = asked.choice(there, f"nothing of the prompt is {{given}}; it has {', '.join(there)}")
         return [run for item in self.of(name) for run in item.runs]
 
 

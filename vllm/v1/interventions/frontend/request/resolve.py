@@ -2,7 +2,6 @@
 """Frontend: from `SamplingParams` to a `Plan`, once per request. It raises all user errors."""
 
 import copy
-from collections.abc import Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -118,7 +117,7 @@ def need_steering(config: "VllmConfig", path: str) -> TapShape:
 def resolve(
     params: SamplingParams | PoolingParams,
     final_params: SamplingParams | None,
-    given: Mapping[str, Any],
+    given: dict[str, Any],
     resumable: bool,
     config: "VllmConfig",
     tokenizer: TokenizerLike | None,
@@ -149,6 +148,7 @@ def resolve(
     if known is not None and known.params is params and known.applied == modules.applied:
         assert final_params is not None
         if known.max_tokens == final_params.max_tokens and not resumable:
+            given[RESOLVED] = None  # an input lives as long as its answer
             return known.plan
     if resumable and config.steering_config.enable_steering:
         reject(

@@ -131,7 +131,7 @@ class Selector:
         keys = unknown_keys(value, ())
         others = [key for key in keys if key not in _ALL_KEYS]
         meant = likely_key(others[0], value, _ALL_KEYS) if others else ""
-        given.refuse(f"no selector has the keys {keys}{meant}; {_allowed()}")
+        reject(given.path, f"no selector has the keys {keys}{meant}; {_allowed()}")
 
     def _by_name(self, name: str) -> list[Run]:
         if name == "last_generated":
@@ -316,6 +316,8 @@ def _likely(value: Any) -> str:
     elif isinstance(value, str) and (match := _RANGE.fullmatch(value)):
         # As a layer's range has its last one in it, and a slice has not.
         start, stop = int(match[1]), int(match[2]) + ("-" in value)
+        if stop <= start:
+            return ""
     elif isinstance(value, bool):
         return " (for a mask say the positions where it is true)"
     elif isinstance(value, int):
