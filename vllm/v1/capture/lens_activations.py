@@ -19,7 +19,8 @@ def activations_of(results: Mapping[str, CaptureResult] | None) -> dict[str, Any
         Layers ascending, of the inline result: of rows of the stream after blocks
         `residual_stream` [layers, n, hidden]; of queries and keys with all heads `attn_q` [layers,
         n, heads, width], `attn_k` [layers, n, key heads, width], `qk_layers`, and `qk_meta`, how
-        each layer makes weights of them. None where there is nothing of that.
+        each layer makes weights of them; nothing of queries and keys if layers differ in heads.
+        None where there is nothing of that.
     """
     payload = results["inline"].payload if results and "inline" in results else None
     rows = payload if isinstance(payload, Mapping) else {}
@@ -45,7 +46,8 @@ def activations(
     made: dict[str, Any] = {}
     if stream := sorted(layer for point, layer in values if point == "post_block"):
         made["residual_stream"] = torch.stack([values["post_block", n] for n in stream])
-    if layers := sorted(forms):
+    layers = sorted(forms)
+    if len({(values["q", n].shape, values["k", n].shape) for n in layers}) == 1:
         made["attn_q"] = torch.stack([values["q", n] for n in layers])
         made["attn_k"] = torch.stack([values["k", n] for n in layers])
         made["qk_layers"] = layers
