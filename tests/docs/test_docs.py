@@ -156,6 +156,30 @@ def said_by_scale(printed: str) -> dict[str, str]:
     return dict(re.findall(r"^([+-]\d\.\d) (.+)$", printed, re.MULTILINE))
 
 
+def clones_own(program: str) -> set[str]:
+    """Return the folders of this repository, without `vllm`, from which a program imports."""
+    names = set()
+    for node in ast.walk(ast.parse(program)):
+        if isinstance(node, ast.ImportFrom) and node.module:
+            names.add(node.module)
+        elif isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+    roots = {name.partition(".")[0] for name in names} - {"vllm"}
+    return {root for root in roots if (ROOT / root).is_dir()}
+
+
+@pytest.mark.parametrize("document", DOCUMENTS)
+def test_programs_need_no_clone(document: str) -> None:
+    """They import what an installed wheel has."""
+    assert [clones_own(program) for program in programs(document) if clones_own(program)] == []
+
+
+def test_programs_that_need_a_clone_are_found() -> None:
+    """The twin."""
+    program = "import json, tools.svg\nfrom demo.corpus import PLACES\nfrom vllm import LLM\n"
+    assert clones_own(program) == {"demo", "tools"}
+
+
 def test_readme_has_one_program_and_its_output() -> None:
     (program,) = programs()
     scales = re.search(r"scales = (\[.*\])", program)

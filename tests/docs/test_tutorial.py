@@ -28,14 +28,17 @@ SERVED = ("--dtype=float32", "--enforce-eager", "--max-model-len=256", "--max-nu
 
 def test_tutorial_program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = cached_model(ROOT / "build" / "demo-model", Recipe(), Console(quiet=True))
-    monkeypatch.setenv("PYTHONPATH", str(ROOT))  # for demo.corpus
+    monkeypatch.delenv("PYTHONPATH", raising=False)  # the page needs the installed package alone
     here = [block for block in programs("docs/tutorial.md") if PLACE not in block]
     printed = run("".join(here), model, tmp_path, multiprocess=False)
     assert re.search(r"^held True layer \d scale", printed, re.M), printed
     assert "Sweep of post_block" in printed
-    assert re.search(r"^caa \S|^caa  ", printed, re.M), printed
-    [score] = re.findall(r"^probe tensor\(\[(-?\d+\.\d+)\]\)", printed, re.M)
-    assert float(score) > 0, printed
+    caa = dict(re.findall(r"^caa ([+-]\d)  (\w+)", printed, re.M))
+    assert caa["-1"] in "misty ruined empty frozen", printed
+    assert caa["+1"] in "sunny golden blooming friendly", printed
+    read = dict(re.findall(r"^probe ([+-]\d+\.\d) .* (\w+) orchard", printed, re.M))
+    [(glad, _), (sad, _)] = sorted(read.items(), key=lambda found: -float(found[0]))
+    assert float(glad) > 0 > float(sad) and read == {glad: "blooming", sad: "frozen"}, printed
     texts = said_by_scale(printed)
     assert len(texts) == 3 and texts["-1.0"] != texts["+1.0"]
     assert "saved ['straight.safetensors']" in printed

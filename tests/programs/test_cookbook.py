@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from rich.console import Console
+from transformers import AutoModelForCausalLM
 
 from demo.train import Recipe, cached_model
 from examples.cookbook import PAGE, run
@@ -35,7 +36,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any]]:
 
 def test_every_picture_is_drawn_and_shown(made: dict[str, Any]) -> None:
     shown = re.findall(r"^!\[.+\]\(drawings/(cookbook-\w+\.png)\)$", PAGE.read_text(), re.M)
-    assert len(shown) == len(re.findall(r"^## \d+\. ", PAGE.read_text(), re.M)) == 10
+    assert len(shown) == len(re.findall(r"^## \d+\. ", PAGE.read_text(), re.M)) == 13
     drawn = {file.name for file in Path(made["out"]).glob("*.png")}
     assert drawn | {"cookbook-http.png"} == set(shown)
 
@@ -100,3 +101,53 @@ def test_a_gate_is_open_on_one_side_only(made: dict[str, Any]) -> None:
     assert moved[far < -20].numel() == 0 or moved[far < -20].max() < 1e-3
     assert moved[far > 20].numel() == 0 or moved[far > 20].min() > 1e-3
     assert (far.abs() > 20).any()
+
+
+def test_heads_are_those_of_eager_attention(made: dict[str, Any]) -> None:
+    """The strongest head's weights, and the odds without it; another head's are others."""
+    model = AutoModelForCausalLM.from_pretrained(
+        made["MODEL"], dtype=torch.float32, attn_implementation="eager"
+    )
+    given = made["tokenizer"](made["sentence"], return_tensors="pt")
+    layer, head = made["strongest"]
+    ids = [made["tokenizer"].encode(w, add_special_tokens=False)[0] for w in made["moods"]]
+
+    def without(number: int | None) -> tuple[torch.Tensor, float]:
+        def cut(_: Any, rows: tuple[torch.Tensor]) -> tuple[torch.Tensor]:
+            parts = rows[0].unflatten(-1, (model.config.num_attention_heads, -1)).clone()
+            if number is not None:
+                parts[:, :, number] = 0
+            return (parts.flatten(-2),)
+
+        handle = model.model.layers[layer].self_attn.o_proj.register_forward_pre_hook(cut)
+        with torch.no_grad():
+            out = model(**given, output_attentions=True)
+        handle.remove()
+        last = out.logits[0, -1]
+        return out.attentions[layer][0], float(last[ids[0]] - last[ids[1]])
+
+    weights, plain = without(None)
+    torch.testing.assert_close(made["weights"], weights[head], atol=1e-5, rtol=0)
+    assert (weights - made["weights"]).abs().amax((1, 2))[1 - head] > 1e-4
+    for number in range(2):
+        lost = without(number)[1] - plain
+        assert float(made["change"][layer, number]) == pytest.approx(lost, abs=1e-4)
+    assert made["change"].abs().max() > 1e-3
+
+
+def test_samples_of_a_request_are_steered_alike(made: dict[str, Any]) -> None:
+    """All begin from one row, which is another where the request is steered."""
+    firsts = []
+    for output, tracks in zip(made["drawn"], made["tracks"], strict=True):
+        assert [len(track) for track in tracks] == [len(s.token_ids) for s in output.outputs]
+        assert len({tuple(sample.token_ids) for sample in output.outputs}) > 1
+        for track in tracks:
+            torch.testing.assert_close(track[0], tracks[0][0], **CLOSE)
+        firsts.append(tracks[0][0])
+    assert (firsts[0] - firsts[1]).norm() > 1e-2 * firsts[0].norm()
+
+
+def test_an_imported_vector_acts_in_its_layer(made: dict[str, Any]) -> None:
+    middle = made["middle"]
+    torch.testing.assert_close(made["imported"], made["dose"][middle], **CLOSE)
+    assert (made["imported"] - made["dose"][middle - 1]).abs().max() > 1e-3
