@@ -24,6 +24,7 @@ BUDGETS = {
     "docs/hook-contract-families.md": 1500,
     "docs/hook-contract.md": 1500,
     "docs/http.md": 1250,
+    "docs/map.md": 80,
     "docs/performance.md": 900,
     "docs/playground.md": 650,
     "docs/reliability.md": 500,
