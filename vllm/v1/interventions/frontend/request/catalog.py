@@ -28,7 +28,7 @@ class ModuleCatalog:
         self.captures = CaptureMemo()
         self._config = config
         self._state: Globals | None = None
-        """State of which plans are made now. A change puts another in its place: threads read it."""
+        """State of which plans are made. A change puts another in its place: threads read it."""
         self._lock = Lock()
         """Held while the state is loaded, or another takes its place."""
         self.changes = 0
