@@ -199,7 +199,7 @@ def test_other_workers_are_awaited_in_split_steps_alone(pair: tuple[LLM, Judge, 
     sample = executor.sample_tokens
 
     def recorded(*args: Any, **kwargs: Any) -> Any:
-        awaited.append(executor.kv_output_aggregator is not None)
+        awaited.append(executor.step_aggregator is not None)
         return sample(*args, **kwargs)
 
     few = Ask(prompt_of(5, 140), capture("all", ("post_block",), "all"))
