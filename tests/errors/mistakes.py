@@ -31,6 +31,7 @@ class Said(str):
 
 
 V, ROWS, MATRIX = Said("v"), Said("rows"), Said("m.T")
+RULE = {"name": "r", "point": "post_block", "threshold": 0.0}
 ADD = {"op": "add", "point": "post_block", "vector": V}
 VALUES: dict[str, Any] = {"v": VECTOR, "rows": LAYERS, "m.T": torch.ones(HIDDEN, 2)}
 """Expression -> its value here."""
@@ -92,6 +93,9 @@ MISTAKES: list[tuple[dict[str, Any], str]] = [
             "embedding": "embed",
         }.items()
     ),
+    (vectors({2: V}), "(a point stands before its layers"),
+    (vectors({"post_block": V}), "(name the layer: {2: v})"),
+    (hooks({"pattern": [1]}), "'attention' in place of 'hooks'"),
     # Layers.
     (hooks({"post_block": "1:3"}), "(did you mean '1-2'?)"),
     (hooks({"post_block": 2.0}), "(did you mean 2?)"),
@@ -122,6 +126,7 @@ MISTAKES: list[tuple[dict[str, Any], str]] = [
     ({"steering": [{"type": "add", "point": "post_block", "layers": 1}]}, "'op' by 'type'?)"),
     ({"steering": [{"method": "add", "point": "post_block", "layers": 1}]}, "'op' by 'method'?)"),
     (op(op="ablate", vector=V), "(did you mean 'direction'?)"),
+    (op(op="ablate", direction=V, scale=1.0), "(did you mean 'strength'?)"),
     (op(direction=V), "(did you mean 'vector'?)"),
     (op(vec=V), "(did you mean 'vector'?)"),
     (op(vector=V, coefficient=2.0), "(did you mean 'scale'?)"),
@@ -169,6 +174,15 @@ MISTAKES: list[tuple[dict[str, Any], str]] = [
     ({"capture": {"inline": {"hook": {"post_block": [1]}}}}, "(did you mean 'hooks'?)"),
     ({"capture": {"inline": {"layers": [1]}}}, "(did you mean 'hooks'?)"),
     (inline(project=MATRIX), "(transpose it)"),
+    ({"capture": True}, "({'inline': {'hooks': {'post_block': 'all'}}})"),
+    ({"capture": ["post_block"]}, "({'inline': {'hooks': {'post_block': 'all'}}})"),
+    ({"capture": {"inline": {"attention": {"layers": [1]}}}}, "(did you mean 'heads'?)"),
+    # Rules.
+    *(
+        ({"rules": [{**RULE, "probe": V, key: value}]}, f"(did you mean {meant!r}?)")
+        for key, value, meant in (("action", "stop", "then"), ("layers", 1, "layer"))
+    ),
+    ({"rules": [{**RULE, "direction": V}]}, "(did you mean 'probe'?)"),
     # Modules.
     ({"steering_modules": ["hapy"]}, "(did you mean 'happy'?)"),
     ({"steering_modules": ["Happy"]}, "(did you mean 'happy'?)"),

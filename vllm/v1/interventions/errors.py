@@ -69,7 +69,8 @@ def need_family(family: str, families: Collection[str], path: str) -> None:
         started = ", ".join(sorted(families))
         reject(
             path,
-            f"the engine was started without {family!r}; add it to --steering-families, which has "
+            f"the engine was started without {family!r}; add it to steering_families "
+            f"(--steering-families), which has "
             f"{started}",
         )
 

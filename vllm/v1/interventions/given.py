@@ -89,10 +89,11 @@ class Given:
                 reject(self._at(key), "is missing")
         return Given(found, self.path)
 
-    def mapping(self) -> Mapping[Any, Any]:
-        """The mapping that the value is."""
+    def mapping(self, example: str = "") -> Mapping[Any, Any]:
+        """The mapping that the value is; the error for another value shows an example."""
         if not isinstance(self.value, Mapping):
-            self.refuse("must be a mapping, got {given}")
+            more = f" ({example})" if example else ""
+            self.refuse("must be a mapping, got {given}", show(self.value) + more)
         return self.value
 
     def items(self) -> Iterator[tuple["Given", "Given"]]:

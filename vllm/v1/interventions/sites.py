@@ -34,6 +34,10 @@ def need_point(
         if isinstance(value, str) and value in POINTS and (instead := POINTS[value].instead):
             reject(path, f"{value!r} can only be captured; here use {instead}")
         meant = likely(_plain_name(value), allowed, _ELSEWHERE)
+        if isinstance(value, int):
+            meant = " (a point stands before its layers: {'post_block': {2: ...}})"
+        elif isinstance(value, str) and _plain_name(value) in _WEIGHTS:
+            meant = " (weights are captured by 'attention' in place of 'hooks')"
         reject(path, f"unknown point {show(value)}{meant}; points are {', '.join(allowed)}")
     if not any(value in shape.offers(layer) for layer in shape.layers):
         offered = {p for layer in shape.layers for p in shape.offers(layer)}
@@ -68,6 +72,10 @@ _ELSEWHERE = {
 }
 """Name of a point in TransformerLens, nnsight, pyvene and other tools, without what stands around
 it -> the point here (docs/coming-from.md)."""
+
+
+_WEIGHTS = ("attn", "attn_scores", "pattern")
+"""Names of weights of attention, which are no point."""
 
 
 def _plain_name(value: Any) -> Any:

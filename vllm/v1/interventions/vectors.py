@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from vllm.config.points import STEERING_POINTS, STREAM_POINTS
-from vllm.v1.interventions.errors import reject, show
+from vllm.v1.interventions.errors import reject
 from vllm.v1.interventions.given import Given, Select
 from vllm.v1.interventions.plan import Site, VectorSet
 from vllm.v1.interventions.positions import Positions
@@ -44,9 +44,9 @@ def parse_vectors(
     seen: set[Site] = set()
     for point_key, entries in Given(value, path).items():
         point = point_key.point(shape, STEERING_POINTS)
-        if is_array(entries.value) and entries.value.ndim > 1:
-            each = f"{show(entries.value)} (for a vector of each layer: dict(enumerate(rows)))"
-            entries.refuse("must be a mapping, got {given}", each)
+        many = is_array(entries.value) and entries.value.ndim > 1
+        each = "for a vector of each layer: dict(enumerate(rows))"
+        entries.mapping(each if many else "name the layer: {2: v}")
         for layers_key, entry in entries.items():
             layers = layers_key.layers(point, shape)
             widths = {shape.row_width((point, layer)) for layer in layers}

@@ -54,7 +54,7 @@ def unpack(value: Any, path: str, *, extra: tuple[str, ...] = ()) -> torch.Tenso
     """
     given = Given(value, path).fields(_KEYS, extra, "a packed array")
     unknown = f"unknown dtype {{given}}; use {', '.join(PACKED_DTYPES)}"
-    name = given["dtype"].choice(PACKED_DTYPES, unknown)
+    name = given["dtype"].choice(PACKED_DTYPES, unknown, {"float64": "float32"})
     shape = _shape(given["shape"])
     dtype = PACKED_DTYPES[name]
     expected = math.prod(shape) * dtype.itemsize

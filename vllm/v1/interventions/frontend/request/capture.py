@@ -53,6 +53,7 @@ MAX_CAPTURES = 16
 """The longest list of captures for `inline`."""
 
 
+_EXAMPLE = "{'inline': {'hooks': {'post_block': 'all'}}}"
 _NAME_IT = "name the consumer: {'inline': {'hooks': ...}}"
 
 
@@ -88,7 +89,7 @@ def parse_capture(
             mean of anything but rows of the prompt.
     """
     asked = Given({} if value is None else value, path)
-    if not asked.mapping() and value is not None:
+    if not asked.mapping(_EXAMPLE) and value is not None:
         asked.refuse("names no consumer")
     given: dict[str, tuple[Given, ConsumerSpec]] = {}
     for key, request in asked.items():
@@ -258,7 +259,7 @@ def _selection(request: Given, shape: TapShape, prompt: Prompt, spec: ConsumerSp
             request["norms"].refuse(f"is for {INLINE!r} alone")
         if projects or making != AsIs():
             request["norms"].refuse(
-                "stands without 'project', 'reduce' and 'lens'; give a list of captures"
+                "cannot be combined with 'project', 'reduce' or 'lens'; give a list of captures"
             )
         making = Norms()
     return Selection(
