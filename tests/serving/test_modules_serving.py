@@ -173,7 +173,8 @@ def test_a_name_keeps_its_meaning(line: Timeline) -> None:
 def test_unknown_names(line: Timeline) -> None:
     steering = line.llm.steering
     steering.register_module("calm", CALM)
-    with pytest.raises(ValueError, match=r"steering_modules\[1\]: unknown module 'clam' \(did you mean 'calm'\?\); .* calm"):
+    unknown = r"steering_modules\[1\]: unknown module 'clam' \(did you mean 'calm'\?\); .* calm"
+    with pytest.raises(ValueError, match=unknown):
         line.add(PROMPT, {"steering_modules": ["calm", "clam"]})
     with pytest.raises(ValueError, match=r"name: unknown module 'clam'"):
         steering.unregister_module("clam")
