@@ -34,7 +34,7 @@ endef
 test: install lint ## install, lint, the quick tests on both model runners (ARGS='-k name' for some)
 	$(call run_tests,quick)
 
-test-full: install lint ## the same with all tests but the long ones: what CI runs (50 to 80 minutes on 2 cores)
+test-full: install lint ## the same with all tests but the long ones: what CI runs (25 to 80 minutes on 2 cores)
 	$(call run_tests,full)
 
 test-models: install ## every architecture against transformers (half an hour), into docs/models.md

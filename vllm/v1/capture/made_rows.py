@@ -86,7 +86,7 @@ class MadeRows(TokenRows):
         return tuple(dict.fromkeys(given))
 
     def parts(self) -> dict[str, Any]:
-        """All results that there are, by the names of their attributes."""
+        """The results that there are, by the names of their attributes."""
         return {f.name: getattr(self, f.name) for f in self._making.fields if f.width}
 
     def _field(self, name: str) -> torch.Tensor:

@@ -11,6 +11,7 @@ from vllm.v1.interventions.errors import InterventionError, reject
 from vllm.v1.interventions.frontend.request.budget import Work
 from vllm.v1.interventions.frontend.request.chat import ChatTurns
 from vllm.v1.interventions.frontend.request.prompt import Prompt
+from vllm.v1.interventions.frontend.request.resolve import need_steering
 from vllm.v1.interventions.frontend.request.selectors import Selector
 from vllm.v1.interventions.frontend.request.written_text import WrittenText
 from vllm.v1.interventions.given import Given
@@ -41,17 +42,6 @@ _SCALED = ("add", "norm_match")
 _AXES = {"point": "points", "layers": "layers", "positions": "positions"}
 
 
-def need_steering(config: "VllmConfig") -> TapShape:
-    """Return what the model offers; raise ValueError if the engine does not steer."""
-    if not config.steering_config.enable_steering or config.tap_shape is None:
-        reject(
-            "op",
-            "steering is not enabled; start the engine with enable_steering=True "
-            "(--enable-steering)",
-        )
-    return config.tap_shape
-
-
 def parse_sweep(
     body: Mapping[str, Any],
     prompt: list[int],
@@ -72,7 +62,7 @@ def parse_sweep(
     Raises:
         ValueError: with the path of the field, see docs/errors.md.
     """
-    shape = need_steering(config)
+    shape = need_steering(config, "op")
     given = Given({name: body[name] for name in FIELDS if body.get(name) is not None}, "")
     op, patches = _op(given)
     answers, metric = _metric(given, config, tokenizer)

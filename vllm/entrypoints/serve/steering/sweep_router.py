@@ -25,11 +25,12 @@ from vllm.lora.request import LoRARequest
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.interventions.errors import describe, reject, show
 from vllm.v1.interventions.frontend.request.chat import KEY, ChatTurns
+from vllm.v1.interventions.frontend.request.resolve import need_steering
 from vllm.v1.interventions.frontend.request.written_text import written_text
 
 from .protocol import flag_of, read_body
 from .sweep_plan import Cell, Grid, as_json
-from .sweep_request import FIELDS, need_steering, parse_sweep
+from .sweep_request import FIELDS, parse_sweep
 from .sweep_run import SweepRun, SweepSlots
 
 router = APIRouter(prefix="/v1/steering", tags=["steering"])
@@ -52,7 +53,7 @@ async def _answer(body: dict[str, Any], raw_request: Request) -> Response:
     state = raw_request.app.state
     engine = cast(AsyncLLM, state.engine_client)
     # A server that does not steer may serve no completions either.
-    need_steering(engine.vllm_config)
+    need_steering(engine.vllm_config, "op")
     stream = flag_of(body, "stream")
     prompt, lora, ids = await _rendered(raw_request, body, "prompt")
     clean = clean_ids = None

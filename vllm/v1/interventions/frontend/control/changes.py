@@ -32,7 +32,7 @@ OPS = "ops"
 """Name that stands in the place of a tier for the operations of all requests."""
 
 ALL_SET = [*(("tiers", tier) for tier in TIERS), (OPS, "")]
-"""All that `set` sets, as keys of the global state."""
+"""Keys of the global state that `set` sets."""
 
 
 class ChangeBuilder:

@@ -121,17 +121,17 @@ class Selector:
         value = given.value
         if isinstance(plain(value), str):
             if value not in NAMED_SELECTORS and (meant := _likely(plain(value))):
-                given.refuse(f"{_UNKNOWN}; {_allowed()}", show(value) + meant)
-            return self._by_name(given.choice(NAMED_SELECTORS, f"{_UNKNOWN}; {_allowed()}", _ALSO))
+                given.refuse(_UNKNOWN, show(value) + meant)
+            return self._by_name(given.choice(NAMED_SELECTORS, _UNKNOWN, _ALSO))
         if not isinstance(value, Mapping):
-            given.refuse(f"{_UNKNOWN}; {_allowed()}", show(value) + _likely(plain(value)))
+            given.refuse(_UNKNOWN, show(value) + _likely(plain(value)))
         for kind in KINDS:
             if kind.reads(given):
                 return self._outright(kind.find(self, given))
         keys = unknown_keys(value, ())
         others = [key for key in keys if key not in _ALL_KEYS]
         meant = likely_key(others[0], value, _ALL_KEYS) if others else ""
-        reject(given.path, f"no selector has the keys {keys}{meant}; {_allowed()}")
+        reject(given.path, f"no selector has the keys {keys}{meant}; {_ALLOWED}")
 
     def _by_name(self, name: str) -> list[Run]:
         if name == "last_generated":
@@ -303,9 +303,15 @@ _ALSO = {
 """Common name of positions -> the selector that means them."""
 
 _RANGE = re.compile(r"(\d{1,9})[-:](\d{1,9})")
-_UNKNOWN = "unknown selector {given}"
+_MAPPINGS = ", ".join("{" + ", ".join(map(repr, kind.keys)) + "}" for kind in KINDS)
+_ALLOWED = (
+    f"use {', '.join(NAMED_SELECTORS)}, a list of positions, {_MAPPINGS} or a list of these, with "
+    "{'except'}"
+)
+_UNKNOWN = f"unknown selector {{given}}; {_ALLOWED}"
 _OF = "must be 'prompt' or 'generated', got {given}"
 _CHOSEN = {"first": slice(1), "last": slice(-1, None), "all": slice(None)}
+_WHICH = f"must be {', '.join(_CHOSEN)}, got {{given}}"
 
 
 def _likely(value: Any) -> str:
@@ -325,12 +331,6 @@ def _likely(value: Any) -> str:
     bounds = {"start": start, "stop": stop}
     said = ", ".join(f"{k!r}: {show(n)}" for k, n in bounds.items() if isinstance(n, int))
     return f" (did you mean {{{said}}}?)" if said else ""
-
-
-def _allowed() -> str:
-    mappings = ", ".join("{" + ", ".join(map(repr, kind.keys)) + "}" for kind in KINDS)
-    names = ", ".join(NAMED_SELECTORS)
-    return f"use {names}, a list of positions, {mappings} or a list of these, with {{'except'}}"
 
 
 def _chosen(given: Given) -> slice:
