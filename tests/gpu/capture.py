@@ -26,7 +26,7 @@ def projections(mode: Mode, tokens: list[list[int]], hidden: int) -> dict[str, A
     for k in (1, 7, hidden // 2):
         project = torch.randn(k, hidden, generator=torch.Generator().manual_seed(k))
         other = project.flip(1)
-        made = mode.run(tokens, [{}] * len(tokens), project=project)
+        made = mode.run(tokens, [{}] * len(tokens), making={"project": project})
         for (ids, values), (again, scores) in zip(rows, made, strict=True):
             same_tokens &= ids == again
             for site, row in values.items():
@@ -36,6 +36,22 @@ def projections(mode: Mode, tokens: list[list[int]], hidden: int) -> dict[str, A
                 worst = max(worst, float((scores[site].double() - want).abs().max() / size))
                 moved = float((scores[site].double() - wrong).abs().max() / size)
                 least_other = min(least_other, moved)
+    ok = same_tokens and worst <= FLOAT32 and least_other > 10 * FLOAT32
+    return {"error": worst, "limit": FLOAT32, "least_other": least_other, "ok": ok}
+
+
+def norms(mode: Mode, tokens: list[list[int]]) -> dict[str, Any]:
+    """Lengths are those of the rows of the same batch, in float32; a neighbour's are others."""
+    rows = mode.run(tokens, [{}] * len(tokens))
+    made = mode.run(tokens, [{}] * len(tokens), making={"norms": True})
+    worst, least_other, same_tokens = 0.0, 9e9, True
+    for (ids, values), (again, lengths) in zip(rows, made, strict=True):
+        same_tokens &= ids == again
+        for site, row in values.items():
+            want = row.double().norm(dim=-1, keepdim=True)
+            worst = max(worst, float(((lengths[site].double() - want) / want).abs().max()))
+            moved = ((lengths[site].double() - want.roll(1, 0)) / want).abs().max()
+            least_other = min(least_other, float(moved))
     ok = same_tokens and worst <= FLOAT32 and least_other > 10 * FLOAT32
     return {"error": worst, "limit": FLOAT32, "least_other": least_other, "ok": ok}
 

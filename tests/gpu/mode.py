@@ -41,10 +41,17 @@ class Mode:
     hidden, layers, adapter, noise_limit = HIDDEN, LAYERS, LLAMA, NOISE_LIMIT
     worst_row = staticmethod(worst_row)
 
-    def __init__(self, model: Path, options: Mapping[str, Any], root: Path) -> None:
+    def __init__(
+        self,
+        model: Path,
+        options: Mapping[str, Any],
+        root: Path,
+        reference: torch.nn.Module | None = None,
+    ) -> None:
         """
         Args:
             root: where files are written.
+            reference: transformers' model; default: the same folder, in float32.
         """
         from vllm import LLM
 
@@ -69,7 +76,12 @@ class Mode:
             # One of its own, without the dashboard: modes run side by side.
             ray.init("local", include_dashboard=False, object_store_memory=256 << 20)
         self.llm = LLM(model=str(model), **settings)
-        self.hf = AutoModelForCausalLM.from_pretrained(
+        self.hf = self.load(model) if reference is None else reference
+
+    @staticmethod
+    def load(model: Path) -> Any:
+        """Load transformers' model of a folder in float32."""
+        return AutoModelForCausalLM.from_pretrained(
             model, dtype=torch.float32, attn_implementation="eager"
         ).eval()
 
@@ -78,7 +90,7 @@ class Mode:
         tokens: Sequence[list[int]],
         steer: Sequence[Mapping[str, Any]],
         hooks: Any = None,
-        project: torch.Tensor | None = None,
+        making: Mapping[str, Any] | None = None,
         max_tokens: int = GENERATED,
         between: Callable[[], None] | None = None,
         versions: bool = False,
@@ -86,14 +98,14 @@ class Mode:
         """(prompt and generated tokens but the last, captured rows or scores) of each request.
 
         Args:
+            making: fields of the capture that say what is made of rows.
             between: called after each step of the engine.
             versions: have the rows' versions too, at ("version", 0).
         """
         from vllm import SamplingParams
 
         inline = {"hooks": hooks or dict.fromkeys(STREAM_POINTS, "all"), "positions": "all"}
-        if project is not None:
-            inline["project"] = project
+        inline |= making or {}
         params = [
             SamplingParams(
                 max_tokens=max_tokens,
@@ -180,11 +192,13 @@ class Mode:
 
     def read(self) -> dict[str, Any]:
         self.noise = worst = self.read_error(self.run(prompts(13), [{}] * 13))
-        return {"error": worst, "limit": NOISE_LIMIT, "ok": worst <= NOISE_LIMIT}
+        return {"error": worst, "limit": self.noise_limit, "ok": worst <= self.noise_limit}
 
     def write(self) -> dict[str, Any]:
         sites = [
-            (point, layer) for point in STREAM_POINTS for layer in (0, LAYERS // 2, LAYERS - 1)
+            (point, layer)
+            for point in STREAM_POINTS
+            for layer in (0, self.layers // 2, self.layers - 1)
         ]
         tokens = prompts(len(sites), seed=2)
         generator = torch.Generator().manual_seed(3)
@@ -197,7 +211,7 @@ class Mode:
             {"steering_vectors": {p: {n: v}}} for (p, n), v in zip(sites, vectors, strict=True)
         ]
         worst, least_move = 0.0, 9e9
-        last = ("post_block", LAYERS - 1)
+        last = ("post_block", self.layers - 1)
         for site, vector, (ids, rows) in zip(sites, vectors, self.run(tokens, steer), strict=True):
             every = torch.ones(len(ids), dtype=torch.bool)
             want = ref.write(self.hf, LLAMA, ids, site, vector, every).rows
@@ -281,6 +295,7 @@ def main() -> None:
         "positions": lambda: steering.positions(mode, prompts(9, seed=8), HIDDEN),
         "zero sum": mode.zero_sum,
         "projections": lambda: capture.projections(mode, prompts(9, seed=10), HIDDEN),
+        "norms": lambda: capture.norms(mode, prompts(9, seed=10)),
         "rules": lambda: rules.rules(mode, prompts(9, seed=18), HIDDEN),
         "forms": lambda: workload.forms(mode, prompts(9, seed=11)),
         "few sites": lambda: workload.few_sites(mode, prompts(1, seed=22)[0]),
