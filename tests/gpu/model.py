@@ -11,13 +11,13 @@ from transformers import LlamaConfig, LlamaForCausalLM
 LAYERS, HIDDEN, VOCAB, HEADS = 8, 512, 2048, 8
 
 
-def save_model(path: Path, layers: int = LAYERS, vocab: int = VOCAB) -> None:
+def save_model(path: Path, layers: int = LAYERS, vocab: int = VOCAB, hidden: int = HIDDEN) -> None:
     """A random Llama with activations of order one."""
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=vocab,
-        hidden_size=HIDDEN,
-        intermediate_size=1024,
+        hidden_size=hidden,
+        intermediate_size=2 * hidden,
         num_hidden_layers=layers,
         num_attention_heads=HEADS,
         num_key_value_heads=4,

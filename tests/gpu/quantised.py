@@ -66,7 +66,7 @@ def serve(folder: Path, name: str, options: dict[str, Any]) -> list[dict[str, An
         twin = "rows of the token before"
     else:
         plain = Mode.load(model)
-        least = min(min(distances(rows, plain, ids)) for ids, rows in found)
+        least = min(max(distances(rows, plain, ids)) for ids, rows in found)
         twin = "unrounded weights"
     margin = {"least": least, "limit": mode.noise_limit, "ok": least > 1.5 * mode.noise_limit}
     checks = {"read": mode.read(), twin: margin, "write": mode.write()}
