@@ -26,6 +26,7 @@ TIERS = {
     "quick": "make test: without an engine, or one file of an area",
     "full": "make test-full runs these too",
     "long": "minutes each: make test-long runs these alone",
+    "gpu": "on a GPU host: pytest -m gpu runs these alone",
 }
 """Every test module is marked with one of these; a test may be marked with another."""
 
@@ -41,7 +42,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--device", choices=("cpu", "cuda"), default="cpu", help="what engines run on, one process"
     )
     parser.addoption(
-        "--tier", choices=TIERS, default="full", help="which tests: quick, all but long ones, long"
+        "--tier", choices=TIERS, default="full", help="which tests; full: quick ones, too"
     )
 
     parser.addoption("--pictures", action="store_true", help="the tests with images, and no other")
@@ -55,6 +56,10 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "pictures: needs torchvision: run with --pictures")
     for tier, meaning in TIERS.items():
         config.addinivalue_line("markers", f"{tier}: {meaning}")
+    if config.option.markexpr == "gpu":
+        config.option.tier = "gpu"
+    if config.option.tier == "gpu":
+        return  # scripts in processes of their own, which set themselves up
     prepare_environment(config.getoption("--runner"), config.getoption("--device"))
     if config.getoption("--pictures"):
         try:
@@ -76,7 +81,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     """Keep the tests of the tier; under V2 those of them that are marked for it."""
     pictures = config.getoption("--pictures")
     v2, asked = config.getoption("--runner") == "v2", config.getoption("--tier")
-    tiers = {"quick"} if asked == "quick" else {"long"} if asked == "long" else {"quick", "full"}
+    tiers = {"quick", "full"} if asked == "full" else {asked}
 
     def chosen(item: pytest.Item) -> bool:
         if pictures != (item.get_closest_marker("pictures") is not None):
