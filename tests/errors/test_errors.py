@@ -169,7 +169,7 @@ OTHERS = [
         {
             "given": "['twist']",
             "allowed": "['add', 'norm_match', 'ablate', 'clamp', 'pin', "
-            "'replace', 'normalize', 'swap', 'scale', 'focus', 'gate', 'all']",
+            "'replace', 'normalize', 'swap', 'feature', 'scale', 'focus', 'gate', 'all']",
         },
         do=lambda: SteeringConfig(steering_families=["add", "twist"]),
     ),

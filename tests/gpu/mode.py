@@ -76,7 +76,7 @@ class Mode:
             # One of its own, without the dashboard: modes run side by side.
             ray.init("local", include_dashboard=False, object_store_memory=256 << 20)
         self.llm = LLM(model=str(model), **settings)
-        self.hf = self.load(model) if reference is None else reference
+        self.hf: Any = self.load(model) if reference is None else reference
 
     @staticmethod
     def load(model: Path) -> Any:

@@ -14,11 +14,12 @@ import numpy as np
 import torch
 
 from tests.support.op_reference import apply_site
+from vllm.config.operations import STREAM_OPERATIONS
 
 if TYPE_CHECKING:
     from tests.gpu.mode import Mode
 
-FAMILIES = ["add", "norm_match", "ablate", "clamp", "pin", "replace", "normalize", "swap", "gate"]
+FAMILIES = [*STREAM_OPERATIONS, "gate"]
 ROUNDING = 2.0**-7
 """Of a bfloat16 row, relative: an op reads one that was rounded and is rounded again."""
 
@@ -96,6 +97,11 @@ def ops(mode: Mode, tokens: list[list[int]], hidden: int) -> dict[str, Any]:
         [{"op": "replace", "values": values, "positions": [1, 3]}],
         [{"op": "add", "vector": u, "gate": gate}, {"op": "normalize"}],
         [{"op": "pin", "direction": u, "value": 2.0, "gate": {**gate, "when": "last_prompt"}}],
+        [
+            {"op": "feature", "encoder": u / hidden, "decoder": p, "bias": 0.1, "value": 9.0},
+            {"op": "feature", "encoder": p, "decoder": u, "threshold": 0.1, "value": 2.0},
+        ],
+        [{"op": "swap", "direction": u, "other": p}],
     ]
     tokens = tokens[: len(asked)]
     point, layer = "post_attn", 4

@@ -22,6 +22,7 @@ pytestmark = pytest.mark.quick
 
 PROMPT, END = 5, 9
 UNIT = [x / np.linalg.norm(VECTOR) for x in VECTOR]
+DECODER = [0.5, -1.0, 0.25, 2.0]
 GATE = {"probe": VECTOR, "threshold": 0.5, "sharpness": 2.0}
 
 
@@ -73,6 +74,16 @@ def floats(data: bytes) -> list[float]:
             Scalars(strength=2.0, lo=0.0, hi=0.0),
             [0.5**0.5, 0.0, -(0.5**0.5), 0.0],
         ),
+        (
+            entry("feature", encoder=VECTOR, decoder=DECODER, value=8, bias=-0.5, threshold=0.25),
+            Scalars(strength=1.0, lo=8.0, hi=8.0, bias=-0.5, above=0.25),
+            DECODER,
+        ),
+        (
+            entry("feature", encoder=VECTOR, decoder=DECODER, add=3, only_if_active=True),
+            Scalars(strength=1.0, constant=3.0, active=1.0),
+            DECODER,
+        ),
     ],
 )
 def test_each_operation(asked: dict[str, Any], scalars: Scalars, vector: list[float]) -> None:
@@ -84,6 +95,21 @@ def test_each_operation(asked: dict[str, Any], scalars: Scalars, vector: list[fl
     assert floats(term.vector) == pytest.approx(vector, rel=1e-7)
     assert term.probe == b""
     assert op.term_at(0) is term and op.term_at(1000) is term
+
+
+def test_a_feature_reads_by_its_encoder_and_is_told_what_to_do() -> None:
+    (op,) = parse(entry("feature", encoder=VECTOR, decoder=DECODER, value=0))
+    assert floats(op.terms[0].encoder) == pytest.approx(VECTOR, rel=1e-7)
+    (other,) = parse(entry("feature", encoder=DECODER, decoder=DECODER, value=0))
+    assert op.terms[0].digest != other.terms[0].digest
+    with pytest.raises(InterventionError, match="feature needs 'value' or 'add'"):
+        parse(entry("feature", encoder=VECTOR, decoder=VECTOR))
+    with pytest.raises(InterventionError, match=r"threshold: must be from 0 to inf, got -1"):
+        parse(entry("feature", encoder=VECTOR, decoder=VECTOR, value=0, threshold=-1))
+    with pytest.raises(InterventionError, match=r"only_if_active: must be true or false, got 1"):
+        parse(entry("feature", encoder=VECTOR, decoder=VECTOR, value=0, only_if_active=1))
+    with pytest.raises(InterventionError, match=r"encoder: "):
+        parse(entry("feature", encoder=VECTOR[:2], decoder=VECTOR, value=0))
 
 
 def test_a_direction_and_itself_have_nothing_to_swap() -> None:
@@ -243,6 +269,7 @@ def test_each_family_is_asked_for_by_name() -> None:
         "replace": entry("replace", values=ROWS, positions=[0, 1, 2]),
         "normalize": entry("normalize"),
         "swap": entry("swap", direction=VECTOR, other=VECTOR[::-1]),
+        "feature": entry("feature", encoder=VECTOR, decoder=VECTOR[::-1], add=1),
         "gate": entry("add", vector=VECTOR, gate=GATE),
     }
     assert asked.keys() == FAMILIES

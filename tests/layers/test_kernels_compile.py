@@ -31,12 +31,14 @@ from vllm.v1.interventions.worker.focus import triton as focus_triton
 
 del triton.backends.backends["cpu"]
 kernel = steering_terms._steer_rows_kernel
-INTS = ("slots", "program", "programs", "probes", "gate_owners")
+INTS = ("slots", "program", "programs", "probes", "encoders", "gate_owners")
 FLOATS = ("vectors", "scalars", "gates")
 for dtype in ("bf16", "fp16", "fp32"):
     for block in (512, 16384):
-        for norms, gated, deciding in ((0, 0, 0), (1, 0, 0), (1, 1, 0), (1, 1, 1)):
+        kinds = ((0, 0, 0, 0), (1, 0, 0, 0), (0, 0, 0, 1), (1, 1, 0, 1), (1, 1, 1, 1))
+        for norms, gated, deciding, encodes in kinds:
             constants = {"BLOCK": block, "NORMS": norms, "GATED": gated, "DECIDING": deciding}
+            constants["ENCODES"] = encodes
             types = {"h": "*" + dtype, "table": "*" + dtype}
             types |= dict.fromkeys(INTS, "*i32") | dict.fromkeys(FLOATS, "*fp32")
             types |= dict.fromkeys(constants, "constexpr")
@@ -95,5 +97,5 @@ def test_kernels_compile_for_hopper(tmp_path: Path) -> None:
     assert run.returncode == 0, run.stderr[-4000:]
     variants = [json.loads(line) for line in run.stdout.splitlines() if line.startswith("[")]
     kinds = "the general update's, then products with keys, then those of focus"
-    assert len(variants) == 24 + 8 + 24, kinds
+    assert len(variants) == 30 + 8 + 24, kinds
     assert all(size > 1000 for *_, size in variants), variants

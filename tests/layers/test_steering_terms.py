@@ -107,6 +107,52 @@ def only(steer: Steer, rows: torch.Tensor, *asked: dict[str, Any]) -> torch.Tens
 
 @MANY
 @given(maker=makers())
+def test_features_act_at_once_and_keep_what_was_not_reconstructed(
+    steer: Steer, maker: Maker
+) -> None:
+    """Set to what they are, several leave a row as it is; one after the other they would not."""
+    rows = maker.rows()
+    fields = [maker.feature(0.0) for _ in range(3)]
+    asked = [
+        entry("feature", encoder=f["encoder"], decoder=f["decoder"], value=maker.size * (i + 1))
+        for i, f in enumerate(fields)
+    ]
+    encoders, decoders = (
+        torch.stack([torch.as_tensor(f[key]).double() for f in fields])
+        for key in ("encoder", "decoder")
+    )
+    active = (rows.double() @ encoders.T).clamp(min=0)
+    values = maker.size * torch.arange(1, 4, dtype=torch.float64)
+    want = rows.double() + (values - active) @ decoders
+    assert worst(only(steer, rows, *asked), want, rows) < 5 * TOLERANCE
+    # Twin: an operation between them that does nothing makes the next one read anew.
+    idle = entry("ablate", direction=maker.direction(), strength=0.0)
+    assert worst(only(steer, rows, asked[0], idle, asked[1]), want, rows) > 1e-4
+    apart = only(steer, only(steer, rows, asked[0]), asked[1])
+    assert worst(only(steer, rows, asked[0], idle, asked[1]), apart.double(), rows) < TOLERANCE
+
+
+@MANY
+@given(maker=makers())
+def test_a_feature_below_its_threshold_is_not_active(steer: Steer, maker: Maker) -> None:
+    rows, fields = maker.rows(32), maker.feature(0.0)
+    read = rows.double() @ torch.as_tensor(fields["encoder"]).double()
+    threshold = float(read.abs().sort().values[15:17].mean())
+    at = {key: fields[key] for key in ("encoder", "decoder")} | {"threshold": threshold}
+    zero = only(steer, rows, entry("feature", **at, value=0.0))
+    shut = read <= threshold
+    assert shut.any() and not shut.all()
+    assert torch.equal(zero[shut], rows[shut])
+    assert not (zero[~shut] == rows[~shut]).all(dim=1).any()
+    add = {"add": maker.size, **at}
+    always = only(steer, rows, entry("feature", **add))
+    active = only(steer, rows, entry("feature", **add, only_if_active=True))
+    assert torch.equal(active[shut], rows[shut]) and torch.equal(active[~shut], always[~shut])
+    assert not (always[shut] == rows[shut]).all(dim=1).any()
+
+
+@MANY
+@given(maker=makers())
 def test_ablate_is_idempotent(steer: Steer, maker: Maker) -> None:
     rows, direction = maker.rows(), maker.direction()
     ablate = entry("ablate", direction=direction)

@@ -86,6 +86,12 @@ def op(name: str, seed: int, *shape: int, **more: Any) -> dict[str, Any]:
         },
         "normalize": {},
         "swap": {"direction": made(seed, *shape), "other": made(seed + 60, *shape)},
+        "feature": {
+            "encoder": made(seed, *shape) / 3,
+            "decoder": made(seed + 60, *shape) / 3,
+            "bias": 2.0,
+            "value": 24.0,
+        },
     }  # fmt: skip
     return {"op": name, "point": "post_block", "layers": 1, **fields[name], **more}
 

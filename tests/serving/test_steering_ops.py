@@ -57,6 +57,13 @@ def op(name: str, point: str, layers: Any, seed: int = 1, **more: Any) -> dict[s
         "replace": {"values": torch.stack([vector(seed + i, 40.0) for i in range(3)])},
         "normalize": {},
         "swap": {"direction": vector(seed), "other": vector(seed + 1)},
+        "feature": {
+            "encoder": vector(seed, 1.0),
+            "decoder": vector(seed + 1, 1.0),
+            "bias": 2.0,
+            "threshold": 1.0,
+            "value": 72.0,
+        },
     }
     if name == "replace" and "positions" not in more:
         more["positions"] = [-1, 0, -3]

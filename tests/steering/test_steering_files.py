@@ -289,6 +289,18 @@ ALL_OPS: list[dict[str, Any]] = [
     },
     {"op": "normalize"},
     {"op": "swap", "direction": rows(8)[0], "other": rows(9)[0] * 7},
+    {"op": "feature", "encoder": rows(10)[0], "decoder": rows(11)[0], "bias": -0.3, "value": 2.5},
+    {
+        "op": "feature",
+        "encoder": rows(10)[0],
+        "decoder": rows(11)[0],
+        "threshold": 0.2,
+        "value": 0.0,
+        "strength": 0.5,
+        "add": 1.5,
+        "only_if_active": True,
+        "gate": {**GATE, "when": "row"},
+    },
     {"op": "normalize", "point": "all", "layers": [1, 2]},
     {"op": "normalize", "point": ["pre_attn", "post_block"], "layers": [0, 2]},
 ]

@@ -77,6 +77,9 @@ def _ops(vector: list[float], width: int) -> Iterator[Body]:
     yield {"op": "replace", **at, **rows, "alpha": 0.5, "gate": gate}
     yield {"op": "replace", **at, "values": vector, "alpha": 0.5, "gate": gate}
     yield {"op": "normalize", **at, "gate": gate}
+    feature: Body = {"bias": 0.1, "threshold": 0.1, "value": 1.0, "add": 1.0, **strength}
+    feature |= {"encoder": vector, "decoder": vector[::-1], "only_if_active": True}
+    yield {"op": "feature", **at, **feature, "gate": gate}
     yield {"op": "swap", **at, "direction": vector, "other": vector[::-1], "gate": gate}
     heads: Body = {"point": "z", "heads": {"0": [0]}, "positions": [1]}
     whole: Body = {"point": "z", "layers": [0], "positions": [1]}

@@ -54,6 +54,25 @@ def swap(h: Row, direction: Row, other: Row) -> Row:
     return h + both @ np.array([second - first, first - second])
 
 
+def feature(
+    h: Row,
+    read: Row,
+    encoder: Row,
+    decoder: Row,
+    bias: float = 0.0,
+    threshold: float = 0.0,
+    value: float | None = None,
+    strength: float = 1.0,
+    add: float = 0.0,
+    only_if_active: bool = False,
+) -> Row:
+    """`read` is the row before the first of the features that follow each other."""
+    before = read @ encoder + bias
+    activation = before if before > threshold else 0.0
+    change = add + (0.0 if value is None else strength * (value - activation))
+    return h if only_if_active and activation == 0 else h + change * decoder
+
+
 def normalize(h: Row, norm: float) -> Row:
     """`norm` is that of the row as it arrived at the point. A zero row has no direction to keep."""
     return h if not h.any() else norm / np.linalg.norm(h) * h
@@ -88,7 +107,7 @@ def apply_point(
         decided: index of the op -> what it decided. Written at the last prompt row, read later.
     """
     arrived, h = h, h + additive
-    decided = {} if decided is None else decided
+    decided, read = {} if decided is None else decided, h
     for index, op in enumerate(ops):
         g = 1.0
         if "gate" in op:
@@ -99,12 +118,16 @@ def apply_point(
                     decided[index] = g
                 g = decided.get(index, 0.0)
         positions = op.get("positions")
-        if positions is None or position in positions:
-            h = h + g * (_changed(h, arrived, op, position) - h)
+        acts = positions is None or position in positions
+        if acts:
+            h = h + g * (_changed(h, arrived, read, op, position) - h)
+        decides = decided.get(index) is not None and position == num_prompt - 1
+        if op["op"] != "feature" and (acts or decides):
+            read = h
     return h
 
 
-def _changed(h: Row, arrived: Row, op: Mapping[str, Any], position: int) -> Row:
+def _changed(h: Row, arrived: Row, read: Row, op: Mapping[str, Any], position: int) -> Row:
     skipped = ("op", "point", "layers", "positions", "gate")
     given = {name: value for name, value in op.items() if name not in skipped}
     if np.ndim(given.get("values", 0.0)) == 2:
@@ -130,6 +153,8 @@ def _changed(h: Row, arrived: Row, op: Mapping[str, Any], position: int) -> Row:
             return scale(h, **given)
         case "swap":
             return swap(h, **given)
+        case "feature":
+            return feature(h, read, **given)
     raise ValueError(op["op"])
 
 

@@ -86,6 +86,20 @@ class Maker:
             "when": when,
         }
 
+    def feature(self, value: float) -> dict[str, Any]:
+        """One that adds, or is set to a value. It is active on about half of the rows, or, if it
+        acts only where it is active, on nearly all of them, so that it can be seen."""
+        changes = ({"add": value}, {"value": value, "strength": self.number()}, {"value": value})
+        spread, only_if_active = self.size / self.hidden**0.5, bool(self.rng.integers(2))
+        return {
+            "encoder": self.direction() / self.hidden**0.5,
+            "decoder": self.direction() / self.hidden**0.5,
+            "bias": spread * (3 if only_if_active else self.number() / 4),
+            "threshold": abs(self.number()) * spread / 4,
+            "only_if_active": only_if_active,
+            **changes[self.rng.integers(3)],
+        }
+
     def op(self, name: str, **more: Any) -> dict[str, Any]:
         lo = self.number() * self.size / 4
         fields: dict[str, Callable[[], dict[str, Any]]] = {
@@ -106,6 +120,7 @@ class Maker:
             },
             "normalize": lambda: {},
             "swap": lambda: {"direction": self.direction(), "other": self.direction()},
+            "feature": lambda: self.feature(lo),
         }
         return entry(name, **(fields[name]() | more))
 
@@ -138,6 +153,7 @@ class Site:
         self._terms: dict[str, int] = {}
         self._scalars: dict[int, Scalars] = {}
         self._probes: dict[int, int] = {}
+        self._encoders: dict[int, int] = {}
         programs: dict[tuple[tuple[int, ...], bool], int] = {((0,) * MAX_TERMS, False): 0}
         frozen = any(op.frozen for op in self.ops)
         of_position = []
@@ -147,7 +163,7 @@ class Site:
             key = self._program(position), decides
             of_position.append(programs.setdefault(key, len(programs)))
         self.of_position = torch.tensor(of_position, dtype=torch.int32)
-        self.tables = self._lay_out(list(programs), "gate" in families)
+        self.tables = self._lay_out(list(programs), families)
 
     def _program(self, position: int) -> tuple[int, ...]:
         columns = [self._term(op, position) for op in self.ops]
@@ -165,19 +181,24 @@ class Site:
             self._scalars[row] = term.scalars
             if term.probe:
                 self._probes[row] = self._row(term.probe)
+            if term.encoder:
+                self._encoders[row] = self._row(term.encoder)
         return self._terms[term.digest]
 
     def _row(self, data: bytes) -> int:
         self._rows.append(torch.frombuffer(bytearray(data), dtype=torch.float32))
         return len(self._rows) - 1
 
-    def _lay_out(self, programs: Sequence[tuple[tuple[int, ...], bool]], gated: bool) -> TermTables:
+    def _lay_out(
+        self, programs: Sequence[tuple[tuple[int, ...], bool]], families: frozenset[str]
+    ) -> TermTables:
         rows = len(self._rows)
         scalars = torch.zeros(rows, len(Scalars._fields))
-        probes = torch.zeros(rows, dtype=torch.int32)
+        probes, encoders = torch.zeros(2, rows, dtype=torch.int32)
         for row, values in self._scalars.items():
             scalars[row] = torch.tensor(values)
             probes[row] = self._probes.get(row, 0)
+            encoders[row] = self._encoders.get(row, 0)
         owner = next((p for p, (_, decides) in enumerate(programs) if decides), 0)
         gate_owners = torch.full((len(programs),), owner, dtype=torch.int32)
         gate_owners[0] = 0
@@ -187,10 +208,12 @@ class Site:
             vectors=torch.stack(self._rows),
             scalars=scalars,
             probes=probes,
+            encoders=encoders,
             gate_owners=gate_owners,
             gates=torch.full((len(programs), MAX_TERMS), float("nan")),
             norms=True,
-            gated=gated,
+            gated="gate" in families,
+            encodes="feature" in families,
         )
         return on_device(tables, self.device)
 

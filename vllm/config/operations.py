@@ -29,6 +29,8 @@ class Number:
     most: float = INF
     of_stream: bool = False
     """True if it is written into the stream, whose dtype it must fit."""
+    flag: bool = False
+    """True if a user gives true or false for it, 1 or 0 in the formula."""
 
     @property
     def becomes(self) -> tuple[str, ...]:
@@ -53,6 +55,8 @@ class Operation:
     other: str = ""
     """The key of a second direction: the vector is then along the first less the second, both of
     length 1; "" if there is none."""
+    reads: str = ""
+    """The key of the direction that it reads the row by; "" if it reads by its vector."""
     rows: bool = False
     """True if `values`, one vector for each of `positions`, may stand in place of the vector."""
     one_of: tuple[str, ...] = ()
@@ -69,7 +73,7 @@ class Operation:
     @property
     def needed(self) -> tuple[str, ...]:
         """Keys that must be given, beside those of every operation."""
-        vectors = filter(None, (self.vector, self.other))
+        vectors = filter(None, (self.reads, self.vector, self.other))
         return (*vectors, *(n.key for n in self.numbers if n.default is None))
 
     @property
@@ -90,7 +94,7 @@ class Operation:
         for i, number in enumerate(self.numbers):
             value = numbers[number.becomes[0]]
             if abs(value) < INF and (i == 0 or value != number.default):
-                said[number.key] = value
+                said[number.key] = bool(value) if number.flag else value
         return said
 
 
@@ -102,6 +106,14 @@ _VALUE = Number("value", None, ("lo", "hi"), of_stream=True)
 _ALPHA = Number("alpha", 1.0, ("replace", "constant"), least=0, most=1)
 _FACTOR = Number("factor", None, ("constant",))
 _ZERO = (("lo", 0.0), ("hi", 0.0))
+_FEATURE = (
+    Number("bias", 0.0),
+    Number("threshold", 0.0, ("above",), least=0),
+    Number("value", INF, ("lo", "hi"), of_stream=True),
+    _STRENGTH,
+    Number("add", 0.0, ("constant",), of_stream=True),
+    Number("only_if_active", 0.0, ("active",), flag=True),
+)
 _MIRROR = (("strength", 2.0), *_ZERO)
 
 _LISTED = (
@@ -138,6 +150,14 @@ _LISTED = (
     Operation("replace", (_ALPHA,), (), "values", also=("patch", "substitute")),
     Operation("normalize", fixed=(("renorm", 1.0),), also=("norm", "renormalize")),
     Operation("swap", (), _MIRROR, "direction", unit=True, other="other"),
+    Operation(
+        "feature",
+        _FEATURE,
+        vector="decoder",
+        reads="encoder",
+        one_of=("value", "add"),
+        also=("clamp_feature", "latent", "sae"),
+    ),
     Operation("scale", (_FACTOR,), on_stream=False, on_heads=True),
 )
 OPERATIONS = {operation.name: operation for operation in _LISTED}
@@ -152,5 +172,5 @@ STREAM_OPERATIONS = tuple(o.name for o in OPERATIONS.values() if o.on_stream)
 HEAD_OPERATIONS = tuple(o.name for o in OPERATIONS.values() if o.on_heads)
 """Names of operations on heads of attention, which are sums and factors and no terms."""
 
-VECTORS = tuple(dict.fromkeys(k for o in _LISTED for k in (o.vector, o.other) if k))
+VECTORS = tuple(dict.fromkeys(k for o in _LISTED for k in (o.reads, o.vector, o.other) if k))
 """Keys under which operations have vectors."""

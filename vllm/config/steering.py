@@ -12,7 +12,7 @@ from vllm.config.utils import config
 FAMILIES = (*OPERATIONS, "focus", "gate")
 """Families that an engine can be started with: the operations, and gates on them."""
 
-SCHEMA = 6
+SCHEMA = 7
 """Part of the compile-cache key: raise it when traced tap code or an op's meaning changes."""
 
 
@@ -49,10 +49,10 @@ class SteeringConfig:
 
     steering_families: list[str] = Field(default_factory=lambda: ["add"], min_length=1)
     """Families that requests may use in `steering`, of add, norm_match, ablate, clamp, pin,
-    replace, normalize, swap, gate (any of these times a sigmoid of a probe), scale, of heads at z,
-    and focus, of weights of attention, which needs q and z among capture_points; "all" is all but
-    focus. Any family other than add, scale and focus puts an op at every steered site, and focus
-    puts one in every layer.
+    replace, normalize, swap, feature, gate (any of these times a sigmoid of a probe), scale, of
+    heads at z, and focus, of weights of attention, which needs q and z among capture_points; "all"
+    is all but focus. Any family other than add, scale and focus puts an op at every steered site,
+    and focus puts one in every layer.
     """
 
     max_steering_rows: int = Field(default=1024, ge=1, le=1 << 20)

@@ -2,10 +2,11 @@
 """The formula of all operations on the stream, and the numbers that it takes.
 
 All operations are one formula, with `h` the row as the term finds it, `h0` the row as
-it arrived at the point, `v` the term's vector and `g` its gate (1 without one):
+it arrived at the point, `v` the term's vector, `a` what is read of the row, which is `h.v` unless
+the term has an encoder, and `g` its gate (1 without one):
 
     h <- (1 - g (replace + renorm) + g renorm |h0| / |h|) h
-         + g (constant + norm |h| + strength (clip(h.v, lo, hi) - h.v)) v
+         + g (constant + norm |h| + strength (clip(a, lo, hi) - a)) v
 
     add         constant = scale              v as given
     norm_match  norm = scale                  v of length 1
@@ -15,12 +16,21 @@ it arrived at the point, `v` the term's vector and `g` its gate (1 without one):
     replace     replace = constant = alpha    v the new row
     normalize   renorm = 1                    v zeros
     swap        strength = 2, lo = hi = 0     v of length 1, along the difference of two directions
+    feature     constant = add, lo = hi = value, strength    v the decoder
+
+With an encoder `e`, `a` is the activation of a feature of a sparse autoencoder, and with `active`
+the change is 0 where `a` is:
+
+    a = z where z = b.e + bias > above, else 0
+
+where `b` is the row before the first of the terms with encoders that follow each other: features
+act at once, each on what the autoencoder read, and what it did not reconstruct is kept.
 
     g = sigmoid(sharpness (h.probe - threshold))
 
 Where they come from: add, Turner et al. 2023 (arXiv:2308.10248); ablate with strength 1, Arditi et
 al. 2024 (arXiv:2406.11717); swap, the reflection of Householder 1958 that takes one direction to
-the other.
+the other; activations by ReLU (above 0) and JumpReLU, Rajamanoharan et al. 2024 (arXiv:2407.14435).
 """
 
 from typing import NamedTuple
@@ -42,6 +52,10 @@ class Scalars(NamedTuple):
     sharpness: float = 0.0
     frozen: float = 0.0
     """1 if the gate is decided at the last prompt row and kept."""
+    bias: float = 0.0
+    above: float = 0.0
+    active: float = 0.0
+    """1 if it acts only where its feature is active."""
     lane: float = -1.0
     """Index of the lane that it acts on, where the stream has several; -1 for each lane by
     itself."""

@@ -39,11 +39,14 @@ class TermTables:
     programs: torch.Tensor
     """int32 [P, T], term rows in order, 0 for none, also between others."""
     vectors: torch.Tensor
-    """float32 [R, hidden], row 0 zeros; vectors of terms and probes of gates."""
+    """float32 [R, hidden], row 0 zeros; vectors of terms, probes of gates and encoders."""
     scalars: torch.Tensor
     """float32 [R, len(Scalars)]."""
     probes: torch.Tensor
     """int32 [R], the row in `vectors` of the term's probe, 0 for no gate."""
+    encoders: torch.Tensor
+    """int32 [R], the row in `vectors` of the term's encoder, 0 for a term that reads by its own
+    vector."""
     gate_owners: torch.Tensor
     """int32 [P]. A program p with frozen gates: p itself on the last prompt row, which decides and
     stores gates[p]; elsewhere the program whose decision it reads, column by column."""
@@ -54,6 +57,8 @@ class TermTables:
     """True if the engine has norm_match or normalize."""
     gated: bool
     """True if the engine has gates."""
+    encodes: bool
+    """True if the engine has feature."""
 
 
 def steer_terms(
@@ -76,10 +81,12 @@ def steer_terms(
         terms.vectors,
         terms.scalars,
         terms.probes,
+        terms.encoders,
         terms.gate_owners,
         terms.gates,
         terms.norms,
         terms.gated,
+        terms.encodes,
     )
 
 
@@ -92,15 +99,27 @@ def steer_rows(
     vectors: torch.Tensor,
     scalars: torch.Tensor,
     probes: torch.Tensor,
+    encoders: torch.Tensor,
     gate_owners: torch.Tensor,
     gates: torch.Tensor,
     norms: bool,
     gated: bool,
+    encodes: bool,
 ) -> None:
     """Steer `h` in place, as `steer_terms` does; an op, so the fields of `TermTables` come one by
     one. A token of slot 0 and program 0 is not touched."""
     terms = TermTables(
-        program, programs, vectors, scalars, probes, gate_owners, gates, norms, gated
+        program=program,
+        programs=programs,
+        vectors=vectors,
+        scalars=scalars,
+        probes=probes,
+        encoders=encoders,
+        gate_owners=gate_owners,
+        gates=gates,
+        norms=norms,
+        gated=gated,
+        encodes=encodes,
     )
     steer = steer_rows_triton if HAS_TRITON and h.is_cuda else steer_rows_torch
     if h.dim() == 2:
@@ -122,10 +141,12 @@ def _steer_rows_fake(
     vectors: torch.Tensor,
     scalars: torch.Tensor,
     probes: torch.Tensor,
+    encoders: torch.Tensor,
     gate_owners: torch.Tensor,
     gates: torch.Tensor,
     norms: bool,
     gated: bool,
+    encodes: bool,
 ) -> None:
     return None
 
@@ -161,32 +182,46 @@ def _steer_tokens(
     rows = arrived + table[slots[tokens].long()].float()
     program = program[tokens]
     norm = _norms(arrived) if terms.norms else None
+    read = rows.clone() if terms.encodes else rows
     for column, term in enumerate(terms.programs[program].long().unbind(1)):
         acting = (term > 0).nonzero().squeeze(1)
         if acting.numel():
             kept = None if norm is None else norm[acting]
             rows[acting] = _apply_term(
-                rows[acting], kept, term[acting], program[acting], column, terms
+                rows[acting], read[acting], kept, term[acting], program[acting], column, terms
             )
+        if terms.encodes:
+            # A column whose operation does not act on a token does not part two features.
+            follows = (term == 0) | (terms.encoders[term] > 0)
+            read = torch.where(follows[:, None], read, rows)
     h[tokens] = rows.to(h.dtype)
 
 
 def _apply_term(
     h: torch.Tensor,
+    read: torch.Tensor,
     arrived_norm: torch.Tensor | None,
     term: torch.Tensor,
     program: torch.Tensor,
     column: int,
     terms: TermTables,
 ) -> torch.Tensor:
-    """Rows after one term each, float32 [n, hidden]; `arrived_norm`, `term`, `program` are [n]."""
+    """Rows after one term each, float32 [n, hidden]; `read`, what encoders read, has the same
+    shape; `arrived_norm`, `term`, `program` are [n]."""
     numbers = terms.scalars[term]
     at = {name: numbers[:, i] for name, i in _COLUMN.items()}
     v = terms.vectors[term]
     along = (h * v).sum(dim=1)
+    if terms.encodes:
+        encoder = terms.encoders[term].long()
+        before = (read * terms.vectors[encoder]).sum(dim=1) + at["bias"]
+        active = before > at["above"]
+        along = torch.where(encoder > 0, torch.where(active, before, 0.0), along)
     change = torch.clamp(along, at["lo"], at["hi"]) - along
     # A factor of 0 leaves its part out, also where a huge row makes that part infinite.
     amount = at["constant"] + torch.where(at["strength"] != 0, at["strength"] * change, 0.0)
+    if terms.encodes:
+        amount = torch.where((at["active"] != 0) & ~active, 0.0, amount)
     gate = _gates(h, term, program, column, at, terms) if terms.gated else torch.ones_like(along)
     keep = 1.0 - gate * (at["replace"] + at["renorm"])
     if arrived_norm is not None:
@@ -246,6 +281,9 @@ if HAS_TRITON:
     _RENORM = tl.constexpr(_COLUMN["renorm"])
     _THRESHOLD = tl.constexpr(_COLUMN["threshold"])
     _SHARPNESS = tl.constexpr(_COLUMN["sharpness"])
+    _BIAS = tl.constexpr(_COLUMN["bias"])
+    _ABOVE = tl.constexpr(_COLUMN["above"])
+    _ACTIVE = tl.constexpr(_COLUMN["active"])
     _FROZEN = tl.constexpr(_COLUMN["frozen"])
     _HUGE, _TINY, _SHRINK = tl.constexpr(HUGE), tl.constexpr(TINY), tl.constexpr(SHRINK)
 
@@ -267,6 +305,7 @@ if HAS_TRITON:
         vectors,
         scalars,
         probes,
+        encoders,
         gate_owners,
         gates,
         h_stride,
@@ -280,6 +319,7 @@ if HAS_TRITON:
         BLOCK: tl.constexpr,
         NORMS: tl.constexpr,
         GATED: tl.constexpr,
+        ENCODES: tl.constexpr,
         DECIDING: tl.constexpr,
     ):
         """One token: the whole row is in registers."""
@@ -298,12 +338,21 @@ if HAS_TRITON:
         if NORMS:
             arrived = _norm(row)
         row += tl.load(table + slot * table_stride + cols, mask=mask, other=0.0).to(tl.float32)
+        read = row
         for column in range(num_terms):
             term = tl.load(programs + mine * programs_stride + column).to(tl.int64)
             if term > 0:
                 at = scalars + term * scalars_stride
                 v = tl.load(vectors + term * vectors_stride + cols, mask=mask, other=0.0)
                 along = tl.sum(row * v)
+                if ENCODES:
+                    encoder = tl.load(encoders + term).to(tl.int64)
+                    e = tl.load(vectors + encoder * vectors_stride + cols, mask=mask, other=0.0)
+                    before = tl.sum(read * e) + tl.load(at + _BIAS)
+                    above = tl.load(at + _ABOVE)
+                    activation = tl.where(before > above, before, 0.0)
+                    along = tl.where(encoder > 0, activation, along)
+                    shut = (tl.load(at + _ACTIVE) != 0) & (before <= above)
                 clipped = tl.minimum(tl.maximum(along, tl.load(at + _LO)), tl.load(at + _HI))
                 strength = tl.load(at + _STRENGTH)
                 # A factor of 0 leaves its part out, also where that part is infinite.
@@ -329,7 +378,11 @@ if HAS_TRITON:
                     amount += tl.where(factor != 0, factor * norm, 0.0)
                     restored = tl.where(norm > 0, arrived / norm, 1.0)
                     keep += tl.where(renorm != 0, gate * renorm * restored, 0.0)
+                if ENCODES:
+                    amount = tl.where(shut, 0.0, amount)
                 row = tl.where(keep != 0, keep * row, 0.0) + (gate * amount) * v
+                if ENCODES:
+                    read = tl.where(encoder > 0, read, row)
         tl.store(h + token * h_stride + cols, row.to(h.dtype.element_ty), mask=mask)
 
     def steer_rows_triton(
@@ -351,6 +404,7 @@ if HAS_TRITON:
                 terms.vectors,
                 terms.scalars,
                 terms.probes,
+                terms.encoders,
                 terms.gate_owners,
                 terms.gates,
                 h.stride(0),
@@ -364,6 +418,7 @@ if HAS_TRITON:
                 BLOCK=block,
                 NORMS=terms.norms,
                 GATED=terms.gated,
+                ENCODES=terms.encodes,
                 DECIDING=deciding,
                 num_warps=num_warps(block),
             )

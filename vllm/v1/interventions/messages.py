@@ -66,13 +66,15 @@ class WorkerRequest(msgspec.Struct, frozen=True):
 
 
 class PlacedTerm(msgspec.Struct, frozen=True, gc=False):
-    """A term, or the probe of a gate, as workers know it."""
+    """A term, or the probe of a gate or an encoder, as workers know it."""
 
     vector: bytes
-    """Bytes of `Term.vector`, or of `Term.probe`."""
+    """Bytes of `Term.vector`, of `Term.probe` or of `Term.encoder`."""
     scalars: Scalars
     probe_row: int
     """The row of its gate's probe in the same table; 0 for no gate."""
+    encoder_row: int
+    """The row of its encoder in the same table; 0 for none."""
 
 
 class PlacedProgram(msgspec.Struct, frozen=True, gc=False):

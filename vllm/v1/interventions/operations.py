@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from vllm.config.operations import ALSO, HEAD_OPERATIONS, OPERATIONS, Operation
+from vllm.config.operations import ALSO, HEAD_OPERATIONS, INF, OPERATIONS, Operation
 from vllm.config.points import RETURNED
 from vllm.v1.interventions.errors import need_family, show
 from vllm.v1.interventions.focus import FOCUS
@@ -160,13 +160,14 @@ class _Entry:
             positions = self.after_decision(positions, select)
         numbers = self.numbers(operation)
         scalars = Scalars(**numbers, **gate.scalars, lane=float(self.lane))
+        encoder = self.encoder(operation)
         if self.has_rows():
             assert positions is not None
             vectors = self.rows(operation, numbers, positions, select)
         else:
             key = "values" if "values" in self.given else operation.vector
             vectors = [self.vector(operation, numbers, self.given[key])]
-        terms = [make_term(scalars, vector, gate.probe) for vector in vectors]
+        terms = [make_term(scalars, vector, gate.probe, encoder) for vector in vectors]
         return Op(operation.name, sites, positions, terms, frozen, heads)
 
     def heads(self, operation: Operation) -> dict[Site, tuple[int, ...]]:
@@ -262,19 +263,27 @@ class _Entry:
             value = number.default
             if value is None or number.key in self.given:
                 given = self.given[number.key]
-                value = given.number()
+                value = float(given.flag()) if number.flag else given.number()
                 if number.of_stream:
                     self.need_range(np.array(value), given)
                 if not number.least <= value <= number.most:
                     given.refuse(f"must be from {number.least:g} to {number.most:g}, got {value}")
-            made |= dict.fromkeys(number.becomes, value)
+            if abs(value) < INF:
+                made |= dict.fromkeys(number.becomes, value)
         if operation.one_of and not any(key in self.given for key in operation.one_of):
             keys = " or ".join(map(repr, operation.one_of))
             self.given.refuse(f"{operation.name} needs {keys}")
-        lo, hi = made.get("lo", 0.0), made.get("hi", 0.0)
+        lo, hi = made.get("lo", -INF), made.get("hi", INF)
         if lo > hi:
             self.given["lo"].refuse(f"{lo:g} is greater than hi, {hi:g}")
         return made
+
+    def encoder(self, operation: Operation) -> bytes:
+        """The direction that the operation reads the row by, as `vector`; empty if its vector."""
+        if not operation.reads:
+            return b""
+        given = self.given[operation.reads]
+        return self.in_lanes(pack_float32(self.of_lanes(given), given.path))
 
     def vector(self, operation: Operation, numbers: dict[str, float], given: Given) -> bytes:
         """The operation's vector, float32 [width] or [lanes, width]."""

@@ -69,7 +69,8 @@ class ModuleOp(msgspec.Struct, frozen=True):
                 scaled = ", ".join(o.name for o in OPERATIONS.values() if o.scaled)
                 reject(path, f"scale {scale:g}: its {self.name} has no scale, only {scaled} have")
             number = Given(term.scalars._asdict()[field] * scale, path).number()
-            term = make_term(term.scalars._replace(**{field: number}), term.vector, term.probe)
+            scalars = term.scalars._replace(**{field: number})
+            term = make_term(scalars, term.vector, term.probe, term.encoder)
             largest = float(np.abs(np.frombuffer(term.vector, np.float32)).max())
             if not largest * abs(term.scalars.constant) <= torch.finfo(shape.torch_dtype).max:
                 reject(path, f"overflows {shape.dtype}")

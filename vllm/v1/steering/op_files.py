@@ -45,6 +45,8 @@ def _entry(op: ModuleOp) -> tuple[dict[str, Any], list[tuple[str, bytes]]]:
     operation = OPERATIONS[op.name]
     entry |= operation.written(numbers._asdict())
     vectors = [(operation.vector, op.term.vector)] if operation.vector else []
+    if operation.reads:
+        vectors.append((operation.reads, op.term.encoder))
     if operation.other:  # the same line
         vectors.append((operation.other, (-np.frombuffer(op.term.vector, np.float32)).tobytes()))
     if op.term.probe:

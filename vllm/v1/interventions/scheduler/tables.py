@@ -161,8 +161,11 @@ class Tables:
         placed: dict[TableName, list[tuple[int, Any]]] = {
             "sums": self.sums.pop_new(),
             "terms": [
-                (at, PlacedTerm(term.vector, term.scalars, row(term.probe_digest)))
-                for at, term in self.terms.pop_new()
+                (
+                    at,
+                    PlacedTerm(t.vector, t.scalars, row(t.probe_digest), row(t.encoder_digest)),
+                )
+                for at, t in self.terms.pop_new()
             ],
             "programs": [
                 (at, PlacedProgram(sites, list(map(row, p.terms)), self.programs.row(owner)))

@@ -29,6 +29,7 @@ class TermTable:
         self._scalars = torch.zeros(lanes, rows, columns, dtype=kind, device=device)
         self.scalars = self._scalars if lanes > 1 else self._scalars[0]
         self.probes = torch.zeros(rows, dtype=torch.int32, device=device)
+        self.encoders = torch.zeros_like(self.probes)
 
     def write(self, placed: list[tuple[int, PlacedTerm]]) -> None:
         """Write new terms to their rows."""
@@ -41,12 +42,13 @@ class TermTable:
         lane, lanes = scalars[:, _LANE, None], np.arange(len(self._scalars))[:, None, None]
         of_lanes = np.where((lane < 0) | (lane == lanes), scalars, np.float32(0))
         self._scalars.index_copy_(1, rows, async_tensor_h2d(of_lanes, device))
-        probes = np.array([term.probe_row for term in terms], dtype=np.int32)
-        self.probes.index_copy_(0, rows, async_tensor_h2d(probes, device))
+        read = np.array([(term.probe_row, term.encoder_row) for term in terms], dtype=np.int32)
+        for table, values in zip((self.probes, self.encoders), read.T.copy(), strict=True):
+            table.index_copy_(0, rows, async_tensor_h2d(values, device))
 
     def forget(self) -> None:
         """Zero the table: the device's memory was lost."""
-        for table in (self.vectors, self._scalars, self.probes):
+        for table in (self.vectors, self._scalars, self.probes, self.encoders):
             table.zero_()
 
 
@@ -83,10 +85,12 @@ class ProgramTable:
                 vectors=terms.vectors,
                 scalars=terms.scalars,
                 probes=terms.probes,
+                encoders=terms.encoders,
                 gate_owners=self._gate_owners,
                 gates=torch.zeros(*of_lanes, rows, most, device=device) if gated else ungated,
                 norms=any(o.of_norms for o in OPERATIONS.values() if o.name in families),
                 gated=gated,
+                encodes=any(o.reads for o in OPERATIONS.values() if o.name in families),
             )
             for i, site in enumerate(sites)
         }
