@@ -20,7 +20,7 @@ TAPS = "vllm/model_executor/layers/residual_taps.py"
 
 
 def block() -> Drawing:
-    """A decoder block and its three points."""
+    """A decoder block, its three points, and what its MLP reads."""
     d = Drawing("A decoder block and its points", 900, 300)
     stream, branch = 168, 62
     d.text(20, stream - 12, "x[l]")
@@ -45,6 +45,8 @@ def block() -> Drawing:
         d.name(x, stream + 34, Name(TAPS, f"BoundTaps.{symbol}", symbol), "middle")
         for i, note in enumerate(notes):
             d.text(x if x > 100 else 110, stream + 52 + 15 * i, note, "note", "middle")
+    d.point(590, branch + 18)
+    d.name(590, branch - 10, Name(TAPS, "BoundTaps.mlp_in", "mlp_in"), "middle")
     d.text(20, 26, "The residual stream of decoder layer l", "title")
     d.sentence(
         20, 280, "At each point the stream is steered (", Name(TAPS, "SiteTap.steer"),

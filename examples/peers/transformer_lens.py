@@ -31,6 +31,7 @@ POINTS = {
     "hook_resid_mid": "post_attn",
     "hook_resid_post": "post_block",
     "hook_attn_out": "attn_out",
+    "ln2.hook_out": "mlp_in",
     "hook_mlp_out": "mlp_out",
     "attn.hook_rot_q": "q",
     "attn.hook_rot_k": "k",
@@ -44,10 +45,10 @@ _NAMES = {point: name for name, point in POINTS.items()}
 _RESIDUAL = ["pre_attn", "post_attn", "post_block"]
 ENGINE: dict[str, Any] = {
     "enable_steering": True,
-    "steering_points": [*_RESIDUAL, "z"],
+    "steering_points": [*_RESIDUAL, "z", "mlp_in"],
     "steering_families": ["add", "ablate", "replace", "scale"],
     "capture_consumers": ["inline"],
-    "capture_points": [*_RESIDUAL, "q", "k", "v", "z", "final"],
+    "capture_points": [*_RESIDUAL, "q", "k", "v", "z", "mlp_in", "final"],
 }
 """Options of an engine that has all of these."""
 

@@ -9,7 +9,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from patches.taps import edit, fused, hand, lanes, normed, unfused
+import libcst as cst
+
+from patches.taps import edit, fused, hand, lanes, mlp_in, normed, unfused
 from patches.taps.errors import REMEDY_SHAPE, TapsError
 from patches.taps.inherited import check_inherited
 from patches.taps.proof import prove
@@ -76,7 +78,16 @@ def verify(tree_root: Path, rows: Iterable[Row] = ROWS) -> list[Outcome]:
 
 def wire_class(source: Source, row: Row) -> Source:
     """Return the module with one class wired, which is not proved yet."""
-    return Source(source.home, source.file, edit.apply(source, row, LOCATE.get(row.idiom)))
+    locate = _locate if row.idiom in LOCATE else None
+    return Source(source.home, source.file, edit.apply(source, row, locate))
+
+
+def _locate(row: Row, forward: cst.FunctionDef) -> edit.Edits:
+    """Place the taps of a row, those of its idiom and what it has beside."""
+    edits = LOCATE[row.idiom](row, forward)
+    if row.mlp_in:
+        mlp_in.locate(row, forward, edits)
+    return edits
 
 
 def _wired_sources(tree: Tree, rows: tuple[Row, ...]) -> dict[str, Source]:

@@ -23,11 +23,13 @@ class Edits:
 
     `before`/`after`: (anchor statement, source line); anchors are compared by identity.
     `hoisted`: a return statement and the name its first element is assigned to before it.
+    `above`: lines before that assignment.
     """
 
     before: list[tuple[cst.CSTNode, str]] = field(default_factory=list)
     after: list[tuple[cst.CSTNode, str]] = field(default_factory=list)
     hoisted: list[tuple[cst.CSTNode, str]] = field(default_factory=list)
+    above: list[tuple[cst.CSTNode, str]] = field(default_factory=list)
 
 
 def statement(line: str) -> cst.SimpleStatementLine:
@@ -94,16 +96,18 @@ class _Insert(cst.CSTTransformer):
         updated: cst.SimpleStatementLine,
         name: str,
     ) -> cst.FlattenSentinel[cst.BaseStatement]:
-        """Make of `return f(x), r` the line `name = f(x)`, the inserted lines, `return name, r`."""
+        """Make of `return f(x), r` the lines above, `name = f(x)`, the inserted lines, `return
+        name, r`."""
         ret = updated.body[0]
         assert isinstance(ret, cst.Return) and isinstance(ret.value, cst.Tuple)
         first, *rest = ret.value.elements
         lift = statement(f"{name} = {cst.Module([]).code_for_node(first.value)}")
         lift = lift.with_changes(leading_lines=updated.leading_lines)
         value = ret.value.with_changes(elements=[first.with_changes(value=cst.Name(name)), *rest])
+        above = [statement(s) for n, s in self._edits.above if n is original]
         lines = [statement(s) for n, s in self._edits.before if n is original]
         last = updated.with_changes(body=[ret.with_changes(value=value)], leading_lines=[])
-        return cst.FlattenSentinel([lift, *lines, last])
+        return cst.FlattenSentinel([*above, lift, *lines, last])
 
     def leave_If(
         self, original_node: cst.If, updated_node: cst.If
@@ -132,7 +136,7 @@ class _Insert(cst.CSTTransformer):
 
 def _arguments(row: Row) -> str:
     """Return the arguments of the class attribute `UnboundTaps(...)`."""
-    names = [f'"{p}"' for p in row.points]
+    names = [f'"{p}"' for p in row.taps]
     if row.idiom is Idiom.REFUSED:
         names.append(f"refused={row.reason!r}")
     if row.loops[1]:

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from patches.taps.errors import REMEDY_PROOF, TapsError
 from patches.taps.norms import two_argument_norms
-from patches.taps.rows import DEFERRED, Allow, Idiom, NormCall, Row
+from patches.taps.rows import DEFERRED, MLP_IN, Allow, Idiom, NormCall, Row
 from patches.taps.source import Source
 from patches.taps.values import (
     STALE,
@@ -76,6 +76,8 @@ class Meaning:
         tensors = [t for v in values for t in _tensors(v)]
         if not tensors:
             return Plain()
+        if stage != "mlp" and any(atom.tapped for tensor in tensors for atom in tensor.terms):
+            raise self.wrong(node, f"the MLP alone to read {MLP_IN}", ast.unparse(node))
         src, whole = set[int](), True
         stages, calls = {stage} & BRANCHES, {call} - {""}
         for tensor in tensors:
@@ -110,6 +112,8 @@ class Meaning:
         early = not state.events or (due and due[0].endswith(".read"))
         if kind in BRANCHES and early:
             raise self.wrong(node, f"{due[0]} before the next branch", ast.unparse(node))
+        if kind == "mlp" and self.row.mlp_in:
+            self.reads_tapped(node, values)
         if kind == "norm" and len(values) == 1 and isinstance(values[0], Tensor):
             return self.normed(node, name, values[0], state)
         if kind:
@@ -186,6 +190,8 @@ class Meaning:
                 raise self.wrong(
                     node, "a branch computed from the whole stream at the last tap", atom.what
                 )
+            if atom.tapped:
+                raise self.wrong(node, "a branch, not what the MLP reads", atom.what)
             if atom.buffer:
                 raise self.wrong(node, "a branch, not an unfilled buffer", atom.what)
             if not atom.calls & norms and Allow.POST_NORM not in self.row.allow:
@@ -234,6 +240,8 @@ class Meaning:
         if len(args) != 1 or not isinstance(args[0], Tensor):
             raise self.wrong(node, "one tensor of the stream", ast.unparse(node))
         value = args[0]
+        if point == MLP_IN:
+            return self.mlp_in(node, value, state)
         if name.endswith(".read"):
             if not same(value.terms, state.stream):
                 raise self.wrong(node, "the complete stream", value.text())
@@ -275,6 +283,19 @@ class Meaning:
         self.advance(state, halves)
         return Several((Tensor(halves[:1]), Tensor(halves[1:])))
 
+    def mlp_in(self, node: ast.AST, value: Tensor, state: State) -> Tensor:
+        """Execute the tap of what the MLP reads: a norm of the current stream."""
+        self.branch(node, value.terms, state)
+        if len(value.terms) != 1:
+            raise self.wrong(node, "a norm of the stream", value.text())
+        return Tensor((replace(value.terms[0], what=MLP_IN, normed=None, tapped=True),))
+
+    def reads_tapped(self, node: ast.AST, values: list[Value]) -> None:
+        """Check that a call of the MLP gets what the tap of its input returned."""
+        tensors = [t for v in values for t in _tensors(v)]
+        if not tensors or not all(len(t.terms) == 1 and t.terms[0].tapped for t in tensors):
+            raise self.wrong(node, f"an MLP that reads {MLP_IN}", ast.unparse(node))
+
     def may_lack(self, stages: tuple[str, ...]) -> bool:
         """Tell whether the row allows a layer without these branches."""
         lacking = {"mixer": Allow.NO_MIXER, "mlp": Allow.NO_MLP}
@@ -300,20 +321,15 @@ class Meaning:
 
     def order(self) -> tuple[str, ...]:
         """Return the taps of the idiom, in the order in which each path must call them."""
+        calls = {point: (f"{point}.steer_and_capture_pair",) for point in self.row.points}
         if self.row.idiom not in DEFERRED:
-            kind = {"post_attn": ".renorm"} if self.row.idiom is Idiom.NORMED else {}
-            return tuple(point + kind.get(point, "") for point in self.row.points)
-        if self.row.idiom is Idiom.PAIRED:
-            return tuple(f"{point}.steer_and_capture_pair" for point in self.row.points)
-        middle = (
-            ("post_attn.steer_pair", "post_attn.read") if "post_attn" in self.row.points else ()
-        )
-        return (
-            "pre_attn.steer_pair",
-            "pre_attn.read",
-            *middle,
-            "post_block.steer_and_capture_pair",
-        )
+            calls = {point: (point,) for point in self.row.points}
+        elif self.row.idiom is not Idiom.PAIRED:
+            for point in {"pre_attn", "post_attn"} & calls.keys():
+                calls[point] = (f"{point}.steer_pair", f"{point}.read")
+        if self.row.idiom is Idiom.NORMED:
+            calls["post_attn"] = ("post_attn.renorm",)
+        return tuple(call for p in self.row.taps for call in calls.get(p, (p,)))
 
     def returned(self, node: ast.AST, value: Value, state: State) -> None:
         """Check that the block returns the stream as the last tap left it."""

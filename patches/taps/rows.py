@@ -7,8 +7,13 @@ from enum import Enum
 from pathlib import Path
 
 _POINTS = Path(__file__).parents[2] / "vllm/config/points.py"
-ALL_POINTS: tuple[str, ...] = runpy.run_path(str(_POINTS))["STREAM_POINTS"]
-"""The points that a block can have, in stream order."""
+_TABLE = runpy.run_path(str(_POINTS))
+ALL_POINTS: tuple[str, ...] = _TABLE["STREAM_POINTS"]
+"""The points of the stream that a block can have, in stream order."""
+BLOCK_POINTS: tuple[str, ...] = _TABLE["BLOCK_POINTS"]
+"""The points that a block can have, in the order in which it computes them."""
+MLP_IN = "mlp_in"
+"""Name of the point of what the MLP reads."""
 FLOAT16 = "hidden_states.dtype == torch.float16"
 """The test of upstream for float16, as `Row.assume` names it."""
 MODELS = "vllm/model_executor/models/"
@@ -65,6 +70,7 @@ class Allow(Enum):
     NORMED_SKIP = "some configuration lets the skip carry the normed value"
     POST_NORM = "some configuration norms the sums instead of the branches"
     TAIL = "the block ends with operations on the whole stream; post_block is what they leave"
+    NO_MLP_IN = "no one tensor is a norm of the stream and read by the MLP alone: no mlp_in"
     UNTAPPED_SUM = "some configuration sums in the middle too, where the class has no point"
 
 
@@ -133,6 +139,19 @@ class Row:
         if whole or self.idiom in (Idiom.PARALLEL, Idiom.FUSED_SINGLE, Idiom.LANES):
             return ("pre_attn", "post_block")
         return ALL_POINTS
+
+    @property
+    def taps(self) -> tuple[str, ...]:
+        """The points of this class that have taps, in the order in which it computes them."""
+        own = (*self.points, *(MLP_IN,) * self.mlp_in)
+        return tuple(p for p in BLOCK_POINTS if p in own)
+
+    @property
+    def mlp_in(self) -> bool:
+        """True if what the MLP reads is a point: one tensor, a norm of the stream, that nothing
+        else reads."""
+        proved = self.idiom in WIRED - {Idiom.HAND, Idiom.LANES}
+        return proved and bool(self.mlps) and Allow.NO_MLP_IN not in self.allow
 
     @property
     def replaced(self) -> tuple[str, ...]:

@@ -108,7 +108,7 @@ FUSED: tuple[Row, ...] = (
         ),
         mixers=("self_attn[0]", "self_attn[1]"),
         mlps=("mlps[0]", "mlps[1]", "mlp"),
-        allow=frozenset({Allow.UNTAPPED_SUM}),
+        allow=frozenset({Allow.NO_MLP_IN, Allow.UNTAPPED_SUM}),
     ),
     Row(M + "mimo_v2.py", "MiMoV2FlashDecoderLayer", F),
     Row(M + "minimax_m2.py", "MiniMaxM2DecoderLayer", F, mlps=("block_sparse_moe",)),
@@ -156,7 +156,7 @@ PAIRED: tuple[Row, ...] = (
         "DeciLMDecoderLayer",
         Idiom.PAIRED,
         anchor="if not self._is_no_op_ffn:",
-        allow=frozenset({Allow.NO_MIXER, Allow.NO_MLP}),
+        allow=frozenset({Allow.NO_MIXER, Allow.NO_MLP, Allow.NO_MLP_IN}),
     ),
     Row(
         V + "kimi_k3/nvidia/model.py",

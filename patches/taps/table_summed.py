@@ -5,7 +5,8 @@ from patches.taps.rows import MODELS as M
 from patches.taps.rows import Allow, Idiom, NormCall, Row, Second
 
 U = Idiom.UNFUSED
-NORMED_SKIP = frozenset({Allow.NORMED_SKIP})
+NORMED_SKIP = frozenset({Allow.NORMED_SKIP, Allow.NO_MLP_IN})
+NO_MLP_IN = frozenset({Allow.NO_MLP_IN})
 HYBRID = M + "granitemoehybrid.py"
 
 UNFUSED: tuple[Row, ...] = (
@@ -30,7 +31,7 @@ UNFUSED: tuple[Row, ...] = (
             mixers=(mixer,),
             mlps=("block_sparse_moe", "shared_mlp"),
             second=Second.STALE,
-            allow=frozenset({Allow.NO_MLP}),
+            allow=frozenset({Allow.NO_MLP, Allow.NO_MLP_IN}),
         )
         for cls, mixer in (
             ("GraniteMoeHybridMambaDecoderLayer", "mamba"),
@@ -65,6 +66,7 @@ UNFUSED: tuple[Row, ...] = (
         "GraniteMoeSharedDecoderLayer",
         U,
         mlps=("block_sparse_moe", "shared_mlp"),
+        allow=NO_MLP_IN,
     ),
     Row(
         M + "hrm_text.py",
@@ -85,6 +87,7 @@ UNFUSED: tuple[Row, ...] = (
         U,
         branch_norms=("post_feedforward_layernorm",),
         mixers=("self_attn", "linear_attn"),
+        allow=NO_MLP_IN,
     ),
     Row(
         M + "opt.py",
@@ -92,7 +95,7 @@ UNFUSED: tuple[Row, ...] = (
         U,
         norms=("self_attn_layer_norm", "final_layer_norm"),
         mlps=("fc1", "activation_fn", "fc2"),
-        allow=frozenset({Allow.POST_NORM}),
+        allow=frozenset({Allow.POST_NORM, Allow.NO_MLP_IN}),
     ),
     Row(M + "orion.py", "OrionDecoderLayer", U),
     Row(
@@ -114,6 +117,7 @@ SANDWICH_UNFUSED: tuple[Row, ...] = (
         norms=(),
         branch_norms=("post_attention_layernorm", "post_feedforward_layernorm"),
         second=Second.STALE,
+        allow=NO_MLP_IN,
     ),
     Row(
         M + "gemma4.py",
@@ -130,7 +134,7 @@ SANDWICH_UNFUSED: tuple[Row, ...] = (
         mlps=("mlp", "router", "experts", "per_layer_input_gate", "per_layer_projection"),
         functions=("torch.nn.functional.gelu",),
         second=Second.NONE,
-        allow=frozenset({Allow.TAIL}),
+        allow=frozenset({Allow.TAIL, Allow.NO_MLP_IN}),
     ),
     Row(
         M + "hyperclovax.py",
@@ -147,6 +151,7 @@ SANDWICH_UNFUSED: tuple[Row, ...] = (
             norms=(),
             branch_norms=("input_layernorm", "post_attention_layernorm"),
             second=Second.STALE,
+            allow=NO_MLP_IN,
         )
         for file, cls in (
             ("molmo.py", "MolmoDecoderNormAfterLayer"),
@@ -235,7 +240,7 @@ PARALLEL: tuple[Row, ...] = (
                 "not (self.config.new_decoder_architecture or self.config.parallel_attn)",
             ),
         ),
-        allow=frozenset({Allow.UNTAPPED_SUM}),
+        allow=frozenset({Allow.NO_MLP_IN, Allow.UNTAPPED_SUM}),
     ),
     Row(M + "gpt_j.py", "GPTJBlock", Idiom.PARALLEL, norms=("ln_1",), mixers=("attn",)),
     Row(

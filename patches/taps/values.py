@@ -18,7 +18,8 @@ class Atom:
     for a piece of the stream). `whole`: false when half of a deferred sum, or a sum that no tap has
     seen, went into it. `stages`: which branches it passed through ("mixer", "mlp"). `calls`:
     declared callables it passed through. `buffer`: whether it is memory that a call is to fill.
-    `normed`: (norm, the ids of the terms it was called on).
+    `normed`: (norm, the ids of the terms it was called on). `tapped`: whether a tap returned it
+    for the MLP to read.
     """
 
     what: str
@@ -28,6 +29,7 @@ class Atom:
     calls: frozenset[str] = frozenset()
     buffer: bool = False
     normed: tuple[str, tuple[int, ...]] | None = None
+    tapped: bool = False
 
     @property
     def computed(self) -> bool:

@@ -33,8 +33,8 @@ class PointErrors:
 
 @dataclass(frozen=True)
 class HeadErrors:
-    """The worst of q, k, v or z over all layers; relative L2 of one head's row. Or of embed, final
-    or a branch, of a position's row."""
+    """The worst of q, k, v or z over all layers; relative L2 of one head's row. Or of embed, final,
+    a branch or what the MLP reads, of a position's row."""
 
     read: float
     """Captured rows against those of the reference."""
@@ -42,9 +42,10 @@ class HeadErrors:
     """The same with each head (of a single one, and without heads: each position) in place of its
     neighbour."""
     write: float | None = None
-    """Of z: log-probabilities while vectors are added to heads and heads are scaled."""
+    """Of z: log-probabilities while vectors are added to heads and heads are scaled. Of mlp_in:
+    while vectors are added."""
     moved: float | None = None
-    """Of z: the least that these moved them."""
+    """Of z and mlp_in: the least that these moved them."""
 
 
 @dataclass(frozen=True)
@@ -71,12 +72,12 @@ class Result:
     """Log-probabilities with nothing steered or captured: upstream's own distance."""
     points: dict[str, PointErrors] = field(default_factory=dict)
     heads: dict[str, HeadErrors] = field(default_factory=dict)
-    """Of q, k, v, z and the weights of attention, attn; of embed, final and branches where the
-    engine offers them."""
+    """Of q, k, v, z and the weights of attention, attn; of embed, final, branches and mlp_in where
+    the engine offers them."""
     focus: FocusErrors | None = None
     without: dict[str, str] = field(default_factory=dict)
-    """Why there are no numbers of q, k, v, z, attn or focus. What is in none of these three was not
-    run."""
+    """Why there are no numbers of q, k, v, z, attn, focus or mlp_in. What is in none of these
+    three was not run."""
     problem: str = ""
     """Why there are no numbers: what was raised."""
     seconds: float = 0.0
@@ -177,6 +178,7 @@ def prove(row: TinyModel, cache: Path, **options: Any) -> Result:
         TwoWay,
         head_errors,
         head_write_errors,
+        input_write_errors,
         offered_others,
         other_errors,
         plain_errors,
@@ -216,11 +218,17 @@ def prove(row: TinyModel, cache: Path, **options: Any) -> Result:
             written = head_write_errors(llm, reference, logit_prompts[1], sorted(points))
             heads["z"] = replace(heads["z"], write=written[0], moved=written[1])
         heads |= other_errors(llm, reference, token_prompts, offered_others(shape))
+        reading = [n for n, layer in shape.layers.items() if layer.inputs]
+        if reading:
+            written = input_write_errors(llm, reference, logit_prompts[1], reading)
+            heads["mlp_in"] = replace(heads["mlp_in"], write=written[0], moved=written[1])
         readable = {n: of.heads["z"][0] for n, of in layers.items() if not of.unread}
         focusable = {n: number for n, number in readable.items() if not layers[n].latent}
         focus = focus_errors(llm, reference, logit_prompts, focusable)
     offered = {point for of in points.values() for point in of}
     without = {p: "unseen" if p in offered else "none" for p in HEAD_POINTS if p not in heads}
+    if not reading:
+        without["mlp_in"] = "none"
     for name, found, here in (
         ("attn", heads.get("attn"), readable),
         ("focus", focus, focusable),

@@ -45,6 +45,10 @@ class Adapter:
     """In place of `branch`, where more than one module makes the branch: dotted path from a block
     to the norm before its MLP. What enters it is the stream, and the skip reads the same tensor."""
 
+    mlp: tuple[str, ...] = ("mlp", "ffn", "feed_forward", "block_sparse_moe")
+    """Dotted paths from a block to its MLP, whose input is `mlp_in`; the first that the block
+    has."""
+
     ends_later: bool = False
     """Whether upstream makes a block's last sum in the next block, so that there is no
     `post_block`."""
@@ -68,9 +72,18 @@ class Adapter:
 
     def find_branch(self, block: nn.Module) -> nn.Module | None:
         """The module whose output is the attention branch; None when this block has none."""
-        names = {name for name, _ in block.named_modules()}
-        path = next((path for path in self.branch if path in names), None)
-        return None if path is None else block.get_submodule(path)
+        return _first_of(block, self.branch)
+
+    def find_mlp(self, block: nn.Module) -> nn.Module | None:
+        """The module that is the MLP; None when this block has none of that name."""
+        return _first_of(block, self.mlp)
+
+
+def _first_of(block: nn.Module, paths: Sequence[str]) -> nn.Module | None:
+    """The first of some submodules that a block has; None when it has none of them."""
+    names = {name for name, _ in block.named_modules()}
+    path = next((path for path in paths if path in names), None)
+    return None if path is None else block.get_submodule(path)
 
 
 @dataclass(frozen=True)
@@ -84,7 +97,7 @@ class Forward:
     heads: dict[Site, torch.Tensor]
     """(point, layer) -> float32 [n, heads, width] of q, k, v and z, where the model shows them."""
     others: dict[Site, torch.Tensor]
-    """(point, layer) -> float32 [n, hidden] of embed, final and branches."""
+    """(point, layer) -> float32 [n, hidden] of embed, final, branches and what the MLP reads."""
 
 
 class _Hooks:
@@ -137,6 +150,15 @@ class _Hooks:
         # In place: the skip reads the same tensor, and the hook cannot reach it otherwise.
         stream.copy_(self._steer("post_attn", stream))
         self._record("post_attn", stream)
+
+    def before_mlp(
+        self, _mlp: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        read = self._steer("mlp_in", args[0] if args else kwargs["hidden_states"])
+        self.others["mlp_in", self.layer] = read.reshape(-1, read.shape[-1]).clone()
+        if args:
+            return (read, *args[1:]), kwargs
+        return args, {**kwargs, "hidden_states": read}
 
     def after_block(self, _block: nn.Module, _args: tuple[Any, ...], output: Hooked) -> Hooked:
         stream = _first(output)
@@ -221,6 +243,8 @@ def run(
             elif (branch := adapter.find_branch(block)) is not None:
                 handles.append(branch.register_forward_hook(hooks.after_branch))
                 sites.add(("post_attn", layer))
+            if adapter.lanes == 1 and (mlp := adapter.find_mlp(block)) is not None:
+                handles.append(mlp.register_forward_pre_hook(hooks.before_mlp, with_kwargs=True))
             for handle in handles:
                 stack.callback(handle.remove)
 
@@ -231,11 +255,12 @@ def run(
         head = model.get_output_embeddings()  # type: ignore[operator]
         stack.callback(head.register_forward_pre_hook(before_head).remove)
         output = model(input_ids=torch.tensor([list(token_ids)]), use_cache=False, **(inputs or {}))
+    sites |= {site for site in others if site[0] == "mlp_in"}
     if adapter.loops:
         sites |= set(rows)
     if unknown := set(deltas) - sites:
         raise KeyError(f"no such site in the reference model: {sorted(unknown)}")
-    if missing := sites - set(rows) - set(heads):
+    if missing := sites - set(rows) - set(heads) - set(others):
         raise RuntimeError(
             f"hooks of the reference never ran for {sorted(missing)}: "
             f"the adapter {adapter} does not describe {type(model).__name__}"

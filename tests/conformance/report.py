@@ -38,7 +38,8 @@ steered, at most 1e-3. *moved*: the least that a vector moved them, at least 0.0
 of every head (docs/attention.md), and *attn*: all weights, of every layer and token, at most 1e-4,
 while a neighbouring head's are at least 0.05 away. *z written* and *focus*: log-probabilities while
 heads are steered, and while the weights of keys all over the sequence are multiplied by 64, or of
-half of the heads by 0: at most 1e-3, having moved them by at least 0.02. There, **none**: the
+half of the heads by 0: at most 1e-3, having moved them by at least 0.02. *mlp_in* and *mlp_in
+written*: the same of what the MLP reads, where a class has that point. There, **none**: the
 model has no such thing, or its class of attention no such point; **unseen**: transformers does not
 show it, or takes no bias; **refused**: by vLLM Pilot, by name; **not run**: not compared since
 there is this column. Where the kernels
@@ -88,8 +89,8 @@ def render(
         "## Verified",
         "",
         "| architecture | layer class | idiom | points | plain | read | write | moved | q | k | v "
-        "| z | z written | attn | focus | where | |",
-        "|---" * 17 + "|",
+        "| z | z written | attn | focus | mlp_in | mlp_in written | where | |",
+        "|---" * 19 + "|",
     ]
     for result in sorted(good, key=lambda r: (r.architecture, r.name, r.where)):
         lines.append(_verified_line(result, by_key))
@@ -150,24 +151,24 @@ def _verified_line(result: Result, by_key: dict[str, Row]) -> str:
         f"{worst['read']:.0e}",
         f"{worst['write']:.0e}",
         f"{min(e.moved for e in result.points.values()):.2f}",
-        *_of_attention(result),
+        *_of_branches(result),
         result.where,
         MODELS[result.name].note,
     )
     return f"| {' | '.join(cells)} |"
 
 
-def _of_attention(result: Result) -> list[str]:
-    """Cells of q, k, v, z, z written, attn and focus."""
+def _of_branches(result: Result) -> list[str]:
+    """Cells of q, k, v, z, z written, attn, focus, mlp_in and mlp_in written."""
     found = {point: heads.read for point, heads in result.heads.items()}
-    if (z := result.heads.get("z")) is not None and z.write is not None:
-        found["z written"] = z.write
+    written = {p: h.write for p, h in result.heads.items() if h.write is not None}
+    found |= {f"{point} written": write for point, write in written.items()}
     if result.focus is not None:
         found["focus"] = result.focus.write
-    why = result.without | {"z written": result.without.get("z", "not run")}
+    why = result.without | {f"{point} written": why for point, why in result.without.items()}
     return [
         f"{found[name]:.0e}" if name in found else why.get(name, "not run").partition(":")[0]
-        for name in ("q", "k", "v", "z", "z written", "attn", "focus")
+        for name in ("q", "k", "v", "z", "z written", "attn", "focus", "mlp_in", "mlp_in written")
     ]
 
 

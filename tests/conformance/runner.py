@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from vllm.config.points import POINTS, Rows
 from vllm.v1.interventions.shape import LayerShape, TapShape
 
 from . import reference as ref
@@ -177,10 +178,11 @@ def head_errors(
 def other_errors(
     llm: Engine, reference: Reference, token_prompts: Sequence[list[int]], points: Sequence[str]
 ) -> dict[str, HeadErrors]:
-    """Rows of embed, final and branches, where the engine offers them, at all positions.
+    """Rows of embed, final, branches and what the MLP reads, where the engine offers them, at all
+    positions.
 
-    Errors are relative to the stream, which is what branches are as precise as; how far apart they
-    are is said of each position's row and its neighbour's.
+    Errors of branches are relative to the stream, which is what they are as precise as; how far
+    apart they are is said of each position's row and its neighbour's.
 
     Args:
         points: those that are offered.
@@ -192,8 +194,8 @@ def other_errors(
         forward = reference.run(completion.token_ids)
         for (point, layer), got in completion.rows.items():
             want = forward.others[point, layer]
-            ends = point != "final" and "post_block" in reference.row.points
-            stream = forward.rows["post_block", layer] if ends else want
+            summed = POINTS[point].rows is Rows.BRANCH and "post_block" in reference.row.points
+            stream = forward.rows["post_block", layer] if summed else want
             read = float(((got - want).norm(dim=-1) / stream.norm(dim=-1)).max())
             apart = worst_row(got.roll(1, 0), want) if want.any() else 1.0  # a layer may lack one
             old = errors.setdefault(point, HeadErrors(read, apart))
@@ -202,9 +204,9 @@ def other_errors(
 
 
 def offered_others(shape: TapShape) -> list[str]:
-    """Those of embed, final and branches that an engine offers."""
+    """Those of embed, final, branches and what the MLP reads that an engine offers."""
     layers = shape.layers.values()
-    branches = {name: None for layer in layers for name in layer.branches}
+    branches = {name: None for layer in layers for name in (*layer.branches, *layer.inputs)}
     final = any(layer.final for layer in layers)
     return [*["embed"] * (shape.lanes == 1), *branches, *["final"] * final]
 
@@ -249,6 +251,32 @@ def head_write_errors(
         delta = (vectors[site].expand_as(rows) if i % 2 == 0 else -3.0 * rows).flatten(1)
         want = reference.run(completion.token_ids, {site: delta}).logits.log_softmax(-1)
         logits = unsteered.logits.log_softmax(-1)
+        errors.append(worst_row(log_probs_of(completion), want))
+        moves.append(float((want - logits).norm() / logits.norm()))
+    return max(errors), min(moves)
+
+
+def input_write_errors(
+    llm: Engine, reference: Reference, prompt: list[int], layers: Sequence[int]
+) -> tuple[float, float]:
+    """Log-probabilities while a vector is added to what the MLP reads, at the first, a middle and
+    the last of these layers. The worst error and the least move."""
+    generator = torch.Generator().manual_seed(13)
+    rows = reference.run(prompt).others
+    cases: list[tuple[list[int], Mapping[str, Any]]] = []
+    sites = [
+        ("mlp_in", n) for n in dict.fromkeys((layers[0], layers[len(layers) // 2], layers[-1]))
+    ]
+    vectors: list[torch.Tensor] = []
+    for site in sites:
+        vector = torch.randn(rows[site].shape[1], generator=generator)
+        vectors.append(vector * (3 * rows[site].norm(dim=1).mean() / vector.norm()))
+        cases.append((prompt, {"steering_vectors": {"mlp_in": {site[1]: vectors[-1]}}}))
+    errors, moves = [], []
+    for completion, site, vector in zip(complete(llm, cases), sites, vectors, strict=True):
+        logits = reference.run(completion.token_ids).logits.log_softmax(-1)
+        delta = vector.expand(len(completion.token_ids), -1)
+        want = reference.run(completion.token_ids, {site: delta}).logits.log_softmax(-1)
         errors.append(worst_row(log_probs_of(completion), want))
         moves.append(float((want - logits).norm() / logits.norm()))
     return max(errors), min(moves)

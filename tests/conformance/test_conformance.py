@@ -32,6 +32,8 @@ pytestmark = pytest.mark.full
 PROMPTS = check.prompts()
 # Log-probabilities of a whole vocabulary are slow under Triton's interpreter.
 LOGIT_PROMPTS = check.prompts(lengths=(17, 5))
+WITHOUT_MLP_IN = ("exaone4", "gemma4")
+"""Those whose class lacks the point: one MLP reads the stream itself, the other is several."""
 QUICK = {"v1": ("cohere2", "exaone4", "gemma2", "gpt2", "llama"), "v2": ("gpt2", "llama")}
 """One of each way a block carries its stream, and two in V2."""
 
@@ -119,7 +121,8 @@ def test_focus(pair: Pair) -> None:
 
 
 def test_ends_and_branches(pair: Pair) -> None:
-    """embed and final, by hooks and by what transformers says itself, and the branches."""
+    """embed and final, by hooks and by what transformers says itself, the branches, and what the
+    MLP reads, which is written, too."""
     shape = pair.llm.llm_engine.vllm_config.tap_shape
     assert shape is not None and shape.layers[models.LAYERS - 1].final
     offered = check.offered_others(shape)
@@ -128,6 +131,9 @@ def test_ends_and_branches(pair: Pair) -> None:
     assert set(errors) == set(offered)
     for each in errors.values():
         assert each.read <= check.READ_TOLERANCE and each.apart >= check.LEAST_MOVE
+    if reading := [n for n, layer in shape.layers.items() if layer.inputs]:
+        error, moved = check.input_write_errors(pair.llm, pair.reference, LOGIT_PROMPTS[1], reading)
+        assert error <= check.WRITE_TOLERANCE and moved >= check.LEAST_BRANCH_MOVE
     others = pair.reference.run(PROMPTS[0]).others
     with torch.inference_mode():
         said = pair.reference.model(torch.tensor([PROMPTS[0]]), output_hidden_states=True)
@@ -155,10 +161,14 @@ def test_read_while_writing(pair: Pair) -> None:
 
 
 def test_point_the_model_lacks_is_refused(pair: Pair) -> None:
-    """Parallel blocks have no post_attn, and no block has an input_norm; the error lists the points
-    there are."""
+    """Parallel blocks have no post_attn, some have no mlp_in, and no block has an input_norm; the
+    error lists the points there are."""
     points = pair.reference.row.points
-    for lacking in sorted({"post_attn", "input_norm"} - set(points)):
+    shape = pair.llm.llm_engine.vllm_config.tap_shape
+    assert shape is not None
+    there = {*points, *shape.layers[0].inputs}
+    assert ("mlp_in" in there) == (pair.reference.row.name not in WITHOUT_MLP_IN)
+    for lacking in sorted({"post_attn", "mlp_in", "input_norm"} - there):
         requests: tuple[dict[str, Any], ...] = (
             {"steering_vectors": {lacking: {1: torch.ones(models.HIDDEN)}}},
             {"capture": {"inline": {"hooks": {lacking: [1]}, "positions": "last_prompt"}}},

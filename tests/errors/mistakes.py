@@ -85,6 +85,8 @@ MISTAKES: list[tuple[dict[str, Any], str]] = [
             "resid_post.10": "post_block",
             "hook_mlp_out": "mlp_out",
             "mlp_output": "mlp_out",
+            "mlp_input": "mlp_in",
+            "hook_mlp_in": "post_attn",
             "attention_output": "attn_out",
             "hook_attn_out": "attn_out",
             "blocks.1.attn.hook_z": "z",

@@ -40,8 +40,8 @@ def hooks(value: Any) -> dict[str, Any]:
     return capture("last_prompt", value)
 
 
-STEERED = "pre_attn, z, post_attn, post_block"
-ALL = "embed, pre_attn, q, k, v, z, attn_out, post_attn, mlp_out, post_block, final"
+STEERED = "pre_attn, z, post_attn, mlp_in, post_block"
+ALL = "embed, pre_attn, q, k, v, z, attn_out, post_attn, mlp_in, mlp_out, post_block, final"
 HEADED = config_of(
     HEADS, capture_consumers=["inline", "logging"], capture_points=list(CAPTURE_POINTS)
 )

@@ -23,7 +23,8 @@ from tests.conformance import runner as check
 from tests.conformance.engine import engine
 from tests.mutations.source import source_mutants
 from tests.mutations.taps import BOUND, bound_taps
-from vllm.v1.interventions.worker.layers import find_layers
+from vllm.config.points import BLOCK_POINTS, INPUT_POINTS
+from vllm.v1.interventions.worker.layers import find_layers, unbound_taps
 
 BUILD = ROOT / "build"
 TREE = BUILD / "tree"
@@ -71,10 +72,13 @@ def run_model(
     row = models.MODELS[name]
     path = models.save(row, BUILD / "tiny-models")
     reference = check.Reference(row, models.load(row, path))
-    with engine(path, enable_steering=True, capture_consumers=["inline"], **row.engine) as llm:
+    points = {"steering_points": list(BLOCK_POINTS), "capture_points": list(BLOCK_POINTS)}
+    options = {"enable_steering": True, "capture_consumers": ["inline"], **points, **row.engine}
+    with engine(path, **options) as llm:
         model = llm.apply_model(lambda model: model)[0]
         layers = find_layers(model)
         cls = type(next(iter(layers.values())))
+        inputs = [n for n, layer in layers.items() if unbound_taps(layer).inputs]
         wired = BY_KEY[f"{cls.__module__.replace('.', '/')}.py:{cls.__name__}"]
 
         def measure(mutant: str, point: str, proof: str) -> Verdict:
@@ -82,10 +86,15 @@ def run_model(
                 reads = check.read_errors(llm, reference, PROMPTS)
                 reads += check.steered_read_errors(llm, reference, PROMPTS)
                 writes = check.write_errors(llm, reference, PROMPTS)
+                read, write = max(r.error for r in reads), max(r.error for r in writes)
+                if inputs:
+                    found = check.other_errors(llm, reference, PROMPTS, INPUT_POINTS)
+                    read = max(read, *(errors.read for errors in found.values()))
+                    written, _ = check.input_write_errors(llm, reference, PROMPTS[0], inputs)
+                    write = max(write, written)
             except AssertionError as error:
                 return Verdict(name, cls.__name__, mutant, point, 0, 0, proof, str(error))
-            worst = max(r.error for r in reads), max(r.error for r in writes)
-            return Verdict(name, cls.__name__, mutant, point, *worst, proof)
+            return Verdict(name, cls.__name__, mutant, point, read, write, proof)
 
         yield measure(UNMUTATED, "", "accepts")
         if wired.idiom in WIRED:

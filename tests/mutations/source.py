@@ -132,7 +132,7 @@ def source_mutants(text: str, row: Row) -> Iterator[SourceMutant]:
     head, own = "".join(lines[: node.lineno - 1]), "".join(lines[node.lineno - 1 : node.end_lineno])
     tail = "".join(lines[node.end_lineno :])
     for name, mutate in SOURCE.items():
-        for point in row.points:
+        for point in row.taps:
             changed = mutate(own, row, point)
             if changed is not None:
                 assert changed != own

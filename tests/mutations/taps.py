@@ -63,7 +63,7 @@ def _each(kind: type[SiteTap]) -> Callable[[Taps], Taps]:
 
     def change(taps: Taps) -> Taps:
         return {
-            layer: BoundTaps(one(t.pre_attn), one(t.post_attn), one(t.post_block))
+            layer: BoundTaps(one(t.pre_attn), one(t.post_attn), one(t.mlp_in), one(t.post_block))
             for layer, t in taps.items()
         }
 

@@ -15,6 +15,7 @@ CHOSEN = {
     ("tap after the norm", "pre_attn"),
     ("missing residual half", "post_block"),
     ("post_attn where post_block is", "post_attn"),
+    ("steering call missing", "mlp_in"),
     ("wrong layer", "all"),
     ("capture before steering", "all"),
 }

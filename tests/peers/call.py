@@ -39,7 +39,8 @@ class Call:
     """Layer -> what the tool does to the output of that decoder block."""
     inside: Mapping[tuple[str, int], Edit] = field(default_factory=dict)
     """What it does within a block: to ("attn_out", layer) and ("mlp_out", layer), what attention
-    and MLP add to the stream, or to ("z", layer), [positions, heads * width]."""
+    and MLP add to the stream, or to ("z", layer), [positions, heads * width], or ("mlp_in", layer),
+    what the MLP reads."""
     point: str = "post_block"
     """What is read, and is compared at all layers that it names; "attn" is weights of attention."""
     layers: Any = "all"
@@ -129,6 +130,7 @@ def streams(model: Any, token_ids: list[int], call: Call) -> dict[tuple[str, int
             on_input(block, ("pre_attn", layer))
             on_input(block.post_attention_layernorm, ("post_attn", layer))
             on_input(block.self_attn.o_proj, ("z", layer))
+            on_input(block.mlp, ("mlp_in", layer))
             for name, module in (("attn_out", block.self_attn), ("mlp_out", block.mlp)):
                 on_output(module, (name, layer), call.inside.get((name, layer)))
             on_output(block, ("post_block", layer), call.does.get(layer))

@@ -29,6 +29,13 @@ _LINES: dict[str, list[Call]] = {
     ],
     "`blocks.N.hook_attn_out`; `self_attn.output[0]`": [Call(point="attn_out")],
     "`blocks.N.hook_mlp_out`; `mlp.output`": [Call(point="mlp_out")],
+    "`blocks.N.ln2.hook_out`; `mlp.input`": [
+        Call(point="mlp_in"),
+        Call(
+            {"steering_vectors": {"mlp_in": {LAYER: V}}},
+            inside={("mlp_in", LAYER): add(1.0)},
+        ),
+    ],
     "`blocks.N.attn.hook_rot_q`, `hook_rot_k`": [Call(point="q"), Call(point="k")],
     "`blocks.N.attn.hook_v`": [Call(point="v")],
     "`blocks.N.attn.hook_z`; `o_proj.input`": [Call(point="z")],

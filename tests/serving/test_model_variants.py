@@ -179,7 +179,7 @@ def on(switches: torch.Tensor) -> frozenset[int]:
 def made(switches: torch.Tensor | None = None, late: bool = True) -> tuple[ModelVariants, Layer]:
     """`late`: whether graphs with taps may be recorded when they are needed."""
     layer = Layer()
-    bound = BoundTaps(PassTap(), PassTap(), PassTap())
+    bound = BoundTaps(PassTap(), PassTap(), PassTap(), PassTap())
     config = VllmConfig()
     if not late:
         config.kv_transfer_config = KVTransferConfig()

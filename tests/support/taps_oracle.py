@@ -29,7 +29,7 @@ from typing import Any
 
 import torch
 
-from patches.taps.rows import DEFERRED, Idiom, NormCall, Row, Second
+from patches.taps.rows import DEFERRED, MLP_IN, Idiom, NormCall, Row, Second
 from patches.taps.source import Source, method
 from tests.support.taps_lanes import KERNELS, LANES, TOKENS, WIDTH, sconv, weight
 
@@ -260,7 +260,7 @@ class Subject:
             block.put(name, partial(function, block))
         for name, function in self.sublayers.items():
             block.put(f"{name}.forward", function)
-            for point in row.points:  # a sublayer that is a wired class keeps taps that do nothing
+            for point in row.taps:  # a sublayer that is a wired class keeps taps that do nothing
                 block.put(f"{name}.taps.{point}", Tap(point, None, False, Log()))
         for kind, names in (("mixer", row.mixers), ("mlp", row.mlps)):
             for name in names:
@@ -277,7 +277,7 @@ class Subject:
             else:
                 block.put(name, value)
         found = deltas or {}
-        for point in row.points:
+        for point in row.taps:
             block.put(f"taps.{point}", Tap(point, found.get(point), whole, log))
         if row.loops[0]:  # the taps of the second time, and no others
             params[row.loops[0]] = 1
@@ -336,12 +336,22 @@ def check(row: Row, before: Source, after: Source, settings: Mapping[str, Any]) 
         out2, log2 = wired.run(x2, r2)
         plain, _ = upstream.run(x1, r1)
         assert torch.equal(out1, plain), "the edit changes the outputs"
-        assert tuple(log1.captured) == row.points, f"captured {tuple(log1.captured)}"
+        assert tuple(log1.captured) == row.taps, f"captured {tuple(log1.captured)}"
         half = 0 if r1 is None else sconv(r1) if row.residual == "pending" else r1
         _close(log1.captured["pre_attn"], x1 + half, "pre_attn is the input")
         if "post_block" in row.points:
             _close(log1.captured["post_block"], out1, "post_block is the output")
         _order(row, log1)
+        if row.mlp_in:
+            delta = log1.captured[MLP_IN] - log2.captured[MLP_IN]
+            out, log = wired.run(x2, r2, {MLP_IN: delta})
+            for read in (log1, log):
+                for rows_read in read.read_by["mlp"]:
+                    _close(rows_read, log1.captured[MLP_IN], "the MLP reads mlp_in")
+            assert not torch.allclose(out, out2), "mlp_in: the vector moved nothing"
+            moved = [p for p in row.taps if not torch.equal(log.captured[p], log2.captured[p])]
+            assert moved == [p for p in (MLP_IN, "post_block") if p in row.taps], moved
+            _readers(row, MLP_IN, log2, log)
         for point in row.points:
             delta = log1.captured[point] - log2.captured[point]
             for whole in (False, True) if later else (False,):
@@ -364,14 +374,15 @@ def _order(row: Row, log: Log) -> None:
         if kind == "mixer":
             assert at["pre_attn"] < i < middle, f"{name} outside pre_attn..post_attn"
         if kind == "mlp":
-            start = at.get("post_attn", at["pre_attn"])
+            start = at.get(MLP_IN, at.get("post_attn", at["pre_attn"]))
             assert start < i < end, f"{name} outside post_attn..post_block"
 
 
 def _readers(row: Row, point: str, without: Log, steered: Log) -> None:
-    """Whose inputs moved: mixers and MLPs for pre_attn, MLPs for post_attn, none at the end."""
+    """Whose inputs moved: mixers and MLPs for pre_attn, MLPs for post_attn and mlp_in, none at the
+    end."""
     for kind in ("mixer", "mlp"):
         pairs = zip(without.read_by.get(kind, []), steered.read_by.get(kind, []), strict=True)
         moved = [not torch.allclose(a, b) for a, b in pairs]
-        wanted = point == "pre_attn" or (point == "post_attn" and kind == "mlp")
+        wanted = point == "pre_attn" or (point in ("post_attn", MLP_IN) and kind == "mlp")
         assert all(m is wanted for m in moved), f"{point}: {kind} inputs moved: {moved}"

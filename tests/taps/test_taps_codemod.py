@@ -120,6 +120,7 @@ hidden_states = self.self_attn(positions=positions, hidden_states=hidden_states)
 hidden_states, residual = self.taps.post_attn.steer_pair(hidden_states, residual)
 hidden_states, residual = self.post_attention_layernorm(hidden_states, residual)
 self.taps.post_attn.read(residual)
+hidden_states = self.taps.mlp_in(hidden_states)
 hidden_states = self.mlp(hidden_states)
 hidden_states, residual = self.taps.post_block.steer_and_capture_pair(hidden_states, residual)
 return hidden_states, residual""",
@@ -141,6 +142,7 @@ hidden_states, residual = self.pre_feedforward_layernorm(
     hidden_states, residual
 )
 self.taps.post_attn.read(residual)
+hidden_states = self.taps.mlp_in(hidden_states)
 hidden_states = self.mlp(hidden_states)
 hidden_states = self.post_feedforward_layernorm(hidden_states)
 hidden_states, residual = self.taps.post_block.steer_and_capture_pair(hidden_states, residual)
@@ -153,7 +155,7 @@ def test_golden_forward(wired: Wired, cls: str) -> None:
     row = BY_CLASS[cls]
     after = wired.after(row)
     assert "\n".join(forward_text(after, row)) == GOLDEN[cls]
-    points = ", ".join(f'"{p}"' for p in row.points)
+    points = ", ".join(f'"{p}"' for p in row.taps)
     assert f"class {cls}(nn.Module):\n    taps = UnboundTaps({points})\n\n" in after.text
 
 
@@ -203,6 +205,9 @@ CHANGES = [
     ("GPT2Block", ADD, "hidden_states = attn_output + hidden_states\n"),
     ("GPT2Block", ADD, ADD + "        attn_output = hidden_states + residual\n"),
     ("GPT2Block", "self.ln_2(hidden_states)", "self.ln_2(attn_output)"),
+    ("GPT2Block", "self.mlp(hidden_states)", "self.mlp(hidden_states + 0)"),
+    ("GPT2Block", "self.mlp(hidden_states)", "self.mlp(residual)"),
+    ("GPTJBlock", "attn_output + mlp_output +", "hidden_states + attn_output + mlp_output +"),
     ("GPTJBlock", "attn_output + mlp_output + residual", "attn_output + residual"),
     ("GPTJBlock", "self.mlp(hidden_states)", "self.mlp(residual + attn_output)"),
     ("CohereDecoderLayer", "return hidden_states, residual", "return hidden_states"),

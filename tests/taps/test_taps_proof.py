@@ -40,6 +40,7 @@ END = "hidden_states = self.taps.post_block(hidden_states)"
 TIMES = "taps = self.taps.at(current_step)"
 LN_1 = "hidden_states = self.ln_1(hidden_states)"
 LN_2 = "hidden_states = self.ln_2(hidden_states)"
+MLP_IN = "hidden_states = self.taps.mlp_in(hidden_states)"
 ENTER = "hidden_states, residual = self.taps.post_attn.steer_pair(hidden_states, residual)"
 LEAVE = (
     "hidden_states, residual = self.taps.post_block.steer_and_capture_pair(hidden_states, residual)"
@@ -100,6 +101,23 @@ BAD_WIRING = [
         "self.taps.post_block(layer_outputs)",
         "self.taps.post_block(hidden_states)",
     ),
+    # The MLP reads what its tap returned, and nothing else does.
+    ("LlamaDecoderLayer", MLP_IN, "pass"),
+    ("LlamaDecoderLayer", MLP_IN, "residual = self.taps.mlp_in(residual)"),
+    (
+        "Gemma2DecoderLayer",
+        lines(MLP_IN),
+        lines("old = hidden_states", MLP_IN, "hidden_states = old"),
+    ),
+    ("Gemma2DecoderLayer", lines(MLP_IN), lines(MLP_IN, MLP_IN)),
+    ("GPT2Block", lines(LN_2), lines(MLP_IN, LN_2).replace("mlp_in(", "mlp_in(0 + ")),
+    ("GPTJBlock", lines(LN_1), lines(LN_1, MLP_IN)),
+    (
+        "GPTJBlock",
+        "attn_output + mlp_output + residual",
+        "mlp_output + attn_output + hidden_states",
+    ),
+    ("CohereDecoderLayer", "self.mlp(hidden_states)", "self.mlp(residual)"),
     ("HrmTextDecoderLayer", "self.taps.at(current_step)", "self.taps.at(0)"),
     ("HrmTextDecoderLayer", TIMES, lines("current_step = 0").strip() + "\n" + lines(TIMES)),
     ("HrmTextDecoderLayer", "taps.post_attn", "self.taps.at(0).post_attn"),

@@ -14,6 +14,7 @@ class Rows(Enum):
 
     STREAM = "of the residual stream"
     HEADS = "of the heads of attention"
+    INPUT = "of what a branch reads, after its norm"
     BRANCH = "of a branch, float32: the stream after it less the stream before it"
 
 
@@ -60,6 +61,7 @@ POINTS = {
         Point(RETURNED, Rows.HEADS, steered=True),
         Point("attn_out", Rows.BRANCH, made_of=("post_attn", "pre_attn"), instead="post_attn"),
         Point("post_attn", Rows.STREAM, steered=True),
+        Point("mlp_in", Rows.INPUT, steered=True),
         Point("mlp_out", Rows.BRANCH, made_of=("post_block", "post_attn"), instead="post_block"),
         Point("post_block", Rows.STREAM, steered=True),
         Point(FINAL, Rows.STREAM, instead="post_block of the last layer"),
@@ -78,6 +80,12 @@ STEERING_POINTS = tuple(p.name for p in POINTS.values() if p.steered)
 
 STREAM_POINTS = tuple(p for p in STEERING_POINTS if POINTS[p].rows is Rows.STREAM)
 """The points of a decoder block, each of which is a tap in the residual stream."""
+
+INPUT_POINTS = tuple(p.name for p in POINTS.values() if p.rows is Rows.INPUT)
+"""The points of a decoder block, each of which is a tap in what a branch reads."""
+
+BLOCK_POINTS = tuple(p for p in STEERING_POINTS if p in (*STREAM_POINTS, *INPUT_POINTS))
+"""Names of the points that are taps of a decoder block."""
 
 HEAD_POINTS = tuple(p.name for p in POINTS.values() if p.rows is Rows.HEADS)
 """The points of an attention layer, whose rows are heads: what it gets, and what it returns."""

@@ -44,8 +44,8 @@ class SteeringConfig:
     and layer each."""
 
     steering_points: list[str] = Field(default_factory=lambda: list(STREAM_POINTS), min_length=1)
-    """The points that can be steered, of pre_attn, post_attn and post_block, and of z, the heads of
-    attention. Fewer cost less. Does not limit capture."""
+    """The points that can be steered, of pre_attn, post_attn and post_block, of z, the heads of
+    attention, and of mlp_in, which the MLP reads. Fewer cost less. Does not limit capture."""
 
     steering_families: list[str] = Field(default_factory=lambda: ["add"], min_length=1)
     """Families that requests may use in `steering`, of add, norm_match, ablate, clamp, pin,

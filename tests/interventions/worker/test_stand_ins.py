@@ -68,7 +68,7 @@ def make(
 
     def made() -> tuple[ModelVariants, nn.Sequential]:
         stack: Any = Stack(vllm_config=config)
-        bound = BoundTaps(Adds(), PassTap(), PassTap())
+        bound = BoundTaps(Adds(), PassTap(), PassTap(), PassTap())
         model = nn.Sequential(stack)
         return ModelVariants(config, model, {stack.layer: bound}), model
 

@@ -130,7 +130,7 @@ def test_a_layer_has_the_number_of_each_execution() -> None:
             def __call__(self, h: torch.Tensor) -> torch.Tensor:
                 return h + 10**index
 
-        return BoundTaps(Shift(), PassTap(), PassTap())
+        return BoundTaps(Shift(), PassTap(), PassTap(), PassTap())
 
     x = torch.zeros(1)
     assert slow(x, 3) == 0, "unbound, it does nothing"

@@ -20,7 +20,7 @@ from typing import TypeVar
 
 import torch
 
-from vllm.config.points import POINTS, STREAM_POINTS, Rows
+from vllm.config.points import BLOCK_POINTS, INPUT_POINTS, POINTS, STREAM_POINTS, Rows
 from vllm.distributed import tensor_model_parallel_all_reduce
 from vllm.model_executor.layers.row_capture import capture_rows
 from vllm.model_executor.layers.steering_terms import TermTables, steer_terms
@@ -79,7 +79,7 @@ class UnboundTaps:
     """Class-level default of a wired decoder layer class.
 
     Args:
-        points: the points this class's `forward` calls, a subset of `STREAM_POINTS`.
+        points: the points this class's `forward` calls, a subset of `BLOCK_POINTS`.
         unless: what the wiring assumes away: attributes of the layer that must be false, or true
             after "not ", and "float16", the model's dtype.
         loops: of layers that run several times for a token, the submodule whose children are the
@@ -92,6 +92,7 @@ class UnboundTaps:
 
     pre_attn = PassTap()
     post_attn = PassTap()
+    mlp_in = PassTap()
     post_block = PassTap()
 
     def __init__(
@@ -103,10 +104,12 @@ class UnboundTaps:
         refused: str = "",
         replaced: tuple[str, ...] = (),
     ) -> None:
-        unknown = sorted(set(points) - set(STREAM_POINTS))
+        unknown = sorted(set(points) - set(BLOCK_POINTS))
         if unknown:
-            raise ValueError(f"UnboundTaps: unknown points {unknown}, allowed are {STREAM_POINTS}")
+            raise ValueError(f"UnboundTaps: unknown points {unknown}, allowed are {BLOCK_POINTS}")
         self.points = tuple(p for p in STREAM_POINTS if p in points)
+        self.inputs = tuple(p for p in INPUT_POINTS if p in points)
+        """Points of what its branches read."""
         self.unless = unless
         self.loops = loops
         self.lanes = lanes
@@ -288,6 +291,7 @@ class BoundTaps:
 
     pre_attn: PassTap | SiteTap
     post_attn: PassTap | SiteTap
+    mlp_in: PassTap | SiteTap
     post_block: PassTap | SiteTap
 
 

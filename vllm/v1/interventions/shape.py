@@ -22,6 +22,8 @@ class LayerShape(msgspec.Struct, frozen=True):
     """Point of its attention -> (heads, width of one), of all tensor-parallel ranks."""
     branches: tuple[str, ...] = ()
     """Its branches that are exactly the difference of two of its points."""
+    inputs: tuple[str, ...] = ()
+    """Its points of what its branches read."""
     final: bool = False
     """True if it is the last and the head reads what the model returns, as it is."""
     unread: str = ""
@@ -84,6 +86,7 @@ class TapShape(msgspec.Struct, frozen=True):
         return (
             *(EMBED,) * (number == 0 and self.lanes == 1),
             *layer.points,
+            *layer.inputs,
             *layer.heads,
             *layer.branches,
             *(FINAL,) * layer.final,

@@ -62,6 +62,10 @@ _ELSEWHERE = {
     "self_attn": "attn_out",
     "mlp": "mlp_out",
     "mlp_output": "mlp_out",
+    "mlp_input": "mlp_in",
+    "ln2": "mlp_in",
+    "ln_2": "mlp_in",
+    "mlp_in": "post_attn",
     "rot_q": "q",
     "rot_k": "k",
     "attention_value_output": "z",
@@ -71,7 +75,7 @@ _ELSEWHERE = {
     "norm": "final",
 }
 """Name of a point in TransformerLens, nnsight, pyvene and other tools, without what stands around
-it -> the point here (docs/coming-from.md)."""
+it -> the point here (docs/coming-from.md). TransformerLens's `hook_mlp_in` is before the norm."""
 
 
 _WEIGHTS = ("attn", "attn_scores", "pattern")

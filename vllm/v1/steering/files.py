@@ -240,7 +240,11 @@ def export_gguf(path: str | Path, source: Module | Mapping[str, Any], model_hint
 def _most_bytes(shape: TapShape) -> int:
     """Return the size of a file with a float64 vector for all sites and tiers of the model, and for
     an operation with a gate at each."""
-    sites = [(point, n) for n, layer in shape.layers.items() for point in (*layer.points, RETURNED)]
+    sites = [
+        (point, n)
+        for n, layer in shape.layers.items()
+        for point in (*layer.points, *layer.inputs, RETURNED)
+    ]
     return _HEADERS + 8 * (len(TIERS) + 2) * sum(map(shape.row_width, sites))
 
 

@@ -4,7 +4,7 @@
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from vllm.config.points import STREAM_POINTS
+from vllm.config.points import INPUT_POINTS, STREAM_POINTS
 from vllm.config.steering import FAMILIES, SteeringConfig
 from vllm.v1.interventions.errors import reject, show, show_key
 from vllm.v1.interventions.given import Given
@@ -37,7 +37,7 @@ def module_without_model(source: Mapping[str, Any], path: str) -> Module:
     if not given.keys() & {*FIELDS, "ops"}:
         given = {FIELDS[0]: given}
     widths = [len(vector) for vector in _vectors(given, path) if _is_vector(vector)]
-    layers = dict.fromkeys(range(_MOST_LAYERS), LayerShape(STREAM_POINTS))
+    layers = dict.fromkeys(range(_MOST_LAYERS), LayerShape(STREAM_POINTS, inputs=INPUT_POINTS))
     return parse_module(given, path, TapShape((widths or [1])[0], "float32", layers), ANY_FAMILY)
 
 

@@ -90,6 +90,9 @@ def list_points(args: argparse.Namespace) -> None:
     for first, last, points in runs(sizes):
         where = _where(first, last)
         print(f"  heads of {where}, where --capture-points has them: {', '.join(points)}")
+    for first, last, points in runs({n: t.inputs for n, t in taps.items() if t.inputs}):
+        where, named = _where(first, last), "--capture-points or --steering-points"
+        print(f"  read by branches in {where}, where {named} has it: {', '.join(points)}")
 
 
 def _where(first: int, last: int) -> str:

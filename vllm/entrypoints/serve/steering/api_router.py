@@ -14,7 +14,6 @@ from fastapi.responses import JSONResponse, Response
 
 from vllm import envs
 from vllm.config.compat import LENS
-from vllm.config.points import POINTS
 from vllm.entrypoints.serve.steering.lens_routes import router as lens_router
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.interventions.errors import reject
@@ -91,7 +90,10 @@ async def layers(request: Request) -> dict[str, Any]:
         "num_layers": len(shape.layers),
         "layers": {str(n): list(layer.points) for n, layer in layers},
         "heads": {str(n): layer.heads for n, layer in layers if layer.heads},
-        "captured": {str(n): [p for p in shape.offers(n) if POINTS[p].instead] for n, _ in layers},
+        "captured": {
+            str(n): [p for p in shape.offers(n) if p not in (*layer.points, *layer.heads)]
+            for n, layer in layers
+        },
         "steering_points": list(steering.steering_points) if steering.enable_steering else [],
         "steering_families": list(steering.steering_families) if steering.enable_steering else [],
     }

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from vllm.config import CompilationMode, VllmConfig
-from vllm.config.points import CAPTURE_POINTS, HEAD_POINTS, RETURNED, STREAM_POINTS
+from vllm.config.points import BLOCK_POINTS, CAPTURE_POINTS, HEAD_POINTS, RETURNED
 from vllm.model_executor.layers.attention.attention import Attention
 from vllm.model_executor.layers.attention.mla_attention import MLAAttention
 from vllm.model_executor.layers.attention_taps import HeadSteering, HeadTap, HeadTaps
@@ -129,6 +129,7 @@ class WorkerInterventions:
             unbound = unbound_taps(layer)
             shapes[index] = LayerShape(
                 points=unbound.points,
+                inputs=unbound.inputs,
                 heads=attention[index].points if index in attention else {},
                 branches=unbound.branches,
                 final=index == last and head_reads_rows(model, hidden_size),
@@ -146,7 +147,7 @@ class WorkerInterventions:
         refuse_layers(layers, self.shape.torch_dtype)
         self._allocate(self.shape)
         taps: dict[nn.Module, BoundTaps | LoopedTaps | HeadTaps] = {
-            **bound_taps(layers, lambda n: BoundTaps(**{p: self._tap(p, n) for p in STREAM_POINTS}))
+            **bound_taps(layers, lambda n: BoundTaps(**{p: self._tap(p, n) for p in BLOCK_POINTS}))
         }
         config = self._config
         if not (config.capture_config.captures_heads or config.steering_config.steers_heads):
