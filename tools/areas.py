@@ -55,7 +55,7 @@ AREAS = (
     ),
     Area(
         "shared words",
-        budget=775,
+        budget=785,
         planned=470,
         places=("vllm/v1/interventions/",),
     ),
@@ -154,7 +154,7 @@ AREAS = (
     ),
     Area(
         "device side of capture",
-        budget=590,
+        budget=600,
         planned=520,
         places=(
             "vllm/v1/interventions/step_rows.py",
@@ -163,7 +163,7 @@ AREAS = (
     ),
     Area(
         "transport",
-        budget=820,
+        budget=817,
         planned=740,
         places=(
             "vllm/v1/capture/transport/",
@@ -172,7 +172,7 @@ AREAS = (
     ),
     Area(
         "consumers",
-        budget=1140,
+        budget=1135,
         planned=1140,
         places=(
             "vllm/v1/capture/",
@@ -184,7 +184,7 @@ AREAS = (
     ),
     Area(
         "results",
-        budget=390,
+        budget=389,
         planned=230,
         places=("vllm/v1/interventions/frontend/results/",),
     ),

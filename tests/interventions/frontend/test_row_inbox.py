@@ -103,7 +103,7 @@ class Steps:
         positions = np.full(len(owners), at)
         parts = self._senders if at % 2 else 1
         values = list(rows[: len(owners)].tensor_split(parts, dim=1))
-        self.inbox.add([CapturedChunk(positions, values, at + 1, owners)])
+        self.inbox.add([CapturedChunk(positions, values, at + 1, owners, senders=parts)])
         self.inbox.step()
 
     def of_one(self, num_rows: int) -> dict[Any, Any]:
@@ -333,7 +333,7 @@ def test_parts_of_several_senders(monkeypatch: pytest.MonkeyPatch) -> None:
         place = landing.take(part.nbytes)
         assert place is not None
         parts.append(place[: part.nbytes].view(torch.float32).view(part.shape).copy_(part))
-    inbox.add([CapturedChunk(np.arange(2), parts, 1, [("r", 2)])])
+    inbox.add([CapturedChunk(np.arange(2), parts, 1, [("r", 2)], senders=len(parts))])
     payload = finish(inbox, collector, 2)
     for i in range(SITES):
         rows = payload["post_block", i].values

@@ -130,12 +130,6 @@ def joined(parts: Sequence[torch.Tensor], axis: int = 0) -> torch.Tensor:
     return values
 
 
-def of_stream(values: list[torch.Tensor], stream: int, num_streams: int) -> torch.Tensor:
-    """Return all sites of a stream, of all senders; `values` is as in a `CapturedChunk`."""
-    parts = values[stream::num_streams]
-    return parts[0] if len(parts) == 1 else joined(parts, axis=1)
-
-
 class CopyThreads:
     """The threads that copy for one owner.
 

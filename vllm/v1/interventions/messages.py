@@ -9,6 +9,7 @@ import msgspec
 import numpy as np
 import torch
 
+from vllm.v1.capture.copies import joined
 from vllm.v1.interventions.plan import Site, Stream, VectorSet
 from vllm.v1.steering_formula import Scalars
 
@@ -132,7 +133,7 @@ class CapturedChunk(msgspec.Struct, array_like=True, gc=False):
     values: list[torch.Tensor]
     """One tensor per stream of the capture plan: [n, its sites, its width], its dtype, CPU; of sums
     [owners, its sites, its width]. Where several workers sent a part, those of the first one, then
-    of the next, each with the sites it has."""
+    of the next, each with the sites it has: `parts` and `stream` pick those of a stream."""
     version: int
     """Version of the global steering that the step ran under."""
     owners: list[tuple[str, int]]
@@ -140,6 +141,26 @@ class CapturedChunk(msgspec.Struct, array_like=True, gc=False):
     summed: np.ndarray | None = None
     """The positions that sums were made of, int64 [m], where they are not `positions`: rows of one
     request were left out."""
+    senders: int = 1
+    """Number of workers that sent a part."""
+
+    @property
+    def num_streams(self) -> int:
+        """Number of streams of the capture plan."""
+        return len(self.values) // self.senders
+
+    def parts(self, stream: int) -> list[torch.Tensor]:
+        """Return the values of a stream, by its index: [n, sites, width] of each sender."""
+        return self.values[stream :: self.num_streams]
+
+    def stream(self, stream: int) -> torch.Tensor:
+        """Return the values of a stream, by its index: [n, its sites, its width]."""
+        parts = self.parts(stream)
+        return parts[0] if len(parts) == 1 else joined(parts, axis=1)
+
+    def of_streams(self) -> list[int]:
+        """Return the index of the stream that each of `values` is of."""
+        return [*range(self.num_streams)] * self.senders
 
     def by_owner(self) -> "Iterator[CapturedChunk]":
         """Cut into those of its owners, views."""
@@ -150,4 +171,4 @@ class CapturedChunk(msgspec.Struct, array_like=True, gc=False):
         number = len(self.positions)
         parts = [values.split(counts if len(values) == number else 1) for values in self.values]
         for owner, here, *mine in zip(self.owners, at, *parts, strict=True):
-            yield CapturedChunk(here, mine, self.version, [owner], self.summed)
+            yield CapturedChunk(here, mine, self.version, [owner], self.summed, self.senders)

@@ -221,7 +221,7 @@ class StepRows:
             self._chunks = {
                 part.owners[0][0]: part
                 for block, (positions, values) in zip(self.blocks.all, self._whole(), strict=True)
-                for part in CapturedChunk(positions, values, self._version, block.owners).by_owner()
+                for part in self._chunk(block, positions, values, block.owners).by_owner()
             }
         return self._chunks
 
@@ -248,7 +248,7 @@ class StepRows:
         chunks = []
         for block, (positions, values) in zip(self.blocks.all, self._whole(), strict=True):
             if len(wanted) == len(self.blocks.names):
-                chunks.append(CapturedChunk(positions, values, self._version, block.owners))
+                chunks.append(self._chunk(block, positions, values, block.owners))
                 continue
             start = first = 0
             for goes, run in groupby(block.owners, lambda owner: owner[0] in wanted):
@@ -257,9 +257,20 @@ class StepRows:
                 if goes:
                     of_rows = len(positions)
                     cut = [v[start:stop] if len(v) == of_rows else v[first:last] for v in values]
-                    chunks.append(CapturedChunk(positions[start:stop], cut, self._version, owners))
+                    chunks.append(self._chunk(block, positions[start:stop], cut, owners))
                 start, first = stop, last
         return chunks
+
+    def _chunk(
+        self,
+        block: Block,
+        positions: np.ndarray,
+        values: list[torch.Tensor],
+        owners: list[tuple[str, int]],
+    ) -> CapturedChunk:
+        """Return rows of a block, with those of all senders if `packs`."""
+        senders = len(values) // len(block.group.streams)
+        return CapturedChunk(positions, values, self._version, owners, senders=senders)
 
     def join(self, later: "StepRows") -> None:
         """Add the same step's rows of a later part or worker, whose sites follow in each stream."""
@@ -275,8 +286,13 @@ class StepRows:
             more = later.of(request_id)
             if chunk is not None and more is not None:
                 assert np.array_equal(chunk.positions, more.positions)
-                values = chunk.values + more.values
-                chunk = CapturedChunk(chunk.positions, values, chunk.version, chunk.owners)
+                chunk = CapturedChunk(
+                    chunk.positions,
+                    chunk.values + more.values,
+                    chunk.version,
+                    chunk.owners,
+                    senders=chunk.senders + more.senders,
+                )
             chunk = chunk or more
         return chunk
 

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from vllm.v1.capture.consumer import RequestEnd, RequestInfo, RowBatch
-from vllm.v1.capture.copies import Copies, CopyThreads, empty, of_stream
+from vllm.v1.capture.copies import Copies, CopyThreads, empty
 from vllm.v1.capture.results import NO_TOKEN
 from vllm.v1.capture.transport.host import ConsumerHost
 from vllm.v1.capture.transport.mean import RunningMean
@@ -114,7 +114,6 @@ class Feed:
         self._prompt = prompt_token_ids
         self._threads = threads
         self._selected = Selected(selection, len(prompt_token_ids))
-        self._num_streams = len(plan.streams)
         self._sites = torch.tensor([order.index(site) for site in selection.sites])
         self._all_sites = tuple(selection.sites) == order
         self._hold = hold
@@ -131,8 +130,7 @@ class Feed:
         """
         if self._mean is not None:
             summed = chunk.positions if chunk.summed is None else chunk.summed
-            sums = of_stream(chunk.values, self._stream, self._num_streams)
-            self._mean.add(summed, sums[0], chunk.version)
+            self._mean.add(summed, chunk.stream(self._stream)[0], chunk.version)
             return None
         num_rows = self._selected.num_rows(len(self._prompt) + len(output_token_ids))
         positions = chunk.positions
@@ -223,7 +221,7 @@ class Feed:
         """Make a batch for rows `at` of a chunk, and the copies that fill its values: those of each
         sender."""
         positions = chunk.positions[at]
-        parts = chunk.values[self._stream :: self._num_streams]
+        parts = chunk.parts(self._stream)
         into = empty((len(self._sites), len(at), parts[0].shape[2]), parts[0].dtype)
         rows, places, first = [], [], 0
         for values in parts:

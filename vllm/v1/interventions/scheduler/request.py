@@ -137,17 +137,15 @@ class RequestInterventions:
         self, chunk: CapturedChunk, at: slice | np.ndarray, sites: list[slice]
     ) -> CapturedChunk:
         """Rows `at` of this request's chunk, and all its sums, at some sites of each stream."""
-        stages = len(chunk.values) // len(sites)
         values = [
-            v[:, where] if is_sum else v[at, where]
-            for v, where, is_sum in zip(
-                chunk.values, sites * stages, self._sums * stages, strict=True
-            )
+            v[:, sites[i]] if self._sums[i] else v[at, sites[i]]
+            for v, i in zip(chunk.values, chunk.of_streams(), strict=True)
         ]
         positions = chunk.positions[at]
         summed = chunk.positions if chunk.summed is None else chunk.summed
         [(name, _)] = chunk.owners
-        return CapturedChunk(positions, values, chunk.version, [(name, len(positions))], summed)
+        owners = [(name, len(positions))]
+        return CapturedChunk(positions, values, chunk.version, owners, summed, chunk.senders)
 
 
 def _focus_of(steering: SteeringPlan | None) -> tuple[int, Positions]:

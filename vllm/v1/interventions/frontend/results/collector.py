@@ -11,7 +11,7 @@ import torch
 
 from vllm.config.points import QUERIES
 from vllm.v1.capture.attention import AttentionRows
-from vllm.v1.capture.copies import CopyThreads, Filled, copies_of, integers, of_stream, steps_into
+from vllm.v1.capture.copies import CopyThreads, Filled, copies_of, integers, steps_into
 from vllm.v1.capture.lens import LensRows
 from vllm.v1.capture.made_rows import MadeRows
 from vllm.v1.capture.results import CapturedRows, CaptureResult, RowSource, SiteRows
@@ -194,8 +194,7 @@ class RowCollector:
             for chunk in run.chunks[first:]:
                 at = chunk.positions[rows] if chunk.summed is None else chunk.summed
                 for i, mean in self._means.items():
-                    sums = of_stream(chunk.values, i, len(self._plan.streams))[place]
-                    mean.add(at, sums, chunk.version)
+                    mean.add(at, chunk.stream(i)[place], chunk.version)
         self._summed = [(run, r, p, len(run.chunks)) for run, r, p, _ in self._summed[-1:]]
 
     def _unmoved(self) -> list[Piece]:
@@ -216,18 +215,17 @@ class RowCollector:
         self._runs, self._summed = [], []
         if not pieces:
             return
-        number, streams = len(self._plan.streams), self._plan.streams
-        values, filled = list[np.ndarray](), list[Filled]()
+        values, filled = list[list[np.ndarray]](), list[Filled]()
         positions = in_a_row([piece.positions for piece in pieces])
-        for i, stream in enumerate(streams):
+        for i, stream in enumerate(self._plan.streams):
             if stream.making.adds_up:
-                values.append(np.empty(0))  # added up by now
+                values.append([np.empty(0)])  # added up by now
                 continue
-            steps = [step for piece in pieces for step in piece.parts(i, number)]
+            steps = [step for piece in pieces for step in piece.parts(i)]
             num_sites, width = sum(p.shape[1] for p in steps[0]), steps[0][0].shape[2]
             shape = len(positions), num_sites, width
-            values.append(integers(self._memory.of_rows(shape, dtype_of(stream.dtype))))
-            filled += steps_into(values[-1:], steps)
+            values.append([integers(self._memory.of_rows(shape, dtype_of(stream.dtype)))])
+            filled += steps_into(values[-1], steps)
         versions = in_a_row([piece.versions for piece in pieces])
         started = self._threads.follow(copies_of(filled))
         self._moved.append(Piece(positions, versions, [values], slice(None), started))
@@ -306,13 +304,13 @@ class RowCollector:
     ) -> SiteRows[Any]:
         selection, streams = selected.selection, list[tuple[Mapping[Site, int], StreamRows]]()
         for index in selection.streams:
-            stream, number = self._plan.streams[index], len(self._plan.streams)
+            stream = self._plan.streams[index]
             dtype, copied = dtype_of(stream.dtype), (self._threads, self._memory)
-            rows = StreamRows(pieces, index, number, dtype, at, *copied)
+            rows = StreamRows(pieces, index, dtype, at, *copied)
             if not pieces:
                 none = integers(torch.empty(0, len(stream.sites), stream.width, dtype=dtype))
-                nothing = [Piece(at, at, [[none]], slice(None))]
-                rows = StreamRows(nothing, 0, 1, dtype, at, *copied)
+                nothing = [Piece(at, at, [[[none]]], slice(None))]
+                rows = StreamRows(nothing, 0, dtype, at, *copied)
             streams.append((self._places[index], rows))
         texts = self._texts if selection.fields.get(TOKENS) else None
         made = _Rows(positions, token_ids, versions, streams, selection, self._layers, texts)

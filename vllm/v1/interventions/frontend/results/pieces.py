@@ -33,8 +33,8 @@ class Steps(NamedTuple):
     """int64 [steps, rows]."""
     versions: np.ndarray
     """int64 [steps], of the global steering."""
-    values: list[list[np.ndarray]]
-    """The values of each step, as in `CapturedChunk`, but as `integers` gives them."""
+    values: list[list[list[np.ndarray]]]
+    """The values of each step: of each stream `CapturedChunk.parts`, as `integers` gives them."""
 
 
 class Run:
@@ -59,13 +59,18 @@ class Run:
         """All steps, which are put together once for all requests, as long as none comes."""
         values = self._steps.values
         if new := self.chunks[len(values) :]:
-            values = values + [list(map(integers, chunk.values)) for chunk in new]
+            values = values + [_in_integers(chunk) for chunk in new]
             self._steps = Steps(
                 np.stack([chunk.positions for chunk in self.chunks]),
                 np.array([chunk.version for chunk in self.chunks], dtype=np.int64),
                 values,
             )
         return self._steps
+
+
+def _in_integers(chunk: CapturedChunk) -> list[list[np.ndarray]]:
+    """Return the values of a step, as in `Steps`."""
+    return [list(map(integers, chunk.parts(i))) for i in range(chunk.num_streams)]
 
 
 class Piece(NamedTuple):
@@ -75,9 +80,9 @@ class Piece(NamedTuple):
     """int64 [n]."""
     versions: np.ndarray
     """int64 [n], of the global steering."""
-    steps: list[list[np.ndarray]]
-    """The values of each step, as in `CapturedChunk`, but `integers`: of many steps numpy makes
-    views faster than torch."""
+    steps: list[list[list[np.ndarray]]]
+    """The values of each step, as in `Steps`: of many steps numpy makes views faster than
+    torch."""
     rows: slice
     """Slice of the rows of each step that are of this completion."""
     copies: Sequence[Future[None]] = ()
@@ -94,10 +99,10 @@ class Piece(NamedTuple):
             rows,
         )
 
-    def parts(self, stream: int, num_streams: int) -> list[list[np.ndarray]]:
+    def parts(self, stream: int) -> list[list[np.ndarray]]:
         """The values of a stream: [rows, its sites, width] of each sender, of each step."""
         finished(self.copies)
-        return [[v[self.rows] for v in values[stream::num_streams]] for values in self.steps]
+        return [[v[self.rows] for v in values[stream]] for values in self.steps]
 
 
 class StreamRows:
@@ -114,13 +119,12 @@ class StreamRows:
         self,
         pieces: list[Piece],
         stream: int,
-        num_streams: int,
         dtype: torch.dtype,
         at: np.ndarray,
         threads: CopyThreads,
         memory: KeptMemory,
     ) -> None:
-        self._pieces, self._stream, self._num_streams = pieces, stream, num_streams
+        self._pieces, self._stream = pieces, stream
         self._dtype, self._at, self._threads, self._memory = dtype, at, threads, memory
         self._values: list[torch.Tensor] | None = None
         """The rows, [n, its sites, width] of each sender, where sites share memory."""
@@ -150,7 +154,7 @@ class StreamRows:
         """Return these rows and then `later`'s, in memory of their own; nobody has read either."""
         pieces = [*self._owned(), *later._owned()]
         at = np.arange(len(self._at) + len(later._at))
-        both = StreamRows(pieces, 0, 1, self._dtype, at, self._threads, self._memory)
+        both = StreamRows(pieces, 0, self._dtype, at, self._threads, self._memory)
         both._is_owned = True
         return both
 
@@ -162,13 +166,13 @@ class StreamRows:
         shape = len(self._at), sum(part.shape[1] for part in steps[0]), steps[0][0].shape[2]
         values = integers(self._memory.of_rows(shape, self._dtype))
         copies = self._threads.follow(copies_of(steps_into([values], steps)))
-        return [Piece(self._at, self._at, [[values]], slice(None), copies)]
+        return [Piece(self._at, self._at, [[[values]]], slice(None), copies)]
 
     def _wanted_steps(self) -> Iterator[list[np.ndarray]]:
         """Yield the rows that are wanted of each step, as `Piece.parts` gives them."""
         first = 0
         for piece in self._pieces:
-            for parts in piece.parts(self._stream, self._num_streams):
+            for parts in piece.parts(self._stream):
                 stop = first + len(parts[0])
                 wanted = self._at[slice(*np.searchsorted(self._at, [first, stop]))] - first
                 yield parts if len(wanted) == len(parts[0]) else [part[wanted] for part in parts]
@@ -177,7 +181,7 @@ class StreamRows:
     def _read(self, pieces: list[Piece]) -> list[torch.Tensor]:
         """Return the rows as `_values` has them, or fill `_alone` and return an empty list. Rows of
         a single step stay where they are; rows of several steps are copied once."""
-        steps = [p for piece in pieces for p in piece.parts(self._stream, self._num_streams)]
+        steps = [p for piece in pieces for p in piece.parts(self._stream)]
         if len(steps) == 1:
             return [self._cut(torch.from_numpy(part).view(self._dtype)) for part in steps[0]]
         num_rows, width = sum(len(step[0]) for step in steps), steps[0][0].shape[2]

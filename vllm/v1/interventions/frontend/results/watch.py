@@ -14,7 +14,6 @@ from weakref import WeakValueDictionary
 
 import numpy as np
 
-from vllm.v1.capture.copies import of_stream
 from vllm.v1.capture.rules import RULE, RULES_DO, RuleResult
 from vllm.v1.engine import EngineCoreOutput, FinishReason
 from vllm.v1.interventions.messages import CapturedChunk
@@ -91,11 +90,9 @@ class RuleWatch:
         self._stats = stats
         sites = [plan.streams[rule.stream].sites for rule in plan.rules]
         self._judges = [
-            _Judge(rule, of_stream.index(rule.site))
-            for rule, of_stream in zip(plan.rules, sites, strict=True)
+            _Judge(rule, own.index(rule.site)) for rule, own in zip(plan.rules, sites, strict=True)
         ]
         self.streams = {rule.stream for rule in plan.rules}
-        self.num_streams = len(plan.streams)
         self._num_tokens = num_prompt_tokens
         self._stop: tuple[int, str] | None = None
         """The position of the row that ends the answer, and the rule's name."""
@@ -184,8 +181,7 @@ class RuleWatches:
                 if watch is None or not count:
                     continue
                 for i in watch.streams - scores.keys():
-                    values = of_stream(chunk.values, i, watch.num_streams)
-                    scores[i] = values.double().numpy()
+                    scores[i] = chunk.stream(i).double().numpy()
                 watch.add(chunk.positions[rows], scores, rows)
 
 
