@@ -26,7 +26,9 @@ ONE = np.array([2])
 def rows(sum: str = "", weight: float = 1 / 3) -> AttentionRows:
     """Of query 2 over three keys: weights of two heads, or their sum."""
     read = makings.Attention(("weights",), (), (), 0, sum, 3)
-    return AttentionRows(ONE, ONE, torch.full((1, 3 if sum else 6), weight), ONE, (0, 1), read)
+    return AttentionRows(
+        ONE, ONE, torch.full((1, 3 if sum else 6), weight), ONE, read, heads=(0, 1)
+    )
 
 
 def output(payload: Any, status: Literal["ok", "partial_error"] = "ok") -> Any:

@@ -150,7 +150,7 @@ def raw_params() -> SamplingParams:
 
 _NONE = np.empty(0, np.int64)
 NO_WEIGHTS = AttentionRows(
-    _NONE, _NONE, torch.empty(0, 5), _NONE, (0,), Attention(("weights",), (), (), 0, "", 5)
+    _NONE, _NONE, torch.empty(0, 5), _NONE, Attention(("weights",), (), (), 0, "", 5), heads=(0,)
 )
 
 OTHERS = [
@@ -158,7 +158,7 @@ OTHERS = [
     Case({}, do=lambda: RequestInterventions(None, 5, raw_params())),
     # Start-up; the refused combinations are in tests/config/test_refusals.py.
     Case(
-        {"given": "['mlp']", "allowed": "['pre_attn', 'z', 'post_attn', 'post_block']"},
+        {"given": "['mlp']", "allowed": "['pre_attn', 'z', 'post_attn', 'mlp_in', 'post_block']"},
         do=lambda: SteeringConfig(steering_points=["mlp", "pre_attn"]),
     ),
     Case(

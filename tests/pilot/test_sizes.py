@@ -244,8 +244,8 @@ def attended(weights: list[float]) -> Any:
         at,
         torch.tensor(weights)[None],
         at,
-        (0,),
         Attention(("weights",), (), (), 0, "", len(weights)),
+        heads=(0,),
     )
     result = SimpleNamespace(status="ok", payload={("attn", 0): rows})
     return SimpleNamespace(capture_results={"inline": result})

@@ -1,16 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Attention weights as a user gets them back."""
 
-from collections.abc import Callable
-
-import numpy as np
 import torch
 
 from vllm.v1.capture.made_rows import MadeRows
 from vllm.v1.interventions.makings import Attention
 
 
-class AttentionRows(MadeRows):
+class AttentionRows(MadeRows[Attention]):
     """Values that were asked of one layer's attention weights, by query in position order.
 
     Args:
@@ -21,23 +18,10 @@ class AttentionRows(MadeRows):
     heads: tuple[int, ...]
     """The numbers of the heads; with `"sum": "all"` none."""
 
-    def __init__(
-        self,
-        positions: np.ndarray,
-        token_ids: np.ndarray,
-        values: torch.Tensor | Callable[[], torch.Tensor],
-        versions: np.ndarray,
-        heads: tuple[int, ...],
-        read: Attention,
-        texts: Callable[[], list[str]] | None = None,
-    ) -> None:
-        super().__init__(positions, token_ids, values, versions, read, texts, heads)
-        self._read = read
-
     @property
     def ranges(self) -> tuple[str, ...]:
         """The names of the key ranges, in the order of the columns of `mass` and `peak`."""
-        return self._read.names
+        return self._making.names
 
     @property
     def mass(self) -> torch.Tensor:
@@ -64,16 +48,16 @@ class AttentionRows(MadeRows):
     def weights(self) -> list[torch.Tensor]:
         """The weights of all keys up to the query's own, t: n tensors [heads, t + 1], summed
         [t + 1]."""
-        rows = self._rows() if self._read.sum else self._field("weights")
+        rows = self._rows() if self._making.sum else self._field("weights")
         return [row[..., : t + 1] for row, t in zip(rows, self.positions.tolist(), strict=True)]
 
     def _field(self, name: str) -> torch.Tensor:
-        if self._read.sum:
+        if self._making.sum:
             raise self._not_given(name)
         return super()._field(name)
 
     def _not_given(self, name: str) -> ValueError:
-        summed = f", summed over {self._read.sum}" if self._read.sum else ""
+        summed = f", summed over {self._making.sum}" if self._making.sum else ""
         return ValueError(f"{super()._not_given(name)}{summed}")
 
     def __repr__(self) -> str:

@@ -17,13 +17,13 @@ import numpy as np
 import torch
 
 from vllm.v1.interventions.errors import refuse_unknown_keys
-from vllm.v1.interventions.makings import Attention
+from vllm.v1.interventions.makings import MAKING_FIELDS, Attention
 from vllm.v1.interventions.plan import Site
 
 if TYPE_CHECKING:
     from vllm.v1.interventions.shape import TapShape
 
-SHARED_FIELDS = ("hooks", "lane", "positions", "project", "reduce", "norms", "attention", "lens")
+SHARED_FIELDS = ("hooks", "lane", "positions", *MAKING_FIELDS)
 """Fields of a capture request that are not for one consumer alone; only `inline` takes `norms` and
 `lens`, and `attention` is for `inline` and for classes that take it."""
 

@@ -1,16 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Rows under a lens as a user gets them back."""
 
-from collections.abc import Callable
-
-import numpy as np
 import torch
 
 from vllm.v1.capture.made_rows import MadeRows
 from vllm.v1.interventions.makings import Lens
 
 
-class LensRows(MadeRows):
+class LensRows(MadeRows[Lens]):
     """The next token's distribution under a lens, at one site, row by row.
 
     Logarithms are natural, and of probabilities over the whole vocabulary.
@@ -19,27 +16,15 @@ class LensRows(MadeRows):
         values: [n, width], as `Lens` says, or what returns them.
     """
 
-    def __init__(
-        self,
-        positions: np.ndarray,
-        token_ids: np.ndarray,
-        values: torch.Tensor | Callable[[], torch.Tensor],
-        versions: np.ndarray,
-        read: Lens,
-        texts: Callable[[], list[str]] | None = None,
-    ) -> None:
-        super().__init__(positions, token_ids, values, versions, read, texts)
-        self._read = read
-
     @property
     def lens(self) -> str:
         """The name of the lens."""
-        return self._read.name
+        return self._making.name
 
     @property
     def asked(self) -> tuple[int, ...]:
         """The ids of the tokens that were asked for, in the order of the columns."""
-        return self._read.tokens
+        return self._making.tokens
 
     @property
     def top_ids(self) -> torch.Tensor:

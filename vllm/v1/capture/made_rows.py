@@ -3,7 +3,7 @@
 
 from collections.abc import Callable
 from copy import copy
-from typing import Any, Self
+from typing import Any, Generic, Self, TypeVar
 
 import numpy as np
 import torch
@@ -51,7 +51,11 @@ class TokenRows:
         return {**self.__dict__, "_texts": self.tokens}
 
 
-class MadeRows(TokenRows):
+M = TypeVar("M", bound=Making)
+"""Type of what was made."""
+
+
+class MadeRows(TokenRows, Generic[M]):
     """Results that the device made of the rows of one site, in position order.
 
     A result that was not asked for raises ValueError when it is read. All results are float32 on
@@ -72,7 +76,7 @@ class MadeRows(TokenRows):
         token_ids: np.ndarray,
         values: torch.Tensor | Callable[[], torch.Tensor],
         versions: np.ndarray,
-        making: Making,
+        making: M,
         texts: Callable[[], list[str]] | None = None,
         heads: tuple[int, ...] = (),
     ) -> None:

@@ -151,11 +151,12 @@ class StoredRequest:
         if read is None or layer not in ([None] if read.sum == "all" else layers):
             raise KeyError(f"{self!r} has no attention of layer {layer}, it has {self.sites}")
         if layer is not None:
-            return AttentionRows(*self._site(("attn", layer)), self._heads["attn", layer], read)
+            heads = self._heads["attn", layer]
+            return AttentionRows(*self._site(("attn", layer)), read, heads=heads)
         positions, token_ids, values, versions = self._site(self.sites[0])
         for site in self.sites[1:]:
             values = values + self._site(site)[2]
-        return AttentionRows(positions, token_ids, values, versions, (), read)
+        return AttentionRows(positions, token_ids, values, versions, read)
 
     @property
     def _heads(self) -> dict[Site, tuple[int, ...]]:

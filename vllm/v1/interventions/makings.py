@@ -3,9 +3,11 @@
 their place."""
 
 from collections.abc import Callable, Sequence
-from typing import ClassVar, Literal, NamedTuple, Self, TypedDict
+from typing import ClassVar, Literal, NamedTuple, Optional, Self, TypedDict
 
 import msgspec
+
+from vllm.config.points import RETURNED
 
 GIVES = ("mass", "peak", "top", "weights")
 """Names of what may be given of attention weights, in the order in which it lies in a row."""
@@ -78,6 +80,16 @@ class Making(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
     field: ClassVar[str]
     """Path in a capture request of the field that is refused, where sites of several kinds are."""
+    sites_field: ClassVar[str] = "hooks"
+    """Field of a capture request that names its sites."""
+    rows_field: ClassVar[str] = "positions"
+    """Path of the field that names its rows."""
+    as_is: ClassVar[bool] = False
+    """True if rows leave as they are."""
+    projected: ClassVar[bool] = False
+    """True if rows are multiplied with a matrix that the request gives."""
+    through_head: ClassVar[bool] = False
+    """True if rows go through the model's head, which takes `TapShape.lens_rows` for each."""
     mixes: ClassVar[bool] = False
     """True if sites may be of several kinds, for a consumer that takes rows of several widths."""
     shared: ClassVar[bool] = False
@@ -121,6 +133,29 @@ class Making(msgspec.Struct, frozen=True, array_like=True, tag=True):
         return self
 
     @property
+    def weights(self) -> Optional["Attention"]:
+        """Return it if it is made of attention weights."""
+        return None
+
+    @property
+    def passes(self) -> float:
+        """Number of times that attention weights of a head are made or gone through."""
+        return 0
+
+    def products(self, hidden: int, vocab: int) -> int:
+        """Number of products for a row, of hidden numbers and a head of so many tokens; 0 if there
+        are too few to count."""
+        return 0
+
+    def needed(self, sites: list[tuple[str, int]]) -> list[tuple[str, int]]:
+        """Return the sites that the engine must be able to capture."""
+        return sites
+
+    def named(self, site: tuple[str, int]) -> tuple[str, int]:
+        """Return the site by which consumers know what is made at one."""
+        return site
+
+    @property
     def by_site(self) -> bool:
         """True if it may differ from site to site."""
         return False
@@ -138,6 +173,7 @@ class AsIs(Making, frozen=True):
     """Rows as they are."""
 
     field: ClassVar[str] = "hooks"
+    as_is: ClassVar[bool] = True
     mixes: ClassVar[bool] = True
     dtype: ClassVar[str] = ""
 
@@ -146,6 +182,7 @@ class Scores(Making, frozen=True):
     """Rows times the transposed rows of matrices, float32."""
 
     field: ClassVar[str] = "project"
+    projected: ClassVar[bool] = True
     digests: tuple[str, ...]
     """Digest of the matrix of all sites, or of each one's; () on workers."""
     size: int
@@ -206,6 +243,8 @@ class Attention(Making, frozen=True):
     """
 
     field: ClassVar[str] = "attention.heads"
+    sites_field: ClassVar[str] = "attention"
+    rows_field: ClassVar[str] = "attention.queries"
     mixes: ClassVar[bool] = True
     shared: ClassVar[bool] = True
     takes_room: ClassVar[bool] = True
@@ -244,6 +283,20 @@ class Attention(Making, frozen=True):
         return msgspec.structs.replace(self, names=(), ranges=empty, stop=stop)
 
     @property
+    def weights(self) -> Optional["Attention"]:
+        """Return itself."""
+        return self
+
+    def needed(self, sites: list[tuple[str, int]]) -> list[tuple[str, int]]:
+        """Return the queries, and what attention returned: it proved at start-up that the weights
+        can be read."""
+        return [*sites, (RETURNED, sites[0][1])]
+
+    def named(self, site: tuple[str, int]) -> tuple[str, int]:
+        """Return the layer's weights."""
+        return "attn", site[1]
+
+    @property
     def passes(self) -> float:
         """Number of times that weights are made or gone through; sums over ranges are products with
         masks, as cheap as those with keys."""
@@ -264,6 +317,10 @@ class Attention(Making, frozen=True):
         return heads * (of_ranges + 2 * self.top + self.stop * ("weights" in give))
 
 
+_RANK = 128
+"""Number of products that take as long as one number that is read from memory."""
+
+
 class Lens(Making, frozen=True):
     """Values that are given of the next token's distribution, as if a row were the last layer's.
 
@@ -273,6 +330,7 @@ class Lens(Making, frozen=True):
     """
 
     field: ClassVar[str] = "lens"
+    through_head: ClassVar[bool] = True
     shared: ClassVar[bool] = True
     takes_room: ClassVar[bool] = True
     name: str
@@ -292,9 +350,18 @@ class Lens(Making, frozen=True):
             Field("entropy", int(self.entropy)),
         )
 
+    def products(self, hidden: int, vocab: int) -> int:
+        """Count the head, a matrix of the lens before it, and one look at all logits for each
+        rank."""
+        return hidden * (hidden + vocab) + _RANK * len(self.tokens) * vocab
+
     def width(self, heads: int, width: int) -> int:
         """Width of all fields together."""
         return 2 * (self.top_k + len(self.tokens)) + self.entropy
 
 
 AnyMaking = AsIs | Scores | Norms | Mean | Attention | Lens
+
+_MADE: tuple[type[Making], ...] = (Scores, Mean, Norms, Attention, Lens)
+MAKING_FIELDS = tuple(making.field.partition(".")[0] for making in _MADE)
+"""Fields of a capture request that ask for another making than rows as they are."""

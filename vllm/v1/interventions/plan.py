@@ -144,7 +144,7 @@ class Stream(msgspec.Struct, frozen=True):
     @property
     def is_raw(self) -> bool:
         """True if rows leave as they were copied."""
-        return isinstance(self.making, AsIs) and isinstance(self.source, Rows)
+        return self.making.as_is and isinstance(self.source, Rows)
 
     @property
     def row_bytes(self) -> int:

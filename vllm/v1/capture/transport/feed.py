@@ -14,7 +14,6 @@ from vllm.v1.capture.results import NO_TOKEN
 from vllm.v1.capture.transport.host import ConsumerHost
 from vllm.v1.capture.transport.mean import RunningMean
 from vllm.v1.capture.transport.selected import RowsLost, Selected
-from vllm.v1.interventions.makings import Attention, Scores
 from vllm.v1.interventions.messages import CapturedChunk
 from vllm.v1.interventions.plan import CapturePlan, dtype_of
 from vllm.v1.interventions.positions import Positions
@@ -45,8 +44,6 @@ def request_info(
     selection = plan.consumers[consumer]
     stream = plan.streams[selection.streams[0]]
     making = selection.making
-    attention = making if isinstance(making, Attention) else None
-    sites = selection.sites if attention is None else [("attn", n) for _, n in selection.sites]
     return RequestInfo(
         request_id=request_id,
         external_id=plan.external_id,
@@ -54,15 +51,15 @@ def request_info(
         num_samples=plan.num_samples,
         prompt=plan.prompt,
         prompt_token_ids=prompt_token_ids,
-        sites=tuple(sites),
+        sites=tuple(map(making.named, selection.sites)),
         width=stream.width,
         dtype=dtype_of(stream.dtype),
-        projected=isinstance(making, Scores),
+        projected=making.projected,
         max_rows=1 if making.adds_up else Selected(selection, len(prompt_token_ids)).max_rows,
         fields=selection.fields,
         heads=tuple(selection.heads[site] for site in selection.sites) if selection.heads else (),
         reduce="mean" if making.adds_up else "",
-        attention=attention,
+        attention=making.weights,
     )
 
 

@@ -92,8 +92,8 @@ def charge_attention(
     length, together = len(prompt.token_ids), 0.0
     queries = len(Positions.from_flat(runs).below(length))
     for name, selection in selections.items():
-        if isinstance(selection.making, Attention):
-            each = selection.making.passes * sum(map(len, selection.heads.values()))
+        if passes := selection.making.passes:
+            each = passes * sum(map(len, selection.heads.values()))
             number = int(queries * length * each) * prompt.work.n
             prompt.work.charge(number >> 10, Unit.WEIGHTS, f"{path}.{name}.attention")
             together += each

@@ -7,8 +7,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from itertools import chain
 from typing import Any, TypeVar
 
-import msgspec
-
 from vllm.config.capture import PROJECTION_ROWS, CaptureConfig
 from vllm.config.points import HEAD_POINTS, POINTS, READ_POINTS, STREAM_POINTS
 from vllm.sampling_params import SamplingParams
@@ -21,27 +19,17 @@ from vllm.v1.interventions.frontend.request.attention import (
 )
 from vllm.v1.interventions.frontend.request.budget import Work
 from vllm.v1.interventions.frontend.request.catalog import ModuleCatalog
-from vllm.v1.interventions.frontend.request.lens import charge_lenses, lens_making
-from vllm.v1.interventions.frontend.request.matrices import matrices_of, matrix_digest
+from vllm.v1.interventions.frontend.request.lens import charge_lenses
+from vllm.v1.interventions.frontend.request.making_fields import Asked, making_of
 from vllm.v1.interventions.frontend.request.prompt import Prompt
 from vllm.v1.interventions.frontend.request.rules import AskedRule, place_rules
 from vllm.v1.interventions.frontend.request.selectors import NAMED_SELECTORS, Selector
 from vllm.v1.interventions.frontend.request.streams import Streams, union
 from vllm.v1.interventions.given import Given
-from vllm.v1.interventions.makings import (
-    AnyMaking,
-    AsIs,
-    Attention,
-    Lens,
-    Mean,
-    Norms,
-    Scores,
-)
 from vllm.v1.interventions.plan import CapturePlan, Selection, Site
 from vllm.v1.interventions.shape import TapShape
 from vllm.v1.interventions.sites import (
     need_captured_points,
-    need_one_lane,
     site_order,
 )
 from vllm.v1.interventions.values import plain
@@ -99,21 +87,22 @@ def parse_capture(
         name = key.choice(specs, unknown)
         given |= {each: (one, specs[name]) for each, one in _each(name, request).items()}
     selections: dict[str, Selection] = {}
+    projections: dict[str, bytes] = {}
     for name, (request, spec) in given.items():
-        selections[name] = selection = _selection(request, shape, prompt, spec)
-        of_attention = isinstance(selection.making, Attention)
-        where = "attention.queries" if of_attention else "positions"
-        prompt.need_some(selection.runs, f"{request.path}.{where}")
+        selection = _selection(request, shape, prompt, spec, projections, catalog)
+        prompt.need_some(selection.runs, f"{request.path}.{selection.making.rows_field}")
+        selections[name] = selection
     for name, spec in specs.items():
         if spec.capture is not None and name not in asked:
             request = Given(spec.capture, f"{path}.{name}")
-            of_all = _selection(request, shape, prompt, spec)
+            own = dict[str, bytes]()
+            of_all = _selection(request, shape, prompt, spec, own, catalog)
             if of_all.runs:
                 selections[name] = of_all
+                projections |= own
                 given[name] = request, spec
     if not selections and not rules:
         return None
-    projections: dict[str, bytes] = {}
     streams = Streams(shape)
     for name, selection in selections.items():
         request, spec = given[name]
@@ -122,13 +111,6 @@ def parse_capture(
                 "needs a tokenizer, and the engine was started with skip_tokenizer_init; read "
                 "token_ids"
             )
-        project = request["project"]
-        if project.value is not None:
-            matrices = matrices_of(project, shape, selection.sites, prompt.work, catalog)
-            digests = tuple(matrix_digest(matrix, shape) for matrix in matrices)
-            projections |= zip(digests, matrices, strict=True)
-            scores = Scores(digests, len(matrices[0]) // (4 * shape.hidden_size))
-            selection = msgspec.structs.replace(selection, making=scores)
         selections[name] = streams.add(name, selection, spec.in_frontend, request.path)
     placed_rules = place_rules(rules, streams, shape, projections)
     num_rows = sum(map(len, projections.values())) // (4 * shape.hidden_size)
@@ -147,7 +129,7 @@ def parse_capture(
     made = sum(
         s.row_bytes * len(s.sites) for s in placed if s.source.takes_room or s.making.takes_room
     )
-    under = sum(len(s.sites) for s in placed if isinstance(s.making, Lens))
+    under = sum(len(s.sites) for s in placed if s.making.through_head)
     charge_lenses(selections, runs, shape, prompt, path)
     key_weights = charge_attention(selections, runs, prompt, path)
     return CapturePlan(
@@ -180,11 +162,9 @@ def check_global(config: CaptureConfig, shape: TapShape) -> None:
             if not isinstance(selector, str) or selector not in NAMED_SELECTORS:
                 given["positions"].refuse(f"must be of {', '.join(NAMED_SELECTORS)}")
         work = Work(sys.maxsize)
-        selection = _selection(given, shape, Prompt([0], 2, None, work), spec)
+        selection = _selection(given, shape, Prompt([0], 2, None, work), spec, {}, None)
         need_captured_points(selection.sites, given["hooks"].path, config)
         Streams(shape).add(name, selection, spec.in_frontend, given.path)
-        if given["project"].value is not None:
-            matrices_of(given["project"], shape, selection.sites, work)
 
 
 def _each(name: str, request: Given) -> dict[str, Given]:
@@ -202,7 +182,19 @@ def _each(name: str, request: Given) -> dict[str, Given]:
     return {f"{name}[{i}]": one for i, one in enumerate(entries)}
 
 
-def _selection(request: Given, shape: TapShape, prompt: Prompt, spec: ConsumerSpec) -> Selection:
+def _selection(
+    request: Given,
+    shape: TapShape,
+    prompt: Prompt,
+    spec: ConsumerSpec,
+    matrices: dict[str, bytes],
+    catalog: ModuleCatalog | None,
+) -> Selection:
+    """Return the rows that a consumer asks for, and what is made of them.
+
+    Args:
+        matrices: digest -> matrix; gets those of this request.
+    """
     asked = request.mapping()
     own = {plain(k): plain(field) for k, field in asked.items() if k not in SHARED_FIELDS}
     tokens = False
@@ -211,7 +203,7 @@ def _selection(request: Given, shape: TapShape, prompt: Prompt, spec: ConsumerSp
     fields = (spec.cls or CaptureConsumer).check_request(own, request.path)
     if tokens:
         fields[TOKENS] = True
-    attention, lens, reduce = request["attention"], request["lens"], request["reduce"]
+    attention = request["attention"]
     if "attention" in request:
         if not (spec.cls is None or spec.cls.takes_attention) or len(asked) - len(own) > 1:
             attention.refuse(
@@ -219,8 +211,6 @@ def _selection(request: Given, shape: TapShape, prompt: Prompt, spec: ConsumerSp
                 "project, reduce and tokens; name another consumer, or give a list of captures"
             )
         return attention_selection(attention, shape, prompt, fields)
-    if "lens" in request and spec.cls is not None:
-        lens.refuse(f"is for {INLINE!r} alone")
     if "hooks" not in request:
         request["hooks"].refuse("is missing: give {point: layers}")
     lanes = tuple(range(shape.lanes))
@@ -229,46 +219,27 @@ def _selection(request: Given, shape: TapShape, prompt: Prompt, spec: ConsumerSp
     sites, heads = _sites(request["hooks"], shape, lanes)
     if "lane" in request and not any(point in STREAM_POINTS for point, _ in sites):
         request["lane"].refuse("is of the stream, and hooks name no point there")
-    if lens.value is not None:
-        need_one_lane(lens.path, shape)
     selector = Selector(prompt)
     runs = request.get("positions", "last_prompt").positions(selector.resolve)
-    projects = request["project"].value is not None
-    making: AnyMaking = AsIs()
-    if reduce.value is not None:
-        reduce.choice(("mean",), "must be 'mean', got {given}")
-        if any(point in HEAD_POINTS for point, _ in sites):
-            reduce.refuse("is for the residual stream; leave out q, k, v and z")
-        if projects:
-            reduce.refuse("stands without 'project': multiply the mean, which is the same")
-        if selector.wants_last_generated or runs.stop > len(prompt.token_ids):
-            reduce.refuse(
-                f"takes positions of the prompt, which has {len(prompt.token_ids)} tokens; for the "
-                "mean of an answer send it as the end of a prompt"
-            )
-        making = Mean(tuple(runs.flat()))
-    if "lens" in request:
-        if heads or projects or reduce.value is not None:
-            lens.refuse(
-                "is for the residual stream, without 'project' and 'reduce'; give a list of "
-                "captures"
-            )
-        making = lens_making(lens, sites, shape, prompt)
-    if request["norms"].value is not None and request["norms"].flag():
-        if spec.cls is not None:
-            request["norms"].refuse(f"is for {INLINE!r} alone")
-        if projects or making != AsIs():
-            request["norms"].refuse(
-                "cannot be combined with 'project', 'reduce' or 'lens'; give a list of captures"
-            )
-        making = Norms()
+    of_rows = Asked(
+        request=request,
+        sites=sites,
+        heads=heads,
+        runs=runs,
+        knows_end=not selector.wants_last_generated,
+        shape=shape,
+        prompt=prompt,
+        is_inline=spec.cls is None,
+        catalog=catalog,
+        matrices=matrices,
+    )
     return Selection(
         sites=sites,
         runs=runs.flat(),
         named=selector.named.flat(),
         last_generated=selector.only_last_generated,
         heads=heads,
-        making=making,
+        making=making_of(of_rows),
         fields=fields,
     )
 

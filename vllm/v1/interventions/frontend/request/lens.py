@@ -18,9 +18,6 @@ MAX_TOKENS = 32
 MAX_TEXT = 256
 """The most characters of one that is given as text."""
 
-_RANK = 128
-"""Number of products that take as long as one number that is read from memory."""
-
 
 def lens_making(given: Given, sites: Sequence[Site], shape: TapShape, prompt: Prompt) -> Lens:
     """Parse `{"name": ..., "top_k": ..., "tokens": [...], "entropy": ...}`.
@@ -89,8 +86,6 @@ def charge_lenses(
     rows = len(Positions.from_flat(runs).below(len(prompt.token_ids)))
     hidden, vocab = shape.hidden_size, shape.vocab_size
     for name, selection in selections.items():
-        if isinstance(selection.making, Lens):
-            # The head, a matrix of the lens before it, and one look at all logits for each rank.
-            each = hidden * (hidden + vocab) + _RANK * len(selection.making.tokens) * vocab
+        if each := selection.making.products(hidden, vocab):
             number = rows * len(selection.sites) * each * prompt.work.n
             prompt.work.charge(number >> 24, Unit.PRODUCTS, f"{path}.{name}.lens")

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 
-from vllm.config.points import RETURNED
 from vllm.pooling_params import PoolingParams
 from vllm.sampling_params import BeamSearchParams, RequestOutputKind, SamplingParams
 from vllm.tokenizers import TokenizerLike
@@ -29,7 +28,6 @@ from vllm.v1.interventions.frontend.request.prompt import Prompt
 from vllm.v1.interventions.frontend.request.rules import parse_rules
 from vllm.v1.interventions.frontend.request.steering import steering_plan
 from vllm.v1.interventions.frontend.request.written_text import written_text
-from vllm.v1.interventions.makings import Attention
 from vllm.v1.interventions.plan import INHERIT, PLAN_FIELDS, STEERING_FIELDS, CapturePlan, Plan
 from vllm.v1.interventions.positions import Positions
 from vllm.v1.interventions.shape import TapShape
@@ -252,11 +250,8 @@ def _capture(
     if plan is None:
         return None
     for name, selection in plan.consumers.items():
-        sites, field = selection.sites, "hooks"
-        if isinstance(selection.making, Attention):
-            # What attention returned proved at start-up that its weights can be read.
-            sites, field = [*sites, (RETURNED, sites[0][1])], "attention"
-        need_captured_points(sites, f"capture.{name}.{field}", config.capture_config)
+        making, path = selection.making, f"capture.{name}.{selection.making.sites_field}"
+        need_captured_points(making.needed(selection.sites), path, config.capture_config)
     num_prompt_tokens = len(prompt.token_ids)
     at_once = 1
     if config.speculative_config is not None and plan.runs[-1] > num_prompt_tokens:

@@ -20,13 +20,17 @@ from vllm.v1.capture.transport.selected import RowsLost, Selected
 from vllm.v1.interventions.frontend.request.capture import TOKENS
 from vllm.v1.interventions.frontend.results.memory import KeptMemory
 from vllm.v1.interventions.frontend.results.pieces import Piece, Run, StreamRows
-from vllm.v1.interventions.makings import AsIs, Attention, Lens
+from vllm.v1.interventions.makings import Attention, Lens, Making
 from vllm.v1.interventions.plan import CapturePlan, Selection, Site, dtype_of
 from vllm.v1.interventions.positions import in_a_row
 from vllm.v1.interventions.shape import LayerShape
 
 Texts = Callable[[Sequence[int]], list[str]]
 """A function that returns the text of each of some tokens."""
+
+
+_RESULTS: dict[type[Making], type[MadeRows[Any]]] = {Attention: AttentionRows, Lens: LensRows}
+"""Making of several fields -> the result that gives them."""
 
 
 @dataclass
@@ -45,14 +49,19 @@ class _Rows(RowSource):
 
     def by_site(self) -> SiteRows[Any]:
         """Return the rows as a user gets them."""
-        making, sites = self.selection.making, self.selection.sites
+        selection, making = self.selection, self.selection.making
         if not making.fields:
-            return SiteRows(sites, self._captured, self)
-        if isinstance(making, Attention):
-            layers = [layer for _, layer in self.selection.heads]
-            of_all = making.sum == "all"
-            return SiteRows([("attn", n) for n in ([None] if of_all else layers)], self._made, self)
-        return SiteRows(sites, self._made, self)
+            return SiteRows(selection.sites, self._captured, self)
+        if (weights := making.weights) is not None and weights.sum == "all":
+            return SiteRows([("attn", None)], self._made_of_all, self)
+        return SiteRows([*self._named], self._made, self)
+
+    @cached_property
+    def _named(self) -> dict[Site, Site]:
+        """The site that a result names -> the site of the rows that it is made of."""
+        selection = self.selection
+        sites = selection.heads or selection.sites
+        return {selection.making.named(site): site for site in sites}
 
     def joined(self, later: Self) -> SiteRows[Any]:
         """Return these rows and then `later`'s, of the same completion and capture."""
@@ -83,24 +92,24 @@ class _Rows(RowSource):
 
     def _captured(self, site: Site) -> CapturedRows:
         """Return the rows at a site."""
-        as_is = isinstance(self.selection.making, AsIs)
-        rule = self.layers[site[1]].rule if as_is and site[0] == QUERIES else None
+        as_is, is_queries = self.selection.making.as_is, site[0] == QUERIES
+        rule = self.layers[site[1]].rule if as_is and is_queries else None
         heads, at = self.selection.heads.get(site, ()), (self.positions, self.token_ids)
         values, texts = self._values(site), self._of_tokens()
         return CapturedRows(*at, values, self.versions, heads, rule, texts)
 
-    def _made(self, site: tuple[str, int | None]) -> MadeRows:
-        """Return what was made at a site, of attention at a layer or of the heads of all."""
-        making, layer = self.selection.making, site[1]
-        at, texts = (self.positions, self.token_ids), self._of_tokens()
-        values: Callable[[], torch.Tensor] = self._sum
-        if layer is not None:
-            values = self._values((QUERIES if isinstance(making, Attention) else site[0], layer))
-        if isinstance(making, Lens):
-            return LensRows(*at, values, self.versions, making, texts)
-        assert isinstance(making, Attention)
-        heads = () if layer is None else self.selection.heads[QUERIES, layer]
-        return AttentionRows(*at, values, self.versions, heads, making, texts)
+    def _made(self, named: Site) -> MadeRows[Any]:
+        """Return what was made of the rows of a site."""
+        site = self._named[named]
+        return self._made_of(self._values(site), self.selection.heads.get(site, ()))
+
+    def _made_of_all(self, _: Any) -> MadeRows[Any]:
+        """Return the sum of what was made at all sites."""
+        return self._made_of(self._sum, ())
+
+    def _made_of(self, values: Callable[[], torch.Tensor], heads: tuple[int, ...]) -> MadeRows[Any]:
+        making, at = self.selection.making, (self.positions, self.token_ids)
+        return _RESULTS[type(making)](*at, values, self.versions, making, self._of_tokens(), heads)
 
     def _sum(self) -> torch.Tensor:
         parts = [rows.site(i) for sites, rows in self.streams for i in range(len(sites))]

@@ -1,0 +1,160 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Fields of a capture request that ask for values made of the rows: for each its reading, and the
+fields that it excludes.
+
+`attention` is not among them: it names rows of its own (`attention.py`).
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from vllm.config.points import HEAD_POINTS
+from vllm.v1.capture.registry import INLINE
+from vllm.v1.interventions.frontend.request.catalog import ModuleCatalog
+from vllm.v1.interventions.frontend.request.lens import lens_making
+from vllm.v1.interventions.frontend.request.matrices import matrices_of, matrix_digest
+from vllm.v1.interventions.frontend.request.prompt import Prompt
+from vllm.v1.interventions.given import Given
+from vllm.v1.interventions.makings import AnyMaking, AsIs, Lens, Making, Mean, Norms, Scores
+from vllm.v1.interventions.plan import Site
+from vllm.v1.interventions.positions import Positions
+from vllm.v1.interventions.shape import TapShape
+from vllm.v1.interventions.sites import need_one_lane
+
+
+@dataclass(frozen=True)
+class Asked:
+    """Rows that a capture request names, of which something is made."""
+
+    request: Given
+    sites: list[Site]
+    heads: Mapping[Site, tuple[int, ...]]
+    runs: Positions
+    knows_end: bool
+    """False if it takes a position that is known only when the answer is over."""
+    shape: TapShape
+    prompt: Prompt
+    is_inline: bool
+    catalog: ModuleCatalog | None
+    """The modules that `project` may name; None outside requests."""
+    matrices: dict[str, bytes]
+    """Digest -> matrix; gets those of this request."""
+
+    def says(self, field: str) -> bool:
+        """Tell whether the request has a field, with a value."""
+        return self.request[field].value is not None
+
+    @property
+    def of_heads(self) -> bool:
+        """True if a site is a point of attention."""
+        return any(point in HEAD_POINTS for point, _ in self.sites)
+
+
+def making_of(asked: Asked) -> AnyMaking:
+    """Return the values that a request asks for in place of rows.
+
+    Raises:
+        ValueError: the value of a field is wrong, or fields exclude each other.
+    """
+    making: AnyMaking = AsIs()
+    for field in _FIELDS:
+        given = asked.request[field.name]
+        if field.name not in asked.request or not field.is_asked(given):
+            continue
+        if field.inline_alone and not asked.is_inline:
+            given.refuse(f"is for {INLINE!r} alone")
+        if field.check is not None:
+            field.check(given, asked)
+        if any(map(asked.says, field.excludes)):
+            given.refuse(field.why)
+        making = field.make(given, asked)
+    return making
+
+
+def _has_value(given: Given) -> bool:
+    return given.value is not None
+
+
+@dataclass(frozen=True)
+class _Field:
+    """Field of a capture request, `Making.field` of what it asks for."""
+
+    making: type[Making]
+    make: Callable[[Given, Asked], AnyMaking]
+    excludes: tuple[str, ...] = ()
+    """Fields that cannot stand beside it."""
+    why: str = ""
+    """Message that says so."""
+    check: Callable[[Given, Asked], None] | None = None
+    """Raises ValueError if the rows are of a kind that it does not take."""
+    is_asked: Callable[[Given], bool] = _has_value
+    inline_alone: bool = False
+
+    @property
+    def name(self) -> str:
+        """Name of the field."""
+        return self.making.field
+
+
+def _scores(given: Given, asked: Asked) -> Scores:
+    work, hidden = asked.prompt.work, asked.shape.hidden_size
+    matrices = matrices_of(given, asked.shape, asked.sites, work, asked.catalog)
+    digests = tuple(matrix_digest(matrix, asked.shape) for matrix in matrices)
+    asked.matrices.update(zip(digests, matrices, strict=True))
+    return Scores(digests, len(matrices[0]) // (4 * hidden))
+
+
+def _check_mean(given: Given, asked: Asked) -> None:
+    given.choice(("mean",), "must be 'mean', got {given}")
+    if asked.of_heads:
+        given.refuse("is for the residual stream; leave out q, k, v and z")
+
+
+def _mean(given: Given, asked: Asked) -> Mean:
+    length = len(asked.prompt.token_ids)
+    if not asked.knows_end or asked.runs.stop > length:
+        given.refuse(
+            f"takes positions of the prompt, which has {length} tokens; for the mean of an answer "
+            "send it as the end of a prompt"
+        )
+    return Mean(tuple(asked.runs.flat()))
+
+
+_NOT_A_LENS = "is for the residual stream, without 'project' and 'reduce'; give a list of captures"
+
+
+def _check_lens(given: Given, asked: Asked) -> None:
+    if given.value is not None:
+        need_one_lane(given.path, asked.shape)
+    if asked.heads:
+        given.refuse(_NOT_A_LENS)
+
+
+_FIELDS = (
+    _Field(
+        Mean,
+        _mean,
+        excludes=("project",),
+        why="stands without 'project': multiply the mean, which is the same",
+        check=_check_mean,
+    ),
+    _Field(
+        Lens,
+        lambda given, asked: lens_making(given, asked.sites, asked.shape, asked.prompt),
+        excludes=("project", "reduce"),
+        why=_NOT_A_LENS,
+        check=_check_lens,
+        is_asked=lambda given: True,
+        inline_alone=True,
+    ),
+    _Field(
+        Norms,
+        lambda given, asked: Norms(),
+        excludes=("project", "reduce", "lens"),
+        why="cannot be combined with 'project', 'reduce' or 'lens'; give a list of captures",
+        is_asked=lambda given: given.value is not None and given.flag(),
+        inline_alone=True,
+    ),
+    _Field(Scores, _scores),
+)
+"""The fields, in the order in which they are read: matrices last, as they are large."""
