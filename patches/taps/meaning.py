@@ -321,7 +321,9 @@ class Meaning:
 
     def order(self) -> tuple[str, ...]:
         """Return the taps of the idiom, in the order in which each path must call them."""
-        calls = {point: (f"{point}.steer_and_capture_pair",) for point in self.row.points}
+        calls: dict[str, tuple[str, ...]] = {
+            point: (f"{point}.steer_and_capture_pair",) for point in self.row.points
+        }
         if self.row.idiom not in DEFERRED:
             calls = {point: (point,) for point in self.row.points}
         elif self.row.idiom is not Idiom.PAIRED:
