@@ -221,4 +221,8 @@ def test_listed_by_the_command(
     said = capsys.readouterr().out.splitlines()
     assert said[1].startswith(f"  layers 0-3: {layers}  (")
     assert f"  captured, not steered: {captured}" in said
-    assert said[-1] == f"  heads of {heads}"
+    last = [f"  heads of {heads}"]
+    if name != "gemma4":
+        named = "--capture-points or --steering-points"
+        last.append(f"  read by branches in layers 0-3, where {named} has it: mlp_in")
+    assert said[-len(last) :] == last
