@@ -279,14 +279,14 @@ AREAS = (
     # Doors to the core, and what stands on it.
     Area(
         "server and client",
-        budget=2020,
+        budget=2000,
         planned=1900,
         places=("vllm/entrypoints/serve/steering/",),
         core=False,
     ),
     Area(
         "toolkit",
-        budget=3480,
+        budget=3520,
         planned=3100,
         places=(
             "vllm/entrypoints/cli/capture/",
@@ -303,7 +303,7 @@ AREAS = (
     ),
     Area(
         "compatibility",
-        budget=730,
+        budget=710,
         planned=640,
         places=(
             "vllm/config/compat.py",

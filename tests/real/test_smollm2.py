@@ -13,57 +13,36 @@ from typing import Any
 import pytest
 import torch
 
-from tests.conformance.engine import Runner, make_llm, shut_down
+from tests.conformance.engine import Runner, shut_down
 from tests.conformance.reference import Site
 from tests.support.focus import Focusing, focused
 from tests.support.real import (
     CHAT,
     GENERATED,
     TOP,
-    Answer,
-    Errors,
     Real,
     answer_of,
     errors,
     log_prob_error,
-    model_folder,
     rows_of,
-    worst,
+)
+from tests.support.real_checks import (
+    BRANCHES,
+    CHUNK,
+    ENDS,
+    EVERYTHING,
+    check_log_probs,
+    check_rows,
+    check_writes,
+    hooks,
+    inline,
+    neighbour,
+    start,
 )
 from vllm import SamplingParams
-from vllm.config.points import CAPTURE_POINTS, HEAD_POINTS, STEERING_POINTS, STREAM_POINTS
+from vllm.config.points import HEAD_POINTS, STREAM_POINTS
 
 pytestmark = pytest.mark.full
-
-CHUNK = 48
-ENDS = ("embed", "final")
-BRANCHES = ("attn_out", "mlp_out")
-APART = 1.5
-"""Multiple of what an error may be that rows of another layer or token are away, at least."""
-EVERYTHING: dict[str, Any] = {
-    "capture_points": list(CAPTURE_POINTS),
-    "steering_points": list(STEERING_POINTS),
-    "steering_families": ["add", "scale", "focus"],
-    "capture_lens": ["logit"],
-}
-
-
-def start(dtype: str, **options: Any) -> Real:
-    folder = model_folder()
-    llm = make_llm(
-        folder,
-        dtype=dtype,
-        enable_steering=True,
-        capture_consumers=["inline"],
-        capture_inline_max_bytes=1 << 30,
-        max_model_len=160,
-        max_num_batched_tokens=CHUNK,
-        max_num_seqs=8,
-        kv_cache_memory_bytes=64 << 20,
-        skip_tokenizer_init=False,
-        **options,
-    )
-    return Real(llm, folder)
 
 
 @pytest.fixture(scope="module")
@@ -85,14 +64,6 @@ def real(request: pytest.FixtureRequest, runner: Runner) -> Iterator[Real]:
     shut_down(made.llm)
 
 
-def hooks(*points: str) -> dict[str, Any]:
-    return {"hooks": dict.fromkeys(points, "all"), "positions": "all"}
-
-
-def inline(*captures: dict[str, Any]) -> dict[str, Any]:
-    return {"capture": {"inline": captures[0] if len(captures) == 1 else list(captures)}}
-
-
 def prompts(real: Real) -> list[list[int]]:
     long = real.tokens(real.chat_text(CHAT))
     assert len(long) > CHUNK, "nothing is cut"
@@ -101,40 +72,6 @@ def prompts(real: Real) -> list[list[int]]:
         real.tokens("The capital of France is"),
         real.tokens("def add(a, b):\n    return"),
     ]
-
-
-def neighbour(site: Site, layers: range) -> Site:
-    point, layer = site
-    return point, layer - 1 if layer == layers[-1] else layer + 1
-
-
-def check_rows(
-    real: Real, answers: list[Answer], deltas: list[dict[Site, torch.Tensor] | None]
-) -> dict[str, Errors]:
-    """All captured rows are those of transformers, and not those of the layer beside or, where a
-    point has one layer, of the token before; returns the worst errors of each point."""
-    found: dict[str, list[Errors]] = {}
-    noise: dict[str, list[Errors]] = {}
-    twins: dict[str, list[float]] = {}
-    for answer, delta in zip(answers, deltas, strict=True):
-        exact, same = (rows_of(forward) for forward in real.both(answer.ids, delta))
-        for site, rows in answer.rows.items():
-            want, (point, layer) = exact[site], site
-            # Branches are differences of streams, and as exact as these.
-            rest = exact["post_block", layer] - want if point in BRANCHES else torch.zeros(())
-            found.setdefault(point, []).append(errors(rows + rest, want + rest))
-            noise.setdefault(point, []).append(errors(same[site] + rest, want + rest))
-            other = exact.get(neighbour(site, real.layers))
-            twin = rows.roll(1, 0) if point in ENDS or other is None else other.to(rows.dtype)
-            twins.setdefault(point, []).append(errors(twin + rest, want + rest)[1])
-    made = {point: worst(each) for point, each in found.items()}
-    for point, (whole, kept) in made.items():
-        most = real.allowed(worst(noise[point]))
-        said = " ".join(f"{number:.1e}" for number in (whole, kept, *most, min(twins[point])))
-        print(f"{point}: {said}")
-        assert whole <= most[0] and kept <= most[1], (point, whole, kept, most)
-        assert min(twins[point]) >= APART * most[1], (point, min(twins[point]), most)
-    return made
 
 
 @pytest.mark.v2
@@ -151,43 +88,7 @@ def test_every_point_of_every_layer_is_read(real: Real) -> None:
 
 @pytest.mark.v2
 def test_every_point_of_every_layer_is_written(real: Real) -> None:
-    """Each with a vector of its own, all at once: the rows behind each are captured, too. Without
-    one of the vectors its site's rows would be others."""
-    prompt = real.tokens("The capital of France is")
-    plain = real.run("exact", prompt)
-    generator = torch.Generator().manual_seed(7)
-    vectors: dict[Site, torch.Tensor] = {}
-    for point in STREAM_POINTS:
-        for layer in real.layers:
-            rows = plain.rows[point, layer]
-            vector = torch.randn(rows.shape[-1], generator=generator)
-            # As long as the typical number of the stream makes it, whatever the massive ones are.
-            vectors[point, layer] = 0.5 * vector * float(rows.abs().median())
-    fields: dict[str, Any] = {}
-    for (point, layer), vector in vectors.items():
-        fields.setdefault(point, {})[layer] = vector
-    [answer] = real.ask(
-        [(prompt, {"steering_vectors": fields, **inline(hooks(*STREAM_POINTS))})], TOP
-    )
-    count = len(answer.ids)
-    deltas = {site: vector.expand(count, -1) for site, vector in vectors.items()}
-    check_rows(real, [answer], [deltas])
-    exact, same = real.both(answer.ids, deltas)
-    noise = worst([errors(same.rows[site], exact.rows[site]) for site in vectors])
-    for site, vector in vectors.items():
-        without = exact.rows[site] - vector
-        assert errors(without, exact.rows[site])[1] >= APART * real.allowed(noise)[1], site
-    check_log_probs(answer, real, deltas)
-
-
-def check_log_probs(answer: Answer, real: Real, deltas: dict[Site, torch.Tensor]) -> None:
-    """The log-probabilities are those of transformers steered so, and not those of plain ones."""
-    exact, same = real.both(answer.ids, deltas)
-    most = real.allowed_nats(answer.top, same, exact)
-    off, plain = (log_prob_error(answer.top, f) for f in (exact, real.run("exact", answer.ids)))
-    print(f"log-probabilities: {off:.1e} of {most:.1e}; plain {plain:.1e}")
-    assert off <= most
-    assert plain >= 2 * most
+    check_writes(real, real.tokens("The capital of France is"))
 
 
 @pytest.mark.v2

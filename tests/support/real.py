@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The real model of tests/real: an engine on it, and transformers beside it.
+"""The real models of tests/real: an engine on one, and transformers beside it.
 
 How far rounding alone moves a row is measured, not guessed: transformers runs the engine's weights
 in float64, and in the engine's dtype. The engine may be `NOISES` times as far from float64 as
@@ -25,11 +25,11 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.conformance import reference
 from tests.conformance.completions import GREEDY, weights_of
-from tests.conformance.reference import Forward, Site
+from tests.conformance.reference import Adapter, Forward, Site
 from tests.conformance.tiny import LLAMA_LIKE
 from vllm import LLM, SamplingParams
 from vllm.inputs import TokensPrompt
-from vllm.pilot.checkpoints import Unavailable, checkpoint
+from vllm.pilot.checkpoints import SMOLLM2, Packaged, Unavailable, checkpoint
 
 NOISES = {torch.float32: 10, torch.bfloat16: 2}
 """Multiple of transformers' own rounding that an error may be, in the engine's dtype."""
@@ -54,10 +54,10 @@ CHAT: list[Any] = [
 ]
 
 
-def model_folder() -> Path:
+def model_folder(packaged: Packaged = SMOLLM2) -> Path:
     """The converted model; a test that cannot have it is skipped, but not in CI."""
     try:
-        return checkpoint()
+        return checkpoint(packaged)
     except Unavailable as error:
         if "CI" in os.environ:
             raise
@@ -112,23 +112,30 @@ class _Rotary(nn.Module):
 
     def __init__(self, config: Any) -> None:
         super().__init__()
-        half = torch.arange(0, config.head_dim, 2, dtype=torch.float64)
-        self.frequencies = config.rope_parameters["rope_theta"] ** -(half / config.head_dim)
+        self.exponents = torch.arange(0, config.head_dim, 2, dtype=torch.float64) / config.head_dim
+        self.rope = config.rope_parameters
 
     def forward(
-        self, states: torch.Tensor, position_ids: torch.Tensor
+        self, states: torch.Tensor, position_ids: torch.Tensor, kind: str | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Cosines and sines, float64 [1, n, head_dim]."""
-        angles = position_ids[..., None].double() * self.frequencies
+        """Cosines and sines, float64 [1, n, head_dim].
+
+        Args:
+            kind: of a layer, where layers have rotaries of their own.
+        """
+        parameters = self.rope if kind is None else self.rope[kind]
+        frequencies = parameters["rope_theta"] ** -self.exponents
+        angles = position_ids[..., None].double() * frequencies
         both = torch.cat([angles, angles], dim=-1)
         return both.cos(), both.sin()
 
 
 class Real:
-    """An engine on the real model, and transformers on the same folder."""
+    """An engine on a real model, and transformers on the same folder."""
 
-    def __init__(self, llm: LLM, folder: Path) -> None:
+    def __init__(self, llm: LLM, folder: Path, adapter: Adapter = LLAMA_LIKE) -> None:
         self.llm = llm
+        self.adapter = adapter
         self.layers = range(llm.llm_engine.model_config.get_total_num_hidden_layers())
         self._load = functools.partial(
             AutoModelForCausalLM.from_pretrained,
@@ -185,7 +192,7 @@ class Real:
             return self._known[key]
         model = getattr(self, name)
         typed = {site: delta.to(model.dtype) for site, delta in (deltas or {}).items()}
-        made = reference.run(model, LLAMA_LIKE, ids, typed)
+        made = reference.run(model, self.adapter, ids, typed)
         if deltas is None:
             self._known[key] = made
         return made
