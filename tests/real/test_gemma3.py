@@ -16,7 +16,7 @@ import torch
 from tests import ROOT
 from tests.conformance.engine import shut_down
 from tests.conformance.tiny import SANDWICH
-from tests.support.real import Real, errors, rows_of
+from tests.support.real import Real, errors, model_folder, rows_of
 from tests.support.real_checks import (
     BRANCHES,
     CHUNK,
@@ -45,7 +45,7 @@ def real() -> Iterator[Real]:
     """In float32, eager, with all points and families."""
     made = start(
         "float32",
-        GEMMA3,
+        model_folder(GEMMA3),
         SANDWICH,
         **EVERYTHING,
         max_model_len=LONG + 20,

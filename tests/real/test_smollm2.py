@@ -24,6 +24,7 @@ from tests.support.real import (
     answer_of,
     errors,
     log_prob_error,
+    model_folder,
     rows_of,
 )
 from tests.support.real_checks import (
@@ -33,6 +34,7 @@ from tests.support.real_checks import (
     EVERYTHING,
     check_log_probs,
     check_rows,
+    check_scores_means_and_prefix_cache,
     check_writes,
     hooks,
     inline,
@@ -48,7 +50,7 @@ pytestmark = pytest.mark.full
 @pytest.fixture(scope="module")
 def full() -> Iterator[Real]:
     """In float32, eager, with all points and families."""
-    real = start("float32", **EVERYTHING)
+    real = start("float32", model_folder(), **EVERYTHING)
     yield real
     shut_down(real.llm)
 
@@ -59,7 +61,7 @@ def real(request: pytest.FixtureRequest, runner: Runner) -> Iterator[Real]:
     if runner == "v1":
         yield request.getfixturevalue("full")
         return
-    made = start("float32")
+    made = start("float32", model_folder())
     yield made
     shut_down(made.llm)
 
@@ -201,45 +203,7 @@ def test_logit_lens(full: Real) -> None:
 
 
 def test_scores_means_and_the_prefix_cache(real: Real) -> None:
-    """Of a prompt in chunks that was read before, plain and steered."""
-    prompt = prompts(real)[0]
-    matrix = torch.randn(3, 576, generator=torch.Generator().manual_seed(4))
-    steered = {"steering_vectors": {"post_block": {4: 2.0 * matrix[0]}}}
-    # What the prefix cache keeps is of the plain model.
-    real.ask([(prompt, {})])
-    last = {"hooks": {"post_block": "all"}, "positions": "predicting"}
-    [again] = real.ask([(prompt, inline(last))])
-    assert again.output.num_cached_tokens > 0, "no prefix was cached"
-    every = hooks("post_block")
-    mean = {**every, "positions": "all_prompt", "reduce": "mean"}
-    asked = inline(every, {**every, "project": matrix}, mean)
-    for fields in ({}, steered):
-        [answer] = real.ask([(prompt, {**fields, **asked})])
-        count = len(answer.ids)
-        deltas = {("post_block", 4): 2.0 * matrix[0].expand(count, -1)} if fields else None
-        exact, same = real.both(answer.ids, deltas)
-        at = slice(len(prompt) - 1, None)
-        for layer in real.layers:
-            site = "post_block", layer
-            want, near = exact.rows[site].double(), same.rows[site].double()
-            most = real.allowed(errors(near, want))
-            if not fields:
-                got = again.captured["inline"][site]
-                assert got.positions.tolist() == list(range(len(prompt) - 1, count))
-                assert errors(got.values, want[at])[1] <= most[1]
-            rows, scores, means = (answer.captured[f"inline[{i}]"][site].values for i in range(3))
-            assert errors(rows, want)[1] <= most[1]
-            size = want.norm(dim=-1, keepdim=True) * matrix.norm(dim=-1)
-            assert ((scores - want @ matrix.double().T).abs() / size).max() <= most[0]
-            assert ((scores - want @ matrix.double().T.roll(1, 1)).abs() / size).max() > 3 * most[0]
-            prompt_rows = want[: len(prompt)]
-            assert errors(means, prompt_rows.mean(0, keepdim=True))[1] <= most[1]
-            fewer = errors(means, prompt_rows[:-1].mean(0, keepdim=True))
-            assert fewer[1] > LEAST_APART if real.dtype == torch.float32 else fewer[1] > 0
-
-
-LEAST_APART = 1e-3
-"""Relative distance of a mean from that of one row fewer."""
+    check_scores_means_and_prefix_cache(real, prompts(real)[0])
 
 
 def test_a_rule_ends_the_answer_where_its_row_says(full: Real) -> None:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -11,24 +12,26 @@ from tests.conformance.engine import make_llm
 from tests.conformance.reference import Adapter, Site
 from tests.conformance.tiny import LLAMA_LIKE
 from tests.support.real import (
+    LEAST,
+    NOISES,
     TOP,
     Answer,
     Errors,
     Real,
     errors,
     log_prob_error,
-    model_folder,
     rows_of,
     worst,
 )
 from vllm.config.points import CAPTURE_POINTS, STEERING_POINTS, STREAM_POINTS
-from vllm.pilot.checkpoints import SMOLLM2, Packaged
 
 CHUNK = 48
 ENDS = ("embed", "final")
 BRANCHES = ("attn_out", "mlp_out")
 APART = 1.5
 """Multiple of what an error may be that rows of another layer or token are away, at least."""
+LEAST_APART = 1e-3
+"""Relative distance of a mean from that of one row fewer."""
 EVERYTHING: dict[str, Any] = {
     "capture_points": list(CAPTURE_POINTS),
     "steering_points": list(STEERING_POINTS),
@@ -37,11 +40,8 @@ EVERYTHING: dict[str, Any] = {
 }
 
 
-def start(
-    dtype: str, packaged: Packaged = SMOLLM2, adapter: Adapter = LLAMA_LIKE, **options: Any
-) -> Real:
+def start(dtype: str, folder: Path, adapter: Adapter = LLAMA_LIKE, **options: Any) -> Real:
     """An engine that cuts prompts into chunks and reads the prefix cache."""
-    folder = model_folder(packaged)
     settings: dict[str, Any] = {
         "enable_steering": True,
         "capture_consumers": ["inline"],
@@ -108,7 +108,7 @@ def check_writes(real: Real, prompt: list[int]) -> None:
             rows = plain.rows[point, layer]
             vector = torch.randn(rows.shape[-1], generator=generator)
             # As long as the typical number of the stream makes it, whatever the massive ones are.
-            vectors[point, layer] = 0.5 * vector * float(rows.abs().median())
+            vectors[point, layer] = vector * float(rows.abs().median())
     fields: dict[str, Any] = {}
     for (point, layer), vector in vectors.items():
         fields.setdefault(point, {})[layer] = vector
@@ -119,10 +119,10 @@ def check_writes(real: Real, prompt: list[int]) -> None:
     deltas = {site: vector.expand(count, -1) for site, vector in vectors.items()}
     check_rows(real, [answer], [deltas])
     exact, same = real.both(answer.ids, deltas)
-    noise = worst([errors(same.rows[site], exact.rows[site]) for site in vectors])
     for site, vector in vectors.items():
-        without = exact.rows[site] - vector
-        assert errors(without, exact.rows[site])[1] >= APART * real.allowed(noise)[1], site
+        want = exact.rows[site]
+        noise = errors(same.rows[site], want)
+        assert errors(want - vector, want)[1] >= APART * real.allowed(noise)[1], site
     check_log_probs(answer, real, deltas)
 
 
@@ -134,3 +134,45 @@ def check_log_probs(answer: Answer, real: Real, deltas: dict[Site, torch.Tensor]
     print(f"log-probabilities: {off:.1e} of {most:.1e}; plain {plain:.1e}")
     assert off <= most
     assert plain >= 2 * most
+
+
+def check_scores_means_and_prefix_cache(real: Real, prompt: list[int]) -> None:
+    """Those of a prompt in chunks that was read before, plain and steered."""
+    width = real.llm.llm_engine.model_config.get_hidden_size()
+    matrix = torch.randn(3, width, generator=torch.Generator().manual_seed(4))
+    steered = {"steering_vectors": {"post_block": {4: 2.0 * matrix[0]}}}
+    # What the prefix cache keeps is of the plain model.
+    real.ask([(prompt, {})])
+    last = {"hooks": {"post_block": "all"}, "positions": "predicting"}
+    [again] = real.ask([(prompt, inline(last))])
+    assert again.output.num_cached_tokens > 0, "no prefix was cached"
+    every = hooks("post_block")
+    mean = {**every, "positions": "all_prompt", "reduce": "mean"}
+    asked = inline(every, {**every, "project": matrix}, mean)
+    for fields in ({}, steered):
+        [answer] = real.ask([(prompt, {**fields, **asked})])
+        count = len(answer.ids)
+        deltas = {("post_block", 4): 2.0 * matrix[0].expand(count, -1)} if fields else None
+        exact, same = real.both(answer.ids, deltas)
+        at = slice(len(prompt) - 1, None)
+        for layer in real.layers:
+            site = "post_block", layer
+            want, near = exact.rows[site].double(), same.rows[site].double()
+            most = real.allowed(errors(near, want))
+            if not fields:
+                got = again.captured["inline"][site]
+                assert got.positions.tolist() == list(range(len(prompt) - 1, count))
+                assert errors(got.values, want[at])[1] <= most[1]
+            rows, scores, means = (answer.captured[f"inline[{i}]"][site].values for i in range(3))
+            assert errors(rows, want)[1] <= most[1]
+            exactly, nearly = want @ matrix.double().T, near @ matrix.double().T
+            size = want.norm(dim=-1, keepdim=True) * matrix.norm(dim=-1)
+            off, noise, other = (
+                float(((made - exactly).abs() / size).max())
+                for made in (scores, nearly, exactly.roll(1, 1))
+            )
+            assert off <= max(LEAST, NOISES[real.dtype] * noise) <= other / 3
+            prompt_rows = want[: len(prompt)]
+            assert errors(means, prompt_rows.mean(0, keepdim=True))[1] <= most[1]
+            fewer = errors(means, prompt_rows[:-1].mean(0, keepdim=True))
+            assert fewer[1] > LEAST_APART if real.dtype == torch.float32 else fewer[1] > 0
