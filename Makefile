@@ -65,7 +65,7 @@ format: install ## let ruff format our files
 	$(RUN) -m ruff check --fix $(wildcard $(OURS))
 	$(RUN) -m ruff format $(wildcard $(OURS))
 
-demo: install ## train a small model, find a direction in it, steer along it (MODEL=/path: your own)
+demo: install ## get a small model, find a direction in it, steer along it (MODEL=/path: your own)
 	$(RUN) -m demo $(if $(MODEL),--model $(MODEL))
 
 playground: install ## serve that small model with a page to see and steer it (PORT=8000)

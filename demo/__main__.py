@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`python -m demo`: train a small model (once), find a direction in it, steer along it, and check
+"""`python -m demo`: get a small model (once), find a direction in it, steer along it, and check
 every claim. `--model PATH` examines a model of your own instead."""
 
 from __future__ import annotations
@@ -20,8 +20,7 @@ from rich.console import Console
 from rich.rule import Rule
 
 from demo.environment import prepare_environment
-
-BUILD = Path(__file__).parents[1] / "build"
+from demo.model import BUILD, Found, find
 
 
 def main() -> int:
@@ -51,27 +50,26 @@ def main() -> int:
     return 0 if held else 1
 
 
-def run(console: Console, model: Path | None, out: Path, quick: bool) -> bool:
+def run(console: Console, given: Path | None, out: Path, quick: bool) -> bool:
     """The whole demo; True when every check held."""
     from transformers.utils.logging import disable_progress_bar
 
-    from demo import checks, picture, proof, show, subject
+    from demo import checks, heads, picture, probe, prompts, proof, show, subject
     from demo.engine import close, start
     from vllm.pilot import train
     from vllm.pilot.choice import written_surprise
 
     disable_progress_bar()
-    own = model is not None
-    chosen = subject.own_subject(quick) if own else subject.grammar_subject(quick)
-    if model is None:
-        from demo.train import Recipe, cached_model
-
+    if given is not None:
+        model, chosen = Found(given, given.name, real=False), subject.own_subject(quick)
+    else:
         console.print(Rule("A small language model"))
         with _timed(console):
-            model = cached_model(BUILD / "demo-model", Recipe(), console)
+            model = find(console)
+        chosen = (subject.real_subject if model.real else subject.grammar_subject)(quick)
     console.print(Rule("A direction: found by capture, tried at layers and scales, tested"))
     with _timed(console):
-        bench = start(model, "auto" if own else "float32")
+        bench = start(model.path, "auto" if given or model.real else "float32", heads=model.real)
         trained = train(
             bench,
             chosen.pairs,
@@ -89,21 +87,33 @@ def run(console: Console, model: Path | None, out: Path, quick: bool) -> bool:
         show.effects(console, trained)
         answers = [evidence.answers[scale] for scale in (-choice.scale, choice.scale, 0.0)]
         perplexity = checks.Perplexity(*(math.exp(written_surprise(bench, a)) for a in answers))
-        made = checks.examine(choice.scale, evidence, perplexity)
+        neutral = checks.neutral_perplexity(bench, trained, chosen.neutral)
+        made = checks.examine(choice.scale, evidence, perplexity, neutral)
         show.checks(console, trained, made)
     held = all(check.held for check in made)
+    probed = head = None
+    if chosen.probed is not None:
+        console.print(Rule("The same rows, read"))
+        with _timed(console):
+            fitted = prompts.CHEERFUL, prompts.GLOOMY
+            probed = probe.probe(bench, choice.layer, fitted, chosen.probed)
+            probe.show(console, probed)
+            if model.real:
+                head = heads.find_head(bench, prompts.LISTED, prompts.SENTENCE)
+                heads.show(console, head)
+                picture.draw_head(out / "head.png", model.name, head)
     proofs = []
-    if not own:
+    if given is None:
         console.print(Rule("Proof on your machine"))
         with _timed(console):
             proofs = proof.prove(BUILD / "tiny-models")
             proof.show(console, proofs)
         held = held and all(p.held for p in proofs)
     close(bench)
-    name = model.name if own else "the demo's model"
-    picture.draw(out / "steering.png", name, trained)
+    picture.draw(out / "steering.png", model.name, trained)
     assert trained.sweep is not None
     numbers = {
+        "model": model.name,
         "layer": choice.layer,
         "scale": choice.scale,
         "unit": evidence.unit,
@@ -113,11 +123,17 @@ def run(console: Console, model: Path | None, out: Path, quick: bool) -> bool:
         "held_out_effect": evidence.effect,
         "random_effect": [effect for _, effect in evidence.random_effects],
         "perplexity": asdict(perplexity),
+        "neutral_perplexity": neutral and asdict(neutral),
+        "probe": probed and asdict(probed),
+        "head": head and [head.layer, head.head, head.score, head.share, head.others],
         "checks": {check.claim: check.held for check in made},
         "proof": {f"{p.architecture} {p.point}": [p.read, p.write, p.moved] for p in proofs},
     }
     (out / "numbers.json").write_text(json.dumps(numbers, indent=1))
-    console.print(f"\nPicture: [bold]{out / 'steering.png'}[/]  numbers: {out / 'numbers.json'}")
+    pictures = out / "steering.png", *((out / "head.png",) if head is not None else ())
+    console.print(
+        f"\nPictures: [bold]{', '.join(map(str, pictures))}[/]  numbers: {out / 'numbers.json'}"
+    )
     return held
 
 

@@ -19,8 +19,8 @@ POINT = "post_block"
 MAX_LENGTH = 256  # tokens of prompt and answer; every prompt of the demo is much shorter
 
 
-def start(model: Path, dtype: Literal["auto", "float32"]) -> EngineBench:
-    """An engine on a directory in Hugging Face format."""
+def start(model: Path, dtype: Literal["auto", "float32"], heads: bool = False) -> EngineBench:
+    """An engine on a directory in Hugging Face format; `heads`: attention can be captured, too."""
     from vllm import LLM
 
     return EngineBench(
@@ -30,6 +30,7 @@ def start(model: Path, dtype: Literal["auto", "float32"]) -> EngineBench:
             enable_steering=True,
             max_steering_configs=32,
             capture_consumers=["inline"],
+            capture_points=[POINT, *(["q", "z"] if heads else [])],  # which weights need
             enforce_eager=True,  # compiling would take longer than the demo runs
             max_model_len=MAX_LENGTH,
             max_num_seqs=256,
@@ -72,3 +73,11 @@ def trace(
         (p, reply.token_ids, reply.rows[POINT, layer])
         for (_, p, _), reply in zip(asked, replies, strict=True)
     ]
+
+
+def last_rows(bench: EngineBench, texts: Sequence[str], layer: int) -> torch.Tensor:
+    """float32 [texts, hidden]: `post_block` of `layer` at the last token of each."""
+    read = {"inline": {"hooks": {POINT: [layer]}, "positions": "last_prompt"}}
+    fields = {"max_tokens": 1, "temperature": 0.0, "capture": read}
+    replies = bench.ask([bench.encode(text) for text in texts], [fields] * len(texts))
+    return torch.cat([reply.rows[POINT, layer] for reply in replies])

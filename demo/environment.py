@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import os
+import sys
 
 SMALL_MODEL_THREADS = 4
 """More threads make a model of a million parameters slower."""
@@ -26,5 +27,7 @@ def prepare_environment(small_model: bool) -> None:
         "TOKENIZERS_PARALLELISM": "false",
         "TORCH_CPP_LOG_LEVEL": "ERROR",
         "TRANSFORMERS_VERBOSITY": "error",
+        # Bars of what takes long are for terminals: elsewhere each of their states would stay.
+        **({} if sys.stderr.isatty() else {"TQDM_DISABLE": "1"}),
     }.items():
         os.environ.setdefault(name, value)

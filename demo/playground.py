@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`python -m demo.playground`: the demo's model (trained once) behind `vllm serve --playground`, on
-the CPU and with everything turned on. Prints an address that opens the page with texts of the
-model's own little world."""
+"""`python -m demo.playground`: the demo's model (got once) behind `vllm serve --playground`, on the
+CPU and with everything turned on. Prints an address that opens the page with texts for it."""
 
 from __future__ import annotations
 
@@ -15,14 +14,14 @@ import subprocess
 import sys
 import time
 import urllib.request
-from pathlib import Path
 
 from rich.console import Console
 
+from demo import prompts
 from demo.corpus import contrast_prompts
 from demo.environment import prepare_environment
+from demo.model import find
 
-BUILD = Path(__file__).parents[1] / "build"
 OPTIONS = (
     "--playground", "--enable-steering", "--capture-consumers", "inline",
     "--steering-families", "add", "norm_match", "ablate", "clamp", "pin", "replace", "gate",
@@ -36,8 +35,25 @@ OPTIONS = (
 GARDEN = "{} looked at the {} garden. At noon, {} went back to the"
 
 
-def fields() -> dict[str, str | bool]:
-    """What stands in the page's fields, by their ids."""
+CITY = "The capital of {} is the city of"
+
+
+def fields(real: bool) -> dict[str, str | bool]:
+    """What stands in the page's fields, by their ids: for a real model, or for the trained one."""
+    if real:
+        return {
+            "direction-name": "cheerful",
+            "examples": "\n".join(prompts.CHEERFUL),
+            "against": "\n".join(prompts.GLOOMY),
+            "prompts": "\n".join(prompts.HELD_OUT[:2]),
+            "look-prompt": prompts.SENTENCE,
+            "look-lens": "logit",
+            "look-tokens": "16",
+            "trace-prompt": CITY.format("Italy"),
+            "trace-clean": CITY.format("France"),
+            "trace-answer": " Paris",
+            "trace-other": " Rome",
+        }
     cheerful, gloomy = contrast_prompts(16, 0)
     return {
         "direction-name": "cheerful",
@@ -54,9 +70,9 @@ def fields() -> dict[str, str | bool]:
     }
 
 
-def fragment() -> str:
+def fragment(real: bool) -> str:
     """The part of a link that says it: see docs/playground.md."""
-    text = json.dumps({"v": 1, "fields": fields()})
+    text = json.dumps({"v": 1, "fields": fields(real)})
     return base64.urlsafe_b64encode(text.encode()).decode().rstrip("=")
 
 
@@ -66,15 +82,19 @@ def main() -> int:
     parser.add_argument("--port", type=int, default=8000)
     port = parser.parse_args().port
     prepare_environment(small_model=True)
-    from demo.train import Recipe, cached_model
-
-    console = Console()
-    model = cached_model(BUILD / "demo-model", Recipe(), console)
+    model = find(Console())
     key = os.environ.setdefault("VLLM_STEERING_API_KEY", secrets.token_urlsafe(9))
     # The engine in a process of its own, as servers have it.
     environment = {**os.environ, "VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
-    command = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", str(model), *OPTIONS]
-    console.print("Starting the server (a minute) ...")
+    command = [
+        sys.executable,
+        "-m",
+        "vllm.entrypoints.cli.main",
+        "serve",
+        str(model.path),
+        *OPTIONS,
+    ]
+    print("Starting the server (a minute) ...", flush=True)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))  # the server is to end with this program
     server = subprocess.Popen([*command, f"--port={port}"], env=environment)
     try:
@@ -82,7 +102,7 @@ def main() -> int:
         while server.poll() is None and not _answers(f"{address}/health"):
             time.sleep(0.2)
         if server.poll() is None:
-            print(f"\n{address}/playground#{fragment()}\n")
+            print(f"\n{address}/playground#{fragment(model.real)}\n")
             print(f"The steering key, to save modules: {key}. Ctrl+C ends the server.", flush=True)
         return server.wait()
     except KeyboardInterrupt:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Contrasting prompts in ordinary English, for `make demo MODEL=/path`."""
+"""Contrasting prompts in ordinary English, for models that know it."""
 
 from __future__ import annotations
 
@@ -58,3 +58,46 @@ HELD_OUT = (
 )
 CHEERFUL_ENDINGS = (" happy and full of joy", " wonderful and bright")
 GLOOMY_ENDINGS = (" sad and full of pain", " terrible and dark")
+
+PROBED_CHEERFUL = (
+    "Thank you so much, this is the best present ever!",
+    "We are getting married in June.",
+    "The baby is healthy and both are doing fine.",
+    "I passed the exam with the highest mark.",
+    "The vaccine works, and nobody else fell ill.",
+    "Our team brought the cup home.",
+    "She laughed so hard that she had to sit down.",
+    "The puppy wagged its tail and jumped into her arms.",
+    "After years of drought the wells are full again.",
+    "He paid off the last of his debts today.",
+    "The war is over and the soldiers are coming home.",
+    "What a lovely surprise to see you here!",
+)
+PROBED_GLOOMY = (
+    "I am so sorry, there is nothing more we can do.",
+    "We are getting divorced in June.",
+    "The baby was born too early and did not live.",
+    "I failed the exam with the lowest mark.",
+    "The vaccine failed, and many more fell ill.",
+    "Our team lost every match of the season.",
+    "She wept so hard that she had to sit down.",
+    "The puppy whimpered and died in her arms.",
+    "After years of drought the wells are dry.",
+    "He lost the last of his savings today.",
+    "The war goes on and the soldiers are not coming home.",
+    "What a terrible thing to happen to you.",
+)
+NEUTRAL = (
+    "The Danube rises in the Black Forest and flows through ten countries to the Black Sea.",
+    "Water boils at one hundred degrees Celsius at sea level.",
+    "The company was founded in 1923 and has offices in Berlin and Madrid.",
+    "To make bread, mix flour, water, salt and yeast, and let the dough rise for two hours.",
+    "The library opens at nine in the morning and closes at six in the evening.",
+    "A triangle has three sides, and the sum of its angles is one hundred and eighty degrees.",
+    "The committee will publish its report on the second of March.",
+    "Copper conducts electricity well, which is why it is used for cables.",
+)
+LISTED = " table river seven glass north paper window engine yellow doctor market silver"
+SENTENCE = (
+    "Mrs Ada Lovelace wrote to Mr Charles Babbage about the engine. Many years later, Mrs Ada"
+)

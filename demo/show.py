@@ -63,7 +63,8 @@ def sweep(console: Console, trained: Trained) -> None:
 def side_by_side(console: Console, trained: Trained, shown: int = 2) -> None:
     """The first held-out prompts at all scales that were written."""
     choice, answers = trained.choice, trained.evidence.answers
-    for i in range(shown):
+    first = {answer.prompt: i for i, answer in reversed(list(enumerate(answers[0.0])))}
+    for i in sorted(first.values())[:shown]:
         table = Table(
             title=f"Held-out prompt, layer {choice.layer}, all scales in one generate call",
             caption=escape(str(answers[0.0][i].prompt)) + " ...",
@@ -81,10 +82,13 @@ def side_by_side(console: Console, trained: Trained, shown: int = 2) -> None:
 def coloured(console: Console, bench: EngineBench, subject: Subject, trained: Trained) -> None:
     """Generated tokens, each on the colour of its own row's projection on the direction."""
     choice, found = trained.choice, trained.directions
-    layer = min(choice.layer + 1, len(bench.layers) - 1)
+    layer = next((n for n in found.layers if n > choice.layer), choice.layer)
+    # At the steered layer itself a row has `scale` more: that is no news.
+    share, without = (1.0, ", without what is added") if layer == choice.layer else (0.0, "")
     console.print(
         f"\n[bold]Every generated token by the projection of its row[/] on layer {layer}'s "
-        f"direction, while layer {choice.layer} is steered; 0 is the mean token of unsteered text.",
+        f"direction, while layer {choice.layer} is steered{without}; 0 is the mean token of "
+        "unsteered text.",
         Text(" gloomy ", style=_background(-1.0)),
         Text(" neither ", style=_background(0.0)),
         Text(" cheerful ", style=_background(1.0)),
@@ -100,10 +104,11 @@ def coloured(console: Console, bench: EngineBench, subject: Subject, trained: Tr
         scale = scales[i % len(scales)]
         if i % len(scales) == 0:
             console.print(f"[dim]{escape(prompt)} ...[/]")
-        values = found.projection(rows, layer) - usual
+        values = found.projection(rows, layer) - usual - share * scale
         line = Text(f"{scale:+5.1f} " if scale else "    0 ")
         for token, value in zip(tokens, values.tolist(), strict=False):
-            word = bench.tokenizer.decode([token]).replace("\n", " ")
+            # A token may be a part of a character.
+            word = bench.tokenizer.decode([token]).replace("\n", " ").replace("\ufffd", "")
             line.append(word, style=_background(value))
         line.append(f"   mean {float(values.mean()):+.2f}", style="dim")
         console.print(line)

@@ -5,11 +5,12 @@ model."""
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from demo import mood, prompts
 from demo.corpus import contrast_prompts, openings
+from demo.probe import Sentences
 from vllm.pilot.metrics import Metric, Odds, Score
 from vllm.pilot.pairs import Pairs
 
@@ -32,6 +33,10 @@ class Subject:
     held_out: tuple[str, ...]
     temperature: float
     answer_tokens: int
+    neutral: tuple[str, ...] = ()
+    """Texts that are to stay as likely as they were; none: what the model wrote itself is."""
+    probed: Sentences | None = None
+    """On which a probe of the pairs' texts is tested."""
 
 
 def grammar_mood(prompt: str, text: str) -> float:
@@ -79,12 +84,23 @@ def own_subject(quick: bool) -> Subject:
             "candidates": 8,
             "max_nats": math.log(PERPLEXITY_BOUND),
             "randoms": 2 if quick else 8,
+            "neutral": list(prompts.NEUTRAL),
         },
         sweep=prompts.SWEEP,
         held_out=prompts.HELD_OUT,
         temperature=0.0,
         answer_tokens=24,
+        neutral=prompts.NEUTRAL,
+        probed=(prompts.PROBED_CHEERFUL, prompts.PROBED_GLOOMY),
     )
+
+
+def real_subject(quick: bool) -> Subject:
+    """SmolLM2, of 30 layers: as anyone's model, with a map of its depth. The last layers are left
+    out: a direction there chooses the words themselves, and says them again and again."""
+    own = own_subject(quick)
+    some = {"layers": range(3, 24, 3), "candidates": None, "scales": (2.0, 4.0, 6.0)}
+    return replace(own, settings={**own.settings, **some})
 
 
 def _endings(starts: tuple[str, ...]) -> Odds:

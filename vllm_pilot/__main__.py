@@ -28,7 +28,7 @@ def arguments(given: list[str] | None = None) -> argparse.Namespace:
     verb = verbs.add_parser("status", help="is it applied and intact? exit status 0 if so, else 1")
     verb.add_argument("--files", action="store_true", help="list the files")
     verbs.add_parser(
-        "demo", add_help=False, help="train a small model, find a direction in it, steer along it"
+        "demo", add_help=False, help="get a small model, find a direction in it, steer along it"
     )
     options, rest = parser.parse_known_args(given)
     if rest and options.verb != "demo":

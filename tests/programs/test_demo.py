@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import random
 import subprocess
 import sys
@@ -16,11 +17,12 @@ import pytest
 from rich.console import Console
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from demo import checks, corpus, mood
+from demo import checks, corpus, mood, playground
 from demo.checks import Perplexity
 from demo.corpus import Mood, Passage
 from demo.train import Recipe, cached_model
 from tests import ROOT
+from tests.support.real import model_folder
 from vllm.pilot.evidence import Evidence
 
 pytestmark = pytest.mark.full
@@ -177,19 +179,59 @@ def test_each_check_can_fail(
     assert [check.held for check in made] == [i != index for i in range(len(made))]
 
 
-def run_demo(out: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+def test_neutral_text_is_a_check_of_its_own() -> None:
+    worse = Perplexity(30.0, 50.0, 30.0)
+    *others, last = checks.examine(1.0, GOOD, ORDINARY, worse)
+    assert all(check.held for check in others) and not last.held and "neutral" in last.claim
+    assert checks.examine(1.0, GOOD, ORDINARY, Perplexity(30.0, 44.0, 30.0))[-1].held
+
+
+def test_the_playground_fills_the_same_fields_for_either_model() -> None:
+    real, trained = playground.fields(real=True), playground.fields(real=False)
+    assert real.keys() == trained.keys()
+    assert all(real[name] != trained[name] for name in ("examples", "against", "trace-prompt"))
+
+
+def run_demo(out: Path, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "demo", "--quick", "--out", str(out), *arguments]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    return subprocess.run(
+        command,
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+        env={**os.environ, **environment},
+    )
 
 
-def test_demo_end_to_end(tmp_path: Path) -> None:
+def test_demo_without_the_registry(tmp_path: Path) -> None:
     """All of it with fewer prompts, on the trained model (which it trains if it is not cached)."""
-    done = run_demo(tmp_path)
+    empty = {"VLLM_PILOT_CACHE": str(tmp_path / "cache"), "PIP_NO_INDEX": "1"}
+    done = run_demo(tmp_path, **empty, PIP_FIND_LINKS="")
     assert done.returncode == 0, done.stdout + done.stderr
+    assert "cannot be downloaded with pip" in done.stdout and "is trained here" in done.stdout
+    assert "Traceback" not in done.stdout + done.stderr
     numbers = json.loads((tmp_path / "numbers.json").read_text())
+    assert numbers["model"] == "the demo's model" and numbers["head"] is None
     assert all(numbers["checks"].values()) and len(numbers["checks"]) == 4
     assert len(numbers["held_out_effect"]) == 9 and len(numbers["proof"]) == 9
     assert (tmp_path / "steering.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.long
+def test_demo_on_the_real_model(tmp_path: Path) -> None:
+    model_folder()  # skips where it cannot be had
+    done = run_demo(tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    numbers = json.loads((tmp_path / "numbers.json").read_text())
+    assert numbers["model"] == "SmolLM2-135M-Instruct"
+    assert all(numbers["checks"].values()) and len(numbers["checks"]) == 5
+    probed = numbers["probe"]
+    assert probed["auroc"] > 0.8 > 0.7 > probed["random"]
+    *_, score, share, others = numbers["head"]
+    assert score > 0.5 and share > 3 * others
+    for name in ("steering.png", "head.png"):
+        assert (tmp_path / name).read_bytes().startswith(b"\x89PNG")
 
 
 def test_demo_on_a_model_of_your_own(tmp_path: Path) -> None:
