@@ -12,8 +12,10 @@ import torch
 
 from tests.errors.page import BEGIN, PAGE
 from tests.support.plans import HEADS, HIDDEN, VECTOR, config_of, plan_of, with_layers
+from vllm import LLM, PoolingParams, SamplingParams
 from vllm.config.points import CAPTURE_POINTS
 from vllm.config.steering import FAMILIES
+from vllm.sampling_params import BeamSearchParams
 from vllm.v1.steering.modules import parse_module
 
 MODEL = with_layers(HEADS, [1], branches=("attn_out", "mlp_out"))
@@ -192,6 +194,26 @@ MISTAKES: list[tuple[dict[str, Any], str]] = [
 ]
 """What is asked, and a part of the error's text that says what was meant."""
 
+BEAMS = "BeamSearchParams(beam_width=2, max_tokens=5, "
+CALLS: list[tuple[str, str]] = [
+    ("SamplingParams(steering_vector={})", "(did you mean 'steering_vectors'?)"),
+    ("SamplingParams(captures={})", "(did you mean 'capture'?)"),
+    ("SamplingParams(hooks={})", "(did you mean 'capture'?)"),
+    ("SamplingParams(vectors={})", "(did you mean 'steering_vectors'?)"),
+    ("SamplingParams(max_token=5)", "(did you mean 'max_tokens'?)"),
+    ("PoolingParams(capture={})", "fields of SamplingParams"),
+    ("PoolingParams(steering_vector={})", "fields of SamplingParams"),
+    ("PoolingParams(dimension=5)", "(did you mean 'dimensions'?)"),
+    (BEAMS + "steering=[])", "not supported with beam search"),
+    (BEAMS + "captures={})", "not supported with beam search"),
+    ("llm.generate('a', capture={})", "generate(..., SamplingParams(capture=...))"),
+    ("llm.generate('a', steering_vector={})", "SamplingParams(steering_vectors=...))"),
+    ("llm.chat('a', hooks={})", "chat(..., SamplingParams(capture=...))"),
+    ("llm.embed('a', capture={})", "fields of SamplingParams"),
+    ("llm.beam_search('a', None, steering=[])", "not supported with beam search"),
+]
+"""Call with a keyword that it does not take, and a part of the error's text."""
+
 END = "<!-- end of mistakes -->"
 
 
@@ -221,10 +243,26 @@ def message(asked: dict[str, Any]) -> str:
     raise AssertionError(f"not refused: {asked}")
 
 
+def call_message(call: str) -> str:
+    """The text of a call's error.
+
+    Raises:
+        AssertionError: nothing is refused.
+    """
+    names = {"llm": object.__new__(LLM), "SamplingParams": SamplingParams}
+    names |= {"PoolingParams": PoolingParams, "BeamSearchParams": BeamSearchParams}
+    try:
+        eval(call, names)
+    except TypeError as error:
+        return str(error)
+    raise AssertionError(f"not refused: {call}")
+
+
 def table() -> str:
     """The table of the page."""
     rows = [f"| `{asked}` | `{message(asked)}` |" for asked, _ in MISTAKES]
-    return "\n".join([BEGIN, "", "| fields | error |", "|---|---|", *rows, "", END])
+    rows += [f"| `{call}` | `{call_message(call)}` |" for call, _ in CALLS]
+    return "\n".join([BEGIN, "", "| fields, or call | error |", "|---|---|", *rows, "", END])
 
 
 def main() -> None:

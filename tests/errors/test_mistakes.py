@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 
-from tests.errors.mistakes import MISTAKES, message, table
+from tests.errors.mistakes import CALLS, MISTAKES, call_message, message, table
 from tests.errors.page import PAGE
+from vllm import LLM, SamplingParams
 from vllm.v1.interventions.likely import likely
 
 pytestmark = pytest.mark.quick
@@ -17,6 +18,18 @@ pytestmark = pytest.mark.quick
 @pytest.mark.parametrize(("asked", "meant"), MISTAKES, ids=[str(asked) for asked, _ in MISTAKES])
 def test_the_error_names_what_was_meant(asked: dict[str, Any], meant: str) -> None:
     assert meant in message(asked)
+
+
+@pytest.mark.parametrize(("call", "meant"), CALLS, ids=[call for call, _ in CALLS])
+def test_a_keyword_of_a_call_names_its_field(call: str, meant: str) -> None:
+    assert meant in call_message(call)
+
+
+def test_other_keywords_are_pythons_to_refuse() -> None:
+    with pytest.raises(TypeError, match=r"^Unexpected keyword argument 'zebra'$"):
+        SamplingParams(zebra=1)  # type: ignore[call-arg]
+    with pytest.raises(TypeError, match=r"unexpected keyword argument 'zebra'$"):
+        LLM.generate(object.__new__(LLM), "a", zebra=1)  # type: ignore[call-arg]
 
 
 def test_the_page_has_them() -> None:

@@ -96,6 +96,10 @@ def test_served_fields_are_kept_as_they_came(
         ("steeringVectors", "steering_vectors"),
         ("Capture", "capture"),
         ("steering_inherit", "steering_inherit_global"),
+        ("vectors", "steering_vectors"),
+        ("hooks", "capture"),
+        ("ops", "steering"),
+        ("Modules", "steering_modules"),
     ],
 )
 def test_a_misspelt_field_is_refused_with_the_one_that_was_meant(

@@ -47,6 +47,24 @@ _KEYS = {
 """Key of another tool, or a common one -> the keys that say the same here; the first one that is
 allowed is meant."""
 
+FIELDS = {
+    "activations": "capture",
+    "control_vector": "steering_vectors",
+    "control_vectors": "steering_vectors",
+    "hook": "capture",
+    "hooks": "capture",
+    "inline": "capture",
+    "modules": "steering_modules",
+    "operations": "steering",
+    "ops": "steering",
+    "steer": "steering",
+    "steering_config": "steering",
+    "steering_ops": "steering",
+    "vector": "steering_vectors",
+    "vectors": "steering_vectors",
+}
+"""Name that stands where a field of a request belongs -> the field."""
+
 
 def likely(said: Any, options: Iterable[str], also: Mapping[str, str] = _NONE) -> str:
     """Name the option that was probably meant, to stand behind what was said; "" for no idea.
@@ -55,14 +73,20 @@ def likely(said: Any, options: Iterable[str], also: Mapping[str, str] = _NONE) -
         options: names that are allowed here; so many are compared, the first ones.
         also: a name of another tool, or a common one -> the option it means.
     """
+    found = nearest(said, options, also)
+    return f" (did you mean {found!r}?)" if found is not None else ""
+
+
+def nearest(said: Any, options: Iterable[str], also: Mapping[str, str] = _NONE) -> str | None:
+    """Find the option that was probably meant; the arguments are those of `likely`."""
     said = plain(said)
     if not isinstance(said, str):
-        return ""
+        return None
     word = _bare(said)
     known = {_bare(option): option for option in islice(options, _MOST_LOOKED_AT)}
     elsewhere = [option for option in known.values() if option == also.get(word)]
     found = elsewhere or [known[one] for one in get_close_matches(word, known, 1, _ALIKE)]
-    return f" (did you mean {found[0]!r}?)" if found else ""
+    return found[0] if found else None
 
 
 def _bare(name: str) -> str:

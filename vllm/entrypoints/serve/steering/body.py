@@ -16,6 +16,7 @@ from vllm.v1.interventions.errors import reject, show_key
 from vllm.v1.interventions.frontend.compat import peers
 from vllm.v1.interventions.frontend.request.capture import MAX_CAPTURES
 from vllm.v1.interventions.given_rules import MAX_RULES
+from vllm.v1.interventions.likely import FIELDS
 from vllm.v1.interventions.plan import INHERIT, PLAN_FIELDS, VECTOR_FIELDS
 
 from .packed import read_capture, read_ops, read_rules, read_vectors
@@ -83,7 +84,8 @@ def _refuse_found(found: peers.Found | None) -> None:
 
 
 def refuse_misspelt(extra_fields: Set[str], path: str = "") -> None:
-    """Refuse fields that nothing reads and whose names are nearly those of ours.
+    """Refuse fields that nothing reads and whose names are nearly those of ours, or are of what
+    stands within ours.
 
     Args:
         path: what stands before a field in errors.
@@ -94,11 +96,12 @@ def refuse_misspelt(extra_fields: Set[str], path: str = "") -> None:
     if len(extra_fields) > MOST_UNKNOWN:
         return
     for field in sorted(extra_fields - READERS.keys() - peers.KNOWN.keys()):
-        meant = get_close_matches(field[:40].lower(), PLAN_FIELDS, 1, ALIKE)
-        if meant:
+        name = field[:40].lower()
+        meant = FIELDS.get(name) or next(iter(get_close_matches(name, PLAN_FIELDS, 1, ALIKE)), None)
+        if meant is not None:
             field = path + show_key(field)
             raise UnservedField(
-                f"{field}: is not a field, and would be ignored; {meant[0]!r} is one",
+                f"{field}: is not a field, and would be ignored; {meant!r} is one",
                 parameter=field,
             )
 
