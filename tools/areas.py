@@ -31,10 +31,11 @@ class Area:
 AREAS = (
     Area(
         "options and refusals",
-        budget=300,
+        budget=316,
         planned=260,
         places=(
             "vllm/config/capture.py",
+            "vllm/config/cpu_memory.py",
             "vllm/config/intervention_refusals.py",
             "vllm/config/points.py",
             "vllm/config/steering.py",
@@ -259,7 +260,7 @@ AREAS = (
     ),
     Area(
         "runner, start-up",
-        budget=480,
+        budget=487,
         planned=290,
         places=(
             "vllm/v1/interventions/start_failure.py",

@@ -132,7 +132,7 @@ def run(program: str, model: Path, folder: Path, *, multiprocess: bool, started:
     if started:
         script = folder / "started.py"
         script.write_text(started)
-    # VLLM_CPU_KVCACHE_SPACE is what the README says to set. Nothing here changes the engine's work.
+    # Nothing here changes the engine's work.
     environment = os.environ | {
         "VLLM_ENABLE_V1_MULTIPROCESSING": str(int(multiprocess)),
         "VLLM_CPU_KVCACHE_SPACE": "1",

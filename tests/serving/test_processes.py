@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import shutil
 from collections.abc import Coroutine, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -257,6 +258,20 @@ def test_the_last_exception_says_why_the_engine_core_did_not_start(
     monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "1")
     with pytest.raises(RuntimeError, match="failed: OSError: no disk for this consumer"):
         make_llm(tiny_models.path("llama"), capture_consumers=[{"consumer": Unready}])
+
+
+@pytest.mark.v2("long")
+def test_the_last_exception_says_why_a_worker_did_not_start(
+    tiny_models: TinyModels, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Of an engine core that has workers of its own, in processes."""
+    monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "1")
+    model = tmp_path / "model"
+    shutil.copytree(tiny_models.path("llama"), model)
+    for weights in model.glob("*.safetensors"):
+        weights.write_bytes(b"no weights")
+    with pytest.raises(RuntimeError, match=r"failed: RuntimeError: worker did not start: .*eader"):
+        make_llm(model, distributed_executor_backend="mp")
 
 
 def test_what_can_be_seen_early_is_refused_before_there_is_an_engine_core(

@@ -1,10 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reason why an engine core did not start, told to the frontend that waits for the core.
+"""Reason why a worker did not start, told to its engine core, and why an engine core did not, told
+to the frontend that waits for the core.
 
-Upstream's frontend sees a process end, and refers to a traceback far above in the log.
+Upstream sees a process end, and refers to a traceback far above in the log.
 """
 
+import sys
 from collections.abc import Mapping
+from contextlib import suppress
+from multiprocessing.connection import Connection
 from typing import Any
 
 import msgspec
@@ -34,3 +38,21 @@ def raise_if_told(message: bytes) -> None:
     cause = msgspec.msgpack.decode(message).get(_KEY)
     if cause is not None:
         raise RuntimeError(f"Engine core initialization failed: {cause}")
+
+
+def tell_executor(ready: Connection) -> None:
+    """Send the executor of a worker the exception that is being handled, which ended the start.
+
+    Args:
+        ready: the pipe on which the executor waits for the worker.
+    """
+    error = sys.exc_info()[1]
+    assert error is not None
+    with suppress(OSError):  # the executor is gone
+        ready.send({"status": _KEY, _KEY: describe(error)})
+
+
+def raise_of_worker(response: Mapping[str, Any]) -> None:
+    """Raise RuntimeError with the cause if what a worker sent is of `tell_executor`."""
+    if _KEY in response:
+        raise RuntimeError(f"worker did not start: {response[_KEY]}")
