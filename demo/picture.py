@@ -7,8 +7,9 @@ from __future__ import annotations
 from pathlib import Path
 
 from demo.heads import Head
-from vllm.pilot.picture import curve, save_figure, subplots
+from vllm.pilot.picture import curve, subplots
 from vllm.pilot.training import Trained
+from vllm.v1.capture.figures import save_figure
 
 
 def draw_head(target: Path, name: str, found: Head) -> None:

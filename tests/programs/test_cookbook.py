@@ -11,12 +11,14 @@ from typing import Any
 
 import pytest
 import torch
+from matplotlib import pyplot as plt
 from rich.console import Console
 from transformers import AutoModelForCausalLM
 
 from demo.train import Recipe, cached_model
 from examples.cookbook import PAGE, run
 from tests.conformance.engine import shut_down
+from vllm.pilot import head_sweep
 
 pytestmark = pytest.mark.full
 
@@ -103,36 +105,109 @@ def test_a_gate_is_open_on_one_side_only(made: dict[str, Any]) -> None:
     assert (far.abs() > 20).any()
 
 
-def test_heads_are_those_of_eager_attention(made: dict[str, Any]) -> None:
-    """The strongest head's weights, and the odds without it; another head's are others."""
-    model = AutoModelForCausalLM.from_pretrained(
-        made["MODEL"], dtype=torch.float32, attn_implementation="eager"
-    )
-    given = made["tokenizer"](made["sentence"], return_tensors="pt")
-    layer, head = made["strongest"]
-    ids = [made["tokenizer"].encode(w, add_special_tokens=False)[0] for w in made["moods"]]
+class Hooked:
+    """transformers, with a head changed: its rows at `z`, before they are joined."""
 
-    def without(number: int | None) -> tuple[torch.Tensor, float]:
+    def __init__(self, made: dict[str, Any]) -> None:
+        self.model = AutoModelForCausalLM.from_pretrained(
+            made["MODEL"], dtype=torch.float32, attn_implementation="eager"
+        )
+        self.tokenizer = made["tokenizer"]
+        self.ids = made["moods"]
+        self.layer = made["layer"]
+
+    def run(
+        self, text: str, head: int | None = None, row: torch.Tensor | float = 0.0
+    ) -> tuple[torch.Tensor, torch.Tensor, float]:
+        """Weights [heads, t, t], rows [t, heads, width] and log-odds, with the rows of a head
+        replaced by others."""
+        seen: list[torch.Tensor] = []
+
         def cut(_: Any, rows: tuple[torch.Tensor]) -> tuple[torch.Tensor]:
-            parts = rows[0].unflatten(-1, (model.config.num_attention_heads, -1)).clone()
-            if number is not None:
-                parts[:, :, number] = 0
+            parts = rows[0].unflatten(-1, (self.model.config.num_attention_heads, -1)).clone()
+            seen.append(parts[0].clone())
+            if head is not None:
+                parts[:, :, head] = row
             return (parts.flatten(-2),)
 
-        handle = model.model.layers[layer].self_attn.o_proj.register_forward_pre_hook(cut)
+        joins = self.model.model.layers[self.layer].self_attn.o_proj
+        handle = joins.register_forward_pre_hook(cut)
         with torch.no_grad():
-            out = model(**given, output_attentions=True)
+            out = self.model(**self.tokenizer(text, return_tensors="pt"), output_attentions=True)
         handle.remove()
         last = out.logits[0, -1]
-        return out.attentions[layer][0], float(last[ids[0]] - last[ids[1]])
+        return out.attentions[self.layer][0], seen[0], float(last[self.ids[0]] - last[self.ids[1]])
 
-    weights, plain = without(None)
-    torch.testing.assert_close(made["weights"], weights[head], atol=1e-5, rtol=0)
-    assert (weights - made["weights"]).abs().amax((1, 2))[1 - head] > 1e-4
+
+def test_heads_are_those_of_eager_attention(made: dict[str, Any]) -> None:
+    """The strongest head's weights, and the odds without it; another head's are others."""
+    hooked, effect = Hooked(made), made["effect"]
+    layer, head = effect.strongest
+    weights, _, plain = hooked.run(made["sentence"])
+    for query, seen in enumerate(made["looked"].weights):
+        torch.testing.assert_close(seen, weights[:, query, : query + 1], atol=1e-5, rtol=0)
+    assert (weights[0] - weights[1]).abs().max() > 1e-4
+    assert effect.plain == pytest.approx(plain, abs=1e-4)
     for number in range(2):
-        lost = without(number)[1] - plain
-        assert float(made["change"][layer, number]) == pytest.approx(lost, abs=1e-4)
-    assert made["change"].abs().max() > 1e-3
+        lost = hooked.run(made["sentence"], number)[2] - plain
+        assert effect.change[layer, number] == pytest.approx(lost, abs=1e-4)
+    assert abs(effect.change).max() == abs(effect.change[layer, head]) > 1e-3
+
+
+def test_a_head_gets_what_it_gives_in_another_prompt(made: dict[str, Any], tmp_path: Path) -> None:
+    hooked, text = Hooked(made), made["sentence"]
+    clean = text.replace("sunny", "misty")
+    words = {"answer": made["moods"][0], "other": made["moods"][1]}
+    found = head_sweep(made["llm"], text, clean, **words, layers=[hooked.layer])
+    plain, (_, rows, of_clean) = hooked.run(text)[2], hooked.run(clean)
+    assert found.clean == pytest.approx(of_clean, abs=1e-4)
+    for head in range(2):
+        patched = hooked.run(text, head, rows[:, head])[2]
+        assert found.values[0, head] == pytest.approx(patched, abs=1e-4)
+    assert abs(found.values[0] - plain).max() > 1e-3
+    still = head_sweep(made["llm"], text, text, **words, layers=[hooked.layer])
+    assert still.values == pytest.approx(still.plain, abs=1e-4)
+    found.draw(tmp_path / "heads.png")
+    assert (tmp_path / "heads.png").read_bytes().startswith(b"\x89PNG")
+    assert f"layer {found.strongest[0]} head {found.strongest[1]}" in repr(found)
+
+
+@pytest.mark.parametrize(
+    ("asked", "said"),
+    [
+        ({"answer": "a b c"}, "answer: .* tokens; one"),
+        ({"clean": "He"}, r"clean: has \d tokens and prompt \d+"),
+        ({"layers": [99]}, r"layers: \[99\] have no heads"),
+    ],
+)
+def test_a_sweep_of_heads_that_is_refused(
+    made: dict[str, Any], asked: dict[str, Any], said: str
+) -> None:
+    with pytest.raises(ValueError, match=said):
+        head_sweep(made["llm"], made["sentence"], **{"answer": made["moods"][0], **asked})
+
+
+def test_attention_is_drawn(made: dict[str, Any], tmp_path: Path) -> None:
+    """A grid of all heads, and one head; each scaled to its largest weight, with names."""
+    looked = made["looked"]
+    looked.draw(tmp_path / "grid.png")
+    looked.draw(tmp_path / "one.svg", 1, title="one")
+    assert (tmp_path / "grid.png").read_bytes().startswith(b"\x89PNG")
+    figure, axes = plt.subplots()
+    tokens = [f"<{t}>" for t in range(len(looked))]
+    looked.draw(axes, 1, tokens)
+    (image,) = axes.images
+    want = looked.weights[-1][1].numpy()
+    assert image.get_array()[-1].tolist() == pytest.approx(want.tolist())
+    largest = max(float(row[1].max()) for row in looked.weights)
+    assert image.get_clim() == (0, pytest.approx(largest))
+    assert [label.get_text() for label in axes.get_xticklabels()] == tokens
+    assert [label.get_text() for label in axes.get_yticklabels()] == tokens
+    plt.close(figure)
+    with pytest.raises(ValueError, match="axes have room for one head, not for 2"):
+        looked.draw(axes)
+    with pytest.raises(ValueError, match=r"head: 7 was not captured, these were: \[0, 1\]"):
+        looked.draw(axes, 7)
 
 
 def test_samples_of_a_request_are_steered_alike(made: dict[str, Any]) -> None:

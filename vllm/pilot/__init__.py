@@ -15,6 +15,7 @@ row_checks.py   what rows must be before numbers are made of them
 metrics.py      what steering changes, as a number
 sweeps.py       layers x scales
 patching.py     points x layers x positions: activation patching, causal tracing
+head_sweeps.py  layers x heads: ablation, activation patching
 attention.py    captured attention, for analyzers: docs/analyzers.md
 tracker.py      does the last token look at the instruction, or elsewhere?
 reranker.py     which document does a query look at?
@@ -40,6 +41,7 @@ from vllm.pilot.directions import (
     mean_difference,
     pca,
 )
+from vllm.pilot.head_sweeps import HeadSweep, head_sweep
 from vllm.pilot.linear_probe import Probe, fit_probe
 from vllm.pilot.metrics import Odds, Score
 from vllm.pilot.pairs import Pairs
@@ -51,6 +53,7 @@ from vllm.pilot.training import Trained, train
 
 __all__ = [
     "EngineBench",
+    "HeadSweep",
     "Odds",
     "Pairs",
     "PatchSweep",
@@ -63,6 +66,7 @@ __all__ = [
     "auroc",
     "d_prime",
     "fit_probe",
+    "head_sweep",
     "lat",
     "logistic",
     "mean_centred",

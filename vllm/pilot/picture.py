@@ -1,21 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pictures of experiments, with matplotlib, which `pip install 'vllm[pilot]'` brings."""
+"""Pictures of experiments, with matplotlib."""
 
 from collections.abc import Sequence
-from io import StringIO
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-
-def need_matplotlib() -> None:
-    """Raise ImportError, with what to do, where there is no matplotlib."""
-    try:
-        import matplotlib
-    except ImportError:
-        raise ImportError("pictures need matplotlib: pip install 'vllm[pilot]'") from None
-    matplotlib.use("Agg")
+from vllm.v1.capture.figures import need_matplotlib
 
 
 def subplots(count: int, width: float = 6.5, height: float = 5.2) -> tuple[Any, list[Any]]:
@@ -25,19 +16,6 @@ def subplots(count: int, width: float = 6.5, height: float = 5.2) -> tuple[Any, 
 
     figure, axes = plt.subplots(1, count, figsize=(width * count, height), layout="constrained")
     return figure, list(np.atleast_1d(axes))
-
-
-def save_figure(figure: Any, target: str | Path | StringIO) -> None:
-    """Write a figure and let go of it: as PNG or SVG by the suffix, into a buffer as SVG."""
-    from matplotlib import pyplot as plt
-
-    kind = "svg" if isinstance(target, StringIO) else None
-    if not isinstance(target, StringIO):
-        Path(target).parent.mkdir(parents=True, exist_ok=True)
-    try:
-        figure.savefig(target, dpi=130, format=kind)
-    finally:
-        plt.close(figure)
 
 
 def heat_map(

@@ -10,8 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from vllm.pilot.pairs import last_words
-from vllm.pilot.picture import curve, need_matplotlib, save_figure, subplots
+from vllm.pilot.picture import curve, subplots
 from vllm.pilot.training import Trained
+from vllm.v1.capture.figures import need_matplotlib, save_figure
 from vllm.v1.steering.files import export_gguf
 from vllm.v1.steering.files import save as save_module
 

@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from vllm.pilot.attention import Heads, attention_of, mean_weights, need_positions
-from vllm.pilot.picture import named_bars, save_figure, subplots
+from vllm.pilot.picture import named_bars, subplots
+from vllm.v1.capture.figures import save_figure
 
 if TYPE_CHECKING:
     from vllm.pilot.attention import Captured

@@ -12,8 +12,9 @@ import torch
 from vllm.pilot.bench import Bench, LateBar, Steering, bench_of
 from vllm.pilot.metrics import Metric, Written
 from vllm.pilot.numbers import as_numbers
-from vllm.pilot.picture import heat_map, save_figure, subplots
+from vllm.pilot.picture import heat_map, subplots
 from vllm.pilot.rows import need_layers
+from vllm.v1.capture.figures import save_figure
 
 if TYPE_CHECKING:
     from vllm import LLM

@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from vllm.pilot.attention import Heads, Keys, attention_of, mass, peak
-from vllm.pilot.picture import head_map, save_figure, subplots
+from vllm.pilot.picture import head_map, subplots
+from vllm.v1.capture.figures import save_figure
 
 if TYPE_CHECKING:
     from vllm.pilot.attention import Captured

@@ -1,10 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
 """Attention weights as a user gets them back."""
 
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
 import torch
 
+from vllm.v1.capture.figures import attention_map, axes_of
 from vllm.v1.capture.made_rows import MadeRows
 from vllm.v1.interventions.makings import Attention
+
+if TYPE_CHECKING:
+    from vllm.v1.capture.figures import Target
 
 
 class AttentionRows(MadeRows[Attention]):
@@ -50,6 +58,44 @@ class AttentionRows(MadeRows[Attention]):
         [t + 1]."""
         rows = self._rows() if self._making.sum else self._field("weights")
         return [row[..., : t + 1] for row, t in zip(rows, self.positions.tolist(), strict=True)]
+
+    def draw(
+        self,
+        target: "Target",
+        head: int | None = None,
+        tokens: Sequence[str] | None = None,
+        title: str = "",
+    ) -> None:
+        """Draw weights, queries x keys: of one head, or of each head in a grid. Each is scaled to
+        its largest weight.
+
+        Args:
+            target: a file, PNG or SVG by its suffix; or axes of matplotlib, for one head.
+            head: its number, as in `heads`; all if None.
+            tokens: texts of the tokens, by position; without them positions are shown.
+
+        Raises:
+            ImportError: matplotlib is not installed.
+            ValueError: the capture gives no `weights`, or not of this head; nothing was captured.
+        """
+        if not len(self):
+            raise ValueError("no query was captured")
+        if head is not None and head not in self.heads:
+            raise ValueError(f"head: {head} was not captured, these were: {list(self.heads)}")
+        names = [str(t) for t in range(int(self.positions.max()) + 1)]
+        for t, text in enumerate((tokens or ())[: len(names)]):
+            names[t] = repr(text)[1:-1]
+        rows = [names[t] for t in self.positions.tolist()]
+        weights = np.full((len(rows), max(len(self.heads), 1), len(names)), np.nan)
+        for at, row in zip(weights, self.weights, strict=True):
+            at[:, : row.shape[-1]] = row
+        shown = range(weights.shape[1]) if head is None else [self.heads.index(head)]
+        width, height = 2.0 + 0.2 * len(names), 1.2 + 0.2 * len(rows)
+        with axes_of(target, width, height, len(shown), title) as axes:
+            for one, i in zip(axes, shown, strict=True):
+                attention_map(one, weights[:, i], rows, names)
+                if self.heads and not (title and len(shown) == 1):
+                    one.set_title(f"head {self.heads[i]}", fontsize=9)
 
     def _field(self, name: str) -> torch.Tensor:
         if self._making.sum:
