@@ -14,6 +14,7 @@ Each step hands every request `--tokens` rows of `--sites` sites. Stages of a st
     total     of all these, wall time
     cpu       processor time of the engine's thread, and of all threads (less noisy than the others)
 
+`--cumulative`: a stream of whole results, made at each step, is counted in `result`, too.
 `--messages`: the rows also go through the message to the frontend's process (without the socket).
 
     python -m benchmarks.capture_host --profile-engine MODEL [--sites 1 32] [--batch 256]
@@ -48,6 +49,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=1, help="of each request and step")
     parser.add_argument("--steps", type=int, default=64)
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--cumulative", action="store_true")
     parser.add_argument("--messages", action="store_true")
     parser.add_argument("--pause", type=float, default=0.0, help="ms between steps, as on a GPU")
     parser.add_argument("--profile-engine", metavar="MODEL")
@@ -224,6 +226,9 @@ def run(args: argparse.Namespace, num_sites: int) -> dict[str, float]:
         frontend.pop_ready(None)
         del rows, outputs, message
         mark.append(time.perf_counter())
+        for name in names if args.cumulative else ():
+            states[name].capture.results(tokens, None, False)
+        mark.append(time.perf_counter())
         times["cpu, own"] += time.thread_time() - own
         times["cpu, all"] += time.process_time() - every
         for stage, (start, stop) in zip(STAGES, pairwise(mark), strict=False):
@@ -235,7 +240,7 @@ def run(args: argparse.Namespace, num_sites: int) -> dict[str, float]:
         for name in names
     ]
     frontend.pop_ready(None)
-    times["result"] = time.perf_counter() - mark[0]
+    times["result"] += time.perf_counter() - mark[0]
     times["cpu, own"] += time.thread_time() - own
     times["cpu, all"] += time.process_time() - every
     times["total"] = sum(times[stage] for stage in STAGES[:4])

@@ -201,6 +201,7 @@ CALLS: list[tuple[str, str]] = [
     ("SamplingParams(hooks={})", "(did you mean 'capture'?)"),
     ("SamplingParams(vectors={})", "(did you mean 'steering_vectors'?)"),
     ("SamplingParams(max_token=5)", "(did you mean 'max_tokens'?)"),
+    ("SamplingParams(output_kind='deltas')", "(did you mean 'delta'?)"),
     ("PoolingParams(capture={})", "fields of SamplingParams"),
     ("PoolingParams(steering_vector={})", "fields of SamplingParams"),
     ("PoolingParams(dimension=5)", "(did you mean 'dimensions'?)"),
@@ -212,7 +213,7 @@ CALLS: list[tuple[str, str]] = [
     ("llm.embed('a', capture={})", "fields of SamplingParams"),
     ("llm.beam_search('a', None, steering=[])", "not supported with beam search"),
 ]
-"""Call with a keyword that it does not take, and a part of the error's text."""
+"""Call with a wrong keyword or word, and a part of the error's text."""
 
 END = "<!-- end of mistakes -->"
 
@@ -253,7 +254,7 @@ def call_message(call: str) -> str:
     names |= {"PoolingParams": PoolingParams, "BeamSearchParams": BeamSearchParams}
     try:
         eval(call, names)
-    except TypeError as error:
+    except (TypeError, ValueError) as error:
         return str(error)
     raise AssertionError(f"not refused: {call}")
 

@@ -10,6 +10,7 @@ import pytest
 from tests.errors.mistakes import CALLS, MISTAKES, call_message, message, table
 from tests.errors.page import PAGE
 from vllm import LLM, SamplingParams
+from vllm.sampling_params import RequestOutputKind
 from vllm.v1.interventions.likely import likely
 
 pytestmark = pytest.mark.quick
@@ -30,6 +31,12 @@ def test_other_keywords_are_pythons_to_refuse() -> None:
         SamplingParams(zebra=1)  # type: ignore[call-arg]
     with pytest.raises(TypeError, match=r"unexpected keyword argument 'zebra'$"):
         LLM.generate(object.__new__(LLM), "a", zebra=1)  # type: ignore[call-arg]
+
+
+@pytest.mark.parametrize("said", ["delta", "DELTA", RequestOutputKind.DELTA])
+def test_deltas_are_one_word(said: Any) -> None:
+    assert SamplingParams(output_kind=said).output_kind is RequestOutputKind.DELTA
+    assert SamplingParams().output_kind is RequestOutputKind.CUMULATIVE
 
 
 def test_the_page_has_them() -> None:

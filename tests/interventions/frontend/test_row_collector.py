@@ -33,6 +33,7 @@ from tests.support.rows import give
 from vllm.v1.capture import CaptureResult
 from vllm.v1.capture.copies import Copies, CopyThreads
 from vllm.v1.capture.results import merged
+from vllm.v1.interventions.frontend.results.gathered import ResultMaker
 from vllm.v1.interventions.frontend.results.inbox import RUN_STEPS, RowInbox
 from vllm.v1.interventions.positions import Positions
 from vllm.v1.interventions.shape import TapShape
@@ -335,6 +336,49 @@ def test_what_a_stream_remembers_of_its_rows_grows_with_them_alone() -> None:
     kept = sum((at if at.base is None else at.base).nbytes for at in collector._gone)
     assert steps - 10 <= sum(map(len, collector._gone)) and kept <= 8 * steps
     assert len(collector._runs) == 1 and len(collector._runs[0][0].chunks) <= RUN_STEPS
+
+
+@pytest.mark.parametrize("moves", [False, True])
+def test_states_are_gathered_when_they_are_read(
+    moves: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each step has all rows so far, which few read; whoever does later sees those of its time."""
+    gathered: list[int] = []
+
+    def count(maker: ResultMaker, *given: Any) -> Any:
+        gathered.append(len(given[2]))
+        return rows(maker, *given)
+
+    rows = ResultMaker.rows
+    monkeypatch.setattr(ResultMaker, "rows", count)
+    collector = collector_for(plan_for("all", max_tokens=20))
+    give(collector, chunk([0, 1, 2, 3, 4]))
+    states = [collect(collector, 1, end=None)]
+    for number in range(1, 10):
+        give(collector, chunk([PROMPT + number - 1]))
+        if moves and number % 3 == 0:
+            collector.move()
+        states.append(collect(collector, number + 1, end=None))
+    assert gathered == []
+    for number in (4, 9):
+        assert positions_of(states[number]) == list(range(PROMPT + number))
+        check_rows(states[number], 20)
+        assert states[number].status is None
+    assert gathered == [PROMPT + 4, PROMPT + 9], "once for all sites"
+    assert positions_of(collect(collector, 10)) == list(range(PROMPT + 9))
+
+
+def test_a_state_that_nobody_read_keeps_no_later_rows() -> None:
+    collector = collector_for(plan_for("all", max_tokens=20))
+    give(collector, chunk([0, 1, 2, 3, 4]))
+    state = collect(collector, 1, end=None)
+    new = chunk([5])
+    kept, alive = weakref.ref(new.values[0]), weakref.ref(collector)
+    give(collector, new)
+    del new, collector
+    gc.collect()
+    assert kept() is None and alive() is None
+    assert positions_of(state) == list(range(PROMPT))
 
 
 def test_merged_in_the_models_dtype() -> None:

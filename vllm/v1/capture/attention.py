@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Attention weights as a user gets them back."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np

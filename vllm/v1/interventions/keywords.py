@@ -6,17 +6,19 @@ Python's own text for them names neither the field nor its place. HTTP has the s
 """
 
 from collections.abc import Callable
+from enum import Enum
 from functools import wraps
 from inspect import signature
 from typing import Any, TypeVar
 
 import msgspec
 
-from vllm.v1.interventions.errors import show_key
+from vllm.v1.interventions.errors import reject, show, show_key
 from vllm.v1.interventions.likely import FIELDS, likely, nearest
 from vllm.v1.interventions.plan import PLAN_FIELDS
 
 _C = TypeVar("_C", bound=type)
+_E = TypeVar("_E", bound=Enum)
 
 _GENERATED = ("generate", "enqueue", "chat", "enqueue_chat")
 _POOLED = ("encode", "embed", "classify", "score")
@@ -60,6 +62,20 @@ def _refuse_field(params: NamesFields, name: str) -> None:
     if guess := likely(name, params.__struct_fields__, FIELDS):
         says = f"is not a field of {params.__name__}{guess}"
         raise TypeError(f"{show_key(name)}: {says}") from None
+
+
+def member_of(kinds: type[_E], said: _E | str, path: str) -> _E:
+    """Return a member of an enumeration, which may be said by its name in any letters.
+
+    Raises:
+        ValueError: there is no such member; the message begins with `path`.
+    """
+    if not isinstance(said, str):
+        return said
+    names = [name.lower() for name in kinds.__members__]
+    if said.lower() not in names:
+        reject(path, f"must be {', '.join(names)}, got {show(said)}{likely(said, names)}")
+    return kinds[said.upper()]
 
 
 def names_fields(engine: _C) -> _C:

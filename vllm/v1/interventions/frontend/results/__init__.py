@@ -6,6 +6,7 @@ hold.py       keeps last outputs until the captures that end in them are complet
 watch.py      decides the rules of a completion as its rows and tokens come
 inbox.py      rows as they come from the engine core, for each request to read
 collector.py  gathers the rows of one completion for `inline`
+gathered.py   rows as results have them, made when they are read
 pieces.py     places of rows in memory, and the code that joins them when read
 memory.py     memory that rows are copied to
 link.py       the frontend's calls to the captures of the engine core

@@ -1,144 +1,29 @@
 # SPDX-License-Identifier: Apache-2.0
 """Rows of one completion, gathered as they come: what `inline` returns."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from functools import cached_property, partial
-from typing import Any, Self
+from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
 
-from vllm.config.points import QUERIES
-from vllm.v1.capture.attention import AttentionRows
 from vllm.v1.capture.copies import CopyThreads, Filled, copies_of, integers, steps_into
-from vllm.v1.capture.lens import LensRows
-from vllm.v1.capture.made_rows import MadeRows
-from vllm.v1.capture.results import CapturedRows, CaptureResult, RowSource, SiteRows
+from vllm.v1.capture.results import CaptureResult, SiteRows
 from vllm.v1.capture.transport.mean import RunningMean
 from vllm.v1.capture.transport.selected import RowsLost, Selected
-from vllm.v1.interventions.frontend.request.capture import TOKENS
+from vllm.v1.interventions.frontend.results.gathered import (
+    GatheredRows,
+    MeanRow,
+    ResultMaker,
+    Texts,
+    later,
+    rows_in,
+)
 from vllm.v1.interventions.frontend.results.memory import KeptMemory
-from vllm.v1.interventions.frontend.results.pieces import Piece, Run, StreamRows
-from vllm.v1.interventions.makings import Attention, Lens, Making
-from vllm.v1.interventions.plan import CapturePlan, Selection, Site, dtype_of
-from vllm.v1.interventions.positions import in_a_row
+from vllm.v1.interventions.frontend.results.pieces import Piece, Run
+from vllm.v1.interventions.plan import CapturePlan, dtype_of
 from vllm.v1.interventions.shape import LayerShape
-
-Texts = Callable[[Sequence[int]], list[str]]
-"""A function that returns the text of each of some tokens."""
-
-
-_RESULTS: dict[type[Making], type[MadeRows[Any]]] = {Attention: AttentionRows, Lens: LensRows}
-"""Making of several fields -> the result that gives them."""
-
-
-@dataclass
-class _Rows(RowSource):
-    """The rows of a result, from which those of a site are made."""
-
-    positions: np.ndarray
-    token_ids: np.ndarray
-    versions: np.ndarray
-    streams: list[tuple[Mapping[Site, int], StreamRows]]
-    """Each with the indices of its sites."""
-    selection: Selection
-    layers: Mapping[int, LayerShape]
-    texts: Texts | None
-    """The function that says the tokens, if the capture asks for their texts."""
-
-    def by_site(self) -> SiteRows[Any]:
-        """Return the rows as a user gets them."""
-        selection, making = self.selection, self.selection.making
-        if not making.fields:
-            return SiteRows(selection.sites, self._captured, self)
-        if (weights := making.weights) is not None and weights.sum == "all":
-            return SiteRows([("attn", None)], self._made_of_all, self)
-        return SiteRows([*self._named], self._made, self)
-
-    @cached_property
-    def _named(self) -> dict[Site, Site]:
-        """The site that a result names -> the site of the rows that it is made of."""
-        selection = self.selection
-        sites = selection.heads or selection.sites
-        return {selection.making.named(site): site for site in sites}
-
-    def joined(self, later: Self) -> SiteRows[Any]:
-        """Return these rows and then `later`'s, of the same completion and capture."""
-        streams = [
-            (sites, rows.joined(more))
-            for (sites, rows), (_, more) in zip(self.streams, later.streams, strict=True)
-        ]
-        return replace(
-            self,
-            positions=np.concatenate([self.positions, later.positions]),
-            token_ids=np.concatenate([self.token_ids, later.token_ids]),
-            versions=np.concatenate([self.versions, later.versions]),
-            streams=streams,
-        ).by_site()
-
-    @cached_property
-    def _tokens(self) -> list[str]:
-        """The text of each row's token, which all sites share."""
-        assert self.texts is not None
-        return self.texts(self.token_ids.tolist())
-
-    def _of_tokens(self) -> Callable[[], list[str]] | None:
-        return None if self.texts is None else lambda: self._tokens
-
-    def _values(self, site: Site) -> Callable[[], torch.Tensor]:
-        of_site = (partial(r.site, s[site]) for s, r in self.streams if site in s)
-        return next(of_site)
-
-    def _captured(self, site: Site) -> CapturedRows:
-        """Return the rows at a site."""
-        as_is, is_queries = self.selection.making.as_is, site[0] == QUERIES
-        rule = self.layers[site[1]].rule if as_is and is_queries else None
-        heads, at = self.selection.heads.get(site, ()), (self.positions, self.token_ids)
-        values, texts = self._values(site), self._of_tokens()
-        return CapturedRows(*at, values, self.versions, heads, rule, texts)
-
-    def _made(self, named: Site) -> MadeRows[Any]:
-        """Return what was made of the rows of a site."""
-        site = self._named[named]
-        return self._made_of(self._values(site), self.selection.heads.get(site, ()))
-
-    def _made_of_all(self, _: Any) -> MadeRows[Any]:
-        """Return the sum of what was made at all sites."""
-        return self._made_of(self._sum, ())
-
-    def _made_of(self, values: Callable[[], torch.Tensor], heads: tuple[int, ...]) -> MadeRows[Any]:
-        making, at = self.selection.making, (self.positions, self.token_ids)
-        return _RESULTS[type(making)](*at, values, self.versions, making, self._of_tokens(), heads)
-
-    def _sum(self) -> torch.Tensor:
-        parts = [rows.site(i) for sites, rows in self.streams for i in range(len(sites))]
-        return torch.stack(parts).sum(0)
-
-
-@dataclass
-class _MeanRow(RowSource):
-    """The mean of a stream: one row a site, or none yet."""
-
-    positions: np.ndarray
-    token_ids: np.ndarray
-    versions: np.ndarray
-    values: torch.Tensor
-    """[0 or 1, sites, hidden]."""
-    index: Mapping[Site, int]
-    selection: Selection
-
-    def by_site(self) -> SiteRows[CapturedRows]:
-        """Return the mean as a user gets it."""
-        return SiteRows(self.selection.sites, self._of_site, self)
-
-    def joined(self, later: Self) -> SiteRows[CapturedRows]:
-        """Return the later one: a mean comes once."""
-        return later.by_site()
-
-    def _of_site(self, site: Site) -> CapturedRows:
-        values, heads = self.values[:, self.index[site]], self.selection.heads.get(site, ())
-        return CapturedRows(self.positions, self.token_ids, values, self.versions, heads)
 
 
 class RowCollector:
@@ -164,10 +49,9 @@ class RowCollector:
         memory: KeptMemory,
         texts: Texts,
     ) -> None:
-        self._plan, self._layers, self._threads, self._memory = plan, layers, threads, memory
-        self._prompt_token_ids, self._texts = prompt_token_ids, texts
-        self._places = [{site: i for i, site in enumerate(s.sites)} for s in plan.streams]
-        """The index of each site in its stream."""
+        self._plan, self._threads, self._memory = plan, threads, memory
+        self._prompt_token_ids = prompt_token_ids
+        self._maker = ResultMaker(plan, prompt_token_ids, layers, threads, memory, texts)
         self._selected = {
             name: Selected(plan.consumers[name], len(prompt_token_ids)) for name in consumers
         }
@@ -208,7 +92,9 @@ class RowCollector:
 
     def _unmoved(self) -> list[Piece]:
         return [
-            Piece.of(run, rows, first) for run, rows, first in self._runs if first < len(run.chunks)
+            Piece.of(run.steps(), rows, first)
+            for run, rows, first in self._runs
+            if first < len(run.chunks)
         ]
 
     @property
@@ -225,7 +111,7 @@ class RowCollector:
         if not pieces:
             return
         values, filled = list[list[np.ndarray]](), list[Filled]()
-        positions = in_a_row([piece.positions for piece in pieces])
+        positions, versions = rows_in(pieces)
         for i, stream in enumerate(self._plan.streams):
             if stream.making.adds_up:
                 values.append([np.empty(0)])  # added up by now
@@ -235,7 +121,6 @@ class RowCollector:
             shape = len(positions), num_sites, width
             values.append([integers(self._memory.of_rows(shape, dtype_of(stream.dtype)))])
             filled += steps_into(values[-1], steps)
-        versions = in_a_row([piece.versions for piece in pieces])
         started = self._threads.follow(copies_of(filled))
         self._moved.append(Piece(positions, versions, [values], slice(None), started))
 
@@ -257,9 +142,10 @@ class RowCollector:
         """
         self._add_up()
         num_tokens = len(self._prompt_token_ids) + len(output_token_ids)
+        if not (finished or only_new):
+            return self._results_so_far(output_token_ids, num_tokens)
         pieces = self._moved + self._unmoved()
-        positions = in_a_row([piece.positions for piece in pieces])
-        versions = in_a_row([piece.versions for piece in pieces])
+        positions, versions = rows_in(pieces)
         results = {}
         for name, selected in self._selected.items():
             num_rows = selected.num_rows(num_tokens)
@@ -271,13 +157,38 @@ class RowCollector:
                 continue
             at = self._wanted(selected, positions, num_rows, finished, only_new)
             self.num_rows[name] = len(at) + self.num_rows[name] * only_new
-            rows = positions[at], self._tokens_at(positions[at], output_token_ids), versions[at]
-            payload = self._payload(selected, pieces, at, *rows)
+            came_with = selected.selection, pieces, at, (positions, versions)
+            payload = self._maker.rows(*came_with, output_token_ids).by_site()
             came = [*self._gone, positions] if finished else []
             results[name] = self._result(selected, payload, came, num_rows, finished, aborted)
         if only_new:
             self._delivered = num_tokens - 1
             self._forget(pieces)
+        return results
+
+    def _results_so_far(
+        self, output_token_ids: Sequence[int], num_tokens: int
+    ) -> dict[str, CaptureResult]:
+        """Return all rows so far, gathered when a result is first read: few of a stream are."""
+        moved, maker = list(self._moved), self._maker
+        unmoved = [
+            (run.steps(), r, first) for run, r, first in self._runs if first < len(run.chunks)
+        ]
+
+        def rows(selected: Selected) -> GatheredRows:
+            pieces = moved + [Piece.of(*each) for each in unmoved]
+            positions, versions = rows_in(pieces)
+            at = np.flatnonzero(selected.mask(positions, selected.num_rows(num_tokens)))
+            of_pieces = positions, versions
+            return maker.rows(selected.selection, pieces, at, of_pieces, output_token_ids)
+
+        results = {}
+        for name, selected in self._selected.items():
+            if (mean := self._means.get(selected.selection.streams[0])) is not None:
+                payload: SiteRows[Any] = self._mean_row(selected, mean, finished=False).by_site()
+            else:
+                payload = later(selected.selection, partial(rows, selected))
+            results[name] = CaptureResult(status=None, error=None, payload=payload)
         return results
 
     def _wanted(
@@ -296,36 +207,7 @@ class RowCollector:
             keep |= selected.last(num_rows).mask(positions)  # so never delivered before
         return np.flatnonzero(keep)
 
-    def _tokens_at(self, positions: np.ndarray, generated: Sequence[int]) -> np.ndarray:
-        """Return the tokens at some positions, int64 [n]."""
-        prompt, length = self._prompt_token_ids, len(self._prompt_token_ids)
-        at_each = (prompt[p] if p < length else generated[p - length] for p in positions.tolist())
-        return np.fromiter(at_each, np.int64, len(positions))
-
-    def _payload(
-        self,
-        selected: Selected,
-        pieces: list[Piece],
-        at: np.ndarray,
-        positions: np.ndarray,
-        token_ids: np.ndarray,
-        versions: np.ndarray,
-    ) -> SiteRows[Any]:
-        selection, streams = selected.selection, list[tuple[Mapping[Site, int], StreamRows]]()
-        for index in selection.streams:
-            stream = self._plan.streams[index]
-            dtype, copied = dtype_of(stream.dtype), (self._threads, self._memory)
-            rows = StreamRows(pieces, index, dtype, at, *copied)
-            if not pieces:
-                none = integers(torch.empty(0, len(stream.sites), stream.width, dtype=dtype))
-                nothing = [Piece(at, at, [[[none]]], slice(None))]
-                rows = StreamRows(nothing, 0, dtype, at, *copied)
-            streams.append((self._places[index], rows))
-        texts = self._texts if selection.fields.get(TOKENS) else None
-        made = _Rows(positions, token_ids, versions, streams, selection, self._layers, texts)
-        return made.by_site()
-
-    def _mean_row(self, selected: Selected, mean: RunningMean, finished: bool) -> _MeanRow:
+    def _mean_row(self, selected: Selected, mean: RunningMean, finished: bool) -> MeanRow:
         """One row a site, at the last position; none before the end, or without all of them."""
         stream = self._plan.streams[selected.selection.streams[0]]
         value = mean.value() if finished else None
@@ -333,9 +215,9 @@ class RowCollector:
         ids = np.array([self._prompt_token_ids[i] for i in at], dtype=np.int64)
         none = torch.empty(0, len(stream.sites), stream.width)
         rows = none if value is None else value[None]
-        index = self._places[selected.selection.streams[0]]
+        index = self._maker.places[selected.selection.streams[0]]
         versions = np.full(len(at), mean.version, dtype=np.int64)
-        return _MeanRow(at, ids, versions, rows, index, selected.selection)
+        return MeanRow(at, ids, versions, rows, index, selected.selection)
 
     def _result(
         self,

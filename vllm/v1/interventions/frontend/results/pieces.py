@@ -89,9 +89,9 @@ class Piece(NamedTuple):
     """The copies that fill the values."""
 
     @classmethod
-    def of(cls, run: Run, rows: slice, first: int) -> "Piece":
-        """One request's rows of a run, from its step `first` on."""
-        positions, versions, values = run.steps()
+    def of(cls, steps: Steps, rows: slice, first: int) -> "Piece":
+        """One request's rows of a run's steps, from step `first` on."""
+        positions, versions, values = steps
         return cls(
             positions[first:, rows].ravel(),
             versions[first:].repeat(rows.stop - rows.start),
