@@ -18,6 +18,7 @@ from tests.support.plans import HIDDEN
 from vllm.outputs import CompletionOutput, RequestOutput
 from vllm.v1.capture import CapturedRows, CaptureResult, stack
 from vllm.v1.capture.results import (
+    OWN_BYTES,
     CaptureStatus,
     RowSource,
     SiteRows,
@@ -35,6 +36,27 @@ def rows(positions: list[int], values: torch.Tensor | None = None) -> CapturedRo
         values = torch.tensor([[p + i / 10 for i in range(HIDDEN)] for p in positions])
     at = np.array(positions, dtype=np.int64)
     return CapturedRows(at, at + 100, values, at + 10)
+
+
+def test_what_is_indexed_out_of_large_rows_keeps_nothing_else() -> None:
+    """As programs do in loops; large parts stay views, and small rows are alone anyway."""
+    step = torch.arange(OWN_BYTES, dtype=torch.float32).view(4, 4, -1)
+    large = rows([0, 1, 2, 3], step[:, 1])
+
+    def keeps(part: torch.Tensor) -> bool:
+        return part.untyped_storage().data_ptr() == step.untyped_storage().data_ptr()
+
+    assert keeps(large.values) and keeps(large.values[:])
+    taken = [large.values[-1], large.values[1:3, :5], large.at(2), *large.values]
+    wanted = [step[3, 1], step[1:3, 1, :5], step[2, 1], *step[:, 1]]
+    for part, want in zip(taken, wanted, strict=True):
+        assert torch.equal(part, want) and type(part) is torch.Tensor
+        assert not keeps(part) and part.untyped_storage().nbytes() == want.nbytes
+    large.values[0] += 1
+    assert torch.equal(large.values[0], step[0, 1]), "what is written is written"
+    small = torch.zeros(4, HIDDEN)
+    part = rows([0, 1, 2, 3], small).values[1]
+    assert part.untyped_storage().data_ptr() == small.untyped_storage().data_ptr()
 
 
 def test_at_is_by_position_not_by_index() -> None:

@@ -102,11 +102,25 @@ class SiteRows(Mapping[Any, _R]):
         return self._source.joined(later._source)
 
 
+OWN_BYTES = 1 << 20
+"""The size below which what is taken out of larger rows, as `values[-1]`, is a copy."""
+
+
 class _Landed(torch.Tensor):
-    """A view of memory shared with other sites and requests, alone when it is saved or copied."""
+    """A view of memory shared with other sites and requests, alone when it is saved or copied. A
+    little that is taken out of it, as programs do in loops, does not keep the whole."""
 
     # As for torch.nn.Parameter: what is computed from it is a plain tensor.
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    def __getitem__(self, index: Any) -> torch.Tensor:
+        found = super().__getitem__(index)
+        whole = self.untyped_storage()
+        is_view = found.untyped_storage().data_ptr() == whole.data_ptr()
+        return found.clone() if is_view and found.nbytes < OWN_BYTES <= whole.nbytes() else found
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        return (self[i] for i in range(len(self)))
 
     def _own(self) -> torch.Tensor:
         return joined([self.as_subclass(torch.Tensor)])
@@ -163,8 +177,8 @@ class CapturedRows(TokenRows):
         where the stream has lanes [n, lanes, hidden];
         with `project` their scores, float32 [n, k]. From a megabyte on they may be a view of
         memory that they share with other sites, and as a rule with other requests, and one that is
-        kept keeps all of it: clone() what is to stay alone. What is pickled, or saved by
-        `torch.save`, is these rows alone."""
+        kept keeps all of it: clone() what is to stay alone. Less than a megabyte that is indexed,
+        as `values[-1]`, is a copy; so is what is pickled, or saved by `torch.save`."""
         if not isinstance(self._values, torch.Tensor):
             self._values = self._by_head(self._values())
         return self._values
