@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from pydantic import ValidationError
 
 from vllm.config import VllmConfig
 from vllm.config.capture import CaptureConfig
@@ -189,8 +188,30 @@ def test_options_reach_the_config(model: Path) -> None:
     ],
 )
 def test_an_option_out_of_range_is_named(model: Path, options: dict[str, Any], names: str) -> None:
-    with pytest.raises(ValidationError, match=re.escape(names)):
+    with pytest.raises(ValueError, match=re.escape(names)) as raised:
         build(model, **options)
+    said = str(raised.value)
+    assert "pydantic" not in said and "ArgsKwargs" not in said and len(said) < 300
+
+
+@pytest.mark.parametrize(
+    ("option", "meant"),
+    [
+        ("enable_steer", "enable_steering"),
+        ("steering", "enable_steering"),
+        ("capture_consumer", "capture_consumers"),
+        ("capture", "capture_consumers"),
+        ("steering_family", "steering_families"),
+        ("points", "capture_points"),
+    ],
+)
+@pytest.mark.parametrize("args", [EngineArgs, AsyncEngineArgs])
+def test_an_option_that_is_none_names_ours(args: type[EngineArgs], option: str, meant: str) -> None:
+    wrong: dict[str, Any] = {option: True}
+    with pytest.raises(TypeError, match=rf"^{option}: is not an option .* mean '{meant}'\?\)$"):
+        args(model="m", **wrong)
+    with pytest.raises(TypeError, match="unexpected keyword argument 'zebra'"):
+        args(model="m", zebra=True)  # type: ignore[call-arg]
 
 
 # -- the key of the compile cache ---------------------------------------------------------------

@@ -79,4 +79,9 @@ ATTENTION = [
         {"capture": {"inline": {"attention": {"heads": 0, "give": ["weights"]}}}}
         | {"config": config_of(HEADS, capture_points=["q"])},
     ),
+    Case(
+        path("capture.inline.attention.q", allowed="['post_block']", point="'q', 'z'"),
+        {"capture": {"inline": {"attention": {"heads": 0, "give": ["weights"]}}}}
+        | {"config": config_of(HEADS, capture_points=["post_block"])},
+    ),
 ]

@@ -121,6 +121,7 @@ TOOLKIT = [
     Case({}, do=lambda: direction("mean-centred", ROWS, ROWS + 1)),
     Case({"given": "2"}, do=finding(method="lat", memory=8)),
     Case({"given": "0", "point": "post_block"}, do=lambda: need_layers(BENCH, [0], "post_block")),
+    Case({"given": "0", "point": "post_block"}, do=lambda: need_layers(BENCH, 0, "post_block")),
     Case({"given": "'answer_mean'"}, do=lambda: need_read("answer_mean")),
     Case(path("candidates", "0"), do=lambda: Settings(candidates=0)),
     Case({}, do=lambda: Settings(scales=(0.0,))),

@@ -174,8 +174,10 @@ class _Ask:
         from vllm import SamplingParams
         from vllm.inputs import TokensPrompt
 
-        asks = {"max_tokens": 1, "temperature": 0.0, "logprob_token_ids": self.answers}
-        params = [SamplingParams(**asks, **each) for each in fields]
+        params = [
+            SamplingParams(max_tokens=1, temperature=0.0, logprob_token_ids=self.answers, **each)
+            for each in fields
+        ]
         prompts = [TokensPrompt(prompt_token_ids=ids) for _ in fields]
         for output in self.llm.generate(prompts, params, use_tqdm=False):
             (found,) = output.outputs

@@ -61,7 +61,7 @@ def encode(bench: Bench, example: Example) -> Encoded:
 def read_rows(
     llm: "LLM | Bench | str",
     pairs: Pairs,
-    layers: Sequence[int] | Literal["all"] = "all",
+    layers: int | Sequence[int] | Literal["all"] = "all",
     read: Read = None,
     point: str = "post_block",
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -69,6 +69,7 @@ def read_rows(
 
     Args:
         llm: an engine, or a server's URL.
+        layers: one, several, or all that have the point.
         read: see `Read`; default: what the data say, or "last".
 
     Returns:
@@ -95,7 +96,9 @@ def need_read(read: Read) -> None:
         )
 
 
-def need_layers(bench: Bench, layers: Sequence[int] | Literal["all"], point: str) -> list[int]:
+def need_layers(
+    bench: Bench, layers: int | Sequence[int] | Literal["all"], point: str
+) -> list[int]:
     """The layers by number, counted from the end where negative.
 
     Raises:
@@ -107,7 +110,7 @@ def need_layers(bench: Bench, layers: Sequence[int] | Literal["all"], point: str
         raise ValueError(f"point: the model has no {point!r}, it has {', '.join(offered)}")
     if layers == "all":
         return has
-    count = len(bench.layers)
+    count, layers = len(bench.layers), [layers] if isinstance(layers, int) else layers
     found = [layer + count if layer < 0 else layer for layer in layers]
     if wrong := [layer for layer in found if layer not in has]:
         raise ValueError(f"layers: {wrong[0]} has no {point}; layers with it are {has}")

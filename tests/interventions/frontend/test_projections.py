@@ -13,6 +13,7 @@ import torch
 from tests.support.plans import BF16, HIDDEN, SHAPE, config_of, plan_of
 from tests.support.projections import SPECS, matrix, parse
 from vllm.config.capture import PROJECTION_ROWS, CaptureConfig
+from vllm.v1.capture import CapturedRows
 from vllm.v1.capture.consumers.logging import LoggingConsumer
 from vllm.v1.capture.registry import ConsumerSpec
 from vllm.v1.interventions.frontend.request.budget import Work
@@ -34,6 +35,10 @@ def test_forms_mean_the_same(k: int) -> None:
         given_as.tolist(),
         list(given_as.float()),
     ]
+    if k == 1:  # one row is a matrix
+        at = np.array([0])
+        captured = CapturedRows(at, at, given_as, at)
+        forms += [given_as[0], given_as[0].tolist(), given_as[0].numpy(), captured]
     plans = [parse(inline={"project": form}) for form in forms]
     [digest] = plans[0].projections
     assert all(plan == plans[0] for plan in plans)

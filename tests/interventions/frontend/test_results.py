@@ -137,6 +137,8 @@ def test_stack_of_all_layers_all_positions_and_one_output() -> None:
     assert torch.equal(stack(both, "post_block"), stack(both, "post_block", [0, 1, 2]))
     assert torch.equal(stack(both[1], "post_block"), stack(both[1:], "post_block", "all"))
     assert not torch.equal(stack(both[0], "post_block"), stack(both[1], "post_block"))
+    for one in (2, (2,)):
+        assert torch.equal(stack(both, "post_block", one), stack(both, "post_block", [2]))
     whole = stack(both, "post_block", [2, 0], position=None)
     assert whole.shape == (2, 2, 3, HIDDEN)
     for i, position in enumerate((2, 3, 4)):

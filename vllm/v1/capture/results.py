@@ -216,7 +216,7 @@ class CapturedRows(TokenRows):
 def stack(
     outputs: "Sequence[RequestOutput | CompletionOutput] | RequestOutput | CompletionOutput",
     point: str,
-    layers: Sequence[int] | Literal["all"] = "all",
+    layers: int | Sequence[int] | Literal["all"] = "all",
     position: int | None = -1,
     consumer: str = "inline",
 ) -> torch.Tensor:
@@ -225,7 +225,8 @@ def stack(
     Args:
         outputs: the outputs of `LLM.generate`, or completions; or one of these.
         point: the point of the rows.
-        layers: their layers, in the order wanted; "all" are those that the first output has there.
+        layers: their layers, in the order wanted, or one; "all" are those that the first output
+            has there.
         position: an absolute position, or negative: counted from the end of the rows captured
             (-1 is the last captured row); None for all rows, of which outputs must have as many.
         consumer: the consumer whose result has the rows.
@@ -239,6 +240,8 @@ def stack(
         ValueError: an output lacks the rows, or did not finish its capture.
     """
     per_output: list[torch.Tensor] = []
+    if isinstance(layers, int):
+        layers = [layers]
     for i, output in enumerate(outputs if isinstance(outputs, Sequence) else [outputs]):
         result = (output.capture_results or {}).get(consumer)
         if result is None or result.status == "error":

@@ -67,11 +67,11 @@ def need_family(family: str, families: Collection[str], path: str) -> None:
     """
     if family not in families:
         started = ", ".join(sorted(families))
+        needs = " (which needs q and z among capture_points, too)" if family == "focus" else ""
         reject(
             path,
-            f"the engine was started without {family!r}; add it to steering_families "
-            f"(--steering-families), which has "
-            f"{started}",
+            f"the engine was started without {family!r}{needs}; add it to steering_families "
+            f"(--steering-families), which has {started}",
         )
 
 

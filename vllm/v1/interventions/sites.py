@@ -219,12 +219,20 @@ def need_captured_points(sites: Iterable[Site], path: str, config: CaptureConfig
 
 
 def _need_points(sites: Iterable[Site], path: str, option: str, points: Sequence[str]) -> None:
+    lacking: dict[str, str] = {}
     for point in dict.fromkeys(point for point, _ in sites):
         for tap in POINTS[point].copied:
             if tap not in points:
-                of = "" if tap == point else f"is made of {tap}, and "
-                started = f"{of}the engine was started with {option}={list(points)}"
-                reject(f"{path}.{point}", f"{started}; start it with {tap!r} among them")
+                lacking.setdefault(tap, point)
+    if not lacking:
+        return
+    tap, point = next(iter(lacking.items()))
+    of = "" if tap == point else f"is made of {tap}, and "
+    started = f"{of}the engine was started with {option}={list(points)}"
+    # All at once: each start takes its time.
+    reject(
+        f"{path}.{point}", f"{started}; start it with {', '.join(map(repr, lacking))} among them"
+    )
 
 
 def _layers_of(value: Any, point: str, path: str, shape: TapShape) -> list[int]:

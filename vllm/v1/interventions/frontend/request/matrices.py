@@ -92,9 +92,20 @@ def direction_of(
     return direction
 
 
+def _is_vector(value: Any) -> bool:
+    """Tell whether a value is one vector, and not a matrix."""
+    if isinstance(value, Array):
+        return len(value.shape) == 1
+    return isinstance(value, list) and bool(value) and isinstance(value[0], int | float)
+
+
 def _matrix(given: Given, shape: TapShape, work: Work) -> bytes:
-    """Bytes of float32 [k, hidden], from a list of vectors, a 2-D array or a 2-D tensor."""
+    """Bytes of float32 [k, hidden], from a list of vectors, a 2-D array or a 2-D tensor; from one
+    vector, k = 1."""
     value, hidden = given.value, shape.hidden_size
+    if _is_vector(value):
+        value = value[None] if isinstance(value, Array) else [value]
+        given = Given(value, given.path)
     if isinstance(value, Array):
         if given.array().ndim != 2:
             given.refuse(f"has shape {list(value.shape)}, the model needs [k, {hidden}]")
