@@ -224,7 +224,7 @@ AREAS = (
     ),
     Area(
         "matrices",
-        budget=98,
+        budget=99,
         planned=115,
         places=(
             "vllm/v1/interventions/frontend/request/matrices.py",

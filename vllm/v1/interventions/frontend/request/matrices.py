@@ -92,10 +92,11 @@ def direction_of(
     return direction
 
 
-def _is_vector(value: Any) -> bool:
+def _is_vector(given: Given) -> bool:
     """Tell whether a value is one vector, and not a matrix."""
+    value = given.value
     if isinstance(value, Array):
-        return len(value.shape) == 1
+        return given.array().ndim == 1
     return isinstance(value, list) and bool(value) and isinstance(value[0], int | float)
 
 
@@ -103,7 +104,7 @@ def _matrix(given: Given, shape: TapShape, work: Work) -> bytes:
     """Bytes of float32 [k, hidden], from a list of vectors, a 2-D array or a 2-D tensor; from one
     vector, k = 1."""
     value, hidden = given.value, shape.hidden_size
-    if _is_vector(value):
+    if _is_vector(given):
         value = value[None] if isinstance(value, Array) else [value]
         given = Given(value, given.path)
     if isinstance(value, Array):
