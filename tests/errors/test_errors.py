@@ -21,6 +21,7 @@ from tests.errors.analyzers import ANALYZERS
 from tests.errors.attention import ATTENTION
 from tests.errors.case import Case
 from tests.errors.consumers import CONSUMERS
+from tests.errors.converting import CONVERTING
 from tests.errors.datasets import DATASETS
 from tests.errors.easysteer import EASYSTEER
 from tests.errors.files import FILES
@@ -237,7 +238,7 @@ OTHERS = [
 
 CASES = REQUESTS + ATTENTION + OTHERS + STEERING + STEERING_CALLS + FILES + CONSUMERS + PROJECT
 CASES += FILESYSTEM + LENS + TOOLKIT + FOCUS + LENSES + DATASETS + SWEEPS + EASYSTEER + ANALYZERS
-CASES += RULES
+CASES += RULES + CONVERTING
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: str(case.says)[:70])

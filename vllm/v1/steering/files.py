@@ -316,12 +316,18 @@ def _tensor(name: str, tensor: dict[str, Any]) -> torch.Tensor:
     return flat.reshape(tensor["shape"])
 
 
-def _read_npz(path: Path, shape: TapShape) -> Content:
+def read_npz(path: Path, most: int) -> Named:
+    """Return the arrays of an npz file, which may have `most` bytes together.
+
+    Raises:
+        ValueError: they have more, or hold pickled objects, or a name is there twice.
+        Exception: the libraries raise anything on bytes that may be anything.
+    """
     named: Named = {}
     with zipfile.ZipFile(path) as archive:
         # Compressed, it may be small and hold anything.
-        if sum(member.file_size for member in archive.infolist()) > _most_bytes(shape):
-            raise ValueError(f"its arrays have more than {_most_bytes(shape)} bytes")
+        if sum(member.file_size for member in archive.infolist()) > most:
+            raise ValueError(f"its arrays have more than {most} bytes")
         for member in archive.infolist():
             name = member.filename.removesuffix(".npy")
             if name in named:
@@ -329,7 +335,7 @@ def _read_npz(path: Path, shape: TapShape) -> Content:
             # As many bytes as it claims to have, which were counted, however many come out of it.
             with archive.open(member) as opened:
                 named[name] = _array(name, opened.read(member.file_size))
-    return Content(named)
+    return named
 
 
 def _array(name: str, data: bytes) -> np.ndarray:
@@ -344,6 +350,10 @@ def _array(name: str, data: bytes) -> np.ndarray:
     if dtype.hasobject:
         raise ValueError(f"{show_key(name)} holds pickled objects, which are never read")
     return np.frombuffer(data, dtype, offset=opened.tell()).reshape(sizes)
+
+
+def _read_npz(path: Path, shape: TapShape) -> Content:
+    return Content(read_npz(path, _most_bytes(shape)))
 
 
 def _read_gguf(path: Path, shape: TapShape) -> Content:

@@ -42,9 +42,9 @@ def convert_lens(source: Path, out: Path) -> list[int]:
         raise ValueError(f"{out}: must be a new file that ends with .safetensors")
     size = source.stat().st_size
     try:
-        given = torch.load(source, map_location="cpu", weights_only=True, mmap=True)
-    except (RuntimeError, pickle.UnpicklingError, EOFError, ValueError) as error:
-        refuse(f"is not tensors alone: {describe(error)[:200]}")
+        given = load_tensors(source, mmap=True)
+    except ValueError as error:
+        refuse(str(error))
     if not isinstance(given, Mapping) or (lacks := [key for key in _KEYS if key not in given]):
         refuse(f"lacks {lacks[0]!r}" if isinstance(given, Mapping) else "is no mapping")
     width, layers = given["d_model"], given["source_layers"]
@@ -83,6 +83,22 @@ def convert_lens(source: Path, out: Path) -> list[int]:
     finally:
         unfinished.unlink(missing_ok=True)
     return sorted(matrices)
+
+
+def load_tensors(source: Path, mmap: bool) -> Any:
+    """Read a file that `torch.save` wrote of tensors in lists and mappings; nothing in it is run.
+
+    Args:
+        mmap: leave the tensors in the file until they are used; a file of an old format cannot be.
+
+    Raises:
+        ValueError: it is damaged, or a pickle of other things.
+        OSError: it cannot be read.
+    """
+    try:
+        return torch.load(source, map_location="cpu", weights_only=True, mmap=mmap)
+    except (RuntimeError, pickle.UnpicklingError, EOFError, ValueError) as error:
+        raise ValueError(f"is not tensors alone: {describe(error)[:200]}") from error
 
 
 def _count(value: Any, stop: int) -> bool:

@@ -11,7 +11,7 @@ from pathlib import PurePath
 VERBS = {
     "steering": {
         "check": "Compare what is read and written in a model with Hugging Face transformers.",
-        "convert": "Write a published Jacobian lens as a file for --capture-lens.",
+        "convert": "Write vectors of another tool, or a published lens, as a file of ours.",
         "points": "List the points and layers of a model, from its config alone.",
         "train": "Find a steering vector from pairs of texts, and test it on held-out pairs.",
     },

@@ -8,6 +8,7 @@ import traceback
 import typing
 from pathlib import Path
 
+from vllm.config.points import STREAM_POINTS
 from vllm.entrypoints.cli.types import CLISubcommand
 
 if typing.TYPE_CHECKING:
@@ -31,8 +32,11 @@ POINTS = """List the points and layers at which a model can be steered and captu
 no weights are read and no engine is started. Exit status 2 when it cannot be, with the reason."""
 
 
-CONVERT = """Write a published Jacobian lens (torch: J, source_layers, d_model) as a file that
---capture-lens reads. Nothing in the file is run. Exit status 2 when it is no such lens."""
+CONVERT = """Write a module's file from vectors of another tool (.gguf of repeng, llama.cpp and
+EasySteer, .pt, .pth, .npz, .svec or .json of CAST), or a file for --capture-lens from a published
+Jacobian lens (.pt with J, source_layers, d_model). What names its layers is taken as it is; --point
+is needed where the format does not say where its vectors act. Nothing in the file is run. Exit
+status 2 when it is none of them, with the file and the tensor."""
 
 
 class SteeringSubcommand(CLISubcommand):
@@ -58,7 +62,7 @@ class SteeringSubcommand(CLISubcommand):
 
         steering = subparsers.add_parser(
             self.name,
-            help="Check steering and capture on a model, find steering vectors, convert lenses.",
+            help="Check steering and capture on a model, find steering vectors, convert files.",
             usage="vllm steering {check,convert,points,train} ...",
         )
         verbs = steering.add_subparsers(required=True, dest="steering_verb")
@@ -74,10 +78,31 @@ class SteeringSubcommand(CLISubcommand):
             "convert",
             help=VERBS[self.name]["convert"],
             description=CONVERT,
-            usage="vllm steering convert LENS.pt OUT.safetensors",
+            usage="vllm steering convert SOURCE OUT.safetensors [--point POINT] "
+            "[--layers LAYER ...] [--first-layer N]",
         )
-        convert.add_argument("source", type=Path, help="The lens as it was published.")
+        convert.add_argument("source", type=Path, help="The vectors or the lens as published.")
         convert.add_argument("out", type=Path, help="The file to write.")
+        convert.add_argument(
+            "--point",
+            choices=STREAM_POINTS,
+            help="Where the vectors act. Default: post_block for .gguf, .svec and .json.",
+        )
+        convert.add_argument(
+            "--layers",
+            nargs="+",
+            metavar="LAYER",
+            help="Numbers or ranges such as 4-7: the layers to keep, or to give the one vector of "
+            "the file to. Default: all that the file has.",
+        )
+        convert.add_argument(
+            "--first-layer",
+            type=int,
+            default=0,
+            metavar="N",
+            help="The layer of row 0 of a matrix [layers, hidden]; -1 where row 0 is the "
+            "embedding, as in transformers' hidden_states and in persona vectors. Default: 0.",
+        )
         convert.set_defaults(model_tag=None)
         add_verb(
             verbs,
@@ -129,13 +154,22 @@ def _check(args: argparse.Namespace) -> int:
 
 def _convert(args: argparse.Namespace) -> int:
     from vllm.entrypoints.cli.steering.convert import convert_lens
+    from vllm.entrypoints.cli.steering.vectors import OF_BLOCKS, convert_vectors
 
+    # Of torch's files a lens says where it reads; vectors do not say where they act.
+    is_torch = args.source.suffix.lower() not in (*OF_BLOCKS, ".npz")
+    is_lens = is_torch and args.point is None and args.layers is None
     try:
-        layers = convert_lens(args.source, args.out)
+        if is_lens:
+            what, layers = "a Jacobian lens", convert_lens(args.source, args.out)
+        else:
+            asked = args.point, args.layers, args.first_layer
+            what, layers = "vectors", convert_vectors(args.source, args.out, *asked)
     except (ValueError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr, flush=True)
+        hint = "; vectors need --point" if is_lens and isinstance(error, ValueError) else ""
+        print(f"error: {error}{hint}", file=sys.stderr, flush=True)
         return COULD_NOT_RUN
-    print(f"{args.out}: a Jacobian lens of layers {', '.join(map(str, layers))}", flush=True)
+    print(f"{args.out}: {what} of layers {', '.join(map(str, layers))}", flush=True)
     return 0
 
 
