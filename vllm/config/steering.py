@@ -75,14 +75,15 @@ class SteeringConfig:
     code."""
 
     steering_modules: list[str] = Field(default_factory=list)
-    """Named vectors to load at start-up, as `name=path` (.safetensors, .gguf or .npz)."""
+    """Named vectors and operations to load at start-up, as `name=path` (.safetensors, .gguf, .npz
+    or .json, or a folder that `vllm steering train` wrote) or as JSON with `name` and `path`."""
 
     default_steering_modules: list[str] = Field(default_factory=list, max_length=MAX_MODULES)
     """Names of modules that act on every request while they are registered, unless it names them
     itself or has `steering_inherit_global=False`."""
     compat: list[str] = Field(default_factory=list)
-    """Tools whose requests are answered as well, of lens (vLLM-Lens), with what they need turned
-    on. See docs/coming-from.md."""
+    """Tools whose requests are answered as well, with what they need turned on: lens (vLLM-Lens)
+    and easysteer (EasySteer). See docs/coming-from.md."""
 
     def __post_init__(self) -> None:
         refuse_unknown("steering_points", self.steering_points, STEERING_POINTS)

@@ -125,15 +125,18 @@ def capture_config_of(args: "EngineArgs") -> CaptureConfig:
 def add_intervention_args(
     parser: "ArgumentParser", get_kwargs: Callable[[type[Any]], dict[str, dict[str, Any]]]
 ) -> None:
-    """Add one flag per field of the two configs, in groups of their own.
+    """Add one flag per field of the two configs, in groups that help lists before all others.
 
     Args:
         get_kwargs: a config class -> each field's arguments for argparse.
     """
-    for config in (SteeringConfig, CaptureConfig):
+    configs = SteeringConfig, CaptureConfig
+    for config in configs:
         group = parser.add_argument_group(title=config.__name__, description=config.__doc__)
         for name, kwargs in get_kwargs(config).items():
             if name == "capture_consumers":
                 # Specs are text here; the flag may be repeated or take several.
                 kwargs |= {"type": ConsumerText, "nargs": "+", "action": "extend"}
             group.add_argument(f"--{name.replace('_', '-')}", **kwargs)
+    groups = parser._action_groups  # argparse lists them in this order
+    groups[:] = groups[-len(configs) :] + groups[: -len(configs)]
