@@ -6,7 +6,7 @@ RUN := .venv/bin/python
 export PYTHONDONTWRITEBYTECODE :=
 OURS := setup.py vllm vllm_pilot tools patches tests demo examples benchmarks
 
-.PHONY: help install test test-full test-long test-models workloads lint format fuzz mutations demo playground tree diffstat docs-stats native wheel pilot-wheel clean
+.PHONY: help install test test-full test-long test-models workloads lint format fuzz mutations demo playground tree diffstat docs-stats native wheel pilot-wheel release clean
 .DEFAULT_GOAL := help
 
 help: ## this list
@@ -89,6 +89,9 @@ wheel: install ## the distributable wheel, in dist/; says whether it has native 
 
 pilot-wheel: install ## the small wheel vllm-pilot, in dist/: patches an installed vLLM
 	$(RUN) -m tools pilot-wheel
+
+release: install ## the small wheel with SHA256SUMS and CHANGES.md, in dist/, from a committed tree
+	$(RUN) -m tools release
 
 clean: ## delete .venv and build/
 	rm -rf .venv build dist .mypy_cache .pytest_cache .ruff_cache

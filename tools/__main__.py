@@ -15,6 +15,7 @@ from tools.export import export
 from tools.into import assemble_into
 from tools.pins import ROOT, BuildError, load_pin
 from tools.rebase import find_wheel, finish, rebase
+from tools.release import release
 
 
 def arguments() -> argparse.Namespace:
@@ -32,6 +33,7 @@ def arguments() -> argparse.Namespace:
     choice.add_argument("wheel", nargs="?", metavar="VERSION|WHEEL")
     choice.add_argument("--finish", action="store_true", help="write build/rebase to patches/seams")
     verbs.add_parser("pilot-wheel", help="the wheel vllm-pilot, in dist/")
+    verbs.add_parser("release", help="that wheel, its checksum and its changes, in dist/")
     verbs.add_parser("diffstat", help="how little the fork is")
     return parser.parse_args()
 
@@ -78,6 +80,8 @@ def run(options: argparse.Namespace) -> str:
             return f"docs/rebase-{report.version}.md has the rest"
         case "pilot-wheel":
             return str(pilot_wheel.build(ROOT / "dist", load_pin()))
+        case "release":
+            return listing(release(ROOT / "dist", load_pin(), ROOT), "")
         case _:
             return diffstat()
 
