@@ -130,13 +130,12 @@ def add_intervention_args(
     Args:
         get_kwargs: a config class -> each field's arguments for argparse.
     """
-    configs = SteeringConfig, CaptureConfig
-    for config in configs:
+    for config in (SteeringConfig, CaptureConfig):
         group = parser.add_argument_group(title=config.__name__, description=config.__doc__)
         for name, kwargs in get_kwargs(config).items():
             if name == "capture_consumers":
                 # Specs are text here; the flag may be repeated or take several.
                 kwargs |= {"type": ConsumerText, "nargs": "+", "action": "extend"}
             group.add_argument(f"--{name.replace('_', '-')}", **kwargs)
-    groups = parser._action_groups  # argparse lists them in this order
-    groups[:] = groups[-len(configs) :] + groups[: -len(configs)]
+    # Help lists groups in this order.
+    parser._action_groups[:] = parser._action_groups[-2:] + parser._action_groups[:-2]
