@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.errors.mistakes import CALLS, MISTAKES, call_message, message, table
+from tests.errors.mistakes import CALLS, MISTAKES, call_message, hooks, message, table
 from tests.errors.page import PAGE
 from vllm import LLM, SamplingParams
 from vllm.sampling_params import RequestOutputKind
@@ -53,5 +53,13 @@ def test_letters_and_hyphens_are_compared_alike(said: str, option: str) -> None:
     assert likely(said, ["other", option]) == f" (did you mean {option!r}?)"
 
 
+@pytest.mark.parametrize("said", ["model.layers.5.post_attention_layernorm.output", "up_proj.out"])
+def test_no_guess_at_an_end_of_another_module(said: str) -> None:
+    """What a layer returns is `output`, too, after its own name."""
+    assert "did you mean" not in message(hooks({said: [1]}))
+
+
 def test_what_is_not_allowed_is_not_named() -> None:
+    """Nor something that is only spelt alike."""
+    assert likely("self_attn", ("pre_attn",), {"self_attn": "attn_out"}) == ""
     assert likely("resid_mid", ("post_block",), {"resid_mid": "post_attn"}) == ""

@@ -85,7 +85,8 @@ def nearest(said: Any, options: Iterable[str], also: Mapping[str, str] = _NONE) 
     word = _bare(said)
     known = {_bare(option): option for option in islice(options, _MOST_LOOKED_AT)}
     elsewhere = [option for option in known.values() if option == also.get(word)]
-    found = elsewhere or [known[one] for one in get_close_matches(word, known, 1, _ALIKE)]
+    alike = [] if word in also else get_close_matches(word, known, 1, _ALIKE)
+    found = elsewhere or [known[one] for one in alike]
     return found[0] if found else None
 
 

@@ -7,8 +7,6 @@ from typing import ClassVar, Literal, NamedTuple, Optional, Self, TypedDict
 
 import msgspec
 
-from vllm.config.points import RETURNED
-
 GIVES = ("mass", "peak", "top", "weights")
 """Names of what may be given of attention weights, in the order in which it lies in a row."""
 

@@ -47,35 +47,28 @@ def need_point(
     return value
 
 
-_ELSEWHERE = {
-    "resid_pre": "pre_attn",
-    "block_input": "pre_attn",
-    "input": "pre_attn",
-    "resid_mid": "post_attn",
-    "resid_post": "post_block",
-    "block_output": "post_block",
-    "output": "post_block",
-    "residual": "post_block",
-    "residual_stream": "post_block",
-    "hidden_states": "post_block",
-    "attention_output": "attn_out",
-    "self_attn": "attn_out",
-    "mlp": "mlp_out",
-    "mlp_output": "mlp_out",
-    "mlp_input": "mlp_in",
-    "ln2": "mlp_in",
-    "ln_2": "mlp_in",
-    "mlp_in": "post_attn",
-    "rot_q": "q",
-    "rot_k": "k",
-    "attention_value_output": "z",
-    "embedding": "embed",
-    "embeddings": "embed",
-    "ln_final": "final",
-    "norm": "final",
+_NAMES = {
+    "embed": "embedding embeddings embed_tokens embed_tokens.output wte.output",
+    "pre_attn": "resid_pre block_input input layers.input h.input blocks.in",
+    "q": "rot_q",
+    "k": "rot_k",
+    "z": "attention_value_output o_proj.input c_proj.input",
+    "attn_out": "attention_output self_attn self_attn.output attn.output attn.out",
+    "post_attn": "resid_mid mlp_in",
+    "mlp_in": "mlp_input mlp.input ln2 ln_2 ln2.out ln2.output",
+    "mlp_out": "mlp mlp_output mlp.output mlp.out",
+    "post_block": "resid_post block_output output layers.output h.output blocks.out residual "
+    "residual_stream hidden_states",
+    "final": "ln_final norm final_norm norm.output ln_f.output ln_final.out ln_final.normalized "
+    "lm_head.input unembed.in",
 }
-"""Name of a point in TransformerLens, nnsight, pyvene and other tools, without what stands around
-it -> the point here (docs/coming-from.md). TransformerLens's `hook_mlp_in` is before the norm."""
+_ELSEWHERE = {name: point for point, names in _NAMES.items() for name in names.split()}
+"""Name of a point in TransformerLens, nnsight, pyvene, interp-engine and other tools, without what
+stands around it -> the point here (docs/coming-from.md). TransformerLens's `hook_mlp_in` is before
+the norm."""
+
+_ENDS = ("in", "input", "normalized", "out", "output")
+"""Names that say nothing without the module before them."""
 
 
 _WEIGHTS = ("attn", "attn_scores", "pattern")
@@ -83,11 +76,13 @@ _WEIGHTS = ("attn", "attn_scores", "pattern")
 
 
 def _plain_name(value: Any) -> Any:
-    """The last part of another tool's path, such as `resid_post` of `blocks.5.hook_resid_post`."""
+    """The last part of another tool's path, such as `resid_post` of `blocks.5.hook_resid_post`,
+    after its module where it needs one: `o_proj.input`."""
     if not isinstance(value, str):
         return value
-    parts = [part for part in value[:80].split(".") if not part.isdecimal()]
-    return parts[-1].removeprefix("hook_") if parts else value
+    bare = (part.partition("[")[0].removeprefix("hook_") for part in value[:80].split("."))
+    parts = [part for part in bare if part and not part.isdecimal()]
+    return ".".join(parts[-2:] if parts[-1] in _ENDS else parts[-1:]) if parts else value
 
 
 def need_layers(value: Any, point: str, path: str, shape: TapShape) -> list[int]:
