@@ -31,6 +31,7 @@ HOOK = Peer("vLLM-Hook", "vllm-hook-and-mia")
 RHIZO = Peer("RhizoNymph/vllm", "rhizonymphvllm")
 EASY = Peer("EasySteer", "easysteer")
 SGLANG = Peer("SGLang", "sglang")
+HOTWIRE = Peer("hotwire", "hotwire")
 
 
 class Foreign(NamedTuple):
@@ -56,6 +57,7 @@ ARGS = {
     "hs_mode": Foreign(HOOK, "'capture' with 'positions'"),
     "hookq_mode": Foreign(HOOK, QUERIES),
     "qk_capture": Foreign(HOOK, QUERIES),
+    "hotwire": Foreign(HOTWIRE, "'steering_modules'"),
 }
 """Keys of `vllm_xargs` over HTTP, of `SamplingParams.extra_args` offline."""
 
