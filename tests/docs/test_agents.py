@@ -82,7 +82,8 @@ def test_each_point_and_position_is_one() -> None:
 
 def test_options_and_commands_exist() -> None:
     [option] = re.findall(r"engine that steers has `(\w+)=True`", AGENTS)
-    assert getattr(SteeringConfig(**{option: True}), option) is True
+    options: dict[str, Any] = {option: True}
+    assert getattr(SteeringConfig(**options), option) is True
     [consumer] = re.findall(r'captures has `capture_consumers=\["(\w+)"\]`', AGENTS)
     assert parse_consumers([consumer]).keys() == {consumer}
     assert {*re.findall(r"`vllm (\w+) --help`", AGENTS)} == VERBS.keys()
