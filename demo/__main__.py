@@ -103,7 +103,11 @@ def run(console: Console, given: Path | None, out: Path, quick: bool) -> bool:
                 heads.show(console, head)
                 picture.draw_head(out / "head.png", model.name, head)
     proofs = []
-    if given is None:
+    if given is None and not proof.IN_CLONE:
+        console.print(
+            "`vllm steering check MODEL` compares a model with Hugging Face transformers."
+        )
+    elif given is None:
         console.print(Rule("Proof on your machine"))
         with _timed(console):
             proofs = proof.prove(BUILD / "tiny-models")

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import ast
 import os
 import re
 import shutil
@@ -116,12 +117,14 @@ def environment(folder: Path) -> Path:
 
 @pytest.mark.long
 def test_as_a_user_does(tmp_path: Path, tiny_models: TinyModels) -> None:
-    """pip, apply, README's program, a reinstall that is noticed, remove; nothing of the clone."""
+    """pip, apply, README's program, our commands, the demo, a reinstall that is noticed, remove;
+    nothing of the clone."""
     own = environment(tmp_path / "env")
     wheel = pilot_wheel.build(tmp_path / "dist", PIN)
     upstream = wheels.fetch(PIN)
     clean = {key: value for key, value in os.environ.items() if not key.startswith("PYTHON")}
     clean |= {"VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1"}
+    clean["VLLM_PILOT_CACHE"] = str(tmp_path / "cache")  # of the demo
 
     def call(*command: str | Path, status: int = 0) -> str:
         done = subprocess.run(
@@ -142,13 +145,66 @@ def test_as_a_user_does(tmp_path: Path, tiny_models: TinyModels) -> None:
     program = tmp_path / "program.py"
     program.write_text(text.replace("/path/to/model", str(model)))
     lines = call(own, program).splitlines()
-    assert [line[:4] for line in lines if line[:4] in ("-1.0", "+0.0", "+1.0")] == [
-        "-1.0",
-        "+0.0",
-        "+1.0",
-    ]
+    found = re.search(r"scales = (\[.*\])", text)
+    assert found is not None
+    scales = [f"{scale:+.1f}" for scale in ast.literal_eval(found[1])]
+    assert [line[:4] for line in lines if line[:4] in scales] == scales
+    assert "\n  train " in call(vllm, "steering", "--help")
+    (tmp_path / "data.jsonl").write_text('{"text": "Today I went"}\n{"text": "Hello"}\n')
+    run_of = ("capture", "run", model, "--data", "data.jsonl", "--hooks", "post_block:all")
+    call(vllm, *run_of, "--out", "rows", "--yes")
+    assert [*(tmp_path / "rows").rglob("*.safetensors")]
+    assert "Everything above holds." in call(pilot, "demo", "--quick")
     call(*pip, "--force-reinstall", upstream)
     assert "upstream's again" in call(own, program, status=1)
     assert "upstream's again" in call(pilot, "status", status=1)
     call(pilot, "remove")
     assert "nothing is applied" in call(pilot, "remove")
+
+
+def interpreters() -> dict[str, Path]:
+    """Other versions of CPython that our wheel takes and that are on this machine."""
+    installed = Path("~/.pyenv/versions").expanduser()
+    found = {}
+    for version in ("3.12", "3.13"):
+        paths = [shutil.which(f"python{version}"), *installed.glob(f"{version}.*/bin/python")]
+        working = (Path(path) for path in paths if path and "shims" not in str(path))
+        if path := next(working, None):
+            found[version] = path
+    return found
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("installer", ["pip", "uv"])
+@pytest.mark.parametrize("version", ["3.12", "3.13"])
+def test_other_pythons(version: str, installer: str, tmp_path: Path) -> None:
+    """The real wheels as pip and uv install them, without what they need: what `vllm` answers
+    before torch is there."""
+    python = interpreters().get(version)
+    uv = shutil.which("uv")
+    if python is None or (installer == "uv" and uv is None):
+        pytest.skip(f"needs CPython {version} and {installer}")
+    env = {key: value for key, value in os.environ.items() if not key.startswith("PYTHON")}
+
+    def call(*command: str | Path, status: int = 0) -> str:
+        done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
+        assert done.returncode == status, done.stdout + done.stderr
+        return done.stdout + done.stderr
+
+    own = tmp_path / "env" / "bin" / "python"
+    call(python, "-m", "venv", tmp_path / "env")
+    given = ("install", "-q", "--no-deps", "--no-index")
+    files = (wheels.fetch(PIN), pilot_wheel.build(tmp_path / "dist", PIN))
+    if installer == "pip":
+        call(own, "-m", "pip", *given, *files)
+    else:
+        assert uv is not None
+        call(uv, "pip", *given, "--python", own, *files)
+    pilot, vllm = own.with_name("vllm-pilot"), own.with_name("vllm")
+    assert "not applied" in call(pilot, "status", status=1)
+    call(pilot, "apply")
+    assert "intact" in call(pilot, "status")
+    assert call(vllm, "--version").strip() == PIN.version
+    assert "\n  convert " in call(vllm, "steering", "--help")
+    call(pilot, "remove")
+    assert "not applied" in call(pilot, "status", status=1)

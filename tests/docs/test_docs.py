@@ -174,6 +174,12 @@ def test_programs_need_no_clone(document: str) -> None:
     assert [clones_own(program) for program in programs(document) if clones_own(program)] == []
 
 
+def test_the_demo_of_the_wheel_needs_no_clone() -> None:
+    """But for a comparison with the tests of a clone, which it leaves out elsewhere."""
+    texts = {path.name: path.read_text() for path in (ROOT / "demo").glob("*.py")}
+    assert [name for name, text in texts.items() if clones_own(text) - {"demo"}] == ["proof.py"]
+
+
 def test_programs_that_need_a_clone_are_found() -> None:
     """The twin."""
     program = "import json, tools.svg\nfrom demo.corpus import PLACES\nfrom vllm import LLM\n"

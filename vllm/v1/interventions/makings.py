@@ -288,6 +288,10 @@ class Attention(Making, frozen=True):
     def needed(self, sites: list[tuple[str, int]]) -> list[tuple[str, int]]:
         """Return the queries, and what attention returned: it proved at start-up that the weights
         can be read."""
+        from vllm.config.points import (
+            RETURNED,
+        )  # vllm.config is slow to import, and readers need us
+
         return [*sites, (RETURNED, sites[0][1])]
 
     def named(self, site: tuple[str, int]) -> tuple[str, int]:
