@@ -10,12 +10,12 @@ ROOT = Path(__file__).parents[1]
 BUDGETS = {
     "README.md": 550,
     "AGENTS.md": 350,
-    "CONTRIBUTING.md": 1900,
+    "CONTRIBUTING.md": 1920,
     "docs/README.md": 150,
     "docs/analyzers.md": 550,
     "docs/attention.md": 1900,
     "docs/capture-files.md": 1050,
-    "docs/capture.md": 4000,
+    "docs/capture.md": 4020,
     "docs/coming-from.md": 1000,
     "docs/cookbook.md": 720,
     "docs/datasets.md": 800,
@@ -29,7 +29,7 @@ BUDGETS = {
     "docs/playground.md": 650,
     "docs/reliability.md": 500,
     "docs/scale.md": 450,
-    "docs/steering.md": 1480,
+    "docs/steering.md": 1490,
     "docs/tutorial.md": 840,
 }
 """Most words of prose on each page: words outside of code blocks and tables."""
