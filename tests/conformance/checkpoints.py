@@ -40,11 +40,12 @@ QUANTISED = """
 
 Rows and writes against transformers on the same rounded weights, worst row: a random Llama of 4
 layers of 512, bfloat16, on one H200, compiled and in graphs; eager is within 0.02 of it
-([output](measurements/h200-quantised.txt)). W8A8 rounds what each layer reads, too, so a digit that bfloat16 decides moves a row further; the limit
-is twice what transformers in bfloat16 differs from itself in float32. The last column is the least
-that rows differ from those of the weights before rounding, or, for W8A8, from the token before.
-`python -m tests.gpu.quantised` measures all, `tests/real/test_quantised.py` those marked CPU, on
-upstream's CPU build. bitsandbytes and the kernels of Blackwell are not measured.
+([output](measurements/h200-quantised.txt)). W8A8 rounds what each layer reads, too, so a digit that
+bfloat16 decides moves a row further; the limit is twice what transformers in bfloat16 differs from
+itself in float32. The last column is the least that rows differ from those of the weights before
+rounding, or, for W8A8, from the token before. `python -m tests.gpu.quantised` measures all,
+`tests/real/test_quantised.py` those marked CPU, on upstream's CPU build. bitsandbytes and the
+kernels of Blackwell are not measured.
 
 | format | stored as | CPU | read | written | limit | twin |
 |---|---|---|---|---|---|---|
