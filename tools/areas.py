@@ -289,7 +289,7 @@ AREAS = (
     ),
     Area(
         "toolkit",
-        budget=3630,
+        budget=3755,
         planned=3100,
         places=(
             "vllm/entrypoints/cli/capture/",

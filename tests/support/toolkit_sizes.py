@@ -257,6 +257,7 @@ ABSENT = {
     "choice.written_surprise": "nats",
     "evidence.Evidence": "numbers of others",
     "evidence.effect_evidence": "the metric's unit is in and out; it compares only with itself",
+    "features": "an autoencoder's biases and thresholds are of the size of its rows",
     "fitting.Separation": "numbers of others",
     "head_sweeps": "nats; tests/programs/test_cookbook.py",
     "linking": "weights of a query sum to 1, what is added is the paper's; tried below",

@@ -24,6 +24,7 @@ training.py     all of it: from pairs to a checked vector
 fitting.py, choice.py, evidence.py, persona.py, report.py, picture.py    its steps
 captures.py     straight from captures: a vector as a file, rows as one array
 records.py      lines of data files
+features.py     sparse autoencoders from files, their features as operations
 checkpoints.py  a small model with real weights, from the package registry
 dataset/        activations of whole data sets, on disk
 
@@ -41,6 +42,7 @@ from vllm.pilot.directions import (
     mean_difference,
     pca,
 )
+from vllm.pilot.features import Autoencoder
 from vllm.pilot.head_sweeps import HeadSweep, head_sweep
 from vllm.pilot.linear_probe import Probe, fit_probe
 from vllm.pilot.metrics import Odds, Score
@@ -52,6 +54,7 @@ from vllm.pilot.sweeps import Sweep, sweep
 from vllm.pilot.training import Trained, train
 
 __all__ = [
+    "Autoencoder",
     "EngineBench",
     "HeadSweep",
     "Odds",

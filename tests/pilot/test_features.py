@@ -1,0 +1,147 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Sparse autoencoders: read from the files that people have, against their formulas in float64, and
+written by the engine's own operation."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from tests.support.terms import LAYER, LENGTH, POINT, Site, worst
+from vllm.model_executor.layers.steering_terms import steer_rows_torch
+from vllm.pilot.features import Autoencoder
+
+pytestmark = pytest.mark.quick
+
+HIDDEN, FEATURES = 24, 60
+TOLERANCE = 1e-5
+
+
+def made(seed: int = 0) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+
+    def normal(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=generator)
+
+    return {
+        "W_enc": normal(HIDDEN, FEATURES) / HIDDEN**0.5,
+        "W_dec": normal(FEATURES, HIDDEN) / HIDDEN**0.5,
+        "b_enc": normal(FEATURES) / 4,
+        "b_dec": normal(HIDDEN),
+        "threshold": normal(FEATURES).abs() / 2,
+    }
+
+
+def rows(count: int = LENGTH) -> torch.Tensor:
+    return torch.randn(count, HIDDEN, generator=torch.Generator().manual_seed(9))
+
+
+def saelens(folder: Path, tensors: dict[str, torch.Tensor], **config: Any) -> Path:
+    folder.mkdir()
+    (folder / "cfg.json").write_text(json.dumps({"d_in": HIDDEN, "d_sae": FEATURES, **config}))
+    save_file(tensors, folder / "sae_weights.safetensors")
+    return folder
+
+
+def activations(tensors: dict[str, torch.Tensor], x: torch.Tensor, subtracts: bool) -> torch.Tensor:
+    """The formula in float64."""
+    t = {name: tensor.double() for name, tensor in tensors.items()}
+    read = x.double() - t["b_dec"] if subtracts else x.double()
+    before = read @ t["W_enc"] + t["b_enc"]
+    threshold = t.get("threshold", torch.zeros(FEATURES, dtype=torch.float64))
+    return torch.where(before > threshold, before.clamp(min=0), 0.0)
+
+
+@pytest.mark.parametrize("subtracts", [False, True])
+@pytest.mark.parametrize("architecture", ["standard", "jumprelu"])
+def test_a_folder_of_saelens(tmp_path: Path, architecture: str, subtracts: bool) -> None:
+    tensors, x = made(), rows()
+    if architecture == "standard":
+        del tensors["threshold"]
+    config = {"architecture": architecture, "apply_b_dec_to_input": subtracts}
+    sae = Autoencoder.load(saelens(tmp_path / "sae", tensors, **config))
+    want, other = (activations(tensors, x, flag) for flag in (subtracts, not subtracts))
+    got = sae.encode(x)
+    assert (sae.hidden_size, sae.num_features) == (HIDDEN, FEATURES)
+    assert float((got.double() - want).abs().max()) < TOLERANCE
+    assert float((got.double() - other).abs().max()) > 0.1, "the order of the bias is not seen"
+    decoded = want @ tensors["W_dec"].double() + tensors["b_dec"].double()
+    assert float((sae.decode(got).double() - decoded).abs().max()) < TOLERANCE
+    ids, values = sae.top(x, 3)
+    assert torch.equal(values, got.sort(descending=True).values[:, :3])
+    assert torch.equal(got.gather(1, ids), values)
+
+
+def test_a_file_of_gemma_scope(tmp_path: Path) -> None:
+    tensors, x = made(), rows()
+    arrays: dict[str, Any] = {name: tensor.numpy() for name, tensor in tensors.items()}
+    np.savez(tmp_path / "params.npz", **arrays)
+    got = Autoencoder.load(tmp_path / "params.npz").encode(x.bfloat16())
+    want = activations(tensors, x.bfloat16(), subtracts=False)
+    assert float((got.double() - want).abs().max()) < TOLERANCE
+    low = {**tensors, "threshold": torch.zeros(FEATURES)}
+    assert float((got.double() - activations(low, x, subtracts=False)).abs().max()) > 0.05
+
+
+@pytest.mark.parametrize("subtracts", [False, True])
+def test_the_engine_writes_features_as_the_file_has_them(tmp_path: Path, subtracts: bool) -> None:
+    """All at once: the row changes by (f' - f) W_dec of each, and keeps its error."""
+    tensors, x = made(), rows()
+    folder = saelens(
+        tmp_path / "sae", tensors, architecture="jumprelu", apply_b_dec_to_input=subtracts
+    )
+    sae = Autoencoder.load(folder)
+    values = {3: 8.0, 17: 0.0, 42: 2.5}
+    ops = [sae.op(feature, POINT, LAYER, value=value) for feature, value in values.items()]
+    ops.append(sae.op(5, POINT, LAYER, add=4.0, only_if_active=True))
+    before = activations(tensors, x, subtracts)
+    after = before.clone()
+    for feature, value in values.items():
+        after[:, feature] = value
+    after[:, 5] += 4.0 * (before[:, 5] > 0)
+    assert 0 < int((before[:, 5] > 0).sum()) < LENGTH
+    want = x.double() + (after - before) @ tensors["W_dec"].double()
+    got = Site(ops, HIDDEN, LENGTH).step(steer_rows_torch, x, range(LENGTH))
+    assert worst(got, want, x) < TOLERANCE
+    apart = x
+    for op in ops:
+        apart = Site([op], HIDDEN, LENGTH).step(steer_rows_torch, apart, range(LENGTH))
+    assert worst(apart, want, x) > 0.01, "one after the other would be as good"
+
+
+def test_what_is_not_read_is_refused_by_file_and_tensor(tmp_path: Path) -> None:
+    good = made()
+
+    def refused(message: str, tensors: dict[str, torch.Tensor], **config: Any) -> None:
+        number = len(list(tmp_path.iterdir()))
+        folder = saelens(tmp_path / f"sae{number}", tensors, **config)
+        with pytest.raises(ValueError, match=message):
+            Autoencoder.load(folder)
+
+    refused("cfg.json: architecture 'gated'; standard and jumprelu", good, architecture="gated")
+    refused("normalize_activations 'layer_norm'", good, normalize_activations="layer_norm")
+    refused("lacks W_dec; it has", {name: t for name, t in good.items() if name != "W_dec"})
+    refused(r"W_dec is torch.float32 \[60, 23\]", {**good, "W_dec": good["W_dec"][:, 1:].clone()})
+    refused(r"b_enc is torch.int64 \[60\]", {**good, "b_enc": torch.zeros(60, dtype=torch.int64)})
+    refused("b_dec has numbers that are not", {**good, "b_dec": torch.full((HIDDEN,), torch.nan)})
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "broken.npz").write_bytes(b"PK\x03\x04 and no more")
+    (tmp_path / "pickle.npz").write_bytes(b"\x80\x04N.")
+    for name in ("empty", "broken.npz", "pickle.npz", "nowhere.npz"):
+        with pytest.raises(ValueError, match="cannot be read as an autoencoder"):
+            Autoencoder.load(tmp_path / name)
+
+
+def test_wrong_features_and_rows(tmp_path: Path) -> None:
+    sae = Autoencoder.load(saelens(tmp_path / "sae", made()))
+    for feature in (-1, FEATURES):
+        with pytest.raises(ValueError, match=f"feature: {feature} is none of 0-59"):
+            sae.op(feature, POINT, LAYER, value=1.0)
+    with pytest.raises(ValueError, match="rows are 23 wide"):
+        sae.encode(torch.zeros(2, HIDDEN - 1))
