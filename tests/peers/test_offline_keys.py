@@ -100,7 +100,7 @@ def test_async(tiny_models: TinyModels, tmp_path: Any) -> None:
 @pytest.mark.quick
 @pytest.mark.parametrize("field", [*FIELDS, "capture_wait", "conversation_id"])
 def test_fields_of_bodies_are_none_of_the_parameters(field: str) -> None:
-    """Of the type itself, so by its name."""
+    """Of the type itself, so by its name: by ours where a field is alike, else by Python's text."""
     given: dict[str, Any] = {field: "x"}
-    with pytest.raises(TypeError, match=f"'{field}'"):
+    with pytest.raises(TypeError, match=f"^{field}: is not a field of |'{field}'"):
         SamplingParams(**given)
