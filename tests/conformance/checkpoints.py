@@ -35,8 +35,7 @@ by |
 """.replace("agrees |\nby |", "agrees | by |")
 
 
-QUANTISED = """
-## Quantised checkpoints
+QUANTISED = """## Quantised checkpoints
 
 Rows and writes against transformers on the same rounded weights, worst row: a random Llama of 4
 layers of 512, bfloat16, on one H200, compiled and in graphs; eager is within 0.02 of it
@@ -57,6 +56,7 @@ kernels of Blackwell are not measured.
 | AWQ | 4 bits, groups of 128, with zeros | yes | 0.021 | 0.017 | 0.03 | 0.16 |
 | NVFP4 W4A16 | compressed-tensors, groups of 16 | no | 0.011 | 0.009 | 0.03 | 0.11 |
 """
+"""The page's part on them, by hand: the scripts that it names print the numbers."""
 
 
 def load_rows(path: Path = ROWS) -> list[dict[str, Any]]:
@@ -76,7 +76,7 @@ def load_rows(path: Path = ROWS) -> list[dict[str, Any]]:
 
 def section(rows: Sequence[Mapping[str, Any]]) -> str:
     """That part of the page."""
-    return HEAD + "".join(f"| {' | '.join(_cells(row))} |\n" for row in rows) + QUANTISED
+    return HEAD + "".join(f"| {' | '.join(_cells(row))} |\n" for row in rows)
 
 
 def _cells(row: Mapping[str, Any]) -> list[str]:

@@ -18,7 +18,7 @@ from patches.taps.rows import ALL_POINTS, WIRED, Idiom, Row
 from patches.taps.table import ROWS
 from tests import ROOT
 
-from .checkpoints import load_rows, section
+from .checkpoints import QUANTISED, load_rows, section
 from .proof import RESULTS, Result, load_results
 from .zoo import MODELS
 from .zoo.absent import ABSENT, APART
@@ -86,6 +86,7 @@ def render(
         f"and {len(backend)} of the Transformers backend; {len(wired)} classes are wired.",
         "",
         section(load_rows() if checkpoints is None else checkpoints),
+        QUANTISED,
         "## Verified",
         "",
         "| architecture | layer class | idiom | points | plain | read | write | moved | q | k | v "
