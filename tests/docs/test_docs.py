@@ -236,13 +236,14 @@ def test_readme_program(model: Path) -> None:
     (program,), folder = programs(), model.parent
     printed = run(program, model, folder, multiprocess=True, started=RECORDER)
     said = said_by_scale(printed)
-    assert list(said) == ["-0.5", "+0.0", "+0.5"]
-    assert said["-0.5"] != said["+0.0"] != said["+0.5"]
+    scales = [-1.0, 0.0, 1.0]
+    assert list(said) == [f"{scale:+.1f}" for scale in scales]
+    assert said["-1.0"] != said["+0.0"] != said["+1.0"]
 
     used = torch.load(folder / "steered_by.pt")
     layer = 3 * models.LAYERS // 5
     vectors = [one["post_block"][layer]["vector"] for one in used]
-    assert [one["post_block"][layer]["scale"] for one in used] == [-0.5, 0.0, 0.5]
+    assert [one["post_block"][layer]["scale"] for one in used] == scales
     assert all(torch.equal(vector, vectors[0]) for vector in vectors)
 
     def prompts(name: str) -> list[str]:
