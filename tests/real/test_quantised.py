@@ -12,8 +12,7 @@ from tests.gpu.model import save_model
 from tests.gpu.quantised import LAYERS, serve
 from tests.support.quantised import roughen
 
-pytestmark = pytest.mark.full
-LONG = pytest.mark.long
+pytestmark = pytest.mark.long
 
 
 @pytest.fixture(scope="module")
@@ -30,9 +29,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     [
         "AWQ",
         "INT8 W8A8",
-        pytest.param("GPTQ", marks=LONG),
-        pytest.param("INT4 W4A16", marks=LONG),
-        pytest.param("FP8 W8A8", marks=LONG),
+        "GPTQ",
+        "INT4 W4A16",
+        "FP8 W8A8",
     ],
 )
 def test_rows_and_writes_are_of_the_rounded_weights(folder: Path, name: str) -> None:

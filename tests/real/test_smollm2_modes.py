@@ -36,7 +36,14 @@ COMPILED_LAYERS = 5
 """All would compile for a minute or two. Massive activations are made in these."""
 
 
-@pytest.fixture(scope="module", params=list(MODES))
+LONG = ("bfloat16", "bfloat16-compiled")
+"""Modes of the long tier: how far bfloat16 rounds depends on the kind of CPU."""
+
+
+@pytest.fixture(
+    scope="module",
+    params=[pytest.param(m, marks=pytest.mark.long) if m in LONG else m for m in MODES],
+)
 def real(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Real]:

@@ -46,8 +46,9 @@ from vllm import LLM, SamplingParams
 from vllm.inputs import TokensPrompt
 from vllm.pilot.checkpoints import SMOLLM2, Packaged, Unavailable, checkpoint
 
-NOISES = {torch.float32: 6, torch.bfloat16: 2}
-"""Multiple of transformers' own rounding that an error may be, in the engine's dtype."""
+NOISES = {torch.float32: 12, torch.bfloat16: 2}
+"""Multiple of transformers' own rounding that an error may be, in the engine's dtype. In float32 it
+is three times what was seen, because CPUs of other kinds add up in another order."""
 LEAST = 1e-6
 """The error that is allowed in any case."""
 LEAST_NATS = 1e-4
