@@ -62,7 +62,11 @@ class GatheredRows(RowSource):
 
     def by_site(self) -> SiteRows[Any]:
         """Return the rows as a user gets them."""
-        return SiteRows([*keys_of(self.selection)], self.at, self)
+        return SiteRows([*self._keys], self.at, self)
+
+    @cached_property
+    def _keys(self) -> Mapping[Any, Site]:
+        return keys_of(self.selection)
 
     def at(self, key: Any) -> CapturedRows | MadeRows[Any]:
         """Return the rows at one of `keys_of`."""
@@ -108,7 +112,7 @@ class GatheredRows(RowSource):
         making, at = self.selection.making, (self.positions, self.token_ids)
         values, heads = self._sum, tuple[int, ...]()
         if key != _OF_ALL:
-            site = keys_of(self.selection)[key]
+            site = self._keys[key]
             values, heads = self._values(site), self.selection.heads.get(site, ())
         return _RESULTS[type(making)](*at, values, self.versions, making, self._of_tokens(), heads)
 
